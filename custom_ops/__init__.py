@@ -1,0 +1,13 @@
+"""The ops of torchpaged: contract (``ops.py``), reference (``reference.py``) and kernels (``triton/``, ``csrc/``).
+
+Import as ``torchpaged.custom_ops``. This package imports torch only.
+"""
+
+if __name__ != "torchpaged.custom_ops":
+    raise ImportError(
+        f"import torchpaged.custom_ops, not {__name__!r}: a second copy of this package would register every op schema twice"
+    )
+
+from torchpaged.custom_ops.ops import BACKEND_OPS, BackendOps, native_status
+
+__all__ = ["BACKEND_OPS", "BackendOps", "native_status"]

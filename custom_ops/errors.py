@@ -1,0 +1,47 @@
+"""Typed errors of torchpaged. Every message names the argument, what was expected, what came, and what to do."""
+
+from __future__ import annotations
+
+
+class TorchpagedError(Exception):
+    """Base class of every error that torchpaged raises on purpose."""
+
+
+class ArgumentError(TorchpagedError, ValueError):
+    """An argument has a wrong shape, dtype, device, layout or value. Raised before anything is written.
+
+    Attributes:
+        argument: the argument's name as the caller knows it.
+    """
+
+    def __init__(self, argument: str, expected: str, got: str, fix: str = "") -> None:
+        self.argument = argument
+        super().__init__(f"{argument}: expected {expected}, got {got}" + (f"; {fix}" if fix else ""))
+
+
+class BackendUnavailableError(TorchpagedError, RuntimeError):
+    """A backend was named that cannot run here, or cannot run this attention. The message lists every reason."""
+
+
+class BlockPoolExhaustedError(TorchpagedError, RuntimeError):
+    """More blocks were asked for than are free. The pool is left exactly as it was.
+
+    Attributes:
+        requested: blocks asked for.
+        available: blocks free at that moment.
+    """
+
+    def __init__(self, requested: int, available: int, total: int, fix: str = "") -> None:
+        self.requested, self.available, self.total = requested, available, total
+        super().__init__(
+            f"num_blocks: {requested} requested, {available} free of {total} usable; "
+            + (fix or "free finished requests, or build the cache with more blocks")
+        )
+
+
+class UnsupportedModelError(TorchpagedError, ValueError):
+    """A model cannot run through torchpaged. The message names the model and the reason."""
+
+
+class CaptureError(TorchpagedError, RuntimeError):
+    """A step could not be captured into a graph, or a captured graph was replayed against moved memory."""

@@ -1,0 +1,67 @@
+"""Finds and loads the native CPU library, and says clearly when there is none.
+
+The library (``torchpaged_C``, built by CMakeLists.txt on LibTorch's stable ABI) registers the default and ``.cpu``
+overload of every op for the CPU key. Without it the package works: CPU calls then run the reference.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from torchpaged.custom_ops.errors import BackendUnavailableError
+
+_HOW = (
+    "to build it, install torch first, then run `pip install --no-build-isolation .` in a checkout "
+    "(needs a C++17 compiler; -Ccmake.define.TORCHPAGED_NATIVE=ON turns a failed build into an error)"
+)
+_state: tuple[bool, str] = (False, "not looked for yet")
+
+
+def _candidates() -> list[Path]:
+    """Places where a wheel, an editable install or a by-hand build puts the library, nearest first."""
+    here = Path(__file__).resolve().parent
+    found = sorted(here.glob("torchpaged_C*.so"))
+    try:  # an editable install keeps the library in site-packages while the sources stay in the checkout
+        for file in importlib.metadata.files("torchpaged") or ():
+            if file.name.startswith("torchpaged_C") and file.name.endswith(".so"):
+                found.append(Path(str(file.locate())))
+    except importlib.metadata.PackageNotFoundError:
+        pass
+    return [path for path in found if path.is_file()]
+
+
+def load() -> bool:
+    """Load the library if it is there. Honours ``TORCHPAGED_NATIVE=0`` (do not load)."""
+    global _state
+    setting = os.environ.get("TORCHPAGED_NATIVE", "1")
+    if setting not in ("0", "1"):
+        raise ValueError(f"TORCHPAGED_NATIVE: expected 0 or 1, got {setting!r}")
+    if setting == "0":
+        _state = (False, "switched off by TORCHPAGED_NATIVE=0")
+        return False
+    found = _candidates()
+    if not found:
+        _state = (False, "the native CPU kernel library torchpaged_C is not installed; " + _HOW)
+        return False
+    try:
+        torch.ops.load_library(str(found[0]))
+    except OSError as error:  # built against another libtorch or CPU: say so, keep the pure-Python package alive
+        _state = (False, f"{found[0].name} could not be loaded ({error}); " + _HOW)
+        return False
+    _state = (True, str(found[0]))
+    return True
+
+
+def status() -> tuple[bool, str]:
+    """``(loaded, path or reason)``."""
+    return _state
+
+
+def raise_absent(*_: Any, **__: Any) -> NoReturn:
+    """The ``.cpu`` kernels' stand-in when the library is absent."""
+    raise BackendUnavailableError(f"backend 'cpu': {_state[1]}")

@@ -1,0 +1,164 @@
+"""The op contract: every schema, fake kernel and op handle of the ``torchpaged`` namespace, in one place.
+
+Each op has one *overload* per backend, all with the same schema and the same meaning::
+
+    torch.ops.torchpaged.paged_attention            # the device's own kernel: CPU -> native C++, CUDA -> Triton
+    torch.ops.torchpaged.paged_attention.reference  # plain torch, any device: the specification
+    torch.ops.torchpaged.paged_attention.cpu        # native C++ kernel
+    torch.ops.torchpaged.paged_attention.triton     # Triton kernel
+
+So a backend is chosen by holding another handle (``BACKEND_OPS["triton"].paged_attention``), never inside a traced call.
+
+Rules every kernel keeps (``B`` requests, ``T`` tokens):
+
+* ops return ``()`` and write into arguments declared ``Tensor(a!)``; no output aliases an input;
+* slot -1 skips the write; block 0 is the null block; table entries past ``ceil(seq_len / block_size)`` are never read;
+* query ``i`` of a request sits at position ``seq_len - query_len + i``; positions below 0 (left padding) see nothing;
+* a query row that sees no key, and every token row at or after ``query_start_loc[-1]``, gives zeros and LSE -inf;
+* LSE is the natural logarithm of the softmax denominator (the sink's term included), float32, ``[T, num_heads]``.
+
+The reasons for void ops, for ``Library.define`` rather than ``custom_op`` and for explicit tensors: docs/ops.md.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchpaged.custom_ops import native
+
+LIBRARY = torch.library.Library("torchpaged", "DEF")  # kept for the life of the process: dropping it deregisters the ops
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
+
+#: Overload names, i.e. the backends that have kernels of their own. "" is the device's default kernel.
+OVERLOADS = ("", "reference", "cpu", "triton")
+
+SCHEMAS = {
+    # k [T, num_kv_heads, head_dim], v [T, num_kv_heads, head_dim_v], caches [num_blocks, block_size, num_kv_heads, .],
+    # slot_mapping [T] int64 = block * block_size + offset, -1 = skip; k_scale, v_scale: float32 scalars of fp8 caches
+    "write_kv": """(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping,
+        Tensor? k_scale=None, Tensor? v_scale=None) -> ()""",
+    # q [T, num_heads, head_dim], block_table [B, max_blocks_per_req] int32, seq_lens [B] int32 (this step's tokens
+    # included), query_start_loc [B + 1] int32, out [T, num_heads, head_dim_v], lse [T, num_heads] float32.
+    # max_query_len: upper bound of query_len, known to the host (1 selects the decode kernels).
+    # window_left/right: keys visible beside the own one, -1 = open. chunk_size: keys of the own chunk only, 0 = off.
+    "paged_attention": """(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor seq_lens,
+        Tensor query_start_loc, Tensor(a!) out, Tensor(b!)? lse=None, *, SymInt max_query_len, float scale,
+        bool causal=True, int window_left=-1, int window_right=-1, float logits_soft_cap=0.0,
+        Tensor? alibi_slopes=None, Tensor? sinks=None, Tensor? k_scale=None, Tensor? v_scale=None,
+        int chunk_size=0) -> ()""",
+    # out_a, out_b, out [T, num_heads, head_dim_v]; lse_a, lse_b, lse [T, num_heads] float32
+    "merge_attn_states": """(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b, Tensor(a!) out,
+        Tensor(b!)? lse=None) -> ()""",
+    # block_mapping [N, 2] int64: (source, destination) block ids; a negative id skips the pair; no block may be both
+    "copy_blocks": "(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor block_mapping) -> ()",
+    # sampled_token_ids, input_ids, positions, slot_mapping [B] int64; seq_lens [B] int32. Rows with seq_len 0 (padding)
+    # and rows whose table is full stay as they are and get slot -1.
+    "advance_step": """(Tensor sampled_token_ids, Tensor block_table, Tensor(a!) input_ids, Tensor(b!) positions,
+        Tensor(c!) seq_lens, Tensor(d!) slot_mapping, *, int block_size) -> ()""",
+}
+
+
+class BackendOps(NamedTuple):
+    """The op handles of one backend; hold these, call these (a handle is bound once and traces as itself)."""
+
+    write_kv: Any
+    paged_attention: Any
+    merge_attn_states: Any
+    copy_blocks: Any
+    advance_step: Any
+
+
+# ---------------------------------------------------------------------------------------------------------- fakes
+# Sizes may be symbols without values: torch._check states facts, an `if` would need to decide them.
+
+
+def _fake_write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor,
+                   k_scale: Tensor | None = None, v_scale: Tensor | None = None) -> None:  # fmt: skip
+    torch._check(k.dim() == 3 and v.dim() == 3, lambda: f"k, v: expected 3 dimensions, got {k.dim()} and {v.dim()}")
+    torch._check(k_cache.dim() == 4 and v_cache.dim() == 4, lambda: "k_cache, v_cache: expected 4 dimensions")
+    torch._check(slot_mapping.dtype == torch.int64, lambda: f"slot_mapping: expected int64, got {slot_mapping.dtype}")
+    torch._check(k.shape[0] == slot_mapping.shape[0], lambda: "k, slot_mapping: expected as many slots as tokens")
+    torch._check(k.shape[1] == k_cache.shape[2], lambda: f"k: expected {k_cache.shape[2]} heads, got {k.shape[1]}")
+    torch._check(k.shape[2] == k_cache.shape[3], lambda: f"k: expected head_dim {k_cache.shape[3]}, got {k.shape[2]}")
+    torch._check(v.shape[2] == v_cache.shape[3], lambda: f"v: expected head_dim {v_cache.shape[3]}, got {v.shape[2]}")
+
+
+def _fake_paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, seq_lens: Tensor,
+                          query_start_loc: Tensor, out: Tensor, lse: Tensor | None = None, **_: Any) -> None:  # fmt: skip
+    torch._check(q.dim() == 3 and out.dim() == 3, lambda: f"q, out: expected 3 dimensions, got {q.dim()}, {out.dim()}")
+    torch._check(k_cache.dim() == 4 and v_cache.dim() == 4, lambda: "k_cache, v_cache: expected 4 dimensions")
+    torch._check(block_table.dim() == 2, lambda: f"block_table: expected 2 dimensions, got {block_table.dim()}")
+    for name, t in (("block_table", block_table), ("seq_lens", seq_lens), ("query_start_loc", query_start_loc)):
+        torch._check(t.dtype == torch.int32, lambda name=name, t=t: f"{name}: expected int32, got {t.dtype}")
+    torch._check(q.shape[2] == k_cache.shape[3], lambda: f"q: expected head_dim {k_cache.shape[3]}, got {q.shape[2]}")
+    torch._check(q.shape[0] == out.shape[0], lambda: "out: expected as many rows as q")
+    torch._check(block_table.shape[0] == seq_lens.shape[0], lambda: "seq_lens: expected one length per table row")
+
+
+def _fake_nothing(*_: Any, **__: Any) -> None:
+    return None
+
+
+_FAKES = {"write_kv": _fake_write_kv, "paged_attention": _fake_paged_attention}
+
+
+# ----------------------------------------------------------------------------------------------- implementations
+def _lazy(module: str, function: str) -> Any:
+    """A kernel whose module is imported at its first launch, so that importing torchpaged stays light."""
+    cached: Any = None
+
+    def launch(*args: Any, **kwargs: Any) -> None:
+        nonlocal cached
+        if cached is None:
+            cached = getattr(importlib.import_module(module), function)
+        cached(*args, **kwargs)
+
+    launch.__name__ = function
+    return launch
+
+
+_TRITON_MODULES = {
+    "write_kv": "write_kv",
+    "paged_attention": "paged_attention",
+    "merge_attn_states": "merge_attn_states",
+    "copy_blocks": "copy_blocks",
+    "advance_step": "advance_step",
+}
+
+
+def _register() -> None:
+    for op, schema in SCHEMAS.items():
+        for overload in OVERLOADS:
+            name = f"{op}.{overload}" if overload else op
+            LIBRARY.define(name + schema, tags=_TAGS)
+            torch.library.register_fake(f"torchpaged::{name}", _FAKES.get(op, _fake_nothing), lib=LIBRARY)
+        reference = _lazy("torchpaged.custom_ops.reference", op)
+        triton = _lazy(f"torchpaged.custom_ops.triton.{_TRITON_MODULES[op]}", op)
+        LIBRARY.impl(f"{op}.reference", reference, "CompositeExplicitAutograd")
+        LIBRARY.impl(f"{op}.triton", triton, "CompositeExplicitAutograd")
+        LIBRARY.impl(op, triton, "CUDA")
+    if native.load():  # registers the default and the .cpu overload of every op for the CPU key
+        return
+    for op in SCHEMAS:
+        LIBRARY.impl(op, _lazy("torchpaged.custom_ops.reference", op), "CPU")
+        LIBRARY.impl(f"{op}.cpu", native.raise_absent, "CompositeExplicitAutograd")
+
+
+_register()
+
+
+def _handles(overload: str) -> BackendOps:
+    return BackendOps(*(getattr(getattr(torch.ops.torchpaged, op), overload or "default") for op in BackendOps._fields))
+
+
+#: Backend name -> its op handles; "default" dispatches by device.
+BACKEND_OPS: dict[str, BackendOps] = {overload or "default": _handles(overload) for overload in OVERLOADS}
+
+
+def native_status() -> tuple[bool, str]:
+    """Whether the native CPU kernels are loaded, and from where or why not."""
+    return native.status()

@@ -1,0 +1,219 @@
+"""Argument checks of the ops, shared by the reference, the Triton launchers and the public functions.
+
+Shapes, dtypes, devices and strides are checked always (no device work). Values that live on a device (block ids, slots,
+lengths) can only be checked by reading them: on the CPU that is done always, on a GPU only with ``TORCHPAGED_CHECK=1``,
+because it synchronises.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import Tensor
+
+from torchpaged.custom_ops.errors import ArgumentError
+
+
+def _shape(tensor: Tensor) -> str:
+    return str(list(tensor.shape))
+
+
+def check_dims(name: str, tensor: Tensor, *dims: int | None) -> None:
+    """``tensor`` has ``len(dims)`` dimensions with these sizes; None accepts any size."""
+    if tensor.dim() != len(dims) or any(d is not None and d != s for d, s in zip(dims, tensor.shape, strict=True)):
+        want = "[" + ", ".join("*" if d is None else str(d) for d in dims) + "]"
+        raise ArgumentError(name, f"shape {want}", _shape(tensor))
+
+
+def check_dtype(name: str, tensor: Tensor, *dtypes: torch.dtype) -> None:
+    """``tensor`` has one of ``dtypes``."""
+    if tensor.dtype not in dtypes:
+        raise ArgumentError(name, " or ".join(map(str, dtypes)), str(tensor.dtype), f"convert with .to({dtypes[0]})")
+
+
+def check_device(device: torch.device, **tensors: Tensor | None) -> None:
+    """All ``tensors`` that are given live on ``device``."""
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.device != device:
+            raise ArgumentError(name, f"device {device}", str(tensor.device), f"move it with .to({str(device)!r})")
+
+
+def check_last_dim(**tensors: Tensor) -> None:
+    """The last dimension of each tensor is contiguous (the others may have any stride)."""
+    for name, tensor in tensors.items():
+        if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+            raise ArgumentError(name, "a contiguous last dimension (stride 1)", f"strides {tensor.stride()}", "call .contiguous()")
+
+
+def check_pools(k_cache: Tensor, v_cache: Tensor) -> None:
+    """A pair of pools ``[num_blocks, block_size, num_kv_heads, head_dim(_v)]`` fits together."""
+    if k_cache.dim() != 4:
+        raise ArgumentError("k_cache", "shape [num_blocks, block_size, num_kv_heads, head_dim]", _shape(k_cache))
+    check_dims("v_cache", v_cache, k_cache.shape[0], k_cache.shape[1], k_cache.shape[2], None)
+    check_dtype("v_cache", v_cache, k_cache.dtype)
+    check_device(k_cache.device, v_cache=v_cache)
+    check_last_dim(k_cache=k_cache, v_cache=v_cache)
+
+
+def reads_values(device: torch.device) -> bool:
+    """Whether values on ``device`` are checked: always on a CPU, with ``TORCHPAGED_CHECK=1`` on a GPU outside capture."""
+    if device.type == "cpu":
+        return True
+    return os.environ.get("TORCHPAGED_CHECK", "0") == "1" and not (
+        device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    )
+
+
+def check_write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor,
+                   k_scale: Tensor | None = None, v_scale: Tensor | None = None) -> None:  # fmt: skip
+    """Every argument of ``write_kv``; raises `ArgumentError` before anything is written."""
+    check_pools(k_cache, v_cache)
+    check_dims("slot_mapping", slot_mapping, None)
+    check_dims("k", k, slot_mapping.shape[0], k_cache.shape[2], k_cache.shape[3])
+    check_dims("v", v, slot_mapping.shape[0], v_cache.shape[2], v_cache.shape[3])
+    check_dtype("slot_mapping", slot_mapping, torch.int64)
+    check_dtype("v", v, k.dtype)
+    check_device(k_cache.device, k=k, v=v, slot_mapping=slot_mapping, k_scale=k_scale, v_scale=v_scale)
+    check_last_dim(k=k, v=v)
+    _check_cache_dtype(k, k_cache, k_scale, v_scale)
+    if slot_mapping.numel() and reads_values(k_cache.device):
+        low, high = (int(x) for x in torch.aminmax(slot_mapping))
+        num_slots = k_cache.shape[0] * k_cache.shape[1]
+        if low < -1 or high >= num_slots:
+            raise ArgumentError("slot_mapping", f"slots in [-1, {num_slots})", f"values in [{low}, {high}]",
+                                "the pool is too small or the block table wrong")  # fmt: skip
+
+
+def _check_cache_dtype(x: Tensor, cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None) -> None:
+    fp8 = cache.dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
+    if not fp8 and cache.dtype != x.dtype:
+        raise ArgumentError("k_cache", f"the dtype of the tokens ({x.dtype}) or an fp8 dtype", str(cache.dtype))
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if scale is None:
+            continue
+        if not fp8:
+            raise ArgumentError(name, f"None for a {cache.dtype} cache", "a tensor", "scales belong to fp8 caches")
+        check_dtype(name, scale, torch.float32)
+        if scale.numel() not in (1, cache.shape[2]):
+            raise ArgumentError(name, f"one scale or one per kv head ({cache.shape[2]})", _shape(scale))
+
+
+def check_paged_attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, seq_lens: Tensor, query_start_loc: Tensor,
+    out: Tensor, lse: Tensor | None = None, *, max_query_len: int, scale: float, causal: bool = True,
+    window_left: int = -1, window_right: int = -1, logits_soft_cap: float = 0.0, alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None, k_scale: Tensor | None = None, v_scale: Tensor | None = None, chunk_size: int = 0,
+) -> None:  # fmt: skip
+    """Every argument of ``paged_attention``; raises `ArgumentError` before anything is written."""
+    check_pools(k_cache, v_cache)
+    num_kv_heads = k_cache.shape[2]
+    check_dims("q", q, None, None, k_cache.shape[3])
+    if q.shape[1] == 0 or q.shape[1] % num_kv_heads:
+        raise ArgumentError("q", f"num_heads a multiple of num_kv_heads ({num_kv_heads})", f"{q.shape[1]} heads")
+    check_dims("out", out, q.shape[0], q.shape[1], v_cache.shape[3])
+    check_dtype("out", out, q.dtype)
+    check_dims("block_table", block_table, None, None)
+    check_dims("seq_lens", seq_lens, block_table.shape[0])
+    check_dims("query_start_loc", query_start_loc, block_table.shape[0] + 1)
+    for name, tensor in (("block_table", block_table), ("seq_lens", seq_lens), ("query_start_loc", query_start_loc)):
+        check_dtype(name, tensor, torch.int32)
+        check_last_dim(**{name: tensor})
+    check_last_dim(q=q, out=out)
+    if lse is not None:
+        check_dims("lse", lse, q.shape[0], q.shape[1])
+        check_dtype("lse", lse, torch.float32)
+    for name, per_head in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
+        if per_head is not None:
+            check_dims(name, per_head, q.shape[1])
+    if alibi_slopes is not None:
+        check_dtype("alibi_slopes", alibi_slopes, torch.float32)
+    check_device(q.device, k_cache=k_cache, out=out, lse=lse, block_table=block_table, seq_lens=seq_lens,
+                 query_start_loc=query_start_loc, alibi_slopes=alibi_slopes, sinks=sinks, k_scale=k_scale, v_scale=v_scale)  # fmt: skip
+    _check_cache_dtype(q, k_cache, k_scale, v_scale)
+    if max_query_len < 1:
+        raise ArgumentError("max_query_len", "at least 1", str(max_query_len))
+    if not scale > 0:
+        raise ArgumentError("scale", "a positive number", str(scale))
+    for name, size in (("window_left", window_left), ("window_right", window_right)):
+        if size < -1:
+            raise ArgumentError(name, "-1 (open) or a number of keys >= 0", str(size))
+    if logits_soft_cap < 0:
+        raise ArgumentError("logits_soft_cap", "0 (off) or a positive number", str(logits_soft_cap))
+    if chunk_size < 0:
+        raise ArgumentError("chunk_size", "0 (off) or a positive number of tokens", str(chunk_size))
+    if reads_values(q.device):
+        _check_batch_values(q.shape[0], k_cache, block_table, seq_lens, query_start_loc, max_query_len)
+
+
+def _check_batch_values(num_tokens: int, k_cache: Tensor, block_table: Tensor, seq_lens: Tensor,
+                        query_start_loc: Tensor, max_query_len: int) -> None:  # fmt: skip
+    num_blocks, block_size = k_cache.shape[:2]
+    query_lens = query_start_loc.diff()
+    if int(query_start_loc[0]) != 0 or bool((query_lens < 0).any()) or int(query_start_loc[-1]) > num_tokens:
+        raise ArgumentError("query_start_loc", f"0 first, not decreasing, at most {num_tokens} tokens", str(query_start_loc.tolist()))
+    if not block_table.shape[0]:
+        return
+    if int(query_lens.max()) > max_query_len:
+        raise ArgumentError("max_query_len", f"at least the longest query ({int(query_lens.max())})", str(max_query_len))
+    capacity = block_table.shape[1] * block_size
+    if int(seq_lens.max()) > capacity:
+        raise ArgumentError("seq_lens", f"at most {capacity} tokens ({block_table.shape[1]} blocks of {block_size} per request)",
+                            str(int(seq_lens.max())), "give block_table more columns")  # fmt: skip
+    used = (seq_lens.clamp_min(0)[:, None] + block_size - 1) // block_size > torch.arange(block_table.shape[1], device=seq_lens.device)
+    bad = used & ((block_table < 0) | (block_table >= num_blocks))
+    if bool(bad.any()):
+        row, column = (int(x) for x in bad.nonzero()[0])
+        raise ArgumentError("block_table", f"block ids in [0, {num_blocks})", f"{int(block_table[row, column])} in row {row}, column {column}")
+
+
+def check_merge_attn_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
+    """Every argument of ``merge_attn_states``."""
+    if out_a.dim() != 3:
+        raise ArgumentError("out_a", "shape [num_tokens, num_heads, head_dim]", _shape(out_a))
+    for name, tensor in (("out_b", out_b), ("out", out)):
+        check_dims(name, tensor, *out_a.shape)
+        check_dtype(name, tensor, out_a.dtype)
+    for name, state in (("lse_a", lse_a), ("lse_b", lse_b), ("lse", lse)):
+        if state is not None:
+            check_dims(name, state, *out_a.shape[:2])
+            check_dtype(name, state, torch.float32)
+    check_device(out_a.device, lse_a=lse_a, out_b=out_b, lse_b=lse_b, out=out, lse=lse)
+    check_last_dim(out_a=out_a, out_b=out_b, out=out)
+
+
+def check_copy_blocks(k_cache: Tensor, v_cache: Tensor, block_mapping: Tensor) -> None:
+    """Every argument of ``copy_blocks``."""
+    check_pools(k_cache, v_cache)
+    check_dims("block_mapping", block_mapping, None, 2)
+    check_dtype("block_mapping", block_mapping, torch.int64)
+    check_device(k_cache.device, block_mapping=block_mapping)
+    if not reads_values(k_cache.device):
+        return
+    pairs = [(s, d) for s, d in block_mapping.tolist() if s >= 0 and d >= 0]
+    sources, destinations = {s for s, _ in pairs}, [d for _, d in pairs]
+    if any(x >= k_cache.shape[0] for pair in pairs for x in pair):
+        raise ArgumentError("block_mapping", f"block ids below {k_cache.shape[0]}", str(pairs))
+    if len(set(destinations)) < len(destinations) or sources & set(destinations) or 0 in destinations:
+        raise ArgumentError("block_mapping", "distinct destinations, none of them a source or the null block 0", str(pairs))
+
+
+def check_advance_step(sampled_token_ids: Tensor, block_table: Tensor, input_ids: Tensor, positions: Tensor,
+                       seq_lens: Tensor, slot_mapping: Tensor, *, block_size: int) -> None:  # fmt: skip
+    """Every argument of ``advance_step``."""
+    check_dims("block_table", block_table, None, None)
+    check_dtype("block_table", block_table, torch.int32)
+    num_reqs = block_table.shape[0]
+    for name, tensor in (("sampled_token_ids", sampled_token_ids), ("input_ids", input_ids), ("positions", positions),
+                         ("slot_mapping", slot_mapping)):  # fmt: skip
+        check_dims(name, tensor, num_reqs)
+        check_dtype(name, tensor, torch.int64)
+    check_dims("seq_lens", seq_lens, num_reqs)
+    check_dtype("seq_lens", seq_lens, torch.int32)
+    for name, tensor in (("sampled_token_ids", sampled_token_ids), ("input_ids", input_ids), ("positions", positions),
+                         ("slot_mapping", slot_mapping), ("seq_lens", seq_lens), ("block_table", block_table)):  # fmt: skip
+        check_last_dim(**{name: tensor})
+    check_device(input_ids.device, sampled_token_ids=sampled_token_ids, block_table=block_table, positions=positions,
+                 seq_lens=seq_lens, slot_mapping=slot_mapping)  # fmt: skip
+    if block_size < 1:
+        raise ArgumentError("block_size", "at least 1 token", str(block_size))

@@ -1,0 +1,214 @@
+"""What a kernel author needs to prove a backend: named batch specs, poisoned inputs, error budgets, an opcheck table.
+
+    spec = BATCH_SPECS["mixed_small"]
+    batch = make_batch(spec, num_heads=8, num_kv_heads=2, head_dim=64, dtype=torch.bfloat16)
+    out, lse = run_paged_attention(BACKEND_OPS["triton"], batch, causal=True)
+    assert_attention_close(out, lse, batch, causal=True)
+
+Blocks are shuffled, table tails hold garbage, and every slot that was never written holds NaN, so that a kernel which
+reads what it must not read cannot pass.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchpaged.custom_ops import BACKEND_OPS, BackendOps
+
+GARBAGE = 2_000_000_011  # past the end of every table row; a kernel that follows it leaves the pool
+
+
+@dataclass(frozen=True)
+class BatchSpec:
+    """Lengths of one batch: ``seq_lens`` (KV tokens including this step's) and ``query_lens`` per request."""
+
+    name: str
+    seq_lens: tuple[int, ...]
+    query_lens: tuple[int, ...]
+    padded_tokens: int = 0  # token rows after the last request's, as a padded graph has them
+    padded_reqs: int = 0  # requests with seq_len 0 and query_len 0
+
+    def __post_init__(self) -> None:
+        if len(self.seq_lens) != len(self.query_lens):
+            raise ValueError(f"{self.name}: {len(self.seq_lens)} seq_lens but {len(self.query_lens)} query_lens")
+
+
+_SPECS = (
+    BatchSpec("decode_one", (1,), (1,)),
+    BatchSpec("decode_edges", (1, 15, 16, 17, 31, 32, 33), (1,) * 7),
+    BatchSpec("decode_skewed", (513, 3, 64, 1), (1,) * 4),
+    BatchSpec("decode_padded", (40, 7, 0, 0), (1, 1, 0, 0), padded_tokens=2),
+    BatchSpec("decode_empty_row", (20, 0, 33), (1, 1, 1)),
+    BatchSpec("prefill_small", (5, 16, 33), (5, 16, 33)),
+    BatchSpec("prefill_long", (150,), (150,)),
+    BatchSpec("chunked", (40, 70), (17, 33)),
+    BatchSpec("speculative", (40, 17, 8), (4, 4, 4)),
+    BatchSpec("mixed_small", (32, 40, 48), (1, 1, 5)),
+    BatchSpec("mixed_padded", (90, 1, 20, 17), (1, 1, 20, 3), padded_tokens=3, padded_reqs=2),
+    BatchSpec("left_padded", (3, 5, 0), (5, 5, 5)),
+)
+BATCH_SPECS: dict[str, BatchSpec] = {spec.name: spec for spec in _SPECS}
+
+
+@dataclass
+class Batch:
+    """Tensors of one attention call (shapes: ``torchpaged.custom_ops.ops``) and the dense keys/values behind them."""
+
+    spec: BatchSpec
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    block_table: Tensor
+    seq_lens: Tensor
+    query_start_loc: Tensor
+    max_query_len: int
+    scale: float
+    extras: dict[str, Any] = field(default_factory=dict)  # sinks, alibi_slopes, ...: further arguments of the op
+
+    def to(self, device: torch.device | str) -> Batch:
+        """The same batch on another device."""
+        moved = {k: v.to(device) for k, v in vars(self).items() if isinstance(v, Tensor)}
+        return replace(self, **moved, extras={k: v.to(device) if isinstance(v, Tensor) else v for k, v in self.extras.items()})
+
+
+def make_batch(
+    spec: BatchSpec, *, num_heads: int = 4, num_kv_heads: int = 2, head_dim: int = 64, head_dim_v: int | None = None,
+    block_size: int = 16, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", seed: int = 0,
+    extra_columns: int = 2, heads_first: bool = False, sinks: bool = False, alibi: bool = False,
+) -> Batch:  # fmt: skip
+    """Random queries over a shuffled, NaN-poisoned pool.
+
+    ``heads_first`` lays the pools out physically as ``[num_blocks, num_kv_heads, block_size, head_dim]`` (the logical
+    shape stays). ``extra_columns`` widens the block table; the tail is garbage.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    head_dim_v = head_dim if head_dim_v is None else head_dim_v
+    columns = max(1, max((-(-n // block_size) for n in spec.seq_lens), default=1)) + extra_columns
+    needed = sum(-(-n // block_size) for n in spec.seq_lens)
+    num_blocks = needed + 4
+    ids = torch.randperm(num_blocks - 1, generator=generator) + 1  # block 0 is the null block
+    num_reqs = len(spec.seq_lens) + spec.padded_reqs
+    block_table = torch.full((num_reqs, columns), GARBAGE, dtype=torch.int32)
+
+    def pool(width: int) -> Tensor:
+        shape = (num_blocks, num_kv_heads, block_size, width) if heads_first else (num_blocks, block_size, num_kv_heads, width)
+        cache = torch.full(shape, float("nan"), dtype=dtype)
+        return cache.transpose(1, 2) if heads_first else cache
+
+    k_cache, v_cache = pool(head_dim), pool(head_dim_v)
+    taken = 0
+    for row, length in enumerate(spec.seq_lens):
+        used = -(-length // block_size)
+        blocks = ids[taken : taken + used]
+        taken += used
+        block_table[row, :used] = blocks.int()
+        position = torch.arange(length)
+        where = (blocks[position // block_size], position % block_size)
+        k_cache[where] = torch.randn(length, num_kv_heads, head_dim, generator=generator).to(dtype)
+        v_cache[where] = torch.randn(length, num_kv_heads, head_dim_v, generator=generator).to(dtype)
+    starts = torch.tensor([0, *spec.query_lens, *[0] * spec.padded_reqs]).cumsum(0).int()
+    num_tokens = int(starts[-1]) + spec.padded_tokens
+    q = torch.randn(num_tokens, num_heads, head_dim, generator=generator).to(dtype)
+    extras: dict[str, Any] = {}
+    if sinks:
+        extras["sinks"] = torch.randn(num_heads, generator=generator).to(dtype)
+    if alibi:
+        extras["alibi_slopes"] = 2.0 ** -torch.linspace(1, 8, num_heads)
+    return Batch(
+        spec, q, k_cache, v_cache, block_table, torch.tensor([*spec.seq_lens, *[0] * spec.padded_reqs], dtype=torch.int32),
+        starts, max(1, *spec.query_lens, 1), head_dim**-0.5, extras,
+    ).to(device)  # fmt: skip
+
+
+def run_paged_attention(ops: BackendOps, batch: Batch, **options: Any) -> tuple[Tensor, Tensor]:
+    """Call one backend's op on ``batch``; outputs start as NaN. Returns ``(out, lse)``."""
+    shape = (*batch.q.shape[:2], batch.v_cache.shape[-1])
+    out = torch.full(shape, float("nan"), dtype=batch.q.dtype, device=batch.q.device)
+    lse = torch.full(shape[:2], float("nan"), dtype=torch.float32, device=batch.q.device)
+    ops.paged_attention(
+        batch.q, batch.k_cache, batch.v_cache, batch.block_table, batch.seq_lens, batch.query_start_loc, out, lse,
+        max_query_len=batch.max_query_len, scale=batch.scale, **{**batch.extras, **options},
+    )  # fmt: skip
+    return out, lse
+
+
+def oracle(batch: Batch, **options: Any) -> tuple[Tensor, Tensor]:
+    """The reference op on the same inputs in float64, on the CPU."""
+    cpu = batch.to("cpu")
+    wide = replace(cpu, q=cpu.q.double(), k_cache=cpu.k_cache.double(), v_cache=cpu.v_cache.double())
+    return run_paged_attention(BACKEND_OPS["reference"], wide, **options)
+
+
+def assert_within_budget(name: str, got: Tensor, same_dtype: Tensor, exact: Tensor, dtype: torch.dtype) -> None:
+    """``got`` errs at most twice as much as the same-dtype reference, plus a rounding band of ``dtype``.
+
+    The rule of FlashAttention's own tests: the tolerance comes from the dtype and the data, not from a guess.
+    """
+    got, same_dtype, exact = (t.detach().double().cpu() for t in (got, same_dtype, exact))
+    if not torch.equal(got.isfinite(), exact.isfinite()) or not torch.equal(got.isnan(), exact.isnan()):
+        where = (got.isfinite() != exact.isfinite()).nonzero()[:4].tolist()
+        raise AssertionError(f"{name}: finite where the oracle is not, or the other way round, at {where}")
+    finite = exact.isfinite()
+    if not bool(finite.any()):
+        return
+    error = (got - exact).abs().where(finite, torch.zeros_like(exact))
+    budget = 2 * (same_dtype - exact).abs().where(finite, torch.zeros_like(exact)).max()
+    band = 4 * torch.finfo(dtype).eps * exact.where(finite, torch.zeros_like(exact)).abs().max().clamp_min(1.0)
+    limit = float(budget + band)
+    if float(error.max()) > limit:
+        at = [int(i) for i in torch.unravel_index(error.argmax(), error.shape)]
+        raise AssertionError(f"{name}: error {float(error.max()):.3e} at {at} over the budget {limit:.3e}; "
+                             f"got {float(got[tuple(at)]):.6f}, exact {float(exact[tuple(at)]):.6f}")  # fmt: skip
+
+
+def assert_attention_close(out: Tensor, lse: Tensor | None, batch: Batch, **options: Any) -> None:
+    """``out`` and ``lse`` of a kernel against the float64 oracle, within the error budget of the batch's dtype."""
+    exact_out, exact_lse = oracle(batch, **options)
+    reference_out, _ = run_paged_attention(BACKEND_OPS["reference"], batch.to("cpu"), **options)
+    assert_within_budget(f"out[{batch.spec.name}]", out, reference_out, exact_out, batch.q.dtype)
+    if lse is not None:
+        assert_within_budget(f"lse[{batch.spec.name}]", lse, exact_lse, exact_lse, torch.float16 if batch.q.dtype != torch.float32 else torch.float32)
+
+
+#: Masks and score changes every backend that claims them is tested with: name -> options of the op.
+ATTENTION_VARIANTS: dict[str, dict[str, Any]] = {
+    "causal": {},
+    "bidirectional": {"causal": False},
+    "window": {"window_left": 7},
+    "window_both": {"causal": False, "window_left": 5, "window_right": 3},
+    "soft_cap": {"logits_soft_cap": 5.0},
+    "chunked_local": {"chunk_size": 12},
+}
+
+
+def opcheck_cases(device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]]:
+    """Case name -> (op, args, kwargs) over which ``torch.library.opcheck`` proves every overload."""
+    batch = make_batch(BATCH_SPECS["mixed_padded"], dtype=dtype, device=device, sinks=True, alibi=True)
+    batch.k_cache.nan_to_num_(0.5), batch.v_cache.nan_to_num_(0.5)  # opcheck compares mutated pools for equality
+    num_tokens, num_heads, head_dim = batch.q.shape
+    kv = torch.randn(num_tokens, batch.k_cache.shape[2], head_dim, dtype=dtype, device=device)
+    slots = torch.arange(num_tokens, device=device) + 20
+    slots[-1] = -1
+    state, lse = torch.randn(7, 4, 64, dtype=dtype, device=device), torch.randn(7, 4, device=device)
+    lse[0] = float("-inf")
+    attention = (batch.q, batch.k_cache, batch.v_cache, batch.block_table, batch.seq_lens, batch.query_start_loc)
+    out = torch.zeros_like(batch.q)
+    common = {"max_query_len": batch.max_query_len, "scale": batch.scale}
+    ids = torch.arange(4, device=device)
+    table = torch.tensor([[3, 1], [2, 9], [4, 5], [0, 0]], dtype=torch.int32, device=device)
+    lens = torch.tensor([17, 4, 32, 0], dtype=torch.int32, device=device)
+    pairs = torch.tensor([[1, 3], [-1, 2], [4, 5]], device=device)
+    cases: dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]] = {
+        "write": ("write_kv", (kv, kv.clone(), batch.k_cache, batch.v_cache, slots), {}),
+        "attention": ("paged_attention", (*attention, out), common),
+        "attention_lse": ("paged_attention", (*attention, out, torch.zeros(num_tokens, num_heads, device=device)), common),
+        "attention_full": ("paged_attention", (*attention, out), {**common, **batch.extras, "window_left": 9, "logits_soft_cap": 8.0}),
+        "merge": ("merge_attn_states", (state, lse, state.clone(), lse.clone(), torch.empty_like(state), torch.empty_like(lse)), {}),
+        "copy": ("copy_blocks", (batch.k_cache, batch.v_cache, pairs), {}),
+        "advance": ("advance_step", (ids + 7, table, ids.clone(), ids.clone(), lens, ids.clone()), {"block_size": 16}),
+    }  # fmt: skip
+    return cases

@@ -1,3 +1,46 @@
-"""torchpaged: paged-KV attention for plain PyTorch, as custom ops, an nn.Module and a HuggingFace attention."""
+"""torchpaged: paged-KV attention for plain PyTorch, as custom ops, an nn.Module and a HuggingFace attention.
+
+Three doors: ``torchpaged.PagedAttention`` (a module), ``torchpaged.hf`` (HuggingFace models, unmodified ``generate()``), and
+the ops ``torch.ops.torchpaged.*`` with `write_kv`, `paged_attention`, ... as their checked functions. Importing this package
+imports torch and nothing optional.
+"""
+
+from torchpaged.attention import PagedAttention
+from torchpaged.backends import AttentionSpec, list_backends, select_backend, use_backend
+from torchpaged.cache import BlockPool, KVLayerSpec, LayerKVCache, PagedKVCache
+from torchpaged.custom_ops.errors import (
+    ArgumentError,
+    BackendUnavailableError,
+    BlockPoolExhaustedError,
+    CaptureError,
+    TorchpagedError,
+    UnsupportedModelError,
+)
+from torchpaged.functional import advance_step, copy_blocks, merge_attn_states, paged_attention, write_kv
+from torchpaged.metadata import AttentionMetadata
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "ArgumentError",
+    "AttentionMetadata",
+    "AttentionSpec",
+    "BackendUnavailableError",
+    "BlockPool",
+    "BlockPoolExhaustedError",
+    "CaptureError",
+    "KVLayerSpec",
+    "LayerKVCache",
+    "PagedAttention",
+    "PagedKVCache",
+    "TorchpagedError",
+    "UnsupportedModelError",
+    "advance_step",
+    "copy_blocks",
+    "list_backends",
+    "merge_attn_states",
+    "paged_attention",
+    "select_backend",
+    "use_backend",
+    "write_kv",
+]

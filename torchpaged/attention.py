@@ -1,0 +1,155 @@
+"""PagedAttention: the drop-in layer for anyone's model.
+
+    attention = PagedAttention(num_heads=32, head_dim=128, num_kv_heads=8)
+    out = attention(query, key, value, kv_cache[layer], metadata)
+
+It needs no engine and no global context: the layer's pools and the batch's metadata are arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchpaged import functional
+from torchpaged.backends import AttentionSpec, Choice, select_backend
+from torchpaged.cache import LayerKVCache
+from torchpaged.custom_ops.errors import ArgumentError
+from torchpaged.metadata import AttentionMetadata
+
+
+class PagedAttention(nn.Module):
+    """Write this step's keys and values into the paged cache, then attend over it.
+
+    Args:
+        num_heads: query heads.
+        head_dim: width of queries and keys.
+        num_kv_heads: key/value heads; default ``num_heads``. Must divide ``num_heads``.
+        scale: softmax scale; default ``head_dim ** -0.5``.
+        window_size: ``(left, right)`` keys visible beside the own one; -1 = open.
+        logits_soft_cap: scores become ``cap * tanh(score / cap)``; None = off.
+        alibi_slopes: ``[num_heads]`` numbers; a buffer of the module.
+        sinks: ``[num_heads]`` logits; a buffer of the module, in its dtype.
+        head_dim_v: width of values; default ``head_dim``.
+        causal: hide keys after the query.
+        chunk_size: attend within chunks of that many positions only; None = off.
+        block_size, kv_dtype: what the cache will have, for choosing a backend; default 16 and the module's dtype.
+        backend: a name or "auto". Chosen here and again when the module moves (``.to``), never in ``forward``.
+        device, dtype: as for any module; default torch's.
+
+    Attributes:
+        choice: the `Choice`: which backend runs and why.
+
+    Raises:
+        ArgumentError: sizes that don't fit together.
+        BackendUnavailableError: the named backend can't run this attention; the message has every reason.
+    """
+
+    alibi_slopes: Tensor | None
+    sinks: Tensor | None
+    _home: Tensor
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_dim: int,
+        num_kv_heads: int | None = None,
+        scale: float | None = None,
+        window_size: tuple[int, int] = (-1, -1),
+        logits_soft_cap: float | None = None,
+        alibi_slopes: Sequence[float] | Tensor | None = None,
+        sinks: Sequence[float] | Tensor | None = None,
+        *,
+        head_dim_v: int | None = None,
+        causal: bool = True,
+        chunk_size: int | None = None,
+        block_size: int = 16,
+        kv_dtype: torch.dtype | None = None,
+        backend: str = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim = num_heads, head_dim
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        if self.num_kv_heads < 1 or num_heads % self.num_kv_heads:
+            raise ArgumentError("num_kv_heads", f"a divisor of num_heads ({num_heads})", str(num_kv_heads))
+        self.head_dim_v = head_dim if head_dim_v is None else head_dim_v
+        self.scale = head_dim**-0.5 if scale is None else scale
+        self.window_size, self.logits_soft_cap, self.causal, self.chunk_size = window_size, logits_soft_cap, causal, chunk_size
+        self.block_size, self.kv_dtype, self.requested_backend = block_size, kv_dtype, backend
+        # an empty buffer that knows where the module lives, since there may be no parameter to ask
+        self.register_buffer("_home", torch.empty(0, device=device, dtype=dtype), persistent=False)
+        self.register_buffer("sinks", self._per_head("sinks", sinks, self._home.dtype))
+        self.register_buffer("alibi_slopes", self._per_head("alibi_slopes", alibi_slopes, torch.float32))
+        self._choose()
+
+    def _per_head(self, name: str, values: Sequence[float] | Tensor | None, dtype: torch.dtype) -> Tensor | None:
+        if values is None:
+            return None
+        tensor = torch.as_tensor(values, dtype=dtype, device=self._home.device)
+        if tensor.shape != (self.num_heads,):
+            raise ArgumentError(name, f"shape [{self.num_heads}] (one per head)", str(list(tensor.shape)))
+        return tensor
+
+    def _choose(self) -> None:
+        spec = AttentionSpec(
+            device=self._home.device, dtype=self._home.dtype, head_dim=self.head_dim, num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads, block_size=self.block_size, head_dim_v=self.head_dim_v, kv_dtype=self.kv_dtype,
+            causal=self.causal, window=self.window_size != (-1, -1), logits_soft_cap=self.logits_soft_cap is not None,
+            alibi=self.alibi_slopes is not None, sinks=self.sinks is not None, chunked=self.chunk_size is not None,
+        )  # fmt: skip
+        self.choice: Choice = select_backend(spec, self.requested_backend)
+        self._ops = self.choice.backend.ops
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> PagedAttention:
+        super()._apply(fn, recurse)
+        if self.alibi_slopes is not None:  # slopes stay float32 when the module becomes bf16
+            self.alibi_slopes = self.alibi_slopes.float()
+        self._choose()
+        return self
+
+    def forward(
+        self, query: Tensor, key: Tensor | None, value: Tensor | None, kv_cache: LayerKVCache | tuple[Tensor, ...], metadata: AttentionMetadata
+    ) -> Tensor:
+        """Attend.
+
+        Args:
+            query: ``[..., num_heads, head_dim]``; the leading dimensions flatten to ``num_tokens``.
+            key: ``[..., num_kv_heads, head_dim]``, or None to write nothing (a layer that shares another one's cache).
+            value: ``[..., num_kv_heads, head_dim_v]``, or None together with ``key``.
+            kv_cache: the layer's pools: a `LayerKVCache` or ``(k_cache, v_cache)``.
+            metadata: the batch.
+
+        Returns:
+            ``[..., num_heads, head_dim_v]`` in query's dtype.
+
+        Raises:
+            ArgumentError: shapes, dtypes, devices or values don't fit; nothing is written then.
+        """
+        pools = kv_cache if isinstance(kv_cache, LayerKVCache) else LayerKVCache(*kv_cache)
+        if (key is None) != (value is None):
+            raise ArgumentError("key, value", "both or neither", f"key {'None' if key is None else 'given'}")
+        q = query.reshape(-1, self.num_heads, self.head_dim)
+        if key is not None and value is not None:
+            functional.write_kv(
+                key.reshape(-1, self.num_kv_heads, self.head_dim), value.reshape(-1, self.num_kv_heads, self.head_dim_v),
+                pools.k_cache, pools.v_cache, metadata.slot_mapping, pools.k_scale, pools.v_scale, ops=self._ops,
+            )  # fmt: skip
+        out = functional.paged_attention(
+            q, pools.k_cache, pools.v_cache, metadata.block_table, metadata.seq_lens, metadata.query_start_loc,
+            max_query_len=metadata.max_query_len, scale=self.scale, causal=self.causal, window_size=self.window_size,
+            logits_soft_cap=self.logits_soft_cap, alibi_slopes=self.alibi_slopes, sinks=self.sinks,
+            k_scale=pools.k_scale, v_scale=pools.v_scale, chunk_size=self.chunk_size, ops=self._ops,
+        )  # fmt: skip
+        return out.view(*query.shape[:-1], self.head_dim_v)
+
+    def extra_repr(self) -> str:
+        """What ``print(module)`` shows."""
+        return (
+            f"num_heads={self.num_heads}, head_dim={self.head_dim}, num_kv_heads={self.num_kv_heads}, "
+            f"scale={self.scale:.4g}, backend={self.choice.name!r}"
+        )

@@ -1,0 +1,23 @@
+"""The ``cpu`` backend: native C++ kernels (AVX2, AVX-512, portable) built by CMakeLists.txt."""
+
+from __future__ import annotations
+
+import torch
+
+from torchpaged.backends.base import Backend, Capabilities, GraphSupport
+from torchpaged.custom_ops import BACKEND_OPS, native_status
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def _unavailable() -> str | None:
+    loaded, reason = native_status()
+    return None if loaded else reason
+
+
+BACKEND = Backend(
+    name="cpu",
+    capabilities=Capabilities(device_types=("cpu",), dtypes=_FLOATS, kv_dtypes=_FLOATS, graph_support=GraphSupport.ALWAYS),
+    ops=BACKEND_OPS["cpu"],
+    unavailable=_unavailable,
+)

@@ -1,0 +1,22 @@
+"""The ``reference`` backend: the ops' specification in plain torch. Any device, every feature, no speed."""
+
+from __future__ import annotations
+
+import torch
+
+from torchpaged.backends.base import Backend, Capabilities, GraphSupport
+from torchpaged.custom_ops import BACKEND_OPS
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+BACKEND = Backend(
+    name="reference",
+    capabilities=Capabilities(
+        device_types=("cpu", "cuda"),
+        dtypes=_FLOATS,
+        kv_dtypes=(*_FLOATS, torch.float8_e4m3fn, torch.float8_e5m2),
+        graph_support=GraphSupport.NEVER,  # it reads lengths on the host
+    ),
+    ops=BACKEND_OPS["reference"],
+    unavailable=lambda: None,
+)

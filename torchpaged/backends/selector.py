@@ -1,0 +1,117 @@
+"""Which backend runs, and why.
+
+Order of choice: an explicit argument, then ``with torchpaged.use_backend(name)``, then ``TORCHPAGED_BACKEND``, then the first
+usable one of `AUTOMATIC`. A backend that was named is used or refused with every reason; it is never swapped for another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import importlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from torchpaged.backends.base import AttentionSpec, Backend
+from torchpaged.custom_ops.errors import BackendUnavailableError
+
+#: Backend name -> module with a ``BACKEND``; `register_backend` adds to it.
+_MODULES = {name: f"torchpaged.backends.{name}" for name in ("triton", "cpu", "reference")}
+_REGISTERED: dict[str, Backend] = {}
+#: Preference of the automatic choice.
+AUTOMATIC = ["triton", "cpu", "reference"]
+_forced: contextvars.ContextVar[str | None] = contextvars.ContextVar("torchpaged_backend", default=None)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The outcome of a selection: ``name``, ``reason`` in words, and every other backend's ``rejected`` reasons."""
+
+    name: str
+    reason: str
+    rejected: dict[str, list[str]] = field(default_factory=dict)
+
+    @property
+    def backend(self) -> Backend:
+        """The chosen backend."""
+        return get_backend(self.name)
+
+
+def register_backend(backend: Backend, *, automatic: bool = False) -> None:
+    """Make ``backend`` selectable by its name; ``automatic`` puts it before the built-in ones in the automatic choice."""
+    if backend.name in _MODULES or backend.name == "auto":
+        raise ValueError(f"backend.name: expected a new name, got {backend.name!r}, which is built in")
+    _REGISTERED[backend.name] = backend
+    if automatic and backend.name not in AUTOMATIC:
+        AUTOMATIC.insert(0, backend.name)
+
+
+def list_backends() -> list[str]:
+    """Names of all backends, in the order of the automatic choice, then the others."""
+    return [*AUTOMATIC, *(name for name in (*_MODULES, *_REGISTERED) if name not in AUTOMATIC)]
+
+
+def get_backend(name: str) -> Backend:
+    """The backend of that name, whether or not it can run here.
+
+    Raises:
+        BackendUnavailableError: no backend has that name.
+    """
+    if name in _REGISTERED:
+        return _REGISTERED[name]
+    if name not in _MODULES:
+        raise BackendUnavailableError(f"backend: expected one of auto, {', '.join(list_backends())}, got {name!r}")
+    backend: Backend = importlib.import_module(_MODULES[name]).BACKEND
+    return backend
+
+
+@contextlib.contextmanager
+def use_backend(name: str) -> Iterator[None]:
+    """Within the block, whatever is built without an explicit backend uses ``name`` ("auto" lifts an outer choice)."""
+    if name != "auto":
+        get_backend(name)
+    token = _forced.set(name)
+    try:
+        yield
+    finally:
+        _forced.reset(token)
+
+
+def _request(backend: str | None) -> tuple[str, str]:
+    """The name asked for and who asked."""
+    if backend not in (None, "auto"):
+        assert backend is not None
+        return backend, f"backend={backend!r} was given"
+    forced = _forced.get()
+    if forced is not None:
+        return forced, f"torchpaged.use_backend({forced!r}) is active"
+    variable = os.environ.get("TORCHPAGED_BACKEND", "auto")
+    return variable, f"TORCHPAGED_BACKEND={variable} is set"
+
+
+def select_backend(spec: AttentionSpec, backend: str | None = None) -> Choice:
+    """Choose the backend for ``spec``. Call it at construction, never inside a traced call.
+
+    Args:
+        spec: the attention to run.
+        backend: a name, or None / "auto".
+
+    Raises:
+        BackendUnavailableError: the named backend can't run ``spec``, or none can; with all reasons.
+    """
+    name, asker = _request(backend)
+    rejected: dict[str, list[str]] = {}
+    if name != "auto":
+        reasons = get_backend(name).reject(spec)
+        if reasons:
+            raise BackendUnavailableError(f"backend {name!r} ({asker}) cannot run this attention: {'; '.join(reasons)}")
+        return Choice(name, asker)
+    for candidate in AUTOMATIC:
+        reasons = get_backend(candidate).reject(spec)
+        if not reasons:
+            place = "first choice" if not rejected else f"after {', '.join(rejected)}"
+            return Choice(candidate, f"automatic for {spec.device.type} ({place})", rejected)
+        rejected[candidate] = reasons
+    lines = "\n".join(f"  {candidate}: {'; '.join(reasons)}" for candidate, reasons in rejected.items())
+    raise BackendUnavailableError(f"no backend can run this attention:\n{lines}")

@@ -1,0 +1,105 @@
+"""BlockPool: which blocks are free, and how many sequences hold each of the others. Host data only, no tensors.
+
+    pool = BlockPool(num_blocks=1024)
+    blocks = pool.allocate(3)     # [1, 2, 3]; block 0 is the null block and never handed out
+    child = pool.fork(blocks)     # the same blocks, one more holder each
+    pool.free(blocks); pool.free(child)
+
+Allocating and freeing a block cost O(1). A call that fails changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torchpaged.custom_ops.errors import ArgumentError, BlockPoolExhaustedError
+
+#: Padding rows of a graph point here: always valid memory, never anybody's tokens.
+NULL_BLOCK = 0
+
+
+class BlockPool:
+    """A free list and reference counts over block ids ``1 .. num_blocks - 1``.
+
+    Args:
+        num_blocks: blocks in the pool's tensors, the null block included; at least 2.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        if num_blocks < 2:
+            raise ArgumentError("num_blocks", "at least 2 (block 0 is the null block)", str(num_blocks))
+        self.num_blocks = num_blocks
+        self._ref_counts = [0] * num_blocks
+        self._ref_counts[NULL_BLOCK] = 1
+        self._free = list(range(num_blocks - 1, 0, -1))  # a stack: the block freed last is the warmest
+        self.peak_used = 0
+
+    @property
+    def num_usable(self) -> int:
+        """Blocks that can be handed out at all (all but the null block)."""
+        return self.num_blocks - 1
+
+    @property
+    def num_free(self) -> int:
+        """Blocks free now."""
+        return len(self._free)
+
+    @property
+    def num_used(self) -> int:
+        """Blocks held now."""
+        return self.num_usable - len(self._free)
+
+    def ref_count(self, block: int) -> int:
+        """How many holders ``block`` has."""
+        self._check(block, held=False)
+        return self._ref_counts[block]
+
+    def allocate(self, count: int) -> list[int]:
+        """Take ``count`` free blocks, one holder each.
+
+        Raises:
+            BlockPoolExhaustedError: fewer are free; the pool is left as it was.
+        """
+        if count < 0:
+            raise ArgumentError("count", "at least 0 blocks", str(count))
+        if count > len(self._free):
+            raise BlockPoolExhaustedError(count, len(self._free), self.num_usable)
+        if not count:
+            return []
+        taken = self._free[-count:][::-1]
+        del self._free[-count:]
+        for block in taken:
+            self._ref_counts[block] = 1
+        self.peak_used = max(self.peak_used, self.num_used)
+        return taken
+
+    def fork(self, blocks: Sequence[int]) -> list[int]:
+        """Share ``blocks`` with one more holder (prefix sharing, beams); returns them as a new list."""
+        for block in blocks:
+            self._check(block)
+        for block in blocks:
+            self._ref_counts[block] += 1
+        return list(blocks)
+
+    def free(self, blocks: Sequence[int]) -> None:
+        """Give up one hold on each of ``blocks``; a block without holders becomes free.
+
+        Raises:
+            ArgumentError: a block is unknown, the null block, or freed more often than held; nothing is freed then.
+        """
+        leaving: dict[int, int] = {}
+        for block in blocks:
+            self._check(block)
+            leaving[block] = leaving.get(block, 0) + 1
+            if leaving[block] > self._ref_counts[block]:
+                raise ArgumentError("blocks", f"block {block} at most {self._ref_counts[block]} times", f"{leaving[block]} times (double free)")
+        for block in reversed(blocks):
+            self._ref_counts[block] -= 1
+            if not self._ref_counts[block]:
+                self._free.append(block)
+
+    def _check(self, block: int, held: bool = True) -> None:
+        if not NULL_BLOCK < block < self.num_blocks:
+            raise ArgumentError("blocks", f"block ids in [1, {self.num_blocks})", str(block), "block 0 is the null block")
+        if held and not self._ref_counts[block]:
+            raise ArgumentError("blocks", "blocks that are held", f"block {block}, which is free")

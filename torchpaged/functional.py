@@ -1,0 +1,210 @@
+"""The ops as functions: arguments checked with typed errors, outputs allocated and returned.
+
+    write_kv(k, v, k_cache, v_cache, slot_mapping)
+    out = paged_attention(q, k_cache, v_cache, block_table, seq_lens, query_start_loc, max_query_len=1)
+
+Each takes ``ops=BACKEND_OPS[name]`` to run another backend's kernels. Under ``torch.compile`` they trace to one op call (and
+one allocation); the checks run in eager mode only. Inference only: they refuse inputs that require grad.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+
+from torchpaged.custom_ops import BACKEND_OPS, BackendOps, validation
+from torchpaged.custom_ops.errors import ArgumentError
+
+_DEFAULT = BACKEND_OPS["default"]
+
+
+def _refuse_grad(**tensors: Tensor | None) -> None:
+    if torch.is_grad_enabled():
+        for name, tensor in tensors.items():
+            if tensor is not None and tensor.requires_grad:
+                raise ArgumentError(name, "a tensor without grad (paged attention is for inference)", "requires_grad=True",
+                                    "run under torch.inference_mode() or torch.no_grad()")  # fmt: skip
+
+
+def write_kv(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    *,
+    ops: BackendOps = _DEFAULT,
+) -> None:
+    """Store this step's keys and values in the pools, in place.
+
+    Args:
+        k: ``[num_tokens, num_kv_heads, head_dim]``, the pools' dtype (or a float dtype for fp8 pools).
+        v: ``[num_tokens, num_kv_heads, head_dim_v]``.
+        k_cache: ``[num_blocks, block_size, num_kv_heads, head_dim]``; any strides with a contiguous last dimension.
+        v_cache: ``[num_blocks, block_size, num_kv_heads, head_dim_v]``.
+        slot_mapping: ``[num_tokens]`` int64, ``block * block_size + offset``; -1 skips the token.
+        k_scale, v_scale: float32 ``[1]`` or ``[num_kv_heads]``, for fp8 pools: what is stored is ``x / scale``.
+        ops: whose kernels to run; default: the device's own.
+
+    Raises:
+        ArgumentError: shapes, dtypes, devices, strides or slots don't fit; nothing is written then.
+    """
+    if not torch.compiler.is_compiling():
+        _refuse_grad(k=k, v=v)
+        validation.check_write_kv(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
+    ops.write_kv(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
+
+
+@overload
+def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, seq_lens: Tensor, query_start_loc: Tensor,
+                    *, max_query_len: int, return_lse: Literal[False] = ..., **options: object) -> Tensor: ...  # fmt: skip
+@overload
+def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, seq_lens: Tensor, query_start_loc: Tensor,
+                    *, max_query_len: int, return_lse: Literal[True], **options: object) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    *,
+    max_query_len: int,
+    scale: float | None = None,
+    causal: bool = True,
+    window_size: tuple[int, int] = (-1, -1),
+    logits_soft_cap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    chunk_size: int | None = None,
+    return_lse: bool = False,
+    ops: BackendOps = _DEFAULT,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of packed queries over paged keys and values: prefill, decode, chunked prefill and mixed batches alike.
+
+    Query ``i`` of a request sees keys up to ``seq_len - query_len + i`` (bottom-right causal alignment).
+
+    Args:
+        q: ``[num_tokens, num_heads, head_dim]``, requests one after the other.
+        k_cache: ``[num_blocks, block_size, num_kv_heads, head_dim]``.
+        v_cache: ``[num_blocks, block_size, num_kv_heads, head_dim_v]``.
+        block_table: ``[num_reqs, max_blocks_per_req]`` int32.
+        seq_lens: ``[num_reqs]`` int32, this step's tokens included; 0 = padding row.
+        query_start_loc: ``[num_reqs + 1]`` int32.
+        max_query_len: upper bound of the query lengths.
+        scale: softmax scale; default ``head_dim ** -0.5``.
+        causal: hide keys after the query.
+        window_size: ``(left, right)`` keys visible beside the own one; -1 = open.
+        logits_soft_cap: scores become ``cap * tanh(score / cap)``; None = off.
+        alibi_slopes: ``[num_heads]`` float32.
+        sinks: ``[num_heads]``, one logit per head that takes part in the softmax without a value.
+        k_scale, v_scale: float32 ``[1]`` or ``[num_kv_heads]``, for fp8 pools.
+        chunk_size: keys of the query's own chunk of that many positions only; None = off.
+        return_lse: also return the log-sum-exp.
+        ops: whose kernels to run; default: the device's own.
+
+    Returns:
+        ``[num_tokens, num_heads, head_dim_v]`` in q's dtype; with ``return_lse`` also float32 ``[num_tokens, num_heads]``.
+
+    Raises:
+        ArgumentError: shapes, dtypes, devices, strides, block ids or lengths don't fit.
+    """
+    out = q.new_empty(q.shape[0], q.shape[1], v_cache.shape[3])
+    lse = q.new_empty(q.shape[0], q.shape[1], dtype=torch.float32) if return_lse else None
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    soft_cap = 0.0 if logits_soft_cap is None else logits_soft_cap
+    chunk = 0 if chunk_size is None else chunk_size
+    if not torch.compiler.is_compiling():
+        _refuse_grad(q=q, sinks=sinks, alibi_slopes=alibi_slopes)
+        validation.check_paged_attention(
+            q, k_cache, v_cache, block_table, seq_lens, query_start_loc, out, lse, max_query_len=max_query_len, scale=scale,
+            causal=causal, window_left=window_size[0], window_right=window_size[1], logits_soft_cap=soft_cap,
+            alibi_slopes=alibi_slopes, sinks=sinks, k_scale=k_scale, v_scale=v_scale, chunk_size=chunk)  # fmt: skip
+    ops.paged_attention(
+        q, k_cache, v_cache, block_table, seq_lens, query_start_loc, out, lse, max_query_len=max_query_len, scale=scale,
+        causal=causal, window_left=window_size[0], window_right=window_size[1], logits_soft_cap=soft_cap,
+        alibi_slopes=alibi_slopes, sinks=sinks, k_scale=k_scale, v_scale=v_scale, chunk_size=chunk)  # fmt: skip
+    return out if lse is None else (out, lse)
+
+
+def merge_attn_states(
+    out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, *, ops: BackendOps = _DEFAULT
+) -> tuple[Tensor, Tensor]:
+    """Combine attention over two disjoint sets of keys (arXiv:2501.01005, section 2.2).
+
+    Args:
+        out_a, out_b: ``[num_tokens, num_heads, head_dim_v]``.
+        lse_a, lse_b: ``[num_tokens, num_heads]`` float32, natural logarithm; -inf = that side saw no key.
+        ops: whose kernels to run; default: the device's own.
+
+    Returns:
+        ``(out, lse)`` of attention over both sets.
+
+    Raises:
+        ArgumentError: shapes, dtypes or devices don't fit.
+    """
+    out, lse = torch.empty_like(out_a), torch.empty_like(lse_a)
+    if not torch.compiler.is_compiling():
+        _refuse_grad(out_a=out_a, out_b=out_b)
+        validation.check_merge_attn_states(out_a, lse_a, out_b, lse_b, out, lse)
+    ops.merge_attn_states(out_a, lse_a, out_b, lse_b, out, lse)
+    return out, lse
+
+
+def copy_blocks(k_cache: Tensor, v_cache: Tensor, block_mapping: Tensor | Sequence[tuple[int, int]], *, ops: BackendOps = _DEFAULT) -> None:
+    """Copy whole blocks inside a pair of pools, in place.
+
+    Args:
+        k_cache, v_cache: the pools, as in `write_kv`.
+        block_mapping: ``[num_pairs, 2]`` int64 of (source, destination), or a list of pairs; negative ids skip the pair. No
+            block may be a destination twice, or source and destination.
+        ops: whose kernels to run; default: the device's own.
+
+    Raises:
+        ArgumentError: an id is out of range, or destinations collide; nothing is copied then.
+    """
+    if not isinstance(block_mapping, Tensor):
+        host = torch.tensor(list(block_mapping), dtype=torch.int64).reshape(-1, 2)
+        validation.check_copy_blocks(k_cache, v_cache, host.to(k_cache.device))
+        block_mapping = host.to(k_cache.device)
+    elif not torch.compiler.is_compiling():
+        validation.check_copy_blocks(k_cache, v_cache, block_mapping)
+    ops.copy_blocks(k_cache, v_cache, block_mapping)
+
+
+def advance_step(
+    sampled_token_ids: Tensor,
+    block_table: Tensor,
+    input_ids: Tensor,
+    positions: Tensor,
+    seq_lens: Tensor,
+    slot_mapping: Tensor,
+    *,
+    block_size: int,
+    ops: BackendOps = _DEFAULT,
+) -> None:
+    """Turn the buffers of one decode step into those of the next, in place and on the device.
+
+    Rows with seq_len 0 (padding) and rows whose table is full keep their values and get slot -1.
+
+    Args:
+        sampled_token_ids: ``[num_reqs]`` int64, the tokens just sampled.
+        block_table: ``[num_reqs, max_blocks_per_req]`` int32; the next token's block must already be there.
+        input_ids, positions, slot_mapping: ``[num_reqs]`` int64, rewritten.
+        seq_lens: ``[num_reqs]`` int32, one longer afterwards.
+        block_size: tokens per block.
+        ops: whose kernels to run; default: the device's own.
+
+    Raises:
+        ArgumentError: shapes, dtypes or devices don't fit.
+    """
+    if not torch.compiler.is_compiling():
+        validation.check_advance_step(sampled_token_ids, block_table, input_ids, positions, seq_lens, slot_mapping, block_size=block_size)
+    ops.advance_step(sampled_token_ids, block_table, input_ids, positions, seq_lens, slot_mapping, block_size=block_size)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torchpaged import functional
 from torchpaged.backends import AttentionSpec, Choice, select_backend
 from torchpaged.cache import LayerKVCache
+from torchpaged.custom_ops import validation
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.metadata import AttentionMetadata
 
@@ -134,17 +135,27 @@ class PagedAttention(nn.Module):
         if (key is None) != (value is None):
             raise ArgumentError("key, value", "both or neither", f"key {'None' if key is None else 'given'}")
         q = query.reshape(-1, self.num_heads, self.head_dim)
+        out = q.new_empty(q.shape[0], self.num_heads, self.head_dim_v)
+        attend = (q, pools.k_cache, pools.v_cache, metadata.block_table, metadata.seq_lens, metadata.query_start_loc, out)
+        options: dict[str, Any] = {
+            "max_query_len": metadata.max_query_len, "scale": self.scale, "causal": self.causal,
+            "window_left": self.window_size[0], "window_right": self.window_size[1],
+            "logits_soft_cap": self.logits_soft_cap or 0.0, "alibi_slopes": self.alibi_slopes, "sinks": self.sinks,
+            "k_scale": pools.k_scale, "v_scale": pools.v_scale, "chunk_size": self.chunk_size or 0,
+        }  # fmt: skip
+        write = None
         if key is not None and value is not None:
-            functional.write_kv(
-                key.reshape(-1, self.num_kv_heads, self.head_dim), value.reshape(-1, self.num_kv_heads, self.head_dim_v),
-                pools.k_cache, pools.v_cache, metadata.slot_mapping, pools.k_scale, pools.v_scale, ops=self._ops,
-            )  # fmt: skip
-        out = functional.paged_attention(
-            q, pools.k_cache, pools.v_cache, metadata.block_table, metadata.seq_lens, metadata.query_start_loc,
-            max_query_len=metadata.max_query_len, scale=self.scale, causal=self.causal, window_size=self.window_size,
-            logits_soft_cap=self.logits_soft_cap, alibi_slopes=self.alibi_slopes, sinks=self.sinks,
-            k_scale=pools.k_scale, v_scale=pools.v_scale, chunk_size=self.chunk_size, ops=self._ops,
-        )  # fmt: skip
+            k = key.reshape(-1, self.num_kv_heads, self.head_dim)
+            v = value.reshape(-1, self.num_kv_heads, self.head_dim_v)
+            write = (k, v, pools.k_cache, pools.v_cache, metadata.slot_mapping, pools.k_scale, pools.v_scale)
+        if not torch.compiler.is_compiling():  # both calls are checked before the first one writes
+            functional.refuse_grad(query=query, key=key, value=value)
+            if write is not None:
+                validation.check_write_kv(*write)
+            validation.check_paged_attention(*attend, **options)
+        if write is not None:
+            self._ops.write_kv(*write)
+        self._ops.paged_attention(*attend, **options)
         return out.view(*query.shape[:-1], self.head_dim_v)
 
     def extra_repr(self) -> str:

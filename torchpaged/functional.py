@@ -21,7 +21,8 @@ from torchpaged.custom_ops.errors import ArgumentError
 _DEFAULT = BACKEND_OPS["default"]
 
 
-def _refuse_grad(**tensors: Tensor | None) -> None:
+def refuse_grad(**tensors: Tensor | None) -> None:
+    """Raise `ArgumentError` if grad mode is on and a tensor requires grad: these ops have no backward."""
     if torch.is_grad_enabled():
         for name, tensor in tensors.items():
             if tensor is not None and tensor.requires_grad:
@@ -55,7 +56,7 @@ def write_kv(
         ArgumentError: shapes, dtypes, devices, strides or slots don't fit; nothing is written then.
     """
     if not torch.compiler.is_compiling():
-        _refuse_grad(k=k, v=v)
+        refuse_grad(k=k, v=v)
         validation.check_write_kv(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
     ops.write_kv(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
 
@@ -122,7 +123,7 @@ def paged_attention(
     soft_cap = 0.0 if logits_soft_cap is None else logits_soft_cap
     chunk = 0 if chunk_size is None else chunk_size
     if not torch.compiler.is_compiling():
-        _refuse_grad(q=q, sinks=sinks, alibi_slopes=alibi_slopes)
+        refuse_grad(q=q, sinks=sinks, alibi_slopes=alibi_slopes)
         validation.check_paged_attention(
             q, k_cache, v_cache, block_table, seq_lens, query_start_loc, out, lse, max_query_len=max_query_len, scale=scale,
             causal=causal, window_left=window_size[0], window_right=window_size[1], logits_soft_cap=soft_cap,
@@ -152,7 +153,7 @@ def merge_attn_states(
     """
     out, lse = torch.empty_like(out_a), torch.empty_like(lse_a)
     if not torch.compiler.is_compiling():
-        _refuse_grad(out_a=out_a, out_b=out_b)
+        refuse_grad(out_a=out_a, out_b=out_b)
         validation.check_merge_attn_states(out_a, lse_a, out_b, lse_b, out, lse)
     ops.merge_attn_states(out_a, lse_a, out_b, lse_b, out, lse)
     return out, lse

@@ -1,0 +1,16 @@
+// Binds the CPU kernels to the default and the .cpu overload of every op. Schemas, tags and fakes live in ops.py:
+// with a 2.11 target the stable ABI can set neither.
+#include "ops.h"
+
+STABLE_TORCH_LIBRARY_IMPL(torchpaged, CPU, m) {
+  m.impl("write_kv", TORCH_BOX(&torchpaged::write_kv));
+  m.impl("write_kv.cpu", TORCH_BOX(&torchpaged::write_kv));
+  m.impl("paged_attention", TORCH_BOX(&torchpaged::paged_attention));
+  m.impl("paged_attention.cpu", TORCH_BOX(&torchpaged::paged_attention));
+  m.impl("merge_attn_states", TORCH_BOX(&torchpaged::merge_attn_states));
+  m.impl("merge_attn_states.cpu", TORCH_BOX(&torchpaged::merge_attn_states));
+  m.impl("copy_blocks", TORCH_BOX(&torchpaged::copy_blocks));
+  m.impl("copy_blocks.cpu", TORCH_BOX(&torchpaged::copy_blocks));
+  m.impl("advance_step", TORCH_BOX(&torchpaged::advance_step));
+  m.impl("advance_step.cpu", TORCH_BOX(&torchpaged::advance_step));
+}

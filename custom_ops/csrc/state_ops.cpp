@@ -1,0 +1,95 @@
+// merge_attn_states and advance_step: small arithmetic over rows.
+#include <cmath>
+
+#define VEC_WIDTH 4
+#include "ops.h"
+#include "vec.h"
+
+namespace torchpaged {
+namespace {
+
+template <typename T>
+void merge(const Tensor& out_a, const Tensor& lse_a, const Tensor& out_b, const Tensor& lse_b, const Tensor& out, const Tensor* lse) {
+  const int64_t heads = out.size(1), dim = out.size(2);
+  auto row = [](const Tensor& t, int64_t i, int64_t h) { return i * t.stride(0) + h * t.stride(1); };
+  auto body = [&](int64_t begin, int64_t end) {
+    for (int64_t w = begin; w < end; ++w) {
+      const int64_t i = w / heads, h = w % heads;
+      const float a = data<float>(lse_a)[row(lse_a, i, h)], b = data<float>(lse_b)[row(lse_b, i, h)];
+      const float top = std::max(a, b);
+      const bool empty = top == -INFINITY;
+      const float ea = empty ? 0.0f : std::exp(a - top), eb = empty ? 0.0f : std::exp(b - top), total = ea + eb;
+      const T *xa = data<T>(out_a) + row(out_a, i, h), *xb = data<T>(out_b) + row(out_b, i, h);
+      T* y = mutable_data<T>(out) + row(out, i, h);
+      for (int64_t d = 0; d < dim; ++d)
+        from_float(empty ? 0.0f : (ea / total) * to_float(xa[d]) + (eb / total) * to_float(xb[d]), y + d);
+      if (lse) mutable_data<float>(*lse)[row(*lse, i, h)] = empty ? -INFINITY : top + std::log(total);
+    }
+  };
+  torch::stable::parallel_for(0, out.size(0) * heads, 256, body);
+}
+
+}  // namespace
+
+void merge_attn_states(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b, Tensor out, std::optional<Tensor> lse) {
+  check_dims("out_a", out_a, {-1, -1, -1});
+  check_float("out_a", out_a);
+  const int64_t tokens = out_a.size(0), heads = out_a.size(1);
+  const Tensor* outs[] = {&out_a, &out_b, &out};
+  const char* out_names[] = {"out_a", "out_b", "out"};
+  for (int i = 0; i < 3; ++i) {
+    check_dims(out_names[i], *outs[i], {tokens, heads, out_a.size(2)});
+    STD_TORCH_CHECK(outs[i]->scalar_type() == out_a.scalar_type(), out_names[i], ": expected the dtype of out_a, got another");
+    check_cpu(out_names[i], *outs[i]);
+    check_last_dim(out_names[i], *outs[i]);
+  }
+  const Tensor* states[] = {&lse_a, &lse_b, lse ? &*lse : nullptr};
+  const char* state_names[] = {"lse_a", "lse_b", "lse"};
+  for (int i = 0; i < 3; ++i) {
+    if (!states[i]) continue;
+    check_dims(state_names[i], *states[i], {tokens, heads});
+    check_dtype(state_names[i], *states[i], ScalarType::Float, "torch.float32");
+    check_cpu(state_names[i], *states[i]);
+  }
+  const Tensor* target = lse ? &*lse : nullptr;
+  switch (out_a.scalar_type()) {
+    case ScalarType::BFloat16: return merge<bf16>(out_a, lse_a, out_b, lse_b, out, target);
+    case ScalarType::Half: return merge<fp16>(out_a, lse_a, out_b, lse_b, out, target);
+    default: return merge<float>(out_a, lse_a, out_b, lse_b, out, target);
+  }
+}
+
+void advance_step(Tensor sampled_token_ids, Tensor block_table, Tensor input_ids, Tensor positions, Tensor seq_lens, Tensor slot_mapping,
+                  int64_t block_size) {
+  check_dims("block_table", block_table, {-1, -1});
+  check_dtype("block_table", block_table, ScalarType::Int, "torch.int32");
+  check_last_dim("block_table", block_table);
+  const int64_t rows = block_table.size(0), capacity = block_table.size(1) * block_size;
+  const Tensor* longs[] = {&sampled_token_ids, &input_ids, &positions, &slot_mapping};
+  const char* names[] = {"sampled_token_ids", "input_ids", "positions", "slot_mapping"};
+  for (int i = 0; i < 4; ++i) {
+    check_dims(names[i], *longs[i], {rows});
+    check_dtype(names[i], *longs[i], ScalarType::Long, "torch.int64");
+    check_cpu(names[i], *longs[i]);
+    check_last_dim(names[i], *longs[i]);
+  }
+  check_dims("seq_lens", seq_lens, {rows});
+  check_dtype("seq_lens", seq_lens, ScalarType::Int, "torch.int32");
+  check_cpu("seq_lens", seq_lens); check_cpu("block_table", block_table);
+  check_last_dim("seq_lens", seq_lens);
+  STD_TORCH_CHECK(block_size >= 1, "block_size: expected at least 1 token, got ", block_size);
+  const int64_t* sampled = data<int64_t>(sampled_token_ids);
+  const int32_t* table = data<int32_t>(block_table);
+  int64_t *ids = mutable_data<int64_t>(input_ids), *pos = mutable_data<int64_t>(positions), *slots = mutable_data<int64_t>(slot_mapping);
+  int32_t* lens = mutable_data<int32_t>(seq_lens);
+  for (int64_t i = 0; i < rows; ++i) {
+    const int64_t old = lens[i];
+    if (old <= 0 || old >= capacity) { slots[i] = -1; continue; }
+    slots[i] = int64_t(table[i * block_table.stride(0) + old / block_size]) * block_size + old % block_size;
+    ids[i] = sampled[i];
+    pos[i] = old;
+    lens[i] = int32_t(old + 1);
+  }
+}
+
+}  // namespace torchpaged

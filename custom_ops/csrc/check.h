@@ -20,16 +20,19 @@ inline std::string shape_of(const Tensor& t) {
   return text + "]";
 }
 
-// -1 accepts any size.
+// -1 accepts any size. The message is built on failure only: these checks run at every call.
 inline void check_dims(const char* name, const Tensor& t, std::initializer_list<int64_t> dims) {
   bool fits = t.dim() == int64_t(dims.size());
-  std::string want = "[";
   int64_t i = 0;
   for (int64_t d : dims) {
-    if (fits && d >= 0 && t.size(i) != d) fits = false;
-    want += (i++ ? ", " : "") + (d < 0 ? std::string("*") : std::to_string(d));
+    if (!fits) break;
+    fits = d < 0 || t.size(i) == d;
+    ++i;
   }
-  STD_TORCH_CHECK(fits, name, ": expected shape ", want, "], got ", shape_of(t));
+  if (fits) return;
+  std::string want;
+  for (int64_t d : dims) want += (want.empty() ? "" : ", ") + (d < 0 ? std::string("*") : std::to_string(d));
+  STD_TORCH_CHECK(false, name, ": expected shape [", want, "], got ", shape_of(t));
 }
 
 inline void check_dtype(const char* name, const Tensor& t, ScalarType dtype, const char* dtype_name) {

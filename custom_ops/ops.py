@@ -13,7 +13,8 @@ Rules every kernel keeps (``B`` requests, ``T`` tokens):
 
 * ops return ``()`` and write into arguments declared ``Tensor(a!)``; no output aliases an input;
 * slot -1 skips the write; block 0 is the null block; table entries past ``ceil(seq_len / block_size)`` are never read;
-* query ``i`` of a request sits at position ``seq_len - query_len + i``; positions below 0 (left padding) see nothing;
+* query ``i`` of a request sits at position ``seq_len - query_len + i``; positions below 0 (left padding) see nothing, so
+  seq_len may be below query_len, and even negative;
 * a query row that sees no key, and every token row at or after ``query_start_loc[-1]``, gives zeros and LSE -inf;
 * LSE is the natural logarithm of the softmax denominator (the sink's term included), float32, ``[T, num_heads]``.
 

@@ -50,6 +50,7 @@ _SPECS = (
     BatchSpec("mixed_small", (32, 40, 48), (1, 1, 5)),
     BatchSpec("mixed_padded", (90, 1, 20, 17), (1, 1, 20, 3), padded_tokens=3, padded_reqs=2),
     BatchSpec("left_padded", (3, 5, 0), (5, 5, 5)),
+    BatchSpec("left_padded_chunk", (-2, 4, 20), (4, 4, 4)),
 )
 BATCH_SPECS: dict[str, BatchSpec] = {spec.name: spec for spec in _SPECS}
 
@@ -88,7 +89,7 @@ def make_batch(
     generator = torch.Generator().manual_seed(seed)
     head_dim_v = head_dim if head_dim_v is None else head_dim_v
     columns = max(1, max((-(-n // block_size) for n in spec.seq_lens), default=1)) + extra_columns
-    needed = sum(-(-n // block_size) for n in spec.seq_lens)
+    needed = sum(-(-max(n, 0) // block_size) for n in spec.seq_lens)
     num_blocks = needed + 4
     ids = torch.randperm(num_blocks - 1, generator=generator) + 1  # block 0 is the null block
     num_reqs = len(spec.seq_lens) + spec.padded_reqs
@@ -101,7 +102,7 @@ def make_batch(
 
     k_cache, v_cache = pool(head_dim), pool(head_dim_v)
     taken = 0
-    for row, length in enumerate(spec.seq_lens):
+    for row, length in enumerate(max(n, 0) for n in spec.seq_lens):
         used = -(-length // block_size)
         blocks = ids[taken : taken + used]
         taken += used

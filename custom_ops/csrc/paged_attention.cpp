@@ -51,7 +51,7 @@ void check_values(const Problem& p, int64_t max_query_len, int64_t width, int64_
 // The keys that any query of the tile sees.
 void tile_range(const Problem& p, const WorkItem& w, int64_t* low, int64_t* end) {
   const int64_t seq_len = p.seq_lens[w.request], query_len = p.query_start_loc[w.request + 1] - p.query_start_loc[w.request];
-  *low = seq_len;
+  *low = std::max<int64_t>(seq_len, 0);  // negative: left padding longer than what was seen so far
   *end = 0;
   for (int64_t t = 0; t < w.num_query_tokens; ++t) {
     int64_t lo, hi;

@@ -1,0 +1,22 @@
+"""The HuggingFace door: ``import torchpaged.hf``, then nothing else to write.
+
+    model.set_attn_implementation("torchpaged")
+    cache = torchpaged.hf.PagedCache(model.config, max_batch_size=4, max_seq_len=512)
+    out = model.generate(**inputs, past_key_values=cache)
+
+Importing registers the attention and mask functions under the name "torchpaged". Needs transformers >= 5.17.
+"""
+
+try:
+    import transformers as _transformers
+except ImportError as error:
+    raise ImportError("torchpaged.hf needs transformers >= 5.17; pip install 'torchpaged[hf]'") from error
+
+from torchpaged.hf.attention import NAME, register
+from torchpaged.hf.cache import PagedCache
+from torchpaged.hf.paged_model import PagedModel, kv_layer_specs
+from torchpaged.hf.support import require_supported
+
+register()
+
+__all__ = ["NAME", "PagedCache", "PagedModel", "kv_layer_specs", "register", "require_supported"]

@@ -1,0 +1,150 @@
+"""The attention and mask functions behind ``set_attn_implementation("torchpaged")``.
+
+A call is paged if its key *and* value are a paged cache's own pools. Anything else (training, encoders, cross attention, another
+cache) goes to SDPA as it would have without torchpaged, except where SDPA would silently drop an argument: then it raises.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
+from torchpaged.hf.layer import PagedLayer, layer_of
+
+#: The name under which the functions are registered.
+NAME = "torchpaged"
+# Arguments of the interface that change which keys are seen, and that no op here knows: refused, never dropped.
+_SPARSE = ("indices", "block_indices")
+
+
+def paged_attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    sinks: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention function.
+
+    Args:
+        module: the attention layer that calls.
+        query: ``[batch, num_heads, query_len, head_dim]``.
+        key, value: pools of a `PagedCache`, or dense ``[batch, num_kv_heads, kv_len, head_dim]``.
+        attention_mask: unused on the paged path (its mask function returns None).
+        scaling: softmax scale; None = ``head_dim ** -0.5``.
+        sliding_window: keys visible, the own one included; overrides the cache layer's.
+        softcap, s_aux, sinks: soft cap and sink logits (``sinks`` is the newer name of ``s_aux``).
+
+    Returns:
+        ``([batch, query_len, num_heads, head_dim_v], None)``.
+
+    Raises:
+        UnsupportedModelError: the model needs something that the paged path would get wrong.
+    """
+    layer = layer_of(key)
+    sinks = s_aux if sinks is None else sinks
+    if layer is None or layer_of(value) is not layer:
+        if layer is not None or layer_of(value) is not None:
+            raise _transformed(module)
+        return _dense(module, query, key, value, attention_mask, scaling, dropout, softcap, sinks, position_bias, is_causal, kwargs)
+    _refuse(module, layer, query, attention_mask, dropout, position_bias, kwargs)
+    batch, num_heads, query_len, head_dim = query.shape
+    owner = layer.owner
+    step = owner.step(batch, query_len)
+    window = layer.window if sliding_window is None else sliding_window
+    q = query.transpose(1, 2).reshape(batch * query_len, num_heads, head_dim)
+    out = q.new_empty(batch * query_len, num_heads, value.shape[-1])
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    owner.ops.paged_attention(
+        q, key, value, step.block_table, step.seq_lens, step.query_start_loc, out, None,
+        max_query_len=step.max_query_len, scale=head_dim**-0.5 if scaling is None else float(scaling), causal=causal,
+        window_left=-1 if window is None else window - 1, logits_soft_cap=0.0 if softcap is None else float(softcap),
+        sinks=sinks, chunk_size=layer.chunk or 0,
+    )  # fmt: skip
+    return out.view(batch, query_len, num_heads, value.shape[-1]), None
+
+
+def _transformed(module: nn.Module) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{type(module).__name__} changes the cached keys or values before attention, so that they are no longer the paged pools; "
+        "use PagedCache(..., dense=True), which gathers them first"
+    )
+
+
+def _refuse(
+    module: nn.Module, layer: PagedLayer, query: Tensor, mask: Tensor | None, dropout: float, bias: Tensor | None, kwargs: dict[str, Any]
+) -> None:
+    """What the paged path would get wrong. Only cheap host facts: this runs in every layer."""
+    name = type(module).__name__
+    if bias is not None:
+        raise UnsupportedModelError(f"{name} adds a position bias to its scores, which paged attention does not take; use dense=True")
+    if any(kwargs.get(k) is not None for k in _SPARSE):
+        raise UnsupportedModelError(f"{name} selects keys sparsely ({', '.join(_SPARSE)}), which paged attention does not do yet")
+    if mask is not None:
+        raise ArgumentError("attention_mask", "a 2-D padding mask (left padding) or None with a PagedCache", f"a mask of shape {list(mask.shape)}",
+                            "use PagedCache(..., dense=True) for masks of your own")  # fmt: skip
+    if dropout and module.training:
+        raise ArgumentError("dropout", "0 with a PagedCache (inference only)", str(dropout), "call model.eval()")
+    if query.requires_grad and torch.is_grad_enabled():
+        raise ArgumentError("query", "no grad with a PagedCache (inference only)", "requires_grad=True",
+                            "run under torch.no_grad() or torch.inference_mode()")  # fmt: skip
+
+
+def _dense(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None, dropout: float,
+    softcap: float | None, sinks: Tensor | None, bias: Tensor | None, is_causal: bool | None, kwargs: dict[str, Any],
+) -> tuple[Tensor, None]:  # fmt: skip
+    """A call without a paged cache, as SDPA does it."""
+    for argument, given in (("softcap", softcap), ("s_aux", sinks)):
+        if given is not None:
+            raise UnsupportedModelError(
+                f"{type(module).__name__} needs {argument}, which SDPA drops; run it with a PagedCache, or set_attn_implementation('eager')"
+            )
+    if bias is not None:
+        kwargs["position_bias"] = bias
+    out, _ = sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs)
+    return out, None
+
+
+def paged_mask(
+    batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: Any = 0, mask_function: Any = None,
+    attention_mask: Tensor | None = None, local_size: int | None = None, allow_is_causal_skip: bool = True, **kwargs: Any,
+) -> Tensor | None:  # fmt: skip
+    """transformers' mask function: SDPA's, unless a paged cache answered `get_mask_sizes` just before (``kv_offset`` carries it).
+
+    On the paged path there is no mask: the padding is read from the 2-D ``attention_mask`` once, on the host, outside compiled
+    code, and every later mask is checked against it.
+    """
+    cache = getattr(kv_offset, "_torchpaged_cache", None)
+    if cache is not None and not cache.dense:
+        cache.observe_mask(attention_mask, batch_size, q_length, mask_function, local_size)
+        return None
+    if cache is not None:
+        kv_offset, allow_is_causal_skip = 0, False
+    mask: Tensor | None = sdpa_mask(
+        batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
+        mask_function=mask_function, attention_mask=attention_mask, local_size=local_size,
+        allow_is_causal_skip=allow_is_causal_skip, **kwargs,
+    )  # fmt: skip
+    return mask
+
+
+def register(name: str = NAME) -> None:
+    """Register both functions with transformers; done at import."""
+    AttentionInterface.register(name, paged_attention_forward)
+    AttentionMaskInterface.register(name, paged_mask)

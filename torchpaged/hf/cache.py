@@ -1,0 +1,336 @@
+"""PagedCache: a HuggingFace ``Cache`` whose layers are block pools and whose metadata lives on the device.
+
+    cache = PagedCache(model.config, max_batch_size=4, max_seq_len=512)
+    model.generate(**inputs, past_key_values=cache)
+
+A decode step needs nothing from the host: the first layer's ``update()`` advances lengths and slots in place, inside the
+compiled graph. Left padding is read once from the 2-D attention mask; any other hole is refused. For another, unrelated
+conversation call ``cache.reset()``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from torchpaged.backends import AttentionSpec, Choice, select_backend
+from torchpaged.cache import BlockPool
+from torchpaged.custom_ops import BackendOps
+from torchpaged.custom_ops.errors import ArgumentError
+from torchpaged.hf.layer import PagedLayer, StepBatch
+from torchpaged.hf.masks import left_padding, require_known_mask
+from torchpaged.hf.support import require_supported_config
+from torchpaged.hf.template import paged_layers
+
+
+class PagedCache(Cache):
+    """A paged KV cache for ``generate()`` and direct forwards.
+
+    Args:
+        config: the model's config (``model.config``).
+        max_batch_size: rows at most; with beams or several return sequences, all of them.
+        max_seq_len: tokens per row at most, prompt and new ones, padding included.
+        block_size: tokens per block.
+        num_blocks: blocks per layer, the null block included; default: enough for ``max_batch_size`` full rows. A row takes its
+            ``ceil(max_seq_len / block_size)`` blocks when its batch arrives.
+        backend: a name or "auto"; chosen when the first keys arrive (device and dtype are known then).
+        dense: gather keys and values and let SDPA attend: slower, for models that change cached values before attention.
+
+    Attributes:
+        choice: which backend runs and why; set with the first keys.
+
+    Raises:
+        ArgumentError: a size below 1.
+        UnsupportedModelError: the config's model ignores the attention interface.
+    """
+
+    choice: Choice
+    ops: BackendOps
+
+    def __init__(
+        self,
+        config: Any,
+        max_batch_size: int,
+        max_seq_len: int,
+        *,
+        block_size: int = 16,
+        num_blocks: int | None = None,
+        backend: str = "auto",
+        dense: bool = False,
+    ) -> None:
+        for name, size in (("max_batch_size", max_batch_size), ("max_seq_len", max_seq_len), ("block_size", block_size)):
+            if size < 1:
+                raise ArgumentError(name, "at least 1", str(size))
+        require_supported_config(config)
+        text_config = config.get_text_config(decoder=True)
+        super().__init__(layers=paged_layers(text_config, max_seq_len, self))
+        self.paged = [layer for layer in self.layers if isinstance(layer, PagedLayer)]
+        if self.paged:
+            self.paged[0].is_first = True
+        self._config, self._text_config, self._backend = config, text_config, backend
+        self.max_rows, self.max_seq_len, self.block_size, self.dense = max_batch_size, max_seq_len, block_size, dense
+        self.blocks_per_row = -(-max_seq_len // block_size)
+        self.num_blocks = max_batch_size * self.blocks_per_row + 1 if num_blocks is None else num_blocks
+        self.pool = BlockPool(self.num_blocks)
+        self._rows: list[list[int]] = []  # block ids of each row
+        self._mask_token = torch.zeros((), dtype=torch.int64)  # a kv_offset of 0 that carries this cache to the mask function
+        self._mask_token._torchpaged_cache = self  # type: ignore[attr-defined]
+        self.ready = False
+        self._padding: list[int] | None = None
+        self._bound = 0  # tokens per row at most, as far as the host knows: compiled steps do not count on the host
+
+    # ------------------------------------------------------------------------------------------------ set-up
+    def prepare(self, key_states: Tensor) -> None:
+        """Choose the backend, give each row its blocks, make the metadata tensors; once per batch, never traced."""
+        if self.ready:
+            return
+        batch, num_kv_heads, _, head_dim = key_states.shape
+        if batch > self.max_rows:
+            raise ArgumentError("max_batch_size", f"at least the batch ({batch} rows, beams included)", str(self.max_rows),
+                                "build a larger PagedCache")  # fmt: skip
+        implementation = self._text_config._attn_implementation
+        if implementation != "torchpaged" and not self.dense:
+            raise ArgumentError("attn_implementation", "'torchpaged' for a model with a PagedCache", repr(implementation),
+                                "call model.set_attn_implementation('torchpaged')")  # fmt: skip
+        heads = getattr(self._text_config, "num_attention_heads", num_kv_heads)
+        spec = AttentionSpec(
+            device=key_states.device, dtype=key_states.dtype, head_dim=head_dim, num_heads=heads, num_kv_heads=num_kv_heads,
+            block_size=self.block_size, window=any(x.window for x in self.paged), chunked=any(x.chunk for x in self.paged),
+        )  # fmt: skip
+        self.choice = select_backend(spec, self._backend)
+        self.ops = self.choice.backend.ops
+        self._rows = self._allocate(batch)
+        if not hasattr(self, "total") or self.total.device != key_states.device:
+            self._make_metadata(key_states.device)
+        with torch.inference_mode(False):
+            self.seq_lens.zero_()
+            self.total.zero_()
+            self._upload_rows()
+            if self._padding is not None:
+                self.seq_lens[:batch] -= torch.tensor(self._padding, dtype=torch.int32).to(key_states.device)
+        self.ready = True
+
+    def _make_metadata(self, device: torch.device) -> None:
+        with torch.inference_mode(False):  # an inference tensor could not be advanced under plain no_grad later
+            self.block_table = torch.zeros(self.max_rows, self.blocks_per_row, dtype=torch.int32, device=device)
+            self.seq_lens = torch.zeros(self.max_rows, dtype=torch.int32, device=device)  # without padding
+            self.decode_slots = torch.full((self.max_rows,), -1, dtype=torch.int64, device=device)
+            self.row_starts = torch.arange(self.max_rows + 1, dtype=torch.int32, device=device)
+            self.total = torch.zeros((), dtype=torch.int64, device=device)  # with padding
+        for tensor in (self.block_table, self.seq_lens, self.decode_slots, self.row_starts, self.total):
+            torch._dynamo.mark_static_address(tensor, guard=False)
+
+    def _allocate(self, batch: int) -> list[list[int]]:
+        taken = self.pool.allocate(batch * self.blocks_per_row)
+        return [taken[i * self.blocks_per_row : (i + 1) * self.blocks_per_row] for i in range(batch)]
+
+    def _upload_rows(self) -> None:
+        table = torch.tensor(self._rows, dtype=torch.int32)
+        self.block_table[: len(self._rows)].copy_(table)
+
+    # ------------------------------------------------------------------------------------------- one forward
+    def slots(self, layer: PagedLayer, batch: int, query_len: int) -> Tensor:
+        """The slots of this forward's tokens; the first layer advances the lengths (in place, in the graph)."""
+        if layer.is_first:
+            self._advance(batch, query_len)
+        if query_len == 1:
+            return self.decode_slots[:batch]
+        return self._slots_of(batch, query_len)
+
+    def _slots_of(self, batch: int, query_len: int) -> Tensor:
+        positions = self.seq_lens[:batch, None].long() - query_len + torch.arange(query_len, device=self.seq_lens.device)[None]
+        column = (positions // self.block_size).clamp(0, self.blocks_per_row - 1)
+        block = self.block_table[:batch].long().gather(1, column)
+        slots = block * self.block_size + positions % self.block_size
+        return torch.where(positions >= 0, slots, -1).reshape(-1)
+
+    def _advance(self, batch: int, query_len: int) -> None:
+        if not torch.compiler.is_compiling():
+            if batch != len(self._rows):
+                raise ArgumentError("input_ids", f"{len(self._rows)} rows, as in this cache's first batch", f"{batch} rows",
+                                    "call cache.reset() before another batch")  # fmt: skip
+            self._require_room(query_len)
+        self.total.add_(query_len)
+        # Compiled by hand, a step has no host hook at all; there this assertion fires instead (on a GPU: device-side).
+        # torch has no public asynchronous assertion; tests/hf/test_compile.py notices if this one goes.
+        torch._assert_async(self.total <= self.max_seq_len, f"PagedCache: more tokens than max_seq_len={self.max_seq_len}")
+        self.seq_lens[:batch].add_(query_len)
+        if query_len == 1:
+            self.decode_slots[:batch].copy_(self._slots_of(batch, 1))
+
+    def step(self, batch: int, query_len: int) -> StepBatch:
+        """This forward as a batch of ``batch`` requests of ``query_len`` queries each."""
+        starts = self.row_starts[: batch + 1]
+        return StepBatch(self.block_table[:batch], self.seq_lens[:batch], starts if query_len == 1 else starts * query_len, query_len)
+
+    def gather(self, pool: Tensor, batch: int) -> Tensor:
+        """Dense mode: every row's tokens by position (padding included), ``[batch, num_kv_heads, max_seq_len, head_dim]``."""
+        rows = pool[self.block_table[:batch].long()].flatten(1, 2)[:, : self.max_seq_len]
+        padding = (self.total - self.seq_lens[:batch]).long()
+        index = torch.arange(self.max_seq_len, device=pool.device)[None] - padding[:, None]
+        index = index.clamp_min(0)[:, :, None, None].expand_as(rows)
+        return rows.gather(1, index).transpose(1, 2)
+
+    # ------------------------------------------------------------------------------------- the mask machinery
+    def mask_sizes(self, layer: PagedLayer, query_length: int) -> tuple[int, Any]:
+        """Runs right before the mask function; outside compiled code it is also where overlong rows are refused."""
+        if not torch.compiler.is_compiling() and layer is self.paged[0]:
+            self._require_room(query_length)
+        return self.max_seq_len, self._mask_token
+
+    def _require_room(self, query_length: int) -> None:
+        """Refuse tokens past ``max_seq_len``.
+
+        Every call counts its tokens, so that compiled steps, which do not count on the host, stay covered by the hook before
+        them. A step may be counted twice: then the bound passes the limit early, and one read of ``total`` settles it.
+        """
+        exact = self.ready and self.total.device.type == "cpu"
+        if exact or self._bound + query_length > self.max_seq_len:
+            self._bound = int(self.total) if self.ready else 0
+        self._bound += query_length
+        if self._bound > self.max_seq_len:
+            need, self._bound = self._bound, self._bound - query_length
+            raise ArgumentError("max_seq_len", f"room for {need} tokens per row (padding included)", str(self.max_seq_len),
+                                "build a PagedCache with a larger max_seq_len, or generate fewer tokens")  # fmt: skip
+
+    def observe_mask(self, mask: Tensor | None, batch: int, query_length: int, mask_function: Any, local_size: int | None) -> None:
+        """Learn the left padding from the first mask, check later ones; refuse masks that paging can't express."""
+        if torch.compiler.is_compiling():
+            if mask is not None and query_length > 1:
+                raise RuntimeError("PagedCache: a prefill with an attention mask was compiled, where its padding can't be read; "
+                                   "run the prefill eagerly, as generate() does")  # fmt: skip
+            return
+        if query_length > 1:
+            require_known_mask(mask_function, local_size, query_length, self.paged)
+        if mask is None:
+            return
+        if self._padding is not None and query_length == 1 and mask.device.type != "cpu":
+            return  # a decode step of generate() appends ones; checking would synchronise
+        padding = left_padding(mask)
+        if not self.ready:
+            self._padding = padding
+        elif self._padding is not None and query_length > 1 and self._grow_padding(padding):
+            return
+        elif padding != (self._padding or [0] * batch):
+            raise ArgumentError("attention_mask", f"the left padding of this cache's first batch ({self._padding or [0] * batch})", str(padding),
+                                "rows can't be padded again later: generate them apart, or call cache.reset()")  # fmt: skip
+
+    def _grow_padding(self, padding: list[int]) -> bool:
+        """Chunked prefill: a row of which only padding was seen so far may turn out to have more."""
+        assert self._padding is not None
+        seen = int(self.total)
+        more = [new - old for old, new in zip(self._padding, padding, strict=True)]
+        if any(extra and not (extra > 0 and old >= seen) for extra, old in zip(more, self._padding, strict=True)):
+            return False
+        self.seq_lens[: len(more)] -= torch.tensor(more, dtype=torch.int32).to(self.seq_lens.device)
+        self._padding = padding
+        return True
+
+    def length(self) -> Tensor | int:
+        """Tokens per row, padding included: 0, or a 0-d tensor once there is one."""
+        return self.total if self.ready else 0
+
+    # --------------------------------------------------------------------------------------------------- rows
+    @property
+    def batch_size(self) -> int:
+        """Rows of the current batch; -1 before the first."""
+        return len(self._rows) if self._rows else -1
+
+    @property
+    def is_croppable(self) -> bool:
+        """Whether tokens can be taken back: yes, unless a layer of HuggingFace's own says no."""
+        return all(getattr(layer, "is_croppable", True) for layer in self.layers)
+
+    def reset(self) -> None:
+        """Forget everything; the pools' memory stays. The next forward may have another batch size."""
+        for layer in self.layers:
+            if not isinstance(layer, PagedLayer):
+                layer.reset()
+        for row in self._rows:
+            self.pool.free(row)
+        self._rows, self._padding, self.ready = [], None, False
+        self._bound = 0  # the tensors stay where compiled code knows them; `prepare` fills them again
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back the last ``abs(tokens_to_remove)`` tokens of every row (assisted generation)."""
+        count = abs(int(tokens_to_remove))
+        if count and self.ready:
+            self.total.sub_(count)
+            self.seq_lens[: len(self._rows)].sub_(count)
+            self._bound = int(self.total)
+        for layer in self.layers:
+            if not isinstance(layer, PagedLayer) and hasattr(layer, "crop"):
+                layer.crop(tokens_to_remove)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row ``i`` continues row ``beam_idx[i]``: full blocks are shared, only the last partial one is copied."""
+        self._reindex(beam_idx.tolist())
+        for layer in self.layers:
+            if not isinstance(layer, PagedLayer):
+                layer.reorder_cache(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each row ``repeats`` times, neighbours."""
+        self._reindex([row for row in range(len(self._rows)) for _ in range(repeats)])
+        for layer in self.layers:
+            if not isinstance(layer, PagedLayer):
+                layer.batch_repeat_interleave(repeats)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep these rows."""
+        self._reindex(indices.tolist())
+        for layer in self.layers:
+            if not isinstance(layer, PagedLayer):
+                layer.batch_select_indices(indices)
+
+    def _reindex(self, parents: Sequence[int]) -> None:
+        """New row ``i`` is a fork of old row ``parents[i]``.
+
+        A parent's first child keeps its blocks; every further child shares the full ones and gets blocks of its own from there
+        on. Rows without children are freed first, so that with an unchanged number of rows enough blocks are always free.
+        """
+        if len(parents) > self.max_rows:
+            raise ArgumentError("max_batch_size", f"at least {len(parents)} rows", str(self.max_rows), "build a larger PagedCache")
+        if list(parents) == list(range(len(self._rows))):
+            return
+        lengths = self.seq_lens[: len(self._rows)].tolist()
+        old_rows, rows, copies = self._rows, [], []
+        for row in set(range(len(old_rows))) - set(parents):
+            self.pool.free(old_rows[row])
+        seen: set[int] = set()
+        for parent in parents:
+            if parent not in seen:
+                seen.add(parent)
+                rows.append(old_rows[parent])
+                continue
+            full = max(lengths[parent], 0) // self.block_size
+            own = self.pool.allocate(self.blocks_per_row - full)
+            if lengths[parent] % self.block_size and lengths[parent] > 0:
+                copies.append((old_rows[parent][full], own[0]))
+            rows.append(self.pool.fork(old_rows[parent][:full]) + own)
+        self._rows = rows
+        index = torch.tensor(list(parents), device=self.seq_lens.device)
+        self.seq_lens[: len(rows)] = self.seq_lens[index]
+        if self._padding is not None:
+            self._padding = [self._padding[parent] for parent in parents]
+        self._upload_rows()
+        if copies:
+            mapping = torch.tensor(copies, dtype=torch.int64, device=self.seq_lens.device)
+            for layer in self.paged:
+                if layer.is_initialized:
+                    self.ops.copy_blocks(layer.keys, layer.values, mapping)
+
+    def describe(self) -> str:
+        """The memory arithmetic in one line; pools count once they exist."""
+        pools = [t for layer in self.paged if layer.is_initialized for t in (layer.keys, layer.values)]
+        num_bytes = sum(t.numel() * t.element_size() for t in pools)
+        tokens = self.pool.num_usable * self.block_size
+        per_token = num_bytes // (self.num_blocks * self.block_size)
+        return (
+            f"{self.num_blocks} blocks of {self.block_size} tokens = {tokens} tokens in {len(self.paged)} paged layers, "
+            f"{num_bytes / 2**30:.3f} GiB ({per_token} bytes per token)"
+        )

@@ -1,0 +1,147 @@
+"""PagedLayer: one attention layer of a paged HuggingFace cache.
+
+``update()`` writes the new keys and values and returns *the pools themselves*; they carry the layer they belong to, so that the
+attention function knows a paged call by its key and value alone: no global state, no layer index, no wrapper around generate().
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+from torchpaged.backends import Choice
+from torchpaged.custom_ops import BackendOps
+
+
+class StepBatch(NamedTuple):
+    """What `paged_attention` needs of this step: see `torchpaged.AttentionMetadata`."""
+
+    block_table: Tensor
+    seq_lens: Tensor
+    query_start_loc: Tensor
+    max_query_len: int
+
+
+class PagedOwner(Protocol):
+    """The cache a layer belongs to: it owns the blocks and knows the step."""
+
+    choice: Choice
+    ops: BackendOps
+    num_blocks: int
+    block_size: int
+    max_seq_len: int
+    dense: bool
+    ready: bool
+
+    def prepare(self, key_states: Tensor) -> None:
+        """Set up everything that depends on the device and the batch, once."""
+
+    def slots(self, layer: PagedLayer, batch: int, query_len: int) -> Tensor:
+        """The slot of every new token ``[batch * query_len]`` int64; the first layer moves the step on."""
+
+    def step(self, batch: int, query_len: int) -> StepBatch:
+        """The step's batch."""
+
+    def mask_sizes(self, layer: PagedLayer, query_length: int) -> tuple[int, Any]:
+        """kv length, and an offset that carries the cache to the mask function."""
+
+    def length(self) -> Tensor | int:
+        """Tokens seen per row, padding included."""
+
+    def gather(self, pool: Tensor, batch: int) -> Tensor:
+        """Dense keys or values of all rows, ``[batch, num_kv_heads, max_seq_len, head_dim]``."""
+
+
+def layer_of(tensor: Any) -> PagedLayer | None:
+    """The layer whose pool ``tensor`` is, or None."""
+    return getattr(tensor, "_torchpaged_layer", None)
+
+
+class PagedLayer(CacheLayerMixin):
+    """Pools of one layer.
+
+    Args:
+        owner: the cache.
+        index: position among the cache's layers.
+        window: sliding window in tokens, the own one included; None = full.
+        chunk: chunked attention's chunk in tokens; None = off.
+    """
+
+    is_compileable = True
+    is_croppable = True
+    is_sliding = False  # no mask is ever built from it: every layer reports the full length
+
+    def __init__(self, owner: PagedOwner, index: int, window: int | None = None, chunk: int | None = None) -> None:
+        super().__init__()
+        self.owner, self.index, self.window, self.chunk = owner, index, window, chunk
+        self.is_first = False
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Allocate the pools; shapes ``[batch, num_kv_heads, *, head_dim(_v)]``."""
+        if torch.compiler.is_compiling():
+            raise RuntimeError(
+                "PagedCache: the first forward was compiled, before the pools exist; run the prefill eagerly (generate() does) or "
+                "call cache.early_initialization(batch_size, num_kv_heads, head_dim, dtype, device) first"
+            )
+        self.owner.prepare(key_states)
+        self.dtype, self.device = key_states.dtype, key_states.device
+        with torch.inference_mode(False):  # an inference tensor could not be written under plain no_grad later
+            shape = (self.owner.num_blocks, self.owner.block_size)
+            self.keys = torch.zeros(*shape, key_states.shape[1], key_states.shape[3], dtype=self.dtype, device=self.device)
+            self.values = torch.zeros(*shape, value_states.shape[1], value_states.shape[3], dtype=self.dtype, device=self.device)
+        self.adopt(self.keys, self.values)
+
+    def adopt(self, keys: Tensor, values: Tensor) -> None:
+        """Take existing pools, and mark them as this layer's."""
+        self.keys, self.values = keys, values
+        for pool in (keys, values):
+            pool._torchpaged_layer = self  # type: ignore[attr-defined]
+            torch._dynamo.mark_static_address(pool, guard=False)  # guard=False: a new cache must not recompile the model
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Write ``[batch, num_kv_heads, query_len, head_dim]`` and return the pools (or dense copies, in dense mode)."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        if not self.owner.ready:
+            self.owner.prepare(key_states)
+        batch, num_kv_heads, query_len, head_dim = key_states.shape
+        k = key_states.transpose(1, 2).reshape(batch * query_len, num_kv_heads, head_dim)
+        v = value_states.transpose(1, 2).reshape(batch * query_len, value_states.shape[1], value_states.shape[3])
+        slots = self.owner.slots(self, batch, query_len)
+        assert self.keys is not None and self.values is not None
+        self.owner.ops.write_kv(k, v, self.keys, self.values, slots)
+        if self.owner.dense:
+            return self.owner.gather(self.keys, batch), self.owner.gather(self.values, batch)
+        return self.keys, self.values
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Called right before the mask function: the offset returned carries the cache to it."""
+        return self.owner.mask_sizes(self, query_length)
+
+    def get_seq_length(self) -> int:
+        """Tokens seen; a 0-d tensor once initialised, so that no guard ever sees a changing int."""
+        return self.owner.length()  # type: ignore[return-value]
+
+    def get_max_length(self) -> int:
+        """Tokens a row can hold."""
+        return self.owner.max_seq_len
+
+    # Lengths and rows belong to the cache, not to a layer: PagedCache does these for all layers at once.
+    def reset(self) -> None:
+        """Nothing to do for one layer; see `PagedCache.reset`."""
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Nothing to do for one layer; see `PagedCache.crop`."""
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Nothing to do for one layer; see `PagedCache.reorder_cache`."""
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Nothing to do for one layer; see `PagedCache.batch_repeat_interleave`."""
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Nothing to do for one layer; see `PagedCache.batch_select_indices`."""

@@ -1,0 +1,194 @@
+"""PagedModel: a HuggingFace causal LM as a callable over packed tokens: what the engine and the graph runner drive.
+
+    paged = PagedModel(model, num_blocks=512)
+    logits = paged(input_ids, metadata, logits_indices)   # [num_tokens] in, [num_reqs, vocab] out
+
+The model runs as one row ``[1, num_tokens]`` of concatenated requests with explicit positions; each attention layer makes one
+``write_kv`` and one ``paged_attention`` call with the metadata given. No mask is built, nothing is read on the host.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from torchpaged.backends import AttentionSpec, Choice, select_backend
+from torchpaged.cache import KVLayerSpec, PagedKVCache
+from torchpaged.custom_ops import BackendOps
+from torchpaged.custom_ops.errors import UnsupportedModelError
+from torchpaged.hf.attention import NAME
+from torchpaged.hf.layer import PagedLayer, StepBatch
+from torchpaged.hf.support import require_supported
+from torchpaged.hf.template import HybridPagedLayer, paged_layers
+from torchpaged.metadata import AttentionMetadata
+
+
+class _StepCache(Cache):
+    """A cache whose step is set from outside: the engine owns blocks and lengths."""
+
+    choice: Choice
+    ops: BackendOps
+    dense = False
+
+    def __init__(self, config: Any, num_blocks: int, block_size: int, max_seq_len: int, backend: str) -> None:
+        super().__init__(layers=paged_layers(config, max_seq_len, self))
+        self._config, self._backend = config, backend
+        self.num_blocks, self.block_size, self.max_seq_len = num_blocks, block_size, max_seq_len
+        self.metadata: AttentionMetadata | None = None
+        self.ready = False
+        self._mask_token = torch.zeros((), dtype=torch.int64)
+        self._mask_token._torchpaged_cache = self  # type: ignore[attr-defined]
+        for index, layer in enumerate(self.layers):
+            if not isinstance(layer, PagedLayer) or isinstance(layer, HybridPagedLayer):
+                raise UnsupportedModelError(
+                    f"{config.model_type}: layer {index} keeps a recurrent state ({type(layer).__name__}), which the packed batches of the "
+                    "engine do not carry yet; use generate() with torchpaged.hf.PagedCache"
+                )
+
+    def prepare(self, key_states: Tensor) -> None:
+        """Choose the backend, when the first keys show device and dtype."""
+        _, num_kv_heads, _, head_dim = key_states.shape
+        heads = getattr(self._config, "num_attention_heads", num_kv_heads)
+        spec = AttentionSpec(
+            device=key_states.device, dtype=key_states.dtype, head_dim=head_dim, num_heads=heads, num_kv_heads=num_kv_heads,
+            block_size=self.block_size, window=any(x.window for x in self.layers), chunked=any(x.chunk for x in self.layers),
+        )  # fmt: skip
+        self.choice = select_backend(spec, self._backend)
+        self.ops = self.choice.backend.ops
+        self.ready = True
+
+    def slots(self, layer: PagedLayer, batch: int, query_len: int) -> Tensor:
+        assert self.metadata is not None
+        return self.metadata.slot_mapping
+
+    def step(self, batch: int, query_len: int) -> StepBatch:
+        m = self.metadata
+        assert m is not None
+        return StepBatch(m.block_table, m.seq_lens, m.query_start_loc, m.max_query_len)
+
+    def mask_sizes(self, layer: PagedLayer, query_length: int) -> tuple[int, Any]:
+        return self.max_seq_len, self._mask_token
+
+    def observe_mask(self, mask: Tensor | None, *_: Any) -> None:
+        if mask is not None:
+            raise UnsupportedModelError("the packed path takes no attention mask")
+
+    def length(self) -> int:
+        return 0
+
+    def gather(self, pool: Tensor, batch: int) -> Tensor:
+        raise UnsupportedModelError("the packed path has no dense mode")
+
+
+def _padding_step(device: torch.device) -> AttentionMetadata:
+    """One token that belongs to nobody: nothing is written, attention gives zeros."""
+    ints = {"dtype": torch.int32, "device": device}
+    longs = {"dtype": torch.int64, "device": device}
+    return AttentionMetadata(
+        torch.zeros(1, 1, **ints), torch.zeros(1, **ints), torch.tensor([0, 1], **ints), torch.full((1,), -1, **longs),
+        torch.zeros(1, **longs), max_query_len=1,
+    )  # fmt: skip
+
+
+class PagedModel:
+    """A HuggingFace causal LM over a `PagedKVCache`.
+
+    Args:
+        model: the model, in eval mode from now on; its attention implementation becomes "torchpaged".
+        num_blocks: blocks per layer, the null block included. Give this or ``memory_budget``.
+        memory_budget: bytes for all pools together.
+        block_size: tokens per block.
+        backend: a name or "auto".
+
+    Attributes:
+        kv_cache: the `PagedKVCache`.
+        choice: which backend runs and why.
+        vocab_size, max_position_embeddings, eos_token_ids, device: facts of the model.
+
+    Raises:
+        UnsupportedModelError: the model ignores the attention interface or keeps states that can't be paged; by name, with the
+            reason.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        num_blocks: int | None = None,
+        memory_budget: int | None = None,
+        block_size: int = 16,
+        backend: str = "auto",
+    ) -> None:
+        require_supported(model)
+        model.set_attn_implementation(NAME)
+        self.model = model.eval()
+        config = model.config.get_text_config(decoder=True)
+        self.device = model.device
+        self.vocab_size: int = config.vocab_size
+        self.max_position_embeddings: int | None = getattr(config, "max_position_embeddings", None)
+        eos = getattr(model.generation_config, "eos_token_id", None)
+        self.eos_token_ids: tuple[int, ...] = () if eos is None else tuple(eos) if isinstance(eos, (list, tuple)) else (int(eos),)
+        self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+        specs, dtype = _probe(model, config, block_size, backend)
+        self.kv_cache = PagedKVCache(
+            specs, block_size=block_size, num_blocks=num_blocks, memory_budget=memory_budget, dtype=dtype, device=self.device
+        )
+        self._cache = _StepCache(config, self.kv_cache.num_blocks, block_size, self.kv_cache.num_tokens, backend)
+        for layer, pools in zip(self._cache.layers, self.kv_cache, strict=True):
+            layer.adopt(pools.k_cache, pools.v_cache)
+        first = specs[0]
+        self._cache.prepare(torch.empty(1, first.num_kv_heads, 0, first.head_dim, dtype=dtype, device=self.device))
+        self.choice = self._cache.choice
+
+    def __call__(self, input_ids: Tensor, metadata: AttentionMetadata, logits_indices: Tensor | None = None) -> Tensor:
+        """Run the packed batch.
+
+        Args:
+            input_ids: ``[num_tokens]`` int64.
+            metadata: the batch; its tensors may be slices of static buffers.
+            logits_indices: ``[num_reqs]`` int64, the tokens whose logits are wanted; None = all.
+
+        Returns:
+            ``[num_reqs or num_tokens, vocab_size]`` logits.
+        """
+        self._cache.metadata = metadata
+        options: dict[str, Any] = {}
+        if logits_indices is not None and self._keeps_logits:
+            options["logits_to_keep"] = logits_indices
+        logits = self.model(
+            input_ids=input_ids[None], position_ids=metadata.positions[None], past_key_values=self._cache, use_cache=True, **options
+        ).logits[0]
+        self._cache.metadata = None
+        if logits_indices is not None and not self._keeps_logits:
+            logits = logits[logits_indices]
+        return logits
+
+
+def _probe(model: PreTrainedModel, config: Any, block_size: int, backend: str) -> tuple[list[KVLayerSpec], torch.dtype]:
+    """What each layer stores, found by one padding token: exact for any architecture, whatever its config calls things."""
+    cache = _StepCache(config, 2, block_size, block_size, backend)
+    cache.metadata = _padding_step(model.device)
+    token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+    with torch.no_grad():
+        model(input_ids=token, position_ids=token, past_key_values=cache, use_cache=True)
+    missing = [i for i, layer in enumerate(cache.layers) if not layer.is_initialized]
+    if missing:
+        raise UnsupportedModelError(f"{type(model).__name__}: layers {missing} never wrote to the cache")
+    specs = [KVLayerSpec(x.keys.shape[2], x.keys.shape[3], x.values.shape[3]) for x in cache.layers]
+    return specs, cache.layers[0].keys.dtype
+
+
+def kv_layer_specs(model: PreTrainedModel) -> list[KVLayerSpec]:
+    """What each attention layer of ``model`` stores per token."""
+    require_supported(model)
+    before = model.config._attn_implementation
+    model.set_attn_implementation(NAME)
+    try:
+        return _probe(model, model.config.get_text_config(decoder=True), 16, "auto")[0]
+    finally:
+        model.set_attn_implementation(before)

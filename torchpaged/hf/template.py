@@ -1,0 +1,89 @@
+"""Which layers a cache needs, by HuggingFace's own word: a StaticCache is built from the config and its layers swapped.
+
+``StaticCache(config)`` knows every architecture's layer kinds (full, sliding, chunked, linear, hybrid); the helper behind it
+changed its signature between transformers 5.17 and 5.23, the class did not.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
+    StaticCache,
+    StaticIndexedLayer,
+    StaticLayer,
+)
+
+from torchpaged.custom_ops.errors import UnsupportedModelError
+from torchpaged.hf.layer import PagedLayer, PagedOwner
+
+
+class HybridPagedLayer(LinearAttentionLayer, PagedLayer):
+    """A layer with both a linear-attention state (HuggingFace's own) and paged keys and values."""
+
+    is_compileable = True
+
+    def __init__(self, owner: PagedOwner, index: int, window: int | None, chunk: int | None, number_of_states: int) -> None:
+        PagedLayer.__init__(self, owner, index, window, chunk)
+        LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Keys and values come as positions, states by keyword."""
+        if len(args) == 2 and not kwargs:
+            PagedLayer.lazy_initialization(self, *args)
+        elif not args and kwargs:
+            LinearAttentionLayer.lazy_initialization(self, **kwargs)
+
+    def reset(self) -> None:
+        """Zero the linear states."""
+        LinearAttentionLayer.reset(self)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Reorder the linear states."""
+        LinearAttentionLayer.reorder_cache(self, beam_idx)
+
+    @property
+    def is_croppable(self) -> bool:  # type: ignore[override]
+        """A recurrent state can't be taken back."""
+        return False
+
+
+def window_and_chunk(config: Any, index: int, layer: Any) -> tuple[int | None, int | None]:
+    """Sliding window and attention chunk of layer ``index``, in tokens."""
+    if not getattr(layer, "is_sliding", False):
+        return None, None
+    types = getattr(config, "layer_types", None)
+    kind = types[index] if types is not None and index < len(types) else None
+    window = getattr(config, "sliding_window", None)
+    if kind == "chunked_attention" or (kind is None and window is None):
+        return None, config.attention_chunk_size
+    return window, None
+
+
+def paged_layers(config: Any, max_seq_len: int, owner: PagedOwner) -> list[Any]:
+    """The layers of a paged cache for ``config``: attention layers paged, linear ones HuggingFace's own.
+
+    Raises:
+        UnsupportedModelError: the architecture keeps something in its cache that can be neither.
+    """
+    layers: list[Any] = []
+    with torch.device("meta"):
+        template = StaticCache(config=config, max_cache_len=max_seq_len).layers
+    for index, layer in enumerate(template):
+        window, chunk = window_and_chunk(config, index, layer)
+        if isinstance(layer, StaticIndexedLayer):
+            raise UnsupportedModelError(f"{config.model_type}: layer {index} caches an indexer (sparse attention), which is not supported yet")
+        if isinstance(layer, LinearAttentionCacheLayerMixin) and isinstance(layer, StaticLayer):
+            layers.append(HybridPagedLayer(owner, index, window, chunk, layer.number_of_states))
+        elif isinstance(layer, StaticLayer):
+            layers.append(PagedLayer(owner, index, window, chunk))
+        elif isinstance(layer, CacheLayerMixin):
+            raise UnsupportedModelError(f"{config.model_type}: layer {index} needs a cache of its own kind ({type(layer).__name__})")
+        else:
+            layers.append(layer)
+    return layers

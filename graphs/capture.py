@@ -1,0 +1,168 @@
+"""How a step becomes a graph: on CUDA for real, on a CPU by running it again, or on a tape that behaves as CUDA graphs do.
+
+A captured step keeps reading and writing the same storages. Python is not run again at replay (except by `EagerCapture`), so
+that host values are frozen; ops that read a device value on the host cannot be captured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+
+from torchpaged.custom_ops.errors import CaptureError
+
+Step = Callable[[], Tensor]
+
+
+class Captured(Protocol):
+    """One captured step."""
+
+    output: Tensor
+
+    def replay(self) -> None:
+        """Run it again; ``output`` holds the result."""
+
+    def reset(self) -> None:
+        """Free what it holds."""
+
+
+class CaptureBackend(Protocol):
+    """Makes `Captured` steps that share one memory pool."""
+
+    def new_pool(self) -> Any:
+        """A memory pool for several captures."""
+
+    def warmup(self, step: Step, iterations: int) -> None:
+        """Run the step a few times, so that compilation and lazy initialisation are over before the capture."""
+
+    def capture(self, step: Step, pool: Any) -> Captured:
+        """Capture one run."""
+
+
+class _CudaCaptured:
+    def __init__(self, graph: torch.cuda.CUDAGraph, output: Tensor) -> None:
+        self._graph, self.output = graph, output
+        self.replay = graph.replay
+
+    def reset(self) -> None:
+        self._graph.reset()
+
+
+class CudaCapture:
+    """CUDA graphs, captured on one side stream into one pool.
+
+    Args:
+        device: the GPU.
+        error_mode: ``capture_error_mode`` of `torch.cuda.graph`; "thread_local" lets other threads allocate meanwhile.
+    """
+
+    def __init__(self, device: torch.device | str, error_mode: str = "thread_local") -> None:
+        self.device, self._error_mode = torch.device(device), error_mode
+        self._stream = torch.cuda.Stream(self.device)
+
+    def new_pool(self) -> Any:
+        return torch.cuda.graph_pool_handle()
+
+    def warmup(self, step: Step, iterations: int) -> None:
+        current = torch.cuda.current_stream(self.device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            for _ in range(iterations):
+                step()
+        current.wait_stream(self._stream)
+
+    def capture(self, step: Step, pool: Any) -> Captured:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode=self._error_mode):
+            output = step()
+        return _CudaCaptured(graph, output)
+
+
+class _EagerCaptured:
+    def __init__(self, step: Step) -> None:
+        self._step, self.output = step, step()
+
+    def replay(self) -> None:
+        self.output = self._step()
+
+    def reset(self) -> None:
+        pass
+
+
+class EagerCapture:
+    """No graph: replay calls the step again. Buckets, padding and buffers are exercised as on a GPU."""
+
+    def new_pool(self) -> Any:
+        return None
+
+    def warmup(self, step: Step, iterations: int) -> None:
+        for _ in range(iterations):
+            step()
+
+    def capture(self, step: Step, pool: Any) -> Captured:
+        return _EagerCaptured(step)
+
+
+# Ops that hand a device value to the host: illegal while a CUDA graph is captured.
+_SYNCHRONISING = {
+    torch.ops.aten._local_scalar_dense.default,
+    torch.ops.aten.nonzero.default,
+    torch.ops.aten.masked_select.default,
+    torch.ops.aten.is_nonzero.default,
+    torch.ops.aten.equal.default,
+}
+
+
+class _Tape(TorchDispatchMode):
+    """Records every op that runs below it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if func in _SYNCHRONISING:
+            raise CaptureError(f"{func} reads a device value on the host: illegal while a graph is captured")
+        out = func(*args, **(kwargs or {}))
+        self.ops.append((func, args, kwargs or {}, out))
+        return out
+
+
+class _TapeCaptured:
+    def __init__(self, tape: _Tape, output: Tensor) -> None:
+        self._ops, self.output = tape.ops, output
+
+    def replay(self) -> None:
+        with torch.inference_mode():
+            for func, args, kwargs, out in self._ops:
+                new = func(*args, **kwargs)  # views too: ops such as `to` count as views and yet may copy
+                for old, fresh in zip(tree_flatten(out)[0], tree_flatten(new)[0], strict=True):
+                    if isinstance(old, Tensor) and old.data_ptr() != fresh.data_ptr():
+                        old.copy_(fresh)
+
+    def reset(self) -> None:
+        self._ops.clear()
+
+
+class TapeCapture:
+    """CUDA-graph semantics on a CPU, for tests: Python does not run at replay, scalars are frozen, storages stay.
+
+    For uncompiled steps only: kernels that Inductor generates bypass the dispatcher and would be missed.
+    """
+
+    def new_pool(self) -> Any:
+        return None
+
+    def warmup(self, step: Step, iterations: int) -> None:
+        for _ in range(iterations):
+            step()
+
+    def capture(self, step: Step, pool: Any) -> Captured:
+        with _Tape() as tape:
+            output = step()
+        return _TapeCaptured(tape, output)

@@ -1,0 +1,81 @@
+"""Tile shapes and launch parameters, from shapes and dtypes alone: the same for every length, so that a graph serves all.
+
+No autotuning at run time: it would launch and synchronise inside a capture. Figures behind the choices: docs/kernels.md.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchpaged.custom_ops.errors import BackendUnavailableError
+
+#: Kernels run in Triton's interpreter, on CPU tensors.
+INTERPRET = os.environ.get("TRITON_INTERPRET", "0") == "1"
+#: Longest query that the decode kernel takes (speculative verification); longer ones go to the prefill kernel.
+MAX_DECODE_QUERY_LEN = 8
+_MIN_SPLIT_TOKENS = 256  # a shorter split costs more to merge than it saves
+
+
+class Tiles(NamedTuple):
+    """``rows`` (query tokens x heads of a group) and ``keys`` per tile, and Triton's launch options."""
+
+    rows: int
+    keys: int
+    num_warps: int
+    num_stages: int
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest power of two >= n."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def decode_tiles(head_dim: int, rows: int, itemsize: int) -> Tiles:
+    """Tiles of the decode kernel: rows padded to 16 only (the least of mma.sync), since it waits for memory anyway."""
+    wide = head_dim * itemsize > 256  # over 128 numbers of 2 bytes
+    return Tiles(max(16, next_power_of_2(rows)), 32 if wide else 64, 4, 2 if wide else 3)
+
+
+def prefill_tiles(head_dim: int, group: int, itemsize: int) -> Tiles:
+    """Tiles of the prefill kernel."""
+    wide = head_dim * itemsize > 256
+    return Tiles(max(64 if not wide else 32, next_power_of_2(group)), 32 if wide else 64, 4, 2)
+
+
+@functools.cache
+def _num_sms(index: int) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+def num_splits(q: Tensor, num_reqs: int, num_kv_heads: int, capacity: int) -> int:
+    """Into how many ranges each request's keys are cut, so that about two programs run per multiprocessor.
+
+    ``capacity`` is the block table's width in tokens: an upper bound that holds for every replay.
+    """
+    sms = 4 if INTERPRET else _num_sms(q.device.index or 0)
+    wanted = -(-2 * sms // max(num_reqs * num_kv_heads, 1))
+    return max(1, min(wanted, -(-capacity // _MIN_SPLIT_TOKENS), 64))
+
+
+def require_launchable(tensor: Tensor) -> None:
+    """Triton kernels need a GPU, or the interpreter."""
+    if tensor.device.type == "cpu" and not INTERPRET:
+        raise BackendUnavailableError(
+            "backend 'triton': its kernels run on a GPU, got CPU tensors; use backend='cpu' or 'reference', or set "
+            "TRITON_INTERPRET=1 before Python starts to run them in Triton's interpreter"
+        )
+
+
+def require_fp8(cache: Tensor) -> None:
+    """e4m3 conversions need compute capability 8.9 on NVIDIA."""
+    if cache.dtype == torch.float8_e4m3fn and cache.device.type == "cuda" and torch.version.hip is None:
+        capability = torch.cuda.get_device_capability(cache.device)
+        if capability < (8, 9):
+            raise BackendUnavailableError(
+                f"backend 'triton': a float8_e4m3fn cache needs compute capability 8.9, got {capability}; use float8_e5m2 or bfloat16"
+            )

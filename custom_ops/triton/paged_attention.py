@@ -1,0 +1,93 @@
+"""paged_attention: chooses between the decode and the prefill kernel by shapes and launches it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchpaged.custom_ops import validation
+from torchpaged.custom_ops.triton import config
+from torchpaged.custom_ops.triton.decode import decode_kernel, merge_kernel
+from torchpaged.custom_ops.triton.prefill import prefill_kernel
+
+
+def paged_attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, seq_lens: Tensor, query_start_loc: Tensor,
+    out: Tensor, lse: Tensor | None = None, *, max_query_len: int, scale: float, causal: bool = True,
+    window_left: int = -1, window_right: int = -1, logits_soft_cap: float = 0.0, alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None, k_scale: Tensor | None = None, v_scale: Tensor | None = None, chunk_size: int = 0,
+) -> None:  # fmt: skip
+    """Launch; arguments as in ``custom_ops/ops.py``. Every choice here depends on shapes, never on lengths."""
+    config.require_launchable(q)
+    validation.check_paged_attention(
+        q, k_cache, v_cache, block_table, seq_lens, query_start_loc, out, lse, max_query_len=max_query_len, scale=scale,
+        causal=causal, window_left=window_left, window_right=window_right, logits_soft_cap=logits_soft_cap,
+        alibi_slopes=alibi_slopes, sinks=sinks, k_scale=k_scale, v_scale=v_scale, chunk_size=chunk_size)  # fmt: skip
+    config.require_fp8(k_cache)
+    num_tokens, num_heads, dim = q.shape
+    num_reqs, (block_size, num_kv_heads, dim_v) = block_table.shape[0], (k_cache.shape[1], k_cache.shape[2], v_cache.shape[3])
+    if not num_reqs:
+        out.zero_()
+        if lse is not None:
+            lse.fill_(float("-inf"))
+        return
+    if not num_tokens:
+        return
+    if (k_scale is None) != (v_scale is None):  # one flag serves both
+        one = torch.ones(1, device=q.device)
+        k_scale, v_scale = one if k_scale is None else k_scale, one if v_scale is None else v_scale
+    group = num_heads // num_kv_heads
+    tensors = (q, k_cache, v_cache, block_table, seq_lens, query_start_loc, out, lse, alibi_slopes, sinks, k_scale, v_scale)
+    out_strides = (*out.stride()[:2], *(lse.stride() if lse is not None else (0, 0)))
+    strides = (
+        *q.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3], *out_strides, block_table.stride(0),
+        _head_stride(k_scale), _head_stride(v_scale),
+    )  # fmt: skip
+    flags: dict[str, Any] = {
+        "GROUP": group, "DIM": dim, "DIM_PAD": max(16, config.next_power_of_2(dim)), "DIM_V": dim_v,
+        "DIM_V_PAD": max(16, config.next_power_of_2(dim_v)), "BLOCK_SIZE": block_size, "CAUSAL": causal,
+        "WINDOW_LEFT": window_left, "WINDOW_RIGHT": window_right, "CHUNK": chunk_size, "SOFT_CAP": logits_soft_cap > 0,
+        "ALIBI": alibi_slopes is not None, "SINKS": sinks is not None, "KV_SCALES": k_scale is not None,
+        "HAS_LSE": lse is not None, "INTERPRET": config.INTERPRET,
+    }  # fmt: skip
+    if max_query_len <= config.MAX_DECODE_QUERY_LEN and max_query_len * group <= 128:
+        _decode(tensors, strides, out_strides, flags, max_query_len, num_reqs, num_tokens, num_kv_heads, scale, logits_soft_cap)
+        return
+    tiles = config.prefill_tiles(max(dim, dim_v), group, q.element_size())
+    tokens = tiles.rows // group
+    prefill_kernel[(num_tokens // tokens + num_reqs, num_kv_heads)](
+        *tensors, scale, logits_soft_cap, num_reqs, num_tokens, *strides, TOKENS=tokens, TILE_M=tiles.rows, TILE_KV=tiles.keys, **flags,
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+    )  # fmt: skip
+
+
+def _head_stride(scale: Tensor | None) -> int:
+    return 0 if scale is None or scale.numel() == 1 else scale.stride(-1)
+
+
+def _decode(
+    tensors: tuple[Tensor | None, ...], strides: tuple[int, ...], out_strides: tuple[int, ...], flags: dict[str, Any], max_query_len: int,
+    num_reqs: int, num_tokens: int, num_kv_heads: int, scale: float, soft_cap: float,
+) -> None:  # fmt: skip
+    q, block_table, query_start_loc, out, lse, sinks, v_scale = (tensors[i] for i in (0, 3, 5, 6, 7, 9, 11))
+    assert q is not None and block_table is not None
+    query_len = config.next_power_of_2(max_query_len)
+    tiles = config.decode_tiles(max(flags["DIM"], flags["DIM_V"]), query_len * flags["GROUP"], q.element_size())
+    splits = config.num_splits(q, num_reqs, num_kv_heads, block_table.shape[1] * flags["BLOCK_SIZE"])
+    acc = state = None
+    if splits > 1:
+        parts = num_reqs * num_kv_heads * splits
+        acc = torch.empty(parts * tiles.rows * flags["DIM_V_PAD"], dtype=torch.float32, device=q.device)
+        state = torch.empty(parts * 2 * tiles.rows, dtype=torch.float32, device=q.device)
+    decode_kernel[(num_reqs, num_kv_heads, splits)](
+        *tensors, acc, state, scale, soft_cap, num_reqs, num_tokens, splits, *strides, QUERY_LEN=query_len, TILE_M=tiles.rows,
+        TILE_KV=tiles.keys, DIRECT=splits == 1, **flags, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+    )  # fmt: skip
+    if splits > 1:
+        names = ("GROUP", "DIM_V", "DIM_V_PAD", "SINKS", "KV_SCALES", "HAS_LSE")
+        merge_kernel[(num_reqs, num_kv_heads)](
+            query_start_loc, out, lse, sinks, v_scale, acc, state, num_reqs, num_tokens, splits, *out_strides, strides[-1],
+            QUERY_LEN=query_len, TILE_M=tiles.rows, **{name: flags[name] for name in names}, num_warps=4,
+        )  # fmt: skip

@@ -43,6 +43,8 @@ def decode_tiles(head_dim: int, rows: int, itemsize: int) -> Tiles:
 
 def prefill_tiles(head_dim: int, group: int, itemsize: int) -> Tiles:
     """Tiles of the prefill kernel."""
+    if itemsize == 4:  # float32 has no exact tensor-core path: plain FMAs, whose accumulators fill the registers
+        return Tiles(max(16, next_power_of_2(group)), 16 if head_dim > 128 else 32, 4, 1)
     wide = head_dim * itemsize > 256
     return Tiles(max(64 if not wide else 32, next_power_of_2(group)), 32 if wide else 64, 4, 2)
 

@@ -1,0 +1,56 @@
+"""Ahead-of-time compilation of our Triton kernels for GPUs that are not here, with registers, spills and shared memory."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+SHARED_LIMIT = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx942": 64 * 1024}
+
+
+def compile_kernel(kernel: Any, target: str, pointers: dict[str, str], constants: dict[str, Any], floats: tuple[str, ...] = (), **options: int) -> Any:
+    """Compile ``kernel``; ``pointers`` gives element types, None-valued ones go in ``constants``; other arguments are i32."""
+    signature, constexprs, attributes = {}, {}, {}
+    for index, name in enumerate(kernel.arg_names):
+        if name in constants:
+            signature[name] = "constexpr"
+            constexprs[(index,)] = constants[name]
+            continue
+        signature[name] = "*" + pointers[name] if name in pointers else "fp32" if name in floats else "i32"
+        if name in pointers or "_" in name and not name.startswith("num") and name not in floats:
+            attributes[(index,)] = [["tt.divisibility", 16]]  # what the JIT would see: aligned pointers and strides
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=attributes)
+    return triton.compile(source, target=TARGETS[target], options=options)
+
+
+def resources(compiled: Any) -> dict[str, int]:
+    """Registers, spilled bytes (NVIDIA) or registers (AMD), and shared memory."""
+    found: dict[str, int] = {"shared": compiled.metadata.shared}
+    if "cubin" in compiled.asm:
+        tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(compiled.asm["cubin"])
+            file.flush()
+            text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+        match = re.search(r"REG:(\d+) STACK:(\d+)", text)
+        assert match, text
+        found |= {"registers": int(match[1]), "spilled": int(match[2])}
+    else:
+        for key, name in (("vgpr_count", "registers"), ("vgpr_spill_count", "spilled")):
+            match = re.search(rf"\.{key}:?\s+(\d+)", compiled.asm["amdgcn"])
+            assert match, key
+            found[name] = int(match[1])
+    return found

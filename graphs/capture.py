@@ -78,8 +78,15 @@ class CudaCapture:
 
     def capture(self, step: Step, pool: Any) -> Captured:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode=self._error_mode):
-            output = step()
+        try:
+            with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode=self._error_mode):
+                output = step()
+        except Exception:
+            # A failed capture leaves the default generator believing that it is captured; a clone of its state does not.
+            index = self.device.index if self.device.index is not None else torch.cuda.current_device()
+            generator = torch.cuda.default_generators[index]
+            generator.graphsafe_set_state(generator.clone_state())
+            raise
         return _CudaCaptured(graph, output)
 
 

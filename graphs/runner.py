@@ -12,6 +12,7 @@ from __future__ import annotations
 import gc
 import os
 import time
+import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -82,8 +83,7 @@ class DecodeGraphRunner:
         self.buckets = check_buckets(default_buckets(max_batch_size) if buckets is None else buckets, max_batch_size)
         self.device = torch.device(device)
         self._eager_step = step
-        # A step of its own per bucket: with one, buckets would share Dynamo's cache entry list and its recompile limit.
-        self._steps = {n: torch.compile(_bucket_step(step), fullgraph=True, dynamic=False) if compile else step for n in self.buckets}
+        self._steps = {n: torch.compile(_bucket_step(step, n), fullgraph=True, dynamic=False) if compile else step for n in self.buckets}
         if isinstance(capture, str):
             if capture != "auto":
                 raise ValueError(f"capture: expected 'auto' or a CaptureBackend, got {capture!r}")
@@ -204,8 +204,15 @@ class DecodeGraphRunner:
         return f"batch {bucket}, {free / 2**30:.1f} GiB free"
 
 
-def _bucket_step(step: Step) -> Step:
+def _bucket_step(step: Step, bucket: int) -> Step:
+    """``step`` as a function with a code object of its own.
+
+    Dynamo keeps its compiled entries, and counts its recompile limit, per code object: shared by all buckets, the limit of 8
+    would end the ninth.
+    """
+
     def bucket_step(input_ids: Tensor, metadata: AttentionMetadata) -> Tensor:
         return step(input_ids, metadata)
 
-    return bucket_step
+    code = bucket_step.__code__.replace(co_name=f"decode_{bucket}")
+    return types.FunctionType(code, bucket_step.__globals__, code.co_name, None, bucket_step.__closure__)

@@ -158,7 +158,7 @@ def convert(gguf_file: Path, folder: Path, say: Say = lambda text: None) -> None
                 array = array.reshape(shape).swapaxes(1, 2).reshape(array.shape)
         else:
             name = _TOP_NAMES[part]
-        weights[f"{name}.weight"] = torch.from_numpy(np.ascontiguousarray(array)).to(torch.bfloat16)
+        weights[f"{name}.weight"] = torch.from_numpy(np.array(array, order="C")).to(torch.bfloat16)
         if index % 68 == 67:
             say(f"  {index + 1} of {len(reader.tensors)} tensors")
     save_file(weights, str(folder / "model.safetensors"), metadata={"format": "pt"})

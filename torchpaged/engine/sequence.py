@@ -1,0 +1,74 @@
+"""A request on its way through the engine, and what the caller sees of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torchpaged.engine.sampling import SamplingParams
+from torchpaged.engine.text import TextStream
+
+
+@dataclass(frozen=True)
+class TokenEvent:
+    """One new token, or the end of a request.
+
+    ``token_id`` is None when a request ends without a further token (cancelled, or out of blocks). ``text`` is what became
+    certain with it. ``finish_reason``: None, "stop", "length" or "cancelled".
+    """
+
+    request_id: int
+    token_id: int | None
+    text: str
+    finish_reason: str | None = None
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """A finished request."""
+
+    request_id: int
+    prompt_token_ids: list[int]
+    token_ids: list[int]
+    text: str
+    finish_reason: str
+
+
+@dataclass
+class Sequence:
+    """A request's state. ``num_computed`` tokens have their keys and values in ``blocks``.
+
+    A sequence whose only uncomputed token is its last one decodes; one with more prefills. Preemption sets ``num_computed``
+    back to 0 and keeps the tokens.
+    """
+
+    request_id: int
+    prompt: list[int]
+    sampling: SamplingParams
+    seed: int
+    stream: TextStream
+    output: list[int] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    text: str = ""
+    finish_reason: str | None = None
+
+    @property
+    def tokens(self) -> list[int]:
+        """Prompt and output."""
+        return self.prompt + self.output
+
+    def __len__(self) -> int:
+        return len(self.prompt) + len(self.output)
+
+    @property
+    def remaining(self) -> int:
+        """Tokens whose keys and values are still to be computed."""
+        return len(self) - self.num_computed
+
+    def token_at(self, index: int) -> int:
+        """Token ``index`` of prompt and output, without joining the two."""
+        return self.prompt[index] if index < len(self.prompt) else self.output[index - len(self.prompt)]
+
+    def result(self) -> RequestOutput:
+        """What the caller gets."""
+        return RequestOutput(self.request_id, list(self.prompt), list(self.output), self.text, self.finish_reason or "cancelled")

@@ -1,0 +1,63 @@
+"""From tokens to text as they come: multi-byte characters whole, stop strings never shown in part."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+
+
+class TextStream:
+    """The text of one request.
+
+    Args:
+        tokenizer: anything with ``decode(ids, skip_special_tokens=True)``; None gives no text.
+        stop: strings that end it.
+
+    Attributes:
+        stopped: a stop string was met; nothing follows.
+    """
+
+    def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
+        self._tokenizer, self._stop = tokenizer, tuple(stop)
+        self._ids: list[int] = []
+        self._shown, self._known = 0, 0  # tokens before `_known` are text already; decoding starts at `_shown`, for context
+        self._held = ""
+        self.stopped = False
+
+    def push(self, token_id: int) -> str:
+        """Take one token; returns the text that is now certain, often one word, sometimes nothing."""
+        if self._tokenizer is None or self.stopped:
+            return ""
+        self._ids.append(token_id)
+        return self._release(self._decode(final=False))
+
+    def flush(self) -> str:
+        """The rest, when no token follows: incomplete characters and beginnings of stop strings included."""
+        if self._tokenizer is None or self.stopped:
+            return ""
+        text = self._release(self._decode(final=True))
+        rest, self._held = ("" if self.stopped else self._held), ""
+        return text + rest
+
+    def _decode(self, final: bool) -> str:
+        # Two decodes with common context, because a token's text depends on its neighbours (spaces, joined bytes).
+        before = self._tokenizer.decode(self._ids[self._shown : self._known], skip_special_tokens=True)
+        after = self._tokenizer.decode(self._ids[self._shown :], skip_special_tokens=True)
+        if not final and after.endswith(_INCOMPLETE):
+            return ""
+        self._shown, self._known = self._known, len(self._ids)
+        return str(after[len(before) :])
+
+    def _release(self, text: str) -> str:
+        self._held += text
+        ends = [at for at in (self._held.find(s) for s in self._stop) if at >= 0]
+        if ends:
+            self.stopped = True
+            shown, self._held = self._held[: min(ends)], ""
+            return shown
+        keep = max((n for s in self._stop for n in range(1, len(s)) if self._held.endswith(s[:n])), default=0)
+        cut = len(self._held) - keep
+        shown, self._held = self._held[:cut], self._held[cut:]
+        return shown

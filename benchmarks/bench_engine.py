@@ -1,0 +1,94 @@
+"""The engine against HuggingFace's generate(): decode tokens per second, one prompt and eight of different lengths.
+
+    python benchmarks/bench_engine.py [--model FOLDER] [--device cpu|cuda] [--dtype fp32|bf16] [--new-tokens 64] [--repeats 3]
+
+Tokens are compared first (greedy, float32 only: in bf16 near-ties may fall either way). Figures are medians; the last line is one
+JSON document.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from torchpaged.demo import ensure_smollm2
+from torchpaged.engine import Generator, SamplingParams
+
+PROMPTS = [
+    "The capital of France is",
+    "Once upon a time, there was a little girl who",
+    "Water boils at",
+    "A short list of prime numbers: 2, 3, 5, 7, 11,",
+    "In the beginning the universe was created. This has made a lot of people very angry and",
+    "Python is a programming language that",
+    "The three laws of motion, as stated by Isaac Newton in his book about natural philosophy, say that",
+    "Hello",
+]
+
+
+def seconds(function: Callable[[], Any], device: torch.device, repeats: int) -> float:
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        function()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", type=Path)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--compile", action="store_true")
+    args = parser.parse_args()
+    device, new = torch.device(args.device), args.new_tokens
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[args.dtype]
+    folder = args.model or ensure_smollm2()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
+    machine = torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or platform.machine()
+    ids = [tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
+
+    def hf(prompt: list[int]) -> list[int]:
+        inputs = torch.tensor([prompt], device=device)
+        out = model.generate(inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=new, min_new_tokens=new, do_sample=False)
+        return out[0, len(prompt) :].tolist()
+
+    hf_tokens = [hf(prompt) for prompt in ids]  # before the engine changes the attention implementation; also the warm-up
+    hf_one = new / seconds(lambda: hf(ids[0]), device, args.repeats)
+    generator = Generator(model, max_batch_size=8, max_seq_len=256, compile=args.compile)
+    sampling = SamplingParams(max_new_tokens=new, ignore_eos=True)
+    same = [out.token_ids == want for out, want in zip(generator.generate(ids, sampling), hf_tokens, strict=True)]
+    if dtype == torch.float32 and not all(same):
+        raise SystemExit(f"tokens differ from generate()'s: {same}")
+    one = new / seconds(lambda: generator.generate(ids[:1], sampling), device, args.repeats)
+    eight = 8 * new / seconds(lambda: generator.generate(ids, sampling), device, args.repeats)
+    result = {
+        "machine": machine, "torch": torch.__version__, "threads": torch.get_num_threads(), "device": str(device), "dtype": args.dtype,
+        "backend": generator.choice.name, "compile": args.compile, "new_tokens": new, "same_tokens": sum(same),
+        "hf_generate_tok_s": hf_one, "engine_batch1_tok_s": one, "engine_batch8_tok_s": eight,
+        "batch1_ratio": one / hf_one, "batch8_ratio": eight / hf_one,
+    }  # fmt: skip
+    print(f"{machine}, torch {torch.__version__}, {args.dtype}, backend {generator.choice.name}, {new} new tokens per prompt")
+    print(f"HF generate(), dynamic cache, batch 1: {hf_one:8.1f} tok/s")
+    print(f"engine, 1 prompt:                      {one:8.1f} tok/s ({one / hf_one:.2f}x)")
+    print(f"engine, 8 prompts at once:             {eight:8.1f} tok/s ({eight / hf_one:.2f}x)")
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,5 @@
+"""``python -m torchpaged``: the command line."""
+
+from torchpaged.cli import main
+
+main()

@@ -1,0 +1,152 @@
+"""What ``torchpaged generate`` does: load a model, submit the prompts, stream, summarise."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+from torchpaged.custom_ops.errors import ArgumentError
+from torchpaged.engine import Generator, RequestOutput, SamplingParams
+
+ERRORS = Console(stderr=True)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The command's options, read and typed."""
+
+    model: str
+    prompts: list[str]
+    device: torch.device
+    dtype: torch.dtype
+    backend: str
+    compile: bool | None
+    chat: bool
+    max_seq_len: int
+    block_size: int
+    num_blocks: int
+    as_json: bool
+    sampling: dict[str, Any]
+
+
+def load(settings: Settings) -> tuple[Any, Any]:
+    """``(model, tokenizer)`` from a folder or the hub."""
+    import transformers
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    transformers.utils.logging.disable_progress_bar()
+    if not Path(settings.model).exists() and settings.model.startswith((".", "/", "~")):
+        raise FileNotFoundError(f"--model: expected a HuggingFace folder or hub id, got {settings.model!r}, which does not exist")
+    tokenizer = AutoTokenizer.from_pretrained(settings.model)
+    model = AutoModelForCausalLM.from_pretrained(settings.model, dtype=settings.dtype)
+    return model.to(settings.device).eval(), tokenizer
+
+
+def run(settings: Settings) -> int:
+    """Run the command; returns the exit code: 0, or 2 if a prompt was refused."""
+    sampling = SamplingParams(**settings.sampling)  # bad options are refused before a model is loaded
+    model, tokenizer = load(settings)
+    with Progress(TextColumn("capturing"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), console=ERRORS,
+                  transient=True, disable=settings.as_json) as bar:  # fmt: skip
+        task = bar.add_task("", total=None, visible=False)
+        generator = Generator(
+            model, tokenizer, max_batch_size=max(1, min(len(settings.prompts), 64)), max_seq_len=settings.max_seq_len or None,
+            block_size=settings.block_size, num_blocks=settings.num_blocks or None, backend=settings.backend,
+            compile="auto" if settings.compile is None else settings.compile,
+            progress=lambda done, total, text: bar.update(task, completed=done, total=total, description=text, visible=True),
+        )  # fmt: skip
+    ids: dict[int, int] = {}
+    refused: dict[int, str] = {}
+    for index, prompt in enumerate(settings.prompts):
+        try:
+            ids[generator.submit(_prompt(prompt, tokenizer, settings.chat), sampling)] = index
+        except ArgumentError as error:  # the other prompts go on
+            refused[index] = str(error)
+            print(f"error: prompt {index + 1}: {error}", file=sys.stderr)
+    outputs = _stream(generator, ids, settings)
+    if settings.as_json:
+        print(json.dumps(_document(generator, settings, outputs, refused)))
+    elif outputs:
+        print(_summary(generator))
+    return 2 if refused else 0
+
+
+def _prompt(prompt: str, tokenizer: Any, chat: bool) -> str | list[int]:
+    if not prompt:
+        raise ArgumentError("prompt", "text", "an empty string")
+    if not chat:
+        return prompt
+    if not getattr(tokenizer, "chat_template", None):
+        raise ArgumentError("--chat", "a model with a chat template", "none", "leave --chat out")
+    ids = tokenizer.apply_chat_template([{"role": "user", "content": prompt}], add_generation_prompt=True, return_dict=True)["input_ids"]
+    return [int(token) for token in ids]
+
+
+def _stream(generator: Generator, ids: dict[int, int], settings: Settings) -> dict[int, RequestOutput]:
+    """Print tokens as they come: one prompt as plain text, several in turn, each under its own heading."""
+    order = list(ids)
+    texts: dict[int, str] = dict.fromkeys(order, "")
+    tokens: dict[int, list[int]] = {request: [] for request in order}
+    reasons: dict[int, str] = {}
+    shown = 0  # requests before order[shown] are printed whole; order[shown] streams, the others are kept until its end
+
+    def begin(request: int) -> None:
+        if not settings.as_json:
+            heading = f"\n[{ids[request] + 1}] " if len(order) > 1 else ""
+            print(f"{heading}{settings.prompts[ids[request]]}{texts[request]}", end="", flush=True)
+
+    if order:
+        begin(order[0])
+    for event in generator.stream():
+        request = event.request_id
+        texts[request] += event.text
+        if event.token_id is not None:
+            tokens[request].append(event.token_id)
+        if event.finish_reason:
+            reasons[request] = event.finish_reason
+        if settings.as_json:
+            continue
+        if shown < len(order) and request == order[shown]:
+            print(event.text, end="", flush=True)
+        while shown < len(order) and order[shown] in reasons:
+            print(flush=True)
+            shown += 1
+            if shown < len(order):
+                begin(order[shown])
+    return {r: RequestOutput(r, [], tokens[r], texts[r], reasons.get(r, "cancelled")) for r in order}
+
+
+def _rate(tokens: int, seconds: float) -> str:
+    return f"{tokens / seconds:.1f} tok/s" if seconds > 0 and tokens else "-"
+
+
+def _summary(generator: Generator) -> str:
+    s = generator.stats
+    return (
+        f"\n{s.prompt_tokens} prompt tokens, {s.new_tokens} new tokens | prefill {_rate(s.prefill_tokens, s.prefill_seconds)}, "
+        f"decode {_rate(s.decode_tokens, s.decode_seconds)} | {s.peak_blocks_used} of {s.num_blocks} blocks | "
+        f"backend {generator.choice.name}: {generator.choice.reason}"
+    )
+
+
+def _document(generator: Generator, settings: Settings, outputs: dict[int, RequestOutput], refused: dict[int, str]) -> dict[str, Any]:
+    s, results = generator.stats, iter(outputs.values())
+    rows = []
+    for index, prompt in enumerate(settings.prompts):
+        if index in refused:
+            rows.append({"prompt": prompt, "error": refused[index]})
+        else:
+            output = next(results)
+            rows.append({"prompt": prompt, "text": output.text, "token_ids": output.token_ids, "finish_reason": output.finish_reason})
+    return {
+        "model": settings.model, "device": str(settings.device), "dtype": str(settings.dtype).removeprefix("torch."),
+        "backend": generator.choice.name, "backend_reason": generator.choice.reason, "outputs": rows,
+        "stats": {**vars(s)},
+    }  # fmt: skip

@@ -60,12 +60,13 @@ def main() -> None:
     folder = args.model or ensure_smollm2()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
+    model.generation_config.eos_token_id = None  # both sides go on to the last token
     machine = torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or platform.machine()
     ids = [tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
 
     def hf(prompt: list[int]) -> list[int]:
         inputs = torch.tensor([prompt], device=device)
-        out = model.generate(inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=new, min_new_tokens=new, do_sample=False)
+        out = model.generate(inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=new, do_sample=False, pad_token_id=0)
         return out[0, len(prompt) :].tolist()
 
     hf_tokens = [hf(prompt) for prompt in ids]  # before the engine changes the attention implementation; also the warm-up

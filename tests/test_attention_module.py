@@ -1,0 +1,195 @@
+"""PagedAttention and the checked functions: against dense SDPA, compiled once, no copy of a pool, typed refusals."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._inductor.utils import run_and_get_code
+
+import torchpaged
+from torchpaged import ArgumentError, AttentionMetadata, PagedAttention, PagedKVCache
+from torchpaged.custom_ops import BACKEND_OPS
+from torchpaged.testing import opcheck_cases
+
+HEADS, KV_HEADS, DIM, BLOCK, BLOCKS = 4, 2, 16, 4, 53
+
+
+class Layer(nn.Module):
+    """Fused qkv, paged attention, output projection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(HEADS * DIM, (HEADS + 2 * KV_HEADS) * DIM, bias=False)
+        self.out = nn.Linear(HEADS * DIM, HEADS * DIM, bias=False)
+        self.attention = PagedAttention(HEADS, DIM, KV_HEADS, block_size=BLOCK)
+
+    def forward(self, x: Tensor, pools: Any, metadata: AttentionMetadata) -> Tensor:
+        q, k, v = self.qkv(x).split([HEADS * DIM, KV_HEADS * DIM, KV_HEADS * DIM], -1)
+        n = x.shape[0]
+        y = self.attention(q.view(n, HEADS, DIM), k.view(n, KV_HEADS, DIM), v.view(n, KV_HEADS, DIM), pools, metadata)
+        return x + self.out(y.reshape(n, -1))
+
+
+class Model(nn.Module):
+    def __init__(self, layers: int = 3) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(layers))
+
+    def forward(self, x: Tensor, pools: list[Any], metadata: AttentionMetadata) -> Tensor:
+        for layer, pair in zip(self.layers, pools, strict=True):
+            x = layer(x, pair, metadata)
+        return x
+
+    def dense(self, x: Tensor) -> Tensor:
+        """The same over one whole sequence, without a cache."""
+        for layer in self.layers:
+            n = x.shape[0]
+            q, k, v = layer.qkv(x).split([HEADS * DIM, KV_HEADS * DIM, KV_HEADS * DIM], -1)
+            q, k, v = (t.view(n, -1, DIM).transpose(0, 1)[None] for t in (q, k, v))
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
+            x = x + layer.out(y.reshape(n, -1))
+        return x
+
+
+def cache() -> PagedKVCache:
+    return PagedKVCache.uniform(3, KV_HEADS, DIM, block_size=BLOCK, num_blocks=BLOCKS, dtype=torch.float32)
+
+
+def metadata(query_lens: list[int], seq_lens: list[int]) -> AttentionMetadata:
+    tables = [list(range(1 + 8 * i, 9 + 8 * i)) for i in range(len(seq_lens))]
+    return AttentionMetadata.from_lists(query_lens, seq_lens, tables, block_size=BLOCK, num_blocks=BLOCKS, max_blocks_per_req=8)
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@torch.inference_mode()
+def test_chunks_and_decodes_equal_dense(backend: str, request: pytest.FixtureRequest) -> None:
+    """Two sequences, fed in uneven pieces in one mixed batch after another, equal dense attention over the whole."""
+    if backend == "cpu":
+        request.getfixturevalue("native")
+    with torchpaged.use_backend(backend):
+        model = Model()
+    assert {layer.attention.choice.name for layer in model.layers} == {backend}
+    pools, xs = list(cache()), [torch.randn(n, HEADS * DIM) for n in (23, 30)]
+    want, got, seen = [model.dense(x) for x in xs], [[], []], [0, 0]
+    for sizes in [(5, 1), (1, 16), (16, 1), (1, 12)]:
+        batch = metadata(list(sizes), [s + n for s, n in zip(seen, sizes, strict=True)])
+        y = model(torch.cat([x[s : s + n] for x, s, n in zip(xs, seen, sizes, strict=True)]), pools, batch)
+        for i, piece in enumerate(y.split(list(sizes))):
+            got[i].append(piece)
+            seen[i] += sizes[i]
+    for pieces, whole in zip(got, want, strict=True):
+        torch.testing.assert_close(torch.cat(pieces), whole, rtol=1e-4, atol=1e-5)
+
+
+def test_one_compile_for_all_batches_and_lengths_and_no_copy_of_a_pool() -> None:
+    """Inductor's code calls the ops on the pools as they came in, allocates nothing of their size, and misses no reinplacing."""
+    from torch._dynamo.utils import ReinplaceCounters
+
+    torch._dynamo.reset()
+    ReinplaceCounters.clear()
+    model, pools = Model().eval(), list(cache())
+    counter = CompileCounterWithBackend("inductor")
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    codes: list[str] = []
+    with torch.no_grad():
+        for n, length in [(3, 9), (5, 1), (2, 30), (6, 17)]:
+            batch = metadata([1] * n, [length] * n)
+            x = torch.randn(n, HEADS * DIM)
+            for tensor in (x, batch.block_table, batch.seq_lens, batch.slot_mapping):
+                torch._dynamo.decorators.mark_unbacked(tensor, 0)
+            torch._dynamo.decorators.mark_unbacked(batch.query_start_loc, 0)
+            before = [p.k_cache.clone() for p in pools]
+            if codes:
+                got = compiled(x, pools, batch)
+            else:
+                got, codes = run_and_get_code(compiled, x, pools, batch)
+            after = [p.k_cache.clone() for p in pools]
+            for pair, old in zip(pools, before, strict=True):
+                pair.k_cache.copy_(old)
+            torch.testing.assert_close(got, model(x, pools, batch), rtol=1e-4, atol=1e-5)
+            for pair, new in zip(pools, after, strict=True):
+                torch.testing.assert_close(pair.k_cache, new)
+    assert counter.frame_count == 1, f"{counter.frame_count} compiles"
+    calls = re.findall(r"torch\.ops\.torchpaged\.(\w+)\.", "\n".join(x for x in codes[0].splitlines() if not x.lstrip().startswith("#")))
+    assert [c for c in calls if c in ("write_kv", "paged_attention")] == ["write_kv", "paged_attention"] * 3
+    pool_sized = rf"empty_strided\w*\(\({BLOCKS}, |(?:clone|copy_)\b.*\({BLOCKS}, "
+    assert not [x for x in codes[0].splitlines() if re.search(pool_sized, x) and "assert_size_stride" not in x and not x.lstrip().startswith("#")]
+    assert ReinplaceCounters.get_total_missed() == 0
+
+
+def test_opcheck_reference() -> None:
+    for op, args, kwargs in opcheck_cases().values():
+        torch.library.opcheck(getattr(BACKEND_OPS["reference"], op), args, kwargs)
+
+
+def test_functions_trace_to_one_call_each() -> None:
+    def step(q: Tensor, k: Tensor, pools: Any, m: AttentionMetadata) -> Tensor:
+        torchpaged.write_kv(k, k, *pools[:2], m.slot_mapping)
+        return torchpaged.paged_attention(q, *pools[:2], m.block_table, m.seq_lens, m.query_start_loc, max_query_len=1)
+
+    counter = CompileCounterWithBackend("aot_eager")
+    with torch.no_grad():
+        torch.compile(step, fullgraph=True, backend=counter)(torch.randn(2, 4, DIM), torch.randn(2, 2, DIM), cache()[0], metadata([1, 1], [3, 4]))
+    names = [str(node.target) for node in counter.graphs[0].graph.nodes if "torchpaged" in str(node.target)]
+    assert names == ["torchpaged.write_kv.default", "torchpaged.paged_attention.default"]
+
+
+def test_merge_equals_attention_over_both_halves() -> None:
+    q, k, v = torch.randn(1, 4, DIM), torch.randn(32, 2, DIM), torch.randn(32, 2, DIM)
+    pools = cache()[0]
+    torchpaged.write_kv(k, v, *pools[:2], torch.arange(32) + BLOCK)
+    starts, call = torch.tensor([0, 1], dtype=torch.int32), torchpaged.paged_attention
+    options: dict[str, Any] = {"max_query_len": 1, "return_lse": True}
+    tables = [torch.tensor([list(blocks)], dtype=torch.int32) for blocks in (range(1, 4), range(4, 9), range(1, 9))]
+    lens = [torch.tensor([n], dtype=torch.int32) for n in (12, 20, 32)]
+    parts = [call(q, *pools[:2], table, n, starts, **options) for table, n in zip(tables, lens, strict=True)]
+    out, lse = torchpaged.merge_attn_states(*parts[0], *parts[1])
+    torch.testing.assert_close((out, lse), parts[2], rtol=1e-5, atol=1e-5)
+
+
+def test_advance_step_by_hand() -> None:
+    table = torch.tensor([[3, 1], [2, 9], [4, 5], [0, 0]], dtype=torch.int32)
+    ids, positions, slots = torch.tensor([5, 6, 7, 0]), torch.tensor([2, 3, 7, 0]), torch.tensor([1, 1, 1, 1])
+    lens = torch.tensor([3, 4, 8, 0], dtype=torch.int32)
+    torchpaged.advance_step(torch.tensor([50, 60, 70, 80]), table, ids, positions, lens, slots, block_size=4)
+    assert ids.tolist() == [50, 60, 7, 0] and positions.tolist() == [3, 4, 7, 0]
+    assert lens.tolist() == [4, 5, 8, 0] and slots.tolist() == [3 * 4 + 3, 9 * 4, -1, -1]
+
+
+def test_a_bad_call_writes_nothing() -> None:
+    layer, pools = PagedAttention(4, DIM, 2), cache()[0]
+    k, batch = torch.randn(2, 2, DIM), metadata([1, 1], [3, 4])
+    bad_table = AttentionMetadata(batch.block_table + 90, *(getattr(batch, n) for n in ("seq_lens", "query_start_loc", "slot_mapping", "positions")), 1)
+    cases: list[tuple[str, tuple[Any, ...]]] = [
+        ("block_table", (torch.randn(2, 4, DIM), k, k, pools, bad_table)),
+        ("k_cache", (torch.randn(2, 4, DIM).double(), k, k, pools, batch)),
+        ("v", (torch.randn(2, 4, DIM), k, k[:1], pools, batch)),
+        ("key, value", (torch.randn(2, 4, DIM), k, None, pools, batch)),
+        ("query", (torch.randn(2, 4, DIM, requires_grad=True), k, k, pools, batch)),
+    ]
+    for argument, args in cases:
+        with pytest.raises(ArgumentError, match=argument):
+            layer(*args)
+        assert not pools.k_cache.any() and not pools.v_cache.any()
+
+
+@pytest.mark.parametrize(
+    ("argument", "options"),
+    [("num_kv_heads", {"num_kv_heads": 3}), ("sinks", {"sinks": [1.0]}), ("alibi_slopes", {"alibi_slopes": torch.ones(5)})],
+)
+def test_bad_modules(argument: str, options: dict[str, Any]) -> None:
+    with pytest.raises(ArgumentError, match=argument):
+        PagedAttention(4, DIM, **options)
+
+
+def test_the_choice_follows_the_module() -> None:
+    layer = PagedAttention(4, DIM, 2, sinks=[0.0] * 4, alibi_slopes=[0.5] * 4).to(torch.float64)
+    assert layer.choice.name == "reference" and "dtype" in str(layer.choice.rejected) and layer.alibi_slopes.dtype == torch.float32
+    with pytest.raises(torchpaged.BackendUnavailableError, match="float64"):
+        PagedAttention(4, DIM, 2, backend="cpu").to(torch.float64)

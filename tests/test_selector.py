@@ -1,0 +1,122 @@
+"""Order of choice, explanations, refusals; the package's public face and its import rules."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import torchpaged
+from torchpaged.backends import AttentionSpec, Backend, Capabilities, GraphSupport, get_backend, list_backends, register_backend, select_backend, use_backend
+from torchpaged.backends import selector as selector_module
+from torchpaged.custom_ops import BACKEND_OPS
+
+ROOT = Path(__file__).parents[1]
+SPEC = AttentionSpec(device=torch.device("cpu"), dtype=torch.float32, head_dim=64, num_heads=4, num_kv_heads=2)
+
+
+def test_order_of_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHPAGED_BACKEND", "reference")
+    assert select_backend(SPEC).reason == "TORCHPAGED_BACKEND=reference is set"
+    with use_backend("auto"):
+        assert "automatic" in select_backend(SPEC).reason
+    monkeypatch.setenv("TORCHPAGED_BACKEND", "triton")
+    with use_backend("reference"):
+        assert select_backend(SPEC).name == "reference" and "use_backend" in select_backend(SPEC).reason
+        with pytest.raises(torchpaged.BackendUnavailableError, match="triton"):
+            select_backend(SPEC, "triton")
+
+
+def test_a_named_backend_is_never_swapped() -> None:
+    with pytest.raises(torchpaged.BackendUnavailableError, match="device cpu is not one of cuda"):
+        select_backend(SPEC, "triton")
+    with pytest.raises(torchpaged.BackendUnavailableError, match="expected one of auto, .*reference, got 'nope'"):
+        select_backend(SPEC, "nope")
+    with pytest.raises(torchpaged.BackendUnavailableError, match="nope"), use_backend("nope"):
+        pass
+
+
+def test_every_rejection_has_its_reason() -> None:
+    none = Capabilities(
+        device_types=("cuda",), dtypes=(torch.bfloat16,), kv_dtypes=(torch.bfloat16,), graph_support=GraphSupport.NEVER, head_dims=(128,),
+        max_head_dim=32, block_sizes=(64,), different_head_dim_v=False, bidirectional=False, window=False, logits_soft_cap=False,
+        alibi=False, sinks=False, chunked=False, lse=False,
+    )  # fmt: skip
+    wanted = AttentionSpec(
+        device=torch.device("cpu"), dtype=torch.float32, head_dim=64, num_heads=4, num_kv_heads=2, head_dim_v=80, causal=False, window=True,
+        logits_soft_cap=True, alibi=True, sinks=True, chunked=True, lse=True, graphs=GraphSupport.ALWAYS,
+    )  # fmt: skip
+    assert len(none.reject(wanted)) == 15
+    assert get_backend("reference").reject(wanted.__class__(**{**vars(wanted), "graphs": GraphSupport.NEVER})) == []
+
+
+def test_register_a_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selector_module, "_REGISTERED", {})
+    monkeypatch.setattr(selector_module, "AUTOMATIC", list(selector_module.AUTOMATIC))
+    mine = Backend("mine", get_backend("reference").capabilities, BACKEND_OPS["reference"], lambda: None)
+    register_backend(mine, automatic=True)
+    assert select_backend(SPEC).name == "mine" and list_backends()[0] == "mine"
+    with pytest.raises(ValueError, match="built in"):
+        register_backend(Backend("cpu", mine.capabilities, mine.ops, lambda: None))
+
+
+def test_public_names() -> None:
+    assert set(torchpaged.__all__) == {name for name in torchpaged.__all__ if hasattr(torchpaged, name)}
+    assert sorted(torchpaged.__all__) == torchpaged.__all__
+
+
+def test_importing_is_light() -> None:
+    """No optional package is touched, and no GPU is initialised."""
+    code = (
+        "import sys, torch; before = set(sys.modules); import torchpaged; new = {m.split('.')[0] for m in set(sys.modules) - before};"
+        "bad = new & {'triton', 'flashinfer', 'transformers', 'typer', 'rich', 'gguf', 'nvtx', 'numpy', 'matplotlib'};"
+        "assert not bad, bad; assert not torch.cuda.is_initialized()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_bare_imports_are_refused() -> None:
+    for package in ("custom_ops", "graphs"):
+        done = subprocess.run([sys.executable, "-c", f"import {package}"], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode and f"torchpaged.{package}" in done.stderr
+
+
+#: package part -> torchpaged modules it may import (prefixes)
+RULES = {
+    "custom_ops": ("torchpaged.custom_ops",),
+    "graphs": ("torchpaged.graphs", "torchpaged.metadata", "torchpaged.custom_ops.errors"),
+    "torchpaged/cache": ("torchpaged.cache", "torchpaged.custom_ops.errors"),
+    "torchpaged/metadata.py": ("torchpaged.custom_ops.errors",),
+    "torchpaged/backends": ("torchpaged.backends", "torchpaged.custom_ops", "torchpaged.metadata"),
+    "torchpaged/engine": (
+        "torchpaged.engine", "torchpaged.graphs", "torchpaged.backends", "torchpaged.cache", "torchpaged.metadata",
+        "torchpaged.custom_ops.errors", "torchpaged.hf",
+    ),
+    "torchpaged/hf": ("torchpaged.hf", "torchpaged.backends", "torchpaged.cache", "torchpaged.metadata", "torchpaged.custom_ops"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("part", RULES)
+def test_who_may_import_whom(part: str) -> None:
+    path = ROOT / part
+    files = [path] if path.suffix else sorted(path.rglob("*.py"))
+    assert files
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text())):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            for name in names:
+                assert not name.startswith("torchpaged") or name.startswith(RULES[part]), f"{file.name} imports {name}"
+
+
+def test_backends_and_kernels_do_not_import_each_other() -> None:
+    for file in (ROOT / "custom_ops").rglob("*.py"):
+        text = file.read_text()
+        assert "custom_ops.reference import" not in text and ("import reference" not in text), file
+    for name in ("cpu", "triton", "reference"):
+        text = (ROOT / "torchpaged" / "backends" / f"{name}.py").read_text()
+        others = {"cpu", "triton", "reference"} - {name}
+        assert not any(f"backends.{other}" in text for other in others)

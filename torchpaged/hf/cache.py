@@ -121,7 +121,8 @@ class PagedCache(Cache):
             self.decode_slots = torch.full((self.max_rows,), -1, dtype=torch.int64, device=device)
             self.row_starts = torch.arange(self.max_rows + 1, dtype=torch.int32, device=device)
             self.total = torch.zeros((), dtype=torch.int64, device=device)  # with padding
-        for tensor in (self.block_table, self.seq_lens, self.decode_slots, self.row_starts, self.total):
+            self.limit = torch.full((), self.max_seq_len, dtype=torch.int64, device=device)
+        for tensor in (self.block_table, self.seq_lens, self.decode_slots, self.row_starts, self.total, self.limit):
             torch._dynamo.mark_static_address(tensor, guard=False)
 
     def _allocate(self, batch: int) -> list[list[int]]:
@@ -157,7 +158,7 @@ class PagedCache(Cache):
         self.total.add_(query_len)
         # Compiled by hand, a step has no host hook at all; there this assertion fires instead (on a GPU: device-side).
         # torch has no public asynchronous assertion; tests/hf/test_compile.py notices if this one goes.
-        torch._assert_async(self.total <= self.max_seq_len, f"PagedCache: more tokens than max_seq_len={self.max_seq_len}")
+        torch._assert_async(self.total <= self.limit, "PagedCache: more tokens than max_seq_len")
         self.seq_lens[:batch].add_(query_len)
         if query_len == 1:
             self.decode_slots[:batch].copy_(self._slots_of(batch, 1))

@@ -1,0 +1,159 @@
+"""Unmodified generate() with a PagedCache: tokens equal the eager path's, through every mode of generation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from models import MODELS, padded_prompts, tiny
+from torch._dynamo.testing import CompileCounterWithBackend
+from transformers import CompileConfig, PreTrainedModel
+
+from torchpaged.hf import PagedCache
+
+COUNT: list[Any] = []  # graphs seen by `counting`
+
+
+def counting(graph: Any, inputs: Any) -> Any:
+    """A backend that counts; a plain function, because generate() copies its config, and an object in it, deeply."""
+    COUNT.append(graph)
+    return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+
+GREEDY: dict[str, Any] = {"max_new_tokens": 10, "do_sample": False, "pad_token_id": 0}
+
+
+def both(model: PreTrainedModel, inputs: dict[str, torch.Tensor], cache: PagedCache, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Generate with eager attention and HuggingFace's own cache, then paged."""
+    model.set_attn_implementation("eager")
+    torch.manual_seed(7)
+    want = model.generate(**inputs, **{**GREEDY, **options})
+    model.set_attn_implementation("torchpaged")
+    torch.manual_seed(7)
+    return model.generate(**inputs, **{**GREEDY, **options}, past_key_values=cache), want
+
+
+MODES: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "beams": {"num_beams": 3},
+    "beams_returned": {"num_beams": 4, "num_return_sequences": 3},
+    "sampled": {"do_sample": True, "temperature": 0.8, "top_p": 0.9, "num_return_sequences": 3},
+    "chunked_prefill": {"prefill_chunk_size": 4},
+    "prompt_lookup": {"prompt_lookup_num_tokens": 3},
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", MODELS)
+def test_tokens_equal_eager(name: str, mode: str) -> None:
+    model, inputs = tiny(name), padded_prompts()
+    if mode == "prompt_lookup":  # assisted generation takes one row
+        inputs = {k: v[1:, :].repeat(1, 2) for k, v in inputs.items()}
+    got, want = both(model, inputs, PagedCache(model.config, 8, 64, block_size=4), **MODES[mode])
+    assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_backends(backend: str, request: pytest.FixtureRequest) -> None:
+    if backend == "cpu":
+        request.getfixturevalue("native")
+    model = tiny("GptOss")
+    cache = PagedCache(model.config, 2, 64, backend=backend)
+    got, want = both(model, padded_prompts(), cache)
+    assert torch.equal(got, want) and cache.choice.name == backend
+
+
+def test_bf16_runs() -> None:
+    model = tiny("Llama").to(torch.bfloat16)
+    got, _ = both(model, padded_prompts(), PagedCache(model.config, 2, 64))
+    assert got.shape == (2, 30)
+
+
+@pytest.mark.parametrize("name", ["Llama", "Mistral", "GptOss"])
+def test_several_turns_on_one_cache(name: str) -> None:
+    model, inputs = tiny(name), padded_prompts()
+    cache = PagedCache(model.config, 2, 64, block_size=4)
+    first, _ = both(model, inputs, cache)
+    question = torch.randint(3, 99, (2, 5))
+    ids = torch.cat([first, question], 1)
+    mask = torch.cat([inputs["attention_mask"], torch.ones(2, ids.shape[1] - 20, dtype=torch.int64)], 1)
+    got, want = both(model, {"input_ids": ids, "attention_mask": mask}, cache)
+    assert torch.equal(got, want) and int(cache.get_seq_length()) == 44
+    cache.reset()
+    again, want = both(model, padded_prompts(rows=1, length=9, padding=2), cache)
+    assert torch.equal(again, want)
+
+
+@pytest.mark.parametrize("name", ["Llama", "Gemma2", "GptOss"])
+def test_generates_own_compile_path(name: str) -> None:
+    """generate() compiles the decode step itself: one graph for every length and every new cache."""
+    torch._dynamo.reset()
+    model, inputs = tiny(name), padded_prompts()
+    COUNT.clear()
+    config = CompileConfig(backend=counting, mode=None, fullgraph=True)
+    config._compile_all_devices = True  # transformers' own switch for testing the path on a CPU
+    for _ in range(3):
+        cache = PagedCache(model.config, 2, 64, block_size=4)
+        got, want = both(model, inputs, cache, compile_config=config)
+        assert torch.equal(got, want)
+    assert len(COUNT) == 1
+
+
+def test_a_compiled_model_is_one_graph() -> None:
+    """torch.compile(model, fullgraph=True) by hand: the decode step, over growing lengths."""
+    torch._dynamo.reset()
+    model = tiny("Llama")
+    model.set_attn_implementation("torchpaged")
+    counter = CompileCounterWithBackend("inductor")
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    ids = torch.randint(3, 99, (2, 12))
+    cache = PagedCache(model.config, 2, 32, block_size=4)
+    with torch.no_grad():
+        model(ids[:, :4], past_key_values=cache)
+        for step in range(4, 12):
+            position = torch.full((2, 1), step)
+            logits = compiled(ids[:, step : step + 1], position_ids=position, past_key_values=cache).logits
+            model.set_attn_implementation("eager")
+            want = model(ids[:, : step + 1], use_cache=False).logits[:, -1:]
+            model.set_attn_implementation("torchpaged")
+            torch.testing.assert_close(logits, want, rtol=1e-4, atol=1e-4)
+    assert counter.frame_count == 1
+
+
+def test_overlong_compiled_steps_fail_loudly() -> None:
+    """Nothing on the host counts when a step is compiled by hand: the in-graph assertion fires."""
+    torch._dynamo.reset()
+    model = tiny("Llama")
+    model.set_attn_implementation("torchpaged")
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    cache = PagedCache(model.config, 1, 8, block_size=4)
+    with torch.no_grad():
+        model(torch.randint(3, 99, (1, 7)), past_key_values=cache)
+        step = {"input_ids": torch.tensor([[5]]), "past_key_values": cache}
+        compiled(position_ids=torch.tensor([[7]]), **step)
+        with pytest.raises(RuntimeError, match="more tokens than max_seq_len"):
+            compiled(position_ids=torch.tensor([[8]]), **step)
+
+
+def test_golden_tokens_of_a_real_model(smollm2_path: Any) -> None:
+    """SmolLM2 in float32, five prompts of 24 tokens: eager decode and generate()'s compiled decode."""
+    import json
+    from pathlib import Path
+
+    from transformers import AutoModelForCausalLM
+
+    golden = json.loads((Path(__file__).parents[1] / "data" / "smollm2_golden.json").read_text())["prompts"]
+    model = AutoModelForCausalLM.from_pretrained(smollm2_path, dtype=torch.float32).eval()
+    model.set_attn_implementation("torchpaged")
+    torch._dynamo.reset()
+    COUNT.clear()
+    config = CompileConfig(backend=counting, mode=None, fullgraph=True)
+    config._compile_all_devices = True
+    for options in ({}, {"compile_config": config}):
+        for prompt in golden:
+            ids = torch.tensor([prompt["input_ids"]])
+            cache = PagedCache(model.config, 1, 64)
+            out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False, past_key_values=cache, **options)
+            assert out[0, ids.shape[1] :].tolist() == prompt["new_ids"]
+    assert len(COUNT) == 1

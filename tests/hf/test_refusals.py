@@ -1,0 +1,183 @@
+"""What would be silently wrong is refused, by name and before anything is written; what is not paged works as before."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from models import padded_prompts, tiny
+from transformers import BloomConfig, BloomForCausalLM, DiffLlamaConfig, DiffLlamaForCausalLM
+
+from torchpaged import ArgumentError, BlockPoolExhaustedError, UnsupportedModelError
+from torchpaged.hf import PagedCache, PagedModel, require_supported
+
+DIFF: dict[str, Any] = {"vocab_size": 99, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+                        "num_key_value_heads": 2, "eos_token_id": None, "pad_token_id": 0}  # fmt: skip
+
+
+def paged(name: str = "Llama", **options: Any) -> Any:
+    model = tiny(name, **options)
+    model.set_attn_implementation("torchpaged")
+    return model
+
+
+def test_a_model_that_ignores_the_interface() -> None:
+    model = BloomForCausalLM(BloomConfig(vocab_size=99, hidden_size=32, n_layer=1, n_head=2))
+    with pytest.raises(UnsupportedModelError, match="BloomForCausalLM.*attention interface"):
+        require_supported(model)
+    with pytest.raises(UnsupportedModelError, match="BloomForCausalLM"):
+        PagedModel(model, num_blocks=4)
+    with pytest.raises(UnsupportedModelError, match="BloomForCausalLM"):
+        PagedCache(model.config, 1, 16)
+    require_supported(tiny("Llama"))
+
+
+def test_a_model_that_changes_cached_values_needs_dense() -> None:
+    torch.manual_seed(0)
+    model = DiffLlamaForCausalLM(DiffLlamaConfig(**DIFF)).eval()
+    model.set_attn_implementation("eager")
+    inputs = padded_prompts()
+    want = model.generate(**inputs, max_new_tokens=6, do_sample=False)
+    model.set_attn_implementation("torchpaged")
+    with pytest.raises(UnsupportedModelError, match="dense=True"):
+        model.generate(**inputs, max_new_tokens=6, do_sample=False, past_key_values=PagedCache(model.config, 2, 32))
+    if getattr(model, "_supports_sdpa", True):  # the dense path needs an attention the model can take
+        model.set_attn_implementation("eager")
+        got = model.generate(**inputs, max_new_tokens=6, do_sample=False, past_key_values=PagedCache(model.config, 2, 32, dense=True))
+        assert torch.equal(got, want)
+
+
+def test_dense_mode_equals_eager() -> None:
+    model, inputs = tiny("Llama"), padded_prompts()
+    want = model.generate(**inputs, max_new_tokens=8, do_sample=False)
+    model.set_attn_implementation("torchpaged")
+    got = model.generate(**inputs, max_new_tokens=8, do_sample=False, past_key_values=PagedCache(model.config, 2, 32, block_size=4, dense=True))
+    assert torch.equal(got, want)
+
+
+MASKS = {
+    "right_padding": torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]]),
+    "hole": torch.tensor([[0, 1, 0, 1], [1, 1, 1, 1]]),
+}
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_masks_that_paging_cannot_express(mask: str) -> None:
+    model = paged()
+    cache = PagedCache(model.config, 2, 32)
+    with pytest.raises(ArgumentError, match="left padding only"), torch.no_grad():
+        model(torch.randint(3, 99, (2, 4)), attention_mask=MASKS[mask], past_key_values=cache)
+    assert not cache.ready
+
+
+def test_rows_padded_again_later() -> None:
+    model = paged()
+    cache = PagedCache(model.config, 2, 32)
+    with torch.no_grad():
+        model(torch.randint(3, 99, (2, 4)), attention_mask=torch.ones(2, 4), past_key_values=cache)
+        mask = torch.ones(2, 7)
+        mask[0, :3] = 0
+        with pytest.raises(ArgumentError, match="left padding of this cache's first batch"):
+            model(torch.randint(3, 99, (2, 3)), attention_mask=mask, past_key_values=cache)
+    assert int(cache.get_seq_length()) == 4
+
+
+def test_four_dimensional_masks() -> None:
+    model = paged()
+    with pytest.raises(ArgumentError, match="attention_mask"), torch.no_grad():
+        model(torch.randint(3, 99, (1, 4)), attention_mask=torch.zeros(1, 1, 4, 4), past_key_values=PagedCache(model.config, 1, 32))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_more_tokens_than_max_seq_len(compiled: bool) -> None:
+    from transformers import CompileConfig
+
+    torch._dynamo.reset()
+    model, inputs = paged(), padded_prompts()
+    options: dict[str, Any] = {"max_new_tokens": 10, "do_sample": False}
+    if compiled:
+        options["compile_config"] = CompileConfig(backend="aot_eager", mode=None, fullgraph=True)
+        options["compile_config"]._compile_all_devices = True
+    with pytest.raises((ArgumentError, RuntimeError), match="max_seq_len"):
+        model.generate(**inputs, **options, past_key_values=PagedCache(model.config, 2, 24))
+    cache = PagedCache(model.config, 2, 16)
+    with pytest.raises(ArgumentError, match="room for 20 tokens"):
+        model.generate(**inputs, **options, past_key_values=cache)
+    assert not cache.ready
+    model.generate(**inputs, **options, past_key_values=PagedCache(model.config, 2, 29))  # the last token is never written
+
+
+def test_rows_and_blocks() -> None:
+    model, inputs = paged(), padded_prompts()
+    with pytest.raises(ArgumentError, match="max_batch_size: expected at least the batch"):
+        model.generate(**inputs, max_new_tokens=2, past_key_values=PagedCache(model.config, 1, 32))
+    with pytest.raises(BlockPoolExhaustedError):
+        model.generate(**inputs, max_new_tokens=2, past_key_values=PagedCache(model.config, 2, 32, num_blocks=3))
+    cache = PagedCache(model.config, 3, 32)
+    with torch.no_grad():
+        model(inputs["input_ids"], past_key_values=cache)
+        with pytest.raises(ArgumentError, match="2 rows"):
+            model(torch.randint(3, 99, (3, 1)), past_key_values=cache)
+
+
+def test_an_attention_implementation_that_was_not_set() -> None:
+    model = tiny("Llama")
+    with pytest.raises(ArgumentError, match="set_attn_implementation"), torch.no_grad():
+        model(torch.randint(3, 99, (1, 4)), past_key_values=PagedCache(model.config, 1, 32))
+
+
+def test_grad_is_refused_and_training_without_a_cache_works() -> None:
+    model = paged()
+    ids = torch.randint(3, 99, (2, 6))
+    with pytest.raises(ArgumentError, match="inference only"):
+        model(ids, past_key_values=PagedCache(model.config, 2, 32))
+    model.train()
+    model(ids, labels=ids, use_cache=False).loss.backward()
+    assert model.model.layers[0].self_attn.q_proj.weight.grad is not None
+
+
+def test_dense_calls_that_sdpa_would_get_wrong() -> None:
+    for name, argument in (("Gemma2", "softcap"), ("GptOss", "s_aux")):
+        model = paged(name)
+        with pytest.raises(UnsupportedModelError, match=argument), torch.no_grad():
+            model(torch.randint(3, 99, (1, 4)), use_cache=False)
+
+
+def test_two_caches_and_an_exception_in_between() -> None:
+    """No state outside the caches: interleaved models, a failed forward and a dense one do not disturb each other."""
+    one, two, ids = paged("Llama"), paged("Mistral"), torch.randint(3, 99, (1, 12))
+    caches = [PagedCache(m.config, 1, 32, block_size=4) for m in (one, two)]
+    with torch.no_grad():
+        want = [m(ids, use_cache=False).logits for m in (one, two)]
+        got: list[list[torch.Tensor]] = [[], []]
+        for start in range(0, 12, 3):
+            for i, (model, cache) in enumerate(zip((one, two), caches, strict=True)):
+                got[i].append(model(ids[:, start : start + 3], past_key_values=cache).logits)
+            with pytest.raises(ArgumentError):
+                one(ids, past_key_values=PagedCache(one.config, 1, 4))
+            torch.testing.assert_close(one(ids, use_cache=False).logits, want[0])
+    for pieces, whole in zip(got, want, strict=True):
+        torch.testing.assert_close(torch.cat(pieces, 1), whole, rtol=1e-4, atol=1e-4)
+
+
+def test_pools_are_freed_with_their_cache() -> None:
+    import gc
+    import weakref
+
+    model = paged()
+    cache = PagedCache(model.config, 1, 32)
+    with torch.no_grad():
+        model(torch.randint(3, 99, (1, 4)), past_key_values=cache)
+    pool = weakref.ref(cache.paged[0].keys)
+    del cache
+    gc.collect()
+    assert pool() is None
+
+
+def test_describe() -> None:
+    model = paged()
+    cache = PagedCache(model.config, 1, 32)
+    with torch.no_grad():
+        model(torch.randint(3, 99, (1, 4)), past_key_values=cache)
+    assert cache.describe().startswith("3 blocks of 16 tokens = 32 tokens in 3 paged layers") and "768 bytes per token" in cache.describe()

@@ -1,0 +1,245 @@
+"""The graph runner on a CPU: buckets, padding, buffers, capture semantics, refusals, compile counts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torchpaged
+from torchpaged import ArgumentError, AttentionMetadata, CaptureError, PagedAttention, PagedKVCache
+from torchpaged.graphs import DecodeBuffers, DecodeGraphRunner, EagerCapture, TapeCapture, bucket_for, default_buckets
+from torchpaged.graphs.capture import Captured
+
+HEADS, DIM, BLOCK, BLOCKS, VOCAB = 4, 8, 4, 60, 50
+
+
+class Toy(nn.Module):
+    """Two layers of embedding-width attention over a paged cache."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(VOCAB, HEADS * DIM)
+        self.place = nn.Embedding(64, HEADS * DIM)
+        self.qkv = nn.ModuleList(nn.Linear(HEADS * DIM, 3 * HEADS * DIM) for _ in range(2))
+        self.attention = nn.ModuleList(PagedAttention(HEADS, DIM, block_size=BLOCK) for _ in range(2))
+        self.cache = PagedKVCache.uniform(2, HEADS, DIM, block_size=BLOCK, num_blocks=BLOCKS, dtype=torch.float32)
+        self.calls = 0
+
+    def forward(self, input_ids: Tensor, metadata: AttentionMetadata) -> Tensor:
+        x = self.embed(input_ids) + self.place(metadata.positions)
+        for linear, attention, pools in zip(self.qkv, self.attention, self.cache, strict=True):
+            q, k, v = linear(x).view(-1, 3, HEADS, DIM).unbind(1)
+            x = x + attention(q, k, v, pools, metadata).reshape(x.shape)
+        return x @ self.embed.weight.T
+
+    def step(self, input_ids: Tensor, metadata: AttentionMetadata) -> Tensor:
+        if not torch.compiler.is_compiling():
+            self.calls += 1
+        return self(input_ids, metadata)
+
+
+def runner(toy: Toy, capture: Any = None, **options: Any) -> DecodeGraphRunner:
+    settings = {"max_batch_size": 4, "max_blocks_per_req": 12, "block_size": BLOCK, "num_blocks": BLOCKS, "buckets": [1, 2, 4], "compile": False}
+    return DecodeGraphRunner(toy.step, **{**settings, "capture": capture or EagerCapture(), **options})
+
+
+TABLES = [list(range(1 + 12 * i, 13 + 12 * i)) for i in range(4)]
+
+
+def drive(run: Any, steps: int = 40) -> list[list[int]]:
+    """Rows join and leave; each feeds its own greedy tokens back."""
+    rows = [[3 + i] for i in range(4)]
+    life = [range(0, 40), range(5, 30), range(11, 38), range(0, 7)]
+    for step in range(steps):
+        live = [i for i in range(4) if step in life[i]]
+        if live:
+            logits = run([rows[i][-1] for i in live], [len(rows[i]) for i in live], [TABLES[i] for i in live])
+            for row, i in enumerate(live):
+                rows[i].append(int(logits[row].argmax()))
+    return rows
+
+
+def oracle(backend: str = "reference") -> list[list[int]]:
+    """Each row alone, with metadata built from scratch every step: no runner, no padding."""
+    with torchpaged.use_backend(backend):
+        toy = Toy()
+
+    def run(ids: list[int], lens: list[int], tables: list[list[int]]) -> Tensor:
+        with torch.inference_mode():
+            rows = []
+            for token, length, table in zip(ids, lens, tables, strict=True):
+                batch = AttentionMetadata.from_lists([1], [length], [table], block_size=BLOCK)
+                rows.append(toy(torch.tensor([token]), batch)[0])
+            return torch.stack(rows)
+
+    return drive(run)
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_eager_capture_equals_the_oracle(compile: bool) -> None:
+    torch._dynamo.reset()
+    toy = Toy()
+    r = runner(toy, compile=compile)
+    r.capture()
+    assert drive(r.run) == oracle()
+    assert {b.bucket: b.hits > 0 for b in r.report()} == {1: True, 2: True, 4: True}
+    assert sum(b.padded_rows for b in r.report()) > 0
+
+
+def test_compiles_once_per_bucket() -> None:
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    toy = Toy()
+    r = runner(toy, compile=True, buckets=[2, 4])
+    r.capture()
+    drive(r.run)
+    assert counters["stats"]["unique_graphs"] == 2
+
+
+def test_many_buckets_stay_under_dynamos_recompile_limit() -> None:
+    torch._dynamo.reset()
+    toy = Toy()
+    r = DecodeGraphRunner(toy.step, max_batch_size=11, max_blocks_per_req=2, block_size=BLOCK, buckets=range(1, 12), compile=True, warmup_iters=0)
+    r.capture()
+    assert len(r.report()) == 11 and all(b.capture_ms > 0 for b in r.report())
+
+
+def test_tape_replays_without_python_and_equals_the_oracle() -> None:
+    toy = Toy()
+    r = runner(toy, TapeCapture(), debug=True, watch={"k": toy.cache[0].k_cache})
+    r.capture()
+    calls, addresses = toy.calls, {n: t.data_ptr() for n, t in r.buffers.tensors().items()}
+    assert drive(r.run) == oracle()
+    assert toy.calls == calls, "Python ran at replay"
+    assert {n: t.data_ptr() for n, t in r.buffers.tensors().items()} == addresses
+
+
+def test_capture_writes_nothing_and_goes_largest_first() -> None:
+    class Spy(EagerCapture):
+        order: list[tuple[int, Any]] = []
+
+        def new_pool(self) -> Any:
+            return object()
+
+        def capture(self, step: Any, pool: Any) -> Captured:
+            captured = super().capture(step, pool)
+            self.order.append((captured.output.shape[0], pool))
+            return captured
+
+    toy, seen = Toy(), []
+    for pools in toy.cache:
+        pools.k_cache.fill_(7.0), pools.v_cache.fill_(7.0)
+    spy = Spy()
+    runner(toy, spy, progress=lambda *a: seen.append(a)).capture()
+    assert [n for n, _ in spy.order] == [4, 2, 1] and len({id(pool) for _, pool in spy.order}) == 1
+    assert [a[:2] for a in seen] == [(1, 3), (2, 3), (3, 3)] and "batch 4" in seen[0][2]
+    assert all(torch.all(t == 7.0) for pools in toy.cache for t in pools[:2])
+
+
+def test_a_step_that_reads_the_device_is_refused_by_bucket() -> None:
+    toy = Toy()
+    r = DecodeGraphRunner(
+        lambda ids, m: toy(ids, m) * int(m.seq_lens.max()), max_batch_size=2, max_blocks_per_req=2, block_size=BLOCK, compile=False, capture=TapeCapture(),
+        warmup_iters=0,
+    )  # fmt: skip
+    with pytest.raises(CaptureError, match="bucket 2: .*run_eager"):
+        r.capture()
+    assert r.run_eager([5], [1], [[3]]).shape == (1, VOCAB)
+
+
+def test_a_frozen_host_value_shows() -> None:
+    """What CUDA graphs would get wrong, the tape gets wrong too: a Python number baked in at capture."""
+    ticks = iter(range(100))
+    r = DecodeGraphRunner(
+        lambda ids, m: (ids + next(ticks)).float(), max_batch_size=1, max_blocks_per_req=2, block_size=BLOCK, compile=False, capture=TapeCapture()
+    )
+    assert float(r.run([10], [1], [[1]])) == float(r.run([10], [2], [[1]]))
+    assert float(r.run_eager([10], [1], [[1]])) != float(r.run([10], [1], [[1]]))
+
+
+def test_moved_memory_is_noticed() -> None:
+    toy = Toy()
+    watch = {"k_cache": toy.cache[0].k_cache}
+    r = runner(toy, TapeCapture(), debug=True, watch=watch)
+    r.run([3], [1], [[1]])
+    r._watch["k_cache"] = toy.cache[0].k_cache.clone()
+    with pytest.raises(CaptureError, match="k_cache: expected at 0x"):
+        r.run([3], [2], [[1]])
+
+
+def test_advance_step_inside_the_graph_needs_no_host() -> None:
+    """Sampling and advance_step captured with the step: replays generate on their own."""
+    toy = Toy()
+    r: DecodeGraphRunner
+
+    def step(ids: Tensor, m: AttentionMetadata) -> Tensor:
+        tokens = toy(ids, m).argmax(-1)
+        torchpaged.advance_step(tokens, m.block_table, ids, m.positions, m.seq_lens, m.slot_mapping, block_size=BLOCK)
+        return tokens
+
+    r = DecodeGraphRunner(step, max_batch_size=2, max_blocks_per_req=12, block_size=BLOCK, num_blocks=BLOCKS, buckets=[2], compile=False,
+                          capture=TapeCapture())  # fmt: skip
+    rows = [[3], [4]]
+    first = r.run([3, 4], [1, 1], TABLES[:2]).tolist()
+    for row, token in zip(rows, first, strict=True):
+        row.append(token)
+    for _ in range(20):
+        for row, token in zip(rows, r.replay(2).tolist(), strict=True):
+            row.append(token)
+    want = Toy()
+    for i, row in enumerate(rows):
+        got = [row[0]]
+        with torch.inference_mode():
+            for n in range(21):
+                batch = AttentionMetadata.from_lists([1], [n + 1], [TABLES[i]], block_size=BLOCK)
+                got.append(int(want(torch.tensor([got[-1]]), batch)[0].argmax()))
+        assert row == got
+    assert r.buffers.seq_lens.tolist() == [22, 22]
+
+
+BAD: dict[str, tuple[str, Any]] = {
+    "too_many_rows": ("input_ids", ([1] * 5, [1] * 5, [[1]] * 5)),
+    "no_rows": ("input_ids", ([], [], [])),
+    "ids": ("input_ids", ([1, 2], [1], [[1]])),
+    "length_zero": ("seq_lens", ([1], [0], [[1]])),
+    "table_short": ("block_tables", ([1], [5], [[1]])),
+    "table_wide": ("block_tables", ([1], [1], [list(range(1, 20))])),
+    "null_block": ("block_tables", ([1], [1], [[0]])),
+    "block_unknown": ("block_tables", ([1], [1], [[BLOCKS]])),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_batches_change_no_buffer(name: str) -> None:
+    r = runner(Toy())
+    r.run([3], [2], [[1]])
+    before = {n: t.clone() for n, t in r.buffers.tensors().items()}
+    argument, call = BAD[name]
+    with pytest.raises(ArgumentError, match=argument):
+        r.run(*call)
+    assert all(torch.equal(t, before[n]) for n, t in r.buffers.tensors().items())
+
+
+def test_buffers_by_hand() -> None:
+    buffers = DecodeBuffers(4, 3, BLOCK, "cpu", BLOCKS)
+    buffers.load([7, 8], [5, 1], [[2, 9], [3]], padded_to=4)
+    ids, m = buffers.view(4)
+    assert ids.tolist() == [7, 8, 0, 0] and m.positions.tolist() == [4, 0, 0, 0] and m.slot_mapping.tolist() == [36, 12, -1, -1]
+    assert m.seq_lens.tolist() == [5, 1, 0, 0] and m.query_start_loc.tolist() == [0, 1, 2, 2, 2] and m.max_query_len == 1
+    assert m.block_table.tolist() == [[2, 9, 0], [3, 0, 0], [0, 0, 0], [0, 0, 0]]
+    buffers.load(torch.tensor([1]), [1], [[4]], padded_to=2)
+    assert buffers.view(2)[0].tolist() == [1, 0] and buffers.view(2)[1].query_start_loc.tolist() == [0, 1, 1]
+
+
+def test_buckets() -> None:
+    assert default_buckets(1) == [1] and default_buckets(5) == [1, 2, 4, 5] and default_buckets(30) == [1, 2, 4, 8, 16, 24, 30]
+    assert default_buckets(300)[-4:] == [256, 272, 288, 300]
+    assert [bucket_for([1, 2, 4], n) for n in (1, 2, 3, 4)] == [1, 2, 4, 4]
+    with pytest.raises(ArgumentError, match="buckets"):
+        runner(Toy(), buckets=[1, 2])

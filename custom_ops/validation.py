@@ -7,7 +7,9 @@ because it synchronises.
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -56,8 +58,24 @@ def check_pools(k_cache: Tensor, v_cache: Tensor) -> None:
     check_last_dim(k_cache=k_cache, v_cache=v_cache)
 
 
+_suspended = 0
+
+
+@contextlib.contextmanager
+def capturing() -> Iterator[None]:
+    """Within the block no values are read: a step that is being captured, even on a CPU, must not look at them."""
+    global _suspended
+    _suspended += 1
+    try:
+        yield
+    finally:
+        _suspended -= 1
+
+
 def reads_values(device: torch.device) -> bool:
-    """Whether values on ``device`` are checked: always on a CPU, with ``TORCHPAGED_CHECK=1`` on a GPU outside capture."""
+    """Whether values on ``device`` are checked: always on a CPU, with ``TORCHPAGED_CHECK=1`` on a GPU, never during a capture."""
+    if _suspended:
+        return False
     if device.type == "cpu":
         return True
     return os.environ.get("TORCHPAGED_CHECK", "0") == "1" and not (

@@ -82,7 +82,7 @@ class DecodeBuffers:
             ArgumentError: lengths, rows or ids don't fit; nothing is written then.
         """
         rows = len(seq_lens)
-        self._check(len(input_ids), seq_lens, block_tables, padded_to)
+        self.check(input_ids, seq_lens, block_tables, padded_to)
         last = [length - 1 for length in seq_lens]
         slots = [
             blocks[position // self.block_size] * self.block_size + position % self.block_size
@@ -119,15 +119,27 @@ class DecodeBuffers:
         self.query_start_loc[: num_rows + 1].zero_()
         self.block_table[:num_rows].zero_()
 
-    def _check(self, num_ids: int, seq_lens: Sequence[int], block_tables: Sequence[Sequence[int]], padded_to: int) -> None:
+    def check(
+        self, input_ids: Sequence[int] | Tensor, seq_lens: Sequence[int], block_tables: Sequence[Sequence[int]], padded_to: int
+    ) -> None:
+        """Refuse what `load` could not put into the buffers; raises `ArgumentError`."""
         rows = len(seq_lens)
-        if num_ids != rows:
-            raise ArgumentError("input_ids", f"one token per row ({rows})", str(num_ids))
+        if isinstance(input_ids, Tensor):
+            if input_ids.dim() != 1 or input_ids.dtype != torch.int64 or input_ids.device.type != self.device.type:
+                raise ArgumentError("input_ids", f"[num_rows] int64 on {self.device.type}",
+                                    f"{list(input_ids.shape)} {input_ids.dtype} on {input_ids.device}")  # fmt: skip
+        if len(input_ids) != rows:
+            raise ArgumentError("input_ids", f"one token per row ({rows})", str(len(input_ids)))
         if not 0 < rows <= padded_to <= self.max_batch_size:
             raise ArgumentError("padded_to", f"{rows} to {self.max_batch_size} rows", str(padded_to))
         if min(seq_lens) < 1:
             raise ArgumentError("seq_lens", "at least 1 (this step's token included)", str(min(seq_lens)))
         check_batch([1] * rows, seq_lens, block_tables, self.block_size, self.num_blocks)
+        if self.num_blocks is not None:  # columns past the length too: advance_step will write there
+            highest = max(max(blocks) for blocks in block_tables)
+            lowest = min(min(blocks) for blocks in block_tables)
+            if highest >= self.num_blocks or lowest < 0:
+                raise ArgumentError("block_tables", f"block ids in [0, {self.num_blocks})", f"ids in [{lowest}, {highest}]")
         widest = max(len(blocks) for blocks in block_tables)
         if widest > self.max_blocks_per_req:
             raise ArgumentError("block_tables", f"at most {self.max_blocks_per_req} blocks per request", str(widest))

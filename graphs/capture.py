@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from torchpaged.custom_ops.errors import CaptureError
+from torchpaged.custom_ops.validation import capturing
 
 Step = Callable[[], Tensor]
 
@@ -115,14 +116,21 @@ class EagerCapture:
         return _EagerCaptured(step)
 
 
-# Ops that hand a device value to the host: illegal while a CUDA graph is captured.
+# Ops that hand a device value, or a size that depends on one, to the host: illegal while a CUDA graph is captured. Under
+# inference mode composite ops arrive whole, hence the likes of `item` beside what they decompose into.
 _SYNCHRONISING = {
-    torch.ops.aten._local_scalar_dense.default,
-    torch.ops.aten.nonzero.default,
-    torch.ops.aten.masked_select.default,
-    torch.ops.aten.is_nonzero.default,
-    torch.ops.aten.equal.default,
-}
+    "aten::_local_scalar_dense", "aten::item", "aten::nonzero", "aten::masked_select", "aten::is_nonzero", "aten::equal",
+    "aten::unique_dim", "aten::unique_consecutive", "aten::_unique", "aten::_unique2", "aten::argwhere", "aten::bincount",
+}  # fmt: skip
+
+
+def _synchronises(func: Any, args: tuple[Any, ...]) -> bool:
+    name = func._schema.name
+    if name in _SYNCHRONISING or (name == "aten::repeat_interleave" and "Tensor" in func._overloadname):
+        return True
+    if name in ("aten::index", "aten::index_put", "aten::index_put_"):  # a boolean index counts its true values
+        return any(isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8) for index in args[1] or ())
+    return False
 
 
 class _Tape(TorchDispatchMode):
@@ -133,7 +141,7 @@ class _Tape(TorchDispatchMode):
         self.ops: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        if func in _SYNCHRONISING:
+        if _synchronises(func, args):
             raise CaptureError(f"{func} reads a device value on the host: illegal while a graph is captured")
         out = func(*args, **(kwargs or {}))
         self.ops.append((func, args, kwargs or {}, out))
@@ -159,7 +167,8 @@ class _TapeCaptured:
 class TapeCapture:
     """CUDA-graph semantics on a CPU, for tests: Python does not run at replay, scalars are frozen, storages stay.
 
-    For uncompiled steps only: kernels that Inductor generates bypass the dispatcher and would be missed.
+    For uncompiled steps only: kernels that Inductor generates bypass the dispatcher and would be missed (the runner refuses
+    the pair). ``.tolist()``, ``.numpy()`` and ``.cpu()`` of a CPU tensor never reach the dispatcher and are not noticed.
     """
 
     def new_pool(self) -> Any:
@@ -170,6 +179,6 @@ class TapeCapture:
             step()
 
     def capture(self, step: Step, pool: Any) -> Captured:
-        with _Tape() as tape:
+        with capturing(), _Tape() as tape:
             output = step()
         return _TapeCaptured(tape, output)

@@ -19,10 +19,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from torchpaged.custom_ops.errors import CaptureError
+from torchpaged.custom_ops.errors import ArgumentError, CaptureError
 from torchpaged.graphs.buckets import bucket_for, check_buckets, default_buckets
 from torchpaged.graphs.buffers import DecodeBuffers
-from torchpaged.graphs.capture import CaptureBackend, Captured, CudaCapture, EagerCapture
+from torchpaged.graphs.capture import CaptureBackend, Captured, CudaCapture, EagerCapture, TapeCapture
 from torchpaged.metadata import AttentionMetadata
 
 Step = Callable[[Tensor, AttentionMetadata], Tensor]
@@ -56,7 +56,8 @@ class DecodeGraphRunner:
             per length, and kernels tuned to the size. (One dynamic compile for all would fail on models that branch on sizes.)
         warmup_iters: runs before each capture.
         progress: called with ``(done, total, text)`` after each bucket.
-        watch: tensors whose addresses the graph relies on besides the buffers, such as the KV pools; checked with ``debug``.
+        watch: tensors whose addresses the graph relies on besides the buffers, such as the KV pools, by name; or a function that
+            gives them, so that a replaced attribute is noticed too. Checked with ``debug``.
         debug: check every address at replay; default from ``TORCHPAGED_CHECK=1``.
 
     Warm-up and capture run on padding rows only, so that they write nothing into the caches.
@@ -76,7 +77,7 @@ class DecodeGraphRunner:
         compile: bool = True,
         warmup_iters: int = 2,
         progress: Progress | None = None,
-        watch: Mapping[str, Tensor] | None = None,
+        watch: Mapping[str, Tensor] | Callable[[], Mapping[str, Tensor]] | None = None,
         debug: bool | None = None,
     ) -> None:
         self.buffers = DecodeBuffers(max_batch_size, max_blocks_per_req, block_size, device, num_blocks)
@@ -86,15 +87,17 @@ class DecodeGraphRunner:
         self._steps = {n: torch.compile(_bucket_step(step, n), fullgraph=True, dynamic=False) if compile else step for n in self.buckets}
         if isinstance(capture, str):
             if capture != "auto":
-                raise ValueError(f"capture: expected 'auto' or a CaptureBackend, got {capture!r}")
+                raise ArgumentError("capture", "'auto' or a CaptureBackend", repr(capture))
             capture = CudaCapture(self.device) if self.device.type == "cuda" else EagerCapture()
+        if compile and isinstance(capture, TapeCapture):
+            raise ArgumentError("compile", "False with a TapeCapture", "True", "the tape can't see the kernels that Inductor generates")
         self._backend = capture
         self._pool = capture.new_pool()
         self._warmup_iters, self._progress = warmup_iters, progress
-        self._watch = dict(watch or {})
+        self._watch = watch if callable(watch) else dict(watch or {})
         self._debug = os.environ.get("TORCHPAGED_CHECK") == "1" if debug is None else debug
         self._graphs: dict[int, Captured] = {}
-        self._addresses: dict[str, int] = {}
+        self._addresses: dict[int, dict[str, int]] = {}  # per bucket, as captured
         self._reports = {n: BucketReport(n) for n in self.buckets}
 
     def capture(self) -> None:
@@ -104,19 +107,22 @@ class DecodeGraphRunner:
             CaptureError: names the bucket and the cause; what that capture took is freed, the others stay, and `run_eager` works.
         """
         todo = [n for n in reversed(self.buckets) if n not in self._graphs]
-        gc.collect()
+        for done, bucket in enumerate(todo):
+            self._capture_one(bucket)
+            if self._progress:
+                self._progress(done + 1, len(todo), self._describe(bucket))
+
+    def _capture_one(self, bucket: int) -> None:
         was_enabled = gc.isenabled()
+        gc.collect()
         gc.disable()  # a collection during a capture could free device memory inside it
         try:
-            for done, bucket in enumerate(todo):
-                self._capture_one(bucket)
-                if self._progress:
-                    self._progress(done + 1, len(todo), self._describe(bucket))
+            self._warm_up_and_capture(bucket)
         finally:
             if was_enabled:
                 gc.enable()
 
-    def _capture_one(self, bucket: int) -> None:
+    def _warm_up_and_capture(self, bucket: int) -> None:
         self.buffers.load_padding(bucket)
         input_ids, metadata = self.buffers.view(bucket)
         step = self._steps[bucket]
@@ -133,7 +139,7 @@ class DecodeGraphRunner:
             raise CaptureError(f"bucket {bucket}: the decode step could not be captured: {reason}; run_eager() still works") from error
         report = self._reports[bucket]
         report.capture_ms, report.num_bytes = (time.perf_counter() - started) * 1e3, self._memory() - before
-        self._addresses = {name: tensor.data_ptr() for name, tensor in self._fixed().items()}
+        self._addresses[bucket] = {name: tensor.data_ptr() for name, tensor in self._fixed().items()}
 
     def run(self, input_ids: Sequence[int] | Tensor, seq_lens: Sequence[int], block_tables: Sequence[Sequence[int]]) -> Tensor:
         """One decode step.
@@ -152,7 +158,10 @@ class DecodeGraphRunner:
         """
         rows = len(seq_lens)
         bucket = bucket_for(self.buckets, rows)
+        self.buffers.check(input_ids, seq_lens, block_tables, bucket)
         if bucket not in self._graphs:
+            if isinstance(input_ids, Tensor):
+                input_ids = input_ids.clone()  # it may be a slice of the buffers, which a capture overwrites
             self._capture_one(bucket)
         with torch.inference_mode():
             self.buffers.load(input_ids, seq_lens, block_tables, bucket)
@@ -164,7 +173,7 @@ class DecodeGraphRunner:
         if bucket not in self._graphs:
             raise CaptureError(f"bucket {bucket}: not captured yet; call capture() or run() first")
         if self._debug:
-            self._check_addresses()
+            self._check_addresses(bucket)
         report = self._reports[bucket]
         report.hits += 1
         report.padded_rows += bucket - num_rows
@@ -184,13 +193,14 @@ class DecodeGraphRunner:
         return [self._reports[bucket] for bucket in self.buckets]
 
     def _fixed(self) -> dict[str, Tensor]:
-        return {**self.buffers.tensors(), **self._watch}
+        return {**self.buffers.tensors(), **(self._watch() if callable(self._watch) else self._watch)}
 
-    def _check_addresses(self) -> None:
+    def _check_addresses(self, bucket: int) -> None:
+        captured = self._addresses[bucket]
         for name, tensor in self._fixed().items():
-            if tensor.data_ptr() != self._addresses[name]:
+            if tensor.data_ptr() != captured[name]:
                 raise CaptureError(
-                    f"{name}: expected at {self._addresses[name]:#x}, where it was captured, got {tensor.data_ptr():#x}; "
+                    f"{name}: expected at {captured[name]:#x}, where it was captured, got {tensor.data_ptr():#x}; "
                     "captured tensors must be updated in place, never replaced"
                 )
 

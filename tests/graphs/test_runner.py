@@ -215,6 +215,35 @@ BAD: dict[str, tuple[str, Any]] = {
 }
 
 
+def test_a_bad_batch_does_not_even_capture() -> None:
+    r = runner(Toy())
+    before = {n: t.clone() for n, t in r.buffers.tensors().items()}
+    for ids in ([3], torch.tensor([[3]]), torch.tensor([3.5])):
+        with pytest.raises(ArgumentError):
+            r.run(ids, [1], [[1, BLOCKS]])
+    assert all(torch.equal(t, before[n]) for n, t in r.buffers.tensors().items()) and not any(b.capture_ms for b in r.report())
+
+
+@pytest.mark.parametrize("step", ["item", "unique", "boolean_index", "branch"])
+def test_the_tape_refuses_host_reads(step: str) -> None:
+    steps = {
+        "item": lambda ids, m: ids * m.seq_lens.max().item(),
+        "unique": lambda ids, m: ids[: m.seq_lens.unique().shape[0]],
+        "boolean_index": lambda ids, m: ids[m.seq_lens > 0],
+        "branch": lambda ids, m: ids if m.seq_lens.any() else -ids,
+    }
+    r = DecodeGraphRunner(steps[step], max_batch_size=2, max_blocks_per_req=2, block_size=BLOCK, compile=False, capture=TapeCapture())
+    with pytest.raises(CaptureError, match="bucket 2"):
+        r.capture()
+
+
+def test_refused_settings() -> None:
+    with pytest.raises(ArgumentError, match="compile"):
+        runner(Toy(), TapeCapture(), compile=True)
+    with pytest.raises(ArgumentError, match="capture"):
+        runner(Toy(), "cuda")
+
+
 @pytest.mark.parametrize("name", BAD)
 def test_bad_batches_change_no_buffer(name: str) -> None:
     r = runner(Toy())

@@ -13,6 +13,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -65,7 +66,10 @@ def main() -> None:
     loaded, reason = native_status()
     if not loaded:
         raise SystemExit(f"the native kernels are needed: {reason}")
-    cpu = next((line.split(":", 1)[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), platform.processor())
+    cpu = next(
+        (line.split(":", 1)[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")),
+        platform.processor(),
+    )
     result: dict[str, Any] = {"machine": cpu, "torch": torch.__version__, "threads": args.threads, "context": args.context}
     result["decode"], result["dispatch"] = [], {}
     say = (lambda *_: None) if args.json else print
@@ -82,7 +86,9 @@ def main() -> None:
         ratio = sdpa["median_us"] / native["median_us"]
         row = {"heads": heads, "kv_heads": kv_heads, "head_dim": dim, "reqs": reqs, "dtype": str(dtype), "ratio": ratio}
         result["decode"].append({**row, "native": native, "gather_sdpa": sdpa})
-        say(f"{f'{heads}/{kv_heads}/{dim}':>14} {reqs:>4} {str(dtype)[6:]:>9} {native['median_us']:>10.0f} {sdpa['median_us']:>10.0f} {ratio:>6.2f}")
+        say(
+            f"{f'{heads}/{kv_heads}/{dim}':>14} {reqs:>4} {str(dtype)[6:]:>9} {native['median_us']:>10.0f} {sdpa['median_us']:>10.0f} {ratio:>6.2f}"
+        )
     say("dispatch of one op call with tiny inputs, native kernels:")
     for case, (op, inputs, options) in opcheck_cases().items():
         if case in ("attention_full", "attention_lse"):

@@ -78,9 +78,7 @@ def reads_values(device: torch.device) -> bool:
         return False
     if device.type == "cpu":
         return True
-    return os.environ.get("TORCHPAGED_CHECK", "0") == "1" and not (
-        device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    )
+    return os.environ.get("TORCHPAGED_CHECK", "0") == "1" and not (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
 
 
 def check_write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor,
@@ -182,7 +180,9 @@ def _check_batch_values(num_tokens: int, k_cache: Tensor, block_table: Tensor, s
     bad = used & ((block_table < 0) | (block_table >= num_blocks))
     if bool(bad.any()):
         row, column = (int(x) for x in bad.nonzero()[0])
-        raise ArgumentError("block_table", f"block ids in [0, {num_blocks})", f"{int(block_table[row, column])} in row {row}, column {column}")
+        raise ArgumentError(
+            "block_table", f"block ids in [0, {num_blocks})", f"{int(block_table[row, column])} in row {row}, column {column}"
+        )
 
 
 def check_merge_attn_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, out: Tensor, lse: Tensor | None = None) -> None:

@@ -32,5 +32,7 @@ def bucket_for(buckets: Sequence[int], num_rows: int) -> int:
     """
     index = bisect.bisect_left(buckets, num_rows)
     if num_rows < 1 or index == len(buckets):
-        raise ArgumentError("input_ids", f"1 to {buckets[-1]} rows (the largest bucket)", str(num_rows), "split the batch, or build larger buckets")
+        raise ArgumentError(
+            "input_ids", f"1 to {buckets[-1]} rows (the largest bucket)", str(num_rows), "split the batch, or build larger buckets"
+        )
     return buckets[index]

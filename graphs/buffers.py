@@ -124,10 +124,11 @@ class DecodeBuffers:
     ) -> None:
         """Refuse what `load` could not put into the buffers; raises `ArgumentError`."""
         rows = len(seq_lens)
-        if isinstance(input_ids, Tensor):
-            if input_ids.dim() != 1 or input_ids.dtype != torch.int64 or input_ids.device.type != self.device.type:
-                raise ArgumentError("input_ids", f"[num_rows] int64 on {self.device.type}",
-                                    f"{list(input_ids.shape)} {input_ids.dtype} on {input_ids.device}")  # fmt: skip
+        if isinstance(input_ids, Tensor) and (
+            input_ids.dim() != 1 or input_ids.dtype != torch.int64 or input_ids.device.type != self.device.type
+        ):
+            raise ArgumentError("input_ids", f"[num_rows] int64 on {self.device.type}",
+                                f"{list(input_ids.shape)} {input_ids.dtype} on {input_ids.device}")  # fmt: skip
         if len(input_ids) != rows:
             raise ArgumentError("input_ids", f"one token per row ({rows})", str(len(input_ids)))
         if not 0 < rows <= padded_to <= self.max_batch_size:

@@ -67,9 +67,11 @@ class CudaCapture:
         self._stream = torch.cuda.Stream(self.device)
 
     def new_pool(self) -> Any:
+        """See `CaptureBackend`."""
         return torch.cuda.graph_pool_handle()
 
     def warmup(self, step: Step, iterations: int) -> None:
+        """See `CaptureBackend`."""
         current = torch.cuda.current_stream(self.device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -78,6 +80,7 @@ class CudaCapture:
         current.wait_stream(self._stream)
 
     def capture(self, step: Step, pool: Any) -> Captured:
+        """See `CaptureBackend`."""
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode=self._error_mode):
@@ -106,13 +109,16 @@ class EagerCapture:
     """No graph: replay calls the step again. Buckets, padding and buffers are exercised as on a GPU."""
 
     def new_pool(self) -> Any:
+        """See `CaptureBackend`."""
         return None
 
     def warmup(self, step: Step, iterations: int) -> None:
+        """See `CaptureBackend`."""
         for _ in range(iterations):
             step()
 
     def capture(self, step: Step, pool: Any) -> Captured:
+        """See `CaptureBackend`."""
         return _EagerCaptured(step)
 
 
@@ -172,13 +178,16 @@ class TapeCapture:
     """
 
     def new_pool(self) -> Any:
+        """See `CaptureBackend`."""
         return None
 
     def warmup(self, step: Step, iterations: int) -> None:
+        """See `CaptureBackend`."""
         for _ in range(iterations):
             step()
 
     def capture(self, step: Step, pool: Any) -> Captured:
+        """See `CaptureBackend`."""
         with capturing(), _Tape() as tape:
             output = step()
         return _TapeCaptured(tape, output)

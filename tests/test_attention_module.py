@@ -119,7 +119,9 @@ def test_one_compile_for_all_batches_and_lengths_and_no_copy_of_a_pool() -> None
     calls = re.findall(r"torch\.ops\.torchpaged\.(\w+)\.", "\n".join(x for x in codes[0].splitlines() if not x.lstrip().startswith("#")))
     assert [c for c in calls if c in ("write_kv", "paged_attention")] == ["write_kv", "paged_attention"] * 3
     pool_sized = rf"empty_strided\w*\(\({BLOCKS}, |(?:clone|copy_)\b.*\({BLOCKS}, "
-    assert not [x for x in codes[0].splitlines() if re.search(pool_sized, x) and "assert_size_stride" not in x and not x.lstrip().startswith("#")]
+    assert not [
+        x for x in codes[0].splitlines() if re.search(pool_sized, x) and "assert_size_stride" not in x and not x.lstrip().startswith("#")
+    ]
     assert ReinplaceCounters.get_total_missed() == 0
 
 
@@ -135,7 +137,9 @@ def test_functions_trace_to_one_call_each() -> None:
 
     counter = CompileCounterWithBackend("aot_eager")
     with torch.no_grad():
-        torch.compile(step, fullgraph=True, backend=counter)(torch.randn(2, 4, DIM), torch.randn(2, 2, DIM), cache()[0], metadata([1, 1], [3, 4]))
+        torch.compile(step, fullgraph=True, backend=counter)(
+            torch.randn(2, 4, DIM), torch.randn(2, 2, DIM), cache()[0], metadata([1, 1], [3, 4])
+        )
     names = [str(node.target) for node in counter.graphs[0].graph.nodes if "torchpaged" in str(node.target)]
     assert names == ["torchpaged.write_kv.default", "torchpaged.paged_attention.default"]
 
@@ -165,7 +169,9 @@ def test_advance_step_by_hand() -> None:
 def test_a_bad_call_writes_nothing() -> None:
     layer, pools = PagedAttention(4, DIM, 2), cache()[0]
     k, batch = torch.randn(2, 2, DIM), metadata([1, 1], [3, 4])
-    bad_table = AttentionMetadata(batch.block_table + 90, *(getattr(batch, n) for n in ("seq_lens", "query_start_loc", "slot_mapping", "positions")), 1)
+    bad_table = AttentionMetadata(
+        batch.block_table + 90, *(getattr(batch, n) for n in ("seq_lens", "query_start_loc", "slot_mapping", "positions")), 1
+    )
     cases: list[tuple[str, tuple[Any, ...]]] = [
         ("block_table", (torch.randn(2, 4, DIM), k, k, pools, bad_table)),
         ("k_cache", (torch.randn(2, 4, DIM).double(), k, k, pools, batch)),

@@ -11,7 +11,17 @@ import pytest
 import torch
 
 import torchpaged
-from torchpaged.backends import AttentionSpec, Backend, Capabilities, GraphSupport, get_backend, list_backends, register_backend, select_backend, use_backend
+from torchpaged.backends import (
+    AttentionSpec,
+    Backend,
+    Capabilities,
+    GraphSupport,
+    get_backend,
+    list_backends,
+    register_backend,
+    select_backend,
+    use_backend,
+)
 from torchpaged.backends import selector as selector_module
 from torchpaged.custom_ops import BACKEND_OPS
 
@@ -107,7 +117,13 @@ def test_who_may_import_whom(part: str) -> None:
     assert files
     for file in files:
         for node in ast.walk(ast.parse(file.read_text())):
-            names = [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            names = (
+                [a.name for a in node.names]
+                if isinstance(node, ast.Import)
+                else [node.module or ""]
+                if isinstance(node, ast.ImportFrom)
+                else []
+            )
             for name in names:
                 assert not name.startswith("torchpaged") or name.startswith(RULES[part]), f"{file.name} imports {name}"
 

@@ -114,7 +114,12 @@ class PagedAttention(nn.Module):
         return self
 
     def forward(
-        self, query: Tensor, key: Tensor | None, value: Tensor | None, kv_cache: LayerKVCache | tuple[Tensor, ...], metadata: AttentionMetadata
+        self,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        kv_cache: LayerKVCache | tuple[Tensor, ...],
+        metadata: AttentionMetadata,
     ) -> Tensor:
         """Attend.
 

@@ -24,7 +24,13 @@ from torchpaged.backends import AttentionSpec, get_backend, list_backends, selec
 from torchpaged.custom_ops.errors import TorchpagedError
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__, pretty_exceptions_enable=False)
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+}
 
 
 def _dtype(name: str, option: str) -> torch.dtype:
@@ -134,7 +140,9 @@ def environment(as_json: Annotated[bool, typer.Option("--json", help="print JSON
             continue
         table = Table(title=section, title_justify="left", show_header=False)
         for key, value in content.items():
-            shown = f"{value['value'] or value['default']}  ({value['meaning']})" if isinstance(value, dict) and "meaning" in value else value
+            shown = (
+                f"{value['value'] or value['default']}  ({value['meaning']})" if isinstance(value, dict) and "meaning" in value else value
+            )
             table.add_row(key, str(shown))
         console.print(table)
 

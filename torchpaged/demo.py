@@ -168,7 +168,10 @@ def convert(gguf_file: Path, folder: Path, say: Say = lambda text: None) -> None
 
 def _write_config(folder: Path, meta: dict[str, Any], tied: bool) -> None:
     heads, width = meta["llama.attention.head_count"], meta["llama.embedding_length"]
-    ids = {f"{ours}_token_id": meta[f"tokenizer.ggml.{theirs}_token_id"] for ours, theirs in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"))}
+    ids = {
+        f"{ours}_token_id": meta[f"tokenizer.ggml.{theirs}_token_id"]
+        for ours, theirs in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"))
+    }
     config = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": width,
         "intermediate_size": meta["llama.feed_forward_length"], "num_hidden_layers": meta["llama.block_count"],

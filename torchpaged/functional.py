@@ -10,7 +10,7 @@ one allocation); the checks run in eager mode only. Inference only: they refuse 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, overload
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,12 +61,6 @@ def write_kv(
     ops.write_kv(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
 
 
-@overload
-def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, seq_lens: Tensor, query_start_loc: Tensor,
-                    *, max_query_len: int, return_lse: Literal[False] = ..., **options: object) -> Tensor: ...  # fmt: skip
-@overload
-def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, seq_lens: Tensor, query_start_loc: Tensor,
-                    *, max_query_len: int, return_lse: Literal[True], **options: object) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def paged_attention(
     q: Tensor,
     k_cache: Tensor,
@@ -87,7 +81,7 @@ def paged_attention(
     chunk_size: int | None = None,
     return_lse: bool = False,
     ops: BackendOps = _DEFAULT,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Any:
     """Attention of packed queries over paged keys and values: prefill, decode, chunked prefill and mixed batches alike.
 
     Query ``i`` of a request sees keys up to ``seq_len - query_len + i`` (bottom-right causal alignment).
@@ -112,7 +106,8 @@ def paged_attention(
         ops: whose kernels to run; default: the device's own.
 
     Returns:
-        ``[num_tokens, num_heads, head_dim_v]`` in q's dtype; with ``return_lse`` also float32 ``[num_tokens, num_heads]``.
+        A tensor ``[num_tokens, num_heads, head_dim_v]`` in q's dtype; with ``return_lse`` a pair of it and float32
+        ``[num_tokens, num_heads]``.
 
     Raises:
         ArgumentError: shapes, dtypes, devices, strides, block ids or lengths don't fit.
@@ -135,9 +130,7 @@ def paged_attention(
     return out if lse is None else (out, lse)
 
 
-def merge_attn_states(
-    out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, *, ops: BackendOps = _DEFAULT
-) -> tuple[Tensor, Tensor]:
+def merge_attn_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, *, ops: BackendOps = _DEFAULT) -> tuple[Tensor, Tensor]:
     """Combine attention over two disjoint sets of keys (arXiv:2501.01005, section 2.2).
 
     Args:

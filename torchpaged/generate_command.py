@@ -138,7 +138,7 @@ def _summary(generator: Generator) -> str:
 
 def _document(generator: Generator, settings: Settings, outputs: dict[int, RequestOutput], refused: dict[int, str]) -> dict[str, Any]:
     s, results = generator.stats, iter(outputs.values())
-    rows = []
+    rows: list[dict[str, Any]] = []
     for index, prompt in enumerate(settings.prompts):
         if index in refused:
             rows.append({"prompt": prompt, "error": refused[index]})

@@ -9,7 +9,7 @@ positions ``seq_lens[r] - query_lens[r] ... seq_lens[r] - 1``. The tensors may b
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -50,8 +50,8 @@ class AttentionMetadata:
 
     def to(self, device: torch.device | str) -> AttentionMetadata:
         """The same batch on ``device``; copies from pinned memory do not block."""
-        tensors = (self.block_table, self.seq_lens, self.query_start_loc, self.slot_mapping, self.positions)
-        return AttentionMetadata(*(t.to(device, non_blocking=True) for t in tensors), max_query_len=self.max_query_len)
+        names = ("block_table", "seq_lens", "query_start_loc", "slot_mapping", "positions")
+        return replace(self, **{name: getattr(self, name).to(device, non_blocking=True) for name in names})
 
     @classmethod
     def from_lists(

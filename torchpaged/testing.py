@@ -72,7 +72,7 @@ class Batch:
 
     def to(self, device: torch.device | str) -> Batch:
         """The same batch on another device."""
-        moved = {k: v.to(device) for k, v in vars(self).items() if isinstance(v, Tensor)}
+        moved: dict[str, Any] = {k: v.to(device) for k, v in vars(self).items() if isinstance(v, Tensor)}
         return replace(self, **moved, extras={k: v.to(device) if isinstance(v, Tensor) else v for k, v in self.extras.items()})
 
 
@@ -172,7 +172,9 @@ def assert_attention_close(out: Tensor, lse: Tensor | None, batch: Batch, **opti
     reference_out, _ = run_paged_attention(BACKEND_OPS["reference"], batch.to("cpu"), **options)
     assert_within_budget(f"out[{batch.spec.name}]", out, reference_out, exact_out, batch.q.dtype)
     if lse is not None:
-        assert_within_budget(f"lse[{batch.spec.name}]", lse, exact_lse, exact_lse, torch.float16 if batch.q.dtype != torch.float32 else torch.float32)
+        assert_within_budget(
+            f"lse[{batch.spec.name}]", lse, exact_lse, exact_lse, torch.float16 if batch.q.dtype != torch.float32 else torch.float32
+        )
 
 
 #: Masks and score changes every backend that claims them is tested with: name -> options of the op.
@@ -186,7 +188,9 @@ ATTENTION_VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def opcheck_cases(device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]]:
+def opcheck_cases(
+    device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+) -> dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]]:
     """Case name -> (op, args, kwargs) over which ``torch.library.opcheck`` proves every overload."""
     batch = make_batch(BATCH_SPECS["mixed_padded"], dtype=dtype, device=device, sinks=True, alibi=True)
     batch.k_cache.nan_to_num_(0.5), batch.v_cache.nan_to_num_(0.5)  # opcheck compares mutated pools for equality

@@ -126,7 +126,7 @@ def merge_kernel(
     total = tl.zeros([TILE_M], tl.float32)
     acc = tl.zeros([TILE_M, DIM_V_PAD], tl.float32)
     first = (request.to(tl.int64) * tl.num_programs(1) + kv_head) * num_splits
-    for split in range(0, num_splits):
+    for split in range(num_splits):
         part = first + split
         part_max = tl.load(part_state_ptr + part * 2 * TILE_M + row)
         part_total = tl.load(part_state_ptr + part * 2 * TILE_M + TILE_M + row)

@@ -59,7 +59,9 @@ def test_runner_with_cuda_graphs(compile: bool) -> None:
     model = tiny_llama()
     rows = [[5, 6, 7], [9], [11, 12, 13, 14, 15]]
     model.set_attn_implementation("eager")
-    want = [model.generate(torch.tensor([r], device="cuda"), max_new_tokens=20, do_sample=False, eos_token_id=None)[0].tolist() for r in rows]
+    want = [
+        model.generate(torch.tensor([r], device="cuda"), max_new_tokens=20, do_sample=False, eos_token_id=None)[0].tolist() for r in rows
+    ]
     paged = hf.PagedModel(model, num_blocks=40, block_size=4)
     runner = DecodeGraphRunner(
         lambda ids, metadata: paged(ids, metadata), max_batch_size=4, max_blocks_per_req=8, block_size=4, num_blocks=40, buckets=[2, 4],

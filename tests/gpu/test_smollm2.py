@@ -26,7 +26,9 @@ def test_golden_tokens(smollm2_path: Path, door: str) -> None:
     model = load(smollm2_path, torch.float32)
     want = [p["new_ids"] for p in GOLDEN]
     if door.startswith("generator"):
-        generator = Generator(model, max_seq_len=64, compile=door.endswith("compiled"), buckets=[5, 8] if door.endswith("compiled") else None)
+        generator = Generator(
+            model, max_seq_len=64, compile=door.endswith("compiled"), buckets=[5, 8] if door.endswith("compiled") else None
+        )
         outputs = generator.generate([p["input_ids"] for p in GOLDEN], SamplingParams(max_new_tokens=24, ignore_eos=True))
         assert generator.choice.name == "triton" and generator.runner is not None
         assert [o.token_ids for o in outputs] == want

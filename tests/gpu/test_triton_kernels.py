@@ -9,7 +9,15 @@ import pytest
 import torch
 
 from torchpaged.custom_ops import BACKEND_OPS
-from torchpaged.testing import ATTENTION_VARIANTS, BATCH_SPECS, BatchSpec, assert_attention_close, make_batch, opcheck_cases, run_paged_attention
+from torchpaged.testing import (
+    ATTENTION_VARIANTS,
+    BATCH_SPECS,
+    BatchSpec,
+    assert_attention_close,
+    make_batch,
+    opcheck_cases,
+    run_paged_attention,
+)
 
 pytestmark = pytest.mark.gpu
 TRITON, REFERENCE = BACKEND_OPS["triton"], BACKEND_OPS["reference"]

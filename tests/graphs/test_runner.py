@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -43,7 +43,14 @@ class Toy(nn.Module):
 
 
 def runner(toy: Toy, capture: Any = None, **options: Any) -> DecodeGraphRunner:
-    settings = {"max_batch_size": 4, "max_blocks_per_req": 12, "block_size": BLOCK, "num_blocks": BLOCKS, "buckets": [1, 2, 4], "compile": False}
+    settings = {
+        "max_batch_size": 4,
+        "max_blocks_per_req": 12,
+        "block_size": BLOCK,
+        "num_blocks": BLOCKS,
+        "buckets": [1, 2, 4],
+        "compile": False,
+    }
     return DecodeGraphRunner(toy.step, **{**settings, "capture": capture or EagerCapture(), **options})
 
 
@@ -53,7 +60,7 @@ TABLES = [list(range(1 + 12 * i, 13 + 12 * i)) for i in range(4)]
 def drive(run: Any, steps: int = 40) -> list[list[int]]:
     """Rows join and leave; each feeds its own greedy tokens back."""
     rows = [[3 + i] for i in range(4)]
-    life = [range(0, 40), range(5, 30), range(11, 38), range(0, 7)]
+    life = [range(40), range(5, 30), range(11, 38), range(7)]
     for step in range(steps):
         live = [i for i in range(4) if step in life[i]]
         if live:
@@ -105,7 +112,9 @@ def test_compiles_once_per_bucket() -> None:
 def test_many_buckets_stay_under_dynamos_recompile_limit() -> None:
     torch._dynamo.reset()
     toy = Toy()
-    r = DecodeGraphRunner(toy.step, max_batch_size=11, max_blocks_per_req=2, block_size=BLOCK, buckets=range(1, 12), compile=True, warmup_iters=0)
+    r = DecodeGraphRunner(
+        toy.step, max_batch_size=11, max_blocks_per_req=2, block_size=BLOCK, buckets=range(1, 12), compile=True, warmup_iters=0
+    )
     r.capture()
     assert len(r.report()) == 11 and all(b.capture_ms > 0 for b in r.report())
 
@@ -122,7 +131,7 @@ def test_tape_replays_without_python_and_equals_the_oracle() -> None:
 
 def test_capture_writes_nothing_and_goes_largest_first() -> None:
     class Spy(EagerCapture):
-        order: list[tuple[int, Any]] = []
+        order: ClassVar[list[tuple[int, Any]]] = []
 
         def new_pool(self) -> Any:
             return object()
@@ -157,7 +166,12 @@ def test_a_frozen_host_value_shows() -> None:
     """What CUDA graphs would get wrong, the tape gets wrong too: a Python number baked in at capture."""
     ticks = iter(range(100))
     r = DecodeGraphRunner(
-        lambda ids, m: (ids + next(ticks)).float(), max_batch_size=1, max_blocks_per_req=2, block_size=BLOCK, compile=False, capture=TapeCapture()
+        lambda ids, m: (ids + next(ticks)).float(),
+        max_batch_size=1,
+        max_blocks_per_req=2,
+        block_size=BLOCK,
+        compile=False,
+        capture=TapeCapture(),
     )
     assert float(r.run([10], [1], [[1]])) == float(r.run([10], [2], [[1]]))
     assert float(r.run_eager([10], [1], [[1]])) != float(r.run([10], [1], [[1]]))

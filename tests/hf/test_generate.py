@@ -154,6 +154,8 @@ def test_golden_tokens_of_a_real_model(smollm2_path: Any) -> None:
         for prompt in golden:
             ids = torch.tensor([prompt["input_ids"]])
             cache = PagedCache(model.config, 1, 64)
-            out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False, past_key_values=cache, **options)
+            out = model.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False, past_key_values=cache, **options
+            )
             assert out[0, ids.shape[1] :].tolist() == prompt["new_ids"]
     assert len(COUNT) == 1

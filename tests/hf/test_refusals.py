@@ -52,7 +52,9 @@ def test_dense_mode_equals_eager() -> None:
     model, inputs = tiny("Llama"), padded_prompts()
     want = model.generate(**inputs, max_new_tokens=8, do_sample=False)
     model.set_attn_implementation("torchpaged")
-    got = model.generate(**inputs, max_new_tokens=8, do_sample=False, past_key_values=PagedCache(model.config, 2, 32, block_size=4, dense=True))
+    got = model.generate(
+        **inputs, max_new_tokens=8, do_sample=False, past_key_values=PagedCache(model.config, 2, 32, block_size=4, dense=True)
+    )
     assert torch.equal(got, want)
 
 

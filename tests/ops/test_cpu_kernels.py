@@ -75,7 +75,9 @@ def test_a_dominant_sink_takes_the_weight() -> None:
     assert torch.all(out.abs() < 1e-30) and torch.allclose(lse, torch.tensor(300.0))
 
 
-@pytest.mark.parametrize("spec", [BatchSpec("long_decode", (3000, 5), (1, 1)), BatchSpec("long_prefill", (700,), (700,))], ids=lambda s: s.name)
+@pytest.mark.parametrize(
+    "spec", [BatchSpec("long_decode", (3000, 5), (1, 1)), BatchSpec("long_prefill", (700,), (700,))], ids=lambda s: s.name
+)
 def test_threads_do_not_change_the_answer(spec: BatchSpec) -> None:
     """More threads split the keys; the result stays within rounding, and within the oracle's budget."""
     batch = make_batch(spec, sinks=True)

@@ -21,7 +21,9 @@ TARGETS = {
 SHARED_LIMIT = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx942": 64 * 1024}
 
 
-def compile_kernel(kernel: Any, target: str, pointers: dict[str, str], constants: dict[str, Any], floats: tuple[str, ...] = (), **options: int) -> Any:
+def compile_kernel(
+    kernel: Any, target: str, pointers: dict[str, str], constants: dict[str, Any], floats: tuple[str, ...] = (), **options: int
+) -> Any:
     """Compile ``kernel``; ``pointers`` gives element types, None-valued ones go in ``constants``; other arguments are i32."""
     signature, constexprs, attributes = {}, {}, {}
     for index, name in enumerate(kernel.arg_names):
@@ -30,7 +32,7 @@ def compile_kernel(kernel: Any, target: str, pointers: dict[str, str], constants
             constexprs[(index,)] = constants[name]
             continue
         signature[name] = "*" + pointers[name] if name in pointers else "fp32" if name in floats else "i32"
-        if name in pointers or "_" in name and not name.startswith("num") and name not in floats:
+        if name in pointers or ("_" in name and not name.startswith("num") and name not in floats):
             attributes[(index,)] = [["tt.divisibility", 16]]  # what the JIT would see: aligned pointers and strides
     source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=attributes)
     return triton.compile(source, target=TARGETS[target], options=options)

@@ -13,13 +13,13 @@ pytest.importorskip("triton", reason="triton is not installed")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("kernels are interpreted in this process", allow_module_level=True)
 
-from torchpaged.custom_ops.triton import config  # noqa: E402
-from torchpaged.custom_ops.triton.advance_step import advance_step_kernel  # noqa: E402
-from torchpaged.custom_ops.triton.copy_blocks import copy_blocks_kernel  # noqa: E402
-from torchpaged.custom_ops.triton.decode import decode_kernel, merge_kernel  # noqa: E402
-from torchpaged.custom_ops.triton.merge_attn_states import merge_attn_states_kernel  # noqa: E402
-from torchpaged.custom_ops.triton.prefill import prefill_kernel  # noqa: E402
-from torchpaged.custom_ops.triton.write_kv import write_kv_kernel  # noqa: E402
+from torchpaged.custom_ops.triton import config
+from torchpaged.custom_ops.triton.advance_step import advance_step_kernel
+from torchpaged.custom_ops.triton.copy_blocks import copy_blocks_kernel
+from torchpaged.custom_ops.triton.decode import decode_kernel, merge_kernel
+from torchpaged.custom_ops.triton.merge_attn_states import merge_attn_states_kernel
+from torchpaged.custom_ops.triton.prefill import prefill_kernel
+from torchpaged.custom_ops.triton.write_kv import write_kv_kernel
 
 _spec = importlib.util.spec_from_file_location("aot", Path(__file__).with_name("aot.py"))
 assert _spec and _spec.loader
@@ -34,7 +34,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def attention_arguments(dtype: str, dim: int, group: int, options: dict[str, Any], kv_dtype: str | None = None) -> tuple[dict[str, str], dict[str, Any]]:
+def attention_arguments(
+    dtype: str, dim: int, group: int, options: dict[str, Any], kv_dtype: str | None = None
+) -> tuple[dict[str, str], dict[str, Any]]:
     flags = {
         "GROUP": group, "DIM": dim, "DIM_PAD": config.next_power_of_2(dim), "DIM_V": dim, "DIM_V_PAD": config.next_power_of_2(dim),
         "BLOCK_SIZE": 16, "CAUSAL": True, "WINDOW_LEFT": -1, "WINDOW_RIGHT": -1, "CHUNK": 0, "SOFT_CAP": False, "ALIBI": False,
@@ -76,7 +78,9 @@ def test_decode_compiles(target: str, case: tuple[str, int, int, str]) -> None:
     pointers |= {"part_acc_ptr": "fp32", "part_state_ptr": "fp32"}
     tiles = config.decode_tiles(dim, group, SIZES[dtype])
     constants = {**flags, "QUERY_LEN": 1, "TILE_M": tiles.rows, "TILE_KV": tiles.keys, "DIRECT": False}
-    compiled = aot.compile_kernel(decode_kernel, target, pointers, constants, ("scale", "soft_cap"), num_warps=tiles.num_warps, num_stages=tiles.num_stages)
+    compiled = aot.compile_kernel(
+        decode_kernel, target, pointers, constants, ("scale", "soft_cap"), num_warps=tiles.num_warps, num_stages=tiles.num_stages
+    )
     check(compiled, target, no_spills=target != "gfx942")
     if target != "gfx942" and dtype == "bf16" and options == "plain":
         text = compiled.asm["ptx"]
@@ -90,7 +94,9 @@ def test_prefill_compiles(target: str, case: tuple[str, int, int, str]) -> None:
     pointers, flags = attention_arguments(dtype, dim, group, OPTIONS[options])
     tiles = config.prefill_tiles(dim, group, SIZES[dtype])
     constants = {**flags, "TOKENS": tiles.rows // group, "TILE_M": tiles.rows, "TILE_KV": tiles.keys}
-    compiled = aot.compile_kernel(prefill_kernel, target, pointers, constants, ("scale", "soft_cap"), num_warps=tiles.num_warps, num_stages=tiles.num_stages)
+    compiled = aot.compile_kernel(
+        prefill_kernel, target, pointers, constants, ("scale", "soft_cap"), num_warps=tiles.num_warps, num_stages=tiles.num_stages
+    )
     check(compiled, target, no_spills=target == "sm_90" and dim <= 128 and dtype != "fp32")
 
 
@@ -112,8 +118,14 @@ def test_small_kernels_compile(target: str) -> None:
     pointers = {"k_ptr": "bf16", "v_ptr": "bf16", "k_cache_ptr": "bf16", "v_cache_ptr": "bf16", "slot_ptr": "i64"}
     check(aot.compile_kernel(write_kv_kernel, target, pointers, write, num_warps=4), target, True)
     pointers = {"a_ptr": "bf16", "lse_a_ptr": "fp32", "b_ptr": "bf16", "lse_b_ptr": "fp32", "out_ptr": "bf16", "lse_ptr": "fp32"}
-    check(aot.compile_kernel(merge_attn_states_kernel, target, pointers, {"DIM": 128, "DIM_PAD": 128, "HAS_LSE": True}, num_warps=1), target, True)
+    check(
+        aot.compile_kernel(merge_attn_states_kernel, target, pointers, {"DIM": 128, "DIM_PAD": 128, "HAS_LSE": True}, num_warps=1),
+        target,
+        True,
+    )
     pointers = {"cache_ptr": "bf16", "mapping_ptr": "i64"}
-    check(aot.compile_kernel(copy_blocks_kernel, target, pointers, {"NUM_HEADS": 8, "DIM": 128, "SIZE": 16384, "PIECE": 1024}), target, True)
+    check(
+        aot.compile_kernel(copy_blocks_kernel, target, pointers, {"NUM_HEADS": 8, "DIM": 128, "SIZE": 16384, "PIECE": 1024}), target, True
+    )
     pointers = {"sampled_ptr": "i64", "table_ptr": "i32", "ids_ptr": "i64", "positions_ptr": "i64", "lens_ptr": "i32", "slots_ptr": "i64"}
     check(aot.compile_kernel(advance_step_kernel, target, pointers, {"BLOCK_SIZE": 16, "ROWS": 128}), target, True)

@@ -9,7 +9,15 @@ import pytest
 import torch
 
 from torchpaged.custom_ops import BACKEND_OPS
-from torchpaged.testing import ATTENTION_VARIANTS, BATCH_SPECS, BatchSpec, assert_attention_close, make_batch, opcheck_cases, run_paged_attention
+from torchpaged.testing import (
+    ATTENTION_VARIANTS,
+    BATCH_SPECS,
+    BatchSpec,
+    assert_attention_close,
+    make_batch,
+    opcheck_cases,
+    run_paged_attention,
+)
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1 before Python starts", allow_module_level=True)

@@ -92,7 +92,9 @@ class BlockPool:
             self._check(block)
             leaving[block] = leaving.get(block, 0) + 1
             if leaving[block] > self._ref_counts[block]:
-                raise ArgumentError("blocks", f"block {block} at most {self._ref_counts[block]} times", f"{leaving[block]} times (double free)")
+                raise ArgumentError(
+                    "blocks", f"block {block} at most {self._ref_counts[block]} times", f"{leaving[block]} times (double free)"
+                )
         for block in reversed(blocks):
             self._ref_counts[block] -= 1
             if not self._ref_counts[block]:

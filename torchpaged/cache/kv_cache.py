@@ -96,7 +96,9 @@ class PagedKVCache:
             assert memory_budget is not None
             num_blocks = memory_budget // (self.bytes_per_token * block_size)
             if num_blocks < 2:
-                raise ArgumentError("memory_budget", f"at least {2 * self.bytes_per_token * block_size} bytes (2 blocks)", str(memory_budget))
+                raise ArgumentError(
+                    "memory_budget", f"at least {2 * self.bytes_per_token * block_size} bytes (2 blocks)", str(memory_budget)
+                )
         if num_blocks < 2:
             raise ArgumentError("num_blocks", "at least 2 (block 0 is the null block)", str(num_blocks))
         self.num_blocks = num_blocks
@@ -123,7 +125,9 @@ class PagedKVCache:
     ) -> PagedKVCache:
         """A cache whose layers are all alike."""
         spec = KVLayerSpec(num_kv_heads, head_dim, head_dim_v)
-        return cls([spec] * num_layers, block_size=block_size, num_blocks=num_blocks, memory_budget=memory_budget, dtype=dtype, device=device)
+        return cls(
+            [spec] * num_layers, block_size=block_size, num_blocks=num_blocks, memory_budget=memory_budget, dtype=dtype, device=device
+        )
 
     def _make_layer(self, spec: KVLayerSpec) -> LayerKVCache:
         with torch.inference_mode(False):

@@ -1,8 +1,8 @@
 """A small engine: continuous batching over a paged cache. No server.
 
-    from torchpaged.engine import Generator, SamplingParams
-    generator = Generator(model, tokenizer)
-    outputs = generator.generate(["The capital of France is"], SamplingParams(max_new_tokens=16))
+from torchpaged.engine import Generator, SamplingParams
+generator = Generator(model, tokenizer)
+outputs = generator.generate(["The capital of France is"], SamplingParams(max_new_tokens=16))
 """
 
 from torchpaged.engine.generator import Generator, GeneratorStats

@@ -177,7 +177,7 @@ class Generator:
         while self.has_unfinished:
             yield from self.step()
 
-    def generate(self, prompts: Seq[str] | Seq[Seq[int]], sampling: SamplingParams | Seq[SamplingParams] | None = None) -> list[RequestOutput]:
+    def generate(self, prompts: Seq[str | Seq[int]], sampling: SamplingParams | Seq[SamplingParams] | None = None) -> list[RequestOutput]:
         """Run ``prompts`` to their ends, in one continuous batch; results in their order.
 
         Args:
@@ -295,7 +295,7 @@ class Generator:
 
 def _max_positions(model: Any) -> int | None:
     if hasattr(model, "max_position_embeddings"):
-        return model.max_position_embeddings  # type: ignore[no-any-return]
+        return model.max_position_embeddings
     config = getattr(model, "config", None)
     text = config.get_text_config(decoder=True) if config is not None else None
     return getattr(text, "max_position_embeddings", None)

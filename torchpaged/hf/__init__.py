@@ -8,7 +8,7 @@ Importing registers the attention and mask functions under the name "torchpaged"
 """
 
 try:
-    import transformers as _transformers
+    import transformers  # noqa: F401
 except ImportError as error:
     raise ImportError("torchpaged.hf needs transformers >= 5.17; pip install 'torchpaged[hf]'") from error
 

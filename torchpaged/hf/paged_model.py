@@ -87,8 +87,8 @@ class _StepCache(Cache):
 
 def _padding_step(device: torch.device) -> AttentionMetadata:
     """One token that belongs to nobody: nothing is written, attention gives zeros."""
-    ints = {"dtype": torch.int32, "device": device}
-    longs = {"dtype": torch.int64, "device": device}
+    ints: dict[str, Any] = {"dtype": torch.int32, "device": device}
+    longs: dict[str, Any] = {"dtype": torch.int64, "device": device}
     return AttentionMetadata(
         torch.zeros(1, 1, **ints), torch.zeros(1, **ints), torch.tensor([0, 1], **ints), torch.full((1,), -1, **longs),
         torch.zeros(1, **longs), max_query_len=1,

@@ -77,7 +77,9 @@ def paged_layers(config: Any, max_seq_len: int, owner: PagedOwner) -> list[Any]:
     for index, layer in enumerate(template):
         window, chunk = window_and_chunk(config, index, layer)
         if isinstance(layer, StaticIndexedLayer):
-            raise UnsupportedModelError(f"{config.model_type}: layer {index} caches an indexer (sparse attention), which is not supported yet")
+            raise UnsupportedModelError(
+                f"{config.model_type}: layer {index} caches an indexer (sparse attention), which is not supported yet"
+            )
         if isinstance(layer, LinearAttentionCacheLayerMixin) and isinstance(layer, StaticLayer):
             layers.append(HybridPagedLayer(owner, index, window, chunk, layer.number_of_states))
         elif isinstance(layer, StaticLayer):

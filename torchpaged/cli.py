@@ -15,6 +15,7 @@ import torch
 try:
     import typer
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 except ImportError as _error:  # pragma: no cover - depends on the installation
     raise SystemExit(f"torchpaged's command line needs {_error.name}; pip install 'torchpaged[demo]'") from None
@@ -118,10 +119,10 @@ def backends(
     table = Table("backend", "usable", "graphs", "why not")
     for name, rejected in reasons.items():
         support = get_backend(name).capabilities.graph_support.name
-        table.add_row(name, "no" if rejected else "yes", support, "\n".join(rejected))
+        table.add_row(name, "no" if rejected else "yes", support, escape("\n".join(rejected)))
     console = Console()
     console.print(table)
-    console.print(f"chosen: {chosen or 'none'} ({why})")
+    console.print(f"chosen: {chosen or 'none'} ({why})", markup=False)
 
 
 @app.command(name="env")
@@ -143,7 +144,7 @@ def environment(as_json: Annotated[bool, typer.Option("--json", help="print JSON
             shown = (
                 f"{value['value'] or value['default']}  ({value['meaning']})" if isinstance(value, dict) and "meaning" in value else value
             )
-            table.add_row(key, str(shown))
+            table.add_row(key, escape(str(shown)))
         console.print(table)
 
 

@@ -1,0 +1,184 @@
+"""The engine end to end: every request's tokens equal HuggingFace's own, whatever joins, leaves, waits or is put back."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from torchpaged import ArgumentError
+from torchpaged.engine import Generator, SamplingParams
+from torchpaged.engine.sampling import sample
+from torchpaged.engine.text import TextStream
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+PROMPTS = [[5, 6, 7], [9], list(range(11, 40)), [50, 51, 52, 53, 54, 55, 56], [3, 3, 3, 3]]
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=99, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        max_position_embeddings=128, eos_token_id=None, pad_token_id=0, bos_token_id=1,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture(scope="module")
+def greedy(model: Any) -> list[list[int]]:
+    """20 tokens for each prompt, alone, by HuggingFace's generate()."""
+    model.set_attn_implementation("eager")
+    out = [model.generate(torch.tensor([p]), max_new_tokens=20, do_sample=False)[0, len(p) :].tolist() for p in PROMPTS]
+    return out
+
+
+def free_again(generator: Generator) -> bool:
+    return generator.pool.num_free == generator.pool.num_usable and not generator.has_unfinished
+
+
+@pytest.mark.parametrize("options", [{"graphs": True}, {"graphs": False}, {"compile": True, "max_batch_size": 2}], ids=str)
+@pytest.mark.parametrize("chunk", [1, 7, 512])
+def test_tokens_equal_generate(model: Any, greedy: list[list[int]], chunk: int, options: dict[str, Any]) -> None:
+    if options.get("compile") and chunk != 7:
+        pytest.skip("compiled once is enough")
+    torch._dynamo.reset()
+    generator = Generator(model, block_size=4, prefill_chunk_size=chunk, **{"max_batch_size": 3, **options})
+    outputs = generator.generate(PROMPTS, SamplingParams(max_new_tokens=20))
+    assert [o.token_ids for o in outputs] == greedy and {o.finish_reason for o in outputs} == {"length"} and free_again(generator)
+    stats = generator.stats
+    assert (stats.prompt_tokens, stats.new_tokens) == (sum(map(len, PROMPTS)), 100) and 0 < stats.peak_blocks_used <= stats.num_blocks
+    assert stats.prefill_tokens + stats.decode_tokens == sum(map(len, PROMPTS)) + 5 * 19
+
+
+def test_joining_and_cancelling_mid_flight(model: Any, greedy: list[list[int]]) -> None:
+    generator = Generator(model, block_size=4, max_batch_size=4)
+    params = SamplingParams(max_new_tokens=20)
+    tokens: dict[int, list[int]] = {}
+    ids = [generator.submit(PROMPTS[i], params) for i in (0, 2)]
+    for count, event in enumerate(generator.stream()):
+        if event.token_id is not None:
+            tokens.setdefault(event.request_id, []).append(event.token_id)
+        if count == 9:
+            ids += [generator.submit(PROMPTS[i], params) for i in (1, 3)]
+        if count == 20:
+            generator.cancel(ids[1])
+        if event.request_id == ids[1] and event.finish_reason:
+            assert event.finish_reason == "cancelled" and event.token_id is None
+    assert [tokens[ids[n]] for n in (0, 2, 3)] == [greedy[i] for i in (0, 1, 3)]
+    assert tokens[ids[1]] == greedy[2][: len(tokens[ids[1]])] and len(tokens[ids[1]]) < 20 and free_again(generator)
+    with pytest.raises(ArgumentError, match="request_id"):
+        generator.cancel(ids[1])
+
+
+@pytest.mark.parametrize("params", [SamplingParams(max_new_tokens=20), SamplingParams(max_new_tokens=20, temperature=0.9, seed=11, top_p=0.95)], ids=str)
+def test_preemption_changes_no_token(model: Any, params: SamplingParams) -> None:
+    want = [o.token_ids for o in Generator(model, block_size=4).generate(PROMPTS, params)]
+    small = Generator(model, block_size=4, num_blocks=16, max_seq_len=64)
+    got = small.generate(PROMPTS, params)
+    assert small.stats.preemptions > 0 and [o.token_ids for o in got] == want and free_again(small)
+
+
+def test_a_request_that_fills_the_whole_pool_alone(model: Any, greedy: list[list[int]]) -> None:
+    generator = Generator(model, block_size=4, num_blocks=4)
+    output = generator.generate([PROMPTS[0]], SamplingParams(max_new_tokens=20))[0]
+    assert output.finish_reason == "length" and output.token_ids == greedy[0][: len(output.token_ids)] and len(output.token_ids) == 10
+    assert free_again(generator)
+
+
+def test_bad_requests_leave_the_others_alone(model: Any, greedy: list[list[int]]) -> None:
+    generator = Generator(model, block_size=4, num_blocks=20, max_seq_len=64)
+    good = generator.submit(PROMPTS[0], SamplingParams(max_new_tokens=20))
+    tokens = [e.token_id for e in generator.step()]
+    for bad, argument in (([], "prompt"), ([99], "prompt"), ([-1], "prompt"), (list(range(80)), "prompt"), ("text", "tokenizer")):
+        with pytest.raises(ArgumentError, match=argument):
+            generator.submit(bad)
+    with pytest.raises(ArgumentError, match="prompt"):
+        generator.generate([PROMPTS[1], []])
+    tokens += [e.token_id for e in generator.stream() if e.request_id == good]
+    assert tokens == greedy[0] and free_again(generator)
+
+
+def test_ends(model: Any, greedy: list[list[int]]) -> None:
+    generator = Generator(model, block_size=4, max_seq_len=40)
+    stop = greedy[0][5]
+    output = generator.generate([PROMPTS[0]], SamplingParams(stop_token_ids=(stop,)))[0]
+    assert output.token_ids == greedy[0][: greedy[0].index(stop) + 1] and output.finish_reason == "stop"
+    assert len(generator.generate([PROMPTS[2]], SamplingParams(max_new_tokens=100))[0].token_ids) == 40 - len(PROMPTS[2])
+    generator.model.eos_token_ids = (stop,)
+    assert generator.generate([PROMPTS[0]], SamplingParams(max_new_tokens=20))[0].finish_reason == "stop"
+    assert generator.generate([PROMPTS[0]], SamplingParams(max_new_tokens=20, ignore_eos=True))[0].token_ids == greedy[0]
+
+
+def test_a_seed_means_the_same_alone_and_in_company(model: Any) -> None:
+    params = SamplingParams(max_new_tokens=12, temperature=1.0, seed=5, top_k=20)
+    alone = Generator(model, block_size=4).generate([PROMPTS[3]], params)[0].token_ids
+    others = SamplingParams(max_new_tokens=12, temperature=1.0)
+    crowd = Generator(model, block_size=4).generate(PROMPTS, [others, others, others, params, SamplingParams(max_new_tokens=3)])
+    assert crowd[3].token_ids == alone
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [({}, 6), ({"top_k": 2}, 2), ({"top_p": 0.6}, 2), ({"top_k": 3, "top_p": 0.99}, 3), ({"top_k": 1}, 1), ({"top_p": 1e-6}, 1)],
+    ids=str,
+)
+def test_draws_follow_the_probabilities(options: dict[str, Any], kept: int) -> None:
+    """Evenly spaced draws hit each token as often as its renormalised probability says, and no other token."""
+    probabilities = torch.tensor([0.05, 0.4, 0.1, 0.25, 0.15, 0.05])
+    count, temperature = 4000, 0.5
+    params = SamplingParams(temperature=temperature, **options)
+    logits = (probabilities.log() * temperature).expand(count, -1)
+    tokens = sample(logits, [params] * count, [(i + 0.5) / count for i in range(count)])
+    order = probabilities.argsort(descending=True, stable=True)[:kept]
+    want = torch.zeros(6).index_copy(0, order, probabilities[order] / probabilities[order].sum())
+    torch.testing.assert_close(tokens.bincount(minlength=6) / count, want, rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "bad", [{"max_new_tokens": 0}, {"temperature": -1.0}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.5}, {"stop": "text"}, {"stop": ("",)}], ids=str
+)
+def test_bad_sampling(bad: dict[str, Any]) -> None:
+    with pytest.raises(ArgumentError, match=next(iter(bad))):
+        SamplingParams(**bad)
+
+
+class Bytes:
+    """A tokenizer whose tokens are bytes: characters arrive in pieces."""
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        return bytes(ids).decode("utf-8", errors="replace")
+
+
+def pieces(text: str, stop: tuple[str, ...] = ()) -> tuple[list[str], TextStream]:
+    stream = TextStream(Bytes(), stop)
+    shown = [stream.push(byte) for byte in text.encode()]
+    return [*shown, stream.flush()], stream
+
+
+def test_text_arrives_in_whole_characters() -> None:
+    shown, _ = pieces("naïve 東京 🙂!")
+    assert "".join(shown) == "naïve 東京 🙂!" and not any("\ufffd" in piece for piece in shown)
+
+
+def test_stop_strings_are_never_shown_in_part() -> None:
+    shown, stream = pieces("one END two", ("END",))
+    assert "".join(shown) == "one " and stream.stopped
+    shown, stream = pieces("an ENDless road, E", ("END of it", "END!"))
+    assert "".join(shown) == "an ENDless road, E" and not stream.stopped
+    assert not any(piece.endswith(("E", "EN", "END")) for piece in shown[:-1])
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_golden_tokens_of_a_real_model(smollm2_path: Path, graphs: bool) -> None:
+    golden = json.loads((Path(__file__).parents[1] / "data" / "smollm2_golden.json").read_text())["prompts"]
+    model = transformers.AutoModelForCausalLM.from_pretrained(smollm2_path, dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(smollm2_path)
+    generator = Generator(model, tokenizer, max_seq_len=64, graphs=graphs)
+    outputs = generator.generate([p["prompt"] for p in golden], SamplingParams(max_new_tokens=24, ignore_eos=True))
+    assert [o.prompt_token_ids for o in outputs] == [p["input_ids"] for p in golden]
+    assert [o.token_ids for o in outputs] == [p["new_ids"] for p in golden]
+    assert outputs[0].text.startswith(" Paris.")

@@ -35,15 +35,17 @@ PROMPTS = [
 ]
 
 
-def seconds(function: Callable[[], Any], device: torch.device, repeats: int) -> float:
-    times = []
+def seconds(functions: dict[str, Callable[[], Any]], device: torch.device, repeats: int) -> dict[str, float]:
+    """Median seconds of each function, run in turn, so that a machine whose speed drifts is fair to all."""
+    times: dict[str, list[float]] = {name: [] for name in functions}
     for _ in range(repeats):
-        start = time.perf_counter()
-        function()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
+        for name, function in functions.items():
+            start = time.perf_counter()
+            function()
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            times[name].append(time.perf_counter() - start)
+    return {name: statistics.median(values) for name, values in times.items()}
 
 
 def main() -> None:
@@ -64,20 +66,28 @@ def main() -> None:
     machine = torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or platform.machine()
     ids = [tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
 
+    own = model.config._attn_implementation  # what HuggingFace chose; the engine sets its own
+
     def hf(prompt: list[int]) -> list[int]:
+        model.set_attn_implementation(own)
         inputs = torch.tensor([prompt], device=device)
         out = model.generate(inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=new, do_sample=False, pad_token_id=0)
         return out[0, len(prompt) :].tolist()
 
-    hf_tokens = [hf(prompt) for prompt in ids]  # before the engine changes the attention implementation; also the warm-up
-    hf_one = new / seconds(lambda: hf(ids[0]), device, args.repeats)
+    hf_tokens = [hf(prompt) for prompt in ids]  # also the warm-up
     generator = Generator(model, max_batch_size=8, max_seq_len=256, compile=args.compile)
     sampling = SamplingParams(max_new_tokens=new, ignore_eos=True)
     same = [out.token_ids == want for out, want in zip(generator.generate(ids, sampling), hf_tokens, strict=True)]
     if dtype == torch.float32 and not all(same):
         raise SystemExit(f"tokens differ from generate()'s: {same}")
-    one = new / seconds(lambda: generator.generate(ids[:1], sampling), device, args.repeats)
-    eight = 8 * new / seconds(lambda: generator.generate(ids, sampling), device, args.repeats)
+
+    def engine(prompts: list[list[int]]) -> None:
+        model.set_attn_implementation("torchpaged")
+        generator.generate(prompts, sampling)
+
+    timed = {"hf": lambda: hf(ids[0]), "one": lambda: engine(ids[:1]), "eight": lambda: engine(ids)}
+    took = seconds(timed, device, args.repeats)
+    hf_one, one, eight = new / took["hf"], new / took["one"], 8 * new / took["eight"]
     result = {
         "machine": machine, "torch": torch.__version__, "threads": torch.get_num_threads(), "device": str(device), "dtype": args.dtype,
         "backend": generator.choice.name, "compile": args.compile, "new_tokens": new, "same_tokens": sum(same),

@@ -74,7 +74,9 @@ def test_joining_and_cancelling_mid_flight(model: Any, greedy: list[list[int]]) 
         generator.cancel(ids[1])
 
 
-@pytest.mark.parametrize("params", [SamplingParams(max_new_tokens=20), SamplingParams(max_new_tokens=20, temperature=0.9, seed=11, top_p=0.95)], ids=str)
+@pytest.mark.parametrize(
+    "params", [SamplingParams(max_new_tokens=20), SamplingParams(max_new_tokens=20, temperature=0.9, seed=11, top_p=0.95)], ids=str
+)
 def test_preemption_changes_no_token(model: Any, params: SamplingParams) -> None:
     want = [o.token_ids for o in Generator(model, block_size=4).generate(PROMPTS, params)]
     small = Generator(model, block_size=4, num_blocks=16, max_seq_len=64)
@@ -139,7 +141,9 @@ def test_draws_follow_the_probabilities(options: dict[str, Any], kept: int) -> N
 
 
 @pytest.mark.parametrize(
-    "bad", [{"max_new_tokens": 0}, {"temperature": -1.0}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.5}, {"stop": "text"}, {"stop": ("",)}], ids=str
+    "bad",
+    [{"max_new_tokens": 0}, {"temperature": -1.0}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.5}, {"stop": "text"}, {"stop": ("",)}],
+    ids=str,
 )
 def test_bad_sampling(bad: dict[str, Any]) -> None:
     with pytest.raises(ArgumentError, match=next(iter(bad))):

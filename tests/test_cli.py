@@ -1,0 +1,103 @@
+"""The command line as a user meets it: JSON, several prompts, one-line errors, explanations."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+for _package in ("typer", "rich", "transformers", "gguf"):
+    pytest.importorskip(_package, reason=f"{_package} is not installed; pip install 'torchpaged[demo]'")
+ROOT = Path(__file__).parents[1]
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    settings = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "200", **environment}
+    return subprocess.run([sys.executable, "-m", "torchpaged", *arguments], env=settings, capture_output=True, text=True, timeout=300)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tiny llama with a tokenizer of one token per letter."""
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    torch.manual_seed(0)
+    vocabulary = {c: i for i, c in enumerate("?abcdefghijklmnopqrstuvwxyz ")}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    path = tmp_path_factory.mktemp("model")
+    config = LlamaConfig(
+        vocab_size=28, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        max_position_embeddings=64, eos_token_id=None, bos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(path)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="?").save_pretrained(path)
+    return str(path)
+
+
+def test_json_has_everything_and_nothing_else(folder: str) -> None:
+    done = run("generate", "hello", "a longer prompt", "--model", folder, "--max-new-tokens", "5", "--json")
+    assert done.returncode == 0, done.stderr
+    document: dict[str, Any] = json.loads(done.stdout)
+    assert [len(o["token_ids"]) for o in document["outputs"]] == [5, 5] and document["outputs"][0]["finish_reason"] == "length"
+    assert document["backend"] in ("cpu", "reference", "triton") and document["stats"]["new_tokens"] == 10
+
+
+def test_text_and_summary(folder: str) -> None:
+    done = run("generate", "hello", "--model", folder, "--max-new-tokens", "4", "--backend", "reference")
+    assert done.returncode == 0 and done.stdout.startswith("hello"), done.stderr
+    assert "5 prompt tokens, 4 new tokens" in done.stdout and "backend reference: backend='reference' was given" in done.stdout
+
+
+def test_one_bad_prompt_among_good_ones(folder: str) -> None:
+    done = run("generate", "hello", "x" * 70, "", "bye", "--model", folder, "--max-new-tokens", "3", "--json")
+    outputs = json.loads(done.stdout)["outputs"]
+    assert done.returncode == 2 and ["error" in o for o in outputs] == [False, True, True, False]
+    assert "prompt 2: prompt: expected at most 63 tokens" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--backend", "nope"), "expected one of auto, triton, cpu, reference, got 'nope'"),
+        (("--max-new-tokens", "0"), "max_new_tokens: expected at least 1"),
+        (("--max-seq-len", "100"), "max_seq_len: expected 2 to 64"),
+        (("--chat",), "chat template"),
+        (("--dtype", "int8"), "expected one of fp32"),
+    ],
+)
+def test_errors_are_one_line(folder: str, arguments: tuple[str, ...], words: str) -> None:
+    done = run("generate", "hello", "--model", folder, *arguments)
+    assert done.returncode == 2 and words in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_missing_model_and_an_empty_prompt(folder: str) -> None:
+    done = run("generate", "hello", "--model", "./no/such/folder")
+    assert done.returncode == 2 and "does not exist" in done.stderr and "Traceback" not in done.stderr
+    assert run("generate", "", "--model", folder).returncode == 2
+    assert "Traceback" in run("generate", "hello", "--model", "./no/such/folder", TORCHPAGED_DEBUG="1").stderr
+
+
+def test_backends_explains() -> None:
+    report = json.loads(run("backends", "--dtype", "fp8_e4m3", "--json").stdout)
+    assert report["chosen"] == "" and all("dtype float8_e4m3fn is not one of" in " ".join(r) for r in report["rejected"].values())
+    text = run("backends", "--dtype", "fp32").stdout
+    assert "chosen:" in text and "reference" in text
+
+
+def test_env_report() -> None:
+    report = json.loads(run("env", "--json").stdout)
+    assert report["packages"]["torch"] and "native_kernels" in report["cpu"] and "TORCHPAGED_CACHE" in report["environment"]
+    assert "TORCHPAGED_CHECK" in run("env").stdout
+
+
+def test_nonsense_in_the_environment_raises() -> None:
+    done = run("generate", "hello", "--model", "./no/such/folder", TORCHPAGED_DEBUG="maybe")
+    assert done.returncode and "TORCHPAGED_DEBUG: expected 0 or 1, got 'maybe'" in done.stderr

@@ -197,5 +197,8 @@ def test_bad_modules(argument: str, options: dict[str, Any]) -> None:
 def test_the_choice_follows_the_module() -> None:
     layer = PagedAttention(4, DIM, 2, sinks=[0.0] * 4, alibi_slopes=[0.5] * 4).to(torch.float64)
     assert layer.choice.name == "reference" and "dtype" in str(layer.choice.rejected) and layer.alibi_slopes.dtype == torch.float32
+
+
+def test_a_move_that_the_named_backend_cannot_follow(native: None) -> None:
     with pytest.raises(torchpaged.BackendUnavailableError, match="float64"):
         PagedAttention(4, DIM, 2, backend="cpu").to(torch.float64)

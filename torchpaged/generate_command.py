@@ -62,6 +62,8 @@ def run(settings: Settings) -> int:
             compile="auto" if settings.compile is None else settings.compile,
             progress=lambda done, total, text: bar.update(task, completed=done, total=total, description=text, visible=True),
         )  # fmt: skip
+    if not settings.as_json:
+        print(f"cache: {generator.model.kv_cache.describe()}", file=sys.stderr)
     ids: dict[int, int] = {}
     refused: dict[int, str] = {}
     for index, prompt in enumerate(settings.prompts):

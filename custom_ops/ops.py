@@ -42,6 +42,12 @@ SCHEMAS = {
     # slot_mapping [T] int64 = block * block_size + offset, -1 = skip; k_scale, v_scale: float32 scalars of fp8 caches
     "write_kv": """(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping,
         Tensor? k_scale=None, Tensor? v_scale=None) -> ()""",
+    # q [T, num_heads, head_dim], k, v, caches, slot_mapping and scales as in write_kv, positions [T] int64, cos_sin
+    # [max_position, rotary_dim] float32 or q's dtype (cosines in the first half, sines in the second), q_out like q: also
+    # written where the slot is -1. q_norm, k_norm [head_dim]: RMSNorm of each head, before the rotation.
+    "rope_write_kv": """(Tensor q, Tensor k, Tensor v, Tensor positions, Tensor cos_sin, Tensor slot_mapping, Tensor(a!) q_out,
+        Tensor(b!) k_cache, Tensor(c!) v_cache, *, Tensor? q_norm=None, Tensor? k_norm=None, float norm_eps=1e-6,
+        float norm_offset=0.0, bool interleaved=False, Tensor? k_scale=None, Tensor? v_scale=None) -> ()""",
     # q [T, num_heads, head_dim], block_table [B, max_blocks_per_req] int32, seq_lens [B] int32 (this step's tokens
     # included), query_start_loc [B + 1] int32, out [T, num_heads, head_dim_v], lse [T, num_heads] float32.
     # max_query_len: upper bound of query_len, known to the host (1 selects the decode kernels).
@@ -62,6 +68,9 @@ SCHEMAS = {
         Tensor(c!) seq_lens, Tensor(d!) slot_mapping, *, int block_size) -> ()""",
 }
 
+#: Ops with a native C++ kernel. The others run their reference on a CPU, as the default and as the .cpu overload.
+NATIVE_OPS = frozenset({"write_kv", "paged_attention", "merge_attn_states", "copy_blocks", "advance_step"})
+
 
 class BackendOps(NamedTuple):
     """The op handles of one backend; hold these, call these (a handle is bound once and traces as itself)."""
@@ -71,6 +80,7 @@ class BackendOps(NamedTuple):
     merge_attn_states: Any
     copy_blocks: Any
     advance_step: Any
+    rope_write_kv: Any
 
 
 # ---------------------------------------------------------------------------------------------------------- fakes
@@ -86,6 +96,19 @@ def _fake_write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_
     torch._check(k.shape[1] == k_cache.shape[2], lambda: f"k: expected {k_cache.shape[2]} heads, got {k.shape[1]}")
     torch._check(k.shape[2] == k_cache.shape[3], lambda: f"k: expected head_dim {k_cache.shape[3]}, got {k.shape[2]}")
     torch._check(v.shape[2] == v_cache.shape[3], lambda: f"v: expected head_dim {v_cache.shape[3]}, got {v.shape[2]}")
+
+
+def _fake_rope_write_kv(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, cos_sin: Tensor, slot_mapping: Tensor, q_out: Tensor,
+                        k_cache: Tensor, v_cache: Tensor, **_: Any) -> None:  # fmt: skip
+    _fake_write_kv(k, v, k_cache, v_cache, slot_mapping)
+    torch._check(q.dim() == 3 and q_out.dim() == 3, lambda: f"q, q_out: expected 3 dimensions, got {q.dim()}, {q_out.dim()}")
+    torch._check(cos_sin.dim() == 2, lambda: f"cos_sin: expected 2 dimensions, got {cos_sin.dim()}")
+    torch._check(positions.dtype == torch.int64, lambda: f"positions: expected int64, got {positions.dtype}")
+    torch._check(q.shape[0] == k.shape[0], lambda: "q, k: expected as many tokens")
+    torch._check(q.shape[0] == positions.shape[0], lambda: "q, positions: expected as many positions as tokens")
+    torch._check(q.shape[2] == k.shape[2], lambda: f"q: expected head_dim {k.shape[2]}, got {q.shape[2]}")
+    for d in range(3):
+        torch._check(q_out.shape[d] == q.shape[d], lambda: "q_out: expected the shape of q")
 
 
 def _fake_paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, seq_lens: Tensor,
@@ -104,7 +127,7 @@ def _fake_nothing(*_: Any, **__: Any) -> None:
     return None
 
 
-_FAKES = {"write_kv": _fake_write_kv, "paged_attention": _fake_paged_attention}
+_FAKES = {"write_kv": _fake_write_kv, "rope_write_kv": _fake_rope_write_kv, "paged_attention": _fake_paged_attention}
 
 
 # ----------------------------------------------------------------------------------------------- implementations
@@ -128,6 +151,7 @@ _TRITON_MODULES = {
     "merge_attn_states": "merge_attn_states",
     "copy_blocks": "copy_blocks",
     "advance_step": "advance_step",
+    "rope_write_kv": "rope_write_kv",
 }
 
 
@@ -142,11 +166,15 @@ def _register() -> None:
         LIBRARY.impl(f"{op}.reference", reference, "CompositeExplicitAutograd")
         LIBRARY.impl(f"{op}.triton", triton, "CompositeExplicitAutograd")
         LIBRARY.impl(op, triton, "CUDA")
-    if native.load():  # registers the default and the .cpu overload of every op for the CPU key
-        return
+    loaded = native.load()  # registers the default and the .cpu overload of NATIVE_OPS for the CPU key
     for op in SCHEMAS:
-        LIBRARY.impl(op, _lazy("torchpaged.custom_ops.reference", op), "CPU")
-        LIBRARY.impl(f"{op}.cpu", native.raise_absent, "CompositeExplicitAutograd")
+        reference = _lazy("torchpaged.custom_ops.reference", op)
+        if not loaded:
+            LIBRARY.impl(op, reference, "CPU")
+            LIBRARY.impl(f"{op}.cpu", native.raise_absent, "CompositeExplicitAutograd")
+        elif op not in NATIVE_OPS:
+            LIBRARY.impl(op, reference, "CPU")
+            LIBRARY.impl(f"{op}.cpu", reference, "CPU")
 
 
 _register()

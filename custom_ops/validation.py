@@ -115,6 +115,55 @@ def _check_cache_dtype(x: Tensor, cache: Tensor, k_scale: Tensor | None, v_scale
             raise ArgumentError(name, f"one scale or one per kv head ({cache.shape[2]})", _shape(scale))
 
 
+def check_rope_write_kv(
+    q: Tensor, k: Tensor, v: Tensor, positions: Tensor, cos_sin: Tensor, slot_mapping: Tensor, q_out: Tensor, k_cache: Tensor,
+    v_cache: Tensor, *, q_norm: Tensor | None = None, k_norm: Tensor | None = None, norm_eps: float = 1e-6, norm_offset: float = 0.0,
+    k_scale: Tensor | None = None, v_scale: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Every argument of ``rope_write_kv``; raises `ArgumentError` before anything is written."""
+    check_write_kv(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
+    check_dims("q", q, k.shape[0], None, k.shape[2])
+    check_dims("q_out", q_out, *q.shape)
+    check_dims("positions", positions, q.shape[0])
+    check_dims("cos_sin", cos_sin, None, None)
+    rotary_dim = cos_sin.shape[1]
+    if rotary_dim < 2 or rotary_dim % 2 or rotary_dim > q.shape[2]:
+        raise ArgumentError("cos_sin", f"shape [max_position, rotary_dim] with an even rotary_dim in [2, {q.shape[2]}]", _shape(cos_sin),
+                            "it holds rotary_dim / 2 cosines, then as many sines")  # fmt: skip
+    check_dtype("q", q, torch.bfloat16, torch.float16, torch.float32, torch.float64)
+    check_dtype("k", k, q.dtype)
+    check_dtype("q_out", q_out, q.dtype)
+    check_dtype("positions", positions, torch.int64)
+    check_dtype("cos_sin", cos_sin, torch.float32, q.dtype)
+    check_last_dim(q=q, q_out=q_out, cos_sin=cos_sin)
+    for name, weight in (("q_norm", q_norm), ("k_norm", k_norm)):
+        if weight is not None:
+            check_dims(name, weight, q.shape[2])
+            check_dtype(name, weight, q.dtype, torch.float32)
+            check_last_dim(**{name: weight})
+    check_device(k_cache.device, q=q, positions=positions, cos_sin=cos_sin, q_out=q_out, q_norm=q_norm, k_norm=k_norm)
+    if not norm_eps > 0:
+        raise ArgumentError("norm_eps", "a positive number", str(norm_eps))
+    if norm_offset and q_norm is None and k_norm is None:
+        raise ArgumentError("norm_offset", "0 without q_norm and k_norm", str(norm_offset), "give the weights of the norms")
+    for name, source in (("q", q), ("k", k), ("v", v)):
+        if _overlap(q_out, source):
+            raise ArgumentError("q_out", f"memory apart from {name}'s", "overlapping tensors", "allocate it with torch.empty_like(q)")
+    if positions.numel() and reads_values(k_cache.device):
+        low, high = (int(x) for x in torch.aminmax(positions))
+        if low < 0 or high >= cos_sin.shape[0]:
+            raise ArgumentError("positions", f"positions in [0, {cos_sin.shape[0]}), those of padding included", f"values in [{low}, {high}]",
+                                "give cos_sin more rows")  # fmt: skip
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether the address ranges of two tensors meet."""
+    if not a.numel() or not b.numel():
+        return False
+    ends = [t.data_ptr() + t.element_size() * (1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))) for t in (a, b)]
+    return a.data_ptr() < ends[1] and b.data_ptr() < ends[0]
+
+
 def check_paged_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, seq_lens: Tensor, query_start_loc: Tensor,
     out: Tensor, lse: Tensor | None = None, *, max_query_len: int, scale: float, causal: bool = True,

@@ -16,7 +16,7 @@ from torchpaged.custom_ops.errors import (
     TorchpagedError,
     UnsupportedModelError,
 )
-from torchpaged.functional import advance_step, copy_blocks, merge_attn_states, paged_attention, write_kv
+from torchpaged.functional import advance_step, copy_blocks, merge_attn_states, paged_attention, rope_write_kv, write_kv
 from torchpaged.metadata import AttentionMetadata
 
 __version__ = "0.1.0"
@@ -40,6 +40,7 @@ __all__ = [
     "list_backends",
     "merge_attn_states",
     "paged_attention",
+    "rope_write_kv",
     "select_backend",
     "use_backend",
     "write_kv",

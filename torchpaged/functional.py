@@ -61,6 +61,65 @@ def write_kv(
     ops.write_kv(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
 
 
+def rope_write_kv(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    norm_eps: float = 1e-6,
+    norm_offset: float = 0.0,
+    interleaved: bool = False,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    ops: BackendOps = _DEFAULT,
+) -> Tensor:
+    """RMSNorm of each head of q and k (optional), rotary embedding, and `write_kv` of this step's keys and values, in one pass.
+
+    Norm: ``x * rsqrt(mean(x^2) + norm_eps) * (norm_offset + weight)`` (arXiv:1910.07467; Qwen3 with offset 0, Gemma with 1).
+    Rotation (arXiv:2104.09864): ``(x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin)`` over the first ``rotary_dim`` of each head.
+    Both run in float32 and the result is rounded once, to q's dtype or the pools'. HuggingFace rounds more often: Qwen3's norm
+    before and after its weight, Gemma's once, and the rotation in the model's dtype after each product. In 16-bit dtypes
+    the results thus differ from HuggingFace's by a few units in the last place, and are the closer ones to the exact values.
+
+    Args:
+        q: ``[num_tokens, num_heads, head_dim]``; any strides with a contiguous last dimension, e.g. a slice of a fused qkv.
+        k: ``[num_tokens, num_kv_heads, head_dim]``, q's dtype, strides likewise.
+        v: ``[num_tokens, num_kv_heads, head_dim_v]``, likewise.
+        positions: ``[num_tokens]`` int64 in ``[0, max_position)``, those of padding rows included.
+        cos_sin: ``[max_position, rotary_dim]``, float32 or q's dtype: ``rotary_dim // 2`` cosines, then as many sines.
+        k_cache, v_cache, slot_mapping: as in `write_kv`; slot -1 skips the write, and the query is still returned.
+        q_norm, k_norm: ``[head_dim]`` weights in q's dtype or float32; None = no norm.
+        norm_eps: added to the mean of squares.
+        norm_offset: added to the weights.
+        interleaved: the pairs that turn together are ``(2i, 2i + 1)`` (GPT-J) instead of ``(i, i + rotary_dim // 2)`` (NeoX, Llama).
+        k_scale, v_scale: float32 ``[1]`` or ``[num_kv_heads]``, for fp8 pools: what is stored is ``x / scale``, saturated.
+        ops: whose kernels to run; default: the device's own (on a CPU the reference: there is no native kernel).
+
+    Returns:
+        The rotated queries, ``[num_tokens, num_heads, head_dim]`` in q's dtype, contiguous.
+
+    Raises:
+        ArgumentError: shapes, dtypes, devices, strides, positions or slots don't fit; nothing is written then.
+    """
+    q_out = q.new_empty(q.shape)
+    if not torch.compiler.is_compiling():
+        refuse_grad(q=q, k=k, v=v, q_norm=q_norm, k_norm=k_norm)
+        validation.check_rope_write_kv(
+            q, k, v, positions, cos_sin, slot_mapping, q_out, k_cache, v_cache, q_norm=q_norm, k_norm=k_norm, norm_eps=norm_eps,
+            norm_offset=norm_offset, k_scale=k_scale, v_scale=v_scale)  # fmt: skip
+    ops.rope_write_kv(
+        q, k, v, positions, cos_sin, slot_mapping, q_out, k_cache, v_cache, q_norm=q_norm, k_norm=k_norm, norm_eps=norm_eps,
+        norm_offset=norm_offset, interleaved=interleaved, k_scale=k_scale, v_scale=v_scale)  # fmt: skip
+    return q_out
+
+
 def paged_attention(
     q: Tensor,
     k_cache: Tensor,

@@ -207,8 +207,14 @@ def opcheck_cases(
     table = torch.tensor([[3, 1], [2, 9], [4, 5], [0, 0]], dtype=torch.int32, device=device)
     lens = torch.tensor([17, 4, 32, 0], dtype=torch.int32, device=device)
     pairs = torch.tensor([[1, 3], [-1, 2], [4, 5]], device=device)
+    qkv = torch.randn(num_tokens, num_heads + 2 * kv.shape[1], head_dim, dtype=dtype, device=device)
+    rope = (*qkv.split([num_heads, kv.shape[1], kv.shape[1]], dim=1), torch.arange(num_tokens, device=device) % 7 + 3)
+    rope = (*rope, torch.randn(10, head_dim, device=device), slots, torch.zeros_like(batch.q), batch.k_cache, batch.v_cache)
+    norms = {"q_norm": torch.randn(head_dim, device=device, dtype=dtype), "k_norm": torch.randn(head_dim, device=device)}
     cases: dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]] = {
         "write": ("write_kv", (kv, kv.clone(), batch.k_cache, batch.v_cache, slots), {}),
+        "rope": ("rope_write_kv", rope, {}),
+        "rope_norm": ("rope_write_kv", rope, {**norms, "norm_offset": 1.0, "interleaved": True}),
         "attention": ("paged_attention", (*attention, out), common),
         "attention_lse": ("paged_attention", (*attention, out, torch.zeros(num_tokens, num_heads, device=device)), common),
         "attention_full": ("paged_attention", (*attention, out), {**common, **batch.extras, "window_left": 9, "logits_soft_cap": 8.0}),

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from torchpaged.custom_ops import BACKEND_OPS, BackendOps
+from torchpaged.testing_rope import ROPE_CASES, make_rope_inputs
 
 GARBAGE = 2_000_000_011  # past the end of every table row; a kernel that follows it leaves the pool
 
@@ -177,6 +178,21 @@ def assert_attention_close(out: Tensor, lse: Tensor | None, batch: Batch, **opti
         )
 
 
+def assert_rope_close(ops: BackendOps, inputs: dict[str, Any]) -> None:
+    """One backend's ``rope_write_kv`` on ``inputs`` (which it writes into) against the reference in float64.
+
+    ``inputs``: from `torchpaged.testing_rope.make_rope_inputs`.
+    """
+    dtype = inputs["q"].dtype
+    same = {name: x.cpu().clone() if isinstance(x, Tensor) else x for name, x in inputs.items()}
+    wide = {name: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for name, x in same.items()}
+    BACKEND_OPS["reference"].rope_write_kv(**same)
+    BACKEND_OPS["reference"].rope_write_kv(**wide)
+    ops.rope_write_kv(**inputs)
+    for name in ("q_out", "k_cache", "v_cache"):
+        assert_within_budget(name, inputs[name], same[name], wide[name], dtype)
+
+
 #: Masks and score changes every backend that claims them is tested with: name -> options of the op.
 ATTENTION_VARIANTS: dict[str, dict[str, Any]] = {
     "causal": {},
@@ -207,14 +223,13 @@ def opcheck_cases(
     table = torch.tensor([[3, 1], [2, 9], [4, 5], [0, 0]], dtype=torch.int32, device=device)
     lens = torch.tensor([17, 4, 32, 0], dtype=torch.int32, device=device)
     pairs = torch.tensor([[1, 3], [-1, 2], [4, 5]], device=device)
-    qkv = torch.randn(num_tokens, num_heads + 2 * kv.shape[1], head_dim, dtype=dtype, device=device)
-    rope = (*qkv.split([num_heads, kv.shape[1], kv.shape[1]], dim=1), torch.arange(num_tokens, device=device) % 7 + 3)
-    rope = (*rope, torch.randn(10, head_dim, device=device), slots, torch.zeros_like(batch.q), batch.k_cache, batch.v_cache)
-    norms = {"q_norm": torch.randn(head_dim, device=device, dtype=dtype), "k_norm": torch.randn(head_dim, device=device)}
+    rope = [make_rope_inputs(**ROPE_CASES[name], dtype=dtype, device=device) for name in ("smollm2", "glm4")]
+    for inputs in rope:
+        inputs["k_cache"].nan_to_num_(0.5), inputs["v_cache"].nan_to_num_(0.5)
     cases: dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]] = {
         "write": ("write_kv", (kv, kv.clone(), batch.k_cache, batch.v_cache, slots), {}),
-        "rope": ("rope_write_kv", rope, {}),
-        "rope_norm": ("rope_write_kv", rope, {**norms, "norm_offset": 1.0, "interleaved": True}),
+        "rope": ("rope_write_kv", tuple(rope[0].values())[:9], {}),
+        "rope_norm": ("rope_write_kv", tuple(rope[1].values())[:9], dict(list(rope[1].items())[9:])),
         "attention": ("paged_attention", (*attention, out), common),
         "attention_lse": ("paged_attention", (*attention, out, torch.zeros(num_tokens, num_heads, device=device)), common),
         "attention_full": ("paged_attention", (*attention, out), {**common, **batch.extras, "window_left": 9, "logits_soft_cap": 8.0}),

@@ -16,7 +16,7 @@ from torch import Tensor
 from torchpaged.custom_ops import validation
 from torchpaged.custom_ops.triton.config import next_power_of_2, require_fp8, require_launchable
 
-_MANY_PROGRAMS = 1024  # from here on the GPU is full, and a program had better do more than one warp's work
+_MANY_PROGRAMS = 2048  # from here on the GPU is full, and a program had better do more than one warp's work
 _MAX_WARPS = 4
 
 
@@ -51,6 +51,15 @@ def rope_heads(
         x2 = tl.load(source + HALF + d, mask=here & (d < HALF), other=0.0).to(tl.float32)
     if ROTARY < DIM:
         x3 = tl.load(source + rest, mask=here & (rest < DIM), other=0.0).to(tl.float32)
+    if norm_ptr is not None:  # loaded ahead of the sum below, which waits for x
+        if INTERLEAVED:
+            w = tl.load(norm_ptr + pair, mask=pair < ROTARY, other=0.0).to(tl.float32)
+            w1, w2 = tl.split(tl.reshape(w, (1, HALF_PAD, 2)))
+        else:
+            w1 = tl.load(norm_ptr + d, mask=d < HALF, other=0.0).to(tl.float32)
+            w2 = tl.load(norm_ptr + HALF + d, mask=d < HALF, other=0.0).to(tl.float32)
+        if ROTARY < DIM:
+            w3 = tl.load(norm_ptr + rest, mask=rest < DIM, other=0.0).to(tl.float32)
     cos = tl.load(cos_sin_ptr + d, mask=d < HALF, other=0.0).to(tl.float32)
     sin = tl.load(cos_sin_ptr + HALF + d, mask=d < HALF, other=0.0).to(tl.float32)
     if norm_ptr is not None:
@@ -58,15 +67,9 @@ def rope_heads(
         if ROTARY < DIM:
             squares += tl.sum(x3 * x3, axis=1, keep_dims=True)
         inverse = tl.rsqrt(squares / DIM + norm_eps)  # [HEADS, 1]
-        if INTERLEAVED:
-            w = tl.load(norm_ptr + pair, mask=pair < ROTARY, other=0.0).to(tl.float32)
-            w1, w2 = tl.split(tl.reshape(w, (1, HALF_PAD, 2)))
-        else:
-            w1 = tl.load(norm_ptr + d, mask=d < HALF, other=0.0).to(tl.float32)
-            w2 = tl.load(norm_ptr + HALF + d, mask=d < HALF, other=0.0).to(tl.float32)
         x1, x2 = x1 * inverse * (norm_offset + w1), x2 * inverse * (norm_offset + w2)
         if ROTARY < DIM:
-            x3 = x3 * inverse * (norm_offset + tl.load(norm_ptr + rest, mask=rest < DIM, other=0.0).to(tl.float32))
+            x3 = x3 * inverse * (norm_offset + w3)
     scale = tl.load(scale_ptr + head * scale_head, mask=here, other=1.0) if scale_ptr is not None else 1.0
     y1, y2 = x1 * cos - x2 * sin, x2 * cos + x1 * sin
     target = target_ptr + head * target_head
@@ -117,15 +120,21 @@ def rope_write_kv_kernel(
             store_heads(target, v.to(tl.float32), here & (d < DIM_V), scale, v_scale_ptr is not None, LIMIT)
 
 
-def head_tiles(num_tokens: int, num_heads: int, num_kv_heads: int, rotary_dim: int, itemsize: int) -> tuple[int, int]:
-    """``(heads per program, num_warps)``: one warp with one 16-byte access per lane and half, more once the GPU is full."""
-    heads = max(1, min(32 * 16 // max(next_power_of_2(rotary_dim // 2) * itemsize, 16), next_power_of_2(max(num_heads, num_kv_heads))))
-    num_warps = 1
-    while num_warps < _MAX_WARPS and num_tokens * (-(-num_heads // heads) - (-num_kv_heads // heads)) > _MANY_PROGRAMS:
-        if heads >= max(num_heads, num_kv_heads):
-            break
+def head_tiles(num_tokens: int, num_heads: int, num_kv_heads: int, widest: int, itemsize: int) -> tuple[int, int]:
+    """``(heads per program, num_warps)``: one warp with one 16-byte access per lane and tile, more once the GPU is full.
+
+    ``widest``: the padded width of the widest tile, in numbers.
+    """
+    most = next_power_of_2(max(num_heads, num_kv_heads))
+    heads, num_warps = min(max(32 * 16 // (widest * itemsize), 1), most), 1
+    while num_warps < _MAX_WARPS and heads < most and num_tokens * num_groups(num_heads, num_kv_heads, heads) > _MANY_PROGRAMS:
         heads, num_warps = heads * 2, num_warps * 2
     return heads, num_warps
+
+
+def num_groups(num_heads: int, num_kv_heads: int, heads: int) -> int:
+    """Programs per token: groups of ``heads`` heads of q, then of k and v."""
+    return -(-num_heads // heads) + -(-num_kv_heads // heads)
 
 
 def rope_write_kv(
@@ -143,15 +152,16 @@ def rope_write_kv(
     if not q.shape[0]:
         return
     num_heads, num_kv_heads, dim, dim_v, rotary = q.shape[1], k.shape[1], q.shape[2], v.shape[2], cos_sin.shape[1]
-    heads, num_warps = head_tiles(q.shape[0], num_heads, num_kv_heads, rotary, q.element_size())
-    grid = (q.shape[0], -(-num_heads // heads) - (-num_kv_heads // heads))
-    rope_write_kv_kernel[grid](
+    half_pad, pass_pad, dim_v_pad = next_power_of_2(rotary // 2), next_power_of_2(dim - rotary), next_power_of_2(dim_v)
+    widest = max(half_pad, pass_pad, dim_v_pad // 2)
+    heads, num_warps = head_tiles(q.shape[0], num_heads, num_kv_heads, widest, q.element_size())
+    rope_write_kv_kernel[(q.shape[0], num_groups(num_heads, num_kv_heads, heads))](
         q, k, v, positions.contiguous(), cos_sin, slot_mapping.contiguous(), q_out, k_cache, v_cache, q_norm, k_norm, k_scale, v_scale,
         norm_eps, norm_offset, *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], cos_sin.stride(0), *q_out.stride()[:2],
         *k_cache.stride()[:3], *v_cache.stride()[:3],
         0 if k_scale is None or k_scale.numel() == 1 else k_scale.stride(-1),
         0 if v_scale is None or v_scale.numel() == 1 else v_scale.stride(-1),
-        NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEADS=heads, DIM=dim, ROTARY=rotary, HALF_PAD=next_power_of_2(rotary // 2),
-        PASS_PAD=next_power_of_2(dim - rotary), DIM_V=dim_v, DIM_V_PAD=next_power_of_2(dim_v), BLOCK_SIZE=k_cache.shape[1],
+        NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEADS=heads, DIM=dim, ROTARY=rotary, HALF_PAD=half_pad,
+        PASS_PAD=pass_pad, DIM_V=dim_v, DIM_V_PAD=dim_v_pad, BLOCK_SIZE=k_cache.shape[1],
         INTERLEAVED=interleaved, LIMIT=torch.finfo(k_cache.dtype).max if k_cache.element_size() == 1 else 0.0, num_warps=num_warps,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The command line: ``torchpaged generate | backends | env``.
+"""The command line: ``torchpaged generate | bench | backends | env``.
 
 typer and rich belong to the ``demo`` extra and are imported here only.
 """
@@ -22,9 +22,11 @@ except ImportError as _error:  # pragma: no cover - depends on the installation
 
 from torchpaged import env
 from torchpaged.backends import AttentionSpec, get_backend, list_backends, select_backend
+from torchpaged.bench_command import app as bench_app
 from torchpaged.custom_ops.errors import TorchpagedError
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__, pretty_exceptions_enable=False)
+app.add_typer(bench_app, name="bench")
 DTYPES = {
     "fp32": torch.float32,
     "bf16": torch.bfloat16,

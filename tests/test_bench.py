@@ -1,0 +1,346 @@
+"""The attention benchmark: its registry, its oracle, its gate, what it reports about peers, and the whole command on a CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from torchpaged.bench import attention, inputs, timing
+from torchpaged.bench.cases import LLAMA_8B, SUITES, AttentionCase, _case, select_cases
+from torchpaged.bench.contenders import Contender, Prepared, contenders, own_backend
+from torchpaged.bench.inputs import Inputs
+from torchpaged.bench.summary import exit_code, summarise
+from torchpaged.custom_ops import BACKEND_OPS
+from torchpaged.custom_ops.errors import ArgumentError, BackendUnavailableError
+
+ROOT = Path(__file__).parents[1]
+CPU = torch.device("cpu")
+CEILINGS = {"bytes_per_s": 1e10, "flop_per_s": 1e11}
+RAGGED = _case("smoke", (4, 2, 64), "ragged", [40, 17, 90], [1, 5, 60], dtype=torch.float32)
+DECODE_IDEALS = [1.0, 7.7, 7.7, 61.7, 246.8, 246.8, 493.7, 123.4, 184.6, 147.8, 61.7, 246.8, 11.6, 46.3, 30.9, 123.4, 30.9, 123.4]
+
+
+# ---------------------------------------------------------------------------------------------------------- registry
+def test_decode_has_the_published_cases() -> None:
+    """Ideal microseconds at 4.35 TB/s as the published table of peers has them, case by case."""
+    ideals = [case.ideal_us(4.35e12, 7e14) for case in SUITES["decode"]]
+    assert [round(us, 1) for us, _ in ideals] == DECODE_IDEALS
+    assert {bound for _, bound in ideals} == {"memory"}
+
+
+def test_names_are_unique_and_suites_named() -> None:
+    names = [case.name for suite, cases in SUITES.items() for case in cases if case.suite == suite]
+    assert len(names) == sum(map(len, SUITES.values())) == len({(c.name, c.suite) for cases in SUITES.values() for c in cases})
+    assert {case.block_size for case in SUITES["block-size"]} == {1, 16, 64, 256}
+    assert {case.kv_dtype for case in SUITES["decode-fp8"]} == {torch.float8_e4m3fn}
+
+
+def test_flops_count_the_visible_pairs() -> None:
+    pairs = sum(seq - query + i + 1 for seq, query in zip(RAGGED.seq_lens, RAGGED.query_lens, strict=True) for i in range(query))
+    assert RAGGED.flops() == 4 * 4 * 64 * pairs
+    chunk = SUITES["prefill"][-1]
+    assert chunk.ideal_us(4.35e12, 7e14)[1] == "compute" and chunk.seq_lens == (33280,)
+
+
+def test_fp8_halves_the_bytes() -> None:
+    assert 2 * SUITES["decode-fp8"][0].useful_bytes() == SUITES["decode"][4].useful_bytes()
+
+
+def test_selection() -> None:
+    assert [case.block_size for case in select_cases(["decode"], "32/8/128 64X4K")] == [16, 64]
+    assert {case.suite for case in select_cases(["all"])} == set(SUITES) - {"smoke"}
+    changed = select_cases(["decode-fp8"], "8x8k", torch.float16)[0]
+    assert changed.dtype == torch.float16 and changed.kv_dtype == torch.float8_e4m3fn
+    with pytest.raises(ArgumentError, match="suite: expected one of all, decode"):
+        select_cases(["nope"])
+    with pytest.raises(ArgumentError, match="case: expected part of a case's name"):
+        select_cases(["decode"], "no such case")
+
+
+@pytest.mark.parametrize("case", [case for cases in SUITES.values() for case in cases], ids=lambda case: f"{case.suite}-{case.name}")
+def test_caches_rotate_beyond_l2(case: AttentionCase) -> None:
+    layers = inputs.num_layers(case)
+    assert 2 <= layers <= 24 and (layers == 24 or layers * case.useful_bytes() > 3.5 * 60e6)
+    assert timing.calls_per_round(case, case.ideal_us(4.35e12, 7e14)[0]) % layers == 0
+
+
+# ------------------------------------------------------------------------------------------------- inputs and oracle
+def test_blocks_are_shuffled_and_owned_once() -> None:
+    case = _case("smoke", (4, 2, 64), "many", [100, 33, 7, 200], dtype=torch.float32)
+    made = inputs.make_inputs(case, CPU)
+    owned = [made.block_table[row, : -(-length // 16)].tolist() for row, length in enumerate(case.seq_lens)]
+    flat = [block for row in owned for block in row]
+    assert sorted(flat) == list(range(1, case.num_blocks + 1)) and flat != sorted(flat)
+    assert not torch.equal(made.k_caches[0], made.k_caches[-1])
+
+
+@pytest.mark.parametrize("elements", [1 << 26, 1 << 8])
+def test_the_oracle_is_the_reference(monkeypatch: pytest.MonkeyPatch, elements: int) -> None:
+    monkeypatch.setattr(inputs, "_ORACLE_ELEMENTS", elements)
+    made = inputs.make_inputs(RAGGED, CPU)
+    q, k, v = (t.double() for t in (made.q, made.k_caches[1], made.v_caches[1]))
+    out = torch.empty_like(q)
+    BACKEND_OPS["reference"].paged_attention(
+        q, k, v, made.block_table, made.seq_lens, made.query_start_loc, out, None, max_query_len=60, scale=made.scale
+    )
+    exact = inputs.exact_outputs(RAGGED, made, 1)
+    assert set(exact) == {0, 2} and len(exact[2][0]) == 60
+    assert inputs.relative_error(RAGGED, out, exact) < 1e-6
+    assert inputs.relative_error(RAGGED, out, inputs.exact_outputs(RAGGED, made, 0)) > 0.1
+
+
+def test_of_long_queries_the_ends_are_checked() -> None:
+    case = _case("smoke", (2, 1, 16), "long", [700], 600, dtype=torch.float32)
+    rows, reference = inputs.exact_outputs(case, inputs.make_inputs(case, CPU), 0)[0]
+    assert len(rows) == 256 and rows[0] == 0 and rows[-1] == 599 and len(rows.unique()) == 256 and reference.shape == (256, 2, 16)
+
+
+# --------------------------------------------------------------------------------------------------------------- gate
+def planted(name: str, spoil: Any) -> Contender:
+    """The reference with a fault: ``spoil(out, layer, inputs, case)`` after each call."""
+
+    def prepare(case: AttentionCase, made: Inputs) -> Prepared:
+        right = own_backend("reference").prepare(case, made)
+
+        def call(layer: int) -> Tensor:
+            out = right.calls[layer]()
+            spoil(out, layer, made, case)
+            return out
+
+        return Prepared([partial(call, layer) for layer in range(made.num_layers)])
+
+    return Contender(name, False, lambda: None, lambda case, device: None, prepare)
+
+
+def _drop_last_head(out: Tensor, layer: int, made: Inputs, case: AttentionCase) -> None:
+    out[-1, -1] = 0
+
+
+def _leave_a_row(out: Tensor, layer: int, made: Inputs, case: AttentionCase) -> None:
+    out[2] = float("nan")
+
+
+def _wrong_in_other_layers(out: Tensor, layer: int, made: Inputs, case: AttentionCase) -> None:
+    if layer:
+        out.mul_(1.01)
+
+
+def _raise(out: Tensor, layer: int, made: Inputs, case: AttentionCase) -> None:
+    raise RuntimeError("out of registers")
+
+
+def _nothing(out: Tensor, layer: int, made: Inputs, case: AttentionCase) -> None:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("spoil", "status", "words"),
+    [
+        (_nothing, "timed", ""),
+        (_drop_last_head, "wrong", "relative error"),
+        (_leave_a_row, "wrong", "not finite"),
+        (_wrong_in_other_layers, "wrong", "relative error"),
+        (_raise, "failed", "RuntimeError: out of registers"),
+    ],
+)
+def test_the_gate(spoil: Any, status: str, words: str) -> None:
+    with torch.inference_mode():
+        row = attention.measure_case(RAGGED, [planted("right", _nothing), planted("it", spoil)], CPU, CEILINGS, repeats=1)
+    entry = row["contenders"]["it"]
+    assert entry["status"] == status and words in entry.get("reason", "") and ("us" in entry) == (status == "timed")
+    assert row["contenders"]["right"]["status"] == "timed" and row["contenders"]["right"]["us"] > 0
+    if status != "timed":
+        assert row["best_peer"] == "right"
+
+
+def test_a_dropped_fp8_scale_is_found() -> None:
+    case = replace(_case("smoke", (4, 2, 64), "fp8", [300, 90], kv_dtype=torch.float8_e4m3fn), dtype=torch.float32)
+
+    def forgetful(case: AttentionCase, made: Inputs) -> Prepared:
+        return own_backend("reference").prepare(case, replace(made, k_scale=torch.ones(1)))
+
+    liar = Contender("liar", False, lambda: None, lambda case, device: None, forgetful)
+    row = attention.measure_case(case, [own_backend("reference"), liar], CPU, CEILINGS, repeats=1)
+    assert row["contenders"]["reference"]["status"] == "timed", row
+    assert row["contenders"]["liar"]["status"] == "wrong"
+
+
+def test_too_little_memory_skips_the_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "free_bytes", lambda device: 1000)
+    row = attention.measure_case(SUITES["decode"][6], [own_backend("reference")], CPU, CEILINGS, repeats=1)
+    assert "GiB are free" in row["skipped"] and not row["contenders"]
+    assert summarise([row])["skipped"] == {row["case"]: row["skipped"]}
+
+
+# -------------------------------------------------------------------------------------------------- timing, summary
+def test_contenders_take_turns() -> None:
+    order: list[str] = []
+
+    class Fake:
+        def __init__(self, name: str, us: float) -> None:
+            self.name, self.us = name, us
+
+        def burst(self, count: int) -> list[float]:
+            order.append(self.name)
+            return [self.us] * (count - 1) + [1000.0]
+
+    result = timing.interleave({"a": Fake("a", 2.0), "b": Fake("b", 3.0)}, repeats=10)
+    assert order == ["a", "b"] * 3 and result["a"].samples == 12
+    assert (result["a"].median_us, result["a"].p20_us, result["b"].median_us) == (2.0, 2.0, 3.0) and result["b"].p80_us > 3.0
+
+
+def _row(case: str, own: float, peer: float | None) -> dict[str, Any]:
+    entries: dict[str, Any] = {"triton": {"status": "timed", "us": own}}
+    entries["fa3"] = {"status": "timed", "us": peer} if peer else {"status": "absent", "reason": "not installed"}
+    return {"case": case, "suite": "decode", "contenders": entries, "ratio": peer and peer / own}
+
+
+def test_summary() -> None:
+    rows = [_row("a", 10.0, 20.0), _row("b", 10.0, 5.0), _row("c", 10.0, None)]
+    summary = summarise(rows)
+    assert summary["geomean"] == pytest.approx(1.0) and (summary["worst"], summary["worst_case"], summary["compared"]) == (0.5, "b", 2)
+    assert exit_code({"rows": rows, "summary": summary}) == 0
+    rows[0]["contenders"]["fa3"] = {"status": "wrong", "reason": "relative error"}
+    assert exit_code({"rows": rows, "summary": summarise(rows)}) == 1
+    assert summarise(rows)["wrong_or_failed"] == ["a: fa3 wrong: relative error"]
+
+
+def test_mixed_against_its_parts() -> None:
+    rows = [_row(case.name, us, None) for case, us in zip(SUITES["mixed"], (9.0, 4.0, 6.0), strict=True)]
+    assert summarise(rows)["mixed_over_parts"] == {"triton": pytest.approx(0.9)}
+    assert summarise(rows[:2])["mixed_over_parts"] == {}
+
+
+# ------------------------------------------------------------------------------------------------------- contenders
+def test_absent_peers_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flashinfer", None)
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
+    everybody = contenders(CPU, ["reference"])
+    row = attention.measure_case(RAGGED, everybody, CPU, CEILINGS, repeats=1)
+    entries = row["contenders"]
+    assert list(entries) == ["reference", "sdpa", "flex", "flashinfer", "flashinfer-fa3", "fa3"]
+    assert all(entries[name]["status"] == "absent" for name in ("flashinfer", "flashinfer-fa3", "fa3"))
+    assert "pip install tokenspeed-fa3" in entries["fa3"]["reason"] and "lengths differ" in entries["sdpa"]["reason"]
+
+
+def test_who_runs() -> None:
+    assert [c.name for c in contenders(CPU, peers=False)][:1] != ["reference"]
+    assert [c.name for c in contenders(torch.device("cuda"), peers=False)] == ["triton"]
+    with pytest.raises(BackendUnavailableError, match="got 'nope'"):
+        contenders(CPU, ["nope"])
+    with pytest.raises(ArgumentError, match="skip: expected one of reference"):
+        contenders(CPU, ["reference"], skip=["nope"])
+
+
+@pytest.mark.parametrize("name", ["1x512 whole", "64x4k b16", "chunk 512"])
+def test_why_peers_refuse(name: str) -> None:
+    case = select_cases(["prefill", "block-size"], name)[0]
+    peers = {c.name: c for c in contenders(CPU, ["reference"])}
+    gpu = torch.device("cuda")
+    assert (peers["flashinfer-fa3"].why_not(case, gpu) is None) == (not case.is_decode)
+    assert peers["flashinfer"].why_not(case, gpu) is None and peers["flashinfer"].why_not(case, CPU)
+    assert (peers["sdpa"].why_not(case, gpu) is None) == ("chunk" not in name)
+    assert peers["fa3"].why_not(replace(case, kv_dtype=torch.float8_e4m3fn), CPU)
+
+
+@pytest.mark.parametrize("queries", [1, 96])
+def test_sdpa_gathers_in_order(queries: int) -> None:
+    case = _case("smoke", (8, 2, 64), "dense", [96] * 3, queries, dtype=torch.float32)
+    sdpa = next(c for c in contenders(CPU, ["reference"]) if c.name == "sdpa")
+    row = attention.measure_case(case, [own_backend("reference"), sdpa], CPU, CEILINGS, repeats=1)
+    assert row["contenders"]["sdpa"]["status"] == "timed" and row["contenders"]["sdpa"]["error"] < 1e-5
+    assert row["best_own"] == "reference" and row["ratio"] > 0
+
+
+# ------------------------------------------------------------------------------------------------------ the commands
+ARGUMENTS = ["--suite", "smoke", "--device", "cpu", "--repeats", "4", "--bandwidth", "0.01", "--flop-rate", "0.1"]
+
+
+def test_the_command(native: None, tmp_path: Path) -> None:
+    pytest.importorskip("typer")
+    pytest.importorskip("rich")
+    from typer.testing import CliRunner
+
+    from torchpaged.cli import app
+
+    file = tmp_path / "result.json"
+    done = CliRunner().invoke(app, ["bench", "attention", *ARGUMENTS, "--output", str(file)])
+    assert done.exit_code == 0, done.output
+    document = json.loads(done.stdout.splitlines()[-1])
+    assert len(done.stdout.splitlines()) == 1 and json.loads(file.read_text()) == document
+    assert [row["case"] for row in document["rows"]] == [case.name for case in SUITES["smoke"]]
+    for row in document["rows"]:
+        entry = row["contenders"]["cpu"]
+        assert entry["status"] == "timed" and entry["p20_us"] <= entry["us"] <= entry["p80_us"] and entry["samples"] >= 4
+        assert {entry["status"] for entry in row["contenders"].values()} <= {"timed", "absent", "unsupported"}
+        assert all("reason" in entry for entry in row["contenders"].values() if entry["status"] != "timed")
+    assert document["ceilings"]["bytes_per_s"] == 1e10 and document["summary"]["compared"] >= 2
+    assert document["conditions"]["torch"] == torch.__version__ and "command" in document["conditions"]
+    assert "peer/own" in done.stderr and "fa3" in done.stderr and "geomean" in done.stderr
+
+
+def test_both_command_lines_have_the_same_options(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("typer")
+    import inspect
+
+    from torchpaged.bench_command import attention as command
+
+    with pytest.raises(SystemExit):
+        attention.main(["--help"])
+    text = capsys.readouterr().out
+    assert [name for name in inspect.signature(command).parameters if f"--{name.replace('_', '-')}" not in text] == []
+
+
+def test_without_typer_and_rich() -> None:
+    """The library's bench needs torch only; the table comes in plain text, the JSON alone on stdout."""
+    code = (
+        "import sys; sys.modules['typer'] = sys.modules['rich'] = None; from torchpaged.bench.attention import main; "
+        f"raise SystemExit(main({[*ARGUMENTS, '--case', 'edges', '--backends', 'reference', '--no-peers']!r}))"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["rows"][0]["contenders"]["reference"]["status"] == "timed"
+    assert "peer/own" in done.stderr and "no case with both" in done.stderr
+
+
+def test_json_only_and_refusals(capsys: pytest.CaptureFixture[str]) -> None:
+    assert attention.main([*ARGUMENTS, "--case", "edges", "--backends", "reference", "--no-peers", "--json-only"]) == 0
+    seen = capsys.readouterr()
+    assert seen.err == "" and json.loads(seen.out)
+    assert attention.main(["--dtype", "int8"]) == 2
+    assert "dtype: expected one of fp32" in capsys.readouterr().err
+    assert attention.main(["--repeats", "0"]) == 2
+
+
+def test_the_plot(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    options = attention.Options(
+        ["smoke"], "edges", ["reference"], peers=False, device="cpu", repeats=1, bandwidth=0.01, flop_rate=0.1, json_only=True,
+        plot=str(tmp_path / "plot.png"),
+    )  # fmt: skip
+    attention.run(options)
+    assert (tmp_path / "plot.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_no_plot_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ArgumentError, match=r"plot: expected matplotlib .* pip install 'torchpaged\[bench\]'"):
+        attention.run(attention.Options(["smoke"], plot="x.png"))
+
+
+def test_the_geometry_is_refused_when_it_is_nonsense() -> None:
+    with pytest.raises(ArgumentError, match="query_lens: expected 1 to seq_len"):
+        _case("smoke", LLAMA_8B, "bad", [4], 5)
+    with pytest.raises(ArgumentError, match="num_heads: expected a multiple"):
+        _case("smoke", (9, 2, 64), "bad", [4])

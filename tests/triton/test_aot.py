@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from torchpaged.custom_ops.triton.copy_blocks import copy_blocks_kernel
 from torchpaged.custom_ops.triton.decode import decode_kernel, merge_kernel
 from torchpaged.custom_ops.triton.merge_attn_states import merge_attn_states_kernel
 from torchpaged.custom_ops.triton.prefill import prefill_kernel
+from torchpaged.custom_ops.triton.rope_write_kv import head_tiles, rope_write_kv_kernel
 from torchpaged.custom_ops.triton.write_kv import write_kv_kernel
 
 _spec = importlib.util.spec_from_file_location("aot", Path(__file__).with_name("aot.py"))
@@ -129,3 +131,41 @@ def test_small_kernels_compile(target: str) -> None:
     )
     pointers = {"sampled_ptr": "i64", "table_ptr": "i32", "ids_ptr": "i64", "positions_ptr": "i64", "lens_ptr": "i32", "slots_ptr": "i64"}
     check(aot.compile_kernel(advance_step_kernel, target, pointers, {"BLOCK_SIZE": 16, "ROWS": 128}), target, True)
+
+
+ROPE = {  # (num_heads, num_kv_heads, head_dim, rotary_dim), num_tokens, options
+    "one_token": ((32, 8, 128, 128), 1, {}),
+    "many_tokens": ((32, 8, 128, 128), 512, {}),
+    "smollm2": ((9, 3, 64, 64), 8, {}),
+    "qwen3": ((32, 8, 128, 128), 8, {"norms": True}),
+    "gptj": ((16, 16, 256, 64), 8, {"INTERLEAVED": True}),
+    "phi": ((32, 32, 80, 32), 8, {"norms": True}),
+    "fp8": ((32, 8, 128, 128), 8, {"fp8": True}),
+}
+
+
+@pytest.mark.parametrize("case", ROPE)
+@pytest.mark.parametrize("target", aot.TARGETS)
+def test_rope_write_kv_compiles(target: str, case: str) -> None:
+    (heads, kv_heads, dim, rotary), num_tokens, options = ROPE[case]
+    fp8 = options.get("fp8", False)
+    if fp8 and target in ("sm_80", "gfx942"):
+        pytest.skip("float8_e4m3fn needs compute capability 8.9")
+    pads = {"HALF_PAD": config.next_power_of_2(rotary // 2), "PASS_PAD": config.next_power_of_2(dim - rotary)}
+    width = config.next_power_of_2(dim)
+    tile, num_warps = head_tiles(num_tokens, heads, kv_heads, max(*pads.values(), width // 2), 2)
+    constants: dict[str, Any] = {
+        "NUM_HEADS": heads, "NUM_KV_HEADS": kv_heads, "HEADS": tile, "DIM": dim, "ROTARY": rotary, **pads, "DIM_V": dim,
+        "DIM_V_PAD": width, "BLOCK_SIZE": 16, "INTERLEAVED": options.get("INTERLEAVED", False), "LIMIT": 448.0 if fp8 else 0.0,
+    }  # fmt: skip
+    pointers = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "q_out_ptr"), "bf16") | {"cos_sin_ptr": "fp32"}
+    pointers |= dict.fromkeys(("k_cache_ptr", "v_cache_ptr"), "fp8e4nv" if fp8 else "bf16")
+    pointers |= dict.fromkeys(("positions_ptr", "slot_ptr"), "i64")
+    for names, given, kind in ((("q_norm_ptr", "k_norm_ptr"), options.get("norms"), "bf16"), (("k_scale_ptr", "v_scale_ptr"), fp8, "fp32")):
+        (pointers if given else constants).update(dict.fromkeys(names, kind if given else None))
+    compiled = aot.compile_kernel(rope_write_kv_kernel, target, pointers, constants, ("norm_eps", "norm_offset"), num_warps=num_warps)
+    check(compiled, target, no_spills=True)
+    if target != "gfx942":
+        assert "ld.global.v4" in compiled.asm["ptx"] and "st.global.v4" in compiled.asm["ptx"], "16-byte accesses"
+        narrow = re.findall(r"st\.global\.(?:b8|b16|b32)", compiled.asm["ptx"])
+        assert rotary < dim or not narrow, narrow  # a small part of a head does not fill a warp with 16-byte accesses

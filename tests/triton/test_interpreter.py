@@ -12,9 +12,12 @@ from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.testing import (
     ATTENTION_VARIANTS,
     BATCH_SPECS,
+    ROPE_CASES,
     BatchSpec,
     assert_attention_close,
+    assert_rope_close,
     make_batch,
+    make_rope_inputs,
     opcheck_cases,
     run_paged_attention,
 )
@@ -75,7 +78,7 @@ def test_opcheck(case: str) -> None:
     torch.library.opcheck(getattr(TRITON, op), args, kwargs)
 
 
-@pytest.mark.parametrize("case", ["write", "merge", "copy", "advance"])
+@pytest.mark.parametrize("case", ["write", "rope", "rope_norm", "merge", "copy", "advance"])
 def test_other_ops_match_the_reference(case: str) -> None:
     results = []
     for ops in (TRITON, REFERENCE):
@@ -104,3 +107,48 @@ def test_fp8_writes_saturate() -> None:
         cache = torch.zeros(2, 4, 1, 4, dtype=torch.float8_e4m3fn)
         ops.write_kv(k, k, cache, cache.clone(), torch.tensor([5]), torch.full((1,), 2.0), torch.ones(1))
         assert cache[1, 1, 0].float().tolist() == [448.0, -448.0, 0.25, 1.5]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", ROPE_CASES)
+def test_rope_write_kv(case: str, dtype: torch.dtype) -> None:
+    inputs = make_rope_inputs(**ROPE_CASES[case], dtype=dtype)
+    assert_rope_close(TRITON, inputs)
+    kept = inputs["slot_mapping"] >= 0
+    block_size = inputs["v_cache"].shape[1]
+    where = inputs["slot_mapping"][kept] // block_size, inputs["slot_mapping"][kept] % block_size
+    assert torch.equal(inputs["v_cache"][where], inputs["v"][kept]), "values are copied as they are"
+
+
+@pytest.mark.parametrize(("heads", "num_warps"), [(1, 1), (2, 1), (16, 4)])
+def test_rope_write_kv_with_other_tiles(heads: int, num_warps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number of heads per program depends on the batch size; every choice gives the same."""
+    from torchpaged.custom_ops.triton import rope_write_kv
+
+    monkeypatch.setattr(rope_write_kv, "head_tiles", lambda *_: (heads, num_warps))
+    for case in ("smollm2", "glm4", "heads_first"):
+        assert_rope_close(TRITON, make_rope_inputs(**ROPE_CASES[case], dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("scales", [None, 1, 2])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_rope_write_kv_into_fp8_pools(dtype: torch.dtype, scales: int | None) -> None:
+    """The bytes of the reference, saturated and scaled, where Triton's interpreter can tell.
+
+    It loses the carry where a number is rounded up to a power of two (1.99 becomes 1) and truncates subnormals; GPUs do not.
+    """
+    results = []
+    for ops in (TRITON, REFERENCE):
+        inputs = make_rope_inputs(cache_dtype=dtype, norms=("k_norm",))
+        inputs["v"].mul_(1e5)
+        if scales:
+            inputs |= {"k_scale": torch.linspace(0.5, 2.0, scales), "v_scale": torch.linspace(2.0, 0.25, scales)}
+        ops.rope_write_kv(**inputs)
+        results.append(inputs)
+    mantissa = 7 if dtype == torch.float8_e4m3fn else 3
+    for name in ("k_cache", "v_cache"):
+        got, want = (inputs[name].view(torch.uint8) for inputs in results)
+        compared = ((want & mantissa) != 0) & ((want & 0x7F) > mantissa) & ((want & 0x7F) != 0x7F)  # the last: NaN, never written
+        assert int(compared.sum()) > 150, name
+        assert torch.equal(got[compared], want[compared]), name
+    assert float(results[0]["v_cache"].float().nan_to_num(0.0).abs().max()) == torch.finfo(dtype).max

@@ -9,6 +9,7 @@ import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -200,8 +201,8 @@ def test_contenders_take_turns() -> None:
 
 
 def _row(case: str, own: float, peer: float | None) -> dict[str, Any]:
-    entries: dict[str, Any] = {"triton": {"status": "timed", "us": own}}
-    entries["fa3"] = {"status": "timed", "us": peer} if peer else {"status": "absent", "reason": "not installed"}
+    entries: dict[str, Any] = {"triton": {"own": True, "status": "timed", "us": own}}
+    entries["fa3"] = {"own": False, **({"status": "timed", "us": peer} if peer else {"status": "absent", "reason": "not installed"})}
     return {"case": case, "suite": "decode", "contenders": entries, "ratio": peer and peer / own}
 
 
@@ -209,10 +210,11 @@ def test_summary() -> None:
     rows = [_row("a", 10.0, 20.0), _row("b", 10.0, 5.0), _row("c", 10.0, None)]
     summary = summarise(rows)
     assert summary["geomean"] == pytest.approx(1.0) and (summary["worst"], summary["worst_case"], summary["compared"]) == (0.5, "b", 2)
-    assert exit_code({"rows": rows, "summary": summary}) == 0
-    rows[0]["contenders"]["fa3"] = {"status": "wrong", "reason": "relative error"}
-    assert exit_code({"rows": rows, "summary": summarise(rows)}) == 1
-    assert summarise(rows)["wrong_or_failed"] == ["a: fa3 wrong: relative error"]
+    assert exit_code({"rows": rows}) == 0
+    rows[0]["contenders"]["fa3"] |= {"status": "wrong", "reason": "relative error"}
+    assert exit_code({"rows": rows}) == 0 and summarise(rows)["wrong_or_failed"] == ["a: fa3 wrong: relative error"]
+    rows[0]["contenders"]["triton"] |= {"status": "failed", "reason": "no registers"}
+    assert exit_code({"rows": rows}) == 1 and exit_code({"rows": []}) == 1
 
 
 def test_mixed_against_its_parts() -> None:
@@ -251,6 +253,82 @@ def test_why_peers_refuse(name: str) -> None:
     assert peers["flashinfer"].why_not(case, gpu) is None and peers["flashinfer"].why_not(case, CPU)
     assert (peers["sdpa"].why_not(case, gpu) is None) == ("chunk" not in name)
     assert peers["fa3"].why_not(replace(case, kv_dtype=torch.float8_e4m3fn), CPU)
+
+
+class _Wrapper:
+    """FlashInfer's wrappers in plain torch, reading what the real ones read: CSR tables, and scale from the plan."""
+
+    def __init__(self, workspace: Tensor, layout: str, *, use_cuda_graph: bool, backend: str, use_tensor_cores: bool = False, **_: Tensor):
+        self.layout = layout
+
+    def run(self, q: Tensor, pair: tuple[Tensor, Tensor], *, out: Tensor) -> None:
+        axis = 1 if self.layout == "NHD" else 2
+        assert all(cache.is_contiguous() and cache.shape[axis] == self.block_size for cache in pair)
+        k, v = (cache if axis == 1 else cache.transpose(1, 2) for cache in pair)
+        for row in range(len(self.last)):
+            blocks = self.indices[self.indptr[row] : self.indptr[row + 1]].long()
+            length = (len(blocks) - 1) * self.block_size + int(self.last[row])
+            start, end = int(self.starts[row]), int(self.starts[row + 1])
+            bias = torch.ones(end - start, length, dtype=torch.bool).tril(length - (end - start))
+            keys, values = (cache[blocks].flatten(0, 1)[:length].float().transpose(0, 1)[None] for cache in (k, v))
+            wide = q[start:end].transpose(0, 1)[None].float()
+            got = torch.nn.functional.scaled_dot_product_attention(wide, keys, values, bias, scale=self.scale, enable_gqa=True)
+            out[start:end] = got[0].transpose(0, 1)
+
+    def _plan(self, starts: Tensor, indptr: Tensor, indices: Tensor, last: Tensor, heads: Any, options: dict[str, Any]) -> None:
+        self.starts, self.indptr, self.indices, self.last, self.block_size = starts, indptr, indices, last, heads[3]
+        self.scale = options["sm_scale"]
+
+
+class _Decode(_Wrapper):
+    def plan(self, indptr: Tensor, indices: Tensor, last: Tensor, *heads: int, **options: Any) -> None:
+        self._plan(torch.arange(len(last) + 1), indptr, indices, last, heads, options)
+
+
+class _Prefill(_Wrapper):
+    def plan(self, starts: Tensor, indptr: Tensor, indices: Tensor, last: Tensor, *heads: int, causal: bool, **options: Any) -> None:
+        assert causal
+        self._plan(starts, indptr, indices, last, heads, options)
+
+
+def _fa3(log: list[Any]) -> Any:
+    """FlashAttention-3's two functions in plain torch, over the reference op."""
+
+    def flash_attn_with_kvcache(
+        q: Tensor, k: Tensor, v: Tensor, *, cache_seqlens: Tensor, page_table: Tensor, softmax_scale: float, causal: bool,
+        scheduler_metadata: str, cu_seqlens_q: Tensor | None = None, max_seqlen_q: int | None = None,
+    ) -> Tensor:  # fmt: skip
+        assert causal and scheduler_metadata == "metadata" and (q.dim() == 4) == (cu_seqlens_q is None)
+        log.append(q.dim())
+        longest = max_seqlen_q or q.shape[1]
+        starts = torch.arange(q.shape[0] + 1, dtype=torch.int32) * longest if cu_seqlens_q is None else cu_seqlens_q
+        flat = q.reshape(-1, *q.shape[-2:])
+        out = torch.empty_like(flat)
+        BACKEND_OPS["reference"].paged_attention(
+            flat, k, v, page_table, cache_seqlens, starts, out, None, max_query_len=longest, scale=softmax_scale
+        )
+        return out.view_as(q)
+
+    return SimpleNamespace(flash_attn_with_kvcache=flash_attn_with_kvcache, get_scheduler_metadata=lambda *_, **__: "metadata")
+
+
+@pytest.mark.parametrize("heads_first", [False, True])
+@pytest.mark.parametrize("queries", [1, 4, [1, 5, 60]], ids=["decode", "speculative", "ragged"])
+def test_peers_are_called_rightly(monkeypatch: pytest.MonkeyPatch, queries: Any, heads_first: bool) -> None:
+    """The adapters' own work (CSR, starts, layouts, scales) through stand-ins that read their arguments as the peers do."""
+    log: list[Any] = []
+    fake = SimpleNamespace(BatchDecodeWithPagedKVCacheWrapper=_Decode, BatchPrefillWithPagedKVCacheWrapper=_Prefill)
+    monkeypatch.setitem(sys.modules, "flashinfer", fake)
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", _fa3(log))
+    peers = [replace(c, why_not=lambda case, device: None) for c in contenders(CPU, ["reference"]) if c.name in ("flashinfer", "fa3")]
+    case = _case("smoke", (4, 2, 64), "peers", [40, 16, 90], queries, dtype=torch.float32)
+    row = attention.measure_case(case, peers, CPU, CEILINGS, repeats=1, heads_first=heads_first)
+    assert [entry["status"] for entry in row["contenders"].values()] == ["timed", "timed"], row["contenders"]
+    entry = row["contenders"]["flashinfer"]
+    assert entry["plan_us"] > 0 and entry["us_with_plan"] > entry["us"] and set(log) == {3 if isinstance(queries, list) else 4}
+    if not isinstance(queries, list):
+        fp8 = replace(case, kv_dtype=torch.float8_e4m3fn)
+        assert attention.measure_case(fp8, peers[:1], CPU, CEILINGS, repeats=1)["contenders"]["flashinfer"]["status"] == "timed"
 
 
 @pytest.mark.parametrize("queries", [1, 96])

@@ -31,6 +31,9 @@ def attention(
     skip: Annotated[str, typer.Option(help="contenders to leave out, separated by commas")] = "",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1")] = "auto",
     dtype: Annotated[str, typer.Option(help="fp32, bf16, fp16 for queries and caches; default: the cases' own")] = "",
+    heads_first: Annotated[
+        bool, typer.Option("--heads-first", help="caches as [num_blocks, num_kv_heads, block_size, head_dim] in memory")
+    ] = False,
     repeats: Annotated[int, typer.Option(help="samples per contender at least")] = 24,
     bandwidth: Annotated[float | None, typer.Option(help="memory ceiling in TB/s; default: measured")] = None,
     flop_rate: Annotated[float | None, typer.Option(help="compute ceiling in TFLOP/s; default: measured")] = None,
@@ -43,7 +46,7 @@ def attention(
 
     options = Options(
         suites=tuple(suite or ("decode",)), case=case, backends=split(backends) or None, peers=peers, skip=split(skip), device=device,
-        dtype=dtype, repeats=repeats, bandwidth=bandwidth, flop_rate=flop_rate, output=output, plot=plot, json_only=json_only,
+        dtype=dtype, heads_first=heads_first, repeats=repeats, bandwidth=bandwidth, flop_rate=flop_rate, output=output, plot=plot, json_only=json_only,
     )  # fmt: skip
     document = run(options)
     print(json.dumps(document), flush=True)

@@ -30,6 +30,7 @@ from torchpaged.bench.summary import compare, exit_code, summarise
 from torchpaged.custom_ops.errors import ArgumentError, TorchpagedError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+PLAN_LAYERS = 32  # layers of a model that share one plan, for the figures that include it
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class Options:
         skip: contenders to leave out.
         device: "auto", "cpu", "cuda", "cuda:1".
         dtype: fp32, bf16, fp16 for queries and caches (fp8 caches stay fp8); "" = the case's own.
+        heads_first: lay the caches out as ``[num_blocks, num_kv_heads, block_size, head_dim]`` instead of tokens first.
         repeats: samples per contender at least, each a round over all layers' caches.
         bandwidth: memory ceiling in TB/s; None = measured.
         flop_rate: compute ceiling in TFLOP/s; None = measured.
@@ -59,6 +61,7 @@ class Options:
     skip: Sequence[str] = ()
     device: str = "auto"
     dtype: str = ""
+    heads_first: bool = False
     repeats: int = 24
     bandwidth: float | None = None
     flop_rate: float | None = None
@@ -87,15 +90,18 @@ def run(options: Options, extra: Sequence[Contender] = ()) -> dict[str, Any]:
 
         require_matplotlib()
     device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if options.device == "auto" else options.device)
-    if device.type == "cuda":
+    if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)  # streams, graphs and events below are the current device's
     cases = select_cases(options.suites, options.case, DTYPES.get(options.dtype))
     everybody = [*contenders(device, options.backends, options.peers, options.skip), *extra]
     document: dict[str, Any] = {"benchmark": "attention", "conditions": conditions.collect(device), "ceilings": _ceilings(options, device)}
     document["rows"] = []
+    _free(device)
     with Screen(len(cases) * len(everybody), enabled=not options.json_only) as screen:
         for case in cases:
-            document["rows"].append(measure_case(case, everybody, device, document["ceilings"], options.repeats, screen.step))
+            document["rows"].append(
+                measure_case(case, everybody, device, document["ceilings"], options.repeats, options.heads_first, screen.step)
+            )
             screen.row(document["rows"][-1])
             document["summary"] = summarise(document["rows"])
             if options.output:  # after every case: an interrupted run keeps what it has
@@ -125,6 +131,7 @@ def measure_case(
     device: torch.device,
     ceilings: dict[str, Any],
     repeats: int,
+    heads_first: bool = False,
     step: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
     """One row: the case, its ideal time, and per contender a ``status``: timed, absent, unsupported, wrong or failed."""
@@ -141,8 +148,8 @@ def measure_case(
     if free is not None and needed > free:
         step(case.name)
         return row | {"skipped": f"needs {needed / 2**30:.1f} GiB of memory on {device}, {free / 2**30:.1f} GiB are free"}
-    inputs = make_inputs(case, device)
-    row["layers"] = inputs.num_layers
+    inputs = make_inputs(case, device, heads_first)
+    row["layers"], row["heads_first"] = inputs.num_layers, heads_first
     ends = (0, inputs.num_layers - 1)
     exact = {layer: exact_outputs(case, inputs, layer) for layer in ends}
     samplers: dict[str, timing.Sampler] = {}
@@ -155,17 +162,15 @@ def measure_case(
                 samplers[contender.name] = timing.make_sampler(rounds, device)
             except Exception as error:  # a peer that can't be captured must not end the run
                 entry |= {"status": "failed", "reason": f"while it was captured: {_describe(error)}"}
-        row["contenders"][contender.name] = entry
+        row["contenders"][contender.name] = {"own": contender.own, **entry}
     for name, result in timing.interleave(samplers, repeats).items():
         us = result.median_us
         row["contenders"][name] |= {
             "status": "timed", "us": us, "p20_us": result.p20_us, "p80_us": result.p80_us, "samples": result.samples,
-            "tb_per_s": case.useful_bytes() / us / 1e6, "tflop_per_s": case.flops() / us / 1e6, "of_ideal": ideal_us / us,
+            "us_with_plan": us + row["contenders"][name].get("plan_us", 0.0) / PLAN_LAYERS, "tb_per_s": case.useful_bytes() / us / 1e6, "tflop_per_s": case.flops() / us / 1e6, "of_ideal": ideal_us / us,
         }  # fmt: skip
     del samplers, inputs, exact
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    _free(device)
     return row | compare(row["contenders"], [contender.name for contender in everybody if contender.own])
 
 
@@ -197,6 +202,13 @@ def _admit(
     return entry, prepared
 
 
+def _free(device: torch.device) -> None:
+    """Give cached memory back, so that what the next case needs is compared with what there is."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
 def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -216,6 +228,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--skip", default="", help="contenders to leave out, separated by commas")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1")
     parser.add_argument("--dtype", default="", help="fp32, bf16, fp16 instead of the cases' own")
+    parser.add_argument("--heads-first", action="store_true", help="caches as [num_blocks, num_kv_heads, block_size, head_dim] in memory")
     parser.add_argument("--repeats", type=int, default=24, help="samples per contender at least")
     parser.add_argument("--bandwidth", type=float, help="memory ceiling in TB/s; default: measured")
     parser.add_argument("--flop-rate", type=float, help="compute ceiling in TFLOP/s; default: measured")
@@ -227,7 +240,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         document = run(
             Options(
                 given.suite or ("decode",), given.case, split(given.backends) or None, given.peers, split(given.skip), given.device,
-                given.dtype, given.repeats, given.bandwidth, given.flop_rate, given.output, given.plot, given.json_only,
+                given.dtype, given.heads_first, given.repeats, given.bandwidth, given.flop_rate, given.output, given.plot, given.json_only,
             )
         )  # fmt: skip
     except TorchpagedError as error:

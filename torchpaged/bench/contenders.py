@@ -165,7 +165,7 @@ def _flex_prepare(case: AttentionCase, inputs: Inputs) -> Prepared:
     def causal(batch: Any, head: Any, q_index: Any, kv_index: Any) -> Any:
         return kv_index <= q_index + (length - query_len)
 
-    torch._dynamo.reset()  # one case's graphs must not count against the next one's recompile limit
+    torch.compiler.reset()  # one case's graphs must not count against the next one's recompile limit
     mask = None if case.is_decode else create_block_mask(causal, None, None, query_len, length, device=inputs.q.device)
     compiled = torch.compile(flex_attention, dynamic=False)
 

@@ -39,6 +39,7 @@ class Inputs:
         query_start_loc: ``[num_reqs + 1]`` int32.
         scale: softmax scale.
         k_scale, v_scale: float32 ``[1]`` for fp8 caches, else None.
+        heads_first: whether the caches lie in memory as ``[num_blocks, num_kv_heads, block_size, head_dim]``, behind the same shape.
     """
 
     q: Tensor
@@ -50,6 +51,7 @@ class Inputs:
     scale: float
     k_scale: Tensor | None
     v_scale: Tensor | None
+    heads_first: bool = False
 
     @property
     def num_layers(self) -> int:
@@ -89,20 +91,22 @@ def free_bytes(device: torch.device) -> int | None:
         return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
 
 
-def make_inputs(case: AttentionCase, device: torch.device, seed: int = 0) -> Inputs:
-    """Random inputs of ``case``, made on ``device`` in their own dtype."""
+def make_inputs(case: AttentionCase, device: torch.device, heads_first: bool = False, seed: int = 0) -> Inputs:
+    """Random inputs of ``case``, made on ``device`` in their own dtype; ``heads_first``: see `Inputs`."""
     generator = torch.Generator(device=device).manual_seed(seed)
     used = [-(-length // case.block_size) for length in case.seq_lens]
     ids = (torch.randperm(case.num_blocks, generator=generator, device=device) + 1).int()
     block_table = torch.zeros(len(used), max(used), dtype=torch.int32, device=device)
     for row, blocks in enumerate(ids.split(used)):
         block_table[row, : used[row]] = blocks
-    shape = (case.num_blocks + 1, case.block_size, case.num_kv_heads, case.head_dim)
+    inner = (case.num_kv_heads, case.block_size) if heads_first else (case.block_size, case.num_kv_heads)
+    shape = (case.num_blocks + 1, *inner, case.head_dim)
     fp8 = case.kv_dtype.itemsize == 1
 
     def pool() -> Tensor:
         cache = torch.randn(shape, generator=generator, device=device, dtype=case.dtype)
-        return cache.to(case.kv_dtype) if fp8 else cache
+        cache = cache.to(case.kv_dtype) if fp8 else cache
+        return cache.transpose(1, 2) if heads_first else cache
 
     layers = num_layers(case)
     starts = torch.tensor([0, *case.query_lens]).cumsum(0).int().to(device)
@@ -116,6 +120,7 @@ def make_inputs(case: AttentionCase, device: torch.device, seed: int = 0) -> Inp
         scale=case.head_dim**-0.5,
         k_scale=torch.full((1,), FP8_K_SCALE, device=device) if fp8 else None,
         v_scale=torch.ones(1, device=device) if fp8 else None,
+        heads_first=heads_first,
     )
 
 

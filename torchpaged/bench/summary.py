@@ -41,9 +41,10 @@ def _ratios(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def exit_code(document: dict[str, Any]) -> int:
-    """1 if any contender was wrong or failed, or nothing was timed; else 0."""
-    timed = any(entry["status"] == "timed" for row in document["rows"] for entry in row["contenders"].values())
-    return 0 if timed and not document["summary"]["wrong_or_failed"] else 1
+    """1 if an own backend was wrong or failed, or nothing was timed; else 0: a peer's failure is reported, not ours to fix."""
+    entries = [entry for row in document["rows"] for entry in row["contenders"].values()]
+    own_fault = any(entry["own"] and entry["status"] in ("wrong", "failed") for entry in entries)
+    return 1 if own_fault or not any(entry["status"] == "timed" for entry in entries) else 0
 
 
 def _mixed_over_parts(rows: Sequence[dict[str, Any]]) -> dict[str, float]:

@@ -1,6 +1,6 @@
 """The command line: ``torchpaged generate | bench | backends | env``.
 
-typer and rich belong to the ``demo`` extra and are imported here only.
+typer and rich belong to the ``demo`` and ``bench`` extras; only the command modules and the bench's screen import them.
 """
 
 from __future__ import annotations

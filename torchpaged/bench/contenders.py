@@ -25,6 +25,7 @@ from torchpaged.backends import AttentionSpec, get_backend, list_backends
 from torchpaged.bench.cases import AttentionCase
 from torchpaged.bench.inputs import Inputs
 from torchpaged.custom_ops.errors import ArgumentError
+from torchpaged.custom_ops.ops import SCHEMAS
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ def contenders(
 
 # ----------------------------------------------------------------------------------------------------- own backends
 def own_backend(name: str) -> Contender:
-    """The own backend of that name, called as a layer calls it: the op handle, with all checks on."""
+    """The own backend of that name, called as a layer calls it: the op handle with all checks on, and a semaphore per layer."""
     backend = get_backend(name)
 
     def why_not(case: AttentionCase, device: torch.device) -> str | None:
@@ -98,11 +99,16 @@ def own_backend(name: str) -> Contender:
 
     def prepare(case: AttentionCase, inputs: Inputs) -> Prepared:
         out = inputs.poisoned_out()
+        count = len(case.seq_lens) * case.num_kv_heads
+        own: list[dict[str, Tensor]] = [{} for _ in range(inputs.num_layers)]
+        if "semaphore" in SCHEMAS["paged_attention"]:  # an op without the argument makes none either
+            own = [{"semaphore": torch.zeros(count, dtype=torch.int32, device=inputs.q.device)} for _ in own]
 
         def call(layer: int) -> Tensor:
             backend.ops.paged_attention(
                 inputs.q, inputs.k_caches[layer], inputs.v_caches[layer], inputs.block_table, inputs.seq_lens, inputs.query_start_loc,
                 out, None, max_query_len=max(case.query_lens), scale=inputs.scale, k_scale=inputs.k_scale, v_scale=inputs.v_scale,
+                **own[layer],
             )  # fmt: skip
             return out
 

@@ -102,6 +102,7 @@ def paged_attention(
     out: Tensor, lse: Tensor | None = None, *, max_query_len: int, scale: float, causal: bool = True,
     window_left: int = -1, window_right: int = -1, logits_soft_cap: float = 0.0, alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None, k_scale: Tensor | None = None, v_scale: Tensor | None = None, chunk_size: int = 0,
+    semaphore: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Softmax attention of packed queries over paged keys and values, one request after the other.
 
@@ -111,7 +112,8 @@ def paged_attention(
     validation.check_paged_attention(
         q, k_cache, v_cache, block_table, seq_lens, query_start_loc, out, lse, max_query_len=max_query_len, scale=scale,
         causal=causal, window_left=window_left, window_right=window_right, logits_soft_cap=logits_soft_cap,
-        alibi_slopes=alibi_slopes, sinks=sinks, k_scale=k_scale, v_scale=v_scale, chunk_size=chunk_size)  # fmt: skip
+        alibi_slopes=alibi_slopes, sinks=sinks, k_scale=k_scale, v_scale=v_scale, chunk_size=chunk_size,
+        semaphore=semaphore)  # fmt: skip
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     block_size, group = k_cache.shape[1], q.shape[1] // k_cache.shape[2]
     starts, lengths = query_start_loc.tolist(), seq_lens.tolist()

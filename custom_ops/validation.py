@@ -164,11 +164,23 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
     return a.data_ptr() < ends[1] and b.data_ptr() < ends[0]
 
 
+def _check_semaphore(semaphore: Tensor, least: int, device: torch.device) -> None:
+    check_dims("semaphore", semaphore, None)
+    check_dtype("semaphore", semaphore, torch.int32)
+    check_device(device, semaphore=semaphore)
+    check_last_dim(semaphore=semaphore)
+    if semaphore.shape[0] < least:
+        raise ArgumentError("semaphore", f"at least num_reqs * num_kv_heads = {least} numbers", _shape(semaphore))
+    if reads_values(device) and bool(semaphore.any()):
+        raise ArgumentError("semaphore", "zeros", "other values", "allocate with torch.zeros; calls that may overlap need one each")
+
+
 def check_paged_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, seq_lens: Tensor, query_start_loc: Tensor,
     out: Tensor, lse: Tensor | None = None, *, max_query_len: int, scale: float, causal: bool = True,
     window_left: int = -1, window_right: int = -1, logits_soft_cap: float = 0.0, alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None, k_scale: Tensor | None = None, v_scale: Tensor | None = None, chunk_size: int = 0,
+    semaphore: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Every argument of ``paged_attention``; raises `ArgumentError` before anything is written."""
     check_pools(k_cache, v_cache)
@@ -207,6 +219,8 @@ def check_paged_attention(
         raise ArgumentError("logits_soft_cap", "0 (off) or a positive number", str(logits_soft_cap))
     if chunk_size < 0:
         raise ArgumentError("chunk_size", "0 (off) or a positive number of tokens", str(chunk_size))
+    if semaphore is not None:
+        _check_semaphore(semaphore, block_table.shape[0] * num_kv_heads, q.device)
     if reads_values(q.device):
         _check_batch_values(q.shape[0], k_cache, block_table, seq_lens, query_start_loc, max_query_len)
 

@@ -152,7 +152,8 @@ const float* as_floats(const char* name, const std::optional<Tensor>& t, int64_t
 void paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor seq_lens, Tensor query_start_loc, Tensor out,
                      std::optional<Tensor> lse, int64_t max_query_len, double scale, bool causal, int64_t window_left, int64_t window_right,
                      double logits_soft_cap, std::optional<Tensor> alibi_slopes, std::optional<Tensor> sinks, std::optional<Tensor> k_scale,
-                     std::optional<Tensor> v_scale, int64_t chunk_size) {
+                     std::optional<Tensor> v_scale, int64_t chunk_size,
+                     std::optional<Tensor> /*semaphore: for kernels that merge on a device*/) {
   check_pools(k_cache, v_cache);
   STD_TORCH_CHECK(!k_scale && !v_scale, "k_scale, v_scale: expected None (the cpu backend has no fp8 pools), got a tensor");
   check_dims("q", q, {-1, -1, k_cache.size(3)});

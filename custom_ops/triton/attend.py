@@ -47,37 +47,50 @@ def attend(
     """Returns ``(maximum [M], total [M], acc [M, DV])``, scores in base 2.
 
     ``k_ptr`` and ``v_ptr`` point at the kv head; keys at or past ``end_key`` are never read. ``score_scale`` holds the softmax
-    scale and the cache's k_scale.
+    scale and the cache's k_scale. Block ids are read two tiles ahead, so that the loads of keys and values are the only ones
+    behind the software pipeline: a load whose address is itself pipelined would halve its depth.
     """
     LOG2E: tl.constexpr = 1.4426950408889634
-    maximum = tl.full([TILE_M], float("-inf"), tl.float32)
-    total = tl.zeros([TILE_M], tl.float32)
+    FP8: tl.constexpr = k_ptr.dtype.element_ty.primitive_bitwidth == 8
+    row_scale = tl.zeros([TILE_M], tl.float32) + score_scale
+    if INTERPRET:  # the interpreter keeps bf16 as integers: arithmetic on it is silently wrong
+        q = q.to(tl.float32)
+    elif FP8 and q.dtype == tl.bfloat16:
+        # fp8 converts to fp16 in one instruction, to bf16 in several. A power of two per row keeps q inside fp16's range, exactly.
+        largest = tl.max(tl.abs(q.to(tl.float32)), 1)
+        fold = tl.exp2(tl.ceil(tl.log2(tl.maximum(largest, 1e-30))))
+        q = (q.to(tl.float32) / fold[:, None]).to(tl.float16)
+        row_scale *= fold
+    maximum = tl.full([TILE_M], -1.0e30, tl.float32)  # finite, so that a row that sees nothing yet makes no inf - inf
+    totals = tl.zeros([TILE_M, TILE_KV], tl.float32)  # summed over keys once, at the end
     acc = tl.zeros([TILE_M, DIM_V_PAD], tl.float32)
     d = tl.arange(0, DIM_PAD)
     dv = tl.arange(0, DIM_V_PAD)
+    ahead = first_key + tl.arange(0, TILE_KV)
+    block = tl.load(table_ptr + ahead // BLOCK_SIZE, mask=ahead < end_key, other=0)
     for start in range(first_key, end_key, TILE_KV):
         n = start + tl.arange(0, TILE_KV)
         inside = n < end_key
-        block = tl.load(table_ptr + n // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
+        ahead = n + TILE_KV
+        next_block = tl.load(table_ptr + ahead // BLOCK_SIZE, mask=ahead < end_key, other=0)
         offset = (n % BLOCK_SIZE).to(tl.int64)
-        k_at = k_ptr + (block * k_block + offset * k_slot)[None, :] + d[:, None]
+        k_at = k_ptr + (block.to(tl.int64) * k_block + offset * k_slot)[None, :] + d[:, None]
         k = tl.load(k_at, mask=(d < DIM)[:, None] & inside[None, :], other=0.0)  # [D, N]
-        if INTERPRET:  # the interpreter keeps bf16 as integers: arithmetic on it is silently wrong
+        if INTERPRET:
             k = k.to(tl.float32)
         else:
             k = k.to(q.dtype)
-        s = tl.dot(q, k, input_precision="ieee") * score_scale  # [M, N]
+        s = tl.dot(q, k, input_precision="ieee") * row_scale[:, None]  # [M, N]
         if SOFT_CAP:
             s = soft_cap * tanh(s / soft_cap)
         if ALIBI:
             s += slope[:, None] * (n[None, :] - position[:, None]).to(tl.float32)
         s = tl.where((n[None, :] >= low[:, None]) & (n[None, :] < end[:, None]), s * LOG2E, float("-inf"))
         top = tl.maximum(maximum, tl.max(s, 1))
-        safe = tl.where(top == float("-inf"), 0.0, top)  # a row that sees nothing yet must not make inf - inf
-        p = tl.exp2(s - safe[:, None])
-        shrink = tl.exp2(maximum - safe)
-        total = total * shrink + tl.sum(p, 1)
-        v_at = v_ptr + (block * v_block + offset * v_slot)[:, None] + dv[None, :]
+        p = tl.exp2(s - top[:, None])
+        shrink = tl.exp2(maximum - top)
+        totals = totals * shrink[:, None] + p
+        v_at = v_ptr + (block.to(tl.int64) * v_block + offset * v_slot)[:, None] + dv[None, :]
         v = tl.load(v_at, mask=inside[:, None] & (dv < DIM_V)[None, :], other=0.0)  # [N, DV]
         if INTERPRET:
             v = v.to(tl.float32)
@@ -85,7 +98,94 @@ def attend(
             v = v.to(q.dtype)
         acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
         maximum = top
-    return maximum, total, acc
+        block = next_block
+    return maximum, tl.sum(totals, 1), acc
+
+
+@triton.jit
+def attend_slices(
+    q_ptr, q_mask, block, position, low, end, slope, first_key, end_key, table_ptr, k_ptr, v_ptr, k_block, k_slot, v_block, v_slot,
+    score_scale, soft_cap,
+    DIM: tl.constexpr, DIM_PAD: tl.constexpr, DIM_V: tl.constexpr, DIM_V_PAD: tl.constexpr, TILE_M: tl.constexpr,
+    SLICES: tl.constexpr, SLICE: tl.constexpr, BLOCK_SIZE: tl.constexpr, SAME_MASK: tl.constexpr, SOFT_CAP: tl.constexpr,
+    ALIBI: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """Like `attend`, with a tile of keys cut into SLICES slices of SLICE keys, one per warp, each with a softmax state of its own.
+
+    The dots are batched over slices, so that Triton gives every slice to one warp: no score, probability or maximum crosses a
+    warp until the end of the run, where the states are merged. ``q_ptr [M, D]`` are pointers; SAME_MASK: all rows see the same keys
+    (one query token). ``block``: ids of the first tile's blocks, one per slice or per key (`slice_blocks`).
+    """
+    LOG2E: tl.constexpr = 1.4426950408889634
+    FLOOR: tl.constexpr = -1.0e30  # finite, so that a slice without keys makes no inf - inf
+    FP8: tl.constexpr = k_ptr.dtype.element_ty.primitive_bitwidth == 8
+    q = tl.load(q_ptr, mask=q_mask, other=0.0)  # [M, D]
+    row_scale = tl.zeros([TILE_M], tl.float32) + score_scale
+    if INTERPRET:
+        q = q.to(tl.float32)
+    elif FP8 and q.dtype == tl.bfloat16:  # as in attend
+        largest = tl.max(tl.abs(q.to(tl.float32)), 1)
+        fold = tl.exp2(tl.ceil(tl.log2(tl.maximum(largest, 1e-30))))
+        q = (q.to(tl.float32) / fold[:, None]).to(tl.float16)
+        row_scale *= fold
+    if not SOFT_CAP and not ALIBI:
+        row_scale *= LOG2E
+    q = tl.broadcast_to(q[None, :, :], [SLICES, TILE_M, DIM_PAD])
+    maximum = tl.full([SLICES, TILE_M], FLOOR, tl.float32)
+    totals = tl.zeros([SLICES, TILE_M, SLICE], tl.float32)  # summed over keys once, at the end
+    acc = tl.zeros([SLICES, TILE_M, DIM_V_PAD], tl.float32)
+    d = tl.arange(0, DIM_PAD)[None, None, :]
+    dv = tl.arange(0, DIM_V_PAD)[None, None, :]
+    in_tile = tl.arange(0, SLICES)[:, None] * SLICE + tl.arange(0, SLICE)[None, :]
+    for start in range(first_key, end_key, SLICES * SLICE):
+        n = start + in_tile  # [S, N]
+        inside = n < end_key
+        next_block = slice_blocks(table_ptr, start + SLICES * SLICE, end_key, SLICES, SLICE, BLOCK_SIZE)
+        offset = n % BLOCK_SIZE
+        k_at = k_ptr + (block.to(tl.int64) * k_block + offset * k_slot)[:, :, None] + d
+        k = tl.load(k_at, mask=inside[:, :, None] & (d < DIM), other=0.0)  # [S, N, D]
+        if INTERPRET:
+            k = k.to(tl.float32)
+        else:
+            k = k.to(q.dtype)
+        s = tl.dot(q, tl.permute(k, (0, 2, 1)), input_precision="ieee") * row_scale[None, :, None]  # [S, M, N]
+        if SOFT_CAP:
+            s = soft_cap * tanh(s / soft_cap)
+        if ALIBI:
+            s += slope[None, :, None] * (n[:, None, :] - position[None, :, None]).to(tl.float32)
+        if SOFT_CAP or ALIBI:
+            s *= LOG2E
+        if SAME_MASK:
+            visible = (inside & (n >= low))[:, None, :]
+        else:
+            visible = (n[:, None, :] >= low[None, :, None]) & (n[:, None, :] < end[None, :, None])
+        s = tl.where(visible, s, float("-inf"))
+        top = tl.maximum(maximum, tl.max(s, 2))
+        p = tl.exp2(s - top[:, :, None])
+        shrink = tl.exp2(maximum - top)
+        totals = totals * shrink[:, :, None] + p
+        v_at = v_ptr + (block.to(tl.int64) * v_block + offset * v_slot)[:, :, None] + dv
+        v = tl.load(v_at, mask=inside[:, :, None] & (dv < DIM_V), other=0.0)  # [S, N, DV]
+        if INTERPRET:
+            v = v.to(tl.float32)
+        else:
+            v = v.to(q.dtype)
+        acc = acc * shrink[:, :, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
+        maximum = top
+        block = next_block
+    top = tl.max(maximum, 0)
+    weight = tl.exp2(maximum - top[None, :])
+    total = tl.sum(tl.sum(totals, 2) * weight, 0)
+    return top, total, tl.sum(acc * weight[:, :, None], 0)
+
+
+@triton.jit
+def slice_blocks(table_ptr, start, end_key, SLICES: tl.constexpr, SLICE: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """Block ids of the tile of keys at ``start``: ``[S, 1]`` if a slice never crosses blocks, else ``[S, N]``; ids past the end read 0."""
+    n = start + tl.arange(0, SLICES)[:, None] * SLICE
+    if BLOCK_SIZE < SLICE:
+        n = n + tl.arange(0, SLICE)[None, :]
+    return tl.load(table_ptr + n // BLOCK_SIZE, mask=n < end_key, other=0)
 
 
 @triton.jit
@@ -94,6 +194,7 @@ def finish(maximum, total, acc, sink, v_scale, SINKS: tl.constexpr):
     LOG2E: tl.constexpr = 1.4426950408889634
     LN2: tl.constexpr = 0.6931471805599453
     sees = total > 0
+    maximum = tl.where(sees, maximum, float("-inf"))
     if SINKS:
         top = tl.maximum(maximum, sink * LOG2E)
         shrink = tl.exp2(maximum - top)

@@ -18,7 +18,25 @@ from torchpaged.custom_ops.errors import BackendUnavailableError
 INTERPRET = os.environ.get("TRITON_INTERPRET", "0") == "1"
 #: Longest query that the decode kernel takes (speculative verification); longer ones go to the prefill kernel.
 MAX_DECODE_QUERY_LEN = 8
-_MIN_SPLIT_TOKENS = 256  # a shorter split costs more to merge than it saves
+#: How many requests the decode kernel scans at once (few sizes, few compiles); more are scanned piece by piece.
+SCANS = (16, 128, 1024)
+#: Partial results that a merging program reads at once.
+MERGED_PARTS = 8
+
+
+class DecodeTiles(NamedTuple):
+    """``rows`` and ``keys`` per tile, Triton's launch options, programs per multiprocessor, least tiles of one program.
+
+    ``slices``: slices that a tile of keys is cut into, one per warp; 0 = the warps share one softmax state (many rows).
+    """
+
+    rows: int
+    keys: int
+    num_warps: int
+    num_stages: int
+    programs_per_sm: int
+    min_tiles: int
+    slices: int = 0
 
 
 class Tiles(NamedTuple):
@@ -35,10 +53,15 @@ def next_power_of_2(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
-def decode_tiles(head_dim: int, rows: int, itemsize: int) -> Tiles:
+def decode_tiles(head_dim: int, rows: int, kv_itemsize: int, itemsize: int) -> DecodeTiles:
     """Tiles of the decode kernel: rows padded to 16 only (the least of mma.sync), since it waits for memory anyway."""
-    wide = head_dim * itemsize > 256  # over 128 numbers of 2 bytes
-    return Tiles(max(16, next_power_of_2(rows)), 32 if wide else 64, 4, 2 if wide else 3)
+    rows = max(16, rows)
+    if itemsize == 4:
+        return DecodeTiles(rows, 16 if head_dim > 128 else 32, 4, 3, 2, 4)
+    wide = next_power_of_2(head_dim) * kv_itemsize
+    if rows == 16:
+        return DecodeTiles(rows, 64, 4, 4, 2, 2, slices=4)
+    return DecodeTiles(rows, 32 if wide > 256 else 64, 4, 4 if wide >= 256 else 5, 2, 4)
 
 
 def prefill_tiles(head_dim: int, group: int, itemsize: int) -> Tiles:
@@ -54,14 +77,19 @@ def _num_sms(index: int) -> int:
     return torch.cuda.get_device_properties(index).multi_processor_count
 
 
-def num_splits(q: Tensor, num_reqs: int, num_kv_heads: int, capacity: int) -> int:
-    """Into how many ranges each request's keys are cut, so that about two programs run per multiprocessor.
+def num_programs(device: torch.device, tiles: DecodeTiles) -> int:
+    """Programs of a decode launch: as many as fit the device at once, whatever the batch is."""
+    return 7 if INTERPRET else tiles.programs_per_sm * _num_sms(device.index or 0)
 
-    ``capacity`` is the block table's width in tokens: an upper bound that holds for every replay.
-    """
-    sms = 4 if INTERPRET else _num_sms(q.device.index or 0)
-    wanted = -(-2 * sms // max(num_reqs * num_kv_heads, 1))
-    return max(1, min(wanted, -(-capacity // _MIN_SPLIT_TOKENS), 64))
+
+def launches_early(device: torch.device) -> bool:
+    """Whether kernels are launched with programmatic dependent launch: compute capability 9.0 and later."""
+    return device.type == "cuda" and torch.version.hip is None and _capability(device.index or 0) >= (9, 0)
+
+
+@functools.cache
+def _capability(index: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(index)
 
 
 def require_launchable(tensor: Tensor) -> None:

@@ -1,7 +1,12 @@
-"""Decode attention: split-KV with the query heads of a kv head as the rows of one dot ("flash decoding", GQA-packed).
+"""Decode attention: stream-K over (request, kv head, key tile) on a fixed grid, merged in the same launch.
 
-A program owns (request, kv head, split). The number of splits comes from shapes; which keys a split reads is computed on the
-device from ``seq_lens``: a captured launch serves every length.
+The keys of all requests and kv heads are cut into tiles and lined up; every program takes an equal run of that line, whatever the
+lengths are. A run that ends inside a (request, kv head) pair leaves a partial result in scratch memory; the last program to
+arrive at a pair merges its parts in a fixed order, so that replays agree bit for bit, and sets the pair's semaphore back to 0.
+Each program finds its run by a scan of ``seq_lens``: there is no list that could be stale, and nothing reads a length on
+the host. Sources: Stream-K (arXiv:2301.03598), split-KV merging (arXiv:2501.01005, section 2.2).
+
+The query heads of a kv head times the query tokens are the rows of one dot, padded to 16 (the least of mma.sync).
 """
 
 from __future__ import annotations
@@ -9,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from torchpaged.custom_ops.triton.attend import attend, finish, visible_range
+from torchpaged.custom_ops.triton.attend import attend, attend_slices, finish, slice_blocks, visible_range
 
 
 @triton.jit
@@ -40,112 +45,239 @@ def store_padding(
 
 
 @triton.jit
-def decode_kernel(
-    q_ptr, k_ptr, v_ptr, table_ptr, seq_lens_ptr, starts_ptr, out_ptr, lse_ptr, slopes_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr,
-    part_acc_ptr, part_state_ptr,
-    scale, soft_cap, num_reqs, num_tokens, num_splits,
-    q_token, q_head, k_block, k_slot, k_head, v_block, v_slot, v_head, o_token, o_head, l_token, l_head, table_row, ks_head, vs_head,
-    GROUP: tl.constexpr, QUERY_LEN: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, DIM_V: tl.constexpr,
-    DIM_V_PAD: tl.constexpr, TILE_M: tl.constexpr, TILE_KV: tl.constexpr, BLOCK_SIZE: tl.constexpr, CAUSAL: tl.constexpr,
-    WINDOW_LEFT: tl.constexpr, WINDOW_RIGHT: tl.constexpr, CHUNK: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr,
-    SINKS: tl.constexpr, KV_SCALES: tl.constexpr, HAS_LSE: tl.constexpr, DIRECT: tl.constexpr, INTERPRET: tl.constexpr,
+def key_range(
+    seq_len, query_len, WINDOW_LEFT: tl.constexpr, WINDOW_RIGHT: tl.constexpr, CHUNK: tl.constexpr, CAUSAL: tl.constexpr,
+    TILE_KV: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (num_reqs, num_kv_heads, num_splits). DIRECT: one split, write the result at once."""
-    request, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    start = tl.load(starts_ptr + request)
-    query_len = tl.load(starts_ptr + request + 1) - start
-    seq_len = tl.load(seq_lens_ptr + request)
-    row = tl.arange(0, TILE_M)
-    query = row // GROUP
-    head = kv_head * GROUP + row % GROUP
-    valid = (query < query_len) & (query < QUERY_LEN)
-    position = seq_len - query_len + query
-    low, end = visible_range(position, seq_len, WINDOW_LEFT, WINDOW_RIGHT, CHUNK, CAUSAL)
-    end = tl.where(valid, end, low)
-    sees = end > low
-    first_key = tl.min(tl.where(sees, low, 2147483647), 0)
-    end_key = tl.max(tl.where(sees, end, 0), 0)
-    first_key = tl.minimum(first_key, end_key)
-    # Splits in whole tiles, as even as tiles allow.
-    tiles = (end_key - first_key + TILE_KV - 1) // TILE_KV
-    split_first = first_key + tiles * split // num_splits * TILE_KV
-    split_end = tl.minimum(first_key + tiles * (split + 1) // num_splits * TILE_KV, end_key)
-    d = tl.arange(0, DIM_PAD)
-    at = q_ptr + ((start + query).to(tl.int64) * q_token + head * q_head)[:, None] + d[None, :]
-    q = tl.load(at, mask=valid[:, None] & (d < DIM)[None, :], other=0.0)  # [M, D]
-    if INTERPRET:
-        q = q.to(tl.float32)
-    slope = tl.zeros([TILE_M], tl.float32)
-    if ALIBI:
-        slope = tl.load(slopes_ptr + head, mask=valid, other=0.0)
-    score_scale = scale
-    v_scale = 1.0
-    if KV_SCALES:
-        score_scale = scale * tl.load(k_scale_ptr + kv_head * ks_head)
-        v_scale = tl.load(v_scale_ptr + kv_head * vs_head)
-    maximum, total, acc = attend(
-        q, position, low, end, slope, split_first, split_end, table_ptr + request.to(tl.int64) * table_row,
-        k_ptr + kv_head.to(tl.int64) * k_head, v_ptr + kv_head.to(tl.int64) * v_head, k_block, k_slot, v_block, v_slot,
-        score_scale, soft_cap, DIM, DIM_PAD, DIM_V, DIM_V_PAD, TILE_M, TILE_KV, BLOCK_SIZE, SOFT_CAP, ALIBI, INTERPRET,
-    )  # fmt: skip
-    if DIRECT:
-        sink = tl.zeros([TILE_M], tl.float32)
-        if SINKS:
-            sink = tl.load(sinks_ptr + head, mask=valid, other=0.0).to(tl.float32)
-        out, lse = finish(maximum, total, acc, sink, v_scale, SINKS)
-        store_rows(out_ptr, lse_ptr, out, lse, start + query, head, valid, o_token, o_head, l_token, l_head, DIM_V, DIM_V_PAD, HAS_LSE)
-        store_padding(
-            out_ptr, lse_ptr, starts_ptr, request, num_reqs, num_reqs, num_tokens, head, row < GROUP, o_token, o_head, l_token, l_head,
-            TILE_M, DIM_V, DIM_V_PAD, HAS_LSE,
-        )  # fmt: skip
-    else:
-        part = (request.to(tl.int64) * tl.num_programs(1) + kv_head) * num_splits + split
-        dv = tl.arange(0, DIM_V_PAD)
-        tl.store(part_acc_ptr + (part * TILE_M + row)[:, None] * DIM_V_PAD + dv[None, :], acc)
-        tl.store(part_state_ptr + part * 2 * TILE_M + row, maximum)
-        tl.store(part_state_ptr + part * 2 * TILE_M + TILE_M + row, total)
+    """``(first tile, end key)`` of what any query of a request sees; end 0 if none. Both bounds grow with the position."""
+    last = seq_len - 1
+    low, _ = visible_range(tl.maximum(seq_len - query_len, 0), seq_len, WINDOW_LEFT, WINDOW_RIGHT, CHUNK, CAUSAL)
+    _, end = visible_range(last, seq_len, WINDOW_LEFT, WINDOW_RIGHT, CHUNK, CAUSAL)
+    end = tl.where((query_len > 0) & (last >= 0), tl.minimum(end, seq_len), 0)
+    return tl.where(end > low, low // TILE_KV, 0), tl.where(end > low, end, 0)
 
 
 @triton.jit
-def merge_kernel(
-    starts_ptr, out_ptr, lse_ptr, sinks_ptr, v_scale_ptr, part_acc_ptr, part_state_ptr, num_reqs, num_tokens, num_splits,
-    o_token, o_head, l_token, l_head, vs_head,
-    GROUP: tl.constexpr, QUERY_LEN: tl.constexpr, DIM_V: tl.constexpr, DIM_V_PAD: tl.constexpr, TILE_M: tl.constexpr,
-    SINKS: tl.constexpr, KV_SCALES: tl.constexpr, HAS_LSE: tl.constexpr,
+def scan_tiles(
+    seq_lens_ptr, starts_ptr, first_req, num_reqs, WINDOW_LEFT: tl.constexpr, WINDOW_RIGHT: tl.constexpr, CHUNK: tl.constexpr,
+    CAUSAL: tl.constexpr, TILE_KV: tl.constexpr, REQS: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (num_reqs, num_kv_heads): combine the splits' states of one request and kv head (arXiv:2501.01005, section 2.2)."""
-    request, kv_head = tl.program_id(0), tl.program_id(1)
-    start = tl.load(starts_ptr + request)
-    query_len = tl.load(starts_ptr + request + 1) - start
+    """Key tiles of requests ``first_req ... first_req + REQS``: ``[REQS]``, 0 for those that see nothing."""
+    request = first_req + tl.arange(0, REQS)
+    inside = request < num_reqs
+    seq_len = tl.load(seq_lens_ptr + request, mask=inside, other=0)
+    start = tl.load(starts_ptr + request, mask=inside, other=0)
+    query_len = tl.load(starts_ptr + request + 1, mask=inside, other=0) - start
+    first, end = key_range(seq_len, query_len, WINDOW_LEFT, WINDOW_RIGHT, CHUNK, CAUSAL, TILE_KV)
+    return (end + TILE_KV - 1) // TILE_KV - first
+
+
+@triton.jit
+def owner(unit, total, programs):
+    """The program whose run ``[p * total // programs, (p + 1) * total // programs)`` holds ``unit``."""
+    return (((unit + 1).to(tl.int64) * programs + total - 1) // total - 1).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["num_reqs", "num_tokens", "table_row"])  # one compile for all batch sizes
+def decode_kernel(
+    q_ptr, k_ptr, v_ptr, table_ptr, seq_lens_ptr, starts_ptr, out_ptr, lse_ptr, slopes_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr,
+    part_acc_ptr, part_state_ptr, semaphore_ptr,
+    scale, soft_cap, num_reqs, num_tokens,
+    q_token, q_head, k_block, k_slot, k_head, v_block, v_slot, v_head, o_token, o_head, l_token, l_head, table_row, ks_head, vs_head,
+    GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, QUERY_LEN: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
+    DIM_V: tl.constexpr, DIM_V_PAD: tl.constexpr, TILE_M: tl.constexpr, TILE_KV: tl.constexpr, SLICES: tl.constexpr, REQS: tl.constexpr,
+    ONE_SCAN: tl.constexpr, MIN_TILES: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW_LEFT: tl.constexpr, WINDOW_RIGHT: tl.constexpr, CHUNK: tl.constexpr, SOFT_CAP: tl.constexpr,
+    ALIBI: tl.constexpr, SINKS: tl.constexpr, KV_SCALES: tl.constexpr, HAS_LSE: tl.constexpr, PDL: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """Grid: any number of programs, the same for every length.
+
+    REQS: requests scanned at once (ONE_SCAN: all of them). MIN_TILES: least tiles of a run. ROWS: rows of a tile that are real
+    (GROUP * QUERY_LEN padded to a power of two), PARTS: partial results merged at once.
+    """
+    program = tl.program_id(0)
+    if PDL:  # the next kernel may start to launch; this one waits until all before it have finished
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row = tl.arange(0, TILE_M)
+    query = row // GROUP
+
+    # The run of this program.
+    tiles = scan_tiles(seq_lens_ptr, starts_ptr, 0, num_reqs, WINDOW_LEFT, WINDOW_RIGHT, CHUNK, CAUSAL, TILE_KV, REQS)
+    total = tl.sum(tiles, 0)
+    busy = tl.sum((tiles > 0).to(tl.int32), 0)
+    if not ONE_SCAN:
+        for first_req in range(REQS, num_reqs, REQS):
+            more = scan_tiles(seq_lens_ptr, starts_ptr, first_req, num_reqs, WINDOW_LEFT, WINDOW_RIGHT, CHUNK, CAUSAL, TILE_KV, REQS)
+            total += tl.sum(more, 0)
+            busy += tl.sum((more > 0).to(tl.int32), 0)
+    total *= NUM_KV_HEADS
+    used = tl.load(starts_ptr + num_reqs)  # token rows of requests; those after it are padding
+    pairs = tl.maximum(busy * NUM_KV_HEADS, 1)
+    wanted = tl.maximum(tl.minimum(tl.num_programs(0), total // MIN_TILES), 1)
+    programs = tl.maximum(wanted // pairs, 1) * pairs  # equal lengths: runs end where pairs end
+    programs = tl.where((programs > wanted) | (programs * 4 < wanted * 3), wanted, programs)
+    base, extra = total // programs, total % programs
+    unit = program * base + program * extra // programs
+    unit_end = (program + 1) * base + (program + 1) * extra // programs
+    unit_end = tl.where(program < programs, unit_end, unit)
+    ends = tl.cumsum(tiles, 0) * NUM_KV_HEADS
+
+    while unit < unit_end:
+        request = tl.sum((ends <= unit).to(tl.int32), 0)
+        before = tl.max(tl.where(ends <= unit, ends, 0), 0)
+        if not ONE_SCAN:
+            scanned = REQS
+            while (request == scanned) & (scanned < num_reqs):
+                more = scan_tiles(seq_lens_ptr, starts_ptr, scanned, num_reqs, WINDOW_LEFT, WINDOW_RIGHT, CHUNK, CAUSAL, TILE_KV, REQS)
+                more = tl.cumsum(more, 0) * NUM_KV_HEADS + before
+                request += tl.sum((more <= unit).to(tl.int32), 0)
+                before = tl.maximum(before, tl.max(tl.where(more <= unit, more, 0), 0))
+                scanned += REQS
+        start = tl.load(starts_ptr + request)
+        query_len = tl.load(starts_ptr + request + 1) - start
+        seq_len = tl.load(seq_lens_ptr + request)
+        first_tile, end_key = key_range(seq_len, query_len, WINDOW_LEFT, WINDOW_RIGHT, CHUNK, CAUSAL, TILE_KV)
+        num_tiles = (end_key + TILE_KV - 1) // TILE_KV - first_tile
+        kv_head = (unit - before) // num_tiles
+        pair_unit = before + kv_head * num_tiles
+        tile = unit - pair_unit
+        count = tl.minimum(num_tiles - tile, unit_end - unit)
+        first_key = (first_tile + tile) * TILE_KV
+
+        head = kv_head * GROUP + row % GROUP
+        valid = (query < query_len) & (query < QUERY_LEN)
+        position = seq_len - query_len + query
+        low, end = visible_range(position, seq_len, WINDOW_LEFT, WINDOW_RIGHT, CHUNK, CAUSAL)
+        end = tl.where(valid, end, low)
+        last_key = tl.minimum(first_key + count * TILE_KV, end_key)
+        table_at = table_ptr + request.to(tl.int64) * table_row
+        k_at, v_at = k_ptr + kv_head.to(tl.int64) * k_head, v_ptr + kv_head.to(tl.int64) * v_head
+        if SLICES > 0:  # block ids are asked for before the queries, so that both loads are under way at once
+            block = slice_blocks(table_at, first_key, last_key, SLICES, TILE_KV // SLICES, BLOCK_SIZE)
+        d = tl.arange(0, DIM_PAD)
+        q_at = q_ptr + ((start + query).to(tl.int64) * q_token + head * q_head)[:, None] + d[None, :]
+        q_mask = valid[:, None] & (d < DIM)[None, :]
+        slope = tl.zeros([TILE_M], tl.float32)
+        if ALIBI:
+            slope = tl.load(slopes_ptr + head, mask=valid, other=0.0)
+        score_scale = scale
+        v_scale = 1.0
+        if KV_SCALES:
+            score_scale = scale * tl.load(k_scale_ptr + kv_head * ks_head)
+            v_scale = tl.load(v_scale_ptr + kv_head * vs_head)
+        if SLICES > 0:
+            if QUERY_LEN == 1:
+                low, _ = visible_range(seq_len - 1, seq_len, WINDOW_LEFT, WINDOW_RIGHT, CHUNK, CAUSAL)
+            maximum, denominator, acc = attend_slices(
+                q_at, q_mask, block, position, low, end, slope, first_key, last_key, table_at, k_at, v_at, k_block, k_slot, v_block, v_slot,
+                score_scale, soft_cap, DIM, DIM_PAD, DIM_V, DIM_V_PAD, TILE_M, SLICES, TILE_KV // SLICES, BLOCK_SIZE, QUERY_LEN == 1,
+                SOFT_CAP, ALIBI, INTERPRET,
+            )  # fmt: skip
+        else:
+            q = tl.load(q_at, mask=q_mask, other=0.0)  # [M, D]
+            maximum, denominator, acc = attend(
+                q, position, low, end, slope, first_key, last_key, table_at, k_at, v_at, k_block, k_slot, v_block, v_slot,
+                score_scale, soft_cap, DIM, DIM_PAD, DIM_V, DIM_V_PAD, TILE_M, TILE_KV, BLOCK_SIZE, SOFT_CAP, ALIBI, INTERPRET,
+            )  # fmt: skip
+        if count == num_tiles:
+            sink = tl.zeros([TILE_M], tl.float32)
+            if SINKS:
+                sink = tl.load(sinks_ptr + head, mask=valid, other=0.0).to(tl.float32)
+            out, lse = finish(maximum, denominator, acc, sink, v_scale, SINKS)
+            store_rows(out_ptr, lse_ptr, out, lse, start + query, head, valid, o_token, o_head, l_token, l_head, DIM_V, DIM_V_PAD, HAS_LSE)
+        else:
+            # A program has at most one part that begins inside a pair (slot 0) and one that begins a pair (slot 1).
+            slot = (program * 2 + (tile == 0).to(tl.int32)).to(tl.int64) * ROWS
+            dv = tl.arange(0, DIM_V_PAD)
+            tl.store(part_acc_ptr + (slot + row)[:, None] * DIM_V_PAD + dv[None, :], acc, mask=(row < ROWS)[:, None])
+            tl.store(part_state_ptr + slot * 2 + row, maximum, mask=row < ROWS)
+            tl.store(part_state_ptr + slot * 2 + ROWS + row, denominator, mask=row < ROWS)
+            first_part = owner(pair_unit, total, programs)
+            num_parts = owner(pair_unit + num_tiles - 1, total, programs) - first_part + 1
+            semaphore = semaphore_ptr + request * NUM_KV_HEADS + kv_head
+            tl.debug_barrier()  # all lanes' parts are stored before one lane says so
+            if tl.atomic_add(semaphore, 1, sem="acq_rel") == num_parts - 1:
+                tl.store(semaphore, 0)
+                merge_parts(
+                    part_acc_ptr, part_state_ptr, first_part, num_parts, out_ptr, lse_ptr, sinks_ptr, v_scale, start, query_len, kv_head,
+                    o_token, o_head, l_token, l_head, GROUP, QUERY_LEN, DIM_V, DIM_V_PAD, ROWS, PARTS, SINKS, HAS_LSE,
+                )  # fmt: skip
+        unit += count
+
+    if (busy < num_reqs) | (used < num_tokens):
+        store_empty(
+            out_ptr, lse_ptr, seq_lens_ptr, starts_ptr, num_reqs, num_tokens, o_token, o_head, l_token, l_head, GROUP, NUM_KV_HEADS,
+            DIM_V, DIM_V_PAD, TILE_M, TILE_KV, CAUSAL, WINDOW_LEFT, WINDOW_RIGHT, CHUNK, HAS_LSE,
+        )  # fmt: skip
+
+
+@triton.jit
+def store_empty(
+    out_ptr, lse_ptr, seq_lens_ptr, starts_ptr, num_reqs, num_tokens, o_token, o_head, l_token, l_head,
+    GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, DIM_V: tl.constexpr, DIM_V_PAD: tl.constexpr, TILE_M: tl.constexpr,
+    TILE_KV: tl.constexpr, CAUSAL: tl.constexpr, WINDOW_LEFT: tl.constexpr, WINDOW_RIGHT: tl.constexpr, CHUNK: tl.constexpr,
+    HAS_LSE: tl.constexpr,
+):  # fmt: skip
+    """Zeros and -inf for what no run covers: requests whose queries see nothing, and token rows after the last request's."""
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    head = tl.arange(0, TILE_M)
+    zero = tl.zeros([TILE_M, DIM_V_PAD], tl.float32)
+    nothing = tl.full([TILE_M], float("-inf"), tl.float32)
+    for request in range(program, num_reqs, programs):
+        start = tl.load(starts_ptr + request)
+        query_len = tl.load(starts_ptr + request + 1) - start
+        _, end_key = key_range(tl.load(seq_lens_ptr + request), query_len, WINDOW_LEFT, WINDOW_RIGHT, CHUNK, CAUSAL, TILE_KV)
+        if end_key == 0:
+            for pair in range(query_len * NUM_KV_HEADS):
+                token = tl.zeros([TILE_M], tl.int32) + start + pair // NUM_KV_HEADS
+                first_head = pair % NUM_KV_HEADS * GROUP
+                store_rows(out_ptr, lse_ptr, zero, nothing, token, first_head + head, head < GROUP, o_token, o_head, l_token, l_head,
+                           DIM_V, DIM_V_PAD, HAS_LSE)  # fmt: skip
+    for first_head in range(0, NUM_KV_HEADS * GROUP, GROUP):
+        store_padding(
+            out_ptr, lse_ptr, starts_ptr, program, programs, num_reqs, num_tokens, first_head + head, head < GROUP,
+            o_token, o_head, l_token, l_head, TILE_M, DIM_V, DIM_V_PAD, HAS_LSE,
+        )  # fmt: skip
+
+
+@triton.jit
+def merge_parts(
+    part_acc_ptr, part_state_ptr, first_part, num_parts, out_ptr, lse_ptr, sinks_ptr, v_scale, start, query_len, kv_head,
+    o_token, o_head, l_token, l_head,
+    GROUP: tl.constexpr, QUERY_LEN: tl.constexpr, DIM_V: tl.constexpr, DIM_V_PAD: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
+    SINKS: tl.constexpr, HAS_LSE: tl.constexpr,
+):  # fmt: skip
+    """Combine the parts of one pair, written by programs ``first_part ...``: slot 1 of the first, slot 0 of the others."""
+    row = tl.arange(0, ROWS)
+    dv = tl.arange(0, DIM_V_PAD)
+    at = row[:, None] * DIM_V_PAD + dv[None, :]
+    # Every thread reads the states of its own rows: all is elementwise, nothing crosses threads. .cg: other programs wrote
+    # these, L1 must not answer. The first part sits in slot 1 of its program.
+    slot = (first_part * 2 + 1).to(tl.int64) * ROWS
+    maximum = tl.load(part_state_ptr + slot * 2 + row[:, None], cache_modifier=".cg")  # [ROWS, 1]
+    denominator = tl.load(part_state_ptr + slot * 2 + ROWS + row[:, None], cache_modifier=".cg")
+    acc = tl.load(part_acc_ptr + slot * DIM_V_PAD + at, cache_modifier=".cg")  # [ROWS, DV]
+    for begin in range(1, num_parts, PARTS):
+        for step in tl.static_range(PARTS):
+            inside = begin + step < num_parts
+            slot = ((first_part + begin + step) * 2).to(tl.int64) * ROWS
+            state = part_state_ptr + slot * 2 + row[:, None]
+            part_max = tl.load(state, mask=inside, other=-1.0e30, cache_modifier=".cg")
+            part_total = tl.load(state + ROWS, mask=inside, other=0.0, cache_modifier=".cg")
+            part_acc = tl.load(part_acc_ptr + slot * DIM_V_PAD + at, mask=inside, other=0.0, cache_modifier=".cg")
+            top = tl.maximum(maximum, part_max)
+            shrink, weight = tl.exp2(maximum - top), tl.exp2(part_max - top)
+            denominator = denominator * shrink + part_total * weight
+            acc = acc * shrink + part_acc * weight
+            maximum = top
+    maximum, denominator = tl.max(maximum, 1), tl.max(denominator, 1)  # one number each
     query = row // GROUP
     head = kv_head * GROUP + row % GROUP
     valid = (query < query_len) & (query < QUERY_LEN)
-    dv = tl.arange(0, DIM_V_PAD)
-    maximum = tl.full([TILE_M], float("-inf"), tl.float32)
-    total = tl.zeros([TILE_M], tl.float32)
-    acc = tl.zeros([TILE_M, DIM_V_PAD], tl.float32)
-    first = (request.to(tl.int64) * tl.num_programs(1) + kv_head) * num_splits
-    for split in range(num_splits):
-        part = first + split
-        part_max = tl.load(part_state_ptr + part * 2 * TILE_M + row)
-        part_total = tl.load(part_state_ptr + part * 2 * TILE_M + TILE_M + row)
-        part_acc = tl.load(part_acc_ptr + (part * TILE_M + row)[:, None] * DIM_V_PAD + dv[None, :])
-        top = tl.maximum(maximum, part_max)
-        safe = tl.where(top == float("-inf"), 0.0, top)
-        shrink, weight = tl.exp2(maximum - safe), tl.exp2(part_max - safe)
-        total = total * shrink + part_total * weight
-        acc = acc * shrink[:, None] + part_acc * weight[:, None]
-        maximum = top
-    sink = tl.zeros([TILE_M], tl.float32)
+    sink = tl.zeros([ROWS], tl.float32)
     if SINKS:
         sink = tl.load(sinks_ptr + head, mask=valid, other=0.0).to(tl.float32)
-    v_scale = 1.0
-    if KV_SCALES:
-        v_scale = tl.load(v_scale_ptr + kv_head * vs_head)
-    out, lse = finish(maximum, total, acc, sink, v_scale, SINKS)
+    out, lse = finish(maximum, denominator, acc, sink, v_scale, SINKS)
     store_rows(out_ptr, lse_ptr, out, lse, start + query, head, valid, o_token, o_head, l_token, l_head, DIM_V, DIM_V_PAD, HAS_LSE)
-    store_padding(
-        out_ptr, lse_ptr, starts_ptr, request, num_reqs, num_reqs, num_tokens, head, row < GROUP, o_token, o_head, l_token, l_head,
-        TILE_M, DIM_V, DIM_V_PAD, HAS_LSE,
-    )  # fmt: skip

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from torchpaged.custom_ops import validation
 from torchpaged.custom_ops.triton import config
-from torchpaged.custom_ops.triton.decode import decode_kernel, merge_kernel
+from torchpaged.custom_ops.triton.decode import decode_kernel
 from torchpaged.custom_ops.triton.prefill import prefill_kernel
 
 
@@ -18,13 +18,15 @@ def paged_attention(
     out: Tensor, lse: Tensor | None = None, *, max_query_len: int, scale: float, causal: bool = True,
     window_left: int = -1, window_right: int = -1, logits_soft_cap: float = 0.0, alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None, k_scale: Tensor | None = None, v_scale: Tensor | None = None, chunk_size: int = 0,
+    semaphore: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Launch; arguments as in ``custom_ops/ops.py``. Every choice here depends on shapes, never on lengths."""
     config.require_launchable(q)
     validation.check_paged_attention(
         q, k_cache, v_cache, block_table, seq_lens, query_start_loc, out, lse, max_query_len=max_query_len, scale=scale,
         causal=causal, window_left=window_left, window_right=window_right, logits_soft_cap=logits_soft_cap,
-        alibi_slopes=alibi_slopes, sinks=sinks, k_scale=k_scale, v_scale=v_scale, chunk_size=chunk_size)  # fmt: skip
+        alibi_slopes=alibi_slopes, sinks=sinks, k_scale=k_scale, v_scale=v_scale, chunk_size=chunk_size,
+        semaphore=semaphore)  # fmt: skip
     config.require_fp8(k_cache)
     num_tokens, num_heads, dim = q.shape
     num_reqs, (block_size, num_kv_heads, dim_v) = block_table.shape[0], (k_cache.shape[1], k_cache.shape[2], v_cache.shape[3])
@@ -53,7 +55,7 @@ def paged_attention(
         "HAS_LSE": lse is not None, "INTERPRET": config.INTERPRET,
     }  # fmt: skip
     if max_query_len <= config.MAX_DECODE_QUERY_LEN and max_query_len * group <= 128:
-        _decode(tensors, strides, out_strides, flags, max_query_len, num_reqs, num_tokens, num_kv_heads, scale, logits_soft_cap)
+        _decode(tensors, strides, flags, semaphore, max_query_len, num_reqs, num_tokens, num_kv_heads, scale, logits_soft_cap)
         return
     tiles = config.prefill_tiles(max(dim, dim_v), group, q.element_size())
     tokens = tiles.rows // group
@@ -68,26 +70,24 @@ def _head_stride(scale: Tensor | None) -> int:
 
 
 def _decode(
-    tensors: tuple[Tensor | None, ...], strides: tuple[int, ...], out_strides: tuple[int, ...], flags: dict[str, Any], max_query_len: int,
+    tensors: tuple[Tensor | None, ...], strides: tuple[int, ...], flags: dict[str, Any], semaphore: Tensor | None, max_query_len: int,
     num_reqs: int, num_tokens: int, num_kv_heads: int, scale: float, soft_cap: float,
 ) -> None:  # fmt: skip
-    q, block_table, query_start_loc, out, lse, sinks, v_scale = (tensors[i] for i in (0, 3, 5, 6, 7, 9, 11))
-    assert q is not None and block_table is not None
+    q, k_cache = tensors[0], tensors[1]
+    assert q is not None and k_cache is not None
     query_len = config.next_power_of_2(max_query_len)
-    tiles = config.decode_tiles(max(flags["DIM"], flags["DIM_V"]), query_len * flags["GROUP"], q.element_size())
-    splits = config.num_splits(q, num_reqs, num_kv_heads, block_table.shape[1] * flags["BLOCK_SIZE"])
-    acc = state = None
-    if splits > 1:
-        parts = num_reqs * num_kv_heads * splits
-        acc = torch.empty(parts * tiles.rows * flags["DIM_V_PAD"], dtype=torch.float32, device=q.device)
-        state = torch.empty(parts * 2 * tiles.rows, dtype=torch.float32, device=q.device)
-    decode_kernel[(num_reqs, num_kv_heads, splits)](
-        *tensors, acc, state, scale, soft_cap, num_reqs, num_tokens, splits, *strides, QUERY_LEN=query_len, TILE_M=tiles.rows,
-        TILE_KV=tiles.keys, DIRECT=splits == 1, **flags, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+    rows = config.next_power_of_2(query_len * flags["GROUP"])
+    tiles = config.decode_tiles(max(flags["DIM"], flags["DIM_V"]), rows, k_cache.element_size(), q.element_size())
+    programs = config.num_programs(q.device, tiles)
+    if semaphore is None:
+        semaphore = torch.zeros(num_reqs * num_kv_heads, dtype=torch.int32, device=q.device)
+    part_acc = torch.empty(programs * 2 * rows * flags["DIM_V_PAD"], dtype=torch.float32, device=q.device)
+    part_state = torch.empty(programs * 4 * rows, dtype=torch.float32, device=q.device)
+    reqs = next((size for size in config.SCANS if num_reqs <= size), config.SCANS[-1])
+    pdl = config.launches_early(q.device)
+    decode_kernel[(programs,)](
+        *tensors, part_acc, part_state, semaphore, scale, soft_cap, num_reqs, num_tokens, *strides, NUM_KV_HEADS=num_kv_heads,
+        QUERY_LEN=query_len, TILE_M=tiles.rows, TILE_KV=tiles.keys, SLICES=tiles.slices, REQS=reqs, ONE_SCAN=num_reqs <= reqs, MIN_TILES=tiles.min_tiles,
+        ROWS=rows, PARTS=config.MERGED_PARTS, PDL=pdl, **flags,
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages, **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
-    if splits > 1:
-        names = ("GROUP", "DIM_V", "DIM_V_PAD", "SINKS", "KV_SCALES", "HAS_LSE")
-        merge_kernel[(num_reqs, num_kv_heads)](
-            query_start_loc, out, lse, sinks, v_scale, acc, state, num_reqs, num_tokens, splits, *out_strides, strides[-1],
-            QUERY_LEN=query_len, TILE_M=tiles.rows, **{name: flags[name] for name in names}, num_warps=4,
-        )  # fmt: skip

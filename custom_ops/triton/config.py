@@ -40,12 +40,16 @@ class DecodeTiles(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """``rows`` (query tokens x heads of a group) and ``keys`` per tile, and Triton's launch options."""
+    """``rows`` (query tokens x heads of a group) and ``keys`` per tile, and Triton's launch options.
+
+    ``overlap``: the product with the values of one tile runs behind the softmax of the next.
+    """
 
     rows: int
     keys: int
     num_warps: int
     num_stages: int
+    overlap: bool = False
 
 
 def next_power_of_2(n: int) -> int:
@@ -64,12 +68,28 @@ def decode_tiles(head_dim: int, rows: int, kv_itemsize: int, itemsize: int) -> D
     return DecodeTiles(rows, 32 if wide > 256 else 64, 4, 4 if wide >= 256 else 5, 2, 4)
 
 
-def prefill_tiles(head_dim: int, group: int, itemsize: int) -> Tiles:
-    """Tiles of the prefill kernel."""
+def prefill_tiles(head_dim: int, group: int, itemsize: int, max_query_len: int, max_seq_len: int, large: bool) -> Tiles:
+    """Tiles of the prefill kernel.
+
+    ``max_seq_len``: tokens that a row of the block table holds; ``large``: the device has Hopper's shared memory (`has_large_tiles`).
+    """
+    rows = next_power_of_2(group)
     if itemsize == 4:  # float32 has no exact tensor-core path: plain FMAs, whose accumulators fill the registers
-        return Tiles(max(16, next_power_of_2(group)), 16 if head_dim > 128 else 32, 4, 1)
-    wide = head_dim * itemsize > 256
-    return Tiles(max(64 if not wide else 32, next_power_of_2(group)), 32 if wide else 64, 4, 2)
+        return Tiles(max(16, rows), 16 if head_dim > 128 else 32, 4, 1)
+    if not large:
+        return Tiles(max(32, rows), 32, 4, 2) if head_dim > 128 else Tiles(max(64, rows), 64, 4, 2)
+    if head_dim > 128:
+        return Tiles(max(128, rows), 32, 8, 3, overlap=True)
+    if max_query_len <= 512 and max_seq_len <= 1024:  # few tiles of keys per program: two small programs per multiprocessor
+        return Tiles(max(64, rows), 64, 4, 2)
+    return Tiles(max(128, rows), 128 if head_dim <= 64 else 64, 8, 3, overlap=True)
+
+
+def has_large_tiles(device: torch.device) -> bool:
+    """Whether a thread block may use 227 KiB of shared memory: compute capability 9.0 and 10.0."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return INTERPRET
+    return _capability(device.index or 0)[0] in (9, 10)
 
 
 @functools.cache

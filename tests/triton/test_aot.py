@@ -19,7 +19,6 @@ from torchpaged.custom_ops.triton.advance_step import advance_step_kernel
 from torchpaged.custom_ops.triton.copy_blocks import copy_blocks_kernel
 from torchpaged.custom_ops.triton.decode import decode_kernel, merge_kernel
 from torchpaged.custom_ops.triton.merge_attn_states import merge_attn_states_kernel
-from torchpaged.custom_ops.triton.prefill import prefill_kernel
 from torchpaged.custom_ops.triton.rope_write_kv import head_tiles, rope_write_kv_kernel
 from torchpaged.custom_ops.triton.write_kv import write_kv_kernel
 
@@ -87,19 +86,6 @@ def test_decode_compiles(target: str, case: tuple[str, int, int, str]) -> None:
     if target != "gfx942" and dtype == "bf16" and options == "plain":
         text = compiled.asm["ptx"]
         assert "cp.async.cg.shared.global" in text or "ld.global.v4" in text, "16-byte loads of keys and values"
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda c: "-".join(map(str, c)))
-@pytest.mark.parametrize("target", aot.TARGETS)
-def test_prefill_compiles(target: str, case: tuple[str, int, int, str]) -> None:
-    dtype, dim, group, options = case
-    pointers, flags = attention_arguments(dtype, dim, group, OPTIONS[options])
-    tiles = config.prefill_tiles(dim, group, SIZES[dtype])
-    constants = {**flags, "TOKENS": tiles.rows // group, "TILE_M": tiles.rows, "TILE_KV": tiles.keys}
-    compiled = aot.compile_kernel(
-        prefill_kernel, target, pointers, constants, ("scale", "soft_cap"), num_warps=tiles.num_warps, num_stages=tiles.num_stages
-    )
-    check(compiled, target, no_spills=target == "sm_90" and dim <= 128 and dtype != "fp32")
 
 
 def test_fp8_caches_compile_for_sm_90() -> None:

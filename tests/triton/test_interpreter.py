@@ -71,6 +71,35 @@ def test_split_kv(options: dict[str, Any]) -> None:
     assert_attention_close(out, lse, batch, **options)
 
 
+@pytest.mark.parametrize("variant", ATTENTION_VARIANTS)
+@pytest.mark.parametrize("spec", ["prefill_small", "prefill_long", "chunked", "mixed_padded", "left_padded", "left_padded_chunk"])
+def test_prefill_overlapped(spec: str, variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products with values one tile late, in float32 and many small tiles; float32 takes the plain order otherwise."""
+    from torchpaged.custom_ops.triton import config
+
+    monkeypatch.setattr(config, "prefill_tiles", lambda *_: config.Tiles(16, 16, 4, 1, overlap=True))
+    monkeypatch.setattr(config, "MAX_DECODE_QUERY_LEN", 0)
+    batch = make_batch(BATCH_SPECS[spec], head_dim=24, block_size=32 if spec == "chunked" else 8, sinks=variant == "causal")
+    out, lse = run_paged_attention(TRITON, batch, **ATTENTION_VARIANTS[variant])
+    assert_attention_close(out, lse, batch, **ATTENTION_VARIANTS[variant])
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("options", [{"window_left": 7}, {"chunk_size": 20}], ids=str)
+def test_prefill_ignores_forgotten_keys(options: dict[str, Any], overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys in front of every row's window may be gone: their values are NaN here."""
+    from torchpaged.custom_ops.triton import config
+
+    monkeypatch.setattr(config, "prefill_tiles", lambda *_: config.Tiles(16, 16, 4, 1, overlap=overlap))
+    batch = make_batch(BatchSpec("one", (60,), (17,)), head_dim=16)
+    want, _ = run_paged_attention(REFERENCE, batch, **options)
+    for position in range(36 if "window_left" in options else 40):
+        at = int(batch.block_table[0, position // 16]), position % 16
+        batch.k_cache[at] = batch.v_cache[at] = float("nan")
+    got, _ = run_paged_attention(TRITON, batch, **options)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("case", opcheck_cases())
 def test_opcheck(case: str) -> None:
     op, args, kwargs = opcheck_cases()[case]

@@ -132,7 +132,7 @@ def attend_tiles(
     return maximum, total, acc, p, shrink, blocks, last_blocks
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_reqs", "num_tokens", "table_row"])  # one compile for all batch sizes
 def prefill_kernel(
     q_ptr, k_ptr, v_ptr, table_ptr, seq_lens_ptr, starts_ptr, out_ptr, lse_ptr, slopes_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr,
     scale, soft_cap, num_reqs, num_tokens, num_kv_heads,

@@ -7,6 +7,7 @@ One JSON line per (case, configuration); the best per case last. What came of it
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import multiprocessing
 import random
@@ -17,6 +18,8 @@ from typing import Any
 import torch
 
 from torchpaged.custom_ops import BACKEND_OPS
+from torchpaged.custom_ops.cuda import paged_attention as cuda_attention
+from torchpaged.custom_ops.cuda import specialise
 from torchpaged.custom_ops.triton import config
 
 HEADS = {"llama8b": (32, 8, 128), "smol": (9, 3, 64), "gptoss": (64, 8, 64), "qwen25": (28, 4, 128)}
@@ -51,12 +54,13 @@ def cases() -> list[Case]:
     return found
 
 
-#: keys, warps, stages, programs per multiprocessor, least tiles, slices
-CONFIGS = {
-    128: [(64, 4, 4, 2, 2, 4), (64, 4, 3, 2, 2, 4), (64, 4, 3, 3, 2, 4), (64, 4, 4, 2, 1, 4), (64, 4, 3, 3, 1, 4), (128, 8, 3, 1, 1, 8), (128, 4, 3, 1, 1, 4),
-          (32, 2, 4, 4, 2, 2), (32, 2, 3, 5, 4, 2), (16, 1, 4, 8, 4, 1), (64, 4, 5, 1, 1, 4)],
-    64: [(64, 4, 4, 4, 2, 4), (64, 4, 5, 3, 2, 4), (64, 4, 4, 3, 1, 4), (128, 4, 4, 2, 1, 4), (128, 4, 3, 3, 1, 4), (128, 8, 4, 2, 1, 8), (32, 2, 4, 8, 4, 2),
-         (64, 2, 4, 4, 2, 2), (64, 4, 4, 4, 4, 4)],
+#: ("triton", keys, warps, stages, programs per multiprocessor, least tiles, slices) or
+#: ("cuda", warps, keys per warp, stages, CTAs per multiprocessor, least tiles)
+CONFIGS: dict[int, list[tuple[Any, ...]]] = {
+    128: [("triton", 16, 1, 4, 8, 4, 1), ("cuda", 4, 16, 3, 2, 2), ("cuda", 4, 16, 3, 2, 1), ("cuda", 4, 16, 4, 1, 1), ("cuda", 4, 16, 2, 3, 2),
+          ("cuda", 8, 16, 3, 1, 1), ("cuda", 2, 16, 4, 3, 2), ("cuda", 4, 32, 2, 1, 1), ("cuda", 8, 16, 2, 1, 1), ("cuda", 2, 16, 3, 4, 4)],
+    64: [("triton", 64, 4, 4, 3, 1, 4), ("cuda", 4, 16, 3, 4, 2), ("cuda", 4, 32, 3, 2, 1), ("cuda", 4, 32, 2, 3, 1), ("cuda", 8, 16, 3, 2, 1),
+         ("cuda", 8, 32, 3, 1, 1), ("cuda", 4, 16, 5, 2, 2), ("cuda", 4, 16, 4, 3, 2), ("cuda", 8, 32, 2, 1, 1)],
 }  # fmt: skip
 
 
@@ -82,15 +86,19 @@ def inputs(case: Case, layers: int, lens: list[int]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def call(case: Case, x: dict[str, Any], layer: int, out: torch.Tensor) -> None:
-    BACKEND_OPS["triton"].paged_attention(
+def call(case: Case, x: dict[str, Any], layer: int, out: torch.Tensor, backend: str) -> None:
+    BACKEND_OPS[backend].paged_attention(
         x["q"], x["pools"][2 * layer], x["pools"][2 * layer + 1], x["table"], x["lens"], x["starts"], out,
         max_query_len=1, scale=case.heads[2] ** -0.5, semaphore=x["semaphore"],
     )  # fmt: skip
 
 
-def use(case: Case, setting: tuple[int, ...]) -> None:
-    keys, warps, stages, per_sm, least, slices = setting
+def use(case: Case, setting: tuple[Any, ...]) -> None:
+    if setting[0] == "cuda":
+        specialise.decode_shape = lambda *_: specialise.DecodeShape(*setting[1:])  # type: ignore[assignment]
+        cuda_attention._specialised.cache_clear()
+        return
+    _, keys, warps, stages, per_sm, least, slices = setting
     config.decode_tiles = lambda dim, rows, kv, size: config.DecodeTiles(max(16, rows), keys, warps, stages, per_sm, least, slices)  # type: ignore[assignment]
 
 
@@ -133,12 +141,12 @@ def microseconds(functions: list[Any], repeats: int = 15) -> float:
     return sorted(times)[len(times) // 2]
 
 
-def precompile(work: list[tuple[Case, tuple[int, ...]]]) -> None:
+def precompile(work: list[tuple[Case, tuple[Any, ...]]]) -> None:
     for case, setting in work:
         use(case, setting)
         x = inputs(case, 1, [min(n, 64) for n in case.lens])
         try:
-            call(case, x, 0, torch.empty_like(x["q"]))
+            call(case, x, 0, torch.empty_like(x["q"]), setting[0])
         except Exception as reason:  # out of resources: reported when timed
             print(case.name, setting, repr(reason)[:100], file=sys.stderr)
 
@@ -149,6 +157,7 @@ def main() -> None:
     parser.add_argument("--cases", default="")
     parser.add_argument("--workers", type=int, default=12)
     parser.add_argument("--configs", default="", help="JSON: {head_dim: [[keys, warps, stages, per_sm, least], ...]}")
+    parser.add_argument("--verbose", action="store_true")
     options = parser.parse_args()
     table = {int(k): [tuple(c) for c in v] for k, v in json.loads(options.configs).items()} if options.configs else CONFIGS
     chosen = [c for c in cases() if any(part in c.name for part in options.cases.split(","))]
@@ -171,13 +180,14 @@ def main() -> None:
             out = torch.full_like(x["q"], float("nan"))
             row = {"case": case.name, "config": setting, "ideal": round(ideal, 1)}
             try:
-                call(case, x, 0, out)
+                call(case, x, 0, out, setting[0])
                 row["error"] = round(error(case, x, out), 5)
-                row["us"] = round(microseconds([lambda i=i: call(case, x, i % layers, out) for i in range(calls)]), 2)
+                row["us"] = round(microseconds([functools.partial(call, case, x, i % layers, out, setting[0]) for i in range(calls)]), 2)
             except Exception as reason:
                 row["failed"] = repr(reason)[:200]
             rows.append(row)
-            print(json.dumps(row), flush=True)
+            if "failed" in row or options.verbose:
+                print(json.dumps(row), flush=True)
         del x
     with open(options.output, "w") as file:
         json.dump(rows, file)

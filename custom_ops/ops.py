@@ -6,6 +6,7 @@ Each op has one *overload* per backend, all with the same schema and the same me
     torch.ops.torchpaged.paged_attention.reference  # plain torch, any device: the specification
     torch.ops.torchpaged.paged_attention.cpu        # native C++ kernel
     torch.ops.torchpaged.paged_attention.triton     # Triton kernel
+    torch.ops.torchpaged.paged_attention.cuda       # CUDA C++ kernel for decode (NVRTC), Triton kernels for the rest
 
 So a backend is chosen by holding another handle (``BACKEND_OPS["triton"].paged_attention``), never inside a traced call.
 
@@ -35,7 +36,7 @@ LIBRARY = torch.library.Library("torchpaged", "DEF")  # kept for the life of the
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 
 #: Overload names, i.e. the backends that have kernels of their own. "" is the device's default kernel.
-OVERLOADS = ("", "reference", "cpu", "triton")
+OVERLOADS = ("", "reference", "cpu", "triton", "cuda")
 
 SCHEMAS = {
     # k [T, num_kv_heads, head_dim], v [T, num_kv_heads, head_dim_v], caches [num_blocks, block_size, num_kv_heads, .],
@@ -167,6 +168,8 @@ def _register() -> None:
         triton = _lazy(f"torchpaged.custom_ops.triton.{_TRITON_MODULES[op]}", op)
         LIBRARY.impl(f"{op}.reference", reference, "CompositeExplicitAutograd")
         LIBRARY.impl(f"{op}.triton", triton, "CompositeExplicitAutograd")
+        cuda = _lazy("torchpaged.custom_ops.cuda.paged_attention", op) if op == "paged_attention" else triton
+        LIBRARY.impl(f"{op}.cuda", cuda, "CompositeExplicitAutograd")
         LIBRARY.impl(op, triton, "CUDA")
     loaded = native.load()  # registers the default and the .cpu overload of NATIVE_OPS for the CPU key
     for op in SCHEMAS:

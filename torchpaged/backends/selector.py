@@ -17,10 +17,10 @@ from torchpaged.backends.base import AttentionSpec, Backend
 from torchpaged.custom_ops.errors import BackendUnavailableError
 
 #: Backend name -> module with a ``BACKEND``; `register_backend` adds to it.
-_MODULES = {name: f"torchpaged.backends.{name}" for name in ("triton", "cpu", "reference")}
+_MODULES = {name: f"torchpaged.backends.{name}" for name in ("cuda", "triton", "cpu", "reference")}
 _REGISTERED: dict[str, Backend] = {}
 #: Preference of the automatic choice.
-AUTOMATIC = ["triton", "cpu", "reference"]
+AUTOMATIC = ["cuda", "triton", "cpu", "reference"]
 _forced: contextvars.ContextVar[str | None] = contextvars.ContextVar("torchpaged_backend", default=None)
 
 

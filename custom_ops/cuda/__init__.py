@@ -1,0 +1,1 @@
+"""CUDA C++ kernels, compiled by NVRTC at first launch. Needs torch and cuda-bindings (which torch's CUDA wheels bring along)."""

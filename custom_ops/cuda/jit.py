@@ -1,0 +1,140 @@
+"""CUDA C++ to a kernel that can be launched: NVRTC, a cache on disk, the driver's launch call.
+
+    kernel = jit.kernel("decode.cu", "paged_decode", {"DIM": 128, ...}, device, shared_bytes=104448)
+    kernel.launch(grid, threads, packed_arguments, early=True)
+
+Machine code is kept in ``TORCHPAGED_CACHE`` (default ``~/.cache/torchpaged``) under the hash of source, macros, architecture and
+compiler version. The first launch of a specialisation compiles for half a second or so, and must not happen inside a capture.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import importlib.util
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchpaged.custom_ops.errors import BackendUnavailableError
+
+_HERE = Path(__file__).parent
+
+
+def unavailable() -> str | None:
+    """Why CUDA C++ kernels can't be compiled here, or None."""
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is built without CUDA"
+    with contextlib.suppress(ImportError, ValueError):
+        if importlib.util.find_spec("cuda.bindings.nvrtc") is not None:
+            return None
+    return "the cuda-bindings package is not installed; pip install 'torchpaged[cuda]'"
+
+
+def _cache() -> Path:
+    return Path(os.environ.get("TORCHPAGED_CACHE", "~/.cache/torchpaged")).expanduser() / "cubin"
+
+
+def _check(result: Any, what: str) -> Any:
+    """The values of a cuda.bindings call, or its error as an exception."""
+    error, *values = result
+    if int(error):
+        raise RuntimeError(f"{what} failed: {error}")
+    return values[0] if len(values) == 1 else values
+
+
+def options(macros: dict[str, int], capability: tuple[int, int]) -> list[str]:
+    """The compiler's arguments; the same for NVRTC and nvcc."""
+    return [f"-arch=sm_{capability[0]}{capability[1]}", "-std=c++17", *(f"-D{name}={value}" for name, value in sorted(macros.items()))]
+
+
+def compile_source(source: str, arguments: list[str]) -> bytes:
+    """Machine code of ``source``; raises RuntimeError with the compiler's messages."""
+    from cuda.bindings import nvrtc
+
+    program = _check(nvrtc.nvrtcCreateProgram(source.encode(), b"torchpaged.cu", 0, [], []), "nvrtcCreateProgram")
+    encoded = [argument.encode() for argument in arguments]
+    (error,) = nvrtc.nvrtcCompileProgram(program, len(encoded), encoded)
+    if int(error):
+        log = b" " * _check(nvrtc.nvrtcGetProgramLogSize(program), "nvrtcGetProgramLogSize")
+        nvrtc.nvrtcGetProgramLog(program, log)
+        raise RuntimeError(f"NVRTC: {error} for {' '.join(arguments)}\n{log.decode(errors='replace')}")
+    code = b" " * _check(nvrtc.nvrtcGetCUBINSize(program), "nvrtcGetCUBINSize")
+    _check(nvrtc.nvrtcGetCUBIN(program, code), "nvrtcGetCUBIN")
+    nvrtc.nvrtcDestroyProgram(program)
+    return code
+
+
+def machine_code(file: str, macros: dict[str, int], capability: tuple[int, int]) -> bytes:
+    """Machine code of a file of this folder, from the cache or compiled now."""
+    from cuda.bindings import nvrtc
+
+    source, arguments = (_HERE / file).read_text(), options(macros, capability)
+    version = _check(nvrtc.nvrtcVersion(), "nvrtcVersion")
+    name = hashlib.sha256(repr((source, arguments, version)).encode()).hexdigest()[:32] + ".cubin"
+    target = _cache() / name
+    if target.is_file():
+        return target.read_bytes()
+    code = compile_source(source, arguments)
+    with contextlib.suppress(OSError):  # a cache that can't be written costs time, not correctness
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=target.parent, delete=False) as file_:
+            file_.write(code)
+        os.replace(file_.name, target)  # whole or not at all: several processes may compile the same
+    return code
+
+
+class Kernel:
+    """A loaded kernel of one device."""
+
+    def __init__(self, code: bytes, name: str, shared_bytes: int) -> None:
+        from cuda.bindings import driver
+
+        torch.cuda.current_stream().synchronize()  # the device's context exists and is current from here on
+        self._driver = driver
+        self._module = _check(driver.cuModuleLoadData(code), "cuModuleLoadData")
+        self._function = _check(driver.cuModuleGetFunction(self._module, name.encode()), "cuModuleGetFunction")
+        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        _check(driver.cuFuncSetAttribute(self._function, attribute, shared_bytes), "cuFuncSetAttribute")
+        self._early = driver.CUlaunchAttribute()
+        self._early.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        self._early.value.programmaticStreamSerializationAllowed = 1
+        self._config = driver.CUlaunchConfig()
+        self._config.gridDimY = self._config.gridDimZ = self._config.blockDimY = self._config.blockDimZ = 1
+        self._config.sharedMemBytes = shared_bytes
+
+    def launch(self, grid: int, threads: int, arguments: bytes, *, early: bool) -> None:
+        """Launch on the current stream. ``arguments``: the kernel's one parameter, a struct. ``early``: programmatic dependent launch."""
+        config = self._config
+        config.gridDimX, config.blockDimX = grid, threads
+        config.hStream = torch.cuda.current_stream().cuda_stream
+        config.attrs, config.numAttrs = ([self._early], 1) if early else ([], 0)
+        packed = ctypes.create_string_buffer(arguments, len(arguments))
+        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(packed))
+        (error,) = self._driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(pointers), 0)
+        if int(error):
+            raise RuntimeError(f"cuLaunchKernelEx failed: {error}")
+
+
+@functools.cache
+def _kernel(file: str, name: str, macros: tuple[tuple[str, int], ...], index: int, shared_bytes: int) -> Kernel:
+    with torch.cuda.device(index):
+        return Kernel(machine_code(file, dict(macros), torch.cuda.get_device_capability(index)), name, shared_bytes)
+
+
+def kernel(file: str, name: str, macros: dict[str, int], device: torch.device, *, shared_bytes: int) -> Kernel:
+    """Kernel ``name`` of ``file`` (in this folder), compiled with ``macros`` for ``device``; the same object for the same arguments.
+
+    Raises:
+        BackendUnavailableError: cuda-bindings is absent.
+        RuntimeError: the source does not compile, or the device refuses it.
+    """
+    missing = unavailable()
+    if missing:
+        raise BackendUnavailableError(f"backend 'cuda': {missing}")
+    return _kernel(file, name, tuple(sorted(macros.items())), device.index or 0, shared_bytes)

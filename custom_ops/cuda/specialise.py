@@ -1,0 +1,110 @@
+"""Which specialisation of ``decode.cu`` serves a call: macros and launch shape, from shapes and dtypes alone.
+
+The same for every length, so that a graph serves all of them. Figures behind the choices: docs/kernels.md.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_FLOATS = (torch.bfloat16, torch.float16)
+MAX_ROWS = 32  # query rows of a pair: 4 n-tiles of 8
+
+
+@dataclass(frozen=True)
+class DecodeShape:
+    """How the decode kernel is cut.
+
+    Attributes:
+        warps: per CTA; each owns a part of a tile's keys.
+        keys: of one warp per tile, a multiple of 16.
+        stages: tiles on their way or in use, per warp.
+        ctas_per_sm: CTAs on one multiprocessor; the grid is that times the multiprocessors.
+        min_tiles: least tiles of a CTA's run; shorter runs cost more to merge than they save.
+    """
+
+    warps: int
+    keys: int
+    stages: int
+    ctas_per_sm: int
+    min_tiles: int
+
+    def stage_bytes(self, dim: int, dim_v: int, kv_bytes: int) -> int:
+        """Shared memory of one warp's stage; as ``STAGE`` in decode.cu."""
+        odd = [(chunks + (2 if chunks % 2 else 1)) * 16 for chunks in (dim * kv_bytes // 16, dim_v * kv_bytes // 16)]
+        return self.keys * sum(odd)
+
+    def shared_bytes(self, dim: int, dim_v: int, kv_bytes: int) -> int:
+        """Dynamic shared memory of a CTA."""
+        return self.warps * self.stages * self.stage_bytes(dim, dim_v, kv_bytes)
+
+
+@functools.cache
+def decode_shape(dim: int, dim_v: int, kv_bytes: int, rows: int) -> DecodeShape:
+    """The shape for these widths (in numbers), bytes per cached number, and query rows per pair."""
+    return DecodeShape(warps=4, keys=16, stages=3, ctas_per_sm=2, min_tiles=2)
+
+
+def unsupported(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, sinks: Tensor | None, max_query_len: int
+) -> str | None:
+    """Why the CUDA C++ decode kernel can't take this call, or None. Shapes, dtypes, strides and addresses only."""
+    if q.device.type != "cuda":
+        return f"device {q.device.type}"
+    if q.dtype not in _FLOATS or k_cache.dtype not in (q.dtype, *_FP8) or (sinks is not None and sinks.dtype != q.dtype):
+        return f"dtypes {q.dtype} and {k_cache.dtype}"
+    dim, dim_v, kv_bytes, block_size = k_cache.shape[3], v_cache.shape[3], k_cache.element_size(), k_cache.shape[1]
+    rows = q.shape[1] // k_cache.shape[2] * _power_of_2(max_query_len)
+    if dim % 16 or dim_v % 16 or max(dim, dim_v) > 256 or block_size & (block_size - 1):
+        return f"head_dim {dim}/{dim_v} or block_size {block_size}"
+    if rows > MAX_ROWS or -(-rows // 8) * dim_v > 512:
+        return f"{rows} query rows per kv head"
+    shape = decode_shape(dim, dim_v, kv_bytes, rows)
+    if rows * (dim_v + 6) * 4 > shape.stage_bytes(dim, dim_v, kv_bytes):
+        return f"{rows} query rows per kv head of {dim_v} numbers"
+    aligned = all(t.data_ptr() % 16 == 0 and all(s * t.element_size() % 16 == 0 for s in t.stride()[:-1]) for t in (k_cache, v_cache))
+    if not aligned or any(t.data_ptr() % 8 or t.stride(0) % 4 or t.stride(1) % 4 for t in (q, out)):
+        return "strides or addresses that are not multiples of 16 bytes (cache) or 8 (q, out)"
+    return None
+
+
+def decode_macros(
+    dtype: torch.dtype, kv_dtype: torch.dtype, group: int, max_query_len: int, block_size: int, num_kv_heads: int, dim: int, dim_v: int,
+    k_stride: tuple[int, ...], v_stride: tuple[int, ...], causal: bool, window_left: int, window_right: int, chunk: int,
+    soft_cap: bool, alibi: bool, sinks: bool, scales: bool, lse: bool, early: bool,
+) -> tuple[dict[str, int], DecodeShape]:  # fmt: skip
+    """The macros of ``decode.cu`` for a call, and its shape. Strides of the caches in numbers, as torch gives them."""
+    query_len = _power_of_2(max_query_len)
+    shape = decode_shape(dim, dim_v, kv_dtype.itemsize, group * query_len)
+    macros = {
+        "DIM": dim, "DIM_V": dim_v, "GROUP": group, "NUM_KV_HEADS": num_kv_heads, "QUERY_LEN": query_len, "BLOCK_SIZE": block_size,
+        "KV_BYTES": kv_dtype.itemsize, "E5M2": kv_dtype == torch.float8_e5m2, "Q_HALF": dtype == torch.float16,
+        "HALF": dtype == torch.float16 or kv_dtype in _FP8,
+        "K_BLOCK": k_stride[0], "K_SLOT": k_stride[1], "K_HEAD": k_stride[2], "V_BLOCK": v_stride[0], "V_SLOT": v_stride[1], "V_HEAD": v_stride[2],
+        "CAUSAL": causal, "WINDOW_LEFT": window_left, "WINDOW_RIGHT": window_right, "CHUNK": chunk,
+        "SAME_MASK": query_len == 1, "SOFT_CAP": soft_cap, "ALIBI": alibi, "SINKS": sinks, "SCALES": scales,
+        "LSE": lse, "PDL": early, "WARPS": shape.warps, "KEYS": shape.keys, "STAGES": shape.stages, "CTAS_PER_SM": shape.ctas_per_sm,
+        "MIN_TILES": shape.min_tiles,
+    }  # fmt: skip
+    return {name: int(value) for name, value in macros.items()}, shape
+
+
+def _power_of_2(n: int) -> int:
+    return 1 << max(n - 1, 0).bit_length()
+
+
+@functools.cache
+def num_sms(index: int) -> int:
+    """Multiprocessors of a device."""
+    return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+@functools.cache
+def launches_early(index: int) -> bool:
+    """Whether kernels are launched with programmatic dependent launch: compute capability 9.0 and later."""
+    return torch.cuda.get_device_capability(index) >= (9, 0)

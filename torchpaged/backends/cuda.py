@@ -1,0 +1,38 @@
+"""The ``cuda`` backend: a CUDA C++ decode kernel for NVIDIA GPUs, and the Triton kernels for everything else.
+
+The kernel is compiled by NVRTC at the first call of a shape. Prefill and mixed batches, float32, and decode shapes that it does
+not take (``custom_ops/cuda/specialise.py`` lists them) run the kernels of the ``triton`` backend, with the same results.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from torchpaged.backends.base import Backend, Capabilities, GraphSupport
+from torchpaged.backends.triton import BACKEND as TRITON
+from torchpaged.custom_ops import BACKEND_OPS
+
+
+def _unavailable() -> str | None:
+    from torchpaged.custom_ops.cuda import jit
+
+    if not torch.cuda.is_available():
+        return "no CUDA device is visible"
+    return jit.unavailable() or TRITON.unavailable()
+
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+BACKEND = Backend(
+    name="cuda",
+    capabilities=Capabilities(
+        device_types=("cuda",),
+        dtypes=_FLOATS,
+        kv_dtypes=(*_FLOATS, torch.float8_e4m3fn, torch.float8_e5m2),
+        graph_support=GraphSupport.ALWAYS,
+        min_compute_capability=(8, 0),
+        max_head_dim=256,
+    ),
+    ops=BACKEND_OPS["cuda"],
+    unavailable=_unavailable,
+)

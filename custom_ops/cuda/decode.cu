@@ -22,14 +22,17 @@ constexpr int TILE = WARPS * KEYS;                  // keys of one unit of work
 constexpr int SUBS = KEYS / 16;                     // m-tiles of keys per warp
 constexpr int K_CHUNKS = DIM * KV_BYTES / 16;       // 16-byte chunks of a key
 constexpr int V_CHUNKS = DIM_V * KV_BYTES / 16;
-// Bytes of a key in shared memory: an odd number of chunks, so that the 8 rows of an ldmatrix fall into different banks.
-constexpr int K_ROW = (K_CHUNKS + (K_CHUNKS % 2 ? 2 : 1)) * 16;
-constexpr int V_ROW = (V_CHUNKS + (V_CHUNKS % 2 ? 2 : 1)) * 16;
-constexpr int STAGE = KEYS * (K_ROW + V_ROW);       // bytes of one warp's stage
-constexpr int OUT_ROW = DIM_V + 4;                  // floats of a query row when states meet; reuses a stage
+// A key in shared memory: its chunks, padded so that 8 rows fill whole 128-byte lines, and swizzled within a line. The 8 rows of an
+// ldmatrix then meet 8 different banks, and a line of device memory stays a line: rows padded by 16 bytes made cp.async ask L2 for
+// 1.5 times the bytes.
+__host__ __device__ constexpr int padded(int chunks) { return chunks >= 8 ? (chunks + 7) / 8 * 8 : chunks > 4 ? 8 : chunks > 2 ? 4 : 2; }
+constexpr int K_PADDED = padded(K_CHUNKS), V_PADDED = padded(V_CHUNKS);
+constexpr int K_ROW = K_PADDED * 16, V_ROW = V_PADDED * 16;  // bytes
+constexpr int STAGE = KEYS * (K_ROW + V_ROW);                // bytes of one warp's stage
+constexpr int OUT_ROW = ROWS * (DIM_V + 4) * 4 <= STAGE ? DIM_V + 4 : DIM_V;  // floats of a query row when states meet, in a stage
 constexpr int VECTORS = DIM_V / 4;
 constexpr int THREADS = WARPS * 32;
-static_assert(ROWS * (OUT_ROW + 2) * 4 <= STAGE, "a stage must hold a warp's state");
+static_assert(ROWS * OUT_ROW * 4 <= STAGE, "a stage must hold a warp's state");
 static_assert(DIM % 16 == 0 && DIM_V % 16 == 0 && KEYS % 16 == 0, "sizes in multiples of 16");
 
 constexpr float LOG2E = 1.4426950408889634f;
@@ -148,6 +151,15 @@ __device__ __forceinline__ float4 load_l2(const float4 *p) {
   return x;
 }
 
+// ------------------------------------------------------------------------------------------------ shared memory
+template <int PADDED> __device__ __forceinline__ int swizzle(int row) { return PADDED >= 8 ? row % 8 : row / (8 / PADDED) % PADDED; }
+
+// Address of chunk `2 * pair + odd` of a row, given that of chunk `odd`: the swizzle is an exclusive or below 128 bytes.
+template <int PADDED> __device__ __forceinline__ u32 chunk_pair(u32 row, u32 odd, int pair) {
+  constexpr int LINE = PADDED >= 8 ? 127 : PADDED * 16 - 1;
+  return row + (odd ^ (pair * 32 & LINE)) + (pair * 32 & ~LINE);
+}
+
 // ------------------------------------------------------------------------------------------------ masks
 // Every mask of the op is an interval [low, end) of keys (docs/ops.md); both bounds grow with the position.
 __device__ __forceinline__ void visible(int position, int seq_len, int &low, int &end) {
@@ -215,7 +227,7 @@ __device__ __forceinline__ int load_ids(const Params &p, const Cursor &c, int wa
   return key < c.r.end ? p.table[c.request * p.table_row + key / BLOCK_SIZE] : 0;
 }
 
-template <int CHUNKS, int ROW, i64 BLOCK_STRIDE, i64 SLOT_STRIDE>
+template <int CHUNKS, int PADDED, i64 BLOCK_STRIDE, i64 SLOT_STRIDE>
 __device__ __forceinline__ void copy_rows(u32 to, const char *from, int ids, int batch_tile, int first_slot, int real, int lane) {
   constexpr int STEPS = (KEYS * CHUNKS + 31) / 32;
 #pragma unroll
@@ -225,7 +237,7 @@ __device__ __forceinline__ void copy_rows(u32 to, const char *from, int ids, int
     const int id = IDS == 1 ? __shfl_sync(ALL, ids, batch_tile) : __shfl_sync(ALL, ids, batch_tile * IDS + (row / IN_BLOCK) % IDS);
     const int slot = IDS == 1 ? first_slot + row : row % IN_BLOCK;
     const char *at = from + ((i64)id * BLOCK_STRIDE + (i64)slot * SLOT_STRIDE) * KV_BYTES + column * 16;
-    const u32 target = to + row * ROW + column * 16;
+    const u32 target = to + row * (PADDED * 16) + (column ^ swizzle<PADDED>(row)) * 16;
     if (KEYS * CHUNKS % 32 && row >= KEYS) continue;
     if (real >= KEYS) copy16(target, at);
     else copy16_or_zero(target, at, row < real);
@@ -331,12 +343,12 @@ __device__ __forceinline__ void attend(State &state, const Queries &queries, con
   for (int m = 0; m < SUBS; ++m) {
 #pragma unroll
     for (int n = 0; n < COLS; ++n) s[m][n][0] = s[m][n][1] = s[m][n][2] = s[m][n][3] = 0.f;
-    const u32 at = stage + (m * 16 + lane % 16) * K_ROW + lane / 16 * 16;
+    const u32 at = stage + (m * 16 + lane % 16) * K_ROW, odd = (lane / 16 ^ swizzle<K_PADDED>(lane % 16)) * 16;
 #if KV_BYTES == 1
 #pragma unroll
     for (int d = 0; d < (DIM + 31) / 32; ++d) {
       u32 raw[4], a[4];
-      load_matrices(raw, at + d * 32);
+      load_matrices(raw, chunk_pair<K_PADDED>(at, odd, d));
       unpack(raw[0], a[0], a[2]);
       unpack(raw[1], a[1], a[3]);
 #pragma unroll
@@ -352,7 +364,7 @@ __device__ __forceinline__ void attend(State &state, const Queries &queries, con
 #pragma unroll
     for (int d = 0; d < DIM / 16; ++d) {
       u32 a[4];
-      load_matrices(a, at + d * 32);
+      load_matrices(a, chunk_pair<K_PADDED>(at, odd, d));
 #pragma unroll
       for (int n = 0; n < COLS; ++n) mma(s[m][n], a, queries.b[d][n][0], queries.b[d][n][1]);
     }
@@ -424,11 +436,11 @@ __device__ __forceinline__ void attend(State &state, const Queries &queries, con
     }
     const u32 values = stage + KEYS * K_ROW;
 #if KV_BYTES == 1
-    const u32 at = values + (m * 16 + lane % 16) * V_ROW + lane / 16 * 16;
+    const u32 at = values + (m * 16 + lane % 16) * V_ROW, odd = (lane / 16 ^ swizzle<V_PADDED>(lane % 16)) * 16;
 #pragma unroll
     for (int d = 0; d < DIM_V / 16; d += 2) {
       u32 raw[4], a[4];
-      load_transposed(raw, at + d * 16);
+      load_transposed(raw, chunk_pair<V_PADDED>(at, odd, d / 2));
 #pragma unroll
       for (int i = 0; i < 4; ++i) raw[i] = __byte_perm(raw[i], 0, 0x3120);
       unpack(raw[0], a[0], a[1]);
@@ -443,11 +455,12 @@ __device__ __forceinline__ void attend(State &state, const Queries &queries, con
       }
     }
 #else
-    const u32 at = values + (m * 16 + lane % 8 + lane / 16 * 8) * V_ROW + lane / 8 % 2 * 16;
+    const int value = lane % 8 + lane / 16 * 8;
+    const u32 at = values + (m * 16 + value) * V_ROW, odd = (lane / 8 % 2 ^ swizzle<V_PADDED>(value)) * 16;
 #pragma unroll
     for (int d = 0; d < DIM_V / 16; ++d) {
       u32 a[4];
-      load_transposed(a, at + d * 32);
+      load_transposed(a, chunk_pair<V_PADDED>(at, odd, d));
 #pragma unroll
       for (int n = 0; n < COLS; ++n) mma(state.acc[d][n], a, b[n][0], b[n][1]);
     }
@@ -455,8 +468,8 @@ __device__ __forceinline__ void attend(State &state, const Queries &queries, con
   }
 }
 
-// A warp's state to its shared memory: acc [ROWS][OUT_ROW], top [ROWS], total [ROWS].
-__device__ __forceinline__ void park(State &state, float *to, int lane) {
+// A warp's state to shared memory: acc [ROWS][OUT_ROW] into a stage of its own, top [ROWS] and total [ROWS] beside it.
+__device__ __forceinline__ void park(State &state, float *to, float *tops, float *totals, int lane) {
   const int quad = lane % 4, r = lane / 4;
 #pragma unroll
   for (int n = 0; n < COLS; ++n)
@@ -475,8 +488,8 @@ __device__ __forceinline__ void park(State &state, float *to, int lane) {
           to[row * OUT_ROW + d * 16 + (KV_BYTES == 1 ? 2 * r + 1 : r + 8)] = state.acc[d][n][i + 2];
         }
         if (r == 0) {
-          to[ROWS * OUT_ROW + row] = state.top[n][i];
-          to[ROWS * OUT_ROW + ROWS + row] = total;
+          tops[row] = state.top[n][i];
+          totals[row] = total;
         }
       }
     }
@@ -580,8 +593,9 @@ __device__ __noinline__ void store_empty(const Params &p) {
 
 // ------------------------------------------------------------------------------------------------ the kernel
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) paged_decode(const __grid_constant__ Params p) {
-  extern __shared__ __align__(16) char shared[];
+  extern __shared__ __align__(128) char shared[];
   __shared__ int arrived;
+  __shared__ float all_tops[WARPS][ROWS], all_totals[WARPS][ROWS];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #if PDL  // the next kernel may be launched; this one goes on when all before it have finished
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -640,8 +654,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) paged_decode(
         const int real = ahead.r.end - key, batch_tile = ahead.tile % BATCH, first_slot = BLOCK_SIZE >= KEYS ? key % BLOCK_SIZE : 0;
         const u32 to = stages + into * STAGE;
         if (real > 0) {
-          copy_rows<K_CHUNKS, K_ROW, K_BLOCK, K_SLOT>(to, p.k + (i64)ahead.head * K_HEAD * KV_BYTES, ids, batch_tile, first_slot, real, lane);
-          copy_rows<V_CHUNKS, V_ROW, V_BLOCK, V_SLOT>(to + KEYS * K_ROW, p.v + (i64)ahead.head * V_HEAD * KV_BYTES, ids, batch_tile, first_slot, real, lane);
+          copy_rows<K_CHUNKS, K_PADDED, K_BLOCK, K_SLOT>(to, p.k + (i64)ahead.head * K_HEAD * KV_BYTES, ids, batch_tile, first_slot, real, lane);
+          copy_rows<V_CHUNKS, V_PADDED, V_BLOCK, V_SLOT>(to + KEYS * K_ROW, p.v + (i64)ahead.head * V_HEAD * KV_BYTES, ids, batch_tile, first_slot, real, lane);
         }
         if (--to_load > 0) {
           const int old = ahead.request;
@@ -677,7 +691,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) paged_decode(
 
       // The end of a pair, or of the run: the warps' states meet in the stage they have just used.
       __syncwarp();
-      park(state, (float *)(shared + (warp * STAGES + used_slot) * STAGE), lane);
+      park(state, (float *)(shared + (warp * STAGES + used_slot) * STAGE), all_tops[warp], all_totals[warp], lane);
       __syncthreads();
       const bool whole = pair_begin == 0 && c.tile == c.r.num_tiles;
       const i64 part = (i64)program * 2 + (pair_begin == 0);
@@ -685,14 +699,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) paged_decode(
         const int row = e / VECTORS, column = e % VECTORS;
         float tops[WARPS], top = FLOOR, sum = 0.f;
 #pragma unroll
-        for (int w = 0; w < WARPS; ++w) top = fmaxf(top, tops[w] = ((float *)(shared + (w * STAGES + used_slot) * STAGE))[ROWS * OUT_ROW + row]);
+        for (int w = 0; w < WARPS; ++w) top = fmaxf(top, tops[w] = all_tops[w][row]);
         float4 x = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll
         for (int w = 0; w < WARPS; ++w) {
           const float *from = (float *)(shared + (w * STAGES + used_slot) * STAGE);
           const float weight = exp2_(tops[w] - top);
           const float4 y = *(const float4 *)(from + row * OUT_ROW + column * 4);
-          sum += from[ROWS * OUT_ROW + ROWS + row] * weight;
+          sum += all_totals[w][row] * weight;
           x.x += y.x * weight; x.y += y.y * weight; x.z += y.z * weight; x.w += y.w * weight;
         }
         if (whole) {

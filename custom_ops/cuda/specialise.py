@@ -16,6 +16,11 @@ _FLOATS = (torch.bfloat16, torch.float16)
 MAX_ROWS = 32  # query rows of a pair: 4 n-tiles of 8
 
 
+def _padded(chunks: int) -> int:
+    """16-byte chunks of a key in shared memory; as ``padded`` in decode.cu."""
+    return -(-chunks // 8) * 8 if chunks >= 8 else 8 if chunks > 4 else 4 if chunks > 2 else 2
+
+
 @dataclass(frozen=True)
 class DecodeShape:
     """How the decode kernel is cut.
@@ -36,8 +41,7 @@ class DecodeShape:
 
     def stage_bytes(self, dim: int, dim_v: int, kv_bytes: int) -> int:
         """Shared memory of one warp's stage; as ``STAGE`` in decode.cu."""
-        odd = [(chunks + (2 if chunks % 2 else 1)) * 16 for chunks in (dim * kv_bytes // 16, dim_v * kv_bytes // 16)]
-        return self.keys * sum(odd)
+        return self.keys * 16 * sum(_padded(width * kv_bytes // 16) for width in (dim, dim_v))
 
     def shared_bytes(self, dim: int, dim_v: int, kv_bytes: int) -> int:
         """Dynamic shared memory of a CTA."""
@@ -65,7 +69,7 @@ def unsupported(
     if rows > MAX_ROWS or -(-rows // 8) * dim_v > 512:
         return f"{rows} query rows per kv head"
     shape = decode_shape(dim, dim_v, kv_bytes, rows)
-    if rows * (dim_v + 6) * 4 > shape.stage_bytes(dim, dim_v, kv_bytes):
+    if rows * dim_v * 4 > shape.stage_bytes(dim, dim_v, kv_bytes):
         return f"{rows} query rows per kv head of {dim_v} numbers"
     aligned = all(t.data_ptr() % 16 == 0 and all(s * t.element_size() % 16 == 0 for s in t.stride()[:-1]) for t in (k_cache, v_cache))
     if not aligned or any(t.data_ptr() % 8 or t.stride(0) % 4 or t.stride(1) % 4 for t in (q, out)):

@@ -18,6 +18,9 @@ from torchpaged.custom_ops.errors import BackendUnavailableError
 INTERPRET = os.environ.get("TRITON_INTERPRET", "0") == "1"
 #: Longest query that the decode kernel takes (speculative verification); longer ones go to the prefill kernel.
 MAX_DECODE_QUERY_LEN = 8
+#: Mixed batches take two launches, decode for short queries and prefill for the others. Off until the decode kernel leaves
+#: requests longer than its QUERY_LEN alone.
+SPLIT_MIXED = False
 #: How many requests the decode kernel scans at once (few sizes, few compiles); more are scanned piece by piece.
 SCANS = (16, 128, 1024)
 #: Partial results that a merging program reads at once.
@@ -42,14 +45,14 @@ class DecodeTiles(NamedTuple):
 class Tiles(NamedTuple):
     """``rows`` (query tokens x heads of a group) and ``keys`` per tile, and Triton's launch options.
 
-    ``overlap``: the product with the values of one tile runs behind the softmax of the next.
+    ``ping_pong``: the two warpgroups of 8 warps take turns at the tensor cores; for wgmma, compute capability 9.0, only.
     """
 
     rows: int
     keys: int
     num_warps: int
     num_stages: int
-    overlap: bool = False
+    ping_pong: bool = False
 
 
 def next_power_of_2(n: int) -> int:
@@ -79,10 +82,20 @@ def prefill_tiles(head_dim: int, group: int, itemsize: int, max_query_len: int, 
     if not large:
         return Tiles(max(32, rows), 32, 4, 2) if head_dim > 128 else Tiles(max(64, rows), 64, 4, 2)
     if head_dim > 128:
-        return Tiles(max(128, rows), 32, 8, 3, overlap=True)
+        return Tiles(max(128, rows), 32, 8, 3)
     if max_query_len <= 512 and max_seq_len <= 1024:  # few tiles of keys per program: two small programs per multiprocessor
         return Tiles(max(64, rows), 64, 4, 2)
-    return Tiles(max(128, rows), 128 if head_dim <= 64 else 64, 8, 3, overlap=True)
+    return Tiles(max(128, rows), 128, 8, 3)
+
+
+def decode_len_in_mixed(group: int, num_reqs: int, num_tokens: int, max_query_len: int) -> int:
+    """Longest query of a mixed batch that the decode kernel takes: as many as fill the least tile of mma.sync, 16 rows.
+
+    0 where the shapes leave no room for queries shorter than ``max_query_len``.
+    """
+    if num_reqs == 1 or num_tokens >= num_reqs * max_query_len:
+        return 0
+    return min(MAX_DECODE_QUERY_LEN, 1 << (max(1, 16 // group).bit_length() - 1))
 
 
 def has_large_tiles(device: torch.device) -> bool:

@@ -57,12 +57,16 @@ def paged_attention(
     if max_query_len <= config.MAX_DECODE_QUERY_LEN and max_query_len * group <= 128:
         _decode(tensors, strides, flags, semaphore, max_query_len, num_reqs, num_tokens, num_kv_heads, scale, logits_soft_cap)
         return
+    skip = config.decode_len_in_mixed(group, num_reqs, num_tokens, max_query_len) if config.SPLIT_MIXED else 0
+    if skip:
+        _decode(tensors, strides, flags, semaphore, skip, num_reqs, num_tokens, num_kv_heads, scale, logits_soft_cap)
     capacity = block_table.shape[1] * block_size
     tiles = config.prefill_tiles(max(dim, dim_v), group, q.element_size(), max_query_len, capacity, config.has_large_tiles(q.device))
     tokens = tiles.rows // group
     prefill_kernel[((num_tokens // tokens + num_reqs) * num_kv_heads,)](
         *tensors, scale, logits_soft_cap, num_reqs, num_tokens, num_kv_heads, *strides, TOKENS=tokens, TILE_M=tiles.rows,
-        TILE_KV=tiles.keys, OVERLAP=tiles.overlap, **flags, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        TILE_KV=tiles.keys, PING_PONG=tiles.ping_pong and not config.INTERPRET, SKIP_DECODES=skip, **flags,
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
 
 

@@ -5,8 +5,8 @@ chunked prefill and decodes share one launch. The rows of a tile are query token
 once for all of them. Key tiles that every row sees whole take a loop without masks; only the tiles at the ends of the rows'
 intervals are masked. Programs start with the last tokens, which see the most keys, so that short tiles fill the end.
 
-Shaped for Hopper: wgmma takes q, k and v from shared memory and p from registers, k and v arrive by cp.async. With OVERLAP the
-product p @ v of a tile runs behind the softmax of the next one (FlashAttention-3, arXiv:2407.08608, section 3.2).
+Shaped for Hopper: wgmma takes q, k and v from shared memory and p from registers, k and v arrive by cp.async. With PING_PONG the
+softmax of one half of the rows runs beside the products of the other (FlashAttention-3, arXiv:2407.08608, section 3.1).
 """
 
 from __future__ import annotations
@@ -35,11 +35,16 @@ def find_request(starts_ptr, tile, num_reqs, TOKENS: tl.constexpr):
 
 @triton.jit
 def load_blocks(table_ptr, start, end_key, TILE_KV: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Block ids of the keys ``start + [0, TILE_KV)``; 0, the null block, at and past ``end_key``."""
-    n = tl.arange(0, TILE_KV)
-    if TILE_KV % BLOCK_SIZE == 0:  # start is a multiple of TILE_KV: the division of n leaves the loop
-        return tl.load(table_ptr + start // BLOCK_SIZE + n // BLOCK_SIZE, mask=start + n < end_key, other=0)
-    return tl.load(table_ptr + (start + n) // BLOCK_SIZE, mask=start + n < end_key, other=0)
+    """Block ids of the keys ``start + [0, TILE_KV)``, one number if a block holds them all; 0, the null block, at and past ``end_key``."""
+    if BLOCK_SIZE % TILE_KV == 0:
+        blocks = tl.load(table_ptr + start // BLOCK_SIZE, mask=start < end_key, other=0)
+    else:
+        n = tl.arange(0, TILE_KV)
+        at = start // BLOCK_SIZE + n // BLOCK_SIZE  # start is a multiple of TILE_KV: the division of n leaves the loop
+        if TILE_KV % BLOCK_SIZE != 0:
+            at = (start + n) // BLOCK_SIZE
+        blocks = tl.load(table_ptr + at, mask=start + n < end_key, other=0)
+    return blocks
 
 
 @triton.jit
@@ -47,29 +52,68 @@ def tile_of(cache_ptr, blocks, start, stride_block: tl.constexpr, stride_slot: t
             TILE_KV: tl.constexpr, BLOCK_SIZE: tl.constexpr):  # fmt: skip
     """Addresses ``[N, WIDTH]`` of the keys ``start + [0, TILE_KV)``. Constant strides make it two instructions per row."""
     key = tl.arange(0, TILE_KV)
-    offset = key % BLOCK_SIZE if TILE_KV % BLOCK_SIZE == 0 else (start + key) % BLOCK_SIZE
-    inside_block = (offset * stride_slot)[:, None] + tl.arange(0, WIDTH)[None, :]
-    return cache_ptr + inside_block + (blocks.to(tl.int64) * stride_block)[:, None]
+    d = tl.arange(0, WIDTH)[None, :]
+    if BLOCK_SIZE % TILE_KV == 0:
+        at = cache_ptr + (blocks.to(tl.int64) * stride_block + start % BLOCK_SIZE * stride_slot) + ((key * stride_slot)[:, None] + d)
+    else:
+        offset = key % BLOCK_SIZE if TILE_KV % BLOCK_SIZE == 0 else (start + key) % BLOCK_SIZE
+        at = cache_ptr + ((offset * stride_slot)[:, None] + d) + (blocks.to(tl.int64) * stride_block)[:, None]
+    return at
+
+
+@triton.jit
+def second_half_waits():
+    """The threads of rows in the tile's second half wait for `first_half_done`; those of the first half go on."""
+    tl.inline_asm_elementwise(
+        """{
+        .reg .pred second;
+        .reg .u32 thread, threads;
+        mov.u32 thread, %tid.x;
+        mov.u32 threads, %ntid.x;
+        shl.b32 thread, thread, 1;
+        setp.ge.u32 second, thread, threads;
+        @second bar.sync 7, threads;
+        mov.u32 $0, 0;
+        }""",
+        "=r", [], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def first_half_done():
+    """Lets the threads in `second_half_waits` go on; nobody waits here. Barrier 7: Triton numbers its own from 0."""
+    tl.inline_asm_elementwise(
+        """{
+        .reg .pred first;
+        .reg .u32 thread, threads;
+        mov.u32 thread, %tid.x;
+        mov.u32 threads, %ntid.x;
+        shl.b32 thread, thread, 1;
+        setp.lt.u32 first, thread, threads;
+        @first bar.arrive 7, threads;
+        mov.u32 $0, 0;
+        }""",
+        "=r", [], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @triton.jit
 def attend_tiles(
-    maximum, total, acc, p, shrink, blocks, last_blocks, q, position, low, end, slope, first, last, first_key, low_key, end_key,
+    maximum, total, acc, blocks, q, position, low, end, slope, first, last, low_key, end_key,
     table_ptr, k_ptr, v_ptr, k_block: tl.constexpr, k_slot: tl.constexpr, v_block: tl.constexpr, v_slot: tl.constexpr,
     score_scale, soft_cap,
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, DIM_V: tl.constexpr, DIM_V_PAD: tl.constexpr, TILE_KV: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, LOW: tl.constexpr, FOLD: tl.constexpr,
-    OVERLAP: tl.constexpr, MASKED: tl.constexpr, INTERPRET: tl.constexpr,
+    PING_PONG: tl.constexpr, MASKED: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """Keys ``[first, last)``, ``first`` a multiple of TILE_KV. Returns the state, its first seven arguments, after them.
+    """Keys ``[first, last)``, ``first`` a multiple of TILE_KV. Returns the state, its first four arguments, after them.
 
-    maximum, total [M], acc [M, DV]: the running softmax; blocks [N]: block ids of the next tile, loaded one tile ahead, so that
+    maximum, total [M], acc [M, DV]: the running softmax; blocks: `load_blocks` of the next tile, loaded one tile ahead, so that
     the loads of keys and values are pipelined like loads from plain addresses. Unless MASKED, every row must see every key. LOW:
     rows may not see the first keys. FOLD: ``maximum`` is of raw scores, the scale joins the exponential in one multiply-add.
 
-    OVERLAP: acc lacks the last tile, whose p [M, N], shrink [M] and last_blocks [N] are passed on. Its product with v starts
-    before the softmax of the current tile and is waited for after it. p is kept in float32: converted where it is used it stays
-    in registers, while a loop-carried 16-bit operand would go through shared memory and be waited for at once.
+    PING_PONG: the first half of the rows, one warpgroup of two, has its scores before the second asks for any, so that the
+    halves take turns at softmax and tensor cores; both asking at once, both would wait for both and the tensor cores idle after.
     """
     LOG2E: tl.constexpr = 1.4426950408889634
     to_base_2 = score_scale * LOG2E if FOLD else LOG2E
@@ -78,39 +122,26 @@ def attend_tiles(
     dv = tl.arange(0, DIM_V_PAD)
     for start in range(first, last, TILE_KV):
         k_at = tile_of(k_ptr, blocks, start, k_block, k_slot, DIM_PAD, TILE_KV, BLOCK_SIZE)
+        v_at = tile_of(v_ptr, blocks, start, v_block, v_slot, DIM_V_PAD, TILE_KV, BLOCK_SIZE)
         if MASKED:
-            k = tl.load(k_at, mask=(start + key < end_key)[:, None] & (d < DIM)[None, :], other=0.0)  # [N, D]
-        elif DIM < DIM_PAD:
-            k = tl.load(k_at, mask=(d < DIM)[None, :], other=0.0)
+            inside = start + key < end_key
+            k = tl.load(k_at, mask=inside[:, None] & (d < DIM)[None, :], other=0.0)  # [N, D]
+            # v is masked wherever p is 0 for all rows: unwritten memory may hold NaN, and 0 * NaN is not 0.
+            seen = inside & (start + key >= low_key) if LOW else inside
+            v = tl.load(v_at, mask=seen[:, None] & (dv < DIM_V)[None, :], other=0.0)  # [N, DV]
         else:
-            k = tl.load(k_at)
-        # v is masked wherever p is 0 for all rows: unwritten memory may hold NaN, and 0 * NaN is not 0.
-        if OVERLAP:
-            v_at = tile_of(v_ptr, last_blocks, start - TILE_KV, v_block, v_slot, DIM_V_PAD, TILE_KV, BLOCK_SIZE)
-            if LOW:
-                v = tl.load(v_at, mask=(start - TILE_KV + key >= low_key)[:, None] & (dv < DIM_V)[None, :], other=0.0)
-            else:
-                v = tl.load(v_at, mask=(start > first_key) & (dv < DIM_V)[None, :], other=0.0)
-            last_blocks = blocks & 0x7FFFFFFF  # an operation, since Triton does not pipeline values handed on twice
-        else:
-            v_at = tile_of(v_ptr, blocks, start, v_block, v_slot, DIM_V_PAD, TILE_KV, BLOCK_SIZE)
-            if MASKED and LOW:
-                seen = (start + key >= low_key) & (start + key < end_key)
-                v = tl.load(v_at, mask=seen[:, None] & (dv < DIM_V)[None, :], other=0.0)  # [N, DV]
-            elif MASKED:
-                v = tl.load(v_at, mask=(start + key < end_key)[:, None] & (dv < DIM_V)[None, :], other=0.0)
-            elif DIM_V < DIM_V_PAD:
-                v = tl.load(v_at, mask=(dv < DIM_V)[None, :], other=0.0)
-            else:
-                v = tl.load(v_at)
+            k = tl.load(k_at, mask=(d < DIM)[None, :], other=0.0) if DIM < DIM_PAD else tl.load(k_at)
+            v = tl.load(v_at, mask=(dv < DIM_V)[None, :], other=0.0) if DIM_V < DIM_V_PAD else tl.load(v_at)
         blocks = load_blocks(table_ptr, start + TILE_KV, end_key, TILE_KV, BLOCK_SIZE)
         if INTERPRET:  # the interpreter keeps bf16 as integers: arithmetic on it is silently wrong
             k, v = k.to(tl.float32), v.to(tl.float32)
         else:
             k, v = k.to(q.dtype), v.to(q.dtype)
+        if PING_PONG:
+            second_half_waits()  # the rows of the tile's second half
         s = tl.dot(q, tl.trans(k), input_precision="ieee")  # [M, N]
-        if OVERLAP:
-            acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+        if PING_PONG:
+            first_half_done()
         if not FOLD:
             s *= score_scale
         if SOFT_CAP:
@@ -127,9 +158,8 @@ def attend_tiles(
         shrink = tl.exp2(maximum * to_base_2 - safe)
         total = total * shrink + tl.sum(p, 1)
         maximum = top
-        if not OVERLAP:
-            acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
-    return maximum, total, acc, p, shrink, blocks, last_blocks
+        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+    return maximum, total, acc, blocks
 
 
 @triton.jit(do_not_specialize=["num_reqs", "num_tokens", "table_row"])  # one compile for all batch sizes
@@ -141,9 +171,13 @@ def prefill_kernel(
     GROUP: tl.constexpr, TOKENS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, DIM_V: tl.constexpr,
     DIM_V_PAD: tl.constexpr, TILE_M: tl.constexpr, TILE_KV: tl.constexpr, BLOCK_SIZE: tl.constexpr, CAUSAL: tl.constexpr,
     WINDOW_LEFT: tl.constexpr, WINDOW_RIGHT: tl.constexpr, CHUNK: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr,
-    SINKS: tl.constexpr, KV_SCALES: tl.constexpr, HAS_LSE: tl.constexpr, OVERLAP: tl.constexpr, INTERPRET: tl.constexpr,
+    SINKS: tl.constexpr, KV_SCALES: tl.constexpr, HAS_LSE: tl.constexpr, PING_PONG: tl.constexpr, SKIP_DECODES: tl.constexpr,
+    INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """Grid: ((num_tokens // TOKENS + num_reqs) * num_kv_heads,). TOKENS: query tokens per tile, TOKENS * GROUP <= TILE_M."""
+    """Grid: ((num_tokens // TOKENS + num_reqs) * num_kv_heads,). TOKENS: query tokens per tile, TOKENS * GROUP <= TILE_M.
+
+    SKIP_DECODES: requests with at most so many query tokens are neither read nor written: a launch of the decode kernel takes them.
+    """
     FOLD: tl.constexpr = not (SOFT_CAP or ALIBI)  # scales are positive: the largest raw score is the largest score
     LOW: tl.constexpr = WINDOW_LEFT >= 0 or CHUNK > 0
     num_tiles = tl.num_programs(0) // num_kv_heads
@@ -155,7 +189,7 @@ def prefill_kernel(
     start = tl.load(starts_ptr + request)
     query_len = tl.load(starts_ptr + request + 1) - start
     first_query = (tile - (start // TOKENS + request)) * TOKENS
-    if first_query < query_len:
+    if (first_query < query_len) & (query_len > SKIP_DECODES):
         seq_len = tl.load(seq_lens_ptr + request)
         query = first_query + row // GROUP
         valid = (query < query_len) & (row < TOKENS * GROUP)
@@ -195,34 +229,23 @@ def prefill_kernel(
         maximum = tl.full([TILE_M], float("-inf"), tl.float32)
         total = tl.zeros([TILE_M], tl.float32)
         acc = tl.zeros([TILE_M, DIM_V_PAD], tl.float32)
-        p = tl.zeros([TILE_M, TILE_KV], tl.float32)
-        shrink = tl.full([TILE_M], 1.0, tl.float32)
         blocks = load_blocks(table_ptr, first_key, end_key, TILE_KV, BLOCK_SIZE)
-        last_blocks = blocks
         if LOW:
-            maximum, total, acc, p, shrink, blocks, last_blocks = attend_tiles(
-                maximum, total, acc, p, shrink, blocks, last_blocks, q, position, low, end, slope, first_key, whole_first,
-                first_key, low_key, end_key, table_ptr, k_ptr, v_ptr, k_block, k_slot, v_block, v_slot, score_scale, soft_cap,
-                DIM, DIM_PAD, DIM_V, DIM_V_PAD, TILE_KV, BLOCK_SIZE, SOFT_CAP, ALIBI, LOW, FOLD, OVERLAP, True, INTERPRET,
+            maximum, total, acc, blocks = attend_tiles(
+                maximum, total, acc, blocks, q, position, low, end, slope, first_key, whole_first, low_key, end_key,
+                table_ptr, k_ptr, v_ptr, k_block, k_slot, v_block, v_slot, score_scale, soft_cap,
+                DIM, DIM_PAD, DIM_V, DIM_V_PAD, TILE_KV, BLOCK_SIZE, SOFT_CAP, ALIBI, LOW, FOLD, PING_PONG, True, INTERPRET,
             )  # fmt: skip
-        maximum, total, acc, p, shrink, blocks, last_blocks = attend_tiles(
-            maximum, total, acc, p, shrink, blocks, last_blocks, q, position, low, end, slope, whole_first, whole_end,
-            first_key, low_key, end_key, table_ptr, k_ptr, v_ptr, k_block, k_slot, v_block, v_slot, score_scale, soft_cap,
-            DIM, DIM_PAD, DIM_V, DIM_V_PAD, TILE_KV, BLOCK_SIZE, SOFT_CAP, ALIBI, LOW, FOLD, OVERLAP, False, INTERPRET,
+        maximum, total, acc, blocks = attend_tiles(
+            maximum, total, acc, blocks, q, position, low, end, slope, whole_first, whole_end, low_key, end_key,
+            table_ptr, k_ptr, v_ptr, k_block, k_slot, v_block, v_slot, score_scale, soft_cap,
+            DIM, DIM_PAD, DIM_V, DIM_V_PAD, TILE_KV, BLOCK_SIZE, SOFT_CAP, ALIBI, LOW, FOLD, PING_PONG, False, INTERPRET,
         )  # fmt: skip
-        maximum, total, acc, p, shrink, blocks, last_blocks = attend_tiles(
-            maximum, total, acc, p, shrink, blocks, last_blocks, q, position, low, end, slope, whole_end, end_key,
-            first_key, low_key, end_key, table_ptr, k_ptr, v_ptr, k_block, k_slot, v_block, v_slot, score_scale, soft_cap,
-            DIM, DIM_PAD, DIM_V, DIM_V_PAD, TILE_KV, BLOCK_SIZE, SOFT_CAP, ALIBI, LOW, FOLD, OVERLAP, True, INTERPRET,
+        maximum, total, acc, blocks = attend_tiles(
+            maximum, total, acc, blocks, q, position, low, end, slope, whole_end, end_key, low_key, end_key,
+            table_ptr, k_ptr, v_ptr, k_block, k_slot, v_block, v_slot, score_scale, soft_cap,
+            DIM, DIM_PAD, DIM_V, DIM_V_PAD, TILE_KV, BLOCK_SIZE, SOFT_CAP, ALIBI, LOW, FOLD, PING_PONG, True, INTERPRET,
         )  # fmt: skip
-        if OVERLAP:  # the last tile's values
-            last_start = (end_key - 1) // TILE_KV * TILE_KV
-            n = last_start + tl.arange(0, TILE_KV)
-            v_at = tile_of(v_ptr, last_blocks, last_start, v_block, v_slot, DIM_V_PAD, TILE_KV, BLOCK_SIZE)
-            dv = tl.arange(0, DIM_V_PAD)
-            v = tl.load(v_at, mask=((n >= low_key) & (n < end_key))[:, None] & (dv < DIM_V)[None, :], other=0.0)
-            v = v.to(q.dtype)
-            acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
         LOG2E: tl.constexpr = 1.4426950408889634
         maximum *= score_scale * LOG2E if FOLD else LOG2E
         out, lse = finish(maximum, total, acc, sink, v_scale, SINKS)

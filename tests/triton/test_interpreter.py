@@ -73,24 +73,54 @@ def test_split_kv(options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("variant", ATTENTION_VARIANTS)
 @pytest.mark.parametrize("spec", ["prefill_small", "prefill_long", "chunked", "mixed_padded", "left_padded", "left_padded_chunk"])
-def test_prefill_overlapped(spec: str, variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products with values one tile late, in float32 and many small tiles; float32 takes the plain order otherwise."""
+def test_prefill_in_small_tiles(spec: str, variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many tiles per request; decodes too go to the prefill kernel. One spec has blocks larger than tiles."""
     from torchpaged.custom_ops.triton import config
 
-    monkeypatch.setattr(config, "prefill_tiles", lambda *_: config.Tiles(16, 16, 4, 1, overlap=True))
+    monkeypatch.setattr(config, "prefill_tiles", lambda *_: config.Tiles(16, 16, 4, 1))
     monkeypatch.setattr(config, "MAX_DECODE_QUERY_LEN", 0)
     batch = make_batch(BATCH_SPECS[spec], head_dim=24, block_size=32 if spec == "chunked" else 8, sinks=variant == "causal")
     out, lse = run_paged_attention(TRITON, batch, **ATTENTION_VARIANTS[variant])
     assert_attention_close(out, lse, batch, **ATTENTION_VARIANTS[variant])
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("skip", [1, 4])
+@pytest.mark.parametrize("spec", ["mixed_padded", "mixed_small", "chunked", "left_padded"])
+def test_prefill_leaves_decodes_alone(spec: str, skip: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a mixed batch split in two launches, the prefill kernel attends longer queries and touches no row of the others."""
+    from torchpaged.custom_ops.triton import config, paged_attention
+
+    monkeypatch.setattr(config, "prefill_tiles", lambda *_: config.Tiles(16, 16, 4, 1))
+    monkeypatch.setattr(config, "MAX_DECODE_QUERY_LEN", 0)
+    monkeypatch.setattr(config, "SPLIT_MIXED", True)
+    monkeypatch.setattr(config, "decode_len_in_mixed", lambda *_: skip)
+    monkeypatch.setattr(paged_attention, "_decode", lambda *_: None)
+    batch = make_batch(BATCH_SPECS[spec], head_dim=16)
+    (out, lse), (want, want_lse) = (run_paged_attention(ops, batch) for ops in (TRITON, REFERENCE))
+    start = 0
+    for query_len in batch.spec.query_lens:
+        rows = slice(start, start + query_len)
+        if query_len <= skip:
+            want[rows] = want_lse[rows] = float("nan")  # as the outputs began
+        start += query_len
+    torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-5, equal_nan=True)
+    torch.testing.assert_close(lse, want_lse, rtol=1e-4, atol=1e-5, equal_nan=True)
+
+
+def test_which_queries_of_mixed_batches_decode() -> None:
+    from torchpaged.custom_ops.triton.config import decode_len_in_mixed
+
+    assert [decode_len_in_mixed(group, 9, 520, 512) for group in (1, 3, 4, 8, 16, 64)] == [8, 4, 4, 2, 1, 1]
+    assert decode_len_in_mixed(4, 1, 512, 512) == 0, "one request: nothing is mixed"
+    assert decode_len_in_mixed(4, 8, 4096, 512) == 0, "all are as long as the longest"
+
+
 @pytest.mark.parametrize("options", [{"window_left": 7}, {"chunk_size": 20}], ids=str)
-def test_prefill_ignores_forgotten_keys(options: dict[str, Any], overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefill_ignores_forgotten_keys(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys in front of every row's window may be gone: their values are NaN here."""
     from torchpaged.custom_ops.triton import config
 
-    monkeypatch.setattr(config, "prefill_tiles", lambda *_: config.Tiles(16, 16, 4, 1, overlap=overlap))
+    monkeypatch.setattr(config, "prefill_tiles", lambda *_: config.Tiles(16, 16, 4, 1))
     batch = make_batch(BatchSpec("one", (60,), (17,)), head_dim=16)
     want, _ = run_paged_attention(REFERENCE, batch, **options)
     for position in range(36 if "window_left" in options else 40):

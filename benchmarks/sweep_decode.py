@@ -100,7 +100,7 @@ def use(case: Case, setting: tuple[Any, ...]) -> None:
         cuda_attention._specialised.cache_clear()
         return
     _, keys, warps, stages, per_sm, least, slices = setting
-    config.decode_tiles = lambda dim, rows, kv, size: config.DecodeTiles(max(16, rows), keys, warps, stages, per_sm, least, slices)  # type: ignore[assignment]
+    config.decode_tiles = lambda dim, rows, kv, size: config.DecodeTiles(max(8 if slices else 16, rows), keys, warps, stages, per_sm, least, slices)  # type: ignore[assignment]
 
 
 def error(case: Case, x: dict[str, Any], out: torch.Tensor) -> float:

@@ -32,8 +32,9 @@ constexpr int STAGE = KEYS * (K_ROW + V_ROW);                // bytes of one war
 constexpr int OUT_ROW = ROWS * (DIM_V + 4) * 4 <= STAGE ? DIM_V + 4 : DIM_V;  // floats of a query row when states meet, in a stage
 constexpr int VECTORS = DIM_V / 4;
 constexpr int THREADS = WARPS * 32;
+constexpr int LETTER = ROWS * DIM_V;                // floats of a part that a CTA sends to another of its cluster
 static_assert(ROWS * OUT_ROW * 4 <= STAGE, "a stage must hold a warp's state");
-static_assert(DIM % 16 == 0 && DIM_V % 16 == 0 && KEYS % 16 == 0, "sizes in multiples of 16");
+static_assert(DIM % 16 == 0 && DIM_V % 16 == 0 && KEYS % 16 == 0 && STAGES >= 2, "sizes in multiples of 16, two stages");
 
 constexpr float LOG2E = 1.4426950408889634f;
 [[maybe_unused]] constexpr float LN2 = 0.6931471805599453f;
@@ -160,6 +161,30 @@ template <int PADDED> __device__ __forceinline__ u32 chunk_pair(u32 row, u32 odd
   return row + (odd ^ (pair * 32 & LINE)) + (pair * 32 & ~LINE);
 }
 
+// ------------------------------------------------------------------------------------------------ clusters
+// CTAs of a cluster write into each other's shared memory: parts of a pair then meet without a trip through L2.
+#if CLUSTER > 1
+__device__ __forceinline__ u32 in_cta(const void *mine, int rank) {  // the address of `mine` in CTA `rank` of the cluster
+  u32 theirs;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(theirs) : "r"(shared_address(mine)), "r"(rank));
+  return theirs;
+}
+__device__ __forceinline__ void send(u32 to, float4 x) {
+  asm volatile("st.shared::cluster.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(to), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w) : "memory");
+}
+__device__ __forceinline__ void send(u32 to, float x) { asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(to), "f"(x) : "memory"); }
+__device__ __forceinline__ void announce(u32 counter) {
+  asm volatile("red.release.cluster.shared::cluster.add.u32 [%0], 1;" ::"r"(counter) : "memory");
+}
+__device__ __forceinline__ void await(const u32 *counter, u32 wanted) {
+  u32 seen;
+  do asm volatile("ld.acquire.cluster.shared::cta.u32 %0, [%1];" : "=r"(seen) : "r"(shared_address(counter)) : "memory");
+  while (seen != wanted);
+}
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+#endif
+
 // ------------------------------------------------------------------------------------------------ masks
 // Every mask of the op is an interval [low, end) of keys (docs/ops.md); both bounds grow with the position.
 __device__ __forceinline__ void visible(int position, int seq_len, int &low, int &end) {
@@ -191,6 +216,18 @@ struct Request {
     start = p.starts[r];
     query_len = p.starts[r + 1] - start;
     seq_len = p.seq_lens[r];
+    cut();
+  }
+
+  // The same request as lane `home` has.
+  __device__ __forceinline__ void take(int home) {
+    start = __shfl_sync(ALL, start, home);
+    query_len = __shfl_sync(ALL, query_len, home);
+    seq_len = __shfl_sync(ALL, seq_len, home);
+    cut();
+  }
+
+  __device__ __forceinline__ void cut() {
     int unused;
     visible(max(seq_len - query_len, 0), seq_len, low, unused);
     visible(seq_len - 1, seq_len, unused, end);
@@ -341,8 +378,11 @@ __device__ __forceinline__ void attend(State &state, const Queries &queries, con
   float s[SUBS][COLS][4];
 #pragma unroll
   for (int m = 0; m < SUBS; ++m) {
+    float odd_sum[COLS][4];  // two chains of dependent mma instead of one
 #pragma unroll
-    for (int n = 0; n < COLS; ++n) s[m][n][0] = s[m][n][1] = s[m][n][2] = s[m][n][3] = 0.f;
+    for (int n = 0; n < COLS; ++n)
+#pragma unroll
+      for (int j = 0; j < 4; ++j) s[m][n][j] = odd_sum[n][j] = 0.f;
     const u32 at = stage + (m * 16 + lane % 16) * K_ROW, odd = (lane / 16 ^ swizzle<K_PADDED>(lane % 16)) * 16;
 #if KV_BYTES == 1
 #pragma unroll
@@ -357,7 +397,7 @@ __device__ __forceinline__ void attend(State &state, const Queries &queries, con
         unpack(raw[2], a[0], a[2]);
         unpack(raw[3], a[1], a[3]);
 #pragma unroll
-        for (int n = 0; n < COLS; ++n) mma(s[m][n], a, queries.b[(2 * d + 1) % (DIM / 16)][n][0], queries.b[(2 * d + 1) % (DIM / 16)][n][1]);
+        for (int n = 0; n < COLS; ++n) mma(odd_sum[n], a, queries.b[(2 * d + 1) % (DIM / 16)][n][0], queries.b[(2 * d + 1) % (DIM / 16)][n][1]);
       }
     }
 #else
@@ -366,9 +406,13 @@ __device__ __forceinline__ void attend(State &state, const Queries &queries, con
       u32 a[4];
       load_matrices(a, chunk_pair<K_PADDED>(at, odd, d));
 #pragma unroll
-      for (int n = 0; n < COLS; ++n) mma(s[m][n], a, queries.b[d][n][0], queries.b[d][n][1]);
+      for (int n = 0; n < COLS; ++n) mma(d % 2 ? odd_sum[n] : s[m][n], a, queries.b[d][n][0], queries.b[d][n][1]);
     }
 #endif
+#pragma unroll
+    for (int n = 0; n < COLS; ++n)
+#pragma unroll
+      for (int j = 0; j < 4; ++j) s[m][n][j] += odd_sum[n][j];
   }
   [[maybe_unused]] const bool whole = SAME_MASK && key + KEYS <= c.r.end && key >= c.r.low;  // no key of these is masked
   bool moved = false;
@@ -522,10 +566,29 @@ __device__ __forceinline__ void finish(const Params &p, int start, int query_len
 #endif
 }
 
-// The CTA whose run [p * total / programs, (p + 1) * total / programs) holds `unit`.
-__device__ __forceinline__ int owner(int unit, int total, int programs) {
-  return (int)(((u64)(unit + 1) * programs + total - 1) / total) - 1;
-}
+// The CTAs that share the pair a cursor has reached; found while its first keys are on their way.
+struct Parts {
+  int first, count;
+  bool whole;  // this run holds the whole pair
+  bool near;   // all of them are in one cluster
+
+  // The CTA whose run [p * total / programs, (p + 1) * total / programs) holds `unit`.
+  static __device__ __forceinline__ int owner(int unit, int total, int programs) {
+    if (__umulhi(total, programs) == 0) return ((u32)(unit + 1) * programs - 1) / (u32)total;
+    return (int)(((u64)(unit + 1) * programs - 1) / total);
+  }
+
+  __device__ __forceinline__ void find(const Cursor &c, int unit, int unit_end, int total, int programs) {
+    const int begin = unit - c.tile, last = begin + c.r.num_tiles - 1;
+    whole = c.tile == 0 && last < unit_end;
+    near = false;
+    if (!whole) {
+      first = owner(begin, total, programs);
+      count = owner(last, total, programs) - first + 1;
+      near = CLUSTER > 1 && first / CLUSTER == (first + count - 1) / CLUSTER;
+    }
+  }
+};
 
 // Combine the parts of a pair, left by CTAs first ...: slot 1 of the first, slot 0 of the others; always in this order.
 __device__ __forceinline__ void merge(const Params &p, const Cursor &c, int first, int parts, int thread) {
@@ -539,17 +602,15 @@ __device__ __forceinline__ void merge(const Params &p, const Cursor &c, int firs
       float4 x[AHEAD];
 #pragma unroll
       for (int j = 0; j < AHEAD; ++j) {
-        const int part = begin + j;
+        const int part = min(begin + j, parts - 1);  // past the end: the last one again, with no weight; no branch between loads
         const i64 slot = (i64)(first + part) * 2 + (part == 0);
-        part_top[j] = FLOOR;
-        part_total[j] = 0.f;
-        x[j] = make_float4(0.f, 0.f, 0.f, 0.f);
-        if (part < parts) {
-          part_top[j] = load_l2(p.part_state + slot * 2 * ROWS + row);
-          part_total[j] = load_l2(p.part_state + slot * 2 * ROWS + ROWS + row);
-          x[j] = load_l2((const float4 *)p.part_acc + slot * ROWS * VECTORS + e);
-        }
+        part_top[j] = load_l2(p.part_state + slot * 2 * ROWS + row);
+        part_total[j] = load_l2(p.part_state + slot * 2 * ROWS + ROWS + row);
+        x[j] = load_l2((const float4 *)p.part_acc + slot * ROWS * VECTORS + e);
       }
+#pragma unroll
+      for (int j = 0; j < AHEAD; ++j)
+        if (begin + j >= parts) part_top[j] = -INF;
       float most = top;
 #pragma unroll
       for (int j = 0; j < AHEAD; ++j) most = fmaxf(most, part_top[j]);
@@ -592,11 +653,24 @@ __device__ __noinline__ void store_empty(const Params &p) {
 }
 
 // ------------------------------------------------------------------------------------------------ the kernel
-extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) paged_decode(const __grid_constant__ Params p) {
+#if CLUSTER > 1
+#define CLUSTERED __cluster_dims__(CLUSTER, 1, 1)
+#else
+#define CLUSTERED
+#endif
+extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, CTAS_PER_SM) paged_decode(const __grid_constant__ Params p) {
   extern __shared__ __align__(128) char shared[];
   __shared__ int arrived;
   __shared__ float all_tops[WARPS][ROWS], all_totals[WARPS][ROWS];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+#if CLUSTER > 1
+  __shared__ u32 letters;                                             // parts that have come in
+  float *inbox = (float *)(shared + WARPS * STAGES * STAGE);          // [CLUSTER - 1][LETTER]
+  float *inbox_states = inbox + (CLUSTER - 1) * LETTER;               // [CLUSTER - 1][2][ROWS]
+  if (threadIdx.x == 0) letters = 0;
+  cluster_arrive();  // nobody writes to another CTA before all have come this far
+  bool met = false;
+#endif
 #if PDL  // the next kernel may be launched; this one goes on when all before it have finished
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
   asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -605,7 +679,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) paged_decode(
   // The run of this CTA; every warp works it out for itself. Lane i counts the i-th share of the requests.
   const int share = (p.num_reqs + 31) / 32;
   int tiles = 0, busy = 0;
-  Cursor c;
+  const int used = p.starts[p.num_reqs];  // token rows of requests; those after it are padding
+  Cursor c = {};
   for (int r = lane * share; r < min((lane + 1) * share, p.num_reqs); ++r) {
     c.r.load(p, r);
     tiles += c.r.num_tiles;
@@ -621,8 +696,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) paged_decode(
   const int total = __shfl_sync(ALL, upto, 31) * NUM_KV_HEADS;
   const int pairs = max(busy * NUM_KV_HEADS, 1);
   const int wanted = max(min((int)gridDim.x, total / MIN_TILES), 1);
-  int programs = max(wanted / pairs, 1) * pairs;  // equal lengths: runs end where pairs end
-  if (programs > wanted || programs * 4 < wanted * 3) programs = wanted;
+  int programs = wanted;
+  if (pairs <= wanted) {  // equal lengths: let runs end where pairs end, unless that idles a quarter of the CTAs
+    const int each = wanted / pairs, even = 1 << (31 - __clz(each));  // a power of two keeps a pair's CTAs in one cluster
+    if (CLUSTER > 1 && even <= CLUSTER && even * pairs * 10 >= wanted * 7) programs = even * pairs;
+    else if (each * pairs * 4 >= wanted * 3) programs = each * pairs;
+  }
   const int program = blockIdx.x;
   const int base = total / programs, extra = total % programs;
   int unit = program * base + program * extra / programs;
@@ -631,7 +710,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) paged_decode(
   if (unit < unit_end) {
     const int home = __ffs(__ballot_sync(ALL, upto * NUM_KV_HEADS > unit)) - 1;
     int before = (upto - tiles) * NUM_KV_HEADS, request = lane * share;
-    if (lane == home) {
+    if (share > 1 && lane == home) {
       for (;; ++request) {
         c.r.load(p, request);
         if (before + c.r.num_tiles * NUM_KV_HEADS > unit) break;
@@ -640,7 +719,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) paged_decode(
     }
     c.request = __shfl_sync(ALL, request, home);
     before = __shfl_sync(ALL, before, home);
-    c.r.load(p, c.request);
+    c.r.take(home);
     c.head = (unit - before) / c.r.num_tiles;
     c.tile = unit - before - c.head * c.r.num_tiles;
 
@@ -666,13 +745,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) paged_decode(
       commit();  // an empty group keeps the count
     };
 
+    Queries queries;
+    queries.load(p, c, lane);  // on their way together with the block ids
 #pragma unroll
     for (int s = 0; s < STAGES - 1; ++s) load(s);
-    Queries queries;
-    queries.load(p, c, lane);
     State state;
     state.clear();
     int pair_begin = c.tile;  // first tile of this run in the pair
+    Parts parts;
+    parts.find(c, unit, unit_end, total, programs);
 
     while (true) {
       wait_groups<STAGES - 2>();
@@ -693,8 +774,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) paged_decode(
       __syncwarp();
       park(state, (float *)(shared + (warp * STAGES + used_slot) * STAGE), all_tops[warp], all_totals[warp], lane);
       __syncthreads();
-      const bool whole = pair_begin == 0 && c.tile == c.r.num_tiles;
       const i64 part = (i64)program * 2 + (pair_begin == 0);
+      [[maybe_unused]] const int sender = program - parts.first - 1;  // -1: the pair begins here, the others' parts come to this CTA
+#if CLUSTER > 1
+      if (!met) cluster_wait();
+      met = true;
+      if (parts.near && sender < 0) {
+        if (threadIdx.x == 0) await(&letters, parts.count - 1);
+        __syncthreads();
+      }
+#endif
       for (int e = threadIdx.x; e < ROWS * VECTORS; e += THREADS) {
         const int row = e / VECTORS, column = e % VECTORS;
         float tops[WARPS], top = FLOOR, sum = 0.f;
@@ -709,7 +798,30 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) paged_decode(
           sum += all_totals[w][row] * weight;
           x.x += y.x * weight; x.y += y.y * weight; x.z += y.z * weight; x.w += y.w * weight;
         }
-        if (whole) {
+#if CLUSTER > 1
+        if (parts.near && sender < 0) {  // fold in the others, always in this order
+          const float mine = top;
+          for (int i = 0; i < parts.count - 1; ++i) top = fmaxf(top, inbox_states[i * 2 * ROWS + row]);
+          const float shrink = exp2_(mine - top);
+          sum *= shrink;
+          x.x *= shrink; x.y *= shrink; x.z *= shrink; x.w *= shrink;
+#pragma unroll 4
+          for (int i = 0; i < parts.count - 1; ++i) {
+            const float weight = exp2_(inbox_states[i * 2 * ROWS + row] - top);
+            const float4 y = ((const float4 *)inbox)[i * (LETTER / 4) + e];
+            sum += inbox_states[i * 2 * ROWS + ROWS + row] * weight;
+            x.x += y.x * weight; x.y += y.y * weight; x.z += y.z * weight; x.w += y.w * weight;
+          }
+        }
+        if (parts.near && sender >= 0) {
+          send(in_cta((float4 *)inbox + sender * (LETTER / 4) + e, parts.first % CLUSTER), x);
+          if (column == 0) {
+            send(in_cta(inbox_states + sender * 2 * ROWS + row, parts.first % CLUSTER), top);
+            send(in_cta(inbox_states + sender * 2 * ROWS + ROWS + row, parts.first % CLUSTER), sum);
+          }
+        } else
+#endif
+        if (parts.whole || parts.near) {
           finish(p, c.r.start, c.r.query_len, c.head, row, column, top, sum, x);
         } else {
           ((float4 *)p.part_acc)[part * ROWS * VECTORS + e] = x;
@@ -719,28 +831,35 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) paged_decode(
           }
         }
       }
-      if (!whole) {
-        const int pair_unit = unit - c.tile;
-        const int first = owner(pair_unit, total, programs);
-        const int parts = owner(pair_unit + c.r.num_tiles - 1, total, programs) - first + 1;
+#if CLUSTER > 1
+      if (parts.near && sender >= 0) {
+        __syncthreads();  // all threads' parts are sent before one thread says so
+        if (threadIdx.x == 0) announce(in_cta(&letters, parts.first % CLUSTER));
+      }
+#endif
+      if (!parts.whole && !parts.near) {
         __syncthreads();  // all threads' parts are stored before one thread says so
         if (threadIdx.x == 0) {
           int old;
           int *semaphore = p.semaphore + c.request * NUM_KV_HEADS + c.head;
           asm volatile("atom.global.acq_rel.gpu.add.s32 %0, [%1], 1;" : "=r"(old) : "l"(semaphore) : "memory");
-          arrived = old == parts - 1;
+          arrived = old == parts.count - 1;
           if (arrived) *semaphore = 0;
         }
         __syncthreads();
-        if (arrived) merge(p, c, first, parts, threadIdx.x);
+        if (arrived) merge(p, c, parts.first, parts.count, threadIdx.x);
       }
       if (unit == unit_end) break;
       __syncthreads();  // the stage is free again
       c.next_pair(p);
       pair_begin = 0;
       queries.load(p, c, lane);
+      parts.find(c, unit, unit_end, total, programs);
       state.clear();
     }
   }
-  if (busy < p.num_reqs || p.starts[p.num_reqs] < p.num_tokens) store_empty(p);
+#if CLUSTER > 1
+  if (!met) cluster_wait();
+#endif
+  if (busy < p.num_reqs || used < p.num_tokens) store_empty(p);
 }

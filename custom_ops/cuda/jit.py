@@ -95,18 +95,42 @@ class Kernel:
     def __init__(self, code: bytes, name: str, shared_bytes: int) -> None:
         from cuda.bindings import driver
 
-        torch.cuda.current_stream().synchronize()  # the device's context exists and is current from here on
+        torch.empty(1, device="cuda")  # the device's context exists and is current from here on
         self._driver = driver
         self._module = _check(driver.cuModuleLoadData(code), "cuModuleLoadData")
         self._function = _check(driver.cuModuleGetFunction(self._module, name.encode()), "cuModuleGetFunction")
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         _check(driver.cuFuncSetAttribute(self._function, attribute, shared_bytes), "cuFuncSetAttribute")
+        self._resident: dict[tuple[int, int, int], int] = {}
         self._early = driver.CUlaunchAttribute()
         self._early.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
         self._early.value.programmaticStreamSerializationAllowed = 1
         self._config = driver.CUlaunchConfig()
         self._config.gridDimY = self._config.gridDimZ = self._config.blockDimY = self._config.blockDimZ = 1
         self._config.sharedMemBytes = shared_bytes
+
+    def resident(self, threads: int, cluster: int, wanted: int) -> int:
+        """CTAs that run at once: ``wanted``, or for clusters (a power of two CTAs each) as many as the device places together."""
+        if cluster == 1:
+            return wanted
+        key = threads, cluster, wanted
+        if key not in self._resident:
+            driver, config = self._driver, self._driver.CUlaunchConfig()
+            if cluster > 8:
+                allowed = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
+                _check(driver.cuFuncSetAttribute(self._function, allowed, 1), "cuFuncSetAttribute")
+            config.gridDimX, config.gridDimY, config.gridDimZ = wanted // cluster * cluster, 1, 1
+            config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+            config.sharedMemBytes = self._config.sharedMemBytes
+            dimension = driver.CUlaunchAttribute()
+            dimension.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+            dimension.value.clusterDim.x, dimension.value.clusterDim.y, dimension.value.clusterDim.z = cluster, 1, 1
+            config.attrs, config.numAttrs = [dimension], 1
+            most = _check(driver.cuOccupancyMaxActiveClusters(self._function, config), "cuOccupancyMaxActiveClusters")
+            if most < 1:
+                raise RuntimeError(f"cuOccupancyMaxActiveClusters: no cluster of {cluster} CTAs fits the device")
+            self._resident[key] = min(most * cluster, wanted // cluster * cluster)
+        return self._resident[key]
 
     def launch(self, grid: int, threads: int, arguments: bytes, *, early: bool) -> None:
         """Launch on the current stream. ``arguments``: the kernel's one parameter, a struct. ``early``: programmatic dependent launch."""

@@ -43,8 +43,8 @@ def paged_attention(
     kernel, shape, rows = _specialised(
         index, q.dtype, k_cache.dtype, q.shape[1] // num_kv_heads, max_query_len, k_cache.shape[1:], dim_v, k_cache.stride(), v_cache.stride(),
         causal, window_left, window_right, chunk_size, logits_soft_cap > 0, alibi_slopes is not None, sinks is not None,
-        k_scale is not None, lse is not None)  # fmt: skip
-    programs = shape.ctas_per_sm * specialise.num_sms(index)
+        k_scale is not None, lse is not None, num_reqs * num_kv_heads)  # fmt: skip
+    programs = kernel.resident(shape.warps * 32, shape.cluster, shape.ctas_per_sm * specialise.num_sms(index))
     if semaphore is None:
         semaphore = torch.zeros(num_reqs * num_kv_heads, dtype=torch.int32, device=q.device)
     scratch = torch.empty(programs * 2 * rows * (dim_v + 2), dtype=torch.float32, device=q.device)
@@ -66,13 +66,14 @@ def _head_stride(scale: Tensor | None) -> int:
 def _specialised(
     index: int, dtype: torch.dtype, kv_dtype: torch.dtype, group: int, max_query_len: int, cache_shape: tuple[int, int, int], dim_v: int,
     k_stride: tuple[int, ...], v_stride: tuple[int, ...], causal: bool, window_left: int, window_right: int, chunk: int,
-    soft_cap: bool, alibi: bool, sinks: bool, scales: bool, lse: bool,
+    soft_cap: bool, alibi: bool, sinks: bool, scales: bool, lse: bool, pairs: int,
 ) -> tuple[jit.Kernel, specialise.DecodeShape, int]:  # fmt: skip
     """The kernel of these shapes and features, its launch shape and its query rows per pair."""
     block_size, num_kv_heads, dim = cache_shape
     macros, shape = specialise.decode_macros(
         dtype, kv_dtype, group, max_query_len, block_size, num_kv_heads, dim, dim_v, k_stride, v_stride, causal, window_left, window_right,
-        chunk, soft_cap, alibi, sinks, scales, lse, specialise.launches_early(index))  # fmt: skip
-    shared = shape.shared_bytes(dim, dim_v, kv_dtype.itemsize)
+        chunk, soft_cap, alibi, sinks, scales, lse, specialise.launches_early(index), pairs, specialise.num_sms(index),
+        specialise.shared_per_sm(index))  # fmt: skip
+    shared = shape.shared_bytes(dim, dim_v, kv_dtype.itemsize, macros["GROUP"] * macros["QUERY_LEN"])
     kernel = jit.kernel("decode.cu", "paged_decode", macros, torch.device("cuda", index), shared_bytes=shared)
     return kernel, shape, macros["GROUP"] * macros["QUERY_LEN"]

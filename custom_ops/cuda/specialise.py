@@ -5,6 +5,7 @@ The same for every length, so that a graph serves all of them. Figures behind th
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from dataclasses import dataclass
 
@@ -31,6 +32,7 @@ class DecodeShape:
         stages: tiles on their way or in use, per warp.
         ctas_per_sm: CTAs on one multiprocessor; the grid is that times the multiprocessors.
         min_tiles: least tiles of a CTA's run; shorter runs cost more to merge than they save.
+        cluster: CTAs that can write into each other's shared memory, a power of two; 1 where there are none.
     """
 
     warps: int
@@ -38,20 +40,56 @@ class DecodeShape:
     stages: int
     ctas_per_sm: int
     min_tiles: int
+    cluster: int = 1
 
     def stage_bytes(self, dim: int, dim_v: int, kv_bytes: int) -> int:
         """Shared memory of one warp's stage; as ``STAGE`` in decode.cu."""
         return self.keys * 16 * sum(_padded(width * kv_bytes // 16) for width in (dim, dim_v))
 
-    def shared_bytes(self, dim: int, dim_v: int, kv_bytes: int) -> int:
-        """Dynamic shared memory of a CTA."""
-        return self.warps * self.stages * self.stage_bytes(dim, dim_v, kv_bytes)
+    def shared_bytes(self, dim: int, dim_v: int, kv_bytes: int, rows: int) -> int:
+        """Dynamic shared memory of a CTA: the stages, and what others of the cluster send."""
+        stages = self.warps * self.stages * self.stage_bytes(dim, dim_v, kv_bytes)
+        return stages + (self.cluster - 1) * rows * (dim_v + 2) * 4
+
+
+#: What a CTA needs beside its stages (the warps' states), and what the hardware keeps per CTA.
+_OTHER_SHARED = 2048 + 1024
+
+
+def _preferred(width: int, kv_bytes: int, rows: int, pairs: int, sms: int) -> DecodeShape:
+    if rows > 16:  # many accumulators: registers for one CTA of 8 warps
+        return DecodeShape(warps=8, keys=32 if width <= 128 else 16, stages=3, ctas_per_sm=1, min_tiles=1)
+    cluster = 2 if pairs and sms // pairs in (2, 3) else 1  # two CTAs to a pair meet in shared memory; more gain nothing by it
+    if kv_bytes == 1:
+        return DecodeShape(warps=8, keys=32, stages=2, ctas_per_sm=1, min_tiles=1, cluster=cluster)
+    if pairs <= sms:
+        return DecodeShape(warps=8, keys=16, stages=3, ctas_per_sm=1, min_tiles=1, cluster=cluster)
+    if width <= 128:
+        return DecodeShape(warps=3, keys=32, stages=2, ctas_per_sm=4, min_tiles=1)
+    if pairs <= 4 * sms:
+        return DecodeShape(warps=4, keys=16, stages=3, ctas_per_sm=2, min_tiles=2)
+    return DecodeShape(warps=4, keys=16, stages=2, ctas_per_sm=3, min_tiles=2)
 
 
 @functools.cache
-def decode_shape(dim: int, dim_v: int, kv_bytes: int, rows: int) -> DecodeShape:
-    """The shape for these widths (in numbers), bytes per cached number, and query rows per pair."""
-    return DecodeShape(warps=4, keys=16, stages=3, ctas_per_sm=2, min_tiles=2)
+def decode_shape(dim: int, dim_v: int, kv_bytes: int, rows: int, pairs: int, sms: int, shared_per_sm: int) -> DecodeShape:
+    """The shape for these widths (in numbers), bytes per cached number, query rows per pair, (request, kv head) pairs, multiprocessors.
+
+    The preferred shape, cut down until its CTAs fit the shared memory of a multiprocessor (bytes).
+    """
+    shape = _preferred(max(dim, dim_v) * kv_bytes, kv_bytes, rows, pairs, sms)
+    while rows * dim_v * 4 > shape.stage_bytes(dim, dim_v, kv_bytes):  # a warp's state meets the others in a stage
+        shape = dataclasses.replace(shape, keys=shape.keys * 2, warps=max(shape.warps // 2, 2))
+    while shape.ctas_per_sm * (shape.shared_bytes(dim, dim_v, kv_bytes, rows) + _OTHER_SHARED) > shared_per_sm:
+        if shape.cluster > 1:
+            shape = dataclasses.replace(shape, cluster=shape.cluster // 2)
+        elif shape.stages > 2:
+            shape = dataclasses.replace(shape, stages=shape.stages - 1)
+        elif shape.ctas_per_sm > 1:
+            shape = dataclasses.replace(shape, ctas_per_sm=shape.ctas_per_sm - 1)
+        else:
+            shape = dataclasses.replace(shape, warps=shape.warps // 2)
+    return shape
 
 
 def unsupported(
@@ -62,15 +100,12 @@ def unsupported(
         return f"device {q.device.type}"
     if q.dtype not in _FLOATS or k_cache.dtype not in (q.dtype, *_FP8) or (sinks is not None and sinks.dtype != q.dtype):
         return f"dtypes {q.dtype} and {k_cache.dtype}"
-    dim, dim_v, kv_bytes, block_size = k_cache.shape[3], v_cache.shape[3], k_cache.element_size(), k_cache.shape[1]
+    dim, dim_v, block_size = k_cache.shape[3], v_cache.shape[3], k_cache.shape[1]
     rows = q.shape[1] // k_cache.shape[2] * _power_of_2(max_query_len)
     if dim % 16 or dim_v % 16 or max(dim, dim_v) > 256 or block_size & (block_size - 1):
         return f"head_dim {dim}/{dim_v} or block_size {block_size}"
     if rows > MAX_ROWS or -(-rows // 8) * dim_v > 512:
         return f"{rows} query rows per kv head"
-    shape = decode_shape(dim, dim_v, kv_bytes, rows)
-    if rows * dim_v * 4 > shape.stage_bytes(dim, dim_v, kv_bytes):
-        return f"{rows} query rows per kv head of {dim_v} numbers"
     aligned = all(t.data_ptr() % 16 == 0 and all(s * t.element_size() % 16 == 0 for s in t.stride()[:-1]) for t in (k_cache, v_cache))
     if not aligned or any(t.data_ptr() % 8 or t.stride(0) % 4 or t.stride(1) % 4 for t in (q, out)):
         return "strides or addresses that are not multiples of 16 bytes (cache) or 8 (q, out)"
@@ -80,11 +115,14 @@ def unsupported(
 def decode_macros(
     dtype: torch.dtype, kv_dtype: torch.dtype, group: int, max_query_len: int, block_size: int, num_kv_heads: int, dim: int, dim_v: int,
     k_stride: tuple[int, ...], v_stride: tuple[int, ...], causal: bool, window_left: int, window_right: int, chunk: int,
-    soft_cap: bool, alibi: bool, sinks: bool, scales: bool, lse: bool, early: bool,
+    soft_cap: bool, alibi: bool, sinks: bool, scales: bool, lse: bool, early: bool, pairs: int,
+    sms: int, shared_per_sm: int,
 ) -> tuple[dict[str, int], DecodeShape]:  # fmt: skip
     """The macros of ``decode.cu`` for a call, and its shape. Strides of the caches in numbers, as torch gives them."""
     query_len = _power_of_2(max_query_len)
-    shape = decode_shape(dim, dim_v, kv_dtype.itemsize, group * query_len)
+    shape = decode_shape(dim, dim_v, kv_dtype.itemsize, group * query_len, pairs, sms, shared_per_sm)
+    if not early:  # compute capability 9.0 brought both
+        shape = dataclasses.replace(shape, cluster=1)
     macros = {
         "DIM": dim, "DIM_V": dim_v, "GROUP": group, "NUM_KV_HEADS": num_kv_heads, "QUERY_LEN": query_len, "BLOCK_SIZE": block_size,
         "KV_BYTES": kv_dtype.itemsize, "E5M2": kv_dtype == torch.float8_e5m2, "Q_HALF": dtype == torch.float16,
@@ -93,7 +131,7 @@ def decode_macros(
         "CAUSAL": causal, "WINDOW_LEFT": window_left, "WINDOW_RIGHT": window_right, "CHUNK": chunk,
         "SAME_MASK": query_len == 1, "SOFT_CAP": soft_cap, "ALIBI": alibi, "SINKS": sinks, "SCALES": scales,
         "LSE": lse, "PDL": early, "WARPS": shape.warps, "KEYS": shape.keys, "STAGES": shape.stages, "CTAS_PER_SM": shape.ctas_per_sm,
-        "MIN_TILES": shape.min_tiles,
+        "MIN_TILES": shape.min_tiles, "CLUSTER": shape.cluster,
     }  # fmt: skip
     return {name: int(value) for name, value in macros.items()}, shape
 
@@ -106,6 +144,12 @@ def _power_of_2(n: int) -> int:
 def num_sms(index: int) -> int:
     """Multiprocessors of a device."""
     return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+@functools.cache
+def shared_per_sm(index: int) -> int:
+    """Shared memory of a multiprocessor, in bytes."""
+    return torch.cuda.get_device_properties(index).shared_memory_per_multiprocessor
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""The Triton kernels on a GPU: the oracle, opcheck, capture once and replay with other lengths, no synchronisation."""
+"""The Triton and CUDA C++ kernels on a GPU: the oracle, opcheck, capture once and replay with other lengths, no synchronisation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from torchpaged.testing import (
 )
 
 pytestmark = pytest.mark.gpu
-TRITON, REFERENCE = BACKEND_OPS["triton"], BACKEND_OPS["reference"]
+REFERENCE = BACKEND_OPS["reference"]
+BACKENDS = ("triton", "cuda")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 HEADS = {
     "32/8/128": {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128},
@@ -28,40 +29,48 @@ HEADS = {
     "28/4/128": {"num_heads": 28, "num_kv_heads": 4, "head_dim": 128},
     "8/1/256": {"num_heads": 8, "num_kv_heads": 1, "head_dim": 256},
     "5/5/80": {"num_heads": 5, "num_kv_heads": 5, "head_dim": 80},
+    "12/4/96": {"num_heads": 12, "num_kv_heads": 4, "head_dim": 96},
+    "16/1/112": {"num_heads": 16, "num_kv_heads": 1, "head_dim": 112},
+    "16/4/192-128": {"num_heads": 16, "num_kv_heads": 4, "head_dim": 192, "head_dim_v": 128},
+    "64/1/128": {"num_heads": 64, "num_kv_heads": 1, "head_dim": 128},
+    "32/1/64": {"num_heads": 32, "num_kv_heads": 1, "head_dim": 64},
 }
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("variant", ATTENTION_VARIANTS)
 @pytest.mark.parametrize("spec", BATCH_SPECS)
-def test_attention_matches_the_oracle(spec: str, variant: str, dtype: torch.dtype) -> None:
+def test_attention_matches_the_oracle(backend: str, spec: str, variant: str, dtype: torch.dtype) -> None:
     batch = make_batch(BATCH_SPECS[spec], dtype=dtype, device="cuda", sinks=variant == "window", alibi=variant == "soft_cap")
-    out, lse = run_paged_attention(TRITON, batch, **ATTENTION_VARIANTS[variant])
+    out, lse = run_paged_attention(BACKEND_OPS[backend], batch, **ATTENTION_VARIANTS[variant])
     assert_attention_close(out, lse, batch, **ATTENTION_VARIANTS[variant])
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("block_size", [1, 16, 64])
+@pytest.mark.parametrize("block_size", [1, 4, 16, 32, 64, 256])
 @pytest.mark.parametrize("heads", HEADS)
-def test_attention_heads_and_blocks(heads: str, block_size: int, dtype: torch.dtype) -> None:
-    for spec in (BatchSpec("long", (2000, 3, 700, 0), (1, 1, 1, 1), padded_tokens=1), BATCH_SPECS["mixed_padded"]):
+def test_attention_heads_and_blocks(backend: str, heads: str, block_size: int, dtype: torch.dtype) -> None:
+    for spec in (BatchSpec("long", (2000, 3, 700, 0), (1, 1, 1, 1), padded_tokens=1), BATCH_SPECS["mixed_padded"], BATCH_SPECS["speculative"]):
         batch = make_batch(spec, dtype=dtype, device="cuda", block_size=block_size, heads_first=block_size == 64, **HEADS[heads])
-        out, lse = run_paged_attention(TRITON, batch)
+        out, lse = run_paged_attention(BACKEND_OPS[backend], batch)
         assert_attention_close(out, lse, batch)
 
 
 @pytest.mark.parametrize("case", opcheck_cases())
-@pytest.mark.parametrize("overload", ["triton", "default"])
+@pytest.mark.parametrize("overload", ["triton", "cuda", "default"])
 def test_opcheck(case: str, overload: str) -> None:
     op, args, kwargs = opcheck_cases(device="cuda")[case]
     torch.library.opcheck(getattr(BACKEND_OPS[overload], op), args, kwargs)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", ["write", "merge", "copy", "advance"])
-def test_other_ops_match_the_reference(case: str, dtype: torch.dtype) -> None:
+def test_other_ops_match_the_reference(backend: str, case: str, dtype: torch.dtype) -> None:
     results = []
-    for ops in (TRITON, REFERENCE):
+    for ops in (BACKEND_OPS[backend], REFERENCE):
         torch.manual_seed(1)
         op, args, kwargs = opcheck_cases(device="cuda", dtype=dtype)[case]
         getattr(ops, op)(*args, **kwargs)
@@ -70,22 +79,23 @@ def test_other_ops_match_the_reference(case: str, dtype: torch.dtype) -> None:
         torch.testing.assert_close(got, want, rtol=2 * torch.finfo(dtype).eps, atol=1e-6, equal_nan=True)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
-def test_fp8_caches(dtype: torch.dtype) -> None:
+def test_fp8_caches(backend: str, dtype: torch.dtype) -> None:
     if torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("fp8 needs compute capability 8.9")
     k, v = torch.randn(2, 40, 2, 64, device="cuda") * 3
     pools = [torch.zeros(6, 16, 2, 64, dtype=dtype, device="cuda") for _ in range(4)]
     scales = torch.tensor([0.5, 2.0], device="cuda"), torch.tensor([1.5], device="cuda")
     slots = torch.randperm(80, device="cuda")[:40] + 16
-    for ops, (k_cache, v_cache) in ((TRITON, pools[:2]), (REFERENCE, pools[2:])):
+    for ops, (k_cache, v_cache) in ((BACKEND_OPS[backend], pools[:2]), (REFERENCE, pools[2:])):
         ops.write_kv(k, v, k_cache, v_cache, slots, *scales)
     for got, want in zip(pools[:2], pools[2:], strict=True):
         torch.testing.assert_close(got.float(), want.float(), rtol=0.13, atol=1e-3)  # at most one fp8 step apart
     batch = make_batch(BATCH_SPECS["decode_edges"], dtype=torch.bfloat16, device="cuda")
     batch.k_cache, batch.v_cache = (c.nan_to_num(0.0).to(dtype) for c in (batch.k_cache, batch.v_cache))
     options = {"k_scale": scales[0], "v_scale": scales[1]}
-    got, want = (run_paged_attention(ops, batch, **options) for ops in (TRITON, REFERENCE))
+    got, want = (run_paged_attention(ops, batch, **options) for ops in (BACKEND_OPS[backend], REFERENCE))
     torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
 
 
@@ -106,8 +116,9 @@ REPLAYS = [
 ]
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("options", [{}, {"window_left": 20}, {"logits_soft_cap": 4.0}], ids=str)
-def test_one_capture_serves_every_length(options: dict[str, Any], no_sync: None) -> None:
+def test_one_capture_serves_every_length(backend: str, options: dict[str, Any], no_sync: None) -> None:
     shape = {"dtype": torch.bfloat16, "device": "cuda", "num_heads": 8, "num_kv_heads": 2, "head_dim": 64}
     batches = [make_batch(spec, seed=i, **shape) for i, spec in enumerate(REPLAYS)]
     rows = max(b.k_cache.shape[0] for b in batches)
@@ -128,7 +139,7 @@ def test_one_capture_serves_every_length(options: dict[str, Any], no_sync: None)
         starts.copy_(batch.query_start_loc)
 
     def launch() -> None:
-        TRITON.paged_attention(q, *pools, table, lens, starts, out, lse, max_query_len=1, scale=0.125, **options)
+        BACKEND_OPS[backend].paged_attention(q, *pools, table, lens, starts, out, lse, max_query_len=1, scale=0.125, **options)
 
     load(batches[0])
     torch.cuda.set_sync_debug_mode("error")

@@ -104,88 +104,160 @@ def attend(
 
 @triton.jit
 def attend_slices(
-    q_ptr, q_mask, block, position, low, end, slope, first_key, end_key, table_ptr, k_ptr, v_ptr, k_block, k_slot, v_block, v_slot,
-    score_scale, soft_cap,
+    q_ptr, q_mask, block, position, low, end, slope, first_key, end_key, table_ptr, k_ptr, v_ptr, score_scale, soft_cap,
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, DIM_V: tl.constexpr, DIM_V_PAD: tl.constexpr, TILE_M: tl.constexpr,
-    SLICES: tl.constexpr, SLICE: tl.constexpr, BLOCK_SIZE: tl.constexpr, SAME_MASK: tl.constexpr, SOFT_CAP: tl.constexpr,
+    SLICES: tl.constexpr, SLICE: tl.constexpr, BLOCK_SIZE: tl.constexpr, K_BLOCK: tl.constexpr, K_SLOT: tl.constexpr,
+    V_BLOCK: tl.constexpr, V_SLOT: tl.constexpr, SAME_MASK: tl.constexpr, FIRST_KEY_SEEN: tl.constexpr, SOFT_CAP: tl.constexpr,
     ALIBI: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """Like `attend`, with a tile of keys cut into SLICES slices of SLICE keys, one per warp, each with a softmax state of its own.
 
     The dots are batched over slices, so that Triton gives every slice to one warp: no score, probability or maximum crosses a
-    warp until the end of the run, where the states are merged. ``q_ptr [M, D]`` are pointers; SAME_MASK: all rows see the same keys
-    (one query token). ``block``: ids of the first tile's blocks, one per slice or per key (`slice_blocks`).
+    warp until the end of the run, where the states are merged. They are transposed, keys x queries: mma.sync has 16 rows and 8
+    columns, and up to 8 queries fill the columns. Returns ``acc [S, DV, M]``, for `merge_slices`.
+
+    ``q_ptr [D, M]`` are pointers; SAME_MASK: all rows see the same keys (one query token), from ``low``, a number, on; FIRST_KEY_SEEN:
+    ``low`` is 0 for all. ``block``: ids of the first tile's blocks, one per slice or per key (`slice_blocks`).
+    K_BLOCK ... V_SLOT: strides of the caches, constants, so that the addresses of a tile differ by constants.
     """
     LOG2E: tl.constexpr = 1.4426950408889634
     FLOOR: tl.constexpr = -1.0e30  # finite, so that a slice without keys makes no inf - inf
     FP8: tl.constexpr = k_ptr.dtype.element_ty.primitive_bitwidth == 8
-    q = tl.load(q_ptr, mask=q_mask, other=0.0)  # [M, D]
+    q = tl.load(q_ptr, mask=q_mask, other=0.0)  # [D, M]
     row_scale = tl.zeros([TILE_M], tl.float32) + score_scale
     if INTERPRET:
         q = q.to(tl.float32)
     elif FP8 and q.dtype == tl.bfloat16:  # as in attend
-        largest = tl.max(tl.abs(q.to(tl.float32)), 1)
+        largest = tl.max(tl.abs(q.to(tl.float32)), 0)
         fold = tl.exp2(tl.ceil(tl.log2(tl.maximum(largest, 1e-30))))
-        q = (q.to(tl.float32) / fold[:, None]).to(tl.float16)
+        q = (q.to(tl.float32) / fold[None, :]).to(tl.float16)
         row_scale *= fold
     if not SOFT_CAP and not ALIBI:
         row_scale *= LOG2E
-    q = tl.broadcast_to(q[None, :, :], [SLICES, TILE_M, DIM_PAD])
+    first_seen = first_key
+    if not FIRST_KEY_SEEN:
+        if SAME_MASK:
+            first_seen = low
+        else:
+            first_seen = tl.min(low, 0)
+    q = tl.broadcast_to(q[None, :, :], [SLICES, DIM_PAD, TILE_M])
     maximum = tl.full([SLICES, TILE_M], FLOOR, tl.float32)
-    totals = tl.zeros([SLICES, TILE_M, SLICE], tl.float32)  # summed over keys once, at the end
-    acc = tl.zeros([SLICES, TILE_M, DIM_V_PAD], tl.float32)
+    totals = tl.zeros([SLICES, SLICE, TILE_M], tl.float32)  # summed over keys once, at the end
+    acc = tl.zeros([SLICES, DIM_V_PAD, TILE_M], tl.float32)
     d = tl.arange(0, DIM_PAD)[None, None, :]
-    dv = tl.arange(0, DIM_V_PAD)[None, None, :]
-    in_tile = tl.arange(0, SLICES)[:, None] * SLICE + tl.arange(0, SLICE)[None, :]
+    dv = tl.arange(0, DIM_V_PAD)[None, :, None]
     for start in range(first_key, end_key, SLICES * SLICE):
-        n = start + in_tile  # [S, N]
-        inside = n < end_key
+        n = start + tl.arange(0, SLICES)[:, None] * SLICE + tl.arange(0, SLICE)[None, :]  # [S, N]
         next_block = slice_blocks(table_ptr, start + SLICES * SLICE, end_key, SLICES, SLICE, BLOCK_SIZE)
-        offset = n % BLOCK_SIZE
-        k_at = k_ptr + (block.to(tl.int64) * k_block + offset * k_slot)[:, :, None] + d
-        k = tl.load(k_at, mask=inside[:, :, None] & (d < DIM), other=0.0)  # [S, N, D]
+        slot, k_slot, v_slot = slice_slots(start, end_key, SLICES, SLICE, BLOCK_SIZE)
+        k_at = (k_ptr + (block.to(tl.int64) * K_BLOCK + slot * K_SLOT))[:, :, None] + d + (k_slot.to(tl.int64) * K_SLOT)[:, :, None]
+        v_at = (v_ptr + (block.to(tl.int64) * V_BLOCK + slot * V_SLOT))[:, None, :] + dv + (v_slot.to(tl.int64) * V_SLOT)[:, None, :]
+        if DIM == DIM_PAD:
+            k = tl.load(k_at)  # [S, N, D]
+        else:
+            k = tl.load(k_at, mask=d < DIM, other=0.0)
         if INTERPRET:
             k = k.to(tl.float32)
         else:
             k = k.to(q.dtype)
-        s = tl.dot(q, tl.permute(k, (0, 2, 1)), input_precision="ieee") * row_scale[None, :, None]  # [S, M, N]
+        s = tl.dot(k, q, input_precision="ieee") * row_scale[None, None, :]  # [S, N, M]
         if SOFT_CAP:
             s = soft_cap * tanh(s / soft_cap)
         if ALIBI:
-            s += slope[None, :, None] * (n[:, None, :] - position[None, :, None]).to(tl.float32)
+            s += slope[None, None, :] * (n[:, :, None] - position[None, None, :]).to(tl.float32)
         if SOFT_CAP or ALIBI:
             s *= LOG2E
         if SAME_MASK:
-            visible = (inside & (n >= low))[:, None, :]
+            visible = n < end_key
+            if not FIRST_KEY_SEEN:
+                visible = visible & (n >= low)
+            visible = visible[:, :, None]
         else:
-            visible = (n[:, None, :] >= low[None, :, None]) & (n[:, None, :] < end[None, :, None])
+            visible = n[:, :, None] < end[None, None, :]
+            if not FIRST_KEY_SEEN:
+                visible = visible & (n[:, :, None] >= low[None, None, :])
         s = tl.where(visible, s, float("-inf"))
-        top = tl.maximum(maximum, tl.max(s, 2))
-        p = tl.exp2(s - top[:, :, None])
+        top = tl.maximum(maximum, tl.max(s, 1))
+        p = tl.exp2(s - top[:, None, :])
         shrink = tl.exp2(maximum - top)
-        totals = totals * shrink[:, :, None] + p
-        v_at = v_ptr + (block.to(tl.int64) * v_block + offset * v_slot)[:, :, None] + dv
-        v = tl.load(v_at, mask=inside[:, :, None] & (dv < DIM_V), other=0.0)  # [S, N, DV]
+        totals = totals * shrink[:, None, :] + p
+        if not FIRST_KEY_SEEN:  # blocks in front of a window may be gone and hold anything
+            v = tl.load(v_at, mask=(n >= first_seen)[:, None, :] & (dv < DIM_V), other=0.0)
+        elif DIM_V == DIM_V_PAD:
+            v = tl.load(v_at)  # [S, DV, N]
+        else:
+            v = tl.load(v_at, mask=dv < DIM_V, other=0.0)
         if INTERPRET:
             v = v.to(tl.float32)
         else:
             v = v.to(q.dtype)
-        acc = acc * shrink[:, :, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
+        acc = acc * shrink[:, None, :] + tl.dot(v, p.to(v.dtype), input_precision="ieee")  # [S, DV, M]
         maximum = top
         block = next_block
-    top = tl.max(maximum, 0)
-    weight = tl.exp2(maximum - top[None, :])
-    total = tl.sum(tl.sum(totals, 2) * weight, 0)
-    return top, total, tl.sum(acc * weight[:, :, None], 0)
+    top, total = tl.reduce((maximum, tl.sum(totals, 1)), 0, merge_states)
+    return top, total, acc * tl.exp2(maximum - top[None, :])[:, None, :]
+
+
+@triton.jit
+def merge_states(maximum, total, other_maximum, other_total):
+    """Of two softmax states ``(maximum, total)``, in base 2."""
+    top = tl.maximum(maximum, other_maximum)
+    return top, total * tl.exp2(maximum - top) + other_total * tl.exp2(other_maximum - top)
+
+
+@triton.jit
+def merge_slices(acc, SLICES: tl.constexpr):
+    """``[M, DV]`` from the ``acc [S, DV, M]`` of `attend_slices`; that of `attend` (SLICES 0) as it is.
+
+    `tl.sum` over a dimension that lies across warps takes three times the instructions of moving it into threads, as `tl.split` does.
+    """
+    if SLICES > 0:
+        parts = tl.permute(acc, (2, 1, 0))
+        for _ in tl.static_range(SLICES.bit_length() - 1):
+            first, second = tl.split(tl.reshape(parts, [parts.shape[0], parts.shape[1], parts.shape[2] // 2, 2]))
+            parts = first + second
+        acc = tl.reshape(parts, [parts.shape[0], parts.shape[1]])
+    return acc
+
+
+@triton.jit
+def slice_keys(start, end_key, SLICES: tl.constexpr, SLICE: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """First keys of the slices of a tile, ``[S, 1]``, or all keys ``[S, N]`` if slices cross blocks; none is past the last key.
+
+    A slice past the end gives way to the last one that holds keys, whose values are known to be finite.
+    """
+    n = start + tl.arange(0, SLICES)[:, None] * SLICE
+    if BLOCK_SIZE % SLICE == 0:
+        n = tl.minimum(n, (end_key - 1) // SLICE * SLICE)
+    else:
+        n = tl.minimum(n + tl.arange(0, SLICE)[None, :], end_key - 1)
+    return n
 
 
 @triton.jit
 def slice_blocks(table_ptr, start, end_key, SLICES: tl.constexpr, SLICE: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Block ids of the tile of keys at ``start``: ``[S, 1]`` if a slice never crosses blocks, else ``[S, N]``; ids past the end read 0."""
-    n = start + tl.arange(0, SLICES)[:, None] * SLICE
-    if BLOCK_SIZE < SLICE:
-        n = n + tl.arange(0, SLICE)[None, :]
-    return tl.load(table_ptr + n // BLOCK_SIZE, mask=n < end_key, other=0)
+    """Block ids of the tile of keys at ``start``, ``[S, 1]`` or ``[S, N]`` as `slice_keys`."""
+    return tl.load(table_ptr + slice_keys(start, end_key, SLICES, SLICE, BLOCK_SIZE) // BLOCK_SIZE)
+
+
+@triton.jit
+def slice_slots(start, end_key, SLICES: tl.constexpr, SLICE: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """Slots in their blocks: of slices ``[S, 1]``, and of keys and of values from there, ``[1, N]`` or ``[S, N]``.
+
+    In a slice that the end cuts, keys are read on, to the end of the block at most; of values the last one is read again.
+    """
+    n = slice_keys(start, end_key, SLICES, SLICE, BLOCK_SIZE)
+    if BLOCK_SIZE % SLICE != 0:
+        first = tl.zeros([SLICES, 1], tl.int32)
+        k_slot = n % BLOCK_SIZE
+        v_slot = k_slot
+    else:
+        first = n % BLOCK_SIZE
+        if BLOCK_SIZE == SLICE:  # the compiler does not see that it is 0
+            first = tl.zeros([SLICES, 1], tl.int32)
+        k_slot = tl.arange(0, SLICE)[None, :]
+        v_slot = tl.minimum(k_slot, end_key - 1 - n)
+    return first, k_slot, v_slot
 
 
 @triton.jit

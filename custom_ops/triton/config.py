@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import os
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,8 +23,6 @@ MAX_DECODE_QUERY_LEN = 8
 SPLIT_MIXED = False
 #: How many requests the decode kernel scans at once (few sizes, few compiles); more are scanned piece by piece.
 SCANS = (16, 128, 1024)
-#: Partial results that a merging program reads at once.
-MERGED_PARTS = 8
 
 
 class DecodeTiles(NamedTuple):
@@ -60,14 +58,14 @@ def next_power_of_2(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
-def decode_tiles(head_dim: int, rows: int, kv_itemsize: int, itemsize: int) -> DecodeTiles:
-    """Tiles of the decode kernel: rows padded to 16 only (the least of mma.sync), since it waits for memory anyway."""
+def decode_tiles(head_dim: int, rows: int, kv_itemsize: int, itemsize: int, hip: bool = torch.version.hip is not None) -> DecodeTiles:
+    """Tiles of the decode kernel: rows padded to what mma.sync needs (8 in slices, else 16), since it waits for memory anyway."""
+    wide = next_power_of_2(head_dim) * kv_itemsize
+    if rows <= 16 and itemsize < 4 and not hip:
+        return DecodeTiles(max(8, rows), 32, 2, 4, 2, 2, slices=2) if wide > 256 else DecodeTiles(max(8, rows), 64, 4, 4, 2, 2, slices=4)
     rows = max(16, rows)
     if itemsize == 4:
         return DecodeTiles(rows, 16 if head_dim > 128 else 32, 4, 3, 2, 4)
-    wide = next_power_of_2(head_dim) * kv_itemsize
-    if rows == 16:
-        return DecodeTiles(rows, 64, 4, 4, 2, 2, slices=4)
     return DecodeTiles(rows, 32 if wide > 256 else 64, 4, 4 if wide >= 256 else 5, 2, 4)
 
 
@@ -113,6 +111,24 @@ def _num_sms(index: int) -> int:
 def num_programs(device: torch.device, tiles: DecodeTiles) -> int:
     """Programs of a decode launch: as many as fit the device at once, whatever the batch is."""
     return 7 if INTERPRET else tiles.programs_per_sm * _num_sms(device.index or 0)
+
+
+def decode_options(device: torch.device, tiles: DecodeTiles) -> dict[str, Any]:
+    """Launch options of the decode kernel. Without ``maxnreg`` ptxas aims at an occupancy of its own and spills."""
+    options: dict[str, Any] = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
+    if device.type == "cuda" and torch.version.hip is None:
+        options["maxnreg"] = max_registers(tiles)
+    return options | ({"launch_pdl": True} if launches_early(device) else {})
+
+
+def max_registers(tiles: DecodeTiles) -> int:
+    """Registers per thread with which ``programs_per_sm`` programs share the 65536 of a multiprocessor."""
+    return min(255, 65536 // (32 * tiles.num_warps * tiles.programs_per_sm) // 8 * 8)
+
+
+def merged_parts(head_dim_v: int) -> int:
+    """Partial results that a merging program of the decode kernel reads at once: as many as fit its registers."""
+    return 4 if head_dim_v <= 128 else 2
 
 
 def launches_early(device: torch.device) -> bool:

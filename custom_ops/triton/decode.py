@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from torchpaged.custom_ops.triton.attend import attend, attend_slices, finish, slice_blocks, visible_range
+from torchpaged.custom_ops.triton.attend import attend, attend_slices, finish, merge_slices, slice_blocks, visible_range
 
 
 @triton.jit
@@ -73,9 +73,36 @@ def scan_tiles(
 
 
 @triton.jit
+def divide(a, b):
+    """``a // b`` of numbers that are not negative: half the instructions of the division of signed ones."""
+    return (a.to(tl.uint32) // b.to(tl.uint32)).to(tl.int32)
+
+
+@triton.jit
+def run_start(program, total, programs):
+    """``program * total // programs`` in 32 bits: first unit of the program's run."""
+    base = divide(total, programs)
+    return program * base + divide(program * (total - base * programs), programs)
+
+
+@triton.jit
 def owner(unit, total, programs):
-    """The program whose run ``[p * total // programs, (p + 1) * total // programs)`` holds ``unit``."""
-    return (((unit + 1).to(tl.int64) * programs + total - 1) // total - 1).to(tl.int32)
+    """The program whose run holds ``unit``: a guess that is off by one at most, put right."""
+    guess = ((unit + 1).to(tl.float32) * programs / total).to(tl.int32)
+    guess += (run_start(guess + 1, total, programs) <= unit).to(tl.int32)
+    return guess - (run_start(guess, total, programs) > unit).to(tl.int32)
+
+
+@triton.jit
+def add_pairs(a, b, other_a, other_b):
+    """For `tl.reduce`: two reductions in one pass through the threads."""
+    return a + other_a, b + other_b
+
+
+@triton.jit
+def add_and_maximum(a, b, other_a, other_b):
+    """As `add_pairs`: a sum and a maximum."""
+    return a + other_a, tl.maximum(b, other_b)
 
 
 @triton.jit(do_not_specialize=["num_reqs", "num_tokens", "table_row"])  # one compile for all batch sizes
@@ -83,7 +110,8 @@ def decode_kernel(
     q_ptr, k_ptr, v_ptr, table_ptr, seq_lens_ptr, starts_ptr, out_ptr, lse_ptr, slopes_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr,
     part_acc_ptr, part_state_ptr, semaphore_ptr,
     scale, soft_cap, num_reqs, num_tokens,
-    q_token, q_head, k_block, k_slot, k_head, v_block, v_slot, v_head, o_token, o_head, l_token, l_head, table_row, ks_head, vs_head,
+    q_token, q_head, o_token, o_head, l_token, l_head, table_row, ks_head, vs_head,
+    K_BLOCK: tl.constexpr, K_SLOT: tl.constexpr, K_HEAD: tl.constexpr, V_BLOCK: tl.constexpr, V_SLOT: tl.constexpr, V_HEAD: tl.constexpr,
     GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, QUERY_LEN: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
     DIM_V: tl.constexpr, DIM_V_PAD: tl.constexpr, TILE_M: tl.constexpr, TILE_KV: tl.constexpr, SLICES: tl.constexpr, REQS: tl.constexpr,
     ONE_SCAN: tl.constexpr, MIN_TILES: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
@@ -93,7 +121,8 @@ def decode_kernel(
 ):  # fmt: skip
     """Grid: any number of programs, the same for every length.
 
-    REQS: requests scanned at once (ONE_SCAN: all of them). MIN_TILES: least tiles of a run. ROWS: rows of a tile that are real
+    K_BLOCK ... V_HEAD: strides of the caches, constants for cheap addresses. QUERY_LEN: no request has more query tokens. REQS:
+    requests scanned at once (ONE_SCAN: all of them). MIN_TILES: least tiles of a run. ROWS: rows of a tile that are real
     (GROUP * QUERY_LEN padded to a power of two), PARTS: partial results merged at once.
     """
     program = tl.program_id(0)
@@ -101,32 +130,33 @@ def decode_kernel(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     row = tl.arange(0, TILE_M)
-    query = row // GROUP
+    query = tl.zeros_like(row)
+    head_of_group = row
+    if QUERY_LEN > 1:
+        query, head_of_group = row // GROUP, row % GROUP
 
     # The run of this program.
     tiles = scan_tiles(seq_lens_ptr, starts_ptr, 0, num_reqs, WINDOW_LEFT, WINDOW_RIGHT, CHUNK, CAUSAL, TILE_KV, REQS)
-    total = tl.sum(tiles, 0)
-    busy = tl.sum((tiles > 0).to(tl.int32), 0)
+    total, busy = tl.reduce((tiles, (tiles > 0).to(tl.int32)), 0, add_pairs)
     if not ONE_SCAN:
         for first_req in range(REQS, num_reqs, REQS):
             more = scan_tiles(seq_lens_ptr, starts_ptr, first_req, num_reqs, WINDOW_LEFT, WINDOW_RIGHT, CHUNK, CAUSAL, TILE_KV, REQS)
-            total += tl.sum(more, 0)
-            busy += tl.sum((more > 0).to(tl.int32), 0)
+            more_total, more_busy = tl.reduce((more, (more > 0).to(tl.int32)), 0, add_pairs)
+            total += more_total
+            busy += more_busy
     total *= NUM_KV_HEADS
     used = tl.load(starts_ptr + num_reqs)  # token rows of requests; those after it are padding
     pairs = tl.maximum(busy * NUM_KV_HEADS, 1)
     wanted = tl.maximum(tl.minimum(tl.num_programs(0), total // MIN_TILES), 1)
-    programs = tl.maximum(wanted // pairs, 1) * pairs  # equal lengths: runs end where pairs end
+    programs = tl.maximum(divide(wanted, pairs), 1) * pairs  # equal lengths: runs end where pairs end
     programs = tl.where((programs > wanted) | (programs * 4 < wanted * 3), wanted, programs)
-    base, extra = total // programs, total % programs
-    unit = program * base + program * extra // programs
-    unit_end = (program + 1) * base + (program + 1) * extra // programs
-    unit_end = tl.where(program < programs, unit_end, unit)
+    unit = run_start(program, total, programs)
+    unit_end = tl.where(program < programs, run_start(program + 1, total, programs), unit)
+    unwritten = (busy < num_reqs) | (used < num_tokens)  # one bit kept, not four numbers
     ends = tl.cumsum(tiles, 0) * NUM_KV_HEADS
 
     while unit < unit_end:
-        request = tl.sum((ends <= unit).to(tl.int32), 0)
-        before = tl.max(tl.where(ends <= unit, ends, 0), 0)
+        request, before = tl.reduce(((ends <= unit).to(tl.int32), tl.where(ends <= unit, ends, 0)), 0, add_and_maximum)
         if not ONE_SCAN:
             scanned = REQS
             while (request == scanned) & (scanned < num_reqs):
@@ -140,20 +170,23 @@ def decode_kernel(
         seq_len = tl.load(seq_lens_ptr + request)
         first_tile, end_key = key_range(seq_len, query_len, WINDOW_LEFT, WINDOW_RIGHT, CHUNK, CAUSAL, TILE_KV)
         num_tiles = (end_key + TILE_KV - 1) // TILE_KV - first_tile
-        kv_head = (unit - before) // num_tiles
+        kv_head = divide(unit - before, num_tiles)
         pair_unit = before + kv_head * num_tiles
         tile = unit - pair_unit
         count = tl.minimum(num_tiles - tile, unit_end - unit)
         first_key = (first_tile + tile) * TILE_KV
 
-        head = kv_head * GROUP + row % GROUP
-        valid = (query < query_len) & (query < QUERY_LEN)
+        head = kv_head * GROUP + head_of_group
+        if QUERY_LEN > 1:
+            valid = (query < query_len) & (query < QUERY_LEN)
+        else:
+            valid = row < GROUP  # a request that sees keys has its one query
         position = seq_len - query_len + query
         low, end = visible_range(position, seq_len, WINDOW_LEFT, WINDOW_RIGHT, CHUNK, CAUSAL)
         end = tl.where(valid, end, low)
         last_key = tl.minimum(first_key + count * TILE_KV, end_key)
         table_at = table_ptr + request.to(tl.int64) * table_row
-        k_at, v_at = k_ptr + kv_head.to(tl.int64) * k_head, v_ptr + kv_head.to(tl.int64) * v_head
+        k_at, v_at = k_ptr + kv_head.to(tl.int64) * K_HEAD, v_ptr + kv_head.to(tl.int64) * V_HEAD
         if SLICES > 0:  # block ids are asked for before the queries, so that both loads are under way at once
             block = slice_blocks(table_at, first_key, last_key, SLICES, TILE_KV // SLICES, BLOCK_SIZE)
         d = tl.arange(0, DIM_PAD)
@@ -171,27 +204,27 @@ def decode_kernel(
             if QUERY_LEN == 1:
                 low, _ = visible_range(seq_len - 1, seq_len, WINDOW_LEFT, WINDOW_RIGHT, CHUNK, CAUSAL)
             maximum, denominator, acc = attend_slices(
-                q_at, q_mask, block, position, low, end, slope, first_key, last_key, table_at, k_at, v_at, k_block, k_slot, v_block, v_slot,
-                score_scale, soft_cap, DIM, DIM_PAD, DIM_V, DIM_V_PAD, TILE_M, SLICES, TILE_KV // SLICES, BLOCK_SIZE, QUERY_LEN == 1,
-                SOFT_CAP, ALIBI, INTERPRET,
+                tl.trans(q_at), tl.trans(q_mask), block, position, low, end, slope, first_key, last_key, table_at, k_at, v_at, score_scale,
+                soft_cap, DIM, DIM_PAD, DIM_V, DIM_V_PAD, TILE_M, SLICES, TILE_KV // SLICES, BLOCK_SIZE, K_BLOCK, K_SLOT, V_BLOCK, V_SLOT,
+                QUERY_LEN == 1, WINDOW_LEFT < 0 and CHUNK <= 0, SOFT_CAP, ALIBI, INTERPRET,
             )  # fmt: skip
         else:
             q = tl.load(q_at, mask=q_mask, other=0.0)  # [M, D]
             maximum, denominator, acc = attend(
-                q, position, low, end, slope, first_key, last_key, table_at, k_at, v_at, k_block, k_slot, v_block, v_slot,
+                q, position, low, end, slope, first_key, last_key, table_at, k_at, v_at, K_BLOCK, K_SLOT, V_BLOCK, V_SLOT,
                 score_scale, soft_cap, DIM, DIM_PAD, DIM_V, DIM_V_PAD, TILE_M, TILE_KV, BLOCK_SIZE, SOFT_CAP, ALIBI, INTERPRET,
             )  # fmt: skip
-        if count == num_tiles:
+        if count == num_tiles:  # slices are merged in either branch: their layouts differ, and the compiler would prepare both
             sink = tl.zeros([TILE_M], tl.float32)
             if SINKS:
                 sink = tl.load(sinks_ptr + head, mask=valid, other=0.0).to(tl.float32)
-            out, lse = finish(maximum, denominator, acc, sink, v_scale, SINKS)
+            out, lse = finish(maximum, denominator, merge_slices(acc, SLICES), sink, v_scale, SINKS)
             store_rows(out_ptr, lse_ptr, out, lse, start + query, head, valid, o_token, o_head, l_token, l_head, DIM_V, DIM_V_PAD, HAS_LSE)
         else:
             # A program has at most one part that begins inside a pair (slot 0) and one that begins a pair (slot 1).
             slot = (program * 2 + (tile == 0).to(tl.int32)).to(tl.int64) * ROWS
             dv = tl.arange(0, DIM_V_PAD)
-            tl.store(part_acc_ptr + (slot + row)[:, None] * DIM_V_PAD + dv[None, :], acc, mask=(row < ROWS)[:, None])
+            tl.store(part_acc_ptr + (slot + row)[:, None] * DIM_V_PAD + dv[None, :], merge_slices(acc, SLICES), mask=(row < ROWS)[:, None])
             tl.store(part_state_ptr + slot * 2 + row, maximum, mask=row < ROWS)
             tl.store(part_state_ptr + slot * 2 + ROWS + row, denominator, mask=row < ROWS)
             first_part = owner(pair_unit, total, programs)
@@ -206,7 +239,7 @@ def decode_kernel(
                 )  # fmt: skip
         unit += count
 
-    if (busy < num_reqs) | (used < num_tokens):
+    if unwritten:
         store_empty(
             out_ptr, lse_ptr, seq_lens_ptr, starts_ptr, num_reqs, num_tokens, o_token, o_head, l_token, l_head, GROUP, NUM_KV_HEADS,
             DIM_V, DIM_V_PAD, TILE_M, TILE_KV, CAUSAL, WINDOW_LEFT, WINDOW_RIGHT, CHUNK, HAS_LSE,

@@ -89,10 +89,11 @@ def _decode(
     part_acc = torch.empty(programs * 2 * rows * flags["DIM_V_PAD"], dtype=torch.float32, device=q.device)
     part_state = torch.empty(programs * 4 * rows, dtype=torch.float32, device=q.device)
     reqs = next((size for size in config.SCANS if num_reqs <= size), config.SCANS[-1])
-    pdl = config.launches_early(q.device)
+    k_block, k_slot, k_head, v_block, v_slot, v_head = strides[2:8]
     decode_kernel[(programs,)](
-        *tensors, part_acc, part_state, semaphore, scale, soft_cap, num_reqs, num_tokens, *strides, NUM_KV_HEADS=num_kv_heads,
-        QUERY_LEN=query_len, TILE_M=tiles.rows, TILE_KV=tiles.keys, SLICES=tiles.slices, REQS=reqs, ONE_SCAN=num_reqs <= reqs, MIN_TILES=tiles.min_tiles,
-        ROWS=rows, PARTS=config.MERGED_PARTS, PDL=pdl, **flags,
-        num_warps=tiles.num_warps, num_stages=tiles.num_stages, **({"launch_pdl": True} if pdl else {}),
+        *tensors, part_acc, part_state, semaphore, scale, soft_cap, num_reqs, num_tokens, *strides[:2], *strides[8:],
+        K_BLOCK=k_block, K_SLOT=k_slot, K_HEAD=k_head, V_BLOCK=v_block, V_SLOT=v_slot, V_HEAD=v_head, NUM_KV_HEADS=num_kv_heads,
+        QUERY_LEN=query_len, TILE_M=tiles.rows, TILE_KV=tiles.keys, SLICES=tiles.slices, REQS=reqs, ONE_SCAN=num_reqs <= reqs,
+        MIN_TILES=tiles.min_tiles, ROWS=rows, PARTS=config.merged_parts(flags["DIM_V"]), PDL=config.launches_early(q.device), **flags,
+        **config.decode_options(q.device, tiles),
     )  # fmt: skip

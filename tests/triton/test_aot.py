@@ -17,7 +17,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from torchpaged.custom_ops.triton import config
 from torchpaged.custom_ops.triton.advance_step import advance_step_kernel
 from torchpaged.custom_ops.triton.copy_blocks import copy_blocks_kernel
-from torchpaged.custom_ops.triton.decode import decode_kernel, merge_kernel
+from torchpaged.custom_ops.triton.decode import decode_kernel
 from torchpaged.custom_ops.triton.merge_attn_states import merge_attn_states_kernel
 from torchpaged.custom_ops.triton.rope_write_kv import head_tiles, rope_write_kv_kernel
 from torchpaged.custom_ops.triton.write_kv import write_kv_kernel
@@ -31,6 +31,7 @@ SIZES = {"bf16": 2, "fp16": 2, "fp32": 4}
 INT_POINTERS = {"table_ptr": "i32", "seq_lens_ptr": "i32", "starts_ptr": "i32"}
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
+    "kv_scales": {"KV_SCALES": True},
     "everything": {"WINDOW_LEFT": 100, "CHUNK": 256, "SOFT_CAP": True, "ALIBI": True, "SINKS": True, "HAS_LSE": True},
 }
 
@@ -71,36 +72,66 @@ CASES = [
 ]
 
 
+def compile_decode(target: str, case: tuple[str, int, int, str], kv_dtype: str | None = None, **changed: Any) -> Any:
+    """As `paged_attention` launches it, for 8 kv heads, contiguous pools and one query token."""
+    dtype, dim, group, options = case
+    pointers, flags = attention_arguments(dtype, dim, group, OPTIONS[options], kv_dtype)
+    pointers |= {"part_acc_ptr": "fp32", "part_state_ptr": "fp32", "semaphore_ptr": "i32"}
+    nvidia, slot = target.startswith("sm"), 8 * dim
+    rows = config.next_power_of_2(group)
+    tiles = config.decode_tiles(dim, rows, SIZES.get(kv_dtype or dtype, 1), SIZES[dtype], hip=not nvidia)
+    strides = {f"{name}_{part}": size for name in "KV" for part, size in (("BLOCK", 16 * slot), ("SLOT", slot), ("HEAD", dim))}
+    constants = {
+        **flags, **strides, "QUERY_LEN": 1, "NUM_KV_HEADS": 8, "TILE_M": tiles.rows, "TILE_KV": tiles.keys, "SLICES": tiles.slices,
+        "REQS": 128, "ONE_SCAN": True, "MIN_TILES": tiles.min_tiles, "ROWS": rows, "PARTS": config.merged_parts(dim),
+        "PDL": target in ("sm_90", "sm_100"), **changed,
+    }  # fmt: skip
+    launch = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
+    if nvidia:
+        launch["maxnreg"] = config.max_registers(tiles)
+    return aot.compile_kernel(decode_kernel, target, pointers, constants, ("scale", "soft_cap"), **launch)
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda c: "-".join(map(str, c)))
 @pytest.mark.parametrize("target", aot.TARGETS)
 def test_decode_compiles(target: str, case: tuple[str, int, int, str]) -> None:
-    dtype, dim, group, options = case
-    pointers, flags = attention_arguments(dtype, dim, group, OPTIONS[options])
-    pointers |= {"part_acc_ptr": "fp32", "part_state_ptr": "fp32"}
-    tiles = config.decode_tiles(dim, group, SIZES[dtype])
-    constants = {**flags, "QUERY_LEN": 1, "TILE_M": tiles.rows, "TILE_KV": tiles.keys, "DIRECT": False}
-    compiled = aot.compile_kernel(
-        decode_kernel, target, pointers, constants, ("scale", "soft_cap"), num_warps=tiles.num_warps, num_stages=tiles.num_stages
-    )
-    check(compiled, target, no_spills=target != "gfx942")
+    dtype, _, _, options = case
+    compiled = compile_decode(target, case)
+    check(compiled, target, no_spills=target == "sm_90" and options == "plain" and dtype != "fp32")
     if target != "gfx942" and dtype == "bf16" and options == "plain":
-        text = compiled.asm["ptx"]
-        assert "cp.async.cg.shared.global" in text or "ld.global.v4" in text, "16-byte loads of keys and values"
+        assert "cp.async.cg.shared.global" in compiled.asm["ptx"], "16-byte copies of keys and values"
+
+
+@pytest.mark.parametrize("changed", [{"REQS": 1024, "ONE_SCAN": False}, {"BLOCK_SIZE": 8}, {"BLOCK_SIZE": 64}], ids=str)
+def test_decode_options_compile(changed: dict[str, Any]) -> None:
+    check(compile_decode("sm_90", CASES[0], **changed), "sm_90", True)
+
+
+def innermost_loop(ptx: str) -> str:
+    """The loop around the matrix products."""
+    lines = ptx.split("\n")
+    products = [i for i, line in enumerate(lines) if "mma.sync" in line]
+    label = next(i for i in range(products[0], 0, -1) if lines[i].startswith("$L__BB"))
+    name = lines[label].split(":")[0]
+    end = next(i for i in range(products[-1], len(lines)) if "bra" in lines[i] and name in lines[i])
+    return "\n".join(lines[label:end])
+
+
+@pytest.mark.parametrize("group", [4, 8])
+def test_decode_loop_stays_in_registers(group: int) -> None:
+    """Scores become probabilities without a trip through shared memory; 8 queries fill a product; loads of 16 bytes only."""
+    loop = innermost_loop(compile_decode("sm_90", ("bf16", 128, group, "plain")).asm["ptx"])
+    assert "st.shared" not in loop and "ld.shared" not in loop
+    assert loop.count("mma.sync") == loop.count("cp.async.cg") == loop.count("ldmatrix.sync") == 2 * 128 // 16
+    assert loop.count("bar.sync") == 2
 
 
 def test_fp8_caches_compile_for_sm_90() -> None:
-    pointers, flags = attention_arguments("bf16", 128, 4, {"KV_SCALES": True}, kv_dtype="fp8e4nv")
-    pointers |= {"part_acc_ptr": "fp32", "part_state_ptr": "fp32"}
-    constants = {**flags, "QUERY_LEN": 1, "TILE_M": 16, "TILE_KV": 64, "DIRECT": False}
-    check(aot.compile_kernel(decode_kernel, "sm_90", pointers, constants, ("scale", "soft_cap"), num_warps=4, num_stages=3), "sm_90", True)
+    check(compile_decode("sm_90", ("bf16", 128, 4, "kv_scales"), kv_dtype="fp8e4nv"), "sm_90", True)
 
 
 @pytest.mark.parametrize("target", aot.TARGETS)
 def test_small_kernels_compile(target: str) -> None:
-    merge = {"GROUP": 4, "QUERY_LEN": 1, "DIM_V": 128, "DIM_V_PAD": 128, "TILE_M": 16, "SINKS": False, "KV_SCALES": False, "HAS_LSE": False}
-    merge |= {"lse_ptr": None, "sinks_ptr": None, "v_scale_ptr": None}
-    pointers = {"starts_ptr": "i32", "out_ptr": "bf16", "part_acc_ptr": "fp32", "part_state_ptr": "fp32"}
-    check(aot.compile_kernel(merge_kernel, target, pointers, merge, num_warps=4), target, True)
     write = {"NUM_HEADS": 8, "HEADS_PAD": 8, "DIM": 128, "DIM_PAD": 128, "DIM_V": 128, "DIM_V_PAD": 128, "BLOCK_SIZE": 16}
     write |= {"HAS_SCALE": False, "LIMIT": 0.0, "k_scale_ptr": None, "v_scale_ptr": None}
     pointers = {"k_ptr": "bf16", "v_ptr": "bf16", "k_cache_ptr": "bf16", "v_cache_ptr": "bf16", "slot_ptr": "i64"}

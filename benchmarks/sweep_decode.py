@@ -100,7 +100,9 @@ def use(case: Case, setting: tuple[Any, ...]) -> None:
         cuda_attention._specialised.cache_clear()
         return
     _, keys, warps, stages, per_sm, least, slices = setting
-    config.decode_tiles = lambda dim, rows, kv, size: config.DecodeTiles(max(8 if slices else 16, rows), keys, warps, stages, per_sm, least, slices)  # type: ignore[assignment]
+    config.decode_tiles = lambda dim, rows, kv, size: config.DecodeTiles(
+        max(8 if slices else 16, rows), keys, warps, stages, per_sm, least, slices
+    )  # type: ignore[assignment]
 
 
 def error(case: Case, x: dict[str, Any], out: torch.Tensor) -> float:
@@ -196,7 +198,9 @@ def main() -> None:
     for case in chosen:
         done = sorted((r for r in rows if r["case"] == case.name and "us" in r and r["error"] < 2e-2), key=lambda r: r["us"])
         for r in done[:3]:
-            print(f"{r['case']:28s} ideal {r['ideal']:7.1f}  {r['us']:8.2f} us  x{r['us'] / r['ideal']:.2f}  {r['config']} err {r['error']}")
+            print(
+                f"{r['case']:28s} ideal {r['ideal']:7.1f}  {r['us']:8.2f} us  x{r['us'] / r['ideal']:.2f}  {r['config']} err {r['error']}"
+            )
 
 
 if __name__ == "__main__":

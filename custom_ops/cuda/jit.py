@@ -53,11 +53,18 @@ def options(macros: dict[str, int], capability: tuple[int, int]) -> list[str]:
     return [f"-arch=sm_{capability[0]}{capability[1]}", "-std=c++17", *(f"-D{name}={value}" for name, value in sorted(macros.items()))]
 
 
+def headers() -> dict[str, str]:
+    """The headers of this folder by name."""
+    return {path.name: path.read_text() for path in sorted(_HERE.glob("*.cuh"))}
+
+
 def compile_source(source: str, arguments: list[str]) -> bytes:
     """Machine code of ``source``; raises RuntimeError with the compiler's messages."""
     from cuda.bindings import nvrtc
 
-    program = _check(nvrtc.nvrtcCreateProgram(source.encode(), b"torchpaged.cu", 0, [], []), "nvrtcCreateProgram")
+    included = headers()
+    names, texts = [name.encode() for name in included], [text.encode() for text in included.values()]
+    program = _check(nvrtc.nvrtcCreateProgram(source.encode(), b"torchpaged.cu", len(names), texts, names), "nvrtcCreateProgram")
     encoded = [argument.encode() for argument in arguments]
     (error,) = nvrtc.nvrtcCompileProgram(program, len(encoded), encoded)
     if int(error):
@@ -76,7 +83,7 @@ def machine_code(file: str, macros: dict[str, int], capability: tuple[int, int])
 
     source, arguments = (_HERE / file).read_text(), options(macros, capability)
     version = _check(nvrtc.nvrtcVersion(), "nvrtcVersion")
-    name = hashlib.sha256(repr((source, arguments, version)).encode()).hexdigest()[:32] + ".cubin"
+    name = hashlib.sha256(repr((source, headers(), arguments, version)).encode()).hexdigest()[:32] + ".cubin"
     target = _cache() / name
     if target.is_file():
         return target.read_bytes()

@@ -41,8 +41,8 @@ def paged_attention(
         one = torch.ones(1, device=q.device)
         k_scale, v_scale = one if k_scale is None else k_scale, one if v_scale is None else v_scale
     kernel, shape, rows = _specialised(
-        index, q.dtype, k_cache.dtype, q.shape[1] // num_kv_heads, max_query_len, k_cache.shape[1:], dim_v, k_cache.stride(), v_cache.stride(),
-        causal, window_left, window_right, chunk_size, logits_soft_cap > 0, alibi_slopes is not None, sinks is not None,
+        index, q.dtype, k_cache.dtype, q.shape[1] // num_kv_heads, max_query_len, k_cache.shape[1:], dim_v, k_cache.stride(),
+        v_cache.stride(), causal, window_left, window_right, chunk_size, logits_soft_cap > 0, alibi_slopes is not None, sinks is not None,
         k_scale is not None, lse is not None, num_reqs * num_kv_heads)  # fmt: skip
     programs = kernel.resident(shape.warps * 32, shape.cluster, shape.ctas_per_sm * specialise.num_sms(index))
     if semaphore is None:

@@ -92,9 +92,7 @@ def decode_shape(dim: int, dim_v: int, kv_bytes: int, rows: int, pairs: int, sms
     return shape
 
 
-def unsupported(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, sinks: Tensor | None, max_query_len: int
-) -> str | None:
+def unsupported(q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, sinks: Tensor | None, max_query_len: int) -> str | None:
     """Why the CUDA C++ decode kernel can't take this call, or None. Shapes, dtypes, strides and addresses only."""
     if q.device.type != "cuda":
         return f"device {q.device.type}"
@@ -127,7 +125,8 @@ def decode_macros(
         "DIM": dim, "DIM_V": dim_v, "GROUP": group, "NUM_KV_HEADS": num_kv_heads, "QUERY_LEN": query_len, "BLOCK_SIZE": block_size,
         "KV_BYTES": kv_dtype.itemsize, "E5M2": kv_dtype == torch.float8_e5m2, "Q_HALF": dtype == torch.float16,
         "HALF": dtype == torch.float16 or kv_dtype in _FP8,
-        "K_BLOCK": k_stride[0], "K_SLOT": k_stride[1], "K_HEAD": k_stride[2], "V_BLOCK": v_stride[0], "V_SLOT": v_stride[1], "V_HEAD": v_stride[2],
+        "K_BLOCK": k_stride[0], "K_SLOT": k_stride[1], "K_HEAD": k_stride[2],
+        "V_BLOCK": v_stride[0], "V_SLOT": v_stride[1], "V_HEAD": v_stride[2],
         "CAUSAL": causal, "WINDOW_LEFT": window_left, "WINDOW_RIGHT": window_right, "CHUNK": chunk,
         "SAME_MASK": query_len == 1, "SOFT_CAP": soft_cap, "ALIBI": alibi, "SINKS": sinks, "SCALES": scales,
         "LSE": lse, "PDL": early, "WARPS": shape.warps, "KEYS": shape.keys, "STAGES": shape.stages, "CTAS_PER_SM": shape.ctas_per_sm,

@@ -52,7 +52,11 @@ def test_attention_matches_the_oracle(backend: str, spec: str, variant: str, dty
 @pytest.mark.parametrize("block_size", [1, 4, 16, 32, 64, 256])
 @pytest.mark.parametrize("heads", HEADS)
 def test_attention_heads_and_blocks(backend: str, heads: str, block_size: int, dtype: torch.dtype) -> None:
-    for spec in (BatchSpec("long", (2000, 3, 700, 0), (1, 1, 1, 1), padded_tokens=1), BATCH_SPECS["mixed_padded"], BATCH_SPECS["speculative"]):
+    for spec in (
+        BatchSpec("long", (2000, 3, 700, 0), (1, 1, 1, 1), padded_tokens=1),
+        BATCH_SPECS["mixed_padded"],
+        BATCH_SPECS["speculative"],
+    ):
         batch = make_batch(spec, dtype=dtype, device="cuda", block_size=block_size, heads_first=block_size == 64, **HEADS[heads])
         out, lse = run_paged_attention(BACKEND_OPS[backend], batch)
         assert_attention_close(out, lse, batch)

@@ -1,0 +1,291 @@
+// What one warp does: copy its keys of a tile, score them, fold them into its softmax state.
+#pragma once
+#include "requests.cuh"
+
+// One warp's keys of a tile to shared memory. `ids`: lane i holds the i-th block id of the current batch of tiles.
+constexpr int IDS = BLOCK_SIZE >= KEYS ? 1 : KEYS / BLOCK_SIZE;  // block ids of a warp's keys
+constexpr int BATCH = 32 / IDS;                                  // tiles whose ids one register per lane holds
+constexpr int IN_BLOCK = BLOCK_SIZE >= KEYS ? KEYS : BLOCK_SIZE;
+
+__device__ __forceinline__ int load_ids(const Params &p, const Cursor &c, int warp, int lane) {
+  const int key = ((c.r.first_tile + c.tile / BATCH * BATCH + lane / IDS) * WARPS + warp) * KEYS + lane % IDS * IN_BLOCK;
+  return key < c.r.end && key + IN_BLOCK > c.r.low ? p.table[c.request * p.table_row + key / BLOCK_SIZE] : 0;
+}
+
+template <int CHUNKS, int PADDED, i64 BLOCK_STRIDE, i64 SLOT_STRIDE>
+__device__ __forceinline__ void copy_rows(u32 to, const char *from, int ids, int batch_tile, int first_slot, int skip, int real, int lane) {
+  constexpr int STEPS = (KEYS * CHUNKS + 31) / 32;
+#pragma unroll
+  for (int i = 0; i < STEPS; ++i) {
+    const int chunk = i * 32 + lane;
+    const int row = chunk / CHUNKS, column = chunk % CHUNKS;
+    const int id = IDS == 1 ? __shfl_sync(ALL, ids, batch_tile) : __shfl_sync(ALL, ids, batch_tile * IDS + (row / IN_BLOCK) % IDS);
+    const int slot = IDS == 1 ? first_slot + row : row % IN_BLOCK;
+    const char *at = from + ((i64)id * BLOCK_STRIDE + (i64)slot * SLOT_STRIDE) * KV_BYTES + column * 16;
+    const u32 target = to + row * (PADDED * 16) + (column ^ swizzle<PADDED>(row)) * 16;
+    if (KEYS * CHUNKS % 32 && row >= KEYS) continue;
+    if (skip <= 0 && real >= KEYS) copy16(target, at);
+    else copy16_or_zero(target, at, row >= skip && row < real);  // a value that nobody sees may be NaN, and 0 * NaN is NaN
+  }
+}
+
+struct State {
+  float top[COLS][2], total[COLS][2];      // of query rows 8 * c + 2 * (lane % 4) + {0, 1}; total: this thread's keys only
+  float acc[DIM_V / 16][COLS][4];          // O^T: value columns x query rows
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int c = 0; c < COLS; ++c) {
+      top[c][0] = top[c][1] = FLOOR;
+      total[c][0] = total[c][1] = 0.f;
+#pragma unroll
+      for (int d = 0; d < DIM_V / 16; ++d) acc[d][c][0] = acc[d][c][1] = acc[d][c][2] = acc[d][c][3] = 0.f;
+    }
+  }
+};
+
+// The queries of a pair as the B operand of S^T = K Q^T, with what turns a dot into a score in base 2, and each row's keys.
+struct Queries {
+  u32 b[DIM / 16][COLS][2];
+  float scale[COLS][2];
+#if !SAME_MASK
+  int low[COLS][2], end[COLS][2];
+#endif
+#if ALIBI || !SAME_MASK
+  int position[COLS][2];
+#endif
+#if ALIBI
+  float slope[COLS][2];
+#endif
+
+  __device__ __forceinline__ void load(const Params &p, const Cursor &c, int lane) {
+    const int quad = lane % 4;
+    float k_scale = 1.f;
+#if SCALES
+    k_scale = p.k_scale[c.head * p.ks_head];
+#endif
+#pragma unroll
+    for (int n = 0; n < COLS; ++n) {
+      const int row = n * 8 + lane / 4;
+      const bool real = row < ROWS && row / GROUP < c.r.query_len;
+      const char *at = p.q + ((c.r.start + row / GROUP) * p.q_token + (c.head * GROUP + row % GROUP) * p.q_head) * 2;
+#pragma unroll
+      for (int s = 0; s < DIM / 16; ++s) {
+#if KV_BYTES == 1  // the order of columns in which fp8 keys unpack
+        const u64 x = real ? *(const u64 *)(at + (s * 16 + quad * 4) * 2) : 0;
+        b[s][n][0] = (u32)x;
+        b[s][n][1] = (u32)(x >> 32);
+#else
+        b[s][n][0] = real ? *(const u32 *)(at + (s * 16 + quad * 2) * 2) : 0;
+        b[s][n][1] = real ? *(const u32 *)(at + (s * 16 + quad * 2 + 8) * 2) : 0;
+#endif
+      }
+      float fold = 1.f;
+#if KV_BYTES == 1 && !Q_HALF
+      // fp8 converts to fp16 only: a power of two per row brings q into fp16's range, exactly.
+      float largest = 1e-30f;
+#pragma unroll
+      for (int s = 0; s < DIM / 16; ++s)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          largest = fmaxf(largest, fabsf(to_float((u16)b[s][n][h])));
+          largest = fmaxf(largest, fabsf(to_float((u16)(b[s][n][h] >> 16))));
+        }
+      largest = fmaxf(largest, __shfl_xor_sync(ALL, largest, 1));
+      largest = fmaxf(largest, __shfl_xor_sync(ALL, largest, 2));
+      fold = __int_as_float((__float_as_int(largest) & 0x7f800000) + 0x00800000);  // the next power of two
+      const float shrink = 1.f / fold;
+#pragma unroll
+      for (int s = 0; s < DIM / 16; ++s)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) b[s][n][h] = pack(to_float((u16)b[s][n][h]) * shrink, to_float((u16)(b[s][n][h] >> 16)) * shrink);
+#endif
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {  // from here on rows as in the scores: two per thread
+        const float row_fold = KV_BYTES == 1 && !Q_HALF ? __shfl_sync(ALL, fold, (quad * 2 + i) * 4) : 1.f;
+        scale[n][i] = p.scale * k_scale * row_fold * (SOFT_CAP || ALIBI ? 1.f : LOG2E);
+        [[maybe_unused]] const int query = n * 8 + quad * 2 + i;
+#if ALIBI || !SAME_MASK
+        position[n][i] = c.r.seq_len - c.r.query_len + query / GROUP;
+#endif
+#if !SAME_MASK
+        visible(position[n][i], c.r.seq_len, low[n][i], end[n][i]);
+        if (query / GROUP >= c.r.query_len || query >= ROWS) end[n][i] = low[n][i];
+#endif
+#if ALIBI
+        slope[n][i] = query < ROWS ? p.slopes[c.head * GROUP + query % GROUP] : 0.f;
+#endif
+      }
+    }
+  }
+};
+
+// One warp's KEYS keys at `key`: scores, softmax, weighted values.
+__device__ __forceinline__ void attend(State &state, const Queries &queries, const Params &p, const Cursor &c, u32 stage, int key,
+                                       int lane) {
+  float s[SUBS][COLS][4];
+#pragma unroll
+  for (int m = 0; m < SUBS; ++m) {
+    float odd_sum[COLS][4];  // two chains of dependent mma instead of one
+#pragma unroll
+    for (int n = 0; n < COLS; ++n)
+#pragma unroll
+      for (int j = 0; j < 4; ++j) s[m][n][j] = odd_sum[n][j] = 0.f;
+    const u32 at = stage + (m * 16 + lane % 16) * K_ROW, odd = (lane / 16 ^ swizzle<K_PADDED>(lane % 16)) * 16;
+#if KV_BYTES == 1
+#pragma unroll
+    for (int d = 0; d < (DIM + 31) / 32; ++d) {
+      u32 raw[4], a[4];
+      load_matrices(raw, chunk_pair<K_PADDED>(at, odd, d));
+      unpack(raw[0], a[0], a[2]);
+      unpack(raw[1], a[1], a[3]);
+#pragma unroll
+      for (int n = 0; n < COLS; ++n) mma(s[m][n], a, queries.b[2 * d][n][0], queries.b[2 * d][n][1]);
+      if (2 * d + 1 < DIM / 16) {
+        unpack(raw[2], a[0], a[2]);
+        unpack(raw[3], a[1], a[3]);
+#pragma unroll
+        for (int n = 0; n < COLS; ++n) {
+          const u32(&b)[2] = queries.b[(2 * d + 1) % (DIM / 16)][n];
+          mma(odd_sum[n], a, b[0], b[1]);
+        }
+      }
+    }
+#else
+#pragma unroll
+    for (int d = 0; d < DIM / 16; ++d) {
+      u32 a[4];
+      load_matrices(a, chunk_pair<K_PADDED>(at, odd, d));
+#pragma unroll
+      for (int n = 0; n < COLS; ++n) mma(d % 2 ? odd_sum[n] : s[m][n], a, queries.b[d][n][0], queries.b[d][n][1]);
+    }
+#endif
+#pragma unroll
+    for (int n = 0; n < COLS; ++n)
+#pragma unroll
+      for (int j = 0; j < 4; ++j) s[m][n][j] += odd_sum[n][j];
+  }
+  [[maybe_unused]] const bool whole = SAME_MASK && key + KEYS <= c.r.end && key >= c.r.low;  // no key of these is masked
+  bool moved = false;
+  float top[COLS][2];
+#pragma unroll
+  for (int n = 0; n < COLS; ++n)
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      float most = state.top[n][i];
+#pragma unroll
+      for (int m = 0; m < SUBS; ++m)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          float x = s[m][n][2 * h + i] * queries.scale[n][i];
+          [[maybe_unused]] const int at = key + m * 16 + h * 8 + lane / 4;
+#if SOFT_CAP
+          x = p.soft_cap * tanh_(x / p.soft_cap);
+#endif
+#if ALIBI
+          x += queries.slope[n][i] * (float)(at - queries.position[n][i]);
+#endif
+#if SOFT_CAP || ALIBI
+          x *= LOG2E;
+#endif
+#if SAME_MASK
+          if (!whole) x = at < c.r.end && at >= c.r.low ? x : -INF;
+#else
+          x = at < queries.end[n][i] && at >= queries.low[n][i] ? x : -INF;
+#endif
+          s[m][n][2 * h + i] = x;
+          most = fmaxf(most, x);
+        }
+      most = fmaxf(most, __shfl_xor_sync(ALL, most, 4));
+      most = fmaxf(most, __shfl_xor_sync(ALL, most, 8));
+      most = fmaxf(most, __shfl_xor_sync(ALL, most, 16));
+      moved |= most > state.top[n][i];
+      top[n][i] = most;
+    }
+  if (__any_sync(ALL, moved)) {
+#pragma unroll
+    for (int n = 0; n < COLS; ++n)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float shrink = exp2_(state.top[n][i] - top[n][i]);
+        state.top[n][i] = top[n][i];
+        state.total[n][i] *= shrink;
+#pragma unroll
+        for (int d = 0; d < DIM_V / 16; ++d) {
+          state.acc[d][n][i] *= shrink;
+          state.acc[d][n][i + 2] *= shrink;
+        }
+      }
+  }
+#pragma unroll
+  for (int m = 0; m < SUBS; ++m) {
+    u32 b[COLS][2];
+#pragma unroll
+    for (int n = 0; n < COLS; ++n) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) s[m][n][j] = exp2_(s[m][n][j] - state.top[n][j % 2]);
+      state.total[n][0] += s[m][n][0] + s[m][n][2];
+      state.total[n][1] += s[m][n][1] + s[m][n][3];
+      b[n][0] = transpose8x8(pack(s[m][n][0], s[m][n][1]));
+      b[n][1] = transpose8x8(pack(s[m][n][2], s[m][n][3]));
+    }
+    const u32 values = stage + KEYS * K_ROW;
+#if KV_BYTES == 1
+    const u32 at = values + (m * 16 + lane % 16) * V_ROW, odd = (lane / 16 ^ swizzle<V_PADDED>(lane % 16)) * 16;
+#pragma unroll
+    for (int d = 0; d < DIM_V / 16; d += 2) {
+      u32 raw[4], a[4];
+      load_transposed(raw, chunk_pair<V_PADDED>(at, odd, d / 2));
+#pragma unroll
+      for (int i = 0; i < 4; ++i) raw[i] = __byte_perm(raw[i], 0, 0x3120);
+      unpack(raw[0], a[0], a[1]);
+      unpack(raw[1], a[2], a[3]);
+#pragma unroll
+      for (int n = 0; n < COLS; ++n) mma(state.acc[d][n], a, b[n][0], b[n][1]);
+      if (d + 1 < DIM_V / 16) {
+        unpack(raw[2], a[0], a[1]);
+        unpack(raw[3], a[2], a[3]);
+#pragma unroll
+        for (int n = 0; n < COLS; ++n) mma(state.acc[(d + 1) % (DIM_V / 16)][n], a, b[n][0], b[n][1]);
+      }
+    }
+#else
+    const int value = lane % 8 + lane / 16 * 8;
+    const u32 at = values + (m * 16 + value) * V_ROW, odd = (lane / 8 % 2 ^ swizzle<V_PADDED>(value)) * 16;
+#pragma unroll
+    for (int d = 0; d < DIM_V / 16; ++d) {
+      u32 a[4];
+      load_transposed(a, chunk_pair<V_PADDED>(at, odd, d));
+#pragma unroll
+      for (int n = 0; n < COLS; ++n) mma(state.acc[d][n], a, b[n][0], b[n][1]);
+    }
+#endif
+  }
+}
+
+// A warp's state to shared memory: acc [ROWS][OUT_ROW] into a stage of its own, top [ROWS] and total [ROWS] beside it.
+__device__ __forceinline__ void park(State &state, float *to, float *tops, float *totals, int lane) {
+  const int quad = lane % 4, r = lane / 4;
+#pragma unroll
+  for (int n = 0; n < COLS; ++n)
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      float total = state.total[n][i];
+      total += __shfl_xor_sync(ALL, total, 4);
+      total += __shfl_xor_sync(ALL, total, 8);
+      total += __shfl_xor_sync(ALL, total, 16);
+      const int row = n * 8 + quad * 2 + i;
+      if (row < ROWS) {
+#pragma unroll
+        for (int d = 0; d < DIM_V / 16; ++d) {
+          // fp8 values unpack in pairs of neighbours, 16-bit ones as columns r and r + 8
+          to[row * OUT_ROW + d * 16 + (KV_BYTES == 1 ? 2 * r : r)] = state.acc[d][n][i];
+          to[row * OUT_ROW + d * 16 + (KV_BYTES == 1 ? 2 * r + 1 : r + 8)] = state.acc[d][n][i + 2];
+        }
+        if (r == 0) {
+          tops[row] = state.top[n][i];
+          totals[row] = total;
+        }
+      }
+    }
+}

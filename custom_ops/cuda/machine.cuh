@@ -1,0 +1,132 @@
+// The instructions that C++ has no words for. Macros: HALF, Q_HALF, KV_BYTES, E5M2, CLUSTER.
+#pragma once
+
+typedef unsigned int u32;
+typedef unsigned short u16;
+typedef unsigned long long u64;
+typedef long long i64;
+
+constexpr float LOG2E = 1.4426950408889634f;
+[[maybe_unused]] constexpr float LN2 = 0.6931471805599453f;
+constexpr float FLOOR = -1.0e30f;                   // finite, so that a warp without keys makes no inf - inf
+#define INF __int_as_float(0x7f800000)
+#define ALL 0xffffffffu
+
+__device__ __forceinline__ u32 shared_address(const void *p) { return (u32)__cvta_generic_to_shared(p); }
+
+__device__ __forceinline__ void copy16(u32 to, const char *from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+__device__ __forceinline__ void copy16_or_zero(u32 to, const char *from, bool real) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(real ? 16 : 0) : "memory");
+}
+__device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int N> __device__ __forceinline__ void wait_groups() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
+
+__device__ __forceinline__ void load_matrices(u32 (&r)[4], u32 at) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
+}
+__device__ __forceinline__ void load_transposed(u32 (&r)[4], u32 at) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
+}
+__device__ __forceinline__ u32 transpose8x8(u32 x) {
+  u32 y;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
+  return y;
+}
+#if HALF
+#define MMA "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32"
+#define PACK "cvt.rn.f16x2.f32"
+#else
+#define MMA "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
+#define PACK "cvt.rn.bf16x2.f32"
+#endif
+__device__ __forceinline__ void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  asm(MMA " {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+__device__ __forceinline__ u32 pack(float low, float high) {  // to what the tensor cores compute in
+  u32 r;
+  asm(PACK " %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+  return r;
+}
+__device__ __forceinline__ u32 pack_out(float low, float high) {  // to the dtype of q and out
+  u32 r;
+#if Q_HALF
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+#else
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+#endif
+  return r;
+}
+__device__ __forceinline__ float to_float(u16 x) {  // from the dtype of q
+#if Q_HALF
+  float r;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(r) : "h"(x));
+  return r;
+#else
+  return __int_as_float((u32)x << 16);
+#endif
+}
+#if KV_BYTES == 1
+#if E5M2
+#define UNPACK "cvt.rn.f16x2.e5m2x2"
+#else
+#define UNPACK "cvt.rn.f16x2.e4m3x2"
+#endif
+__device__ __forceinline__ void unpack(u32 x, u32 &low, u32 &high) {
+  asm("{.reg .b16 l, h; mov.b32 {l, h}, %2; " UNPACK " %0, l; " UNPACK " %1, h;}" : "=r"(low), "=r"(high) : "r"(x));
+}
+#endif
+__device__ __forceinline__ float exp2_(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+__device__ __forceinline__ float log2_(float x) {
+  float y;
+  asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+__device__ __forceinline__ float tanh_(float x) {  // a series near 0, where the formula with exp cancels
+  const float x2 = x * x;
+  const float series = x * (1.f + x2 * (-0.33333333333f + x2 * (0.13333333333f + x2 * (-0.05396825397f + x2 * 0.02186948854f))));
+  const float far = 1.f - 2.f / (exp2_(2.f * LOG2E * x) + 1.f);
+  return fabsf(x) < 0.3f ? series : far;
+}
+__device__ __forceinline__ float load_l2(const float *p) {  // other CTAs wrote it: L1 must not answer
+  float x;
+  asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(x) : "l"(p) : "memory");
+  return x;
+}
+__device__ __forceinline__ float4 load_l2(const float4 *p) {
+  float4 x;
+  asm volatile("ld.global.cg.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "l"(p) : "memory");
+  return x;
+}
+
+// CTAs of a cluster write into each other's shared memory: parts of a pair then meet without a trip through L2.
+#if CLUSTER > 1
+__device__ __forceinline__ u32 in_cta(const void *mine, int rank) {  // the address of `mine` in CTA `rank` of the cluster
+  u32 theirs;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(theirs) : "r"(shared_address(mine)), "r"(rank));
+  return theirs;
+}
+__device__ __forceinline__ void send(u32 to, float4 x) {
+  asm volatile("st.shared::cluster.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(to), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w) : "memory");
+}
+__device__ __forceinline__ void send(u32 to, float x) { asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(to), "f"(x) : "memory"); }
+__device__ __forceinline__ void announce(u32 counter) {
+  asm volatile("red.release.cluster.shared::cluster.add.u32 [%0], 1;" ::"r"(counter) : "memory");
+}
+__device__ __forceinline__ void await(const u32 *counter, u32 wanted) {
+  u32 seen;
+  do asm volatile("ld.acquire.cluster.shared::cta.u32 %0, [%1];" : "=r"(seen) : "r"(shared_address(counter)) : "memory");
+  while (seen != wanted);
+}
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+#endif

@@ -1,0 +1,94 @@
+// The line of work: requests as runs of key tiles, a CTA's place in it, the CTAs that share a pair.
+#pragma once
+#include "shapes.cuh"
+
+// Every mask of the op is an interval [low, end) of keys (docs/ops.md); both bounds grow with the position.
+__device__ __forceinline__ void visible(int position, int seq_len, int &low, int &end) {
+  low = 0;
+  end = seq_len;
+#if CAUSAL
+  end = min(end, position + 1);
+#endif
+#if WINDOW_LEFT >= 0
+  low = max(low, position - (WINDOW_LEFT));
+#endif
+#if WINDOW_RIGHT >= 0
+  end = min(end, position + (WINDOW_RIGHT) + 1);
+#endif
+#if CHUNK > 0
+  const int chunk = position / CHUNK * CHUNK;
+  low = max(low, chunk);
+  end = min(end, chunk + CHUNK);
+#endif
+  if (position < 0) end = 0;
+  end = max(end, low);
+}
+
+// A request as a run of key tiles: what any of its queries sees.
+struct Request {
+  int start, query_len, seq_len, first_tile, num_tiles, low, end;
+
+  __device__ __forceinline__ void load(const Params &p, int r) {
+    start = p.starts[r];
+    query_len = p.starts[r + 1] - start;
+    seq_len = p.seq_lens[r];
+    cut();
+  }
+
+  // The same request as lane `home` has.
+  __device__ __forceinline__ void take(int home) {
+    start = __shfl_sync(ALL, start, home);
+    query_len = __shfl_sync(ALL, query_len, home);
+    seq_len = __shfl_sync(ALL, seq_len, home);
+    cut();
+  }
+
+  __device__ __forceinline__ void cut() {
+    int unused;
+    visible(max(seq_len - query_len, 0), seq_len, low, unused);
+    visible(seq_len - 1, seq_len, unused, end);
+    end = min(end, seq_len);
+    if (query_len <= 0 || seq_len <= 0 || end <= low) low = end = 0;
+    first_tile = low / TILE;
+    num_tiles = (end + TILE - 1) / TILE - first_tile;
+  }
+};
+
+// Where a CTA stands in its run: pair (request, head) and tile of the pair.
+struct Cursor {
+  int request, head, tile;
+  Request r;
+
+  __device__ __forceinline__ void next_pair(const Params &p) {
+    tile = 0;
+    if (++head == NUM_KV_HEADS) {
+      head = 0;
+      do r.load(p, ++request);  // a run ends before the requests do
+      while (r.num_tiles == 0);
+    }
+  }
+};
+
+// The CTAs that share the pair a cursor has reached; found while its first keys are on their way.
+struct Parts {
+  int first, count;
+  bool whole;  // this run holds the whole pair
+  bool near;   // all of them are in one cluster
+
+  // The CTA whose run [p * total / programs, (p + 1) * total / programs) holds `unit`.
+  static __device__ __forceinline__ int owner(int unit, int total, int programs) {
+    if (__umulhi(total, programs) == 0) return ((u32)(unit + 1) * programs - 1) / (u32)total;
+    return (int)(((u64)(unit + 1) * programs - 1) / total);
+  }
+
+  __device__ __forceinline__ void find(const Cursor &c, int unit, int unit_end, int total, int programs) {
+    const int begin = unit - c.tile, last = begin + c.r.num_tiles - 1;
+    whole = c.tile == 0 && last < unit_end;
+    near = false;
+    if (!whole) {
+      first = owner(begin, total, programs);
+      count = owner(last, total, programs) - first + 1;
+      near = CLUSTER > 1 && first / CLUSTER == (first + count - 1) / CLUSTER;
+    }
+  }
+};

@@ -1,0 +1,98 @@
+"""The CUDA C++ decode kernel without a GPU: nvcc compiles its specialisations, and reports registers, spills and load widths."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from torchpaged.custom_ops.cuda import jit, specialise
+
+NVCC = shutil.which("nvcc")
+SOURCE = Path(jit.__file__).parent / "decode.cu"
+SHARED = {(8, 0): 167936, (9, 0): 233472, (10, 0): 233472}  # bytes of a multiprocessor
+
+
+def macros(capability: tuple[int, int], **spec: Any) -> tuple[dict[str, int], specialise.DecodeShape]:
+    """The macros of a spec: heads (group, num_kv_heads, dim[, dim_v]), dtype, kv_dtype, query_len, block_size, pairs, features."""
+    group, heads, dim, dim_v = (*spec["heads"], spec["heads"][2])[:4]
+    dtype = spec.get("dtype", torch.bfloat16)
+    block = spec.get("block_size", 16)
+    features = {"causal": True, "window_left": -1, "window_right": -1, "chunk": 0, "soft_cap": False, "alibi": False, "sinks": False,
+                "scales": False, "lse": False, **spec.get("features", {})}  # fmt: skip
+    return specialise.decode_macros(
+        dtype, spec.get("kv_dtype", dtype), group, spec.get("query_len", 1), block, heads, dim, dim_v,
+        (block * heads * dim, heads * dim, dim, 1), (block * heads * dim_v, heads * dim_v, dim_v, 1), **features,
+        early=capability >= (9, 0), pairs=spec.get("pairs", 64), sms=132, shared_per_sm=SHARED[capability],
+    )  # fmt: skip
+
+
+EVERYTHING = {"window_left": 100, "chunk": 256, "soft_cap": True, "alibi": True, "sinks": True, "lse": True}
+TUNED: dict[str, dict[str, Any]] = {  # zero spills are asserted for these
+    "llama few pairs": {"heads": (4, 8, 128), "pairs": 8},
+    "llama clusters": {"heads": (4, 8, 128), "pairs": 64},
+    "llama many pairs": {"heads": (4, 8, 128), "pairs": 2048},
+    "smollm": {"heads": (3, 3, 64), "pairs": 192},
+    "gpt-oss": {"heads": (8, 8, 64), "pairs": 64, "features": {"sinks": True, "window_left": 127}},
+    "qwen fp8": {"heads": (7, 4, 128), "kv_dtype": torch.float8_e4m3fn, "features": {"scales": True}},
+}
+OTHERS: dict[str, dict[str, Any]] = {
+    "everything": {"heads": (4, 8, 128), "features": EVERYTHING, "query_len": 2},
+    "fp16 e5m2": {"heads": (4, 8, 64), "dtype": torch.float16, "kv_dtype": torch.float8_e5m2},
+    "wide": {"heads": (2, 4, 256)},
+    "odd widths": {"heads": (5, 2, 80, 112), "block_size": 4},
+    "192/128": {"heads": (16, 1, 192, 128), "block_size": 1},
+    "speculative": {"heads": (4, 8, 128), "query_len": 8},
+}
+
+
+def compile_with_nvcc(tmp_path: Path, capability: tuple[int, int], values: dict[str, int], kind: str) -> tuple[str, str]:
+    """``(code or "", ptxas report)``; ``kind``: "cubin" or "ptx"."""
+    assert NVCC
+    target = tmp_path / f"decode.{kind}"
+    command = [NVCC, f"-{kind}", "-Xptxas", "-v", "-o", str(target), *jit.options(values, capability), str(SOURCE)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return target.read_text() if kind == "ptx" else "", done.stderr
+
+
+def spilled(report: str) -> int:
+    """Bytes of spill stores of the kernel (not of the cold path for empty rows)."""
+    found = re.search(r"properties for paged_decode\n\s+\d+ bytes stack frame, (\d+) bytes spill stores", report)
+    assert found, report
+    return int(found[1])
+
+
+@pytest.mark.skipif(NVCC is None, reason="nvcc is not installed")
+@pytest.mark.parametrize("name", [*TUNED, *OTHERS])
+def test_compiles_for_sm_90(tmp_path: Path, name: str) -> None:
+    values, shape = macros((9, 0), **{**TUNED, **OTHERS}[name])
+    _, report = compile_with_nvcc(tmp_path, (9, 0), values, "cubin")
+    if name in TUNED:
+        assert spilled(report) == 0, report
+    registers = int(re.search(r"Used (\d+) registers", report)[1])  # type: ignore[index]
+    assert registers * shape.warps * 32 * shape.ctas_per_sm <= 65536, (registers, shape)
+
+
+@pytest.mark.skipif(NVCC is None, reason="nvcc is not installed")
+@pytest.mark.parametrize("capability", [(8, 0), (10, 0)], ids=str)
+@pytest.mark.parametrize("name", ["llama clusters", "smollm", "odd widths"])
+def test_compiles_for_others(tmp_path: Path, name: str, capability: tuple[int, int]) -> None:
+    values, _ = macros(capability, **{**TUNED, **OTHERS}[name])
+    _, report = compile_with_nvcc(tmp_path, capability, values, "cubin")
+    if name in TUNED:
+        assert spilled(report) == 0, report
+
+
+@pytest.mark.skipif(NVCC is None, reason="nvcc is not installed")
+def test_keys_and_values_are_copied_16_bytes_at_a_time(tmp_path: Path) -> None:
+    values, _ = macros((9, 0), **TUNED["llama clusters"])
+    text, _ = compile_with_nvcc(tmp_path, (9, 0), values, "ptx")
+    copies = re.findall(r"cp\.async\.\w+\.shared\.global \[[^\]]+\], \[[^\]]+\], (\d+)", text)
+    assert len(copies) >= 32 and set(copies) == {"16"}, copies
+    assert "griddepcontrol.wait" in text and "mma.sync.aligned.m16n8k16" in text

@@ -62,7 +62,12 @@ def decode_tiles(head_dim: int, rows: int, kv_itemsize: int, itemsize: int, hip:
     """Tiles of the decode kernel: rows padded to what mma.sync needs (8 in slices, else 16), since it waits for memory anyway."""
     wide = next_power_of_2(head_dim) * kv_itemsize
     if rows <= 16 and itemsize < 4 and not hip:
-        return DecodeTiles(max(8, rows), 32, 2, 4, 2, 2, slices=2) if wide > 256 else DecodeTiles(max(8, rows), 64, 4, 4, 2, 2, slices=4)
+        rows = max(8, rows)
+        if wide > 256:
+            return DecodeTiles(rows, 32, 2, 4, 2, 2, slices=2)
+        if kv_itemsize == 1:  # conversions take instructions: many small programs
+            return DecodeTiles(rows, 16, 1, 3, 8, 4, slices=1)
+        return DecodeTiles(rows, 64, 4, 3, 2, 1, slices=4) if wide > 128 else DecodeTiles(rows, 64, 4, 4, 2, 2, slices=4)
     rows = max(16, rows)
     if itemsize == 4:
         return DecodeTiles(rows, 16 if head_dim > 128 else 32, 4, 3, 2, 4)

@@ -63,7 +63,8 @@ def paged_attention(
     capacity = block_table.shape[1] * block_size
     tiles = config.prefill_tiles(max(dim, dim_v), group, q.element_size(), max_query_len, capacity, config.has_large_tiles(q.device))
     tokens = tiles.rows // group
-    prefill_kernel[((num_tokens // tokens + num_reqs) * num_kv_heads,)](
+    per_head = num_tokens // tokens + (min(num_reqs, 16) if skip else num_reqs)  # all tiles; when skipping, programs may take several
+    prefill_kernel[(per_head * num_kv_heads,)](
         *tensors, scale, logits_soft_cap, num_reqs, num_tokens, num_kv_heads, *strides, TOKENS=tokens, TILE_M=tiles.rows,
         TILE_KV=tiles.keys, PING_PONG=tiles.ping_pong and not config.INTERPRET, SKIP_DECODES=skip, **flags,
         num_warps=tiles.num_warps, num_stages=tiles.num_stages,

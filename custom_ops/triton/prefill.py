@@ -1,7 +1,7 @@
 """Prefill and mixed attention: a program owns a tile of query tokens of one request and one kv head.
 
-The grid is an upper bound from shapes; each program finds its request on the device from ``query_start_loc``, so that prefill,
-chunked prefill and decodes share one launch. The rows of a tile are query tokens x heads of the group: a tile of keys is read
+The grid comes from shapes; each program finds its request on the device from ``query_start_loc``, so that prefill, chunked
+prefill and decodes share one launch; with SKIP_DECODES short queries are left to the decode kernel. The rows of a tile are query tokens x heads of the group: a tile of keys is read
 once for all of them. Key tiles that every row sees whole take a loop without masks; only the tiles at the ends of the rows'
 intervals are masked. Programs start with the last tokens, which see the most keys, so that short tiles fill the end.
 
@@ -34,6 +34,24 @@ def find_request(starts_ptr, tile, num_reqs, TOKENS: tl.constexpr):
 
 
 @triton.jit
+def find_longer_request(starts_ptr, tile, num_reqs, TOKENS: tl.constexpr, SKIPPED: tl.constexpr):
+    """``(request of query tile ``tile``, its first tile, number of tiles)``, counting requests of more than SKIPPED tokens only."""
+    LANES: tl.constexpr = 128
+    found, first_tile, num_tiles = 0, 0, 0
+    for first in range(0, num_reqs, LANES):
+        request = first + tl.arange(0, LANES)
+        begin = tl.load(starts_ptr + request, mask=request < num_reqs, other=0)
+        query_len = tl.load(starts_ptr + request + 1, mask=request < num_reqs, other=0) - begin
+        tiles = tl.where((request < num_reqs) & (query_len > SKIPPED), (query_len + TOKENS - 1) // TOKENS, 0)
+        ends = num_tiles + tl.cumsum(tiles, 0)
+        before = (ends <= tile) & (request < num_reqs)
+        found += tl.sum(before.to(tl.int32), 0)
+        first_tile = tl.maximum(first_tile, tl.max(tl.where(before, ends, 0), 0))
+        num_tiles += tl.sum(tiles, 0)
+    return found, first_tile, num_tiles
+
+
+@triton.jit
 def load_blocks(table_ptr, start, end_key, TILE_KV: tl.constexpr, BLOCK_SIZE: tl.constexpr):
     """Block ids of the keys ``start + [0, TILE_KV)``, one number if a block holds them all; 0, the null block, at and past ``end_key``."""
     if BLOCK_SIZE % TILE_KV == 0:
@@ -43,7 +61,7 @@ def load_blocks(table_ptr, start, end_key, TILE_KV: tl.constexpr, BLOCK_SIZE: tl
         at = start // BLOCK_SIZE + n // BLOCK_SIZE  # start is a multiple of TILE_KV: the division of n leaves the loop
         if TILE_KV % BLOCK_SIZE != 0:
             at = (start + n) // BLOCK_SIZE
-        blocks = tl.load(table_ptr + at, mask=start + n < end_key, other=0)
+        blocks = tl.load(table_ptr + at, mask=n < end_key - start, other=0)
     return blocks
 
 
@@ -162,6 +180,84 @@ def attend_tiles(
     return maximum, total, acc, blocks
 
 
+@triton.jit
+def attend_query_tile(
+    request, start, query_len, first_query, kv_head,
+    q_ptr, k_ptr, v_ptr, table_ptr, seq_lens_ptr, out_ptr, lse_ptr, slopes_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr, scale, soft_cap,
+    q_token, q_head, k_block: tl.constexpr, k_slot: tl.constexpr, k_head, v_block: tl.constexpr, v_slot: tl.constexpr, v_head,
+    o_token, o_head, l_token, l_head, table_row, ks_head, vs_head,
+    GROUP: tl.constexpr, TOKENS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, DIM_V: tl.constexpr,
+    DIM_V_PAD: tl.constexpr, TILE_M: tl.constexpr, TILE_KV: tl.constexpr, BLOCK_SIZE: tl.constexpr, CAUSAL: tl.constexpr,
+    WINDOW_LEFT: tl.constexpr, WINDOW_RIGHT: tl.constexpr, CHUNK: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr,
+    SINKS: tl.constexpr, KV_SCALES: tl.constexpr, HAS_LSE: tl.constexpr, PING_PONG: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """Attend and store the query tokens ``first_query + [0, TOKENS)`` of a request whose token rows begin at ``start``."""
+    FOLD: tl.constexpr = not (SOFT_CAP or ALIBI)  # scales are positive: the largest raw score is the largest score
+    LOW: tl.constexpr = WINDOW_LEFT >= 0 or CHUNK > 0
+    row = tl.arange(0, TILE_M)
+    head = kv_head * GROUP + row % GROUP
+    seq_len = tl.load(seq_lens_ptr + request)
+    query = first_query + row // GROUP
+    valid = (query < query_len) & (row < TOKENS * GROUP)
+    d = tl.arange(0, DIM_PAD)
+    at = q_ptr + ((start + query).to(tl.int64) * q_token + head * q_head)[:, None] + d[None, :]
+    q = tl.load(at, mask=valid[:, None] & (d < DIM)[None, :], other=0.0)  # [M, D]; untouched, it stays in shared memory
+    if INTERPRET:
+        q = q.to(tl.float32)
+    position = seq_len - query_len + query
+    low, end = visible_range(position, seq_len, WINDOW_LEFT, WINDOW_RIGHT, CHUNK, CAUSAL)
+    end = tl.where(valid, end, low)
+    sees = end > low
+    end_key = tl.max(tl.where(sees, end, 0), 0)
+    low_key = tl.minimum(tl.min(tl.where(sees, low, 2147483647), 0), end_key)
+    first_key = low_key // TILE_KV * TILE_KV
+    # Every valid row sees all of [whole_first, whole_end), multiples of TILE_KV.
+    whole_end = tl.min(tl.where(valid, end, 2147483647), 0) // TILE_KV * TILE_KV
+    whole_first = first_key
+    if LOW:
+        whole_first = (tl.max(tl.where(valid, low, 0), 0) + TILE_KV - 1) // TILE_KV * TILE_KV
+        whole_first = tl.minimum(whole_first, (end_key + TILE_KV - 1) // TILE_KV * TILE_KV)
+    whole_end = tl.maximum(whole_end, whole_first)
+    slope = tl.zeros([TILE_M], tl.float32)
+    if ALIBI:
+        slope = tl.load(slopes_ptr + head, mask=valid, other=0.0)
+    sink = tl.zeros([TILE_M], tl.float32)
+    if SINKS:
+        sink = tl.load(sinks_ptr + head, mask=valid, other=0.0).to(tl.float32)
+    score_scale = scale
+    v_scale = 1.0
+    if KV_SCALES:
+        score_scale = scale * tl.load(k_scale_ptr + kv_head * ks_head)
+        v_scale = tl.load(v_scale_ptr + kv_head * vs_head)
+    table_ptr += request.to(tl.int64) * table_row
+    k_ptr += kv_head.to(tl.int64) * k_head
+    v_ptr += kv_head.to(tl.int64) * v_head
+    maximum = tl.full([TILE_M], float("-inf"), tl.float32)
+    total = tl.zeros([TILE_M], tl.float32)
+    acc = tl.zeros([TILE_M, DIM_V_PAD], tl.float32)
+    blocks = load_blocks(table_ptr, first_key, end_key, TILE_KV, BLOCK_SIZE)
+    if LOW:
+        maximum, total, acc, blocks = attend_tiles(
+            maximum, total, acc, blocks, q, position, low, end, slope, first_key, whole_first, low_key, end_key,
+            table_ptr, k_ptr, v_ptr, k_block, k_slot, v_block, v_slot, score_scale, soft_cap,
+            DIM, DIM_PAD, DIM_V, DIM_V_PAD, TILE_KV, BLOCK_SIZE, SOFT_CAP, ALIBI, LOW, FOLD, PING_PONG, True, INTERPRET,
+        )  # fmt: skip
+    maximum, total, acc, blocks = attend_tiles(
+        maximum, total, acc, blocks, q, position, low, end, slope, whole_first, whole_end, low_key, end_key,
+        table_ptr, k_ptr, v_ptr, k_block, k_slot, v_block, v_slot, score_scale, soft_cap,
+        DIM, DIM_PAD, DIM_V, DIM_V_PAD, TILE_KV, BLOCK_SIZE, SOFT_CAP, ALIBI, LOW, FOLD, PING_PONG, False, INTERPRET,
+    )  # fmt: skip
+    maximum, total, acc, blocks = attend_tiles(
+        maximum, total, acc, blocks, q, position, low, end, slope, whole_end, end_key, low_key, end_key,
+        table_ptr, k_ptr, v_ptr, k_block, k_slot, v_block, v_slot, score_scale, soft_cap,
+        DIM, DIM_PAD, DIM_V, DIM_V_PAD, TILE_KV, BLOCK_SIZE, SOFT_CAP, ALIBI, LOW, FOLD, PING_PONG, True, INTERPRET,
+    )  # fmt: skip
+    LOG2E: tl.constexpr = 1.4426950408889634
+    maximum *= score_scale * LOG2E if FOLD else LOG2E
+    out, lse = finish(maximum, total, acc, sink, v_scale, SINKS)
+    store_rows(out_ptr, lse_ptr, out, lse, start + query, head, valid, o_token, o_head, l_token, l_head, DIM_V, DIM_V_PAD, HAS_LSE)
+
+
 @triton.jit(do_not_specialize=["num_reqs", "num_tokens", "table_row"])  # one compile for all batch sizes
 def prefill_kernel(
     q_ptr, k_ptr, v_ptr, table_ptr, seq_lens_ptr, starts_ptr, out_ptr, lse_ptr, slopes_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr,
@@ -177,80 +273,43 @@ def prefill_kernel(
     """Grid: ((num_tokens // TOKENS + num_reqs) * num_kv_heads,). TOKENS: query tokens per tile, TOKENS * GROUP <= TILE_M.
 
     SKIP_DECODES: requests with at most so many query tokens are neither read nor written: a launch of the decode kernel takes them.
+    The tiles of the others are then shared out over any number of programs. 0: none is skipped, one tile per program.
     """
-    FOLD: tl.constexpr = not (SOFT_CAP or ALIBI)  # scales are positive: the largest raw score is the largest score
-    LOW: tl.constexpr = WINDOW_LEFT >= 0 or CHUNK > 0
-    num_tiles = tl.num_programs(0) // num_kv_heads
+    programs = tl.num_programs(0) // num_kv_heads
+    program = tl.program_id(0) // num_kv_heads
     kv_head = tl.program_id(0) % num_kv_heads
-    tile = num_tiles - 1 - tl.program_id(0) // num_kv_heads
-    row = tl.arange(0, TILE_M)
-    head = kv_head * GROUP + row % GROUP
-    request = find_request(starts_ptr, tile, num_reqs, TOKENS)
-    start = tl.load(starts_ptr + request)
-    query_len = tl.load(starts_ptr + request + 1) - start
-    first_query = (tile - (start // TOKENS + request)) * TOKENS
-    if (first_query < query_len) & (query_len > SKIP_DECODES):
-        seq_len = tl.load(seq_lens_ptr + request)
-        query = first_query + row // GROUP
-        valid = (query < query_len) & (row < TOKENS * GROUP)
-        d = tl.arange(0, DIM_PAD)
-        at = q_ptr + ((start + query).to(tl.int64) * q_token + head * q_head)[:, None] + d[None, :]
-        q = tl.load(at, mask=valid[:, None] & (d < DIM)[None, :], other=0.0)  # [M, D]; untouched, it stays in shared memory
-        if INTERPRET:
-            q = q.to(tl.float32)
-        position = seq_len - query_len + query
-        low, end = visible_range(position, seq_len, WINDOW_LEFT, WINDOW_RIGHT, CHUNK, CAUSAL)
-        end = tl.where(valid, end, low)
-        sees = end > low
-        end_key = tl.max(tl.where(sees, end, 0), 0)
-        low_key = tl.minimum(tl.min(tl.where(sees, low, 2147483647), 0), end_key)
-        first_key = low_key // TILE_KV * TILE_KV
-        # Every valid row sees all of [whole_first, whole_end), multiples of TILE_KV.
-        whole_end = tl.min(tl.where(valid, end, 2147483647), 0) // TILE_KV * TILE_KV
-        whole_first = first_key
-        if LOW:
-            whole_first = (tl.max(tl.where(valid, low, 0), 0) + TILE_KV - 1) // TILE_KV * TILE_KV
-            whole_first = tl.minimum(whole_first, (end_key + TILE_KV - 1) // TILE_KV * TILE_KV)
-        whole_end = tl.maximum(whole_end, whole_first)
-        slope = tl.zeros([TILE_M], tl.float32)
-        if ALIBI:
-            slope = tl.load(slopes_ptr + head, mask=valid, other=0.0)
-        sink = tl.zeros([TILE_M], tl.float32)
-        if SINKS:
-            sink = tl.load(sinks_ptr + head, mask=valid, other=0.0).to(tl.float32)
-        score_scale = scale
-        v_scale = 1.0
-        if KV_SCALES:
-            score_scale = scale * tl.load(k_scale_ptr + kv_head * ks_head)
-            v_scale = tl.load(v_scale_ptr + kv_head * vs_head)
-        table_ptr += request.to(tl.int64) * table_row
-        k_ptr += kv_head.to(tl.int64) * k_head
-        v_ptr += kv_head.to(tl.int64) * v_head
-        maximum = tl.full([TILE_M], float("-inf"), tl.float32)
-        total = tl.zeros([TILE_M], tl.float32)
-        acc = tl.zeros([TILE_M, DIM_V_PAD], tl.float32)
-        blocks = load_blocks(table_ptr, first_key, end_key, TILE_KV, BLOCK_SIZE)
-        if LOW:
-            maximum, total, acc, blocks = attend_tiles(
-                maximum, total, acc, blocks, q, position, low, end, slope, first_key, whole_first, low_key, end_key,
-                table_ptr, k_ptr, v_ptr, k_block, k_slot, v_block, v_slot, score_scale, soft_cap,
-                DIM, DIM_PAD, DIM_V, DIM_V_PAD, TILE_KV, BLOCK_SIZE, SOFT_CAP, ALIBI, LOW, FOLD, PING_PONG, True, INTERPRET,
+    if SKIP_DECODES > 0:
+        _, _, num_tiles = find_longer_request(starts_ptr, 0, num_reqs, TOKENS, SKIP_DECODES)
+        for index in range(program, num_tiles, programs):
+            tile = num_tiles - 1 - index
+            request, first_tile, _ = find_longer_request(starts_ptr, tile, num_reqs, TOKENS, SKIP_DECODES)
+            start = tl.load(starts_ptr + request)
+            query_len = tl.load(starts_ptr + request + 1) - start
+            first_query = (tile - first_tile) * TOKENS
+            attend_query_tile(
+                request, start, query_len, first_query, kv_head,
+                q_ptr, k_ptr, v_ptr, table_ptr, seq_lens_ptr, out_ptr, lse_ptr, slopes_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr,
+                scale, soft_cap, q_token, q_head, k_block, k_slot, k_head, v_block, v_slot, v_head, o_token, o_head, l_token, l_head,
+                table_row, ks_head, vs_head, GROUP, TOKENS, DIM, DIM_PAD, DIM_V, DIM_V_PAD, TILE_M, TILE_KV, BLOCK_SIZE, CAUSAL,
+                WINDOW_LEFT, WINDOW_RIGHT, CHUNK, SOFT_CAP, ALIBI, SINKS, KV_SCALES, HAS_LSE, PING_PONG, INTERPRET,
             )  # fmt: skip
-        maximum, total, acc, blocks = attend_tiles(
-            maximum, total, acc, blocks, q, position, low, end, slope, whole_first, whole_end, low_key, end_key,
-            table_ptr, k_ptr, v_ptr, k_block, k_slot, v_block, v_slot, score_scale, soft_cap,
-            DIM, DIM_PAD, DIM_V, DIM_V_PAD, TILE_KV, BLOCK_SIZE, SOFT_CAP, ALIBI, LOW, FOLD, PING_PONG, False, INTERPRET,
-        )  # fmt: skip
-        maximum, total, acc, blocks = attend_tiles(
-            maximum, total, acc, blocks, q, position, low, end, slope, whole_end, end_key, low_key, end_key,
-            table_ptr, k_ptr, v_ptr, k_block, k_slot, v_block, v_slot, score_scale, soft_cap,
-            DIM, DIM_PAD, DIM_V, DIM_V_PAD, TILE_KV, BLOCK_SIZE, SOFT_CAP, ALIBI, LOW, FOLD, PING_PONG, True, INTERPRET,
-        )  # fmt: skip
-        LOG2E: tl.constexpr = 1.4426950408889634
-        maximum *= score_scale * LOG2E if FOLD else LOG2E
-        out, lse = finish(maximum, total, acc, sink, v_scale, SINKS)
-        store_rows(out_ptr, lse_ptr, out, lse, start + query, head, valid, o_token, o_head, l_token, l_head, DIM_V, DIM_V_PAD, HAS_LSE)
+    else:
+        tile = programs - 1 - program
+        request = find_request(starts_ptr, tile, num_reqs, TOKENS)
+        start = tl.load(starts_ptr + request)
+        query_len = tl.load(starts_ptr + request + 1) - start
+        first_query = (tile - (start // TOKENS + request)) * TOKENS
+        if first_query < query_len:
+            attend_query_tile(
+                request, start, query_len, first_query, kv_head,
+                q_ptr, k_ptr, v_ptr, table_ptr, seq_lens_ptr, out_ptr, lse_ptr, slopes_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr,
+                scale, soft_cap, q_token, q_head, k_block, k_slot, k_head, v_block, v_slot, v_head, o_token, o_head, l_token, l_head,
+                table_row, ks_head, vs_head, GROUP, TOKENS, DIM, DIM_PAD, DIM_V, DIM_V_PAD, TILE_M, TILE_KV, BLOCK_SIZE, CAUSAL,
+                WINDOW_LEFT, WINDOW_RIGHT, CHUNK, SOFT_CAP, ALIBI, SINKS, KV_SCALES, HAS_LSE, PING_PONG, INTERPRET,
+            )  # fmt: skip
+    row = tl.arange(0, TILE_M)
+    head = kv_head * GROUP + row
     store_padding(
-        out_ptr, lse_ptr, starts_ptr, tile, num_tiles, num_reqs, num_tokens, head, row < GROUP, o_token, o_head, l_token, l_head,
+        out_ptr, lse_ptr, starts_ptr, program, programs, num_reqs, num_tokens, head, row < GROUP, o_token, o_head, l_token, l_head,
         TILE_M, DIM_V, DIM_V_PAD, HAS_LSE,
     )  # fmt: skip

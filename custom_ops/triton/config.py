@@ -43,7 +43,7 @@ class DecodeTiles(NamedTuple):
 class Tiles(NamedTuple):
     """``rows`` (query tokens x heads of a group) and ``keys`` per tile, and Triton's launch options.
 
-    ``ping_pong``: the two warpgroups of 8 warps take turns at the tensor cores; for wgmma, compute capability 9.0, only.
+    ``ping_pong``: the two warpgroups of 8 warps take turns at the tensor cores; taken on Hopper only (`is_hopper`).
     """
 
     rows: int
@@ -99,6 +99,11 @@ def decode_len_in_mixed(group: int, num_reqs: int, num_tokens: int, max_query_le
     if num_reqs == 1 or num_tokens >= num_reqs * max_query_len:
         return 0
     return min(MAX_DECODE_QUERY_LEN, 1 << (max(1, 16 // group).bit_length() - 1))
+
+
+def is_hopper(device: torch.device) -> bool:
+    """Whether the device has wgmma: compute capability 9.0."""
+    return device.type == "cuda" and torch.version.hip is None and _capability(device.index or 0)[0] == 9
 
 
 def has_large_tiles(device: torch.device) -> bool:

@@ -66,7 +66,7 @@ def paged_attention(
     per_head = num_tokens // tokens + (min(num_reqs, 16) if skip else num_reqs)  # all tiles; when skipping, programs may take several
     prefill_kernel[(per_head * num_kv_heads,)](
         *tensors, scale, logits_soft_cap, num_reqs, num_tokens, num_kv_heads, *strides, TOKENS=tokens, TILE_M=tiles.rows,
-        TILE_KV=tiles.keys, PING_PONG=tiles.ping_pong and not config.INTERPRET, SKIP_DECODES=skip, **flags,
+        TILE_KV=tiles.keys, PING_PONG=tiles.ping_pong and config.is_hopper(q.device), SKIP_DECODES=skip, **flags,
         num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
 

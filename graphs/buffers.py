@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from torchpaged.custom_ops.errors import ArgumentError
-from torchpaged.metadata import AttentionMetadata, check_batch
+from torchpaged.metadata import AttentionMetadata, check_batch, make_semaphore
 
 
 class DecodeBuffers:
@@ -30,6 +30,7 @@ class DecodeBuffers:
         seq_lens: ``[max_batch_size]`` int32.
         query_start_loc: ``[max_batch_size + 1]`` int32.
         block_table: ``[max_batch_size, max_blocks_per_req]`` int32.
+        semaphore: ``[max_batch_size * 128]`` int32, zeros between steps (`AttentionMetadata.semaphore`); only kernels write it.
     """
 
     def __init__(
@@ -48,16 +49,17 @@ class DecodeBuffers:
             self.seq_lens = torch.zeros(rows, dtype=torch.int32, device=device)
             self.query_start_loc = torch.zeros(rows + 1, dtype=torch.int32, device=device)
             self.block_table = torch.zeros(rows, max_blocks_per_req, dtype=torch.int32, device=device)
+        self.semaphore = make_semaphore(rows, device)
         for tensor in self.tensors().values():
             torch._dynamo.mark_static_address(tensor, guard=False)
 
     def tensors(self) -> dict[str, Tensor]:
         """All buffers by name."""
-        names = ("input_ids", "positions", "slot_mapping", "seq_lens", "query_start_loc", "block_table")
+        names = ("input_ids", "positions", "slot_mapping", "seq_lens", "query_start_loc", "block_table", "semaphore")
         return {name: getattr(self, name) for name in names}
 
     def view(self, num_rows: int) -> tuple[Tensor, AttentionMetadata]:
-        """The first ``num_rows`` rows as ``(input_ids, metadata)``; slices, no copies."""
+        """The first ``num_rows`` rows as ``(input_ids, metadata)``; slices, no copies. The semaphore comes whole."""
         return self.input_ids[:num_rows], AttentionMetadata(
             self.block_table[:num_rows],
             self.seq_lens[:num_rows],
@@ -65,6 +67,7 @@ class DecodeBuffers:
             self.slot_mapping[:num_rows],
             self.positions[:num_rows],
             max_query_len=1,
+            semaphore=self.semaphore,
         )
 
     def load(

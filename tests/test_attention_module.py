@@ -13,7 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor.utils import run_and_get_code
 
 import torchpaged
-from torchpaged import ArgumentError, AttentionMetadata, PagedAttention, PagedKVCache
+from torchpaged import ArgumentError, AttentionMetadata, PagedAttention, PagedKVCache, make_semaphore
 from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.testing import opcheck_cases
 
@@ -101,7 +101,7 @@ def test_one_compile_for_all_batches_and_lengths_and_no_copy_of_a_pool() -> None
         for n, length in [(3, 9), (5, 1), (2, 30), (6, 17)]:
             batch = metadata([1] * n, [length] * n)
             x = torch.randn(n, HEADS * DIM)
-            for tensor in (x, batch.block_table, batch.seq_lens, batch.slot_mapping):
+            for tensor in (x, batch.block_table, batch.seq_lens, batch.slot_mapping, batch.semaphore):
                 torch._dynamo.decorators.mark_unbacked(tensor, 0)
             torch._dynamo.decorators.mark_unbacked(batch.query_start_loc, 0)
             before = [p.k_cache.clone() for p in pools]
@@ -116,13 +116,54 @@ def test_one_compile_for_all_batches_and_lengths_and_no_copy_of_a_pool() -> None
             for pair, new in zip(pools, after, strict=True):
                 torch.testing.assert_close(pair.k_cache, new)
     assert counter.frame_count == 1, f"{counter.frame_count} compiles"
-    calls = re.findall(r"torch\.ops\.torchpaged\.(\w+)\.", "\n".join(x for x in codes[0].splitlines() if not x.lstrip().startswith("#")))
+    code = "\n".join(x for x in codes[0].splitlines() if not x.lstrip().startswith("#"))
+    calls = re.findall(r"torch\.ops\.torchpaged\.(\w+)\.", code)
     assert [c for c in calls if c in ("write_kv", "paged_attention")] == ["write_kv", "paged_attention"] * 3
     pool_sized = rf"empty_strided\w*\(\({BLOCKS}, |(?:clone|copy_)\b.*\({BLOCKS}, "
-    assert not [
-        x for x in codes[0].splitlines() if re.search(pool_sized, x) and "assert_size_stride" not in x and not x.lstrip().startswith("#")
-    ]
+    assert not [x for x in code.splitlines() if re.search(pool_sized, x) and "assert_size_stride" not in x]
+    semaphores = re.findall(r"semaphore=(\w+)", code)  # the graph's own input in every layer, neither cloned nor copied back
+    assert len(semaphores) == 3 and len(set(semaphores)) == 1 and re.fullmatch(r"arg\d+_1", semaphores[0]), semaphores
+    assert not re.search(r"\bcopy_|\bclone", code)
     assert ReinplaceCounters.get_total_missed() == 0
+
+
+def test_metadata_carries_one_semaphore_to_every_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """New zeros per batch or a kept one, 128 numbers per request; a layer of more kv heads goes without."""
+    seen: list[Tensor | None] = []
+    model, batch = Model(), metadata([1, 2], [9, 5])
+    for layer in model.layers:
+        ops = layer.attention._ops
+        attend = lambda *args, ops=ops, **options: (seen.append(options["semaphore"]), ops.paged_attention(*args, **options))  # noqa: E731
+        monkeypatch.setattr(layer.attention, "_ops", ops._replace(paged_attention=attend))
+    with torch.no_grad():
+        model(torch.randn(3, HEADS * DIM), list(cache()), batch)
+    assert batch.semaphore is not None and batch.semaphore.shape == (2 * 128,) and not batch.semaphore.any()
+    assert [x is batch.semaphore for x in seen] == [True] * 3
+    assert batch.semaphore_for(128) is batch.semaphore and batch.semaphore_for(129) is None
+    with torch.inference_mode():
+        inference = metadata([1], [1])
+    assert inference.semaphore is not None and not inference.semaphore.is_inference()
+    kept, (lens, tables) = make_semaphore(3, "cpu"), ([1, 1], [[1], [2]])
+    assert AttentionMetadata.from_lists(lens, lens, tables, block_size=4, semaphore=kept).semaphore is kept
+    assert AttentionMetadata(*(vars(batch)[n] for n in list(vars(batch))[:6])).to("cpu").semaphore is None
+    for bad in (kept[:255], kept.long(), kept[None], make_semaphore(2, "meta")):
+        with pytest.raises(ArgumentError, match="semaphore"):
+            AttentionMetadata.from_lists(lens, lens, tables, block_size=4, semaphore=bad)
+
+
+@pytest.mark.parametrize("bad", ["short", "dtype", "not_zero"])
+def test_bad_semaphores(bad: str) -> None:
+    layer, pools, batch = PagedAttention(4, DIM, 2), cache()[0], metadata([1, 1], [3, 4])
+    zeros = torch.zeros(4, dtype=torch.int32)
+    batch.semaphore = {"short": zeros[:3], "dtype": zeros.long(), "not_zero": zeros + 1}[bad]
+    k, q = torch.randn(2, 2, DIM), torch.randn(2, 4, DIM)
+    with pytest.raises(ArgumentError, match="semaphore"):
+        layer(q, k, k, pools, batch)
+    assert not pools.k_cache.any()
+    with pytest.raises(ArgumentError, match="semaphore"):
+        torchpaged.paged_attention(
+            q, *pools[:2], batch.block_table, batch.seq_lens, batch.query_start_loc, max_query_len=1, semaphore=batch.semaphore
+        )
 
 
 def test_opcheck_reference() -> None:

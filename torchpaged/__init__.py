@@ -17,7 +17,7 @@ from torchpaged.custom_ops.errors import (
     UnsupportedModelError,
 )
 from torchpaged.functional import advance_step, copy_blocks, merge_attn_states, paged_attention, rope_write_kv, write_kv
-from torchpaged.metadata import AttentionMetadata
+from torchpaged.metadata import AttentionMetadata, make_semaphore
 
 __version__ = "0.1.0"
 
@@ -38,6 +38,7 @@ __all__ = [
     "advance_step",
     "copy_blocks",
     "list_backends",
+    "make_semaphore",
     "merge_attn_states",
     "paged_attention",
     "rope_write_kv",

@@ -147,6 +147,7 @@ class PagedAttention(nn.Module):
             "window_left": self.window_size[0], "window_right": self.window_size[1],
             "logits_soft_cap": self.logits_soft_cap or 0.0, "alibi_slopes": self.alibi_slopes, "sinks": self.sinks,
             "k_scale": pools.k_scale, "v_scale": pools.v_scale, "chunk_size": self.chunk_size or 0,
+            "semaphore": metadata.semaphore_for(self.num_kv_heads),
         }  # fmt: skip
         write = None
         if key is not None and value is not None:

@@ -138,6 +138,7 @@ def paged_attention(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     chunk_size: int | None = None,
+    semaphore: Tensor | None = None,
     return_lse: bool = False,
     ops: BackendOps = _DEFAULT,
 ) -> Any:
@@ -161,6 +162,9 @@ def paged_attention(
         sinks: ``[num_heads]``, one logit per head that takes part in the softmax without a value.
         k_scale, v_scale: float32 ``[1]`` or ``[num_kv_heads]``, for fp8 pools.
         chunk_size: keys of the query's own chunk of that many positions only; None = off.
+        semaphore: int32 zeros, at least ``num_reqs * num_kv_heads``, zeros again afterwards: where the programs that share a
+            request meet. None: a GPU kernel that needs one makes its own, which costs a memset. Calls one after the other on a
+            stream may share one; calls that may overlap, on different streams, need one each.
         return_lse: also return the log-sum-exp.
         ops: whose kernels to run; default: the device's own.
 
@@ -181,11 +185,13 @@ def paged_attention(
         validation.check_paged_attention(
             q, k_cache, v_cache, block_table, seq_lens, query_start_loc, out, lse, max_query_len=max_query_len, scale=scale,
             causal=causal, window_left=window_size[0], window_right=window_size[1], logits_soft_cap=soft_cap,
-            alibi_slopes=alibi_slopes, sinks=sinks, k_scale=k_scale, v_scale=v_scale, chunk_size=chunk)  # fmt: skip
+            alibi_slopes=alibi_slopes, sinks=sinks, k_scale=k_scale, v_scale=v_scale, chunk_size=chunk,
+            semaphore=semaphore)  # fmt: skip
     ops.paged_attention(
         q, k_cache, v_cache, block_table, seq_lens, query_start_loc, out, lse, max_query_len=max_query_len, scale=scale,
         causal=causal, window_left=window_size[0], window_right=window_size[1], logits_soft_cap=soft_cap,
-        alibi_slopes=alibi_slopes, sinks=sinks, k_scale=k_scale, v_scale=v_scale, chunk_size=chunk)  # fmt: skip
+        alibi_slopes=alibi_slopes, sinks=sinks, k_scale=k_scale, v_scale=v_scale, chunk_size=chunk,
+        semaphore=semaphore)  # fmt: skip
     return out if lse is None else (out, lse)
 
 

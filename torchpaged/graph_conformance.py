@@ -70,7 +70,8 @@ def check_replays(ops: BackendOps, case: Case, capture: CaptureBackend, device: 
     """Capture the case's first batch, replay all of them by changing tensors only; returns how many replays were compared.
 
     Raises:
-        AssertionError: a replay differs from the oracle beyond its error budget, or from its own repetition at all.
+        AssertionError: a replay differs from the oracle beyond its error budget, or from its own repetition at all, or leaves the semaphore other
+            than zero.
     """
     batches = [make_batch(spec, seed=i, device=device, **shape) for i, spec in enumerate(case.batches)]
     first, blocks = batches[0], max(b.k_cache.shape[0] for b in batches)
@@ -81,6 +82,7 @@ def check_replays(ops: BackendOps, case: Case, capture: CaptureBackend, device: 
         table = torch.zeros(len(lens), width, dtype=torch.int32, device=device)
         out = torch.zeros(*q.shape[:2], first.v_cache.shape[-1], dtype=q.dtype, device=device)
         lse = torch.zeros(q.shape[:2], device=device)
+        semaphore = torch.zeros(len(lens) * first.k_cache.shape[2], dtype=torch.int32, device=device)
     longest = max(max(spec.query_lens) for spec in case.batches)
 
     def load(batch: Batch) -> None:
@@ -93,7 +95,8 @@ def check_replays(ops: BackendOps, case: Case, capture: CaptureBackend, device: 
         starts.copy_(batch.query_start_loc)
 
     def step() -> Tensor:
-        ops.paged_attention(q, *pools, table, lens, starts, out, lse, max_query_len=longest, scale=first.scale, **case.options)
+        ops.paged_attention(q, *pools, table, lens, starts, out, lse, max_query_len=longest, scale=first.scale, semaphore=semaphore,
+                            **case.options)  # fmt: skip
         return out
 
     load(first)
@@ -107,4 +110,5 @@ def check_replays(ops: BackendOps, case: Case, capture: CaptureBackend, device: 
         assert_attention_close(out, lse, batch, **case.options)
         graph.replay()
         assert torch.equal(out, once), f"{case.name}[{batch.spec.name}]: a second replay gave other bits"
+        assert not semaphore.any(), f"{case.name}[{batch.spec.name}]: the semaphore is not zero after a replay"
     return len(batches) + 1

@@ -226,6 +226,7 @@ def opcheck_cases(
     rope = [make_rope_inputs(**ROPE_CASES[name], dtype=dtype, device=device) for name in ("smollm2", "glm4")]
     for inputs in rope:
         inputs["k_cache"].nan_to_num_(0.5), inputs["v_cache"].nan_to_num_(0.5)
+    semaphore = torch.zeros(batch.block_table.shape[0] * batch.k_cache.shape[2], dtype=torch.int32, device=device)
     cases: dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]] = {
         "write": ("write_kv", (kv, kv.clone(), batch.k_cache, batch.v_cache, slots), {}),
         "rope": ("rope_write_kv", tuple(rope[0].values())[:9], {}),
@@ -233,6 +234,7 @@ def opcheck_cases(
         "attention": ("paged_attention", (*attention, out), common),
         "attention_lse": ("paged_attention", (*attention, out, torch.zeros(num_tokens, num_heads, device=device)), common),
         "attention_full": ("paged_attention", (*attention, out), {**common, **batch.extras, "window_left": 9, "logits_soft_cap": 8.0}),
+        "attention_semaphore": ("paged_attention", (*attention, out), {**common, "semaphore": semaphore}),
         "merge": ("merge_attn_states", (state, lse, state.clone(), lse.clone(), torch.empty_like(state), torch.empty_like(lse)), {}),
         "copy": ("copy_blocks", (batch.k_cache, batch.v_cache, pairs), {}),
         "advance": ("advance_step", (ids + 7, table, ids.clone(), ids.clone(), lens, ids.clone()), {"block_size": 16}),

@@ -127,6 +127,20 @@ def test_tape_replays_without_python_and_equals_the_oracle() -> None:
     assert drive(r.run) == oracle()
     assert toy.calls == calls, "Python ran at replay"
     assert {n: t.data_ptr() for n, t in r.buffers.tensors().items()} == addresses
+    assert "semaphore" in addresses and not r.buffers.semaphore.any()
+
+
+def test_a_semaphore_left_set_is_noticed() -> None:
+    """Every bucket attends with the buffers' own semaphore, and loading a batch does not hide that it was left set."""
+    r = runner(Toy(), EagerCapture())
+    r.capture()
+    r.buffers.semaphore[0] = 1
+    with torch.inference_mode():
+        r.buffers.load_padding(4)
+    for call in (r.run, r.run_eager):
+        for rows in (1, 2, 4):
+            with pytest.raises(ArgumentError, match="semaphore: expected zeros"):
+                call([3] * rows, [1] * rows, [[1 + i] for i in range(rows)])
 
 
 def test_capture_writes_nothing_and_goes_largest_first() -> None:
@@ -277,6 +291,7 @@ def test_buffers_by_hand() -> None:
     assert m.seq_lens.tolist() == [5, 1, 0, 0] and m.query_start_loc.tolist() == [0, 1, 2, 2, 2] and m.max_query_len == 1
     assert m.block_table.tolist() == [[2, 9, 0], [3, 0, 0], [0, 0, 0], [0, 0, 0]]
     buffers.load(torch.tensor([1]), [1], [[4]], padded_to=2)
+    assert m.semaphore is buffers.semaphore and buffers.semaphore.shape == (4 * 128,) and not buffers.semaphore.any()
     assert buffers.view(2)[0].tolist() == [1, 0] and buffers.view(2)[1].query_start_loc.tolist() == [0, 1, 1]
 
 

@@ -54,6 +54,22 @@ def test_tokens_equal_generate(model: Any, greedy: list[list[int]], chunk: int, 
     assert stats.prefill_tokens + stats.decode_tokens == sum(map(len, PROMPTS)) + 5 * 19
 
 
+@pytest.mark.parametrize("graphs", [True, False])
+def test_every_step_carries_a_kept_semaphore(model: Any, graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prefill, decode and mixed steps: no call is left to make its own, and no step makes a new one."""
+    generator = Generator(model, max_batch_size=3, graphs=graphs, prefill_chunk_size=5)
+    ops, seen = generator.model._cache.ops, []  # type: ignore[attr-defined]
+
+    def attend(*args: Any, **options: Any) -> None:
+        seen.append(options["semaphore"])
+        ops.paged_attention(*args, **options)
+
+    monkeypatch.setattr(generator.model._cache, "ops", ops._replace(paged_attention=attend))  # type: ignore[attr-defined]
+    generator.generate(PROMPTS, SamplingParams(max_new_tokens=4))
+    assert seen and not any(x is None for x in seen)
+    assert len({x.data_ptr() for x in seen}) == (2 if graphs else 1) and not any(x.any() for x in seen)
+
+
 def test_joining_and_cancelling_mid_flight(model: Any, greedy: list[list[int]]) -> None:
     generator = Generator(model, block_size=4, max_batch_size=4)
     params = SamplingParams(max_new_tokens=20)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 import torch
 from models import MODELS, padded_prompts, tiny
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._inductor.utils import run_and_get_code
 from transformers import CompileConfig, PreTrainedModel
 
 from torchpaged.hf import PagedCache
@@ -109,16 +111,26 @@ def test_a_compiled_model_is_one_graph() -> None:
     compiled = torch.compile(model, fullgraph=True, backend=counter)
     ids = torch.randint(3, 99, (2, 12))
     cache = PagedCache(model.config, 2, 32, block_size=4)
+    codes: list[str] = []
     with torch.no_grad():
         model(ids[:, :4], past_key_values=cache)
         for step in range(4, 12):
-            position = torch.full((2, 1), step)
-            logits = compiled(ids[:, step : step + 1], position_ids=position, past_key_values=cache).logits
+            inputs = {"input_ids": ids[:, step : step + 1], "position_ids": torch.full((2, 1), step), "past_key_values": cache}
+            if codes:
+                logits = compiled(**inputs).logits
+            else:
+                output, codes = run_and_get_code(compiled, **inputs)
+                logits = output.logits
             model.set_attn_implementation("eager")
             want = model(ids[:, : step + 1], use_cache=False).logits[:, -1:]
             model.set_attn_implementation("torchpaged")
             torch.testing.assert_close(logits, want, rtol=1e-4, atol=1e-4)
     assert counter.frame_count == 1
+    semaphores = re.findall(r"semaphore=(\w+)", codes[0])  # the cache's own tensor in every layer, not a clone of it
+    assert len(semaphores) == model.config.num_hidden_layers and len(set(semaphores)) == 1, semaphores
+    assert re.fullmatch(r"arg\d+_1", semaphores[0]) and not cache.semaphore.any()
+    copied = [x for x in codes[0].splitlines() if re.search(rf"(copy_|clone)\b.*\b{semaphores[0]}\b", x)]
+    assert not copied, copied
 
 
 def test_overlong_compiled_steps_fail_loudly() -> None:

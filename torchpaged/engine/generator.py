@@ -30,7 +30,7 @@ from torchpaged.engine.scheduler import Scheduler
 from torchpaged.engine.sequence import RequestOutput, Sequence, TokenEvent
 from torchpaged.engine.text import TextStream
 from torchpaged.graphs import DecodeGraphRunner
-from torchpaged.metadata import AttentionMetadata
+from torchpaged.metadata import AttentionMetadata, make_semaphore
 
 DEFAULT_MAX_SEQ_LEN = 2048
 
@@ -114,6 +114,7 @@ class Generator:
         self.pool = BlockPool(cache.num_blocks)
         self.scheduler = Scheduler(self.pool, cache.block_size, max_batch_size, prefill_chunk_size)
         self.stats = GeneratorStats(num_blocks=self.pool.num_usable)
+        self._semaphore = make_semaphore(max_batch_size, self.device)  # of steps outside the runner; steps never overlap
         self._requests: dict[int, Sequence] = {}
         self._events: list[TokenEvent] = []
         self._next_id = 0
@@ -250,8 +251,9 @@ class Generator:
 
     def _metadata(self, query_lens: list[int], seq_lens: list[int], tables: list[list[int]]) -> AttentionMetadata:
         return AttentionMetadata.from_lists(
-            query_lens, seq_lens, tables, block_size=self.scheduler.block_size, num_blocks=self.pool.num_blocks, device=self.device
-        )
+            query_lens, seq_lens, tables, block_size=self.scheduler.block_size, num_blocks=self.pool.num_blocks, device=self.device,
+            semaphore=self._semaphore,
+        )  # fmt: skip
 
     def _accept(self, sequence: Sequence, token: int) -> TokenEvent:
         """Add a sampled token; end the request if it is its last."""

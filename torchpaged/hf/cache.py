@@ -5,7 +5,7 @@
 
 A decode step needs nothing from the host: the first layer's ``update()`` advances lengths and slots in place, inside the
 compiled graph. Left padding is read once from the 2-D attention mask; any other hole is refused. For another, unrelated
-conversation call ``cache.reset()``.
+conversation call ``cache.reset()``. The layers share one semaphore, so forwards on one cache must not overlap on two streams.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from torchpaged.hf.layer import PagedLayer, StepBatch
 from torchpaged.hf.masks import left_padding, require_known_mask
 from torchpaged.hf.support import require_supported_config
 from torchpaged.hf.template import paged_layers
+from torchpaged.metadata import make_semaphore
 
 
 class PagedCache(Cache):
@@ -122,6 +123,7 @@ class PagedCache(Cache):
             self.row_starts = torch.arange(self.max_rows + 1, dtype=torch.int32, device=device)
             self.total = torch.zeros((), dtype=torch.int64, device=device)  # with padding
             self.limit = torch.full((), self.max_seq_len, dtype=torch.int64, device=device)
+        self.semaphore = make_semaphore(self.max_rows, device)
         for tensor in (self.block_table, self.seq_lens, self.decode_slots, self.row_starts, self.total, self.limit):
             torch._dynamo.mark_static_address(tensor, guard=False)
 
@@ -165,8 +167,8 @@ class PagedCache(Cache):
 
     def step(self, batch: int, query_len: int) -> StepBatch:
         """This forward as a batch of ``batch`` requests of ``query_len`` queries each."""
-        starts = self.row_starts[: batch + 1]
-        return StepBatch(self.block_table[:batch], self.seq_lens[:batch], starts if query_len == 1 else starts * query_len, query_len)
+        starts = self.row_starts[: batch + 1] if query_len == 1 else self.row_starts[: batch + 1] * query_len
+        return StepBatch(self.block_table[:batch], self.seq_lens[:batch], starts, query_len, self.semaphore)
 
     def gather(self, pool: Tensor, batch: int) -> Tensor:
         """Dense mode: every row's tokens by position (padding included), ``[batch, num_kv_heads, max_seq_len, head_dim]``."""

@@ -17,12 +17,13 @@ from torchpaged.custom_ops import BackendOps
 
 
 class StepBatch(NamedTuple):
-    """What `paged_attention` needs of this step: see `torchpaged.AttentionMetadata`."""
+    """What `paged_attention` needs of this step: see `torchpaged.AttentionMetadata`. The semaphore may be longer than the batch."""
 
     block_table: Tensor
     seq_lens: Tensor
     query_start_loc: Tensor
     max_query_len: int
+    semaphore: Tensor | None
 
 
 class PagedOwner(Protocol):

@@ -69,7 +69,7 @@ class _StepCache(Cache):
     def step(self, batch: int, query_len: int) -> StepBatch:
         m = self.metadata
         assert m is not None
-        return StepBatch(m.block_table, m.seq_lens, m.query_start_loc, m.max_query_len)
+        return StepBatch(m.block_table, m.seq_lens, m.query_start_loc, m.max_query_len, m.semaphore)
 
     def mask_sizes(self, layer: PagedLayer, query_length: int) -> tuple[int, Any]:
         return self.max_seq_len, self._mask_token

@@ -25,7 +25,6 @@ from torchpaged.backends import AttentionSpec, get_backend, list_backends
 from torchpaged.bench.cases import AttentionCase
 from torchpaged.bench.inputs import Inputs
 from torchpaged.custom_ops.errors import ArgumentError
-from torchpaged.custom_ops.ops import SCHEMAS
 
 
 @dataclass(frozen=True)
@@ -100,15 +99,13 @@ def own_backend(name: str) -> Contender:
     def prepare(case: AttentionCase, inputs: Inputs) -> Prepared:
         out = inputs.poisoned_out()
         count = len(case.seq_lens) * case.num_kv_heads
-        own: list[dict[str, Tensor]] = [{} for _ in range(inputs.num_layers)]
-        if "semaphore" in SCHEMAS["paged_attention"]:  # an op without the argument makes none either
-            own = [{"semaphore": torch.zeros(count, dtype=torch.int32, device=inputs.q.device)} for _ in own]
+        semaphores = [torch.zeros(count, dtype=torch.int32, device=inputs.q.device) for _ in range(inputs.num_layers)]
 
         def call(layer: int) -> Tensor:
             backend.ops.paged_attention(
                 inputs.q, inputs.k_caches[layer], inputs.v_caches[layer], inputs.block_table, inputs.seq_lens, inputs.query_start_loc,
                 out, None, max_query_len=max(case.query_lens), scale=inputs.scale, k_scale=inputs.k_scale, v_scale=inputs.v_scale,
-                **own[layer],
+                semaphore=semaphores[layer],
             )  # fmt: skip
             return out
 

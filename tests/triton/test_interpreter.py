@@ -94,7 +94,7 @@ def test_prefill_leaves_decodes_alone(spec: str, skip: int, monkeypatch: pytest.
     monkeypatch.setattr(config, "MAX_DECODE_QUERY_LEN", 0)
     monkeypatch.setattr(config, "SPLIT_MIXED", True)
     monkeypatch.setattr(config, "decode_len_in_mixed", lambda *_: skip)
-    monkeypatch.setattr(paged_attention, "_decode", lambda *_: None)
+    monkeypatch.setattr(paged_attention, "_decode", lambda *_, **__: None)
     batch = make_batch(BATCH_SPECS[spec], head_dim=16)
     (out, lse), (want, want_lse) = (run_paged_attention(ops, batch) for ops in (TRITON, REFERENCE))
     start = 0

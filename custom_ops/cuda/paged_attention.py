@@ -10,6 +10,7 @@ from torch import Tensor
 
 from torchpaged.custom_ops import validation
 from torchpaged.custom_ops.cuda import jit, specialise
+from torchpaged.custom_ops.triton.config import MAX_DECODE_QUERY_LEN
 from torchpaged.custom_ops.triton.paged_attention import paged_attention as triton_paged_attention
 
 _PARAMS = struct.Struct("15Q7q2f4i")  # struct Params of decode.cu
@@ -23,27 +24,47 @@ def paged_attention(
     semaphore: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Launch; arguments as in ``custom_ops/ops.py``. Every choice here depends on shapes, never on lengths."""
-    num_reqs = block_table.shape[0]
-    if not num_reqs or not q.shape[0] or specialise.unsupported(q, k_cache, v_cache, out, sinks, max_query_len) is not None:
-        triton_paged_attention(
-            q, k_cache, v_cache, block_table, seq_lens, query_start_loc, out, lse, max_query_len=max_query_len, scale=scale, causal=causal,
-            window_left=window_left, window_right=window_right, logits_soft_cap=logits_soft_cap, alibi_slopes=alibi_slopes, sinks=sinks,
-            k_scale=k_scale, v_scale=v_scale, chunk_size=chunk_size, semaphore=semaphore)  # fmt: skip
+    is_decode = block_table.shape[0] > 0 and q.shape[0] > 0 and max_query_len <= MAX_DECODE_QUERY_LEN
+    if is_decode and specialise.unsupported(q, k_cache, v_cache, out, sinks, max_query_len) is None:
+        validation.check_paged_attention(
+            q, k_cache, v_cache, block_table, seq_lens, query_start_loc, out, lse, max_query_len=max_query_len, scale=scale,
+            causal=causal, window_left=window_left, window_right=window_right, logits_soft_cap=logits_soft_cap,
+            alibi_slopes=alibi_slopes, sinks=sinks, k_scale=k_scale, v_scale=v_scale, chunk_size=chunk_size,
+            semaphore=semaphore)  # fmt: skip
+        decode(
+            q, k_cache, v_cache, block_table, seq_lens, query_start_loc, out, lse, max_query_len, scale, causal, window_left, window_right,
+            logits_soft_cap, alibi_slopes, sinks, k_scale, v_scale, chunk_size, semaphore)  # fmt: skip
         return
-    validation.check_paged_attention(
-        q, k_cache, v_cache, block_table, seq_lens, query_start_loc, out, lse, max_query_len=max_query_len, scale=scale,
-        causal=causal, window_left=window_left, window_right=window_right, logits_soft_cap=logits_soft_cap,
-        alibi_slopes=alibi_slopes, sinks=sinks, k_scale=k_scale, v_scale=v_scale, chunk_size=chunk_size,
-        semaphore=semaphore)  # fmt: skip
-    num_kv_heads, dim_v = k_cache.shape[2], v_cache.shape[3]
-    index = q.device.index or 0
+
+    def short_queries(longest: int) -> bool:
+        if specialise.unsupported(q, k_cache, v_cache, out, sinks, longest) is not None:
+            return False
+        decode(
+            q, k_cache, v_cache, block_table, seq_lens, query_start_loc, out, lse, longest, scale, causal, window_left, window_right,
+            logits_soft_cap, alibi_slopes, sinks, k_scale, v_scale, chunk_size, semaphore, mixed=True)  # fmt: skip
+        return True
+
+    triton_paged_attention(
+        q, k_cache, v_cache, block_table, seq_lens, query_start_loc, out, lse, max_query_len=max_query_len, scale=scale, causal=causal,
+        window_left=window_left, window_right=window_right, logits_soft_cap=logits_soft_cap, alibi_slopes=alibi_slopes, sinks=sinks,
+        k_scale=k_scale, v_scale=v_scale, chunk_size=chunk_size, semaphore=semaphore, short_queries=short_queries)  # fmt: skip
+
+
+def decode(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, seq_lens: Tensor, query_start_loc: Tensor,
+    out: Tensor, lse: Tensor | None, max_query_len: int, scale: float, causal: bool, window_left: int, window_right: int,
+    soft_cap: float, alibi_slopes: Tensor | None, sinks: Tensor | None, k_scale: Tensor | None, v_scale: Tensor | None,
+    chunk: int, semaphore: Tensor | None, mixed: bool = False,
+) -> None:  # fmt: skip
+    """Launch the decode kernel on checked arguments; ``mixed``: longer queries than ``max_query_len`` are left alone."""
+    num_reqs, num_kv_heads, dim_v, index = block_table.shape[0], k_cache.shape[2], v_cache.shape[3], q.device.index or 0
     if (k_scale is None) != (v_scale is None):  # one flag serves both
         one = torch.ones(1, device=q.device)
         k_scale, v_scale = one if k_scale is None else k_scale, one if v_scale is None else v_scale
     kernel, shape, rows = _specialised(
         index, q.dtype, k_cache.dtype, q.shape[1] // num_kv_heads, max_query_len, k_cache.shape[1:], dim_v, k_cache.stride(),
-        v_cache.stride(), causal, window_left, window_right, chunk_size, logits_soft_cap > 0, alibi_slopes is not None, sinks is not None,
-        k_scale is not None, lse is not None, num_reqs * num_kv_heads)  # fmt: skip
+        v_cache.stride(), causal, window_left, window_right, chunk, soft_cap > 0, alibi_slopes is not None, sinks is not None,
+        k_scale is not None, lse is not None, num_reqs * num_kv_heads, mixed)  # fmt: skip
     programs = kernel.resident(shape.warps * 32, shape.cluster, shape.ctas_per_sm * specialise.num_sms(index))
     if semaphore is None:
         semaphore = torch.zeros(num_reqs * num_kv_heads, dtype=torch.int32, device=q.device)
@@ -53,7 +74,7 @@ def paged_attention(
     arguments = _PARAMS.pack(
         *(0 if t is None else t.data_ptr() for t in pointers), parts, parts + programs * 2 * rows * dim_v * 4, semaphore.data_ptr(),
         q.stride(0), q.stride(1), out.stride(0), out.stride(1), *((0, 0) if lse is None else lse.stride()), block_table.stride(0),
-        scale, logits_soft_cap, num_reqs, q.shape[0], _head_stride(k_scale), _head_stride(v_scale),
+        scale, soft_cap, num_reqs, q.shape[0], _head_stride(k_scale), _head_stride(v_scale),
     )  # fmt: skip
     kernel.launch(programs, shape.warps * 32, arguments, early=specialise.launches_early(index))
 
@@ -67,13 +88,14 @@ def _specialised(
     index: int, dtype: torch.dtype, kv_dtype: torch.dtype, group: int, max_query_len: int, cache_shape: tuple[int, int, int], dim_v: int,
     k_stride: tuple[int, ...], v_stride: tuple[int, ...], causal: bool, window_left: int, window_right: int, chunk: int,
     soft_cap: bool, alibi: bool, sinks: bool, scales: bool, lse: bool, pairs: int,
+    mixed: bool,
 ) -> tuple[jit.Kernel, specialise.DecodeShape, int]:  # fmt: skip
     """The kernel of these shapes and features, its launch shape and its query rows per pair."""
     block_size, num_kv_heads, dim = cache_shape
     macros, shape = specialise.decode_macros(
         dtype, kv_dtype, group, max_query_len, block_size, num_kv_heads, dim, dim_v, k_stride, v_stride, causal, window_left, window_right,
         chunk, soft_cap, alibi, sinks, scales, lse, specialise.launches_early(index), pairs, specialise.num_sms(index),
-        specialise.shared_per_sm(index))  # fmt: skip
+        specialise.shared_per_sm(index), mixed)  # fmt: skip
     shared = shape.shared_bytes(dim, dim_v, kv_dtype.itemsize, macros["GROUP"] * macros["QUERY_LEN"])
     kernel = jit.kernel("decode.cu", "paged_decode", macros, torch.device("cuda", index), shared_bytes=shared)
     return kernel, shape, macros["GROUP"] * macros["QUERY_LEN"]

@@ -18,9 +18,8 @@ from torchpaged.custom_ops.errors import BackendUnavailableError
 INTERPRET = os.environ.get("TRITON_INTERPRET", "0") == "1"
 #: Longest query that the decode kernel takes (speculative verification); longer ones go to the prefill kernel.
 MAX_DECODE_QUERY_LEN = 8
-#: Mixed batches take two launches, decode for short queries and prefill for the others. Off until the decode kernel leaves
-#: requests longer than its QUERY_LEN alone.
-SPLIT_MIXED = False
+#: Mixed batches take two launches, decode for short queries and prefill for the others.
+SPLIT_MIXED = True
 #: How many requests the decode kernel scans at once (few sizes, few compiles); more are scanned piece by piece.
 SCANS = (16, 128, 1024)
 

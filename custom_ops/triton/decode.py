@@ -60,14 +60,16 @@ def key_range(
 @triton.jit
 def scan_tiles(
     seq_lens_ptr, starts_ptr, first_req, num_reqs, WINDOW_LEFT: tl.constexpr, WINDOW_RIGHT: tl.constexpr, CHUNK: tl.constexpr,
-    CAUSAL: tl.constexpr, TILE_KV: tl.constexpr, REQS: tl.constexpr,
+    CAUSAL: tl.constexpr, TILE_KV: tl.constexpr, REQS: tl.constexpr, LONGEST: tl.constexpr,
 ):  # fmt: skip
-    """Key tiles of requests ``first_req ... first_req + REQS``: ``[REQS]``, 0 for those that see nothing."""
+    """Key tiles of requests ``first_req ... first_req + REQS``: ``[REQS]``, 0 for those that see nothing or are not ours."""
     request = first_req + tl.arange(0, REQS)
     inside = request < num_reqs
     seq_len = tl.load(seq_lens_ptr + request, mask=inside, other=0)
     start = tl.load(starts_ptr + request, mask=inside, other=0)
     query_len = tl.load(starts_ptr + request + 1, mask=inside, other=0) - start
+    if LONGEST > 0:
+        query_len = tl.where(query_len > LONGEST, 0, query_len)
     first, end = key_range(seq_len, query_len, WINDOW_LEFT, WINDOW_RIGHT, CHUNK, CAUSAL, TILE_KV)
     return (end + TILE_KV - 1) // TILE_KV - first
 
@@ -117,13 +119,14 @@ def decode_kernel(
     ONE_SCAN: tl.constexpr, MIN_TILES: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW_LEFT: tl.constexpr, WINDOW_RIGHT: tl.constexpr, CHUNK: tl.constexpr, SOFT_CAP: tl.constexpr,
     ALIBI: tl.constexpr, SINKS: tl.constexpr, KV_SCALES: tl.constexpr, HAS_LSE: tl.constexpr, PDL: tl.constexpr,
-    INTERPRET: tl.constexpr,
+    LONGEST: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """Grid: any number of programs, the same for every length.
 
     K_BLOCK ... V_HEAD: strides of the caches, constants for cheap addresses. QUERY_LEN: no request has more query tokens. REQS:
     requests scanned at once (ONE_SCAN: all of them). MIN_TILES: least tiles of a run. ROWS: rows of a tile that are real
     (GROUP * QUERY_LEN padded to a power of two), PARTS: partial results merged at once.
+    LONGEST > 0: requests with more query tokens are left to another launch, their rows untouched.
     """
     program = tl.program_id(0)
     if PDL:  # the next kernel may start to launch; this one waits until all before it have finished
@@ -136,11 +139,13 @@ def decode_kernel(
         query, head_of_group = row // GROUP, row % GROUP
 
     # The run of this program.
-    tiles = scan_tiles(seq_lens_ptr, starts_ptr, 0, num_reqs, WINDOW_LEFT, WINDOW_RIGHT, CHUNK, CAUSAL, TILE_KV, REQS)
+    tiles = scan_tiles(seq_lens_ptr, starts_ptr, 0, num_reqs, WINDOW_LEFT, WINDOW_RIGHT, CHUNK, CAUSAL, TILE_KV, REQS, LONGEST)
     total, busy = tl.reduce((tiles, (tiles > 0).to(tl.int32)), 0, add_pairs)
     if not ONE_SCAN:
         for first_req in range(REQS, num_reqs, REQS):
-            more = scan_tiles(seq_lens_ptr, starts_ptr, first_req, num_reqs, WINDOW_LEFT, WINDOW_RIGHT, CHUNK, CAUSAL, TILE_KV, REQS)
+            more = scan_tiles(
+                seq_lens_ptr, starts_ptr, first_req, num_reqs, WINDOW_LEFT, WINDOW_RIGHT, CHUNK, CAUSAL, TILE_KV, REQS, LONGEST
+            )
             more_total, more_busy = tl.reduce((more, (more > 0).to(tl.int32)), 0, add_pairs)
             total += more_total
             busy += more_busy
@@ -160,7 +165,9 @@ def decode_kernel(
         if not ONE_SCAN:
             scanned = REQS
             while (request == scanned) & (scanned < num_reqs):
-                more = scan_tiles(seq_lens_ptr, starts_ptr, scanned, num_reqs, WINDOW_LEFT, WINDOW_RIGHT, CHUNK, CAUSAL, TILE_KV, REQS)
+                more = scan_tiles(
+                    seq_lens_ptr, starts_ptr, scanned, num_reqs, WINDOW_LEFT, WINDOW_RIGHT, CHUNK, CAUSAL, TILE_KV, REQS, LONGEST
+                )
                 more = tl.cumsum(more, 0) * NUM_KV_HEADS + before
                 request += tl.sum((more <= unit).to(tl.int32), 0)
                 before = tl.maximum(before, tl.max(tl.where(more <= unit, more, 0), 0))
@@ -242,7 +249,7 @@ def decode_kernel(
     if unwritten:
         store_empty(
             out_ptr, lse_ptr, seq_lens_ptr, starts_ptr, num_reqs, num_tokens, o_token, o_head, l_token, l_head, GROUP, NUM_KV_HEADS,
-            DIM_V, DIM_V_PAD, TILE_M, TILE_KV, CAUSAL, WINDOW_LEFT, WINDOW_RIGHT, CHUNK, HAS_LSE,
+            DIM_V, DIM_V_PAD, TILE_M, TILE_KV, CAUSAL, WINDOW_LEFT, WINDOW_RIGHT, CHUNK, HAS_LSE, LONGEST,
         )  # fmt: skip
 
 
@@ -251,7 +258,7 @@ def store_empty(
     out_ptr, lse_ptr, seq_lens_ptr, starts_ptr, num_reqs, num_tokens, o_token, o_head, l_token, l_head,
     GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, DIM_V: tl.constexpr, DIM_V_PAD: tl.constexpr, TILE_M: tl.constexpr,
     TILE_KV: tl.constexpr, CAUSAL: tl.constexpr, WINDOW_LEFT: tl.constexpr, WINDOW_RIGHT: tl.constexpr, CHUNK: tl.constexpr,
-    HAS_LSE: tl.constexpr,
+    HAS_LSE: tl.constexpr, LONGEST: tl.constexpr,
 ):  # fmt: skip
     """Zeros and -inf for what no run covers: requests whose queries see nothing, and token rows after the last request's."""
     program, programs = tl.program_id(0), tl.num_programs(0)
@@ -261,6 +268,8 @@ def store_empty(
     for request in range(program, num_reqs, programs):
         start = tl.load(starts_ptr + request)
         query_len = tl.load(starts_ptr + request + 1) - start
+        if LONGEST > 0:
+            query_len = tl.where(query_len > LONGEST, 0, query_len)
         _, end_key = key_range(tl.load(seq_lens_ptr + request), query_len, WINDOW_LEFT, WINDOW_RIGHT, CHUNK, CAUSAL, TILE_KV)
         if end_key == 0:
             for pair in range(query_len * NUM_KV_HEADS):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,9 +19,13 @@ def paged_attention(
     out: Tensor, lse: Tensor | None = None, *, max_query_len: int, scale: float, causal: bool = True,
     window_left: int = -1, window_right: int = -1, logits_soft_cap: float = 0.0, alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None, k_scale: Tensor | None = None, v_scale: Tensor | None = None, chunk_size: int = 0,
-    semaphore: Tensor | None = None,
+    semaphore: Tensor | None = None, short_queries: Callable[[int], bool] | None = None,
 ) -> None:  # fmt: skip
-    """Launch; arguments as in ``custom_ops/ops.py``. Every choice here depends on shapes, never on lengths."""
+    """Launch; arguments as in ``custom_ops/ops.py``. Every choice here depends on shapes, never on lengths.
+
+    ``short_queries(longest)``: another decode kernel for the requests of a mixed batch with at most ``longest`` query tokens; it
+    says whether it took them.
+    """
     config.require_launchable(q)
     validation.check_paged_attention(
         q, k_cache, v_cache, block_table, seq_lens, query_start_loc, out, lse, max_query_len=max_query_len, scale=scale,
@@ -58,8 +63,8 @@ def paged_attention(
         _decode(tensors, strides, flags, semaphore, max_query_len, num_reqs, num_tokens, num_kv_heads, scale, logits_soft_cap)
         return
     skip = config.decode_len_in_mixed(group, num_reqs, num_tokens, max_query_len) if config.SPLIT_MIXED else 0
-    if skip:
-        _decode(tensors, strides, flags, semaphore, skip, num_reqs, num_tokens, num_kv_heads, scale, logits_soft_cap)
+    if skip and not (short_queries is not None and short_queries(skip)):
+        _decode(tensors, strides, flags, semaphore, skip, num_reqs, num_tokens, num_kv_heads, scale, logits_soft_cap, longest=skip)
     capacity = block_table.shape[1] * block_size
     tiles = config.prefill_tiles(max(dim, dim_v), group, q.element_size(), max_query_len, capacity, config.has_large_tiles(q.device))
     tokens = tiles.rows // group
@@ -77,7 +82,7 @@ def _head_stride(scale: Tensor | None) -> int:
 
 def _decode(
     tensors: tuple[Tensor | None, ...], strides: tuple[int, ...], flags: dict[str, Any], semaphore: Tensor | None, max_query_len: int,
-    num_reqs: int, num_tokens: int, num_kv_heads: int, scale: float, soft_cap: float,
+    num_reqs: int, num_tokens: int, num_kv_heads: int, scale: float, soft_cap: float, longest: int = 0,
 ) -> None:  # fmt: skip
     q, k_cache = tensors[0], tensors[1]
     assert q is not None and k_cache is not None
@@ -95,6 +100,6 @@ def _decode(
         *tensors, part_acc, part_state, semaphore, scale, soft_cap, num_reqs, num_tokens, *strides[:2], *strides[8:],
         K_BLOCK=k_block, K_SLOT=k_slot, K_HEAD=k_head, V_BLOCK=v_block, V_SLOT=v_slot, V_HEAD=v_head, NUM_KV_HEADS=num_kv_heads,
         QUERY_LEN=query_len, TILE_M=tiles.rows, TILE_KV=tiles.keys, SLICES=tiles.slices, REQS=reqs, ONE_SCAN=num_reqs <= reqs,
-        MIN_TILES=tiles.min_tiles, ROWS=rows, PARTS=config.merged_parts(flags["DIM_V"]), PDL=config.launches_early(q.device), **flags,
-        **config.decode_options(q.device, tiles),
+        MIN_TILES=tiles.min_tiles, ROWS=rows, PARTS=config.merged_parts(flags["DIM_V"]), PDL=config.launches_early(q.device), LONGEST=longest,
+        **flags, **config.decode_options(q.device, tiles),
     )  # fmt: skip

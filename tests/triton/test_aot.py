@@ -83,7 +83,7 @@ def compile_decode(target: str, case: tuple[str, int, int, str], kv_dtype: str |
     strides = {f"{name}_{part}": size for name in "KV" for part, size in (("BLOCK", 16 * slot), ("SLOT", slot), ("HEAD", dim))}
     constants = {
         **flags, **strides, "QUERY_LEN": 1, "NUM_KV_HEADS": 8, "TILE_M": tiles.rows, "TILE_KV": tiles.keys, "SLICES": tiles.slices,
-        "REQS": 128, "ONE_SCAN": True, "MIN_TILES": tiles.min_tiles, "ROWS": rows, "PARTS": config.merged_parts(dim),
+        "REQS": 128, "ONE_SCAN": True, "LONGEST": 0, "MIN_TILES": tiles.min_tiles, "ROWS": rows, "PARTS": config.merged_parts(dim),
         "PDL": target in ("sm_90", "sm_100"), **changed,
     }  # fmt: skip
     launch = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}

@@ -70,7 +70,13 @@ def compile_prefill(
         else:
             flags[name] = None
     tiles = config.prefill_tiles(dim, group, SIZES[dtype], max_query_len, max_seq_len, target in ("sm_90", "sm_100"))
-    flags |= {"TOKENS": tiles.rows // group, "TILE_M": tiles.rows, "TILE_KV": tiles.keys, "PING_PONG": ping_pong, "SKIP_DECODES": skip_decodes}
+    flags |= {
+        "TOKENS": tiles.rows // group,
+        "TILE_M": tiles.rows,
+        "TILE_KV": tiles.keys,
+        "PING_PONG": ping_pong,
+        "SKIP_DECODES": skip_decodes,
+    }
     return aot.compile_kernel(
         prefill_kernel, target, pointers, flags, ("scale", "soft_cap"), num_warps=tiles.num_warps, num_stages=tiles.num_stages
     )

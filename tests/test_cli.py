@@ -66,7 +66,7 @@ def test_one_bad_prompt_among_good_ones(folder: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--backend", "nope"), "expected one of auto, triton, cpu, reference, got 'nope'"),
+        (("--backend", "nope"), "expected one of auto, cuda, triton, cpu, reference, got 'nope'"),
         (("--max-new-tokens", "0"), "max_new_tokens: expected at least 1"),
         (("--max-seq-len", "100"), "max_seq_len: expected 2 to 64"),
         (("--chat",), "chat template"),

@@ -87,7 +87,7 @@ def prefill_tiles(head_dim: int, group: int, itemsize: int, max_query_len: int, 
         return Tiles(max(128, rows), 32, 8, 3)
     if max_query_len <= 512 and max_seq_len <= 1024:  # few tiles of keys per program: two small programs per multiprocessor
         return Tiles(max(64, rows), 64, 4, 2)
-    return Tiles(max(128, rows), 128, 8, 3)
+    return Tiles(max(128, rows), 128, 8, 3, ping_pong=True)
 
 
 def decode_len_in_mixed(group: int, num_reqs: int, num_tokens: int, max_query_len: int) -> int:

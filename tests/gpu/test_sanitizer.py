@@ -23,8 +23,9 @@ def test_sanitizer_is_clean(backend: str, tool: str) -> None:
     script = [sys.executable, str(Path(__file__).with_name("sanitize_cases.py")), backend]
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": str(root)}
     subprocess.run(script, cwd=root, env=environment, check=True, capture_output=True, timeout=300)  # compiles outside the tool
-    done = subprocess.run([sanitizer, "--tool", tool, "--error-exitcode", "9", *script], cwd=root, env=environment, capture_output=True,
-                          text=True, timeout=580)  # fmt: skip
+    # torch's and cuda-bindings' probing for driver symbols would count as API errors
+    command = [sanitizer, "--tool", tool, "--error-exitcode", "9", *(["--report-api-errors", "no"] if tool == "memcheck" else []), *script]
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=580)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
     clean = "ERROR SUMMARY: 0 errors" if tool == "memcheck" else "RACECHECK SUMMARY: 0 hazards"
     assert f"{backend}: done" in done.stdout and clean in done.stdout, done.stdout[-2000:]

@@ -44,6 +44,7 @@ class CudaSampler:
     """Rounds as replays of one captured CUDA graph. Raises what the capture raises."""
 
     def __init__(self, calls: Sequence[Call]) -> None:
+        self.calls = list(calls)  # what they hold (workspaces, metadata, semaphores) must outlive the graph
         self.num_calls = len(calls)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())

@@ -14,6 +14,7 @@ import os
 import time
 import types
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +28,7 @@ from torchpaged.metadata import AttentionMetadata
 
 Step = Callable[[Tensor, AttentionMetadata], Tensor]
 Progress = Callable[[int, int, str], None]
+Ranges = Callable[..., AbstractContextManager[None]]
 
 
 @dataclass
@@ -59,6 +61,8 @@ class DecodeGraphRunner:
         watch: tensors whose addresses the graph relies on besides the buffers, such as the KV pools, by name; or a function that
             gives them, so that a replaced attribute is noticed too. Checked with ``debug``.
         debug: check every address at replay; default from ``TORCHPAGED_CHECK=1``.
+        ranges: called as ``ranges("replay", batch=3, padded=4)`` around each capture, replay and eager step, for a profiler:
+            gives a context manager, such as `torchpaged.profiling.range` does. Never called inside the step.
 
     Warm-up and capture run on padding rows only, so that they write nothing into the caches.
     """
@@ -79,6 +83,7 @@ class DecodeGraphRunner:
         progress: Progress | None = None,
         watch: Mapping[str, Tensor] | Callable[[], Mapping[str, Tensor]] | None = None,
         debug: bool | None = None,
+        ranges: Ranges | None = None,
     ) -> None:
         self.buffers = DecodeBuffers(max_batch_size, max_blocks_per_req, block_size, device, num_blocks)
         self.buckets = check_buckets(default_buckets(max_batch_size) if buckets is None else buckets, max_batch_size)
@@ -96,6 +101,7 @@ class DecodeGraphRunner:
         self._warmup_iters, self._progress = warmup_iters, progress
         self._watch = watch if callable(watch) else dict(watch or {})
         self._debug = os.environ.get("TORCHPAGED_CHECK") == "1" if debug is None else debug
+        self._ranges = _no_range if ranges is None else ranges
         self._graphs: dict[int, Captured] = {}
         self._addresses: dict[int, dict[str, int]] = {}  # per bucket, as captured
         self._reports = {n: BucketReport(n) for n in self.buckets}
@@ -117,7 +123,8 @@ class DecodeGraphRunner:
         gc.collect()
         gc.disable()  # a collection during a capture could free device memory inside it
         try:
-            self._warm_up_and_capture(bucket)
+            with self._ranges("capture", padded=bucket):
+                self._warm_up_and_capture(bucket)
         finally:
             if was_enabled:
                 gc.enable()
@@ -177,14 +184,14 @@ class DecodeGraphRunner:
         report = self._reports[bucket]
         report.hits += 1
         report.padded_rows += bucket - num_rows
-        with torch.inference_mode():
+        with self._ranges("replay", batch=num_rows, padded=bucket), torch.inference_mode():
             graph = self._graphs[bucket]
             graph.replay()
             return graph.output[:num_rows]
 
     def run_eager(self, input_ids: Sequence[int] | Tensor, seq_lens: Sequence[int], block_tables: Sequence[Sequence[int]]) -> Tensor:
         """The same step without graph, padding or compilation."""
-        with torch.inference_mode():
+        with self._ranges("run_eager", batch=len(seq_lens)), torch.inference_mode():
             self.buffers.load(input_ids, seq_lens, block_tables, len(seq_lens))
             return self._eager_step(*self.buffers.view(len(seq_lens)))
 
@@ -212,6 +219,13 @@ class DecodeGraphRunner:
             return f"batch {bucket}"
         free, _ = torch.cuda.mem_get_info(self.device)
         return f"batch {bucket}, {free / 2**30:.1f} GiB free"
+
+
+_NO_RANGE: AbstractContextManager[None] = nullcontext()
+
+
+def _no_range(name: str, **payload: object) -> AbstractContextManager[None]:
+    return _NO_RANGE
 
 
 def _bucket_step(step: Step, bucket: int) -> Step:

@@ -104,7 +104,7 @@ RULES = {
     "torchpaged/backends": ("torchpaged.backends", "torchpaged.custom_ops", "torchpaged.metadata"),
     "torchpaged/engine": (
         "torchpaged.engine", "torchpaged.graphs", "torchpaged.backends", "torchpaged.cache", "torchpaged.metadata",
-        "torchpaged.custom_ops.errors", "torchpaged.hf",
+        "torchpaged.custom_ops.errors", "torchpaged.hf", "torchpaged.profiling",
     ),
     "torchpaged/hf": ("torchpaged.hf", "torchpaged.backends", "torchpaged.cache", "torchpaged.metadata", "torchpaged.custom_ops"),
 }  # fmt: skip

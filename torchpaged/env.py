@@ -34,6 +34,7 @@ VARIABLES = (
     Variable("TORCHPAGED_CHECK", "0", "1: check device values (block ids, lengths) and captured addresses; synchronises", _flag),
     Variable("TORCHPAGED_DEBUG", "0", "1: the command line shows tracebacks", _flag),
     Variable("TORCHPAGED_NATIVE", "1", "0: do not load the native CPU kernels", _flag),
+    Variable("TORCHPAGED_NVTX", "0", "1: NVTX ranges around the engine's host work (needs torchpaged[profiling])", _flag),
 )
 
 

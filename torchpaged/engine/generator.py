@@ -31,6 +31,7 @@ from torchpaged.engine.sequence import RequestOutput, Sequence, TokenEvent
 from torchpaged.engine.text import TextStream
 from torchpaged.graphs import DecodeGraphRunner
 from torchpaged.metadata import AttentionMetadata, make_semaphore
+from torchpaged.profiling import range as profile_range
 
 DEFAULT_MAX_SEQ_LEN = 2048
 
@@ -126,7 +127,7 @@ class Generator:
                 lambda input_ids, metadata: self.model(input_ids, metadata, None),
                 max_batch_size=max_batch_size, max_blocks_per_req=per_row, block_size=cache.block_size, num_blocks=cache.num_blocks,
                 buckets=buckets if buckets is not None or on_gpu else range(1, max_batch_size + 1), device=self.device,
-                compile=on_gpu if compile == "auto" else bool(compile), progress=progress,
+                compile=on_gpu if compile == "auto" else bool(compile), progress=progress, ranges=profile_range,
                 watch={f"{side}_cache[{i}]": t for i, pools in enumerate(cache) for side, t in zip("kv", pools[:2], strict=True)},
             )  # fmt: skip
             if on_gpu:
@@ -201,30 +202,37 @@ class Generator:
         return [sequence.result() for sequence in sequences]
 
     # ------------------------------------------------------------------------------------------------- one step
-    @torch.inference_mode()
     def step(self) -> list[TokenEvent]:
         """One step of the whole batch; returns what happened."""
+        with profile_range("step", self.stats.steps), torch.inference_mode():
+            return self._step()
+
+    def _step(self) -> list[TokenEvent]:
         events, self._events = self._events, []
-        plan = self.scheduler.schedule()
+        with profile_range("admission", waiting=len(self.scheduler.waiting)):
+            plan = self.scheduler.schedule()
         events += [self._finish(sequence, None, "length") for sequence in plan.exhausted]
         if not plan.decodes and not plan.chunks:
             return events
         started = time.perf_counter()
         logits, rows = [], []
         if plan.decodes:
-            logits.append(self._decode(plan.decodes))
+            with profile_range("decode", batch=len(plan.decodes), tokens=len(plan.decodes)):
+                logits.append(self._decode(plan.decodes))
             rows += plan.decodes
         between = time.perf_counter()
         if plan.chunks:
             done = [sequence for sequence, count in plan.chunks if count == sequence.remaining]
-            logits.append(self._prefill(plan.chunks))
+            with profile_range("prefill", batch=len(plan.chunks), tokens=sum(count for _, count in plan.chunks)):
+                logits.append(self._prefill(plan.chunks))
             rows += done
         for sequence, count in [*((s, 1) for s in plan.decodes), *plan.chunks]:
             sequence.num_computed += count
         if rows:
             params = [sequence.sampling for sequence in rows]
             draws = [uniform(s.seed, len(s.output)) if s.sampling.temperature > 0 else 0.0 for s in rows]
-            tokens = sample(torch.cat(logits) if len(logits) > 1 else logits[0], params, draws).tolist()
+            with profile_range("sample", batch=len(rows)):
+                tokens = sample(torch.cat(logits) if len(logits) > 1 else logits[0], params, draws).tolist()
             events += [self._accept(sequence, token) for sequence, token in zip(rows, tokens, strict=True)]
         self._count(started, between, time.perf_counter(), len(plan.decodes), sum(count for _, count in plan.chunks))
         return events

@@ -215,6 +215,7 @@ class Generator:
         if not plan.decodes and not plan.chunks:
             return events
         started = time.perf_counter()
+        prefill_tokens = sum(count for _, count in plan.chunks)
         logits, rows = [], []
         if plan.decodes:
             with profile_range("decode", batch=len(plan.decodes), tokens=len(plan.decodes)):
@@ -223,7 +224,7 @@ class Generator:
         between = time.perf_counter()
         if plan.chunks:
             done = [sequence for sequence, count in plan.chunks if count == sequence.remaining]
-            with profile_range("prefill", batch=len(plan.chunks), tokens=sum(count for _, count in plan.chunks)):
+            with profile_range("prefill", batch=len(plan.chunks), tokens=prefill_tokens):
                 logits.append(self._prefill(plan.chunks))
             rows += done
         for sequence, count in [*((s, 1) for s in plan.decodes), *plan.chunks]:
@@ -234,7 +235,7 @@ class Generator:
             with profile_range("sample", batch=len(rows)):
                 tokens = sample(torch.cat(logits) if len(logits) > 1 else logits[0], params, draws).tolist()
             events += [self._accept(sequence, token) for sequence, token in zip(rows, tokens, strict=True)]
-        self._count(started, between, time.perf_counter(), len(plan.decodes), sum(count for _, count in plan.chunks))
+        self._count(started, between, time.perf_counter(), len(plan.decodes), prefill_tokens)
         return events
 
     def _decode(self, sequences: list[Sequence]) -> Tensor:

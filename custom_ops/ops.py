@@ -142,6 +142,11 @@ def _lazy(module: str, function: str) -> Any:
         nonlocal cached
         if cached is None:
             cached = getattr(importlib.import_module(module), function)
+        device = args[0].device
+        if device.type == "cuda" and device.index != torch.cuda.current_device():
+            with torch.cuda.device(device):  # Python kernels get no device guard from the dispatcher
+                cached(*args, **kwargs)
+            return
         cached(*args, **kwargs)
 
     launch.__name__ = function

@@ -111,7 +111,7 @@ def _check_cache_dtype(x: Tensor, cache: Tensor, k_scale: Tensor | None, v_scale
         if not fp8:
             raise ArgumentError(name, f"None for a {cache.dtype} cache", "a tensor", "scales belong to fp8 caches")
         check_dtype(name, scale, torch.float32)
-        if scale.numel() not in (1, cache.shape[2]):
+        if scale.dim() > 1 or scale.numel() not in (1, cache.shape[2]):
             raise ArgumentError(name, f"one scale or one per kv head ({cache.shape[2]})", _shape(scale))
 
 
@@ -203,6 +203,7 @@ def check_paged_attention(
     for name, per_head in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
         if per_head is not None:
             check_dims(name, per_head, q.shape[1])
+            check_last_dim(**{name: per_head})
     if alibi_slopes is not None:
         check_dtype("alibi_slopes", alibi_slopes, torch.float32)
     check_device(q.device, k_cache=k_cache, out=out, lse=lse, block_table=block_table, seq_lens=seq_lens,

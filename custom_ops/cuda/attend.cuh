@@ -5,6 +5,7 @@
 // One warp's keys of a tile to shared memory. `ids`: lane i holds the i-th block id of the current batch of tiles.
 constexpr int IDS = BLOCK_SIZE >= KEYS ? 1 : KEYS / BLOCK_SIZE;  // block ids of a warp's keys
 constexpr int BATCH = 32 / IDS;                                  // tiles whose ids one register per lane holds
+static_assert(IDS <= 32, "a lane holds one block id: at most 32 blocks per warp's keys");
 constexpr int IN_BLOCK = BLOCK_SIZE >= KEYS ? KEYS : BLOCK_SIZE;
 
 __device__ __forceinline__ int load_ids(const Params &p, const Cursor &c, int warp, int lane) {
@@ -82,7 +83,7 @@ struct Queries {
       }
       float fold = 1.f;
 #if KV_BYTES == 1 && !Q_HALF
-      // fp8 converts to fp16 only: a power of two per row brings q into fp16's range, exactly.
+      // fp8 converts to fp16 only: a power of two per row brings q into fp16's range; numbers below 2^-14 of a row's largest lose bits.
       float largest = 1e-30f;
 #pragma unroll
       for (int s = 0; s < DIM / 16; ++s)

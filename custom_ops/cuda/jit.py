@@ -13,9 +13,9 @@ import contextlib
 import ctypes
 import functools
 import hashlib
-import importlib.util
 import os
 import tempfile
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +26,24 @@ from torchpaged.custom_ops.errors import BackendUnavailableError
 _HERE = Path(__file__).parent
 
 
+@functools.cache
 def unavailable() -> str | None:
-    """Why CUDA C++ kernels can't be compiled here, or None."""
+    """Why CUDA C++ kernels can't be compiled here, or None; asks the compiler once."""
     if torch.version.cuda is None:
         return f"torch {torch.__version__} is built without CUDA"
-    with contextlib.suppress(ImportError, ValueError):
-        if importlib.util.find_spec("cuda.bindings.nvrtc") is not None:
-            return None
-    return "the cuda-bindings package is not installed; pip install 'torchpaged[cuda]'"
+    try:
+        from cuda.bindings import nvrtc
+    except ImportError:
+        return "the cuda-bindings package is not installed; pip install 'torchpaged[cuda]'"
+    try:
+        architectures = _check(nvrtc.nvrtcGetSupportedArchs(), "nvrtcGetSupportedArchs")
+    except Exception as error:  # a library that is absent or does not fit raises all sorts of things
+        return f"NVRTC can't be used: {type(error).__name__}: {error}"
+    if torch.cuda.is_available():
+        major, minor = torch.cuda.get_device_capability()
+        if major * 10 + minor not in list(architectures):
+            return f"NVRTC does not know compute capability {major}.{minor}; install a newer cuda-bindings and NVRTC"
+    return None
 
 
 def _cache() -> Path:
@@ -77,22 +87,24 @@ def compile_source(source: str, arguments: list[str]) -> bytes:
     return code
 
 
-def machine_code(file: str, macros: dict[str, int], capability: tuple[int, int]) -> bytes:
-    """Machine code of a file of this folder, from the cache or compiled now."""
+def machine_code(file: str, macros: dict[str, int], capability: tuple[int, int], fresh: bool = False) -> bytes:
+    """Machine code of a file of this folder, from the cache or compiled now; ``fresh``: compile anyway."""
     from cuda.bindings import nvrtc
 
     source, arguments = (_HERE / file).read_text(), options(macros, capability)
     version = _check(nvrtc.nvrtcVersion(), "nvrtcVersion")
     name = hashlib.sha256(repr((source, headers(), arguments, version)).encode()).hexdigest()[:32] + ".cubin"
-    target = _cache() / name
-    if target.is_file():
-        return target.read_bytes()
+    with contextlib.suppress(OSError, RuntimeError):  # no home directory, unreadable: a cache costs time, not correctness
+        target = _cache() / name
+        if not fresh and target.is_file():
+            return target.read_bytes()
     code = compile_source(source, arguments)
-    with contextlib.suppress(OSError):  # a cache that can't be written costs time, not correctness
+    with contextlib.suppress(OSError, RuntimeError):
+        target = _cache() / name
         target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=target.parent, delete=False) as file_:
-            file_.write(code)
-        os.replace(file_.name, target)  # whole or not at all: several processes may compile the same
+        with tempfile.TemporaryDirectory(dir=target.parent) as folder:  # whole or not at all: several processes may compile the same
+            (Path(folder) / name).write_bytes(code)
+            os.replace(Path(folder) / name, target)
     return code
 
 
@@ -112,9 +124,16 @@ class Kernel:
         self._early = driver.CUlaunchAttribute()
         self._early.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
         self._early.value.programmaticStreamSerializationAllowed = 1
-        self._config = driver.CUlaunchConfig()
-        self._config.gridDimY = self._config.gridDimZ = self._config.blockDimY = self._config.blockDimZ = 1
-        self._config.sharedMemBytes = shared_bytes
+        self._shared_bytes = shared_bytes
+        self._local = threading.local()  # a launch fills in a configuration: threads must not share one
+
+    def _config(self) -> Any:
+        if not hasattr(self._local, "config"):
+            config = self._driver.CUlaunchConfig()
+            config.gridDimY = config.gridDimZ = config.blockDimY = config.blockDimZ = 1
+            config.sharedMemBytes = self._shared_bytes
+            self._local.config = config
+        return self._local.config
 
     def resident(self, threads: int, cluster: int, wanted: int) -> int:
         """CTAs that run at once: ``wanted``, or for clusters (a power of two CTAs each) as many as the device places together."""
@@ -128,7 +147,7 @@ class Kernel:
                 _check(driver.cuFuncSetAttribute(self._function, allowed, 1), "cuFuncSetAttribute")
             config.gridDimX, config.gridDimY, config.gridDimZ = wanted // cluster * cluster, 1, 1
             config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
-            config.sharedMemBytes = self._config.sharedMemBytes
+            config.sharedMemBytes = self._shared_bytes
             dimension = driver.CUlaunchAttribute()
             dimension.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
             dimension.value.clusterDim.x, dimension.value.clusterDim.y, dimension.value.clusterDim.z = cluster, 1, 1
@@ -141,7 +160,7 @@ class Kernel:
 
     def launch(self, grid: int, threads: int, arguments: bytes, *, early: bool) -> None:
         """Launch on the current stream. ``arguments``: the kernel's one parameter, a struct. ``early``: programmatic dependent launch."""
-        config = self._config
+        config = self._config()
         config.gridDimX, config.blockDimX = grid, threads
         config.hStream = torch.cuda.current_stream().cuda_stream
         config.attrs, config.numAttrs = ([self._early], 1) if early else ([], 0)
@@ -154,8 +173,15 @@ class Kernel:
 
 @functools.cache
 def _kernel(file: str, name: str, macros: tuple[tuple[str, int], ...], index: int, shared_bytes: int) -> Kernel:
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(f"backend 'cuda': {file} is not compiled for this shape yet, which can't be done inside a CUDA graph capture; "
+                           "run the same call once before capturing")  # fmt: skip
     with torch.cuda.device(index):
-        return Kernel(machine_code(file, dict(macros), torch.cuda.get_device_capability(index)), name, shared_bytes)
+        capability = torch.cuda.get_device_capability(index)
+        try:
+            return Kernel(machine_code(file, dict(macros), capability), name, shared_bytes)
+        except RuntimeError:  # a damaged file in the cache, perhaps: once more from the source
+            return Kernel(machine_code(file, dict(macros), capability, fresh=True), name, shared_bytes)
 
 
 def kernel(file: str, name: str, macros: dict[str, int], device: torch.device, *, shared_bytes: int) -> Kernel:

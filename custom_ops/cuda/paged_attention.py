@@ -10,7 +10,8 @@ from torch import Tensor
 
 from torchpaged.custom_ops import validation
 from torchpaged.custom_ops.cuda import jit, specialise
-from torchpaged.custom_ops.triton.config import MAX_DECODE_QUERY_LEN
+from torchpaged.custom_ops.errors import BackendUnavailableError
+from torchpaged.custom_ops.triton.config import MAX_DECODE_QUERY_LEN, bounded_masks
 from torchpaged.custom_ops.triton.paged_attention import paged_attention as triton_paged_attention
 
 _PARAMS = struct.Struct("15Q7q2f4i")  # struct Params of decode.cu
@@ -24,20 +25,24 @@ def paged_attention(
     semaphore: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Launch; arguments as in ``custom_ops/ops.py``. Every choice here depends on shapes, never on lengths."""
-    is_decode = block_table.shape[0] > 0 and q.shape[0] > 0 and max_query_len <= MAX_DECODE_QUERY_LEN
-    if is_decode and specialise.unsupported(q, k_cache, v_cache, out, sinks, max_query_len) is None:
-        validation.check_paged_attention(
-            q, k_cache, v_cache, block_table, seq_lens, query_start_loc, out, lse, max_query_len=max_query_len, scale=scale,
-            causal=causal, window_left=window_left, window_right=window_right, logits_soft_cap=logits_soft_cap,
-            alibi_slopes=alibi_slopes, sinks=sinks, k_scale=k_scale, v_scale=v_scale, chunk_size=chunk_size,
-            semaphore=semaphore)  # fmt: skip
+    if q.device.type != "cuda":
+        raise BackendUnavailableError(f"backend 'cuda': its kernels run on an NVIDIA GPU, got tensors on {q.device.type}")
+    validation.check_paged_attention(
+        q, k_cache, v_cache, block_table, seq_lens, query_start_loc, out, lse, max_query_len=max_query_len, scale=scale,
+        causal=causal, window_left=window_left, window_right=window_right, logits_soft_cap=logits_soft_cap,
+        alibi_slopes=alibi_slopes, sinks=sinks, k_scale=k_scale, v_scale=v_scale, chunk_size=chunk_size,
+        semaphore=semaphore)  # fmt: skip
+    num_reqs = block_table.shape[0]
+    window_left, window_right, chunk_size = bounded_masks(window_left, window_right, chunk_size, block_table.shape[1] * k_cache.shape[1])
+    is_decode = num_reqs > 0 and q.shape[0] > 0 and max_query_len <= MAX_DECODE_QUERY_LEN
+    if is_decode and specialise.unsupported(q, k_cache, v_cache, out, sinks, max_query_len, num_reqs) is None:
         decode(
             q, k_cache, v_cache, block_table, seq_lens, query_start_loc, out, lse, max_query_len, scale, causal, window_left, window_right,
             logits_soft_cap, alibi_slopes, sinks, k_scale, v_scale, chunk_size, semaphore)  # fmt: skip
         return
 
     def short_queries(longest: int) -> bool:
-        if specialise.unsupported(q, k_cache, v_cache, out, sinks, longest) is not None:
+        if specialise.unsupported(q, k_cache, v_cache, out, sinks, longest, num_reqs) is not None:
             return False
         decode(
             q, k_cache, v_cache, block_table, seq_lens, query_start_loc, out, lse, longest, scale, causal, window_left, window_right,

@@ -53,7 +53,7 @@ class DecodeShape:
 
 
 #: What a CTA needs beside its stages (the warps' states), and what the hardware keeps per CTA.
-_OTHER_SHARED = 2048 + 1024
+_OTHER_SHARED = 2304 + 1024
 
 
 def _preferred(width: int, kv_bytes: int, rows: int, pairs: int, sms: int) -> DecodeShape:
@@ -92,18 +92,40 @@ def decode_shape(dim: int, dim_v: int, kv_bytes: int, rows: int, pairs: int, sms
     return shape
 
 
-def unsupported(q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, sinks: Tensor | None, max_query_len: int) -> str | None:
-    """Why the CUDA C++ decode kernel can't take this call, or None. Shapes, dtypes, strides and addresses only."""
-    if q.device.type != "cuda":
-        return f"device {q.device.type}"
-    if q.dtype not in _FLOATS or k_cache.dtype not in (q.dtype, *_FP8) or (sinks is not None and sinks.dtype != q.dtype):
-        return f"dtypes {q.dtype} and {k_cache.dtype}"
-    dim, dim_v, block_size = k_cache.shape[3], v_cache.shape[3], k_cache.shape[1]
-    rows = q.shape[1] // k_cache.shape[2] * _power_of_2(max_query_len)
+def refuse(
+    dtype: torch.dtype, kv_dtype: torch.dtype, dim: int, dim_v: int, rows: int, block_size: int, capability: tuple[int, int], keys: int
+) -> str | None:  # fmt: skip
+    """Why the decode kernel can't take these numbers, or None. ``keys``: of a warp, as `decode_shape` chose them."""
+    if dtype not in _FLOATS or kv_dtype not in (dtype, *_FP8):
+        return f"dtypes {dtype} and {kv_dtype}"
+    if kv_dtype in _FP8 and capability < (8, 9):
+        return f"fp8 conversions at compute capability {capability}"
     if dim % 16 or dim_v % 16 or max(dim, dim_v) > 256 or block_size & (block_size - 1):
         return f"head_dim {dim}/{dim_v} or block_size {block_size}"
     if rows > MAX_ROWS or -(-rows // 8) * dim_v > 512:
         return f"{rows} query rows per kv head"
+    if keys > 32 * block_size:
+        return f"block_size {block_size}: a warp's {keys} keys would lie in more than 32 blocks"
+    return None
+
+
+def unsupported(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, sinks: Tensor | None, max_query_len: int, num_reqs: int
+) -> str | None:
+    """Why the decode kernel can't take this call, or None. Checked arguments; shapes, dtypes, strides and addresses only."""
+    if q.device.type != "cuda":
+        return f"device {q.device.type}"
+    index, (block_size, num_kv_heads, dim), dim_v = q.device.index or 0, k_cache.shape[1:], v_cache.shape[3]
+    rows = q.shape[1] // num_kv_heads * _power_of_2(max_query_len)
+    reason = refuse(q.dtype, k_cache.dtype, dim, dim_v, rows, block_size, torch.cuda.get_device_capability(index), 0)
+    if reason is not None:
+        return reason
+    shape = decode_shape(dim, dim_v, k_cache.element_size(), rows, num_reqs * num_kv_heads, num_sms(index), shared_per_sm(index))
+    reason = refuse(q.dtype, k_cache.dtype, dim, dim_v, rows, block_size, torch.cuda.get_device_capability(index), shape.keys)
+    if reason is not None:
+        return reason
+    if sinks is not None and sinks.dtype != q.dtype:
+        return f"sinks in {sinks.dtype}"
     aligned = all(t.data_ptr() % 16 == 0 and all(s * t.element_size() % 16 == 0 for s in t.stride()[:-1]) for t in (k_cache, v_cache))
     if not aligned or any(t.data_ptr() % 8 or t.stride(0) % 4 or t.stride(1) % 4 for t in (q, out)):
         return "strides or addresses that are not multiples of 16 bytes (cache) or 8 (q, out)"

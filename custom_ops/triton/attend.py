@@ -56,7 +56,8 @@ def attend(
     if INTERPRET:  # the interpreter keeps bf16 as integers: arithmetic on it is silently wrong
         q = q.to(tl.float32)
     elif FP8 and q.dtype == tl.bfloat16:
-        # fp8 converts to fp16 in one instruction, to bf16 in several. A power of two per row keeps q inside fp16's range, exactly.
+        # fp8 converts to fp16 in one instruction, to bf16 in several. A power of two per row keeps q inside fp16's range
+        # (numbers below 2^-14 of a row's largest lose bits, no more).
         largest = tl.max(tl.abs(q.to(tl.float32)), 1)
         fold = tl.exp2(tl.ceil(tl.log2(tl.maximum(largest, 1e-30))))
         q = (q.to(tl.float32) / fold[:, None]).to(tl.float16)

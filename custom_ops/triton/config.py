@@ -18,6 +18,8 @@ from torchpaged.custom_ops.errors import BackendUnavailableError
 INTERPRET = os.environ.get("TRITON_INTERPRET", "0") == "1"
 #: Longest query that the decode kernel takes (speculative verification); longer ones go to the prefill kernel.
 MAX_DECODE_QUERY_LEN = 8
+#: Most query rows (query tokens x heads of a group) of the decode kernel.
+MAX_DECODE_ROWS = 128
 #: Mixed batches take two launches, decode for short queries and prefill for the others.
 SPLIT_MIXED = True
 #: How many requests the decode kernel scans at once (few sizes, few compiles); more are scanned piece by piece.
@@ -97,7 +99,14 @@ def decode_len_in_mixed(group: int, num_reqs: int, num_tokens: int, max_query_le
     """
     if num_reqs == 1 or num_tokens >= num_reqs * max_query_len:
         return 0
-    return min(MAX_DECODE_QUERY_LEN, 1 << (max(1, 16 // group).bit_length() - 1))
+    longest = min(MAX_DECODE_QUERY_LEN, 1 << (max(1, 16 // group).bit_length() - 1))
+    return longest if group * longest <= MAX_DECODE_ROWS else 0
+
+
+def bounded_masks(window_left: int, window_right: int, chunk_size: int, capacity: int) -> tuple[int, int, int]:
+    """Masks that reach past ``capacity`` tokens as open ones: positions plus a huge window would overflow 32 bits in a kernel."""
+    left, right = (-1 if window >= capacity else window for window in (window_left, window_right))
+    return left, right, 0 if chunk_size >= capacity else chunk_size
 
 
 def is_hopper(device: torch.device) -> bool:

@@ -45,6 +45,8 @@ def paged_attention(
     if (k_scale is None) != (v_scale is None):  # one flag serves both
         one = torch.ones(1, device=q.device)
         k_scale, v_scale = one if k_scale is None else k_scale, one if v_scale is None else v_scale
+    capacity = block_table.shape[1] * block_size
+    window_left, window_right, chunk_size = config.bounded_masks(window_left, window_right, chunk_size, capacity)
     group = num_heads // num_kv_heads
     tensors = (q, k_cache, v_cache, block_table, seq_lens, query_start_loc, out, lse, alibi_slopes, sinks, k_scale, v_scale)
     out_strides = (*out.stride()[:2], *(lse.stride() if lse is not None else (0, 0)))
@@ -59,13 +61,12 @@ def paged_attention(
         "ALIBI": alibi_slopes is not None, "SINKS": sinks is not None, "KV_SCALES": k_scale is not None,
         "HAS_LSE": lse is not None, "INTERPRET": config.INTERPRET,
     }  # fmt: skip
-    if max_query_len <= config.MAX_DECODE_QUERY_LEN and max_query_len * group <= 128:
+    if max_query_len <= config.MAX_DECODE_QUERY_LEN and max_query_len * group <= config.MAX_DECODE_ROWS:
         _decode(tensors, strides, flags, semaphore, max_query_len, num_reqs, num_tokens, num_kv_heads, scale, logits_soft_cap)
         return
     skip = config.decode_len_in_mixed(group, num_reqs, num_tokens, max_query_len) if config.SPLIT_MIXED else 0
     if skip and not (short_queries is not None and short_queries(skip)):
         _decode(tensors, strides, flags, semaphore, skip, num_reqs, num_tokens, num_kv_heads, scale, logits_soft_cap, longest=skip)
-    capacity = block_table.shape[1] * block_size
     tiles = config.prefill_tiles(max(dim, dim_v), group, q.element_size(), max_query_len, capacity, config.has_large_tiles(q.device))
     tokens = tiles.rows // group
     per_head = num_tokens // tokens + (min(num_reqs, 16) if skip else num_reqs)  # all tiles; when skipping, programs may take several

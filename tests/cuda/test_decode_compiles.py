@@ -48,6 +48,8 @@ OTHERS: dict[str, dict[str, Any]] = {
     "odd widths": {"heads": (5, 2, 80, 112), "block_size": 4},
     "192/128": {"heads": (16, 1, 192, 128), "block_size": 1},
     "speculative": {"heads": (4, 8, 128), "query_len": 8},
+    "fp8 many rows": {"heads": (32, 1, 128), "kv_dtype": torch.float8_e4m3fn, "block_size": 2},
+    "fp8 odd width": {"heads": (4, 2, 80), "kv_dtype": torch.float8_e5m2, "block_size": 4},
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torchpaged import BackendUnavailableError
 from torchpaged.backends import get_backend
 from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.custom_ops.cuda import jit, specialise
+from torchpaged.testing import BATCH_SPECS, make_batch, run_paged_attention
 
 SHARED = (102400, 167936, 233472)  # bytes per multiprocessor of sm_86, sm_80 and sm_90
 
@@ -22,7 +24,7 @@ def test_every_shape_fits_its_device(dim: int) -> None:
             continue
         shape = specialise.decode_shape(dim, dim, kv_bytes, rows, pairs, 132, shared)
         assert shape.warps >= 1 and shape.stages >= 2 and shape.keys % 16 == 0
-        assert shape.ctas_per_sm * (shape.shared_bytes(dim, dim, kv_bytes, rows) + 3072) <= shared
+        assert shape.ctas_per_sm * (shape.shared_bytes(dim, dim, kv_bytes, rows) + 3328) <= shared
         assert rows * dim * 4 <= shape.stage_bytes(dim, dim, kv_bytes), "states meet in a stage"
 
 
@@ -31,14 +33,51 @@ def test_clusters_only_where_two_ctas_share_a_pair() -> None:
     assert clusters == {1: 1, 8: 1, 32: 1, 44: 2, 64: 2, 66: 2, 67: 1, 512: 1}
 
 
-def cache(dtype: torch.dtype, dim: int = 64, heads: int = 2, block_size: int = 16) -> torch.Tensor:
-    return torch.zeros(4, block_size, heads, dim, dtype=dtype, device="meta")
+GOOD = {
+    "dtype": torch.bfloat16,
+    "kv_dtype": torch.bfloat16,
+    "dim": 128,
+    "dim_v": 128,
+    "rows": 4,
+    "block_size": 16,
+    "capability": (9, 0),
+    "keys": 16,
+}
 
 
-def test_what_it_leaves_to_triton() -> None:
-    q = torch.zeros(3, 8, 64, dtype=torch.bfloat16, device="meta")
-    pool = cache(torch.bfloat16)
-    assert "device" in str(specialise.unsupported(q, pool, pool, q, None, 1))
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"dtype": torch.float32, "kv_dtype": torch.float32}, "dtypes"),
+        ({"kv_dtype": torch.float16}, "dtypes"),
+        ({"kv_dtype": torch.float8_e4m3fn, "capability": (8, 0)}, "fp8 conversions"),
+        ({"kv_dtype": torch.float8_e5m2, "capability": (8, 6)}, "fp8 conversions"),
+        ({"dim": 72}, "head_dim"),
+        ({"dim_v": 512}, "head_dim"),
+        ({"block_size": 24}, "block_size"),
+        ({"rows": 33}, "query rows"),
+        ({"dim_v": 256, "rows": 17}, "query rows"),
+        ({"block_size": 1, "keys": 64}, "more than 32 blocks"),
+    ],
+    ids=str,
+)
+def test_what_it_leaves_to_triton(changed: dict[str, Any], reason: str) -> None:
+    assert specialise.refuse(**GOOD) is None
+    assert reason in str(specialise.refuse(**{**GOOD, **changed}))
+
+
+def test_fp8_with_many_rows_and_single_token_blocks_is_refused() -> None:
+    shape = specialise.decode_shape(128, 128, 1, 32, 8, 132, 233472)
+    assert shape.keys == 64, "a warp's state needs the room"
+    assert specialise.refuse(torch.bfloat16, torch.float8_e4m3fn, 128, 128, 32, 1, (9, 0), shape.keys) is not None
+    assert specialise.refuse(torch.bfloat16, torch.float8_e4m3fn, 128, 128, 32, 2, (9, 0), shape.keys) is None
+
+
+def test_tensors_elsewhere_are_refused_by_name() -> None:
+    batch = make_batch(BATCH_SPECS["decode_edges"])
+    with pytest.raises(BackendUnavailableError, match="backend 'cuda'.*cpu"):
+        pytest.importorskip("triton", reason="triton is not installed")
+        run_paged_attention(BACKEND_OPS["cuda"], batch)
 
 
 def test_why_it_is_unavailable() -> None:

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+import torchpaged
+from torchpaged import ArgumentError
 from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.testing import (
     ATTENTION_VARIANTS,
@@ -174,3 +176,15 @@ def test_bad_batches_are_refused_before_anything_is_written(argument: str, chang
         CPU.paged_attention(batch.q, batch.k_cache, batch.v_cache, batch.block_table, batch.seq_lens, batch.query_start_loc, out,
                             max_query_len=batch.max_query_len, scale=1.0)  # fmt: skip
     assert torch.all(out == 7.0)
+
+
+@pytest.mark.parametrize("name", ["alibi_slopes", "sinks"])
+@pytest.mark.parametrize("kind", ["strided", "expanded"])
+def test_numbers_per_head_must_be_contiguous(name: str, kind: str) -> None:
+    """The kernels read them with stride 1; any other stride would be another head's number."""
+    batch = make_batch(BATCH_SPECS["decode_edges"])
+    values = torch.arange(8.0)[::2] if kind == "strided" else torch.ones(1).expand(4)
+    with pytest.raises(ArgumentError, match=name):
+        torchpaged.paged_attention(
+            batch.q, batch.k_cache, batch.v_cache, batch.block_table, batch.seq_lens, batch.query_start_loc, max_query_len=1, **{name: values}
+        )  # fmt: skip

@@ -210,3 +210,12 @@ def test_rope_write_kv_into_fp8_pools(dtype: torch.dtype, scales: int | None) ->
         assert int(compared.sum()) > 150, name
         assert torch.equal(got[compared], want[compared]), name
     assert float(results[0]["v_cache"].float().nan_to_num(0.0).abs().max()) == torch.finfo(dtype).max
+
+
+@pytest.mark.parametrize("spec", ["decode_edges", "chunked"])
+def test_huge_windows_are_open(spec: str) -> None:
+    """A position plus 2**31 - 1 does not fit 32 bits; such a window hides nothing."""
+    batch = make_batch(BATCH_SPECS[spec], head_dim=16)
+    options = {"causal": False, "window_left": 2**31 - 1, "window_right": 2**31 - 1, "chunk_size": 2**31 - 1}
+    out, lse = run_paged_attention(TRITON, batch, **options)
+    assert_attention_close(out, lse, batch, causal=False)

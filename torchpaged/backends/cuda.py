@@ -1,7 +1,8 @@
 """The ``cuda`` backend: a CUDA C++ decode kernel for NVIDIA GPUs, and the Triton kernels for everything else.
 
-The kernel is compiled by NVRTC at the first call of a shape. Prefill and mixed batches, float32, and decode shapes that it does
-not take (``custom_ops/cuda/specialise.py`` lists them) run the kernels of the ``triton`` backend, with the same results.
+The kernel is compiled by NVRTC at the first call of a shape; it takes decode batches and the short queries of mixed ones. Prefill,
+float32, and decode shapes that it does not take (``custom_ops/cuda/specialise.py`` lists them) run the kernels of the ``triton`` backend,
+within the same error budget.
 """
 
 from __future__ import annotations

@@ -93,13 +93,16 @@ def decode_shape(dim: int, dim_v: int, kv_bytes: int, rows: int, pairs: int, sms
 
 
 def refuse(
-    dtype: torch.dtype, kv_dtype: torch.dtype, dim: int, dim_v: int, rows: int, block_size: int, capability: tuple[int, int], keys: int
+    dtype: torch.dtype, kv_dtype: torch.dtype, dim: int, dim_v: int, rows: int, block_size: int, compute: tuple[int, int], keys: int
 ) -> str | None:  # fmt: skip
-    """Why the decode kernel can't take these numbers, or None. ``keys``: of a warp, as `decode_shape` chose them."""
+    """Why the decode kernel can't take these numbers, or None. ``compute``: the device's compute capability.
+
+    ``keys``: of a warp, as `decode_shape` chose them.
+    """
     if dtype not in _FLOATS or kv_dtype not in (dtype, *_FP8):
         return f"dtypes {dtype} and {kv_dtype}"
-    if kv_dtype in _FP8 and capability < (8, 9):
-        return f"fp8 conversions at compute capability {capability}"
+    if kv_dtype in _FP8 and compute < (8, 9):
+        return f"fp8 conversions at compute capability {compute}"
     if dim % 16 or dim_v % 16 or max(dim, dim_v) > 256 or block_size & (block_size - 1):
         return f"head_dim {dim}/{dim_v} or block_size {block_size}"
     if rows > MAX_ROWS or -(-rows // 8) * dim_v > 512:
@@ -117,11 +120,11 @@ def unsupported(
         return f"device {q.device.type}"
     index, (block_size, num_kv_heads, dim), dim_v = q.device.index or 0, k_cache.shape[1:], v_cache.shape[3]
     rows = q.shape[1] // num_kv_heads * _power_of_2(max_query_len)
-    reason = refuse(q.dtype, k_cache.dtype, dim, dim_v, rows, block_size, torch.cuda.get_device_capability(index), 0)
+    reason = refuse(q.dtype, k_cache.dtype, dim, dim_v, rows, block_size, capability(index), 0)
     if reason is not None:
         return reason
     shape = decode_shape(dim, dim_v, k_cache.element_size(), rows, num_reqs * num_kv_heads, num_sms(index), shared_per_sm(index))
-    reason = refuse(q.dtype, k_cache.dtype, dim, dim_v, rows, block_size, torch.cuda.get_device_capability(index), shape.keys)
+    reason = refuse(q.dtype, k_cache.dtype, dim, dim_v, rows, block_size, capability(index), shape.keys)
     if reason is not None:
         return reason
     if sinks is not None and sinks.dtype != q.dtype:
@@ -177,6 +180,11 @@ def shared_per_sm(index: int) -> int:
 
 
 @functools.cache
+def capability(index: int) -> tuple[int, int]:
+    """Compute capability of a device."""
+    return torch.cuda.get_device_capability(index)
+
+
 def launches_early(index: int) -> bool:
     """Whether kernels are launched with programmatic dependent launch: compute capability 9.0 and later."""
-    return torch.cuda.get_device_capability(index) >= (9, 0)
+    return capability(index) >= (9, 0)

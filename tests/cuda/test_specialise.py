@@ -40,7 +40,7 @@ GOOD = {
     "dim_v": 128,
     "rows": 4,
     "block_size": 16,
-    "capability": (9, 0),
+    "compute": (9, 0),
     "keys": 16,
 }
 
@@ -50,8 +50,8 @@ GOOD = {
     [
         ({"dtype": torch.float32, "kv_dtype": torch.float32}, "dtypes"),
         ({"kv_dtype": torch.float16}, "dtypes"),
-        ({"kv_dtype": torch.float8_e4m3fn, "capability": (8, 0)}, "fp8 conversions"),
-        ({"kv_dtype": torch.float8_e5m2, "capability": (8, 6)}, "fp8 conversions"),
+        ({"kv_dtype": torch.float8_e4m3fn, "compute": (8, 0)}, "fp8 conversions"),
+        ({"kv_dtype": torch.float8_e5m2, "compute": (8, 6)}, "fp8 conversions"),
         ({"dim": 72}, "head_dim"),
         ({"dim_v": 512}, "head_dim"),
         ({"block_size": 24}, "block_size"),

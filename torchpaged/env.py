@@ -30,7 +30,12 @@ class Variable:
 
 VARIABLES = (
     Variable("TORCHPAGED_BACKEND", "auto", "backend of whatever is built without an explicit one: auto, cuda, triton, cpu, reference"),
-    Variable("TORCHPAGED_CACHE", "~/.cache/torchpaged", "folder of downloaded and converted models, and of compiled kernels", lambda t: Path(t).expanduser()),
+    Variable(
+        "TORCHPAGED_CACHE",
+        "~/.cache/torchpaged",
+        "folder of downloaded and converted models, and of compiled kernels",
+        lambda t: Path(t).expanduser(),
+    ),
     Variable("TORCHPAGED_CHECK", "0", "1: check device values (block ids, lengths) and captured addresses; synchronises", _flag),
     Variable("TORCHPAGED_DEBUG", "0", "1: the command line shows tracebacks", _flag),
     Variable("TORCHPAGED_NATIVE", "1", "0: do not load the native CPU kernels", _flag),

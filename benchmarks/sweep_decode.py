@@ -10,19 +10,17 @@ import argparse
 import functools
 import json
 import multiprocessing
-import random
 import sys
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from torchpaged.bench.cases import SUITES
 from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.custom_ops.cuda import paged_attention as cuda_attention
 from torchpaged.custom_ops.cuda import specialise
 from torchpaged.custom_ops.triton import config
-
-HEADS = {"llama8b": (32, 8, 128), "smol": (9, 3, 64), "gptoss": (64, 8, 64), "qwen25": (28, 4, 128)}
 
 
 @dataclass
@@ -41,17 +39,12 @@ class Case:
 
 
 def cases() -> list[Case]:
-    """The cases of the comparison, and the same in fp8 for three of them."""
-    llama = HEADS["llama8b"]
-    uniform = ((1, 1024), (1, 8192), (8, 1024), (8, 8192), (64, 4096), (256, 1024), (16, 32768), (1, 131072))
-    found = [Case(f"llama8b {b}x{n}", llama, [n] * b) for b, n in uniform]
-    found.append(Case("llama8b 1x131072+127x512", llama, [131072] + [512] * 127))
-    r = random.Random(0)
-    found.append(Case("llama8b lognormal", llama, [max(16, min(16384, int(r.lognormvariate(6.5, 1.2)))) for _ in range(128)]))
-    found += [Case(f"llama8b {b}x{n} block64", llama, [n] * b, 64) for b, n in ((8, 8192), (64, 4096))]
-    found += [Case(f"{m} {b}x{n}", HEADS[m], [n] * b) for m in ("smol", "gptoss", "qwen25") for b, n in ((8, 8192), (64, 4096))]
-    found += [Case(f"llama8b {b}x{n} fp8", llama, [n] * b, 16, torch.float8_e4m3fn) for b, n in ((8, 8192), (64, 4096), (16, 32768))]
-    return found
+    """The benchmark's decode cases, those with fp8 caches included."""
+    return [
+        Case(c.name, (c.num_heads, c.num_kv_heads, c.head_dim), list(c.seq_lens), c.block_size, c.kv_dtype)
+        for suite in ("decode", "decode-fp8")
+        for c in SUITES[suite]
+    ]
 
 
 #: ("triton", keys, warps, stages, programs per multiprocessor, least tiles, slices) or
@@ -159,7 +152,7 @@ def main() -> None:
     parser.add_argument("output")
     parser.add_argument("--cases", default="")
     parser.add_argument("--workers", type=int, default=12)
-    parser.add_argument("--configs", default="", help="JSON: {head_dim: [[keys, warps, stages, per_sm, least], ...]}")
+    parser.add_argument("--configs", default="", help="JSON: {head_dim: [configuration, ...]}, configurations as in CONFIGS")
     parser.add_argument("--verbose", action="store_true")
     options = parser.parse_args()
     table = {int(k): [tuple(c) for c in v] for k, v in json.loads(options.configs).items()} if options.configs else CONFIGS

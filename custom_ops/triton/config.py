@@ -20,8 +20,6 @@ INTERPRET = os.environ.get("TRITON_INTERPRET", "0") == "1"
 MAX_DECODE_QUERY_LEN = 8
 #: Most query rows (query tokens x heads of a group) of the decode kernel.
 MAX_DECODE_ROWS = 128
-#: Mixed batches take two launches, decode for short queries and prefill for the others.
-SPLIT_MIXED = True
 #: How many requests the decode kernel scans at once (few sizes, few compiles); more are scanned piece by piece.
 SCANS = (16, 128, 1024)
 

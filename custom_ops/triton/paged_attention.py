@@ -64,7 +64,7 @@ def paged_attention(
     if max_query_len <= config.MAX_DECODE_QUERY_LEN and max_query_len * group <= config.MAX_DECODE_ROWS:
         _decode(tensors, strides, flags, semaphore, max_query_len, num_reqs, num_tokens, num_kv_heads, scale, logits_soft_cap)
         return
-    skip = config.decode_len_in_mixed(group, num_reqs, num_tokens, max_query_len) if config.SPLIT_MIXED else 0
+    skip = config.decode_len_in_mixed(group, num_reqs, num_tokens, max_query_len)
     if skip and not (short_queries is not None and short_queries(skip)):
         _decode(tensors, strides, flags, semaphore, skip, num_reqs, num_tokens, num_kv_heads, scale, logits_soft_cap, longest=skip)
     tiles = config.prefill_tiles(max(dim, dim_v), group, q.element_size(), max_query_len, capacity, config.has_large_tiles(q.device))
@@ -101,6 +101,7 @@ def _decode(
         *tensors, part_acc, part_state, semaphore, scale, soft_cap, num_reqs, num_tokens, *strides[:2], *strides[8:],
         K_BLOCK=k_block, K_SLOT=k_slot, K_HEAD=k_head, V_BLOCK=v_block, V_SLOT=v_slot, V_HEAD=v_head, NUM_KV_HEADS=num_kv_heads,
         QUERY_LEN=query_len, TILE_M=tiles.rows, TILE_KV=tiles.keys, SLICES=tiles.slices, REQS=reqs, ONE_SCAN=num_reqs <= reqs,
-        MIN_TILES=tiles.min_tiles, ROWS=rows, PARTS=config.merged_parts(flags["DIM_V"]), PDL=config.launches_early(q.device), LONGEST=longest,
+        MIN_TILES=tiles.min_tiles, ROWS=rows, PARTS=config.merged_parts(flags["DIM_V"]), PDL=config.launches_early(q.device),
+        LONGEST=longest,
         **flags, **config.decode_options(q.device, tiles),
     )  # fmt: skip

@@ -1,8 +1,8 @@
 """Prefill and mixed attention: a program owns a tile of query tokens of one request and one kv head.
 
 The grid comes from shapes; each program finds its request on the device from ``query_start_loc``, so that prefill, chunked
-prefill and decodes share one launch; with SKIP_DECODES short queries are left to the decode kernel. The rows of a tile are query tokens x heads of the group: a tile of keys is read
-once for all of them. Key tiles that every row sees whole take a loop without masks; only the tiles at the ends of the rows'
+prefill and decodes share one launch; with SKIP_DECODES short queries are left to the decode kernel. The rows of a tile are query
+tokens x heads of the group: a tile of keys is read once for all of them. Key tiles that every row sees whole take a loop without masks; only the tiles at the ends of the rows'
 intervals are masked. Programs start with the last tokens, which see the most keys, so that short tiles fill the end.
 
 Shaped for Hopper: wgmma takes q, k and v from shared memory and p from registers, k and v arrive by cp.async. With PING_PONG the

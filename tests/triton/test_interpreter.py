@@ -92,7 +92,6 @@ def test_prefill_leaves_decodes_alone(spec: str, skip: int, monkeypatch: pytest.
 
     monkeypatch.setattr(config, "prefill_tiles", lambda *_: config.Tiles(16, 16, 4, 1))
     monkeypatch.setattr(config, "MAX_DECODE_QUERY_LEN", 0)
-    monkeypatch.setattr(config, "SPLIT_MIXED", True)
     monkeypatch.setattr(config, "decode_len_in_mixed", lambda *_: skip)
     monkeypatch.setattr(paged_attention, "_decode", lambda *_, **__: None)
     batch = make_batch(BATCH_SPECS[spec], head_dim=16)

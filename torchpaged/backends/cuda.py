@@ -7,9 +7,11 @@ within the same error budget.
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 
-from torchpaged.backends.base import Backend, Capabilities, GraphSupport
+from torchpaged.backends.base import Backend
 from torchpaged.backends.triton import BACKEND as TRITON
 from torchpaged.custom_ops import BACKEND_OPS
 
@@ -22,18 +24,9 @@ def _unavailable() -> str | None:
     return jit.unavailable() or TRITON.unavailable()
 
 
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-
 BACKEND = Backend(
     name="cuda",
-    capabilities=Capabilities(
-        device_types=("cuda",),
-        dtypes=_FLOATS,
-        kv_dtypes=(*_FLOATS, torch.float8_e4m3fn, torch.float8_e5m2),
-        graph_support=GraphSupport.ALWAYS,
-        min_compute_capability=(8, 0),
-        max_head_dim=256,
-    ),
+    capabilities=dataclasses.replace(TRITON.capabilities, device_types=("cuda",)),  # what the kernel does not take, Triton's do
     ops=BACKEND_OPS["cuda"],
     unavailable=_unavailable,
 )

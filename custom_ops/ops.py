@@ -69,6 +69,26 @@ SCHEMAS = {
     # and rows whose table is full stay as they are and get slot -1.
     "advance_step": """(Tensor sampled_token_ids, Tensor block_table, Tensor(a!) input_ids, Tensor(b!) positions,
         Tensor(c!) seq_lens, Tensor(d!) slot_mapping, *, int block_size) -> ()""",
+    # logits [B, vocab_size]; temperature (0 = greedy), top_p, min_p, repetition_penalty [B] float32; top_k [B] int32, 0 = all;
+    # seen [B, ceil(vocab_size / 32)] int32: bit v % 32 of word v // 32 says that token v occurred; seeds, counters [B] int64:
+    # row's draw is Philox of (seed, counter, token) and nothing else; out [B] int64.
+    "sample_tokens": """(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor repetition_penalty,
+        Tensor seen, Tensor seeds, Tensor counters, Tensor(a!) out) -> ()""",
+    # The end of a decode step: sampled_token_ids [B] int64 -> tokens_out [B] int64 (-1 in rows of seq_len 0), counters + 1,
+    # remaining [B] int32 - 1, seen bit set; a row whose token is one of stop_token_ids [B, S] int64 (-1 = none), whose remaining
+    # is 0 or whose table is full ends: seq_len 0, slot -1. Other rows move on as in advance_step.
+    "accept_tokens": """(Tensor sampled_token_ids, Tensor block_table, Tensor stop_token_ids, Tensor(a!) input_ids,
+        Tensor(b!) positions, Tensor(c!) seq_lens, Tensor(d!) slot_mapping, Tensor(e!) counters, Tensor(f!) remaining,
+        Tensor(g!) seen, Tensor(h!) tokens_out, *, int block_size) -> ()""",
+    # x, out [T, hidden_size], weight [hidden_size]; out = x / rms(x) * (weight + offset). With residual [T, hidden_size]: residual += x
+    # first, and the sum is normed.
+    "rms_norm": """(Tensor x, Tensor weight, Tensor(a!) out, *, float eps=1e-6, float offset=0.0, Tensor(b!)? residual=None) -> ()""",
+    # gate_up [T, 2 * I], gate in the first half; out [T, I] = activation(gate) * up. activation: "silu", "gelu_tanh" or "gelu"
+    "act_and_mul": """(Tensor gate_up, Tensor(a!) out, *, str activation="silu") -> ()""",
+    # x [T, K], weight [N, K], out [T, N] = x' @ weight.T + bias [N] + residual [T, N]. x' = rms_norm(x, norm_weight [K]) if given, else x.
+    # activation not "none": weight holds gate rows, then as many up rows, and out [T, N / 2] = activation(gate) * up, then + residual.
+    "linear": """(Tensor x, Tensor weight, Tensor(a!) out, *, Tensor? bias=None, Tensor? residual=None, Tensor? norm_weight=None,
+        float norm_eps=1e-6, float norm_offset=0.0, str activation="none") -> ()""",
 }
 
 #: Ops with a native C++ kernel. The others run their reference on a CPU, as the default and as the .cpu overload.
@@ -84,6 +104,11 @@ class BackendOps(NamedTuple):
     copy_blocks: Any
     advance_step: Any
     rope_write_kv: Any
+    sample_tokens: Any
+    accept_tokens: Any
+    rms_norm: Any
+    act_and_mul: Any
+    linear: Any
 
 
 # ---------------------------------------------------------------------------------------------------------- fakes
@@ -153,14 +178,16 @@ def _lazy(module: str, function: str) -> Any:
     return launch
 
 
-_TRITON_MODULES = {
-    "write_kv": "write_kv",
-    "paged_attention": "paged_attention",
-    "merge_attn_states": "merge_attn_states",
-    "copy_blocks": "copy_blocks",
-    "advance_step": "advance_step",
-    "rope_write_kv": "rope_write_kv",
-}
+#: Where an op's reference is, if not in reference.py.
+_REFERENCE_MODULES = {
+    "sample_tokens": "reference_sampling", "accept_tokens": "reference_sampling", "rms_norm": "reference_layers",
+    "act_and_mul": "reference_layers", "linear": "reference_layers",
+}  # fmt: skip
+_CUDA_OPS = frozenset({"paged_attention", "linear"})
+
+
+def _reference(op: str) -> Any:
+    return _lazy(f"torchpaged.custom_ops.{_REFERENCE_MODULES.get(op, 'reference')}", op)
 
 
 def _register() -> None:
@@ -169,16 +196,16 @@ def _register() -> None:
             name = f"{op}.{overload}" if overload else op
             LIBRARY.define(name + schema, tags=_TAGS)
             torch.library.register_fake(f"torchpaged::{name}", _FAKES.get(op, _fake_nothing), lib=LIBRARY)
-        reference = _lazy("torchpaged.custom_ops.reference", op)
-        triton = _lazy(f"torchpaged.custom_ops.triton.{_TRITON_MODULES[op]}", op)
+        reference = _reference(op)
+        triton = _lazy(f"torchpaged.custom_ops.triton.{op}", op)
         LIBRARY.impl(f"{op}.reference", reference, "CompositeExplicitAutograd")
         LIBRARY.impl(f"{op}.triton", triton, "CompositeExplicitAutograd")
-        cuda = _lazy("torchpaged.custom_ops.cuda.paged_attention", op) if op == "paged_attention" else triton
+        cuda = _lazy(f"torchpaged.custom_ops.cuda.{op}", op) if op in _CUDA_OPS else triton
         LIBRARY.impl(f"{op}.cuda", cuda, "CompositeExplicitAutograd")
         LIBRARY.impl(op, triton, "CUDA")
     loaded = native.load()  # registers the default and the .cpu overload of NATIVE_OPS for the CPU key
     for op in SCHEMAS:
-        reference = _lazy("torchpaged.custom_ops.reference", op)
+        reference = _reference(op)
         if not loaded:
             LIBRARY.impl(op, reference, "CPU")
             LIBRARY.impl(f"{op}.cpu", native.raise_absent, "CompositeExplicitAutograd")

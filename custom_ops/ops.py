@@ -81,8 +81,9 @@ SCHEMAS = {
         Tensor(b!) positions, Tensor(c!) seq_lens, Tensor(d!) slot_mapping, Tensor(e!) counters, Tensor(f!) remaining,
         Tensor(g!) seen, Tensor(h!) tokens_out, *, int block_size) -> ()""",
     # x, out [T, hidden_size], weight [hidden_size]; out = x / rms(x) * (weight + offset). With residual [T, hidden_size]: residual += x
-    # first, and the sum is normed.
-    "rms_norm": """(Tensor x, Tensor weight, Tensor(a!) out, *, float eps=1e-6, float offset=0.0, Tensor(b!)? residual=None) -> ()""",
+    # first, and the sum is normed. With post_residual [T, hidden_size]: added to the normed x (Gemma's norms after a block).
+    "rms_norm": """(Tensor x, Tensor weight, Tensor(a!) out, *, float eps=1e-6, float offset=0.0, Tensor(b!)? residual=None,
+        Tensor? post_residual=None) -> ()""",
     # gate_up [T, 2 * I], gate in the first half; out [T, I] = activation(gate) * up. activation: "silu", "gelu_tanh" or "gelu"
     "act_and_mul": """(Tensor gate_up, Tensor(a!) out, *, str activation="silu") -> ()""",
     # x [T, K], weight [N, K], out [T, N] = x' @ weight.T + bias [N] + residual [T, N]. x' = rms_norm(x, norm_weight [K]) if given, else x.
@@ -151,11 +152,36 @@ def _fake_paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tab
     torch._check(block_table.shape[0] == seq_lens.shape[0], lambda: "seq_lens: expected one length per table row")
 
 
+def _fake_rms_norm(x: Tensor, weight: Tensor, out: Tensor, **_: Any) -> None:
+    torch._check(x.dim() == 2 and out.dim() == 2, lambda: f"x, out: expected 2 dimensions, got {x.dim()}, {out.dim()}")
+    torch._check(x.shape[0] == out.shape[0], lambda: "out: expected as many rows as x")
+    torch._check(x.shape[1] == out.shape[1], lambda: f"out: expected {x.shape[1]} columns, got {out.shape[1]}")
+    torch._check(x.shape[1] == weight.shape[0], lambda: f"weight: expected {x.shape[1]} numbers, got {weight.shape[0]}")
+
+
+def _fake_act_and_mul(gate_up: Tensor, out: Tensor, **_: Any) -> None:
+    torch._check(gate_up.dim() == 2 and out.dim() == 2, lambda: f"gate_up, out: expected 2 dimensions, got {gate_up.dim()}, {out.dim()}")
+    torch._check(gate_up.shape[0] == out.shape[0], lambda: "out: expected as many rows as gate_up")
+    torch._check(gate_up.shape[1] == 2 * out.shape[1], lambda: f"out: expected half of {gate_up.shape[1]} columns, got {out.shape[1]}")
+
+
+def _fake_linear(x: Tensor, weight: Tensor, out: Tensor, *, activation: str = "none", **_: Any) -> None:
+    torch._check(x.dim() == 2 and weight.dim() == 2, lambda: f"x, weight: expected 2 dimensions, got {x.dim()}, {weight.dim()}")
+    torch._check(out.dim() == 2, lambda: f"out: expected 2 dimensions, got {out.dim()}")
+    torch._check(x.shape[0] == out.shape[0], lambda: "out: expected as many rows as x")
+    torch._check(x.shape[1] == weight.shape[1], lambda: f"weight: expected {x.shape[1]} columns, got {weight.shape[1]}")
+    width = out.shape[1] if activation == "none" else 2 * out.shape[1]
+    torch._check(weight.shape[0] == width, lambda: f"out: expected a row of {weight.shape[0]} numbers (half with an activation)")
+
+
 def _fake_nothing(*_: Any, **__: Any) -> None:
     return None
 
 
-_FAKES = {"write_kv": _fake_write_kv, "rope_write_kv": _fake_rope_write_kv, "paged_attention": _fake_paged_attention}
+_FAKES = {
+    "write_kv": _fake_write_kv, "rope_write_kv": _fake_rope_write_kv, "paged_attention": _fake_paged_attention,
+    "rms_norm": _fake_rms_norm, "act_and_mul": _fake_act_and_mul, "linear": _fake_linear,
+}  # fmt: skip
 
 
 # ----------------------------------------------------------------------------------------------- implementations

@@ -147,7 +147,7 @@ def check_rope_write_kv(
     if norm_offset and q_norm is None and k_norm is None:
         raise ArgumentError("norm_offset", "0 without q_norm and k_norm", str(norm_offset), "give the weights of the norms")
     for name, source in (("q", q), ("k", k), ("v", v)):
-        if _overlap(q_out, source):
+        if overlap(q_out, source):
             raise ArgumentError("q_out", f"memory apart from {name}'s", "overlapping tensors", "allocate it with torch.empty_like(q)")
     if positions.numel() and reads_values(k_cache.device):
         low, high = (int(x) for x in torch.aminmax(positions))
@@ -156,7 +156,7 @@ def check_rope_write_kv(
                                 "give cos_sin more rows")  # fmt: skip
 
 
-def _overlap(a: Tensor, b: Tensor) -> bool:
+def overlap(a: Tensor, b: Tensor) -> bool:
     """Whether the address ranges of two tensors meet."""
     if not a.numel() or not b.numel():
         return False

@@ -1,0 +1,67 @@
+"""The specification of the ops around attention (``rms_norm``, ``act_and_mul``, ``linear``) in plain torch.
+
+Dimensions: T tokens, K inputs, N outputs, I intermediate size. Everything is computed in float32 (float64 for float64 inputs) and
+rounded once, when it is stored: a norm or an activation inside ``linear`` is not rounded before its product. Kernels that use
+tensor cores round the normed input once more, which the tests' error budget allows.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from torchpaged.custom_ops import validation_layers
+
+
+def _exact(x: Tensor) -> Tensor:
+    """In the dtype of the accumulation, apart from autograd: the ops are for inference."""
+    return x.detach().to(torch.float64 if x.dtype == torch.float64 else torch.float32)
+
+
+def _normed(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
+    """RMSNorm (arXiv:1910.07467) of ``x [T, K]``, whose dtype is the accumulation's; the weight is ``offset + weight``."""
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * (offset + weight.detach().to(x.dtype))
+
+
+def _gated(gate_up: Tensor, activation: str) -> Tensor:
+    """``activation(gate) * up`` of ``[T, 2 * I]``, gate first; SwiGLU and GeGLU of arXiv:2002.05202."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    if activation == "silu":
+        return F.silu(gate) * up
+    return F.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none") * up
+
+
+def rms_norm(
+    x: Tensor, weight: Tensor, out: Tensor, *, eps: float = 1e-6, offset: float = 0.0, residual: Tensor | None = None,
+    post_residual: Tensor | None = None,
+) -> None:  # fmt: skip
+    """``out = x / rms(x) * (weight + offset)``; ``residual += x`` before it, ``+ post_residual`` after it. The unrounded sum is normed."""
+    validation_layers.check_rms_norm(x, weight, out, eps=eps, residual=residual, post_residual=post_residual)
+    total = _exact(x)
+    if residual is not None:
+        total = total + _exact(residual)
+        residual.detach().copy_(total)
+    y = _normed(total, weight, eps, offset)
+    out.copy_(y if post_residual is None else y + _exact(post_residual))
+
+
+def act_and_mul(gate_up: Tensor, out: Tensor, *, activation: str = "silu") -> None:
+    """``out [T, I] = activation(gate) * up`` of ``gate_up [T, 2 * I]``."""
+    validation_layers.check_act_and_mul(gate_up, out, activation=activation)
+    out.copy_(_gated(_exact(gate_up), activation))
+
+
+def linear(
+    x: Tensor, weight: Tensor, out: Tensor, *, bias: Tensor | None = None, residual: Tensor | None = None,
+    norm_weight: Tensor | None = None, norm_eps: float = 1e-6, norm_offset: float = 0.0, activation: str = "none",
+) -> None:  # fmt: skip
+    """``out = gate(norm(x) @ weight.T + bias) + residual``: norm, gate, bias and residual only where given."""
+    validation_layers.check_linear(
+        x, weight, out, bias=bias, residual=residual, norm_weight=norm_weight, norm_eps=norm_eps, norm_offset=norm_offset,
+        activation=activation)  # fmt: skip
+    inputs = _exact(x) if norm_weight is None else _normed(_exact(x), norm_weight, norm_eps, norm_offset)
+    y = F.linear(inputs, _exact(weight), None if bias is None else _exact(bias))
+    if activation != "none":
+        y = _gated(y, activation)
+    out.copy_(y if residual is None else y + _exact(residual))

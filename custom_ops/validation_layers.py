@@ -1,0 +1,98 @@
+"""Argument checks of ``rms_norm``, ``act_and_mul`` and ``linear``, shared by the reference and the kernels' launchers.
+
+Only shapes, dtypes, devices, strides and address ranges: no device work, nothing waits. Every message names the argument; all
+checks are done before anything is written.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torchpaged.custom_ops.errors import ArgumentError
+from torchpaged.custom_ops.validation import check_device, check_dims, check_dtype, check_last_dim, overlap
+
+#: Activations of a gate that `act_and_mul` and `linear` know; "gelu_tanh" is GELU's tanh approximation.
+ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
+FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def _check_like(x: Tensor, rows: int, width: int, **tensors: Tensor | None) -> None:
+    """Every tensor given is ``[rows, width]`` of x's dtype with a contiguous last dimension."""
+    for name, tensor in tensors.items():
+        if tensor is not None:
+            check_dims(name, tensor, rows, width)
+            check_dtype(name, tensor, x.dtype)
+            check_last_dim(**{name: tensor})
+
+
+def _check_apart(name: str, target: Tensor, **sources: Tensor | None) -> None:
+    for source_name, source in sources.items():
+        if source is not None and overlap(target, source):
+            raise ArgumentError(name, f"memory apart from {source_name}'s", "overlapping tensors", "allocate it with torch.empty")
+
+
+def _check_norm(x: Tensor, name: str, weight: Tensor, eps: float, eps_name: str) -> None:
+    check_dims(name, weight, x.shape[1])
+    check_dtype(name, weight, x.dtype, torch.float32)
+    check_last_dim(**{name: weight})
+    if not eps > 0:
+        raise ArgumentError(eps_name, "a positive number", str(eps))
+
+
+def _check_activation(activation: str, width: int, name: str, *others: str) -> None:
+    if activation not in ACTIVATIONS and activation not in others:
+        raise ArgumentError("activation", " or ".join(map(repr, (*ACTIVATIONS, *others))), repr(activation))
+    if activation not in others and width % 2:
+        raise ArgumentError(name, "an even number of rows or columns: the gate's, then as many of up", str(width))
+
+
+def check_rms_norm(
+    x: Tensor, weight: Tensor, out: Tensor, *, eps: float = 1e-6, residual: Tensor | None = None, post_residual: Tensor | None = None
+) -> None:
+    """Every argument of ``rms_norm``; raises `ArgumentError` before anything is written."""
+    check_dims("x", x, None, None)
+    check_dtype("x", x, *FLOATS)
+    check_last_dim(x=x)
+    _check_norm(x, "weight", weight, eps, "eps")
+    _check_like(x, *x.shape, out=out, residual=residual, post_residual=post_residual)
+    check_device(x.device, weight=weight, out=out, residual=residual, post_residual=post_residual)
+    _check_apart("out", out, x=x, weight=weight, residual=residual, post_residual=post_residual)
+    if residual is not None:
+        _check_apart("residual", residual, x=x, weight=weight, post_residual=post_residual)
+
+
+def check_act_and_mul(gate_up: Tensor, out: Tensor, *, activation: str = "silu") -> None:
+    """Every argument of ``act_and_mul``; raises `ArgumentError` before anything is written."""
+    check_dims("gate_up", gate_up, None, None)
+    check_dtype("gate_up", gate_up, *FLOATS)
+    check_last_dim(gate_up=gate_up)
+    _check_activation(activation, gate_up.shape[1], "gate_up")
+    _check_like(gate_up, gate_up.shape[0], gate_up.shape[1] // 2, out=out)
+    check_device(gate_up.device, out=out)
+    _check_apart("out", out, gate_up=gate_up)
+
+
+def check_linear(
+    x: Tensor, weight: Tensor, out: Tensor, *, bias: Tensor | None = None, residual: Tensor | None = None,
+    norm_weight: Tensor | None = None, norm_eps: float = 1e-6, norm_offset: float = 0.0, activation: str = "none",
+) -> None:  # fmt: skip
+    """Every argument of ``linear``; raises `ArgumentError` before anything is written."""
+    check_dims("x", x, None, None)
+    check_dtype("x", x, *FLOATS)
+    check_dims("weight", weight, None, x.shape[1])
+    check_dtype("weight", weight, x.dtype)
+    check_last_dim(x=x, weight=weight)
+    width = weight.shape[0]
+    _check_activation(activation, width, "weight", "none")
+    _check_like(x, x.shape[0], width if activation == "none" else width // 2, out=out, residual=residual)
+    if bias is not None:
+        check_dims("bias", bias, width)
+        check_dtype("bias", bias, x.dtype)
+        check_last_dim(bias=bias)
+    if norm_weight is not None:
+        _check_norm(x, "norm_weight", norm_weight, norm_eps, "norm_eps")
+    elif norm_offset:
+        raise ArgumentError("norm_offset", "0 without norm_weight", str(norm_offset), "give the weight of the norm")
+    check_device(x.device, weight=weight, out=out, bias=bias, residual=residual, norm_weight=norm_weight)
+    _check_apart("out", out, x=x, weight=weight, bias=bias, residual=residual, norm_weight=norm_weight)

@@ -6,19 +6,29 @@ Import as ``torchpaged.graphs``. It knows buffers and callables, never a backend
 if __name__ != "torchpaged.graphs":
     raise ImportError(f"import torchpaged.graphs, not {__name__!r}")
 
-from torchpaged.graphs.buckets import bucket_for, default_buckets
+from torchpaged.graphs.buckets import bucket_for, buckets_by_cost, default_buckets
 from torchpaged.graphs.buffers import DecodeBuffers
 from torchpaged.graphs.capture import CaptureBackend, CudaCapture, EagerCapture, TapeCapture
-from torchpaged.graphs.runner import BucketReport, DecodeGraphRunner
+from torchpaged.graphs.report import BucketReport, bucket_table
+from torchpaged.graphs.ring import RingFullError, TokenRing
+from torchpaged.graphs.rows import MAX_STOP_TOKEN_IDS, DecodeRows, RowState
+from torchpaged.graphs.runner import DecodeGraphRunner
 
 __all__ = [
+    "MAX_STOP_TOKEN_IDS",
     "BucketReport",
     "CaptureBackend",
     "CudaCapture",
     "DecodeBuffers",
     "DecodeGraphRunner",
+    "DecodeRows",
     "EagerCapture",
+    "RingFullError",
+    "RowState",
     "TapeCapture",
+    "TokenRing",
     "bucket_for",
+    "bucket_table",
+    "buckets_by_cost",
     "default_buckets",
 ]

@@ -1,9 +1,13 @@
-"""Batch buckets: the batch sizes a graph is captured for; a batch is padded up to the next one."""
+"""Batch buckets: the batch sizes a graph is captured for; a batch is padded up to the next one.
+
+    default_buckets(64)                                        # a fixed list
+    buckets_by_cost(64, step_ms, seen=runner.histogram())      # the list that costs least for the batches that were seen
+"""
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from torchpaged.custom_ops.errors import ArgumentError
 
@@ -36,3 +40,55 @@ def bucket_for(buckets: Sequence[int], num_rows: int) -> int:
             "input_ids", f"1 to {buckets[-1]} rows (the largest bucket)", str(num_rows), "split the batch, or build larger buckets"
         )
     return buckets[index]
+
+
+def buckets_by_cost(
+    max_batch_size: int, step_ms: Callable[[int], float], *, seen: Mapping[int, float] | None = None, bucket_ms: float = 100.0,
+    max_buckets: int | None = None,
+) -> list[int]:  # fmt: skip
+    """The buckets for which padded steps and captures together cost least; an exact dynamic program over batch sizes.
+
+    Args:
+        max_batch_size: rows of the largest bucket, which is always there.
+        step_ms: time of a step of that many rows, milliseconds; measured at a few sizes and interpolated, for instance.
+        seen: how often each number of rows comes up in what the graphs will serve (`DecodeGraphRunner.histogram` of a trial, scaled
+            up); default: every size 1000 times.
+        bucket_ms: what one more bucket costs, in milliseconds of decoding one would give for it: its capture, and its memory.
+        max_buckets: at most this many.
+
+    Returns:
+        Batch sizes, ascending.
+
+    Raises:
+        ArgumentError: no size, a bucket number below 1, or counts for sizes that can't occur.
+    """
+    if max_batch_size < 1:
+        raise ArgumentError("max_batch_size", "at least 1 row", str(max_batch_size))
+    if max_buckets is not None and max_buckets < 1:
+        raise ArgumentError("max_buckets", "at least 1", str(max_buckets))
+    counts = dict.fromkeys(range(1, max_batch_size + 1), 1000.0) if seen is None else dict(seen)
+    wrong = next((n for n, count in counts.items() if not 1 <= n <= max_batch_size or count < 0), None)
+    if wrong is not None:
+        raise ArgumentError("seen", f"counts of at least 0 for 1 to {max_batch_size} rows", f"{counts[wrong]} for {wrong} rows")
+    below = [0.0]  # steps of up to n rows
+    for n in range(1, max_batch_size + 1):
+        below.append(below[-1] + counts.get(n, 0.0))
+    times = [0.0, *(step_ms(n) for n in range(1, max_batch_size + 1))]
+    limit = min(max_buckets or max_batch_size, max_batch_size)
+    # best[n]: cheapest way to serve up to n rows with n as the largest bucket, by number of buckets used
+    best: dict[int, list[tuple[float, int, int]]] = {0: [(0.0, 0, 0)]}  # (cost, buckets, previous bucket)
+    for n in range(1, max_batch_size + 1):
+        options: dict[int, tuple[float, int, int]] = {}
+        for smaller in range(n):
+            for cost, used, _ in best[smaller]:
+                total = cost + bucket_ms + (below[n] - below[smaller]) * times[n]
+                if used < limit and (used + 1 not in options or total < options[used + 1][0]):
+                    options[used + 1] = (total, used + 1, smaller)
+        best[n] = list(options.values()) if max_buckets is not None else [min(options.values())]
+    chosen, at = [], max_batch_size
+    _, used, previous = min(best[at])
+    while at:
+        chosen.append(at)
+        at, used = previous, used - 1
+        previous = next((p for _, u, p in best[at] if u == used), 0) if max_buckets is not None else best[at][0][2]
+    return chosen[::-1]

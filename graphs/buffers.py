@@ -6,7 +6,8 @@ Padding contract: slot -1, seq_len 0, null block 0, and a ``query_start_loc`` wh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -121,6 +122,12 @@ class DecodeBuffers:
         self.seq_lens[:num_rows].zero_()
         self.query_start_loc[: num_rows + 1].zero_()
         self.block_table[:num_rows].zero_()
+
+    @contextlib.contextmanager
+    def padding(self, num_rows: int) -> Iterator[None]:
+        """The first ``num_rows`` rows are padding inside the block, for a warm-up or a capture; `load` fills them afterwards."""
+        self.load_padding(num_rows)
+        yield
 
     def check(
         self, input_ids: Sequence[int] | Tensor, seq_lens: Sequence[int], block_tables: Sequence[Sequence[int]], padded_to: int

@@ -130,7 +130,8 @@ _SYNCHRONISING = {
 }  # fmt: skip
 
 
-def _synchronises(func: Any, args: tuple[Any, ...]) -> bool:
+def synchronises(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether an op hands a device value to the host."""
     name = func._schema.name
     if name in _SYNCHRONISING or (name == "aten::repeat_interleave" and "Tensor" in func._overloadname):
         return True
@@ -147,7 +148,7 @@ class _Tape(TorchDispatchMode):
         self.ops: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        if _synchronises(func, args):
+        if synchronises(func, args):
             raise CaptureError(f"{func} reads a device value on the host: illegal while a graph is captured")
         out = func(*args, **(kwargs or {}))
         self.ops.append((func, args, kwargs or {}, out))

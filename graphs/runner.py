@@ -5,6 +5,12 @@
     logits = runner.run(input_ids=[5, 9, 2], seq_lens=[17, 4, 33], block_tables=[[1, 2], [3], [4, 5, 6]])  # [3, vocab]
 
 ``step(input_ids, metadata) -> Tensor [num_rows, ...]`` is any callable. On a CPU the same code runs with an eager capture.
+
+With `DecodeRows` as its buffers the graph holds the whole step, sampling and bookkeeping included, ``steps_per_launch`` times over;
+a launch then takes nothing from the host::
+
+    runner = DecodeGraphRunner(step, rows=rows, device="cuda")
+    runner.replay(num_rows); rows.tokens_out
 """
 
 from __future__ import annotations
@@ -15,7 +21,6 @@ import time
 import types
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -24,22 +29,13 @@ from torchpaged.custom_ops.errors import ArgumentError, CaptureError
 from torchpaged.graphs.buckets import bucket_for, check_buckets, default_buckets
 from torchpaged.graphs.buffers import DecodeBuffers
 from torchpaged.graphs.capture import CaptureBackend, Captured, CudaCapture, EagerCapture, TapeCapture
+from torchpaged.graphs.report import BucketReport, find_culprit
+from torchpaged.graphs.rows import DecodeRows
 from torchpaged.metadata import AttentionMetadata
 
 Step = Callable[[Tensor, AttentionMetadata], Tensor]
 Progress = Callable[[int, int, str], None]
 Ranges = Callable[..., AbstractContextManager[None]]
-
-
-@dataclass
-class BucketReport:
-    """What a bucket cost and did: capture time (ms), device memory taken (bytes), replays, padded rows replayed."""
-
-    bucket: int
-    capture_ms: float = 0.0
-    num_bytes: int = 0
-    hits: int = 0
-    padded_rows: int = 0
 
 
 class DecodeGraphRunner:
@@ -51,6 +47,8 @@ class DecodeGraphRunner:
         max_blocks_per_req: columns of the block table.
         block_size: tokens per block.
         num_blocks: blocks in the pools, to check ids against; None skips that check.
+        rows: in place of these four: `DecodeRows`, whose sampling and bookkeeping become part of the graph, ``rows.steps_per_launch``
+            steps a replay. `replay` and `capture` are all there is then; `run` and `run_eager` load batches from the host.
         buckets: batch sizes to capture; default `default_buckets`.
         device: where the step runs.
         capture: "auto" (CUDA graphs on a GPU, eager elsewhere) or a `CaptureBackend`.
@@ -71,10 +69,11 @@ class DecodeGraphRunner:
         self,
         step: Step,
         *,
-        max_batch_size: int,
-        max_blocks_per_req: int,
-        block_size: int,
+        max_batch_size: int | None = None,
+        max_blocks_per_req: int | None = None,
+        block_size: int | None = None,
         num_blocks: int | None = None,
+        rows: DecodeRows | None = None,
         buckets: Sequence[int] | None = None,
         device: torch.device | str = "cpu",
         capture: str | CaptureBackend = "auto",
@@ -85,7 +84,12 @@ class DecodeGraphRunner:
         debug: bool | None = None,
         ranges: Ranges | None = None,
     ) -> None:
-        self.buffers = DecodeBuffers(max_batch_size, max_blocks_per_req, block_size, device, num_blocks)
+        sizes = {"max_batch_size": max_batch_size, "max_blocks_per_req": max_blocks_per_req, "block_size": block_size}
+        self.buffers = _buffers(sizes, device, num_blocks) if rows is None else None
+        if rows is not None and any(size is not None for size in (*sizes.values(), num_blocks)):
+            raise ArgumentError("rows", "DecodeRows or sizes", "both", "the rows know their sizes")
+        self.rows = rows
+        max_batch_size = self._static.max_batch_size
         self.buckets = check_buckets(default_buckets(max_batch_size) if buckets is None else buckets, max_batch_size)
         self.device = torch.device(device)
         self._eager_step = step
@@ -105,6 +109,7 @@ class DecodeGraphRunner:
         self._graphs: dict[int, Captured] = {}
         self._addresses: dict[int, dict[str, int]] = {}  # per bucket, as captured
         self._reports = {n: BucketReport(n) for n in self.buckets}
+        self._seen: dict[int, int] = {}
 
     def capture(self) -> None:
         """Capture every bucket that is not captured yet, largest first, so that the smaller ones reuse its memory.
@@ -118,6 +123,12 @@ class DecodeGraphRunner:
             if self._progress:
                 self._progress(done + 1, len(todo), self._describe(bucket))
 
+    def capture_for(self, num_rows: int) -> None:
+        """Capture the bucket of ``num_rows`` rows unless it is captured; raises as `capture` does."""
+        bucket = bucket_for(self.buckets, num_rows)
+        if bucket not in self._graphs:
+            self._capture_one(bucket)
+
     def _capture_one(self, bucket: int) -> None:
         was_enabled = gc.isenabled()
         gc.collect()
@@ -130,23 +141,47 @@ class DecodeGraphRunner:
                 gc.enable()
 
     def _warm_up_and_capture(self, bucket: int) -> None:
-        self.buffers.load_padding(bucket)
-        input_ids, metadata = self.buffers.view(bucket)
-        step = self._steps[bucket]
+        launch = self._launch(bucket, self._steps[bucket])
         started, before = time.perf_counter(), self._memory()
         try:
-            with torch.inference_mode():
-                self._backend.warmup(lambda: step(input_ids, metadata), self._warmup_iters)
-                self._graphs[bucket] = self._backend.capture(lambda: step(input_ids, metadata), self._pool)
+            with torch.inference_mode(), self._static.padding(bucket):
+                self._backend.warmup(launch, self._warmup_iters)
+                warm = time.perf_counter()
+                self._graphs[bucket] = self._backend.capture(launch, self._pool)
         except Exception as error:
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
-                torch.cuda.empty_cache()
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            raise CaptureError(f"bucket {bucket}: the decode step could not be captured: {reason}; run_eager() still works") from error
-        report = self._reports[bucket]
-        report.capture_ms, report.num_bytes = (time.perf_counter() - started) * 1e3, self._memory() - before
+            raise self._failure(bucket, error) from error
+        report, ended = self._reports[bucket], time.perf_counter()
+        report.capture_ms, report.record_ms, report.captured = (ended - started) * 1e3, (ended - warm) * 1e3, True
+        report.num_bytes = self._memory() - before
         self._addresses[bucket] = {name: tensor.data_ptr() for name, tensor in self._fixed().items()}
+
+    def _failure(self, bucket: int, error: Exception) -> CaptureError:
+        """Free what the capture of ``bucket`` took, and say which op it was."""
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            torch.cuda.empty_cache()
+        culprit = None
+        if not isinstance(error, torch.OutOfMemoryError):
+            with torch.inference_mode(), self._static.padding(bucket):
+                culprit = find_culprit(self._launch(bucket, self._eager_step), self.device)
+        eager = "run_eager()" if self.rows is None else "launch_eager()"
+        at = f" at {culprit}" if culprit else ""
+        return CaptureError(f"bucket {bucket}: the decode step could not be captured{at}: {reason}; {eager} still works")
+
+    def _launch(self, bucket: int, step: Step) -> Callable[[], Tensor]:
+        """What one replay does: a step over the buffers, or whole steps over the rows."""
+        input_ids, metadata = self._static.view(bucket)
+        rows = self.rows
+        if rows is None:
+            return lambda: step(input_ids, metadata)
+
+        def launch() -> Tensor:
+            for index in range(rows.steps_per_launch):
+                rows.finish_step(step(input_ids, metadata), bucket, index)
+            return rows.tokens_out
+
+        return launch
 
     def run(self, input_ids: Sequence[int] | Tensor, seq_lens: Sequence[int], block_tables: Sequence[Sequence[int]]) -> Tensor:
         """One decode step.
@@ -163,19 +198,23 @@ class DecodeGraphRunner:
             ArgumentError: rows, lengths or block ids don't fit; nothing is written then.
             CaptureError: a captured address moved (debug mode), or the bucket can't be captured (first use).
         """
-        rows = len(seq_lens)
+        rows, buffers = len(seq_lens), self._host_buffers("run")
         bucket = bucket_for(self.buckets, rows)
-        self.buffers.check(input_ids, seq_lens, block_tables, bucket)
+        buffers.check(input_ids, seq_lens, block_tables, bucket)
         if bucket not in self._graphs:
             if isinstance(input_ids, Tensor):
                 input_ids = input_ids.clone()  # it may be a slice of the buffers, which a capture overwrites
             self._capture_one(bucket)
         with torch.inference_mode():
-            self.buffers.load(input_ids, seq_lens, block_tables, bucket)
+            buffers.load(input_ids, seq_lens, block_tables, bucket)
             return self.replay(rows)
 
     def replay(self, num_rows: int) -> Tensor:
-        """Replay the bucket of ``num_rows`` rows on the buffers as they are (after `advance_step`, say)."""
+        """Replay the bucket of ``num_rows`` rows on the buffers or rows as they are.
+
+        Returns:
+            The step's output for these rows; with `DecodeRows`, ``[steps_per_launch, num_rows]`` int64 tokens.
+        """
         bucket = bucket_for(self.buckets, num_rows)
         if bucket not in self._graphs:
             raise CaptureError(f"bucket {bucket}: not captured yet; call capture() or run() first")
@@ -183,24 +222,49 @@ class DecodeGraphRunner:
             self._check_addresses(bucket)
         report = self._reports[bucket]
         report.hits += 1
+        self._seen[num_rows] = self._seen.get(num_rows, 0) + 1
         report.padded_rows += bucket - num_rows
         with self._ranges("replay", batch=num_rows, padded=bucket), torch.inference_mode():
             graph = self._graphs[bucket]
             graph.replay()
-            return graph.output[:num_rows]
+            return graph.output[:num_rows] if self.rows is None else graph.output[:, :num_rows]
 
     def run_eager(self, input_ids: Sequence[int] | Tensor, seq_lens: Sequence[int], block_tables: Sequence[Sequence[int]]) -> Tensor:
         """The same step without graph, padding or compilation."""
+        buffers = self._host_buffers("run_eager")
         with self._ranges("run_eager", batch=len(seq_lens)), torch.inference_mode():
-            self.buffers.load(input_ids, seq_lens, block_tables, len(seq_lens))
-            return self._eager_step(*self.buffers.view(len(seq_lens)))
+            buffers.load(input_ids, seq_lens, block_tables, len(seq_lens))
+            return self._eager_step(*buffers.view(len(seq_lens)))
+
+    def launch_eager(self, num_rows: int) -> Tensor:
+        """What `replay` does, without graph, padding or compilation: for `DecodeRows`."""
+        if self.rows is None:
+            raise ArgumentError("rows", "a runner over DecodeRows", "one over DecodeBuffers", "call run_eager()")
+        with self._ranges("run_eager", batch=num_rows), torch.inference_mode():
+            return self._launch(num_rows, self._eager_step)()[:, :num_rows]
 
     def report(self) -> list[BucketReport]:
         """Per bucket: capture time, memory, replays and padded rows."""
         return [self._reports[bucket] for bucket in self.buckets]
 
+    @property
+    def _static(self) -> DecodeBuffers | DecodeRows:
+        static = self.buffers if self.rows is None else self.rows
+        assert static is not None
+        return static
+
+    def _host_buffers(self, asked: str) -> DecodeBuffers:
+        if self.buffers is None:
+            raise ArgumentError("rows", "a runner over DecodeBuffers", "one over DecodeRows", f"{asked}() loads a batch from the host: call "
+                                "rows.write() and replay()")  # fmt: skip
+        return self.buffers
+
+    def histogram(self) -> dict[int, int]:
+        """How often each number of rows was replayed: for `buckets_by_cost`."""
+        return dict(sorted(self._seen.items()))
+
     def _fixed(self) -> dict[str, Tensor]:
-        return {**self.buffers.tensors(), **(self._watch() if callable(self._watch) else self._watch)}
+        return {**self._static.tensors(), **(self._watch() if callable(self._watch) else self._watch)}
 
     def _check_addresses(self, bucket: int) -> None:
         captured = self._addresses[bucket]
@@ -219,6 +283,13 @@ class DecodeGraphRunner:
             return f"batch {bucket}"
         free, _ = torch.cuda.mem_get_info(self.device)
         return f"batch {bucket}, {free / 2**30:.1f} GiB free"
+
+
+def _buffers(sizes: Mapping[str, int | None], device: torch.device | str, num_blocks: int | None) -> DecodeBuffers:
+    for name, size in sizes.items():
+        if size is None:
+            raise ArgumentError(name, "a number", "None", "give the three sizes, or rows=DecodeRows(...)")
+    return DecodeBuffers(**sizes, device=device, num_blocks=num_blocks)  # type: ignore[arg-type]
 
 
 _NO_RANGE: AbstractContextManager[None] = nullcontext()

@@ -1,0 +1,82 @@
+"""What buckets cost and did: figures, a table, and the name of the op that kept a step from being captured.
+
+    print(bucket_table(runner.report()))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torchpaged.graphs.capture import synchronises
+
+
+@dataclass
+class BucketReport:
+    """What a bucket cost and did.
+
+    Attributes:
+        bucket: rows of the graph.
+        capture_ms: warm-up and capture, milliseconds; compilation, where there is one, falls into the warm-up.
+        record_ms: the capture alone, milliseconds.
+        num_bytes: device memory taken, bytes.
+        hits: replays.
+        padded_rows: rows replayed that held no request.
+        captured: whether the graph exists.
+    """
+
+    bucket: int
+    capture_ms: float = 0.0
+    record_ms: float = 0.0
+    num_bytes: int = 0
+    hits: int = 0
+    padded_rows: int = 0
+    captured: bool = False
+
+
+def bucket_table(reports: Sequence[BucketReport]) -> str:
+    """The reports as lines of text with a heading; buckets that were not captured show dashes."""
+    lines = [f"{'bucket':>6} {'warm-up + capture ms':>20} {'capture ms':>10} {'MiB':>8} {'replays':>8} {'padded rows':>11}"]
+    for r in reports:
+        cost = f"{r.capture_ms:>20.1f} {r.record_ms:>10.1f} {r.num_bytes / 2**20:>8.1f}" if r.captured else f"{'-':>20} {'-':>10} {'-':>8}"
+        lines.append(f"{r.bucket:>6} {cost} {r.hits:>8} {r.padded_rows:>11}")
+    return "\n".join(lines)
+
+
+class _Watch(TorchDispatchMode):
+    """Remembers the op that fails, or that hands a device value to the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.culprit: str | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if self.culprit is None and synchronises(func, args):
+            self.culprit = str(func)
+        try:
+            return func(*args, **(kwargs or {}))
+        except Exception:
+            self.culprit = self.culprit or str(func)
+            raise
+
+
+def find_culprit(launch: Callable[[], Tensor], device: torch.device) -> str | None:
+    """The first op of an uncompiled step that synchronises or fails, by running the step once more; None if all goes well."""
+    watch, on_gpu = _Watch(), device.type == "cuda"
+    mode = torch.cuda.get_sync_debug_mode() if on_gpu else 0
+    try:
+        if on_gpu:
+            torch.cuda.set_sync_debug_mode("error")
+        with watch:
+            launch()
+    except Exception:
+        return watch.culprit
+    finally:
+        if on_gpu:
+            torch.cuda.set_sync_debug_mode(mode)
+    return watch.culprit

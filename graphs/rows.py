@@ -1,0 +1,275 @@
+"""DecodeRows: the running requests of a decode batch, kept on the device from step to step.
+
+    rows = DecodeRows(max_batch_size=64, max_blocks_per_req=128, block_size=16, vocab_size=32000, device="cuda", ops=backend.ops)
+    rows.write({0: RowState(input_id=5, seq_len=17, blocks=[1, 2], seed=7, counter=0, remaining=64)})
+    logits = model(*rows.view(8)); rows.finish_step(logits, 8, step=0)     # inside the graph: sample, accept, move on
+    rows.tokens_out[0]                                                     # [max_batch_size] int64, -1 in idle rows
+
+A row holds one request: its token, length and blocks, how it samples and when it ends. An idle row has seq_len 0 and slot -1; idle
+rows may lie between busy ones. Updates are stream-ordered: one copy from pinned memory, then device kernels; nothing waits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from torchpaged.custom_ops import BackendOps
+from torchpaged.custom_ops.errors import ArgumentError
+from torchpaged.metadata import AttentionMetadata, make_semaphore
+
+#: Token ids that can end a row on the device; the caller looks after further ones.
+MAX_STOP_TOKEN_IDS = 16
+
+_LONGS, _INTS, _FLOATS = 5, 3, 4
+_HEAD = struct.Struct(f"={_LONGS + MAX_STOP_TOKEN_IDS}q{_INTS}i{_FLOATS}f")
+_HEAD_WORDS = _HEAD.size // 4
+
+
+@dataclass(frozen=True)
+class RowState:
+    """What a request brings into its row.
+
+    Attributes:
+        input_id: its newest token.
+        seq_len: KV tokens, this token included.
+        blocks: the blocks it owns, in order; at least one beyond the token's need per step that will run.
+        seed, counter: of its random draws (`sample_tokens`): key, and number of the next token.
+        remaining: tokens it may still produce.
+        temperature, top_k, top_p, min_p, repetition_penalty: as in ``sample_tokens``.
+        stop_token_ids: ids that end it; the first `MAX_STOP_TOKEN_IDS` are seen on the device.
+        seen: ids that a repetition penalty applies to; None leaves the row's bits as they are (penalty 1).
+    """
+
+    input_id: int
+    seq_len: int
+    blocks: Sequence[int]
+    seed: int
+    counter: int
+    remaining: int
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    stop_token_ids: Sequence[int] = ()
+    seen: Sequence[int] | None = None
+
+
+class DecodeRows:
+    """Static tensors of up to ``max_batch_size`` requests.
+
+    Args:
+        max_batch_size: rows.
+        max_blocks_per_req: columns of the block table.
+        block_size: tokens per block.
+        vocab_size: of the logits.
+        device: where the tensors live.
+        ops: whose ``sample_tokens`` and ``accept_tokens`` finish a step.
+        steps_per_launch: rows of ``tokens_out``.
+
+    Attributes:
+        input_ids, positions, slot_mapping, seeds, counters: ``[max_batch_size]`` int64.
+        seq_lens, remaining, top_k: ``[max_batch_size]`` int32.
+        temperature, top_p, min_p, repetition_penalty: ``[max_batch_size]`` float32.
+        stop_token_ids: ``[max_batch_size, 16]`` int64, -1 = none.
+        block_table: ``[max_batch_size, max_blocks_per_req]`` int32.
+        seen: ``[max_batch_size, ceil(vocab_size / 32)]`` int32, a bit per token.
+        query_start_loc: ``[max_batch_size + 1]`` int32, 0, 1, 2 ...: every row has one query token, idle ones too.
+        tokens_out: ``[steps_per_launch, max_batch_size]`` int64, what the last launch produced; -1 where a row was idle.
+        semaphore: as in `DecodeBuffers`.
+    """
+
+    def __init__(
+        self, max_batch_size: int, max_blocks_per_req: int, block_size: int, vocab_size: int, device: torch.device | str, ops: BackendOps,
+        steps_per_launch: int = 1,
+    ) -> None:  # fmt: skip
+        sizes = {"max_batch_size": max_batch_size, "max_blocks_per_req": max_blocks_per_req, "block_size": block_size,
+                 "vocab_size": vocab_size, "steps_per_launch": steps_per_launch}  # fmt: skip
+        for name, size in sizes.items():
+            if size < 1:
+                raise ArgumentError(name, "at least 1", str(size))
+        self.max_batch_size, self.max_blocks_per_req, self.block_size = max_batch_size, max_blocks_per_req, block_size
+        self.vocab_size, self.device, self.steps_per_launch = vocab_size, torch.device(device), steps_per_launch
+        self._ops, self._pin = ops, self.device.type == "cuda"
+        rows, padded = max_batch_size, -(-max_batch_size // 16) * 16  # each field starts at a multiple of 64 bytes
+        with torch.inference_mode(False):
+            self._longs = torch.zeros(_LONGS, padded, dtype=torch.int64, device=device)
+            self._ints = torch.zeros(_INTS, padded, dtype=torch.int32, device=device)
+            self._floats = torch.zeros(_FLOATS, padded, dtype=torch.float32, device=device)
+            self.stop_token_ids = torch.full((rows, MAX_STOP_TOKEN_IDS), -1, dtype=torch.int64, device=device)
+            self.block_table = torch.zeros(rows, max_blocks_per_req, dtype=torch.int32, device=device)
+            self.seen = torch.zeros(rows, -(-vocab_size // 32), dtype=torch.int32, device=device)
+            self.query_start_loc = torch.arange(rows + 1, dtype=torch.int32, device=device)
+            self.tokens_out = torch.full((steps_per_launch, padded), -1, dtype=torch.int64, device=device)
+        self.input_ids, self.positions, self.slot_mapping, self.seeds, self.counters = (x[:rows] for x in self._longs)
+        self.seq_lens, self.remaining, self.top_k = (x[:rows] for x in self._ints)
+        self.temperature, self.top_p, self.min_p, self.repetition_penalty = (x[:rows] for x in self._floats)
+        self.slot_mapping.fill_(-1)
+        self.repetition_penalty.fill_(1.0)
+        self.top_p.fill_(1.0)
+        self.semaphore = make_semaphore(rows, device)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything a captured step reads or writes, by name."""
+        names = ("input_ids", "positions", "slot_mapping", "seeds", "counters", "seq_lens", "remaining", "top_k", "temperature", "top_p",
+                 "min_p", "repetition_penalty", "stop_token_ids", "block_table", "seen", "query_start_loc", "tokens_out", "semaphore")  # fmt: skip
+        return {name: getattr(self, name) for name in names}
+
+    def view(self, num_rows: int) -> tuple[Tensor, AttentionMetadata]:
+        """The first ``num_rows`` rows as ``(input_ids, metadata)``; slices, no copies. The semaphore comes whole."""
+        return self.input_ids[:num_rows], AttentionMetadata(
+            self.block_table[:num_rows], self.seq_lens[:num_rows], self.query_start_loc[: num_rows + 1], self.slot_mapping[:num_rows],
+            self.positions[:num_rows], max_query_len=1, semaphore=self.semaphore,
+        )  # fmt: skip
+
+    # ------------------------------------------------------------------------------------------------ on the device
+    def finish_step(self, logits: Tensor, num_rows: int, step: int) -> None:
+        """End a step of the first ``num_rows`` rows: sample a token each and make the rows ready for the next step.
+
+        Args:
+            logits: ``[num_rows, vocab_size]``.
+            num_rows: rows of the step.
+            step: which row of ``tokens_out`` receives the tokens.
+        """
+        sampled = torch.empty(num_rows, dtype=torch.int64, device=self.device)
+        n = slice(num_rows)
+        self._ops.sample_tokens(
+            logits, self.temperature[n], self.top_k[n], self.top_p[n], self.min_p[n], self.repetition_penalty[n], self.seen[n],
+            self.seeds[n], self.counters[n], sampled,
+        )  # fmt: skip
+        self._ops.accept_tokens(
+            sampled, self.block_table[n], self.stop_token_ids[n], self.input_ids[n], self.positions[n], self.seq_lens[n],
+            self.slot_mapping[n], self.counters[n], self.remaining[n], self.seen[n], self.tokens_out[step, n],
+            block_size=self.block_size,
+        )  # fmt: skip
+
+    def finish_rows(self, logits: Tensor, rows: Sequence[int]) -> Tensor:
+        """As `finish_step` for chosen rows, whose logits come from a prefill. Not for captures: it reads a host list.
+
+        Args:
+            logits: ``[len(rows), vocab_size]``.
+            rows: as `write` left them, ``seq_len`` being the prompt's length.
+
+        Returns:
+            ``[len(rows)]`` int64, the sampled tokens.
+        """
+        index = self._to_device(rows)
+        longs, ints, floats = (x.index_select(1, index) for x in (self._longs, self._ints, self._floats))
+        table, stops, seen = (x.index_select(0, index) for x in (self.block_table, self.stop_token_ids, self.seen))
+        sampled, tokens = torch.empty_like(longs[0]), torch.empty_like(longs[0])
+        input_ids, positions, slots, seeds, counters = longs
+        lens, remaining, top_k = ints
+        temperature, top_p, min_p, penalty = floats
+        self._ops.sample_tokens(logits, temperature, top_k, top_p, min_p, penalty, seen, seeds, counters, sampled)
+        self._ops.accept_tokens(
+            sampled, table, stops, input_ids, positions, lens, slots, counters, remaining, seen, tokens, block_size=self.block_size
+        )  # fmt: skip
+        self._longs.index_copy_(1, index, longs)
+        self._ints.index_copy_(1, index, ints)
+        self.seen.index_copy_(0, index, seen)
+        return tokens
+
+    # ------------------------------------------------------------------------------------------------ from the host
+    def write(self, states: Mapping[int, RowState]) -> None:
+        """Put requests into rows.
+
+        Raises:
+            ArgumentError: a row, length or block list that does not fit; nothing is written then.
+        """
+        if not states:
+            return
+        for row, state in states.items():
+            self._check(row, state)
+        words = _HEAD_WORDS + self.max_blocks_per_req
+        with_seen = any(state.seen is not None for state in states.values())
+        staged = torch.zeros(len(states), 2 + words + (self.seen.shape[1] if with_seen else 0), dtype=torch.int32, pin_memory=self._pin)
+        for line, (row, state) in zip(staged, states.items(), strict=True):
+            line[0] = row
+            line[2 : 2 + _HEAD_WORDS] = torch.frombuffer(bytearray(self._pack(state)), dtype=torch.int32)
+            line[2 + _HEAD_WORDS : 2 + _HEAD_WORDS + len(state.blocks)] = torch.tensor(state.blocks, dtype=torch.int32)
+            if state.seen is not None:
+                line[2 + words :] = _bits(state.seen, self.seen.shape[1])
+        data = staged.to(self.device, non_blocking=True)
+        index, data = data[:, 0].long(), data[:, 2:]
+        longs = data[:, : 2 * (_LONGS + MAX_STOP_TOKEN_IDS)].contiguous().view(torch.int64)
+        rest = data[:, 2 * (_LONGS + MAX_STOP_TOKEN_IDS) :]
+        self._longs.index_copy_(1, index, longs[:, :_LONGS].t())
+        self.stop_token_ids.index_copy_(0, index, longs[:, _LONGS:])
+        self._ints.index_copy_(1, index, rest[:, :_INTS].t())
+        self._floats.index_copy_(1, index, rest[:, _INTS : _INTS + _FLOATS].contiguous().view(torch.float32).t())
+        self.block_table.index_copy_(0, index, data[:, _HEAD_WORDS:words])
+        if with_seen:
+            self.seen.index_copy_(0, index, data[:, words:])
+
+    def append_blocks(self, blocks: Sequence[tuple[int, int, int]]) -> None:
+        """Write ``(row, column, block)`` into the block table, ahead of the step that needs it."""
+        if blocks:
+            data = self._to_device([*(row * self.max_blocks_per_req + column for row, column, _ in blocks), *(x[2] for x in blocks)])
+            self.block_table.view(-1).index_copy_(0, data[: len(blocks)], data[len(blocks) :].int())
+
+    def clear(self, rows: Sequence[int]) -> None:
+        """Make rows idle."""
+        if rows:
+            index = self._to_device(rows)
+            self.seq_lens.index_fill_(0, index, 0)
+            self.slot_mapping.index_fill_(0, index, -1)
+
+    def move(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Move rows ``(from, to)``, without the host knowing what they hold; the old places become idle."""
+        if pairs:
+            data = self._to_device([*(old for old, _ in pairs), *(new for _, new in pairs)])
+            old, new = data[: len(pairs)], data[len(pairs) :]
+            for fields in (self._longs, self._ints, self._floats):
+                fields.index_copy_(1, new, fields.index_select(1, old))
+            for table in (self.block_table, self.stop_token_ids, self.seen):
+                table.index_copy_(0, new, table.index_select(0, old))
+            self.seq_lens.index_fill_(0, old, 0)
+            self.slot_mapping.index_fill_(0, old, -1)
+
+    @contextlib.contextmanager
+    def padding(self, num_rows: int) -> Iterator[None]:
+        """The first ``num_rows`` rows are idle inside the block, for a warm-up or a capture, and as they were afterwards."""
+        state = (self._longs, self._ints, self._floats, self.seen, self.tokens_out)
+        saved = [tensor.clone() for tensor in state]
+        self.seq_lens[:num_rows].zero_()
+        self.slot_mapping[:num_rows].fill_(-1)
+        self.input_ids[:num_rows].zero_()
+        self.positions[:num_rows].zero_()
+        try:
+            yield
+        finally:
+            for tensor, old in zip(state, saved, strict=True):
+                tensor.copy_(old)
+
+    def _check(self, row: int, state: RowState) -> None:
+        if not 0 <= row < self.max_batch_size:
+            raise ArgumentError("states", f"rows in [0, {self.max_batch_size})", str(row))
+        need = -(-state.seq_len // self.block_size)
+        if state.seq_len < 1 or not need <= len(state.blocks) <= self.max_blocks_per_req:
+            raise ArgumentError("states", f"seq_len of at least 1 within its blocks, at most {self.max_blocks_per_req} of them",
+                                f"seq_len {state.seq_len}, {len(state.blocks)} blocks")  # fmt: skip
+
+    def _pack(self, state: RowState) -> bytes:
+        last = state.seq_len - 1
+        slot = state.blocks[last // self.block_size] * self.block_size + last % self.block_size
+        stops = list(state.stop_token_ids)[:MAX_STOP_TOKEN_IDS]
+        return _HEAD.pack(
+            state.input_id, last, slot, (state.seed + 2**63) % 2**64 - 2**63, state.counter, *stops, *([-1] * (MAX_STOP_TOKEN_IDS - len(stops))), state.seq_len,
+            state.remaining, state.top_k, state.temperature, state.top_p, state.min_p, state.repetition_penalty,
+        )  # fmt: skip
+
+    def _to_device(self, numbers: Sequence[int]) -> Tensor:
+        return torch.tensor(numbers, dtype=torch.int64, pin_memory=self._pin).to(self.device, non_blocking=True)
+
+
+def _bits(tokens: Sequence[int], num_words: int) -> Tensor:
+    """``[num_words]`` int32 with bit ``t % 32`` of word ``t // 32`` set for every token ``t``."""
+    flags = torch.zeros(num_words * 32, dtype=torch.int64)
+    flags[torch.tensor(tokens, dtype=torch.int64)] = 1
+    return (flags.view(-1, 32) << torch.arange(32)).sum(-1).to(torch.int32)

@@ -14,9 +14,13 @@ except ImportError as error:
 
 from torchpaged.hf.attention import NAME, register
 from torchpaged.hf.cache import PagedCache
+from torchpaged.hf.fuse import fuse, unfuse
+from torchpaged.hf.fusion_report import FusionReport
 from torchpaged.hf.paged_model import PagedModel, kv_layer_specs
 from torchpaged.hf.support import require_supported
 
 register()
 
-__all__ = ["NAME", "PagedCache", "PagedModel", "kv_layer_specs", "register", "require_supported"]
+__all__ = [
+    "NAME", "FusionReport", "PagedCache", "PagedModel", "fuse", "kv_layer_specs", "register", "require_supported", "unfuse",
+]  # fmt: skip

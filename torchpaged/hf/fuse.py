@@ -1,0 +1,241 @@
+"""Model passes for decode: fewer, larger kernels, switched on by one call.
+
+    report = torchpaged.hf.fuse(model)                              # every pass that applies, in place
+    report = torchpaged.hf.fuse(model, passes=("qkv", "gate_up"))   # or some
+    print(report)
+    torchpaged.hf.unfuse(model)                                     # as it was, bit for bit
+
+Parameters stay where they are in ``state_dict``; those of one product share memory. Only steps over paged caches change; fuse
+last, after loading, moving, adapters and quantisation. docs/fusion.md has the passes and the launches per layer.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
+from torchpaged.hf.fused_layers import NO_ROTATION, LayerPlan, fused_forward, paged_layer
+from torchpaged.hf.fusible import ARCHITECTURES, PASSES, norm_of, why_no_table, why_not, why_unknown
+from torchpaged.hf.fusion_report import FusionReport, count_launches
+from torchpaged.hf.layer import PagedOwner
+from torchpaged.hf.rope_table import RopeTable, lazy_forward
+
+
+class _Head:
+    """The final norm and lm_head as one: the norm hands its input on while ``owner`` is set, and lm_head norms it.
+
+    ``owner`` is set for the time of one paged forward; forwards of one model must not overlap in threads.
+    """
+
+    def __init__(self, norm: nn.Module, offset: float) -> None:
+        self.norm, self.offset = norm, offset
+        self.owner: PagedOwner | None = None
+
+
+class _Fusion:
+    """What was done to a model, so that it can be undone."""
+
+    def __init__(self, base: nn.Module) -> None:
+        self.base = base
+        self.plans: list[LayerPlan] = []
+        self.tables: dict[str | None, RopeTable] = {}
+        self.changed: list[tuple[nn.Module, str]] = []
+        self.handles: list[Any] = []
+
+    def give(self, module: nn.Module, name: str, value: Any) -> None:
+        """Set an attribute of one instance; functions become methods."""
+        setattr(module, name, types.MethodType(value, module) if isinstance(value, types.FunctionType) else value)
+        self.changed.append((module, name))
+
+    def refresh(self) -> None:
+        """After the model was moved or loaded into."""
+        for plan in self.plans:
+            plan.refresh()
+        for table in self.tables.values():
+            table.ensure(table.cos_sin.shape[0], next(table.rotary.buffers()).device)
+
+
+def _apply_and_refresh(self: Any, fn: Any, recurse: bool = True) -> nn.Module:
+    """``nn.Module._apply``: what ``to()``, ``cuda()`` and ``half()`` call; private, and tests/hf/test_fuse.py notices its change."""
+    result: nn.Module = type(self)._apply(self, fn, recurse)
+    self._torchpaged_fusion.refresh()
+    return result
+
+
+def _refresh_after_load(module: Any, _keys: Any) -> None:
+    module._torchpaged_fusion.refresh()
+
+
+def _norm_forward(self: Any, hidden_states: Tensor) -> Tensor:
+    result: Tensor = hidden_states if self._torchpaged_head.owner is not None else type(self).forward(self, hidden_states)
+    return result
+
+
+def _head_forward(self: Any, hidden_states: Tensor) -> Tensor:
+    head: _Head = self._torchpaged_head
+    if head.owner is None:
+        result: Tensor = type(self).forward(self, hidden_states)
+        return result
+    weight, eps, offset = norm_of(head.norm, head.offset)
+    x = hidden_states.reshape(-1, hidden_states.shape[-1])
+    out = x.new_empty(x.shape[0], self.out_features)
+    head.owner.ops.linear(x, self.weight, out, bias=self.bias, norm_weight=weight, norm_eps=eps, norm_offset=offset)
+    return out.view(*hidden_states.shape[:-1], self.out_features)
+
+
+def _model_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """The causal LM's forward. Asked for hidden states, it keeps the final norm: the last of them is normed."""
+    head: _Head = self._torchpaged_head
+    wants = kwargs.get("output_hidden_states")
+    if wants is None:
+        wants = getattr(self.config, "output_hidden_states", False)
+    cached = None if args or wants else paged_layer(kwargs.get("past_key_values"), 0)
+    if cached is None:
+        return type(self).forward(self, *args, **kwargs)
+    head.owner = cached.owner
+    try:
+        return type(self).forward(self, **kwargs)
+    finally:
+        head.owner = None
+
+
+def _rope_of(fusion: _Fusion, layer: Any, config: Any, passes: Sequence[str]) -> tuple[RopeTable | str | None, str | None]:
+    """A layer's table, and why it has none."""
+    if not getattr(layer.self_attn, "use_rope", True):
+        return NO_ROTATION, None
+    rotary, architecture = getattr(fusion.base, "rotary_emb", None), ARCHITECTURES[type(layer).__name__]
+    kinds = getattr(rotary, "rope_type", None)
+    layer_type = layer.self_attn.layer_type if isinstance(kinds, dict) else None
+    rows = getattr(config, "max_position_embeddings", None)
+    reason = why_no_table(rotary, layer_type) or ("the config has no max_position_embeddings" if rows is None else None)
+    if reason is None and layer_type not in fusion.tables:
+        try:
+            fusion.tables[layer_type] = RopeTable(rotary, layer_type, layer.self_attn.head_dim, architecture.half_table, rows)
+        except UnsupportedModelError as error:
+            reason = str(error)
+    return (None, reason) if reason else (fusion.tables[layer_type], None)
+
+
+def _fuse_layer(fusion: _Fusion, layer: nn.Module, name: str, config: Any, passes: Sequence[str], report: FusionReport) -> None:
+    reason = why_unknown(layer)
+    taken, rope = [], None
+    for each in passes:
+        if each == "lm_head":
+            continue
+        why = reason or why_not(layer, each)
+        if why is None and each == "rope":
+            rope, why = _rope_of(fusion, layer, config, passes)
+        report.note(each, name, why)
+        if why is None:
+            taken.append(each)
+    if taken:
+        plan = LayerPlan(layer, taken, rope)
+        fusion.plans.append(plan)
+        fusion.give(layer, "_torchpaged_plan", plan)
+        fusion.give(layer, "forward", fused_forward)
+
+
+def _why_no_head(model: Any, base: Any) -> str | None:
+    head, norm = getattr(model, "lm_head", None), getattr(base, "norm", None)
+    names = {f"{architecture.family}RMSNorm" for architecture in ARCHITECTURES.values()}
+    if getattr(model, "model", None) is not base or not type(model).__name__.endswith("ForCausalLM"):
+        return f"{type(model).__name__} is no causal LM of the known kind"
+    if type(head) is not nn.Linear or type(head.weight.data) is not Tensor:
+        return f"lm_head is a {type(head).__name__}, expected a plain Linear"
+    if type(norm).__name__ not in names or not type(norm).__module__.startswith("transformers.models."):
+        return f"the final norm is a {type(norm).__name__}, expected one of the known families'"
+    for name, module in (("the model", model), ("lm_head", head), ("norm", norm)):
+        hooks = module._forward_hooks or module._forward_pre_hooks if module is not model else None
+        if hooks or "forward" in vars(module):
+            return f"{name} has forward hooks or a forward of its own"
+    return None
+
+
+def _fuse_head(fusion: _Fusion, model: Any, report: FusionReport) -> None:
+    why = _why_no_head(model, fusion.base)
+    report.note("lm_head", "lm_head", why)
+    if why is None:
+        norm = fusion.base.norm
+        offset = next(a.norm_offset for a in ARCHITECTURES.values() if type(norm).__name__ == f"{a.family}RMSNorm")
+        head = _Head(norm, offset)  # type: ignore[arg-type]
+        for module, forward in ((norm, _norm_forward), (model.lm_head, _head_forward), (model, _wrapped(model))):
+            fusion.give(module, "_torchpaged_head", head)  # type: ignore[arg-type]
+            fusion.give(module, "forward", forward)  # type: ignore[arg-type]
+
+
+def _wrapped(model: Any) -> Any:
+    """`_model_forward` with the signature of the model's own forward, which generate() reads."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return _model_forward(self, *args, **kwargs)
+
+    forward.__wrapped__ = type(model).forward  # type: ignore[attr-defined]
+    return forward
+
+
+def fuse(model: PreTrainedModel, passes: Sequence[str] | None = None, *, count: bool = True) -> FusionReport:
+    """Fuse the decoder layers of ``model`` in place, for steps over paged caches; everything else runs as before.
+
+    Args:
+        model: a causal LM of transformers (or its base model), loaded and on its device.
+        passes: some of "qkv" (one product for q, k and v), "rope" (q/k norm, rotation and cache write in one kernel), "norm" (RMSNorm
+            and residual adds inside the products), "gate_up" (gate, up and activation in one product), "lm_head" (the final norm inside
+            lm_head); default: all. One that does not apply to a layer is left out there, and the report says why.
+        count: run one token before and after, to count the launches per layer for the report.
+
+    Returns:
+        The `FusionReport`; ``print(report)`` gives a table.
+
+    Raises:
+        ArgumentError: an unknown pass, or a model that is fused already.
+        UnsupportedModelError: a model without decoder layers.
+    """
+    chosen = PASSES if passes is None else tuple(passes)
+    unknown = [each for each in chosen if each not in PASSES]
+    if unknown or isinstance(passes, str):
+        raise ArgumentError("passes", f"a sequence of {', '.join(PASSES)}", repr(passes))
+    base: Any = model.get_decoder()
+    if not isinstance(getattr(base, "layers", None), nn.ModuleList):
+        raise UnsupportedModelError(f"{type(model).__name__} has no decoder layers that fuse() could find")
+    if hasattr(base, "_torchpaged_fusion"):
+        raise ArgumentError("model", "a model that is not fused", "a fused one", "call torchpaged.hf.unfuse(model) first")
+    config = model.config.get_text_config(decoder=True)
+    report = FusionReport(type(model).__name__, len(base.layers), tuple(x for x in PASSES if x in chosen))
+    report.before = count_launches(model) if count else None
+    fusion = _Fusion(base)
+    for index, layer in enumerate(base.layers):
+        _fuse_layer(fusion, layer, f"layers.{index}", config, report.passes, report)
+    if len(fusion.plans) == len(base.layers) and all(plan.rope is not None for plan in fusion.plans) and fusion.tables:
+        fusion.give(base.rotary_emb, "forward", lazy_forward)  # nobody needs its result any more
+    if "lm_head" in chosen:
+        _fuse_head(fusion, model, report)
+    fusion.give(base, "_torchpaged_fusion", fusion)
+    fusion.give(base, "_apply", _apply_and_refresh)
+    fusion.handles.append(base.register_load_state_dict_post_hook(_refresh_after_load))
+    report.after = count_launches(model) if count else None
+    return report
+
+
+def unfuse(model: PreTrainedModel) -> None:
+    """Undo `fuse`: forwards as before, every parameter in memory of its own, values unchanged.
+
+    Raises:
+        ArgumentError: the model is not fused.
+    """
+    base: Any = model.get_decoder()
+    fusion: _Fusion | None = getattr(base, "_torchpaged_fusion", None)
+    if fusion is None:
+        raise ArgumentError("model", "a fused model", "one that is not fused")
+    for module, name in fusion.changed:
+        delattr(module, name)
+    for handle in fusion.handles:
+        handle.remove()
+    with torch.no_grad():
+        for plan in fusion.plans:
+            plan.separate()

@@ -1,0 +1,140 @@
+"""Which decoder layers `fuse` knows, and which of its passes each one allows, with the reason where not.
+
+A layer is known by its class name, the class names of its parts and its set of parts: all must be as in transformers 5.17 - 5.23.
+Replaced, quantised, hooked or sharded parts make a layer unknown: it is left alone as a whole. ``PASSES`` names the passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+#: The passes in the order of a layer's step; "lm_head" belongs to the model.
+PASSES = ("qkv", "rope", "norm", "gate_up", "lm_head")
+#: transformers' activation classes -> the name of `act_and_mul`. One of them with another way of computing it is refused.
+ACTIVATIONS = {"SiLUActivation": "silu", "SiLU": "silu", "GELUTanh": "gelu_tanh", "GELUActivation": "gelu"}
+#: Rotations whose table depends on the length of the text: rotary_emb must run.
+_LENGTH_DEPENDENT = ("dynamic", "longrope")
+
+
+class Architecture(NamedTuple):
+    """What one family's decoder layers do, beyond what they are made of.
+
+    ``norm_offset``: added to the norms' weights. ``post_norms``: norms after attention and MLP, before the residual adds.
+    ``soft_cap``: attention caps its logits. ``half_table``: rotary_emb gives each cosine once instead of twice.
+    """
+
+    family: str
+    norm_offset: float = 0.0
+    post_norms: bool = False
+    qk_norm: bool = False
+    soft_cap: bool = False
+    sinks: bool = False
+    gated_mlp: bool = True
+    half_table: bool = False
+
+
+_FAMILIES = (
+    Architecture("Llama"), Architecture("Mistral"), Architecture("Qwen2"), Architecture("Qwen3", qk_norm=True), Architecture("SmolLM3"),
+    Architecture("Gemma2", norm_offset=1.0, post_norms=True, soft_cap=True),
+    Architecture("Gemma3", norm_offset=1.0, post_norms=True, qk_norm=True),
+    Architecture("GptOss", sinks=True, gated_mlp=False, half_table=True),
+)  # fmt: skip
+#: Class name of a decoder layer -> its architecture.
+ARCHITECTURES = {f"{architecture.family}DecoderLayer": architecture for architecture in _FAMILIES}
+
+
+def norm_of(norm: nn.Module, offset: float) -> tuple[Tensor, float, float]:
+    """``(weight, eps, offset)`` of an RMSNorm module; the families name eps in two ways."""
+    eps = norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps
+    return norm.weight, float(eps), offset  # type: ignore[arg-type, return-value]
+
+
+def activation_of(mlp: nn.Module) -> str | None:
+    """The activation of a gated MLP by the op's name, or None."""
+    act = mlp.act_fn
+    if getattr(getattr(act, "act", None), "__self__", None) is act:  # "gelu_python": the same formula, but not torch's function
+        return None
+    return ACTIVATIONS.get(type(act).__name__)
+
+
+def _norms(architecture: Architecture) -> list[str]:
+    names = ["input_layernorm", "post_attention_layernorm"]
+    return [*names, "pre_feedforward_layernorm", "post_feedforward_layernorm"] if architecture.post_norms else names
+
+
+def why_unknown(layer: nn.Module) -> str | None:
+    """Why no pass may touch ``layer``; None for a layer that is what its architecture says."""
+    name = type(layer).__name__
+    architecture = ARCHITECTURES.get(name)
+    if architecture is None or not type(layer).__module__.startswith("transformers.models."):
+        return f"{name} is none of the known layers ({', '.join(a.family for a in _FAMILIES)})"
+    family, norms = architecture.family, _norms(architecture)
+    attention = ["q_proj", "k_proj", "v_proj", "o_proj"] + (["q_norm", "k_norm"] if architecture.qk_norm else [])
+    parts = {"self_attn": f"{family}Attention", "mlp": f"{family}MLP"} | dict.fromkeys(norms, f"{family}RMSNorm")
+    if set(dict(layer.named_children())) != set(parts):
+        return f"its parts are {sorted(dict(layer.named_children()))}, expected {sorted(parts)}"
+    for part, class_name in parts.items():
+        if type(getattr(layer, part)).__name__ != class_name:
+            return f"{part} is a {type(getattr(layer, part)).__name__}, expected {class_name}"
+    if set(dict(layer.self_attn.named_children())) != set(attention):  # type: ignore[union-attr]
+        return f"self_attn has {sorted(dict(layer.self_attn.named_children()))}, expected {sorted(attention)}"  # type: ignore[union-attr]
+    linears = [f"self_attn.{x}" for x in attention[:4]] + (
+        ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"] if architecture.gated_mlp else []
+    )
+    return _why_changed(layer, architecture, linears)
+
+
+def _why_changed(layer: nn.Module, architecture: Architecture, linears: Sequence[str]) -> str | None:
+    for path in linears:
+        if type(layer.get_submodule(path)) is not nn.Linear:
+            return f"{path} is a {type(layer.get_submodule(path)).__name__}, expected a plain Linear"
+    for path, module in layer.named_modules():
+        where = path or "the layer"
+        if path and (module._forward_hooks or module._forward_pre_hooks):
+            return f"{where} has forward hooks, which a fused layer would not call"
+        if "forward" in vars(module):
+            return f"{where} has a forward of its own"
+    used = [layer.get_submodule(path) for path in linears]
+    weights = [p for module in used for p in module.parameters(recurse=False)]
+    if any(type(p.data) is not Tensor for p in weights):
+        return "its weights are of a tensor subclass (quantised or sharded)"
+    if len({(p.dtype, p.device) for p in weights}) != 1:
+        return "its weights differ in dtype or device"
+    if weights[0].is_meta or weights[0].dtype not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+        return f"its weights are {weights[0].dtype} on {weights[0].device}, which the ops do not take"
+    norms = [module for module in layer.modules() if type(module).__name__ == f"{architecture.family}RMSNorm"]
+    if any(norm.weight.dtype not in (weights[0].dtype, torch.float32) for norm in norms):
+        return "its norms' weights have another dtype than its linear layers'"
+    return None
+
+
+def why_not(layer: nn.Module, name: str) -> str | None:
+    """Why pass ``name`` does not apply to a known ``layer``."""
+    architecture = ARCHITECTURES[type(layer).__name__]
+    attn, mlp = layer.self_attn, layer.mlp
+    if name == "qkv" and len({m.bias is None for m in (attn.q_proj, attn.k_proj, attn.v_proj)}) > 1:  # type: ignore[union-attr]
+        return "only some of q, k and v have a bias"
+    if name == "gate_up":
+        if not architecture.gated_mlp:
+            return "its MLP is a mixture of experts, which is left alone"
+        if activation_of(mlp) is None:  # type: ignore[arg-type]
+            return f"its activation {type(mlp.act_fn).__name__} is none of silu, gelu_tanh, gelu"  # type: ignore[union-attr]
+        if (mlp.gate_proj.bias is None) != (mlp.up_proj.bias is None):  # type: ignore[union-attr]
+            return "only one of gate and up has a bias"
+    if name == "rope" and architecture.qk_norm and attn.q_norm.weight.dtype != attn.k_norm.weight.dtype:  # type: ignore[union-attr]
+        return "q_norm and k_norm differ in dtype"
+    return None
+
+
+def why_no_table(rotary: Any, layer_type: str | None) -> str | None:
+    """Why the rotation of ``rotary_emb`` can't come from one table."""
+    if rotary is None:
+        return "the model has no rotary_emb"
+    kind = rotary.rope_type[layer_type] if isinstance(rotary.rope_type, dict) else rotary.rope_type
+    if any(word in kind for word in _LENGTH_DEPENDENT):
+        return f"its rotation ({kind}) depends on the length of the text, so no table holds it"
+    return None

@@ -1,0 +1,87 @@
+"""The rotation of a model as one table, computed by the model's own ``rotary_emb``: whatever scaling it has, the table has.
+
+    table = RopeTable(model.model.rotary_emb, None, head_dim, rows=max_position_embeddings)
+    table.cos_sin  # [rows, head_dim] float32: cosines in the first half, sines in the second
+
+Rotations whose angles depend on the length of the text (dynamic NTK, longrope) have no table.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from torchpaged.custom_ops.errors import UnsupportedModelError
+
+
+class LazyRotary(NamedTuple):
+    """What ``rotary_emb`` would be asked for: fused layers don't need it, and a layer that falls back calls `compute`."""
+
+    rotary: nn.Module
+    x: Tensor
+    position_ids: Tensor
+    arguments: tuple[Any, ...]
+
+    def compute(self) -> tuple[Tensor, Tensor]:
+        """Cosines and sines, as ``rotary_emb`` gives them."""
+        result: tuple[Tensor, Tensor] = type(self.rotary).forward(self.rotary, self.x, self.position_ids, *self.arguments)
+        return result
+
+
+def lazy_forward(self: nn.Module, x: Tensor, position_ids: Tensor, *arguments: Any, **named: Any) -> LazyRotary:
+    """``rotary_emb.forward`` while every layer is fused; ``layer_type`` is the one argument that any family adds."""
+    return LazyRotary(self, x, position_ids, (*arguments, *named.values()))
+
+
+def computed(position_embeddings: Any) -> Any:
+    """The cosines and sines themselves."""
+    return position_embeddings.compute() if isinstance(position_embeddings, LazyRotary) else position_embeddings
+
+
+class RopeTable:
+    """``cos_sin [rows, head_dim]`` float32 of one ``rotary_emb`` and layer type.
+
+    Args:
+        rotary: the module.
+        layer_type: what it is asked for as its third argument; None = it takes two.
+        head_dim: numbers per head, all of them rotated.
+        half: it gives each cosine once instead of twice.
+        rows: positions.
+
+    Raises:
+        UnsupportedModelError: what the module gives is no rotation of two halves.
+    """
+
+    def __init__(self, rotary: nn.Module, layer_type: str | None, head_dim: int, half: bool, rows: int) -> None:
+        self.rotary, self.layer_type, self.head_dim, self.half = rotary, layer_type, head_dim, half
+        self.cos_sin = torch.empty(0, head_dim)
+        self._old: list[Tensor] = []  # captured graphs may still read them
+        self.ensure(rows, next(rotary.buffers()).device)
+
+    def ensure(self, rows: int, device: torch.device) -> None:
+        """At least ``rows`` rows on ``device``."""
+        if self.cos_sin.device == device and self.cos_sin.shape[0] >= rows:
+            return
+        if torch.compiler.is_compiling():
+            raise RuntimeError(
+                f"fused model: a compiled step needs {rows} positions, the table has {self.cos_sin.shape[0]}; run one step eagerly before"
+            )
+        self._old.append(self.cos_sin)
+        with torch.inference_mode(False), torch.no_grad():
+            self.cos_sin = self._compute(rows, device)
+
+    def _compute(self, rows: int, device: torch.device) -> Tensor:
+        ones = torch.ones(1, dtype=torch.float32, device=device)
+        positions = torch.arange(rows, device=device)[None]
+        arguments = () if self.layer_type is None else (self.layer_type,)
+        cos, sin = (x[0] for x in type(self.rotary).forward(self.rotary, ones, positions, *arguments))
+        middle = self.head_dim // 2
+        if cos.shape[-1] != (middle if self.half else self.head_dim) or cos.dtype != torch.float32:
+            raise UnsupportedModelError(
+                f"{type(self.rotary).__name__} gives {cos.dtype} [{', '.join(map(str, cos.shape))}], expected float32 for {self.head_dim}"
+            )
+        if not self.half and not (torch.equal(cos[:, :middle], cos[:, middle:]) and torch.equal(sin[:, :middle], sin[:, middle:])):
+            raise UnsupportedModelError(f"{type(self.rotary).__name__} does not rotate two equal halves")
+        return torch.cat([cos[:, :middle], sin[:, :middle]], dim=-1).contiguous()

@@ -174,6 +174,23 @@ def _fake_linear(x: Tensor, weight: Tensor, out: Tensor, *, activation: str = "n
     torch._check(weight.shape[0] == width, lambda: f"out: expected a row of {weight.shape[0]} numbers (half with an activation)")
 
 
+def _fake_sample_tokens(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, repetition_penalty: Tensor,
+                        seen: Tensor, seeds: Tensor, counters: Tensor, out: Tensor) -> None:  # fmt: skip
+    torch._check(logits.dim() == 2 and seen.dim() == 2, lambda: "logits, seen: expected 2 dimensions")
+    torch._check(seen.dtype == torch.int32, lambda: f"seen: expected int32, got {seen.dtype}")
+    torch._check(out.dtype == torch.int64, lambda: f"out: expected int64, got {out.dtype}")
+    for name, t in (("temperature", temperature), ("top_k", top_k), ("top_p", top_p), ("min_p", min_p), ("seen", seen),
+                    ("repetition_penalty", repetition_penalty), ("seeds", seeds), ("counters", counters), ("out", out)):  # fmt: skip
+        torch._check(t.shape[0] == logits.shape[0], lambda name=name: f"{name}: expected as many rows as logits")
+
+
+def _fake_accept_tokens(sampled_token_ids: Tensor, block_table: Tensor, stop_token_ids: Tensor, *state: Tensor, block_size: int) -> None:
+    torch._check(block_table.dim() == 2, lambda: f"block_table: expected 2 dimensions, got {block_table.dim()}")
+    torch._check(stop_token_ids.dim() == 2, lambda: f"stop_token_ids: expected 2 dimensions, got {stop_token_ids.dim()}")
+    for t in (sampled_token_ids, stop_token_ids, *state):
+        torch._check(t.shape[0] == block_table.shape[0], lambda: "expected as many rows as block_table in every argument")
+
+
 def _fake_nothing(*_: Any, **__: Any) -> None:
     return None
 
@@ -181,6 +198,7 @@ def _fake_nothing(*_: Any, **__: Any) -> None:
 _FAKES = {
     "write_kv": _fake_write_kv, "rope_write_kv": _fake_rope_write_kv, "paged_attention": _fake_paged_attention,
     "rms_norm": _fake_rms_norm, "act_and_mul": _fake_act_and_mul, "linear": _fake_linear,
+    "sample_tokens": _fake_sample_tokens, "accept_tokens": _fake_accept_tokens,
 }  # fmt: skip
 
 

@@ -54,6 +54,8 @@ def generate(
     temperature: Annotated[float, typer.Option(help="0 = greedy")] = 0.0,
     top_k: Annotated[int, typer.Option(help="0 = all")] = 0,
     top_p: Annotated[float, typer.Option(help="1 = all")] = 1.0,
+    min_p: Annotated[float, typer.Option(help="least share of the likeliest token's probability; 0 = all")] = 0.0,
+    repetition_penalty: Annotated[float, typer.Option(help="on tokens that occurred; 1 = off")] = 1.0,
     seed: Annotated[int | None, typer.Option(help="seed of the draws; default: a fresh one")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="end at this text; may be given several times")] = None,
     ignore_eos: Annotated[bool, typer.Option(help="go on past the model's end token")] = False,
@@ -81,8 +83,8 @@ def generate(
     folder = model or str(ensure_smollm2(offline=offline, progress=not as_json))
     settings = Settings(
         folder, prompts, place, _dtype(kind, "--dtype"), backend, compile, chat, max_seq_len, block_size, num_blocks, as_json,
-        {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed,
-         "stop": tuple(stop or ()), "ignore_eos": ignore_eos},
+        {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p,
+         "repetition_penalty": repetition_penalty, "seed": seed, "stop": tuple(stop or ()), "ignore_eos": ignore_eos},
     )  # fmt: skip
     raise typer.Exit(run(settings))
 

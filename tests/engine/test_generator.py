@@ -11,7 +11,6 @@ import torch
 
 from torchpaged import ArgumentError
 from torchpaged.engine import Generator, SamplingParams
-from torchpaged.engine.sampling import sample
 from torchpaged.engine.text import TextStream
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -140,25 +139,20 @@ def test_a_seed_means_the_same_alone_and_in_company(model: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "kept"),
-    [({}, 6), ({"top_k": 2}, 2), ({"top_p": 0.6}, 2), ({"top_k": 3, "top_p": 0.99}, 3), ({"top_k": 1}, 1), ({"top_p": 1e-6}, 1)],
-    ids=str,
-)
-def test_draws_follow_the_probabilities(options: dict[str, Any], kept: int) -> None:
-    """Evenly spaced draws hit each token as often as its renormalised probability says, and no other token."""
-    probabilities = torch.tensor([0.05, 0.4, 0.1, 0.25, 0.15, 0.05])
-    count, temperature = 4000, 0.5
-    params = SamplingParams(temperature=temperature, **options)
-    logits = (probabilities.log() * temperature).expand(count, -1)
-    tokens = sample(logits, [params] * count, [(i + 0.5) / count for i in range(count)])
-    order = probabilities.argsort(descending=True, stable=True)[:kept]
-    want = torch.zeros(6).index_copy(0, order, probabilities[order] / probabilities[order].sum())
-    torch.testing.assert_close(tokens.bincount(minlength=6) / count, want, rtol=0, atol=1e-3)
-
-
-@pytest.mark.parametrize(
     "bad",
-    [{"max_new_tokens": 0}, {"temperature": -1.0}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.5}, {"stop": "text"}, {"stop": ("",)}],
+    [
+        {"max_new_tokens": 0},
+        {"temperature": -1.0},
+        {"top_k": -1},
+        {"top_p": 0.0},
+        {"top_p": 1.5},
+        {"min_p": -0.1},
+        {"min_p": 1.1},
+        {"repetition_penalty": 0.0},
+        {"seed": 2**63},
+        {"stop": "text"},
+        {"stop": ("",)},
+    ],
     ids=str,
 )
 def test_bad_sampling(bad: dict[str, Any]) -> None:

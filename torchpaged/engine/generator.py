@@ -25,7 +25,7 @@ from torchpaged.backends import Choice, GraphSupport
 from torchpaged.cache import BlockPool
 from torchpaged.custom_ops.errors import ArgumentError, BackendUnavailableError
 from torchpaged.engine.model import PagedModelProtocol
-from torchpaged.engine.sampling import SamplingParams, sample, uniform
+from torchpaged.engine.sampling import SamplingParams, sample, seen_tokens
 from torchpaged.engine.scheduler import Scheduler
 from torchpaged.engine.sequence import RequestOutput, Sequence, TokenEvent
 from torchpaged.engine.text import TextStream
@@ -231,9 +231,12 @@ class Generator:
             sequence.num_computed += count
         if rows:
             params = [sequence.sampling for sequence in rows]
-            draws = [uniform(s.seed, len(s.output)) if s.sampling.temperature > 0 else 0.0 for s in rows]
+            seeds, counters = [s.seed for s in rows], [len(s.output) for s in rows]
             with profile_range("sample", batch=len(rows)):
-                tokens = sample(torch.cat(logits) if len(logits) > 1 else logits[0], params, draws).tolist()
+                last = torch.cat(logits) if len(logits) > 1 else logits[0]
+                penalised = any(p.repetition_penalty != 1.0 for p in params)
+                seen = seen_tokens([s.tokens for s in rows], last.shape[1]) if penalised else None
+                tokens = sample(last, params, seeds, counters, seen).tolist()
             events += [self._accept(sequence, token) for sequence, token in zip(rows, tokens, strict=True)]
         self._count(started, between, time.perf_counter(), len(plan.decodes), prefill_tokens)
         return events

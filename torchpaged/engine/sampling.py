@@ -1,17 +1,17 @@
-"""Sampling parameters of a request, and drawing tokens for a batch of them.
+"""Sampling parameters of a request, and drawing tokens for a batch of them with the op ``sample_tokens``.
 
 Token ``t`` of a request is drawn from ``(seed, t)`` alone: batch composition, preemption and recomputation never change it.
 """
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.custom_ops.errors import ArgumentError
 
 
@@ -24,7 +24,10 @@ class SamplingParams:
         temperature: 0 = greedy; else logits are divided by it.
         top_k: the k likeliest tokens only; 0 = all.
         top_p: the likeliest tokens whose probabilities sum to p; 1 = all (nucleus sampling, arXiv:1904.09751).
-        seed: of this request's draws; None = a fresh one.
+        min_p: tokens with at least this share of the likeliest one's probability only; 0 = all (arXiv:2407.01082).
+        repetition_penalty: divides the positive and multiplies the negative logits of tokens that occurred in prompt or output;
+            1 = off (arXiv:1909.05858).
+        seed: of this request's draws, 64 bits; None = a fresh one.
         stop: strings that end the text; they are not part of it.
         stop_token_ids: token ids that end it, besides the model's own end.
         ignore_eos: go on past the model's end token.
@@ -34,6 +37,8 @@ class SamplingParams:
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -48,41 +53,66 @@ class SamplingParams:
             raise ArgumentError("top_k", "0 (off) or at least 1", str(self.top_k))
         if not 0.0 < self.top_p <= 1.0:
             raise ArgumentError("top_p", "a number in (0, 1]", str(self.top_p))
+        if not 0.0 <= self.min_p <= 1.0:
+            raise ArgumentError("min_p", "a number in [0, 1]", str(self.min_p))
+        if not 0.0 < self.repetition_penalty < float("inf"):
+            raise ArgumentError("repetition_penalty", "a positive number (1 = off)", str(self.repetition_penalty))
+        if self.seed is not None and not -(2**63) <= self.seed < 2**63:
+            raise ArgumentError("seed", "a signed 64-bit integer", str(self.seed))
         if isinstance(self.stop, str) or any(not text for text in self.stop):
             raise ArgumentError("stop", "a tuple of non-empty strings", repr(self.stop))
 
 
-def uniform(seed: int, step: int) -> float:
-    """A number in [0, 1) that depends on ``(seed, step)`` only (Python's own seeding from a string, stable across versions)."""
-    return random.Random(f"{seed}:{step}").random()
+def seen_tokens(tokens: Sequence[Sequence[int]], vocab_size: int) -> Tensor:
+    """The bit masks that a repetition penalty reads, on the CPU.
+
+    Args:
+        tokens: of each row, prompt and output.
+        vocab_size: tokens of the vocabulary.
+
+    Returns:
+        ``[num_rows, ceil(vocab_size / 32)]`` int32; bit ``v % 32`` of word ``v // 32`` says that token ``v`` occurred.
+    """
+    seen = torch.zeros(len(tokens), -(-vocab_size // 32), 32, dtype=torch.bool)
+    for row, occurred in zip(seen, tokens, strict=True):
+        row.view(-1)[torch.tensor(occurred, dtype=torch.int64)] = True
+    bits = torch.tensor([1 << bit for bit in range(32)])
+    return (seen * bits).sum(-1).to(torch.int32)
 
 
-def sample(logits: Tensor, params: Sequence[SamplingParams], draws: Sequence[float]) -> Tensor:
+def sample(logits: Tensor, params: Sequence[SamplingParams], seeds: Sequence[int], counters: Sequence[int],
+           seen: Tensor | None = None) -> Tensor:  # fmt: skip
     """One token per row.
 
     Args:
-        logits: ``[num_rows, vocab_size]``.
+        logits: ``[num_rows, vocab_size]`` float32, bfloat16 or float16.
         params: of each row.
-        draws: a uniform number in [0, 1) per row; ignored by greedy rows.
+        seeds: of each row's request, signed 64-bit integers.
+        counters: tokens that the request has drawn before.
+        seen: as from `seen_tokens`, on any device; needed where some row has a repetition penalty.
 
     Returns:
         ``[num_rows]`` int64 on the logits' device.
+
+    Raises:
+        ArgumentError: a repetition penalty without ``seen``, or what the op refuses.
     """
-    greedy = logits.argmax(-1)
-    rows = [i for i, p in enumerate(params) if p.temperature > 0]
-    if not rows:
-        return greedy
-    device, vocab = logits.device, logits.shape[-1]
-    index = torch.tensor(rows, device=device)
-    temperature = torch.tensor([params[i].temperature for i in rows], device=device)
-    top_k = torch.tensor([params[i].top_k or vocab for i in rows], device=device)
-    top_p = torch.tensor([params[i].top_p for i in rows], device=device)
-    draw = torch.tensor([draws[i] for i in rows], device=device, dtype=torch.float64)
-    ordered, tokens = (logits[index].float() / temperature[:, None]).sort(dim=-1, descending=True, stable=True)
-    ordered = ordered.masked_fill(torch.arange(vocab, device=device)[None] >= top_k[:, None], float("-inf"))
-    probabilities = ordered.softmax(-1)
-    before = probabilities.cumsum(-1) - probabilities  # of all likelier tokens; 0 for the first, so one always stays
-    probabilities = probabilities.masked_fill(before >= top_p[:, None], 0.0)
-    cumulative = probabilities.double().cumsum(-1)
-    rank = (cumulative <= draw[:, None] * cumulative[:, -1:]).sum(-1).clamp_max(vocab - 1)
-    return greedy.index_copy(0, index, tokens.gather(1, rank[:, None])[:, 0])
+    device, on_gpu = logits.device, logits.device.type == "cuda"
+
+    def column(values: Sequence[float], dtype: torch.dtype) -> Tensor:
+        return torch.tensor(values, dtype=dtype, pin_memory=on_gpu).to(device, non_blocking=True)
+
+    penalties = [p.repetition_penalty for p in params]
+    if seen is None:
+        if any(penalty != 1.0 for penalty in penalties):
+            raise ArgumentError("seen", "a mask of seen tokens, since a row has a repetition penalty", "None", "build it with seen_tokens")
+        seen = torch.zeros(1, -(-logits.shape[1] // 32), dtype=torch.int32, device=device).expand(len(params), -1)  # read by no row
+    elif on_gpu and seen.device.type == "cpu":
+        seen = seen.pin_memory()
+    out = torch.empty(len(params), dtype=torch.int64, device=device)
+    BACKEND_OPS["default"].sample_tokens(
+        logits, column([p.temperature for p in params], torch.float32), column([min(p.top_k, logits.shape[1]) for p in params], torch.int32),
+        column([p.top_p for p in params], torch.float32), column([p.min_p for p in params], torch.float32),
+        column(penalties, torch.float32), seen.to(device, non_blocking=True), column(seeds, torch.int64), column(counters, torch.int64), out,
+    )  # fmt: skip
+    return out

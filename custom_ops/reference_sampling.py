@@ -1,0 +1,145 @@
+"""Sampling and step acceptance in plain torch: the specification of ``sample_tokens`` and ``accept_tokens``.
+
+A row of logits becomes a token in this order (NaN logits count as -inf):
+
+1. repetition penalty (arXiv:1909.05858, as transformers has it): a seen token's logit is divided by p if positive, else multiplied;
+   in float32, so that ties are the same in every backend. Called z from here on.
+2. temperature 0: the token with the largest z, the lowest index of equals. No more steps.
+3. likelihood is softmax(z / temperature). Tokens are ordered by z, equals by index. Kept are the first ``top_k``; of these, those whose
+   likelier ones hold less than ``top_p`` of the mass of these; of all, those with at least ``min_p`` times the largest likelihood.
+4. the token is the kept one with the largest z / temperature + g, g its Gumbel noise: a draw from the renormalised likelihoods.
+
+The noise of token ``v`` is a function of the row's seed and counter and of ``v`` alone. Its 32 random bits are word ``v % 4`` of
+Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) with key words (low, high) of the seed and counter
+words (v // 4, low of the counter, high of the counter, 0). With u = 1 - (bits + 1/2) / 2**32, in (0, 1), g = -log(-log(u)): large
+noise comes from u near 1, where the bits' resolution is finest.
+
+A row whose logits are all -inf or NaN gives token 0.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torchpaged.custom_ops import validation_sampling as validation
+
+_LOW = 0xFFFFFFFF
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+
+
+def philox(key: tuple[Tensor, Tensor], counter: tuple[Tensor, Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Philox4x32-10: four words of random bits. All words are int64 tensors with values in [0, 2**32)."""
+    k0, k1 = key
+    c0, c1, c2, c3 = counter
+    for _ in range(10):
+        a, b = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]  # modulo 2**64: the bits of the unsigned product
+        c0, c1, c2, c3 = (b >> 32 & _LOW) ^ c1 ^ k0, b & _LOW, (a >> 32 & _LOW) ^ c3 ^ k1, a & _LOW
+        k0, k1 = k0 + _WEYL[0] & _LOW, k1 + _WEYL[1] & _LOW
+    return c0, c1, c2, c3
+
+
+def random_bits(seeds: Tensor, counters: Tensor, vocab_size: int) -> Tensor:
+    """``[B, vocab_size]`` int64 in [0, 2**32) from ``seeds`` and ``counters [B]`` int64, as the module's docstring says."""
+    quarter = torch.arange(-(-vocab_size // 4), device=seeds.device)[None]
+    low, high = (counters & _LOW)[:, None], (counters >> 32 & _LOW)[:, None]
+    key = ((seeds & _LOW)[:, None], (seeds >> 32 & _LOW)[:, None])
+    words = philox(key, (quarter, low, high, torch.zeros_like(quarter)))
+    return torch.stack(words, dim=-1).flatten(1)[:, :vocab_size]
+
+
+def gumbel_noise(bits: Tensor) -> Tensor:
+    """Float64 noise of random bits."""
+    return -torch.log(-torch.log1p(-(bits.double() + 0.5) * 2.0**-32))
+
+
+def penalised_logits(logits: Tensor, repetition_penalty: Tensor, seen: Tensor) -> Tensor:
+    """``[B, V]`` float32: step 1 of the module's docstring."""
+    z = logits.float()
+    z = torch.where(z.isnan(), float("-inf"), z)
+    token = torch.arange(z.shape[1], device=z.device)
+    occurred = (seen[:, token // 32] >> (token % 32)[None]) & 1
+    penalty = repetition_penalty[:, None]
+    return torch.where(occurred.bool() & (penalty != 1), torch.where(z > 0, z / penalty, z * penalty), z)
+
+
+def kept_tokens(z: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """Bool ``[B, V]``: step 3. ``temperature`` is positive."""
+    ordered, order = z.sort(dim=-1, descending=True, stable=True)
+    ordered, k = ordered.double(), top_k[:, None]
+    weight = torch.where(ordered == ordered[:, :1], 1.0, torch.exp((ordered - ordered[:, :1]) / temperature[:, None].double()))
+    keep = (torch.arange(z.shape[1], device=z.device)[None] < k) | (k == 0)
+    mass = torch.where(keep, weight, 0.0).cumsum(-1)
+    before = mass - weight
+    keep &= (before < top_p[:, None].double() * mass[:, -1:]) | (top_p[:, None] == 1)
+    keep &= weight >= min_p[:, None].double()
+    keep[:, 0] = True
+    return torch.zeros_like(keep).scatter(1, order, keep)
+
+
+def sample_tokens(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, repetition_penalty: Tensor,
+                  seen: Tensor, seeds: Tensor, counters: Tensor, out: Tensor) -> None:  # fmt: skip
+    """One token per row; arguments as in ``ops.py``, semantics in this module's docstring."""
+    validation.check_sample_tokens(logits, temperature, top_k, top_p, min_p, repetition_penalty, seen, seeds, counters, out)
+    z = penalised_logits(logits, repetition_penalty, seen)
+    out.copy_(z.argmax(-1))
+    drawn = temperature > 0
+    if z.device.type == "cpu":  # no work for greedy rows where looking costs nothing
+        rows = drawn.nonzero()[:, 0]
+        if not rows.numel():
+            return
+        arguments = [t[rows] for t in (z, temperature, top_k, top_p, min_p, seeds, counters)]
+        out.index_copy_(0, rows, _draw(*arguments))
+    else:
+        positive = torch.where(drawn, temperature, 1.0)
+        out.copy_(torch.where(drawn, _draw(z, positive, top_k, top_p, min_p, seeds, counters), out))
+
+
+def _draw(z: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seeds: Tensor, counters: Tensor) -> Tensor:
+    noise = gumbel_noise(random_bits(seeds, counters, z.shape[1]))
+    score = z.double() + temperature[:, None].double() * noise  # times the temperature: no overflow where it is tiny
+    truncated = (top_k > 0) | (top_p < 1) | (min_p > 0)
+    if z.device.type != "cpu" or bool(truncated.any()):
+        score = score.masked_fill(~kept_tokens(z, temperature, top_k, top_p, min_p), float("-inf"))
+    return score.argmax(-1)
+
+
+def accept_tokens(sampled_token_ids: Tensor, block_table: Tensor, stop_token_ids: Tensor, input_ids: Tensor, positions: Tensor,
+                  seq_lens: Tensor, slot_mapping: Tensor, counters: Tensor, remaining: Tensor, seen: Tensor, tokens_out: Tensor,
+                  *, block_size: int) -> None:  # fmt: skip
+    """Take the sampled tokens and turn this step's buffers into the next one's; arguments as in ``ops.py``.
+
+    A row with seq_len 0 gives token -1 and slot -1 and stays as it is. A row that ends (stop token, ``remaining`` used up, table full)
+    gets seq_len 0 and slot -1 and keeps its input_ids and position.
+    """
+    validation.check_accept_tokens(
+        sampled_token_ids, block_table, stop_token_ids, input_ids, positions, seq_lens, slot_mapping, counters, remaining, seen,
+        tokens_out, block_size=block_size,
+    )  # fmt: skip
+    old_lens = seq_lens.long()
+    active = old_lens > 0
+    token = torch.where(active, sampled_token_ids, -1)
+    tokens_out.copy_(token)
+    counters.add_(active)
+    remaining.sub_(active.to(torch.int32))
+    _mark_seen(seen, token)
+    stopped = (stop_token_ids == token[:, None]).any(-1)
+    goes_on = active & ~stopped & (remaining > 0) & (old_lens < block_table.shape[1] * block_size)
+    column = (old_lens // block_size).clamp(0, block_table.shape[1] - 1)
+    block = block_table.gather(1, column[:, None])[:, 0].long()
+    slot_mapping.copy_(torch.where(goes_on, block * block_size + old_lens % block_size, -1))
+    input_ids.copy_(torch.where(goes_on, token, input_ids))
+    positions.copy_(torch.where(goes_on, old_lens, positions))
+    seq_lens.copy_(torch.where(goes_on, old_lens + 1, torch.where(active, 0, old_lens)).to(torch.int32))
+
+
+def _mark_seen(seen: Tensor, token: Tensor) -> None:
+    """Set the bit of each row's token; -1 and tokens beyond the mask are left out."""
+    if not seen.shape[1]:
+        return
+    word = token // 32
+    inside = (token >= 0) & (word < seen.shape[1])
+    column = word.clamp(0, seen.shape[1] - 1)[:, None]
+    bit = torch.where(inside, torch.ones_like(token) << token % 32, 0).to(torch.int32)
+    seen.scatter_(1, column, seen.gather(1, column) | bit[:, None])

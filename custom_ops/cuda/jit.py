@@ -59,8 +59,9 @@ def _check(result: Any, what: str) -> Any:
 
 
 def options(macros: dict[str, int], capability: tuple[int, int]) -> list[str]:
-    """The compiler's arguments; the same for NVRTC and nvcc."""
-    return [f"-arch=sm_{capability[0]}{capability[1]}", "-std=c++17", *(f"-D{name}={value}" for name, value in sorted(macros.items()))]
+    """The compiler's arguments; the same for NVRTC and nvcc. The macro WGMMA asks for what only this one architecture has."""
+    only = "a" if macros.get("WGMMA") else ""
+    return [f"-arch=sm_{capability[0]}{capability[1]}{only}", "-std=c++17", *(f"-D{name}={value}" for name, value in sorted(macros.items()))]
 
 
 def headers() -> dict[str, str]:

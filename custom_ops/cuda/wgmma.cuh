@@ -1,0 +1,37 @@
+// Hopper's warpgroup products: 64 weight rows times NT * 8 tokens, both from shared memory. Macros: NT, HALF. Needs sm_90a.
+#pragma once
+
+#include "machine.cuh"
+
+// Rows of 128 bytes, 16-byte columns swizzled by the row modulo 8, 8 rows = 1024 bytes; `at` is a multiple of 1024 plus the k's offset.
+__device__ __forceinline__ u64 matrix(u32 at) { return (u64)(at >> 4 & 0x3fff) | (u64)1 << 16 | (u64)64 << 32 | (u64)1 << 62; }
+
+#if HALF
+#define WGMMA_TYPES "f32.f16.f16"
+#else
+#define WGMMA_TYPES "f32.bf16.bf16"
+#endif
+#define D4(n) "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])
+// d += a @ b.T for 16 k; d[n] is the fragment of tokens n * 8 .. n * 8 + 7, as mma.m16n8k16 has it, warp w of the four with rows w * 16 ...
+__device__ __forceinline__ void wgmma(float (&d)[NT][4], u64 a, u64 b) {
+#if NT == 1
+  asm volatile("wgmma.mma_async.sync.aligned.m64n8k16." WGMMA_TYPES " {%0,%1,%2,%3}, %4, %5, 1, 1, 1, 0, 0;" : D4(0) : "l"(a), "l"(b));
+#elif NT == 2
+  asm volatile("wgmma.mma_async.sync.aligned.m64n16k16." WGMMA_TYPES " {%0,%1,%2,%3,%4,%5,%6,%7}, %8, %9, 1, 1, 1, 0, 0;"
+               : D4(0), D4(1) : "l"(a), "l"(b));
+#elif NT == 4
+  asm volatile("wgmma.mma_async.sync.aligned.m64n32k16." WGMMA_TYPES
+               " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, %16, %17, 1, 1, 1, 0, 0;"
+               : D4(0), D4(1), D4(2), D4(3) : "l"(a), "l"(b));
+#else
+  asm volatile("wgmma.mma_async.sync.aligned.m64n64k16." WGMMA_TYPES
+               " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31},"
+               " %32, %33, 1, 1, 1, 0, 0;"
+               : D4(0), D4(1), D4(2), D4(3), D4(4), D4(5), D4(6), D4(7) : "l"(a), "l"(b));
+#endif
+}
+__device__ __forceinline__ void wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
+// What cp.async and stores wrote into shared memory becomes visible to wgmma, which reads it by another way.
+__device__ __forceinline__ void wgmma_sees() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 _WIDTH = 170  # columns of the table where stderr is not a terminal
 
@@ -35,7 +35,7 @@ class Screen:
             self.bar = Progress(*columns, console=self.console, transient=True)
             self.task = self.bar.add_task("", total=total)
 
-    def __enter__(self) -> Screen:
+    def __enter__(self) -> Self:
         if self.bar is not None:
             self.bar.start()
         return self
@@ -71,11 +71,16 @@ class Screen:
         """The table of all cases, who was absent and why, geometric mean and worst case."""
         if not self.enabled:
             return
-        header, lines = table(document["rows"])
+        self.table("microseconds per call, median (rate)", *table(document["rows"]))
+        for text in notes(document):
+            self.say(text)
+
+    def table(self, title: str, header: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
+        """A table whose first column is text and whose others are figures."""
         if self.console is not None:
             from rich.table import Table
 
-            shown = Table(*header, title="microseconds per call, median (rate)", title_justify="left")
+            shown = Table(*header, title=title, title_justify="left")
             for column in shown.columns[1:]:
                 column.justify = "right"
             for line in lines:
@@ -85,8 +90,6 @@ class Screen:
             widths = [max(len(line[i]) for line in (header, *lines)) for i in range(len(header))]
             for line in (header, *lines):
                 self.say("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
-        for text in notes(document):
-            self.say(text)
 
 
 def _rate(row: dict[str, Any], entry: dict[str, Any]) -> str:

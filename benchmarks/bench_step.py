@@ -1,0 +1,15 @@
+"""A whole decode step of a model, ours beside HuggingFace's: weights once and keys and values against what the memory could do.
+
+    PYTHONPATH=. python benchmarks/bench_step.py --bandwidth 4.35 --output step.json                # own contenders, both shapes
+    PYTHONPATH=. python benchmarks/bench_step.py --only '' --peers hf_static,hf_cb --output peers.json
+    PYTHONPATH=. python benchmarks/bench_step.py --shapes tiny --device cpu --batches 1,2 --context 64  # seconds on any machine
+
+What it measures and how: benchmarks/README.md.
+"""
+
+from __future__ import annotations
+
+from torchpaged.bench.step import main
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,164 @@
+"""The decode-step benchmark on a CPU: rows and figures of the tiny shape, the gate's teeth, traces, peers, what can't run."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from torchpaged.bench import step, step_gate, step_shape, step_trace
+from torchpaged.bench.step_cases import SHAPES, TARGETS_MS, build_model
+from torchpaged.bench.step_own import Variant, ours
+from torchpaged.custom_ops.errors import ArgumentError
+from torchpaged.hf import PagedModel
+
+CPU = torch.device("cpu")
+TINY = ["--shapes", "tiny", "--device", "cpu", "--context", "48", "--bandwidth", "0.01", "--repeats", "4"]
+
+
+def test_rooflines_are_those_of_the_targets() -> None:
+    """Milliseconds at 4.35 TB/s and a context of 2048, as they were computed by hand for the targets."""
+    for name, batch, ms in (("llama-1b", 1, 0.58), ("llama-1b", 64, 1.56), ("llama-8b", 1, 3.51), ("llama-8b", 64, 7.40)):
+        assert SHAPES[name].bytes_read(batch, 2048, 2) / 4.35e12 * 1e3 == pytest.approx(ms, abs=0.01)
+        assert TARGETS_MS[name, batch] > ms
+
+
+def test_weights_are_counted_as_the_model_has_them() -> None:
+    model = build_model(SHAPES["tiny"], CPU, torch.bfloat16)
+    assert model.dtype == torch.bfloat16 and sum(p.numel() for p in model.parameters()) == SHAPES["tiny"].weights_read()
+
+
+# ------------------------------------------------------------------------------------------------------------ the run
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "step.json"
+    assert step.main([*TINY, "--batches", "1,3", "--only", "logits,k1,k2", "--output", str(file)]) == 0
+    seen = capsys.readouterr()
+    document = json.loads(seen.out)
+    assert json.loads(file.read_text()) == document and len(seen.out.splitlines()) == 1
+    assert [(row["contender"], row["batch"]) for row in document["rows"]] == [(n, b) for n in ("logits", "k1", "k2") for b in (1, 3)]
+    for row in document["rows"]:
+        assert row["status"] == "timed" and row["p20_ms"] <= row["ms"] <= row["p80_ms"] and row["error"] <= row["error_limit"]
+        assert row["tokens_per_s"] == pytest.approx(row["batch"] / row["ms"] * 1e3)
+        assert row["of_roofline"] == pytest.approx(row["roofline_ms"] / row["ms"])
+        assert row["host_replay_us"] > 0 and row["host_launch_us"] > 0 and row["ready_s"] > 0
+        assert "kernels_per_step" not in row and "idle_between_launches" not in row  # nothing is invented on a CPU
+    assert document["conditions"]["torch"] == torch.__version__
+    assert "ms/step" in seen.err and "tiny b3 k2" in seen.err
+
+
+def test_what_fails_becomes_a_row(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("no such\nthing")
+
+    monkeypatch.setattr(step_shape, "ours", broken)
+    assert step.main([*TINY, "--batches", "1,2", "--only", "k1"]) == 1
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [row["status"] for row in rows] == ["failed"] * 2 and rows[0]["reason"].startswith("RuntimeError: no such thing (broken:")
+
+
+def test_changed_models(capsys: pytest.CaptureFixture[str]) -> None:
+    """Contenders whose model is changed get one of their own; the plain one's figures must not depend on them."""
+    assert step.main([*TINY, "--batches", "2", "--only", "k1+fuse,k1", "--json-only"]) == 0
+    seen = capsys.readouterr()
+    rows = json.loads(seen.out)["rows"]
+    assert [(row["contender"], row["status"]) for row in rows] == [("k1", "timed"), ("k1+fuse", "timed")] and seen.err == ""
+    assert rows[0]["error"] != rows[1]["error"]
+
+
+def test_time_limit(capsys: pytest.CaptureFixture[str]) -> None:
+    assert step.main([*TINY, "--batches", "1,2", "--only", "k1", "--time-limit", "0"]) == 1
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [row["status"] for row in rows] == ["skipped"] * 2 and "time limit of 0.0 s" in rows[0]["reason"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (["--shapes", "llama-9b"], "shapes: expected some of"),
+        (["--only", "k0"], "only: expected names such as"),
+        (["--peers", "vllm"], "peers: expected some of hf_static"),
+        (["--batches", "0"], "batches: expected"),
+        (["--dtype", "int8"], "dtype: expected one of"),
+    ],
+)
+def test_refusals(wrong: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert step.main([*TINY, *wrong]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_peers(capsys: pytest.CaptureFixture[str]) -> None:
+    step.main([*TINY, "--batches", "2", "--only", "", "--peers", "hf_static", "--new-tokens", "6"])
+    row = json.loads(capsys.readouterr().out)["rows"][0]
+    assert row["contender"] == "hf_static" and not row["own"] and row["status"] == "timed" and row["compiled_by"] == "nobody"
+
+
+# ------------------------------------------------------------------------------------------------------------ the gate
+@pytest.mark.parametrize(("kind", "fault"), [*itertools.product(["logits", "k1"], ["none", "weights", "keys"]), ("k1", "tokens")])
+def test_the_gate_has_teeth(kind: str, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that is off by little is refused: a weight, the prompt's keys, or (of whole steps) the token the graph gives."""
+    model = build_model(SHAPES["tiny"], CPU, torch.bfloat16)
+    reference = step_gate.make_reference(model, 3)
+    paged = PagedModel(model, num_blocks=40, block_size=16)
+    own = ours(paged, Variant.parse(kind), [4], 8)
+    own.capture(4)
+    if fault == "weights":
+        model.model.layers[1].mlp.down_proj.weight.mul_(1.05)
+    elif fault == "keys":
+        load = own.load
+        monkeypatch.setattr(own, "load", lambda *args: (load(*args), paged.kv_cache[0].k_cache[own.tables[0][0]].zero_()))
+    elif fault == "tokens":
+        replay = own.replay
+        monkeypatch.setattr(own, "replay", lambda batch: (replay(batch) + 1) % 512)
+    entry = own.check(reference, 4)
+    assert ("reason" in entry) == (fault != "none"), entry
+    if fault == "none":
+        assert entry["same_tokens"] > 0.5 and entry["error"] > 0
+
+
+def test_variant_names() -> None:
+    assert Variant.parse("k4+fuse+compile") == Variant("k4+fuse+compile", 4, True, "compile")
+    assert Variant.parse("logits+layers") == Variant("logits+layers", 0, False, "layers")
+    with pytest.raises(ArgumentError, match="only: expected names"):
+        Variant.parse("k1+compile+fuse")
+
+
+# ------------------------------------------------------------------------------------------------------------ traces
+def _event(name: str, start: float, length: float, launch: int, cat: str = "kernel") -> dict[str, Any]:
+    return {"name": name, "cat": cat, "ts": start, "dur": length, "args": {"correlation": launch}}
+
+
+def test_traces() -> None:
+    """Two launches of a model of two layers: norm, 2 x (linear, attention overlapping its copy), and a gap of 1 in 20 between launches."""
+    events = [
+        {"name": "cudaGraphLaunch", "cat": "cuda_runtime", "ts": 0, "dur": 5, "args": {"correlation": 1}},
+        {"ph": "M", "name": "process"},
+    ]
+    for launch, start in ((1, 100.0), (2, 110.5)):
+        events.append(_event("norm", start, 1.5, launch))
+        for layer in range(2):
+            at = start + 1.5 + 4 * layer
+            events += [
+                _event("linear", at, 2, launch),
+                _event("attention", at + 2, 2, launch),
+                _event("copy", at + 2.5, 1, launch, "gpu_memcpy"),
+            ]
+    trace = step_trace.parse(events)
+    counted = step_trace.kernels_per_step(trace, num_layers=2, steps=2)
+    assert (counted["kernels_per_step"], counted["kernels_per_layer"]) == (7, 3)
+    assert [kernel["name"] for kernel in counted["kernels"]] == ["linear", "attention", "copy", "norm"]
+    assert counted["kernels"][0] == {"name": "linear", "per_step": 2, "us_per_step": 4}
+    idle = step_trace.idle(trace)
+    assert idle == {
+        "idle_between_launches": pytest.approx(1 / 20),
+        "idle_between_kernels": pytest.approx(1 / 20),
+        "traced_ms": pytest.approx(0.02),
+    }
+    inside = step_trace.idle(step_trace.parse([_event("a", 0, 2, 7), _event("b", 3, 1, 7)]))
+    assert (inside["idle_between_launches"], inside["idle_between_kernels"]) == (0, 0.25)
+    assert step_trace.idle([]) == step_trace.kernels_per_step([], 2, 1) == {}

@@ -1,7 +1,7 @@
 """Batch buckets: the batch sizes a graph is captured for; a batch is padded up to the next one.
 
-    default_buckets(64)                                        # a fixed list
-    buckets_by_cost(64, step_ms, seen=runner.histogram())      # the list that costs least for the batches that were seen
+default_buckets(64)                                        # a fixed list
+buckets_by_cost(64, step_ms, seen=runner.histogram())      # the list that costs least for the batches that were seen
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What buckets cost and did: figures, a table, and the name of the op that kept a step from being captured.
 
-    print(bucket_table(runner.report()))
+print(bucket_table(runner.report()))
 """
 
 from __future__ import annotations

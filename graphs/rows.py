@@ -197,12 +197,12 @@ class DecodeRows:
                 line[2 + words :] = _bits(state.seen, self.seen.shape[1])
         data = staged.to(self.device, non_blocking=True)
         index, data = data[:, 0].long(), data[:, 2:]
-        longs = data[:, : 2 * (_LONGS + MAX_STOP_TOKEN_IDS)].contiguous().view(torch.int64)
+        longs = _copied(data[:, : 2 * (_LONGS + MAX_STOP_TOKEN_IDS)]).view(torch.int64)
         rest = data[:, 2 * (_LONGS + MAX_STOP_TOKEN_IDS) :]
         self._longs.index_copy_(1, index, longs[:, :_LONGS].t())
         self.stop_token_ids.index_copy_(0, index, longs[:, _LONGS:])
         self._ints.index_copy_(1, index, rest[:, :_INTS].t())
-        self._floats.index_copy_(1, index, rest[:, _INTS : _INTS + _FLOATS].contiguous().view(torch.float32).t())
+        self._floats.index_copy_(1, index, _copied(rest[:, _INTS : _INTS + _FLOATS]).view(torch.float32).t())
         self.block_table.index_copy_(0, index, data[:, _HEAD_WORDS:words])
         if with_seen:
             self.seen.index_copy_(0, index, data[:, words:])
@@ -266,6 +266,11 @@ class DecodeRows:
 
     def _to_device(self, numbers: Sequence[int]) -> Tensor:
         return torch.tensor(numbers, dtype=torch.int64, pin_memory=self._pin).to(self.device, non_blocking=True)
+
+
+def _copied(x: Tensor) -> Tensor:
+    """A copy whose strides fit a wider dtype; `contiguous` keeps those of a single line."""
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def _bits(tokens: Sequence[int], num_words: int) -> Tensor:

@@ -126,15 +126,21 @@ def shape(nodes: list[Node]) -> list[object]:
     return [(text, shape(inner)) if inner else text for text, _, inner in nodes]
 
 
-ADMIT, SAMPLE1, SAMPLE2 = "admission waiting=0", "sample batch=1", "sample batch=2"
+ADMIT, COLLECT1, COLLECT2 = "admission waiting=0", "collect batch=1", "collect batch=2"
+TWO = ("decode batch=2 tokens=2", ["replay batch=2 padded=2"])
 EXPECTED = [  # prompts of 3 and 2 tokens in chunks of 3, 3 new tokens each, at most 2 rows, one bucket of 2
-    ("step", ["admission waiting=2", "prefill batch=1 tokens=3", SAMPLE1]),
     (
         "step",
-        [ADMIT, ("decode batch=1 tokens=1", ["capture padded=2", "replay batch=1 padded=2"]), "prefill batch=1 tokens=2", SAMPLE2],
+        [
+            "admission waiting=2",
+            "prefill batch=1 tokens=3",
+            ("decode batch=1 tokens=1", ["capture padded=2", "replay batch=1 padded=2"]),
+            COLLECT1,  # the prefill's token; those of launches come a launch late
+        ],
     ),
-    ("step", [ADMIT, ("decode batch=2 tokens=2", ["replay batch=2 padded=2"]), SAMPLE2]),
-    ("step", [ADMIT, ("decode batch=1 tokens=1", ["replay batch=1 padded=2"]), SAMPLE1]),
+    ("step", [ADMIT, "prefill batch=1 tokens=2", TWO, COLLECT1, COLLECT1]),
+    ("step", [ADMIT, TWO, COLLECT2]),
+    ("step", [ADMIT, COLLECT1]),
 ]
 
 

@@ -8,6 +8,7 @@ positions ``seq_lens[r] - query_lens[r] ... seq_lens[r] - 1``. The tensors may b
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -115,13 +116,13 @@ class AttentionMetadata:
             for position in range(seq_len - query_len, seq_len):
                 positions.append(max(position, 0))
                 slots.append(blocks[position // block_size] * block_size + position % block_size if position >= 0 else -1)
-        starts = torch.tensor([0, *query_lens], dtype=torch.int32).cumsum(0).to(torch.int32)
-        host = cls(
+        starts = [0, *itertools.accumulate(query_lens)]
+        host = cls(  # all pinned: a copy from other memory waits for everything before it
             table,
-            torch.tensor(list(seq_lens), dtype=torch.int32),
-            starts,
-            torch.tensor(slots, dtype=torch.int64),
-            torch.tensor(positions, dtype=torch.int64),
+            torch.tensor(list(seq_lens), dtype=torch.int32, pin_memory=pin),
+            torch.tensor(starts, dtype=torch.int32, pin_memory=pin),
+            torch.tensor(slots, dtype=torch.int64, pin_memory=pin),
+            torch.tensor(positions, dtype=torch.int64, pin_memory=pin),
             max_query_len=max(1, *query_lens, 1) if max_query_len is None else max_query_len,
         )
         return replace(host.to(device), semaphore=semaphore)

@@ -30,7 +30,7 @@ def test_golden_tokens(smollm2_path: Path, door: str) -> None:
             model, max_seq_len=64, compile=door.endswith("compiled"), buckets=[5, 8] if door.endswith("compiled") else None
         )
         outputs = generator.generate([p["input_ids"] for p in GOLDEN], SamplingParams(max_new_tokens=24, ignore_eos=True))
-        assert generator.choice.name == "triton" and generator.runner is not None
+        assert generator.choice.name == "cuda" and generator.runner is not None
         assert [o.token_ids for o in outputs] == want
         return
     model.set_attn_implementation("eager" if door == "eager" else "torchpaged")
@@ -46,7 +46,8 @@ def test_golden_tokens(smollm2_path: Path, door: str) -> None:
 
 def test_bf16_logits_teacher_forced(smollm2_path: Path) -> None:
     """Prefill of the prompt, then one decode step per golden token through captured graphs; errors against float32 eager."""
-    from torchpaged.engine import Generator
+    from torchpaged.graphs import DecodeGraphRunner
+    from torchpaged.hf import PagedModel
 
     exact_model, model = load(smollm2_path, torch.float32), load(smollm2_path, torch.bfloat16)
     for each in (exact_model, model):
@@ -55,12 +56,13 @@ def test_bf16_logits_teacher_forced(smollm2_path: Path) -> None:
     with torch.no_grad():
         exact = [exact_model(torch.tensor([row], device="cuda")).logits[0] for row in rows]
         eager = [model(torch.tensor([row], device="cuda")).logits[0].float() for row in rows]
-    generator = Generator(model, max_seq_len=64, compile=False)
-    assert generator.runner is not None
-    blocks = [generator.pool.allocate(4) for _ in rows]
+    paged = PagedModel(model, num_blocks=1 + 4 * len(rows))
+    assert paged.choice.name == "cuda"
+    runner = DecodeGraphRunner(paged, max_batch_size=len(rows), max_blocks_per_req=4, block_size=16, device="cuda", compile=False)
+    blocks = [[1 + 4 * i + n for n in range(4)] for i in range(len(rows))]
     for step in range(max(map(len, rows))):
         live = [i for i, row in enumerate(rows) if step < len(row)]
-        logits = generator.runner.run([rows[i][step] for i in live], [step + 1] * len(live), [blocks[i] for i in live]).float()
+        logits = runner.run([rows[i][step] for i in live], [step + 1] * len(live), [blocks[i] for i in live]).float()
         for row, i in enumerate(live):
             ours = float((logits[row] - exact[i][step]).norm() / exact[i][step].norm())
             theirs = float((eager[i] - exact[i]).norm(dim=-1).div(exact[i].norm(dim=-1)).max())

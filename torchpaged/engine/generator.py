@@ -5,8 +5,9 @@
     for event in generator.stream():
         print(event.text, end="")
 
-Each step decodes all running requests through the graph runner, prefills a chunk of the waiting ones, and reads the sampled
-tokens once. Not thread-safe: submit and cancel between steps (from the loop that iterates, for instance).
+With graphs, each step starts a launch of whole decode steps for all running requests (`DecodeLoop`), prefills a chunk of the
+waiting ones, and reads the tokens of the launch before. Without, it decodes, samples and reads, one step at a time. Tokens are the
+same. Not thread-safe: submit and cancel between steps (from the loop that iterates, for instance).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,16 +26,18 @@ from torch import Tensor
 from torchpaged.backends import Choice, GraphSupport
 from torchpaged.cache import BlockPool
 from torchpaged.custom_ops.errors import ArgumentError, BackendUnavailableError
+from torchpaged.engine.decode_loop import DecodeLoop
 from torchpaged.engine.model import PagedModelProtocol
 from torchpaged.engine.sampling import SamplingParams, sample, seen_tokens
-from torchpaged.engine.scheduler import Scheduler
+from torchpaged.engine.scheduler import Scheduler, Step
 from torchpaged.engine.sequence import RequestOutput, Sequence, TokenEvent
 from torchpaged.engine.text import TextStream
-from torchpaged.graphs import DecodeGraphRunner
+from torchpaged.graphs import CaptureBackend, DecodeGraphRunner
 from torchpaged.metadata import AttentionMetadata, make_semaphore
 from torchpaged.profiling import range as profile_range
 
 DEFAULT_MAX_SEQ_LEN = 2048
+_LOOKAHEAD = 128  # tokens
 
 
 @dataclass
@@ -69,10 +73,16 @@ class Generator:
         graphs: decode through the graph runner (CUDA graphs on a GPU, the same code run eagerly on a CPU); "auto": if the backend
             can; `graph_reason` says what was decided.
         buckets: batch sizes to capture; default: `torchpaged.graphs.default_buckets`, on a CPU every size (no padding).
+        steps_per_launch: decode steps in one graph, with graphs. More cost the host less per token; a request's tokens come in
+            groups, and one that ends inside a group leaves its row idle until the next.
+        lookahead: tokens ahead of need that a decoding request gets blocks for while the pool is mostly free; default: 128 on a GPU,
+            none on a CPU.
+        capture: how steps become graphs, as in `DecodeGraphRunner`.
         progress: called with ``(done, total, text)`` while buckets are captured.
 
     Attributes:
         choice: which backend runs and why.
+        loop: the decode loop over the device's rows; None without graphs.
         stats: counters.
 
     Raises:
@@ -94,9 +104,13 @@ class Generator:
         compile: bool | str = "auto",
         graphs: bool | str = "auto",
         buckets: Seq[int] | None = None,
+        steps_per_launch: int = 1,
+        lookahead: int | None = None,
+        capture: str | CaptureBackend = "auto",
         progress: Callable[[int, int, str], None] | None = None,
     ) -> None:
-        for name, size in (("max_batch_size", max_batch_size), ("prefill_chunk_size", prefill_chunk_size)):
+        for name, size in (("max_batch_size", max_batch_size), ("prefill_chunk_size", prefill_chunk_size),
+                           ("steps_per_launch", steps_per_launch), ("lookahead", 1 if lookahead is None else lookahead + 1)):  # fmt: skip
             if size < 1:
                 raise ArgumentError(name, "at least 1", str(size))
         for name, value in (("compile", compile), ("graphs", graphs)):
@@ -113,25 +127,30 @@ class Generator:
         self.tokenizer, self.choice, self.device = tokenizer, self.model.choice, torch.device(self.model.device)
         cache = self.model.kv_cache
         self.pool = BlockPool(cache.num_blocks)
-        self.scheduler = Scheduler(self.pool, cache.block_size, max_batch_size, prefill_chunk_size)
         self.stats = GeneratorStats(num_blocks=self.pool.num_usable)
         self._semaphore = make_semaphore(max_batch_size, self.device)  # of steps outside the runner; steps never overlap
         self._requests: dict[int, Sequence] = {}
         self._events: list[TokenEvent] = []
         self._next_id = 0
         on_gpu = self.device.type == "cuda"
-        self.runner: DecodeGraphRunner | None = None
+        self.loop: DecodeLoop | None = None
         use_graphs, self.graph_reason = _decide_graphs(graphs, self.choice, on_gpu)
         if use_graphs:
-            self.runner = DecodeGraphRunner(
-                lambda input_ids, metadata: self.model(input_ids, metadata, None),
-                max_batch_size=max_batch_size, max_blocks_per_req=per_row, block_size=cache.block_size, num_blocks=cache.num_blocks,
-                buckets=buckets if buckets is not None or on_gpu else range(1, max_batch_size + 1), device=self.device,
-                compile=on_gpu if compile == "auto" else bool(compile), progress=progress, ranges=profile_range,
+            self.loop = DecodeLoop(
+                self.model, max_batch_size=max_batch_size, max_blocks_per_req=per_row, steps_per_launch=steps_per_launch,
+                capture=capture, buckets=buckets if buckets is not None or on_gpu else range(1, max_batch_size + 1),
+                compile=on_gpu if compile == "auto" else bool(compile), progress=progress,
                 watch={f"{side}_cache[{i}]": t for i, pools in enumerate(cache) for side, t in zip("kv", pools[:2], strict=True)},
             )  # fmt: skip
             if on_gpu:
-                self.runner.capture()
+                self.loop.runner.capture()
+        elif steps_per_launch != 1:
+            raise ArgumentError("steps_per_launch", "1 without graphs", str(steps_per_launch), self.graph_reason)
+        if lookahead is None:
+            lookahead = _LOOKAHEAD if on_gpu and use_graphs else 0
+        self.scheduler = Scheduler(
+            self.pool, cache.block_size, max_batch_size, prefill_chunk_size, steps_per_launch if use_graphs else 0, lookahead
+        )
 
     # ------------------------------------------------------------------------------------------------ requests
     def submit(self, prompt: str | Seq[int], sampling: SamplingParams | None = None) -> int:
@@ -156,7 +175,8 @@ class Generator:
                                 f"{self.scheduler.block_size})", str(len(ids)), "raise max_seq_len or num_blocks, or shorten the prompt")  # fmt: skip
         request_id, self._next_id = self._next_id, self._next_id + 1
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
-        sequence = Sequence(request_id, ids, sampling, seed, TextStream(self.tokenizer, sampling.stop))
+        max_len = min(len(ids) + sampling.max_new_tokens, self.max_seq_len, room + 1)  # the last token is not stored
+        sequence = Sequence(request_id, ids, sampling, seed, TextStream(self.tokenizer, sampling.stop), max_len)
         self._requests[request_id] = sequence
         self.scheduler.add(sequence)
         self.stats.prompt_tokens += len(ids)
@@ -168,6 +188,11 @@ class Generator:
         if sequence is None or sequence.finish_reason is not None:
             raise ArgumentError("request_id", "a request that is waiting or running", str(request_id))
         self._events.append(self._finish(sequence, None, "cancelled"))
+
+    @property
+    def runner(self) -> DecodeGraphRunner | None:
+        """The graph runner; None without graphs."""
+        return None if self.loop is None else self.loop.runner
 
     @property
     def has_unfinished(self) -> bool:
@@ -209,13 +234,53 @@ class Generator:
 
     def _step(self) -> list[TokenEvent]:
         events, self._events = self._events, []
+        started = time.perf_counter()
+        if self.loop is not None and self.loop.in_flight and self.scheduler.short_of_blocks():
+            events += self._collect(self.loop, keep=0)  # somebody may be put back: his tokens must be known
         with profile_range("admission", waiting=len(self.scheduler.waiting)):
             plan = self.scheduler.schedule()
-        events += [self._finish(sequence, None, "length") for sequence in plan.exhausted]
-        if not plan.decodes and not plan.chunks:
-            return events
-        started = time.perf_counter()
-        prefill_tokens = sum(count for _, count in plan.chunks)
+        if self.loop is not None:
+            for sequence in plan.put_back:
+                self.loop.release(sequence)
+        between, decoded, prefilled = started, 0 if self.loop is None else self.loop.decoded, sum(count for _, count in plan.chunks)
+        if plan.decodes or plan.chunks:
+            advance = self._advance if self.loop is None else partial(self._launch, self.loop)
+            more, between = advance(plan)
+            events += more
+        elif self.loop is not None:
+            events += self._collect(self.loop, keep=0)
+        decoded = len(plan.decodes) if self.loop is None else self.loop.decoded - decoded
+        if decoded or prefilled:
+            self._count(started, between, time.perf_counter(), decoded, prefilled)
+        return events
+
+    def _launch(self, loop: DecodeLoop, plan: Step) -> tuple[list[TokenEvent], float]:
+        """Prefill, start a launch, read the one before."""
+        for sequence in plan.decodes:
+            if sequence.row is None:
+                loop.place(sequence)
+        if plan.chunks:
+            done = [sequence for sequence, count in plan.chunks if count == sequence.remaining]
+            logits = self._prefill(plan.chunks)
+            for sequence, count in plan.chunks:
+                sequence.num_computed += count
+            if done:
+                loop.finish_prefill(done, logits)
+        between = time.perf_counter()
+        launched = loop.launch()
+        return self._collect(loop, keep=1 if launched else 0), between
+
+    def _collect(self, loop: DecodeLoop, keep: int) -> list[TokenEvent]:
+        events = []
+        for sequence, tokens in loop.collect(keep):
+            for token in tokens:
+                if sequence.finish_reason is None:  # what a row produced after a stop that only the host could see is dropped
+                    events.append(self._accept(sequence, token))
+                    sequence.num_computed = len(sequence) - 1
+        return events
+
+    def _advance(self, plan: Step) -> tuple[list[TokenEvent], float]:
+        """Decode, prefill, sample and read: a step of an engine without graphs."""
         logits, rows = [], []
         if plan.decodes:
             with profile_range("decode", batch=len(plan.decodes), tokens=len(plan.decodes)):
@@ -223,43 +288,41 @@ class Generator:
             rows += plan.decodes
         between = time.perf_counter()
         if plan.chunks:
-            done = [sequence for sequence, count in plan.chunks if count == sequence.remaining]
-            with profile_range("prefill", batch=len(plan.chunks), tokens=prefill_tokens):
-                logits.append(self._prefill(plan.chunks))
-            rows += done
+            rows += [sequence for sequence, count in plan.chunks if count == sequence.remaining]
+            logits.append(self._prefill(plan.chunks))
         for sequence, count in [*((s, 1) for s in plan.decodes), *plan.chunks]:
             sequence.num_computed += count
-        if rows:
-            params = [sequence.sampling for sequence in rows]
-            seeds, counters = [s.seed for s in rows], [len(s.output) for s in rows]
-            with profile_range("sample", batch=len(rows)):
-                last = torch.cat(logits) if len(logits) > 1 else logits[0]
-                penalised = any(p.repetition_penalty != 1.0 for p in params)
-                seen = seen_tokens([s.tokens for s in rows], last.shape[1]) if penalised else None
-                tokens = sample(last, params, seeds, counters, seen).tolist()
-            events += [self._accept(sequence, token) for sequence, token in zip(rows, tokens, strict=True)]
-        self._count(started, between, time.perf_counter(), len(plan.decodes), prefill_tokens)
-        return events
+        if not rows:
+            return [], between
+        with profile_range("sample", batch=len(rows)):
+            tokens = self._sample(torch.cat(logits) if len(logits) > 1 else logits[0], rows).tolist()
+        return [self._accept(sequence, token) for sequence, token in zip(rows, tokens, strict=True)], between
+
+    def _sample(self, logits: Tensor, rows: list[Sequence]) -> Tensor:
+        params = [sequence.sampling for sequence in rows]
+        penalised = any(p.repetition_penalty != 1.0 for p in params)
+        seen = seen_tokens([s.tokens for s in rows], logits.shape[1]) if penalised else None
+        return sample(logits, params, [s.seed for s in rows], [len(s.output) for s in rows], seen)
 
     def _decode(self, sequences: list[Sequence]) -> Tensor:
         ids = [s.token_at(len(s) - 1) for s in sequences]
-        lens, tables = [len(s) for s in sequences], [s.blocks for s in sequences]
-        if self.runner is not None:
-            return self.runner.run(ids, lens, tables)
-        metadata = self._metadata([1] * len(ids), lens, tables)
-        return self.model(torch.tensor(ids, device=self.device), metadata, None)
+        metadata = self._metadata([1] * len(ids), [len(s) for s in sequences], [s.blocks for s in sequences])
+        return self.model(self._longs(ids), metadata, None)
 
     def _prefill(self, chunks: list[tuple[Sequence, int]]) -> Tensor:
         ids = [s.token_at(i) for s, count in chunks for i in range(s.num_computed, s.num_computed + count)]
         lens = [s.num_computed + count for s, count in chunks]
-        metadata = self._metadata([count for _, count in chunks], lens, [s.blocks for s, _ in chunks])
         ends, last = [], -1
         for sequence, count in chunks:
             last += count
             if count == sequence.remaining:
                 ends.append(last)
-        indices = torch.tensor(ends, dtype=torch.int64, device=self.device)
-        return self.model(torch.tensor(ids, device=self.device), metadata, indices)
+        with profile_range("prefill", batch=len(chunks), tokens=len(ids)):
+            metadata = self._metadata([count for _, count in chunks], lens, [s.blocks for s, _ in chunks])
+            return self.model(self._longs(ids), metadata, self._longs(ends))
+
+    def _longs(self, numbers: Seq[int]) -> Tensor:
+        return torch.tensor(numbers, dtype=torch.int64, pin_memory=self.device.type == "cuda").to(self.device, non_blocking=True)
 
     def _metadata(self, query_lens: list[int], seq_lens: list[int], tables: list[list[int]]) -> AttentionMetadata:
         return AttentionMetadata.from_lists(
@@ -278,7 +341,7 @@ class Generator:
         sequence.text += text
         if sequence.stream.stopped:
             return self._finish(sequence, token, "stop", text)
-        if len(sequence.output) >= params.max_new_tokens or len(sequence) >= self.max_seq_len:
+        if len(sequence) >= sequence.max_len:
             return self._finish(sequence, token, "length", text)
         return TokenEvent(sequence.request_id, token, text)
 
@@ -286,6 +349,8 @@ class Generator:
         rest = sequence.stream.flush()
         sequence.text += rest
         sequence.finish_reason = reason
+        if self.loop is not None:
+            self.loop.release(sequence)
         self.scheduler.remove(sequence)
         del self._requests[sequence.request_id]
         return TokenEvent(sequence.request_id, token, text + rest, reason)

@@ -3,6 +3,9 @@
 Continuous batching (Orca, OSDI 2022) over a block pool (vLLM, arXiv:2309.06180): decoding rows always run, prompts are prefilled
 in chunks within a token budget, and when the pool runs dry the youngest request is put back and recomputed later. The oldest
 request is never put back, so that there is always progress.
+
+Sequences with a row in the decode loop may be further than the host has read: their blocks are counted from the tokens they may
+have, and before one of them is put back the caller reads what is in flight (`short_of_blocks`).
 """
 
 from __future__ import annotations
@@ -16,11 +19,11 @@ from torchpaged.engine.sequence import Sequence
 
 @dataclass
 class Step:
-    """One step: sequences that decode one token, chunks ``(sequence, tokens)`` to prefill, and those out of room."""
+    """One step: sequences that decode, chunks ``(sequence, tokens)`` to prefill, and those put back to wait."""
 
     decodes: list[Sequence] = field(default_factory=list)
     chunks: list[tuple[Sequence, int]] = field(default_factory=list)
-    exhausted: list[Sequence] = field(default_factory=list)
+    put_back: list[Sequence] = field(default_factory=list)
 
 
 class Scheduler:
@@ -31,10 +34,17 @@ class Scheduler:
         block_size: tokens per block.
         max_batch_size: requests that run at once.
         prefill_chunk_size: prompt tokens per step, of all requests together.
+        ahead: tokens beyond those it may have that a decoding request needs room for: 0 where the host is asked before each step; the
+            steps of a launch, where the device goes on by itself and looks up the slot of the step after them.
+        lookahead: further tokens that every decoding request gets blocks for while the pool is mostly free and nobody waits, so
+            that block tables change rarely.
     """
 
-    def __init__(self, pool: BlockPool, block_size: int, max_batch_size: int, prefill_chunk_size: int) -> None:
+    def __init__(
+        self, pool: BlockPool, block_size: int, max_batch_size: int, prefill_chunk_size: int, ahead: int = 0, lookahead: int = 0
+    ) -> None:
         self.pool, self.block_size = pool, block_size
+        self.ahead, self.lookahead = ahead, lookahead
         self.max_batch_size, self.prefill_chunk_size = max_batch_size, prefill_chunk_size
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # oldest first
@@ -63,25 +73,65 @@ class Scheduler:
         for sequence in list(self.running):
             if sequence not in self.running:
                 continue  # put back meanwhile, to make room for an older one
-            count = 1 if sequence.remaining == 1 else min(sequence.remaining, budget)
-            if not count:
+            if _decodes(sequence):
+                if self._reserve(sequence, self._tokens_ahead(sequence), step):
+                    step.decodes.append(sequence)
                 continue
-            if not self._reserve(sequence, sequence.num_computed + count, step):
-                continue
-            if sequence.remaining == 1:
-                step.decodes.append(sequence)
-            else:
+            count = min(sequence.remaining, budget)
+            if count and self._reserve(sequence, self._tokens_after(sequence, count), step):
                 step.chunks.append((sequence, count))
                 budget -= count
+        step.decodes = [sequence for sequence in step.decodes if sequence not in step.put_back]
+        step.chunks = [(sequence, count) for sequence, count in step.chunks if sequence not in step.put_back]
+        self._look_ahead(step.decodes)
         return step
+
+    def short_of_blocks(self) -> bool:
+        """Whether the next `schedule` may have to put a request back."""
+        missing = sum(self._missing(s, self._tokens_ahead(s)) for s in self.running if _decodes(s))
+        missing += sum(self._missing(s, self._tokens_after(s, s.remaining)) for s in self.running if not _decodes(s))
+        return missing > self.pool.num_free
+
+    def _tokens_ahead(self, sequence: Sequence) -> int:
+        """Tokens that a decoding request needs room for. Keys and values of a request's last token are never stored."""
+        return min(len(sequence) + sequence.in_flight + self.ahead, sequence.max_len - 1)
+
+    def _tokens_after(self, sequence: Sequence, count: int) -> int:
+        """Tokens that need room when ``count`` more of the prompt are computed; with the last of them decoding begins."""
+        if count < sequence.remaining or not self.ahead:
+            return sequence.num_computed + count
+        return min(len(sequence) + 1 + self.ahead, sequence.max_len - 1)
+
+    def _missing(self, sequence: Sequence, num_tokens: int) -> int:
+        return max(0, self.blocks_for(num_tokens) - len(sequence.blocks))
+
+    def _look_ahead(self, decodes: list[Sequence]) -> None:
+        """Blocks for ``lookahead`` more tokens each, once anybody has used up his own."""
+        if not self.lookahead or self.waiting or not any(s.row is not None and len(s.blocks) > s.blocks_on_device for s in decodes):
+            return
+        extra = [(s, self._missing(s, min(self._tokens_ahead(s) + self.lookahead, s.max_len - 1))) for s in decodes]
+        if 2 * sum(count for _, count in extra) <= self.pool.num_free:
+            for sequence, count in extra:
+                sequence.blocks += self.pool.allocate(count)
+
+    def _trim(self) -> None:
+        """Take back the blocks that were given ahead of need."""
+        for sequence in self.running:
+            if _decodes(sequence):
+                need = self.blocks_for(self._tokens_ahead(sequence))
+                self.pool.free(sequence.blocks[need:])
+                del sequence.blocks[need:]
+                sequence.blocks_on_device = min(sequence.blocks_on_device, len(sequence.blocks))
 
     def _admit(self) -> None:
         """Start waiting requests while there are rows, and blocks for all their tokens and one more."""
-        promised = sum(self.blocks_for(len(s) + 1) - len(s.blocks) for s in self.running if s.remaining > 1)
+        promised = sum(self.blocks_for(len(s) + 1) - len(s.blocks) for s in self.running if not _decodes(s))
         while self.waiting and len(self.running) < self.max_batch_size:
             need = self.blocks_for(len(self.waiting[0]) + 1)
             if self.running and need + promised > self.pool.num_free:
-                return
+                self._trim()
+                if need + promised > self.pool.num_free:
+                    return
             promised += need
             sequence = self.waiting.popleft()
             self.running.append(sequence)
@@ -89,17 +139,15 @@ class Scheduler:
 
     def _reserve(self, sequence: Sequence, num_tokens: int, step: Step) -> bool:
         """Give ``sequence`` blocks for ``num_tokens`` tokens, putting back younger requests if need be."""
-        missing = self.blocks_for(num_tokens) - len(sequence.blocks)
-        while missing > self.pool.num_free:
+        missing = self._missing(sequence, num_tokens)
+        if missing > self.pool.num_free:
+            self._trim()
+        while missing > self.pool.num_free:  # never for the oldest alone: `max_len` keeps a request within the pool
             youngest = self.running[-1]
-            if youngest is not sequence:
-                self._put_back(youngest)
-                continue
-            if len(self.running) > 1:
-                self._put_back(sequence)
-            else:  # alone, and the whole pool is not enough
-                step.exhausted.append(sequence)
-            return False
+            self._put_back(youngest)
+            step.put_back.append(youngest)
+            if youngest is sequence:
+                return False
         if missing > 0:
             sequence.blocks += self.pool.allocate(missing)
         return True
@@ -114,3 +162,7 @@ class Scheduler:
     def _release(self, sequence: Sequence) -> None:
         self.pool.free(sequence.blocks)
         sequence.blocks = []
+
+
+def _decodes(sequence: Sequence) -> bool:
+    return sequence.row is not None or sequence.remaining == 1

@@ -39,6 +39,12 @@ class Sequence:
 
     A sequence whose only uncomputed token is its last one decodes; one with more prefills. Preemption sets ``num_computed``
     back to 0 and keeps the tokens.
+
+    Attributes:
+        max_len: tokens at which it ends, prompt included.
+        row: its row in the decode loop, None while it has none.
+        in_flight: tokens it may have been given that the host has not read; 0 without a row.
+        blocks_on_device: how many of ``blocks`` stand in the row's block table.
     """
 
     request_id: int
@@ -46,9 +52,13 @@ class Sequence:
     sampling: SamplingParams
     seed: int
     stream: TextStream
+    max_len: int
     output: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
     num_computed: int = 0
+    row: int | None = None
+    in_flight: int = 0
+    blocks_on_device: int = 0
     text: str = ""
     finish_reason: str | None = None
 

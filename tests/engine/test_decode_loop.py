@@ -1,0 +1,148 @@
+"""The decode loop against the engine without graphs: the same tokens for any number of steps per launch, whoever joins, ends or leaves."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from torchpaged import ArgumentError
+from torchpaged.engine import Generator, SamplingParams
+from torchpaged.graphs import TapeCapture
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+GREEDY = SamplingParams(max_new_tokens=17)
+SEEDED = SamplingParams(max_new_tokens=17, temperature=0.8, top_k=40, top_p=0.9, min_p=0.01, repetition_penalty=1.2, seed=3)
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=99, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        max_position_embeddings=256, eos_token_id=7, pad_token_id=0, bos_token_id=1,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+def prompts(count: int, seed: int = 0) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(8, 99) for _ in range(rng.choice([1, 2, 5, 13, 40]))] for _ in range(count)]
+
+
+def generator(model: Any, **options: Any) -> Generator:
+    return Generator(
+        model, **{"block_size": 4, "max_batch_size": 4, "max_seq_len": 96, "prefill_chunk_size": 16, "compile": False, **options}
+    )
+
+
+def outcomes(outputs: Any) -> list[tuple[list[int], str]]:
+    return [(o.token_ids, o.finish_reason) for o in outputs]
+
+
+@pytest.fixture(scope="module")
+def params() -> list[SamplingParams]:
+    """Lengths that end anywhere within a launch, greedy and sampled rows in one batch, with and without the end token."""
+    rng = random.Random(1)
+    drawn = []
+    for i in range(9):
+        options: dict[str, Any] = {"max_new_tokens": rng.randint(1, 21), "ignore_eos": i % 3 == 0, "stop_token_ids": (9, 61, 2)}
+        if i % 2:
+            options |= {"temperature": 0.9, "seed": i, "top_p": 0.9 if i % 4 == 1 else 1.0, "repetition_penalty": 1.3 if i > 4 else 1.0}
+        drawn.append(SamplingParams(**options))
+    return drawn
+
+
+@pytest.fixture(scope="module")
+def want(model: Any, params: list[SamplingParams]) -> list[tuple[list[int], str]]:
+    eager = generator(model, graphs=False)
+    assert eager.runner is None
+    results = outcomes(eager.generate(prompts(9), params))
+    assert {reason for _, reason in results} == {"length", "stop"}  # both ends occur, else the tests below prove less
+    return results
+
+
+@pytest.mark.parametrize("steps", [1, 2, 4, 8])
+@pytest.mark.parametrize("options", [{}, {"buckets": [4]}, {"buckets": [1, 4], "lookahead": 20}], ids=str)
+def test_steps_per_launch_change_no_token(model: Any, params: Any, want: Any, steps: int, options: dict[str, Any]) -> None:
+    loop = generator(model, steps_per_launch=steps, **options)
+    assert outcomes(loop.generate(prompts(9), params)) == want
+    assert loop.pool.num_free == loop.pool.num_usable and not loop.has_unfinished
+    assert sum(report.hits for report in loop.runner.report()) < sum(len(tokens) for tokens, _ in want)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("steps", [1, 4])
+def test_a_replay_takes_nothing_from_the_host(model: Any, params: Any, want: Any, steps: int) -> None:
+    """On a tape, as in a CUDA graph, Python is not run at replay and a device value read on the host is an error."""
+    loop = generator(model, steps_per_launch=steps, capture=TapeCapture(), backend="reference", buckets=[2, 4])
+    assert outcomes(loop.generate(prompts(9), params)) == want
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_preemption_changes_no_token(model: Any, steps: int) -> None:
+    each = [SamplingParams(max_new_tokens=30, ignore_eos=True, temperature=0.7 * (i % 2), seed=i) for i in range(9)]
+    want = outcomes(generator(model, graphs=False).generate(prompts(9), each))
+    small = generator(model, steps_per_launch=steps, num_blocks=20, lookahead=8)
+    assert outcomes(small.generate(prompts(9), each)) == want
+    assert small.stats.preemptions > 0 and small.pool.num_free == small.pool.num_usable
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("steps", [1, 4])
+def test_soak_of_joining_ending_and_cancelling(model: Any, sampling: SamplingParams, steps: int) -> None:
+    """Requests join at random, some are cancelled: every token seen is the one the request gets alone."""
+    rng, queue = random.Random(steps), prompts(25, seed=5)
+    alone = generator(model, graphs=False)
+    want = {tuple(p): alone.generate([p], sampling)[0].token_ids for p in queue}
+    loop = generator(model, steps_per_launch=steps, buckets=[1, 2, 4], lookahead=12)
+    seen: dict[int, list[int]] = {}
+    asked: dict[int, list[int]] = {}
+    ended: dict[int, str] = {}
+    while queue or loop.has_unfinished:
+        if queue and rng.random() < 0.3:
+            prompt = queue.pop()
+            asked[loop.submit(prompt, sampling)] = prompt
+        if rng.random() < 0.05 and (alive := [r for r in asked if r not in ended]):
+            loop.cancel(rng.choice(alive))
+        for event in loop.step():
+            assert event.request_id not in ended
+            if event.token_id is not None:
+                seen.setdefault(event.request_id, []).append(event.token_id)
+            if event.finish_reason:
+                ended[event.request_id] = event.finish_reason
+    assert ended.keys() == asked.keys() and "cancelled" in ended.values()
+    for request, prompt in asked.items():
+        got, full = seen.get(request, []), want[tuple(prompt)]
+        assert got == (full[: len(got)] if ended[request] == "cancelled" else full)
+    assert loop.pool.num_free == loop.pool.num_usable
+
+
+def test_a_stop_that_only_the_host_sees_drops_the_rest(model: Any, want: Any) -> None:
+    """More stop ids than the device looks at: the row runs on until the host has read it, and nothing more is emitted."""
+    tokens = generator(model, graphs=False).generate([prompts(9)[2]], SamplingParams(max_new_tokens=20, ignore_eos=True))[0].token_ids
+    stop = next(t for i, t in enumerate(tokens) if i >= 3 and t not in tokens[:i])
+    params = SamplingParams(max_new_tokens=20, ignore_eos=True, stop_token_ids=(*range(200, 220), stop))
+    loop = generator(model, steps_per_launch=8)
+    output = loop.generate([prompts(9)[2]], params)[0]
+    assert output.finish_reason == "stop" and output.token_ids == tokens[: tokens.index(stop) + 1]
+    again = loop.generate([prompts(9)[3]], GREEDY)[0].token_ids  # the row is clean
+    assert again == generator(model, graphs=False).generate([prompts(9)[3]], GREEDY)[0].token_ids
+
+
+def test_rows_close_up_when_a_smaller_bucket_does(model: Any) -> None:
+    loop = generator(model, buckets=[1, 4], steps_per_launch=2)
+    lengths = [3, 3, 3, 20]
+    want = [generator(model, graphs=False).generate([p], SamplingParams(max_new_tokens=n, ignore_eos=True))[0].token_ids
+            for p, n in zip(prompts(4), lengths, strict=True)]  # fmt: skip
+    got = loop.generate(prompts(4), [SamplingParams(max_new_tokens=n, ignore_eos=True) for n in lengths])
+    hits = {report.bucket: report.hits for report in loop.runner.report()}  # type: ignore[union-attr]
+    assert [o.token_ids for o in got] == want and hits[1] > hits[4] > 0
+
+
+def test_refusals(model: Any) -> None:
+    for options, argument in (({"steps_per_launch": 0}, "steps_per_launch"), ({"lookahead": -1}, "lookahead"),
+                              ({"graphs": False, "steps_per_launch": 2}, "steps_per_launch")):  # fmt: skip
+        with pytest.raises(ArgumentError, match=argument):
+            generator(model, **options)

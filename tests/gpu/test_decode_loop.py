@@ -1,0 +1,117 @@
+"""The decode loop in CUDA graphs: no synchronisation in a thousand steps, tokens of the engine without graphs, a long soak."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+pytestmark = pytest.mark.gpu
+VOCAB = 499
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=VOCAB, hidden_size=128, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        max_position_embeddings=2048, eos_token_id=7, pad_token_id=0, bos_token_id=1,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config).to("cuda", torch.float32).eval()
+
+
+@contextlib.contextmanager
+def no_synchronisation() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def make(model: Any, **options: Any) -> Any:
+    from torchpaged.engine import Generator
+
+    return Generator(model, **{"max_batch_size": 8, "max_seq_len": 1536, "compile": False, "buckets": [1, 2, 4, 8], **options})
+
+
+def draw(rng: random.Random, index: int) -> tuple[list[int], Any]:
+    from torchpaged.engine import SamplingParams
+
+    prompt = [rng.randrange(8, VOCAB) for _ in range(rng.choice([1, 3, 17, 200]))]
+    options: dict[str, Any] = {"max_new_tokens": rng.randint(1, 40), "ignore_eos": rng.random() < 0.5}
+    if index % 2:
+        options |= {"temperature": 0.9, "seed": index, "top_k": rng.choice([0, 20]), "top_p": rng.choice([1.0, 0.9]),
+                    "min_p": rng.choice([0.0, 0.02]), "repetition_penalty": rng.choice([1.0, 1.2])}  # fmt: skip
+    return prompt, SamplingParams(**options)
+
+
+@pytest.mark.parametrize("steps", [1, 4])
+def test_a_thousand_steps_without_a_synchronisation(model: Any, steps: int) -> None:
+    """Decoding, block tables growing, requests admitted, ended and cancelled: nothing of it waits for the device."""
+    from torchpaged.engine import SamplingParams
+
+    generator = make(model, steps_per_launch=steps, num_blocks=600)
+    rng = random.Random(0)
+    for index in range(12):  # kernels are compiled before the watch begins
+        generator.submit(*draw(rng, index))
+    for _ in generator.stream():
+        pass
+    long = SamplingParams(max_new_tokens=1200, ignore_eos=True)
+    with no_synchronisation():
+        generator.submit([5, 6, 7], long)
+        launches, index, before = 0, 0, generator.stats.decode_tokens
+        while launches * steps < 1000:
+            if index < 40 and launches % 20 == 0:
+                request = generator.submit(*draw(rng, index))
+                index += 1
+            generator.step()
+            launches += 1
+            if launches % 100 == 5 and request in generator._requests:
+                generator.cancel(request)
+    assert generator.stats.decode_tokens - before >= 1000 - 2 * steps
+    assert index >= 1000 // steps // 20
+
+
+@pytest.mark.parametrize("steps", [1, 2, 4, 8])
+@pytest.mark.parametrize("buckets", [[8], [1, 2, 3, 4, 5, 6, 7, 8]], ids=["one", "all"])
+def test_tokens_equal_the_engine_without_graphs(model: Any, steps: int, buckets: list[int]) -> None:
+    rng = random.Random(2)
+    requests = [draw(rng, i) for i in range(24)]
+    prompts, params = [p for p, _ in requests], [s for _, s in requests]
+    want = make(model, graphs=False).generate(prompts, params)
+    got = make(model, steps_per_launch=steps, buckets=buckets).generate(prompts, params)
+    assert [(o.token_ids, o.finish_reason) for o in got] == [(o.token_ids, o.finish_reason) for o in want]
+
+
+def test_soak_of_ten_thousand_steps(model: Any) -> None:
+    """Random admissions and cancellations over 10,000 steps; every request's tokens are those it gets alone."""
+    rng = random.Random(4)
+    pool = [draw(rng, i) for i in range(40)]
+    alone = make(model, graphs=False)
+    want = [alone.generate([prompt], params)[0].token_ids for prompt, params in pool]
+    generator = make(model, steps_per_launch=2, num_blocks=160)
+    asked: dict[int, int] = {}
+    seen: dict[int, list[int]] = {}
+    ended: dict[int, str] = {}
+    for step in range(5000):
+        if rng.random() < 0.35 and len(asked) - len(ended) < 12:
+            choice = rng.randrange(len(pool))
+            asked[generator.submit(*pool[choice])] = choice
+        if rng.random() < 0.01 and (alive := [r for r in asked if r not in ended]):
+            generator.cancel(rng.choice(alive))
+        for event in generator.step() if step < 4999 else list(generator.stream()):
+            if event.token_id is not None:
+                seen.setdefault(event.request_id, []).append(event.token_id)
+            if event.finish_reason:
+                ended[event.request_id] = event.finish_reason
+    assert ended.keys() == asked.keys() and len(asked) > 200 and generator.stats.preemptions > 0
+    for request, choice in asked.items():
+        got = seen.get(request, [])
+        assert got == (want[choice][: len(got)] if ended[request] == "cancelled" else want[choice])
+    assert generator.pool.num_free == generator.pool.num_usable

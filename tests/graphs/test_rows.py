@@ -1,0 +1,160 @@
+"""DecodeRows, TokenRing and the runner over them, with a model that is plain arithmetic."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from torchpaged import ArgumentError, AttentionMetadata
+from torchpaged.custom_ops import BACKEND_OPS
+from torchpaged.graphs import DecodeGraphRunner, DecodeRows, EagerCapture, RingFullError, RowState, TapeCapture, TokenRing
+
+VOCAB, BLOCK, REFERENCE = 70, 4, BACKEND_OPS["reference"]
+
+
+def make_rows(steps: int = 1, size: int = 6) -> DecodeRows:
+    return DecodeRows(size, 8, BLOCK, VOCAB, "cpu", REFERENCE, steps)
+
+
+def successor(input_ids: Tensor, metadata: AttentionMetadata) -> Tensor:
+    """Logits whose greatest is ``(7 * token + 3 * position + 1) % VOCAB``."""
+    best = (7 * input_ids + 3 * metadata.positions + 1) % VOCAB
+    return -(torch.arange(VOCAB)[None] - best[:, None]).abs().float()
+
+
+def state(token: int = 5, seq_len: int = 6, remaining: int = 9, **options: Any) -> RowState:
+    return RowState(token, seq_len, [3, 9, 4, 5, 6, 7], seed=11, counter=0, remaining=remaining, **options)
+
+
+def expected(token: int, seq_len: int, count: int) -> list[int]:
+    tokens = []
+    for position in range(seq_len - 1, seq_len - 1 + count):
+        token = (7 * token + 3 * position + 1) % VOCAB
+        tokens.append(token)
+    return tokens
+
+
+def fields(rows: DecodeRows) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in rows.tensors().items()}
+
+
+def test_write_fills_every_field_of_its_row_only() -> None:
+    rows = make_rows()
+    before = fields(rows)
+    sampling: dict[str, Any] = {"temperature": 0.5, "top_k": 3, "top_p": 0.25, "min_p": 0.125, "repetition_penalty": 1.5}
+    rows.write({4: state(**sampling, stop_token_ids=[8, 2**40], seen=[0, 31, 32, 69])})
+    after = fields(rows)
+    want = {"input_ids": 5, "positions": 5, "slot_mapping": 9 * BLOCK + 1, "seeds": 11, "counters": 0, "seq_lens": 6, "remaining": 9, "top_k": 3,
+            "temperature": 0.5, "top_p": 0.25, "min_p": 0.125, "repetition_penalty": 1.5}  # fmt: skip
+    assert {name: after[name][4].item() for name in want} == want
+    assert after["stop_token_ids"][4].tolist() == [8, 2**40, *[-1] * 14] and after["block_table"][4].tolist() == [3, 9, 4, 5, 6, 7, 0, 0]
+    assert after["seen"][4].tolist() == [1 - 2**31, 1, 1 << 5]
+    for name, tensor in before.items():
+        if name not in ("query_start_loc", "semaphore", "tokens_out"):
+            others = [0, 1, 2, 3, 5]
+            assert torch.equal(after[name][others], tensor[others]), name
+    rows.write({4: RowState(1, 1, [2], seed=2**64 - 1, counter=3, remaining=1)})
+    assert rows.seeds[4] == -1 and rows.seen[4].tolist() == [1 - 2**31, 1, 1 << 5]  # bits stay without `seen`
+    assert rows.query_start_loc.tolist() == list(range(7))
+
+
+@pytest.mark.parametrize("capture", [EagerCapture(), TapeCapture()], ids=["eager", "tape"])
+@pytest.mark.parametrize("steps", [1, 2, 5])
+def test_launches_follow_the_rows(capture: Any, steps: int) -> None:
+    """Rows of different remaining lengths, an idle row between them, blocks appended on the way."""
+    rows = make_rows(steps)
+    runner = DecodeGraphRunner(successor, rows=rows, buckets=[2, 6], compile=False, capture=capture)
+    runner.capture()
+    rows.write({0: state(5, 6, remaining=9), 2: RowState(9, 1, [2], seed=1, counter=0, remaining=3), 3: state(20, 7, remaining=100)})
+    rows.append_blocks([(2, 1, 8)])
+    got: list[list[int]] = [[] for _ in range(6)]
+    for _ in range(-(-10 // steps)):
+        tokens = runner.replay(4)
+        assert tokens.shape == (steps, 4)
+        for row in range(4):
+            got[row] += [t for t in tokens[:, row].tolist() if t >= 0]
+    count = -(-10 // steps) * steps
+    assert got[:4] == [expected(5, 6, 9), [], expected(9, 1, 3), expected(20, 7, count)]
+    assert rows.seq_lens.tolist() == [0, 0, 0, 7 + count, 0, 0] and rows.slot_mapping[[0, 1, 2]].tolist() == [-1] * 3
+    position = 6 + count
+    assert rows.slot_mapping[3] == [3, 9, 4, 5, 6, 7][position // BLOCK] * BLOCK + position % BLOCK
+    eager = runner.launch_eager(4)
+    assert eager[0, 3] == expected(20, 7, count + 1)[-1] and eager[0, 0] == -1
+
+
+def test_a_stop_token_ends_a_row_on_the_device() -> None:
+    rows = make_rows(8)
+    tokens = expected(5, 6, 8)
+    rows.write({0: state(stop_token_ids=[tokens[2]])})
+    runner = DecodeGraphRunner(successor, rows=rows, compile=False)
+    runner.capture_for(1)
+    assert runner.replay(1)[:, 0].tolist() == [*tokens[:3], *[-1] * 5]
+
+
+def test_a_late_capture_leaves_live_rows_alone() -> None:
+    rows = make_rows(2)
+    runner = DecodeGraphRunner(successor, rows=rows, buckets=[2, 6], compile=False, capture=TapeCapture())
+    runner.capture_for(1)
+    rows.write({0: state(5), 1: state(6)})
+    runner.replay(2)
+    before = fields(rows)
+    runner.capture_for(6)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in fields(rows).items())
+
+
+def test_move_and_clear() -> None:
+    rows = make_rows()
+    rows.write({1: state(5, temperature=0.5, seen=[3], stop_token_ids=[1]), 4: state(6, 5, temperature=0.25, seen=[40]), 5: state(7)})
+    before = fields(rows)
+    rows.move([(4, 0), (5, 2)])
+    after = fields(rows)
+    per_row = [n for n, t in before.items() if n not in ("query_start_loc", "semaphore", "tokens_out")]
+    for name in per_row:
+        assert torch.equal(after[name][[0, 2, 1]], before[name][[4, 5, 1]]), name
+    assert rows.seq_lens[[3, 4, 5]].tolist() == [0] * 3 and rows.slot_mapping[[3, 4, 5]].tolist() == [-1] * 3
+    rows.clear([0, 1])
+    assert rows.seq_lens.tolist() == [0, 0, 6, 0, 0, 0] and rows.slot_mapping[:2].tolist() == [-1, -1]
+
+
+def test_finish_rows_is_a_step_of_chosen_rows() -> None:
+    rows = make_rows()
+    rows.write({3: state(5), 1: state(9, 4, remaining=1), 0: state(11)})
+    logits = successor(rows.input_ids[[3, 1]], AttentionMetadata(rows.block_table, rows.seq_lens, rows.query_start_loc, rows.slot_mapping,
+                                                                 rows.positions[[3, 1]], 1))  # fmt: skip
+    tokens = rows.finish_rows(logits, [3, 1])
+    assert tokens.tolist() == [*expected(5, 6, 1), *expected(9, 4, 1)]
+    assert rows.seq_lens.tolist() == [6, 0, 0, 7, 0, 0] and rows.input_ids[3] == tokens[0] and rows.counters.tolist() == [0, 1, 0, 1, 0, 0]
+
+
+def test_refusals() -> None:
+    rows = make_rows()
+    before = fields(rows)
+    for bad in ({6: state()}, {-1: state()}, {0: state(seq_len=0)}, {0: state(seq_len=25)}, {0: RowState(1, 1, list(range(9)), 0, 0, 1)}):
+        with pytest.raises(ArgumentError, match="states"):
+            rows.write({1: state(), **bad})
+    assert all(torch.equal(tensor, before[name]) for name, tensor in fields(rows).items())
+    runner = DecodeGraphRunner(successor, rows=rows, compile=False)
+    with pytest.raises(ArgumentError, match="rows"):
+        runner.run([1], [1], [[1]])
+    with pytest.raises(ArgumentError, match="rows"):
+        DecodeGraphRunner(successor, rows=rows, max_batch_size=3)
+    with pytest.raises(ArgumentError, match="max_batch_size"):
+        DecodeGraphRunner(successor)
+    with pytest.raises(ArgumentError, match="steps_per_launch"):
+        make_rows(0)
+
+
+def test_ring_hands_out_slots_in_any_order_and_refuses_when_full() -> None:
+    ring = TokenRing(2, 6, "cpu")
+    source = torch.tensor([[1, 2, 3], [4, 5, -1]])
+    first = ring.push(source)
+    second = ring.push(torch.tensor([[9]]))
+    source.zero_()
+    with pytest.raises(RingFullError):
+        ring.push(source)
+    assert ring.read(second) == [[9]]
+    third = ring.push(torch.tensor([[8, 8]]))
+    assert ring.read(first) == [[1, 2, 3], [4, 5, -1]] and ring.read(third) == [[8, 8]]

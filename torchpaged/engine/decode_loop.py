@@ -1,0 +1,181 @@
+"""DecodeLoop: whole decode steps launched ahead of the host.
+
+The running requests live in rows on the device (`DecodeRows`); a launch replays one graph that runs the model, samples, and makes
+the rows ready for the next step, K times over. The host sends only what the device can't know: new requests, freed rows, blocks
+ahead of need. It reads tokens one launch late, while the next launch runs.
+
+    loop.place(sequence)            # or loop.finish_prefill(sequences, logits)
+    loop.launch()                   # K steps; returns at once
+    for sequence, tokens in loop.collect(keep=1): ...
+
+Blocks of a finished request may be given away at once: whatever still writes into them was launched earlier on the same stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchpaged.engine.model import PagedModelProtocol
+from torchpaged.engine.sequence import Sequence
+from torchpaged.graphs import DecodeGraphRunner, DecodeRows, RowState, TokenRing, bucket_for
+from torchpaged.profiling import range as profile_range
+
+#: Launches, and prefills, whose tokens may be on their way at once.
+MAX_IN_FLIGHT = 4
+
+
+class _Launch(NamedTuple):
+    """Tokens on their way: where they will be, which column is whose, and how many steps each column holds (0: of a prefill)."""
+
+    slot: int
+    columns: list[tuple[int, Sequence]]
+    num_steps: int
+
+
+class DecodeLoop:
+    """Rows, graphs and launches of one model.
+
+    Args:
+        model: the paged model.
+        max_batch_size: rows.
+        max_blocks_per_req: blocks of a row at most.
+        steps_per_launch: K, decode steps per launch.
+        options: further arguments of `DecodeGraphRunner` (``buckets``, ``compile``, ``progress``, ``capture`` ...).
+
+    Attributes:
+        runner: the graph runner.
+        rows: the device's state.
+        decoded: tokens of decode steps read so far, those of prefills left out.
+    """
+
+    def __init__(
+        self, model: PagedModelProtocol, *, max_batch_size: int, max_blocks_per_req: int, steps_per_launch: int, **options: Any
+    ) -> None:  # fmt: skip
+        device, block_size = torch.device(model.device), model.kv_cache.block_size
+        self.rows = DecodeRows(
+            max_batch_size, max_blocks_per_req, block_size, model.vocab_size, device, model.choice.backend.ops, steps_per_launch
+        )
+        self.runner = DecodeGraphRunner(
+            lambda input_ids, metadata: model(input_ids, metadata, None), rows=self.rows, device=device, ranges=profile_range, **options
+        )
+        self.steps_per_launch, self._eos_token_ids = steps_per_launch, model.eos_token_ids
+        self._ring = TokenRing(MAX_IN_FLIGHT, self.rows.tokens_out.numel(), device)
+        self._sequences: list[Sequence | None] = [None] * max_batch_size  # by row
+        self._to_write: dict[int, RowState] = {}
+        self._to_clear: list[int] = []
+        self._launches: list[_Launch] = []
+        self.decoded = 0
+
+    # ------------------------------------------------------------------------------------------------ rows
+    def place(self, sequence: Sequence) -> None:
+        """Give ``sequence`` the lowest idle row; its newest token decodes in the next launch."""
+        row = self._sequences.index(None)
+        self._sequences[row], sequence.row, sequence.blocks_on_device = sequence, row, len(sequence.blocks)
+        self._to_write[row] = self._state(sequence)
+
+    def release(self, sequence: Sequence) -> None:
+        """Take ``sequence`` out of its row. What it has in flight is ignored later."""
+        row = sequence.row
+        if row is not None:
+            self._sequences[row], sequence.row, sequence.in_flight = None, None, 0
+            self._to_write.pop(row, None)
+            self._to_clear.append(row)
+
+    def finish_prefill(self, sequences: Seq[Sequence], logits: Tensor) -> None:
+        """Place requests whose prompt is computed, and sample their first tokens from ``logits [len(sequences), vocab_size]``."""
+        for sequence in sequences:
+            self.place(sequence)
+        self._flush()
+        rows = [sequence.row for sequence in sequences if sequence.row is not None]
+        tokens = self.rows.finish_rows(logits, rows)
+        self._sent(self._ring.push(tokens), list(enumerate(sequences)), 0)
+
+    # ------------------------------------------------------------------------------------------------ launches
+    @property
+    def in_flight(self) -> int:
+        """Launches whose tokens were not collected."""
+        return len(self._launches)
+
+    def launch(self) -> bool:
+        """Start K steps over all rows; False, and nothing is started, if every row is idle or has all its tokens on their way."""
+        if not any(s is not None and len(s) + s.in_flight < s.max_len for s in self._sequences):
+            return False
+        if self.in_flight == MAX_IN_FLIGHT - 1:
+            raise AssertionError("collect() before the next launch")
+        self._flush()
+        busy = [(row, sequence) for row, sequence in enumerate(self._sequences) if sequence is not None]
+        num_rows = busy[-1][0] + 1
+        with profile_range("decode", batch=len(busy), tokens=len(busy) * self.steps_per_launch):
+            self.runner.capture_for(num_rows)
+            self.runner.replay(num_rows)
+        self._sent(self._ring.push(self.rows.tokens_out), busy, self.steps_per_launch)
+        return True
+
+    def collect(self, keep: int = 0) -> list[tuple[Sequence, list[int]]]:
+        """Tokens of all launches but the newest ``keep``, in order, per request; waits for them."""
+        results = []
+        while len(self._launches) > keep:
+            launch = self._launches.pop(0)
+            live = [(column, sequence) for column, sequence in launch.columns if sequence.finish_reason is None]
+            with profile_range("collect", batch=len(live)):
+                steps = self._ring.read(launch.slot)
+            for column, sequence in live:
+                tokens = [step[column] for step in steps if step[column] >= 0]
+                if sequence.row is not None:
+                    sequence.in_flight -= launch.num_steps or 1
+                self.decoded += len(tokens) if launch.num_steps else 0
+                results.append((sequence, tokens))
+        return results
+
+    def _sent(self, slot: int, columns: list[tuple[int, Sequence]], num_steps: int) -> None:
+        for _, sequence in columns:
+            sequence.in_flight += num_steps or 1
+        self._launches.append(_Launch(slot, columns, num_steps))
+
+    # ------------------------------------------------------------------------------------------------ to the device
+    def _flush(self) -> None:
+        """Send what changed since the last launch; nothing in the common case."""
+        if self._to_clear:
+            self.rows.clear([row for row in self._to_clear if self._sequences[row] is None])
+            self._to_clear = []
+        if self._to_write:
+            self.rows.write(self._to_write)
+            self._to_write = {}
+        added = []
+        for row, sequence in enumerate(self._sequences):
+            if sequence is not None and len(sequence.blocks) > sequence.blocks_on_device:
+                known = sequence.blocks_on_device
+                added += [(row, known + i, block) for i, block in enumerate(sequence.blocks[known:])]
+                sequence.blocks_on_device = len(sequence.blocks)
+        self.rows.append_blocks(added)
+        self._close_up()
+
+    def _close_up(self) -> None:
+        """Move the last rows into idle ones where that makes a smaller bucket do."""
+        busy = [row for row, sequence in enumerate(self._sequences) if sequence is not None]
+        if not busy or busy[-1] + 1 == len(busy):
+            return
+        buckets = self.runner.buckets
+        if bucket_for(buckets, busy[-1] + 1) == bucket_for(buckets, len(busy)):
+            return
+        idle = [row for row in range(len(busy)) if self._sequences[row] is None]
+        pairs = list(zip(busy[-len(idle) :], idle, strict=True))
+        for old, new in pairs:
+            sequence = self._sequences[old]
+            assert sequence is not None
+            self._sequences[new], self._sequences[old], sequence.row = sequence, None, new
+        self.rows.move(pairs)
+
+    def _state(self, sequence: Sequence) -> RowState:
+        params = sequence.sampling
+        stops = [*params.stop_token_ids, *(() if params.ignore_eos else self._eos_token_ids)]
+        return RowState(
+            input_id=sequence.token_at(len(sequence) - 1), seq_len=len(sequence), blocks=sequence.blocks, seed=sequence.seed,
+            counter=len(sequence.output), remaining=sequence.max_len - len(sequence), temperature=params.temperature,
+            top_k=params.top_k, top_p=params.top_p, min_p=params.min_p, repetition_penalty=params.repetition_penalty,
+            stop_token_ids=stops, seen=sequence.tokens if params.repetition_penalty != 1.0 else None,
+        )  # fmt: skip

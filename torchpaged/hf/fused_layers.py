@@ -21,6 +21,7 @@ from torchpaged.hf.cache import PagedCache
 from torchpaged.hf.fusible import ARCHITECTURES, activation_of, norm_of
 from torchpaged.hf.layer import PagedLayer
 from torchpaged.hf.rope_table import RopeTable, computed
+from torchpaged.hf.stacked import Stacked
 
 #: Marks, among a plan's rotations, a layer without any (NoPE).
 NO_ROTATION = "none"
@@ -33,48 +34,6 @@ def paged_layer(cache: Any, index: int) -> PagedLayer | None:
         return None
     layer = layers[index]
     return layer if isinstance(layer, PagedLayer) and not layer.owner.dense else None
-
-
-class Stacked:
-    """Several linear layers as one: their weights become rows of one tensor, so that no memory is added.
-
-    Attributes:
-        weight: ``[sum of out_features, in_features]``.
-        bias: ``[sum of out_features]`` or None.
-    """
-
-    def __init__(self, linears: Sequence[nn.Linear]) -> None:
-        self.linears = list(linears)
-        self.weight = self._stack([m.weight for m in linears])
-        self.bias = None if linears[0].bias is None else self._stack([m.bias for m in linears])
-
-    @staticmethod
-    def _stack(parameters: Sequence[nn.Parameter]) -> Tensor:
-        with torch.inference_mode(False), torch.no_grad():
-            whole = torch.cat([p.data for p in parameters])
-            for parameter, rows in zip(parameters, whole.split([p.shape[0] for p in parameters]), strict=True):
-                parameter.data = rows
-        return whole
-
-    def holds(self) -> bool:
-        """Whether the linear layers still use this memory: nobody replaced their weights."""
-        address = self.weight.data_ptr()
-        for m in self.linears:
-            if m.weight.data_ptr() != address:
-                return False
-            address += m.weight.numel() * m.weight.element_size()
-        return True
-
-    def restack(self) -> None:
-        """Stack again after weights were replaced or moved."""
-        if not self.holds():
-            self.__init__(self.linears)  # type: ignore[misc]
-
-    def separate(self) -> None:
-        """Give every linear layer memory of its own again."""
-        for m in self.linears:
-            for parameter in m.parameters(recurse=False):
-                parameter.data = parameter.data.clone()
 
 
 class LayerPlan:
@@ -101,6 +60,7 @@ class LayerPlan:
         before_mlp = "pre_feedforward_layernorm" if architecture.post_norms else "post_attention_layernorm"
         self.norms: list[Any] = [layer.input_layernorm, getattr(layer, before_mlp)]
         self.post_norms: list[Any] = [layer.post_attention_layernorm, layer.post_feedforward_layernorm] if architecture.post_norms else []
+        self._look_up()
         self.rotate = getattr(sys.modules[type(self.attn).__module__], "apply_rotary_pos_emb")  # noqa: B009
         window = getattr(self.attn.config, "sliding_window", None) if architecture.family == "Mistral" else None
         self.attention_arguments: dict[str, Any] = {
@@ -108,11 +68,23 @@ class LayerPlan:
             "softcap": self.attn.attn_logit_softcapping if architecture.soft_cap else None,
         }  # fmt: skip
 
+    def _look_up(self) -> None:
+        """The norms' weights and numbers, as options of the ops."""
+        offset = self.architecture.norm_offset
+        self.norm_options: list[dict[str, Any]] = [
+            dict(zip(("norm_weight", "norm_eps", "norm_offset"), norm_of(norm, offset), strict=True)) for norm in self.norms
+        ]
+        self.head_norms: dict[str, Any] = {}
+        if self.architecture.qk_norm:
+            weight, eps, _ = norm_of(self.attn.q_norm, offset)
+            self.head_norms = {"q_norm": weight, "k_norm": self.attn.k_norm.weight, "norm_eps": eps, "norm_offset": offset}
+
     def refresh(self) -> None:
         """After weights were moved or replaced."""
         for stacked in (self.qkv, self.gate_up):
             if stacked is not None:
                 stacked.restack()
+        self._look_up()
 
     def separate(self) -> None:
         """Undo what the plan did to the weights."""
@@ -147,13 +119,11 @@ class LayerPlan:
 
     def before(self, ops: BackendOps, x: Tensor, number: int, stacked: Stacked | None) -> tuple[Tensor, dict[str, Any]]:
         """The norm ahead of a block: an option of its linear if both are fused, else done here."""
-        norm = self.norms[number]
         if not self.fuses_norms:
-            return norm(x), {}
+            return self.norms[number](x), {}
         if stacked is None:
-            return self._normed(ops, x, norm), {}
-        weight, eps, offset = norm_of(norm, self.architecture.norm_offset)
-        return x, {"norm_weight": weight, "norm_eps": eps, "norm_offset": offset}
+            return self._normed(ops, x, self.norms[number]), {}
+        return x, self.norm_options[number]
 
     def after(self, ops: BackendOps, x: Tensor, y: Tensor, number: int, last: nn.Linear) -> Tensor:
         """``x +`` the block's last linear layer of ``y``, with the norm in between where the family has one."""
@@ -197,13 +167,9 @@ class LayerPlan:
             return q
         if isinstance(cached.owner, PagedCache):  # an engine's positions end at max_position_embeddings, the table's length
             self.rope.ensure(cached.owner.max_seq_len, q.device)
-        norms: dict[str, Any] = {}
-        if self.architecture.qk_norm:
-            q_norm, eps, offset = norm_of(self.attn.q_norm, self.architecture.norm_offset)
-            norms = {"q_norm": q_norm, "k_norm": self.attn.k_norm.weight, "norm_eps": eps, "norm_offset": offset}
         q_out = torch.empty_like(q, memory_format=torch.contiguous_format)
         positions = position_ids.expand(shape).reshape(-1)
-        ops.rope_write_kv(q, k, v, positions, self.rope.cos_sin, slots, q_out, cached.keys, cached.values, **norms)
+        ops.rope_write_kv(q, k, v, positions, self.rope.cos_sin, slots, q_out, cached.keys, cached.values, **self.head_norms)
         return q_out
 
     def _rotate_as_the_model(self, cached: PagedLayer, q: Tensor, k: Tensor, v: Tensor, rotary: Any, shape: tuple[int, int]

@@ -6,6 +6,7 @@ launch). So these two are constants: what writes them must be done before the ke
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import struct
 
@@ -22,7 +23,7 @@ from torchpaged.custom_ops.cuda.linear_shape import (
     linear_shape,
     norm_is_fused,
     norm_macros,
-    token_tiles,
+    token_bucket,
 )
 from torchpaged.custom_ops.errors import BackendUnavailableError
 from torchpaged.custom_ops.triton.linear import compose
@@ -44,21 +45,27 @@ def linear(
     if unsupported(x, weight, norm_weight) is not None:
         compose(x, weight, out, bias, residual, norm_weight, norm_eps, norm_offset, activation)
         return
-    tokens, index = x.shape[0], x.device.index or 0
-    tiles = token_tiles(tokens)
-    if norm_weight is not None and not norm_is_fused(tiles, x.dtype, norm_weight.dtype):
+    index, bucket, early = x.device.index or 0, token_bucket(x.shape[0]), specialise.launches_early(x.device.index or 0)
+    shape = linear_shape(bucket, *weight.shape, specialise.num_sms(index), specialise.capability(index) == (9, 0), early)
+    if norm_weight is not None and not norm_is_fused(bucket, x.dtype, norm_weight.dtype, shape.wide):
         x, norm_weight = _normed(x, norm_weight, norm_eps, norm_offset), None
     aligned = out.shape[1] % 4 == 0 and all(
         t is None or ((t.stride(0) % 4 == 0 or t.dim() == 1) and t.data_ptr() % 8 == 0) for t in (out, residual, bias)
     )
-    kernel, shape = _specialised(
-        index, x.dtype, tiles, weight.shape[0], weight.shape[1], weight.stride(0), activation, norm_weight is not None, bias is not None,
-        residual is not None, aligned)  # fmt: skip
+    kernel = _specialised(
+        index, x.dtype, bucket, *weight.shape, weight.stride(0), activation, norm_weight is not None, bias is not None, residual is not None,
+        aligned, shape)  # fmt: skip
     arguments = _PARAMS.pack(
         *(0 if t is None else t.data_ptr() for t in (x, weight, bias, residual, norm_weight, out)), x.stride(0),
-        0 if residual is None else residual.stride(0), out.stride(0), norm_eps, norm_offset, tokens, 0,
+        0 if residual is None else residual.stride(0), out.stride(0), norm_eps, norm_offset, x.shape[0], 0,
     )  # fmt: skip
-    kernel.launch(shape.grid(weight.shape[0]), shape.threads, arguments, early=specialise.launches_early(index))
+    if shape.wide:
+        box = shape.rows if activation == "none" else shape.rows // 2
+        maps = (
+            _map(t.data_ptr(), *t.shape, t.stride(0), rows, t.dtype == torch.float16) for t, rows in ((weight, box), (x, max(bucket, 8)))
+        )
+        arguments = b"".join((*maps, arguments))
+    kernel.launch(shape.grid(weight.shape[0]), shape.threads, arguments, early=early)
 
 
 def unsupported(x: Tensor, weight: Tensor, norm_weight: Tensor | None) -> str | None:
@@ -76,16 +83,44 @@ def unsupported(x: Tensor, weight: Tensor, norm_weight: Tensor | None) -> str | 
 
 @functools.cache
 def _specialised(
-    index: int, dtype: torch.dtype, tiles: int, out_features: int, in_features: int, row_stride: int, activation: str, norm: bool,
-    bias: bool, residual: bool, aligned: bool,
-) -> tuple[jit.Kernel, LinearShape]:  # fmt: skip
-    """The kernel of these shapes and features, and its launch shape."""
-    early = specialise.launches_early(index)
-    hopper = specialise.capability(index) == (9, 0)
-    shape = linear_shape(tiles, out_features, in_features, specialise.num_sms(index), hopper, early)
-    macros = linear_macros(dtype, tiles, out_features, in_features, row_stride, activation, norm, bias, residual, aligned, early, shape)
-    kernel = jit.kernel("linear.cu", "linear", macros, torch.device("cuda", index), shared_bytes=shape.shared_bytes(tiles, norm))
-    return kernel, shape
+    index: int, dtype: torch.dtype, bucket: int, out_features: int, in_features: int, row_stride: int, activation: str, norm: bool,
+    bias: bool, residual: bool, aligned: bool, shape: LinearShape,
+) -> jit.Kernel:  # fmt: skip
+    """The kernel of these shapes and features."""
+    macros = linear_macros(
+        dtype,
+        bucket,
+        out_features,
+        in_features,
+        row_stride,
+        activation,
+        norm,
+        bias,
+        residual,
+        aligned,
+        specialise.launches_early(index),
+        shape,
+    )
+    name = "linear_wide" if shape.wide else "linear"
+    return jit.kernel(f"{name}.cu", name, macros, torch.device("cuda", index), shared_bytes=shape.shared_bytes(bucket, norm))
+
+
+@functools.lru_cache(maxsize=8192)
+def _map(address: int, rows: int, columns: int, row_stride: int, box_rows: int, half: bool) -> bytes:
+    """What the bulk copy engine knows of a matrix: boxes of ``box_rows`` rows and 64 columns, swizzled as wgmma reads them, zeros outside."""
+    from cuda.bindings import driver
+
+    kinds = driver.CUtensorMapDataType
+    kind = kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT16 if half else kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+    long, short = driver.cuuint64_t, driver.cuuint32_t
+    error, encoded = driver.cuTensorMapEncodeTiled(
+        kind, 2, address, [long(columns), long(rows)], [long(row_stride * 2)], [short(64), short(box_rows)], [short(1), short(1)],
+        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE, driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE)  # fmt: skip
+    if int(error):
+        raise RuntimeError(f"cuTensorMapEncodeTiled failed: {error} for [{rows}, {columns}] with rows {row_stride} apart")
+    return ctypes.string_at(int(encoded.getPtr()), 128)
 
 
 def _normed(x: Tensor, norm_weight: Tensor, eps: float, offset: float) -> Tensor:

@@ -1,6 +1,6 @@
-"""Which specialisation of ``linear.cu`` serves a layer: macros and launch shape, from shapes and dtypes alone.
+"""Which kernel and specialisation serve a linear layer: macros and launch shape, from shapes and dtypes alone.
 
-Figures behind the choices: docs/kernels.md.
+``linear.cu`` runs anywhere, ``linear_wide.cu`` on Hopper. Figures behind the choices: docs/kernels.md.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ _LINE = 128  # bytes of a chunk's 64 numbers
 
 @dataclass(frozen=True)
 class LinearShape:
-    """How the linear kernel is cut.
+    """How a linear kernel is cut.
 
     Attributes:
-        row_tiles: tiles of 16 weight rows per warp.
-        row_warps: warps that share a chunk of 64 k, each with its own rows.
-        k_warps: such groups per CTA; the chunks go round them.
+        row_tiles: tiles of weight rows per warp (16 rows) or, if wide, per CTA (64 rows).
+        row_warps: warps that share a chunk of 64 k, each with its own rows; 1 if wide.
+        k_warps: such groups per CTA, the chunks go round them; 1 if wide.
         stages: chunks on their way or in use, per group.
-        ctas_per_sm: CTAs that registers must suffice for on one multiprocessor; twice, if the next kernel is to start early.
+        ctas_per_sm: CTAs that registers must suffice for on one multiprocessor; two, if the next kernel is to start early.
         cluster: CTAs that share a tile's k, a power of two; 1 where there are no clusters.
-        wgmma: products by warpgroups of 4 row_warps, 64 rows for each of row_tiles (compute capability 9.0 only).
+        wide: ``linear_wide.cu`` instead of ``linear.cu``.
     """
 
     row_tiles: int
@@ -37,54 +37,55 @@ class LinearShape:
     stages: int
     ctas_per_sm: int
     cluster: int = 1
-    wgmma: bool = False
+    wide: bool = False
 
     @property
     def rows(self) -> int:
         """Weight rows of a CTA."""
-        return self.row_tiles * self.row_warps * 16
+        return self.row_tiles * (64 if self.wide else 16 * self.row_warps)
 
     @property
     def threads(self) -> int:
-        """Threads of a CTA."""
-        return self.row_warps * self.k_warps * 32
+        """Threads of a CTA; if wide, a warpgroup and a warp that fetches."""
+        return 160 if self.wide else self.row_warps * self.k_warps * 32
 
-    def shared_bytes(self, token_tiles: int, norm: bool) -> int:
+    def shared_bytes(self, bucket: int, norm: bool) -> int:
         """Dynamic shared memory of a CTA: the rings, or the sums that lie there afterwards."""
-        rings = self.k_warps * self.stages * (self.rows + token_tiles * 8 + norm) * _LINE
-        return max(rings, self.k_warps * token_tiles * 8 * (self.rows + 4) * 4)
+        tokens = max(bucket, 8)
+        rings = self.k_warps * self.stages * (self.rows + (tokens if self.wide else bucket) + norm) * _LINE
+        return max(rings, self.k_warps * tokens * (self.rows + 4) * 4)
 
     def grid(self, out_features: int) -> int:
         """CTAs of a launch."""
         return -(-out_features // self.rows) * self.cluster
 
 
-def token_tiles(tokens: int) -> int:
-    """Tiles of 8 tokens, a power of two: the specialisations of a layer are those of 8, 16, 32 and 64 tokens."""
-    return max(1, 1 << (-(-tokens // 8) - 1).bit_length())
+def token_bucket(tokens: int) -> int:
+    """The power of two at or above: a layer's specialisations are those of 1, 2, 4 ... 64 tokens."""
+    return 1 << (tokens - 1).bit_length()
 
 
-def norm_is_fused(tiles: int, dtype: torch.dtype, weight_dtype: torch.dtype) -> bool:
+def norm_is_fused(bucket: int, dtype: torch.dtype, weight_dtype: torch.dtype, wide: bool) -> bool:
     """Whether RMSNorm is part of the kernel; else it is a launch of its own before it.
 
     float16 is not: the kernel divides by the root mean square last, and the product before might not fit its range.
     """
-    return tiles <= 2 and dtype == weight_dtype == torch.bfloat16
+    return bucket <= 16 and not wide and dtype == weight_dtype == torch.bfloat16
 
 
 @functools.cache
-def linear_shape(tiles: int, out_features: int, in_features: int, sms: int, hopper: bool, clusters: bool) -> LinearShape:
-    """The shape for these token tiles and weight [out_features, in_features] on a device of ``sms`` multiprocessors.
+def linear_shape(bucket: int, out_features: int, in_features: int, sms: int, hopper: bool, clusters: bool) -> LinearShape:
+    """The shape for these tokens and weight [out_features, in_features] on a device of ``sms`` multiprocessors.
 
     ``hopper``: compute capability 9.0. ``clusters``: 9.0 and later.
     """
-    if tiles <= 2:  # the tallest tile that leaves a CTA for every place: all start at once, and none waits for a second round
-        few = (LinearShape(1, 1, 8, 4, 2), LinearShape(2, 1, 4, 4, 2), LinearShape(4, 1, 4, 3, 2))
+    if bucket <= 16:  # the tallest tile that leaves a CTA for every place: all start at once, and none waits for a second round
+        few = (LinearShape(1, 1, 8, 4, 2), LinearShape(2, 1, 4, 4, 2), LinearShape(4, 1, 4, 3 if bucket <= 8 else 2, 2))
         return next((shape for shape in few[:2] if shape.grid(out_features) <= 2 * sms), few[2])
     if hopper:
-        shape = LinearShape(2, 4, 1, 4, 2, wgmma=True)
+        shape = LinearShape(2, 1, 1, 4, 2, wide=True)
     else:
-        shape = LinearShape(4, 1, 4, 2, 2) if tiles == 4 else LinearShape(4, 2, 2, 2, 2)
+        shape = LinearShape(4, 1, 4, 2, 2) if bucket == 32 else LinearShape(4, 2, 2, 2, 2)
     chunks = -(-in_features // 64)
     while clusters and shape.cluster < 8 and shape.grid(out_features) < sms * 3 // 4 and chunks >= 4 * shape.cluster * shape.k_warps:
         shape = dataclasses.replace(shape, cluster=shape.cluster * 2)
@@ -100,15 +101,18 @@ def norm_macros(dtype: torch.dtype, weight_dtype: torch.dtype, in_features: int,
 
 
 def linear_macros(
-    dtype: torch.dtype, tiles: int, out_features: int, in_features: int, row_stride: int, activation: str, norm: bool, bias: bool,
+    dtype: torch.dtype, bucket: int, out_features: int, in_features: int, row_stride: int, activation: str, norm: bool, bias: bool,
     residual: bool, aligned: bool, early: bool, shape: LinearShape,
 ) -> dict[str, int]:  # fmt: skip
-    """The macros of ``linear.cu``. ``row_stride`` of the weight in numbers; ``aligned``: four numbers of out are stored at once."""
+    """The macros of the kernel. ``row_stride`` of the weight in numbers; ``aligned``: four numbers of out are stored at once."""
+    half = dtype == torch.float16
     macros = {
-        "OUT_FEATURES": out_features, "IN_FEATURES": in_features, "W_ROW": row_stride, "NT": tiles, "ACTIVATION": ACTIVATIONS[activation],
-        "NORM": norm, "BIAS": bias, "RESIDUAL": residual, "ALIGNED": aligned, "PDL": early,
-        "HALF": dtype == torch.float16, "Q_HALF": dtype == torch.float16, "KV_BYTES": 2, "E5M2": 0,
-        "MT": shape.row_tiles, "ROW_WARPS": shape.row_warps, "K_WARPS": shape.k_warps, "STAGES": shape.stages,
-        "CTAS_PER_SM": shape.ctas_per_sm, "CLUSTER": shape.cluster, "WGMMA": shape.wgmma,
+        "OUT_FEATURES": out_features, "IN_FEATURES": in_features, "NT": max(bucket // 8, 1), "ACTIVATION": ACTIVATIONS[activation],
+        "NORM": norm, "BIAS": bias, "RESIDUAL": residual, "ALIGNED": aligned, "PDL": early, "HALF": half, "Q_HALF": half, "KV_BYTES": 2,
+        "E5M2": 0, "MT": shape.row_tiles, "STAGES": shape.stages, "CTAS_PER_SM": shape.ctas_per_sm, "CLUSTER": shape.cluster,
     }  # fmt: skip
+    if shape.wide:
+        macros["WGMMA"] = 1
+    else:
+        macros |= {"W_ROW": row_stride, "X_ROWS": bucket, "ROW_WARPS": shape.row_warps, "K_WARPS": shape.k_warps}
     return {name: int(value) for name, value in macros.items()}

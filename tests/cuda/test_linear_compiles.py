@@ -1,0 +1,120 @@
+"""The CUDA C++ linear kernels without a GPU: nvcc compiles their specialisations; no spills, 16-byte copies, shared memory that fits."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from torchpaged.custom_ops.cuda import jit
+from torchpaged.custom_ops.cuda.linear_shape import LinearShape, linear_macros, linear_shape, norm_is_fused, norm_macros, token_bucket
+
+NVCC = shutil.which("nvcc")
+FOLDER = Path(jit.__file__).parent
+SHARED = {(8, 0): 163840, (9, 0): 227 * 1024, (10, 0): 227 * 1024}  # bytes that one CTA may have
+#: (out_features, in_features, activation, norm, residual, dtype)
+LAYERS = {
+    "8b qkv": (6144, 4096, "none", True, False, torch.bfloat16),
+    "8b o": (4096, 4096, "none", False, True, torch.bfloat16),
+    "8b gate_up": (28672, 4096, "silu", True, False, torch.bfloat16),
+    "1b down": (2048, 8192, "none", False, True, torch.bfloat16),
+    "odd": (1002, 1032, "gelu", True, True, torch.float16),
+}
+needs_nvcc = pytest.mark.skipif(NVCC is None, reason="nvcc is not installed")
+
+
+def specialised(name: str, tokens: int, capability: tuple[int, int]) -> tuple[str, dict[str, int], LinearShape]:
+    """File, macros and shape."""
+    n, k, activation, norm, residual, dtype = LAYERS[name]
+    bucket, recent = token_bucket(tokens), capability >= (9, 0)
+    shape = linear_shape(bucket, n, k, 132, capability == (9, 0), recent)
+    norm = norm and norm_is_fused(bucket, dtype, dtype, shape.wide)
+    macros = linear_macros(dtype, bucket, n, k, k, activation, norm, name == "odd", residual, n % 8 == 0, recent, shape)
+    return "linear_wide" if shape.wide else "linear", macros, shape
+
+
+def compile_with_nvcc(
+    tmp_path: Path, file: str, values: dict[str, int], capability: tuple[int, int], kind: str = "cubin"
+) -> tuple[str, str]:
+    """``(PTX or "", ptxas report)``."""
+    assert NVCC
+    target = tmp_path / f"out.{kind}"
+    command = [
+        NVCC,
+        f"-{kind}",
+        "-Xptxas",
+        "-v",
+        "-Werror",
+        "all-warnings",
+        "-o",
+        str(target),
+        *jit.options(values, capability),
+        str(FOLDER / f"{file}.cu"),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return target.read_text() if kind == "ptx" else "", done.stderr
+
+
+def check_report(report: str, threads: int, ctas_per_sm: int) -> None:
+    """No spills, registers for the CTAs that are to be resident, and nothing that puts the warpgroup products one behind the other."""
+    assert re.findall(r"(\d+) bytes spill stores", report) == ["0"], report
+    registers = int(re.search(r"Used (\d+) registers", report)[1])  # type: ignore[index]
+    assert registers * threads * ctas_per_sm <= 65536, (registers, threads)
+    assert "serialized" not in report, report
+
+
+@needs_nvcc
+@pytest.mark.parametrize("tokens", [1, 8, 16, 32, 64])
+@pytest.mark.parametrize("name", LAYERS)
+def test_compiles_for_sm_90(tmp_path: Path, name: str, tokens: int) -> None:
+    file, values, shape = specialised(name, tokens, (9, 0))
+    _, report = compile_with_nvcc(tmp_path, file, values, (9, 0))
+    check_report(report, shape.threads, shape.ctas_per_sm)
+
+
+@needs_nvcc
+@pytest.mark.parametrize("capability", [(8, 0), (10, 0)], ids=str)
+@pytest.mark.parametrize("tokens", [2, 64])
+@pytest.mark.parametrize("name", ["8b gate_up", "odd"])
+def test_compiles_for_others(tmp_path: Path, name: str, tokens: int, capability: tuple[int, int]) -> None:
+    file, values, shape = specialised(name, tokens, capability)
+    assert file == "linear"
+    _, report = compile_with_nvcc(tmp_path, file, values, capability)
+    check_report(report, shape.threads, 1)
+
+
+@needs_nvcc
+@pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_norm_compiles(tmp_path: Path, weight_dtype: torch.dtype) -> None:
+    _, report = compile_with_nvcc(tmp_path, "norm", norm_macros(torch.bfloat16, weight_dtype, 14336, True), (9, 0))
+    check_report(report, 256, 1)
+
+
+@needs_nvcc
+def test_weights_are_asked_for_before_the_wait(tmp_path: Path) -> None:
+    file, values, _ = specialised("8b o", 4, (9, 0))
+    text, _ = compile_with_nvcc(tmp_path, file, values, (9, 0), "ptx")
+    before, after = text.split("griddepcontrol.wait")
+    copies = re.findall(r"cp\.async\.\w+\.shared\.global \[[^\]]+\], \[[^\]]+\], (\d+)", before)
+    assert copies and set(copies) == {"16"}, copies
+    assert "griddepcontrol.launch_dependents" in before and "mma.sync.aligned.m16n8k16" in after
+    file, values, _ = specialised("8b o", 64, (9, 0))
+    text, _ = compile_with_nvcc(tmp_path, file, values, (9, 0), "ptx")
+    before, after = text.split("griddepcontrol.wait")
+    assert "cp.async.bulk.tensor.2d" in before and "wgmma.mma_async" in after
+
+
+@pytest.mark.parametrize("capability", SHARED, ids=str)
+@pytest.mark.parametrize("tokens", [1, 2, 3, 8, 9, 16, 17, 32, 33, 64])
+def test_shared_memory_and_grid_fit(tokens: int, capability: tuple[int, int]) -> None:
+    for n in (8, 576, 2048, 6144, 28672, 128256):
+        for k in (8, 576, 2048, 14336):
+            shape = linear_shape(token_bucket(tokens), n, k, 132, capability == (9, 0), capability >= (9, 0))
+            assert shape.shared_bytes(token_bucket(tokens), True) + 2048 <= SHARED[capability], shape
+            assert shape.grid(n) % shape.cluster == 0 and shape.grid(n) // shape.cluster * shape.rows >= n
+            assert shape.cluster == 1 or capability >= (9, 0)

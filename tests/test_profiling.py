@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
+
+from torchpaged import profiling
+from torchpaged.custom_ops.errors import ArgumentError
 
 ROOT = Path(__file__).parents[1]
 
@@ -64,12 +70,12 @@ int InitializeInjectionNvtx2(const void *(*get_export_table)(uint32_t)) {
 }
 """
 
-#: The engine on one tiny layer: a few seconds, most of it imports.
+#: The engine on two tiny layers: a few seconds, most of it imports.
 ENGINE = """
 import torch, transformers
 from torchpaged.engine import Generator, SamplingParams
 config = transformers.LlamaConfig(
-    vocab_size=99, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
+    vocab_size=99, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
     max_position_embeddings=64, eos_token_id=None, pad_token_id=0, bos_token_id=1)
 generator = Generator(transformers.LlamaForCausalLM(config).eval(), max_batch_size=2, buckets=[2], prefill_chunk_size=3)
 params = SamplingParams(max_new_tokens=3)
@@ -126,28 +132,61 @@ def shape(nodes: list[Node]) -> list[object]:
     return [(text, shape(inner)) if inner else text for text, _, inner in nodes]
 
 
-ADMIT, COLLECT1, COLLECT2 = "admission waiting=0", "collect batch=1", "collect batch=2"
-TWO = ("decode batch=2 tokens=2", ["replay batch=2 padded=2"])
-EXPECTED = [  # prompts of 3 and 2 tokens in chunks of 3, 3 new tokens each, at most 2 rows, one bucket of 2
-    (
-        "step",
-        [
-            "admission waiting=2",
-            "prefill batch=1 tokens=3",
-            ("decode batch=1 tokens=1", ["capture padded=2", "replay batch=1 padded=2"]),
-            COLLECT1,  # the prefill's token; those of launches come a launch late
-        ],
-    ),
-    ("step", [ADMIT, "prefill batch=1 tokens=2", TWO, COLLECT1, COLLECT1]),
-    ("step", [ADMIT, TWO, COLLECT2]),
-    ("step", [ADMIT, COLLECT1]),
-]
+LAYERS: list[object] = ["attention layer=0", "attention layer=1"]
+
+
+def only(nodes: list[Node], *words: str) -> list[object]:
+    """The tree without the ranges whose first word is not one of ``words``; what was inside them moves up."""
+    kept: list[object] = []
+    for text, _, inner in nodes:
+        below = only(inner, *words)
+        kept += ([(text, below)] if below else [text]) if text.split()[0] in words else below
+    return kept
 
 
 def test_ranges_of_the_engine_arrive_nested(tool: Path) -> None:
-    steps = record(tool, ENGINE + GENERATE, TORCHPAGED_NVTX="1")
-    assert shape(steps) == EXPECTED
-    assert [number for _, number, _ in steps] == ["0", "1", "2", "3"]
+    """Prompts of 3 and 2 tokens in chunks of 3, 3 new tokens each, at most 2 rows, one bucket of 2."""
+    nodes = record(tool, ENGINE + GENERATE, TORCHPAGED_NVTX="1")
+    steps = [node for node in nodes if node[0] == "step"]
+    assert [number for _, number, _ in steps] == [str(i) for i in range(len(steps))]
+    assert {text for text, _, _ in nodes} == {"step", *LAYERS}  # attention outside a step: the model's layers are tried at the start
+    assert all(inner[0][0].startswith("admission waiting=") for _, _, inner in steps)
+    assert only(nodes, "prefill") == ["prefill batch=1 tokens=3", "prefill batch=1 tokens=2"]
+    assert only(steps, "admission")[0] == "admission waiting=2"
+    captured = ("capture padded=2", LAYERS * 3)  # twice to warm up
+    first, *later = only(steps, "decode", "capture", "replay", "attention")[2:]  # after the attention of the first prefill
+    assert isinstance(first, tuple) and first[0].startswith("decode batch=1 tokens=1")
+    assert first[1] == [captured, ("replay batch=1 padded=2", LAYERS)]  # on a CPU a replay runs the model again
+    assert ("decode batch=2 tokens=2", [("replay batch=2 padded=2", LAYERS)]) in later
+    assert all(node in LAYERS or node[0].startswith("decode") for node in later)
+
+
+def test_attention_ranges_stand_in_the_capture_and_not_in_the_replay(tool: Path) -> None:
+    """With a capture that does not run Python again, as a CUDA graph does not."""
+    tape = ENGINE.replace("buckets=[2]", "buckets=[2], capture=TapeCapture(), compile=False")
+    nodes = record(tool, "from torchpaged.graphs import TapeCapture\n" + tape + GENERATE, TORCHPAGED_NVTX="1")
+    found = only([node for node in nodes if node[0] == "step"], "prefill", "capture", "replay", "attention")
+    assert found[:3] == [("prefill batch=1 tokens=3", LAYERS), ("capture padded=2", LAYERS * 3), "replay batch=1 padded=2"]
+    assert "replay batch=2 padded=2" in found and all(isinstance(node, str) or "replay" not in node[0] for node in found)
+
+
+def test_compiled_code_has_no_ranges(tool: Path) -> None:
+    """It is traced as one graph with NVTX on, and runs without a range inside."""
+    code = """
+from torchpaged import profiling
+paged = generator.model
+from torchpaged.metadata import AttentionMetadata
+metadata = AttentionMetadata.from_lists([1], [1], [[1]], block_size=16, num_blocks=paged.kv_cache.num_blocks)
+step = torch.compile(lambda ids, metadata: paged(ids, metadata), fullgraph=True, backend="eager")
+with torch.inference_mode():
+    for _ in range(2):
+        with profiling.range("compiled"):
+            step(torch.tensor([5]), metadata)
+    with profiling.range("plain"):
+        paged(torch.tensor([5]), metadata)
+"""
+    nodes = record(tool, ENGINE + code, TORCHPAGED_NVTX="1")
+    assert shape(nodes[2:]) == ["compiled", "compiled", ("plain", LAYERS)]
 
 
 def test_ranges_only_inside_enabled(tool: Path) -> None:
@@ -185,6 +224,51 @@ assert "nvtx" not in sys.modules
 """
     done = run(ENGINE + code)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_trace_has_the_same_names_and_is_written_when_the_block_fails() -> None:
+    code = """
+import json, sys
+from torchpaged import profiling
+try:
+    with profiling.trace(PATH):
+        generator.submit([5, 6, 7], params)
+        generator.step()
+        generator.step()
+        with profiling.range("mine", 7, batch=3):
+            raise KeyError("midway")
+except KeyError:
+    pass
+assert profiling.range("a") is profiling.NOTHING and "nvtx" not in sys.modules
+spans = [e for e in json.load(open(PATH))["traceEvents"] if e.get("cat") == "user_annotation"]
+def inside(inner, outer):
+    return any(o["ts"] <= i["ts"] and i["ts"] + i["dur"] <= o["ts"] + o["dur"]
+               for i in spans if i["name"] == inner for o in spans if o["name"] == outer)
+assert inside("prefill batch=1 tokens=3", "step") and inside("attention layer=1", "prefill batch=1 tokens=3")
+assert inside("attention layer=0", "capture padded=2") and inside("replay batch=1 padded=2", "step")
+assert any(e["name"] == "mine batch=3" for e in spans), "what failed is in the trace too"
+"""
+    with tempfile.TemporaryDirectory() as folder:
+        done = run(ENGINE + code.replace("PATH", repr(f"{folder}/out.json")))
+    assert done.returncode == 0, done.stderr
+
+
+def test_both_sinks_at_once(tool: Path, tmp_path: Path) -> None:
+    code = f"""
+import json
+from torchpaged import profiling
+with profiling.enabled(), profiling.trace({str(tmp_path / "out.json.gz")!r}), profiling.range("both", batch=1):
+    pass
+"""
+    assert shape(record(tool, code)) == ["both batch=1"]
+    events = json.loads(gzip.decompress((tmp_path / "out.json.gz").read_bytes()))["traceEvents"]
+    assert any(event["name"] == "both batch=1" for event in events)
+
+
+def test_a_trace_that_can_not_be_written_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    for path in (tmp_path / "no" / "out.json", tmp_path):
+        with pytest.raises(ArgumentError, match="path: expected a file"), profiling.trace(path):
+            pytest.fail("the block ran")
 
 
 @pytest.mark.parametrize(

@@ -106,7 +106,9 @@ RULES = {
         "torchpaged.engine", "torchpaged.graphs", "torchpaged.backends", "torchpaged.cache", "torchpaged.metadata",
         "torchpaged.custom_ops.errors", "torchpaged.hf", "torchpaged.profiling",
     ),
-    "torchpaged/hf": ("torchpaged.hf", "torchpaged.backends", "torchpaged.cache", "torchpaged.metadata", "torchpaged.custom_ops"),
+    "torchpaged/hf": (
+        "torchpaged.hf", "torchpaged.backends", "torchpaged.cache", "torchpaged.metadata", "torchpaged.custom_ops", "torchpaged.profiling",
+    ),
 }  # fmt: skip
 
 

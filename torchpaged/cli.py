@@ -69,6 +69,9 @@ def generate(
     num_blocks: Annotated[int, typer.Option(help="blocks of the cache; 0: enough for all prompts")] = 0,
     offline: Annotated[bool, typer.Option(help="download nothing")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON document and nothing else")] = False,
+    profile: Annotated[
+        str, typer.Option(help="write a torch.profiler trace of the generation to this file, and list kernels by module")
+    ] = "",
 ) -> None:
     """Generate text, streamed as it comes, with a summary line at the end."""
     from torchpaged.demo import ensure_smollm2
@@ -85,6 +88,7 @@ def generate(
         folder, prompts, place, _dtype(kind, "--dtype"), backend, compile, chat, max_seq_len, block_size, num_blocks, as_json,
         {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p,
          "repetition_penalty": repetition_penalty, "seed": seed, "stop": tuple(stop or ()), "ignore_eos": ignore_eos},
+        profile,
     )  # fmt: skip
     raise typer.Exit(run(settings))
 

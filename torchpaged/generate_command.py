@@ -1,9 +1,11 @@
-"""What ``torchpaged generate`` does: load a model, submit the prompts, stream, summarise."""
+"""What ``torchpaged generate`` does: load a model, submit the prompts, stream, summarise; with ``--profile`` traced."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,8 +14,10 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+from torchpaged import profiling
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.engine import Generator, RequestOutput, SamplingParams
+from torchpaged.kernel_report import KernelReport, kernels_of_generation, module_ranges, read_trace, report_table
 
 ERRORS = Console(stderr=True)
 
@@ -34,6 +38,7 @@ class Settings:
     num_blocks: int
     as_json: bool
     sampling: dict[str, Any]
+    profile: str = ""  # a file for the trace
 
 
 def load(settings: Settings) -> tuple[Any, Any]:
@@ -51,6 +56,8 @@ def load(settings: Settings) -> tuple[Any, Any]:
 
 def run(settings: Settings) -> int:
     """Run the command; returns the exit code: 0, or 2 if a prompt was refused."""
+    if settings.profile:
+        profiling.check_writable(settings.profile, "--profile")
     sampling = SamplingParams(**settings.sampling)  # bad options are refused before a model is loaded
     model, tokenizer = load(settings)
     with Progress(TextColumn("capturing"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), console=ERRORS,
@@ -72,12 +79,38 @@ def run(settings: Settings) -> int:
         except ArgumentError as error:  # the other prompts go on
             refused[index] = str(error)
             print(f"error: prompt {index + 1}: {error}", file=sys.stderr)
-    outputs = _stream(generator, ids, settings)
+    with _profiled(settings, model):
+        outputs = _stream(generator, ids, settings)
+    kernels = _kernels(settings.profile, model, generator) if settings.profile else {}
     if settings.as_json:
-        print(json.dumps(_document(generator, settings, outputs, refused)))
-    elif outputs:
+        document = _document(generator, settings, outputs, refused)
+        if settings.profile:
+            document["profile"] = {"trace": settings.profile, "kernels": {phase: report.to_dict() for phase, report in kernels.items()}}
+        print(json.dumps(document))
+        return 2 if refused else 0
+    if outputs:
         print(_summary(generator))
+    for phase, report in kernels.items():
+        ERRORS.print(report_table(report, phase))
     return 2 if refused else 0
+
+
+@contextlib.contextmanager
+def _profiled(settings: Settings, model: Any) -> Iterator[None]:
+    """With ``--profile``, trace the block with a range per module. The file is written however the block ends."""
+    if not settings.profile:
+        yield
+        return
+    with profiling.trace(settings.profile), module_ranges(model):
+        yield
+    if not settings.as_json:
+        print(f"trace: {settings.profile}", file=sys.stderr)
+
+
+def _kernels(path: str, model: Any, generator: Generator) -> dict[str, KernelReport]:
+    """Kernels of the traced generation by module; replays are matched with steps of the same size run now, on idle rows."""
+    runner = generator.runner
+    return kernels_of_generation(read_trace(path), model, None if runner is None else runner.launch_eager)
 
 
 def _prompt(prompt: str, tokenizer: Any, chat: bool) -> str | list[int]:

@@ -1,11 +1,13 @@
-"""NVTX ranges: what the host does, by name, beside the kernels in Nsight Systems.
+"""Ranges: what the host does, by name, beside the kernels in Nsight Systems (NVTX) and in traces of torch.profiler.
 
     TORCHPAGED_NVTX=1 nsys profile --trace=cuda,nvtx --cuda-graph-trace=node python serve.py     # the whole process
 
-    with torchpaged.profiling.enabled():                                                         # or a part of it
+    with torchpaged.profiling.enabled():                                                         # NVTX for a part of it
+        generator.step()
+    with torchpaged.profiling.trace("out.json"):                                                 # a Chrome trace of a part of it
         generator.step()
 
-The ranges stand in the domain "torchpaged"; docs/profiling.md lists them. The variable is read once, when this module is
+The NVTX ranges stand in the domain "torchpaged"; docs/profiling.md lists them. The variable is read once, when this module is
 imported. Off, the nvtx package is not even imported, and `range` returns one shared object that does nothing. Host code only:
 a range inside a traced function would break its graph, and inside a captured one it would appear once and never at replay.
 """
@@ -16,10 +18,13 @@ import contextlib
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
+import torch
+
 from torchpaged import env
-from torchpaged.custom_ops.errors import TorchpagedError
+from torchpaged.custom_ops.errors import ArgumentError, TorchpagedError
 
 DOMAIN = "torchpaged"
 
@@ -41,57 +46,119 @@ class _Nothing:
 
 
 class _Range:
-    """One range, pushed and popped in the domain it was made for, even if profiling ends in between."""
+    """One range, closed wherever it was opened, even if profiling ends in between."""
 
-    __slots__ = ("_domain", "_message", "_number")
+    __slots__ = ("_domain", "_message", "_number", "_record")
 
-    def __init__(self, domain: Any, message: str, number: int | None) -> None:
-        self._domain, self._message, self._number = domain, message, number
+    def __init__(self, domain: Any, record: torch.profiler.record_function | None, message: str, number: int | None) -> None:
+        self._domain, self._record, self._message, self._number = domain, record, message, number
 
     def __enter__(self) -> None:
-        self._domain.push_range(self._domain.get_event_attributes(message=self._message, payload=self._number))
+        if self._domain is not None:
+            self._domain.push_range(self._domain.get_event_attributes(message=self._message, payload=self._number))
+        if self._record is not None:
+            self._record.__enter__()
 
     def __exit__(self, *error: object) -> None:
-        self._domain.pop_range()
+        if self._record is not None:
+            self._record.__exit__(None, None, None)
+        if self._domain is not None:
+            self._domain.pop_range()
 
 
 NOTHING = _Nothing()
-_domain: Any = None  # the nvtx domain while on
+_domain: Any = None  # the nvtx domain while NVTX ranges are on
+_traces = 0  # blocks of `recorded` that are open
+_on = False  # either of them
 
 
 def range(name: str, number: int | None = None, /, **payload: object) -> AbstractContextManager[None]:
     """A context manager around host work.
 
-    An NVTX event holds one number, so that ``payload`` becomes text: ``range("decode", batch=3, tokens=3)`` shows as
-    "decode batch=3 tokens=3". The nvtx package keeps every message it has seen, and tools sum the time per message; what
-    differs in every range, such as the number of a step, therefore goes into ``number``.
+    An NVTX event holds one number, and one of torch.profiler a name only, so that ``payload`` becomes text:
+    ``range("decode", batch=3, tokens=3)`` shows as "decode batch=3 tokens=3". The nvtx package keeps every message it has seen, and
+    tools sum the time per message; what differs in every range, such as the number of a step, therefore goes into ``number``.
 
     Args:
         name: what is being done.
-        number: the event's numeric payload, int64.
+        number: the NVTX event's numeric payload, int64; a trace of torch.profiler has none.
         payload: facts about it, in the order given. Few different values.
 
     Returns:
         While off, always the same object, which does nothing.
     """
-    if _domain is None:
+    if not _on:
         return NOTHING
-    return _Range(_domain, " ".join([name, *(f"{key}={value}" for key, value in payload.items())]), number)
+    message = " ".join([name, *(f"{key}={value}" for key, value in payload.items())])
+    return _Range(_domain, torch.profiler.record_function(message) if _traces else None, message, number)
 
 
 @contextlib.contextmanager
 def enabled() -> Iterator[None]:
-    """Ranges are on inside the block, in every thread; may be nested. Without a tool such as nsys they go nowhere.
+    """NVTX ranges are on inside the block, in every thread; may be nested. Without a tool such as nsys they go nowhere.
 
     Raises:
         ProfilingUnavailableError: the nvtx package is missing or switched off.
     """
-    global _domain
-    before, _domain = _domain, _open("torchpaged.profiling.enabled()")
+    before = _domain
+    _switch(_open("torchpaged.profiling.enabled()"), _traces)
     try:
         yield
     finally:
-        _domain = before
+        _switch(before, _traces)
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[None]:
+    """Ranges are also `torch.profiler.record_function` ranges inside the block, for a profiler of your own; may be nested."""
+    _switch(_domain, _traces + 1)
+    try:
+        yield
+    finally:
+        _switch(_domain, _traces - 1)
+
+
+@contextlib.contextmanager
+def trace(path: str | os.PathLike[str]) -> Iterator[torch.profiler.profile]:
+    """Profile the block with torch.profiler and write a Chrome trace that has our ranges in it, also if the block fails.
+
+    Args:
+        path: the file, for https://ui.perfetto.dev or chrome://tracing; ".gz" at its end compresses it. Overwritten.
+
+    Yields:
+        The profiler.
+
+    Raises:
+        ArgumentError: no file can be written there; nothing is run then.
+    """
+    check_writable(path)
+    profiler = torch.profiler.profile()  # CPU, and the GPU where there is one
+    profiler.start()
+    try:
+        with recorded():
+            yield profiler
+    finally:
+        profiler.stop()
+        profiler.export_chrome_trace(os.fspath(path))
+
+
+def check_writable(path: str | os.PathLike[str], argument: str = "path") -> None:
+    """Refuse a path that `trace` could not write to, before the work is done; ``argument`` is its name in the error.
+
+    Raises:
+        ArgumentError: its folder does not exist, it is a folder, or it may not be written.
+    """
+    folder = Path(path).absolute().parent
+    if not folder.is_dir():
+        raise ArgumentError(argument, "a file in a folder that exists", repr(os.fspath(path)))
+    if Path(path).is_dir() or not os.access(path if Path(path).exists() else folder, os.W_OK):
+        raise ArgumentError(argument, "a file that can be written", repr(os.fspath(path)))
+
+
+def _switch(domain: Any, traces: int) -> None:
+    global _domain, _traces, _on
+    _domain, _traces = domain, traces
+    _on = domain is not None or traces > 0
 
 
 def _open(asked_by: str) -> Any:
@@ -105,4 +172,4 @@ def _open(asked_by: str) -> Any:
 
 
 if env.get("TORCHPAGED_NVTX"):
-    _domain = _open("TORCHPAGED_NVTX=1")
+    _switch(_open("TORCHPAGED_NVTX=1"), 0)

@@ -22,8 +22,8 @@ def check_sample_tokens(logits: Tensor, temperature: Tensor, top_k: Tensor, top_
     """Every argument of ``sample_tokens``; raises `ArgumentError` before anything is written."""
     check_dims("logits", logits, None, None)
     num_rows, vocab_size = logits.shape
-    if vocab_size < 1 or vocab_size >= 2**31:
-        raise ArgumentError("logits", "a vocabulary of 1 to 2**31 - 1 tokens", f"shape {list(logits.shape)}")
+    if vocab_size < 1 or vocab_size > 2**24:
+        raise ArgumentError("logits", "a vocabulary of 1 to 2**24 tokens", f"shape {list(logits.shape)}")
     check_dtype("logits", logits, torch.float32, torch.bfloat16, torch.float16)
     floats = {"temperature": temperature, "top_p": top_p, "min_p": min_p, "repetition_penalty": repetition_penalty}
     integers = {"seeds": seeds, "counters": counters, "out": out}
@@ -69,10 +69,10 @@ def check_accept_tokens(sampled_token_ids: Tensor, block_table: Tensor, stop_tok
     if block_size < 1:
         raise ArgumentError("block_size", "at least 1 token", str(block_size))
     if num_reqs and reads_values(input_ids.device):
-        fits = (sampled_token_ids >= 0) & (sampled_token_ids < 32 * seen.shape[1])
-        _check_values("sampled_token_ids", sampled_token_ids, fits | (seq_lens <= 0), f"tokens in [0, {32 * seen.shape[1]}), as seen has")
         capacity = block_table.shape[1] * block_size
         _check_values("seq_lens", seq_lens, seq_lens <= capacity, f"at most {capacity}, what a row of block_table holds")
+        fits = (sampled_token_ids >= 0) & (sampled_token_ids < 32 * seen.shape[1])
+        _check_values("sampled_token_ids", sampled_token_ids, fits | (seq_lens <= 0), f"tokens in [0, {32 * seen.shape[1]}), as seen has")
 
 
 def _check_values(name: str, tensor: Tensor, good: Tensor, expected: str) -> None:

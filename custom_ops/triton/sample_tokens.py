@@ -1,0 +1,336 @@
+"""sample_tokens: Gumbel-max in two launches, with a search for the threshold instead of a sort where a row is truncated.
+
+The first kernel cuts the vocabulary into tiles, one per program, and reads every logit once. For a greedy or plainly drawn row it leaves
+each tile's best token. For a row with top_k, top_p or min_p it leaves each tile's largest logit and mass, and the largest logit of each
+group of 64 tokens. The second kernel, a program per row, merges the tiles. A truncated row goes on there:
+
+1. The groups' maxima bound the threshold from below: k groups that reach a value hold k tokens that do; the same with masses.
+2. Groups that reach the bound are listed. For usual distributions they fit one chunk, which then stays in the first-level cache.
+3. The threshold is the largest listed logit at and above which lie k tokens (top_k) or the mass p (top_p): bisection over the ordered
+   integer images of floats, in which both ends always jump to logits that occur.
+4. The kept tokens of the listed groups are scored with their noise. Of tokens equal to the threshold the first are kept.
+
+Which of this a row needs is read from its parameters on the device. Sums run in a fixed order, so that replays agree bit for bit.
+Semantics and noise: `torchpaged.custom_ops.reference_sampling`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from torchpaged.custom_ops import validation_sampling as validation
+from torchpaged.custom_ops.triton.config import INTERPRET, launches_early, next_power_of_2, require_launchable
+
+GROUP = 64
+
+
+class SampleTiles(NamedTuple):
+    """``tile``: logits of a program of the first launch; ``chunk``: listed logits that the second one reads at once; warps of both."""
+
+    tile: int
+    tile_warps: int
+    chunk: int
+    chunk_warps: int
+
+
+def sample_tiles(num_rows: int, vocab_size: int) -> SampleTiles:
+    """Small tiles while large ones would leave multiprocessors idle."""
+    if INTERPRET:
+        return SampleTiles(256, 4, 256, 4)
+    tile, warps = (1024, 4) if num_rows * vocab_size <= 2**20 else (4096, 8)
+    return SampleTiles(tile, warps, 8192, 16)
+
+
+@triton.jit
+def load_logits(row_at, seen_at, token, inside, penalty):
+    """Float32 logits of ``token`` after the repetition penalty; -inf for NaN and where not ``inside``, no negative zero."""
+    z = tl.load(row_at + token, mask=inside, other=float("-inf")).to(tl.float32)
+    if penalty != 1.0:
+        occurred = (tl.load(seen_at + token // 32, mask=inside, other=0) >> (token % 32)) & 1
+        z = tl.where(occurred != 0, tl.where(z > 0, tl.div_rn(z, penalty), z * penalty), z)
+    return tl.where(z != z, float("-inf"), tl.where(z == 0.0, 0.0, z))
+
+
+@triton.jit
+def gumbel_noise(seed, counter, quarter):
+    """Noise of tokens ``4 * quarter ... 4 * quarter + 3``: ``[N, 4]`` of ``[N]``."""
+    zero = tl.zeros_like(quarter).to(tl.uint32)
+    low, high = zero + (counter & 0xFFFFFFFF).to(tl.uint32), zero + ((counter >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    a, b, c, d = tl.philox(seed, quarter.to(tl.uint32), low, high, zero)
+    bits = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [quarter.shape[0], 4])
+    v = (bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10
+    series = v * (1.0 + v * (0.5 + v * (0.3333333432674408 + v * 0.25)))  # of -log(1 - v), where 1 - v would lose v's bits
+    exponential = tl.where(v < 0.015625, series, -tl.log(tl.maximum(1.0 - v, 2.98023223876953125e-8)))
+    return -tl.log(exponential)
+
+
+@triton.jit
+def likelihood(z, maximum, temperature):
+    """exp((z - maximum) / temperature), 1 at the maximum even if that is infinite."""
+    return tl.where(z == maximum, 1.0, tl.exp((z - maximum) / temperature))
+
+
+@triton.jit
+def is_truncated(temperature, top_k, top_p, min_p, vocab_size):
+    """Whether a row keeps some tokens only."""
+    return (temperature > 0.0) & (((top_k > 0) & (top_k < vocab_size)) | (top_p < 1.0) | (min_p > 0.0))
+
+
+@triton.jit
+def sample_tiles_kernel(
+    logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, penalty_ptr, seen_ptr, seeds_ptr, counters_ptr, parts_ptr, indices_ptr,
+    vocab_size, logits_row, seen_row, parts_row, indices_row, TILE: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid: (tiles, rows). Row of parts: best of each tile, mass of each tile, maximum of each group; of indices: token of each tile."""
+    tile, num_tiles, row = tl.program_id(0), tl.num_programs(0), tl.program_id(1)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    temperature = tl.load(temperature_ptr + row)
+    penalty = tl.load(penalty_ptr + row)
+    truncated = is_truncated(temperature, tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), tl.load(min_p_ptr + row), vocab_size)
+    parts_at = parts_ptr + row.to(tl.int64) * parts_row
+    quarter = tile * (TILE // 4) + tl.arange(0, TILE // 4)
+    token = quarter[:, None] * 4 + tl.arange(0, 4)[None, :]
+    row_at, seen_at = logits_ptr + row.to(tl.int64) * logits_row, seen_ptr + row.to(tl.int64) * seen_row
+    z = load_logits(row_at, seen_at, token, token < vocab_size, penalty)
+    if truncated:
+        peaks = tl.max(tl.reshape(z, [TILE // GROUP, GROUP]), 1)
+        tl.store(parts_at + 2 * num_tiles + tile * (TILE // GROUP) + tl.arange(0, TILE // GROUP), peaks)
+        best = tl.max(peaks, 0)
+        tl.store(parts_at + tile, best)
+        tl.store(parts_at + num_tiles + tile, tl.sum(tl.reshape(likelihood(z, best, temperature), [TILE]), 0))
+    else:
+        score = z
+        if temperature > 0.0:
+            noise = gumbel_noise(tl.load(seeds_ptr + row), tl.load(counters_ptr + row), quarter)
+            score = z + temperature * noise  # times the temperature: no overflow where it is tiny
+        best, at = tl.max(tl.reshape(score, [TILE]), 0, return_indices=True)
+        tl.store(parts_at + tile, best)
+        tl.store(indices_ptr + row.to(tl.int64) * indices_row + tile, tile * TILE + at)
+
+
+@triton.jit
+def midpoint(low, high):
+    """The float in the middle of ``low < high`` in the order of floats, above ``low``. The order's integers: `next_above`."""
+    a, b = low.to(tl.int32, bitcast=True), high.to(tl.int32, bitcast=True)
+    a, b = a ^ ((a >> 31) & 0x7FFFFFFF), b ^ ((b >> 31) & 0x7FFFFFFF)
+    middle = ((a.to(tl.int64) + b.to(tl.int64) + 1) >> 1).to(tl.int32)
+    return (middle ^ ((middle >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def next_above(z):
+    """The next float: floats in order are their bits as integers, those of negative ones turned round. NaN above +inf."""
+    bits = z.to(tl.int32, bitcast=True)
+    after = (bits ^ ((bits >> 31) & 0x7FFFFFFF)) + 1
+    return (after ^ ((after >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def add_min_max(a, b, c, other_a, other_b, other_c):
+    """For `tl.reduce`: a sum, a minimum and a maximum in one pass through the threads."""
+    return a + other_a, tl.minimum(b, other_b), tl.maximum(c, other_c)
+
+
+@triton.jit
+def measure(z, weight, pivot):
+    """Of ``z [N]``: the weight at and above ``pivot``, the least value there, and the largest value below."""
+    above = z >= pivot
+    parts = (tl.where(above, weight, 0.0), tl.where(above, z, float("inf")), tl.where(above, float("-inf"), z))
+    return tl.reduce(parts, 0, add_min_max)
+
+
+@triton.jit
+def narrow(low, high, mass, least_above, largest_below, target):
+    """A step of the search for the largest value at and above which lies ``target``; done where ``low >= high``."""
+    enough = mass >= target
+    return tl.where(enough, least_above, low), tl.where(enough, tl.where(mass == target, least_above, high), largest_below)
+
+
+@triton.jit
+def group_bound(peaks, weight, target):
+    """The largest of ``peaks`` at and above which ``weight`` sums to ``target``; -inf if all of them don't."""
+    high = tl.max(peaks, 0)
+    low = tl.full([], float("-inf"), tl.float32)
+    while low < high:
+        mass, least_above, largest_below = measure(peaks, weight, midpoint(low, high))
+        low, high = narrow(low, high, mass, least_above, largest_below, target)
+    return low
+
+
+@triton.jit
+def load_chunk(row_at, seen_at, list_at, first, listed, penalty, vocab_size, GROUP: tl.constexpr, CHUNK: tl.constexpr):
+    """Logits ``[CHUNK]`` of listed groups from number ``first`` on, in the order of tokens, and ``quarter [CHUNK / 4]`` of them."""
+    place = tl.arange(0, CHUNK // 4)
+    number = first + place // (GROUP // 4)
+    group = tl.load(list_at + number, mask=number < listed, other=0)
+    quarter = group * (GROUP // 4) + place % (GROUP // 4)
+    token = quarter[:, None] * 4 + tl.arange(0, 4)[None, :]
+    inside = (number < listed)[:, None] & (token < vocab_size)
+    return tl.reshape(load_logits(row_at, seen_at, token, inside, penalty), [CHUNK]), quarter
+
+
+@triton.jit
+def measure_row(
+    row_at, seen_at, list_at, listed, penalty, vocab_size, pivot, maximum, temperature,
+    MASS: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """`measure` of the listed groups; weights are likelihoods (MASS) or 1."""
+    mass = tl.full([], 0.0, tl.float32)
+    least_above = tl.full([], float("inf"), tl.float32)
+    largest_below = tl.full([], float("-inf"), tl.float32)
+    for first in range(0, listed, CHUNK // GROUP):
+        z, _ = load_chunk(row_at, seen_at, list_at, first, listed, penalty, vocab_size, GROUP, CHUNK)
+        weight = tl.full([CHUNK], 1.0, tl.float32)
+        if MASS:
+            weight = likelihood(z, maximum, temperature)
+        a, b, c = measure(z, weight, pivot)
+        mass, least_above, largest_below = mass + a, tl.minimum(least_above, b), tl.maximum(largest_below, c)
+    return mass, least_above, largest_below
+
+
+@triton.jit
+def find_threshold(
+    row_at, seen_at, list_at, listed, penalty, vocab_size, target, low, maximum, temperature,
+    MASS: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """``(threshold, weight above it)``: the largest listed logit at and above which lies ``target``, known to be no less than ``low``."""
+    high = maximum
+    while low < high:
+        mass, least_above, largest_below = measure_row(
+            row_at, seen_at, list_at, listed, penalty, vocab_size, midpoint(low, high), maximum, temperature, MASS, GROUP, CHUNK
+        )
+        low, high = narrow(low, high, mass, least_above, largest_below, target)
+    mass, _, _ = measure_row(
+        row_at, seen_at, list_at, listed, penalty, vocab_size, next_above(low), maximum, temperature, MASS, GROUP, CHUNK
+    )
+    return low, mass
+
+
+@triton.jit
+def list_groups(peaks_at, list_at, maximum, total, temperature, top_k, top_p, min_p, vocab_size, num_groups, GROUPS: tl.constexpr):
+    """Write the groups that may hold kept tokens, in order; ``(how many, a bound below the threshold)``."""
+    group = tl.arange(0, GROUPS)
+    peaks = tl.load(peaks_at + group, mask=group < num_groups, other=float("-inf"))
+    weight = likelihood(peaks, maximum, temperature)
+    limited = (top_k > 0) & (top_k < vocab_size)
+    listed = (group < num_groups) & ((weight >= min_p) | (limited & (top_p < 1.0)))  # top_p counts all of top_k's tokens
+    bound = tl.full([], float("-inf"), tl.float32)
+    if limited:
+        bound = group_bound(peaks, tl.full([GROUPS], 1.0, tl.float32), top_k.to(tl.float32))
+    elif top_p < 1.0:
+        rest = tl.log((1.0 - top_p) * 0.99 * total / vocab_size)  # tokens less likely than this hold less than 1 - p, all together
+        bound = tl.maximum(group_bound(peaks, weight, top_p * total), maximum + temperature * rest)
+    listed = listed & (peaks >= bound)
+    tl.store(list_at + tl.cumsum(listed.to(tl.int32), 0) - 1, group, mask=listed)
+    tl.debug_barrier()  # all lanes' groups are stored before any lane reads the list
+    return tl.sum(listed.to(tl.int32), 0), bound
+
+
+@triton.jit
+def draw_listed(
+    row_at, seen_at, list_at, listed, penalty, vocab_size, threshold, allowed, min_p, maximum, temperature, seed, counter,
+    GROUP: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """The token with the best score of those above ``threshold`` and the first ``allowed`` equal to it; 0 if all are -inf."""
+    best = tl.full([], float("-inf"), tl.float32)
+    token = tl.full([], 0, tl.int32)
+    ties = tl.full([], 0, tl.int32)
+    for first in range(0, listed, CHUNK // GROUP):
+        z, quarter = load_chunk(row_at, seen_at, list_at, first, listed, penalty, vocab_size, GROUP, CHUNK)
+        equal = z == threshold
+        count = tl.sum(equal.to(tl.int32), 0)
+        kept = z >= threshold
+        if ties + count > allowed:
+            kept = kept & ((z > threshold) | (ties + tl.cumsum(equal.to(tl.int32), 0) <= allowed))
+        ties += count
+        kept = kept & (likelihood(z, maximum, temperature) >= min_p)
+        score = z + temperature * tl.reshape(gumbel_noise(seed, counter, quarter), [CHUNK])
+        value, at = tl.max(tl.where(kept, score, float("-inf")), 0, return_indices=True)
+        group = tl.load(list_at + first + at // GROUP)
+        token = tl.where(value > best, group * GROUP + at % GROUP, token)
+        best = tl.maximum(best, value)
+    return token
+
+
+@triton.jit
+def merge_tiles_kernel(
+    logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, penalty_ptr, seen_ptr, seeds_ptr, counters_ptr, parts_ptr, indices_ptr,
+    out_ptr, vocab_size, num_tiles, num_groups, logits_row, seen_row, parts_row, indices_row,
+    TILES: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid: (rows,). The row of indices becomes the list of groups where the row is truncated. TILES, GROUPS: powers of two."""
+    row = tl.program_id(0)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    temperature, penalty = tl.load(temperature_ptr + row), tl.load(penalty_ptr + row)
+    top_k, top_p, min_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), tl.load(min_p_ptr + row)
+    parts_at, list_at = parts_ptr + row.to(tl.int64) * parts_row, indices_ptr + row.to(tl.int64) * indices_row
+    tile = tl.arange(0, TILES)
+    best = tl.load(parts_at + tile, mask=tile < num_tiles, other=float("-inf"))
+    maximum, at = tl.max(best, 0, return_indices=True)
+    if is_truncated(temperature, top_k, top_p, min_p, vocab_size):
+        row_at, seen_at = logits_ptr + row.to(tl.int64) * logits_row, seen_ptr + row.to(tl.int64) * seen_row
+        mass = tl.load(parts_at + num_tiles + tile, mask=tile < num_tiles, other=0.0)
+        total = tl.sum(mass * likelihood(best, maximum, temperature), 0)
+        listed, threshold = list_groups(
+            parts_at + 2 * num_tiles, list_at, maximum, total, temperature, top_k, top_p, min_p, vocab_size, num_groups, GROUPS
+        )
+        allowed = vocab_size
+        if (top_k > 0) & (top_k < vocab_size):
+            threshold, above = find_threshold(
+                row_at, seen_at, list_at, listed, penalty, vocab_size, top_k.to(tl.float32), threshold, maximum, temperature,
+                False, GROUP, CHUNK,
+            )  # fmt: skip
+            allowed = top_k - above.to(tl.int32)
+            if top_p < 1.0:
+                heavier, _, _ = measure_row(
+                    row_at, seen_at, list_at, listed, penalty, vocab_size, next_above(threshold), maximum, temperature, True, GROUP, CHUNK
+                )
+                total = heavier + allowed * likelihood(threshold, maximum, temperature)
+        if top_p < 1.0:
+            lowest = threshold
+            threshold, heavier = find_threshold(
+                row_at, seen_at, list_at, listed, penalty, vocab_size, top_p * total, threshold, maximum, temperature, True, GROUP, CHUNK
+            )
+            needed = tl.ceil((top_p * total - heavier) / likelihood(threshold, maximum, temperature))
+            ties = tl.maximum(tl.minimum(needed, 16777216.0).to(tl.int32), 1)
+            allowed = tl.where(threshold > lowest, ties, tl.minimum(ties, allowed))
+        token = draw_listed(
+            row_at, seen_at, list_at, listed, penalty, vocab_size, threshold, allowed, min_p, maximum, temperature,
+            tl.load(seeds_ptr + row), tl.load(counters_ptr + row), GROUP, CHUNK,
+        )  # fmt: skip
+        tl.store(out_ptr + row, token.to(tl.int64))
+    else:
+        tl.store(out_ptr + row, tl.load(list_at + at).to(tl.int64))
+
+
+def sample_tokens(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, repetition_penalty: Tensor,
+                  seen: Tensor, seeds: Tensor, counters: Tensor, out: Tensor) -> None:  # fmt: skip
+    """Launch; arguments as in ``custom_ops/ops.py``."""
+    require_launchable(logits)
+    validation.check_sample_tokens(logits, temperature, top_k, top_p, min_p, repetition_penalty, seen, seeds, counters, out)
+    num_rows, vocab_size = logits.shape
+    if not num_rows:
+        return
+    tiles = sample_tiles(num_rows, vocab_size)
+    num_tiles = triton.cdiv(vocab_size, tiles.tile)
+    num_groups = num_tiles * (tiles.tile // GROUP)
+    parts = torch.empty(num_rows, 2 * num_tiles + num_groups, dtype=torch.float32, device=logits.device)
+    indices = torch.empty(num_rows, num_groups, dtype=torch.int32, device=logits.device)
+    arguments = (logits, temperature, top_k, top_p, min_p, repetition_penalty, seen, seeds, counters, parts, indices)
+    strides = (logits.stride(0), seen.stride(0), parts.stride(0), indices.stride(0))
+    early = launches_early(logits.device)
+    options: dict[str, Any] = {"GROUP": GROUP, "PDL": early} | ({"launch_pdl": True} if early else {})
+    sample_tiles_kernel[(num_tiles, num_rows)](*arguments, vocab_size, *strides, TILE=tiles.tile, num_warps=tiles.tile_warps, **options)
+    merge_tiles_kernel[(num_rows,)](
+        *arguments, out, vocab_size, num_tiles, num_groups, *strides, TILES=next_power_of_2(num_tiles), GROUPS=next_power_of_2(num_groups),
+        CHUNK=tiles.chunk, num_warps=tiles.chunk_warps, **options,
+    )  # fmt: skip

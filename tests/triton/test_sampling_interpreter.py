@@ -1,0 +1,91 @@
+"""The sampling kernels in Triton's interpreter, which a process of its own runs: TRITON_INTERPRET must be set before kernels are defined."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from torchpaged.custom_ops import BACKEND_OPS
+from torchpaged.testing_sampling import SAMPLING_ROWS, assert_samples_close, make_accept_inputs, make_sampling_inputs
+
+pytest.importorskip("triton", reason="triton is not installed")
+INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
+interpreted = pytest.mark.skipif(not INTERPRETING, reason="needs TRITON_INTERPRET=1 before Python starts")
+TRITON, REFERENCE = BACKEND_OPS["triton"], BACKEND_OPS["reference"]
+
+
+@pytest.mark.skipif(INTERPRETING, reason="already interpreting")
+def test_in_the_interpreter() -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], env=environment, capture_output=True, text=True, timeout=550)
+    assert done.returncode == 0, done.stdout[-6000:]
+    passed = re.search(r"(\d+) passed", done.stdout)
+    assert passed and int(passed[1]) >= 16, done.stdout[-500:]
+
+
+@interpreted
+@pytest.mark.parametrize(("dtype", "vocab_size"), [(torch.float32, 301), (torch.bfloat16, 600), (torch.float16, 33)], ids=str)
+def test_sample_tokens(dtype: torch.dtype, vocab_size: int) -> None:
+    """Several tiles and chunks, a vocabulary that is no multiple of anything, one smaller than a group."""
+    rows = list(SAMPLING_ROWS.values())
+    assert_samples_close(
+        TRITON, make_sampling_inputs(rows if vocab_size < 400 else rows[6::2], vocab_size=vocab_size, dtype=dtype, padding=3)
+    )
+
+
+@interpreted
+def test_ties_and_exact_edges() -> None:
+    """Tokens of one likelihood in two chunks: the lowest are kept, as many as the reference keeps."""
+    rows = [{"top_p": 0.5}, {"top_k": 5}, {"top_k": 6, "top_p": 0.5}, {"top_k": 12}, {"min_p": 1.0}]
+    inputs = make_sampling_inputs(rows * 3, vocab_size=330)
+    inputs["logits"].fill_(-1000.0)
+    inputs["logits"][:, [3, 64, 100, 128, 200, 290, 300, 329]] = 7.0
+    assert_samples_close(TRITON, inputs, slack=0.0)
+
+
+@interpreted
+@pytest.mark.parametrize("value", [float("-inf"), float("nan"), float("inf"), -0.0], ids=str)
+def test_special_logits(value: float) -> None:
+    rows = [SAMPLING_ROWS[name] for name in ("greedy", "plain", "top_20", "top_p", "everything")]
+    inputs = make_sampling_inputs(rows, vocab_size=40)
+    inputs["logits"][:, ::2] = value
+    assert_samples_close(TRITON, inputs)
+    inputs["logits"].fill_(value)
+    assert_samples_close(TRITON, inputs)
+
+
+@interpreted
+def test_tokens_of_reference_and_kernel_are_the_same() -> None:
+    inputs = make_sampling_inputs([{}] * 30, vocab_size=260, spread=0.3)
+    TRITON.sample_tokens(**inputs)
+    got = inputs["out"].clone()
+    REFERENCE.sample_tokens(**inputs)
+    assert torch.equal(got, inputs["out"])
+
+
+@interpreted
+@pytest.mark.parametrize("num_stops", [0, 3, 20])
+@pytest.mark.parametrize("num_reqs", [0, 40])
+def test_accept_tokens(num_reqs: int, num_stops: int) -> None:
+    inputs: dict[str, Any] = make_accept_inputs(num_reqs, num_stops=num_stops)
+    same = {name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
+    TRITON.accept_tokens(**inputs)
+    REFERENCE.accept_tokens(**same)
+    assert all(torch.equal(x, same[name]) for name, x in inputs.items() if isinstance(x, torch.Tensor))
+
+
+@interpreted
+def test_opcheck() -> None:
+    options = {"block_size": 4}
+    inputs = make_accept_inputs()
+    del inputs["block_size"]
+    torch.library.opcheck(TRITON.accept_tokens, tuple(inputs.values()), options)
+    torch.library.opcheck(TRITON.sample_tokens, tuple(make_sampling_inputs([{}, {"temperature": 0.0}], vocab_size=40).values()), {})

@@ -152,6 +152,12 @@ def launches_early(device: torch.device) -> bool:
     return device.type == "cuda" and torch.version.hip is None and _capability(device.index or 0) >= (9, 0)
 
 
+def early_launch(device: torch.device) -> dict[str, Any]:
+    """Options of a kernel with the constexpr ``PDL``, which waits for the kernels before it by itself where it can."""
+    early = launches_early(device)
+    return {"PDL": early} | ({"launch_pdl": True} if early else {})
+
+
 @functools.cache
 def _capability(index: int) -> tuple[int, int]:
     return torch.cuda.get_device_capability(index)

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from torchpaged.custom_ops import validation
-from torchpaged.custom_ops.triton.config import next_power_of_2, require_fp8, require_launchable
+from torchpaged.custom_ops.triton.config import early_launch, next_power_of_2, require_fp8, require_launchable
 
 _MANY_PROGRAMS = 2048  # from here on the GPU is full, and a program had better do more than one warp's work
 _MAX_WARPS = 4
@@ -90,9 +90,12 @@ def rope_write_kv_kernel(
     out_head, kc_block, kc_slot, kc_head, vc_block, vc_slot, vc_head, ks_head, vs_head,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, ROTARY: tl.constexpr,
     HALF_PAD: tl.constexpr, PASS_PAD: tl.constexpr, DIM_V: tl.constexpr, DIM_V_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    INTERLEAVED: tl.constexpr, LIMIT: tl.constexpr,
+    INTERLEAVED: tl.constexpr, LIMIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: (num_tokens, head groups of q, then head groups of k and v)."""
+    if PDL:  # the next kernel may start to launch; this one waits until all before it have finished
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
     Q_GROUPS: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
@@ -164,4 +167,5 @@ def rope_write_kv(
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEADS=heads, DIM=dim, ROTARY=rotary, HALF_PAD=half_pad,
         PASS_PAD=pass_pad, DIM_V=dim_v, DIM_V_PAD=dim_v_pad, BLOCK_SIZE=k_cache.shape[1],
         INTERLEAVED=interleaved, LIMIT=torch.finfo(k_cache.dtype).max if k_cache.element_size() == 1 else 0.0, num_warps=num_warps,
+        **early_launch(q.device),
     )  # fmt: skip

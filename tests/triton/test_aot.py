@@ -34,6 +34,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "kv_scales": {"KV_SCALES": True},
     "everything": {"WINDOW_LEFT": 100, "CHUNK": 256, "SOFT_CAP": True, "ALIBI": True, "SINKS": True, "HAS_LSE": True},
 }
+EARLY = ("sm_90", "sm_100")  # programmatic dependent launch
 
 
 def attention_arguments(
@@ -133,7 +134,7 @@ def test_fp8_caches_compile_for_sm_90() -> None:
 @pytest.mark.parametrize("target", aot.TARGETS)
 def test_small_kernels_compile(target: str) -> None:
     write = {"NUM_HEADS": 8, "HEADS_PAD": 8, "DIM": 128, "DIM_PAD": 128, "DIM_V": 128, "DIM_V_PAD": 128, "BLOCK_SIZE": 16}
-    write |= {"HAS_SCALE": False, "LIMIT": 0.0, "k_scale_ptr": None, "v_scale_ptr": None}
+    write |= {"HAS_SCALE": False, "LIMIT": 0.0, "k_scale_ptr": None, "v_scale_ptr": None, "PDL": target in EARLY}
     pointers = {"k_ptr": "bf16", "v_ptr": "bf16", "k_cache_ptr": "bf16", "v_cache_ptr": "bf16", "slot_ptr": "i64"}
     check(aot.compile_kernel(write_kv_kernel, target, pointers, write, num_warps=4), target, True)
     pointers = {"a_ptr": "bf16", "lse_a_ptr": "fp32", "b_ptr": "bf16", "lse_b_ptr": "fp32", "out_ptr": "bf16", "lse_ptr": "fp32"}
@@ -174,6 +175,7 @@ def test_rope_write_kv_compiles(target: str, case: str) -> None:
     constants: dict[str, Any] = {
         "NUM_HEADS": heads, "NUM_KV_HEADS": kv_heads, "HEADS": tile, "DIM": dim, "ROTARY": rotary, **pads, "DIM_V": dim,
         "DIM_V_PAD": width, "BLOCK_SIZE": 16, "INTERLEAVED": options.get("INTERLEAVED", False), "LIMIT": 448.0 if fp8 else 0.0,
+        "PDL": target in EARLY,
     }  # fmt: skip
     pointers = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "q_out_ptr"), "bf16") | {"cos_sin_ptr": "fp32"}
     pointers |= dict.fromkeys(("k_cache_ptr", "v_cache_ptr"), "fp8e4nv" if fp8 else "bf16")

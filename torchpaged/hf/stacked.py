@@ -28,7 +28,7 @@ class Stacked:
         self.linears = list(linears)
         self.weight = self._stack([m.weight for m in linears])
         self.bias = None if linears[0].bias is None else self._stack([m.bias for m in linears])
-        self._offsets = [m.weight.data_ptr() - self.weight.data_ptr() for m in linears]
+        self._stacked_at = self._addresses()
 
     @staticmethod
     def _stack(parameters: Sequence[nn.Parameter]) -> Tensor:
@@ -40,8 +40,10 @@ class Stacked:
 
     def holds(self) -> bool:
         """Whether the linear layers still use this memory: nobody replaced their weights. Runs in every eager step."""
-        start = self.weight.data_ptr()
-        return [m._parameters["weight"].data_ptr() - start for m in self.linears] == self._offsets  # type: ignore[union-attr]
+        return self._addresses() == self._stacked_at
+
+    def _addresses(self) -> list[int]:
+        return [p.data_ptr() for m in self.linears for p in m._parameters.values() if p is not None]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Stacked:
         return Stacked(copy.deepcopy(self.linears, memo))  # a parameter's copy has memory of its own

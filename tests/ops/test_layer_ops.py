@@ -1,0 +1,195 @@
+"""rms_norm, act_and_mul, linear: the reference against torch's and transformers' own formulas, refusals, tracing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn import functional as F
+
+import torchpaged
+from torchpaged.custom_ops import BACKEND_OPS
+from torchpaged.testing_layers import (
+    LINEAR_CASES,
+    NORM_CASES,
+    assert_layer_close,
+    make_gate_inputs,
+    make_linear_inputs,
+    make_norm_inputs,
+)
+
+REFERENCE, DEFAULT = BACKEND_OPS["reference"], BACKEND_OPS["default"]
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
+
+
+def gate(x: Tensor, activation: str) -> Tensor:
+    """The activations by their definitions."""
+    if activation == "silu":
+        return x / (1 + torch.exp(-x))
+    if activation == "gelu":
+        return x * torch.special.ndtr(x)
+    return 0.5 * x * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)))
+
+
+@pytest.mark.parametrize("case", LINEAR_CASES)
+def test_linear_by_hand(case: str) -> None:
+    inputs = make_linear_inputs(**LINEAR_CASES[case], dtype=torch.float64)
+    x = inputs["x"]
+    if inputs["norm_weight"] is not None:
+        x = F.rms_norm(x, (x.shape[1],), inputs["norm_weight"].double() + inputs["norm_offset"], eps=1e-6)
+    y = torch.einsum("tk,nk->tn", x, inputs["weight"])
+    y = y if inputs["bias"] is None else y + inputs["bias"]
+    if inputs["activation"] != "none":
+        half = y.shape[1] // 2
+        y = gate(y[:, :half], inputs["activation"]) * y[:, half:]
+    y = y if inputs["residual"] is None else y + inputs["residual"]
+    REFERENCE.linear(**inputs)
+    torch.testing.assert_close(inputs["out"], y, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("case", NORM_CASES)
+def test_rms_norm_by_hand(case: str) -> None:
+    inputs = make_norm_inputs(**NORM_CASES[case], dtype=torch.float64)
+    x = inputs["x"] if inputs["residual"] is None else inputs["x"] + inputs["residual"]
+    want = F.rms_norm(x, (x.shape[1],), inputs["weight"] + inputs["offset"], eps=1e-6)
+    want = want if inputs["post_residual"] is None else want + inputs["post_residual"]
+    REFERENCE.rms_norm(**inputs)
+    torch.testing.assert_close(inputs["out"], want, rtol=1e-10, atol=1e-10)
+    if inputs["residual"] is not None:
+        assert torch.equal(inputs["residual"], x)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_act_and_mul_by_hand(activation: str) -> None:
+    inputs = make_gate_inputs(activation=activation, dtype=torch.float64)
+    x, up = inputs["gate_up"].chunk(2, dim=1)
+    REFERENCE.act_and_mul(**inputs)
+    torch.testing.assert_close(inputs["out"], gate(x, activation) * up, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", LINEAR_CASES)
+def test_linear_within_the_error_budget(case: str, dtype: torch.dtype) -> None:
+    assert_layer_close(DEFAULT, "linear", make_linear_inputs(**LINEAR_CASES[case], dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", NORM_CASES)
+def test_rms_norm_within_the_error_budget(case: str, dtype: torch.dtype) -> None:
+    assert_layer_close(DEFAULT, "rms_norm", make_norm_inputs(**NORM_CASES[case], dtype=dtype))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_norms_are_those_of_transformers(family: str) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    inputs = make_norm_inputs(offset=1.0 if family == "gemma3" else 0.0)
+    module: Any = (Gemma3RMSNorm if family == "gemma3" else LlamaRMSNorm)(48, eps=1e-6)
+    module.weight.data = inputs["weight"]
+    DEFAULT.rms_norm(**inputs)
+    torch.testing.assert_close(inputs["out"], module(inputs["x"]).detach())
+
+
+def _without(**change: Any) -> dict[str, Any]:
+    return make_linear_inputs(norm=True, bias=True, residual=True) | change
+
+
+BAD: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "x_dims": ("linear", "x", {"x": torch.zeros(40)}),
+    "x_dtype": ("linear", "x", {"x": torch.zeros(5, 40, dtype=torch.int32)}),
+    "x_stride": ("linear", "x", {"x": torch.zeros(40, 5).T}),
+    "weight_columns": ("linear", "weight", {"weight": torch.zeros(24, 41)}),
+    "weight_dtype": ("linear", "weight", {"weight": torch.zeros(24, 40, dtype=torch.bfloat16)}),
+    "weight_stride": ("linear", "weight", {"weight": torch.zeros(40, 24).T}),
+    "out_rows": ("linear", "out", {"out": torch.zeros(4, 24)}),
+    "out_width": ("linear", "out", {"activation": "silu"}),
+    "out_dtype": ("linear", "out", {"out": torch.zeros(5, 24, dtype=torch.float64)}),
+    "bias": ("linear", "bias", {"bias": torch.zeros(12)}),
+    "residual": ("linear", "residual", {"residual": torch.zeros(5, 12)}),
+    "norm_weight": ("linear", "norm_weight", {"norm_weight": torch.zeros(24)}),
+    "norm_dtype": ("linear", "norm_weight", {"norm_weight": torch.zeros(40, dtype=torch.float16)}),
+    "norm_eps": ("linear", "norm_eps", {"norm_eps": 0.0}),
+    "norm_offset": ("linear", "norm_offset", {"norm_weight": None, "norm_offset": 1.0}),
+    "activation": ("linear", "activation", {"activation": "relu"}),
+    "odd_gate": ("linear", "weight", {"weight": torch.zeros(25, 40), "activation": "silu"}),
+    "norm_width": ("rms_norm", "weight", {"weight": torch.zeros(47)}),
+    "norm_op_eps": ("rms_norm", "eps", {"eps": -1.0}),
+    "norm_residual": ("rms_norm", "residual", {"residual": torch.zeros(4, 48)}),
+    "norm_post_residual": ("rms_norm", "post_residual", {"post_residual": torch.zeros(5, 48, dtype=torch.float64)}),
+    "gate_odd": ("act_and_mul", "gate_up", {"gate_up": torch.zeros(5, 81)}),
+    "gate_activation": ("act_and_mul", "activation", {"activation": "none"}),
+    "gate_out": ("act_and_mul", "out", {"out": torch.zeros(5, 80)}),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_refused_before_anything_is_written(name: str) -> None:
+    op, argument, change = BAD[name]
+    good = {"linear": _without(), "rms_norm": make_norm_inputs(residual=True), "act_and_mul": make_gate_inputs()}[op]
+    inputs = good | change
+    with pytest.raises(torchpaged.ArgumentError) as error:
+        getattr(REFERENCE, op)(**inputs)
+    assert error.value.argument == argument
+    assert bool(good["out"].isnan().all())
+
+
+def test_outputs_apart_from_inputs() -> None:
+    x = torch.randn(5, 40)
+    with pytest.raises(torchpaged.ArgumentError, match="out: expected memory apart from x"):
+        REFERENCE.rms_norm(x, torch.ones(40), x)
+    with pytest.raises(torchpaged.ArgumentError, match="residual: expected memory apart from x"):
+        REFERENCE.rms_norm(x, torch.ones(40), torch.empty(5, 40), residual=x)
+    with pytest.raises(torchpaged.ArgumentError, match="out: expected memory apart from residual"):
+        REFERENCE.linear(torch.randn(5, 40), torch.randn(40, 40), x, residual=x)
+
+
+def test_no_tokens_and_parameters() -> None:
+    """No rows give no rows; a parameter that requires a gradient is read, not recorded."""
+    out = torch.empty(0, 24)
+    DEFAULT.linear(torch.empty(0, 40), torch.randn(24, 40), out, norm_weight=torch.ones(40))
+    layer, out = torch.nn.Linear(40, 24), torch.empty(3, 24)
+    x = torch.randn(3, 40)
+    DEFAULT.linear(x, layer.weight, out, bias=layer.bias)
+    torch.testing.assert_close(out, layer(x).detach())
+    assert not out.requires_grad
+
+
+OPCHECK: dict[str, tuple[str, dict[str, Any]]] = {
+    "linear": ("linear", make_linear_inputs()),
+    "linear_everything": ("linear", make_linear_inputs(**LINEAR_CASES["everything"])),
+    "rms_norm": ("rms_norm", make_norm_inputs(**NORM_CASES["both"])),
+    "act_and_mul": ("act_and_mul", make_gate_inputs()),
+}
+
+
+@pytest.mark.parametrize("case", OPCHECK)
+def test_opcheck(case: str) -> None:
+    op, inputs = OPCHECK[case]
+    inputs["out"].zero_()  # opcheck compares mutated tensors for equality
+    for ops in (REFERENCE, DEFAULT):
+        positional = [inputs[name] for name in inputs if name in ("x", "weight", "out", "gate_up")]
+        keywords = {name: x for name, x in inputs.items() if name not in ("x", "weight", "out", "gate_up")}
+        torch.library.opcheck(getattr(ops, op), tuple(positional), keywords)
+
+
+def test_one_compile_serves_every_batch_size() -> None:
+    def mlp(x: Tensor, weights: list[Tensor]) -> Tensor:
+        h, y = x.new_empty(x.shape[0], 48), torch.empty_like(x)
+        DEFAULT.linear(x, weights[0], h, norm_weight=weights[1], activation="silu")
+        DEFAULT.linear(h, weights[2], y, residual=x)
+        return y * 2
+
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(mlp, fullgraph=True, backend=counter)
+    weights = [torch.randn(96, 40) / 6, torch.randn(40), torch.randn(40, 48) / 7]
+    for tokens in (5, 1, 17):
+        x = torch.randn(tokens, 40)
+        torch._dynamo.decorators.mark_unbacked(x, 0)
+        torch.testing.assert_close(compiled(x, weights), mlp(x, weights))
+    assert counter.frame_count == 1

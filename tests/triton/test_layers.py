@@ -1,0 +1,64 @@
+"""The Triton kernels around attention: compiled ahead of time for every target, and run in the interpreter by a process of its own."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from torchpaged.custom_ops.triton.act_and_mul import act_and_mul_kernel
+from torchpaged.custom_ops.triton.config import next_power_of_2
+from torchpaged.custom_ops.triton.rms_norm import num_warps_of, rms_norm_kernel
+
+_spec = importlib.util.spec_from_file_location("aot", Path(__file__).with_name("aot.py"))
+assert _spec and _spec.loader
+aot = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(aot)
+interpreting = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@pytest.mark.skipif(interpreting, reason="already interpreting")
+def test_kernels_in_the_interpreter() -> None:
+    target = Path(__file__).with_name("test_layers_interpreter.py")
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(target)], cwd=Path(__file__).parents[2],
+                          env=environment, capture_output=True, text=True, timeout=550)  # fmt: skip
+    assert done.returncode == 0, done.stdout[-6000:]
+    passed = re.search(r"(\d+) passed", done.stdout)
+    assert passed and int(passed[1]) >= 58, done.stdout[-500:]
+
+
+@pytest.mark.skipif(interpreting, reason="compiles for GPUs")
+@pytest.mark.parametrize("residuals", [False, True])
+@pytest.mark.parametrize("width", [576, 2048, 4096, 8192])
+@pytest.mark.parametrize("target", aot.TARGETS)
+def test_rms_norm_compiles(target: str, width: int, residuals: bool) -> None:
+    """No spills; 16-byte accesses where a lane has 8 numbers at least."""
+    pointers = dict.fromkeys(("x_ptr", "weight_ptr", "out_ptr"), "bf16")
+    constants = {"WIDTH": width, "WIDTH_PAD": next_power_of_2(width)}
+    optional = ("residual_ptr", "post_ptr")
+    pointers |= dict.fromkeys(optional, "bf16") if residuals else {}
+    constants |= {} if residuals else dict.fromkeys(optional)
+    compiled = aot.compile_kernel(rms_norm_kernel, target, pointers, constants, ("eps", "offset"), num_warps=num_warps_of(width))
+    found = aot.resources(compiled)
+    assert found["spilled"] == 0 and found["shared"] <= 4096, found
+    if target != "gfx942":
+        assert "ld.global.v4" in compiled.asm["ptx"] and "st.global.v4" in compiled.asm["ptx"]
+
+
+@pytest.mark.skipif(interpreting, reason="compiles for GPUs")
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "gelu"])
+@pytest.mark.parametrize("target", aot.TARGETS)
+def test_act_and_mul_compiles(target: str, activation: str) -> None:
+    constants = {"WIDTH": 8192, "PIECE": 1024, "ACTIVATION": activation}
+    compiled = aot.compile_kernel(act_and_mul_kernel, target, {"gate_up_ptr": "bf16", "out_ptr": "bf16"}, constants, num_warps=4)
+    assert aot.resources(compiled)["spilled"] == 0
+    if target != "gfx942":
+        assert "ld.global.v4" in compiled.asm["ptx"] and "st.global.v4" in compiled.asm["ptx"]

@@ -8,6 +8,7 @@ imports torch and nothing optional.
 from torchpaged.attention import PagedAttention
 from torchpaged.backends import AttentionSpec, list_backends, select_backend, use_backend
 from torchpaged.cache import BlockPool, KVLayerSpec, LayerKVCache, PagedKVCache
+from torchpaged.compile_cache import load_compile_cache, save_compile_cache
 from torchpaged.custom_ops.errors import (
     ArgumentError,
     BackendUnavailableError,
@@ -38,10 +39,12 @@ __all__ = [
     "advance_step",
     "copy_blocks",
     "list_backends",
+    "load_compile_cache",
     "make_semaphore",
     "merge_attn_states",
     "paged_attention",
     "rope_write_kv",
+    "save_compile_cache",
     "select_backend",
     "use_backend",
     "write_kv",

@@ -46,7 +46,8 @@ def unavailable() -> str | None:
     return None
 
 
-def _cache() -> Path:
+def cache_folder() -> Path:
+    """Where machine code is kept; it need not exist."""
     return Path(os.environ.get("TORCHPAGED_CACHE", "~/.cache/torchpaged")).expanduser() / "cubin"
 
 
@@ -61,7 +62,11 @@ def _check(result: Any, what: str) -> Any:
 def options(macros: dict[str, int], capability: tuple[int, int]) -> list[str]:
     """The compiler's arguments; the same for NVRTC and nvcc. The macro WGMMA asks for what only this one architecture has."""
     only = "a" if macros.get("WGMMA") else ""
-    return [f"-arch=sm_{capability[0]}{capability[1]}{only}", "-std=c++17", *(f"-D{name}={value}" for name, value in sorted(macros.items()))]
+    return [
+        f"-arch=sm_{capability[0]}{capability[1]}{only}",
+        "-std=c++17",
+        *(f"-D{name}={value}" for name, value in sorted(macros.items())),
+    ]
 
 
 def headers() -> dict[str, str]:
@@ -96,12 +101,12 @@ def machine_code(file: str, macros: dict[str, int], capability: tuple[int, int],
     version = _check(nvrtc.nvrtcVersion(), "nvrtcVersion")
     name = hashlib.sha256(repr((source, headers(), arguments, version)).encode()).hexdigest()[:32] + ".cubin"
     with contextlib.suppress(OSError, RuntimeError):  # no home directory, unreadable: a cache costs time, not correctness
-        target = _cache() / name
+        target = cache_folder() / name
         if not fresh and target.is_file():
             return target.read_bytes()
     code = compile_source(source, arguments)
     with contextlib.suppress(OSError, RuntimeError):
-        target = _cache() / name
+        target = cache_folder() / name
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:  # whole or not at all: several processes may compile the same
             (Path(folder) / name).write_bytes(code)

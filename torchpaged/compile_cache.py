@@ -1,0 +1,233 @@
+"""Compiled code as one file: what torch.compile, Triton and NVRTC made in this process, for a start without compiling.
+
+    report = torchpaged.load_compile_cache("llama.tpc")     # before the first compilation
+    ...                                                     # build, capture, generate
+    report = torchpaged.save_compile_cache("llama.tpc")     # after it
+
+The file is a zip archive: torch's cache artifacts (Inductor's and AOTAutograd's, with the Triton kernels Inductor generated), the
+machine code of torchpaged's own Triton kernels for this GPU, and that of its CUDA kernels. It fits one version of torch, Triton, torchpaged and
+Python and one GPU model; another's is not loaded, and the report and a warning say why. What it holds for other sources or shapes is not used:
+every part is looked up by the hash of what it was compiled from. Loading runs code from the file: load only files you trust.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import sys
+import tempfile
+import time
+import warnings
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchpaged.custom_ops.cuda import jit
+from torchpaged.custom_ops.errors import TorchpagedError
+
+_FORMAT = 1
+_MEMBER = re.compile(r"(cubin|triton/[\w-]+)/([\w.-]+)")  # two safe names: nothing from an archive leaves its folder
+_LAUNCHERS = ("__triton_launcher", "cuda_utils", "hip_utils")  # what Triton compiles with the C compiler, per signature and per machine
+
+
+class CompileCacheError(TorchpagedError, ValueError):
+    """The file is not a compile cache, or is damaged."""
+
+
+class CompileCacheWarning(UserWarning):
+    """A compile cache was not loaded; the message says why."""
+
+
+@dataclass
+class CompileCacheReport:
+    """What was saved or loaded.
+
+    Attributes:
+        path: the file.
+        loaded: False only if `load_compile_cache` found another version's or another GPU's.
+        reason: why it was not loaded; "" otherwise.
+        artifacts: torch's artifacts by kind ("inductor", "aot_autograd" ...), how many.
+        triton_kernels, cuda_kernels: how many of torchpaged's own.
+        num_bytes: of the file.
+        seconds: it took.
+    """
+
+    path: str
+    loaded: bool = True
+    reason: str = ""
+    artifacts: dict[str, int] = field(default_factory=dict)
+    triton_kernels: int = 0
+    cuda_kernels: int = 0
+    num_bytes: int = 0
+    seconds: float = 0.0
+
+
+def _versions() -> dict[str, Any]:
+    """What compiled code depends on, besides its source."""
+    try:
+        import triton
+    except ImportError:
+        triton = None
+    from torchpaged import __version__
+
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else torch.backends.cpu.get_cpu_capability()
+    return {
+        "format": _FORMAT, "torchpaged": __version__, "torch": torch.__version__, "triton": getattr(triton, "__version__", None),
+        "python": platform.python_version().rsplit(".", 1)[0], "machine": platform.machine(), "device": device,
+    }  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------------------------- save
+def save_compile_cache(path: str | os.PathLike[str]) -> CompileCacheReport:
+    """Write everything compiled so far to ``path``, whole or not at all; an existing file is replaced.
+
+    Returns:
+        A report; its counts may all be 0, if nothing was compiled.
+
+    Raises:
+        OSError: the file can't be written.
+    """
+    started, target = time.perf_counter(), Path(path)
+    report = CompileCacheReport(str(target))
+    saved = torch.compiler.save_cache_artifacts()
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        partial = Path(folder) / target.name
+        with zipfile.ZipFile(partial, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
+            archive.writestr("versions.json", json.dumps(_versions()))
+            if saved is not None:
+                archive.writestr("torch", saved[0])
+                report.artifacts = {kind: len(keys) for kind, keys in saved[1].artifacts.items()}
+            for file in _cubins():
+                archive.write(file, f"cubin/{file.name}")
+                report.cuda_kernels += 1
+            for entry in _triton_entries():
+                for file in entry.iterdir():
+                    if _MEMBER.fullmatch(f"triton/{entry.name}/{file.name}") and file.is_file():
+                        archive.write(file, f"triton/{entry.name}/{file.name}")
+                report.triton_kernels += 1
+        report.num_bytes = partial.stat().st_size
+        os.replace(partial, target)
+    report.seconds = time.perf_counter() - started
+    return report
+
+
+def _cubins() -> list[Path]:
+    folder = jit.cache_folder()
+    return sorted(folder.glob("*.cubin")) if folder.is_dir() else []
+
+
+def _triton_folders() -> list[Path]:
+    """Where Triton keeps its cache in this process, now and after Inductor's first GPU kernel.
+
+    Inductor then sets TRITON_CACHE_DIR to a folder of its own unless it is set, and kernels launched later are sought there. That
+    folder's name is only to be had from a private function.
+    """
+    try:
+        import triton
+        from torch._inductor.runtime.cache_dir_utils import triton_cache_dir
+    except ImportError:
+        return []
+    device = torch.cuda.current_device() if torch.cuda.is_available() else 0
+    return [Path(folder) for folder in dict.fromkeys((triton.knobs.cache.dir, triton_cache_dir(device)))]
+
+
+def _own_kernels() -> set[str]:
+    """Names of torchpaged's Triton kernels that were imported; Triton names a compiled kernel's files after its function."""
+    modules = [module for name, module in list(sys.modules.items()) if name.startswith("torchpaged.custom_ops.triton")]
+    found = [value for module in modules for value in vars(module).values()]
+    return {value.fn.__name__ for value in found if hasattr(value, "arg_names") and hasattr(value, "fn")}
+
+
+def _triton_entries() -> Iterator[Path]:
+    """Folders of Triton's cache that hold one of our kernels for this GPU, or a launcher."""
+    kernels, seen = _own_kernels(), set()
+    target = "".join(str(number) for number in torch.cuda.get_device_capability()) if torch.cuda.is_available() else None
+    for folder in _triton_folders():
+        for entry in sorted(folder.iterdir()) if folder.is_dir() else ():
+            if entry.name not in seen and entry.is_dir() and _is_wanted(entry, kernels, target):
+                seen.add(entry.name)
+                yield entry
+
+
+def _is_wanted(entry: Path, kernels: set[str], target: str | None) -> bool:
+    for file in entry.iterdir():
+        if file.name.startswith(_LAUNCHERS):
+            return True
+        if file.suffix == ".json" and file.stem in kernels:
+            arch = json.loads(file.read_text()).get("target", {}).get("arch")
+            return target is None or str(arch) == target
+    return False
+
+
+# ---------------------------------------------------------------------------------------------------------------- load
+def load_compile_cache(path: str | os.PathLike[str]) -> CompileCacheReport:
+    """Put what ``path`` holds where torch, Triton and torchpaged look before they compile. Call it before anything is compiled.
+
+    Returns:
+        A report. ``loaded`` is False, and a `CompileCacheWarning` is given, if the file belongs to other versions or another GPU; nothing
+        was changed then, and everything is compiled as usual.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        CompileCacheError: it is not a compile cache, or is damaged.
+    """
+    started, source = time.perf_counter(), Path(path)
+    report = CompileCacheReport(str(source), num_bytes=source.stat().st_size)
+    try:
+        with zipfile.ZipFile(source) as archive:
+            found, here = json.loads(archive.read("versions.json")), _versions()
+            differs = [f"{name} {found.get(name)}, here {here[name]}" for name in here if found.get(name) != here[name]]
+            if differs:
+                report.loaded, report.reason = False, f"{source}: made with {'; '.join(differs)}"
+                warnings.warn(f"compile cache not loaded: {report.reason}", CompileCacheWarning, stacklevel=2)
+                return report
+            members = {name: archive.read(name) for name in archive.namelist()}  # all of it, checked, before anything is written
+    except (zipfile.BadZipFile, KeyError, ValueError) as error:
+        raise CompileCacheError(f"{source}: expected a file of save_compile_cache(), got {error}; delete it and save anew") from error
+    if "torch" in members:
+        info = torch.compiler.load_cache_artifacts(members["torch"])
+        if info is None:
+            raise CompileCacheError(f"{source}: torch can't read its own artifacts in it; delete it and save anew")
+        report.artifacts = {kind: len(keys) for kind, keys in info.artifacts.items()}
+    entries: dict[str, dict[str, bytes]] = {}
+    for name, content in members.items():
+        match = _MEMBER.fullmatch(name)
+        if match is not None:
+            entries.setdefault(match[1], {})[match[2]] = content
+    for group, files in entries.items():
+        if group == "cubin":
+            _write_files(jit.cache_folder(), files)
+            report.cuda_kernels = len(files)
+        else:
+            for folder in _triton_folders():
+                _write_triton(folder / group.removeprefix("triton/"), files)
+            report.triton_kernels += 1
+    report.seconds = time.perf_counter() - started
+    return report
+
+
+def _write_files(folder: Path, files: dict[str, bytes]) -> None:
+    """Files that are not there yet, each whole or not at all."""
+    folder.mkdir(parents=True, exist_ok=True)
+    missing = {name: content for name, content in files.items() if not (folder / name).exists()}
+    if missing:
+        with tempfile.TemporaryDirectory(dir=folder) as partial:
+            for name, content in missing.items():
+                (Path(partial) / name).write_bytes(content)
+                os.replace(Path(partial) / name, folder / name)
+
+
+def _write_triton(folder: Path, files: dict[str, bytes]) -> None:
+    """A kernel's entry. Its group file lists the others by their absolute paths, and is what Triton looks for: it comes last."""
+    groups = {name: content for name, content in files.items() if name.startswith("__grp__")}
+    _write_files(folder, {name: content for name, content in files.items() if name not in groups})
+    for name, content in groups.items():
+        children = json.loads(content)["child_paths"]
+        moved = json.dumps({"child_paths": {child: str(folder / child) for child in children}})
+        _write_files(folder, {name: moved.encode()})

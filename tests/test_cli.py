@@ -101,3 +101,48 @@ def test_env_report() -> None:
 def test_nonsense_in_the_environment_raises() -> None:
     done = run("generate", "hello", "--model", "./no/such/folder", TORCHPAGED_DEBUG="maybe")
     assert done.returncode and "TORCHPAGED_DEBUG: expected 0 or 1, got 'maybe'" in done.stderr
+
+
+def test_profile_writes_a_trace_and_counts_kernels(folder: str, tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    done = run("generate", "hello", "a longer prompt", "--model", folder, "--max-new-tokens", "5", "--json", "--profile", str(path))
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    names = [event["name"] for event in json.loads(path.read_text())["traceEvents"] if event.get("cat") == "user_annotation"]
+    assert {"step", "prefill batch=2 tokens=20", "attention layer=1", "replay batch=2 padded=2", "module model.layers.0.mlp"} <= set(names)
+    kernels = document["profile"]["kernels"]
+    assert document["profile"]["trace"] == str(path) and {"prefill", "decode"} <= set(kernels)
+    decode = {row["module"]: row["kernels"] for row in kernels["decode"]["modules"]}
+    assert kernels["decode"]["steps"] == names.count("replay batch=2 padded=2")
+    assert [(k["name"], k["count"]) for k in decode["model.layers.1.self_attn.q_proj"]] == [("aten::linear", kernels["decode"]["steps"])]
+    assert [row["layers"] for row in kernels["decode"]["layers"]] == ["model.layers.0-1"]
+
+
+def test_profile_prints_a_table(folder: str, tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    done = run("generate", "hello", "--model", folder, "--max-new-tokens", "3", "--profile", str(path))
+    assert done.returncode == 0 and done.stdout.startswith("hello") and "lm_head" not in done.stdout, done.stderr
+    assert f"trace: {path}" in done.stderr and "model.layers.0-1" in done.stderr and "lm_head" in done.stderr
+
+
+def test_profile_is_written_when_generation_fails(folder: str, tmp_path: Path) -> None:
+    code = """
+import sys
+from torchpaged import cli
+from torchpaged.engine import Generator
+step = Generator.step
+def failing(self):
+    if self.stats.steps == 2:
+        raise ValueError("midway")
+    return step(self)
+Generator.step = failing
+cli.main()
+"""
+    path = tmp_path / "out.json"
+    arguments = ["generate", "hello", "--model", folder, "--profile", str(path)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", code, *arguments], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 2 and "error: midway" in done.stderr and "Traceback" not in done.stderr
+    assert "prefill batch=1 tokens=5" in path.read_text()
+    refused = run("generate", "hello", "--model", folder, "--profile", str(tmp_path / "no" / "out.json"))
+    assert refused.returncode == 2 and "--profile: expected a file in a folder that exists" in refused.stderr and refused.stdout == ""

@@ -1,0 +1,79 @@
+"""Profiles on a GPU: every kernel of a replayed graph finds its module, and traces carry the engine's ranges."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+pytestmark = pytest.mark.gpu
+
+LAYERS = 3
+
+
+def tiny_generator(compile: bool, steps_per_launch: int = 1) -> tuple[transformers.PreTrainedModel, object]:
+    from torchpaged.engine import Generator
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=199, hidden_size=128, intermediate_size=160, num_hidden_layers=LAYERS, num_attention_heads=4, num_key_value_heads=2,
+        max_position_embeddings=512, eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config).to("cuda", torch.bfloat16).eval()
+    generator = Generator(model, max_batch_size=4, buckets=[4], max_seq_len=128, compile=compile, steps_per_launch=steps_per_launch)
+    return model, generator
+
+
+@pytest.mark.parametrize("steps_per_launch", [1, 2])
+def test_all_kernels_of_a_replay_find_their_modules(steps_per_launch: int) -> None:
+    """Rows are idle: padding runs the same kernels."""
+    from torchpaged.kernel_report import kernels_per_layer, layer_groups
+
+    model, generator = tiny_generator(False, steps_per_launch)
+    runner = generator.runner
+    report = kernels_per_layer(lambda: runner.launch_eager(4), model, lambda: runner.replay(4))
+    assert report.kind == "kernel" and report.is_complete, (report.unmatched, report.missing)
+    groups = [group for group in layer_groups(report) if group.indices]
+    assert [group.name for group in groups] == [f"model.layers.0-{LAYERS - 1}"]
+    modules = {row.module: row for row in report.modules}
+    for layer in range(LAYERS):
+        assert modules[f"model.layers.{layer}.mlp.down_proj"].count >= steps_per_launch
+        assert any("decode" in kernel.name or "paged" in kernel.name for kernel in modules[f"model.layers.{layer}.self_attn"].kernels)
+    assert report.total_us > 0
+
+
+def test_a_compiled_replay_says_what_it_can_not_place() -> None:
+    """Inductor's fused kernels have no counterpart in the eager step; the attention kernels have."""
+    from torchpaged.kernel_report import kernels_per_layer
+
+    model, generator = tiny_generator(True)
+    runner = generator.runner
+    eager = kernels_per_layer(lambda: runner.launch_eager(4), model)
+    report = kernels_per_layer(lambda: runner.launch_eager(4), model, lambda: runner.replay(4))
+    assert report.unmatched and report.missing and report.count < eager.count
+    modules = {row.module: row for row in report.modules}
+    assert all(modules[f"model.layers.{layer}.self_attn"].count >= 1 for layer in range(LAYERS))
+
+
+def test_a_trace_of_a_generation(tmp_path: Path) -> None:
+    """Ranges of the host, kernels of the graph, all of them placed; attention ranges inside the steps that run as Python."""
+    from torchpaged import profiling
+    from torchpaged.engine import SamplingParams
+    from torchpaged.kernel_report import kernels_of_generation, module_ranges, read_trace
+
+    model, generator = tiny_generator(False)
+    path = tmp_path / "out.json"
+    with profiling.trace(path), module_ranges(model):
+        generator.generate([[5, 6, 7], [9, 8]], SamplingParams(max_new_tokens=6))
+    events = json.loads(path.read_text())["traceEvents"]
+    names = [event["name"] for event in events if event.get("cat") == "user_annotation"]
+    assert "attention layer=0" in names and any(name.startswith("replay batch=2 padded=4") for name in names)
+    reports = kernels_of_generation(read_trace(path), model, generator.runner.launch_eager)
+    assert not reports["decode"].unmatched and not reports["decode"].missing, reports["decode"].unmatched
+    assert not reports["prefill"].unmatched and any(row.module == "lm_head" for row in reports["prefill"].modules)
+    replays = sum(name.startswith("replay") for name in names)
+    decode = {row.module: row for row in reports["decode"].modules}
+    assert reports["decode"].steps == replays and decode["model.layers.1.mlp.up_proj"].count % replays == 0

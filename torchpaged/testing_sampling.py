@@ -73,7 +73,7 @@ def kept_by_oracle(z: Tensor, row: dict[str, float], slack: float = 0.0) -> Tens
 
     ``slack`` of probability mass moves the thresholds of top_p and min_p: positive keeps more, negative fewer.
     """
-    tokens = sorted(range(len(z)), key=lambda token: (-float(z[token]), token))
+    tokens = (-z).argsort(stable=True)
     ordered = z[tokens].double()
     weight = torch.where(ordered == ordered[0], 1.0, ((ordered - ordered[0]) / row["temperature"]).exp())
     count = min(int(row["top_k"]) or len(z), len(z))
@@ -84,7 +84,7 @@ def kept_by_oracle(z: Tensor, row: dict[str, float], slack: float = 0.0) -> Tens
     if row["min_p"] > 0:
         keep &= weight >= row["min_p"] * (1 - slack)
     keep[0] = True
-    return torch.zeros_like(keep).index_copy(0, torch.tensor(tokens), keep)
+    return torch.zeros_like(keep).index_copy(0, tokens, keep)
 
 
 def assert_samples_close(ops: BackendOps, inputs: dict[str, Tensor], slack: float = 1e-5) -> Tensor:

@@ -116,6 +116,13 @@ def sample_tiles_kernel(
 
 
 @triton.jit
+def better(a, token_a, b, token_b):
+    """For `tl.reduce`: the larger value and its token, the lower token of equal values."""
+    first = (a > b) | ((a == b) & (token_a < token_b))
+    return tl.where(first, a, b), tl.where(first, token_a, token_b)
+
+
+@triton.jit
 def midpoint(low, high):
     """The float in the middle of ``low < high`` in the order of floats, above ``low``. The order's integers: `next_above`."""
     a, b = low.to(tl.int32, bitcast=True), high.to(tl.int32, bitcast=True)
@@ -275,7 +282,8 @@ def merge_tiles_kernel(
     parts_at, list_at = parts_ptr + row.to(tl.int64) * parts_row, indices_ptr + row.to(tl.int64) * indices_row
     tile = tl.arange(0, TILES)
     best = tl.load(parts_at + tile, mask=tile < num_tiles, other=float("-inf"))
-    maximum, at = tl.max(best, 0, return_indices=True)
+    tokens = tl.load(list_at + tile, mask=tile < num_tiles, other=2147483647)  # not yet written where the row is truncated
+    maximum, token = tl.reduce((best, tokens), 0, better)
     if is_truncated(temperature, top_k, top_p, min_p, vocab_size):
         row_at, seen_at = logits_ptr + row.to(tl.int64) * logits_row, seen_ptr + row.to(tl.int64) * seen_row
         mass = tl.load(parts_at + num_tiles + tile, mask=tile < num_tiles, other=0.0)
@@ -307,9 +315,7 @@ def merge_tiles_kernel(
             row_at, seen_at, list_at, listed, penalty, vocab_size, threshold, allowed, min_p, maximum, temperature,
             tl.load(seeds_ptr + row), tl.load(counters_ptr + row), GROUP, CHUNK,
         )  # fmt: skip
-        tl.store(out_ptr + row, token.to(tl.int64))
-    else:
-        tl.store(out_ptr + row, tl.load(list_at + at).to(tl.int64))
+    tl.store(out_ptr + row, token.to(tl.int64))
 
 
 def sample_tokens(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, repetition_penalty: Tensor,

@@ -51,7 +51,7 @@ def test_scan_compiles(target: str, num_rows: int, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-@pytest.mark.parametrize("vocab_size", [49152, 128256, 262144])
+@pytest.mark.parametrize("vocab_size", [128256, 262144])
 @pytest.mark.parametrize("target", aot.TARGETS)
 def test_merge_compiles(target: str, vocab_size: int, dtype: str) -> None:
     tiles = sample_tiles(1, vocab_size)

@@ -51,7 +51,8 @@ def main() -> None:
     rows = runner.buckets[-1]
     report = kernels_per_layer(lambda: runner.launch_eager(rows), model, lambda: runner.replay(rows))
     for group in layer_groups(report):
-        print(f"{group.name}: {group.kernels_each:g} {report.kind}s each, {group.total_us:.0f} us")
+        each = " each" if group.indices else ""
+        print(f"{group.name}: {group.kernels_each:g} {report.kind}s{each}, {group.total_us:.0f} us")
     print(f"{report.count} {report.kind}s in a decode step of {rows} rows, {sum(row.count for row in report.unmatched)} not placed")
 
 

@@ -105,21 +105,24 @@ def _model_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         head.owner = None
 
 
-def _rope_of(fusion: _Fusion, layer: Any, config: Any, passes: Sequence[str]) -> tuple[RopeTable | str | None, str | None]:
+def _rope_of(fusion: _Fusion, layer: Any, config: Any) -> tuple[RopeTable | str | None, str | None]:
     """A layer's table, and why it has none."""
     if not getattr(layer.self_attn, "use_rope", True):
         return NO_ROTATION, None
-    rotary, architecture = getattr(fusion.base, "rotary_emb", None), ARCHITECTURES[type(layer).__name__]
-    kinds = getattr(rotary, "rope_type", None)
-    layer_type = layer.self_attn.layer_type if isinstance(kinds, dict) else None
-    rows = getattr(config, "max_position_embeddings", None)
-    reason = why_no_table(rotary, layer_type) or ("the config has no max_position_embeddings" if rows is None else None)
-    if reason is None and layer_type not in fusion.tables:
+    rotary, rows = getattr(fusion.base, "rotary_emb", None), getattr(config, "max_position_embeddings", None)
+    if rotary is None or rows is None:
+        return None, "the model has no rotary_emb or its config no max_position_embeddings"
+    layer_type = layer.self_attn.layer_type if isinstance(rotary.rope_type, dict) else None
+    reason = why_no_table(rotary, layer_type)
+    if reason is not None:
+        return None, reason
+    if layer_type not in fusion.tables:
+        half = ARCHITECTURES[type(layer).__name__].half_table
         try:
-            fusion.tables[layer_type] = RopeTable(rotary, layer_type, layer.self_attn.head_dim, architecture.half_table, rows)
+            fusion.tables[layer_type] = RopeTable(rotary, layer_type, layer.self_attn.head_dim, half, rows)
         except UnsupportedModelError as error:
-            reason = str(error)
-    return (None, reason) if reason else (fusion.tables[layer_type], None)
+            return None, str(error)
+    return fusion.tables[layer_type], None
 
 
 def _fuse_layer(fusion: _Fusion, layer: nn.Module, name: str, config: Any, passes: Sequence[str], report: FusionReport) -> None:
@@ -130,7 +133,7 @@ def _fuse_layer(fusion: _Fusion, layer: nn.Module, name: str, config: Any, passe
             continue
         why = reason or why_not(layer, each)
         if why is None and each == "rope":
-            rope, why = _rope_of(fusion, layer, config, passes)
+            rope, why = _rope_of(fusion, layer, config)
         report.note(each, name, why)
         if why is None:
             taken.append(each)
@@ -142,7 +145,8 @@ def _fuse_layer(fusion: _Fusion, layer: nn.Module, name: str, config: Any, passe
 
 
 def _why_no_head(model: Any, base: Any) -> str | None:
-    head, norm = getattr(model, "lm_head", None), getattr(base, "norm", None)
+    head: Any = getattr(model, "lm_head", None)
+    norm: Any = getattr(base, "norm", None)
     names = {f"{architecture.family}RMSNorm" for architecture in ARCHITECTURES.values()}
     if getattr(model, "model", None) is not base or not type(model).__name__.endswith("ForCausalLM"):
         return f"{type(model).__name__} is no causal LM of the known kind"
@@ -150,10 +154,12 @@ def _why_no_head(model: Any, base: Any) -> str | None:
         return f"lm_head is a {type(head).__name__}, expected a plain Linear"
     if type(norm).__name__ not in names or not type(norm).__module__.startswith("transformers.models."):
         return f"the final norm is a {type(norm).__name__}, expected one of the known families'"
-    for name, module in (("the model", model), ("lm_head", head), ("norm", norm)):
-        hooks = module._forward_hooks or module._forward_pre_hooks if module is not model else None
-        if hooks or "forward" in vars(module):
-            return f"{name} has forward hooks or a forward of its own"
+    if norm.weight.dtype not in (head.weight.dtype, torch.float32):
+        return f"the final norm is {norm.weight.dtype}, lm_head {head.weight.dtype}"
+    if head._forward_hooks or head._forward_pre_hooks or norm._forward_hooks or norm._forward_pre_hooks:
+        return "lm_head or the final norm has forward hooks"
+    if any("forward" in vars(module) for module in (model, head, norm)):
+        return "the model, lm_head or the final norm has a forward of its own"
     return None
 
 
@@ -161,12 +167,12 @@ def _fuse_head(fusion: _Fusion, model: Any, report: FusionReport) -> None:
     why = _why_no_head(model, fusion.base)
     report.note("lm_head", "lm_head", why)
     if why is None:
-        norm = fusion.base.norm
+        norm: Any = fusion.base.norm
         offset = next(a.norm_offset for a in ARCHITECTURES.values() if type(norm).__name__ == f"{a.family}RMSNorm")
-        head = _Head(norm, offset)  # type: ignore[arg-type]
+        head = _Head(norm, offset)
         for module, forward in ((norm, _norm_forward), (model.lm_head, _head_forward), (model, _wrapped(model))):
-            fusion.give(module, "_torchpaged_head", head)  # type: ignore[arg-type]
-            fusion.give(module, "forward", forward)  # type: ignore[arg-type]
+            fusion.give(module, "_torchpaged_head", head)
+            fusion.give(module, "forward", forward)
 
 
 def _wrapped(model: Any) -> Any:

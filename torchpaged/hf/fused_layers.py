@@ -45,7 +45,7 @@ class LayerPlan:
         rope: the layer's table, NO_ROTATION, or None = rotate as the model does.
     """
 
-    def __init__(self, layer: nn.Module, passes: Sequence[str], rope: RopeTable | str | None) -> None:
+    def __init__(self, layer: Any, passes: Sequence[str], rope: RopeTable | str | None) -> None:
         self.architecture = architecture = ARCHITECTURES[type(layer).__name__]
         self.passes, self.rope = tuple(passes), rope
         self.attn: Any = layer.self_attn
@@ -165,7 +165,7 @@ class LayerPlan:
         if not isinstance(self.rope, RopeTable):
             ops.write_kv(k, v, cached.keys, cached.values, slots)
             return q
-        if isinstance(cached.owner, PagedCache):  # an engine's positions end at max_position_embeddings, the table's length
+        if isinstance(cached.owner, PagedCache):  # the engine's positions end at max_position_embeddings, the table's first length
             self.rope.ensure(cached.owner.max_seq_len, q.device)
         q_out = torch.empty_like(q, memory_format=torch.contiguous_format)
         positions = position_ids.expand(shape).reshape(-1)
@@ -204,7 +204,7 @@ def fused_forward(
     """A decoder layer's forward: the step above if ``past_key_values`` is paged, else what the layer did before."""
     plan: LayerPlan = self._torchpaged_plan
     cached = paged_layer(past_key_values, plan.layer_idx)
-    if cached is None or position_ids is None:
+    if cached is None or position_ids is None or self.training:
         result: Tensor = type(self).forward(
             self, hidden_states, attention_mask=attention_mask, position_ids=position_ids, past_key_values=past_key_values,
             position_embeddings=computed(position_embeddings), **kwargs,

@@ -47,13 +47,13 @@ _FAMILIES = (
 ARCHITECTURES = {f"{architecture.family}DecoderLayer": architecture for architecture in _FAMILIES}
 
 
-def norm_of(norm: nn.Module, offset: float) -> tuple[Tensor, float, float]:
+def norm_of(norm: Any, offset: float) -> tuple[Tensor, float, float]:
     """``(weight, eps, offset)`` of an RMSNorm module; the families name eps in two ways."""
     eps = norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps
-    return norm.weight, float(eps), offset  # type: ignore[arg-type, return-value]
+    return norm.weight, float(eps), offset
 
 
-def activation_of(mlp: nn.Module) -> str | None:
+def activation_of(mlp: Any) -> str | None:
     """The activation of a gated MLP by the op's name, or None."""
     act = mlp.act_fn
     if getattr(getattr(act, "act", None), "__self__", None) is act:  # "gelu_python": the same formula, but not torch's function
@@ -66,7 +66,7 @@ def _norms(architecture: Architecture) -> list[str]:
     return [*names, "pre_feedforward_layernorm", "post_feedforward_layernorm"] if architecture.post_norms else names
 
 
-def why_unknown(layer: nn.Module) -> str | None:
+def why_unknown(layer: Any) -> str | None:
     """Why no pass may touch ``layer``; None for a layer that is what its architecture says."""
     name = type(layer).__name__
     architecture = ARCHITECTURES.get(name)
@@ -80,15 +80,15 @@ def why_unknown(layer: nn.Module) -> str | None:
     for part, class_name in parts.items():
         if type(getattr(layer, part)).__name__ != class_name:
             return f"{part} is a {type(getattr(layer, part)).__name__}, expected {class_name}"
-    if set(dict(layer.self_attn.named_children())) != set(attention):  # type: ignore[union-attr]
-        return f"self_attn has {sorted(dict(layer.self_attn.named_children()))}, expected {sorted(attention)}"  # type: ignore[union-attr]
+    if set(dict(layer.self_attn.named_children())) != set(attention):
+        return f"self_attn has {sorted(dict(layer.self_attn.named_children()))}, expected {sorted(attention)}"
     linears = [f"self_attn.{x}" for x in attention[:4]] + (
         ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"] if architecture.gated_mlp else []
     )
     return _why_changed(layer, architecture, linears)
 
 
-def _why_changed(layer: nn.Module, architecture: Architecture, linears: Sequence[str]) -> str | None:
+def _why_changed(layer: Any, architecture: Architecture, linears: Sequence[str]) -> str | None:
     for path in linears:
         if type(layer.get_submodule(path)) is not nn.Linear:
             return f"{path} is a {type(layer.get_submodule(path)).__name__}, expected a plain Linear"
@@ -112,28 +112,26 @@ def _why_changed(layer: nn.Module, architecture: Architecture, linears: Sequence
     return None
 
 
-def why_not(layer: nn.Module, name: str) -> str | None:
+def why_not(layer: Any, name: str) -> str | None:
     """Why pass ``name`` does not apply to a known ``layer``."""
     architecture = ARCHITECTURES[type(layer).__name__]
     attn, mlp = layer.self_attn, layer.mlp
-    if name == "qkv" and len({m.bias is None for m in (attn.q_proj, attn.k_proj, attn.v_proj)}) > 1:  # type: ignore[union-attr]
+    if name == "qkv" and len({m.bias is None for m in (attn.q_proj, attn.k_proj, attn.v_proj)}) > 1:
         return "only some of q, k and v have a bias"
     if name == "gate_up":
         if not architecture.gated_mlp:
             return "its MLP is a mixture of experts, which is left alone"
-        if activation_of(mlp) is None:  # type: ignore[arg-type]
-            return f"its activation {type(mlp.act_fn).__name__} is none of silu, gelu_tanh, gelu"  # type: ignore[union-attr]
-        if (mlp.gate_proj.bias is None) != (mlp.up_proj.bias is None):  # type: ignore[union-attr]
+        if activation_of(mlp) is None:
+            return f"its activation {type(mlp.act_fn).__name__} is none of silu, gelu_tanh, gelu"
+        if (mlp.gate_proj.bias is None) != (mlp.up_proj.bias is None):
             return "only one of gate and up has a bias"
-    if name == "rope" and architecture.qk_norm and attn.q_norm.weight.dtype != attn.k_norm.weight.dtype:  # type: ignore[union-attr]
+    if name == "rope" and architecture.qk_norm and attn.q_norm.weight.dtype != attn.k_norm.weight.dtype:
         return "q_norm and k_norm differ in dtype"
     return None
 
 
 def why_no_table(rotary: Any, layer_type: str | None) -> str | None:
     """Why the rotation of ``rotary_emb`` can't come from one table."""
-    if rotary is None:
-        return "the model has no rotary_emb"
     kind = rotary.rope_type[layer_type] if isinstance(rotary.rope_type, dict) else rotary.rope_type
     if any(word in kind for word in _LENGTH_DEPENDENT):
         return f"its rotation ({kind}) depends on the length of the text, so no table holds it"

@@ -31,7 +31,7 @@ class Stacked:
         self._stacked_at = self._addresses()
 
     @staticmethod
-    def _stack(parameters: Sequence[nn.Parameter]) -> Tensor:
+    def _stack(parameters: Sequence[Tensor]) -> Tensor:
         with torch.inference_mode(False), torch.no_grad():
             whole = torch.cat([p.data for p in parameters])
             for parameter, rows in zip(parameters, whole.split([p.shape[0] for p in parameters]), strict=True):

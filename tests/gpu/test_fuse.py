@@ -105,7 +105,7 @@ def test_bf16_errs_no_more_than_unfused(family: str, backend: str) -> None:
     assert float(fused.amax()) <= 1.5 * float(unfused.amax()), (float(fused.amax()), float(unfused.amax()))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3", "Gemma3"])
 def test_fp32_tokens_equal_unfused(family: str) -> None:
     """generate() as it is, its compiled decode with CUDA graphs, and the engine."""
     import torchpaged.hf as hf
@@ -145,16 +145,16 @@ def test_a_step_is_captured_and_launches_little(family: str) -> None:
 
     static, ids = batch([3, 1]), torch.tensor([7, 9], device="cuda")
     with torch.inference_mode():
-        for _ in range(2):
-            paged(ids, static)
-        torch.cuda.synchronize()
+        paged(ids, static)
         torch.cuda.set_sync_debug_mode("error")
         try:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                out = paged(ids, static)
+            paged(ids, static)
         finally:
             torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = paged(ids, static)
         for lengths in ([4, 2], [5, 33], [50, 34]):
             now = batch(lengths)
             for name in ("seq_lens", "slot_mapping", "positions"):

@@ -140,10 +140,12 @@ class _Shape:
 
     def _paged(self, model: Any, fused: bool, layers: bool) -> Any:
         """``model`` changed as asked, over pools of random keys and values."""
-        from torchpaged.hf import PagedModel, fuse
+        from torchpaged.hf import PagedModel, compile_layers, fuse
 
         if fused:
-            fuse(model)
+            fuse(model, count=False)
+        if layers:
+            compile_layers(model)
         num_blocks = max(self.batches) * self.blocks_per_row + 1
         paged = PagedModel(model, num_blocks=num_blocks, block_size=BLOCK_SIZE, backend=self.options.backend)
         for pools in paged.kv_cache:

@@ -14,6 +14,7 @@ except ImportError as error:
 
 from torchpaged.hf.attention import NAME, register
 from torchpaged.hf.cache import PagedCache
+from torchpaged.hf.compile_layers import compile_layers, uncompile_layers
 from torchpaged.hf.fuse import fuse, unfuse
 from torchpaged.hf.fusion_report import FusionReport
 from torchpaged.hf.paged_model import PagedModel, kv_layer_specs
@@ -22,5 +23,6 @@ from torchpaged.hf.support import require_supported
 register()
 
 __all__ = [
-    "NAME", "FusionReport", "PagedCache", "PagedModel", "fuse", "kv_layer_specs", "register", "require_supported", "unfuse",
+    "NAME", "FusionReport", "PagedCache", "PagedModel", "compile_layers", "fuse", "kv_layer_specs", "register", "require_supported",
+    "uncompile_layers", "unfuse",
 ]  # fmt: skip

@@ -19,7 +19,7 @@ from torchpaged.custom_ops.errors import ArgumentError, TorchpagedError
 from torchpaged.hf.attention import paged_attention_forward
 from torchpaged.hf.cache import PagedCache
 from torchpaged.hf.fusible import ARCHITECTURES, activation_of, norm_of
-from torchpaged.hf.layer import PagedLayer
+from torchpaged.hf.layer import LayerCache, PagedLayer
 from torchpaged.hf.rope_table import RopeTable, computed
 from torchpaged.hf.stacked import Stacked
 
@@ -29,6 +29,8 @@ NO_ROTATION = "none"
 
 def paged_layer(cache: Any, index: int) -> PagedLayer | None:
     """Layer ``index`` of ``cache`` if a step over it is paged, else None."""
+    if isinstance(cache, LayerCache):  # within compile_layers(): looking at the index would tie the code to one layer
+        return cache.layer
     layers = getattr(cache, "layers", None)
     if layers is None or index >= len(layers):
         return None

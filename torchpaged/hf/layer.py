@@ -146,3 +146,17 @@ class PagedLayer(CacheLayerMixin):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Nothing to do for one layer; see `PagedCache.batch_select_indices`."""
+
+
+class LayerCache:
+    """A cache as one decoder layer sees it: the layer's own pools, whatever index it names.
+
+    A compiled layer that is given this instead of the whole cache does not depend on its index, so that all layers share the code.
+    """
+
+    def __init__(self, layer: PagedLayer) -> None:
+        self.layer = layer
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """`PagedLayer.update`; ``layer_idx`` is not looked at."""
+        return self.layer.update(key_states, value_states, *args, **kwargs)

@@ -1,0 +1,130 @@
+"""Regional compilation: the repeated decoder layer is compiled once, not the whole model; minutes become seconds when cold.
+
+    torchpaged.hf.fuse(model)                     # optional, first
+    torchpaged.hf.compile_layers(model)           # before the engine or the graph runner is built, which then take compile=False
+    generator = Generator(model, compile=False)
+    torchpaged.hf.uncompile_layers(model)         # as it was
+
+Only decode steps over paged caches are compiled, once per batch size and kind of layer (a model that alternates sliding and full attention has
+two). Embedding, final norm and lm_head run as they are. See docs/compile.md for what makes layers share one compilation.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
+from torchpaged.hf.layer import LayerCache, PagedLayer
+
+_MARK = "_torchpaged_compiled"
+
+Forward = Callable[..., Any]
+
+
+class _Compiler:
+    """The compiled forms of the layers of one model: one per forward function and batch shape, shared by all layers."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        self._options = options
+        self._compiled: dict[tuple[Forward, torch.Size, torch.dtype], Forward] = {}
+
+    def of(self, forward: Forward, hidden_states: Tensor) -> Forward:
+        key = forward, hidden_states.shape, hidden_states.dtype
+        if key not in self._compiled:
+            self._compiled[key] = torch.compile(_copy(forward, hidden_states.shape), fullgraph=True, dynamic=False, **self._options)
+        return self._compiled[key]
+
+
+def _copy(forward: Forward, shape: torch.Size) -> Forward:
+    """``forward`` behind a code object of its own: dynamo counts compilations, and limits them to 8, per code object."""
+
+    def layer_step(layer: nn.Module, hidden_states: Tensor, kwargs: dict[str, Any]) -> Any:
+        return forward(layer, hidden_states, **kwargs)
+
+    code = layer_step.__code__.replace(co_name="layer_" + "x".join(str(size) for size in shape))
+    return types.FunctionType(code, layer_step.__globals__, code.co_name, None, layer_step.__closure__)
+
+
+def _decodes(cache: Any, index: int, hidden_states: Tensor) -> PagedLayer | None:
+    """The paged layer of a decode step, else None. A host decision from shapes and flags that a captured graph may keep."""
+    layers = getattr(cache, "layers", None)
+    layer = layers[index] if layers is not None and index < len(layers) else None
+    if not isinstance(layer, PagedLayer) or not layer.is_initialized or not layer.owner.ready or layer.owner.dense:
+        return None
+    batch, query_len = hidden_states.shape[:2]
+    return layer if layer.owner.step(batch, query_len).max_query_len == 1 else None
+
+
+def _give_forward(layer: Any, index: int, compiler: _Compiler) -> None:
+    fused: Any = vars(layer).get("forward")  # what fuse() gave it, as a method
+    plain: Forward = type(layer).forward if fused is None else fused.__func__
+
+    def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        cached = None if args or self.training else _decodes(kwargs.get("past_key_values"), index, hidden_states)
+        if cached is None:
+            return plain(self, hidden_states, *args, **kwargs)
+        return compiler.of(plain, hidden_states)(self, hidden_states, kwargs | {"past_key_values": LayerCache(cached)})
+
+    setattr(layer, _MARK, fused)
+    layer.forward = types.MethodType(forward, layer)
+
+
+def compile_layers(model: PreTrainedModel, **options: Any) -> int:
+    """Compile the decoder layers of ``model`` at their first decode step over a paged cache.
+
+    Args:
+        model: a causal LM of transformers, or its base model; `fuse` it before, if at all.
+        options: further arguments of ``torch.compile`` (``backend``, ``mode``, ``options``).
+
+    Returns:
+        How many layers were prepared.
+
+    Raises:
+        ArgumentError: they are prepared already.
+        UnsupportedModelError: no decoder layers were found, or one does not say which layer of the cache is its own.
+    """
+    base: Any = model.get_decoder()
+    layers = getattr(base, "layers", None)
+    if not isinstance(layers, nn.ModuleList):
+        raise UnsupportedModelError(f"{type(model).__name__} has no decoder layers that compile_layers() could find")
+    if any(hasattr(layer, _MARK) for layer in layers):
+        raise ArgumentError(
+            "model", "a model whose layers are not compiled", "one whose layers are", "call torchpaged.hf.uncompile_layers(model) first"
+        )
+    indices = []
+    for position, layer in enumerate(layers):
+        found = {module.layer_idx for module in layer.modules() if isinstance(getattr(module, "layer_idx", None), int)}
+        if len(found) != 1:
+            raise UnsupportedModelError(
+                f"{type(model).__name__}: layers.{position} ({type(layer).__name__}) names {len(found)} layers of the cache, expected 1"
+            )
+        indices.append(found.pop())
+    compiler = _Compiler(options)
+    for layer, index in zip(layers, indices, strict=True):
+        _give_forward(layer, index, compiler)
+    return len(indices)
+
+
+def uncompile_layers(model: PreTrainedModel) -> None:
+    """Undo `compile_layers`.
+
+    Raises:
+        ArgumentError: the layers are not compiled.
+    """
+    base: Any = model.get_decoder()
+    layers = [layer for layer in getattr(base, "layers", ()) if hasattr(layer, _MARK)]
+    if not layers:
+        raise ArgumentError("model", "a model whose layers are compiled", "one whose layers are not")
+    for layer in layers:
+        fused = getattr(layer, _MARK)
+        delattr(layer, _MARK)
+        if fused is None:
+            del layer.forward
+        else:
+            layer.forward = fused

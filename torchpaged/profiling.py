@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -91,6 +91,21 @@ def range(name: str, number: int | None = None, /, **payload: object) -> Abstrac
         return NOTHING
     message = " ".join([name, *(f"{key}={value}" for key, value in payload.items())])
     return _Range(_domain, torch.profiler.record_function(message) if _traces else None, message, number)
+
+
+def is_on() -> bool:
+    """Whether ranges go anywhere: for callers that would do work to name one."""
+    return _on
+
+
+def ranged(call: Callable[..., Any], name: str, /, **payload: object) -> Callable[..., Any]:
+    """``call`` inside `range`; for calls so frequent that a range, even an idle one, is only made while `is_on`."""
+
+    def run(*arguments: Any, **options: Any) -> Any:
+        with range(name, **payload):
+            return call(*arguments, **options)
+
+    return run
 
 
 @contextlib.contextmanager

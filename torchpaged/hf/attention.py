@@ -6,7 +6,6 @@ cache) goes to SDPA as it would have without torchpaged, except where SDPA would
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -18,7 +17,8 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
 from torchpaged.hf.layer import PagedLayer, layer_of
 from torchpaged.metadata import SEMAPHORES_PER_REQ
-from torchpaged.profiling import range as profile_range
+from torchpaged.profiling import is_on as is_profiling
+from torchpaged.profiling import ranged
 
 #: The name under which the functions are registered.
 NAME = "torchpaged"
@@ -73,13 +73,15 @@ def paged_attention_forward(
     q = query.transpose(1, 2).reshape(batch * query_len, num_heads, head_dim)
     out = q.new_empty(batch * query_len, num_heads, value.shape[-1])
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    with nullcontext() if torch.compiler.is_compiling() else profile_range("attention", layer=layer.index):
-        owner.ops.paged_attention(
-            q, key, value, step.block_table, step.seq_lens, step.query_start_loc, out, None,
-            max_query_len=step.max_query_len, scale=head_dim**-0.5 if scaling is None else float(scaling), causal=causal,
-            window_left=-1 if window is None else window - 1, logits_soft_cap=0.0 if softcap is None else float(softcap),
-            sinks=sinks, chunk_size=layer.chunk or 0, semaphore=step.semaphore if key.shape[2] <= SEMAPHORES_PER_REQ else None,
-        )  # fmt: skip
+    attend = owner.ops.paged_attention
+    if not torch.compiler.is_compiling() and is_profiling():
+        attend = ranged(attend, "attention", layer=layer.index)
+    attend(
+        q, key, value, step.block_table, step.seq_lens, step.query_start_loc, out, None,
+        max_query_len=step.max_query_len, scale=head_dim**-0.5 if scaling is None else float(scaling), causal=causal,
+        window_left=-1 if window is None else window - 1, logits_soft_cap=0.0 if softcap is None else float(softcap),
+        sinks=sinks, chunk_size=layer.chunk or 0, semaphore=step.semaphore if key.shape[2] <= SEMAPHORES_PER_REQ else None,
+    )  # fmt: skip
     return out.view(batch, query_len, num_heads, value.shape[-1]), None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import struct
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -38,16 +39,15 @@ def paged_attention(
     if is_decode and specialise.unsupported(q, k_cache, v_cache, out, sinks, max_query_len, num_reqs) is None:
         decode(
             q, k_cache, v_cache, block_table, seq_lens, query_start_loc, out, lse, max_query_len, scale, causal, window_left, window_right,
-            logits_soft_cap, alibi_slopes, sinks, k_scale, v_scale, chunk_size, semaphore)  # fmt: skip
+            logits_soft_cap, alibi_slopes, sinks, k_scale, v_scale, chunk_size, semaphore)()  # fmt: skip
         return
 
-    def short_queries(longest: int) -> bool:
-        if specialise.unsupported(q, k_cache, v_cache, out, sinks, longest, num_reqs) is not None:
-            return False
-        decode(
+    def short_queries(longest: int) -> Callable[[], None] | None:
+        if specialise.unsupported(q, k_cache, v_cache, out, sinks, longest, num_reqs - 1) is not None:
+            return None
+        return decode(
             q, k_cache, v_cache, block_table, seq_lens, query_start_loc, out, lse, longest, scale, causal, window_left, window_right,
             logits_soft_cap, alibi_slopes, sinks, k_scale, v_scale, chunk_size, semaphore, mixed=True)  # fmt: skip
-        return True
 
     triton_paged_attention(
         q, k_cache, v_cache, block_table, seq_lens, query_start_loc, out, lse, max_query_len=max_query_len, scale=scale, causal=causal,
@@ -60,8 +60,11 @@ def decode(
     out: Tensor, lse: Tensor | None, max_query_len: int, scale: float, causal: bool, window_left: int, window_right: int,
     soft_cap: float, alibi_slopes: Tensor | None, sinks: Tensor | None, k_scale: Tensor | None, v_scale: Tensor | None,
     chunk: int, semaphore: Tensor | None, mixed: bool = False,
-) -> None:  # fmt: skip
-    """Launch the decode kernel on checked arguments; ``mixed``: longer queries than ``max_query_len`` are left alone."""
+) -> Callable[[], None]:  # fmt: skip
+    """What launches the decode kernel on checked arguments; every allocation is made here, ahead of the launch.
+
+    ``mixed``: longer queries than ``max_query_len`` are the prefill kernel's, whose launch must be the one right before.
+    """
     num_reqs, num_kv_heads, dim_v, index = block_table.shape[0], k_cache.shape[2], v_cache.shape[3], q.device.index or 0
     if (k_scale is None) != (v_scale is None):  # one flag serves both
         one = torch.ones(1, device=q.device)
@@ -69,7 +72,7 @@ def decode(
     kernel, shape, rows = _specialised(
         index, q.dtype, k_cache.dtype, q.shape[1] // num_kv_heads, max_query_len, k_cache.shape[1:], dim_v, k_cache.stride(),
         v_cache.stride(), causal, window_left, window_right, chunk, soft_cap > 0, alibi_slopes is not None, sinks is not None,
-        k_scale is not None, lse is not None, num_reqs * num_kv_heads, mixed)  # fmt: skip
+        k_scale is not None, lse is not None, (num_reqs - mixed) * num_kv_heads, mixed)  # fmt: skip  # mixed: one or more aren't ours
     programs = kernel.resident(shape.warps * 32, shape.cluster, shape.ctas_per_sm * specialise.num_sms(index))
     if semaphore is None:
         semaphore = torch.zeros(num_reqs * num_kv_heads, dtype=torch.int32, device=q.device)
@@ -81,7 +84,11 @@ def decode(
         q.stride(0), q.stride(1), out.stride(0), out.stride(1), *((0, 0) if lse is None else lse.stride()), block_table.stride(0),
         scale, soft_cap, num_reqs, q.shape[0], _head_stride(k_scale), _head_stride(v_scale),
     )  # fmt: skip
-    kernel.launch(programs, shape.warps * 32, arguments, early=specialise.launches_early(index))
+
+    def launch(_kept: object = (scratch, semaphore, k_scale, v_scale)) -> None:  # `arguments` holds their addresses alone
+        kernel.launch(programs, shape.warps * 32, arguments, early=specialise.launches_early(index))
+
+    return launch
 
 
 def _head_stride(scale: Tensor | None) -> int:

@@ -91,14 +91,25 @@ def prefill_tiles(head_dim: int, group: int, itemsize: int, max_query_len: int, 
 
 
 def decode_len_in_mixed(group: int, num_reqs: int, num_tokens: int, max_query_len: int) -> int:
-    """Longest query of a mixed batch that the decode kernel takes: as many as fill the least tile of mma.sync, 16 rows.
+    """Longest query of a mixed batch that the decode kernel takes: as many as fill 8 rows, the least that its products have.
 
+    Twice as many would serve more of speculative verification, but cost plain decodes up to 5 % of a mixed batch.
     0 where the shapes leave no room for queries shorter than ``max_query_len``.
     """
     if num_reqs == 1 or num_tokens >= num_reqs * max_query_len:
         return 0
-    longest = min(MAX_DECODE_QUERY_LEN, 1 << (max(1, 16 // group).bit_length() - 1))
+    longest = min(MAX_DECODE_QUERY_LEN, 1 << (max(1, 8 // group).bit_length() - 1))
     return longest if group * longest <= MAX_DECODE_ROWS else 0
+
+
+def most_tiles_of_longer(num_reqs: int, num_tokens: int, skip: int, tokens: int) -> int:
+    """Most tiles of ``tokens`` query tokens that the requests with more than ``skip`` query tokens can have, from shapes alone.
+
+    A query of n tokens has (n - 1) // tokens + 1 tiles; there are no more such requests than ``num_tokens`` suffices for. At least 1:
+    the decode launch counts on this one standing before it.
+    """
+    longer = min(num_reqs, num_tokens // (skip + 1))
+    return max(1, longer + (num_tokens - longer) // tokens)
 
 
 def bounded_masks(window_left: int, window_right: int, chunk_size: int, capacity: int) -> tuple[int, int, int]:

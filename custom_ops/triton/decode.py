@@ -126,12 +126,15 @@ def decode_kernel(
     K_BLOCK ... V_HEAD: strides of the caches, constants for cheap addresses. QUERY_LEN: no request has more query tokens. REQS:
     requests scanned at once (ONE_SCAN: all of them). MIN_TILES: least tiles of a run. ROWS: rows of a tile that are real
     (GROUP * QUERY_LEN padded to a power of two), PARTS: partial results merged at once.
-    LONGEST > 0: requests with more query tokens are left to another launch, their rows untouched.
+    LONGEST > 0: requests with more query tokens are left to another launch, their rows untouched. That launch stands right before this
+    one and neither writes what this one reads nor the other way round: only the last program waits for it, at its end, since what
+    comes after this launch counts on both.
     """
     program = tl.program_id(0)
     if PDL:  # the next kernel may start to launch; this one waits until all before it have finished
         tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+        if LONGEST == 0:
+            tl.extra.cuda.gdc_wait()
     row = tl.arange(0, TILE_M)
     query = tl.zeros_like(row)
     head_of_group = row
@@ -251,6 +254,9 @@ def decode_kernel(
             out_ptr, lse_ptr, seq_lens_ptr, starts_ptr, num_reqs, num_tokens, o_token, o_head, l_token, l_head, GROUP, NUM_KV_HEADS,
             DIM_V, DIM_V_PAD, TILE_M, TILE_KV, CAUSAL, WINDOW_LEFT, WINDOW_RIGHT, CHUNK, HAS_LSE, LONGEST,
         )  # fmt: skip
+    if PDL and LONGEST > 0:  # noqa: SIM102  one condition is the compiler's, the other the kernel's
+        if program == tl.num_programs(0) - 1:
+            tl.extra.cuda.gdc_wait()
 
 
 @triton.jit

@@ -19,12 +19,12 @@ def paged_attention(
     out: Tensor, lse: Tensor | None = None, *, max_query_len: int, scale: float, causal: bool = True,
     window_left: int = -1, window_right: int = -1, logits_soft_cap: float = 0.0, alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None, k_scale: Tensor | None = None, v_scale: Tensor | None = None, chunk_size: int = 0,
-    semaphore: Tensor | None = None, short_queries: Callable[[int], bool] | None = None,
+    semaphore: Tensor | None = None, short_queries: Callable[[int], Callable[[], None] | None] | None = None,
 ) -> None:  # fmt: skip
     """Launch; arguments as in ``custom_ops/ops.py``. Every choice here depends on shapes, never on lengths.
 
     ``short_queries(longest)``: another decode kernel for the requests of a mixed batch with at most ``longest`` query tokens; it
-    says whether it took them.
+    prepares the launch and returns what launches it, or None if it can't take them.
     """
     config.require_launchable(q)
     validation.check_paged_attention(
@@ -62,19 +62,23 @@ def paged_attention(
         "HAS_LSE": lse is not None, "INTERPRET": config.INTERPRET,
     }  # fmt: skip
     if max_query_len <= config.MAX_DECODE_QUERY_LEN and max_query_len * group <= config.MAX_DECODE_ROWS:
-        _decode(tensors, strides, flags, semaphore, max_query_len, num_reqs, num_tokens, num_kv_heads, scale, logits_soft_cap)
+        _decode(tensors, strides, flags, semaphore, max_query_len, num_reqs, num_tokens, num_kv_heads, scale, logits_soft_cap)()
         return
-    skip = config.decode_len_in_mixed(group, num_reqs, num_tokens, max_query_len)
-    if skip and not (short_queries is not None and short_queries(skip)):
-        _decode(tensors, strides, flags, semaphore, skip, num_reqs, num_tokens, num_kv_heads, scale, logits_soft_cap, longest=skip)
+    skip, decode = config.decode_len_in_mixed(group, num_reqs, num_tokens, max_query_len), None
+    if skip:  # prepared ahead: the launch must follow that of the other queries with no kernel between them
+        decode = short_queries(skip) if short_queries is not None else None
+        if decode is None:
+            decode = _decode(tensors, strides, flags, semaphore, skip, num_reqs, num_tokens, num_kv_heads, scale, logits_soft_cap, skip)
     tiles = config.prefill_tiles(max(dim, dim_v), group, q.element_size(), max_query_len, capacity, config.has_large_tiles(q.device))
     tokens = tiles.rows // group
-    per_head = num_tokens // tokens + (min(num_reqs, 16) if skip else num_reqs)  # all tiles; when skipping, programs may take several
+    per_head = config.most_tiles_of_longer(num_reqs, num_tokens, skip, tokens) if skip else num_tokens // tokens + num_reqs
     prefill_kernel[(per_head * num_kv_heads,)](
         *tensors, scale, logits_soft_cap, num_reqs, num_tokens, num_kv_heads, *strides, TOKENS=tokens, TILE_M=tiles.rows,
-        TILE_KV=tiles.keys, PING_PONG=tiles.ping_pong and config.is_hopper(q.device), SKIP_DECODES=skip, **flags,
-        num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        TILE_KV=tiles.keys, PING_PONG=tiles.ping_pong and config.is_hopper(q.device), SKIP_DECODES=skip,
+        PDL=skip > 0 and config.launches_early(q.device), **flags, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
+    if decode is not None:
+        decode()
 
 
 def _head_stride(scale: Tensor | None) -> int:
@@ -84,7 +88,8 @@ def _head_stride(scale: Tensor | None) -> int:
 def _decode(
     tensors: tuple[Tensor | None, ...], strides: tuple[int, ...], flags: dict[str, Any], semaphore: Tensor | None, max_query_len: int,
     num_reqs: int, num_tokens: int, num_kv_heads: int, scale: float, soft_cap: float, longest: int = 0,
-) -> None:  # fmt: skip
+) -> Callable[[], None]:  # fmt: skip
+    """What launches the decode kernel; every allocation is made here, ahead of the launch."""
     q, k_cache = tensors[0], tensors[1]
     assert q is not None and k_cache is not None
     query_len = config.next_power_of_2(max_query_len)
@@ -97,7 +102,7 @@ def _decode(
     part_state = torch.empty(programs * 4 * rows, dtype=torch.float32, device=q.device)
     reqs = next((size for size in config.SCANS if num_reqs <= size), config.SCANS[-1])
     k_block, k_slot, k_head, v_block, v_slot, v_head = strides[2:8]
-    decode_kernel[(programs,)](
+    return lambda: decode_kernel[(programs,)](
         *tensors, part_acc, part_state, semaphore, scale, soft_cap, num_reqs, num_tokens, *strides[:2], *strides[8:],
         K_BLOCK=k_block, K_SLOT=k_slot, K_HEAD=k_head, V_BLOCK=v_block, V_SLOT=v_slot, V_HEAD=v_head, NUM_KV_HEADS=num_kv_heads,
         QUERY_LEN=query_len, TILE_M=tiles.rows, TILE_KV=tiles.keys, SLICES=tiles.slices, REQS=reqs, ONE_SCAN=num_reqs <= reqs,

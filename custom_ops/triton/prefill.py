@@ -2,8 +2,9 @@
 
 The grid comes from shapes; each program finds its request on the device from ``query_start_loc``, so that prefill, chunked
 prefill and decodes share one launch; with SKIP_DECODES short queries are left to the decode kernel. The rows of a tile are query
-tokens x heads of the group: a tile of keys is read once for all of them. Key tiles that every row sees whole take a loop without masks; only the tiles at the ends of the rows'
-intervals are masked. Programs start with the last tokens, which see the most keys, so that short tiles fill the end.
+tokens x heads of the group: a tile of keys is read once for all of them. Key tiles that every row sees whole take a loop without
+masks; only the tiles at the ends of the rows' intervals are masked. No loop may go around these: what stays alive across it costs
+the copies their registers (docs/kernels.md). Programs start with the last tokens, which see the most keys, so that short tiles fill the end.
 
 Shaped for Hopper: wgmma takes q, k and v from shared memory and p from registers, k and v arrive by cp.async. With PING_PONG the
 softmax of one half of the rows runs beside the products of the other (FlashAttention-3, arXiv:2407.08608, section 3.1).
@@ -15,7 +16,7 @@ import triton
 import triton.language as tl
 
 from torchpaged.custom_ops.triton.attend import finish, tanh, visible_range
-from torchpaged.custom_ops.triton.decode import store_padding, store_rows
+from torchpaged.custom_ops.triton.decode import add_and_maximum, store_padding, store_rows
 
 
 @triton.jit
@@ -34,21 +35,38 @@ def find_request(starts_ptr, tile, num_reqs, TOKENS: tl.constexpr):
 
 
 @triton.jit
+def tiles_of_longer(starts_ptr, first, num_reqs, TOKENS: tl.constexpr, SKIPPED: tl.constexpr, LANES: tl.constexpr):
+    """Query tiles of the requests ``first + [0, LANES)``; those of at most SKIPPED tokens have none."""
+    request = first + tl.arange(0, LANES)
+    start = tl.load(starts_ptr + request, mask=request < num_reqs, other=0)
+    query_len = tl.load(starts_ptr + request + 1, mask=request < num_reqs, other=0) - start
+    return tl.where(query_len > SKIPPED, (query_len + TOKENS - 1) // TOKENS, 0)
+
+
+@triton.jit
 def find_longer_request(starts_ptr, tile, num_reqs, TOKENS: tl.constexpr, SKIPPED: tl.constexpr):
-    """``(request of query tile ``tile``, its first tile, number of tiles)``, counting requests of more than SKIPPED tokens only."""
+    """``(request, its first tile)`` of query tile ``tile``, counting requests of more than SKIPPED tokens only."""
     LANES: tl.constexpr = 128
-    found, first_tile, num_tiles = 0, 0, 0
+    request, first_tile, num_tiles = 0, 0, 0
     for first in range(0, num_reqs, LANES):
-        request = first + tl.arange(0, LANES)
-        begin = tl.load(starts_ptr + request, mask=request < num_reqs, other=0)
-        query_len = tl.load(starts_ptr + request + 1, mask=request < num_reqs, other=0) - begin
-        tiles = tl.where((request < num_reqs) & (query_len > SKIPPED), (query_len + TOKENS - 1) // TOKENS, 0)
+        tiles = tiles_of_longer(starts_ptr, first, num_reqs, TOKENS, SKIPPED, LANES)
         ends = num_tiles + tl.cumsum(tiles, 0)
-        before = (ends <= tile) & (request < num_reqs)
-        found += tl.sum(before.to(tl.int32), 0)
-        first_tile = tl.maximum(first_tile, tl.max(tl.where(before, ends, 0), 0))
-        num_tiles += tl.sum(tiles, 0)
-    return found, first_tile, num_tiles
+        before = ends <= tile
+        more, passed = tl.reduce((before.to(tl.int32), tl.where(before, ends, 0)), 0, add_and_maximum)
+        num_tiles = tl.max(ends, 0)
+        request += more
+        first_tile = tl.maximum(first_tile, passed)
+    return request, first_tile
+
+
+@triton.jit
+def count_longer_tiles(starts_ptr, num_reqs, TOKENS: tl.constexpr, SKIPPED: tl.constexpr):
+    """All query tiles of requests of more than SKIPPED tokens. A sum alone: what a program without a tile spends its time on."""
+    LANES: tl.constexpr = 128
+    num_tiles = 0
+    for first in range(0, num_reqs, LANES):
+        num_tiles += tl.sum(tiles_of_longer(starts_ptr, first, num_reqs, TOKENS, SKIPPED, LANES), 0)
+    return num_tiles
 
 
 @triton.jit
@@ -268,45 +286,40 @@ def prefill_kernel(
     DIM_V_PAD: tl.constexpr, TILE_M: tl.constexpr, TILE_KV: tl.constexpr, BLOCK_SIZE: tl.constexpr, CAUSAL: tl.constexpr,
     WINDOW_LEFT: tl.constexpr, WINDOW_RIGHT: tl.constexpr, CHUNK: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr,
     SINKS: tl.constexpr, KV_SCALES: tl.constexpr, HAS_LSE: tl.constexpr, PING_PONG: tl.constexpr, SKIP_DECODES: tl.constexpr,
-    INTERPRET: tl.constexpr,
+    PDL: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """Grid: ((num_tokens // TOKENS + num_reqs) * num_kv_heads,). TOKENS: query tokens per tile, TOKENS * GROUP <= TILE_M.
+    """Grid: (tiles * num_kv_heads,). TOKENS: query tokens per tile, TOKENS * GROUP <= TILE_M; tiles: num_tokens // TOKENS + num_reqs.
 
     SKIP_DECODES: requests with at most so many query tokens are neither read nor written: a launch of the decode kernel takes them.
-    The tiles of the others are then shared out over any number of programs. 0: none is skipped, one tile per program.
+    Any number of tiles that the others can't exceed will do then (`config.most_tiles_of_longer`); programs without a tile come first,
+    while the device is full anyway, not last, where they would hold up that launch. 0: none is skipped.
+    PDL: that launch may begin once all programs of this one have, on the multiprocessors that the last of them leave idle.
     """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     programs = tl.num_programs(0) // num_kv_heads
     program = tl.program_id(0) // num_kv_heads
     kv_head = tl.program_id(0) % num_kv_heads
+    tile = programs - 1 - program
+    request, first_tile, exists = 0, 0, True
     if SKIP_DECODES > 0:
-        _, _, num_tiles = find_longer_request(starts_ptr, 0, num_reqs, TOKENS, SKIP_DECODES)
-        for index in range(program, num_tiles, programs):
-            tile = num_tiles - 1 - index
-            request, first_tile, _ = find_longer_request(starts_ptr, tile, num_reqs, TOKENS, SKIP_DECODES)
-            start = tl.load(starts_ptr + request)
-            query_len = tl.load(starts_ptr + request + 1) - start
-            first_query = (tile - first_tile) * TOKENS
-            attend_query_tile(
-                request, start, query_len, first_query, kv_head,
-                q_ptr, k_ptr, v_ptr, table_ptr, seq_lens_ptr, out_ptr, lse_ptr, slopes_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr,
-                scale, soft_cap, q_token, q_head, k_block, k_slot, k_head, v_block, v_slot, v_head, o_token, o_head, l_token, l_head,
-                table_row, ks_head, vs_head, GROUP, TOKENS, DIM, DIM_PAD, DIM_V, DIM_V_PAD, TILE_M, TILE_KV, BLOCK_SIZE, CAUSAL,
-                WINDOW_LEFT, WINDOW_RIGHT, CHUNK, SOFT_CAP, ALIBI, SINKS, KV_SCALES, HAS_LSE, PING_PONG, INTERPRET,
-            )  # fmt: skip
+        exists = tile < count_longer_tiles(starts_ptr, num_reqs, TOKENS, SKIP_DECODES)
+        if exists:
+            request, first_tile = find_longer_request(starts_ptr, tile, num_reqs, TOKENS, SKIP_DECODES)
     else:
-        tile = programs - 1 - program
         request = find_request(starts_ptr, tile, num_reqs, TOKENS)
-        start = tl.load(starts_ptr + request)
-        query_len = tl.load(starts_ptr + request + 1) - start
-        first_query = (tile - (start // TOKENS + request)) * TOKENS
-        if first_query < query_len:
-            attend_query_tile(
-                request, start, query_len, first_query, kv_head,
-                q_ptr, k_ptr, v_ptr, table_ptr, seq_lens_ptr, out_ptr, lse_ptr, slopes_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr,
-                scale, soft_cap, q_token, q_head, k_block, k_slot, k_head, v_block, v_slot, v_head, o_token, o_head, l_token, l_head,
-                table_row, ks_head, vs_head, GROUP, TOKENS, DIM, DIM_PAD, DIM_V, DIM_V_PAD, TILE_M, TILE_KV, BLOCK_SIZE, CAUSAL,
-                WINDOW_LEFT, WINDOW_RIGHT, CHUNK, SOFT_CAP, ALIBI, SINKS, KV_SCALES, HAS_LSE, PING_PONG, INTERPRET,
-            )  # fmt: skip
+        first_tile = tl.load(starts_ptr + request) // TOKENS + request
+    start = tl.load(starts_ptr + request)
+    query_len = tl.load(starts_ptr + request + 1) - start
+    first_query = (tile - first_tile) * TOKENS
+    if exists & (first_query < query_len):
+        attend_query_tile(
+            request, start, query_len, first_query, kv_head,
+            q_ptr, k_ptr, v_ptr, table_ptr, seq_lens_ptr, out_ptr, lse_ptr, slopes_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr,
+            scale, soft_cap, q_token, q_head, k_block, k_slot, k_head, v_block, v_slot, v_head, o_token, o_head, l_token, l_head,
+            table_row, ks_head, vs_head, GROUP, TOKENS, DIM, DIM_PAD, DIM_V, DIM_V_PAD, TILE_M, TILE_KV, BLOCK_SIZE, CAUSAL,
+            WINDOW_LEFT, WINDOW_RIGHT, CHUNK, SOFT_CAP, ALIBI, SINKS, KV_SCALES, HAS_LSE, PING_PONG, INTERPRET,
+        )  # fmt: skip
     row = tl.arange(0, TILE_M)
     head = kv_head * GROUP + row
     store_padding(

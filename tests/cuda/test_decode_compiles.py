@@ -28,7 +28,7 @@ def macros(capability: tuple[int, int], **spec: Any) -> tuple[dict[str, int], sp
     return specialise.decode_macros(
         dtype, spec.get("kv_dtype", dtype), group, spec.get("query_len", 1), block, heads, dim, dim_v,
         (block * heads * dim, heads * dim, dim, 1), (block * heads * dim_v, heads * dim_v, dim_v, 1), **features,
-        early=capability >= (9, 0), pairs=spec.get("pairs", 64), sms=132, shared_per_sm=SHARED[capability],
+        early=capability >= (9, 0), pairs=spec.get("pairs", 64), sms=132, shared_per_sm=SHARED[capability], mixed=spec.get("mixed", False),
     )  # fmt: skip
 
 
@@ -97,4 +97,15 @@ def test_keys_and_values_are_copied_16_bytes_at_a_time(tmp_path: Path) -> None:
     text, _ = compile_with_nvcc(tmp_path, (9, 0), values, "ptx")
     copies = re.findall(r"cp\.async\.\w+\.shared\.global \[[^\]]+\], \[[^\]]+\], (\d+)", text)
     assert len(copies) >= 32 and set(copies) == {"16"}, copies
-    assert "griddepcontrol.wait" in text and "mma.sync.aligned.m16n8k16" in text
+    assert "mma.sync.aligned.m16n8k16" in text
+
+
+@pytest.mark.skipif(NVCC is None, reason="nvcc is not installed")
+def test_where_it_waits_for_the_launch_before(tmp_path: Path) -> None:
+    """Before it reads anything; in a mixed batch at its end, since the launch before is the other half of the batch."""
+    for mixed in (False, True):
+        values, _ = macros((9, 0), **TUNED["llama clusters"], mixed=mixed)
+        text, _ = compile_with_nvcc(tmp_path, (9, 0), values, "ptx")
+        steps = re.findall(r"griddepcontrol\.\w+|ld\.global|cp\.async\.cg|atom\.global", text[text.index(".entry paged_decode") :])
+        assert steps.count("griddepcontrol.wait") == 1 and steps[0] == "griddepcontrol.launch_dependents"
+        assert (steps[-1] if mixed else steps[1]) == "griddepcontrol.wait", steps

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 from typing import Any
 
 import pytest
@@ -93,7 +94,7 @@ def test_prefill_leaves_decodes_alone(spec: str, skip: int, monkeypatch: pytest.
     monkeypatch.setattr(config, "prefill_tiles", lambda *_: config.Tiles(16, 16, 4, 1))
     monkeypatch.setattr(config, "MAX_DECODE_QUERY_LEN", 0)
     monkeypatch.setattr(config, "decode_len_in_mixed", lambda *_: skip)
-    monkeypatch.setattr(paged_attention, "_decode", lambda *_, **__: None)
+    monkeypatch.setattr(paged_attention, "_decode", lambda *_: lambda: None)
     batch = make_batch(BATCH_SPECS[spec], head_dim=16)
     (out, lse), (want, want_lse) = (run_paged_attention(ops, batch) for ops in (TRITON, REFERENCE))
     start = 0
@@ -106,12 +107,48 @@ def test_prefill_leaves_decodes_alone(spec: str, skip: int, monkeypatch: pytest.
     torch.testing.assert_close(lse, want_lse, rtol=1e-4, atol=1e-5, equal_nan=True)
 
 
+def test_decodes_of_a_mixed_batch_launch_right_behind_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The decode launch does not wait for the prefill launch before it: buffers, and kernels that fill them, come ahead of both."""
+    from torchpaged.custom_ops.triton import config, paged_attention
+
+    events: list[str] = []
+
+    def decode(*_: Any) -> Any:
+        events.append("buffers")
+        return lambda: events.append("decode")
+
+    class Prefill:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return lambda *_, **__: events.append("prefill")
+
+    monkeypatch.setattr(config, "MAX_DECODE_QUERY_LEN", 0)
+    monkeypatch.setattr(config, "decode_len_in_mixed", lambda *_: 1)
+    monkeypatch.setattr(paged_attention, "prefill_kernel", Prefill())
+    monkeypatch.setattr(paged_attention, "_decode", decode)
+    run_paged_attention(TRITON, make_batch(BATCH_SPECS["mixed_small"], head_dim=16))
+    assert events == ["buffers", "prefill", "decode"]
+
+
 def test_which_queries_of_mixed_batches_decode() -> None:
     from torchpaged.custom_ops.triton.config import decode_len_in_mixed
 
-    assert [decode_len_in_mixed(group, 9, 520, 512) for group in (1, 3, 4, 8, 16, 64)] == [8, 4, 4, 2, 1, 1]
+    assert [decode_len_in_mixed(group, 9, 520, 512) for group in (1, 3, 4, 8, 16, 64)] == [8, 2, 2, 1, 1, 1]
     assert decode_len_in_mixed(4, 1, 512, 512) == 0, "one request: nothing is mixed"
     assert decode_len_in_mixed(4, 8, 4096, 512) == 0, "all are as long as the longest"
+
+
+def test_tiles_of_longer_queries_fit_the_grid() -> None:
+    """Whatever the lengths are: short queries, padding and empty requests take tokens or requests, never tiles."""
+    from torchpaged.custom_ops.triton.config import most_tiles_of_longer
+
+    generator = random.Random(0)
+    for _ in range(3000):
+        skip, tokens, num_reqs = generator.choice((1, 2, 4, 8)), generator.choice((2, 16, 32)), generator.randint(1, 12)
+        lens = [generator.choice((0, 1, skip, skip + 1, tokens, tokens + 1, 5 * tokens, generator.randint(0, 99))) for _ in range(num_reqs)]
+        num_tokens = sum(lens) + generator.choice((0, 7))
+        tiles = sum(-(-n // tokens) for n in lens if n > skip)
+        assert tiles <= most_tiles_of_longer(num_reqs, num_tokens, skip, tokens), (lens, skip, tokens)
+    assert most_tiles_of_longer(3, 2, 2, 32) == 1, "an empty grid is no launch, and the decode launch would wait for nothing"
 
 
 @pytest.mark.parametrize("options", [{"window_left": 7}, {"chunk_size": 20}], ids=str)

@@ -7,6 +7,7 @@ wait behind every wgmma when it can't prove the registers free, which costs half
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import os
 import re
 import subprocess
@@ -76,6 +77,7 @@ def compile_prefill(
         "TILE_KV": tiles.keys,
         "PING_PONG": ping_pong,
         "SKIP_DECODES": skip_decodes,
+        "PDL": skip_decodes > 0 and target in ("sm_90", "sm_100"),
     }
     return aot.compile_kernel(
         prefill_kernel, target, pointers, flags, ("scale", "soft_cap"), num_warps=tiles.num_warps, num_stages=tiles.num_stages
@@ -130,12 +132,38 @@ def test_block_sizes_on_hopper(block_size: int, ping_pong: bool) -> None:
 @pytest.mark.parametrize("case", ["long_128", "everything_128"])
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "gfx942"])
 def test_without_decodes_compiles(target: str, case: str) -> None:
-    """The prefill half of a mixed batch: tiles found one after another by a program. The loops with products keep their registers."""
-    found = aot.resources(compiled := compile_prefill(target, case, skip_decodes=4))
+    """The prefill half of a mixed batch."""
+    found = aot.resources(compile_prefill(target, case, skip_decodes=4))
     assert found["shared"] <= aot.SHARED_LIMIT[target], found
-    if target == "sm_90" and case == "long_128":
-        code = machine_code(compiled)
-        assert code.count("LDL") + code.count("STL") <= 4, "a number or two outside of the loops over keys"
+    if target == "sm_90":
+        assert found["spilled"] == 0, found
+
+
+def main_loop(code: str) -> str:
+    """The instructions of the first loop with products."""
+    labels: dict[str, int] = {}
+    lines: list[str] = []
+    for line in code.splitlines():
+        if label := re.match(r"\s*\.(L_x_\d+):", line):
+            labels[label[1]] = len(lines)
+        elif re.search(r"/\*[0-9a-f]{4,5}\*/", line):
+            lines.append(line)
+            back = re.search(r"\bBRA\b.*\.(L_x_\d+)", line)
+            body = "\n".join(lines[labels.get(back[1], len(lines)) :]) if back else ""
+            if "HGMMA" in body:
+                return body
+    raise AssertionError("no loop with products")
+
+
+@pytest.mark.parametrize("skip_decodes", [0, 2])
+def test_copies_have_addresses_of_their_own(skip_decodes: int) -> None:
+    """With a few numbers more alive across the loop ptxas made the addresses one after another in one register, each waiting until the
+    copy before had read its own: 15 % slower, and no spill shows it."""
+    loop = main_loop(machine_code(compile_prefill("sm_90", "long_128", ping_pong=True, skip_decodes=skip_decodes)))
+    addresses = re.findall(r"LDGSTS\S* \[\S+\], desc\[\w+\]\[(R\d+)\.64", loop)
+    assert len(addresses) == 16
+    repeated = [a for a, b in itertools.pairwise(addresses) if a == b]
+    assert len(repeated) <= 2, addresses
 
 
 def test_ping_pong_order() -> None:

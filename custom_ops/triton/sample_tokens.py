@@ -42,7 +42,7 @@ def sample_tiles(num_rows: int, vocab_size: int) -> SampleTiles:
     """Small tiles while large ones would leave multiprocessors idle."""
     if INTERPRET:
         return SampleTiles(256, 4, 256, 4)
-    tile, warps = (1024, 4) if num_rows * vocab_size <= 2**20 else (4096, 8)
+    tile, warps = (1024, 4) if num_rows * vocab_size <= 2**20 else (2048, 8)
     return SampleTiles(tile, warps, 8192, 16)
 
 
@@ -57,6 +57,18 @@ def load_logits(row_at, seen_at, token, inside, penalty):
 
 
 @triton.jit
+def natural_log(x):
+    """Logarithm of normal positive numbers to float32's precision (Cephes' logf): without the branches of the library's for all others."""
+    bits = x.to(tl.int32, bitcast=True) + (0x3F800000 - 0x3F3504F3)
+    exponent = ((bits >> 23) - 127).to(tl.float32)
+    f = ((bits & 0x007FFFFF) + 0x3F3504F3).to(tl.float32, bitcast=True) - 1.0  # of a significand in [sqrt(1/2), sqrt(2))
+    p = ((7.0376836292e-2 * f - 1.1514610310e-1) * f + 1.1676998740e-1) * f - 1.2420140846e-1
+    p = (((p * f + 1.4249322787e-1) * f - 1.6668057665e-1) * f + 2.0000714765e-1) * f - 2.4999993993e-1
+    p = (p * f + 3.3333331174e-1) * f * f * f - 2.12194440e-4 * exponent - 0.5 * f * f
+    return f + p + 0.693359375 * exponent
+
+
+@triton.jit
 def gumbel_noise(seed, counter, quarter):
     """Noise of tokens ``4 * quarter ... 4 * quarter + 3``: ``[N, 4]`` of ``[N]``."""
     zero = tl.zeros_like(quarter).to(tl.uint32)
@@ -64,15 +76,16 @@ def gumbel_noise(seed, counter, quarter):
     a, b, c, d = tl.philox(seed, quarter.to(tl.uint32), low, high, zero)
     bits = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [quarter.shape[0], 4])
     v = (bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10
-    series = v * (1.0 + v * (0.5 + v * (0.3333333432674408 + v * 0.25)))  # of -log(1 - v), where 1 - v would lose v's bits
-    exponential = tl.where(v < 0.015625, series, -tl.log(tl.maximum(1.0 - v, 2.98023223876953125e-8)))
-    return -tl.log(exponential)
+    series = v * (1.0 + v * (0.5 + v * (0.3333333432674408 + v * 0.25)))  # of -log(1 - v), where 1 - v loses v's bits
+    u = ((bits ^ 0xFFFFFFFF).to(tl.float32) + 0.5) * 2.3283064365386963e-10  # 1 - v, to the last bit where it is small
+    exponential = tl.where(v < 0.015625, series, -natural_log(u))
+    return -natural_log(exponential)
 
 
 @triton.jit
 def likelihood(z, maximum, temperature):
     """exp((z - maximum) / temperature), 1 at the maximum even if that is infinite."""
-    return tl.where(z == maximum, 1.0, tl.exp((z - maximum) / temperature))
+    return tl.where(z == maximum, 1.0, tl.exp2((z - maximum) * (1.4426950408889634 / temperature)))
 
 
 @triton.jit
@@ -110,9 +123,10 @@ def sample_tiles_kernel(
         if temperature > 0.0:
             noise = gumbel_noise(tl.load(seeds_ptr + row), tl.load(counters_ptr + row), quarter)
             score = z + temperature * noise  # times the temperature: no overflow where it is tiny
-        best, at = tl.max(tl.reshape(score, [TILE]), 0, return_indices=True)
+        best = tl.max(tl.max(score, 1), 0)
+        first = tl.min(tl.min(tl.where(score == best, token, 2147483647), 1), 0)
         tl.store(parts_at + tile, best)
-        tl.store(indices_ptr + row.to(tl.int64) * indices_row + tile, tile * TILE + at)
+        tl.store(indices_ptr + row.to(tl.int64) * indices_row + tile, first)
 
 
 @triton.jit
@@ -120,6 +134,10 @@ def better(a, token_a, b, token_b):
     """For `tl.reduce`: the larger value and its token, the lower token of equal values."""
     first = (a > b) | ((a == b) & (token_a < token_b))
     return tl.where(first, a, b), tl.where(first, token_a, token_b)
+
+
+# The first place of a maximum is looked for in a second pass: Triton 3.6 gives wrong places for ``tl.max(tl.reshape(...),
+# return_indices=True)`` of a tile that was loaded in another shape, with right values.
 
 
 @triton.jit
@@ -259,7 +277,9 @@ def draw_listed(
         ties += count
         kept = kept & (likelihood(z, maximum, temperature) >= min_p)
         score = z + temperature * tl.reshape(gumbel_noise(seed, counter, quarter), [CHUNK])
-        value, at = tl.max(tl.where(kept, score, float("-inf")), 0, return_indices=True)
+        score = tl.where(kept, score, float("-inf"))
+        value = tl.max(score, 0)
+        at = tl.min(tl.where(score == value, tl.arange(0, CHUNK), CHUNK), 0)
         group = tl.load(list_at + first + at // GROUP)
         token = tl.where(value > best, group * GROUP + at % GROUP, token)
         best = tl.maximum(best, value)

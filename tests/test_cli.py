@@ -103,6 +103,19 @@ def test_nonsense_in_the_environment_raises() -> None:
     assert done.returncode and "TORCHPAGED_DEBUG: expected 0 or 1, got 'maybe'" in done.stderr
 
 
+def test_compile_cache_is_written_then_read(folder: str, tmp_path: Path) -> None:
+    path = tmp_path / "code.tpc"
+    arguments = ["generate", "hello", "--model", folder, "--max-new-tokens", "3", "--compile-cache", str(path)]
+    first, second = run(*arguments), run(*arguments)
+    assert first.returncode == second.returncode == 0, first.stderr + second.stderr
+    assert "MiB written" in first.stderr and "MiB read in" in second.stderr and path.stat().st_size > 0
+    path.write_bytes(b"damaged")
+    refused = run(*arguments)
+    assert refused.returncode == 2 and "expected a file of save_compile_cache()" in refused.stderr and refused.stdout == ""
+    nowhere = run(*arguments[:-1], str(tmp_path / "no" / "code.tpc"))
+    assert nowhere.returncode == 2 and "--compile-cache: expected a file in a folder that exists" in nowhere.stderr
+
+
 def test_profile_writes_a_trace_and_counts_kernels(folder: str, tmp_path: Path) -> None:
     path = tmp_path / "out.json"
     done = run("generate", "hello", "a longer prompt", "--model", folder, "--max-new-tokens", "5", "--json", "--profile", str(path))

@@ -72,6 +72,9 @@ def generate(
     profile: Annotated[
         str, typer.Option(help="write a torch.profiler trace of the generation to this file, and list kernels by module")
     ] = "",
+    compile_cache: Annotated[
+        str, typer.Option(help="keep compiled code in this file: read if it is there, written if not; read only files you trust")
+    ] = "",
 ) -> None:
     """Generate text, streamed as it comes, with a summary line at the end."""
     from torchpaged.demo import ensure_smollm2
@@ -88,7 +91,7 @@ def generate(
         folder, prompts, place, _dtype(kind, "--dtype"), backend, compile, chat, max_seq_len, block_size, num_blocks, as_json,
         {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p,
          "repetition_penalty": repetition_penalty, "seed": seed, "stop": tuple(stop or ()), "ignore_eos": ignore_eos},
-        profile,
+        profile, compile_cache,
     )  # fmt: skip
     raise typer.Exit(run(settings))
 

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from torchpaged import profiling
+from torchpaged.compile_cache import load_compile_cache, save_compile_cache
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.engine import Generator, RequestOutput, SamplingParams
 from torchpaged.kernel_report import KernelReport, kernels_of_generation, module_ranges, read_trace, report_table
@@ -39,6 +40,7 @@ class Settings:
     as_json: bool
     sampling: dict[str, Any]
     profile: str = ""  # a file for the trace
+    compile_cache: str = ""  # a file of save_compile_cache(): read, or written if it is not there
 
 
 def load(settings: Settings) -> tuple[Any, Any]:
@@ -59,6 +61,12 @@ def run(settings: Settings) -> int:
     if settings.profile:
         profiling.check_writable(settings.profile, "--profile")
     sampling = SamplingParams(**settings.sampling)  # bad options are refused before a model is loaded
+    with _compile_cache(settings.compile_cache, quiet=settings.as_json):
+        return _generate(settings, sampling)
+
+
+def _generate(settings: Settings, sampling: SamplingParams) -> int:
+    """Load, submit, stream, summarise."""
     model, tokenizer = load(settings)
     with Progress(TextColumn("capturing"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), console=ERRORS,
                   transient=True, disable=settings.as_json) as bar:  # fmt: skip
@@ -93,6 +101,23 @@ def run(settings: Settings) -> int:
     for phase, report in kernels.items():
         ERRORS.print(report_table(report, phase))
     return 2 if refused else 0
+
+
+@contextlib.contextmanager
+def _compile_cache(path: str, quiet: bool) -> Iterator[None]:
+    """With ``--compile-cache``: read the file before anything is compiled; write it at a good end if there was none."""
+    present = bool(path) and Path(path).exists()
+    if path and not present:
+        profiling.check_writable(path, "--compile-cache")
+    if present:
+        report = load_compile_cache(path)  # another version's is left as it is, with a warning
+        if report.loaded and not quiet:
+            print(f"compile cache: {path}, {report.num_bytes / 2**20:.1f} MiB read in {report.seconds:.1f} s", file=sys.stderr)
+    yield
+    if path and not present:
+        report = save_compile_cache(path)
+        if not quiet:
+            print(f"compile cache: {path}, {report.num_bytes / 2**20:.1f} MiB written", file=sys.stderr)
 
 
 @contextlib.contextmanager

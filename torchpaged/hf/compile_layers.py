@@ -99,7 +99,7 @@ def compile_layers(model: PreTrainedModel, **options: Any) -> int:
         )
     indices = []
     for position, layer in enumerate(layers):
-        found = {module.layer_idx for module in layer.modules() if isinstance(getattr(module, "layer_idx", None), int)}
+        found = {index for module in layer.modules() if isinstance(index := getattr(module, "layer_idx", None), int)}
         if len(found) != 1:
             raise UnsupportedModelError(
                 f"{type(model).__name__}: layers.{position} ({type(layer).__name__}) names {len(found)} layers of the cache, expected 1"

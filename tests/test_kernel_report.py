@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torchpaged import profiling
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.kernel_report import KernelReport, kernels_of_generation, kernels_per_layer, layer_groups, match_kernels, module_ranges
+from torchpaged.kernel_report.data import COMPILED
 from torchpaged.kernel_report.layers import layer_of
 from torchpaged.kernel_report.trace import parse, profiled
 
@@ -223,7 +224,10 @@ def test_module_ranges_leave_compiled_code_alone() -> None:
         trace = profiled(lambda: compiled(X))
         assert torch.equal(compiled(X), toy(X))
     assert len(graphs) == 1 and not any("record" in str(node.target) for node in graphs[0].graph.nodes)
-    assert trace.activities and not any(a.module not in (None, "OptimizedModule") for a in trace.activities)
+    assert trace.activities and all(a.module is None and a.is_compiled for a in trace.activities)
+    with torch.inference_mode():
+        report = kernels_per_layer(lambda: compiled(X), toy)
+    assert not report.modules and [row.between for row in report.unmatched] == [(COMPILED, None)], "unknown is not outside"
 
 
 # -------------------------------------------------------------------------------------------------------- generation

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from torchpaged.custom_ops.errors import ArgumentError
-from torchpaged.kernel_report.data import Between, KernelReport, KernelTime, ModuleKernels, UnmatchedKernels
+from torchpaged.kernel_report.data import COMPILED, Between, KernelReport, KernelTime, ModuleKernels, UnmatchedKernels
 from torchpaged.kernel_report.match import match_kernels
 from torchpaged.kernel_report.trace import Activity, Trace, module_ranges, profiled
 
@@ -101,6 +101,8 @@ def _report(
     for activity in activities:
         if one_launch or activity.graph is not None:
             launches.setdefault(None if one_launch else activity.graph, []).append(activity)
+        elif activity.is_compiled:
+            totals.add_unmatched(activity, Between(COMPILED, activity.module))
         elif activity.recorded:
             totals.add(activity, activity.module)
         else:

@@ -44,6 +44,10 @@ class Between(NamedTuple):
     before: str | None
 
 
+#: In place of ``after``: compiled code launched it, called by the module that ``before`` names, or from outside the model.
+COMPILED = "(compiled code)"
+
+
 @dataclass
 class UnmatchedKernels(_Sums):
     """Kernels whose module can't be told, by their neighbours."""

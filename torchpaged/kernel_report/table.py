@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from rich.markup import escape
 from rich.table import Table
 
-from torchpaged.kernel_report.data import KernelReport, KernelTime, UnmatchedKernels
+from torchpaged.kernel_report.data import COMPILED, KernelReport, KernelTime, UnmatchedKernels
 from torchpaged.kernel_report.layers import ITSELF, layer_groups, unmatched_groups
 
 
@@ -60,6 +60,8 @@ def _names(kernels: Iterable[KernelTime]) -> str:
 
 
 def _between(row: UnmatchedKernels) -> str:
+    if row.between.after == COMPILED:
+        return "in compiled code" + (f" called by {row.between.before}" if row.between.before else "")
     after, before = ("(outside the model)" if name is None else name for name in row.between)
     parts = [f"after {after}" if after else "", f"before {before}" if before else ""]
     return " and ".join(part for part in parts if part) or "place unknown"

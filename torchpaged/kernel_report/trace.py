@@ -27,6 +27,8 @@ from torch import nn
 
 #: What the range of a module is called: this and the module's qualified name.
 MODULE_PREFIX = "module "
+#: How torch names the run of compiled code, a range in which no module is seen.
+_COMPILED_PREFIX = "Torch-Compiled Region"
 _ON_DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 _LAUNCHES = frozenset({"cuda_runtime", "cuda_driver"})
 
@@ -53,6 +55,12 @@ class Activity:
     def module(self) -> str | None:
         """The innermost module, by its qualified name; None outside `module_ranges`."""
         return next((name.removeprefix(MODULE_PREFIX) for name in reversed(self.ranges) if name.startswith(MODULE_PREFIX)), None)
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether compiled code launched it, so that ``module`` is at best the module that called that code."""
+        kinds = (name.startswith(_COMPILED_PREFIX) for name in reversed(self.ranges) if name.startswith((MODULE_PREFIX, _COMPILED_PREFIX)))
+        return next(kinds, False)
 
 
 @dataclass(frozen=True)
@@ -93,7 +101,7 @@ def parse(events: Sequence[dict[str, Any]]) -> Trace:
     timed = sorted((e for e in events if e.get("ph") == "X" and "ts" in e), key=lambda e: (e["ts"], -e["dur"]))
     host: dict[Any, list[dict[str, Any]]] = {}
     for event in timed:
-        if event.get("cat") == "user_annotation":
+        if event.get("cat") == "user_annotation" or (event.get("cat") == "cpu_op" and event["name"].startswith(_COMPILED_PREFIX)):
             host.setdefault(event["tid"], []).append(event)
     nests = {thread: _Nest(ranges) for thread, ranges in host.items()}
     names = tuple(e["name"] for e in timed if e.get("cat") == "user_annotation")

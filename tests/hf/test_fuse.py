@@ -244,6 +244,10 @@ def test_a_copy_is_fused_and_independent() -> None:
     with torch.no_grad():
         model.get_decoder().layers[0].self_attn.q_proj.weight.zero_()  # type: ignore[union-attr, operator]
     assert torch.equal(logits(other), want) and not torch.equal(logits(model), want)
+    for each in (model, other):
+        plan: Any = each.get_decoder().layers[0]._torchpaged_plan  # type: ignore[union-attr, index]
+        for tensor in (plan.qkv.weight, plan.gate_up.weight, plan.rope.cos_sin):  # torch's mark has no public reader
+            assert tensor._dynamo_static_input_type == "unguarded", "compiled CUDA graphs would copy it in every replay"
     unfuse(other)
     torch.testing.assert_close(logits(other), want, rtol=1e-4, atol=1e-4)
 

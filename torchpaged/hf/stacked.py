@@ -36,6 +36,7 @@ class Stacked:
             whole = torch.cat([p.data for p in parameters])
             for parameter, rows in zip(parameters, whole.split([p.shape[0] for p in parameters]), strict=True):
                 parameter.data = rows
+        torch._dynamo.mark_static_address(whole, guard=False)  # else compiled CUDA graphs would copy it in every replay
         return whole
 
     def holds(self) -> bool:

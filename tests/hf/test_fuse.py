@@ -116,7 +116,7 @@ def test_launches_per_layer(name: str) -> None:
     assert report.before and report.after
     steps = [[call.split(".")[1] for call in layer if "torchpaged" in call] for layer in report.after.names]
     if name == "GptOss":
-        assert all(step == [*LLAMA_STEP[:4], "rms_norm"] for step in steps) and "5 launches" not in str(report)
+        assert all(step == [*LLAMA_STEP[:4], "rms_norm"] for step in steps)
         assert "mixture of experts" in str(report) and report.after.layers[0] < report.before.layers[0] - 20
         return
     expected = GEMMA_STEP if name in LAUNCHES else LLAMA_STEP

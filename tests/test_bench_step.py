@@ -162,3 +162,17 @@ def test_traces() -> None:
     inside = step_trace.idle(step_trace.parse([_event("a", 0, 2, 7), _event("b", 3, 1, 7)]))
     assert (inside["idle_between_launches"], inside["idle_between_kernels"]) == (0, 0.25)
     assert step_trace.idle([]) == step_trace.kernels_per_step([], 2, 1) == {}
+
+
+# ------------------------------------------------------------------------------------------------------------ cold start
+def test_cold_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from torchpaged.bench import step_cold
+
+    arguments = ["--shape", "tiny", "--device", "cpu", "--contender", "k1+fuse", "--batch", "2"]
+    file = str(tmp_path / "code.tpc")
+    assert step_cold.main([*arguments, "--save", file]) == 0 and step_cold.main([*arguments, "--load", file]) == 0
+    saved, loaded = (json.loads(line) for line in capsys.readouterr().out.splitlines())
+    assert saved["compile_cache"]["saved"]["num_bytes"] == Path(file).stat().st_size and loaded["compile_cache"]["loaded"]["loaded"]
+    assert list(loaded["parts"]) == ["load", "change", "generator", "first_token", "second_token"]
+    assert loaded["seconds"] == pytest.approx(sum(loaded["parts"].values()) - loaded["parts"]["second_token"])
+    assert step_cold.main([*arguments, "--contender", "logits"]) == 2

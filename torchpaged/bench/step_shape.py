@@ -120,6 +120,8 @@ class _Shape:
                 continue
             if variants and reference is not None:
                 yield from self._own(model, variants, reference, fused, layers)
+                torch.compiler.reset()  # compiled steps keep their pools alive
+                _free(self.device)
             for name, batch in itertools.product(peers if plain else [], self.batches):
                 yield self._peer(model, name, batch)
             del model

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -73,7 +74,9 @@ def kernels_per_step(trace: Sequence[Activity], num_layers: int, steps: int) -> 
 
 
 def idle(trace: Sequence[Activity]) -> dict[str, float]:
-    """Shares of the time from the first start to the last end.
+    """Shares of the time from the first large launch to the end of the last one.
+
+    Large: at least half as many activities as the largest. What goes before, such as the writing of the requests, is no part of a step.
 
     Returns:
         ``idle_between_launches``: after everything of one launch had ended and before anything of the next began;
@@ -81,6 +84,9 @@ def idle(trace: Sequence[Activity]) -> dict[str, float]:
     """
     if not trace:
         return {}
+    sizes = Counter(activity.launch for activity in trace)
+    large = [index for index, activity in enumerate(trace) if 2 * sizes[activity.launch] >= max(sizes.values())]
+    trace = trace[large[0] : large[-1] + 1]
     covered, launch = trace[0].start, trace[0].launch
     gaps = between_launches = 0.0
     for activity in trace:

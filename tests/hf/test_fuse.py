@@ -16,7 +16,7 @@ from transformers import CompileConfig, PreTrainedModel
 
 from torchpaged import ArgumentError, TorchpagedError
 from torchpaged.engine import Generator, SamplingParams
-from torchpaged.hf import PagedCache, fuse, unfuse
+from torchpaged.hf import PagedCache, compile_layers, fuse, uncompile_layers, unfuse
 from torchpaged.hf.fusible import PASSES
 from torchpaged.hf.fusion_report import count_launches
 from torchpaged.hf.rope_table import RopeTable
@@ -393,6 +393,11 @@ def test_wrong_calls_are_refused() -> None:
     with pytest.raises(ArgumentError, match="unfuse"):
         fuse(model)
     assert count_launches(model).per_layer() == "6"  # type: ignore[union-attr]
+    compile_layers(model, backend="eager")
+    with pytest.raises(ArgumentError, match="uncompile_layers"):
+        unfuse(model)
+    uncompile_layers(model)
+    unfuse(model)
 
 
 def test_a_base_model_has_no_head_to_fuse() -> None:

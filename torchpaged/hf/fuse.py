@@ -45,13 +45,17 @@ class _Fusion:
         self.base = base
         self.plans: list[LayerPlan] = []
         self.tables: dict[str | None, RopeTable] = {}
-        self.changed: list[tuple[nn.Module, str]] = []
+        self.changed: list[tuple[nn.Module, str, Any]] = []
         self.handles: list[Any] = []
 
     def give(self, module: nn.Module, name: str, value: Any) -> None:
         """Set an attribute of one instance; functions become methods."""
         setattr(module, name, types.MethodType(value, module) if isinstance(value, types.FunctionType) else value)
-        self.changed.append((module, name))
+        self.changed.append((module, name, value))
+
+    def overlaid(self) -> bool:
+        """Whether a forward that was given here has another one on top, such as `compile_layers`'."""
+        return any(getattr(vars(m).get(name), "__func__", None) is not value for m, name, value in self.changed if name == "forward")
 
     def refresh(self) -> None:
         """After the model was moved or loaded into."""
@@ -232,13 +236,17 @@ def unfuse(model: PreTrainedModel) -> None:
     """Undo `fuse`: forwards as before, every parameter in memory of its own, values unchanged.
 
     Raises:
-        ArgumentError: the model is not fused.
+        ArgumentError: the model is not fused, or something else changed its forwards since.
     """
     base: Any = model.get_decoder()
     fusion: _Fusion | None = getattr(base, "_torchpaged_fusion", None)
     if fusion is None:
         raise ArgumentError("model", "a fused model", "one that is not fused")
-    for module, name in fusion.changed:
+    if fusion.overlaid():
+        raise ArgumentError(
+            "model", "forwards as fuse() left them", "forwards changed since", "undo that first, as with uncompile_layers(model)"
+        )
+    for module, name, _ in fusion.changed:
         delattr(module, name)
     for handle in fusion.handles:
         handle.remove()

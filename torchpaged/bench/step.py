@@ -21,10 +21,11 @@ import torch
 
 from torchpaged.bench import conditions
 from torchpaged.bench.step_cases import SHAPES, select_shapes
+from torchpaged.bench.step_options import DTYPES, VARIANTS, Options
 from torchpaged.bench.step_own import Variant
 from torchpaged.bench.step_peers import PEERS
 from torchpaged.bench.step_screen import StepScreen
-from torchpaged.bench.step_shape import DTYPES, VARIANTS, Options, measure_shape
+from torchpaged.bench.step_shape import measure_shape
 from torchpaged.bench.timing import measure_bandwidth
 from torchpaged.custom_ops.errors import ArgumentError, TorchpagedError
 

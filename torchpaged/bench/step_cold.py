@@ -22,8 +22,8 @@ from torch._dynamo.utils import counters
 
 from torchpaged.bench import conditions
 from torchpaged.bench.step_cases import build_model, select_shapes
+from torchpaged.bench.step_options import BLOCK_SIZE, DTYPES
 from torchpaged.bench.step_own import Variant
-from torchpaged.bench.step_shape import BLOCK_SIZE, DTYPES
 from torchpaged.compile_cache import load_compile_cache, save_compile_cache
 from torchpaged.custom_ops.errors import ArgumentError, TorchpagedError
 from torchpaged.engine import Generator, SamplingParams

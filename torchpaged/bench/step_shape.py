@@ -12,7 +12,6 @@ import statistics
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,62 +19,13 @@ import torch
 from torchpaged.bench import step_trace
 from torchpaged.bench.step_cases import TARGETS_MS, ModelShape, build_model
 from torchpaged.bench.step_gate import MAX_ROWS, Reference, make_reference
+from torchpaged.bench.step_options import BLOCK_SIZE, DTYPES, Options
 from torchpaged.bench.step_own import OwnStep, Variant, ours
 from torchpaged.bench.step_peers import PEERS
 from torchpaged.bench.step_screen import StepScreen
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-VARIANTS = ("k1", "k1+fuse", "k4+fuse")
-BLOCK_SIZE = 16
 BURST_STEPS = 16  # timed between two resets of the requests' lengths
 HOST_LAUNCHES = 20
-
-
-@dataclass(frozen=True)
-class Options:
-    """What to run.
-
-    Attributes:
-        shapes: names in ``step_cases.SHAPES``.
-        batches: batch sizes.
-        context: KV tokens per request.
-        only: own contenders (see `torchpaged.bench.step_own.Variant`); empty: none, for a run of peers.
-        skip: contenders to leave out, own ones or peers.
-        peers: names in ``step_peers.PEERS``.
-        device: "auto", "cpu", "cuda".
-        dtype: bf16, fp16 or fp32.
-        backend: attention backend of the own contenders.
-        repeats: steps timed at least, in bursts of 16.
-        idle_steps: steps whose kernels are traced for the idle share; 0 = none.
-        idle_batches: batches for which that is done; empty: the smallest and the largest.
-        idle_only: contenders for which that is done; empty: the last of ``only``.
-        time_wrong: measure a contender that fails the gate all the same; its row stays "wrong".
-        new_tokens: tokens a peer generates per request.
-        bandwidth: memory ceiling in TB/s; None = measured.
-        time_limit: seconds after which no further case is begun (its row says so); None = none.
-        output: write the document here, after every row.
-        json_only: print nothing but the JSON line.
-    """
-
-    shapes: Sequence[str] = ("llama-1b", "llama-8b")
-    batches: Sequence[int] = (1, 8, 32, 64)
-    context: int = 2048
-    only: Sequence[str] = VARIANTS
-    skip: Sequence[str] = ()
-    peers: Sequence[str] = ()
-    device: str = "auto"
-    dtype: str = "bf16"
-    backend: str = "auto"
-    repeats: int = 64
-    idle_steps: int = 1000
-    idle_batches: Sequence[int] = ()
-    idle_only: Sequence[str] = ()
-    time_wrong: bool = False
-    new_tokens: int = 64
-    bandwidth: float | None = None
-    time_limit: float | None = None
-    output: str = ""
-    json_only: bool = False
 
 
 def measure_shape(

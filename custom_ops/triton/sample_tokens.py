@@ -43,7 +43,7 @@ def sample_tiles(num_rows: int, vocab_size: int) -> SampleTiles:
     if INTERPRET:
         return SampleTiles(256, 4, 256, 4)
     tile, warps = (1024, 4) if num_rows * vocab_size <= 2**20 else (2048, 8)
-    return SampleTiles(tile, warps, 8192, 16)
+    return SampleTiles(tile, warps, 4096, 16)
 
 
 @triton.jit
@@ -113,7 +113,7 @@ def sample_tiles_kernel(
     row_at, seen_at = logits_ptr + row.to(tl.int64) * logits_row, seen_ptr + row.to(tl.int64) * seen_row
     z = load_logits(row_at, seen_at, token, token < vocab_size, penalty)
     if truncated:
-        peaks = tl.max(tl.reshape(z, [TILE // GROUP, GROUP]), 1)
+        peaks = tl.max(tl.reshape(tl.max(z, 1), [TILE // GROUP, GROUP // 4]), 1)
         tl.store(parts_at + 2 * num_tiles + tile * (TILE // GROUP) + tl.arange(0, TILE // GROUP), peaks)
         best = tl.max(peaks, 0)
         tl.store(parts_at + tile, best)
@@ -123,6 +123,8 @@ def sample_tiles_kernel(
         if temperature > 0.0:
             noise = gumbel_noise(tl.load(seeds_ptr + row), tl.load(counters_ptr + row), quarter)
             score = z + temperature * noise  # times the temperature: no overflow where it is tiny
+        # Triton 3.6 gives wrong places for tl.max(tl.reshape(...), return_indices=True) of a tile loaded in another shape, so tokens are
+        # looked for by value; reshaped tiles are only reduced, where order does not matter.
         best = tl.max(tl.max(score, 1), 0)
         first = tl.min(tl.min(tl.where(score == best, token, 2147483647), 1), 0)
         tl.store(parts_at + tile, best)
@@ -134,10 +136,6 @@ def better(a, token_a, b, token_b):
     """For `tl.reduce`: the larger value and its token, the lower token of equal values."""
     first = (a > b) | ((a == b) & (token_a < token_b))
     return tl.where(first, a, b), tl.where(first, token_a, token_b)
-
-
-# The first place of a maximum is looked for in a second pass: Triton 3.6 gives wrong places for ``tl.max(tl.reshape(...),
-# return_indices=True)`` of a tile that was loaded in another shape, with right values.
 
 
 @triton.jit
@@ -164,11 +162,10 @@ def add_min_max(a, b, c, other_a, other_b, other_c):
 
 
 @triton.jit
-def measure(z, weight, pivot):
-    """Of ``z [N]``: the weight at and above ``pivot``, the least value there, and the largest value below."""
+def part(z, weight, pivot):
+    """What `add_min_max` makes a measure of: the weight at and above ``pivot``, the least value there, and the largest value below."""
     above = z >= pivot
-    parts = (tl.where(above, weight, 0.0), tl.where(above, z, float("inf")), tl.where(above, float("-inf"), z))
-    return tl.reduce(parts, 0, add_min_max)
+    return tl.where(above, weight, 0.0), tl.where(above, z, float("inf")), tl.where(above, float("-inf"), z)
 
 
 @triton.jit
@@ -184,21 +181,21 @@ def group_bound(peaks, weight, target):
     high = tl.max(peaks, 0)
     low = tl.full([], float("-inf"), tl.float32)
     while low < high:
-        mass, least_above, largest_below = measure(peaks, weight, midpoint(low, high))
+        mass, least_above, largest_below = tl.reduce(part(peaks, weight, midpoint(low, high)), 0, add_min_max)
         low, high = narrow(low, high, mass, least_above, largest_below, target)
     return low
 
 
 @triton.jit
 def load_chunk(row_at, seen_at, list_at, first, listed, penalty, vocab_size, GROUP: tl.constexpr, CHUNK: tl.constexpr):
-    """Logits ``[CHUNK]`` of listed groups from number ``first`` on, in the order of tokens, and ``quarter [CHUNK / 4]`` of them."""
+    """Logits ``[CHUNK / 4, 4]`` of listed groups from number ``first`` on, in the order of tokens, and their ``quarter [CHUNK / 4]``."""
     place = tl.arange(0, CHUNK // 4)
     number = first + place // (GROUP // 4)
     group = tl.load(list_at + number, mask=number < listed, other=0)
     quarter = group * (GROUP // 4) + place % (GROUP // 4)
     token = quarter[:, None] * 4 + tl.arange(0, 4)[None, :]
     inside = (number < listed)[:, None] & (token < vocab_size)
-    return tl.reshape(load_logits(row_at, seen_at, token, inside, penalty), [CHUNK]), quarter
+    return load_logits(row_at, seen_at, token, inside, penalty), quarter
 
 
 @triton.jit
@@ -206,18 +203,19 @@ def measure_row(
     row_at, seen_at, list_at, listed, penalty, vocab_size, pivot, maximum, temperature,
     MASS: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """`measure` of the listed groups; weights are likelihoods (MASS) or 1."""
-    mass = tl.full([], 0.0, tl.float32)
-    least_above = tl.full([], float("inf"), tl.float32)
-    largest_below = tl.full([], float("-inf"), tl.float32)
+    """The measure of the listed groups (see `part`); weights are likelihoods (MASS) or 1."""
+    mass = tl.zeros([CHUNK], tl.float32)
+    least_above = tl.full([CHUNK], float("inf"), tl.float32)
+    largest_below = tl.full([CHUNK], float("-inf"), tl.float32)
     for first in range(0, listed, CHUNK // GROUP):
         z, _ = load_chunk(row_at, seen_at, list_at, first, listed, penalty, vocab_size, GROUP, CHUNK)
+        z = tl.reshape(z, [CHUNK])
         weight = tl.full([CHUNK], 1.0, tl.float32)
         if MASS:
             weight = likelihood(z, maximum, temperature)
-        a, b, c = measure(z, weight, pivot)
+        a, b, c = part(z, weight, pivot)
         mass, least_above, largest_below = mass + a, tl.minimum(least_above, b), tl.maximum(largest_below, c)
-    return mass, least_above, largest_below
+    return tl.reduce((mass, least_above, largest_below), 0, add_min_max)
 
 
 @triton.jit
@@ -269,19 +267,20 @@ def draw_listed(
     ties = tl.full([], 0, tl.int32)
     for first in range(0, listed, CHUNK // GROUP):
         z, quarter = load_chunk(row_at, seen_at, list_at, first, listed, penalty, vocab_size, GROUP, CHUNK)
-        equal = z == threshold
-        count = tl.sum(equal.to(tl.int32), 0)
+        equal = (z == threshold).to(tl.int32)
+        count = tl.sum(equal, 1)
+        in_chunk = tl.sum(count, 0)
         kept = z >= threshold
-        if ties + count > allowed:
-            kept = kept & ((z > threshold) | (ties + tl.cumsum(equal.to(tl.int32), 0) <= allowed))
-        ties += count
+        if ties + in_chunk > allowed:
+            rank = ties + (tl.cumsum(count, 0) - count)[:, None] + tl.cumsum(equal, 1)
+            kept = kept & ((z > threshold) | (rank <= allowed))
+        ties += in_chunk
         kept = kept & (likelihood(z, maximum, temperature) >= min_p)
-        score = z + temperature * tl.reshape(gumbel_noise(seed, counter, quarter), [CHUNK])
-        score = tl.where(kept, score, float("-inf"))
-        value = tl.max(score, 0)
-        at = tl.min(tl.where(score == value, tl.arange(0, CHUNK), CHUNK), 0)
-        group = tl.load(list_at + first + at // GROUP)
-        token = tl.where(value > best, group * GROUP + at % GROUP, token)
+        score = tl.where(kept, z + temperature * gumbel_noise(seed, counter, quarter), float("-inf"))
+        value = tl.max(tl.max(score, 1), 0)
+        tokens = quarter[:, None] * 4 + tl.arange(0, 4)[None, :]
+        first_token = tl.min(tl.min(tl.where(score == value, tokens, 2147483647), 1), 0)
+        token = tl.where(value > best, first_token, token)
         best = tl.maximum(best, value)
     return token
 

@@ -53,6 +53,8 @@ SCHEMAS = {
     # included), query_start_loc [B + 1] int32, out [T, num_heads, head_dim_v], lse [T, num_heads] float32.
     # max_query_len: upper bound of query_len, known to the host (1 selects the decode kernels).
     # window_left/right: keys visible beside the own one, -1 = open. chunk_size: keys of the own chunk only, 0 = off.
+    # seq_lens, query_start_loc and block_table may be read before the kernels ahead on the stream have finished (programmatic dependent
+    # launch); a kernel that writes them must not call griddepcontrol.launch_dependents. Those of torch and of this library don't.
     # semaphore: int32 zeros, at least B * num_kv_heads, zeros again afterwards; calls that may overlap need one each.
     # Without it a kernel that needs one makes its own, which costs a memset.
     "paged_attention": """(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor seq_lens,

@@ -11,7 +11,7 @@ from torchpaged.graphs.buffers import DecodeBuffers
 from torchpaged.graphs.capture import CaptureBackend, CudaCapture, EagerCapture, TapeCapture
 from torchpaged.graphs.report import BucketReport, bucket_table
 from torchpaged.graphs.ring import RingFullError, TokenRing
-from torchpaged.graphs.rows import MAX_STOP_TOKEN_IDS, DecodeRows, RowState
+from torchpaged.graphs.rows import MAX_STOP_TOKEN_IDS, DecodeRows, RowState, StepOps
 from torchpaged.graphs.runner import DecodeGraphRunner
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "EagerCapture",
     "RingFullError",
     "RowState",
+    "StepOps",
     "TapeCapture",
     "TokenRing",
     "bucket_for",

@@ -33,14 +33,18 @@ class TokenRing:
         self._host = torch.zeros(depth, num_tokens, dtype=torch.int64, pin_memory=on_gpu)
         self._events = [torch.cuda.Event() for _ in range(depth)] if on_gpu else None
         self._shapes: list[torch.Size | None] = [None] * depth  # of what a slot holds
+        self._places: dict[tuple[int, torch.Size], Tensor] = {}  # a slot as a tensor of some shape: made once, since a push is host time
 
     def push(self, tokens: Tensor) -> int:
-        """Start copying ``tokens``, contiguous int64; returns the slot to read."""
+        """Start copying ``tokens``, int64 and contiguous; returns the slot to read."""
         if None not in self._shapes:
             raise RingFullError(f"{len(self._shapes)} launches are in flight and none was read; read the oldest before the next launch")
-        slot = self._shapes.index(None)
-        self._shapes[slot] = tokens.shape
-        self._host[slot, : tokens.numel()].copy_(tokens.view(-1), non_blocking=True)
+        slot, shape = self._shapes.index(None), tokens.shape
+        self._shapes[slot] = shape
+        place = self._places.get((slot, shape))
+        if place is None:
+            place = self._places[slot, shape] = self._host[slot, : tokens.numel()].view(shape)
+        place.copy_(tokens, non_blocking=True)
         if self._events is not None:
             self._events[slot].record()
         return slot

@@ -15,11 +15,11 @@ import contextlib
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from torchpaged.custom_ops import BackendOps
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.metadata import AttentionMetadata, make_semaphore
 
@@ -29,6 +29,18 @@ MAX_STOP_TOKEN_IDS = 16
 _LONGS, _INTS, _FLOATS = 5, 3, 4
 _HEAD = struct.Struct(f"={_LONGS + MAX_STOP_TOKEN_IDS}q{_INTS}i{_FLOATS}f")
 _HEAD_WORDS = _HEAD.size // 4
+
+
+class StepOps(Protocol):
+    """The op handles that end a step, of one backend: ``torchpaged.custom_ops.BackendOps`` has them."""
+
+    @property
+    def sample_tokens(self) -> Any:
+        """One token per row out of logits."""
+
+    @property
+    def accept_tokens(self) -> Any:
+        """Rows made ready for the next step."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +98,7 @@ class DecodeRows:
     """
 
     def __init__(
-        self, max_batch_size: int, max_blocks_per_req: int, block_size: int, vocab_size: int, device: torch.device | str, ops: BackendOps,
+        self, max_batch_size: int, max_blocks_per_req: int, block_size: int, vocab_size: int, device: torch.device | str, ops: StepOps,
         steps_per_launch: int = 1,
     ) -> None:  # fmt: skip
         sizes = {"max_batch_size": max_batch_size, "max_blocks_per_req": max_blocks_per_req, "block_size": block_size,

@@ -102,6 +102,14 @@ __device__ __noinline__ void store_empty(const Params &p) {
   }
 }
 
+// Lengths, tables and query starts are read before this point, everything else after it: when all kernels before have finished. What
+// writes the former does not let its dependents start early (custom_ops/ops.py), so that they are complete when this kernel begins.
+__device__ __forceinline__ void finish_waiting() {
+#if PDL && !MIXED
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 #if CLUSTER > 1
 #define CLUSTERED __cluster_dims__(CLUSTER, 1, 1)
 #else
@@ -120,11 +128,8 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, CTAS_PER_SM) pag
   cluster_arrive();  // nobody writes to another CTA before all have come this far
   bool met = false;
 #endif
-#if PDL  // the next kernel may be launched; this one goes on when all before it have finished
+#if PDL  // the next kernel may be launched
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#if !MIXED
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
 #endif
 
   // The run of this CTA; every warp works it out for itself. Lane i counts the i-th share of the requests.
@@ -177,6 +182,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, CTAS_PER_SM) pag
     const u32 stages = shared_address(shared) + warp * STAGES * STAGE;
     Cursor ahead = c;
     int to_load = unit_end - unit, ids = load_ids(p, ahead, warp, lane), slot = 0;
+    finish_waiting();
 
     auto load = [&](int into) {
       if (to_load > 0) {
@@ -310,6 +316,8 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, CTAS_PER_SM) pag
       parts.find(c, unit, unit_end, total, programs);
       state.clear();
     }
+  } else {
+    finish_waiting();
   }
 #if CLUSTER > 1
   if (!met) cluster_wait();

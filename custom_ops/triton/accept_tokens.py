@@ -23,8 +23,7 @@ def accept_tokens_kernel(
 ):  # fmt: skip
     """Grid: (ceil(num_reqs / ROWS),). STOPS: stop tokens compared at once."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    if PDL:  # without launch_dependents: attention reads what is written here before its own wait
         tl.extra.cuda.gdc_wait()
     inside = row < num_reqs
     old = tl.load(lens_ptr + row, mask=inside, other=0)

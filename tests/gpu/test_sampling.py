@@ -117,7 +117,7 @@ def test_nothing_synchronises() -> None:
     try:
         TRITON.sample_tokens(**inputs)
         TRITON.accept_tokens(**accept)
-        tokens = sample(inputs["logits"], params, [5] * len(ALL), [0] * len(ALL), seen)
+        tokens = sample(inputs["logits"], params, [5] * len(ALL), [0] * len(ALL), seen, ops=BACKEND_OPS["default"])
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert tokens.device.type == "cuda" and tokens.shape == (len(ALL),)

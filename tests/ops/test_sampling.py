@@ -269,11 +269,11 @@ def test_engine_sample() -> None:
         SamplingParams(temperature=1.0, min_p=0.1, repetition_penalty=1.5),
     ]
     seeds, counters = inputs["seeds"].tolist(), inputs["counters"].tolist()
-    got = sample(inputs["logits"], params, seeds, counters, seen_tokens(history, 77))
+    got = sample(inputs["logits"], params, seeds, counters, seen_tokens(history, 77), ops=REFERENCE)
     assert torch.equal(got, inputs["out"])
-    assert torch.equal(sample(inputs["logits"][:2], params[:2], seeds[:2], counters[:2]), inputs["out"][:2])
+    assert torch.equal(sample(inputs["logits"][:2], params[:2], seeds[:2], counters[:2], ops=REFERENCE), inputs["out"][:2])
     with pytest.raises(ArgumentError, match="seen"):
-        sample(inputs["logits"], params, seeds, counters)
+        sample(inputs["logits"], params, seeds, counters, ops=REFERENCE)
 
 
 def test_seen_tokens() -> None:

@@ -65,6 +65,8 @@ class DecodeLoop:
         self.steps_per_launch, self._eos_token_ids = steps_per_launch, model.eos_token_ids
         self._ring = TokenRing(MAX_IN_FLIGHT, self.rows.tokens_out.numel(), device)
         self._sequences: list[Sequence | None] = [None] * max_batch_size  # by row
+        self._busy_rows: list[tuple[int, Sequence]] | None = None
+        self._has_idle_rows = False  # since rows were last moved together
         self._to_write: dict[int, RowState] = {}
         self._to_clear: list[int] = []
         self._launches: list[_Launch] = []
@@ -75,6 +77,7 @@ class DecodeLoop:
         """Give ``sequence`` the lowest idle row; its newest token decodes in the next launch."""
         row = self._sequences.index(None)
         self._sequences[row], sequence.row, sequence.blocks_on_device = sequence, row, len(sequence.blocks)
+        self._busy_rows = None
         self._to_write[row] = self._state(sequence)
 
     def release(self, sequence: Sequence) -> None:
@@ -82,6 +85,7 @@ class DecodeLoop:
         row = sequence.row
         if row is not None:
             self._sequences[row], sequence.row, sequence.in_flight = None, None, 0
+            self._busy_rows, self._has_idle_rows = None, True
             self._to_write.pop(row, None)
             self._to_clear.append(row)
 
@@ -102,12 +106,10 @@ class DecodeLoop:
 
     def launch(self) -> bool:
         """Start K steps over all rows; False, and nothing is started, if every row is idle or has all its tokens on their way."""
-        if not any(s is not None and len(s) + s.in_flight < s.max_len for s in self._sequences):
+        if not any(len(sequence) + sequence.in_flight < sequence.max_len for _, sequence in self._busy()):
             return False
-        if self.in_flight == MAX_IN_FLIGHT - 1:
-            raise AssertionError("collect() before the next launch")
         self._flush()
-        busy = [(row, sequence) for row, sequence in enumerate(self._sequences) if sequence is not None]
+        busy = self._busy()
         num_rows = busy[-1][0] + 1
         with profile_range("decode", batch=len(busy), tokens=len(busy) * self.steps_per_launch):
             self.runner.capture_for(num_rows)
@@ -146,17 +148,25 @@ class DecodeLoop:
             self.rows.write(self._to_write)
             self._to_write = {}
         added = []
-        for row, sequence in enumerate(self._sequences):
-            if sequence is not None and len(sequence.blocks) > sequence.blocks_on_device:
-                known = sequence.blocks_on_device
+        for row, sequence in self._busy():
+            known = sequence.blocks_on_device
+            if len(sequence.blocks) > known:
                 added += [(row, known + i, block) for i, block in enumerate(sequence.blocks[known:])]
                 sequence.blocks_on_device = len(sequence.blocks)
         self.rows.append_blocks(added)
-        self._close_up()
+        if self._has_idle_rows:
+            self._close_up()
+            self._has_idle_rows = False
+
+    def _busy(self) -> list[tuple[int, Sequence]]:
+        """Rows that hold a request; kept until one comes, goes or moves."""
+        if self._busy_rows is None:
+            self._busy_rows = [(row, sequence) for row, sequence in enumerate(self._sequences) if sequence is not None]
+        return self._busy_rows
 
     def _close_up(self) -> None:
         """Move the last rows into idle ones where that makes a smaller bucket do."""
-        busy = [row for row, sequence in enumerate(self._sequences) if sequence is not None]
+        busy = [row for row, _ in self._busy()]
         if not busy or busy[-1] + 1 == len(busy):
             return
         buckets = self.runner.buckets
@@ -168,6 +178,7 @@ class DecodeLoop:
             sequence = self._sequences[old]
             assert sequence is not None
             self._sequences[new], self._sequences[old], sequence.row = sequence, None, new
+        self._busy_rows = None
         self.rows.move(pairs)
 
     def _state(self, sequence: Sequence) -> RowState:

@@ -302,7 +302,7 @@ class Generator:
         params = [sequence.sampling for sequence in rows]
         penalised = any(p.repetition_penalty != 1.0 for p in params)
         seen = seen_tokens([s.tokens for s in rows], logits.shape[1]) if penalised else None
-        return sample(logits, params, [s.seed for s in rows], [len(s.output) for s in rows], seen)
+        return sample(logits, params, [s.seed for s in rows], [len(s.output) for s in rows], seen, ops=self.choice.backend.ops)
 
     def _decode(self, sequences: list[Sequence]) -> Tensor:
         ids = [s.token_at(len(s) - 1) for s in sequences]

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.custom_ops.errors import ArgumentError
+from torchpaged.graphs import StepOps
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def seen_tokens(tokens: Sequence[Sequence[int]], vocab_size: int) -> Tensor:
 
 
 def sample(logits: Tensor, params: Sequence[SamplingParams], seeds: Sequence[int], counters: Sequence[int],
-           seen: Tensor | None = None) -> Tensor:  # fmt: skip
+           seen: Tensor | None = None, *, ops: StepOps) -> Tensor:  # fmt: skip
     """One token per row.
 
     Args:
@@ -90,6 +90,7 @@ def sample(logits: Tensor, params: Sequence[SamplingParams], seeds: Sequence[int
         seeds: of each row's request, signed 64-bit integers.
         counters: tokens that the request has drawn before.
         seen: as from `seen_tokens`, on any device; needed where some row has a repetition penalty.
+        ops: whose ``sample_tokens`` draws.
 
     Returns:
         ``[num_rows]`` int64 on the logits' device.
@@ -110,7 +111,7 @@ def sample(logits: Tensor, params: Sequence[SamplingParams], seeds: Sequence[int
     elif on_gpu and seen.device.type == "cpu":
         seen = seen.pin_memory()
     out = torch.empty(len(params), dtype=torch.int64, device=device)
-    BACKEND_OPS["default"].sample_tokens(
+    ops.sample_tokens(
         logits, column([p.temperature for p in params], torch.float32), column([min(p.top_k, logits.shape[1]) for p in params], torch.int32),
         column([p.top_p for p in params], torch.float32), column([p.min_p for p in params], torch.float32),
         column(penalties, torch.float32), seen.to(device, non_blocking=True), column(seeds, torch.int64), column(counters, torch.int64), out,

@@ -16,7 +16,7 @@ constexpr int THREADS = ROW_WARPS * K_WARPS * 32, ROWS = ROW_WARPS * MT * 16;
 #include "linear_finish.cuh"
 
 constexpr int MEMBERS = ROW_WARPS * 32;                   // threads of a group: its warps share chunks, each has MT * 16 of the rows
-constexpr int STAGE = (ROWS + X_ROWS + NORM) * LINE;      // weight rows, tokens, the norm's weight
+constexpr int STAGE = ROWS * LINE, X_STAGE = (X_ROWS + NORM) * LINE;  // weight rows; tokens and the norm's weight
 constexpr bool EDGE_K = IN_FEATURES % 64 != 0;
 constexpr int STEP = MEMBERS / 8;                         // rows that a group copies at once, 16 bytes a thread
 constexpr int X_COPIES = (X_ROWS * 8 + MEMBERS - 1) / MEMBERS;
@@ -45,7 +45,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, CTAS_PER_SM) lin
   const int rank = blockIdx.x % CLUSTER, tile = blockIdx.x / CLUSTER;
   const int first = rank * CHUNKS / CLUSTER + group, end = (rank + 1) * CHUNKS / CLUSTER;  // this group's chunks: every K_WARPS-th
   const int count = first < end ? (end - first + K_WARPS - 1) / K_WARPS : 0;
-#if PDL
+#if PDL && LAUNCH_FIRST
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 
@@ -54,6 +54,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, CTAS_PER_SM) lin
   const char *weight = p.weight + ((i64)(tile * OUT_ROWS + copy_row) * W_ROW + first * 64 + column * 8) * 2;
   const char *x = p.x + (copy_row * p.x_token + first * 64 + column * 8) * 2;
   const u32 ring = shared_address(shared) + group * STAGES * STAGE;
+  char *const x_ring = shared + K_WARPS * STAGES * STAGE + group * STAGES * X_STAGE;
   const u32 place = copy_row * LINE + ((column ^ (copy_row & 7)) * 16);
   auto place_of = [&](int m) {  // the swizzle repeats every 8 rows; STEP may be 4
     return STEP % 8 == 0 ? place + m * STEP * LINE : (copy_row + m * STEP) * LINE + ((column ^ ((copy_row + m * STEP) & 7)) * 16);
@@ -62,40 +63,42 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, CTAS_PER_SM) lin
 
   auto load_weights = [&](int i, int slot) {
     if (i >= count) return;
-    const char *from = weight + i * (K_WARPS * LINE);
     const u32 to = ring + slot * STAGE;
+    const char *from = weight + i * (K_WARPS * LINE);
 #pragma unroll
     for (int m = 0; m < MT * 4; ++m) {
       const int row = m % (GATED ? MT * 2 : MT * 4) * STEP + copy_row;
       if (EDGE_N || EDGE_K) copy16_or_zero(to + place_of(m), from + step_offset(m), (!EDGE_N || tile * OUT_ROWS + row < OUT_WIDTH) && in_k(i));
       else copy16(to + place_of(m), from + step_offset(m));
     }
-#if NORM
-    if (member < 8)
-      copy16_or_zero(to + (ROWS + X_ROWS) * LINE + member * 16, p.norm_weight + ((first + i * K_WARPS) * 64 + member * 8) * 2, in_k(i));
-#endif
   };
   auto load_x = [&](int i, int slot) {
     if (i >= count) return;
     const char *from = x + i * (K_WARPS * LINE);
-    const u32 to = ring + slot * STAGE + ROWS * LINE;
+    const u32 to = shared_address(x_ring) + slot * X_STAGE;
 #pragma unroll
     for (int m = 0; m < X_COPIES; ++m) {
       const int token = m * STEP + copy_row;
       if (token < p.tokens) copy16_or_zero(to + place_of(m), from + (i64)m * STEP * p.x_token * 2, in_k(i));
     }
+#if NORM
+    if (member < 8)
+      copy16_or_zero(to + X_ROWS * LINE + member * 16, p.norm_weight + ((first + i * K_WARPS) * 64 + member * 8) * 2, in_k(i));
+#endif
   };
 
 #pragma unroll
   for (int s = 0; s < STAGES; ++s) {
     load_weights(s, s);
     commit();
+    if (PDL && s < STAGES - 1) wait_groups<0>();  // one by one: a flood of them would hold up the x of the kernel that still runs
   }
 #if PDL
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
   {  // not by cp.async: its groups complete in order, and these would wait for all weights on their way
     uint4 early[STAGES][X_COPIES];
+    [[maybe_unused]] uint4 early_norm[STAGES];
 #pragma unroll
     for (int s = 0; s < STAGES; ++s)
 #pragma unroll
@@ -104,12 +107,24 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, CTAS_PER_SM) lin
         if (s < count && m * STEP + copy_row < p.tokens && in_k(s))
           early[s][m] = load_l2((const uint4 *)(x + s * (K_WARPS * LINE) + (i64)m * STEP * p.x_token * 2));
       }
+#if NORM
+#pragma unroll
+    for (int s = 0; s < STAGES; ++s) {
+      early_norm[s] = make_uint4(0, 0, 0, 0);
+      if (s < count && member < 8 && in_k(s)) early_norm[s] = load_l2((const uint4 *)(p.norm_weight + ((first + s * K_WARPS) * 64 + member * 8) * 2));
+    }
+#endif
 #pragma unroll
     for (int s = 0; s < STAGES; ++s)
 #pragma unroll
       for (int m = 0; m < X_COPIES; ++m)
         if (m * STEP + copy_row < X_ROWS)
-          *(uint4 *)(shared + (group * STAGES + s) * STAGE + ROWS * LINE + place_of(m)) = early[s][m];
+          *(uint4 *)(x_ring + s * X_STAGE + place_of(m)) = early[s][m];
+#if NORM
+#pragma unroll
+    for (int s = 0; s < STAGES; ++s)
+      if (member < 8) *(uint4 *)(x_ring + s * X_STAGE + X_ROWS * LINE + member * 16) = early_norm[s];
+#endif
   }
 
   auto meet = [&] {  // the warps of a group
@@ -121,29 +136,29 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, CTAS_PER_SM) lin
   const u32 a_row = (row_warp * MT * 16 + lane % 16) * LINE;
   // A column of products beyond the tokens has the last token's row, or whatever lies there: columns do not mix.
   const int b_token = X_ROWS < 8 ? min(lane % 8, X_ROWS - 1) : NT == 1 ? lane % 8 : lane % 8 + lane / 16 * 8;
-  const u32 b_row = ROWS * LINE + b_token * LINE;
+  const u32 b_row = b_token * LINE;
   int slot = 0;
   for (int i = 0; i < count; ++i) {
     wait_groups<STAGES - 1>();
     meet();
-    const u32 at = ring + slot * STAGE;
+    const u32 at = ring + slot * STAGE, x_at = shared_address(x_ring) + slot * X_STAGE;
     u32 b[NT][2], both[4];
 #pragma unroll
     for (int step = 0; step < 4; ++step) {
       if (NT == 1) {
-        if (step % 2 == 0) load_matrices(both, at + b_row + (((step * 2 + lane / 8) ^ (b_token & 7)) * 16));
+        if (step % 2 == 0) load_matrices(both, x_at + b_row + (((step * 2 + lane / 8) ^ (b_token & 7)) * 16));
         b[0][0] = both[step % 2 * 2];
         b[0][1] = both[step % 2 * 2 + 1];
       } else {
 #pragma unroll
         for (int n = 0; n < NT / 2; ++n) {
-          load_matrices(both, at + b_row + n * 16 * LINE + (((step * 2 + lane / 8 % 2) ^ (lane & 7)) * 16));
+          load_matrices(both, x_at + b_row + n * 16 * LINE + (((step * 2 + lane / 8 % 2) ^ (lane & 7)) * 16));
           b[n * 2][0] = both[0]; b[n * 2][1] = both[1]; b[n * 2 + 1 < NT ? n * 2 + 1 : 0][0] = both[2]; b[n * 2 + 1 < NT ? n * 2 + 1 : 0][1] = both[3];
         }
       }
 #if NORM
       {
-        const char *line = shared + (group * STAGES + slot) * STAGE + (ROWS + X_ROWS) * LINE + (step * 16 + lane % 4 * 2) * 2;
+        const char *line = x_ring + slot * X_STAGE + X_ROWS * LINE + (step * 16 + lane % 4 * 2) * 2;
         const u32 w0 = *(const u32 *)line, w1 = *(const u32 *)(line + 16);
         const float f0 = to_float((u16)w0) + p.offset, f1 = to_float((u16)(w0 >> 16)) + p.offset;
         const float f2 = to_float((u16)w1) + p.offset, f3 = to_float((u16)(w1 >> 16)) + p.offset;
@@ -167,6 +182,9 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, CTAS_PER_SM) lin
     meet();  // the slot is free again
     load_weights(i + STAGES, slot);
     load_x(i + STAGES, slot);
+#if PDL && !LAUNCH_FIRST
+    if (i == max(count - STAGES - 1, 0)) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
     commit();  // an empty group keeps the count
     slot = slot == STAGES - 1 ? 0 : slot + 1;
   }

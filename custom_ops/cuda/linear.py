@@ -105,6 +105,9 @@ def _specialised(
     return jit.kernel(f"{name}.cu", name, macros, torch.device("cuda", index), shared_bytes=shape.shared_bytes(bucket, norm))
 
 
+PROMOTION = 2
+
+
 @functools.lru_cache(maxsize=8192)
 def _map(address: int, rows: int, columns: int, row_stride: int, box_rows: int, half: bool) -> bytes:
     """What the bulk copy engine knows of a matrix: boxes of ``box_rows`` rows and 64 columns, swizzled as wgmma reads them, zeros outside."""
@@ -116,7 +119,7 @@ def _map(address: int, rows: int, columns: int, row_stride: int, box_rows: int, 
     error, encoded = driver.cuTensorMapEncodeTiled(
         kind, 2, address, [long(columns), long(rows)], [long(row_stride * 2)], [short(64), short(box_rows)], [short(1), short(1)],
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE, driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
-        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+        driver.CUtensorMapL2promotion(PROMOTION),
         driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE)  # fmt: skip
     if int(error):
         raise RuntimeError(f"cuTensorMapEncodeTiled failed: {error} for [{rows}, {columns}] with rows {row_stride} apart")

@@ -13,6 +13,14 @@ struct Params {
   int tokens, unused;
 };
 
+#if BULK
+#include "bulk.cuh"
+struct BulkParams {
+  Map weight, x;
+  Params p;
+};
+#endif
+
 constexpr bool GATED = ACTIVATION != 0;
 constexpr int TOKENS = NT * 8, PITCH = ROWS + 4;          // PITCH: of a token's sums in shared memory, no bank conflicts
 constexpr int OUT_ROWS = GATED ? ROWS / 2 : ROWS;         // columns of out per tile; GATED: as many gate rows, then as many up rows
@@ -61,22 +69,9 @@ __device__ __forceinline__ float load_square(const float *at, int rank) {
   return *at;
 #endif
 }
-__device__ __forceinline__ float4 sum_parts(const float *at) {
-  constexpr int PARTS = CLUSTER * K_WARPS, AHEAD = PARTS < 8 ? PARTS : 8;
-  float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
-#pragma unroll
-  for (int begin = 0; begin < PARTS; begin += AHEAD) {
-    float4 parts[AHEAD];
-#pragma unroll
-    for (int i = 0; i < AHEAD; ++i) parts[i] = load_part(at + (begin + i) % K_WARPS * TOKENS * PITCH, (begin + i) / K_WARPS);
-#pragma unroll
-    for (int i = 0; i < AHEAD; ++i) { sum.x += parts[i].x; sum.y += parts[i].y; sum.z += parts[i].z; sum.w += parts[i].w; }
-  }
-  return sum;
-}
 __device__ __forceinline__ float activate(float x) {
 #if ACTIVATION == 1
-  return x / (1.f + exp2_(-x * LOG2E));
+  return __fdividef(x, 1.f + exp2_(fminf(-x * LOG2E, 126.f)));  // beyond 2^126 the fast division gives 0 for any x
 #elif ACTIVATION == 2
   return 0.5f * x * (1.f + tanh_(0.7978845608028654f * (x + 0.044715f * x * x * x)));
 #elif ACTIVATION == 3
@@ -94,50 +89,87 @@ __device__ __forceinline__ void finish(const Params &p, const float *parts, [[ma
 #else
   __syncthreads();
 #endif
-  // The CTAs of a cluster share out the elements, four columns of a token at a time.
-  for (int j = threadIdx.x;; j += THREADS) {
-    const int e = (j / SPREAD * CLUSTER + rank) * SPREAD + j % SPREAD;
-    if (e >= p.tokens * (OUT_ROWS / 4)) break;
-    const int token = e / (OUT_ROWS / 4), row = e % (OUT_ROWS / 4) * 4, n = tile * OUT_ROWS + row;
-    if (EDGE_N && n >= OUT_WIDTH) continue;
-    [[maybe_unused]] const int real = EDGE_N ? min(4, OUT_WIDTH - n) : 4;
-    [[maybe_unused]] float residual[4], bias[4], up_bias[4];
+  // The CTAs of a cluster share out the elements, four columns of a token at a time. A thread asks for BATCH elements before it adds any up.
+  constexpr int PARTS = CLUSTER * K_WARPS, HALVES = GATED ? 2 : 1, ROUNDS = (TOKENS * OUT_ROWS / 4 + THREADS * CLUSTER - 1) / (THREADS * CLUSTER);
+  constexpr int AHEAD = PARTS < 8 ? PARTS : 8, ROOM = 16 / (AHEAD * HALVES), BATCH = ROUNDS < ROOM ? ROUNDS : ROOM;
+  for (int round = 0; round < ROUNDS; round += BATCH) {
+    float4 sums[BATCH][HALVES] = {}, got[BATCH][HALVES][AHEAD];
+    [[maybe_unused]] float residual[BATCH][4], bias[BATCH][HALVES][4], squared[BATCH] = {};
+    int tokens[BATCH], rows[BATCH];
+    bool mine[BATCH];
+#pragma unroll
+    for (int u = 0; u < BATCH; ++u) {
+      const int j = (round + u) * THREADS + threadIdx.x, e = (j / SPREAD * CLUSTER + rank) * SPREAD + j % SPREAD;
+      tokens[u] = e / (OUT_ROWS / 4);
+      rows[u] = e % (OUT_ROWS / 4) * 4;
+      [[maybe_unused]] const int n = tile * OUT_ROWS + rows[u], real = OUT_WIDTH - n;
+      mine[u] = tokens[u] < p.tokens && (!EDGE_N || real > 0);
+      if (!mine[u]) continue;
 #if RESIDUAL
-    load_four(residual, p.residual + (token * p.residual_token + n) * 2, real);
+      load_four(residual[u], p.residual + (tokens[u] * p.residual_token + n) * 2, real);
 #endif
 #if BIAS
-    load_four(bias, p.bias + n * 2, real);
-    if (GATED) load_four(up_bias, p.bias + (OUT_WIDTH + n) * 2, real);
-#endif
-    const float *at = parts + token * PITCH + row;
-    float4 gate = sum_parts(at), up = gate;
-    if (GATED) up = sum_parts(at + OUT_ROWS);
-    float y[4] = {gate.x, gate.y, gate.z, gate.w}, z[4] = {up.x, up.y, up.z, up.w}, factor = 1.f;
-#if NORM
-    float total = 0.f;
-#pragma unroll
-    for (int i = 0; i < CLUSTER * K_WARPS; ++i) total += load_square(&squares[i % K_WARPS][token], i / K_WARPS);
-    factor = rsqrtf(total / IN_FEATURES + p.eps);
-#endif
-#pragma unroll
-    for (int c = 0; c < 4; ++c) {
-      y[c] *= factor;
-      z[c] *= factor;
-#if BIAS
-      y[c] += bias[c];
-      z[c] += GATED ? up_bias[c] : 0.f;
-#endif
-      if (GATED) y[c] = activate(y[c]) * z[c];
-#if RESIDUAL
-      y[c] += residual[c];
+      for (int h = 0; h < HALVES; ++h) load_four(bias[u][h], p.bias + (h * OUT_WIDTH + n) * 2, real);
 #endif
     }
-    char *out = p.out + (token * p.out_token + n) * 2;
-#if ALIGNED
-    *(uint2 *)out = make_uint2(pack_out(y[0], y[1]), pack_out(y[2], y[3]));
-#else
-    for (int c = 0; c < real; ++c) *(u16 *)(out + c * 2) = (u16)pack_out(y[c], 0.f);
+#pragma unroll
+    for (int begin = 0; begin < PARTS; begin += AHEAD) {
+#pragma unroll
+      for (int u = 0; u < BATCH; ++u)
+#pragma unroll
+        for (int h = 0; h < HALVES; ++h)
+#pragma unroll
+          for (int i = 0; i < AHEAD; ++i)
+            if (mine[u]) got[u][h][i] = load_part(parts + (begin + i) % K_WARPS * TOKENS * PITCH + tokens[u] * PITCH + rows[u] + h * OUT_ROWS, (begin + i) / K_WARPS);
+#if NORM
+#pragma unroll
+      for (int u = 0; u < BATCH; ++u)
+#pragma unroll
+        for (int i = 0; i < AHEAD; ++i)
+          if (mine[u]) squared[u] += load_square(&squares[(begin + i) % K_WARPS][tokens[u]], (begin + i) / K_WARPS);
 #endif
+#pragma unroll
+      for (int u = 0; u < BATCH; ++u)
+#pragma unroll
+        for (int h = 0; h < HALVES; ++h)
+#pragma unroll
+          for (int i = 0; i < AHEAD; ++i) {
+            const float4 x = got[u][h][i];
+            float4 &sum = sums[u][h];
+            sum.x += x.x; sum.y += x.y; sum.z += x.z; sum.w += x.w;
+          }
+    }
+#pragma unroll
+    for (int u = 0; u < BATCH; ++u) {
+      if (!mine[u]) continue;
+      const float4 gate = sums[u][0], up = sums[u][HALVES - 1];
+      float y[4] = {gate.x, gate.y, gate.z, gate.w}, z[4] = {up.x, up.y, up.z, up.w}, factor = 1.f;
+#if NORM
+      factor = rsqrtf(squared[u] / IN_FEATURES + p.eps);
+#endif
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        y[c] *= factor;
+        z[c] *= factor;
+#if BIAS
+        y[c] += bias[u][0][c];
+        z[c] += bias[u][HALVES - 1][c];
+#endif
+        if (GATED) y[c] = activate(y[c]) * z[c];
+#if RESIDUAL
+        y[c] += residual[u][c];
+#endif
+      }
+      const int n = tile * OUT_ROWS + rows[u];
+      char *out = p.out + (tokens[u] * p.out_token + n) * 2;
+#if ALIGNED
+      *(uint2 *)out = make_uint2(pack_out(y[0], y[1]), pack_out(y[2], y[3]));
+#else
+#pragma unroll
+      for (int c = 0; c < 4; ++c)
+        if (n + c < OUT_WIDTH) *(u16 *)(out + c * 2) = (u16)pack_out(y[c], 0.f);
+#endif
+    }
   }
 #if CLUSTER > 1
   cluster_arrive();  // nobody's shared memory goes before all have read it

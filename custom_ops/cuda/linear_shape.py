@@ -14,6 +14,7 @@ import torch
 MAX_TOKENS = 64
 ACTIVATIONS = {"none": 0, "silu": 1, "gelu_tanh": 2, "gelu": 3}
 NORM_THREADS = 256  # of a token's norm
+_SHARED, _KEPT = 228 * 1024, 2048  # of a multiprocessor; by the hardware and for small things, per CTA
 _LINE = 128  # bytes of a chunk's 64 numbers
 
 
@@ -46,8 +47,12 @@ class LinearShape:
 
     @property
     def threads(self) -> int:
-        """Threads of a CTA; if wide, a warpgroup and a warp that fetches."""
-        return 160 if self.wide else self.row_warps * self.k_warps * 32
+        """Threads of a CTA; if wide, two warpgroups or more and a warp that fetches."""
+        return max(self.row_tiles, 2) * 128 + 32 if self.wide else self.row_warps * self.k_warps * 32
+
+    def with_stages(self, stages: int) -> LinearShape:
+        """The same shape with another ring."""
+        return dataclasses.replace(self, stages=stages)
 
     def shared_bytes(self, bucket: int, norm: bool) -> int:
         """Dynamic shared memory of a CTA: the rings, or the sums that lie there afterwards."""
@@ -79,17 +84,41 @@ def linear_shape(bucket: int, out_features: int, in_features: int, sms: int, hop
 
     ``hopper``: compute capability 9.0. ``clusters``: 9.0 and later.
     """
-    if bucket <= 16:  # the tallest tile that leaves a CTA for every place: all start at once, and none waits for a second round
-        few = (LinearShape(1, 1, 8, 4, 2), LinearShape(2, 1, 4, 4, 2), LinearShape(4, 1, 4, 3 if bucket <= 8 else 2, 2))
-        return next((shape for shape in few[:2] if shape.grid(out_features) <= 2 * sms), few[2])
-    if hopper:
-        shape = LinearShape(2, 1, 1, 4, 2, wide=True)
+    if bucket <= 16:
+        return _narrow(bucket, out_features, sms)
+    if not hopper:
+        shape, least = LinearShape(4, 1, 4, 2, 2) if bucket == 32 else LinearShape(4, 2, 2, 2, 2), sms * 3 // 4
+    elif bucket == 32:
+        shape, least = LinearShape(1, 1, 1, 8, 2, wide=True), sms * 3 // 4
+    elif -(-out_features // 128) >= sms:
+        shape, least = LinearShape(2, 1, 1, 4, 2, wide=True), 0
+    elif in_features >= 4096:  # this kernel on half of the chip, the next one's first weights on the other half
+        shape, least = LinearShape(2, 1, 1, 8, 1, wide=True), sms * 9 // 20
     else:
-        shape = LinearShape(4, 1, 4, 2, 2) if bucket == 32 else LinearShape(4, 2, 2, 2, 2)
+        shape, least = LinearShape(1, 1, 1, 6, 2, wide=True), sms * 3 // 4
     chunks = -(-in_features // 64)
-    while clusters and shape.cluster < 8 and shape.grid(out_features) < sms * 3 // 4 and chunks >= 4 * shape.cluster * shape.k_warps:
+    while clusters and shape.cluster < 8 and shape.grid(out_features) < least and chunks >= 4 * shape.cluster * shape.k_warps:
         shape = dataclasses.replace(shape, cluster=shape.cluster * 2)
     return shape
+
+
+def _narrow(bucket: int, out_features: int, sms: int) -> LinearShape:
+    """For few tokens: short tiles with 8 warps along k where their CTAs all find a place at once, else taller ones with 4.
+
+    Beside the kernel's own CTAs a multiprocessor keeps a place for one of the next kernel, unless they fill all places evenly.
+    """
+    for row_tiles, k_warps in ((1, 8), (2, 4)):
+        shape = LinearShape(row_tiles, 1, k_warps, 2, 2)
+        grid = shape.grid(out_features)
+        places = -(-grid // sms)
+        even = grid * 10 >= places * sms * 9
+        if (places <= 2 and (even or bucket == 1 or row_tiles == 2)) or (places == 3 and bucket == 1):
+            places = max(2, places + (not even))
+            break
+    else:
+        shape, places = LinearShape(4, 1, 4, 2, 2), 2
+    fitting = [s for s in range(3, 6) if places * (shape.with_stages(s).shared_bytes(bucket, True) + _KEPT) <= _SHARED]
+    return shape.with_stages(max(fitting, default=2))
 
 
 def norm_macros(dtype: torch.dtype, weight_dtype: torch.dtype, in_features: int, early: bool) -> dict[str, int]:
@@ -110,9 +139,10 @@ def linear_macros(
         "OUT_FEATURES": out_features, "IN_FEATURES": in_features, "NT": max(bucket // 8, 1), "ACTIVATION": ACTIVATIONS[activation],
         "NORM": norm, "BIAS": bias, "RESIDUAL": residual, "ALIGNED": aligned, "PDL": early, "HALF": half, "Q_HALF": half, "KV_BYTES": 2,
         "E5M2": 0, "MT": shape.row_tiles, "STAGES": shape.stages, "CTAS_PER_SM": shape.ctas_per_sm, "CLUSTER": shape.cluster,
+        "LAUNCH_FIRST": bucket <= 4,
     }  # fmt: skip
     if shape.wide:
-        macros["WGMMA"] = 1
+        macros |= {"WGMMA": 1, "BULK": 1}
     else:
-        macros |= {"W_ROW": row_stride, "X_ROWS": bucket, "ROW_WARPS": shape.row_warps, "K_WARPS": shape.k_warps}
+        macros |= {"W_ROW": row_stride, "X_ROWS": bucket, "ROW_WARPS": shape.row_warps, "K_WARPS": shape.k_warps, "BULK": 0}
     return {name: int(value) for name, value in macros.items()}

@@ -1,4 +1,4 @@
-// Hopper's warpgroup products and bulk copies: 64 weight rows times NT * 8 tokens, both from shared memory.
+// Hopper's warpgroup products: 64 weight rows times NT * 8 tokens, both from shared memory.
 // Macros: NT, HALF. Needs sm_90a.
 #pragma once
 
@@ -34,20 +34,3 @@ __device__ __forceinline__ void wgmma(float (&d)[NT][4], u64 a, u64 b) {
 __device__ __forceinline__ void wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int N> __device__ __forceinline__ void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory"); }
-
-// The bulk copy engine (TMA) and the barriers it reports to.
-__device__ __forceinline__ void barrier_init(u32 at, int arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(at), "r"(arrivals) : "memory");
-}
-__device__ __forceinline__ void barrier_expect(u32 at, int bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void barrier_arrive(u32 at) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(at) : "memory"); }
-__device__ __forceinline__ void barrier_wait(u32 at, int parity) {
-  asm volatile("{.reg .pred done; again%=: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1; @!done bra again%=;}" ::"r"(at), "r"(parity) : "memory");
-}
-// A box of `map` from column k and row on, into shared memory.
-__device__ __forceinline__ void copy_box(u32 to, const void *map, int k, int row, u32 barrier) {
-  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
-               ::"r"(to), "l"(map), "r"(k), "r"(row), "r"(barrier) : "memory");
-}

@@ -1,0 +1,23 @@
+// The bulk copy engine (TMA) and the barriers it reports to; compute capability 9.0 and later.
+#pragma once
+
+#include "machine.cuh"
+
+struct alignas(64) Map {  // of a matrix in global memory; cuTensorMapEncodeTiled makes it
+  char opaque[128];
+};
+__device__ __forceinline__ void barrier_init(u32 at, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(at), "r"(arrivals) : "memory");
+}
+__device__ __forceinline__ void barrier_expect(u32 at, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void barrier_arrive(u32 at) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(at) : "memory"); }
+__device__ __forceinline__ void barrier_wait(u32 at, int parity) {
+  asm volatile("{.reg .pred done; again%=: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1; @!done bra again%=;}" ::"r"(at), "r"(parity) : "memory");
+}
+// A box of `map` from column k and row on, into shared memory.
+__device__ __forceinline__ void copy_box(u32 to, const void *map, int k, int row, u32 barrier) {
+  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
+               ::"r"(to), "l"(map), "r"(k), "r"(row), "r"(barrier) : "memory");
+}

@@ -36,7 +36,6 @@ __device__ __forceinline__ u32 scale(u32 x, float low, float high) {
   return pack(to_float((u16)x) * low, to_float((u16)(x >> 16)) * high);
 }
 
-
 extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, CTAS_PER_SM) linear(const __grid_constant__ Params p) {
   extern __shared__ __align__(1024) char shared[];
   [[maybe_unused]] __shared__ float squares[K_WARPS][TOKENS];
@@ -95,6 +94,9 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, CTAS_PER_SM) lin
   }
 #if PDL
   asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+#if PDL && !LAUNCH_FIRST
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
   {  // not by cp.async: its groups complete in order, and these would wait for all weights on their way
     uint4 early[STAGES][X_COPIES];
@@ -182,9 +184,6 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, CTAS_PER_SM) lin
     meet();  // the slot is free again
     load_weights(i + STAGES, slot);
     load_x(i + STAGES, slot);
-#if PDL && !LAUNCH_FIRST
-    if (i == max(count - STAGES - 1, 0)) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
     commit();  // an empty group keeps the count
     slot = slot == STAGES - 1 ? 0 : slot + 1;
   }

@@ -47,7 +47,7 @@ def linear(
         return
     index, bucket, early = x.device.index or 0, token_bucket(x.shape[0]), specialise.launches_early(x.device.index or 0)
     shape = linear_shape(bucket, *weight.shape, specialise.num_sms(index), specialise.capability(index) == (9, 0), early)
-    if norm_weight is not None and not norm_is_fused(bucket, x.dtype, norm_weight.dtype, shape.wide):
+    if norm_weight is not None and not norm_is_fused(shape, x.dtype, norm_weight.dtype):
         x, norm_weight = _normed(x, norm_weight, norm_eps, norm_offset), None
     aligned = out.shape[1] % 4 == 0 and all(
         t is None or ((t.stride(0) % 4 == 0 or t.dim() == 1) and t.data_ptr() % 8 == 0) for t in (out, residual, bias)
@@ -105,9 +105,6 @@ def _specialised(
     return jit.kernel(f"{name}.cu", name, macros, torch.device("cuda", index), shared_bytes=shape.shared_bytes(bucket, norm))
 
 
-PROMOTION = 2
-
-
 @functools.lru_cache(maxsize=8192)
 def _map(address: int, rows: int, columns: int, row_stride: int, box_rows: int, half: bool) -> bytes:
     """What the bulk copy engine knows of a matrix: boxes of ``box_rows`` rows and 64 columns, swizzled as wgmma reads them, zeros outside."""
@@ -119,7 +116,7 @@ def _map(address: int, rows: int, columns: int, row_stride: int, box_rows: int, 
     error, encoded = driver.cuTensorMapEncodeTiled(
         kind, 2, address, [long(columns), long(rows)], [long(row_stride * 2)], [short(64), short(box_rows)], [short(1), short(1)],
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE, driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
-        driver.CUtensorMapL2promotion(PROMOTION),
+        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
         driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE)  # fmt: skip
     if int(error):
         raise RuntimeError(f"cuTensorMapEncodeTiled failed: {error} for [{rows}, {columns}] with rows {row_stride} apart")

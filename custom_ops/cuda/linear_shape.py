@@ -57,7 +57,7 @@ class LinearShape:
     def shared_bytes(self, bucket: int, norm: bool) -> int:
         """Dynamic shared memory of a CTA: the rings, or the sums that lie there afterwards."""
         tokens = max(bucket, 8)
-        rings = self.k_warps * self.stages * (self.rows + (tokens if self.wide else bucket) + norm) * _LINE
+        rings = self.k_warps * self.stages * (self.rows + (tokens if self.wide else bucket + norm)) * _LINE
         return max(rings, self.k_warps * tokens * (self.rows + 4) * 4)
 
     def grid(self, out_features: int) -> int:
@@ -70,12 +70,13 @@ def token_bucket(tokens: int) -> int:
     return 1 << (tokens - 1).bit_length()
 
 
-def norm_is_fused(bucket: int, dtype: torch.dtype, weight_dtype: torch.dtype, wide: bool) -> bool:
+def norm_is_fused(shape: LinearShape, dtype: torch.dtype, weight_dtype: torch.dtype) -> bool:
     """Whether RMSNorm is part of the kernel; else it is a launch of its own before it.
 
-    float16 is not: the kernel divides by the root mean square last, and the product before might not fit its range.
+    float16 is not: the kernel divides by the root mean square last, and the product before might not fit its range. Wide kernels don't:
+    scaling x in shared memory on its way to wgmma cost more than a launch.
     """
-    return bucket <= 16 and not wide and dtype == weight_dtype == torch.bfloat16
+    return not shape.wide and shape.row_warps == 1 and dtype == weight_dtype == torch.bfloat16
 
 
 @functools.cache
@@ -139,7 +140,7 @@ def linear_macros(
         "OUT_FEATURES": out_features, "IN_FEATURES": in_features, "NT": max(bucket // 8, 1), "ACTIVATION": ACTIVATIONS[activation],
         "NORM": norm, "BIAS": bias, "RESIDUAL": residual, "ALIGNED": aligned, "PDL": early, "HALF": half, "Q_HALF": half, "KV_BYTES": 2,
         "E5M2": 0, "MT": shape.row_tiles, "STAGES": shape.stages, "CTAS_PER_SM": shape.ctas_per_sm, "CLUSTER": shape.cluster,
-        "LAUNCH_FIRST": bucket <= 4,
+        "LAUNCH_FIRST": bucket <= 8,
     }  # fmt: skip
     if shape.wide:
         macros |= {"WGMMA": 1, "BULK": 1}

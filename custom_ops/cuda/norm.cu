@@ -25,6 +25,20 @@ extern "C" __global__ void __launch_bounds__(THREADS) rms_norm(const __grid_cons
   __shared__ float sums[THREADS / 32];
 #if PDL
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+  uint4 weight[EACH][WEIGHT_BYTES / 2];  // a constant, so it may come early
+#pragma unroll
+  for (int i = 0; i < EACH; ++i)
+#pragma unroll
+    for (int j = 0; j < WEIGHT_BYTES / 2; ++j) {
+      const int at = i * THREADS + threadIdx.x;
+      weight[i][j] = make_uint4(0, 0, 0, 0);
+      if (at < VECTORS)
+        asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];"
+                     : "=r"(weight[i][j].x), "=r"(weight[i][j].y), "=r"(weight[i][j].z), "=r"(weight[i][j].w)
+                     : "l"((const uint4 *)p.weight + at * (WEIGHT_BYTES / 2) + j));
+    }
+#if PDL
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
   const uint4 *x = (const uint4 *)(p.x + blockIdx.x * p.x_token * 2);
@@ -56,10 +70,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) rms_norm(const __grid_cons
     if (at >= VECTORS) break;
     float w[8], *y = numbers[i];
 #if WEIGHT_BYTES == 4
-    const float4 low = ((const float4 *)p.weight)[at * 2], high = ((const float4 *)p.weight)[at * 2 + 1];
-    w[0] = low.x; w[1] = low.y; w[2] = low.z; w[3] = low.w; w[4] = high.x; w[5] = high.y; w[6] = high.z; w[7] = high.w;
+    const uint4 low = weight[i][0], high = weight[i][1];
+    w[0] = __uint_as_float(low.x); w[1] = __uint_as_float(low.y); w[2] = __uint_as_float(low.z); w[3] = __uint_as_float(low.w);
+    w[4] = __uint_as_float(high.x); w[5] = __uint_as_float(high.y); w[6] = __uint_as_float(high.z); w[7] = __uint_as_float(high.w);
 #else
-    unpack8(w, ((const uint4 *)p.weight)[at]);
+    unpack8(w, weight[i][0]);
 #endif
 #pragma unroll
     for (int j = 0; j < 8; ++j) y[j] *= factor * (w[j] + p.offset);

@@ -32,7 +32,7 @@ def specialised(name: str, tokens: int, capability: tuple[int, int]) -> tuple[st
     n, k, activation, norm, residual, dtype = LAYERS[name]
     bucket, recent = token_bucket(tokens), capability >= (9, 0)
     shape = linear_shape(bucket, n, k, 132, capability == (9, 0), recent)
-    norm = norm and norm_is_fused(bucket, dtype, dtype, shape.wide)
+    norm = norm and norm_is_fused(shape, dtype, dtype)
     macros = linear_macros(dtype, bucket, n, k, k, activation, norm, name == "odd", residual, n % 8 == 0, recent, shape)
     return "linear_wide" if shape.wide else "linear", macros, shape
 

@@ -18,11 +18,11 @@ from torchpaged.hf.compile_layers import compile_layers, uncompile_layers
 from torchpaged.hf.fuse import fuse, unfuse
 from torchpaged.hf.fusion_report import FusionReport
 from torchpaged.hf.paged_model import PagedModel, kv_layer_specs
-from torchpaged.hf.support import require_supported
+from torchpaged.hf.support import fusion_of, require_supported
 
 register()
 
 __all__ = [
-    "NAME", "FusionReport", "PagedCache", "PagedModel", "compile_layers", "fuse", "kv_layer_specs", "register", "require_supported",
-    "uncompile_layers", "unfuse",
+    "NAME", "FusionReport", "PagedCache", "PagedModel", "compile_layers", "fuse", "fusion_of", "kv_layer_specs", "register",
+    "require_supported", "uncompile_layers", "unfuse",
 ]  # fmt: skip

@@ -41,8 +41,8 @@ class _Head:
 class _Fusion:
     """What was done to a model, so that it can be undone."""
 
-    def __init__(self, base: nn.Module) -> None:
-        self.base = base
+    def __init__(self, base: nn.Module, report: FusionReport) -> None:
+        self.base, self.report = base, report
         self.plans: list[LayerPlan] = []
         self.tables: dict[str | None, RopeTable] = {}
         self.changed: list[tuple[nn.Module, str, Any]] = []
@@ -218,7 +218,7 @@ def fuse(model: PreTrainedModel, passes: Sequence[str] | None = None, *, count: 
     config = model.config.get_text_config(decoder=True)
     report = FusionReport(type(model).__name__, len(base.layers), tuple(x for x in PASSES if x in chosen))
     report.before = count_launches(model) if count else None
-    fusion = _Fusion(base)
+    fusion = _Fusion(base, report)
     for index, layer in enumerate(base.layers):
         _fuse_layer(fusion, layer, f"layers.{index}", config, report.passes, report)
     if len(fusion.plans) == len(base.layers) and all(plan.rope is not None for plan in fusion.plans) and fusion.tables:

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from torchpaged.custom_ops.errors import UnsupportedModelError
 from torchpaged.hf.attention import NAME
+from torchpaged.hf.fusible import PASSES
 from torchpaged.hf.paged_model import _padding_step, _StepCache
 from torchpaged.hf.support import uses_attention_interface
 
@@ -121,6 +122,17 @@ class FusionReport:
     skipped: dict[str, dict[str, str]] = dataclasses.field(default_factory=dict)
     before: Launches | None = None
     after: Launches | None = None
+
+    @property
+    def complete(self) -> bool:
+        """Whether every pass there is was asked for and none was left out anywhere."""
+        return set(self.passes) == set(PASSES) and not any(self.skipped.values())
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report for JSON; launches as numbers, without the ops' names."""
+        launches = {name: x and {"layers": list(x.layers), "rest": x.rest} for name, x in (("before", self.before), ("after", self.after))}
+        return {"model": self.model, "num_layers": self.num_layers, "passes": list(self.passes), "complete": self.complete,
+                "replaced": self.replaced, "skipped": self.skipped, "launches": launches}  # fmt: skip
 
     def note(self, name: str, module: str, why: str | None) -> None:
         """Pass ``name`` changed ``module``, or did not because of ``why``."""

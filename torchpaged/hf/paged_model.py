@@ -10,7 +10,7 @@ The model runs as one row ``[1, num_tokens]`` of concatenated requests with expl
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -23,9 +23,12 @@ from torchpaged.custom_ops import BackendOps
 from torchpaged.custom_ops.errors import UnsupportedModelError
 from torchpaged.hf.attention import NAME
 from torchpaged.hf.layer import PagedLayer, StepBatch
-from torchpaged.hf.support import require_supported
+from torchpaged.hf.support import fusion_of, require_supported
 from torchpaged.hf.template import HybridPagedLayer, paged_layers
 from torchpaged.metadata import AttentionMetadata
+
+if TYPE_CHECKING:
+    from torchpaged.hf.fusion_report import FusionReport
 
 
 class _StepCache(Cache):
@@ -144,6 +147,11 @@ class PagedModel:
         first = specs[0]
         self._cache.prepare(torch.empty(1, first.num_kv_heads, 0, first.head_dim, dtype=dtype, device=self.device))
         self.choice = self._cache.choice
+
+    @property
+    def fusion_report(self) -> FusionReport | None:
+        """What `torchpaged.hf.fuse` did to the model; None if it is not fused."""
+        return fusion_of(self.model)
 
     def __call__(self, input_ids: Tensor, metadata: AttentionMetadata, logits_indices: Tensor | None = None) -> Tensor:
         """Run the packed batch.

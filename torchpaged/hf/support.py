@@ -1,12 +1,15 @@
-"""Which models can run through the attention interface, and the refusal of those that can't."""
+"""Facts about a model: whether it can run through the attention interface (and the refusal of those that can't), and whether it is fused."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 
 from torchpaged.custom_ops.errors import UnsupportedModelError
+
+if TYPE_CHECKING:
+    from torchpaged.hf.fusion_report import FusionReport
 
 _REASON = (
     "its attention layers do not call transformers' attention interface (ALL_ATTENTION_FUNCTIONS), so that no attention "
@@ -38,3 +41,9 @@ def require_supported_config(config: Any) -> None:
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if isinstance(model_class, type) and not uses_attention_interface(model_class):
         raise UnsupportedModelError(f"{model_class.__name__} cannot run through torchpaged: {_REASON}")
+
+
+def fusion_of(model: PreTrainedModel) -> FusionReport | None:
+    """The report of the `fuse` that ``model`` is under; None if it is not fused."""
+    fusion: Any = getattr(model.get_decoder(), "_torchpaged_fusion", None)
+    return None if fusion is None else fusion.report

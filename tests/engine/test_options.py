@@ -1,0 +1,153 @@
+"""The options of a Generator: fused models, what is compiled and captured, and why; what is refused, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from torchpaged import ArgumentError, BackendUnavailableError
+from torchpaged.backends import AttentionSpec, select_backend
+from torchpaged.engine import Generator, SamplingParams
+from torchpaged.engine.options import decide_compile, decide_graphs
+from torchpaged.engine.stats import GeneratorStats
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+import torchpaged.hf as hf  # noqa: E402
+from torchpaged.hf.fusible import PASSES  # noqa: E402
+
+PROMPTS = [[5, 6, 7], [9], list(range(11, 30))]
+SAMPLING = SamplingParams(max_new_tokens=9)
+
+
+@pytest.fixture()
+def model() -> Any:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=99, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        max_position_embeddings=128, eos_token_id=None, pad_token_id=0, bos_token_id=1,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture()
+def partly() -> Any:
+    """The report of a model that `fuse` could not fuse everywhere."""
+    report = hf.FusionReport("Some", 2, PASSES)
+    report.note("qkv", "layers.0", None)
+    report.note("qkv", "layers.1", "has an adapter")
+    return report
+
+
+def tokens(generator: Generator) -> list[list[int]]:
+    return [output.token_ids for output in generator.generate(PROMPTS, SAMPLING)]
+
+
+@pytest.mark.parametrize("options", [{"steps_per_launch": 1}, {"steps_per_launch": 4}, {"graphs": False}], ids=str)
+def test_fused_generator_gives_the_same_tokens(model: Any, options: dict[str, Any]) -> None:
+    plain = Generator(model, block_size=4, max_batch_size=2)
+    want = tokens(plain)
+    assert plain.fusion_report is None and hf.fusion_of(model) is None
+    fused = Generator(model, block_size=4, max_batch_size=2, fuse=True, **options)
+    assert tokens(fused) == want
+    report = fused.fusion_report
+    assert report is not None and report is hf.fusion_of(model) and report.complete and report.replaced["qkv"] == ["layers.0", "layers.1"]
+    again = Generator(model, block_size=4, max_batch_size=2, fuse=True)  # fused already: taken as it is
+    assert again.fusion_report is report and tokens(again) == want
+    hf.unfuse(model)
+    assert hf.fusion_of(model) is None
+
+
+def test_a_paged_model_is_not_fused(model: Any) -> None:
+    paged = hf.PagedModel(model, num_blocks=40, block_size=4)
+    with pytest.raises(ArgumentError, match=r"fuse: expected False.*PagedModel.*torchpaged\.hf\.fuse\(model\)"):
+        Generator(paged, block_size=4, fuse=True)
+    assert hf.fusion_of(model) is None
+    report = hf.fuse(model, passes=("qkv",))
+    generator = Generator(paged, block_size=4)
+    assert generator.fusion_report is report and not report.complete
+
+
+def test_the_report_as_data(model: Any) -> None:
+    import json
+
+    data = json.loads(json.dumps(hf.fuse(model).to_dict()))
+    assert data["complete"] and data["replaced"]["lm_head"] == ["lm_head"] and data["skipped"] == {}
+    assert data["launches"]["after"]["layers"] == [6, 6] and data["launches"]["before"]["layers"][0] > 20
+    hf.unfuse(model)
+    assert hf.fuse(model, count=False).to_dict()["launches"] == {"before": None, "after": None}
+
+
+def test_what_is_compiled_and_why(model: Any, partly: Any) -> None:
+    full = hf.fuse(model)
+
+    def decide(compile: bool | str, on_gpu: bool = True, fusion: Any = None) -> tuple[bool, str]:
+        return decide_compile(compile, on_gpu, True, "", fusion)
+
+    assert decide("auto") == (True, "automatic: on a GPU")
+    assert decide("auto", fusion=full)[0] is False and "fully fused" in decide("auto", fusion=full)[1]
+    assert decide("auto", fusion=partly)[0] is True and "left parts" in decide("auto", fusion=partly)[1]
+    assert decide("auto", on_gpu=False) == (False, "automatic: eager on a CPU")
+    assert decide(True, fusion=full) == (True, "compile=True was given") and decide(False)[0] is False
+    assert decide_compile("auto", True, False, "", None)[0] is False
+    assert Generator(model, block_size=4).compile_reason == "automatic: eager on a CPU"
+
+
+def test_a_partial_choice_of_passes_is_not_complete(model: Any) -> None:
+    assert not hf.fuse(model, passes=("qkv", "rope")).complete
+
+
+def test_graphs_and_why() -> None:
+    spec = AttentionSpec(device=torch.device("cpu"), dtype=torch.float32, head_dim=64, num_heads=4, num_kv_heads=2)
+    never = select_backend(spec, "reference")
+    assert decide_graphs("auto", never, on_gpu=False) == (True, "eager capture on a CPU")
+    assert decide_graphs("auto", never, on_gpu=True) == (False, "backend 'reference' declares graph support NEVER")
+    assert decide_graphs(False, never, on_gpu=True) == (False, "switched off by graphs=False")
+    with pytest.raises(BackendUnavailableError, match="graphs=True: backend 'reference'"):
+        decide_graphs(True, never, on_gpu=True)
+
+
+def test_capturing_ahead_or_on_first_need(model: Any) -> None:
+    seen: list[tuple[int, int]] = []
+    options: dict[str, Any] = {"block_size": 4, "max_batch_size": 4, "buckets": [1, 2, 4]}
+    ahead = Generator(model, **options, capture_ahead=True, progress=lambda done, total, _: seen.append((done, total)))
+    assert seen == [(1, 3), (2, 3), (3, 3)] and all(report.captured for report in ahead.runner.report())  # type: ignore[union-attr]
+    for later in (Generator(model, **options, capture_ahead=False), Generator(model, **options)):
+        assert not any(report.captured for report in later.runner.report())  # type: ignore[union-attr]
+        assert tokens(later) == tokens(ahead)
+        assert [report.captured for report in later.runner.report()] == [report.hits > 0 for report in later.runner.report()]  # type: ignore[union-attr]
+
+
+def bad_options() -> Iterator[tuple[dict[str, Any], str]]:
+    yield {"compile": "yes"}, "compile: expected True, False or 'auto', got 'yes'"
+    yield {"capture_ahead": None}, "capture_ahead: expected True, False or 'auto'"
+    yield {"graphs": False, "compile": True}, "compile: expected False or 'auto' without graphs"
+    yield {"graphs": False, "steps_per_launch": 4}, "steps_per_launch: expected 1 without graphs, got 4.*graphs=False"
+    yield {"block_size": 0}, "block_size: expected at least 1"
+    yield {"max_seq_len": 500}, "max_seq_len: expected 2 to 128"
+    yield {"buckets": [1, 2]}, "buckets: expected .* the largest 8"
+
+
+@pytest.mark.parametrize(("options", "words"), list(bad_options()), ids=str)
+def test_refusals(model: Any, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ArgumentError, match=words):
+        Generator(model, **options)
+
+
+def test_a_withdrawn_batch_leaves_no_trace(model: Any) -> None:
+    generator = Generator(model, block_size=4)
+    with pytest.raises(ArgumentError, match="prompt"):
+        generator.generate([PROMPTS[0], []])
+    assert generator.stats.prompt_tokens == 0 and not generator.has_unfinished
+
+
+def test_seconds_of_mixed_steps() -> None:
+    stats = GeneratorStats(num_blocks=1)
+    stats.add_step(2.0, None, decoded=4, prefilled=0)
+    stats.add_step(3.0, None, decoded=0, prefilled=5)
+    stats.add_step(10.0, None, decoded=1, prefilled=4)  # by tokens
+    stats.add_step(10.0, 7.0, decoded=1, prefilled=4)  # as measured
+    assert (stats.decode_seconds, stats.prefill_seconds) == (2.0 + 2.0 + 7.0, 3.0 + 8.0 + 3.0)
+    assert (stats.decode_tokens, stats.prefill_tokens, stats.steps) == (6, 13, 4)

@@ -1,0 +1,101 @@
+"""What the options of a Generator come to: checks, the paged model, and whether decode steps are captured and compiled.
+
+Each decision comes with its reason, so that ``generator.graph_reason`` and ``generator.compile_reason`` can say it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from torchpaged.backends import Choice, GraphSupport
+from torchpaged.custom_ops.errors import ArgumentError, BackendUnavailableError
+from torchpaged.engine.model import PagedModelProtocol
+
+if TYPE_CHECKING:
+    from torchpaged.hf import FusionReport
+
+DEFAULT_MAX_SEQ_LEN = 2048
+
+
+def check_options(sizes: Mapping[str, int], switches: Mapping[str, bool | str]) -> None:
+    """Refuse sizes below 1, and switches that are neither True, False nor "auto"."""
+    for name, size in sizes.items():
+        if size < 1:
+            raise ArgumentError(name, "at least 1", str(size))
+    for name, value in switches.items():
+        if value not in (True, False, "auto"):
+            raise ArgumentError(name, "True, False or 'auto'", repr(value))
+
+
+def tokens_per_request(model: Any, max_seq_len: int | None) -> int:
+    """``max_seq_len`` if the model allows it; None: the model's, at most 2048."""
+    limit = _max_positions(model)
+    chosen = min(limit or DEFAULT_MAX_SEQ_LEN, DEFAULT_MAX_SEQ_LEN) if max_seq_len is None else max_seq_len
+    if chosen < 2 or (limit is not None and chosen > limit):
+        raise ArgumentError("max_seq_len", f"2 to {limit} tokens (the model's maximum)", str(max_seq_len))
+    return chosen
+
+
+def _max_positions(model: Any) -> int | None:
+    if hasattr(model, "max_position_embeddings"):
+        return model.max_position_embeddings
+    config = getattr(model, "config", None)
+    text = config.get_text_config(decoder=True) if config is not None else None
+    return getattr(text, "max_position_embeddings", None)
+
+
+def paged_model(
+    model: Any, *, fuse: bool, num_blocks: int | None, kv_cache_memory: int | None, block_size: int, backend: str
+) -> PagedModelProtocol:  # fmt: skip
+    """``model`` itself if it is paged, else a `PagedModel` of it, fused first if asked.
+
+    A model that is fused already is taken as it is; one that is fused here stays so, also if it can't be paged.
+
+    Raises:
+        ArgumentError: ``fuse`` with a model that is paged already.
+        BackendUnavailableError, UnsupportedModelError: from `PagedModel` or `fuse`.
+    """
+    if isinstance(model, PagedModelProtocol):
+        if fuse:
+            raise ArgumentError(
+                "fuse", "False, or a transformers model that is not paged yet", f"True with a {type(model).__name__}",
+                "call torchpaged.hf.fuse(model) on the transformers model before you make the paged one",
+            )  # fmt: skip
+        return model
+    from torchpaged.hf import PagedModel, fusion_of, require_supported  # transformers is optional
+    from torchpaged.hf import fuse as fuse_model
+
+    require_supported(model)
+    if fuse and fusion_of(model) is None:
+        fuse_model(model)
+    budget = None if num_blocks is not None else kv_cache_memory
+    return PagedModel(model, num_blocks=num_blocks, memory_budget=budget, block_size=block_size, backend=backend)
+
+
+def decide_graphs(graphs: bool | str, choice: Choice, on_gpu: bool) -> tuple[bool, str]:
+    """Whether decode goes through the runner, and why."""
+    if graphs is False:
+        return False, "switched off by graphs=False"
+    support = choice.backend.capabilities.graph_support
+    if on_gpu and support == GraphSupport.NEVER:
+        reason = f"backend {choice.name!r} declares graph support NEVER"
+        if graphs is True:
+            raise BackendUnavailableError(f"graphs=True: {reason}; choose another backend or graphs='auto'")
+        return False, reason
+    return True, f"backend {choice.name!r} declares graph support {support.name}" if on_gpu else "eager capture on a CPU"
+
+
+def decide_compile(compile: bool | str, on_gpu: bool, use_graphs: bool, graph_reason: str, fusion: FusionReport | None) -> tuple[bool, str]:
+    """Whether the decode step goes through torch.compile, and why."""
+    if not use_graphs:
+        if compile is True:
+            raise ArgumentError("compile", "False or 'auto' without graphs", "True", f"graphs: {graph_reason}")
+        return False, "steps without graphs run eagerly"
+    if compile != "auto":
+        return bool(compile), f"compile={compile} was given"
+    if not on_gpu:
+        return False, "automatic: eager on a CPU"
+    if fusion is not None and fusion.complete:
+        return False, "automatic: the model is fully fused, which leaves nothing to compile"
+    return True, "automatic: on a GPU" if fusion is None else "automatic: on a GPU, and fuse() left parts of the model alone"

@@ -1,0 +1,75 @@
+"""PackedSteps: batches of tokens built from host lists, and the model run over them: every prefill, and decodes without graphs.
+
+    steps = PackedSteps(model, max_batch_size=8)
+    logits = steps.prefill([(sequence, 512)])    # of the sequences whose prompt ends with the chunk
+    logits = steps.decode(sequences)
+    tokens = steps.sample(logits, sequences)     # waits for them
+
+Steps never overlap: all share one semaphore.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import torch
+from torch import Tensor
+
+from torchpaged.engine.model import PagedModelProtocol
+from torchpaged.engine.sampling import sample, seen_tokens
+from torchpaged.engine.sequence import Sequence
+from torchpaged.metadata import AttentionMetadata, make_semaphore
+from torchpaged.profiling import range as profile_range
+
+
+class PackedSteps:
+    """Steps of ``model`` outside the graphs.
+
+    Args:
+        model: the paged model.
+        max_batch_size: requests of a step at most.
+    """
+
+    def __init__(self, model: PagedModelProtocol, max_batch_size: int) -> None:
+        self._model, self._device = model, torch.device(model.device)
+        self._semaphore = make_semaphore(max_batch_size, self._device)
+
+    def decode(self, sequences: list[Sequence]) -> Tensor:
+        """One token each: logits ``[len(sequences), vocab_size]``."""
+        ids = [s.token_at(len(s) - 1) for s in sequences]
+        with profile_range("decode", batch=len(ids), tokens=len(ids)):
+            metadata = self._metadata([1] * len(ids), [len(s) for s in sequences], [s.blocks for s in sequences])
+            return self._model(self._longs(ids), metadata, None)
+
+    def prefill(self, chunks: list[tuple[Sequence, int]]) -> Tensor:
+        """The next ``count`` tokens of each prompt: logits ``[n, vocab_size]`` of the ``n`` sequences that are complete with them."""
+        ids = [s.token_at(i) for s, count in chunks for i in range(s.num_computed, s.num_computed + count)]
+        lens = [s.num_computed + count for s, count in chunks]
+        ends, last = [], -1
+        for sequence, count in chunks:
+            last += count
+            if count == sequence.remaining:
+                ends.append(last)
+        with profile_range("prefill", batch=len(chunks), tokens=len(ids)):
+            metadata = self._metadata([count for _, count in chunks], lens, [s.blocks for s, _ in chunks])
+            return self._model(self._longs(ids), metadata, self._longs(ends))
+
+    def sample(self, logits: Tensor, sequences: list[Sequence]) -> list[int]:
+        """The next token of each sequence from ``logits [len(sequences), vocab_size]``."""
+        with profile_range("sample", batch=len(sequences)):
+            params = [sequence.sampling for sequence in sequences]
+            penalised = any(p.repetition_penalty != 1.0 for p in params)
+            seen = seen_tokens([s.tokens for s in sequences], logits.shape[1]) if penalised else None
+            seeds, counters = [s.seed for s in sequences], [len(s.output) for s in sequences]
+            tokens: list[int] = sample(logits, params, seeds, counters, seen, ops=self._model.choice.backend.ops).tolist()
+            return tokens
+
+    def _longs(self, numbers: Seq[int]) -> Tensor:
+        return torch.tensor(numbers, dtype=torch.int64, pin_memory=self._device.type == "cuda").to(self._device, non_blocking=True)
+
+    def _metadata(self, query_lens: list[int], seq_lens: list[int], tables: list[list[int]]) -> AttentionMetadata:
+        cache = self._model.kv_cache
+        return AttentionMetadata.from_lists(
+            query_lens, seq_lens, tables, block_size=cache.block_size, num_blocks=cache.num_blocks, device=self._device,
+            semaphore=self._semaphore,
+        )  # fmt: skip

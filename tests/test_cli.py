@@ -48,6 +48,35 @@ def test_json_has_everything_and_nothing_else(folder: str) -> None:
     document: dict[str, Any] = json.loads(done.stdout)
     assert [len(o["token_ids"]) for o in document["outputs"]] == [5, 5] and document["outputs"][0]["finish_reason"] == "length"
     assert document["backend"] in ("cpu", "reference", "triton") and document["stats"]["new_tokens"] == 10
+    assert document["graph_reason"] == "eager capture on a CPU" and document["compile_reason"] == "automatic: eager on a CPU"
+    assert [report["bucket"] for report in document["buckets"]] == [1, 2] and document["fusion"] is None
+
+
+def test_fused_whole_steps_give_the_same_tokens(folder: str) -> None:
+    prompts = ("generate", "hello", "a longer prompt", "bye", "--model", folder, "--max-new-tokens", "9", "--json", "--device", "cpu")
+    plain = json.loads(run(*prompts).stdout)
+    done = run(*prompts, "--fuse", "--steps-per-launch", "4", "--buckets", "1,2")
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    assert [o["token_ids"] for o in document["outputs"]] == [o["token_ids"] for o in plain["outputs"]]
+    assert [report["bucket"] for report in document["buckets"]] == [1, 2]  # the third prompt waited
+    assert 0 < sum(report["hits"] for report in document["buckets"]) < sum(report["hits"] for report in plain["buckets"])
+    assert document["fusion"]["complete"] and document["fusion"]["replaced"]["qkv"] == ["layers.0", "layers.1"]
+
+
+def test_verbose_explains_on_stderr(folder: str) -> None:
+    arguments = ("generate", "hello", "--model", folder, "--max-new-tokens", "4", "--device", "cpu", "--fuse", "--buckets", "1,4")
+    quiet, verbose = run(*arguments), run(*arguments, "--verbose")
+    assert verbose.returncode == 0, verbose.stderr
+    for words in (
+        "graphs: eager capture on a CPU",
+        "compile: automatic: eager on a CPU",
+        "fused: LlamaForCausalLM, 2 layers",
+        "padded rows",
+    ):
+        assert words in verbose.stderr and words not in verbose.stdout and words not in quiet.stderr, words
+    table = verbose.stderr[verbose.stderr.index("bucket ") :].splitlines()
+    assert [line.split()[0] for line in table[1:3]] == ["1", "4"] and table[2].split()[1] == "-", "bucket 4 was never needed"
 
 
 def test_text_and_summary(folder: str) -> None:
@@ -71,6 +100,9 @@ def test_one_bad_prompt_among_good_ones(folder: str) -> None:
         (("--max-seq-len", "100"), "max_seq_len: expected 2 to 64"),
         (("--chat",), "chat template"),
         (("--dtype", "int8"), "expected one of fp32"),
+        (("--steps-per-launch", "0"), "steps_per_launch: expected at least 1"),
+        (("--buckets", "1,,2"), "expected numbers of at least 1 such as 1,2,4, got '1,,2'"),
+        (("--buckets", "0"), "expected numbers of at least 1"),
     ],
 )
 def test_errors_are_one_line(folder: str, arguments: tuple[str, ...], words: str) -> None:

@@ -42,6 +42,16 @@ def _dtype(name: str, option: str) -> torch.dtype:
     return DTYPES[name]
 
 
+def _sizes(text: str, option: str) -> list[int] | None:
+    """``"1,2,4"`` as numbers; None for an empty text."""
+    if not text:
+        return None
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isdecimal() and int(word) for word in words):
+        raise typer.BadParameter(f"expected numbers of at least 1 such as 1,2,4, got {text!r}", param_hint=option)
+    return [int(word) for word in words]
+
+
 def _device(name: str) -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else torch.device(name)
 
@@ -60,7 +70,15 @@ def generate(
     stop: Annotated[list[str] | None, typer.Option(help="end at this text; may be given several times")] = None,
     ignore_eos: Annotated[bool, typer.Option(help="go on past the model's end token")] = False,
     chat: Annotated[bool, typer.Option(help="wrap each prompt in the model's chat template")] = False,
-    compile: Annotated[bool | None, typer.Option("--compile/--no-compile", help="torch.compile the decode step; default: on a GPU")] = None,
+    compile: Annotated[
+        bool | None, typer.Option("--compile/--no-compile", help="torch.compile the decode step; default: on a GPU unless fully fused")
+    ] = None,
+    fuse: Annotated[bool, typer.Option("--fuse/--no-fuse", help="fewer, larger kernels per layer: torchpaged.hf.fuse")] = False,
+    steps_per_launch: Annotated[int, typer.Option(help="decode steps per graph launch")] = 1,
+    buckets: Annotated[
+        str,
+        typer.Option(help="batch sizes to capture, such as 1,2,4; the largest is how many prompts run at once; default: for all prompts"),
+    ] = "",
     backend: Annotated[str, typer.Option(help=f"auto, {', '.join(list_backends())}")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, fp32, bf16, fp16; auto: bf16 on a GPU, fp32 on a CPU")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1")] = "auto",
@@ -69,6 +87,9 @@ def generate(
     num_blocks: Annotated[int, typer.Option(help="blocks of the cache; 0: enough for all prompts")] = 0,
     offline: Annotated[bool, typer.Option(help="download nothing")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON document and nothing else")] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="print decisions with reasons, the fusion report and the table of buckets")
+    ] = False,
     profile: Annotated[
         str, typer.Option(help="write a torch.profiler trace of the generation to this file, and list kernels by module")
     ] = "",
@@ -91,7 +112,7 @@ def generate(
         folder, prompts, place, _dtype(kind, "--dtype"), backend, compile, chat, max_seq_len, block_size, num_blocks, as_json,
         {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p,
          "repetition_penalty": repetition_penalty, "seed": seed, "stop": tuple(stop or ()), "ignore_eos": ignore_eos},
-        profile, compile_cache,
+        profile, compile_cache, fuse, steps_per_launch, _sizes(buckets, "--buckets"), verbose,
     )  # fmt: skip
     raise typer.Exit(run(settings))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import sys
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from torchpaged import profiling
 from torchpaged.compile_cache import load_compile_cache, save_compile_cache
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.engine import Generator, RequestOutput, SamplingParams
+from torchpaged.graphs import bucket_table
 from torchpaged.kernel_report import KernelReport, kernels_of_generation, module_ranges, read_trace, report_table
 
 ERRORS = Console(stderr=True)
@@ -41,6 +43,10 @@ class Settings:
     sampling: dict[str, Any]
     profile: str = ""  # a file for the trace
     compile_cache: str = ""  # a file of save_compile_cache(): read, or written if it is not there
+    fuse: bool = False
+    steps_per_launch: int = 1
+    buckets: list[int] | None = None  # the largest is the batch size; None: as many as there are prompts, at most 64
+    verbose: bool = False
 
 
 def load(settings: Settings) -> tuple[Any, Any]:
@@ -72,13 +78,16 @@ def _generate(settings: Settings, sampling: SamplingParams) -> int:
                   transient=True, disable=settings.as_json) as bar:  # fmt: skip
         task = bar.add_task("", total=None, visible=False)
         generator = Generator(
-            model, tokenizer, max_batch_size=max(1, min(len(settings.prompts), 64)), max_seq_len=settings.max_seq_len or None,
-            block_size=settings.block_size, num_blocks=settings.num_blocks or None, backend=settings.backend,
-            compile="auto" if settings.compile is None else settings.compile,
+            model, tokenizer, max_batch_size=max(settings.buckets or [min(len(settings.prompts), 64)]), buckets=settings.buckets,
+            max_seq_len=settings.max_seq_len or None, block_size=settings.block_size, num_blocks=settings.num_blocks or None,
+            backend=settings.backend, compile="auto" if settings.compile is None else settings.compile, fuse=settings.fuse,
+            steps_per_launch=settings.steps_per_launch,
             progress=lambda done, total, text: bar.update(task, completed=done, total=total, description=text, visible=True),
         )  # fmt: skip
     if not settings.as_json:
         print(f"cache: {generator.model.kv_cache.describe()}", file=sys.stderr)
+        if settings.verbose:
+            print(_decisions(generator), file=sys.stderr)
     ids: dict[int, int] = {}
     refused: dict[int, str] = {}
     for index, prompt in enumerate(settings.prompts):
@@ -98,6 +107,8 @@ def _generate(settings: Settings, sampling: SamplingParams) -> int:
         return 2 if refused else 0
     if outputs:
         print(_summary(generator))
+    if settings.verbose and generator.runner is not None:
+        print(bucket_table(generator.runner.report()), file=sys.stderr)
     for phase, report in kernels.items():
         ERRORS.print(report_table(report, phase))
     return 2 if refused else 0
@@ -196,6 +207,11 @@ def _summary(generator: Generator) -> str:
     )
 
 
+def _decisions(generator: Generator) -> str:
+    lines = [f"graphs: {generator.graph_reason}", f"compile: {generator.compile_reason}"]
+    return "\n".join(lines if generator.fusion_report is None else [*lines, f"fused: {generator.fusion_report}"])
+
+
 def _document(generator: Generator, settings: Settings, outputs: dict[int, RequestOutput], refused: dict[int, str]) -> dict[str, Any]:
     s, results = generator.stats, iter(outputs.values())
     rows: list[dict[str, Any]] = []
@@ -207,6 +223,8 @@ def _document(generator: Generator, settings: Settings, outputs: dict[int, Reque
             rows.append({"prompt": prompt, "text": output.text, "token_ids": output.token_ids, "finish_reason": output.finish_reason})
     return {
         "model": settings.model, "device": str(settings.device), "dtype": str(settings.dtype).removeprefix("torch."),
-        "backend": generator.choice.name, "backend_reason": generator.choice.reason, "outputs": rows,
-        "stats": {**vars(s)},
+        "backend": generator.choice.name, "backend_reason": generator.choice.reason, "outputs": rows, "stats": {**vars(s)},
+        "graph_reason": generator.graph_reason, "compile_reason": generator.compile_reason,
+        "buckets": [] if generator.runner is None else [dataclasses.asdict(report) for report in generator.runner.report()],
+        "fusion": generator.fusion_report and generator.fusion_report.to_dict(),
     }  # fmt: skip

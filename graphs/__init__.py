@@ -11,7 +11,8 @@ from torchpaged.graphs.buffers import DecodeBuffers
 from torchpaged.graphs.capture import CaptureBackend, CudaCapture, EagerCapture, TapeCapture
 from torchpaged.graphs.report import BucketReport, bucket_table
 from torchpaged.graphs.ring import RingFullError, TokenRing
-from torchpaged.graphs.rows import MAX_STOP_TOKEN_IDS, DecodeRows, RowState, StepOps
+from torchpaged.graphs.row_state import MAX_STOP_TOKEN_IDS, RowState
+from torchpaged.graphs.rows import DecodeRows, StepOps
 from torchpaged.graphs.runner import DecodeGraphRunner
 
 __all__ = [

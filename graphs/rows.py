@@ -12,23 +12,15 @@ rows may lie between busy ones. Updates are stream-ordered: one copy from pinned
 from __future__ import annotations
 
 import contextlib
-import struct
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from torchpaged.custom_ops.errors import ArgumentError
+from torchpaged.graphs.row_state import HEAD_WORDS, MAX_STOP_TOKEN_IDS, NUM_FLOATS, NUM_INTS, NUM_LONGS, RowState, bits_of
 from torchpaged.metadata import AttentionMetadata, make_semaphore
-
-#: Token ids that can end a row on the device; the caller looks after further ones.
-MAX_STOP_TOKEN_IDS = 16
-
-_LONGS, _INTS, _FLOATS = 5, 3, 4
-_HEAD = struct.Struct(f"={_LONGS + MAX_STOP_TOKEN_IDS}q{_INTS}i{_FLOATS}f")
-_HEAD_WORDS = _HEAD.size // 4
 
 
 class StepOps(Protocol):
@@ -41,36 +33,6 @@ class StepOps(Protocol):
     @property
     def accept_tokens(self) -> Any:
         """Rows made ready for the next step."""
-
-
-@dataclass(frozen=True)
-class RowState:
-    """What a request brings into its row.
-
-    Attributes:
-        input_id: its newest token.
-        seq_len: KV tokens, this token included.
-        blocks: the blocks it owns, in order; at least one beyond the token's need per step that will run.
-        seed, counter: of its random draws (`sample_tokens`): key, and number of the next token.
-        remaining: tokens it may still produce.
-        temperature, top_k, top_p, min_p, repetition_penalty: as in ``sample_tokens``.
-        stop_token_ids: ids that end it; the first `MAX_STOP_TOKEN_IDS` are seen on the device.
-        seen: ids that a repetition penalty applies to; None leaves the row's bits as they are (penalty 1).
-    """
-
-    input_id: int
-    seq_len: int
-    blocks: Sequence[int]
-    seed: int
-    counter: int
-    remaining: int
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    stop_token_ids: Sequence[int] = ()
-    seen: Sequence[int] | None = None
 
 
 class DecodeRows:
@@ -111,9 +73,9 @@ class DecodeRows:
         self._ops, self._pin = ops, self.device.type == "cuda"
         rows, padded = max_batch_size, -(-max_batch_size // 16) * 16  # each field starts at a multiple of 64 bytes
         with torch.inference_mode(False):
-            self._longs = torch.zeros(_LONGS, padded, dtype=torch.int64, device=device)
-            self._ints = torch.zeros(_INTS, padded, dtype=torch.int32, device=device)
-            self._floats = torch.zeros(_FLOATS, padded, dtype=torch.float32, device=device)
+            self._longs = torch.zeros(NUM_LONGS, padded, dtype=torch.int64, device=device)
+            self._ints = torch.zeros(NUM_INTS, padded, dtype=torch.int32, device=device)
+            self._floats = torch.zeros(NUM_FLOATS, padded, dtype=torch.float32, device=device)
             self.stop_token_ids = torch.full((rows, MAX_STOP_TOKEN_IDS), -1, dtype=torch.int64, device=device)
             self.block_table = torch.zeros(rows, max_blocks_per_req, dtype=torch.int32, device=device)
             self.seen = torch.zeros(rows, -(-vocab_size // 32), dtype=torch.int32, device=device)
@@ -197,30 +159,42 @@ class DecodeRows:
         if not states:
             return
         for row, state in states.items():
-            self._check(row, state)
-        words = _HEAD_WORDS + self.max_blocks_per_req
+            if not 0 <= row < self.max_batch_size:
+                raise ArgumentError("states", f"rows in [0, {self.max_batch_size})", str(row))
+            state.check(self.block_size, self.max_blocks_per_req)
+        words = HEAD_WORDS + self.max_blocks_per_req
         with_seen = any(state.seen is not None for state in states.values())
         staged = torch.zeros(len(states), 2 + words + (self.seen.shape[1] if with_seen else 0), dtype=torch.int32, pin_memory=self._pin)
         for line, (row, state) in zip(staged, states.items(), strict=True):
             line[0] = row
-            line[2 : 2 + _HEAD_WORDS] = torch.frombuffer(bytearray(self._pack(state)), dtype=torch.int32)
-            line[2 + _HEAD_WORDS : 2 + _HEAD_WORDS + len(state.blocks)] = torch.tensor(state.blocks, dtype=torch.int32)
+            line[2 : 2 + HEAD_WORDS] = torch.frombuffer(bytearray(state.packed(self.block_size)), dtype=torch.int32)
+            line[2 + HEAD_WORDS : 2 + HEAD_WORDS + len(state.blocks)] = torch.tensor(state.blocks, dtype=torch.int32)
             if state.seen is not None:
-                line[2 + words :] = _bits(state.seen, self.seen.shape[1])
+                line[2 + words :] = bits_of(state.seen, self.seen.shape[1])
         data = staged.to(self.device, non_blocking=True)
         index, data = data[:, 0].long(), data[:, 2:]
-        longs = _copied(data[:, : 2 * (_LONGS + MAX_STOP_TOKEN_IDS)]).view(torch.int64)
-        rest = data[:, 2 * (_LONGS + MAX_STOP_TOKEN_IDS) :]
-        self._longs.index_copy_(1, index, longs[:, :_LONGS].t())
-        self.stop_token_ids.index_copy_(0, index, longs[:, _LONGS:])
-        self._ints.index_copy_(1, index, rest[:, :_INTS].t())
-        self._floats.index_copy_(1, index, _copied(rest[:, _INTS : _INTS + _FLOATS]).view(torch.float32).t())
-        self.block_table.index_copy_(0, index, data[:, _HEAD_WORDS:words])
+        longs = _copied(data[:, : 2 * (NUM_LONGS + MAX_STOP_TOKEN_IDS)]).view(torch.int64)
+        rest = data[:, 2 * (NUM_LONGS + MAX_STOP_TOKEN_IDS) :]
+        self._longs.index_copy_(1, index, longs[:, :NUM_LONGS].t())
+        self.stop_token_ids.index_copy_(0, index, longs[:, NUM_LONGS:])
+        self._ints.index_copy_(1, index, rest[:, :NUM_INTS].t())
+        self._floats.index_copy_(1, index, _copied(rest[:, NUM_INTS : NUM_INTS + NUM_FLOATS]).view(torch.float32).t())
+        self.block_table.index_copy_(0, index, data[:, HEAD_WORDS:words])
         if with_seen:
             self.seen.index_copy_(0, index, data[:, words:])
 
     def append_blocks(self, blocks: Sequence[tuple[int, int, int]]) -> None:
-        """Write ``(row, column, block)`` into the block table, ahead of the step that needs it."""
+        """Write ``(row, column, block)`` into the block table, ahead of the step that needs it.
+
+        Raises:
+            ArgumentError: a place outside the table; nothing is written then.
+        """
+        for row, column, block in blocks:
+            if not (0 <= row < self.max_batch_size and 0 <= column < self.max_blocks_per_req and block > 0):
+                raise ArgumentError(
+                    "blocks", f"rows in [0, {self.max_batch_size}), columns in [0, {self.max_blocks_per_req}), blocks from 1 on",
+                    f"row {row}, column {column}, block {block}", "make max_blocks_per_req hold the longest request",
+                )  # fmt: skip
         if blocks:
             data = self._to_device([*(row * self.max_blocks_per_req + column for row, column, _ in blocks), *(x[2] for x in blocks)])
             self.block_table.view(-1).index_copy_(0, data[: len(blocks)], data[len(blocks) :].int())
@@ -259,23 +233,6 @@ class DecodeRows:
             for tensor, old in zip(state, saved, strict=True):
                 tensor.copy_(old)
 
-    def _check(self, row: int, state: RowState) -> None:
-        if not 0 <= row < self.max_batch_size:
-            raise ArgumentError("states", f"rows in [0, {self.max_batch_size})", str(row))
-        need = -(-state.seq_len // self.block_size)
-        if state.seq_len < 1 or not need <= len(state.blocks) <= self.max_blocks_per_req:
-            raise ArgumentError("states", f"seq_len of at least 1 within its blocks, at most {self.max_blocks_per_req} of them",
-                                f"seq_len {state.seq_len}, {len(state.blocks)} blocks")  # fmt: skip
-
-    def _pack(self, state: RowState) -> bytes:
-        last = state.seq_len - 1
-        slot = state.blocks[last // self.block_size] * self.block_size + last % self.block_size
-        stops = list(state.stop_token_ids)[:MAX_STOP_TOKEN_IDS]
-        return _HEAD.pack(
-            state.input_id, last, slot, (state.seed + 2**63) % 2**64 - 2**63, state.counter, *stops, *([-1] * (MAX_STOP_TOKEN_IDS - len(stops))), state.seq_len,
-            state.remaining, state.top_k, state.temperature, state.top_p, state.min_p, state.repetition_penalty,
-        )  # fmt: skip
-
     def _to_device(self, numbers: Sequence[int]) -> Tensor:
         return torch.tensor(numbers, dtype=torch.int64, pin_memory=self._pin).to(self.device, non_blocking=True)
 
@@ -283,10 +240,3 @@ class DecodeRows:
 def _copied(x: Tensor) -> Tensor:
     """A copy whose strides fit a wider dtype; `contiguous` keeps those of a single line."""
     return x.clone(memory_format=torch.contiguous_format)
-
-
-def _bits(tokens: Sequence[int], num_words: int) -> Tensor:
-    """``[num_words]`` int32 with bit ``t % 32`` of word ``t // 32`` set for every token ``t``."""
-    flags = torch.zeros(num_words * 32, dtype=torch.int64)
-    flags[torch.tensor(tokens, dtype=torch.int64)] = 1
-    return (flags.view(-1, 32) << torch.arange(32)).sum(-1).to(torch.int32)

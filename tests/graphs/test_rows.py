@@ -132,9 +132,14 @@ def test_finish_rows_is_a_step_of_chosen_rows() -> None:
 def test_refusals() -> None:
     rows = make_rows()
     before = fields(rows)
-    for bad in ({6: state()}, {-1: state()}, {0: state(seq_len=0)}, {0: state(seq_len=25)}, {0: RowState(1, 1, list(range(9)), 0, 0, 1)}):
+    for bad in ({6: state()}, {-1: state()}, {0: state(seq_len=0)}, {0: state(seq_len=25)}, {0: RowState(1, 1, list(range(9)), 0, 0, 1)},
+                {0: RowState(1, 1, [0], 0, 0, 1)}, {0: state(repetition_penalty=1.5)}):  # fmt: skip
         with pytest.raises(ArgumentError, match="states"):
             rows.write({1: state(), **bad})
+    assert all(torch.equal(tensor, before[name]) for name, tensor in fields(rows).items())
+    for place in ((0, rows.max_blocks_per_req, 3), (6, 0, 3), (-1, 0, 3), (0, 0, 0)):  # the first would land in the next row's table
+        with pytest.raises(ArgumentError, match="blocks"):
+            rows.append_blocks([(1, 0, 5), place])
     assert all(torch.equal(tensor, before[name]) for name, tensor in fields(rows).items())
     runner = DecodeGraphRunner(successor, rows=rows, compile=False)
     with pytest.raises(ArgumentError, match="rows"):

@@ -1,0 +1,87 @@
+"""RowState: what a request brings into a row of `DecodeRows`, and its form on the way to the device.
+
+    state = RowState(input_id=5, seq_len=17, blocks=[1, 2], seed=7, counter=0, remaining=64)
+    state.check(block_size=16, max_blocks_per_req=128)
+    state.packed(block_size=16)     # HEAD_WORDS words of 4 bytes; blocks and seen bits travel beside them
+
+Numbers that do not fit their fields are refused by whoever takes them from a user (`torchpaged.engine.SamplingParams`).
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from torchpaged.custom_ops.errors import ArgumentError
+
+#: Token ids that can end a row on the device; the caller looks after further ones.
+MAX_STOP_TOKEN_IDS = 16
+
+#: Fields of a row by width: input_ids ... counters, seq_lens ... top_k, temperature ... repetition_penalty.
+NUM_LONGS, NUM_INTS, NUM_FLOATS = 5, 3, 4
+_HEAD = struct.Struct(f"={NUM_LONGS + MAX_STOP_TOKEN_IDS}q{NUM_INTS}i{NUM_FLOATS}f")
+#: Words of 4 bytes of a packed row.
+HEAD_WORDS = _HEAD.size // 4
+
+
+@dataclass(frozen=True)
+class RowState:
+    """What a request brings into its row.
+
+    Attributes:
+        input_id: its newest token.
+        seq_len: KV tokens, this token included.
+        blocks: the blocks it owns, in order; at least one beyond the token's need per step that will run.
+        seed, counter: of its random draws (`sample_tokens`): key, and number of the next token.
+        remaining: tokens it may still produce.
+        temperature, top_k, top_p, min_p, repetition_penalty: as in ``sample_tokens``.
+        stop_token_ids: ids that end it; the first `MAX_STOP_TOKEN_IDS` are seen on the device.
+        seen: ids that a repetition penalty applies to; None with a penalty of 1: the row's bits are of no meaning then.
+    """
+
+    input_id: int
+    seq_len: int
+    blocks: Sequence[int]
+    seed: int
+    counter: int
+    remaining: int
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    stop_token_ids: Sequence[int] = ()
+    seen: Sequence[int] | None = None
+
+    def check(self, block_size: int, max_blocks_per_req: int) -> None:
+        """Refuse, with an `ArgumentError`, what a row can't hold."""
+        need = -(-self.seq_len // block_size)
+        if self.seq_len < 1 or not need <= len(self.blocks) <= max_blocks_per_req:
+            raise ArgumentError("states", f"seq_len of at least 1 within its blocks, at most {max_blocks_per_req} of them",
+                                f"seq_len {self.seq_len}, {len(self.blocks)} blocks")  # fmt: skip
+        if min(self.blocks) < 1:
+            raise ArgumentError("states", "blocks from 1 on (block 0 is the null block)", f"block {min(self.blocks)}")
+        if self.repetition_penalty != 1.0 and self.seen is None:
+            raise ArgumentError("states", "seen with a repetition penalty", "seen=None", "give the tokens that occurred, () for none")
+
+    def packed(self, block_size: int) -> bytes:
+        """The row's fields as `HEAD_WORDS` words: longs, stop ids, ints, floats, each in the order of `DecodeRows`."""
+        last = self.seq_len - 1
+        slot = self.blocks[last // block_size] * block_size + last % block_size
+        stops = list(self.stop_token_ids)[:MAX_STOP_TOKEN_IDS]
+        seed = (self.seed + 2**63) % 2**64 - 2**63
+        return _HEAD.pack(
+            self.input_id, last, slot, seed, self.counter, *stops, *([-1] * (MAX_STOP_TOKEN_IDS - len(stops))), self.seq_len,
+            self.remaining, self.top_k, self.temperature, self.top_p, self.min_p, self.repetition_penalty,
+        )  # fmt: skip
+
+
+def bits_of(tokens: Sequence[int], num_words: int) -> Tensor:
+    """``[num_words]`` int32 with bit ``t % 32`` of word ``t // 32`` set for every token ``t``."""
+    flags = torch.zeros(num_words * 32, dtype=torch.int64)
+    flags[torch.tensor(tokens, dtype=torch.int64)] = 1
+    return (flags.view(-1, 32) << torch.arange(32)).sum(-1).to(torch.int32)

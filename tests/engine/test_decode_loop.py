@@ -146,3 +146,17 @@ def test_refusals(model: Any) -> None:
                               ({"graphs": False, "steps_per_launch": 2}, "steps_per_launch")):  # fmt: skip
         with pytest.raises(ArgumentError, match=argument):
             generator(model, **options)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"top_k": 2**31}, {"temperature": 1e39}, {"repetition_penalty": 1e39}, {"repetition_penalty": 1e-50}, {"top_p": 1e-50},
+        {"stop_token_ids": (2**63,)}, {"stop_token_ids": (-1,)}, {"stop_token_ids": ("a",)},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_numbers_that_no_row_holds_are_refused_at_once(option: dict[str, Any]) -> None:
+    """Not when the row is written: the whole batch would stand still."""
+    with pytest.raises(ArgumentError, match=next(iter(option))):
+        SamplingParams(**option)

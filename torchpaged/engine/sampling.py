@@ -14,6 +14,8 @@ from torch import Tensor
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.graphs import StepOps
 
+_SMALLEST, _LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max  # the device has float32
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -47,20 +49,22 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
             raise ArgumentError("max_new_tokens", "at least 1", str(self.max_new_tokens))
-        if not 0.0 <= self.temperature < float("inf"):
-            raise ArgumentError("temperature", "0 (greedy) or a positive number", str(self.temperature))
-        if self.top_k < 0:
-            raise ArgumentError("top_k", "0 (off) or at least 1", str(self.top_k))
-        if not 0.0 < self.top_p <= 1.0:
+        if not 0.0 <= self.temperature <= _LARGEST:
+            raise ArgumentError("temperature", "0 (greedy) or a positive number of float32's range", str(self.temperature))
+        if not 0 <= self.top_k < 2**31:
+            raise ArgumentError("top_k", "0 (off) or 1 to 2**31 - 1", str(self.top_k))
+        if not _SMALLEST <= self.top_p <= 1.0:
             raise ArgumentError("top_p", "a number in (0, 1]", str(self.top_p))
         if not 0.0 <= self.min_p <= 1.0:
             raise ArgumentError("min_p", "a number in [0, 1]", str(self.min_p))
-        if not 0.0 < self.repetition_penalty < float("inf"):
-            raise ArgumentError("repetition_penalty", "a positive number (1 = off)", str(self.repetition_penalty))
+        if not _SMALLEST <= self.repetition_penalty <= _LARGEST:
+            raise ArgumentError("repetition_penalty", "a positive number of float32's range (1 = off)", str(self.repetition_penalty))
         if self.seed is not None and not -(2**63) <= self.seed < 2**63:
             raise ArgumentError("seed", "a signed 64-bit integer", str(self.seed))
         if isinstance(self.stop, str) or any(not text for text in self.stop):
             raise ArgumentError("stop", "a tuple of non-empty strings", repr(self.stop))
+        if any(not isinstance(token, int) or not 0 <= token < 2**63 for token in self.stop_token_ids):
+            raise ArgumentError("stop_token_ids", "a tuple of token ids", repr(self.stop_token_ids))
 
 
 def seen_tokens(tokens: Sequence[Sequence[int]], vocab_size: int) -> Tensor:

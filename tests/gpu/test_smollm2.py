@@ -18,7 +18,9 @@ def load(path: Path, dtype: torch.dtype) -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to("cuda").eval()
 
 
-@pytest.mark.parametrize("door", ["eager", "generate", "generate_compiled", "generator", "generator_compiled"])
+@pytest.mark.parametrize(
+    "door", ["eager", "generate", "generate_compiled", "generator", "generator_compiled", "generator_fused", "generator_fused_k4"]
+)
 def test_golden_tokens(smollm2_path: Path, door: str) -> None:
     import torchpaged.hf as hf
     from torchpaged.engine import Generator, SamplingParams
@@ -26,11 +28,15 @@ def test_golden_tokens(smollm2_path: Path, door: str) -> None:
     model = load(smollm2_path, torch.float32)
     want = [p["new_ids"] for p in GOLDEN]
     if door.startswith("generator"):
+        compiled, fused = door.endswith("compiled"), "fused" in door
         generator = Generator(
-            model, max_seq_len=64, compile=door.endswith("compiled"), buckets=[5, 8] if door.endswith("compiled") else None
-        )
+            model, max_seq_len=64, compile="auto" if fused else compiled, buckets=[5, 8] if compiled else None, fuse=fused,
+            steps_per_launch=4 if door.endswith("k4") else 1,
+        )  # fmt: skip
         outputs = generator.generate([p["input_ids"] for p in GOLDEN], SamplingParams(max_new_tokens=24, ignore_eos=True))
         assert generator.choice.name == "cuda" and generator.runner is not None
+        report = generator.fusion_report
+        assert (report is not None and report.complete and "fully fused" in generator.compile_reason) if fused else report is None
         assert [o.token_ids for o in outputs] == want
         return
     model.set_attn_implementation("eager" if door == "eager" else "torchpaged")

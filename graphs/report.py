@@ -48,6 +48,19 @@ def bucket_table(reports: Sequence[BucketReport]) -> str:
     return "\n".join(lines)
 
 
+def device_memory(device: torch.device) -> int:
+    """Bytes of the GPU that torch holds; 0 on a CPU."""
+    return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
+
+
+def describe_bucket(bucket: int, device: torch.device) -> str:
+    """A bucket and what memory is left, for a progress bar."""
+    if device.type != "cuda":
+        return f"batch {bucket}"
+    free, _ = torch.cuda.mem_get_info(device)
+    return f"batch {bucket}, {free / 2**30:.1f} GiB free"
+
+
 class _Watch(TorchDispatchMode):
     """Remembers the op that fails, or that hands a device value to the host."""
 

@@ -18,24 +18,21 @@ from __future__ import annotations
 import gc
 import os
 import time
-import types
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 
 from torchpaged.custom_ops.errors import ArgumentError, CaptureError
+from torchpaged.graphs.addresses import CapturedAddresses
 from torchpaged.graphs.buckets import bucket_for, check_buckets, default_buckets
-from torchpaged.graphs.buffers import DecodeBuffers
+from torchpaged.graphs.buffers import DecodeBuffers, buffers_of_sizes
 from torchpaged.graphs.capture import CaptureBackend, Captured, CudaCapture, EagerCapture, TapeCapture
-from torchpaged.graphs.report import BucketReport, find_culprit
+from torchpaged.graphs.report import BucketReport, describe_bucket, device_memory, find_culprit
 from torchpaged.graphs.rows import DecodeRows
-from torchpaged.metadata import AttentionMetadata
+from torchpaged.graphs.step import Ranges, Step, bucket_step, no_range
 
-Step = Callable[[Tensor, AttentionMetadata], Tensor]
 Progress = Callable[[int, int, str], None]
-Ranges = Callable[..., AbstractContextManager[None]]
 
 
 class DecodeGraphRunner:
@@ -85,7 +82,7 @@ class DecodeGraphRunner:
         ranges: Ranges | None = None,
     ) -> None:
         sizes = {"max_batch_size": max_batch_size, "max_blocks_per_req": max_blocks_per_req, "block_size": block_size}
-        self.buffers = _buffers(sizes, device, num_blocks) if rows is None else None
+        self.buffers = buffers_of_sizes(sizes, device, num_blocks) if rows is None else None
         if rows is not None and any(size is not None for size in (*sizes.values(), num_blocks)):
             raise ArgumentError("rows", "DecodeRows or sizes", "both", "the rows know their sizes")
         self.rows = rows
@@ -93,7 +90,7 @@ class DecodeGraphRunner:
         self.buckets = check_buckets(default_buckets(max_batch_size) if buckets is None else buckets, max_batch_size)
         self.device = torch.device(device)
         self._eager_step = step
-        self._steps = {n: torch.compile(_bucket_step(step, n), fullgraph=True, dynamic=False) if compile else step for n in self.buckets}
+        self._steps = {n: torch.compile(bucket_step(step, n), fullgraph=True, dynamic=False) if compile else step for n in self.buckets}
         if isinstance(capture, str):
             if capture != "auto":
                 raise ArgumentError("capture", "'auto' or a CaptureBackend", repr(capture))
@@ -103,11 +100,10 @@ class DecodeGraphRunner:
         self._backend = capture
         self._pool = capture.new_pool()
         self._warmup_iters, self._progress = warmup_iters, progress
-        self._watch = watch if callable(watch) else dict(watch or {})
+        self._addresses = CapturedAddresses(self._static.tensors, watch)
         self._debug = os.environ.get("TORCHPAGED_CHECK") == "1" if debug is None else debug
-        self._ranges = _no_range if ranges is None else ranges
+        self._ranges = no_range if ranges is None else ranges
         self._graphs: dict[int, Captured] = {}
-        self._addresses: dict[int, dict[str, int]] = {}  # per bucket, as captured
         self._reports = {n: BucketReport(n) for n in self.buckets}
         self._seen: dict[int, int] = {}
 
@@ -121,7 +117,7 @@ class DecodeGraphRunner:
         for done, bucket in enumerate(todo):
             self._capture_one(bucket)
             if self._progress:
-                self._progress(done + 1, len(todo), self._describe(bucket))
+                self._progress(done + 1, len(todo), describe_bucket(bucket, self.device))
 
     def capture_for(self, num_rows: int) -> None:
         """Capture the bucket of ``num_rows`` rows unless it is captured; raises as `capture` does."""
@@ -142,7 +138,7 @@ class DecodeGraphRunner:
 
     def _warm_up_and_capture(self, bucket: int) -> None:
         launch = self._launch(bucket, self._steps[bucket])
-        started, before = time.perf_counter(), self._memory()
+        started, before = time.perf_counter(), device_memory(self.device)
         try:
             with torch.inference_mode(), self._static.padding(bucket):
                 self._backend.warmup(launch, self._warmup_iters)
@@ -152,8 +148,8 @@ class DecodeGraphRunner:
             raise self._failure(bucket, error) from error
         report, ended = self._reports[bucket], time.perf_counter()
         report.capture_ms, report.record_ms, report.captured = (ended - started) * 1e3, (ended - warm) * 1e3, True
-        report.num_bytes = self._memory() - before
-        self._addresses[bucket] = {name: tensor.data_ptr() for name, tensor in self._fixed().items()}
+        report.num_bytes = device_memory(self.device) - before
+        self._addresses.note(bucket)
 
     def _failure(self, bucket: int, error: Exception) -> CaptureError:
         """Free what the capture of ``bucket`` took, and say which op it was."""
@@ -219,7 +215,7 @@ class DecodeGraphRunner:
         if bucket not in self._graphs:
             raise CaptureError(f"bucket {bucket}: not captured yet; call capture() or run() first")
         if self._debug:
-            self._check_addresses(bucket)
+            self._addresses.check(bucket)
         report = self._reports[bucket]
         report.hits += 1
         self._seen[num_rows] = self._seen.get(num_rows, 0) + 1
@@ -262,52 +258,3 @@ class DecodeGraphRunner:
     def histogram(self) -> dict[int, int]:
         """How often each number of rows was replayed: for `buckets_by_cost`."""
         return dict(sorted(self._seen.items()))
-
-    def _fixed(self) -> dict[str, Tensor]:
-        return {**self._static.tensors(), **(self._watch() if callable(self._watch) else self._watch)}
-
-    def _check_addresses(self, bucket: int) -> None:
-        captured = self._addresses[bucket]
-        for name, tensor in self._fixed().items():
-            if tensor.data_ptr() != captured[name]:
-                raise CaptureError(
-                    f"{name}: expected at {captured[name]:#x}, where it was captured, got {tensor.data_ptr():#x}; "
-                    "captured tensors must be updated in place, never replaced"
-                )
-
-    def _memory(self) -> int:
-        return torch.cuda.memory_reserved(self.device) if self.device.type == "cuda" else 0
-
-    def _describe(self, bucket: int) -> str:
-        if self.device.type != "cuda":
-            return f"batch {bucket}"
-        free, _ = torch.cuda.mem_get_info(self.device)
-        return f"batch {bucket}, {free / 2**30:.1f} GiB free"
-
-
-def _buffers(sizes: Mapping[str, int | None], device: torch.device | str, num_blocks: int | None) -> DecodeBuffers:
-    for name, size in sizes.items():
-        if size is None:
-            raise ArgumentError(name, "a number", "None", "give the three sizes, or rows=DecodeRows(...)")
-    return DecodeBuffers(**sizes, device=device, num_blocks=num_blocks)  # type: ignore[arg-type]
-
-
-_NO_RANGE: AbstractContextManager[None] = nullcontext()
-
-
-def _no_range(name: str, **payload: object) -> AbstractContextManager[None]:
-    return _NO_RANGE
-
-
-def _bucket_step(step: Step, bucket: int) -> Step:
-    """``step`` as a function with a code object of its own.
-
-    Dynamo keeps its compiled entries, and counts its recompile limit, per code object: shared by all buckets, the limit of 8
-    would end the ninth.
-    """
-
-    def bucket_step(input_ids: Tensor, metadata: AttentionMetadata) -> Tensor:
-        return step(input_ids, metadata)
-
-    code = bucket_step.__code__.replace(co_name=f"decode_{bucket}")
-    return types.FunctionType(code, bucket_step.__globals__, code.co_name, None, bucket_step.__closure__)

@@ -193,10 +193,11 @@ def test_a_frozen_host_value_shows() -> None:
 
 def test_moved_memory_is_noticed() -> None:
     toy = Toy()
-    watch = {"k_cache": toy.cache[0].k_cache}
-    r = runner(toy, TapeCapture(), debug=True, watch=watch)
+    pools = {"k_cache": toy.cache[0].k_cache}
+    r = runner(toy, TapeCapture(), debug=True, watch=lambda: pools)
     r.run([3], [1], [[1]])
-    r._watch["k_cache"] = toy.cache[0].k_cache.clone()
+    r.run([3], [2], [[1]])
+    pools["k_cache"] = toy.cache[0].k_cache.clone()
     with pytest.raises(CaptureError, match="k_cache: expected at 0x"):
         r.run([3], [2], [[1]])
 

@@ -160,3 +160,24 @@ def test_numbers_that_no_row_holds_are_refused_at_once(option: dict[str, Any]) -
     """Not when the row is written: the whole batch would stand still."""
     with pytest.raises(ArgumentError, match=next(iter(option))):
         SamplingParams(**option)
+
+
+def test_blocks_taken_back_from_a_row_are_not_used_by_it(model: Any) -> None:
+    """A request has blocks far ahead of need, a long prompt takes them over, and the first one grows again, into other blocks."""
+    first, second = [11, 12], [20 + i % 70 for i in range(38)]
+    params = [SamplingParams(max_new_tokens=46, ignore_eos=True), SamplingParams(max_new_tokens=10, ignore_eos=True)]
+    want = outcomes(generator(model, graphs=False).generate([first, second], params))
+    loop = generator(model, num_blocks=22, lookahead=40, steps_per_launch=2, prefill_chunk_size=64)
+    ids = [loop.submit(first, params[0])]
+    tokens: dict[int, list[int]] = {}
+    most = 0
+    while loop.has_unfinished:
+        for event in loop.step():
+            tokens.setdefault(event.request_id, []).append(event.token_id)  # type: ignore[arg-type]
+        most = max(most, loop.pool.num_used)
+        for sequence in loop.scheduler.running:
+            assert loop.loop.rows.block_table[sequence.row, : len(sequence.blocks)].tolist() == sequence.blocks  # type: ignore[union-attr]
+        if len(ids) == 1 and len(tokens.get(ids[0], ())) >= 10:
+            assert most >= 11  # it holds the blocks it will need much later
+            ids.append(loop.submit(second, params[1]))
+    assert [tokens[i] for i in ids] == [each for each, _ in want] and not loop.stats.preemptions

@@ -107,7 +107,13 @@ def test_a_late_capture_leaves_live_rows_alone() -> None:
 
 def test_move_and_clear() -> None:
     rows = make_rows()
-    rows.write({1: state(5, temperature=0.5, seen=[3], stop_token_ids=[1]), 4: state(6, 5, temperature=0.25, seen=[40]), 5: state(7)})
+    rows.write(
+        {
+            1: state(5, temperature=0.5, seen=[3], stop_token_ids=[1]),
+            4: state(6, 5, temperature=0.25, seen=[40], stop_token_ids=[2]),
+            5: state(7),
+        }
+    )
     before = fields(rows)
     rows.move([(4, 0), (5, 2)])
     after = fields(rows)

@@ -273,11 +273,15 @@ def test_moving_and_loading_keep_the_model_right() -> None:
     assert first.self_attn.q_proj.weight.untyped_storage().data_ptr() == first.self_attn.k_proj.weight.untyped_storage().data_ptr()
 
 
-def test_replaced_weights_are_refused_not_ignored() -> None:
-    model = build("Llama")
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [("Llama", "mlp.up_proj"), ("Llama", "input_layernorm"), ("Llama", "post_attention_layernorm"), ("Qwen3", "self_attn.k_norm")],
+)
+def test_replaced_weights_are_refused_not_ignored(name: str, part: str) -> None:
+    model = build(name)
     fuse(model)
-    layer: Any = model.get_decoder().layers[1]
-    layer.mlp.up_proj.weight = nn.Parameter(layer.mlp.up_proj.weight.detach() * 2)
+    module: Any = model.get_decoder().get_submodule(f"layers.1.{part}")
+    module.weight = nn.Parameter(module.weight.detach() * 2)
     with pytest.raises(TorchpagedError, match="layer 1: weights were replaced"):
         logits(model)
     unfuse(model)

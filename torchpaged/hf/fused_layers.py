@@ -99,12 +99,17 @@ class LayerPlan:
         if hidden_states.requires_grad and torch.is_grad_enabled():
             raise ArgumentError("hidden_states", "no grad with a paged cache (inference only)", "requires_grad=True",
                                 "run under torch.no_grad() or torch.inference_mode()")  # fmt: skip
-        if not torch.compiler.is_compiling():
-            for stacked in (self.qkv, self.gate_up):
-                if stacked is not None and not stacked.holds():
-                    raise TorchpagedError(
-                        f"layer {self.layer_idx}: weights were replaced after fuse(); call torchpaged.hf.unfuse(model), then fuse(model) again"
-                    )
+        if not torch.compiler.is_compiling() and not self._holds():
+            raise TorchpagedError(
+                f"layer {self.layer_idx}: weights were replaced after fuse(); call torchpaged.hf.unfuse(model), then fuse(model) again"
+            )
+
+    def _holds(self) -> bool:
+        """Whether the weights that were looked up are still the layer's."""
+        pairs = [(norm.weight, options["norm_weight"]) for norm, options in zip(self.norms, self.norm_options, strict=True)]
+        if self.head_norms:
+            pairs += [(self.attn.q_norm.weight, self.head_norms["q_norm"]), (self.attn.k_norm.weight, self.head_norms["k_norm"])]
+        return all(now is then for now, then in pairs) and all(x is None or x.holds() for x in (self.qkv, self.gate_up))
 
     # ------------------------------------------------------------------------------------------- pieces of a step
     def linear(self, ops: BackendOps, x: Tensor, weight: Tensor, width: int, **options: Any) -> Tensor:

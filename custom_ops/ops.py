@@ -90,6 +90,7 @@ SCHEMAS = {
     "act_and_mul": """(Tensor gate_up, Tensor(a!) out, *, str activation="silu") -> ()""",
     # x [T, K], weight [N, K], out [T, N] = x' @ weight.T + bias [N] + residual [T, N]. x' = rms_norm(x, norm_weight [K]) if given, else x.
     # activation not "none": weight holds gate rows, then as many up rows, and out [T, N / 2] = activation(gate) * up, then + residual.
+    # weight and norm_weight are constants: they, too, may be read before the kernels ahead have finished, so no op of a step may write them.
     "linear": """(Tensor x, Tensor weight, Tensor(a!) out, *, Tensor? bias=None, Tensor? residual=None, Tensor? norm_weight=None,
         float norm_eps=1e-6, float norm_offset=0.0, str activation="none") -> ()""",
 }

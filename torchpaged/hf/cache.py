@@ -159,7 +159,7 @@ class PagedCache(Cache):
             self._require_room(query_len)
         self.total.add_(query_len)
         # Compiled by hand, a step has no host hook at all; there this assertion fires instead (on a GPU: device-side).
-        # torch has no public asynchronous assertion; tests/hf/test_compile.py notices if this one goes.
+        # torch has no public asynchronous assertion; tests/hf/test_refusals.py notices if this one goes.
         torch._assert_async(self.total <= self.limit, "PagedCache: more tokens than max_seq_len")
         self.seq_lens[:batch].add_(query_len)
         if query_len == 1:

@@ -21,7 +21,7 @@ def uses_attention_interface(model_class: type[PreTrainedModel]) -> bool:
     """Whether a model class calls the attention interface.
 
     transformers tells it only through the private ``_can_set_attn_implementation``; ``set_attn_implementation`` asks the same
-    method but merely warns. ``tests/hf/test_support.py`` notices if it changes.
+    method but merely warns. ``tests/hf/test_refusals.py`` notices if it changes.
     """
     return bool(model_class._can_set_attn_implementation())
 

@@ -82,7 +82,8 @@ def test_a_replay_takes_nothing_from_the_host(model: Any, params: Any, want: Any
 
 @pytest.mark.parametrize("steps", [1, 3])
 def test_preemption_changes_no_token(model: Any, steps: int) -> None:
-    each = [SamplingParams(max_new_tokens=30, ignore_eos=True, temperature=0.7 * (i % 2), seed=i) for i in range(9)]
+    each = [SamplingParams(max_new_tokens=30, ignore_eos=True, temperature=0.7 * (i % 2), seed=i, repetition_penalty=1.3 if i > 2 else 1.0)
+            for i in range(9)]  # fmt: skip
     want = outcomes(generator(model, graphs=False).generate(prompts(9), each))
     small = generator(model, steps_per_launch=steps, num_blocks=20, lookahead=8)
     assert outcomes(small.generate(prompts(9), each)) == want

@@ -182,12 +182,17 @@ def load_compile_cache(path: str | os.PathLike[str]) -> CompileCacheReport:
     try:
         with zipfile.ZipFile(source) as archive:
             found, here = json.loads(archive.read("versions.json")), _versions()
+            if not isinstance(found, dict):
+                raise ValueError(f"versions.json holds a {type(found).__name__}")
             differs = [f"{name} {found.get(name)}, here {here[name]}" for name in here if found.get(name) != here[name]]
             if differs:
                 report.loaded, report.reason = False, f"{source}: made with {'; '.join(differs)}"
                 warnings.warn(f"compile cache not loaded: {report.reason}", CompileCacheWarning, stacklevel=2)
                 return report
             members = {name: archive.read(name) for name in archive.namelist()}  # all of it, checked, before anything is written
+            for name in members:
+                if name.rpartition("/")[2].startswith("__grp__"):
+                    _children(members[name])
     except (zipfile.BadZipFile, KeyError, ValueError) as error:
         raise CompileCacheError(f"{source}: expected a file of save_compile_cache(), got {error}; delete it and save anew") from error
     if "torch" in members:
@@ -223,11 +228,18 @@ def _write_files(folder: Path, files: dict[str, bytes]) -> None:
                 os.replace(Path(partial) / name, folder / name)
 
 
+def _children(group: bytes) -> list[str]:
+    """Names of the files that a group file of Triton's lists; raises ValueError."""
+    found = json.loads(group)
+    if not isinstance(found, dict) or not isinstance(found.get("child_paths"), dict):
+        raise ValueError("a group file of Triton's without child_paths")
+    return list(found["child_paths"])
+
+
 def _write_triton(folder: Path, files: dict[str, bytes]) -> None:
     """A kernel's entry. Its group file lists the others by their absolute paths, and is what Triton looks for: it comes last."""
     groups = {name: content for name, content in files.items() if name.startswith("__grp__")}
     _write_files(folder, {name: content for name, content in files.items() if name not in groups})
     for name, content in groups.items():
-        children = json.loads(content)["child_paths"]
-        moved = json.dumps({"child_paths": {child: str(folder / child) for child in children}})
+        moved = json.dumps({"child_paths": {child: str(folder / child) for child in _children(content)}})
         _write_files(folder, {name: moved.encode()})

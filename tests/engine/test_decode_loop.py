@@ -182,3 +182,17 @@ def test_blocks_taken_back_from_a_row_are_not_used_by_it(model: Any) -> None:
             assert most >= 11  # it holds the blocks it will need much later
             ids.append(loop.submit(second, params[1]))
     assert [tokens[i] for i in ids] == [each for each, _ in want] and not loop.stats.preemptions
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_a_paged_model_brings_its_own_blocks(model: Any, graphs: bool) -> None:
+    """Rows are as wide as the pool's block size asks; what would shape another cache is refused."""
+    from torchpaged.hf import PagedModel
+
+    paged = PagedModel(model, num_blocks=60, block_size=4)
+    params = SamplingParams(max_new_tokens=50, ignore_eos=True)
+    want = outcomes(generator(model, graphs=False).generate(prompts(2), params))
+    assert outcomes(Generator(paged, max_batch_size=2, max_seq_len=96, graphs=graphs, compile=False).generate(prompts(2), params)) == want
+    for name, value in {"block_size": 4, "num_blocks": 9, "kv_cache_memory": 1 << 20, "backend": "cpu", "fuse": True}.items():
+        with pytest.raises(ArgumentError, match=name):
+            Generator(paged, **{name: value})

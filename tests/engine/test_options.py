@@ -63,10 +63,10 @@ def test_fused_generator_gives_the_same_tokens(model: Any, options: dict[str, An
 def test_a_paged_model_is_not_fused(model: Any) -> None:
     paged = hf.PagedModel(model, num_blocks=40, block_size=4)
     with pytest.raises(ArgumentError, match=r"fuse: expected False.*PagedModel.*torchpaged\.hf\.fuse\(model\)"):
-        Generator(paged, block_size=4, fuse=True)
+        Generator(paged, fuse=True)
     assert hf.fusion_of(model) is None
     report = hf.fuse(model, passes=("qkv",))
-    generator = Generator(paged, block_size=4)
+    generator = Generator(paged)
     assert generator.fusion_report is report and not report.complete
 
 

@@ -46,7 +46,8 @@ class Generator:
         tokenizer: for string prompts, text and stop strings; None works with token ids.
         max_batch_size: requests that run at once; more wait.
         max_seq_len: tokens of prompt and output per request; default: the model's, at most 2048.
-        block_size: tokens per block.
+        block_size: tokens per block; default 16. This, the next two and ``backend`` shape the cache of a transformers model; with a model
+            that is paged already they are refused.
         num_blocks: blocks of the pool; default: enough for ``max_batch_size`` requests of ``max_seq_len``.
         kv_cache_memory: bytes for the pool instead.
         backend: attention backend, or "auto".
@@ -85,7 +86,7 @@ class Generator:
         *,
         max_batch_size: int = 8,
         max_seq_len: int | None = None,
-        block_size: int = 16,
+        block_size: int | None = None,
         num_blocks: int | None = None,
         kv_cache_memory: int | None = None,
         backend: str = "auto",
@@ -101,17 +102,15 @@ class Generator:
         progress: Callable[[int, int, str], None] | None = None,
     ) -> None:
         check_options(
-            {"max_batch_size": max_batch_size, "prefill_chunk_size": prefill_chunk_size, "block_size": block_size,
-             "steps_per_launch": steps_per_launch, "lookahead": 1 if lookahead is None else lookahead + 1},
+            {"max_batch_size": max_batch_size, "prefill_chunk_size": prefill_chunk_size,
+             "block_size": 1 if block_size is None else block_size, "steps_per_launch": steps_per_launch, "lookahead": 1 if lookahead is None else lookahead + 1},
             {"compile": compile, "graphs": graphs, "capture_ahead": capture_ahead},
         )  # fmt: skip
         self.max_seq_len = tokens_per_request(model, max_seq_len)
-        per_row = -(-self.max_seq_len // block_size)
-        if num_blocks is None and kv_cache_memory is None:
-            num_blocks = max_batch_size * per_row + 1
         self.model: PagedModelProtocol = paged_model(
-            model, fuse=fuse, num_blocks=num_blocks, kv_cache_memory=kv_cache_memory, block_size=block_size, backend=backend
-        )
+            model, fuse=fuse, num_blocks=num_blocks, kv_cache_memory=kv_cache_memory, block_size=block_size, backend=backend,
+            max_batch_size=max_batch_size, max_seq_len=self.max_seq_len,
+        )  # fmt: skip
         self.tokenizer, self.choice, self.device = tokenizer, self.model.choice, torch.device(self.model.device)
         self.fusion_report: FusionReport | None = getattr(self.model, "fusion_report", None)
         cache, on_gpu = self.model.kv_cache, self.device.type == "cuda"
@@ -123,8 +122,9 @@ class Generator:
         self.loop: DecodeLoop | None = None
         if use_graphs:
             self.loop = DecodeLoop(
-                self.model, max_batch_size=max_batch_size, max_blocks_per_req=per_row, steps_per_launch=steps_per_launch,
-                capture=capture, buckets=buckets if buckets is not None or on_gpu else range(1, max_batch_size + 1),
+                self.model, max_batch_size=max_batch_size, max_blocks_per_req=-(-self.max_seq_len // cache.block_size),
+                steps_per_launch=steps_per_launch, capture=capture,
+                buckets=buckets if buckets is not None or on_gpu else range(1, max_batch_size + 1),
                 compile=use_compile, progress=progress,
                 watch={f"{side}_cache[{i}]": t for i, pools in enumerate(cache) for side, t in zip("kv", pools[:2], strict=True)},
             )  # fmt: skip

@@ -33,7 +33,8 @@ def tokens_per_request(model: Any, max_seq_len: int | None) -> int:
     limit = _max_positions(model)
     chosen = min(limit or DEFAULT_MAX_SEQ_LEN, DEFAULT_MAX_SEQ_LEN) if max_seq_len is None else max_seq_len
     if chosen < 2 or (limit is not None and chosen > limit):
-        raise ArgumentError("max_seq_len", f"2 to {limit} tokens (the model's maximum)", str(max_seq_len))
+        allowed = "at least 2 tokens" if limit is None else f"2 to {limit} tokens (the model's maximum)"
+        raise ArgumentError("max_seq_len", allowed, str(max_seq_len))
     return chosen
 
 
@@ -46,14 +47,16 @@ def _max_positions(model: Any) -> int | None:
 
 
 def paged_model(
-    model: Any, *, fuse: bool, num_blocks: int | None, kv_cache_memory: int | None, block_size: int, backend: str
+    model: Any, *, fuse: bool, num_blocks: int | None, kv_cache_memory: int | None, block_size: int | None, backend: str,
+    max_batch_size: int, max_seq_len: int,
 ) -> PagedModelProtocol:  # fmt: skip
     """``model`` itself if it is paged, else a `PagedModel` of it, fused first if asked.
 
-    A model that is fused already is taken as it is; one that is fused here stays so, also if it can't be paged.
+    Without ``num_blocks`` and ``kv_cache_memory`` the pool holds ``max_batch_size`` requests of ``max_seq_len`` tokens; blocks hold 16
+    tokens unless ``block_size`` says otherwise. A model that is fused already is taken as it is; one that is fused here stays so, also if it can't be paged.
 
     Raises:
-        ArgumentError: ``fuse`` with a model that is paged already.
+        ArgumentError: ``fuse``, or anything that shapes a cache or chooses a backend, with a model that is paged already.
         BackendUnavailableError, UnsupportedModelError: from `PagedModel` or `fuse`.
     """
     if isinstance(model, PagedModelProtocol):
@@ -62,6 +65,11 @@ def paged_model(
                 "fuse", "False, or a transformers model that is not paged yet", f"True with a {type(model).__name__}",
                 "call torchpaged.hf.fuse(model) on the transformers model before you make the paged one",
             )  # fmt: skip
+        given = {"num_blocks": num_blocks, "kv_cache_memory": kv_cache_memory, "block_size": block_size,
+                 "backend": None if backend == "auto" else backend}  # fmt: skip
+        for name, value in given.items():
+            if value is not None:
+                raise ArgumentError(name, f"nothing with a {type(model).__name__}, whose cache and backend are made", repr(value))
         return model
     from torchpaged.hf import PagedModel, fusion_of, require_supported  # transformers is optional
     from torchpaged.hf import fuse as fuse_model
@@ -69,6 +77,9 @@ def paged_model(
     require_supported(model)
     if fuse and fusion_of(model) is None:
         fuse_model(model)
+    block_size = 16 if block_size is None else block_size
+    if num_blocks is None and kv_cache_memory is None:
+        num_blocks = max_batch_size * -(-max_seq_len // block_size) + 1
     budget = None if num_blocks is not None else kv_cache_memory
     return PagedModel(model, num_blocks=num_blocks, memory_budget=budget, block_size=block_size, backend=backend)
 

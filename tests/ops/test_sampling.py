@@ -265,7 +265,7 @@ def test_engine_sample() -> None:
     DEFAULT.sample_tokens(**inputs)
     params = [
         SamplingParams(temperature=1.0, top_p=0.9),
-        SamplingParams(top_k=2**40),
+        SamplingParams(top_k=2**31 - 1),
         SamplingParams(temperature=1.0, min_p=0.1, repetition_penalty=1.5),
     ]
     seeds, counters = inputs["seeds"].tolist(), inputs["counters"].tolist()

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +12,8 @@ pytest.importorskip("triton", reason="triton is not installed")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("kernels are interpreted in this process", allow_module_level=True)
 
+import aot
+
 from torchpaged.custom_ops.triton import config
 from torchpaged.custom_ops.triton.advance_step import advance_step_kernel
 from torchpaged.custom_ops.triton.copy_blocks import copy_blocks_kernel
@@ -21,11 +21,6 @@ from torchpaged.custom_ops.triton.decode import decode_kernel
 from torchpaged.custom_ops.triton.merge_attn_states import merge_attn_states_kernel
 from torchpaged.custom_ops.triton.rope_write_kv import head_tiles, rope_write_kv_kernel
 from torchpaged.custom_ops.triton.write_kv import write_kv_kernel
-
-_spec = importlib.util.spec_from_file_location("aot", Path(__file__).with_name("aot.py"))
-assert _spec and _spec.loader
-aot = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(aot)
 
 SIZES = {"bf16": 2, "fp16": 2, "fp32": 4}
 INT_POINTERS = {"table_ptr": "i32", "seq_lens_ptr": "i32", "starts_ptr": "i32"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import subprocess
@@ -13,14 +12,12 @@ import pytest
 
 pytest.importorskip("triton", reason="triton is not installed")
 
+import aot
+
 from torchpaged.custom_ops.triton.act_and_mul import act_and_mul_kernel
 from torchpaged.custom_ops.triton.config import next_power_of_2
 from torchpaged.custom_ops.triton.rms_norm import num_warps_of, rms_norm_kernel
 
-_spec = importlib.util.spec_from_file_location("aot", Path(__file__).with_name("aot.py"))
-assert _spec and _spec.loader
-aot = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(aot)
 interpreting = os.environ.get("TRITON_INTERPRET") == "1"
 
 

@@ -6,7 +6,6 @@ wait behind every wgmma when it can't prove the registers free, which costs half
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import os
 import re
@@ -21,15 +20,11 @@ pytest.importorskip("triton", reason="triton is not installed")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("kernels are interpreted in this process", allow_module_level=True)
 
+import aot
 import triton
 
 from torchpaged.custom_ops.triton import config
 from torchpaged.custom_ops.triton.prefill import prefill_kernel
-
-_spec = importlib.util.spec_from_file_location("aot", Path(__file__).with_name("aot.py"))
-assert _spec and _spec.loader
-aot = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(aot)
 
 SIZES = {"bf16": 2, "fp16": 2, "fp32": 4}
 EVERYTHING = {"WINDOW_LEFT": 100, "CHUNK": 256, "SOFT_CAP": True, "ALIBI": True, "SINKS": True, "HAS_LSE": True}

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,14 +11,11 @@ pytest.importorskip("triton", reason="triton is not installed")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("kernels are interpreted in this process", allow_module_level=True)
 
+import aot
+
 from torchpaged.custom_ops.triton import config
 from torchpaged.custom_ops.triton.accept_tokens import _ROWS, _STOPS, accept_tokens_kernel
 from torchpaged.custom_ops.triton.sample_tokens import GROUP, merge_tiles_kernel, sample_tiles, sample_tiles_kernel
-
-_spec = importlib.util.spec_from_file_location("aot", Path(__file__).with_name("aot.py"))
-assert _spec and _spec.loader
-aot = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(aot)
 
 POINTERS = {f"{name}_ptr": "fp32" for name in ("temperature", "top_p", "min_p", "penalty", "parts")}
 POINTERS |= {"top_k_ptr": "i32", "seen_ptr": "i32", "indices_ptr": "i32", "seeds_ptr": "i64", "counters_ptr": "i64", "out_ptr": "i64"}

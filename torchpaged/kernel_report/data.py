@@ -56,8 +56,25 @@ class UnmatchedKernels(_Sums):
     kernels: list[KernelTime] = field(default_factory=list)
 
 
+class Totals:
+    """Sums over kernels by module and those without one."""
+
+    modules: list[ModuleKernels]
+    unmatched: list[UnmatchedKernels]
+
+    @property
+    def count(self) -> int:
+        """All kernel runs."""
+        return sum(row.count for row in (*self.modules, *self.unmatched))
+
+    @property
+    def total_us(self) -> float:
+        """All kernels' time, microseconds."""
+        return sum(row.total_us for row in (*self.modules, *self.unmatched))
+
+
 @dataclass
-class KernelReport:
+class KernelReport(Totals):
     """Kernels by module.
 
     Attributes:
@@ -73,16 +90,6 @@ class KernelReport:
     modules: list[ModuleKernels] = field(default_factory=list)
     unmatched: list[UnmatchedKernels] = field(default_factory=list)
     missing: list[ModuleKernels] = field(default_factory=list)
-
-    @property
-    def count(self) -> int:
-        """All kernel runs."""
-        return sum(row.count for row in (*self.modules, *self.unmatched))
-
-    @property
-    def total_us(self) -> float:
-        """All kernels' time, microseconds."""
-        return sum(row.total_us for row in (*self.modules, *self.unmatched))
 
     @property
     def is_complete(self) -> bool:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from torchpaged.kernel_report.data import Between, KernelReport, KernelTime, ModuleKernels, UnmatchedKernels
+from torchpaged.kernel_report.data import Between, KernelReport, KernelTime, ModuleKernels, Totals, UnmatchedKernels
 
 #: The layer's own module, in the names relative to a layer.
 ITSELF = "(itself)"
@@ -14,7 +14,7 @@ _LAYER = re.compile(r"(.*?)\.(\d+)(?:\.(.*))?")
 
 
 @dataclass
-class LayerGroup:
+class LayerGroup(Totals):
     """Layers with the same kernels in the same modules, or a single module outside the layers.
 
     Attributes:
@@ -35,16 +35,6 @@ class LayerGroup:
     def name(self) -> str:
         """Such as "model.layers.0-2,4"."""
         return f"{self.prefix}.{_ranges(self.indices)}" if self.indices else self.prefix or "(outside the model)"
-
-    @property
-    def count(self) -> int:
-        """Kernel runs of all layers."""
-        return sum(row.count for row in (*self.modules, *self.unmatched))
-
-    @property
-    def total_us(self) -> float:
-        """Their time, microseconds."""
-        return sum(row.total_us for row in (*self.modules, *self.unmatched))
 
     @property
     def kernels_each(self) -> float:

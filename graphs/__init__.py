@@ -11,7 +11,7 @@ from torchpaged.graphs.buffers import DecodeBuffers
 from torchpaged.graphs.capture import CaptureBackend, CudaCapture, EagerCapture, TapeCapture
 from torchpaged.graphs.report import BucketReport, bucket_table
 from torchpaged.graphs.ring import RingFullError, TokenRing
-from torchpaged.graphs.row_state import MAX_STOP_TOKEN_IDS, RowState
+from torchpaged.graphs.row_state import MAX_STOP_TOKEN_IDS, RowState, token_bits
 from torchpaged.graphs.rows import DecodeRows, StepOps
 from torchpaged.graphs.runner import DecodeGraphRunner
 
@@ -33,4 +33,5 @@ __all__ = [
     "bucket_table",
     "buckets_by_cost",
     "default_buckets",
+    "token_bits",
 ]

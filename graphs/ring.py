@@ -4,7 +4,7 @@
     ...                                     # the next launch is on its way meanwhile
     tokens = ring.read(slot)                # waits for that event only
 
-A slot is free again once it was read or dropped.
+A slot is free again once it was read.
 """
 
 from __future__ import annotations
@@ -55,6 +55,6 @@ class TokenRing:
         assert shape is not None
         if self._events is not None:
             self._events[slot].synchronize()
-        tokens: list[list[int]] = self._host[slot, : shape.numel()].view(-1, shape[-1]).tolist()
+        tokens: list[list[int]] = self._places[slot, shape].view(-1, shape[-1]).tolist()
         self._shapes[slot] = None
         return tokens

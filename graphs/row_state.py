@@ -80,7 +80,7 @@ class RowState:
         )  # fmt: skip
 
 
-def bits_of(tokens: Sequence[int], num_words: int) -> Tensor:
+def token_bits(tokens: Sequence[int], num_words: int) -> Tensor:
     """``[num_words]`` int32 with bit ``t % 32`` of word ``t // 32`` set for every token ``t``."""
     flags = torch.zeros(num_words * 32, dtype=torch.int64)
     flags[torch.tensor(tokens, dtype=torch.int64)] = 1

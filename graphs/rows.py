@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from torchpaged.custom_ops.errors import ArgumentError
-from torchpaged.graphs.row_state import HEAD_WORDS, MAX_STOP_TOKEN_IDS, NUM_FLOATS, NUM_INTS, NUM_LONGS, RowState, bits_of
-from torchpaged.metadata import AttentionMetadata, make_semaphore
+from torchpaged.graphs.row_state import HEAD_WORDS, MAX_STOP_TOKEN_IDS, NUM_FLOATS, NUM_INTS, NUM_LONGS, RowState, token_bits
+from torchpaged.metadata import AttentionMetadata, make_semaphore, to_device
 
 
 class StepOps(Protocol):
@@ -133,7 +133,7 @@ class DecodeRows:
         Returns:
             ``[len(rows)]`` int64, the sampled tokens.
         """
-        index = self._to_device(rows)
+        index = to_device(rows, torch.int64, self.device)
         longs, ints, floats = (x.index_select(1, index) for x in (self._longs, self._ints, self._floats))
         table, stops, seen = (x.index_select(0, index) for x in (self.block_table, self.stop_token_ids, self.seen))
         sampled, tokens = torch.empty_like(longs[0]), torch.empty_like(longs[0])
@@ -170,7 +170,7 @@ class DecodeRows:
             line[2 : 2 + HEAD_WORDS] = torch.frombuffer(bytearray(state.packed(self.block_size)), dtype=torch.int32)
             line[2 + HEAD_WORDS : 2 + HEAD_WORDS + len(state.blocks)] = torch.tensor(state.blocks, dtype=torch.int32)
             if state.seen is not None:
-                line[2 + words :] = bits_of(state.seen, self.seen.shape[1])
+                line[2 + words :] = token_bits(state.seen, self.seen.shape[1])
         data = staged.to(self.device, non_blocking=True)
         index, data = data[:, 0].long(), data[:, 2:]
         longs = _copied(data[:, : 2 * (NUM_LONGS + MAX_STOP_TOKEN_IDS)]).view(torch.int64)
@@ -196,20 +196,22 @@ class DecodeRows:
                     f"row {row}, column {column}, block {block}", "make max_blocks_per_req hold the longest request",
                 )  # fmt: skip
         if blocks:
-            data = self._to_device([*(row * self.max_blocks_per_req + column for row, column, _ in blocks), *(x[2] for x in blocks)])
+            data = to_device(
+                [*(row * self.max_blocks_per_req + column for row, column, _ in blocks), *(x[2] for x in blocks)], torch.int64, self.device
+            )
             self.block_table.view(-1).index_copy_(0, data[: len(blocks)], data[len(blocks) :].int())
 
     def clear(self, rows: Sequence[int]) -> None:
         """Make rows idle."""
         if rows:
-            index = self._to_device(rows)
+            index = to_device(rows, torch.int64, self.device)
             self.seq_lens.index_fill_(0, index, 0)
             self.slot_mapping.index_fill_(0, index, -1)
 
     def move(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Move rows ``(from, to)``, without the host knowing what they hold; the old places become idle."""
         if pairs:
-            data = self._to_device([*(old for old, _ in pairs), *(new for _, new in pairs)])
+            data = to_device([*(old for old, _ in pairs), *(new for _, new in pairs)], torch.int64, self.device)
             old, new = data[: len(pairs)], data[len(pairs) :]
             for fields in (self._longs, self._ints, self._floats):
                 fields.index_copy_(1, new, fields.index_select(1, old))
@@ -232,9 +234,6 @@ class DecodeRows:
         finally:
             for tensor, old in zip(state, saved, strict=True):
                 tensor.copy_(old)
-
-    def _to_device(self, numbers: Sequence[int]) -> Tensor:
-        return torch.tensor(numbers, dtype=torch.int64, pin_memory=self._pin).to(self.device, non_blocking=True)
 
 
 def _copied(x: Tensor) -> Tensor:

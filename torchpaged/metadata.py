@@ -154,6 +154,12 @@ def _checked(semaphore: Tensor, num_reqs: int, device: torch.device | str) -> Te
     return semaphore
 
 
+def to_device(numbers: Sequence[int] | Sequence[float], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """Host numbers as a tensor ``[len(numbers)]`` on ``device``; the copy to a GPU is from pinned memory, so that nothing waits."""
+    device = torch.device(device)
+    return torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+
+
 def check_batch(
     query_lens: Sequence[int],
     seq_lens: Sequence[int],

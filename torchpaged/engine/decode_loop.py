@@ -29,11 +29,12 @@ MAX_IN_FLIGHT = 4
 
 
 class _Launch(NamedTuple):
-    """Tokens on their way: where they will be, which column is whose, and how many steps each column holds (0: of a prefill)."""
+    """Tokens on their way: where they will be, which column is whose, how many steps each column holds, and whether of a prefill."""
 
     slot: int
     columns: list[tuple[int, Sequence]]
     num_steps: int
+    prefill: bool
 
 
 class DecodeLoop:
@@ -96,7 +97,7 @@ class DecodeLoop:
         self._flush()
         rows = [sequence.row for sequence in sequences if sequence.row is not None]
         tokens = self.rows.finish_rows(logits, rows)
-        self._sent(self._ring.push(tokens), list(enumerate(sequences)), 0)
+        self._sent(self._ring.push(tokens), list(enumerate(sequences)), 1, prefill=True)
 
     # ------------------------------------------------------------------------------------------------ launches
     @property
@@ -128,15 +129,15 @@ class DecodeLoop:
             for column, sequence in live:
                 tokens = [step[column] for step in steps if step[column] >= 0]
                 if sequence.row is not None:
-                    sequence.in_flight -= launch.num_steps or 1
-                self.decoded += len(tokens) if launch.num_steps else 0
+                    sequence.in_flight -= launch.num_steps
+                self.decoded += 0 if launch.prefill else len(tokens)
                 results.append((sequence, tokens))
         return results
 
-    def _sent(self, slot: int, columns: list[tuple[int, Sequence]], num_steps: int) -> None:
+    def _sent(self, slot: int, columns: list[tuple[int, Sequence]], num_steps: int, prefill: bool = False) -> None:
         for _, sequence in columns:
-            sequence.in_flight += num_steps or 1
-        self._launches.append(_Launch(slot, columns, num_steps))
+            sequence.in_flight += num_steps
+        self._launches.append(_Launch(slot, columns, num_steps, prefill))
 
     # ------------------------------------------------------------------------------------------------ to the device
     def _flush(self) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torchpaged.engine.model import PagedModelProtocol
 from torchpaged.engine.sampling import sample, seen_tokens
 from torchpaged.engine.sequence import Sequence
-from torchpaged.metadata import AttentionMetadata, make_semaphore
+from torchpaged.metadata import AttentionMetadata, make_semaphore, to_device
 from torchpaged.profiling import range as profile_range
 
 
@@ -65,7 +65,7 @@ class PackedSteps:
             return tokens
 
     def _longs(self, numbers: Seq[int]) -> Tensor:
-        return torch.tensor(numbers, dtype=torch.int64, pin_memory=self._device.type == "cuda").to(self._device, non_blocking=True)
+        return to_device(numbers, torch.int64, self._device)
 
     def _metadata(self, query_lens: list[int], seq_lens: list[int], tables: list[list[int]]) -> AttentionMetadata:
         cache = self._model.kv_cache

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from torchpaged.custom_ops.errors import ArgumentError
-from torchpaged.graphs import StepOps
+from torchpaged.graphs import StepOps, token_bits
+from torchpaged.metadata import to_device
 
 _SMALLEST, _LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max  # the device has float32
 
@@ -77,11 +78,7 @@ def seen_tokens(tokens: Sequence[Sequence[int]], vocab_size: int) -> Tensor:
     Returns:
         ``[num_rows, ceil(vocab_size / 32)]`` int32; bit ``v % 32`` of word ``v // 32`` says that token ``v`` occurred.
     """
-    seen = torch.zeros(len(tokens), -(-vocab_size // 32), 32, dtype=torch.bool)
-    for row, occurred in zip(seen, tokens, strict=True):
-        row.view(-1)[torch.tensor(occurred, dtype=torch.int64)] = True
-    bits = torch.tensor([1 << bit for bit in range(32)])
-    return (seen * bits).sum(-1).to(torch.int32)
+    return torch.stack([token_bits(occurred, -(-vocab_size // 32)) for occurred in tokens])
 
 
 def sample(logits: Tensor, params: Sequence[SamplingParams], seeds: Sequence[int], counters: Sequence[int],
@@ -102,17 +99,17 @@ def sample(logits: Tensor, params: Sequence[SamplingParams], seeds: Sequence[int
     Raises:
         ArgumentError: a repetition penalty without ``seen``, or what the op refuses.
     """
-    device, on_gpu = logits.device, logits.device.type == "cuda"
+    device = logits.device
 
     def column(values: Sequence[float], dtype: torch.dtype) -> Tensor:
-        return torch.tensor(values, dtype=dtype, pin_memory=on_gpu).to(device, non_blocking=True)
+        return to_device(values, dtype, device)
 
     penalties = [p.repetition_penalty for p in params]
     if seen is None:
         if any(penalty != 1.0 for penalty in penalties):
             raise ArgumentError("seen", "a mask of seen tokens, since a row has a repetition penalty", "None", "build it with seen_tokens")
         seen = torch.zeros(1, -(-logits.shape[1] // 32), dtype=torch.int32, device=device).expand(len(params), -1)  # read by no row
-    elif on_gpu and seen.device.type == "cpu":
+    elif device.type == "cuda" and seen.device.type == "cpu":
         seen = seen.pin_memory()
     out = torch.empty(len(params), dtype=torch.int64, device=device)
     ops.sample_tokens(

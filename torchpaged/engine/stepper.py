@@ -85,14 +85,14 @@ class Stepper:
         if loop is not None:
             for sequence in plan.put_back:
                 loop.release(sequence)
-        between, decoded, prefilled = started, 0 if loop is None else loop.decoded, sum(count for _, count in plan.chunks)
+        between, read_before = started, 0 if loop is None else loop.decoded
         if plan.decodes or plan.chunks:
             advance = self._advance if loop is None else partial(self._launch, loop)
             more, between = advance(plan)
             events += more
         elif loop is not None:
             events += self._collect(loop, keep=0)
-        decoded = len(plan.decodes) if loop is None else loop.decoded - decoded
+        decoded, prefilled = len(plan.decodes) if loop is None else loop.decoded - read_before, sum(count for _, count in plan.chunks)
         if decoded or prefilled:
             decode_seconds = None if self._launches_return_at_once else between - started
             self.stats.add_step(time.perf_counter() - started, decode_seconds, decoded, prefilled)

@@ -1,84 +1,22 @@
-"""Argument checks of the ops, shared by the reference, the Triton launchers and the public functions.
-
-Shapes, dtypes, devices and strides are checked always (no device work). Values that live on a device (block ids, slots,
-lengths) can only be checked by reading them: on the CPU that is done always, on a GPU only with ``TORCHPAGED_CHECK=1``,
-because it synchronises.
-"""
+"""Argument checks of the attention ops, shared by the reference, the Triton launchers and the public functions; pieces: checks.py."""
 
 from __future__ import annotations
-
-import contextlib
-import os
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
+from torchpaged.custom_ops.checks import check_device, check_dims, check_dtype, check_last_dim, overlap, reads_values, shape_of
 from torchpaged.custom_ops.errors import ArgumentError
-
-
-def _shape(tensor: Tensor) -> str:
-    return str(list(tensor.shape))
-
-
-def check_dims(name: str, tensor: Tensor, *dims: int | None) -> None:
-    """``tensor`` has ``len(dims)`` dimensions with these sizes; None accepts any size."""
-    if tensor.dim() != len(dims) or any(d is not None and d != s for d, s in zip(dims, tensor.shape, strict=True)):
-        want = "[" + ", ".join("*" if d is None else str(d) for d in dims) + "]"
-        raise ArgumentError(name, f"shape {want}", _shape(tensor))
-
-
-def check_dtype(name: str, tensor: Tensor, *dtypes: torch.dtype) -> None:
-    """``tensor`` has one of ``dtypes``."""
-    if tensor.dtype not in dtypes:
-        raise ArgumentError(name, " or ".join(map(str, dtypes)), str(tensor.dtype), f"convert with .to({dtypes[0]})")
-
-
-def check_device(device: torch.device, **tensors: Tensor | None) -> None:
-    """All ``tensors`` that are given live on ``device``."""
-    for name, tensor in tensors.items():
-        if tensor is not None and tensor.device != device:
-            raise ArgumentError(name, f"device {device}", str(tensor.device), f"move it with .to({str(device)!r})")
-
-
-def check_last_dim(**tensors: Tensor) -> None:
-    """The last dimension of each tensor is contiguous (the others may have any stride)."""
-    for name, tensor in tensors.items():
-        if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
-            raise ArgumentError(name, "a contiguous last dimension (stride 1)", f"strides {tensor.stride()}", "call .contiguous()")
 
 
 def check_pools(k_cache: Tensor, v_cache: Tensor) -> None:
     """A pair of pools ``[num_blocks, block_size, num_kv_heads, head_dim(_v)]`` fits together."""
     if k_cache.dim() != 4:
-        raise ArgumentError("k_cache", "shape [num_blocks, block_size, num_kv_heads, head_dim]", _shape(k_cache))
+        raise ArgumentError("k_cache", "shape [num_blocks, block_size, num_kv_heads, head_dim]", shape_of(k_cache))
     check_dims("v_cache", v_cache, k_cache.shape[0], k_cache.shape[1], k_cache.shape[2], None)
     check_dtype("v_cache", v_cache, k_cache.dtype)
     check_device(k_cache.device, v_cache=v_cache)
     check_last_dim(k_cache=k_cache, v_cache=v_cache)
-
-
-_suspended = 0
-
-
-@contextlib.contextmanager
-def capturing() -> Iterator[None]:
-    """Within the block no values are read: a step that is being captured, even on a CPU, must not look at them."""
-    global _suspended
-    _suspended += 1
-    try:
-        yield
-    finally:
-        _suspended -= 1
-
-
-def reads_values(device: torch.device) -> bool:
-    """Whether values on ``device`` are checked: always on a CPU, with ``TORCHPAGED_CHECK=1`` on a GPU, never during a capture."""
-    if _suspended:
-        return False
-    if device.type == "cpu":
-        return True
-    return os.environ.get("TORCHPAGED_CHECK", "0") == "1" and not (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
 
 
 def check_write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor,
@@ -112,7 +50,7 @@ def _check_cache_dtype(x: Tensor, cache: Tensor, k_scale: Tensor | None, v_scale
             raise ArgumentError(name, f"None for a {cache.dtype} cache", "a tensor", "scales belong to fp8 caches")
         check_dtype(name, scale, torch.float32)
         if scale.dim() > 1 or scale.numel() not in (1, cache.shape[2]):
-            raise ArgumentError(name, f"one scale or one per kv head ({cache.shape[2]})", _shape(scale))
+            raise ArgumentError(name, f"one scale or one per kv head ({cache.shape[2]})", shape_of(scale))
 
 
 def check_rope_write_kv(
@@ -128,7 +66,7 @@ def check_rope_write_kv(
     check_dims("cos_sin", cos_sin, None, None)
     rotary_dim = cos_sin.shape[1]
     if rotary_dim < 2 or rotary_dim % 2 or rotary_dim > q.shape[2]:
-        raise ArgumentError("cos_sin", f"shape [max_position, rotary_dim] with an even rotary_dim in [2, {q.shape[2]}]", _shape(cos_sin),
+        raise ArgumentError("cos_sin", f"shape [max_position, rotary_dim] with an even rotary_dim in [2, {q.shape[2]}]", shape_of(cos_sin),
                             "it holds rotary_dim / 2 cosines, then as many sines")  # fmt: skip
     check_dtype("q", q, torch.bfloat16, torch.float16, torch.float32, torch.float64)
     check_dtype("k", k, q.dtype)
@@ -156,21 +94,13 @@ def check_rope_write_kv(
                                 "give cos_sin more rows")  # fmt: skip
 
 
-def overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether the address ranges of two tensors meet."""
-    if not a.numel() or not b.numel():
-        return False
-    ends = [t.data_ptr() + t.element_size() * (1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))) for t in (a, b)]
-    return a.data_ptr() < ends[1] and b.data_ptr() < ends[0]
-
-
 def _check_semaphore(semaphore: Tensor, least: int, device: torch.device) -> None:
     check_dims("semaphore", semaphore, None)
     check_dtype("semaphore", semaphore, torch.int32)
     check_device(device, semaphore=semaphore)
     check_last_dim(semaphore=semaphore)
     if semaphore.shape[0] < least:
-        raise ArgumentError("semaphore", f"at least num_reqs * num_kv_heads = {least} numbers", _shape(semaphore))
+        raise ArgumentError("semaphore", f"at least num_reqs * num_kv_heads = {least} numbers", shape_of(semaphore))
     if reads_values(device) and bool(semaphore.any()):
         raise ArgumentError("semaphore", "zeros", "other values", "allocate with torch.zeros; calls that may overlap need one each")
 
@@ -252,7 +182,7 @@ def _check_batch_values(num_tokens: int, k_cache: Tensor, block_table: Tensor, s
 def check_merge_attn_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
     """Every argument of ``merge_attn_states``."""
     if out_a.dim() != 3:
-        raise ArgumentError("out_a", "shape [num_tokens, num_heads, head_dim]", _shape(out_a))
+        raise ArgumentError("out_a", "shape [num_tokens, num_heads, head_dim]", shape_of(out_a))
     for name, tensor in (("out_b", out_b), ("out", out)):
         check_dims(name, tensor, *out_a.shape)
         check_dtype(name, tensor, out_a.dtype)

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from torchpaged.custom_ops.checks import check_device, check_dims, check_dtype, check_last_dim, overlap
 from torchpaged.custom_ops.errors import ArgumentError
-from torchpaged.custom_ops.validation import check_device, check_dims, check_dtype, check_last_dim, overlap
 
 #: Activations of a gate that `act_and_mul` and `linear` know; "gelu_tanh" is GELU's tanh approximation.
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu")

@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from torchpaged.custom_ops.checks import check_device, check_dims, check_dtype, check_last_dim, reads_values
 from torchpaged.custom_ops.errors import ArgumentError
-from torchpaged.custom_ops.validation import check_device, check_dims, check_dtype, check_last_dim, reads_values
 
 
 def num_seen_words(vocab_size: int) -> int:

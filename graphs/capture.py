@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
+from torchpaged.custom_ops.checks import capturing
 from torchpaged.custom_ops.errors import CaptureError
-from torchpaged.custom_ops.validation import capturing
 
 Step = Callable[[], Tensor]
 

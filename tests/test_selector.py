@@ -98,7 +98,7 @@ def test_bare_imports_are_refused() -> None:
 #: package part -> torchpaged modules it may import (prefixes)
 RULES = {
     "custom_ops": ("torchpaged.custom_ops",),
-    "graphs": ("torchpaged.graphs", "torchpaged.metadata", "torchpaged.custom_ops.errors", "torchpaged.custom_ops.validation"),
+    "graphs": ("torchpaged.graphs", "torchpaged.metadata", "torchpaged.custom_ops.errors", "torchpaged.custom_ops.checks"),
     "torchpaged/cache": ("torchpaged.cache", "torchpaged.custom_ops.errors"),
     "torchpaged/metadata.py": ("torchpaged.custom_ops.errors",),
     "torchpaged/backends": ("torchpaged.backends", "torchpaged.custom_ops", "torchpaged.metadata"),

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchpaged import functional
 from torchpaged.backends import AttentionSpec, Choice, select_backend
 from torchpaged.cache import LayerKVCache
 from torchpaged.custom_ops import validation
+from torchpaged.custom_ops.checks import refuse_grad
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.metadata import AttentionMetadata
 
@@ -155,7 +155,7 @@ class PagedAttention(nn.Module):
             v = value.reshape(-1, self.num_kv_heads, self.head_dim_v)
             write = (k, v, pools.k_cache, pools.v_cache, metadata.slot_mapping, pools.k_scale, pools.v_scale)
         if not torch.compiler.is_compiling():  # both calls are checked before the first one writes
-            functional.refuse_grad(query=query, key=key, value=value)
+            refuse_grad(query=query, key=key, value=value)
             if write is not None:
                 validation.check_write_kv(*write)
             validation.check_paged_attention(*attend, **options)

@@ -16,18 +16,9 @@ import torch
 from torch import Tensor
 
 from torchpaged.custom_ops import BACKEND_OPS, BackendOps, validation
-from torchpaged.custom_ops.errors import ArgumentError
+from torchpaged.custom_ops.checks import refuse_grad
 
 _DEFAULT = BACKEND_OPS["default"]
-
-
-def refuse_grad(**tensors: Tensor | None) -> None:
-    """Raise `ArgumentError` if grad mode is on and a tensor requires grad: these ops have no backward."""
-    if torch.is_grad_enabled():
-        for name, tensor in tensors.items():
-            if tensor is not None and tensor.requires_grad:
-                raise ArgumentError(name, "a tensor without grad (paged attention is for inference)", "requires_grad=True",
-                                    "run under torch.inference_mode() or torch.no_grad()")  # fmt: skip
 
 
 def write_kv(

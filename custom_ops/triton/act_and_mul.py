@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchpaged.custom_ops import validation, validation_layers
+from torchpaged.custom_ops import validation_layers
+from torchpaged.custom_ops.checks import check_dtype
 from torchpaged.custom_ops.triton.config import next_power_of_2, require_launchable
 
 _PIECE = 1024  # numbers per program: 4 warps of 8 per lane
@@ -52,6 +53,6 @@ def launch(gate_up: Tensor, out: Tensor, activation: str) -> None:
 def act_and_mul(gate_up: Tensor, out: Tensor, *, activation: str = "silu") -> None:
     """Launch `act_and_mul_kernel`; arguments as in ``custom_ops/ops.py``, in float32, bfloat16 or float16."""
     require_launchable(gate_up)
-    validation.check_dtype("gate_up", gate_up, torch.bfloat16, torch.float16, torch.float32)
+    check_dtype("gate_up", gate_up, torch.bfloat16, torch.float16, torch.float32)
     validation_layers.check_act_and_mul(gate_up, out, activation=activation)
     launch(gate_up, out, activation)

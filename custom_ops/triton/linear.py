@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchpaged.custom_ops import validation, validation_layers
+from torchpaged.custom_ops import validation_layers
+from torchpaged.custom_ops.checks import check_dtype
 from torchpaged.custom_ops.triton import act_and_mul, rms_norm
 from torchpaged.custom_ops.triton.config import require_launchable
 
@@ -20,7 +21,7 @@ def linear(
 ) -> None:  # fmt: skip
     """Launch the parts; arguments as in ``custom_ops/ops.py``, in float32, bfloat16 or float16."""
     require_launchable(x)
-    validation.check_dtype("x", x, torch.bfloat16, torch.float16, torch.float32)
+    check_dtype("x", x, torch.bfloat16, torch.float16, torch.float32)
     validation_layers.check_linear(
         x, weight, out, bias=bias, residual=residual, norm_weight=norm_weight, norm_eps=norm_eps, norm_offset=norm_offset,
         activation=activation)  # fmt: skip

@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchpaged.custom_ops import validation, validation_layers
+from torchpaged.custom_ops import validation_layers
+from torchpaged.custom_ops.checks import check_dtype
 from torchpaged.custom_ops.triton.config import next_power_of_2, require_launchable
 
 
@@ -59,6 +60,6 @@ def rms_norm(
 ) -> None:  # fmt: skip
     """Launch `rms_norm_kernel`; arguments as in ``custom_ops/ops.py``, in float32, bfloat16 or float16."""
     require_launchable(x)
-    validation.check_dtype("x", x, torch.bfloat16, torch.float16, torch.float32)
+    check_dtype("x", x, torch.bfloat16, torch.float16, torch.float32)
     validation_layers.check_rms_norm(x, weight, out, eps=eps, residual=residual, post_residual=post_residual)
     launch(x, weight, out, eps, offset, residual, post_residual)

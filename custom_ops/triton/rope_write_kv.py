@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from torchpaged.custom_ops import validation
+from torchpaged.custom_ops.checks import check_dtype
 from torchpaged.custom_ops.triton.config import early_launch, next_power_of_2, require_fp8, require_launchable
 
 _MANY_PROGRAMS = 2048  # from here on the GPU is full, and a program had better do more than one warp's work
@@ -147,7 +148,7 @@ def rope_write_kv(
 ) -> None:  # fmt: skip
     """Launch `rope_write_kv_kernel`; arguments as in ``custom_ops/ops.py``, in float32, bfloat16 or float16."""
     require_launchable(q)
-    validation.check_dtype("q", q, torch.bfloat16, torch.float16, torch.float32)
+    check_dtype("q", q, torch.bfloat16, torch.float16, torch.float32)
     validation.check_rope_write_kv(
         q, k, v, positions, cos_sin, slot_mapping, q_out, k_cache, v_cache, q_norm=q_norm, k_norm=k_norm, norm_eps=norm_eps,
         norm_offset=norm_offset, k_scale=k_scale, v_scale=v_scale)  # fmt: skip

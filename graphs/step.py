@@ -5,12 +5,12 @@ compiled = torch.compile(bucket_step(step, 8), fullgraph=True, dynamic=False)
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor
 
+from torchpaged.code_object import with_own_code
 from torchpaged.metadata import AttentionMetadata
 
 Step = Callable[[Tensor, AttentionMetadata], Tensor]
@@ -25,14 +25,10 @@ def no_range(name: str, **payload: object) -> AbstractContextManager[None]:
 
 
 def bucket_step(step: Step, bucket: int) -> Step:
-    """``step`` as a function with a code object of its own.
+    """``step`` for one bucket alone, so that buckets don't share the compiler's recompile limit."""
 
-    Dynamo keeps its compiled entries, and counts its recompile limit, per code object: shared by all buckets, the limit of 8
-    would end the ninth.
-    """
-
-    def bucket_step(input_ids: Tensor, metadata: AttentionMetadata) -> Tensor:
+    def call(input_ids: Tensor, metadata: AttentionMetadata) -> Tensor:
         return step(input_ids, metadata)
 
-    code = bucket_step.__code__.replace(co_name=f"decode_{bucket}")
-    return types.FunctionType(code, bucket_step.__globals__, code.co_name, None, bucket_step.__closure__)
+    copy: Step = with_own_code(call, f"decode_{bucket}")
+    return copy

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from torchpaged.code_object import with_own_code
 from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
 from torchpaged.hf.layer import LayerCache, PagedLayer
 
@@ -42,13 +43,13 @@ class _Compiler:
 
 
 def _copy(forward: Forward, shape: torch.Size) -> Forward:
-    """``forward`` behind a code object of its own: dynamo counts compilations, and limits them to 8, per code object."""
+    """``forward`` for one shape alone, so that shapes don't share the compiler's recompile limit."""
 
     def layer_step(layer: nn.Module, hidden_states: Tensor, kwargs: dict[str, Any]) -> Any:
         return forward(layer, hidden_states, **kwargs)
 
-    code = layer_step.__code__.replace(co_name="layer_" + "x".join(str(size) for size in shape))
-    return types.FunctionType(code, layer_step.__globals__, code.co_name, None, layer_step.__closure__)
+    copy: Forward = with_own_code(layer_step, "layer_" + "x".join(str(size) for size in shape))
+    return copy
 
 
 def _decodes(cache: Any, index: int, hidden_states: Tensor) -> PagedLayer | None:

@@ -1,0 +1,24 @@
+"""One compilation per copy of a function: code objects of their own for torch.compile.
+
+    compiled = torch.compile(with_own_code(step, "decode_8"), fullgraph=True, dynamic=False)
+
+Dynamo keeps its compiled entries, and counts its recompile limit, per code object: shared by all batch sizes, the limit of 8 would
+end the ninth.
+"""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+
+def with_own_code(function: types.FunctionType, name: str) -> Any:
+    """``function``, closure included, with a code object of its own, called ``name``.
+
+    Args:
+        function: a Python function whose defaults are not needed; those of a call site's own making, as a rule, since dynamo inlines
+            what they call.
+        name: as it stands in stack traces and in the compiler's logs.
+    """
+    code = function.__code__.replace(co_name=name)
+    return types.FunctionType(code, function.__globals__, name, None, function.__closure__)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def _write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor,
-              k_scale: Tensor | None = None, v_scale: Tensor | None = None) -> None:  # fmt: skip
+              k_scale: Tensor | None = None, v_scale: Tensor | None = None, **_: Any) -> None:  # fmt: skip
     torch._check(k.dim() == 3 and v.dim() == 3, lambda: f"k, v: expected 3 dimensions, got {k.dim()} and {v.dim()}")
     torch._check(k_cache.dim() == 4 and v_cache.dim() == 4, lambda: "k_cache, v_cache: expected 4 dimensions")
     torch._check(slot_mapping.dtype == torch.int64, lambda: f"slot_mapping: expected int64, got {slot_mapping.dtype}")

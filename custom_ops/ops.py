@@ -40,21 +40,25 @@ OVERLOADS = ("", "reference", "cpu", "triton", "cuda")
 
 SCHEMAS = {
     # k [T, num_kv_heads, head_dim], v [T, num_kv_heads, head_dim_v], caches [num_blocks, block_size, num_kv_heads, .],
-    # slot_mapping [T] int64 = block * block_size + offset, -1 = skip; k_scale, v_scale: float32 scalars of fp8 caches
+    # slot_mapping [T] int64 = block * block_size + offset, -1 = skip; k_scale, v_scale: float32 scalars of fp8 caches.
+    # are_query_tokens: promises that a paged_attention follows of which these are the query tokens, and in which no request reads them
+    # as context; it may then be launched early. Changes no result.
     "write_kv": """(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping,
-        Tensor? k_scale=None, Tensor? v_scale=None) -> ()""",
+        Tensor? k_scale=None, Tensor? v_scale=None, *, bool are_query_tokens=False) -> ()""",
     # q [T, num_heads, head_dim], k, v, caches, slot_mapping and scales as in write_kv, positions [T] int64, cos_sin
     # [max_position, rotary_dim] float32 or q's dtype (cosines in the first half, sines in the second), q_out like q: also
     # written where the slot is -1. q_norm, k_norm [head_dim]: RMSNorm of each head, before the rotation.
     "rope_write_kv": """(Tensor q, Tensor k, Tensor v, Tensor positions, Tensor cos_sin, Tensor slot_mapping, Tensor(a!) q_out,
         Tensor(b!) k_cache, Tensor(c!) v_cache, *, Tensor? q_norm=None, Tensor? k_norm=None, float norm_eps=1e-6,
-        float norm_offset=0.0, bool interleaved=False, Tensor? k_scale=None, Tensor? v_scale=None) -> ()""",
+        float norm_offset=0.0, bool interleaved=False, Tensor? k_scale=None, Tensor? v_scale=None, bool are_query_tokens=False) -> ()""",
     # q [T, num_heads, head_dim], block_table [B, max_blocks_per_req] int32, seq_lens [B] int32 (this step's tokens
     # included), query_start_loc [B + 1] int32, out [T, num_heads, head_dim_v], lse [T, num_heads] float32.
     # max_query_len: upper bound of query_len, known to the host (1 selects the decode kernels).
     # window_left/right: keys visible beside the own one, -1 = open. chunk_size: keys of the own chunk only, 0 = off.
-    # seq_lens, query_start_loc and block_table may be read before the kernels ahead on the stream have finished (programmatic dependent
-    # launch); a kernel that writes them must not call griddepcontrol.launch_dependents. Those of torch and of this library don't.
+    # Before the kernels ahead on the stream have finished (programmatic dependent launch) may be read: seq_lens, query_start_loc,
+    # block_table, and of the caches the context, i.e. positions < seq_len - query_len. A kernel that writes one of these must not call
+    # griddepcontrol.launch_dependents. Those of torch and of this library don't, but for a cache write with are_query_tokens.
+    # paged_attention itself lets its dependents start only after its own wait: so what was a query token here may be context behind it.
     # semaphore: int32 zeros, at least B * num_kv_heads, zeros again afterwards; calls that may overlap need one each.
     # Without it a kernel that needs one makes its own, which costs a memset.
     "paged_attention": """(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor seq_lens,

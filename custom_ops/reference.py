@@ -24,8 +24,11 @@ def _quantize(x: Tensor, dtype: torch.dtype, scale: Tensor | None) -> Tensor:
 
 
 def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor,
-             k_scale: Tensor | None = None, v_scale: Tensor | None = None) -> None:  # fmt: skip
-    """Store ``k``, ``v`` at their slots; slot -1 skips. Two tokens with one slot: the result is one of the two."""
+             k_scale: Tensor | None = None, v_scale: Tensor | None = None, *, are_query_tokens: bool = False) -> None:  # fmt: skip
+    """Store ``k``, ``v`` at their slots; slot -1 skips. Two tokens with one slot: the result is one of the two.
+
+    ``are_query_tokens`` says when others may start; it changes no result.
+    """
     validation.check_write_kv(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
     _store(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
 
@@ -61,7 +64,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
 def rope_write_kv(
     q: Tensor, k: Tensor, v: Tensor, positions: Tensor, cos_sin: Tensor, slot_mapping: Tensor, q_out: Tensor, k_cache: Tensor,
     v_cache: Tensor, *, q_norm: Tensor | None = None, k_norm: Tensor | None = None, norm_eps: float = 1e-6, norm_offset: float = 0.0,
-    interleaved: bool = False, k_scale: Tensor | None = None, v_scale: Tensor | None = None,
+    interleaved: bool = False, k_scale: Tensor | None = None, v_scale: Tensor | None = None, are_query_tokens: bool = False,
 ) -> None:  # fmt: skip
     """Norm and rotate q into ``q_out``; norm and rotate k and store it with v. One rounding, at the end."""
     validation.check_rope_write_kv(

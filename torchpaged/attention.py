@@ -128,7 +128,7 @@ class PagedAttention(nn.Module):
             key: ``[..., num_kv_heads, head_dim]``, or None to write nothing (a layer that shares another one's cache).
             value: ``[..., num_kv_heads, head_dim_v]``, or None together with ``key``.
             kv_cache: the layer's pools: a `LayerKVCache` or ``(k_cache, v_cache)``.
-            metadata: the batch.
+            metadata: the batch; its slots are those of the query tokens.
 
         Returns:
             ``[..., num_heads, head_dim_v]`` in query's dtype.
@@ -160,7 +160,7 @@ class PagedAttention(nn.Module):
                 validation.check_write_kv(*write)
             validation.check_paged_attention(*attend, **options)
         if write is not None:
-            self._ops.write_kv(*write)
+            self._ops.write_kv(*write, are_query_tokens=True)
         self._ops.paged_attention(*attend, **options)
         return out.view(*query.shape[:-1], self.head_dim_v)
 

@@ -229,7 +229,8 @@ def opcheck_cases(
     semaphore = torch.zeros(batch.block_table.shape[0] * batch.k_cache.shape[2], dtype=torch.int32, device=device)
     cases: dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]] = {
         "write": ("write_kv", (kv, kv.clone(), batch.k_cache, batch.v_cache, slots), {}),
-        "rope": ("rope_write_kv", tuple(rope[0].values())[:9], {}),
+        "write_query_tokens": ("write_kv", (kv, kv.clone(), batch.k_cache, batch.v_cache, slots), {"are_query_tokens": True}),
+        "rope": ("rope_write_kv", tuple(rope[0].values())[:9], {"are_query_tokens": True}),
         "rope_norm": ("rope_write_kv", tuple(rope[1].values())[:9], dict(list(rope[1].items())[9:])),
         "attention": ("paged_attention", (*attention, out), common),
         "attention_lse": ("paged_attention", (*attention, out, torch.zeros(num_tokens, num_heads, device=device)), common),

@@ -31,7 +31,8 @@ void scatter(const Tensor& x, const Tensor& cache, const int64_t* slots, int64_t
 
 }  // namespace
 
-void write_kv(Tensor k, Tensor v, Tensor k_cache, Tensor v_cache, Tensor slot_mapping, std::optional<Tensor> k_scale, std::optional<Tensor> v_scale) {
+void write_kv(Tensor k, Tensor v, Tensor k_cache, Tensor v_cache, Tensor slot_mapping, std::optional<Tensor> k_scale, std::optional<Tensor> v_scale,
+              bool /*are_query_tokens*/) {
   check_pools(k_cache, v_cache);
   check_float("k_cache", k_cache);
   STD_TORCH_CHECK(!k_scale && !v_scale, "k_scale, v_scale: expected None (the cpu backend has no fp8 pools), got a tensor");

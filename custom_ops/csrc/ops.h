@@ -4,7 +4,8 @@
 
 namespace torchpaged {
 
-void write_kv(Tensor k, Tensor v, Tensor k_cache, Tensor v_cache, Tensor slot_mapping, std::optional<Tensor> k_scale, std::optional<Tensor> v_scale);
+void write_kv(Tensor k, Tensor v, Tensor k_cache, Tensor v_cache, Tensor slot_mapping, std::optional<Tensor> k_scale, std::optional<Tensor> v_scale,
+              bool are_query_tokens);
 void paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor seq_lens, Tensor query_start_loc, Tensor out,
                      std::optional<Tensor> lse, int64_t max_query_len, double scale, bool causal, int64_t window_left, int64_t window_right,
                      double logits_soft_cap, std::optional<Tensor> alibi_slopes, std::optional<Tensor> sinks, std::optional<Tensor> k_scale,

@@ -13,6 +13,12 @@ __device__ __forceinline__ int load_ids(const Params &p, const Cursor &c, int wa
   return key < c.r.end && key + IN_BLOCK > c.r.low ? p.table[c.request * p.table_row + key / BLOCK_SIZE] : 0;
 }
 
+// Whether the warp's keys in the cursor's tile, if any, all lie before the query tokens.
+__device__ __forceinline__ bool is_context(const Cursor &c, int warp) {
+  const int key = ((c.r.first_tile + c.tile) * WARPS + warp) * KEYS;
+  return key >= c.r.end || min(key + KEYS, c.r.end) <= c.r.seq_len - c.r.query_len;
+}
+
 template <int CHUNKS, int PADDED, i64 BLOCK_STRIDE, i64 SLOT_STRIDE>
 __device__ __forceinline__ void copy_rows(u32 to, const char *from, int ids, int batch_tile, int first_slot, int skip, int real, int lane) {
   constexpr int STEPS = (KEYS * CHUNKS + 31) / 32;

@@ -102,11 +102,16 @@ __device__ __noinline__ void store_empty(const Params &p) {
   }
 }
 
-// Lengths, tables and query starts are read before this point, everything else after it: when all kernels before have finished. What
-// writes the former does not let its dependents start early (custom_ops/ops.py), so that they are complete when this kernel begins.
+// Lengths, tables and query starts are read before this point, and PREFETCH stages of keys and values before the query tokens' own:
+// what writes those does not let its dependents start early (custom_ops/ops.py), so that they are complete when this kernel begins.
+// Everything else is read behind it, when all kernels before have finished.
+//
+// The next kernel may be launched from here on, not earlier: whoever wrote the query tokens' keys did let its dependents start early, and
+// to an attention behind this one they are keys to be read before its wait.
 __device__ __forceinline__ void finish_waiting() {
 #if PDL && !MIXED
   asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
@@ -128,7 +133,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, CTAS_PER_SM) pag
   cluster_arrive();  // nobody writes to another CTA before all have come this far
   bool met = false;
 #endif
-#if PDL  // the next kernel may be launched
+#if PDL && MIXED  // every kernel ahead of the launch before had finished when that one began
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 
@@ -182,7 +187,6 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, CTAS_PER_SM) pag
     const u32 stages = shared_address(shared) + warp * STAGES * STAGE;
     Cursor ahead = c;
     int to_load = unit_end - unit, ids = load_ids(p, ahead, warp, lane), slot = 0;
-    finish_waiting();
 
     auto load = [&](int into) {
       if (to_load > 0) {
@@ -204,10 +208,16 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, CTAS_PER_SM) pag
       commit();  // an empty group keeps the count
     };
 
+    int filled = 0;
+#if PDL && !MIXED && PREFETCH > 0
+#pragma unroll 1
+    for (; filled < PREFETCH && is_context(ahead, warp); ++filled) load(filled);
+#endif
+    finish_waiting();
     Queries queries;
-    queries.load(p, c, lane);  // on their way together with the block ids
-#pragma unroll
-    for (int s = 0; s < STAGES - 1; ++s) load(s);
+    queries.load(p, c, lane);
+#pragma unroll 1
+    for (; filled < STAGES - 1; ++filled) load(filled);
     State state;
     state.clear();
     int pair_begin = c.tile;  // first tile of this run in the pair

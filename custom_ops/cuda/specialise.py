@@ -33,6 +33,7 @@ class DecodeShape:
         ctas_per_sm: CTAs on one multiprocessor; the grid is that times the multiprocessors.
         min_tiles: least tiles of a CTA's run; shorter runs cost more to merge than they save.
         cluster: CTAs that can write into each other's shared memory, a power of two; 1 where there are none.
+        prefetch: stages that may be filled with keys before the query tokens' own while the kernels ahead still run.
     """
 
     warps: int
@@ -41,6 +42,7 @@ class DecodeShape:
     ctas_per_sm: int
     min_tiles: int
     cluster: int = 1
+    prefetch: int = 1
 
     def stage_bytes(self, dim: int, dim_v: int, kv_bytes: int) -> int:
         """Shared memory of one warp's stage; as ``STAGE`` in decode.cu."""
@@ -158,7 +160,7 @@ def decode_macros(
         "CAUSAL": causal, "WINDOW_LEFT": window_left, "WINDOW_RIGHT": window_right, "CHUNK": chunk,
         "SAME_MASK": query_len == 1, "SOFT_CAP": soft_cap, "ALIBI": alibi, "SINKS": sinks, "SCALES": scales,
         "LSE": lse, "PDL": early, "MIXED": mixed, "WARPS": shape.warps, "KEYS": shape.keys, "STAGES": shape.stages, "CTAS_PER_SM": shape.ctas_per_sm,
-        "MIN_TILES": shape.min_tiles, "CLUSTER": shape.cluster,
+        "MIN_TILES": shape.min_tiles, "CLUSTER": shape.cluster, "PREFETCH": min(shape.prefetch, shape.stages - 1),
     }  # fmt: skip
     return {name: int(value) for name, value in macros.items()}, shape
 

@@ -131,10 +131,10 @@ def decode_kernel(
     comes after this launch counts on both.
     """
     program = tl.program_id(0)
-    if PDL:  # the next kernel may start to launch; this one waits until all before it have finished
-        tl.extra.cuda.gdc_launch_dependents()
+    if PDL:  # wait first: an attention behind this one reads early what the kernels ahead of this one wrote (cache_writes.py)
         if LONGEST == 0:
             tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.arange(0, TILE_M)
     query = tl.zeros_like(row)
     head_of_group = row

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from torchpaged.custom_ops import validation
 from torchpaged.custom_ops.checks import check_dtype
+from torchpaged.custom_ops.triton.cache_writes import begin_write, end_write
 from torchpaged.custom_ops.triton.config import early_launch, next_power_of_2, require_fp8, require_launchable
 
 _MANY_PROGRAMS = 2048  # from here on the GPU is full, and a program had better do more than one warp's work
@@ -91,12 +92,10 @@ def rope_write_kv_kernel(
     out_head, kc_block, kc_slot, kc_head, vc_block, vc_slot, vc_head, ks_head, vs_head,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, ROTARY: tl.constexpr,
     HALF_PAD: tl.constexpr, PASS_PAD: tl.constexpr, DIM_V: tl.constexpr, DIM_V_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    INTERLEAVED: tl.constexpr, LIMIT: tl.constexpr, PDL: tl.constexpr,
+    INTERLEAVED: tl.constexpr, LIMIT: tl.constexpr, ARE_QUERY_TOKENS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: (num_tokens, head groups of q, then head groups of k and v)."""
-    if PDL:  # the next kernel may start to launch; this one waits until all before it have finished
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    begin_write(ARE_QUERY_TOKENS, PDL)
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
     Q_GROUPS: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
@@ -122,6 +121,7 @@ def rope_write_kv_kernel(
             scale = tl.load(v_scale_ptr + head * vs_head, mask=here, other=1.0) if v_scale_ptr is not None else 1.0
             target = v_cache_ptr + block * vc_block + offset * vc_slot + head * vc_head + d
             store_heads(target, v.to(tl.float32), here & (d < DIM_V), scale, v_scale_ptr is not None, LIMIT)
+    end_write(ARE_QUERY_TOKENS, PDL)
 
 
 def head_tiles(num_tokens: int, num_heads: int, num_kv_heads: int, widest: int, itemsize: int) -> tuple[int, int]:
@@ -144,7 +144,7 @@ def num_groups(num_heads: int, num_kv_heads: int, heads: int) -> int:
 def rope_write_kv(
     q: Tensor, k: Tensor, v: Tensor, positions: Tensor, cos_sin: Tensor, slot_mapping: Tensor, q_out: Tensor, k_cache: Tensor,
     v_cache: Tensor, *, q_norm: Tensor | None = None, k_norm: Tensor | None = None, norm_eps: float = 1e-6, norm_offset: float = 0.0,
-    interleaved: bool = False, k_scale: Tensor | None = None, v_scale: Tensor | None = None,
+    interleaved: bool = False, k_scale: Tensor | None = None, v_scale: Tensor | None = None, are_query_tokens: bool = False,
 ) -> None:  # fmt: skip
     """Launch `rope_write_kv_kernel`; arguments as in ``custom_ops/ops.py``, in float32, bfloat16 or float16."""
     require_launchable(q)
@@ -167,6 +167,6 @@ def rope_write_kv(
         0 if v_scale is None or v_scale.numel() == 1 else v_scale.stride(-1),
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEADS=heads, DIM=dim, ROTARY=rotary, HALF_PAD=half_pad,
         PASS_PAD=pass_pad, DIM_V=dim_v, DIM_V_PAD=dim_v_pad, BLOCK_SIZE=k_cache.shape[1],
-        INTERLEAVED=interleaved, LIMIT=torch.finfo(k_cache.dtype).max if k_cache.element_size() == 1 else 0.0, num_warps=num_warps,
-        **early_launch(q.device),
+        INTERLEAVED=interleaved, LIMIT=torch.finfo(k_cache.dtype).max if k_cache.element_size() == 1 else 0.0,
+        ARE_QUERY_TOKENS=are_query_tokens, num_warps=num_warps, **early_launch(q.device),
     )  # fmt: skip

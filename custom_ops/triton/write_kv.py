@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from torchpaged.custom_ops import validation
+from torchpaged.custom_ops.triton.cache_writes import begin_write, end_write
 from torchpaged.custom_ops.triton.config import early_launch, next_power_of_2, require_fp8, require_launchable
 
 _FP8 = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
@@ -19,12 +20,10 @@ def write_kv_kernel(
     k_token, k_head, v_token, v_head, kc_block, kc_slot, kc_head, vc_block, vc_slot, vc_head, ks_head, vs_head,
     NUM_HEADS: tl.constexpr, HEADS_PAD: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, DIM_V: tl.constexpr,
     DIM_V_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, HAS_SCALE: tl.constexpr, LIMIT: tl.constexpr,
-    PDL: tl.constexpr,
+    ARE_QUERY_TOKENS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: (num_tokens,). LIMIT: the largest finite value of an fp8 cache, 0 for others."""
-    if PDL:  # the next kernel may start to launch; this one waits until all before it have finished
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    begin_write(ARE_QUERY_TOKENS, PDL)
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_ptr + token)
     if slot >= 0:
@@ -50,10 +49,11 @@ def write_kv_kernel(
             v = tl.minimum(tl.maximum(v, -LIMIT), LIMIT)
         target = v_cache_ptr + block * vc_block + offset * vc_slot + head * vc_head + d
         tl.store(target, v.to(v_cache_ptr.dtype.element_ty), mask=mask)
+    end_write(ARE_QUERY_TOKENS, PDL)
 
 
 def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor,
-             k_scale: Tensor | None = None, v_scale: Tensor | None = None) -> None:  # fmt: skip
+             k_scale: Tensor | None = None, v_scale: Tensor | None = None, *, are_query_tokens: bool = False) -> None:  # fmt: skip
     """Launch `write_kv_kernel`; arguments as in ``custom_ops/ops.py``."""
     require_launchable(k)
     validation.check_write_kv(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
@@ -72,5 +72,6 @@ def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
         0 if v_scale is None or v_scale.numel() == 1 else v_scale.stride(-1),
         NUM_HEADS=num_heads, HEADS_PAD=next_power_of_2(num_heads), DIM=dim, DIM_PAD=next_power_of_2(dim), DIM_V=dim_v,
         DIM_V_PAD=next_power_of_2(dim_v), BLOCK_SIZE=k_cache.shape[1], HAS_SCALE=k_scale is not None,
-        LIMIT=_FP8.get(k_cache.dtype, 0.0), num_warps=4, **early_launch(k.device),
+        LIMIT=_FP8.get(k_cache.dtype, 0.0), ARE_QUERY_TOKENS=are_query_tokens, num_warps=4,
+        **early_launch(k.device),
     )  # fmt: skip

@@ -90,5 +90,6 @@ def test_why_it_is_unavailable() -> None:
 
 def test_the_overload_has_the_contract_of_the_others() -> None:
     assert set(BACKEND_OPS) == {"default", "reference", "cpu", "triton", "cuda"}
-    schemas = {str(BACKEND_OPS[name].paged_attention._schema).split("(", 1)[1] for name in BACKEND_OPS}
-    assert len(schemas) == 1
+    for op in ("paged_attention", "write_kv", "rope_write_kv"):
+        schemas = {str(getattr(BACKEND_OPS[name], op)._schema).split("(", 1)[1] for name in BACKEND_OPS}
+        assert len(schemas) == 1

@@ -126,12 +126,26 @@ def test_fp8_caches_compile_for_sm_90() -> None:
     check(compile_decode("sm_90", ("bf16", 128, 4, "kv_scales"), kv_dtype="fp8e4nv"), "sm_90", True)
 
 
+def early_steps(compiled: Any) -> list[str]:
+    """What orders a cache write and its neighbours in the launch, in the order of the code; each once per run of the same."""
+    found = re.findall(r"griddepcontrol\.\w+|st\.global|fence\.acq_rel\.gpu", compiled.asm["ptx"])
+    return [step for i, step in enumerate(found) if i == 0 or step != found[i - 1]]
+
+
+LETS_READ_EARLY = ["griddepcontrol.launch_dependents", "griddepcontrol.wait", "st.global"]
+READ_WHEN_WRITTEN = ["griddepcontrol.wait", "st.global", "fence.acq_rel.gpu"]
+
+
 @pytest.mark.parametrize("target", aot.TARGETS)
 def test_small_kernels_compile(target: str) -> None:
     write = {"NUM_HEADS": 8, "HEADS_PAD": 8, "DIM": 128, "DIM_PAD": 128, "DIM_V": 128, "DIM_V_PAD": 128, "BLOCK_SIZE": 16}
     write |= {"HAS_SCALE": False, "LIMIT": 0.0, "k_scale_ptr": None, "v_scale_ptr": None, "PDL": target in EARLY}
     pointers = {"k_ptr": "bf16", "v_ptr": "bf16", "k_cache_ptr": "bf16", "v_cache_ptr": "bf16", "slot_ptr": "i64"}
-    check(aot.compile_kernel(write_kv_kernel, target, pointers, write, num_warps=4), target, True)
+    for are_query_tokens in (False, True):
+        written = aot.compile_kernel(write_kv_kernel, target, pointers, write | {"ARE_QUERY_TOKENS": are_query_tokens}, num_warps=4)
+        check(written, target, True)
+        if target in EARLY:
+            assert early_steps(written) == (LETS_READ_EARLY if are_query_tokens else READ_WHEN_WRITTEN)
     pointers = {"a_ptr": "bf16", "lse_a_ptr": "fp32", "b_ptr": "bf16", "lse_b_ptr": "fp32", "out_ptr": "bf16", "lse_ptr": "fp32"}
     check(
         aot.compile_kernel(merge_attn_states_kernel, target, pointers, {"DIM": 128, "DIM_PAD": 128, "HAS_LSE": True}, num_warps=1),
@@ -139,9 +153,11 @@ def test_small_kernels_compile(target: str) -> None:
         True,
     )
     pointers = {"cache_ptr": "bf16", "mapping_ptr": "i64"}
-    check(
-        aot.compile_kernel(copy_blocks_kernel, target, pointers, {"NUM_HEADS": 8, "DIM": 128, "SIZE": 16384, "PIECE": 1024}), target, True
-    )
+    copy = {"NUM_HEADS": 8, "DIM": 128, "SIZE": 16384, "PIECE": 1024, "PDL": target in EARLY}
+    copied = aot.compile_kernel(copy_blocks_kernel, target, pointers, copy)
+    check(copied, target, True)
+    if target in EARLY:
+        assert early_steps(copied) == ["st.global", "fence.acq_rel.gpu"]
     pointers = {"sampled_ptr": "i64", "table_ptr": "i32", "ids_ptr": "i64", "positions_ptr": "i64", "lens_ptr": "i32", "slots_ptr": "i64"}
     check(aot.compile_kernel(advance_step_kernel, target, pointers, {"BLOCK_SIZE": 16, "ROWS": 128}), target, True)
 
@@ -170,7 +186,7 @@ def test_rope_write_kv_compiles(target: str, case: str) -> None:
     constants: dict[str, Any] = {
         "NUM_HEADS": heads, "NUM_KV_HEADS": kv_heads, "HEADS": tile, "DIM": dim, "ROTARY": rotary, **pads, "DIM_V": dim,
         "DIM_V_PAD": width, "BLOCK_SIZE": 16, "INTERLEAVED": options.get("INTERLEAVED", False), "LIMIT": 448.0 if fp8 else 0.0,
-        "PDL": target in EARLY,
+        "ARE_QUERY_TOKENS": case != "many_tokens", "PDL": target in EARLY,
     }  # fmt: skip
     pointers = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "q_out_ptr"), "bf16") | {"cos_sin_ptr": "fp32"}
     pointers |= dict.fromkeys(("k_cache_ptr", "v_cache_ptr"), "fp8e4nv" if fp8 else "bf16")
@@ -179,6 +195,8 @@ def test_rope_write_kv_compiles(target: str, case: str) -> None:
         (pointers if given else constants).update(dict.fromkeys(names, kind if given else None))
     compiled = aot.compile_kernel(rope_write_kv_kernel, target, pointers, constants, ("norm_eps", "norm_offset"), num_warps=num_warps)
     check(compiled, target, no_spills=True)
+    if target in EARLY:
+        assert early_steps(compiled) == (READ_WHEN_WRITTEN if case == "many_tokens" else LETS_READ_EARLY)
     if target != "gfx942":
         assert "ld.global.v4" in compiled.asm["ptx"] and "st.global.v4" in compiled.asm["ptx"], "16-byte accesses"
         narrow = re.findall(r"st\.global\.(?:b8|b16|b32)", compiled.asm["ptx"])

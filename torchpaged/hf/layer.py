@@ -114,7 +114,7 @@ class PagedLayer(CacheLayerMixin):
         v = value_states.transpose(1, 2).reshape(batch * query_len, value_states.shape[1], value_states.shape[3])
         slots = self.owner.slots(self, batch, query_len)
         assert self.keys is not None and self.values is not None
-        self.owner.ops.write_kv(k, v, self.keys, self.values, slots)
+        self.owner.ops.write_kv(k, v, self.keys, self.values, slots, are_query_tokens=not self.owner.dense)
         if self.owner.dense:
             return self.owner.gather(self.keys, batch), self.owner.gather(self.values, batch)
         return self.keys, self.values

@@ -1,17 +1,19 @@
 """What graphs cost and give around a decode step: capture of many buckets, and prefill steps with and without a graph.
 
     PYTHONPATH=. python benchmarks/bench_capture.py --shape llama-8b --buckets 24 --output capture.json
-    PYTHONPATH=. python benchmarks/bench_capture.py --shape tiny --buckets 3 --prefill 16 --dtype fp32      # any machine
+    PYTHONPATH=. python benchmarks/bench_capture.py --shape tiny --buckets 3 --prefill 16 --first-token 16 --dtype fp32      # any machine
 
 Random weights, fused layers, whole steps with sampling in the graph. Buckets: milliseconds of warm-up and capture and MiB each, largest
-first, and what all of them take together. Prefill: milliseconds of one prompt of so many tokens, launched from Python as the engine does
-it, and replayed from a graph of exactly that shape; where both agree a graph would win nothing. The last line is one JSON document.
+first, and what all of them take together. Prefill: milliseconds of a step of so many prompt tokens, of one request and of several, with all
+host work, launched from Python and replayed from the engine's graph of a bucket of that size; where both agree a graph wins nothing.
+First token: milliseconds from a prompt's submission to its first token, both ways. The last line is one JSON document.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -24,10 +26,21 @@ import torch
 from torchpaged.bench import conditions
 from torchpaged.bench.step_cases import build_model, select_shapes
 from torchpaged.bench.step_options import BLOCK_SIZE, DTYPES
+from torchpaged.engine import Generator, SamplingParams
 from torchpaged.engine.decode_loop import DecodeLoop
-from torchpaged.graphs import bucket_table
+from torchpaged.engine.packed_steps import PackedSteps
+from torchpaged.engine.prefill_graphs import MAX_NUM_REQS, PrefillGraphs
+from torchpaged.engine.sequence import Sequence
+from torchpaged.engine.text import TextStream
+from torchpaged.graphs import bucket_table, default_prefill_buckets
 from torchpaged.hf import PagedModel, fuse
-from torchpaged.metadata import AttentionMetadata
+
+MAX_SEQ_LEN = 2048
+
+
+def numbers(text: str) -> list[int]:
+    """ "1,2,4" as numbers; none of an empty text."""
+    return [int(n) for n in text.split(",") if n]
 
 
 def memory(device: torch.device) -> tuple[int, int]:
@@ -78,28 +91,56 @@ def median_ms(call: Callable[[], Any], device: torch.device, repeats: int = 10) 
     return statistics.median(rounds)
 
 
+def chunks_of(model: PagedModel, tokens: int, requests: int) -> list[tuple[Sequence, int]]:
+    """A prefill step of ``tokens`` prompt tokens, shared by as many requests."""
+    rng, chunks, block = random.Random(tokens), [], 1
+    for index in range(requests):
+        count = tokens // requests + (index < tokens % requests)
+        prompt = [rng.randrange(model.vocab_size) for _ in range(count)]
+        sequence = Sequence(index, prompt, SamplingParams(), 0, TextStream(None, ()), count + 1)
+        sequence.blocks = list(range(block, block + -(-count // BLOCK_SIZE)))
+        block += len(sequence.blocks)
+        chunks.append((sequence, count))
+    return chunks
+
+
 @torch.inference_mode()
-def measure_prefill(model: PagedModel, tokens: int) -> dict[str, Any]:
-    """One prompt of ``tokens``, from Python and from a graph."""
-    device, blocks = torch.device(model.device), list(range(1, 1 + -(-tokens // BLOCK_SIZE)))
-    ids = torch.randint(0, model.vocab_size, (tokens,), device=device)
-    metadata = AttentionMetadata.from_lists([tokens], [tokens], [blocks], block_size=BLOCK_SIZE, device=device)
-    last = torch.tensor([tokens - 1], device=device)
-
-    def step() -> torch.Tensor:
-        return model(ids, metadata, last)
-
+def measure_prefill(model: PagedModel, tokens: int, requests: int) -> dict[str, Any]:
+    """One prefill step, host work included, both ways of the engine: launched from Python and replayed from a graph of ``tokens``."""
+    device, chunks, reqs = torch.device(model.device), chunks_of(model, tokens, requests), max(MAX_NUM_REQS, requests)
+    graphs = PrefillGraphs(
+        model, [tokens], max_batch_size=reqs, max_blocks_per_req=-(-MAX_SEQ_LEN // BLOCK_SIZE), required=True, reason="measured"
+    )
+    python, replayed = PackedSteps(model, reqs), PackedSteps(model, reqs, graphs)
+    result: dict[str, Any] = {"tokens": tokens, "requests": requests}
     for _ in range(3):
-        want = step()
-    result = {"tokens": tokens, "python_ms": median_ms(step, device)}
-    if device.type == "cuda":
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            got = step()
-        graph.replay()
-        torch.testing.assert_close(got, want)
-        result["graph_ms"] = median_ms(graph.replay, device)
-    print(result, flush=True)
+        want = python.prefill(chunks)
+    got = replayed.prefill(chunks)
+    scale = want.float().abs().max()
+    result["largest_difference"] = float((got.float() - want.float()).abs().max() / scale)
+    result["python_ms"] = median_ms(lambda: python.prefill(chunks), device)
+    result["graph_ms"] = median_ms(lambda: replayed.prefill(chunks), device)
+    assert graphs.runner is not None
+    result |= {"capture_ms": graphs.runner.report()[0].capture_ms, "capture_mib": graphs.runner.report()[0].num_bytes / 2**20}
+    print({name: round(value, 4) for name, value in result.items()}, flush=True)
+    return result
+
+
+def measure_first_token(model: PagedModel, tokens: int, repeats: int = 10) -> dict[str, Any]:
+    """Milliseconds from the submission of one prompt to its first token, through a `Generator`, with prefill graphs and without."""
+    result: dict[str, Any] = {"tokens": tokens}
+    for name, buckets in (("python_ms", None), ("graph_ms", default_prefill_buckets(tokens))):
+        generator = Generator(
+            model, max_batch_size=1, max_seq_len=MAX_SEQ_LEN, prefill_chunk_size=tokens, prefill_buckets=buckets, compile=False
+        )
+        rng, times = random.Random(tokens), []
+        for _ in range(repeats + 2):  # two for warm-up
+            prompt = [rng.randrange(model.vocab_size) for _ in range(tokens)]
+            start = time.perf_counter()
+            generator.generate([prompt], SamplingParams(max_new_tokens=1, ignore_eos=True))
+            times.append((time.perf_counter() - start) * 1e3)
+        result[name] = statistics.median(times[2:])
+    print(f"first token: {result}", flush=True)
     return result
 
 
@@ -108,19 +149,20 @@ def main() -> None:
     parser.add_argument("--shape", default="llama-8b")
     parser.add_argument("--dtype", default="bf16", help=", ".join(DTYPES))
     parser.add_argument("--buckets", type=int, default=24)
-    parser.add_argument("--steps", type=lambda text: [int(n) for n in text.split(",")], default=[1], help="steps per launch")
-    parser.add_argument(
-        "--prefill", type=lambda text: [int(n) for n in text.split(",")], default=[64, 512, 2048], help="tokens of a prompt"
-    )
+    parser.add_argument("--steps", type=numbers, default=[1], help="steps per launch")
+    parser.add_argument("--prefill", type=numbers, default=[16, 64, 256, 512, 1024, 2048], help="prompt tokens of a step")
+    parser.add_argument("--requests", type=numbers, default=[1, 4], help="requests that share them")
+    parser.add_argument("--first-token", type=numbers, default=[64, 512], help="tokens of a prompt")
     parser.add_argument("--output", default="")
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = build_model(select_shapes([args.shape])[0], device, DTYPES[args.dtype])
     fuse(model, count=False)
-    paged = PagedModel(model, num_blocks=2 + max(args.prefill) // BLOCK_SIZE, block_size=BLOCK_SIZE)
+    paged = PagedModel(model, num_blocks=2 + max(*args.prefill, MAX_SEQ_LEN) // BLOCK_SIZE + max(args.requests), block_size=BLOCK_SIZE)
     result: dict[str, Any] = {"benchmark": "capture", "conditions": conditions.collect(device), "shape": args.shape, "dtype": args.dtype}
     result["captures"] = [measure_buckets(paged, args.buckets, steps) for steps in args.steps]
-    result["prefill"] = [measure_prefill(paged, tokens) for tokens in args.prefill]
+    result["prefill"] = [measure_prefill(paged, tokens, requests) for requests in args.requests for tokens in args.prefill]
+    result["first_token"] = [measure_first_token(paged, tokens) for tokens in args.first_token]
     if args.output:
         Path(args.output).write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result))

@@ -1,4 +1,4 @@
-"""Graph capture of decode steps: static buffers, batch buckets, capture backends, and the runner that ties them.
+"""Graph capture of decode and prefill steps: static buffers, buckets, capture backends, and the runners that tie them.
 
 Import as ``torchpaged.graphs``. It knows buffers and callables, never a backend or a model.
 """
@@ -6,9 +6,11 @@ Import as ``torchpaged.graphs``. It knows buffers and callables, never a backend
 if __name__ != "torchpaged.graphs":
     raise ImportError(f"import torchpaged.graphs, not {__name__!r}")
 
-from torchpaged.graphs.buckets import bucket_for, buckets_by_cost, default_buckets
+from torchpaged.graphs.buckets import bucket_for, buckets_by_cost, default_buckets, default_prefill_buckets
 from torchpaged.graphs.buffers import DecodeBuffers
 from torchpaged.graphs.capture import CaptureBackend, CudaCapture, EagerCapture, TapeCapture
+from torchpaged.graphs.packed_buffers import PackedBuffers
+from torchpaged.graphs.packed_runner import PackedGraphRunner
 from torchpaged.graphs.report import BucketReport, bucket_table
 from torchpaged.graphs.ring import RingFullError, TokenRing
 from torchpaged.graphs.row_state import MAX_STOP_TOKEN_IDS, RowState, token_bits
@@ -24,6 +26,8 @@ __all__ = [
     "DecodeGraphRunner",
     "DecodeRows",
     "EagerCapture",
+    "PackedBuffers",
+    "PackedGraphRunner",
     "RingFullError",
     "RowState",
     "StepOps",
@@ -33,5 +37,6 @@ __all__ = [
     "bucket_table",
     "buckets_by_cost",
     "default_buckets",
+    "default_prefill_buckets",
     "token_bits",
 ]

@@ -1,4 +1,4 @@
-"""Batch buckets: the batch sizes a graph is captured for; a batch is padded up to the next one.
+"""Buckets: the sizes a graph is captured for, requests of a decode step or tokens of a prefill step; a step is padded up to the next one.
 
 default_buckets(64)                                        # a fixed list
 buckets_by_cost(64, step_ms, seen=runner.histogram())      # the list that costs least for the batches that were seen
@@ -18,6 +18,19 @@ def default_buckets(max_batch_size: int) -> list[int]:
         raise ArgumentError("max_batch_size", "at least 1 row", str(max_batch_size))
     sizes = [1, 2, 4, *range(8, 257, 8), *range(272, max_batch_size + 1, 16)]
     return sorted({size for size in sizes if size < max_batch_size} | {max_batch_size})
+
+
+#: Above so many tokens a prefill step keeps the GPU busy for longer than Python takes to launch it (docs/kernels.md).
+MAX_PREFILL_BUCKET = 1024
+
+
+def default_prefill_buckets(max_num_tokens: int) -> list[int]:
+    """Numbers of tokens of prefill graphs, the largest ``max_num_tokens``, at most `MAX_PREFILL_BUCKET`: doubling where the weights' bytes
+    set a step's time, then close enough that padding costs less than launches would."""
+    if max_num_tokens < 1:
+        raise ArgumentError("max_num_tokens", "at least 1 token", str(max_num_tokens))
+    largest = min(max_num_tokens, MAX_PREFILL_BUCKET)
+    return sorted({size for size in (16, 32, 64, 128, 192, 256, 384, 512, 768) if size < largest} | {largest})
 
 
 def check_buckets(buckets: Sequence[int], max_batch_size: int) -> list[int]:

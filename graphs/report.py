@@ -21,12 +21,12 @@ class BucketReport:
     """What a bucket cost and did.
 
     Attributes:
-        bucket: rows of the graph.
+        bucket: rows of the graph: requests that decode, or tokens of a prefill.
         capture_ms: warm-up and capture, milliseconds; compilation, where there is one, falls into the warm-up.
         record_ms: the capture alone, milliseconds.
         num_bytes: device memory taken, bytes.
         hits: replays.
-        padded_rows: rows replayed that held no request.
+        padded_rows: rows replayed that held no request, or no token.
         captured: whether the graph exists.
     """
 
@@ -39,12 +39,13 @@ class BucketReport:
     captured: bool = False
 
 
-def bucket_table(reports: Sequence[BucketReport]) -> str:
-    """The reports as lines of text with a heading; buckets that were not captured show dashes."""
-    lines = [f"{'bucket':>6} {'warm-up + capture ms':>20} {'capture ms':>10} {'MiB':>8} {'replays':>8} {'padded rows':>11}"]
+def bucket_table(reports: Sequence[BucketReport], bucket: str = "bucket", padded: str = "padded rows") -> str:
+    """The reports as lines of text with a heading, in which ``bucket`` and ``padded`` name the first and last column; buckets that
+    were not captured show dashes."""
+    lines = [f"{bucket:>6} {'warm-up + capture ms':>20} {'capture ms':>10} {'MiB':>8} {'replays':>8} {padded:>11}"]
     for r in reports:
         cost = f"{r.capture_ms:>20.1f} {r.record_ms:>10.1f} {r.num_bytes / 2**20:>8.1f}" if r.captured else f"{'-':>20} {'-':>10} {'-':>8}"
-        lines.append(f"{r.bucket:>6} {cost} {r.hits:>8} {r.padded_rows:>11}")
+        lines.append(f"{r.bucket:>{len(bucket)}} {cost} {r.hits:>8} {r.padded_rows:>{len(padded)}}")
     return "\n".join(lines)
 
 
@@ -53,12 +54,12 @@ def device_memory(device: torch.device) -> int:
     return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
 
 
-def describe_bucket(bucket: int, device: torch.device) -> str:
+def describe_bucket(bucket: int, device: torch.device, what: str = "batch") -> str:
     """A bucket and what memory is left, for a progress bar."""
     if device.type != "cuda":
-        return f"batch {bucket}"
+        return f"{what} {bucket}"
     free, _ = torch.cuda.mem_get_info(device)
-    return f"batch {bucket}, {free / 2**30:.1f} GiB free"
+    return f"{what} {bucket}, {free / 2**30:.1f} GiB free"
 
 
 class _Watch(TorchDispatchMode):

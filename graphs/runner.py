@@ -15,10 +15,9 @@ a launch then takes nothing from the host::
 
 from __future__ import annotations
 
-import gc
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +27,8 @@ from torchpaged.graphs.addresses import CapturedAddresses
 from torchpaged.graphs.buckets import bucket_for, check_buckets, default_buckets
 from torchpaged.graphs.buffers import DecodeBuffers, buffers_of_sizes
 from torchpaged.graphs.capture import CaptureBackend, Captured, CudaCapture, EagerCapture, TapeCapture
-from torchpaged.graphs.report import BucketReport, describe_bucket, device_memory, find_culprit
+from torchpaged.graphs.capture_bucket import capture_bucket
+from torchpaged.graphs.report import BucketReport, describe_bucket
 from torchpaged.graphs.rows import DecodeRows
 from torchpaged.graphs.step import Ranges, Step, bucket_step, no_range
 
@@ -126,44 +126,14 @@ class DecodeGraphRunner:
             self._capture_one(bucket)
 
     def _capture_one(self, bucket: int) -> None:
-        was_enabled = gc.isenabled()
-        gc.collect()
-        gc.disable()  # a collection during a capture could free device memory inside it
-        try:
-            with self._ranges("capture", padded=bucket):
-                self._warm_up_and_capture(bucket)
-        finally:
-            if was_enabled:
-                gc.enable()
-
-    def _warm_up_and_capture(self, bucket: int) -> None:
-        launch = self._launch(bucket, self._steps[bucket])
-        started, before = time.perf_counter(), device_memory(self.device)
-        try:
-            with torch.inference_mode(), self._static.padding(bucket):
-                self._backend.warmup(launch, self._warmup_iters)
-                warm = time.perf_counter()
-                self._graphs[bucket] = self._backend.capture(launch, self._pool)
-        except Exception as error:
-            raise self._failure(bucket, error) from error
-        report, ended = self._reports[bucket], time.perf_counter()
-        report.capture_ms, report.record_ms, report.captured = (ended - started) * 1e3, (ended - warm) * 1e3, True
-        report.num_bytes = device_memory(self.device) - before
-        self._addresses.note(bucket)
-
-    def _failure(self, bucket: int, error: Exception) -> CaptureError:
-        """Free what the capture of ``bucket`` took, and say which op it was."""
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-            torch.cuda.empty_cache()
-        culprit = None
-        if not isinstance(error, torch.OutOfMemoryError):
-            with torch.inference_mode(), self._static.padding(bucket):
-                culprit = find_culprit(self._launch(bucket, self._eager_step), self.device)
         eager = "run_eager()" if self.rows is None else "launch_eager()"
-        at = f" at {culprit}" if culprit else ""
-        return CaptureError(f"bucket {bucket}: the decode step could not be captured{at}: {reason}; {eager} still works")
+        with self._ranges("capture", padded=bucket), torch.inference_mode(), self._static.padding(bucket):
+            self._graphs[bucket] = capture_bucket(
+                self._launch(bucket, self._steps[bucket]), self._backend, self._pool, self._reports[bucket], self.device,
+                warmup_iters=self._warmup_iters, step="decode step", eager=self._launch(bucket, self._eager_step),
+                advice=f"; {eager} still works",
+            )  # fmt: skip
+        self._addresses.note(bucket)
 
     def _launch(self, bucket: int, step: Step) -> Callable[[], Tensor]:
         """What one replay does: a step over the buffers, or whole steps over the rows."""
@@ -242,6 +212,16 @@ class DecodeGraphRunner:
     def report(self) -> list[BucketReport]:
         """Per bucket: capture time, memory, replays and padded rows."""
         return [self._reports[bucket] for bucket in self.buckets]
+
+    @property
+    def capture_backend(self) -> CaptureBackend:
+        """How its steps become graphs."""
+        return self._backend
+
+    @property
+    def pool(self) -> Any:
+        """The memory pool of its graphs, for another runner of the same `capture_backend` whose replays never overlap with these."""
+        return self._pool
 
     @property
     def _static(self) -> DecodeBuffers | DecodeRows:

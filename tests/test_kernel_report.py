@@ -265,6 +265,35 @@ def test_replays_of_a_generation_are_matched_with_a_step_of_their_bucket() -> No
     assert not kernels_of_generation(parse(events), toy)["decode"].modules[1:], "without a step to match with, nothing is claimed"
 
 
+def test_replays_of_prefills_are_matched_with_a_prefill_of_their_bucket() -> None:
+    """Two prefills from a graph and one launched from Python; a decode step of as many rows is not asked."""
+    ops, events = ["aten::linear", "aten::relu"] * 4 + ["aten::linear"], []
+    for launch, start in ((2, 100), (3, 1000)):
+        events += [
+            span("user_annotation", "prefill batch=1 tokens=3 padded=4", start, 100),
+            span("cuda_runtime", "cudaGraphLaunch", start + 2, 1, correlation=launch),
+            *(span("kernel", name, start + 100 + 2 * i, 2, correlation=launch) for i, name in enumerate(ops)),
+        ]
+    events += [
+        span("user_annotation", "prefill batch=1 tokens=9", 2000, 100),
+        span("cuda_runtime", "cudaLaunchKernel", 2001, 1, correlation=4),
+        span("kernel", "alone", 2002, 2, correlation=4),
+    ]
+    toy, asked = Toy(), []
+
+    def prefill_eager(tokens: int) -> Tensor:
+        asked.append(tokens)
+        return toy(X)
+
+    def never(rows: int) -> Tensor:
+        raise AssertionError(rows)
+
+    with torch.inference_mode():
+        report = kernels_of_generation(parse(events), toy, never, prefill_eager)["prefill"]
+    assert set(asked) == {4} and report.steps == 3 and report.is_complete
+    assert counts(report) == {None: [("alone", 1)], **{name: [(op, 2) for op, _ in found] for name, found in WHOLE.items()}}
+
+
 def test_a_model_through_the_runner() -> None:
     """A tape's replay has no modules and adds copies of its own: all of the model's ops are found, the copies are not claimed."""
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")

@@ -109,6 +109,8 @@ def _generate(settings: Settings, sampling: SamplingParams) -> int:
         print(_summary(generator))
     if settings.verbose and generator.runner is not None:
         print(bucket_table(generator.runner.report()), file=sys.stderr)
+        if generator.prefill_runner is not None:
+            print(bucket_table(generator.prefill_runner.report(), "tokens", "padded tokens"), file=sys.stderr)
     for phase, report in kernels.items():
         ERRORS.print(report_table(report, phase))
     return 2 if refused else 0
@@ -145,8 +147,10 @@ def _profiled(settings: Settings, model: Any) -> Iterator[None]:
 
 def _kernels(path: str, model: Any, generator: Generator) -> dict[str, KernelReport]:
     """Kernels of the traced generation by module; replays are matched with steps of the same size run now, on idle rows."""
-    runner = generator.runner
-    return kernels_of_generation(read_trace(path), model, None if runner is None else runner.launch_eager)
+    decode, prefill = generator.runner, generator.prefill_runner
+    return kernels_of_generation(
+        read_trace(path), model, None if decode is None else decode.launch_eager, None if prefill is None else prefill.launch_eager
+    )
 
 
 def _prompt(prompt: str, tokenizer: Any, chat: bool) -> str | list[int]:
@@ -208,7 +212,11 @@ def _summary(generator: Generator) -> str:
 
 
 def _decisions(generator: Generator) -> str:
-    lines = [f"graphs: {generator.graph_reason}", f"compile: {generator.compile_reason}"]
+    lines = [
+        f"graphs: {generator.graph_reason}",
+        f"prefill graphs: {generator.prefill_graph_reason}",
+        f"compile: {generator.compile_reason}",
+    ]
     return "\n".join(lines if generator.fusion_report is None else [*lines, f"fused: {generator.fusion_report}"])
 
 
@@ -226,5 +234,7 @@ def _document(generator: Generator, settings: Settings, outputs: dict[int, Reque
         "backend": generator.choice.name, "backend_reason": generator.choice.reason, "outputs": rows, "stats": {**vars(s)},
         "graph_reason": generator.graph_reason, "compile_reason": generator.compile_reason,
         "buckets": [] if generator.runner is None else [dataclasses.asdict(report) for report in generator.runner.report()],
+        "prefill_graph_reason": generator.prefill_graph_reason,
+        "prefill_buckets": [] if generator.prefill_runner is None else [dataclasses.asdict(r) for r in generator.prefill_runner.report()],
         "fusion": generator.fusion_report and generator.fusion_report.to_dict(),
     }  # fmt: skip

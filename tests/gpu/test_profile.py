@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ pytestmark = pytest.mark.gpu
 LAYERS = 3
 
 
-def tiny_generator(compile: bool, steps_per_launch: int = 1) -> tuple[transformers.PreTrainedModel, object]:
+def tiny_generator(compile: bool, **options: Any) -> tuple[Any, Any]:
     from torchpaged.engine import Generator
 
     torch.manual_seed(0)
@@ -23,7 +24,7 @@ def tiny_generator(compile: bool, steps_per_launch: int = 1) -> tuple[transforme
         max_position_embeddings=512, eos_token_id=None, pad_token_id=0,
     )  # fmt: skip
     model = transformers.LlamaForCausalLM(config).to("cuda", torch.bfloat16).eval()
-    generator = Generator(model, max_batch_size=4, buckets=[4], max_seq_len=128, compile=compile, steps_per_launch=steps_per_launch)
+    generator = Generator(model, max_batch_size=4, buckets=[4], max_seq_len=128, compile=compile, **options)
     return model, generator
 
 
@@ -32,7 +33,7 @@ def test_all_kernels_of_a_replay_find_their_modules(steps_per_launch: int) -> No
     """Rows are idle: padding runs the same kernels."""
     from torchpaged.kernel_report import kernels_per_layer, layer_groups
 
-    model, generator = tiny_generator(False, steps_per_launch)
+    model, generator = tiny_generator(False, steps_per_launch=steps_per_launch)
     runner = generator.runner
     report = kernels_per_layer(lambda: runner.launch_eager(4), model, lambda: runner.replay(4))
     assert report.kind == "kernel" and report.is_complete, (report.unmatched, report.missing)
@@ -58,20 +59,25 @@ def test_a_compiled_replay_says_what_it_can_not_place() -> None:
     assert all(modules[f"model.layers.{layer}.self_attn"].count >= 1 for layer in range(LAYERS))
 
 
-def test_a_trace_of_a_generation(tmp_path: Path) -> None:
-    """Ranges of the host, kernels of the graph, all of them placed; attention ranges inside the steps that run as Python."""
+@pytest.mark.parametrize("prefill_buckets", [None, [16]], ids=["prefill-from-python", "prefill-graph"])
+def test_a_trace_of_a_generation(tmp_path: Path, prefill_buckets: list[int] | None) -> None:
+    """Ranges of the host, kernels of the graphs, all of them placed; attention ranges inside the steps that run as Python."""
     from torchpaged import profiling
     from torchpaged.engine import SamplingParams
     from torchpaged.kernel_report import kernels_of_generation, module_ranges, read_trace
 
-    model, generator = tiny_generator(False)
+    model, generator = tiny_generator(False, prefill_buckets=prefill_buckets)
     path = tmp_path / "out.json"
     with profiling.trace(path), module_ranges(model):
         generator.generate([[5, 6, 7], [9, 8]], SamplingParams(max_new_tokens=6))
     events = json.loads(path.read_text())["traceEvents"]
     names = [event["name"] for event in events if event.get("cat") == "user_annotation"]
-    assert "attention layer=0" in names and any(name.startswith("replay batch=2 padded=4") for name in names)
-    reports = kernels_of_generation(read_trace(path), model, generator.runner.launch_eager)
+    assert ("attention layer=0" in names) == (prefill_buckets is None) and any(name.startswith("replay batch=2 padded=4") for name in names)
+    assert any(name.startswith("prefill batch=2 tokens=5 padded=16") for name in names) == (prefill_buckets is not None)
+    prefill = generator.prefill_runner
+    reports = kernels_of_generation(
+        read_trace(path), model, generator.runner.launch_eager, None if prefill is None else prefill.launch_eager
+    )
     assert not reports["decode"].unmatched and not reports["decode"].missing, reports["decode"].unmatched
     assert not reports["prefill"].unmatched and any(row.module == "lm_head" for row in reports["prefill"].modules)
     replays = sum(name.startswith("replay") for name in names)

@@ -23,14 +23,15 @@ from torchpaged.cache import BlockPool
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.engine.decode_loop import DecodeLoop
 from torchpaged.engine.model import PagedModelProtocol
-from torchpaged.engine.options import check_options, decide_compile, decide_graphs, paged_model, tokens_per_request
+from torchpaged.engine.options import check_options, decide_compile, decide_graphs, decide_prefill_buckets, paged_model, tokens_per_request
+from torchpaged.engine.prefill_graphs import PrefillGraphs
 from torchpaged.engine.sampling import SamplingParams
 from torchpaged.engine.scheduler import Scheduler
 from torchpaged.engine.sequence import RequestOutput, Sequence, TokenEvent
 from torchpaged.engine.stats import GeneratorStats
 from torchpaged.engine.stepper import Stepper
 from torchpaged.engine.text import TextStream
-from torchpaged.graphs import CaptureBackend, DecodeGraphRunner
+from torchpaged.graphs import CaptureBackend, DecodeGraphRunner, PackedGraphRunner
 
 if TYPE_CHECKING:
     from torchpaged.hf import FusionReport
@@ -61,6 +62,10 @@ class Generator:
             every size (no padding).
         steps_per_launch: decode steps in one graph, with graphs. More cost the host less per token; a request's tokens come in
             groups, and one that ends inside a group leaves its row idle until the next.
+        prefill_buckets: numbers of prompt tokens, of all requests of a step together, for which prefills are captured as well; none above
+            ``prefill_chunk_size``. A step of more tokens or of more than 8 requests is launched from Python. None or []: all are; "auto": on
+            a GPU with graphs, up to 1024 tokens (`torchpaged.graphs.default_prefill_buckets`), unless the model's prefill can't be
+            captured; `prefill_graph_reason` says what was decided.
         capture_ahead: capture every bucket now; False: each on first need, in the middle of serving; "auto": now on a GPU.
         lookahead: tokens ahead of need that a decoding request gets blocks for while the pool is mostly free; default: 128 on a GPU,
             none on a CPU.
@@ -70,7 +75,7 @@ class Generator:
     Attributes:
         choice: which backend runs and why.
         loop: the decode loop over the device's rows; None without graphs.
-        graph_reason, compile_reason: why there are graphs or not, and whether steps are compiled.
+        graph_reason, compile_reason: why there are graphs or not, and whether decode steps are compiled.
         fusion_report: what `torchpaged.hf.fuse` did to the model; None if it is not fused.
         stats: counters.
 
@@ -95,6 +100,7 @@ class Generator:
         compile: bool | str = "auto",
         graphs: bool | str = "auto",
         buckets: Seq[int] | None = None,
+        prefill_buckets: Seq[int] | str | None = "auto",
         steps_per_launch: int = 1,
         capture_ahead: bool | str = "auto",
         lookahead: int | None = None,
@@ -118,24 +124,36 @@ class Generator:
         use_compile, self.compile_reason = decide_compile(compile, on_gpu, use_graphs, self.graph_reason, self.fusion_report)
         if not use_graphs and steps_per_launch != 1:
             raise ArgumentError("steps_per_launch", "1 without graphs", str(steps_per_launch), f"graphs: {self.graph_reason}")
+        prefills, self._prefill_graph_reason = decide_prefill_buckets(
+            prefill_buckets, prefill_chunk_size, on_gpu, use_graphs, self.graph_reason
+        )
         self.pool = BlockPool(cache.num_blocks)
         self.loop: DecodeLoop | None = None
+        self._prefill_graphs: PrefillGraphs | None = None
         if use_graphs:
+            shared: dict[str, Any] = {
+                "max_batch_size": max_batch_size, "max_blocks_per_req": -(-self.max_seq_len // cache.block_size), "progress": progress,
+                "watch": {f"{side}_cache[{i}]": t for i, pools in enumerate(cache) for side, t in zip("kv", pools[:2], strict=True)},
+            }  # fmt: skip
             self.loop = DecodeLoop(
-                self.model, max_batch_size=max_batch_size, max_blocks_per_req=-(-self.max_seq_len // cache.block_size),
-                steps_per_launch=steps_per_launch, capture=capture,
-                buckets=buckets if buckets is not None or on_gpu else range(1, max_batch_size + 1),
-                compile=use_compile, progress=progress,
-                watch={f"{side}_cache[{i}]": t for i, pools in enumerate(cache) for side, t in zip("kv", pools[:2], strict=True)},
+                self.model, steps_per_launch=steps_per_launch, capture=capture, compile=use_compile,
+                buckets=buckets if buckets is not None or on_gpu else range(1, max_batch_size + 1), **shared,
             )  # fmt: skip
+            if prefills:
+                self._prefill_graphs = PrefillGraphs(
+                    self.model, prefills, required=prefill_buckets != "auto", reason=self._prefill_graph_reason,
+                    capture=self.loop.runner.capture_backend, pool=self.loop.runner.pool, **shared,
+                )  # fmt: skip
             if on_gpu if capture_ahead == "auto" else capture_ahead:
+                if self._prefill_graphs is not None:
+                    self._prefill_graphs.capture()  # first: they need the most memory, which the others reuse
                 self.loop.runner.capture()
         if lookahead is None:
             lookahead = _LOOKAHEAD if on_gpu and use_graphs else 0
         self.scheduler = Scheduler(
             self.pool, cache.block_size, max_batch_size, prefill_chunk_size, steps_per_launch if use_graphs else 0, lookahead
         )
-        self._stepper = Stepper(self.model, self.scheduler, self.loop)
+        self._stepper = Stepper(self.model, self.scheduler, self.loop, self._prefill_graphs)
         self._requests, self._next_id = self._stepper.requests, 0
         self.stats: GeneratorStats = self._stepper.stats
 
@@ -175,6 +193,16 @@ class Generator:
     def runner(self) -> DecodeGraphRunner | None:
         """The graph runner; None without graphs."""
         return None if self.loop is None else self.loop.runner
+
+    @property
+    def prefill_runner(self) -> PackedGraphRunner | None:
+        """The graph runner of prefills; None without."""
+        return None if self._prefill_graphs is None else self._prefill_graphs.runner
+
+    @property
+    def prefill_graph_reason(self) -> str:
+        """Why prefills have graphs or not."""
+        return self._prefill_graph_reason if self._prefill_graphs is None else self._prefill_graphs.reason
 
     @property
     def has_unfinished(self) -> bool:

@@ -1,16 +1,17 @@
-"""What the options of a Generator come to: checks, the paged model, and whether decode steps are captured and compiled.
+"""What the options of a Generator come to: checks, the paged model, and whether steps are captured and compiled.
 
-Each decision comes with its reason, so that ``generator.graph_reason`` and ``generator.compile_reason`` can say it.
+Each decision comes with its reason, so that ``generator.graph_reason``, ``prefill_graph_reason`` and ``compile_reason`` can say it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torchpaged.backends import Choice, GraphSupport
 from torchpaged.custom_ops.errors import ArgumentError, BackendUnavailableError
 from torchpaged.engine.model import PagedModelProtocol
+from torchpaged.graphs import default_prefill_buckets
 
 if TYPE_CHECKING:
     from torchpaged.hf import FusionReport
@@ -95,6 +96,29 @@ def decide_graphs(graphs: bool | str, choice: Choice, on_gpu: bool) -> tuple[boo
             raise BackendUnavailableError(f"graphs=True: {reason}; choose another backend or graphs='auto'")
         return False, reason
     return True, f"backend {choice.name!r} declares graph support {support.name}" if on_gpu else "eager capture on a CPU"
+
+
+def decide_prefill_buckets(
+    prefill_buckets: Sequence[int] | str | None, prefill_chunk_size: int, on_gpu: bool, use_graphs: bool, graph_reason: str
+) -> tuple[list[int], str]:
+    """Numbers of tokens for which prefills are captured, none = no such graphs, and why."""
+    if isinstance(prefill_buckets, str):
+        if prefill_buckets != "auto":
+            raise ArgumentError("prefill_buckets", "numbers of tokens, None or 'auto'", repr(prefill_buckets))
+        if not use_graphs:
+            return [], f"automatic: graphs: {graph_reason}"
+        if not on_gpu:
+            return [], "automatic: on a CPU a step does not wait for launches"
+        return default_prefill_buckets(prefill_chunk_size), "automatic: on a GPU with graphs"
+    if not prefill_buckets:
+        return [], f"switched off by prefill_buckets={prefill_buckets}"
+    if not use_graphs:
+        raise ArgumentError("prefill_buckets", "None or 'auto' without graphs", str(list(prefill_buckets)), f"graphs: {graph_reason}")
+    if min(prefill_buckets) < 1 or max(prefill_buckets) > prefill_chunk_size:
+        raise ArgumentError(
+            "prefill_buckets", f"numbers of tokens from 1 to {prefill_chunk_size} (prefill_chunk_size)", str(list(prefill_buckets))
+        )
+    return sorted(set(prefill_buckets)), f"prefill_buckets={sorted(set(prefill_buckets))} was given"
 
 
 def decide_compile(compile: bool | str, on_gpu: bool, use_graphs: bool, graph_reason: str, fusion: FusionReport | None) -> tuple[bool, str]:

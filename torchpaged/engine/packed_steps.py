@@ -5,7 +5,8 @@
     logits = steps.decode(sequences)
     tokens = steps.sample(logits, sequences)     # waits for them
 
-Steps never overlap: all share one semaphore.
+Prefills that have a graph (`PrefillGraphs`) are replayed, everything else is launched from Python. Steps never overlap: those launched
+from Python share one semaphore.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from torchpaged.engine.model import PagedModelProtocol
+from torchpaged.engine.prefill_graphs import PrefillGraphs
 from torchpaged.engine.sampling import sample, seen_tokens
 from torchpaged.engine.sequence import Sequence
 from torchpaged.metadata import AttentionMetadata, make_semaphore, to_device
@@ -23,15 +25,16 @@ from torchpaged.profiling import range as profile_range
 
 
 class PackedSteps:
-    """Steps of ``model`` outside the graphs.
+    """Steps of ``model`` outside the decode loop's graphs.
 
     Args:
         model: the paged model.
         max_batch_size: requests of a step at most.
+        graphs: of its prefills; None: all are launched from Python.
     """
 
-    def __init__(self, model: PagedModelProtocol, max_batch_size: int) -> None:
-        self._model, self._device = model, torch.device(model.device)
+    def __init__(self, model: PagedModelProtocol, max_batch_size: int, graphs: PrefillGraphs | None = None) -> None:
+        self._model, self._device, self._graphs = model, torch.device(model.device), graphs
         self._semaphore = make_semaphore(max_batch_size, self._device)
 
     def decode(self, sequences: list[Sequence]) -> Tensor:
@@ -42,17 +45,22 @@ class PackedSteps:
             return self._model(self._longs(ids), metadata, None)
 
     def prefill(self, chunks: list[tuple[Sequence, int]]) -> Tensor:
-        """The next ``count`` tokens of each prompt: logits ``[n, vocab_size]`` of the ``n`` sequences that are complete with them."""
+        """The next ``count`` tokens of each prompt: logits ``[n, vocab_size]`` of the ``n`` sequences that are complete with them,
+        valid until the next step: they may be a graph's memory."""
         ids = [s.token_at(i) for s, count in chunks for i in range(s.num_computed, s.num_computed + count)]
-        lens = [s.num_computed + count for s, count in chunks]
+        query_lens = [count for _, count in chunks]
+        seq_lens, tables = [s.num_computed + count for s, count in chunks], [s.blocks for s, _ in chunks]
         ends, last = [], -1
         for sequence, count in chunks:
             last += count
             if count == sequence.remaining:
                 ends.append(last)
+        bucket = None if self._graphs is None else self._graphs.bucket_for(len(chunks), len(ids))
+        if self._graphs is not None and bucket is not None:
+            with profile_range("prefill", batch=len(chunks), tokens=len(ids), padded=bucket):
+                return self._graphs.run(ids, query_lens, seq_lens, tables, ends)
         with profile_range("prefill", batch=len(chunks), tokens=len(ids)):
-            metadata = self._metadata([count for _, count in chunks], lens, [s.blocks for s, _ in chunks])
-            return self._model(self._longs(ids), metadata, self._longs(ends))
+            return self._model(self._longs(ids), self._metadata(query_lens, seq_lens, tables), self._longs(ends))
 
     def sample(self, logits: Tensor, sequences: list[Sequence]) -> list[int]:
         """The next token of each sequence from ``logits [len(sequences), vocab_size]``."""

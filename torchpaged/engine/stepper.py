@@ -19,6 +19,7 @@ from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.engine.decode_loop import DecodeLoop
 from torchpaged.engine.model import PagedModelProtocol
 from torchpaged.engine.packed_steps import PackedSteps
+from torchpaged.engine.prefill_graphs import PrefillGraphs
 from torchpaged.engine.scheduler import Scheduler, Step
 from torchpaged.engine.sequence import Sequence, TokenEvent
 from torchpaged.engine.stats import GeneratorStats
@@ -32,15 +33,18 @@ class Stepper:
         model: the paged model.
         scheduler: who runs, and with which blocks.
         loop: the decode loop; None to decode without graphs.
+        prefill_graphs: of prefills; None: all are launched from Python.
 
     Attributes:
         requests: by id, those that wait or run.
         stats: counters.
     """
 
-    def __init__(self, model: PagedModelProtocol, scheduler: Scheduler, loop: DecodeLoop | None) -> None:
+    def __init__(
+        self, model: PagedModelProtocol, scheduler: Scheduler, loop: DecodeLoop | None, prefill_graphs: PrefillGraphs | None = None
+    ) -> None:
         self._model, self._scheduler, self._loop = model, scheduler, loop
-        self._packed = PackedSteps(model, scheduler.max_batch_size)
+        self._packed = PackedSteps(model, scheduler.max_batch_size, prefill_graphs)
         self._events: list[TokenEvent] = []  # of requests that ended between steps
         self._launches_return_at_once = torch.device(model.device).type == "cuda"
         self.requests: dict[int, Sequence] = {}

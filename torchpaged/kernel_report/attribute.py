@@ -39,24 +39,29 @@ def kernels_per_layer(
     return _report(again.activities, _kind(again), 1, lambda _: eager.activities, one_launch=without_modules)
 
 
-def kernels_of_generation(trace: Trace, model: nn.Module, launch_eager: Callable[[int], Any] | None = None) -> dict[str, KernelReport]:
+def kernels_of_generation(
+    trace: Trace, model: nn.Module, launch_eager: Callable[[int], Any] | None = None, prefill_eager: Callable[[int], Any] | None = None
+) -> dict[str, KernelReport]:
     """Kernels of a traced generation, by what the engine was doing: "prefill", "decode", "other"; captures are left out.
 
     Args:
         trace: of a run of `torchpaged.engine.Generator` with the engine's ranges (`torchpaged.profiling.recorded`) and `module_ranges`.
         model: whose modules.
         launch_eager: runs a decode step of so many rows without a graph, to match the replays of that bucket with.
+        prefill_eager: the same for prefills of so many tokens.
     """
-    eager: dict[int, Sequence[Activity]] = {}
+    launches = {"replay": launch_eager, "prefill": prefill_eager}
+    eager: dict[tuple[str, int], Sequence[Activity]] = {}
 
     def reference(ranges: tuple[str, ...]) -> Sequence[Activity]:
-        found = re.search(r"^replay batch=\d+ padded=(\d+)$", "\n".join(ranges), re.MULTILINE)
-        if launch_eager is None or found is None:
+        found = re.search(r"^(replay|prefill) batch=\d+ (?:tokens=\d+ )?padded=(\d+)$", "\n".join(ranges), re.MULTILINE)
+        launch = launches[found[1]] if found else None
+        if found is None or launch is None:
             return ()
-        rows = int(found[1])
-        if rows not in eager:
-            eager[rows] = _run(lambda: launch_eager(rows), model, 1).activities
-        return eager[rows]
+        key, rows = (found[1], int(found[2])), int(found[2])
+        if key not in eager:
+            eager[key] = _run(lambda: launch(rows), model, 1).activities
+        return eager[key]
 
     phases: dict[str, list[Activity]] = {}
     for activity in trace.activities:

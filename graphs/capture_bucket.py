@@ -1,0 +1,77 @@
+"""capture_bucket: warm-up and capture of one bucket, timed, with garbage collection off; a failure names the bucket and the op.
+
+    graph = capture_bucket(launch, backend, pool, report, device, warmup_iters=2, step="decode step", eager=launch_eager)
+
+Called where the step's inputs are padding, so that nothing is written into the caches.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchpaged.custom_ops.errors import CaptureError
+from torchpaged.graphs.capture import CaptureBackend, Captured
+from torchpaged.graphs.report import BucketReport, device_memory, find_culprit
+
+
+def capture_bucket(
+    launch: Callable[[], Tensor], backend: CaptureBackend, pool: Any, report: BucketReport, device: torch.device, *, warmup_iters: int,
+    step: str, eager: Callable[[], Tensor], advice: str = "",
+) -> Captured:  # fmt: skip
+    """Capture ``launch`` and write into ``report`` what it cost.
+
+    Args:
+        launch: the step over its static buffers.
+        backend, pool: how it becomes a graph, and in which memory.
+        report: of the bucket.
+        device: where the step runs.
+        warmup_iters: runs before the capture.
+        step: what it is, for the error: "decode step".
+        eager: the same step uncompiled, run once more after a failure to find the op.
+        advice: what still works, for the end of the error.
+
+    Raises:
+        CaptureError: the step can't be captured; what the attempt took is freed.
+    """
+    started, before = time.perf_counter(), device_memory(device)
+    try:
+        with _no_garbage_collection():
+            backend.warmup(launch, warmup_iters)
+            warm = time.perf_counter()
+            graph = backend.capture(launch, pool)
+    except Exception as error:
+        raise CaptureError(f"bucket {report.bucket}: the {step} could not be captured{_cause(error, eager, device)}{advice}") from error
+    ended = time.perf_counter()
+    report.capture_ms, report.record_ms, report.captured = (ended - started) * 1e3, (ended - warm) * 1e3, True
+    report.num_bytes = device_memory(device) - before
+    return graph
+
+
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """A collection during a capture could free device memory inside it."""
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _cause(error: Exception, eager: Callable[[], Tensor], device: torch.device) -> str:
+    """Free what a failed capture took; which op it was, and what it said."""
+    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+    culprit = None if isinstance(error, torch.OutOfMemoryError) else find_culprit(eager, device)
+    return f" at {culprit}: {reason}" if culprit else f": {reason}"

@@ -1,0 +1,116 @@
+"""Prefill steps in CUDA graphs: tokens of the engine without them, whatever shares a step, and nothing waits for the device."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+pytestmark = pytest.mark.gpu
+VOCAB = 499
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=VOCAB, hidden_size=128, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        max_position_embeddings=2048, eos_token_id=7, pad_token_id=0, bos_token_id=1,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config).to("cuda", torch.float32).eval()
+
+
+def make(model: Any, **options: Any) -> Any:
+    from torchpaged.engine import Generator
+
+    return Generator(model, **{"max_batch_size": 8, "max_seq_len": 1536, "compile": False, "buckets": [1, 8], **options})
+
+
+def draw(rng: random.Random, index: int) -> tuple[list[int], Any]:
+    """A prompt of one step or of several, greedy or seeded."""
+    from torchpaged.engine import SamplingParams
+
+    prompt = [rng.randrange(8, VOCAB) for _ in range(rng.choice([1, 2, 3, 17, 40, 200, 900]))]
+    options: dict[str, Any] = {"max_new_tokens": rng.randint(1, 40), "ignore_eos": rng.random() < 0.5}
+    if index % 2:
+        options |= {"temperature": 0.9, "seed": index, "top_p": rng.choice([1.0, 0.9]), "repetition_penalty": rng.choice([1.0, 1.2])}
+    return prompt, SamplingParams(**options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"prefill_buckets": [16, 256], "prefill_chunk_size": 256, "steps_per_launch": 4}, {"capture_ahead": False, "num_blocks": 140}],
+    ids=["automatic", "chunked", "late-and-preempted"],
+)
+def test_tokens_equal_the_engine_without_graphs(model: Any, options: dict[str, Any]) -> None:
+    rng = random.Random(2)
+    requests = [draw(rng, i) for i in range(30)]
+    prompts, params = [p for p, _ in requests], [s for _, s in requests]
+    want = make(model, graphs=False).generate(prompts, params)
+    generator = make(model, **options)
+    got = generator.generate(prompts, params)
+    assert [(o.token_ids, o.finish_reason) for o in got] == [(o.token_ids, o.finish_reason) for o in want]
+    reports = generator.prefill_runner.report()
+    assert sum(r.hits > 0 for r in reports) > 1 and sum(r.padded_rows for r in reports) > 0
+    assert generator.stats.preemptions > 0 or "num_blocks" not in options
+    assert not generator.prefill_runner.buffers.semaphore.any()
+
+
+def test_admission_while_decoding_waits_for_nothing(model: Any) -> None:
+    """Prompts of every bucket, of several requests and in chunks, are prefilled beside a running request."""
+    from torchpaged.engine import SamplingParams
+
+    generator, rng = make(model, prefill_buckets=[16, 64, 256], prefill_chunk_size=256), random.Random(0)
+    for index in range(16):  # kernels are compiled before the watch begins
+        generator.submit(*draw(rng, index))
+    for _ in generator.stream():
+        pass
+    hits = [r.hits for r in generator.prefill_runner.report()]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        generator.submit([5, 6, 7], SamplingParams(max_new_tokens=1000, ignore_eos=True))
+        for step in range(400):
+            if step % 20 == 0:
+                for _ in range(1 + step // 20 % 3):
+                    generator.submit(*draw(rng, step))
+            generator.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(r.hits > before for r, before in zip(generator.prefill_runner.report(), hits, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("lens", [[(64, 64)], [(5, 5), (1, 1), (2, 90)], [(40, 300), (3, 3)], [(1, 700)] * 8, [(2, 2)] * 8], ids=str)
+def test_logits_of_a_replay_are_those_of_the_step(dtype: torch.dtype, lens: list[tuple[int, int]]) -> None:
+    """Short queries alone too, which the bucket's upper bound says nothing about; logits against the same step launched from Python."""
+    from torchpaged import AttentionMetadata
+    from torchpaged.graphs import PackedGraphRunner
+    from torchpaged.hf import PagedModel
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=VOCAB, hidden_size=512, intermediate_size=512, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=2,
+        head_dim=64, max_position_embeddings=2048, pad_token_id=0,
+    )  # fmt: skip
+    paged = PagedModel(transformers.LlamaForCausalLM(config).to("cuda", dtype).eval(), num_blocks=500)
+    runner = PackedGraphRunner(paged, buckets=[64], max_num_reqs=8, max_blocks_per_req=64, block_size=16, device="cuda", num_blocks=500)
+    tables, block = [], 1
+    for _, seq_len in lens:
+        tables.append(list(range(block, block + -(-seq_len // 16))))
+        block += len(tables[-1])
+    for pools in paged.kv_cache:
+        pools.k_cache.normal_(), pools.v_cache.normal_()
+    query_lens, seq_lens = [q for q, _ in lens], [s for _, s in lens]
+    ids = [i % VOCAB for i in range(sum(query_lens))]
+    ends = [sum(query_lens[: i + 1]) - 1 for i in range(len(lens))]
+    with torch.inference_mode():
+        metadata = AttentionMetadata.from_lists(query_lens, seq_lens, tables, block_size=16, num_blocks=500, device="cuda")
+        want = paged(torch.tensor(ids, device="cuda"), metadata, torch.tensor(ends, device="cuda")).float()
+    got = runner.run(ids, query_lens, seq_lens, tables, ends).float()
+    again = runner.run(ids, query_lens, seq_lens, tables, ends[-1:]).float()
+    error = (got - want).norm() / want.norm()
+    assert got.shape == want.shape and error < (1e-5 if dtype == torch.float32 else 2e-2) and torch.isfinite(got).all()
+    torch.testing.assert_close(again, got[-1:], rtol=0, atol=1e-3)

@@ -24,12 +24,13 @@ The reasons for void ops, for ``Library.define`` rather than ``custom_op`` and f
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 from typing import Any, NamedTuple
 
 import torch
 
-from torchpaged.custom_ops import native
+from torchpaged.custom_ops import launches, native
 from torchpaged.custom_ops.fakes import fake_of
 
 LIBRARY = torch.library.Library("torchpaged", "DEF")  # kept for the life of the process: dropping it deregisters the ops
@@ -129,8 +130,13 @@ def _lazy(module: str, function: str) -> Any:
         if cached is None:
             cached = getattr(importlib.import_module(module), function)
         device = args[0].device
-        if device.type == "cuda" and device.index != torch.cuda.current_device():
-            with torch.cuda.device(device):  # Python kernels get no device guard from the dispatcher
+        foreign = device.type == "cuda" and device.index != torch.cuda.current_device()
+        if foreign or launches.around is not None:
+            with contextlib.ExitStack() as stack:
+                if foreign:
+                    stack.enter_context(torch.cuda.device(device))  # Python kernels get no device guard from the dispatcher
+                if launches.around is not None:
+                    stack.enter_context(launches.around(function, args))
                 cached(*args, **kwargs)
             return
         cached(*args, **kwargs)

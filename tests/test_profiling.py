@@ -170,9 +170,7 @@ def test_attention_ranges_stand_in_the_capture_and_not_in_the_replay(tool: Path)
     assert "replay batch=2 padded=2" in found and all(isinstance(node, str) or "replay" not in node[0] for node in found)
 
 
-def test_compiled_code_has_no_ranges(tool: Path) -> None:
-    """It is traced as one graph with NVTX on, and runs without a range inside."""
-    code = """
+COMPILED = """
 from torchpaged import profiling
 paged = generator.model
 from torchpaged.metadata import AttentionMetadata
@@ -185,7 +183,20 @@ with torch.inference_mode():
     with profiling.range("plain"):
         paged(torch.tensor([5]), metadata)
 """
-    nodes = record(tool, ENGINE + code, TORCHPAGED_NVTX="1")
+
+
+def test_compiled_code_keeps_the_attention_ranges(tool: Path) -> None:
+    """It is traced as one graph with NVTX on; the ranges stand inside the op, whose kernel is written in Python."""
+    nodes = record(tool, ENGINE.replace("max_batch_size=2", 'max_batch_size=2, backend="reference"') + COMPILED, TORCHPAGED_NVTX="1")
+    assert shape(nodes[2:]) == [("compiled", LAYERS), ("compiled", LAYERS), ("plain", LAYERS)]
+
+
+def test_compiled_code_without_python_kernels_has_no_ranges(tool: Path) -> None:
+    from torchpaged.custom_ops import native_status
+
+    if not native_status()[0]:
+        pytest.skip("the native CPU kernels are not built")
+    nodes = record(tool, ENGINE + COMPILED, TORCHPAGED_NVTX="1")
     assert shape(nodes[2:]) == ["compiled", "compiled", ("plain", LAYERS)]
 
 

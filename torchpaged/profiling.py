@@ -9,13 +9,15 @@
 
 The NVTX ranges stand in the domain "torchpaged"; docs/profiling.md lists them. The variable is read once, when this module is
 imported. Off, the nvtx package is not even imported, and `range` returns one shared object that does nothing. Host code only:
-a range inside a traced function would break its graph, and inside a captured one it would appear once and never at replay.
+a range inside a traced function would break its graph, and inside a captured one it would appear once and never at replay. Attention
+has its ranges inside the op, where compiled code comes by too.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -24,6 +26,7 @@ from typing import Any
 import torch
 
 from torchpaged import env
+from torchpaged.custom_ops import launches
 from torchpaged.custom_ops.errors import ArgumentError, TorchpagedError
 
 DOMAIN = "torchpaged"
@@ -70,6 +73,7 @@ NOTHING = _Nothing()
 _domain: Any = None  # the nvtx domain while NVTX ranges are on
 _traces = 0  # blocks of `recorded` that are open
 _on = False  # either of them
+_here = threading.local()  # .named: this thread is inside a range of `ranged_attention`
 
 
 def range(name: str, number: int | None = None, /, **payload: object) -> AbstractContextManager[None]:
@@ -98,14 +102,26 @@ def is_on() -> bool:
     return _on
 
 
-def ranged(call: Callable[..., Any], name: str, /, **payload: object) -> Callable[..., Any]:
-    """``call`` inside `range`; for calls so frequent that a range, even an idle one, is only made while `is_on`."""
+def ranged_attention(attend: Callable[..., Any], layer: int) -> Callable[..., Any]:
+    """``attend`` inside the range ``attention layer=``: for callers that run as Python, whose op may be C++ and have no range of its own."""
 
     def run(*arguments: Any, **options: Any) -> Any:
-        with range(name, **payload):
-            return call(*arguments, **options)
+        with range("attention", layer=layer):
+            _here.named = True
+            try:
+                return attend(*arguments, **options)
+            finally:
+                _here.named = False
 
     return run
+
+
+def _around_op(op: str, arguments: tuple[Any, ...]) -> AbstractContextManager[None]:
+    """The range of an op written in Python: that of attention, named after the layer whose keys it was given."""
+    if op != "paged_attention" or getattr(_here, "named", False):
+        return NOTHING
+    layer = getattr(arguments[1], "_torchpaged_layer", None)  # set by torchpaged.hf.layer.PagedLayer.adopt
+    return range("attention") if layer is None else range("attention", layer=layer.index)
 
 
 @contextlib.contextmanager
@@ -174,6 +190,7 @@ def _switch(domain: Any, traces: int) -> None:
     global _domain, _traces, _on
     _domain, _traces = domain, traces
     _on = domain is not None or traces > 0
+    launches.around = _around_op if _on else None
 
 
 def _open(asked_by: str) -> Any:

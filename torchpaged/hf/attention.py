@@ -18,7 +18,7 @@ from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
 from torchpaged.hf.layer import PagedLayer, layer_of
 from torchpaged.metadata import SEMAPHORES_PER_REQ
 from torchpaged.profiling import is_on as is_profiling
-from torchpaged.profiling import ranged
+from torchpaged.profiling import ranged_attention
 
 #: The name under which the functions are registered.
 NAME = "torchpaged"
@@ -75,7 +75,7 @@ def paged_attention_forward(
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     attend = owner.ops.paged_attention
     if not torch.compiler.is_compiling() and is_profiling():
-        attend = ranged(attend, "attention", layer=layer.index)
+        attend = ranged_attention(attend, layer.index)
     attend(
         q, key, value, step.block_table, step.seq_lens, step.query_start_loc, out, None,
         max_query_len=step.max_query_len, scale=head_dim**-0.5 if scaling is None else float(scaling), causal=causal,

@@ -10,17 +10,15 @@ conversation call ``cache.reset()``. The layers share one semaphore, so forwards
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache
 
 from torchpaged.backends import AttentionSpec, Choice, select_backend
 from torchpaged.cache import BlockPool
-from torchpaged.custom_ops import BackendOps
 from torchpaged.custom_ops.errors import ArgumentError
+from torchpaged.hf.cache_rows import CacheRows
 from torchpaged.hf.layer import PagedLayer, StepBatch
 from torchpaged.hf.masks import left_padding, require_known_mask
 from torchpaged.hf.support import require_supported_config
@@ -28,7 +26,7 @@ from torchpaged.hf.template import paged_layers
 from torchpaged.metadata import make_semaphore
 
 
-class PagedCache(Cache):
+class PagedCache(CacheRows):
     """A paged KV cache for ``generate()`` and direct forwards.
 
     Args:
@@ -50,7 +48,6 @@ class PagedCache(Cache):
     """
 
     choice: Choice
-    ops: BackendOps
 
     def __init__(
         self,
@@ -77,12 +74,11 @@ class PagedCache(Cache):
         self.blocks_per_row = -(-max_seq_len // block_size)
         self.num_blocks = max_batch_size * self.blocks_per_row + 1 if num_blocks is None else num_blocks
         self.pool = BlockPool(self.num_blocks)
-        self._rows: list[list[int]] = []  # block ids of each row
+        self._rows = []
         self._mask_token = torch.zeros((), dtype=torch.int64)  # a kv_offset of 0 that carries this cache to the mask function
         self._mask_token._torchpaged_cache = self  # type: ignore[attr-defined]
         self.ready = False
-        self._padding: list[int] | None = None
-        self._bound = 0  # tokens per row at most, as far as the host knows: compiled steps do not count on the host
+        self._padding, self._bound = None, 0
 
     # ------------------------------------------------------------------------------------------------ set-up
     def prepare(self, key_states: Tensor) -> None:
@@ -236,96 +232,6 @@ class PagedCache(Cache):
     def length(self) -> Tensor | int:
         """Tokens per row, padding included: 0, or a 0-d tensor once there is one."""
         return self.total if self.ready else 0
-
-    # --------------------------------------------------------------------------------------------------- rows
-    @property
-    def batch_size(self) -> int:
-        """Rows of the current batch; -1 before the first."""
-        return len(self._rows) if self._rows else -1
-
-    @property
-    def is_croppable(self) -> bool:
-        """Whether tokens can be taken back: yes, unless a layer of HuggingFace's own says no."""
-        return all(getattr(layer, "is_croppable", True) for layer in self.layers)
-
-    def reset(self) -> None:
-        """Forget everything; the pools' memory stays. The next forward may have another batch size."""
-        for layer in self.layers:
-            if not isinstance(layer, PagedLayer):
-                layer.reset()
-        for row in self._rows:
-            self.pool.free(row)
-        self._rows, self._padding, self.ready = [], None, False
-        self._bound = 0  # the tensors stay where compiled code knows them; `prepare` fills them again
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Take back the last ``abs(tokens_to_remove)`` tokens of every row (assisted generation)."""
-        count = abs(int(tokens_to_remove))
-        if count and self.ready:
-            self.total.sub_(count)
-            self.seq_lens[: len(self._rows)].sub_(count)
-            self._bound = int(self.total)
-        for layer in self.layers:
-            if not isinstance(layer, PagedLayer) and hasattr(layer, "crop"):
-                layer.crop(tokens_to_remove)
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Row ``i`` continues row ``beam_idx[i]``: full blocks are shared, only the last partial one is copied."""
-        self._reindex(beam_idx.tolist())
-        for layer in self.layers:
-            if not isinstance(layer, PagedLayer):
-                layer.reorder_cache(beam_idx)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Each row ``repeats`` times, neighbours."""
-        self._reindex([row for row in range(len(self._rows)) for _ in range(repeats)])
-        for layer in self.layers:
-            if not isinstance(layer, PagedLayer):
-                layer.batch_repeat_interleave(repeats)
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep these rows."""
-        self._reindex(indices.tolist())
-        for layer in self.layers:
-            if not isinstance(layer, PagedLayer):
-                layer.batch_select_indices(indices)
-
-    def _reindex(self, parents: Sequence[int]) -> None:
-        """New row ``i`` is a fork of old row ``parents[i]``.
-
-        A parent's first child keeps its blocks; every further child shares the full ones and gets blocks of its own from there
-        on. Rows without children are freed first, so that with an unchanged number of rows enough blocks are always free.
-        """
-        if len(parents) > self.max_rows:
-            raise ArgumentError("max_batch_size", f"at least {len(parents)} rows", str(self.max_rows), "build a larger PagedCache")
-        if list(parents) == list(range(len(self._rows))):
-            return
-        lengths = self.seq_lens[: len(self._rows)].tolist()
-        old_rows, rows, copies = self._rows, [], []
-        for row in set(range(len(old_rows))) - set(parents):
-            self.pool.free(old_rows[row])
-        seen: set[int] = set()
-        for parent in parents:
-            if parent not in seen:
-                seen.add(parent)
-                rows.append(old_rows[parent])
-                continue
-            full = max(lengths[parent], 0) // self.block_size
-            own = self.pool.allocate(self.blocks_per_row - full)
-            if lengths[parent] % self.block_size and lengths[parent] > 0:
-                copies.append((old_rows[parent][full], own[0]))
-            rows.append(self.pool.fork(old_rows[parent][:full]) + own)
-        self._rows = rows
-        index = torch.tensor(list(parents), device=self.seq_lens.device)
-        self.seq_lens[: len(rows)] = self.seq_lens[index]
-        if self._padding is not None:
-            self._padding = [self._padding[parent] for parent in parents]
-        self._upload_rows()
-        if copies:
-            mapping = torch.tensor(copies, dtype=torch.int64, device=self.seq_lens.device)
-            for layer in self.paged:
-                if layer.is_initialized:
-                    self.ops.copy_blocks(layer.keys, layer.values, mapping)
 
     def describe(self) -> str:
         """The memory arithmetic in one line; pools count once they exist."""

@@ -1,0 +1,138 @@
+"""What generate() does to the rows of a paged cache between forwards: start over, take tokens back, reorder, repeat, select.
+
+`PagedCache` inherits it. Rows that come from the same row share its full blocks; only the last partial one is copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from torchpaged.cache import BlockPool
+from torchpaged.custom_ops import BackendOps
+from torchpaged.custom_ops.errors import ArgumentError
+from torchpaged.hf.layer import PagedLayer
+
+
+class CacheRows(Cache):
+    """The rows of a `PagedCache`, as blocks and lengths.
+
+    Attributes:
+        pool: gives the blocks.
+        paged: the paged layers.
+        max_rows: rows at most.
+        block_size, blocks_per_row: tokens per block, blocks of every row.
+        ready: whether rows have blocks and the tensors below are filled.
+        seq_lens: ``[max_rows]`` int32, tokens of each row without padding.
+        total: int64 scalar tensor, tokens per row with padding.
+        ops: the backend's op handles.
+    """
+
+    pool: BlockPool
+    paged: list[PagedLayer]
+    max_rows: int
+    block_size: int
+    blocks_per_row: int
+    ready: bool
+    seq_lens: Tensor
+    total: Tensor
+    ops: BackendOps
+    _rows: list[list[int]]  # block ids of each row
+    _padding: list[int] | None  # of each row, once a mask was seen
+    _bound: int  # tokens per row at most, as far as the host knows: compiled steps do not count on the host
+
+    def _upload_rows(self) -> None:
+        """Block ids of all rows to the device's table."""
+        raise NotImplementedError
+
+    @property
+    def batch_size(self) -> int:
+        """Rows of the current batch; -1 before the first."""
+        return len(self._rows) if self._rows else -1
+
+    @property
+    def is_croppable(self) -> bool:
+        """Whether tokens can be taken back: yes, unless a layer of HuggingFace's own says no."""
+        return all(getattr(layer, "is_croppable", True) for layer in self.layers)
+
+    def reset(self) -> None:
+        """Forget everything; the pools' memory stays. The next forward may have another batch size."""
+        for layer in self.layers:
+            if not isinstance(layer, PagedLayer):
+                layer.reset()
+        for row in self._rows:
+            self.pool.free(row)
+        self._rows, self._padding, self.ready = [], None, False
+        self._bound = 0  # the tensors stay where compiled code knows them; `prepare` fills them again
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back the last ``abs(tokens_to_remove)`` tokens of every row (assisted generation)."""
+        count = abs(int(tokens_to_remove))
+        if count and self.ready:
+            self.total.sub_(count)
+            self.seq_lens[: len(self._rows)].sub_(count)
+            self._bound = int(self.total)
+        for layer in self.layers:
+            if not isinstance(layer, PagedLayer) and hasattr(layer, "crop"):
+                layer.crop(tokens_to_remove)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row ``i`` continues row ``beam_idx[i]``: full blocks are shared, only the last partial one is copied."""
+        self._reindex(beam_idx.tolist())
+        for layer in self.layers:
+            if not isinstance(layer, PagedLayer):
+                layer.reorder_cache(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each row ``repeats`` times, neighbours."""
+        self._reindex([row for row in range(len(self._rows)) for _ in range(repeats)])
+        for layer in self.layers:
+            if not isinstance(layer, PagedLayer):
+                layer.batch_repeat_interleave(repeats)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep these rows."""
+        self._reindex(indices.tolist())
+        for layer in self.layers:
+            if not isinstance(layer, PagedLayer):
+                layer.batch_select_indices(indices)
+
+    def _reindex(self, parents: Sequence[int]) -> None:
+        """New row ``i`` is a fork of old row ``parents[i]``.
+
+        A parent's first child keeps its blocks; every further child shares the full ones and gets blocks of its own from there
+        on. Rows without children are freed first, so that with an unchanged number of rows enough blocks are always free.
+        """
+        if len(parents) > self.max_rows:
+            raise ArgumentError("max_batch_size", f"at least {len(parents)} rows", str(self.max_rows), "build a larger PagedCache")
+        if list(parents) == list(range(len(self._rows))):
+            return
+        lengths = self.seq_lens[: len(self._rows)].tolist()
+        old_rows, rows, copies = self._rows, [], []
+        for row in set(range(len(old_rows))) - set(parents):
+            self.pool.free(old_rows[row])
+        seen: set[int] = set()
+        for parent in parents:
+            if parent not in seen:
+                seen.add(parent)
+                rows.append(old_rows[parent])
+                continue
+            full = max(lengths[parent], 0) // self.block_size
+            own = self.pool.allocate(self.blocks_per_row - full)
+            if lengths[parent] % self.block_size and lengths[parent] > 0:
+                copies.append((old_rows[parent][full], own[0]))
+            rows.append(self.pool.fork(old_rows[parent][:full]) + own)
+        self._rows = rows
+        index = torch.tensor(list(parents), device=self.seq_lens.device)
+        self.seq_lens[: len(rows)] = self.seq_lens[index]
+        if self._padding is not None:
+            self._padding = [self._padding[parent] for parent in parents]
+        self._upload_rows()
+        if copies:
+            mapping = torch.tensor(copies, dtype=torch.int64, device=self.seq_lens.device)
+            for layer in self.paged:
+                if layer.is_initialized:
+                    self.ops.copy_blocks(layer.keys, layer.values, mapping)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+from array import array
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -102,25 +103,37 @@ class PackedBuffers:
             ArgumentError: lengths, tokens, blocks or sizes don't fit; nothing is written then.
         """
         self.check(input_ids, query_lens, seq_lens, block_tables, logits_indices, padded_to)
-        num_tokens, num_reqs = len(input_ids), len(query_lens)
+        packed = self._packed(input_ids, query_lens, seq_lens, block_tables, logits_indices, self._sizes(padded_to))
         # Fresh pinned memory each step: torch's host allocator keeps it until the copy is done, so nothing is overwritten early.
-        staged = torch.zeros(self._num_words(padded_to), dtype=torch.int64, pin_memory=self.device.type == "cuda")
-        host = self._fields(staged, padded_to)
-        host.input_ids[:num_tokens] = torch.tensor(input_ids, dtype=torch.int64)
-        host.slot_mapping[num_tokens:] = -1
-        host.logits_indices[: len(logits_indices)] = torch.tensor(logits_indices, dtype=torch.int64)
-        host.seq_lens[:num_reqs] = torch.tensor(seq_lens, dtype=torch.int32)
-        starts = [0, *itertools.accumulate(query_lens)]
-        host.query_start_loc[:num_reqs] = torch.tensor(starts[:-1], dtype=torch.int32)
-        host.query_start_loc[num_reqs:] = num_tokens
-        for row, (query_len, seq_len, blocks) in enumerate(zip(query_lens, seq_lens, block_tables, strict=True)):
-            tokens = slice(starts[row], starts[row + 1])
-            table = torch.tensor(blocks, dtype=torch.int64)
-            positions = torch.arange(seq_len - query_len, seq_len)
-            host.block_table[row, : len(blocks)] = table
-            host.positions[tokens] = positions
-            host.slot_mapping[tokens] = table[positions // self.block_size] * self.block_size + positions % self.block_size
+        staged = torch.empty(len(packed) // 8, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+        staged.copy_(torch.frombuffer(packed, dtype=torch.int64))
         self._words[: staged.shape[0]].copy_(staged, non_blocking=True)
+
+    def _packed(
+        self, input_ids: Sequence[int], query_lens: Sequence[int], seq_lens: Sequence[int], block_tables: Sequence[Sequence[int]],
+        logits_indices: Sequence[int], sizes: Sequence[int],
+    ) -> bytearray:  # fmt: skip
+        """A step as the bytes of a bucket's fields, built from lists: a tensor operation each would cost the host several times as much."""
+        positions: list[int] = []
+        slots: list[int] = []
+        table: list[int] = []
+        for query_len, seq_len, blocks in zip(query_lens, seq_lens, block_tables, strict=True):
+            first = seq_len - query_len
+            positions += range(first, seq_len)
+            for index in range(first // self.block_size, -(-seq_len // self.block_size)):
+                start, slot = index * self.block_size, blocks[index] * self.block_size
+                slots += range(slot + max(first - start, 0), slot + min(seq_len - start, self.block_size))
+            table += blocks
+            table += [0] * (self.max_blocks_per_req - len(blocks))
+        longs, ints = array("q"), array("i")
+        for numbers, size, fill in zip((input_ids, positions, slots, logits_indices), sizes[:4], (0, 0, -1, 0), strict=True):
+            longs.extend(numbers)
+            longs.extend([fill] * (size - len(numbers)))
+        starts = [0, *itertools.accumulate(query_lens)]
+        for numbers, size, fill in zip((seq_lens, starts, table), sizes[4:], (0, starts[-1], 0), strict=True):
+            ints.extend(numbers)
+            ints.extend([fill] * (2 * size - len(numbers)))
+        return bytearray(longs) + bytearray(ints)
 
     @contextlib.contextmanager
     def padding(self, bucket: int) -> Iterator[None]:

@@ -50,6 +50,7 @@ def test_json_has_everything_and_nothing_else(folder: str) -> None:
     assert document["backend"] in ("cpu", "reference", "triton") and document["stats"]["new_tokens"] == 10
     assert document["graph_reason"] == "eager capture on a CPU" and document["compile_reason"] == "automatic: eager on a CPU"
     assert [report["bucket"] for report in document["buckets"]] == [1, 2] and document["fusion"] is None
+    assert document["prefill_buckets"] == [] and document["prefill_graph_reason"].startswith("automatic: on a CPU")
 
 
 def test_fused_whole_steps_give_the_same_tokens(folder: str) -> None:
@@ -70,6 +71,7 @@ def test_verbose_explains_on_stderr(folder: str) -> None:
     assert verbose.returncode == 0, verbose.stderr
     for words in (
         "graphs: eager capture on a CPU",
+        "prefill graphs: automatic: on a CPU a step does not wait for launches",
         "compile: automatic: eager on a CPU",
         "fused: LlamaForCausalLM, 2 layers",
         "padded rows",

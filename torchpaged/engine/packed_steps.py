@@ -47,7 +47,7 @@ class PackedSteps:
     def prefill(self, chunks: list[tuple[Sequence, int]]) -> Tensor:
         """The next ``count`` tokens of each prompt: logits ``[n, vocab_size]`` of the ``n`` sequences that are complete with them,
         valid until the next step: they may be a graph's memory."""
-        ids = [s.token_at(i) for s, count in chunks for i in range(s.num_computed, s.num_computed + count)]
+        ids = [token for s, count in chunks for token in s.tokens[s.num_computed : s.num_computed + count]]
         query_lens = [count for _, count in chunks]
         seq_lens, tables = [s.num_computed + count for s, count in chunks], [s.blocks for s, _ in chunks]
         ends, last = [], -1

@@ -99,7 +99,8 @@ class _EagerCaptured:
         self._step, self.output = step, step()
 
     def replay(self) -> None:
-        self.output = self._step()
+        with torch.inference_mode():
+            self.output = self._step()
 
     def reset(self) -> None:
         pass

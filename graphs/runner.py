@@ -181,8 +181,17 @@ class DecodeGraphRunner:
         Returns:
             The step's output for these rows; with `DecodeRows`, ``[steps_per_launch, num_rows]`` int64 tokens.
         """
+        output = self._start(num_rows).output
+        return output[:num_rows] if self.rows is None else output[:, :num_rows]
+
+    def launch(self, num_rows: int) -> None:
+        """`replay` for callers that know where the result will be, such as ``rows.tokens_out``: a view costs as much as the launch."""
+        self._start(num_rows)
+
+    def _start(self, num_rows: int) -> Captured:
         bucket = bucket_for(self.buckets, num_rows)
-        if bucket not in self._graphs:
+        graph = self._graphs.get(bucket)
+        if graph is None:
             raise CaptureError(f"bucket {bucket}: not captured yet; call capture() or run() first")
         if self._debug:
             self._addresses.check(bucket)
@@ -190,10 +199,9 @@ class DecodeGraphRunner:
         report.hits += 1
         self._seen[num_rows] = self._seen.get(num_rows, 0) + 1
         report.padded_rows += bucket - num_rows
-        with self._ranges("replay", batch=num_rows, padded=bucket), torch.inference_mode():
-            graph = self._graphs[bucket]
+        with self._ranges("replay", batch=num_rows, padded=bucket):
             graph.replay()
-            return graph.output[:num_rows] if self.rows is None else graph.output[:, :num_rows]
+        return graph
 
     def run_eager(self, input_ids: Sequence[int] | Tensor, seq_lens: Sequence[int], block_tables: Sequence[Sequence[int]]) -> Tensor:
         """The same step without graph, padding or compilation."""

@@ -71,8 +71,12 @@ def test_launches_follow_the_rows(capture: Any, steps: int) -> None:
     rows.write({0: state(5, 6, remaining=9), 2: RowState(9, 1, [2], seed=1, counter=0, remaining=3), 3: state(20, 7, remaining=100)})
     rows.append_blocks([(2, 1, 8)])
     got: list[list[int]] = [[] for _ in range(6)]
-    for _ in range(-(-10 // steps)):
-        tokens = runner.replay(4)
+    for turn in range(-(-10 // steps)):
+        if turn % 2:
+            runner.launch(4)
+            tokens = rows.tokens_out[:, :4]
+        else:
+            tokens = runner.replay(4)
         assert tokens.shape == (steps, 4)
         for row in range(4):
             got[row] += [t for t in tokens[:, row].tolist() if t >= 0]

@@ -110,11 +110,11 @@ class DecodeLoop:
         if not any(len(sequence) + sequence.in_flight < sequence.max_len for _, sequence in self._busy()):
             return False
         self._flush()
-        busy = self._busy()
+        busy = self._busy()  # rows may have moved
         num_rows = busy[-1][0] + 1
         with profile_range("decode", batch=len(busy), tokens=len(busy) * self.steps_per_launch):
             self.runner.capture_for(num_rows)
-            self.runner.replay(num_rows)
+            self.runner.launch(num_rows)
         self._sent(self._ring.push(self.rows.tokens_out), busy, self.steps_per_launch)
         return True
 
@@ -154,7 +154,8 @@ class DecodeLoop:
             if len(sequence.blocks) > known:
                 added += [(row, known + i, block) for i, block in enumerate(sequence.blocks[known:])]
                 sequence.blocks_on_device = len(sequence.blocks)
-        self.rows.append_blocks(added)
+        if added:
+            self.rows.append_blocks(added)
         if self._has_idle_rows:
             self._close_up()
             self._has_idle_rows = False

@@ -40,9 +40,10 @@ __device__ __forceinline__ void finish(const Params &p, int start, int query_len
 #endif
 }
 
-// Combine the parts of a pair, left by CTAs first ...: slot 1 of the first, slot 0 of the others; always in this order.
+// Combine the parts of a pair, left by CTAs first ...: slot 1 of the first, slot 0 of the others; always in this order. AHEAD: parts
+// asked for at once; a trip to L2 takes longer than everything else here.
+template <int AHEAD>
 __device__ __forceinline__ void merge(const Params &p, const Cursor &c, int first, int parts, int thread) {
-  constexpr int AHEAD = 8;
   for (int e = thread; e < ROWS * VECTORS; e += THREADS) {
     const int row = e / VECTORS, column = e % VECTORS;
     float top = FLOOR, total = 0.f;
@@ -133,7 +134,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, CTAS_PER_SM) pag
   cluster_arrive();  // nobody writes to another CTA before all have come this far
   bool met = false;
 #endif
-#if PDL && MIXED  // every kernel ahead of the launch before had finished when that one began
+#if PDL && MIXED  // the launch before let this one begin when all kernels ahead of it had finished
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 
@@ -316,7 +317,10 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, CTAS_PER_SM) pag
           if (arrived) *semaphore = 0;
         }
         __syncthreads();
-        if (arrived) merge(p, c, parts.first, parts.count, threadIdx.x);
+        if (arrived) {
+          if (parts.count <= 8) merge<8>(p, c, parts.first, parts.count, threadIdx.x);
+          else merge<16>(p, c, parts.first, parts.count, threadIdx.x);
+        }
       }
       if (unit == unit_end) break;
       __syncthreads();  // the stage is free again

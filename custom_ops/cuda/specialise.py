@@ -42,7 +42,7 @@ class DecodeShape:
     ctas_per_sm: int
     min_tiles: int
     cluster: int = 1
-    prefetch: int = 1
+    prefetch: int = 2
 
     def stage_bytes(self, dim: int, dim_v: int, kv_bytes: int) -> int:
         """Shared memory of one warp's stage; as ``STAGE`` in decode.cu."""
@@ -64,8 +64,9 @@ def _preferred(width: int, kv_bytes: int, rows: int, pairs: int, sms: int) -> De
     cluster = 2 if pairs and sms // pairs in (2, 3) else 1  # two CTAs to a pair meet in shared memory; more gain nothing by it
     if kv_bytes == 1:
         return DecodeShape(warps=8, keys=32, stages=2, ctas_per_sm=1, min_tiles=1, cluster=cluster)
-    if pairs <= sms:
-        return DecodeShape(warps=8, keys=16, stages=3, ctas_per_sm=1, min_tiles=1, cluster=cluster)
+    if pairs <= sms:  # larger tiles where keys are narrow, unless so few pairs had too few tiles to share out among all
+        keys = 32 if width <= 128 and cluster == 1 and pairs * 8 > sms else 16
+        return DecodeShape(warps=8, keys=keys, stages=3, ctas_per_sm=1, min_tiles=1, cluster=cluster)
     if width <= 128:
         return DecodeShape(warps=3, keys=32, stages=2, ctas_per_sm=4, min_tiles=1)
     if pairs <= 4 * sms:

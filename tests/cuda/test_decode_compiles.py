@@ -38,6 +38,7 @@ TUNED: dict[str, dict[str, Any]] = {  # zero spills are asserted for these
     "llama clusters": {"heads": (4, 8, 128), "pairs": 64},
     "llama many pairs": {"heads": (4, 8, 128), "pairs": 2048},
     "smollm": {"heads": (3, 3, 64), "pairs": 192},
+    "smollm few pairs": {"heads": (3, 3, 64), "pairs": 24},
     "gpt-oss": {"heads": (8, 8, 64), "pairs": 64, "features": {"sinks": True, "window_left": 127}},
     "qwen fp8": {"heads": (7, 4, 128), "kv_dtype": torch.float8_e4m3fn, "features": {"scales": True}},
 }
@@ -102,7 +103,7 @@ def test_keys_and_values_are_copied_16_bytes_at_a_time(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(NVCC is None, reason="nvcc is not installed")
 def test_where_it_waits_for_the_launch_before(tmp_path: Path) -> None:
-    """Before it reads queries, and all keys but one stage; the next may start after that. In a mixed batch it waits at its end, since
+    """Before it reads queries, and all keys but the first; the next may start after that. In a mixed batch it waits at its end, since
     the launch before is the other half of the batch."""
     for mixed in (False, True):
         values, _ = macros((9, 0), **TUNED["llama clusters"], mixed=mixed)
@@ -115,5 +116,5 @@ def test_where_it_waits_for_the_launch_before(tmp_path: Path) -> None:
             assert len(waits) == 2 and all(steps[i + 1] == "griddepcontrol.launch_dependents" for i in waits), steps
             assert steps.count("griddepcontrol.launch_dependents") == 2, steps
             copies = [i for i, step in enumerate(steps) if step == "cp.async.cg"]
-            before = [i for i in copies if i < waits[0]]
-            assert 0 < len(before) <= len(copies) / 3, steps  # `load` stands in the code three times: before, after and in the loop
+            before = [sum(i < wait for i in copies) for wait in waits]  # `load` stands in the code three times: before, after, in the loop
+            assert any(0 < count <= len(copies) / 3 for count in before), steps

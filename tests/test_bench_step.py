@@ -47,9 +47,17 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         assert row["tokens_per_s"] == pytest.approx(row["batch"] / row["ms"] * 1e3)
         assert row["of_roofline"] == pytest.approx(row["roofline_ms"] / row["ms"])
         assert row["host_replay_us"] > 0 and row["host_launch_us"] > 0 and row["ready_s"] > 0
+        assert row["host_after_trace"] is False
         assert "kernels_per_step" not in row and "idle_between_launches" not in row  # nothing is invented on a CPU
     assert document["conditions"]["torch"] == torch.__version__
     assert "ms/step" in seen.err and "tiny b3 k2" in seen.err
+
+
+def test_no_trace_means_no_profiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With it, the same run fails: a trace is asked for on a CPU, too."""
+    monkeypatch.setattr(step_shape.step_trace, "record", lambda *_: 1 / 0)
+    assert step.main([*TINY, "--batches", "1", "--only", "k1", "--no-trace"]) == 0
+    assert step.main([*TINY, "--batches", "1", "--only", "k1"]) == 1
 
 
 def test_what_fails_becomes_a_row(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

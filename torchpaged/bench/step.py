@@ -111,6 +111,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--idle-steps", type=int, default=default.idle_steps, help="steps traced for the idle share; 0: none")
     parser.add_argument("--idle-batches", type=_numbers, default=(), help="for these batches; default: the smallest and the largest")
     parser.add_argument("--idle-only", type=_names, default=(), help="for these contenders; default: the last one")
+    parser.add_argument("--no-trace", dest="trace", action="store_false", help="no torch.profiler: no kernels, no idle share; host times as they "
+                        "are without one")  # fmt: skip
     parser.add_argument("--time-wrong", action="store_true", help="measure what fails the gate all the same; its row stays 'wrong'")
     parser.add_argument("--new-tokens", type=int, default=default.new_tokens, help="tokens a peer generates per request")
     parser.add_argument("--bandwidth", type=float, help="memory ceiling in TB/s; default: measured")

@@ -140,6 +140,9 @@ class _Shape:
         self._load(own, batch)
         entry["host_replay_us"] = statistics.median(own.host_us(batch, HOST_LAUNCHES))
         entry["host_launch_us"] = statistics.median(own.run_loop(batch, context, HOST_LAUNCHES))
+        entry["host_after_trace"] = step_trace.has_recorded()
+        if not self.options.trace:
+            return
         self._load(own, batch)
         entry |= step_trace.kernels_per_step(step_trace.record(lambda: own.replay(batch), self.device), self.shape.num_layers, steps)
         if self._wants_idle(own.variant.name, batch):

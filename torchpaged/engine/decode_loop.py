@@ -148,17 +148,20 @@ class DecodeLoop:
         if self._to_write:
             self.rows.write(self._to_write)
             self._to_write = {}
-        added = []
-        for row, sequence in self._busy():
-            known = sequence.blocks_on_device
-            if len(sequence.blocks) > known:
-                added += [(row, known + i, block) for i, block in enumerate(sequence.blocks[known:])]
-                sequence.blocks_on_device = len(sequence.blocks)
-        if added:
-            self.rows.append_blocks(added)
+        grown = [(row, sequence) for row, sequence in self._busy() if len(sequence.blocks) > sequence.blocks_on_device]
+        if grown:
+            self._send_blocks(grown)
         if self._has_idle_rows:
             self._close_up()
             self._has_idle_rows = False
+
+    def _send_blocks(self, grown: list[tuple[int, Sequence]]) -> None:
+        added = []
+        for row, sequence in grown:
+            known = sequence.blocks_on_device
+            added += [(row, known + i, block) for i, block in enumerate(sequence.blocks[known:])]
+            sequence.blocks_on_device = len(sequence.blocks)
+        self.rows.append_blocks(added)
 
     def _busy(self) -> list[tuple[int, Sequence]]:
         """Rows that hold a request; kept until one comes, goes or moves."""

@@ -11,6 +11,7 @@ number of tokens alone, which the host knows anyway. On a CPU the same code runs
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -82,6 +83,7 @@ class PackedGraphRunner:
             CaptureError: names the bucket and the cause; what that capture took is freed, the others stay.
         """
         todo = [n for n in reversed(self.buckets) if n not in self._graphs]
+        gc.collect()  # what nobody uses any more gives its memory to the graphs
         for done, bucket in enumerate(todo):
             self._capture_one(bucket)
             if self._progress:

@@ -15,6 +15,7 @@ a launch then takes nothing from the host::
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -114,6 +115,7 @@ class DecodeGraphRunner:
             CaptureError: names the bucket and the cause; what that capture took is freed, the others stay, and `run_eager` works.
         """
         todo = [n for n in reversed(self.buckets) if n not in self._graphs]
+        gc.collect()  # what nobody uses any more gives its memory to the graphs
         for done, bucket in enumerate(todo):
             self._capture_one(bucket)
             if self._progress:

@@ -79,21 +79,24 @@ def test_more_requests_than_a_graph_takes(model: Any, monkeypatch: pytest.Monkey
     assert sum(r.hits for r in g.prefill_runner.report()) == 1  # type: ignore[union-attr]
 
 
-def test_both_runners_share_a_pool(model: Any) -> None:
+@pytest.mark.parametrize("ahead", [True, False])
+def test_one_pool_for_both_runners_if_captured_ahead(model: Any, ahead: bool) -> None:
+    """Else the prefills come first, and their failure would leave the decodes a pool that is gone."""
+
     class Pools(TapeCapture):
-        seen: set[int]
+        def __init__(self) -> None:
+            self.used: list[Any] = []
 
         def new_pool(self) -> Any:
-            self.seen = set()
-            return self
+            return object()
 
         def capture(self, step: Any, pool: Any) -> Any:
-            self.seen.add(id(pool))
+            self.used.append(pool)
             return super().capture(step, pool)
 
     capture = Pools()
-    generator(model, capture=capture, backend="reference", buckets=[4], capture_ahead=True)
-    assert capture.seen == {id(capture)}
+    generator(model, capture=capture, backend="reference", buckets=[4], capture_ahead=ahead).generate([[8, 9]])
+    assert len(capture.used) == (4 if ahead else 2) and len({id(pool) for pool in capture.used}) == (1 if ahead else 2)
 
 
 @pytest.mark.parametrize("ahead", [True, False])

@@ -114,3 +114,25 @@ def test_logits_of_a_replay_are_those_of_the_step(dtype: torch.dtype, lens: list
     error = (got - want).norm() / want.norm()
     assert got.shape == want.shape and error < (1e-5 if dtype == torch.float32 else 2e-2) and torch.isfinite(got).all()
     torch.testing.assert_close(again, got[-1:], rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_a_prefill_that_can_not_be_captured_leaves_the_decodes_alone(model: Any, ahead: bool) -> None:
+    """It reads a device value: "auto" names the op and goes on, in the same process and beside the same graphs."""
+    from torchpaged.engine import Generator, SamplingParams
+    from torchpaged.hf import PagedModel
+
+    class Reading(PagedModel):
+        def __call__(self, input_ids: Any, metadata: Any, logits_indices: Any = None) -> Any:
+            if metadata.max_query_len > 1:
+                metadata.seq_lens.max().item()
+            return super().__call__(input_ids, metadata, logits_indices)
+
+    prompts, params = [[8, 9, 10], [11] * 30], SamplingParams(max_new_tokens=12)
+    options: dict[str, Any] = {"max_batch_size": 2, "max_seq_len": 256, "compile": False}
+    paged = Reading(model, num_blocks=40)
+    want = [o.token_ids for o in Generator(paged, **options, graphs=False).generate(prompts, params)]
+    generator = Generator(paged, **options, capture_ahead=ahead)
+    assert [o.token_ids for o in generator.generate(prompts, params)] == want
+    assert generator.prefill_runner is None and "could not be captured at aten" in generator.prefill_graph_reason
+    assert all(r.captured for r in generator.runner.report() if r.hits) and any(r.hits for r in generator.runner.report())

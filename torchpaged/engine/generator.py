@@ -139,15 +139,17 @@ class Generator:
                 self.model, steps_per_launch=steps_per_launch, capture=capture, compile=use_compile,
                 buckets=buckets if buckets is not None or on_gpu else range(1, max_batch_size + 1), **shared,
             )  # fmt: skip
+            ahead = on_gpu if capture_ahead == "auto" else bool(capture_ahead)
+            if ahead:
+                self.loop.runner.capture()
             if prefills:
+                runner = self.loop.runner
                 self._prefill_graphs = PrefillGraphs(
                     self.model, prefills, required=prefill_buckets != "auto", reason=self._prefill_graph_reason,
-                    capture=self.loop.runner.capture_backend, pool=self.loop.runner.pool, **shared,
-                )  # fmt: skip
-            if on_gpu if capture_ahead == "auto" else capture_ahead:
-                if self._prefill_graphs is not None:
-                    self._prefill_graphs.capture()  # first: they need the most memory, which the others reuse
-                self.loop.runner.capture()
+                    capture=runner.capture_backend, pool=runner.pool if ahead else None, **shared,
+                )  # fmt: skip  # a pool outlives a failed capture only if it holds another graph
+                if ahead:
+                    self._prefill_graphs.capture()
         if lookahead is None:
             lookahead = _LOOKAHEAD if on_gpu and use_graphs else 0
         self.scheduler = Scheduler(

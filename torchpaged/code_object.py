@@ -9,16 +9,17 @@ end the ninth.
 from __future__ import annotations
 
 import types
+from collections.abc import Callable
 from typing import Any
 
 
-def with_own_code(function: types.FunctionType, name: str) -> Any:
+def with_own_code(function: Callable[..., Any], name: str) -> Any:
     """``function``, closure included, with a code object of its own, called ``name``.
 
     Args:
-        function: a Python function whose defaults are not needed; those of a call site's own making, as a rule, since dynamo inlines
-            what they call.
+        function: a Python function without default arguments; a small one as a rule, since dynamo inlines what it calls.
         name: as it stands in stack traces and in the compiler's logs.
     """
+    assert isinstance(function, types.FunctionType)
     code = function.__code__.replace(co_name=name)
     return types.FunctionType(code, function.__globals__, name, None, function.__closure__)

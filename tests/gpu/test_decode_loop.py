@@ -115,3 +115,17 @@ def test_soak_of_ten_thousand_steps(model: Any) -> None:
         got = seen.get(request, [])
         assert got == (want[choice][: len(got)] if ended[request] == "cancelled" else want[choice])
     assert generator.pool.num_free == generator.pool.num_usable
+
+
+def test_reading_tokens_waits_for_what_is_ahead_of_them() -> None:
+    """Tens of milliseconds of matrix products, then the tokens: read at once, they would still be zeros."""
+    from torchpaged.graphs import TokenRing
+
+    ring, tokens = TokenRing(2, 4, "cuda"), torch.zeros(1, 4, dtype=torch.int64, device="cuda")
+    x = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) / 90
+    for number in (7, 8):
+        torch.cuda.synchronize()
+        for _ in range(30):
+            x = x @ x / 90
+        tokens.fill_(number)
+        assert ring.read(ring.push(tokens)) == [[number] * 4]

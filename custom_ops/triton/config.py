@@ -112,6 +112,18 @@ def most_tiles_of_longer(num_reqs: int, num_tokens: int, skip: int, tokens: int)
     return max(1, longer + (num_tokens - longer) // tokens)
 
 
+def programs_for_longer(num_reqs: int, num_tokens: int, skip: int, tokens: int) -> tuple[int, int]:
+    """Programs per kv head of the prefill kernel in a mixed batch: those of a tile each, those that share out the tiles past these.
+
+    A program that finds no tile takes a multiprocessor for about a microsecond, and there would be one for every decode. Rounding up
+    the tiles of 4 to 8 chunks is all that ``num_tokens`` leaves room for; only batches of many queries just too long for the decode
+    kernel have more tiles than that.
+    """
+    most = most_tiles_of_longer(num_reqs, num_tokens, skip, tokens)
+    single = min(most, num_tokens // tokens + 4)
+    return single, min(most - single, 8)
+
+
 def bounded_masks(window_left: int, window_right: int, chunk_size: int, capacity: int) -> tuple[int, int, int]:
     """Masks that reach past ``capacity`` tokens as open ones: positions plus a huge window would overflow 32 bits in a kernel."""
     left, right = (-1 if window >= capacity else window for window in (window_left, window_right))
@@ -135,9 +147,14 @@ def _num_sms(index: int) -> int:
     return torch.cuda.get_device_properties(index).multi_processor_count
 
 
+def num_sms(device: torch.device) -> int:
+    """Multiprocessors of the device; 7 in the interpreter."""
+    return 7 if INTERPRET else _num_sms(device.index or 0)
+
+
 def num_programs(device: torch.device, tiles: DecodeTiles) -> int:
     """Programs of a decode launch: as many as fit the device at once, whatever the batch is."""
-    return 7 if INTERPRET else tiles.programs_per_sm * _num_sms(device.index or 0)
+    return 7 if INTERPRET else tiles.programs_per_sm * num_sms(device)
 
 
 def decode_options(device: torch.device, tiles: DecodeTiles) -> dict[str, Any]:

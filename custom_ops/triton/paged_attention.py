@@ -71,11 +71,14 @@ def paged_attention(
             decode = _decode(tensors, strides, flags, semaphore, skip, num_reqs, num_tokens, num_kv_heads, scale, logits_soft_cap, skip)
     tiles = config.prefill_tiles(max(dim, dim_v), group, q.element_size(), max_query_len, capacity, config.has_large_tiles(q.device))
     tokens = tiles.rows // group
-    per_head = config.most_tiles_of_longer(num_reqs, num_tokens, skip, tokens) if skip else num_tokens // tokens + num_reqs
-    prefill_kernel[(per_head * num_kv_heads,)](
-        *tensors, scale, logits_soft_cap, num_reqs, num_tokens, num_kv_heads, *strides, TOKENS=tokens, TILE_M=tiles.rows,
-        TILE_KV=tiles.keys, PING_PONG=tiles.ping_pong and config.is_hopper(q.device), SKIP_DECODES=skip,
-        PDL=skip > 0 and config.launches_early(q.device), **flags, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+    if skip:
+        single, shared = config.programs_for_longer(num_reqs, num_tokens, skip, tokens)
+    else:
+        single, shared = num_tokens // tokens + num_reqs, 0
+    prefill_kernel[((single + shared) * num_kv_heads,)](
+        *tensors, scale, logits_soft_cap, num_reqs, num_tokens, num_kv_heads, single, config.num_sms(q.device), *strides, TOKENS=tokens,
+        TILE_M=tiles.rows, TILE_KV=tiles.keys, PING_PONG=tiles.ping_pong and config.is_hopper(q.device), SKIP_DECODES=skip,
+        **flags, **config.early_launch(q.device), num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
     if decode is not None:
         decode()

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from torchpaged.custom_ops.triton.attend import finish, tanh, visible_range
-from torchpaged.custom_ops.triton.decode import add_and_maximum, store_padding, store_rows
+from torchpaged.custom_ops.triton.decode import store_padding, store_rows
 
 
 @triton.jit
@@ -35,38 +35,40 @@ def find_request(starts_ptr, tile, num_reqs, TOKENS: tl.constexpr):
 
 
 @triton.jit
-def tiles_of_longer(starts_ptr, first, num_reqs, TOKENS: tl.constexpr, SKIPPED: tl.constexpr, LANES: tl.constexpr):
-    """Query tiles of the requests ``first + [0, LANES)``; those of at most SKIPPED tokens have none."""
-    request = first + tl.arange(0, LANES)
+def tiles_of_longer(starts_ptr, first, num_reqs, TOKENS: tl.constexpr, SKIPPED: tl.constexpr):
+    """Query tiles of the requests ``first + [0, 32)``; those of at most SKIPPED tokens have none.
+
+    As many as a warp has threads: sums over them need no barrier, and their results are known to be the same in all threads.
+    """
+    request = first + tl.arange(0, 32)
     start = tl.load(starts_ptr + request, mask=request < num_reqs, other=0)
     query_len = tl.load(starts_ptr + request + 1, mask=request < num_reqs, other=0) - start
     return tl.where(query_len > SKIPPED, (query_len + TOKENS - 1) // TOKENS, 0)
 
 
 @triton.jit
-def find_longer_request(starts_ptr, tile, num_reqs, TOKENS: tl.constexpr, SKIPPED: tl.constexpr):
-    """``(request, its first tile)`` of query tile ``tile``, counting requests of more than SKIPPED tokens only."""
-    LANES: tl.constexpr = 128
-    request, first_tile, num_tiles = 0, 0, 0
-    for first in range(0, num_reqs, LANES):
-        tiles = tiles_of_longer(starts_ptr, first, num_reqs, TOKENS, SKIPPED, LANES)
-        ends = num_tiles + tl.cumsum(tiles, 0)
-        before = ends <= tile
-        more, passed = tl.reduce((before.to(tl.int32), tl.where(before, ends, 0)), 0, add_and_maximum)
-        num_tiles = tl.max(ends, 0)
-        request += more
-        first_tile = tl.maximum(first_tile, passed)
-    return request, first_tile
+def count_longer_tiles(starts_ptr, num_reqs, TOKENS: tl.constexpr, SKIPPED: tl.constexpr):
+    """All query tiles of requests of more than SKIPPED tokens. A sum alone: what a program without a tile spends its time on."""
+    tiles = tl.zeros([32], tl.int32)
+    for first in tl.range(0, num_reqs, 32, loop_unroll_factor=4):
+        tiles += tiles_of_longer(starts_ptr, first, num_reqs, TOKENS, SKIPPED)
+    return tl.sum(tiles, 0)
 
 
 @triton.jit
-def count_longer_tiles(starts_ptr, num_reqs, TOKENS: tl.constexpr, SKIPPED: tl.constexpr):
-    """All query tiles of requests of more than SKIPPED tokens. A sum alone: what a program without a tile spends its time on."""
-    LANES: tl.constexpr = 128
-    num_tiles = 0
-    for first in range(0, num_reqs, LANES):
-        num_tiles += tl.sum(tiles_of_longer(starts_ptr, first, num_reqs, TOKENS, SKIPPED, LANES), 0)
-    return num_tiles
+def find_longer_request(starts_ptr, tile, num_reqs, TOKENS: tl.constexpr, SKIPPED: tl.constexpr):
+    """``(request, its first tile)`` of query tile ``tile``, counting requests of more than SKIPPED tokens only."""
+    before = 0
+    found = tl.zeros([32], tl.int32)
+    found_first = tl.zeros([32], tl.int32)
+    for first in tl.range(0, num_reqs, 32, loop_unroll_factor=4):
+        tiles = tiles_of_longer(starts_ptr, first, num_reqs, TOKENS, SKIPPED)
+        first_tile = before + tl.cumsum(tiles, 0) - tiles
+        mine = (first_tile <= tile) & (tile < first_tile + tiles)  # of one lane in one round
+        found = tl.where(mine, first + tl.arange(0, 32), found)
+        found_first = tl.where(mine, first_tile, found_first)
+        before += tl.sum(tiles, 0)
+    return tl.sum(found, 0), tl.sum(found_first, 0)
 
 
 @triton.jit
@@ -81,6 +83,14 @@ def load_blocks(table_ptr, start, end_key, TILE_KV: tl.constexpr, BLOCK_SIZE: tl
             at = (start + n) // BLOCK_SIZE
         blocks = tl.load(table_ptr + at, mask=n < end_key - start, other=0)
     return blocks
+
+
+@triton.jit
+def load_whole_blocks(table_ptr, start, TILE_KV: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """`load_blocks` of a tile of which every key exists and that holds several whole blocks: without a mask per id."""
+    COUNT: tl.constexpr = TILE_KV // BLOCK_SIZE
+    ids = tl.load(table_ptr + start // BLOCK_SIZE + tl.arange(0, COUNT))
+    return tl.reshape(tl.broadcast_to(ids[:, None], [COUNT, BLOCK_SIZE]), [TILE_KV])
 
 
 @triton.jit
@@ -168,7 +178,10 @@ def attend_tiles(
         else:
             k = tl.load(k_at, mask=(d < DIM)[None, :], other=0.0) if DIM < DIM_PAD else tl.load(k_at)
             v = tl.load(v_at, mask=(dv < DIM_V)[None, :], other=0.0) if DIM_V < DIM_V_PAD else tl.load(v_at)
-        blocks = load_blocks(table_ptr, start + TILE_KV, end_key, TILE_KV, BLOCK_SIZE)
+        if MASKED or TILE_KV % BLOCK_SIZE != 0 or BLOCK_SIZE == TILE_KV:
+            blocks = load_blocks(table_ptr, start + TILE_KV, end_key, TILE_KV, BLOCK_SIZE)
+        else:  # the last of these tiles again at the end: the next one may not be whole
+            blocks = load_whole_blocks(table_ptr, min(start + TILE_KV, last - TILE_KV), TILE_KV, BLOCK_SIZE)
         if INTERPRET:  # the interpreter keeps bf16 as integers: arithmetic on it is silently wrong
             k, v = k.to(tl.float32), v.to(tl.float32)
         else:
@@ -265,6 +278,8 @@ def attend_query_tile(
         table_ptr, k_ptr, v_ptr, k_block, k_slot, v_block, v_slot, score_scale, soft_cap,
         DIM, DIM_PAD, DIM_V, DIM_V_PAD, TILE_KV, BLOCK_SIZE, SOFT_CAP, ALIBI, LOW, FOLD, PING_PONG, False, INTERPRET,
     )  # fmt: skip
+    if TILE_KV % BLOCK_SIZE == 0 and BLOCK_SIZE < TILE_KV:  # `attend_tiles` has not looked past its whole tiles
+        blocks = load_blocks(table_ptr, whole_end, end_key, TILE_KV, BLOCK_SIZE)
     maximum, total, acc, blocks = attend_tiles(
         maximum, total, acc, blocks, q, position, low, end, slope, whole_end, end_key, low_key, end_key,
         table_ptr, k_ptr, v_ptr, k_block, k_slot, v_block, v_slot, score_scale, soft_cap,
@@ -276,10 +291,10 @@ def attend_query_tile(
     store_rows(out_ptr, lse_ptr, out, lse, start + query, head, valid, o_token, o_head, l_token, l_head, DIM_V, DIM_V_PAD, HAS_LSE)
 
 
-@triton.jit(do_not_specialize=["num_reqs", "num_tokens", "table_row"])  # one compile for all batch sizes
+@triton.jit(do_not_specialize=["num_reqs", "num_tokens", "num_single", "num_sms"])  # one compile for all batch sizes
 def prefill_kernel(
     q_ptr, k_ptr, v_ptr, table_ptr, seq_lens_ptr, starts_ptr, out_ptr, lse_ptr, slopes_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr,
-    scale, soft_cap, num_reqs, num_tokens, num_kv_heads,
+    scale, soft_cap, num_reqs, num_tokens, num_kv_heads, num_single, num_sms,
     q_token, q_head, k_block: tl.constexpr, k_slot: tl.constexpr, k_head, v_block: tl.constexpr, v_slot: tl.constexpr, v_head,
     o_token, o_head, l_token, l_head, table_row, ks_head, vs_head,
     GROUP: tl.constexpr, TOKENS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, DIM_V: tl.constexpr,
@@ -291,19 +306,23 @@ def prefill_kernel(
     """Grid: (tiles * num_kv_heads,). TOKENS: query tokens per tile, TOKENS * GROUP <= TILE_M; tiles: num_tokens // TOKENS + num_reqs.
 
     SKIP_DECODES: requests with at most so many query tokens are neither read nor written: a launch of the decode kernel takes them.
-    Any number of tiles that the others can't exceed will do then (`config.most_tiles_of_longer`); programs without a tile come first,
-    while the device is full anyway, not last, where they would hold up that launch. 0: none is skipped.
-    PDL: that launch may begin once all programs of this one have, on the multiprocessors that the last of them leave idle.
+    Any number of tiles will do then: ``num_single`` of them are one each, as most batches have it; tiles past those, of many short
+    queries, are shared out over the other programs, of which there must be one per kv head or more if shapes allow such tiles.
+    0: none is skipped. Programs without a tile come last, where they are no tile's hindrance, as long as ``num_sms`` multiprocessors hold
+    all that have one; first, while the device is full anyway, where they don't: the decode launch begins when all have begun.
+    PDL: the next kernel may be launched once all programs of this one have begun and the kernels before have finished. The decode
+    launch relies on the latter and does not wait: programs without a tile, too, must not end before.
     """
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
     programs = tl.num_programs(0) // num_kv_heads
     program = tl.program_id(0) // num_kv_heads
     kv_head = tl.program_id(0) % num_kv_heads
     tile = programs - 1 - program
-    request, first_tile, exists = 0, 0, True
+    request, first_tile, num_tiles, exists = 0, 0, 0, True
     if SKIP_DECODES > 0:
-        exists = tile < count_longer_tiles(starts_ptr, num_reqs, TOKENS, SKIP_DECODES)
+        num_tiles = count_longer_tiles(starts_ptr, num_reqs, TOKENS, SKIP_DECODES)
+        if num_tiles * num_kv_heads <= num_sms:
+            tile = program
+        exists = tile < min(num_tiles, num_single)
         if exists:
             request, first_tile = find_longer_request(starts_ptr, tile, num_reqs, TOKENS, SKIP_DECODES)
     else:
@@ -312,6 +331,9 @@ def prefill_kernel(
     start = tl.load(starts_ptr + request)
     query_len = tl.load(starts_ptr + request + 1) - start
     first_query = (tile - first_tile) * TOKENS
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     if exists & (first_query < query_len):
         attend_query_tile(
             request, start, query_len, first_query, kv_head,
@@ -320,6 +342,19 @@ def prefill_kernel(
             table_row, ks_head, vs_head, GROUP, TOKENS, DIM, DIM_PAD, DIM_V, DIM_V_PAD, TILE_M, TILE_KV, BLOCK_SIZE, CAUSAL,
             WINDOW_LEFT, WINDOW_RIGHT, CHUNK, SOFT_CAP, ALIBI, SINKS, KV_SCALES, HAS_LSE, PING_PONG, INTERPRET,
         )  # fmt: skip
+    elif SKIP_DECODES > 0 and tile >= num_single:
+        for surplus in range(tile, num_tiles, programs - num_single):
+            request, first_tile = find_longer_request(starts_ptr, surplus, num_reqs, TOKENS, SKIP_DECODES)
+            start = tl.load(starts_ptr + request)
+            query_len = tl.load(starts_ptr + request + 1) - start
+            first_query = (surplus - first_tile) * TOKENS
+            attend_query_tile(
+                request, start, query_len, first_query, kv_head,
+                q_ptr, k_ptr, v_ptr, table_ptr, seq_lens_ptr, out_ptr, lse_ptr, slopes_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr,
+                scale, soft_cap, q_token, q_head, k_block, k_slot, k_head, v_block, v_slot, v_head, o_token, o_head, l_token, l_head,
+                table_row, ks_head, vs_head, GROUP, TOKENS, DIM, DIM_PAD, DIM_V, DIM_V_PAD, TILE_M, TILE_KV, BLOCK_SIZE, CAUSAL,
+                WINDOW_LEFT, WINDOW_RIGHT, CHUNK, SOFT_CAP, ALIBI, SINKS, KV_SCALES, HAS_LSE, PING_PONG, INTERPRET,
+            )  # fmt: skip
     row = tl.arange(0, TILE_M)
     head = kv_head * GROUP + row
     store_padding(

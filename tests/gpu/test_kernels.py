@@ -62,6 +62,16 @@ def test_attention_heads_and_blocks(backend: str, heads: str, block_size: int, d
         assert_attention_close(out, lse, batch)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("chunk", [20, 400])
+def test_many_short_queries_beside_chunks(backend: str, chunk: int) -> None:
+    """More query tiles than programs of one tile: some programs take several. Few tiles and many, whose orders differ."""
+    lens = (1, chunk, *[3] * 90, *[1] * 40, *[5] * 20)
+    batch = make_batch(BatchSpec("many_short", tuple(n + 11 for n in lens), lens), dtype=torch.bfloat16, device="cuda", **HEADS["32/8/128"])
+    out, lse = run_paged_attention(BACKEND_OPS[backend], batch)
+    assert_attention_close(out, lse, batch)
+
+
 @pytest.mark.parametrize("case", opcheck_cases())
 @pytest.mark.parametrize("overload", ["triton", "cuda", "default"])
 def test_opcheck(case: str, overload: str) -> None:

@@ -151,6 +151,19 @@ def test_tiles_of_longer_queries_fit_the_grid() -> None:
     assert most_tiles_of_longer(3, 2, 2, 32) == 1, "an empty grid is no launch, and the decode launch would wait for nothing"
 
 
+def test_many_short_queries_share_programs() -> None:
+    """More tiles than programs of one tile, and more than twice the programs that share out the others."""
+    from torchpaged.custom_ops.triton.config import programs_for_longer
+
+    lens = (1, 20, *[3] * 30, 1)
+    single, shared = programs_for_longer(len(lens), sum(lens), 2, 32)
+    assert shared and len(lens) - 2 > single + 2 * shared
+    assert programs_for_longer(4, 2051, 2, 32) == (67, 0), "few requests: a program for each tile there can be"
+    batch = make_batch(BatchSpec("many_short", tuple(n + 5 for n in lens), lens), head_dim=16, num_heads=4, num_kv_heads=1)
+    out, lse = run_paged_attention(TRITON, batch)
+    assert_attention_close(out, lse, batch)
+
+
 @pytest.mark.parametrize("options", [{"window_left": 7}, {"chunk_size": 20}], ids=str)
 def test_prefill_ignores_forgotten_keys(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys in front of every row's window may be gone: their values are NaN here."""

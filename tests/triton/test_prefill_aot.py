@@ -54,7 +54,7 @@ def compile_prefill(
     flags: dict[str, Any] = {
         "GROUP": group, "DIM": dim, "DIM_PAD": padded, "DIM_V": dim, "DIM_V_PAD": padded, "BLOCK_SIZE": block_size, "CAUSAL": True,
         "WINDOW_LEFT": -1, "WINDOW_RIGHT": -1, "CHUNK": 0, "SOFT_CAP": False, "ALIBI": False, "SINKS": False, "KV_SCALES": False,
-        "HAS_LSE": False, "INTERPRET": False, **options, **changed,
+        "HAS_LSE": False, "INTERPRET": False, "PDL": target in ("sm_90", "sm_100"), **options, **changed,
     }  # fmt: skip
     flags |= {"k_slot": 8 * dim, "v_slot": 8 * dim, "k_block": block_size * 8 * dim, "v_block": block_size * 8 * dim}
     kv = kv_dtype or dtype
@@ -72,7 +72,6 @@ def compile_prefill(
         "TILE_KV": tiles.keys,
         "PING_PONG": ping_pong,
         "SKIP_DECODES": skip_decodes,
-        "PDL": skip_decodes > 0 and target in ("sm_90", "sm_100"),
     }
     return aot.compile_kernel(
         prefill_kernel, target, pointers, flags, ("scale", "soft_cap"), num_warps=tiles.num_warps, num_stages=tiles.num_stages
@@ -128,26 +127,30 @@ def test_block_sizes_on_hopper(block_size: int, ping_pong: bool) -> None:
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "gfx942"])
 def test_without_decodes_compiles(target: str, case: str) -> None:
     """The prefill half of a mixed batch."""
-    found = aot.resources(compile_prefill(target, case, skip_decodes=4))
+    compiled = compile_prefill(target, case, skip_decodes=4)
+    found = aot.resources(compiled)
     assert found["shared"] <= aot.SHARED_LIMIT[target], found
     if target == "sm_90":
-        assert found["spilled"] == 0, found
+        assert found["spilled"] <= 16, found
+        loop = main_loop(machine_code(compiled))
+        assert "LDL" not in loop and "STL" not in loop, "what is spilled stays outside of the loop over keys"
 
 
 def main_loop(code: str) -> str:
-    """The instructions of the first loop with products."""
+    """The instructions of the first loop with products that stands in no other: that of a program's one tile."""
     labels: dict[str, int] = {}
     lines: list[str] = []
+    loops: list[range] = []
     for line in code.splitlines():
         if label := re.match(r"\s*\.(L_x_\d+):", line):
             labels[label[1]] = len(lines)
         elif re.search(r"/\*[0-9a-f]{4,5}\*/", line):
             lines.append(line)
             back = re.search(r"\bBRA\b.*\.(L_x_\d+)", line)
-            body = "\n".join(lines[labels.get(back[1], len(lines)) :]) if back else ""
-            if "HGMMA" in body:
-                return body
-    raise AssertionError("no loop with products")
+            if back and back[1] in labels:
+                loops.append(range(labels[back[1]], len(lines)))
+    alone = [loop for loop in loops if not any(loop != other and loop[0] in other and loop[-1] in other for other in loops)]
+    return next(body for loop in alone if "HGMMA" in (body := "\n".join(lines[loop.start : loop.stop])))
 
 
 @pytest.mark.parametrize("skip_decodes", [0, 2])
@@ -159,6 +162,7 @@ def test_copies_have_addresses_of_their_own(skip_decodes: int) -> None:
     assert len(addresses) == 16
     repeated = [a for a, b in itertools.pairwise(addresses) if a == b]
     assert len(repeated) <= 2, addresses
+    assert len(re.findall(r"\bLDG\.", loop)) == 2, "eight block ids in two loads"
 
 
 def test_ping_pong_order() -> None:

@@ -110,7 +110,7 @@ __device__ __noinline__ void store_empty(const Params &p) {
 // The next kernel may be launched from here on, not earlier: whoever wrote the query tokens' keys did let its dependents start early, and
 // to an attention behind this one they are keys to be read before its wait.
 __device__ __forceinline__ void finish_waiting() {
-#if PDL && !MIXED
+#if PDL
   asm volatile("griddepcontrol.wait;" ::: "memory");
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
@@ -133,9 +133,6 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, CTAS_PER_SM) pag
   if (threadIdx.x == 0) letters = 0;
   cluster_arrive();  // nobody writes to another CTA before all have come this far
   bool met = false;
-#endif
-#if PDL && MIXED  // the launch before let this one begin when all kernels ahead of it had finished
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 
   // The run of this CTA; every warp works it out for itself. Lane i counts the i-th share of the requests.
@@ -210,7 +207,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, CTAS_PER_SM) pag
     };
 
     int filled = 0;
-#if PDL && !MIXED && PREFETCH > 0
+#if PDL && PREFETCH > 0
 #pragma unroll 1
     for (; filled < PREFETCH && is_context(ahead, warp); ++filled) load(filled);
 #endif
@@ -337,9 +334,4 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, CTAS_PER_SM) pag
   if (!met) cluster_wait();
 #endif
   if (busy < p.num_reqs || used < p.num_tokens) store_empty(p);
-#if PDL && MIXED
-  // The launch right before this one takes the longer queries. Neither writes what the other reads, so that this one does not wait for
-  // it to begin, but what comes after this launch counts on both.
-  if (blockIdx.x == gridDim.x - 1) asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
 }

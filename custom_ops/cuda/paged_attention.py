@@ -1,10 +1,12 @@
-"""paged_attention of the ``cuda`` backend: decode by the CUDA C++ kernel, everything it can't take by the Triton kernels."""
+"""paged_attention of the ``cuda`` backend: decode by the CUDA C++ kernel, everything it can't take by the Triton kernels.
+
+Mixed batches are among the latter: beside the prefill kernel, Triton's decode kernel was the faster one (docs/kernels.md).
+"""
 
 from __future__ import annotations
 
 import functools
 import struct
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -39,32 +41,21 @@ def paged_attention(
     if is_decode and specialise.unsupported(q, k_cache, v_cache, out, sinks, max_query_len, num_reqs) is None:
         decode(
             q, k_cache, v_cache, block_table, seq_lens, query_start_loc, out, lse, max_query_len, scale, causal, window_left, window_right,
-            logits_soft_cap, alibi_slopes, sinks, k_scale, v_scale, chunk_size, semaphore)()  # fmt: skip
+            logits_soft_cap, alibi_slopes, sinks, k_scale, v_scale, chunk_size, semaphore)  # fmt: skip
         return
-
-    def short_queries(longest: int) -> Callable[[], None] | None:
-        if specialise.unsupported(q, k_cache, v_cache, out, sinks, longest, num_reqs - 1) is not None:
-            return None
-        return decode(
-            q, k_cache, v_cache, block_table, seq_lens, query_start_loc, out, lse, longest, scale, causal, window_left, window_right,
-            logits_soft_cap, alibi_slopes, sinks, k_scale, v_scale, chunk_size, semaphore, mixed=True)  # fmt: skip
-
     triton_paged_attention(
         q, k_cache, v_cache, block_table, seq_lens, query_start_loc, out, lse, max_query_len=max_query_len, scale=scale, causal=causal,
         window_left=window_left, window_right=window_right, logits_soft_cap=logits_soft_cap, alibi_slopes=alibi_slopes, sinks=sinks,
-        k_scale=k_scale, v_scale=v_scale, chunk_size=chunk_size, semaphore=semaphore, short_queries=short_queries)  # fmt: skip
+        k_scale=k_scale, v_scale=v_scale, chunk_size=chunk_size, semaphore=semaphore)  # fmt: skip
 
 
 def decode(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, seq_lens: Tensor, query_start_loc: Tensor,
     out: Tensor, lse: Tensor | None, max_query_len: int, scale: float, causal: bool, window_left: int, window_right: int,
     soft_cap: float, alibi_slopes: Tensor | None, sinks: Tensor | None, k_scale: Tensor | None, v_scale: Tensor | None,
-    chunk: int, semaphore: Tensor | None, mixed: bool = False,
-) -> Callable[[], None]:  # fmt: skip
-    """What launches the decode kernel on checked arguments; every allocation is made here, ahead of the launch.
-
-    ``mixed``: longer queries than ``max_query_len`` are the prefill kernel's, whose launch must be the one right before.
-    """
+    chunk: int, semaphore: Tensor | None,
+) -> None:  # fmt: skip
+    """Launch the decode kernel on checked arguments."""
     num_reqs, num_kv_heads, dim_v, index = block_table.shape[0], k_cache.shape[2], v_cache.shape[3], q.device.index or 0
     if (k_scale is None) != (v_scale is None):  # one flag serves both
         one = torch.ones(1, device=q.device)
@@ -72,7 +63,7 @@ def decode(
     kernel, shape, rows = _specialised(
         index, q.dtype, k_cache.dtype, q.shape[1] // num_kv_heads, max_query_len, k_cache.shape[1:], dim_v, k_cache.stride(),
         v_cache.stride(), causal, window_left, window_right, chunk, soft_cap > 0, alibi_slopes is not None, sinks is not None,
-        k_scale is not None, lse is not None, (num_reqs - mixed) * num_kv_heads, mixed)  # fmt: skip  # mixed: one or more aren't ours
+        k_scale is not None, lse is not None, num_reqs * num_kv_heads)  # fmt: skip
     programs = kernel.resident(shape.warps * 32, shape.cluster, shape.ctas_per_sm * specialise.num_sms(index))
     if semaphore is None:
         semaphore = torch.zeros(num_reqs * num_kv_heads, dtype=torch.int32, device=q.device)
@@ -84,11 +75,7 @@ def decode(
         q.stride(0), q.stride(1), out.stride(0), out.stride(1), *((0, 0) if lse is None else lse.stride()), block_table.stride(0),
         scale, soft_cap, num_reqs, q.shape[0], _head_stride(k_scale), _head_stride(v_scale),
     )  # fmt: skip
-
-    def launch(_kept: object = (scratch, semaphore, k_scale, v_scale)) -> None:  # `arguments` holds their addresses alone
-        kernel.launch(programs, shape.warps * 32, arguments, early=specialise.launches_early(index))
-
-    return launch
+    kernel.launch(programs, shape.warps * 32, arguments, early=specialise.launches_early(index))
 
 
 def _head_stride(scale: Tensor | None) -> int:
@@ -100,14 +87,13 @@ def _specialised(
     index: int, dtype: torch.dtype, kv_dtype: torch.dtype, group: int, max_query_len: int, cache_shape: tuple[int, int, int], dim_v: int,
     k_stride: tuple[int, ...], v_stride: tuple[int, ...], causal: bool, window_left: int, window_right: int, chunk: int,
     soft_cap: bool, alibi: bool, sinks: bool, scales: bool, lse: bool, pairs: int,
-    mixed: bool,
 ) -> tuple[jit.Kernel, specialise.DecodeShape, int]:  # fmt: skip
     """The kernel of these shapes and features, its launch shape and its query rows per pair."""
     block_size, num_kv_heads, dim = cache_shape
     macros, shape = specialise.decode_macros(
         dtype, kv_dtype, group, max_query_len, block_size, num_kv_heads, dim, dim_v, k_stride, v_stride, causal, window_left, window_right,
         chunk, soft_cap, alibi, sinks, scales, lse, specialise.launches_early(index), pairs, specialise.num_sms(index),
-        specialise.shared_per_sm(index), mixed)  # fmt: skip
+        specialise.shared_per_sm(index))  # fmt: skip
     shared = shape.shared_bytes(dim, dim_v, kv_dtype.itemsize, macros["GROUP"] * macros["QUERY_LEN"])
     kernel = jit.kernel("decode.cu", "paged_decode", macros, torch.device("cuda", index), shared_bytes=shared)
     return kernel, shape, macros["GROUP"] * macros["QUERY_LEN"]

@@ -44,9 +44,6 @@ struct Request {
   }
 
   __device__ __forceinline__ void cut() {
-#if MIXED  // longer queries are another launch's
-    if (query_len > QUERY_LEN) query_len = 0;
-#endif
     int unused;
     visible(max(seq_len - query_len, 0), seq_len, low, unused);
     visible(seq_len - 1, seq_len, unused, end);

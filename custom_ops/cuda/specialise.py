@@ -142,12 +142,9 @@ def decode_macros(
     dtype: torch.dtype, kv_dtype: torch.dtype, group: int, max_query_len: int, block_size: int, num_kv_heads: int, dim: int, dim_v: int,
     k_stride: tuple[int, ...], v_stride: tuple[int, ...], causal: bool, window_left: int, window_right: int, chunk: int,
     soft_cap: bool, alibi: bool, sinks: bool, scales: bool, lse: bool, early: bool, pairs: int,
-    sms: int, shared_per_sm: int, mixed: bool = False,
+    sms: int, shared_per_sm: int,
 ) -> tuple[dict[str, int], DecodeShape]:  # fmt: skip
-    """The macros of ``decode.cu`` for a call, and its shape. Strides of the caches in numbers, as torch gives them.
-
-    ``mixed``: requests with more query tokens than ``max_query_len`` are left to another launch.
-    """
+    """The macros of ``decode.cu`` for a call, and its shape. Strides of the caches in numbers, as torch gives them."""
     query_len = _power_of_2(max_query_len)
     shape = decode_shape(dim, dim_v, kv_dtype.itemsize, group * query_len, pairs, sms, shared_per_sm)
     if not early:  # compute capability 9.0 brought both
@@ -160,7 +157,7 @@ def decode_macros(
         "V_BLOCK": v_stride[0], "V_SLOT": v_stride[1], "V_HEAD": v_stride[2],
         "CAUSAL": causal, "WINDOW_LEFT": window_left, "WINDOW_RIGHT": window_right, "CHUNK": chunk,
         "SAME_MASK": query_len == 1, "SOFT_CAP": soft_cap, "ALIBI": alibi, "SINKS": sinks, "SCALES": scales,
-        "LSE": lse, "PDL": early, "MIXED": mixed, "WARPS": shape.warps, "KEYS": shape.keys, "STAGES": shape.stages, "CTAS_PER_SM": shape.ctas_per_sm,
+        "LSE": lse, "PDL": early, "WARPS": shape.warps, "KEYS": shape.keys, "STAGES": shape.stages, "CTAS_PER_SM": shape.ctas_per_sm,
         "MIN_TILES": shape.min_tiles, "CLUSTER": shape.cluster, "PREFETCH": min(shape.prefetch, shape.stages - 1),
     }  # fmt: skip
     return {name: int(value) for name, value in macros.items()}, shape

@@ -19,13 +19,9 @@ def paged_attention(
     out: Tensor, lse: Tensor | None = None, *, max_query_len: int, scale: float, causal: bool = True,
     window_left: int = -1, window_right: int = -1, logits_soft_cap: float = 0.0, alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None, k_scale: Tensor | None = None, v_scale: Tensor | None = None, chunk_size: int = 0,
-    semaphore: Tensor | None = None, short_queries: Callable[[int], Callable[[], None] | None] | None = None,
+    semaphore: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Launch; arguments as in ``custom_ops/ops.py``. Every choice here depends on shapes, never on lengths.
-
-    ``short_queries(longest)``: another decode kernel for the requests of a mixed batch with at most ``longest`` query tokens; it
-    prepares the launch and returns what launches it, or None if it can't take them.
-    """
+    """Launch; arguments as in ``custom_ops/ops.py``. Every choice here depends on shapes, never on lengths."""
     config.require_launchable(q)
     validation.check_paged_attention(
         q, k_cache, v_cache, block_table, seq_lens, query_start_loc, out, lse, max_query_len=max_query_len, scale=scale,
@@ -66,9 +62,7 @@ def paged_attention(
         return
     skip, decode = config.decode_len_in_mixed(group, num_reqs, num_tokens, max_query_len), None
     if skip:  # prepared ahead: the launch must follow that of the other queries with no kernel between them
-        decode = short_queries(skip) if short_queries is not None else None
-        if decode is None:
-            decode = _decode(tensors, strides, flags, semaphore, skip, num_reqs, num_tokens, num_kv_heads, scale, logits_soft_cap, skip)
+        decode = _decode(tensors, strides, flags, semaphore, skip, num_reqs, num_tokens, num_kv_heads, scale, logits_soft_cap, skip)
     tiles = config.prefill_tiles(max(dim, dim_v), group, q.element_size(), max_query_len, capacity, config.has_large_tiles(q.device))
     tokens = tiles.rows // group
     if skip:

@@ -28,7 +28,7 @@ def macros(capability: tuple[int, int], **spec: Any) -> tuple[dict[str, int], sp
     return specialise.decode_macros(
         dtype, spec.get("kv_dtype", dtype), group, spec.get("query_len", 1), block, heads, dim, dim_v,
         (block * heads * dim, heads * dim, dim, 1), (block * heads * dim_v, heads * dim_v, dim_v, 1), **features,
-        early=capability >= (9, 0), pairs=spec.get("pairs", 64), sms=132, shared_per_sm=SHARED[capability], mixed=spec.get("mixed", False),
+        early=capability >= (9, 0), pairs=spec.get("pairs", 64), sms=132, shared_per_sm=SHARED[capability],
     )  # fmt: skip
 
 
@@ -103,18 +103,13 @@ def test_keys_and_values_are_copied_16_bytes_at_a_time(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(NVCC is None, reason="nvcc is not installed")
 def test_where_it_waits_for_the_launch_before(tmp_path: Path) -> None:
-    """Before it reads queries, and all keys but the first; the next may start after that. In a mixed batch it waits at its end, since
-    the launch before is the other half of the batch."""
-    for mixed in (False, True):
-        values, _ = macros((9, 0), **TUNED["llama clusters"], mixed=mixed)
-        text, _ = compile_with_nvcc(tmp_path, (9, 0), values, "ptx")
-        steps = re.findall(r"griddepcontrol\.\w+|ld\.global|cp\.async\.cg|atom\.global", text[text.index(".entry paged_decode") :])
-        waits = [i for i, step in enumerate(steps) if step == "griddepcontrol.wait"]
-        if mixed:
-            assert steps[0] == "griddepcontrol.launch_dependents" and waits == [len(steps) - 1], steps
-        else:  # one for programs with work, one for those without
-            assert len(waits) == 2 and all(steps[i + 1] == "griddepcontrol.launch_dependents" for i in waits), steps
-            assert steps.count("griddepcontrol.launch_dependents") == 2, steps
-            copies = [i for i, step in enumerate(steps) if step == "cp.async.cg"]
-            before = [sum(i < wait for i in copies) for wait in waits]  # `load` stands in the code three times: before, after, in the loop
-            assert any(0 < count <= len(copies) / 3 for count in before), steps
+    """Before it reads queries, and all keys but the first; the next may start after that."""
+    values, _ = macros((9, 0), **TUNED["llama clusters"])
+    text, _ = compile_with_nvcc(tmp_path, (9, 0), values, "ptx")
+    steps = re.findall(r"griddepcontrol\.\w+|ld\.global|cp\.async\.cg|atom\.global", text[text.index(".entry paged_decode") :])
+    waits = [i for i, step in enumerate(steps) if step == "griddepcontrol.wait"]
+    assert len(waits) == 2 and all(steps[i + 1] == "griddepcontrol.launch_dependents" for i in waits), steps  # with work, and without
+    assert steps.count("griddepcontrol.launch_dependents") == 2, steps
+    copies = [i for i, step in enumerate(steps) if step == "cp.async.cg"]
+    before = [sum(i < wait for i in copies) for wait in waits]  # `load` stands in the code three times: before, after, in the loop
+    assert any(0 < count <= len(copies) / 3 for count in before), steps

@@ -40,6 +40,8 @@ def capture_bucket(
     Raises:
         CaptureError: the step can't be captured; what the attempt took is freed.
     """
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # a capture begins with this anyway: what it frees would count as negative memory of the bucket
     started, before = time.perf_counter(), device_memory(device)
     try:
         with _no_garbage_collection():

@@ -128,7 +128,9 @@ class PagedAttention(nn.Module):
             key: ``[..., num_kv_heads, head_dim]``, or None to write nothing (a layer that shares another one's cache).
             value: ``[..., num_kv_heads, head_dim_v]``, or None together with ``key``.
             kv_cache: the layer's pools: a `LayerKVCache` or ``(k_cache, v_cache)``.
-            metadata: the batch; its slots are those of the query tokens.
+            metadata: the batch; its slots are those of the query tokens. No request may have another one's query tokens as its context, as
+                with a prefix computed in the same step: the GPU kernels read the context while ``key`` and ``value`` are still written.
+                For such a batch call `torchpaged.write_kv` and `torchpaged.paged_attention`.
 
         Returns:
             ``[..., num_heads, head_dim_v]`` in query's dtype.

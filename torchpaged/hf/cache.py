@@ -71,6 +71,10 @@ class PagedCache(CacheRows):
             self.paged[0].is_first = True
         self._config, self._text_config, self._backend = config, text_config, backend
         self.max_rows, self.max_seq_len, self.block_size, self.dense = max_batch_size, max_seq_len, block_size, dense
+        # An encoder's keys, in a cache for cross attention, are context of the first query and must be complete before attention begins.
+        self.keys_of_queries = not dense and not any(
+            getattr(c, name, False) for c in (config, text_config) for name in ("is_encoder_decoder", "add_cross_attention")
+        )
         self.blocks_per_row = -(-max_seq_len // block_size)
         self.num_blocks = max_batch_size * self.blocks_per_row + 1 if num_blocks is None else num_blocks
         self.pool = BlockPool(self.num_blocks)

@@ -36,6 +36,7 @@ class PagedOwner(Protocol):
     max_seq_len: int
     dense: bool
     ready: bool
+    keys_of_queries: bool  # written tokens are the query tokens of the attention behind; not so in cross attention
 
     def prepare(self, key_states: Tensor) -> None:
         """Set up everything that depends on the device and the batch, once."""
@@ -114,7 +115,7 @@ class PagedLayer(CacheLayerMixin):
         v = value_states.transpose(1, 2).reshape(batch * query_len, value_states.shape[1], value_states.shape[3])
         slots = self.owner.slots(self, batch, query_len)
         assert self.keys is not None and self.values is not None
-        self.owner.ops.write_kv(k, v, self.keys, self.values, slots, are_query_tokens=not self.owner.dense)
+        self.owner.ops.write_kv(k, v, self.keys, self.values, slots, are_query_tokens=self.owner.keys_of_queries)
         if self.owner.dense:
             return self.owner.gather(self.keys, batch), self.owner.gather(self.values, batch)
         return self.keys, self.values

@@ -37,6 +37,7 @@ class _StepCache(Cache):
     choice: Choice
     ops: BackendOps
     dense = False
+    keys_of_queries = True
 
     def __init__(self, config: Any, num_blocks: int, block_size: int, max_seq_len: int, backend: str) -> None:
         super().__init__(layers=paged_layers(config, max_seq_len, self))

@@ -102,6 +102,21 @@ def test_generates_own_compile_path(name: str) -> None:
     assert len(COUNT) == 1
 
 
+def test_tokens_taken_back_from_rows_that_share_blocks() -> None:
+    """The cut lies in a shared block: both rows go on behind it, each in a block of its own."""
+    model, ids, more = tiny("Llama"), torch.randint(3, 90, (1, 10)), torch.randint(3, 90, (2, 6))
+    cache = PagedCache(model.config, 2, 32, block_size=4)
+    with torch.no_grad():
+        want = model(torch.cat([ids[:, :5].expand(2, -1), more], 1)).logits[:, 5:]
+        model.set_attn_implementation("torchpaged")
+        model(ids.expand(2, -1), past_key_values=cache)
+        cache.reorder_cache(torch.tensor([0, 0]))
+        cache.crop(-5)
+        torch.testing.assert_close(model(more, past_key_values=cache).logits, want, rtol=1e-4, atol=1e-4)
+    cache.reset()
+    assert cache.pool.num_used == 0
+
+
 def test_a_compiled_model_is_one_graph() -> None:
     """torch.compile(model, fullgraph=True) by hand: the decode step, over growing lengths."""
     torch._dynamo.reset()

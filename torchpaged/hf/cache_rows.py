@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -72,12 +73,42 @@ class CacheRows(Cache):
         """Take back the last ``abs(tokens_to_remove)`` tokens of every row (assisted generation)."""
         count = abs(int(tokens_to_remove))
         if count and self.ready:
+            self._unshare(count)
             self.total.sub_(count)
             self.seq_lens[: len(self._rows)].sub_(count)
             self._bound = int(self.total)
         for layer in self.layers:
             if not isinstance(layer, PagedLayer) and hasattr(layer, "crop"):
                 layer.crop(tokens_to_remove)
+
+    def _unshare(self, count: int) -> None:
+        """Give every row blocks of its own from its last ``count`` tokens on: it will write there, and others must not see that."""
+        if all(self.pool.ref_count(block) == 1 for row in self._rows for block in row):
+            return
+        taken: Counter[int] = Counter()
+        shared: list[tuple[list[int], int, bool]] = []  # row, place in it, whether tokens before the cut lie there
+        for row, length in zip(self._rows, self.seq_lens[: len(self._rows)].tolist(), strict=True):
+            kept = max(length - count, 0)
+            for place in range(kept // self.block_size, len(row)):
+                if self.pool.ref_count(row[place]) - taken[row[place]] > 1:
+                    taken[row[place]] += 1
+                    shared.append((row, place, kept > place * self.block_size))
+        own, copies = self.pool.allocate(len(shared)), []
+        for (row, place, has_tokens), block in zip(shared, own, strict=True):
+            if has_tokens:
+                copies.append((row[place], block))
+            self.pool.free([row[place]])
+            row[place] = block
+        self._upload_rows()
+        self._copy_blocks(copies)
+
+    def _copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        """``(source, destination)`` pairs in every layer's pools."""
+        if copies:
+            mapping = torch.tensor(copies, dtype=torch.int64, device=self.seq_lens.device)
+            for layer in self.paged:
+                if layer.is_initialized:
+                    self.ops.copy_blocks(layer.keys, layer.values, mapping)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row ``i`` continues row ``beam_idx[i]``: full blocks are shared, only the last partial one is copied."""
@@ -131,8 +162,4 @@ class CacheRows(Cache):
         if self._padding is not None:
             self._padding = [self._padding[parent] for parent in parents]
         self._upload_rows()
-        if copies:
-            mapping = torch.tensor(copies, dtype=torch.int64, device=self.seq_lens.device)
-            for layer in self.paged:
-                if layer.is_initialized:
-                    self.ops.copy_blocks(layer.keys, layer.values, mapping)
+        self._copy_blocks(copies)

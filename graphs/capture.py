@@ -6,6 +6,7 @@ that host values are frozen; ops that read a device value on the host cannot be 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -81,17 +82,28 @@ class CudaCapture:
 
     def capture(self, step: Step, pool: Any) -> Captured:
         """See `CaptureBackend`."""
-        graph = torch.cuda.CUDAGraph()
+        graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)
         try:
-            with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode=self._error_mode):
+            with (
+                torch.cuda.stream(current),  # the next one leaves its stream current where it ends in an error
+                torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode=self._error_mode),
+            ):
                 output = step()
         except Exception:
-            # A failed capture leaves the default generator believing that it is captured; a clone of its state does not.
-            index = self.device.index if self.device.index is not None else torch.cuda.current_device()
-            generator = torch.cuda.default_generators[index]
-            generator.graphsafe_set_state(generator.clone_state())
+            self._after_failure(pool)
             raise
         return _CudaCaptured(graph, output)
+
+    def _after_failure(self, pool: Any) -> None:
+        """Put right what torch leaves behind where a capture ends in an error."""
+        index = self.device.index if self.device.index is not None else torch.cuda.current_device()
+        # The default generator believes that it is captured; a clone of its state does not.
+        generator = torch.cuda.default_generators[index]
+        generator.graphsafe_set_state(generator.clone_state())
+        # Up to torch 2.12 (pytorch#180395) the allocator believes so too: memory that another stream used, and empty_cache(), would free
+        # nothing any more. There is no public call; this one raises where nothing is left to end.
+        with contextlib.suppress(RuntimeError):
+            torch._C._cuda_endAllocateToPool(index, pool)
 
 
 class _EagerCaptured:

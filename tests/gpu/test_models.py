@@ -97,7 +97,14 @@ def test_a_step_that_synchronises_is_named() -> None:
         lambda ids, metadata: ids * int(metadata.seq_lens.max()), max_batch_size=2, max_blocks_per_req=2, block_size=4, device="cuda",
         compile=False, warmup_iters=0,
     )  # fmt: skip
+    stream = torch.cuda.current_stream()
     with pytest.raises(CaptureError, match="bucket 2"):
         runner.capture()
+    assert torch.cuda.current_stream() == stream
+    torch.cuda.empty_cache()
+    held = torch.cuda.memory_reserved()
+    torch.empty(2**30, dtype=torch.uint8, device="cuda")
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() == held, "the allocator must survive a failed capture"
     assert runner.run_eager([7], [3], [[1]]).tolist() == [21]
     assert torch.randn(3, device="cuda").isfinite().all(), "the default generator must survive a failed capture"

@@ -302,3 +302,10 @@ def test_buckets() -> None:
     assert [bucket_for([1, 2, 4], n) for n in (1, 2, 3, 4)] == [1, 2, 4, 4]
     with pytest.raises(ArgumentError, match="buckets"):
         runner(Toy(), buckets=[1, 2])
+
+
+def test_what_ends_a_failed_capture_exists() -> None:
+    """A private function of torch, of which a CPU build has a stand-in: CudaCapture calls it, tests/gpu/test_models.py shows what for."""
+    from torch.cuda import memory
+
+    assert hasattr(memory, "_cuda_endAllocateToPool")

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from torchpaged import ArgumentError, CaptureError
+from torchpaged.backends import GraphSupport
 from torchpaged.engine import Generator, SamplingParams
 from torchpaged.engine.options import decide_prefill_buckets
 from torchpaged.graphs import TapeCapture
@@ -117,9 +118,13 @@ def test_a_model_whose_prefill_can_not_be_captured(model: Any, ahead: bool, monk
     want = Generator(paged, **{**options, "graphs": False}).generate([[8, 9, 10]], SamplingParams(max_new_tokens=4))[0].token_ids
     with pytest.raises(CaptureError, match=r"bucket 8: the prefill step could not be captured at aten"):
         Generator(paged, **options, prefill_buckets=[8]).generate([[8, 9, 10]])
-    monkeypatch.setattr(
-        "torchpaged.engine.generator.decide_prefill_buckets", lambda *given: decide_prefill_buckets(*given[:2], True, *given[3:])
-    )
+
+    def on_a_gpu(*given: Any) -> tuple[list[int], str]:
+        *head, support = given
+        assert support is paged.choice.backend.capabilities.graph_support
+        return decide_prefill_buckets(*head[:2], True, *head[3:])
+
+    monkeypatch.setattr("torchpaged.engine.generator.decide_prefill_buckets", on_a_gpu)
     g = Generator(paged, **options)
     assert (g.prefill_runner is None) == ahead
     assert g.generate([[8, 9, 10]], SamplingParams(max_new_tokens=4))[0].token_ids == want
@@ -133,6 +138,15 @@ def test_what_is_captured_and_why() -> None:
     assert decide_prefill_buckets(None, 64, True, True, "") == ([], "switched off by prefill_buckets=None")
     assert decide_prefill_buckets([], 64, True, False, "")[0] == []
     assert decide_prefill_buckets([64, 8, 8], 64, False, True, "")[0] == [8, 64]
+
+
+@pytest.mark.parametrize("support", [GraphSupport.SINGLE_TOKEN_DECODE, GraphSupport.UNIFORM_BATCH], ids=lambda s: s.name)
+def test_a_backend_that_can_only_replay_decodes(support: GraphSupport) -> None:
+    """Its prefills might be captured without an error, and replays give wrong numbers."""
+    buckets, reason = decide_prefill_buckets("auto", 64, True, True, "", support)
+    assert buckets == [] and reason == f"automatic: the backend declares graph support {support.name}, prefills need ALWAYS"
+    with pytest.raises(ArgumentError, match=f"prefill_buckets: expected None or 'auto' with this backend.*{support.name}"):
+        decide_prefill_buckets([8], 64, True, True, "", support)
 
 
 @pytest.mark.parametrize(

@@ -125,7 +125,7 @@ class Generator:
         if not use_graphs and steps_per_launch != 1:
             raise ArgumentError("steps_per_launch", "1 without graphs", str(steps_per_launch), f"graphs: {self.graph_reason}")
         prefills, self._prefill_graph_reason = decide_prefill_buckets(
-            prefill_buckets, prefill_chunk_size, on_gpu, use_graphs, self.graph_reason
+            prefill_buckets, prefill_chunk_size, on_gpu, use_graphs, self.graph_reason, self.choice.backend.capabilities.graph_support
         )
         self.pool = BlockPool(cache.num_blocks)
         self.loop: DecodeLoop | None = None

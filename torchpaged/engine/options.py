@@ -99,9 +99,13 @@ def decide_graphs(graphs: bool | str, choice: Choice, on_gpu: bool) -> tuple[boo
 
 
 def decide_prefill_buckets(
-    prefill_buckets: Sequence[int] | str | None, prefill_chunk_size: int, on_gpu: bool, use_graphs: bool, graph_reason: str
-) -> tuple[list[int], str]:
-    """Numbers of tokens for which prefills are captured, none = no such graphs, and why."""
+    prefill_buckets: Sequence[int] | str | None, prefill_chunk_size: int, on_gpu: bool, use_graphs: bool, graph_reason: str,
+    support: GraphSupport = GraphSupport.ALWAYS,
+) -> tuple[list[int], str]:  # fmt: skip
+    """Numbers of tokens for which prefills are captured, none = no such graphs, and why.
+
+    ``support``: the backend's. On a GPU anything below ALWAYS rules prefills out: their query lengths differ from replay to replay.
+    """
     if isinstance(prefill_buckets, str):
         if prefill_buckets != "auto":
             raise ArgumentError("prefill_buckets", "numbers of tokens, None or 'auto'", repr(prefill_buckets))
@@ -109,11 +113,18 @@ def decide_prefill_buckets(
             return [], f"automatic: graphs: {graph_reason}"
         if not on_gpu:
             return [], "automatic: on a CPU a step does not wait for launches"
+        if support < GraphSupport.ALWAYS:
+            return [], f"automatic: the backend declares graph support {support.name}, prefills need ALWAYS"
         return default_prefill_buckets(prefill_chunk_size), "automatic: on a GPU with graphs"
     if not prefill_buckets:
         return [], f"switched off by prefill_buckets={prefill_buckets}"
     if not use_graphs:
         raise ArgumentError("prefill_buckets", "None or 'auto' without graphs", str(list(prefill_buckets)), f"graphs: {graph_reason}")
+    if on_gpu and support < GraphSupport.ALWAYS:
+        raise ArgumentError(
+            "prefill_buckets", "None or 'auto' with this backend", str(list(prefill_buckets)),
+            f"it declares graph support {support.name}, prefills need ALWAYS",
+        )  # fmt: skip
     if min(prefill_buckets) < 1 or max(prefill_buckets) > prefill_chunk_size:
         raise ArgumentError(
             "prefill_buckets", f"numbers of tokens from 1 to {prefill_chunk_size} (prefill_chunk_size)", str(list(prefill_buckets))

@@ -65,7 +65,7 @@ class Generator:
         prefill_buckets: numbers of prompt tokens, of all requests of a step together, for which prefills are captured as well; none above
             ``prefill_chunk_size``. A step of more tokens or of more than 8 requests is launched from Python. None or []: all are; "auto": on
             a GPU with graphs, up to 1024 tokens (`torchpaged.graphs.default_prefill_buckets`), unless the model's prefill can't be
-            captured; `prefill_graph_reason` says what was decided.
+            captured or the backend's graphs are for decodes only; `prefill_graph_reason` says what was decided.
         capture_ahead: capture every bucket now; False: each on first need, in the middle of serving; "auto": now on a GPU.
         lookahead: tokens ahead of need that a decoding request gets blocks for while the pool is mostly free; default: 128 on a GPU,
             none on a CPU.

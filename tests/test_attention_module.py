@@ -243,3 +243,20 @@ def test_the_choice_follows_the_module() -> None:
 def test_a_move_that_the_named_backend_cannot_follow(native: None) -> None:
     with pytest.raises(torchpaged.BackendUnavailableError, match="float64"):
         PagedAttention(4, DIM, 2, backend="cpu").to(torch.float64)
+
+
+@pytest.mark.parametrize(("query_lens", "promised"), [([1, 1], True), ([1, 4], False)])
+def test_only_single_tokens_let_attention_read_early(monkeypatch: pytest.MonkeyPatch, query_lens: list[int], promised: bool) -> None:
+    """Longer queries of one request may be the context of another in the same step."""
+    layer, said = PagedAttention(4, DIM, 2, block_size=BLOCK, backend="reference"), []
+    write_kv = layer._ops.write_kv
+
+    def noted(*args: Any, are_query_tokens: bool = False) -> None:
+        said.append(are_query_tokens)
+        write_kv(*args, are_query_tokens=are_query_tokens)
+
+    monkeypatch.setattr(layer, "_ops", layer._ops._replace(write_kv=noted))
+    n = sum(query_lens)
+    k = torch.randn(n, 2, DIM)
+    layer(torch.randn(n, 4, DIM), k, k, cache()[0], metadata(query_lens, [8, 9]))
+    assert said == [promised]

@@ -128,9 +128,9 @@ class PagedAttention(nn.Module):
             key: ``[..., num_kv_heads, head_dim]``, or None to write nothing (a layer that shares another one's cache).
             value: ``[..., num_kv_heads, head_dim_v]``, or None together with ``key``.
             kv_cache: the layer's pools: a `LayerKVCache` or ``(k_cache, v_cache)``.
-            metadata: the batch; its slots are those of the query tokens. No request may have another one's query tokens as its context, as
-                with a prefix computed in the same step: the GPU kernels read the context while ``key`` and ``value`` are still written.
-                For such a batch call `torchpaged.write_kv` and `torchpaged.paged_attention`.
+            metadata: the batch; its slots are those of the query tokens. Requests may share a prefix that is computed in this same step, but
+                not in a step of one query token each: there the GPU kernels read what lies before the query tokens while ``key`` and
+                ``value`` are still written.
 
         Returns:
             ``[..., num_heads, head_dim_v]`` in query's dtype.
@@ -162,7 +162,8 @@ class PagedAttention(nn.Module):
                 validation.check_write_kv(*write)
             validation.check_paged_attention(*attend, **options)
         if write is not None:
-            self._ops.write_kv(*write, are_query_tokens=True)
+            # longer queries may be another request's context, see above; they gain little from the early start
+            self._ops.write_kv(*write, are_query_tokens=metadata.max_query_len == 1)
         self._ops.paged_attention(*attend, **options)
         return out.view(*query.shape[:-1], self.head_dim_v)
 

@@ -6,7 +6,6 @@ import random
 from typing import Any
 
 import pytest
-import torch
 
 from torchpaged import ArgumentError
 from torchpaged.engine import Generator, SamplingParams
@@ -15,16 +14,6 @@ from torchpaged.graphs import TapeCapture
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 GREEDY = SamplingParams(max_new_tokens=17)
 SEEDED = SamplingParams(max_new_tokens=17, temperature=0.8, top_k=40, top_p=0.9, min_p=0.01, repetition_penalty=1.2, seed=3)
-
-
-@pytest.fixture(scope="module")
-def model() -> Any:
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=99, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        max_position_embeddings=256, eos_token_id=7, pad_token_id=0, bos_token_id=1,
-    )  # fmt: skip
-    return transformers.LlamaForCausalLM(config).eval()
 
 
 def prompts(count: int, seed: int = 0) -> list[list[int]]:

@@ -17,16 +17,6 @@ from torchpaged.graphs import TapeCapture
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
 
-@pytest.fixture(scope="module")
-def model() -> Any:
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=99, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        max_position_embeddings=256, eos_token_id=7, pad_token_id=0, bos_token_id=1,
-    )  # fmt: skip
-    return transformers.LlamaForCausalLM(config).eval()
-
-
 def generator(model: Any, **options: Any) -> Generator:
     sizes = {"block_size": 4, "max_batch_size": 4, "max_seq_len": 96, "prefill_chunk_size": 16, "prefill_buckets": [3, 8, 16]}
     return Generator(model, **{**sizes, "compile": False, **options})

@@ -15,16 +15,6 @@ pytestmark = pytest.mark.gpu
 VOCAB = 499
 
 
-@pytest.fixture(scope="module")
-def model() -> Any:
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=VOCAB, hidden_size=128, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        max_position_embeddings=2048, eos_token_id=7, pad_token_id=0, bos_token_id=1,
-    )  # fmt: skip
-    return transformers.LlamaForCausalLM(config).to("cuda", torch.float32).eval()
-
-
 @contextlib.contextmanager
 def no_synchronisation() -> Iterator[None]:
     torch.cuda.set_sync_debug_mode("error")

@@ -26,6 +26,7 @@ import triton
 from torchpaged.custom_ops.triton import config
 from torchpaged.custom_ops.triton.prefill import prefill_kernel
 
+TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
 SIZES = {"bf16": 2, "fp16": 2, "fp32": 4}
 EVERYTHING = {"WINDOW_LEFT": 100, "CHUNK": 256, "SOFT_CAP": True, "ALIBI": True, "SINKS": True, "HAS_LSE": True}
 #: name -> dtype, head_dim, group, block size, max_query_len, max_seq_len, options
@@ -131,9 +132,9 @@ def test_without_decodes_compiles(target: str, case: str) -> None:
     found = aot.resources(compiled)
     assert found["shared"] <= aot.SHARED_LIMIT[target], found
     if target == "sm_90":
-        assert found["spilled"] <= (16 if case == "long_128" else 128), (
-            found
-        )  # with every feature at once triton 3.7 spills 120, 3.6 16 or less
+        # outside of the loop, from the branch that shares out surplus tiles; 0 would be right, and is what a kernel without it has
+        most = {"long_128": 0, "everything_128": 120}[case] if TRITON >= (3, 7) else 8
+        assert found["spilled"] <= most, found
         loop = main_loop(machine_code(compiled))
         assert "LDL" not in loop and "STL" not in loop, "what is spilled stays outside of the loop over keys"
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
+from torchpaged.custom_ops.validation_layers import O_PROJ_MLP_SEMAPHORE
 from torchpaged.hf.fused_layers import NO_ROTATION, LayerPlan, fused_forward, paged_layer
 from torchpaged.hf.fusible import ARCHITECTURES, PASSES, norm_of, why_no_table, why_not, why_unknown
 from torchpaged.hf.fusion_report import FusionReport, count_launches
@@ -45,6 +46,7 @@ class _Fusion:
         self.base, self.report = base, report
         self.plans: list[LayerPlan] = []
         self.tables: dict[str | None, RopeTable] = {}
+        self.semaphores: dict[torch.device, Tensor] = {}
         self.changed: list[tuple[nn.Module, str, Any]] = []
         self.handles: list[Any] = []
 
@@ -61,8 +63,25 @@ class _Fusion:
         """After the model was moved or loaded into."""
         for plan in self.plans:
             plan.refresh()
+        self.share_semaphores()
         for table in self.tables.values():
             table.ensure(table.cos_sin.shape[0], next(table.rotary.buffers()).device)
+
+    def share_semaphores(self) -> None:
+        """Give the layers that want a semaphore one per device. Forwards run one after the other, so layers can share it."""
+        plans = [plan for plan in self.plans if plan.joins_mlp]
+        kept, self.semaphores = self.semaphores, {}
+        for device in {plan.device for plan in plans}:
+            self.semaphores[device] = kept[device] if device in kept else _make_semaphore(device)
+        for plan in plans:
+            plan.semaphore = self.semaphores[plan.device]
+
+
+def _make_semaphore(device: torch.device) -> Tensor:
+    with torch.inference_mode(False):  # an inference tensor could not be written under plain no_grad later
+        semaphore = torch.zeros(O_PROJ_MLP_SEMAPHORE, dtype=torch.int32, device=device)
+    torch._dynamo.mark_static_address(semaphore, guard=False)
+    return semaphore
 
 
 def _apply_and_refresh(self: Any, fn: Any, recurse: bool = True) -> nn.Module:
@@ -131,11 +150,12 @@ def _rope_of(fusion: _Fusion, layer: Any, config: Any) -> tuple[RopeTable | str 
 
 def _fuse_layer(fusion: _Fusion, layer: nn.Module, name: str, config: Any, passes: Sequence[str], report: FusionReport) -> None:
     reason = why_unknown(layer)
-    taken, rope = [], None
+    rope: RopeTable | str | None = None
+    taken: list[str] = []
     for each in passes:
         if each == "lm_head":
             continue
-        why = reason or why_not(layer, each)
+        why = reason or why_not(layer, each, taken)
         if why is None and each == "rope":
             rope, why = _rope_of(fusion, layer, config)
         report.note(each, name, why)
@@ -192,11 +212,14 @@ def _wrapped(model: Any) -> Any:
 def fuse(model: PreTrainedModel, passes: Sequence[str] | None = None, *, count: bool = True) -> FusionReport:
     """Fuse the decoder layers of ``model`` in place, for steps over paged caches; everything else runs as before.
 
+    Forwards of one fused model must not overlap, neither in threads nor on two streams: its layers share a semaphore.
+
     Args:
         model: a causal LM of transformers (or its base model), loaded and on its device.
         passes: some of "qkv" (one product for q, k and v), "rope" (q/k norm, rotation and cache write in one kernel), "norm" (RMSNorm
-            and residual adds inside the products), "gate_up" (gate, up and activation in one product), "lm_head" (the final norm inside
-            lm_head); default: all. One that does not apply to a layer is left out there, and the report says why.
+            and residual adds inside the products), "gate_up" (gate, up and activation in one product), "mlp" (o_proj, residual adds,
+            norm and MLP as one op; where "norm" and "gate_up" are done), "lm_head" (the final norm inside lm_head); default: all.
+            One that does not apply to a layer is left out there, and the report says why.
         count: run one token before and after, to count the launches per layer for the report.
 
     Returns:
@@ -221,6 +244,7 @@ def fuse(model: PreTrainedModel, passes: Sequence[str] | None = None, *, count: 
     fusion = _Fusion(base, report)
     for index, layer in enumerate(base.layers):
         _fuse_layer(fusion, layer, f"layers.{index}", config, report.passes, report)
+    fusion.share_semaphores()
     if len(fusion.plans) == len(base.layers) and all(plan.rope is not None for plan in fusion.plans) and fusion.tables:
         fusion.give(base.rotary_emb, "forward", lazy_forward)  # nobody needs its result any more
     if "lm_head" in chosen:

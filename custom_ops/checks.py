@@ -72,18 +72,6 @@ def reads_values(device: torch.device) -> bool:
     return os.environ.get("TORCHPAGED_CHECK", "0") == "1" and not (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
 
 
-def check_semaphore(semaphore: Tensor, least: int, meaning: str, device: torch.device) -> None:
-    """``semaphore`` is int32 zeros on ``device``, contiguous, ``least`` numbers or more; ``meaning`` says where that number comes from."""
-    check_dims("semaphore", semaphore, None)
-    check_dtype("semaphore", semaphore, torch.int32)
-    check_device(device, semaphore=semaphore)
-    check_last_dim(semaphore=semaphore)
-    if semaphore.shape[0] < least:
-        raise ArgumentError("semaphore", f"at least {meaning} = {least} numbers", shape_of(semaphore))
-    if reads_values(device) and bool(semaphore.any()):
-        raise ArgumentError("semaphore", "zeros", "other values", "allocate with torch.zeros; calls that may overlap need one each")
-
-
 def overlap(a: Tensor, b: Tensor) -> bool:
     """Whether the address ranges of two tensors meet."""
     if not a.numel() or not b.numel():

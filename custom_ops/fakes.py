@@ -71,23 +71,6 @@ def _linear(x: Tensor, weight: Tensor, out: Tensor, *, activation: str = "none",
     torch._check(weight.shape[0] == width, lambda: f"out: expected a row of {weight.shape[0]} numbers (half with an activation)")
 
 
-def _o_proj_mlp(x: Tensor, residual: Tensor, o_weight: Tensor, norm_weight: Tensor, gate_up_weight: Tensor, down_weight: Tensor,
-                out: Tensor, **_: Any) -> None:  # fmt: skip
-    for name, t in (("x", x), ("residual", residual), ("o_weight", o_weight), ("gate_up_weight", gate_up_weight),
-                    ("down_weight", down_weight), ("out", out)):  # fmt: skip
-        torch._check(t.dim() == 2, lambda name=name, t=t: f"{name}: expected 2 dimensions, got {t.dim()}")
-    width = o_weight.shape[0]
-    torch._check(x.shape[1] == o_weight.shape[1], lambda: f"o_weight: expected {x.shape[1]} columns, got {o_weight.shape[1]}")
-    for name, t in (("residual", residual), ("out", out)):
-        torch._check(t.shape[0] == x.shape[0], lambda name=name: f"{name}: expected as many rows as x")
-        torch._check(t.shape[1] == width, lambda name=name, t=t: f"{name}: expected {width} columns, got {t.shape[1]}")
-    torch._check(norm_weight.shape[0] == width, lambda: f"norm_weight: expected {width} numbers, got {norm_weight.shape[0]}")
-    torch._check(gate_up_weight.shape[1] == width, lambda: f"gate_up_weight: expected {width} columns, got {gate_up_weight.shape[1]}")
-    torch._check(down_weight.shape[0] == width, lambda: f"down_weight: expected {width} rows, got {down_weight.shape[0]}")
-    torch._check(gate_up_weight.shape[0] == 2 * down_weight.shape[1],
-                 lambda: f"down_weight: expected half of {gate_up_weight.shape[0]} columns, got {down_weight.shape[1]}")  # fmt: skip
-
-
 def _sample_tokens(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, repetition_penalty: Tensor,
                    seen: Tensor, seeds: Tensor, counters: Tensor, out: Tensor) -> None:  # fmt: skip
     torch._check(logits.dim() == 2 and seen.dim() == 2, lambda: "logits, seen: expected 2 dimensions")
@@ -111,7 +94,7 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 _FAKES: dict[str, Callable[..., None]] = {
     "write_kv": _write_kv, "rope_write_kv": _rope_write_kv, "paged_attention": _paged_attention,
-    "rms_norm": _rms_norm, "act_and_mul": _act_and_mul, "linear": _linear, "o_proj_mlp": _o_proj_mlp,
+    "rms_norm": _rms_norm, "act_and_mul": _act_and_mul, "linear": _linear,
     "sample_tokens": _sample_tokens, "accept_tokens": _accept_tokens,
 }  # fmt: skip
 

@@ -98,14 +98,6 @@ SCHEMAS = {
     # weight and norm_weight are constants: they, too, may be read before the kernels ahead have finished, so no op of a step may write them.
     "linear": """(Tensor x, Tensor weight, Tensor(a!) out, *, Tensor? bias=None, Tensor? residual=None, Tensor? norm_weight=None,
         float norm_eps=1e-6, float norm_offset=0.0, str activation="none") -> ()""",
-    # The part of a decoder layer behind attention. x [T, A] attention's output, residual [T, H] the layer's input, o_weight [H, A],
-    # norm_weight [H], gate_up_weight [2 * I, H] (gate rows first), down_weight [H, I], out [T, H]; activations as in act_and_mul:
-    # h = residual + x @ o_weight.T, rounded to x's dtype; gate, up = rms_norm(h) @ gate_up_weight.T; out = h + (activation(gate) * up)
-    # @ down_weight.T. The four weights are constants in the sense of linear. semaphore: int32 zeros, at least 64 (O_PROJ_MLP_SEMAPHORE
-    # of validation_layers.py), zeros again afterwards; calls that may overlap need one each. Without it a kernel that needs one makes
-    # its own, which costs a memset.
-    "o_proj_mlp": """(Tensor x, Tensor residual, Tensor o_weight, Tensor norm_weight, Tensor gate_up_weight, Tensor down_weight,
-        Tensor(a!) out, *, float norm_eps=1e-6, float norm_offset=0.0, str activation="silu", Tensor(b!)? semaphore=None) -> ()""",
 }
 
 #: Ops with a native C++ kernel. The others run their reference on a CPU, as the default and as the .cpu overload.
@@ -126,7 +118,6 @@ class BackendOps(NamedTuple):
     rms_norm: Any
     act_and_mul: Any
     linear: Any
-    o_proj_mlp: Any
 
 
 # ----------------------------------------------------------------------------------------------- implementations
@@ -157,9 +148,9 @@ def _lazy(module: str, function: str) -> Any:
 #: Where an op's reference is, if not in reference.py.
 _REFERENCE_MODULES = {
     "sample_tokens": "reference_sampling", "accept_tokens": "reference_sampling", "rms_norm": "reference_layers",
-    "act_and_mul": "reference_layers", "linear": "reference_layers", "o_proj_mlp": "reference_layers",
+    "act_and_mul": "reference_layers", "linear": "reference_layers",
 }  # fmt: skip
-_CUDA_OPS = frozenset({"paged_attention", "linear", "o_proj_mlp"})
+_CUDA_OPS = frozenset({"paged_attention", "linear"})
 
 
 def _reference(op: str) -> Any:

@@ -1,8 +1,8 @@
-"""The specification of the ops around attention (``rms_norm``, ``act_and_mul``, ``linear``, ``o_proj_mlp``) in plain torch.
+"""The specification of the ops around attention (``rms_norm``, ``act_and_mul``, ``linear``) in plain torch.
 
-Dimensions: T tokens, K inputs, N outputs, A attention's width, H hidden size, I intermediate size. Everything is computed in float32 (float64 for float64 inputs) and
-rounded once, when it is stored: a norm or an activation inside ``linear`` or ``o_proj_mlp`` is not rounded before its product.
-Kernels that use tensor cores round there once more, which the tests' error budget allows.
+Dimensions: T tokens, K inputs, N outputs, I intermediate size. Everything is computed in float32 (float64 for float64 inputs) and
+rounded once, when it is stored: a norm or an activation inside ``linear`` is not rounded before its product. Kernels that use
+tensor cores round the normed input once more, which the tests' error budget allows.
 """
 
 from __future__ import annotations
@@ -65,16 +65,3 @@ def linear(
     if activation != "none":
         y = _gated(y, activation)
     out.copy_(y if residual is None else y + _exact(residual))
-
-
-def o_proj_mlp(
-    x: Tensor, residual: Tensor, o_weight: Tensor, norm_weight: Tensor, gate_up_weight: Tensor, down_weight: Tensor, out: Tensor, *,
-    norm_eps: float = 1e-6, norm_offset: float = 0.0, activation: str = "silu", semaphore: Tensor | None = None,
-) -> None:  # fmt: skip
-    """``h = residual + x @ o.T``, rounded; ``out = h + (activation(gate) * up) @ down.T`` of ``gate, up = norm(h) @ gate_up.T``."""
-    validation_layers.check_o_proj_mlp(
-        x, residual, o_weight, norm_weight, gate_up_weight, down_weight, out, norm_eps=norm_eps, norm_offset=norm_offset,
-        activation=activation, semaphore=semaphore)  # fmt: skip
-    h = _exact((_exact(residual) + F.linear(_exact(x), _exact(o_weight))).to(x.dtype))
-    gate_up = F.linear(_normed(h, norm_weight, norm_eps, norm_offset), _exact(gate_up_weight))
-    out.copy_(h + F.linear(_gated(gate_up, activation), _exact(down_weight)))

@@ -5,16 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchpaged.custom_ops.checks import (
-    check_device,
-    check_dims,
-    check_dtype,
-    check_last_dim,
-    check_semaphore,
-    overlap,
-    reads_values,
-    shape_of,
-)
+from torchpaged.custom_ops.checks import check_device, check_dims, check_dtype, check_last_dim, overlap, reads_values, shape_of
 from torchpaged.custom_ops.errors import ArgumentError
 
 
@@ -103,6 +94,17 @@ def check_rope_write_kv(
                                 "give cos_sin more rows")  # fmt: skip
 
 
+def _check_semaphore(semaphore: Tensor, least: int, device: torch.device) -> None:
+    check_dims("semaphore", semaphore, None)
+    check_dtype("semaphore", semaphore, torch.int32)
+    check_device(device, semaphore=semaphore)
+    check_last_dim(semaphore=semaphore)
+    if semaphore.shape[0] < least:
+        raise ArgumentError("semaphore", f"at least num_reqs * num_kv_heads = {least} numbers", shape_of(semaphore))
+    if reads_values(device) and bool(semaphore.any()):
+        raise ArgumentError("semaphore", "zeros", "other values", "allocate with torch.zeros; calls that may overlap need one each")
+
+
 def check_paged_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, seq_lens: Tensor, query_start_loc: Tensor,
     out: Tensor, lse: Tensor | None = None, *, max_query_len: int, scale: float, causal: bool = True,
@@ -149,7 +151,7 @@ def check_paged_attention(
     if chunk_size < 0:
         raise ArgumentError("chunk_size", "0 (off) or a positive number of tokens", str(chunk_size))
     if semaphore is not None:
-        check_semaphore(semaphore, block_table.shape[0] * num_kv_heads, "num_reqs * num_kv_heads", q.device)
+        _check_semaphore(semaphore, block_table.shape[0] * num_kv_heads, q.device)
     if reads_values(q.device):
         _check_batch_values(q.shape[0], k_cache, block_table, seq_lens, query_start_loc, max_query_len)
 

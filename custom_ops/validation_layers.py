@@ -1,4 +1,4 @@
-"""Argument checks of ``rms_norm``, ``act_and_mul``, ``linear`` and ``o_proj_mlp``, shared by the reference and the kernels' launchers.
+"""Argument checks of ``rms_norm``, ``act_and_mul`` and ``linear``, shared by the reference and the kernels' launchers.
 
 Only shapes, dtypes, devices, strides and address ranges: no device work, nothing waits. Every message names the argument; all
 checks are done before anything is written.
@@ -9,13 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchpaged.custom_ops.checks import check_device, check_dims, check_dtype, check_last_dim, check_semaphore, overlap
+from torchpaged.custom_ops.checks import check_device, check_dims, check_dtype, check_last_dim, overlap
 from torchpaged.custom_ops.errors import ArgumentError
 
 #: Activations of a gate that `act_and_mul` and `linear` know; "gelu_tanh" is GELU's tanh approximation.
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
-#: Numbers in the semaphore of `o_proj_mlp`.
-O_PROJ_MLP_SEMAPHORE = 64
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -98,27 +96,3 @@ def check_linear(
         raise ArgumentError("norm_offset", "0 without norm_weight", str(norm_offset), "give the weight of the norm")
     check_device(x.device, weight=weight, out=out, bias=bias, residual=residual, norm_weight=norm_weight)
     _check_apart("out", out, x=x, weight=weight, bias=bias, residual=residual, norm_weight=norm_weight)
-
-
-def check_o_proj_mlp(
-    x: Tensor, residual: Tensor, o_weight: Tensor, norm_weight: Tensor, gate_up_weight: Tensor, down_weight: Tensor, out: Tensor, *,
-    norm_eps: float = 1e-6, norm_offset: float = 0.0, activation: str = "silu", semaphore: Tensor | None = None,
-) -> None:  # fmt: skip
-    """Every argument of ``o_proj_mlp``; raises `ArgumentError` before anything is written. Any ``norm_offset`` is a good one."""
-    check_dims("x", x, None, None)
-    check_dtype("x", x, *FLOATS)
-    check_dims("o_weight", o_weight, None, x.shape[1])
-    width = o_weight.shape[0]
-    _check_like(x, x.shape[0], width, residual=residual, out=out)
-    _check_norm(residual, "norm_weight", norm_weight, norm_eps, "norm_eps")
-    check_dims("gate_up_weight", gate_up_weight, None, width)
-    _check_activation(activation, gate_up_weight.shape[0], "gate_up_weight")
-    check_dims("down_weight", down_weight, width, gate_up_weight.shape[0] // 2)
-    weights = {"o_weight": o_weight, "gate_up_weight": gate_up_weight, "down_weight": down_weight}
-    for name, weight in weights.items():
-        check_dtype(name, weight, x.dtype)
-    check_last_dim(x=x, **weights)
-    check_device(x.device, residual=residual, norm_weight=norm_weight, out=out, **weights)
-    _check_apart("out", out, x=x, residual=residual, norm_weight=norm_weight, semaphore=semaphore, **weights)
-    if semaphore is not None:
-        check_semaphore(semaphore, O_PROJ_MLP_SEMAPHORE, "O_PROJ_MLP_SEMAPHORE", x.device)

@@ -1,4 +1,4 @@
-"""Inputs of the ops around attention for tests of a backend: named features and shapes, strided rows, NaN outputs.
+"""Inputs of ``linear``, ``rms_norm`` and ``act_and_mul`` for tests of a backend: named features and shapes, strided rows, NaN outputs.
 
     inputs = make_linear_inputs(**LINEAR_CASES["norm_silu"], dtype=torch.bfloat16)
     assert_layer_close(BACKEND_OPS["triton"], "linear", inputs)
@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from torchpaged.custom_ops import BACKEND_OPS, BackendOps
-from torchpaged.custom_ops.validation_layers import O_PROJ_MLP_SEMAPHORE
 from torchpaged.testing import assert_within_budget
 
 #: Features of `linear`: name -> arguments of `make_linear_inputs`.
@@ -36,7 +35,7 @@ LINEAR_CASES: dict[str, dict[str, Any]] = {
 
 def _random(generator: torch.Generator, *size: int, dtype: torch.dtype, device: torch.device | str, strided: bool = False) -> Tensor:
     """Normal numbers; ``strided``: the left part of a wider tensor, so that rows do not follow one another."""
-    wide = torch.randn(*size[:-1], size[-1] + (8 if strided else 0), generator=generator, device=generator.device).to(device, dtype)
+    wide = torch.randn(*size[:-1], size[-1] + (8 if strided else 0), generator=generator).to(device, dtype)
     return wide[..., : size[-1]]
 
 
@@ -97,50 +96,13 @@ def make_gate_inputs(
     return {"gate_up": gate_up, "out": torch.full((tokens, width), float("nan"), dtype=dtype, device=device), "activation": activation}
 
 
-#: Features of `o_proj_mlp`: name -> arguments of `make_o_proj_mlp_inputs`.
-O_PROJ_MLP_CASES: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "no_semaphore": {"semaphore": False},
-    "gemma_norm": {"norm_offset": 1.0, "norm_dtype": torch.float32},
-    "gelu": {"activation": "gelu"},
-    "gelu_tanh": {"activation": "gelu_tanh"},
-    "one_token": {"tokens": 1},
-    "odd_shape": {"tokens": 3, "attention": 17, "hidden": 34, "intermediate": 51},
-    "17_tokens": {"tokens": 17, "hidden": 64},
-    "64_tokens": {"tokens": 64, "attention": 96},
-    "65_tokens": {"tokens": 65, "intermediate": 128},
-}
-
-
-def make_o_proj_mlp_inputs(
-    *, tokens: int = 5, attention: int = 40, hidden: int = 48, intermediate: int = 56, norm_offset: float = 0.0,
-    norm_dtype: torch.dtype | None = None, activation: str = "silu", semaphore: bool = True, dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu", seed: int = 0,
-) -> dict[str, Any]:  # fmt: skip
-    """The arguments of ``o_proj_mlp`` by name, made on ``device``; x and residual have strided rows, ``out`` holds NaN."""
-    generator = torch.Generator(device).manual_seed(seed)
-    options: dict[str, Any] = {"dtype": dtype, "device": device}
-
-    def weight(rows: int, columns: int) -> Tensor:
-        return (torch.randn(rows, columns, generator=generator, device=device) * columns**-0.5).to(dtype)
-
-    return {
-        "x": _random(generator, tokens, attention, strided=True, **options) * 2,
-        "residual": _random(generator, tokens, hidden, strided=True, **options), "o_weight": weight(hidden, attention),
-        "norm_weight": _random(generator, hidden, dtype=norm_dtype or dtype, device=device),
-        "gate_up_weight": weight(2 * intermediate, hidden), "down_weight": weight(hidden, intermediate),
-        "out": torch.full((tokens, hidden), float("nan"), **options), "norm_offset": norm_offset, "activation": activation,
-        "semaphore": torch.zeros(O_PROJ_MLP_SEMAPHORE, dtype=torch.int32, device=device) if semaphore else None,
-    }  # fmt: skip
-
-
 def assert_layer_close(ops: BackendOps, op: str, arguments: dict[str, Any]) -> None:
     """One backend's ``op`` on ``arguments`` (which it writes into) against the reference in float64.
 
     The error budget comes from the op done in steps, each rounded to the dtype, as a model without fused ops does it.
     """
+    wide = {name: x.detach().cpu().double() if isinstance(x, Tensor) else x for name, x in arguments.items()}
     stepwise = {name: x.detach().cpu().clone() if isinstance(x, Tensor) else x for name, x in arguments.items()}
-    wide = {name: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for name, x in stepwise.items()}
     getattr(BACKEND_OPS["reference"], op)(**wide)
     in_steps = _STEPS[op](stepwise)
     getattr(ops, op)(**arguments)
@@ -148,8 +110,6 @@ def assert_layer_close(ops: BackendOps, op: str, arguments: dict[str, Any]) -> N
     assert_within_budget("out", arguments["out"], in_steps, wide["out"], dtype)
     if op == "rms_norm" and arguments["residual"] is not None:
         assert_within_budget("residual", arguments["residual"], wide["residual"].to(dtype), wide["residual"], dtype)
-    if arguments.get("semaphore") is not None:
-        assert not arguments["semaphore"].any(), "the semaphore is not zero after a call"
 
 
 def _norm_in_steps(a: dict[str, Any]) -> Tensor:
@@ -176,13 +136,4 @@ def _linear_in_steps(a: dict[str, Any]) -> Tensor:
     return y if a["residual"] is None else y + a["residual"]
 
 
-def _o_proj_mlp_in_steps(a: dict[str, Any]) -> Tensor:
-    nothing = {"bias": None, "residual": None, "norm_weight": None, "activation": "none"}
-    h = _linear_in_steps({**nothing, "x": a["x"], "weight": a["o_weight"], "residual": a["residual"]})
-    gated = _linear_in_steps({**nothing, **a, "x": h, "weight": a["gate_up_weight"], "residual": None})
-    return _linear_in_steps({**nothing, "x": gated, "weight": a["down_weight"], "residual": h})
-
-
-_STEPS = {
-    "rms_norm": _norm_in_steps, "act_and_mul": _gate_in_steps, "linear": _linear_in_steps, "o_proj_mlp": _o_proj_mlp_in_steps,
-}  # fmt: skip
+_STEPS = {"rms_norm": _norm_in_steps, "act_and_mul": _gate_in_steps, "linear": _linear_in_steps}

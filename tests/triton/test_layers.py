@@ -29,7 +29,7 @@ def test_kernels_in_the_interpreter() -> None:
                           env=environment, capture_output=True, text=True, timeout=550)  # fmt: skip
     assert done.returncode == 0, done.stdout[-6000:]
     passed = re.search(r"(\d+) passed", done.stdout)
-    assert passed and int(passed[1]) >= 78, done.stdout[-500:]
+    assert passed and int(passed[1]) >= 58, done.stdout[-500:]
 
 
 @pytest.mark.skipif(interpreting, reason="compiles for GPUs")

@@ -1,4 +1,4 @@
-"""rms_norm, act_and_mul, linear and o_proj_mlp of the Triton backend in the interpreter. Runs with TRITON_INTERPRET=1 only: see test_layers.py."""
+"""rms_norm, act_and_mul and linear of the Triton backend in the interpreter. Runs with TRITON_INTERPRET=1 only: see test_layers.py."""
 
 from __future__ import annotations
 
@@ -13,12 +13,10 @@ from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.testing_layers import (
     LINEAR_CASES,
     NORM_CASES,
-    O_PROJ_MLP_CASES,
     assert_layer_close,
     make_gate_inputs,
     make_linear_inputs,
     make_norm_inputs,
-    make_o_proj_mlp_inputs,
 )
 
 if os.environ.get("TRITON_INTERPRET") != "1":
@@ -41,12 +39,6 @@ def test_rms_norm(case: str, dtype: torch.dtype) -> None:
     assert_layer_close(TRITON, "rms_norm", make_norm_inputs(**NORM_CASES[case], dtype=dtype))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", O_PROJ_MLP_CASES)
-def test_o_proj_mlp(case: str, dtype: torch.dtype) -> None:
-    assert_layer_close(TRITON, "o_proj_mlp", make_o_proj_mlp_inputs(**O_PROJ_MLP_CASES[case], dtype=dtype))
-
-
 @pytest.mark.parametrize("width", [1, 40, 1500])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "gelu"])
@@ -59,11 +51,9 @@ def test_no_tokens_and_refusals() -> None:
     TRITON.linear(torch.empty(0, 40), torch.randn(24, 40), out, norm_weight=torch.ones(40))
     TRITON.rms_norm(torch.empty(0, 40), torch.ones(40), torch.empty(0, 40))
     TRITON.act_and_mul(torch.empty(0, 48), out)
-    TRITON.o_proj_mlp(**make_o_proj_mlp_inputs(tokens=0))
     calls: list[tuple[Any, dict[str, Any]]] = [
         (TRITON.linear, make_linear_inputs(dtype=torch.float64)), (TRITON.rms_norm, make_norm_inputs() | {"weight": torch.ones(3)}),
-        (TRITON.act_and_mul, make_gate_inputs() | {"activation": "tanh"}), (TRITON.o_proj_mlp, make_o_proj_mlp_inputs(dtype=torch.float64)),
-        (TRITON.o_proj_mlp, make_o_proj_mlp_inputs() | {"semaphore": torch.ones(64, dtype=torch.int32)}),
+        (TRITON.act_and_mul, make_gate_inputs() | {"activation": "tanh"}),
     ]  # fmt: skip
     for op, inputs in calls:
         with pytest.raises(torchpaged.ArgumentError):

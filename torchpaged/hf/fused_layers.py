@@ -1,9 +1,8 @@
 """The forward of a fused decoder layer. `torchpaged.hf.fuse` gives it to the layers; nothing here is called by hand.
 
 A step over a paged cache runs on the ops; anything else (no cache, another one, dense mode, training) runs the layer's own
-forward. What a step needs is looked up once, in a `LayerPlan`: weights, norms, flags. A Llama layer then is linear (norm, qkv),
-rope_write_kv, paged_attention and o_proj_mlp; the last one is linear (o, residual), linear (norm, gate and up, activation), linear (down,
-residual) where the pass "mlp" does not apply.
+forward. What a step needs is looked up once, in a `LayerPlan`: weights, norms, flags. A Llama layer then is six launches:
+linear (norm, qkv), rope_write_kv, paged_attention, linear (o, residual), linear (norm, gate and up, activation), linear (down, residual).
 """
 
 from __future__ import annotations
@@ -59,8 +58,7 @@ class LayerPlan:
         self.qkv = Stacked([self.attn.q_proj, self.attn.k_proj, self.attn.v_proj]) if "qkv" in passes else None
         self.gate_up = Stacked([self.mlp.gate_proj, self.mlp.up_proj]) if "gate_up" in passes else None
         self.activation = activation_of(self.mlp) if self.gate_up is not None else None
-        self.fuses_norms, self.joins_mlp = "norm" in passes, "mlp" in passes
-        self.semaphore: Tensor | None = None  # of `o_proj_mlp`, the model's
+        self.fuses_norms = "norm" in passes
         before_mlp = "pre_feedforward_layernorm" if architecture.post_norms else "post_attention_layernorm"
         self.norms: list[Any] = [layer.input_layernorm, getattr(layer, before_mlp)]
         self.post_norms: list[Any] = [layer.post_attention_layernorm, layer.post_feedforward_layernorm] if architecture.post_norms else []
@@ -71,12 +69,6 @@ class LayerPlan:
             "scaling": self.attn.scaling, "sliding_window": getattr(self.attn, "sliding_window", window),
             "softcap": self.attn.attn_logit_softcapping if architecture.soft_cap else None,
         }  # fmt: skip
-
-    @property
-    def device(self) -> torch.device:
-        """Where the layer is."""
-        device: torch.device = self.attn.o_proj.weight.device
-        return device
 
     def _look_up(self) -> None:
         """The norms' weights and numbers, as options of the ops."""
@@ -199,16 +191,6 @@ class LayerPlan:
         keys, values = cached.update(k, v)
         return q.transpose(1, 2).flatten(0, 1), keys, values
 
-    def finish(self, ops: BackendOps, x: Tensor, attended: Tensor, shape: tuple[int, int]) -> Tensor:
-        """The layer's output, out of its input ``x`` and attention's output."""
-        if self.gate_up is None or not self.joins_mlp:
-            return self.feed(ops, self.after(ops, x, attended, 0, self.attn.o_proj), shape)
-        out, norm = x.new_empty(x.shape), self.norm_options[1]
-        ops.o_proj_mlp(attended, x, self.attn.o_proj.weight, norm["norm_weight"], self.gate_up.weight, self.mlp.down_proj.weight, out,
-                       norm_eps=norm["norm_eps"], norm_offset=norm["norm_offset"], activation=self.activation,
-                       semaphore=self.semaphore)  # fmt: skip
-        return out
-
     def feed(self, ops: BackendOps, x: Tensor, shape: tuple[int, int]) -> Tensor:
         """``x +`` the MLP of ``x``."""
         h, options = self.before(ops, x, 1, self.gate_up)
@@ -245,4 +227,5 @@ def fused_forward(
     kwargs.pop("use_cache", None)
     ops, x = owner.ops, hidden_states.reshape(batch * query_len, width)
     attended = plan.attend(ops, x, cached, position_ids, position_embeddings, (batch, query_len), attention_mask, kwargs)
-    return plan.finish(ops, x, attended, (batch, query_len)).view(batch, query_len, width)
+    x = plan.after(ops, x, attended, 0, plan.attn.o_proj)
+    return plan.feed(ops, x, (batch, query_len)).view(batch, query_len, width)

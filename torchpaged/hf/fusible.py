@@ -13,9 +13,7 @@ import torch
 from torch import Tensor, nn
 
 #: The passes in the order of a layer's step; "lm_head" belongs to the model.
-PASSES = ("qkv", "rope", "norm", "gate_up", "mlp", "lm_head")
-#: Pass -> the passes whose ops it joins: it applies where they all do.
-JOINS = {"mlp": ("norm", "gate_up")}
+PASSES = ("qkv", "rope", "norm", "gate_up", "lm_head")
 #: transformers' activation classes -> the name of `act_and_mul`. One of them with another way of computing it is refused.
 ACTIVATIONS = {"SiLUActivation": "silu", "SiLU": "silu", "GELUTanh": "gelu_tanh", "GELUActivation": "gelu"}
 #: Rotations whose table depends on the length of the text: rotary_emb must run.
@@ -114,8 +112,8 @@ def _why_changed(layer: Any, architecture: Architecture, linears: Sequence[str])
     return None
 
 
-def why_not(layer: Any, name: str, taken: Sequence[str]) -> str | None:
-    """Why pass ``name`` does not apply to a known ``layer``; ``taken``: those before it that do."""
+def why_not(layer: Any, name: str) -> str | None:
+    """Why pass ``name`` does not apply to a known ``layer``."""
     architecture = ARCHITECTURES[type(layer).__name__]
     attn, mlp = layer.self_attn, layer.mlp
     if name == "qkv" and len({m.bias is None for m in (attn.q_proj, attn.k_proj, attn.v_proj)}) > 1:
@@ -127,14 +125,6 @@ def why_not(layer: Any, name: str, taken: Sequence[str]) -> str | None:
             return f"its activation {type(mlp.act_fn).__name__} is none of silu, gelu_tanh, gelu"
         if (mlp.gate_proj.bias is None) != (mlp.up_proj.bias is None):
             return "only one of gate and up has a bias"
-    missing = [each for each in JOINS.get(name, ()) if each not in taken]
-    if missing:
-        return f"it joins ops of the passes {' and '.join(JOINS[name])}, and {' and '.join(missing)} was not done"
-    if name == "mlp":
-        if architecture.post_norms:
-            return "its norms after attention and MLP stand between the products"
-        if any(m.bias is not None for m in (attn.o_proj, mlp.gate_proj, mlp.down_proj)):
-            return "o_proj, gate_proj, up_proj or down_proj has a bias"
     if name == "rope" and architecture.qk_norm and attn.q_norm.weight.dtype != attn.k_norm.weight.dtype:
         return "q_norm and k_norm differ in dtype"
     return None

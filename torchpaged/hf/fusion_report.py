@@ -3,8 +3,7 @@
     launches = count_launches(model)    # one token over a paged cache, by counting op calls
     launches.layers                     # per decoder layer
 
-An op call that makes or writes numbers counts as one launch, whatever its kernel does inside; views and allocations don't count. An op
-that is composed of others at one token counts as those.
+An op call that makes or writes numbers counts as one launch, whatever its kernel does inside; views and allocations don't count.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from transformers import PreTrainedModel
 
 from torchpaged.custom_ops.errors import UnsupportedModelError
 from torchpaged.hf.attention import NAME
-from torchpaged.hf.fusible import JOINS, PASSES
+from torchpaged.hf.fusible import PASSES
 from torchpaged.hf.paged_model import _padding_step, _StepCache
 from torchpaged.hf.support import uses_attention_interface
 
@@ -28,8 +27,6 @@ _WITHOUT_KERNEL = frozenset({
     "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "lift_fresh", "detach", "_local_scalar_dense",
     "is_same_size", "sym_size", "item",
 })  # fmt: skip
-#: Ops of this library that every backend composes at one token -> the ops they are composed of.
-_COMPOSED = {"o_proj_mlp": ("linear",) * 3}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,12 +51,6 @@ def launches_kernel(func: Any) -> bool:
     return not (returns and all(r.alias_info is not None and not r.alias_info.is_write for r in returns))
 
 
-def _launches_of(func: Any) -> list[str]:
-    namespace, name, overload = str(func).split(".")
-    parts = _COMPOSED.get(name, (name,)) if namespace == "torchpaged" else (name,)
-    return [f"{namespace}.{part}.{overload}" for part in parts]
-
-
 class _Counting(TorchDispatchMode):
     """Notes the ops that launch, by the decoder layer (``where``; -1 = outside)."""
 
@@ -70,7 +61,7 @@ class _Counting(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if launches_kernel(func):
-            self.calls.setdefault(self.where, []).extend(_launches_of(func))
+            self.calls.setdefault(self.where, []).append(str(func))
         return func(*args, **(kwargs or {}))
 
 
@@ -134,12 +125,8 @@ class FusionReport:
 
     @property
     def complete(self) -> bool:
-        """Whether the whole step is this library's ops: every pass was asked for and none was left out anywhere.
-
-        But for those that only join ops of other passes ("mlp"): what they leave alone is fused already.
-        """
-        needed = set(PASSES) - JOINS.keys()
-        return needed <= set(self.passes) and not any(self.skipped.get(name) for name in needed)
+        """Whether every pass there is was asked for and none was left out anywhere."""
+        return set(self.passes) == set(PASSES) and not any(self.skipped.values())
 
     def to_dict(self) -> dict[str, Any]:
         """The report for JSON; launches as numbers, without the ops' names."""

@@ -31,7 +31,7 @@ __device__ __forceinline__ void copy_rows(u32 to, const char *from, int ids, int
     const char *at = from + ((i64)id * BLOCK_STRIDE + (i64)slot * SLOT_STRIDE) * KV_BYTES + column * 16;
     const u32 target = to + row * (PADDED * 16) + (column ^ swizzle<PADDED>(row)) * 16;
     if (KEYS * CHUNKS % 32 && row >= KEYS) continue;
-    if (skip <= 0 && real >= KEYS) copy16(target, at);
+    if (skip <= 0 && real >= KEYS) copy16_once(target, at, read_once());
     else copy16_or_zero(target, at, row >= skip && row < real);  // a value that nobody sees may be NaN, and 0 * NaN is NaN
   }
 }

@@ -21,3 +21,8 @@ __device__ __forceinline__ void copy_box(u32 to, const void *map, int k, int row
   asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
                ::"r"(to), "l"(map), "r"(k), "r"(row), "r"(barrier) : "memory");
 }
+// The same with a policy of L2.
+__device__ __forceinline__ void copy_box_once(u32 to, const void *map, int k, int row, u32 barrier, u64 policy) {
+  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5;"
+               ::"r"(to), "l"(map), "r"(k), "r"(row), "r"(barrier), "l"(policy) : "memory");
+}

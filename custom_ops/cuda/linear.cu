@@ -60,6 +60,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, CTAS_PER_SM) lin
   };
   auto in_k = [&](int i) { return !EDGE_K || (first + i * K_WARPS) * 64 + column * 8 < IN_FEATURES; };
 
+  [[maybe_unused]] const u64 policy = read_once();
   auto load_weights = [&](int i, int slot) {
     if (i >= count) return;
     const u32 to = ring + slot * STAGE;
@@ -68,7 +69,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, CTAS_PER_SM) lin
     for (int m = 0; m < MT * 4; ++m) {
       const int row = m % (GATED ? MT * 2 : MT * 4) * STEP + copy_row;
       if (EDGE_N || EDGE_K) copy16_or_zero(to + place_of(m), from + step_offset(m), (!EDGE_N || tile * OUT_ROWS + row < OUT_WIDTH) && in_k(i));
-      else copy16(to + place_of(m), from + step_offset(m));
+      else copy16_once(to + place_of(m), from + step_offset(m), policy);
     }
   };
   auto load_x = [&](int i, int slot) {

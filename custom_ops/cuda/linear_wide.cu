@@ -23,6 +23,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, CTAS_PER_SM) lin
   const int first = rank * CHUNKS / CLUSTER, count = (rank + 1) * CHUNKS / CLUSTER - first;
   const u32 ring = shared_address(shared), full = shared_address(barriers[0]), empty = shared_address(barriers[1]);
 
+  const u64 policy = read_once();
   float sums[NT][4] = {};
   if (warp == CONSUMERS) {
     if (lane == 0) {
@@ -37,8 +38,8 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, CTAS_PER_SM) lin
   }
   auto load_weights = [&](int i, int slot) {
     const u32 to = ring + slot * STAGE, barrier = full + slot * 8;
-    copy_box(to, &all.weight, (first + i) * 64, tile * OUT_ROWS, barrier);
-    if (GATED) copy_box(to + OUT_ROWS * LINE, &all.weight, (first + i) * 64, OUT_WIDTH + tile * OUT_ROWS, barrier);
+    copy_box_once(to, &all.weight, (first + i) * 64, tile * OUT_ROWS, barrier, policy);
+    if (GATED) copy_box_once(to + OUT_ROWS * LINE, &all.weight, (first + i) * 64, OUT_WIDTH + tile * OUT_ROWS, barrier, policy);
   };
   auto load_x = [&](int i, int slot) { copy_box(ring + slot * STAGE + ROWS * LINE, &all.x, (first + i) * 64, 0, full + slot * 8); };
   if (warp == CONSUMERS && lane == 0)

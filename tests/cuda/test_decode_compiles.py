@@ -96,7 +96,7 @@ def test_compiles_for_others(tmp_path: Path, name: str, capability: tuple[int, i
 def test_keys_and_values_are_copied_16_bytes_at_a_time(tmp_path: Path) -> None:
     values, _ = macros((9, 0), **TUNED["llama clusters"])
     text, _ = compile_with_nvcc(tmp_path, (9, 0), values, "ptx")
-    copies = re.findall(r"cp\.async\.\w+\.shared\.global \[[^\]]+\], \[[^\]]+\], (\d+)", text)
+    copies = re.findall(r"cp\.async\.\w+\.shared\.global(?:\.L2::cache_hint)? \[[^\]]+\], \[[^\]]+\], (\d+)", text)
     assert len(copies) >= 32 and set(copies) == {"16"}, copies
     assert "mma.sync.aligned.m16n8k16" in text
 

@@ -100,7 +100,7 @@ def test_weights_are_asked_for_before_the_wait(tmp_path: Path) -> None:
     file, values, _ = specialised("8b o", 4, (9, 0))
     text, _ = compile_with_nvcc(tmp_path, file, values, (9, 0), "ptx")
     before, after = text.split("griddepcontrol.wait")
-    copies = re.findall(r"cp\.async\.\w+\.shared\.global \[[^\]]+\], \[[^\]]+\], (\d+)", before)
+    copies = re.findall(r"cp\.async\.\w+\.shared\.global(?:\.L2::cache_hint)? \[[^\]]+\], \[[^\]]+\], (\d+)", before)
     assert copies and set(copies) == {"16"}, copies
     assert "griddepcontrol.launch_dependents" in before and "mma.sync.aligned.m16n8k16" in after
     file, values, _ = specialised("8b o", 64, (9, 0))

@@ -307,7 +307,8 @@ def prefill_kernel(
 
     SKIP_DECODES: requests with at most so many query tokens are neither read nor written: a launch of the decode kernel takes them.
     Any number of tiles will do then: ``num_single`` of them are one each, as most batches have it; tiles past those, of many short
-    queries, are shared out over the other programs, of which there must be one per kv head or more if shapes allow such tiles.
+    queries, are shared out over the other programs, of which there must be one per kv head or more if shapes allow such tiles; these
+    take half as many keys at a time.
     0: none is skipped. Programs without a tile come last, where they are no tile's hindrance, as long as ``num_sms`` multiprocessors hold
     all that have one; first, while the device is full anyway, where they don't: the decode launch begins when all have begun.
     PDL: the next kernel may be launched once all programs of this one have begun and the kernels before have finished. The decode
@@ -343,6 +344,8 @@ def prefill_kernel(
             WINDOW_LEFT, WINDOW_RIGHT, CHUNK, SOFT_CAP, ALIBI, SINKS, KV_SCALES, HAS_LSE, PING_PONG, INTERPRET,
         )  # fmt: skip
     elif SKIP_DECODES > 0 and tile >= num_single:
+        # Fewer keys at a time: with as many as above ptxas spilled, and gave all copies in here one address register.
+        NARROW: tl.constexpr = TILE_KV if TILE_KV <= 32 else TILE_KV // 2
         for surplus in range(tile, num_tiles, programs - num_single):
             request, first_tile = find_longer_request(starts_ptr, surplus, num_reqs, TOKENS, SKIP_DECODES)
             start = tl.load(starts_ptr + request)
@@ -352,7 +355,7 @@ def prefill_kernel(
                 request, start, query_len, first_query, kv_head,
                 q_ptr, k_ptr, v_ptr, table_ptr, seq_lens_ptr, out_ptr, lse_ptr, slopes_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr,
                 scale, soft_cap, q_token, q_head, k_block, k_slot, k_head, v_block, v_slot, v_head, o_token, o_head, l_token, l_head,
-                table_row, ks_head, vs_head, GROUP, TOKENS, DIM, DIM_PAD, DIM_V, DIM_V_PAD, TILE_M, TILE_KV, BLOCK_SIZE, CAUSAL,
+                table_row, ks_head, vs_head, GROUP, TOKENS, DIM, DIM_PAD, DIM_V, DIM_V_PAD, TILE_M, NARROW, BLOCK_SIZE, CAUSAL,
                 WINDOW_LEFT, WINDOW_RIGHT, CHUNK, SOFT_CAP, ALIBI, SINKS, KV_SCALES, HAS_LSE, PING_PONG, INTERPRET,
             )  # fmt: skip
     row = tl.arange(0, TILE_M)

@@ -159,9 +159,14 @@ def measure(case: str, inputs: Inputs, tiles: Tiles, expected: Tensor) -> dict[s
 
 
 def compare(case: str, tiles: Tiles) -> None:
-    """``tiles`` on other layouts of the cache, the first layout again at the end (clocks drift), and torch's SDPA on contiguous tensors."""
+    """``tiles`` on other layouts of the cache, one block per request included, and torch's SDPA on contiguous tensors.
+
+    The first layout comes again at the end: clocks drift.
+    """
     config.prefill_tiles = lambda *_: tiles  # type: ignore[assignment]
-    layouts = [(16, "shuffled"), (16, "sequential"), (64, "shuffled"), (128, "shuffled"), (256, "sequential"), (16, "shuffled")]
+    whole = CASES[case][2]
+    layouts = [(16, "shuffled"), (16, "sequential"), (64, "shuffled"), (128, "shuffled"), (256, "sequential"), (whole, "sequential")]
+    layouts.append(layouts[0])
     for block_size, layout in layouts:
         inputs = Inputs(case, block_size, layout)
         us = median_us(inputs.attend)

@@ -19,6 +19,7 @@ from torch import Tensor
 from torchpaged.bench import attention, inputs, timing
 from torchpaged.bench.cases import LLAMA_8B, SUITES, AttentionCase, _case, select_cases
 from torchpaged.bench.contenders import Contender, Prepared, contenders, own_backend
+from torchpaged.bench.in_parts import in_parts, num_decodes
 from torchpaged.bench.inputs import Inputs
 from torchpaged.bench.summary import exit_code, summarise
 from torchpaged.custom_ops import BACKEND_OPS
@@ -218,9 +219,33 @@ def test_summary() -> None:
 
 
 def test_mixed_against_its_parts() -> None:
-    rows = [_row(case.name, us, None) for case, us in zip(SUITES["mixed"], (9.0, 4.0, 6.0), strict=True)]
-    assert summarise(rows)["mixed_over_parts"] == {"triton": pytest.approx(0.9)}
-    assert summarise(rows[:2])["mixed_over_parts"] == {}
+    cases = SUITES["mixed"]
+    rows = [_row(case.name, us, None) for case, us in zip(cases, (9.0, 4.0, 6.0, 5.0, 2.0, 2.0, 1.0), strict=False)]
+    assert summarise(rows)["mixed_over_parts"] == {
+        cases[0].name: {"triton": pytest.approx(0.9)}, cases[3].name: {"triton": pytest.approx(1.25)}
+    }  # fmt: skip
+    for whole, decodes, chunks in (cases[first : first + 3] for first in range(0, len(cases), 3)):
+        assert whole.seq_lens == decodes.seq_lens + chunks.seq_lens and whole.query_lens == decodes.query_lens + chunks.query_lens
+        assert decodes.is_decode and min(chunks.query_lens) > 8
+
+
+def test_mixed_in_two_calls() -> None:
+    """The decodes and then the rest, checked like any contender, and no part of the comparison with peers."""
+    assert [num_decodes(case) for case in SUITES["mixed"][:3]] == [32, 0, 0] and num_decodes(RAGGED) == 1
+    assert num_decodes(replace(RAGGED, query_lens=(5, 1, 60))) == 0, "the decodes must come first"
+    with torch.inference_mode():
+        row = attention.measure_case(RAGGED, [own_backend("reference"), in_parts("reference")], CPU, CEILINGS, repeats=1)
+        other = attention.measure_case(SUITES["smoke"][1], [in_parts("reference")], CPU, CEILINGS, repeats=1)
+    entry = row["contenders"]["reference-in-parts"]
+    assert entry["status"] == "timed" and entry["error"] < 1e-5 and row["best_own"] == "reference"
+    assert summarise([row])["mixed_over_sequence"] == {
+        "4/2/64 ragged b16": {"reference": row["contenders"]["reference"]["us"] / entry["us"]}
+    }
+    assert other["contenders"]["reference-in-parts"]["status"] == "unsupported"
+    document = attention.run(
+        attention.Options(("smoke",), "chunk 40", ["reference"], peers=False, device="cpu", repeats=1, bandwidth=1.0, flop_rate=1.0)
+    )
+    assert list(document["rows"][0]["contenders"]) == ["reference", "reference-in-parts"] and document["summary"]["mixed_over_sequence"]
 
 
 # ------------------------------------------------------------------------------------------------------- contenders

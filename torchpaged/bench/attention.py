@@ -24,6 +24,7 @@ import torch
 from torchpaged.bench import conditions, timing
 from torchpaged.bench.cases import SUITES, AttentionCase, select_cases
 from torchpaged.bench.contenders import Contender, Prepared, contenders
+from torchpaged.bench.in_parts import in_parts, num_decodes
 from torchpaged.bench.inputs import Inputs, error_limit, exact_outputs, free_bytes, make_inputs, needed_bytes, relative_error
 from torchpaged.bench.screen import Screen
 from torchpaged.bench.summary import compare, exit_code, summarise
@@ -94,6 +95,8 @@ def run(options: Options, extra: Sequence[Contender] = ()) -> dict[str, Any]:
         torch.cuda.set_device(device)  # streams, graphs and events below are the current device's
     cases = select_cases(options.suites, options.case, DTYPES.get(options.dtype))
     everybody = [*contenders(device, options.backends, options.peers, options.skip), *extra]
+    if any(map(num_decodes, cases)):
+        everybody += [in_parts(contender.name) for contender in everybody if contender.own and contender not in extra]
     document: dict[str, Any] = {"benchmark": "attention", "conditions": conditions.collect(device), "ceilings": _ceilings(options, device)}
     document["rows"] = []
     _free(device)
@@ -171,7 +174,8 @@ def measure_case(
         }  # fmt: skip
     del samplers, inputs, exact
     _free(device)
-    return row | compare(row["contenders"], [contender.name for contender in everybody if contender.own])
+    compared = [contender for contender in everybody if contender.compared]
+    return row | compare({c.name: row["contenders"][c.name] for c in compared}, [c.name for c in compared if c.own])
 
 
 def _admit(

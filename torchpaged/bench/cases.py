@@ -139,12 +139,20 @@ def _prefill() -> list[AttentionCase]:
 
 
 def _mixed() -> list[AttentionCase]:
-    decodes, chunks = [4 * K] * 32, [8 * K + 512] * 2
-    return [
-        _case("mixed", LLAMA_8B, "32x4k decode + 2 chunks 512 on 8k", decodes + chunks, [1] * 32 + [512] * 2),
-        _case("mixed", LLAMA_8B, "32x4k decode alone", decodes),
-        _case("mixed", LLAMA_8B, "2 chunks 512 on 8k alone", chunks, 512),
-    ]
+    """Triples: a mixed batch, its decodes alone, its chunks alone. Shapes: decodes x their length, chunks x tokens on earlier tokens."""
+    shapes = [((32, 4 * K), (2, 512, 8 * K)), ((250, K), (1, 512, 8 * K)), ((64, 2 * K), (1, 256, 2 * K)), ((8, 8 * K), (1, 2 * K, 0)),
+              ((63, 4 * K), (1, 128, 0))]  # fmt: skip
+    cases = []
+    for (num_decodes, length), (num_chunks, tokens, context) in shapes:
+        decodes, chunks = [length] * num_decodes, [context + tokens] * num_chunks
+        decode = f"{num_decodes}x{_length(length)} decode"
+        chunk = f"{num_chunks} chunk{'s' if num_chunks > 1 else ''} {tokens} on {_length(context)}"
+        cases += [
+            _case("mixed", LLAMA_8B, f"{decode} + {chunk}", decodes + chunks, [1] * num_decodes + [tokens] * num_chunks),
+            _case("mixed", LLAMA_8B, f"{decode} alone", decodes),
+            _case("mixed", LLAMA_8B, f"{chunk} alone", chunks, tokens),
+        ]
+    return cases
 
 
 def _smoke() -> list[AttentionCase]:

@@ -134,8 +134,9 @@ def notes(document: dict[str, Any]) -> list[str]:
                 plans.setdefault(name, []).append(entry["plan_us"])
     lines += [f"{name} {status} in {count} of {len(rows)} cases: {reason}" for (name, status, reason), count in reasons.items()]
     lines += [f"{name}: plan takes {min(times):.0f} to {max(times):.0f} us on the host, not included" for name, times in plans.items()]
-    mixed = summary["mixed_over_parts"]
-    lines += [f"{name}: the mixed batch takes {ratio:.2f} of its two parts one after the other" for name, ratio in mixed.items()]
+    for figure, what in (("mixed_over_parts", "its two parts alone, added up"), ("mixed_over_sequence", "two calls one after the other")):
+        for case, ratios in summary[figure].items():
+            lines.append(f"{case}, of {what}: " + ", ".join(f"{name} {ratio:.3f}" for name, ratio in ratios.items()))
     lines += [f"{case} skipped: {reason}" for case, reason in summary["skipped"].items()]
     lines += summary["wrong_or_failed"]
     for suite, figures in [*summary["suites"].items(), *([("all", summary)] if len(summary["suites"]) > 1 else [])]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from torchpaged.bench.cases import SUITES
+from torchpaged.bench.in_parts import SUFFIX
 
 
 def compare(entries: dict[str, dict[str, Any]], own: Sequence[str]) -> dict[str, Any]:
@@ -23,6 +24,7 @@ def summarise(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     suites = {suite: [row for row in rows if row["suite"] == suite] for suite in dict.fromkeys(row["suite"] for row in rows)}
     result: dict[str, Any] = {"suites": {suite: _ratios(own) for suite, own in suites.items()}, **_ratios(rows)}
     result["mixed_over_parts"] = _mixed_over_parts(rows)
+    result["mixed_over_sequence"] = _mixed_over_sequence(rows)
     result["skipped"] = {row["case"]: row["skipped"] for row in rows if "skipped" in row}
     result["wrong_or_failed"] = [
         f"{row['case']}: {name} {entry['status']}: {entry['reason']}"
@@ -47,10 +49,27 @@ def exit_code(document: dict[str, Any]) -> int:
     return 1 if own_fault or not any(entry["status"] == "timed" for entry in entries) else 0
 
 
-def _mixed_over_parts(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Per contender, time of the mixed batch over the summed times of its two parts (under 1 = mixing pays)."""
-    whole, *parts = (next((row for row in rows if row["case"] == case.name), None) for case in SUITES["mixed"])
-    if whole is None or None in parts:
-        return {}
-    times = [{name: e["us"] for name, e in row["contenders"].items() if e["status"] == "timed"} for row in (whole, *parts) if row]
-    return {name: times[0][name] / sum(part[name] for part in times[1:]) for name in times[0] if all(name in part for part in times[1:])}
+def _mixed_over_parts(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Per mixed case and contender, its time over the summed times of its two parts (under 1 = mixing pays)."""
+    ratios: dict[str, dict[str, float]] = {}
+    cases = SUITES["mixed"]
+    for first in range(0, len(cases), 3):
+        found = [next((row for row in rows if row["case"] == case.name), None) for case in cases[first : first + 3]]
+        times = [{name: e["us"] for name, e in row["contenders"].items() if e["status"] == "timed"} for row in found if row]
+        if len(times) == 3:
+            whole, *parts = times
+            ratios[cases[first].name] = {
+                name: us / sum(part[name] for part in parts) for name, us in whole.items() if all(name in part for part in parts)
+            }
+    return ratios
+
+
+def _mixed_over_sequence(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Per mixed case and own backend, its time over that of two calls one after the other (`in_parts`)."""
+    ratios = {}
+    for row in rows:
+        times = {name: entry["us"] for name, entry in row["contenders"].items() if entry["status"] == "timed"}
+        found = {name: us / times[name + SUFFIX] for name, us in times.items() if name + SUFFIX in times}
+        if found:
+            ratios[row["case"]] = found
+    return ratios

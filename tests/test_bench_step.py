@@ -12,7 +12,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from torchpaged.bench import step, step_gate, step_shape, step_trace
+from torchpaged.bench import step, step_gate, step_peers, step_shape, step_trace
 from torchpaged.bench.step_cases import SHAPES, TARGETS_MS, build_model
 from torchpaged.bench.step_own import Variant, ours
 from torchpaged.custom_ops.errors import ArgumentError
@@ -75,7 +75,7 @@ def test_changed_models(capsys: pytest.CaptureFixture[str]) -> None:
     assert step.main([*TINY, "--batches", "2", "--only", "k1+fuse,k1", "--json-only"]) == 0
     seen = capsys.readouterr()
     rows = json.loads(seen.out)["rows"]
-    assert [(row["contender"], row["status"]) for row in rows] == [("k1", "timed"), ("k1+fuse", "timed")] and seen.err == ""
+    assert [(row["contender"], row["status"]) for row in rows] == [("k1+fuse", "timed"), ("k1", "timed")] and seen.err == ""
     assert rows[0]["error"] != rows[1]["error"]
 
 
@@ -100,10 +100,23 @@ def test_refusals(wrong: list[str], message: str, capsys: pytest.CaptureFixture[
     assert message in capsys.readouterr().err
 
 
-def test_peers(capsys: pytest.CaptureFixture[str]) -> None:
-    step.main([*TINY, "--batches", "2", "--only", "", "--peers", "hf_static", "--new-tokens", "6"])
-    row = json.loads(capsys.readouterr().out)["rows"][0]
-    assert row["contender"] == "hf_static" and not row["own"] and row["status"] == "timed" and row["compiled_by"] == "nobody"
+def test_peers_come_last(capsys: pytest.CaptureFixture[str]) -> None:
+    step.main([*TINY, "--batches", "2", "--only", "k1", "--peers", "hf_static,hf_cb", "--new-tokens", "12"])
+    own, static, batching = json.loads(capsys.readouterr().out)["rows"]
+    assert [row["contender"] for row in (own, static, batching)] == ["k1", "hf_static", "hf_cb"]
+    assert static["compiled_by"] == "nobody" and static["samples"] == 11
+    for row in (static, batching):
+        assert (
+            not row["own"] and row["status"] == "timed" and row["attention"] == "sdpa" and 0 < row["p20_ms"] <= row["ms"] <= row["p80_ms"]
+        )
+
+
+def test_steps_of_a_peer_are_those_of_all_requests() -> None:
+    """The last to begin counts, from its first token to the first end of any."""
+    early, late = [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0], [1.5, 2.5, 3.0, 4.0, 5.5, 6.5, 7.5]
+    assert step_peers.common_steps_ms([early, late]) == [1000.0, 500.0, 1000.0, 1500.0]
+    with pytest.raises(RuntimeError, match="3 steps with all requests"):
+        step_peers.common_steps_ms([early[:-1], late])
 
 
 # ------------------------------------------------------------------------------------------------------------ the gate

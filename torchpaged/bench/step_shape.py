@@ -1,7 +1,7 @@
 """One model shape of the decode-step benchmark: every contender and batch becomes a row, whatever happens to it.
 
-Order: own contenders on the plain model, peers on the same one, then own ones whose model is changed (fused, or its layers compiled),
-each such group on a fresh model with the same weights. Contenders of a group share the KV pools.
+Order: own contenders whose model is changed (fused, or its layers compiled), each such group on a fresh model with the same weights, then own
+ones on the plain model, and peers on the same one: a run that is cut short in a peer has ours. Contenders of a group share the KV pools.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class _Shape:
             groups.setdefault((variant.fuse, variant.compile == "layers"), []).append(variant)
         peers = [name for name in self.options.peers if name not in self.options.skip]
         reference: Reference | None = None
-        for (fused, layers), variants in sorted(groups.items()):
+        for (fused, layers), variants in sorted(groups.items(), reverse=True):
             plain = not fused and not layers
             try:
                 self.screen.note(f"{self.shape.name}: making the weights")

@@ -56,22 +56,24 @@ def test_json_has_everything_and_nothing_else(folder: str) -> None:
 def test_fused_whole_steps_give_the_same_tokens(folder: str) -> None:
     prompts = ("generate", "hello", "a longer prompt", "bye", "--model", folder, "--max-new-tokens", "9", "--json", "--device", "cpu")
     plain = json.loads(run(*prompts).stdout)
-    done = run(*prompts, "--fuse", "--steps-per-launch", "4", "--buckets", "1,2")
+    done = run(*prompts, "--fuse", "--steps-per-launch", "4", "--buckets", "1,2", "--prefill-buckets", "8,32")
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)
     assert [o["token_ids"] for o in document["outputs"]] == [o["token_ids"] for o in plain["outputs"]]
     assert [report["bucket"] for report in document["buckets"]] == [1, 2]  # the third prompt waited
     assert 0 < sum(report["hits"] for report in document["buckets"]) < sum(report["hits"] for report in plain["buckets"])
+    assert [report["bucket"] for report in document["prefill_buckets"]] == [8, 32] and plain["prefill_buckets"] == []
+    assert sum(report["hits"] for report in document["prefill_buckets"]) == 2 and "[8, 32] was given" in document["prefill_graph_reason"]
     assert document["fusion"]["complete"] and document["fusion"]["replaced"]["qkv"] == ["layers.0", "layers.1"]
 
 
 def test_verbose_explains_on_stderr(folder: str) -> None:
     arguments = ("generate", "hello", "--model", folder, "--max-new-tokens", "4", "--device", "cpu", "--fuse", "--buckets", "1,4")
-    quiet, verbose = run(*arguments), run(*arguments, "--verbose")
+    quiet, verbose = run(*arguments), run(*arguments, "--prefill-buckets", "none", "--verbose")
     assert verbose.returncode == 0, verbose.stderr
     for words in (
         "graphs: eager capture on a CPU",
-        "prefill graphs: automatic: on a CPU a step does not wait for launches",
+        "prefill graphs: switched off by prefill_buckets=[]",
         "compile: automatic: eager on a CPU",
         "fused: LlamaForCausalLM, 2 layers",
         "padded rows",
@@ -105,6 +107,8 @@ def test_one_bad_prompt_among_good_ones(folder: str) -> None:
         (("--steps-per-launch", "0"), "steps_per_launch: expected at least 1"),
         (("--buckets", "1,,2"), "expected numbers of at least 1 such as 1,2,4, got '1,,2'"),
         (("--buckets", "0"), "expected numbers of at least 1"),
+        (("--prefill-buckets", "some"), "expected numbers of at least 1 such as 1,2,4, got 'some'"),
+        (("--prefill-buckets", "64,600"), "prefill_buckets: expected numbers of tokens from 1 to 512"),
     ],
 )
 def test_errors_are_one_line(folder: str, arguments: tuple[str, ...], words: str) -> None:

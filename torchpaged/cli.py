@@ -79,6 +79,12 @@ def generate(
         str,
         typer.Option(help="batch sizes to capture, such as 1,2,4; the largest is how many prompts run at once; default: for all prompts"),
     ] = "",
+    prefill_buckets: Annotated[
+        str,
+        typer.Option(
+            help="numbers of prompt tokens to capture prefills for, such as 64,512; none: launched from Python; default: automatic"
+        ),
+    ] = "",
     backend: Annotated[str, typer.Option(help=f"auto, {', '.join(list_backends())}")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, fp32, bf16, fp16; auto: bf16 on a GPU, fp32 on a CPU")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1")] = "auto",
@@ -112,7 +118,8 @@ def generate(
         folder, prompts, place, _dtype(kind, "--dtype"), backend, compile, chat, max_seq_len, block_size, num_blocks, as_json,
         {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p,
          "repetition_penalty": repetition_penalty, "seed": seed, "stop": tuple(stop or ()), "ignore_eos": ignore_eos},
-        profile, compile_cache, fuse, steps_per_launch, _sizes(buckets, "--buckets"), verbose,
+        profile, compile_cache, fuse, steps_per_launch, _sizes(buckets, "--buckets"),
+        [] if prefill_buckets == "none" else _sizes(prefill_buckets, "--prefill-buckets") or "auto", verbose,
     )  # fmt: skip
     raise typer.Exit(run(settings))
 

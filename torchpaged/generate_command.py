@@ -46,6 +46,7 @@ class Settings:
     fuse: bool = False
     steps_per_launch: int = 1
     buckets: list[int] | None = None  # the largest is the batch size; None: as many as there are prompts, at most 64
+    prefill_buckets: list[int] | str = "auto"  # []: none
     verbose: bool = False
 
 
@@ -81,7 +82,7 @@ def _generate(settings: Settings, sampling: SamplingParams) -> int:
             model, tokenizer, max_batch_size=max(settings.buckets or [min(len(settings.prompts), 64)]), buckets=settings.buckets,
             max_seq_len=settings.max_seq_len or None, block_size=settings.block_size, num_blocks=settings.num_blocks or None,
             backend=settings.backend, compile="auto" if settings.compile is None else settings.compile, fuse=settings.fuse,
-            steps_per_launch=settings.steps_per_launch,
+            steps_per_launch=settings.steps_per_launch, prefill_buckets=settings.prefill_buckets,
             progress=lambda done, total, text: bar.update(task, completed=done, total=total, description=text, visible=True),
         )  # fmt: skip
     if not settings.as_json:

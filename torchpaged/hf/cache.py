@@ -121,10 +121,12 @@ class PagedCache(CacheRows):
             self.seq_lens = torch.zeros(self.max_rows, dtype=torch.int32, device=device)  # without padding
             self.decode_slots = torch.full((self.max_rows,), -1, dtype=torch.int64, device=device)
             self.row_starts = torch.arange(self.max_rows + 1, dtype=torch.int32, device=device)
+            self.query_starts = torch.zeros(self.max_rows + 1, dtype=torch.int32, device=device)  # of a forward of several tokens a row
             self.total = torch.zeros((), dtype=torch.int64, device=device)  # with padding
             self.limit = torch.full((), self.max_seq_len, dtype=torch.int64, device=device)
         self.semaphore = make_semaphore(self.max_rows, device)
-        for tensor in (self.block_table, self.seq_lens, self.decode_slots, self.row_starts, self.total, self.limit):
+        static = (self.block_table, self.seq_lens, self.decode_slots, self.row_starts, self.query_starts, self.total, self.limit)
+        for tensor in static:
             torch._dynamo.mark_static_address(tensor, guard=False)
 
     def _allocate(self, batch: int) -> list[list[int]]:
@@ -164,11 +166,13 @@ class PagedCache(CacheRows):
         self.seq_lens[:batch].add_(query_len)
         if query_len == 1:
             self.decode_slots[:batch].copy_(self._slots_of(batch, 1))
+        else:
+            self.query_starts.copy_(self.row_starts * query_len)
 
     def step(self, batch: int, query_len: int) -> StepBatch:
         """This forward as a batch of ``batch`` requests of ``query_len`` queries each."""
-        starts = self.row_starts[: batch + 1] if query_len == 1 else self.row_starts[: batch + 1] * query_len
-        return StepBatch(self.block_table[:batch], self.seq_lens[:batch], starts, query_len, self.semaphore)
+        starts = self.row_starts if query_len == 1 else self.query_starts
+        return StepBatch(self.block_table[:batch], self.seq_lens[:batch], starts[: batch + 1], query_len, self.semaphore)
 
     def gather(self, pool: Tensor, batch: int) -> Tensor:
         """Dense mode: every row's tokens by position (padding included), ``[batch, num_kv_heads, max_seq_len, head_dim]``."""

@@ -170,13 +170,13 @@ class LayerPlan:
                 shape: tuple[int, int]) -> Tensor:  # fmt: skip
         slots = cached.owner.slots(cached, *shape)
         if not isinstance(self.rope, RopeTable):
-            ops.write_kv(k, v, cached.keys, cached.values, slots, are_query_tokens=True)
+            ops.write_kv(k, v, cached.keys, cached.values, slots, are_query_tokens=cached.writes_query_tokens)
             return q
         if isinstance(cached.owner, PagedCache):  # the engine's positions end at max_position_embeddings, the table's first length
             self.rope.ensure(cached.owner.max_seq_len, q.device)
         q_out = torch.empty_like(q, memory_format=torch.contiguous_format)
         positions = position_ids.expand(shape).reshape(-1)
-        ops.rope_write_kv(q, k, v, positions, self.rope.cos_sin, slots, q_out, cached.keys, cached.values, are_query_tokens=True,
+        ops.rope_write_kv(q, k, v, positions, self.rope.cos_sin, slots, q_out, cached.keys, cached.values, are_query_tokens=cached.writes_query_tokens,
                           **self.head_norms)  # fmt: skip
         return q_out
 

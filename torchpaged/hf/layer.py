@@ -104,6 +104,12 @@ class PagedLayer(CacheLayerMixin):
             torch._dynamo.mark_static_address(pool, guard=False)  # guard=False: a new cache must not recompile the model
         self.is_initialized = True
 
+    @property
+    def writes_query_tokens(self) -> bool:
+        """``are_query_tokens`` of this layer's writes. The first layer moves the step on right in front of its write, by ordinary kernels that the
+        attention must not overtake: its write holds the attention back."""
+        return self.owner.keys_of_queries and not self.is_first
+
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write ``[batch, num_kv_heads, query_len, head_dim]`` and return the pools (or dense copies, in dense mode)."""
         if not self.is_initialized:
@@ -115,7 +121,7 @@ class PagedLayer(CacheLayerMixin):
         v = value_states.transpose(1, 2).reshape(batch * query_len, value_states.shape[1], value_states.shape[3])
         slots = self.owner.slots(self, batch, query_len)
         assert self.keys is not None and self.values is not None
-        self.owner.ops.write_kv(k, v, self.keys, self.values, slots, are_query_tokens=self.owner.keys_of_queries)
+        self.owner.ops.write_kv(k, v, self.keys, self.values, slots, are_query_tokens=self.writes_query_tokens)
         if self.owner.dense:
             return self.owner.gather(self.keys, batch), self.owner.gather(self.values, batch)
         return self.keys, self.values

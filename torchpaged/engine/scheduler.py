@@ -19,11 +19,12 @@ from torchpaged.engine.sequence import Sequence
 
 @dataclass
 class Step:
-    """One step: sequences that decode, chunks ``(sequence, tokens)`` to prefill, and those put back to wait."""
+    """One step: sequences that decode, chunks ``(sequence, tokens)`` to prefill, those put back to wait, and whether any was given blocks."""
 
     decodes: list[Sequence] = field(default_factory=list)
     chunks: list[tuple[Sequence, int]] = field(default_factory=list)
     put_back: list[Sequence] = field(default_factory=list)
+    blocks_added: bool = False
 
 
 class Scheduler:
@@ -83,7 +84,7 @@ class Scheduler:
                 budget -= count
         step.decodes = [sequence for sequence in step.decodes if sequence not in step.put_back]
         step.chunks = [(sequence, count) for sequence, count in step.chunks if sequence not in step.put_back]
-        self._look_ahead(step.decodes)
+        self._look_ahead(step)
         return step
 
     def short_of_blocks(self) -> bool:
@@ -105,11 +106,13 @@ class Scheduler:
     def _missing(self, sequence: Sequence, num_tokens: int) -> int:
         return max(0, self.blocks_for(num_tokens) - len(sequence.blocks))
 
-    def _look_ahead(self, decodes: list[Sequence]) -> None:
+    def _look_ahead(self, step: Step) -> None:
         """Blocks for ``lookahead`` more tokens each, once anybody has used up his own."""
-        if not self.lookahead or self.waiting or not any(s.row is not None and len(s.blocks) > s.blocks_on_device for s in decodes):
+        if not self.lookahead or self.waiting or not step.blocks_added:
             return
-        extra = [(s, self._missing(s, min(self._tokens_ahead(s) + self.lookahead, s.max_len - 1))) for s in decodes]
+        if not any(s.row is not None and len(s.blocks) > s.blocks_on_device for s in step.decodes):
+            return
+        extra = [(s, self._missing(s, min(self._tokens_ahead(s) + self.lookahead, s.max_len - 1))) for s in step.decodes]
         if 2 * sum(count for _, count in extra) <= self.pool.num_free:
             for sequence, count in extra:
                 sequence.blocks += self.pool.allocate(count)
@@ -150,6 +153,7 @@ class Scheduler:
                 return False
         if missing > 0:
             sequence.blocks += self.pool.allocate(missing)
+            step.blocks_added = True
         return True
 
     def _put_back(self, sequence: Sequence) -> None:

@@ -116,7 +116,7 @@ class Stepper:
             if done:
                 loop.finish_prefill(done, logits)
         between = time.perf_counter()
-        launched = loop.launch()
+        launched = loop.launch(plan.blocks_added)
         return self._collect(loop, keep=1 if launched else 0), between
 
     def _collect(self, loop: DecodeLoop, keep: int) -> list[TokenEvent]:

@@ -187,14 +187,18 @@ class DecodeGraphRunner:
         return output[:num_rows] if self.rows is None else output[:, :num_rows]
 
     def launch(self, num_rows: int) -> None:
-        """`replay` for callers that know where the result will be, such as ``rows.tokens_out``: a view costs as much as the launch."""
-        self._start(num_rows)
+        """`replay` for callers that know where the result will be, such as ``rows.tokens_out``: a view costs as much as the launch. Its
+        bucket is captured first if it is not; raises as `capture` does."""
+        self._start(num_rows, capture=True)
 
-    def _start(self, num_rows: int) -> Captured:
+    def _start(self, num_rows: int, capture: bool = False) -> Captured:
         bucket = bucket_for(self.buckets, num_rows)
         graph = self._graphs.get(bucket)
         if graph is None:
-            raise CaptureError(f"bucket {bucket}: not captured yet; call capture() or run() first")
+            if not capture:
+                raise CaptureError(f"bucket {bucket}: not captured yet; call capture() or run() first")
+            self._capture_one(bucket)
+            graph = self._graphs[bucket]
         if self._debug:
             self._addresses.check(bucket)
         report = self._reports[bucket]

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from torchpaged.engine.model import PagedModelProtocol
-from torchpaged.engine.sequence import Sequence
+from torchpaged.engine.sequence import Sequence, StepCount
 from torchpaged.graphs import DecodeGraphRunner, DecodeRows, RowState, TokenRing, bucket_for
 from torchpaged.profiling import range as profile_range
 
@@ -72,6 +72,7 @@ class DecodeLoop:
         self._to_write: dict[int, RowState] = {}
         self._to_clear: list[int] = []
         self._launches: list[_Launch] = []
+        self._step_count = StepCount()
         self.decoded = 0
 
     # ------------------------------------------------------------------------------------------------ rows
@@ -79,6 +80,7 @@ class DecodeLoop:
         """Give ``sequence`` the lowest idle row; its newest token decodes in the next launch."""
         row = self._sequences.index(None)
         self._sequences[row], sequence.row, sequence.blocks_on_device = sequence, row, len(sequence.blocks)
+        sequence.step_count, sequence.steps_read = self._step_count, self._step_count.started
         self._busy_rows = None
         self._to_write[row] = self._state(sequence)
 
@@ -86,7 +88,7 @@ class DecodeLoop:
         """Take ``sequence`` out of its row. What it has in flight is ignored later."""
         row = sequence.row
         if row is not None:
-            self._sequences[row], sequence.row, sequence.in_flight = None, None, 0
+            self._sequences[row], sequence.row = None, None
             self._busy_rows, self._has_idle_rows = None, True
             self._to_write.pop(row, None)
             self._to_clear.append(row)
@@ -97,8 +99,10 @@ class DecodeLoop:
             self.place(sequence)
         self._flush()
         rows = [sequence.row for sequence in sequences if sequence.row is not None]
-        tokens = self.rows.finish_rows(logits, rows)
-        self._sent(self._ring.push(tokens), list(enumerate(sequences)), 1, prefill=True)
+        slot = self._ring.push(self.rows.finish_rows(logits, rows))
+        for sequence in sequences:
+            sequence.steps_read -= 1
+        self._launches.append(_Launch(slot, list(enumerate(sequences)), 1, prefill=True))
 
     # ------------------------------------------------------------------------------------------------ launches
     @property
@@ -123,9 +127,9 @@ class DecodeLoop:
         busy = self._busy()  # rows may have moved
         num_rows = busy[-1][0] + 1
         with profile_range("decode", batch=len(busy), tokens=len(busy) * self.steps_per_launch):
-            self.runner.capture_for(num_rows)
             self.runner.launch(num_rows)
-        self._sent(self._ring.push(self.rows.tokens_out), busy, self.steps_per_launch)
+        self._step_count.started += self.steps_per_launch
+        self._launches.append(_Launch(self._ring.push(self.rows.tokens_out), busy, self.steps_per_launch, prefill=False))
         return True
 
     def collect(self, keep: int = 0) -> list[tuple[Sequence, list[int]]]:
@@ -138,16 +142,10 @@ class DecodeLoop:
                 steps = self._ring.read(launch.slot)
             for column, sequence in live:
                 tokens = [step[column] for step in steps if step[column] >= 0]
-                if sequence.row is not None:
-                    sequence.in_flight -= launch.num_steps
+                sequence.steps_read += launch.num_steps
                 self.decoded += 0 if launch.prefill else len(tokens)
                 results.append((sequence, tokens))
         return results
-
-    def _sent(self, slot: int, columns: list[tuple[int, Sequence]], num_steps: int, prefill: bool = False) -> None:
-        for _, sequence in columns:
-            sequence.in_flight += num_steps
-        self._launches.append(_Launch(slot, columns, num_steps, prefill))
 
     # ------------------------------------------------------------------------------------------------ to the device
     def _flush(self) -> None:

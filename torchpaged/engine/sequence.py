@@ -34,6 +34,13 @@ class RequestOutput:
 
 
 @dataclass
+class StepCount:
+    """Decode steps that a `DecodeLoop` has started so far, for all its rows: a launch counts them once, not in every sequence."""
+
+    started: int = 0
+
+
+@dataclass
 class Sequence:
     """A request's state. ``num_computed`` tokens have their keys and values in ``blocks``.
 
@@ -43,7 +50,7 @@ class Sequence:
     Attributes:
         max_len: tokens at which it ends, prompt included.
         row: its row in the decode loop, None while it has none.
-        in_flight: tokens it may have been given that the host has not read; 0 without a row.
+        step_count, steps_read: the loop's count, and where in it the host is with reading this sequence's tokens.
         blocks_on_device: how many of ``blocks`` stand in the row's block table.
     """
 
@@ -57,7 +64,8 @@ class Sequence:
     blocks: list[int] = field(default_factory=list)
     num_computed: int = 0
     row: int | None = None
-    in_flight: int = 0
+    step_count: StepCount = field(default_factory=StepCount)
+    steps_read: int = 0
     blocks_on_device: int = 0
     text: str = ""
     finish_reason: str | None = None
@@ -69,6 +77,11 @@ class Sequence:
 
     def __len__(self) -> int:
         return len(self.prompt) + len(self.output)
+
+    @property
+    def in_flight(self) -> int:
+        """Tokens it may have been given that the host has not read; 0 without a row."""
+        return 0 if self.row is None else self.step_count.started - self.steps_read
 
     @property
     def remaining(self) -> int:

@@ -72,8 +72,8 @@ class Scheduler:
         self._admit()
         step, budget = Step(), self.prefill_chunk_size
         for sequence in list(self.running):
-            if sequence not in self.running:
-                continue  # put back meanwhile, to make room for an older one
+            if sequence in step.put_back:
+                continue  # meanwhile, to make room for an older one
             if _decodes(sequence):
                 if self._reserve(sequence, self._tokens_ahead(sequence), step):
                     step.decodes.append(sequence)

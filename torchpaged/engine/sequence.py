@@ -40,7 +40,7 @@ class StepCount:
     started: int = 0
 
 
-@dataclass
+@dataclass(eq=False)  # looked up in lists at every step: by identity
 class Sequence:
     """A request's state. ``num_computed`` tokens have their keys and values in ``blocks``.
 

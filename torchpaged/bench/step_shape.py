@@ -72,7 +72,8 @@ class _Shape:
                 yield from self._own(model, variants, reference, fused, layers)
                 torch.compiler.reset()  # compiled steps keep their pools alive
                 _free(self.device)
-            for name, batch in itertools.product(peers if plain else [], self.batches):
+            # the smallest and the largest batch first: minutes may pass in a peer's compiler, and a time limit cuts the others
+            for name, batch in itertools.product(peers if plain else [], sorted(self.batches, key=self.batches[1:-1].__contains__)):
                 yield self._peer(model, name, batch)
             del model
             _free(self.device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from models import padded_prompts, tiny
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -47,15 +48,16 @@ def test_a_decoder_writes_its_query_tokens() -> None:
     assert writes == [(num_tokens, False)] * (others + 1)
 
 
-def test_an_encoders_keys_are_context() -> None:
-    """Cross attention over a paged cache: the first query reads keys that were written right before and are not its own."""
+@pytest.mark.parametrize("query_len", [1, 3])
+def test_an_encoders_keys_are_context(query_len: int) -> None:
+    """Cross attention over a paged cache: the queries read keys that were written right before, are not their own, and are not as many."""
     torch.manual_seed(0)
     model = BartForConditionalGeneration(BartConfig(**BART)).eval()
-    inputs = {"input_ids": torch.randint(4, 99, (2, 20)), "decoder_input_ids": torch.randint(4, 99, (2, 1))}
+    inputs = {"input_ids": torch.randint(4, 99, (2, 20)), "decoder_input_ids": torch.randint(4, 99, (2, query_len))}
     with torch.no_grad():
         want = model(**inputs).logits
         model.set_attn_implementation("torchpaged")
         cache = EncoderDecoderCache(*(PagedCache(model.config, 2, 32) for _ in range(2)))
         torch.testing.assert_close(model(**inputs, past_key_values=cache).logits, want)
     cache = EncoderDecoderCache(*(PagedCache(model.config, 2, 32) for _ in range(2)))
-    assert written(model, cache, **inputs) == [(2, False), (40, False)] * 2
+    assert written(model, cache, **inputs) == [(2 * query_len, False), (40, False)] * 2

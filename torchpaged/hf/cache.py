@@ -172,6 +172,8 @@ class PagedCache(CacheRows):
     def step(self, batch: int, query_len: int) -> StepBatch:
         """This forward as a batch of ``batch`` requests of ``query_len`` queries each."""
         starts = self.row_starts if query_len == 1 else self.query_starts
+        if query_len > 1 and not self.keys_of_queries:  # cross attention: `_advance` counted the encoder's tokens, not the queries
+            starts = self.row_starts * query_len
         return StepBatch(self.block_table[:batch], self.seq_lens[:batch], starts[: batch + 1], query_len, self.semaphore)
 
     def gather(self, pool: Tensor, batch: int) -> Tensor:

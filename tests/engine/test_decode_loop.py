@@ -111,6 +111,32 @@ def test_soak_of_joining_ending_and_cancelling(model: Any, sampling: SamplingPar
     assert loop.pool.num_free == loop.pool.num_usable
 
 
+def test_a_prefill_that_fails_loses_no_blocks(model: Any, params: Any, want: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that decode were given blocks in the same step; the next launch must have them, though its step gave nobody any."""
+    loop, failures = generator(model), [0]
+    seen: dict[int, list[int | None]] = {}
+    packed = loop._stepper._packed
+    prefill = packed.prefill
+
+    def every_second_fails(chunks: Any) -> Any:
+        failures[0] += 1
+        if failures[0] % 2:
+            raise MemoryError
+        return prefill(chunks)
+
+    monkeypatch.setattr(packed, "prefill", every_second_fails)
+    for prompt, sampling in zip(prompts(9), params, strict=True):
+        seen[loop.submit(prompt, sampling)] = []
+    while loop.has_unfinished:
+        try:
+            for event in loop.step():
+                seen[event.request_id] += [event.token_id]
+        except MemoryError:
+            continue
+        assert all(len(s.blocks) == s.blocks_on_device for s in loop.scheduler.running if s.row is not None)
+    assert failures[0] > 9 and list(seen.values()) == [tokens for tokens, _ in want]
+
+
 def test_a_launch_is_the_same_work_for_any_number_of_rows(model: Any) -> None:
     """Function calls are counted: what looks at every row is left to steps in which the scheduler gave blocks away."""
     calls: dict[tuple[int, bool], int] = {}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -40,6 +42,22 @@ def native() -> None:
     if os.environ.get("TORCHPAGED_REQUIRE_NATIVE") == "1":
         pytest.fail(f"TORCHPAGED_REQUIRE_NATIVE=1, but {reason}")
     pytest.skip(reason)
+
+
+@pytest.fixture(scope="session")
+def make_llama() -> Callable[..., Any]:
+    """``make_llama(vocab_size=99, ...)``: a Llama of two layers with random weights, 4 query and 2 kv heads, end of text 7; the options are
+    those of its config. Skip without transformers."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+
+    def make(**options: Any) -> Any:
+        torch.manual_seed(0)
+        config = transformers.LlamaConfig(
+            num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, eos_token_id=7, pad_token_id=0, bos_token_id=1, **options
+        )
+        return transformers.LlamaForCausalLM(config).eval()
+
+    return make
 
 
 @pytest.fixture(scope="session")

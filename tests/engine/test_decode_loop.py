@@ -151,9 +151,9 @@ def test_a_launch_is_the_same_work_for_any_number_of_rows(model: Any) -> None:
         for _ in range(20):  # all run, and every slot of the ring was used
             engine.step()
         for blocks_added in (False, True):
-            calls[rows, blocks_added] = 0
+            calls[rows, blocks_added], engine.loop.blocks_added = 0, blocks_added
             sys.setprofile(count)
-            engine.loop.launch(blocks_added)
+            engine.loop.launch()
             sys.setprofile(None)
             engine.loop.collect()
     assert calls[1, False] == calls[4, False] and calls[1, True] < calls[4, True]

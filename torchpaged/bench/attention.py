@@ -24,7 +24,7 @@ import torch
 from torchpaged.bench import conditions, timing
 from torchpaged.bench.cases import SUITES, AttentionCase, select_cases
 from torchpaged.bench.contenders import Contender, Prepared, contenders
-from torchpaged.bench.in_parts import in_parts, num_decodes
+from torchpaged.bench.in_parts import in_parts_of
 from torchpaged.bench.inputs import Inputs, error_limit, exact_outputs, free_bytes, make_inputs, needed_bytes, relative_error
 from torchpaged.bench.screen import Screen
 from torchpaged.bench.summary import compare, exit_code, summarise
@@ -94,9 +94,8 @@ def run(options: Options, extra: Sequence[Contender] = ()) -> dict[str, Any]:
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)  # streams, graphs and events below are the current device's
     cases = select_cases(options.suites, options.case, DTYPES.get(options.dtype))
-    everybody = [*contenders(device, options.backends, options.peers, options.skip), *extra]
-    if any(map(num_decodes, cases)):
-        everybody += [in_parts(contender.name) for contender in everybody if contender.own and contender not in extra]
+    known = contenders(device, options.backends, options.peers, options.skip)
+    everybody = [*known, *extra, *in_parts_of(known, cases)]
     document: dict[str, Any] = {"benchmark": "attention", "conditions": conditions.collect(device), "ceilings": _ceilings(options, device)}
     document["rows"] = []
     _free(device)
@@ -170,12 +169,12 @@ def measure_case(
         us = result.median_us
         row["contenders"][name] |= {
             "status": "timed", "us": us, "p20_us": result.p20_us, "p80_us": result.p80_us, "samples": result.samples,
-            "us_with_plan": us + row["contenders"][name].get("plan_us", 0.0) / PLAN_LAYERS, "tb_per_s": case.useful_bytes() / us / 1e6, "tflop_per_s": case.flops() / us / 1e6, "of_ideal": ideal_us / us,
+            "us_with_plan": us + row["contenders"][name].get("plan_us", 0.0) / PLAN_LAYERS, "tb_per_s": case.useful_bytes() / us / 1e6,
+            "tflop_per_s": case.flops() / us / 1e6, "of_ideal": ideal_us / us,
         }  # fmt: skip
     del samplers, inputs, exact
     _free(device)
-    compared = [contender for contender in everybody if contender.compared]
-    return row | compare({c.name: row["contenders"][c.name] for c in compared}, [c.name for c in compared if c.own])
+    return row | compare(row["contenders"], [contender.name for contender in everybody if contender.own])
 
 
 def _admit(

@@ -45,7 +45,6 @@ class Contender:
         unavailable: why it can't run on this machine at all, or None.
         why_not: why it can't run a case on a device, or None.
         prepare: ``(case, inputs)`` to its calls; whatever it needs besides the inputs is made here, outside every timing.
-        compared: whether it counts when the best own backend is set against the best peer.
     """
 
     name: str
@@ -53,7 +52,6 @@ class Contender:
     unavailable: Callable[[], str | None]
     why_not: Callable[[AttentionCase, torch.device], str | None]
     prepare: Callable[[AttentionCase, Inputs], Prepared]
-    compared: bool = True
 
 
 def contenders(

@@ -8,6 +8,7 @@ before it ends. Here decodes and chunks take turns, as they do in a model that g
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -25,6 +26,11 @@ def num_decodes(case: AttentionCase) -> int:
     """Requests of one query token that come first, if only longer queries follow them; else, and if none follow, 0."""
     count = sum(query == 1 for query in case.query_lens)
     return count if 0 < count < len(case.query_lens) and max(case.query_lens[:count]) == 1 else 0
+
+
+def in_parts_of(backends: Sequence[Contender], cases: Sequence[AttentionCase]) -> list[Contender]:
+    """`in_parts` of the own ones among ``backends``; none if no case is a mixed batch."""
+    return [in_parts(contender.name) for contender in backends if contender.own] if any(map(num_decodes, cases)) else []
 
 
 def in_parts(name: str) -> Contender:
@@ -58,4 +64,4 @@ def in_parts(name: str) -> Contender:
 
         return Prepared([partial(call, layer) for layer in range(inputs.num_layers)])
 
-    return Contender(name + SUFFIX, True, whole.unavailable, why_not, prepare, compared=False)
+    return Contender(name + SUFFIX, True, whole.unavailable, why_not, prepare)

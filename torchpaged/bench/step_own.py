@@ -206,7 +206,7 @@ class OwnStep:
         with torch.inference_mode():
             for _ in range(launches):
                 start = time.perf_counter()
-                loop.launch(blocks_added=False)
+                loop.launch()
                 times.append((time.perf_counter() - start) * 1e6)
                 for request, tokens in loop.collect(keep=1):
                     request.output += tokens

@@ -11,8 +11,8 @@ from torchpaged.bench.in_parts import SUFFIX
 
 
 def compare(entries: dict[str, dict[str, Any]], own: Sequence[str]) -> dict[str, Any]:
-    """The best own backend against the best peer: ``ratio`` over 1 = own is faster."""
-    timed = {name: entry["us"] for name, entry in entries.items() if entry["status"] == "timed"}
+    """The best own backend against the best peer, `in_parts` left out: ``ratio`` over 1 = own is faster."""
+    timed = {name: entry["us"] for name, entry in entries.items() if entry["status"] == "timed" and not name.endswith(SUFFIX)}
     best_own = min((name for name in timed if name in own), key=timed.__getitem__, default=None)
     best_peer = min((name for name in timed if name not in own), key=timed.__getitem__, default=None)
     ratio = timed[best_peer] / timed[best_own] if best_own and best_peer else None

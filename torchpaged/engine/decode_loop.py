@@ -51,6 +51,8 @@ class DecodeLoop:
         runner: the graph runner.
         rows: the device's state.
         decoded: tokens of decode steps read so far, those of prefills left out.
+        blocks_added: whether a request with a row may have been given blocks since blocks were last sent; who gives them sets it. The
+            search through all rows costs more than the rest of a launch on the host, and most launches can do without.
     """
 
     def __init__(
@@ -68,7 +70,7 @@ class DecodeLoop:
         self._sequences: list[Sequence | None] = [None] * max_batch_size  # by row
         self._busy_rows: list[tuple[int, Sequence]] | None = None
         self._has_idle_rows = False  # since rows were last moved together
-        self._blocks_added = False  # since blocks were last sent
+        self.blocks_added = False
         self._to_write: dict[int, RowState] = {}
         self._to_clear: list[int] = []
         self._launches: list[_Launch] = []
@@ -110,17 +112,8 @@ class DecodeLoop:
         """Launches whose tokens were not collected."""
         return len(self._launches)
 
-    def launch(self, blocks_added: bool = True) -> bool:
-        """Start K steps over all rows.
-
-        Args:
-            blocks_added: whether a request may have been given blocks since the last call. A look at every row costs more than the rest of
-                what the host does; most steps can do without.
-
-        Returns:
-            Whether anything was started: False if every row is idle or has all its tokens on their way.
-        """
-        self._blocks_added |= blocks_added
+    def launch(self) -> bool:
+        """Start K steps over all rows; False, and nothing is started, if every row is idle or has all its tokens on their way."""
         if not any(len(sequence) + sequence.in_flight < sequence.max_len for _, sequence in self._busy()):
             return False
         self._flush()
@@ -156,9 +149,9 @@ class DecodeLoop:
         if self._to_write:
             self.rows.write(self._to_write)
             self._to_write = {}
-        if self._blocks_added:
+        if self.blocks_added:
             self._send_blocks([(row, sequence) for row, sequence in self._busy() if len(sequence.blocks) > sequence.blocks_on_device])
-            self._blocks_added = False
+            self.blocks_added = False
         if self._has_idle_rows:
             self._close_up()
             self._has_idle_rows = False

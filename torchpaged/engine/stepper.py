@@ -46,7 +46,6 @@ class Stepper:
         self._model, self._scheduler, self._loop = model, scheduler, loop
         self._packed = PackedSteps(model, scheduler.max_batch_size, prefill_graphs)
         self._events: list[TokenEvent] = []  # of requests that ended between steps
-        self._blocks_added = False  # since the last launch: a prefill that raises must not make the next launch go without
         self._launches_return_at_once = torch.device(model.device).type == "cuda"
         self.requests: dict[int, Sequence] = {}
         self.stats = GeneratorStats(num_blocks=scheduler.pool.num_usable)
@@ -106,7 +105,7 @@ class Stepper:
 
     def _launch(self, loop: DecodeLoop, plan: Step) -> tuple[list[TokenEvent], float]:
         """Prefill, start a launch, read the one before."""
-        self._blocks_added |= plan.blocks_added
+        loop.blocks_added |= plan.blocks_added  # first: a prefill that raises must not make the next launch go without
         for sequence in plan.decodes:
             if sequence.row is None:
                 loop.place(sequence)
@@ -118,7 +117,7 @@ class Stepper:
             if done:
                 loop.finish_prefill(done, logits)
         between = time.perf_counter()
-        launched, self._blocks_added = loop.launch(self._blocks_added), False
+        launched = loop.launch()
         return self._collect(loop, keep=1 if launched else 0), between
 
     def _collect(self, loop: DecodeLoop, keep: int) -> list[TokenEvent]:

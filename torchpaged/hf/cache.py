@@ -171,8 +171,11 @@ class PagedCache(CacheRows):
 
     def step(self, batch: int, query_len: int) -> StepBatch:
         """This forward as a batch of ``batch`` requests of ``query_len`` queries each."""
-        starts = self.row_starts if query_len == 1 else self.query_starts
-        if query_len > 1 and not self.keys_of_queries:  # cross attention: `_advance` counted the encoder's tokens, not the queries
+        if query_len == 1:
+            starts = self.row_starts
+        elif self.keys_of_queries:
+            starts = self.query_starts  # `_advance` made them for all layers
+        else:  # cross attention: what was written are the encoder's tokens
             starts = self.row_starts * query_len
         return StepBatch(self.block_table[:batch], self.seq_lens[:batch], starts[: batch + 1], query_len, self.semaphore)
 

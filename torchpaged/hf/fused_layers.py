@@ -176,8 +176,8 @@ class LayerPlan:
             self.rope.ensure(cached.owner.max_seq_len, q.device)
         q_out = torch.empty_like(q, memory_format=torch.contiguous_format)
         positions = position_ids.expand(shape).reshape(-1)
-        ops.rope_write_kv(q, k, v, positions, self.rope.cos_sin, slots, q_out, cached.keys, cached.values, are_query_tokens=cached.writes_query_tokens,
-                          **self.head_norms)  # fmt: skip
+        ops.rope_write_kv(q, k, v, positions, self.rope.cos_sin, slots, q_out, cached.keys, cached.values,
+                          are_query_tokens=cached.writes_query_tokens, **self.head_norms)  # fmt: skip
         return q_out
 
     def _rotate_as_the_model(self, cached: PagedLayer, q: Tensor, k: Tensor, v: Tensor, rotary: Any, shape: tuple[int, int]

@@ -43,8 +43,15 @@ def test_decode_has_the_published_cases() -> None:
 def test_names_are_unique_and_suites_named() -> None:
     names = [case.name for suite, cases in SUITES.items() for case in cases if case.suite == suite]
     assert len(names) == sum(map(len, SUITES.values())) == len({(c.name, c.suite) for cases in SUITES.values() for c in cases})
-    assert {case.block_size for case in SUITES["block-size"]} == {1, 16, 64, 256}
+    assert {case.block_size for case in SUITES["block-size"]} == {1, 16, 64, 256, 16384}
     assert {case.kv_dtype for case in SUITES["decode-fp8"]} == {torch.float8_e4m3fn}
+
+
+def test_blocks_lie_as_the_case_says() -> None:
+    for shuffled in (True, False):
+        table = inputs.make_inputs(replace(RAGGED, shuffled=shuffled), CPU).block_table
+        blocks = [int(block) for row in table for block in row if block]
+        assert sorted(blocks) == list(range(1, RAGGED.num_blocks + 1)) and (blocks == sorted(blocks)) == (not shuffled)
 
 
 def test_flops_count_the_visible_pairs() -> None:

@@ -37,6 +37,7 @@ class AttentionCase:
         dtype: of queries and outputs.
         kv_dtype: of the caches.
         suite: the suite it belongs to.
+        shuffled: whether a request's blocks lie in random order; else one behind the other.
     """
 
     name: str
@@ -49,6 +50,7 @@ class AttentionCase:
     dtype: torch.dtype
     kv_dtype: torch.dtype
     suite: str
+    shuffled: bool = True
 
     def __post_init__(self) -> None:
         if len(self.seq_lens) != len(self.query_lens):
@@ -101,12 +103,14 @@ def _case(
     block_size: int = 16,
     dtype: torch.dtype = torch.bfloat16,
     kv_dtype: torch.dtype | None = None,
+    shuffled: bool = True,
 ) -> AttentionCase:
     queries = (query_lens,) * len(seq_lens) if isinstance(query_lens, int) else tuple(query_lens)
     name = f"{heads[0]}/{heads[1]}/{heads[2]} {lengths} b{block_size}"
     if kv_dtype is not None:
         name += f" {str(kv_dtype).removeprefix('torch.')}"
-    return AttentionCase(name, *heads, tuple(seq_lens), queries, block_size, dtype, kv_dtype or dtype, suite)
+    name += "" if shuffled else " sequential"
+    return AttentionCase(name, *heads, tuple(seq_lens), queries, block_size, dtype, kv_dtype or dtype, suite, shuffled)
 
 
 def lognormal_lengths(num_reqs: int = 128) -> list[int]:
@@ -155,6 +159,17 @@ def _mixed() -> list[AttentionCase]:
     return cases
 
 
+def _block_size() -> list[AttentionCase]:
+    """What blocks cost: their size, their order, and for a prompt that there are any: its last case is one block, a contiguous cache."""
+    return [
+        *(case for size in (1, 16, 64, 256) for case in _uniform("block-size", LLAMA_8B, [(64, 4 * K)], block_size=size)),
+        *_uniform("block-size", LLAMA_8B, [(64, 4 * K), (8, 8 * K)], shuffled=False),
+        *_uniform("block-size", LLAMA_8B, [(8, 8 * K)]),
+        _case("block-size", LLAMA_8B, "1x16k whole", [16 * K], 16 * K),
+        _case("block-size", LLAMA_8B, "1x16k whole", [16 * K], 16 * K, block_size=16 * K, shuffled=False),
+    ]
+
+
 def _smoke() -> list[AttentionCase]:
     small, float32 = (8, 2, 64), torch.float32
     return [
@@ -172,7 +187,7 @@ SUITES: dict[str, tuple[AttentionCase, ...]] = {
     "speculative": tuple(_case("speculative", LLAMA_8B, f"{n}x{_length(seq)} q4", [seq] * n, 4) for n, seq in ((8, 8 * K), (64, 4 * K))),
     "prefill": tuple(_prefill()),
     "mixed": tuple(_mixed()),
-    "block-size": tuple(case for size in (1, 16, 64, 256) for case in _uniform("block-size", LLAMA_8B, [(64, 4 * K)], block_size=size)),
+    "block-size": tuple(_block_size()),
     "smoke": tuple(_smoke()),
 }
 

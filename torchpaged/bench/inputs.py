@@ -4,7 +4,7 @@
     worst = relative_error(case, inputs, layer=0, out=contender_output)
 
 KV caches come in as many copies ("layers") as it takes for a round over them to leave nothing in the L2 cache. Blocks are
-shuffled; block 0 is the null block and stays out of every table. Table tails are 0, because peers may load them.
+shuffled, but for a few cases; block 0 is the null block and stays out of every table. Table tails are 0, because peers may load them.
 """
 
 from __future__ import annotations
@@ -95,7 +95,12 @@ def make_inputs(case: AttentionCase, device: torch.device, heads_first: bool = F
     """Random inputs of ``case``, made on ``device`` in their own dtype; ``heads_first``: see `Inputs`."""
     generator = torch.Generator(device=device).manual_seed(seed)
     used = [-(-length // case.block_size) for length in case.seq_lens]
-    ids = (torch.randperm(case.num_blocks, generator=generator, device=device) + 1).int()
+    order = (
+        torch.randperm(case.num_blocks, generator=generator, device=device)
+        if case.shuffled
+        else torch.arange(case.num_blocks, device=device)
+    )
+    ids = (order + 1).int()
     block_table = torch.zeros(len(used), max(used), dtype=torch.int32, device=device)
     for row, blocks in enumerate(ids.split(used)):
         block_table[row, : used[row]] = blocks

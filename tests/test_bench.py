@@ -16,7 +16,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchpaged.bench import attention, inputs, timing
+from torchpaged.bench import attention, attention_case, inputs, timing
+from torchpaged.bench.attention_case import measure_case
 from torchpaged.bench.cases import LLAMA_8B, SUITES, AttentionCase, _case, select_cases
 from torchpaged.bench.contenders import Contender, Prepared, contenders, own_backend
 from torchpaged.bench.in_parts import in_parts, num_decodes
@@ -164,7 +165,7 @@ def _nothing(out: Tensor, layer: int, made: Inputs, case: AttentionCase) -> None
 )
 def test_the_gate(spoil: Any, status: str, words: str) -> None:
     with torch.inference_mode():
-        row = attention.measure_case(RAGGED, [planted("right", _nothing), planted("it", spoil)], CPU, CEILINGS, repeats=1)
+        row = measure_case(RAGGED, [planted("right", _nothing), planted("it", spoil)], CPU, CEILINGS, repeats=1)
     entry = row["contenders"]["it"]
     assert entry["status"] == status and words in entry.get("reason", "") and ("us" in entry) == (status == "timed")
     assert row["contenders"]["right"]["status"] == "timed" and row["contenders"]["right"]["us"] > 0
@@ -179,14 +180,14 @@ def test_a_dropped_fp8_scale_is_found() -> None:
         return own_backend("reference").prepare(case, replace(made, k_scale=torch.ones(1)))
 
     liar = Contender("liar", False, lambda: None, lambda case, device: None, forgetful)
-    row = attention.measure_case(case, [own_backend("reference"), liar], CPU, CEILINGS, repeats=1)
+    row = measure_case(case, [own_backend("reference"), liar], CPU, CEILINGS, repeats=1)
     assert row["contenders"]["reference"]["status"] == "timed", row
     assert row["contenders"]["liar"]["status"] == "wrong"
 
 
 def test_too_little_memory_skips_the_case(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "free_bytes", lambda device: 1000)
-    row = attention.measure_case(SUITES["decode"][6], [own_backend("reference")], CPU, CEILINGS, repeats=1)
+    monkeypatch.setattr(attention_case, "free_bytes", lambda device: 1000)
+    row = measure_case(SUITES["decode"][6], [own_backend("reference")], CPU, CEILINGS, repeats=1)
     assert "GiB are free" in row["skipped"] and not row["contenders"]
     assert summarise([row])["skipped"] == {row["case"]: row["skipped"]}
 
@@ -241,8 +242,8 @@ def test_mixed_in_two_calls() -> None:
     assert [num_decodes(case) for case in SUITES["mixed"][:3]] == [32, 0, 0] and num_decodes(RAGGED) == 1
     assert num_decodes(replace(RAGGED, query_lens=(5, 1, 60))) == 0, "the decodes must come first"
     with torch.inference_mode():
-        row = attention.measure_case(RAGGED, [own_backend("reference"), in_parts("reference")], CPU, CEILINGS, repeats=1)
-        other = attention.measure_case(SUITES["smoke"][1], [in_parts("reference")], CPU, CEILINGS, repeats=1)
+        row = measure_case(RAGGED, [own_backend("reference"), in_parts("reference")], CPU, CEILINGS, repeats=1)
+        other = measure_case(SUITES["smoke"][1], [in_parts("reference")], CPU, CEILINGS, repeats=1)
     entry = row["contenders"]["reference-in-parts"]
     assert entry["status"] == "timed" and entry["error"] < 1e-5 and row["best_own"] == "reference"
     assert summarise([row])["mixed_over_sequence"] == {
@@ -260,7 +261,7 @@ def test_absent_peers_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "flashinfer", None)
     monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
     everybody = contenders(CPU, ["reference"])
-    row = attention.measure_case(RAGGED, everybody, CPU, CEILINGS, repeats=1)
+    row = measure_case(RAGGED, everybody, CPU, CEILINGS, repeats=1)
     entries = row["contenders"]
     assert list(entries) == ["reference", "sdpa", "flex", "flashinfer", "flashinfer-fa3", "fa3"]
     assert all(entries[name]["status"] == "absent" for name in ("flashinfer", "flashinfer-fa3", "fa3"))
@@ -354,20 +355,20 @@ def test_peers_are_called_rightly(monkeypatch: pytest.MonkeyPatch, queries: Any,
     monkeypatch.setitem(sys.modules, "flash_attn_interface", _fa3(log))
     peers = [replace(c, why_not=lambda case, device: None) for c in contenders(CPU, ["reference"]) if c.name in ("flashinfer", "fa3")]
     case = _case("smoke", (4, 2, 64), "peers", [40, 16, 90], queries, dtype=torch.float32)
-    row = attention.measure_case(case, peers, CPU, CEILINGS, repeats=1, heads_first=heads_first)
+    row = measure_case(case, peers, CPU, CEILINGS, repeats=1, heads_first=heads_first)
     assert [entry["status"] for entry in row["contenders"].values()] == ["timed", "timed"], row["contenders"]
     entry = row["contenders"]["flashinfer"]
     assert entry["plan_us"] > 0 and entry["us_with_plan"] > entry["us"] and set(log) == {3 if isinstance(queries, list) else 4}
     if not isinstance(queries, list):
         fp8 = replace(case, kv_dtype=torch.float8_e4m3fn)
-        assert attention.measure_case(fp8, peers[:1], CPU, CEILINGS, repeats=1)["contenders"]["flashinfer"]["status"] == "timed"
+        assert measure_case(fp8, peers[:1], CPU, CEILINGS, repeats=1)["contenders"]["flashinfer"]["status"] == "timed"
 
 
 @pytest.mark.parametrize("queries", [1, 96])
 def test_sdpa_gathers_in_order(queries: int) -> None:
     case = _case("smoke", (8, 2, 64), "dense", [96] * 3, queries, dtype=torch.float32)
     sdpa = next(c for c in contenders(CPU, ["reference"]) if c.name == "sdpa")
-    row = attention.measure_case(case, [own_backend("reference"), sdpa], CPU, CEILINGS, repeats=1)
+    row = measure_case(case, [own_backend("reference"), sdpa], CPU, CEILINGS, repeats=1)
     assert row["contenders"]["sdpa"]["status"] == "timed" and row["contenders"]["sdpa"]["error"] < 1e-5
     assert row["best_own"] == "reference" and row["ratio"] > 0
 

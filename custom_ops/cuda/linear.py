@@ -28,7 +28,7 @@ from torchpaged.custom_ops.cuda.linear_shape import (
 from torchpaged.custom_ops.errors import BackendUnavailableError
 from torchpaged.custom_ops.triton.linear import compose
 
-_PARAMS = struct.Struct("6Q3q2f2i")  # struct Params of linear.cu
+_PARAMS = struct.Struct("6Q3q2f2i")  # struct Params of linear_params.cuh
 _NORM_PARAMS = struct.Struct("3Q2q2f")  # and of norm.cu
 
 
@@ -60,11 +60,9 @@ def linear(
         0 if residual is None else residual.stride(0), out.stride(0), norm_eps, norm_offset, x.shape[0], 0,
     )  # fmt: skip
     if shape.wide:
-        box = shape.rows if activation == "none" else shape.rows // 2
-        maps = (
-            _map(t.data_ptr(), *t.shape, t.stride(0), rows, t.dtype == torch.float16) for t, rows in ((weight, box), (x, max(bucket, 8)))
-        )
-        arguments = b"".join((*maps, arguments))
+        half = x.dtype == torch.float16
+        of_weight = _map(weight.data_ptr(), *weight.shape, weight.stride(0), shape.rows, half, pairs=activation != "none")
+        arguments = of_weight + _map(x.data_ptr(), *x.shape, x.stride(0), max(bucket, 8), half) + arguments
     kernel.launch(shape.grid(weight.shape[0]), shape.threads, arguments, early=early)
 
 
@@ -106,15 +104,21 @@ def _specialised(
 
 
 @functools.lru_cache(maxsize=8192)
-def _map(address: int, rows: int, columns: int, row_stride: int, box_rows: int, half: bool) -> bytes:
-    """What the bulk copy engine knows of a matrix: boxes of ``box_rows`` rows and 64 columns, swizzled as wgmma reads them, zeros outside."""
+def _map(address: int, rows: int, columns: int, row_stride: int, box_rows: int, half: bool, pairs: bool = False) -> bytes:
+    """What the bulk copy engine knows of a matrix: boxes of ``box_rows`` rows and 64 columns, swizzled as wgmma reads them, zeros outside.
+
+    ``pairs``: in a box each row of the upper half of the matrix is followed by its counterpart of the lower half.
+    """
     from cuda.bindings import driver
 
     kinds = driver.CUtensorMapDataType
     kind = kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT16 if half else kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
     long, short = driver.cuuint64_t, driver.cuuint32_t
+    sizes, strides, box = [columns, rows], [row_stride], [64, box_rows]
+    if pairs:
+        sizes, strides, box = [columns, 2, rows // 2], [rows // 2 * row_stride, row_stride], [64, 2, box_rows // 2]
     error, encoded = driver.cuTensorMapEncodeTiled(
-        kind, 2, address, [long(columns), long(rows)], [long(row_stride * 2)], [short(64), short(box_rows)], [short(1), short(1)],
+        kind, len(sizes), address, [long(n) for n in sizes], [long(n * 2) for n in strides], [short(n) for n in box], [short(1)] * len(box),
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE, driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
         driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
         driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE)  # fmt: skip

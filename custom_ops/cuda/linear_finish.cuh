@@ -1,39 +1,12 @@
-// What the linear kernels share: arguments, and the sums on their way from shared memory to out.
+// linear.cu's sums on their way from shared memory to out.
 //
 // A CTA's sums lie there as K_WARPS parts [token][row] of pitch PITCH; those of a cluster's CTAs are parts too. They are added in a fixed order.
 #pragma once
 
-#include "machine.cuh"
+#include "linear_params.cuh"
 
-struct Params {
-  const char *x, *weight, *bias, *residual, *norm_weight;
-  char *out;
-  i64 x_token, residual_token, out_token;  // strides, in numbers
-  float eps, offset;
-  int tokens, unused;
-};
-
-#if BULK
-#include "bulk.cuh"
-struct BulkParams {
-  Map weight, x;
-  Params p;
-};
-#endif
-
-constexpr bool GATED = ACTIVATION != 0;
-constexpr int TOKENS = NT * 8, PITCH = ROWS + 4;          // PITCH: of a token's sums in shared memory, no bank conflicts
-constexpr int OUT_ROWS = GATED ? ROWS / 2 : ROWS;         // columns of out per tile; GATED: as many gate rows, then as many up rows
-constexpr int OUT_WIDTH = GATED ? OUT_FEATURES / 2 : OUT_FEATURES;
-constexpr bool EDGE_N = OUT_WIDTH % OUT_ROWS != 0;
-constexpr int SPREAD = 16;                                // neighbouring elements that one CTA of a cluster finishes
-constexpr int CHUNKS = (IN_FEATURES + 63) / 64;
-constexpr int LINE = 128;                                 // bytes of a chunk's 64 numbers
-#if CLUSTER > 1
-#define CLUSTERED __cluster_dims__(CLUSTER, 1, 1)
-#else
-#define CLUSTERED
-#endif
+constexpr int PITCH = ROWS + 4;  // of a token's sums in shared memory, no bank conflicts
+constexpr int SPREAD = 16;       // neighbouring elements that one CTA of a cluster finishes
 
 // `real` of four numbers; the others 0.
 __device__ __forceinline__ void load_four(float (&to)[4], const char *p, int real) {
@@ -69,18 +42,6 @@ __device__ __forceinline__ float load_square(const float *at, int rank) {
   return *at;
 #endif
 }
-__device__ __forceinline__ float activate(float x) {
-#if ACTIVATION == 1
-  return __fdividef(x, 1.f + exp2_(fminf(-x * LOG2E, 126.f)));  // beyond 2^126 the fast division gives 0 for any x
-#elif ACTIVATION == 2
-  return 0.5f * x * (1.f + tanh_(0.7978845608028654f * (x + 0.044715f * x * x * x)));
-#elif ACTIVATION == 3
-  return 0.5f * x * (1.f + erff(x * 0.7071067811865476f));
-#else
-  return x;
-#endif
-}
-
 // Add the parts, apply norm, bias, activation and residual, store. All threads; the parts are in place when the first call is made.
 __device__ __forceinline__ void finish(const Params &p, const float *parts, [[maybe_unused]] const float (*squares)[TOKENS], int tile, int rank) {
 #if CLUSTER > 1

@@ -47,17 +47,19 @@ class LinearShape:
 
     @property
     def threads(self) -> int:
-        """Threads of a CTA; if wide, two warpgroups or more and a warp that fetches."""
-        return max(self.row_tiles, 2) * 128 + 32 if self.wide else self.row_warps * self.k_warps * 32
+        """Threads of a CTA; if wide, a warpgroup per tile and a warp that fetches."""
+        return self.row_tiles * 128 + 32 if self.wide else self.row_warps * self.k_warps * 32
 
     def with_stages(self, stages: int) -> LinearShape:
         """The same shape with another ring."""
         return dataclasses.replace(self, stages=stages)
 
     def shared_bytes(self, bucket: int, norm: bool) -> int:
-        """Dynamic shared memory of a CTA: the rings, or the sums that lie there afterwards."""
+        """Dynamic shared memory of a CTA: the rings, or the sums that lie there afterwards; if wide, the ring and what other CTAs send."""
         tokens = max(bucket, 8)
-        rings = self.k_warps * self.stages * (self.rows + (tokens if self.wide else bucket + norm)) * _LINE
+        if self.wide:
+            return self.stages * (self.rows + tokens) * _LINE + self.rows * tokens * 4 * (self.cluster - 1) // self.cluster
+        rings = self.k_warps * self.stages * (self.rows + bucket + norm) * _LINE
         return max(rings, self.k_warps * tokens * (self.rows + 4) * 4)
 
     def grid(self, out_features: int) -> int:
@@ -143,7 +145,7 @@ def linear_macros(
         "LAUNCH_FIRST": bucket <= 8,
     }  # fmt: skip
     if shape.wide:
-        macros |= {"WGMMA": 1, "BULK": 1}
+        macros |= {"WGMMA": 1}
     else:
-        macros |= {"W_ROW": row_stride, "X_ROWS": bucket, "ROW_WARPS": shape.row_warps, "K_WARPS": shape.k_warps, "BULK": 0}
+        macros |= {"W_ROW": row_stride, "X_ROWS": bucket, "ROW_WARPS": shape.row_warps, "K_WARPS": shape.k_warps}
     return {name: int(value) for name, value in macros.items()}

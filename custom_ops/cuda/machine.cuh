@@ -124,11 +124,12 @@ __device__ __forceinline__ float4 load_l2(const float4 *p) {
 
 // CTAs of a cluster write into each other's shared memory: parts of a pair then meet without a trip through L2.
 #if CLUSTER > 1
-__device__ __forceinline__ u32 in_cta(const void *mine, int rank) {  // the address of `mine` in CTA `rank` of the cluster
+__device__ __forceinline__ u32 in_cta(u32 mine, int rank) {  // the address of `mine` in CTA `rank` of the cluster
   u32 theirs;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(theirs) : "r"(shared_address(mine)), "r"(rank));
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(theirs) : "r"(mine), "r"(rank));
   return theirs;
 }
+__device__ __forceinline__ u32 in_cta(const void *mine, int rank) { return in_cta(shared_address(mine), rank); }
 __device__ __forceinline__ void send(u32 to, float4 x) {
   asm volatile("st.shared::cluster.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(to), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w) : "memory");
 }
@@ -142,5 +143,6 @@ __device__ __forceinline__ void await(const u32 *counter, u32 wanted) {
   while (seen != wanted);
 }
 __device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_arrive_relaxed() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 #endif

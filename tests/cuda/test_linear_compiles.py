@@ -109,6 +109,16 @@ def test_weights_are_asked_for_before_the_wait(tmp_path: Path) -> None:
     assert "cp.async.bulk.tensor.2d" in before and "wgmma.mma_async" in after
 
 
+@needs_nvcc
+def test_parts_are_sent_to_who_finishes_them(tmp_path: Path) -> None:
+    file, values, shape = specialised("1b down", 32, (9, 0))
+    assert shape.cluster > 1
+    text, _ = compile_with_nvcc(tmp_path, file, values, (9, 0), "ptx")
+    before, after = text.split("wgmma.wait_group.sync.aligned 0")
+    assert "st.async.shared::cluster" in after and "barrier.cluster.arrive" in before
+    assert not re.findall(r"barrier\.cluster|bar\.sync|ld\.shared::cluster", after), "after the products nobody waits for a whole cluster"
+
+
 @pytest.mark.parametrize("capability", SHARED, ids=str)
 @pytest.mark.parametrize("tokens", [1, 2, 3, 8, 9, 16, 17, 32, 33, 64])
 def test_shared_memory_and_grid_fit(tokens: int, capability: tuple[int, int]) -> None:
@@ -118,3 +128,5 @@ def test_shared_memory_and_grid_fit(tokens: int, capability: tuple[int, int]) ->
             assert shape.shared_bytes(token_bucket(tokens), True) + 2048 <= SHARED[capability], shape
             assert shape.grid(n) % shape.cluster == 0 and shape.grid(n) // shape.cluster * shape.rows >= n
             assert shape.cluster == 1 or capability >= (9, 0)
+            if shape.wide:  # room for as many as the shape was chosen for
+                assert shape.ctas_per_sm * (shape.shared_bytes(token_bucket(tokens), False) + 2048) <= 228 * 1024, shape

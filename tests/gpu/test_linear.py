@@ -140,9 +140,10 @@ def test_bitwise_repeatable(tokens: int, features: str) -> None:
         assert torch.equal(call(arguments), first)
 
 
-def test_a_captured_chain_follows_its_input() -> None:
+@pytest.mark.parametrize("tokens", [4, 32, 64])
+def test_a_captured_chain_follows_its_input(tokens: int) -> None:
     """Each kernel starts before the one in front has finished; what it reads of it must be complete all the same."""
-    width, layers, tokens = 2048, 12, 4
+    width, layers = 2048, 12
     generator = torch.Generator("cuda").manual_seed(0)
     weights = [torch.randn(width, width, generator=generator, device="cuda").to(torch.bfloat16) * width**-0.5 for _ in range(layers)]
     norm = torch.ones(width, device="cuda", dtype=torch.bfloat16)

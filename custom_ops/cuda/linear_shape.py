@@ -16,6 +16,7 @@ ACTIVATIONS = {"none": 0, "silu": 1, "gelu_tanh": 2, "gelu": 3}
 NORM_THREADS = 256  # of a token's norm
 _SHARED, _KEPT = 228 * 1024, 2048  # of a multiprocessor; by the hardware and for small things, per CTA
 _LINE = 128  # bytes of a chunk's 64 numbers
+_EARLY_ROWS = 384  # of a chunk, times chunks: 48 KB of weights that a wide CTA asks for before the kernels in front have finished
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class LinearShape:
         ctas_per_sm: CTAs that registers must suffice for on one multiprocessor; two, if the next kernel is to start early.
         cluster: CTAs that share a tile's k, a power of two; 1 where there are no clusters.
         wide: ``linear_wide.cu`` instead of ``linear.cu``.
+        early_stages: if wide, chunks of weights asked for before the kernels in front have finished; the others follow x.
     """
 
     row_tiles: int
@@ -39,6 +41,7 @@ class LinearShape:
     ctas_per_sm: int
     cluster: int = 1
     wide: bool = False
+    early_stages: int = 0
 
     @property
     def rows(self) -> int:
@@ -89,20 +92,47 @@ def linear_shape(bucket: int, out_features: int, in_features: int, sms: int, hop
     """
     if bucket <= 16:
         return _narrow(bucket, out_features, sms)
-    if not hopper:
-        shape, least = LinearShape(4, 1, 4, 2, 2) if bucket == 32 else LinearShape(4, 2, 2, 2, 2), sms * 3 // 4
-    elif bucket == 32:
-        shape, least = LinearShape(1, 1, 1, 8, 2, wide=True), sms * 3 // 4
-    elif -(-out_features // 128) >= sms:
-        shape, least = LinearShape(2, 1, 1, 4, 2, wide=True), 0
-    elif in_features >= 4096:  # this kernel on half of the chip, the next one's first weights on the other half
-        shape, least = LinearShape(2, 1, 1, 8, 1, wide=True), sms * 9 // 20
-    else:
-        shape, least = LinearShape(1, 1, 1, 6, 2, wide=True), sms * 3 // 4
+    if hopper:
+        return _wide(bucket, out_features, in_features, sms)
+    shape = LinearShape(4, 1, 4, 2, 2) if bucket == 32 else LinearShape(4, 2, 2, 2, 2)
+    return _clustered(shape, out_features, in_features, sms * 3 // 4) if clusters else shape
+
+
+def _clustered(shape: LinearShape, out_features: int, in_features: int, least: int) -> LinearShape:
+    """The shape in clusters of up to 8 CTAs, so that there are ``least`` of them, as long as each has enough of k."""
     chunks = -(-in_features // 64)
-    while clusters and shape.cluster < 8 and shape.grid(out_features) < least and chunks >= 4 * shape.cluster * shape.k_warps:
+    while shape.cluster < 8 and shape.grid(out_features) < least and chunks >= 4 * shape.cluster * shape.k_warps:
         shape = dataclasses.replace(shape, cluster=shape.cluster * 2)
     return shape
+
+
+def _wide(bucket: int, out_features: int, in_features: int, sms: int) -> LinearShape:
+    """For 17 to 64 tokens on Hopper: where tiles of 64 or 128 rows fill the multiprocessors about once, one CTA on each with a large ring, else two.
+
+    A pair may share k. Larger clusters with one CTA per multiprocessor lose: where a part of the chip has no room for another whole cluster,
+    multiprocessors stay empty. Up to 32 tokens their parts are small, and clusters of four, two CTAs per multiprocessor, beat half as many CTAs.
+    """
+
+    def shape(row_tiles: int, stages: int, ctas_per_sm: int, cluster: int = 1) -> LinearShape:
+        early = min(_EARLY_ROWS // (row_tiles * 64), stages)
+        return LinearShape(row_tiles, 1, 1, stages, ctas_per_sm, cluster, wide=True, early_stages=early)
+
+    tiles, tall, most = -(-out_features // 64), -(-out_features // 128), sms * 3 // 4
+    enough = most if bucket == 32 else sms * 9 // 20
+    if enough <= tiles * 2 <= sms and in_features >= 512:
+        return shape(1, 10, 1, cluster=2)
+    if enough <= tiles <= sms:
+        return shape(1, 13, 1)
+    if tiles < enough:
+        return _clustered(shape(1, 8 if bucket == 32 else 6, 2), out_features, in_features, most)
+    if bucket == 64 and most <= tall <= sms:
+        return shape(2, 5, 1)
+    return shape(2, 4, 2) if bucket == 64 and _evenness(tall, sms * 2) >= _evenness(tiles, sms * 2) else shape(1, 7, 2)
+
+
+def _evenness(ctas: int, places: int) -> float:
+    """Share of the places that are taken on average, when CTAs come in waves."""
+    return ctas / (-(-ctas // places) * places)
 
 
 def _narrow(bucket: int, out_features: int, sms: int) -> LinearShape:
@@ -145,7 +175,7 @@ def linear_macros(
         "LAUNCH_FIRST": bucket <= 8,
     }  # fmt: skip
     if shape.wide:
-        macros |= {"WGMMA": 1}
+        macros |= {"WGMMA": 1, "EARLY_STAGES": shape.early_stages}
     else:
         macros |= {"W_ROW": row_stride, "X_ROWS": bucket, "ROW_WARPS": shape.row_warps, "K_WARPS": shape.k_warps}
     return {name: int(value) for name, value in macros.items()}

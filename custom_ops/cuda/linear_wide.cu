@@ -3,7 +3,8 @@
 // ROWS weight rows are MT times the 64 rows of a wgmma, tokens its columns. x is most of the traffic beside the weights: a CTA reads it once for
 // all of its rows, and the CTAs of a cluster share out k, so that there are enough of them. Their parts meet in distributed shared memory.
 // GATED: a tile's rows are a gate row, its up row, the next gate row ...
-// As in linear.cu weights are asked for before griddepcontrol.wait; the next kernel may start when this one has asked for all of its own.
+// As in linear.cu weights are asked for before griddepcontrol.wait, but only EARLY_STAGES chunks: more of them hold up what the kernel before still
+// reads, and then x. The next kernel may start when this one has asked for all of its own.
 //
 // Compiled by NVRTC for sm_90a; macros: custom_ops/cuda/linear_shape.py. Swizzle and descriptors: PTX ISA, "asynchronous warpgroup level matrix".
 
@@ -43,15 +44,13 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, CTAS_PER_SM) lin
   }
   auto load_weights = [&](int i, int slot) {
     const u32 to = ring + slot * STAGE, barrier = full + slot * 8;
+    barrier_expect(barrier, STAGE);  // x is counted too
     if (GATED) copy_pairs_once(to, &all.weight, (first + i) * 64, tile * OUT_ROWS, barrier, policy);
     else copy_box_once(to, &all.weight, (first + i) * 64, tile * OUT_ROWS, barrier, policy);
   };
   auto load_x = [&](int i, int slot) { copy_box(ring + slot * STAGE + ROWS * LINE, &all.x, (first + i) * 64, 0, full + slot * 8); };
   if (warp == CONSUMERS && lane == 0) {
-    for (int i = 0; i < min(count, STAGES); ++i) {
-      barrier_expect(full + i * 8, STAGE);
-      load_weights(i, i);
-    }
+    for (int i = 0; i < min(count, EARLY_STAGES); ++i) load_weights(i, i);
 #if CLUSTER > 1
     for (int w = rank % SPLIT; w < CONSUMERS; w += SPLIT) barrier_expect(received + w * 8, WARP_LETTERS);
 #endif
@@ -66,9 +65,9 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, CTAS_PER_SM) lin
   if (warp == CONSUMERS) {
     if (lane == 0) {
       for (int i = 0; i < min(count, STAGES); ++i) load_x(i, i);
+      for (int i = EARLY_STAGES; i < min(count, STAGES); ++i) load_weights(i, i);
       for (int i = STAGES, slot = 0, round = 0; i < count; ++i) {
         barrier_wait(empty + slot * 8, round);
-        barrier_expect(full + slot * 8, STAGE);
         load_weights(i, slot);
         load_x(i, slot);
         if (++slot == STAGES) {

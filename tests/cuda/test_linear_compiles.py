@@ -130,3 +130,4 @@ def test_shared_memory_and_grid_fit(tokens: int, capability: tuple[int, int]) ->
             assert shape.cluster == 1 or capability >= (9, 0)
             if shape.wide:  # room for as many as the shape was chosen for
                 assert shape.ctas_per_sm * (shape.shared_bytes(token_bucket(tokens), False) + 2048) <= 228 * 1024, shape
+                assert 1 <= shape.early_stages <= shape.stages

@@ -48,7 +48,8 @@ def cases() -> list[Case]:
 
 
 #: ("triton", keys, warps, stages, programs per multiprocessor, least tiles, slices) or
-#: ("cuda", warps, keys per warp, stages, CTAs per multiprocessor, least tiles)
+#: ("cuda", warps, keys per warp, stages, CTAs per multiprocessor, least tiles[, cluster, stages before the
+#: wait, tiles into L2 before it, kv heads of a pair])
 CONFIGS: dict[int, list[tuple[Any, ...]]] = {
     128: [("triton", 16, 1, 4, 8, 4, 1), ("cuda", 4, 16, 3, 2, 2), ("cuda", 4, 16, 3, 2, 1), ("cuda", 4, 16, 4, 1, 1), ("cuda", 4, 16, 2, 3, 2),
           ("cuda", 8, 16, 3, 1, 1), ("cuda", 2, 16, 4, 3, 2), ("cuda", 4, 32, 3, 1, 1), ("cuda", 8, 16, 2, 1, 1), ("cuda", 2, 16, 3, 4, 4), ("cuda", 1, 16, 3, 8, 4),

@@ -36,9 +36,34 @@ __device__ __forceinline__ void copy_rows(u32 to, const char *from, int ids, int
   }
 }
 
+// The same rows on their way to L2.
+template <int CHUNKS, i64 BLOCK_STRIDE, i64 SLOT_STRIDE>
+__device__ __forceinline__ void ask_for_rows(const char *from, int ids, int batch_tile, int first_slot, int lane) {
+  constexpr int ROW_LINES = (CHUNKS + 7) / 8;
+#pragma unroll
+  for (int i = 0; i < (KEYS * ROW_LINES + 31) / 32; ++i) {
+    const int row = (i * 32 + lane) / ROW_LINES, line = (i * 32 + lane) % ROW_LINES;
+    const int id = IDS == 1 ? __shfl_sync(ALL, ids, batch_tile) : __shfl_sync(ALL, ids, batch_tile * IDS + (row / IN_BLOCK) % IDS);
+    const int slot = IDS == 1 ? first_slot + row : row % IN_BLOCK;
+    if (row < KEYS) prefetch_l2(from + ((i64)id * BLOCK_STRIDE + (i64)slot * SLOT_STRIDE) * KV_BYTES + line * 128);
+  }
+}
+
+// The warp's keys and values of the next PREFETCH_L2 tiles, as far as their block ids are here. Nothing is read: they may still be written.
+__device__ __forceinline__ void ask_for_tiles(const Params &p, const Cursor &c, int ids, int to_load, int warp, int lane) {
+  const int end = min(min(c.tile + min(PREFETCH_L2, to_load), c.r.num_tiles), (c.tile / BATCH + 1) * BATCH);
+#pragma unroll 1
+  for (int tile = c.tile; tile < end; ++tile) {
+    const int key = ((c.r.first_tile + tile) * WARPS + warp) * KEYS, first_slot = BLOCK_SIZE >= KEYS ? key % BLOCK_SIZE : 0;
+    if (key >= c.r.end || key + KEYS <= c.r.low) continue;
+    ask_for_rows<K_CHUNKS, K_BLOCK, K_SLOT>(keys_of(p, c), ids, tile % BATCH, first_slot, lane);
+    ask_for_rows<V_CHUNKS, V_BLOCK, V_SLOT>(values_of(p, c), ids, tile % BATCH, first_slot, lane);
+  }
+}
+
 struct State {
   float top[COLS][2], total[COLS][2];      // of query rows 8 * c + 2 * (lane % 4) + {0, 1}; total: this thread's keys only
-  float acc[DIM_V / 16][COLS][4];          // O^T: value columns x query rows
+  float acc[V_SLICES][COLS][4];            // O^T: value columns x query rows; of two heads' columns, a row's own are the result
 
   __device__ __forceinline__ void clear() {
 #pragma unroll
@@ -46,7 +71,7 @@ struct State {
       top[c][0] = top[c][1] = FLOOR;
       total[c][0] = total[c][1] = 0.f;
 #pragma unroll
-      for (int d = 0; d < DIM_V / 16; ++d) acc[d][c][0] = acc[d][c][1] = acc[d][c][2] = acc[d][c][3] = 0.f;
+      for (int d = 0; d < V_SLICES; ++d) acc[d][c][0] = acc[d][c][1] = acc[d][c][2] = acc[d][c][3] = 0.f;
     }
   }
 };
@@ -67,15 +92,11 @@ struct Queries {
 
   __device__ __forceinline__ void load(const Params &p, const Cursor &c, int lane) {
     const int quad = lane % 4;
-    float k_scale = 1.f;
-#if SCALES
-    k_scale = p.k_scale[c.head * p.ks_head];
-#endif
 #pragma unroll
     for (int n = 0; n < COLS; ++n) {
       const int row = n * 8 + lane / 4;
-      const bool real = row < ROWS && row / GROUP < c.r.query_len;
-      const char *at = p.q + ((c.r.start + row / GROUP) * p.q_token + (c.head * GROUP + row % GROUP) * p.q_head) * 2;
+      const bool real = row < ROWS && query_of(row) < c.r.query_len;
+      const char *at = p.q + ((c.r.start + query_of(row)) * p.q_token + (kv_head_of(c.pair, row) * GROUP + row % GROUP) * p.q_head) * 2;
 #pragma unroll
       for (int s = 0; s < DIM / 16; ++s) {
 #if KV_BYTES == 1  // the order of columns in which fp8 keys unpack
@@ -109,18 +130,22 @@ struct Queries {
 #endif
 #pragma unroll
       for (int i = 0; i < 2; ++i) {  // from here on rows as in the scores: two per thread
+        [[maybe_unused]] const int mine = n * 8 + quad * 2 + i;
+        float k_scale = 1.f;
+#if SCALES
+        if (mine < ROWS) k_scale = p.k_scale[kv_head_of(c.pair, mine) * p.ks_head];
+#endif
         const float row_fold = KV_BYTES == 1 && !Q_HALF ? __shfl_sync(ALL, fold, (quad * 2 + i) * 4) : 1.f;
         scale[n][i] = p.scale * k_scale * row_fold * (SOFT_CAP || ALIBI ? 1.f : LOG2E);
-        [[maybe_unused]] const int query = n * 8 + quad * 2 + i;
 #if ALIBI || !SAME_MASK
-        position[n][i] = c.r.seq_len - c.r.query_len + query / GROUP;
+        position[n][i] = c.r.seq_len - c.r.query_len + query_of(mine);
 #endif
 #if !SAME_MASK
         visible(position[n][i], c.r.seq_len, low[n][i], end[n][i]);
-        if (query / GROUP >= c.r.query_len || query >= ROWS) end[n][i] = low[n][i];
+        if (query_of(mine) >= c.r.query_len || mine >= ROWS) end[n][i] = low[n][i];
 #endif
 #if ALIBI
-        slope[n][i] = query < ROWS ? p.slopes[c.head * GROUP + query % GROUP] : 0.f;
+        slope[n][i] = mine < ROWS ? p.slopes[kv_head_of(c.pair, mine) * GROUP + mine % GROUP] : 0.f;
 #endif
       }
     }
@@ -133,11 +158,11 @@ __device__ __forceinline__ void attend(State &state, const Queries &queries, con
   float s[SUBS][COLS][4];
 #pragma unroll
   for (int m = 0; m < SUBS; ++m) {
-    float odd_sum[COLS][4];  // two chains of dependent mma instead of one
+    float other[COLS][4];  // two chains of dependent mma instead of one; or the second head's dots
 #pragma unroll
     for (int n = 0; n < COLS; ++n)
 #pragma unroll
-      for (int j = 0; j < 4; ++j) s[m][n][j] = odd_sum[n][j] = 0.f;
+      for (int j = 0; j < 4; ++j) s[m][n][j] = other[n][j] = 0.f;
     const u32 at = stage + (m * 16 + lane % 16) * K_ROW, odd = (lane / 16 ^ swizzle<K_PADDED>(lane % 16)) * 16;
 #if KV_BYTES == 1
 #pragma unroll
@@ -154,23 +179,27 @@ __device__ __forceinline__ void attend(State &state, const Queries &queries, con
 #pragma unroll
         for (int n = 0; n < COLS; ++n) {
           const u32(&b)[2] = queries.b[(2 * d + 1) % (DIM / 16)][n];
-          mma(odd_sum[n], a, b[0], b[1]);
+          mma(other[n], a, b[0], b[1]);
         }
       }
     }
 #else
 #pragma unroll
-    for (int d = 0; d < DIM / 16; ++d) {
+    for (int d = 0; d < PAIR_HEADS * DIM / 16; ++d) {
       u32 a[4];
       load_matrices(a, chunk_pair<K_PADDED>(at, odd, d));
+      const int head = d / (DIM / 16), at_d = d % (DIM / 16);
 #pragma unroll
-      for (int n = 0; n < COLS; ++n) mma(d % 2 ? odd_sum[n] : s[m][n], a, queries.b[d][n][0], queries.b[d][n][1]);
+      for (int n = 0; n < COLS; ++n)
+        if (holds(n, head)) mma((SHARED ? head : d % 2) ? other[n] : s[m][n], a, queries.b[at_d][n][0], queries.b[at_d][n][1]);
     }
 #endif
 #pragma unroll
     for (int n = 0; n < COLS; ++n)
 #pragma unroll
-      for (int j = 0; j < 4; ++j) s[m][n][j] += odd_sum[n][j];
+      for (int j = 0; j < 4; ++j)
+        if (!SHARED) s[m][n][j] += other[n][j];
+        else if (kv_head_of(0, lane % 4 * 2 + j % 2)) s[m][n][j] = other[n][j];
   }
   [[maybe_unused]] const bool whole = SAME_MASK && key + KEYS <= c.r.end && key >= c.r.low;  // no key of these is masked
   bool moved = false;
@@ -218,7 +247,7 @@ __device__ __forceinline__ void attend(State &state, const Queries &queries, con
         state.top[n][i] = top[n][i];
         state.total[n][i] *= shrink;
 #pragma unroll
-        for (int d = 0; d < DIM_V / 16; ++d) {
+        for (int d = 0; d < V_SLICES; ++d) {
           state.acc[d][n][i] *= shrink;
           state.acc[d][n][i + 2] *= shrink;
         }
@@ -260,11 +289,12 @@ __device__ __forceinline__ void attend(State &state, const Queries &queries, con
     const int value = lane % 8 + lane / 16 * 8;
     const u32 at = values + (m * 16 + value) * V_ROW, odd = (lane / 8 % 2 ^ swizzle<V_PADDED>(value)) * 16;
 #pragma unroll
-    for (int d = 0; d < DIM_V / 16; ++d) {
+    for (int d = 0; d < V_SLICES; ++d) {
       u32 a[4];
       load_transposed(a, chunk_pair<V_PADDED>(at, odd, d));
 #pragma unroll
-      for (int n = 0; n < COLS; ++n) mma(state.acc[d][n], a, b[n][0], b[n][1]);
+      for (int n = 0; n < COLS; ++n)
+        if (holds(n, d / (DIM_V / 16))) mma(state.acc[d][n], a, b[n][0], b[n][1]);
     }
 #endif
   }
@@ -286,8 +316,10 @@ __device__ __forceinline__ void park(State &state, float *to, float *tops, float
 #pragma unroll
         for (int d = 0; d < DIM_V / 16; ++d) {
           // fp8 values unpack in pairs of neighbours, 16-bit ones as columns r and r + 8
-          to[row * OUT_ROW + d * 16 + (KV_BYTES == 1 ? 2 * r : r)] = state.acc[d][n][i];
-          to[row * OUT_ROW + d * 16 + (KV_BYTES == 1 ? 2 * r + 1 : r + 8)] = state.acc[d][n][i + 2];
+          const bool second = kv_head_of(0, row);
+          const float(&acc)[4] = state.acc[d][n], (&others)[4] = state.acc[V_SLICES - DIM_V / 16 + d][n];
+          to[row * OUT_ROW + d * 16 + (KV_BYTES == 1 ? 2 * r : r)] = second ? others[i] : acc[i];
+          to[row * OUT_ROW + d * 16 + (KV_BYTES == 1 ? 2 * r + 1 : r + 8)] = second ? others[i + 2] : acc[i + 2];
         }
         if (r == 0) {
           tops[row] = state.top[n][i];

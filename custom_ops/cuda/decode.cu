@@ -1,11 +1,14 @@
 // Decode attention over a paged cache: stream-K on a fixed grid, one launch, merged by the last arriver.
 //
-// The keys of all (request, kv head) pairs are cut into tiles of WARPS * KEYS keys and lined up; every CTA takes an equal run of that
-// line, whatever the lengths are. Inside a CTA each warp owns KEYS keys of a tile: it copies them to shared memory itself (cp.async,
-// STAGES deep, across the borders of pairs), so that no barrier stands in the loop; the warps' softmax states meet once per pair.
+// A pair is a request and one kv head, or two narrow ones side by side (PAIR_HEADS). The keys of all requests are cut into tiles of
+// WARPS * KEYS keys and lined up; every team of TEAM CTAs takes an equal run of that line, whatever the lengths are, each CTA for a pair of
+// its own: device memory answers faster when the heads of a block are read at about one time. Inside a CTA each warp owns KEYS keys of a
+// tile: it copies them to shared memory itself (cp.async, STAGES deep, across the borders of pairs), so that no barrier stands in the loop;
+// the warps' softmax states meet once per pair.
 //
 // The dots are transposed: S^T = K Q^T and O^T = V^T P^T, keys and value columns as the 16 rows of mma.m16n8k16, query rows
-// (query tokens x heads of the group) as its 8 columns. A group of 4 or 8 heads wastes half or nothing instead of 12 or 8 of 16 rows.
+// (query tokens x heads of the group) as its 8 columns. A group of 4 or 8 heads wastes half or nothing instead of 12 or 8 of 16 rows; two
+// heads of a pair share the 8 columns, each of which keeps what belongs to its own head.
 //
 // Compiled at run time by NVRTC, one specialisation per model shape; every macro below comes from custom_ops/cuda/specialise.py.
 // No headers but ours, so that it builds wherever NVRTC is. Sources: Stream-K (arXiv:2301.03598), split-KV merging (arXiv:2501.01005, 2.2).
@@ -13,11 +16,11 @@
 #include "attend.cuh"
 
 // Normalise four columns of a row and store them; the first thread of a row stores the LSE.
-__device__ __forceinline__ void finish(const Params &p, int start, int query_len, int head, int row, int column, float top, float total,
+__device__ __forceinline__ void finish(const Params &p, int start, int query_len, int pair, int row, int column, float top, float total,
                                        float4 x) {
-  const int query = row / GROUP;
+  const int query = query_of(row);
   if (query >= query_len) return;
-  const int q_head = head * GROUP + row % GROUP;
+  const int head = kv_head_of(pair, row), q_head = head * GROUP + row % GROUP;
   const bool sees = total > 0.f;
 #if SINKS
   const float sink = to_float(p.sinks[q_head]) * LOG2E;
@@ -40,8 +43,8 @@ __device__ __forceinline__ void finish(const Params &p, int start, int query_len
 #endif
 }
 
-// Combine the parts of a pair, left by CTAs first ...: slot 1 of the first, slot 0 of the others; always in this order. AHEAD: parts
-// asked for at once; a trip to L2 takes longer than everything else here.
+// Combine the parts of a pair, left by its CTAs in teams first ...: slot 1 of the first, slot 0 of the others; always in this order.
+// AHEAD: parts asked for at once; a trip to L2 takes longer than everything else here.
 template <int AHEAD>
 __device__ __forceinline__ void merge(const Params &p, const Cursor &c, int first, int parts, int thread) {
   for (int e = thread; e < ROWS * VECTORS; e += THREADS) {
@@ -54,7 +57,7 @@ __device__ __forceinline__ void merge(const Params &p, const Cursor &c, int firs
 #pragma unroll
       for (int j = 0; j < AHEAD; ++j) {
         const int part = min(begin + j, parts - 1);  // past the end: the last one again, with no weight; no branch between loads
-        const i64 slot = (i64)(first + part) * 2 + (part == 0);
+        const i64 slot = (i64)((first + part) * TEAM + blockIdx.x % TEAM) * 2 + (part == 0);
         part_top[j] = load_l2(p.part_state + slot * 2 * ROWS + row);
         part_total[j] = load_l2(p.part_state + slot * 2 * ROWS + ROWS + row);
         x[j] = load_l2((const float4 *)p.part_acc + slot * ROWS * VECTORS + e);
@@ -76,7 +79,7 @@ __device__ __forceinline__ void merge(const Params &p, const Cursor &c, int firs
         sum.x += x[j].x * weight; sum.y += x[j].y * weight; sum.z += x[j].z * weight; sum.w += x[j].w * weight;
       }
     }
-    finish(p, c.r.start, c.r.query_len, c.head, row, column, top, total, sum);
+    finish(p, c.r.start, c.r.query_len, c.pair, row, column, top, total, sum);
   }
 }
 
@@ -105,7 +108,7 @@ __device__ __noinline__ void store_empty(const Params &p) {
 
 // Lengths, tables and query starts are read before this point, and PREFETCH stages of keys and values before the query tokens' own:
 // what writes those does not let its dependents start early (custom_ops/ops.py), so that they are complete when this kernel begins.
-// Everything else is read behind it, when all kernels before have finished.
+// Everything else is read behind it, when all kernels before have finished. PREFETCH_L2 tiles more are only asked for into L2.
 //
 // The next kernel may be launched from here on, not earlier: whoever wrote the query tokens' keys did let its dependents start early, and
 // to an attention behind this one they are keys to be read before its wait.
@@ -136,12 +139,19 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, CTAS_PER_SM) pag
 #endif
 
   // The run of this CTA; every warp works it out for itself. Lane i counts the i-th share of the requests.
-  const int share = (p.num_reqs + 31) / 32;
+  const int share = (p.num_reqs + 31) / 32, first = lane * share;
   int tiles = 0, busy = 0;
   const int used = p.starts[p.num_reqs];  // token rows of requests; those after it are padding
   Cursor c = {};
-  for (int r = lane * share; r < min((lane + 1) * share, p.num_reqs); ++r) {
-    c.r.load(p, r);
+  Request one, two;  // the first two in one trip to memory
+  one.load(p, min(first, p.num_reqs - 1));
+  two.load(p, min(first + 1, p.num_reqs - 1));
+  auto look_at = [&](int r) {
+    if (r < first + 2) c.r = r == first ? one : two;
+    else c.r.load(p, r);
+  };
+  for (int r = first; r < min(first + share, p.num_reqs); ++r) {
+    look_at(r);
     tiles += c.r.num_tiles;
     busy += c.r.num_tiles > 0;
   }
@@ -152,35 +162,36 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, CTAS_PER_SM) pag
     const int below = __shfl_up_sync(ALL, upto, step);
     if (lane >= step) upto += below;
   }
-  const int total = __shfl_sync(ALL, upto, 31) * NUM_KV_HEADS;
-  const int pairs = max(busy * NUM_KV_HEADS, 1);
-  const int wanted = max(min((int)gridDim.x, total / MIN_TILES), 1);
-  int programs = wanted;
-  if (pairs <= wanted) {  // equal lengths: let runs end where pairs end, unless that idles a quarter of the CTAs
-    const int each = wanted / pairs, even = 1 << (31 - __clz(each));  // a power of two keeps a pair's CTAs in one cluster
-    if (CLUSTER > 1 && even <= CLUSTER && even * pairs * 10 >= wanted * 7) programs = even * pairs;
-    else if (each * pairs * 4 >= wanted * 3) programs = each * pairs;
+  const int total = __shfl_sync(ALL, upto, 31) * LINES;
+  const int lines = max(busy * LINES, 1);
+  const int wanted = max(min((int)gridDim.x / TEAM, total / MIN_TILES), 1);
+  int teams = wanted;
+  if (lines <= wanted) {  // equal lengths: let runs end where pairs end, unless that idles a quarter of the CTAs
+    const int each = wanted / lines, even = 1 << (31 - __clz(each));  // a power of two keeps a pair's CTAs in one cluster
+    if (CLUSTER > 1 && even <= CLUSTER && even * lines * 10 >= wanted * 7) teams = even * lines;
+    else if (each * lines * 4 >= wanted * 3) teams = each * lines;
   }
-  const int program = blockIdx.x;
-  const int base = total / programs, extra = total % programs;
-  int unit = program * base + program * extra / programs;
-  const int unit_end = program < programs ? (program + 1) * base + (program + 1) * extra / programs : unit;
+  const int team = (int)blockIdx.x / TEAM, member = (int)blockIdx.x % TEAM;
+  const int base = total / teams, extra = total % teams;
+  int unit = team * base + team * extra / teams;
+  const int unit_end = team < teams ? (team + 1) * base + (team + 1) * extra / teams : unit;
 
   if (unit < unit_end) {
-    const int home = __ffs(__ballot_sync(ALL, upto * NUM_KV_HEADS > unit)) - 1;
-    int before = (upto - tiles) * NUM_KV_HEADS, request = lane * share;
+    const int home = __ffs(__ballot_sync(ALL, upto * LINES > unit)) - 1;
+    int before = (upto - tiles) * LINES, request = first;
     if (share > 1 && lane == home) {
       for (;; ++request) {
-        c.r.load(p, request);
-        if (before + c.r.num_tiles * NUM_KV_HEADS > unit) break;
-        before += c.r.num_tiles * NUM_KV_HEADS;
+        look_at(request);
+        if (before + c.r.num_tiles * LINES > unit) break;
+        before += c.r.num_tiles * LINES;
       }
     }
     c.request = __shfl_sync(ALL, request, home);
     before = __shfl_sync(ALL, before, home);
     c.r.take(home);
-    c.head = (unit - before) / c.r.num_tiles;
-    c.tile = unit - before - c.head * c.r.num_tiles;
+    const int line = LINES == 1 ? 0 : (unit - before) / c.r.num_tiles;
+    c.pair = line * TEAM + member;
+    c.tile = unit - before - line * c.r.num_tiles;
 
     const u32 stages = shared_address(shared) + warp * STAGES * STAGE;
     Cursor ahead = c;
@@ -193,7 +204,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, CTAS_PER_SM) pag
         const int batch_tile = ahead.tile % BATCH, first_slot = BLOCK_SIZE >= KEYS ? key % BLOCK_SIZE : 0;
         const u32 to = stages + into * STAGE;
         if (real > 0 && skip < KEYS) {
-          const char *k = p.k + (i64)ahead.head * K_HEAD * KV_BYTES, *v = p.v + (i64)ahead.head * V_HEAD * KV_BYTES;
+          const char *k = keys_of(p, ahead), *v = values_of(p, ahead);
           copy_rows<K_CHUNKS, K_PADDED, K_BLOCK, K_SLOT>(to, k, ids, batch_tile, first_slot, skip, real, lane);
           copy_rows<V_CHUNKS, V_PADDED, V_BLOCK, V_SLOT>(to + KEYS * K_ROW, v, ids, batch_tile, first_slot, skip, real, lane);
         }
@@ -210,6 +221,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, CTAS_PER_SM) pag
 #if PDL && PREFETCH > 0
 #pragma unroll 1
     for (; filled < PREFETCH && is_context(ahead, warp); ++filled) load(filled);
+    if (filled == PREFETCH) ask_for_tiles(p, ahead, ids, to_load, warp, lane);
 #endif
     finish_waiting();
     Queries queries;
@@ -220,7 +232,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, CTAS_PER_SM) pag
     state.clear();
     int pair_begin = c.tile;  // first tile of this run in the pair
     Parts parts;
-    parts.find(c, unit, unit_end, total, programs);
+    parts.find(c, unit, unit_end, total, teams);
 
     while (true) {
       wait_groups<STAGES - 2>();
@@ -241,8 +253,8 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, CTAS_PER_SM) pag
       __syncwarp();
       park(state, (float *)(shared + (warp * STAGES + used_slot) * STAGE), all_tops[warp], all_totals[warp], lane);
       __syncthreads();
-      const i64 part = (i64)program * 2 + (pair_begin == 0);
-      [[maybe_unused]] const int sender = program - parts.first - 1;  // -1: the pair begins here, the others' parts come to this CTA
+      const i64 part = (i64)blockIdx.x * 2 + (pair_begin == 0);
+      [[maybe_unused]] const int sender = team - parts.first - 1;  // -1: the pair begins here, the others' parts come to this CTA
 #if CLUSTER > 1
       if (!met) cluster_wait();
       met = true;
@@ -289,7 +301,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, CTAS_PER_SM) pag
         } else
 #endif
         if (parts.whole || parts.near) {
-          finish(p, c.r.start, c.r.query_len, c.head, row, column, top, sum, x);
+          finish(p, c.r.start, c.r.query_len, c.pair, row, column, top, sum, x);
         } else {
           ((float4 *)p.part_acc)[part * ROWS * VECTORS + e] = x;
           if (column == 0) {
@@ -308,7 +320,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, CTAS_PER_SM) pag
         __syncthreads();  // all threads' parts are stored before one thread says so
         if (threadIdx.x == 0) {
           int old;
-          int *semaphore = p.semaphore + c.request * NUM_KV_HEADS + c.head;
+          int *semaphore = p.semaphore + c.request * PAIRS + c.pair;
           asm volatile("atom.global.acq_rel.gpu.add.s32 %0, [%1], 1;" : "=r"(old) : "l"(semaphore) : "memory");
           arrived = old == parts.count - 1;
           if (arrived) *semaphore = 0;
@@ -324,7 +336,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, CTAS_PER_SM) pag
       c.next_pair(p);
       pair_begin = 0;
       queries.load(p, c, lane);
-      parts.find(c, unit, unit_end, total, programs);
+      parts.find(c, unit, unit_end, total, teams);
       state.clear();
     }
   } else {

@@ -94,6 +94,7 @@ def _specialised(
         dtype, kv_dtype, group, max_query_len, block_size, num_kv_heads, dim, dim_v, k_stride, v_stride, causal, window_left, window_right,
         chunk, soft_cap, alibi, sinks, scales, lse, specialise.launches_early(index), pairs, specialise.num_sms(index),
         specialise.shared_per_sm(index))  # fmt: skip
-    shared = shape.shared_bytes(dim, dim_v, kv_dtype.itemsize, macros["GROUP"] * macros["QUERY_LEN"])
+    rows = macros["PAIR_HEADS"] * macros["GROUP"] * macros["QUERY_LEN"]
+    shared = shape.shared_bytes(dim, dim_v, kv_dtype.itemsize, rows)
     kernel = jit.kernel("decode.cu", "paged_decode", macros, torch.device("cuda", index), shared_bytes=shared)
-    return kernel, shape, macros["GROUP"] * macros["QUERY_LEN"]
+    return kernel, shape, rows

@@ -54,40 +54,48 @@ struct Request {
   }
 };
 
-// Where a CTA stands in its run: pair (request, head) and tile of the pair.
+// Where a CTA stands in its run: request, pair of the request, tile of the pair.
 struct Cursor {
-  int request, head, tile;
+  int request, pair, tile;
   Request r;
 
   __device__ __forceinline__ void next_pair(const Params &p) {
     tile = 0;
-    if (++head == NUM_KV_HEADS) {
-      head = 0;
+    if (LINES == 1 || (pair += TEAM) >= PAIRS) {
+      if (LINES > 1) pair -= PAIRS;
       do r.load(p, ++request);  // a run ends before the requests do
       while (r.num_tiles == 0);
     }
   }
 };
 
-// The CTAs that share the pair a cursor has reached; found while its first keys are on their way.
+// Where a pair's first head begins in the caches.
+__device__ __forceinline__ const char *keys_of(const Params &p, const Cursor &c) {
+  return p.k + (i64)c.pair * PAIR_HEADS * K_HEAD * KV_BYTES;
+}
+__device__ __forceinline__ const char *values_of(const Params &p, const Cursor &c) {
+  return p.v + (i64)c.pair * PAIR_HEADS * V_HEAD * KV_BYTES;
+}
+
+// The teams that share the pair a cursor has reached; found while its first keys are on their way.
 struct Parts {
   int first, count;
   bool whole;  // this run holds the whole pair
   bool near;   // all of them are in one cluster
 
-  // The CTA whose run [p * total / programs, (p + 1) * total / programs) holds `unit`.
-  static __device__ __forceinline__ int owner(int unit, int total, int programs) {
-    if (__umulhi(total, programs) == 0) return ((u32)(unit + 1) * programs - 1) / (u32)total;
-    return (int)(((u64)(unit + 1) * programs - 1) / total);
+  // The team whose run [t * total / teams, (t + 1) * total / teams) holds `unit`.
+  static __device__ __forceinline__ int owner(int unit, int total, int teams) {
+    if (__umulhi(total, teams) == 0) return ((u32)(unit + 1) * teams - 1) / (u32)total;
+    return (int)(((u64)(unit + 1) * teams - 1) / total);
   }
 
-  __device__ __forceinline__ void find(const Cursor &c, int unit, int unit_end, int total, int programs) {
+  __device__ __forceinline__ void find(const Cursor &c, int unit, int unit_end, int total, int teams) {
     const int begin = unit - c.tile, last = begin + c.r.num_tiles - 1;
     whole = c.tile == 0 && last < unit_end;
     near = false;
     if (!whole) {
-      first = owner(begin, total, programs);
-      count = owner(last, total, programs) - first + 1;
+      first = owner(begin, total, teams);
+      count = owner(last, total, teams) - first + 1;
       near = CLUSTER > 1 && first / CLUSTER == (first + count - 1) / CLUSTER;
     }
   }

@@ -2,12 +2,16 @@
 #pragma once
 #include "machine.cuh"
 
-constexpr int ROWS = GROUP * QUERY_LEN;             // query rows of a pair
+constexpr int PAIRS = NUM_KV_HEADS / PAIR_HEADS;    // of a request
+constexpr int LINES = PAIRS / TEAM;                 // of a request, each of TEAM pairs side by side
+constexpr int HEAD_ROWS = GROUP * QUERY_LEN;        // query rows of a kv head
+constexpr int ROWS = PAIR_HEADS * HEAD_ROWS;        // query rows of a pair
 constexpr int COLS = (ROWS + 7) / 8;                // n-tiles of 8 rows
+constexpr bool SHARED = PAIR_HEADS > 1 && HEAD_ROWS % 8;  // an n-tile holds rows of both heads
 constexpr int TILE = WARPS * KEYS;                  // keys of one unit of work
 constexpr int SUBS = KEYS / 16;                     // m-tiles of keys per warp
-constexpr int K_CHUNKS = DIM * KV_BYTES / 16;       // 16-byte chunks of a key
-constexpr int V_CHUNKS = DIM_V * KV_BYTES / 16;
+constexpr int K_CHUNKS = PAIR_HEADS * DIM * KV_BYTES / 16;  // 16-byte chunks of a key, of all heads of a pair
+constexpr int V_CHUNKS = PAIR_HEADS * DIM_V * KV_BYTES / 16;
 // A key in shared memory: its chunks, padded so that 8 rows fill whole 128-byte lines, and swizzled within a line. The 8 rows of an
 // ldmatrix then meet 8 different banks, and a line of device memory stays a line: rows padded by 16 bytes made cp.async ask L2 for
 // 1.5 times the bytes.
@@ -16,10 +20,14 @@ constexpr int K_PADDED = padded(K_CHUNKS), V_PADDED = padded(V_CHUNKS);
 constexpr int K_ROW = K_PADDED * 16, V_ROW = V_PADDED * 16;  // bytes
 constexpr int STAGE = KEYS * (K_ROW + V_ROW);                // bytes of one warp's stage
 constexpr int OUT_ROW = ROWS * (DIM_V + 4) * 4 <= STAGE ? DIM_V + 4 : DIM_V;  // floats of a query row when states meet, in a stage
+constexpr int V_SLICES = PAIR_HEADS * DIM_V / 16;   // m-tiles of value columns
 constexpr int VECTORS = DIM_V / 4;
 constexpr int THREADS = WARPS * 32;
 constexpr int LETTER = ROWS * DIM_V;                // floats of a part that a CTA sends to another of its cluster
 static_assert(ROWS * OUT_ROW * 4 <= STAGE, "a stage must hold a warp's state");
+static_assert(PAIRS % TEAM == 0 && (TEAM == 1 || CLUSTER == 1), "whole teams; CTAs of a cluster share a pair");
+static_assert(NUM_KV_HEADS % PAIR_HEADS == 0 && (PAIR_HEADS == 1 || KV_BYTES == 2) && (!SHARED || ROWS <= 8),
+              "two heads in one n-tile, or in tiles of their own");
 static_assert(DIM % 16 == 0 && DIM_V % 16 == 0 && KEYS % 16 == 0 && STAGES >= 2, "sizes in multiples of 16, two stages");
 
 struct Params {  // packed by custom_ops/cuda/paged_attention.py, in this order
@@ -36,6 +44,12 @@ struct Params {  // packed by custom_ops/cuda/paged_attention.py, in this order
   float scale, soft_cap;
   int num_reqs, num_tokens, ks_head, vs_head;
 };
+
+// Query rows of a pair: heads of the group within query tokens within kv heads.
+__device__ __forceinline__ int query_of(int row) { return row / GROUP % QUERY_LEN; }
+__device__ __forceinline__ int kv_head_of(int pair, int row) { return pair * PAIR_HEADS + row / HEAD_ROWS; }
+// Whether any row of n-tile `n` belongs to the `head`-th kv head of a pair.
+__host__ __device__ constexpr bool holds(int n, int head) { return SHARED || n * 8 / HEAD_ROWS == head; }
 
 template <int PADDED> __device__ __forceinline__ int swizzle(int row) { return PADDED >= 8 ? row % 8 : row / (8 / PADDED) % PADDED; }
 

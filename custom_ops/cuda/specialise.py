@@ -34,6 +34,8 @@ class DecodeShape:
         min_tiles: least tiles of a CTA's run; shorter runs cost more to merge than they save.
         cluster: CTAs that can write into each other's shared memory, a power of two; 1 where there are none.
         prefetch: stages that may be filled with keys before the query tokens' own while the kernels ahead still run.
+        prefetch_l2: tiles behind these that are asked for into L2 meanwhile.
+        pair_heads: kv heads of a pair, 1 or 2.
     """
 
     warps: int
@@ -43,10 +45,12 @@ class DecodeShape:
     min_tiles: int
     cluster: int = 1
     prefetch: int = 2
+    prefetch_l2: int = 1
+    pair_heads: int = 1
 
     def stage_bytes(self, dim: int, dim_v: int, kv_bytes: int) -> int:
         """Shared memory of one warp's stage; as ``STAGE`` in decode.cu."""
-        return self.keys * 16 * sum(_padded(width * kv_bytes // 16) for width in (dim, dim_v))
+        return self.keys * 16 * sum(_padded(self.pair_heads * width * kv_bytes // 16) for width in (dim, dim_v))
 
     def shared_bytes(self, dim: int, dim_v: int, kv_bytes: int, rows: int) -> int:
         """Dynamic shared memory of a CTA: the stages, and what others of the cluster send."""
@@ -58,9 +62,13 @@ class DecodeShape:
 _OTHER_SHARED = 2304 + 1024
 
 
-def _preferred(width: int, kv_bytes: int, rows: int, pairs: int, sms: int) -> DecodeShape:
+def _preferred(width: int, kv_bytes: int, rows: int, pairs: int, sms: int, heads: int) -> DecodeShape:
     if rows > 16:  # many accumulators: registers for one CTA of 8 warps
         return DecodeShape(warps=8, keys=32 if width <= 128 else 16, stages=3, ctas_per_sm=1, min_tiles=1)
+    if heads == 2:
+        if pairs * 2 <= sms:
+            return DecodeShape(warps=4, keys=16, stages=3, ctas_per_sm=2, min_tiles=2)
+        return DecodeShape(warps=8, keys=16, stages=3, ctas_per_sm=1, min_tiles=1)
     cluster = 2 if pairs and sms // pairs in (2, 3) else 1  # two CTAs to a pair meet in shared memory; more gain nothing by it
     if kv_bytes == 1:
         return DecodeShape(warps=8, keys=32, stages=2, ctas_per_sm=1, min_tiles=1, cluster=cluster)
@@ -74,13 +82,28 @@ def _preferred(width: int, kv_bytes: int, rows: int, pairs: int, sms: int) -> De
     return DecodeShape(warps=4, keys=16, stages=2, ctas_per_sm=3, min_tiles=2)
 
 
-@functools.cache
-def decode_shape(dim: int, dim_v: int, kv_bytes: int, rows: int, pairs: int, sms: int, shared_per_sm: int) -> DecodeShape:
-    """The shape for these widths (in numbers), bytes per cached number, query rows per pair, (request, kv head) pairs, multiprocessors.
+def pair_heads(
+    head_rows: int, num_kv_heads: int, dim: int, dim_v: int, kv_bytes: int, k_head: int, v_head: int, head_pairs: int, sms: int
+) -> int:
+    """Kv heads of a pair: two where many narrow heads lie side by side, so that twice the bytes are read in one piece.
 
-    The preferred shape, cut down until its CTAs fit the shared memory of a multiprocessor (bytes).
+    Their query rows must share the 8 columns of a tensor core's tile, or fill a tile each. ``head_rows``: query rows of a kv head;
+    ``k_head``, ``v_head``: strides of the caches' heads in numbers; ``head_pairs``: (request, kv head) pairs; ``sms``: multiprocessors.
     """
-    shape = _preferred(max(dim, dim_v) * kv_bytes, kv_bytes, rows, pairs, sms)
+    together = num_kv_heads % 2 == 0 and (head_rows <= 4 or head_rows == 8) and k_head == dim and v_head == dim_v
+    return 2 if together and kv_bytes == 2 and max(dim, dim_v) <= 64 and head_pairs * 3 >= sms else 1
+
+
+@functools.cache
+def decode_shape(
+    dim: int, dim_v: int, kv_bytes: int, head_rows: int, head_pairs: int, sms: int, shared_per_sm: int, heads: int = 1
+) -> DecodeShape:  # fmt: skip
+    """The shape for these widths (in numbers), bytes per cached number, query rows per kv head, (request, kv head) pairs, multiprocessors.
+
+    The preferred shape, cut down until its CTAs fit the shared memory of a multiprocessor (bytes). ``heads``: `pair_heads`.
+    """
+    rows, pairs = heads * head_rows, head_pairs // heads
+    shape = dataclasses.replace(_preferred(heads * max(dim, dim_v) * kv_bytes, kv_bytes, rows, pairs, sms, heads), pair_heads=heads)
     while rows * dim_v * 4 > shape.stage_bytes(dim, dim_v, kv_bytes):  # a warp's state meets the others in a stage
         shape = dataclasses.replace(shape, keys=shape.keys * 2, warps=max(shape.warps // 2, 2))
     while shape.ctas_per_sm * (shape.shared_bytes(dim, dim_v, kv_bytes, rows) + _OTHER_SHARED) > shared_per_sm:
@@ -93,6 +116,14 @@ def decode_shape(dim: int, dim_v: int, kv_bytes: int, rows: int, pairs: int, sms
         else:
             shape = dataclasses.replace(shape, warps=shape.warps // 2)
     return shape
+
+
+def team(pairs: int, ctas: int) -> int:
+    """CTAs that read the pairs of a request in step: the largest divisor of its ``pairs`` that idles at most a twentieth of ``ctas``.
+
+    Device memory reads neighbouring heads of a block faster at one time than at different times.
+    """
+    return max(size for size in range(1, pairs + 1) if pairs % size == 0 and ctas // size * size * 20 >= ctas * 19)
 
 
 def refuse(
@@ -126,7 +157,9 @@ def unsupported(
     reason = refuse(q.dtype, k_cache.dtype, dim, dim_v, rows, block_size, capability(index), 0)
     if reason is not None:
         return reason
-    shape = decode_shape(dim, dim_v, k_cache.element_size(), rows, num_reqs * num_kv_heads, num_sms(index), shared_per_sm(index))
+    head_pairs, sms = num_reqs * num_kv_heads, num_sms(index)
+    heads = pair_heads(rows, num_kv_heads, dim, dim_v, k_cache.element_size(), k_cache.stride(2), v_cache.stride(2), head_pairs, sms)
+    shape = decode_shape(dim, dim_v, k_cache.element_size(), rows, head_pairs, sms, shared_per_sm(index), heads)
     reason = refuse(q.dtype, k_cache.dtype, dim, dim_v, rows, block_size, capability(index), shape.keys)
     if reason is not None:
         return reason
@@ -146,12 +179,13 @@ def decode_macros(
 ) -> tuple[dict[str, int], DecodeShape]:  # fmt: skip
     """The macros of ``decode.cu`` for a call, and its shape. Strides of the caches in numbers, as torch gives them."""
     query_len = _power_of_2(max_query_len)
-    shape = decode_shape(dim, dim_v, kv_dtype.itemsize, group * query_len, pairs, sms, shared_per_sm)
+    heads = pair_heads(group * query_len, num_kv_heads, dim, dim_v, kv_dtype.itemsize, k_stride[2], v_stride[2], pairs, sms)
+    shape = decode_shape(dim, dim_v, kv_dtype.itemsize, group * query_len, pairs, sms, shared_per_sm, heads)
     if not early:  # compute capability 9.0 brought both
         shape = dataclasses.replace(shape, cluster=1)
     macros = {
-        "DIM": dim, "DIM_V": dim_v, "GROUP": group, "NUM_KV_HEADS": num_kv_heads, "QUERY_LEN": query_len, "BLOCK_SIZE": block_size,
-        "KV_BYTES": kv_dtype.itemsize, "E5M2": kv_dtype == torch.float8_e5m2, "Q_HALF": dtype == torch.float16,
+        "DIM": dim, "DIM_V": dim_v, "GROUP": group, "NUM_KV_HEADS": num_kv_heads, "PAIR_HEADS": shape.pair_heads, "QUERY_LEN": query_len,
+        "BLOCK_SIZE": block_size, "KV_BYTES": kv_dtype.itemsize, "E5M2": kv_dtype == torch.float8_e5m2, "Q_HALF": dtype == torch.float16,
         "HALF": dtype == torch.float16 or kv_dtype in _FP8,
         "K_BLOCK": k_stride[0], "K_SLOT": k_stride[1], "K_HEAD": k_stride[2],
         "V_BLOCK": v_stride[0], "V_SLOT": v_stride[1], "V_HEAD": v_stride[2],
@@ -159,6 +193,8 @@ def decode_macros(
         "SAME_MASK": query_len == 1, "SOFT_CAP": soft_cap, "ALIBI": alibi, "SINKS": sinks, "SCALES": scales,
         "LSE": lse, "PDL": early, "WARPS": shape.warps, "KEYS": shape.keys, "STAGES": shape.stages, "CTAS_PER_SM": shape.ctas_per_sm,
         "MIN_TILES": shape.min_tiles, "CLUSTER": shape.cluster, "PREFETCH": min(shape.prefetch, shape.stages - 1),
+        "PREFETCH_L2": shape.prefetch_l2,
+        "TEAM": team(num_kv_heads // shape.pair_heads, shape.ctas_per_sm * sms) if shape.cluster == 1 else 1,
     }  # fmt: skip
     return {name: int(value) for name, value in macros.items()}, shape
 

@@ -37,6 +37,8 @@ TUNED: dict[str, dict[str, Any]] = {  # zero spills are asserted for these
     "llama few pairs": {"heads": (4, 8, 128), "pairs": 8},
     "llama clusters": {"heads": (4, 8, 128), "pairs": 64},
     "llama many pairs": {"heads": (4, 8, 128), "pairs": 2048},
+    "llama 1b": {"heads": (4, 8, 64), "pairs": 512},
+    "llama 1b few pairs": {"heads": (4, 8, 64), "pairs": 64},
     "smollm": {"heads": (3, 3, 64), "pairs": 192},
     "smollm few pairs": {"heads": (3, 3, 64), "pairs": 24},
     "gpt-oss": {"heads": (8, 8, 64), "pairs": 64, "features": {"sinks": True, "window_left": 127}},
@@ -49,6 +51,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "odd widths": {"heads": (5, 2, 80, 112), "block_size": 4},
     "192/128": {"heads": (16, 1, 192, 128), "block_size": 1},
     "speculative": {"heads": (4, 8, 128), "query_len": 8},
+    "two heads, everything": {"heads": (2, 2, 48, 32), "features": EVERYTHING, "query_len": 2, "block_size": 4},
     "fp8 many rows": {"heads": (32, 1, 128), "kv_dtype": torch.float8_e4m3fn, "block_size": 2},
     "fp8 odd width": {"heads": (4, 2, 80), "kv_dtype": torch.float8_e5m2, "block_size": 4},
 }

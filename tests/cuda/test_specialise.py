@@ -19,13 +19,35 @@ SHARED = (102400, 167936, 233472)  # bytes per multiprocessor of sm_86, sm_80 an
 
 @pytest.mark.parametrize("dim", [16, 64, 80, 96, 112, 128, 192, 256])
 def test_every_shape_fits_its_device(dim: int) -> None:
-    for rows, kv_bytes, shared, pairs in itertools.product((1, 4, 8, 16, 32), (1, 2), SHARED, (1, 64, 200, 5000)):
-        if -(-rows // 8) * dim > 512:
+    for rows, kv_bytes, shared, pairs, heads in itertools.product((1, 4, 8, 16, 32), (1, 2), SHARED, (2, 64, 200, 5000), (1, 2)):
+        if -(-rows // 8) * dim > 512 or (heads == 2 and specialise.pair_heads(rows, 8, dim, dim, kv_bytes, dim, dim, pairs, 132) == 1):
             continue
-        shape = specialise.decode_shape(dim, dim, kv_bytes, rows, pairs, 132, shared)
-        assert shape.warps >= 1 and shape.stages >= 2 and shape.keys % 16 == 0
-        assert shape.ctas_per_sm * (shape.shared_bytes(dim, dim, kv_bytes, rows) + 3328) <= shared
-        assert rows * dim * 4 <= shape.stage_bytes(dim, dim, kv_bytes), "states meet in a stage"
+        shape = specialise.decode_shape(dim, dim, kv_bytes, rows, pairs, 132, shared, heads)
+        assert shape.warps >= 1 and shape.stages >= 2 and shape.keys % 16 == 0 and shape.pair_heads == heads
+        assert shape.ctas_per_sm * (shape.shared_bytes(dim, dim, kv_bytes, heads * rows) + 3328) <= shared
+        assert heads * rows * dim * 4 <= shape.stage_bytes(dim, dim, kv_bytes), "states meet in a stage"
+
+
+def test_two_heads_make_a_pair_where_they_are_narrow_and_adjacent() -> None:
+    assert specialise.pair_heads(4, 8, 64, 64, 2, 64, 64, 64, 132) == 2
+    assert specialise.pair_heads(8, 8, 64, 32, 2, 64, 32, 64, 132) == 2
+    others = {
+        "an odd number of heads": (3, 3, 64, 64, 2, 64, 64, 64, 132),
+        "wide": (4, 8, 128, 128, 2, 128, 128, 64, 132),
+        "fp8": (4, 8, 64, 64, 1, 64, 64, 64, 132),
+        "keys of one head side by side": (4, 8, 64, 64, 2, 1024, 1024, 64, 132),
+        "values of one head side by side": (4, 8, 64, 64, 2, 64, 1024, 64, 132),
+        "more rows than a tile has columns": (6, 8, 64, 64, 2, 64, 64, 64, 132),
+        "few": (4, 8, 64, 64, 2, 64, 64, 32, 132),
+    }
+    assert {name: specialise.pair_heads(*numbers) for name, numbers in others.items()} == dict.fromkeys(others, 1)
+
+
+def test_teams_leave_few_multiprocessors_idle() -> None:
+    teams = {pairs: specialise.team(pairs, 132) for pairs in (1, 2, 3, 5, 7, 8, 32, 40, 96)}
+    assert teams == {1: 1, 2: 2, 3: 3, 5: 5, 7: 7, 8: 8, 32: 32, 40: 10, 96: 32}
+    assert all(pairs % size == 0 and 132 // size * size >= 126 for pairs, size in teams.items())
+    assert specialise.team(8, 4) == 4, "fewer CTAs than pairs"
 
 
 def test_clusters_only_where_two_ctas_share_a_pair() -> None:

@@ -24,6 +24,8 @@ SHAPES: list[dict[str, Any]] = [
     {"num_heads": 4, "num_kv_heads": 4, "head_dim": 80, "dtype": torch.bfloat16, "block_size": 8},
     {"num_heads": 16, "num_kv_heads": 1, "head_dim": 64, "dtype": torch.float16, "block_size": 32},
     {"num_heads": 8, "num_kv_heads": 2, "head_dim": 192, "head_dim_v": 128, "dtype": torch.bfloat16, "block_size": 1},
+    {"num_heads": 16, "num_kv_heads": 4, "head_dim": 64, "dtype": torch.bfloat16, "block_size": 16},
+    {"num_heads": 32, "num_kv_heads": 4, "head_dim": 64, "dtype": torch.float16, "block_size": 32},
 ]
 OPTIONS: list[dict[str, Any]] = [{}, {}, {"window_left": 37}, {"logits_soft_cap": 6.0}, {"chunk_size": 48}, {"causal": False}]
 KERNELS = {"cuda decode": ("cuda", 8), "triton decode": ("triton", 8), "triton prefill": ("triton", 300)}

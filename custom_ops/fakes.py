@@ -49,6 +49,14 @@ def _paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: T
     torch._check(block_table.shape[0] == seq_lens.shape[0], lambda: "seq_lens: expected one length per table row")
 
 
+def _embedding(input_ids: Tensor, weight: Tensor, out: Tensor, **_: Any) -> None:
+    torch._check(input_ids.dim() == 1, lambda: f"input_ids: expected 1 dimension, got {input_ids.dim()}")
+    torch._check(input_ids.dtype == torch.int64, lambda: f"input_ids: expected int64, got {input_ids.dtype}")
+    torch._check(weight.dim() == 2 and out.dim() == 2, lambda: f"weight, out: expected 2 dimensions, got {weight.dim()}, {out.dim()}")
+    torch._check(out.shape[0] == input_ids.shape[0], lambda: "out: expected as many rows as input_ids")
+    torch._check(out.shape[1] == weight.shape[1], lambda: f"out: expected {weight.shape[1]} columns, got {out.shape[1]}")
+
+
 def _rms_norm(x: Tensor, weight: Tensor, out: Tensor, **_: Any) -> None:
     torch._check(x.dim() == 2 and out.dim() == 2, lambda: f"x, out: expected 2 dimensions, got {x.dim()}, {out.dim()}")
     torch._check(x.shape[0] == out.shape[0], lambda: "out: expected as many rows as x")
@@ -81,7 +89,7 @@ def _sample_tokens(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Te
         torch._check(t.shape[0] == logits.shape[0], lambda name=name: f"{name}: expected as many rows as logits")
 
 
-def _accept_tokens(sampled_token_ids: Tensor, block_table: Tensor, stop_token_ids: Tensor, *state: Tensor, block_size: int) -> None:
+def _accept_tokens(sampled_token_ids: Tensor, block_table: Tensor, stop_token_ids: Tensor, *state: Tensor, **_: Any) -> None:
     torch._check(block_table.dim() == 2, lambda: f"block_table: expected 2 dimensions, got {block_table.dim()}")
     torch._check(stop_token_ids.dim() == 2, lambda: f"stop_token_ids: expected 2 dimensions, got {stop_token_ids.dim()}")
     for t in (sampled_token_ids, stop_token_ids, *state):
@@ -94,7 +102,7 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 _FAKES: dict[str, Callable[..., None]] = {
     "write_kv": _write_kv, "rope_write_kv": _rope_write_kv, "paged_attention": _paged_attention,
-    "rms_norm": _rms_norm, "act_and_mul": _act_and_mul, "linear": _linear,
+    "embedding": _embedding, "rms_norm": _rms_norm, "act_and_mul": _act_and_mul, "linear": _linear,
     "sample_tokens": _sample_tokens, "accept_tokens": _accept_tokens,
 }  # fmt: skip
 

@@ -84,9 +84,23 @@ SCHEMAS = {
     # The end of a decode step: sampled_token_ids [B] int64 -> tokens_out [B] int64 (-1 in rows of seq_len 0), counters + 1,
     # remaining [B] int32 - 1, seen bit set; a row whose token is one of stop_token_ids [B, S] int64 (-1 = none), whose remaining
     # is 0 or whose table is full ends: seq_len 0, slot -1. Other rows move on as in advance_step.
+    # ring [slots + 1, steps + 1, at least B] int64 and launches [2] int64 (a count, and zero): the tokens also go to
+    # ring[launches[0] % slots, step], or to the last, the scratch slot, where launches[0] is negative. The last step of a launch writes
+    # launches[0] to ring[..., steps, 0], behind its tokens, and then adds 1 to it unless it is negative.
     "accept_tokens": """(Tensor sampled_token_ids, Tensor block_table, Tensor stop_token_ids, Tensor(a!) input_ids,
         Tensor(b!) positions, Tensor(c!) seq_lens, Tensor(d!) slot_mapping, Tensor(e!) counters, Tensor(f!) remaining,
-        Tensor(g!) seen, Tensor(h!) tokens_out, *, int block_size) -> ()""",
+        Tensor(g!) seen, Tensor(h!) tokens_out, *, int block_size, Tensor(i!)? ring=None, Tensor(j!)? launches=None, int step=0) -> ()""",
+    # sample_tokens and accept_tokens in one, of their arguments; rows of seq_len 0 give token -1 and their logits are of no account. All but
+    # logits and seen may be read before the kernels ahead on the stream have finished: who writes them must not call
+    # griddepcontrol.launch_dependents, and between the two must lie a kernel that is launched the ordinary way, or an attention.
+    "finish_step": """(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor repetition_penalty, Tensor seeds,
+        Tensor block_table, Tensor stop_token_ids, Tensor(a!) input_ids, Tensor(b!) positions, Tensor(c!) seq_lens,
+        Tensor(d!) slot_mapping, Tensor(e!) counters, Tensor(f!) remaining, Tensor(g!) seen, Tensor(h!) tokens_out, *, int block_size,
+        Tensor(i!)? ring=None, Tensor(j!)? launches=None, int step=0) -> ()""",
+    # input_ids [T] int64, weight [vocab_size, hidden_size], out [T, hidden_size] = weight[input_ids], times scale (no dimensions, rounded to
+    # weight's dtype first) if given. An id outside is an error where values are checked, else a row of NaN. Lets its dependents start only
+    # after its own wait.
+    "embedding": "(Tensor input_ids, Tensor weight, Tensor(a!) out, *, Tensor? scale=None) -> ()",
     # x, out [T, hidden_size], weight [hidden_size]; out = x / rms(x) * (weight + offset). With residual [T, hidden_size]: residual += x
     # first, and the sum is normed. With post_residual [T, hidden_size]: added to the normed x (Gemma's norms after a block).
     "rms_norm": """(Tensor x, Tensor weight, Tensor(a!) out, *, float eps=1e-6, float offset=0.0, Tensor(b!)? residual=None,
@@ -115,6 +129,8 @@ class BackendOps(NamedTuple):
     rope_write_kv: Any
     sample_tokens: Any
     accept_tokens: Any
+    finish_step: Any
+    embedding: Any
     rms_norm: Any
     act_and_mul: Any
     linear: Any
@@ -147,8 +163,9 @@ def _lazy(module: str, function: str) -> Any:
 
 #: Where an op's reference is, if not in reference.py.
 _REFERENCE_MODULES = {
-    "sample_tokens": "reference_sampling", "accept_tokens": "reference_sampling", "rms_norm": "reference_layers",
-    "act_and_mul": "reference_layers", "linear": "reference_layers",
+    "sample_tokens": "reference_sampling", "accept_tokens": "reference_sampling", "finish_step": "reference_sampling",
+    "embedding": "reference_layers",
+    "rms_norm": "reference_layers", "act_and_mul": "reference_layers", "linear": "reference_layers",
 }  # fmt: skip
 _CUDA_OPS = frozenset({"paged_attention", "linear"})
 

@@ -1,4 +1,4 @@
-"""The specification of the ops around attention (``rms_norm``, ``act_and_mul``, ``linear``) in plain torch.
+"""The specification of the ops around attention (``embedding``, ``rms_norm``, ``act_and_mul``, ``linear``) in plain torch.
 
 Dimensions: T tokens, K inputs, N outputs, I intermediate size. Everything is computed in float32 (float64 for float64 inputs) and
 rounded once, when it is stored: a norm or an activation inside ``linear`` is not rounded before its product. Kernels that use
@@ -30,6 +30,13 @@ def _gated(gate_up: Tensor, activation: str) -> Tensor:
     if activation == "silu":
         return F.silu(gate) * up
     return F.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none") * up
+
+
+def embedding(input_ids: Tensor, weight: Tensor, out: Tensor, *, scale: Tensor | None = None) -> None:
+    """``out = weight[input_ids]``, times ``scale`` in weight's dtype if given."""
+    validation_layers.check_embedding(input_ids, weight, out, scale=scale)
+    rows = weight.detach().index_select(0, input_ids)
+    out.copy_(rows if scale is None else rows * scale.to(weight.dtype))
 
 
 def rms_norm(

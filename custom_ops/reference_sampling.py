@@ -107,7 +107,7 @@ def _draw(z: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: T
 
 def accept_tokens(sampled_token_ids: Tensor, block_table: Tensor, stop_token_ids: Tensor, input_ids: Tensor, positions: Tensor,
                   seq_lens: Tensor, slot_mapping: Tensor, counters: Tensor, remaining: Tensor, seen: Tensor, tokens_out: Tensor,
-                  *, block_size: int) -> None:  # fmt: skip
+                  *, block_size: int, ring: Tensor | None = None, launches: Tensor | None = None, step: int = 0) -> None:  # fmt: skip
     """Take the sampled tokens and turn this step's buffers into the next one's; arguments as in ``ops.py``.
 
     A row with seq_len 0 gives token -1 and slot -1 and stays as it is. A row that ends (stop token, ``remaining`` used up, table full)
@@ -115,12 +115,14 @@ def accept_tokens(sampled_token_ids: Tensor, block_table: Tensor, stop_token_ids
     """
     validation.check_accept_tokens(
         sampled_token_ids, block_table, stop_token_ids, input_ids, positions, seq_lens, slot_mapping, counters, remaining, seen,
-        tokens_out, block_size=block_size,
+        tokens_out, block_size=block_size, ring=ring, launches=launches, step=step,
     )  # fmt: skip
     old_lens = seq_lens.long()
     active = old_lens > 0
     token = torch.where(active, sampled_token_ids, -1)
     tokens_out.copy_(token)
+    if ring is not None and launches is not None:
+        _put(ring, launches, step, token)
     counters.add_(active)
     remaining.sub_(active.to(torch.int32))
     _mark_seen(seen, token)
@@ -132,6 +134,35 @@ def accept_tokens(sampled_token_ids: Tensor, block_table: Tensor, stop_token_ids
     input_ids.copy_(torch.where(goes_on, token, input_ids))
     positions.copy_(torch.where(goes_on, old_lens, positions))
     seq_lens.copy_(torch.where(goes_on, old_lens + 1, torch.where(active, 0, old_lens)).to(torch.int32))
+
+
+def finish_step(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, repetition_penalty: Tensor, seeds: Tensor,
+    block_table: Tensor, stop_token_ids: Tensor, input_ids: Tensor, positions: Tensor, seq_lens: Tensor, slot_mapping: Tensor,
+    counters: Tensor, remaining: Tensor, seen: Tensor, tokens_out: Tensor, *, block_size: int, ring: Tensor | None = None,
+    launches: Tensor | None = None, step: int = 0,
+) -> None:  # fmt: skip
+    """`sample_tokens`, then `accept_tokens`; arguments as in ``ops.py``."""
+    validation.check_finish_step(
+        logits, temperature, top_k, top_p, min_p, repetition_penalty, seeds, block_table, stop_token_ids, input_ids, positions, seq_lens,
+        slot_mapping, counters, remaining, seen, tokens_out, block_size=block_size, ring=ring, launches=launches, step=step,
+    )  # fmt: skip
+    sampled = torch.empty_like(counters)
+    sample_tokens(logits, temperature, top_k, top_p, min_p, repetition_penalty, seen, seeds, counters, sampled)
+    accept_tokens(
+        sampled, block_table, stop_token_ids, input_ids, positions, seq_lens, slot_mapping, counters, remaining, seen, tokens_out,
+        block_size=block_size, ring=ring, launches=launches, step=step,
+    )  # fmt: skip
+
+
+def _put(ring: Tensor, launches: Tensor, step: int, token: Tensor) -> None:
+    """The tokens into the launch's slot; behind those of its last step the launch's number, which then is counted."""
+    num_slots, num_steps, launch = ring.shape[0] - 1, ring.shape[1] - 1, launches[:1]
+    slot = torch.where(launch < 0, num_slots, launch % num_slots)
+    ring[:, step, : token.shape[0]].index_copy_(0, slot, token[None])
+    if step == num_steps - 1:
+        ring[:, num_steps, :1].index_copy_(0, slot, launch[None])
+        launch.add_(launch >= 0)
 
 
 def _mark_seen(seen: Tensor, token: Tensor) -> None:

@@ -1,7 +1,7 @@
-"""Argument checks of ``rms_norm``, ``act_and_mul`` and ``linear``, shared by the reference and the kernels' launchers.
+"""Argument checks of ``embedding``, ``rms_norm``, ``act_and_mul`` and ``linear``, shared by the reference and the kernels' launchers.
 
-Only shapes, dtypes, devices, strides and address ranges: no device work, nothing waits. Every message names the argument; all
-checks are done before anything is written.
+Only shapes, dtypes, devices, strides and address ranges: no device work, nothing waits. Token ids alone are read, where the rules of
+`validation` allow it. Every message names the argument; all checks are done before anything is written.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchpaged.custom_ops.checks import check_device, check_dims, check_dtype, check_last_dim, overlap
+from torchpaged.custom_ops.checks import check_device, check_dims, check_dtype, check_last_dim, overlap, reads_values
 from torchpaged.custom_ops.errors import ArgumentError
 
 #: Activations of a gate that `act_and_mul` and `linear` know; "gelu_tanh" is GELU's tanh approximation.
@@ -45,6 +45,25 @@ def _check_activation(activation: str, width: int, name: str, *others: str) -> N
         raise ArgumentError("activation", " or ".join(map(repr, (*ACTIVATIONS, *others))), repr(activation))
     if activation not in others and width % 2:
         raise ArgumentError(name, "an even number of rows or columns: the gate's, then as many of up", str(width))
+
+
+def check_embedding(input_ids: Tensor, weight: Tensor, out: Tensor, *, scale: Tensor | None = None) -> None:
+    """Every argument of ``embedding``; raises `ArgumentError` before anything is written."""
+    check_dims("input_ids", input_ids, None)
+    check_dtype("input_ids", input_ids, torch.int64)
+    check_dims("weight", weight, None, None)
+    check_dtype("weight", weight, *FLOATS)
+    check_last_dim(input_ids=input_ids, weight=weight)
+    _check_like(weight, input_ids.shape[0], weight.shape[1], out=out)
+    if scale is not None:
+        check_dims("scale", scale)
+        check_dtype("scale", scale, *FLOATS)
+    check_device(input_ids.device, weight=weight, out=out, scale=scale)
+    _check_apart("out", out, weight=weight, scale=scale)
+    if input_ids.numel() and reads_values(input_ids.device):
+        wrong = input_ids[(input_ids < 0) | (input_ids >= weight.shape[0])]
+        if wrong.numel():
+            raise ArgumentError("input_ids", f"ids in [0, {weight.shape[0]})", str(wrong[0].item()))
 
 
 def check_rms_norm(

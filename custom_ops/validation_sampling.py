@@ -44,15 +44,16 @@ def check_sample_tokens(logits: Tensor, temperature: Tensor, top_k: Tensor, top_
         _check_values("repetition_penalty", repetition_penalty, penalised, "positive numbers (1 = off)")
 
 
-def check_accept_tokens(sampled_token_ids: Tensor, block_table: Tensor, stop_token_ids: Tensor, input_ids: Tensor, positions: Tensor,
+def check_accept_tokens(sampled_token_ids: Tensor | None, block_table: Tensor, stop_token_ids: Tensor, input_ids: Tensor, positions: Tensor,
                         seq_lens: Tensor, slot_mapping: Tensor, counters: Tensor, remaining: Tensor, seen: Tensor, tokens_out: Tensor,
-                        *, block_size: int) -> None:  # fmt: skip
-    """Every argument of ``accept_tokens``; raises `ArgumentError` before anything is written."""
+                        *, block_size: int, ring: Tensor | None = None, launches: Tensor | None = None, step: int = 0) -> None:  # fmt: skip
+    """Every argument of ``accept_tokens``; raises `ArgumentError` before anything is written. ``sampled_token_ids``: None = not yet."""
     check_dims("block_table", block_table, None, None)
     num_reqs = block_table.shape[0]
     if not block_table.shape[1]:
         raise ArgumentError("block_table", "at least one column", f"shape {list(block_table.shape)}")
-    longs = {"sampled_token_ids": sampled_token_ids, "input_ids": input_ids, "positions": positions, "slot_mapping": slot_mapping,
+    sampled = {} if sampled_token_ids is None else {"sampled_token_ids": sampled_token_ids}
+    longs = {**sampled, "input_ids": input_ids, "positions": positions, "slot_mapping": slot_mapping,
              "counters": counters, "tokens_out": tokens_out}  # fmt: skip
     ints = {"seq_lens": seq_lens, "remaining": remaining}
     for tensors, dtype in ((longs, torch.int64), (ints, torch.int32)):
@@ -68,11 +69,47 @@ def check_accept_tokens(sampled_token_ids: Tensor, block_table: Tensor, stop_tok
     check_device(input_ids.device, block_table=block_table, stop_token_ids=stop_token_ids, seen=seen, **longs, **ints)
     if block_size < 1:
         raise ArgumentError("block_size", "at least 1 token", str(block_size))
+    _check_ring(ring, launches, step, num_reqs, input_ids.device)
     if num_reqs and reads_values(input_ids.device):
         capacity = block_table.shape[1] * block_size
         _check_values("seq_lens", seq_lens, seq_lens <= capacity, f"at most {capacity}, what a row of block_table holds")
+        if sampled_token_ids is None:
+            return
         fits = (sampled_token_ids >= 0) & (sampled_token_ids < 32 * seen.shape[1])
         _check_values("sampled_token_ids", sampled_token_ids, fits | (seq_lens <= 0), f"tokens in [0, {32 * seen.shape[1]}), as seen has")
+
+
+def check_finish_step(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, repetition_penalty: Tensor, seeds: Tensor,
+    block_table: Tensor, stop_token_ids: Tensor, input_ids: Tensor, positions: Tensor, seq_lens: Tensor, slot_mapping: Tensor,
+    counters: Tensor, remaining: Tensor, seen: Tensor, tokens_out: Tensor, *, block_size: int, ring: Tensor | None, launches: Tensor | None,
+    step: int,
+) -> None:  # fmt: skip
+    """Every argument of ``finish_step``; raises `ArgumentError` before anything is written."""
+    check_dims("logits", logits, None, None)
+    check_dims("block_table", block_table, logits.shape[0], None)
+    check_accept_tokens(
+        None, block_table, stop_token_ids, input_ids, positions, seq_lens, slot_mapping, counters, remaining, seen, tokens_out,
+        block_size=block_size, ring=ring, launches=launches, step=step,
+    )  # fmt: skip
+    check_sample_tokens(logits, temperature, top_k, top_p, min_p, repetition_penalty, seen, seeds, counters, tokens_out)
+
+
+def _check_ring(ring: Tensor | None, launches: Tensor | None, step: int, num_reqs: int, device: torch.device) -> None:
+    if ring is None or launches is None:
+        if ring is not launches:
+            raise ArgumentError("ring, launches", "both or neither", "one of them")
+        return
+    check_dims("ring", ring, None, None, None)
+    check_dims("launches", launches, 2)
+    if ring.shape[0] < 2 or ring.shape[1] < 2 or ring.shape[2] < max(num_reqs, 1):
+        raise ArgumentError("ring", f"[slots + 1, steps + 1, at least {num_reqs}]", f"shape {list(ring.shape)}")
+    if not 0 <= step < ring.shape[1] - 1:
+        raise ArgumentError("step", f"in [0, {ring.shape[1] - 1}), the steps of ring", str(step))
+    check_dtype("ring", ring, torch.int64)
+    check_dtype("launches", launches, torch.int64)
+    check_last_dim(ring=ring, launches=launches)
+    check_device(device, ring=ring, launches=launches)
 
 
 def _check_values(name: str, tensor: Tensor, good: Tensor, expected: str) -> None:

@@ -1,4 +1,4 @@
-"""Inputs of ``linear``, ``rms_norm`` and ``act_and_mul`` for tests of a backend: named features and shapes, strided rows, NaN outputs.
+"""Inputs of ``embedding``, ``linear``, ``rms_norm`` and ``act_and_mul`` for tests of a backend: named features and shapes, strided rows, NaN outputs.
 
     inputs = make_linear_inputs(**LINEAR_CASES["norm_silu"], dtype=torch.bfloat16)
     assert_layer_close(BACKEND_OPS["triton"], "linear", inputs)
@@ -37,6 +37,22 @@ def _random(generator: torch.Generator, *size: int, dtype: torch.dtype, device: 
     """Normal numbers; ``strided``: the left part of a wider tensor, so that rows do not follow one another."""
     wide = torch.randn(*size[:-1], size[-1] + (8 if strided else 0), generator=generator).to(device, dtype)
     return wide[..., : size[-1]]
+
+
+def make_embedding_inputs(
+    *, tokens: int = 5, vocab_size: int = 30, width: int = 24, scaled: bool = False, dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu", seed: int = 0,
+) -> dict[str, Any]:  # fmt: skip
+    """The arguments of ``embedding`` by name: the first and the last id among the tokens, strided rows, ``out`` holds NaN."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, vocab_size, (tokens,), generator=generator)
+    ids[:1], ids[1:2] = vocab_size - 1, 0
+    options: dict[str, Any] = {"dtype": dtype, "device": device}
+    return {
+        "input_ids": ids.to(device), "weight": _random(generator, vocab_size, width, strided=True, **options),
+        "out": torch.full((tokens, width), float("nan"), **options),
+        "scale": torch.tensor(5.7, device=device) if scaled else None,
+    }  # fmt: skip
 
 
 def make_linear_inputs(

@@ -1,4 +1,4 @@
-"""Inputs and verdicts for kernels of ``sample_tokens`` and ``accept_tokens``.
+"""Inputs and verdicts for kernels of ``sample_tokens``, ``accept_tokens`` and ``finish_step``.
 
     inputs = make_sampling_inputs(SAMPLING_ROWS.values(), vocab_size=1000)
     assert_samples_close(BACKEND_OPS["triton"], inputs)
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchpaged.custom_ops import BackendOps
+from torchpaged.custom_ops import BACKEND_OPS, BackendOps
 from torchpaged.custom_ops.reference_sampling import gumbel_noise, penalised_logits, random_bits
 
 _OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
@@ -111,8 +111,11 @@ def assert_samples_close(ops: BackendOps, inputs: dict[str, Tensor], slack: floa
 
 
 def make_accept_inputs(num_reqs: int = 7, *, vocab_size: int = 70, num_stops: int = 3, device: torch.device | str = "cpu",
-                       seed: int = 0) -> dict[str, Any]:  # fmt: skip
-    """``accept_tokens``' arguments by name: rows that go on, that stop for each reason, and padding; tables of 3 blocks of 4 tokens."""
+                       seed: int = 0, launch: int | None = None, step: int = 0) -> dict[str, Any]:  # fmt: skip
+    """``accept_tokens``' arguments by name: rows that go on, that stop for each reason, and padding; tables of 3 blocks of 4 tokens.
+
+    ``launch``: also a ring of three launches of two steps, -9 in it, and this count of launches; ``step``: which of the two this is.
+    """
     generator = torch.Generator().manual_seed(seed)
     row = torch.arange(num_reqs)
     lens = torch.where(row % 7 == 3, 0, torch.where(row % 7 == 4, 12, 1 + row % 11)).int()
@@ -130,4 +133,31 @@ def make_accept_inputs(num_reqs: int = 7, *, vocab_size: int = 70, num_stops: in
         "counters": row + 2**40, "remaining": torch.where(row % 7 == 2, 1, 9).int(),
         "seen": torch.randint(-(2**31), 2**31, (num_reqs, -(-vocab_size // 32)), generator=generator).int(), "tokens_out": row + 400,
     }  # fmt: skip
-    return {name: tensor.to(device) for name, tensor in inputs.items()} | {"block_size": 4}
+    if launch is not None:
+        inputs |= {"ring": torch.full((4, 3, num_reqs + 2), -9), "launches": torch.tensor([launch, 0])}
+    options = {"block_size": 4} | ({} if launch is None else {"step": step})
+    return {name: tensor.to(device) for name, tensor in inputs.items()} | options
+
+
+def make_finish_inputs(rows: Iterable[dict[str, float]], *, vocab_size: int = 300, dtype: torch.dtype = torch.float32,
+                       device: torch.device | str = "cpu", seed: int = 0, launch: int | None = None, step: int = 0) -> dict[str, Any]:  # fmt: skip
+    """``finish_step``'s arguments by name: those of `make_sampling_inputs` and `make_accept_inputs`; some rows stop at their token."""
+    sampling = make_sampling_inputs(rows, vocab_size=vocab_size, dtype=dtype, seed=seed, padding=3)
+    out = sampling.pop("out")
+    BACKEND_OPS["reference"].sample_tokens(**sampling, out=out)
+    accept = make_accept_inputs(len(out), vocab_size=vocab_size, seed=seed, launch=launch, step=step)
+    accept["stop_token_ids"][1::7, -1] = out[1::7]
+    del accept["sampled_token_ids"]
+    logits = sampling.pop("logits").to(device)  # as a slice of wider rows
+    inputs = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in (accept | sampling).items()}
+    return {"logits": logits, **inputs}
+
+
+def finished_apart(ops: BackendOps, inputs: dict[str, Any]) -> dict[str, Any]:
+    """What ``finish_step`` must leave of a copy of ``inputs``: `sample_tokens` and `accept_tokens`, one after the other."""
+    inputs = {name: x.clone() if isinstance(x, Tensor) and name != "logits" else x for name, x in inputs.items()}
+    sampling = ("logits", *_OFF, "seen", "seeds", "counters")
+    sampled = torch.empty_like(inputs["counters"])
+    ops.sample_tokens(*(inputs[name] for name in sampling), sampled)
+    ops.accept_tokens(sampled, **{name: x for name, x in inputs.items() if name not in ("logits", "seeds", *_OFF)})
+    return inputs

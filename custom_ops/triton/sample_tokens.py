@@ -1,8 +1,8 @@
 """sample_tokens: Gumbel-max in two launches, with a search for the threshold instead of a sort where a row is truncated.
 
-The first kernel cuts the vocabulary into tiles, one per program, and reads every logit once. For a greedy or plainly drawn row it leaves
-each tile's best token. For a row with top_k, top_p or min_p it leaves each tile's largest logit and mass, and the largest logit of each
-group of 64 tokens. The second kernel, a program per row, merges the tiles. A truncated row goes on there:
+The first kernel cuts the vocabulary into tiles, one or a few per program, and reads every logit once. For a greedy row each program leaves
+its best token, for a plainly drawn one each tile's. For a row with top_k, top_p or min_p it leaves its tile's largest logit and mass,
+and the largest logit of each group of 64 tokens. The second kernel, a program per row, merges the tiles. A truncated row goes on there:
 
 1. The groups' maxima bound the threshold from below: k groups that reach a value hold k tokens that do; the same with masses.
 2. Groups that reach the bound are listed. For usual distributions they fit one chunk, which then stays in the first-level cache.
@@ -24,26 +24,36 @@ import triton.language as tl
 from torch import Tensor
 
 from torchpaged.custom_ops import validation_sampling as validation
-from torchpaged.custom_ops.triton.config import INTERPRET, launches_early, next_power_of_2, require_launchable
+from torchpaged.custom_ops.triton.config import INTERPRET, early_launch, next_power_of_2, require_launchable
 
 GROUP = 64
 
 
 class SampleTiles(NamedTuple):
-    """``tile``: logits of a program of the first launch; ``chunk``: listed logits that the second one reads at once; warps of both."""
+    """Sizes of both launches.
+
+    Attributes:
+        tile: logits of a tile.
+        tile_warps: warps of a program of the first launch.
+        tiles_each: tiles of such a program.
+        chunk: listed logits that the second launch reads at once.
+        chunk_warps: its warps.
+    """
 
     tile: int
     tile_warps: int
+    tiles_each: int
     chunk: int
     chunk_warps: int
 
 
 def sample_tiles(num_rows: int, vocab_size: int) -> SampleTiles:
-    """Small tiles while large ones would leave multiprocessors idle."""
+    """Small tiles while large ones would leave multiprocessors idle; several for a program once there are more programs than fit."""
     if INTERPRET:
-        return SampleTiles(256, 4, 256, 4)
-    tile, warps = (1024, 4) if num_rows * vocab_size <= 2**20 else (2048, 8)
-    return SampleTiles(tile, warps, 4096, 16)
+        return SampleTiles(256, 4, 2, 256, 4)
+    if num_rows * vocab_size <= 2**21:
+        return SampleTiles(1024, 4, 1 if num_rows * vocab_size <= 2**20 else 3, 4096, 16)
+    return SampleTiles(2048, 8, 4, 4096, 16)
 
 
 @triton.jit
@@ -95,40 +105,70 @@ def is_truncated(temperature, top_k, top_p, min_p, vocab_size):
 
 
 @triton.jit
+def load_parameters(row, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, penalty_ptr, seeds_ptr, counters_ptr):
+    """How a row samples."""
+    temperature, penalty = tl.load(temperature_ptr + row), tl.load(penalty_ptr + row)
+    top_k, top_p, min_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), tl.load(min_p_ptr + row)
+    return temperature, top_k, top_p, min_p, penalty, tl.load(seeds_ptr + row), tl.load(counters_ptr + row)
+
+
+@triton.jit
 def sample_tiles_kernel(
     logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, penalty_ptr, seen_ptr, seeds_ptr, counters_ptr, parts_ptr, indices_ptr,
-    vocab_size, logits_row, seen_row, parts_row, indices_row, TILE: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
+    vocab_size, logits_row, seen_row, parts_row, indices_row,
+    TILE: tl.constexpr, TILES_EACH: tl.constexpr, GROUP: tl.constexpr, READS_EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (tiles, rows). Row of parts: best of each tile, mass of each tile, maximum of each group; of indices: token of each tile."""
-    tile, num_tiles, row = tl.program_id(0), tl.num_programs(0), tl.program_id(1)
+    """Grid: (programs, rows), of TILES_EACH tiles each. READS_EARLY: of a row's parameters, before the kernels ahead have finished.
+
+    Row of parts: best of each tile, of a greedy row of each program; of a truncated row also the mass of each tile and the maximum of
+    each group. Row of indices: token of each tile or program.
+    """
+    program, row = tl.program_id(0), tl.program_id(1)
+    num_tiles = tl.num_programs(0) * TILES_EACH
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
+        if not READS_EARLY:
+            tl.extra.cuda.gdc_wait()
+    temperature, top_k, top_p, min_p, penalty, seed, counter = load_parameters(
+        row, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, penalty_ptr, seeds_ptr, counters_ptr
+    )
+    if PDL and READS_EARLY:
         tl.extra.cuda.gdc_wait()
-    temperature = tl.load(temperature_ptr + row)
-    penalty = tl.load(penalty_ptr + row)
-    truncated = is_truncated(temperature, tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), tl.load(min_p_ptr + row), vocab_size)
-    parts_at = parts_ptr + row.to(tl.int64) * parts_row
-    quarter = tile * (TILE // 4) + tl.arange(0, TILE // 4)
-    token = quarter[:, None] * 4 + tl.arange(0, 4)[None, :]
+    parts_at, indices_at = parts_ptr + row.to(tl.int64) * parts_row, indices_ptr + row.to(tl.int64) * indices_row
     row_at, seen_at = logits_ptr + row.to(tl.int64) * logits_row, seen_ptr + row.to(tl.int64) * seen_row
-    z = load_logits(row_at, seen_at, token, token < vocab_size, penalty)
-    if truncated:
-        peaks = tl.max(tl.reshape(tl.max(z, 1), [TILE // GROUP, GROUP // 4]), 1)
-        tl.store(parts_at + 2 * num_tiles + tile * (TILE // GROUP) + tl.arange(0, TILE // GROUP), peaks)
-        best = tl.max(peaks, 0)
-        tl.store(parts_at + tile, best)
-        tl.store(parts_at + num_tiles + tile, tl.sum(tl.reshape(likelihood(z, best, temperature), [TILE]), 0))
+    if is_truncated(temperature, top_k, top_p, min_p, vocab_size):
+        for i in range(TILES_EACH):
+            tile = program * TILES_EACH + i
+            token = (tile * (TILE // 4) + tl.arange(0, TILE // 4))[:, None] * 4 + tl.arange(0, 4)[None, :]
+            z = load_logits(row_at, seen_at, token, token < vocab_size, penalty)
+            peaks = tl.max(tl.reshape(tl.max(z, 1), [TILE // GROUP, GROUP // 4]), 1)
+            tl.store(parts_at + 2 * num_tiles + tile * (TILE // GROUP) + tl.arange(0, TILE // GROUP), peaks)
+            best = tl.max(peaks, 0)
+            tl.store(parts_at + tile, best)
+            tl.store(parts_at + num_tiles + tile, tl.sum(tl.reshape(likelihood(z, best, temperature), [TILE]), 0))
+    elif temperature > 0.0:
+        for i in range(TILES_EACH):
+            tile = program * TILES_EACH + i
+            quarter = tile * (TILE // 4) + tl.arange(0, TILE // 4)
+            token = quarter[:, None] * 4 + tl.arange(0, 4)[None, :]
+            z = load_logits(row_at, seen_at, token, token < vocab_size, penalty)
+            score = z + temperature * gumbel_noise(seed, counter, quarter)  # times the temperature: no overflow where it is tiny
+            # Triton 3.6 gives wrong places for tl.max(tl.reshape(...), return_indices=True) of a tile loaded in another shape, so
+            # tokens are looked for by value; reshaped tiles are only reduced, where order does not matter.
+            best = tl.max(tl.max(score, 1), 0)
+            tl.store(parts_at + tile, best)
+            tl.store(indices_at + tile, tl.min(tl.min(tl.where(score == best, token, 2147483647), 1), 0))
     else:
-        score = z
-        if temperature > 0.0:
-            noise = gumbel_noise(tl.load(seeds_ptr + row), tl.load(counters_ptr + row), quarter)
-            score = z + temperature * noise  # times the temperature: no overflow where it is tiny
-        # Triton 3.6 gives wrong places for tl.max(tl.reshape(...), return_indices=True) of a tile loaded in another shape, so tokens are
-        # looked for by value; reshaped tiles are only reduced, where order does not matter.
-        best = tl.max(tl.max(score, 1), 0)
-        first = tl.min(tl.min(tl.where(score == best, token, 2147483647), 1), 0)
-        tl.store(parts_at + tile, best)
-        tl.store(indices_ptr + row.to(tl.int64) * indices_row + tile, first)
+        first = program * (TILES_EACH * TILE) + tl.arange(0, TILE)
+        highest = load_logits(row_at, seen_at, first, first < vocab_size, penalty)
+        place = first
+        for i in tl.static_range(1, TILES_EACH):  # unrolled: all loads at once
+            logit = load_logits(row_at, seen_at, first + i * TILE, first + i * TILE < vocab_size, penalty)
+            place = tl.where(logit > highest, first + i * TILE, place)
+            highest = tl.maximum(highest, logit)
+        peak = tl.max(highest, 0)
+        tl.store(parts_at + program, peak)
+        tl.store(indices_at + program, tl.min(tl.where(highest == peak, place, 2147483647), 0))
 
 
 @triton.jit
@@ -286,24 +326,20 @@ def draw_listed(
 
 
 @triton.jit
-def merge_tiles_kernel(
-    logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, penalty_ptr, seen_ptr, seeds_ptr, counters_ptr, parts_ptr, indices_ptr,
-    out_ptr, vocab_size, num_tiles, num_groups, logits_row, seen_row, parts_row, indices_row,
-    TILES: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
+def merge_row(
+    row, temperature, top_k, top_p, min_p, penalty, seed, counter, logits_ptr, seen_ptr, parts_ptr, indices_ptr,
+    vocab_size, num_programs, num_tiles, num_groups, logits_row, seen_row, parts_row, indices_row,
+    TILES: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (rows,). The row of indices becomes the list of groups where the row is truncated. TILES, GROUPS: powers of two."""
-    row = tl.program_id(0)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    temperature, penalty = tl.load(temperature_ptr + row), tl.load(penalty_ptr + row)
-    top_k, top_p, min_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), tl.load(min_p_ptr + row)
+    """A row's token out of what the first launch left. The row of indices becomes the list of groups where the row is truncated."""
+    truncated = is_truncated(temperature, top_k, top_p, min_p, vocab_size)
     parts_at, list_at = parts_ptr + row.to(tl.int64) * parts_row, indices_ptr + row.to(tl.int64) * indices_row
     tile = tl.arange(0, TILES)
-    best = tl.load(parts_at + tile, mask=tile < num_tiles, other=float("-inf"))
-    tokens = tl.load(list_at + tile, mask=tile < num_tiles, other=2147483647)  # not yet written where the row is truncated
+    written = tile < tl.where(temperature > 0.0, num_tiles, num_programs)
+    best = tl.load(parts_at + tile, mask=written, other=float("-inf"))
+    tokens = tl.load(list_at + tile, mask=written, other=2147483647)  # not yet there where the row is truncated
     maximum, token = tl.reduce((best, tokens), 0, better)
-    if is_truncated(temperature, top_k, top_p, min_p, vocab_size):
+    if truncated:
         row_at, seen_at = logits_ptr + row.to(tl.int64) * logits_row, seen_ptr + row.to(tl.int64) * seen_row
         mass = tl.load(parts_at + num_tiles + tile, mask=tile < num_tiles, other=0.0)
         total = tl.sum(mass * likelihood(best, maximum, temperature), 0)
@@ -331,10 +367,80 @@ def merge_tiles_kernel(
             ties = tl.maximum(tl.minimum(needed, 16777216.0).to(tl.int32), 1)
             allowed = tl.where(threshold > lowest, ties, tl.minimum(ties, allowed))
         token = draw_listed(
-            row_at, seen_at, list_at, listed, penalty, vocab_size, threshold, allowed, min_p, maximum, temperature,
-            tl.load(seeds_ptr + row), tl.load(counters_ptr + row), GROUP, CHUNK,
-        )  # fmt: skip
+            row_at,
+            seen_at,
+            list_at,
+            listed,
+            penalty,
+            vocab_size,
+            threshold,
+            allowed,
+            min_p,
+            maximum,
+            temperature,
+            seed,
+            counter,
+            GROUP,
+            CHUNK,
+        )
+    return token
+
+
+@triton.jit
+def merge_tiles_kernel(
+    logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, penalty_ptr, seen_ptr, seeds_ptr, counters_ptr, parts_ptr, indices_ptr,
+    out_ptr, vocab_size, num_programs, num_tiles, num_groups, logits_row, seen_row, parts_row, indices_row,
+    TILES: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid: (rows,). TILES, GROUPS: powers of two."""
+    row = tl.program_id(0)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    temperature, top_k, top_p, min_p, penalty, seed, counter = load_parameters(
+        row, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, penalty_ptr, seeds_ptr, counters_ptr
+    )
+    token = merge_row(
+        row, temperature, top_k, top_p, min_p, penalty, seed, counter, logits_ptr, seen_ptr, parts_ptr, indices_ptr,
+        vocab_size, num_programs, num_tiles, num_groups, logits_row, seen_row, parts_row, indices_row, TILES, GROUPS, GROUP, CHUNK,
+    )  # fmt: skip
     tl.store(out_ptr + row, token.to(tl.int64))
+
+
+class Merge(NamedTuple):
+    """What the first launch left for the second.
+
+    Attributes:
+        arguments: of the second kernel, the first ones: the op's inputs, parts and indices.
+        sizes: ``vocab_size, num_programs, num_tiles, num_groups`` and the four strides.
+        options: constexprs and launch options.
+    """
+
+    arguments: tuple[Tensor, ...]
+    sizes: tuple[int, ...]
+    options: dict[str, Any]
+
+
+def launch_tiles(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, repetition_penalty: Tensor,
+                 seen: Tensor, seeds: Tensor, counters: Tensor, reads_early: bool) -> Merge:  # fmt: skip
+    """The first launch, without checks; ``logits`` has rows. ``reads_early``: see `sample_tiles_kernel`."""
+    num_rows, vocab_size = logits.shape
+    tiles = sample_tiles(num_rows, vocab_size)
+    num_programs = triton.cdiv(vocab_size, tiles.tile * tiles.tiles_each)
+    num_tiles = num_programs * tiles.tiles_each  # those beyond the vocabulary hold -inf
+    num_groups = num_tiles * (tiles.tile // GROUP)
+    parts = torch.empty(num_rows, 2 * num_tiles + num_groups, dtype=torch.float32, device=logits.device)
+    indices = torch.empty(num_rows, num_groups, dtype=torch.int32, device=logits.device)
+    arguments = (logits, temperature, top_k, top_p, min_p, repetition_penalty, seen, seeds, counters, parts, indices)
+    strides = (logits.stride(0), seen.stride(0), parts.stride(0), indices.stride(0))
+    early = early_launch(logits.device)
+    sample_tiles_kernel[(num_programs, num_rows)](
+        *arguments, vocab_size, *strides, TILE=tiles.tile, TILES_EACH=tiles.tiles_each, GROUP=GROUP,
+        READS_EARLY=reads_early, num_warps=tiles.tile_warps, **early,
+    )  # fmt: skip
+    options = {"TILES": next_power_of_2(num_tiles), "GROUPS": next_power_of_2(num_groups), "GROUP": GROUP, "CHUNK": tiles.chunk}
+    sizes = (vocab_size, num_programs, num_tiles, num_groups, *strides)
+    return Merge(arguments, sizes, options | {"num_warps": tiles.chunk_warps} | early)
 
 
 def sample_tokens(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, repetition_penalty: Tensor,
@@ -342,20 +448,6 @@ def sample_tokens(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Ten
     """Launch; arguments as in ``custom_ops/ops.py``."""
     require_launchable(logits)
     validation.check_sample_tokens(logits, temperature, top_k, top_p, min_p, repetition_penalty, seen, seeds, counters, out)
-    num_rows, vocab_size = logits.shape
-    if not num_rows:
-        return
-    tiles = sample_tiles(num_rows, vocab_size)
-    num_tiles = triton.cdiv(vocab_size, tiles.tile)
-    num_groups = num_tiles * (tiles.tile // GROUP)
-    parts = torch.empty(num_rows, 2 * num_tiles + num_groups, dtype=torch.float32, device=logits.device)
-    indices = torch.empty(num_rows, num_groups, dtype=torch.int32, device=logits.device)
-    arguments = (logits, temperature, top_k, top_p, min_p, repetition_penalty, seen, seeds, counters, parts, indices)
-    strides = (logits.stride(0), seen.stride(0), parts.stride(0), indices.stride(0))
-    early = launches_early(logits.device)
-    options: dict[str, Any] = {"GROUP": GROUP, "PDL": early} | ({"launch_pdl": True} if early else {})
-    sample_tiles_kernel[(num_tiles, num_rows)](*arguments, vocab_size, *strides, TILE=tiles.tile, num_warps=tiles.tile_warps, **options)
-    merge_tiles_kernel[(num_rows,)](
-        *arguments, out, vocab_size, num_tiles, num_groups, *strides, TILES=next_power_of_2(num_tiles), GROUPS=next_power_of_2(num_groups),
-        CHUNK=tiles.chunk, num_warps=tiles.chunk_warps, **options,
-    )  # fmt: skip
+    if logits.shape[0]:
+        merge = launch_tiles(logits, temperature, top_k, top_p, min_p, repetition_penalty, seen, seeds, counters, reads_early=False)
+        merge_tiles_kernel[(logits.shape[0],)](*merge.arguments, out, *merge.sizes, **merge.options)

@@ -11,7 +11,14 @@ from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.custom_ops.triton.sample_tokens import sample_tiles
 from torchpaged.engine import SamplingParams
 from torchpaged.engine.sampling import sample, seen_tokens
-from torchpaged.testing_sampling import SAMPLING_ROWS, assert_samples_close, make_accept_inputs, make_sampling_inputs
+from torchpaged.testing_sampling import (
+    SAMPLING_ROWS,
+    assert_samples_close,
+    finished_apart,
+    make_accept_inputs,
+    make_finish_inputs,
+    make_sampling_inputs,
+)
 
 pytestmark = pytest.mark.gpu
 TRITON, REFERENCE = BACKEND_OPS["triton"], BACKEND_OPS["reference"]
@@ -131,6 +138,32 @@ def test_accept_tokens(num_reqs: int, num_stops: int) -> None:
     TRITON.accept_tokens(**inputs)
     REFERENCE.accept_tokens(**same)
     assert all(torch.equal(x.cpu(), same[name]) for name, x in inputs.items() if isinstance(x, torch.Tensor))
+
+
+@pytest.mark.parametrize("step", [0, 1])
+@pytest.mark.parametrize(("num_reqs", "launch"), [(1, 0), (64, 7), (64, -1), (300, 5), (1000, 3 * 2**40)])
+def test_accept_tokens_fills_the_ring(num_reqs: int, launch: int, step: int) -> None:
+    """One program and several: the last one counts. Twice, since their meeting must leave nothing behind."""
+    inputs: dict[str, Any] = make_accept_inputs(num_reqs, launch=launch, step=step, device="cuda")
+    same = {name: x.cpu() if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
+    for _ in range(2):
+        TRITON.accept_tokens(**inputs)
+        REFERENCE.accept_tokens(**same)
+        torch.cuda.synchronize()  # the op counts on a step between two of its calls
+        assert all(torch.equal(x.cpu(), same[name]) for name, x in inputs.items() if isinstance(x, torch.Tensor))
+
+
+@pytest.mark.parametrize(("count", "launch", "step"), [(1, None, 0), (1, 4, 1), (19, 4, 1), (19, 4, 0), (19, -1, 1)])
+def test_finish_step_is_both_ops(count: int, launch: int | None, step: int) -> None:
+    """To the bit: all kinds of rows, idle ones and such as end among them, one program and several, with a ring and without."""
+    rows = ALL[:count]
+    inputs = make_finish_inputs(rows, vocab_size=5000, dtype=torch.float16, launch=launch, step=step, device="cuda")
+    want = finished_apart(TRITON, inputs)
+    ended = int((want["seq_lens"] == 0).sum() - (inputs["seq_lens"] == 0).sum())
+    assert count == 1 or 2 < ended < 12
+    TRITON.finish_step(**inputs)
+    for name, x in inputs.items():
+        assert not isinstance(x, torch.Tensor) or name == "logits" or torch.equal(x, want[name]), name
 
 
 def test_opcheck() -> None:

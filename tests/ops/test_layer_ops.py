@@ -1,4 +1,4 @@
-"""rms_norm, act_and_mul, linear: the reference against torch's and transformers' own formulas, refusals, tracing."""
+"""embedding, rms_norm, act_and_mul, linear: the reference against torch's and transformers' own formulas, refusals, tracing."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from torchpaged.testing_layers import (
     LINEAR_CASES,
     NORM_CASES,
     assert_layer_close,
+    make_embedding_inputs,
     make_gate_inputs,
     make_linear_inputs,
     make_norm_inputs,
@@ -33,6 +34,16 @@ def gate(x: Tensor, activation: str) -> Tensor:
     if activation == "gelu":
         return x * torch.special.ndtr(x)
     return 0.5 * x * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)))
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("dtype", (*DTYPES, torch.float64), ids=str)
+def test_embedding_is_torchs(dtype: torch.dtype, scaled: bool) -> None:
+    """Bit for bit, Gemma's scale included: rounded to the weights' dtype, then the product."""
+    inputs = make_embedding_inputs(scaled=scaled, dtype=dtype)
+    want = F.embedding(inputs["input_ids"], inputs["weight"])
+    DEFAULT.embedding(**inputs)
+    assert torch.equal(inputs["out"], want * inputs["scale"].to(dtype) if scaled else want)
 
 
 @pytest.mark.parametrize("case", LINEAR_CASES)
@@ -101,6 +112,13 @@ def _without(**change: Any) -> dict[str, Any]:
 
 
 BAD: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "ids_dtype": ("embedding", "input_ids", {"input_ids": torch.zeros(5, dtype=torch.int32)}),
+    "ids_dims": ("embedding", "input_ids", {"input_ids": torch.zeros(1, 5, dtype=torch.int64)}),
+    "ids_above": ("embedding", "input_ids", {"input_ids": torch.full((5,), 30)}),
+    "ids_below": ("embedding", "input_ids", {"input_ids": torch.tensor([0, 0, -1, 0, 0])}),
+    "table_dtype": ("embedding", "weight", {"weight": torch.zeros(30, 24, dtype=torch.int64)}),
+    "table_width": ("embedding", "out", {"weight": torch.zeros(30, 23)}),
+    "table_scale": ("embedding", "scale", {"scale": torch.ones(1)}),
     "x_dims": ("linear", "x", {"x": torch.zeros(40)}),
     "x_dtype": ("linear", "x", {"x": torch.zeros(5, 40, dtype=torch.int32)}),
     "x_stride": ("linear", "x", {"x": torch.zeros(40, 5).T}),
@@ -131,7 +149,12 @@ BAD: dict[str, tuple[str, str, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input_is_refused_before_anything_is_written(name: str) -> None:
     op, argument, change = BAD[name]
-    good = {"linear": _without(), "rms_norm": make_norm_inputs(residual=True), "act_and_mul": make_gate_inputs()}[op]
+    good = {
+        "embedding": make_embedding_inputs(),
+        "linear": _without(),
+        "rms_norm": make_norm_inputs(residual=True),
+        "act_and_mul": make_gate_inputs(),
+    }[op]
     inputs = good | change
     with pytest.raises(torchpaged.ArgumentError) as error:
         getattr(REFERENCE, op)(**inputs)
@@ -161,6 +184,7 @@ def test_no_tokens_and_parameters() -> None:
 
 
 OPCHECK: dict[str, tuple[str, dict[str, Any]]] = {
+    "embedding": ("embedding", make_embedding_inputs(scaled=True)),
     "linear": ("linear", make_linear_inputs()),
     "linear_everything": ("linear", make_linear_inputs(**LINEAR_CASES["everything"])),
     "rms_norm": ("rms_norm", make_norm_inputs(**NORM_CASES["both"])),
@@ -173,8 +197,9 @@ def test_opcheck(case: str) -> None:
     op, inputs = OPCHECK[case]
     inputs["out"].zero_()  # opcheck compares mutated tensors for equality
     for ops in (REFERENCE, DEFAULT):
-        positional = [inputs[name] for name in inputs if name in ("x", "weight", "out", "gate_up")]
-        keywords = {name: x for name, x in inputs.items() if name not in ("x", "weight", "out", "gate_up")}
+        by_place = ("input_ids", "x", "weight", "out", "gate_up")
+        positional = [inputs[name] for name in inputs if name in by_place]
+        keywords = {name: x for name, x in inputs.items() if name not in by_place}
         torch.library.opcheck(getattr(ops, op), tuple(positional), keywords)
 
 

@@ -13,7 +13,15 @@ from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.custom_ops.reference_sampling import gumbel_noise, kept_tokens, penalised_logits, philox, random_bits
 from torchpaged.engine import SamplingParams
 from torchpaged.engine.sampling import sample, seen_tokens
-from torchpaged.testing_sampling import SAMPLING_ROWS, assert_samples_close, kept_by_oracle, make_accept_inputs, make_sampling_inputs
+from torchpaged.testing_sampling import (
+    SAMPLING_ROWS,
+    assert_samples_close,
+    finished_apart,
+    kept_by_oracle,
+    make_accept_inputs,
+    make_finish_inputs,
+    make_sampling_inputs,
+)
 
 REFERENCE, DEFAULT = BACKEND_OPS["reference"], BACKEND_OPS["default"]
 ALL = SAMPLING_ROWS.values()
@@ -236,6 +244,37 @@ def test_accept_tokens(num_reqs: int, num_stops: int) -> None:
         assert inputs[name].tolist() == values, name
 
 
+@pytest.mark.parametrize("step", [0, 1])
+@pytest.mark.parametrize(("launch", "slot"), [(0, 0), (2, 2), (7, 1), (3 * 2**40 + 2, 2), (-1, 3)])
+def test_accept_tokens_fills_the_ring(launch: int, slot: int, step: int) -> None:
+    """Tokens in the launch's slot and the step's line, nothing elsewhere; the last step leaves the launch's number and counts it."""
+    inputs = make_accept_inputs(launch=launch, step=step)
+    without = {name: x.clone() if isinstance(x, Tensor) else x for name, x in inputs.items() if name not in ("ring", "launches", "step")}
+    want = inputs["ring"].clone()
+    DEFAULT.accept_tokens(**inputs)
+    DEFAULT.accept_tokens(**without)
+    assert all(torch.equal(inputs[name], x) for name, x in without.items() if isinstance(x, Tensor))
+    want[slot, step, :7] = inputs["tokens_out"]
+    if step == 1:
+        want[slot, 2, 0] = launch
+    assert torch.equal(inputs["ring"], want)
+    assert inputs["launches"].tolist() == [launch + (step == 1 and launch >= 0), 0]
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [("ring", torch.zeros(4, 3, 6, dtype=torch.int64)), ("ring", torch.zeros(1, 3, 9, dtype=torch.int64)),
+     ("ring", torch.zeros(4, 3, 9, dtype=torch.int32)), ("ring", None), ("launches", None), ("launches", torch.zeros(1, dtype=torch.int64)),
+     ("step", 2), ("step", -1)],
+)  # fmt: skip
+def test_bad_rings_are_refused(argument: str, value: Any) -> None:
+    inputs = make_accept_inputs(launch=0)
+    before = {name: x.clone() for name, x in inputs.items() if isinstance(x, Tensor) and name != argument}
+    with pytest.raises(ArgumentError, match=argument):
+        REFERENCE.accept_tokens(**{**inputs, argument: value})
+    assert all(torch.equal(inputs[name], x) for name, x in before.items())
+
+
 @pytest.mark.parametrize(
     ("argument", "value"),
     [("stop_token_ids", torch.zeros(7, dtype=torch.int64)), ("remaining", torch.zeros(7, dtype=torch.int64)),
@@ -246,6 +285,26 @@ def test_bad_arguments_of_accept_tokens(argument: str, value: Any) -> None:
     before = {name: x.clone() for name, x in inputs.items() if isinstance(x, Tensor) and name != argument}
     with pytest.raises((ArgumentError, RuntimeError), match=argument):
         REFERENCE.accept_tokens(**{**inputs, argument: value})
+    assert all(torch.equal(inputs[name], x) for name, x in before.items())
+
+
+@pytest.mark.parametrize("launch", [None, 4])
+def test_finish_step_is_both_ops(launch: int | None) -> None:
+    inputs = make_finish_inputs(ALL, launch=launch, step=launch is not None)
+    want = finished_apart(DEFAULT, inputs)
+    DEFAULT.finish_step(**inputs)
+    for name, x in inputs.items():
+        assert not isinstance(x, Tensor) or name == "logits" or torch.equal(x, want[name]), name
+
+
+@pytest.mark.parametrize(("argument", "value"), [("top_k", torch.zeros(3, dtype=torch.int32)), ("top_p", torch.zeros(len(ALL))),
+                                                 ("block_table", torch.ones(3, 3, dtype=torch.int32)), ("seq_lens", torch.full((len(ALL),), 13).int()),
+                                                 ("tokens_out", torch.zeros(len(ALL))), ("step", 2)])  # fmt: skip
+def test_bad_arguments_of_finish_step(argument: str, value: Any) -> None:
+    inputs = make_finish_inputs(ALL, launch=0)
+    before = {name: x.clone() for name, x in inputs.items() if isinstance(x, Tensor) and name not in ("logits", argument)}
+    with pytest.raises((ArgumentError, RuntimeError), match=argument):
+        REFERENCE.finish_step(**{**inputs, argument: value})
     assert all(torch.equal(inputs[name], x) for name, x in before.items())
 
 

@@ -1,4 +1,4 @@
-"""rms_norm, act_and_mul and linear of the Triton backend in the interpreter. Runs with TRITON_INTERPRET=1 only: see test_layers.py."""
+"""embedding, rms_norm, act_and_mul and linear of the Triton backend in the interpreter. Runs with TRITON_INTERPRET=1 only: see test_layers.py."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torchpaged.testing_layers import (
     LINEAR_CASES,
     NORM_CASES,
     assert_layer_close,
+    make_embedding_inputs,
     make_gate_inputs,
     make_linear_inputs,
     make_norm_inputs,
@@ -25,6 +26,17 @@ pytest.importorskip("triton", reason="triton is not installed")
 TRITON, REFERENCE = BACKEND_OPS["triton"], BACKEND_OPS["reference"]
 # float16 and float32 only: the interpreter truncates where it should round to bfloat16, and GPUs do not
 DTYPES = (torch.float32, torch.float16)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("width", [1, 40, 1500])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_embedding(dtype: torch.dtype, width: int, scaled: bool) -> None:
+    inputs = make_embedding_inputs(width=width, scaled=scaled, dtype=dtype)
+    TRITON.embedding(**inputs)
+    got = inputs["out"].clone()
+    REFERENCE.embedding(**inputs)
+    assert torch.equal(got, inputs["out"])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -49,11 +61,12 @@ def test_act_and_mul(activation: str, dtype: torch.dtype, width: int) -> None:
 def test_no_tokens_and_refusals() -> None:
     out = torch.empty(0, 24)
     TRITON.linear(torch.empty(0, 40), torch.randn(24, 40), out, norm_weight=torch.ones(40))
+    TRITON.embedding(torch.empty(0, dtype=torch.int64), torch.randn(9, 24), out)
     TRITON.rms_norm(torch.empty(0, 40), torch.ones(40), torch.empty(0, 40))
     TRITON.act_and_mul(torch.empty(0, 48), out)
     calls: list[tuple[Any, dict[str, Any]]] = [
         (TRITON.linear, make_linear_inputs(dtype=torch.float64)), (TRITON.rms_norm, make_norm_inputs() | {"weight": torch.ones(3)}),
-        (TRITON.act_and_mul, make_gate_inputs() | {"activation": "tanh"}),
+        (TRITON.act_and_mul, make_gate_inputs() | {"activation": "tanh"}), (TRITON.embedding, make_embedding_inputs(dtype=torch.float64)),
     ]  # fmt: skip
     for op, inputs in calls:
         with pytest.raises(torchpaged.ArgumentError):

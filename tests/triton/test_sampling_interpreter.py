@@ -13,7 +13,14 @@ import pytest
 import torch
 
 from torchpaged.custom_ops import BACKEND_OPS
-from torchpaged.testing_sampling import SAMPLING_ROWS, assert_samples_close, make_accept_inputs, make_sampling_inputs
+from torchpaged.testing_sampling import (
+    SAMPLING_ROWS,
+    assert_samples_close,
+    finished_apart,
+    make_accept_inputs,
+    make_finish_inputs,
+    make_sampling_inputs,
+)
 
 pytest.importorskip("triton", reason="triton is not installed")
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
@@ -80,6 +87,31 @@ def test_accept_tokens(num_reqs: int, num_stops: int) -> None:
     TRITON.accept_tokens(**inputs)
     REFERENCE.accept_tokens(**same)
     assert all(torch.equal(x, same[name]) for name, x in inputs.items() if isinstance(x, torch.Tensor))
+
+
+@interpreted
+@pytest.mark.parametrize(("num_reqs", "launch", "step"), [(40, 7, 1), (40, -1, 1), (300, 5, 0), (300, 5, 1)])
+def test_accept_tokens_fills_the_ring(num_reqs: int, launch: int, step: int) -> None:
+    """One program and several: the last one counts."""
+    inputs: dict[str, Any] = make_accept_inputs(num_reqs, launch=launch, step=step)
+    same = {name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
+    TRITON.accept_tokens(**inputs)
+    REFERENCE.accept_tokens(**same)
+    assert all(torch.equal(x, same[name]) for name, x in inputs.items() if isinstance(x, torch.Tensor))
+
+
+@interpreted
+@pytest.mark.parametrize(("count", "launch", "step"), [(1, None, 0), (1, 4, 1), (19, 4, 1), (19, 4, 0), (19, -1, 1)])
+def test_finish_step_is_both_ops(count: int, launch: int | None, step: int) -> None:
+    """To the bit: all kinds of rows, idle ones and such as end among them, one program and several, with a ring and without."""
+    rows = list(SAMPLING_ROWS.values())[:count]
+    inputs = make_finish_inputs(rows, vocab_size=500, dtype=torch.float16, launch=launch, step=step)
+    want = finished_apart(TRITON, inputs)
+    ended = int((want["seq_lens"] == 0).sum() - (inputs["seq_lens"] == 0).sum())
+    assert count == 1 or 2 < ended < 12
+    TRITON.finish_step(**inputs)
+    for name, x in inputs.items():
+        assert not isinstance(x, torch.Tensor) or name == "logits" or torch.equal(x, want[name]), name
 
 
 @interpreted

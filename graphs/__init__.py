@@ -9,6 +9,7 @@ if __name__ != "torchpaged.graphs":
 from torchpaged.graphs.buckets import bucket_for, buckets_by_cost, default_buckets, default_prefill_buckets
 from torchpaged.graphs.buffers import DecodeBuffers
 from torchpaged.graphs.capture import CaptureBackend, CudaCapture, EagerCapture, TapeCapture
+from torchpaged.graphs.launch_ring import LaunchRing
 from torchpaged.graphs.packed_buffers import PackedBuffers
 from torchpaged.graphs.packed_runner import PackedGraphRunner
 from torchpaged.graphs.report import BucketReport, bucket_table
@@ -26,6 +27,7 @@ __all__ = [
     "DecodeGraphRunner",
     "DecodeRows",
     "EagerCapture",
+    "LaunchRing",
     "PackedBuffers",
     "PackedGraphRunner",
     "RingFullError",

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from torchpaged.custom_ops.errors import ArgumentError
+from torchpaged.graphs.launch_ring import LaunchRing
 from torchpaged.graphs.row_state import HEAD_WORDS, MAX_STOP_TOKEN_IDS, NUM_FLOATS, NUM_INTS, NUM_LONGS, RowState, token_bits
 from torchpaged.metadata import AttentionMetadata, make_semaphore, to_device
 
@@ -31,8 +32,8 @@ class StepOps(Protocol):
         """One token per row out of logits."""
 
     @property
-    def accept_tokens(self) -> Any:
-        """Rows made ready for the next step."""
+    def finish_step(self) -> Any:
+        """One token per row out of logits, and rows made ready for the next step."""
 
 
 class DecodeRows:
@@ -44,8 +45,9 @@ class DecodeRows:
         block_size: tokens per block.
         vocab_size: of the logits.
         device: where the tensors live.
-        ops: whose ``sample_tokens`` and ``accept_tokens`` finish a step.
+        ops: whose ``finish_step`` ends a step.
         steps_per_launch: rows of ``tokens_out``.
+        launches_in_flight: launches whose tokens may be unread at once, for ``ring``.
 
     Attributes:
         input_ids, positions, slot_mapping, seeds, counters: ``[max_batch_size]`` int64.
@@ -56,15 +58,16 @@ class DecodeRows:
         seen: ``[max_batch_size, ceil(vocab_size / 32)]`` int32, a bit per token.
         query_start_loc: ``[max_batch_size + 1]`` int32, 0, 1, 2 ...: every row has one query token, idle ones too.
         tokens_out: ``[steps_per_launch, max_batch_size]`` int64, what the last launch produced; -1 where a row was idle.
+        ring: the same on the host, a launch after another: `LaunchRing`.
         semaphore: as in `DecodeBuffers`.
     """
 
     def __init__(
         self, max_batch_size: int, max_blocks_per_req: int, block_size: int, vocab_size: int, device: torch.device | str, ops: StepOps,
-        steps_per_launch: int = 1,
+        steps_per_launch: int = 1, launches_in_flight: int = 4,
     ) -> None:  # fmt: skip
         sizes = {"max_batch_size": max_batch_size, "max_blocks_per_req": max_blocks_per_req, "block_size": block_size,
-                 "vocab_size": vocab_size, "steps_per_launch": steps_per_launch}  # fmt: skip
+                 "vocab_size": vocab_size, "steps_per_launch": steps_per_launch, "launches_in_flight": launches_in_flight}  # fmt: skip
         for name, size in sizes.items():
             if size < 1:
                 raise ArgumentError(name, "at least 1", str(size))
@@ -88,12 +91,14 @@ class DecodeRows:
         self.repetition_penalty.fill_(1.0)
         self.top_p.fill_(1.0)
         self.semaphore = make_semaphore(rows, device)
+        self.ring = LaunchRing(launches_in_flight, steps_per_launch, rows, device)
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything a captured step reads or writes, by name."""
         names = ("input_ids", "positions", "slot_mapping", "seeds", "counters", "seq_lens", "remaining", "top_k", "temperature", "top_p",
                  "min_p", "repetition_penalty", "stop_token_ids", "block_table", "seen", "query_start_loc", "tokens_out", "semaphore")  # fmt: skip
-        return {name: getattr(self, name) for name in names}
+        ring = {"ring": self.ring.slots, "launches": self.ring.launches}
+        return {name: getattr(self, name) for name in names} | ring
 
     def view(self, num_rows: int) -> tuple[Tensor, AttentionMetadata]:
         """The first ``num_rows`` rows as ``(input_ids, metadata)``; slices, no copies. The semaphore comes whole."""
@@ -106,21 +111,19 @@ class DecodeRows:
     def finish_step(self, logits: Tensor, num_rows: int, step: int) -> None:
         """End a step of the first ``num_rows`` rows: sample a token each and make the rows ready for the next step.
 
+        The last step of a launch ends it for ``ring``: who calls this by hand calls ``ring.count()`` then, as the runner does.
+
         Args:
             logits: ``[num_rows, vocab_size]``.
             num_rows: rows of the step.
-            step: which row of ``tokens_out`` receives the tokens.
+            step: of the launch: which row of ``tokens_out`` receives the tokens.
         """
-        sampled = torch.empty(num_rows, dtype=torch.int64, device=self.device)
         n = slice(num_rows)
-        self._ops.sample_tokens(
-            logits, self.temperature[n], self.top_k[n], self.top_p[n], self.min_p[n], self.repetition_penalty[n], self.seen[n],
-            self.seeds[n], self.counters[n], sampled,
-        )  # fmt: skip
-        self._ops.accept_tokens(
-            sampled, self.block_table[n], self.stop_token_ids[n], self.input_ids[n], self.positions[n], self.seq_lens[n],
+        self._ops.finish_step(
+            logits, self.temperature[n], self.top_k[n], self.top_p[n], self.min_p[n], self.repetition_penalty[n], self.seeds[n],
+            self.block_table[n], self.stop_token_ids[n], self.input_ids[n], self.positions[n], self.seq_lens[n],
             self.slot_mapping[n], self.counters[n], self.remaining[n], self.seen[n], self.tokens_out[step, n],
-            block_size=self.block_size,
+            block_size=self.block_size, ring=self.ring.slots, launches=self.ring.launches, step=step,
         )  # fmt: skip
 
     def finish_rows(self, logits: Tensor, rows: Sequence[int]) -> Tensor:
@@ -136,13 +139,13 @@ class DecodeRows:
         index = to_device(rows, torch.int64, self.device)
         longs, ints, floats = (x.index_select(1, index) for x in (self._longs, self._ints, self._floats))
         table, stops, seen = (x.index_select(0, index) for x in (self.block_table, self.stop_token_ids, self.seen))
-        sampled, tokens = torch.empty_like(longs[0]), torch.empty_like(longs[0])
+        tokens = torch.empty_like(longs[0])
         input_ids, positions, slots, seeds, counters = longs
         lens, remaining, top_k = ints
         temperature, top_p, min_p, penalty = floats
-        self._ops.sample_tokens(logits, temperature, top_k, top_p, min_p, penalty, seen, seeds, counters, sampled)
-        self._ops.accept_tokens(
-            sampled, table, stops, input_ids, positions, lens, slots, counters, remaining, seen, tokens, block_size=self.block_size
+        self._ops.finish_step(
+            logits, temperature, top_k, top_p, min_p, penalty, seeds, table, stops, input_ids, positions, lens, slots, counters, remaining,
+            seen, tokens, block_size=self.block_size,
         )  # fmt: skip
         self._longs.index_copy_(1, index, longs)
         self._ints.index_copy_(1, index, ints)
@@ -223,8 +226,9 @@ class DecodeRows:
     @contextlib.contextmanager
     def padding(self, num_rows: int) -> Iterator[None]:
         """The first ``num_rows`` rows are idle inside the block, for a warm-up or a capture, and as they were afterwards."""
-        state = (self._longs, self._ints, self._floats, self.seen, self.tokens_out)
+        state = (self._longs, self._ints, self._floats, self.seen, self.tokens_out, self.ring.launches)
         saved = [tensor.clone() for tensor in state]
+        self.ring.launches[:1].fill_(-1)  # tokens of launches in flight stay where they are
         self.seq_lens[:num_rows].zero_()
         self.slot_mapping[:num_rows].fill_(-1)
         self.input_ids[:num_rows].zero_()

@@ -182,6 +182,9 @@ class DecodeGraphRunner:
 
         Returns:
             The step's output for these rows; with `DecodeRows`, ``[steps_per_launch, num_rows]`` int64 tokens.
+
+        Raises:
+            RingFullError: with `DecodeRows`, ``rows.ring`` has no place for its tokens; nothing is launched then.
         """
         output = self._start(num_rows).output
         return output[:num_rows] if self.rows is None else output[:, :num_rows]
@@ -205,8 +208,12 @@ class DecodeGraphRunner:
         report.hits += 1
         self._seen[num_rows] = self._seen.get(num_rows, 0) + 1
         report.padded_rows += bucket - num_rows
+        if self.rows is not None:
+            self.rows.ring.check_room()
         with self._ranges("replay", batch=num_rows, padded=bucket):
             graph.replay()
+        if self.rows is not None:
+            self.rows.ring.count()
         return graph
 
     def run_eager(self, input_ids: Sequence[int] | Tensor, seq_lens: Sequence[int], block_tables: Sequence[Sequence[int]]) -> Tensor:
@@ -220,8 +227,11 @@ class DecodeGraphRunner:
         """What `replay` does, without graph, padding or compilation: for `DecodeRows`."""
         if self.rows is None:
             raise ArgumentError("rows", "a runner over DecodeRows", "one over DecodeBuffers", "call run_eager()")
+        self.rows.ring.check_room()
         with self._ranges("run_eager", batch=num_rows), torch.inference_mode():
-            return self._launch(num_rows, self._eager_step)()[:, :num_rows]
+            tokens = self._launch(num_rows, self._eager_step)()[:, :num_rows]
+        self.rows.ring.count()
+        return tokens
 
     def report(self) -> list[BucketReport]:
         """Per bucket: capture time, memory, replays and padded rows."""

@@ -119,3 +119,43 @@ def test_reading_tokens_waits_for_what_is_ahead_of_them() -> None:
             x = x @ x / 90
         tokens.fill_(number)
         assert ring.read(ring.push(tokens)) == [[number] * 4]
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_tokens_from_inside_a_graph_are_waited_for(steps: int) -> None:
+    """Milliseconds of matrix products ahead of each token: read too early, a slot would hold another launch or other tokens."""
+    from torchpaged.custom_ops import BACKEND_OPS
+    from torchpaged.graphs import DecodeGraphRunner, DecodeRows, RingFullError, RowState
+
+    rows = DecodeRows(70, 40, 16, VOCAB, "cuda", BACKEND_OPS["triton"], steps, launches_in_flight=3)
+    x = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) / 90
+    ids = torch.arange(VOCAB, device="cuda")[None]
+
+    def step(input_ids: torch.Tensor, metadata: Any) -> torch.Tensor:
+        best = (7 * input_ids + 3 * metadata.positions + 1) % VOCAB
+        for _ in range(3):
+            torch.matmul(x, x)
+        return -(ids - best[:, None]).abs().float()
+
+    runner = DecodeGraphRunner(step, rows=rows, buckets=[1, 70], device="cuda", compile=False)
+    rows.write({row: RowState(row, 1, list(range(1, 41)), seed=0, counter=0, remaining=500) for row in range(70)})
+    want, token = [], list(range(70))
+    for position in range(24 * steps):
+        token = [(7 * t + 3 * position + 1) % VOCAB for t in token]
+        want.append(token)
+    runner.capture()
+    taken: list[tuple[int, int, int]] = []
+    first = 0  # steps of row 0 that were launched
+    with no_synchronisation():
+        for turn in range(16):
+            num_rows = 1 if turn >= 8 else 70
+            runner.launch(num_rows)
+            taken.append((rows.ring.take(), num_rows, first))
+            first += steps
+            if len(taken) == 3:
+                with pytest.raises(RingFullError):
+                    runner.launch(num_rows)
+                launch, width, begun = taken.pop(0)
+                assert rows.ring.read(launch, width) == [tokens[:width] for tokens in want[begun : begun + steps]], turn
+    for launch, width, begun in taken:
+        assert rows.ring.read(launch, width) == [tokens[:width] for tokens in want[begun : begun + steps]]

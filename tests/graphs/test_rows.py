@@ -10,9 +10,11 @@ from torch import Tensor
 
 from torchpaged import ArgumentError, AttentionMetadata
 from torchpaged.custom_ops import BACKEND_OPS
+from torchpaged.custom_ops.errors import TorchpagedError
 from torchpaged.graphs import DecodeGraphRunner, DecodeRows, EagerCapture, RingFullError, RowState, TapeCapture, TokenRing
 
 VOCAB, BLOCK, REFERENCE = 70, 4, BACKEND_OPS["reference"]
+NOT_PER_ROW = ("query_start_loc", "semaphore", "tokens_out", "ring", "launches")
 
 
 def make_rows(steps: int = 1, size: int = 6) -> DecodeRows:
@@ -53,7 +55,7 @@ def test_write_fills_every_field_of_its_row_only() -> None:
     assert after["stop_token_ids"][4].tolist() == [8, 2**40, *[-1] * 14] and after["block_table"][4].tolist() == [3, 9, 4, 5, 6, 7, 0, 0]
     assert after["seen"][4].tolist() == [1 - 2**31, 1, 1 << 5]
     for name, tensor in before.items():
-        if name not in ("query_start_loc", "semaphore", "tokens_out"):
+        if name not in NOT_PER_ROW:
             others = [0, 1, 2, 3, 5]
             assert torch.equal(after[name][others], tensor[others]), name
     rows.write({4: RowState(1, 1, [2], seed=2**64 - 1, counter=3, remaining=1)})
@@ -121,7 +123,7 @@ def test_move_and_clear() -> None:
     before = fields(rows)
     rows.move([(4, 0), (5, 2)])
     after = fields(rows)
-    per_row = [n for n, t in before.items() if n not in ("query_start_loc", "semaphore", "tokens_out")]
+    per_row = [name for name in before if name not in NOT_PER_ROW]
     for name in per_row:
         assert torch.equal(after[name][[0, 2, 1]], before[name][[4, 5, 1]]), name
     assert rows.seq_lens[[3, 4, 5]].tolist() == [0] * 3 and rows.slot_mapping[[3, 4, 5]].tolist() == [-1] * 3
@@ -173,3 +175,56 @@ def test_ring_hands_out_slots_in_any_order_and_refuses_when_full() -> None:
     assert ring.read(second) == [[9]]
     third = ring.push(torch.tensor([[8, 8]]))
     assert ring.read(first) == [[1, 2, 3], [4, 5, -1]] and ring.read(third) == [[8, 8]]
+
+
+@pytest.mark.parametrize("capture", [EagerCapture(), TapeCapture()], ids=["eager", "tape"])
+@pytest.mark.parametrize("steps", [1, 3])
+def test_the_rows_ring_holds_launches_of_any_bucket_until_they_are_read(capture: Any, steps: int) -> None:
+    """Read two launches late, over twice the ring's depth; buckets change, one is captured with tokens unread, launches go unread."""
+    rows = make_rows(steps)
+    runner = DecodeGraphRunner(successor, rows=rows, buckets=[2, 4, 6], compile=False, capture=capture)
+    runner.capture_for(2)
+    rows.write({0: state(5, 6, remaining=99), 1: state(9, 4, remaining=2 * steps)})
+    first, second = expected(5, 6, 9 * steps), [*expected(9, 4, 2 * steps), *[-1] * 7 * steps]
+    taken: list[int] = []
+    for turn, num_rows in enumerate((2, 1, 3, 2, 6, 2, 5, 2, 3)):
+        runner.launch(num_rows)  # captures two buckets on the way
+        if turn != 4:
+            taken.append(rows.ring.take())
+        if len(taken) == 3 or turn == 8:
+            for launch in taken[:1] if turn < 8 else taken:
+                tokens = rows.ring.read(launch, 2)
+                own = slice(launch * steps, (launch + 1) * steps)
+                assert [list(column) for column in zip(*tokens, strict=True)] == [first[own], second[own]], launch
+            taken = taken[1:]
+
+
+def test_the_rows_ring_refuses() -> None:
+    rows = make_rows()
+    runner = DecodeGraphRunner(successor, rows=rows, compile=False)
+    runner.capture()
+    with pytest.raises(ArgumentError, match="take"):
+        rows.ring.take()
+    rows.write({0: state(5, 6, remaining=99)})
+    launches = []
+    for _ in range(4):
+        runner.launch(1)
+        launches.append(rows.ring.take())
+    with pytest.raises(ArgumentError, match="take"):
+        rows.ring.take()
+    before = fields(rows)
+    for launch in (lambda: runner.launch(1), lambda: runner.replay(1), lambda: runner.launch_eager(1)):
+        with pytest.raises(RingFullError, match="4 launches are in flight"):
+            launch()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in fields(rows).items())
+    assert rows.ring.read(launches[0], 1) == [expected(5, 6, 1)]
+    with pytest.raises(ArgumentError, match="launch"):
+        rows.ring.read(launches[0], 1)
+    runner.launch(1)  # into the slot that was read
+    assert [rows.ring.read(n, 1)[0][0] for n in (*launches[1:], rows.ring.take())] == expected(5, 6, 5)[1:]
+    rows.finish_step(torch.zeros(1, VOCAB), 1, step=0)  # by hand
+    rows.ring.count()
+    assert rows.ring.read(rows.ring.take(), 1) == [[0]]
+    rows.ring.count()  # of nothing: the slot still holds what was read long ago
+    with pytest.raises(TorchpagedError, match=r"slot of launch 6 holds launch 2"):
+        rows.ring.read(rows.ring.take(), 1)

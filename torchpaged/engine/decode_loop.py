@@ -29,9 +29,12 @@ MAX_IN_FLIGHT = 4
 
 
 class _Launch(NamedTuple):
-    """Tokens on their way: where they will be, which column is whose, how many steps each column holds, and whether of a prefill."""
+    """Tokens on their way: where they will be, which column is whose, how many steps each column holds, and whether of a prefill.
 
-    slot: int
+    ``place``: the number of a launch in ``rows.ring``, of a prefill the slot of the loop's own ring.
+    """
+
+    place: int
     columns: list[tuple[int, Sequence]]
     num_steps: int
     prefill: bool
@@ -60,13 +63,20 @@ class DecodeLoop:
     ) -> None:  # fmt: skip
         device, block_size = torch.device(model.device), model.kv_cache.block_size
         self.rows = DecodeRows(
-            max_batch_size, max_blocks_per_req, block_size, model.vocab_size, device, model.choice.backend.ops, steps_per_launch
+            max_batch_size,
+            max_blocks_per_req,
+            block_size,
+            model.vocab_size,
+            device,
+            model.choice.backend.ops,
+            steps_per_launch,
+            MAX_IN_FLIGHT,
         )
         self.runner = DecodeGraphRunner(
             lambda input_ids, metadata: model(input_ids, metadata, None), rows=self.rows, device=device, ranges=profile_range, **options
         )
         self.steps_per_launch, self._eos_token_ids = steps_per_launch, model.eos_token_ids
-        self._ring = TokenRing(MAX_IN_FLIGHT, self.rows.tokens_out.numel(), device)
+        self._prefill_ring = TokenRing(MAX_IN_FLIGHT, max_batch_size, device)
         self._sequences: list[Sequence | None] = [None] * max_batch_size  # by row
         self._busy_rows: list[tuple[int, Sequence]] | None = None
         self._has_idle_rows = False  # since rows were last moved together
@@ -101,7 +111,7 @@ class DecodeLoop:
             self.place(sequence)
         self._flush()
         rows = [sequence.row for sequence in sequences if sequence.row is not None]
-        slot = self._ring.push(self.rows.finish_rows(logits, rows))
+        slot = self._prefill_ring.push(self.rows.finish_rows(logits, rows))
         for sequence in sequences:
             sequence.steps_read -= 1
         self._launches.append(_Launch(slot, list(enumerate(sequences)), 1, prefill=True))
@@ -122,7 +132,7 @@ class DecodeLoop:
         with profile_range("decode", batch=len(busy), tokens=len(busy) * self.steps_per_launch):
             self.runner.launch(num_rows)
         self._step_count.started += self.steps_per_launch
-        self._launches.append(_Launch(self._ring.push(self.rows.tokens_out), busy, self.steps_per_launch, prefill=False))
+        self._launches.append(_Launch(self.rows.ring.take(), busy, self.steps_per_launch, prefill=False))
         return True
 
     def collect(self, keep: int = 0) -> list[tuple[Sequence, list[int]]]:
@@ -132,7 +142,10 @@ class DecodeLoop:
             launch = self._launches.pop(0)
             live = [(column, sequence) for column, sequence in launch.columns if sequence.finish_reason is None]
             with profile_range("collect", batch=len(live)):
-                steps = self._ring.read(launch.slot)
+                if launch.prefill:
+                    steps = self._prefill_ring.read(launch.place)
+                else:
+                    steps = self.rows.ring.read(launch.place, launch.columns[-1][0] + 1)
             for column, sequence in live:
                 tokens = [step[column] for step in steps if step[column] >= 0]
                 sequence.steps_read += launch.num_steps

@@ -1,0 +1,111 @@
+"""LaunchRing: the tokens of a graph's launches, written into pinned memory by the graph itself.
+
+    ring = rows.ring                        # the op `finish_step` writes it, from inside the graph
+    runner.launch(num_rows)
+    launch = ring.take()                    # an event behind the launch; the host goes on
+    tokens = ring.read(launch, num_rows)    # waits for that event only
+
+A copy from the device to the host would need the copy engine, microseconds away from the kernels before and behind it, and as many of
+the host. Which slot a launch writes is counted on the device, so that one graph serves all; the host counts along, and each slot holds
+the number of its launch, so that tokens of another one are never taken for it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torchpaged.custom_ops.errors import ArgumentError, TorchpagedError
+from torchpaged.graphs.ring import RingFullError
+
+
+class _Memory:
+    """Host memory by the CUDA array interface (version 3), which torch turns into a tensor of the GPU without a copy."""
+
+    def __init__(self, host: Tensor) -> None:
+        self._host = host  # the tensor made of this keeps it
+        self.__cuda_array_interface__ = {
+            "shape": tuple(host.shape), "typestr": "<i8", "data": (host.data_ptr(), False), "strides": None, "version": 3,
+        }  # fmt: skip
+
+
+def on_device(host: Tensor, device: torch.device) -> Tensor:
+    """Pinned int64 ``host``, contiguous, as a tensor of ``device`` over the same memory.
+
+    Raises:
+        TorchpagedError: the device does not share the host's addresses.
+    """
+    tensor = torch.as_tensor(_Memory(host), device=device)
+    if tensor.data_ptr() != host.data_ptr():
+        raise TorchpagedError(f"{device} can't write pinned host memory at its own address, which whole steps in a graph need")
+    return tensor
+
+
+class LaunchRing:
+    """Slots for the tokens of ``depth`` launches, each of ``num_steps`` steps over up to ``num_rows`` rows.
+
+    Args:
+        depth: launches whose tokens may be unread at once.
+        num_steps: steps per launch.
+        num_rows: rows.
+        device: where the launches run; on a CPU everything is immediate.
+
+    Attributes:
+        slots: ``[depth + 1, num_steps + 1, num_rows]`` int64, pinned, as a tensor of ``device``; ``slots[i, num_steps, 0]`` is the number
+            of the launch whose tokens slot i holds, the last slot is for warm-ups.
+        launches: ``[2]`` int64 on the device: launches so far, and 0. Negative: a warm-up, which goes to the last slot and is not counted.
+    """
+
+    def __init__(self, depth: int, num_steps: int, num_rows: int, device: torch.device | str) -> None:
+        device = torch.device(device)
+        on_gpu = device.type == "cuda"
+        self._depth, self._num_steps = depth, num_steps
+        with torch.inference_mode(False):
+            self._host = torch.full((depth + 1, num_steps + 1, num_rows), -1, dtype=torch.int64, pin_memory=on_gpu)
+            self.slots = on_device(self._host, device) if on_gpu else self._host
+            self.launches = torch.zeros(2, dtype=torch.int64, device=device)
+        # torch.Event finds the current stream in C++: 0.5 us to record; torch.cuda.Event makes a Python object of it, 4.5 us
+        self._events = [torch.Event(device) for _ in range(depth)] if on_gpu else None
+        self._launched = 0
+        self._unread: list[int] = []  # taken launches, in order
+        self._views: dict[tuple[int, int], Tensor] = {}  # made once, since reading is host time
+
+    def check_room(self) -> None:
+        """Before a launch: raises RingFullError if its slot holds tokens that were taken and not read."""
+        if self._unread and self._unread[0] <= self._launched - self._depth:
+            raise RingFullError(f"{len(self._unread)} launches are in flight and none was read; read the oldest before the next launch")
+
+    def count(self) -> None:
+        """After a launch was started, by whoever did."""
+        self._launched += 1
+
+    def take(self) -> int:
+        """The number of the newest launch, whose tokens will be read; nothing may have been launched on another stream since."""
+        launch = self._launched - 1
+        if launch < 0 or launch in self._unread:
+            raise ArgumentError("take", "a launch since the last call", "none", "take() once behind each launch whose tokens you want")
+        if self._events is not None:
+            self._events[launch % self._depth].record()
+        self._unread.append(launch)
+        return launch
+
+    def read(self, launch: int, num_rows: int) -> list[list[int]]:
+        """Tokens of a launch that was taken, as ``[steps][rows]``; waits until they are there, and frees the slot.
+
+        Raises:
+            ArgumentError: the launch was not taken, or read before.
+            TorchpagedError: the slot holds another launch's tokens: one was counted that did not run.
+        """
+        if launch not in self._unread:
+            raise ArgumentError("launch", f"one of those taken and not read, {self._unread}", str(launch))
+        slot = launch % self._depth
+        if self._events is not None:
+            self._events[slot].synchronize()
+        view = self._views.get((slot, num_rows))
+        if view is None:
+            view = self._views[slot, num_rows] = self._host[slot, :, :num_rows]
+        *tokens, (number, *_) = view.tolist()
+        if number != launch:
+            raise TorchpagedError(f"the slot of launch {launch} holds launch {number}: LaunchRing.count() was called without a launch")
+        self._unread.remove(launch)
+        return tokens

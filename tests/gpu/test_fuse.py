@@ -14,6 +14,7 @@ from torchpaged.testing_layers import (
     LINEAR_CASES,
     NORM_CASES,
     assert_layer_close,
+    make_embedding_inputs,
     make_gate_inputs,
     make_linear_inputs,
     make_norm_inputs,
@@ -65,6 +66,23 @@ def paged_logits(model: Any, backend: str = "auto") -> Tensor:
 def dense_logits(model: Any) -> Tensor:
     model.set_attn_implementation("eager")
     return logits(model, transformers.DynamicCache(config=model.config))
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("width", [40, 960, 16384])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_triton_embedding(dtype: torch.dtype, width: int, scaled: bool) -> None:
+    """Bit for bit; an id outside the table gives NaN, and no other row does."""
+    inputs = make_embedding_inputs(tokens=7, width=width, scaled=scaled, dtype=dtype, device="cuda")
+    want = torch.nn.functional.embedding(inputs["input_ids"], inputs["weight"])
+    BACKEND_OPS["triton"].embedding(**inputs)
+    assert torch.equal(inputs["out"], want * inputs["scale"].to(dtype) if scaled else want)
+    inputs["input_ids"][[2, 5]] = torch.tensor([-1, 30], device="cuda")
+    BACKEND_OPS["triton"].embedding(**inputs)
+    assert (
+        inputs["out"].isnan().all(1).tolist() == [False, False, True, False, False, True, False]
+        and int(inputs["out"].isnan().sum()) == 2 * width
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

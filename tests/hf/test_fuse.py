@@ -124,8 +124,7 @@ def test_launches_per_layer(name: str) -> None:
     kinds = [no_rope if name == "SmolLM3" and i % 2 else expected for i in range(report.num_layers)]
     assert steps == kinds and set(report.after.layers) == {LAUNCHES.get(name, 6)}
     assert min(report.before.layers) > 20
-    scaled, capped = name in LAUNCHES, name == "Gemma2"
-    assert report.after.rest == 2 + scaled + 3 * capped, "embedding (and its scale), lm_head with the norm, the cap"
+    assert report.after.rest == 2 + 3 * (name == "Gemma2"), "embedding with its scale, lm_head with the norm, the cap"
     assert f"-> {LAUNCHES.get(name, 6)}," in str(report)
 
 
@@ -184,10 +183,11 @@ def test_every_pass_alone_and_left_out(name: str, passes: tuple[str, ...]) -> No
     torch.testing.assert_close(logits(model), want, rtol=1e-4, atol=1e-4)
     assert set(report.replaced) == set(passes) - ({"gate_up"} if name == "GptOss" else set()) and report.passes == passes
     assert report.before and report.after
-    if report.replaced:
+    if report.replaced.keys() - {"embedding"}:  # which replaces one launch by one, or two where it scales
         assert sum(report.after.layers) + report.after.rest < sum(report.before.layers) + report.before.rest
     else:
-        assert report.after == report.before
+        scaled = bool(report.replaced) and name == "Gemma3"
+        assert (report.after.layers, report.after.rest) == (report.before.layers, report.before.rest - scaled)
 
 
 @pytest.mark.parametrize("name", ["Llama", "Gemma3", "SmolLM3"])
@@ -295,6 +295,11 @@ def test_positions_beyond_the_table_and_gradients() -> None:
     torch.testing.assert_close(logits(model), want, rtol=1e-4, atol=1e-4)
     with pytest.raises(ArgumentError, match="no_grad"):
         model(torch.tensor([[5]]), past_key_values=PagedCache(model.config, 1, 8))
+    cache = PagedCache(model.config, 1, 8)
+    with torch.no_grad():
+        model(input_ids=torch.tensor([[5]]), past_key_values=cache)
+    with pytest.raises(ArgumentError, match="no_grad"):  # in a second forward, whose embedding could be the op
+        model(input_ids=torch.tensor([[5]]), past_key_values=cache)
 
 
 ROPE: dict[str, dict[str, Any]] = {
@@ -389,7 +394,7 @@ def test_an_activation_without_a_kernel_leaves_the_mlp() -> None:
 def test_wrong_calls_are_refused() -> None:
     model = build("Llama")
     for passes in (("qkv", "swiglu"), "qkv"):
-        with pytest.raises(ArgumentError, match="passes: expected a sequence of qkv, rope, norm, gate_up, lm_head"):
+        with pytest.raises(ArgumentError, match="passes: expected a sequence of qkv, rope, norm, gate_up, lm_head, embedding"):
             fuse(model, passes)
     with pytest.raises(ArgumentError, match="not fused"):
         unfuse(model)
@@ -437,4 +442,4 @@ def test_compiled_by_hand() -> None:
             torch.testing.assert_close(got, model(**inputs, past_key_values=caches[1]).logits, rtol=1e-5, atol=1e-5)
     assert len(COUNT) == 1
     calls = [str(node.target) for node in COUNT[0].graph.nodes if node.op == "call_function" and "torchpaged." in str(node.target)]
-    assert len(calls) == 3 * 6 + 1, calls
+    assert len(calls) == 3 * 6 + 2, calls

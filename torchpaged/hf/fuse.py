@@ -16,26 +16,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
 from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
-from torchpaged.hf.fused_layers import NO_ROTATION, LayerPlan, fused_forward, paged_layer
-from torchpaged.hf.fusible import ARCHITECTURES, PASSES, norm_of, why_no_table, why_not, why_unknown
+from torchpaged.hf.fused_ends import end_forwards
+from torchpaged.hf.fused_layers import NO_ROTATION, LayerPlan, fused_forward
+from torchpaged.hf.fusible import ARCHITECTURES, PASSES, why_no_table, why_not, why_unknown
 from torchpaged.hf.fusion_report import FusionReport, count_launches
-from torchpaged.hf.layer import PagedOwner
 from torchpaged.hf.rope_table import RopeTable, lazy_forward
-
-
-class _Head:
-    """The final norm and lm_head as one: the norm hands its input on while ``owner`` is set, and lm_head norms it.
-
-    ``owner`` is set for the time of one paged forward; forwards of one model must not overlap in threads.
-    """
-
-    def __init__(self, norm: nn.Module, offset: float) -> None:
-        self.norm, self.offset = norm, offset
-        self.owner: PagedOwner | None = None
 
 
 class _Fusion:
@@ -76,39 +65,6 @@ def _refresh_after_load(module: Any, _keys: Any) -> None:
     module._torchpaged_fusion.refresh()
 
 
-def _norm_forward(self: Any, hidden_states: Tensor) -> Tensor:
-    result: Tensor = hidden_states if self._torchpaged_head.owner is not None else type(self).forward(self, hidden_states)
-    return result
-
-
-def _head_forward(self: Any, hidden_states: Tensor) -> Tensor:
-    head: _Head = self._torchpaged_head
-    if head.owner is None:
-        result: Tensor = type(self).forward(self, hidden_states)
-        return result
-    weight, eps, offset = norm_of(head.norm, head.offset)
-    x = hidden_states.reshape(-1, hidden_states.shape[-1])
-    out = x.new_empty(x.shape[0], self.out_features)
-    head.owner.ops.linear(x, self.weight, out, bias=self.bias, norm_weight=weight, norm_eps=eps, norm_offset=offset)
-    return out.view(*hidden_states.shape[:-1], self.out_features)
-
-
-def _model_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """The causal LM's forward. Asked for hidden states, it keeps the final norm: the last of them is normed."""
-    head: _Head = self._torchpaged_head
-    wants = kwargs.get("output_hidden_states")
-    if wants is None:
-        wants = getattr(self.config, "output_hidden_states", False)
-    cached = None if args or wants else paged_layer(kwargs.get("past_key_values"), 0)
-    if cached is None:
-        return type(self).forward(self, *args, **kwargs)
-    head.owner = cached.owner
-    try:
-        return type(self).forward(self, **kwargs)
-    finally:
-        head.owner = None
-
-
 def _rope_of(fusion: _Fusion, layer: Any, config: Any) -> tuple[RopeTable | str | None, str | None]:
     """A layer's table, and why it has none."""
     if not getattr(layer.self_attn, "use_rope", True):
@@ -133,7 +89,7 @@ def _fuse_layer(fusion: _Fusion, layer: nn.Module, name: str, config: Any, passe
     reason = why_unknown(layer)
     taken, rope = [], None
     for each in passes:
-        if each == "lm_head":
+        if each in ("lm_head", "embedding"):
             continue
         why = reason or why_not(layer, each)
         if why is None and each == "rope":
@@ -148,47 +104,6 @@ def _fuse_layer(fusion: _Fusion, layer: nn.Module, name: str, config: Any, passe
         fusion.give(layer, "forward", fused_forward)
 
 
-def _why_no_head(model: Any, base: Any) -> str | None:
-    head: Any = getattr(model, "lm_head", None)
-    norm: Any = getattr(base, "norm", None)
-    names = {f"{architecture.family}RMSNorm" for architecture in ARCHITECTURES.values()}
-    if getattr(model, "model", None) is not base or not type(model).__name__.endswith("ForCausalLM"):
-        return f"{type(model).__name__} is no causal LM of the known kind"
-    if type(head) is not nn.Linear or type(head.weight.data) is not Tensor:
-        return f"lm_head is a {type(head).__name__}, expected a plain Linear"
-    if type(norm).__name__ not in names or not type(norm).__module__.startswith("transformers.models."):
-        return f"the final norm is a {type(norm).__name__}, expected one of the known families'"
-    if norm.weight.dtype not in (head.weight.dtype, torch.float32):
-        return f"the final norm is {norm.weight.dtype}, lm_head {head.weight.dtype}"
-    if head._forward_hooks or head._forward_pre_hooks or norm._forward_hooks or norm._forward_pre_hooks:
-        return "lm_head or the final norm has forward hooks"
-    if any("forward" in vars(module) for module in (model, head, norm)):
-        return "the model, lm_head or the final norm has a forward of its own"
-    return None
-
-
-def _fuse_head(fusion: _Fusion, model: Any, report: FusionReport) -> None:
-    why = _why_no_head(model, fusion.base)
-    report.note("lm_head", "lm_head", why)
-    if why is None:
-        norm: Any = fusion.base.norm
-        offset = next(a.norm_offset for a in ARCHITECTURES.values() if type(norm).__name__ == f"{a.family}RMSNorm")
-        head = _Head(norm, offset)
-        for module, forward in ((norm, _norm_forward), (model.lm_head, _head_forward), (model, _wrapped(model))):
-            fusion.give(module, "_torchpaged_head", head)
-            fusion.give(module, "forward", forward)
-
-
-def _wrapped(model: Any) -> Any:
-    """`_model_forward` with the signature of the model's own forward, which generate() reads."""
-
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return _model_forward(self, *args, **kwargs)
-
-    forward.__wrapped__ = type(model).forward  # type: ignore[attr-defined]
-    return forward
-
-
 def fuse(model: PreTrainedModel, passes: Sequence[str] | None = None, *, count: bool = True) -> FusionReport:
     """Fuse the decoder layers of ``model`` in place, for steps over paged caches; everything else runs as before.
 
@@ -196,7 +111,7 @@ def fuse(model: PreTrainedModel, passes: Sequence[str] | None = None, *, count: 
         model: a causal LM of transformers (or its base model), loaded and on its device.
         passes: some of "qkv" (one product for q, k and v), "rope" (q/k norm, rotation and cache write in one kernel), "norm" (RMSNorm
             and residual adds inside the products), "gate_up" (gate, up and activation in one product), "lm_head" (the final norm inside
-            lm_head); default: all. One that does not apply to a layer is left out there, and the report says why.
+            lm_head), "embedding" (a kernel that starts early); default: all. One that does not apply to a layer is left out there, and the report says why.
         count: run one token before and after, to count the launches per layer for the report.
 
     Returns:
@@ -223,8 +138,10 @@ def fuse(model: PreTrainedModel, passes: Sequence[str] | None = None, *, count: 
         _fuse_layer(fusion, layer, f"layers.{index}", config, report.passes, report)
     if len(fusion.plans) == len(base.layers) and all(plan.rope is not None for plan in fusion.plans) and fusion.tables:
         fusion.give(base.rotary_emb, "forward", lazy_forward)  # nobody needs its result any more
-    if "lm_head" in chosen:
-        _fuse_head(fusion, model, report)
+    ends, forwards = end_forwards(model, base, chosen, report)
+    for module, forward in forwards:
+        fusion.give(module, "_torchpaged_ends", ends)
+        fusion.give(module, "forward", forward)
     fusion.give(base, "_torchpaged_fusion", fusion)
     fusion.give(base, "_apply", _apply_and_refresh)
     fusion.handles.append(base.register_load_state_dict_post_hook(_refresh_after_load))

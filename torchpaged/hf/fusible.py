@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-#: The passes in the order of a layer's step; "lm_head" belongs to the model.
-PASSES = ("qkv", "rope", "norm", "gate_up", "lm_head")
+#: The passes in the order of a layer's step; "lm_head" and "embedding" belong to the model.
+PASSES = ("qkv", "rope", "norm", "gate_up", "lm_head", "embedding")
 #: transformers' activation classes -> the name of `act_and_mul`. One of them with another way of computing it is refused.
 ACTIVATIONS = {"SiLUActivation": "silu", "SiLU": "silu", "GELUTanh": "gelu_tanh", "GELUActivation": "gelu"}
 #: Rotations whose table depends on the length of the text: rotary_emb must run.

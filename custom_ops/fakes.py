@@ -96,6 +96,15 @@ def _accept_tokens(sampled_token_ids: Tensor, block_table: Tensor, stop_token_id
         torch._check(t.shape[0] == block_table.shape[0], lambda: "expected as many rows as block_table in every argument")
 
 
+def _finish_step(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, repetition_penalty: Tensor, seeds: Tensor,
+                 block_table: Tensor, stop_token_ids: Tensor, input_ids: Tensor, positions: Tensor, seq_lens: Tensor, slot_mapping: Tensor,
+                 counters: Tensor, remaining: Tensor, seen: Tensor, tokens_out: Tensor, **_: Any) -> None:  # fmt: skip
+    _sample_tokens(logits, temperature, top_k, top_p, min_p, repetition_penalty, seen, seeds, counters, tokens_out)
+    _accept_tokens(
+        tokens_out, block_table, stop_token_ids, input_ids, positions, seq_lens, slot_mapping, counters, remaining, seen, tokens_out
+    )
+
+
 def _nothing(*_: Any, **__: Any) -> None:
     return None
 
@@ -104,6 +113,7 @@ _FAKES: dict[str, Callable[..., None]] = {
     "write_kv": _write_kv, "rope_write_kv": _rope_write_kv, "paged_attention": _paged_attention,
     "embedding": _embedding, "rms_norm": _rms_norm, "act_and_mul": _act_and_mul, "linear": _linear,
     "sample_tokens": _sample_tokens, "accept_tokens": _accept_tokens,
+    "finish_step": _finish_step,
 }  # fmt: skip
 
 

@@ -100,9 +100,11 @@ def _check_ring(ring: Tensor | None, launches: Tensor | None, step: int, num_req
         if ring is not launches:
             raise ArgumentError("ring, launches", "both or neither", "one of them")
         return
+    if not num_reqs:
+        raise ArgumentError("ring", "rows whose tokens it takes", "no rows", "leave ring and launches out")
     check_dims("ring", ring, None, None, None)
     check_dims("launches", launches, 2)
-    if ring.shape[0] < 2 or ring.shape[1] < 2 or ring.shape[2] < max(num_reqs, 1):
+    if ring.shape[0] < 2 or ring.shape[1] < 2 or ring.shape[2] < num_reqs:
         raise ArgumentError("ring", f"[slots + 1, steps + 1, at least {num_reqs}]", f"shape {list(ring.shape)}")
     if not 0 <= step < ring.shape[1] - 1:
         raise ArgumentError("step", f"in [0, {ring.shape[1] - 1}), the steps of ring", str(step))

@@ -12,6 +12,8 @@ the number of its launch, so that tokens of another one are never taken for it.
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 from torch import Tensor
 
@@ -29,16 +31,37 @@ class _Memory:
         }  # fmt: skip
 
 
-def on_device(host: Tensor, device: torch.device) -> Tensor:
-    """Pinned int64 ``host``, contiguous, as a tensor of ``device`` over the same memory.
+_ATTEMPTS = 8
+#: Memory of rings that are gone, by device: a launch may still be writing it, which torch's allocator of pinned memory does not know of.
+_retired: list[tuple[torch.device, Tensor]] = []
+
+
+def _free_retired() -> None:
+    """Give back what no launch can write any more. Waits for the devices, so only where a ring is made."""
+    gone, _retired[:] = _retired[:], []
+    for device in {device for device, _ in gone}:
+        torch.cuda.synchronize(device)
+
+
+def shared_memory(shape: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Pinned int64 memory of -1, as a tensor of the host and as one of ``device``. Needs NumPy, by which torch reads the array interface.
 
     Raises:
-        TorchpagedError: the device does not share the host's addresses.
+        TorchpagedError: the device does not share the host's addresses, or NumPy is not installed.
     """
-    tensor = torch.as_tensor(_Memory(host), device=device)
-    if tensor.data_ptr() != host.data_ptr():
-        raise TorchpagedError(f"{device} can't write pinned host memory at its own address, which whole steps in a graph need")
-    return tensor
+    _free_retired()
+    foreign = []  # blocks that torch had pinned for another GPU and kept: held, until a new one is pinned for this one
+    with torch.cuda.device(device):
+        for _ in range(_ATTEMPTS):
+            host = torch.full(shape, -1, dtype=torch.int64, pin_memory=True)
+            try:
+                tensor = torch.as_tensor(_Memory(host), device=device)
+            except RuntimeError as error:
+                raise TorchpagedError(f"no view of pinned memory on {device} ({error}); whole steps in a graph need NumPy") from error
+            if tensor.data_ptr() == host.data_ptr():
+                return host, tensor
+            foreign.append(host)
+    raise TorchpagedError(f"{device} can't write pinned host memory at its own address, which whole steps in a graph need")
 
 
 class LaunchRing:
@@ -61,8 +84,12 @@ class LaunchRing:
         on_gpu = device.type == "cuda"
         self._depth, self._num_steps = depth, num_steps
         with torch.inference_mode(False):
-            self._host = torch.full((depth + 1, num_steps + 1, num_rows), -1, dtype=torch.int64, pin_memory=on_gpu)
-            self.slots = on_device(self._host, device) if on_gpu else self._host
+            shape = (depth + 1, num_steps + 1, num_rows)
+            if on_gpu:
+                self._host, self.slots = shared_memory(shape, device)
+                weakref.finalize(self, _retired.append, (device, self._host)).atexit = False
+            else:
+                self._host = self.slots = torch.full(shape, -1, dtype=torch.int64)
             self.launches = torch.zeros(2, dtype=torch.int64, device=device)
         # torch.Event finds the current stream in C++: 0.5 us to record; torch.cuda.Event makes a Python object of it, 4.5 us
         self._events = [torch.Event(device) for _ in range(depth)] if on_gpu else None
@@ -73,7 +100,8 @@ class LaunchRing:
     def check_room(self) -> None:
         """Before a launch: raises RingFullError if its slot holds tokens that were taken and not read."""
         if self._unread and self._unread[0] <= self._launched - self._depth:
-            raise RingFullError(f"{len(self._unread)} launches are in flight and none was read; read the oldest before the next launch")
+            launch = self._unread[0]
+            raise RingFullError(f"launch {launch} was taken and not read, and the next one needs its slot; read({launch}, ...) first")
 
     def count(self) -> None:
         """After a launch was started, by whoever did."""

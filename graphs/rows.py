@@ -138,6 +138,7 @@ class DecodeRows:
         """
         index = to_device(rows, torch.int64, self.device)
         longs, ints, floats = (x.index_select(1, index) for x in (self._longs, self._ints, self._floats))
+        # `seen` last: of what finish_step takes it alone is not read early, so that it may be written right in front of it
         table, stops, seen = (x.index_select(0, index) for x in (self.block_table, self.stop_token_ids, self.seen))
         tokens = torch.empty_like(longs[0])
         input_ids, positions, slots, seeds, counters = longs

@@ -195,6 +195,8 @@ class DecodeGraphRunner:
         self._start(num_rows, capture=True)
 
     def _start(self, num_rows: int, capture: bool = False) -> Captured:
+        if self.rows is not None:
+            self.rows.ring.check_room()
         bucket = bucket_for(self.buckets, num_rows)
         graph = self._graphs.get(bucket)
         if graph is None:
@@ -208,8 +210,6 @@ class DecodeGraphRunner:
         report.hits += 1
         self._seen[num_rows] = self._seen.get(num_rows, 0) + 1
         report.padded_rows += bucket - num_rows
-        if self.rows is not None:
-            self.rows.ring.check_room()
         with self._ranges("replay", batch=num_rows, padded=bucket):
             graph.replay()
         if self.rows is not None:

@@ -116,6 +116,7 @@ def _map(address: int, rows: int, columns: int, row_stride: int, box_rows: int, 
     long, short = driver.cuuint64_t, driver.cuuint32_t
     sizes, strides, box = [columns, rows], [row_stride], [64, box_rows]
     if pairs:
+        # the middle stride exceeds the last: the engine takes strides in any order
         sizes, strides, box = [columns, 2, rows // 2], [rows // 2 * row_stride, row_stride], [64, 2, box_rows // 2]
     error, encoded = driver.cuTensorMapEncodeTiled(
         kind, len(sizes), address, [long(n) for n in sizes], [long(n * 2) for n in strides], [short(n) for n in box], [short(1)] * len(box),

@@ -35,7 +35,8 @@ def ring_options(ring: Tensor | None, step: int, alone: bool) -> tuple[tuple[int
 def load_stops(stop_at, first, num_stops, active, STOPS: tl.constexpr):
     """Stop tokens ``first ... first + STOPS - 1`` of each row: ``[ROWS, STOPS]``, -1 for none."""
     number = first + tl.arange(0, STOPS)
-    return tl.load(stop_at[:, None] + number[None, :], mask=active[:, None] & (number < num_stops)[None, :], other=-1)
+    inside = active[:, None] & (number < num_stops)[None, :]
+    return tl.load(stop_at[:, None] + number[None, :], mask=inside, other=-1, cache_modifier=".cg")
 
 
 @triton.jit
@@ -47,13 +48,16 @@ def is_among(token, stop):
 @triton.jit
 def load_rows(row, inside, table_ptr, stop_at, lens_ptr, counters_ptr, remaining_ptr, num_stops, capacity, table_row,
               BLOCK_SIZE: tl.constexpr, STOPS: tl.constexpr):  # fmt: skip
-    """Of each row: length, counter, tokens that remain after this one, block of the next position, the first stop tokens."""
-    old = tl.load(lens_ptr + row, mask=inside, other=0)
+    """Of each row: length, counter, tokens that remain after this one, block of the next position, the first stop tokens.
+
+    From L2: `finish_step` reads them before the kernels ahead have finished, and a first-level cache may hold an older step's.
+    """
+    old = tl.load(lens_ptr + row, mask=inside, other=0, cache_modifier=".cg")
     active = inside & (old > 0)
-    counter = tl.load(counters_ptr + row, mask=active, other=0)
-    remaining = tl.load(remaining_ptr + row, mask=active, other=0) - 1
+    counter = tl.load(counters_ptr + row, mask=active, other=0, cache_modifier=".cg")
+    remaining = tl.load(remaining_ptr + row, mask=active, other=0, cache_modifier=".cg") - 1
     block_at = table_ptr + row.to(tl.int64) * table_row + old // BLOCK_SIZE
-    block = tl.load(block_at, mask=active & (old < capacity), other=0).to(tl.int64)
+    block = tl.load(block_at, mask=active & (old < capacity), other=0, cache_modifier=".cg").to(tl.int64)
     return old, counter, remaining, block, load_stops(stop_at, 0, num_stops, active, STOPS)
 
 
@@ -86,7 +90,7 @@ def accept_rows(
 @triton.jit
 def find_slot(ring_ptr, launches_ptr, ring_slot, num_slots):
     """The launch's number and its slot; the last one, behind ``num_slots``, where the number is negative."""
-    launch = tl.load(launches_ptr)
+    launch = tl.load(launches_ptr, cache_modifier=".cg")
     return launch, ring_ptr + tl.where(launch < 0, num_slots, launch % num_slots) * ring_slot
 
 

@@ -106,10 +106,11 @@ def is_truncated(temperature, top_k, top_p, min_p, vocab_size):
 
 @triton.jit
 def load_parameters(row, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, penalty_ptr, seeds_ptr, counters_ptr):
-    """How a row samples."""
-    temperature, penalty = tl.load(temperature_ptr + row), tl.load(penalty_ptr + row)
-    top_k, top_p, min_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), tl.load(min_p_ptr + row)
-    return temperature, top_k, top_p, min_p, penalty, tl.load(seeds_ptr + row), tl.load(counters_ptr + row)
+    """How a row samples. Read before the kernels ahead have finished, perhaps: from L2, since a first-level cache may hold an older step's."""
+    temperature, penalty = tl.load(temperature_ptr + row, cache_modifier=".cg"), tl.load(penalty_ptr + row, cache_modifier=".cg")
+    top_k, top_p = tl.load(top_k_ptr + row, cache_modifier=".cg"), tl.load(top_p_ptr + row, cache_modifier=".cg")
+    min_p, seed = tl.load(min_p_ptr + row, cache_modifier=".cg"), tl.load(seeds_ptr + row, cache_modifier=".cg")
+    return temperature, top_k, top_p, min_p, penalty, seed, tl.load(counters_ptr + row, cache_modifier=".cg")
 
 
 @triton.jit

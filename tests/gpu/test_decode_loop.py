@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -77,6 +78,20 @@ def test_tokens_equal_the_engine_without_graphs(model: Any, steps: int, buckets:
     want = make(model, graphs=False).generate(prompts, params)
     got = make(model, steps_per_launch=steps, buckets=buckets).generate(prompts, params)
     assert [(o.token_ids, o.finish_reason) for o in got] == [(o.token_ids, o.finish_reason) for o in want]
+
+
+@pytest.mark.parametrize("steps", [1, 4])
+def test_fused_steps_draw_the_tokens_of_the_engine_without_graphs(model: Any, steps: int) -> None:
+    """No kernel of a fused step is launched the ordinary way; the counters that the sampler reads early must be this step's all the same."""
+    from torchpaged.engine import SamplingParams
+
+    rng, fused = random.Random(6), copy.deepcopy(model)
+    prompts = [[rng.randrange(8, VOCAB) for _ in range(rng.choice([1, 5, 40]))] for _ in range(9)]
+    params = [SamplingParams(max_new_tokens=60, ignore_eos=True, temperature=1.0, top_p=0.95, seed=i) for i in range(9)]
+    want = make(fused, graphs=False, fuse=True).generate(prompts, params)
+    for some in ([0], range(9)):  # alone, and more than the rows hold
+        got = make(fused, steps_per_launch=steps, fuse=True).generate([prompts[i] for i in some], [params[i] for i in some])
+        assert [o.token_ids for o in got] == [want[i].token_ids for i in some]
 
 
 def test_soak_of_ten_thousand_steps(model: Any) -> None:

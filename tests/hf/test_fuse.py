@@ -302,6 +302,18 @@ def test_positions_beyond_the_table_and_gradients() -> None:
         model(input_ids=torch.tensor([[5]]), past_key_values=cache)
 
 
+def test_int32_ids_are_taken_as_before() -> None:
+    model = build("Llama")
+    fuse(model)
+    ids = torch.tensor([[5, 6, 7, 8]])
+    with torch.no_grad():
+        want, got = (
+            torch.cat([model(input_ids=part.to(dtype), past_key_values=cache).logits for part in ids.split(1, dim=1)], dim=1)
+            for dtype, cache in ((torch.int64, PagedCache(model.config, 1, 16)), (torch.int32, PagedCache(model.config, 1, 16)))
+        )
+    assert torch.equal(want, got)
+
+
 ROPE: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default", "rope_theta": 5000.0},
     "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0},

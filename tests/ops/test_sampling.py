@@ -309,11 +309,25 @@ def test_bad_arguments_of_finish_step(argument: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize("overload", ["default", "reference", "cpu"])
-@pytest.mark.parametrize("op", ["sample_tokens", "accept_tokens"])
-def test_opcheck(op: str, overload: str) -> None:
-    inputs = make_sampling_inputs(ALL) if op == "sample_tokens" else make_accept_inputs()
-    options = {"block_size": inputs.pop("block_size")} if op == "accept_tokens" else {}
-    torch.library.opcheck(getattr(BACKEND_OPS[overload], op), tuple(inputs.values()), options)
+@pytest.mark.parametrize("launch", [None, 3])
+@pytest.mark.parametrize("op", ["sample_tokens", "accept_tokens", "finish_step"])
+def test_opcheck(op: str, launch: int | None, overload: str) -> None:
+    if op == "sample_tokens":
+        inputs = make_sampling_inputs(ALL)
+    else:
+        inputs = make_accept_inputs(launch=launch) if op == "accept_tokens" else make_finish_inputs(ALL, launch=launch)
+    order = [argument.name for argument in getattr(torch.ops.torchpaged, op).default._schema.arguments]
+    options = {name: inputs.pop(name) for name in ("block_size", "ring", "launches", "step") if name in inputs}
+    torch.library.opcheck(getattr(BACKEND_OPS[overload], op), tuple(inputs[name] for name in order if name in inputs), options)
+
+
+def test_the_fake_of_finish_step_refuses_what_its_parts_refuse() -> None:
+    with torch._subclasses.FakeTensorMode() as mode:
+        inputs = {name: mode.from_tensor(x) if isinstance(x, Tensor) else x for name, x in make_finish_inputs(ALL).items()}
+        REFERENCE.finish_step(**inputs)
+        for argument in ("top_k", "remaining"):
+            with pytest.raises(RuntimeError, match="rows"):
+                REFERENCE.finish_step(**{**inputs, argument: torch.zeros(3, dtype=torch.int32)})
 
 
 def test_engine_sample() -> None:

@@ -37,7 +37,7 @@ def _embedding_forward(self: Any, input_ids: Tensor) -> Tensor:
         result: Tensor = type(self).forward(self, input_ids)
         return result
     out = self.weight.new_empty(input_ids.numel(), self.embedding_dim)
-    ends.owner.ops.embedding(input_ids.reshape(-1).contiguous(), self.weight, out, scale=getattr(self, "embed_scale", None))
+    ends.owner.ops.embedding(input_ids.reshape(-1).long().contiguous(), self.weight, out, scale=getattr(self, "embed_scale", None))
     return out.view(*input_ids.shape, self.embedding_dim)
 
 

@@ -368,22 +368,9 @@ def merge_row(
             ties = tl.maximum(tl.minimum(needed, 16777216.0).to(tl.int32), 1)
             allowed = tl.where(threshold > lowest, ties, tl.minimum(ties, allowed))
         token = draw_listed(
-            row_at,
-            seen_at,
-            list_at,
-            listed,
-            penalty,
-            vocab_size,
-            threshold,
-            allowed,
-            min_p,
-            maximum,
-            temperature,
-            seed,
-            counter,
-            GROUP,
-            CHUNK,
-        )
+            row_at, seen_at, list_at, listed, penalty, vocab_size, threshold, allowed, min_p, maximum, temperature, seed, counter,
+            GROUP, CHUNK,
+        )  # fmt: skip
     return token
 
 

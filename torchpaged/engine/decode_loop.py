@@ -63,15 +63,9 @@ class DecodeLoop:
     ) -> None:  # fmt: skip
         device, block_size = torch.device(model.device), model.kv_cache.block_size
         self.rows = DecodeRows(
-            max_batch_size,
-            max_blocks_per_req,
-            block_size,
-            model.vocab_size,
-            device,
-            model.choice.backend.ops,
-            steps_per_launch,
+            max_batch_size, max_blocks_per_req, block_size, model.vocab_size, device, model.choice.backend.ops, steps_per_launch,
             MAX_IN_FLIGHT,
-        )
+        )  # fmt: skip
         self.runner = DecodeGraphRunner(
             lambda input_ids, metadata: model(input_ids, metadata, None), rows=self.rows, device=device, ranges=profile_range, **options
         )

@@ -6,8 +6,8 @@ tokens x heads of the group: a tile of keys is read once for all of them. Key ti
 masks; only the tiles at the ends of the rows' intervals are masked. No loop may go around these: what stays alive across it costs
 the copies their registers (docs/kernels.md). Programs start with the last tokens, which see the most keys, so that short tiles fill the end.
 
-Shaped for Hopper: wgmma takes q, k and v from shared memory and p from registers, k and v arrive by cp.async. With PING_PONG the
-softmax of one half of the rows runs beside the products of the other (FlashAttention-3, arXiv:2407.08608, section 3.1).
+Shaped for Hopper: wgmma takes q, k and v from shared memory and p from registers, k and v arrive by cp.async. Warps are ordered by
+Triton's own barriers alone: one placed by hand would depend on where the compiler puts its own (docs/kernels.md, tests/triton/ptx.py).
 """
 
 from __future__ import annotations
@@ -108,58 +108,19 @@ def tile_of(cache_ptr, blocks, start, stride_block: tl.constexpr, stride_slot: t
 
 
 @triton.jit
-def second_half_waits():
-    """The threads of rows in the tile's second half wait for `first_half_done`; those of the first half go on."""
-    tl.inline_asm_elementwise(
-        """{
-        .reg .pred second;
-        .reg .u32 thread, threads;
-        mov.u32 thread, %tid.x;
-        mov.u32 threads, %ntid.x;
-        shl.b32 thread, thread, 1;
-        setp.ge.u32 second, thread, threads;
-        @second bar.sync 7, threads;
-        mov.u32 $0, 0;
-        }""",
-        "=r", [], dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@triton.jit
-def first_half_done():
-    """Lets the threads in `second_half_waits` go on; nobody waits here. Barrier 7: Triton numbers its own from 0."""
-    tl.inline_asm_elementwise(
-        """{
-        .reg .pred first;
-        .reg .u32 thread, threads;
-        mov.u32 thread, %tid.x;
-        mov.u32 threads, %ntid.x;
-        shl.b32 thread, thread, 1;
-        setp.lt.u32 first, thread, threads;
-        @first bar.arrive 7, threads;
-        mov.u32 $0, 0;
-        }""",
-        "=r", [], dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@triton.jit
 def attend_tiles(
     maximum, total, acc, blocks, q, position, low, end, slope, first, last, low_key, end_key,
     table_ptr, k_ptr, v_ptr, k_block: tl.constexpr, k_slot: tl.constexpr, v_block: tl.constexpr, v_slot: tl.constexpr,
     score_scale, soft_cap,
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, DIM_V: tl.constexpr, DIM_V_PAD: tl.constexpr, TILE_KV: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, LOW: tl.constexpr, FOLD: tl.constexpr,
-    PING_PONG: tl.constexpr, MASKED: tl.constexpr, INTERPRET: tl.constexpr,
+    MASKED: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """Keys ``[first, last)``, ``first`` a multiple of TILE_KV. Returns the state, its first four arguments, after them.
 
     maximum, total [M], acc [M, DV]: the running softmax; blocks: `load_blocks` of the next tile, loaded one tile ahead, so that
     the loads of keys and values are pipelined like loads from plain addresses. Unless MASKED, every row must see every key. LOW:
     rows may not see the first keys. FOLD: ``maximum`` is of raw scores, the scale joins the exponential in one multiply-add.
-
-    PING_PONG: the first half of the rows, one warpgroup of two, has its scores before the second asks for any, so that the
-    halves take turns at softmax and tensor cores; both asking at once, both would wait for both and the tensor cores idle after.
     """
     LOG2E: tl.constexpr = 1.4426950408889634
     to_base_2 = score_scale * LOG2E if FOLD else LOG2E
@@ -186,11 +147,7 @@ def attend_tiles(
             k, v = k.to(tl.float32), v.to(tl.float32)
         else:
             k, v = k.to(q.dtype), v.to(q.dtype)
-        if PING_PONG:
-            second_half_waits()  # the rows of the tile's second half
         s = tl.dot(q, tl.trans(k), input_precision="ieee")  # [M, N]
-        if PING_PONG:
-            first_half_done()
         if not FOLD:
             s *= score_scale
         if SOFT_CAP:
@@ -220,7 +177,7 @@ def attend_query_tile(
     GROUP: tl.constexpr, TOKENS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, DIM_V: tl.constexpr,
     DIM_V_PAD: tl.constexpr, TILE_M: tl.constexpr, TILE_KV: tl.constexpr, BLOCK_SIZE: tl.constexpr, CAUSAL: tl.constexpr,
     WINDOW_LEFT: tl.constexpr, WINDOW_RIGHT: tl.constexpr, CHUNK: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr,
-    SINKS: tl.constexpr, KV_SCALES: tl.constexpr, HAS_LSE: tl.constexpr, PING_PONG: tl.constexpr, INTERPRET: tl.constexpr,
+    SINKS: tl.constexpr, KV_SCALES: tl.constexpr, HAS_LSE: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """Attend and store the query tokens ``first_query + [0, TOKENS)`` of a request whose token rows begin at ``start``."""
     FOLD: tl.constexpr = not (SOFT_CAP or ALIBI)  # scales are positive: the largest raw score is the largest score
@@ -271,19 +228,19 @@ def attend_query_tile(
         maximum, total, acc, blocks = attend_tiles(
             maximum, total, acc, blocks, q, position, low, end, slope, first_key, whole_first, low_key, end_key,
             table_ptr, k_ptr, v_ptr, k_block, k_slot, v_block, v_slot, score_scale, soft_cap,
-            DIM, DIM_PAD, DIM_V, DIM_V_PAD, TILE_KV, BLOCK_SIZE, SOFT_CAP, ALIBI, LOW, FOLD, PING_PONG, True, INTERPRET,
+            DIM, DIM_PAD, DIM_V, DIM_V_PAD, TILE_KV, BLOCK_SIZE, SOFT_CAP, ALIBI, LOW, FOLD, True, INTERPRET,
         )  # fmt: skip
     maximum, total, acc, blocks = attend_tiles(
         maximum, total, acc, blocks, q, position, low, end, slope, whole_first, whole_end, low_key, end_key,
         table_ptr, k_ptr, v_ptr, k_block, k_slot, v_block, v_slot, score_scale, soft_cap,
-        DIM, DIM_PAD, DIM_V, DIM_V_PAD, TILE_KV, BLOCK_SIZE, SOFT_CAP, ALIBI, LOW, FOLD, PING_PONG, False, INTERPRET,
+        DIM, DIM_PAD, DIM_V, DIM_V_PAD, TILE_KV, BLOCK_SIZE, SOFT_CAP, ALIBI, LOW, FOLD, False, INTERPRET,
     )  # fmt: skip
     if TILE_KV % BLOCK_SIZE == 0 and BLOCK_SIZE < TILE_KV:  # `attend_tiles` has not looked past its whole tiles
         blocks = load_blocks(table_ptr, whole_end, end_key, TILE_KV, BLOCK_SIZE)
     maximum, total, acc, blocks = attend_tiles(
         maximum, total, acc, blocks, q, position, low, end, slope, whole_end, end_key, low_key, end_key,
         table_ptr, k_ptr, v_ptr, k_block, k_slot, v_block, v_slot, score_scale, soft_cap,
-        DIM, DIM_PAD, DIM_V, DIM_V_PAD, TILE_KV, BLOCK_SIZE, SOFT_CAP, ALIBI, LOW, FOLD, PING_PONG, True, INTERPRET,
+        DIM, DIM_PAD, DIM_V, DIM_V_PAD, TILE_KV, BLOCK_SIZE, SOFT_CAP, ALIBI, LOW, FOLD, True, INTERPRET,
     )  # fmt: skip
     LOG2E: tl.constexpr = 1.4426950408889634
     maximum *= score_scale * LOG2E if FOLD else LOG2E
@@ -300,7 +257,7 @@ def prefill_kernel(
     GROUP: tl.constexpr, TOKENS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, DIM_V: tl.constexpr,
     DIM_V_PAD: tl.constexpr, TILE_M: tl.constexpr, TILE_KV: tl.constexpr, BLOCK_SIZE: tl.constexpr, CAUSAL: tl.constexpr,
     WINDOW_LEFT: tl.constexpr, WINDOW_RIGHT: tl.constexpr, CHUNK: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr,
-    SINKS: tl.constexpr, KV_SCALES: tl.constexpr, HAS_LSE: tl.constexpr, PING_PONG: tl.constexpr, SKIP_DECODES: tl.constexpr,
+    SINKS: tl.constexpr, KV_SCALES: tl.constexpr, HAS_LSE: tl.constexpr, SKIP_DECODES: tl.constexpr,
     PDL: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """Grid: (tiles * num_kv_heads,). TOKENS: query tokens per tile, TOKENS * GROUP <= TILE_M; tiles: num_tokens // TOKENS + num_reqs.
@@ -341,7 +298,7 @@ def prefill_kernel(
             q_ptr, k_ptr, v_ptr, table_ptr, seq_lens_ptr, out_ptr, lse_ptr, slopes_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr,
             scale, soft_cap, q_token, q_head, k_block, k_slot, k_head, v_block, v_slot, v_head, o_token, o_head, l_token, l_head,
             table_row, ks_head, vs_head, GROUP, TOKENS, DIM, DIM_PAD, DIM_V, DIM_V_PAD, TILE_M, TILE_KV, BLOCK_SIZE, CAUSAL,
-            WINDOW_LEFT, WINDOW_RIGHT, CHUNK, SOFT_CAP, ALIBI, SINKS, KV_SCALES, HAS_LSE, PING_PONG, INTERPRET,
+            WINDOW_LEFT, WINDOW_RIGHT, CHUNK, SOFT_CAP, ALIBI, SINKS, KV_SCALES, HAS_LSE, INTERPRET,
         )  # fmt: skip
     elif SKIP_DECODES > 0 and tile >= num_single:
         # Fewer keys at a time: with as many as above ptxas spilled, and gave all copies in here one address register.
@@ -356,7 +313,7 @@ def prefill_kernel(
                 q_ptr, k_ptr, v_ptr, table_ptr, seq_lens_ptr, out_ptr, lse_ptr, slopes_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr,
                 scale, soft_cap, q_token, q_head, k_block, k_slot, k_head, v_block, v_slot, v_head, o_token, o_head, l_token, l_head,
                 table_row, ks_head, vs_head, GROUP, TOKENS, DIM, DIM_PAD, DIM_V, DIM_V_PAD, TILE_M, NARROW, BLOCK_SIZE, CAUSAL,
-                WINDOW_LEFT, WINDOW_RIGHT, CHUNK, SOFT_CAP, ALIBI, SINKS, KV_SCALES, HAS_LSE, PING_PONG, INTERPRET,
+                WINDOW_LEFT, WINDOW_RIGHT, CHUNK, SOFT_CAP, ALIBI, SINKS, KV_SCALES, HAS_LSE, INTERPRET,
             )  # fmt: skip
     row = tl.arange(0, TILE_M)
     head = kv_head * GROUP + row

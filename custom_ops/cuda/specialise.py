@@ -222,5 +222,12 @@ def capability(index: int) -> tuple[int, int]:
 
 
 def launches_early(index: int) -> bool:
-    """Whether kernels are launched with programmatic dependent launch: compute capability 9.0 and later."""
-    return capability(index) >= (9, 0)
+    """Whether kernels are launched with programmatic dependent launch: compute capability 9.0 and later.
+
+    Raises:
+        BackendUnavailableError: they are, and Inductor's kernels would be too.
+    """
+    early = capability(index) >= (9, 0)
+    if early:
+        refuse_inductors()
+    return early

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from torchpaged.custom_ops.early_launch import refuse_inductors
 from torchpaged.custom_ops.errors import BackendUnavailableError
 
 #: Kernels run in Triton's interpreter, on CPU tensors.
@@ -167,8 +168,15 @@ def merged_parts(head_dim_v: int) -> int:
 
 
 def launches_early(device: torch.device) -> bool:
-    """Whether kernels are launched with programmatic dependent launch: compute capability 9.0 and later."""
-    return device.type == "cuda" and torch.version.hip is None and _capability(device.index or 0) >= (9, 0)
+    """Whether kernels are launched with programmatic dependent launch: compute capability 9.0 and later.
+
+    Raises:
+        BackendUnavailableError: they are, and Inductor's kernels would be too.
+    """
+    early = device.type == "cuda" and torch.version.hip is None and _capability(device.index or 0) >= (9, 0)
+    if early:
+        refuse_inductors()
+    return early
 
 
 def early_launch(device: torch.device) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from torchpaged.custom_ops.triton.attend import finish, tanh, visible_range
+from torchpaged.custom_ops.triton.attend import finish, slot_offset, tanh, visible_range
 from torchpaged.custom_ops.triton.decode import store_padding, store_rows
 
 
@@ -29,7 +29,7 @@ def find_request(starts_ptr, tile, num_reqs, TOKENS: tl.constexpr):
     count = 0
     for first in range(0, num_reqs, LANES):
         request = first + tl.arange(0, LANES)
-        begin = tl.load(starts_ptr + request, mask=request < num_reqs, other=0) // TOKENS + request
+        begin = tl.load(starts_ptr + request, mask=request < num_reqs, other=0, cache_modifier=".cg") // TOKENS + request
         count += tl.sum(((begin <= tile) & (request < num_reqs)).to(tl.int32), 0)
     return count - 1
 
@@ -41,8 +41,8 @@ def tiles_of_longer(starts_ptr, first, num_reqs, TOKENS: tl.constexpr, SKIPPED: 
     As many as a warp has threads: sums over them need no barrier, and their results are known to be the same in all threads.
     """
     request = first + tl.arange(0, 32)
-    start = tl.load(starts_ptr + request, mask=request < num_reqs, other=0)
-    query_len = tl.load(starts_ptr + request + 1, mask=request < num_reqs, other=0) - start
+    start = tl.load(starts_ptr + request, mask=request < num_reqs, other=0, cache_modifier=".cg")
+    query_len = tl.load(starts_ptr + request + 1, mask=request < num_reqs, other=0, cache_modifier=".cg") - start
     return tl.where(query_len > SKIPPED, (query_len + TOKENS - 1) // TOKENS, 0)
 
 
@@ -100,10 +100,11 @@ def tile_of(cache_ptr, blocks, start, stride_block: tl.constexpr, stride_slot: t
     key = tl.arange(0, TILE_KV)
     d = tl.arange(0, WIDTH)[None, :]
     if BLOCK_SIZE % TILE_KV == 0:
-        at = cache_ptr + (blocks.to(tl.int64) * stride_block + start % BLOCK_SIZE * stride_slot) + ((key * stride_slot)[:, None] + d)
+        at = cache_ptr + (blocks.to(tl.int64) * stride_block + slot_offset(start % BLOCK_SIZE, stride_slot, BLOCK_SIZE))
+        at += slot_offset(key, stride_slot, BLOCK_SIZE)[:, None] + d
     else:
         offset = key % BLOCK_SIZE if TILE_KV % BLOCK_SIZE == 0 else (start + key) % BLOCK_SIZE
-        at = cache_ptr + ((offset * stride_slot)[:, None] + d) + (blocks.to(tl.int64) * stride_block)[:, None]
+        at = cache_ptr + (slot_offset(offset, stride_slot, BLOCK_SIZE)[:, None] + d) + (blocks.to(tl.int64) * stride_block)[:, None]
     return at
 
 
@@ -188,7 +189,7 @@ def attend_query_tile(
     query = first_query + row // GROUP
     valid = (query < query_len) & (row < TOKENS * GROUP)
     d = tl.arange(0, DIM_PAD)
-    at = q_ptr + ((start + query).to(tl.int64) * q_token + head * q_head)[:, None] + d[None, :]
+    at = q_ptr + ((start + query).to(tl.int64) * q_token + head.to(tl.int64) * q_head)[:, None] + d[None, :]
     q = tl.load(at, mask=valid[:, None] & (d < DIM)[None, :], other=0.0)  # [M, D]; untouched, it stays in shared memory
     if INTERPRET:
         q = q.to(tl.float32)
@@ -285,10 +286,17 @@ def prefill_kernel(
             request, first_tile = find_longer_request(starts_ptr, tile, num_reqs, TOKENS, SKIP_DECODES)
     else:
         request = find_request(starts_ptr, tile, num_reqs, TOKENS)
-        first_tile = tl.load(starts_ptr + request) // TOKENS + request
-    start = tl.load(starts_ptr + request)
-    query_len = tl.load(starts_ptr + request + 1) - start
+        first_tile = tl.load(starts_ptr + request, cache_modifier=".cg") // TOKENS + request
+    start = tl.load(starts_ptr + request, cache_modifier=".cg")
+    query_len = tl.load(starts_ptr + request + 1, cache_modifier=".cg") - start
     first_query = (tile - first_tile) * TOKENS
+    # Up to here query_start_loc alone is read, before the kernels ahead have ended. Whoever wrote it has: it must not have let its
+    # dependents start (custom_ops/ops.py), torch's kernels don't and Inductor is kept from it (custom_ops/early_launch.py). From L2:
+    # an old line in one multiprocessor's L1 would make programs, or warps of one program, disagree about their tile, and a barrier
+    # that some warps never come to does not open. Everything else is read behind the wait.
+    # Every program waits here for all kernels ahead, and then lets its dependents start: no path leads around it, not even for
+    # programs without a tile, and no program waits for another or for a dependent. The order of both is the contract with the
+    # decode launch of a mixed batch (decode.py) and with an attention behind this one (cache_writes.py).
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()

@@ -15,9 +15,15 @@ from typing import NamedTuple
 
 _COMMENT = re.compile(r"/\*.*?\*/|//[^\n]*", re.DOTALL)
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
-_ENTRY = re.compile(r"\.(?:entry|func)\b[^{;]*")
-_LABEL = re.compile(r"^\s*[$%A-Za-z_][\w$]*\s*:(?!:)")
-_INSTRUCTION = re.compile(r"^(?:@(?P<guard>!?%?[\w$]+)\s+)?(?P<opcode>[a-z][\w.:]*)\s*(?P<operands>.*)$", re.DOTALL)
+_DEBUG = re.compile(r"\.section\s+\.\w+\s*\{[^{}]*\}")  # data, not statements
+_LINE_DIRECTIVE = re.compile(  # ends with its line, without a semicolon
+    r"^[ \t]*\.(?:loc|file|version|target|address_size|reqntid|maxntid|minnctapersm|maxnreg|noreturn|explicitcluster|reqnctapercluster"
+    r"|maxclusterrank)\b[^\n;{]*",
+    re.MULTILINE,
+)
+_FUNCTION = re.compile(r"\.(?:entry|func)\b")
+_LABEL = re.compile(r"[$%A-Za-z_][\w$]*")
+_INSTRUCTION = re.compile(r"(?:@(?P<guard>!?%?[\w$]+)\s+)?(?P<opcode>[a-z][\w.:]*)\s*(?P<operands>.*)", re.DOTALL)
 
 
 class Instruction(NamedTuple):
@@ -30,52 +36,55 @@ class Instruction(NamedTuple):
 
 
 def instructions(ptx: str) -> list[Instruction]:
-    """All instructions of all functions, in the order of the text. Inline assembly is code like any other."""
+    """All instructions of all functions, in the order of the text. Inline assembly is code like any other.
+
+    Raises:
+        ValueError: the text is cut off, holds no function, or holds what is no statement.
+    """
 
     def blank(match: re.Match[str]) -> str:
         return re.sub(r"[^\n]", " ", match[0])
 
-    text = _COMMENT.sub(blank, _STRING.sub(blank, ptx))
-    found = []
-    depth, line, begin, begin_line = 0, 1, 0, 1
-    for at, char in enumerate(text):
-        if char in ";{}":
-            # Braces of an operand list or of a vector stand inside a statement, those of a scope where one could begin.
-            statement = text[begin:at]
-            opens_scope = char == "{" and (not statement.strip() or _ENTRY.search(statement) or _LABEL.fullmatch(statement.rstrip()))
-            if char == ";" or opens_scope or (char == "}" and not statement.strip()):
-                if char == ";" and depth:
-                    found += _instruction(statement, begin_line)
-                depth += {"{": 1, "}": -1, ";": 0}[char]
-                begin, begin_line = at + 1, line
-        elif char == "\n":
-            line += 1
-    if depth or text[begin:].strip():
-        raise ValueError(f"not PTX: {depth} open braces at the end, left over: {text[begin:].strip()[:80]!r}")
+    text = ptx
+    for pattern in (_STRING, _COMMENT, _DEBUG, _LINE_DIRECTIVE):
+        text = pattern.sub(blank, text)
+    found: list[Instruction] = []
+    functions = scopes = vectors = begin = 0
+    for token in re.finditer(r"[;{}]|:(?!:)", text):
+        at, char = token.start(), token[0]
+        statement = text[begin:at].strip()
+        if char == ":":
+            if not vectors and _LABEL.fullmatch(statement):
+                begin = at + 1
+        elif char == ";":
+            if vectors:
+                raise ValueError(f"not PTX: a statement ends inside braces: {statement[:80]!r}")
+            if scopes and statement and not statement.startswith("."):
+                line = text.count("\n", 0, begin + len(text[begin:at]) - len(text[begin:at].lstrip())) + 1
+                found.append(_instruction(statement, line))
+            begin = at + 1
+        elif char == "{" and (not statement or _FUNCTION.search(statement)) and not vectors:
+            functions += bool(statement)
+            scopes, begin = scopes + 1, at + 1
+        elif char == "{":
+            vectors += 1
+        elif vectors:
+            vectors -= 1
+        else:
+            if statement:
+                raise ValueError(f"not PTX: a scope ends inside a statement: {statement[:80]!r}")
+            scopes, begin = scopes - 1, at + 1
+    if scopes or vectors or not functions or text[begin:].strip():
+        raise ValueError(f"not PTX: {functions} functions, {scopes + vectors} braces left open, left over: {text[begin:].strip()[:80]!r}")
     return found
 
 
-def _instruction(statement: str, line: int) -> list[Instruction]:
-    """The instruction of a statement: none for a directive. ``line``: where the statement's text begins."""
-    while True:
-        leading = statement[: len(statement) - len(statement.lstrip())]
-        line += leading.count("\n")
-        statement = statement.lstrip()
-        if statement.startswith(".loc"):  # ends with its line, without a semicolon
-            head, _, statement = statement.partition("\n")
-            line += 1
-        elif label := _LABEL.match(statement):
-            statement = statement[label.end() :]
-        else:
-            break
-    statement = statement.rstrip()
-    if not statement or statement.startswith("."):
-        return []
-    match = _INSTRUCTION.match(statement)
+def _instruction(statement: str, line: int) -> Instruction:
+    match = _INSTRUCTION.fullmatch(statement)
     if not match:
         raise ValueError(f"not PTX, line {line}: {statement[:80]!r}")
     operands = tuple(part.strip() for part in match["operands"].split(",")) if match["operands"] else ()
-    return [Instruction(line, match["guard"] or "", match["opcode"], operands)]
+    return Instruction(line, match["guard"] or "", match["opcode"], operands)
 
 
 class Barrier(NamedTuple):

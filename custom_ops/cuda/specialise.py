@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from torchpaged.custom_ops.early_launch import refuse_inductors
+
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _FLOATS = (torch.bfloat16, torch.float16)
 MAX_ROWS = 32  # query rows of a pair: 4 n-tiles of 8

@@ -331,7 +331,7 @@ def merge_parts(
     acc = tl.load(part_acc_ptr + slot * DIM_V_PAD + at, cache_modifier=".cg")  # [ROWS, DV]
     for begin in range(1, num_parts, PARTS):
         for step in tl.static_range(PARTS):
-            inside = begin + step < num_parts
+            inside = tl.zeros([ROWS, 1], tl.int32) + (begin + step) < num_parts  # a mask of a mask's shape and type, in the interpreter too
             slot = ((first_part + begin + step) * 2).to(tl.int64) * ROWS
             state = part_state_ptr + slot * 2 + row[:, None]
             part_max = tl.load(state, mask=inside, other=-1.0e30, cache_modifier=".cg")

@@ -159,8 +159,16 @@ def attend_slices(
         n = start + tl.arange(0, SLICES)[:, None] * SLICE + tl.arange(0, SLICE)[None, :]  # [S, N]
         next_block = slice_blocks(table_ptr, start + SLICES * SLICE, end_key, SLICES, SLICE, BLOCK_SIZE)
         slot, k_slot, v_slot = slice_slots(start, end_key, SLICES, SLICE, BLOCK_SIZE)
-        k_at = (k_ptr + (block.to(tl.int64) * K_BLOCK + slot_offset(slot, K_SLOT, BLOCK_SIZE)))[:, :, None] + d + (k_slot.to(tl.int64) * K_SLOT)[:, :, None]
-        v_at = (v_ptr + (block.to(tl.int64) * V_BLOCK + slot_offset(slot, V_SLOT, BLOCK_SIZE)))[:, None, :] + dv + (v_slot.to(tl.int64) * V_SLOT)[:, None, :]
+        k_at = (
+            (k_ptr + (block.to(tl.int64) * K_BLOCK + slot_offset(slot, K_SLOT, BLOCK_SIZE)))[:, :, None]
+            + d
+            + (k_slot.to(tl.int64) * K_SLOT)[:, :, None]
+        )
+        v_at = (
+            (v_ptr + (block.to(tl.int64) * V_BLOCK + slot_offset(slot, V_SLOT, BLOCK_SIZE)))[:, None, :]
+            + dv
+            + (v_slot.to(tl.int64) * V_SLOT)[:, None, :]
+        )
         if DIM == DIM_PAD:
             k = tl.load(k_at)  # [S, N, D]
         else:

@@ -92,7 +92,10 @@ def test_the_deadly_order_is_found() -> None:
     assert [(b.guard, b.kind, b.name, b.threads) for b in found] == [
         ("", "sync", "0", ""), ("second", "sync", "7", "threads"), ("", "sync", "0", ""), ("first", "arrive", "7", "threads"), ("", "red", "0", ""),
     ]  # fmt: skip
-    assert [HANGS.splitlines()[b.line - 1].split()[-3:] for b in (found[1], found[3])] == [["bar.sync", "7,", "threads;"], ["bar.arrive", "7,", "threads;"]]
+    assert [HANGS.splitlines()[b.line - 1].split()[-3:] for b in (found[1], found[3])] == [
+        ["bar.sync", "7,", "threads;"],
+        ["bar.arrive", "7,", "threads;"],
+    ]
     assert [[b.line for b in triple] for triple in ptx.crossed(HANGS)] == [[found[1].line, found[2].line, found[3].line]]
     assert len(ptx.complaints(HANGS)) == 3
 

@@ -103,6 +103,11 @@ class LaunchRing:
         """Launches counted so far, which is the number of the next one."""
         return self._launched
 
+    @property
+    def unread(self) -> list[int]:
+        """Launches that were taken and not read, in order."""
+        return list(self._unread)
+
     def check_room(self) -> None:
         """Before a launch: raises RingFullError if its slot holds tokens that were taken and not read."""
         self.settle()

@@ -165,9 +165,10 @@ class PackedGraphRunner:
 
         self._dirty = True
         with self._ranges("capture", padded=bucket), torch.inference_mode(), self.buffers.padding(bucket):
-            self._graphs[bucket] = capture_bucket(
+            graph = capture_bucket(
                 launch, self._backend, self._pool, self._reports[bucket], self.device, warmup_iters=self._warmup_iters,
                 step="prefill step", eager=launch,
             )  # fmt: skip
         self._addresses.note(bucket)
+        self._graphs[bucket] = graph
         self._dirty = False

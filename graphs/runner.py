@@ -132,12 +132,13 @@ class DecodeGraphRunner:
         eager = "run_eager()" if self.rows is None else "launch_eager()"
         self._dirty = True
         with self._ranges("capture", padded=bucket), torch.inference_mode(), self._static.padding(bucket):
-            self._graphs[bucket] = capture_bucket(
+            graph = capture_bucket(
                 self._launch(bucket, self._steps[bucket]), self._backend, self._pool, self._reports[bucket], self.device,
                 warmup_iters=self._warmup_iters, step="decode step", eager=self._launch(bucket, self._eager_step),
                 advice=f"; {eager} still works",
             )  # fmt: skip
         self._addresses.note(bucket)
+        self._graphs[bucket] = graph
         self._dirty = False
 
     def _launch(self, bucket: int, step: Step) -> Callable[[], Tensor]:

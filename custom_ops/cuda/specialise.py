@@ -218,6 +218,12 @@ def shared_per_sm(index: int) -> int:
 
 
 @functools.cache
+def shared_per_cta(index: int) -> int:
+    """Most shared memory that a thread block may ask for, in bytes."""
+    return torch.cuda.get_device_properties(index).shared_memory_per_block_optin
+
+
+@functools.cache
 def capability(index: int) -> tuple[int, int]:
     """Compute capability of a device."""
     return torch.cuda.get_device_capability(index)

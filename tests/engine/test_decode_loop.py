@@ -261,7 +261,7 @@ def test_an_interrupted_launch_loses_no_token(model: Any, ran: bool) -> None:
     for attempt in range(2):
         try:
             for event in engine.stream():
-                tokens[event.request_id] += event.token_ids
+                tokens[event.request_id].append(event.token_id)
         except KeyboardInterrupt:
             assert attempt == 0 and len(calls) == 4
     assert [tokens[i] for i in ids] == [got for got, _ in want]

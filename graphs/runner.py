@@ -247,7 +247,10 @@ class DecodeGraphRunner:
             self.reset()
         with self._ranges("run_eager", batch=len(seq_lens)), torch.inference_mode():
             buffers.load(input_ids, seq_lens, block_tables, len(seq_lens))
-            return self._eager_step(*buffers.view(len(seq_lens)))
+            self._dirty = True
+            output = self._eager_step(*buffers.view(len(seq_lens)))
+            self._dirty = False
+            return output
 
     def launch_eager(self, num_rows: int) -> Tensor:
         """What `replay` does, without graph, padding or compilation: for `DecodeRows`."""

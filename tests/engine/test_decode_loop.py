@@ -236,3 +236,32 @@ def test_a_paged_model_brings_its_own_blocks(model: Any, graphs: bool) -> None:
     for name, value in {"block_size": 4, "num_blocks": 9, "kv_cache_memory": 1 << 20, "backend": "cpu", "fuse": True}.items():
         with pytest.raises(ArgumentError, match=name):
             Generator(paged, **{name: value})
+
+
+@pytest.mark.parametrize("ran", [False, True], ids=["before", "behind"])
+def test_an_interrupted_launch_loses_no_token(model: Any, ran: bool) -> None:
+    """Ctrl-C right before a replay, or behind it before anybody counted it: the stream goes on with the same tokens."""
+    want = outcomes(generator(model, steps_per_launch=2).generate(prompts(3), GREEDY))
+    engine = generator(model, steps_per_launch=2, capture=TapeCapture(), buckets=[4])
+    engine.runner.capture()
+    graph = engine.runner._graphs[4]
+    replay, calls = graph.replay, []
+
+    def interrupted() -> None:
+        calls.append(None)
+        if len(calls) == 4 and not ran:
+            raise KeyboardInterrupt
+        replay()
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+
+    graph.replay = interrupted
+    ids = [engine.submit(prompt, GREEDY) for prompt in prompts(3)]
+    tokens: dict[int, list[int]] = {i: [] for i in ids}
+    for attempt in range(2):
+        try:
+            for event in engine.stream():
+                tokens[event.request_id].append(event.token_id)
+        except KeyboardInterrupt:
+            assert attempt == 0 and len(calls) == 4
+    assert [tokens[i] for i in ids] == [got for got, _ in want]

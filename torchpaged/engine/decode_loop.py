@@ -79,7 +79,7 @@ class DecodeLoop:
         self._to_write: dict[int, RowState] = {}
         self._to_clear: list[int] = []
         self._launches: list[_Launch] = []
-        self._starting: tuple[int, int, list[tuple[int, Sequence]]] | None = None  # a launch's number, steps before it and rows, till recorded
+        self._starting: tuple[int, int, list[tuple[int, Sequence]]] | None = None  # till recorded: a launch's number, steps before it, rows
         self._moving = False  # rows change places: what the device holds is known again behind it
         self._step_count = StepCount()
         self.decoded = 0
@@ -141,7 +141,7 @@ class DecodeLoop:
     def _settle(self) -> None:
         """Record the launch that was begun, if the device has it. Wherever this is interrupted, the next call goes on: each line may run twice."""
         if self._moving:
-            raise TorchpagedError("rows: expected as the host knows them, got a move between rows that was interrupted; make a new Generator")
+            raise TorchpagedError("rows: expected as the host knows them, got an interrupted move between rows; make a new Generator")
         if self._starting is None:
             return
         number, started, busy = self._starting

@@ -31,6 +31,7 @@ from torchpaged.custom_ops.errors import ArgumentError, NotCopyableError, Torchp
 from torchpaged.engine.decode_loop import DecodeLoop
 from torchpaged.engine.inbox import Inbox
 from torchpaged.engine.model import PagedModelProtocol
+from torchpaged.engine.numbers import shown
 from torchpaged.engine.options import check_options, decide_compile, decide_graphs, decide_prefill_buckets, paged_model, tokens_per_request
 from torchpaged.engine.prefill_graphs import PrefillGraphs
 from torchpaged.engine.prompts import list_prompts, list_sampling, token_ids
@@ -266,7 +267,9 @@ class Generator:
     # ------------------------------------------------------------------------------------------------ whose requests
     def _sequence(self, prompt: Any, sampling: SamplingParams | None, inbox: Inbox) -> Sequence:
         """A request that fits, not queued yet."""
-        params = list_sampling(sampling, 1)[0]
+        params = SamplingParams() if sampling is None else sampling
+        if not isinstance(params, SamplingParams):
+            raise ArgumentError("sampling", "SamplingParams", shown(params))
         if (isinstance(prompt, str) or params.stop) and self.tokenizer is None:
             raise ArgumentError("tokenizer", "a tokenizer for string prompts and stop strings", "None")
         ids = token_ids(self.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt, self.model.vocab_size)

@@ -63,7 +63,9 @@ def test_a_module_that_holds_paged_attention(way: Callable[[Any], Any]) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn], ids=str)
 def test_a_kv_cache_with_what_it_holds(way: Callable[[Any], Any], dtype: torch.dtype) -> None:
     cache = kv_cache(dtype)
-    cache[1].k_cache.view(torch.uint8).copy_(torch.arange(cache[1].k_cache.view(torch.uint8).numel()).view(cache[1].k_cache.view(torch.uint8).shape))
+    cache[1].k_cache.view(torch.uint8).copy_(
+        torch.arange(cache[1].k_cache.view(torch.uint8).numel()).view(cache[1].k_cache.view(torch.uint8).shape)
+    )
     again = way(cache)
     for ours, theirs in zip(cache, again, strict=True):
         for x, y in zip(ours, theirs, strict=True):

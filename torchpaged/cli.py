@@ -84,7 +84,9 @@ def generate(
         ),
     ] = "",
     backend: Annotated[str, typer.Option(help=f"auto, {', '.join(list_backends())}")] = "auto",
-    dtype: Annotated[str, typer.Option(help="auto, fp32, bf16, fp16 (or float32, bfloat16, float16); auto: bf16 on a GPU, fp32 on a CPU")] = "auto",
+    dtype: Annotated[
+        str, typer.Option(help="auto, fp32, bf16, fp16 (or float32, bfloat16, float16); auto: bf16 on a GPU, fp32 on a CPU")
+    ] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1")] = "auto",
     max_seq_len: Annotated[int, typer.Option(help="tokens per request, prompt included; 0: the model's, at most 2048")] = 0,
     block_size: Annotated[int, typer.Option(help="tokens per block of the cache")] = 16,

@@ -30,7 +30,9 @@ def device_named(name: str, option: str = "--device") -> torch.device:
     if kind == "cuda" and not torch.cuda.is_available():
         built = torch.version.cuda is not None or torch.version.hip is not None
         reason = "torch finds no driver or no GPU" if built else "this torch is built without CUDA"
-        raise ArgumentError(option, "a device of this machine", repr(name), f"{reason}; --device cpu runs anywhere, `torchpaged env` shows more")
+        raise ArgumentError(
+            option, "a device of this machine", repr(name), f"{reason}; --device cpu runs anywhere, `torchpaged env` shows more"
+        )
     if kind == "cuda" and index and int(index) >= torch.cuda.device_count():
         raise ArgumentError(option, f"a GPU below cuda:{torch.cuda.device_count()}", repr(name))
     return torch.device(name)

@@ -85,7 +85,7 @@ def assert_unharmed(generator: Generator, want: list[list[int]]) -> None:
 INTEGERS = [1.5, 2.0, "1", True, numpy.float32(1.0), numpy.bool_(True), torch.tensor(1), float("nan"), 10**5000, -(10**5000), [1], 1j]
 FLOATS = ["1", True, float("nan"), float("inf"), 10**400, 1j, [0.5], torch.tensor(0.5), numpy.float64("nan"), -0.5]
 BAD = {
-    **{name: INTEGERS for name in ("top_k", "seed")}, "max_new_tokens": [x for x in INTEGERS if x is not INTEGERS[8]] + [0, -1, None],
+    **dict.fromkeys(("top_k", "seed"), INTEGERS), "max_new_tokens": [x for x in INTEGERS if x is not INTEGERS[8]] + [0, -1, None],
     **{name: [*FLOATS, None] for name in ("temperature", "top_p", "min_p", "repetition_penalty")},
     "stop": ["text", ("",), (1,), {"a"}, None, (None,), b"x"], "stop_token_ids": [3, (1.5,), (True,), "12", {3}, None, (2**63,), (-1,), ("a",)],
     "ignore_eos": [1, None, "yes"],
@@ -110,7 +110,21 @@ def test_numbers_of_numpy_become_plain() -> None:
 
 def test_bad_prompts_are_refused_before_anything_is_queued(model: Any, want: list[list[int]]) -> None:
     generator = engine(model)
-    for prompt in ([1.5], [True], ["a"], [[1, 2]], torch.tensor([1.0]), torch.tensor([[1, 2]]), 7, None, b"ab", {"input_ids": [1]}, [99], [-1], []):
+    for prompt in (
+        [1.5],
+        [True],
+        ["a"],
+        [[1, 2]],
+        torch.tensor([1.0]),
+        torch.tensor([[1, 2]]),
+        7,
+        None,
+        b"ab",
+        {"input_ids": [1]},
+        [99],
+        [-1],
+        [],
+    ):
         with pytest.raises(ArgumentError, match="^prompt: expected"):
             generator.submit(prompt)
         with pytest.raises(ArgumentError, match="^prompts?: expected"):
@@ -179,7 +193,9 @@ def test_a_tokenizer_that_fails_ends_that_request_alone(model: Any, want: list[l
 
 @pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
 @pytest.mark.parametrize("options", ENGINES.values(), ids=ENGINES)
-def test_a_step_that_breaks_off_can_be_taken_again(model: Any, want: list[list[int]], options: dict[str, Any], error: type[BaseException]) -> None:
+def test_a_step_that_breaks_off_can_be_taken_again(
+    model: Any, want: list[list[int]], options: dict[str, Any], error: type[BaseException]
+) -> None:
     """Requests driven by `step` go on from the tokens that were given, none lost and none twice."""
     generator = engine(model, **options)
 

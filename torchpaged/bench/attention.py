@@ -27,6 +27,7 @@ from torchpaged.bench.in_parts import in_parts_of
 from torchpaged.bench.screen import Screen
 from torchpaged.bench.summary import exit_code, summarise
 from torchpaged.custom_ops.errors import ArgumentError, TorchpagedError
+from torchpaged.names import device_named, short_dtype
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -221,7 +221,9 @@ class Generator:
         with self._entered():
             return self._stream(self._claim(list(request_ids)))
 
-    def generate(self, prompts: str | Seq[str | Seq[int]], sampling: SamplingParams | Seq[SamplingParams] | None = None) -> list[RequestOutput]:
+    def generate(
+        self, prompts: str | Seq[str | Seq[int]], sampling: SamplingParams | Seq[SamplingParams] | None = None
+    ) -> list[RequestOutput]:
         """Run ``prompts`` to their ends, in one continuous batch; results in their order.
 
         Args:
@@ -302,7 +304,9 @@ class Generator:
         if inbox is None:
             with self._entered():
                 if self._streams_all:
-                    raise TorchpagedError("stream(): another stream over all requests is open; close() it, or name the requests: stream(request_ids)")
+                    raise TorchpagedError(
+                        "stream(): another stream over all requests is open; close() it, or name the requests: stream(request_ids)"
+                    )
                 self._streams_all, inbox = True, self._inbox
         try:
             while inbox.live or inbox.ready:
@@ -336,7 +340,9 @@ class Generator:
     def _entered(self) -> Iterator[None]:
         """Hold the lock, and find nothing half done."""
         if self._is_inside():
-            raise TorchpagedError("a Generator was called from inside one of its own steps (a callback of the model, tokenizer or progress)")
+            raise TorchpagedError(
+                "a Generator was called from inside one of its own steps (a callback of the model, tokenizer or progress)"
+            )
         thread = threading.get_ident()
         self._queue[thread] = None
         with self._lock:

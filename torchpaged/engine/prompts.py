@@ -20,7 +20,9 @@ def list_prompts(prompts: Any) -> list[Any]:
         raise ArgumentError("prompts", "a string, or a list of strings or of lists of token ids", shown(prompts))
     listed = list(prompts)
     if any(as_integer(prompt) is not None for prompt in listed):
-        raise ArgumentError("prompts", "a string, or a list of strings or of lists of token ids", shown(prompts), "put one prompt's ids in a list: [ids]")
+        raise ArgumentError(
+            "prompts", "a string, or a list of strings or of lists of token ids", shown(prompts), "put one prompt's ids in a list: [ids]"
+        )
     return listed
 
 

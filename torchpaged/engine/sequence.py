@@ -121,4 +121,6 @@ class Sequence:
 
     def result(self) -> RequestOutput:
         """What the caller gets."""
-        return RequestOutput(self.request_id, list(self.prompt), list(self.output), self.text, self.finish_reason or "cancelled", self.error)
+        return RequestOutput(
+            self.request_id, list(self.prompt), list(self.output), self.text, self.finish_reason or "cancelled", self.error
+        )

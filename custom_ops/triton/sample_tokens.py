@@ -132,17 +132,15 @@ def sample_tiles_kernel(
             tl.store(indices_at + tile, drawn)
     else:
         first = program * (TILES_EACH * TILE) + tl.arange(0, TILE)
-        highest, broken = load_logits(row_at, seen_at, first, first < vocab_size, penalty)
-        place = first
+        logit, broken = load_logits(row_at, seen_at, first, first < vocab_size, penalty)
+        highest, place = tl.where(broken, float("inf"), logit), tl.where(broken, NO_TOKEN, first)
         for i in tl.static_range(1, TILES_EACH):  # unrolled: all loads at once
-            logit, no_number = load_logits(row_at, seen_at, first + i * TILE, first + i * TILE < vocab_size, penalty)
-            broken = broken | no_number
-            place = tl.where(logit > highest, first + i * TILE, place)
-            highest = tl.maximum(highest, logit)
+            logit, broken = load_logits(row_at, seen_at, first + i * TILE, first + i * TILE < vocab_size, penalty)
+            place = tl.where(broken, NO_TOKEN, tl.where(logit > highest, first + i * TILE, place))
+            highest = tl.where(broken, float("inf"), tl.maximum(highest, logit))  # nothing is above it, and of equals the lower place wins
         peak = tl.max(highest, 0)
-        first_best = tl.min(tl.where(broken, NO_TOKEN, tl.where(highest == peak, place, 2147483647)), 0)
-        tl.store(parts_at + program, tl.where(first_best < 0, float("inf"), peak))
-        tl.store(indices_at + program, first_best)
+        tl.store(parts_at + program, peak)
+        tl.store(indices_at + program, tl.min(tl.where(highest == peak, place, 2147483647), 0))
 
 
 @triton.jit

@@ -106,6 +106,20 @@ class PagedAttention(nn.Module):
         self.choice: Choice = select_backend(spec, self.requested_backend)
         self._ops = self.choice.backend.ops
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles: op handles can't be pickled, and are looked up again."""
+        return {name: value for name, value in self.__dict__.items() if name != "_ops"} | {"_chosen_on": self._home.device.type}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """The backend stays as it was chosen; loaded onto another kind of device, or where it can't run, it is chosen again."""
+        chosen_on = state.pop("_chosen_on")
+        super().__setstate__(state)
+        backend = self.choice.backend
+        if self._home.device.type == chosen_on and backend.unavailable() is None:
+            self._ops = backend.ops
+        else:
+            self._choose()
+
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> PagedAttention:
         super()._apply(fn, recurse)
         if self.alibi_slopes is not None:  # slopes stay float32 when the module becomes bf16

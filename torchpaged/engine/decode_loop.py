@@ -114,6 +114,23 @@ class DecodeLoop:
             sequence.steps_read -= 1
         self._launches.append(_Launch(slot, list(enumerate(sequences)), 1, prefill=True))
 
+    def reset(self) -> None:
+        """After a launch that failed or was interrupted: every row idle, nothing in flight. Waits for the device.
+
+        What the rows were doing is unknown to the host then. Requests that are placed again go on from the tokens that it has read.
+        """
+        self.runner.reset()
+        self.rows.ring.resync()
+        self._starting, self._moving = None, False  # whatever it was, no row of it is left
+        for sequence in self._sequences:
+            if sequence is not None:
+                sequence.row = None
+        self._sequences = [None] * len(self._sequences)
+        self._busy_rows, self._has_idle_rows, self.blocks_added = None, False, False
+        self._to_write, self._to_clear, self._launches = {}, [], []
+        self._prefill_ring = TokenRing(MAX_IN_FLIGHT, self.rows.max_batch_size, self.rows.device)
+        self.rows.clear(range(self.rows.max_batch_size))
+
     # ------------------------------------------------------------------------------------------------ launches
     @property
     def in_flight(self) -> int:
@@ -168,7 +185,7 @@ class DecodeLoop:
                 else:
                     steps = self.rows.ring.read(launch.place, launch.columns[-1][0] + 1)
             for column, sequence in live:
-                tokens = [step[column] for step in steps if step[column] >= 0]
+                tokens = [step[column] for step in steps if step[column] != -1]  # -1: idle by then; NO_TOKEN is the caller's
                 sequence.steps_read += launch.num_steps
                 self.decoded += 0 if launch.prefill else len(tokens)
                 results.append((sequence, tokens))

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from torchpaged.backends import AttentionSpec, Choice, select_backend
 from torchpaged.cache import BlockPool
-from torchpaged.custom_ops.errors import ArgumentError
+from torchpaged.custom_ops.errors import ArgumentError, NotCopyableError
 from torchpaged.hf.cache_rows import CacheRows
 from torchpaged.hf.layer import PagedLayer, StepBatch
 from torchpaged.hf.masks import left_padding, require_known_mask
@@ -85,6 +85,17 @@ class PagedCache(CacheRows):
         self._mask_token._torchpaged_cache = self  # type: ignore[attr-defined]
         self.ready = False
         self._padding, self._bound = None, 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles of an unused cache.
+
+        Raises:
+            NotCopyableError: it has pools: they are places in this process's memory that layers, masks and compiled code know.
+        """
+        if self.ready or any(layer.is_initialized for layer in self.paged):
+            raise NotCopyableError("a PagedCache that was used can't be copied or pickled: its pools are places in this process's memory, known to "
+                                   "compiled code; make a new PagedCache, and run the prompt through it")  # fmt: skip
+        return self.__dict__.copy()
 
     # ------------------------------------------------------------------------------------------------ set-up
     def prepare(self, key_states: Tensor) -> None:

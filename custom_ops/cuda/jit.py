@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from torchpaged.custom_ops import variables
 from torchpaged.custom_ops.errors import BackendUnavailableError
 
 _HERE = Path(__file__).parent
@@ -48,7 +49,7 @@ def unavailable() -> str | None:
 
 def cache_folder() -> Path:
     """Where machine code is kept; it need not exist."""
-    return Path(os.environ.get("TORCHPAGED_CACHE", "~/.cache/torchpaged")).expanduser() / "cubin"
+    return Path(variables.get("TORCHPAGED_CACHE")) / "cubin"
 
 
 def _check(result: Any, what: str) -> Any:

@@ -9,11 +9,11 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import importlib
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from torchpaged.backends.base import AttentionSpec, Backend
+from torchpaged.custom_ops import variables
 from torchpaged.custom_ops.errors import BackendUnavailableError
 
 #: Backend name -> module with a ``BACKEND``; `register_backend` adds to it.
@@ -86,7 +86,7 @@ def _request(backend: str | None) -> tuple[str, str]:
     forced = _forced.get()
     if forced is not None:
         return forced, f"torchpaged.use_backend({forced!r}) is active"
-    variable = os.environ.get("TORCHPAGED_BACKEND", "auto")
+    variable = variables.get("TORCHPAGED_BACKEND")
     return variable, f"TORCHPAGED_BACKEND={variable} is set"
 
 

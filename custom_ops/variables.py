@@ -43,7 +43,9 @@ class Variable:
 
 
 VARIABLES = (
-    Variable("TORCHPAGED_BACKEND", "auto", "backend of whatever is built without an explicit one: auto, cuda, triton, cpu, reference", _name),
+    Variable(
+        "TORCHPAGED_BACKEND", "auto", "backend of whatever is built without an explicit one: auto, cuda, triton, cpu, reference", _name
+    ),
     Variable("TORCHPAGED_CACHE", "~/.cache/torchpaged", "folder of downloaded and converted models, and of compiled kernels", _folder),
     Variable("TORCHPAGED_CHECK", "0", "1: check device values (block ids, lengths) and captured addresses; synchronises", _flag),
     Variable("TORCHPAGED_DEBUG", "0", "1: the command line shows tracebacks", _flag),

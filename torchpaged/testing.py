@@ -110,16 +110,16 @@ def make_batch(
         block_table[row, :used] = blocks.int()
         position = torch.arange(length)
         where = (blocks[position // block_size], position % block_size)
-        k_cache[where] = torch.randn(length, num_kv_heads, head_dim, generator=generator).to(dtype)
-        v_cache[where] = torch.randn(length, num_kv_heads, head_dim_v, generator=generator).to(dtype)
+        k_cache[where] = torch.randn(length, num_kv_heads, head_dim, generator=generator, dtype=torch.float32).to(dtype)
+        v_cache[where] = torch.randn(length, num_kv_heads, head_dim_v, generator=generator, dtype=torch.float32).to(dtype)
     starts = torch.tensor([0, *spec.query_lens, *[0] * spec.padded_reqs]).cumsum(0).int()
     num_tokens = int(starts[-1]) + spec.padded_tokens
-    q = torch.randn(num_tokens, num_heads, head_dim, generator=generator).to(dtype)
+    q = torch.randn(num_tokens, num_heads, head_dim, generator=generator, dtype=torch.float32).to(dtype)
     extras: dict[str, Any] = {}
     if sinks:
-        extras["sinks"] = torch.randn(num_heads, generator=generator).to(dtype)
+        extras["sinks"] = torch.randn(num_heads, generator=generator, dtype=torch.float32).to(dtype)
     if alibi:
-        extras["alibi_slopes"] = 2.0 ** -torch.linspace(1, 8, num_heads)
+        extras["alibi_slopes"] = 2.0 ** -torch.linspace(1, 8, num_heads, dtype=torch.float32)
     return Batch(
         spec, q, k_cache, v_cache, block_table, torch.tensor([*spec.seq_lens, *[0] * spec.padded_reqs], dtype=torch.int32),
         starts, max(1, *spec.query_lens, 1), head_dim**-0.5, extras,
@@ -214,7 +214,7 @@ def opcheck_cases(
     kv = torch.randn(num_tokens, batch.k_cache.shape[2], head_dim, dtype=dtype, device=device)
     slots = torch.arange(num_tokens, device=device) + 20
     slots[-1] = -1
-    state, lse = torch.randn(7, 4, 64, dtype=dtype, device=device), torch.randn(7, 4, device=device)
+    state, lse = torch.randn(7, 4, 64, dtype=dtype, device=device), torch.randn(7, 4, dtype=torch.float32, device=device)
     lse[0] = float("-inf")
     attention = (batch.q, batch.k_cache, batch.v_cache, batch.block_table, batch.seq_lens, batch.query_start_loc)
     out = torch.zeros_like(batch.q)
@@ -233,7 +233,7 @@ def opcheck_cases(
         "rope": ("rope_write_kv", tuple(rope[0].values())[:9], {"are_query_tokens": True}),
         "rope_norm": ("rope_write_kv", tuple(rope[1].values())[:9], dict(list(rope[1].items())[9:])),
         "attention": ("paged_attention", (*attention, out), common),
-        "attention_lse": ("paged_attention", (*attention, out, torch.zeros(num_tokens, num_heads, device=device)), common),
+        "attention_lse": ("paged_attention", (*attention, out, torch.zeros(num_tokens, num_heads, dtype=torch.float32, device=device)), common),
         "attention_full": ("paged_attention", (*attention, out), {**common, **batch.extras, "window_left": 9, "logits_soft_cap": 8.0}),
         "attention_semaphore": ("paged_attention", (*attention, out), {**common, "semaphore": semaphore}),
         "merge": ("merge_attn_states", (state, lse, state.clone(), lse.clone(), torch.empty_like(state), torch.empty_like(lse)), {}),

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchpaged.backends import AttentionSpec, Choice, attention_spec, select_backend
+from torchpaged.backends import AttentionSpec, Capabilities, Choice, attention_spec, select_backend
 from torchpaged.custom_ops import BackendOps
 from torchpaged.custom_ops.errors import BackendUnavailableError
 
@@ -34,12 +34,13 @@ class ChoosesBackend:
 
     Attributes:
         choice: which backend runs and why.
-        ops: its op handles.
+        ops, capabilities: its op handles, and what it declares.
         specs: what the layers ask of it, as keys.
     """
 
     choice: Choice
     ops: BackendOps
+    capabilities: Capabilities
     specs: dict[AttentionSpec, None]
     _backend: str  # a name or "auto"
 
@@ -51,7 +52,7 @@ class ChoosesBackend:
         """
         wanted = dict.fromkeys(specs)
         self.choice = select_backend(list(wanted), self._backend)
-        self.ops, self.specs = self.choice.backend.ops, wanted
+        self.ops, self.capabilities, self.specs = self.choice.backend.ops, self.choice.backend.capabilities, wanted
 
     def require(self, spec: AttentionSpec) -> None:
         """Hold the choice to one more spec; eager calls only.
@@ -80,7 +81,7 @@ def hold_to_backend(
     owner = layer.owner
     if torch.compiler.is_compiling():  # a layer that no eager forward has held yet: the pools were made ahead
         if layer.asked is None:
-            able, feature = owner.choice.backend.capabilities, None
+            able, feature = owner.capabilities, None
             feature = "window" if window is not None and not able.window else feature
             feature = "logits_soft_cap" if softcap and not able.logits_soft_cap else feature
             feature = "sinks" if sinks is not None and not able.sinks else feature

@@ -140,14 +140,16 @@ class PagedModel:
         eos = getattr(model.generation_config, "eos_token_id", None)
         self.eos_token_ids: tuple[int, ...] = () if eos is None else tuple(eos) if isinstance(eos, (list, tuple)) else (int(eos),)
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
-        specs, dtype, asked = _probe(model, config, block_size)
+        specs, probed = _probe(model, config, block_size)
+        dtype = probed.layers[0].keys.dtype
         self.kv_cache = PagedKVCache(
             specs, block_size=block_size, num_blocks=num_blocks, memory_budget=memory_budget, dtype=dtype, device=self.device
         )
         self._cache = _StepCache(config, self.kv_cache.num_blocks, block_size, self.kv_cache.num_tokens, backend)
-        for layer, pools in zip(self._cache.layers, self.kv_cache, strict=True):
+        for layer, pools, before in zip(self._cache.layers, self.kv_cache, probed.layers, strict=True):
             layer.adopt(pools.k_cache, pools.v_cache)
-        self._cache.prepare_for(asked)
+            layer.asked = before.asked
+        self._cache.prepare_for(probed.specs)
         self.choice: Choice = self._cache.choice
 
     @property
@@ -183,8 +185,8 @@ class PagedModel:
         return logits
 
 
-def _probe(model: PreTrainedModel, config: Any, block_size: int) -> tuple[list[KVLayerSpec], torch.dtype, list[AttentionSpec]]:
-    """What each layer stores, the cache's dtype, and what the layers ask of a backend.
+def _probe(model: PreTrainedModel, config: Any, block_size: int) -> tuple[list[KVLayerSpec], _StepCache]:
+    """What each layer stores, and the cache that knows it and what the layers ask of a backend.
 
     Found by one padding token: exact for any architecture, whatever its config calls things. The reference takes every attention.
     """
@@ -197,7 +199,7 @@ def _probe(model: PreTrainedModel, config: Any, block_size: int) -> tuple[list[K
     if missing:
         raise UnsupportedModelError(f"{type(model).__name__}: layers {missing} never wrote to the cache")
     specs = [KVLayerSpec(x.keys.shape[2], x.keys.shape[3], x.values.shape[3]) for x in cache.layers]
-    return specs, cache.layers[0].keys.dtype, list(cache.specs)
+    return specs, cache
 
 
 def kv_layer_specs(model: PreTrainedModel) -> list[KVLayerSpec]:

@@ -256,9 +256,11 @@ def test_two_threads_on_one_cache() -> None:
         thread = threading.Thread(target=first)
         thread.start()
         assert inside.wait(60)
-        with pytest.raises(ArgumentError, match="still runs"):
-            model(ids[:, 5:7], past_key_values=cache)
-        done.set()
-        thread.join()
+        try:
+            with pytest.raises(ArgumentError, match="still runs"):
+                model(ids[:, 5:7], past_key_values=cache)
+        finally:
+            done.set()
+            thread.join()
         torch.testing.assert_close(caught[0], want[:, 5:7], rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(model(ids[:, 7:], past_key_values=cache).logits, want[:, 7:], rtol=1e-4, atol=1e-4)

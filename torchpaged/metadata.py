@@ -75,9 +75,13 @@ class AttentionMetadata:
         """Refuse a cache whose blocks hold ``block_size`` tokens if the batch was made for another size. Host ints only: it may be traced.
 
         Raises:
-            ArgumentError: they differ.
+            ArgumentError: they differ. In a traced call dynamo's own error.
         """
         if self.block_size is not None and self.block_size != block_size:
+            if torch.compiler.is_compiling():  # dynamo can't make an ArgumentError, and its own error quotes this one
+                raise ValueError(
+                    f"kv_cache: expected blocks of {self.block_size} tokens, as this batch was made for, got blocks of {block_size}"
+                )
             raise ArgumentError("kv_cache", f"blocks of {self.block_size} tokens, as this batch's slots and tables were made for",
                                 f"blocks of {block_size}", "build the metadata with the cache's block_size")  # fmt: skip
 

@@ -91,7 +91,7 @@ class PagedCache(ChoosesBackend, CacheRows):
         self.specs = {}
 
     # ------------------------------------------------------------------------------------------------ set-up
-    @torch.compiler.disable(reason=SET_UP)  # type: ignore[untyped-decorator]
+    @torch.compiler.disable(reason=SET_UP)
     def prepare(self, key_states: Tensor, head_dim_v: int | None = None) -> None:
         """Choose the backend, give each row its blocks, make the metadata tensors; once per batch, never traced."""
         if self.ready:

@@ -97,7 +97,7 @@ class PagedLayer(CacheLayerMixin):
         self.is_first = self.is_last = False  # of the layers that write, in a forward
         self.asked: tuple[Any, ...] | None = None  # the kind of call that the backend was held to, see `hold_to_backend`
 
-    @torch.compiler.disable(reason=SET_UP)  # type: ignore[untyped-decorator]
+    @torch.compiler.disable(reason=SET_UP)
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate the pools; shapes ``[batch, num_kv_heads, *, head_dim(_v)]``."""
         self.owner.first_use(self)

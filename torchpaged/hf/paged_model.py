@@ -111,6 +111,8 @@ class PagedModel:
         block_size: tokens per block.
         backend: a name or "auto".
 
+    The pools have the dtype of the model's keys; fp8 pools are for `torchpaged.PagedAttention` and the checked functions so far.
+
     Attributes:
         kv_cache: the `PagedKVCache`.
         choice: which backend runs and why.

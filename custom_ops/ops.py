@@ -2,7 +2,7 @@
 
 Each op has one *overload* per backend, all with the same schema and the same meaning::
 
-    torch.ops.torchpaged.paged_attention            # the device's own kernel: CPU -> native C++, CUDA -> Triton
+    torch.ops.torchpaged.paged_attention            # the device's own kernel: CPU -> native C++, NVIDIA GPU -> .cuda, other GPU -> .triton
     torch.ops.torchpaged.paged_attention.reference  # plain torch, any device: the specification
     torch.ops.torchpaged.paged_attention.cpu        # native C++ kernel
     torch.ops.torchpaged.paged_attention.triton     # Triton kernel
@@ -171,6 +171,22 @@ _REFERENCE_MODULES = {
 _CUDA_OPS = frozenset({"paged_attention", "linear"})
 
 
+def _of_this_gpu(op: str) -> Any:
+    """The default kernel on a GPU: what the backend "auto" runs there, ``cuda`` if its compiler is here and ``triton`` if not."""
+    kernels = {name: _lazy(f"torchpaged.custom_ops.{name}.{op}", op) for name in ("cuda", "triton")}
+    chosen: Any = None
+
+    def launch(*args: Any, **kwargs: Any) -> None:
+        nonlocal chosen
+        if chosen is None:
+            jit = importlib.import_module("torchpaged.custom_ops.cuda.jit")
+            chosen = kernels["cuda" if jit.unavailable() is None else "triton"]
+        chosen(*args, **kwargs)
+
+    launch.__name__ = op
+    return launch
+
+
 def _reference(op: str) -> Any:
     return _lazy(f"torchpaged.custom_ops.{_REFERENCE_MODULES.get(op, 'reference')}", op)
 
@@ -187,7 +203,7 @@ def _register() -> None:
         LIBRARY.impl(f"{op}.triton", triton, "CompositeExplicitAutograd")
         cuda = _lazy(f"torchpaged.custom_ops.cuda.{op}", op) if op in _CUDA_OPS else triton
         LIBRARY.impl(f"{op}.cuda", cuda, "CompositeExplicitAutograd")
-        LIBRARY.impl(op, triton, "CUDA")
+        LIBRARY.impl(op, _of_this_gpu(op) if op in _CUDA_OPS else triton, "CUDA")
     loaded = native.load()  # registers the default and the .cpu overload of NATIVE_OPS for the CPU key
     for op in SCHEMAS:
         reference = _reference(op)

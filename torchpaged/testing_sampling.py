@@ -56,12 +56,12 @@ def make_sampling_inputs(
     """
     parameters = [{**_OFF, **row} for row in rows]
     generator = torch.Generator().manual_seed(seed)
-    memory = torch.full((len(parameters), vocab_size + padding), float("nan"))
-    memory[:, :vocab_size] = torch.randn(len(parameters), vocab_size, generator=generator) * spread
+    memory = torch.full((len(parameters), vocab_size + padding), float("nan"), dtype=torch.float32)
+    memory[:, :vocab_size] = torch.randn(len(parameters), vocab_size, generator=generator, dtype=torch.float32) * spread
     inputs = {"logits": memory.to(dtype)[:, :vocab_size]}
     for name in _OFF:
         inputs[name] = torch.tensor([row[name] for row in parameters], dtype=_DTYPES.get(name, torch.float32))
-    occurred = torch.rand(len(parameters), -(-vocab_size // 32), 32, generator=generator) < 1 / 3
+    occurred = torch.rand(len(parameters), -(-vocab_size // 32), 32, generator=generator, dtype=torch.float32) < 1 / 3
     inputs["seen"] = (occurred * (1 << torch.arange(32))).sum(-1).to(torch.int32)
     for name in ("seeds", "counters"):
         inputs[name] = torch.randint(-(2**62), 2**62, (len(parameters),), generator=generator)

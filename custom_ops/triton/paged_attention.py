@@ -39,7 +39,7 @@ def paged_attention(
     if not num_tokens:
         return
     if (k_scale is None) != (v_scale is None):  # one flag serves both
-        one = torch.ones(1, device=q.device)
+        one = torch.ones(1, dtype=torch.float32, device=q.device)
         k_scale, v_scale = one if k_scale is None else k_scale, one if v_scale is None else v_scale
     capacity = block_table.shape[1] * block_size
     window_left, window_right, chunk_size = config.bounded_masks(window_left, window_right, chunk_size, capacity)

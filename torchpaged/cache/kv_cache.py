@@ -149,7 +149,8 @@ class PagedKVCache:
             v_cache = torch.zeros(*shape, spec.value_dim, dtype=self.dtype, device=self.device)
             if self.dtype not in FP8_DTYPES:
                 return LayerKVCache(k_cache, v_cache)
-            return LayerKVCache(k_cache, v_cache, torch.ones(1, device=self.device), torch.ones(1, device=self.device))
+            k_scale, v_scale = (torch.ones(1, dtype=torch.float32, device=self.device) for _ in range(2))
+            return LayerKVCache(k_cache, v_cache, k_scale, v_scale)
 
     def __getitem__(self, layer: int) -> LayerKVCache:
         return self._pools[layer]

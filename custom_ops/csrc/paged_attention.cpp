@@ -66,19 +66,21 @@ void tile_range(const Problem& p, const WorkItem& w, int64_t* low, int64_t* end)
 void merge_splits(const Problem& p, const Kernels& kernels, const std::vector<WorkItem>& items, const Tile& tile) {
   const WorkItem& w = items[tile.first_item];
   const int64_t group = p.num_heads / p.num_kv_heads, width = p.head_dim_v + 2;
+  const int64_t seq_len = p.seq_lens[w.request], first_position = seq_len - (p.query_start_loc[w.request + 1] - p.query_start_loc[w.request]);
   std::vector<float> acc(p.head_dim_v);
   for (int64_t r = 0; r < w.num_query_tokens * group; ++r) {
-    float top = -INFINITY, total = 0;
+    float top = FLOOR, total = 0;
     for (int64_t s = 0; s < tile.splits; ++s) top = std::max(top, items[tile.first_item + s].partial[r * width + p.head_dim_v]);
     std::fill(acc.begin(), acc.end(), 0.0f);
-    for (int64_t s = 0; s < tile.splits && top != -INFINITY; ++s) {
+    for (int64_t s = 0; s < tile.splits; ++s) {
       const float* state = items[tile.first_item + s].partial + r * width;
-      if (state[p.head_dim_v] == -INFINITY) continue;
       const float factor = std::exp(state[p.head_dim_v] - top);
       total += state[p.head_dim_v + 1] * factor;
       for (int64_t d = 0; d < p.head_dim_v; ++d) acc[d] += state[d] * factor;
     }
-    kernels.finish(p, p.query_start_loc[w.request] + w.first_token + r / group, w.kv_head * group + r % group, acc.data(), top, total);
+    int64_t low, end;
+    visible_range(p, first_position + w.first_token + r / group, seq_len, &low, &end);
+    kernels.finish(p, p.query_start_loc[w.request] + w.first_token + r / group, w.kv_head * group + r % group, low < end, acc.data(), top, total);
   }
 }
 
@@ -134,7 +136,7 @@ void run(const Problem& p) {
   // Token rows after the last request: padding, but defined.
   const std::vector<float> zeros(p.head_dim_v, 0.0f);
   for (int64_t t = p.query_start_loc[p.num_reqs]; t < p.num_tokens; ++t)
-    for (int64_t h = 0; h < p.num_heads; ++h) kernels.finish(p, t, h, zeros.data(), -INFINITY, 0.0f);
+    for (int64_t h = 0; h < p.num_heads; ++h) kernels.finish(p, t, h, false, zeros.data(), FLOOR, 0.0f);
 }
 
 // Small per-head tensors come in any float dtype; the kernels read floats.

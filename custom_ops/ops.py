@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 import torch
 
 from torchpaged.custom_ops import launches, native
+from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.custom_ops.fakes import fake_of
 
 LIBRARY = torch.library.Library("torchpaged", "DEF")  # kept for the life of the process: dropping it deregisters the ops
@@ -207,6 +208,22 @@ def _handles(overload: str) -> BackendOps:
 
 #: Backend name -> its op handles; "default" dispatches by device.
 BACKEND_OPS: dict[str, BackendOps] = {overload or "default": _handles(overload) for overload in OVERLOADS}
+
+
+_NATIVE_HANDLES = frozenset(getattr(BACKEND_OPS[name], op) for name in ("default", "cpu") for op in NATIVE_OPS)
+_NATIVE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def check_native_dtype(handle: Any, **tensors: torch.Tensor) -> None:
+    """Refuse, with an `ArgumentError`, dtypes that the native CPU kernel behind ``handle`` doesn't take; others pass.
+
+    The kernel refuses them too, but as a RuntimeError: a library of the stable ABI knows no Python class.
+    """
+    for name, tensor in tensors.items():
+        native_here = tensor.device.type == "cpu" and tensor.dtype not in _NATIVE_DTYPES and handle in _NATIVE_HANDLES
+        if native_here and native.status()[0]:
+            raise ArgumentError(name, " or ".join(map(str, _NATIVE_DTYPES)) + " for the cpu backend", str(tensor.dtype),
+                                "the reference backend takes float64 and fp8 pools: ops=BACKEND_OPS['reference'], backend='reference'")  # fmt: skip
 
 
 def native_status() -> tuple[bool, str]:

@@ -25,7 +25,7 @@ def _quantize(x: Tensor, dtype: torch.dtype, scale: Tensor | None) -> Tensor:
 
 def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor,
              k_scale: Tensor | None = None, v_scale: Tensor | None = None, *, are_query_tokens: bool = False) -> None:  # fmt: skip
-    """Store ``k``, ``v`` at their slots; slot -1 skips. Two tokens with one slot: the result is one of the two.
+    """Store ``k``, ``v`` at their slots; slot -1 skips. Two tokens with one slot are refused where values are checked, else undefined.
 
     ``are_query_tokens`` says when others may start; it changes no result.
     """

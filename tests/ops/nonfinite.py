@@ -38,7 +38,7 @@ def dense(batch: Batch, request: int) -> tuple[Tensor, Tensor]:
     """A request's keys and values ``[L, K, D]`` in float64, by hand from its table."""
     size, table = batch.k_cache.shape[1], batch.block_table[request].tolist()
     at = [(table[p // size], p % size) for p in range(int(batch.seq_lens[request]))]
-    keys, values = (torch.stack([cache[where] for where in at]).double() for cache in (batch.k_cache, batch.v_cache))
+    keys, values = (torch.stack([cache[where].double() for where in at]) for cache in (batch.k_cache, batch.v_cache))
     for x, scale in ((keys, batch.extras.get("k_scale")), (values, batch.extras.get("v_scale"))):
         if scale is not None:
             x *= scale.double().view(-1, 1)

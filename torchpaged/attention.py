@@ -74,7 +74,13 @@ class PagedAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        sizes = {"num_heads": num_heads, "head_dim": head_dim, "num_kv_heads": num_kv_heads, "head_dim_v": head_dim_v, "block_size": block_size}
+        sizes = {
+            "num_heads": num_heads,
+            "head_dim": head_dim,
+            "num_kv_heads": num_kv_heads,
+            "head_dim_v": head_dim_v,
+            "block_size": block_size,
+        }
         for name, size in sizes.items():
             if size is not None and (type(size) is not int or size < 1):
                 raise ArgumentError(name, "an int of at least 1", repr(size))

@@ -191,13 +191,13 @@ def check_batch(
             raise ArgumentError("block_tables", f"block ids in [1, {num_blocks or 'num_blocks'}) (0 is the null block)",
                                 f"ids in [{low}, {high}] in row {row}")  # fmt: skip
         if len(set(blocks[:needed])) < needed:
-            raise ArgumentError("block_tables", "every block once per request", f"a block several times in row {row}: {list(blocks[:needed])}")
+            raise ArgumentError(
+                "block_tables", "every block once per request", f"a block several times in row {row}: {list(blocks[:needed])}"
+            )
     _check_one_writer(query_lens, seq_lens, block_tables, block_size)
 
 
-def _check_one_writer(
-    query_lens: Sequence[int], seq_lens: Sequence[int], block_tables: Sequence[Sequence[int]], block_size: int
-) -> None:
+def _check_one_writer(query_lens: Sequence[int], seq_lens: Sequence[int], block_tables: Sequence[Sequence[int]], block_size: int) -> None:
     writers: dict[int, list[tuple[int, int, int]]] = {}  # block -> (first slot, end, row) of what each request writes into it
     for row, (query_len, seq_len, blocks) in enumerate(zip(query_lens, seq_lens, block_tables, strict=True)):
         first = max(seq_len - query_len, 0)

@@ -60,7 +60,8 @@ def attend(
         # fp8 converts to fp16 in one instruction, to bf16 in several. A power of two per row keeps q inside fp16's range
         # (numbers below 2^-14 of a row's largest lose bits, no more).
         largest = tl.max(tl.abs(q.to(tl.float32)), 1)
-        fold = tl.exp2(tl.ceil(tl.log2(tl.minimum(tl.maximum(largest, 1e-30), 1e37))))  # of an infinite q: finite, so that it stays infinite
+        # Of an infinite q finite, so that it stays infinite.
+        fold = tl.exp2(tl.ceil(tl.log2(tl.minimum(tl.maximum(largest, 1e-30), 1e37))))
         q = (q.to(tl.float32) / fold[:, None]).to(tl.float16)
         row_scale *= fold
     maximum = tl.full([TILE_M], -1.0e30, tl.float32)  # finite, so that a row that sees nothing yet makes no inf - inf

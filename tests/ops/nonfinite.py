@@ -93,8 +93,12 @@ def assert_as_expected(got: tuple[Tensor, Tensor], batch: Batch, *, exact: bool,
     assert torch.equal(lse.isnan(), want_lse.isnan()), f"lse NaN at {(lse.isnan() != want_lse.isnan()).nonzero()[:4].tolist()}"
     assert torch.equal(lse == -INF, want_lse == -INF), f"lse -inf at {((lse == -INF) != (want_lse == -INF)).nonzero()[:4].tolist()}"
     torch.testing.assert_close(lse, want_lse, rtol=1e-3, atol=4e-3 if dtype != torch.float32 else 2e-4, equal_nan=True)
-    assert not bool((want.isnan() & out.isfinite()).any()), f"finite where NaN was due: {(want.isnan() & out.isfinite()).nonzero()[:4].tolist()}"
-    assert not bool((want.isinf() & out.isfinite()).any()), f"finite where inf was due: {(want.isinf() & out.isfinite()).nonzero()[:4].tolist()}"
+    assert not bool((want.isnan() & out.isfinite()).any()), (
+        f"finite where NaN was due: {(want.isnan() & out.isfinite()).nonzero()[:4].tolist()}"
+    )
+    assert not bool((want.isinf() & out.isfinite()).any()), (
+        f"finite where inf was due: {(want.isinf() & out.isfinite()).nonzero()[:4].tolist()}"
+    )
     poisoned = want.isfinite() & ~out.isfinite()
     if not exact:
         poisoned &= ~smeared
@@ -140,8 +144,16 @@ def random_batch(r: random.Random, *, dtypes: tuple[torch.dtype, ...], small: bo
             first = max(0, lens[request] - queries[request]) if what == "q" else 0
             if first >= lens[request]:
                 continue
-            heads, width = (batch.q.shape[1:] if what == "q" else {"k": batch.k_cache, "v": batch.v_cache}[what].shape[2:])
-            poke(batch, what, r.choice((NAN, NAN, INF, -INF)), request, r.randrange(first, lens[request]), r.randrange(heads), r.randrange(width))
+            heads, width = batch.q.shape[1:] if what == "q" else {"k": batch.k_cache, "v": batch.v_cache}[what].shape[2:]
+            poke(
+                batch,
+                what,
+                r.choice((NAN, NAN, INF, -INF)),
+                request,
+                r.randrange(first, lens[request]),
+                r.randrange(heads),
+                r.randrange(width),
+            )
     if "sinks" in batch.extras and r.random() < 0.3:
         batch.extras["sinks"][r.randrange(batch.q.shape[1])] = r.choice((NAN, INF, -INF))
     return batch, options

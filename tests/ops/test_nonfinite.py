@@ -85,7 +85,9 @@ def test_a_bad_sink_belongs_to_its_head(backend: str, value: float) -> None:
     assert_as_expected(run_paged_attention(BACKEND_OPS[backend], batch), batch, exact=backend in EXACT)
 
 
-@pytest.mark.parametrize("options", [{"window_left": 5}, {"chunk_size": 8}, {"causal": False, "window_left": 3, "window_right": 2}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"window_left": 5}, {"chunk_size": 8}, {"causal": False, "window_left": 3, "window_right": 2}], ids=str
+)
 @pytest.mark.parametrize("shape", [{"num_heads": 4, "num_kv_heads": 2}, {"num_heads": 32, "num_kv_heads": 1}], ids=["narrow", "wide"])
 @pytest.mark.parametrize("spec", SPECS)
 def test_blocks_that_no_query_sees_never_matter(backend: str, spec: str, shape: dict[str, int], options: dict[str, Any]) -> None:
@@ -97,7 +99,11 @@ def test_blocks_that_no_query_sees_never_matter(backend: str, spec: str, shape: 
         clean = run_paged_attention(BACKEND_OPS[backend], batch, **options)
         for request, (length, queries) in enumerate(zip(batch.spec.seq_lens, batch.spec.query_lens, strict=True)):
             first = length - queries
-            low = first // options["chunk_size"] * options["chunk_size"] if "chunk_size" in options else max(0, first - options["window_left"])
+            low = (
+                first // options["chunk_size"] * options["chunk_size"]
+                if "chunk_size" in options
+                else max(0, first - options["window_left"])
+            )
             for position in range(low):
                 block = int(batch.block_table[request, position // 8])
                 batch.k_cache[block, position % 8] = batch.v_cache[block, position % 8] = NAN
@@ -117,7 +123,9 @@ def test_positions_below_zero_see_nothing(backend: str, variant: str) -> None:
     assert_as_expected((out, lse), batch, exact=True, **options)
 
 
-def merge(backend: str, a: float, b: float, out_a: float = 1.0, out_b: float = 3.0, dtype: torch.dtype = torch.float32) -> tuple[float, float]:
+def merge(
+    backend: str, a: float, b: float, out_a: float = 1.0, out_b: float = 3.0, dtype: torch.dtype = torch.float32
+) -> tuple[float, float]:
     """Merge two states of one row and one head."""
     state = [torch.full((1, 1, 8), x, dtype=dtype) for x in (out_a, out_b)]
     lse = [torch.full((1, 1), x) for x in (a, b)]

@@ -120,7 +120,11 @@ def test_pools_side_by_side_are_apart() -> None:
         assert not pools_meet(k, v) and not pools_meet(v, k)
         torchpaged.write_kv(torch.ones(1, HEADS, DIM), torch.full((1, HEADS, v.shape[3]), 2.0), k, v, torch.tensor([5]))
         assert bool((k[1, 1] == 1).all()) and bool((v[1, 1] == 2).all())
-    for k, v in ((by_block[:, 0], by_block[:, 0]), (columns[..., :DIM], columns[..., DIM - 1 :]), (halves[0], halves.flatten(0, 1)[1 : BLOCKS + 1])):
+    for k, v in (
+        (by_block[:, 0], by_block[:, 0]),
+        (columns[..., :DIM], columns[..., DIM - 1 :]),
+        (halves[0], halves.flatten(0, 1)[1 : BLOCKS + 1]),
+    ):
         assert pools_meet(k, v) and pools_meet(v, k)
 
 
@@ -280,7 +284,9 @@ BAD_LISTS: dict[str, tuple[str, dict[str, Any]]] = {
 def test_bad_lists(name: str) -> None:
     argument, change = BAD_LISTS[name]
     with pytest.raises(ArgumentError, match=argument):
-        AttentionMetadata.from_lists(**{"query_lens": [1, 1], "seq_lens": [5, 2], "block_tables": [[1, 2], [3]], "block_size": SIZE} | change)
+        AttentionMetadata.from_lists(
+            **{"query_lens": [1, 1], "seq_lens": [5, 2], "block_tables": [[1, 2], [3]], "block_size": SIZE} | change
+        )
 
 
 def test_blocks_that_are_only_read_may_be_shared() -> None:

@@ -151,6 +151,11 @@ class LaunchRing:
         self._unread.append(launch)
         return launch
 
+    def wait(self, launch: int) -> None:
+        """Until the tokens of a launch that was taken are there; `read` does not wait after that."""
+        if self._events is not None:
+            self._events[launch % self._depth].synchronize()
+
     def read(self, launch: int, num_rows: int) -> list[list[int]]:
         """Tokens of a launch that was taken, as ``[steps][rows]``; waits until they are there, and frees the slot.
 

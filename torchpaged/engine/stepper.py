@@ -112,21 +112,24 @@ class Stepper:
         if plan.chunks:
             done = [sequence for sequence, count in plan.chunks if count == sequence.remaining]
             logits = self._packed.prefill(plan.chunks)
-            for sequence, count in plan.chunks:
-                sequence.num_computed += count
-            if done:
-                loop.finish_prefill(done, logits)
+            with loop.bookkeeping():
+                for sequence, count in plan.chunks:
+                    sequence.num_computed += count
+                if done:
+                    loop.finish_prefill(done, logits)
         between = time.perf_counter()
         launched = loop.launch()
         return self._collect(loop, keep=1 if launched else 0), between
 
     def _collect(self, loop: DecodeLoop, keep: int) -> list[TokenEvent]:
         events = []
-        for sequence, tokens in loop.collect(keep):
-            for token in tokens:
-                if sequence.finish_reason is None:  # what a row produced after a stop that only the host could see is dropped
-                    events.append(self._accept(sequence, token))
-                    sequence.num_computed = len(sequence) - 1
+        loop.wait(keep)
+        with loop.bookkeeping():
+            for sequence, tokens in loop.read(keep):
+                for token in tokens:
+                    if sequence.finish_reason is None:  # what a row produced after a stop that only the host could see is dropped
+                        events.append(self._accept(sequence, token))
+                        sequence.num_computed = len(sequence) - 1
         return events
 
     def _advance(self, plan: Step) -> tuple[list[TokenEvent], float]:

@@ -99,7 +99,7 @@ class DecodeGraphRunner:
         if compile and isinstance(capture, TapeCapture):
             raise ArgumentError("compile", "False with a TapeCapture", "True", "the tape can't see the kernels that Inductor generates")
         self._backend = capture
-        self._stepwise = not isinstance(capture, CudaCapture)  # a replay may be interrupted between its steps
+        self._stepwise = isinstance(capture, EagerCapture)  # Python at each replay, which may be interrupted between steps
         self._pool = capture.new_pool()
         self._warmup_iters, self._progress = warmup_iters, progress
         self._addresses = CapturedAddresses(self._static.tensors, watch)

@@ -14,6 +14,7 @@ from torchpaged.custom_ops.errors import (
     BackendUnavailableError,
     BlockPoolExhaustedError,
     CaptureError,
+    SemaphoreError,
     TorchpagedError,
     UnsupportedModelError,
 )
@@ -34,6 +35,7 @@ __all__ = [
     "LayerKVCache",
     "PagedAttention",
     "PagedKVCache",
+    "SemaphoreError",
     "TorchpagedError",
     "UnsupportedModelError",
     "advance_step",

@@ -53,7 +53,10 @@ def run(model: Any, at: int | None) -> tuple[list[list[int]], Interrupt]:
         model, block_size=4, max_batch_size=3, max_seq_len=32, prefill_chunk_size=16, compile=False, steps_per_launch=3, buckets=[1, 2, 3],
         num_blocks=26, lookahead=0, capture_ahead=False,
     )  # fmt: skip
-    params = [SamplingParams(max_new_tokens=n, temperature=0.9 * (i % 2), seed=i, repetition_penalty=1.2, ignore_eos=True) for i, n in enumerate(LENGTHS)]
+    params = [
+        SamplingParams(max_new_tokens=n, temperature=0.9 * (i % 2), seed=i, repetition_penalty=1.2, ignore_eos=True)
+        for i, n in enumerate(LENGTHS)
+    ]
     requests = [generator.submit(prompt, p) for prompt, p in zip(PROMPTS, params, strict=True)]
     sequences = [generator._stepper.requests[request] for request in requests]
     interrupt = Interrupt(at)

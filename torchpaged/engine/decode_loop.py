@@ -81,7 +81,9 @@ class DecodeLoop:
         self._to_write: dict[int, RowState] = {}
         self._to_clear: list[int] = []
         self._launches: list[_Launch] = []
-        self._starting: tuple[int, int, list[tuple[int, Sequence]]] | None = None  # a launch's number, steps before it and rows, till recorded
+        self._starting: tuple[int, int, list[tuple[int, Sequence]]] | None = (
+            None  # a launch's number, steps before it and rows, till recorded
+        )
         self._torn = False  # inside bookkeeping, or its end was never reached: then requests and rows may not fit together
         self._step_count = StepCount()
         self.decoded = 0
@@ -162,7 +164,9 @@ class DecodeLoop:
     def _settle(self) -> None:
         """Record the launch that was begun, if the device has it. Wherever this is interrupted, the next call goes on: each line may run twice."""
         if self._torn:
-            raise TorchpagedError("requests: expected in their rows, got bookkeeping that an exception or Ctrl-C cut short; make a new Generator")
+            raise TorchpagedError(
+                "requests: expected in their rows, got bookkeeping that an exception or Ctrl-C cut short; make a new Generator"
+            )
         if self._starting is None:
             return
         number, started, busy = self._starting

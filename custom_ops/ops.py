@@ -2,7 +2,7 @@
 
 Each op has one *overload* per backend, all with the same schema and the same meaning::
 
-    torch.ops.torchpaged.paged_attention            # the device's own kernel: CPU -> native C++, CUDA -> Triton
+    torch.ops.torchpaged.paged_attention            # the device's own kernel: CPU -> native C++, NVIDIA GPU -> .cuda, other GPU -> .triton
     torch.ops.torchpaged.paged_attention.reference  # plain torch, any device: the specification
     torch.ops.torchpaged.paged_attention.cpu        # native C++ kernel
     torch.ops.torchpaged.paged_attention.triton     # Triton kernel
@@ -17,6 +17,9 @@ Rules every kernel keeps (``B`` requests, ``T`` tokens):
 * query ``i`` of a request sits at position ``seq_len - query_len + i``; positions below 0 (left padding) see nothing, so
   seq_len may be below query_len, and even negative;
 * a query row that sees no key, and every token row at or after ``query_start_loc[-1]``, gives zeros and LSE -inf;
+* a query row that sees a score of NaN or +inf, or nothing but -inf, gives NaN; a NaN value gives NaN in its column (docs/ops.md);
+* numbers beyond an fp8 cache's range are stored as its largest, NaN as NaN;
+* no two tokens have one slot (-1 and block 0 excepted), no block is twice in a row of the table (block 0 excepted);
 * LSE is the natural logarithm of the softmax denominator (the sink's term included), float32, ``[T, num_heads]``.
 
 The reasons for void ops, for ``Library.define`` rather than ``custom_op`` and for explicit tensors: docs/ops.md.
@@ -31,6 +34,7 @@ from typing import Any, NamedTuple
 import torch
 
 from torchpaged.custom_ops import launches, native
+from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.custom_ops.fakes import fake_of
 
 LIBRARY = torch.library.Library("torchpaged", "DEF")  # kept for the life of the process: dropping it deregisters the ops
@@ -67,7 +71,8 @@ SCHEMAS = {
         bool causal=True, int window_left=-1, int window_right=-1, float logits_soft_cap=0.0,
         Tensor? alibi_slopes=None, Tensor? sinks=None, Tensor? k_scale=None, Tensor? v_scale=None,
         int chunk_size=0, Tensor(c!)? semaphore=None) -> ()""",
-    # out_a, out_b, out [T, num_heads, head_dim_v]; lse_a, lse_b, lse [T, num_heads] float32
+    # out_a, out_b, out [T, num_heads, head_dim_v]; lse_a, lse_b, lse [T, num_heads] float32. LSE -inf: that side saw nothing, its out
+    # is not read. NaN or +inf on either side: NaN.
     "merge_attn_states": """(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b, Tensor(a!) out,
         Tensor(b!)? lse=None) -> ()""",
     # block_mapping [N, 2] int64: (source, destination) block ids; a negative id skips the pair; no block may be both
@@ -78,11 +83,12 @@ SCHEMAS = {
         Tensor(c!) seq_lens, Tensor(d!) slot_mapping, *, int block_size) -> ()""",
     # logits [B, vocab_size]; temperature (0 = greedy), top_p, min_p, repetition_penalty [B] float32; top_k [B] int32, 0 = all;
     # seen [B, ceil(vocab_size / 32)] int32: bit v % 32 of word v // 32 says that token v occurred; seeds, counters [B] int64:
-    # row's draw is Philox of (seed, counter, token) and nothing else; out [B] int64.
+    # row's draw is Philox of (seed, counter, token) and nothing else; out [B] int64: -2 (NO_TOKEN) where a logit of the row is NaN or all
+    # are -inf.
     "sample_tokens": """(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor repetition_penalty,
         Tensor seen, Tensor seeds, Tensor counters, Tensor(a!) out) -> ()""",
     # The end of a decode step: sampled_token_ids [B] int64 -> tokens_out [B] int64 (-1 in rows of seq_len 0), counters + 1,
-    # remaining [B] int32 - 1, seen bit set; a row whose token is one of stop_token_ids [B, S] int64 (-1 = none), whose remaining
+    # remaining [B] int32 - 1, seen bit set; a row whose token is -2 or one of stop_token_ids [B, S] int64 (-1 = none), whose remaining
     # is 0 or whose table is full ends: seq_len 0, slot -1. Other rows move on as in advance_step.
     # ring [slots + 1, steps + 1, at least B] int64 and launches [2] int64 (a count, and zero): the tokens also go to
     # ring[launches[0] % slots, step], or to the last, the scratch slot, where launches[0] is negative. The last step of a launch writes
@@ -170,6 +176,22 @@ _REFERENCE_MODULES = {
 _CUDA_OPS = frozenset({"paged_attention", "linear"})
 
 
+def _of_this_gpu(op: str) -> Any:
+    """The default kernel on a GPU: what the backend "auto" runs there, ``cuda`` if its compiler is here and ``triton`` if not."""
+    kernels = {name: _lazy(f"torchpaged.custom_ops.{name}.{op}", op) for name in ("cuda", "triton")}
+    chosen: Any = None
+
+    def launch(*args: Any, **kwargs: Any) -> None:
+        nonlocal chosen
+        if chosen is None:
+            jit = importlib.import_module("torchpaged.custom_ops.cuda.jit")
+            chosen = kernels["cuda" if jit.unavailable() is None else "triton"]
+        chosen(*args, **kwargs)
+
+    launch.__name__ = op
+    return launch
+
+
 def _reference(op: str) -> Any:
     return _lazy(f"torchpaged.custom_ops.{_REFERENCE_MODULES.get(op, 'reference')}", op)
 
@@ -186,7 +208,7 @@ def _register() -> None:
         LIBRARY.impl(f"{op}.triton", triton, "CompositeExplicitAutograd")
         cuda = _lazy(f"torchpaged.custom_ops.cuda.{op}", op) if op in _CUDA_OPS else triton
         LIBRARY.impl(f"{op}.cuda", cuda, "CompositeExplicitAutograd")
-        LIBRARY.impl(op, triton, "CUDA")
+        LIBRARY.impl(op, _of_this_gpu(op) if op in _CUDA_OPS else triton, "CUDA")
     loaded = native.load()  # registers the default and the .cpu overload of NATIVE_OPS for the CPU key
     for op in SCHEMAS:
         reference = _reference(op)
@@ -207,6 +229,22 @@ def _handles(overload: str) -> BackendOps:
 
 #: Backend name -> its op handles; "default" dispatches by device.
 BACKEND_OPS: dict[str, BackendOps] = {overload or "default": _handles(overload) for overload in OVERLOADS}
+
+
+_NATIVE_HANDLES = frozenset(getattr(BACKEND_OPS[name], op) for name in ("default", "cpu") for op in NATIVE_OPS)
+_NATIVE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def check_native_dtype(handle: Any, **tensors: torch.Tensor) -> None:
+    """Refuse, with an `ArgumentError`, dtypes that the native CPU kernel behind ``handle`` doesn't take; others pass.
+
+    The kernel refuses them too, but as a RuntimeError: a library of the stable ABI knows no Python class.
+    """
+    for name, tensor in tensors.items():
+        native_here = tensor.device.type == "cpu" and tensor.dtype not in _NATIVE_DTYPES and handle in _NATIVE_HANDLES
+        if native_here and native.status()[0]:
+            raise ArgumentError(name, " or ".join(map(str, _NATIVE_DTYPES)) + " for the cpu backend", str(tensor.dtype),
+                                "the reference backend takes float64 and fp8 pools: ops=BACKEND_OPS['reference'], backend='reference'")  # fmt: skip
 
 
 def native_status() -> tuple[bool, str]:

@@ -140,6 +140,12 @@ class LaunchRing:
         self._starting = False
         return started
 
+    def resync(self) -> None:
+        """After a launch that failed or was interrupted: forget the launches that were taken, and count on from where the device is. Waits."""
+        self.settle()
+        self._unread.clear()
+        self._launched = int(self.launches[0])
+
     def take(self) -> int:
         """The number of the newest launch, whose tokens will be read; nothing may have been launched on another stream since."""
         self.settle()
@@ -150,11 +156,6 @@ class LaunchRing:
             self._events[launch % self._depth].record()
         self._unread.append(launch)
         return launch
-
-    def wait(self, launch: int) -> None:
-        """Until the tokens of a launch that was taken are there; `read` does not wait after that."""
-        if self._events is not None:
-            self._events[launch % self._depth].synchronize()
 
     def read(self, launch: int, num_rows: int) -> list[list[int]]:
         """Tokens of a launch that was taken, as ``[steps][rows]``; waits until they are there, and frees the slot.

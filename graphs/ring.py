@@ -51,11 +51,6 @@ class TokenRing:
             self._events[slot].record()
         return slot
 
-    def wait(self, slot: int) -> None:
-        """Until the tokens of a slot are there; `read` does not wait after that."""
-        if self._events is not None:
-            self._events[slot].synchronize()
-
     def read(self, slot: int) -> list[list[int]]:
         """The tokens of a slot, as ``[steps][rows]``; waits until they are there. Frees the slot."""
         shape = self._shapes[slot]

@@ -9,16 +9,23 @@ one allocation); the checks run in eager mode only. Inference only: they refuse 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchpaged.custom_ops import BACKEND_OPS, BackendOps, validation
-from torchpaged.custom_ops.checks import refuse_grad
+from torchpaged.backends import AttentionSpec, attention_spec, backend_of
+from torchpaged.custom_ops import BACKEND_OPS, BackendOps, check_native_dtype, validation
+from torchpaged.custom_ops.checks import check_tensors, refuse_grad
+from torchpaged.custom_ops.errors import ArgumentError, BackendUnavailableError
 
 _DEFAULT = BACKEND_OPS["default"]
+
+
+def _given(**tensors: Tensor | None) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
 
 def write_kv(
@@ -51,8 +58,10 @@ def write_kv(
         ArgumentError: shapes, dtypes, devices, strides or slots don't fit; nothing is written then.
     """
     if not torch.compiler.is_compiling():
+        check_tensors(k=k, v=v, k_cache=k_cache, v_cache=v_cache, slot_mapping=slot_mapping, **_given(k_scale=k_scale, v_scale=v_scale))
         refuse_grad(k=k, v=v)
         validation.check_write_kv(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
+        check_native_dtype(ops.write_kv, k_cache=k_cache)
     ops.write_kv(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale, are_query_tokens=are_query_tokens)
 
 
@@ -105,6 +114,9 @@ def rope_write_kv(
     Raises:
         ArgumentError: shapes, dtypes, devices, strides, positions or slots don't fit; nothing is written then.
     """
+    if not torch.compiler.is_compiling():
+        check_tensors(q=q, k=k, v=v, positions=positions, cos_sin=cos_sin, k_cache=k_cache, v_cache=v_cache, slot_mapping=slot_mapping,
+                      **_given(q_norm=q_norm, k_norm=k_norm, k_scale=k_scale, v_scale=v_scale))  # fmt: skip
     q_out = q.new_empty(q.shape)
     if not torch.compiler.is_compiling():
         refuse_grad(q=q, k=k, v=v, q_norm=q_norm, k_norm=k_norm)
@@ -154,11 +166,11 @@ def paged_attention(
         scale: softmax scale; default ``head_dim ** -0.5``.
         causal: hide keys after the query.
         window_size: ``(left, right)`` keys visible beside the own one; -1 = open.
-        logits_soft_cap: scores become ``cap * tanh(score / cap)``; None = off.
+        logits_soft_cap: scores become ``cap * tanh(score / cap)``; None or 0 = off.
         alibi_slopes: ``[num_heads]`` float32.
         sinks: ``[num_heads]``, one logit per head that takes part in the softmax without a value.
         k_scale, v_scale: float32 ``[1]`` or ``[num_kv_heads]``, for fp8 pools.
-        chunk_size: keys of the query's own chunk of that many positions only; None = off.
+        chunk_size: keys of the query's own chunk of that many positions only; None or 0 = off.
         semaphore: int32 zeros, at least ``num_reqs * num_kv_heads``, zeros again afterwards: where the programs that share a
             request meet. None: a GPU kernel that needs one makes its own, which costs a memset. Calls one after the other on a
             stream may share one; calls that may overlap, on different streams, need one each.
@@ -170,11 +182,19 @@ def paged_attention(
         ``[num_tokens, num_heads]``.
 
     Raises:
-        ArgumentError: shapes, dtypes, devices, strides, block ids or lengths don't fit.
+        ArgumentError: shapes, dtypes, devices, strides, block ids, lengths or options don't fit.
+        BackendUnavailableError: ``ops`` are a backend's that declares not to run this; with all reasons.
     """
+    if not torch.compiler.is_compiling():
+        validation.check_options(scale, window_size, logits_soft_cap, chunk_size)
+        check_tensors(q=q, k_cache=k_cache, v_cache=v_cache, block_table=block_table, seq_lens=seq_lens, query_start_loc=query_start_loc,
+                      **_given(alibi_slopes=alibi_slopes, sinks=sinks, k_scale=k_scale, v_scale=v_scale, semaphore=semaphore))  # fmt: skip
+        for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):  # of these the outputs take their shape
+            if not tensor.dim() == (3 if name == "q" else 4):
+                raise ArgumentError(name, f"{3 if name == 'q' else 4} dimensions", str(list(tensor.shape)))
     out = q.new_empty(q.shape[0], q.shape[1], v_cache.shape[3])
     lse = q.new_empty(q.shape[0], q.shape[1], dtype=torch.float32) if return_lse else None
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scale = max(q.shape[-1], 1) ** -0.5 if scale is None else scale
     soft_cap = 0.0 if logits_soft_cap is None else logits_soft_cap
     chunk = 0 if chunk_size is None else chunk_size
     if not torch.compiler.is_compiling():
@@ -184,6 +204,12 @@ def paged_attention(
             causal=causal, window_left=window_size[0], window_right=window_size[1], logits_soft_cap=soft_cap,
             alibi_slopes=alibi_slopes, sinks=sinks, k_scale=k_scale, v_scale=v_scale, chunk_size=chunk,
             semaphore=semaphore)  # fmt: skip
+        check_native_dtype(ops.paged_attention, q=q, k_cache=k_cache)
+        if ops is not _DEFAULT:
+            _require_able(_Handles(ops), attention_spec(
+                device=q.device, dtype=q.dtype, num_heads=q.shape[1], num_kv_heads=k_cache.shape[2], head_dim=q.shape[2],
+                head_dim_v=v_cache.shape[3], block_size=k_cache.shape[1], kv_dtype=k_cache.dtype, causal=causal, window_size=window_size,
+                logits_soft_cap=logits_soft_cap, alibi_slopes=alibi_slopes, sinks=sinks, chunk_size=chunk_size, lse=return_lse))  # fmt: skip
     ops.paged_attention(
         q, k_cache, v_cache, block_table, seq_lens, query_start_loc, out, lse, max_query_len=max_query_len, scale=scale,
         causal=causal, window_left=window_size[0], window_right=window_size[1], logits_soft_cap=soft_cap,
@@ -192,12 +218,35 @@ def paged_attention(
     return out if lse is None else (out, lse)
 
 
+class _Handles:
+    """A backend's handles as a dictionary's key: the same only if they are the same object."""
+
+    def __init__(self, ops: BackendOps) -> None:
+        self.ops = ops
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Handles) and other.ops is self.ops
+
+    def __hash__(self) -> int:
+        return id(self.ops)
+
+
+@functools.lru_cache(maxsize=1024)
+def _require_able(handles: _Handles, spec: AttentionSpec) -> None:
+    """Refuse what the backend of these handles declares not to run. Runs once per kind of call: a refusal is not kept."""
+    backend = backend_of(handles.ops)
+    reasons = [] if backend is None else backend.capabilities.reject(spec)
+    if backend is not None and reasons:
+        raise BackendUnavailableError(f"backend {backend.name!r} (its ops were given) cannot run this attention: {'; '.join(reasons)}")
+
+
 def merge_attn_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, *, ops: BackendOps = _DEFAULT) -> tuple[Tensor, Tensor]:
     """Combine attention over two disjoint sets of keys (arXiv:2501.01005, section 2.2).
 
     Args:
         out_a, out_b: ``[num_tokens, num_heads, head_dim_v]``.
-        lse_a, lse_b: ``[num_tokens, num_heads]`` float32, natural logarithm; -inf = that side saw no key.
+        lse_a, lse_b: ``[num_tokens, num_heads]`` float32, natural logarithm; -inf = that side saw no key and its ``out`` is not
+            read. NaN or +inf on either side makes the row NaN: an LSE of +inf, with which some libraries mark empty rows, is none to us.
         ops: whose kernels to run; default: the device's own.
 
     Returns:
@@ -206,10 +255,13 @@ def merge_attn_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor
     Raises:
         ArgumentError: shapes, dtypes or devices don't fit.
     """
+    if not torch.compiler.is_compiling():
+        check_tensors(out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
     out, lse = torch.empty_like(out_a), torch.empty_like(lse_a)
     if not torch.compiler.is_compiling():
         refuse_grad(out_a=out_a, out_b=out_b)
         validation.check_merge_attn_states(out_a, lse_a, out_b, lse_b, out, lse)
+        check_native_dtype(ops.merge_attn_states, out_a=out_a)
     ops.merge_attn_states(out_a, lse_a, out_b, lse_b, out, lse)
     return out, lse
 
@@ -226,6 +278,8 @@ def copy_blocks(k_cache: Tensor, v_cache: Tensor, block_mapping: Tensor | Sequen
     Raises:
         ArgumentError: an id is out of range, or destinations collide; nothing is copied then.
     """
+    if not torch.compiler.is_compiling():
+        check_tensors(k_cache=k_cache, v_cache=v_cache)
     if not isinstance(block_mapping, Tensor):
         host = torch.tensor(list(block_mapping), dtype=torch.int64).reshape(-1, 2)
         validation.check_copy_blocks(k_cache, v_cache, host.to(k_cache.device))
@@ -262,5 +316,7 @@ def advance_step(
         ArgumentError: shapes, dtypes or devices don't fit.
     """
     if not torch.compiler.is_compiling():
+        check_tensors(sampled_token_ids=sampled_token_ids, block_table=block_table, input_ids=input_ids, positions=positions,
+                      seq_lens=seq_lens, slot_mapping=slot_mapping)  # fmt: skip
         validation.check_advance_step(sampled_token_ids, block_table, input_ids, positions, seq_lens, slot_mapping, block_size=block_size)
     ops.advance_step(sampled_token_ids, block_table, input_ids, positions, seq_lens, slot_mapping, block_size=block_size)

@@ -38,6 +38,8 @@ class AttentionMetadata:
             the programs of a GPU kernel that share a request meet. Every layer uses the same one, so steps that may overlap, on
             different streams, need one each. Layers of more than 128 kv heads don't use it. None: each call makes its own, which
             costs a memset per layer.
+        block_size: host int, the tokens per block that ``slot_mapping`` and ``block_table`` were made for; None = nobody said. A cache of
+            another block size is refused (`check_block_size`).
     """
 
     block_table: Tensor
@@ -47,6 +49,7 @@ class AttentionMetadata:
     positions: Tensor
     max_query_len: int
     semaphore: Tensor | None = None
+    block_size: int | None = None
 
     @property
     def num_reqs(self) -> int:
@@ -67,6 +70,20 @@ class AttentionMetadata:
     def semaphore_for(self, num_kv_heads: int) -> Tensor | None:
         """The semaphore for a layer of that many kv heads: None if there is none, or if it has too few numbers per request."""
         return self.semaphore if num_kv_heads <= SEMAPHORES_PER_REQ else None
+
+    def check_block_size(self, block_size: int) -> None:
+        """Refuse a cache whose blocks hold ``block_size`` tokens if the batch was made for another size. Host ints only: it may be traced.
+
+        Raises:
+            ArgumentError: they differ. In a traced call dynamo's own error.
+        """
+        if self.block_size is not None and self.block_size != block_size:
+            if torch.compiler.is_compiling():  # dynamo can't make an ArgumentError, and its own error quotes this one
+                raise ValueError(
+                    f"kv_cache: expected blocks of {self.block_size} tokens, as this batch was made for, got blocks of {block_size}"
+                )
+            raise ArgumentError("kv_cache", f"blocks of {self.block_size} tokens, as this batch's slots and tables were made for",
+                                f"blocks of {block_size}", "build the metadata with the cache's block_size")  # fmt: skip
 
     @classmethod
     def from_lists(
@@ -124,6 +141,7 @@ class AttentionMetadata:
             torch.tensor(slots, dtype=torch.int64, pin_memory=pin),
             torch.tensor(positions, dtype=torch.int64, pin_memory=pin),
             max_query_len=max(1, *query_lens, 1) if max_query_len is None else max_query_len,
+            block_size=block_size,
         )
         return replace(host.to(device), semaphore=semaphore)
 
@@ -167,7 +185,12 @@ def check_batch(
     block_size: int,
     num_blocks: int | None = None,
 ) -> None:
-    """Refuse a batch whose lengths and blocks do not fit together; raises `ArgumentError`."""
+    """Refuse a batch whose lengths and blocks do not fit together; raises `ArgumentError`.
+
+    That includes a block twice in one request, and two requests that write one slot. Shared blocks that are only read are fine.
+    """
+    if type(block_size) is not int or block_size < 1:
+        raise ArgumentError("block_size", "an int of at least 1 token", repr(block_size))
     if not len(query_lens) == len(seq_lens) == len(block_tables):
         raise ArgumentError(
             "block_tables", f"one row and one length per request ({len(seq_lens)})",
@@ -185,3 +208,22 @@ def check_batch(
         if low < 1 or (num_blocks is not None and high >= num_blocks):
             raise ArgumentError("block_tables", f"block ids in [1, {num_blocks or 'num_blocks'}) (0 is the null block)",
                                 f"ids in [{low}, {high}] in row {row}")  # fmt: skip
+        if len(set(blocks[:needed])) < needed:
+            raise ArgumentError(
+                "block_tables", "every block once per request", f"a block several times in row {row}: {list(blocks[:needed])}"
+            )
+    _check_one_writer(query_lens, seq_lens, block_tables, block_size)
+
+
+def _check_one_writer(query_lens: Sequence[int], seq_lens: Sequence[int], block_tables: Sequence[Sequence[int]], block_size: int) -> None:
+    writers: dict[int, list[tuple[int, int, int]]] = {}  # block -> (first slot, end, row) of what each request writes into it
+    for row, (query_len, seq_len, blocks) in enumerate(zip(query_lens, seq_lens, block_tables, strict=True)):
+        first = max(seq_len - query_len, 0)
+        for column in range(first // block_size, -(-seq_len // block_size) if seq_len > first else 0):
+            start, end = max(first - column * block_size, 0), min(seq_len - column * block_size, block_size)
+            for other_start, other_end, other in writers.setdefault(blocks[column], []):
+                if start < other_end and other_start < end:
+                    raise ArgumentError("block_tables", "one request per slot that is written",
+                                        f"rows {other} and {row}, which both write slot {max(start, other_start)} of block {blocks[column]}",
+                                        "requests may share blocks they only read; give each a block of its own to write")  # fmt: skip
+            writers[blocks[column]].append((start, end, row))

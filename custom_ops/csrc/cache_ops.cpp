@@ -1,14 +1,14 @@
 // write_kv and copy_blocks: rows of bytes moved between tokens and pools.
+#include <algorithm>
 #include <cstring>
 #include <set>
+#include <vector>
 
 #include "ops.h"
+#include "parallel.h"
 
 namespace torchpaged {
 namespace {
-
-// Below this many bytes one thread is faster than waking others.
-constexpr int64_t GRAIN_BYTES = 1 << 16;
 
 void scatter(const Tensor& x, const Tensor& cache, const int64_t* slots, int64_t slot_stride) {
   const int64_t size = cache.element_size(), block_size = cache.size(1), heads = cache.size(2), row = cache.size(3) * size;
@@ -24,16 +24,25 @@ void scatter(const Tensor& x, const Tensor& cache, const int64_t* slots, int64_t
       for (int64_t h = 0; h < heads; ++h) std::memcpy(target + h * c_head, from + i * token + h * head, row);
     }
   };
-  const int64_t tokens = x.size(0), grain = GRAIN_BYTES / (row * heads + 1) + 1;
-  if (tokens <= grain) body(0, tokens);
-  else torch::stable::parallel_for(0, tokens, grain, body);
+  for_each_range(x.size(0), (row * heads + 1) / 2, body);
+}
+
+// No two tokens have one slot, but for -1 and the slots of block 0, which hold nobody's tokens.
+void check_distinct(const int64_t* slots, int64_t stride, int64_t count, int64_t block_size) {
+  std::vector<int64_t> sorted;
+  for (int64_t i = 0; i < count; ++i)
+    if (slots[i * stride] >= block_size) sorted.push_back(slots[i * stride]);
+  if (!std::is_sorted(sorted.begin(), sorted.end())) std::sort(sorted.begin(), sorted.end());
+  const auto twice = std::adjacent_find(sorted.begin(), sorted.end());
+  STD_TORCH_CHECK(twice == sorted.end(), "slot_mapping: expected one token per slot, got slot ", *twice, " (block ", *twice / block_size,
+                  ") several times; two requests share a block that is still written: give each its own");
 }
 
 }  // namespace
 
 void write_kv(Tensor k, Tensor v, Tensor k_cache, Tensor v_cache, Tensor slot_mapping, std::optional<Tensor> k_scale, std::optional<Tensor> v_scale,
               bool /*are_query_tokens*/) {
-  check_pools(k_cache, v_cache);
+  check_pools(k_cache, v_cache, true);
   check_float("k_cache", k_cache);
   STD_TORCH_CHECK(!k_scale && !v_scale, "k_scale, v_scale: expected None (the cpu backend has no fp8 pools), got a tensor");
   check_dims("slot_mapping", slot_mapping, {-1});
@@ -48,6 +57,9 @@ void write_kv(Tensor k, Tensor v, Tensor k_cache, Tensor v_cache, Tensor slot_ma
   for (int64_t i = 0; i < slot_mapping.size(0); ++i)
     STD_TORCH_CHECK(slots[i * stride] >= -1 && slots[i * stride] < num_slots, "slot_mapping: expected slots in [-1, ", num_slots, "), got ",
                     slots[i * stride], "; the pool is too small or the block table wrong");
+  check_apart("k", k, "k_cache", k_cache); check_apart("k", k, "v_cache", v_cache);
+  check_apart("v", v, "k_cache", k_cache); check_apart("v", v, "v_cache", v_cache);
+  check_distinct(slots, stride, slot_mapping.size(0), k_cache.size(1));
   scatter(k, k_cache, slots, stride);
   scatter(v, v_cache, slots, stride);
 }

@@ -74,9 +74,15 @@ class BlockPool:
         return taken
 
     def fork(self, blocks: Sequence[int]) -> list[int]:
-        """Share ``blocks`` with one more holder (prefix sharing, beams); returns them as a new list."""
+        """Share ``blocks`` with one more holder (prefix sharing, beams); returns them as a new list.
+
+        Raises:
+            ArgumentError: a block is unknown, free, the null block, or there twice: no sequence has a block twice. Nothing is shared then.
+        """
         for block in blocks:
             self._check(block)
+        if len(set(blocks)) < len(blocks):
+            raise ArgumentError("blocks", "every block once", str(list(blocks)))
         for block in blocks:
             self._ref_counts[block] += 1
         return list(blocks)
@@ -99,6 +105,11 @@ class BlockPool:
             self._ref_counts[block] -= 1
             if not self._ref_counts[block]:
                 self._free.append(block)
+
+    def reset(self) -> None:
+        """Forget all holders: every block is free. For an owner whose own books are lost."""
+        self._ref_counts[NULL_BLOCK + 1 :] = [0] * self.num_usable
+        self._free = list(range(self.num_blocks - 1, 0, -1))
 
     def _check(self, block: int, held: bool = True) -> None:
         if not NULL_BLOCK < block < self.num_blocks:

@@ -13,8 +13,6 @@ Blocks of a finished request may be given away at once: whatever still writes in
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from typing import Any, NamedTuple
 
@@ -81,30 +79,15 @@ class DecodeLoop:
         self._to_write: dict[int, RowState] = {}
         self._to_clear: list[int] = []
         self._launches: list[_Launch] = []
-        self._starting: tuple[int, int, list[tuple[int, Sequence]]] | None = (
-            None  # a launch's number, steps before it and rows, till recorded
-        )
-        self._torn = False  # inside bookkeeping, or its end was never reached: then requests and rows may not fit together
+        self._starting: tuple[int, int, list[tuple[int, Sequence]]] | None = None  # till recorded: a launch's number, steps before it, rows
+        self._moving = False  # rows change places: what the device holds is known again behind it
         self._step_count = StepCount()
         self.decoded = 0
 
     # ------------------------------------------------------------------------------------------------ rows
-    @contextlib.contextmanager
-    def bookkeeping(self) -> Iterator[None]:
-        """Around changes to requests that fit together only when all are made: who is cut short in the block can't go on, and is told so."""
-        self._settle()
-        self._torn = True
-        yield
-        self._torn = False
-
     def place(self, sequence: Sequence) -> None:
         """Give ``sequence`` the lowest idle row; its newest token decodes in the next launch."""
         self._settle()
-        self._torn = True
-        self._place(sequence)
-        self._torn = False
-
-    def _place(self, sequence: Sequence) -> None:
         row = self._sequences.index(None)
         self._sequences[row], sequence.row, sequence.blocks_on_device = sequence, row, len(sequence.blocks)
         sequence.step_count, sequence.steps_read = self._step_count, self._step_count.started
@@ -115,25 +98,38 @@ class DecodeLoop:
         """Take ``sequence`` out of its row. What it has in flight is ignored later."""
         row = sequence.row
         if row is not None:
-            was_torn, self._torn = self._torn, True
             self._sequences[row], sequence.row = None, None
             self._busy_rows, self._has_idle_rows = None, True
             self._to_write.pop(row, None)
             self._to_clear.append(row)
-            self._torn = was_torn
 
     def finish_prefill(self, sequences: Seq[Sequence], logits: Tensor) -> None:
         """Place requests whose prompt is computed, and sample their first tokens from ``logits [len(sequences), vocab_size]``."""
-        was_torn, self._torn = self._torn, True
         for sequence in sequences:
-            self._place(sequence)
+            self.place(sequence)
         self._flush()
         rows = [sequence.row for sequence in sequences if sequence.row is not None]
         slot = self._prefill_ring.push(self.rows.finish_rows(logits, rows))
         for sequence in sequences:
             sequence.steps_read -= 1
         self._launches.append(_Launch(slot, list(enumerate(sequences)), 1, prefill=True))
-        self._torn = was_torn
+
+    def reset(self) -> None:
+        """After a launch that failed or was interrupted: every row idle, nothing in flight. Waits for the device.
+
+        What the rows were doing is unknown to the host then. Requests that are placed again go on from the tokens that it has read.
+        """
+        self.runner.reset()
+        self.rows.ring.resync()
+        self._starting, self._moving = None, False  # whatever it was, no row of it is left
+        for sequence in self._sequences:
+            if sequence is not None:
+                sequence.row = None
+        self._sequences = [None] * len(self._sequences)
+        self._busy_rows, self._has_idle_rows, self.blocks_added = None, False, False
+        self._to_write, self._to_clear, self._launches = {}, [], []
+        self._prefill_ring = TokenRing(MAX_IN_FLIGHT, self.rows.max_batch_size, self.rows.device)
+        self.rows.clear(range(self.rows.max_batch_size))
 
     # ------------------------------------------------------------------------------------------------ launches
     @property
@@ -150,9 +146,7 @@ class DecodeLoop:
         self._settle()
         if not any(len(sequence) + sequence.in_flight < sequence.max_len for _, sequence in self._busy()):
             return False
-        self._torn = True
         self._flush()
-        self._torn = False
         busy = self._busy()  # rows may have moved
         num_rows = busy[-1][0] + 1
         with profile_range("decode", batch=len(busy), tokens=len(busy) * self.steps_per_launch):
@@ -163,10 +157,8 @@ class DecodeLoop:
 
     def _settle(self) -> None:
         """Record the launch that was begun, if the device has it. Wherever this is interrupted, the next call goes on: each line may run twice."""
-        if self._torn:
-            raise TorchpagedError(
-                "requests: expected in their rows, got bookkeeping that an exception or Ctrl-C cut short; make a new Generator"
-            )
+        if self._moving:
+            raise TorchpagedError("rows: expected as the host knows them, got an interrupted move between rows; make a new Generator")
         if self._starting is None:
             return
         number, started, busy = self._starting
@@ -182,29 +174,18 @@ class DecodeLoop:
 
     def collect(self, keep: int = 0) -> list[tuple[Sequence, list[int]]]:
         """Tokens of all launches but the newest ``keep``, in order, per request; waits for them."""
-        self.wait(keep)
-        with self.bookkeeping():
-            return self.read(keep)
-
-    def wait(self, keep: int = 0) -> None:
-        """Until all launches but the newest ``keep`` have ended. May be interrupted: nothing is taken from anywhere."""
         self._settle()
-        for launch in self._launches[: max(len(self._launches) - keep, 0)]:
-            with profile_range("collect", batch=len(launch.columns)):
-                (self._prefill_ring if launch.prefill else self.rows.ring).wait(launch.place)
-
-    def read(self, keep: int = 0) -> list[tuple[Sequence, list[int]]]:
-        """`collect` behind `wait`, inside `bookkeeping` that goes on until the tokens are where they belong."""
         results = []
         while len(self._launches) > keep:
             launch = self._launches.pop(0)
             live = [(column, sequence) for column, sequence in launch.columns if sequence.finish_reason is None]
-            if launch.prefill:
-                steps = self._prefill_ring.read(launch.place)
-            else:
-                steps = self.rows.ring.read(launch.place, launch.columns[-1][0] + 1)
+            with profile_range("collect", batch=len(live)):
+                if launch.prefill:
+                    steps = self._prefill_ring.read(launch.place)
+                else:
+                    steps = self.rows.ring.read(launch.place, launch.columns[-1][0] + 1)
             for column, sequence in live:
-                tokens = [step[column] for step in steps if step[column] >= 0]
+                tokens = [step[column] for step in steps if step[column] != -1]  # -1: idle by then; NO_TOKEN is the caller's
                 sequence.steps_read += launch.num_steps
                 self.decoded += 0 if launch.prefill else len(tokens)
                 results.append((sequence, tokens))
@@ -250,12 +231,14 @@ class DecodeLoop:
             return
         idle = [row for row in range(len(busy)) if self._sequences[row] is None]
         pairs = list(zip(busy[-len(idle) :], idle, strict=True))
+        self._moving = True
         for old, new in pairs:
             sequence = self._sequences[old]
             assert sequence is not None
             self._sequences[new], self._sequences[old], sequence.row = sequence, None, new
         self._busy_rows = None
         self.rows.move(pairs)
+        self._moving = False
 
     def _state(self, sequence: Sequence) -> RowState:
         params = sequence.sampling

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -96,8 +97,9 @@ def test_refused_while_a_graph_is_traced(monkeypatch: pytest.MonkeyPatch, comput
             attend()
 
 
-def test_options_of_a_compilation_reach_the_fake_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_of_a_compilation_reach_the_fake_kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """What the test above relies on, with an op of a CPU: fake kernels run again while the options of ``torch.compile`` hold."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # a graph from the disk is not traced again; a refused one is not there
     seen: list[bool] = []
     library = torch.library.Library("torchpaged_test_options", "DEF")
     library.define("touch(Tensor(a!) x) -> ()")

@@ -85,7 +85,7 @@ def test_refused_while_a_graph_is_traced(monkeypatch: pytest.MonkeyPatch, comput
                 ((2, 4, 16), torch.bfloat16), ((8, 4, 2, 16), torch.bfloat16), ((2,), torch.int32)))  # fmt: skip
             table, starts = (torch.empty(size, device="cuda", dtype=torch.int32) for size in ((2, 3), (3,)))
             torch.ops.torchpaged.paged_attention(
-                q, cache, cache, table, lens, starts, torch.empty_like(q), None, max_query_len=1, scale=0.25
+                q, cache, torch.empty_like(cache), table, lens, starts, torch.empty_like(q), None, max_query_len=1, scale=0.25
             )
 
     attend()

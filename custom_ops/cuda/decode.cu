@@ -208,7 +208,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, CTAS_PER_SM) pag
     c.tile = unit - before - line * c.r.num_tiles;
 
     const u32 stages = shared_address(shared) + warp * STAGES * STAGE;
-    Cursor ahead = c;
+    Ahead ahead(p, c);
     int to_load = unit_end - unit, ids = load_ids(p, ahead, warp, lane), slot = 0;
 
     auto load = [&](int into) {

@@ -77,6 +77,34 @@ struct Cursor {
   }
 };
 
+// The cursor that copies run after. The next request's lengths are asked for one request ahead: a trip to L2 would let the copies run dry.
+struct Ahead : Cursor {
+  int next_start, next_end, next_len;
+
+  __device__ __forceinline__ Ahead(const Params &p, const Cursor &c) : Cursor(c) { ask(p); }
+
+  __device__ __forceinline__ void ask(const Params &p) {
+    const int next = min(request + 1, p.num_reqs - 1);
+    next_start = p.starts[next];
+    next_end = p.starts[next + 1];
+    next_len = p.seq_lens[next];
+  }
+
+  __device__ __forceinline__ void next_pair(const Params &p) {
+    tile = 0;
+    if (LINES == 1 || (pair += TEAM) >= PAIRS) {
+      if (LINES > 1) pair -= PAIRS;
+      ++request;
+      r.start = next_start;
+      r.query_len = next_end - next_start;
+      r.seq_len = next_len;
+      r.cut();
+      while (r.num_tiles == 0) r.load(p, ++request);
+      ask(p);
+    }
+  }
+};
+
 // Where a pair's first head begins in the caches.
 __device__ __forceinline__ const char *keys_of(const Params &p, const Cursor &c) {
   return p.k + (i64)c.pair * PAIR_HEADS * K_HEAD * KV_BYTES;

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import struct
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -15,7 +16,6 @@ from torchpaged.custom_ops import validation
 from torchpaged.custom_ops.cuda import jit, specialise
 from torchpaged.custom_ops.errors import BackendUnavailableError
 from torchpaged.custom_ops.triton.config import MAX_DECODE_QUERY_LEN, bounded_masks
-from torchpaged.custom_ops.triton.paged_attention import paged_attention as triton_paged_attention
 
 _PARAMS = struct.Struct("15Q7q2f4i")  # struct Params of decode.cu
 
@@ -43,10 +43,18 @@ def paged_attention(
             q, k_cache, v_cache, block_table, seq_lens, query_start_loc, out, lse, max_query_len, scale, causal, window_left, window_right,
             logits_soft_cap, alibi_slopes, sinks, k_scale, v_scale, chunk_size, semaphore)  # fmt: skip
         return
-    triton_paged_attention(
+    _triton()(
         q, k_cache, v_cache, block_table, seq_lens, query_start_loc, out, lse, max_query_len=max_query_len, scale=scale, causal=causal,
         window_left=window_left, window_right=window_right, logits_soft_cap=logits_soft_cap, alibi_slopes=alibi_slopes, sinks=sinks,
         k_scale=k_scale, v_scale=v_scale, chunk_size=chunk_size, semaphore=semaphore)  # fmt: skip
+
+
+@functools.cache
+def _triton() -> Callable[..., None]:
+    """Triton's op, imported when it is needed: importing Triton takes longer than loading a decode kernel from the disk."""
+    from torchpaged.custom_ops.triton.paged_attention import paged_attention
+
+    return paged_attention
 
 
 def decode(

@@ -15,6 +15,7 @@ from transformers.cache_utils import Cache
 from torchpaged.cache import BlockPool
 from torchpaged.custom_ops import BackendOps
 from torchpaged.custom_ops.errors import ArgumentError
+from torchpaged.hf.forward_order import ForwardOrder
 from torchpaged.hf.layer import PagedLayer
 
 
@@ -30,6 +31,7 @@ class CacheRows(Cache):
         seq_lens: ``[max_rows]`` int32, tokens of each row without padding.
         total: int64 scalar tensor, tokens per row with padding.
         ops: the backend's op handles.
+        order: which layer writes first, and which wrote last.
     """
 
     pool: BlockPool
@@ -41,9 +43,14 @@ class CacheRows(Cache):
     seq_lens: Tensor
     total: Tensor
     ops: BackendOps
+    order: ForwardOrder
     _rows: list[list[int]]  # block ids of each row
     _padding: list[int] | None  # of each row, once a mask was seen
     _bound: int  # tokens per row at most, as far as the host knows: compiled steps do not count on the host
+
+    def _forget_masks(self) -> None:
+        """Before another conversation."""
+        raise NotImplementedError
 
     def _upload_rows(self) -> None:
         """Block ids of all rows to the device's table."""
@@ -67,6 +74,8 @@ class CacheRows(Cache):
         for row in self._rows:
             self.pool.free(row)
         self._rows, self._padding, self.ready = [], None, False
+        self.order.reset()
+        self._forget_masks()
         self._bound = 0  # the tensors stay where compiled code knows them; `prepare` fills them again
 
     def crop(self, tokens_to_remove: int) -> None:

@@ -68,7 +68,7 @@ def paged_attention_forward(
         return _dense(module, query, key, value, attention_mask, scaling, dropout, softcap, sinks, position_bias, is_causal, kwargs)
     key, value = layer.pools_of(key, value)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    window = layer.window if sliding_window is None else sliding_window
+    window = layer.window if sliding_window is None else sliding_window or None
     _refuse(module, layer, query, attention_mask, dropout, position_bias, kwargs)
     batch, num_heads, query_len, head_dim = query.shape
     owner = layer.owner

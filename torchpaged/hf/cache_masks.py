@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
 from torchpaged.hf.cache_rows import CacheRows
@@ -23,15 +24,22 @@ class CacheMasks(CacheRows):
 
     Attributes:
         dense: keys and values are gathered, and transformers' own masks apply.
-        name: the model's type, for messages.
     """
 
     dense: bool
-    name: str
     _kinds: set[MaskKind]  # that the model asked for, as far as they were looked at
     _causal: bool | None
     _mask_seen: bool  # a mask came, so that decode steps on a device need not look at theirs
     _padded_at: tuple[int, int] | None  # rows and tokens of the forward whose padding was read and is not written yet
+
+    @property
+    def is_compileable(self) -> bool:
+        """Whether generate() may make the masks outside the forward, and compile a decode step.
+
+        Not in dense mode where a layer has both a recurrent state and a window: there transformers makes a mask without the window.
+        """
+        hybrid = any(layer.window is not None and isinstance(layer, LinearAttentionCacheLayerMixin) for layer in self.paged)
+        return bool(super().is_compileable) and not (self.dense and hybrid)
 
     def _forget_masks(self) -> None:
         self._kinds, self._causal, self._padded_at, self._mask_seen = set(), None, None, False

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from transformers.cache_utils import Cache
 
 from torchpaged.cache import BlockPool
 from torchpaged.custom_ops import BackendOps
-from torchpaged.custom_ops.errors import ArgumentError
+from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
 from torchpaged.hf.forward_order import ForwardOrder
 from torchpaged.hf.layer import PagedLayer
 
@@ -31,6 +32,7 @@ class CacheRows(Cache):
         seq_lens: ``[max_rows]`` int32, tokens of each row without padding.
         total: int64 scalar tensor, tokens per row with padding.
         ops: the backend's op handles.
+        name: the model's type, for messages.
         order: which layer writes first, and which wrote last.
     """
 
@@ -43,6 +45,7 @@ class CacheRows(Cache):
     seq_lens: Tensor
     total: Tensor
     ops: BackendOps
+    name: str
     order: ForwardOrder
     _rows: list[list[int]]  # block ids of each row
     _padding: list[int] | None  # of each row, once a mask was seen
@@ -60,6 +63,18 @@ class CacheRows(Cache):
     def batch_size(self) -> int:
         """Rows of the current batch; -1 before the first."""
         return len(self._rows) if self._rows else -1
+
+    @property
+    def is_updated(self) -> Any:
+        """What decoders ask an EncoderDecoderCache for.
+
+        Raises:
+            UnsupportedModelError: always; this cache holds the keys of self-attention or of cross-attention, not both.
+        """
+        raise UnsupportedModelError(
+            f"{self.name} is an encoder-decoder model and asks its cache for `is_updated`; "
+            "pass past_key_values=EncoderDecoderCache(PagedCache(...), DynamicCache(config=model.config))"
+        )
 
     @property
     def is_croppable(self) -> bool:

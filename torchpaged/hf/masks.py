@@ -70,7 +70,7 @@ def kinds_of(
     Raises:
         UnsupportedModelError: it agrees with none.
     """
-    local = [] if local_size is None else [(local_size, None), (None, local_size)]
+    local = [] if local_size is None else [(local_size, None), (None, local_size or None)]
     pairs = [(None, None), *local, *layers]
     candidates = {MaskKind(True, window, chunk) for window, chunk in pairs} | {MaskKind(False)}
     if mask_function is None:
@@ -122,6 +122,8 @@ def _ask(mask_function: Any, row: int, positions: Tensor) -> Tensor:
 
 
 def _want(kind: MaskKind, positions: Tensor) -> Tensor:
+    if kind.window == 0:  # what some configs make of a window that no layer uses: nothing is seen
+        return torch.zeros(len(positions), len(positions), dtype=torch.bool)
     window = -1 if kind.window is None else kind.window - 1
     seen: Tensor = visible_keys(positions, int(positions[-1]) + 1, kind.causal, window, -1, kind.chunk or 0)[:, positions]
     return seen

@@ -37,9 +37,11 @@ class CacheMasks(CacheRows):
         """Whether generate() may make the masks outside the forward, and compile a decode step.
 
         Not in dense mode where a layer has both a recurrent state and a window: there transformers makes a mask without the window.
+        Not with chunked attention: transformers 5.17 cannot make that mask outside the forward, and never compiles those models.
         """
         hybrid = any(layer.window is not None and isinstance(layer, LinearAttentionCacheLayerMixin) for layer in self.paged)
-        return bool(super().is_compileable) and not (self.dense and hybrid)
+        chunked = any(layer.chunk is not None for layer in self.paged)
+        return bool(super().is_compileable) and not chunked and not (self.dense and hybrid)
 
     def _forget_masks(self) -> None:
         self._kinds, self._causal, self._padded_at, self._mask_seen = set(), None, None, False

@@ -166,7 +166,8 @@ def paged_mask(
         return None
     if cache is not None:
         kv_offset, allow_is_causal_skip = 0, False
-    if has_own_attention(getattr(kwargs.get("config"), "model_type", "")):  # it adds the mask, and takes None for no mask at all
+    # Attention of a model's own adds the mask, and takes None for no mask at all; T5 of transformers 5.17 adds it to a bias even under SDPA.
+    if cache is not None or has_own_attention(getattr(kwargs.get("config"), "model_type", "")):
         make, options = eager_mask, kwargs
     else:
         make, options = sdpa_mask, {**kwargs, "local_size": local_size, "allow_is_causal_skip": allow_is_causal_skip}

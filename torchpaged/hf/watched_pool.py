@@ -49,7 +49,7 @@ def _flat(args: tuple[Any, ...]) -> list[Any]:
 
 def watch(pool: Tensor, model_name: str) -> WatchedPool:
     """``pool`` as a `WatchedPool`; it carries the pool's layer."""
-    watched: WatchedPool = pool.as_subclass(WatchedPool)  # type: ignore[assignment]
+    watched: WatchedPool = pool.as_subclass(WatchedPool)
     watched.pool, watched.model_name = pool, model_name
     watched._torchpaged_layer = pool._torchpaged_layer  # type: ignore[attr-defined]
     return watched

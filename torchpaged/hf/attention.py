@@ -165,7 +165,7 @@ def paged_mask(
         cache.observe_mask(attention_mask, batch_size, q_length, mask_function, local_size, kwargs.get("device", "cpu"))
         return None
     if cache is not None:
-        kv_offset, allow_is_causal_skip = 0, False
+        kv_offset = 0
     # Attention of a model's own adds the mask, and takes None for no mask at all; T5 of transformers 5.17 adds it to a bias even under SDPA.
     if cache is not None or has_own_attention(getattr(kwargs.get("config"), "model_type", "")):
         make, options = eager_mask, kwargs

@@ -78,7 +78,7 @@ class CacheMasks(CacheRows):
         if not self.ready:
             self._padding, self._padded_at = padding, (batch, query_length)
             return
-        before = self._padding or [0] * batch
+        before = self._padding or [0] * len(self._rows)
         if padding == before or ((query_length > 1 or self._cut_padding) and self._grow_padding(before, padding)):
             return
         raise ArgumentError("attention_mask", f"the left padding of this cache's first batch ({before})", str(padding),

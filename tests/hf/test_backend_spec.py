@@ -91,16 +91,19 @@ def test_every_door_refuses_a_backend_that_lacks_a_feature(lack: str, door: str,
         doors[door]()
 
 
-def test_causality_is_a_call_s_own() -> None:
-    """A layer that attends in both directions names itself in its call alone."""
+@pytest.mark.parametrize(("masks", "held_to"), [(True, [True]), (False, [True, False])])
+def test_causality_is_the_one_that_attention_uses(masks: bool, held_to: list[bool]) -> None:
+    """A config does not tell it and a module may tell it wrongly: the model's masks decide, and they come with its calls."""
     model = tiny("Llama")
     model.set_attn_implementation("torchpaged")
     cache = PagedCache(model.config, 1, 32, backend="reference")
     for layer in model.model.layers:
         layer.self_attn.is_causal = False
+    model.config.is_causal = masks
     with torch.no_grad():
-        model(torch.randint(3, 99, (1, 4)), past_key_values=cache)
-    assert [spec.causal for spec in cache.specs] == [True, False]
+        for tokens in (4, 1):
+            model(torch.randint(3, 99, (1, tokens)), past_key_values=cache)
+    assert [spec.causal for spec in cache.specs] == held_to
 
 
 @pytest.mark.parametrize(("lack", "passed_over"), [("logits_soft_cap", "Gemma2"), ("sinks", "GptOss"), ("head_dim", "Llama")])

@@ -87,6 +87,21 @@ def test_crop_of_rows_of_different_lengths(removed: int, next_mask: list[int] | 
     torch.testing.assert_close(got[real], want[:, kept:][real], rtol=1e-4, atol=1e-4)
 
 
+def test_rows_cut_to_nothing_take_a_padded_prompt() -> None:
+    """No padding before, and so no word of any; a mask of another number of rows is still refused."""
+    model, inputs = tiny("Llama"), padded_prompts()
+    positions, real = (inputs["attention_mask"].cumsum(-1) - 1).clamp_min(0), inputs["attention_mask"].bool()
+    with torch.no_grad():
+        want = model(**inputs, position_ids=positions).logits
+        model.set_attn_implementation("torchpaged")
+        cache, _ = filled(model, rows=2)
+        cache.crop(-8)
+        with pytest.raises(ArgumentError, match="attention_mask"):
+            model(inputs["input_ids"][:1], attention_mask=inputs["attention_mask"][:1], past_key_values=cache)
+        got = model(**inputs, position_ids=positions, past_key_values=cache).logits
+    torch.testing.assert_close(got[real], want[real], rtol=1e-4, atol=1e-4)
+
+
 def hybrid() -> PreTrainedModel:
     """A recurrent state and attention in every layer."""
     torch.manual_seed(0)

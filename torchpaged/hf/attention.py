@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
 
 from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
 from torchpaged.hf.chosen_backend import hold_to_backend
 from torchpaged.hf.layer import PagedLayer, layer_of
+from torchpaged.hf.support import has_own_attention
 from torchpaged.metadata import SEMAPHORES_PER_REQ
 from torchpaged.profiling import is_on as is_profiling
 from torchpaged.profiling import ranged_attention
@@ -67,14 +68,19 @@ def paged_attention_forward(
         if layer is not None or layer_of(value) is not None:
             raise _transformed(module)
         return _dense(module, query, key, value, attention_mask, scaling, dropout, softcap, sinks, position_bias, is_causal, kwargs)
+    key, value = layer.pools_of(key, value)
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    window = layer.window if sliding_window is None else sliding_window or None
     _refuse(module, layer, query, attention_mask, dropout, position_bias, kwargs)
     batch, num_heads, query_len, head_dim = query.shape
     owner = layer.owner
     step = owner.step(batch, query_len)
-    window = layer.window if sliding_window is None else sliding_window
+    seen = owner.causality()  # the mask, where the model asks for one, and not the module: some say False and mask by themselves
+    causal = causal if seen is None else seen
+    if query_len > 1 and not torch.compiler.is_compiling():
+        owner.require_kind(layer, window)
     q = query.transpose(1, 2).reshape(batch * query_len, num_heads, head_dim)
     out = q.new_empty(batch * query_len, num_heads, value.shape[-1])
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     hold_to_backend(layer, query, key, value, causal, window, softcap, sinks)
     attend = owner.ops.paged_attention
     if not torch.compiler.is_compiling() and is_profiling():
@@ -95,18 +101,30 @@ def _transformed(module: nn.Module) -> UnsupportedModelError:
     )
 
 
+def _sparse(name: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{name} selects keys sparsely ({' or '.join(_SPARSE)}), which torchpaged does not do yet: the selection would be dropped; "
+        "call model.set_attn_implementation('sdpa') and use transformers' own cache"
+    )
+
+
 def _refuse(
     module: nn.Module, layer: PagedLayer, query: Tensor, mask: Tensor | None, dropout: float, bias: Tensor | None, kwargs: dict[str, Any]
 ) -> None:
     """What the paged path would get wrong. Only cheap host facts: this runs in every layer."""
     name = type(module).__name__
     if bias is not None:
-        raise UnsupportedModelError(f"{name} adds a position bias to its scores, which paged attention does not take; use dense=True")
+        raise UnsupportedModelError(
+            f"{name} adds a position bias to its scores, which paged attention does not take; use PagedCache(..., dense=True)"
+        )
     if any(kwargs.get(k) is not None for k in _SPARSE):
-        raise UnsupportedModelError(f"{name} selects keys sparsely ({', '.join(_SPARSE)}), which paged attention does not do yet")
+        raise _sparse(name)
     if mask is not None:
+        own = layer.owner.causality() is not None or layer.owner.keys_of_queries
         raise ArgumentError("attention_mask", "a 2-D padding mask (left padding) or None with a PagedCache", f"a mask of shape {list(mask.shape)}",
-                            "use PagedCache(..., dense=True) for masks of your own")  # fmt: skip
+                            "use PagedCache(..., dense=True) for masks of your own" if own else
+                            "for cross attention to a padded encoder pass EncoderDecoderCache(PagedCache(...), DynamicCache(config=model.config))"
+                            )  # fmt: skip
     if dropout and module.training:
         raise ArgumentError("dropout", "0 with a PagedCache (inference only)", str(dropout), "call model.eval()")
     if query.requires_grad and torch.is_grad_enabled():
@@ -119,11 +137,16 @@ def _dense(
     softcap: float | None, sinks: Tensor | None, bias: Tensor | None, is_causal: bool | None, kwargs: dict[str, Any],
 ) -> tuple[Tensor, None]:  # fmt: skip
     """A call without a paged cache, as SDPA does it."""
+    name = type(module).__name__
     for argument, given in (("softcap", softcap), ("s_aux", sinks)):
         if given is not None:
             raise UnsupportedModelError(
-                f"{type(module).__name__} needs {argument}, which SDPA drops; run it with a PagedCache, or set_attn_implementation('eager')"
+                f"{name} needs {argument}, which SDPA drops; run it with a PagedCache, or set_attn_implementation('eager')"
             )
+    if any(kwargs.get(k) is not None for k in _SPARSE):
+        raise _sparse(name)
+    if key.shape[0] != query.shape[0] and 1 not in (key.shape[0], query.shape[0]):
+        raise _transformed(module)  # blocks of a pool, taken for batch rows
     if bias is not None:
         kwargs["position_bias"] = bias
     out, _ = sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs)
@@ -141,14 +164,18 @@ def paged_mask(
     """
     cache = getattr(kv_offset, "_torchpaged_cache", None)
     if cache is not None and not cache.dense:
-        cache.observe_mask(attention_mask, batch_size, q_length, mask_function, local_size)
+        cache.observe_mask(attention_mask, batch_size, q_length, mask_function, local_size, kwargs.get("device", "cpu"))
         return None
     if cache is not None:
-        kv_offset, allow_is_causal_skip = 0, False
-    mask: Tensor | None = sdpa_mask(
+        kv_offset = 0
+    # Attention of a model's own adds the mask, and takes None for no mask at all; T5 of transformers 5.17 adds it to a bias even under SDPA.
+    if cache is not None or has_own_attention(getattr(kwargs.get("config"), "model_type", "")):
+        make, options = eager_mask, kwargs
+    else:
+        make, options = sdpa_mask, {**kwargs, "local_size": local_size, "allow_is_causal_skip": allow_is_causal_skip}
+    mask: Tensor | None = make(
         batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
-        mask_function=mask_function, attention_mask=attention_mask, local_size=local_size,
-        allow_is_causal_skip=allow_is_causal_skip, **kwargs,
+        mask_function=mask_function, attention_mask=attention_mask, **options,
     )  # fmt: skip
     return mask
 

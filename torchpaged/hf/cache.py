@@ -20,18 +20,18 @@ from torch import Tensor
 
 from torchpaged.cache import BlockPool
 from torchpaged.custom_ops.errors import ArgumentError, NotCopyableError
-from torchpaged.hf.cache_rows import CacheRows
+from torchpaged.hf.cache_masks import CacheMasks
 from torchpaged.hf.chosen_backend import ChoosesBackend, config_spec
+from torchpaged.hf.forward_order import ForwardOrder
 from torchpaged.hf.layer import SET_UP, PagedLayer, StepBatch
-from torchpaged.hf.masks import left_padding, require_known_mask
-from torchpaged.hf.support import require_supported_config
+from torchpaged.hf.support import require_paged_layers, require_supported_config
 from torchpaged.hf.template import paged_layers
 from torchpaged.metadata import make_semaphore
 
 _SHORT_QUERY_LEN = 8  # tokens per row that the decode kernels take at most: custom_ops/triton/config.py, MAX_DECODE_QUERY_LEN
 
 
-class PagedCache(ChoosesBackend, CacheRows):
+class PagedCache(ChoosesBackend, CacheMasks):
     """A paged KV cache for ``generate()`` and direct forwards.
 
     Args:
@@ -73,14 +73,14 @@ class PagedCache(ChoosesBackend, CacheRows):
         text_config = config.get_text_config(decoder=True)
         super().__init__(layers=paged_layers(text_config, max_seq_len, self))
         self.paged = [layer for layer in self.layers if isinstance(layer, PagedLayer)]
-        if self.paged:
-            self.paged[0].is_first = True
+        require_paged_layers(text_config, self.paged)
         self._config, self._text_config, self._backend = config, text_config, backend
         self.max_rows, self.max_seq_len, self.block_size, self.dense = max_batch_size, max_seq_len, block_size, dense
         # An encoder's keys, in a cache for cross attention, are context of the first query and must be complete before attention begins.
-        self.keys_of_queries = not dense and not any(
-            getattr(c, name, False) for c in (config, text_config) for name in ("is_encoder_decoder", "add_cross_attention")
-        )
+        crosses = any(getattr(c, name, False) for c in (config, text_config) for name in ("is_encoder_decoder", "add_cross_attention"))
+        self.keys_of_queries = not dense and not crosses
+        self.name = str(text_config.model_type)
+        self.order = ForwardOrder(self.name, self.paged, crosses)
         self.blocks_per_row = -(-max_seq_len // block_size)
         self.num_blocks = max_batch_size * self.blocks_per_row + 1 if num_blocks is None else num_blocks
         self.pool = BlockPool(self.num_blocks)
@@ -91,6 +91,7 @@ class PagedCache(ChoosesBackend, CacheRows):
         self._padding, self._bound, self._cut_padding = None, 0, False
         self._is_open, self._num_forwards = False, 0
         self.specs = {}
+        self._forget_masks()
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles of an unused cache.
@@ -110,6 +111,7 @@ class PagedCache(ChoosesBackend, CacheRows):
         if self.ready:
             return
         batch = key_states.shape[0]
+        padding, self._padding = self._padding, None  # a refusal below forgets it
         if batch > self.max_rows:
             raise ArgumentError("max_batch_size", f"at least the batch ({batch} rows, beams included)", str(self.max_rows),
                                 "build a larger PagedCache")  # fmt: skip
@@ -129,8 +131,9 @@ class PagedCache(ChoosesBackend, CacheRows):
             self.semaphore.zero_()  # a forward that was cut short may have left it set
             self.written_total.zero_()
             self._upload_rows()
-            if self._padding is not None:
-                self.seq_lens[:batch] -= torch.tensor(self._padding, dtype=torch.int32).to(key_states.device)
+            if padding is not None:
+                self.seq_lens[:batch] -= torch.tensor(padding, dtype=torch.int32).to(key_states.device)
+        self._padding = padding
         self.ready = True
 
     def _make_metadata(self, device: torch.device) -> None:
@@ -165,8 +168,12 @@ class PagedCache(ChoosesBackend, CacheRows):
     # ------------------------------------------------------------------------------------------- one forward
     def slots(self, layer: PagedLayer, batch: int, query_len: int) -> Tensor:
         """The slots of this forward's tokens; the first layer advances the lengths (in place, in the graph)."""
+        if self.dense:
+            self.require_mask_of_own()
+        self.order.enter(layer, query_len)
         if layer.is_first:
             self._advance(batch, query_len)
+        self.order.leave(layer, query_len)
         if query_len == 1:
             return self.decode_slots[:batch]
         return self._slots_of(batch, query_len)
@@ -209,8 +216,7 @@ class PagedCache(ChoosesBackend, CacheRows):
         """A layer gets pools in the first forward. Later it is one that an incomplete first forward did not reach."""
         if self._num_forwards > 1:
             raise self._incomplete()
-        for other in self.paged:
-            other.is_last = other is layer
+        self.order.use(layer)
 
     def _require_complete(self) -> None:
         """Refuse a cache whose last forward raised between two layers. On a GPU a compiled one is found by `_advance`'s assertion."""
@@ -249,6 +255,7 @@ class PagedCache(ChoosesBackend, CacheRows):
     # ------------------------------------------------------------------------------------- the mask machinery
     def mask_sizes(self, layer: PagedLayer, query_length: int) -> tuple[int, Any]:
         """Runs right before the mask function; outside compiled code it is also where overlong rows are refused."""
+        self.order.announce(query_length)
         if not torch.compiler.is_compiling() and layer is self.paged[0]:
             self._require_room(query_length)
         return self.max_seq_len, self._mask_token
@@ -268,42 +275,11 @@ class PagedCache(ChoosesBackend, CacheRows):
             raise ArgumentError("max_seq_len", f"room for {need} tokens per row (padding included)", str(self.max_seq_len),
                                 "build a PagedCache with a larger max_seq_len, or generate fewer tokens")  # fmt: skip
 
-    def observe_mask(self, mask: Tensor | None, batch: int, query_length: int, mask_function: Any, local_size: int | None) -> None:
-        """Learn the left padding from the first mask, check later ones; refuse masks that paging can't express."""
-        if torch.compiler.is_compiling():
-            if mask is not None and query_length > 1:
-                raise RuntimeError("PagedCache: a prefill with an attention mask was compiled, where its padding can't be read; "
-                                   "run the prefill eagerly, as generate() does")  # fmt: skip
-            return
-        if query_length > 1:
-            require_known_mask(mask_function, local_size, query_length, self.paged)
-        if mask is None:
-            return
-        if self._padding is not None and query_length == 1 and mask.device.type != "cpu" and not self._cut_padding:
-            return  # a decode step of generate() appends ones; checking would synchronise
-        padding = left_padding(mask)
+    def length(self, layer: PagedLayer) -> Tensor | int:
+        """Tokens per row that ``layer`` has written, padding included: 0, or a 0-d tensor once there is one; never ``total`` itself, which moves on."""
         if not self.ready:
-            self._padding = padding
-        elif self._padding is not None and (query_length > 1 or self._cut_padding) and self._grow_padding(padding):
-            return
-        elif padding != (self._padding or [0] * batch):
-            raise ArgumentError("attention_mask", f"the left padding of this cache's first batch ({self._padding or [0] * batch})", str(padding),
-                                "rows can't be padded again later: generate them apart, or call cache.reset()")  # fmt: skip
-
-    def _grow_padding(self, padding: list[int]) -> bool:
-        """Chunked prefill: a row of which only padding was seen so far may turn out to have more."""
-        assert self._padding is not None
-        seen = int(self.total)
-        more = [new - old for old, new in zip(self._padding, padding, strict=True)]
-        if any(extra and not (extra > 0 and old >= seen) for extra, old in zip(more, self._padding, strict=True)):
-            return False
-        self.seq_lens[: len(more)] -= torch.tensor(more, dtype=torch.int32).to(self.seq_lens.device)
-        self._padding = padding
-        return True
-
-    def length(self) -> Tensor | int:
-        """Tokens per row, padding included: 0, or a 0-d tensor once there is one."""
-        return self.total if self.ready else 0
+            return 0
+        return self.total - self.order.query_len if self.order.is_behind(layer) else self.total.clone()
 
     def describe(self) -> str:
         """The memory arithmetic in one line; pools count once they exist."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +16,8 @@ from transformers.cache_utils import Cache
 
 from torchpaged.cache import BlockPool
 from torchpaged.custom_ops import BackendOps
-from torchpaged.custom_ops.errors import ArgumentError
+from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
+from torchpaged.hf.forward_order import ForwardOrder
 from torchpaged.hf.layer import PagedLayer
 
 
@@ -32,6 +34,8 @@ class CacheRows(Cache):
         total: int64 scalar tensor, tokens per row with padding.
         written_total: likewise, without a forward that has not completed.
         ops: the backend's op handles.
+        name: the model's type, for messages.
+        order: which layer writes first, and which wrote last.
     """
 
     pool: BlockPool
@@ -44,12 +48,18 @@ class CacheRows(Cache):
     total: Tensor
     written_total: Tensor
     ops: BackendOps
+    name: str
+    order: ForwardOrder
     _rows: list[list[int]]  # block ids of each row
     _padding: list[int] | None  # of each row, once a mask was seen
     _cut_padding: bool  # whether `crop` took back padding, so that the next mask says how much there is
     _is_open: bool  # whether a forward began and did not complete
     _num_forwards: int  # that began since the last reset, as far as the host knows
     _bound: int  # tokens per row at most, as far as the host knows: compiled steps do not count on the host
+
+    def _forget_masks(self) -> None:
+        """Before another conversation."""
+        raise NotImplementedError
 
     def _upload_rows(self) -> None:
         """Block ids of all rows to the device's table."""
@@ -65,6 +75,18 @@ class CacheRows(Cache):
         return len(self._rows) if self._rows else -1
 
     @property
+    def is_updated(self) -> Any:
+        """What decoders ask an EncoderDecoderCache for.
+
+        Raises:
+            UnsupportedModelError: always; this cache holds the keys of self-attention or of cross-attention, not both.
+        """
+        raise UnsupportedModelError(
+            f"{self.name} is an encoder-decoder model and asks its cache for `is_updated`; "
+            "pass past_key_values=EncoderDecoderCache(PagedCache(...), DynamicCache(config=model.config))"
+        )
+
+    @property
     def is_croppable(self) -> bool:
         """Whether tokens can be taken back: yes, unless a layer of HuggingFace's own says no."""
         return all(getattr(layer, "is_croppable", True) for layer in self.layers)
@@ -77,6 +99,8 @@ class CacheRows(Cache):
             self.pool.free(row)
         self._rows, self._padding, self.ready = [], None, False
         self._is_open, self._num_forwards, self._cut_padding = False, 0, False
+        self.order.reset()
+        self._forget_masks()
         self._bound = 0  # the tensors stay where compiled code knows them; `prepare` fills them again
 
     def crop(self, tokens_to_remove: int) -> None:

@@ -14,6 +14,8 @@ from transformers.cache_utils import CacheLayerMixin
 
 from torchpaged.backends import AttentionSpec, Choice
 from torchpaged.custom_ops import BackendOps
+from torchpaged.custom_ops.errors import UnsupportedModelError
+from torchpaged.hf.watched_pool import WatchedPool, watch
 
 #: Why set-up is not traced, and what to do: the reason of a graph break, or of dynamo's error with ``fullgraph=True``.
 SET_UP = (
@@ -37,6 +39,7 @@ class PagedOwner(Protocol):
 
     choice: Choice
     ops: BackendOps
+    name: str  # the model's type, for messages
     num_blocks: int
     block_size: int
     max_seq_len: int
@@ -65,8 +68,14 @@ class PagedOwner(Protocol):
     def mask_sizes(self, layer: PagedLayer, query_length: int) -> tuple[int, Any]:
         """kv length, and an offset that carries the cache to the mask function."""
 
-    def length(self) -> Tensor | int:
-        """Tokens seen per row, padding included."""
+    def length(self, layer: PagedLayer) -> Tensor | int:
+        """Tokens per row that ``layer`` has written, padding included."""
+
+    def causality(self) -> bool | None:
+        """Whether the masks that the model asked for are causal; None if it asked for none."""
+
+    def require_kind(self, layer: PagedLayer, window: int | None) -> None:
+        """Refuse a layer whose window or chunk is in none of the masks that the model asked for."""
 
     def gather(self, pool: Tensor, batch: int) -> Tensor:
         """Dense keys or values of all rows, ``[batch, num_kv_heads, max_seq_len, head_dim]``."""
@@ -94,8 +103,9 @@ class PagedLayer(CacheLayerMixin):
     def __init__(self, owner: PagedOwner, index: int, window: int | None = None, chunk: int | None = None) -> None:
         super().__init__()
         self.owner, self.index, self.window, self.chunk = owner, index, window, chunk
-        self.is_first = self.is_last = False  # of the layers that write, in a forward
+        self.is_first = self.is_last = False  # of the layers that write, in a forward: the owner's `ForwardOrder` says which
         self.asked: tuple[Any, ...] | None = None  # the kind of call that the backend was held to, see `hold_to_backend`
+        self._watched = False  # whether attention was seen to take the pools as they are
 
     @torch.compiler.disable(reason=SET_UP)
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -150,15 +160,37 @@ class PagedLayer(CacheLayerMixin):
         self.owner.ops.write_kv(k, v, self.keys, self.values, slots, are_query_tokens=self.writes_query_tokens)
         if self.owner.dense:
             return self.owner.gather(self.keys, batch), self.owner.gather(self.values, batch)
+        if not torch.compiler.is_compiling() and not self._watched:
+            return watch(self.keys, self.owner.name), watch(self.values, self.owner.name)
         return self.keys, self.values
+
+    def watch_again(self) -> None:
+        """The model computed with the pools: whoever tries again is refused again."""
+        self._watched = False
+
+    def pools_of(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """The pools behind what `update` returned.
+
+        Raises:
+            UnsupportedModelError: keys were passed for values, or the other way round.
+        """
+        if not torch.compiler.is_compiling() and isinstance(key, WatchedPool) and isinstance(value, WatchedPool):
+            if key.pool is not self.keys or value.pool is not self.values:
+                raise UnsupportedModelError(
+                    f"{self.owner.name}: layer {self.index} attends with other than its cached keys and values in their places; "
+                    "use PagedCache(..., dense=True)"
+                )
+            self._watched = True
+            return key.pool, value.pool
+        return key, value
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Called right before the mask function: the offset returned carries the cache to it."""
         return self.owner.mask_sizes(self, query_length)
 
     def get_seq_length(self) -> int:
-        """Tokens seen; a 0-d tensor once initialised, so that no guard ever sees a changing int."""
-        return self.owner.length()  # type: ignore[return-value]
+        """Tokens that this layer has seen; a 0-d tensor once initialised, so that no guard ever sees a changing int."""
+        return self.owner.length(self)  # type: ignore[return-value]
 
     def get_max_length(self) -> int:
         """Tokens a row can hold."""
@@ -193,3 +225,7 @@ class LayerCache:
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """`PagedLayer.write`; ``layer_idx`` is not looked at. `compile_layers` completes the layer outside the compiled region."""
         return self.layer.write(key_states, value_states)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """`PagedLayer.get_seq_length`; ``layer_idx`` is not looked at."""
+        return self.layer.get_seq_length()

@@ -1,18 +1,31 @@
-"""Reading HuggingFace's masks on the host: what paging can express (causal, window, chunk, left padding), and refusing the rest."""
+"""Reading HuggingFace's masks on the host: what paging can express (causality, window, chunk, left padding), and refusing the rest."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers.masking_utils import bidirectional_mask_function
 
 from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
 from torchpaged.custom_ops.reference import visible_keys
-from torchpaged.hf.layer import PagedLayer
 
 _PROBE = 96  # query and key positions looked at, at most, on each axis
+
+
+class MaskKind(NamedTuple):
+    """A mask that paged attention applies by itself. ``window`` and ``chunk`` in tokens, None = off."""
+
+    causal: bool = True
+    window: int | None = None
+    chunk: int | None = None
+
+
+def is_causal(mask_function: Any) -> bool:
+    """Whether transformers' mask function is one of its causal ones; by identity, as compiled code can tell it."""
+    return mask_function is not bidirectional_mask_function
 
 
 def left_padding(mask: Tensor) -> list[int]:
@@ -33,30 +46,84 @@ def left_padding(mask: Tensor) -> list[int]:
     return [int(p) for p in padding]
 
 
-def require_known_mask(mask_function: Any, local_size: int | None, query_length: int, layers: Sequence[PagedLayer]) -> None:
-    """Refuse mask functions with an overlay (bidirectional image tokens, prefix LM, ...) that paging would drop.
+def kinds_of(
+    mask_function: Any,
+    local_size: int | None,
+    query_length: int,
+    padding: Sequence[int],
+    layers: Iterable[tuple[int | None, int | None]],
+    device: torch.device | str = "cpu",
+) -> set[MaskKind]:
+    """The kinds of mask that ``mask_function`` may be: one, or several that a prompt this short can't tell apart.
 
-    The function is opaque, so it is asked: on a grid of positions it must agree with one of the masks that the layers apply.
+    The function is opaque (a causal one, or one with an overlay: bidirectional image tokens, a prefix, packed sequences), so it is
+    asked: on a grid of positions of every row it must agree with a mask that paged attention can apply.
+
+    Args:
+        mask_function: transformers' ``(batch, head, query, key) -> bool`` over positions, padding included; None = causal.
+        local_size: the window or chunk that transformers gives beside it, in tokens.
+        query_length: tokens per row of this forward.
+        padding: left padding of each row; its tokens are not looked at.
+        layers: window and chunk of every layer.
+        device: where the tensors lie that the function may look into.
 
     Raises:
         UnsupportedModelError: it agrees with none.
     """
+    local = [] if local_size is None else [(local_size, None), (None, local_size or None)]
+    pairs = [(None, None), *local, *layers]
+    candidates = {MaskKind(True, window, chunk) for window, chunk in pairs} | {MaskKind(False)}
     if mask_function is None:
-        return
-    count = min(query_length, _PROBE)
-    positions = torch.linspace(0, query_length - 1, count, dtype=torch.float64).long().unique()
-    zero = torch.zeros((), dtype=torch.int64)
-    try:
-        got = mask_function(zero, zero, positions[:, None], positions[None, :])
-        got = torch.as_tensor(got).expand(len(positions), len(positions)).bool()
-    except Exception:
-        got = torch.stack([torch.stack([torch.as_tensor(mask_function(zero, zero, q, k)).bool() for k in positions]) for q in positions])
-    for layer in layers:
-        for window, chunk in ((layer.window, layer.chunk), (None, None)):
-            want = visible_keys(positions, query_length, True, -1 if window is None else window - 1, -1, chunk or 0)[:, positions]
-            if torch.equal(got.cpu(), want):
-                return
+        return {MaskKind()}
+    # Further than the prompt, so that a window shows that is longer than it; a mask over the prompt's own tokens can't be asked there.
+    reach = max([query_length, *(2 * (size or 0) + 2 for pair in pairs for size in pair)])
+    for length in dict.fromkeys((reach, query_length)):
+        try:
+            kinds = _agreeing(mask_function, length, padding, candidates, device)
+        except Exception:
+            if length == query_length:
+                raise
+            continue
+        if kinds:
+            return kinds
     raise UnsupportedModelError(
         "the model combines its causal mask with another one (image tokens, a prefix, packed sequences?), which paged attention "
         f"does not express (local_size={local_size}); use PagedCache(..., dense=True)"
     )
+
+
+def _agreeing(
+    mask_function: Any, length: int, padding: Sequence[int], candidates: set[MaskKind], device: torch.device | str
+) -> set[MaskKind]:
+    kinds = set(candidates)
+    for pad, row in {pad: row for row, pad in enumerate(padding)}.items() if padding else [(0, 0)]:
+        positions = _grid(length - pad)
+        if len(positions):
+            got = _ask(mask_function, row, (positions + pad).to(device))
+            kinds = {kind for kind in kinds if torch.equal(got, _want(kind, positions))}
+    return kinds
+
+
+def _grid(length: int) -> Tensor:
+    """Positions to look at: both ends and an even spread, ``[count]`` int64."""
+    count = min(max(length, 0), _PROBE)
+    return torch.tensor(sorted({(length - 1) * i // max(count - 1, 1) for i in range(count)}), dtype=torch.int64)
+
+
+def _ask(mask_function: Any, row: int, positions: Tensor) -> Tensor:
+    """Whether query position (down) sees key position (across), ``[count, count]`` bool."""
+    batch, head = positions.new_tensor(row), positions.new_tensor(0)
+    count = len(positions)
+    try:
+        got = torch.as_tensor(mask_function(batch, head, positions[:, None], positions[None, :])).expand(count, count)
+    except Exception:  # a function of single positions, as vmap would call it
+        got = torch.stack([torch.stack([torch.as_tensor(mask_function(batch, head, q, k)) for k in positions]) for q in positions])
+    return got.bool().cpu()
+
+
+def _want(kind: MaskKind, positions: Tensor) -> Tensor:
+    if kind.window == 0:  # what some configs make of a window that no layer uses: nothing is seen
+        return torch.zeros(len(positions), len(positions), dtype=torch.bool)
+    window = -1 if kind.window is None else kind.window - 1
+    seen: Tensor = visible_keys(positions, int(positions[-1]) + 1, kind.causal, window, -1, kind.chunk or 0)[:, positions]
+    return seen

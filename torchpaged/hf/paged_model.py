@@ -24,6 +24,7 @@ from torchpaged.custom_ops.errors import UnsupportedModelError
 from torchpaged.hf.attention import NAME
 from torchpaged.hf.chosen_backend import ChoosesBackend, config_spec
 from torchpaged.hf.layer import PagedLayer, StepBatch
+from torchpaged.hf.masks import is_causal
 from torchpaged.hf.support import fusion_of, require_supported
 from torchpaged.hf.template import HybridPagedLayer, paged_layers
 from torchpaged.metadata import AttentionMetadata
@@ -40,10 +41,12 @@ class _StepCache(ChoosesBackend, Cache):
 
     def __init__(self, config: Any, num_blocks: int, block_size: int, max_seq_len: int, backend: str) -> None:
         super().__init__(layers=paged_layers(config, max_seq_len, self))
+        self.name = str(config.model_type)
         self._config, self._backend = config, backend
         self.num_blocks, self.block_size, self.max_seq_len = num_blocks, block_size, max_seq_len
         self.metadata: AttentionMetadata | None = None
         self.ready, self.specs = False, {}
+        self._causal: bool | None = None
         self._mask_token = torch.zeros((), dtype=torch.int64)
         self._mask_token._torchpaged_cache = self  # type: ignore[attr-defined]
         for index, layer in enumerate(self.layers):
@@ -80,12 +83,19 @@ class _StepCache(ChoosesBackend, Cache):
     def mask_sizes(self, layer: PagedLayer, query_length: int) -> tuple[int, Any]:
         return self.max_seq_len, self._mask_token
 
-    def observe_mask(self, mask: Tensor | None, *_: Any) -> None:
+    def observe_mask(self, mask: Tensor | None, batch: int, query_length: int, mask_function: Any, *_: Any) -> None:
+        self._causal = is_causal(mask_function)
         if mask is not None:
             raise UnsupportedModelError("the packed path takes no attention mask")
 
-    def length(self) -> int:
+    def length(self, layer: PagedLayer) -> int:
         return 0
+
+    def causality(self) -> bool | None:
+        return self._causal
+
+    def require_kind(self, layer: PagedLayer, window: int | None) -> None:
+        pass  # a packed row is longer than any request in it: its masks say nothing
 
     def gather(self, pool: Tensor, batch: int) -> Tensor:
         raise UnsupportedModelError("the packed path has no dense mode")

@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
+import torch
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING,
+    MODEL_MAPPING,
+    PreTrainedModel,
+)
 
 from torchpaged.custom_ops.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
     from torchpaged.hf.fusion_report import FusionReport
 
+_MAPPINGS: tuple[Any, ...] = (
+    MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING, MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING, MODEL_MAPPING,
+)  # fmt: skip
 _REASON = (
     "its attention layers do not call transformers' attention interface (ALL_ATTENTION_FUNCTIONS), so that no attention "
     "implementation can be plugged in; use a model that does, or torchpaged.PagedAttention in a model of your own"
@@ -36,11 +49,57 @@ def require_supported(model: PreTrainedModel) -> None:
         raise UnsupportedModelError(f"{type(model).__name__} cannot run through torchpaged: {_REASON}")
 
 
+def _class_of(config_class: type) -> type[PreTrainedModel] | None:
+    """A model class that transformers knows for a config; None for a config from elsewhere. One modelling file holds them all."""
+    for mapping in _MAPPINGS:
+        found = mapping.get(config_class, None)
+        found = found[0] if isinstance(found, (tuple, list)) else found
+        if isinstance(found, type):
+            return found
+    return None
+
+
+@torch.compiler.assume_constant_result
+def has_own_attention(model_type: str) -> bool:
+    """Whether the models of a type ignore the attention interface, so that they add the mask to scores of their own."""
+    return _has_own_attention(model_type)
+
+
+@functools.cache
+def _has_own_attention(model_type: str) -> bool:
+    if model_type not in CONFIG_MAPPING:
+        return False
+    model_class = _class_of(CONFIG_MAPPING[model_type])
+    return model_class is not None and not uses_attention_interface(model_class)
+
+
 def require_supported_config(config: Any) -> None:
-    """The same from a config alone, where transformers knows the causal LM that goes with it."""
-    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    if isinstance(model_class, type) and not uses_attention_interface(model_class):
+    """The same from a config alone, where transformers knows the model that goes with it; also refuses those with caches of their own.
+
+    `_supports_default_dynamic_cache` is private too; ``tests/hf/test_typed_refusals.py`` notices if it changes.
+    """
+    model_class = _class_of(type(config))
+    if model_class is None:
+        return
+    if not uses_attention_interface(model_class):
         raise UnsupportedModelError(f"{model_class.__name__} cannot run through torchpaged: {_REASON}")
+    if not getattr(model_class, "_supports_default_dynamic_cache", lambda: True)():
+        raise UnsupportedModelError(
+            f"{model_class.__name__} cannot run with a PagedCache: it keeps a cache of its own kind; call generate() without past_key_values"
+        )
+
+
+def require_paged_layers(config: Any, layers: Sequence[Any]) -> None:
+    """Refuse a model without keys and values to page.
+
+    Raises:
+        UnsupportedModelError: no layer keeps any.
+    """
+    if not layers:
+        raise UnsupportedModelError(
+            f"{config.model_type} keeps no keys and values in any layer, so that there is nothing to page; "
+            "call generate() without past_key_values"
+        )
 
 
 def fusion_of(model: PreTrainedModel) -> FusionReport | None:

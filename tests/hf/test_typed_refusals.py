@@ -1,0 +1,123 @@
+"""Models that a paged cache can't serve yet say so by a typed error; models with attention of their own get the mask they add."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from families import build, logits_of
+from models import padded_prompts
+from transformers import GenerationMixin
+
+from torchpaged import UnsupportedModelError
+from torchpaged.hf import PagedCache
+from torchpaged.hf.attention import paged_attention_forward
+
+COMPUTING = ["DeepseekV2", "DeepseekV3", "MiniCPM3", "Youtu", "Glm4MoeLite", "DiffLlama", "Doge", "JetMoe"]
+
+
+@pytest.mark.parametrize("stem", COMPUTING)
+def test_models_that_compute_with_their_cache(stem: str) -> None:
+    """Latent attention expands the cached keys, JetMoe repeats them, Doge makes a mask of the values."""
+    model = build(stem, implementation="torchpaged")
+    cache = PagedCache(model.config, 2, 32, block_size=4)
+    for _ in range(2):  # whoever tries again is refused again
+        with pytest.raises(
+            UnsupportedModelError, match=r"computes with its cached keys or values \(\w+\).*PagedCache\(\.\.\., dense=True\)"
+        ):
+            logits_of(model, padded_prompts(), cache)
+        cache.reset()
+
+
+@pytest.mark.parametrize("stem", ["Mamba", "MiniMax", "DeepseekV32"])
+def test_models_whose_cache_is_of_another_kind(stem: str) -> None:
+    model = build(stem)
+    with pytest.raises(UnsupportedModelError, match=r"keeps no keys and values|cache of its own kind|indexer"):
+        PagedCache(model.config, 2, 32)
+
+
+def test_a_config_that_static_cache_can_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torchpaged.hf import template
+
+    def broken(**_: Any) -> None:
+        raise KeyError("heavily_compressed_attention")
+
+    monkeypatch.setattr(template, "StaticCache", broken)
+    with pytest.raises(UnsupportedModelError, match="gpt_neox.*StaticCache.*heavily_compressed_attention"):
+        PagedCache(build("GPTNeoX").config, 2, 32)
+
+
+def test_sparse_selection_without_a_cache() -> None:
+    """The indices that DeepSeek V3.2 hands to a foreign attention function would be dropped by SDPA."""
+    model = build("DeepseekV32", implementation="torchpaged")
+    with pytest.raises(UnsupportedModelError, match="selects keys sparsely"), torch.no_grad():
+        model(**padded_prompts(), use_cache=False)
+
+
+@pytest.mark.parametrize("stem", ["Bloom", "CodeGen", "GPTNeoXJapanese", "XGLM", "TrOCR", "Mvp"])
+def test_attention_of_its_own_gets_its_mask(stem: str) -> None:
+    """Built with the implementation's name, which transformers accepts for any model, and used without a PagedCache."""
+    inputs = padded_prompts()
+    want, got = (logits_of(build(stem, implementation=name), inputs) for name in ("eager", "torchpaged"))
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5 * float(want.abs().max()))
+    with pytest.raises(UnsupportedModelError, match="attention interface"):
+        PagedCache(build(stem).config, 2, 32)
+
+
+def test_attention_of_its_own_compiled() -> None:
+    torch._dynamo.reset()
+    model, inputs = build("Bloom", implementation="torchpaged", n_layer=1), padded_prompts()
+    with torch.no_grad():
+        want = build("Bloom", n_layer=1)(**inputs, use_cache=False).logits[:, -1]
+        got = torch.compile(model, backend="eager", fullgraph=True)(**inputs, use_cache=False).logits[:, -1]
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+def test_private_names_of_transformers() -> None:
+    """What support.py asks of transformers beyond its public names."""
+    assert GenerationMixin._supports_default_dynamic_cache.__func__(transformers.LlamaForCausalLM)
+    assert not transformers.MiniMaxForCausalLM._supports_default_dynamic_cache()
+
+
+COMPUTATIONS: dict[str, Callable[[Any], Any]] = {
+    "repeat": lambda x: x.repeat(1, 2, 1, 1), "slice": lambda x: x[:1], "matmul": lambda x: x @ x.mT, "cat": lambda x: torch.cat([x, x]),
+    "chunk": lambda x: x.chunk(2, dim=1), "half": lambda x: x.double(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COMPUTATIONS)
+def test_pools_refuse_arithmetic(name: str) -> None:
+    model = build("GPTNeoX", implementation="torchpaged")
+    cache = PagedCache(model.config, 1, 8, block_size=4)
+    key, value = cache.update(torch.ones(1, 4, 2, 8), torch.ones(1, 4, 2, 8), 0)
+    assert key.shape == value.shape == (3, 4, 4, 8) and key.dtype == torch.float32 and key.contiguous() is key and key.to("cpu") is key
+    with pytest.raises(UnsupportedModelError, match="gpt_neox computes with"):
+        COMPUTATIONS[name](key)
+
+
+@pytest.mark.parametrize("attends", [False, True])
+def test_pools_refuse_arithmetic_until_attention_took_them(attends: bool) -> None:
+    """A model that was refused is refused again, after reset() too; one that attends pays for one forward only."""
+    model = build("GPTNeoX", implementation="torchpaged")
+    cache, states = PagedCache(model.config, 1, 8, block_size=4), torch.ones(1, 4, 2, 8)
+    key, value = cache.update(states, states, 0)
+    with torch.no_grad():
+        if attends:
+            paged_attention_forward(model, states, key, value, None)
+        else:
+            with pytest.raises(UnsupportedModelError, match="computes with"):
+                key.repeat(1, 2, 1, 1)
+        cache.reset()
+        key, value = cache.update(states, states, 0)
+    assert (key is cache.paged[0].keys) == (value is cache.paged[0].values) == attends
+
+
+def test_keys_in_the_place_of_values() -> None:
+    model = build("GPTNeoX", implementation="torchpaged")
+    cache = PagedCache(model.config, 1, 8, block_size=4)
+    key, _ = cache.update(torch.ones(1, 4, 2, 8), torch.ones(1, 4, 2, 8), 0)
+    with pytest.raises(UnsupportedModelError, match="other than its cached keys and values"):
+        paged_attention_forward(model, torch.ones(1, 4, 2, 8), key, key, None)

@@ -1,0 +1,98 @@
+"""In which order the layers of a cache write: who moves the step on, who completes it, who has not written yet, who writes twice.
+
+Which layers are the first and the last is seen, not assumed: a config may list layers that never write (recurrent ones, shared ones).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from torchpaged.custom_ops.errors import UnsupportedModelError
+
+if TYPE_CHECKING:
+    from torchpaged.hf.layer import PagedLayer
+
+
+class ForwardOrder:
+    """The order of one cache's layers.
+
+    Args:
+        name: the model's type, for messages.
+        layers: the paged layers; until a forward has shown which writes first, the first of them is taken for it.
+        has_cross_attention: the model's config says that it attends to an encoder too.
+
+    Attributes:
+        last: the layer that wrote last; None before the first forward.
+        query_len: tokens per row of the forward that runs, or ran last.
+        announced: tokens per row that the model asked a mask for and has not written yet; None = no mask was asked for.
+        masks_asked: the model builds its masks from this cache's sizes.
+    """
+
+    def __init__(self, name: str, layers: Sequence[PagedLayer], has_cross_attention: bool) -> None:
+        self.name, self.has_cross_attention = name, has_cross_attention
+        self._layers, self._seen = layers, False
+        self.last: PagedLayer | None = None
+        self.query_len = 0
+        self.announced: int | None = None
+        self.masks_asked = False
+        if layers:
+            layers[0].is_first = True
+
+    def reset(self) -> None:
+        """Before another conversation; which layer is the first stays known."""
+        self.last, self.query_len, self.announced = None, 0, None
+
+    def use(self, layer: PagedLayer) -> None:
+        """``layer`` gets its pools. The one that got them last completes a forward."""
+        for other in self._layers:
+            other.is_last = other is layer
+
+    def announce(self, query_length: int) -> None:
+        """The model asks for a mask over ``query_length`` new tokens per row."""
+        if not torch.compiler.is_compiling():
+            self.announced = query_length
+        if not self.masks_asked:
+            self.masks_asked = True
+
+    def enter(self, layer: PagedLayer, query_len: int) -> None:
+        """``layer`` is about to write ``query_len`` tokens per row.
+
+        Raises:
+            UnsupportedModelError: it wrote in this forward already, or the first layer is not known.
+        """
+        if torch.compiler.is_compiling():
+            if not self._seen and self.last is None and not layer.is_first:
+                raise UnsupportedModelError(
+                    f"{self.name}: the first forward was compiled, and layer {layer.index} writes before layer 0; run it eagerly"
+                )
+        else:
+            if not self._seen:
+                for other in self._layers:
+                    other.is_first = other is layer
+                self._seen = True
+            self._require_first_write(layer, query_len)
+
+    def leave(self, layer: PagedLayer, query_len: int) -> None:
+        """``layer`` writes: nothing refused it, and if it is the first one, it moved the lengths on."""
+        if layer.is_first:
+            self.query_len = query_len
+            if not torch.compiler.is_compiling():
+                self.announced = None
+        self.last = layer
+
+    def _require_first_write(self, layer: PagedLayer, query_len: int) -> None:
+        twice = layer is self.last and not layer.is_first
+        if self.has_cross_attention and self.masks_asked and layer.is_first:
+            twice = layer is self.last if self.announced is None else self.announced != query_len
+        if twice:
+            raise UnsupportedModelError(
+                f"{self.name}: layer {layer.index} writes twice in one forward, as a decoder does that keeps its cross-attention's keys in "
+                "the same cache; pass past_key_values=EncoderDecoderCache(PagedCache(...), DynamicCache(config=model.config))"
+            )
+
+    def is_behind(self, layer: PagedLayer) -> bool:
+        """Whether the forward that runs has moved the lengths on, and ``layer`` has not written its tokens yet."""
+        return self.last is not None and not layer.is_first and self.last.index < layer.index

@@ -1,0 +1,56 @@
+"""Pools that refuse arithmetic: what a layer's first `update` returns, so that a model that computes with its cached keys is noticed.
+
+Paged attention reads keys and values where they lie. A model that expands, repeats or re-orders what the cache returned (latent
+attention, repeated heads, a mask computed from the values) would take blocks for batch rows: an error far away, or wrong numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchpaged.custom_ops.errors import UnsupportedModelError
+
+
+class WatchedPool(Tensor):
+    """A pool's memory under another Python object: attributes may be read, and whatever makes another tensor of it raises.
+
+    Attributes:
+        pool: the pool itself.
+        model_name: the model's type, for messages.
+    """
+
+    pool: Tensor
+    model_name: str
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run ``func``; a result that is the pool itself, or no tensor, passes."""
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+        results = result if isinstance(result, (tuple, list)) else (result,)
+        if any(isinstance(x, Tensor) and not any(x is given for given in args) for x in results):
+            watched = next(x for x in (*args, *_flat(args), *(kwargs or {}).values()) if isinstance(x, WatchedPool))
+            watched._torchpaged_layer.watch_again()  # type: ignore[attr-defined]
+            raise UnsupportedModelError(
+                f"{watched.model_name} computes with its cached keys or values ({getattr(func, '__name__', func)}) before it attends, where paged "
+                "attention reads the pools themselves; use PagedCache(..., dense=True), which gathers them first"
+            )
+        return result
+
+
+def _flat(args: tuple[Any, ...]) -> list[Any]:
+    return [x for arg in args if isinstance(arg, (tuple, list)) for x in arg]
+
+
+def watch(pool: Tensor, model_name: str) -> WatchedPool:
+    """``pool`` as a `WatchedPool`; it carries the pool's layer."""
+    watched: WatchedPool = pool.as_subclass(WatchedPool)
+    watched.pool, watched.model_name = pool, model_name
+    watched._torchpaged_layer = pool._torchpaged_layer  # type: ignore[attr-defined]
+    return watched

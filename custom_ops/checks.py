@@ -22,6 +22,13 @@ def shape_of(tensor: Tensor) -> str:
     return str(list(tensor.shape))
 
 
+def check_tensors(**tensors: object) -> None:
+    """All of these are tensors, not lists or None."""
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise ArgumentError(name, "a tensor", type(tensor).__name__, "make one with torch.tensor(...)" if tensor is not None else "")
+
+
 def check_dims(name: str, tensor: Tensor, *dims: int | None) -> None:
     """``tensor`` has ``len(dims)`` dimensions with these sizes; None accepts any size."""
     if tensor.dim() != len(dims) or any(d is not None and d != s for d, s in zip(dims, tensor.shape, strict=True)):
@@ -72,12 +79,62 @@ def reads_values(device: torch.device) -> bool:
     return os.environ.get("TORCHPAGED_CHECK", "0") == "1" and not (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
 
 
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """The range of a tensor's addresses; of no numbers an empty one that meets no other."""
+    count = tensor.numel()
+    if not count:
+        return 0, 0
+    if not tensor.is_contiguous():
+        count = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    start = tensor.data_ptr()
+    return start, start + tensor.element_size() * count
+
+
 def overlap(a: Tensor, b: Tensor) -> bool:
     """Whether the address ranges of two tensors meet."""
-    if not a.numel() or not b.numel():
+    (a_start, a_end), (b_start, b_end) = _span(a), _span(b)
+    return a_start < b_end and b_start < a_end
+
+
+def check_apart(written: dict[str, Tensor], read: dict[str, Tensor], fix: str) -> None:
+    """The address range of nothing ``written`` meets that of anything ``read``. Looks at addresses only, not at the device."""
+    spans = {name: _span(tensor) for name, tensor in read.items()}
+    for target, tensor in written.items():
+        start, end = _span(tensor)
+        for name, (first, last) in spans.items():
+            if start < last and first < end:
+                raise ArgumentError(name, f"memory apart from {target}'s, which the op writes", "overlapping tensors", fix)
+
+
+def pools_meet(k_cache: Tensor, v_cache: Tensor) -> bool:
+    """Whether two pools ``[num_blocks, block_size, num_kv_heads, width]`` share an element.
+
+    Pools whose address ranges meet may still be apart: keys and values side by side in one tensor. Pools of different strides
+    are taken to meet where their ranges do.
+    """
+    if not overlap(k_cache, v_cache):
         return False
-    ends = [t.data_ptr() + t.element_size() * (1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))) for t in (a, b)]
-    return a.data_ptr() < ends[1] and b.data_ptr() < ends[0]
+    strides = k_cache.stride()[:3]
+    if strides != v_cache.stride()[:3]:
+        return True
+    # An element of v minus one of k: a multiple of each stride, within the sizes, and a difference of columns.
+    dims = sorted(((s, n) for s, n in zip(strides, k_cache.shape[:3], strict=True) if n > 1 and s), reverse=True)
+    width = max(k_cache.shape[3], v_cache.shape[3]) - 1
+    reach = [width + sum((n - 1) * s for s, n in dims[i + 1 :]) for i in range(len(dims))]
+
+    def meet(distance: int, i: int) -> bool:
+        if i == len(dims):
+            return 1 - v_cache.shape[3] <= distance <= k_cache.shape[3] - 1
+        stride, size = dims[i]
+        low, high = -((reach[i] - distance) // stride), (distance + reach[i]) // stride
+        return any(meet(distance - step * stride, i + 1) for step in range(max(low, 1 - size), min(high, size - 1) + 1))
+
+    return meet((v_cache.data_ptr() - k_cache.data_ptr()) // k_cache.element_size(), 0)
+
+
+def is_latent(k_cache: Tensor, v_cache: Tensor) -> bool:
+    """Whether values are declared to be the first columns of the keys: ``v_cache = k_cache[..., :n]`` with n below the width."""
+    return v_cache.data_ptr() == k_cache.data_ptr() and v_cache.stride() == k_cache.stride() and v_cache.shape[3] < k_cache.shape[3]
 
 
 def refuse_grad(**tensors: Tensor | None) -> None:

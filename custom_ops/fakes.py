@@ -13,10 +13,20 @@ import torch
 from torch import Tensor
 
 
+def _pools(k_cache: Tensor, v_cache: Tensor) -> None:
+    torch._check(k_cache.dim() == 4 and v_cache.dim() == 4, lambda: "k_cache, v_cache: expected 4 dimensions")
+    torch._check(k_cache is not v_cache, lambda: "v_cache: expected memory apart from k_cache's, got the same tensor")
+    torch._check(k_cache.dtype.is_floating_point, lambda: f"k_cache: expected a floating point dtype, got {k_cache.dtype}")
+    torch._check(k_cache.dtype == v_cache.dtype, lambda: f"v_cache: expected {k_cache.dtype}, got {v_cache.dtype}")
+
+
 def _write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor,
               k_scale: Tensor | None = None, v_scale: Tensor | None = None, **_: Any) -> None:  # fmt: skip
     torch._check(k.dim() == 3 and v.dim() == 3, lambda: f"k, v: expected 3 dimensions, got {k.dim()} and {v.dim()}")
-    torch._check(k_cache.dim() == 4 and v_cache.dim() == 4, lambda: "k_cache, v_cache: expected 4 dimensions")
+    _pools(k_cache, v_cache)
+    for name, x in (("k", k), ("v", v)):  # a view's `_base` is the tensor that owns its memory
+        views = x._base is not None and any(x._base is cache or x._base is cache._base for cache in (k_cache, v_cache))
+        torch._check(not views, lambda name=name: f"{name}: expected memory apart from the pools', got a view of one; pass a copy")
     torch._check(slot_mapping.dtype == torch.int64, lambda: f"slot_mapping: expected int64, got {slot_mapping.dtype}")
     torch._check(k.shape[0] == slot_mapping.shape[0], lambda: "k, slot_mapping: expected as many slots as tokens")
     torch._check(k.shape[1] == k_cache.shape[2], lambda: f"k: expected {k_cache.shape[2]} heads, got {k.shape[1]}")
@@ -40,7 +50,8 @@ def _rope_write_kv(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, cos_sin: 
 def _paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, seq_lens: Tensor,
                      query_start_loc: Tensor, out: Tensor, lse: Tensor | None = None, **_: Any) -> None:  # fmt: skip
     torch._check(q.dim() == 3 and out.dim() == 3, lambda: f"q, out: expected 3 dimensions, got {q.dim()}, {out.dim()}")
-    torch._check(k_cache.dim() == 4 and v_cache.dim() == 4, lambda: "k_cache, v_cache: expected 4 dimensions")
+    _pools(k_cache, v_cache)
+    torch._check(q.dtype == out.dtype, lambda: f"out: expected {q.dtype}, got {out.dtype}")
     torch._check(block_table.dim() == 2, lambda: f"block_table: expected 2 dimensions, got {block_table.dim()}")
     for name, t in (("block_table", block_table), ("seq_lens", seq_lens), ("query_start_loc", query_start_loc)):
         torch._check(t.dtype == torch.int32, lambda name=name, t=t: f"{name}: expected int32, got {t.dtype}")

@@ -17,6 +17,9 @@ Rules every kernel keeps (``B`` requests, ``T`` tokens):
 * query ``i`` of a request sits at position ``seq_len - query_len + i``; positions below 0 (left padding) see nothing, so
   seq_len may be below query_len, and even negative;
 * a query row that sees no key, and every token row at or after ``query_start_loc[-1]``, gives zeros and LSE -inf;
+* a query row that sees a score of NaN or +inf, or nothing but -inf, gives NaN; a NaN value gives NaN in its column (docs/ops.md);
+* numbers beyond an fp8 cache's range are stored as its largest, NaN as NaN;
+* no two tokens have one slot (-1 and block 0 excepted), no block is twice in a row of the table (block 0 excepted);
 * LSE is the natural logarithm of the softmax denominator (the sink's term included), float32, ``[T, num_heads]``.
 
 The reasons for void ops, for ``Library.define`` rather than ``custom_op`` and for explicit tensors: docs/ops.md.
@@ -31,6 +34,7 @@ from typing import Any, NamedTuple
 import torch
 
 from torchpaged.custom_ops import launches, native
+from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.custom_ops.fakes import fake_of
 
 LIBRARY = torch.library.Library("torchpaged", "DEF")  # kept for the life of the process: dropping it deregisters the ops
@@ -67,7 +71,8 @@ SCHEMAS = {
         bool causal=True, int window_left=-1, int window_right=-1, float logits_soft_cap=0.0,
         Tensor? alibi_slopes=None, Tensor? sinks=None, Tensor? k_scale=None, Tensor? v_scale=None,
         int chunk_size=0, Tensor(c!)? semaphore=None) -> ()""",
-    # out_a, out_b, out [T, num_heads, head_dim_v]; lse_a, lse_b, lse [T, num_heads] float32
+    # out_a, out_b, out [T, num_heads, head_dim_v]; lse_a, lse_b, lse [T, num_heads] float32. LSE -inf: that side saw nothing, its out
+    # is not read. NaN or +inf on either side: NaN.
     "merge_attn_states": """(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b, Tensor(a!) out,
         Tensor(b!)? lse=None) -> ()""",
     # block_mapping [N, 2] int64: (source, destination) block ids; a negative id skips the pair; no block may be both
@@ -207,6 +212,22 @@ def _handles(overload: str) -> BackendOps:
 
 #: Backend name -> its op handles; "default" dispatches by device.
 BACKEND_OPS: dict[str, BackendOps] = {overload or "default": _handles(overload) for overload in OVERLOADS}
+
+
+_NATIVE_HANDLES = frozenset(getattr(BACKEND_OPS[name], op) for name in ("default", "cpu") for op in NATIVE_OPS)
+_NATIVE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def check_native_dtype(handle: Any, **tensors: torch.Tensor) -> None:
+    """Refuse, with an `ArgumentError`, dtypes that the native CPU kernel behind ``handle`` doesn't take; others pass.
+
+    The kernel refuses them too, but as a RuntimeError: a library of the stable ABI knows no Python class.
+    """
+    for name, tensor in tensors.items():
+        native_here = tensor.device.type == "cpu" and tensor.dtype not in _NATIVE_DTYPES and handle in _NATIVE_HANDLES
+        if native_here and native.status()[0]:
+            raise ArgumentError(name, " or ".join(map(str, _NATIVE_DTYPES)) + " for the cpu backend", str(tensor.dtype),
+                                "the reference backend takes float64 and fp8 pools: ops=BACKEND_OPS['reference'], backend='reference'")  # fmt: skip
 
 
 def native_status() -> tuple[bool, str]:

@@ -25,7 +25,7 @@ def _quantize(x: Tensor, dtype: torch.dtype, scale: Tensor | None) -> Tensor:
 
 def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor,
              k_scale: Tensor | None = None, v_scale: Tensor | None = None, *, are_query_tokens: bool = False) -> None:  # fmt: skip
-    """Store ``k``, ``v`` at their slots; slot -1 skips. Two tokens with one slot: the result is one of the two.
+    """Store ``k``, ``v`` at their slots; slot -1 skips. Two tokens with one slot are refused where values are checked, else undefined.
 
     ``are_query_tokens`` says when others may start; it changes no result.
     """
@@ -100,6 +100,20 @@ def _gather(cache: Tensor, blocks: Tensor, length: int, num_queries_per_kv: int,
     return x.repeat_interleave(num_queries_per_kv, dim=1)
 
 
+def _weigh(weights: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+    """The sum of ``values [L, H, D]`` by ``weights [H, S, L]``, ``[S, H, D]``. A NaN or inf counts for the queries that see it, in ``mask [S, L]``.
+
+    A product alone would make 0 * NaN of it for the others.
+    """
+    finite = values.isfinite()
+    result = torch.einsum("hsl,lhd->shd", weights, torch.where(finite, values, 0.0))
+    for key in (~finite).flatten(1).any(-1).nonzero()[:, 0].tolist():
+        bad = torch.where(finite[key], 0.0, values[key])  # [H, D]; times a weight of 0 only where the key is seen
+        term = torch.where(finite[key], 0.0, weights[:, :, key].T[..., None] * bad)
+        result = result + torch.where(mask[:, key, None, None], term, 0.0)
+    return result
+
+
 def paged_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, seq_lens: Tensor, query_start_loc: Tensor,
     out: Tensor, lse: Tensor | None = None, *, max_query_len: int, scale: float, causal: bool = True,
@@ -143,9 +157,10 @@ def paged_attention(
         if sinks is not None:
             logits = torch.cat([scores, sinks.to(dtype).view(-1, 1, 1).expand(-1, end - start, 1)], dim=-1)
         denominator = torch.logsumexp(logits, dim=-1)  # [H, S]
+        denominator = denominator.masked_fill(denominator == float("inf"), float("nan"))  # inf / inf, as softmax has it
         sees = mask.any(-1)  # [S]: rows without a key stay zero and -inf
-        weights = torch.exp(scores - denominator[..., None]).nan_to_num(0.0)
-        result = torch.einsum("hsl,lhd->shd", weights, values)
+        weights = torch.exp(scores - denominator[..., None]).masked_fill(~mask, 0.0)
+        result = _weigh(weights, values, mask)
         out[start:end] = torch.where(sees[:, None, None], result, 0.0).to(out.dtype)
         if lse is not None:
             lse[start:end] = torch.where(sees[:, None], denominator.T, float("-inf")).float()
@@ -154,11 +169,15 @@ def paged_attention(
 def merge_attn_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
     """Combine attention over two disjoint key sets into attention over both (arXiv:2501.01005, section 2.2)."""
     validation.check_merge_attn_states(out_a, lse_a, out_b, lse_b, out, lse)
-    total = torch.logaddexp(lse_a, lse_b)
-    empty = total == float("-inf")
-    weight_a = torch.exp(lse_a - total).masked_fill(empty, 0.0)[..., None]
-    weight_b = torch.exp(lse_b - total).masked_fill(empty, 0.0)[..., None]
-    out.copy_((weight_a * out_a.float() + weight_b * out_b.float()).to(out.dtype))
+    dtype = torch.float64 if out_a.dtype == torch.float64 else torch.float32
+    total = torch.logaddexp(lse_a.to(dtype), lse_b.to(dtype))
+    total = total.masked_fill(total == float("inf"), float("nan"))  # inf / inf, as softmax has it
+    terms = []
+    for state, state_lse in ((out_a, lse_a), (out_b, lse_b)):
+        weight = torch.exp(state_lse.to(dtype) - total)[..., None]
+        terms.append((weight * state.to(dtype)).masked_fill((state_lse == float("-inf"))[..., None], 0.0))
+    result = terms[0] + terms[1]
+    out.copy_(result.masked_fill(total.isnan()[..., None], float("nan")))
     if lse is not None:
         lse.copy_(total)
 

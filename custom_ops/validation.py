@@ -5,42 +5,82 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchpaged.custom_ops.checks import check_device, check_dims, check_dtype, check_last_dim, overlap, reads_values, shape_of
+from torchpaged.custom_ops.checks import (
+    check_apart,
+    check_device,
+    check_dims,
+    check_dtype,
+    check_last_dim,
+    is_latent,
+    overlap,
+    pools_meet,
+    reads_values,
+    shape_of,
+)
 from torchpaged.custom_ops.errors import ArgumentError
 
+FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+INF = float("inf")
 
-def check_pools(k_cache: Tensor, v_cache: Tensor) -> None:
-    """A pair of pools ``[num_blocks, block_size, num_kv_heads, head_dim(_v)]`` fits together."""
+
+def check_pools(k_cache: Tensor, v_cache: Tensor, *, stores: bool = False) -> None:
+    """A pair of pools ``[num_blocks, block_size, num_kv_heads, head_dim(_v)]`` fits together and shares no element.
+
+    Values that are the first columns of the keys (`is_latent`) are let through unless the op ``stores`` tokens.
+    """
     if k_cache.dim() != 4:
         raise ArgumentError("k_cache", "shape [num_blocks, block_size, num_kv_heads, head_dim]", shape_of(k_cache))
     check_dims("v_cache", v_cache, k_cache.shape[0], k_cache.shape[1], k_cache.shape[2], None)
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if min(cache.shape) < 1:
+            raise ArgumentError(name, "at least one block, token per block, head and column", shape_of(cache))
+    if k_cache.dtype not in FLOATS + FP8:
+        raise ArgumentError("k_cache", "a floating point dtype of 16, 32 or 64 bits, float8_e4m3fn or float8_e5m2", str(k_cache.dtype))
     check_dtype("v_cache", v_cache, k_cache.dtype)
     check_device(k_cache.device, v_cache=v_cache)
     check_last_dim(k_cache=k_cache, v_cache=v_cache)
+    if pools_meet(k_cache, v_cache) and (stores or not is_latent(k_cache, v_cache)):
+        raise ArgumentError("v_cache", "memory apart from k_cache's", "pools that share memory", "allocate one pool for each")
 
 
 def check_write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor,
                    k_scale: Tensor | None = None, v_scale: Tensor | None = None) -> None:  # fmt: skip
     """Every argument of ``write_kv``; raises `ArgumentError` before anything is written."""
-    check_pools(k_cache, v_cache)
+    check_pools(k_cache, v_cache, stores=True)
     check_dims("slot_mapping", slot_mapping, None)
     check_dims("k", k, slot_mapping.shape[0], k_cache.shape[2], k_cache.shape[3])
     check_dims("v", v, slot_mapping.shape[0], v_cache.shape[2], v_cache.shape[3])
     check_dtype("slot_mapping", slot_mapping, torch.int64)
+    check_dtype("k", k, *FLOATS)
     check_dtype("v", v, k.dtype)
     check_device(k_cache.device, k=k, v=v, slot_mapping=slot_mapping, k_scale=k_scale, v_scale=v_scale)
     check_last_dim(k=k, v=v)
     _check_cache_dtype(k, k_cache, k_scale, v_scale)
+    check_apart({"k_cache": k_cache, "v_cache": v_cache}, {"k": k, "v": v}, "pass a copy: .clone()")
     if slot_mapping.numel() and reads_values(k_cache.device):
         low, high = (int(x) for x in torch.aminmax(slot_mapping))
         num_slots = k_cache.shape[0] * k_cache.shape[1]
         if low < -1 or high >= num_slots:
             raise ArgumentError("slot_mapping", f"slots in [-1, {num_slots})", f"values in [{low}, {high}]",
                                 "the pool is too small or the block table wrong")  # fmt: skip
+        _check_distinct_slots(slot_mapping, k_cache.shape[1])
+
+
+def _check_distinct_slots(slot_mapping: Tensor, block_size: int) -> None:
+    """No two tokens have one slot, but for -1 and the slots of block 0, which hold nobody's tokens."""
+    if slot_mapping.shape[0] < 2:
+        return
+    slots = slot_mapping.sort().values
+    twice = (slots[1:] == slots[:-1]) & (slots[1:] >= block_size)
+    if bool(twice.any()):
+        slot = int(slots[1:][twice][0])
+        raise ArgumentError("slot_mapping", "one token per slot", f"slot {slot} (block {slot // block_size}) several times",
+                            "two requests share a block that is still written: give each its own")  # fmt: skip
 
 
 def _check_cache_dtype(x: Tensor, cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None) -> None:
-    fp8 = cache.dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
+    fp8 = cache.dtype in FP8
     if not fp8 and cache.dtype != x.dtype:
         raise ArgumentError("k_cache", f"the dtype of the tokens ({x.dtype}) or an fp8 dtype", str(cache.dtype))
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
@@ -51,6 +91,8 @@ def _check_cache_dtype(x: Tensor, cache: Tensor, k_scale: Tensor | None, v_scale
         check_dtype(name, scale, torch.float32)
         if scale.dim() > 1 or scale.numel() not in (1, cache.shape[2]):
             raise ArgumentError(name, f"one scale or one per kv head ({cache.shape[2]})", shape_of(scale))
+        if reads_values(scale.device) and not bool(((scale > 0) & (scale < INF)).all()):
+            raise ArgumentError(name, "positive finite numbers", str(scale.tolist()))
 
 
 def check_rope_write_kv(
@@ -68,8 +110,10 @@ def check_rope_write_kv(
     if rotary_dim < 2 or rotary_dim % 2 or rotary_dim > q.shape[2]:
         raise ArgumentError("cos_sin", f"shape [max_position, rotary_dim] with an even rotary_dim in [2, {q.shape[2]}]", shape_of(cos_sin),
                             "it holds rotary_dim / 2 cosines, then as many sines")  # fmt: skip
-    check_dtype("q", q, torch.bfloat16, torch.float16, torch.float32, torch.float64)
+    check_dtype("q", q, *FLOATS)
     check_dtype("k", k, q.dtype)
+    if not q.shape[1]:
+        raise ArgumentError("q", "at least one head", shape_of(q))
     check_dtype("q_out", q_out, q.dtype)
     check_dtype("positions", positions, torch.int64)
     check_dtype("cos_sin", cos_sin, torch.float32, q.dtype)
@@ -80,10 +124,13 @@ def check_rope_write_kv(
             check_dtype(name, weight, q.dtype, torch.float32)
             check_last_dim(**{name: weight})
     check_device(k_cache.device, q=q, positions=positions, cos_sin=cos_sin, q_out=q_out, q_norm=q_norm, k_norm=k_norm)
-    if not norm_eps > 0:
-        raise ArgumentError("norm_eps", "a positive number", str(norm_eps))
+    if not 0 < norm_eps < INF:
+        raise ArgumentError("norm_eps", "a positive finite number", str(norm_eps))
+    if norm_offset - norm_offset != 0:
+        raise ArgumentError("norm_offset", "a finite number", str(norm_offset))
     if norm_offset and q_norm is None and k_norm is None:
         raise ArgumentError("norm_offset", "0 without q_norm and k_norm", str(norm_offset), "give the weights of the norms")
+    check_apart({"k_cache": k_cache, "v_cache": v_cache}, {"q": q, "q_out": q_out}, "pass a copy: .clone()")
     for name, source in (("q", q), ("k", k), ("v", v)):
         if overlap(q_out, source):
             raise ArgumentError("q_out", f"memory apart from {name}'s", "overlapping tensors", "allocate it with torch.empty_like(q)")
@@ -127,12 +174,14 @@ def check_paged_attention(
         check_dtype(name, tensor, torch.int32)
         check_last_dim(**{name: tensor})
     check_last_dim(q=q, out=out)
+    check_apart({"out": out}, {"q": q, "k_cache": k_cache, "v_cache": v_cache}, "allocate out with torch.empty")
     if lse is not None:
         check_dims("lse", lse, q.shape[0], q.shape[1])
         check_dtype("lse", lse, torch.float32)
     for name, per_head in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
         if per_head is not None:
             check_dims(name, per_head, q.shape[1])
+            check_dtype(name, per_head, *FLOATS)
             check_last_dim(**{name: per_head})
     if alibi_slopes is not None:
         check_dtype("alibi_slopes", alibi_slopes, torch.float32)
@@ -141,13 +190,13 @@ def check_paged_attention(
     _check_cache_dtype(q, k_cache, k_scale, v_scale)
     if max_query_len < 1:
         raise ArgumentError("max_query_len", "at least 1", str(max_query_len))
-    if not scale > 0:
-        raise ArgumentError("scale", "a positive number", str(scale))
+    if not 0 < scale < INF:
+        raise ArgumentError("scale", "a positive finite number", str(scale))
     for name, size in (("window_left", window_left), ("window_right", window_right)):
         if size < -1:
             raise ArgumentError(name, "-1 (open) or a number of keys >= 0", str(size))
-    if logits_soft_cap < 0:
-        raise ArgumentError("logits_soft_cap", "0 (off) or a positive number", str(logits_soft_cap))
+    if not 0 <= logits_soft_cap < INF:
+        raise ArgumentError("logits_soft_cap", "0 (off) or a positive finite number", str(logits_soft_cap))
     if chunk_size < 0:
         raise ArgumentError("chunk_size", "0 (off) or a positive number of tokens", str(chunk_size))
     if semaphore is not None:
@@ -177,12 +226,21 @@ def _check_batch_values(num_tokens: int, k_cache: Tensor, block_table: Tensor, s
         raise ArgumentError(
             "block_table", f"block ids in [0, {num_blocks})", f"{int(block_table[row, column])} in row {row}, column {column}"
         )
+    shown = torch.where(used, block_table, 0).sort(-1).values
+    twice = (shown[:, 1:] == shown[:, :-1]) & (shown[:, 1:] > 0)
+    if bool(twice.any()):
+        row, column = (int(x) for x in twice.nonzero()[0])
+        raise ArgumentError("block_table", "every block once per request (block 0, the null block, excepted)",
+                            f"block {int(shown[row, column])} several times in row {row}")  # fmt: skip
 
 
 def check_merge_attn_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
     """Every argument of ``merge_attn_states``."""
     if out_a.dim() != 3:
         raise ArgumentError("out_a", "shape [num_tokens, num_heads, head_dim]", shape_of(out_a))
+    if min(out_a.shape[1:]) < 1:
+        raise ArgumentError("out_a", "at least one head and one column", shape_of(out_a))
+    check_dtype("out_a", out_a, *FLOATS)
     for name, tensor in (("out_b", out_b), ("out", out)):
         check_dims(name, tensor, *out_a.shape)
         check_dtype(name, tensor, out_a.dtype)
@@ -208,6 +266,20 @@ def check_copy_blocks(k_cache: Tensor, v_cache: Tensor, block_mapping: Tensor) -
         raise ArgumentError("block_mapping", f"block ids below {k_cache.shape[0]}", str(pairs))
     if len(set(destinations)) < len(destinations) or sources & set(destinations) or 0 in destinations:
         raise ArgumentError("block_mapping", "distinct destinations, none of them a source or the null block 0", str(pairs))
+
+
+def check_options(scale: float | None, window_size: object, logits_soft_cap: float | None, chunk_size: object) -> tuple[int, int]:
+    """The options of attention as a public function or a module takes them; returns the window's two sides."""
+    sides = tuple(window_size) if isinstance(window_size, (tuple, list)) else ()
+    if len(sides) != 2 or any(type(side) is not int or side < -1 for side in sides):
+        raise ArgumentError("window_size", "a pair (left, right) of ints, numbers of keys or -1 (open)", repr(window_size))
+    if scale is not None and not 0 < scale < INF:
+        raise ArgumentError("scale", "a positive finite number", repr(scale))
+    if logits_soft_cap is not None and not 0 <= logits_soft_cap < INF:
+        raise ArgumentError("logits_soft_cap", "None or 0 (off), or a positive finite number", repr(logits_soft_cap))
+    if chunk_size is not None and (type(chunk_size) is not int or chunk_size < 0):
+        raise ArgumentError("chunk_size", "None or 0 (off), or a positive number of tokens", repr(chunk_size))
+    return sides
 
 
 def check_advance_step(sampled_token_ids: Tensor, block_table: Tensor, input_ids: Tensor, positions: Tensor,

@@ -65,6 +65,8 @@ class RowState:
                                 f"seq_len {self.seq_len}, {len(self.blocks)} blocks")  # fmt: skip
         if min(self.blocks) < 1:
             raise ArgumentError("states", "blocks from 1 on (block 0 is the null block)", f"block {min(self.blocks)}")
+        if len(set(self.blocks)) < len(self.blocks):
+            raise ArgumentError("states", "every block once", f"a block several times: {list(self.blocks)}")
         if self.repetition_penalty != 1.0 and self.seen is None:
             raise ArgumentError("states", "seen with a repetition penalty", "seen=None", "give the tokens that occurred, () for none")
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from torchpaged.backends import AttentionSpec, Choice, select_backend
 from torchpaged.cache import LayerKVCache
-from torchpaged.custom_ops import validation
-from torchpaged.custom_ops.checks import refuse_grad
+from torchpaged.custom_ops import check_native_dtype, validation
+from torchpaged.custom_ops.checks import check_tensors, refuse_grad
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.metadata import AttentionMetadata
 
@@ -31,12 +31,12 @@ class PagedAttention(nn.Module):
         num_kv_heads: key/value heads; default ``num_heads``. Must divide ``num_heads``.
         scale: softmax scale; default ``head_dim ** -0.5``.
         window_size: ``(left, right)`` keys visible beside the own one; -1 = open.
-        logits_soft_cap: scores become ``cap * tanh(score / cap)``; None = off.
+        logits_soft_cap: scores become ``cap * tanh(score / cap)``; None or 0 = off.
         alibi_slopes: ``[num_heads]`` numbers; a buffer of the module.
         sinks: ``[num_heads]`` logits; a buffer of the module, in its dtype.
         head_dim_v: width of values; default ``head_dim``.
         causal: hide keys after the query.
-        chunk_size: attend within chunks of that many positions only; None = off.
+        chunk_size: attend within chunks of that many positions only; None or 0 = off.
         block_size, kv_dtype: what the cache will have, for choosing a backend; default 16 and the module's dtype.
         backend: a name or "auto". Chosen here and again when the module moves (``.to``), never in ``forward``.
         device, dtype: as for any module; default torch's.
@@ -74,9 +74,20 @@ class PagedAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        sizes = {
+            "num_heads": num_heads,
+            "head_dim": head_dim,
+            "num_kv_heads": num_kv_heads,
+            "head_dim_v": head_dim_v,
+            "block_size": block_size,
+        }
+        for name, size in sizes.items():
+            if size is not None and (type(size) is not int or size < 1):
+                raise ArgumentError(name, "an int of at least 1", repr(size))
+        window_size = validation.check_options(scale, window_size, logits_soft_cap, chunk_size)
         self.num_heads, self.head_dim = num_heads, head_dim
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        if self.num_kv_heads < 1 or num_heads % self.num_kv_heads:
+        if num_heads % self.num_kv_heads:
             raise ArgumentError("num_kv_heads", f"a divisor of num_heads ({num_heads})", str(num_kv_heads))
         self.head_dim_v = head_dim if head_dim_v is None else head_dim_v
         self.scale = head_dim**-0.5 if scale is None else scale
@@ -141,6 +152,10 @@ class PagedAttention(nn.Module):
         pools = kv_cache if isinstance(kv_cache, LayerKVCache) else LayerKVCache(*kv_cache)
         if (key is None) != (value is None):
             raise ArgumentError("key, value", "both or neither", f"key {'None' if key is None else 'given'}")
+        if not torch.compiler.is_compiling():
+            check_tensors(query=query, k_cache=pools.k_cache, v_cache=pools.v_cache)
+            if key is not None:
+                check_tensors(key=key, value=value)
         q = query.reshape(-1, self.num_heads, self.head_dim)
         out = q.new_empty(q.shape[0], self.num_heads, self.head_dim_v)
         attend = (q, pools.k_cache, pools.v_cache, metadata.block_table, metadata.seq_lens, metadata.query_start_loc, out)
@@ -161,6 +176,7 @@ class PagedAttention(nn.Module):
             if write is not None:
                 validation.check_write_kv(*write)
             validation.check_paged_attention(*attend, **options)
+            check_native_dtype(self._ops.paged_attention, query=query, k_cache=pools.k_cache)
         if write is not None:
             # longer queries may be another request's context, see above; they gain little from the early start
             self._ops.write_kv(*write, are_query_tokens=metadata.max_query_len == 1)

@@ -15,10 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchpaged.custom_ops import BACKEND_OPS, BackendOps, validation
-from torchpaged.custom_ops.checks import refuse_grad
+from torchpaged.custom_ops import BACKEND_OPS, BackendOps, check_native_dtype, validation
+from torchpaged.custom_ops.checks import check_tensors, refuse_grad
+from torchpaged.custom_ops.errors import ArgumentError
 
 _DEFAULT = BACKEND_OPS["default"]
+
+
+def _given(**tensors: Tensor | None) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
 
 def write_kv(
@@ -51,8 +56,10 @@ def write_kv(
         ArgumentError: shapes, dtypes, devices, strides or slots don't fit; nothing is written then.
     """
     if not torch.compiler.is_compiling():
+        check_tensors(k=k, v=v, k_cache=k_cache, v_cache=v_cache, slot_mapping=slot_mapping, **_given(k_scale=k_scale, v_scale=v_scale))
         refuse_grad(k=k, v=v)
         validation.check_write_kv(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
+        check_native_dtype(ops.write_kv, k_cache=k_cache)
     ops.write_kv(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale, are_query_tokens=are_query_tokens)
 
 
@@ -105,6 +112,9 @@ def rope_write_kv(
     Raises:
         ArgumentError: shapes, dtypes, devices, strides, positions or slots don't fit; nothing is written then.
     """
+    if not torch.compiler.is_compiling():
+        check_tensors(q=q, k=k, v=v, positions=positions, cos_sin=cos_sin, k_cache=k_cache, v_cache=v_cache, slot_mapping=slot_mapping,
+                      **_given(q_norm=q_norm, k_norm=k_norm, k_scale=k_scale, v_scale=v_scale))  # fmt: skip
     q_out = q.new_empty(q.shape)
     if not torch.compiler.is_compiling():
         refuse_grad(q=q, k=k, v=v, q_norm=q_norm, k_norm=k_norm)
@@ -154,11 +164,11 @@ def paged_attention(
         scale: softmax scale; default ``head_dim ** -0.5``.
         causal: hide keys after the query.
         window_size: ``(left, right)`` keys visible beside the own one; -1 = open.
-        logits_soft_cap: scores become ``cap * tanh(score / cap)``; None = off.
+        logits_soft_cap: scores become ``cap * tanh(score / cap)``; None or 0 = off.
         alibi_slopes: ``[num_heads]`` float32.
         sinks: ``[num_heads]``, one logit per head that takes part in the softmax without a value.
         k_scale, v_scale: float32 ``[1]`` or ``[num_kv_heads]``, for fp8 pools.
-        chunk_size: keys of the query's own chunk of that many positions only; None = off.
+        chunk_size: keys of the query's own chunk of that many positions only; None or 0 = off.
         semaphore: int32 zeros, at least ``num_reqs * num_kv_heads``, zeros again afterwards: where the programs that share a
             request meet. None: a GPU kernel that needs one makes its own, which costs a memset. Calls one after the other on a
             stream may share one; calls that may overlap, on different streams, need one each.
@@ -170,11 +180,18 @@ def paged_attention(
         ``[num_tokens, num_heads]``.
 
     Raises:
-        ArgumentError: shapes, dtypes, devices, strides, block ids or lengths don't fit.
+        ArgumentError: shapes, dtypes, devices, strides, block ids, lengths or options don't fit.
     """
+    if not torch.compiler.is_compiling():
+        validation.check_options(scale, window_size, logits_soft_cap, chunk_size)
+        check_tensors(q=q, k_cache=k_cache, v_cache=v_cache, block_table=block_table, seq_lens=seq_lens, query_start_loc=query_start_loc,
+                      **_given(alibi_slopes=alibi_slopes, sinks=sinks, k_scale=k_scale, v_scale=v_scale, semaphore=semaphore))  # fmt: skip
+        for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):  # of these the outputs take their shape
+            if not tensor.dim() == (3 if name == "q" else 4):
+                raise ArgumentError(name, f"{3 if name == 'q' else 4} dimensions", str(list(tensor.shape)))
     out = q.new_empty(q.shape[0], q.shape[1], v_cache.shape[3])
     lse = q.new_empty(q.shape[0], q.shape[1], dtype=torch.float32) if return_lse else None
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scale = max(q.shape[-1], 1) ** -0.5 if scale is None else scale
     soft_cap = 0.0 if logits_soft_cap is None else logits_soft_cap
     chunk = 0 if chunk_size is None else chunk_size
     if not torch.compiler.is_compiling():
@@ -184,6 +201,7 @@ def paged_attention(
             causal=causal, window_left=window_size[0], window_right=window_size[1], logits_soft_cap=soft_cap,
             alibi_slopes=alibi_slopes, sinks=sinks, k_scale=k_scale, v_scale=v_scale, chunk_size=chunk,
             semaphore=semaphore)  # fmt: skip
+        check_native_dtype(ops.paged_attention, q=q, k_cache=k_cache)
     ops.paged_attention(
         q, k_cache, v_cache, block_table, seq_lens, query_start_loc, out, lse, max_query_len=max_query_len, scale=scale,
         causal=causal, window_left=window_size[0], window_right=window_size[1], logits_soft_cap=soft_cap,
@@ -197,7 +215,8 @@ def merge_attn_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor
 
     Args:
         out_a, out_b: ``[num_tokens, num_heads, head_dim_v]``.
-        lse_a, lse_b: ``[num_tokens, num_heads]`` float32, natural logarithm; -inf = that side saw no key.
+        lse_a, lse_b: ``[num_tokens, num_heads]`` float32, natural logarithm; -inf = that side saw no key and its ``out`` is not
+            read. NaN or +inf on either side makes the row NaN: an LSE of +inf, with which some libraries mark empty rows, is none to us.
         ops: whose kernels to run; default: the device's own.
 
     Returns:
@@ -206,10 +225,13 @@ def merge_attn_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor
     Raises:
         ArgumentError: shapes, dtypes or devices don't fit.
     """
+    if not torch.compiler.is_compiling():
+        check_tensors(out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
     out, lse = torch.empty_like(out_a), torch.empty_like(lse_a)
     if not torch.compiler.is_compiling():
         refuse_grad(out_a=out_a, out_b=out_b)
         validation.check_merge_attn_states(out_a, lse_a, out_b, lse_b, out, lse)
+        check_native_dtype(ops.merge_attn_states, out_a=out_a)
     ops.merge_attn_states(out_a, lse_a, out_b, lse_b, out, lse)
     return out, lse
 
@@ -226,6 +248,8 @@ def copy_blocks(k_cache: Tensor, v_cache: Tensor, block_mapping: Tensor | Sequen
     Raises:
         ArgumentError: an id is out of range, or destinations collide; nothing is copied then.
     """
+    if not torch.compiler.is_compiling():
+        check_tensors(k_cache=k_cache, v_cache=v_cache)
     if not isinstance(block_mapping, Tensor):
         host = torch.tensor(list(block_mapping), dtype=torch.int64).reshape(-1, 2)
         validation.check_copy_blocks(k_cache, v_cache, host.to(k_cache.device))
@@ -262,5 +286,7 @@ def advance_step(
         ArgumentError: shapes, dtypes or devices don't fit.
     """
     if not torch.compiler.is_compiling():
+        check_tensors(sampled_token_ids=sampled_token_ids, block_table=block_table, input_ids=input_ids, positions=positions,
+                      seq_lens=seq_lens, slot_mapping=slot_mapping)  # fmt: skip
         validation.check_advance_step(sampled_token_ids, block_table, input_ids, positions, seq_lens, slot_mapping, block_size=block_size)
     ops.advance_step(sampled_token_ids, block_table, input_ids, positions, seq_lens, slot_mapping, block_size=block_size)

@@ -167,7 +167,12 @@ def check_batch(
     block_size: int,
     num_blocks: int | None = None,
 ) -> None:
-    """Refuse a batch whose lengths and blocks do not fit together; raises `ArgumentError`."""
+    """Refuse a batch whose lengths and blocks do not fit together; raises `ArgumentError`.
+
+    That includes a block twice in one request, and two requests that write one slot. Shared blocks that are only read are fine.
+    """
+    if type(block_size) is not int or block_size < 1:
+        raise ArgumentError("block_size", "an int of at least 1 token", repr(block_size))
     if not len(query_lens) == len(seq_lens) == len(block_tables):
         raise ArgumentError(
             "block_tables", f"one row and one length per request ({len(seq_lens)})",
@@ -185,3 +190,22 @@ def check_batch(
         if low < 1 or (num_blocks is not None and high >= num_blocks):
             raise ArgumentError("block_tables", f"block ids in [1, {num_blocks or 'num_blocks'}) (0 is the null block)",
                                 f"ids in [{low}, {high}] in row {row}")  # fmt: skip
+        if len(set(blocks[:needed])) < needed:
+            raise ArgumentError(
+                "block_tables", "every block once per request", f"a block several times in row {row}: {list(blocks[:needed])}"
+            )
+    _check_one_writer(query_lens, seq_lens, block_tables, block_size)
+
+
+def _check_one_writer(query_lens: Sequence[int], seq_lens: Sequence[int], block_tables: Sequence[Sequence[int]], block_size: int) -> None:
+    writers: dict[int, list[tuple[int, int, int]]] = {}  # block -> (first slot, end, row) of what each request writes into it
+    for row, (query_len, seq_len, blocks) in enumerate(zip(query_lens, seq_lens, block_tables, strict=True)):
+        first = max(seq_len - query_len, 0)
+        for column in range(first // block_size, -(-seq_len // block_size) if seq_len > first else 0):
+            start, end = max(first - column * block_size, 0), min(seq_len - column * block_size, block_size)
+            for other_start, other_end, other in writers.setdefault(blocks[column], []):
+                if start < other_end and other_start < end:
+                    raise ArgumentError("block_tables", "one request per slot that is written",
+                                        f"rows {other} and {row}, which both write slot {max(start, other_start)} of block {blocks[column]}",
+                                        "requests may share blocks they only read; give each a block of its own to write")  # fmt: skip
+            writers[blocks[column]].append((start, end, row))

@@ -31,6 +31,7 @@ struct WorkItem {
 
 constexpr int64_t MAX_ROWS = 64;  // rows of a work item
 constexpr int64_t TILE_KV = 64;   // keys per softmax step
+constexpr float FLOOR = -1e30f;   // where a row's maximum begins: finite, so that a row that has seen nothing makes no inf - inf
 
 // The visible keys of the query at `position`: every mask of the op is an interval.
 inline void visible_range(const Problem& p, int64_t position, int64_t seq_len, int64_t* low, int64_t* end) {
@@ -48,8 +49,9 @@ inline void visible_range(const Problem& p, int64_t position, int64_t seq_len, i
   *end = hi > lo ? hi : lo;
 }
 
-// Divide an accumulator by its sum, add the sink's term, write out and lse of one row.
-using FinishRow = void (*)(const Problem&, int64_t token, int64_t head, const float* acc, float maximum, float sum);
+// Divide an accumulator by its sum, add the sink's term, write out and lse of one row; zeros and -inf unless it `sees` any key.
+// The sum does not tell: it is NaN where a score was NaN or +inf, and 0 where all were -inf, which makes 0 / 0.
+using FinishRow = void (*)(const Problem&, int64_t token, int64_t head, bool sees, const float* acc, float maximum, float sum);
 using RunItem = void (*)(const Problem&, const WorkItem&);
 struct Kernels { RunItem run; FinishRow finish; };
 

@@ -2,6 +2,7 @@
 // ROW_TILE x 4 accumulators must fit the register file (16 of 32 with AVX-512, 8 of 16 with AVX2).
 #include <algorithm>
 #include <cmath>
+#include <type_traits>
 #include <vector>
 
 #include "attention_kernel.h"
@@ -82,21 +83,27 @@ void weigh_rows(const float* weights, const T* const* values, int64_t num_keys, 
 }
 
 template <typename T>
-void finish_row(const Problem& p, int64_t token, int64_t head, const float* acc, float maximum, float total) {
+void finish_row(const Problem& p, int64_t token, int64_t head, bool sees, const float* acc, float maximum, float total) {
   T* out = static_cast<T*>(p.out) + token * p.o_token + head * p.o_head;
-  const bool sees = total > 0;
-  if (sees && p.sinks) {
+  float shrink = 1.0f;
+  if (p.sinks) {
     const float sink = p.sinks[head], top = std::max(maximum, sink);
-    // rescaling the sum alone is enough: the accumulator keeps the old maximum's scale
-    total += std::exp(sink - top) / std::exp(maximum - top);
-    if (!std::isfinite(total)) total = __builtin_inff();  // the sink outweighs every key: weights vanish
+    shrink = std::exp(maximum - top);
+    total = total * shrink + std::exp(sink - top);
+    maximum = top;
   }
-  const float factor = sees ? 1.0f / total : 0.0f;
+  const float factor = shrink / total;
   for (int64_t d = 0; d < p.head_dim_v; ++d) from_float(sees ? acc[d] * factor : 0.0f, out + d);
-  if (!p.lse) return;
-  float lse = sees ? maximum + std::log(total) : NEG_INF;
-  if (sees && std::isinf(total)) lse = p.sinks[head];
-  p.lse[token * p.lse_token + head * p.lse_head] = lse;
+  if (p.lse) p.lse[token * p.lse_token + head * p.lse_head] = sees ? maximum + std::log(total) : NEG_INF;
+}
+
+// Whether any of `count` values holds NaN or inf.
+template <typename T>
+bool any_nonfinite(const T* const* values, int64_t count, int64_t head_dim_v) {
+  bool bad = false;
+  for (int64_t key = 0; key < count; ++key)
+    for (int64_t d = 0; d < head_dim_v; ++d) bad |= (float_to_bits(to_float(values[key][d])) & 0x7f800000) == 0x7f800000;
+  return bad;
 }
 
 template <typename T>
@@ -112,9 +119,9 @@ void run_item(const Problem& p, const WorkItem& w) {
   s.q.assign(padded_rows * padded_dim, 0.0f);
   s.scores.resize(padded_rows * TILE_KV);
   s.acc.assign(padded_rows * stride, 0.0f);
-  s.maximum.assign(padded_rows, NEG_INF);
+  s.maximum.assign(padded_rows, FLOOR);
   s.total.assign(padded_rows, 0.0f);
-  int64_t low[MAX_ROWS], end[MAX_ROWS];
+  int64_t low[MAX_ROWS], end[MAX_ROWS], from[MAX_ROWS], to[MAX_ROWS];  // visible keys; the same within a tile
   float slopes[MAX_ROWS];
   for (int64_t r = 0; r < rows; ++r) {
     const int64_t token = w.first_token + r / group, head = w.kv_head * group + r % group;
@@ -138,39 +145,58 @@ void run_item(const Problem& p, const WorkItem& w) {
         dot_tile<T, ROW_TILE>(s.q.data() + r * padded_dim, padded_dim, keys + i, p.head_dim, s.scores.data() + r * TILE_KV + i);
     for (int64_t r = 0; r < padded_rows; ++r) {
       float* x = s.scores.data() + r * TILE_KV;
-      const int64_t from = r < rows ? std::max<int64_t>(low[r] - tile, 0) : TILE_KV, to = r < rows ? std::min(end[r] - tile, count) : 0;
-      if (from >= to) {  // nothing visible for this row in this tile
+      if (r < rows) {
+        from[r] = std::min(std::max<int64_t>(low[r] - tile, 0), count);
+        to[r] = std::max(std::min(end[r] - tile, count), from[r]);
+      }
+      if (r >= rows || from[r] == to[r]) {  // nothing visible for this row in this tile
         std::fill(x, x + TILE_KV, 0.0f);
         continue;
       }
       if (p.soft_cap > 0)
-        for (int64_t i = from; i < to; ++i) x[i] = p.soft_cap * std::tanh(x[i] / p.soft_cap);
+        for (int64_t i = from[r]; i < to[r]; ++i) x[i] = p.soft_cap * std::tanh(x[i] / p.soft_cap);
       if (p.alibi_slopes) {
         const int64_t position = seq_len - query_len + w.first_token + r / group;
-        for (int64_t i = from; i < to; ++i) x[i] += slopes[r] * float(tile + i - position);
+        for (int64_t i = from[r]; i < to[r]; ++i) x[i] += slopes[r] * float(tile + i - position);
       }
-      std::fill(x, x + from, NEG_INF);
-      std::fill(x + to, x + TILE_KV, NEG_INF);
+      std::fill(x, x + from[r], NEG_INF);
+      std::fill(x + to[r], x + TILE_KV, NEG_INF);
       float top = s.maximum[r];
-      for (int64_t i = from; i < to; ++i) top = std::max(top, x[i]);
-      if (top == NEG_INF) {
-        std::fill(x, x + TILE_KV, 0.0f);
-        continue;
-      }
+      for (int64_t i = from[r]; i < to[r]; ++i) top = std::max(top, x[i]);  // passes over NaN, which the sum below keeps
       vf sums = {};
       for (int64_t i = 0; i < TILE_KV; i += VEC_WIDTH) {
         const vf e = exp_vec(load(x + i) - top);
         store(x + i, e);
         sums += e;
       }
-      const float shrink = s.maximum[r] == NEG_INF ? 0.0f : std::exp(s.maximum[r] - top);
+      const float shrink = std::exp(s.maximum[r] - top);
       s.total[r] = s.total[r] * shrink + sum(sums);
       if (shrink != 1.0f)
         for (int64_t d = 0; d < stride; d += VEC_WIDTH) store(&s.acc[r * stride + d], load(&s.acc[r * stride + d]) * shrink);
       s.maximum[r] = top;
     }
-    for (int64_t r = 0; r < padded_rows; r += ROW_TILE)
-      weigh_rows<T, ROW_TILE>(s.scores.data() + r * TILE_KV, values, count, s.acc.data() + r * stride, stride, p.head_dim_v);
+    for (int64_t r = 0; r < rows; r += ROW_TILE) {
+      const int64_t last = std::min<int64_t>(r + ROW_TILE, rows);
+      int64_t first = count, upto = 0, all_from = 0, all_to = count;  // keys that any of these rows sees, and that all of them see
+      for (int64_t i = r; i < last; ++i) {
+        if (from[i] < to[i]) { first = std::min(first, from[i]); upto = std::max(upto, to[i]); }
+        all_from = std::max(all_from, from[i]);
+        all_to = std::min(all_to, to[i]);
+      }
+      if (first >= upto) continue;
+      auto weigh = [&](int64_t row, int64_t begin, int64_t end_at, auto rows_at_once) {
+        weigh_rows<T, decltype(rows_at_once)::value>(s.scores.data() + row * TILE_KV + begin, values + begin, end_at - begin,
+                                                     s.acc.data() + row * stride, stride, p.head_dim_v);
+      };
+      all_to = std::max(all_from, all_to);
+      const bool uneven = first < all_from || upto > all_to;
+      if (uneven && any_nonfinite<T>(values + first, upto - first, p.head_dim_v)) {  // 0 * NaN is NaN: no row may touch what it does not see
+        for (int64_t i = r; i < last; ++i)
+          if (from[i] < to[i]) weigh(i, from[i], to[i], std::integral_constant<int, 1>{});
+      } else {
+        weigh(r, first, upto, std::integral_constant<int, ROW_TILE>{});
+      }
+    }
   }
   for (int64_t r = 0; r < rows; ++r) {
     if (w.partial) {
@@ -179,7 +205,8 @@ void run_item(const Problem& p, const WorkItem& w) {
       state[p.head_dim_v] = s.maximum[r];
       state[p.head_dim_v + 1] = s.total[r];
     } else {
-      finish_row<T>(p, start + w.first_token + r / group, w.kv_head * group + r % group, s.acc.data() + r * stride, s.maximum[r], s.total[r]);
+      finish_row<T>(p, start + w.first_token + r / group, w.kv_head * group + r % group, low[r] < end[r], s.acc.data() + r * stride,
+                    s.maximum[r], s.total[r]);
     }
   }
 }

@@ -1,6 +1,8 @@
 // write_kv and copy_blocks: rows of bytes moved between tokens and pools.
+#include <algorithm>
 #include <cstring>
 #include <set>
+#include <vector>
 
 #include "ops.h"
 
@@ -29,11 +31,22 @@ void scatter(const Tensor& x, const Tensor& cache, const int64_t* slots, int64_t
   else torch::stable::parallel_for(0, tokens, grain, body);
 }
 
+// No two tokens have one slot, but for -1 and the slots of block 0, which hold nobody's tokens.
+void check_distinct(const int64_t* slots, int64_t stride, int64_t count, int64_t block_size) {
+  std::vector<int64_t> sorted;
+  for (int64_t i = 0; i < count; ++i)
+    if (slots[i * stride] >= block_size) sorted.push_back(slots[i * stride]);
+  if (!std::is_sorted(sorted.begin(), sorted.end())) std::sort(sorted.begin(), sorted.end());
+  const auto twice = std::adjacent_find(sorted.begin(), sorted.end());
+  STD_TORCH_CHECK(twice == sorted.end(), "slot_mapping: expected one token per slot, got slot ", *twice, " (block ", *twice / block_size,
+                  ") several times; two requests share a block that is still written: give each its own");
+}
+
 }  // namespace
 
 void write_kv(Tensor k, Tensor v, Tensor k_cache, Tensor v_cache, Tensor slot_mapping, std::optional<Tensor> k_scale, std::optional<Tensor> v_scale,
               bool /*are_query_tokens*/) {
-  check_pools(k_cache, v_cache);
+  check_pools(k_cache, v_cache, true);
   check_float("k_cache", k_cache);
   STD_TORCH_CHECK(!k_scale && !v_scale, "k_scale, v_scale: expected None (the cpu backend has no fp8 pools), got a tensor");
   check_dims("slot_mapping", slot_mapping, {-1});
@@ -48,6 +61,9 @@ void write_kv(Tensor k, Tensor v, Tensor k_cache, Tensor v_cache, Tensor slot_ma
   for (int64_t i = 0; i < slot_mapping.size(0); ++i)
     STD_TORCH_CHECK(slots[i * stride] >= -1 && slots[i * stride] < num_slots, "slot_mapping: expected slots in [-1, ", num_slots, "), got ",
                     slots[i * stride], "; the pool is too small or the block table wrong");
+  check_apart("k", k, "k_cache", k_cache); check_apart("k", k, "v_cache", v_cache);
+  check_apart("v", v, "k_cache", k_cache); check_apart("v", v, "v_cache", v_cache);
+  check_distinct(slots, stride, slot_mapping.size(0), k_cache.size(1));
   scatter(k, k_cache, slots, stride);
   scatter(v, v_cache, slots, stride);
 }

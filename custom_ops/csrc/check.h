@@ -5,6 +5,7 @@
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 
+#include <algorithm>
 #include <initializer_list>
 #include <optional>
 #include <string>
@@ -53,7 +54,53 @@ inline void check_float(const char* name, const Tensor& t) {
                   "the reference backend takes every dtype");
 }
 
-inline void check_pools(const Tensor& k_cache, const Tensor& v_cache) {
+// The range of a tensor's addresses; empty if it holds nothing.
+struct Span {
+  const char *begin, *end;
+  explicit Span(const Tensor& t) : begin(static_cast<const char*>(t.const_data_ptr())), end(begin) {
+    if (t.numel() == 0) return;
+    int64_t last = 0;
+    for (int64_t i = 0; i < t.dim(); ++i) last += (t.size(i) - 1) * t.stride(i);
+    end = begin + (last + 1) * int64_t(t.element_size());
+  }
+  bool meets(const Span& other) const { return begin < other.end && other.begin < end; }
+};
+
+inline void check_apart(const char* name, const Tensor& t, const char* written, const Tensor& target) {
+  STD_TORCH_CHECK(!Span(t).meets(Span(target)), name, ": expected memory apart from ", written, "'s, which the op writes, got overlapping tensors");
+}
+
+// Whether two pools of the same strides share an element, `distance` elements apart: see pools_meet in custom_ops/checks.py.
+inline bool meet(const int64_t* strides, const int64_t* sizes, int dims, int64_t distance, int64_t width_k, int64_t width_v) {
+  if (dims == 0) return 1 - width_v <= distance && distance <= width_k - 1;
+  int64_t reach = std::max(width_k, width_v) - 1;
+  for (int i = 1; i < dims; ++i) reach += (sizes[i] - 1) * strides[i];
+  const int64_t stride = strides[0];
+  const auto floor_div = [](int64_t a, int64_t b) { return a / b - (a % b != 0 && a < 0); };
+  const int64_t low = -floor_div(reach - distance, stride), high = floor_div(distance + reach, stride);
+  for (int64_t step = std::max(low, 1 - sizes[0]); step <= std::min(high, sizes[0] - 1); ++step)
+    if (meet(strides + 1, sizes + 1, dims - 1, distance - step * stride, width_k, width_v)) return true;
+  return false;
+}
+
+inline bool pools_meet(const Tensor& k_cache, const Tensor& v_cache) {
+  const Span k(k_cache), v(v_cache);
+  if (!k.meets(v)) return false;
+  int64_t strides[3], sizes[3];
+  int dims = 0;
+  for (int i = 0; i < 3; ++i) {
+    if (k_cache.stride(i) != v_cache.stride(i)) return true;
+    if (k_cache.size(i) < 2 || k_cache.stride(i) == 0) continue;
+    int at = dims++;
+    for (; at > 0 && strides[at - 1] < k_cache.stride(i); --at) { strides[at] = strides[at - 1]; sizes[at] = sizes[at - 1]; }
+    strides[at] = k_cache.stride(i);
+    sizes[at] = k_cache.size(i);
+  }
+  return meet(strides, sizes, dims, (v.begin - k.begin) / int64_t(k_cache.element_size()), k_cache.size(3), v_cache.size(3));
+}
+
+// `stores`: the op writes tokens. Values that are the first columns of the keys may then not be given, else they may.
+inline void check_pools(const Tensor& k_cache, const Tensor& v_cache, bool stores = false) {
   STD_TORCH_CHECK(k_cache.dim() == 4, "k_cache: expected shape [num_blocks, block_size, num_kv_heads, head_dim], got ", shape_of(k_cache));
   check_dims("v_cache", v_cache, {k_cache.size(0), k_cache.size(1), k_cache.size(2), -1});
   STD_TORCH_CHECK(k_cache.scalar_type() == v_cache.scalar_type(), "v_cache: expected the dtype of k_cache, got another");
@@ -61,6 +108,13 @@ inline void check_pools(const Tensor& k_cache, const Tensor& v_cache) {
   check_cpu("v_cache", v_cache);
   check_last_dim("k_cache", k_cache);
   check_last_dim("v_cache", v_cache);
+  for (int i = 0; i < 4; ++i)
+    STD_TORCH_CHECK(k_cache.size(i) > 0 && v_cache.size(i) > 0, "k_cache, v_cache: expected at least one block, token per block, head and column, got ",
+                    shape_of(k_cache), " and ", shape_of(v_cache));
+  if (!pools_meet(k_cache, v_cache)) return;
+  bool latent = !stores && k_cache.const_data_ptr() == v_cache.const_data_ptr() && v_cache.size(3) < k_cache.size(3);
+  for (int i = 0; i < 3; ++i) latent = latent && k_cache.stride(i) == v_cache.stride(i);
+  STD_TORCH_CHECK(latent, "v_cache: expected memory apart from k_cache's, got pools that share memory; allocate one pool for each");
 }
 
 template <typename T>

@@ -31,7 +31,15 @@ Kernels choose(Dtype dtype) {
 // Items of one query tile: `splits` of them, their partial states one after the other.
 struct Tile { int64_t first_item, splits; };
 
+// The last request in which each block was met, counted over all calls of the thread: no memory to clear between them.
+struct Met {
+  std::vector<uint64_t> when;
+  uint64_t now = 0;
+};
+thread_local Met met;
+
 void check_values(const Problem& p, int64_t max_query_len, int64_t width, int64_t num_blocks) {
+  if (int64_t(met.when.size()) < num_blocks) met.when.resize(num_blocks, 0);
   STD_TORCH_CHECK(p.query_start_loc[0] == 0, "query_start_loc: expected 0 first, got ", p.query_start_loc[0]);
   for (int64_t r = 0; r < p.num_reqs; ++r) {
     const int64_t query_len = int64_t(p.query_start_loc[r + 1]) - p.query_start_loc[r], seq_len = p.seq_lens[r];
@@ -40,10 +48,14 @@ void check_values(const Problem& p, int64_t max_query_len, int64_t width, int64_
     STD_TORCH_CHECK(query_len <= max_query_len, "max_query_len: expected at least the longest query (", query_len, "), got ", max_query_len);
     STD_TORCH_CHECK(seq_len <= width * p.block_size, "seq_lens: expected at most ", width * p.block_size, " tokens, got ", seq_len,
                     "; give block_table more columns");
+    ++met.now;
     for (int64_t b = 0; b * p.block_size < seq_len; ++b) {
       const int64_t block = p.block_table[r * p.table_row + b];
       STD_TORCH_CHECK(block >= 0 && block < num_blocks, "block_table: expected block ids in [0, ", num_blocks, "), got ", block, " in row ", r,
                       ", column ", b);
+      STD_TORCH_CHECK(block == 0 || met.when[block] != met.now, "block_table: expected every block once per request (block 0, the null block, excepted), got block ",
+                      block, " several times in row ", r);
+      met.when[block] = met.now;
     }
   }
 }
@@ -66,19 +78,21 @@ void tile_range(const Problem& p, const WorkItem& w, int64_t* low, int64_t* end)
 void merge_splits(const Problem& p, const Kernels& kernels, const std::vector<WorkItem>& items, const Tile& tile) {
   const WorkItem& w = items[tile.first_item];
   const int64_t group = p.num_heads / p.num_kv_heads, width = p.head_dim_v + 2;
+  const int64_t seq_len = p.seq_lens[w.request], first_position = seq_len - (p.query_start_loc[w.request + 1] - p.query_start_loc[w.request]);
   std::vector<float> acc(p.head_dim_v);
   for (int64_t r = 0; r < w.num_query_tokens * group; ++r) {
-    float top = -INFINITY, total = 0;
+    float top = FLOOR, total = 0;
     for (int64_t s = 0; s < tile.splits; ++s) top = std::max(top, items[tile.first_item + s].partial[r * width + p.head_dim_v]);
     std::fill(acc.begin(), acc.end(), 0.0f);
-    for (int64_t s = 0; s < tile.splits && top != -INFINITY; ++s) {
+    for (int64_t s = 0; s < tile.splits; ++s) {
       const float* state = items[tile.first_item + s].partial + r * width;
-      if (state[p.head_dim_v] == -INFINITY) continue;
       const float factor = std::exp(state[p.head_dim_v] - top);
       total += state[p.head_dim_v + 1] * factor;
       for (int64_t d = 0; d < p.head_dim_v; ++d) acc[d] += state[d] * factor;
     }
-    kernels.finish(p, p.query_start_loc[w.request] + w.first_token + r / group, w.kv_head * group + r % group, acc.data(), top, total);
+    int64_t low, end;
+    visible_range(p, first_position + w.first_token + r / group, seq_len, &low, &end);
+    kernels.finish(p, p.query_start_loc[w.request] + w.first_token + r / group, w.kv_head * group + r % group, low < end, acc.data(), top, total);
   }
 }
 
@@ -134,7 +148,7 @@ void run(const Problem& p) {
   // Token rows after the last request: padding, but defined.
   const std::vector<float> zeros(p.head_dim_v, 0.0f);
   for (int64_t t = p.query_start_loc[p.num_reqs]; t < p.num_tokens; ++t)
-    for (int64_t h = 0; h < p.num_heads; ++h) kernels.finish(p, t, h, zeros.data(), -INFINITY, 0.0f);
+    for (int64_t h = 0; h < p.num_heads; ++h) kernels.finish(p, t, h, false, zeros.data(), FLOOR, 0.0f);
 }
 
 // Small per-head tensors come in any float dtype; the kernels read floats.
@@ -183,10 +197,12 @@ void paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_tabl
     check_cpu("lse", *lse);
   }
   STD_TORCH_CHECK(max_query_len >= 1, "max_query_len: expected at least 1, got ", max_query_len);
-  STD_TORCH_CHECK(scale > 0, "scale: expected a positive number, got ", scale);
+  check_apart("q", q, "out", out); check_apart("k_cache", k_cache, "out", out); check_apart("v_cache", v_cache, "out", out);
+  STD_TORCH_CHECK(scale > 0 && std::isfinite(scale), "scale: expected a positive finite number, got ", scale);
   STD_TORCH_CHECK(window_left >= -1, "window_left: expected -1 (open) or a number of keys >= 0, got ", window_left);
   STD_TORCH_CHECK(window_right >= -1, "window_right: expected -1 (open) or a number of keys >= 0, got ", window_right);
-  STD_TORCH_CHECK(logits_soft_cap >= 0, "logits_soft_cap: expected 0 (off) or a positive number, got ", logits_soft_cap);
+  STD_TORCH_CHECK(logits_soft_cap >= 0 && std::isfinite(logits_soft_cap), "logits_soft_cap: expected 0 (off) or a positive finite number, got ",
+                  logits_soft_cap);
   STD_TORCH_CHECK(chunk_size >= 0, "chunk_size: expected 0 (off) or a positive number of tokens, got ", chunk_size);
   std::optional<Tensor> slopes, sink_values;
   Problem p{};

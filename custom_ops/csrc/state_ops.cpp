@@ -16,13 +16,14 @@ void merge(const Tensor& out_a, const Tensor& lse_a, const Tensor& out_b, const 
     for (int64_t w = begin; w < end; ++w) {
       const int64_t i = w / heads, h = w % heads;
       const float a = data<float>(lse_a)[row(lse_a, i, h)], b = data<float>(lse_b)[row(lse_b, i, h)];
-      const float top = std::max(a, b);
-      const bool empty = top == -INFINITY;
-      const float ea = empty ? 0.0f : std::exp(a - top), eb = empty ? 0.0f : std::exp(b - top), total = ea + eb;
+      // A NaN or +inf lives on in its own weight, whatever the maximum makes of it; a side that saw nothing is not read.
+      const bool empty_a = a == -INFINITY, empty_b = b == -INFINITY, empty = empty_a && empty_b;
+      const float top = empty_a ? b : empty_b ? a : std::max(a, b);
+      const float ea = empty_a ? 0.0f : std::exp(a - top), eb = empty_b ? 0.0f : std::exp(b - top), total = ea + eb;
       const T *xa = data<T>(out_a) + row(out_a, i, h), *xb = data<T>(out_b) + row(out_b, i, h);
       T* y = mutable_data<T>(out) + row(out, i, h);
       for (int64_t d = 0; d < dim; ++d)
-        from_float(empty ? 0.0f : (ea / total) * to_float(xa[d]) + (eb / total) * to_float(xb[d]), y + d);
+        from_float((empty_a ? 0.0f : (ea / total) * to_float(xa[d])) + (empty_b ? 0.0f : (eb / total) * to_float(xb[d])), y + d);
       if (lse) mutable_data<float>(*lse)[row(*lse, i, h)] = empty ? -INFINITY : top + std::log(total);
     }
   };

@@ -94,9 +94,9 @@ inline void sum4(vf a, vf b, vf c, vf d, float* out) {
 #endif
 }
 
-// exp(x) to about 1 ulp for x <= 0 (Cephes' expf: Cody-Waite reduction, degree-6 polynomial); 0 below -87.3.
+// exp(x) to about 1 ulp for x <= 0 (Cephes' expf: Cody-Waite reduction, degree-6 polynomial); 0 below -87.3, NaN of NaN.
 inline vf exp_vec(vf x) {
-  const vi alive = x > splat(-87.3f);
+  const vi alive = ~(x <= splat(-87.3f));
   const vf clipped = (vf)(((vi)x & alive) | ((vi)splat(-87.3f) & ~alive));
   const vf magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
   const vf shifted = clipped * 1.44269504088896341f + magic, n = shifted - magic;

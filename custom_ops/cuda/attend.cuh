@@ -121,6 +121,7 @@ struct Queries {
         }
       largest = fmaxf(largest, __shfl_xor_sync(ALL, largest, 1));
       largest = fmaxf(largest, __shfl_xor_sync(ALL, largest, 2));
+      largest = fminf(largest, 1e37f);  // of an infinite q: finite, so that it stays infinite
       fold = __int_as_float((__float_as_int(largest) & 0x7f800000) + 0x00800000);  // the next power of two
       const float shrink = 1.f / fold;
 #pragma unroll

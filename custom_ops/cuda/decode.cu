@@ -16,12 +16,18 @@
 #include "attend.cuh"
 
 // Normalise four columns of a row and store them; the first thread of a row stores the LSE.
-__device__ __forceinline__ void finish(const Params &p, int start, int query_len, int pair, int row, int column, float top, float total,
-                                       float4 x) {
+__device__ __forceinline__ void finish(const Params &p, const Request &r, int pair, int row, int column, float top, float total, float4 x) {
   const int query = query_of(row);
-  if (query >= query_len) return;
+  if (query >= r.query_len) return;
   const int head = kv_head_of(pair, row), q_head = head * GROUP + row % GROUP;
-  const bool sees = total > 0.f;
+  // `total` does not tell: it is NaN where a score was NaN or +inf, and 0 where all were -inf, which makes 0 / 0.
+#if SAME_MASK
+  constexpr bool sees = true;  // a request whose query sees nothing has no tiles
+#else
+  int low, end;
+  visible(r.seq_len - r.query_len + query, r.seq_len, low, end);
+  const bool sees = end > low;
+#endif
 #if SINKS
   const float sink = to_float(p.sinks[q_head]) * LOG2E;
   const float most = fmaxf(top, sink);
@@ -37,9 +43,9 @@ __device__ __forceinline__ void finish(const Params &p, int start, int query_len
 #endif
   if (!sees) x = make_float4(0.f, 0.f, 0.f, 0.f);
   uint2 packed = make_uint2(pack_out(x.x * weight, x.y * weight), pack_out(x.z * weight, x.w * weight));
-  *(uint2 *)(p.out + ((start + query) * p.o_token + q_head * p.o_head + column * 4) * 2) = packed;
+  *(uint2 *)(p.out + ((r.start + query) * p.o_token + q_head * p.o_head + column * 4) * 2) = packed;
 #if LSE
-  if (column == 0) p.lse[(start + query) * p.l_token + q_head * p.l_head] = sees ? (top + log2_(total)) * LN2 : -INF;
+  if (column == 0) p.lse[(r.start + query) * p.l_token + q_head * p.l_head] = sees ? (top + log2_(total)) * LN2 : -INF;
 #endif
 }
 
@@ -79,7 +85,7 @@ __device__ __forceinline__ void merge(const Params &p, const Cursor &c, int firs
         sum.x += x[j].x * weight; sum.y += x[j].y * weight; sum.z += x[j].z * weight; sum.w += x[j].w * weight;
       }
     }
-    finish(p, c.r.start, c.r.query_len, c.pair, row, column, top, total, sum);
+    finish(p, c.r, c.pair, row, column, top, total, sum);
   }
 }
 
@@ -309,7 +315,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, CTAS_PER_SM) pag
         } else
 #endif
         if (parts.whole || parts.near) {
-          finish(p, c.r.start, c.r.query_len, c.pair, row, column, top, sum, x);
+          finish(p, c.r, c.pair, row, column, top, sum, x);
         } else {
           ((float4 *)p.part_acc)[part * ROWS * VECTORS + e] = x;
           if (column == 0) {

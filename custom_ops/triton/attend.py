@@ -50,9 +50,10 @@ def attend(
     q, position, low, end, slope, first_key, end_key, table_ptr, k_ptr, v_ptr, k_block, k_slot, v_block, v_slot,
     score_scale, soft_cap,
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, DIM_V: tl.constexpr, DIM_V_PAD: tl.constexpr, TILE_M: tl.constexpr,
-    TILE_KV: tl.constexpr, BLOCK_SIZE: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, INTERPRET: tl.constexpr,
+    TILE_KV: tl.constexpr, BLOCK_SIZE: tl.constexpr, FIRST_KEY_SEEN: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr,
+    INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """Returns ``(maximum [M], total [M], acc [M, DV])``, scores in base 2.
+    """Returns ``(maximum [M], total [M], acc [M, DV])``, scores in base 2. FIRST_KEY_SEEN: ``low`` is 0 for all rows.
 
     ``k_ptr`` and ``v_ptr`` point at the kv head; keys at or past ``end_key`` are never read. ``score_scale`` holds the softmax
     scale and the cache's k_scale. Block ids are read two tiles ahead, so that the loads of keys and values are the only ones
@@ -67,12 +68,16 @@ def attend(
         # fp8 converts to fp16 in one instruction, to bf16 in several. A power of two per row keeps q inside fp16's range
         # (numbers below 2^-14 of a row's largest lose bits, no more).
         largest = tl.max(tl.abs(q.to(tl.float32)), 1)
-        fold = tl.exp2(tl.ceil(tl.log2(tl.maximum(largest, 1e-30))))
+        # Of an infinite q finite, so that it stays infinite.
+        fold = tl.exp2(tl.ceil(tl.log2(tl.minimum(tl.maximum(largest, 1e-30), 1e37))))
         q = (q.to(tl.float32) / fold[:, None]).to(tl.float16)
         row_scale *= fold
     maximum = tl.full([TILE_M], -1.0e30, tl.float32)  # finite, so that a row that sees nothing yet makes no inf - inf
     totals = tl.zeros([TILE_M, TILE_KV], tl.float32)  # summed over keys once, at the end
     acc = tl.zeros([TILE_M, DIM_V_PAD], tl.float32)
+    first_seen = first_key
+    if not FIRST_KEY_SEEN:
+        first_seen = tl.min(low, 0)
     d = tl.arange(0, DIM_PAD)
     dv = tl.arange(0, DIM_V_PAD)
     ahead = first_key + tl.arange(0, TILE_KV)
@@ -100,7 +105,10 @@ def attend(
         shrink = tl.exp2(maximum - top)
         totals = totals * shrink[:, None] + p
         v_at = v_ptr + (block.to(tl.int64) * v_block + offset * v_slot)[:, None] + dv[None, :]
-        v = tl.load(v_at, mask=inside[:, None] & (dv < DIM_V)[None, :], other=0.0)  # [N, DV]
+        seen = inside
+        if not FIRST_KEY_SEEN:  # blocks in front of a window may be gone and hold anything
+            seen = inside & (n >= first_seen)
+        v = tl.load(v_at, mask=seen[:, None] & (dv < DIM_V)[None, :], other=0.0)  # [N, DV]
         if INTERPRET:
             v = v.to(tl.float32)
         else:
@@ -138,7 +146,7 @@ def attend_slices(
         q = q.to(tl.float32)
     elif FP8 and q.dtype == tl.bfloat16:  # as in attend
         largest = tl.max(tl.abs(q.to(tl.float32)), 0)
-        fold = tl.exp2(tl.ceil(tl.log2(tl.maximum(largest, 1e-30))))
+        fold = tl.exp2(tl.ceil(tl.log2(tl.minimum(tl.maximum(largest, 1e-30), 1e37))))
         q = (q.to(tl.float32) / fold[None, :]).to(tl.float16)
         row_scale *= fold
     if not SOFT_CAP and not ALIBI:
@@ -278,12 +286,13 @@ def slice_slots(start, end_key, SLICES: tl.constexpr, SLICE: tl.constexpr, BLOCK
 
 
 @triton.jit
-def finish(maximum, total, acc, sink, v_scale, SINKS: tl.constexpr):
-    """``(out [M, DV], lse [M])`` from a finished state; the sink joins the denominator; rows without keys: 0 and -inf."""
+def finish(maximum, total, acc, sink, v_scale, sees, SINKS: tl.constexpr):
+    """``(out [M, DV], lse [M])`` from a finished state; the sink joins the denominator; rows without keys (not ``sees [M]``): 0 and -inf.
+
+    ``total`` does not tell who sees: it is NaN where a score was NaN or +inf, and 0 where all were -inf, which makes 0 / 0.
+    """
     LOG2E: tl.constexpr = 1.4426950408889634
     LN2: tl.constexpr = 0.6931471805599453
-    sees = total > 0
-    maximum = tl.where(sees, maximum, float("-inf"))
     if SINKS:
         top = tl.maximum(maximum, sink * LOG2E)
         shrink = tl.exp2(maximum - top)

@@ -21,6 +21,13 @@ def begin_write(ARE_QUERY_TOKENS: tl.constexpr, PDL: tl.constexpr):
 
 
 @triton.jit
+def saturate(x, LIMIT: tl.constexpr):
+    """``x`` inside an fp8 dtype's range ``[-LIMIT, LIMIT]``, infinities too; NaN stays NaN, which a plain minimum would drop."""
+    x = tl.maximum(x, -LIMIT, propagate_nan=tl.PropagateNan.ALL)
+    return tl.minimum(x, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def end_write(ARE_QUERY_TOKENS: tl.constexpr, PDL: tl.constexpr):
     """After the last store. That all programs have ended starts the kernel behind, but does not say that their stores can be seen."""
     if PDL and not ARE_QUERY_TOKENS:

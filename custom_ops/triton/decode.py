@@ -238,13 +238,17 @@ def decode_kernel(
             q = tl.load(q_at, mask=q_mask, other=0.0)  # [M, D]
             maximum, denominator, acc = attend(
                 q, position, low, end, slope, first_key, last_key, table_at, k_at, v_at, K_BLOCK, K_SLOT, V_BLOCK, V_SLOT,
-                score_scale, soft_cap, DIM, DIM_PAD, DIM_V, DIM_V_PAD, TILE_M, TILE_KV, BLOCK_SIZE, SOFT_CAP, ALIBI, INTERPRET,
+                score_scale, soft_cap, DIM, DIM_PAD, DIM_V, DIM_V_PAD, TILE_M, TILE_KV, BLOCK_SIZE, WINDOW_LEFT < 0 and CHUNK <= 0, SOFT_CAP,
+                ALIBI, INTERPRET,
             )  # fmt: skip
         if count == num_tiles:  # slices are merged in either branch: their layouts differ, and the compiler would prepare both
             sink = tl.zeros([TILE_M], tl.float32)
             if SINKS:
                 sink = tl.load(sinks_ptr + head, mask=valid, other=0.0).to(tl.float32)
-            out, lse = finish(maximum, denominator, merge_slices(acc, SLICES), sink, v_scale, SINKS)
+            sees = valid
+            if QUERY_LEN > 1:  # else the one query sees what gave the pair its tiles
+                sees = end > low
+            out, lse = finish(maximum, denominator, merge_slices(acc, SLICES), sink, v_scale, sees, SINKS)
             store_rows(out_ptr, lse_ptr, out, lse, start + query, head, valid, o_token, o_head, l_token, l_head, DIM_V, DIM_V_PAD, HAS_LSE)
         else:
             # A program has at most one part that begins inside a pair (slot 0) and one that begins a pair (slot 1).
@@ -264,8 +268,9 @@ def decode_kernel(
             if tl.atomic_add(semaphore, 1, sem="acq_rel") == num_parts - 1:
                 tl.store(semaphore, 0)
                 merge_parts(
-                    part_acc_ptr, part_state_ptr, first_part, num_parts, out_ptr, lse_ptr, sinks_ptr, v_scale, start, query_len, kv_head,
-                    o_token, o_head, l_token, l_head, GROUP, QUERY_LEN, DIM_V, DIM_V_PAD, ROWS, PARTS, SINKS, HAS_LSE,
+                    part_acc_ptr, part_state_ptr, first_part, num_parts, out_ptr, lse_ptr, sinks_ptr, v_scale, start, query_len, seq_len,
+                    kv_head, o_token, o_head, l_token, l_head, GROUP, QUERY_LEN, DIM_V, DIM_V_PAD, ROWS, PARTS, CAUSAL, WINDOW_LEFT, WINDOW_RIGHT,
+                    CHUNK, SINKS, HAS_LSE,
                 )  # fmt: skip
         unit += count
 
@@ -314,10 +319,11 @@ def store_empty(
 
 @triton.jit
 def merge_parts(
-    part_acc_ptr, part_state_ptr, first_part, num_parts, out_ptr, lse_ptr, sinks_ptr, v_scale, start, query_len, kv_head,
+    part_acc_ptr, part_state_ptr, first_part, num_parts, out_ptr, lse_ptr, sinks_ptr, v_scale, start, query_len, seq_len, kv_head,
     o_token, o_head, l_token, l_head,
     GROUP: tl.constexpr, QUERY_LEN: tl.constexpr, DIM_V: tl.constexpr, DIM_V_PAD: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
-    SINKS: tl.constexpr, HAS_LSE: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW_LEFT: tl.constexpr, WINDOW_RIGHT: tl.constexpr, CHUNK: tl.constexpr, SINKS: tl.constexpr,
+    HAS_LSE: tl.constexpr,
 ):  # fmt: skip
     """Combine the parts of one pair, written by programs ``first_part ...``: slot 1 of the first, slot 0 of the others."""
     row = tl.arange(0, ROWS)
@@ -349,5 +355,9 @@ def merge_parts(
     sink = tl.zeros([ROWS], tl.float32)
     if SINKS:
         sink = tl.load(sinks_ptr + head, mask=valid, other=0.0).to(tl.float32)
-    out, lse = finish(maximum, denominator, acc, sink, v_scale, SINKS)
+    sees = valid
+    if QUERY_LEN > 1:
+        low, end = visible_range(seq_len - query_len + query, seq_len, WINDOW_LEFT, WINDOW_RIGHT, CHUNK, CAUSAL)
+        sees = end > low
+    out, lse = finish(maximum, denominator, acc, sink, v_scale, sees, SINKS)
     store_rows(out_ptr, lse_ptr, out, lse, start + query, head, valid, o_token, o_head, l_token, l_head, DIM_V, DIM_V_PAD, HAS_LSE)

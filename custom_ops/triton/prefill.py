@@ -158,11 +158,8 @@ def attend_tiles(
         if MASKED:
             s = tl.where((start + key[None, :] >= low[:, None]) & (start + key[None, :] < end[:, None]), s, float("-inf"))
         top = tl.maximum(maximum, tl.max(s, 1))
-        safe = top * to_base_2
-        if MASKED:
-            safe = tl.where(top == float("-inf"), 0.0, safe)  # a row that sees nothing yet must not make inf - inf
-        p = tl.exp2(s * to_base_2 - safe[:, None])
-        shrink = tl.exp2(maximum * to_base_2 - safe)
+        p = tl.exp2(s * to_base_2 - (top * to_base_2)[:, None])
+        shrink = tl.exp2(maximum * to_base_2 - top * to_base_2)
         total = total * shrink + tl.sum(p, 1)
         maximum = top
         acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
@@ -221,7 +218,9 @@ def attend_query_tile(
     table_ptr += request.to(tl.int64) * table_row
     k_ptr += kv_head.to(tl.int64) * k_head
     v_ptr += kv_head.to(tl.int64) * v_head
-    maximum = tl.full([TILE_M], float("-inf"), tl.float32)
+    # Finite for rows that see a key, so that one that has seen none yet makes no inf - inf. That of the others stays -inf: it says so at
+    # the end, where a mask kept alive across the loops would cost registers.
+    maximum = tl.where(sees, -1.0e30, float("-inf"))
     total = tl.zeros([TILE_M], tl.float32)
     acc = tl.zeros([TILE_M, DIM_V_PAD], tl.float32)
     blocks = load_blocks(table_ptr, first_key, end_key, TILE_KV, BLOCK_SIZE)
@@ -245,7 +244,7 @@ def attend_query_tile(
     )  # fmt: skip
     LOG2E: tl.constexpr = 1.4426950408889634
     maximum *= score_scale * LOG2E if FOLD else LOG2E
-    out, lse = finish(maximum, total, acc, sink, v_scale, SINKS)
+    out, lse = finish(maximum, total, acc, sink, v_scale, maximum != float("-inf"), SINKS)
     store_rows(out_ptr, lse_ptr, out, lse, start + query, head, valid, o_token, o_head, l_token, l_head, DIM_V, DIM_V_PAD, HAS_LSE)
 
 

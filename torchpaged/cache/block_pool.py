@@ -74,9 +74,15 @@ class BlockPool:
         return taken
 
     def fork(self, blocks: Sequence[int]) -> list[int]:
-        """Share ``blocks`` with one more holder (prefix sharing, beams); returns them as a new list."""
+        """Share ``blocks`` with one more holder (prefix sharing, beams); returns them as a new list.
+
+        Raises:
+            ArgumentError: a block is unknown, free, the null block, or there twice: no sequence has a block twice. Nothing is shared then.
+        """
         for block in blocks:
             self._check(block)
+        if len(set(blocks)) < len(blocks):
+            raise ArgumentError("blocks", "every block once", str(list(blocks)))
         for block in blocks:
             self._ref_counts[block] += 1
         return list(blocks)

@@ -89,6 +89,8 @@ class PagedKVCache:
             raise ArgumentError("layers", "at least one layer", "none")
         if block_size < 1:
             raise ArgumentError("block_size", "at least 1 token", str(block_size))
+        if not dtype.is_floating_point:
+            raise ArgumentError("dtype", "a floating point dtype", str(dtype))
         if (num_blocks is None) == (memory_budget is None):
             raise ArgumentError("num_blocks", "exactly one of num_blocks and memory_budget", f"{num_blocks} and {memory_budget}")
         self.layers, self.block_size, self.dtype, self.device = tuple(layers), block_size, dtype, torch.device(device)

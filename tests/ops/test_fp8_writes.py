@@ -1,0 +1,58 @@
+"""fp8 pools: what is stored is x / scale, saturated; NaN stays NaN. In the reference, and in Triton where it is interpreted."""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from torchpaged.custom_ops import BACKEND_OPS
+
+BACKEND = "triton" if os.environ.get("TRITON_INTERPRET") == "1" else "reference"
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def edges(dtype: torch.dtype, source: torch.dtype) -> Tensor:
+    """Numbers around the ends of an fp8 dtype's range, in ``source``: 8 columns."""
+    largest = torch.finfo(dtype).max
+    beyond = (largest * 1.001, largest * 1.0625, largest * 1.0714286, largest * 1.25, 2 * largest, torch.finfo(source).max, math.inf)
+    inside = (largest, largest * 0.97, 1.0, 0.0, torch.finfo(dtype).tiny, torch.finfo(dtype).tiny / 8, 1e-30, math.nan)
+    numbers = torch.tensor([*beyond, *inside, 3.3], dtype=torch.float64)
+    return torch.cat([numbers, -numbers]).to(source).view(-1, 8)
+
+
+def assert_saturated(stored: Tensor, x: Tensor, scale: float) -> None:
+    """By the rule of docs/ops.md, without the library's words."""
+    dtype, exact = stored.dtype, x.double() / scale
+    got, largest = stored.double(), torch.finfo(dtype).max
+    assert torch.equal(got.isnan(), exact.isnan()) and not bool(got.isinf().any())
+    high = exact.abs() >= largest
+    assert torch.equal(got[high], exact[high].sign() * largest)
+    inside = ~high & ~exact.isnan()
+    step = exact.abs().clamp_min(torch.finfo(dtype).smallest_normal) * torch.finfo(dtype).eps
+    assert bool(((got - exact).abs() <= 0.51 * step)[inside].all())
+
+
+@pytest.mark.parametrize("scale", [None, 0.5, 3.0])
+@pytest.mark.parametrize("source", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", FP8, ids=str)
+@pytest.mark.parametrize("op", ["write_kv", "rope_write_kv"])
+def test_writes_saturate(op: str, dtype: torch.dtype, source: torch.dtype, scale: float | None) -> None:
+    x = edges(dtype, source)[:, None]  # [T, 1, 8]
+    tokens = x.shape[0]
+    caches = [torch.zeros(3, 4, 1, 8, dtype=dtype) for _ in range(2)]
+    slots = torch.arange(tokens) + 4
+    scales: dict[str, Any] = {} if scale is None else {"k_scale": torch.tensor([scale]), "v_scale": torch.tensor([scale])}
+    if op == "write_kv":
+        BACKEND_OPS[BACKEND].write_kv(x, x.clone(), *caches, slots, **scales)
+    else:  # the last six columns are not rotated; the first two are turned by nothing
+        table = torch.tensor([[1.0, 0.0]]).expand(tokens, 2).contiguous()
+        q = torch.zeros(tokens, 1, 8, dtype=source)
+        BACKEND_OPS[BACKEND].rope_write_kv(q, x, x.clone(), torch.arange(tokens), table, slots, torch.empty_like(q), *caches, **scales)
+    for name, cache in zip("kv", caches, strict=True):
+        columns = slice(2, 8) if op == "rope_write_kv" and name == "k" else slice(0, 8)  # inf * 0 is NaN in a rotation
+        assert_saturated(cache.view(-1, 8)[4 : 4 + tokens, columns], x[:, 0, columns].clone(), scale or 1.0)

@@ -1,0 +1,328 @@
+"""What the ops, the module and the host-side builders refuse, before anything is written: aliasing, duplicates, options, types."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import torchpaged
+from torchpaged import ArgumentError, AttentionMetadata, BlockPool, PagedAttention, PagedKVCache
+from torchpaged.cache import LayerKVCache
+from torchpaged.custom_ops import BACKEND_OPS, native_status
+from torchpaged.custom_ops.checks import pools_meet
+from torchpaged.testing import make_rope_inputs
+
+NAN, INF = float("nan"), float("inf")
+BLOCKS, SIZE, HEADS, DIM = 6, 4, 2, 8
+
+
+@pytest.fixture(params=["reference", "cpu"])
+def ops(request: pytest.FixtureRequest) -> Any:
+    if request.param == "cpu" and not native_status()[0]:
+        pytest.skip(native_status()[1])
+    return BACKEND_OPS[request.param]
+
+
+def pools(dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    return [torch.zeros(BLOCKS, SIZE, HEADS, DIM, dtype=dtype) for _ in range(2)]
+
+
+def write_arguments() -> dict[str, Tensor]:
+    k_cache, v_cache = pools()
+    k, v = torch.randn(2, 3, HEADS, DIM)
+    return {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, "slot_mapping": torch.tensor([5, 6, 9])}
+
+
+def one_pool(a: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {"v_cache": a["k_cache"]}
+
+
+def shifted_pool(a: dict[str, Tensor]) -> dict[str, Tensor]:
+    big = torch.zeros(BLOCKS + 1, SIZE, HEADS, DIM)
+    return {"k_cache": big[:-1], "v_cache": big[1:]}
+
+
+def latent_pool(a: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {"v_cache": a["k_cache"][..., :5], "v": a["v"][..., :5]}
+
+
+def complex_write(a: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: a[name].to(torch.complex64) for name in ("k", "v", "k_cache", "v_cache")}
+
+
+def integer_write(a: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: a[name].to(torch.int32) for name in ("k", "v", "k_cache", "v_cache")}
+
+
+BAD_WRITES: dict[str, tuple[str, Callable[[dict[str, Tensor]], dict[str, Tensor]]]] = {
+    "two_tokens_one_slot": ("slot_mapping", lambda a: {"slot_mapping": torch.tensor([5, 9, 5])}),
+    "one_pool_twice": ("v_cache", one_pool),
+    "pools_that_overlap": ("v_cache", shifted_pool),
+    "a_latent_pool_is_written_by_one_op": ("v_cache", latent_pool),
+    "keys_from_the_cache": ("k", lambda a: {"k": a["k_cache"][0, :3]}),
+    "values_from_the_key_cache": ("v", lambda a: {"v": a["k_cache"][1, :3]}),
+    "integers": ("k_cache", integer_write),
+    "complex": ("k_cache", complex_write),
+    "no_heads": ("cache", lambda a: {name: x[..., :0, :] for name, x in a.items() if name != "slot_mapping"}),
+    "no_columns": ("cache", lambda a: {name: x[..., :0] for name, x in a.items() if name != "slot_mapping"}),
+    "no_blocks": ("cache", lambda a: {"k_cache": a["k_cache"][:0], "v_cache": a["v_cache"][:0]}),
+}
+
+
+@pytest.mark.parametrize("name", BAD_WRITES)
+def test_bad_writes(ops: Any, name: str) -> None:
+    argument, change = BAD_WRITES[name]
+    arguments = write_arguments()
+    arguments |= change(arguments)
+    for cache in ("k_cache", "v_cache"):
+        arguments[cache].fill_(3)
+    for call in (ops.write_kv, lambda **x: torchpaged.write_kv(**x, ops=ops)):
+        with pytest.raises((ArgumentError, RuntimeError), match=argument):
+            call(**arguments)
+        assert bool((arguments["k_cache"] == 3).all()) and bool((arguments["v_cache"] == 3).all())
+    with pytest.raises(ArgumentError, match=argument):
+        torchpaged.write_kv(**arguments, ops=ops)
+
+
+@pytest.mark.parametrize("name", [n for n in BAD_WRITES if not n.startswith("no_") and n not in ("integers", "complex")])
+def test_bad_rope_writes(name: str) -> None:
+    argument, change = BAD_WRITES[name]
+    inputs = make_rope_inputs(num_tokens=3, num_heads=2, num_kv_heads=HEADS, head_dim=DIM, rotary_dim=4)
+    arguments = inputs | write_arguments()
+    arguments |= change(arguments)
+    del arguments["q_out"]
+    with pytest.raises(ArgumentError, match=argument):
+        torchpaged.rope_write_kv(**arguments)
+    assert not bool(arguments["v_cache"].any())
+
+
+@pytest.mark.parametrize("slots", [[0, 0, 3], [-1, -1, 5], [3, 3, 5]])
+def test_the_null_block_and_skipped_tokens_may_repeat(ops: Any, slots: list[int]) -> None:
+    arguments = write_arguments() | {"slot_mapping": torch.tensor(slots)}
+    ops.write_kv(**arguments)
+    assert torch.equal(arguments["k_cache"][1, 1], arguments["k"][2]) or 5 not in slots
+
+
+def test_pools_side_by_side_are_apart() -> None:
+    """Layouts that hold keys and values in one tensor: by block, by slot, by head, and one after the other."""
+    by_block = torch.zeros(BLOCKS, 2, SIZE, HEADS, DIM)
+    by_slot, by_head = torch.zeros(BLOCKS, SIZE, 2, HEADS, DIM), torch.zeros(BLOCKS, SIZE, HEADS, 2, DIM)
+    halves, heads_first = torch.zeros(2, BLOCKS, SIZE, HEADS, DIM), torch.zeros(BLOCKS, 2, HEADS, SIZE, DIM).transpose(2, 3)
+    columns = torch.zeros(BLOCKS, SIZE, HEADS, DIM + 5)
+    for k, v in (
+        (by_block[:, 0], by_block[:, 1]), (by_slot[:, :, 0], by_slot[:, :, 1]), (by_head[..., 0, :], by_head[..., 1, :]),
+        (halves[1], halves[0]), (heads_first[:, 1], heads_first[:, 0]), (columns[..., :DIM], columns[..., DIM:]),
+    ):  # fmt: skip
+        assert not pools_meet(k, v) and not pools_meet(v, k)
+        torchpaged.write_kv(torch.ones(1, HEADS, DIM), torch.full((1, HEADS, v.shape[3]), 2.0), k, v, torch.tensor([5]))
+        assert bool((k[1, 1] == 1).all()) and bool((v[1, 1] == 2).all())
+    for k, v in (
+        (by_block[:, 0], by_block[:, 0]),
+        (columns[..., :DIM], columns[..., DIM - 1 :]),
+        (halves[0], halves.flatten(0, 1)[1 : BLOCKS + 1]),
+    ):
+        assert pools_meet(k, v) and pools_meet(v, k)
+
+
+def attention_arguments(dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    k_cache, v_cache = pools(dtype)
+    return {
+        "q": torch.randn(2, 4, DIM).to(dtype), "k_cache": k_cache, "v_cache": v_cache,
+        "block_table": torch.tensor([[1, 2], [3, 4]], dtype=torch.int32), "seq_lens": torch.tensor([7, 2], dtype=torch.int32),
+        "query_start_loc": torch.tensor([0, 1, 2], dtype=torch.int32), "max_query_len": 1,
+    }  # fmt: skip
+
+
+BAD_ATTENTION: dict[str, tuple[str, Callable[[dict[str, Any]], dict[str, Any]]]] = {
+    "one_block_twice": ("block_table", lambda a: {"block_table": torch.tensor([[2, 2], [3, 4]], dtype=torch.int32)}),
+    "one_pool_twice": ("v_cache", lambda a: {"v_cache": a["k_cache"]}),
+    "pools_that_overlap": ("v_cache", shifted_pool),
+    "cap_nan": ("logits_soft_cap", lambda a: {"logits_soft_cap": NAN}),
+    "cap_inf": ("logits_soft_cap", lambda a: {"logits_soft_cap": INF}),
+    "cap_negative": ("logits_soft_cap", lambda a: {"logits_soft_cap": -1.0}),
+    "scale_nan": ("scale", lambda a: {"scale": NAN}),
+    "scale_inf": ("scale", lambda a: {"scale": INF}),
+    "scale_negative": ("scale", lambda a: {"scale": -0.5}),
+    "scale_zero": ("scale", lambda a: {"scale": 0.0}),
+    "chunk_negative": ("chunk_size", lambda a: {"chunk_size": -3}),
+    "integers": ("k_cache", lambda a: {name: a[name].to(torch.int32) for name in ("q", "k_cache", "v_cache")}),
+    "complex": ("k_cache", lambda a: {name: a[name].to(torch.complex64) for name in ("q", "k_cache", "v_cache")}),
+    "no_kv_heads": ("cache", lambda a: {name: a[name][:, :, :0] for name in ("k_cache", "v_cache")}),
+    "no_heads": ("q", lambda a: {"q": a["q"][:, :0]}),
+    "no_columns": ("cache", lambda a: {name: a[name][..., :0] for name in ("q", "k_cache", "v_cache")}),
+    "queries_without_dimensions": ("q", lambda a: {"q": torch.tensor(1.0)}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD_ATTENTION)
+def test_bad_attention(ops: Any, name: str) -> None:
+    argument, change = BAD_ATTENTION[name]
+    arguments = attention_arguments()
+    arguments |= change(arguments)
+    with pytest.raises(ArgumentError, match=argument):
+        torchpaged.paged_attention(**arguments, ops=ops)
+    if arguments["q"].dim() == 3 and arguments["q"].dtype == torch.float32:
+        out = torch.full((*arguments["q"].shape[:2], arguments["v_cache"].shape[3]), 7.0)
+        with pytest.raises((ArgumentError, RuntimeError), match=argument):
+            ops.paged_attention(**{"scale": 0.3} | arguments, out=out)
+        assert bool((out == 7).all())
+
+
+def test_outputs_apart_from_inputs(ops: Any) -> None:
+    arguments = attention_arguments()
+    with pytest.raises((ArgumentError, RuntimeError), match="out"):
+        ops.paged_attention(**arguments, out=arguments["q"], scale=0.3)
+
+
+@pytest.mark.parametrize("window", [5, (1, 2, 3), (1,), (-2, 3), (1.5, 2), None, (True, 1), "ab"], ids=str)
+def test_windows_that_are_no_pairs(window: Any) -> None:
+    with pytest.raises(ArgumentError, match="window_size"):
+        torchpaged.paged_attention(**attention_arguments(), window_size=window)
+    with pytest.raises(ArgumentError, match="window_size"):
+        PagedAttention(4, DIM, HEADS, window_size=window)
+
+
+def test_latent_pools_are_read() -> None:
+    """Values that are the first columns of the keys: declared by the view, and read like any others."""
+    arguments = attention_arguments()
+    arguments["k_cache"].normal_()
+    apart = torchpaged.paged_attention(**arguments | {"v_cache": arguments["k_cache"][..., :5].clone()})
+    torch.testing.assert_close(torchpaged.paged_attention(**arguments | {"v_cache": arguments["k_cache"][..., :5]}), apart)
+
+
+def test_the_null_block_may_repeat_in_a_table(ops: Any) -> None:
+    arguments = attention_arguments() | {"block_table": torch.tensor([[0, 0], [3, 4]], dtype=torch.int32)}
+    assert torchpaged.paged_attention(**arguments, ops=ops).isfinite().all()
+
+
+NOT_TENSORS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]], tuple[str, ...]]] = {
+    "write_kv": (torchpaged.write_kv, write_arguments, ("k", "v", "k_cache", "v_cache", "slot_mapping")),
+    "paged_attention": (
+        torchpaged.paged_attention, attention_arguments, ("q", "k_cache", "v_cache", "block_table", "seq_lens", "query_start_loc"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("bad", [None, [1.0, 2.0]], ids=["none", "list"])
+@pytest.mark.parametrize(("function", "argument"), [(f, a) for f, (_, _, names) in NOT_TENSORS.items() for a in names])
+def test_lists_and_none_for_tensors(function: str, argument: str, bad: Any) -> None:
+    call, arguments, _ = NOT_TENSORS[function]
+    with pytest.raises(ArgumentError) as error:
+        call(**arguments() | {argument: bad})
+    assert error.value.argument == argument
+
+
+def test_float64_on_the_native_backend(native: None) -> None:
+    """A typed error from every door, with nothing written; the reference takes it."""
+    for ops in (BACKEND_OPS["cpu"], BACKEND_OPS["default"]):
+        arguments = {name: x.double() if x.is_floating_point() else x for name, x in write_arguments().items()}
+        with pytest.raises(ArgumentError, match="cpu backend"):
+            torchpaged.write_kv(**arguments, ops=ops)
+        assert not arguments["k_cache"].any()
+        with pytest.raises(ArgumentError, match="cpu backend"):
+            torchpaged.paged_attention(**attention_arguments(torch.float64), ops=ops)
+        with pytest.raises(ArgumentError, match="cpu backend"):
+            states = torch.zeros(2, 1, 8, dtype=torch.float64), torch.zeros(2, 1)
+            torchpaged.merge_attn_states(*states, *states, ops=ops)
+    layer, pair = PagedAttention(4, DIM, HEADS, backend="cpu"), pools(torch.float64)
+    batch = AttentionMetadata.from_lists([1], [1], [[1]], block_size=SIZE)
+    k = torch.ones(1, HEADS, DIM, dtype=torch.float64)
+    with pytest.raises(ArgumentError, match="cpu backend"):
+        layer(torch.ones(1, 4, DIM, dtype=torch.float64), k, k, LayerKVCache(*pair), batch)
+    assert not pair[0].any()
+    torchpaged.paged_attention(**attention_arguments(torch.float64), ops=BACKEND_OPS["reference"])
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, NAN, INF])
+def test_scales_of_fp8_pools(bad: float) -> None:
+    arguments: dict[str, Any] = write_arguments()
+    arguments |= {name: arguments[name].to(torch.float8_e5m2) for name in ("k_cache", "v_cache")}
+    with pytest.raises(ArgumentError, match="v_scale"):
+        torchpaged.write_kv(**arguments, v_scale=torch.tensor([1.0, bad]), ops=BACKEND_OPS["reference"])
+
+
+@pytest.mark.parametrize(
+    ("argument", "options"),
+    [
+        ("num_heads", {"num_heads": 0}), ("num_heads", {"num_heads": -4}), ("head_dim", {"head_dim": 0}), ("head_dim_v", {"head_dim_v": 0}),
+        ("num_kv_heads", {"num_kv_heads": 0}), ("head_dim", {"head_dim": 2.5}), ("block_size", {"block_size": -1}),
+        ("chunk_size", {"chunk_size": -3}), ("logits_soft_cap", {"logits_soft_cap": INF}), ("logits_soft_cap", {"logits_soft_cap": NAN}),
+        ("scale", {"scale": NAN}), ("scale", {"scale": -1.0}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_bad_modules(argument: str, options: dict[str, Any]) -> None:
+    with pytest.raises(ArgumentError) as error:
+        PagedAttention(**{"num_heads": 4, "head_dim": DIM} | options)
+    assert error.value.argument == argument
+
+
+@pytest.mark.parametrize("argument", ["query", "key", "k_cache"])
+def test_lists_for_the_tensors_of_a_module(argument: str) -> None:
+    layer, (k_cache, v_cache) = PagedAttention(4, DIM, HEADS), pools()
+    given: dict[str, Any] = {"query": torch.ones(1, 4, DIM), "key": torch.ones(1, HEADS, DIM), "k_cache": k_cache} | {argument: [1.0]}
+    batch = AttentionMetadata.from_lists([1], [1], [[1]], block_size=SIZE)
+    with pytest.raises(ArgumentError, match=argument):
+        layer(given["query"], given["key"], torch.ones(1, HEADS, DIM), (given["k_cache"], v_cache), batch)
+    assert not v_cache.any()
+
+
+BAD_LISTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "block_size": ("block_size", {"block_size": -1}),
+    "block_size_0": ("block_size", {"block_size": 0}),
+    "one_block_twice": ("block_tables", {"block_tables": [[1, 1], [3]]}),
+    "two_writers": ("block_tables", {"block_tables": [[1, 2], [2]], "seq_lens": [6, 2]}),
+    "two_writers_of_a_prefill": ("block_tables", {"block_tables": [[1, 2], [1, 3]], "seq_lens": [6, 6], "query_lens": [6, 6]}),
+}
+
+
+@pytest.mark.parametrize("name", BAD_LISTS)
+def test_bad_lists(name: str) -> None:
+    argument, change = BAD_LISTS[name]
+    with pytest.raises(ArgumentError, match=argument):
+        AttentionMetadata.from_lists(
+            **{"query_lens": [1, 1], "seq_lens": [5, 2], "block_tables": [[1, 2], [3]], "block_size": SIZE} | change
+        )
+
+
+def test_blocks_that_are_only_read_may_be_shared() -> None:
+    """A shared prefix; two requests in different slots of one block; a request that reads what another writes in this step."""
+    for lens, tables, queries in (
+        ([5, 6], [[1, 2], [1, 3]], [1, 1]),
+        ([6, 7], [[1, 2], [1, 2]], [1, 1]),
+        ([4, 6], [[1], [1, 2]], [4, 2]),
+    ):
+        AttentionMetadata.from_lists(queries, lens, tables, block_size=SIZE)
+
+
+def test_pools_and_caches() -> None:
+    pool = BlockPool(8)
+    taken = pool.allocate(3)
+    with pytest.raises(ArgumentError, match="blocks"):
+        pool.fork([taken[0], taken[1], taken[0]])
+    assert [pool.ref_count(b) for b in taken] == [1, 1, 1]
+    for dtype in (torch.int8, torch.complex64):
+        with pytest.raises(ArgumentError, match="dtype"):
+            PagedKVCache.uniform(1, 1, 8, num_blocks=4, dtype=dtype)
+
+
+@pytest.mark.parametrize("name", ["one_pool_twice", "keys_from_the_cache", "integers"])
+def test_what_is_static_is_refused_while_tracing(name: str) -> None:
+    """Under torch.compile the fakes say it: aliasing and dtypes need no values."""
+
+    def step(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+        if name == "keys_from_the_cache":
+            k = k_cache[0, :3]
+        torchpaged.write_kv(k, v, k_cache, v_cache, slots)
+
+    arguments = write_arguments()
+    if name != "keys_from_the_cache":
+        arguments |= BAD_WRITES[name][1](arguments)
+    torch._dynamo.reset()
+    with torch.no_grad(), pytest.raises(Exception, match="expected (memory|a floating)"):
+        torch.compile(step, backend="aot_eager", fullgraph=True)(*arguments.values())
+    assert not arguments["k_cache"].any()

@@ -8,12 +8,12 @@ because it synchronises.
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
+from torchpaged.custom_ops import variables
 from torchpaged.custom_ops.errors import ArgumentError
 
 
@@ -74,9 +74,15 @@ def reads_values(device: torch.device) -> bool:
     """Whether values on ``device`` are checked: always on a CPU, with ``TORCHPAGED_CHECK=1`` on a GPU, never during a capture."""
     if _suspended:
         return False
+    asked_for = checks_device_values()  # read on a CPU as well: a value that means nothing raises everywhere
     if device.type == "cpu":
         return True
-    return os.environ.get("TORCHPAGED_CHECK", "0") == "1" and not (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
+    return asked_for and not (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
+
+
+def checks_device_values() -> bool:
+    """Whether ``TORCHPAGED_CHECK=1`` asks for checks that synchronise; raises `ValueError` if the variable is neither 0 nor 1."""
+    return bool(variables.get("TORCHPAGED_CHECK"))
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:

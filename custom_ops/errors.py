@@ -47,5 +47,24 @@ class SemaphoreError(TorchpagedError, RuntimeError):
     """A semaphore was not zero after a launch: what that launch computed is wrong. The message says what to do."""
 
 
+class RequestError(TorchpagedError, RuntimeError):
+    """One request of an engine ended without what was asked; the others are not concerned. Given with its last event, not raised.
+
+    Attributes:
+        request_id: the request.
+    """
+
+    def __init__(self, request_id: int, reason: str) -> None:
+        self.request_id, self.reason = request_id, reason
+        super().__init__(f"request {request_id}: {reason}")
+
+    def __reduce__(self) -> tuple[type[RequestError], tuple[int, str]]:
+        return type(self), (self.request_id, self.reason)
+
+
+class NotCopyableError(TorchpagedError, TypeError):
+    """An object was to be copied or pickled that can't be: it is bound to memory, graphs or a model. The message says what to do."""
+
+
 class CaptureError(TorchpagedError, RuntimeError):
     """A step could not be captured into a graph, or a captured graph was replayed against moved memory."""

@@ -7,12 +7,12 @@ overload of every op for the CPU key. Without it the package works: CPU calls th
 from __future__ import annotations
 
 import importlib.metadata
-import os
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 
+from torchpaged.custom_ops import variables
 from torchpaged.custom_ops.errors import BackendUnavailableError
 
 _HOW = (
@@ -38,10 +38,7 @@ def _candidates() -> list[Path]:
 def load() -> bool:
     """Load the library if it is there. Honours ``TORCHPAGED_NATIVE=0`` (do not load)."""
     global _state
-    setting = os.environ.get("TORCHPAGED_NATIVE", "1")
-    if setting not in ("0", "1"):
-        raise ValueError(f"TORCHPAGED_NATIVE: expected 0 or 1, got {setting!r}")
-    if setting == "0":
+    if not variables.get("TORCHPAGED_NATIVE"):
         _state = (False, "switched off by TORCHPAGED_NATIVE=0")
         return False
     found = _candidates()

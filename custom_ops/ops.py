@@ -2,7 +2,7 @@
 
 Each op has one *overload* per backend, all with the same schema and the same meaning::
 
-    torch.ops.torchpaged.paged_attention            # the device's own kernel: CPU -> native C++, CUDA -> Triton
+    torch.ops.torchpaged.paged_attention            # the device's own kernel: CPU -> native C++, NVIDIA GPU -> .cuda, other GPU -> .triton
     torch.ops.torchpaged.paged_attention.reference  # plain torch, any device: the specification
     torch.ops.torchpaged.paged_attention.cpu        # native C++ kernel
     torch.ops.torchpaged.paged_attention.triton     # Triton kernel
@@ -83,11 +83,12 @@ SCHEMAS = {
         Tensor(c!) seq_lens, Tensor(d!) slot_mapping, *, int block_size) -> ()""",
     # logits [B, vocab_size]; temperature (0 = greedy), top_p, min_p, repetition_penalty [B] float32; top_k [B] int32, 0 = all;
     # seen [B, ceil(vocab_size / 32)] int32: bit v % 32 of word v // 32 says that token v occurred; seeds, counters [B] int64:
-    # row's draw is Philox of (seed, counter, token) and nothing else; out [B] int64.
+    # row's draw is Philox of (seed, counter, token) and nothing else; out [B] int64: -2 (NO_TOKEN) where a logit of the row is NaN or all
+    # are -inf.
     "sample_tokens": """(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor repetition_penalty,
         Tensor seen, Tensor seeds, Tensor counters, Tensor(a!) out) -> ()""",
     # The end of a decode step: sampled_token_ids [B] int64 -> tokens_out [B] int64 (-1 in rows of seq_len 0), counters + 1,
-    # remaining [B] int32 - 1, seen bit set; a row whose token is one of stop_token_ids [B, S] int64 (-1 = none), whose remaining
+    # remaining [B] int32 - 1, seen bit set; a row whose token is -2 or one of stop_token_ids [B, S] int64 (-1 = none), whose remaining
     # is 0 or whose table is full ends: seq_len 0, slot -1. Other rows move on as in advance_step.
     # ring [slots + 1, steps + 1, at least B] int64 and launches [2] int64 (a count, and zero): the tokens also go to
     # ring[launches[0] % slots, step], or to the last, the scratch slot, where launches[0] is negative. The last step of a launch writes
@@ -175,6 +176,22 @@ _REFERENCE_MODULES = {
 _CUDA_OPS = frozenset({"paged_attention", "linear"})
 
 
+def _of_this_gpu(op: str) -> Any:
+    """The default kernel on a GPU: what the backend "auto" runs there, ``cuda`` if its compiler is here and ``triton`` if not."""
+    kernels = {name: _lazy(f"torchpaged.custom_ops.{name}.{op}", op) for name in ("cuda", "triton")}
+    chosen: Any = None
+
+    def launch(*args: Any, **kwargs: Any) -> None:
+        nonlocal chosen
+        if chosen is None:
+            jit = importlib.import_module("torchpaged.custom_ops.cuda.jit")
+            chosen = kernels["cuda" if jit.unavailable() is None else "triton"]
+        chosen(*args, **kwargs)
+
+    launch.__name__ = op
+    return launch
+
+
 def _reference(op: str) -> Any:
     return _lazy(f"torchpaged.custom_ops.{_REFERENCE_MODULES.get(op, 'reference')}", op)
 
@@ -191,7 +208,7 @@ def _register() -> None:
         LIBRARY.impl(f"{op}.triton", triton, "CompositeExplicitAutograd")
         cuda = _lazy(f"torchpaged.custom_ops.cuda.{op}", op) if op in _CUDA_OPS else triton
         LIBRARY.impl(f"{op}.cuda", cuda, "CompositeExplicitAutograd")
-        LIBRARY.impl(op, triton, "CUDA")
+        LIBRARY.impl(op, _of_this_gpu(op) if op in _CUDA_OPS else triton, "CUDA")
     loaded = native.load()  # registers the default and the .cpu overload of NATIVE_OPS for the CPU key
     for op in SCHEMAS:
         reference = _reference(op)

@@ -1,6 +1,6 @@
 """Sampling and step acceptance in plain torch: the specification of ``sample_tokens`` and ``accept_tokens``.
 
-A row of logits becomes a token in this order (NaN logits count as -inf):
+A row of logits becomes a token in this order:
 
 1. repetition penalty (arXiv:1909.05858, as transformers has it): a seen token's logit is divided by p if positive, else multiplied;
    in float32, so that ties are the same in every backend. Called z from here on.
@@ -14,7 +14,8 @@ Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 
 words (v // 4, low of the counter, high of the counter, 0). With u = 1 - (bits + 1/2) / 2**32, in (0, 1), g = -log(-log(u)): large
 noise comes from u near 1, where the bits' resolution is finest.
 
-A row whose logits are all -inf or NaN gives token 0.
+A row with a NaN among its logits, whatever the others are, and a row whose logits are all -inf give `NO_TOKEN`, -2: there is nothing to draw
+from, and whoever reads the tokens must not take it for one. `accept_tokens` ends such a row.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor
 
 from torchpaged.custom_ops import validation_sampling as validation
+from torchpaged.custom_ops.validation_sampling import NO_TOKEN
 
 _LOW = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -55,7 +57,7 @@ def gumbel_noise(bits: Tensor) -> Tensor:
 
 
 def penalised_logits(logits: Tensor, repetition_penalty: Tensor, seen: Tensor) -> Tensor:
-    """``[B, V]`` float32: step 1 of the module's docstring."""
+    """``[B, V]`` float32: step 1 of the module's docstring; -inf for NaN."""
     z = logits.float()
     z = torch.where(z.isnan(), float("-inf"), z)
     token = torch.arange(z.shape[1], device=z.device)
@@ -83,17 +85,18 @@ def sample_tokens(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Ten
     """One token per row; arguments as in ``ops.py``, semantics in this module's docstring."""
     validation.check_sample_tokens(logits, temperature, top_k, top_p, min_p, repetition_penalty, seen, seeds, counters, out)
     z = penalised_logits(logits, repetition_penalty, seen)
-    out.copy_(z.argmax(-1))
+    largest, token = z.max(-1)
+    out.copy_(token)
     drawn = temperature > 0
     if z.device.type == "cpu":  # no work for greedy rows where looking costs nothing
         rows = drawn.nonzero()[:, 0]
-        if not rows.numel():
-            return
-        arguments = [t[rows] for t in (z, temperature, top_k, top_p, min_p, seeds, counters)]
-        out.index_copy_(0, rows, _draw(*arguments))
+        if rows.numel():
+            arguments = [t[rows] for t in (z, temperature, top_k, top_p, min_p, seeds, counters)]
+            out.index_copy_(0, rows, _draw(*arguments))
     else:
         positive = torch.where(drawn, temperature, 1.0)
         out.copy_(torch.where(drawn, _draw(z, positive, top_k, top_p, min_p, seeds, counters), out))
+    out.masked_fill_((largest == float("-inf")) | logits.isnan().any(-1), NO_TOKEN)
 
 
 def _draw(z: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seeds: Tensor, counters: Tensor) -> Tensor:
@@ -110,7 +113,7 @@ def accept_tokens(sampled_token_ids: Tensor, block_table: Tensor, stop_token_ids
                   *, block_size: int, ring: Tensor | None = None, launches: Tensor | None = None, step: int = 0) -> None:  # fmt: skip
     """Take the sampled tokens and turn this step's buffers into the next one's; arguments as in ``ops.py``.
 
-    A row with seq_len 0 gives token -1 and slot -1 and stays as it is. A row that ends (stop token, ``remaining`` used up, table full)
+    A row with seq_len 0 gives token -1 and slot -1 and stays as it is. A row that ends (stop token, `NO_TOKEN`, ``remaining`` used up, table full)
     gets seq_len 0 and slot -1 and keeps its input_ids and position.
     """
     validation.check_accept_tokens(
@@ -127,7 +130,7 @@ def accept_tokens(sampled_token_ids: Tensor, block_table: Tensor, stop_token_ids
     remaining.sub_(active.to(torch.int32))
     _mark_seen(seen, token)
     stopped = (stop_token_ids == token[:, None]).any(-1)
-    goes_on = active & ~stopped & (remaining > 0) & (old_lens < block_table.shape[1] * block_size)
+    goes_on = active & (token >= 0) & ~stopped & (remaining > 0) & (old_lens < block_table.shape[1] * block_size)
     column = (old_lens // block_size).clamp(0, block_table.shape[1] - 1)
     block = block_table.gather(1, column[:, None])[:, 0].long()
     slot_mapping.copy_(torch.where(goes_on, block * block_size + old_lens % block_size, -1))

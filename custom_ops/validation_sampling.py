@@ -11,6 +11,9 @@ from torch import Tensor
 from torchpaged.custom_ops.checks import check_device, check_dims, check_dtype, check_last_dim, reads_values
 from torchpaged.custom_ops.errors import ArgumentError
 
+#: What sampling gives where no token can be drawn: a logit of the row is NaN, or all are -inf. The row ends with it.
+NO_TOKEN = -2
+
 
 def num_seen_words(vocab_size: int) -> int:
     """Words of a row of ``seen``: 32 tokens each."""
@@ -75,8 +78,9 @@ def check_accept_tokens(sampled_token_ids: Tensor | None, block_table: Tensor, s
         _check_values("seq_lens", seq_lens, seq_lens <= capacity, f"at most {capacity}, what a row of block_table holds")
         if sampled_token_ids is None:
             return
-        fits = (sampled_token_ids >= 0) & (sampled_token_ids < 32 * seen.shape[1])
-        _check_values("sampled_token_ids", sampled_token_ids, fits | (seq_lens <= 0), f"tokens in [0, {32 * seen.shape[1]}), as seen has")
+        fits = (sampled_token_ids >= 0) & (sampled_token_ids < 32 * seen.shape[1]) | (sampled_token_ids == NO_TOKEN)
+        expected = f"tokens in [0, {32 * seen.shape[1]}), as seen has, or {NO_TOKEN} (none could be drawn)"
+        _check_values("sampled_token_ids", sampled_token_ids, fits | (seq_lens <= 0), expected)
 
 
 def check_finish_step(

@@ -69,6 +69,7 @@ class DecodeBuffers:
             self.positions[:num_rows],
             max_query_len=1,
             semaphore=self.semaphore,
+            block_size=self.block_size,
         )
 
     def load(

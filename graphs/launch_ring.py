@@ -140,6 +140,12 @@ class LaunchRing:
         self._starting = False
         return started
 
+    def resync(self) -> None:
+        """After a launch that failed or was interrupted: forget the launches that were taken, and count on from where the device is. Waits."""
+        self.settle()
+        self._unread.clear()
+        self._launched = int(self.launches[0])
+
     def take(self) -> int:
         """The number of the newest launch, whose tokens will be read; nothing may have been launched on another stream since."""
         self.settle()

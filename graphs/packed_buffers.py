@@ -77,7 +77,7 @@ class PackedBuffers:
         fields = self._fields(self._words, bucket)
         metadata = AttentionMetadata(
             fields.block_table, fields.seq_lens, fields.query_start_loc, fields.slot_mapping, fields.positions, max_query_len=bucket,
-            semaphore=self.semaphore,
+            semaphore=self.semaphore, block_size=self.block_size,
         )  # fmt: skip
         return fields.input_ids, metadata, fields.logits_indices
 

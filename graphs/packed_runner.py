@@ -12,13 +12,13 @@ number of tokens alone, which the host knows anyway. On a CPU the same code runs
 from __future__ import annotations
 
 import gc
-import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from torchpaged.custom_ops.checks import checks_device_values
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.graphs.addresses import CapturedAddresses, check_semaphore
 from torchpaged.graphs.buckets import bucket_for, check_buckets
@@ -71,7 +71,7 @@ class PackedGraphRunner:
         self._pool = capture.new_pool() if pool is None else pool
         self._warmup_iters, self._progress = warmup_iters, progress
         self._addresses = CapturedAddresses(self.buffers.tensors, watch)
-        self._debug = os.environ.get("TORCHPAGED_CHECK") == "1" if debug is None else debug
+        self._debug = checks_device_values() if debug is None else debug
         self._ranges = no_range if ranges is None else ranges
         self._dirty = False  # inside a capture or a replay, or one of them did not come to its end
         self._graphs: dict[int, Captured] = {}

@@ -105,7 +105,7 @@ class DecodeRows:
         """The first ``num_rows`` rows as ``(input_ids, metadata)``; slices, no copies. The semaphore comes whole."""
         return self.input_ids[:num_rows], AttentionMetadata(
             self.block_table[:num_rows], self.seq_lens[:num_rows], self.query_start_loc[: num_rows + 1], self.slot_mapping[:num_rows],
-            self.positions[:num_rows], max_query_len=1, semaphore=self.semaphore,
+            self.positions[:num_rows], max_query_len=1, semaphore=self.semaphore, block_size=self.block_size,
         )  # fmt: skip
 
     # ------------------------------------------------------------------------------------------------ on the device

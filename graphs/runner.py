@@ -16,13 +16,13 @@ a launch then takes nothing from the host::
 from __future__ import annotations
 
 import gc
-import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from torchpaged.custom_ops.checks import checks_device_values
 from torchpaged.custom_ops.errors import ArgumentError, CaptureError
 from torchpaged.graphs.addresses import CapturedAddresses, check_semaphore
 from torchpaged.graphs.buckets import bucket_for, check_buckets, default_buckets
@@ -102,7 +102,7 @@ class DecodeGraphRunner:
         self._pool = capture.new_pool()
         self._warmup_iters, self._progress = warmup_iters, progress
         self._addresses = CapturedAddresses(self._static.tensors, watch)
-        self._debug = os.environ.get("TORCHPAGED_CHECK") == "1" if debug is None else debug
+        self._debug = checks_device_values() if debug is None else debug
         self._ranges = no_range if ranges is None else ranges
         self._dirty = False  # inside a capture or a launch, or one of them did not come to its end
         self._graphs: dict[int, Captured] = {}
@@ -247,7 +247,10 @@ class DecodeGraphRunner:
             self.reset()
         with self._ranges("run_eager", batch=len(seq_lens)), torch.inference_mode():
             buffers.load(input_ids, seq_lens, block_tables, len(seq_lens))
-            return self._eager_step(*buffers.view(len(seq_lens)))
+            self._dirty = True
+            output = self._eager_step(*buffers.view(len(seq_lens)))
+            self._dirty = False
+            return output
 
     def launch_eager(self, num_rows: int) -> Tensor:
         """What `replay` does, without graph, padding or compilation: for `DecodeRows`."""

@@ -260,3 +260,38 @@ def test_only_single_tokens_let_attention_read_early(monkeypatch: pytest.MonkeyP
     k = torch.randn(n, 2, DIM)
     layer(torch.randn(n, 4, DIM), k, k, cache()[0], metadata(query_lens, [8, 9]))
     assert said == [promised]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_cache_of_another_block_size_than_the_batch(compiled: bool) -> None:
+    """Slots for blocks of 4 in a cache of 8: refused from shapes alone, in a trace as well, before anything is written."""
+    torch._dynamo.reset()
+    layer = PagedAttention(4, DIM, 2)
+    call: Any = torch.compile(layer, fullgraph=True, backend="eager") if compiled else layer
+    pools = PagedKVCache.uniform(1, KV_HEADS, DIM, block_size=8, num_blocks=BLOCKS, dtype=torch.float32)[0]
+    k, batch = torch.randn(2, 2, DIM), metadata([1, 1], [3, 4])
+    with torch.no_grad():
+        with pytest.raises(Exception, match="kv_cache: expected blocks of 4 tokens, as this batch.*blocks of 8"):
+            call(torch.randn(2, 4, DIM), k, k, pools, batch)
+        assert not pools.k_cache.any() and not pools.v_cache.any()
+        call(torch.randn(2, 4, DIM), k, k, cache()[0], batch)
+        unsaid = AttentionMetadata(*(vars(batch)[n] for n in list(vars(batch))[:6]))
+        assert unsaid.block_size is None and batch.to("cpu").block_size == BLOCK
+        call(torch.randn(2, 4, DIM), k, k, pools, unsaid)
+
+
+def test_a_module_that_was_built_for_another_block_size() -> None:
+    """Asked for once: without it the cache says it, with it the two are compared."""
+    k, q, batch = torch.randn(2, 2, DIM), torch.randn(2, 4, DIM), metadata([1, 1], [3, 4])
+    with pytest.raises(ArgumentError, match="kv_cache: expected blocks of 16 tokens, as this module was built for, got blocks of 4"):
+        PagedAttention(4, DIM, 2, block_size=16)(q, k, k, cache()[0], batch)
+    outputs = [PagedAttention(4, DIM, 2, block_size=size)(q, k, k, cache()[0], batch) for size in (None, BLOCK)]
+    assert torch.equal(*outputs)
+
+
+def test_rows_of_a_runner_know_their_block_size() -> None:
+    """What a graph runner and the engine hand to a model carries it."""
+    from torchpaged.graphs import DecodeBuffers, PackedBuffers
+
+    assert DecodeBuffers(2, 4, 8, "cpu").view(1)[1].block_size == 8
+    assert PackedBuffers([4], 2, 4, 8, "cpu").view(4)[1].block_size == 8

@@ -180,13 +180,13 @@ def test_profile_is_written_when_generation_fails(folder: str, tmp_path: Path) -
     code = """
 import sys
 from torchpaged import cli
-from torchpaged.engine import Generator
-step = Generator.step
+from torchpaged.engine.stepper import Stepper
+step = Stepper.step
 def failing(self):
     if self.stats.steps == 2:
         raise ValueError("midway")
     return step(self)
-Generator.step = failing
+Stepper.step = failing
 cli.main()
 """
     path = tmp_path / "out.json"
@@ -197,3 +197,64 @@ cli.main()
     assert "prefill batch=1 tokens=5" in path.read_text()
     refused = run("generate", "hello", "--model", folder, "--profile", str(tmp_path / "no" / "out.json"))
     assert refused.returncode == 2 and "--profile: expected a file in a folder that exists" in refused.stderr and refused.stdout == ""
+
+
+def in_process(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    """The exit code of the entry point, without a process of its own."""
+    from torchpaged.cli import main
+
+    monkeypatch.setattr(sys, "argv", ["torchpaged", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    return int(ended.value.code or 0)
+
+
+@pytest.mark.parametrize("command", [("generate", "hello"), ("backends",), ("bench", "attention", "--suite", "smoke")], ids=lambda c: c[0])
+@pytest.mark.parametrize(
+    ("device", "words"),
+    [
+        ("cuda", "--device: expected a device of this machine, got 'cuda'; "), ("cuda:3", "--device: expected a device of this machine, got 'cuda:3'; "),
+        ("tpu", "--device: expected auto, cpu, cuda or cuda:1, got 'tpu'\n"), ("cuda:x", "--device: expected auto, cpu, cuda or cuda:1, got 'cuda:x'\n"),
+        ("cuda:", "--device: expected auto, cpu, cuda or cuda:1, got 'cuda:'\n"), ("", "--device: expected auto, cpu, cuda or cuda:1, got ''\n"),
+        ("meta", "--device: expected auto, cpu, cuda or cuda:1, got 'meta'\n"),
+    ],
+)  # fmt: skip
+def test_a_device_that_is_not_there_is_one_line(
+    command: tuple[str, ...], device: str, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert in_process(monkeypatch, *command, "--device", device) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith(f"error: {words}") and said.err.count("\n") == 1 and not said.out
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("float32", "float32"), ("bfloat16", "bfloat16"), ("float16", "float16"), ("torch.bfloat16", "bfloat16"),
+                                             ("bf16", "bfloat16")])  # fmt: skip
+def test_dtypes_by_their_long_names(
+    folder: str, name: str, dtype: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ("generate", "hello", "--model", folder, "--device", "cpu", "--max-new-tokens", "2", "--json", "--dtype", name)
+    assert in_process(monkeypatch, *arguments) == 0
+    assert json.loads(capsys.readouterr().out)["dtype"] == dtype
+
+
+def test_a_request_that_fails_is_said_and_the_others_go_on(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """NaN in the embedding of one letter."""
+    import torch
+    from transformers import AutoTokenizer, LlamaForCausalLM
+
+    model, tokenizer = LlamaForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[tokenizer("z")["input_ids"][0]] = float("nan")
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    arguments = ("generate", "aza", "bab", "--model", str(tmp_path), "--device", "cpu", "--max-new-tokens", "2", "--json")
+    assert in_process(monkeypatch, *arguments) == 2
+    said = capsys.readouterr()
+    bad, good = json.loads(said.out)["outputs"]
+    assert bad["finish_reason"] == "error" and "NaN" in bad["error"] and good["finish_reason"] == "length"
+    assert "error: prompt 1: its output token 0 could not be drawn" in said.err

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchpaged.backends import AttentionSpec, Choice, select_backend
+from torchpaged.backends import Choice, attention_spec, select_backend
 from torchpaged.cache import LayerKVCache
 from torchpaged.custom_ops import check_native_dtype, validation
 from torchpaged.custom_ops.checks import check_tensors, refuse_grad
-from torchpaged.custom_ops.errors import ArgumentError
+from torchpaged.custom_ops.errors import ArgumentError, BackendUnavailableError
 from torchpaged.metadata import AttentionMetadata
 
 
@@ -37,7 +37,9 @@ class PagedAttention(nn.Module):
         head_dim_v: width of values; default ``head_dim``.
         causal: hide keys after the query.
         chunk_size: attend within chunks of that many positions only; None or 0 = off.
-        block_size, kv_dtype: what the cache will have, for choosing a backend; default 16 and the module's dtype.
+        block_size: tokens per block, if that shall count in the choice of a backend; a cache of another size is refused then. None: the
+            cache says it.
+        kv_dtype: the pools' dtype, for choosing a backend; default: the module's. Pools that the backend can't take are refused.
         backend: a name or "auto". Chosen here and again when the module moves (``.to``), never in ``forward``.
         device, dtype: as for any module; default torch's.
 
@@ -67,7 +69,7 @@ class PagedAttention(nn.Module):
         head_dim_v: int | None = None,
         causal: bool = True,
         chunk_size: int | None = None,
-        block_size: int = 16,
+        block_size: int | None = None,
         kv_dtype: torch.dtype | None = None,
         backend: str = "auto",
         device: torch.device | str | None = None,
@@ -108,14 +110,29 @@ class PagedAttention(nn.Module):
         return tensor
 
     def _choose(self) -> None:
-        spec = AttentionSpec(
-            device=self._home.device, dtype=self._home.dtype, head_dim=self.head_dim, num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads, block_size=self.block_size, head_dim_v=self.head_dim_v, kv_dtype=self.kv_dtype,
-            causal=self.causal, window=self.window_size != (-1, -1), logits_soft_cap=self.logits_soft_cap is not None,
-            alibi=self.alibi_slopes is not None, sinks=self.sinks is not None, chunked=self.chunk_size is not None,
+        spec = attention_spec(
+            device=self._home.device, dtype=self._home.dtype, num_heads=self.num_heads, num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim, head_dim_v=self.head_dim_v, block_size=self.block_size, kv_dtype=self.kv_dtype, causal=self.causal,
+            window_size=self.window_size, logits_soft_cap=self.logits_soft_cap, alibi_slopes=self.alibi_slopes, sinks=self.sinks,
+            chunk_size=self.chunk_size,
         )  # fmt: skip
         self.choice: Choice = select_backend(spec, self.requested_backend)
+        self._capabilities = self.choice.backend.capabilities
         self._ops = self.choice.backend.ops
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles: op handles can't be pickled, and are looked up again."""
+        return {name: value for name, value in self.__dict__.items() if name != "_ops"} | {"_chosen_on": self._home.device.type}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """The backend stays as it was chosen; loaded onto another kind of device, or where it can't run, it is chosen again."""
+        chosen_on = state.pop("_chosen_on")
+        super().__setstate__(state)
+        backend = self.choice.backend
+        if self._home.device.type == chosen_on and backend.unavailable() is None:
+            self._ops = backend.ops
+        else:
+            self._choose()
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> PagedAttention:
         super()._apply(fn, recurse)
@@ -147,9 +164,11 @@ class PagedAttention(nn.Module):
             ``[..., num_heads, head_dim_v]`` in query's dtype.
 
         Raises:
-            ArgumentError: shapes, dtypes, devices or values don't fit; nothing is written then.
+            ArgumentError: shapes, dtypes, devices or values don't fit, or the cache's block size is not the metadata's; nothing is written then.
+            BackendUnavailableError: the backend can't take pools of this dtype or block size.
         """
         pools = kv_cache if isinstance(kv_cache, LayerKVCache) else LayerKVCache(*kv_cache)
+        self._check_pools(pools, metadata)
         if (key is None) != (value is None):
             raise ArgumentError("key, value", "both or neither", f"key {'None' if key is None else 'given'}")
         if not torch.compiler.is_compiling():
@@ -182,6 +201,22 @@ class PagedAttention(nn.Module):
             self._ops.write_kv(*write, are_query_tokens=metadata.max_query_len == 1)
         self._ops.paged_attention(*attend, **options)
         return out.view(*query.shape[:-1], self.head_dim_v)
+
+    def _check_pools(self, pools: LayerKVCache, metadata: AttentionMetadata) -> None:
+        """What shapes and dtypes alone tell, and no check of an op can: it runs in traced calls too."""
+        if pools.k_cache.dim() != 4:
+            return  # the op's own check says what is wrong
+        size, able = pools.k_cache.shape[1], self._capabilities
+        metadata.check_block_size(size)
+        if self.block_size is not None and size != self.block_size:
+            raise ArgumentError("kv_cache", f"blocks of {self.block_size} tokens, as this module was built for", f"blocks of {size}",
+                                "build both with one block_size, or PagedAttention without it")  # fmt: skip
+        if able.block_sizes is not None and size not in able.block_sizes:
+            raise BackendUnavailableError(f"backend {self.choice.name!r} cannot run this attention: block_size {size} is not one of "
+                                          f"{able.block_sizes}; give PagedAttention block_size={size}, so that it chooses with it")  # fmt: skip
+        if pools.k_cache.dtype not in able.kv_dtypes:
+            raise BackendUnavailableError(f"backend {self.choice.name!r} cannot run this attention: kv dtype {pools.k_cache.dtype} is not one of "
+                                          f"{able.kv_dtypes}; give PagedAttention kv_dtype, so that it chooses with it")  # fmt: skip
 
     def extra_repr(self) -> str:
         """What ``print(module)`` shows."""

@@ -24,6 +24,7 @@ from torchpaged import env
 from torchpaged.backends import AttentionSpec, get_backend, list_backends, select_backend
 from torchpaged.bench_command import app as bench_app
 from torchpaged.custom_ops.errors import TorchpagedError
+from torchpaged.names import LONG_NAMES, device_named, short_dtype
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__, pretty_exceptions_enable=False)
 app.add_typer(bench_app, name="bench")
@@ -37,9 +38,10 @@ DTYPES = {
 
 
 def _dtype(name: str, option: str) -> torch.dtype:
-    if name not in DTYPES:
-        raise typer.BadParameter(f"expected one of {', '.join(DTYPES)}, got {name!r}", param_hint=option)
-    return DTYPES[name]
+    short = short_dtype(name)
+    if short not in DTYPES:
+        raise typer.BadParameter(f"expected one of {', '.join([*DTYPES, *LONG_NAMES])}, got {name!r}", param_hint=option)
+    return DTYPES[short]
 
 
 def _sizes(text: str, option: str) -> list[int] | None:
@@ -50,10 +52,6 @@ def _sizes(text: str, option: str) -> list[int] | None:
     if not all(word.isdecimal() and int(word) for word in words):
         raise typer.BadParameter(f"expected numbers of at least 1 such as 1,2,4, got {text!r}", param_hint=option)
     return [int(word) for word in words]
-
-
-def _device(name: str) -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else torch.device(name)
 
 
 @app.command()
@@ -86,7 +84,9 @@ def generate(
         ),
     ] = "",
     backend: Annotated[str, typer.Option(help=f"auto, {', '.join(list_backends())}")] = "auto",
-    dtype: Annotated[str, typer.Option(help="auto, fp32, bf16, fp16; auto: bf16 on a GPU, fp32 on a CPU")] = "auto",
+    dtype: Annotated[
+        str, typer.Option(help="auto, fp32, bf16, fp16 (or float32, bfloat16, float16); auto: bf16 on a GPU, fp32 on a CPU")
+    ] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1")] = "auto",
     max_seq_len: Annotated[int, typer.Option(help="tokens per request, prompt included; 0: the model's, at most 2048")] = 0,
     block_size: Annotated[int, typer.Option(help="tokens per block of the cache")] = 16,
@@ -109,7 +109,7 @@ def generate(
 
     if not any(prompts):
         raise typer.BadParameter("expected text, got an empty prompt", param_hint="PROMPTS")
-    place = _device(device)
+    place = device_named(device)
     kind = ("bf16" if place.type == "cuda" else "fp32") if dtype == "auto" else dtype
     if offline:
         os.environ["HF_HUB_OFFLINE"] = os.environ["TRANSFORMERS_OFFLINE"] = "1"
@@ -142,7 +142,7 @@ def backends(
 ) -> None:
     """Which backends can run an attention here, and every reason why the others can't."""
     spec = AttentionSpec(
-        device=_device(device), dtype=_dtype(dtype, "--dtype"), head_dim=head_dim, num_heads=num_heads, num_kv_heads=num_kv_heads,
+        device=device_named(device), dtype=_dtype(dtype, "--dtype"), head_dim=head_dim, num_heads=num_heads, num_kv_heads=num_kv_heads,
         block_size=block_size, head_dim_v=head_dim_v or None, kv_dtype=_dtype(kv_dtype, "--kv-dtype") if kv_dtype else None,
         window=window, logits_soft_cap=soft_cap, alibi=alibi, sinks=sinks,
     )  # fmt: skip

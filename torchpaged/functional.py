@@ -9,15 +9,17 @@ one allocation); the checks run in eager mode only. Inference only: they refuse 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from torchpaged.backends import AttentionSpec, attention_spec, backend_of
 from torchpaged.custom_ops import BACKEND_OPS, BackendOps, check_native_dtype, validation
 from torchpaged.custom_ops.checks import check_tensors, refuse_grad
-from torchpaged.custom_ops.errors import ArgumentError
+from torchpaged.custom_ops.errors import ArgumentError, BackendUnavailableError
 
 _DEFAULT = BACKEND_OPS["default"]
 
@@ -181,6 +183,7 @@ def paged_attention(
 
     Raises:
         ArgumentError: shapes, dtypes, devices, strides, block ids, lengths or options don't fit.
+        BackendUnavailableError: ``ops`` are a backend's that declares not to run this; with all reasons.
     """
     if not torch.compiler.is_compiling():
         validation.check_options(scale, window_size, logits_soft_cap, chunk_size)
@@ -201,6 +204,11 @@ def paged_attention(
             causal=causal, window_left=window_size[0], window_right=window_size[1], logits_soft_cap=soft_cap,
             alibi_slopes=alibi_slopes, sinks=sinks, k_scale=k_scale, v_scale=v_scale, chunk_size=chunk,
             semaphore=semaphore)  # fmt: skip
+        if ops is not _DEFAULT:
+            _require_able(_Handles(ops), attention_spec(
+                device=q.device, dtype=q.dtype, num_heads=q.shape[1], num_kv_heads=k_cache.shape[2], head_dim=q.shape[2],
+                head_dim_v=v_cache.shape[3], block_size=k_cache.shape[1], kv_dtype=k_cache.dtype, causal=causal, window_size=window_size,
+                logits_soft_cap=logits_soft_cap, alibi_slopes=alibi_slopes, sinks=sinks, chunk_size=chunk_size, lse=return_lse))  # fmt: skip
         check_native_dtype(ops.paged_attention, q=q, k_cache=k_cache)
     ops.paged_attention(
         q, k_cache, v_cache, block_table, seq_lens, query_start_loc, out, lse, max_query_len=max_query_len, scale=scale,
@@ -208,6 +216,28 @@ def paged_attention(
         alibi_slopes=alibi_slopes, sinks=sinks, k_scale=k_scale, v_scale=v_scale, chunk_size=chunk,
         semaphore=semaphore)  # fmt: skip
     return out if lse is None else (out, lse)
+
+
+class _Handles:
+    """A backend's handles as a dictionary's key: the same only if they are the same object."""
+
+    def __init__(self, ops: BackendOps) -> None:
+        self.ops = ops
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Handles) and other.ops is self.ops
+
+    def __hash__(self) -> int:
+        return id(self.ops)
+
+
+@functools.lru_cache(maxsize=1024)
+def _require_able(handles: _Handles, spec: AttentionSpec) -> None:
+    """Refuse what the backend of these handles declares not to run. Runs once per kind of call: a refusal is not kept."""
+    backend = backend_of(handles.ops)
+    reasons = [] if backend is None else backend.capabilities.reject(spec)
+    if backend is not None and reasons:
+        raise BackendUnavailableError(f"backend {backend.name!r} (its ops were given) cannot run this attention: {'; '.join(reasons)}")
 
 
 def merge_attn_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, *, ops: BackendOps = _DEFAULT) -> tuple[Tensor, Tensor]:

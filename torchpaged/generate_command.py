@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from torchpaged import profiling
 from torchpaged.compile_cache import load_compile_cache, save_compile_cache
-from torchpaged.custom_ops.errors import ArgumentError
+from torchpaged.custom_ops.errors import ArgumentError, RequestError
 from torchpaged.engine import Generator, RequestOutput, SamplingParams
 from torchpaged.graphs import bucket_table
 from torchpaged.kernel_report import KernelReport, kernels_of_generation, module_ranges, read_trace, report_table
@@ -64,7 +64,7 @@ def load(settings: Settings) -> tuple[Any, Any]:
 
 
 def run(settings: Settings) -> int:
-    """Run the command; returns the exit code: 0, or 2 if a prompt was refused."""
+    """Run the command; returns the exit code: 0, or 2 if a prompt was refused or failed."""
     if settings.profile:
         profiling.check_writable(settings.profile, "--profile")
     sampling = SamplingParams(**settings.sampling)  # bad options are refused before a model is loaded
@@ -105,7 +105,7 @@ def _generate(settings: Settings, sampling: SamplingParams) -> int:
         if settings.profile:
             document["profile"] = {"trace": settings.profile, "kernels": {phase: report.to_dict() for phase, report in kernels.items()}}
         print(json.dumps(document))
-        return 2 if refused else 0
+        return 2 if refused or any(output.error for output in outputs.values()) else 0
     if outputs:
         print(_summary(generator))
     if settings.verbose and generator.runner is not None:
@@ -114,7 +114,7 @@ def _generate(settings: Settings, sampling: SamplingParams) -> int:
             print(bucket_table(generator.prefill_runner.report(), "tokens", "padded tokens"), file=sys.stderr)
     for phase, report in kernels.items():
         ERRORS.print(report_table(report, phase))
-    return 2 if refused else 0
+    return 2 if refused or any(output.error for output in outputs.values()) else 0
 
 
 @contextlib.contextmanager
@@ -171,6 +171,7 @@ def _stream(generator: Generator, ids: dict[int, int], settings: Settings) -> di
     texts: dict[int, str] = dict.fromkeys(order, "")
     tokens: dict[int, list[int]] = {request: [] for request in order}
     reasons: dict[int, str] = {}
+    errors: dict[int, RequestError] = {}
     shown = 0  # requests before order[shown] are printed whole; order[shown] streams, the others are kept until its end
 
     def begin(request: int) -> None:
@@ -187,6 +188,9 @@ def _stream(generator: Generator, ids: dict[int, int], settings: Settings) -> di
             tokens[request].append(event.token_id)
         if event.finish_reason:
             reasons[request] = event.finish_reason
+        if event.error is not None:  # the other prompts go on
+            errors[request] = event.error
+            print(f"error: prompt {ids[request] + 1}: {event.error.reason}", file=sys.stderr)
         if settings.as_json:
             continue
         if shown < len(order) and request == order[shown]:
@@ -196,7 +200,7 @@ def _stream(generator: Generator, ids: dict[int, int], settings: Settings) -> di
             shown += 1
             if shown < len(order):
                 begin(order[shown])
-    return {r: RequestOutput(r, [], tokens[r], texts[r], reasons.get(r, "cancelled")) for r in order}
+    return {r: RequestOutput(r, [], tokens[r], texts[r], reasons.get(r, "cancelled"), errors.get(r)) for r in order}
 
 
 def _rate(tokens: int, seconds: float) -> str:
@@ -230,6 +234,8 @@ def _document(generator: Generator, settings: Settings, outputs: dict[int, Reque
         else:
             output = next(results)
             rows.append({"prompt": prompt, "text": output.text, "token_ids": output.token_ids, "finish_reason": output.finish_reason})
+            if output.error is not None:
+                rows[-1]["error"] = output.error.reason
     return {
         "model": settings.model, "device": str(settings.device), "dtype": str(settings.dtype).removeprefix("torch."),
         "backend": generator.choice.name, "backend_reason": generator.choice.reason, "outputs": rows, "stats": {**vars(s)},

@@ -81,7 +81,7 @@ def check_replays(ops: BackendOps, case: Case, capture: CaptureBackend, device: 
         pools = [torch.zeros(blocks, *c.shape[1:], dtype=c.dtype, device=c.device) for c in (first.k_cache, first.v_cache)]
         table = torch.zeros(len(lens), width, dtype=torch.int32, device=device)
         out = torch.zeros(*q.shape[:2], first.v_cache.shape[-1], dtype=q.dtype, device=device)
-        lse = torch.zeros(q.shape[:2], device=device)
+        lse = torch.zeros(q.shape[:2], dtype=torch.float32, device=device)
         semaphore = torch.zeros(len(lens) * first.k_cache.shape[2], dtype=torch.int32, device=device)
     longest = max(max(spec.query_lens) for spec in case.batches)
 

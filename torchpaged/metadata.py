@@ -38,6 +38,8 @@ class AttentionMetadata:
             the programs of a GPU kernel that share a request meet. Every layer uses the same one, so steps that may overlap, on
             different streams, need one each. Layers of more than 128 kv heads don't use it. None: each call makes its own, which
             costs a memset per layer.
+        block_size: host int, the tokens per block that ``slot_mapping`` and ``block_table`` were made for; None = nobody said. A cache of
+            another block size is refused (`check_block_size`).
     """
 
     block_table: Tensor
@@ -47,6 +49,7 @@ class AttentionMetadata:
     positions: Tensor
     max_query_len: int
     semaphore: Tensor | None = None
+    block_size: int | None = None
 
     @property
     def num_reqs(self) -> int:
@@ -67,6 +70,20 @@ class AttentionMetadata:
     def semaphore_for(self, num_kv_heads: int) -> Tensor | None:
         """The semaphore for a layer of that many kv heads: None if there is none, or if it has too few numbers per request."""
         return self.semaphore if num_kv_heads <= SEMAPHORES_PER_REQ else None
+
+    def check_block_size(self, block_size: int) -> None:
+        """Refuse a cache whose blocks hold ``block_size`` tokens if the batch was made for another size. Host ints only: it may be traced.
+
+        Raises:
+            ArgumentError: they differ. In a traced call dynamo's own error.
+        """
+        if self.block_size is not None and self.block_size != block_size:
+            if torch.compiler.is_compiling():  # dynamo can't make an ArgumentError, and its own error quotes this one
+                raise ValueError(
+                    f"kv_cache: expected blocks of {self.block_size} tokens, as this batch was made for, got blocks of {block_size}"
+                )
+            raise ArgumentError("kv_cache", f"blocks of {self.block_size} tokens, as this batch's slots and tables were made for",
+                                f"blocks of {block_size}", "build the metadata with the cache's block_size")  # fmt: skip
 
     @classmethod
     def from_lists(
@@ -124,6 +141,7 @@ class AttentionMetadata:
             torch.tensor(slots, dtype=torch.int64, pin_memory=pin),
             torch.tensor(positions, dtype=torch.int64, pin_memory=pin),
             max_query_len=max(1, *query_lens, 1) if max_query_len is None else max_query_len,
+            block_size=block_size,
         )
         return replace(host.to(device), semaphore=semaphore)
 

@@ -114,7 +114,7 @@ def opcheck_cases(
     kv = torch.randn(num_tokens, batch.k_cache.shape[2], head_dim, dtype=dtype, device=device)
     slots = torch.arange(num_tokens, device=device) + 20
     slots[-1] = -1
-    state, lse = torch.randn(7, 4, 64, dtype=dtype, device=device), torch.randn(7, 4, device=device)
+    state, lse = torch.randn(7, 4, 64, dtype=dtype, device=device), torch.randn(7, 4, dtype=torch.float32, device=device)
     lse[0] = float("-inf")
     attention = (batch.q, batch.k_cache, batch.v_cache, batch.block_table, batch.seq_lens, batch.query_start_loc)
     out = torch.zeros_like(batch.q)
@@ -133,7 +133,7 @@ def opcheck_cases(
         "rope": ("rope_write_kv", tuple(rope[0].values())[:9], {"are_query_tokens": True}),
         "rope_norm": ("rope_write_kv", tuple(rope[1].values())[:9], dict(list(rope[1].items())[9:])),
         "attention": ("paged_attention", (*attention, out), common),
-        "attention_lse": ("paged_attention", (*attention, out, torch.zeros(num_tokens, num_heads, device=device)), common),
+        "attention_lse": ("paged_attention", (*attention, out, torch.zeros(num_tokens, num_heads, dtype=torch.float32, device=device)), common),
         "attention_full": ("paged_attention", (*attention, out), {**common, **batch.extras, "window_left": 9, "logits_soft_cap": 8.0}),
         "attention_semaphore": ("paged_attention", (*attention, out), {**common, "semaphore": semaphore}),
         "merge": ("merge_attn_states", (state, lse, state.clone(), lse.clone(), torch.empty_like(state), torch.empty_like(lse)), {}),

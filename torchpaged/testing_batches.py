@@ -131,23 +131,23 @@ def make_batch(
         block_table[row, : used[row]] = blocks.int()
         position = torch.arange(length)
         where = (blocks[position // block_size], position % block_size)
-        k_cache[where] = torch.randn(length, num_kv_heads, head_dim, generator=generator).to(written)
-        v_cache[where] = torch.randn(length, num_kv_heads, head_dim_v, generator=generator).to(written)
+        k_cache[where] = torch.randn(length, num_kv_heads, head_dim, generator=generator, dtype=torch.float32).to(written)
+        v_cache[where] = torch.randn(length, num_kv_heads, head_dim_v, generator=generator, dtype=torch.float32).to(written)
     if kv_dtype != written:
         k_cache, v_cache = (clone_storage(cache, dtype=kv_dtype) for cache in (k_cache, v_cache))
     starts = torch.tensor([0, *spec.query_lens, *[0] * spec.padded_reqs]).cumsum(0).int()
     num_tokens = int(starts[-1]) + spec.padded_tokens
     head_stride = head_dim + q_padding[1]
     q = strided((num_tokens, num_heads, head_dim), (num_heads * head_stride + q_padding[0], head_stride, 1), dtype, q_padding[2])
-    q.copy_(torch.randn(num_tokens, num_heads, head_dim, generator=generator))
+    q.copy_(torch.randn(num_tokens, num_heads, head_dim, generator=generator, dtype=torch.float32))
     extras: dict[str, Any] = {}
     if sinks:
-        extras["sinks"] = torch.randn(num_heads, generator=generator).to(dtype)
+        extras["sinks"] = torch.randn(num_heads, generator=generator, dtype=torch.float32).to(dtype)
     if alibi:
-        extras["alibi_slopes"] = 2.0 ** -torch.linspace(1, 8, num_heads)
+        extras["alibi_slopes"] = 2.0 ** -torch.linspace(1, 8, num_heads, dtype=torch.float32)
     if scales != "none":
         for name in ("k_scale", "v_scale"):
-            extras[name] = torch.rand(num_kv_heads if scales == "per_head" else 1, generator=generator) + 0.25
+            extras[name] = torch.rand(num_kv_heads if scales == "per_head" else 1, generator=generator, dtype=torch.float32) + 0.25
     return Batch(
         spec, q, k_cache, v_cache, block_table, torch.tensor([*spec.seq_lens, *[0] * spec.padded_reqs], dtype=torch.int32),
         starts, max_query_len, head_dim**-0.5 if scale is None else scale, extras,

@@ -35,7 +35,7 @@ LINEAR_CASES: dict[str, dict[str, Any]] = {
 
 def _random(generator: torch.Generator, *size: int, dtype: torch.dtype, device: torch.device | str, strided: bool = False) -> Tensor:
     """Normal numbers; ``strided``: the left part of a wider tensor, so that rows do not follow one another."""
-    wide = torch.randn(*size[:-1], size[-1] + (8 if strided else 0), generator=generator).to(device, dtype)
+    wide = torch.randn(*size[:-1], size[-1] + (8 if strided else 0), generator=generator, dtype=torch.float32).to(device, dtype)
     return wide[..., : size[-1]]
 
 
@@ -51,7 +51,7 @@ def make_embedding_inputs(
     return {
         "input_ids": ids.to(device), "weight": _random(generator, vocab_size, width, strided=True, **options),
         "out": torch.full((tokens, width), float("nan"), **options),
-        "scale": torch.tensor(5.7, device=device) if scaled else None,
+        "scale": torch.tensor(5.7, dtype=torch.float32, device=device) if scaled else None,
     }  # fmt: skip
 
 
@@ -64,7 +64,7 @@ def make_linear_inputs(
     generator = torch.Generator().manual_seed(seed)
     options: dict[str, Any] = {"dtype": dtype, "device": device}
     width = outputs if activation == "none" else outputs // 2
-    weight = torch.randn(outputs, inputs, generator=generator) * inputs**-0.5
+    weight = torch.randn(outputs, inputs, generator=generator, dtype=torch.float32) * inputs**-0.5
     return {
         "x": _random(generator, tokens, inputs, strided=True, **options) * 2, "weight": weight.to(device, dtype),
         "out": torch.full((tokens, width), float("nan"), **options),

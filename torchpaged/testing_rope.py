@@ -42,18 +42,18 @@ def make_rope_inputs(
     generator = torch.Generator().manual_seed(seed)
     head_dim_v, rotary_dim = head_dim if head_dim_v is None else head_dim_v, head_dim if rotary_dim is None else rotary_dim
     widths = (num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim_v)
-    q, k, v = torch.randn(num_tokens, sum(widths), generator=generator).to(device, dtype).split(widths, dim=1)
+    q, k, v = torch.randn(num_tokens, sum(widths), generator=generator, dtype=torch.float32).to(device, dtype).split(widths, dim=1)
     max_position, num_blocks = 100, -(-num_tokens // block_size) + 3
-    angles = torch.arange(max_position)[:, None] * 10000.0 ** (-torch.arange(0, rotary_dim, 2) / rotary_dim)
+    angles = torch.arange(max_position)[:, None] * 10000.0 ** (-torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim)
     slots = torch.randperm((num_blocks - 1) * block_size, generator=generator)[:num_tokens] + block_size
     slots[2::3] = -1
 
     def pool(width: int) -> Tensor:
         shape = (num_blocks, num_kv_heads, block_size, width) if heads_first else (num_blocks, block_size, num_kv_heads, width)
-        cache = torch.full(shape, float("nan")).to(device, cache_dtype or dtype)
+        cache = torch.full(shape, float("nan"), dtype=torch.float32).to(device, cache_dtype or dtype)
         return cache.transpose(1, 2) if heads_first else cache
 
-    weights = {name: torch.randn(head_dim, generator=generator).to(device, dtype) for name in norms}
+    weights = {name: torch.randn(head_dim, generator=generator, dtype=torch.float32).to(device, dtype) for name in norms}
     return {
         "q": q.unflatten(1, (num_heads, head_dim)), "k": k.unflatten(1, (num_kv_heads, head_dim)),
         "v": v.unflatten(1, (num_kv_heads, head_dim_v)),

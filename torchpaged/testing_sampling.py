@@ -17,6 +17,7 @@ from torch import Tensor
 
 from torchpaged.custom_ops import BACKEND_OPS, BackendOps
 from torchpaged.custom_ops.reference_sampling import gumbel_noise, penalised_logits, random_bits
+from torchpaged.custom_ops.validation_sampling import NO_TOKEN
 
 _OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
 _DTYPES = {"top_k": torch.int32}
@@ -55,12 +56,12 @@ def make_sampling_inputs(
     """
     parameters = [{**_OFF, **row} for row in rows]
     generator = torch.Generator().manual_seed(seed)
-    memory = torch.full((len(parameters), vocab_size + padding), float("nan"))
-    memory[:, :vocab_size] = torch.randn(len(parameters), vocab_size, generator=generator) * spread
+    memory = torch.full((len(parameters), vocab_size + padding), float("nan"), dtype=torch.float32)
+    memory[:, :vocab_size] = torch.randn(len(parameters), vocab_size, generator=generator, dtype=torch.float32) * spread
     inputs = {"logits": memory.to(dtype)[:, :vocab_size]}
     for name in _OFF:
         inputs[name] = torch.tensor([row[name] for row in parameters], dtype=_DTYPES.get(name, torch.float32))
-    occurred = torch.rand(len(parameters), -(-vocab_size // 32), 32, generator=generator) < 1 / 3
+    occurred = torch.rand(len(parameters), -(-vocab_size // 32), 32, generator=generator, dtype=torch.float32) < 1 / 3
     inputs["seen"] = (occurred * (1 << torch.arange(32))).sum(-1).to(torch.int32)
     for name in ("seeds", "counters"):
         inputs[name] = torch.randint(-(2**62), 2**62, (len(parameters),), generator=generator)
@@ -96,8 +97,9 @@ def assert_samples_close(ops: BackendOps, inputs: dict[str, Tensor], slack: floa
     noise = gumbel_noise(random_bits(cpu["seeds"], cpu["counters"], z.shape[1]))
     for index, token in enumerate(cpu["out"].tolist()):
         row = {name: cpu[name][index].item() for name in _OFF}
-        if row["temperature"] == 0 or bool((z[index] == float("-inf")).all()):
-            want = int(z[index].argmax())
+        nothing = bool(cpu["logits"][index].isnan().any()) or bool((z[index] == float("-inf")).all())
+        if row["temperature"] == 0 or nothing:
+            want = NO_TOKEN if nothing else int(z[index].argmax())
             assert token == want, f"row {index} {row}: token {token}, expected {want}"
             continue
         assert 0 <= token < z.shape[1], f"row {index} {row}: token {token}"
@@ -112,7 +114,7 @@ def assert_samples_close(ops: BackendOps, inputs: dict[str, Tensor], slack: floa
 
 def make_accept_inputs(num_reqs: int = 7, *, vocab_size: int = 70, num_stops: int = 3, device: torch.device | str = "cpu",
                        seed: int = 0, launch: int | None = None, step: int = 0) -> dict[str, Any]:  # fmt: skip
-    """``accept_tokens``' arguments by name: rows that go on, that stop for each reason, and padding; tables of 3 blocks of 4 tokens.
+    """``accept_tokens``' arguments by name: rows that go on, that stop for each reason, without a token, and padding; tables of 3 blocks of 4 tokens.
 
     ``launch``: also a ring of three launches of two steps, -9 in it, and this count of launches; ``step``: which of the two this is.
     """
@@ -125,6 +127,7 @@ def make_accept_inputs(num_reqs: int = 7, *, vocab_size: int = 70, num_stops: in
     if num_stops:
         stops[:, 0] = -1
         stops[1::7, -1] = sampled[1::7]
+    sampled[6::7] = NO_TOKEN
     sampled[lens == 0] = 2**40  # never looked at
     inputs: dict[str, Any] = {
         "sampled_token_ids": sampled,

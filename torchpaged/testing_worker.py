@@ -96,7 +96,7 @@ class _Worker:
             with suppress(BrokenPipeError):
                 pipe.close()
         with suppress(subprocess.TimeoutExpired):  # a process whose kernel never ends may take the driver a while; nobody waits for it
-            self.process.wait(20)
+            self.process.wait(5)
 
 
 class WorkerPool:
@@ -187,6 +187,8 @@ class WorkerPool:
         if not data:
             self._failed_starts = 0 if worker.ready else self._failed_starts + 1
             outcome = worker.outcome("crash") if worker.case is not None else None
+            with suppress(subprocess.TimeoutExpired):  # it closed its end: its own exit status, not that of being killed
+                worker.process.wait(5)
             self._drop(worker)
             message = f"exit status {worker.process.returncode}; {worker.last_words()}"
             if self._failed_starts >= _STARTS:

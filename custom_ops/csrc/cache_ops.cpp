@@ -5,12 +5,10 @@
 #include <vector>
 
 #include "ops.h"
+#include "parallel.h"
 
 namespace torchpaged {
 namespace {
-
-// Below this many bytes one thread is faster than waking others.
-constexpr int64_t GRAIN_BYTES = 1 << 16;
 
 void scatter(const Tensor& x, const Tensor& cache, const int64_t* slots, int64_t slot_stride) {
   const int64_t size = cache.element_size(), block_size = cache.size(1), heads = cache.size(2), row = cache.size(3) * size;
@@ -26,9 +24,7 @@ void scatter(const Tensor& x, const Tensor& cache, const int64_t* slots, int64_t
       for (int64_t h = 0; h < heads; ++h) std::memcpy(target + h * c_head, from + i * token + h * head, row);
     }
   };
-  const int64_t tokens = x.size(0), grain = GRAIN_BYTES / (row * heads + 1) + 1;
-  if (tokens <= grain) body(0, tokens);
-  else torch::stable::parallel_for(0, tokens, grain, body);
+  for_each_range(x.size(0), (row * heads + 1) / 2, body);
 }
 
 // No two tokens have one slot, but for -1 and the slots of block 0, which hold nobody's tokens.

@@ -6,6 +6,7 @@
 
 #include "attention_kernel.h"
 #include "ops.h"
+#include "parallel.h"
 
 namespace torchpaged {
 namespace {
@@ -98,19 +99,21 @@ void merge_splits(const Problem& p, const Kernels& kernels, const std::vector<Wo
 
 void run(const Problem& p) {
   const Kernels kernels = choose(p.dtype);
-  const int64_t group = p.num_heads / p.num_kv_heads, threads = torch::stable::get_num_threads();
+  const int64_t group = p.num_heads / p.num_kv_heads;
   // Query tiles, each with its range of keys; heads of a group beyond MAX_ROWS are impossible (checked by the caller).
   const int64_t tile_tokens = std::max<int64_t>(1, std::min<int64_t>(MAX_ROWS, 32) / group);
   std::vector<WorkItem> whole;
-  int64_t total_keys = 0;
+  int64_t total_keys = 0, work = 0;
   for (int64_t r = 0; r < p.num_reqs; ++r)
     for (int64_t h = 0; h < p.num_kv_heads; ++h)
       for (int64_t t = 0, n = p.query_start_loc[r + 1] - p.query_start_loc[r]; t < n; t += tile_tokens) {
         WorkItem w{r, h, t, std::min(tile_tokens, n - t), 0, 0, nullptr};
         tile_range(p, w, &w.first_key, &w.end_key);
         total_keys += w.end_key - w.first_key;
+        work += (w.end_key - w.first_key) * w.num_query_tokens * group * (p.head_dim + p.head_dim_v);
         whole.push_back(w);
       }
+  const int64_t threads = workers_for(work, torch::stable::get_num_threads());
   // Split long ranges so that every thread gets about four items' worth of keys.
   const int64_t chunk = threads == 1 ? total_keys + 1 : std::max(MIN_SPLIT_KEYS, total_keys / (4 * threads) + 1);
   std::vector<WorkItem> items;
@@ -137,6 +140,7 @@ void run(const Problem& p) {
       for (int64_t i = 0; i < count; ++i) body(i);
       return;
     }
+    ++parallel_regions;
     std::atomic<int64_t> next{0};
     torch::stable::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
       for (int64_t slot = begin; slot < end; ++slot)
@@ -144,7 +148,8 @@ void run(const Problem& p) {
     });
   };
   all(int64_t(items.size()), [&](int64_t i) { kernels.run(p, items[i]); });
-  all(int64_t(split.size()), [&](int64_t i) { merge_splits(p, kernels, items, split[i]); });
+  // Merging is a small part of the work: never a region of its own.
+  for (const Tile& tile : split) merge_splits(p, kernels, items, tile);
   // Token rows after the last request: padding, but defined.
   const std::vector<float> zeros(p.head_dim_v, 0.0f);
   for (int64_t t = p.query_start_loc[p.num_reqs]; t < p.num_tokens; ++t)

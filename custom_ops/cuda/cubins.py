@@ -12,13 +12,15 @@ import os
 import tempfile
 from pathlib import Path
 
+from torchpaged.custom_ops import variables
+
 _MAGIC = b"torchpaged cubin 1\n"
 _DIGEST = hashlib.sha256().digest_size
 
 
 def folder() -> Path:
     """Where machine code is kept; it need not exist."""
-    return Path(os.environ.get("TORCHPAGED_CACHE", "~/.cache/torchpaged")).expanduser() / "cubin"
+    return Path(variables.get("TORCHPAGED_CACHE")) / "cubin"
 
 
 def load(name: str) -> bytes | None:

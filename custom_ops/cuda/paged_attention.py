@@ -58,7 +58,7 @@ def decode(
     """Launch the decode kernel on checked arguments."""
     num_reqs, num_kv_heads, dim_v, index = block_table.shape[0], k_cache.shape[2], v_cache.shape[3], q.device.index or 0
     if (k_scale is None) != (v_scale is None):  # one flag serves both
-        one = torch.ones(1, device=q.device)
+        one = torch.ones(1, dtype=torch.float32, device=q.device)
         k_scale, v_scale = one if k_scale is None else k_scale, one if v_scale is None else v_scale
     kernel, shape, rows = _specialised(
         index, q.dtype, k_cache.dtype, q.shape[1] // num_kv_heads, max_query_len, k_cache.shape[1:], dim_v, k_cache.stride(),

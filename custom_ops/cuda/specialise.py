@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -220,7 +221,8 @@ def shared_per_sm(index: int) -> int:
 @functools.cache
 def shared_per_cta(index: int) -> int:
     """Most shared memory that a thread block may ask for, in bytes."""
-    return torch.cuda.get_device_properties(index).shared_memory_per_block_optin
+    properties: Any = torch.cuda.get_device_properties(index)  # torch's stubs lack this one
+    return int(properties.shared_memory_per_block_optin)
 
 
 @functools.cache

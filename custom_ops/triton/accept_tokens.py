@@ -66,12 +66,12 @@ def accept_rows(
     row, inside, token, old, counter, remaining, block, stop, stop_at, ids_ptr, positions_ptr, lens_ptr, slots_ptr, counters_ptr,
     remaining_ptr, seen_ptr, tokens_ptr, num_stops, num_words, capacity, seen_row, BLOCK_SIZE: tl.constexpr, STOPS: tl.constexpr,
 ):  # fmt: skip
-    """Take ``token [ROWS]``, int64, -1 in rows that are not active; the rest of each row is as `load_rows` gave it."""
+    """Take ``token [ROWS]``, int64, -1 in rows that are not active, another negative one ends the row; the rest of each row is as `load_rows` gave it."""
     active = inside & (old > 0)
     stops = is_among(token, stop)
     for first in range(STOPS, num_stops, STOPS):
         stops |= is_among(token, load_stops(stop_at, first, num_stops, active, STOPS))
-    goes_on = active & (old < capacity) & (stops == 0) & (remaining > 0)
+    goes_on = active & (token >= 0) & (old < capacity) & (stops == 0) & (remaining > 0)
     tl.store(ids_ptr + row, token, mask=goes_on)
     tl.store(slots_ptr + row, tl.where(goes_on, block * BLOCK_SIZE + old % BLOCK_SIZE, -1), mask=inside)
     tl.store(positions_ptr + row, old.to(tl.int64), mask=goes_on)

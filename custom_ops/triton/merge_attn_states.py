@@ -19,7 +19,7 @@ def merge_attn_states_kernel(
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     lse_a = tl.load(lse_a_ptr + token * la_token + head * la_head)
     lse_b = tl.load(lse_b_ptr + token * lb_token + head * lb_head)
-    # A NaN or +inf lives on in its own weight, whatever the maximum makes of it; a side that saw nothing is not read.
+    # A NaN or +inf lives on in its own weight, whatever the maximum makes of it; a side that saw nothing is left out.
     top = tl.maximum(lse_a, lse_b)
     sees_a, sees_b = lse_a != float("-inf"), lse_b != float("-inf")
     sees = sees_a | sees_b
@@ -27,9 +27,9 @@ def merge_attn_states_kernel(
     weight_a, weight_b = tl.exp(lse_a - safe), tl.exp(lse_b - safe)
     total = tl.where(sees, weight_a + weight_b, 1.0)
     d = tl.arange(0, DIM_PAD)
-    a = tl.load(a_ptr + token * a_token + head * a_head + d, mask=(d < DIM) & sees_a, other=0.0).to(tl.float32)
-    b = tl.load(b_ptr + token * b_token + head * b_head + d, mask=(d < DIM) & sees_b, other=0.0).to(tl.float32)
-    out = a * (weight_a / total) + b * (weight_b / total)
+    a = tl.load(a_ptr + token * a_token + head * a_head + d, mask=d < DIM, other=0.0).to(tl.float32)
+    b = tl.load(b_ptr + token * b_token + head * b_head + d, mask=d < DIM, other=0.0).to(tl.float32)
+    out = tl.where(sees_a, a * (weight_a / total), 0.0) + tl.where(sees_b, b * (weight_b / total), 0.0)
     tl.store(out_ptr + token * o_token + head * o_head + d, out.to(out_ptr.dtype.element_ty), mask=d < DIM)
     if HAS_LSE:
         tl.store(lse_ptr + token * l_token + head * l_head, tl.where(sees, safe + tl.log(total), float("-inf")))

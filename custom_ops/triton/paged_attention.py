@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor
 
 from torchpaged.custom_ops import validation
 from torchpaged.custom_ops.triton import config
+from torchpaged.custom_ops.triton.compile_together import Launch, compile_together
 from torchpaged.custom_ops.triton.decode import decode_kernel
 from torchpaged.custom_ops.triton.prefill import prefill_kernel
 
@@ -39,7 +39,7 @@ def paged_attention(
     if not num_tokens:
         return
     if (k_scale is None) != (v_scale is None):  # one flag serves both
-        one = torch.ones(1, device=q.device)
+        one = torch.ones(1, dtype=torch.float32, device=q.device)
         k_scale, v_scale = one if k_scale is None else k_scale, one if v_scale is None else v_scale
     capacity = block_table.shape[1] * block_size
     window_left, window_right, chunk_size = config.bounded_masks(window_left, window_right, chunk_size, capacity)
@@ -69,11 +69,17 @@ def paged_attention(
         single, shared = config.programs_for_longer(num_reqs, num_tokens, skip, tokens)
     else:
         single, shared = num_tokens // tokens + num_reqs, 0
-    prefill_kernel[((single + shared) * num_kv_heads,)](
-        *tensors, scale, logits_soft_cap, num_reqs, num_tokens, num_kv_heads, single, config.num_sms(q.device), *strides, TOKENS=tokens,
+    arguments = (*tensors, scale, logits_soft_cap, num_reqs, num_tokens, num_kv_heads, single, config.num_sms(q.device), *strides)
+    options = dict(
+        TOKENS=tokens,
         TILE_M=tiles.rows, TILE_KV=tiles.keys, SKIP_DECODES=skip,
         **flags, **config.early_launch(q.device), num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
+    prefill = Launch(prefill_kernel, ((single + shared) * num_kv_heads,), arguments, options)
+    if decode is not None:
+        key = (q.device, q.dtype, k_cache.dtype, num_heads, *flags.values(), tiles, skip, k_cache.stride(), v_cache.stride())
+        compile_together(key, q.device, prefill, decode)
+    prefill()
     if decode is not None:
         decode()
 
@@ -85,7 +91,7 @@ def _head_stride(scale: Tensor | None) -> int:
 def _decode(
     tensors: tuple[Tensor | None, ...], strides: tuple[int, ...], flags: dict[str, Any], semaphore: Tensor | None, max_query_len: int,
     num_reqs: int, num_tokens: int, num_kv_heads: int, scale: float, soft_cap: float, longest: int = 0,
-) -> Callable[[], None]:  # fmt: skip
+) -> Launch:  # fmt: skip
     """What launches the decode kernel; every allocation is made here, ahead of the launch."""
     q, k_cache = tensors[0], tensors[1]
     assert q is not None and k_cache is not None
@@ -99,11 +105,12 @@ def _decode(
     part_state = torch.empty(programs * 4 * rows, dtype=torch.float32, device=q.device)
     reqs = next((size for size in config.SCANS if num_reqs <= size), config.SCANS[-1])
     k_block, k_slot, k_head, v_block, v_slot, v_head = strides[2:8]
-    return lambda: decode_kernel[(programs,)](
-        *tensors, part_acc, part_state, semaphore, scale, soft_cap, num_reqs, num_tokens, *strides[:2], *strides[8:],
+    arguments = (*tensors, part_acc, part_state, semaphore, scale, soft_cap, num_reqs, num_tokens, *strides[:2], *strides[8:])
+    options = dict(
         K_BLOCK=k_block, K_SLOT=k_slot, K_HEAD=k_head, V_BLOCK=v_block, V_SLOT=v_slot, V_HEAD=v_head, NUM_KV_HEADS=num_kv_heads,
         QUERY_LEN=query_len, TILE_M=tiles.rows, TILE_KV=tiles.keys, SLICES=tiles.slices, REQS=reqs, ONE_SCAN=num_reqs <= reqs,
         MIN_TILES=tiles.min_tiles, ROWS=rows, PARTS=config.merged_parts(flags["DIM_V"]), PDL=config.launches_early(q.device),
         LONGEST=longest,
         **flags, **config.decode_options(q.device, tiles),
     )  # fmt: skip
+    return Launch(decode_kernel, (programs,), arguments, options)

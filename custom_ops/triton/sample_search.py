@@ -12,12 +12,12 @@ import triton.language as tl
 
 @triton.jit
 def load_logits(row_at, seen_at, token, inside, penalty):
-    """Float32 logits of ``token`` after the repetition penalty; -inf for NaN and where not ``inside``, no negative zero."""
+    """Float32 logits of ``token`` after the repetition penalty: -inf for NaN and where not ``inside``, no negative zero. And which were NaN."""
     z = tl.load(row_at + token, mask=inside, other=float("-inf")).to(tl.float32)
     if penalty != 1.0:
         occurred = (tl.load(seen_at + token // 32, mask=inside, other=0) >> (token % 32)) & 1
         z = tl.where(occurred != 0, tl.where(z > 0, tl.div_rn(z, penalty), z * penalty), z)
-    return tl.where(z != z, float("-inf"), tl.where(z == 0.0, 0.0, z))
+    return tl.where(z != z, float("-inf"), tl.where(z == 0.0, 0.0, z)), z != z
 
 
 @triton.jit
@@ -109,7 +109,8 @@ def load_chunk(row_at, seen_at, list_at, first, listed, penalty, vocab_size, GRO
     quarter = group * (GROUP // 4) + place % (GROUP // 4)
     token = quarter[:, None] * 4 + tl.arange(0, 4)[None, :]
     inside = (number < listed)[:, None] & (token < vocab_size)
-    return load_logits(row_at, seen_at, token, inside, penalty), quarter
+    z, _ = load_logits(row_at, seen_at, token, inside, penalty)  # a row with a NaN gets no token, whatever is found here
+    return z, quarter
 
 
 @triton.jit

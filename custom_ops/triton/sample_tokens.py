@@ -37,6 +37,7 @@ from torchpaged.custom_ops.triton.sample_search import (
 )
 
 GROUP = 64
+NO_TOKEN: tl.constexpr = tl.constexpr(validation.NO_TOKEN)
 
 
 class SampleTiles(NamedTuple):
@@ -109,32 +110,34 @@ def sample_tiles_kernel(
         for i in range(TILES_EACH):
             tile = program * TILES_EACH + i
             token = (tile * (TILE // 4) + tl.arange(0, TILE // 4))[:, None] * 4 + tl.arange(0, 4)[None, :]
-            z = load_logits(row_at, seen_at, token, token < vocab_size, penalty)
+            z, broken = load_logits(row_at, seen_at, token, token < vocab_size, penalty)
             peaks = tl.max(tl.reshape(tl.max(z, 1), [TILE // GROUP, GROUP // 4]), 1)
             tl.store(parts_at + 2 * num_tiles + tile * (TILE // GROUP) + tl.arange(0, TILE // GROUP), peaks)
             best = tl.max(peaks, 0)
             tl.store(parts_at + tile, best)
-            tl.store(parts_at + num_tiles + tile, tl.sum(tl.reshape(likelihood(z, best, temperature), [TILE]), 0))
+            weight = tl.where(broken, float("inf"), likelihood(z, best, temperature))  # no row has that mass: `merge_row` sees it
+            tl.store(parts_at + num_tiles + tile, tl.sum(tl.reshape(weight, [TILE]), 0))
     elif temperature > 0.0:
         for i in range(TILES_EACH):
             tile = program * TILES_EACH + i
             quarter = tile * (TILE // 4) + tl.arange(0, TILE // 4)
             token = quarter[:, None] * 4 + tl.arange(0, 4)[None, :]
-            z = load_logits(row_at, seen_at, token, token < vocab_size, penalty)
+            z, broken = load_logits(row_at, seen_at, token, token < vocab_size, penalty)
             score = z + temperature * gumbel_noise(seed, counter, quarter)  # times the temperature: no overflow where it is tiny
             # Triton 3.6 gives wrong places for tl.max(tl.reshape(...), return_indices=True) of a tile loaded in another shape, so
             # tokens are looked for by value; reshaped tiles are only reduced, where order does not matter.
             best = tl.max(tl.max(score, 1), 0)
-            tl.store(parts_at + tile, best)
-            tl.store(indices_at + tile, tl.min(tl.min(tl.where(score == best, token, 2147483647), 1), 0))
+            drawn = tl.min(tl.min(tl.where(broken, NO_TOKEN, tl.where(score == best, token, 2147483647)), 1), 0)
+            tl.store(parts_at + tile, tl.where(drawn < 0, float("inf"), best))  # of equals the lower token wins: this one
+            tl.store(indices_at + tile, drawn)
     else:
         first = program * (TILES_EACH * TILE) + tl.arange(0, TILE)
-        highest = load_logits(row_at, seen_at, first, first < vocab_size, penalty)
-        place = first
+        logit, broken = load_logits(row_at, seen_at, first, first < vocab_size, penalty)
+        highest, place = tl.where(broken, float("inf"), logit), tl.where(broken, NO_TOKEN, first)
         for i in tl.static_range(1, TILES_EACH):  # unrolled: all loads at once
-            logit = load_logits(row_at, seen_at, first + i * TILE, first + i * TILE < vocab_size, penalty)
-            place = tl.where(logit > highest, first + i * TILE, place)
-            highest = tl.maximum(highest, logit)
+            logit, broken = load_logits(row_at, seen_at, first + i * TILE, first + i * TILE < vocab_size, penalty)
+            place = tl.where(broken, NO_TOKEN, tl.where(logit > highest, first + i * TILE, place))
+            highest = tl.where(broken, float("inf"), tl.maximum(highest, logit))  # nothing is above it, and of equals the lower place wins
         peak = tl.max(highest, 0)
         tl.store(parts_at + program, peak)
         tl.store(indices_at + program, tl.min(tl.where(highest == peak, place, 2147483647), 0))
@@ -153,7 +156,7 @@ def merge_row(
     vocab_size, num_programs, num_tiles, num_groups, logits_row, seen_row, parts_row, indices_row,
     TILES: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """A row's token out of what the first launch left. The row of indices becomes the list of groups where the row is truncated."""
+    """A row's token out of what the first launch left, NO_TOKEN if a logit is NaN or all are -inf. The row of indices becomes the list of groups where the row is truncated."""
     truncated = is_truncated(temperature, top_k, top_p, min_p, vocab_size)
     parts_at, list_at = parts_ptr + row.to(tl.int64) * parts_row, indices_ptr + row.to(tl.int64) * indices_row
     tile = tl.arange(0, TILES)
@@ -165,6 +168,8 @@ def merge_row(
         row_at, seen_at = logits_ptr + row.to(tl.int64) * logits_row, seen_ptr + row.to(tl.int64) * seen_row
         mass = tl.load(parts_at + num_tiles + tile, mask=tile < num_tiles, other=0.0)
         total = tl.sum(mass * likelihood(best, maximum, temperature), 0)
+        sound = total < float("inf")  # neither infinite nor, where the tile hardly counts, NaN
+        total = tl.where(sound, total, 1.0)
         listed, threshold = list_groups(
             parts_at + 2 * num_tiles, list_at, maximum, total, temperature, top_k, top_p, min_p, vocab_size, num_groups, GROUPS
         )
@@ -192,7 +197,8 @@ def merge_row(
             row_at, seen_at, list_at, listed, penalty, vocab_size, threshold, allowed, min_p, maximum, temperature, seed, counter,
             GROUP, CHUNK,
         )  # fmt: skip
-    return token
+        token = tl.where(sound, token, NO_TOKEN)
+    return tl.where(maximum == float("-inf"), NO_TOKEN, token)
 
 
 @triton.jit

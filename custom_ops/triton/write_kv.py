@@ -61,7 +61,7 @@ def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
     if not k.shape[0]:
         return
     if (k_scale is None) != (v_scale is None):  # one flag serves both
-        one = torch.ones(1, device=k.device)
+        one = torch.ones(1, dtype=torch.float32, device=k.device)
         k_scale, v_scale = one if k_scale is None else k_scale, one if v_scale is None else v_scale
     num_heads, dim, dim_v = k_cache.shape[2], k_cache.shape[3], v_cache.shape[3]
     slot_mapping = slot_mapping.contiguous()

@@ -129,7 +129,7 @@ def metadata_loads(ptx: str) -> set[tuple[str, str]]:
         params: dict[str, int] = {}  # registers that point into Params, and where
         pointers: dict[str, str] = {}  # registers that point into a tensor
         lines = [line.strip().rstrip(";").split(None, 1) for line in function.splitlines()]
-        instructions = [(op, rest) for op, rest in (line for line in lines if len(line) == 2) if re.match(r"(?:ld|mov|add|sub|cvta|mad|selp)\.", op)]
+        instructions = [line for line in lines if len(line) == 2 and re.match(r"(?:ld|mov|add|sub|cvta|mad|selp)\.", line[0])]
         known = -1
         while known != len(params) + len(pointers):  # to a fixed point: registers of a loop are written further down
             known = len(params) + len(pointers)

@@ -141,6 +141,7 @@ def test_a_semaphore_left_set_is_noticed() -> None:
                 r.buffers.load_padding(4)
             with pytest.raises(ArgumentError, match="semaphore: expected zeros"):
                 call([3] * rows, [1] * rows, [[1 + i] for i in range(rows)])
+            call([3] * rows, [1] * rows, [[1 + i] for i in range(rows)])  # the failed one left nothing behind
 
 
 def test_capture_writes_nothing_and_goes_largest_first() -> None:

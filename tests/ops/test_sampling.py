@@ -11,6 +11,7 @@ from torch import Tensor
 from torchpaged import ArgumentError
 from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.custom_ops.reference_sampling import gumbel_noise, kept_tokens, penalised_logits, philox, random_bits
+from torchpaged.custom_ops.validation_sampling import NO_TOKEN
 from torchpaged.engine import SamplingParams
 from torchpaged.engine.sampling import sample, seen_tokens
 from torchpaged.testing_sampling import (
@@ -161,10 +162,12 @@ def test_a_token_depends_on_seed_counter_and_logits_only() -> None:
 
 
 SPECIAL = {
-    "nothing": ([float("-inf")] * 6, [0]),
-    "nan": ([float("nan")] * 6, [0]),
-    "one": ([float("nan"), float("-inf"), -3.0, float("nan"), float("-inf"), float("nan")], [2]),
-    "infinite": ([1.0, 3e38, float("inf"), float("-inf"), float("inf"), float("nan")], [2, 4]),
+    "nothing": ([float("-inf")] * 6, [NO_TOKEN]),
+    "nan": ([float("nan")] * 6, [NO_TOKEN]),
+    "one nan": ([1.0, 2.0, -3.0, 4.0, float("nan"), 7.0], [NO_TOKEN]),
+    "nan beside inf": ([float("inf"), 2.0, -3.0, 4.0, float("-inf"), float("nan")], [NO_TOKEN]),
+    "one": ([float("-inf"), float("-inf"), -3.0, float("-inf"), float("-inf"), float("-inf")], [2]),
+    "infinite": ([1.0, 3e38, float("inf"), float("-inf"), float("inf"), float("-inf")], [2, 4]),
     "huge": ([-3e38, 3e38, 0.0, 1.0, -1.0, float("-inf")], [1]),
     "zeros": ([-1.0, -0.0, 0.0, -0.0, -1.0, -1.0], [0, 1, 2, 3, 4, 5]),
 }
@@ -221,10 +224,11 @@ def accepted_one_by_one(inputs: dict[str, Any]) -> dict[str, list[Any]]:
         token = state["tokens_out"][row] = state["sampled_token_ids"][row]
         state["counters"][row] += 1
         state["remaining"][row] -= 1
-        word = state["seen"][row][token // 32] % 2**32 | 1 << token % 32
-        state["seen"][row][token // 32] = word - 2**32 if word >= 2**31 else word
+        if token >= 0:
+            word = state["seen"][row][token // 32] % 2**32 | 1 << token % 32
+            state["seen"][row][token // 32] = word - 2**32 if word >= 2**31 else word
         full = length == len(state["block_table"][row]) * block_size
-        if full or token in state["stop_token_ids"][row] or state["remaining"][row] <= 0:
+        if full or token < 0 or token in state["stop_token_ids"][row] or state["remaining"][row] <= 0:
             state["seq_lens"][row] = 0
             continue
         state["input_ids"][row], state["positions"][row], state["seq_lens"][row] = token, length, length + 1
@@ -278,7 +282,7 @@ def test_bad_rings_are_refused(argument: str, value: Any) -> None:
 @pytest.mark.parametrize(
     ("argument", "value"),
     [("stop_token_ids", torch.zeros(7, dtype=torch.int64)), ("remaining", torch.zeros(7, dtype=torch.int64)),
-     ("sampled_token_ids", torch.full((7,), 96)), ("seq_lens", torch.full((7,), 13, dtype=torch.int32)), ("block_size", 0)],
+     ("sampled_token_ids", torch.full((7,), 96)), ("sampled_token_ids", torch.full((7,), -1)), ("sampled_token_ids", torch.full((7,), -3)), ("seq_lens", torch.full((7,), 13, dtype=torch.int32)), ("block_size", 0)],
 )  # fmt: skip
 def test_bad_arguments_of_accept_tokens(argument: str, value: Any) -> None:
     inputs = make_accept_inputs()
@@ -291,6 +295,7 @@ def test_bad_arguments_of_accept_tokens(argument: str, value: Any) -> None:
 @pytest.mark.parametrize("launch", [None, 4])
 def test_finish_step_is_both_ops(launch: int | None) -> None:
     inputs = make_finish_inputs(ALL, launch=launch, step=launch is not None)
+    inputs["logits"][6, 7] = float("nan")
     want = finished_apart(DEFAULT, inputs)
     DEFAULT.finish_step(**inputs)
     for name, x in inputs.items():

@@ -162,6 +162,18 @@ def test_small_kernels_compile(target: str) -> None:
     check(aot.compile_kernel(advance_step_kernel, target, pointers, {"BLOCK_SIZE": 16, "ROWS": 128}), target, True)
 
 
+@pytest.mark.parametrize("kind", ["fp8e4nv", "fp8e5"])
+def test_fp8_writes_keep_nan(kind: str) -> None:
+    """The clamp into an fp8 dtype's range must not be the kind of minimum and maximum that drops NaN."""
+    write = {"NUM_HEADS": 8, "HEADS_PAD": 8, "DIM": 128, "DIM_PAD": 128, "DIM_V": 128, "DIM_V_PAD": 128, "BLOCK_SIZE": 16}
+    write |= {"HAS_SCALE": True, "LIMIT": 448.0, "PDL": True, "ARE_QUERY_TOKENS": False}
+    pointers = {"k_ptr": "bf16", "v_ptr": "bf16", "k_cache_ptr": kind, "v_cache_ptr": kind, "slot_ptr": "i64"}
+    pointers |= {"k_scale_ptr": "fp32", "v_scale_ptr": "fp32"}
+    ptx = aot.compile_kernel(write_kv_kernel, "sm_90", pointers, write, num_warps=4).asm["ptx"]
+    clamps = re.findall(r"\b(?:min|max)[.\w]*f32", ptx)
+    assert clamps and all("NaN" in clamp for clamp in clamps), set(clamps)
+
+
 ROPE = {  # (num_heads, num_kv_heads, head_dim, rotary_dim), num_tokens, options
     "one_token": ((32, 8, 128, 128), 1, {}),
     "many_tokens": ((32, 8, 128, 128), 512, {}),

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from torchpaged.custom_ops import BACKEND_OPS
+from torchpaged.custom_ops.validation_sampling import NO_TOKEN
 from torchpaged.testing_sampling import (
     SAMPLING_ROWS,
     assert_samples_close,
@@ -70,6 +71,16 @@ def test_special_logits(value: float) -> None:
 
 
 @interpreted
+@pytest.mark.parametrize("token", [0, 255, 256, 600, 899])
+def test_one_nan_in_any_tile_leaves_no_token(token: int) -> None:
+    """Whether the largest logit is in its tile or in another, and whatever the row asks for; the rows beside it draw."""
+    rows = [SAMPLING_ROWS[name] for name in ("greedy", "plain", "top_20", "top_p", "min_p", "top_k_top_p", "everything", "greedy_penalty")]
+    inputs = make_sampling_inputs(rows * 2, vocab_size=900)
+    inputs["logits"][:8, token], inputs["logits"][:, 300] = float("nan"), 50.0
+    assert assert_samples_close(TRITON, inputs)[:8].tolist() == [NO_TOKEN] * 8
+
+
+@interpreted
 def test_tokens_of_reference_and_kernel_are_the_same() -> None:
     inputs = make_sampling_inputs([{}] * 30, vocab_size=260, spread=0.3)
     TRITON.sample_tokens(**inputs)
@@ -106,9 +117,11 @@ def test_finish_step_is_both_ops(count: int, launch: int | None, step: int) -> N
     """To the bit: all kinds of rows, idle ones and such as end among them, one program and several, with a ring and without."""
     rows = list(SAMPLING_ROWS.values())[:count]
     inputs = make_finish_inputs(rows, vocab_size=500, dtype=torch.float16, launch=launch, step=step)
+    if count > 1:
+        inputs["logits"][6::7, 499] = float("nan")
     want = finished_apart(TRITON, inputs)
     ended = int((want["seq_lens"] == 0).sum() - (inputs["seq_lens"] == 0).sum())
-    assert count == 1 or 2 < ended < 12
+    assert count == 1 or 2 < ended < 14
     TRITON.finish_step(**inputs)
     for name, x in inputs.items():
         assert not isinstance(x, torch.Tensor) or name == "logits" or torch.equal(x, want[name]), name

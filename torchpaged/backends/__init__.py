@@ -1,7 +1,8 @@
 """Backends: one file each, behind one selector."""
 
-from torchpaged.backends.base import AttentionSpec, Backend, Capabilities, GraphSupport
-from torchpaged.backends.selector import Choice, get_backend, list_backends, register_backend, select_backend, use_backend
+from torchpaged.backends.base import Backend, Capabilities
+from torchpaged.backends.selector import Choice, backend_of, get_backend, list_backends, register_backend, select_backend, use_backend
+from torchpaged.backends.spec import AttentionSpec, GraphSupport, attention_spec
 
 __all__ = [
     "AttentionSpec",
@@ -9,6 +10,8 @@ __all__ = [
     "Capabilities",
     "Choice",
     "GraphSupport",
+    "attention_spec",
+    "backend_of",
     "get_backend",
     "list_backends",
     "register_backend",

@@ -4,57 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import IntEnum
 
 import torch
 
+from torchpaged.backends.spec import AttentionSpec, GraphSupport
 from torchpaged.custom_ops import BackendOps
 from torchpaged.metadata import AttentionMetadata
-
-
-class GraphSupport(IntEnum):
-    """Which batches a backend can serve from a captured CUDA graph whose lengths change between replays.
-
-    Declared support is proved by ``tests/test_graph_conformance.py``: capture at the bucket's maximum, replay with others.
-    """
-
-    NEVER = 0
-    SINGLE_TOKEN_DECODE = 1  # every query_len is 1 (or 0, padding)
-    UNIFORM_BATCH = 2  # all query lengths equal
-    ALWAYS = 3
-
-
-@dataclass(frozen=True)
-class AttentionSpec:
-    """The attention somebody wants to run; a backend answers with the reasons why it can't.
-
-    Attributes:
-        device: where it runs.
-        dtype: of queries and outputs.
-        head_dim, head_dim_v: width of keys and of values (None = ``head_dim``).
-        num_heads, num_kv_heads: query and kv heads.
-        block_size: tokens per block.
-        kv_dtype: of the pools (None = ``dtype``).
-        causal, window, logits_soft_cap, alibi, sinks, chunked, lse: features it uses.
-        graphs: the least graph support it needs.
-    """
-
-    device: torch.device
-    dtype: torch.dtype
-    head_dim: int
-    num_heads: int
-    num_kv_heads: int
-    block_size: int = 16
-    head_dim_v: int | None = None
-    kv_dtype: torch.dtype | None = None
-    causal: bool = True
-    window: bool = False
-    logits_soft_cap: bool = False
-    alibi: bool = False
-    sinks: bool = False
-    chunked: bool = False
-    lse: bool = False
-    graphs: GraphSupport = GraphSupport.NEVER
 
 
 @dataclass(frozen=True)
@@ -99,7 +54,7 @@ class Capabilities:
             reasons.append(f"head_dim {spec.head_dim} is not one of {self.head_dims}")
         if self.max_head_dim is not None and max(spec.head_dim, spec.head_dim_v or 0) > self.max_head_dim:
             reasons.append(f"head_dim {max(spec.head_dim, spec.head_dim_v or 0)} is over {self.max_head_dim}")
-        if self.block_sizes is not None and spec.block_size not in self.block_sizes:
+        if self.block_sizes is not None and spec.block_size is not None and spec.block_size not in self.block_sizes:
             reasons.append(f"block_size {spec.block_size} is not one of {self.block_sizes}")
         if spec.head_dim_v not in (None, spec.head_dim) and not self.different_head_dim_v:
             reasons.append(f"head_dim_v {spec.head_dim_v} differs from head_dim {spec.head_dim}")

@@ -9,11 +9,12 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import importlib
-import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from torchpaged.backends.base import AttentionSpec, Backend
+from torchpaged.backends.base import Backend
+from torchpaged.backends.spec import AttentionSpec
+from torchpaged.custom_ops import BackendOps, variables
 from torchpaged.custom_ops.errors import BackendUnavailableError
 
 #: Backend name -> module with a ``BACKEND``; `register_backend` adds to it.
@@ -86,32 +87,44 @@ def _request(backend: str | None) -> tuple[str, str]:
     forced = _forced.get()
     if forced is not None:
         return forced, f"torchpaged.use_backend({forced!r}) is active"
-    variable = os.environ.get("TORCHPAGED_BACKEND", "auto")
+    variable = variables.get("TORCHPAGED_BACKEND")
     return variable, f"TORCHPAGED_BACKEND={variable} is set"
 
 
-def select_backend(spec: AttentionSpec, backend: str | None = None) -> Choice:
+def select_backend(spec: AttentionSpec | Sequence[AttentionSpec], backend: str | None = None) -> Choice:
     """Choose the backend for ``spec``. Call it at construction, never inside a traced call.
 
     Args:
-        spec: the attention to run.
+        spec: the attention to run; several, such as those of a model's layers: one backend that can run them all.
         backend: a name, or None / "auto".
 
     Raises:
         BackendUnavailableError: the named backend can't run ``spec``, or none can; with all reasons.
     """
+    specs = [spec] if isinstance(spec, AttentionSpec) else list(spec)
     name, asker = _request(backend)
     rejected: dict[str, list[str]] = {}
     if name != "auto":
-        reasons = get_backend(name).reject(spec)
+        reasons = _reject(get_backend(name), specs)
         if reasons:
             raise BackendUnavailableError(f"backend {name!r} ({asker}) cannot run this attention: {'; '.join(reasons)}")
         return Choice(name, asker)
     for candidate in AUTOMATIC:
-        reasons = get_backend(candidate).reject(spec)
+        reasons = _reject(get_backend(candidate), specs)
         if not reasons:
             place = "first choice" if not rejected else f"after {', '.join(rejected)}"
-            return Choice(candidate, f"automatic for {spec.device.type} ({place})", rejected)
+            return Choice(candidate, f"automatic for {specs[0].device.type} ({place})", rejected)
         rejected[candidate] = reasons
     lines = "\n".join(f"  {candidate}: {'; '.join(reasons)}" for candidate, reasons in rejected.items())
     raise BackendUnavailableError(f"no backend can run this attention:\n{lines}")
+
+
+def _reject(backend: Backend, specs: Sequence[AttentionSpec]) -> list[str]:
+    """Every reason of every spec, each once."""
+    return list(dict.fromkeys(reason for spec in specs for reason in backend.reject(spec)))
+
+
+def backend_of(ops: BackendOps) -> Backend | None:
+    """The backend whose handles ``ops`` are; None for the device's own ("default") and for handles that nobody registered."""
+    known = [*_REGISTERED.values(), *(get_backend(name) for name in _MODULES)]
+    return next((backend for backend in known if backend.ops is ops), None)

@@ -27,6 +27,7 @@ from torchpaged.bench.in_parts import in_parts_of
 from torchpaged.bench.screen import Screen
 from torchpaged.bench.summary import exit_code, summarise
 from torchpaged.custom_ops.errors import ArgumentError, TorchpagedError
+from torchpaged.names import device_named, short_dtype
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -79,7 +80,8 @@ def run(options: Options, extra: Sequence[Contender] = ()) -> dict[str, Any]:
     Raises:
         ArgumentError, BackendUnavailableError: an option names something unknown; nothing has run then.
     """
-    if options.dtype and options.dtype not in DTYPES:
+    dtype = short_dtype(options.dtype)
+    if dtype and dtype not in DTYPES:
         raise ArgumentError("dtype", f"one of {', '.join(DTYPES)}", repr(options.dtype))
     if options.repeats < 1:
         raise ArgumentError("repeats", "at least 1", str(options.repeats))
@@ -87,10 +89,10 @@ def run(options: Options, extra: Sequence[Contender] = ()) -> dict[str, Any]:
         from torchpaged.bench.plot import require_matplotlib
 
         require_matplotlib()
-    device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if options.device == "auto" else options.device)
+    device = device_named(options.device)
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)  # streams, graphs and events below are the current device's
-    cases = select_cases(options.suites, options.case, DTYPES.get(options.dtype))
+    cases = select_cases(options.suites, options.case, DTYPES.get(dtype))
     known = contenders(device, options.backends, options.peers, options.skip)
     everybody = [*known, *extra, *in_parts_of(known, cases)]
     document: dict[str, Any] = {"benchmark": "attention", "conditions": conditions.collect(device), "ceilings": _ceilings(options, device)}

@@ -123,8 +123,8 @@ def make_inputs(case: AttentionCase, device: torch.device, heads_first: bool = F
         seq_lens=torch.tensor(case.seq_lens, dtype=torch.int32, device=device),
         query_start_loc=starts,
         scale=case.head_dim**-0.5,
-        k_scale=torch.full((1,), FP8_K_SCALE, device=device) if fp8 else None,
-        v_scale=torch.ones(1, device=device) if fp8 else None,
+        k_scale=torch.full((1,), FP8_K_SCALE, dtype=torch.float32, device=device) if fp8 else None,
+        v_scale=torch.ones(1, dtype=torch.float32, device=device) if fp8 else None,
         heads_first=heads_first,
     )
 
@@ -137,7 +137,7 @@ def _oracle(case: AttentionCase, inputs: Inputs, layer: int, request: int, rows:
     group = case.num_heads // case.num_kv_heads
     k_scale = 1.0 if inputs.k_scale is None else float(inputs.k_scale)
     v_scale = 1.0 if inputs.v_scale is None else float(inputs.v_scale)
-    out = torch.empty(len(rows), case.num_heads, case.head_dim, device=rows.device)
+    out = torch.empty(len(rows), case.num_heads, case.head_dim, dtype=torch.float32, device=rows.device)
     position = torch.arange(length, device=rows.device)
     step = max(1, _ORACLE_ELEMENTS // (length * group))
     for head in range(case.num_kv_heads):

@@ -106,6 +106,11 @@ class BlockPool:
             if not self._ref_counts[block]:
                 self._free.append(block)
 
+    def reset(self) -> None:
+        """Forget all holders: every block is free. For an owner whose own books are lost."""
+        self._ref_counts[NULL_BLOCK + 1 :] = [0] * self.num_usable
+        self._free = list(range(self.num_blocks - 1, 0, -1))
+
     def _check(self, block: int, held: bool = True) -> None:
         if not NULL_BLOCK < block < self.num_blocks:
             raise ArgumentError("blocks", f"block ids in [1, {self.num_blocks})", str(block), "block 0 is the null block")

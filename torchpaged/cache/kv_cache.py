@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -103,13 +103,26 @@ class PagedKVCache:
                 )
         if num_blocks < 2:
             raise ArgumentError("num_blocks", "at least 2 (block 0 is the null block)", str(num_blocks))
-        self.num_blocks = num_blocks
+        self.num_blocks, self._marked = num_blocks, mark_static
         self._pools = [self._make_layer(spec) for spec in self.layers]
-        if mark_static:
+        self._mark_static()
+
+    def _mark_static(self) -> None:
+        if self._marked:
             for pool in self._pools:
                 for tensor in pool[:2]:
                     # guard=False: a new cache object must not recompile the model
                     torch._dynamo.mark_static_address(tensor, guard=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles, with all that is stored: pools as bytes, since pickle knows no fp8."""
+        return self.__dict__ | {"_pools": [(*(t.detach().view(torch.uint8) for t in pool[:2]), *pool[2:]) for pool in self._pools]}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._pools = [LayerKVCache(*(t.view(self.dtype) for t in pool[:2]), *pool[2:]) for pool in state["_pools"]]
+        self.device = self._pools[0].k_cache.device  # torch.load may have moved it
+        self._mark_static()
 
     @classmethod
     def uniform(
@@ -138,7 +151,8 @@ class PagedKVCache:
             v_cache = torch.zeros(*shape, spec.value_dim, dtype=self.dtype, device=self.device)
             if self.dtype not in FP8_DTYPES:
                 return LayerKVCache(k_cache, v_cache)
-            return LayerKVCache(k_cache, v_cache, torch.ones(1, device=self.device), torch.ones(1, device=self.device))
+            k_scale, v_scale = (torch.ones(1, dtype=torch.float32, device=self.device) for _ in range(2))
+            return LayerKVCache(k_cache, v_cache, k_scale, v_scale)
 
     def __getitem__(self, layer: int) -> LayerKVCache:
         return self._pools[layer]

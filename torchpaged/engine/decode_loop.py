@@ -79,7 +79,7 @@ class DecodeLoop:
         self._to_write: dict[int, RowState] = {}
         self._to_clear: list[int] = []
         self._launches: list[_Launch] = []
-        self._starting: tuple[int, int, list[tuple[int, Sequence]]] | None = None  # a launch's number, steps before it and rows, till recorded
+        self._starting: tuple[int, int, list[tuple[int, Sequence]]] | None = None  # till recorded: a launch's number, steps before it, rows
         self._moving = False  # rows change places: what the device holds is known again behind it
         self._step_count = StepCount()
         self.decoded = 0
@@ -114,6 +114,23 @@ class DecodeLoop:
             sequence.steps_read -= 1
         self._launches.append(_Launch(slot, list(enumerate(sequences)), 1, prefill=True))
 
+    def reset(self) -> None:
+        """After a launch that failed or was interrupted: every row idle, nothing in flight. Waits for the device.
+
+        What the rows were doing is unknown to the host then. Requests that are placed again go on from the tokens that it has read.
+        """
+        self.runner.reset()
+        self.rows.ring.resync()
+        self._starting, self._moving = None, False  # whatever it was, no row of it is left
+        for sequence in self._sequences:
+            if sequence is not None:
+                sequence.row = None
+        self._sequences = [None] * len(self._sequences)
+        self._busy_rows, self._has_idle_rows, self.blocks_added = None, False, False
+        self._to_write, self._to_clear, self._launches = {}, [], []
+        self._prefill_ring = TokenRing(MAX_IN_FLIGHT, self.rows.max_batch_size, self.rows.device)
+        self.rows.clear(range(self.rows.max_batch_size))
+
     # ------------------------------------------------------------------------------------------------ launches
     @property
     def in_flight(self) -> int:
@@ -141,7 +158,7 @@ class DecodeLoop:
     def _settle(self) -> None:
         """Record the launch that was begun, if the device has it. Wherever this is interrupted, the next call goes on: each line may run twice."""
         if self._moving:
-            raise TorchpagedError("rows: expected as the host knows them, got a move between rows that was interrupted; make a new Generator")
+            raise TorchpagedError("rows: expected as the host knows them, got an interrupted move between rows; make a new Generator")
         if self._starting is None:
             return
         number, started, busy = self._starting
@@ -168,7 +185,7 @@ class DecodeLoop:
                 else:
                     steps = self.rows.ring.read(launch.place, launch.columns[-1][0] + 1)
             for column, sequence in live:
-                tokens = [step[column] for step in steps if step[column] >= 0]
+                tokens = [step[column] for step in steps if step[column] != -1]  # -1: idle by then; NO_TOKEN is the caller's
                 sequence.steps_read += launch.num_steps
                 self.decoded += 0 if launch.prefill else len(tokens)
                 results.append((sequence, tokens))

@@ -7,24 +7,34 @@
 
 With graphs, each step starts a launch of whole decode steps for all running requests (`DecodeLoop`), prefills a chunk of the
 waiting ones, and reads the tokens of the launch before. Without, it decodes, samples and reads, one step at a time. Tokens are the
-same. Not thread-safe: submit and cancel between steps (from the loop that iterates, for instance).
+same.
+
+Several threads may use one Generator: one lock lets one call in at a time, and every step moves the requests of all of them. Each call gets
+the events of its own requests; one that breaks off, by an error, Ctrl-C or a ``break``, cancels its own and leaves the others running.
 """
 
 from __future__ import annotations
 
+import contextlib
 import secrets
+import threading
+import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
 from torchpaged.cache import BlockPool
-from torchpaged.custom_ops.errors import ArgumentError
+from torchpaged.custom_ops.errors import ArgumentError, NotCopyableError, TorchpagedError
 from torchpaged.engine.decode_loop import DecodeLoop
+from torchpaged.engine.inbox import Inbox
 from torchpaged.engine.model import PagedModelProtocol
+from torchpaged.engine.numbers import shown
 from torchpaged.engine.options import check_options, decide_compile, decide_graphs, decide_prefill_buckets, paged_model, tokens_per_request
 from torchpaged.engine.prefill_graphs import PrefillGraphs
+from torchpaged.engine.prompts import list_prompts, list_sampling, token_ids
 from torchpaged.engine.sampling import SamplingParams
 from torchpaged.engine.scheduler import Scheduler
 from torchpaged.engine.sequence import RequestOutput, Sequence, TokenEvent
@@ -37,6 +47,7 @@ if TYPE_CHECKING:
     from torchpaged.hf import FusionReport
 
 _LOOKAHEAD = 128  # tokens
+_GIVE_WAY_SECONDS = 1e-4  # for threads that wait for the lock: without it the one that steps would take it again and again
 
 
 class Generator:
@@ -82,6 +93,7 @@ class Generator:
     Raises:
         ArgumentError, BackendUnavailableError, UnsupportedModelError: what was asked can't be had; nothing stays allocated then.
         CaptureError: a bucket could not be captured ahead; names the bucket and the op.
+        NotCopyableError: it is copied or pickled: its graphs and rows are places in this process's memory.
     """
 
     def __init__(
@@ -158,39 +170,204 @@ class Generator:
         self._stepper = Stepper(self.model, self.scheduler, self.loop, self._prefill_graphs)
         self._requests, self._next_id = self._stepper.requests, 0
         self.stats: GeneratorStats = self._stepper.stats
+        self._lock, self._holder = threading.Lock(), 0  # the thread that is inside, where the lock is held
+        self._queue: dict[int, None] = {}  # threads that wait for the lock
+        self._inbox, self._streams_all = Inbox(), False
+        self._left: deque[list[Sequence]] = deque()  # requests of calls that broke off, to be cancelled
 
     # ------------------------------------------------------------------------------------------------ requests
     def submit(self, prompt: str | Seq[int], sampling: SamplingParams | None = None) -> int:
-        """Queue a request; returns its id.
+        """Queue a request; returns its id. Its events come from `stream` or `step`.
+
+        Args:
+            prompt: text, or token ids: integers in a list, an array or a tensor of one dimension.
+            sampling: default: `SamplingParams()`.
 
         Raises:
-            ArgumentError: an empty prompt, a token outside the vocabulary, a prompt that does not fit ``max_seq_len`` or the pool,
-                or strings without a tokenizer. Nothing else is touched.
+            ArgumentError: an empty prompt, ids that are no integers or outside the vocabulary, a prompt that does not fit ``max_seq_len``
+                or the pool, or strings without a tokenizer. Nothing else is touched.
         """
-        sampling = SamplingParams() if sampling is None else sampling
-        if (isinstance(prompt, str) or sampling.stop) and self.tokenizer is None:
+        sequence = None
+        try:
+            with self._entered():
+                sequence = self._sequence(prompt, sampling, self._inbox)
+                self._stepper.add(sequence)
+            return sequence.request_id
+        except BaseException:
+            if sequence is not None:  # interrupted: nobody knows its id
+                self._leave([sequence])
+            raise
+
+    def cancel(self, request_id: int) -> None:
+        """End a request now; its blocks are free at once, its event comes to its owner. Unknown and finished ids are refused."""
+        with self._entered():
+            self._stepper.cancel(request_id)
+
+    def stream(self, request_ids: Seq[int] | None = None) -> Iterator[TokenEvent]:
+        """Step until every request is done, giving events as they come.
+
+        Left early, by an error, Ctrl-C, ``break`` or ``close()``, it cancels its requests; to only pause, keep the iterator.
+
+        Args:
+            request_ids: of submitted requests, which then belong to this stream; default: all that were submitted and belong to no other stream,
+                those submitted while it runs included. There can be one such stream at a time; threads name their requests.
+
+        Raises:
+            ArgumentError: an id that is unknown, finished, or another stream's.
+            TorchpagedError: a second stream over all requests.
+        """
+        if request_ids is None:
+            return self._stream(None)
+        with self._entered():
+            return self._stream(self._claim(list(request_ids)))
+
+    def generate(
+        self, prompts: str | Seq[str | Seq[int]], sampling: SamplingParams | Seq[SamplingParams] | None = None
+    ) -> list[RequestOutput]:
+        """Run ``prompts`` to their ends, in one continuous batch; results in their order.
+
+        Args:
+            prompts: strings or lists of token ids. One string is one prompt, as if it stood in a list.
+            sampling: for all of them, or one each.
+
+        Returns:
+            One result per prompt. A request that failed alone, of NaN logits for instance, has ``finish_reason`` "error" and an ``error``.
+
+        Raises:
+            ArgumentError: a prompt or parameter that `submit` refuses; then none of them runs.
+        """
+        texts = list_prompts(prompts)
+        each = list_sampling(sampling, len(texts))
+        inbox = Inbox()
+        with self._entered():
+            sequences = [self._sequence(text, params, inbox) for text, params in zip(texts, each, strict=True)]
+        try:
+            with self._entered():
+                for sequence in sequences:
+                    self._stepper.add(sequence)
+            while inbox.live:
+                with self._entered():
+                    if inbox.live:  # nobody else finished them meanwhile
+                        self._stepper.step()
+                self._give_way()
+        except BaseException:
+            self._leave(sequences)
+            raise
+        return [sequence.result() for sequence in sequences]
+
+    def step(self) -> list[TokenEvent]:
+        """One step of the whole batch; returns the events of submitted requests, those of open streams over some of them left out."""
+        with self._entered():
+            self._stepper.step()
+            return self._inbox.take()
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether a step would do anything."""
+        return bool(self._requests or self._inbox.ready)
+
+    # ------------------------------------------------------------------------------------------------ whose requests
+    def _sequence(self, prompt: Any, sampling: SamplingParams | None, inbox: Inbox) -> Sequence:
+        """A request that fits, not queued yet."""
+        params = SamplingParams() if sampling is None else sampling
+        if not isinstance(params, SamplingParams):
+            raise ArgumentError("sampling", "SamplingParams", shown(params))
+        if (isinstance(prompt, str) or params.stop) and self.tokenizer is None:
             raise ArgumentError("tokenizer", "a tokenizer for string prompts and stop strings", "None")
-        ids = list(self.tokenizer(prompt)["input_ids"]) if isinstance(prompt, str) else [int(token) for token in prompt]
-        if not ids:
-            raise ArgumentError("prompt", "at least one token", "an empty prompt")
-        wrong = next((token for token in ids if not 0 <= token < self.model.vocab_size), None)
-        if wrong is not None:
-            raise ArgumentError("prompt", f"token ids in [0, {self.model.vocab_size})", str(wrong))
+        ids = token_ids(self.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt, self.model.vocab_size)
+        params.check_vocabulary(self.model.vocab_size)
         room = min(self.max_seq_len, self.pool.num_usable * self.scheduler.block_size)
         if len(ids) >= room:
             raise ArgumentError("prompt", f"at most {room - 1} tokens (max_seq_len {self.max_seq_len}, {self.pool.num_usable} blocks of "
                                 f"{self.scheduler.block_size})", str(len(ids)), "raise max_seq_len or num_blocks, or shorten the prompt")  # fmt: skip
         request_id, self._next_id = self._next_id, self._next_id + 1
-        seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
-        max_len = min(len(ids) + sampling.max_new_tokens, self.max_seq_len, room + 1)  # the last token is not stored
-        sequence = Sequence(request_id, ids, sampling, seed, TextStream(self.tokenizer, sampling.stop), max_len)
-        self._stepper.add(sequence)
-        return request_id
+        seed = secrets.randbits(63) if params.seed is None else params.seed
+        max_len = min(len(ids) + params.max_new_tokens, self.max_seq_len, room + 1)  # the last token is not stored
+        return Sequence(request_id, ids, params, seed, TextStream(self.tokenizer, params.stop), max_len, inbox)
 
-    def cancel(self, request_id: int) -> None:
-        """End a request now; its blocks are free at once. Unknown and finished ids are refused."""
-        self._stepper.cancel(request_id)
+    def _claim(self, request_ids: list[int]) -> Inbox:
+        """An inbox for these submitted requests alone."""
+        known = {s.request_id: s for s in (*self._inbox.live, *self._inbox.ready)}
+        for request_id in request_ids:
+            if request_id not in known:
+                raise ArgumentError("request_ids", "submitted requests that are not done and belong to no other stream", repr(request_id))
+        inbox = Inbox()
+        for sequence in (known[request_id] for request_id in request_ids):
+            for old, new in ((self._inbox.live, inbox.live), (self._inbox.ready, inbox.ready)):
+                if sequence in old:
+                    new[sequence] = old.pop(sequence)
+            sequence.inbox = inbox
+        return inbox
 
+    def _stream(self, inbox: Inbox | None) -> Iterator[TokenEvent]:
+        everything = inbox is None
+        if inbox is None:
+            with self._entered():
+                if self._streams_all:
+                    raise TorchpagedError(
+                        "stream(): another stream over all requests is open; close() it, or name the requests: stream(request_ids)"
+                    )
+                self._streams_all, inbox = True, self._inbox
+        try:
+            while inbox.live or inbox.ready:
+                with self._entered():
+                    if not inbox.ready:
+                        self._stepper.step()
+                    events = inbox.take()
+                self._give_way()
+                yield from events
+        except BaseException:
+            if everything:
+                self._inbox = Inbox()  # what was not taken is of no use to a later call
+            self._leave(list(inbox.live))
+            raise
+        finally:
+            if everything:
+                self._streams_all = False
+
+    def _leave(self, sequences: list[Sequence]) -> None:
+        """Cancel the requests of a call that broke off."""
+        self._left.append(sequences)
+        if not self._is_inside():  # else, collected as garbage within a step, the next call does it
+            with self._entered():
+                pass
+
+    # ------------------------------------------------------------------------------------------------ one call at a time
+    def _is_inside(self) -> bool:
+        return self._lock.locked() and self._holder == threading.get_ident()
+
+    @contextlib.contextmanager
+    def _entered(self) -> Iterator[None]:
+        """Hold the lock, and find nothing half done."""
+        if self._is_inside():
+            raise TorchpagedError(
+                "a Generator was called from inside one of its own steps (a callback of the model, tokenizer or progress)"
+            )
+        thread = threading.get_ident()
+        self._queue[thread] = None
+        with self._lock:
+            self._holder = thread
+            self._queue.pop(thread, None)
+            try:
+                self._stepper.settle()
+                while self._left:
+                    for sequence in self._left[0]:
+                        if sequence.request_id in self._requests:
+                            self._stepper.cancel(sequence.request_id)
+                    self._left.popleft()
+                yield
+            finally:
+                self._holder = 0
+
+    def _give_way(self) -> None:
+        if self._queue:
+            time.sleep(_GIVE_WAY_SECONDS)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise NotCopyableError("a Generator can't be copied or pickled: its graphs, rows and pools are places in this process's memory; copy or "
+                               "pickle the model, and make a Generator of it where you need one")  # fmt: skip
+
+    # ------------------------------------------------------------------------------------------------ what was decided
     @property
     def runner(self) -> DecodeGraphRunner | None:
         """The graph runner; None without graphs."""
@@ -205,39 +382,3 @@ class Generator:
     def prefill_graph_reason(self) -> str:
         """Why prefills have graphs or not."""
         return self._prefill_graph_reason if self._prefill_graphs is None else self._prefill_graphs.reason
-
-    @property
-    def has_unfinished(self) -> bool:
-        """Whether a step would do anything."""
-        return self._stepper.has_unfinished
-
-    def stream(self) -> Iterator[TokenEvent]:
-        """Step until every request is done, giving events as they come."""
-        while self.has_unfinished:
-            yield from self.step()
-
-    def generate(self, prompts: Seq[str | Seq[int]], sampling: SamplingParams | Seq[SamplingParams] | None = None) -> list[RequestOutput]:
-        """Run ``prompts`` to their ends, in one continuous batch; results in their order.
-
-        Args:
-            prompts: strings or lists of token ids.
-            sampling: for all of them, or one each.
-        """
-        each = [sampling] * len(prompts) if sampling is None or isinstance(sampling, SamplingParams) else list(sampling)
-        if len(each) != len(prompts):
-            raise ArgumentError("sampling", f"one SamplingParams per prompt ({len(prompts)})", str(len(each)))
-        ids: list[int] = []
-        try:
-            ids.extend(self.submit(prompt, params) for prompt, params in zip(prompts, each, strict=True))
-        except ArgumentError:
-            for request_id in ids:
-                self._stepper.withdraw(request_id)
-            raise
-        sequences = [self._requests[request_id] for request_id in ids]
-        while any(sequence.finish_reason is None for sequence in sequences):
-            self.step()
-        return [sequence.result() for sequence in sequences]
-
-    def step(self) -> list[TokenEvent]:
-        """One step of the whole batch; returns what happened."""
-        return self._stepper.step()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torchpaged.backends import Choice, GraphSupport
 from torchpaged.custom_ops.errors import ArgumentError, BackendUnavailableError
 from torchpaged.engine.model import PagedModelProtocol
+from torchpaged.engine.numbers import as_integer, shown
 from torchpaged.graphs import default_prefill_buckets
 
 if TYPE_CHECKING:
@@ -22,8 +23,9 @@ DEFAULT_MAX_SEQ_LEN = 2048
 def check_options(sizes: Mapping[str, int], switches: Mapping[str, bool | str]) -> None:
     """Refuse sizes below 1, and switches that are neither True, False nor "auto"."""
     for name, size in sizes.items():
-        if size < 1:
-            raise ArgumentError(name, "at least 1", str(size))
+        number = as_integer(size)
+        if number is None or number < 1:
+            raise ArgumentError(name, "at least 1" if number is not None else "an integer of at least 1", shown(size))
     for name, value in switches.items():
         if value not in (True, False, "auto"):
             raise ArgumentError(name, "True, False or 'auto'", repr(value))

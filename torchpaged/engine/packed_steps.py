@@ -44,6 +44,10 @@ class PackedSteps:
             metadata = self._metadata([1] * len(ids), [len(s) for s in sequences], [s.blocks for s in sequences])
             return self._model(self._longs(ids), metadata, None)
 
+    def reset(self) -> None:
+        """After a step that failed or was interrupted: no semaphore stays set. The graphs' own are their runner's business."""
+        self._semaphore.zero_()
+
     def prefill(self, chunks: list[tuple[Sequence, int]]) -> Tensor:
         """The next ``count`` tokens of each prompt: logits ``[n, vocab_size]`` of the ``n`` sequences that are complete with them,
         valid until the next step: they may be a graph's memory."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from torchpaged.custom_ops.errors import ArgumentError
+from torchpaged.engine.numbers import as_float, as_integer, shown
 from torchpaged.graphs import StepOps, token_bits
 from torchpaged.metadata import to_device
 
@@ -32,8 +33,13 @@ class SamplingParams:
             1 = off (arXiv:1909.05858).
         seed: of this request's draws, 64 bits; None = a fresh one.
         stop: strings that end the text; they are not part of it.
-        stop_token_ids: token ids that end it, besides the model's own end.
+        stop_token_ids: token ids that end it, besides the model's own end; within the model's vocabulary, which is checked at submission.
         ignore_eos: go on past the model's end token.
+
+    Numbers of NumPy become Python's, lists become tuples. Nothing else is converted: True is no number, 2.0 is no integer.
+
+    Raises:
+        ArgumentError: a field of another type, or out of range.
     """
 
     max_new_tokens: int = 64
@@ -48,24 +54,41 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        if self.max_new_tokens < 1:
-            raise ArgumentError("max_new_tokens", "at least 1", str(self.max_new_tokens))
-        if not 0.0 <= self.temperature <= _LARGEST:
-            raise ArgumentError("temperature", "0 (greedy) or a positive number of float32's range", str(self.temperature))
-        if not 0 <= self.top_k < 2**31:
-            raise ArgumentError("top_k", "0 (off) or 1 to 2**31 - 1", str(self.top_k))
-        if not _SMALLEST <= self.top_p <= 1.0:
-            raise ArgumentError("top_p", "a number in (0, 1]", str(self.top_p))
-        if not 0.0 <= self.min_p <= 1.0:
-            raise ArgumentError("min_p", "a number in [0, 1]", str(self.min_p))
-        if not _SMALLEST <= self.repetition_penalty <= _LARGEST:
-            raise ArgumentError("repetition_penalty", "a positive number of float32's range (1 = off)", str(self.repetition_penalty))
-        if self.seed is not None and not -(2**63) <= self.seed < 2**63:
-            raise ArgumentError("seed", "a signed 64-bit integer", str(self.seed))
-        if isinstance(self.stop, str) or any(not text for text in self.stop):
-            raise ArgumentError("stop", "a tuple of non-empty strings", repr(self.stop))
-        if any(not isinstance(token, int) or not 0 <= token < 2**63 for token in self.stop_token_ids):
-            raise ArgumentError("stop_token_ids", "a tuple of token ids", repr(self.stop_token_ids))
+        self._integer("max_new_tokens", "an integer of at least 1", 1)
+        self._float("temperature", "0 (greedy) or a positive number of float32's range", 0.0, _LARGEST)
+        self._integer("top_k", "an integer, 0 (off) or 1 to 2**31 - 1", 0, 2**31 - 1)
+        self._float("top_p", "a number in (0, 1]", _SMALLEST, 1.0)
+        self._float("min_p", "a number in [0, 1]", 0.0, 1.0)
+        self._float("repetition_penalty", "a positive number of float32's range (1 = off)", _SMALLEST, _LARGEST)
+        if self.seed is not None:
+            self._integer("seed", "None or a signed 64-bit integer", -(2**63), 2**63 - 1)
+        if not isinstance(self.stop, (tuple, list)) or not all(isinstance(text, str) and text for text in self.stop):
+            raise ArgumentError("stop", "a tuple or list of non-empty strings", shown(self.stop))
+        object.__setattr__(self, "stop", tuple(self.stop))
+        stops = [as_integer(token) for token in self.stop_token_ids] if isinstance(self.stop_token_ids, (tuple, list)) else [None]
+        if any(token is None or not 0 <= token < 2**63 for token in stops):
+            raise ArgumentError("stop_token_ids", "a tuple or list of token ids", shown(self.stop_token_ids))
+        object.__setattr__(self, "stop_token_ids", tuple(stops))
+        if not isinstance(self.ignore_eos, bool):
+            raise ArgumentError("ignore_eos", "True or False", shown(self.ignore_eos))
+
+    def _integer(self, name: str, expected: str, low: int, high: int | None = None) -> None:
+        value = as_integer(getattr(self, name))
+        if value is None or value < low or (high is not None and value > high):
+            raise ArgumentError(name, expected, shown(getattr(self, name)))
+        object.__setattr__(self, name, value)
+
+    def _float(self, name: str, expected: str, low: float, high: float) -> None:
+        value = as_float(getattr(self, name))
+        if value is None or not low <= value <= high:
+            raise ArgumentError(name, expected, shown(getattr(self, name)))
+        object.__setattr__(self, name, value)
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Refuse stop ids that no token of a vocabulary of ``vocab_size`` has."""
+        wrong = next((token for token in self.stop_token_ids if token >= vocab_size), None)
+        if wrong is not None:
+            raise ArgumentError("stop_token_ids", f"token ids in [0, {vocab_size})", shown(wrong))
 
 
 def seen_tokens(tokens: Sequence[Sequence[int]], vocab_size: int) -> Tensor:

@@ -11,6 +11,7 @@ have, and before one of them is put back the caller reads what is in flight (`sh
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from torchpaged.cache import BlockPool
@@ -66,6 +67,13 @@ class Scheduler:
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
         self._release(sequence)
+
+    def reset(self, sequences: Iterable[Sequence]) -> None:
+        """Start over with ``sequences``, whatever was half done: all of them wait, and nobody holds blocks."""
+        self.pool.reset()
+        self.waiting, self.running = deque(sorted(sequences, key=lambda s: s.request_id)), []
+        for sequence in self.waiting:
+            sequence.blocks, sequence.num_computed, sequence.blocks_on_device = [], 0, 0
 
     def schedule(self) -> Step:
         """Choose the next step and allocate its blocks."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from torchpaged.custom_ops.errors import RequestError
+from torchpaged.engine.inbox import Inbox
 from torchpaged.engine.sampling import SamplingParams
 from torchpaged.engine.text import TextStream
 
@@ -12,25 +14,27 @@ from torchpaged.engine.text import TextStream
 class TokenEvent:
     """One new token, or the end of a request.
 
-    ``token_id`` is None when a request ends without a further token (cancelled, or out of blocks). ``text`` is what became
-    certain with it. ``finish_reason``: None, "stop", "length" or "cancelled".
+    ``token_id`` is None when a request ends without a further token (cancelled, or an error). ``text`` is what became
+    certain with it. ``finish_reason``: None, "stop", "length", "cancelled" or "error"; then ``error`` says what it was.
     """
 
     request_id: int
     token_id: int | None
     text: str
     finish_reason: str | None = None
+    error: RequestError | None = None
 
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """A finished request."""
+    """A finished request. ``finish_reason`` and ``error`` as in `TokenEvent`: with "error" the tokens are those before it."""
 
     request_id: int
     prompt_token_ids: list[int]
     token_ids: list[int]
     text: str
     finish_reason: str
+    error: RequestError | None = None
 
 
 @dataclass
@@ -47,7 +51,12 @@ class Sequence:
     A sequence whose only uncomputed token is its last one decodes; one with more prefills. Preemption sets ``num_computed``
     back to 0 and keeps the tokens.
 
+    ``log`` is the truth about what the request was given: an event is in it or isn't, and `restore` makes the rest agree with it after a step
+    that broke off.
+
     Attributes:
+        inbox: of the call that owns the request.
+        log, taken: its events, and how many of them the owner has taken.
         max_len: tokens at which it ends, prompt included.
         row: its row in the decode loop, None while it has none.
         step_count, steps_read: the loop's count, and where in it the host is with reading this sequence's tokens.
@@ -60,6 +69,9 @@ class Sequence:
     seed: int
     stream: TextStream
     max_len: int
+    inbox: Inbox = field(default_factory=Inbox)
+    log: list[TokenEvent] = field(default_factory=list)
+    taken: int = 0
     output: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
     num_computed: int = 0
@@ -69,6 +81,7 @@ class Sequence:
     blocks_on_device: int = 0
     text: str = ""
     finish_reason: str | None = None
+    error: RequestError | None = None
 
     @property
     def tokens(self) -> list[int]:
@@ -92,6 +105,22 @@ class Sequence:
         """Token ``index`` of prompt and output, without joining the two."""
         return self.prompt[index] if index < len(self.prompt) else self.output[index - len(self.prompt)]
 
+    def emit(self, event: TokenEvent) -> None:
+        """Give the owner ``event``."""
+        self.inbox.ready[self] = None
+        self.log.append(event)
+
+    def restore(self) -> None:
+        """Make output, text and end agree with ``log``."""
+        self.output = [event.token_id for event in self.log if event.token_id is not None]
+        self.text = "".join(event.text for event in self.log)
+        last = self.log[-1] if self.log else None
+        self.finish_reason, self.error = (None, None) if last is None else (last.finish_reason, last.error)
+        if self.finish_reason is None:
+            self.stream = self.stream.replayed(self.output)
+
     def result(self) -> RequestOutput:
         """What the caller gets."""
-        return RequestOutput(self.request_id, list(self.prompt), list(self.output), self.text, self.finish_reason or "cancelled")
+        return RequestOutput(
+            self.request_id, list(self.prompt), list(self.output), self.text, self.finish_reason or "cancelled", self.error
+        )

@@ -1,21 +1,27 @@
 """Stepper: the requests of a continuous batch, moved on one step at a time.
 
     stepper.add(sequence)
-    while stepper.has_unfinished:
-        for event in stepper.step(): ...
+    while stepper.requests:
+        stepper.step()              # events are in the sequences' logs and inboxes
 
 With a `DecodeLoop`, a step starts a launch of whole decode steps for all running requests, prefills a chunk of the waiting ones, and
 reads the tokens of the launch before. Without, it decodes, prefills, samples and reads. Tokens are the same.
+
+A step may break off anywhere: a kernel fails, somebody presses Ctrl-C. `settle` then takes back what was half done: it needs to know only
+what the step was at, and that an event is in a sequence's log or isn't. The requests go on with the next step.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator
+from enum import Enum
 from functools import partial
 
 import torch
 
-from torchpaged.custom_ops.errors import ArgumentError
+from torchpaged.custom_ops.errors import ArgumentError, RequestError
 from torchpaged.engine.decode_loop import DecodeLoop
 from torchpaged.engine.model import PagedModelProtocol
 from torchpaged.engine.packed_steps import PackedSteps
@@ -24,6 +30,15 @@ from torchpaged.engine.scheduler import Scheduler, Step
 from torchpaged.engine.sequence import Sequence, TokenEvent
 from torchpaged.engine.stats import GeneratorStats
 from torchpaged.profiling import range as profile_range
+
+
+class Work(Enum):
+    """What the stepper is at, and so what is half done if it breaks off there."""
+
+    REST = "nothing"
+    FORWARD = "nothing that a repetition would not do again: a forward of the model outside the loop"
+    ROWS = "the rows on the device and what is in flight"
+    BOOKS = "anything: who waits and runs, with which blocks and tokens"
 
 
 class Stepper:
@@ -45,45 +60,75 @@ class Stepper:
     ) -> None:
         self._model, self._scheduler, self._loop = model, scheduler, loop
         self._packed = PackedSteps(model, scheduler.max_batch_size, prefill_graphs)
-        self._events: list[TokenEvent] = []  # of requests that ended between steps
+        self._work = Work.REST
         self._launches_return_at_once = torch.device(model.device).type == "cuda"
         self.requests: dict[int, Sequence] = {}
         self.stats = GeneratorStats(num_blocks=scheduler.pool.num_usable)
 
-    @property
-    def has_unfinished(self) -> bool:
-        """Whether a step would do anything."""
-        return bool(self._scheduler.waiting or self._scheduler.running or self._events)
-
     def add(self, sequence: Sequence) -> None:
         """Queue a new request."""
-        self.requests[sequence.request_id] = sequence
-        self._scheduler.add(sequence)
-        self.stats.prompt_tokens += len(sequence.prompt)
-
-    def withdraw(self, request_id: int) -> None:
-        """Take back a request that no step has seen, as if it had not been added."""
-        sequence = self.requests.pop(request_id)
-        self._scheduler.remove(sequence)
-        self.stats.prompt_tokens -= len(sequence.prompt)
+        with self._at_work():
+            self.requests[sequence.request_id] = sequence
+            sequence.inbox.live[sequence] = None
+            self._scheduler.add(sequence)
+            self.stats.prompt_tokens += len(sequence.prompt)
 
     def cancel(self, request_id: int) -> None:
-        """End a request now; the event comes with the next step."""
+        """End a request now."""
         sequence = self.requests.get(request_id)
         if sequence is None:
-            raise ArgumentError("request_id", "a request that is waiting or running", str(request_id))
-        self._events.append(self._finish(sequence, None, "cancelled"))
+            raise ArgumentError("request_id", "a request that is waiting or running", repr(request_id))
+        with self._at_work():
+            text = ""
+            with contextlib.suppress(Exception):  # a tokenizer's: the request ends anyway
+                text = sequence.stream.flush()
+            self._emit(sequence, TokenEvent(request_id, None, text, "cancelled"))
 
-    def step(self) -> list[TokenEvent]:
-        """One step of the whole batch; returns what happened."""
-        with profile_range("step", self.stats.steps), torch.inference_mode():
-            return self._step()
+    def step(self) -> None:
+        """One step of the whole batch. If it raises, its requests can go on: what was half done is taken back."""
+        with self._at_work(), profile_range("step", self.stats.steps), torch.inference_mode():
+            self._step()
 
-    def _step(self) -> list[TokenEvent]:
-        events, self._events = self._events, []
+    # ------------------------------------------------------------------------------------------------ breaking off
+    @contextlib.contextmanager
+    def _at_work(self) -> Iterator[None]:
+        self.settle()  # what was interrupted while it settled
+        self._work = Work.BOOKS
+        try:
+            yield
+        except BaseException:
+            self.settle()
+            raise
+        self._work = Work.REST
+
+    def settle(self) -> None:
+        """Take back what a step left half done; nothing if none did. May itself be interrupted, and called again."""
+        if self._work is Work.REST:
+            return
+        with torch.inference_mode():
+            self._packed.reset()
+        if self._work is Work.BOOKS:
+            for sequence in list(self.requests.values()):
+                sequence.restore()
+                if sequence.finish_reason is not None:
+                    sequence.inbox.live.pop(sequence, None)
+                    del self.requests[sequence.request_id]
+        if self._work is not Work.FORWARD and self._loop is not None:
+            with torch.inference_mode():
+                self._loop.reset()
+        for sequence in self.requests.values():
+            if self._work is not Work.FORWARD:
+                sequence.row = None
+                sequence.num_computed = min(sequence.num_computed, len(sequence) - 1)
+        if self._work is Work.BOOKS:
+            self._scheduler.reset(self.requests.values())
+        self._work = Work.REST
+
+    # ------------------------------------------------------------------------------------------------ a step
+    def _step(self) -> None:
         started, loop = time.perf_counter(), self._loop
         if loop is not None and loop.in_flight and self._scheduler.short_of_blocks():
-            events += self._collect(loop, keep=0)  # somebody may be put back: his tokens must be known
+            self._collect(loop, keep=0)  # somebody may be put back: his tokens must be known
         with profile_range("admission", waiting=len(self._scheduler.waiting)):
             plan = self._scheduler.schedule()
         if loop is not None:
@@ -92,46 +137,51 @@ class Stepper:
         between, read_before = started, 0 if loop is None else loop.decoded
         if plan.decodes or plan.chunks:
             advance = self._advance if loop is None else partial(self._launch, loop)
-            more, between = advance(plan)
-            events += more
+            between = advance(plan)
         elif loop is not None:
-            events += self._collect(loop, keep=0)
+            self._collect(loop, keep=0)
         decoded, prefilled = len(plan.decodes) if loop is None else loop.decoded - read_before, sum(count for _, count in plan.chunks)
         if decoded or prefilled:
             decode_seconds = None if self._launches_return_at_once else between - started
             self.stats.add_step(time.perf_counter() - started, decode_seconds, decoded, prefilled)
             self.stats.preemptions, self.stats.peak_blocks_used = self._scheduler.preemptions, self._scheduler.pool.peak_used
-        return events
 
-    def _launch(self, loop: DecodeLoop, plan: Step) -> tuple[list[TokenEvent], float]:
-        """Prefill, start a launch, read the one before."""
+    def _launch(self, loop: DecodeLoop, plan: Step) -> float:
+        """Prefill, start a launch, read the one before; returns when the launch began."""
         loop.blocks_added |= plan.blocks_added  # first: a prefill that raises must not make the next launch go without
         for sequence in plan.decodes:
             if sequence.row is None:
                 loop.place(sequence)
         if plan.chunks:
             done = [sequence for sequence, count in plan.chunks if count == sequence.remaining]
+            self._work = Work.FORWARD
             logits = self._packed.prefill(plan.chunks)
+            self._work = Work.BOOKS
             for sequence, count in plan.chunks:
                 sequence.num_computed += count
+            self._work = Work.ROWS
             if done:
                 loop.finish_prefill(done, logits)
         between = time.perf_counter()
+        self._work = Work.ROWS
         launched = loop.launch()
-        return self._collect(loop, keep=1 if launched else 0), between
+        self._collect(loop, keep=1 if launched else 0)
+        return between
 
-    def _collect(self, loop: DecodeLoop, keep: int) -> list[TokenEvent]:
-        events = []
-        for sequence, tokens in loop.collect(keep):
+    def _collect(self, loop: DecodeLoop, keep: int) -> None:
+        self._work = Work.ROWS
+        results = loop.collect(keep)
+        self._work = Work.BOOKS
+        for sequence, tokens in results:
             for token in tokens:
                 if sequence.finish_reason is None:  # what a row produced after a stop that only the host could see is dropped
-                    events.append(self._accept(sequence, token))
+                    self._accept(sequence, token)
                     sequence.num_computed = len(sequence) - 1
-        return events
 
-    def _advance(self, plan: Step) -> tuple[list[TokenEvent], float]:
-        """Decode, prefill, sample and read: a step without graphs."""
-        logits, rows = [], []
+    def _advance(self, plan: Step) -> float:
+        """Decode, prefill, sample and read: a step without graphs; returns when decoding ended."""
+        logits, rows, tokens = [], [], []
+        self._work = Work.FORWARD
         if plan.decodes:
             logits.append(self._packed.decode(plan.decodes))
             rows += plan.decodes
@@ -139,34 +189,49 @@ class Stepper:
         if plan.chunks:
             rows += [sequence for sequence, count in plan.chunks if count == sequence.remaining]
             logits.append(self._packed.prefill(plan.chunks))
+        if rows:
+            tokens = self._packed.sample(torch.cat(logits) if len(logits) > 1 else logits[0], rows)
+        self._work = Work.BOOKS
         for sequence, count in [*((s, 1) for s in plan.decodes), *plan.chunks]:
             sequence.num_computed += count
-        if not rows:
-            return [], between
-        tokens = self._packed.sample(torch.cat(logits) if len(logits) > 1 else logits[0], rows)
-        return [self._accept(sequence, token) for sequence, token in zip(rows, tokens, strict=True)], between
+        for sequence, token in zip(rows, tokens, strict=True):
+            self._accept(sequence, token)
+        return between
 
-    def _accept(self, sequence: Sequence, token: int) -> TokenEvent:
-        """Add a sampled token; end the request if it is its last."""
-        sequence.output.append(token)
-        self.stats.new_tokens += 1
+    def _accept(self, sequence: Sequence, token: int) -> None:
+        """Add a sampled token; end the request if it is its last, or none."""
+        if token < 0:
+            return self._fail(sequence, f"its output token {len(sequence.output)} could not be drawn: a logit is NaN, or all are -inf; look at the "
+                              "model's weights and dtype")  # fmt: skip
         params = sequence.sampling
-        if token in params.stop_token_ids or (token in self._model.eos_token_ids and not params.ignore_eos):
-            return self._finish(sequence, token, "stop")
-        text = sequence.stream.push(token)
-        sequence.text += text
-        if sequence.stream.stopped:
-            return self._finish(sequence, token, "stop", text)
-        if len(sequence) >= sequence.max_len:
-            return self._finish(sequence, token, "length", text)
-        return TokenEvent(sequence.request_id, token, text)
+        reason = "stop" if token in params.stop_token_ids or (token in self._model.eos_token_ids and not params.ignore_eos) else None
+        try:
+            text = "" if reason else sequence.stream.push(token)
+            if reason is None and sequence.stream.stopped:
+                reason = "stop"
+            elif reason is None and len(sequence) + 1 >= sequence.max_len:
+                reason = "length"
+            if reason:
+                text += sequence.stream.flush()
+        except Exception as error:
+            return self._fail(sequence, f"the tokenizer could not decode token {token}: {type(error).__name__}: {error}")
+        self._emit(sequence, TokenEvent(sequence.request_id, token, text, reason))
 
-    def _finish(self, sequence: Sequence, token: int | None, reason: str, text: str = "") -> TokenEvent:
-        rest = sequence.stream.flush()
-        sequence.text += rest
-        sequence.finish_reason = reason
-        if self._loop is not None:
-            self._loop.release(sequence)
-        self._scheduler.remove(sequence)
-        del self.requests[sequence.request_id]
-        return TokenEvent(sequence.request_id, token, text + rest, reason)
+    def _fail(self, sequence: Sequence, reason: str) -> None:
+        """End one request with an error."""
+        self._emit(sequence, TokenEvent(sequence.request_id, None, "", "error", RequestError(sequence.request_id, reason)))
+
+    def _emit(self, sequence: Sequence, event: TokenEvent) -> None:
+        """Give the owner ``event``, then make everything else agree with it."""
+        sequence.emit(event)
+        sequence.text += event.text
+        if event.token_id is not None:
+            sequence.output.append(event.token_id)
+            self.stats.new_tokens += 1
+        if event.finish_reason is not None:
+            sequence.finish_reason, sequence.error = event.finish_reason, event.error
+            if self._loop is not None:
+                self._loop.release(sequence)
+            self._scheduler.remove(sequence)
+            sequence.inbox.live.pop(sequence, None)
+            del self.requests[sequence.request_id]

@@ -33,6 +33,13 @@ class TextStream:
         self._ids.append(token_id)
         return self._release(self._decode(final=False))
 
+    def replayed(self, token_ids: Sequence[int]) -> TextStream:
+        """A new stream of the same tokenizer and stop strings that has taken ``token_ids``."""
+        stream = TextStream(self._tokenizer, self._stop)
+        for token_id in token_ids:
+            stream.push(token_id)
+        return stream
+
     def flush(self) -> str:
         """The rest, when no token follows: incomplete characters and beginnings of stop strings included."""
         if self._tokenizer is None or self.stopped:

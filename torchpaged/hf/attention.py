@@ -15,6 +15,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
+from torchpaged.hf.chosen_backend import hold_to_backend
 from torchpaged.hf.layer import PagedLayer, layer_of
 from torchpaged.metadata import SEMAPHORES_PER_REQ
 from torchpaged.profiling import is_on as is_profiling
@@ -58,6 +59,7 @@ def paged_attention_forward(
 
     Raises:
         UnsupportedModelError: the model needs something that the paged path would get wrong.
+        BackendUnavailableError: the cache's backend declares not to run this attention.
     """
     layer = layer_of(key)
     sinks = s_aux if sinks is None else sinks
@@ -73,6 +75,7 @@ def paged_attention_forward(
     q = query.transpose(1, 2).reshape(batch * query_len, num_heads, head_dim)
     out = q.new_empty(batch * query_len, num_heads, value.shape[-1])
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    hold_to_backend(layer, query, key, value, causal, window, softcap, sinks)
     attend = owner.ops.paged_attention
     if not torch.compiler.is_compiling() and is_profiling():
         attend = ranged_attention(attend, layer.index)

@@ -6,6 +6,9 @@
 A decode step needs nothing from the host: the first layer's ``update()`` advances lengths and slots in place, inside the
 compiled graph. Left padding is read once from the 2-D attention mask; any other hole is refused. For another, unrelated
 conversation call ``cache.reset()``. The layers share one semaphore, so forwards on one cache must not overlap on two streams.
+
+A forward begins with the first layer that writes and is complete with the last one. One that raised in between leaves rows of which some layers
+hold more tokens than others: the cache refuses to go on until ``reset()``.
 """
 
 from __future__ import annotations
@@ -15,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchpaged.backends import AttentionSpec, Choice, select_backend
 from torchpaged.cache import BlockPool
-from torchpaged.custom_ops.errors import ArgumentError
+from torchpaged.custom_ops.errors import ArgumentError, NotCopyableError
 from torchpaged.hf.cache_rows import CacheRows
-from torchpaged.hf.layer import PagedLayer, StepBatch
+from torchpaged.hf.chosen_backend import ChoosesBackend, config_spec
+from torchpaged.hf.layer import SET_UP, PagedLayer, StepBatch
 from torchpaged.hf.masks import left_padding, require_known_mask
 from torchpaged.hf.support import require_supported_config
 from torchpaged.hf.template import paged_layers
@@ -28,7 +31,7 @@ from torchpaged.metadata import make_semaphore
 _SHORT_QUERY_LEN = 8  # tokens per row that the decode kernels take at most: custom_ops/triton/config.py, MAX_DECODE_QUERY_LEN
 
 
-class PagedCache(CacheRows):
+class PagedCache(ChoosesBackend, CacheRows):
     """A paged KV cache for ``generate()`` and direct forwards.
 
     Args:
@@ -42,14 +45,15 @@ class PagedCache(CacheRows):
         dense: gather keys and values and let SDPA attend: slower, for models that change cached values before attention.
 
     Attributes:
-        choice: which backend runs and why; set with the first keys.
+        choice: which backend runs and why; set with the first keys. An automatic choice may change while the layers make their first calls,
+            which say what a config does not (soft cap, sinks, causality).
+
+    The pools have the dtype of the keys; fp8 pools are for `torchpaged.PagedAttention` and the checked functions so far.
 
     Raises:
         ArgumentError: a size below 1.
         UnsupportedModelError: the config's model ignores the attention interface.
     """
-
-    choice: Choice
 
     def __init__(
         self,
@@ -84,14 +88,28 @@ class PagedCache(CacheRows):
         self._mask_token = torch.zeros((), dtype=torch.int64)  # a kv_offset of 0 that carries this cache to the mask function
         self._mask_token._torchpaged_cache = self  # type: ignore[attr-defined]
         self.ready = False
-        self._padding, self._bound = None, 0
+        self._padding, self._bound, self._cut_padding = None, 0, False
+        self._is_open, self._num_forwards = False, 0
+        self.specs = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles of an unused cache.
+
+        Raises:
+            NotCopyableError: it has pools: they are places in this process's memory that layers, masks and compiled code know.
+        """
+        if self.ready or any(layer.is_initialized for layer in self.paged):
+            raise NotCopyableError("a PagedCache that was used can't be copied or pickled: its pools are places in this process's memory, known to "
+                                   "compiled code; make a new PagedCache, and run the prompt through it")  # fmt: skip
+        return self.__dict__.copy()
 
     # ------------------------------------------------------------------------------------------------ set-up
-    def prepare(self, key_states: Tensor) -> None:
+    @torch.compiler.disable(reason=SET_UP)
+    def prepare(self, key_states: Tensor, head_dim_v: int | None = None) -> None:
         """Choose the backend, give each row its blocks, make the metadata tensors; once per batch, never traced."""
         if self.ready:
             return
-        batch, num_kv_heads, _, head_dim = key_states.shape
+        batch = key_states.shape[0]
         if batch > self.max_rows:
             raise ArgumentError("max_batch_size", f"at least the batch ({batch} rows, beams included)", str(self.max_rows),
                                 "build a larger PagedCache")  # fmt: skip
@@ -99,13 +117,9 @@ class PagedCache(CacheRows):
         if implementation != "torchpaged" and not self.dense:
             raise ArgumentError("attn_implementation", "'torchpaged' for a model with a PagedCache", repr(implementation),
                                 "call model.set_attn_implementation('torchpaged')")  # fmt: skip
-        heads = getattr(self._text_config, "num_attention_heads", num_kv_heads)
-        spec = AttentionSpec(
-            device=key_states.device, dtype=key_states.dtype, head_dim=head_dim, num_heads=heads, num_kv_heads=num_kv_heads,
-            block_size=self.block_size, window=any(x.window for x in self.paged), chunked=any(x.chunk for x in self.paged),
-        )  # fmt: skip
-        self.choice = select_backend(spec, self._backend)
-        self.ops = self.choice.backend.ops
+        specs = [config_spec(self._text_config, x, key_states, head_dim_v, self.block_size) for x in self.paged]
+        known = [s for s in self.specs if (s.device, s.dtype) == (key_states.device, key_states.dtype)]  # asked before a reset
+        self.choose_backend([*specs, *known])
         self._rows = self._allocate(batch)
         if not hasattr(self, "total") or self.total.device != key_states.device:
             self._make_metadata(key_states.device)
@@ -113,6 +127,7 @@ class PagedCache(CacheRows):
             self.seq_lens.zero_()
             self.total.zero_()
             self.semaphore.zero_()  # a forward that was cut short may have left it set
+            self.written_total.zero_()
             self._upload_rows()
             if self._padding is not None:
                 self.seq_lens[:batch] -= torch.tensor(self._padding, dtype=torch.int32).to(key_states.device)
@@ -131,10 +146,11 @@ class PagedCache(CacheRows):
             counts, rows = (torch.arange(n, dtype=torch.int32, device=device) for n in (_SHORT_QUERY_LEN + 1, width))
             self.short_starts = counts[:, None] * rows[None]
             self.total = torch.zeros((), dtype=torch.int64, device=device)  # with padding
+            self.written_total = torch.zeros((), dtype=torch.int64, device=device)  # of the last forward that was complete
             self.limit = torch.full((), self.max_seq_len, dtype=torch.int64, device=device)
         self.semaphore = make_semaphore(self.max_rows, device)
         static = (self.block_table, self.seq_lens, self.decode_slots, self.row_starts, self.query_starts, self.short_starts, self.total,
-                  self.limit)  # fmt: skip
+                  self.written_total, self.limit)  # fmt: skip
         for tensor in static:
             torch._dynamo.mark_static_address(tensor, guard=False)
 
@@ -168,15 +184,46 @@ class PagedCache(CacheRows):
                 raise ArgumentError("input_ids", f"{len(self._rows)} rows, as in this cache's first batch", f"{batch} rows",
                                     "call cache.reset() before another batch")  # fmt: skip
             self._require_room(query_len)
-        self.total.add_(query_len)
+            self._require_complete()
+            self._is_open = True
+            self._num_forwards += 1
         # Compiled by hand, a step has no host hook at all; there this assertion fires instead (on a GPU: device-side).
         # torch has no public asynchronous assertion; tests/hf/test_refusals.py notices if this one goes.
-        torch._assert_async(self.total <= self.limit, "PagedCache: more tokens than max_seq_len")
+        fits = (self.total + query_len <= self.limit) & (self.total == self.written_total)
+        torch._assert_async(fits, "PagedCache: more tokens than max_seq_len, or a forward before did not complete; call cache.reset()")
+        self.total.add_(query_len)
         self.seq_lens[:batch].add_(query_len)
         if query_len == 1:
             self.decode_slots[:batch].copy_(self._slots_of(batch, 1))
         elif query_len > _SHORT_QUERY_LEN:
             self.query_starts.copy_(self.row_starts * query_len)
+
+    def written(self, layer: PagedLayer) -> None:
+        """The last layer's word completes the forward: on the device, which compiled steps look at, and on the host."""
+        if layer.is_last:
+            self.written_total.copy_(self.total)
+            if not torch.compiler.is_compiling():
+                self._is_open = False
+
+    def first_use(self, layer: PagedLayer) -> None:
+        """A layer gets pools in the first forward. Later it is one that an incomplete first forward did not reach."""
+        if self._num_forwards > 1:
+            raise self._incomplete()
+        for other in self.paged:
+            other.is_last = other is layer
+
+    def _require_complete(self) -> None:
+        """Refuse a cache whose last forward raised between two layers. On a GPU a compiled one is found by `_advance`'s assertion."""
+        lost = self.ready and self.total.device.type == "cpu" and int(self.total) != int(self.written_total)
+        if self._is_open or lost:
+            raise self._incomplete()
+
+    @staticmethod
+    def _incomplete() -> ArgumentError:
+        return ArgumentError(
+            "past_key_values", "a PagedCache whose forwards all completed", "one whose last forward raised, or still runs, between two layers",
+            "its layers hold different tokens: call cache.reset() and start from the prompt",
+        )  # fmt: skip
 
     def step(self, batch: int, query_len: int) -> StepBatch:
         """This forward as a batch of ``batch`` requests of ``query_len`` queries each."""
@@ -232,12 +279,12 @@ class PagedCache(CacheRows):
             require_known_mask(mask_function, local_size, query_length, self.paged)
         if mask is None:
             return
-        if self._padding is not None and query_length == 1 and mask.device.type != "cpu":
+        if self._padding is not None and query_length == 1 and mask.device.type != "cpu" and not self._cut_padding:
             return  # a decode step of generate() appends ones; checking would synchronise
         padding = left_padding(mask)
         if not self.ready:
             self._padding = padding
-        elif self._padding is not None and query_length > 1 and self._grow_padding(padding):
+        elif self._padding is not None and (query_length > 1 or self._cut_padding) and self._grow_padding(padding):
             return
         elif padding != (self._padding or [0] * batch):
             raise ArgumentError("attention_mask", f"the left padding of this cache's first batch ({self._padding or [0] * batch})", str(padding),

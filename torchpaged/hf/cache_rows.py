@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Sequence
 
@@ -29,6 +30,7 @@ class CacheRows(Cache):
         ready: whether rows have blocks and the tensors below are filled.
         seq_lens: ``[max_rows]`` int32, tokens of each row without padding.
         total: int64 scalar tensor, tokens per row with padding.
+        written_total: likewise, without a forward that has not completed.
         ops: the backend's op handles.
     """
 
@@ -40,13 +42,21 @@ class CacheRows(Cache):
     ready: bool
     seq_lens: Tensor
     total: Tensor
+    written_total: Tensor
     ops: BackendOps
     _rows: list[list[int]]  # block ids of each row
     _padding: list[int] | None  # of each row, once a mask was seen
+    _cut_padding: bool  # whether `crop` took back padding, so that the next mask says how much there is
+    _is_open: bool  # whether a forward began and did not complete
+    _num_forwards: int  # that began since the last reset, as far as the host knows
     _bound: int  # tokens per row at most, as far as the host knows: compiled steps do not count on the host
 
     def _upload_rows(self) -> None:
         """Block ids of all rows to the device's table."""
+        raise NotImplementedError
+
+    def _require_complete(self) -> None:
+        """Refuse rows of which some layers hold more tokens than others."""
         raise NotImplementedError
 
     @property
@@ -62,24 +72,51 @@ class CacheRows(Cache):
     def reset(self) -> None:
         """Forget everything; the pools' memory stays. The next forward may have another batch size."""
         for layer in self.layers:
-            if not isinstance(layer, PagedLayer):
-                layer.reset()
+            layer.reset()  # a paged one has nothing to do, unless it keeps a recurrent state beside its keys and values
         for row in self._rows:
             self.pool.free(row)
         self._rows, self._padding, self.ready = [], None, False
+        self._is_open, self._num_forwards, self._cut_padding = False, 0, False
         self._bound = 0  # the tensors stay where compiled code knows them; `prepare` fills them again
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back the last ``abs(tokens_to_remove)`` tokens of every row (assisted generation)."""
-        count = abs(int(tokens_to_remove))
-        if count and self.ready:
-            self._unshare(count)
-            self.total.sub_(count)
-            self.seq_lens[: len(self._rows)].sub_(count)
-            self._bound = int(self.total)
+        """Take back the last ``-tokens_to_remove`` tokens of every row, all at most (assisted generation).
+
+        The rule of transformers since 5.18. In 5.17 a positive number is the length to keep, deprecated; here it is refused in either.
+
+        Args:
+            tokens_to_remove: 0 or negative.
+
+        Raises:
+            ArgumentError: a positive number, no integer, or a forward before that did not complete; nothing is taken back then.
+        """
+        try:
+            count = -operator.index(tokens_to_remove)
+        except (TypeError, ValueError):
+            raise ArgumentError("tokens_to_remove", "an integer of at most 0", repr(tokens_to_remove)) from None
+        if count < 0:
+            raise ArgumentError("tokens_to_remove", "0, or the number of tokens to take back with a minus", str(-count),
+                                "cache.crop(-n) takes back n tokens")  # fmt: skip
+        if self.ready:
+            self._require_complete()
+            count = min(count, int(self.total))
+            if count:
+                self._unshare(count)
         for layer in self.layers:
-            if not isinstance(layer, PagedLayer) and hasattr(layer, "crop"):
-                layer.crop(tokens_to_remove)
+            if hasattr(layer, "crop"):
+                layer.crop(-count)  # a recurrent state may refuse: before the rows change
+        if count and self.ready:
+            self._take_back(count)
+
+    def _take_back(self, count: int) -> None:
+        """``count`` tokens less in every row. A row whose padding is reached keeps no token, and what is left of its padding."""
+        for tensor in (self.total, self.written_total):
+            tensor.sub_(count)
+        self.seq_lens[: len(self._rows)].sub_(count).clamp_min_(0)
+        self._bound = int(self.total)
+        if self._padding is not None:
+            self._cut_padding |= max(self._padding) > self._bound
+            self._padding = [min(padding, self._bound) for padding in self._padding]
 
     def _unshare(self, count: int) -> None:
         """Give every row blocks of its own from its last ``count`` tokens on: it will write there, and others must not see that."""
@@ -114,22 +151,19 @@ class CacheRows(Cache):
         """Row ``i`` continues row ``beam_idx[i]``: full blocks are shared, only the last partial one is copied."""
         self._reindex(beam_idx.tolist())
         for layer in self.layers:
-            if not isinstance(layer, PagedLayer):
-                layer.reorder_cache(beam_idx)
+            layer.reorder_cache(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each row ``repeats`` times, neighbours."""
         self._reindex([row for row in range(len(self._rows)) for _ in range(repeats)])
         for layer in self.layers:
-            if not isinstance(layer, PagedLayer):
-                layer.batch_repeat_interleave(repeats)
+            layer.batch_repeat_interleave(repeats)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep these rows."""
         self._reindex(indices.tolist())
         for layer in self.layers:
-            if not isinstance(layer, PagedLayer):
-                layer.batch_select_indices(indices)
+            layer.batch_select_indices(indices)
 
     def _reindex(self, parents: Sequence[int]) -> None:
         """New row ``i`` is a fork of old row ``parents[i]``.
@@ -137,6 +171,7 @@ class CacheRows(Cache):
         A parent's first child keeps its blocks; every further child shares the full ones and gets blocks of its own from there
         on. Rows without children are freed first, so that with an unchanged number of rows enough blocks are always free.
         """
+        self._require_complete()
         if len(parents) > self.max_rows:
             raise ArgumentError("max_batch_size", f"at least {len(parents)} rows", str(self.max_rows), "build a larger PagedCache")
         if list(parents) == list(range(len(self._rows))):

@@ -70,7 +70,9 @@ def _give_forward(layer: Any, index: int, compiler: _Compiler) -> None:
         cached = None if args or self.training else _decodes(kwargs.get("past_key_values"), index, hidden_states)
         if cached is None:
             return plain(self, hidden_states, *args, **kwargs)
-        return compiler.of(plain, hidden_states)(self, hidden_states, kwargs | {"past_key_values": LayerCache(cached)})
+        result = compiler.of(plain, hidden_states)(self, hidden_states, kwargs | {"past_key_values": LayerCache(cached)})
+        cached.complete()
+        return result
 
     setattr(layer, _MARK, fused)
     layer.forward = types.MethodType(forward, layer)

@@ -188,7 +188,7 @@ class LayerPlan:
         if getattr(self.attn, "use_rope", True):
             cos, sin = computed(rotary)
             q, k = self.rotate(q, k, cos, sin)
-        keys, values = cached.update(k, v)
+        keys, values = cached.write(k, v)
         return q.transpose(1, 2).flatten(0, 1), keys, values
 
     def feed(self, ops: BackendOps, x: Tensor, shape: tuple[int, int]) -> Tensor:
@@ -227,5 +227,7 @@ def fused_forward(
     kwargs.pop("use_cache", None)
     ops, x = owner.ops, hidden_states.reshape(batch * query_len, width)
     attended = plan.attend(ops, x, cached, position_ids, position_embeddings, (batch, query_len), attention_mask, kwargs)
+    if not isinstance(past_key_values, LayerCache):
+        cached.complete()
     x = plan.after(ops, x, attended, 0, plan.attn.o_proj)
     return plan.feed(ops, x, (batch, query_len)).view(batch, query_len, width)

@@ -12,8 +12,14 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from torchpaged.backends import Choice
+from torchpaged.backends import AttentionSpec, Choice
 from torchpaged.custom_ops import BackendOps
+
+#: Why set-up is not traced, and what to do: the reason of a graph break, or of dynamo's error with ``fullgraph=True``.
+SET_UP = (
+    "PagedCache: the pools can't be made inside compiled code; run the first forward eagerly (generate() does), or call "
+    "cache.early_initialization(batch_size, num_kv_heads, head_dim, dtype, device) before"
+)
 
 
 class StepBatch(NamedTuple):
@@ -38,11 +44,20 @@ class PagedOwner(Protocol):
     ready: bool
     keys_of_queries: bool  # written tokens are the query tokens of the attention behind; not so in cross attention
 
-    def prepare(self, key_states: Tensor) -> None:
-        """Set up everything that depends on the device and the batch, once."""
+    def prepare(self, key_states: Tensor, head_dim_v: int | None = None) -> None:
+        """Set up everything that depends on the device and the batch, once; ``head_dim_v`` if it is not the keys'."""
+
+    def require(self, spec: AttentionSpec) -> None:
+        """Hold the backend to what a layer asks."""
 
     def slots(self, layer: PagedLayer, batch: int, query_len: int) -> Tensor:
         """The slot of every new token ``[batch * query_len]`` int64; the first layer moves the step on."""
+
+    def written(self, layer: PagedLayer) -> None:
+        """``layer`` has written this forward's tokens."""
+
+    def first_use(self, layer: PagedLayer) -> None:
+        """``layer`` gets its pools: it is used for the first time."""
 
     def step(self, batch: int, query_len: int) -> StepBatch:
         """The step's batch."""
@@ -79,16 +94,14 @@ class PagedLayer(CacheLayerMixin):
     def __init__(self, owner: PagedOwner, index: int, window: int | None = None, chunk: int | None = None) -> None:
         super().__init__()
         self.owner, self.index, self.window, self.chunk = owner, index, window, chunk
-        self.is_first = False
+        self.is_first = self.is_last = False  # of the layers that write, in a forward
+        self.asked: tuple[Any, ...] | None = None  # the kind of call that the backend was held to, see `hold_to_backend`
 
+    @torch.compiler.disable(reason=SET_UP)
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate the pools; shapes ``[batch, num_kv_heads, *, head_dim(_v)]``."""
-        if torch.compiler.is_compiling():
-            raise RuntimeError(
-                "PagedCache: the first forward was compiled, before the pools exist; run the prefill eagerly (generate() does) or "
-                "call cache.early_initialization(batch_size, num_kv_heads, head_dim, dtype, device) first"
-            )
-        self.owner.prepare(key_states)
+        self.owner.first_use(self)
+        self.owner.prepare(key_states, value_states.shape[3])
         self.dtype, self.device = key_states.dtype, key_states.device
         with torch.inference_mode(False):  # an inference tensor could not be written under plain no_grad later
             shape = (self.owner.num_blocks, self.owner.block_size)
@@ -112,10 +125,23 @@ class PagedLayer(CacheLayerMixin):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write ``[batch, num_kv_heads, query_len, head_dim]`` and return the pools (or dense copies, in dense mode)."""
+        pools = self.write(key_states, value_states)
+        self.complete()
+        return pools
+
+    def complete(self) -> None:
+        """Say that this forward's tokens are written; the last layer's word completes the forward.
+
+        Behind `write` in `update`. A compiled layer leaves it to the caller: being the last one would make it a kind of its own.
+        """
+        self.owner.written(self)
+
+    def write(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        """`update` without `complete`."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         if not self.owner.ready:
-            self.owner.prepare(key_states)
+            self.owner.prepare(key_states, value_states.shape[3])
         batch, num_kv_heads, query_len, head_dim = key_states.shape
         k = key_states.transpose(1, 2).reshape(batch * query_len, num_kv_heads, head_dim)
         v = value_states.transpose(1, 2).reshape(batch * query_len, value_states.shape[1], value_states.shape[3])
@@ -165,5 +191,5 @@ class LayerCache:
         self.layer = layer
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """`PagedLayer.update`; ``layer_idx`` is not looked at."""
-        return self.layer.update(key_states, value_states, *args, **kwargs)
+        """`PagedLayer.write`; ``layer_idx`` is not looked at. `compile_layers` completes the layer outside the compiled region."""
+        return self.layer.write(key_states, value_states)

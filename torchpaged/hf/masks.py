@@ -44,7 +44,7 @@ def require_known_mask(mask_function: Any, local_size: int | None, query_length:
     if mask_function is None:
         return
     count = min(query_length, _PROBE)
-    positions = torch.linspace(0, query_length - 1, count).long().unique()
+    positions = torch.linspace(0, query_length - 1, count, dtype=torch.float64).long().unique()
     zero = torch.zeros((), dtype=torch.int64)
     try:
         got = mask_function(zero, zero, positions[:, None], positions[None, :])

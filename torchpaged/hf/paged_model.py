@@ -10,6 +10,7 @@ The model runs as one row ``[1, num_tokens]`` of concatenated requests with expl
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,11 +18,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from torchpaged.backends import AttentionSpec, Choice, select_backend
+from torchpaged.backends import AttentionSpec, Choice
 from torchpaged.cache import KVLayerSpec, PagedKVCache
-from torchpaged.custom_ops import BackendOps
 from torchpaged.custom_ops.errors import UnsupportedModelError
 from torchpaged.hf.attention import NAME
+from torchpaged.hf.chosen_backend import ChoosesBackend, config_spec
 from torchpaged.hf.layer import PagedLayer, StepBatch
 from torchpaged.hf.support import fusion_of, require_supported
 from torchpaged.hf.template import HybridPagedLayer, paged_layers
@@ -31,11 +32,9 @@ if TYPE_CHECKING:
     from torchpaged.hf.fusion_report import FusionReport
 
 
-class _StepCache(Cache):
+class _StepCache(ChoosesBackend, Cache):
     """A cache whose step is set from outside: the engine owns blocks and lengths."""
 
-    choice: Choice
-    ops: BackendOps
     dense = False
     keys_of_queries = True
 
@@ -44,7 +43,7 @@ class _StepCache(Cache):
         self._config, self._backend = config, backend
         self.num_blocks, self.block_size, self.max_seq_len = num_blocks, block_size, max_seq_len
         self.metadata: AttentionMetadata | None = None
-        self.ready = False
+        self.ready, self.specs = False, {}
         self._mask_token = torch.zeros((), dtype=torch.int64)
         self._mask_token._torchpaged_cache = self  # type: ignore[attr-defined]
         for index, layer in enumerate(self.layers):
@@ -54,17 +53,20 @@ class _StepCache(Cache):
                     "engine do not carry yet; use generate() with torchpaged.hf.PagedCache"
                 )
 
-    def prepare(self, key_states: Tensor) -> None:
+    def prepare(self, key_states: Tensor, head_dim_v: int | None = None) -> None:
         """Choose the backend, when the first keys show device and dtype."""
-        _, num_kv_heads, _, head_dim = key_states.shape
-        heads = getattr(self._config, "num_attention_heads", num_kv_heads)
-        spec = AttentionSpec(
-            device=key_states.device, dtype=key_states.dtype, head_dim=head_dim, num_heads=heads, num_kv_heads=num_kv_heads,
-            block_size=self.block_size, window=any(x.window for x in self.layers), chunked=any(x.chunk for x in self.layers),
-        )  # fmt: skip
-        self.choice = select_backend(spec, self._backend)
-        self.ops = self.choice.backend.ops
+        self.prepare_for([config_spec(self._config, x, key_states, head_dim_v, self.block_size) for x in self.layers])
+
+    def prepare_for(self, specs: Iterable[AttentionSpec]) -> None:
+        """Choose the backend for what the layers are known to ask."""
+        self.choose_backend(specs)
         self.ready = True
+
+    def first_use(self, layer: PagedLayer) -> None:
+        """Every layer is used: `_probe` saw it."""
+
+    def written(self, layer: PagedLayer) -> None:
+        """A step that raises is nobody's state: the engine sets lengths anew for each one."""
 
     def slots(self, layer: PagedLayer, batch: int, query_len: int) -> Tensor:
         assert self.metadata is not None
@@ -109,6 +111,8 @@ class PagedModel:
         block_size: tokens per block.
         backend: a name or "auto".
 
+    The pools have the dtype of the model's keys; fp8 pools are for `torchpaged.PagedAttention` and the checked functions so far.
+
     Attributes:
         kv_cache: the `PagedKVCache`.
         choice: which backend runs and why.
@@ -138,16 +142,17 @@ class PagedModel:
         eos = getattr(model.generation_config, "eos_token_id", None)
         self.eos_token_ids: tuple[int, ...] = () if eos is None else tuple(eos) if isinstance(eos, (list, tuple)) else (int(eos),)
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
-        specs, dtype = _probe(model, config, block_size, backend)
+        specs, probed = _probe(model, config, block_size)
+        dtype = probed.layers[0].keys.dtype
         self.kv_cache = PagedKVCache(
             specs, block_size=block_size, num_blocks=num_blocks, memory_budget=memory_budget, dtype=dtype, device=self.device
         )
         self._cache = _StepCache(config, self.kv_cache.num_blocks, block_size, self.kv_cache.num_tokens, backend)
-        for layer, pools in zip(self._cache.layers, self.kv_cache, strict=True):
+        for layer, pools, before in zip(self._cache.layers, self.kv_cache, probed.layers, strict=True):
             layer.adopt(pools.k_cache, pools.v_cache)
-        first = specs[0]
-        self._cache.prepare(torch.empty(1, first.num_kv_heads, 0, first.head_dim, dtype=dtype, device=self.device))
-        self.choice = self._cache.choice
+            layer.asked = before.asked
+        self._cache.prepare_for(probed.specs)
+        self.choice: Choice = self._cache.choice
 
     @property
     def fusion_report(self) -> FusionReport | None:
@@ -164,7 +169,11 @@ class PagedModel:
 
         Returns:
             ``[num_reqs or num_tokens, vocab_size]`` logits.
+
+        Raises:
+            ArgumentError: the batch was made for another block size than the cache's.
         """
+        metadata.check_block_size(self.kv_cache.block_size)
         self._cache.metadata = metadata
         options: dict[str, Any] = {}
         if logits_indices is not None and self._keeps_logits:
@@ -178,9 +187,12 @@ class PagedModel:
         return logits
 
 
-def _probe(model: PreTrainedModel, config: Any, block_size: int, backend: str) -> tuple[list[KVLayerSpec], torch.dtype]:
-    """What each layer stores, found by one padding token: exact for any architecture, whatever its config calls things."""
-    cache = _StepCache(config, 2, block_size, block_size, backend)
+def _probe(model: PreTrainedModel, config: Any, block_size: int) -> tuple[list[KVLayerSpec], _StepCache]:
+    """What each layer stores, and the cache that knows it and what the layers ask of a backend.
+
+    Found by one padding token: exact for any architecture, whatever its config calls things. The reference takes every attention.
+    """
+    cache = _StepCache(config, 2, block_size, block_size, "reference")
     cache.metadata = _padding_step(model.device)
     token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
     with torch.no_grad():
@@ -189,7 +201,7 @@ def _probe(model: PreTrainedModel, config: Any, block_size: int, backend: str) -
     if missing:
         raise UnsupportedModelError(f"{type(model).__name__}: layers {missing} never wrote to the cache")
     specs = [KVLayerSpec(x.keys.shape[2], x.keys.shape[3], x.values.shape[3]) for x in cache.layers]
-    return specs, cache.layers[0].keys.dtype
+    return specs, cache
 
 
 def kv_layer_specs(model: PreTrainedModel) -> list[KVLayerSpec]:
@@ -198,6 +210,6 @@ def kv_layer_specs(model: PreTrainedModel) -> list[KVLayerSpec]:
     before = model.config._attn_implementation
     model.set_attn_implementation(NAME)
     try:
-        return _probe(model, model.config.get_text_config(decoder=True), 16, "auto")[0]
+        return _probe(model, model.config.get_text_config(decoder=True), 16)[0]
     finally:
         model.set_attn_implementation(before)

@@ -1,0 +1,69 @@
+"""The one reader of torchpaged's environment variables. Nonsense values raise instead of being ignored.
+
+    variables.get("TORCHPAGED_CHECK")  # False, or True with TORCHPAGED_CHECK=1; anything but 0 and 1 raises
+
+A variable is read when it is asked for, so that a change takes effect without a restart.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+def _flag(text: str) -> bool:
+    if text not in ("0", "1"):
+        raise ValueError("0 or 1")
+    return text == "1"
+
+
+def _name(text: str) -> str:
+    if not text.strip():
+        raise ValueError("a name")
+    return text
+
+
+def _folder(text: str) -> Path:
+    if not text.strip():
+        raise ValueError("a folder")
+    return Path(text).expanduser()
+
+
+@dataclass(frozen=True)
+class Variable:
+    """One environment variable: its default, what it means, and how its text is read."""
+
+    name: str
+    default: str
+    meaning: str
+    parse: Callable[[str], Any] = str
+
+
+VARIABLES = (
+    Variable(
+        "TORCHPAGED_BACKEND", "auto", "backend of whatever is built without an explicit one: auto, cuda, triton, cpu, reference", _name
+    ),
+    Variable("TORCHPAGED_CACHE", "~/.cache/torchpaged", "folder of downloaded and converted models, and of compiled kernels", _folder),
+    Variable("TORCHPAGED_CHECK", "0", "1: check device values (block ids, lengths) and captured addresses; synchronises", _flag),
+    Variable("TORCHPAGED_DEBUG", "0", "1: the command line shows tracebacks", _flag),
+    Variable("TORCHPAGED_NATIVE", "1", "0: do not load the native CPU kernels", _flag),
+    Variable("TORCHPAGED_NVTX", "0", "1: NVTX ranges around the engine's host work (needs torchpaged[profiling])", _flag),
+)
+_BY_NAME = {variable.name: variable for variable in VARIABLES}
+
+
+def get(name: str) -> Any:
+    """The parsed value of a variable of the table.
+
+    Raises:
+        ValueError: its text means nothing.
+    """
+    variable = _BY_NAME[name]
+    text = os.environ.get(name, variable.default)
+    try:
+        return variable.parse(text)
+    except ValueError as error:
+        raise ValueError(f"{name}: expected {error}, got {text!r}") from None

@@ -1,0 +1,381 @@
+"""One request never harms another: whatever goes wrong, and wherever, the next requests get the tokens of a fresh engine and all blocks are free."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import random
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+import torchpaged
+from torchpaged import ArgumentError
+from torchpaged.custom_ops.errors import NotCopyableError, RequestError, TorchpagedError
+from torchpaged.engine import Generator, SamplingParams
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+pytestmark = pytest.mark.timeout(120)  # a hang is a failure
+PROMPTS = [[5, 6, 7], list(range(11, 40)), [50, 51, 52, 53, 54], [9]]
+EACH = [SamplingParams(max_new_tokens=n, ignore_eos=True, temperature=0.8 * (i % 2), seed=i) for i, n in enumerate((9, 6, 12, 7))]
+ENGINES = {"graphs": {"steps_per_launch": 1}, "launches of 3": {"steps_per_launch": 3}, "no graphs": {"graphs": False}}
+OF_THE_ENGINE = tuple(str(Path(torchpaged.__file__).parent / part) for part in ("engine", "cache"))
+
+
+@pytest.fixture(scope="module")
+def model(make_llama: Callable[..., Any]) -> Any:
+    from torchpaged.hf import PagedModel
+
+    class Faulty(PagedModel):
+        """``fault(call)`` before a forward; where it gives a number, that row's logits become NaN."""
+
+        fault: Callable[[int], int | None] = staticmethod(lambda call: None)
+        calls = 0
+
+        def __call__(self, input_ids: Any, metadata: Any, logits_indices: Any = None) -> Any:
+            self.calls += 1
+            row = self.fault(self.calls)
+            logits = super().__call__(input_ids, metadata, logits_indices)
+            if row is not None and len(logits):
+                logits[row % len(logits), 3] = float("nan")
+            return logits
+
+    llama = make_llama(vocab_size=99, hidden_size=32, intermediate_size=48, max_position_embeddings=256)
+    return Faulty(llama, num_blocks=70, block_size=4)
+
+
+@pytest.fixture(autouse=True)
+def no_fault(request: pytest.FixtureRequest) -> Iterator[None]:
+    yield
+    if "model" in request.fixturenames:
+        request.getfixturevalue("model").fault = lambda call: None
+
+
+def engine(model: Any, **options: Any) -> Generator:
+    model.fault = lambda call: None
+    defaults = {"max_batch_size": 3, "max_seq_len": 64, "prefill_chunk_size": 16, "compile": False, "capture_ahead": True}
+    generator = Generator(model, **{**defaults, **options})
+    model.calls = 0
+    return generator
+
+
+def tokens_of(outputs: Any) -> list[list[int]]:
+    return [output.token_ids for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def want(model: Any) -> list[list[int]]:
+    return tokens_of(engine(model, graphs=False).generate(PROMPTS, EACH))
+
+
+def assert_unharmed(generator: Generator, want: list[list[int]]) -> None:
+    generator.model.fault = lambda call: None  # type: ignore[attr-defined]
+    outputs = generator.generate(PROMPTS, EACH)
+    assert tokens_of(outputs) == want and {output.finish_reason for output in outputs} == {"length"}
+    assert generator.pool.num_free == generator.pool.num_usable and not generator.has_unfinished
+
+
+# ----------------------------------------------------------------------------------------------------- bad requests
+INTEGERS = [1.5, 2.0, "1", True, numpy.float32(1.0), numpy.bool_(True), torch.tensor(1), float("nan"), 10**5000, -(10**5000), [1], 1j]
+FLOATS = ["1", True, float("nan"), float("inf"), 10**400, 1j, [0.5], torch.tensor(0.5), numpy.float64("nan"), -0.5]
+BAD = {
+    **dict.fromkeys(("top_k", "seed"), INTEGERS), "max_new_tokens": [x for x in INTEGERS if x is not INTEGERS[8]] + [0, -1, None],
+    **{name: [*FLOATS, None] for name in ("temperature", "top_p", "min_p", "repetition_penalty")},
+    "stop": ["text", ("",), (1,), {"a"}, None, (None,), b"x"], "stop_token_ids": [3, (1.5,), (True,), "12", {3}, None, (2**63,), (-1,), ("a",)],
+    "ignore_eos": [1, None, "yes"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_every_field_is_checked_by_type_and_range(name: str) -> None:
+    values = BAD[name] + ([2**63, -(2**63) - 1] if name == "seed" else [2**31, -1] if name == "top_k" else [])
+    for value in values:
+        with pytest.raises(ArgumentError, match=f"^{name}: expected"):
+            SamplingParams(**{name: value})
+
+
+def test_numbers_of_numpy_become_plain() -> None:
+    params = SamplingParams(max_new_tokens=numpy.int32(3), seed=numpy.int64(-5), top_k=numpy.uint8(4), temperature=numpy.float32(0.5), top_p=1,
+                            stop=["a"], stop_token_ids=[numpy.int64(4)])  # fmt: skip
+    assert params == SamplingParams(max_new_tokens=3, seed=-5, top_k=4, temperature=0.5, top_p=1.0, stop=("a",), stop_token_ids=(4,))
+    assert [type(x) for x in (params.max_new_tokens, params.seed, params.temperature, params.top_p, params.stop_token_ids[0])] == [
+        int, int, float, float, int]  # fmt: skip
+
+
+def test_bad_prompts_are_refused_before_anything_is_queued(model: Any, want: list[list[int]]) -> None:
+    generator = engine(model)
+    for prompt in (
+        [1.5],
+        [True],
+        ["a"],
+        [[1, 2]],
+        torch.tensor([1.0]),
+        torch.tensor([[1, 2]]),
+        7,
+        None,
+        b"ab",
+        {"input_ids": [1]},
+        [99],
+        [-1],
+        [],
+    ):
+        with pytest.raises(ArgumentError, match="^prompt: expected"):
+            generator.submit(prompt)
+        with pytest.raises(ArgumentError, match="^prompts?: expected"):
+            generator.generate([PROMPTS[0], prompt])
+    for sampling in (3, {"top_k": 2}, [SamplingParams()], "greedy"):
+        with pytest.raises(ArgumentError, match="^sampling: expected"):
+            generator.submit(PROMPTS[0], sampling)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match=r"^stop_token_ids: expected token ids in \[0, 99\), got 99"):
+        generator.submit(PROMPTS[0], SamplingParams(stop_token_ids=(99,)))
+    with pytest.raises(ArgumentError, match="^prompts: expected"):
+        generator.generate([5, 6, 7])
+    with pytest.raises(ArgumentError, match="^max_batch_size: expected an integer"):
+        engine(model, max_batch_size=2.5)
+    assert not generator.has_unfinished
+    assert generator.generate([torch.tensor(PROMPTS[0]), numpy.array(PROMPTS[2])], [EACH[0], EACH[2]])[1].token_ids == want[2]
+    assert_unharmed(generator, want)
+
+
+class Letters:
+    """A tokenizer of one token per letter, which can't decode token ``broken``."""
+
+    broken = -1
+
+    def __call__(self, text: str) -> dict[str, list[int]]:
+        return {"input_ids": [ord(letter) % 90 + 8 for letter in text]}
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        if self.broken in ids:
+            raise KeyError(self.broken)
+        return "".join(chr(i + 30) for i in ids)
+
+
+def test_one_string_is_one_prompt(model: Any) -> None:
+    generator = engine(model)
+    generator.tokenizer = Letters()
+    outputs = generator.generate("hello", EACH[0])
+    assert len(outputs) == 1 and outputs[0].prompt_token_ids == Letters()("hello")["input_ids"]
+    assert tokens_of(outputs) == tokens_of(generator.generate(["hello"], EACH[0]))
+
+
+# ----------------------------------------------------------------------------------------------------- one that fails
+@pytest.mark.parametrize("options", ENGINES.values(), ids=ENGINES)
+@pytest.mark.parametrize("call", [1, 2, 4, 6])
+def test_nan_logits_end_that_request_alone(model: Any, want: list[list[int]], call: int, options: dict[str, Any]) -> None:
+    generator = engine(model, **options)
+    model.fault = lambda number: 0 if number == call else None
+    outputs = generator.generate(PROMPTS, EACH)
+    failed = [output for output in outputs if output.finish_reason == "error"]
+    assert len(failed) == 1 and isinstance(failed[0].error, RequestError) and "NaN" in str(failed[0].error)
+    for output, tokens in zip(outputs, want, strict=True):
+        assert output.token_ids == (tokens[: len(output.token_ids)] if output.error else tokens)
+    assert pickle.loads(pickle.dumps(failed[0])).error.request_id == failed[0].request_id
+    assert_unharmed(generator, want)
+
+
+def test_a_tokenizer_that_fails_ends_that_request_alone(model: Any, want: list[list[int]]) -> None:
+    generator, tokenizer = engine(model), Letters()
+    generator.tokenizer = tokenizer
+    tokenizer.broken = next(token for token in want[0] if not any(token in other for other in want[1:]))
+    outputs = generator.generate(PROMPTS, EACH)
+    assert [output.finish_reason for output in outputs] == ["error", "length", "length", "length"]
+    assert "decode" in str(outputs[0].error) and tokens_of(outputs)[1:] == want[1:]
+    generator.tokenizer = None
+    assert_unharmed(generator, want)
+
+
+@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
+@pytest.mark.parametrize("options", ENGINES.values(), ids=ENGINES)
+def test_a_step_that_breaks_off_can_be_taken_again(
+    model: Any, want: list[list[int]], options: dict[str, Any], error: type[BaseException]
+) -> None:
+    """Requests driven by `step` go on from the tokens that were given, none lost and none twice."""
+    generator = engine(model, **options)
+
+    def fault(call: int) -> None:
+        if call % (11 if options.get("steps_per_launch") == 3 else 5) == 0:
+            raise error
+
+    model.fault = fault
+    ids = [generator.submit(prompt, params) for prompt, params in zip(PROMPTS, EACH, strict=True)]
+    seen: dict[int, list[int | None]] = {request: [] for request in ids}
+    failures = 0
+    while generator.has_unfinished:
+        try:
+            for event in generator.step():
+                seen[event.request_id].append(event.token_id)
+        except error:
+            failures += 1
+    assert failures > 1 and list(seen.values()) == want
+    assert_unharmed(generator, want)
+
+
+# ----------------------------------------------------------------------------------------------------- whose requests
+@pytest.mark.parametrize("options", ENGINES.values(), ids=ENGINES)
+def test_generate_inside_an_open_stream(model: Any, want: list[list[int]], options: dict[str, Any]) -> None:
+    generator = engine(model, **options)
+    ids = [generator.submit(PROMPTS[i], EACH[i]) for i in (0, 2)]
+    seen: dict[int, list[int | None]] = {request: [] for request in ids}
+    for count, event in enumerate(generator.stream()):
+        seen[event.request_id].append(event.token_id)
+        if count == 3:
+            assert tokens_of(generator.generate([PROMPTS[1], PROMPTS[3]], [EACH[1], EACH[3]])) == [want[1], want[3]]
+    assert list(seen.values()) == [want[0], want[2]]
+    assert_unharmed(generator, want)
+
+
+def test_a_stream_that_is_left_cancels_its_requests(model: Any, want: list[list[int]]) -> None:
+    generator = engine(model)
+    for prompt, params in zip(PROMPTS, EACH, strict=True):
+        generator.submit(prompt, params)
+    for _ in generator.stream():
+        break
+    assert not generator.has_unfinished and generator.pool.num_free == generator.pool.num_usable
+    ids = [generator.submit(prompt, params) for prompt, params in zip(PROMPTS[:2], EACH, strict=False)]
+    streams = [generator.stream([request]) for request in ids]
+    with pytest.raises(ArgumentError, match="request_ids"):
+        generator.stream([ids[0]])
+    firsts = [next(stream) for stream in streams]
+    assert [event.request_id for event in firsts] == ids
+    streams[0].close()  # type: ignore[attr-defined]
+    assert [firsts[1].token_id, *(event.token_id for event in streams[1])] == want[1]
+    generator.submit(PROMPTS[0])
+    stream = generator.stream()
+    next(stream)
+    with pytest.raises(TorchpagedError, match="another stream"):
+        next(generator.stream())
+    stream.close()  # type: ignore[attr-defined]
+    assert_unharmed(generator, want)
+
+
+def test_five_threads_on_one_generator(model: Any, want: list[list[int]]) -> None:
+    """Some with generate(), some with streams of their own, one that fails all the time, and several at once in a batch."""
+    generator, wrong, most = engine(model, steps_per_launch=2), [], [0]
+
+    def work(number: int) -> None:
+        try:
+            for turn in range(4):
+                i = (number + turn) % 4
+                if number == 0:
+                    with pytest.raises(ArgumentError):
+                        generator.submit([1000])
+                elif number % 2:
+                    assert tokens_of(generator.generate([PROMPTS[i]], EACH[i])) == [want[i]]
+                else:
+                    request = generator.submit(PROMPTS[i], EACH[i])
+                    assert [event.token_id for event in generator.stream([request])] == want[i]
+                most[0] = max(most[0], len(generator.scheduler.running))
+        except BaseException as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(100)
+    assert not wrong and not any(thread.is_alive() for thread in threads)
+    assert_unharmed(generator, want)
+
+
+def test_a_callback_that_calls_the_generator_is_refused(model: Any, want: list[list[int]]) -> None:
+    """Not a deadlock."""
+    generator = engine(model)
+    model.fault = lambda call: generator.submit([5]) and None
+    with pytest.raises(TorchpagedError, match="inside one of its own steps"):
+        generator.generate(PROMPTS, EACH)
+    assert_unharmed(generator, want)
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps], ids=["copy", "deepcopy", "pickle"])
+def test_a_generator_is_not_copied(model: Any, copied: Any) -> None:
+    with pytest.raises(NotCopyableError, match="a Generator can't be copied or pickled"):
+        copied(engine(model))
+
+
+# ----------------------------------------------------------------------------------------------------- anything, anywhere
+class Interrupt:
+    """KeyboardInterrupt at the n-th line that runs in the engine's own files, as Ctrl-C would; n = 0 only counts."""
+
+    def __init__(self, at: int = 0) -> None:
+        self.at, self.lines, self._before = at, 0, sys.gettrace()
+
+    def _trace(self, frame: Any, event: str, argument: Any) -> Any:
+        if not frame.f_code.co_filename.startswith(OF_THE_ENGINE):
+            return None
+        if event == "line":
+            self.lines += 1
+            if self.lines == self.at:
+                raise KeyboardInterrupt
+        return self._trace
+
+    def __enter__(self) -> Interrupt:
+        sys.settrace(self._trace)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        sys.settrace(self._before)
+
+
+def by_generate(generator: Generator) -> None:
+    generator.generate(PROMPTS, EACH)
+
+
+def by_stream(generator: Generator) -> None:
+    ids = [generator.submit(prompt, params) for prompt, params in zip(PROMPTS, EACH, strict=True)]
+    for count, event in enumerate(generator.stream()):
+        if count == 7 and event.request_id != ids[2]:
+            generator.cancel(ids[2])
+
+
+@pytest.mark.parametrize("options", ENGINES.values(), ids=ENGINES)
+@pytest.mark.parametrize("seed", range(2))
+def test_failures_at_random_points(model: Any, want: list[list[int]], options: dict[str, Any], seed: int) -> None:
+    """One engine, one mishap after another; after each it serves as a new one does."""
+    rng, generator = random.Random(seed), engine(model, **options)
+    work = [by_generate, by_stream]
+    lines = []
+    for run in work:
+        with Interrupt() as count:
+            run(generator)
+        lines.append(count.lines)
+    assert min(lines) > 500
+    for _ in range(10):
+        which, kind = rng.randrange(2), rng.choice(["line", "line", "line", "forward", "forward interrupted", "nan", "left"])
+        run, model.calls, at = work[which], 0, rng.randint(1, 12)
+        if kind == "line":
+            with pytest.raises(KeyboardInterrupt), Interrupt(rng.randint(1, lines[which] - 50)):
+                run(generator)
+        elif kind == "left":
+            for prompt, params in zip(PROMPTS, EACH, strict=True):
+                generator.submit(prompt, params)
+            stream = generator.stream()
+            for _ in range(at):
+                next(stream)
+            stream.close()  # type: ignore[attr-defined]
+        else:
+            error = {"forward": RuntimeError, "forward interrupted": KeyboardInterrupt}.get(kind)
+
+            def fault(call: int, at: int = at, error: type[BaseException] | None = error) -> int | None:
+                if call == at and error is not None:
+                    raise error
+                return rng.randrange(3) if call == at else None
+
+            model.fault = fault
+            if error is None:
+                run(generator)
+            else:
+                with pytest.raises(error):
+                    run(generator)
+        if generator.has_unfinished:  # requests that were submitted before a stream began: nobody left them
+            assert kind == "line" and run is by_stream
+            model.fault = lambda call: None
+            for _ in generator.stream():
+                pass
+        assert_unharmed(generator, want)

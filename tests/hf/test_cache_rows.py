@@ -1,0 +1,266 @@
+"""Tokens taken back by transformers' rules, and forwards that raise between two layers: no cache goes on with rows its layers disagree on."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from models import padded_prompts, tiny
+from transformers import DynamicCache, FalconH1Config, FalconH1ForCausalLM, PreTrainedModel
+
+from torchpaged import ArgumentError
+from torchpaged.hf import PagedCache, compile_layers, fuse
+
+
+def paged(name: str = "Llama", **options: Any) -> PreTrainedModel:
+    model = tiny(name, **options)
+    model.set_attn_implementation("torchpaged")
+    return model
+
+
+def filled(model: PreTrainedModel, tokens: int = 8, rows: int = 1, **options: Any) -> tuple[PagedCache, torch.Tensor]:
+    """A cache after a forward over random tokens, and the tokens."""
+    ids = torch.randint(3, 99, (rows, tokens))
+    cache = PagedCache(model.config, rows, 32, block_size=4, **options)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+    return cache, ids
+
+
+# ------------------------------------------------------------------------------------------------------------- crop
+@pytest.mark.parametrize("removed", [0, -1, -5, -8, -9, -999])
+def test_crop_is_what_transformers_does(removed: int) -> None:
+    """Lengths and what follows, against a DynamicCache; more than there is takes everything."""
+    model = paged()
+    cache, ids = filled(model)
+    theirs, more = DynamicCache(config=model.config), torch.randint(3, 99, (1, 3))
+    with torch.no_grad():
+        model(ids, past_key_values=theirs)
+        for each in (cache, theirs):
+            each.crop(removed)
+        assert int(cache.get_seq_length()) == int(theirs.get_seq_length()) == max(8 + removed, 0)
+        got, want = (model(more, past_key_values=each).logits for each in (cache, theirs))
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("bad", [1, 5, 999, 2.5, "3", None])
+def test_crop_refuses_what_is_no_number_of_tokens_to_take_back(bad: Any) -> None:
+    """transformers from 5.18 on refuses positive numbers; they were lengths to keep."""
+    cache, _ = filled(paged())
+    with pytest.raises(ArgumentError, match="tokens_to_remove"):
+        cache.crop(bad)
+    assert int(cache.get_seq_length()) == 8 and cache.seq_lens.tolist() == [8]
+
+
+def test_crop_takes_a_tensor_and_an_empty_cache() -> None:
+    cache, _ = filled(paged())
+    cache.crop(torch.tensor(-3))
+    assert int(cache.get_seq_length()) == 5
+    empty = PagedCache(paged().config, 1, 32)
+    empty.crop(-4)
+    assert empty.get_seq_length() == 0
+
+
+@pytest.mark.parametrize(("removed", "next_mask"), [(-4, None), (-16, [0, 1]), (-16, [0, 0]), (-20, [0, 1])])
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_crop_of_rows_of_different_lengths(removed: int, next_mask: list[int] | None, tokens: int) -> None:
+    """Left padding of 7 of 20 tokens in row 0: a cut inside the padding leaves a row without tokens, and the next mask says what is padding."""
+    model, inputs = tiny("Llama"), padded_prompts()
+    kept = 20 + removed
+    ids = torch.cat([inputs["input_ids"][:, :kept], torch.randint(3, 99, (2, tokens))], 1)
+    mask = torch.cat([inputs["attention_mask"][:, :kept], torch.ones(2, tokens, dtype=torch.int64)], 1)
+    if next_mask is not None and next_mask[1] == 0:
+        mask[0, kept] = 0  # row 0 is still padding where the new tokens begin
+    cache = PagedCache(model.config, 2, 32, block_size=4)
+    positions = (mask.cumsum(-1) - 1).clamp_min(0)
+    with torch.no_grad():
+        want = model(ids, attention_mask=mask, position_ids=positions).logits
+        model.set_attn_implementation("torchpaged")
+        model(**inputs, position_ids=(inputs["attention_mask"].cumsum(-1) - 1).clamp_min(0), past_key_values=cache)
+        cache.crop(removed)
+        assert int(cache.get_seq_length()) == kept and cache.seq_lens.tolist() == [max(kept - 7, 0), kept]
+        got = model(ids[:, kept:], attention_mask=mask, position_ids=positions[:, kept:], past_key_values=cache).logits
+    real = mask[:, kept:].bool()
+    torch.testing.assert_close(got[real], want[:, kept:][real], rtol=1e-4, atol=1e-4)
+
+
+def hybrid() -> PreTrainedModel:
+    """A recurrent state and attention in every layer."""
+    torch.manual_seed(0)
+    config = FalconH1Config(
+        vocab_size=99, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, head_dim=16,
+        mamba_d_ssm=64, mamba_n_heads=4, mamba_d_head=16, mamba_n_groups=1, mamba_d_state=8, mamba_chunk_size=8, pad_token_id=0, eos_token_id=None,
+    )  # fmt: skip
+    model = FalconH1ForCausalLM(config).eval()
+    model.set_attn_implementation("torchpaged")
+    return model
+
+
+def test_a_recurrent_state_starts_over_and_can_not_be_taken_back() -> None:
+    model, ids = hybrid(), torch.randint(3, 99, (2, 6))
+    cache = PagedCache(model.config, 2, 32, block_size=4)
+    with torch.no_grad():
+        want = model(ids, past_key_values=cache).logits
+        assert not cache.is_croppable
+        with pytest.raises(RuntimeError, match="crop"):
+            cache.crop(-2)
+        assert int(cache.get_seq_length()) == 6
+        cache.reset()
+        torch.testing.assert_close(model(ids, past_key_values=cache).logits, want)
+
+
+# ------------------------------------------------------------------------------------- a forward that does not complete
+class Failure(Exception):
+    pass
+
+
+def failing(module: torch.nn.Module) -> Callable[[], None]:
+    """Make a module raise before it runs; the return value undoes it."""
+
+    def fail(*_: Any) -> None:
+        raise Failure
+
+    return module.register_forward_pre_hook(fail).remove
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+@pytest.mark.parametrize("when", ["prefill", "decode"])
+def test_a_forward_that_raised_between_layers(when: str, fused: bool) -> None:
+    """Every later use is refused until reset(); after it the tokens are right."""
+    model = paged("Llama", num_hidden_layers=4)
+    ids = torch.randint(3, 99, (2, 9))
+    with torch.no_grad():
+        want = model(ids, use_cache=False).logits
+        if fused:
+            fuse(model, ["qkv", "rope"], count=False)
+        cache = PagedCache(model.config, 2, 32, block_size=4)
+        if when == "decode":
+            model(ids[:, :5], past_key_values=cache)
+        undo = failing(model.model.layers[2])
+        with pytest.raises(Failure):
+            model(ids[:, 5:6] if when == "decode" else ids[:, :5], past_key_values=cache)
+        undo()
+        uses: list[Callable[[], Any]] = [
+            lambda: model(ids[:, 5:6], past_key_values=cache), lambda: model(ids[:, :5], past_key_values=cache),
+            lambda: model.generate(torch.cat([ids, ids[:, :1]], 1), max_new_tokens=2, past_key_values=cache),
+        ]  # fmt: skip
+        if when == "decode":  # in a first forward nobody knows yet how many layers there are
+            uses += [
+                lambda: cache.crop(-1),
+                lambda: cache.batch_select_indices(torch.tensor([0])),
+                lambda: cache.reorder_cache(torch.tensor([1, 0])),
+            ]
+        for use in uses:
+            with pytest.raises(ArgumentError, match=r"past_key_values.*reset\(\)"):
+                use()
+        cache.reset()
+        pieces = [model(ids[:, :5], past_key_values=cache).logits, model(ids[:, 5:], past_key_values=cache).logits]
+    torch.testing.assert_close(torch.cat(pieces, 1), want, rtol=1e-4, atol=1e-4)
+
+
+def test_a_forward_that_raised_before_the_first_layer_or_behind_the_last_one() -> None:
+    """Neither leaves layers that disagree: the cache goes on, as transformers' own does."""
+    model, ids = paged("Llama"), torch.randint(3, 99, (1, 9))
+    cache = PagedCache(model.config, 1, 32, block_size=4)
+    with torch.no_grad():
+        want = model(ids, use_cache=False).logits
+        model(ids[:, :5], past_key_values=cache)
+        undo = failing(model.model.layers[0])
+        with pytest.raises(Failure):
+            model(ids[:, 5:7], past_key_values=cache)
+        undo()
+        undo = failing(model.model.layers[-1].mlp)
+        with pytest.raises(Failure):
+            model(ids[:, 5:7], past_key_values=cache)
+        undo()
+        got = model(ids[:, 7:], past_key_values=cache).logits
+    torch.testing.assert_close(got, want[:, 7:], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("regional", [False, True], ids=["whole", "layers"])
+def test_a_compiled_step_that_raised(regional: bool) -> None:
+    """Nothing on the host sees where a compiled step stopped: the lengths on the device do, without a read by the host."""
+    torch._dynamo.reset()
+    model, ids = paged("Llama"), torch.randint(3, 99, (1, 9))
+    cache = PagedCache(model.config, 1, 32, block_size=4)
+    graphs: list[Any] = []
+    stop = [False]
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(graph)
+
+        class Stops(torch.fx.Interpreter):
+            writes = 0
+
+            def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+                self.writes += "write_kv" in str(target)
+                if stop[0] and self.writes == 2:
+                    raise Failure
+                return super().call_function(target, args, kwargs)
+
+        return lambda *args: Stops(graph).run(*args)
+
+    def step(position: int) -> torch.Tensor:
+        return run(input_ids=ids[:, position : position + 1], position_ids=torch.tensor([[position]]), past_key_values=cache).logits
+
+    run: Any = model
+    with torch.no_grad():
+        want = model(ids, use_cache=False).logits
+        model(ids[:, :5], past_key_values=cache)
+        if regional:
+            compile_layers(model, backend="aot_eager")
+        else:
+            run = torch.compile(model, fullgraph=True, backend=backend)
+        for position in (5, 6):
+            torch.testing.assert_close(step(position), want[:, position : position + 1], rtol=1e-4, atol=1e-4)
+        undo = failing(model.model.layers[1]) if regional else lambda: None
+        stop[0] = True
+        with pytest.raises(Failure):
+            step(7)
+        stop[0] = False
+        undo()
+        with pytest.raises((RuntimeError, ArgumentError), match="reset"):
+            step(7)
+        with pytest.raises(ArgumentError, match=r"past_key_values.*reset\(\)"):
+            model(ids[:, 7:], past_key_values=cache)
+        with pytest.raises(ArgumentError, match=r"past_key_values.*reset\(\)"):
+            cache.crop(-1)
+        cache.reset()
+        model(ids[:, :7], past_key_values=cache)
+        torch.testing.assert_close(step(7), want[:, 7:8], rtol=1e-4, atol=1e-4)
+    assert regional or len(graphs) == 1
+
+
+def test_two_threads_on_one_cache() -> None:
+    """A forward that begins while another one is between two layers is refused; the first one completes."""
+    model, ids = paged("Llama"), torch.randint(3, 99, (1, 9))
+    cache = PagedCache(model.config, 1, 32, block_size=4)
+    inside, done, caught = threading.Event(), threading.Event(), []
+
+    def wait(*_: Any) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            inside.set()
+            assert done.wait(60)
+
+    def first() -> None:
+        with torch.no_grad():
+            caught.append(model(ids[:, 5:7], past_key_values=cache).logits)
+
+    with torch.no_grad():
+        want = model(ids, use_cache=False).logits
+        model(ids[:, :5], past_key_values=cache)
+        model.model.layers[1].mlp.register_forward_pre_hook(wait)
+        thread = threading.Thread(target=first)
+        thread.start()
+        assert inside.wait(60)
+        try:
+            with pytest.raises(ArgumentError, match="still runs"):
+                model(ids[:, 5:7], past_key_values=cache)
+        finally:
+            done.set()
+            thread.join()
+        torch.testing.assert_close(caught[0], want[:, 5:7], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(model(ids[:, 7:], past_key_values=cache).logits, want[:, 7:], rtol=1e-4, atol=1e-4)

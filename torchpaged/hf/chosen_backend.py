@@ -1,0 +1,102 @@
+"""The backend of a paged HuggingFace cache, chosen for what its layers really ask.
+
+A config says little about attention: soft cap, sinks, causality and each layer's widths are arguments of the layers' calls. So a first choice
+is made from what is known before anything is written, and every kind of call is then held to what the backend declares. A kind that comes anew
+with an eager forward may change an automatic choice, since all backends write the same cache; a backend that was named is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchpaged.backends import AttentionSpec, Capabilities, Choice, attention_spec, select_backend
+from torchpaged.custom_ops import BackendOps
+from torchpaged.custom_ops.errors import BackendUnavailableError
+
+
+def config_spec(config: Any, layer: Any, key_states: Tensor, head_dim_v: int | None, block_size: int) -> AttentionSpec:
+    """What a `PagedLayer` will ask for, as far as the config and the first keys ``[batch, num_kv_heads, *, head_dim]`` tell."""
+    num_kv_heads, head_dim = key_states.shape[1], key_states.shape[3]
+    return attention_spec(
+        device=key_states.device, dtype=key_states.dtype, num_heads=getattr(config, "num_attention_heads", num_kv_heads),
+        num_kv_heads=num_kv_heads, head_dim=head_dim, head_dim_v=head_dim_v, block_size=block_size,
+        window_size=(-1 if layer.window is None else layer.window - 1, -1), chunk_size=layer.chunk,
+        logits_soft_cap=getattr(config, "attn_logit_softcapping", None),
+    )  # fmt: skip
+
+
+class ChoosesBackend:
+    """A cache that chooses a backend.
+
+    Attributes:
+        choice: which backend runs and why.
+        ops, capabilities: its op handles, and what it declares.
+        specs: what the layers ask of it, as keys.
+    """
+
+    choice: Choice
+    ops: BackendOps
+    capabilities: Capabilities
+    specs: dict[AttentionSpec, None]
+    _backend: str  # a name or "auto"
+
+    def choose_backend(self, specs: Iterable[AttentionSpec]) -> None:
+        """Choose for these specs alone.
+
+        Raises:
+            BackendUnavailableError: the named backend can't run them all, or none can; the choice before stays.
+        """
+        wanted = dict.fromkeys(specs)
+        self.choice = select_backend(list(wanted), self._backend)
+        self.ops, self.capabilities, self.specs = self.choice.backend.ops, self.choice.backend.capabilities, wanted
+
+    def require(self, spec: AttentionSpec) -> None:
+        """Hold the choice to one more spec; eager calls only.
+
+        Raises:
+            BackendUnavailableError: as `choose_backend`.
+        """
+        if spec not in self.specs:
+            self.choose_backend([*self.specs, spec])
+
+
+def hold_to_backend(
+    layer: Any, query: Tensor, key: Tensor, value: Tensor, causal: bool, window: int | None, softcap: float | None, sinks: Tensor | None
+) -> None:
+    """Hold a layer's call to what the backend of its cache declares; host facts only, and once per layer and kind of call.
+
+    Args:
+        layer: the `PagedLayer`; it remembers the kind.
+        query: ``[batch, num_heads, query_len, head_dim]``.
+        key, value: its pools ``[num_blocks, block_size, num_kv_heads, head_dim(_v)]``.
+        causal, window, softcap, sinks: the call's arguments.
+
+    Raises:
+        BackendUnavailableError: with all reasons.
+    """
+    owner = layer.owner
+    if torch.compiler.is_compiling():  # a layer that no eager forward has held yet: the pools were made ahead
+        if layer.asked is None:
+            able, feature = owner.capabilities, None
+            feature = "window" if window is not None and not able.window else feature
+            feature = "logits_soft_cap" if softcap and not able.logits_soft_cap else feature
+            feature = "sinks" if sinks is not None and not able.sinks else feature
+            feature = "bidirectional attention" if not causal and not able.bidirectional else feature
+            if feature is not None:
+                raise BackendUnavailableError(
+                    f"backend {owner.choice.name!r} cannot run this attention: {feature} is not supported; run a forward eagerly first"
+                )
+        return
+    kind = (query.dtype, query.shape[1], query.shape[3], causal, window is None, bool(softcap), sinks is None)
+    if kind == layer.asked:
+        return
+    owner.require(attention_spec(
+        device=query.device, dtype=query.dtype, num_heads=query.shape[1], num_kv_heads=key.shape[2], head_dim=query.shape[3],
+        head_dim_v=value.shape[3], block_size=key.shape[1], kv_dtype=key.dtype, causal=causal,
+        window_size=(-1 if window is None else window - 1, -1), logits_soft_cap=softcap, sinks=sinks, chunk_size=layer.chunk,
+    ))  # fmt: skip
+    layer.asked = kind

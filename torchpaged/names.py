@@ -1,0 +1,38 @@
+"""Devices and dtypes as people type them on a command line."""
+
+from __future__ import annotations
+
+import torch
+
+from torchpaged.custom_ops.errors import ArgumentError
+
+#: torch's names of dtypes -> ours.
+LONG_NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+
+
+def short_dtype(name: str) -> str:
+    """``"torch.bfloat16"``, ``"bfloat16"`` or ``"bf16"`` as ``"bf16"``; other names as they are."""
+    name = name.removeprefix("torch.")
+    return LONG_NAMES.get(name, name)
+
+
+def device_named(name: str, option: str = "--device") -> torch.device:
+    """The device of that name; "auto": the GPU if there is one.
+
+    Raises:
+        ArgumentError: another kind of device, or one that this machine or this torch does not have.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    kind, colon, index = name.partition(":")
+    if kind not in ("cpu", "cuda") or (colon and not index.isdecimal()) or (kind == "cpu" and index not in ("", "0")):
+        raise ArgumentError(option, "auto, cpu, cuda or cuda:1", repr(name))
+    if kind == "cuda" and not torch.cuda.is_available():
+        built = torch.version.cuda is not None or torch.version.hip is not None
+        reason = "torch finds no driver or no GPU" if built else "this torch is built without CUDA"
+        raise ArgumentError(
+            option, "a device of this machine", repr(name), f"{reason}; --device cpu runs anywhere, `torchpaged env` shows more"
+        )
+    if kind == "cuda" and index and int(index) >= torch.cuda.device_count():
+        raise ArgumentError(option, f"a GPU below cuda:{torch.cuda.device_count()}", repr(name))
+    return torch.device(name)

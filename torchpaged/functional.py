@@ -204,12 +204,12 @@ def paged_attention(
             causal=causal, window_left=window_size[0], window_right=window_size[1], logits_soft_cap=soft_cap,
             alibi_slopes=alibi_slopes, sinks=sinks, k_scale=k_scale, v_scale=v_scale, chunk_size=chunk,
             semaphore=semaphore)  # fmt: skip
+        check_native_dtype(ops.paged_attention, q=q, k_cache=k_cache)
         if ops is not _DEFAULT:
             _require_able(_Handles(ops), attention_spec(
                 device=q.device, dtype=q.dtype, num_heads=q.shape[1], num_kv_heads=k_cache.shape[2], head_dim=q.shape[2],
                 head_dim_v=v_cache.shape[3], block_size=k_cache.shape[1], kv_dtype=k_cache.dtype, causal=causal, window_size=window_size,
                 logits_soft_cap=logits_soft_cap, alibi_slopes=alibi_slopes, sinks=sinks, chunk_size=chunk_size, lse=return_lse))  # fmt: skip
-        check_native_dtype(ops.paged_attention, q=q, k_cache=k_cache)
     ops.paged_attention(
         q, k_cache, v_cache, block_table, seq_lens, query_start_loc, out, lse, max_query_len=max_query_len, scale=scale,
         causal=causal, window_left=window_size[0], window_right=window_size[1], logits_soft_cap=soft_cap,

@@ -19,12 +19,10 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 import aot
 import sass
-import triton
 
 from torchpaged.custom_ops.triton import config
 from torchpaged.custom_ops.triton.prefill import prefill_kernel
 
-TUNED = tuple(int(n) for n in triton.__version__.split(".")[:2]) in ((3, 6), (3, 7))
 SIZES = {"bf16": 2, "fp16": 2, "fp32": 4}
 EVERYTHING = {"WINDOW_LEFT": 100, "CHUNK": 256, "SOFT_CAP": True, "ALIBI": True, "SINKS": True, "HAS_LSE": True}
 #: name -> dtype, head_dim, group, block size, max_query_len, max_seq_len, options
@@ -75,13 +73,6 @@ def compile_prefill(
     )
 
 
-def check_spills(compiled: Any) -> None:
-    """None in a loop, where they cost their time with each tile of keys; none at all with the Tritons that the kernel was tuned on."""
-    assert sass.loop_spills(sass.machine_code(compiled)) == []
-    if TUNED:
-        assert aot.resources(compiled)["spilled"] == 0
-
-
 def main_loop(code: str) -> str:
     """The instructions of the first loop with products that stands in no other: that of a program's one tile."""
     labels: dict[str, int] = {}
@@ -117,7 +108,7 @@ def test_compiles(target: str, case: str) -> None:
     found = aot.resources(compiled)
     assert found["shared"] <= aot.SHARED_LIMIT[target], found
     if target == "sm_90" and not case.startswith("fp32"):
-        check_spills(compiled)
+        aot.check_spills(compiled)
 
 
 @pytest.mark.parametrize("case", ["long_128", "short_128", "long_64", "long_80", "window_128"])
@@ -134,7 +125,7 @@ def test_hopper_code(case: str) -> None:
 def test_block_sizes_on_hopper(block_size: int) -> None:
     """No block size brings spills: 17 reloads in the main loop once cost a third of the speed at block size 64."""
     compiled = compile_prefill("sm_90", "long_128", block_size=block_size, HAS_LSE=True)
-    check_spills(compiled)
+    aot.check_spills(compiled)
     assert repeated_addresses(main_loop(sass.machine_code(compiled))) <= 2, "an address register of its own for each copy"
     copies = re.findall(r"cp\.async\.c[ag]\.shared\.global \[[^]]*\], \[[^]]*\], 0x(\w+)", compiled.asm["ptx"])
     assert copies and set(copies) == {"10"}, "16-byte asynchronous loads only"
@@ -148,7 +139,7 @@ def test_without_decodes_compiles(target: str, case: str) -> None:
     found = aot.resources(compiled)
     assert found["shared"] <= aot.SHARED_LIMIT[target], found
     if target == "sm_90":
-        check_spills(compiled)
+        aot.check_spills(compiled)
 
 
 @pytest.mark.parametrize("skip_decodes", [0, 2])

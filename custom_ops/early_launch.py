@@ -9,14 +9,24 @@ from __future__ import annotations
 
 import sys
 
+import torch
+from torch import Tensor
+
 from torchpaged.custom_ops.errors import BackendUnavailableError
 
 
+def refuse_inductors_for(tensor: Tensor) -> None:
+    """`refuse_inductors` if kernels on the device of ``tensor``, a fake one perhaps, are launched early: compute capability 9.0 and later."""
+    if tensor.device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(tensor.device) >= (9, 0):
+        refuse_inductors()
+
+
 def refuse_inductors() -> None:
-    """Called where one of our kernels is about to be launched early, in eager and in compiled code alike.
+    """Called by the fake kernels of the ops that read early, while a graph is traced, also under ``torch.compile(options=...)``, which
+    turns the option on for the compilation only; and before a device's first early launch. Not before each: asking takes as long as a launch.
 
     Raises:
-        BackendUnavailableError: ``torch._inductor.config.triton.enable_pdl`` is on; nothing is launched then.
+        BackendUnavailableError: ``torch._inductor.config.triton.enable_pdl`` is on; nothing is compiled or launched then.
     """
     # A private module of torch, and the only place that knows; tests/ops/test_early_launch.py notices when it moves. Not imported: where
     # nobody has, there is no kernel of Inductor's either.

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchpaged.custom_ops.early_launch import refuse_inductors_for
+
 
 def _pools(k_cache: Tensor, v_cache: Tensor) -> None:
     torch._check(k_cache.dim() == 4 and v_cache.dim() == 4, lambda: "k_cache, v_cache: expected 4 dimensions")
@@ -49,6 +51,7 @@ def _rope_write_kv(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, cos_sin: 
 
 def _paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, seq_lens: Tensor,
                      query_start_loc: Tensor, out: Tensor, lse: Tensor | None = None, **_: Any) -> None:  # fmt: skip
+    refuse_inductors_for(q)
     torch._check(q.dim() == 3 and out.dim() == 3, lambda: f"q, out: expected 3 dimensions, got {q.dim()}, {out.dim()}")
     _pools(k_cache, v_cache)
     torch._check(q.dtype == out.dtype, lambda: f"out: expected {q.dtype}, got {out.dtype}")
@@ -110,6 +113,7 @@ def _accept_tokens(sampled_token_ids: Tensor, block_table: Tensor, stop_token_id
 def _finish_step(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, repetition_penalty: Tensor, seeds: Tensor,
                  block_table: Tensor, stop_token_ids: Tensor, input_ids: Tensor, positions: Tensor, seq_lens: Tensor, slot_mapping: Tensor,
                  counters: Tensor, remaining: Tensor, seen: Tensor, tokens_out: Tensor, **_: Any) -> None:  # fmt: skip
+    refuse_inductors_for(logits)
     _sample_tokens(logits, temperature, top_k, top_p, min_p, repetition_penalty, seen, seeds, counters, tokens_out)
     _accept_tokens(
         tokens_out, block_table, stop_token_ids, input_ids, positions, seq_lens, slot_mapping, counters, remaining, seen, tokens_out

@@ -137,6 +137,7 @@ class DecodeRows:
         Returns:
             ``[len(rows)]`` int64, the sampled tokens.
         """
+        self.restore()
         index = to_device(rows, torch.int64, self.device)
         longs, ints, floats = (x.index_select(1, index) for x in (self._longs, self._ints, self._floats))
         # `seen` last: of what finish_step takes it alone is not read early, so that it may be written right in front of it
@@ -167,6 +168,7 @@ class DecodeRows:
             if not 0 <= row < self.max_batch_size:
                 raise ArgumentError("states", f"rows in [0, {self.max_batch_size})", str(row))
             state.check(self.block_size, self.max_blocks_per_req)
+        self.restore()
         words = HEAD_WORDS + self.max_blocks_per_req
         with_seen = any(state.seen is not None for state in states.values())
         staged = torch.zeros(len(states), 2 + words + (self.seen.shape[1] if with_seen else 0), dtype=torch.int32, pin_memory=self._pin)
@@ -209,6 +211,7 @@ class DecodeRows:
     def clear(self, rows: Sequence[int]) -> None:
         """Make rows idle."""
         if rows:
+            self.restore()
             index = to_device(rows, torch.int64, self.device)
             self.seq_lens.index_fill_(0, index, 0)
             self.slot_mapping.index_fill_(0, index, -1)
@@ -216,6 +219,7 @@ class DecodeRows:
     def move(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Move rows ``(from, to)``, without the host knowing what they hold; the old places become idle."""
         if pairs:
+            self.restore()
             data = to_device([*(old for old, _ in pairs), *(new for _, new in pairs)], torch.int64, self.device)
             old, new = data[: len(pairs)], data[len(pairs) :]
             for fields in (self._longs, self._ints, self._floats):
@@ -228,10 +232,8 @@ class DecodeRows:
     @contextlib.contextmanager
     def padding(self, num_rows: int) -> Iterator[None]:
         """The first ``num_rows`` rows are idle inside the block, for a warm-up or a capture, and as they were afterwards."""
-        self.restore()
-        self.ring.settle()
-        state = (self._longs, self._ints, self._floats, self.seen, self.tokens_out, self.ring.launches)
-        self._set_aside = [(tensor, tensor.clone()) for tensor in state]
+        self.settle()
+        self._put_aside()
         try:
             self.semaphore.zero_()
             self.ring.launches[:1].fill_(-1)  # tokens of launches in flight stay where they are
@@ -243,14 +245,36 @@ class DecodeRows:
         finally:
             self.restore()
 
+    @contextlib.contextmanager
+    def whole(self) -> Iterator[None]:
+        """A launch in the block whose steps run one by one, not as a graph: if it ends in an exception, the rows are as before it."""
+        self.restore()
+        self._put_aside()
+        try:
+            yield
+        except BaseException:
+            self.restore()
+            raise
+        self._set_aside = []
+
+    def _put_aside(self) -> None:
+        state = (self._longs, self._ints, self._floats, self.seen, self.tokens_out, self.ring.launches)
+        self._set_aside = [(tensor, tensor.clone()) for tensor in state]
+
     def restore(self) -> None:
-        """Put back what `padding` set aside, if that has not happened: its own attempt may have been interrupted."""
+        """Put back what `padding` or `whole` set aside, if that has not happened: its own attempt may have been interrupted. Whatever else
+        writes rows does so first, or it would be overwritten later."""
         if self._set_aside:
             for tensor, old in self._set_aside:
                 tensor.copy_(old)
             self.ring.launches[1:].zero_()
             self.semaphore.zero_()
             self._set_aside = []
+
+    def settle(self) -> None:
+        """Count a launch that the device began and the host did not (`LaunchRing.settle`); nothing is waited for where there is none."""
+        self.restore()
+        self.ring.settle()
 
     def reset(self) -> None:
         """Make host and device agree again after a launch or capture that failed or was interrupted; requests stay in their rows.
@@ -260,8 +284,7 @@ class DecodeRows:
         """
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        self.restore()
-        self.ring.settle()
+        self.settle()
         self.semaphore.zero_()
 
 

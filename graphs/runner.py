@@ -99,6 +99,7 @@ class DecodeGraphRunner:
         if compile and isinstance(capture, TapeCapture):
             raise ArgumentError("compile", "False with a TapeCapture", "True", "the tape can't see the kernels that Inductor generates")
         self._backend = capture
+        self._stepwise = isinstance(capture, EagerCapture)  # Python at each replay, which may be interrupted between steps
         self._pool = capture.new_pool()
         self._warmup_iters, self._progress = warmup_iters, progress
         self._addresses = CapturedAddresses(self._static.tensors, watch)
@@ -222,7 +223,11 @@ class DecodeGraphRunner:
             self._dirty = True
             if rows is not None:
                 rows.ring.begin()
-            graph.replay()
+            if rows is not None and self._stepwise:
+                with rows.whole():
+                    graph.replay()
+            else:
+                graph.replay()
         if rows is not None:
             rows.ring.count()
         self._dirty = False
@@ -262,7 +267,8 @@ class DecodeGraphRunner:
         with self._ranges("run_eager", batch=num_rows), torch.inference_mode():
             self._dirty = True
             self.rows.ring.begin()
-            tokens = self._launch(num_rows, self._eager_step)()[:, :num_rows]
+            with self.rows.whole():
+                tokens = self._launch(num_rows, self._eager_step)()[:, :num_rows]
         self.rows.ring.count()
         self._dirty = False
         return tokens

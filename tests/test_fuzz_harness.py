@@ -16,6 +16,7 @@ import torch
 from torchpaged.custom_ops import BACKEND_OPS, validation
 from torchpaged.testing_fuzz import BLOCK_SIZES, DTYPES, KV_DTYPES, WIDTHS, random_batch, random_configuration
 from torchpaged.testing_fuzz_case import run_case
+from torchpaged.testing_pools import strided
 from torchpaged.testing_worker import WorkerPool
 
 REFERENCE = BACKEND_OPS["reference"]
@@ -189,6 +190,59 @@ def test_two_runs_must_agree_bit_for_bit() -> None:
             rest[5][0, 0, 0] = rest[5][0, 0, 0] * (1 + 2 * torch.finfo(q.dtype).eps) + torch.finfo(q.dtype).tiny
 
     assert any("differ" in failure["message"] for failure in _run(0, attention)["failures"])
+
+
+def test_a_relative_error_of_1e_4_in_float32_is_seen() -> None:
+    """Everywhere, and in the largest number alone."""
+
+    def everywhere(*tensors: Any, **options: Any) -> None:
+        REFERENCE.paged_attention(*tensors, **options)
+        tensors[6].mul_(1 + 1e-4)
+
+    def largest(*tensors: Any, **options: Any) -> None:
+        REFERENCE.paged_attention(*tensors, **options)
+        at = tuple(int(i) for i in torch.unravel_index(tensors[6].nan_to_num().abs().argmax(), tensors[6].shape))
+        tensors[6][at] *= 1 + 1e-4
+
+    seeds = [s for s in range(60) if random_configuration(s, backends=("reference",), small=True).dtype == "float32"]
+    assert len(seeds) > 8
+    for seed in seeds:
+        assert not _run(seed, REFERENCE.paged_attention)["failures"]
+        for fault in (everywhere, largest):
+            found = _run(seed, fault)["failures"]
+            assert found and all("over the budget" in failure["message"] for failure in found), seed
+
+
+class _OnHopper:
+    """A tensor in all that `specialise.unsupported` looks at, but for the device."""
+
+    device = torch.device("cuda", 0)
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tensor, name)
+
+
+def test_a_third_of_a_gpus_configurations_are_for_the_cuda_decode_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the kernel's own word on tensors that say they are an H100's."""
+    from torchpaged.custom_ops.cuda import specialise
+
+    monkeypatch.setattr(specialise, "capability", lambda index: (9, 0))
+    monkeypatch.setattr(specialise, "num_sms", lambda index: 132)
+    monkeypatch.setattr(specialise, "shared_per_sm", lambda index: 228 * 1024)
+    taken = 0
+    for seed in range(60):
+        c = random_configuration(seed)
+        if c.backend != "cuda" or c.kernel != "decode":
+            continue
+        batch, (token, head, offset) = random_batch(c, 0), c.out_padding
+        strides = (c.num_heads * (c.head_dim_v + head) + token, c.head_dim_v + head, 1)
+        out = strided((batch.q.shape[0], c.num_heads, c.head_dim_v), strides, batch.q.dtype, offset, torch.device("cpu"))
+        tensors: list[Any] = [_OnHopper(tensor) for tensor in (batch.q, batch.k_cache, batch.v_cache, out)]
+        taken += specialise.unsupported(*tensors, batch.extras.get("sinks"), c.max_query_len, c.num_reqs) is None
+    assert 20 <= taken <= 34
 
 
 @pytest.mark.parametrize("first", range(0, 120, 20))

@@ -45,10 +45,10 @@ def oracle(batch: Batch, **options: Any) -> tuple[Tensor, Tensor]:
     return run_paged_attention(BACKEND_OPS["reference"], wide, **options)
 
 
-def assert_within_budget(name: str, got: Tensor, same_dtype: Tensor, exact: Tensor, dtype: torch.dtype) -> None:
-    """``got`` errs at most twice as much as the same-dtype reference, plus a rounding band of ``dtype``.
+def assert_within_budget(name: str, got: Tensor, same_dtype: Tensor, exact: Tensor, dtype: torch.dtype, factor: float = 2.0) -> None:
+    """``got`` errs at most ``factor`` times as much as the same-dtype reference, plus a rounding band of ``dtype``.
 
-    The rule of FlashAttention's own tests: the tolerance comes from the dtype and the data, not from a guess.
+    The rule of FlashAttention's own tests, with their factor: the tolerance comes from the dtype and the data, not from a guess.
     """
     got, same_dtype, exact = (t.detach().double().cpu() for t in (got, same_dtype, exact))
     if not torch.equal(got.isfinite(), exact.isfinite()) or not torch.equal(got.isnan(), exact.isnan()):
@@ -58,7 +58,7 @@ def assert_within_budget(name: str, got: Tensor, same_dtype: Tensor, exact: Tens
     if not bool(finite.any()):
         return
     error = (got - exact).abs().where(finite, torch.zeros_like(exact))
-    budget = 2 * (same_dtype - exact).abs().where(finite, torch.zeros_like(exact)).max()
+    budget = factor * (same_dtype - exact).abs().where(finite, torch.zeros_like(exact)).max()
     band = 4 * torch.finfo(dtype).eps * exact.where(finite, torch.zeros_like(exact)).abs().max().clamp_min(1.0)
     limit = float(budget + band)
     if float(error.max()) > limit:

@@ -111,7 +111,7 @@ def random_configuration(
 ) -> Configuration:
     """The configuration of a seed.
 
-    Three of five have addresses and strides that are multiples of 16 bytes and widths of 16 numbers, since vectorised kernels decline others.
+    Two of five are for the CUDA C++ decode kernel, if ``backends`` name it. Three of five others have addresses and strides that are multiples of 16 bytes and widths of 16 numbers, since vectorised kernels decline others.
 
     Args:
         seed: any integer.
@@ -120,6 +120,26 @@ def random_configuration(
         small: lengths and heads for a CPU.
     """
     r = random.Random(seed)
+    fitting = "cuda" in backends and not small and r.random() < 0.4
+    while True:
+        configuration = _draw(r, seed, ("cuda",) if fitting else backends, captures, small)
+        if not fitting or _fits_cuda_decode(configuration):
+            return configuration
+
+
+def _fits_cuda_decode(c: Configuration) -> bool:
+    """Whether the CUDA C++ decode kernel takes it on a GPU of compute capability 9.0, as far as a configuration says: as `specialise.refuse`, and
+    aligned. Written out, since a seed must mean the same on every machine."""
+    group, query_len = c.num_heads // c.num_kv_heads, 1 << (c.max_query_len - 1).bit_length()
+    rows = group * query_len
+    layout, units = c.layout, (*c.q_padding, *c.out_padding)
+    return (
+        c.kernel == "decode" and c.dtype != "float32" and c.head_dim % 16 == 0 and rows <= 32 and -(-rows // 8) * c.head_dim_v <= 512
+        and c.sinks in ("none", "same") and not any(unit % 8 for unit in (layout.slot_padding * 2, layout.head_padding, layout.offset, *units))
+    )  # fmt: skip
+
+
+def _draw(r: random.Random, seed: int, backends: tuple[str, ...], captures: bool, small: bool) -> Configuration:
     backend, kernel = r.choice(backends), r.choice(("decode", "decode", "prefill", "mixed"))
     aligned = r.random() < 0.6
     dim, dim_v = r.choice([w for w in WIDTHS if w[0] % 16 == 0] if aligned else WIDTHS)

@@ -22,6 +22,10 @@ from torchpaged.testing_pools import FP8_DTYPES, clone_storage, memory_of, strid
 
 _REFERENCE = BACKEND_OPS["reference"]
 _FAILURES = 3  # of one configuration; then it is given up
+#: Times the same-dtype reference's error. In float32 nothing is rounded to a narrower dtype that would hide in which order sums are made: a
+#: kernel adds a head's products one after the other, whose error grows with their number n as u * n / sqrt(2) times a product, cuBLAS's in at
+#: least 8 independent sums, whose error is smaller by sqrt(8) = 2.8. 2 * sqrt(8), rounded up; a relative error of 1e-4 is over it by far.
+_FLOAT32_FACTOR = 6.0
 Beat = Callable[..., None]
 
 
@@ -69,9 +73,10 @@ def _check_batch(runner: _Runner, batch: Batch, index: int, beat: Beat) -> None:
     exact_out, exact_lse = _expected(batch, runner.options, torch.float64)
     same_out, same_lse = _expected(batch, runner.options, batch.q.dtype)
     dtype = batch.q.dtype
-    assert_within_budget("out", out, same_out, exact_out, dtype)
+    factor = _FLOAT32_FACTOR if dtype == torch.float32 else 2.0
+    assert_within_budget("out", out, same_out, exact_out, dtype, factor)
     if lse is not None:
-        assert_within_budget("lse", lse, same_lse, exact_lse, dtype if dtype == torch.float32 else torch.float16)
+        assert_within_budget("lse", lse, same_lse, exact_lse, dtype if dtype == torch.float32 else torch.float16, factor)
     if index % 4 == 1:
         _check_one_request_alone(runner, batch, out, index)
 

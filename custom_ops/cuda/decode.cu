@@ -92,7 +92,7 @@ __device__ __forceinline__ void merge(const Params &p, const Cursor &c, int firs
 // Zeros and -inf for what no run covers: requests whose queries see nothing, and token rows after the last request's.
 __device__ __noinline__ void store_empty(const Params &p) {
   constexpr int HEADS = NUM_KV_HEADS * GROUP;
-  const int used = load_l2(p.starts + p.num_reqs);
+  const int used = p.starts[p.num_reqs];
   for (int request = blockIdx.x; request < p.num_reqs + (p.num_tokens - used); request += gridDim.x) {
     int first = used + request - p.num_reqs, last = first + 1;
     if (request < p.num_reqs) {
@@ -153,11 +153,13 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, CTAS_PER_SM) pag
   // agreeing: what they read, lengths and query starts, comes from L2, and nobody writes it while this kernel runs. Lane i counts the i-th share of the requests.
   const int share = (p.num_reqs + 31) / 32, first = lane * share;
   int tiles = 0, busy = 0;
-  const int used = load_l2(p.starts + p.num_reqs);  // token rows of requests; those after it are padding
   Cursor c = {};
   Request one, two;  // the first two in one trip to memory
-  one.load(p, min(first, p.num_reqs - 1));
-  two.load(p, min(first + 1, p.num_reqs - 1));
+  one.load_first(p, min(first, p.num_reqs - 1));
+  two.load_first(p, min(first + 1, p.num_reqs - 1));
+  const int used = load_and_forget_l1(p.starts + p.num_reqs);  // token rows of requests; those after it are padding
+  one.cut();
+  two.cut();
   auto look_at = [&](int r) {
     if (r < first + 2) c.r = r == first ? one : two;
     else c.r.load(p, r);

@@ -121,13 +121,23 @@ __device__ __forceinline__ float tanh_(float x) {  // a series near 0, where the
   const float far = 1.f - 2.f / (exp2_(2.f * LOG2E * x) + 1.f);
   return fabsf(x) < 0.3f ? series : far;
 }
-// Lengths, query starts and block tables. They are read before griddepcontrol.wait, where a first-level cache may still hold an older step's:
-// programs that start early are not known to find that cache emptied. Nobody writes them while the kernel runs, so the load orders nothing.
+// Lengths, query starts and block tables are read before griddepcontrol.wait, where this multiprocessor's L1 may still hold an older step's: a
+// program that starts early is not known to find L1 emptied. Nobody writes them while the kernel runs. So the first reads come from L2, and the
+// last of them is an acquire, which empties L1: what a thread reads behind its own is as new, at the price of L1.
 __device__ __forceinline__ int load_l2(const int *p) {
   int x;
 #if __CUDA_ARCH__ >= 900
   asm volatile("ld.global.cg.s32 %0, [%1];" : "=r"(x) : "l"(p));
 #else  // no kernel starts early there
+  x = *p;
+#endif
+  return x;
+}
+__device__ __forceinline__ int load_and_forget_l1(const int *p) {
+  int x;
+#if __CUDA_ARCH__ >= 900
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(p) : "memory");
+#else
   x = *p;
 #endif
   return x;

@@ -28,10 +28,18 @@ __device__ __forceinline__ void visible(int position, int seq_len, int &low, int
 struct Request {
   int start, query_len, seq_len, first_tile, num_tiles, low, end;
 
-  __device__ __forceinline__ void load(const Params &p, int r) {
+  // Before this thread's load_and_forget_l1.
+  __device__ __forceinline__ void load_first(const Params &p, int r) {
     start = load_l2(p.starts + r);
     query_len = load_l2(p.starts + r + 1) - start;
     seq_len = load_l2(p.seq_lens + r);
+  }
+
+  // Behind it.
+  __device__ __forceinline__ void load(const Params &p, int r) {
+    start = p.starts[r];
+    query_len = p.starts[r + 1] - start;
+    seq_len = p.seq_lens[r];
     cut();
   }
 

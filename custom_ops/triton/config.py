@@ -171,9 +171,14 @@ def launches_early(device: torch.device) -> bool:
     """Whether kernels are launched with programmatic dependent launch: compute capability 9.0 and later.
 
     Raises:
-        BackendUnavailableError: they are, and Inductor's kernels would be too.
+        BackendUnavailableError: they are, and at the first call for this device Inductor's kernels would be too.
     """
-    early = device.type == "cuda" and torch.version.hip is None and _capability(device.index or 0) >= (9, 0)
+    return device.type == "cuda" and torch.version.hip is None and _launches_early(device.index or 0)
+
+
+@functools.cache
+def _launches_early(index: int) -> bool:
+    early = _capability(index) >= (9, 0)
     if early:
         refuse_inductors()
     return early

@@ -121,8 +121,9 @@ def test_where_it_waits_for_the_launch_before(tmp_path: Path) -> None:
 METADATA = {24: "block_table", 32: "seq_lens", 40: "query_start_loc"}  # by their offset in struct Params of shapes.cuh
 
 
-def metadata_loads(ptx: str) -> set[tuple[str, str]]:
-    """``(tensor, instruction)`` of every load from a metadata tensor, found by following the pointers through the registers."""
+def metadata_loads(ptx: str) -> list[tuple[str, str]]:
+    """``(tensor, instruction)`` of every load from a metadata tensor, those of the kernel first and in the text's order, found by following
+    the pointers through the registers."""
     loads = set()
     for function in re.split(r"^(?:\.visible \.entry|\.func)", ptx, flags=re.M)[1:]:
         name = re.match(r"\s*(\w+)\(", function)[1]  # type: ignore[index]
@@ -133,13 +134,13 @@ def metadata_loads(ptx: str) -> set[tuple[str, str]]:
         known = -1
         while known != len(params) + len(pointers):  # to a fixed point: registers of a loop are written further down
             known = len(params) + len(pointers)
-            for op, rest in instructions:
+            for line, (op, rest) in enumerate(instructions):
                 target, *sources = re.findall(r"%\w+|\w+_param_0|(?<=[,+ ])-?\d+", rest)
                 address = re.search(r"\[([%\w]+)\+?(-?\d+)?\]", rest) if op.startswith("ld.") else None
                 if address:
                     place, offset = address[1], int(address[2] or 0)
                     if place in pointers:
-                        loads.add((pointers[place], op))
+                        loads.add((name != "paged_decode", line, pointers[place], op))
                     elif place == f"{name}_param_0" and name != "paged_decode":
                         params[target] = 0  # a function is given the address of Params
                     elif place in params or place == f"{name}_param_0":
@@ -156,7 +157,7 @@ def metadata_loads(ptx: str) -> set[tuple[str, str]]:
                     found = [pointers[source] for source in sources if source in pointers]
                     if found:
                         pointers[target] = found[0]
-    return loads
+    return [(tensor, op) for _, _, tensor, op in sorted(loads)]
 
 
 @pytest.mark.skipif(NVCC is None, reason="nvcc is not installed")
@@ -167,5 +168,7 @@ def test_metadata_comes_from_l2(tmp_path: Path, name: str) -> None:
     text, _ = compile_with_nvcc(tmp_path, (9, 0), values, "ptx")
     loads = metadata_loads(text)
     assert {tensor for tensor, _ in loads} == set(METADATA.values()), loads
-    assert all(op.startswith("ld.global.cg.") for _, op in loads), loads
+    acquires = [i for i, (_, op) in enumerate(loads) if op.startswith("ld.acquire.gpu.global")]
+    assert len(acquires) == 1, loads
+    assert all(op.startswith("ld.global.cg.") for _, op in loads[: acquires[0]]), loads  # behind it L1 holds nothing old
     assert ".nc" not in text

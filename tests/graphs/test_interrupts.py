@@ -146,6 +146,41 @@ def test_a_failed_step_does_not_poison_the_next() -> None:
     assert tokens_of(rows, runner, 4) == WANT
 
 
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("at", range(4))
+def test_a_launch_that_is_cut_short_between_its_steps_is_undone(at: int, eager: bool) -> None:
+    """Without a graph the steps of a launch run one by one: what the first ones sampled must not be lost."""
+    rows, _ = make("", steps=4)
+    calls: list[None] = []
+
+    def step(input_ids: Tensor, metadata: Any) -> Tensor:
+        if rows.ring.launches[0] >= 0:
+            calls.append(None)
+            if len(calls) == 1 + at:
+                raise KeyboardInterrupt
+        return successor(input_ids, metadata)
+
+    runner = DecodeGraphRunner(step, rows=rows, buckets=[2], compile=False, capture=EagerCapture())
+    with pytest.raises(KeyboardInterrupt):
+        runner.launch_eager(1) if eager else runner.launch(1)
+    assert rows.seq_lens[0] == 6 and rows.ring.launched == int(rows.ring.launches[0]) == 0
+    assert tokens_of(rows, runner, 2) == WANT
+
+
+def test_rows_written_behind_an_interrupted_restoration_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is put back later must not overwrite them."""
+    rows, runner = make("")
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt), rows.padding(2):
+        patch.setattr(rows, "restore", interrupted)
+    rows.write({1: RowState(6, 6, [10, 11, 12, 13, 14], seed=11, counter=0, remaining=100)})
+    assert tokens_of(rows, runner, 4) == WANT
+    assert rows.seq_lens.tolist() == [14, 14]
+
+
 def test_a_semaphore_that_is_left_set_is_reported() -> None:
     def step(input_ids: Tensor, metadata: Any) -> Tensor:
         metadata.semaphore[130].fill_(left[0])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -36,16 +37,82 @@ def test_every_early_launch_of_a_triton_kernel_asks(monkeypatch: pytest.MonkeyPa
     pytest.importorskip("triton", reason="triton is not installed")
     from torchpaged.custom_ops.triton import config
 
+    config._launches_early.cache_clear()
     hopper, ampere = torch.device("cuda", 0), torch.device("cuda", 1)
     monkeypatch.setattr(config, "_capability", lambda index: ((9, 0), (8, 0))[index])
     monkeypatch.setattr(torch.version, "hip", None)
     tiles = config.decode_tiles(128, 8, 2, 2, hip=False)
-    assert config.launches_early(hopper) and not config.launches_early(ampere)
     with inductor_config.patch({"triton.enable_pdl": True}):
         for launch in (config.launches_early, config.early_launch, lambda device: config.decode_options(device, tiles)):
             with pytest.raises(BackendUnavailableError, match="TORCHINDUCTOR_ENABLE_PDL"):
                 launch(hopper)
         assert not config.launches_early(ampere) and config.early_launch(ampere) == {"PDL": False}
+    try:
+        assert config.launches_early(hopper), "a refusal is not remembered"
+    finally:
+        config._launches_early.cache_clear()
+
+
+def test_a_launch_does_not_ask_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asking torch takes microseconds, as long as a launch, several times per layer."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    from torchpaged.custom_ops.cuda import specialise
+    from torchpaged.custom_ops.triton import config
+
+    asked: list[object] = []
+    for module, function in ((config, config._launches_early), (specialise, specialise.launches_early)):
+        monkeypatch.setattr(module, "refuse_inductors", lambda: asked.append(None))
+        monkeypatch.setattr(module, "_capability" if module is config else "capability", lambda index: (9, 0))
+        function.cache_clear()
+        try:
+            assert function(0) and function(0)
+        finally:
+            function.cache_clear()
+    assert len(asked) == 2
+
+
+@pytest.mark.parametrize("compute", [(9, 0), (8, 0)])
+def test_refused_while_a_graph_is_traced(monkeypatch: pytest.MonkeyPatch, compute: tuple[int, int]) -> None:
+    """``torch.compile(options={"triton.enable_pdl": True})`` has the option on during the compilation alone: the fake kernels ask."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: compute)
+    monkeypatch.setattr(torch.version, "hip", None)
+
+    def attend() -> None:
+        with FakeTensorMode():
+            q, cache, lens = (torch.empty(size, device="cuda", dtype=dtype) for size, dtype in (
+                ((2, 4, 16), torch.bfloat16), ((8, 4, 2, 16), torch.bfloat16), ((2,), torch.int32)))  # fmt: skip
+            table, starts = (torch.empty(size, device="cuda", dtype=torch.int32) for size in ((2, 3), (3,)))
+            torch.ops.torchpaged.paged_attention(
+                q, cache, torch.empty_like(cache), table, lens, starts, torch.empty_like(q), None, max_query_len=1, scale=0.25
+            )
+
+    attend()
+    with inductor_config.patch({"triton.enable_pdl": True}):
+        if compute == (9, 0):
+            with pytest.raises(BackendUnavailableError, match="TORCHINDUCTOR_ENABLE_PDL"):
+                attend()
+        else:
+            attend()
+
+
+def test_options_of_a_compilation_reach_the_fake_kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What the test above relies on, with an op of a CPU: fake kernels run again while the options of ``torch.compile`` hold."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # a graph from the disk is not traced again; a refused one is not there
+    seen: list[bool] = []
+    library = torch.library.Library("torchpaged_test_options", "DEF")
+    library.define("touch(Tensor(a!) x) -> ()")
+    library.impl("touch", lambda x: None, "CPU")
+    torch.library.register_fake("torchpaged_test_options::touch", lambda x: seen.append(inductor_config.triton.enable_pdl), lib=library)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        y = x + 1
+        torch.ops.torchpaged_test_options.touch(y)
+        return y * 2
+
+    torch.compile(step, options={"triton.enable_pdl": True}, fullgraph=True)(torch.ones(3))
+    assert True in seen and not inductor_config.triton.enable_pdl
 
 
 def test_nothing_is_imported_to_ask() -> None:

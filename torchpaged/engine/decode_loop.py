@@ -163,7 +163,7 @@ class DecodeLoop:
             return
         number, started, busy = self._starting
         ring = self.rows.ring
-        ring.settle()
+        self.rows.settle()
         if ring.launched > number:
             if number not in ring.unread:
                 ring.take()

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,10 +21,40 @@ def pytest_configure(config: pytest.Config) -> None:
         torch.set_num_threads(1)
 
 
+def slow_tests(text: str, nodes: list[str], strict: bool = False) -> set[str]:
+    """The node ids that a list such as tests/slow.txt names. The last line that matches a node counts.
+
+    A line names a test with all its parameters, or one parametrisation; ``*`` stands for anything; ``!`` in front: not slow after all.
+
+    Raises:
+        pytest.UsageError: strict, and a line names a test that its file, of which nodes are given, does not hold.
+    """
+    functions = {node.split("[")[0] for node in nodes}
+    files = {node.split("::")[0] for node in nodes}
+    slow: set[str] = set()
+    for line in text.splitlines():
+        pattern = line.strip().removeprefix("!")
+        if not pattern or pattern.startswith("#"):
+            continue
+        name, bracket, _ = pattern.partition("[")
+        if strict and "*" not in name and name.split("::")[0] in files and name not in functions:
+            raise pytest.UsageError(f"tests/slow.txt names a test that is not there: {line}")
+        rule = re.compile(re.escape(pattern).replace(r"\*", ".*") + ("" if bracket else r"(\[.*\])?"), re.DOTALL)
+        matching = {node for node in nodes if rule.fullmatch(node)}
+        slow = slow - matching if line.strip().startswith("!") else slow | matching
+    return slow
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests marked gpu are skipped without a GPU; slow ones unless asked for."""
+    """Tests marked gpu are skipped without a GPU; slow ones, by their mark or by slow.txt, unless asked for."""
     chosen = config.getoption("-m") or ""
+    whole = config.args == config.getini("testpaths")  # a part of a file says nothing about the rest of it
+    nodes = [item.nodeid for item in items]
+    slow = slow_tests(Path(__file__).with_name("slow.txt").read_text(), nodes, strict=whole)
     for item in items:
+        if item.nodeid in slow:
+            item.add_marker("slow")
         if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA or ROCm device"))
         if "slow" in item.keywords and "slow" not in chosen:
@@ -72,3 +105,17 @@ def smollm2_path() -> Path:
         if required:
             raise
         pytest.skip(f"SmolLM2 is not in the cache ({error}); run `torchpaged generate hello` once, or set TORCHPAGED_REQUIRE_MODEL=1")
+
+
+@pytest.fixture(scope="session")
+def interpreter() -> None:
+    """Skip where Triton's interpreter can't run at all: Triton 3.6 asks int() of arrays of one element, which NumPy 2.4 refuses."""
+    triton = pytest.importorskip("triton", reason="triton is not installed")
+    import numpy
+
+    probe = Path(__file__).parent / "triton/probe_interpreter.py"
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, str(probe)], env=environment, capture_output=True, text=True, timeout=120)
+    if done.returncode:
+        assert "only 0-dimensional arrays can be converted" in done.stderr, done.stderr
+        pytest.skip(f"the interpreter of triton {triton.__version__} does not run with numpy {numpy.__version__}")

@@ -30,7 +30,8 @@ def embedding_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     row = tl.load(ids_ptr + token)
     known = (row >= 0) & (row < vocab_size)
-    x = tl.load(weight_ptr + row * weight_row + d, mask=known & (d < WIDTH), other=float("nan"))
+    # A select: the interpreter of Triton 3.9 takes no mask that a scalar comparison is spread into.
+    x = tl.load(weight_ptr + row * weight_row + d, mask=tl.where(known, d < WIDTH, False), other=float("nan"))
     if scale_ptr is not None:
         x = (x.to(tl.float32) * tl.load(scale_ptr).to(x.dtype).to(tl.float32)).to(x.dtype)
     tl.store(out_ptr + token * out_row + d, x, mask=d < WIDTH)

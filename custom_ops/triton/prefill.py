@@ -159,7 +159,7 @@ def attend_tiles(
             s = tl.where((start + key[None, :] >= low[:, None]) & (start + key[None, :] < end[:, None]), s, float("-inf"))
         top = tl.maximum(maximum, tl.max(s, 1))
         p = tl.exp2(s * to_base_2 - (top * to_base_2)[:, None])
-        shrink = tl.exp2(maximum * to_base_2 - top * to_base_2)
+        shrink = tl.exp2((maximum - top) * to_base_2)
         total = total * shrink + tl.sum(p, 1)
         maximum = top
         acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
@@ -169,7 +169,7 @@ def attend_tiles(
 @triton.jit
 def attend_query_tile(
     request, start, query_len, first_query, kv_head,
-    q_ptr, k_ptr, v_ptr, table_ptr, seq_lens_ptr, out_ptr, lse_ptr, slopes_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr, scale, soft_cap,
+    q_ptr, k_ptr, v_ptr, table_ptr, seq_lens_ptr, starts_ptr, out_ptr, lse_ptr, slopes_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr, scale, soft_cap,
     q_token, q_head, k_block: tl.constexpr, k_slot: tl.constexpr, k_head, v_block: tl.constexpr, v_slot: tl.constexpr, v_head,
     o_token, o_head, l_token, l_head, table_row, ks_head, vs_head,
     GROUP: tl.constexpr, TOKENS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, DIM_V: tl.constexpr,
@@ -207,14 +207,9 @@ def attend_query_tile(
     slope = tl.zeros([TILE_M], tl.float32)
     if ALIBI:
         slope = tl.load(slopes_ptr + head, mask=valid, other=0.0)
-    sink = tl.zeros([TILE_M], tl.float32)
-    if SINKS:
-        sink = tl.load(sinks_ptr + head, mask=valid, other=0.0).to(tl.float32)
     score_scale = scale
-    v_scale = 1.0
     if KV_SCALES:
         score_scale = scale * tl.load(k_scale_ptr + kv_head * ks_head)
-        v_scale = tl.load(v_scale_ptr + kv_head * vs_head)
     table_ptr += request.to(tl.int64) * table_row
     k_ptr += kv_head.to(tl.int64) * k_head
     v_ptr += kv_head.to(tl.int64) * v_head
@@ -242,6 +237,18 @@ def attend_query_tile(
         table_ptr, k_ptr, v_ptr, k_block, k_slot, v_block, v_slot, score_scale, soft_cap,
         DIM, DIM_PAD, DIM_V, DIM_V_PAD, TILE_KV, BLOCK_SIZE, SOFT_CAP, ALIBI, LOW, FOLD, True, INTERPRET,
     )  # fmt: skip
+    # What only the end needs is read again, not kept: across the loops it cost spills, or the copies their registers (docs/kernels.md).
+    # Volatile, or the compiler would keep the first reading; it comes from L2, as the first did.
+    start = tl.load(starts_ptr + request, volatile=True)
+    query_len = tl.load(starts_ptr + request + 1, volatile=True) - start
+    query = first_query + row // GROUP
+    valid = (query < query_len) & (row < TOKENS * GROUP)
+    sink = tl.zeros([TILE_M], tl.float32)
+    if SINKS:
+        sink = tl.load(sinks_ptr + head, mask=valid, other=0.0).to(tl.float32)
+    v_scale = 1.0
+    if KV_SCALES:
+        v_scale = tl.load(v_scale_ptr + kv_head * vs_head)
     LOG2E: tl.constexpr = 1.4426950408889634
     maximum *= score_scale * LOG2E if FOLD else LOG2E
     out, lse = finish(maximum, total, acc, sink, v_scale, maximum != float("-inf"), SINKS)
@@ -302,7 +309,7 @@ def prefill_kernel(
     if exists & (first_query < query_len):
         attend_query_tile(
             request, start, query_len, first_query, kv_head,
-            q_ptr, k_ptr, v_ptr, table_ptr, seq_lens_ptr, out_ptr, lse_ptr, slopes_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr,
+            q_ptr, k_ptr, v_ptr, table_ptr, seq_lens_ptr, starts_ptr, out_ptr, lse_ptr, slopes_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr,
             scale, soft_cap, q_token, q_head, k_block, k_slot, k_head, v_block, v_slot, v_head, o_token, o_head, l_token, l_head,
             table_row, ks_head, vs_head, GROUP, TOKENS, DIM, DIM_PAD, DIM_V, DIM_V_PAD, TILE_M, TILE_KV, BLOCK_SIZE, CAUSAL,
             WINDOW_LEFT, WINDOW_RIGHT, CHUNK, SOFT_CAP, ALIBI, SINKS, KV_SCALES, HAS_LSE, INTERPRET,
@@ -317,7 +324,7 @@ def prefill_kernel(
             first_query = (surplus - first_tile) * TOKENS
             attend_query_tile(
                 request, start, query_len, first_query, kv_head,
-                q_ptr, k_ptr, v_ptr, table_ptr, seq_lens_ptr, out_ptr, lse_ptr, slopes_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr,
+                q_ptr, k_ptr, v_ptr, table_ptr, seq_lens_ptr, starts_ptr, out_ptr, lse_ptr, slopes_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr,
                 scale, soft_cap, q_token, q_head, k_block, k_slot, k_head, v_block, v_slot, v_head, o_token, o_head, l_token, l_head,
                 table_row, ks_head, vs_head, GROUP, TOKENS, DIM, DIM_PAD, DIM_V, DIM_V_PAD, TILE_M, NARROW, BLOCK_SIZE, CAUSAL,
                 WINDOW_LEFT, WINDOW_RIGHT, CHUNK, SOFT_CAP, ALIBI, SINKS, KV_SCALES, HAS_LSE, INTERPRET,

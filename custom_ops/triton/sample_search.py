@@ -158,7 +158,9 @@ def list_groups(peaks_at, list_at, maximum, total, temperature, top_k, top_p, mi
     peaks = tl.load(peaks_at + group, mask=group < num_groups, other=float("-inf"))
     weight = likelihood(peaks, maximum, temperature)
     limited = (top_k > 0) & (top_k < vocab_size)
-    listed = (group < num_groups) & ((weight >= min_p) | (limited & (top_p < 1.0)))  # top_p counts all of top_k's tokens
+    inside = group < num_groups
+    # top_p counts all of top_k's tokens. Selects: the interpreter of Triton 3.9 takes no mask that a scalar comparison is spread into.
+    listed = tl.where(limited & (top_p < 1.0), inside, inside & (weight >= min_p))
     bound = tl.full([], float("-inf"), tl.float32)
     if limited:
         bound = group_bound(peaks, tl.full([GROUPS], 1.0, tl.float32), top_k.to(tl.float32))

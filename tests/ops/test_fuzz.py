@@ -161,13 +161,14 @@ def test_ten_thousand_random_batches(backend: str, share: int) -> None:
 
 
 @pytest.mark.skipif(INTERPRETED, reason="already interpreting")
-def test_triton_in_the_interpreter() -> None:
+@pytest.mark.parametrize("chosen", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+def test_triton_in_the_interpreter(interpreter: None, chosen: str) -> None:
     """This file's share, NaN and inf, and fp8 writes by the Triton kernels, in a process of its own."""
-    pytest.importorskip("triton", reason="triton is not installed")
     here = Path(__file__)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--no-showlocals"]
+    files = ["test_nonfinite.py"] + (["test_fuzz.py", "test_fp8_writes.py"] if chosen == "not slow" else [])
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--no-showlocals", "-m", chosen]
     done = subprocess.run(
-        [*command, *(str(here.with_name(name)) for name in ("test_fuzz.py", "test_nonfinite.py", "test_fp8_writes.py"))],
+        [*command, *(str(here.with_name(name)) for name in files)],
         cwd=here.parents[2], env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=550,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-6000:]

@@ -22,7 +22,7 @@ interpreting = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @pytest.mark.skipif(interpreting, reason="already interpreting")
-def test_kernels_in_the_interpreter() -> None:
+def test_kernels_in_the_interpreter(interpreter: None) -> None:
     target = Path(__file__).with_name("test_layers_interpreter.py")
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(target)], cwd=Path(__file__).parents[2],

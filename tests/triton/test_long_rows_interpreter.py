@@ -23,7 +23,7 @@ HEAD = 2**30  # the third head begins at 2**31: past a signed number of 32 bits,
 
 
 @pytest.mark.skipif(INTERPRETING, reason="already interpreting")
-def test_in_the_interpreter() -> None:
+def test_in_the_interpreter(interpreter: None) -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
     done = subprocess.run(command, cwd=Path(__file__).parents[2], env=environment, capture_output=True, text=True, timeout=550)

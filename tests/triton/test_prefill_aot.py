@@ -9,9 +9,6 @@ from __future__ import annotations
 import itertools
 import os
 import re
-import subprocess
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +18,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("kernels are interpreted in this process", allow_module_level=True)
 
 import aot
-import triton
+import sass
 
 from torchpaged.custom_ops.triton import config
 from torchpaged.custom_ops.triton.prefill import prefill_kernel
@@ -76,63 +73,6 @@ def compile_prefill(
     )
 
 
-def machine_code(compiled: Any) -> str:
-    """The cubin's instructions."""
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        return subprocess.run([tool, "-c", file.name], capture_output=True, text=True, check=True).stdout
-
-
-OTHER_TARGETS = [
-    (target, case) for target in ("sm_80", "sm_100", "gfx942") for case in ("long_128", "everything_128", "long_256", "fp32_64")
-]
-
-
-@pytest.mark.parametrize(("target", "case"), [("sm_90", case) for case in CASES] + OTHER_TARGETS)
-def test_compiles(target: str, case: str) -> None:
-    compiled = compile_prefill(target, case)
-    found = aot.resources(compiled)
-    assert found["shared"] <= aot.SHARED_LIMIT[target], found
-    if target == "sm_90" and not case.startswith("fp32"):
-        assert found["spilled"] == 0, found
-
-
-@pytest.mark.parametrize("case", ["long_128", "short_128", "long_64", "long_80", "window_128"])
-def test_hopper_code(case: str) -> None:
-    compiled = compile_prefill("sm_90", case)
-    ptx, code = compiled.asm["ptx"], machine_code(compiled)
-    assert "wgmma.mma_async" in ptx and "mma.sync" not in ptx
-    assert "cp.async.cg.shared.global" in ptx, "16-byte asynchronous loads of keys and values"
-    waits, products = code.count("WARPGROUP.DEPBAR"), len(re.findall(r"\bHGMMA\.", code))
-    assert 0 < waits < products / 3, f"{waits} waits for {products} products: they are serialised"
-
-
-@pytest.mark.parametrize("block_size", [1, 16, 32, 64, 128, 256])
-def test_block_sizes_on_hopper(block_size: int) -> None:
-    """No block size brings spills: 17 reloads in the main loop once cost a third of the speed at block size 64."""
-    compiled = compile_prefill("sm_90", "long_128", block_size=block_size, HAS_LSE=True)
-    assert aot.resources(compiled)["spilled"] == 0
-    code = machine_code(compiled)
-    assert "LDL" not in code and "STL" not in code
-    copies = re.findall(r"cp\.async\.c[ag]\.shared\.global \[[^]]*\], \[[^]]*\], 0x(\w+)", compiled.asm["ptx"])
-    assert copies and set(copies) == {"10"}, "16-byte asynchronous loads only"
-
-
-@pytest.mark.parametrize("case", ["long_128", "everything_128"])
-@pytest.mark.parametrize("target", ["sm_80", "sm_90", "gfx942"])
-def test_without_decodes_compiles(target: str, case: str) -> None:
-    """The prefill half of a mixed batch. Surplus tiles in a branch of their own once spilled; narrower tiles of keys there don't."""
-    compiled = compile_prefill(target, case, skip_decodes=4)
-    found = aot.resources(compiled)
-    assert found["shared"] <= aot.SHARED_LIMIT[target], found
-    if target == "sm_90":
-        assert found["spilled"] == 0, found
-        code = machine_code(compiled)
-        assert "LDL" not in code and "STL" not in code
-
-
 def main_loop(code: str) -> str:
     """The instructions of the first loop with products that stands in no other: that of a program's one tile."""
     labels: dict[str, int] = {}
@@ -150,18 +90,80 @@ def main_loop(code: str) -> str:
     return next(body for loop in alone if "HGMMA" in (body := "\n".join(lines[loop.start : loop.stop])))
 
 
+def repeated_addresses(loop: str) -> int:
+    """Asynchronous copies that take their address from the register of the copy before."""
+    addresses = re.findall(r"LDGSTS\S* \[\S+\], desc\[\w+\]\[(R\d+)\.64", loop)
+    assert len(addresses) == 16
+    return sum(a == b for a, b in itertools.pairwise(addresses))
+
+
+OTHER_TARGETS = [
+    (target, case) for target in ("sm_80", "sm_100", "gfx942") for case in ("long_128", "everything_128", "long_256", "fp32_64")
+]
+
+
+@pytest.mark.parametrize(("target", "case"), [("sm_90", case) for case in CASES] + OTHER_TARGETS)
+def test_compiles(target: str, case: str) -> None:
+    compiled = compile_prefill(target, case)
+    found = aot.resources(compiled)
+    assert found["shared"] <= aot.SHARED_LIMIT[target], found
+    if target == "sm_90" and not case.startswith("fp32"):
+        aot.check_spills(compiled)
+
+
+@pytest.mark.parametrize("case", ["long_128", "short_128", "long_64", "long_80", "window_128"])
+def test_hopper_code(case: str) -> None:
+    compiled = compile_prefill("sm_90", case)
+    ptx, code = compiled.asm["ptx"], sass.machine_code(compiled)
+    assert "wgmma.mma_async" in ptx and "mma.sync" not in ptx
+    assert "cp.async.cg.shared.global" in ptx, "16-byte asynchronous loads of keys and values"
+    waits, products = code.count("WARPGROUP.DEPBAR"), len(re.findall(r"\bHGMMA\.", code))
+    assert 0 < waits < products / 3, f"{waits} waits for {products} products: they are serialised"
+
+
+@pytest.mark.parametrize("block_size", [1, 16, 32, 64, 128, 256])
+def test_block_sizes_on_hopper(block_size: int) -> None:
+    """No block size brings spills: 17 reloads in the main loop once cost a third of the speed at block size 64."""
+    compiled = compile_prefill("sm_90", "long_128", block_size=block_size, HAS_LSE=True)
+    aot.check_spills(compiled)
+    assert repeated_addresses(main_loop(sass.machine_code(compiled))) <= 2, "an address register of its own for each copy"
+    copies = re.findall(r"cp\.async\.c[ag]\.shared\.global \[[^]]*\], \[[^]]*\], 0x(\w+)", compiled.asm["ptx"])
+    assert copies and set(copies) == {"10"}, "16-byte asynchronous loads only"
+
+
+@pytest.mark.parametrize("case", ["long_128", "everything_128"])
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "gfx942"])
+def test_without_decodes_compiles(target: str, case: str) -> None:
+    """The prefill half of a mixed batch. Surplus tiles in a branch of their own once spilled; narrower tiles of keys there don't."""
+    compiled = compile_prefill(target, case, skip_decodes=4)
+    found = aot.resources(compiled)
+    assert found["shared"] <= aot.SHARED_LIMIT[target], found
+    if target == "sm_90":
+        aot.check_spills(compiled)
+
+
 @pytest.mark.parametrize("skip_decodes", [0, 2])
 def test_copies_have_addresses_of_their_own(skip_decodes: int) -> None:
     """With a few numbers more alive across the loop ptxas made the addresses one after another in one register, each waiting until the
     copy before had read its own: 15 % slower, and no spill shows it."""
-    loop = main_loop(machine_code(compile_prefill("sm_90", "long_128", skip_decodes=skip_decodes)))
-    addresses = re.findall(r"LDGSTS\S* \[\S+\], desc\[\w+\]\[(R\d+)\.64", loop)
-    assert len(addresses) == 16
-    repeated = [a for a, b in itertools.pairwise(addresses) if a == b]
-    assert len(repeated) <= 2, addresses
+    loop = main_loop(sass.machine_code(compile_prefill("sm_90", "long_128", skip_decodes=skip_decodes)))
+    assert repeated_addresses(loop) <= 2, loop
     assert len(re.findall(r"\bLDG\.", loop)) == 2, "eight block ids in two loads"
 
 
 def test_fp8_caches_compile_for_sm_90() -> None:
     compiled = compile_prefill("sm_90", "long_128", kv_dtype="fp8e4nv", KV_SCALES=True)
     assert aot.resources(compiled)["shared"] <= aot.SHARED_LIMIT["sm_90"]
+
+
+def test_an_unchanged_maximum_scales_by_one_exactly() -> None:
+    """What was summed so far is scaled by ``exp2((old - new) * c)``, which is exp2(0) = 1 while the maximum stays. ``old * c - new * c``
+    becomes one fused multiply-add of a rounded product: not 0, so that every tile of a long row adds the same error."""
+    ptx = compile_prefill("sm_90", "fp32_64").asm["ptx"]
+    made_by = {m[2]: (m[1], m[3].split(", ")) for m in re.finditer(r"^\s*([a-z][\w.]*)\s+(%\w+), ([^;]*);", ptx, re.MULTILINE)}
+    scaled = 0
+    for exponent in re.findall(r"ex2\.approx\S*\s+%\w+, (%\w+);", ptx):
+        opcode, operands = made_by[exponent]
+        scaled += opcode.startswith("mul.") and any(made_by.get(name, ("",))[0].startswith("sub.") for name in operands)
+    loops_of_one_row = len(re.findall(r"ex2\.approx", ptx))
+    assert 0 < scaled < loops_of_one_row, f"{scaled} of {loops_of_one_row} exponentials are of a scaled difference"

@@ -1,0 +1,64 @@
+"""The reader of machine code: spills inside loops are found, those before, behind and beside them are not."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+import sass
+
+#: Two loops, one in the other, a block of the inner one behind the end of the kernel, and the trap that ends every kernel.
+CODE = """
+\t.headerflags\t@"EF_CUDA_SM90"
+.text.kernel:
+        /*0000*/                   LDC R1, c[0x0][0x28] ;
+        /*0010*/                   {before} ;
+.L_x_0:
+        /*0020*/                   {outer} ;
+.L_x_1:
+        /*0030*/              @!P0 BRA `(.L_x_4) ;
+        /*0040*/                   BSSY B0, `(.L_x_2) ;
+.L_x_2:
+        /*0050*/                   {inner} ;
+        /*0060*/                   ISETP.NE.AND P1, PT, R2, RZ, PT ;
+        /*0070*/               @P1 BRA `(.L_x_1) ;
+        /*0080*/                   BRA P2, `(.L_x_0) ;
+        /*0090*/                   BRA `(.L_x_3) ;
+        /*00a0*/                   {dead} ;
+.L_x_3:
+        /*00b0*/                   {behind} ;
+        /*00c0*/              @!P4 EXIT ;
+        /*00d0*/                   STG.E desc[UR4][R2.64], R5 ;
+        /*00e0*/                   EXIT ;
+.L_x_4:
+        /*00f0*/                   {far} ;
+        /*0100*/                   BRA `(.L_x_2) ;
+.L_x_5:
+        /*0110*/                   BRA `(.L_x_5);
+"""
+PLACES = ("before", "outer", "inner", "dead", "behind", "far")
+
+
+def code(**instructions: str) -> str:
+    return CODE.format(**(dict.fromkeys(PLACES, "NOP") | instructions))
+
+
+@pytest.mark.parametrize("instruction", ["STL [R1+0x8], R7", "LDL.LU.64 R4, [R1]", "@P3 LDL R4, [R1+0x4]", "@!UP0 STL.128 [R1], R8"])
+@pytest.mark.parametrize("place", PLACES)
+def test_spills_in_loops(place: str, instruction: str) -> None:
+    inside = place in ("outer", "inner", "far")
+    assert sass.loop_spills(code(**{place: instruction})) == ([instruction] if inside else [])
+
+
+@pytest.mark.parametrize(
+    "instruction", ["LDG.E R4, desc[UR4][R2.64]", "LDSM.16.M88.4 R4, [R8]", "STS [R1], R7", "LDGSTS.E.128 [R9], desc[UR4][R2.64]"]
+)
+def test_other_memory_is_no_spill(instruction: str) -> None:
+    assert sass.loop_spills(code(inner=instruction)) == []
+
+
+@pytest.mark.parametrize("text", ["", "kernel:\n", code(inner="BRX R4 -0x50"), code(inner="BRA `(.L_x_9)"), code(inner="BRA 0x40")])
+def test_what_cannot_be_followed_is_no_proof(text: str) -> None:
+    with pytest.raises(ValueError, match="machine code|branch"):
+        sass.loop_spills(text)

@@ -1,0 +1,391 @@
+"""The CUDA C++ prefill kernel on a Hopper GPU: checked against float64, timed beside its peers, its cycles per step counted.
+
+    PYTHONPATH=. python benchmarks/bench_prefill_kernel.py [--parts check,time,cycles] [--seconds 150] [--json PATH]
+
+Every part runs in a process of its own under a watchdog: a case that says nothing for 40 seconds is reported as hung, its process is ended and the
+part goes on with the next case. ``check``: outputs and LSE against attention in float64, with NaN in all memory that no token was written to, the
+same bits twice, and one captured graph replayed at other lengths. ``time``: TFLOP/s over visible keys (4 * head_dim * num_heads * sum of visible
+keys), contenders in turns, medians of CUDA-graph replays: this kernel, the Triton kernel, torch's SDPA on contiguous tensors, and FlashAttention-3
+(``flash_attn_interface``) with the same blocks and with one block per request. ``cycles``: clock cycles per step of 128 keys for tiles of 1 to
+4 steps and for long ones, the start and end of tiles included. One JSON line per result; ``--json`` writes them as one document.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+import json
+import queue
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from torchpaged.bench.timing import CudaSampler, interleave
+from torchpaged.custom_ops import BACKEND_OPS
+from torchpaged.custom_ops.cuda import prefill as native
+
+SILENCE_S = 40.0
+PATIENCE = 1 << 22  # tries of the loader's waits in checks
+
+
+@dataclass(frozen=True)
+class Case:
+    """One batch: query and key lengths of its requests."""
+
+    query_lens: tuple[int, ...]
+    seq_lens: tuple[int, ...]
+    heads: tuple[int, int] = (32, 8)
+    dim: int = 128
+    block_size: int = 16
+    causal: bool = True
+    lse: bool = False
+    dtype: torch.dtype = torch.bfloat16
+    padding: int = 0  # token rows behind the last request
+
+
+def whole(*lengths: int, **options: Any) -> Case:
+    return Case(lengths, lengths, **options)
+
+
+CHECKS: dict[str, Case] = {
+    "one token": whole(1),
+    "one tile": whole(32),
+    "one step": whole(128),
+    "a little more": whole(129, 127, 16, 17),
+    "700": whole(700),
+    "ragged": whole(1, 300, 16, 77, 128, 513, 5, lse=True),
+    "contexts": Case((3, 64, 200, 33), (500, 64, 700, 1025), lse=True),
+    "empty": Case((5, 0, 17, 40, 0), (0, 30, 17, 23, 0), padding=50, lse=True),
+    "long": whole(3000),
+    "many": whole(*(1 + 37 * i % 211 for i in range(100)), lse=True),
+    "no group": whole(300, 1, 260, heads=(4, 4), lse=True),
+    "group of 2": whole(300, 77, heads=(8, 4)),
+    "group of 8": Case((300, 40), (333, 400), heads=(16, 2)),
+    "group of 7": Case((130, 40), (133, 400), heads=(14, 2), lse=True),
+    "not causal": Case((130, 40, 7), (133, 400, 640), causal=False),
+    "width 64": Case((300, 40, 129), (333, 400, 129), dim=64, lse=True),
+    "blocks of 8": Case((300, 40), (333, 397), block_size=8),
+    "blocks of 64": Case((300, 40), (333, 397), block_size=64),
+    "blocks of 128": Case((300, 40), (333, 397), block_size=128),
+    "fp16": whole(300, 40, dtype=torch.float16),
+}
+TIMES: dict[str, Case] = {
+    "1 x 16k": whole(16384),
+    "1 x 8k": whole(8192),
+    "1 x 3000": whole(3000),
+    "6 x 700": whole(*[700] * 6),
+    "8 x 512": whole(*[512] * 8),
+    "512 on 32k": Case((512,), (32768,)),
+    "1 x 4k, width 64": whole(4096, dim=64),
+}
+CYCLES: dict[str, Case] = {
+    **{f"{steps} steps": Case((128,) * 128, (128 * steps,) * 128, causal=False) for steps in (1, 2, 3, 4)},
+    "128 steps": Case((512,), (16384,), causal=False),
+    "1 x 16k": whole(16384),
+    "8 x 512": whole(*[512] * 8),
+}
+
+
+class Inputs:
+    """A case's tensors on the GPU; blocks in shuffled order, NaN wherever no token lies and in the block that unused table entries name."""
+
+    def __init__(self, case: Case, *, capacity: int = 0) -> None:
+        self.case = case
+        device, generator = torch.device("cuda"), torch.Generator("cuda").manual_seed(0)
+        heads, kv_heads = case.heads
+        columns = max(1, -(-max(capacity, *case.seq_lens) // case.block_size))
+        used = [-(-max(capacity, length) // case.block_size) for length in case.seq_lens]
+        ids = (torch.randperm(sum(used), generator=generator, device=device) + 1).int()
+        self.table = torch.zeros(len(used), columns, dtype=torch.int32, device=device)
+        self.k_cache, self.v_cache = (
+            torch.full((sum(used) + 1, case.block_size, kv_heads, case.dim), torch.nan, dtype=case.dtype, device=device) for _ in range(2)
+        )
+        self.keys, self.values = [], []
+        for request, (count, own) in enumerate(zip(used, ids.split(used), strict=True)):
+            length = max(capacity, case.seq_lens[request])
+            self.table[request, :count] = own
+            for cache, kept in ((self.k_cache, self.keys), (self.v_cache, self.values)):
+                new = torch.randn(length, kv_heads, case.dim, generator=generator, device=device, dtype=case.dtype)
+                kept.append(new)
+                at = torch.arange(length, device=device)
+                cache[own[at // case.block_size].long(), at % case.block_size] = new
+        self.num_tokens = sum(case.query_lens) + case.padding
+        self.q = torch.randn(self.num_tokens, heads, case.dim, generator=generator, device=device, dtype=case.dtype)
+        self.seq_lens, self.starts = torch.empty(len(used), dtype=torch.int32, device=device), torch.empty(
+            len(used) + 1, dtype=torch.int32, device=device
+        )
+        self.set_lengths(case.query_lens, case.seq_lens)
+        self.out = torch.full_like(self.q, torch.nan)
+        self.lse = torch.full(self.q.shape[:2], torch.nan, device=device) if case.lse else None
+        self.tickets = torch.zeros(2, dtype=torch.int32, device=device)
+        self.scale = case.dim**-0.5
+
+    def set_lengths(self, query_lens: tuple[int, ...], seq_lens: tuple[int, ...]) -> None:
+        """Other lengths in the same tensors."""
+        self.case = dataclasses.replace(self.case, query_lens=query_lens, seq_lens=seq_lens)
+        self.seq_lens.copy_(torch.tensor(seq_lens, dtype=torch.int32))
+        self.starts.copy_(torch.tensor([0, *query_lens]).cumsum(0).int())
+
+    def native(self, clocks: Tensor | None = None, patience: int = 0) -> None:
+        native.prefill(
+            self.q, self.k_cache, self.v_cache, self.table, self.seq_lens, self.starts, self.out, self.lse, self.scale, self.case.causal,
+            self.tickets, clocks=clocks, patience=patience,
+        )  # fmt: skip
+
+    def triton(self) -> None:
+        BACKEND_OPS["triton"].paged_attention(
+            self.q, self.k_cache, self.v_cache, self.table, self.seq_lens, self.starts, self.out, self.lse,
+            max_query_len=max(self.case.query_lens), scale=self.scale, causal=self.case.causal,
+        )  # fmt: skip
+
+    def expected(self) -> tuple[Tensor, Tensor]:
+        """Out and LSE in float64."""
+        group = self.case.heads[0] // self.case.heads[1]
+        out = torch.zeros(self.q.shape, dtype=torch.float64, device="cuda")
+        lse = torch.full(self.q.shape[:2], -torch.inf, dtype=torch.float64, device="cuda")
+        start = 0
+        for request, (count, length) in enumerate(zip(self.case.query_lens, self.case.seq_lens, strict=True)):
+            rows = slice(start, start + count)
+            start += count
+            position = torch.arange(length - count, length, device="cuda")
+            key = torch.arange(length, device="cuda")
+            hidden = (key > position[:, None]) if self.case.causal else key < 0
+            hidden = (hidden | (position < 0)[:, None])[None]
+            for head in range(self.case.heads[1]):
+                heads = slice(head * group, (head + 1) * group)
+                q = self.q[rows, heads].double().transpose(0, 1)
+                k, v = (kept[request][:length, head].double() for kept in (self.keys, self.values))
+                scores = (q @ k.t() * self.scale).masked_fill(hidden, -torch.inf)
+                lse[rows, heads] = scores.logsumexp(-1).t()
+                out[rows, heads] = (scores.softmax(-1).nan_to_num(0.0) @ v).transpose(0, 1)
+        return out, lse
+
+    def visible(self) -> int:
+        """Keys that queries see, all queries together."""
+        return sum(
+            count * length - (count * (count - 1) // 2 if self.case.causal else 0)
+            for count, length in zip(self.case.query_lens, self.case.seq_lens, strict=True)
+        )
+
+
+def compare(inputs: Inputs) -> dict[str, Any]:
+    """What is wrong with ``inputs.out`` and ``inputs.lse``; ``ok``: nothing."""
+    out, lse = inputs.expected()
+    got = inputs.out.double()
+    difference = (got - out).abs()
+    result: dict[str, Any] = {
+        "relative_error": float((got - out).norm() / out.norm().clamp(min=1e-30)), "largest_error": float(difference.max()),
+        "nan": int(got.isnan().any(-1).sum()), "lse_error": 0.0,
+    }  # fmt: skip
+    empty = lse == -torch.inf
+    ok = result["relative_error"] < 6e-3 and result["largest_error"] < 0.04 and bool((inputs.out[empty] == 0).all())
+    if inputs.lse is not None:
+        result["lse_error"] = float((inputs.lse.double() - lse)[~empty].abs().max()) if (~empty).any() else 0.0
+        ok = ok and result["lse_error"] < 1e-3 and bool((inputs.lse[empty] == -torch.inf).all())
+    if not ok:
+        wrong = ((difference > 0.04) | got.isnan()).any(-1).nonzero().tolist()
+        result["wrong_rows"] = len(wrong)
+        result["first_wrong"] = wrong[:6]
+    return result | {"ok": ok}
+
+
+def check(case: Case) -> dict[str, Any]:
+    """Against float64; the same bits twice; tickets given back."""
+    inputs = Inputs(case)
+    inputs.native(patience=PATIENCE)
+    torch.cuda.synchronize()
+    result = compare(inputs)
+    first = inputs.out.clone()
+    inputs.out.fill_(torch.nan)
+    inputs.native(patience=PATIENCE)
+    torch.cuda.synchronize()
+    result["same_bits"] = bool(torch.equal(first, inputs.out))
+    result["tickets_back"] = inputs.tickets.tolist() == [0, 0]
+    result["ok"] = result["ok"] and result["same_bits"] and result["tickets_back"]
+    return result
+
+
+def check_graph() -> dict[str, Any]:
+    """One captured graph at other lengths, padding and empty requests among them."""
+    inputs = Inputs(Case((100,) * 6, (400,) * 6, lse=True), capacity=700)
+    inputs.native()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        inputs.native()
+    results = []
+    lengths = [((100,) * 6, (400,) * 6), ((1, 0, 300, 7, 100, 2), (1, 0, 300, 700, 130, 2)), ((0,) * 6, (0,) * 6), ((600, *[0] * 5), (700, *[5] * 5))]
+    for query_lens, seq_lens in lengths:
+        inputs.set_lengths(query_lens, seq_lens)
+        inputs.out.fill_(torch.nan)
+        graph.replay()
+        torch.cuda.synchronize()
+        results.append(compare(inputs))
+    return {"ok": all(r["ok"] for r in results), "replays": results}
+
+
+def sdpa(inputs: Inputs) -> Callable[[], Any] | str:
+    """torch's on contiguous tensors, where all requests are alike and begin with their first token."""
+    case = inputs.case
+    if len(set(case.seq_lens)) > 1 or case.query_lens != case.seq_lens:
+        return "lengths it has no causal mask for"
+    requests, length = len(case.seq_lens), case.seq_lens[0]
+    q = inputs.q.view(requests, length, *inputs.q.shape[1:]).transpose(1, 2)
+    k, v = (torch.stack(kept).transpose(1, 2) for kept in (inputs.keys, inputs.values))
+    return lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+
+def fa3(inputs: Inputs, paged: bool) -> Callable[[], Any] | str:
+    """FlashAttention-3 on the same blocks, or on one block per request."""
+    try:
+        module: Any = importlib.import_module("flash_attn_interface")
+    except Exception as error:  # its libraries may fail to load in many ways
+        return f"{type(error).__name__}: {error}"[:200]
+    case = inputs.case
+    requests, query_len, longest = len(case.seq_lens), case.query_lens[0], max(case.seq_lens)
+    q = inputs.q.view(requests, query_len, *inputs.q.shape[1:])
+    k, v = (inputs.k_cache, inputs.v_cache) if paged else (torch.stack(kept) for kept in (inputs.keys, inputs.values))
+    options: dict[str, Any] = {"page_size": case.block_size} if paged else {}
+    metadata = module.get_scheduler_metadata(
+        requests, query_len, longest, *case.heads, case.dim, inputs.seq_lens, qkv_dtype=case.dtype, causal=True, **options
+    )
+    table = {"page_table": inputs.table} if paged else {}
+    return lambda: module.flash_attn_with_kvcache(
+        q, k, v, cache_seqlens=inputs.seq_lens, softmax_scale=inputs.scale, causal=True, scheduler_metadata=metadata, **table
+    )
+
+
+def measure(case: Case) -> dict[str, Any]:
+    """TFLOP/s of all contenders in turns; outputs of the native kernel against Triton's first."""
+    inputs = Inputs(case)
+    inputs.triton()
+    want = inputs.out.float()
+    inputs.out.fill_(torch.nan)
+    inputs.native()
+    error = float((inputs.out.float() - want).norm() / want.norm())
+    calls: dict[str, Callable[[], Any] | str] = {
+        "native": inputs.native, "triton": inputs.triton, "sdpa": sdpa(inputs), "fa3": fa3(inputs, True), "fa3 one block": fa3(inputs, False),
+    }  # fmt: skip
+    flops = 4 * case.dim * case.heads[0] * inputs.visible()
+    result: dict[str, Any] = {"error": error, "ok": error < 8e-3, "tflops": {}, "us": {}, "absent": {}}
+    samplers = {}
+    for name, call in calls.items():
+        try:
+            if isinstance(call, str):
+                result["absent"][name] = call
+            else:
+                samplers[name] = CudaSampler([call] * max(1, min(20, round(2e12 / flops * 0.5))))
+        except Exception as problem:  # a peer that refuses the case
+            result["absent"][name] = f"{type(problem).__name__}: {problem}"[:200]
+    for name, timing in interleave(samplers, 12).items():
+        result["us"][name] = round(timing.median_us, 1)
+        result["tflops"][name] = round(flops / timing.median_us / 1e6, 1)
+    return result
+
+
+def count_cycles(case: Case) -> dict[str, Any]:
+    """Cycles per step, medians over the CTAs that had work, after a warm-up."""
+    inputs = Inputs(case)
+    clocks = torch.zeros(torch.cuda.get_device_properties(0).multi_processor_count, 2, dtype=torch.int64, device="cuda")
+    for _ in range(20):
+        inputs.native(clocks)
+    torch.cuda.synchronize()
+    cycles = [(c, s) for c, s in clocks.tolist() if s]
+    flops = 4 * case.dim * case.heads[0] * inputs.visible()
+    us = interleave({"native": CudaSampler([inputs.native] * max(1, min(20, round(2e12 / flops * 0.5))))}, 8)["native"].median_us
+    return {
+        "ok": True, "cycles_per_step": round(statistics.median(c / s for c, s in cycles), 1), "most_cycles": max(c for c, _ in cycles),
+        "steps": sum(s for _, s in cycles), "us": round(us, 1), "tflops": round(flops / us / 1e6, 1),
+    }  # fmt: skip
+
+
+PARTS: dict[str, dict[str, Callable[[], dict[str, Any]]]] = {
+    "check": {**{name: lambda case=case: check(case) for name, case in CHECKS.items()}, "graph": check_graph},  # type: ignore[misc]
+    "time": {name: lambda case=case: measure(case) for name, case in TIMES.items()},  # type: ignore[misc]
+    "cycles": {name: lambda case=case: count_cycles(case) for name, case in CYCLES.items()},  # type: ignore[misc]
+}
+
+
+def work(part: str, skip: int) -> None:
+    """The cases of a part from number ``skip`` on, in this process."""
+    for name, function in list(PARTS[part].items())[skip:]:
+        print(json.dumps({"begin": name}), flush=True)
+        try:
+            result = function()
+        except Exception as problem:
+            result = {"ok": False, "raised": f"{type(problem).__name__}: {problem}"[:400]}
+        print(json.dumps({"part": part, "case": name, **result}), flush=True)
+        if "raised" in result and ("CUDA error" in result["raised"] or "cuLaunch" in result["raised"]):
+            raise SystemExit(3)  # the context is lost
+
+
+def supervise(part: str, stop: float) -> list[dict[str, Any]]:
+    """A part in other processes, one after the other, each until it hangs or fails."""
+    names, results = list(PARTS[part]), []
+    done = 0
+    while done < len(names) and time.monotonic() < stop:
+        command = [sys.executable, str(Path(__file__).resolve()), "--work", part, "--skip", str(done)]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        lines: queue.Queue[str | None] = queue.Queue()
+        assert process.stdout and process.stderr
+        errors: list[str] = []
+        threading.Thread(target=lambda p=process, q=lines: [*map(q.put, p.stdout), q.put(None)], daemon=True).start()  # type: ignore[misc]
+        threading.Thread(target=lambda p=process, e=errors: e.append(p.stderr.read()), daemon=True).start()  # type: ignore[misc]
+        before = done
+        while True:
+            try:
+                line = lines.get(timeout=max(0.1, min(SILENCE_S, stop - time.monotonic())))
+            except queue.Empty:
+                line = None
+                results.append({"part": part, "case": names[done], "ok": False, "hung": True})
+                print(json.dumps(results[-1]), flush=True)
+                done += 1
+            if line is None:
+                break
+            told = json.loads(line) if line.startswith("{") else {}
+            if "case" in told:
+                results.append(told)
+                print(line, end="", flush=True)
+                done += 1
+        process.kill()
+        process.wait()
+        if done == before:  # it ended in the middle of a case
+            results.append({"part": part, "case": names[done], "ok": False, "died": "".join(errors)[-600:]})
+            print(json.dumps(results[-1]), flush=True)
+            done += 1
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", default="check,time,cycles")
+    parser.add_argument("--seconds", type=float, default=150.0, help="nothing runs on after this")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--work", help=argparse.SUPPRESS)
+    parser.add_argument("--skip", type=int, default=0, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.work:
+        work(args.work, args.skip)
+        return
+    stop, results = time.monotonic() + args.seconds, []
+    for part in args.parts.split(","):
+        results += supervise(part, stop)
+    if args.json:
+        args.json.write_text(json.dumps({"gpu": torch.cuda.get_device_name(0), "torch": torch.__version__, "results": results}, indent=1) + "\n")
+    bad = [f"{r['part']}: {r['case']}" for r in results if not r["ok"]]
+    print(f"{len(results) - len(bad)} of {len(results)} cases fine" + (f"; not: {', '.join(bad)}" if bad else ""))
+
+
+if __name__ == "__main__":
+    main()

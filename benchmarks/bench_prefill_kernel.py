@@ -36,7 +36,7 @@ from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.custom_ops.cuda import prefill as native
 
 SILENCE_S = 40.0
-PATIENCE = 1 << 22  # tries of the loader's waits in checks
+PATIENCE = 1 << 20  # tries of the loader's waits in checks
 
 
 @dataclass(frozen=True)
@@ -122,8 +122,9 @@ class Inputs:
                 cache[own[at // case.block_size].long(), at % case.block_size] = new
         self.num_tokens = sum(case.query_lens) + case.padding
         self.q = torch.randn(self.num_tokens, heads, case.dim, generator=generator, device=device, dtype=case.dtype)
-        self.seq_lens, self.starts = torch.empty(len(used), dtype=torch.int32, device=device), torch.empty(
-            len(used) + 1, dtype=torch.int32, device=device
+        self.seq_lens, self.starts = (
+            torch.empty(len(used), dtype=torch.int32, device=device),
+            torch.empty(len(used) + 1, dtype=torch.int32, device=device),
         )
         self.set_lengths(case.query_lens, case.seq_lens)
         self.out = torch.full_like(self.q, torch.nan)
@@ -137,10 +138,10 @@ class Inputs:
         self.seq_lens.copy_(torch.tensor(seq_lens, dtype=torch.int32))
         self.starts.copy_(torch.tensor([0, *query_lens]).cumsum(0).int())
 
-    def native(self, clocks: Tensor | None = None, patience: int = 0) -> None:
+    def native(self, clocks: Tensor | None = None, patience: int = 0, beside: bool = True) -> None:
         native.prefill(
             self.q, self.k_cache, self.v_cache, self.table, self.seq_lens, self.starts, self.out, self.lse, self.scale, self.case.causal,
-            self.tickets, clocks=clocks, patience=patience,
+            self.tickets, clocks=clocks, patience=patience, beside=beside,
         )  # fmt: skip
 
     def triton(self) -> None:
@@ -225,7 +226,12 @@ def check_graph() -> dict[str, Any]:
     with torch.cuda.graph(graph):
         inputs.native()
     results = []
-    lengths = [((100,) * 6, (400,) * 6), ((1, 0, 300, 7, 100, 2), (1, 0, 300, 700, 130, 2)), ((0,) * 6, (0,) * 6), ((600, *[0] * 5), (700, *[5] * 5))]
+    lengths = [
+        ((100,) * 6, (400,) * 6),
+        ((1, 0, 300, 7, 100, 2), (1, 0, 300, 700, 130, 2)),
+        ((0,) * 6, (0,) * 6),
+        ((600, *[0] * 5), (700, *[5] * 5)),
+    ]
     for query_lens, seq_lens in lengths:
         inputs.set_lengths(query_lens, seq_lens)
         inputs.out.fill_(torch.nan)
@@ -285,7 +291,7 @@ def measure(case: Case) -> dict[str, Any]:
             if isinstance(call, str):
                 result["absent"][name] = call
             else:
-                samplers[name] = CudaSampler([call] * max(1, min(20, round(2e12 / flops * 0.5))))
+                samplers[name] = CudaSampler([call] * max(1, min(20, round(1e12 / flops))))
         except Exception as problem:  # a peer that refuses the case
             result["absent"][name] = f"{type(problem).__name__}: {problem}"[:200]
     for name, timing in interleave(samplers, 12).items():
@@ -295,19 +301,22 @@ def measure(case: Case) -> dict[str, Any]:
 
 
 def count_cycles(case: Case) -> dict[str, Any]:
-    """Cycles per step, medians over the CTAs that had work, after a warm-up."""
+    """Cycles per step, medians over the CTAs that had work, after a warm-up; with and without what holds the exponentials beside the products."""
     inputs = Inputs(case)
     clocks = torch.zeros(torch.cuda.get_device_properties(0).multi_processor_count, 2, dtype=torch.int64, device="cuda")
-    for _ in range(20):
-        inputs.native(clocks)
-    torch.cuda.synchronize()
-    cycles = [(c, s) for c, s in clocks.tolist() if s]
-    flops = 4 * case.dim * case.heads[0] * inputs.visible()
-    us = interleave({"native": CudaSampler([inputs.native] * max(1, min(20, round(2e12 / flops * 0.5))))}, 8)["native"].median_us
-    return {
-        "ok": True, "cycles_per_step": round(statistics.median(c / s for c, s in cycles), 1), "most_cycles": max(c for c, _ in cycles),
-        "steps": sum(s for _, s in cycles), "us": round(us, 1), "tflops": round(flops / us / 1e6, 1),
-    }  # fmt: skip
+    flops, result = 4 * case.dim * case.heads[0] * inputs.visible(), {"ok": True}
+    for name, beside in (("beside", True), ("free", False)):
+        for _ in range(20):
+            inputs.native(clocks, beside=beside)
+        torch.cuda.synchronize()
+        cycles = [(c, s) for c, s in clocks.tolist() if s]
+        calls = [lambda beside=beside: inputs.native(clocks, beside=beside)] * max(1, min(20, round(1e12 / flops)))  # type: ignore[misc]
+        us = interleave({"native": CudaSampler(calls)}, 8)["native"].median_us
+        result[name] = {
+            "cycles_per_step": round(statistics.median(c / s for c, s in cycles), 1), "most_cycles": max(c for c, _ in cycles),
+            "steps": sum(s for _, s in cycles), "us": round(us, 1), "tflops": round(flops / us / 1e6, 1),
+        }  # fmt: skip
+    return result
 
 
 PARTS: dict[str, dict[str, Callable[[], dict[str, Any]]]] = {
@@ -382,7 +391,9 @@ def main() -> None:
     for part in args.parts.split(","):
         results += supervise(part, stop)
     if args.json:
-        args.json.write_text(json.dumps({"gpu": torch.cuda.get_device_name(0), "torch": torch.__version__, "results": results}, indent=1) + "\n")
+        args.json.write_text(
+            json.dumps({"gpu": torch.cuda.get_device_name(0), "torch": torch.__version__, "results": results}, indent=1) + "\n"
+        )
     bad = [f"{r['part']}: {r['case']}" for r in results if not r["ok"]]
     print(f"{len(results) - len(bad)} of {len(results)} cases fine" + (f"; not: {', '.join(bad)}" if bad else ""))
 

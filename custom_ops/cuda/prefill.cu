@@ -9,8 +9,9 @@
 // only if a row maximum of the warp rose, which is exact.
 //
 // Why nothing here waits for ever. (1) Stages are filled and used in one order, by both warpgroups; the loader waits for a stage only until each
-// math warp has released its use before, STAGES stages ago. (2) A warpgroup that waits for its turn has released everything but the two stages of
-// that turn, which the other needs too: fewer than STAGES, so the other's stages come, and it gives the turn. (3) Both warpgroups take the same
+// math warp has released its use before, STAGES stages ago. A warpgroup that waits for a stage has released all but the two before it, so with
+// three stages or more the one that is behind gets its stage. (2) A warpgroup that waits for its turn has released everything before the two
+// stages of that turn, which the other needs too; so these come, the other issues its products and gives the turn. (3) Both warpgroups take the same
 // turns: steps - 1 of every tile. (4) A tile of queries is waited for in the order in which the loader sends them, and released before the next
 // but one is sent. Every wait names its arrival beside it.
 //
@@ -38,6 +39,10 @@ __device__ __forceinline__ void wait_or_give_up(u32 at, int parity) {
   barrier_wait(at, parity);
 #endif
 }
+
+// A wait that begins only when `x`, which is not negative, is there. Without it the compiler puts the exponentials behind the wait for the
+// products that they should run beside: nothing else holds them in front of it.
+__device__ __forceinline__ void barrier_wait_after(u32 at, int parity, float x) { barrier_wait(at, parity ^ (BESIDE && x < -1.f)); }
 
 // The same number in all lanes, known as such to the compiler: products in a branch that might part a warp are put one behind the other.
 __device__ __forceinline__ int uniform(int x) { return __shfl_sync(ALL, x, 0); }
@@ -309,18 +314,18 @@ struct Math {
       barrier_wait(plan.full + values.slot * 8, values.round);  // arrive: as above
       clear_tail(values.slot, job.seq_len - key);
     }
+    barrier_wait(plan.full + place.slot * 8, place.round);  // arrive: as above; the next step's keys, or this one's values if it was the last
     auto step = [&](auto masked) {
       const Place keys = place;
       place.advance();
       const Place values = place;
       place.advance();
       key -= KEYS;
-      barrier_wait(plan.full + keys.slot * 8, keys.round);      // arrive: as above
-      await_turn(group);                                    // arrive: give_turn of the other warpgroup, or at the start of the kernel
+      await_turn(group);  // arrive: give_turn of the other warpgroup, or at the start of the kernel
       wgmma_begin();
       ask_scores(x, queries, keys.slot);
       barrier_wait(plan.full + values.slot * 8, values.round);  // arrive: as above
-      wgmma_begin();                                        // the compiler asks for one behind every loop
+      wgmma_begin();                                            // the compiler asks for one behind every loop
       ask_values(x, values.slot);
       give_turn(group);
       wgmma_wait<1>();  // the scores are here
@@ -329,6 +334,7 @@ struct Math {
       if (masked.value) x.mask(end, key, lane);
       x.raise(scale, shrink);
       x.exponentiate(scale, shrink);
+      barrier_wait_after(plan.full + place.slot * 8, place.round, x.total[0] + x.total[1]);  // arrive: as above; the next step's keys, or values
       wgmma_wait<0>();
       release(plan.empty + values.slot * 8);
       x.convert();
@@ -338,7 +344,6 @@ struct Math {
     while (key > all_see) step(Constant<true>{});
 #pragma unroll 1
     while (key > 0) step(Constant<false>{});
-    barrier_wait(plan.full + place.slot * 8, place.round);  // arrive: as above
     wgmma_begin();
     ask_values(x, place.slot);
     wgmma_wait<0>();

@@ -40,7 +40,14 @@ def refuse(
         return f"{group} query heads per kv head"
     if not scale > 0:
         return f"scale {scale}: a row's largest score is sought before it is scaled"
-    features = {"window": window, "chunk_size": chunk, "logits_soft_cap": soft_cap, "alibi_slopes": alibi, "sinks": sinks, "k_scale": scales}
+    features = {
+        "window": window,
+        "chunk_size": chunk,
+        "logits_soft_cap": soft_cap,
+        "alibi_slopes": alibi,
+        "sinks": sinks,
+        "k_scale": scales,
+    }
     return next((name for name, asked in features.items() if asked), None)
 
 
@@ -62,14 +69,18 @@ def refuse_layout(q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor) -> s
 
 def prefill_macros(
     dtype: torch.dtype, dim: int, group: int, num_kv_heads: int, block_size: int, causal: bool, lse: bool, *, clocks: bool = False,
-    patience: int = 0,
+    patience: int = 0, beside: bool = True,
 ) -> dict[str, int]:  # fmt: skip
-    """The macros of ``prefill.cu``. ``clocks``: count cycles; ``patience``: tries after which a wait is given up, 0: never."""
+    """The macros of ``prefill.cu``.
+
+    ``clocks``: count cycles; ``patience``: tries after which a wait is given up, 0: never; ``beside``: hold a step's exponentials in front of the
+    wait for its products (without it, where the compiler puts them: for measurements).
+    """
     half = dtype == torch.float16
     macros = {
         "DIM": dim, "GROUP": group, "NUM_KV_HEADS": num_kv_heads, "BLOCK_SIZE": block_size, "HALF": half, "Q_HALF": half, "KV_BYTES": 2,
         "E5M2": 0, "CLUSTER": 1, "STAGES": _RING_BYTES // (KEYS * dim * 2), "CAUSAL": causal, "LSE": lse, "CLOCKS": clocks,
-        "PATIENCE": patience, "WGMMA": 1,
+        "PATIENCE": patience, "BESIDE": beside, "WGMMA": 1,
     }  # fmt: skip
     return {name: int(value) for name, value in macros.items()}
 
@@ -82,18 +93,19 @@ def shared_bytes(macros: dict[str, int]) -> int:
 def prefill(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, seq_lens: Tensor, query_start_loc: Tensor, out: Tensor,
     lse: Tensor | None, scale: float, causal: bool, tickets: Tensor, *, clocks: Tensor | None = None, patience: int = 0,
+    beside: bool = True,
 ) -> None:  # fmt: skip
     """Launch on checked arguments of shapes that `refuse` and `refuse_layout` let pass.
 
     Args:
         tickets: ``[2]``, int32, zeros; the kernel leaves zeros behind. Not shared by launches that may run at the same time.
         clocks: ``[multiprocessors, 2]``, int64, or None; gets each CTA's cycles and steps.
-        patience: as in `prefill_macros`.
+        patience, beside: as in `prefill_macros`.
     """
     index, num_kv_heads, block_size = q.device.index or 0, k_cache.shape[2], k_cache.shape[1]
     kernel = _specialised(
-        index, q.dtype, q.shape[2], q.shape[1] // num_kv_heads, num_kv_heads, block_size, causal, lse is not None, clocks is not None, patience
-    )
+        index, q.dtype, q.shape[2], q.shape[1] // num_kv_heads, num_kv_heads, block_size, causal, lse is not None, clocks is not None, patience,
+        beside)  # fmt: skip
     maps = queries_map(q.data_ptr(), q.dtype, tuple(q.shape), q.stride(0), q.stride(1), q.shape[1] // num_kv_heads)
     for cache in (k_cache, v_cache):
         maps += pool_map(cache.data_ptr(), cache.dtype, tuple(cache.shape), cache.stride(1))
@@ -108,9 +120,9 @@ def prefill(
 @functools.cache
 def _specialised(
     index: int, dtype: torch.dtype, dim: int, group: int, num_kv_heads: int, block_size: int, causal: bool, lse: bool, clocks: bool,
-    patience: int,
+    patience: int, beside: bool,
 ) -> jit.Kernel:  # fmt: skip
-    macros = prefill_macros(dtype, dim, group, num_kv_heads, block_size, causal, lse, clocks=clocks, patience=patience)
+    macros = prefill_macros(dtype, dim, group, num_kv_heads, block_size, causal, lse, clocks=clocks, patience=patience, beside=beside)
     return jit.kernel("prefill.cu", "paged_prefill", macros, torch.device("cuda", index), shared_bytes=shared_bytes(macros))
 
 

@@ -10,8 +10,8 @@
 
 constexpr int SQUARE = 1024;  // bytes of 8 tokens x 64 columns
 
-// `columns`: bytes from one square of 64 columns to the next, `groups`: from one group of 8 rows to the next. Only the one that runs along the
-// dimension not summed over in 16 steps matters where an operand's rows are contiguous in k.
+// `groups`: bytes from one group of 8 tokens (or query rows) to the next; `columns`: from one square of 64 columns to the next, which only the second
+// product uses: the first one's 16 columns lie in one square.
 __device__ __forceinline__ u64 matrix(u32 at, int columns, int groups) {
   return (u64)(at >> 4 & 0x3fff) | (u64)(columns >> 4) << 16 | (u64)(groups >> 4) << 32 | (u64)1 << 62;
 }

@@ -43,5 +43,9 @@ class UnsupportedModelError(TorchpagedError, ValueError):
     """A model cannot run through torchpaged. The message names the model and the reason."""
 
 
+class SemaphoreError(TorchpagedError, RuntimeError):
+    """A semaphore was not zero after a launch: what that launch computed is wrong. The message says what to do."""
+
+
 class CaptureError(TorchpagedError, RuntimeError):
     """A step could not be captured into a graph, or a captured graph was replayed against moved memory."""

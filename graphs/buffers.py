@@ -127,7 +127,17 @@ class DecodeBuffers:
     def padding(self, num_rows: int) -> Iterator[None]:
         """The first ``num_rows`` rows are padding inside the block, for a warm-up or a capture; `load` fills them afterwards."""
         self.load_padding(num_rows)
-        yield
+        self.semaphore.zero_()
+        try:
+            yield
+        finally:
+            self.semaphore.zero_()
+
+    def reset(self) -> None:
+        """Zero the semaphore, which a step that failed or was interrupted may have left set. Waits for the device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.semaphore.zero_()
 
     def check(
         self, input_ids: Sequence[int] | Tensor, seq_lens: Sequence[int], block_tables: Sequence[Sequence[int]], padded_to: int

@@ -75,22 +75,31 @@ class CudaCapture:
         """See `CaptureBackend`."""
         current = torch.cuda.current_stream(self.device)
         self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            for _ in range(iterations):
-                step()
-        current.wait_stream(self._stream)
+        try:
+            with torch.cuda.stream(self._stream):
+                for _ in range(iterations):
+                    step()
+        finally:  # whatever ended it, kernels may still run there, and the caller puts back what they write
+            current.wait_stream(self._stream)
 
     def capture(self, step: Step, pool: Any) -> Captured:
         """See `CaptureBackend`."""
         graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)
+        cause: BaseException | None = None
         try:
             with (
                 torch.cuda.stream(current),  # the next one leaves its stream current where it ends in an error
                 torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode=self._error_mode),
             ):
-                output = step()
-        except Exception:
+                try:
+                    output = step()
+                except BaseException as error:
+                    cause = error
+                    raise
+        except BaseException as error:
             self._after_failure(pool)
+            if cause is not None and not isinstance(cause, Exception) and error is not cause:
+                raise cause from error  # ending the capture failed as well: that must not turn Ctrl-C into an error of the capture
             raise
         return _CudaCaptured(graph, output)
 

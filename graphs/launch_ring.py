@@ -94,21 +94,55 @@ class LaunchRing:
         # torch.Event finds the current stream in C++: 0.5 us to record; torch.cuda.Event makes a Python object of it, 4.5 us
         self._events = [torch.Event(device) for _ in range(depth)] if on_gpu else None
         self._launched = 0
+        self._starting = False  # between `begin` and `count`
         self._unread: list[int] = []  # taken launches, in order
         self._views: dict[tuple[int, int], Tensor] = {}  # made once, since reading is host time
 
+    @property
+    def launched(self) -> int:
+        """Launches counted so far, which is the number of the next one."""
+        return self._launched
+
+    @property
+    def unread(self) -> list[int]:
+        """Launches that were taken and not read, in order."""
+        return list(self._unread)
+
     def check_room(self) -> None:
         """Before a launch: raises RingFullError if its slot holds tokens that were taken and not read."""
+        self.settle()
         if self._unread and self._unread[0] <= self._launched - self._depth:
             launch = self._unread[0]
             raise RingFullError(f"launch {launch} was taken and not read, and the next one needs its slot; read({launch}, ...) first")
 
+    def begin(self) -> None:
+        """Right before a launch: until `count`, only the device knows whether it was started."""
+        self._starting = True
+
     def count(self) -> None:
         """After a launch was started, by whoever did."""
         self._launched += 1
+        self._starting = False
+
+    def settle(self) -> int:
+        """Count what was begun and not counted, because an exception or Ctrl-C came between; how many launches that were, 0 or 1.
+
+        Waits for the device, whose number is taken over, but only if there is something to settle. The next launch does this by itself; who
+        needs the tokens of the launch that was interrupted calls it, and `take` if the answer is 1.
+        """
+        if not self._starting:
+            return 0
+        if self.launches.device.type == "cuda":
+            torch.cuda.synchronize(self.launches.device)
+        self.launches[1:].zero_()
+        started = int(self.launches[0]) - self._launched
+        self._launched += started
+        self._starting = False
+        return started
 
     def take(self) -> int:
         """The number of the newest launch, whose tokens will be read; nothing may have been launched on another stream since."""
+        self.settle()
         launch = self._launched - 1
         if launch < 0 or launch in self._unread:
             raise ArgumentError("take", "a launch since the last call", "none", "take() once behind each launch whose tokens you want")

@@ -142,7 +142,17 @@ class PackedBuffers:
         for field in fields:
             field.zero_()
         fields.slot_mapping.fill_(-1)
-        yield
+        self.semaphore.zero_()
+        try:
+            yield
+        finally:
+            self.semaphore.zero_()
+
+    def reset(self) -> None:
+        """Zero the semaphore, which a step that failed or was interrupted may have left set. Waits for the device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.semaphore.zero_()
 
     def check(
         self, input_ids: Sequence[int], query_lens: Sequence[int], seq_lens: Sequence[int], block_tables: Sequence[Sequence[int]],

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from torchpaged.custom_ops.errors import ArgumentError
-from torchpaged.graphs.addresses import CapturedAddresses
+from torchpaged.graphs.addresses import CapturedAddresses, check_semaphore
 from torchpaged.graphs.buckets import bucket_for, check_buckets
 from torchpaged.graphs.capture import CaptureBackend, Captured, CudaCapture, EagerCapture
 from torchpaged.graphs.capture_bucket import capture_bucket
@@ -73,6 +73,7 @@ class PackedGraphRunner:
         self._addresses = CapturedAddresses(self.buffers.tensors, watch)
         self._debug = os.environ.get("TORCHPAGED_CHECK") == "1" if debug is None else debug
         self._ranges = no_range if ranges is None else ranges
+        self._dirty = False  # inside a capture or a replay, or one of them did not come to its end
         self._graphs: dict[int, Captured] = {}
         self._reports = {n: BucketReport(n) for n in self.buckets}
 
@@ -119,7 +120,10 @@ class PackedGraphRunner:
         Raises:
             ArgumentError: what does not fit together or into a bucket (`fits`); nothing is written then.
             CaptureError: the bucket can't be captured, or a captured address moved (debug mode); no cache was written.
+            SemaphoreError: the semaphore is not zero behind the step (debug mode): its result is wrong.
         """
+        if self._dirty:
+            self.reset()
         bucket = bucket_for(self.buckets, len(input_ids))
         if bucket not in self._graphs:
             self.buffers.check(input_ids, query_lens, seq_lens, block_tables, logits_indices, bucket)
@@ -129,10 +133,20 @@ class PackedGraphRunner:
         report, graph = self._reports[bucket], self._graphs[bucket]
         with torch.inference_mode():
             self.buffers.load(input_ids, query_lens, seq_lens, block_tables, logits_indices, bucket)
+            self._dirty = True
             graph.replay()
+            self._dirty = False
+        if self._debug:
+            check_semaphore(self.buffers.semaphore, f"a replay of bucket {bucket}")
         report.hits += 1
         report.padded_rows += bucket - len(input_ids)
         return graph.output[: len(logits_indices)]
+
+    def reset(self) -> None:
+        """Zero the semaphore after a capture or replay that failed or was interrupted; waits for the device. The next `run` does it by itself."""
+        with torch.inference_mode():
+            self.buffers.reset()
+        self._dirty = False
 
     def launch_eager(self, bucket: int) -> Tensor:
         """The bucket's step on padding, without a graph: the kernels that a replay runs."""
@@ -149,9 +163,12 @@ class PackedGraphRunner:
         def launch() -> Tensor:
             return self._step(*arguments)
 
+        self._dirty = True
         with self._ranges("capture", padded=bucket), torch.inference_mode(), self.buffers.padding(bucket):
-            self._graphs[bucket] = capture_bucket(
+            graph = capture_bucket(
                 launch, self._backend, self._pool, self._reports[bucket], self.device, warmup_iters=self._warmup_iters,
                 step="prefill step", eager=launch,
             )  # fmt: skip
         self._addresses.note(bucket)
+        self._graphs[bucket] = graph
+        self._dirty = False

@@ -92,6 +92,7 @@ class DecodeRows:
         self.top_p.fill_(1.0)
         self.semaphore = make_semaphore(rows, device)
         self.ring = LaunchRing(launches_in_flight, steps_per_launch, rows, device)
+        self._set_aside: list[tuple[Tensor, Tensor]] = []  # by `padding`: tensors and what they held
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything a captured step reads or writes, by name."""
@@ -227,18 +228,41 @@ class DecodeRows:
     @contextlib.contextmanager
     def padding(self, num_rows: int) -> Iterator[None]:
         """The first ``num_rows`` rows are idle inside the block, for a warm-up or a capture, and as they were afterwards."""
+        self.restore()
+        self.ring.settle()
         state = (self._longs, self._ints, self._floats, self.seen, self.tokens_out, self.ring.launches)
-        saved = [tensor.clone() for tensor in state]
-        self.ring.launches[:1].fill_(-1)  # tokens of launches in flight stay where they are
-        self.seq_lens[:num_rows].zero_()
-        self.slot_mapping[:num_rows].fill_(-1)
-        self.input_ids[:num_rows].zero_()
-        self.positions[:num_rows].zero_()
+        self._set_aside = [(tensor, tensor.clone()) for tensor in state]
         try:
+            self.semaphore.zero_()
+            self.ring.launches[:1].fill_(-1)  # tokens of launches in flight stay where they are
+            self.seq_lens[:num_rows].zero_()
+            self.slot_mapping[:num_rows].fill_(-1)
+            self.input_ids[:num_rows].zero_()
+            self.positions[:num_rows].zero_()
             yield
         finally:
-            for tensor, old in zip(state, saved, strict=True):
+            self.restore()
+
+    def restore(self) -> None:
+        """Put back what `padding` set aside, if that has not happened: its own attempt may have been interrupted."""
+        if self._set_aside:
+            for tensor, old in self._set_aside:
                 tensor.copy_(old)
+            self.ring.launches[1:].zero_()
+            self.semaphore.zero_()
+            self._set_aside = []
+
+    def reset(self) -> None:
+        """Make host and device agree again after a launch or capture that failed or was interrupted; requests stay in their rows.
+
+        Waits for the device. Puts back what `padding` set aside, counts a launch that the device began and the host did not, and zeroes the
+        semaphore, which a kernel that did not end may have left set.
+        """
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.restore()
+        self.ring.settle()
+        self.semaphore.zero_()
 
 
 def _copied(x: Tensor) -> Tensor:

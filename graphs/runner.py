@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from torchpaged.custom_ops.errors import ArgumentError, CaptureError
-from torchpaged.graphs.addresses import CapturedAddresses
+from torchpaged.graphs.addresses import CapturedAddresses, check_semaphore
 from torchpaged.graphs.buckets import bucket_for, check_buckets, default_buckets
 from torchpaged.graphs.buffers import DecodeBuffers, buffers_of_sizes
 from torchpaged.graphs.capture import CaptureBackend, Captured, CudaCapture, EagerCapture, TapeCapture
@@ -104,6 +104,7 @@ class DecodeGraphRunner:
         self._addresses = CapturedAddresses(self._static.tensors, watch)
         self._debug = os.environ.get("TORCHPAGED_CHECK") == "1" if debug is None else debug
         self._ranges = no_range if ranges is None else ranges
+        self._dirty = False  # inside a capture or a launch, or one of them did not come to its end
         self._graphs: dict[int, Captured] = {}
         self._reports = {n: BucketReport(n) for n in self.buckets}
         self._seen: dict[int, int] = {}
@@ -129,13 +130,16 @@ class DecodeGraphRunner:
 
     def _capture_one(self, bucket: int) -> None:
         eager = "run_eager()" if self.rows is None else "launch_eager()"
+        self._dirty = True
         with self._ranges("capture", padded=bucket), torch.inference_mode(), self._static.padding(bucket):
-            self._graphs[bucket] = capture_bucket(
+            graph = capture_bucket(
                 self._launch(bucket, self._steps[bucket]), self._backend, self._pool, self._reports[bucket], self.device,
                 warmup_iters=self._warmup_iters, step="decode step", eager=self._launch(bucket, self._eager_step),
                 advice=f"; {eager} still works",
             )  # fmt: skip
         self._addresses.note(bucket)
+        self._graphs[bucket] = graph
+        self._dirty = False
 
     def _launch(self, bucket: int, step: Step) -> Callable[[], Tensor]:
         """What one replay does: a step over the buffers, or whole steps over the rows."""
@@ -185,6 +189,7 @@ class DecodeGraphRunner:
 
         Raises:
             RingFullError: with `DecodeRows`, ``rows.ring`` has no place for its tokens; nothing is launched then.
+            SemaphoreError: the semaphore is not zero behind the launch (debug mode): its results are wrong.
         """
         output = self._start(num_rows).output
         return output[:num_rows] if self.rows is None else output[:, :num_rows]
@@ -195,6 +200,8 @@ class DecodeGraphRunner:
         self._start(num_rows, capture=True)
 
     def _start(self, num_rows: int, capture: bool = False) -> Captured:
+        if self._dirty:
+            self.reset()
         if self.rows is not None:
             self.rows.ring.check_room()
         bucket = bucket_for(self.buckets, num_rows)
@@ -204,21 +211,40 @@ class DecodeGraphRunner:
                 raise CaptureError(f"bucket {bucket}: not captured yet; call capture() or run() first")
             self._capture_one(bucket)
             graph = self._graphs[bucket]
-        if self._debug:
+        debug, rows = self._debug, self.rows
+        if debug:
             self._addresses.check(bucket)
         report = self._reports[bucket]
         report.hits += 1
         self._seen[num_rows] = self._seen.get(num_rows, 0) + 1
         report.padded_rows += bucket - num_rows
         with self._ranges("replay", batch=num_rows, padded=bucket):
+            self._dirty = True
+            if rows is not None:
+                rows.ring.begin()
             graph.replay()
-        if self.rows is not None:
-            self.rows.ring.count()
+        if rows is not None:
+            rows.ring.count()
+        self._dirty = False
+        if debug:
+            check_semaphore(self._static.semaphore, f"a replay of bucket {bucket}")
         return graph
+
+    def reset(self) -> None:
+        """Make host and device agree again after a capture or launch that failed or was interrupted; requests stay in their rows.
+
+        Waits for the device, zeroes the semaphore, and counts a launch that the device began and the host did not (``rows.ring.settle``). The
+        next launch does it by itself.
+        """
+        with torch.inference_mode():
+            self._static.reset()
+        self._dirty = False
 
     def run_eager(self, input_ids: Sequence[int] | Tensor, seq_lens: Sequence[int], block_tables: Sequence[Sequence[int]]) -> Tensor:
         """The same step without graph, padding or compilation."""
         buffers = self._host_buffers("run_eager")
+        if self._dirty:
+            self.reset()
         with self._ranges("run_eager", batch=len(seq_lens)), torch.inference_mode():
             buffers.load(input_ids, seq_lens, block_tables, len(seq_lens))
             return self._eager_step(*buffers.view(len(seq_lens)))
@@ -227,10 +253,15 @@ class DecodeGraphRunner:
         """What `replay` does, without graph, padding or compilation: for `DecodeRows`."""
         if self.rows is None:
             raise ArgumentError("rows", "a runner over DecodeRows", "one over DecodeBuffers", "call run_eager()")
+        if self._dirty:
+            self.reset()
         self.rows.ring.check_room()
         with self._ranges("run_eager", batch=num_rows), torch.inference_mode():
+            self._dirty = True
+            self.rows.ring.begin()
             tokens = self._launch(num_rows, self._eager_step)()[:, :num_rows]
         self.rows.ring.count()
+        self._dirty = False
         return tokens
 
     def report(self) -> list[BucketReport]:

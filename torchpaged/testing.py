@@ -11,119 +11,18 @@ reads what it must not read cannot pass.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchpaged.custom_ops import BACKEND_OPS, BackendOps
+from torchpaged.testing_batches import BATCH_SPECS, Batch, make_batch
+from torchpaged.testing_batches import GARBAGE as GARBAGE
+from torchpaged.testing_batches import BatchSpec as BatchSpec
+from torchpaged.testing_pools import FP8_DTYPES
 from torchpaged.testing_rope import ROPE_CASES, make_rope_inputs
-
-GARBAGE = 2_000_000_011  # past the end of every table row; a kernel that follows it leaves the pool
-
-
-@dataclass(frozen=True)
-class BatchSpec:
-    """Lengths of one batch: ``seq_lens`` (KV tokens including this step's) and ``query_lens`` per request."""
-
-    name: str
-    seq_lens: tuple[int, ...]
-    query_lens: tuple[int, ...]
-    padded_tokens: int = 0  # token rows after the last request's, as a padded graph has them
-    padded_reqs: int = 0  # requests with seq_len 0 and query_len 0
-
-    def __post_init__(self) -> None:
-        if len(self.seq_lens) != len(self.query_lens):
-            raise ValueError(f"{self.name}: {len(self.seq_lens)} seq_lens but {len(self.query_lens)} query_lens")
-
-
-_SPECS = (
-    BatchSpec("decode_one", (1,), (1,)),
-    BatchSpec("decode_edges", (1, 15, 16, 17, 31, 32, 33), (1,) * 7),
-    BatchSpec("decode_skewed", (513, 3, 64, 1), (1,) * 4),
-    BatchSpec("decode_padded", (40, 7, 0, 0), (1, 1, 0, 0), padded_tokens=2),
-    BatchSpec("decode_empty_row", (20, 0, 33), (1, 1, 1)),
-    BatchSpec("prefill_small", (5, 16, 33), (5, 16, 33)),
-    BatchSpec("prefill_long", (150,), (150,)),
-    BatchSpec("chunked", (40, 70), (17, 33)),
-    BatchSpec("speculative", (40, 17, 8), (4, 4, 4)),
-    BatchSpec("mixed_small", (32, 40, 48), (1, 1, 5)),
-    BatchSpec("mixed_padded", (90, 1, 20, 17), (1, 1, 20, 3), padded_tokens=3, padded_reqs=2),
-    BatchSpec("left_padded", (3, 5, 0), (5, 5, 5)),
-    BatchSpec("left_padded_chunk", (-2, 4, 20), (4, 4, 4)),
-)
-BATCH_SPECS: dict[str, BatchSpec] = {spec.name: spec for spec in _SPECS}
-
-
-@dataclass
-class Batch:
-    """Tensors of one attention call (shapes: ``torchpaged.custom_ops.ops``) and the dense keys/values behind them."""
-
-    spec: BatchSpec
-    q: Tensor
-    k_cache: Tensor
-    v_cache: Tensor
-    block_table: Tensor
-    seq_lens: Tensor
-    query_start_loc: Tensor
-    max_query_len: int
-    scale: float
-    extras: dict[str, Any] = field(default_factory=dict)  # sinks, alibi_slopes, ...: further arguments of the op
-
-    def to(self, device: torch.device | str) -> Batch:
-        """The same batch on another device."""
-        moved: dict[str, Any] = {k: v.to(device) for k, v in vars(self).items() if isinstance(v, Tensor)}
-        return replace(self, **moved, extras={k: v.to(device) if isinstance(v, Tensor) else v for k, v in self.extras.items()})
-
-
-def make_batch(
-    spec: BatchSpec, *, num_heads: int = 4, num_kv_heads: int = 2, head_dim: int = 64, head_dim_v: int | None = None,
-    block_size: int = 16, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", seed: int = 0,
-    extra_columns: int = 2, heads_first: bool = False, sinks: bool = False, alibi: bool = False,
-) -> Batch:  # fmt: skip
-    """Random queries over a shuffled, NaN-poisoned pool.
-
-    ``heads_first`` lays the pools out physically as ``[num_blocks, num_kv_heads, block_size, head_dim]`` (the logical
-    shape stays). ``extra_columns`` widens the block table; the tail is garbage.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    head_dim_v = head_dim if head_dim_v is None else head_dim_v
-    columns = max(1, max((-(-n // block_size) for n in spec.seq_lens), default=1)) + extra_columns
-    needed = sum(-(-max(n, 0) // block_size) for n in spec.seq_lens)
-    num_blocks = needed + 4
-    ids = torch.randperm(num_blocks - 1, generator=generator) + 1  # block 0 is the null block
-    num_reqs = len(spec.seq_lens) + spec.padded_reqs
-    block_table = torch.full((num_reqs, columns), GARBAGE, dtype=torch.int32)
-
-    def pool(width: int) -> Tensor:
-        shape = (num_blocks, num_kv_heads, block_size, width) if heads_first else (num_blocks, block_size, num_kv_heads, width)
-        cache = torch.full(shape, float("nan"), dtype=dtype)
-        return cache.transpose(1, 2) if heads_first else cache
-
-    k_cache, v_cache = pool(head_dim), pool(head_dim_v)
-    taken = 0
-    for row, length in enumerate(max(n, 0) for n in spec.seq_lens):
-        used = -(-length // block_size)
-        blocks = ids[taken : taken + used]
-        taken += used
-        block_table[row, :used] = blocks.int()
-        position = torch.arange(length)
-        where = (blocks[position // block_size], position % block_size)
-        k_cache[where] = torch.randn(length, num_kv_heads, head_dim, generator=generator).to(dtype)
-        v_cache[where] = torch.randn(length, num_kv_heads, head_dim_v, generator=generator).to(dtype)
-    starts = torch.tensor([0, *spec.query_lens, *[0] * spec.padded_reqs]).cumsum(0).int()
-    num_tokens = int(starts[-1]) + spec.padded_tokens
-    q = torch.randn(num_tokens, num_heads, head_dim, generator=generator).to(dtype)
-    extras: dict[str, Any] = {}
-    if sinks:
-        extras["sinks"] = torch.randn(num_heads, generator=generator).to(dtype)
-    if alibi:
-        extras["alibi_slopes"] = 2.0 ** -torch.linspace(1, 8, num_heads)
-    return Batch(
-        spec, q, k_cache, v_cache, block_table, torch.tensor([*spec.seq_lens, *[0] * spec.padded_reqs], dtype=torch.int32),
-        starts, max(1, *spec.query_lens, 1), head_dim**-0.5, extras,
-    ).to(device)  # fmt: skip
 
 
 def run_paged_attention(ops: BackendOps, batch: Batch, **options: Any) -> tuple[Tensor, Tensor]:
@@ -139,9 +38,10 @@ def run_paged_attention(ops: BackendOps, batch: Batch, **options: Any) -> tuple[
 
 
 def oracle(batch: Batch, **options: Any) -> tuple[Tensor, Tensor]:
-    """The reference op on the same inputs in float64, on the CPU."""
+    """The reference op on the same inputs in float64, on the CPU. Pools of fp8 stay as they are: their scales belong to them."""
     cpu = batch.to("cpu")
-    wide = replace(cpu, q=cpu.q.double(), k_cache=cpu.k_cache.double(), v_cache=cpu.v_cache.double())
+    k_cache, v_cache = (cache if cache.dtype in FP8_DTYPES else cache.double() for cache in (cpu.k_cache, cpu.v_cache))
+    wide = replace(cpu, q=cpu.q.double(), k_cache=k_cache, v_cache=v_cache)
     return run_paged_attention(BACKEND_OPS["reference"], wide, **options)
 
 

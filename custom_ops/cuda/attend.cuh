@@ -10,7 +10,7 @@ constexpr int IN_BLOCK = BLOCK_SIZE >= KEYS ? KEYS : BLOCK_SIZE;
 
 __device__ __forceinline__ int load_ids(const Params &p, const Cursor &c, int warp, int lane) {
   const int key = ((c.r.first_tile + c.tile / BATCH * BATCH + lane / IDS) * WARPS + warp) * KEYS + lane % IDS * IN_BLOCK;
-  return key < c.r.end && key + IN_BLOCK > c.r.low ? p.table[c.request * p.table_row + key / BLOCK_SIZE] : 0;
+  return key < c.r.end && key + IN_BLOCK > c.r.low ? load_l2(p.table + c.request * p.table_row + key / BLOCK_SIZE) : 0;
 }
 
 // Whether the warp's keys in the cursor's tile, if any, all lie before the query tokens.

@@ -13,6 +13,7 @@ __device__ __forceinline__ void barrier_expect(u32 at, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(bytes) : "memory");
 }
 __device__ __forceinline__ void barrier_arrive(u32 at) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(at) : "memory"); }
+// Waits for a phase of a barrier in this CTA's memory, completed by copies that this CTA asked for, its warps, or CTAs of its cluster.
 __device__ __forceinline__ void barrier_wait(u32 at, int parity) {
   asm volatile("{.reg .pred done; again%=: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1; @!done bra again%=;}" ::"r"(at), "r"(parity) : "memory");
 }

@@ -86,7 +86,7 @@ __device__ __forceinline__ void merge(const Params &p, const Cursor &c, int firs
 // Zeros and -inf for what no run covers: requests whose queries see nothing, and token rows after the last request's.
 __device__ __noinline__ void store_empty(const Params &p) {
   constexpr int HEADS = NUM_KV_HEADS * GROUP;
-  const int used = p.starts[p.num_reqs];
+  const int used = load_l2(p.starts + p.num_reqs);
   for (int request = blockIdx.x; request < p.num_reqs + (p.num_tokens - used); request += gridDim.x) {
     int first = used + request - p.num_reqs, last = first + 1;
     if (request < p.num_reqs) {
@@ -109,6 +109,9 @@ __device__ __noinline__ void store_empty(const Params &p) {
 // Lengths, tables and query starts are read before this point, and PREFETCH stages of keys and values before the query tokens' own:
 // what writes those does not let its dependents start early (custom_ops/ops.py), so that they are complete when this kernel begins.
 // Everything else is read behind it, when all kernels before have finished. PREFETCH_L2 tiles more are only asked for into L2.
+//
+// Every thread comes here exactly once, with work or without, before it ends: a kernel that ended without waiting could end before those
+// ahead of it, and the one behind would take them for finished.
 //
 // The next kernel may be launched from here on, not earlier: whoever wrote the query tokens' keys did let its dependents start early, and
 // to an attention behind this one they are keys to be read before its wait.
@@ -134,14 +137,17 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, CTAS_PER_SM) pag
   float *inbox = (float *)(shared + WARPS * STAGES * STAGE);          // [CLUSTER - 1][LETTER]
   float *inbox_states = inbox + (CLUSTER - 1) * LETTER;               // [CLUSTER - 1][2][ROWS]
   if (threadIdx.x == 0) letters = 0;
-  cluster_arrive();  // nobody writes to another CTA before all have come this far
+  // Nobody writes to another CTA before all have come this far. Every thread arrives here and waits once: at the end of its first pair, or,
+  // without one, before it leaves (`met` is the same in all warps). Nothing that could wait stands between the start and this line.
+  cluster_arrive();
   bool met = false;
 #endif
 
-  // The run of this CTA; every warp works it out for itself. Lane i counts the i-th share of the requests.
+  // The run of this CTA; every warp works it out for itself. All barriers below rely on the warps agreeing, and the counts of parts on the CTAs
+  // agreeing: what they read, lengths and query starts, comes from L2, and nobody writes it while this kernel runs. Lane i counts the i-th share of the requests.
   const int share = (p.num_reqs + 31) / 32, first = lane * share;
   int tiles = 0, busy = 0;
-  const int used = p.starts[p.num_reqs];  // token rows of requests; those after it are padding
+  const int used = load_l2(p.starts + p.num_reqs);  // token rows of requests; those after it are padding
   Cursor c = {};
   Request one, two;  // the first two in one trip to memory
   one.load(p, min(first, p.num_reqs - 1));
@@ -259,6 +265,8 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, CTAS_PER_SM) pag
       if (!met) cluster_wait();
       met = true;
       if (parts.near && sender < 0) {
+        // Waits for the next CTAs of this cluster, all of which run. Each has sent its part before it waits itself: it sends at the end of its
+        // run's first pair, receives at the end of the last, and does one of the two where these are the same. So `letters` counts one pair.
         if (threadIdx.x == 0) await(&letters, parts.count - 1);
         __syncthreads();
       }
@@ -318,6 +326,8 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, CTAS_PER_SM) pag
 #endif
       if (!parts.whole && !parts.near) {
         __syncthreads();  // all threads' parts are stored before one thread says so
+        // Nobody waits here: the last to arrive merges, whether the others run at the same time or have ended. It needs a 0 at the start. A number
+        // left by a launch that was cut short, or two launches on two streams that share it, make a merge come early or never, not hang.
         if (threadIdx.x == 0) {
           int old;
           int *semaphore = p.semaphore + c.request * PAIRS + c.pair;
@@ -343,7 +353,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, CTAS_PER_SM) pag
     finish_waiting();
   }
 #if CLUSTER > 1
-  if (!met) cluster_wait();
+  if (!met) cluster_wait();  // a CTA without work stays until the others run: none of them writes to it
 #endif
   if (busy < p.num_reqs || used < p.num_tokens) store_empty(p);
 }

@@ -4,23 +4,23 @@
     kernel.launch(grid, threads, packed_arguments, early=True)
 
 Machine code is kept in ``TORCHPAGED_CACHE`` (default ``~/.cache/torchpaged``) under the hash of source, macros, architecture and
-compiler version. The first launch of a specialisation compiles for half a second or so, and must not happen inside a capture.
+compiler build; the driver is no part of it, since what is kept is for one architecture and needs no translation. The first launch of a
+specialisation compiles for a second or two, says so where stderr is a terminal, and must not happen inside a capture.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import hashlib
-import os
-import tempfile
+import sys
 import threading
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from torchpaged.custom_ops.cuda import cubins
 from torchpaged.custom_ops.errors import BackendUnavailableError
 
 _HERE = Path(__file__).parent
@@ -48,7 +48,7 @@ def unavailable() -> str | None:
 
 def cache_folder() -> Path:
     """Where machine code is kept; it need not exist."""
-    return Path(os.environ.get("TORCHPAGED_CACHE", "~/.cache/torchpaged")).expanduser() / "cubin"
+    return cubins.folder()
 
 
 def _check(result: Any, what: str) -> Any:
@@ -69,48 +69,67 @@ def options(macros: dict[str, int], capability: tuple[int, int]) -> list[str]:
     ]
 
 
-def headers() -> dict[str, str]:
-    """The headers of this folder by name."""
-    return {path.name: path.read_text() for path in sorted(_HERE.glob("*.cuh"))}
+@functools.cache
+def sources() -> dict[str, str]:
+    """The sources and headers of this folder by name, read once: what is compiled is what its key was made from."""
+    return {path.name: path.read_text() for path in sorted(_HERE.iterdir()) if path.suffix in (".cu", ".cuh")}
 
 
-def compile_source(source: str, arguments: list[str]) -> bytes:
-    """Machine code of ``source``; raises RuntimeError with the compiler's messages."""
+@functools.cache
+def compiler_build() -> str:
+    """NVRTC's build, its patch level included: ``nvrtcVersion`` gives two numbers, what the compiler writes into its PTX all of them."""
+    major, minor = _check(_nvrtc().nvrtcVersion(), "nvrtcVersion")
+    lines = [line for line in _compile("", {}, [], "PTX").decode().splitlines() if line.startswith("//") and line.strip("/ ")]
+    return "\n".join([f"NVRTC {major}.{minor}", *lines])
+
+
+def _nvrtc() -> Any:
     from cuda.bindings import nvrtc
 
-    included = headers()
+    return nvrtc
+
+
+def _compile(source: str, included: dict[str, str], arguments: list[str], kind: str) -> bytes:
+    """The "CUBIN" or "PTX" of ``source``; raises RuntimeError with the compiler's messages."""
+    nvrtc = _nvrtc()
     names, texts = [name.encode() for name in included], [text.encode() for text in included.values()]
     program = _check(nvrtc.nvrtcCreateProgram(source.encode(), b"torchpaged.cu", len(names), texts, names), "nvrtcCreateProgram")
-    encoded = [argument.encode() for argument in arguments]
-    (error,) = nvrtc.nvrtcCompileProgram(program, len(encoded), encoded)
-    if int(error):
-        log = b" " * _check(nvrtc.nvrtcGetProgramLogSize(program), "nvrtcGetProgramLogSize")
-        nvrtc.nvrtcGetProgramLog(program, log)
-        raise RuntimeError(f"NVRTC: {error} for {' '.join(arguments)}\n{log.decode(errors='replace')}")
-    code = b" " * _check(nvrtc.nvrtcGetCUBINSize(program), "nvrtcGetCUBINSize")
-    _check(nvrtc.nvrtcGetCUBIN(program, code), "nvrtcGetCUBIN")
-    nvrtc.nvrtcDestroyProgram(program)
+    try:
+        encoded = [argument.encode() for argument in arguments]
+        (error,) = nvrtc.nvrtcCompileProgram(program, len(encoded), encoded)
+        if int(error):
+            log = b" " * _check(nvrtc.nvrtcGetProgramLogSize(program), "nvrtcGetProgramLogSize")
+            nvrtc.nvrtcGetProgramLog(program, log)
+            raise RuntimeError(f"NVRTC: {error} for {' '.join(arguments)}\n{log.decode(errors='replace')}")
+        code = b" " * _check(getattr(nvrtc, f"nvrtcGet{kind}Size")(program), f"nvrtcGet{kind}Size")
+        _check(getattr(nvrtc, f"nvrtcGet{kind}")(program, code), f"nvrtcGet{kind}")
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
     return code
 
 
-def machine_code(file: str, macros: dict[str, int], capability: tuple[int, int], fresh: bool = False) -> bytes:
-    """Machine code of a file of this folder, from the cache or compiled now; ``fresh``: compile anyway."""
-    from cuda.bindings import nvrtc
+def compile_source(source: str, arguments: list[str]) -> bytes:
+    """Machine code of ``source``, which may include the headers of this folder; raises RuntimeError with the compiler's messages."""
+    headers = {name: text for name, text in sources().items() if name.endswith(".cuh")}
+    return _compile(source, headers, arguments, "CUBIN")
 
-    source, arguments = (_HERE / file).read_text(), options(macros, capability)
-    version = _check(nvrtc.nvrtcVersion(), "nvrtcVersion")
-    name = hashlib.sha256(repr((source, headers(), arguments, version)).encode()).hexdigest()[:32] + ".cubin"
-    with contextlib.suppress(OSError, RuntimeError):  # no home directory, unreadable: a cache costs time, not correctness
-        target = cache_folder() / name
-        if not fresh and target.is_file():
-            return target.read_bytes()
-    code = compile_source(source, arguments)
-    with contextlib.suppress(OSError, RuntimeError):
-        target = cache_folder() / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=target.parent) as folder:  # whole or not at all: several processes may compile the same
-            (Path(folder) / name).write_bytes(code)
-            os.replace(Path(folder) / name, target)
+
+def cache_name(file: str, arguments: list[str]) -> str:
+    """The file in the cache: a hash of all that the machine code follows from."""
+    headers = {name: text for name, text in sources().items() if name.endswith(".cuh")}
+    return hashlib.sha256(repr((sources()[file], headers, arguments, compiler_build())).encode()).hexdigest()[:32] + ".cubin"
+
+
+def machine_code(file: str, macros: dict[str, int], capability: tuple[int, int]) -> bytes:
+    """Machine code of a file of this folder, from the cache or compiled now."""
+    arguments = options(macros, capability)
+    name = cache_name(file, arguments)
+    code = cubins.load(name)
+    if code is None:
+        if sys.stderr is not None and sys.stderr.isatty():
+            print(f"torchpaged: compiling {file} for sm_{capability[0]}{capability[1]}", file=sys.stderr, flush=True)
+        code = compile_source(sources()[file], arguments)
+        cubins.store(name, code)
     return code
 
 
@@ -125,7 +144,11 @@ class Kernel:
         self._module = _check(driver.cuModuleLoadData(code), "cuModuleLoadData")
         self._function = _check(driver.cuModuleGetFunction(self._module, name.encode()), "cuModuleGetFunction")
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        _check(driver.cuFuncSetAttribute(self._function, attribute, shared_bytes), "cuFuncSetAttribute")
+        (error,) = driver.cuFuncSetAttribute(self._function, attribute, shared_bytes)
+        if int(error):
+            most = torch.cuda.get_device_properties(torch.cuda.current_device()).shared_memory_per_block_optin
+            raise RuntimeError(f"backend 'cuda': {name} asks for {shared_bytes} bytes of dynamic shared memory, the device refuses ({error}); "
+                               f"a thread block may have {most} in all")  # fmt: skip
         self._resident: dict[tuple[int, int, int], int] = {}
         self._early = driver.CUlaunchAttribute()
         self._early.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
@@ -184,10 +207,8 @@ def _kernel(file: str, name: str, macros: tuple[tuple[str, int], ...], index: in
                            "run the same call once before capturing")  # fmt: skip
     with torch.cuda.device(index):
         capability = torch.cuda.get_device_capability(index)
-        try:
-            return Kernel(machine_code(file, dict(macros), capability), name, shared_bytes)
-        except RuntimeError:  # a damaged file in the cache, perhaps: once more from the source
-            return Kernel(machine_code(file, dict(macros), capability, fresh=True), name, shared_bytes)
+        # no second try: a damaged file in the cache was found by its checksum, so what fails here is refused by the device
+        return Kernel(machine_code(file, dict(macros), capability), name, shared_bytes)
 
 
 def kernel(file: str, name: str, macros: dict[str, int], device: torch.device, *, shared_bytes: int) -> Kernel:

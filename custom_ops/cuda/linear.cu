@@ -130,7 +130,10 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, CTAS_PER_SM) lin
 #endif
   }
 
-  auto meet = [&] {  // the warps of a group
+  // The warps of a group: all go through the same `count` chunks and meet twice in each, at a barrier of the group's own. Groups may have different
+  // counts and do not wait for each other before the __syncthreads behind the loop.
+  static_assert(ROW_WARPS == 1 || K_WARPS < 16, "barrier 0 is __syncthreads, 15 are left for groups");
+  auto meet = [&] {
     if (ROW_WARPS == 1) __syncwarp();
     else asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "n"(MEMBERS) : "memory");
   };

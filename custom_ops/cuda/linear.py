@@ -46,7 +46,9 @@ def linear(
         compose(x, weight, out, bias, residual, norm_weight, norm_eps, norm_offset, activation)
         return
     index, bucket, early = x.device.index or 0, token_bucket(x.shape[0]), specialise.launches_early(x.device.index or 0)
-    shape = linear_shape(bucket, *weight.shape, specialise.num_sms(index), specialise.capability(index) == (9, 0), early)
+    shape = linear_shape(
+        bucket, *weight.shape, specialise.num_sms(index), specialise.capability(index) == (9, 0), early, specialise.shared_per_sm(index),
+        specialise.shared_per_cta(index))  # fmt: skip
     if norm_weight is not None and not norm_is_fused(shape, x.dtype, norm_weight.dtype):
         x, norm_weight = _normed(x, norm_weight, norm_eps, norm_offset), None
     aligned = out.shape[1] % 4 == 0 and all(

@@ -45,7 +45,7 @@ __device__ __forceinline__ float load_square(const float *at, int rank) {
 // Add the parts, apply norm, bias, activation and residual, store. All threads; the parts are in place when the first call is made.
 __device__ __forceinline__ void finish(const Params &p, const float *parts, [[maybe_unused]] const float (*squares)[TOKENS], int tile, int rank) {
 #if CLUSTER > 1
-  cluster_arrive();
+  cluster_arrive();  // every thread of every CTA comes here and to the end of this function, whatever tokens and rows it has
   cluster_wait();
 #else
   __syncthreads();

@@ -14,7 +14,7 @@ import torch
 MAX_TOKENS = 64
 ACTIVATIONS = {"none": 0, "silu": 1, "gelu_tanh": 2, "gelu": 3}
 NORM_THREADS = 256  # of a token's norm
-_SHARED, _KEPT = 228 * 1024, 2048  # of a multiprocessor; by the hardware and for small things, per CTA
+_KEPT = 2048  # bytes of a CTA's shared memory, by the hardware and for small things
 _LINE = 128  # bytes of a chunk's 64 numbers
 _EARLY_ROWS = 384  # of a chunk, times chunks: 48 KB of weights that a wide CTA asks for before the kernels in front have finished
 
@@ -85,13 +85,16 @@ def norm_is_fused(shape: LinearShape, dtype: torch.dtype, weight_dtype: torch.dt
 
 
 @functools.cache
-def linear_shape(bucket: int, out_features: int, in_features: int, sms: int, hopper: bool, clusters: bool) -> LinearShape:
+def linear_shape(
+    bucket: int, out_features: int, in_features: int, sms: int, hopper: bool, clusters: bool, shared_per_sm: int, shared_per_cta: int
+) -> LinearShape:  # fmt: skip
     """The shape for these tokens and weight [out_features, in_features] on a device of ``sms`` multiprocessors.
 
-    ``hopper``: compute capability 9.0. ``clusters``: 9.0 and later.
+    ``hopper``: compute capability 9.0. ``clusters``: 9.0 and later. ``shared_per_sm``, ``shared_per_cta``: bytes of shared memory that a
+    multiprocessor has, and that a CTA may ask for.
     """
     if bucket <= 16:
-        return _narrow(bucket, out_features, sms)
+        return _narrow(bucket, out_features, sms, shared_per_sm, shared_per_cta)
     if hopper:
         return _wide(bucket, out_features, in_features, sms)
     shape = LinearShape(4, 1, 4, 2, 2) if bucket == 32 else LinearShape(4, 2, 2, 2, 2)
@@ -135,7 +138,7 @@ def _evenness(ctas: int, places: int) -> float:
     return ctas / (-(-ctas // places) * places)
 
 
-def _narrow(bucket: int, out_features: int, sms: int) -> LinearShape:
+def _narrow(bucket: int, out_features: int, sms: int, shared_per_sm: int, shared_per_cta: int) -> LinearShape:
     """For few tokens: short tiles with 8 warps along k where their CTAs all find a place at once, else taller ones with 4.
 
     Beside the kernel's own CTAs a multiprocessor keeps a place for one of the next kernel, unless they fill all places evenly.
@@ -150,7 +153,12 @@ def _narrow(bucket: int, out_features: int, sms: int) -> LinearShape:
             break
     else:
         shape, places = LinearShape(4, 1, 4, 2, 2), 2
-    fitting = [s for s in range(3, 6) if places * (shape.with_stages(s).shared_bytes(bucket, True) + _KEPT) <= _SHARED]
+
+    def fits(stages: int) -> bool:
+        needed = shape.with_stages(stages).shared_bytes(bucket, True) + _KEPT
+        return needed <= shared_per_cta and places * needed <= shared_per_sm
+
+    fitting = [stages for stages in range(3, 6) if fits(stages)]
     return shape.with_stages(max(fitting, default=2))
 
 

@@ -57,7 +57,8 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, CTAS_PER_SM) lin
   }
   __syncthreads();  // barriers are ready
 #if CLUSTER > 1
-  cluster_arrive_relaxed();  // nothing but the barriers, fenced above, need be seen
+  // Nothing but the barriers, fenced above, need be seen. Every thread arrives here and waits once further down, the fetching warp too.
+  cluster_arrive_relaxed();
 #endif
 #if PDL
   asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -67,6 +68,8 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, CTAS_PER_SM) lin
       for (int i = 0; i < min(count, STAGES); ++i) load_x(i, i);
       for (int i = EARLY_STAGES; i < min(count, STAGES); ++i) load_weights(i, i);
       for (int i = STAGES, slot = 0, round = 0; i < count; ++i) {
+        // For the multiplying warps, which arrive for every chunk but the last and are behind by STAGES: they wait for `full` of chunks that were
+        // asked for already, never for this one.
         barrier_wait(empty + slot * 8, round);
         load_weights(i, slot);
         load_x(i, slot);
@@ -94,7 +97,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, CTAS_PER_SM) lin
   float sums[NT][4] = {};
   int slot = 0, round = 0, last = 0;
   for (int i = 0; i < count; ++i) {
-    barrier_wait(full + slot * 8, round);
+    barrier_wait(full + slot * 8, round);  // for the copy engine; the fetching warp asks for chunk i once chunk i - STAGES is used up
     const u32 at = ring + slot * STAGE;
     wgmma_begin();
 #pragma unroll

@@ -1,4 +1,13 @@
 // The instructions that C++ has no words for. Macros: HALF, Q_HALF, KV_BYTES, E5M2, CLUSTER.
+//
+// Who waits for whom, in all kernels here. Each wait says beside it why it ends; these hold for every one:
+// - A CTA waits for warps of its own, for CTAs of its cluster, and for whole kernels ahead (griddepcontrol.wait); never for another CTA of its
+//   grid, for a kernel behind it, or for the host. The hardware places a cluster whole or refuses the launch, under MPS and MIG as well, so that
+//   no wait needs room for a CTA which is not there. Work shared by CTAs of different clusters is finished by whoever comes last.
+// - griddepcontrol.wait ends because a kernel is placed early only when all CTAs of the one ahead run or have ended: one that waits keeps no room
+//   from one it waits for. Every kernel here waits for those ahead before it ends, so that "the one ahead has ended" holds for all further ahead.
+// - Loading a module, lazily or not, may wait for the device. No kernel waits for one that is launched later, so that this ends too.
+// - nvcc and NVRTC put no barrier of a CTA into code by themselves: the order of barriers is that of the source.
 #pragma once
 
 typedef unsigned int u32;
@@ -112,6 +121,17 @@ __device__ __forceinline__ float tanh_(float x) {  // a series near 0, where the
   const float far = 1.f - 2.f / (exp2_(2.f * LOG2E * x) + 1.f);
   return fabsf(x) < 0.3f ? series : far;
 }
+// Lengths, query starts and block tables. They are read before griddepcontrol.wait, where a first-level cache may still hold an older step's:
+// programs that start early are not known to find that cache emptied. Nobody writes them while the kernel runs, so the load orders nothing.
+__device__ __forceinline__ int load_l2(const int *p) {
+  int x;
+#if __CUDA_ARCH__ >= 900
+  asm volatile("ld.global.cg.s32 %0, [%1];" : "=r"(x) : "l"(p));
+#else  // no kernel starts early there
+  x = *p;
+#endif
+  return x;
+}
 __device__ __forceinline__ float load_l2(const float *p) {  // other CTAs wrote it: L1 must not answer
   float x;
   asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(x) : "l"(p) : "memory");
@@ -138,7 +158,7 @@ __device__ __forceinline__ void send(u32 to, float x) { asm volatile("st.shared:
 __device__ __forceinline__ void announce(u32 counter) {
   asm volatile("red.release.cluster.shared::cluster.add.u32 [%0], 1;" ::"r"(counter) : "memory");
 }
-__device__ __forceinline__ void await(const u32 *counter, u32 wanted) {
+__device__ __forceinline__ void await(const u32 *counter, u32 wanted) {  // a spin; decode.cu, where it stands, says who comes
   u32 seen;
   do asm volatile("ld.acquire.cluster.shared::cta.u32 %0, [%1];" : "=r"(seen) : "r"(shared_address(counter)) : "memory");
   while (seen != wanted);

@@ -24,7 +24,7 @@ __device__ __forceinline__ void unpack8(float (&to)[8], uint4 x) {
 extern "C" __global__ void __launch_bounds__(THREADS) rms_norm(const __grid_constant__ Params p) {
   __shared__ float sums[THREADS / 32];
 #if PDL
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");  // what starts waits for this kernel, and so for those that it waits for
 #endif
   uint4 weight[EACH][WEIGHT_BYTES / 2];  // a constant, so it may come early
 #pragma unroll

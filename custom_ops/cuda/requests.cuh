@@ -29,9 +29,9 @@ struct Request {
   int start, query_len, seq_len, first_tile, num_tiles, low, end;
 
   __device__ __forceinline__ void load(const Params &p, int r) {
-    start = p.starts[r];
-    query_len = p.starts[r + 1] - start;
-    seq_len = p.seq_lens[r];
+    start = load_l2(p.starts + r);
+    query_len = load_l2(p.starts + r + 1) - start;
+    seq_len = load_l2(p.seq_lens + r);
     cut();
   }
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from torchpaged.custom_ops.early_launch import refuse_inductors
+
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _FLOATS = (torch.bfloat16, torch.float16)
 MAX_ROWS = 32  # query rows of a pair: 4 n-tiles of 8
@@ -216,11 +218,24 @@ def shared_per_sm(index: int) -> int:
 
 
 @functools.cache
+def shared_per_cta(index: int) -> int:
+    """Most shared memory that a thread block may ask for, in bytes."""
+    return torch.cuda.get_device_properties(index).shared_memory_per_block_optin
+
+
+@functools.cache
 def capability(index: int) -> tuple[int, int]:
     """Compute capability of a device."""
     return torch.cuda.get_device_capability(index)
 
 
 def launches_early(index: int) -> bool:
-    """Whether kernels are launched with programmatic dependent launch: compute capability 9.0 and later."""
-    return capability(index) >= (9, 0)
+    """Whether kernels are launched with programmatic dependent launch: compute capability 9.0 and later.
+
+    Raises:
+        BackendUnavailableError: they are, and Inductor's kernels would be too.
+    """
+    early = capability(index) >= (9, 0)
+    if early:
+        refuse_inductors()
+    return early

@@ -38,6 +38,14 @@ def visible_range(position, seq_len, WINDOW_LEFT: tl.constexpr, WINDOW_RIGHT: tl
 
 
 @triton.jit
+def slot_offset(slot, stride: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """``slot * stride`` inside a block: in 64 bits where the block's last slot needs them, in 32 where it doesn't."""
+    if BLOCK_SIZE * stride >= 2147483648:
+        slot = slot.to(tl.int64)
+    return slot * stride
+
+
+@triton.jit
 def attend(
     q, position, low, end, slope, first_key, end_key, table_ptr, k_ptr, v_ptr, k_block, k_slot, v_block, v_slot,
     score_scale, soft_cap,
@@ -151,8 +159,16 @@ def attend_slices(
         n = start + tl.arange(0, SLICES)[:, None] * SLICE + tl.arange(0, SLICE)[None, :]  # [S, N]
         next_block = slice_blocks(table_ptr, start + SLICES * SLICE, end_key, SLICES, SLICE, BLOCK_SIZE)
         slot, k_slot, v_slot = slice_slots(start, end_key, SLICES, SLICE, BLOCK_SIZE)
-        k_at = (k_ptr + (block.to(tl.int64) * K_BLOCK + slot * K_SLOT))[:, :, None] + d + (k_slot.to(tl.int64) * K_SLOT)[:, :, None]
-        v_at = (v_ptr + (block.to(tl.int64) * V_BLOCK + slot * V_SLOT))[:, None, :] + dv + (v_slot.to(tl.int64) * V_SLOT)[:, None, :]
+        k_at = (
+            (k_ptr + (block.to(tl.int64) * K_BLOCK + slot_offset(slot, K_SLOT, BLOCK_SIZE)))[:, :, None]
+            + d
+            + (k_slot.to(tl.int64) * K_SLOT)[:, :, None]
+        )
+        v_at = (
+            (v_ptr + (block.to(tl.int64) * V_BLOCK + slot_offset(slot, V_SLOT, BLOCK_SIZE)))[:, None, :]
+            + dv
+            + (v_slot.to(tl.int64) * V_SLOT)[:, None, :]
+        )
         if DIM == DIM_PAD:
             k = tl.load(k_at)  # [S, N, D]
         else:

@@ -24,4 +24,10 @@ def begin_write(ARE_QUERY_TOKENS: tl.constexpr, PDL: tl.constexpr):
 def end_write(ARE_QUERY_TOKENS: tl.constexpr, PDL: tl.constexpr):
     """After the last store. That all programs have ended starts the kernel behind, but does not say that their stores can be seen."""
     if PDL and not ARE_QUERY_TOKENS:
-        tl.inline_asm_elementwise("fence.acq_rel.gpu; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+        fence()
+
+
+@triton.jit
+def fence():
+    """For every thread: its stores before can be seen by the whole GPU, its loads behind find nothing that was in L1 before."""
+    tl.inline_asm_elementwise("fence.acq_rel.gpu; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)

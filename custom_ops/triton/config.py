@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from torchpaged.custom_ops.early_launch import refuse_inductors
 from torchpaged.custom_ops.errors import BackendUnavailableError
 
 #: Kernels run in Triton's interpreter, on CPU tensors.
@@ -40,16 +41,12 @@ class DecodeTiles(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """``rows`` (query tokens x heads of a group) and ``keys`` per tile, and Triton's launch options.
-
-    ``ping_pong``: the two warpgroups of 8 warps take turns at the tensor cores; taken on Hopper only (`is_hopper`).
-    """
+    """``rows`` (query tokens x heads of a group) and ``keys`` per tile, and Triton's launch options."""
 
     rows: int
     keys: int
     num_warps: int
     num_stages: int
-    ping_pong: bool = False
 
 
 def next_power_of_2(n: int) -> int:
@@ -87,7 +84,7 @@ def prefill_tiles(head_dim: int, group: int, itemsize: int, max_query_len: int, 
         return Tiles(max(128, rows), 32, 8, 3)
     if max_query_len <= 512 and max_seq_len <= 1024:  # few tiles of keys per program: two small programs per multiprocessor
         return Tiles(max(64, rows), 64, 4, 2)
-    return Tiles(max(128, rows), 128, 8, 3, ping_pong=True)
+    return Tiles(max(128, rows), 128, 8, 3)
 
 
 def decode_len_in_mixed(group: int, num_reqs: int, num_tokens: int, max_query_len: int) -> int:
@@ -128,11 +125,6 @@ def bounded_masks(window_left: int, window_right: int, chunk_size: int, capacity
     """Masks that reach past ``capacity`` tokens as open ones: positions plus a huge window would overflow 32 bits in a kernel."""
     left, right = (-1 if window >= capacity else window for window in (window_left, window_right))
     return left, right, 0 if chunk_size >= capacity else chunk_size
-
-
-def is_hopper(device: torch.device) -> bool:
-    """Whether the device has wgmma: compute capability 9.0."""
-    return device.type == "cuda" and torch.version.hip is None and _capability(device.index or 0)[0] == 9
 
 
 def has_large_tiles(device: torch.device) -> bool:
@@ -176,8 +168,15 @@ def merged_parts(head_dim_v: int) -> int:
 
 
 def launches_early(device: torch.device) -> bool:
-    """Whether kernels are launched with programmatic dependent launch: compute capability 9.0 and later."""
-    return device.type == "cuda" and torch.version.hip is None and _capability(device.index or 0) >= (9, 0)
+    """Whether kernels are launched with programmatic dependent launch: compute capability 9.0 and later.
+
+    Raises:
+        BackendUnavailableError: they are, and Inductor's kernels would be too.
+    """
+    early = device.type == "cuda" and torch.version.hip is None and _capability(device.index or 0) >= (9, 0)
+    if early:
+        refuse_inductors()
+    return early
 
 
 def early_launch(device: torch.device) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from torchpaged.custom_ops.triton.attend import attend, attend_slices, finish, merge_slices, slice_blocks, visible_range
+from torchpaged.custom_ops.triton.cache_writes import fence
 
 
 @triton.jit
@@ -24,6 +25,7 @@ def store_rows(
 ):  # fmt: skip
     """Write ``out [M, DV]`` and ``lse [M]`` of rows (token, head)."""
     dv = tl.arange(0, DIM_V_PAD)
+    head = head.to(tl.int64)  # as the query's heads: a head's stride may be that of a whole sequence
     at = out_ptr + (token.to(tl.int64) * o_token + head * o_head)[:, None] + dv[None, :]
     tl.store(at, out.to(out_ptr.dtype.element_ty), mask=valid[:, None] & (dv < DIM_V)[None, :])
     if HAS_LSE:
@@ -131,9 +133,23 @@ def decode_kernel(
     comes after this launch counts on both.
     """
     program = tl.program_id(0)
-    if PDL:  # wait first: an attention behind this one reads early what the kernels ahead of this one wrote (cache_writes.py)
+    if PDL:
+        # LONGEST == 0: every program waits for all kernels ahead, before it reads or writes anything; an attention behind this one
+        # reads early what the kernels ahead of this one wrote (cache_writes.py), so dependents are let go only then.
+        # LONGEST > 0: nobody waits here for the prefill launch. Behind it this program begins once each of its programs has let go or
+        # ended, and each waits first for all kernels ahead of it, also those that find no tile: none ends before. So whatever stands
+        # ahead of both has ended, with its stores in L2, when the first instruction here runs; q, lengths, tables, keys and semaphores
+        # are not written by the prefill launch. What an older kernel left in this multiprocessor's L1 is not bound by that: the fence
+        # drops it, for every load behind. What could turn the order round:
+        # - the compiler: waits, lets and the fence are volatile assembly, which it moves across no load or store;
+        # - an early exit: the prefill grid is never empty (config.most_tiles_of_longer) and leaves no path around its wait;
+        # - another kernel between the two launches: paged_attention allocates and clears all it needs before the first;
+        # - a lazily loaded module: loading it delays this launch, which may then find the prefill launch ended;
+        # - a second stream: both launches go to one stream; a graph keeps their edge. Calls that may overlap need semaphores of their own.
         if LONGEST == 0:
             tl.extra.cuda.gdc_wait()
+        else:
+            fence()
         tl.extra.cuda.gdc_launch_dependents()
     row = tl.arange(0, TILE_M)
     query = tl.zeros_like(row)
@@ -200,7 +216,7 @@ def decode_kernel(
         if SLICES > 0:  # block ids are asked for before the queries, so that both loads are under way at once
             block = slice_blocks(table_at, first_key, last_key, SLICES, TILE_KV // SLICES, BLOCK_SIZE)
         d = tl.arange(0, DIM_PAD)
-        q_at = q_ptr + ((start + query).to(tl.int64) * q_token + head * q_head)[:, None] + d[None, :]
+        q_at = q_ptr + ((start + query).to(tl.int64) * q_token + head.to(tl.int64) * q_head)[:, None] + d[None, :]
         q_mask = valid[:, None] & (d < DIM)[None, :]
         slope = tl.zeros([TILE_M], tl.float32)
         if ALIBI:
@@ -240,6 +256,10 @@ def decode_kernel(
             first_part = owner(pair_unit, total, programs)
             num_parts = owner(pair_unit + num_tiles - 1, total, programs) - first_part + 1
             semaphore = semaphore_ptr + request * NUM_KV_HEADS + kv_head
+            # Nobody waits for another program here: the one that comes last finds all parts there, the others go on. So programs that run
+            # one after another, in any order, end as well. The count is exact if all programs see the same lengths: `num_parts` comes from
+            # them, and they are read behind the wait or the fence above. The branch is the same for all threads: one lane's atomic is
+            # handed to all, so that barriers in `merge_parts` are met by all or none.
             tl.debug_barrier()  # all lanes' parts are stored before one lane says so
             if tl.atomic_add(semaphore, 1, sem="acq_rel") == num_parts - 1:
                 tl.store(semaphore, 0)
@@ -254,6 +274,8 @@ def decode_kernel(
             out_ptr, lse_ptr, seq_lens_ptr, starts_ptr, num_reqs, num_tokens, o_token, o_head, l_token, l_head, GROUP, NUM_KV_HEADS,
             DIM_V, DIM_V_PAD, TILE_M, TILE_KV, CAUSAL, WINDOW_LEFT, WINDOW_RIGHT, CHUNK, HAS_LSE, LONGEST,
         )  # fmt: skip
+    # The last program waits for the prefill launch to end, so that this launch does not end before: kernels behind wait for this one
+    # alone. The prefill launch waits for none of its dependents, so it ends; each program of this one runs to here whatever it found to do.
     if PDL and LONGEST > 0:  # noqa: SIM102  one condition is the compiler's, the other the kernel's
         if program == tl.num_programs(0) - 1:
             tl.extra.cuda.gdc_wait()
@@ -309,7 +331,7 @@ def merge_parts(
     acc = tl.load(part_acc_ptr + slot * DIM_V_PAD + at, cache_modifier=".cg")  # [ROWS, DV]
     for begin in range(1, num_parts, PARTS):
         for step in tl.static_range(PARTS):
-            inside = begin + step < num_parts
+            inside = tl.zeros([ROWS, 1], tl.int32) + (begin + step) < num_parts  # a mask of a mask's shape and type, in the interpreter too
             slot = ((first_part + begin + step) * 2).to(tl.int64) * ROWS
             state = part_state_ptr + slot * 2 + row[:, None]
             part_max = tl.load(state, mask=inside, other=-1.0e30, cache_modifier=".cg")

@@ -16,7 +16,7 @@ def merge_attn_states_kernel(
     o_token, o_head, l_token, l_head, DIM: tl.constexpr, DIM_PAD: tl.constexpr, HAS_LSE: tl.constexpr,
 ):  # fmt: skip
     """Grid: (num_tokens, num_heads)."""
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     lse_a = tl.load(lse_a_ptr + token * la_token + head * la_head)
     lse_b = tl.load(lse_b_ptr + token * lb_token + head * lb_head)
     top = tl.maximum(lse_a, lse_b)

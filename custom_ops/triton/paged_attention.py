@@ -71,7 +71,7 @@ def paged_attention(
         single, shared = num_tokens // tokens + num_reqs, 0
     prefill_kernel[((single + shared) * num_kv_heads,)](
         *tensors, scale, logits_soft_cap, num_reqs, num_tokens, num_kv_heads, single, config.num_sms(q.device), *strides, TOKENS=tokens,
-        TILE_M=tiles.rows, TILE_KV=tiles.keys, PING_PONG=tiles.ping_pong and config.is_hopper(q.device), SKIP_DECODES=skip,
+        TILE_M=tiles.rows, TILE_KV=tiles.keys, SKIP_DECODES=skip,
         **flags, **config.early_launch(q.device), num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
     if decode is not None:

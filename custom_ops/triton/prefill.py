@@ -6,8 +6,8 @@ tokens x heads of the group: a tile of keys is read once for all of them. Key ti
 masks; only the tiles at the ends of the rows' intervals are masked. No loop may go around these: what stays alive across it costs
 the copies their registers (docs/kernels.md). Programs start with the last tokens, which see the most keys, so that short tiles fill the end.
 
-Shaped for Hopper: wgmma takes q, k and v from shared memory and p from registers, k and v arrive by cp.async. With PING_PONG the
-softmax of one half of the rows runs beside the products of the other (FlashAttention-3, arXiv:2407.08608, section 3.1).
+Shaped for Hopper: wgmma takes q, k and v from shared memory and p from registers, k and v arrive by cp.async. Warps are ordered by
+Triton's own barriers alone: one placed by hand would depend on where the compiler puts its own (docs/kernels.md, tests/triton/ptx.py).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from torchpaged.custom_ops.triton.attend import finish, tanh, visible_range
+from torchpaged.custom_ops.triton.attend import finish, slot_offset, tanh, visible_range
 from torchpaged.custom_ops.triton.decode import store_padding, store_rows
 
 
@@ -29,7 +29,7 @@ def find_request(starts_ptr, tile, num_reqs, TOKENS: tl.constexpr):
     count = 0
     for first in range(0, num_reqs, LANES):
         request = first + tl.arange(0, LANES)
-        begin = tl.load(starts_ptr + request, mask=request < num_reqs, other=0) // TOKENS + request
+        begin = tl.load(starts_ptr + request, mask=request < num_reqs, other=0, cache_modifier=".cg") // TOKENS + request
         count += tl.sum(((begin <= tile) & (request < num_reqs)).to(tl.int32), 0)
     return count - 1
 
@@ -41,8 +41,8 @@ def tiles_of_longer(starts_ptr, first, num_reqs, TOKENS: tl.constexpr, SKIPPED: 
     As many as a warp has threads: sums over them need no barrier, and their results are known to be the same in all threads.
     """
     request = first + tl.arange(0, 32)
-    start = tl.load(starts_ptr + request, mask=request < num_reqs, other=0)
-    query_len = tl.load(starts_ptr + request + 1, mask=request < num_reqs, other=0) - start
+    start = tl.load(starts_ptr + request, mask=request < num_reqs, other=0, cache_modifier=".cg")
+    query_len = tl.load(starts_ptr + request + 1, mask=request < num_reqs, other=0, cache_modifier=".cg") - start
     return tl.where(query_len > SKIPPED, (query_len + TOKENS - 1) // TOKENS, 0)
 
 
@@ -100,47 +100,12 @@ def tile_of(cache_ptr, blocks, start, stride_block: tl.constexpr, stride_slot: t
     key = tl.arange(0, TILE_KV)
     d = tl.arange(0, WIDTH)[None, :]
     if BLOCK_SIZE % TILE_KV == 0:
-        at = cache_ptr + (blocks.to(tl.int64) * stride_block + start % BLOCK_SIZE * stride_slot) + ((key * stride_slot)[:, None] + d)
+        at = cache_ptr + (blocks.to(tl.int64) * stride_block + slot_offset(start % BLOCK_SIZE, stride_slot, BLOCK_SIZE))
+        at += slot_offset(key, stride_slot, BLOCK_SIZE)[:, None] + d
     else:
         offset = key % BLOCK_SIZE if TILE_KV % BLOCK_SIZE == 0 else (start + key) % BLOCK_SIZE
-        at = cache_ptr + ((offset * stride_slot)[:, None] + d) + (blocks.to(tl.int64) * stride_block)[:, None]
+        at = cache_ptr + (slot_offset(offset, stride_slot, BLOCK_SIZE)[:, None] + d) + (blocks.to(tl.int64) * stride_block)[:, None]
     return at
-
-
-@triton.jit
-def second_half_waits():
-    """The threads of rows in the tile's second half wait for `first_half_done`; those of the first half go on."""
-    tl.inline_asm_elementwise(
-        """{
-        .reg .pred second;
-        .reg .u32 thread, threads;
-        mov.u32 thread, %tid.x;
-        mov.u32 threads, %ntid.x;
-        shl.b32 thread, thread, 1;
-        setp.ge.u32 second, thread, threads;
-        @second bar.sync 7, threads;
-        mov.u32 $0, 0;
-        }""",
-        "=r", [], dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@triton.jit
-def first_half_done():
-    """Lets the threads in `second_half_waits` go on; nobody waits here. Barrier 7: Triton numbers its own from 0."""
-    tl.inline_asm_elementwise(
-        """{
-        .reg .pred first;
-        .reg .u32 thread, threads;
-        mov.u32 thread, %tid.x;
-        mov.u32 threads, %ntid.x;
-        shl.b32 thread, thread, 1;
-        setp.lt.u32 first, thread, threads;
-        @first bar.arrive 7, threads;
-        mov.u32 $0, 0;
-        }""",
-        "=r", [], dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
 
 
 @triton.jit
@@ -150,16 +115,13 @@ def attend_tiles(
     score_scale, soft_cap,
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, DIM_V: tl.constexpr, DIM_V_PAD: tl.constexpr, TILE_KV: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, LOW: tl.constexpr, FOLD: tl.constexpr,
-    PING_PONG: tl.constexpr, MASKED: tl.constexpr, INTERPRET: tl.constexpr,
+    MASKED: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """Keys ``[first, last)``, ``first`` a multiple of TILE_KV. Returns the state, its first four arguments, after them.
 
     maximum, total [M], acc [M, DV]: the running softmax; blocks: `load_blocks` of the next tile, loaded one tile ahead, so that
     the loads of keys and values are pipelined like loads from plain addresses. Unless MASKED, every row must see every key. LOW:
     rows may not see the first keys. FOLD: ``maximum`` is of raw scores, the scale joins the exponential in one multiply-add.
-
-    PING_PONG: the first half of the rows, one warpgroup of two, has its scores before the second asks for any, so that the
-    halves take turns at softmax and tensor cores; both asking at once, both would wait for both and the tensor cores idle after.
     """
     LOG2E: tl.constexpr = 1.4426950408889634
     to_base_2 = score_scale * LOG2E if FOLD else LOG2E
@@ -186,11 +148,7 @@ def attend_tiles(
             k, v = k.to(tl.float32), v.to(tl.float32)
         else:
             k, v = k.to(q.dtype), v.to(q.dtype)
-        if PING_PONG:
-            second_half_waits()  # the rows of the tile's second half
         s = tl.dot(q, tl.trans(k), input_precision="ieee")  # [M, N]
-        if PING_PONG:
-            first_half_done()
         if not FOLD:
             s *= score_scale
         if SOFT_CAP:
@@ -220,7 +178,7 @@ def attend_query_tile(
     GROUP: tl.constexpr, TOKENS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, DIM_V: tl.constexpr,
     DIM_V_PAD: tl.constexpr, TILE_M: tl.constexpr, TILE_KV: tl.constexpr, BLOCK_SIZE: tl.constexpr, CAUSAL: tl.constexpr,
     WINDOW_LEFT: tl.constexpr, WINDOW_RIGHT: tl.constexpr, CHUNK: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr,
-    SINKS: tl.constexpr, KV_SCALES: tl.constexpr, HAS_LSE: tl.constexpr, PING_PONG: tl.constexpr, INTERPRET: tl.constexpr,
+    SINKS: tl.constexpr, KV_SCALES: tl.constexpr, HAS_LSE: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """Attend and store the query tokens ``first_query + [0, TOKENS)`` of a request whose token rows begin at ``start``."""
     FOLD: tl.constexpr = not (SOFT_CAP or ALIBI)  # scales are positive: the largest raw score is the largest score
@@ -231,7 +189,7 @@ def attend_query_tile(
     query = first_query + row // GROUP
     valid = (query < query_len) & (row < TOKENS * GROUP)
     d = tl.arange(0, DIM_PAD)
-    at = q_ptr + ((start + query).to(tl.int64) * q_token + head * q_head)[:, None] + d[None, :]
+    at = q_ptr + ((start + query).to(tl.int64) * q_token + head.to(tl.int64) * q_head)[:, None] + d[None, :]
     q = tl.load(at, mask=valid[:, None] & (d < DIM)[None, :], other=0.0)  # [M, D]; untouched, it stays in shared memory
     if INTERPRET:
         q = q.to(tl.float32)
@@ -271,19 +229,19 @@ def attend_query_tile(
         maximum, total, acc, blocks = attend_tiles(
             maximum, total, acc, blocks, q, position, low, end, slope, first_key, whole_first, low_key, end_key,
             table_ptr, k_ptr, v_ptr, k_block, k_slot, v_block, v_slot, score_scale, soft_cap,
-            DIM, DIM_PAD, DIM_V, DIM_V_PAD, TILE_KV, BLOCK_SIZE, SOFT_CAP, ALIBI, LOW, FOLD, PING_PONG, True, INTERPRET,
+            DIM, DIM_PAD, DIM_V, DIM_V_PAD, TILE_KV, BLOCK_SIZE, SOFT_CAP, ALIBI, LOW, FOLD, True, INTERPRET,
         )  # fmt: skip
     maximum, total, acc, blocks = attend_tiles(
         maximum, total, acc, blocks, q, position, low, end, slope, whole_first, whole_end, low_key, end_key,
         table_ptr, k_ptr, v_ptr, k_block, k_slot, v_block, v_slot, score_scale, soft_cap,
-        DIM, DIM_PAD, DIM_V, DIM_V_PAD, TILE_KV, BLOCK_SIZE, SOFT_CAP, ALIBI, LOW, FOLD, PING_PONG, False, INTERPRET,
+        DIM, DIM_PAD, DIM_V, DIM_V_PAD, TILE_KV, BLOCK_SIZE, SOFT_CAP, ALIBI, LOW, FOLD, False, INTERPRET,
     )  # fmt: skip
     if TILE_KV % BLOCK_SIZE == 0 and BLOCK_SIZE < TILE_KV:  # `attend_tiles` has not looked past its whole tiles
         blocks = load_blocks(table_ptr, whole_end, end_key, TILE_KV, BLOCK_SIZE)
     maximum, total, acc, blocks = attend_tiles(
         maximum, total, acc, blocks, q, position, low, end, slope, whole_end, end_key, low_key, end_key,
         table_ptr, k_ptr, v_ptr, k_block, k_slot, v_block, v_slot, score_scale, soft_cap,
-        DIM, DIM_PAD, DIM_V, DIM_V_PAD, TILE_KV, BLOCK_SIZE, SOFT_CAP, ALIBI, LOW, FOLD, PING_PONG, True, INTERPRET,
+        DIM, DIM_PAD, DIM_V, DIM_V_PAD, TILE_KV, BLOCK_SIZE, SOFT_CAP, ALIBI, LOW, FOLD, True, INTERPRET,
     )  # fmt: skip
     LOG2E: tl.constexpr = 1.4426950408889634
     maximum *= score_scale * LOG2E if FOLD else LOG2E
@@ -300,7 +258,7 @@ def prefill_kernel(
     GROUP: tl.constexpr, TOKENS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, DIM_V: tl.constexpr,
     DIM_V_PAD: tl.constexpr, TILE_M: tl.constexpr, TILE_KV: tl.constexpr, BLOCK_SIZE: tl.constexpr, CAUSAL: tl.constexpr,
     WINDOW_LEFT: tl.constexpr, WINDOW_RIGHT: tl.constexpr, CHUNK: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr,
-    SINKS: tl.constexpr, KV_SCALES: tl.constexpr, HAS_LSE: tl.constexpr, PING_PONG: tl.constexpr, SKIP_DECODES: tl.constexpr,
+    SINKS: tl.constexpr, KV_SCALES: tl.constexpr, HAS_LSE: tl.constexpr, SKIP_DECODES: tl.constexpr,
     PDL: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """Grid: (tiles * num_kv_heads,). TOKENS: query tokens per tile, TOKENS * GROUP <= TILE_M; tiles: num_tokens // TOKENS + num_reqs.
@@ -328,10 +286,17 @@ def prefill_kernel(
             request, first_tile = find_longer_request(starts_ptr, tile, num_reqs, TOKENS, SKIP_DECODES)
     else:
         request = find_request(starts_ptr, tile, num_reqs, TOKENS)
-        first_tile = tl.load(starts_ptr + request) // TOKENS + request
-    start = tl.load(starts_ptr + request)
-    query_len = tl.load(starts_ptr + request + 1) - start
+        first_tile = tl.load(starts_ptr + request, cache_modifier=".cg") // TOKENS + request
+    start = tl.load(starts_ptr + request, cache_modifier=".cg")
+    query_len = tl.load(starts_ptr + request + 1, cache_modifier=".cg") - start
     first_query = (tile - first_tile) * TOKENS
+    # Up to here query_start_loc alone is read, before the kernels ahead have ended. Whoever wrote it has: it must not have let its
+    # dependents start (custom_ops/ops.py), torch's kernels don't and Inductor is kept from it (custom_ops/early_launch.py). From L2:
+    # an old line in one multiprocessor's L1 would make programs, or warps of one program, disagree about their tile, and a barrier
+    # that some warps never come to does not open. Everything else is read behind the wait.
+    # Every program waits here for all kernels ahead, and then lets its dependents start: no path leads around it, not even for
+    # programs without a tile, and no program waits for another or for a dependent. The order of both is the contract with the
+    # decode launch of a mixed batch (decode.py) and with an attention behind this one (cache_writes.py).
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -341,7 +306,7 @@ def prefill_kernel(
             q_ptr, k_ptr, v_ptr, table_ptr, seq_lens_ptr, out_ptr, lse_ptr, slopes_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr,
             scale, soft_cap, q_token, q_head, k_block, k_slot, k_head, v_block, v_slot, v_head, o_token, o_head, l_token, l_head,
             table_row, ks_head, vs_head, GROUP, TOKENS, DIM, DIM_PAD, DIM_V, DIM_V_PAD, TILE_M, TILE_KV, BLOCK_SIZE, CAUSAL,
-            WINDOW_LEFT, WINDOW_RIGHT, CHUNK, SOFT_CAP, ALIBI, SINKS, KV_SCALES, HAS_LSE, PING_PONG, INTERPRET,
+            WINDOW_LEFT, WINDOW_RIGHT, CHUNK, SOFT_CAP, ALIBI, SINKS, KV_SCALES, HAS_LSE, INTERPRET,
         )  # fmt: skip
     elif SKIP_DECODES > 0 and tile >= num_single:
         # Fewer keys at a time: with as many as above ptxas spilled, and gave all copies in here one address register.
@@ -356,7 +321,7 @@ def prefill_kernel(
                 q_ptr, k_ptr, v_ptr, table_ptr, seq_lens_ptr, out_ptr, lse_ptr, slopes_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr,
                 scale, soft_cap, q_token, q_head, k_block, k_slot, k_head, v_block, v_slot, v_head, o_token, o_head, l_token, l_head,
                 table_row, ks_head, vs_head, GROUP, TOKENS, DIM, DIM_PAD, DIM_V, DIM_V_PAD, TILE_M, NARROW, BLOCK_SIZE, CAUSAL,
-                WINDOW_LEFT, WINDOW_RIGHT, CHUNK, SOFT_CAP, ALIBI, SINKS, KV_SCALES, HAS_LSE, PING_PONG, INTERPRET,
+                WINDOW_LEFT, WINDOW_RIGHT, CHUNK, SOFT_CAP, ALIBI, SINKS, KV_SCALES, HAS_LSE, INTERPRET,
             )  # fmt: skip
     row = tl.arange(0, TILE_M)
     head = kv_head * GROUP + row

@@ -44,7 +44,7 @@ def rope_heads(
     d = tl.arange(0, HALF_PAD)[None, :]
     pair = tl.arange(0, 2 * HALF_PAD)[None, :]  # used by INTERLEAVED only
     rest = ROTARY + tl.arange(0, PASS_PAD)[None, :]  # the part of each head that is not rotated
-    source = source_ptr + head * source_head
+    source = source_ptr + head.to(tl.int64) * source_head  # a head's stride may be that of a whole sequence
     if INTERLEAVED:
         x = tl.load(source + pair, mask=here & (pair < ROTARY), other=0.0).to(tl.float32)
         x1, x2 = tl.split(tl.reshape(x, (HEADS, HALF_PAD, 2)))  # [HEADS, HALF_PAD] each
@@ -74,7 +74,7 @@ def rope_heads(
             x3 = x3 * inverse * (norm_offset + w3)
     scale = tl.load(scale_ptr + head * scale_head, mask=here, other=1.0) if scale_ptr is not None else 1.0
     y1, y2 = x1 * cos - x2 * sin, x2 * cos + x1 * sin
-    target = target_ptr + head * target_head
+    target = target_ptr + head.to(tl.int64) * target_head
     if INTERLEAVED:
         y = tl.reshape(tl.join(y1, y2), (HEADS, 2 * HALF_PAD))
         store_heads(target + pair, y, here & (pair < ROTARY), scale, scale_ptr is not None, LIMIT)
@@ -113,13 +113,13 @@ def rope_write_kv_kernel(
             block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
             here = head < NUM_KV_HEADS
             d = tl.arange(0, DIM_V_PAD)[None, :]
-            v = tl.load(v_ptr + token * v_token + head * v_head + d, mask=here & (d < DIM_V), other=0.0)  # [HEADS, DIM_V_PAD]
+            v = tl.load(v_ptr + token * v_token + head.to(tl.int64) * v_head + d, mask=here & (d < DIM_V), other=0.0)  # [HEADS, DIM_V_PAD]
             rope_heads(
                 k_ptr + token * k_token, k_head, k_cache_ptr + block * kc_block + offset * kc_slot, kc_head, cos_sin_ptr, k_norm_ptr,
                 norm_eps, norm_offset, k_scale_ptr, ks_head, head, NUM_KV_HEADS, HEADS, DIM, ROTARY, HALF_PAD, PASS_PAD, INTERLEAVED, LIMIT,
             )  # fmt: skip
             scale = tl.load(v_scale_ptr + head * vs_head, mask=here, other=1.0) if v_scale_ptr is not None else 1.0
-            target = v_cache_ptr + block * vc_block + offset * vc_slot + head * vc_head + d
+            target = v_cache_ptr + block * vc_block + offset * vc_slot + head.to(tl.int64) * vc_head + d
             store_heads(target, v.to(tl.float32), here & (d < DIM_V), scale, v_scale_ptr is not None, LIMIT)
     end_write(ARE_QUERY_TOKENS, PDL)
 

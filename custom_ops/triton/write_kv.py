@@ -28,7 +28,7 @@ def write_kv_kernel(
     slot = tl.load(slot_ptr + token)
     if slot >= 0:
         block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
-        head = tl.arange(0, HEADS_PAD)[:, None]
+        head = tl.arange(0, HEADS_PAD)[:, None].to(tl.int64)  # a head's stride may be that of a whole sequence
         d = tl.arange(0, DIM_PAD)[None, :]
         mask = (head < NUM_HEADS) & (d < DIM)
         k = tl.load(k_ptr + token * k_token + head * k_head + d, mask=mask, other=0.0)  # [HEADS_PAD, DIM_PAD]

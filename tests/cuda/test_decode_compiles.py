@@ -116,3 +116,56 @@ def test_where_it_waits_for_the_launch_before(tmp_path: Path) -> None:
     copies = [i for i, step in enumerate(steps) if step == "cp.async.cg"]
     before = [sum(i < wait for i in copies) for wait in waits]  # `load` stands in the code three times: before, after, in the loop
     assert any(0 < count <= len(copies) / 3 for count in before), steps
+
+
+METADATA = {24: "block_table", 32: "seq_lens", 40: "query_start_loc"}  # by their offset in struct Params of shapes.cuh
+
+
+def metadata_loads(ptx: str) -> set[tuple[str, str]]:
+    """``(tensor, instruction)`` of every load from a metadata tensor, found by following the pointers through the registers."""
+    loads = set()
+    for function in re.split(r"^(?:\.visible \.entry|\.func)", ptx, flags=re.M)[1:]:
+        name = re.match(r"\s*(\w+)\(", function)[1]  # type: ignore[index]
+        params: dict[str, int] = {}  # registers that point into Params, and where
+        pointers: dict[str, str] = {}  # registers that point into a tensor
+        lines = [line.strip().rstrip(";").split(None, 1) for line in function.splitlines()]
+        instructions = [(op, rest) for op, rest in (line for line in lines if len(line) == 2) if re.match(r"(?:ld|mov|add|sub|cvta|mad|selp)\.", op)]
+        known = -1
+        while known != len(params) + len(pointers):  # to a fixed point: registers of a loop are written further down
+            known = len(params) + len(pointers)
+            for op, rest in instructions:
+                target, *sources = re.findall(r"%\w+|\w+_param_0|(?<=[,+ ])-?\d+", rest)
+                address = re.search(r"\[([%\w]+)\+?(-?\d+)?\]", rest) if op.startswith("ld.") else None
+                if address:
+                    place, offset = address[1], int(address[2] or 0)
+                    if place in pointers:
+                        loads.add((pointers[place], op))
+                    elif place == f"{name}_param_0" and name != "paged_decode":
+                        params[target] = 0  # a function is given the address of Params
+                    elif place in params or place == f"{name}_param_0":
+                        tensor = METADATA.get(params.get(place, 0) + offset)
+                        if tensor and op.endswith("64"):
+                            pointers[target] = tensor
+                elif f"{name}_param_0" in sources:
+                    params[target] = 0
+                elif op.startswith("add") and sources[0] in params:
+                    params[target] = params[sources[0]] + int(sources[1])
+                elif op.startswith(("mov", "cvta")) and sources[:1] and sources[0] in params:
+                    params[target] = params[sources[0]]
+                else:
+                    found = [pointers[source] for source in sources if source in pointers]
+                    if found:
+                        pointers[target] = found[0]
+    return loads
+
+
+@pytest.mark.skipif(NVCC is None, reason="nvcc is not installed")
+@pytest.mark.parametrize("name", [*TUNED, "everything", "speculative", "192/128"])
+def test_metadata_comes_from_l2(tmp_path: Path, name: str) -> None:
+    """It is read before the kernels ahead have ended: a line of a first-level cache may be a step old, a read-only one older still."""
+    values, _ = macros((9, 0), **{**TUNED, **OTHERS}[name])
+    text, _ = compile_with_nvcc(tmp_path, (9, 0), values, "ptx")
+    loads = metadata_loads(text)
+    assert {tensor for tensor, _ in loads} == set(METADATA.values()), loads
+    assert all(op.startswith("ld.global.cg.") for _, op in loads), loads
+    assert ".nc" not in text

@@ -15,7 +15,8 @@ from torchpaged.custom_ops.cuda.linear_shape import LinearShape, linear_macros, 
 
 NVCC = shutil.which("nvcc")
 FOLDER = Path(jit.__file__).parent
-SHARED = {(8, 0): 163840, (9, 0): 227 * 1024, (10, 0): 227 * 1024}  # bytes that one CTA may have
+SHARED = {(8, 0): 163 * 1024, (9, 0): 227 * 1024, (10, 0): 227 * 1024}  # bytes that one CTA may have
+PER_SM = {capability: size + 1024 for capability, size in SHARED.items()}
 #: (out_features, in_features, activation, norm, residual, dtype)
 LAYERS = {
     "8b qkv": (6144, 4096, "none", True, False, torch.bfloat16),
@@ -31,7 +32,7 @@ def specialised(name: str, tokens: int, capability: tuple[int, int]) -> tuple[st
     """File, macros and shape."""
     n, k, activation, norm, residual, dtype = LAYERS[name]
     bucket, recent = token_bucket(tokens), capability >= (9, 0)
-    shape = linear_shape(bucket, n, k, 132, capability == (9, 0), recent)
+    shape = linear_shape(bucket, n, k, 132, capability == (9, 0), recent, PER_SM[capability], SHARED[capability])
     norm = norm and norm_is_fused(shape, dtype, dtype)
     macros = linear_macros(dtype, bucket, n, k, k, activation, norm, name == "odd", residual, n % 8 == 0, recent, shape)
     return "linear_wide" if shape.wide else "linear", macros, shape
@@ -124,7 +125,8 @@ def test_parts_are_sent_to_who_finishes_them(tmp_path: Path) -> None:
 def test_shared_memory_and_grid_fit(tokens: int, capability: tuple[int, int]) -> None:
     for n in (8, 576, 2048, 6144, 28672, 128256):
         for k in (8, 576, 2048, 14336):
-            shape = linear_shape(token_bucket(tokens), n, k, 132, capability == (9, 0), capability >= (9, 0))
+            sizes = PER_SM[capability], SHARED[capability]
+            shape = linear_shape(token_bucket(tokens), n, k, 132, capability == (9, 0), capability >= (9, 0), *sizes)
             assert shape.shared_bytes(token_bucket(tokens), True) + 2048 <= SHARED[capability], shape
             assert shape.grid(n) % shape.cluster == 0 and shape.grid(n) // shape.cluster * shape.rows >= n
             assert shape.cluster == 1 or capability >= (9, 0)

@@ -1,9 +1,16 @@
-"""2,000 random batches per kernel against a float64 oracle on the GPU, each run twice: the results must agree bit for bit."""
+"""Random batches against a float64 oracle on the GPU, each run twice: the results must agree bit for bit.
+
+2,000 per kernel over a few model shapes, and a share of the random configurations of fuzz_attention.py. All in worker processes with a
+watchdog: a hang fails its own test.
+"""
 
 from __future__ import annotations
 
+import os
 import random
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,9 +18,11 @@ import torch
 
 from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.testing import Batch, BatchSpec, assert_within_budget, make_batch, run_paged_attention
+from torchpaged.testing_worker import WorkerPool
 
 pytestmark = pytest.mark.gpu
 BATCHES, SHARE = 2000, 50
+CONFIGURATIONS, TOGETHER = 32, 8
 REFERENCE = BACKEND_OPS["reference"]
 
 #: A few model shapes, since every shape is a compile; lengths, masks and padding vary freely over them.
@@ -52,22 +61,28 @@ def oracle_here(batch: Batch, **options: Any) -> tuple[torch.Tensor, torch.Tenso
     return run_paged_attention(REFERENCE, replace(wide, extras=extras), **options)
 
 
-@pytest.mark.parametrize("share", range(BATCHES // SHARE))
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_random_batches(kernel: str, share: int) -> None:
-    backend, longest = KERNELS[kernel]
+def run_share(case: dict[str, Any], beat: Callable[..., None]) -> dict[str, Any]:
+    """In the worker: one share of the batches of a kernel."""
+    share, (backend, longest) = case["share"], KERNELS[case["kernel"]]
     r = random.Random(share)
     shape = SHAPES[share % len(SHAPES)]
     options = OPTIONS[share // len(SHAPES) % len(OPTIONS)]
     features = {"sinks": share % 4 == 1, "alibi": share % 5 == 2}
     for i in range(SHARE):
+        beat("preparing", batch=i)
         batch = make_batch(random_spec(r, longest), seed=share * SHARE + i, device="cuda", **shape, **features)
         heads = shape["num_kv_heads"]
         batch.extras["semaphore"] = torch.zeros(batch.block_table.shape[0] * heads, dtype=torch.int32, device="cuda")
-        out, lse = run_paged_attention(BACKEND_OPS[backend], batch, **options)
-        again, lse_again = run_paged_attention(BACKEND_OPS[backend], batch, **options)
+        results = []
+        for _ in range(2):
+            beat("launching")
+            results.append(run_paged_attention(BACKEND_OPS[backend], batch, **options))
+            beat("running")
+            torch.cuda.synchronize()
+        (out, lse), (again, lse_again) = results
         assert torch.equal(out, again) and torch.equal(lse, lse_again), f"not repeatable: {batch.spec}"
         assert not batch.extras["semaphore"].any(), batch.spec
+        beat("checking")
         exact, exact_lse = oracle_here(batch, **options)
         same = run_paged_attention(
             REFERENCE, replace(batch, extras={k: v for k, v in batch.extras.items() if k != "semaphore"}), **options
@@ -77,3 +92,38 @@ def test_random_batches(kernel: str, share: int) -> None:
             assert_within_budget("lse", lse, exact_lse, exact_lse, torch.float16)
         except AssertionError as error:
             raise AssertionError(f"{batch.spec} {shape} {options}: {error}") from error
+    return {"batches": SHARE}
+
+
+@pytest.fixture(scope="module")
+def shares() -> Iterator[WorkerPool]:
+    """One process for all shares, since it keeps what it compiled; a new one after a failure."""
+    folders = (Path(__file__).parent, Path(__file__).parents[2])
+    with WorkerPool("test_fuzz:run_share", environment={"PYTHONPATH": os.pathsep.join(map(str, folders))}) as pool:
+        yield pool
+
+
+@pytest.mark.parametrize("share", range(BATCHES // SHARE))
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_random_batches(kernel: str, share: int, shares: WorkerPool) -> None:
+    (outcome,) = shares.run([{"kernel": kernel, "share": share}])
+    assert outcome.kind == "done", f"{outcome.kind} in batch {outcome.facts.get('batch')} while {outcome.phase}: {outcome.message}"
+
+
+@pytest.mark.parametrize("first_seed", range(1_000_000, 1_000_000 + CONFIGURATIONS, TOGETHER))
+def test_random_configurations(first_seed: int, configurations: WorkerPool) -> None:
+    """A few of each kind; hundreds are the business of fuzz_attention.py."""
+    shared = {"batches": 6, "backends": ["cuda", "triton"], "device": "cuda", "small": False, "captures": True}
+    outcomes = list(configurations.run({"seed": first_seed + i, **shared} for i in range(TOGETHER)))
+    assert len(outcomes) == TOGETHER
+    wrong = [(o.case["seed"], o.kind, o.phase, o.message, (o.result or {}).get("failures")) for o in outcomes
+             if o.result is None or o.result["failures"]]  # fmt: skip
+    assert not wrong
+
+
+@pytest.fixture(scope="module")
+def configurations() -> Iterator[WorkerPool]:
+    """Several processes, since nearly all the time is the compilers'."""
+    environment = {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+    with WorkerPool("torchpaged.testing_fuzz_case:run_case", workers=min(TOGETHER, os.cpu_count() or 1), environment=environment) as pool:
+        yield pool

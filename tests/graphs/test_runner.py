@@ -134,11 +134,11 @@ def test_a_semaphore_left_set_is_noticed() -> None:
     """Every bucket attends with the buffers' own semaphore, and loading a batch does not hide that it was left set."""
     r = runner(Toy(), EagerCapture())
     r.capture()
-    r.buffers.semaphore[0] = 1
-    with torch.inference_mode():
-        r.buffers.load_padding(4)
     for call in (r.run, r.run_eager):
         for rows in (1, 2, 4):
+            r.buffers.semaphore[0] = 1
+            with torch.inference_mode():
+                r.buffers.load_padding(4)
             with pytest.raises(ArgumentError, match="semaphore: expected zeros"):
                 call([3] * rows, [1] * rows, [[1 + i] for i in range(rows)])
 

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import BartConfig, BartForConditionalGeneration, EncoderDecoderCache, PreTrainedModel
 
 from torchpaged.hf import PagedCache
+from torchpaged.hf import cache as cache_module
 
 BART: dict[str, Any] = {
     "vocab_size": 99, "d_model": 32, "encoder_layers": 1, "decoder_layers": 2, "encoder_attention_heads": 2, "decoder_attention_heads": 2,
@@ -61,3 +62,65 @@ def test_an_encoders_keys_are_context(query_len: int) -> None:
         torch.testing.assert_close(model(**inputs, past_key_values=cache).logits, want)
     cache = EncoderDecoderCache(*(PagedCache(model.config, 2, 32) for _ in range(2)))
     assert written(model, cache, **inputs) == [(2 * query_len, False), (40, False)] * 2
+
+
+class Writers(TorchDispatchMode):
+    """Of every `paged_attention`: how many ops ahead of it its query starts were last written; None: before this mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[int | None] = []
+        self._count, self._written = 0, {}  # type: ignore[var-annotated]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func.name().startswith("torchpaged::paged_attention"):
+            at = self._written.get(args[5].untyped_storage().data_ptr())
+            self.seen.append(None if at is None else self._count - at)
+        elif not func.is_view:
+            self._count += 1
+            targets = [x for x, a in zip(args, func._schema.arguments, strict=False) if a.alias_info is not None and a.alias_info.is_write]
+            for x in (*targets, *(out if isinstance(out, tuple | list) else [out])):
+                if isinstance(x, torch.Tensor):
+                    self._written[x.untyped_storage().data_ptr()] = self._count
+        return out
+
+
+def test_short_queries_of_the_decode_kernels() -> None:
+    config = pytest.importorskip("torchpaged.custom_ops.triton.config")
+    assert cache_module._SHORT_QUERY_LEN == config.MAX_DECODE_QUERY_LEN
+
+
+@pytest.mark.parametrize("query_len", [1, 2, 8, 9])
+def test_nobody_writes_query_starts_in_front_of_attention(query_len: int) -> None:
+    """Up to 8 tokens per row, nobody does in the whole forward; of more tokens, another kernel comes in between."""
+    torch.manual_seed(0)
+    model = BartForConditionalGeneration(BartConfig(**BART)).eval()
+    model.set_attn_implementation("torchpaged")
+    cache = EncoderDecoderCache(*(PagedCache(model.config, 2, 64) for _ in range(2)))
+    inputs = {"input_ids": torch.randint(4, 99, (2, 20)), "decoder_input_ids": torch.randint(4, 99, (2, query_len))}
+    with torch.no_grad():
+        encoded = model.get_encoder()(inputs["input_ids"])
+        want = model(**inputs, encoder_outputs=encoded).logits
+        got = model(**inputs, past_key_values=cache, encoder_outputs=encoded).logits
+        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
+        with Writers() as writers:
+            model(**inputs, past_key_values=cache, encoder_outputs=encoded)
+    distances = writers.seen
+    assert len(distances) == 4
+    if query_len <= 8:
+        assert distances == [None] * 4
+    else:
+        assert all(distance is not None and distance >= 2 for distance in distances), distances
+
+
+def test_a_new_batch_begins_with_a_clear_semaphore() -> None:
+    model, inputs = tiny("Llama"), padded_prompts()
+    model.set_attn_implementation("torchpaged")
+    cache = PagedCache(model.config, 8, 64)
+    with torch.no_grad():
+        want = model(**inputs, past_key_values=cache).logits
+        cache.reset()
+        cache.semaphore[3] = 1
+        torch.testing.assert_close(model(**inputs, past_key_values=cache).logits, want)
+    assert not cache.semaphore.any()

@@ -45,8 +45,7 @@ CASES: dict[str, tuple[str, int, int, int, int, int, dict[str, Any]]] = {
 
 
 def compile_prefill(
-    target: str, case: str, kv_dtype: str | None = None, ping_pong: bool = False, skip_decodes: int = 0,
-    block_size: int | None = None, **changed: Any,
+    target: str, case: str, kv_dtype: str | None = None, skip_decodes: int = 0, block_size: int | None = None, **changed: Any,
 ) -> Any:  # fmt: skip
     dtype, dim, group, default_block_size, max_query_len, max_seq_len, options = CASES[case]
     block_size = block_size or default_block_size
@@ -70,7 +69,6 @@ def compile_prefill(
         "TOKENS": tiles.rows // group,
         "TILE_M": tiles.rows,
         "TILE_KV": tiles.keys,
-        "PING_PONG": ping_pong,
         "SKIP_DECODES": skip_decodes,
     }
     return aot.compile_kernel(
@@ -111,11 +109,10 @@ def test_hopper_code(case: str) -> None:
     assert 0 < waits < products / 3, f"{waits} waits for {products} products: they are serialised"
 
 
-@pytest.mark.parametrize("ping_pong", [False, True])
 @pytest.mark.parametrize("block_size", [1, 16, 32, 64, 128, 256])
-def test_block_sizes_on_hopper(block_size: int, ping_pong: bool) -> None:
+def test_block_sizes_on_hopper(block_size: int) -> None:
     """No block size brings spills: 17 reloads in the main loop once cost a third of the speed at block size 64."""
-    compiled = compile_prefill("sm_90", "long_128", ping_pong=ping_pong, block_size=block_size, HAS_LSE=True)
+    compiled = compile_prefill("sm_90", "long_128", block_size=block_size, HAS_LSE=True)
     assert aot.resources(compiled)["spilled"] == 0
     code = machine_code(compiled)
     assert "LDL" not in code and "STL" not in code
@@ -123,14 +120,11 @@ def test_block_sizes_on_hopper(block_size: int, ping_pong: bool) -> None:
     assert copies and set(copies) == {"10"}, "16-byte asynchronous loads only"
 
 
-@pytest.mark.parametrize(
-    ("target", "case", "ping_pong"),
-    [(target, case, False) for target in ("sm_80", "sm_90", "gfx942") for case in ("long_128", "everything_128")]
-    + [("sm_90", case, True) for case in ("long_128", "everything_128")],
-)
-def test_without_decodes_compiles(target: str, case: str, ping_pong: bool) -> None:
+@pytest.mark.parametrize("case", ["long_128", "everything_128"])
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "gfx942"])
+def test_without_decodes_compiles(target: str, case: str) -> None:
     """The prefill half of a mixed batch. Surplus tiles in a branch of their own once spilled; narrower tiles of keys there don't."""
-    compiled = compile_prefill(target, case, ping_pong=ping_pong, skip_decodes=4)
+    compiled = compile_prefill(target, case, skip_decodes=4)
     found = aot.resources(compiled)
     assert found["shared"] <= aot.SHARED_LIMIT[target], found
     if target == "sm_90":
@@ -160,21 +154,12 @@ def main_loop(code: str) -> str:
 def test_copies_have_addresses_of_their_own(skip_decodes: int) -> None:
     """With a few numbers more alive across the loop ptxas made the addresses one after another in one register, each waiting until the
     copy before had read its own: 15 % slower, and no spill shows it."""
-    loop = main_loop(machine_code(compile_prefill("sm_90", "long_128", ping_pong=True, skip_decodes=skip_decodes)))
+    loop = main_loop(machine_code(compile_prefill("sm_90", "long_128", skip_decodes=skip_decodes)))
     addresses = re.findall(r"LDGSTS\S* \[\S+\], desc\[\w+\]\[(R\d+)\.64", loop)
     assert len(addresses) == 16
     repeated = [a for a, b in itertools.pairwise(addresses) if a == b]
     assert len(repeated) <= 2, addresses
     assert len(re.findall(r"\bLDG\.", loop)) == 2, "eight block ids in two loads"
-
-
-def test_ping_pong_order() -> None:
-    """Warpgroups take turns: the second waits before its scores, the first lets it go on once it has its own."""
-    code = machine_code(compile_prefill("sm_90", "long_128", ping_pong=True))
-    steps = re.findall(r"HGMMA\.|WARPGROUP\.DEPBAR|BAR\.(?:ARV|SYNC\.DEFER_BLOCKING) 0x7", code)
-    order = [step for step, last in zip(steps, [None, *steps], strict=False) if step != last]
-    turn = ["BAR.SYNC.DEFER_BLOCKING 0x7", "HGMMA.", "WARPGROUP.DEPBAR", "BAR.ARV 0x7", "HGMMA."]
-    assert order == [*turn, "WARPGROUP.DEPBAR"] * 2, order
 
 
 def test_fp8_caches_compile_for_sm_90() -> None:

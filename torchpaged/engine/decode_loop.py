@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from torchpaged.custom_ops.errors import TorchpagedError
 from torchpaged.engine.model import PagedModelProtocol
 from torchpaged.engine.sequence import Sequence, StepCount
 from torchpaged.graphs import DecodeGraphRunner, DecodeRows, RowState, TokenRing, bucket_for
@@ -78,12 +79,15 @@ class DecodeLoop:
         self._to_write: dict[int, RowState] = {}
         self._to_clear: list[int] = []
         self._launches: list[_Launch] = []
+        self._starting: tuple[int, int, list[tuple[int, Sequence]]] | None = None  # a launch's number, steps before it and rows, till recorded
+        self._moving = False  # rows change places: what the device holds is known again behind it
         self._step_count = StepCount()
         self.decoded = 0
 
     # ------------------------------------------------------------------------------------------------ rows
     def place(self, sequence: Sequence) -> None:
         """Give ``sequence`` the lowest idle row; its newest token decodes in the next launch."""
+        self._settle()
         row = self._sequences.index(None)
         self._sequences[row], sequence.row, sequence.blocks_on_device = sequence, row, len(sequence.blocks)
         sequence.step_count, sequence.steps_read = self._step_count, self._step_count.started
@@ -114,23 +118,46 @@ class DecodeLoop:
     @property
     def in_flight(self) -> int:
         """Launches whose tokens were not collected."""
+        self._settle()
         return len(self._launches)
 
     def launch(self) -> bool:
-        """Start K steps over all rows; False, and nothing is started, if every row is idle or has all its tokens on their way."""
+        """Start K steps over all rows; False, and nothing is started, if every row is idle or has all its tokens on their way.
+
+        An exception or Ctrl-C in here loses no token: the next call finds out from the device whether the launch was started.
+        """
+        self._settle()
         if not any(len(sequence) + sequence.in_flight < sequence.max_len for _, sequence in self._busy()):
             return False
         self._flush()
         busy = self._busy()  # rows may have moved
         num_rows = busy[-1][0] + 1
         with profile_range("decode", batch=len(busy), tokens=len(busy) * self.steps_per_launch):
+            self._starting = (self.rows.ring.launched, self._step_count.started, busy)
             self.runner.launch(num_rows)
-        self._step_count.started += self.steps_per_launch
-        self._launches.append(_Launch(self.rows.ring.take(), busy, self.steps_per_launch, prefill=False))
+        self._settle()
         return True
+
+    def _settle(self) -> None:
+        """Record the launch that was begun, if the device has it. Wherever this is interrupted, the next call goes on: each line may run twice."""
+        if self._moving:
+            raise TorchpagedError("rows: expected as the host knows them, got a move between rows that was interrupted; make a new Generator")
+        if self._starting is None:
+            return
+        number, started, busy = self._starting
+        ring = self.rows.ring
+        ring.settle()
+        if ring.launched > number:
+            if number not in ring.unread:
+                ring.take()
+            self._step_count.started = started + self.steps_per_launch
+            if all(launch.prefill or launch.place != number for launch in self._launches):
+                self._launches.append(_Launch(number, busy, self.steps_per_launch, prefill=False))
+        self._starting = None
 
     def collect(self, keep: int = 0) -> list[tuple[Sequence, list[int]]]:
         """Tokens of all launches but the newest ``keep``, in order, per request; waits for them."""
+        self._settle()
         results = []
         while len(self._launches) > keep:
             launch = self._launches.pop(0)
@@ -187,12 +214,14 @@ class DecodeLoop:
             return
         idle = [row for row in range(len(busy)) if self._sequences[row] is None]
         pairs = list(zip(busy[-len(idle) :], idle, strict=True))
+        self._moving = True
         for old, new in pairs:
             sequence = self._sequences[old]
             assert sequence is not None
             self._sequences[new], self._sequences[old], sequence.row = sequence, None, new
         self._busy_rows = None
         self.rows.move(pairs)
+        self._moving = False
 
     def _state(self, sequence: Sequence) -> RowState:
         params = sequence.sampling

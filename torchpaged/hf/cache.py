@@ -25,6 +25,8 @@ from torchpaged.hf.support import require_supported_config
 from torchpaged.hf.template import paged_layers
 from torchpaged.metadata import make_semaphore
 
+_SHORT_QUERY_LEN = 8  # tokens per row that the decode kernels take at most: custom_ops/triton/config.py, MAX_DECODE_QUERY_LEN
+
 
 class PagedCache(CacheRows):
     """A paged KV cache for ``generate()`` and direct forwards.
@@ -110,6 +112,7 @@ class PagedCache(CacheRows):
         with torch.inference_mode(False):
             self.seq_lens.zero_()
             self.total.zero_()
+            self.semaphore.zero_()  # a forward that was cut short may have left it set
             self._upload_rows()
             if self._padding is not None:
                 self.seq_lens[:batch] -= torch.tensor(self._padding, dtype=torch.int32).to(key_states.device)
@@ -121,11 +124,17 @@ class PagedCache(CacheRows):
             self.seq_lens = torch.zeros(self.max_rows, dtype=torch.int32, device=device)  # without padding
             self.decode_slots = torch.full((self.max_rows,), -1, dtype=torch.int64, device=device)
             self.row_starts = torch.arange(self.max_rows + 1, dtype=torch.int32, device=device)
-            self.query_starts = torch.zeros(self.max_rows + 1, dtype=torch.int32, device=device)  # of a forward of several tokens a row
+            self.query_starts = torch.zeros(self.max_rows + 1, dtype=torch.int32, device=device)  # of a forward of more tokens than below
+            # Query starts of short forwards, by tokens per row, made once: attention reads them before the kernels ahead have ended, so that none
+            # may write them right in front of it, in compiled code either. Rows of whole 16 bytes.
+            width = -(-(self.max_rows + 1) // 4) * 4
+            counts, rows = (torch.arange(n, dtype=torch.int32, device=device) for n in (_SHORT_QUERY_LEN + 1, width))
+            self.short_starts = counts[:, None] * rows[None]
             self.total = torch.zeros((), dtype=torch.int64, device=device)  # with padding
             self.limit = torch.full((), self.max_seq_len, dtype=torch.int64, device=device)
         self.semaphore = make_semaphore(self.max_rows, device)
-        static = (self.block_table, self.seq_lens, self.decode_slots, self.row_starts, self.query_starts, self.total, self.limit)
+        static = (self.block_table, self.seq_lens, self.decode_slots, self.row_starts, self.query_starts, self.short_starts, self.total,
+                  self.limit)  # fmt: skip
         for tensor in static:
             torch._dynamo.mark_static_address(tensor, guard=False)
 
@@ -166,17 +175,20 @@ class PagedCache(CacheRows):
         self.seq_lens[:batch].add_(query_len)
         if query_len == 1:
             self.decode_slots[:batch].copy_(self._slots_of(batch, 1))
-        else:
+        elif query_len > _SHORT_QUERY_LEN:
             self.query_starts.copy_(self.row_starts * query_len)
 
     def step(self, batch: int, query_len: int) -> StepBatch:
         """This forward as a batch of ``batch`` requests of ``query_len`` queries each."""
         if query_len == 1:
             starts = self.row_starts
+        elif query_len <= _SHORT_QUERY_LEN:
+            starts = self.short_starts[query_len]
         elif self.keys_of_queries:
             starts = self.query_starts  # `_advance` made them for all layers
         else:  # cross attention: what was written are the encoder's tokens
             starts = self.row_starts * query_len
+            self.limit.add_(0)  # a kernel launched the ordinary way, between the one above and the attention
         return StepBatch(self.block_table[:batch], self.seq_lens[:batch], starts[: batch + 1], query_len, self.semaphore)
 
     def gather(self, pool: Tensor, batch: int) -> Tensor:

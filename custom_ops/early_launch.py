@@ -1,0 +1,28 @@
+"""Inductor's own programmatic launches are refused while our kernels start early.
+
+``paged_attention`` and ``finish_step`` read lengths, tables and keys before the kernels ahead of them have ended (the contract in ``ops.py``).
+That is right as long as whoever wrote these did not let its dependents start. Kernels that Inductor makes may hold such a write, a copy or
+an addition that it moved in front of the op; with its programmatic launch on, they let dependents start before they have stored anything.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from torchpaged.custom_ops.errors import BackendUnavailableError
+
+
+def refuse_inductors() -> None:
+    """Called where one of our kernels is about to be launched early, in eager and in compiled code alike.
+
+    Raises:
+        BackendUnavailableError: ``torch._inductor.config.triton.enable_pdl`` is on; nothing is launched then.
+    """
+    # A private module of torch, and the only place that knows; tests/ops/test_early_launch.py notices when it moves. Not imported: where
+    # nobody has, there is no kernel of Inductor's either.
+    config = sys.modules.get("torch._inductor.config")
+    if config is not None and getattr(config.triton, "enable_pdl", False):
+        raise BackendUnavailableError(
+            "torch._inductor.config.triton.enable_pdl: expected False while torchpaged's kernels start before the kernels ahead of them "
+            "have ended, got True; unset TORCHINDUCTOR_ENABLE_PDL or set the option to False before anything is compiled"
+        )

@@ -1,0 +1,173 @@
+"""Runs cases that may hang, named on its standard input, in a process that may be killed: tests/gpu/test_hangs.py.
+
+For each case a line "launched" once all is compiled and on its way, as the GPU's work is asynchronous, and a line "done" or "failed: ..." once it
+has ended and its results are checked.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "triton"))
+from hanging_batches import CASES, Case, make_hanging_batch
+
+from torchpaged.custom_ops import BACKEND_OPS
+from torchpaged.metadata import make_semaphore
+from torchpaged.testing import Batch, BatchSpec, assert_within_budget, make_batch, run_paged_attention
+
+REFERENCE = BACKEND_OPS["reference"]
+Say = Callable[[str], None]
+
+
+def check(batch: Batch, case: Case, out: Tensor, lse: Tensor) -> None:
+    """Against the float64 oracle, on the GPU for the sake of long prompts."""
+    extras = {name: x for name, x in batch.extras.items() if name != "semaphore"}
+    same = replace(batch, extras=extras)
+    if case.kv_dtype is not None:
+        same = replace(same, k_cache=batch.k_cache.to(case.dtype), v_cache=batch.v_cache.to(case.dtype))
+    wide = replace(
+        same, q=batch.q.double(), k_cache=batch.k_cache.double(), v_cache=batch.v_cache.double(),
+        extras={name: x.double() if name == "sinks" else x for name, x in extras.items()},
+    )  # fmt: skip
+    exact, exact_lse = run_paged_attention(REFERENCE, wide, **case.options)
+    nearly, _ = run_paged_attention(REFERENCE, same, **case.options)
+    assert_within_budget("out", out, nearly, exact, case.dtype)
+    assert_within_budget("lse", lse, exact_lse, exact_lse, torch.float16)
+    assert not batch.extras["semaphore"].any(), "a semaphore is left above 0"
+
+
+def attend_once(backend: str, name: str, say: Say) -> None:
+    case = CASES[name]
+    batch = make_hanging_batch(case, "cuda")
+    batch.extras["semaphore"] = torch.zeros(len(case.seq_lens) * case.num_kv_heads, dtype=torch.int32, device="cuda")
+    torch.cuda.synchronize()
+    out, lse = run_paged_attention(BACKEND_OPS[backend], batch, **case.options)
+    say("launched")
+    torch.cuda.synchronize()
+    check(batch, case, out, lse)
+
+
+def replay(backend: str, name: str, say: Say) -> None:
+    """One graph; contexts become shorter between replays, then the last request ends and its token rows become padding."""
+    case = CASES[name]
+    batch = make_hanging_batch(case, "cuda")
+    batch.extras["semaphore"] = torch.zeros(len(case.seq_lens) * case.num_kv_heads, dtype=torch.int32, device="cuda")
+    run_paged_attention(BACKEND_OPS[backend], batch, **case.options)
+    say("launched")
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = run_paged_attention(BACKEND_OPS[backend], batch, **case.options)
+    lens, starts = batch.seq_lens.clone(), batch.query_start_loc.clone()
+    query_lens = starts.diff()
+    ended = starts.clone()
+    ended[-1] = starts[-2]
+    none_left = lens.clone()
+    none_left[-1] = 0
+    for seq_lens, query_starts in ((lens, starts), (torch.minimum(lens, query_lens + 3), starts), (none_left, ended), (lens, starts)):
+        batch.seq_lens.copy_(seq_lens)
+        batch.query_start_loc.copy_(query_starts)
+        graph.replay()
+        torch.cuda.synchronize()
+        check(batch, case, out, lse)
+
+
+def layers(backend: str, name: str, say: Say) -> None:
+    """64 decodes and a chunk of 20, six layers in a graph: each rewrites the one q buffer, and nothing stands between its attention's two
+    overlapping launches and the next layer's writes. Pools and outputs are NaN before each replay."""
+    ops, num_layers, shape = BACKEND_OPS[backend], 6, {"dtype": torch.bfloat16, "device": "cuda"}
+    generator = torch.Generator().manual_seed(1)
+    context = torch.randint(0, 500, (65,), generator=generator).tolist()
+    query_lens = (*[1] * 64, 20)
+    spec = BatchSpec("layers", tuple(c + q for c, q in zip(context, query_lens, strict=True)), query_lens)
+    batch = make_batch(spec, num_heads=16, num_kv_heads=4, head_dim=128, **shape)
+    tokens = batch.q.shape[0]
+    slots = [int(batch.block_table[r, at // 16]) * 16 + at % 16 for r, n in enumerate(spec.seq_lens) for at in range(n - query_lens[r], n)]
+    slot_mapping = torch.tensor(slots, device="cuda")
+    before = [int(batch.block_table[r, at // 16]) * 16 + at % 16 for r, n in enumerate(spec.seq_lens) for at in range(n - query_lens[r])]
+    context_slots = torch.tensor(before, device="cuda")
+    pools = [(torch.empty_like(batch.k_cache), torch.empty_like(batch.v_cache)) for _ in range(num_layers)]
+    past = [torch.empty(2, len(before), 4, 128, **shape) for _ in range(num_layers)]
+    new = [torch.empty(3, tokens, 16, 128, **shape) for _ in range(num_layers)]
+    outs = [torch.empty_like(batch.q) for _ in range(num_layers)]
+    q = torch.empty_like(batch.q)
+    cos_sin = (torch.arange(128, device="cuda") < 64).float()[None]  # angles of 0
+    positions = torch.zeros(tokens, dtype=torch.int64, device="cuda")
+    semaphore = make_semaphore(65, torch.device("cuda"))
+
+    def step() -> None:
+        for (k_cache, v_cache), numbers, out in zip(pools, new, outs, strict=True):
+            ops.rope_write_kv(
+                numbers[0],
+                numbers[1, :, :4],
+                numbers[2, :, :4],
+                positions,
+                cos_sin,
+                slot_mapping,
+                q,
+                k_cache,
+                v_cache,
+                are_query_tokens=True,
+            )
+            ops.paged_attention(
+                q, k_cache, v_cache, batch.block_table, batch.seq_lens, batch.query_start_loc, out, max_query_len=20, scale=batch.scale,
+                semaphore=semaphore,
+            )  # fmt: skip
+
+    def refill() -> None:
+        for x in (*past, *new):
+            x.normal_()
+        for x in (*outs, q, *(pool for both in pools for pool in both)):
+            x.fill_(float("nan"))
+        for both, numbers in zip(pools, past, strict=True):
+            for pool, x in zip(both, numbers, strict=True):
+                pool.view(-1, 4, 128)[context_slots] = x
+
+    refill()
+    step()
+    say("launched")
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for _ in range(25):
+        refill()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert not semaphore.any(), "a semaphore is left above 0"
+        for (k_cache, v_cache), numbers, out in zip(pools, new, outs, strict=True):
+            want = torch.empty_like(out, dtype=torch.float32)
+            REFERENCE.paged_attention(
+                numbers[0].float(), k_cache.float(), v_cache.float(), batch.block_table, batch.seq_lens, batch.query_start_loc, want,
+                max_query_len=20, scale=batch.scale,
+            )  # fmt: skip
+            torch.testing.assert_close(out.float(), want, rtol=2e-2, atol=2e-2)
+
+
+def main() -> None:
+    """Lines of "KIND BACKEND CASE" until the input ends."""
+
+    def say(line: str) -> None:
+        print(line, flush=True)
+
+    kinds: dict[str, Callable[[str, str, Say], Any]] = {"once": attend_once, "replay": replay, "layers": layers}
+    say("ready")
+    for line in sys.stdin:
+        kind, backend, name = line.split()
+        try:
+            kinds[kind](backend, name, say)
+            say("done")
+        except Exception:
+            say("failed: " + traceback.format_exc().replace("\n", " | "))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,257 @@
+"""Ctrl-C and exceptions at each point of a capture or launch: the next launch is right, host and device agree, semaphores are zero."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from torchpaged.custom_ops import BACKEND_OPS
+from torchpaged.custom_ops.errors import CaptureError, SemaphoreError
+from torchpaged.graphs import CudaCapture, DecodeGraphRunner, DecodeRows, EagerCapture, PackedGraphRunner, RowState, TapeCapture
+
+VOCAB, BLOCK = 70, 4
+
+
+def successor(input_ids: Tensor, metadata: Any) -> Tensor:
+    """Logits whose greatest is ``(7 * token + 3 * position + 1) % VOCAB``."""
+    best = (7 * input_ids + 3 * metadata.positions + 1) % VOCAB
+    return -(torch.arange(VOCAB)[None] - best[:, None]).abs().float()
+
+
+class Interrupted(TapeCapture):
+    """Raises KeyboardInterrupt once, at a chosen point."""
+
+    def __init__(self, point: str) -> None:
+        self.point = point
+
+    def _at(self, point: str) -> None:
+        if self.point == point:
+            self.point = ""
+            raise KeyboardInterrupt
+
+    def warmup(self, step: Any, iterations: int) -> None:
+        self._at("before the warm-up")
+        super().warmup(step, iterations)
+        self._at("behind the warm-up")
+
+    def capture(self, step: Any, pool: Any) -> Any:
+        captured = super().capture(step, pool)
+        self._at("behind the capture")
+        replay = captured.replay
+
+        def replay_interrupted() -> None:
+            self._at("before the replay")
+            replay()
+            self._at("behind the replay")
+
+        captured.replay = replay_interrupted  # type: ignore[method-assign]
+        return captured
+
+
+def make(point: str, steps: int = 2) -> tuple[DecodeRows, DecodeGraphRunner]:
+    rows = DecodeRows(2, 8, BLOCK, VOCAB, "cpu", BACKEND_OPS["reference"], steps)
+    rows.write({0: RowState(5, 6, [3, 9, 4, 5, 6, 7], seed=11, counter=0, remaining=100)})
+    return rows, DecodeGraphRunner(successor, rows=rows, buckets=[2], compile=False, capture=Interrupted(point), debug=True)
+
+
+def tokens_of(rows: DecodeRows, runner: DecodeGraphRunner, launches: int) -> list[int]:
+    tokens = []
+    for _ in range(launches):
+        runner.launch(1)
+        tokens += [step[0] for step in rows.ring.read(rows.ring.take(), 1)]
+    return tokens
+
+
+WANT = tokens_of(*make(""), launches=4)
+
+
+@pytest.mark.parametrize("point", ["before the warm-up", "behind the warm-up", "behind the capture"])
+def test_an_interrupted_capture_leaves_the_rows_as_they_were(point: str) -> None:
+    rows, runner = make(point)
+    before = {name: tensor.clone() for name, tensor in rows.tensors().items() if name != "ring"}
+    rows.semaphore[7] = 2
+    with pytest.raises(KeyboardInterrupt):
+        runner.capture()
+    after = rows.tensors()
+    assert [name for name, tensor in before.items() if not torch.equal(after[name], tensor)] == []
+    assert tokens_of(rows, runner, 4) == WANT
+
+
+@pytest.mark.parametrize("point, started", [("before the replay", 0), ("behind the replay", 1)])
+def test_an_interrupted_launch_is_counted_if_it_ran(point: str, started: int) -> None:
+    rows, runner = make("")
+    runner.capture_for(1)
+    backend: Any = runner.capture_backend
+    tokens = tokens_of(rows, runner, 1)
+    backend.point = point
+    with pytest.raises(KeyboardInterrupt):
+        runner.launch(1)
+    rows.semaphore[3] = 1
+    launched = rows.ring.launched
+    assert rows.ring.settle() == started and rows.ring.settle() == 0
+    assert rows.ring.launched == launched + started == int(rows.ring.launches[0])
+    if started:
+        tokens += [step[0] for step in rows.ring.read(rows.ring.take(), 1)]
+    tokens += tokens_of(rows, runner, 3 - started)
+    assert tokens == WANT and not rows.semaphore.any()
+
+
+def test_the_next_launch_settles_by_itself() -> None:
+    rows, runner = make("")
+    runner.capture_for(1)
+    backend: Any = runner.capture_backend
+    backend.point = "behind the replay"
+    with pytest.raises(KeyboardInterrupt):
+        runner.launch(1)
+    assert tokens_of(rows, runner, 3) == WANT[2:]  # the first two are in the slot that nobody took
+    assert rows.ring.launched == int(rows.ring.launches[0]) == 4
+
+
+def test_an_interrupted_restoration_is_made_up_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while the rows are put back behind a capture: a second one finishes it, before the next launch reads anything."""
+    rows, runner = make("")
+    restore, calls = rows.restore, []
+
+    def interrupted() -> None:
+        calls.append(None)
+        if len(calls) == 2:  # the first is that of `padding` at its beginning
+            raise KeyboardInterrupt
+        restore()
+
+    monkeypatch.setattr(rows, "restore", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        runner.capture()
+    assert int(rows.ring.launches[0]) < 0, "or the interrupt came too late to show anything"
+    assert tokens_of(rows, runner, 4) == WANT
+
+
+def test_a_failed_step_does_not_poison_the_next() -> None:
+    rows, runner = make("")
+    fail = [True]
+
+    def step(input_ids: Tensor, metadata: Any) -> Tensor:
+        if fail and rows.ring.launches[0] >= 0:
+            rows.semaphore[5] = 3
+            fail.clear()
+            raise RuntimeError("a launch that fails")
+        return successor(input_ids, metadata)
+
+    runner = DecodeGraphRunner(step, rows=rows, buckets=[2], compile=False, capture=EagerCapture(), debug=True)
+    with pytest.raises(RuntimeError, match="a launch that fails"):
+        runner.launch_eager(1)
+    assert tokens_of(rows, runner, 4) == WANT
+
+
+def test_a_semaphore_that_is_left_set_is_reported() -> None:
+    def step(input_ids: Tensor, metadata: Any) -> Tensor:
+        metadata.semaphore[130].fill_(left[0])
+        return successor(input_ids, metadata)
+
+    left = [torch.tensor(0, dtype=torch.int32)]
+    rows = DecodeRows(2, 8, BLOCK, VOCAB, "cpu", BACKEND_OPS["reference"])
+    runner = DecodeGraphRunner(step, rows=rows, buckets=[2], compile=False, capture=EagerCapture(), debug=True)
+    runner.launch(1)
+    left[0] += 4
+    with pytest.raises(SemaphoreError, match=r"expected zeros after a replay of bucket 2, got \[4\] at \[130\].*reset\(\)"):
+        runner.launch(1)
+    left[0] -= 4
+    runner.reset()
+    assert not rows.semaphore.any()
+    runner.launch(1)
+
+    def prefill(input_ids: Tensor, metadata: Any, logits_indices: Tensor) -> Tensor:
+        metadata.semaphore[1].fill_(left[0])
+        return input_ids.float()
+
+    packed = PackedGraphRunner(prefill, buckets=[8], max_num_reqs=2, max_blocks_per_req=4, block_size=BLOCK, debug=True)
+    packed.run([5], [1], [1], [[1]], [0])
+    left[0] += 2
+    with pytest.raises(SemaphoreError, match="expected zeros after a replay of bucket 8"):
+        packed.run([5], [1], [1], [[1]], [0])
+    packed.reset()
+    assert not packed.buffers.semaphore.any()
+
+
+def test_a_prefill_begins_with_a_clear_semaphore() -> None:
+    """Behind a capture, and behind a replay that failed."""
+    fail: list[bool] = []
+
+    def prefill(input_ids: Tensor, metadata: Any, logits_indices: Tensor) -> Tensor:
+        assert not metadata.semaphore.any()
+        metadata.semaphore[1] = 1
+        if fail.pop():
+            raise KeyboardInterrupt
+        metadata.semaphore[1] = 0
+        return input_ids.float()
+
+    runner = PackedGraphRunner(prefill, buckets=[8], max_num_reqs=2, max_blocks_per_req=4, block_size=BLOCK, debug=True, warmup_iters=1)
+    fail[:] = [True]
+    with pytest.raises(KeyboardInterrupt):
+        runner.capture()
+    fail[:] = [True, False, False]  # a replay, the capture, the warm-up
+    with pytest.raises(KeyboardInterrupt):
+        runner.run([5], [1], [1], [[1]], [0])
+    fail[:] = [False]
+    runner.run([5], [1], [1], [[1]], [0])
+
+
+class FakeStream:
+    def __init__(self, *_: Any) -> None:
+        self.waited: list[Any] = []
+
+    def wait_stream(self, other: Any) -> None:
+        self.waited.append(other)
+
+
+@pytest.fixture
+def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> FakeStream:
+    """CUDA without a GPU, as far as a `CudaCapture` uses it; gives the caller's stream."""
+    current = FakeStream()
+    monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: current)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    return current
+
+
+def raises(error: BaseException) -> Any:
+    def step() -> Tensor:
+        raise error
+
+    return step
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("a step that fails")], ids=["interrupt", "error"])
+def test_a_warmup_is_waited_for_however_it_ends(fake_cuda: FakeStream, error: BaseException) -> None:
+    backend = CudaCapture("cuda:0")
+    with pytest.raises(type(error)):
+        backend.warmup(raises(error), 2)
+    assert fake_cuda.waited == [backend._stream]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("a step that fails")], ids=["interrupt", "error"])
+@pytest.mark.parametrize("ends_badly", [False, True])
+def test_a_capture_is_put_right_however_it_ends(
+    fake_cuda: FakeStream, monkeypatch: pytest.MonkeyPatch, error: BaseException, ends_badly: bool
+) -> None:
+    """An interrupt stays one, though ending the capture fails as well."""
+
+    @contextlib.contextmanager
+    def graph(*_: Any, **__: Any) -> Any:
+        try:
+            yield
+        finally:
+            if ends_badly:
+                raise CaptureError("operation failed due to a previous error during capture")
+
+    put_right: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    monkeypatch.setattr(CudaCapture, "_after_failure", lambda self, pool: put_right.append(pool))
+    want = CaptureError if ends_badly and isinstance(error, Exception) else type(error)
+    with pytest.raises(want):
+        CudaCapture("cuda:0").capture(raises(error), "pool")
+    assert put_right == ["pool"]

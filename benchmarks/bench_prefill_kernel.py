@@ -229,11 +229,11 @@ def check(case: Case) -> dict[str, Any]:
 def check_graph() -> dict[str, Any]:
     """One captured graph at other lengths, padding and empty requests among them."""
     inputs = Inputs(GRAPH, capacity=700)
-    inputs.native()
+    inputs.native(patience=PATIENCE)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        inputs.native()
+        inputs.native(patience=PATIENCE)
     results = []
     lengths = [
         ((100,) * 6, (400,) * 6),
@@ -335,12 +335,12 @@ PARTS: dict[str, dict[str, Callable[[], dict[str, Any]]]] = {
 }
 
 
-def work(part: str, skip: int) -> None:
-    """The cases of a part from number ``skip`` on, in this process."""
-    for name, function in list(PARTS[part].items())[skip:]:
+def work(part: str, cases: list[str]) -> None:
+    """Some cases of a part, in this process."""
+    for name in cases:
         print(json.dumps({"begin": name}), flush=True)
         try:
-            result = function()
+            result = PARTS[part][name]()
         except Exception as problem:
             result = {"ok": False, "raised": f"{type(problem).__name__}: {problem}"[:400]}
         print(json.dumps({"part": part, "case": name, **result}), flush=True)
@@ -348,57 +348,81 @@ def work(part: str, skip: int) -> None:
             raise SystemExit(3)  # the context is lost
 
 
-def compile_ahead() -> None:
-    """All specialisations into the cache on disk, side by side: a case's 40 seconds are not for compilers."""
-    wanted = [case.macros(patience=PATIENCE) for case in CHECKS.values()] + [GRAPH.macros()] + [case.macros() for case in TIMES.values()]
-    wanted += [case.macros(clocks=True, beside=beside) for case in CYCLES.values() for beside in (True, False)]
-    distinct = [dict(pairs) for pairs in dict.fromkeys(tuple(sorted(macros.items())) for macros in wanted)]
+def specialisations() -> dict[tuple[str, str], list[tuple[tuple[str, int], ...]]]:
+    """Part and case -> the macros of what it launches."""
+    needed = {("check", name): [case.macros(patience=PATIENCE)] for name, case in CHECKS.items()}
+    needed["check", "graph"] = [GRAPH.macros(patience=PATIENCE)]
+    needed |= {("time", name): [case.macros()] for name, case in TIMES.items()}
+    needed |= {("cycles", name): [case.macros(clocks=True, beside=beside) for beside in (True, False)] for name, case in CYCLES.items()}
+    return {key: [tuple(sorted(macros.items())) for macros in values] for key, values in needed.items()}
+
+
+def compile_ahead(parts: list[str]) -> dict[tuple[str, str], str]:
+    """Specialisations into the cache on disk, side by side: a case's 40 seconds are not for compilers. Part and case -> why it can't run."""
+    needed = {key: values for key, values in specialisations().items() if key[0] in parts}
+    distinct = list(dict.fromkeys(macros for values in needed.values() for macros in values))
     begin = time.monotonic()
     with ProcessPoolExecutor(min(16, os.cpu_count() or 1), multiprocessing.get_context("fork")) as pool:
-        sizes = list(pool.map(compile_one, distinct))
-    print(f"{len(sizes)} specialisations compiled in {time.monotonic() - begin:.1f} s", flush=True)
+        errors = dict(zip(distinct, pool.map(compile_one, distinct), strict=True))
+    print(f"{len(distinct)} specialisations compiled in {time.monotonic() - begin:.1f} s", flush=True)
+    found = {key: next((error for macros in values if (error := errors[macros])), "") for key, values in needed.items()}
+    return {key: error for key, error in found.items() if error}
 
 
-def compile_one(macros: dict[str, int]) -> int:
-    """Bytes of machine code."""
-    return len(jit.machine_code("prefill.cu", macros, (9, 0)))
+def compile_one(macros: tuple[tuple[str, int], ...]) -> str:
+    """The compiler's first complaint, or nothing."""
+    try:
+        jit.machine_code("prefill.cu", dict(macros), (9, 0))
+    except Exception as problem:
+        lines = str(problem).splitlines() or [type(problem).__name__]
+        return next((line for line in lines if "error" in line), lines[0])[:300]
+    return ""
 
 
-def supervise(part: str, stop: float) -> list[dict[str, Any]]:
-    """A part in other processes, one after the other, each until it hangs or fails."""
-    names, results = list(PARTS[part]), []
-    done = 0
-    while done < len(names) and time.monotonic() < stop:
-        command = [sys.executable, str(Path(__file__).resolve()), "--work", part, "--skip", str(done)]
+class Report:
+    """Results as they come: a line each, and one document that is whole after every case."""
+
+    def __init__(self, path: Path | None) -> None:
+        self.path, self.results = path, list[dict[str, Any]]()
+
+    def add(self, result: dict[str, Any]) -> None:
+        self.results.append(result)
+        print(json.dumps(result), flush=True)
+        if self.path:
+            document = {"gpu": torch.cuda.get_device_name(0), "torch": torch.__version__, "results": self.results}
+            self.path.write_text(json.dumps(document, indent=1) + "\n")
+
+
+def supervise(part: str, names: list[str], stop: float, report: Report) -> None:
+    """Cases of a part in other processes, one after the other, each until it hangs or fails."""
+    while names and time.monotonic() < stop:
+        command = [sys.executable, str(Path(__file__).resolve()), "--work", part, "--cases", json.dumps(names)]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         lines: queue.Queue[str | None] = queue.Queue()
         assert process.stdout and process.stderr
         errors: list[str] = []
         threading.Thread(target=lambda p=process, q=lines: [*map(q.put, p.stdout), q.put(None)], daemon=True).start()  # type: ignore[misc]
-        threading.Thread(target=lambda p=process, e=errors: e.append(p.stderr.read()), daemon=True).start()  # type: ignore[misc]
-        before = done
-        while True:
+        reader = threading.Thread(target=lambda p=process, e=errors: e.append(p.stderr.read()), daemon=True)  # type: ignore[misc]
+        reader.start()
+        before = len(names)
+        while names:
             try:
                 line = lines.get(timeout=max(0.1, min(SILENCE_S, stop - time.monotonic())))
             except queue.Empty:
-                line = None
-                results.append({"part": part, "case": names[done], "ok": False, "hung": True})
-                print(json.dumps(results[-1]), flush=True)
-                done += 1
+                late = time.monotonic() >= stop
+                report.add({"part": part, "case": names.pop(0), "ok": False, **({"time is up": True} if late else {"hung": True})})
+                break
             if line is None:
                 break
             told = json.loads(line) if line.startswith("{") else {}
             if "case" in told:
-                results.append(told)
-                print(line, end="", flush=True)
-                done += 1
+                report.add(told)
+                names = names[1:]
         process.kill()
         process.wait()
-        if done == before:  # it ended in the middle of a case
-            results.append({"part": part, "case": names[done], "ok": False, "died": "".join(errors)[-600:]})
-            print(json.dumps(results[-1]), flush=True)
-            done += 1
-    return results
+        reader.join(5)
+        if len(names) == before:  # it ended in the middle of a case
+            report.add({"part": part, "case": names.pop(0), "ok": False, "died": "".join(errors)[-600:]})
 
 
 def main() -> None:
@@ -407,21 +431,20 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=150.0, help="nothing runs on after this")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--work", help=argparse.SUPPRESS)
-    parser.add_argument("--skip", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--cases", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.work:
-        work(args.work, args.skip)
+        work(args.work, json.loads(args.cases))
         return
-    stop, results = time.monotonic() + args.seconds, []
-    compile_ahead()
-    for part in args.parts.split(","):
-        results += supervise(part, stop)
-    if args.json:
-        args.json.write_text(
-            json.dumps({"gpu": torch.cuda.get_device_name(0), "torch": torch.__version__, "results": results}, indent=1) + "\n"
-        )
-    bad = [f"{r['part']}: {r['case']}" for r in results if not r["ok"]]
-    print(f"{len(results) - len(bad)} of {len(results)} cases fine" + (f"; not: {', '.join(bad)}" if bad else ""))
+    stop, report, parts = time.monotonic() + args.seconds, Report(args.json), args.parts.split(",")
+    refused = compile_ahead(parts)
+    for part in parts:
+        for (of, name), error in refused.items():
+            if of == part:
+                report.add({"part": part, "case": name, "ok": False, "does not compile": error})
+        supervise(part, [name for name in PARTS[part] if (part, name) not in refused], stop, report)
+    bad = [f"{r['part']}: {r['case']}" for r in report.results if not r["ok"]]
+    print(f"{len(report.results) - len(bad)} of {len(report.results)} cases fine" + (f"; not: {', '.join(bad)}" if bad else ""))
 
 
 if __name__ == "__main__":

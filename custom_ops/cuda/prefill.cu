@@ -30,11 +30,8 @@ __device__ __forceinline__ void meet(int group) { asm volatile("bar.sync %0, 128
 // loader soon waits too; in the math warps the way out would cost registers.
 __device__ __forceinline__ void wait_or_give_up(u32 at, int parity) {
 #if PATIENCE
-  for (int tries = 0, done = 0; !done; ++tries) {
-    asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.s32 %0, 1, 0, p;}"
-                 : "=r"(done) : "r"(at), "r"(parity) : "memory");
-    if (tries == PATIENCE) asm volatile("trap;");
-  }
+  asm volatile("{.reg .pred done, out; .reg .u32 left; mov.u32 left, %2; again%=: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1; @done bra there%=;"
+               " sub.u32 left, left, 1; setp.eq.u32 out, left, 0; @!out bra again%=; trap; there%=:}" ::"r"(at), "r"(parity), "n"(PATIENCE) : "memory");
 #else
   barrier_wait(at, parity);
 #endif
@@ -282,6 +279,34 @@ struct Math {
       }
   }
 
+  // Scores of the step before `key`, products with the values of the step at `key`. MASKED: some row of the warpgroup sees less than all its keys.
+  template <bool MASKED> __device__ __forceinline__ void step(Softmax &x, const int (&end)[2], int &key, float scale, u32 queries, u32 q_empty) {
+    float shrink[2];
+    const Place keys = place;
+    place.advance();
+    const Place values = place;
+    place.advance();
+    key -= KEYS;
+    await_turn(group);  // arrive: give_turn of the other warpgroup, or at the start of the kernel
+    wgmma_begin();
+    ask_scores(x, queries, keys.slot);
+    barrier_wait(plan.full + values.slot * 8, values.round);  // arrive: Loader::load's expect and the bytes of its copies
+    wgmma_begin();                                            // the compiler asks for one behind every loop
+    ask_values(x, values.slot);
+    give_turn(group);
+    wgmma_wait<1>();  // the scores are here
+    release(plan.empty + keys.slot * 8);
+    if (key == 0) release(q_empty);
+    if (MASKED) x.mask(end, key, lane);
+    x.raise(scale, shrink);
+    x.exponentiate(scale, shrink);
+    barrier_wait_after(plan.full + place.slot * 8, place.round, x.total[0] + x.total[1]);  // arrive: as above; the next step's keys, or values
+    wgmma_wait<0>();
+    release(plan.empty + values.slot * 8);
+    x.convert();
+    x.rescale(shrink);
+  }
+
   // One tile; `queries`: where they lie, `q_empty`: the barrier that gives them back.
   __device__ __forceinline__ void attend(Softmax &x, const Job &job, u32 queries, u32 q_empty) {
     const float scale = p.scale * LOG2E;
@@ -315,43 +340,16 @@ struct Math {
       clear_tail(values.slot, job.seq_len - key);
     }
     barrier_wait(plan.full + place.slot * 8, place.round);  // arrive: as above; the next step's keys, or this one's values if it was the last
-    auto step = [&](auto masked) {
-      const Place keys = place;
-      place.advance();
-      const Place values = place;
-      place.advance();
-      key -= KEYS;
-      await_turn(group);  // arrive: give_turn of the other warpgroup, or at the start of the kernel
-      wgmma_begin();
-      ask_scores(x, queries, keys.slot);
-      barrier_wait(plan.full + values.slot * 8, values.round);  // arrive: as above
-      wgmma_begin();                                            // the compiler asks for one behind every loop
-      ask_values(x, values.slot);
-      give_turn(group);
-      wgmma_wait<1>();  // the scores are here
-      release(plan.empty + keys.slot * 8);
-      if (key == 0) release(q_empty);
-      if (masked.value) x.mask(end, key, lane);
-      x.raise(scale, shrink);
-      x.exponentiate(scale, shrink);
-      barrier_wait_after(plan.full + place.slot * 8, place.round, x.total[0] + x.total[1]);  // arrive: as above; the next step's keys, or values
-      wgmma_wait<0>();
-      release(plan.empty + values.slot * 8);
-      x.convert();
-      x.rescale(shrink);
-    };
 #pragma unroll 1
-    while (key > all_see) step(Constant<true>{});
+    while (key > all_see) step<true>(x, end, key, scale, queries, q_empty);
 #pragma unroll 1
-    while (key > 0) step(Constant<false>{});
+    while (key > 0) step<false>(x, end, key, scale, queries, q_empty);
     wgmma_begin();
     ask_values(x, place.slot);
     wgmma_wait<0>();
     release(plan.empty + place.slot * 8);
     place.advance();
   }
-
-  template <bool VALUE> struct Constant { static constexpr bool value = VALUE; };
 
   __device__ __forceinline__ int run(const Job *jobs) {
     Softmax x;

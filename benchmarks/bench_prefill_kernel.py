@@ -38,6 +38,7 @@ from torchpaged.bench.timing import CudaSampler, interleave
 from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.custom_ops.cuda import jit
 from torchpaged.custom_ops.cuda import prefill as native
+from torchpaged.custom_ops.reference import visible_keys
 
 SILENCE_S = 40.0
 SHARES = {"check": 0.5, "time": 0.65}  # most of the remaining time that a part may take
@@ -57,10 +58,23 @@ class Case:
     lse: bool = False
     dtype: torch.dtype = torch.bfloat16
     padding: int = 0  # token rows behind the last request
+    dim_v: int = 0  # 0: as dim
+    window_left: int = -1
+    window_right: int = -1
+    chunk: int = 0
+    soft_cap: float = 0.0
+    alibi: bool = False
+    sinks: bool = False
+    layout: str = "NHD"  # of the pools; HND: heads outside of slots; both: keys and values in one allocation
 
     def macros(self, **options: Any) -> dict[str, int]:
-        group = self.heads[0] // self.heads[1]
-        return native.prefill_macros(self.dtype, self.dim, group, self.heads[1], self.block_size, self.causal, self.lse, **options)
+        return native.prefill_macros(
+            self.dtype, self.dim, self.heads[0] // self.heads[1], self.heads[1], self.block_size, self.causal, self.lse,
+            dim_v=self.dim_v, **self.masks(), soft_cap=self.soft_cap > 0, alibi=self.alibi, sinks=self.sinks, **options,
+        )  # fmt: skip
+
+    def masks(self) -> dict[str, int]:
+        return {"window_left": self.window_left, "window_right": self.window_right, "chunk": self.chunk}
 
 
 def whole(*lengths: int, **options: Any) -> Case:
@@ -88,6 +102,30 @@ CHECKS: dict[str, Case] = {
     "blocks of 64": Case((300, 40), (333, 397), block_size=64),
     "blocks of 128": Case((300, 40), (333, 397), block_size=128),
     "fp16": whole(300, 40, dtype=torch.float16),
+    "width 64, group of 7": whole(1, 500, 193, heads=(14, 2), dim=64),
+    "width 96": Case((300, 40, 129), (333, 400, 129), dim=96, lse=True),
+    "width 32": Case((300, 40, 129), (333, 400, 129), dim=32, lse=True),
+    "width 192/128": Case((300, 40, 129), (333, 401, 129), dim=192, dim_v=128, heads=(8, 8), lse=True),
+    "width 128/64": Case((300, 40), (333, 401), dim_v=64, lse=True),
+    "width 192": Case((300, 40), (333, 401), dim=192, lse=True),
+    "width 256": Case((300, 40, 129, 1), (333, 401, 129, 64), dim=256, heads=(16, 8), lse=True),
+    "width 256, blocks of 64": Case((300, 40), (333, 401), dim=256, heads=(8, 2), block_size=64),
+    "window": Case((700, 40, 129), (1333, 401, 129), window_left=200, lse=True),
+    "narrow window": Case((300, 40, 129), (333, 1401, 129), window_left=5),
+    "window, not causal": Case((300, 40, 129), (333, 401, 129), window_left=30, window_right=70, causal=False, lse=True),
+    "right window alone": Case((300, 40), (333, 401), window_right=150, causal=False),
+    "chunks": Case((700, 40, 129), (1333, 401, 129), chunk=300, lse=True),
+    "chunks of 16, not causal": Case((300, 129), (333, 129), chunk=16, causal=False),
+    "soft cap": Case((300, 40), (333, 401), soft_cap=2.0, lse=True),
+    "alibi": Case((300, 40), (333, 1401), alibi=True, lse=True),
+    "sinks": Case((300, 5, 40), (333, 0, 401), sinks=True, lse=True),
+    "sinks, window, width 64": Case((300, 40), (333, 1401), sinks=True, window_left=127, dim=64, lse=True),
+    "width 256, window, soft cap": Case((300, 40), (1333, 401), dim=256, heads=(16, 8), window_left=400, soft_cap=5.0, lse=True),
+    "left padding": Case((300, 40, 20), (100, 1, -3), window_left=50, lse=True),
+    "all of it": Case((300, 40), (1333, 401), window_left=100, soft_cap=3.0, alibi=True, sinks=True, chunk=777, lse=True),
+    "HND": Case((300, 40), (333, 401), layout="HND"),
+    "HND, width 96": Case((300, 40), (333, 401), layout="HND", dim=96),
+    "keys beside values": Case((300, 40), (333, 401), layout="both"),
 }
 GRAPH = Case((100,) * 6, (400,) * 6, lse=True)
 TIMES: dict[str, Case] = {
@@ -98,6 +136,10 @@ TIMES: dict[str, Case] = {
     "8 x 512": whole(*[512] * 8),
     "512 on 32k": Case((512,), (32768,)),
     "1 x 4k, width 64": whole(4096, dim=64),
+    "1 x 4k, width 96": whole(4096, dim=96),
+    "1 x 4k, width 256": whole(4096, dim=256, heads=(16, 8)),
+    "1 x 4k, width 192/128": whole(4096, dim=192, dim_v=128, heads=(32, 32)),
+    "1 x 16k, window 1k": whole(16384, window_left=1023),
 }
 CYCLES: dict[str, Case] = {
     **{f"{steps} steps": Case((128,) * 128, (128 * steps,) * 128, causal=False) for steps in (1, 2, 3, 4)},
@@ -107,6 +149,17 @@ CYCLES: dict[str, Case] = {
 }
 
 
+def make_pools(case: Case, blocks: int, dim: int, dim_v: int, device: torch.device) -> list[Tensor]:
+    """Keys' and values' pools ``[blocks, block_size, num_kv_heads, width]``, NaN all over, laid out as the case says."""
+    slots, heads = case.block_size, case.heads[1]
+    if case.layout == "both":
+        pair = torch.full((blocks, 2, slots, heads, dim), torch.nan, dtype=case.dtype, device=device)
+        return [pair[:, 0], pair[:, 1]]
+    inner = (heads, slots) if case.layout == "HND" else (slots, heads)
+    pools = [torch.full((blocks, *inner, width), torch.nan, dtype=case.dtype, device=device) for width in (dim, dim_v)]
+    return [pool.transpose(1, 2) if case.layout == "HND" else pool for pool in pools]
+
+
 class Inputs:
     """A case's tensors on the GPU; blocks in shuffled order, NaN wherever no token lies and in the block that unused table entries name."""
 
@@ -114,22 +167,27 @@ class Inputs:
         self.case = case
         device, generator = torch.device("cuda"), torch.Generator("cuda").manual_seed(0)
         heads, kv_heads = case.heads
+        dim_v = case.dim_v or case.dim
         columns = max(1, -(-max(capacity, *case.seq_lens) // case.block_size))
-        used = [-(-max(capacity, length) // case.block_size) for length in case.seq_lens]
+        used = [-(-max(capacity, length, 0) // case.block_size) for length in case.seq_lens]
         ids = (torch.randperm(sum(used), generator=generator, device=device) + 1).int()
         self.table = torch.zeros(len(used), columns, dtype=torch.int32, device=device)
-        self.k_cache, self.v_cache = (
-            torch.full((sum(used) + 1, case.block_size, kv_heads, case.dim), torch.nan, dtype=case.dtype, device=device) for _ in range(2)
-        )
+        self.k_cache, self.v_cache = make_pools(case, sum(used) + 1, case.dim, dim_v, device)
         self.keys, self.values = [], []
         for request, (count, own) in enumerate(zip(used, ids.split(used), strict=True)):
-            length = max(capacity, case.seq_lens[request])
+            length = max(capacity, case.seq_lens[request], 0)
             self.table[request, :count] = own
             for cache, kept in ((self.k_cache, self.keys), (self.v_cache, self.values)):
-                new = torch.randn(length, kv_heads, case.dim, generator=generator, device=device, dtype=case.dtype)
+                new = torch.randn(length, kv_heads, cache.shape[3], generator=generator, device=device, dtype=case.dtype)
                 kept.append(new)
                 at = torch.arange(length, device=device)
                 cache[own[at // case.block_size].long(), at % case.block_size] = new
+        for request, count in enumerate(case.query_lens):  # blocks that no query sees any more are given back
+            if case.window_left >= 0 and count:
+                dropped = max(0, case.seq_lens[request] - count - case.window_left) // case.block_size
+                self.k_cache[self.table[request, :dropped].long()] = torch.nan
+                self.v_cache[self.table[request, :dropped].long()] = torch.nan
+                self.table[request, :dropped] = 0
         self.num_tokens = sum(case.query_lens) + case.padding
         self.q = torch.randn(self.num_tokens, heads, case.dim, generator=generator, device=device, dtype=case.dtype)
         self.seq_lens, self.starts = (
@@ -137,10 +195,12 @@ class Inputs:
             torch.empty(len(used) + 1, dtype=torch.int32, device=device),
         )
         self.set_lengths(case.query_lens, case.seq_lens)
-        self.out = torch.full_like(self.q, torch.nan)
+        self.out = torch.full((*self.q.shape[:2], dim_v), torch.nan, dtype=case.dtype, device=device)
         self.lse = torch.full(self.q.shape[:2], torch.nan, device=device) if case.lse else None
         self.tickets = torch.zeros(2, dtype=torch.int32, device=device)
         self.scale = case.dim**-0.5
+        self.slopes = torch.linspace(0.02, 0.5, heads, device=device) if case.alibi else None
+        self.sinks = torch.randn(heads, generator=generator, device=device, dtype=case.dtype) * 3 if case.sinks else None
 
     def set_lengths(self, query_lens: tuple[int, ...], seq_lens: tuple[int, ...]) -> None:
         """Other lengths in the same tensors."""
@@ -151,43 +211,56 @@ class Inputs:
     def native(self, clocks: Tensor | None = None, patience: int = 0, beside: bool = True) -> None:
         native.prefill(
             self.q, self.k_cache, self.v_cache, self.table, self.seq_lens, self.starts, self.out, self.lse, self.scale, self.case.causal,
-            self.tickets, clocks=clocks, patience=patience, beside=beside,
+            self.tickets, **self.case.masks(), soft_cap=self.case.soft_cap, alibi_slopes=self.slopes, sinks=self.sinks, clocks=clocks,
+            patience=patience, beside=beside,
         )  # fmt: skip
 
     def triton(self) -> None:
         BACKEND_OPS["triton"].paged_attention(
             self.q, self.k_cache, self.v_cache, self.table, self.seq_lens, self.starts, self.out, self.lse,
-            max_query_len=max(self.case.query_lens), scale=self.scale, causal=self.case.causal,
+            max_query_len=max(self.case.query_lens), scale=self.scale, causal=self.case.causal, window_left=self.case.window_left,
+            window_right=self.case.window_right, chunk_size=self.case.chunk, logits_soft_cap=self.case.soft_cap, alibi_slopes=self.slopes,
+            sinks=self.sinks,
         )  # fmt: skip
 
     def expected(self) -> tuple[Tensor, Tensor]:
         """Out and LSE in float64."""
         group = self.case.heads[0] // self.case.heads[1]
-        out = torch.zeros(self.q.shape, dtype=torch.float64, device="cuda")
+        out = torch.zeros(self.out.shape, dtype=torch.float64, device="cuda")
         lse = torch.full(self.q.shape[:2], -torch.inf, dtype=torch.float64, device="cuda")
-        start = 0
-        for request, (count, length) in enumerate(zip(self.case.query_lens, self.case.seq_lens, strict=True)):
+        case, start = self.case, 0
+        for request, (count, length) in enumerate(zip(case.query_lens, case.seq_lens, strict=True)):
             rows = slice(start, start + count)
             start += count
+            if length <= 0 or not count:
+                continue
             position = torch.arange(length - count, length, device="cuda")
-            key = torch.arange(length, device="cuda")
-            hidden = (key > position[:, None]) if self.case.causal else key < 0
-            hidden = (hidden | (position < 0)[:, None])[None]
-            for head in range(self.case.heads[1]):
+            seen = visible_keys(position, length, case.causal, case.window_left, case.window_right, case.chunk)
+            sees, distance = seen.any(-1)[None], torch.arange(length, device="cuda") - position[:, None]
+            for head in range(case.heads[1]):
                 heads = slice(head * group, (head + 1) * group)
                 q = self.q[rows, heads].double().transpose(0, 1)
                 k, v = (kept[request][:length, head].double() for kept in (self.keys, self.values))
-                scores = (q @ k.t() * self.scale).masked_fill(hidden, -torch.inf)
-                lse[rows, heads] = scores.logsumexp(-1).t()
-                out[rows, heads] = (scores.softmax(-1).nan_to_num(0.0) @ v).transpose(0, 1)
+                scores = q @ k.t() * self.scale
+                if case.soft_cap:
+                    scores = case.soft_cap * torch.tanh(scores / case.soft_cap)
+                if self.slopes is not None:
+                    scores = scores + self.slopes[heads].double()[:, None, None] * distance
+                scores = scores.masked_fill(~seen, -torch.inf)
+                total = scores.logsumexp(-1)
+                if self.sinks is not None:
+                    total = torch.where(sees, torch.logaddexp(total, self.sinks[heads].double()[:, None]), total)
+                lse[rows, heads] = total.t()
+                out[rows, heads] = ((scores - total[..., None]).exp().nan_to_num(0.0) @ v).transpose(0, 1)
         return out, lse
 
     def visible(self) -> int:
         """Keys that queries see, all queries together."""
-        return sum(
-            count * length - (count * (count - 1) // 2 if self.case.causal else 0)
-            for count, length in zip(self.case.query_lens, self.case.seq_lens, strict=True)
-        )
+        case, pairs = self.case, 0
+        for count, length in zip(case.query_lens, case.seq_lens, strict=True):
+            for position in range(length - count, length):
+                pairs += (position + 1 if case.causal else length) - (max(0, position - case.window_left) if case.window_left >= 0 else 0)
+        return pairs
 
 
 def compare(inputs: Inputs) -> dict[str, Any]:
@@ -254,7 +327,7 @@ def check_graph() -> dict[str, Any]:
 def sdpa(inputs: Inputs) -> Callable[[], Any] | str:
     """torch's on contiguous tensors, where all requests are alike and begin with their first token."""
     case = inputs.case
-    if len(set(case.seq_lens)) > 1 or case.query_lens != case.seq_lens:
+    if len(set(case.seq_lens)) > 1 or case.query_lens != case.seq_lens or case.window_left >= 0:
         return "lengths it has no causal mask for"
     requests, length = len(case.seq_lens), case.seq_lens[0]
     q = inputs.q.view(requests, length, *inputs.q.shape[1:]).transpose(1, 2)
@@ -273,12 +346,31 @@ def fa3(inputs: Inputs, paged: bool) -> Callable[[], Any] | str:
     q = inputs.q.view(requests, query_len, *inputs.q.shape[1:])
     k, v = (inputs.k_cache, inputs.v_cache) if paged else (torch.stack(kept) for kept in (inputs.keys, inputs.values))
     options: dict[str, Any] = {"page_size": case.block_size} if paged else {}
+    window = (case.window_left, 0 if case.window_left >= 0 else -1)
     metadata = module.get_scheduler_metadata(
-        requests, query_len, longest, *case.heads, case.dim, inputs.seq_lens, qkv_dtype=case.dtype, causal=True, **options
+        requests,
+        query_len,
+        longest,
+        *case.heads,
+        case.dim,
+        inputs.seq_lens,
+        qkv_dtype=case.dtype,
+        headdim_v=case.dim_v or case.dim,
+        causal=True,
+        window_size=window,
+        **options,
     )
     table = {"page_table": inputs.table} if paged else {}
     return lambda: module.flash_attn_with_kvcache(
-        q, k, v, cache_seqlens=inputs.seq_lens, softmax_scale=inputs.scale, causal=True, scheduler_metadata=metadata, **table
+        q,
+        k,
+        v,
+        cache_seqlens=inputs.seq_lens,
+        softmax_scale=inputs.scale,
+        causal=True,
+        window_size=window,
+        scheduler_metadata=metadata,
+        **table,
     )
 
 
@@ -293,7 +385,7 @@ def measure(case: Case) -> dict[str, Any]:
     calls: dict[str, Callable[[], Any] | str] = {
         "native": inputs.native, "triton": inputs.triton, "sdpa": sdpa(inputs), "fa3": fa3(inputs, True), "fa3 one block": fa3(inputs, False),
     }  # fmt: skip
-    flops = 4 * case.dim * case.heads[0] * inputs.visible()
+    flops = 2 * (case.dim + (case.dim_v or case.dim)) * case.heads[0] * inputs.visible()
     result: dict[str, Any] = {"error": error, "ok": error < 8e-3, "tflops": {}, "us": {}, "absent": {}}
     samplers = {}
     for name, call in calls.items():

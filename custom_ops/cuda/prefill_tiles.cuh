@@ -4,7 +4,8 @@
 // Tickets go through the kv heads a section at a time, so that the keys and values in use fit L2; in a section from the highest level down,
 // so that the longest tiles begin first; in a level by request, kv head, tile: neighbours read the same keys at about the same time.
 // The token rows behind the last request are one more request, without keys: they get zeros.
-// Macros: TOKENS, KEYS, NUM_KV_HEADS, CAUSAL, HEAD_BYTES (bytes of a token's keys and values in one kv head).
+// Macros: TOKENS, KEYS, NUM_KV_HEADS, CAUSAL, WINDOW_LEFT, WINDOW_RIGHT (-1: open), CHUNK (0: none), HEAD_BYTES (bytes of a token's keys and values in
+// one kv head).
 #pragma once
 
 #ifdef __CUDACC__
@@ -38,17 +39,40 @@ BOTH int max(int a, int b) { return a > b ? a : b; }
 
 constexpr int L2_KEYS = 32 << 20;  // bytes of keys and values of a section that one request may have
 
+// Every mask is an interval of keys, [first_key, end_key) for the query at `position`; both ends rise with the position.
+BOTH int first_key(int position) {
+  int low = 0;
+  if (position < 0) return 0;
+  if (WINDOW_LEFT >= 0) low = max(low, position - WINDOW_LEFT);
+  if (CHUNK > 0) low = max(low, position / max(CHUNK, 1) * CHUNK);
+  return low;
+}
+BOTH int end_key(int position, int seq_len) {
+  if (position < 0) return 0;
+  int end = CAUSAL ? min(position + 1, seq_len) : seq_len;
+  if (WINDOW_RIGHT >= 0) end = min(end, position + WINDOW_RIGHT + 1);
+  if (CHUNK > 0) end = min(end, position / max(CHUNK, 1) * CHUNK + CHUNK);
+  return end;
+}
+// The first position that sees a key at or after `key`.
+BOTH int first_to_see(int key) {
+  int position = CAUSAL ? key : 0;
+  if (WINDOW_RIGHT >= 0) position = max(position, key - WINDOW_RIGHT);
+  if (CHUNK > 0) position = max(position, key / max(CHUNK, 1) * CHUNK);
+  return position;
+}
+
 struct Span {  // a request
   int start, query_len, seq_len;
 
   BOTH int tiles() const { return (query_len + TOKENS - 1) / TOKENS; }
+  BOTH int position(int token) const { return seq_len - query_len + token; }
 
-  // One past the last key that a token of the tile sees.
-  BOTH int end(int tile) const {
-    const int last = seq_len - query_len + min((tile + 1) * TOKENS, query_len);  // one past the last token's position
-    return CAUSAL ? min(last, seq_len) : last > 0 ? seq_len : 0;
-  }
+  // The first key that a token of the tile sees, and one past the last.
+  BOTH int first_seen(int tile) const { return first_key(position(tile * TOKENS)); }
+  BOTH int end(int tile) const { return end_key(position(min((tile + 1) * TOKENS, query_len) - 1), seq_len); }
 
+  // Key tiles up to the last one seen.
   BOTH int level(int tile) const { return (max(end(tile), 0) + KEYS - 1) / KEYS; }
 
   // The first tile of `level` or a higher one; levels do not fall from tile to tile.
@@ -56,7 +80,7 @@ struct Span {  // a request
     if (level <= 0) return 0;
     const int before = (level - 1) * KEYS;  // keys that a tile must see more than
     if (query_len <= 0 || seq_len <= before) return tiles();
-    const int hidden = (CAUSAL ? before : 0) - (seq_len - query_len);
+    const int hidden = first_to_see(before) - position(0);
     return hidden <= 0 ? 0 : min(hidden / TOKENS, tiles() - 1);
   }
 };

@@ -7,8 +7,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 
 from torchpaged.custom_ops.cuda import jit
+from torchpaged.custom_ops.reference import visible_keys
 
 GXX = shutil.which("g++")
 KEYS = 128
@@ -29,32 +31,32 @@ int main(int argc, char **argv) {
   printf("%d %d\\n", line.total(), line.heads);
   for (int ticket = 0; ticket < line.total(); ticket += stride) {
     const Tile t = line.find(ticket);
-    printf("%d %d %d %d %d %d %d\\n", t.request, t.head, t.index, t.span.start, t.span.query_len, t.span.seq_len, t.span.level(t.index));
+    const int level = t.span.level(t.index);
+    printf("%d %d %d %d %d %d %d %d\\n", t.request, t.head, t.index, t.span.start, t.span.query_len, t.span.seq_len, level,
+           level ? t.span.first_seen(t.index) / KEYS : 0);
   }
 }
 """
 
 
-def build(folder: Path, tokens: int, heads: int, causal: bool) -> Path:
+def build(folder: Path, tokens: int, heads: int, causal: bool, left: int = -1, right: int = -1, chunk: int = 0) -> Path:
     assert GXX
     (folder / "line.cpp").write_text(PROGRAM)
-    macros = {"TOKENS": tokens, "KEYS": KEYS, "NUM_KV_HEADS": heads, "CAUSAL": int(causal), "HEAD_BYTES": 512}
+    macros = {"TOKENS": tokens, "KEYS": KEYS, "NUM_KV_HEADS": heads, "CAUSAL": int(causal), "HEAD_BYTES": 512, "WINDOW_LEFT": left,
+              "WINDOW_RIGHT": right, "CHUNK": chunk}  # fmt: skip
     options = [f"-D{name}={value}" for name, value in macros.items()]
     command = [GXX, "-std=c++17", "-O1", "-Wall", "-Werror", f"-I{Path(jit.__file__).parent}", *options, "line.cpp", "-o", "line"]
     subprocess.run(command, cwd=folder, check=True, timeout=120)
     return folder / "line"
 
 
-def levels(query_len: int, seq_len: int, tokens: int, causal: bool) -> list[int]:
-    """Per tile the key tiles up to the last key that any of its tokens sees."""
+def ranges(query_len: int, seq_len: int, tokens: int, causal: bool, left: int, right: int, chunk: int) -> list[tuple[int, int]]:
+    """Per tile the key tiles up to the last key that any of its tokens sees, and the first key tile with a visible key (0 if there is none)."""
     found = []
     for first in range(0, query_len, tokens):
-        end = 0
-        for token in range(first, min(first + tokens, query_len)):
-            position = seq_len - query_len + token
-            if position >= 0:
-                end = max(end, min(position + 1, seq_len) if causal else seq_len)
-        found.append(-(-end // KEYS))
+        positions = torch.arange(seq_len - query_len + first, seq_len - query_len + min(first + tokens, query_len))
+        keys = visible_keys(positions, max(seq_len, 0), causal, left, right, chunk).any(0).nonzero().flatten().tolist()
+        found.append((keys[-1] // KEYS + 1, keys[0] // KEYS) if keys else (0, 0))
     return found
 
 
@@ -64,14 +66,22 @@ BATCHES = {
     "ragged": ([1, 300, 16, 77, 128, 513, 5], [1, 300, 16, 77, 128, 513, 5], 3),
     "empty": ([5, 0, 17, 40, 0], [0, 30, 17, 23, 0], 50),
     "nothing": ([], [], 7),
+    "left padding": ([300, 40, 20], [100, 1, -3], 0),
     "long": ([4000, 100], [40000, 20000], 0),
     "many": ([1 + 37 * i % 211 for i in range(70)], [5 + 53 * i % 401 for i in range(70)], 11),
 }
 
 
-@pytest.mark.parametrize(("tokens", "heads", "causal"), [(32, 8, True), (128, 1, True), (18, 6, True), (32, 8, False)])
-def test_every_tile_once_and_the_longest_first(tmp_path: Path, tokens: int, heads: int, causal: bool) -> None:
-    program = build(tmp_path, tokens, heads, causal)
+MASKS = {
+    "causal": (True, -1, -1, 0), "open": (False, -1, -1, 0), "window": (True, 200, -1, 0), "both": (False, 30, 170, 0), "right": (False, -1, 70, 0),
+    "chunks": (True, -1, -1, 300), "chunks, open": (False, -1, -1, 130), "all": (True, 1000, 3, 777),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize(("tokens", "heads"), [(32, 8), (128, 1), (18, 6)])
+def test_every_tile_once_and_the_longest_first(tmp_path: Path, tokens: int, heads: int, mask: str) -> None:
+    program = build(tmp_path, tokens, heads, *MASKS[mask])
     for name, (query_lens, seq_lens, padding) in BATCHES.items():
         starts = [sum(query_lens[:i]) for i in range(len(query_lens) + 1)]
         numbers = [len(seq_lens), starts[-1] + padding, *starts, *seq_lens]
@@ -80,9 +90,9 @@ def test_every_tile_once_and_the_longest_first(tmp_path: Path, tokens: int, head
         expected = {}
         for request, (query_len, seq_len) in enumerate(zip([*query_lens, padding], [*seq_lens, 0], strict=True)):
             start = [*starts, 0][request] if request < len(query_lens) else starts[-1]
-            for index, level in enumerate(levels(query_len, seq_len, tokens, causal)):
+            for index, (level, first) in enumerate(ranges(query_len, seq_len, tokens, *MASKS[mask])):
                 for head in range(heads):
-                    expected[request, head, index] = (start, query_len, seq_len, level)
+                    expected[request, head, index] = (start, query_len, seq_len, level, first)
         assert total == len(tiles) == len(expected), name
         assert {tile[:3]: tile[3:] for tile in tiles} == expected, name
         per_section = total // (heads // section)
@@ -93,7 +103,7 @@ def test_every_tile_once_and_the_longest_first(tmp_path: Path, tokens: int, head
 
 
 def test_a_section_of_heads_fits_l2(tmp_path: Path) -> None:
-    program = build(tmp_path, 32, 8, True)
+    program = build(tmp_path, 32, 8, causal=True)
     for length, heads in ((100, 8), (8192, 8), (16384, 4), (32768, 2), (65536, 1), (200000, 1)):
         text = subprocess.run([program, "1", "32", "0", "32", str(length)], capture_output=True, text=True, check=True, timeout=60).stdout
         assert int(text.split()[1]) == heads, length

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from torchpaged.custom_ops.cuda import jit, specialise
+from torchpaged.custom_ops.triton.config import bounded_masks
 
 _PARAMS = struct.Struct("9Q5q2f9i20x")  # struct Params of prefill_shapes.cuh behind its three maps
 MAX_DIM = 256
@@ -102,6 +103,29 @@ def refuse_layout(q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor) -> s
         if rows.data_ptr() % 16 or rows.stride(0) % 8 or rows.stride(1) % 8 or rows.stride(2) != 1:
             return f"{name} with strides {tuple(rows.stride())}: heads that begin at multiples of 16 bytes are needed"
     return None
+
+
+def why_not(q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, *, scale: float, sinks: Tensor | None) -> str | None:
+    """Why the kernel can't take a call with these tensors, or None: `refuse` and `refuse_layout`. Shapes, dtypes, strides and addresses only."""
+    block_size, num_kv_heads, dim = k_cache.shape[1:]
+    return refuse(
+        q.dtype, k_cache.dtype, dim, v_cache.shape[3], q.shape[1] // num_kv_heads, block_size, specialise.capability(q.device.index or 0),
+        scale=scale, sinks_dtype=None if sinks is None else sinks.dtype) or refuse_layout(q, k_cache, v_cache, out)  # fmt: skip
+
+
+def attend(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, seq_lens: Tensor, query_start_loc: Tensor, out: Tensor,
+    lse: Tensor | None = None, *, scale: float, causal: bool = True, window_left: int = -1, window_right: int = -1, chunk_size: int = 0,
+    logits_soft_cap: float = 0.0, alibi_slopes: Tensor | None = None, sinks: Tensor | None = None, semaphore: Tensor | None = None,
+) -> None:  # fmt: skip
+    """The op's call where `why_not` has nothing against it, on checked arguments as in ``custom_ops/ops.py``."""
+    masks = bounded_masks(window_left, window_right, chunk_size, block_table.shape[1] * k_cache.shape[1])
+    if semaphore is None or semaphore.numel() < 2:
+        semaphore = torch.zeros(2, dtype=torch.int32, device=q.device)
+    prefill(
+        q, k_cache, v_cache, block_table, seq_lens, query_start_loc, out, lse, scale, causal, semaphore, window_left=masks[0],
+        window_right=masks[1], chunk=masks[2], soft_cap=logits_soft_cap, alibi_slopes=alibi_slopes, sinks=sinks,
+    )  # fmt: skip
 
 
 def prefill_macros(

@@ -8,8 +8,6 @@
 
 #include "wgmma.cuh"
 
-constexpr int width_of(int dim) { return dim % 64 ? 32 : 64; }
-
 // `groups`: bytes from one group of 8 tokens (or query rows) to the next; `columns`: from one square of columns to the next, which only the second
 // product uses: the first one's 16 columns lie in one square.
 template <int WIDTH> __device__ __forceinline__ u64 matrix(u32 at, int columns, int groups) {

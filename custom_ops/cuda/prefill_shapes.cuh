@@ -9,7 +9,7 @@ constexpr int THREADS = (GROUPS + 1) * 128;     // warpgroup 0 loads
 constexpr int LOADER_REGISTERS = GROUPS == 2 ? 40 : 32, MATH_REGISTERS = GROUPS == 2 ? 232 : 160;
 constexpr int MATH_WARPS = GROUPS * 4;
 constexpr int PAGES = KEYS / BLOCK_SIZE;        // blocks of a step
-constexpr int K_WIDTH = width_of(DIM), V_WIDTH = width_of(DIM_V);        // columns of a square, 8 tokens high
+constexpr int K_WIDTH = DIM % 64 ? 32 : 64, V_WIDTH = DIM_V % 64 ? 32 : 64;  // columns of a square, 8 tokens high
 constexpr int K_SQUARES = DIM / K_WIDTH, V_SQUARES = DIM_V / V_WIDTH;    // of a token's keys and values
 constexpr int K_SQUARE = K_WIDTH * 16, V_SQUARE = V_WIDTH * 16;          // bytes
 constexpr int K_STAGE = KEYS * DIM * 2, V_STAGE = KEYS * DIM_V * 2;      // bytes of a step's keys, and of its values

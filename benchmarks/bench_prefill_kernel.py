@@ -405,18 +405,20 @@ def measure(case: Case) -> dict[str, Any]:
 def count_cycles(case: Case) -> dict[str, Any]:
     """Cycles per step, medians over the CTAs that had work, after a warm-up; with and without what holds the exponentials beside the products."""
     inputs = Inputs(case)
-    clocks = torch.zeros(torch.cuda.get_device_properties(0).multi_processor_count, 2, dtype=torch.int64, device="cuda")
+    clocks = torch.zeros(torch.cuda.get_device_properties(0).multi_processor_count, 5, dtype=torch.int64, device="cuda")
     flops, result = 4 * case.dim * case.heads[0] * inputs.visible(), {"ok": True}
     for name, beside in (("beside", True), ("free", False)):
         for _ in range(20):
             inputs.native(clocks, beside=beside)
         torch.cuda.synchronize()
-        cycles = [(c, s) for c, s in clocks.tolist() if s]
+        cycles = [(c[0], c[4]) for c in clocks.tolist() if c[4]]
+        waits = clocks.sum(0).tolist()
         calls = [lambda beside=beside: inputs.native(clocks, beside=beside)] * max(1, min(20, round(1e12 / flops)))  # type: ignore[misc]
         us = interleave({"native": CudaSampler(calls)}, 8)["native"].median_us
         result[name] = {
             "cycles_per_step": round(statistics.median(c / s for c, s in cycles), 1), "most_cycles": max(c for c, _ in cycles),
-            "steps": sum(s for _, s in cycles), "us": round(us, 1), "tflops": round(flops / us / 1e6, 1),
+            "steps": waits[4], "waiting_for_tiles": round(waits[1] / waits[0], 4), "waiting_for_keys": round(waits[2] / waits[0], 4),
+            "storing": round(waits[3] / waits[0], 4), "us": round(us, 1), "tflops": round(flops / us / 1e6, 1),
         }  # fmt: skip
     return result
 

@@ -84,6 +84,8 @@ struct Loader {
     line.open(p.starts, p.seq_lens, p.num_reqs, p.num_tokens);
     const int total = line.total();
     int ticket = blockIdx.x;
+    Tile tile = {};
+    if (ticket < total) tile = line.find(ticket);
     for (int turn = 0;; ++turn) {
       const int buffer = turn % Q_BUFFERS, parity = turn / Q_BUFFERS & 1;
       const u32 q_full = plan.q_full + buffer * 8;
@@ -101,14 +103,13 @@ struct Loader {
       }
       int next = 0;
       if (lane == 0) next = gridDim.x + atomicAdd(p.tickets, 1);  // comes while this tile is loaded
-      const Tile tile = line.find(ticket);
       const int last = tile.span.level(tile.index) - 1, first_seen = LOW ? tile.span.first_seen(tile.index) : 0;
       const int steps = last < 0 ? 0 : last - first_seen / KEYS + 1, first = last - steps + 1;
       if (lane == 0) {
         jobs[buffer] = {steps, last, tile.index, tile.span.start, tile.span.query_len, tile.span.seq_len, tile.head, 0};
         if (steps > 0) {
           barrier_expect(q_full, Q_BYTES);  // the job is written before: a wait for q_full sees it
-#pragma unroll
+#pragma unroll 1
           for (int s = 0; s < K_SQUARES; ++s)
             copy_box3(plan.q + buffer * Q_TILE + s * (Q_TILE / K_SQUARES), &p.q, s * K_WIDTH, tile.head * GROUP,
                       tile.span.start + tile.index * TOKENS, q_full);
@@ -117,19 +118,27 @@ struct Loader {
         }
       }
       __syncwarp();
+      int block = 0, block_before = 0, block_ahead = 0;
       if (steps > 0) {
-        int block = block_of(tile, first_seen, last), block_before = last > first ? block_of(tile, first_seen, last - 1) : 0;
+        block = block_of(tile, first_seen, last);
+        if (steps > 1) block_before = block_of(tile, first_seen, last - 1);
         load_keys(tile.head, block);
-        for (int step = last; step > first; --step) {
-          const int ahead = step > first + 1 ? block_of(tile, first_seen, step - 2) : 0;
-          load_keys(tile.head, block_before);
-          load_values(tile.head, block);
-          block = block_before;
-          block_before = ahead;
-        }
+        if (steps > 1) load_keys(tile.head, block_before);
+        if (steps > 2) block_ahead = block_of(tile, first_seen, last - 2);
         load_values(tile.head, block);
       }
+      // The next tile is sought while the stages are full, so that nothing waits for it at the border.
       ticket = __shfl_sync(ALL, next, 0);
+      Tile coming = {};
+      if (ticket < total) coming = line.find(ticket);
+      for (int step = last - 1; step >= first; --step) {
+        block = block_before;
+        block_before = block_ahead;
+        if (step > first + 1) block_ahead = block_of(tile, first_seen, step - 2);
+        if (step > first) load_keys(tile.head, block_before);
+        load_values(tile.head, block);
+      }
+      tile = coming;
     }
   }
 };
@@ -240,6 +249,19 @@ struct Math {
   Place<K_STAGES> k;
   Place<V_STAGES> v;
   int group, warp, lane;  // warpgroup, warp of it, lane of that
+#if CLOCKS
+  i64 spent[4] = {}, since = 0;  // cycles: in all, waiting for tiles, waiting for their first keys, storing
+#endif
+  __device__ __forceinline__ void begin_clock() {
+#if CLOCKS
+    since = clock64();
+#endif
+  }
+  __device__ __forceinline__ void end_clock([[maybe_unused]] int kind) {
+#if CLOCKS
+    spent[kind] += clock64() - since;
+#endif
+  }
 
   __device__ __forceinline__ void release(u32 barrier) {  // what this warp's products have read: they are waited for before
     if (lane == 0) barrier_arrive(barrier);
@@ -383,7 +405,9 @@ struct Math {
     float shrink[2];
     int key = job.last * KEYS;
     const int begin = key - (job.steps - 1) * KEYS;
+    begin_clock();
     barrier_wait(plan.k_full + k.slot * 8, k.round);  // arrive: Loader::load's expect and the bytes of its copies
+    end_clock(2);
     wgmma_begin();
     ask_scores(x, queries, k.slot);
     wgmma_wait<0>();
@@ -420,7 +444,9 @@ struct Math {
     if (group == GROUPS - 1) give_turn(group);  // warpgroup 0 begins
     for (int turn = 0;; ++turn) {
       const int buffer = turn % Q_BUFFERS;
+      begin_clock();
       barrier_wait(plan.q_full + buffer * 8, turn / Q_BUFFERS & 1);  // arrive: Loader::run, with the bytes of the queries where there are any
+      end_clock(1);
       const Job job = uniform(jobs[buffer]);
       if (job.steps < 0) break;
       const u32 q_empty = plan.q_empty + buffer * 8;
@@ -430,7 +456,9 @@ struct Math {
         release(q_empty);
         x.clear();
       }
+      begin_clock();
       store(x, job);
+      end_clock(3);
       steps += job.steps;
     }
     if (group == 0) await_turn(group);  // arrive: the last warpgroup's last turn, or its start; the barrier is left as it was found
@@ -444,7 +472,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) paged_prefill(const __g
   __shared__ __align__(16) Job jobs[Q_BUFFERS];
   const Plan plan(shared, barriers);
 #if CLOCKS
-  if (threadIdx.x == 128) p.clocks[blockIdx.x * 2] = -clock64();
+  const i64 begin = clock64();
 #endif
   if (threadIdx.x == 0) {
     const u32 full[3] = {plan.k_full, plan.v_full, plan.q_full}, empty[3] = {plan.k_empty, plan.v_empty, plan.q_empty};
@@ -472,8 +500,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) paged_prefill(const __g
     [[maybe_unused]] const int steps = math.run(jobs);
 #if CLOCKS
     if (threadIdx.x == 128) {
-      p.clocks[blockIdx.x * 2] += clock64();
-      p.clocks[blockIdx.x * 2 + 1] = steps;
+      math.spent[0] = clock64() - begin;
+      for (int i = 0; i < 4; ++i) p.clocks[blockIdx.x * 5 + i] = math.spent[i];
+      p.clocks[blockIdx.x * 5 + 4] = steps;
     }
 #endif
   }

@@ -172,7 +172,8 @@ def prefill(
     Args:
         tickets: ``[2]``, int32, zeros; the kernel leaves zeros behind. Not shared by launches that may run at the same time.
         window_left, window_right, chunk: bounded by the table's tokens, as ``bounded_masks`` gives them.
-        clocks: ``[multiprocessors, 2]``, int64, or None; gets each CTA's cycles and steps.
+        clocks: ``[multiprocessors, 5]``, int64, or None; gets each CTA's cycles in all, waiting for tiles, waiting for their first keys and storing,
+            and its steps.
         patience, beside: as in `prefill_macros`.
     """
     index, num_kv_heads, block_size = q.device.index or 0, k_cache.shape[2], k_cache.shape[1]

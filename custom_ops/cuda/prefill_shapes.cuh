@@ -36,7 +36,7 @@ struct Params {  // packed by custom_ops/cuda/prefill.py, in this order
   const float *slopes;
   const u16 *sinks;
   int *tickets;  // [2], zeros between launches: tickets given out beyond the first of each CTA, CTAs that are through
-  i64 *clocks;   // [CTAs, 2] with CLOCKS: cycles, steps
+  i64 *clocks;   // [CTAs, 5] with CLOCKS: cycles in all, waiting for tiles, waiting for their first keys, storing; steps
   i64 o_token, o_head, l_token, l_head, table_row;  // strides in elements
   float scale, soft_cap;
   int num_reqs, num_tokens, num_blocks;

@@ -39,3 +39,13 @@ __device__ __forceinline__ void copy_pairs_once(u32 to, const void *map, int k, 
   asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, 0, %3}], [%4], %5;"
                ::"r"(to), "l"(map), "r"(k), "r"(row), "r"(barrier), "l"(policy) : "memory");
 }
+// Boxes of three and four dimensions, from a place given for each.
+__device__ __forceinline__ void copy_box3(u32 to, const void *map, int x, int y, int z, u32 barrier) {
+  asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];"
+               ::"r"(to), "l"(map), "r"(x), "r"(y), "r"(z), "r"(barrier) : "memory");
+}
+__device__ __forceinline__ void copy_box4(u32 to, const void *map, int x, int y, int z, int w, u32 barrier) {
+  asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], [%6];"
+               ::"r"(to), "l"(map), "r"(x), "r"(y), "r"(z), "r"(w), "r"(barrier) : "memory");
+}
+__device__ __forceinline__ void prefetch_map(const void *map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }

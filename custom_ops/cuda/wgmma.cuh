@@ -1,5 +1,5 @@
-// Hopper's warpgroup products: 64 weight rows times NT * 8 tokens, both from shared memory.
-// Macros: NT, HALF. Needs sm_90a.
+// Hopper's warpgroup products: 64 weight rows times NT * 8 tokens, both from shared memory; what orders products of any shape.
+// Macros: NT (none: only the latter), HALF. Needs sm_90a.
 #pragma once
 
 #include "machine.cuh"
@@ -12,6 +12,7 @@ __device__ __forceinline__ u64 matrix(u32 at) { return (u64)(at >> 4 & 0x3fff) |
 #else
 #define WGMMA_TYPES "f32.bf16.bf16"
 #endif
+#ifdef NT
 #define D4(n) "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])
 // d += a @ b.T for 16 k; d[n] is the fragment of tokens n * 8 .. n * 8 + 7, as mma.m16n8k16 has it, warp w of the four with rows w * 16 ...
 __device__ __forceinline__ void wgmma(float (&d)[NT][4], u64 a, u64 b) {
@@ -31,6 +32,7 @@ __device__ __forceinline__ void wgmma(float (&d)[NT][4], u64 a, u64 b) {
                : D4(0), D4(1), D4(2), D4(3), D4(4), D4(5), D4(6), D4(7) : "l"(a), "l"(b));
 #endif
 }
+#endif
 __device__ __forceinline__ void wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int N> __device__ __forceinline__ void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory"); }

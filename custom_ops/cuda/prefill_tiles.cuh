@@ -1,0 +1,177 @@
+// The line of work of prefill: which tile of query rows the n-th ticket stands for. Compiles for the host too, where a "warp" has one lane.
+//
+// A tile is TOKENS query tokens of a request times the heads of one kv head. Its level is the number of key tiles up to the last key it sees.
+// Tickets go through the kv heads a section at a time, so that the keys and values in use fit L2; in a section from the highest level down,
+// so that the longest tiles begin first; in a level by request, kv head, tile: neighbours read the same keys at about the same time.
+// The token rows behind the last request are one more request, without keys: they get zeros.
+// Macros: TOKENS, KEYS, NUM_KV_HEADS, CAUSAL, WINDOW_LEFT, WINDOW_RIGHT (-1: open), CHUNK (0: none), HEAD_BYTES (bytes of a token's keys and values in
+// one kv head).
+#pragma once
+
+#ifdef __CUDACC__
+#define BOTH __device__ __forceinline__
+constexpr int LANES = 32;
+BOTH int warp_lane() { return threadIdx.x % 32; }
+BOTH int warp_sum(int x) { return __reduce_add_sync(0xffffffffu, x); }
+BOTH int warp_max(int x) { return __reduce_max_sync(0xffffffffu, x); }
+BOTH int warp_sum_upto(int x) {  // of this lane and those before it
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const int below = __shfl_up_sync(0xffffffffu, x, step);
+    if (warp_lane() >= step) x += below;
+  }
+  return x;
+}
+BOTH int warp_first(bool x) { return __ffs(__ballot_sync(0xffffffffu, x)) - 1; }  // lane, or -1
+BOTH int warp_take(int x, int lane) { return __shfl_sync(0xffffffffu, x, lane); }
+#else
+#define BOTH inline
+constexpr int LANES = 1;
+BOTH int warp_lane() { return 0; }
+BOTH int warp_sum(int x) { return x; }
+BOTH int warp_max(int x) { return x; }
+BOTH int warp_sum_upto(int x) { return x; }
+BOTH int warp_first(bool x) { return x ? 0 : -1; }
+BOTH int warp_take(int x, int) { return x; }
+BOTH int min(int a, int b) { return a < b ? a : b; }
+BOTH int max(int a, int b) { return a > b ? a : b; }
+#endif
+
+constexpr int L2_KEYS = 32 << 20;  // bytes of keys and values of a section that one request may have
+
+// Every mask is an interval of keys, [first_key, end_key) for the query at `position`; both ends rise with the position.
+BOTH int first_key(int position) {
+  int low = 0;
+  if (position < 0) return 0;
+  if (WINDOW_LEFT >= 0) low = max(low, position - WINDOW_LEFT);
+  if (CHUNK > 0) low = max(low, position / max(CHUNK, 1) * CHUNK);
+  return low;
+}
+BOTH int end_key(int position, int seq_len) {
+  if (position < 0) return 0;
+  int end = CAUSAL ? min(position + 1, seq_len) : seq_len;
+  if (WINDOW_RIGHT >= 0) end = min(end, position + WINDOW_RIGHT + 1);
+  if (CHUNK > 0) end = min(end, position / max(CHUNK, 1) * CHUNK + CHUNK);
+  return end;
+}
+// The first position that sees a key at or after `key`.
+BOTH int first_to_see(int key) {
+  int position = CAUSAL ? key : 0;
+  if (WINDOW_RIGHT >= 0) position = max(position, key - WINDOW_RIGHT);
+  if (CHUNK > 0) position = max(position, key / max(CHUNK, 1) * CHUNK);
+  return position;
+}
+
+struct Span {  // a request
+  int start, query_len, seq_len;
+
+  BOTH int tiles() const { return (query_len + TOKENS - 1) / TOKENS; }
+  BOTH int position(int token) const { return seq_len - query_len + token; }
+
+  // The first key that a token of the tile sees, and one past the last.
+  BOTH int first_seen(int tile) const { return first_key(position(tile * TOKENS)); }
+  BOTH int end(int tile) const { return end_key(position(min((tile + 1) * TOKENS, query_len) - 1), seq_len); }
+
+  // Key tiles up to the last one seen.
+  BOTH int level(int tile) const { return (max(end(tile), 0) + KEYS - 1) / KEYS; }
+
+  // The first tile of `level` or a higher one; levels do not fall from tile to tile.
+  BOTH int first(int level) const {
+    if (level <= 0) return 0;
+    const int before = (level - 1) * KEYS;  // keys that a tile must see more than
+    if (query_len <= 0 || seq_len <= before) return tiles();
+    const int hidden = first_to_see(before) - position(0);
+    return hidden <= 0 ? 0 : min(hidden / TOKENS, tiles() - 1);
+  }
+};
+
+struct Tile {
+  int request, head, index;
+  Span span;
+};
+
+struct Line {
+  const int *starts, *seq_lens;
+  int num_reqs, num_tokens;  // requests, token rows with padding
+  int tiles, top, heads;     // of one kv head; highest level; kv heads of a section
+  int section, level;        // of the last ticket: within a section levels only fall
+
+  BOTH Span load(int request) const {
+    Span s;
+    s.start = starts[request];
+    s.query_len = (request < num_reqs ? starts[request + 1] : num_tokens) - s.start;
+    s.seq_len = request < num_reqs ? seq_lens[request] : 0;
+    return s;
+  }
+
+  BOTH int total() const { return tiles * NUM_KV_HEADS; }
+
+  BOTH void open(const int *query_starts, const int *lengths, int requests, int tokens) {
+    starts = query_starts;
+    seq_lens = lengths;
+    num_reqs = requests;
+    num_tokens = tokens;
+    int count = 0, longest = 0;
+    for (int r = warp_lane(); r <= num_reqs; r += LANES) {
+      const Span s = load(r);
+      count += s.tiles();
+      longest = max(longest, s.seq_len);
+    }
+    tiles = warp_sum(count);
+    top = level = (warp_max(longest) + KEYS - 1) / KEYS;
+    heads = NUM_KV_HEADS;
+    while (heads % 2 == 0 && (long long)top * KEYS * HEAD_BYTES * heads > L2_KEYS) heads /= 2;
+    section = 0;
+  }
+
+  // Tiles of one kv head at `floor` or above.
+  BOTH int from(int floor) const {
+    int count = 0;
+    for (int r = warp_lane(); r <= num_reqs; r += LANES) {
+      const Span s = load(r);
+      count += s.tiles() - s.first(floor);
+    }
+    return warp_sum(count);
+  }
+
+  // The tile of a ticket below total(); tickets of one line must rise.
+  BOTH Tile find(int ticket) {
+    const int in_section = tiles * heads, here = ticket / in_section, place = ticket - here * in_section;
+    if (here != section) level = top;
+    section = here;
+    const int wanted = place / heads;
+    int low = 0, high = level;  // the highest level with from(level) > wanted; from(0) is all
+    while (low < high) {
+      const int middle = (low + high + 1) / 2;
+      if (from(middle) > wanted) low = middle;
+      else high = middle - 1;
+    }
+    level = low;
+    int left = place - from(level + 1) * heads;
+    Tile tile;
+    for (int begin = 0;; begin += LANES) {
+      const int request = begin + warp_lane();
+      Span s = {0, 0, 0};
+      int first = 0, count = 0;
+      if (request <= num_reqs) {
+        s = load(request);
+        first = s.first(level);
+        count = s.first(level + 1) - first;
+      }
+      const int upto = warp_sum_upto(count * heads), home = warp_first(upto > left);
+      if (home < 0) {
+        left -= warp_take(upto, LANES - 1);
+        continue;
+      }
+      const int many = warp_take(count, home);
+      left -= warp_take(upto, home) - many * heads;
+      tile.request = begin + home;
+      tile.head = section * heads + left / many;
+      tile.index = warp_take(first, home) + left % many;
+      tile.span.start = warp_take(s.start, home);
+      tile.span.query_len = warp_take(s.query_len, home);
+      tile.span.seq_len = warp_take(s.seq_len, home);
+      return tile;
+    }
+  }
+};

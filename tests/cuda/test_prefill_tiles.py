@@ -1,0 +1,109 @@
+"""The line of prefill tiles (prefill_tiles.cuh), compiled for the host: every tile once, longest first, against a model that lists them all."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from torchpaged.custom_ops.cuda import jit
+from torchpaged.custom_ops.reference import visible_keys
+
+GXX = shutil.which("g++")
+KEYS = 128
+pytestmark = pytest.mark.skipif(GXX is None, reason="g++ is not installed")
+
+PROGRAM = """
+#include <cstdio>
+#include <cstdlib>
+#include "prefill_tiles.cuh"
+// arguments: requests, token rows, then query starts (requests + 1), then lengths
+int main(int argc, char **argv) {
+  const int requests = atoi(argv[1]), tokens = atoi(argv[2]), stride = 1;
+  int starts[4096], lengths[4096];
+  for (int i = 0; i <= requests; ++i) starts[i] = atoi(argv[3 + i]);
+  for (int i = 0; i < requests; ++i) lengths[i] = atoi(argv[4 + requests + i]);
+  Line line;
+  line.open(starts, lengths, requests, tokens);
+  printf("%d %d\\n", line.total(), line.heads);
+  for (int ticket = 0; ticket < line.total(); ticket += stride) {
+    const Tile t = line.find(ticket);
+    const int level = t.span.level(t.index);
+    printf("%d %d %d %d %d %d %d %d\\n", t.request, t.head, t.index, t.span.start, t.span.query_len, t.span.seq_len, level,
+           level ? t.span.first_seen(t.index) / KEYS : 0);
+  }
+}
+"""
+
+
+def build(folder: Path, tokens: int, heads: int, causal: bool, left: int = -1, right: int = -1, chunk: int = 0) -> Path:
+    assert GXX
+    (folder / "line.cpp").write_text(PROGRAM)
+    macros = {"TOKENS": tokens, "KEYS": KEYS, "NUM_KV_HEADS": heads, "CAUSAL": int(causal), "HEAD_BYTES": 512, "WINDOW_LEFT": left,
+              "WINDOW_RIGHT": right, "CHUNK": chunk}  # fmt: skip
+    options = [f"-D{name}={value}" for name, value in macros.items()]
+    command = [GXX, "-std=c++17", "-O1", "-Wall", "-Werror", f"-I{Path(jit.__file__).parent}", *options, "line.cpp", "-o", "line"]
+    subprocess.run(command, cwd=folder, check=True, timeout=120)
+    return folder / "line"
+
+
+def ranges(query_len: int, seq_len: int, tokens: int, causal: bool, left: int, right: int, chunk: int) -> list[tuple[int, int]]:
+    """Per tile the key tiles up to the last key that any of its tokens sees, and the first key tile with a visible key (0 if there is none)."""
+    found = []
+    for first in range(0, query_len, tokens):
+        positions = torch.arange(seq_len - query_len + first, seq_len - query_len + min(first + tokens, query_len))
+        keys = visible_keys(positions, max(seq_len, 0), causal, left, right, chunk).any(0).nonzero().flatten().tolist()
+        found.append((keys[-1] // KEYS + 1, keys[0] // KEYS) if keys else (0, 0))
+    return found
+
+
+BATCHES = {
+    "one": ([300], [300], 0),
+    "context": ([5, 700], [900, 1000], 0),
+    "ragged": ([1, 300, 16, 77, 128, 513, 5], [1, 300, 16, 77, 128, 513, 5], 3),
+    "empty": ([5, 0, 17, 40, 0], [0, 30, 17, 23, 0], 50),
+    "nothing": ([], [], 7),
+    "left padding": ([300, 40, 20], [100, 1, -3], 0),
+    "long": ([4000, 100], [40000, 20000], 0),
+    "many": ([1 + 37 * i % 211 for i in range(70)], [5 + 53 * i % 401 for i in range(70)], 11),
+}
+
+
+MASKS = {
+    "causal": (True, -1, -1, 0), "open": (False, -1, -1, 0), "window": (True, 200, -1, 0), "both": (False, 30, 170, 0), "right": (False, -1, 70, 0),
+    "chunks": (True, -1, -1, 300), "chunks, open": (False, -1, -1, 130), "all": (True, 1000, 3, 777),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize(("tokens", "heads"), [(32, 8), (128, 1), (18, 6)])
+def test_every_tile_once_and_the_longest_first(tmp_path: Path, tokens: int, heads: int, mask: str) -> None:
+    program = build(tmp_path, tokens, heads, *MASKS[mask])
+    for name, (query_lens, seq_lens, padding) in BATCHES.items():
+        starts = [sum(query_lens[:i]) for i in range(len(query_lens) + 1)]
+        numbers = [len(seq_lens), starts[-1] + padding, *starts, *seq_lens]
+        text = subprocess.run([program, *map(str, numbers)], capture_output=True, text=True, check=True, timeout=60).stdout
+        (total, section), *tiles = [tuple(map(int, line.split())) for line in text.splitlines()]
+        expected = {}
+        for request, (query_len, seq_len) in enumerate(zip([*query_lens, padding], [*seq_lens, 0], strict=True)):
+            start = [*starts, 0][request] if request < len(query_lens) else starts[-1]
+            for index, (level, first) in enumerate(ranges(query_len, seq_len, tokens, *MASKS[mask])):
+                for head in range(heads):
+                    expected[request, head, index] = (start, query_len, seq_len, level, first)
+        assert total == len(tiles) == len(expected), name
+        assert {tile[:3]: tile[3:] for tile in tiles} == expected, name
+        per_section = total // (heads // section)
+        for begin in range(0, total, per_section or 1):
+            order = [tile[6] for tile in tiles[begin : begin + per_section]]
+            assert order == sorted(order, reverse=True), name
+            assert len({tile[1] for tile in tiles[begin : begin + per_section]}) == section, name
+
+
+def test_a_section_of_heads_fits_l2(tmp_path: Path) -> None:
+    program = build(tmp_path, 32, 8, causal=True)
+    for length, heads in ((100, 8), (8192, 8), (16384, 4), (32768, 2), (65536, 1), (200000, 1)):
+        text = subprocess.run([program, "1", "32", "0", "32", str(length)], capture_output=True, text=True, check=True, timeout=60).stdout
+        assert int(text.split()[1]) == heads, length

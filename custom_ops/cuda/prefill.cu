@@ -285,13 +285,13 @@ struct Math {
     wgmma_commit();
   }
 
-  // A value that nobody sees may be NaN, and 0 * NaN is NaN: zeros for the slots of the last block behind the last key. All warpgroups write
-  // them, each before its own products.
-  __device__ __forceinline__ void clear_tail(int slot, int used) {
+  // A value that nobody sees may be NaN, and 0 * NaN is NaN: zeros for `count` slots from `first` on. All warpgroups write them, each before its
+  // own products.
+  __device__ __forceinline__ void clear_values(int slot, int first, int count) {
     constexpr int CHUNKS = DIM_V / 8, IN_SQUARE = V_WIDTH / 8;  // of 16 bytes; their order within a token's line of a square is of no account
     const u32 values = plan.v + slot * V_STAGE;
-    for (int e = threadIdx.x % 128; e < (BLOCK_SIZE - used % BLOCK_SIZE) * CHUNKS; e += 128) {
-      const int token = used + e / CHUNKS, chunk = e % CHUNKS;
+    for (int e = threadIdx.x % 128; e < count * CHUNKS; e += 128) {
+      const int token = first + e / CHUNKS, chunk = e % CHUNKS;
       const u32 at = values + (token / 8 * V_SQUARES + chunk / IN_SQUARE) * V_SQUARE + token % 8 * (V_WIDTH * 2) + chunk % IN_SQUARE * 16;
       asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(at), "r"(0) : "memory");
     }
@@ -302,6 +302,7 @@ struct Math {
   __device__ __forceinline__ void store(Softmax &x, const Job &job) {
     float weight[2];
     int token[2];
+    bool sees[2];  // `total` does not tell: it is NaN where a score was NaN or +inf, and 0 where all were -inf, which makes 0 / 0
     char *at[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -310,22 +311,24 @@ struct Math {
       total += __shfl_xor_sync(ALL, total, 2);
       const int row = group * 64 + warp * 16 + r * 8 + lane / 4;
       token[r] = row < TOKENS * GROUP ? job.tile * TOKENS + row / GROUP : job.query_len;
-      const i64 position = job.start + token[r], head = job.head * GROUP + row % GROUP;
+      const i64 line = job.start + token[r], head = job.head * GROUP + row % GROUP;
+      const int position = job.seq_len - job.query_len + token[r];
+      sees[r] = end_key(position, job.seq_len) > first_key(position);
       [[maybe_unused]] float top = x.top[r];
       float mine = 1.f;
 #if SINKS
-      if (total > 0.f) {  // rows that see no key stay empty
+      if (sees[r]) {
         const float sink = to_float(p.sinks[head]) * LOG2E;
         top = fmaxf(x.top[r], sink);
         mine = exp2_(x.top[r] - top);
         total = fmaf(total, mine, exp2_(sink - top));
       }
 #endif
-      weight[r] = total > 0.f ? mine / total : 0.f;
-      at[r] = p.out + (position * p.o_token + head * p.o_head + lane % 4 * 8) * 2;
+      weight[r] = mine / total;
+      at[r] = p.out + (line * p.o_token + head * p.o_head + lane % 4 * 8) * 2;
 #if LSE
       if (token[r] < job.query_len && lane % 4 == 0)
-        p.lse[position * p.l_token + head * p.l_head] = total > 0.f ? (top + log2_(total)) * LN2 : -INF;
+        p.lse[line * p.l_token + head * p.l_head] = sees[r] ? (top + log2_(total)) * LN2 : -INF;
 #endif
     }
 #pragma unroll
@@ -336,7 +339,7 @@ struct Math {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const float *pair = x.acc + (n + i) * 4 + r * 2;
-          w[i] = weight[r] > 0.f ? pack_out(pair[0] * weight[r], pair[1] * weight[r]) : 0;
+          w[i] = sees[r] ? pack_out(pair[0] * weight[r], pair[1] * weight[r]) : 0;
         }
         transpose_quad(w, lane);
         if (token[r] < job.query_len) *(uint4 *)(at[r] + n * 16) = make_uint4(w[0], w[1], w[2], w[3]);
@@ -421,7 +424,7 @@ struct Math {
     x.convert();
     if (key + KEYS > job.seq_len && job.seq_len % BLOCK_SIZE) {
       barrier_wait(plan.v_full + v.slot * 8, v.round);  // arrive: as above
-      clear_tail(v.slot, job.seq_len - key);
+      clear_values(v.slot, job.seq_len - key, BLOCK_SIZE - job.seq_len % BLOCK_SIZE);
     }
     // arrive: as above; the next step's keys, or this one's values if it was the last
     barrier_wait(job.steps > 1 ? plan.k_full + k.slot * 8 : plan.v_full + v.slot * 8, job.steps > 1 ? k.round : v.round);
@@ -431,6 +434,10 @@ struct Math {
     while (key > (LOW ? max(begin, all_low + KEYS - 1) : begin)) step<false>(x, rows, key, begin, scale, queries, q_empty);
 #pragma unroll 1
     while (LOW && key > begin) step<true>(x, rows, key, begin, scale, queries, q_empty);
+    if (LOW) {  // the tile's first block holds keys that none of its rows sees; blocks before it came as zeros
+      const int skipped = first_key(max(before + job.tile * TOKENS, 0)) - begin;
+      if (skipped % BLOCK_SIZE) clear_values(v.slot, skipped / BLOCK_SIZE * BLOCK_SIZE, skipped % BLOCK_SIZE);
+    }
     wgmma_begin();
     ask_values(x, v.slot);
     wgmma_wait<0>();

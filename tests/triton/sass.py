@@ -97,7 +97,8 @@ def _cycles(program: list[Instruction], nodes: set[int]) -> list[set[int]]:
             before[s].append(at)
     found: list[set[int]] = []
     done: set[int] = set()
-    for at in sorted(s for at in nodes for s in after[at] if s <= at):  # a cycle has an edge back, or to itself
+    targets = {s for node in nodes for s in after[node] if s <= node}
+    for at in sorted(targets):  # a cycle has an edge back, or to itself
         if at not in done:
             done |= (part := _reached(after, at) & _reached(before, at))
             found += [part] if part else []

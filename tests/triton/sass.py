@@ -1,6 +1,6 @@
-"""Control flow read from machine code: which spills stand in a loop, where each costs its time once per round.
+"""Control flow read from machine code: which spills stand in an inner loop, where each costs its time in every round.
 
-A spill outside of every loop is paid once per tile and is lost in the noise; one in the main loop has cost a third of the speed.
+A spill outside of the inner loops is paid once per tile or request and is lost in the noise; one in the main loop has cost a third of the speed.
 Grammar: what ``nvdisasm -c`` prints, see NVIDIA's "CUDA Binary Utilities": instruction set reference, control instructions.
 """
 
@@ -72,19 +72,46 @@ def instructions(code: str) -> list[Instruction]:
 
 
 def loop_spills(code: str) -> list[str]:
-    """Reads and writes of local memory that can run again after themselves, as printed."""
+    """Reads and writes of local memory in innermost loops, as printed: those over keys or tiles. Once per round of a loop around such
+    loops, as that over requests, a spill costs as little as outside."""
     program = instructions(code)
-    return [i.text for at, i in enumerate(program) if i.opcode in ("LDL", "STL") and _comes_back(program, at)]
+    inside = set().union(*_innermost_loops(program, set(range(len(program)))))
+    return [program[at].text for at in sorted(inside) if program[at].opcode in ("LDL", "STL")]
 
 
-def _comes_back(program: list[Instruction], start: int) -> bool:
+def _innermost_loops(program: list[Instruction], nodes: set[int]) -> list[set[int]]:
+    """Cycles that hold no other once the instructions that they are entered by are taken away."""
+    found: list[set[int]] = []
+    for loop in _cycles(program, nodes):
+        entered = {s for at in range(len(program)) if at not in loop for s in program[at].successors if s in loop} or {min(loop)}
+        found += _innermost_loops(program, loop - entered) or [loop]
+    return found
+
+
+def _cycles(program: list[Instruction], nodes: set[int]) -> list[set[int]]:
+    """The strongly connected parts of ``nodes`` that hold a cycle: what an instruction reaches and is reached from."""
+    before: dict[int, list[int]] = {at: [] for at in nodes}
+    after: dict[int, list[int]] = {at: [s for s in program[at].successors if s in nodes] for at in nodes}
+    for at, successors in after.items():
+        for s in successors:
+            before[s].append(at)
+    found: list[set[int]] = []
+    done: set[int] = set()
+    targets = {s for node in nodes for s in after[node] if s <= node}
+    for at in sorted(targets):  # a cycle has an edge back, or to itself
+        if at not in done:
+            done |= (part := _reached(after, at) & _reached(before, at))
+            found += [part] if part else []
+    return found
+
+
+def _reached(edges: dict[int, list[int]], start: int) -> set[int]:
+    """By one edge or more."""
     seen: set[int] = set()
-    ahead = list(program[start].successors)
+    ahead = list(edges[start])
     while ahead:
         at = ahead.pop()
-        if at == start:
-            return True
         if at not in seen:
             seen.add(at)
-            ahead += program[at].successors
-    return False
+            ahead += edges[at]
+    return seen

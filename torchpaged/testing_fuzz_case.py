@@ -227,5 +227,13 @@ def _kernel(c: Configuration, batch: Batch, out: Tensor) -> str:
     group = c.num_heads // c.num_kv_heads
     if short and c.max_query_len * group <= config.MAX_DECODE_ROWS:
         return "triton decode"
+    if c.backend == "cuda":
+        from torchpaged.custom_ops.cuda.paged_attention import takes_prefill
+
+        scales = (batch.extras.get("k_scale"), batch.extras.get("v_scale"))
+        if takes_prefill(
+            batch.q, batch.k_cache, batch.v_cache, out, c.num_reqs, c.max_query_len, batch.scale, batch.extras.get("sinks"), *scales
+        ):
+            return "cuda prefill"
     mixed = config.decode_len_in_mixed(group, c.num_reqs, batch.q.shape[0], c.max_query_len)
     return "triton prefill and decode" if mixed else "triton prefill"

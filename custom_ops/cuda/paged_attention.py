@@ -1,4 +1,4 @@
-"""paged_attention of the ``cuda`` backend: decode by the CUDA C++ kernel, everything it can't take by the Triton kernels.
+"""paged_attention of the ``cuda`` backend: decode and prefill by the CUDA C++ kernels, everything they can't take by the Triton kernels.
 
 Mixed batches are among the latter: beside the prefill kernel, Triton's decode kernel was the faster one (docs/kernels.md).
 """
@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from torchpaged.custom_ops import validation
-from torchpaged.custom_ops.cuda import jit, specialise
+from torchpaged.custom_ops.cuda import jit, prefill, specialise
 from torchpaged.custom_ops.errors import BackendUnavailableError
-from torchpaged.custom_ops.triton.config import MAX_DECODE_QUERY_LEN, bounded_masks
+from torchpaged.custom_ops.triton.config import MAX_DECODE_QUERY_LEN, bounded_masks, decode_len_in_mixed
 
 _PARAMS = struct.Struct("15Q7q2f4i")  # struct Params of decode.cu
 
@@ -43,10 +43,29 @@ def paged_attention(
             q, k_cache, v_cache, block_table, seq_lens, query_start_loc, out, lse, max_query_len, scale, causal, window_left, window_right,
             logits_soft_cap, alibi_slopes, sinks, k_scale, v_scale, chunk_size, semaphore)  # fmt: skip
         return
+    if takes_prefill(q, k_cache, v_cache, out, num_reqs, max_query_len, scale, sinks, k_scale, v_scale):
+        prefill.attend(
+            q, k_cache, v_cache, block_table, seq_lens, query_start_loc, out, lse, scale=scale, causal=causal, window_left=window_left,
+            window_right=window_right, chunk_size=chunk_size, logits_soft_cap=logits_soft_cap, alibi_slopes=alibi_slopes, sinks=sinks,
+            semaphore=semaphore)  # fmt: skip
+        return
     _triton()(
         q, k_cache, v_cache, block_table, seq_lens, query_start_loc, out, lse, max_query_len=max_query_len, scale=scale, causal=causal,
         window_left=window_left, window_right=window_right, logits_soft_cap=logits_soft_cap, alibi_slopes=alibi_slopes, sinks=sinks,
         k_scale=k_scale, v_scale=v_scale, chunk_size=chunk_size, semaphore=semaphore)  # fmt: skip
+
+
+def takes_prefill(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, num_reqs: int, max_query_len: int, scale: float, sinks: Tensor | None,
+    k_scale: Tensor | None, v_scale: Tensor | None,
+) -> bool:  # fmt: skip
+    """Whether the prefill kernel serves a call: no short queries beside long ones as far as the shapes tell, and nothing in `prefill.why_not`."""
+    group, num_tokens = q.shape[1] // k_cache.shape[2], q.shape[0]
+    if not num_reqs or not num_tokens or max_query_len <= MAX_DECODE_QUERY_LEN or k_scale is not None or v_scale is not None:
+        return False
+    if decode_len_in_mixed(group, num_reqs, num_tokens, max_query_len):
+        return False
+    return prefill.why_not(q, k_cache, v_cache, out, scale=scale, sinks=sinks) is None
 
 
 @functools.cache

@@ -1,8 +1,7 @@
-"""The ``cuda`` backend: a CUDA C++ decode kernel for NVIDIA GPUs, and the Triton kernels for everything else.
+"""The ``cuda`` backend: CUDA C++ kernels for decode (NVIDIA GPUs) and prefill (Hopper), and the Triton kernels for everything else.
 
-The kernel is compiled by NVRTC at the first call of a shape; it takes decode batches and the short queries of mixed ones. Prefill,
-float32, and decode shapes that it does not take (``custom_ops/cuda/specialise.py`` lists them) run the kernels of the ``triton`` backend,
-within the same error budget.
+The kernels are compiled by NVRTC at the first call of a shape. Mixed batches, float32, fp8 prefill, and shapes that they do not take
+(``custom_ops/cuda/specialise.py`` and ``prefill.py`` list them) run the kernels of the ``triton`` backend, within the same error budget.
 """
 
 from __future__ import annotations

@@ -107,6 +107,8 @@ def test_exponentials_stand_between_the_scores_and_the_end_of_the_products(tmp_p
 def test_no_barrier_across_ctas_and_boxes_of_whole_blocks(tmp_path: Path) -> None:
     text, _ = compile_with_nvcc(tmp_path, macros(), "ptx")
     assert "cp.async.bulk.tensor.4d" in text and "membar" not in text
+    size = int(re.search(r"paged_prefill_param_0\[(\d+)\]", text)[1])  # type: ignore[index]
+    assert 3 * 128 + prefill.PARAMS.size == size, "the launch copies as many bytes as the kernel declares"
     assert "st.local" not in text and "ld.local" not in text
     assert set(re.findall(r"wgmma\.mma_async\S+", text)) == {"wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16"}
 

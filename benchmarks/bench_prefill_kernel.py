@@ -1,13 +1,14 @@
 """The CUDA C++ prefill kernel on a Hopper GPU: checked against float64, timed beside its peers, its cycles per step counted.
 
-    PYTHONPATH=. python benchmarks/bench_prefill_kernel.py [--parts check,time,cycles] [--seconds 150] [--json PATH]
+    PYTHONPATH=. python benchmarks/bench_prefill_kernel.py [--parts check,time,cycles,power] [--seconds 150] [--json PATH]
 
 Every part runs in a process of its own under a watchdog: a case that says nothing for 40 seconds is reported as hung, its process is ended and the
 part goes on with the next case. ``check``: outputs and LSE against attention in float64, with NaN in all memory that no token was written to, the
 same bits twice, and one captured graph replayed at other lengths. ``time``: TFLOP/s over visible keys (4 * head_dim * num_heads * sum of visible
 keys), contenders in turns, medians of CUDA-graph replays: this kernel, the Triton kernel, torch's SDPA on contiguous tensors, and FlashAttention-3
 (``flash_attn_interface``) with the same blocks and with one block per request. ``cycles``: clock cycles per step of 128 keys for tiles of 1 to
-4 steps and for long ones, the start and end of tiles included. One JSON line per result; ``--json`` writes them as one document.
+4 steps and for long ones, the start and end of tiles included, and what share of a CTA's cycles goes to waiting and storing. ``power``: clock and
+power while one contender runs on and on. One JSON line per result; ``--json`` writes them as one document.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from torchpaged.custom_ops.cuda import prefill as native
 from torchpaged.custom_ops.reference import visible_keys
 
 SILENCE_S = 40.0
-SHARES = {"check": 0.5, "time": 0.65}  # most of the remaining time that a part may take
+SHARES = {"check": 0.5, "time": 0.65, "cycles": 0.7}  # most of the remaining time that a part may take
 PATIENCE = 1 << 20  # tries of the loader's waits in checks
 
 
@@ -158,6 +159,9 @@ def make_pools(case: Case, blocks: int, dim: int, dim_v: int, device: torch.devi
     inner = (heads, slots) if case.layout == "HND" else (slots, heads)
     pools = [torch.full((blocks, *inner, width), torch.nan, dtype=case.dtype, device=device) for width in (dim, dim_v)]
     return [pool.transpose(1, 2) if case.layout == "HND" else pool for pool in pools]
+
+
+POWER: dict[str, Case] = {"1 x 16k": whole(16384)}
 
 
 class Inputs:
@@ -423,10 +427,36 @@ def count_cycles(case: Case) -> dict[str, Any]:
     return result
 
 
+def measure_power(case: Case) -> dict[str, Any]:
+    """Clock and power of a second of each contender: whether cycles or the power limit bind."""
+    inputs, result = Inputs(case), dict[str, Any](ok=True)
+    flops = 2 * (case.dim + (case.dim_v or case.dim)) * case.heads[0] * inputs.visible()
+    for name, call in {"native": inputs.native, "fa3": fa3(inputs, True), "fa3 one block": fa3(inputs, False)}.items():
+        if isinstance(call, str):
+            result[name] = call
+            continue
+        sampler = CudaSampler([call])
+        command = ["nvidia-smi", "--query-gpu=clocks.sm,power.draw", "--format=csv,noheader,nounits", "-lms", "50"]
+        watcher = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        samples, stop = list[float](), time.monotonic() + 1.5
+        while time.monotonic() < stop:
+            samples += sampler.burst(20)
+        watcher.terminate()
+        assert watcher.stdout
+        lines = [line.split(",") for line in watcher.stdout.read().splitlines()]
+        busy = [(float(clock), float(power)) for clock, power in (line for line in lines if len(line) == 2)][-12:-2]
+        result[name] = {
+            "mhz": statistics.median(clock for clock, _ in busy), "watts": statistics.median(power for _, power in busy),
+            "tflops": round(flops / statistics.median(samples[len(samples) // 2 :]) / 1e6, 1),
+        }  # fmt: skip
+    return result
+
+
 PARTS: dict[str, dict[str, Callable[[], dict[str, Any]]]] = {
     "check": {**{name: lambda case=case: check(case) for name, case in CHECKS.items()}, "graph": check_graph},  # type: ignore[misc]
     "time": {name: lambda case=case: measure(case) for name, case in TIMES.items()},  # type: ignore[misc]
     "cycles": {name: lambda case=case: count_cycles(case) for name, case in CYCLES.items()},  # type: ignore[misc]
+    "power": {name: lambda case=case: measure_power(case) for name, case in POWER.items()},  # type: ignore[misc]
 }
 
 
@@ -448,6 +478,7 @@ def specialisations() -> dict[tuple[str, str], list[tuple[tuple[str, int], ...]]
     needed = {("check", name): [case.macros(patience=PATIENCE)] for name, case in CHECKS.items()}
     needed["check", "graph"] = [GRAPH.macros(patience=PATIENCE)]
     needed |= {("time", name): [case.macros()] for name, case in TIMES.items()}
+    needed |= {("power", name): [case.macros()] for name, case in POWER.items()}
     needed |= {("cycles", name): [case.macros(clocks=True, beside=beside) for beside in (True, False)] for name, case in CYCLES.items()}
     return {key: [tuple(sorted(macros.items())) for macros in values] for key, values in needed.items()}
 
@@ -522,7 +553,7 @@ def supervise(part: str, names: list[str], stop: float, report: Report) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", default="check,time,cycles")
+    parser.add_argument("--parts", default="check,time,cycles,power")
     parser.add_argument("--seconds", type=float, default=150.0, help="nothing runs on after this")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--work", help=argparse.SUPPRESS)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torchpaged.custom_ops.cuda import jit, specialise
 from torchpaged.custom_ops.triton.config import bounded_masks
 
-_PARAMS = struct.Struct("9Q5q2f9i20x")  # struct Params of prefill_shapes.cuh behind its three maps
+PARAMS = struct.Struct("9Q5q2f9i36x")  # struct Params of prefill_shapes.cuh behind its three maps
 MAX_DIM = 256
 _SHARED_BYTES = 226 << 10
 _MAX_COORDINATE = 2**31 - 1
@@ -183,12 +183,13 @@ def prefill(
     kernel, shape = _specialised(
         index, q.dtype, dim, dim_v, group, num_kv_heads, block_size, causal, window_left, window_right, chunk, soft_cap > 0,
         alibi_slopes is not None, sinks is not None, lse is not None, clocks is not None, patience, beside)  # fmt: skip
-    maps, where = queries_map(q.data_ptr(), q.dtype, tuple(q.shape), q.stride(0), q.stride(1), group, shape.rows), ()
+    maps = queries_map(q.data_ptr(), q.dtype, tuple(q.shape), q.stride(0), q.stride(1), group, shape.rows)
+    where: tuple[int, ...] = ()
     for cache in (k_cache, v_cache):
         encoded, at = pool_map(cache.data_ptr(), cache.dtype, tuple(cache.shape), cache.stride())
         maps, where = maps + encoded, where + at
     pointers = (out, lse, block_table, seq_lens, query_start_loc, alibi_slopes, sinks, tickets, clocks)
-    arguments = _PARAMS.pack(
+    arguments = PARAMS.pack(
         *(0 if t is None else t.data_ptr() for t in pointers), out.stride(0), out.stride(1), *((0, 0) if lse is None else lse.stride()),
         block_table.stride(0), scale, soft_cap, block_table.shape[0], q.shape[0], k_cache.shape[0], *where,
     )  # fmt: skip

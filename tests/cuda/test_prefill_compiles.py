@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import shutil
 import subprocess
@@ -14,6 +15,10 @@ import torch
 from torchpaged.custom_ops.cuda import jit, prefill
 
 NVCC = shutil.which("nvcc")
+_TRITON = importlib.util.find_spec("triton")
+NVDISASM = shutil.which("nvdisasm") or shutil.which(
+    "nvdisasm", path=str(Path(_TRITON.origin or "").parent / "backends/nvidia/bin") if _TRITON else None
+)
 SOURCE = Path(jit.__file__).parent / "prefill.cu"
 needs_nvcc = pytest.mark.skipif(NVCC is None, reason="nvcc is not installed")
 
@@ -79,9 +84,31 @@ def test_nothing_that_older_nvrtcs_take_for_a_host_function() -> None:
 
 
 @needs_nvcc
+@pytest.mark.skipif(NVDISASM is None, reason="nvdisasm is not installed")
+@pytest.mark.parametrize("name", ["llama", "width 64", "width 256", "window", "patience"])
+def test_exponentials_stand_between_the_scores_and_the_end_of_the_products(tmp_path: Path, name: str) -> None:
+    """In every loop of steps: products, wait for the scores, all exponentials, wait for the rest. Nothing in the source alone holds them there."""
+    assert NVDISASM
+    values = macros(**SHAPES[name])
+    compile_with_nvcc(tmp_path, values, "cubin")
+    text = subprocess.run([NVDISASM, "-c", str(tmp_path / "prefill.cubin")], capture_output=True, text=True, check=True, timeout=120).stdout
+    kinds = {"HGMMA": "P", "MUFU.EX2": "E", "WARPGROUP.DEPBAR.LE gsb0, 0x1": "1", "WARPGROUP.DEPBAR.LE gsb0, 0x0": "0"}
+    order = "".join(
+        kind for line in text.splitlines() for start, kind in kinds.items() if re.search(rf"\*/\s+(@!?U?P\w+ )?{re.escape(start)}", line)
+    )
+    products = (values["DIM"] + values["KEYS"]) // 16
+    steps = re.findall(r"P+1[^1]*?0", order)
+    assert len(steps) == 2 + (values["WINDOW_LEFT"] >= 0), order
+    exponentials = values["KEYS"] // 2 + 2  # and of the two rows' factors
+    assert steps == ["P" * products + "1" + "E" * exponentials + "0"] * len(steps), order
+
+
+@needs_nvcc
 def test_no_barrier_across_ctas_and_boxes_of_whole_blocks(tmp_path: Path) -> None:
     text, _ = compile_with_nvcc(tmp_path, macros(), "ptx")
     assert "cp.async.bulk.tensor.4d" in text and "membar" not in text
+    size = int(re.search(r"paged_prefill_param_0\[(\d+)\]", text)[1])  # type: ignore[index]
+    assert 3 * 128 + prefill.PARAMS.size == size, "the launch copies as many bytes as the kernel declares"
     assert "st.local" not in text and "ld.local" not in text
     assert set(re.findall(r"wgmma\.mma_async\S+", text)) == {"wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16"}
 

@@ -48,6 +48,12 @@ VARIABLES = (
     ),
     Variable("TORCHPAGED_CACHE", "~/.cache/torchpaged", "folder of downloaded and converted models, and of compiled kernels", _folder),
     Variable("TORCHPAGED_CHECK", "0", "1: check device values (block ids, lengths) and captured addresses; synchronises", _flag),
+    Variable(
+        "TORCHPAGED_CUDA_PREFILL",
+        "0",
+        "1: backend cuda prefills by its CUDA C++ kernel where that can (Hopper); not fuzzed on a GPU yet",
+        _flag,
+    ),
     Variable("TORCHPAGED_DEBUG", "0", "1: the command line shows tracebacks", _flag),
     Variable("TORCHPAGED_NATIVE", "1", "0: do not load the native CPU kernels", _flag),
     Variable("TORCHPAGED_NVTX", "0", "1: NVTX ranges around the engine's host work (needs torchpaged[profiling])", _flag),

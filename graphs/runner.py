@@ -15,6 +15,7 @@ a launch then takes nothing from the host::
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -258,7 +259,10 @@ class DecodeGraphRunner:
             return output
 
     def launch_eager(self, num_rows: int) -> Tensor:
-        """What `replay` does, without graph, padding or compilation: for `DecodeRows`."""
+        """What `replay` does, without graph, padding or compilation: for `DecodeRows`.
+
+        If it is interrupted between its steps, the rows are as before it on a CPU, and of no known state on a GPU: write them again.
+        """
         if self.rows is None:
             raise ArgumentError("rows", "a runner over DecodeRows", "one over DecodeBuffers", "call run_eager()")
         if self._dirty:
@@ -267,7 +271,7 @@ class DecodeGraphRunner:
         with self._ranges("run_eager", batch=num_rows), torch.inference_mode():
             self._dirty = True
             self.rows.ring.begin()
-            with self.rows.whole():
+            with self.rows.whole() if self.device.type == "cpu" else contextlib.nullcontext():  # its copies are no part of the step
                 tokens = self._launch(num_rows, self._eager_step)()[:, :num_rows]
         self.rows.ring.count()
         self._dirty = False

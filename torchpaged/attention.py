@@ -168,13 +168,13 @@ class PagedAttention(nn.Module):
             BackendUnavailableError: the backend can't take pools of this dtype or block size.
         """
         pools = kv_cache if isinstance(kv_cache, LayerKVCache) else LayerKVCache(*kv_cache)
-        self._check_pools(pools, metadata)
         if (key is None) != (value is None):
             raise ArgumentError("key, value", "both or neither", f"key {'None' if key is None else 'given'}")
         if not torch.compiler.is_compiling():
             check_tensors(query=query, k_cache=pools.k_cache, v_cache=pools.v_cache)
             if key is not None:
                 check_tensors(key=key, value=value)
+        self._check_pools(pools, metadata)
         q = query.reshape(-1, self.num_heads, self.head_dim)
         out = q.new_empty(q.shape[0], self.num_heads, self.head_dim_v)
         attend = (q, pools.k_cache, pools.v_cache, metadata.block_table, metadata.seq_lens, metadata.query_start_loc, out)

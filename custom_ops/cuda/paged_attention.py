@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from torchpaged.custom_ops import validation
+from torchpaged.custom_ops import validation, variables
 from torchpaged.custom_ops.cuda import jit, prefill, specialise
 from torchpaged.custom_ops.errors import BackendUnavailableError
 from torchpaged.custom_ops.triton.config import MAX_DECODE_QUERY_LEN, bounded_masks, decode_len_in_mixed
@@ -59,13 +59,21 @@ def takes_prefill(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, num_reqs: int, max_query_len: int, scale: float, sinks: Tensor | None,
     k_scale: Tensor | None, v_scale: Tensor | None,
 ) -> bool:  # fmt: skip
-    """Whether the prefill kernel serves a call: no short queries beside long ones as far as the shapes tell, and nothing in `prefill.why_not`."""
+    """Whether the prefill kernel serves a call: asked for by TORCHPAGED_CUDA_PREFILL=1, no short queries beside long ones as far as the shapes
+    tell, and nothing in `prefill.why_not`."""
+    if not _prefill_is_on():
+        return False
     group, num_tokens = q.shape[1] // k_cache.shape[2], q.shape[0]
     if not num_reqs or not num_tokens or max_query_len <= MAX_DECODE_QUERY_LEN or k_scale is not None or v_scale is not None:
         return False
     if decode_len_in_mixed(group, num_reqs, num_tokens, max_query_len):
         return False
     return prefill.why_not(q, k_cache, v_cache, out, scale=scale, sinks=sinks) is None
+
+
+@functools.cache
+def _prefill_is_on() -> bool:
+    return bool(variables.get("TORCHPAGED_CUDA_PREFILL"))
 
 
 @functools.cache

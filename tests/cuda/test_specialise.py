@@ -115,3 +115,22 @@ def test_the_overload_has_the_contract_of_the_others() -> None:
     for op in ("paged_attention", "write_kv", "rope_write_kv"):
         schemas = {str(getattr(BACKEND_OPS[name], op)._schema).split("(", 1)[1] for name in BACKEND_OPS}
         assert len(schemas) == 1
+
+
+def test_the_prefill_kernel_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By TORCHPAGED_CUDA_PREFILL=1; short queries, mixed batches and fp8 stay with the other kernels even then."""
+    from torchpaged.custom_ops.cuda import paged_attention as module
+
+    monkeypatch.setattr(module.prefill, "why_not", lambda *a, **k: None)
+    q, cache = torch.zeros(64, 8, 64), torch.zeros(9, 16, 2, 64)
+
+    def asked(num_reqs: int = 1, max_query_len: int = 64, scale: torch.Tensor | None = None) -> bool:
+        return module.takes_prefill(q, cache, cache, q, num_reqs, max_query_len, 0.125, None, scale, scale)
+
+    for setting, wanted in (("0", False), ("1", True)):
+        monkeypatch.setenv("TORCHPAGED_CUDA_PREFILL", setting)
+        module._prefill_is_on.cache_clear()
+        assert asked() is wanted
+    assert not asked(max_query_len=8) and not asked(num_reqs=9) and not asked(scale=torch.ones(1))
+    monkeypatch.delenv("TORCHPAGED_CUDA_PREFILL")
+    module._prefill_is_on.cache_clear()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import torchpaged
-from torchpaged import ArgumentError, AttentionMetadata, BlockPool, PagedAttention, PagedKVCache
+from torchpaged import ArgumentError, AttentionMetadata, BackendUnavailableError, BlockPool, PagedAttention, PagedKVCache
 from torchpaged.cache import LayerKVCache
 from torchpaged.custom_ops import BACKEND_OPS, native_status
 from torchpaged.custom_ops.checks import pools_meet
@@ -231,7 +231,7 @@ def test_float64_on_the_native_backend(native: None) -> None:
     layer, pair = PagedAttention(4, DIM, HEADS, backend="cpu"), pools(torch.float64)
     batch = AttentionMetadata.from_lists([1], [1], [[1]], block_size=SIZE)
     k = torch.ones(1, HEADS, DIM, dtype=torch.float64)
-    with pytest.raises(ArgumentError, match="cpu backend"):
+    with pytest.raises(BackendUnavailableError, match="'cpu' cannot run this attention: kv dtype"):
         layer(torch.ones(1, 4, DIM, dtype=torch.float64), k, k, LayerKVCache(*pair), batch)
     assert not pair[0].any()
     torchpaged.paged_attention(**attention_arguments(torch.float64), ops=BACKEND_OPS["reference"])

@@ -1,7 +1,8 @@
-"""The ``cuda`` backend: CUDA C++ kernels for decode (NVIDIA GPUs) and prefill (Hopper), and the Triton kernels for everything else.
+"""The ``cuda`` backend: a CUDA C++ decode kernel for NVIDIA GPUs, and the Triton kernels for everything else.
 
-The kernels are compiled by NVRTC at the first call of a shape. Mixed batches, float32, fp8 prefill, and shapes that they do not take
-(``custom_ops/cuda/specialise.py`` and ``prefill.py`` list them) run the kernels of the ``triton`` backend, within the same error budget.
+The kernel is compiled by NVRTC at the first call of a shape. Prefill, mixed batches, float32, and decode shapes that it does not take
+(``custom_ops/cuda/specialise.py`` lists them) run the kernels of the ``triton`` backend, within the same error budget. With
+TORCHPAGED_CUDA_PREFILL=1 whole prompts on Hopper run a CUDA C++ kernel (``custom_ops/cuda/prefill.py``), which awaits its fuzz on a GPU.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ def slow_tests(text: str, nodes: list[str], strict: bool = False) -> set[str]:
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests marked gpu are skipped without a GPU; slow ones, by their mark or by slow.txt, unless asked for."""
+    """Tests marked gpu are skipped without a GPU; slow ones, by their mark or by slow.txt, unless asked for. The longest come first."""
     chosen = config.getoption("-m") or ""
     whole = config.args == config.getini("testpaths")  # a part of a file says nothing about the rest of it
     nodes = [item.nodeid for item in items]
@@ -59,6 +59,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="needs a CUDA or ROCm device"))
         if "slow" in item.keywords and "slow" not in chosen:
             item.add_marker(pytest.mark.skip(reason="slow; run with -m slow"))
+    items.sort(
+        key=lambda item: "in_the_interpreter" not in item.name
+    )  # a process of its own, minutes long: begun last it would be waited for
 
 
 @pytest.fixture(autouse=True)

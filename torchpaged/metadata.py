@@ -9,6 +9,7 @@ positions ``seq_lens[r] - query_lens[r] ... seq_lens[r] - 1``. The tensors may b
 from __future__ import annotations
 
 import itertools
+import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchpaged.custom_ops.checks import is_int
 from torchpaged.custom_ops.errors import ArgumentError
 
 #: Numbers of a batch's semaphore per request, i.e. the most kv heads of a layer that can use it.
@@ -190,7 +190,7 @@ def check_batch(
 
     That includes a block twice in one request, and two requests that write one slot. Shared blocks that are only read are fine.
     """
-    if not is_int(block_size) or block_size < 1:
+    if not isinstance(block_size, numbers.Integral) or isinstance(block_size, bool) or block_size < 1:
         raise ArgumentError("block_size", "an int of at least 1 token", repr(block_size))
     if not len(query_lens) == len(seq_lens) == len(block_tables):
         raise ArgumentError(

@@ -8,6 +8,7 @@ because it synchronises.
 from __future__ import annotations
 
 import contextlib
+import numbers
 from collections.abc import Iterator
 
 import torch
@@ -20,6 +21,11 @@ from torchpaged.custom_ops.errors import ArgumentError
 def shape_of(tensor: Tensor) -> str:
     """For a message."""
     return str(list(tensor.shape))
+
+
+def is_int(value: object) -> bool:
+    """Whether ``value`` is an integer of Python or NumPy; booleans are none."""
+    return type(value) is int or (isinstance(value, numbers.Integral) and not isinstance(value, bool))
 
 
 def check_tensors(**tensors: object) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -11,6 +13,7 @@ from torchpaged.custom_ops.checks import (
     check_dims,
     check_dtype,
     check_last_dim,
+    is_int,
     is_latent,
     overlap,
     pools_meet,
@@ -268,18 +271,18 @@ def check_copy_blocks(k_cache: Tensor, v_cache: Tensor, block_mapping: Tensor) -
         raise ArgumentError("block_mapping", "distinct destinations, none of them a source or the null block 0", str(pairs))
 
 
-def check_options(scale: float | None, window_size: object, logits_soft_cap: float | None, chunk_size: object) -> tuple[int, int]:
+def check_options(scale: float | None, window_size: object, logits_soft_cap: float | None, chunk_size: Any) -> tuple[int, int]:
     """The options of attention as a public function or a module takes them; returns the window's two sides."""
     sides = tuple(window_size) if isinstance(window_size, (tuple, list)) else ()
-    if len(sides) != 2 or any(type(side) is not int or side < -1 for side in sides):
+    if len(sides) != 2 or any(not is_int(side) or side < -1 for side in sides):
         raise ArgumentError("window_size", "a pair (left, right) of ints, numbers of keys or -1 (open)", repr(window_size))
     if scale is not None and not 0 < scale < INF:
         raise ArgumentError("scale", "a positive finite number", repr(scale))
     if logits_soft_cap is not None and not 0 <= logits_soft_cap < INF:
         raise ArgumentError("logits_soft_cap", "None or 0 (off), or a positive finite number", repr(logits_soft_cap))
-    if chunk_size is not None and (type(chunk_size) is not int or chunk_size < 0):
+    if chunk_size is not None and (not is_int(chunk_size) or chunk_size < 0):
         raise ArgumentError("chunk_size", "None or 0 (off), or a positive number of tokens", repr(chunk_size))
-    return sides
+    return int(sides[0]), int(sides[1])
 
 
 def check_advance_step(sampled_token_ids: Tensor, block_table: Tensor, input_ids: Tensor, positions: Tensor,

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torchpaged.backends import Choice, attention_spec, select_backend
 from torchpaged.cache import LayerKVCache
 from torchpaged.custom_ops import check_native_dtype, validation
-from torchpaged.custom_ops.checks import check_tensors, refuse_grad
+from torchpaged.custom_ops.checks import check_tensors, is_int, refuse_grad
 from torchpaged.custom_ops.errors import ArgumentError, BackendUnavailableError
 from torchpaged.metadata import AttentionMetadata
 
@@ -84,7 +84,7 @@ class PagedAttention(nn.Module):
             "block_size": block_size,
         }
         for name, size in sizes.items():
-            if size is not None and (type(size) is not int or size < 1):
+            if size is not None and (not is_int(size) or size < 1):
                 raise ArgumentError(name, "an int of at least 1", repr(size))
         window_size = validation.check_options(scale, window_size, logits_soft_cap, chunk_size)
         self.num_heads, self.head_dim = num_heads, head_dim

@@ -9,6 +9,7 @@ positions ``seq_lens[r] - query_lens[r] ... seq_lens[r] - 1``. The tensors may b
 from __future__ import annotations
 
 import itertools
+import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -189,7 +190,7 @@ def check_batch(
 
     That includes a block twice in one request, and two requests that write one slot. Shared blocks that are only read are fine.
     """
-    if type(block_size) is not int or block_size < 1:
+    if not isinstance(block_size, numbers.Integral) or isinstance(block_size, bool) or block_size < 1:
         raise ArgumentError("block_size", "an int of at least 1 token", repr(block_size))
     if not len(query_lens) == len(seq_lens) == len(block_tables):
         raise ArgumentError(
@@ -203,15 +204,15 @@ def check_batch(
         if len(blocks) < needed:
             raise ArgumentError("block_tables", f"{needed} blocks of {block_size} for {seq_len} tokens in row {row}", f"{len(blocks)}",
                                 "allocate before building the batch")  # fmt: skip
-        low = min(blocks[:needed], default=1)
-        high = max(blocks[:needed], default=0)
+        ids = blocks[:needed]
+        if needed and type(ids[0]) is not int:  # of an array or tensor, whose items are no keys to look up
+            ids = [int(block) for block in ids]
+        low, high = min(ids, default=1), max(ids, default=0)
         if low < 1 or (num_blocks is not None and high >= num_blocks):
             raise ArgumentError("block_tables", f"block ids in [1, {num_blocks or 'num_blocks'}) (0 is the null block)",
                                 f"ids in [{low}, {high}] in row {row}")  # fmt: skip
-        if len(set(blocks[:needed])) < needed:
-            raise ArgumentError(
-                "block_tables", "every block once per request", f"a block several times in row {row}: {list(blocks[:needed])}"
-            )
+        if len(set(ids)) < needed:
+            raise ArgumentError("block_tables", "every block once per request", f"a block several times in row {row}: {list(ids)}")
     _check_one_writer(query_lens, seq_lens, block_tables, block_size)
 
 
@@ -221,9 +222,10 @@ def _check_one_writer(query_lens: Sequence[int], seq_lens: Sequence[int], block_
         first = max(seq_len - query_len, 0)
         for column in range(first // block_size, -(-seq_len // block_size) if seq_len > first else 0):
             start, end = max(first - column * block_size, 0), min(seq_len - column * block_size, block_size)
-            for other_start, other_end, other in writers.setdefault(blocks[column], []):
+            block = int(blocks[column])
+            for other_start, other_end, other in writers.setdefault(block, []):
                 if start < other_end and other_start < end:
                     raise ArgumentError("block_tables", "one request per slot that is written",
-                                        f"rows {other} and {row}, which both write slot {max(start, other_start)} of block {blocks[column]}",
+                                        f"rows {other} and {row}, which both write slot {max(start, other_start)} of block {block}",
                                         "requests may share blocks they only read; give each a block of its own to write")  # fmt: skip
-            writers[blocks[column]].append((start, end, row))
+            writers[block].append((start, end, row))

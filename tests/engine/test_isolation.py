@@ -284,6 +284,31 @@ def test_five_threads_on_one_generator(model: Any, want: list[list[int]]) -> Non
     assert_unharmed(generator, want)
 
 
+def test_a_thread_that_was_interrupted_while_it_waited_is_not_waited_for(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C in a call that waits for its turn: nobody gives way to it any more, which would slow all later steps."""
+
+    class Interrupted:
+        def __enter__(self) -> None:
+            raise KeyboardInterrupt
+
+        def __exit__(self, *_: object) -> None:
+            raise AssertionError("never entered")
+
+        def locked(self) -> bool:
+            return True
+
+    generator = engine(model)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(generator, "_lock", Interrupted())
+        generator.step()
+    naps: list[float] = []
+    monkeypatch.setattr("torchpaged.engine.generator.time.sleep", naps.append)
+    other = threading.Thread(target=generator.generate, args=(PROMPTS[:1], EACH[0]))
+    other.start()
+    other.join(100)
+    assert generator.stats.new_tokens and not naps
+
+
 def test_a_callback_that_calls_the_generator_is_refused(model: Any, want: list[list[int]]) -> None:
     """Not a deadlock."""
     generator = engine(model)

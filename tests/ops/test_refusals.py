@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor
@@ -184,6 +185,22 @@ def test_windows_that_are_no_pairs(window: Any) -> None:
         torchpaged.paged_attention(**attention_arguments(), window_size=window)
     with pytest.raises(ArgumentError, match="window_size"):
         PagedAttention(4, DIM, HEADS, window_size=window)
+
+
+def test_integers_of_numpy_and_tensors() -> None:
+    """Sizes, windows and block ids as arrays and tensors give them mean what plain ints mean."""
+    eight, three = numpy.int64(SIZE), numpy.int32(3)
+    layer = PagedAttention(numpy.int64(4), DIM, numpy.int64(HEADS), window_size=(three, -1), chunk_size=eight, block_size=eight)
+    assert layer.num_heads == 4 and layer.window_size == (3, -1)
+    torchpaged.paged_attention(**attention_arguments(), window_size=(three, -1), chunk_size=eight)
+    lists = {"query_lens": [2, 1], "seq_lens": [SIZE + 1, 1], "block_tables": [[1, 2], [3, 4]]}
+    want = AttentionMetadata.from_lists(**lists, block_size=SIZE)
+    for make in (numpy.array, torch.tensor):
+        got = AttentionMetadata.from_lists(**{name: make(x) for name, x in lists.items()}, block_size=eight)
+        assert torch.equal(got.slot_mapping, want.slot_mapping) and torch.equal(got.block_table, want.block_table)
+        for twice in ([[1, 1], [3, 4]], [[1, 2], [2, 4]]):  # in one row; written by both
+            with pytest.raises(ArgumentError, match="block_tables"):
+                AttentionMetadata.from_lists(**{name: make(x) for name, x in (lists | {"block_tables": twice}).items()}, block_size=SIZE)
 
 
 def test_latent_pools_are_read() -> None:

@@ -345,19 +345,22 @@ class Generator:
             )
         thread = threading.get_ident()
         self._queue[thread] = None
-        with self._lock:
-            self._holder = thread
-            self._queue.pop(thread, None)
-            try:
-                self._stepper.settle()
-                while self._left:
-                    for sequence in self._left[0]:
-                        if sequence.request_id in self._requests:
-                            self._stepper.cancel(sequence.request_id)
-                    self._left.popleft()
-                yield
-            finally:
-                self._holder = 0
+        try:
+            with self._lock:
+                self._queue.pop(thread, None)
+                self._holder = thread
+                try:
+                    self._stepper.settle()
+                    while self._left:
+                        for sequence in self._left[0]:
+                            if sequence.request_id in self._requests:
+                                self._stepper.cancel(sequence.request_id)
+                        self._left.popleft()
+                    yield
+                finally:
+                    self._holder = 0
+        finally:
+            self._queue.pop(thread, None)  # interrupted while it waited
 
     def _give_way(self) -> None:
         if self._queue:

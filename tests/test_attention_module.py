@@ -280,11 +280,16 @@ def test_a_cache_of_another_block_size_than_the_batch(compiled: bool) -> None:
         call(torch.randn(2, 4, DIM), k, k, pools, unsaid)
 
 
-def test_a_module_that_was_built_for_another_block_size() -> None:
-    """Asked for once: without it the cache says it, with it the two are compared."""
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_module_that_was_built_for_another_block_size(compiled: bool) -> None:
+    """Asked for once: without it the cache says it, with it the two are compared, in a trace as well."""
+    torch._dynamo.reset()
     k, q, batch = torch.randn(2, 2, DIM), torch.randn(2, 4, DIM), metadata([1, 1], [3, 4])
-    with pytest.raises(ArgumentError, match="kv_cache: expected blocks of 16 tokens, as this module was built for, got blocks of 4"):
-        PagedAttention(4, DIM, 2, block_size=16)(q, k, k, cache()[0], batch)
+    layer = PagedAttention(4, DIM, 2, block_size=16)
+    call: Any = torch.compile(layer, fullgraph=True, backend="eager") if compiled else layer
+    said = "kv_cache: expected blocks of 16 tokens, as this module was built for, got blocks of 4"
+    with torch.no_grad(), pytest.raises(Exception if compiled else ArgumentError, match=said):
+        call(q, k, k, cache()[0], batch)
     outputs = [PagedAttention(4, DIM, 2, block_size=size)(q, k, k, cache()[0], batch) for size in (None, BLOCK)]
     assert torch.equal(*outputs)
 

@@ -11,24 +11,9 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
-from torchpaged.custom_ops.errors import CaptureError, SemaphoreError
+from torchpaged.custom_ops.errors import CaptureError
 
 Watch = Mapping[str, Tensor] | Callable[[], Mapping[str, Tensor]]
-
-
-def check_semaphore(semaphore: Tensor, launch: str) -> None:
-    """After a launch, in debug mode; waits for it.
-
-    Raises:
-        SemaphoreError: the semaphore is not all zeros.
-    """
-    left = semaphore.nonzero().flatten()[:4].tolist()
-    if left:
-        raise SemaphoreError(
-            f"semaphore: expected zeros after {launch}, got {semaphore[left].tolist()} at {left}; parts of its attention were merged too early or not at "
-            "all, so that its results are wrong: a launch before it was cut short, or two that share the semaphore ran on two streams at once. "
-            "Give each stream its own, call reset(), and compute these requests again"
-        )
 
 
 class CapturedAddresses:

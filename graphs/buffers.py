@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from torchpaged.custom_ops.errors import ArgumentError
+from torchpaged.graphs.semaphore import clear_semaphore
 from torchpaged.metadata import AttentionMetadata, check_batch, make_semaphore
 
 
@@ -136,9 +137,7 @@ class DecodeBuffers:
 
     def reset(self) -> None:
         """Zero the semaphore, which a step that failed or was interrupted may have left set. Waits for the device."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        self.semaphore.zero_()
+        clear_semaphore(self.semaphore)
 
     def check(
         self, input_ids: Sequence[int] | Tensor, seq_lens: Sequence[int], block_tables: Sequence[Sequence[int]], padded_to: int

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from torchpaged.custom_ops.errors import ArgumentError
+from torchpaged.graphs.semaphore import clear_semaphore
 from torchpaged.metadata import AttentionMetadata, check_batch, make_semaphore
 
 _ALIGN = 8  # numbers of 8 bytes: every field starts at a multiple of 64 bytes
@@ -150,9 +151,7 @@ class PackedBuffers:
 
     def reset(self) -> None:
         """Zero the semaphore, which a step that failed or was interrupted may have left set. Waits for the device."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        self.semaphore.zero_()
+        clear_semaphore(self.semaphore)
 
     def check(
         self, input_ids: Sequence[int], query_lens: Sequence[int], seq_lens: Sequence[int], block_tables: Sequence[Sequence[int]],

@@ -20,12 +20,13 @@ from torch import Tensor
 
 from torchpaged.custom_ops.checks import checks_device_values
 from torchpaged.custom_ops.errors import ArgumentError
-from torchpaged.graphs.addresses import CapturedAddresses, check_semaphore
+from torchpaged.graphs.addresses import CapturedAddresses
 from torchpaged.graphs.buckets import bucket_for, check_buckets
 from torchpaged.graphs.capture import CaptureBackend, Captured, CudaCapture, EagerCapture
 from torchpaged.graphs.capture_bucket import capture_bucket
 from torchpaged.graphs.packed_buffers import PackedBuffers
 from torchpaged.graphs.report import BucketReport, describe_bucket
+from torchpaged.graphs.semaphore import check_semaphore
 from torchpaged.graphs.step import Ranges, no_range
 from torchpaged.metadata import AttentionMetadata
 

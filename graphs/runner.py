@@ -25,13 +25,14 @@ from torch import Tensor
 
 from torchpaged.custom_ops.checks import checks_device_values
 from torchpaged.custom_ops.errors import ArgumentError, CaptureError
-from torchpaged.graphs.addresses import CapturedAddresses, check_semaphore
+from torchpaged.graphs.addresses import CapturedAddresses
 from torchpaged.graphs.buckets import bucket_for, check_buckets, default_buckets
 from torchpaged.graphs.buffers import DecodeBuffers, buffers_of_sizes
 from torchpaged.graphs.capture import CaptureBackend, Captured, CudaCapture, EagerCapture, TapeCapture
 from torchpaged.graphs.capture_bucket import capture_bucket
 from torchpaged.graphs.report import BucketReport, describe_bucket
 from torchpaged.graphs.rows import DecodeRows
+from torchpaged.graphs.semaphore import check_semaphore
 from torchpaged.graphs.step import Ranges, Step, bucket_step, no_range
 
 Progress = Callable[[int, int, str], None]

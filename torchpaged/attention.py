@@ -210,7 +210,9 @@ class PagedAttention(nn.Module):
         metadata.check_block_size(size)
         if self.block_size is not None and size != self.block_size:
             if torch.compiler.is_compiling():  # dynamo can't make an ArgumentError, and its own error quotes this one
-                raise ValueError(f"kv_cache: expected blocks of {self.block_size} tokens, as this module was built for, got blocks of {size}")
+                raise ValueError(
+                    f"kv_cache: expected blocks of {self.block_size} tokens, as this module was built for, got blocks of {size}"
+                )
             raise ArgumentError("kv_cache", f"blocks of {self.block_size} tokens, as this module was built for", f"blocks of {size}",
                                 "build both with one block_size, or PagedAttention without it")  # fmt: skip
         if able.block_sizes is not None and size not in able.block_sizes:

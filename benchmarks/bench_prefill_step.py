@@ -1,17 +1,20 @@
 """What one prefill step of a whole model costs, by its number of tokens: launched from Python and replayed, and which kernels take the time.
 
-    python benchmarks/bench_prefill_step.py [--shape llama-8b] [--tokens 512 2048 8192] [--plain] [--json step.json]
+    python benchmarks/bench_prefill_step.py [--shape llama-8b] [--tokens 512 2048 8192] [--plain] [--chunks 512 2048] [--json step.json]
 
 One request of that many tokens without a context, the model with random weights and, unless ``--plain``, fused. A step's roofline is its
-products alone, at the rate that a large product reaches on the machine. Figures are medians.
+products alone, at the rate that a large product reaches on the machine. ``--chunks``: the engine, which prefills a prompt of 16,384 tokens in
+chunks of these sizes. Figures are medians.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import re
 import statistics
+import time
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +24,7 @@ import torch
 
 from torchpaged.bench import conditions
 from torchpaged.bench.step_cases import SHAPES, ModelShape, build_model
+from torchpaged.engine import Generator, SamplingParams
 from torchpaged.graphs import PackedGraphRunner
 from torchpaged.hf import PagedModel, fuse
 from torchpaged.metadata import AttentionMetadata
@@ -103,11 +107,29 @@ def measure(paged: Any, shape: ModelShape, tokens: int, rate: float, repeats: in
     }  # fmt: skip
 
 
+def engine(model: Any, shape: ModelShape, chunk: int, fused: bool, prompt_len: int = 16384) -> dict[str, Any]:
+    """The row of one chunk size: seconds from a prompt to its first token."""
+    generator = Generator(
+        model, max_batch_size=8, max_seq_len=prompt_len + 64, num_blocks=prompt_len // BLOCK_SIZE + 64, block_size=BLOCK_SIZE, fuse=fused,
+        prefill_chunk_size=chunk,
+    )  # fmt: skip
+    prompt = [token % shape.vocab_size for token in range(prompt_len)]
+    sampling, seconds = SamplingParams(max_new_tokens=1, ignore_eos=True), []
+    for _ in range(4):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        generator.generate([prompt], sampling)
+        seconds.append(time.perf_counter() - begin)
+    median = statistics.median(seconds[1:])
+    return {"chunk": chunk, "prompt": prompt_len, "seconds": round(median, 4), "tok_s": round(prompt_len / median)}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="llama-8b")
     parser.add_argument("--tokens", type=int, nargs="+", default=[512, 1024, 2048, 4096, 8192])
     parser.add_argument("--plain", action="store_true", help="the model as HuggingFace has it")
+    parser.add_argument("--chunks", type=int, nargs="*", default=[])
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
@@ -123,8 +145,20 @@ def main() -> None:
         row = measure(paged, shape, tokens, rate, arguments.repeats)
         document["rows"].append(row)
         print(json.dumps(row), flush=True)
-        if arguments.json:
-            arguments.json.write_text(json.dumps(document, indent=1) + "\n")
+        write(arguments.json, document)
+    del paged
+    for chunk in arguments.chunks:
+        row = engine(model, shape, chunk, not arguments.plain)
+        document["rows"].append(row)
+        print(json.dumps(row), flush=True)
+        write(arguments.json, document)
+        gc.collect()
+
+
+def write(path: Path | None, document: dict[str, Any]) -> None:
+    """After every row: a run that is cut short keeps what it has."""
+    if path is not None:
+        path.write_text(json.dumps(document, indent=1) + "\n")
 
 
 if __name__ == "__main__":

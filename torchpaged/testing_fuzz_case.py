@@ -33,7 +33,7 @@ def run_case(case: Mapping[str, Any], beat: Beat, ops: Mapping[str, BackendOps] 
     """Run ``case["batches"]`` batches of configuration ``case["seed"]`` on ``case["device"]``.
 
     Args:
-        case: with "backends", "captures" and "small" as `random_configuration` takes them.
+        case: with "backends", "captures", "small" and perhaps "aim" as `random_configuration` takes them.
         beat: told before each phase, with the configuration and the batch's index.
         ops: where backends are looked up.
 
@@ -42,7 +42,9 @@ def run_case(case: Mapping[str, Any], beat: Beat, ops: Mapping[str, BackendOps] 
         whose host part took more than 0.1 s ("compiles").
     """
     begin, device = time.monotonic(), torch.device(case["device"])
-    configuration = random_configuration(case["seed"], backends=tuple(case["backends"]), captures=case["captures"], small=case["small"])
+    configuration = random_configuration(
+        case["seed"], backends=tuple(case["backends"]), captures=case["captures"], small=case["small"], aim=case.get("aim", "")
+    )
     beat("preparing", configuration=configuration.describe(), batch=0)
     runner = _Runner(configuration, ops[configuration.backend], device, beat)
     failures: list[dict[str, Any]] = []

@@ -216,26 +216,16 @@ def _kernel(c: Configuration, batch: Batch, out: Tensor) -> str:
     """Which kernels a GPU backend launches for these shapes; the backend's name for others."""
     if batch.q.device.type != "cuda":
         return c.backend
-    from torchpaged.custom_ops.cuda import specialise
     from torchpaged.custom_ops.triton import config
 
-    short = c.max_query_len <= config.MAX_DECODE_QUERY_LEN
-    if c.backend == "cuda" and short:
-        declined = specialise.unsupported(
-            batch.q, batch.k_cache, batch.v_cache, out, batch.extras.get("sinks"), c.max_query_len, c.num_reqs
-        )
-        if declined is None:
-            return "cuda decode"
-    group = c.num_heads // c.num_kv_heads
-    if short and c.max_query_len * group <= config.MAX_DECODE_ROWS:
-        return "triton decode"
     if c.backend == "cuda":
-        from torchpaged.custom_ops.cuda.paged_attention import takes_prefill
+        from torchpaged.custom_ops.cuda.paged_attention import route
 
-        scales = (batch.extras.get("k_scale"), batch.extras.get("v_scale"))
-        if takes_prefill(
-            batch.q, batch.k_cache, batch.v_cache, out, c.num_reqs, c.max_query_len, batch.scale, batch.extras.get("sinks"), *scales
-        ):
-            return "cuda prefill"
+        taken = route(batch.q, batch.k_cache, batch.v_cache, out, c.num_reqs, c.max_query_len, batch.scale, batch.extras.get("sinks"))
+        if taken.kernel != "triton":
+            return f"cuda {taken.kernel}"
+    group = c.num_heads // c.num_kv_heads
+    if c.max_query_len <= config.MAX_DECODE_QUERY_LEN and c.max_query_len * group <= config.MAX_DECODE_ROWS:
+        return "triton decode"
     mixed = config.decode_len_in_mixed(group, c.num_reqs, batch.q.shape[0], c.max_query_len)
     return "triton prefill and decode" if mixed else "triton prefill"

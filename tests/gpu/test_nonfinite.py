@@ -34,13 +34,16 @@ def check(backend: str, batch: Batch, **options: Any) -> None:
     assert_as_expected(got, batch, exact=False, **options)
 
 
-def test_the_cuda_prefill_kernel_is_among_them() -> None:
-    from torchpaged.custom_ops.cuda.paged_attention import takes_prefill
+@pytest.mark.parametrize(
+    ("spec", "kernel"), [("padded_prefill", "prefill"), ("prefill", "prefill and decode"), ("mixed", "prefill and decode")]
+)
+def test_the_cuda_prefill_kernel_is_among_them(spec: str, kernel: str) -> None:
+    from torchpaged.custom_ops.cuda.paged_attention import route
 
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the kernel is written for compute capability 9.0")
-    b = make_batch(SPECS["padded_prefill"], **SHAPE).to("cuda")
-    assert takes_prefill(b.q, b.k_cache, b.v_cache, torch.empty_like(b.q), len(b.seq_lens), b.max_query_len, b.scale, None, None, None)
+    b = make_batch(SPECS[spec], **SHAPE).to("cuda")
+    assert route(b.q, b.k_cache, b.v_cache, torch.empty_like(b.q), len(b.seq_lens), b.max_query_len, b.scale, None).kernel == kernel
 
 
 @pytest.mark.parametrize("value", [NAN, INF, -INF])

@@ -198,7 +198,12 @@ def prefill(
         *(0 if t is None else t.data_ptr() for t in pointers), out.stride(0), out.stride(1), *((0, 0) if lse is None else lse.stride()),
         block_table.stride(0), scale, soft_cap, block_table.shape[0], q.shape[0], k_cache.shape[0], ticket_row, *where,
     )  # fmt: skip
-    kernel.launch(specialise.num_sms(index), shape.threads, maps + arguments, early=False)
+    kernel.launch(ctas(index, short), shape.threads, maps + arguments, early=False)
+
+
+def ctas(index: int, short: int) -> int:
+    """CTAs of a launch: one on every multiprocessor. ``short``: as in `prefill_macros`."""
+    return specialise.num_sms(index)
 
 
 @functools.cache

@@ -134,9 +134,12 @@ def machine_code(file: str, macros: dict[str, int], capability: tuple[int, int])
 
 
 class Kernel:
-    """A loaded kernel of one device."""
+    """A loaded kernel of one device.
 
-    def __init__(self, code: bytes, name: str, shared_bytes: int) -> None:
+    ``prefer_shared``: cut the memory beside a multiprocessor in favour of shared memory, if the kernel has more than 48 KiB of it.
+    """
+
+    def __init__(self, code: bytes, name: str, shared_bytes: int, *, prefer_shared: bool = False) -> None:
         from cuda.bindings import driver
 
         torch.empty(1, device="cuda")  # the device's context exists and is current from here on
@@ -149,6 +152,8 @@ class Kernel:
             most = specialise.shared_per_cta(torch.cuda.current_device())
             raise RuntimeError(f"backend 'cuda': {name} asks for {shared_bytes} bytes of dynamic shared memory, the device refuses ({error}); "
                                f"a thread block may have {most} in all")  # fmt: skip
+        if prefer_shared and shared_bytes > 48 * 1024:
+            _check(driver.cuFuncSetCacheConfig(self._function, driver.CUfunc_cache.CU_FUNC_CACHE_PREFER_SHARED), "cuFuncSetCacheConfig")
         self._resident: dict[tuple[int, int, int], int] = {}
         self._early = driver.CUlaunchAttribute()
         self._early.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
@@ -163,6 +168,16 @@ class Kernel:
             config.sharedMemBytes = self._shared_bytes
             self._local.config = config
         return self._local.config
+
+    def parameters(self) -> list[tuple[int, int]]:
+        """Offset and bytes of each parameter, as the machine code has them."""
+        found: list[tuple[int, int]] = []
+        while True:
+            error, offset, size = self._driver.cuFuncGetParamInfo(self._function, len(found))
+            if int(error):
+                break
+            found.append((int(offset), int(size)))
+        return found
 
     def resident(self, threads: int, cluster: int, wanted: int) -> int:
         """CTAs that run at once: ``wanted``, or for clusters (a power of two CTAs each) as many as the device places together."""
@@ -187,14 +202,16 @@ class Kernel:
             self._resident[key] = min(most * cluster, wanted // cluster * cluster)
         return self._resident[key]
 
-    def launch(self, grid: int, threads: int, arguments: bytes, *, early: bool) -> None:
-        """Launch on the current stream. ``arguments``: the kernel's one parameter, a struct. ``early``: programmatic dependent launch."""
+    def launch(self, grid: int, threads: int, arguments: bytes, *, early: bool, offsets: tuple[int, ...] = (0,)) -> None:
+        """Launch on the current stream. ``arguments``: the parameters, at ``offsets``; one struct by default. ``early``: programmatic dependent
+        launch."""
         config = self._config()
         config.gridDimX, config.blockDimX = grid, threads
         config.hStream = torch.cuda.current_stream().cuda_stream
         config.attrs, config.numAttrs = ([self._early], 1) if early else ([], 0)
         packed = ctypes.create_string_buffer(arguments, len(arguments))
-        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(packed))
+        begin = ctypes.addressof(packed)
+        pointers = (ctypes.c_void_p * len(offsets))(*(begin + offset for offset in offsets))
         (error,) = self._driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(pointers), 0)
         if int(error):
             raise RuntimeError(f"cuLaunchKernelEx failed: {error}")

@@ -258,3 +258,35 @@ def test_a_request_that_fails_is_said_and_the_others_go_on(
     bad, good = json.loads(said.out)["outputs"]
     assert bad["finish_reason"] == "error" and "NaN" in bad["error"] and good["finish_reason"] == "length"
     assert "error: prompt 1: its output token 0 could not be drawn" in said.err
+
+
+def test_backends_asks_for_every_feature(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a backend can declare away, an option asks for; without it nothing is asked."""
+    import dataclasses
+
+    from typer.testing import CliRunner
+
+    from torchpaged.backends import Backend, get_backend, register_backend
+    from torchpaged.backends import selector as selector_module
+    from torchpaged.cli import app
+    from torchpaged.custom_ops import BACKEND_OPS
+
+    options = {
+        "window": "--window", "logits_soft_cap": "--soft-cap", "alibi": "--alibi", "sinks": "--sinks", "chunked": "--chunked",
+        "bidirectional": "--bidirectional", "lse": "--lse", "different_head_dim_v": "--head-dim-v=64",
+    }  # fmt: skip
+    able = get_backend("reference").capabilities
+    assert options.keys() == {field.name for field in dataclasses.fields(able) if isinstance(getattr(able, field.name), bool)}
+    monkeypatch.setattr(selector_module, "_REGISTERED", {})
+    nothing = dataclasses.replace(able, **dict.fromkeys(options, False))
+    register_backend(Backend("mine", nothing, BACKEND_OPS["reference"], lambda: None))
+
+    def rejected(*given: str) -> list[str]:
+        done = CliRunner().invoke(app, ["backends", "--dtype", "fp32", "--device", "cpu", "--json", *given])
+        assert done.exit_code == 0, done.output
+        return json.loads(done.stdout)["rejected"].get("mine", [])
+
+    assert rejected() == []
+    for option in options.values():
+        assert len(rejected(option)) == 1, option
+    assert len(rejected(*options.values())) == len(options)

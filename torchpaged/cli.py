@@ -137,6 +137,9 @@ def backends(
     soft_cap: Annotated[bool, typer.Option(help="logits soft cap")] = False,
     alibi: Annotated[bool, typer.Option(help="ALiBi")] = False,
     sinks: Annotated[bool, typer.Option(help="attention sinks")] = False,
+    chunked: Annotated[bool, typer.Option(help="attention within chunks of positions")] = False,
+    bidirectional: Annotated[bool, typer.Option(help="attention without causality")] = False,
+    lse: Annotated[bool, typer.Option(help="the log-sum-exp is returned, too")] = False,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda")] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
@@ -144,7 +147,7 @@ def backends(
     spec = AttentionSpec(
         device=device_named(device), dtype=_dtype(dtype, "--dtype"), head_dim=head_dim, num_heads=num_heads, num_kv_heads=num_kv_heads,
         block_size=block_size, head_dim_v=head_dim_v or None, kv_dtype=_dtype(kv_dtype, "--kv-dtype") if kv_dtype else None,
-        window=window, logits_soft_cap=soft_cap, alibi=alibi, sinks=sinks,
+        window=window, logits_soft_cap=soft_cap, alibi=alibi, sinks=sinks, chunked=chunked, causal=not bidirectional, lse=lse,
     )  # fmt: skip
     reasons = {name: get_backend(name).reject(spec) for name in list_backends()}
     try:

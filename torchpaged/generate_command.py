@@ -63,7 +63,9 @@ def load(settings: Settings) -> tuple[Any, Any]:
     try:
         model = AutoModelForCausalLM.from_pretrained(settings.model, dtype=settings.dtype)
     except SafetensorError as error:
-        raise ValueError(f"--model: expected whole weights in {settings.model!r}, got a file that is damaged or cut short ({error})") from error
+        raise ValueError(
+            f"--model: expected whole weights in {settings.model!r}, got a file that is damaged or cut short ({error})"
+        ) from error
     return model.to(settings.device).eval(), tokenizer
 
 

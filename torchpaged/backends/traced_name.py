@@ -5,7 +5,7 @@ import torch
 from torchpaged.backends.ops_choice import requested_name
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@torch.compiler.assume_constant_result
 def traced_name(device_type: str) -> str:
     """`requested_name`, run at the trace."""
     return requested_name(device_type)

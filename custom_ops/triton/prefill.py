@@ -153,6 +153,8 @@ def attend_tiles(
         if INTERPRET:  # the interpreter keeps bf16 as integers: arithmetic on it is silently wrong
             k, v = k.to(tl.float32), v.to(tl.float32)
         else:
+            if k.dtype == tl.float8e5:  # straight to bf16 Triton multiplies by 2^112, which makes numbers of inf and NaN
+                k, v = k.to(tl.float16), v.to(tl.float16)
             k, v = k.to(q.dtype), v.to(q.dtype)
         s = tl.dot(q, tl.trans(k), input_precision="ieee")  # [M, N]
         if not FOLD:

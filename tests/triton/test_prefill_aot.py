@@ -156,6 +156,13 @@ def test_fp8_caches_compile_for_sm_90() -> None:
     assert aot.resources(compiled)["shared"] <= aot.SHARED_LIMIT["sm_90"]
 
 
+@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+def test_nan_in_an_e5m2_cache_stays_nan(target: str) -> None:
+    """Of Triton's two ways from e5m2 to bfloat16 it goes by float16, not by the product with 2^112, of which NaN and inf come out finite."""
+    ptx = compile_prefill(target, "short_128", kv_dtype="fp8e5", KV_SCALES=True).asm["ptx"]
+    assert not re.findall(r"0x7780(?:0000|7780)", ptx) and re.findall(r"cvt[.\w]*bf16", ptx)
+
+
 def test_an_unchanged_maximum_scales_by_one_exactly() -> None:
     """What was summed so far is scaled by ``exp2((old - new) * c)``, which is exp2(0) = 1 while the maximum stays. ``old * c - new * c``
     becomes one fused multiply-add of a rounded product: not 0, so that every tile of a long row adds the same error."""

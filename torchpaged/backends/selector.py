@@ -41,7 +41,7 @@ class Choice:
 
 def register_backend(backend: Backend, *, automatic: bool = False) -> None:
     """Make ``backend`` selectable by its name; ``automatic`` puts it before the built-in ones in the automatic choice."""
-    if backend.name in _MODULES or backend.name == "auto":
+    if backend.name in (*_MODULES, "auto", "default"):
         raise ValueError(f"backend.name: expected a new name, got {backend.name!r}, which is built in")
     _REGISTERED[backend.name] = backend
     if automatic and backend.name not in AUTOMATIC:
@@ -79,7 +79,7 @@ def use_backend(name: str) -> Iterator[None]:
         _forced.reset(token)
 
 
-def _request(backend: str | None) -> tuple[str, str]:
+def requested(backend: str | None) -> tuple[str, str]:
     """The name asked for and who asked."""
     if backend not in (None, "auto"):
         assert backend is not None
@@ -102,7 +102,7 @@ def select_backend(spec: AttentionSpec | Sequence[AttentionSpec], backend: str |
         BackendUnavailableError: the named backend can't run ``spec``, or none can; with all reasons.
     """
     specs = [spec] if isinstance(spec, AttentionSpec) else list(spec)
-    name, asker = _request(backend)
+    name, asker = requested(backend)
     rejected: dict[str, list[str]] = {}
     if name != "auto":
         reasons = _reject(get_backend(name), specs)

@@ -24,6 +24,7 @@ from torchpaged.hf.cache_masks import CacheMasks
 from torchpaged.hf.chosen_backend import ChoosesBackend, config_spec
 from torchpaged.hf.forward_order import ForwardOrder
 from torchpaged.hf.layer import SET_UP, PagedLayer, StepBatch
+from torchpaged.hf.pending_padding import PendingPadding
 from torchpaged.hf.support import require_paged_layers, require_supported_config
 from torchpaged.hf.template import paged_layers
 from torchpaged.metadata import make_semaphore
@@ -102,7 +103,7 @@ class PagedCache(ChoosesBackend, CacheMasks):
         if self.ready or any(layer.is_initialized for layer in self.paged):
             raise NotCopyableError("a PagedCache that was used can't be copied or pickled: its pools are places in this process's memory, known to "
                                    "compiled code; make a new PagedCache, and run the prompt through it")  # fmt: skip
-        return self.__dict__.copy()
+        return {**self.__dict__, "_pending": PendingPadding(self.name)}
 
     # ------------------------------------------------------------------------------------------------ set-up
     @torch.compiler.disable(reason=SET_UP)
@@ -111,7 +112,7 @@ class PagedCache(ChoosesBackend, CacheMasks):
         if self.ready:
             return
         batch = key_states.shape[0]
-        padding, self._padding = self._padding, None  # a refusal below forgets it
+        padding = self._pending.take()  # a refusal below forgets it
         if batch > self.max_rows:
             raise ArgumentError("max_batch_size", f"at least the batch ({batch} rows, beams included)", str(self.max_rows),
                                 "build a larger PagedCache")  # fmt: skip

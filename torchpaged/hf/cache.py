@@ -25,6 +25,7 @@ from torchpaged.hf.chosen_backend import ChoosesBackend, config_spec
 from torchpaged.hf.forward_order import ForwardOrder
 from torchpaged.hf.layer import SET_UP, PagedLayer, StepBatch
 from torchpaged.hf.pending_padding import PendingPadding
+from torchpaged.hf.query_starts import fill_query_starts
 from torchpaged.hf.support import require_paged_layers, require_supported_config
 from torchpaged.hf.template import paged_layers
 from torchpaged.metadata import make_semaphore
@@ -204,7 +205,7 @@ class PagedCache(ChoosesBackend, CacheMasks):
         if query_len == 1:
             self.decode_slots[:batch].copy_(self._slots_of(batch, 1))
         elif query_len > _SHORT_QUERY_LEN:
-            self.query_starts.copy_(self.row_starts * query_len)
+            fill_query_starts(self.query_starts, self.row_starts, query_len)
 
     def written(self, layer: PagedLayer) -> None:
         """The last layer's word completes the forward: on the device, which compiled steps look at, and on the host."""
@@ -238,11 +239,10 @@ class PagedCache(ChoosesBackend, CacheMasks):
             starts = self.row_starts
         elif query_len <= _SHORT_QUERY_LEN:
             starts = self.short_starts[query_len]
-        elif self.keys_of_queries:
-            starts = self.query_starts  # `_advance` made them for all layers
-        else:  # cross attention: what was written are the encoder's tokens
-            starts = self.row_starts * query_len
-            self.limit.add_(0)  # a kernel launched the ordinary way, between the one above and the attention
+        else:
+            starts = self.query_starts
+            if not self.keys_of_queries:  # cross attention: what `_advance` was told of are the encoder's tokens
+                fill_query_starts(starts, self.row_starts, query_len)
         return StepBatch(self.block_table[:batch], self.seq_lens[:batch], starts[: batch + 1], query_len, self.semaphore)
 
     def gather(self, pool: Tensor, batch: int) -> Tensor:

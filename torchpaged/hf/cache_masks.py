@@ -73,8 +73,10 @@ class CacheMasks(CacheRows):
             self._learn_kinds(kinds_of(mask_function, local_size, query_length, padding, [(x.window, x.chunk) for x in self.paged], device))
         if not self.ready:
             self._pending.learn(padding, batch, query_length, local_size)
-        elif any(padding):
-            self._learn_padding(padding, query_length)
+        elif mask is not None:
+            if any(padding):
+                self._learn_padding(padding, query_length)
+            self._cut_padding &= max(padding) >= mask.shape[1]  # a row of nothing but padding: the next mask may say more
 
     def _learn_padding(self, padding: list[int], query_length: int) -> None:
         before = self._padding or [0] * len(self._rows)

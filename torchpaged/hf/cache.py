@@ -173,6 +173,8 @@ class PagedCache(ChoosesBackend, CacheMasks):
         if self.dense:
             self.require_mask_of_own()
         self.order.enter(layer, query_len)
+        if not torch.compiler.is_compiling() and not layer.has_written:
+            self.first_use(layer)
         if layer.is_first:
             self._advance(batch, query_len)
         self.order.leave(layer, query_len)
@@ -215,7 +217,7 @@ class PagedCache(ChoosesBackend, CacheMasks):
                 self._is_open = False
 
     def first_use(self, layer: PagedLayer) -> None:
-        """A layer gets pools in the first forward. Later it is one that an incomplete first forward did not reach."""
+        """A layer gets pools, or writes for the first time. After the first forward it is one that an incomplete first forward did not reach."""
         if self._num_forwards > 1:
             raise self._incomplete()
         self.order.use(layer)

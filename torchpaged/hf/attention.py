@@ -16,6 +16,7 @@ from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_
 
 from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
 from torchpaged.hf.chosen_backend import hold_to_backend
+from torchpaged.hf.class_tables import fill_class_tables
 from torchpaged.hf.layer import PagedLayer, layer_of
 from torchpaged.hf.support import has_own_attention
 from torchpaged.metadata import SEMAPHORES_PER_REQ
@@ -181,6 +182,7 @@ def paged_mask(
 
 
 def register(name: str = NAME) -> None:
-    """Register both functions with transformers; done at import."""
+    """Register both functions with transformers, and the name with models that have tables of their own; done at import."""
     AttentionInterface.register(name, paged_attention_forward)
     AttentionMaskInterface.register(name, paged_mask)
+    fill_class_tables(name)

@@ -12,9 +12,8 @@ from torch._inductor.utils import run_and_get_code
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import BartConfig, BartForConditionalGeneration, EncoderDecoderCache, PreTrainedModel
 
-from torchpaged.hf import PagedCache
+from torchpaged.hf import PagedCache, query_starts
 from torchpaged.hf import cache as cache_module
-from torchpaged.hf import query_starts
 
 BART: dict[str, Any] = {
     "vocab_size": 99, "d_model": 32, "encoder_layers": 1, "decoder_layers": 2, "encoder_attention_heads": 2, "decoder_attention_heads": 2,

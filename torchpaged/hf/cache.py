@@ -26,7 +26,7 @@ from torchpaged.hf.forward_order import ForwardOrder
 from torchpaged.hf.layer import SET_UP, PagedLayer, StepBatch
 from torchpaged.hf.pending_padding import PendingPadding
 from torchpaged.hf.query_starts import fill_query_starts
-from torchpaged.hf.support import require_paged_layers, require_supported_config
+from torchpaged.hf.support import require_made_by_user, require_paged_layers, require_supported_config
 from torchpaged.hf.template import paged_layers
 from torchpaged.metadata import make_semaphore
 
@@ -56,6 +56,11 @@ class PagedCache(ChoosesBackend, CacheMasks):
         ArgumentError: a size below 1.
         UnsupportedModelError: the config's model ignores the attention interface.
     """
+
+    def __new__(cls, *args: Any, **options: Any) -> PagedCache:
+        """Refuse to be made by transformers, see `require_made_by_user`."""
+        require_made_by_user(options)
+        return super().__new__(cls)
 
     def __init__(
         self,

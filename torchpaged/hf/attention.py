@@ -96,6 +96,11 @@ def paged_attention_forward(
 
 
 def _transformed(module: nn.Module) -> UnsupportedModelError:
+    if torch.compiler.is_compiling() and getattr(module, "is_kv_shared_layer", False):
+        return UnsupportedModelError(
+            f"{type(module).__name__} shares another layer's pools and takes them through Tensor.to, behind which compiled code does not know them "
+            "(transformers 5.17; not 5.23); run it uncompiled, or use PagedCache(..., dense=True)"
+        )
     return UnsupportedModelError(
         f"{type(module).__name__} changes the cached keys or values before attention, so that they are no longer the paged pools; "
         "use PagedCache(..., dense=True), which gathers them first"

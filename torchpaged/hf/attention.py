@@ -16,6 +16,7 @@ from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_
 
 from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
 from torchpaged.hf.chosen_backend import hold_to_backend
+from torchpaged.hf.class_tables import fill_class_tables
 from torchpaged.hf.layer import PagedLayer, layer_of
 from torchpaged.hf.support import has_own_attention
 from torchpaged.metadata import SEMAPHORES_PER_REQ
@@ -95,6 +96,11 @@ def paged_attention_forward(
 
 
 def _transformed(module: nn.Module) -> UnsupportedModelError:
+    if torch.compiler.is_compiling() and getattr(module, "is_kv_shared_layer", False):
+        return UnsupportedModelError(
+            f"{type(module).__name__} shares another layer's pools and takes them through Tensor.to, behind which compiled code does not know them "
+            "(transformers 5.17; not 5.23); run it uncompiled, or use PagedCache(..., dense=True)"
+        )
     return UnsupportedModelError(
         f"{type(module).__name__} changes the cached keys or values before attention, so that they are no longer the paged pools; "
         "use PagedCache(..., dense=True), which gathers them first"
@@ -181,6 +187,7 @@ def paged_mask(
 
 
 def register(name: str = NAME) -> None:
-    """Register both functions with transformers; done at import."""
+    """Register both functions with transformers, and the name with models that have tables of their own; done at import."""
     AttentionInterface.register(name, paged_attention_forward)
     AttentionMaskInterface.register(name, paged_mask)
+    fill_class_tables(name)

@@ -24,7 +24,9 @@ from torchpaged.hf.cache_masks import CacheMasks
 from torchpaged.hf.chosen_backend import ChoosesBackend, config_spec
 from torchpaged.hf.forward_order import ForwardOrder
 from torchpaged.hf.layer import SET_UP, PagedLayer, StepBatch
-from torchpaged.hf.support import require_paged_layers, require_supported_config
+from torchpaged.hf.pending_padding import PendingPadding
+from torchpaged.hf.query_starts import fill_query_starts
+from torchpaged.hf.support import require_made_by_user, require_paged_layers, require_supported_config
 from torchpaged.hf.template import paged_layers
 from torchpaged.metadata import make_semaphore
 
@@ -54,6 +56,11 @@ class PagedCache(ChoosesBackend, CacheMasks):
         ArgumentError: a size below 1.
         UnsupportedModelError: the config's model ignores the attention interface.
     """
+
+    def __new__(cls, *args: Any, **options: Any) -> PagedCache:
+        """Refuse to be made by transformers, see `require_made_by_user`."""
+        require_made_by_user(options)
+        return super().__new__(cls)
 
     def __init__(
         self,
@@ -102,7 +109,7 @@ class PagedCache(ChoosesBackend, CacheMasks):
         if self.ready or any(layer.is_initialized for layer in self.paged):
             raise NotCopyableError("a PagedCache that was used can't be copied or pickled: its pools are places in this process's memory, known to "
                                    "compiled code; make a new PagedCache, and run the prompt through it")  # fmt: skip
-        return self.__dict__.copy()
+        return {**self.__dict__, "_pending": PendingPadding(self.name)}
 
     # ------------------------------------------------------------------------------------------------ set-up
     @torch.compiler.disable(reason=SET_UP)
@@ -111,7 +118,7 @@ class PagedCache(ChoosesBackend, CacheMasks):
         if self.ready:
             return
         batch = key_states.shape[0]
-        padding, self._padding = self._padding, None  # a refusal below forgets it
+        padding = self._pending.take()  # a refusal below forgets it
         if batch > self.max_rows:
             raise ArgumentError("max_batch_size", f"at least the batch ({batch} rows, beams included)", str(self.max_rows),
                                 "build a larger PagedCache")  # fmt: skip
@@ -171,6 +178,8 @@ class PagedCache(ChoosesBackend, CacheMasks):
         if self.dense:
             self.require_mask_of_own()
         self.order.enter(layer, query_len)
+        if not torch.compiler.is_compiling() and not layer.has_written:
+            self.first_use(layer)
         if layer.is_first:
             self._advance(batch, query_len)
         self.order.leave(layer, query_len)
@@ -203,7 +212,7 @@ class PagedCache(ChoosesBackend, CacheMasks):
         if query_len == 1:
             self.decode_slots[:batch].copy_(self._slots_of(batch, 1))
         elif query_len > _SHORT_QUERY_LEN:
-            self.query_starts.copy_(self.row_starts * query_len)
+            fill_query_starts(self.query_starts, self.row_starts, query_len)
 
     def written(self, layer: PagedLayer) -> None:
         """The last layer's word completes the forward: on the device, which compiled steps look at, and on the host."""
@@ -213,7 +222,7 @@ class PagedCache(ChoosesBackend, CacheMasks):
                 self._is_open = False
 
     def first_use(self, layer: PagedLayer) -> None:
-        """A layer gets pools in the first forward. Later it is one that an incomplete first forward did not reach."""
+        """A layer gets pools, or writes for the first time. After the first forward it is one that an incomplete first forward did not reach."""
         if self._num_forwards > 1:
             raise self._incomplete()
         self.order.use(layer)
@@ -237,11 +246,10 @@ class PagedCache(ChoosesBackend, CacheMasks):
             starts = self.row_starts
         elif query_len <= _SHORT_QUERY_LEN:
             starts = self.short_starts[query_len]
-        elif self.keys_of_queries:
-            starts = self.query_starts  # `_advance` made them for all layers
-        else:  # cross attention: what was written are the encoder's tokens
-            starts = self.row_starts * query_len
-            self.limit.add_(0)  # a kernel launched the ordinary way, between the one above and the attention
+        else:
+            starts = self.query_starts
+            if not self.keys_of_queries:  # cross attention: what `_advance` was told of are the encoder's tokens
+                fill_query_starts(starts, self.row_starts, query_len)
         return StepBatch(self.block_table[:batch], self.seq_lens[:batch], starts[: batch + 1], query_len, self.semaphore)
 
     def gather(self, pool: Tensor, batch: int) -> Tensor:

@@ -104,6 +104,7 @@ class PagedLayer(CacheLayerMixin):
         super().__init__()
         self.owner, self.index, self.window, self.chunk = owner, index, window, chunk
         self.is_first = self.is_last = False  # of the layers that write, in a forward: the owner's `ForwardOrder` says which
+        self.has_written = False  # outside of compiled code
         self.asked: tuple[Any, ...] | None = None  # the kind of call that the backend was held to, see `hold_to_backend`
         self._watched = False  # whether attention was seen to take the pools as they are
 

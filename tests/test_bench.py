@@ -19,7 +19,8 @@ from torch import Tensor
 from torchpaged.bench import attention, attention_case, inputs, timing
 from torchpaged.bench.attention_case import measure_case
 from torchpaged.bench.cases import LLAMA_8B, SUITES, AttentionCase, _case, select_cases
-from torchpaged.bench.contenders import Contender, Prepared, contenders, own_backend
+from torchpaged.bench.contender import Contender, Prepared
+from torchpaged.bench.contenders import contenders, own_backend
 from torchpaged.bench.in_parts import in_parts, num_decodes
 from torchpaged.bench.inputs import Inputs
 from torchpaged.bench.summary import exit_code, summarise

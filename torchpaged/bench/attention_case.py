@@ -16,7 +16,7 @@ import torch
 
 from torchpaged.bench import timing
 from torchpaged.bench.cases import AttentionCase
-from torchpaged.bench.contenders import Contender, Prepared
+from torchpaged.bench.contender import Contender, Prepared
 from torchpaged.bench.inputs import Inputs, error_limit, exact_outputs, free_bytes, make_inputs, needed_bytes, relative_error
 from torchpaged.bench.summary import compare
 

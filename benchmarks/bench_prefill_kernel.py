@@ -39,7 +39,7 @@ from torchpaged.bench.timing import CudaSampler, interleave
 from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.custom_ops.cuda import jit
 from torchpaged.custom_ops.cuda import prefill as native
-from torchpaged.custom_ops.reference import visible_keys
+from torchpaged.custom_ops.masks import visible_keys
 
 SILENCE_S = 40.0
 SHARES = {"check": 0.5, "time": 0.65, "cycles": 0.7}  # most of the remaining time that a part may take

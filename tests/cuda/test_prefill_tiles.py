@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from torchpaged.custom_ops.cuda import jit
-from torchpaged.custom_ops.reference import visible_keys
+from torchpaged.custom_ops.masks import visible_keys
 
 GXX = shutil.which("g++")
 KEYS = 128

@@ -45,7 +45,8 @@ def build(folder: Path, tokens: int, heads: int, causal: bool, left: int = -1, r
     macros = {"TOKENS": tokens, "KEYS": KEYS, "NUM_KV_HEADS": heads, "CAUSAL": int(causal), "HEAD_BYTES": 512, "WINDOW_LEFT": left,
               "WINDOW_RIGHT": right, "CHUNK": chunk}  # fmt: skip
     options = [f"-D{name}={value}" for name, value in macros.items()]
-    command = [GXX, "-std=c++17", "-O1", "-Wall", "-Werror", f"-I{Path(jit.__file__).parent}", *options, "line.cpp", "-o", "line"]
+    include = f"-I{jit.files()['prefill_tiles.cuh'].parent}"
+    command = [GXX, "-std=c++17", "-O1", "-Wall", "-Werror", include, *options, "line.cpp", "-o", "line"]
     subprocess.run(command, cwd=folder, check=True, timeout=120)
     return folder / "line"
 

@@ -82,7 +82,7 @@ def test_selection() -> None:
 def test_caches_rotate_beyond_l2(case: AttentionCase) -> None:
     layers = inputs.num_layers(case)
     assert 2 <= layers <= 24 and (layers == 24 or layers * case.useful_bytes() > 3.5 * 60e6)
-    assert timing.calls_per_round(case, case.ideal_us(4.35e12, 7e14)[0]) % layers == 0
+    assert timing.calls_per_round(layers, case.ideal_us(4.35e12, 7e14)[0]) % layers == 0
 
 
 # ------------------------------------------------------------------------------------------------- inputs and oracle

@@ -31,9 +31,9 @@ from torchpaged.graphs.buffers import DecodeBuffers, buffers_of_sizes
 from torchpaged.graphs.capture import CaptureBackend, Captured, CudaCapture, EagerCapture, TapeCapture
 from torchpaged.graphs.capture_bucket import capture_bucket
 from torchpaged.graphs.report import BucketReport, describe_bucket
+from torchpaged.graphs.rows import DecodeRows
 from torchpaged.graphs.semaphore import check_semaphore
 from torchpaged.graphs.step import Ranges, Step, bucket_step, no_range
-from torchpaged.graphs.whole_steps import WholeSteps
 
 Progress = Callable[[int, int, str], None]
 
@@ -73,7 +73,7 @@ class DecodeGraphRunner:
         max_blocks_per_req: int | None = None,
         block_size: int | None = None,
         num_blocks: int | None = None,
-        rows: WholeSteps | None = None,
+        rows: DecodeRows | None = None,
         buckets: Sequence[int] | None = None,
         device: torch.device | str = "cpu",
         capture: str | CaptureBackend = "auto",
@@ -293,7 +293,7 @@ class DecodeGraphRunner:
         return self._pool
 
     @property
-    def _static(self) -> DecodeBuffers | WholeSteps:
+    def _static(self) -> DecodeBuffers | DecodeRows:
         static = self.buffers if self.rows is None else self.rows
         assert static is not None
         return static

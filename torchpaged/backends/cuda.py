@@ -11,8 +11,8 @@ import dataclasses
 
 import torch
 
-from torchpaged.backends import triton_kernels
 from torchpaged.backends.base import Backend
+from torchpaged.backends.triton import BACKEND as TRITON
 from torchpaged.custom_ops import BACKEND_OPS
 
 
@@ -21,12 +21,12 @@ def _unavailable() -> str | None:
 
     if not torch.cuda.is_available():
         return "no CUDA device is visible"
-    return jit.unavailable() or triton_kernels.unavailable()
+    return jit.unavailable() or TRITON.unavailable()
 
 
 BACKEND = Backend(
     name="cuda",
-    capabilities=dataclasses.replace(triton_kernels.CAPABILITIES, device_types=("cuda",)),  # what the kernel does not take, Triton's do
+    capabilities=dataclasses.replace(TRITON.capabilities, device_types=("cuda",)),  # what the kernel does not take, Triton's do
     ops=BACKEND_OPS["cuda"],
     unavailable=_unavailable,
 )

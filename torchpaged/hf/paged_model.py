@@ -10,19 +10,105 @@ The model runs as one row ``[1, num_tokens]`` of concatenated requests with expl
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
 
-from torchpaged.backends import Choice
+from torchpaged.backends import AttentionSpec, Choice
 from torchpaged.cache import KVLayerSpec, PagedKVCache
 from torchpaged.custom_ops.errors import UnsupportedModelError
 from torchpaged.hf.attention import NAME
-from torchpaged.hf.step_cache import StepCache, padding_step
+from torchpaged.hf.chosen_backend import ChoosesBackend, config_spec
+from torchpaged.hf.layer import PagedLayer, StepBatch
+from torchpaged.hf.masks import is_causal
 from torchpaged.hf.support import fusion_of, require_supported
+from torchpaged.hf.template import HybridPagedLayer, paged_layers
 from torchpaged.metadata import AttentionMetadata
+
+if TYPE_CHECKING:
+    from torchpaged.hf.fusion_report import FusionReport
+
+
+class _StepCache(ChoosesBackend, Cache):
+    """A cache whose step is set from outside: the engine owns blocks and lengths."""
+
+    dense = False
+    keys_of_queries = True
+
+    def __init__(self, config: Any, num_blocks: int, block_size: int, max_seq_len: int, backend: str) -> None:
+        super().__init__(layers=paged_layers(config, max_seq_len, self))
+        self.name = str(config.model_type)
+        self._config, self._backend = config, backend
+        self.num_blocks, self.block_size, self.max_seq_len = num_blocks, block_size, max_seq_len
+        self.metadata: AttentionMetadata | None = None
+        self.ready, self.specs = False, {}
+        self._causal: bool | None = None
+        self._mask_token = torch.zeros((), dtype=torch.int64)
+        self._mask_token._torchpaged_cache = self  # type: ignore[attr-defined]
+        for index, layer in enumerate(self.layers):
+            if not isinstance(layer, PagedLayer) or isinstance(layer, HybridPagedLayer):
+                raise UnsupportedModelError(
+                    f"{config.model_type}: layer {index} keeps a recurrent state ({type(layer).__name__}), which the packed batches of the "
+                    "engine do not carry yet; use generate() with torchpaged.hf.PagedCache"
+                )
+
+    def prepare(self, key_states: Tensor, head_dim_v: int | None = None) -> None:
+        """Choose the backend, when the first keys show device and dtype."""
+        self.prepare_for([config_spec(self._config, x, key_states, head_dim_v, self.block_size) for x in self.layers])
+
+    def prepare_for(self, specs: Iterable[AttentionSpec]) -> None:
+        """Choose the backend for what the layers are known to ask."""
+        self.choose_backend(specs)
+        self.ready = True
+
+    def first_use(self, layer: PagedLayer) -> None:
+        """Every layer is used: `_probe` saw it."""
+
+    def written(self, layer: PagedLayer) -> None:
+        """A step that raises is nobody's state: the engine sets lengths anew for each one."""
+
+    def slots(self, layer: PagedLayer, batch: int, query_len: int) -> Tensor:
+        assert self.metadata is not None
+        return self.metadata.slot_mapping
+
+    def step(self, batch: int, query_len: int) -> StepBatch:
+        m = self.metadata
+        assert m is not None
+        return StepBatch(m.block_table, m.seq_lens, m.query_start_loc, m.max_query_len, m.semaphore)
+
+    def mask_sizes(self, layer: PagedLayer, query_length: int) -> tuple[int, Any]:
+        return self.max_seq_len, self._mask_token
+
+    def observe_mask(self, mask: Tensor | None, batch: int, query_length: int, mask_function: Any, *_: Any) -> None:
+        self._causal = is_causal(mask_function)
+        if mask is not None:
+            raise UnsupportedModelError("the packed path takes no attention mask")
+
+    def length(self, layer: PagedLayer) -> int:
+        return 0
+
+    def causality(self) -> bool | None:
+        return self._causal
+
+    def require_kind(self, layer: PagedLayer, window: int | None) -> None:
+        pass  # a packed row is longer than any request in it: its masks say nothing
+
+    def gather(self, pool: Tensor, batch: int) -> Tensor:
+        raise UnsupportedModelError("the packed path has no dense mode")
+
+
+def _padding_step(device: torch.device) -> AttentionMetadata:
+    """One token that belongs to nobody: nothing is written, attention gives zeros."""
+    ints: dict[str, Any] = {"dtype": torch.int32, "device": device}
+    longs: dict[str, Any] = {"dtype": torch.int64, "device": device}
+    return AttentionMetadata(
+        torch.zeros(1, 1, **ints), torch.zeros(1, **ints), torch.tensor([0, 1], **ints), torch.full((1,), -1, **longs),
+        torch.zeros(1, **longs), max_query_len=1,
+    )  # fmt: skip
 
 
 class PagedModel:
@@ -71,7 +157,7 @@ class PagedModel:
         self.kv_cache = PagedKVCache(
             specs, block_size=block_size, num_blocks=num_blocks, memory_budget=memory_budget, dtype=dtype, device=self.device
         )
-        self._cache = StepCache(config, self.kv_cache.num_blocks, block_size, self.kv_cache.num_tokens, backend)
+        self._cache = _StepCache(config, self.kv_cache.num_blocks, block_size, self.kv_cache.num_tokens, backend)
         for layer, pools, before in zip(self._cache.layers, self.kv_cache, probed.layers, strict=True):
             layer.adopt(pools.k_cache, pools.v_cache)
             layer.asked = before.asked
@@ -79,8 +165,8 @@ class PagedModel:
         self.choice: Choice = self._cache.choice
 
     @property
-    def fusion_report(self) -> Any:
-        """The `FusionReport` of what `torchpaged.hf.fuse` did to the model; None if it is not fused."""
+    def fusion_report(self) -> FusionReport | None:
+        """What `torchpaged.hf.fuse` did to the model; None if it is not fused."""
         return fusion_of(self.model)
 
     def __call__(self, input_ids: Tensor, metadata: AttentionMetadata, logits_indices: Tensor | None = None) -> Tensor:
@@ -111,13 +197,13 @@ class PagedModel:
         return logits
 
 
-def _probe(model: PreTrainedModel, config: Any, block_size: int) -> tuple[list[KVLayerSpec], StepCache]:
+def _probe(model: PreTrainedModel, config: Any, block_size: int) -> tuple[list[KVLayerSpec], _StepCache]:
     """What each layer stores, and the cache that knows it and what the layers ask of a backend.
 
     Found by one padding token: exact for any architecture, whatever its config calls things. The reference takes every attention.
     """
-    cache = StepCache(config, 2, block_size, block_size, "reference")
-    cache.metadata = padding_step(model.device)
+    cache = _StepCache(config, 2, block_size, block_size, "reference")
+    cache.metadata = _padding_step(model.device)
     token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
     with torch.no_grad():
         model(input_ids=token, position_ids=token, past_key_values=cache, use_cache=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import (
@@ -17,6 +17,9 @@ from transformers import (
 )
 
 from torchpaged.custom_ops.errors import UnsupportedModelError
+
+if TYPE_CHECKING:
+    from torchpaged.hf.fusion_report import FusionReport
 
 _MAPPINGS: tuple[Any, ...] = (
     MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING, MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING, MODEL_MAPPING,
@@ -99,7 +102,7 @@ def require_paged_layers(config: Any, layers: Sequence[Any]) -> None:
         )
 
 
-def fusion_of(model: PreTrainedModel) -> Any:
-    """The `FusionReport` of the `fuse` that ``model`` is under; None if it is not fused."""
+def fusion_of(model: PreTrainedModel) -> FusionReport | None:
+    """The report of the `fuse` that ``model`` is under; None if it is not fused."""
     fusion: Any = getattr(model.get_decoder(), "_torchpaged_fusion", None)
     return None if fusion is None else fusion.report

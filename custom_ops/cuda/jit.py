@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import re
 import sys
 import threading
 from pathlib import Path
@@ -24,6 +25,7 @@ from torchpaged.custom_ops.cuda import cubins, specialise
 from torchpaged.custom_ops.errors import BackendUnavailableError
 
 _HERE = Path(__file__).parent
+_INCLUDE = re.compile(r'#include "(?:[^"/]*/)+([^"/]+)"')
 
 
 @functools.cache
@@ -70,9 +72,23 @@ def options(macros: dict[str, int], capability: tuple[int, int]) -> list[str]:
 
 
 @functools.cache
+def files() -> dict[str, Path]:
+    """The sources and headers by name: those of this folder, and of the folder ``cuda`` of every family of ops. No name is there twice."""
+    folders = (_HERE, *sorted(_HERE.parent.glob("*/cuda")))
+    paths = [path for folder in folders for path in sorted(folder.iterdir()) if path.suffix in (".cu", ".cuh")]
+    found = {path.name: path for path in paths}
+    if len(found) < len(paths):
+        raise RuntimeError(f"two CUDA sources share a name: {sorted(str(path) for path in paths if path not in found.values())}")
+    return found
+
+
+@functools.cache
 def sources() -> dict[str, str]:
-    """The sources and headers of this folder by name, read once: what is compiled is what its key was made from."""
-    return {path.name: path.read_text() for path in sorted(_HERE.iterdir()) if path.suffix in (".cu", ".cuh")}
+    """The texts of `files` by name, read once: what is compiled is what its key was made from.
+
+    Includes name files relative to their own place, for editors and nvcc; NVRTC, which gets texts, finds them by their names alone.
+    """
+    return {name: _INCLUDE.sub(r'#include "\1"', path.read_text()) for name, path in files().items()}
 
 
 @functools.cache
@@ -109,7 +125,7 @@ def _compile(source: str, included: dict[str, str], arguments: list[str], kind: 
 
 
 def compile_source(source: str, arguments: list[str]) -> bytes:
-    """Machine code of ``source``, which may include the headers of this folder; raises RuntimeError with the compiler's messages."""
+    """Machine code of ``source``, which may include the headers of `files`; raises RuntimeError with the compiler's messages."""
     headers = {name: text for name, text in sources().items() if name.endswith(".cuh")}
     return _compile(source, headers, arguments, "CUBIN")
 
@@ -121,7 +137,7 @@ def cache_name(file: str, arguments: list[str]) -> str:
 
 
 def machine_code(file: str, macros: dict[str, int], capability: tuple[int, int]) -> bytes:
-    """Machine code of a file of this folder, from the cache or compiled now."""
+    """Machine code of one of `files`, from the cache or compiled now."""
     arguments = options(macros, capability)
     name = cache_name(file, arguments)
     code = cubins.load(name)
@@ -229,7 +245,7 @@ def _kernel(file: str, name: str, macros: tuple[tuple[str, int], ...], index: in
 
 
 def kernel(file: str, name: str, macros: dict[str, int], device: torch.device, *, shared_bytes: int) -> Kernel:
-    """Kernel ``name`` of ``file`` (in this folder), compiled with ``macros`` for ``device``; the same object for the same arguments.
+    """Kernel ``name`` of ``file`` (one of `files`), compiled with ``macros`` for ``device``; the same object for the same arguments.
 
     Raises:
         BackendUnavailableError: cuda-bindings is absent.

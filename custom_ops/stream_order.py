@@ -49,21 +49,26 @@ WAITS = ("first", "launch", "last")
 TRIGGERS = ("start", "wait", "asked", "never")
 
 METADATA = ("seq_lens", "query_start_loc", "block_table")
-CONTEXT = "keys and values of the context"  # positions below seq_len - query_len
-QUERY_TOKENS = "keys and values of the query tokens"
+CONTEXT = "context KV"  # keys and values at positions below seq_len - query_len
+QUERY_TOKENS = "query tokens' KV"
 ROW = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seeds", "counters")
-STATE = ("input_ids", "positions", "seq_lens", "slot_mapping")
+INPUTS = ("input_ids", "positions", "seq_lens", "slot_mapping")
+STATE = ("seq_lens", "remaining", "block_table", "stop_token_ids", "launches")
+RESULTS = ("counters", "remaining", "seen", "tokens_out", "ring", "launches")
+
+#: Names for tensors that go together, where the table is rendered.
+GROUPS = {"metadata": METADATA, "row parameters": ROW, "step inputs": INPUTS, "row results": RESULTS, "row state": STATE}
 
 STREAM_ORDER: dict[str, tuple[Launch, ...]] = {
     "paged_attention": (
-        Launch("decode.cu:paged_decode", True, ("out", "lse"), "wait", (*METADATA, CONTEXT), case="backend cuda, decode",
+        Launch("decode.cu:paged_decode", True, ("out", "lse"), "wait", (*METADATA, CONTEXT), case="cuda, decode",
                why="a query token of this step is context in the next"),
-        Launch("prefill.cu:paged_prefill", False, ("out", "lse"), waits="launch", case="backend cuda, prefill on Hopper"),
-        Launch("decode.py:decode_kernel", True, ("out", "lse"), "wait", case="backend triton, decode"),
-        Launch("prefill.py:prefill_kernel", True, ("out", "lse"), "wait", ("query_start_loc",), case="backend triton, prefill; mixed: its prefill half",
+        Launch("prefill.cu:paged_prefill", False, ("out", "lse"), waits="launch", case="cuda, prefill on Hopper"),
+        Launch("decode.py:decode_kernel", True, ("out", "lse"), "wait", case="triton, decode"),
+        Launch("prefill.py:prefill_kernel", True, ("out", "lse"), "wait", ("query_start_loc",), case="triton, prefill, also a mixed batch's",
                why="the decode launch behind it relies on the order: wait, then let go"),
         Launch("decode.py:decode_kernel", True, ("out", "lse"), "start", ("everything",), waits="last", fence=True,
-               case="backend triton, mixed: its decode half",
+               case="triton, a mixed batch's decode half",
                why="begins when each program of the prefill half has waited; the fence, at its start, drops old L1 lines"),
     ),
     "write_kv": (
@@ -78,19 +83,19 @@ STREAM_ORDER: dict[str, tuple[Launch, ...]] = {
     ),
     "merge_attn_states": (Launch("merge_attn_states.py:merge_attn_states_kernel", False, ("out", "lse"), waits="launch"),),
     "copy_blocks": (Launch("copy_blocks.py:copy_blocks_kernel", False, (CONTEXT,), waits="launch", fence=True),),
-    "advance_step": (Launch("advance_step.py:advance_step_kernel", False, STATE, waits="launch"),),
+    "advance_step": (Launch("advance_step.py:advance_step_kernel", False, INPUTS, waits="launch"),),
     "sample_tokens": (
-        Launch("sample_tokens.py:sample_tiles_kernel", True, (), "start", case="tiles of the vocabulary"),
+        Launch("sample_tokens.py:sample_tiles_kernel", True, ("scratch",), "start", case="tiles of the vocabulary"),
         Launch("sample_tokens.py:merge_tiles_kernel", True, ("out",), "start", case="merge of a row's tiles"),
     ),
     "accept_tokens": (
-        Launch("accept_tokens.py:accept_tokens_kernel", True, (*STATE, "counters", "remaining", "seen", "tokens_out", "ring", "launches")),
+        Launch("accept_tokens.py:accept_tokens_kernel", True, (*INPUTS, *RESULTS)),
     ),
     "finish_step": (
-        Launch("sample_tokens.py:sample_tiles_kernel", True, (), "start", ROW, case="tiles of the vocabulary",
+        Launch("sample_tokens.py:sample_tiles_kernel", True, ("scratch",), "start", ROW, case="tiles of the vocabulary",
                why="reads all of a row but its logits and seen bits"),
-        Launch("finish_step.py:finish_step_kernel", True, (*STATE, "counters", "remaining", "seen", "tokens_out", "ring", "launches"),
-               reads_early=(*ROW, "seq_lens", "remaining", "block_table", "stop_token_ids", "launches"), case="merge and end of the step"),
+        Launch("finish_step.py:finish_step_kernel", True, (*INPUTS, *RESULTS),
+               reads_early=(*ROW, *STATE), case="merge and end of the step"),
     ),
     "embedding": (
         Launch("embedding.py:embedding_kernel", True, ("out",), "wait", why="what stands behind it finds the step's metadata complete"),

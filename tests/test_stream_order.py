@@ -177,7 +177,7 @@ def case_of(op: str, arguments: dict[str, Any]) -> str:
     if op in ("write_kv", "rope_write_kv"):
         return f"are_query_tokens={bool(arguments['ARE_QUERY_TOKENS'])}"
     if op == "paged_attention" and "LONGEST" in arguments:
-        return "its decode half" if arguments["LONGEST"] else "triton, decode"
+        return "decode half" if arguments["LONGEST"] else "triton, decode"
     return ""
 
 

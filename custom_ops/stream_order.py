@@ -57,7 +57,7 @@ STATE = ("seq_lens", "remaining", "block_table", "stop_token_ids", "launches")
 RESULTS = ("counters", "remaining", "seen", "tokens_out", "ring", "launches")
 
 #: Names for tensors that go together, where the table is rendered.
-GROUPS = {"metadata": METADATA, "row parameters": ROW, "step inputs": INPUTS, "row results": RESULTS, "row state": STATE}
+GROUPS = {"metadata": METADATA, "parameters": ROW, "inputs": INPUTS, "results": RESULTS, "state": STATE}
 
 STREAM_ORDER: dict[str, tuple[Launch, ...]] = {
     "paged_attention": (
@@ -95,7 +95,7 @@ STREAM_ORDER: dict[str, tuple[Launch, ...]] = {
         Launch("sample_tokens.py:sample_tiles_kernel", True, ("scratch",), "start", ROW, case="tiles of the vocabulary",
                why="reads all of a row but its logits and seen bits"),
         Launch("finish_step.py:finish_step_kernel", True, (*INPUTS, *RESULTS),
-               reads_early=(*ROW, *STATE), case="merge and end of the step"),
+               reads_early=(*ROW, *STATE), case="end of the step"),
     ),
     "embedding": (
         Launch("embedding.py:embedding_kernel", True, ("out",), "wait", why="what stands behind it finds the step's metadata complete"),

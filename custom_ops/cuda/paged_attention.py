@@ -1,6 +1,6 @@
 """paged_attention of the ``cuda`` backend: decode and prefill by the CUDA C++ kernels, everything they can't take by the Triton kernels.
 
-Mixed batches are among the latter: beside the prefill kernel, Triton's decode kernel was the faster one (docs/kernels.md).
+Mixed batches are among the latter: beside the prefill kernel, Triton's decode kernel was the faster one (docs/log/mixed.md).
 """
 
 from __future__ import annotations

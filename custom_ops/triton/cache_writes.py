@@ -1,8 +1,7 @@
 """What the kernels that write into a KV cache do at their begin and at their end, for the sake of ``paged_attention`` behind them.
 
-``paged_attention`` reads the keys and values ahead of its query tokens before the kernels ahead of it have finished (the contract in
-``custom_ops/ops.py``). So a kernel that writes such keys does not let it start early, and makes them visible before it ends; one that
-writes the query tokens' own may. Both may be launched early themselves: they wait for the kernels ahead of them first.
+It reads the context's keys and values early (stream_order.py). So a kernel that writes such keys holds it back and makes them visible before
+it ends; one that writes the query tokens' own does not.
 """
 
 from __future__ import annotations

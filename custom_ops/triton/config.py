@@ -1,6 +1,6 @@
 """Tile shapes and launch parameters, from shapes and dtypes alone: the same for every length, so that a graph serves all.
 
-No autotuning at run time: it would launch and synchronise inside a capture. Figures behind the choices: docs/kernels.md.
+No autotuning at run time: it would launch and synchronise inside a capture. Figures behind the choices: docs/log/decode.md, docs/log/prefill.md.
 """
 
 from __future__ import annotations

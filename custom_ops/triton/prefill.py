@@ -4,10 +4,10 @@ The grid comes from shapes; each program finds its request on the device from ``
 prefill and decodes share one launch; with SKIP_DECODES short queries are left to the decode kernel. The rows of a tile are query
 tokens x heads of the group: a tile of keys is read once for all of them. Key tiles that every row sees whole take a loop without
 masks; only the tiles at the ends of the rows' intervals are masked. No loop may go around these: what stays alive across it costs
-the copies their registers (docs/kernels.md). Programs start with the last tokens, which see the most keys, so that short tiles fill the end.
+the copies their registers (docs/log/mixed.md). Programs start with the last tokens, which see the most keys, so that short tiles fill the end.
 
 Shaped for Hopper: wgmma takes q, k and v from shared memory and p from registers, k and v arrive by cp.async. Warps are ordered by
-Triton's own barriers alone: one placed by hand would depend on where the compiler puts its own (docs/kernels.md, tests/triton/ptx.py).
+Triton's own barriers alone: one placed by hand would depend on where the compiler puts its own (docs/log/prefill.md, tests/triton/ptx.py).
 """
 
 from __future__ import annotations
@@ -259,7 +259,7 @@ def attend_query_tile(
         DIM, DIM_PAD, DIM_V, DIM_V_PAD, TILE_KV, BLOCK_SIZE, SOFT_CAP, ALIBI, LOW, FOLD, True, ENDS_TOGETHER, INTERPRET,
         1 if ALL_MASKED else None,
     )  # fmt: skip
-    # What only the end needs is read again, not kept: across the loops it cost spills, or the copies their registers (docs/kernels.md).
+    # What only the end needs is read again, not kept: across the loops it cost spills, or the copies their registers (docs/log/mixed.md).
     # Volatile, or the compiler would keep the first reading; it comes from L2, as the first did.
     start = tl.load(starts_ptr + request, volatile=True)
     query_len = tl.load(starts_ptr + request + 1, volatile=True) - start
@@ -318,13 +318,12 @@ def prefill_kernel(
     start = tl.load(starts_ptr + request, cache_modifier=".cg")
     query_len = tl.load(starts_ptr + request + 1, cache_modifier=".cg") - start
     first_query = (tile - first_tile) * TOKENS
-    # Up to here query_start_loc alone is read, before the kernels ahead have ended. Whoever wrote it has: it must not have let its
-    # dependents start (custom_ops/ops.py), torch's kernels don't and Inductor is kept from it (custom_ops/early_launch.py). From L2:
-    # an old line in one multiprocessor's L1 would make programs, or warps of one program, disagree about their tile, and a barrier
-    # that some warps never come to does not open. Everything else is read behind the wait.
+    # Up to here query_start_loc alone is read, early (stream_order.py). From L2: an old line in one multiprocessor's L1 would make
+    # programs, or warps of one program, disagree about their tile, and a barrier that some warps never come to does not open.
+    # Everything else is read behind the wait.
     # Every program waits here for all kernels ahead, and then lets its dependents start: no path leads around it, not even for
-    # programs without a tile, and no program waits for another or for a dependent. The order of both is the contract with the
-    # decode launch of a mixed batch (decode.py) and with an attention behind this one (cache_writes.py).
+    # programs without a tile, and no program waits for another or for a dependent. The decode launch of a mixed batch (decode.py)
+    # relies on the order of both.
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()

@@ -1,4 +1,4 @@
-"""Which cache writes let an attention start early: those of its own query tokens, and in no other case (docs/decode_loop.md)."""
+"""Which cache writes let an attention start early: those of its own query tokens, and in no other case (docs/stream_order.md)."""
 
 from __future__ import annotations
 

@@ -144,7 +144,7 @@ def backends(
     spec = AttentionSpec(
         device=device_named(device), dtype=_dtype(dtype, "--dtype"), head_dim=head_dim, num_heads=num_heads, num_kv_heads=num_kv_heads,
         block_size=block_size, head_dim_v=head_dim_v or None, kv_dtype=_dtype(kv_dtype, "--kv-dtype") if kv_dtype else None,
-        window=window, logits_soft_cap=soft_cap, alibi=alibi, sinks=sinks,
+        window_size=(128, -1) if window else (-1, -1), logits_soft_cap=float(soft_cap), alibi=alibi, sinks=sinks,
     )  # fmt: skip
     reasons = {name: get_backend(name).reject(spec) for name in list_backends()}
     try:

@@ -151,7 +151,8 @@ def backends(
     spec = AttentionSpec(
         device=device_named(device), dtype=_dtype(dtype, "--dtype", of_caches=True), head_dim=head_dim, num_heads=num_heads, num_kv_heads=num_kv_heads,
         block_size=block_size, head_dim_v=head_dim_v or None, kv_dtype=_dtype(kv_dtype, "--kv-dtype", of_caches=True) if kv_dtype else None,
-        window=window, logits_soft_cap=soft_cap, alibi=alibi, sinks=sinks, chunked=chunked, causal=not bidirectional, lse=lse,
+        window_size=(128, -1) if window else (-1, -1), logits_soft_cap=float(soft_cap), alibi=alibi, sinks=sinks,
+        chunk_size=128 if chunked else 0, causal=not bidirectional, lse=lse,
     )  # fmt: skip
     reasons = {name: get_backend(name).reject(spec) for name in list_backends()}
     try:

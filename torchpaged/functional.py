@@ -13,13 +13,13 @@ construction, and the compiled code keeps it; the checks run in eager mode only.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from torchpaged.backends import AttentionSpec, attention_spec, backend_of
+from torchpaged.backends import AttentionSpec, Backend, Limits, attention_spec, backend_of
 from torchpaged.backends.ops_choice import choose_ops, traced_ops
 from torchpaged.custom_ops import BACKEND_OPS, BackendOps, check_native_dtype, validation
 from torchpaged.custom_ops.checks import check_tensors, refuse_grad
@@ -159,7 +159,7 @@ def paged_attention(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     chunk_size: int | None = None,
-    semaphore: Tensor | None = None,
+    workspace: Mapping[str, Tensor] | None = None,
     return_lse: bool = False,
     ops: BackendOps | None = None,
 ) -> Any:
@@ -183,9 +183,9 @@ def paged_attention(
         sinks: ``[num_heads]``, one logit per head that takes part in the softmax without a value.
         k_scale, v_scale: float32 ``[1]`` or ``[num_kv_heads]``, for fp8 pools.
         chunk_size: keys of the query's own chunk of that many positions only; None or 0 = off.
-        semaphore: int32 zeros, at least ``num_reqs * num_kv_heads``, zeros again afterwards: where the programs that share a
-            request meet. None: a GPU kernel that needs one makes its own, which costs a memset. Calls one after the other on a
-            stream may share one; calls that may overlap, on different streams, need one each.
+        workspace: what a session of the backend of ``ops`` keeps for this kind of call: ``session.workspace(spec)``; the session has planned the
+            batch if it plans at all. None: nothing is kept: a GPU kernel makes its semaphore anew, which costs a memset, and a backend that plans
+            plans for this call alone, which compiled code can't.
         return_lse: also return the log-sum-exp.
         ops: whose kernels to run; default: those of the backend that every other door would choose.
 
@@ -197,10 +197,11 @@ def paged_attention(
         ArgumentError: shapes, dtypes, devices, strides, block ids, lengths or options don't fit.
         BackendUnavailableError: ``ops``, or the backend that was asked for, declare not to run this; with all reasons.
     """
+    kept: Mapping[str, Any] = {} if workspace is None else workspace
     if not torch.compiler.is_compiling():
         validation.check_options(scale, window_size, logits_soft_cap, chunk_size)
         check_tensors(q=q, k_cache=k_cache, v_cache=v_cache, block_table=block_table, seq_lens=seq_lens, query_start_loc=query_start_loc,
-                      **_given(alibi_slopes=alibi_slopes, sinks=sinks, k_scale=k_scale, v_scale=v_scale, semaphore=semaphore))  # fmt: skip
+                      **_given(alibi_slopes=alibi_slopes, sinks=sinks, k_scale=k_scale, v_scale=v_scale), **kept)  # fmt: skip
         for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):  # of these the outputs take their shape
             if not tensor.dim() == (3 if name == "q" else 4):
                 raise ArgumentError(name, f"{3 if name == 'q' else 4} dimensions", str(list(tensor.shape)))
@@ -215,23 +216,24 @@ def paged_attention(
             q, k_cache, v_cache, block_table, seq_lens, query_start_loc, out, lse, max_query_len=max_query_len, scale=scale,
             causal=causal, window_left=window_size[0], window_right=window_size[1], logits_soft_cap=soft_cap,
             alibi_slopes=alibi_slopes, sinks=sinks, k_scale=k_scale, v_scale=v_scale, chunk_size=chunk,
-            semaphore=semaphore)  # fmt: skip
+            semaphore=kept.get("semaphore"))  # fmt: skip
         spec = attention_spec(
             device=q.device, dtype=q.dtype, num_heads=q.shape[1], num_kv_heads=k_cache.shape[2], head_dim=q.shape[2],
             head_dim_v=v_cache.shape[3], block_size=k_cache.shape[1], kv_dtype=k_cache.dtype, causal=causal, window_size=window_size,
-            logits_soft_cap=logits_soft_cap, alibi_slopes=alibi_slopes, sinks=sinks, chunk_size=chunk_size, lse=return_lse)  # fmt: skip
+            logits_soft_cap=logits_soft_cap, alibi_slopes=alibi_slopes, sinks=sinks, chunk_size=chunk_size, lse=return_lse, scale=scale)  # fmt: skip
         if ops is None:
             ops = choose_ops(q.device, spec)
         check_native_dtype(ops.paged_attention, q=q, k_cache=k_cache)
         if ops is not _DEFAULT:
-            _require_able(_Handles(ops), spec)
+            backend = _able(_Handles(ops), spec)
+            if backend is not None and workspace is None and backend.capabilities.planning:
+                kept = _planned_once(backend, spec, block_table, seq_lens, query_start_loc, max_query_len, k_cache)
     elif ops is None:
         ops = traced_ops(q.device.type)
     ops.paged_attention(
         q, k_cache, v_cache, block_table, seq_lens, query_start_loc, out, lse, max_query_len=max_query_len, scale=scale,
         causal=causal, window_left=window_size[0], window_right=window_size[1], logits_soft_cap=soft_cap,
-        alibi_slopes=alibi_slopes, sinks=sinks, k_scale=k_scale, v_scale=v_scale, chunk_size=chunk,
-        semaphore=semaphore)  # fmt: skip
+        alibi_slopes=alibi_slopes, sinks=sinks, k_scale=k_scale, v_scale=v_scale, chunk_size=chunk, **kept)  # fmt: skip
     return out if lse is None else (out, lse)
 
 
@@ -255,12 +257,33 @@ class _Handles:
 
 
 @functools.lru_cache(maxsize=1024)
-def _require_able(handles: _Handles, spec: AttentionSpec) -> None:
-    """Refuse what the backend of these handles declares not to run. Runs once per kind of call: a refusal is not kept."""
+def _able(handles: _Handles, spec: AttentionSpec) -> Backend | None:
+    """The backend of these handles, if one has them, and if it can run ``spec``. Runs once per kind of call: a refusal is not kept."""
     backend = backend_of(handles.ops)
     reasons = [] if backend is None else backend.capabilities.reject(spec)
     if backend is not None and reasons:
         raise BackendUnavailableError(f"backend {backend.name!r} (its ops were given) cannot run this attention: {'; '.join(reasons)}")
+    return backend
+
+
+class _OneCall(NamedTuple):
+    """A batch to plan; see `torchpaged.backends.PlannedBatch`."""
+
+    block_table: Tensor
+    seq_lens: Tensor
+    query_start_loc: Tensor
+    max_query_len: int
+
+
+def _planned_once(
+    backend: Backend, spec: AttentionSpec, block_table: Tensor, seq_lens: Tensor, query_start_loc: Tensor, max_query_len: int, pool: Tensor
+) -> dict[str, Tensor]:
+    """The workspace of a session for one call. The op is launched behind the plan, on the same stream, and its tensors are freed there."""
+    num_reqs, width = block_table.shape
+    limits = Limits(max(num_reqs, 1), max(num_reqs * max_query_len, 1), max(width, 1), pool.shape[0], pool.shape[1])
+    session = backend.open([spec], limits, spec.device)
+    session.plan(_OneCall(block_table, seq_lens, query_start_loc, max_query_len))
+    return session.workspace(spec)
 
 
 def merge_attn_states(

@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 from models import padded_prompts, tiny
+from sessions import KEPT, semaphore_of
 from torch._inductor.utils import run_and_get_code
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import BartConfig, BartForConditionalGeneration, EncoderDecoderCache, PreTrainedModel
 
+from torchpaged.backends import selector as selector_module
 from torchpaged.hf import PagedCache, query_starts
 from torchpaged.hf import cache as cache_module
 
@@ -181,13 +183,14 @@ def test_compiled_code_keeps_the_kernel_in_between(crosses: bool) -> None:
         assert re.search(rf"\b{fill}\b", arguments), (fill, arguments)
 
 
-def test_a_new_batch_begins_with_a_clear_semaphore() -> None:
+def test_a_new_batch_begins_with_a_clear_semaphore(monkeypatch: pytest.MonkeyPatch) -> None:
     model, inputs = tiny("Llama"), padded_prompts()
     model.set_attn_implementation("torchpaged")
-    cache = PagedCache(model.config, 8, 64)
+    monkeypatch.setattr(selector_module, "_REGISTERED", {"kept": KEPT})
+    cache = PagedCache(model.config, 8, 64, backend="kept")
     with torch.no_grad():
         want = model(**inputs, past_key_values=cache).logits
         cache.reset()
-        cache.semaphore[3] = 1
+        semaphore_of(cache.session)[3] = 1
         torch.testing.assert_close(model(**inputs, past_key_values=cache).logits, want)
-    assert not cache.semaphore.any()
+    assert not semaphore_of(cache.session).any()

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from torchpaged.backends.base import Backend
+from torchpaged.backends.session import Limits, Session
 from torchpaged.backends.spec import AttentionSpec
 from torchpaged.custom_ops import BackendOps, variables
 from torchpaged.custom_ops.errors import BackendUnavailableError
@@ -117,6 +118,20 @@ def select_backend(spec: AttentionSpec | Sequence[AttentionSpec], backend: str |
         rejected[candidate] = reasons
     lines = "\n".join(f"  {candidate}: {'; '.join(reasons)}" for candidate, reasons in rejected.items())
     raise BackendUnavailableError(f"no backend can run this attention:\n{lines}")
+
+
+def open_session(spec: AttentionSpec | Sequence[AttentionSpec], limits: Limits, backend: str | None = None) -> Session:
+    """Choose the backend for ``spec`` and open a session of it: for several layers that share one.
+
+    Args:
+        spec, backend: as in `select_backend`.
+        limits: the largest batches to come.
+
+    Raises:
+        BackendUnavailableError, ArgumentError: from `select_backend` or `Backend.open`.
+    """
+    specs = [spec] if isinstance(spec, AttentionSpec) else list(spec)
+    return select_backend(specs, backend).backend.open(specs, limits, specs[0].device)
 
 
 def _reject(backend: Backend, specs: Sequence[AttentionSpec]) -> list[str]:

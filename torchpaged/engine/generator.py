@@ -127,7 +127,7 @@ class Generator:
         self.max_seq_len = tokens_per_request(model, max_seq_len)
         self.model: PagedModelProtocol = paged_model(
             model, fuse=fuse, num_blocks=num_blocks, kv_cache_memory=kv_cache_memory, block_size=block_size, backend=backend,
-            max_batch_size=max_batch_size, max_seq_len=self.max_seq_len,
+            max_batch_size=max_batch_size, max_seq_len=self.max_seq_len, prefill_chunk_size=prefill_chunk_size,
         )  # fmt: skip
         self.tokenizer, self.choice, self.device = tokenizer, self.model.choice, torch.device(self.model.device)
         self.fusion_report: FusionReport | None = getattr(self.model, "fusion_report", None)
@@ -136,6 +136,10 @@ class Generator:
         use_compile, self.compile_reason = decide_compile(compile, on_gpu, use_graphs, self.graph_reason, self.fusion_report)
         if not use_graphs and steps_per_launch != 1:
             raise ArgumentError("steps_per_launch", "1 without graphs", str(steps_per_launch), f"graphs: {self.graph_reason}")
+        if steps_per_launch != 1 and self.model.session.plans_every_step:
+            raise ArgumentError(
+                "steps_per_launch", f"1 with backend {self.choice.name!r}, which plans every step on the host", str(steps_per_launch)
+            )
         prefills, self._prefill_graph_reason = decide_prefill_buckets(
             prefill_buckets, prefill_chunk_size, on_gpu, use_graphs, self.graph_reason, self.choice.backend.capabilities.graph_support
         )

@@ -158,7 +158,7 @@ def test_fp8_caches_compile_for_sm_90() -> None:
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])
 def test_nan_in_an_e5m2_cache_stays_nan(target: str) -> None:
-    """Of Triton's two ways from e5m2 to bfloat16 it goes by float16, not by the product with 2^112, of which NaN and inf come out finite."""
+    """Straight to bfloat16 Triton goes by a shift and a product with 2^112, of which NaN and inf come out finite; by float16 they stay."""
     ptx = compile_prefill(target, "short_128", kv_dtype="fp8e5", KV_SCALES=True).asm["ptx"]
     assert not re.findall(r"0x7780(?:0000|7780)", ptx) and re.findall(r"cvt[.\w]*bf16", ptx)
 

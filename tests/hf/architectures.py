@@ -23,7 +23,7 @@ LEFT_OUT: dict[str, str] = {
 }  # fmt: skip
 _NAMES_OF_ONE_SIZE: dict[str, Any] = {
     "vocab_size": 128,
-    "hidden_size d_model n_embd n_embed dim embed_dim emb_dim hidden_dim lru_width attention_hidden_size": 64,
+    "hidden_size d_model n_embd n_embed dim embed_dim emb_dim hidden_dim lru_width": 64,
     "intermediate_size ffn_dim n_inner encoder_ffn_dim decoder_ffn_dim ffn_hidden_size dff d_inner expert_ffn_size dense_intermediate_size": 96,
     "num_hidden_layers n_layer n_layers num_layers decoder_layers encoder_layers num_decoder_layers num_encoder_layers": 2,
     "num_attention_heads n_head n_heads num_heads decoder_attention_heads encoder_attention_heads": 4,
@@ -78,7 +78,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "model_type": "persimmon", "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
         "max_position_embeddings": 256, "pad_token_id": 0}},
     "falcon": {"num_kv_heads": 2, "new_decoder_architecture": True},
-    "cohere_compass_text": {**_SLIDING_FULL, "rope_parameters": _ROPES},
+    "cohere_compass_text": {**_SLIDING_FULL, "rope_parameters": {kind: {**rope, "mrope_section": [3, 3, 2]} for kind, rope in _ROPES.items()}},
+    "bailing_hybrid": {"layer_group_size": 2, "num_key_value_heads": 4}, "lfm3": _FOUR, "dots3_note_text": _MLA,
     "gemma3n_text": {**_SHARING, "laurel_rank": 8, "activation_sparsity_pattern": [0.0] * 6},
     "gemma4_text": {**_SHARING, "global_head_dim": 32}, "gemma4_unified_text": {**_SHARING, "global_head_dim": 32},
     "gemma2": {**_FOUR, "query_pre_attn_scalar": 16}, "vaultgemma": {**_FOUR, "query_pre_attn_scalar": 16},
@@ -107,6 +108,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "whisper": {"max_target_positions": 256, "num_mel_bins": 16},
     "cpmant": {"dim_head": 16, "prompt_types": 8, "prompt_length": 8, "segment_types": 8, "position_bias_num_buckets": 32,
                "position_bias_max_distance": 64},
+    "rwkv": {"attention_hidden_size": 64},
     "xlstm": {"num_heads": 2, "qk_dim_factor": 1.0, "autocast_kernel_dtype": "float32"},
     "modernbert-decoder": {**_FOUR, "global_attn_every_n_layers": 2},
     "phi3": {"original_max_position_embeddings": 256},

@@ -138,3 +138,20 @@ def test_masks_that_differ_within_a_forward() -> None:
     cache.observe_mask(padded_prompts()["attention_mask"], 2, 20, None, None)
     with pytest.raises(UnsupportedModelError, match="masks the padding of some layers"):
         cache.observe_mask(None, 2, 20, None, 8)
+
+
+def test_a_forward_longer_than_prepared() -> None:
+    """A model that puts tokens of its own in front of the prompt: where its padding lies then, the mask ahead of it did not say."""
+    cache = PagedCache(build("OPT").config, 2, 32)
+
+    def prepare_inputs_for_generation() -> None:
+        cache.observe_mask(padded_prompts()["attention_mask"], 2, 20, None, None)
+
+    def generate() -> None:
+        prepare_inputs_for_generation()
+        with pytest.raises(UnsupportedModelError, match="24 tokens per row where 20 were prepared"):
+            cache.observe_mask(None, 2, 24, None, None)
+
+    generate()
+    cache.observe_mask(None, 2, 24, None, None)  # of another forward
+    assert cache._pending.take() is None

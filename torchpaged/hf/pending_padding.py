@@ -60,11 +60,17 @@ class PendingPadding:
             batch, query_length, local_size: the forward's rows and tokens per row, and the window or chunk, as the mask function gets them.
 
         Raises:
-            UnsupportedModelError: the forward's masks contradict each other.
+            UnsupportedModelError: the forward's masks contradict each other, or it is not as long as the one that was prepared.
         """
         found, by = (padding if any(padding) else None), preparing_caller()
-        if by is None and self._by is not None and found is None and self._shape == (batch, query_length):
-            return  # from inside the forward that was prepared, or from another one: `take` sees which
+        if by is None and self._by is not None and found is None:
+            if self._shape == (batch, query_length):
+                return  # from inside the forward that was prepared, or from another one: `take` sees which
+            if self.padding is not None and self._shape is not None and self._is_running():
+                raise UnsupportedModelError(
+                    f"{self.name} runs {query_length} tokens per row where {self._shape[1]} were prepared, with left padding {self.padding}, so that "
+                    "it is not known which of them are padding; generate without padding, row by row"
+                )
         same_forward = by is self._by and self._shape == (batch, query_length) and local_size not in self._kinds
         if not same_forward:
             self.padding, self._shape, self._kinds, self._by = found, (batch, query_length), set(), by
@@ -75,13 +81,16 @@ class PendingPadding:
             )
         self._kinds.add(local_size)
 
+    def _is_running(self) -> bool:
+        return any(frame is self._by for frame in _stack())
+
     def take(self) -> list[int] | None:
         """The padding of the forward that is about to write, which forgets it.
 
         Raises:
             ArgumentError: it was read for a forward that never wrote, and this one's masks said nothing; it is kept then.
         """
-        if self.padding is not None and self._by is not None and not any(frame is self._by for frame in _stack()):
+        if self.padding is not None and self._by is not None and not self._is_running():
             raise ArgumentError(
                 "attention_mask", "the mask of the forward that runs", f"none, behind one with padding {self.padding} whose forward never wrote",
                 "call cache.reset() before another prompt",

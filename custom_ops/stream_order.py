@@ -44,7 +44,7 @@ class Launch(NamedTuple):
 #: the ordinary way and begins when those ahead have ended. ``last``: one program, at its very end.
 WAITS = ("first", "launch", "last")
 
-#: ``start``: as its first instruction. ``wait``: right behind its wait. ``issued``: behind its wait, once all of its copies are issued.
+#: ``start``: ahead of its wait. ``wait``: right behind its wait. ``issued``: behind its wait, once all of its copies are issued.
 #: ``never``: the kernel behind begins when this one has ended.
 TRIGGERS = ("start", "wait", "issued", "never")
 
@@ -64,6 +64,10 @@ STREAM_ORDER: dict[str, tuple[Launch, ...]] = {
         Launch("decode.cu:paged_decode", True, ("out", "lse"), "wait", (*METADATA, CONTEXT), case="cuda, decode",
                why="a query token of this step is context in the next"),
         Launch("prefill.cu:paged_prefill", False, ("out", "lse"), waits="launch", case="cuda, prefill on Hopper"),
+        Launch("prefill.cu:paged_prefill", False, ("out", "lse"), "start", waits="launch", case="cuda, a mixed batch's prefill half",
+               why="the decode launch behind it reads nothing that it writes"),
+        Launch("decode.cu:paged_decode", True, ("out", "lse"), "start", ("everything",), waits="last",
+               case="cuda, a mixed batch's decode half", why="begins when all ahead of the prefill half has ended"),
         Launch("decode.py:decode_kernel", True, ("out", "lse"), "wait", case="triton, decode"),
         Launch("prefill.py:prefill_kernel", True, ("out", "lse"), "wait", ("query_start_loc",), case="triton, prefill, also a mixed batch's",
                why="the decode launch behind it relies on the order: wait, then trigger"),

@@ -15,6 +15,7 @@ import torch
 
 from torchpaged.custom_ops import BACKEND_OPS, validation
 from torchpaged.testing_fuzz import BLOCK_SIZES, DTYPES, KV_DTYPES, WIDTHS, random_batch, random_configuration
+from torchpaged.testing_fuzz_aims import PREFILL_WIDTHS
 from torchpaged.testing_fuzz_case import run_case
 from torchpaged.testing_pools import strided
 from torchpaged.testing_worker import WorkerPool
@@ -243,6 +244,39 @@ def test_a_third_of_a_gpus_configurations_are_for_the_cuda_decode_kernel(monkeyp
         tensors: list[Any] = [_OnHopper(tensor) for tensor in (batch.q, batch.k_cache, batch.v_cache, out)]
         taken += specialise.unsupported(*tensors, batch.extras.get("sinks"), c.max_query_len, c.num_reqs) is None
     assert 20 <= taken <= 34
+
+
+def test_all_configurations_aimed_at_the_cuda_prefill_kernel_are_taken_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the kernel's own word on tensors that say they are an H100's; with every feature that it has."""
+    from torchpaged.custom_ops.cuda import paged_attention, specialise
+
+    monkeypatch.setattr(specialise, "capability", lambda index: (9, 0))
+    monkeypatch.setattr(specialise, "num_sms", lambda index: 132)
+    monkeypatch.setattr(specialise, "shared_per_sm", lambda index: 228 * 1024)
+    monkeypatch.setattr(paged_attention, "_prefill_is_on", lambda: True)
+    for seed in range(24):
+        c = random_configuration(seed, aim="cuda-prefill")
+        batch, (token, head, offset) = random_batch(c, 0), c.out_padding
+        strides = (c.num_heads * (c.head_dim_v + head) + token, c.head_dim_v + head, 1)
+        out = strided((batch.q.shape[0], c.num_heads, c.head_dim_v), strides, batch.q.dtype, offset, torch.device("cpu"))
+        tensors: list[Any] = [_OnHopper(tensor) for tensor in (batch.q, batch.k_cache, batch.v_cache, out)]
+        taken = paged_attention.route(*tensors, c.num_reqs, c.max_query_len, batch.scale, batch.extras.get("sinks"))
+        assert taken.kernel == ("prefill" if c.kernel == "prefill" else "prefill and decode"), (c, taken)
+    configurations = [random_configuration(seed, aim="cuda-prefill") for seed in range(600)]
+    assert {(c.head_dim, c.head_dim_v) for c in configurations} == set(PREFILL_WIDTHS)
+    assert {c.block_size for c in configurations} == {8, 16, 32, 64, 128} and {c.dtype for c in configurations} == {"bfloat16", "float16"}
+    assert {1, 7, 16, 32, 64, 128} <= {c.num_heads // c.num_kv_heads for c in configurations}
+    assert 150 < sum(c.kernel == "mixed" for c in configurations) < 300
+    features: dict[str, Callable[[Any], bool]] = {
+        "window": lambda c: "window_left" in c.options, "window right": lambda c: "window_right" in c.options,
+        "chunk": lambda c: "chunk_size" in c.options, "soft cap": lambda c: "logits_soft_cap" in c.options,
+        "bidirectional": lambda c: "causal" in c.options, "alibi": lambda c: c.alibi, "sinks": lambda c: c.sinks == "same", "lse": lambda c: c.lse,
+        "captured": lambda c: c.captured, "heads first": lambda c: c.layout.heads_first, "head padding": lambda c: c.layout.head_padding > 0,
+        "several": lambda c: c.num_reqs > 4, "beside decode": lambda c: c.kernel == "mixed", "wide": lambda c: max(c.head_dim, c.head_dim_v) > 128,
+    }  # fmt: skip
+    sets = {name: {i for i, c in enumerate(configurations) if holds(c)} for name, holds in features.items()}
+    excluded = {frozenset(("heads first", "head padding"))}
+    assert not [(a, b) for a in sets for b in sets if frozenset((a, b)) not in excluded and not sets[a] & sets[b]]
 
 
 @pytest.mark.parametrize("first", range(0, 120, 20))

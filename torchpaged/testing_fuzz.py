@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from torchpaged.testing_batches import Batch, BatchSpec, make_batch
+from torchpaged.testing_fuzz_aims import AIMS
 from torchpaged.testing_pools import FP8_DTYPES, PoolLayout
 
 WIDTHS = ((40, 40), (48, 48), (59, 59), (64, 64), (72, 72), (80, 80), (96, 96), (100, 100), (112, 112), (128, 128), (160, 160), (192, 128),
@@ -107,7 +108,7 @@ def _options(r: random.Random) -> dict[str, Any]:
 
 
 def random_configuration(
-    seed: int, *, backends: tuple[str, ...] = ("cuda", "triton"), captures: bool = True, small: bool = False
+    seed: int, *, backends: tuple[str, ...] = ("cuda", "triton"), captures: bool = True, small: bool = False, aim: str = ""
 ) -> Configuration:
     """The configuration of a seed.
 
@@ -118,7 +119,11 @@ def random_configuration(
         backends: names in `torchpaged.custom_ops.BACKEND_OPS` to choose from.
         captures: whether a fifth is captured into CUDA graphs.
         small: lengths and heads for a CPU.
+        aim: a name in `torchpaged.testing_fuzz_aims.AIMS`: all are for one kernel, whatever ``backends`` says; "" for any.
     """
+    if aim:
+        r = random.Random(f"{aim}/{seed}")
+        return AIMS[aim](_draw(r, seed, ("cuda",), captures, False), r)
     r = random.Random(seed)
     fitting = "cuda" in backends and not small and r.random() < 0.4
     while True:

@@ -33,7 +33,7 @@ def run_case(case: Mapping[str, Any], beat: Beat, ops: Mapping[str, BackendOps] 
     """Run ``case["batches"]`` batches of configuration ``case["seed"]`` on ``case["device"]``.
 
     Args:
-        case: with "backends", "captures" and "small" as `random_configuration` takes them.
+        case: with "backends", "captures", "small" and perhaps "aim" as `random_configuration` takes them.
         beat: told before each phase, with the configuration and the batch's index.
         ops: where backends are looked up.
 
@@ -42,7 +42,9 @@ def run_case(case: Mapping[str, Any], beat: Beat, ops: Mapping[str, BackendOps] 
         whose host part took more than 0.1 s ("compiles").
     """
     begin, device = time.monotonic(), torch.device(case["device"])
-    configuration = random_configuration(case["seed"], backends=tuple(case["backends"]), captures=case["captures"], small=case["small"])
+    configuration = random_configuration(
+        case["seed"], backends=tuple(case["backends"]), captures=case["captures"], small=case["small"], aim=case.get("aim", "")
+    )
     beat("preparing", configuration=configuration.describe(), batch=0)
     runner = _Runner(configuration, ops[configuration.backend], device, beat)
     failures: list[dict[str, Any]] = []
@@ -214,26 +216,16 @@ def _kernel(c: Configuration, batch: Batch, out: Tensor) -> str:
     """Which kernels a GPU backend launches for these shapes; the backend's name for others."""
     if batch.q.device.type != "cuda":
         return c.backend
-    from torchpaged.custom_ops.cuda import specialise
     from torchpaged.custom_ops.triton import config
 
-    short = c.max_query_len <= config.MAX_DECODE_QUERY_LEN
-    if c.backend == "cuda" and short:
-        declined = specialise.unsupported(
-            batch.q, batch.k_cache, batch.v_cache, out, batch.extras.get("sinks"), c.max_query_len, c.num_reqs
-        )
-        if declined is None:
-            return "cuda decode"
-    group = c.num_heads // c.num_kv_heads
-    if short and c.max_query_len * group <= config.MAX_DECODE_ROWS:
-        return "triton decode"
     if c.backend == "cuda":
-        from torchpaged.custom_ops.cuda.paged_attention import takes_prefill
+        from torchpaged.custom_ops.cuda.paged_attention import route
 
-        scales = (batch.extras.get("k_scale"), batch.extras.get("v_scale"))
-        if takes_prefill(
-            batch.q, batch.k_cache, batch.v_cache, out, c.num_reqs, c.max_query_len, batch.scale, batch.extras.get("sinks"), *scales
-        ):
-            return "cuda prefill"
+        taken = route(batch.q, batch.k_cache, batch.v_cache, out, c.num_reqs, c.max_query_len, batch.scale, batch.extras.get("sinks"))
+        if taken.kernel != "triton":
+            return f"cuda {taken.kernel}"
+    group = c.num_heads // c.num_kv_heads
+    if c.max_query_len <= config.MAX_DECODE_QUERY_LEN and c.max_query_len * group <= config.MAX_DECODE_ROWS:
+        return "triton decode"
     mixed = config.decode_len_in_mixed(group, c.num_reqs, batch.q.shape[0], c.max_query_len)
     return "triton prefill and decode" if mixed else "triton prefill"

@@ -98,7 +98,7 @@ __device__ __noinline__ void store_empty(const Params &p) {
     if (request < p.num_reqs) {
       Request r;
       r.load(p, request);
-      if (r.num_tiles) continue;
+      if (r.num_tiles || r.is_others()) continue;
       first = r.start;
       last = r.start + r.query_len;
     }
@@ -121,10 +121,22 @@ __device__ __noinline__ void store_empty(const Params &p) {
 //
 // The next kernel may be launched from here on, not earlier: whoever wrote the query tokens' keys did let its dependents start early, and
 // to an attention behind this one they are keys to be read before its wait.
+//
+// LONGEST > 0: a prefill launch (prefill.cu) stands right before this one, and neither writes what the other reads. It began when all kernels ahead
+// of it had ended, and lets this one begin when each of its CTAs runs: so nobody waits here, and whatever is read was complete before. What an older
+// kernel left in L1 is gone by load_and_forget_l1, which stands before every plain load. The last CTA waits at its end.
 __device__ __forceinline__ void finish_waiting() {
 #if PDL
+#if LONGEST == 0
   asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+// Kernels behind wait for this launch alone: it must not end before the prefill launch. That waits for none of its dependents, so it ends.
+__device__ __forceinline__ void finish_behind_prefill() {
+#if PDL && LONGEST > 0
+  if (blockIdx.x == gridDim.x - 1) asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
@@ -232,7 +244,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, CTAS_PER_SM) pag
     };
 
     int filled = 0;
-#if PDL && PREFETCH > 0
+#if PDL && PREFETCH > 0 && LONGEST == 0
 #pragma unroll 1
     for (; filled < PREFETCH && is_context(ahead, warp); ++filled) load(filled);
     if (filled == PREFETCH) ask_for_tiles(p, ahead, ids, to_load, warp, lane);
@@ -364,4 +376,5 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, CTAS_PER_SM) pag
   if (!met) cluster_wait();  // a CTA without work stays until the others run: none of them writes to it
 #endif
   if (busy < p.num_reqs || used < p.num_tokens) store_empty(p);
+  finish_behind_prefill();
 }

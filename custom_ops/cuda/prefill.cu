@@ -83,6 +83,8 @@ struct Loader {
     Line line;
     line.open(p.starts, p.seq_lens, p.num_reqs, p.num_tokens);
     const int total = line.total();
+    // Beside a decode launch: a counter of a request that has tiles here, which that launch does not touch.
+    u32 *tickets = (u32 *)p.tickets + (SHORT > 0 ? line.owner * p.ticket_row : 0);
     int ticket = blockIdx.x;
     Tile tile = {};
     if (ticket < total) tile = line.find(ticket);
@@ -94,15 +96,11 @@ struct Loader {
         if (lane == 0) {
           jobs[buffer].steps = -1;
           barrier_arrive(q_full);
-          if (atomicAdd(p.tickets + 1, 1) == (int)gridDim.x - 1) {  // nobody takes a ticket any more: as it was
-            p.tickets[0] = 0;
-            p.tickets[1] = 0;
-          }
         }
         return;
       }
-      int next = 0;
-      if (lane == 0) next = gridDim.x + atomicAdd(p.tickets, 1);  // comes while this tile is loaded
+      int next = 0;  // comes while this tile is loaded; every tile takes one ticket, so that the last tile's puts the counter back to zero
+      if (lane == 0) next = gridDim.x + atomicInc(tickets, total - 1);
       const int last = tile.span.level(tile.index) - 1, first_seen = LOW ? tile.span.first_seen(tile.index) : 0;
       const int steps = last < 0 ? 0 : last - first_seen / KEYS + 1, first = last - steps + 1;
       if (lane == 0) {
@@ -478,6 +476,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) paged_prefill(const __g
   __shared__ __align__(8) u64 barriers[BARRIERS];
   __shared__ __align__(16) Job jobs[Q_BUFFERS];
   const Plan plan(shared, barriers);
+#if SHORT > 0
+  // The decode launch behind this one waits for nothing that is written here, but for its end at its own (decode.cu). This kernel itself began when
+  // all ahead of it had ended: it is not launched early.
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
 #if CLOCKS
   const i64 begin = clock64();
 #endif

@@ -17,7 +17,7 @@ from torch import Tensor
 from torchpaged.custom_ops.cuda import jit, specialise
 from torchpaged.custom_ops.triton.config import bounded_masks
 
-PARAMS = struct.Struct("9Q5q2f9i36x")  # struct Params of prefill_shapes.cuh behind its three maps
+PARAMS = struct.Struct("9Q5q2f10i32x")  # struct Params of prefill_shapes.cuh behind its three maps
 MAX_DIM = 256
 _SHARED_BYTES = 226 << 10
 _MAX_COORDINATE = 2**31 - 1
@@ -117,26 +117,29 @@ def attend(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, seq_lens: Tensor, query_start_loc: Tensor, out: Tensor,
     lse: Tensor | None = None, *, scale: float, causal: bool = True, window_left: int = -1, window_right: int = -1, chunk_size: int = 0,
     logits_soft_cap: float = 0.0, alibi_slopes: Tensor | None = None, sinks: Tensor | None = None, semaphore: Tensor | None = None,
+    short: int = 0, ticket_row: int = 0,
 ) -> None:  # fmt: skip
-    """The op's call where `why_not` has nothing against it, on checked arguments as in ``custom_ops/ops.py``."""
+    """The op's call where `why_not` has nothing against it, on checked arguments as in ``custom_ops/ops.py``; the rest as in `prefill`."""
     masks = bounded_masks(window_left, window_right, chunk_size, block_table.shape[1] * k_cache.shape[1])
-    if semaphore is None or semaphore.numel() < 2:
-        semaphore = torch.zeros(2, dtype=torch.int32, device=q.device)
+    if semaphore is None:
+        semaphore = torch.zeros(1, dtype=torch.int32, device=q.device)
     prefill(
         q, k_cache, v_cache, block_table, seq_lens, query_start_loc, out, lse, scale, causal, semaphore, window_left=masks[0],
-        window_right=masks[1], chunk=masks[2], soft_cap=logits_soft_cap, alibi_slopes=alibi_slopes, sinks=sinks,
+        window_right=masks[1], chunk=masks[2], soft_cap=logits_soft_cap, alibi_slopes=alibi_slopes, sinks=sinks, short=short,
+        ticket_row=ticket_row,
     )  # fmt: skip
 
 
 def prefill_macros(
     dtype: torch.dtype, dim: int, group: int, num_kv_heads: int, block_size: int, causal: bool, lse: bool, *, dim_v: int = 0,
     window_left: int = -1, window_right: int = -1, chunk: int = 0, soft_cap: bool = False, alibi: bool = False, sinks: bool = False,
-    clocks: bool = False, patience: int = 0, beside: bool = True,
+    clocks: bool = False, patience: int = 0, beside: bool = True, short: int = 0,
 ) -> dict[str, int]:  # fmt: skip
     """The macros of ``prefill.cu``.
 
-    ``dim_v``: width of values, 0: as keys; ``clocks``: count cycles; ``patience``: tries after which a wait is given up, 0: never; ``beside``: hold a
-    step's exponentials in front of the wait for its products (without it, where the compiler puts them: for measurements).
+    ``dim_v``: width of values, 0: as keys; ``short``: requests of up to so many query tokens are left to a decode launch behind this one;
+    ``clocks``: count cycles; ``patience``: tries after which a wait is given up, 0: never; ``beside``: hold a step's exponentials in front of the
+    wait for its products (without it, where the compiler puts them: for measurements).
     """
     half, dim_v = dtype == torch.float16, dim_v or dim
     shape = shape_for(dim, dim_v, plain=window_left < 0 and not (chunk or soft_cap or alibi))
@@ -145,7 +148,7 @@ def prefill_macros(
         "KV_BYTES": 2, "E5M2": 0, "CLUSTER": 1, "GROUPS": shape.groups, "KEYS": shape.keys, "K_STAGES": shape.k_stages,
         "V_STAGES": shape.v_stages, "Q_BUFFERS": shape.q_buffers, "CAUSAL": causal, "WINDOW_LEFT": window_left, "WINDOW_RIGHT": window_right,
         "CHUNK": chunk, "SOFT_CAP": soft_cap, "ALIBI": alibi, "SINKS": sinks, "LSE": lse, "CLOCKS": clocks, "PATIENCE": patience,
-        "BESIDE": beside, "WGMMA": 1,
+        "BESIDE": beside, "SHORT": short, "WGMMA": 1,
     }  # fmt: skip
     return {name: int(value) for name, value in macros.items()}
 
@@ -165,12 +168,14 @@ def prefill(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, seq_lens: Tensor, query_start_loc: Tensor, out: Tensor,
     lse: Tensor | None, scale: float, causal: bool, tickets: Tensor, *, window_left: int = -1, window_right: int = -1, chunk: int = 0,
     soft_cap: float = 0.0, alibi_slopes: Tensor | None = None, sinks: Tensor | None = None, clocks: Tensor | None = None, patience: int = 0,
-    beside: bool = True,
+    beside: bool = True, short: int = 0, ticket_row: int = 0,
 ) -> None:  # fmt: skip
     """Launch on checked arguments of shapes that `refuse` and `refuse_layout` let pass.
 
     Args:
-        tickets: ``[2]``, int32, zeros; the kernel leaves zeros behind. Not shared by launches that may run at the same time.
+        tickets: ``[1]`` or longer, int32, zeros; the kernel leaves zeros behind. Not shared by launches that may run at the same time.
+        short: as in `prefill_macros`. Then ``tickets`` is the semaphore of the decode launch, which has ``ticket_row`` numbers for each request:
+            the kernel uses the first one of a request that is its own.
         window_left, window_right, chunk: bounded by the table's tokens, as ``bounded_masks`` gives them.
         clocks: ``[multiprocessors, 5]``, int64, or None; gets each CTA's cycles in all, waiting for tiles, waiting for their first keys and storing,
             and its steps.
@@ -182,7 +187,7 @@ def prefill(
         return
     kernel, shape = _specialised(
         index, q.dtype, dim, dim_v, group, num_kv_heads, block_size, causal, window_left, window_right, chunk, soft_cap > 0,
-        alibi_slopes is not None, sinks is not None, lse is not None, clocks is not None, patience, beside)  # fmt: skip
+        alibi_slopes is not None, sinks is not None, lse is not None, clocks is not None, patience, beside, short)  # fmt: skip
     maps = queries_map(q.data_ptr(), q.dtype, tuple(q.shape), q.stride(0), q.stride(1), group, shape.rows)
     where: tuple[int, ...] = ()
     for cache in (k_cache, v_cache):
@@ -191,19 +196,24 @@ def prefill(
     pointers = (out, lse, block_table, seq_lens, query_start_loc, alibi_slopes, sinks, tickets, clocks)
     arguments = PARAMS.pack(
         *(0 if t is None else t.data_ptr() for t in pointers), out.stride(0), out.stride(1), *((0, 0) if lse is None else lse.stride()),
-        block_table.stride(0), scale, soft_cap, block_table.shape[0], q.shape[0], k_cache.shape[0], *where,
+        block_table.stride(0), scale, soft_cap, block_table.shape[0], q.shape[0], k_cache.shape[0], ticket_row, *where,
     )  # fmt: skip
-    kernel.launch(specialise.num_sms(index), shape.threads, maps + arguments, early=False)
+    kernel.launch(ctas(index, short), shape.threads, maps + arguments, early=False)
+
+
+def ctas(index: int, short: int) -> int:
+    """CTAs of a launch: one on every multiprocessor. ``short``: as in `prefill_macros`."""
+    return specialise.num_sms(index)
 
 
 @functools.cache
 def _specialised(
     index: int, dtype: torch.dtype, dim: int, dim_v: int, group: int, num_kv_heads: int, block_size: int, causal: bool, window_left: int,
-    window_right: int, chunk: int, soft_cap: bool, alibi: bool, sinks: bool, lse: bool, clocks: bool, patience: int, beside: bool,
+    window_right: int, chunk: int, soft_cap: bool, alibi: bool, sinks: bool, lse: bool, clocks: bool, patience: int, beside: bool, short: int,
 ) -> tuple[jit.Kernel, PrefillShape]:  # fmt: skip
     macros = prefill_macros(
         dtype, dim, group, num_kv_heads, block_size, causal, lse, dim_v=dim_v, window_left=window_left, window_right=window_right,
-        chunk=chunk, soft_cap=soft_cap, alibi=alibi, sinks=sinks, clocks=clocks, patience=patience, beside=beside)  # fmt: skip
+        chunk=chunk, soft_cap=soft_cap, alibi=alibi, sinks=sinks, clocks=clocks, patience=patience, beside=beside, short=short)  # fmt: skip
     kernel = jit.kernel("prefill.cu", "paged_prefill", macros, torch.device("cuda", index), shared_bytes=shared_bytes(macros))
     return kernel, shape_of(macros)
 

@@ -35,11 +35,11 @@ struct Params {  // packed by custom_ops/cuda/prefill.py, in this order
   const int *table, *seq_lens, *starts;
   const float *slopes;
   const u16 *sinks;
-  int *tickets;  // [2], zeros between launches: tickets given out beyond the first of each CTA, CTAs that are through
+  int *tickets;  // one zero between launches, ticket_row numbers from here per request before the first with tiles: tickets given out
   i64 *clocks;   // [CTAs, 5] with CLOCKS: cycles in all, waiting for tiles, waiting for their first keys, storing; steps
   i64 o_token, o_head, l_token, l_head, table_row;  // strides in elements
   float scale, soft_cap;
-  int num_reqs, num_tokens, num_blocks;
+  int num_reqs, num_tokens, num_blocks, ticket_row;
   Where k_at, v_at;
 };
 

@@ -4,8 +4,9 @@
 // Tickets go through the kv heads a section at a time, so that the keys and values in use fit L2; in a section from the highest level down,
 // so that the longest tiles begin first; in a level by request, kv head, tile: neighbours read the same keys at about the same time.
 // The token rows behind the last request are one more request, without keys: they get zeros.
+// SHORT > 0: requests of up to SHORT query tokens, and the rows behind the last request, are another launch's: they have no tiles here.
 // Macros: TOKENS, KEYS, NUM_KV_HEADS, CAUSAL, WINDOW_LEFT, WINDOW_RIGHT (-1: open), CHUNK (0: none), HEAD_BYTES (bytes of a token's keys and values in
-// one kv head).
+// one kv head), SHORT (0: none).
 #pragma once
 
 #ifdef __CUDACC__
@@ -14,6 +15,7 @@ constexpr int LANES = 32;
 BOTH int warp_lane() { return threadIdx.x % 32; }
 BOTH int warp_sum(int x) { return __reduce_add_sync(0xffffffffu, x); }
 BOTH int warp_max(int x) { return __reduce_max_sync(0xffffffffu, x); }
+BOTH int warp_min(int x) { return __reduce_min_sync(0xffffffffu, x); }
 BOTH int warp_sum_upto(int x) {  // of this lane and those before it
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) {
@@ -30,6 +32,7 @@ constexpr int LANES = 1;
 BOTH int warp_lane() { return 0; }
 BOTH int warp_sum(int x) { return x; }
 BOTH int warp_max(int x) { return x; }
+BOTH int warp_min(int x) { return x; }
 BOTH int warp_sum_upto(int x) { return x; }
 BOTH int warp_first(bool x) { return x ? 0 : -1; }
 BOTH int warp_take(int x, int) { return x; }
@@ -94,6 +97,7 @@ struct Line {
   const int *starts, *seq_lens;
   int num_reqs, num_tokens;  // requests, token rows with padding
   int tiles, top, heads;     // of one kv head; highest level; kv heads of a section
+  int owner;                 // the first request with tiles
   int section, level;        // of the last ticket: within a section levels only fall
 
   BOTH Span load(int request) const {
@@ -101,6 +105,7 @@ struct Line {
     s.start = starts[request];
     s.query_len = (request < num_reqs ? starts[request + 1] : num_tokens) - s.start;
     s.seq_len = request < num_reqs ? seq_lens[request] : 0;
+    if (SHORT > 0 && (request == num_reqs || s.query_len <= SHORT)) s.query_len = s.seq_len = 0;
     return s;
   }
 
@@ -111,13 +116,15 @@ struct Line {
     seq_lens = lengths;
     num_reqs = requests;
     num_tokens = tokens;
-    int count = 0, longest = 0;
+    int count = 0, longest = 0, mine = num_reqs;
     for (int r = warp_lane(); r <= num_reqs; r += LANES) {
       const Span s = load(r);
+      if (count == 0 && s.tiles() > 0) mine = r;
       count += s.tiles();
       longest = max(longest, s.seq_len);
     }
     tiles = warp_sum(count);
+    owner = warp_min(mine);
     top = level = (warp_max(longest) + KEYS - 1) / KEYS;
     heads = NUM_KV_HEADS;
     while (heads % 2 == 0 && (long long)top * KEYS * HEAD_BYTES * heads > L2_KEYS) heads /= 2;

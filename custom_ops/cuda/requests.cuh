@@ -24,7 +24,7 @@ __device__ __forceinline__ void visible(int position, int seq_len, int &low, int
   end = max(end, low);
 }
 
-// A request as a run of key tiles: what any of its queries sees.
+// A request as a run of key tiles: what any of its queries sees. LONGEST > 0: requests with more query tokens have none, they are the prefill launch's.
 struct Request {
   int start, query_len, seq_len, first_tile, num_tiles, low, end;
 
@@ -51,12 +51,14 @@ struct Request {
     cut();
   }
 
+  __device__ __forceinline__ bool is_others() const { return LONGEST > 0 && query_len > LONGEST; }
+
   __device__ __forceinline__ void cut() {
     int unused;
     visible(max(seq_len - query_len, 0), seq_len, low, unused);
     visible(seq_len - 1, seq_len, unused, end);
     end = min(end, seq_len);
-    if (query_len <= 0 || seq_len <= 0 || end <= low) low = end = 0;
+    if (query_len <= 0 || seq_len <= 0 || end <= low || is_others()) low = end = 0;
     first_tile = low / TILE;
     num_tiles = (end + TILE - 1) / TILE - first_tile;
   }

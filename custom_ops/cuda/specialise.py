@@ -178,9 +178,12 @@ def decode_macros(
     dtype: torch.dtype, kv_dtype: torch.dtype, group: int, max_query_len: int, block_size: int, num_kv_heads: int, dim: int, dim_v: int,
     k_stride: tuple[int, ...], v_stride: tuple[int, ...], causal: bool, window_left: int, window_right: int, chunk: int,
     soft_cap: bool, alibi: bool, sinks: bool, scales: bool, lse: bool, early: bool, pairs: int,
-    sms: int, shared_per_sm: int,
+    sms: int, shared_per_sm: int, longest: int = 0,
 ) -> tuple[dict[str, int], DecodeShape]:  # fmt: skip
-    """The macros of ``decode.cu`` for a call, and its shape. Strides of the caches in numbers, as torch gives them."""
+    """The macros of ``decode.cu`` for a call, and its shape. Strides of the caches in numbers, as torch gives them.
+
+    ``longest``: requests with more query tokens are left to the prefill launch ahead; 0: there is none.
+    """
     query_len = _power_of_2(max_query_len)
     heads = pair_heads(group * query_len, num_kv_heads, dim, dim_v, kv_dtype.itemsize, k_stride[2], v_stride[2], pairs, sms)
     shape = decode_shape(dim, dim_v, kv_dtype.itemsize, group * query_len, pairs, sms, shared_per_sm, heads)
@@ -194,7 +197,7 @@ def decode_macros(
         "V_BLOCK": v_stride[0], "V_SLOT": v_stride[1], "V_HEAD": v_stride[2],
         "CAUSAL": causal, "WINDOW_LEFT": window_left, "WINDOW_RIGHT": window_right, "CHUNK": chunk,
         "SAME_MASK": query_len == 1, "SOFT_CAP": soft_cap, "ALIBI": alibi, "SINKS": sinks, "SCALES": scales,
-        "LSE": lse, "PDL": early, "WARPS": shape.warps, "KEYS": shape.keys, "STAGES": shape.stages, "CTAS_PER_SM": shape.ctas_per_sm,
+        "LSE": lse, "PDL": early, "LONGEST": longest, "WARPS": shape.warps, "KEYS": shape.keys, "STAGES": shape.stages, "CTAS_PER_SM": shape.ctas_per_sm,
         "MIN_TILES": shape.min_tiles, "CLUSTER": shape.cluster, "PREFETCH": min(shape.prefetch, shape.stages - 1),
         "PREFETCH_L2": shape.prefetch_l2,
         "TEAM": team(num_kv_heads // shape.pair_heads, shape.ctas_per_sm * sms) if shape.cluster == 1 else 1,

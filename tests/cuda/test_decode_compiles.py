@@ -42,6 +42,8 @@ TUNED: dict[str, dict[str, Any]] = {  # zero spills are asserted for these
     "smollm": {"heads": (3, 3, 64), "pairs": 192},
     "smollm few pairs": {"heads": (3, 3, 64), "pairs": 24},
     "gpt-oss": {"heads": (8, 8, 64), "pairs": 64, "features": {"sinks": True, "window_left": 127}},
+    "llama beside prefill": {"heads": (4, 8, 128), "query_len": 2, "pairs": 272, "features": {"longest": 2}},
+    "gpt-oss beside prefill": {"heads": (8, 8, 64), "pairs": 64, "features": {"sinks": True, "window_left": 127, "longest": 1}},
     "qwen fp8": {"heads": (7, 4, 128), "kv_dtype": torch.float8_e4m3fn, "features": {"scales": True}},
 }
 OTHERS: dict[str, dict[str, Any]] = {
@@ -116,6 +118,20 @@ def test_where_it_waits_for_the_launch_before(tmp_path: Path) -> None:
     copies = [i for i, step in enumerate(steps) if step == "cp.async.cg"]
     before = [sum(i < wait for i in copies) for wait in waits]  # `load` stands in the code three times: before, after, in the loop
     assert any(0 < count <= len(copies) / 3 for count in before), steps
+
+
+@pytest.mark.skipif(NVCC is None, reason="nvcc is not installed")
+def test_beside_prefill_it_waits_at_its_end_alone(tmp_path: Path) -> None:
+    """What it reads was complete before the prefill launch ahead began; kernels behind wait for this one, which must not end before that one."""
+    values, _ = macros((9, 0), **TUNED["llama beside prefill"])
+    text, _ = compile_with_nvcc(tmp_path, (9, 0), values, "ptx")
+    steps = re.findall(
+        r"griddepcontrol\.\w+|ld\.acquire|ld\.global|st\.global|cp\.async\.cg|atom\.global", text[text.index(".entry paged_decode") :]
+    )
+    assert steps.count("griddepcontrol.wait") == 1 and steps[-1] == "griddepcontrol.wait", steps
+    assert steps.count("ld.acquire") == 1 and steps.index("ld.acquire") < steps.index("griddepcontrol.launch_dependents") < steps.index(
+        "cp.async.cg"
+    )
 
 
 METADATA = {24: "block_table", 32: "seq_lens", 40: "query_start_loc"}  # by their offset in struct Params of shapes.cuh

@@ -45,6 +45,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "alibi": {"alibi": True},
     "all of it": {"window_left": 100, "chunk": 77, "soft_cap": True, "alibi": True, "sinks": True, "lse": True},
     "patience": {"patience": 1 << 20},
+    "beside decode": {"short": 2},
 }
 
 

@@ -28,7 +28,7 @@ int main(int argc, char **argv) {
   for (int i = 0; i < requests; ++i) lengths[i] = atoi(argv[4 + requests + i]);
   Line line;
   line.open(starts, lengths, requests, tokens);
-  printf("%d %d\\n", line.total(), line.heads);
+  printf("%d %d %d\\n", line.total(), line.heads, line.owner);
   for (int ticket = 0; ticket < line.total(); ticket += stride) {
     const Tile t = line.find(ticket);
     const int level = t.span.level(t.index);
@@ -39,11 +39,11 @@ int main(int argc, char **argv) {
 """
 
 
-def build(folder: Path, tokens: int, heads: int, causal: bool, left: int = -1, right: int = -1, chunk: int = 0) -> Path:
+def build(folder: Path, tokens: int, heads: int, causal: bool, left: int = -1, right: int = -1, chunk: int = 0, short: int = 0) -> Path:
     assert GXX
     (folder / "line.cpp").write_text(PROGRAM)
     macros = {"TOKENS": tokens, "KEYS": KEYS, "NUM_KV_HEADS": heads, "CAUSAL": int(causal), "HEAD_BYTES": 512, "WINDOW_LEFT": left,
-              "WINDOW_RIGHT": right, "CHUNK": chunk}  # fmt: skip
+              "WINDOW_RIGHT": right, "CHUNK": chunk, "SHORT": short}  # fmt: skip
     options = [f"-D{name}={value}" for name, value in macros.items()]
     command = [GXX, "-std=c++17", "-O1", "-Wall", "-Werror", f"-I{Path(jit.__file__).parent}", *options, "line.cpp", "-o", "line"]
     subprocess.run(command, cwd=folder, check=True, timeout=120)
@@ -79,22 +79,27 @@ MASKS = {
 
 
 @pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize(("tokens", "heads"), [(32, 8), (128, 1), (18, 6)])
-def test_every_tile_once_and_the_longest_first(tmp_path: Path, tokens: int, heads: int, mask: str) -> None:
-    program = build(tmp_path, tokens, heads, *MASKS[mask])
+@pytest.mark.parametrize(("tokens", "heads", "short"), [(32, 8, 0), (128, 1, 0), (18, 6, 0), (32, 8, 5), (18, 6, 1)])
+def test_every_tile_once_and_the_longest_first(tmp_path: Path, tokens: int, heads: int, short: int, mask: str) -> None:
+    """``short``: requests of up to so many query tokens, and the rows of padding, belong to another launch."""
+    program = build(tmp_path, tokens, heads, *MASKS[mask], short)
     for name, (query_lens, seq_lens, padding) in BATCHES.items():
         starts = [sum(query_lens[:i]) for i in range(len(query_lens) + 1)]
         numbers = [len(seq_lens), starts[-1] + padding, *starts, *seq_lens]
         text = subprocess.run([program, *map(str, numbers)], capture_output=True, text=True, check=True, timeout=60).stdout
-        (total, section), *tiles = [tuple(map(int, line.split())) for line in text.splitlines()]
+        (total, section, owner), *tiles = [tuple(map(int, line.split())) for line in text.splitlines()]
         expected = {}
         for request, (query_len, seq_len) in enumerate(zip([*query_lens, padding], [*seq_lens, 0], strict=True)):
             start = [*starts, 0][request] if request < len(query_lens) else starts[-1]
+            if short and (request == len(query_lens) or query_len <= short):
+                continue
             for index, (level, first) in enumerate(ranges(query_len, seq_len, tokens, *MASKS[mask])):
                 for head in range(heads):
                     expected[request, head, index] = (start, query_len, seq_len, level, first)
         assert total == len(tiles) == len(expected), name
         assert {tile[:3]: tile[3:] for tile in tiles} == expected, name
+        if expected:
+            assert owner == min(request for request, _, _ in expected), name
         per_section = total // (heads // section)
         for begin in range(0, total, per_section or 1):
             order = [tile[6] for tile in tiles[begin : begin + per_section]]
@@ -107,3 +112,8 @@ def test_a_section_of_heads_fits_l2(tmp_path: Path) -> None:
     for length, heads in ((100, 8), (8192, 8), (16384, 4), (32768, 2), (65536, 1), (200000, 1)):
         text = subprocess.run([program, "1", "32", "0", "32", str(length)], capture_output=True, text=True, check=True, timeout=60).stdout
         assert int(text.split()[1]) == heads, length
+    program = build(tmp_path, 32, 8, causal=True, short=1)
+    text = subprocess.run(
+        [program, "2", "33", "0", "1", "33", "200000", "8192"], capture_output=True, text=True, check=True, timeout=60
+    ).stdout
+    assert int(text.split()[1]) == 8, "a request of another launch does not count"

@@ -117,20 +117,32 @@ def test_the_overload_has_the_contract_of_the_others() -> None:
         assert len(schemas) == 1
 
 
-def test_the_prefill_kernel_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By TORCHPAGED_CUDA_PREFILL=1; short queries, mixed batches and fp8 stay with the other kernels even then."""
+def test_which_kernels_serve_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short queries, long ones and both by CUDA C++ kernels; Triton's, with the reason, where one of them declines or TORCHPAGED_CUDA_PREFILL=0."""
     from torchpaged.custom_ops.cuda import paged_attention as module
 
-    monkeypatch.setattr(module.prefill, "why_not", lambda *a, **k: None)
+    why: dict[str, str | None] = {"prefill": None, "decode": None}
+    monkeypatch.setattr(module.prefill, "why_not", lambda *a, **k: why["prefill"])
+    monkeypatch.setattr(module.specialise, "unsupported", lambda *a: why["decode"])
     q, cache = torch.zeros(64, 8, 64), torch.zeros(9, 16, 2, 64)
 
-    def asked(num_reqs: int = 1, max_query_len: int = 64, scale: torch.Tensor | None = None) -> bool:
-        return module.takes_prefill(q, cache, cache, q, num_reqs, max_query_len, 0.125, None, scale, scale)
+    def route(num_reqs: int = 1, max_query_len: int = 64) -> Any:
+        return module.route(q, cache, cache, q, num_reqs, max_query_len, 0.125, None)
 
-    for setting, wanted in (("0", False), ("1", True)):
-        monkeypatch.setenv("TORCHPAGED_CUDA_PREFILL", setting)
-        module._prefill_is_on.cache_clear()
-        assert asked() is wanted
-    assert not asked(max_query_len=8) and not asked(num_reqs=9) and not asked(scale=torch.ones(1))
+    monkeypatch.setenv("TORCHPAGED_CUDA_PREFILL", "1")
+    module._prefill_is_on.cache_clear()
+    assert (
+        route() == ("prefill", 0, "") and route(max_query_len=8) == ("decode", 0, "") and route(num_reqs=9) == ("prefill and decode", 2, "")
+    )
+    assert route(num_reqs=0).kernel == "triton"
+    why["decode"] = "odd strides"
+    assert route() == ("prefill", 0, "") and route(max_query_len=8) == ("triton", 0, "decode: odd strides")
+    assert route(num_reqs=9) == ("triton", 0, "decode beside prefill: odd strides")
+    why["prefill"] = "head_dim 80/80"
+    assert route() == ("triton", 0, "prefill: head_dim 80/80")
+    monkeypatch.setenv("TORCHPAGED_CUDA_PREFILL", "0")
+    module._prefill_is_on.cache_clear()
+    why["prefill"] = why["decode"] = None
+    assert route() == ("triton", 0, "prefill: TORCHPAGED_CUDA_PREFILL=0") and route(max_query_len=8).kernel == "decode"
     monkeypatch.delenv("TORCHPAGED_CUDA_PREFILL")
     module._prefill_is_on.cache_clear()

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from torchpaged.testing_fuzz_aims import AIMS
 from torchpaged.testing_worker import Outcome, WorkerPool
 
 
@@ -33,6 +34,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--reserve", type=float, default=30.0, help="seconds before that end in which no case is begun")
     p.add_argument("--first-seed", type=int, default=0)
     p.add_argument("--backends", nargs="+", default=["cuda", "triton"])
+    p.add_argument("--aim", choices=["", *AIMS], default="", help="draw for one kernel of backend cuda, whatever --backends says")
     p.add_argument("--device", default="cuda")
     p.add_argument("--small", action="store_true", help="lengths and heads for a CPU")
     p.add_argument("--no-captures", action="store_true", help="no CUDA graphs")
@@ -91,7 +93,7 @@ def _versions() -> dict[str, str | None]:
 def main(argv: list[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     shared = {"batches": arguments.batches, "backends": arguments.backends, "device": arguments.device, "small": arguments.small,
-              "captures": not arguments.no_captures}  # fmt: skip
+              "captures": not arguments.no_captures, "aim": arguments.aim}  # fmt: skip
     cases = ({"seed": arguments.first_seed + i, **shared} for i in range(arguments.configurations))
     limits = {"launching": arguments.compile_limit, "running": arguments.run_limit}
     begin, outcomes = time.monotonic(), []

@@ -20,6 +20,7 @@ SPECS = {
     "long_decode": BatchSpec("long_decode", (5, 9000), (1, 1)),  # parts that are merged
     "speculative": BatchSpec("speculative", (40, 370, 3), (4, 4, 3)),
     "prefill": BatchSpec("prefill", (30, 370, 5), (30, 370, 5), padded_tokens=2),
+    "padded_prefill": BatchSpec("padded_prefill", (30, 370, 5), (30, 370, 5), padded_tokens=3 * 370 - 405),  # no room for short queries
     "mixed": BatchSpec("mixed", (200, 370, 90), (1, 200, 1)),
 }
 SHAPE: dict[str, Any] = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 64, "dtype": torch.bfloat16}
@@ -31,6 +32,18 @@ def check(backend: str, batch: Batch, **options: Any) -> None:
     got = run_paged_attention(BACKEND_OPS[backend], on_gpu, **options)
     assert not on_gpu.extras["semaphore"].any()
     assert_as_expected(got, batch, exact=False, **options)
+
+
+@pytest.mark.parametrize(
+    ("spec", "kernel"), [("padded_prefill", "prefill"), ("prefill", "prefill and decode"), ("mixed", "prefill and decode")]
+)
+def test_the_cuda_prefill_kernel_is_among_them(spec: str, kernel: str) -> None:
+    from torchpaged.custom_ops.cuda.paged_attention import route
+
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the kernel is written for compute capability 9.0")
+    b = make_batch(SPECS[spec], **SHAPE).to("cuda")
+    assert route(b.q, b.k_cache, b.v_cache, torch.empty_like(b.q), len(b.seq_lens), b.max_query_len, b.scale, None).kernel == kernel
 
 
 @pytest.mark.parametrize("value", [NAN, INF, -INF])

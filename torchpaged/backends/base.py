@@ -84,6 +84,7 @@ class Backend:
         plan: called with each new batch before the model runs, outside any trace and capture; None = nothing to plan.
         prepare_for_capture, prepare_for_replay: called by whoever drives a graph runner, before a bucket is captured and
             before each replay, with the bucket's static metadata; None = nothing to do.
+        route: says which of its kernels would serve prompts of a spec, and why where that is not the first choice; None = nothing to say.
     """
 
     name: str
@@ -93,6 +94,7 @@ class Backend:
     plan: Callable[[AttentionMetadata], None] | None = None
     prepare_for_capture: Callable[[AttentionMetadata], None] | None = None
     prepare_for_replay: Callable[[AttentionMetadata], None] | None = None
+    route: Callable[[AttentionSpec], str] | None = None
 
     def reject(self, spec: AttentionSpec) -> list[str]:
         """Every reason why ``spec`` can't run on this backend here; empty if it can."""

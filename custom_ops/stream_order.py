@@ -44,7 +44,7 @@ class Launch(NamedTuple):
 #: the ordinary way and begins when those ahead have ended. ``last``: one program, at its very end.
 WAITS = ("first", "launch", "last")
 
-#: ``start``: as its first instruction. ``wait``: right behind its wait. ``issued``: behind its wait, once all of its copies are issued.
+#: ``start``: ahead of its wait. ``wait``: right behind its wait. ``issued``: behind its wait, once all of its copies are issued.
 #: ``never``: the kernel behind begins when this one has ended.
 TRIGGERS = ("start", "wait", "issued", "never")
 

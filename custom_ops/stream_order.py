@@ -4,7 +4,7 @@ With programmatic dependent launch (compute capability 9.0 and later) a kernel m
 ended. It reads ``reads_early`` right away and everything else behind its ``griddepcontrol.wait``, which returns when all kernels ahead have
 ended and their stores are visible. ``griddepcontrol.launch_dependents`` lets the kernel behind begin. One rule follows for all of them:
 **what is read early is written by kernels alone that never let their dependents start**. docs/stream_order.md renders `STREAM_ORDER` and
-says what the rule asks of other kernels; tests/test_stream_order.py compares it with sources and PTX.
+says what the rule requires of other kernels; tests/test_stream_order.py compares it with sources and PTX.
 
 Data only: no import of torch, so that scripts load this file by its path.
 """
@@ -44,9 +44,9 @@ class Launch(NamedTuple):
 #: the ordinary way and begins when those ahead have ended. ``last``: one program, at its very end.
 WAITS = ("first", "launch", "last")
 
-#: ``start``: as its first instruction. ``wait``: right behind its wait. ``asked``: behind its wait, once it has asked for all it will read.
+#: ``start``: ahead of its wait. ``wait``: right behind its wait. ``issued``: behind its wait, once all of its copies are issued.
 #: ``never``: the kernel behind begins when this one has ended.
-TRIGGERS = ("start", "wait", "asked", "never")
+TRIGGERS = ("start", "wait", "issued", "never")
 
 METADATA = ("seq_lens", "query_start_loc", "block_table")
 CONTEXT = "context KV"  # keys and values at positions below seq_len - query_len
@@ -64,9 +64,13 @@ STREAM_ORDER: dict[str, tuple[Launch, ...]] = {
         Launch("decode.cu:paged_decode", True, ("out", "lse"), "wait", (*METADATA, CONTEXT), case="cuda, decode",
                why="a query token of this step is context in the next"),
         Launch("prefill.cu:paged_prefill", False, ("out", "lse"), waits="launch", case="cuda, prefill on Hopper"),
+        Launch("prefill.cu:paged_prefill", False, ("out", "lse"), "start", waits="launch", case="cuda, a mixed batch's prefill half",
+               why="the decode launch behind it reads nothing that it writes"),
+        Launch("decode.cu:paged_decode", True, ("out", "lse"), "start", ("everything",), waits="last",
+               case="cuda, a mixed batch's decode half", why="begins when all ahead of the prefill half has ended"),
         Launch("decode.py:decode_kernel", True, ("out", "lse"), "wait", case="triton, decode"),
         Launch("prefill.py:prefill_kernel", True, ("out", "lse"), "wait", ("query_start_loc",), case="triton, prefill, also a mixed batch's",
-               why="the decode launch behind it relies on the order: wait, then let go"),
+               why="the decode launch behind it relies on the order: wait, then trigger"),
         Launch("decode.py:decode_kernel", True, ("out", "lse"), "start", ("everything",), waits="last", fence=True,
                case="triton, a mixed batch's decode half",
                why="begins when each program of the prefill half has waited; the fence, at its start, drops old L1 lines"),
@@ -106,8 +110,8 @@ STREAM_ORDER: dict[str, tuple[Launch, ...]] = {
         Launch("linear.cu:linear", True, ("out",), "start", ("weight",), case="1 to 8 tokens"),
         Launch("linear.cu:linear", True, ("out",), "wait", ("weight",), case="9 to 16 tokens; to 64 where there is no wgmma",
                why="at its start three kernels were in each other's way"),
-        Launch("linear_wide.cu:linear_wide", True, ("out",), "asked", ("weight",), case="17 to 64 tokens on Hopper",
-               why="the next kernel's weights come while parts are put together"),
+        Launch("linear_wide.cu:linear_wide", True, ("out",), "issued", ("weight",), case="17 to 64 tokens on Hopper",
+               why="the next kernel loads its weights while this one adds its parts"),
         Launch("norm.cu:rms_norm", True, ("scratch",), "start", ("norm_weight",), case="a norm that is not fused, before linear"),
     ),
 }  # fmt: skip

@@ -50,8 +50,8 @@ VARIABLES = (
     Variable("TORCHPAGED_CHECK", "0", "1: check device values (block ids, lengths) and captured addresses; synchronises", _flag),
     Variable(
         "TORCHPAGED_CUDA_PREFILL",
-        "0",
-        "1: backend cuda prefills by its CUDA C++ kernel where that can (Hopper); not fuzzed on a GPU yet",
+        "1",
+        "0: backend cuda leaves prefill to Triton's kernels, also where its own in CUDA C++ can (Hopper)",
         _flag,
     ),
     Variable("TORCHPAGED_DEBUG", "0", "1: the command line shows tracebacks", _flag),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,22 @@ def test_every_rejection_has_its_reason() -> None:
     )  # fmt: skip
     assert len(none.reject(wanted)) == 15
     assert get_backend("reference").reject(wanted.__class__(**{**vars(wanted), "graphs": GraphSupport.NEVER})) == []
+
+
+def test_the_reason_says_which_kernel_prefills(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of backend cuda on Hopper: its own where the numbers fit it, else Triton's and why; layers that differ say so each."""
+    from torchpaged.backends import cuda
+
+    monkeypatch.setattr(cuda.torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(selector_module, "_reject", lambda backend, specs: [] if backend.name == "cuda" else ["no"])
+    spec = AttentionSpec(device=torch.device("cuda"), dtype=torch.bfloat16, head_dim=128, num_heads=32, num_kv_heads=8)
+    fp8, narrow = replace(spec, kv_dtype=torch.float8_e4m3fn), replace(spec, head_dim=80)
+    for asked in ("cuda", None):
+        assert select_backend(spec, asked).reason.endswith("; prefill in CUDA C++")
+        assert "; prefill in CUDA C++; prefill by Triton: dtypes" in select_backend([spec, fp8, fp8], asked).reason
+        assert select_backend(narrow, asked).reason.endswith("; prefill by Triton: head_dim 80/80")
+    monkeypatch.setenv("TORCHPAGED_CUDA_PREFILL", "0")
+    assert select_backend(spec, "cuda").reason.endswith("; prefill by Triton: TORCHPAGED_CUDA_PREFILL=0")
 
 
 def test_register_a_backend(monkeypatch: pytest.MonkeyPatch) -> None:

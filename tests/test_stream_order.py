@@ -114,8 +114,22 @@ def test_every_kernel_that_is_launched_early_is_there() -> None:
     functions = functions_of_the_package()
     waiting = {name for name in functions if name.endswith("_kernel") and "wait" in signals(name, functions)}
     assert waiting == {launch.kernel.split(":")[1] for _, launch in LAUNCHES if launch.early and ".py:" in launch.kernel}
-    cuda = {path.name for path in (ROOT / "custom_ops").rglob("*.cu") if "griddepcontrol" in re.sub(r"//[^\n]*", "", path.read_text())}
-    assert cuda == {launch.kernel.split(":")[0] for _, launch in LAUNCHES if launch.early and ".cu:" in launch.kernel}
+    code = {path.name: re.sub(r"//[^\n]*", "", path.read_text()) for path in (ROOT / "custom_ops").rglob("*.cu")}
+    rows = [launch for _, launch in LAUNCHES if ".cu:" in launch.kernel]
+    assert {name for name in code if "griddepcontrol.wait" in code[name]} == {row.kernel.split(":")[0] for row in rows if row.early}
+    assert {name for name in code if "griddepcontrol" in code[name]} <= {row.kernel.split(":")[0] for row in rows}
+
+
+def test_launch_options_are_given_to_kernels_that_wait_alone() -> None:
+    """A kernel that is launched early and does not wait would read and write ahead of everything."""
+    asking = {
+        path.name for path in (ROOT / "custom_ops").rglob("*.py") if re.search(r"\b(early_launch|decode_options)\(", path.read_text())
+    }
+    early = {launch.kernel.split(":")[0] for _, launch in LAUNCHES if launch.early}
+    assert {"write_kv.py", "embedding.py"} <= asking <= early | {"config.py", "paged_attention.py"}
+    ordinary = {path.name for path in (ROOT / "custom_ops").rglob("*.py") if re.search(r"\bearly=False", path.read_text())}
+    kernels = {launch.kernel.split(":")[0].removesuffix(".cu") for _, launch in LAUNCHES if ".cu:" in launch.kernel and not launch.early}
+    assert ordinary == {f"{name}.py" for name in kernels}
 
 
 # ------------------------------------------------------------------------------------------------------------- PTX
@@ -142,7 +156,7 @@ def complaints(launch: Launch, steps: list[str]) -> list[str]:
             found.append(f"stores before it waits: {steps}")
         if ("load" in steps[:wait]) != bool(launch.reads_early):
             found.append(f"reads early {launch.reads_early}, but {steps}")
-        if (launch.triggers == "start" and steps.index("trigger") > wait) or (launch.triggers == "wait" and steps[wait + 1] != "trigger"):
+        if (launch.triggers == "start" and "trigger" in steps[wait:]) or (launch.triggers == "wait" and steps[wait + 1] != "trigger"):
             found.append(f"triggers: {launch.triggers}, but {steps}")
     if "fence" in steps and launch.waits != "last" and "store" in steps[steps.index("fence") :]:
         found.append(f"stores behind its fence: {steps}")

@@ -52,15 +52,16 @@ def for_cuda_prefill(c: Configuration, r: random.Random) -> Configuration:
     return dataclasses.replace(
         c, backend="cuda", kernel="mixed" if mixed else "prefill", num_heads=kv_heads * group, num_kv_heads=kv_heads, head_dim=dim, head_dim_v=dim_v, dtype=dtype,
         kv_dtype=dtype, scales="none", block_size=block_size, layout=layout,
-        q_padding=_multiples_of_8(*c.q_padding), out_padding=_multiples_of_8(*c.out_padding),
+        q_padding=_eights(c.q_padding), out_padding=_eights(c.out_padding),
         num_reqs=num_reqs, num_tokens=None if varies else rows, max_query_len=max_query_len,
         longest_query=longest, columns=r.choice((least, -(-1025 // block_size), 1025 + r.randrange(1200))), num_blocks=least + num_reqs + 1,
         most_scores=2**26, sinks=r.choice(("none", "none", "same")),
     )  # fmt: skip
 
 
+def _eights(paddings: tuple[int, int, int]) -> tuple[int, int, int]:
+    between_tokens, between_heads, before = paddings
+    return between_tokens // 8 * 8, between_heads // 8 * 8, before // 8 * 8
+
+
 AIMS: dict[str, Callable[[Configuration, random.Random], Configuration]] = {"cuda-prefill": for_cuda_prefill}
-
-
-def _multiples_of_8(a: int, b: int, c: int) -> tuple[int, int, int]:
-    return a // 8 * 8, b // 8 * 8, c // 8 * 8

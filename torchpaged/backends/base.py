@@ -24,6 +24,7 @@ class Backend:
         ops: handles of all ops, or of those that it serves by name: ``{"paged_attention": mine}`` is enough, and the device's own serve the rest.
         unavailable: returns why the backend can't run on this machine at all, or None.
         session: the class of its sessions; `Session` keeps nothing and plans nothing.
+        route: says which of its kernels would serve prompts of a spec, and why where that is not the first choice; None = nothing to say.
 
     Attributes:
         ops: handles of all ops.
@@ -38,11 +39,12 @@ class Backend:
     ops: BackendOps
     unavailable: Callable[[], str | None]
     session: type[Session] = Session
+    route: Callable[[AttentionSpec], str] | None = None
     serves: tuple[str, ...] = field(init=False)
 
     def __init__(
         self, name: str, capabilities: Capabilities, ops: BackendOps | Mapping[str, Any], unavailable: Callable[[], str | None],
-        session: type[Session] = Session,
+        session: type[Session] = Session, route: Callable[[AttentionSpec], str] | None = None,
     ) -> None:  # fmt: skip
         given = ops._asdict() if isinstance(ops, BackendOps) else dict(ops)
         unknown = [op for op in given if op not in BackendOps._fields]
@@ -55,6 +57,7 @@ class Backend:
             "ops": handles,
             "unavailable": unavailable,
             "session": session,
+            "route": route,
             "serves": tuple(given),
         }
         for attribute, value in values.items():

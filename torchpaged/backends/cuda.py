@@ -1,8 +1,8 @@
-"""The ``cuda`` backend: a CUDA C++ decode kernel for NVIDIA GPUs, and the Triton kernels for everything else.
+"""The ``cuda`` backend: CUDA C++ kernels for decode on NVIDIA GPUs and for prefill on Hopper, and the Triton kernels for everything else.
 
-The kernel is compiled by NVRTC at the first call of a shape. Prefill, mixed batches, float32, and decode shapes that it does not take
-(``custom_ops/cuda/specialise.py`` lists them) run the kernels of the ``triton`` backend, within the same error budget. With
-TORCHPAGED_CUDA_PREFILL=1 whole prompts on Hopper run a CUDA C++ kernel (``custom_ops/cuda/prefill.py``), which awaits its fuzz on a GPU.
+The kernels are compiled by NVRTC at the first call of a shape. Float32, and shapes that they do not take (``custom_ops/cuda/specialise.py`` and
+``custom_ops/cuda/prefill.py`` list them), run the kernels of the ``triton`` backend, within the same error budget; so do all prompts with
+TORCHPAGED_CUDA_PREFILL=0. `Choice.reason` says which kernel prompts run.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import torch
 
 from torchpaged.backends.base import Backend
 from torchpaged.backends.semaphore import SemaphoreSession
+from torchpaged.backends.spec import AttentionSpec
 from torchpaged.backends.triton import BACKEND as TRITON
-from torchpaged.custom_ops import BACKEND_OPS
+from torchpaged.custom_ops import BACKEND_OPS, variables
 
 
 def _unavailable() -> str | None:
@@ -25,10 +26,24 @@ def _unavailable() -> str | None:
     return jit.unavailable() or TRITON.unavailable()
 
 
+def _route(spec: AttentionSpec) -> str:
+    """Which kernel prompts of a spec run, as far as the spec tells: strides and scale are seen by each call."""
+    from torchpaged.custom_ops.cuda import prefill
+
+    reason: str | None = "TORCHPAGED_CUDA_PREFILL=0"
+    if variables.get("TORCHPAGED_CUDA_PREFILL"):
+        reason = prefill.refuse(
+            spec.dtype, spec.kv_dtype or spec.dtype, spec.head_dim, spec.head_dim_v or spec.head_dim, spec.num_heads // spec.num_kv_heads,
+            spec.block_size or 16, torch.cuda.get_device_capability(spec.device),
+        )  # fmt: skip
+    return "prefill in CUDA C++" if reason is None else f"prefill by Triton: {reason}"
+
+
 BACKEND = Backend(
     name="cuda",
     capabilities=dataclasses.replace(TRITON.capabilities, device_types=("cuda",)),  # what the kernel does not take, Triton's do
     ops=BACKEND_OPS["cuda"],
     unavailable=_unavailable,
     session=SemaphoreSession,
+    route=_route,
 )

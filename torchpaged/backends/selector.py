@@ -109,12 +109,13 @@ def select_backend(spec: AttentionSpec | Sequence[AttentionSpec], backend: str |
         reasons = _reject(get_backend(name), specs)
         if reasons:
             raise BackendUnavailableError(f"backend {name!r} ({asker}) cannot run this attention: {'; '.join(reasons)}")
-        return Choice(name, asker)
+        return Choice(name, asker + _routes(get_backend(name), specs))
     for candidate in AUTOMATIC:
         reasons = _reject(get_backend(candidate), specs)
         if not reasons:
             place = "first choice" if not rejected else f"after {', '.join(rejected)}"
-            return Choice(candidate, f"automatic for {specs[0].device.type} ({place})", rejected)
+            reason = f"automatic for {specs[0].device.type} ({place})" + _routes(get_backend(candidate), specs)
+            return Choice(candidate, reason, rejected)
         rejected[candidate] = reasons
     lines = "\n".join(f"  {candidate}: {'; '.join(reasons)}" for candidate, reasons in rejected.items())
     raise BackendUnavailableError(f"no backend can run this attention:\n{lines}")
@@ -132,6 +133,11 @@ def open_session(spec: AttentionSpec | Sequence[AttentionSpec], limits: Limits, 
     """
     specs = [spec] if isinstance(spec, AttentionSpec) else list(spec)
     return select_backend(specs, backend).backend.open(specs, limits, specs[0].device)
+
+
+def _routes(backend: Backend, specs: Sequence[AttentionSpec]) -> str:
+    """What the backend says of the kernels that serve these, each once, as the end of a `Choice.reason`."""
+    return "".join(f"; {text}" for text in dict.fromkeys(backend.route(spec) for spec in specs)) if backend.route else ""
 
 
 def _reject(backend: Backend, specs: Sequence[AttentionSpec]) -> list[str]:

@@ -95,7 +95,7 @@ def specialise(kernel: KernelRef, arguments: tuple[Any, ...]) -> tuple[object, .
     result: list[object] = []
     for place, value in enumerate(arguments):
         if isinstance(value, torch.Tensor):
-            result.append((str(value.dtype), value.data_ptr() % 16 == 0))
+            result.append((value.dtype, value.data_ptr() % 16 == 0))
         elif place in kernel.constants or value is None:
             result.append(("constant", value))
         elif type(value) is int:
@@ -158,9 +158,15 @@ def _bindings() -> bool:
 
 def usable() -> bool:
     """Whether kernels may be kept and launched here; see this file's head."""
+    return _may_be_used() and not hooked()
+
+
+@functools.cache
+def _may_be_used() -> bool:
+    """What does not change while a process runs; asked at every launch."""
     if torch.version.cuda is None or config.INTERPRET or any(name.startswith(_PREFIXES) and name not in _HARMLESS for name in os.environ):
         return False
-    return installed() is not None and _bindings() and not hooked()
+    return installed() is not None and _bindings()
 
 
 def hooked() -> bool:

@@ -269,9 +269,13 @@ def test_variables_of_triton_leave_all_to_it(name: str, monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(kernel_store, "_bindings", lambda: True)
     monkeypatch.setenv("TRITON_CACHE_DIR", "/somewhere")
+    kernel_store._may_be_used.cache_clear()
     assert kernel_store.usable()
     monkeypatch.setenv(name, "1")
+    kernel_store._may_be_used.cache_clear()
     assert not kernel_store.usable()
+    monkeypatch.undo()
+    kernel_store._may_be_used.cache_clear()
 
 
 def test_hooks_around_tritons_launches_are_seen() -> None:

@@ -142,10 +142,11 @@ def test_without_decodes_compiles(target: str, case: str) -> None:
         aot.check_spills(compiled)
 
 
-@pytest.mark.parametrize(("case", "copies"), [("long_128", 3), ("window_128", 4), ("everything_128", 3)])
+@pytest.mark.parametrize(("case", "copies"), [("long_128", 4), ("window_128", 6), ("everything_128", 3)])
 def test_copies_of_the_loop_and_their_products(case: str, copies: int) -> None:
     """Each copy of the loop is paid for when it is compiled: with every mask six took ptxas four times as long as three. In the kernel
-    for mixed batches, too, products are not serialised: the surplus tiles' loop, pipelined, once had ptxas do that in all of them."""
+    for mixed batches, too, products are not serialised: the surplus tiles' loop, pipelined, once had ptxas do that in all of them
+    (triton 3.6)."""
     code = sass.machine_code(compile_prefill("sm_90", case, skip_decodes=2))
     program = sass.instructions(code)
     loops = sass._innermost_loops(program, set(range(len(program))))

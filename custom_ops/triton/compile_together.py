@@ -28,12 +28,15 @@ class Launch(NamedTuple):
     def __call__(self) -> None:
         """Launch, on the current device and stream: what is stored, else by Triton."""
         stored = self._stored()
+        if stored is None and self._on_cuda():
+            stored = kernel_store.keep(self.kernel, self.arguments, self.options, self._compiled)
         if stored is not None:
             stored.launch(self.grid, self.arguments)
-            return
-        compiled = self.kernel.load()[self.grid](*self.arguments, **self.options)
-        if self._on_cuda():
-            kernel_store.keep(self.kernel, self.arguments, self.options, compiled)
+        else:
+            self.kernel.load()[self.grid](*self.arguments, **self.options)
+
+    def _compiled(self) -> Any:
+        return self.kernel.load().warmup(*self.arguments, grid=self.grid, **self.options)
 
     def is_stored(self) -> bool:
         """Whether Triton is not needed."""
@@ -48,7 +51,7 @@ class Launch(NamedTuple):
     def compile(self, device: torch.device) -> None:
         """Compile for these arguments; nothing is launched. A thread of its own starts on device 0."""
         with torch.cuda.device(device):
-            self.kernel.load().warmup(*self.arguments, grid=self.grid, **self.options)
+            self._compiled()
 
 
 def compile_together(key: Hashable, device: torch.device, *launches: Launch) -> None:

@@ -1,10 +1,12 @@
 """Machine code that Triton made, kept and launched by us: where it is on disk, neither Triton nor its compiler is imported.
 
-    stored = kernel_store.find(kernel, arguments, options)        # None: let Triton compile and launch, then keep what it compiled
-    compiled = kernel.load()[grid](*arguments, **options)
-    kernel_store.keep(kernel, arguments, options, compiled)
+    stored = kernel_store.find(kernel, arguments, options)
+    if stored is None:  # let Triton compile, and keep that
+        stored = kernel_store.keep(kernel, arguments, options, lambda: kernel.load().warmup(*arguments, grid=grid, **options))
+    if stored is None: ...  # Triton is to launch
 
-Triton's own cache spares the compilation, not the import of Triton and the hash of its libraries, 0.3 s each. What is kept here is for one
+Triton's own cache spares the compilation, not the import of Triton and the hash of its libraries, 0.3 s each. Nor does a launch of ours
+need the launcher that Triton 3.6 makes of each kernel's signature with a C compiler. What is kept here is for one
 specialisation as Triton's JIT cuts them: integers that are 1 are constants, pointers and integers divisible by 16 are known to be. Its
 name is a hash of that, of our sources, of the options, the GPU's compute capability and the Triton that is installed.
 
@@ -23,7 +25,7 @@ import json
 import os
 import struct
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,16 +97,16 @@ def specialise(kernel: KernelRef, arguments: tuple[Any, ...]) -> tuple[object, .
     result: list[object] = []
     for place, value in enumerate(arguments):
         if isinstance(value, torch.Tensor):
-            result.append((str(value.dtype), value.data_ptr() % 16 == 0))
+            result.append((value.dtype, value.data_ptr() % 16 == 0))
         elif place in kernel.constants or value is None:
             result.append(("constant", value))
-        elif type(value) is int:
+        elif isinstance(value, int) and not isinstance(value, bool):
             kind = "i32" if -(2**31) <= value < 2**31 else "i64"
             if place in kernel.unspecialised:
                 result.append(kind)
             else:
                 result.append(("constant", 1) if value == 1 else (kind, value % 16 == 0))
-        elif type(value) is float:
+        elif isinstance(value, float):
             result.append("fp32")
         else:
             raise TypeError(f"argument {place} of {kernel.name}: expected a tensor, an int, a float or None, got {type(value).__name__}")
@@ -158,9 +160,15 @@ def _bindings() -> bool:
 
 def usable() -> bool:
     """Whether kernels may be kept and launched here; see this file's head."""
+    return _may_be_used() and not hooked()
+
+
+@functools.cache
+def _may_be_used() -> bool:
+    """What does not change while a process runs; asked at every launch."""
     if torch.version.cuda is None or config.INTERPRET or any(name.startswith(_PREFIXES) and name not in _HARMLESS for name in os.environ):
         return False
-    return installed() is not None and _bindings() and not hooked()
+    return installed() is not None and _bindings()
 
 
 def hooked() -> bool:
@@ -200,17 +208,17 @@ def find(kernel: KernelRef, arguments: tuple[Any, ...], options: Mapping[str, An
     return _known[key]
 
 
-def keep(kernel: KernelRef, arguments: tuple[Any, ...], options: Mapping[str, Any], compiled: Any) -> None:
-    """Keep what Triton compiled for these arguments, for this process and on disk; nothing happens where it can't be launched by us."""
+def keep(kernel: KernelRef, arguments: tuple[Any, ...], options: Mapping[str, Any], compile: Callable[[], Any]) -> StoredKernel | None:
+    """What ``compile`` has Triton compile for these arguments, kept for this process and on disk; None if Triton is to launch."""
     if not usable() or torch.cuda.is_current_stream_capturing():
-        return
+        return None
     key = _key(kernel, arguments, options)
-    if key in _known:
-        return
-    content = pack(compiled, key[2])  # type: ignore[arg-type]
-    _known[key] = None if content is None else _load(content, key)
-    if content is not None and _known[key] is not None:
-        cubins.store(_file(key), content)
+    if key not in _known:
+        content = pack(compile(), key[2])  # type: ignore[arg-type]
+        _known[key] = None if content is None else _load(content, key)
+        if content is not None and _known[key] is not None:
+            cubins.store(_file(key), content)
+    return _known[key]
 
 
 def pack(compiled: Any, specialisation: tuple[object, ...]) -> bytes | None:

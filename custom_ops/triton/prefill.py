@@ -187,7 +187,7 @@ def attend_query_tile(
 ):  # fmt: skip
     """Attend and store the query tokens ``first_query + [0, TOKENS)`` of a request whose token rows begin at ``start``.
 
-    ALL_MASKED: one loop, with masks, over all keys. Each further copy of the loop costs as much to compile.
+    ALL_MASKED: one loop, with masks, over all keys: with a cap or slopes each copy of the loop costs a second and more to compile.
     """
     FOLD: tl.constexpr = not (SOFT_CAP or ALIBI)  # scales are positive: the largest raw score is the largest score
     LOW: tl.constexpr = WINDOW_LEFT >= 0 or CHUNK > 0
@@ -348,7 +348,7 @@ def prefill_kernel(
                 q_ptr, k_ptr, v_ptr, table_ptr, seq_lens_ptr, starts_ptr, out_ptr, lse_ptr, slopes_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr,
                 scale, soft_cap, q_token, q_head, k_block, k_slot, k_head, v_block, v_slot, v_head, o_token, o_head, l_token, l_head,
                 table_row, ks_head, vs_head, GROUP, TOKENS, DIM, DIM_PAD, DIM_V, DIM_V_PAD, TILE_M, NARROW, BLOCK_SIZE, CAUSAL,
-                WINDOW_LEFT, WINDOW_RIGHT, CHUNK, SOFT_CAP, ALIBI, SINKS, KV_SCALES, HAS_LSE, True, INTERPRET,
+                WINDOW_LEFT, WINDOW_RIGHT, CHUNK, SOFT_CAP, ALIBI, SINKS, KV_SCALES, HAS_LSE, SOFT_CAP or ALIBI, INTERPRET,
             )  # fmt: skip
     row = tl.arange(0, TILE_M)
     head = kv_head * GROUP + row

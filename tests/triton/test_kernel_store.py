@@ -169,7 +169,7 @@ def forget() -> None:
 
 def test_the_next_process_launches_it_with_the_same_arguments() -> None:
     assert kernel_store.find(REF, ARGUMENTS, {"TILE": 8}) is None
-    kernel_store.keep(REF, ARGUMENTS, {"TILE": 8}, compiled_kernel())
+    kernel_store.keep(REF, ARGUMENTS, {"TILE": 8}, lambda: compiled_kernel())
     forget()
     stored = kernel_store.find(REF, (TENSOR, 64, 7, 6, 0.25), {"TILE": 8})
     assert stored is not None and LoadedKernel.made == [b"machine\ncode"] * 2
@@ -186,14 +186,14 @@ def test_the_next_process_launches_it_with_the_same_arguments() -> None:
      ((TENSOR, 32, 7, 2**31, 0.5), {"TILE": 8}), ((None, *ARGUMENTS[1:]), {"TILE": 8}), (ARGUMENTS, {"TILE": 16})],
 )  # fmt: skip
 def test_another_specialisation_is_another_kernel(arguments: tuple[Any, ...], options: dict[str, int]) -> None:
-    kernel_store.keep(REF, ARGUMENTS, {"TILE": 8}, compiled_kernel())
+    kernel_store.keep(REF, ARGUMENTS, {"TILE": 8}, lambda: compiled_kernel())
     assert kernel_store.find(REF, ARGUMENTS, {"TILE": 8}) is not None
     assert kernel_store.find(REF, arguments, options) is None
 
 
 @pytest.mark.parametrize("what", ["_sources", "installed", "capability", "fusion"])
 def test_another_source_triton_or_gpu_is_another_kernel(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel_store.keep(REF, ARGUMENTS, {}, compiled_kernel())
+    kernel_store.keep(REF, ARGUMENTS, {}, lambda: compiled_kernel())
     forget()
     if what == "fusion":
         monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "another")
@@ -205,7 +205,7 @@ def test_another_source_triton_or_gpu_is_another_kernel(what: str, monkeypatch: 
 
 
 def test_a_damaged_file_is_as_good_as_absent() -> None:
-    kernel_store.keep(REF, ARGUMENTS, {}, compiled_kernel())
+    kernel_store.keep(REF, ARGUMENTS, {}, lambda: compiled_kernel())
     forget()
     (path,) = cubins.folder().iterdir()
     path.write_bytes(path.read_bytes()[:-1])
@@ -216,26 +216,26 @@ def test_a_damaged_file_is_as_good_as_absent() -> None:
     "metadata", [{"num_ctas": 2}, {"launch_cooperative_grid": True}, {"global_scratch_size": 4}, {"profile_scratch_size": 4}]
 )
 def test_what_takes_more_than_arguments_stays_tritons(metadata: dict[str, int]) -> None:
-    kernel_store.keep(REF, ARGUMENTS, {}, compiled_kernel(**metadata))
+    kernel_store.keep(REF, ARGUMENTS, {}, lambda: compiled_kernel(**metadata))
     assert kernel_store.find(REF, ARGUMENTS, {}) is None and not cubins.folder().exists()
 
 
 @pytest.mark.parametrize("layout", [[(0, 8), (8, 4), (12, 4)], [(0, 8), (8, 8), (16, 4), (20, 4), (24, 8), (32, 8)], []])
 def test_machine_code_with_other_parameters_stays_tritons(layout: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LoadedKernel, "layout", layout)
-    kernel_store.keep(REF, ARGUMENTS, {}, compiled_kernel())
+    kernel_store.keep(REF, ARGUMENTS, {}, lambda: compiled_kernel())
     assert kernel_store.find(REF, ARGUMENTS, {}) is None and not cubins.folder().exists()
 
 
 def test_another_signature_than_ours_stays_tritons() -> None:
     compiled = compiled_kernel()
     compiled.src.signature["n"] = "constexpr"
-    kernel_store.keep(REF, ARGUMENTS, {}, compiled)
+    kernel_store.keep(REF, ARGUMENTS, {}, lambda: compiled)
     assert kernel_store.find(REF, ARGUMENTS, {}) is None and not cubins.folder().exists()
 
 
 def test_nothing_is_loaded_within_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel_store.keep(REF, ARGUMENTS, {}, compiled_kernel())
+    kernel_store.keep(REF, ARGUMENTS, {}, lambda: compiled_kernel())
     forget()
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert kernel_store.find(REF, ARGUMENTS, {}) is None
@@ -243,23 +243,31 @@ def test_nothing_is_loaded_within_a_capture(monkeypatch: pytest.MonkeyPatch) -> 
     assert kernel_store.find(REF, ARGUMENTS, {}) is not None
 
 
-def test_a_launch_loads_triton_only_where_nothing_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("num_ctas", [1, 2])
+def test_a_launch_loads_triton_only_where_nothing_is_stored(num_ctas: int, monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[Any] = []
 
     class Jit:
+        def warmup(self, *arguments: Any, grid: tuple[int, ...], **options: Any) -> Any:
+            runs.append(("compile", grid, arguments, options))
+            return compiled_kernel(num_ctas=num_ctas)
+
         def __getitem__(self, grid: tuple[int, ...]) -> Any:
-            return lambda *arguments, **options: runs.append((grid, arguments, options)) or compiled_kernel()
+            return lambda *arguments, **options: runs.append(("launch", grid, arguments, options))
 
     monkeypatch.setattr(KernelRef, "load", lambda self: Jit())
     monkeypatch.setattr(compile_together.Launch, "_on_cuda", lambda self: True)
     launch = Launch(REF, (3,), ARGUMENTS, {"TILE": 8})
     assert not launch.is_stored()
     launch()
-    assert runs == [((3,), ARGUMENTS, {"TILE": 8})] and launch.is_stored() and not LoadedKernel.launches
     launch()
-    forget()
-    launch()
-    assert len(runs) == 1 and len(LoadedKernel.launches) == 2
+    if num_ctas == 1:
+        assert runs == [("compile", (3,), ARGUMENTS, {"TILE": 8})] and launch.is_stored() and len(LoadedKernel.launches) == 2
+        forget()
+        launch()
+        assert len(runs) == 1 and len(LoadedKernel.launches) == 3
+    else:
+        assert [run[0] for run in runs] == ["compile", "launch", "launch"] and not LoadedKernel.launches
 
 
 # ------------------------------------------------------------------------------------------------ when it is not used
@@ -269,9 +277,13 @@ def test_variables_of_triton_leave_all_to_it(name: str, monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(kernel_store, "_bindings", lambda: True)
     monkeypatch.setenv("TRITON_CACHE_DIR", "/somewhere")
+    kernel_store._may_be_used.cache_clear()
     assert kernel_store.usable()
     monkeypatch.setenv(name, "1")
+    kernel_store._may_be_used.cache_clear()
     assert not kernel_store.usable()
+    monkeypatch.undo()
+    kernel_store._may_be_used.cache_clear()
 
 
 def test_hooks_around_tritons_launches_are_seen() -> None:

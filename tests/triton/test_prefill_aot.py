@@ -142,6 +142,21 @@ def test_without_decodes_compiles(target: str, case: str) -> None:
         aot.check_spills(compiled)
 
 
+@pytest.mark.parametrize(("case", "copies"), [("long_128", 4), ("window_128", 6), ("everything_128", 3)])
+def test_copies_of_the_loop_and_their_products(case: str, copies: int) -> None:
+    """Each copy of the loop is paid for when it is compiled: with every mask six took ptxas four times as long as three. In the kernel
+    for mixed batches, too, products are not serialised: the surplus tiles' loop, pipelined, once had ptxas do that in all of them
+    (triton 3.6)."""
+    code = sass.machine_code(compile_prefill("sm_90", case, skip_decodes=2))
+    program = sass.instructions(code)
+    loops = sass._innermost_loops(program, set(range(len(program))))
+    with_products = [loop for loop in loops if any(program[at].opcode == "HGMMA" for at in loop)]
+    assert len(with_products) == copies
+    for loop in with_products:
+        waits, products = (sum(opcode in program[at].text for at in loop) for opcode in ("WARPGROUP.DEPBAR", "HGMMA."))
+        assert 0 < waits < products / 3, f"{waits} waits for {products} products: they are serialised"
+
+
 @pytest.mark.parametrize("skip_decodes", [0, 2])
 def test_copies_have_addresses_of_their_own(skip_decodes: int) -> None:
     """With a few numbers more alive across the loop ptxas made the addresses one after another in one register, each waiting until the

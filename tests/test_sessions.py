@@ -1,0 +1,347 @@
+"""The seam: a small GPT, and every door, on a backend that plans each step and serves attention alone."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from sessions import PLANNING, PlanningSession
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import torchpaged
+from torchpaged import (
+    ArgumentError,
+    AttentionMetadata,
+    BackendUnavailableError,
+    CaptureError,
+    Limits,
+    PagedAttention,
+    PagedKVCache,
+    PlanError,
+)
+from torchpaged.backends import Backend, GraphSupport, Planning, Session, get_backend, register_backend
+from torchpaged.backends import selector as selector_module
+from torchpaged.custom_ops import BACKEND_OPS
+from torchpaged.graphs import DecodeGraphRunner, EagerCapture, PackedGraphRunner, TapeCapture
+
+LAYERS, HEADS, KV_HEADS, DIM, BLOCK, BLOCKS, WIDTH, VOCAB = 2, 4, 2, 16, 4, 40, 8, 50
+HIDDEN, LIMITS = HEADS * DIM, Limits(max_num_reqs=4, max_blocks_per_req=WIDTH)
+
+
+class Decoder(nn.Module):
+    def __init__(self, session: Session) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(HIDDEN) for _ in range(2))
+        self.qkv = nn.Linear(HIDDEN, (HEADS + 2 * KV_HEADS) * DIM)
+        self.out = nn.Linear(HIDDEN, HIDDEN)
+        self.mlp = nn.Sequential(nn.Linear(HIDDEN, 4 * HIDDEN), nn.GELU(), nn.Linear(4 * HIDDEN, HIDDEN))
+        self.attention = PagedAttention(HEADS, DIM, KV_HEADS, block_size=BLOCK, session=session)
+
+    def forward(self, x: Tensor, pools: Any, metadata: AttentionMetadata | None) -> Tensor:
+        q, k, v = self.qkv(self.norms[0](x)).view(len(x), -1, DIM).split([HEADS, KV_HEADS, KV_HEADS], 1)
+        if metadata is None:  # one whole sequence, without a cache
+            heads = (t.transpose(0, 1)[None] for t in (q, k, v))
+            y = F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
+        else:
+            y = self.attention(q, k, v, pools, metadata)
+        x = x + self.out(y.reshape(len(x), HIDDEN))
+        return x + self.mlp(self.norms[1](x))
+
+
+class GPT(nn.Module):
+    def __init__(self, session: Session) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.session = session
+        self.tokens, self.places = nn.Embedding(VOCAB, HIDDEN), nn.Embedding(64, HIDDEN)
+        self.layers = nn.ModuleList(Decoder(session) for _ in range(LAYERS))
+        self.cache = PagedKVCache.uniform(LAYERS, KV_HEADS, DIM, block_size=BLOCK, num_blocks=BLOCKS, dtype=torch.float32)
+
+    def forward(self, input_ids: Tensor, metadata: AttentionMetadata) -> Tensor:
+        x = self.tokens(input_ids) + self.places(metadata.positions)
+        for layer, pools in zip(self.layers, self.cache, strict=True):
+            x = layer(x, pools, metadata)
+        return x @ self.tokens.weight.T
+
+    def dense(self, input_ids: Tensor) -> Tensor:
+        x = self.tokens(input_ids) + self.places(torch.arange(len(input_ids)))
+        for layer in self.layers:
+            x = layer(x, None, None)
+        return x @ self.tokens.weight.T
+
+
+TABLES = [list(range(1 + WIDTH * i, 1 + WIDTH * (i + 1))) for i in range(4)]
+TOKENS = torch.arange(4 * 24).view(4, 24) * 7 % VOCAB
+
+
+@pytest.fixture
+def session() -> PlanningSession:
+    opened = PLANNING.open([], LIMITS, "cpu")
+    assert isinstance(opened, PlanningSession)
+    return opened
+
+
+@pytest.fixture
+def planning(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    monkeypatch.setattr(selector_module, "_REGISTERED", {})
+    register_backend(PLANNING)
+    yield PLANNING.name
+
+
+def batch(query_lens: list[int], seq_lens: list[int]) -> AttentionMetadata:
+    tables = TABLES[: len(seq_lens)]
+    return AttentionMetadata.from_lists(query_lens, seq_lens, tables, block_size=BLOCK, num_blocks=BLOCKS, max_blocks_per_req=WIDTH)
+
+
+def fed(query_lens: list[int], seq_lens: list[int]) -> Tensor:
+    return torch.cat([TOKENS[i, end - n : end] for i, (n, end) in enumerate(zip(query_lens, seq_lens, strict=True))])
+
+
+def close_to_dense(gpt: GPT, logits: Tensor, query_lens: list[int], seq_lens: list[int]) -> None:
+    whole = [gpt.dense(TOKENS[i, :end])[end - n :] for i, (n, end) in enumerate(zip(query_lens, seq_lens, strict=True))]
+    torch.testing.assert_close(logits, torch.cat(whole), rtol=1e-4, atol=1e-4)
+
+
+#: Two sequences in uneven pieces: query and sequence lengths of each step.
+STEPS = [([5, 4], [5, 4]), ([1, 4], [6, 8]), ([1, 1], [7, 9]), ([9, 1], [16, 10]), ([1, 1], [17, 11])]
+
+
+@torch.no_grad()
+def test_a_gpt_runs_eagerly(session: PlanningSession) -> None:
+    gpt = GPT(session)
+    for query_lens, seq_lens in STEPS:
+        metadata = batch(query_lens, seq_lens)
+        session.plan(metadata)
+        close_to_dense(gpt, gpt(fed(query_lens, seq_lens), metadata), query_lens, seq_lens)
+    assert session.plans_made == len(STEPS), "one plan for all layers"
+
+
+@torch.no_grad()
+def test_a_gpt_is_one_graph_for_all_batches(session: PlanningSession) -> None:
+    torch._dynamo.reset()
+    gpt, counter = GPT(session), CompileCounterWithBackend("aot_eager")
+    compiled, frames = torch.compile(gpt, fullgraph=True, dynamic=True, backend=counter), set()
+    for query_lens, seq_lens in STEPS:
+        metadata = batch(query_lens, seq_lens)
+        metadata.max_query_len = 9  # an upper bound: a constant of the trace
+        session.plan(metadata)
+        close_to_dense(gpt, compiled(fed(query_lens, seq_lens), metadata), query_lens, seq_lens)
+        frames.add(counter.frame_count)  # the first compile may trace twice: dynamo starts again where it has seen a symbolic float
+    assert len(frames) == 1, "a later batch was compiled anew"
+    with pytest.raises(RuntimeError, match="plan: expected one for this batch"):
+        compiled(fed([1, 1], [18, 12]), batch([1, 1], [18, 12]))
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_a_gpt_is_captured(session: PlanningSession, compile: bool) -> None:
+    """A plan before each capture and each replay, from the host's lengths, and none inside."""
+    torch._dynamo.reset()
+    gpt = GPT(session)
+    runner = DecodeGraphRunner(
+        gpt, max_batch_size=4, max_blocks_per_req=WIDTH, block_size=BLOCK, num_blocks=BLOCKS, buckets=[2, 4], compile=compile,
+        capture=EagerCapture() if compile else TapeCapture(), session=session, debug=True,
+    )  # fmt: skip
+    runner.capture()
+    assert session.plans_made == 2
+    for length in range(1, 20):
+        rows = 1 + length % 3
+        logits = runner.run(TOKENS[:rows, length - 1], [length] * rows, TABLES[:rows]).clone()
+        torch.testing.assert_close(logits[:1], gpt.dense(TOKENS[0, :length])[-1:], rtol=1e-4, atol=1e-4)  # row 0 is in every step
+    assert session.plans_made == 2 + 19 and session.plans_from_host == 19
+    torch.testing.assert_close(runner.run_eager(TOKENS[:1, 19], [20], TABLES[:1]), gpt.dense(TOKENS[0, :20])[-1:], rtol=1e-4, atol=1e-4)
+
+
+def test_packed_prefills_are_captured(session: PlanningSession) -> None:
+    gpt = GPT(session)
+
+    def step(input_ids: Tensor, metadata: AttentionMetadata, logits_indices: Tensor) -> Tensor:
+        return gpt(input_ids, metadata)[logits_indices]
+
+    runner = PackedGraphRunner(
+        step,
+        buckets=[8, 16],
+        max_num_reqs=3,
+        max_blocks_per_req=WIDTH,
+        block_size=BLOCK,
+        capture=TapeCapture(),
+        session=session,
+        debug=True,
+    )
+    for query_lens, seq_lens in STEPS:
+        ends = [sum(query_lens[: i + 1]) - 1 for i in range(2)]
+        logits = runner.run(fed(query_lens, seq_lens).tolist(), query_lens, seq_lens, TABLES[:2], ends)
+        close_to_dense(gpt, logits, [1, 1], seq_lens)
+    assert session.plans_from_host == len(STEPS)
+
+
+# ------------------------------------------------------------------------------------------------ a plan that was forgotten
+@torch.no_grad()
+def test_a_forgotten_plan_raises_before_anything_is_written(session: PlanningSession) -> None:
+    gpt, first = GPT(session), batch([2, 2], [2, 2])
+    with pytest.raises(PlanError, match=r"call session\.plan\(metadata\) before the step"):
+        gpt(fed([2, 2], [2, 2]), first)
+    assert not any(pools.k_cache.any() for pools in gpt.cache)
+    session.plan(first)
+    gpt(fed([2, 2], [2, 2]), first)
+    with pytest.raises(PlanError):
+        gpt(fed([1, 1], [3, 3]), batch([1, 1], [3, 3]))
+    first.seq_lens[0] = 1  # in place: the host can't see it
+    with pytest.raises(RuntimeError, match="plan: expected one for this batch"):
+        gpt(fed([2, 2], [2, 2]), first)
+
+
+def test_a_runner_that_does_not_know_the_session_can_not_capture(session: PlanningSession) -> None:
+    sizes: dict[str, Any] = {"max_batch_size": 2, "max_blocks_per_req": WIDTH, "block_size": BLOCK, "compile": False}
+    runner = DecodeGraphRunner(GPT(session), **sizes, capture=TapeCapture())
+    with pytest.raises(CaptureError, match="expected a batch that was planned"):
+        runner.capture()
+
+
+def test_a_replay_by_hand_without_a_plan_raises(session: PlanningSession) -> None:
+    """The runner plans by itself; a graph that somebody replays without it must notice."""
+    gpt, metadata = GPT(session), batch([1, 1], [3, 3])
+    with torch.inference_mode():
+        session.plan(metadata)
+        graph = TapeCapture().capture(lambda: gpt(fed([1, 1], [3, 3]), metadata), None)
+        graph.replay()
+        metadata.seq_lens.add_(1)
+        with pytest.raises(RuntimeError, match="plan: expected one for this batch"):
+            graph.replay()
+
+
+# ------------------------------------------------------------------------------------------------ the other doors
+def test_a_function_plans_for_its_one_call(planning: str) -> None:
+    m, q = batch([1, 2], [9, 7]), torch.randn(3, HEADS, DIM)
+    pools = [torch.randn(BLOCKS, BLOCK, KV_HEADS, DIM) for _ in range(2)]
+    arguments = (q, *pools, m.block_table, m.seq_lens, m.query_start_loc)
+    got = torchpaged.paged_attention(*arguments, max_query_len=2, ops=PLANNING.ops)
+    assert torch.equal(got, torchpaged.paged_attention(*arguments, max_query_len=2))
+    layer = PagedAttention(HEADS, DIM, KV_HEADS, backend=planning, limits=LIMITS)
+    workspace = layer.session.workspace(layer.spec)
+    layer.session.plan(m)
+    assert torch.equal(torchpaged.paged_attention(*arguments, max_query_len=2, ops=PLANNING.ops, workspace=workspace), got)
+
+
+PROMPTS = [[5, 9, 11, 20, 3], [8, 30], [1, 2, 3, 4, 5, 6, 7, 8, 9]]
+
+
+@pytest.mark.parametrize(
+    "options", [{"graphs": False}, {}, {"prefill_buckets": [4, 8], "capture": TapeCapture()}], ids=["eager", "loop", "tape"]
+)
+def test_the_engine(planning: str, make_llama: Any, options: dict[str, Any]) -> None:
+    from torchpaged.engine import Generator, SamplingParams
+
+    model = make_llama(vocab_size=99, hidden_size=64, intermediate_size=96, max_position_embeddings=256)
+    params = SamplingParams(max_new_tokens=12, ignore_eos=True)
+    sizes: dict[str, Any] = {"max_batch_size": 2, "max_seq_len": 64, "prefill_chunk_size": 8}
+    want = [o.token_ids for o in Generator(copy.deepcopy(model), **sizes).generate(PROMPTS, params)]
+    generator = Generator(model, backend=planning, **sizes, **options)
+    assert [o.token_ids for o in generator.generate(PROMPTS, params)] == want
+    made: Any = generator.model.session
+    assert made.limits == Limits(2, 8, 4, 9, 16) and made.plans_made > 12 and made.plans_from_host > 0
+
+
+def test_several_steps_per_launch_can_not_be_planned(planning: str, make_llama: Any, session: PlanningSession) -> None:
+    from torchpaged.engine import Generator
+    from torchpaged.graphs import DecodeRows
+
+    model = make_llama(vocab_size=99, hidden_size=64, intermediate_size=96, max_position_embeddings=256)
+    with pytest.raises(ArgumentError, match="steps_per_launch: expected 1 with backend 'planning', which plans every step"):
+        Generator(model, backend=planning, steps_per_launch=2)
+    rows = DecodeRows(2, WIDTH, BLOCK, VOCAB, "cpu", BACKEND_OPS["default"], 2)
+    with pytest.raises(ArgumentError, match="rows: expected steps_per_launch=1"):
+        DecodeGraphRunner(GPT(session), rows=rows, session=session)
+
+
+def test_a_huggingface_cache(planning: str, make_llama: Any) -> None:
+    """`generate()` plans by itself, once per forward; a forward that is compiled by hand has no place for a plan, and says so."""
+    from torchpaged.hf import PagedCache
+
+    torch._dynamo.reset()
+    model = make_llama(vocab_size=99, hidden_size=64, intermediate_size=96, max_position_embeddings=256)
+    inputs = {"input_ids": torch.tensor([[0, 0, 5, 9, 11], [3, 4, 5, 6, 7]]), "attention_mask": torch.tensor([[0, 0, 1, 1, 1], [1] * 5])}
+    options: dict[str, Any] = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
+    want = model.generate(**inputs, **options)
+    model.set_attn_implementation("torchpaged")
+    cache: Any = PagedCache(model.config, 2, 32, block_size=4, backend=planning)
+    assert torch.equal(model.generate(**inputs, **options, past_key_values=cache), want)
+    assert cache.session.plans_made == 8, "one for each forward"
+    step = torch.compile(model, backend="eager", fullgraph=True)
+    with torch.no_grad(), pytest.raises(Exception, match="plans every step outside compiled code"):
+        step(want[:, -1:], position_ids=torch.tensor([[10], [12]]), past_key_values=cache)
+
+
+def test_a_paged_model_whose_session_is_too_small(make_llama: Any) -> None:
+    from torchpaged.engine import Generator
+    from torchpaged.hf import PagedModel
+
+    model = make_llama(vocab_size=99, hidden_size=64, intermediate_size=96, max_position_embeddings=256)
+    paged = PagedModel(model, num_blocks=64, limits=Limits(max_num_reqs=2))
+    with pytest.raises(ArgumentError, match="max_batch_size: expected at most 2, the limit of the model's session"):
+        Generator(paged, max_batch_size=3)
+    with pytest.raises(ArgumentError, match="metadata: expected at most 2 requests"):
+        paged(torch.tensor([1, 2, 3]), AttentionMetadata.from_lists([1] * 3, [1] * 3, [[1], [2], [3]], block_size=16))
+
+
+# ------------------------------------------------------------------------------------------------ sessions and backends
+def test_a_backend_serves_what_it_declares_and_the_default_the_rest() -> None:
+    assert PLANNING.serves == ("paged_attention",) and PLANNING.ops.write_kv is BACKEND_OPS["default"].write_kv
+    assert get_backend("cpu").serves == BACKEND_OPS["cpu"]._fields
+    with pytest.raises(ValueError, match="ops: expected names of write_kv, .*, got attend"):
+        Backend("bad", PLANNING.capabilities, {"attend": print}, lambda: None)
+
+
+def test_a_limit_that_is_needed_and_was_not_said(planning: str) -> None:
+    with pytest.raises(ArgumentError, match=r"limits\.max_num_reqs: expected a number: this backend makes room for it"):
+        PagedAttention(HEADS, DIM, KV_HEADS, backend=planning)
+    with pytest.raises(ArgumentError, match=r"limits\.num_blocks: expected at least 1, got 0"):
+        Limits(num_blocks=0)
+
+
+def test_graph_support_is_asked_for_when_a_session_is_opened() -> None:
+    for support, wanted in itertools.product(GraphSupport, GraphSupport):
+        reference = get_backend("reference")
+        capabilities = copy.copy(reference.capabilities)
+        object.__setattr__(capabilities, "graph_support", support)
+        backend = Backend("some", capabilities, reference.ops, lambda: None)
+        if wanted > support:
+            with pytest.raises(BackendUnavailableError, match=f"graph support {support.name} is less than {wanted.name}"):
+                backend.open([], Limits(graphs=wanted), "cpu")
+        else:
+            backend.open([], Limits(graphs=wanted), "cpu")
+
+
+def test_a_session_on_another_device() -> None:
+    session = get_backend("reference").open([], Limits(), "cuda")
+    with pytest.raises(BackendUnavailableError, match="the session was opened on cuda, the attention is on cpu"):
+        PagedAttention(HEADS, DIM, KV_HEADS, session=session)
+
+
+def test_a_kind_of_layer_that_comes_in_the_middle_of_a_step_is_planned(session: PlanningSession) -> None:
+    session.plan(batch([1], [5]))
+    PagedAttention(HEADS, DIM, KV_HEADS, session=session)
+    assert session.plans_made == 2
+    PagedAttention(HEADS, DIM, KV_HEADS, session=session)
+    assert session.plans_made == 2, "another layer of the same kind"
+
+
+def test_planning_that_is_not_needed_costs_nothing() -> None:
+    """A plan of a backend that plans nothing is not even looked at."""
+    session = get_backend("reference").open([], Limits(max_num_reqs=1), "cpu")
+    assert session.capabilities.planning == Planning.NEVER and not session.plans
+    session.plan(None)  # type: ignore[arg-type]
+    assert session.planned is None
+
+
+def test_copies_open_sessions_of_their_own(planning: str) -> None:
+    layer = PagedAttention(HEADS, DIM, KV_HEADS, backend=planning, limits=LIMITS)
+    again = copy.deepcopy(layer)
+    assert again.session is not layer.session and again.session.limits == LIMITS and again.session.name == planning
+    shared = PagedAttention(HEADS, DIM, KV_HEADS, session=layer.session)
+    assert copy.deepcopy(shared).session.limits == LIMITS and shared.to(torch.bfloat16).session is layer.session

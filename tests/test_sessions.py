@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from sessions import PLANNING, PlanningSession
-from torch import Tensor, nn
+from sessions import KEPT, PLANNING, PlanningSession
+from small_gpt import BLOCK, BLOCKS, DIM, GPT, HEADS, KV_HEADS, STEPS, TABLES, TOKENS, VOCAB, WIDTH, batch, close_to_dense, fed
+from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import torchpaged
@@ -22,62 +22,15 @@ from torchpaged import (
     CaptureError,
     Limits,
     PagedAttention,
-    PagedKVCache,
     PlanError,
 )
-from torchpaged.backends import Backend, GraphSupport, Planning, Session, get_backend, register_backend
+from torchpaged.backends import Backend, GraphSupport, Planning, get_backend, register_backend
 from torchpaged.backends import selector as selector_module
+from torchpaged.backends import semaphore as semaphore_module
 from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.graphs import DecodeGraphRunner, EagerCapture, PackedGraphRunner, TapeCapture
 
-LAYERS, HEADS, KV_HEADS, DIM, BLOCK, BLOCKS, WIDTH, VOCAB = 2, 4, 2, 16, 4, 40, 8, 50
-HIDDEN, LIMITS = HEADS * DIM, Limits(max_num_reqs=4, max_blocks_per_req=WIDTH)
-
-
-class Decoder(nn.Module):
-    def __init__(self, session: Session) -> None:
-        super().__init__()
-        self.norms = nn.ModuleList(nn.LayerNorm(HIDDEN) for _ in range(2))
-        self.qkv = nn.Linear(HIDDEN, (HEADS + 2 * KV_HEADS) * DIM)
-        self.out = nn.Linear(HIDDEN, HIDDEN)
-        self.mlp = nn.Sequential(nn.Linear(HIDDEN, 4 * HIDDEN), nn.GELU(), nn.Linear(4 * HIDDEN, HIDDEN))
-        self.attention = PagedAttention(HEADS, DIM, KV_HEADS, block_size=BLOCK, session=session)
-
-    def forward(self, x: Tensor, pools: Any, metadata: AttentionMetadata | None) -> Tensor:
-        q, k, v = self.qkv(self.norms[0](x)).view(len(x), -1, DIM).split([HEADS, KV_HEADS, KV_HEADS], 1)
-        if metadata is None:  # one whole sequence, without a cache
-            heads = (t.transpose(0, 1)[None] for t in (q, k, v))
-            y = F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
-        else:
-            y = self.attention(q, k, v, pools, metadata)
-        x = x + self.out(y.reshape(len(x), HIDDEN))
-        return x + self.mlp(self.norms[1](x))
-
-
-class GPT(nn.Module):
-    def __init__(self, session: Session) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.session = session
-        self.tokens, self.places = nn.Embedding(VOCAB, HIDDEN), nn.Embedding(64, HIDDEN)
-        self.layers = nn.ModuleList(Decoder(session) for _ in range(LAYERS))
-        self.cache = PagedKVCache.uniform(LAYERS, KV_HEADS, DIM, block_size=BLOCK, num_blocks=BLOCKS, dtype=torch.float32)
-
-    def forward(self, input_ids: Tensor, metadata: AttentionMetadata) -> Tensor:
-        x = self.tokens(input_ids) + self.places(metadata.positions)
-        for layer, pools in zip(self.layers, self.cache, strict=True):
-            x = layer(x, pools, metadata)
-        return x @ self.tokens.weight.T
-
-    def dense(self, input_ids: Tensor) -> Tensor:
-        x = self.tokens(input_ids) + self.places(torch.arange(len(input_ids)))
-        for layer in self.layers:
-            x = layer(x, None, None)
-        return x @ self.tokens.weight.T
-
-
-TABLES = [list(range(1 + WIDTH * i, 1 + WIDTH * (i + 1))) for i in range(4)]
-TOKENS = torch.arange(4 * 24).view(4, 24) * 7 % VOCAB
+LIMITS = Limits(max_num_reqs=4, max_blocks_per_req=WIDTH)
 
 
 @pytest.fixture
@@ -92,24 +45,6 @@ def planning(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setattr(selector_module, "_REGISTERED", {})
     register_backend(PLANNING)
     yield PLANNING.name
-
-
-def batch(query_lens: list[int], seq_lens: list[int]) -> AttentionMetadata:
-    tables = TABLES[: len(seq_lens)]
-    return AttentionMetadata.from_lists(query_lens, seq_lens, tables, block_size=BLOCK, num_blocks=BLOCKS, max_blocks_per_req=WIDTH)
-
-
-def fed(query_lens: list[int], seq_lens: list[int]) -> Tensor:
-    return torch.cat([TOKENS[i, end - n : end] for i, (n, end) in enumerate(zip(query_lens, seq_lens, strict=True))])
-
-
-def close_to_dense(gpt: GPT, logits: Tensor, query_lens: list[int], seq_lens: list[int]) -> None:
-    whole = [gpt.dense(TOKENS[i, :end])[end - n :] for i, (n, end) in enumerate(zip(query_lens, seq_lens, strict=True))]
-    torch.testing.assert_close(logits, torch.cat(whole), rtol=1e-4, atol=1e-4)
-
-
-#: Two sequences in uneven pieces: query and sequence lengths of each step.
-STEPS = [([5, 4], [5, 4]), ([1, 4], [6, 8]), ([1, 1], [7, 9]), ([9, 1], [16, 10]), ([1, 1], [17, 11])]
 
 
 @torch.no_grad()
@@ -337,6 +272,29 @@ def test_planning_that_is_not_needed_costs_nothing() -> None:
     assert session.capabilities.planning == Planning.NEVER and not session.plans
     session.plan(None)  # type: ignore[arg-type]
     assert session.planned is None
+
+
+def test_streams_of_one_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA without a GPU, as far as it is asked for streams: each has a semaphore of its own, a capture takes the session's."""
+    from types import SimpleNamespace
+
+    stream, capturing = SimpleNamespace(cuda_stream=7), [False]
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: stream)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    session = KEPT.open([], Limits(max_num_reqs=3), "cpu")
+    session.device = torch.device("cuda")
+    session._home = 7  # type: ignore[attr-defined]
+    monkeypatch.setattr(semaphore_module, "make_semaphore", lambda count, device: torch.zeros(count, dtype=torch.int32))
+    kept = {"semaphore": torch.zeros(6, dtype=torch.int32)}
+    assert session.workspace_for(kept, 3) is kept and session.workspace_for(kept, 4) == {}
+    stream.cuda_stream = 8
+    other = session.workspace_for(kept, 3)
+    assert other is not kept and other["semaphore"].shape == (6,) and session.workspace_for(kept, 3) is other
+    other["semaphore"][2] = 1
+    session.reset()
+    assert not other["semaphore"].any()
+    capturing[0] = True
+    assert session.workspace_for(kept, 3) is kept
 
 
 def test_copies_open_sessions_of_their_own(planning: str) -> None:

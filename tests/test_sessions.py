@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import itertools
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -303,3 +305,11 @@ def test_copies_open_sessions_of_their_own(planning: str) -> None:
     assert again.session is not layer.session and again.session.limits == LIMITS and again.session.name == planning
     shared = PagedAttention(HEADS, DIM, KV_HEADS, session=layer.session)
     assert copy.deepcopy(shared).session.limits == LIMITS and shared.to(torch.bfloat16).session is layer.session
+
+
+def test_the_example_of_the_page() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "backends.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(code, names)
+    assert [tuple(x.shape) for x in names["outputs"]] == [(4, 4, 16)] * 2

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from sessions import KEPT, PLANNING, PlanningSession
+from wrapper_backend import WRAPPER
 
 from torchpaged.backends import AttentionSpec, Backend, GraphSupport, Planning, get_backend, list_backends
 from torchpaged.custom_ops import BACKEND_OPS
@@ -20,16 +21,16 @@ SHAPE: dict[str, Any] = {"head_dim": 32, "num_heads": 4, "num_kv_heads": 2}
 
 
 def backend_of(name: str) -> Backend:
-    """The built-in ones, the planning one, and the device's own kernels with a kept semaphore."""
+    """The built-in ones, two that plan, and the device's own kernels with a kept semaphore."""
     if name == "kept":
         return Backend("kept", dataclasses.replace(KEPT.capabilities, graph_support=GraphSupport.ALWAYS), BACKEND_OPS["default"], lambda: None,
                        KEPT.session)  # fmt: skip
-    return PLANNING if name == "planning" else get_backend(name)
+    return {"planning": PLANNING, "wrapper": WRAPPER}.get(name) or get_backend(name)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bf16"])
 @pytest.mark.parametrize("case", conformance_cases(GraphSupport.ALWAYS), ids=lambda c: c.name)
-@pytest.mark.parametrize("name", [*list_backends(), "planning", "kept"])
+@pytest.mark.parametrize("name", [*list_backends(), "planning", "wrapper", "kept"])
 def test_declared_support_holds(name: str, case: Case, dtype: torch.dtype) -> None:
     backend = backend_of(name)
     spec = AttentionSpec(device=DEVICE, dtype=dtype, **SHAPE)
@@ -49,6 +50,8 @@ def test_declared_support_holds(name: str, case: Case, dtype: torch.dtype) -> No
 def test_a_forgotten_plan_raises(case: Case) -> None:
     """On a CPU also where there is a GPU: an assertion of the device would end this process's use of it."""
     check_forgotten_plan(PLANNING, case, TapeCapture(), "cpu", **SHAPE)
+    if case in conformance_cases(WRAPPER.capabilities.graph_support):
+        check_forgotten_plan(WRAPPER, case, TapeCapture(), "cpu", **SHAPE)
 
 
 class Unchecked(PlanningSession):

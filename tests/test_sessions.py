@@ -15,6 +15,7 @@ from sessions import KEPT, PLANNING, PlanningSession
 from small_gpt import BLOCK, BLOCKS, DIM, GPT, HEADS, KV_HEADS, STEPS, TABLES, TOKENS, VOCAB, WIDTH, batch, close_to_dense, fed
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from wrapper_backend import WRAPPER
 
 import torchpaged
 from torchpaged import (
@@ -92,6 +93,38 @@ def test_a_gpt_is_captured(session: PlanningSession, compile: bool) -> None:
         torch.testing.assert_close(logits[:1], gpt.dense(TOKENS[0, :length])[-1:], rtol=1e-4, atol=1e-4)  # row 0 is in every step
     assert session.plans_made == 2 + 19 and session.plans_from_host == 19
     torch.testing.assert_close(runner.run_eager(TOKENS[:1, 19], [20], TABLES[:1]), gpt.dense(TOKENS[0, :20])[-1:], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_a_library_whose_state_is_an_object(compile: bool) -> None:
+    """Its op gets an int64 tensor, and a trace nothing else: a wrapper per bucket, made and planned ahead of the capture."""
+    torch._dynamo.reset()
+    gpt = GPT(WRAPPER.open([], Limits(max_num_reqs=4, max_blocks_per_req=WIDTH, block_size=BLOCK), "cpu"))
+    session: Any = gpt.session
+    if compile:
+        compiled = torch.compile(gpt, fullgraph=True, dynamic=False, backend="aot_eager")
+        with torch.no_grad():
+            for length in (1, 2, 3):
+                metadata = batch([1, 1], [length] * 2)
+                session.plan(metadata)
+                close_to_dense(gpt, compiled(fed([1, 1], [length] * 2), metadata), [1, 1], [length] * 2)
+        return
+    runner = DecodeGraphRunner(
+        gpt,
+        max_batch_size=4,
+        max_blocks_per_req=WIDTH,
+        block_size=BLOCK,
+        buckets=[2, 4],
+        compile=False,
+        capture=TapeCapture(),
+        session=session,
+    )
+    runner.capture()
+    assert sorted(session.wrappers) == [2, 4]
+    for length in range(1, 8):
+        logits = runner.run(TOKENS[:3, length - 1], [length] * 3, TABLES[:3])
+        close_to_dense(gpt, logits, [1] * 3, [length] * 3)
+    assert sorted(session.wrappers) == [2, 4]
 
 
 def test_packed_prefills_are_captured(session: PlanningSession) -> None:

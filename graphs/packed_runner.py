@@ -71,6 +71,7 @@ class PackedGraphRunner:
         self._pool = capture.new_pool() if pool is None else pool
         self._warmup_iters, self._progress = warmup_iters, progress
         self._session: StepSession = NoSession() if session is None else session
+        self._plans_every_step = self._session.plans_every_step
         self._addresses = CapturedAddresses(lambda: {**self.buffers.tensors(), **self._session.tensors()}, watch)
         self._debug = checks_device_values() if debug is None else debug
         self._ranges = no_range if ranges is None else ranges
@@ -136,7 +137,7 @@ class PackedGraphRunner:
         with torch.inference_mode():
             self.buffers.load(input_ids, query_lens, seq_lens, block_tables, logits_indices, bucket)
             self._dirty = True
-            if self._session.plans_every_step:
+            if self._plans_every_step:
                 pad = [0] * (self.buffers.max_num_reqs - len(seq_lens))
                 self._session.plan(self._view(bucket)[1], HostLengths([*query_lens, *pad], [*seq_lens, *pad]))
             graph.replay()

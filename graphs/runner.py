@@ -94,7 +94,8 @@ class DecodeGraphRunner:
             raise ArgumentError("rows", "DecodeRows or sizes", "both", "the rows know their sizes")
         self.rows = rows
         self._session: StepSession = NoSession() if session is None else session
-        if rows is not None and rows.steps_per_launch > 1 and self._session.plans_every_step:
+        self._plans_every_step = self._session.plans_every_step
+        if rows is not None and rows.steps_per_launch > 1 and self._plans_every_step:
             raise ArgumentError("rows", "steps_per_launch=1 with a backend that plans every step on the host", str(rows.steps_per_launch))
         max_batch_size = self._static.max_batch_size
         self.buckets = check_buckets(default_buckets(max_batch_size) if buckets is None else buckets, max_batch_size)
@@ -202,8 +203,9 @@ class DecodeGraphRunner:
             self._capture_one(bucket)
         with torch.inference_mode():
             buffers.load(input_ids, seq_lens, block_tables, bucket)
-            pad = [0] * (bucket - rows) if self._session.plans_every_step else []
-            return self._start(rows, host=HostLengths([1] * rows + pad, [*seq_lens, *pad])).output[:rows]
+            pad = [0] * (bucket - rows)
+            host = HostLengths([1] * rows + pad, [*seq_lens, *pad]) if self._plans_every_step else None
+            return self._start(rows, host=host).output[:rows]
 
     def replay(self, num_rows: int) -> Tensor:
         """Replay the bucket of ``num_rows`` rows on the buffers or rows as they are.
@@ -244,7 +246,7 @@ class DecodeGraphRunner:
         report.padded_rows += bucket - num_rows
         with self._ranges("replay", batch=num_rows, padded=bucket):
             self._dirty = True
-            if self._session.plans_every_step:
+            if self._plans_every_step:
                 self._session.plan(self._view(bucket)[1], host)
             if rows is not None:
                 rows.ring.begin()

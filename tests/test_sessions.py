@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import itertools
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ from torchpaged import (
     PagedAttention,
     PlanError,
 )
-from torchpaged.backends import Backend, GraphSupport, Planning, get_backend, register_backend
+from torchpaged.backends import Backend, GraphSupport, Planning, Session, get_backend, register_backend
 from torchpaged.backends import selector as selector_module
 from torchpaged.backends import semaphore as semaphore_module
 from torchpaged.custom_ops import BACKEND_OPS
@@ -125,6 +126,34 @@ def test_a_library_whose_state_is_an_object(compile: bool) -> None:
         logits = runner.run(TOKENS[:3, length - 1], [length] * 3, TABLES[:3])
         close_to_dense(gpt, logits, [1] * 3, [length] * 3)
     assert sorted(session.wrappers) == [2, 4]
+
+
+def test_a_plan_of_shapes_alone_is_made_once_at_each_capture() -> None:
+    """And it lasts: steps of one bucket need no plan behind those of another, also where a replay runs Python again."""
+
+    class OfShapes(Session):
+        seen: ClassVar[list[int]] = []
+
+        def _plan(self, planned: Any, host: Any) -> None:
+            self.seen.append(planned.seq_lens.shape[0])
+
+    reference = get_backend("reference")
+    backend = Backend(
+        "shapes", dataclasses.replace(reference.capabilities, planning=Planning.AT_CAPTURE), reference.ops, lambda: None, OfShapes
+    )
+    gpt = GPT(backend.open([], LIMITS, "cpu"))
+    runner = DecodeGraphRunner(
+        gpt, max_batch_size=4, max_blocks_per_req=WIDTH, block_size=BLOCK, buckets=[2, 4], compile=False, capture=EagerCapture(),
+        session=gpt.session,
+    )  # fmt: skip
+    runner.capture()
+    OfShapes.seen.clear()
+    for length in range(1, 7):
+        rows = 1 + length % 4
+        runner.run(TOKENS[:rows, length - 1], [length] * rows, TABLES[:rows])
+    assert OfShapes.seen == []
+    with torch.no_grad(), pytest.raises(PlanError):
+        gpt(fed([1] * 3, [7] * 3), batch([1] * 3, [7] * 3))
 
 
 def test_packed_prefills_are_captured(session: PlanningSession) -> None:

@@ -8,7 +8,11 @@ from typing import Any
 import pytest
 import torch
 from models import tiny
+from sessions import KEPT, PLANNING
 
+from torchpaged import Limits
+from torchpaged.backends import Backend
+from torchpaged.backends import selector as selector_module
 from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
 from torchpaged.engine import Generator, SamplingParams
 from torchpaged.hf import PagedCache, PagedModel, compile_layers, fuse, uncompile_layers, unfuse
@@ -62,6 +66,19 @@ def test_one_compilation_serves_all_layers(name: str, kinds: int, fused: bool) -
     if fused:
         unfuse(model)
     assert all("forward" not in vars(layer) for layer in model.model.layers)
+
+
+@pytest.mark.parametrize("backend", [KEPT, PLANNING], ids=["semaphore", "plan"])
+def test_what_the_session_keeps_does_not_tell_layers_apart(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One compilation for all layers, and none for another session."""
+    monkeypatch.setattr(selector_module, "_REGISTERED", {backend.name: backend})
+    model, counter = tiny("Llama", num_hidden_layers=4), Counter()
+    expected = _steps(PagedModel(model, num_blocks=16), 2)
+    compile_layers(model, backend=counter)
+    for _ in range(2):
+        limits = Limits(max_num_reqs=4, max_blocks_per_req=4)
+        torch.testing.assert_close(_steps(PagedModel(model, num_blocks=16, backend=backend.name, limits=limits), 2), expected)
+        assert counter.count == 1
 
 
 def test_more_batch_sizes_than_dynamo_lets_one_function_have() -> None:

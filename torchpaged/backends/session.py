@@ -120,6 +120,7 @@ class Session:
         self.limits, self.device = limits, device
         self.planned: PlannedBatch | None = None
         self._host: HostLengths | None = None
+        self._shapes: set[tuple[int, ...]] = set()  # that were planned: without `plans_every_step` such a plan lasts
         self._workspaces: dict[AttentionSpec, dict[str, Tensor]] = {}
         self._open(specs)
         if limits.graphs > capabilities.graph_support:
@@ -193,6 +194,8 @@ class Session:
     def plan(self, batch: PlannedBatch, host: HostLengths | None = None) -> None:
         """Plan the next step. Outside traces and captures, on the stream that the step runs on; nothing to do unless `plans`.
 
+        A plan that depends on shapes alone lasts: graphs of several shapes stay right, whichever was planned last.
+
         Args:
             batch: the metadata that the step will be given, with this step's lengths.
             host: its lengths, where the host knows them.
@@ -205,6 +208,7 @@ class Session:
             self.planned = None
             self._plan(batch, host)
             self.planned, self._host = batch, host
+            self._shapes.add(_shape(batch))
 
     def require(self, batch: PlannedBatch) -> None:
         """Eagerly, before a step: ``batch`` is within the limits and was planned, if it has to be. Host facts only.
@@ -216,7 +220,7 @@ class Session:
         most = self.limits.max_num_reqs
         if most is not None and batch.seq_lens.shape[0] > most:
             self.limits.check(batch.seq_lens.shape[0], 0)
-        if self.plans and self.planned is not batch:
+        if self.plans and self.planned is not batch and (self.plans_every_step or _shape(batch) not in self._shapes):
             raise PlanError(
                 f"metadata: expected a batch that was planned, got one that backend {self.name!r} knows nothing of; "
                 "call session.plan(metadata) before the step, outside compiled code and graphs"
@@ -224,6 +228,10 @@ class Session:
 
     def _unable(self, reasons: list[str]) -> BackendUnavailableError:
         return BackendUnavailableError(f"backend {self.name!r} cannot run this attention: {'; '.join(reasons)}")
+
+
+def _shape(batch: PlannedBatch) -> tuple[int, ...]:
+    return (*batch.block_table.shape, batch.max_query_len)
 
 
 def assert_planned(planned: Sequence[Tensor], live: Sequence[Tensor]) -> None:

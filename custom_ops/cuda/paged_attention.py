@@ -56,8 +56,8 @@ def paged_attention(
         prefill.attend(
             q, k_cache, v_cache, block_table, seq_lens, query_start_loc, out, lse, scale=scale, causal=causal, window_left=window_left,
             window_right=window_right, chunk_size=chunk_size, logits_soft_cap=logits_soft_cap, alibi_slopes=alibi_slopes, sinks=sinks,
-            semaphore=semaphore, short=short, ticket_row=ticket_row)  # fmt: skip
-    if decodes is not None:
+            semaphore=semaphore, short=short, ticket_row=ticket_row, behind=decodes)  # fmt: skip
+    elif decodes is not None:
         decodes()
 
 

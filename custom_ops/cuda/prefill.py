@@ -115,6 +115,17 @@ def why_not(q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, *, scale: 
         scale=scale, sinks_dtype=None if sinks is None else sinks.dtype) or refuse_layout(q, k_cache, v_cache, out)  # fmt: skip
 
 
+def is_slower(
+    num_tokens: int, num_reqs: int, num_kv_heads: int, group: int, dim: int, dim_v: int, capacity: int, programs: int
+) -> str | None:
+    """Why Triton's kernel is the faster one for these shapes, or None. ``capacity``: tokens that a row of the block table holds; ``programs``: CTAs."""
+    shape = prefill_shape(dim, dim_v)
+    tiles = (num_tokens // (shape.rows // group) + min(num_reqs, num_tokens)) * num_kv_heads
+    if capacity <= shape.keys and tiles * 2 <= programs:
+        return f"at most {capacity} keys and {tiles} tiles: the kernel takes longer to begin and end than Triton's for all"
+    return None
+
+
 def attend(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, seq_lens: Tensor, query_start_loc: Tensor, out: Tensor,
     lse: Tensor | None = None, *, scale: float, causal: bool = True, window_left: int = -1, window_right: int = -1, chunk_size: int = 0,
@@ -188,11 +199,17 @@ def prefill(
     group, dim, dim_v = q.shape[1] // num_kv_heads, q.shape[2], v_cache.shape[3]
     if not q.shape[0]:
         return
-    programs, cut = ctas(index, short), shape_for(dim, dim_v, plain=window_left < 0 and not (chunk or soft_cap > 0 or alibi_slopes is not None))
-    split = may_split(q.shape[0], block_table.shape[0], short, num_kv_heads, cut.rows // group, block_table.shape[1] * block_size // cut.keys, programs)
+    programs, cut = (
+        ctas(index, short),
+        shape_for(dim, dim_v, plain=window_left < 0 and not (chunk or soft_cap > 0 or alibi_slopes is not None)),
+    )
+    split = may_split(
+        q.shape[0], block_table.shape[0], short, num_kv_heads, cut.rows // group, block_table.shape[1] * block_size // cut.keys, programs
+    )
     kernel, merge, shape = _specialised(
         index, q.dtype, dim, dim_v, group, num_kv_heads, block_size, causal, window_left, window_right, chunk, soft_cap > 0,
         alibi_slopes is not None, sinks is not None, lse is not None, clocks is not None, patience, beside, short, split)  # fmt: skip
+    early = merge is not None and specialise.launches_early(index)
     maps = queries_map(q.data_ptr(), q.dtype, tuple(q.shape), q.stride(0), q.stride(1), group, shape.rows)
     where: tuple[int, ...] = ()
     for cache in (k_cache, v_cache):
@@ -208,7 +225,7 @@ def prefill(
     if behind is not None:
         behind()
     if merge is not None:
-        merge.launch(programs, shape.threads - 128, maps + arguments, early=True)
+        merge.launch(programs, shape.threads - 128, maps + arguments, early=early)
 
 
 def may_split(num_tokens: int, num_reqs: int, short: int, num_kv_heads: int, tokens: int, steps: int, programs: int) -> bool:

@@ -92,7 +92,11 @@ def test_the_merge_kernel(tmp_path: Path, name: str) -> None:
     assert 3 * 128 + prefill.PARAMS.size == size
     steps = re.findall(r"griddepcontrol\.\w+|ld\.global\S*|st\.global", text)
     assert steps[:2] == ["griddepcontrol.wait", "griddepcontrol.launch_dependents"] and "ld.global.cg.v4.f32" in steps
-    assert {step for step in steps if step.startswith("ld.global")} <= {"ld.global.cg.s32", "ld.global.cg.v4.f32", *["ld.global.nc.b16", "ld.global.nc.u16", "ld.global.b16", "ld.global.u16"] * values["SINKS"]}
+    assert {step for step in steps if step.startswith("ld.global")} <= {
+        "ld.global.cg.s32",
+        "ld.global.cg.v4.f32",
+        *["ld.global.nc.b16", "ld.global.nc.u16", "ld.global.b16", "ld.global.u16"] * values["SINKS"],
+    }
     _, report = compile_with_nvcc(tmp_path, values, "cubin", SOURCE.with_name("prefill_merge.cu"))
     assert re.findall(r"(\d+) bytes spill stores", report) == ["0"], report
 

@@ -125,9 +125,7 @@ def test_every_tile_once_and_the_longest_first(tmp_path: Path, tokens: int, head
         (8, [64] * 8, [8000] * 8, "causal", 1), (8, [64] * 4, [8000] * 4, "causal", 2), (8, [64, 64, 64], [8000, 0, -3], "causal", 8),
     ],
 )  # fmt: skip
-def test_how_often_a_tile_is_cut(
-    tmp_path: Path, heads: int, query_lens: list[int], seq_lens: list[int], mask: str, parts: int
-) -> None:
+def test_how_often_a_tile_is_cut(tmp_path: Path, heads: int, query_lens: list[int], seq_lens: list[int], mask: str, parts: int) -> None:
     """Into as many parts as let all run at once on 132 multiprocessors, none of them too short; rows that see nothing do not count."""
     program = build(tmp_path, 32, heads, *MASKS[mask], split=True)
     starts = [sum(query_lens[:i]) for i in range(len(query_lens) + 1)]

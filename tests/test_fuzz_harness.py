@@ -260,7 +260,9 @@ def test_all_configurations_aimed_at_the_cuda_prefill_kernel_are_taken_by_it(mon
         strides = (c.num_heads * (c.head_dim_v + head) + token, c.head_dim_v + head, 1)
         out = strided((batch.q.shape[0], c.num_heads, c.head_dim_v), strides, batch.q.dtype, offset, torch.device("cpu"))
         tensors: list[Any] = [_OnHopper(tensor) for tensor in (batch.q, batch.k_cache, batch.v_cache, out)]
-        taken = paged_attention.route(*tensors, c.num_reqs, c.max_query_len, batch.scale, batch.extras.get("sinks"))
+        taken = paged_attention.route(
+            *tensors, c.num_reqs, c.max_query_len, batch.scale, batch.extras.get("sinks"), c.columns * c.block_size
+        )
         assert taken.kernel == ("prefill" if c.kernel == "prefill" else "prefill and decode"), (c, taken)
     configurations = [random_configuration(seed, aim="cuda-prefill") for seed in range(600)]
     assert {(c.head_dim, c.head_dim_v) for c in configurations} == set(PREFILL_WIDTHS)

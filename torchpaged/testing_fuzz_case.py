@@ -221,7 +221,8 @@ def _kernel(c: Configuration, batch: Batch, out: Tensor) -> str:
     if c.backend == "cuda":
         from torchpaged.custom_ops.cuda.paged_attention import route
 
-        taken = route(batch.q, batch.k_cache, batch.v_cache, out, c.num_reqs, c.max_query_len, batch.scale, batch.extras.get("sinks"))
+        taken = route(batch.q, batch.k_cache, batch.v_cache, out, c.num_reqs, c.max_query_len, batch.scale, batch.extras.get("sinks"),
+                      c.columns * c.block_size)  # fmt: skip
         if taken.kernel != "triton":
             return f"cuda {taken.kernel}"
     group = c.num_heads // c.num_kv_heads

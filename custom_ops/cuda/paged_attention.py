@@ -37,8 +37,9 @@ def paged_attention(
         alibi_slopes=alibi_slopes, sinks=sinks, k_scale=k_scale, v_scale=v_scale, chunk_size=chunk_size,
         semaphore=semaphore)  # fmt: skip
     num_reqs = block_table.shape[0]
-    window_left, window_right, chunk_size = bounded_masks(window_left, window_right, chunk_size, block_table.shape[1] * k_cache.shape[1])
-    kernel, short, _ = route(q, k_cache, v_cache, out, num_reqs, max_query_len, scale, sinks)
+    capacity = block_table.shape[1] * k_cache.shape[1]
+    window_left, window_right, chunk_size = bounded_masks(window_left, window_right, chunk_size, capacity)
+    kernel, short, _ = route(q, k_cache, v_cache, out, num_reqs, max_query_len, scale, sinks, capacity)
     if kernel == "triton":
         _triton()(
             q, k_cache, v_cache, block_table, seq_lens, query_start_loc, out, lse, max_query_len=max_query_len, scale=scale, causal=causal,
@@ -56,8 +57,8 @@ def paged_attention(
         prefill.attend(
             q, k_cache, v_cache, block_table, seq_lens, query_start_loc, out, lse, scale=scale, causal=causal, window_left=window_left,
             window_right=window_right, chunk_size=chunk_size, logits_soft_cap=logits_soft_cap, alibi_slopes=alibi_slopes, sinks=sinks,
-            semaphore=semaphore, short=short, ticket_row=ticket_row)  # fmt: skip
-    if decodes is not None:
+            semaphore=semaphore, short=short, ticket_row=ticket_row, behind=decodes)  # fmt: skip
+    elif decodes is not None:
         decodes()
 
 
@@ -76,9 +77,10 @@ class Route(NamedTuple):
 
 
 def route(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, num_reqs: int, max_query_len: int, scale: float, sinks: Tensor | None
-) -> Route:
-    """The route of a call, from shapes, dtypes, strides and addresses alone."""
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, num_reqs: int, max_query_len: int, scale: float, sinks: Tensor | None,
+    capacity: int,
+) -> Route:  # fmt: skip
+    """The route of a call, from shapes, dtypes, strides and addresses alone. ``capacity``: tokens that a row of the block table holds."""
     num_tokens = q.shape[0]
     if not num_reqs or not num_tokens:
         return Route("triton", reason="no requests or no tokens")
@@ -86,9 +88,13 @@ def route(
         reason = specialise.unsupported(q, k_cache, v_cache, out, sinks, max_query_len, num_reqs)
         return Route("decode") if reason is None else Route("triton", reason=f"decode: {reason}")
     reason = prefill.why_not(q, k_cache, v_cache, out, scale=scale, sinks=sinks) if _prefill_is_on() else "TORCHPAGED_CUDA_PREFILL=0"
+    group, num_kv_heads, dim = q.shape[1] // k_cache.shape[2], k_cache.shape[2], k_cache.shape[3]
+    if reason is None:
+        sms = specialise.num_sms(q.device.index or 0)
+        reason = prefill.is_slower(num_tokens, num_reqs, num_kv_heads, group, dim, v_cache.shape[3], capacity, sms)
     if reason is not None:
         return Route("triton", reason=f"prefill: {reason}")
-    short = decode_len_in_mixed(q.shape[1] // k_cache.shape[2], num_reqs, num_tokens, max_query_len)
+    short = decode_len_in_mixed(group, num_reqs, num_tokens, max_query_len)
     if not short:
         return Route("prefill")
     reason = specialise.unsupported(q, k_cache, v_cache, out, sinks, short, num_reqs)

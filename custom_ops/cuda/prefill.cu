@@ -19,7 +19,7 @@
 
 #include "prefill_products.cuh"
 #include "prefill_shapes.cuh"
-#include "prefill_tiles.cuh"
+#include "prefill_store.cuh"
 
 // Turns: barrier 1 is warpgroup 0's, 2 is warpgroup 1's ...; 256 threads: who waits and who gives the turn. Behind them: the warps of one warpgroup.
 __device__ __forceinline__ void await_turn(int group) { asm volatile("bar.sync %0, 256;" ::"r"(1 + group) : "memory"); }
@@ -44,7 +44,7 @@ __device__ __forceinline__ void barrier_wait_after(u32 at, int parity, float x) 
 // The same number in all lanes, known as such to the compiler: products in a branch that might part a warp are put one behind the other.
 __device__ __forceinline__ int uniform(int x) { return __shfl_sync(ALL, x, 0); }
 __device__ __forceinline__ Job uniform(const Job &x) {
-  return {uniform(x.steps), uniform(x.last), uniform(x.tile), uniform(x.start), uniform(x.query_len), uniform(x.seq_len), uniform(x.head), 0};
+  return {uniform(x.steps), uniform(x.last), uniform(x.tile), uniform(x.start), uniform(x.query_len), uniform(x.seq_len), uniform(x.head), uniform(x.unit)};
 }
 
 // The loader: one warp.
@@ -81,8 +81,15 @@ struct Loader {
 
   __device__ __forceinline__ void run(Job *jobs) {
     Line line;
-    line.open(p.starts, p.seq_lens, p.num_reqs, p.num_tokens);
+    line.open(p.starts, p.seq_lens, p.num_reqs, p.num_tokens, gridDim.x);
     const int total = line.total();
+#if SPLIT
+    Cut &cut = *(Cut *)(p.parts + (i64)gridDim.x * PART_FLOATS);
+    if (blockIdx.x == 0 && lane == 0) {
+      cut.tiles = line.live * NUM_KV_HEADS;
+      cut.parts = line.parts;
+    }
+#endif
     // Beside a decode launch: a counter of a request that has tiles here, which that launch does not touch.
     u32 *tickets = (u32 *)p.tickets + (SHORT > 0 ? line.owner * p.ticket_row : 0);
     int ticket = blockIdx.x;
@@ -101,10 +108,24 @@ struct Loader {
       }
       int next = 0;  // comes while this tile is loaded; every tile takes one ticket, so that the last tile's puts the counter back to zero
       if (lane == 0) next = gridDim.x + atomicInc(tickets, total - 1);
-      const int last = tile.span.level(tile.index) - 1, first_seen = LOW ? tile.span.first_seen(tile.index) : 0;
-      const int steps = last < 0 ? 0 : last - first_seen / KEYS + 1, first = last - steps + 1;
+      const int level = tile.span.level(tile.index), first_seen = LOW ? tile.span.first_seen(tile.index) : 0;
+      int first = first_seen / KEYS, last = level - 1;
+      bool whole = true;
+#if SPLIT
+      whole = line.parts == 1 || ticket >= line.live_total();
+      if (!whole) {
+        const int all = max(level - first, 0);
+        last = first + all * (tile.part + 1) / line.parts - 1;
+        first += all * tile.part / line.parts;
+      }
+#endif
+      const int steps = last < 0 ? 0 : max(last - first + 1, 0);
       if (lane == 0) {
-        jobs[buffer] = {steps, last, tile.index, tile.span.start, tile.span.query_len, tile.span.seq_len, tile.head, 0};
+        const Job job = {steps, last, tile.index, tile.span.start, tile.span.query_len, tile.span.seq_len, tile.head, whole ? -1 : ticket};
+        jobs[buffer] = job;
+#if SPLIT
+        if (!whole && tile.part == 0) cut.jobs[ticket / line.parts] = job;
+#endif
         if (steps > 0) {
           barrier_expect(q_full, Q_BYTES);  // the job is written before: a wait for q_full sees it
 #pragma unroll 1
@@ -221,20 +242,6 @@ struct Softmax {
   }
 };
 
-// Word `lane % 4` of four lanes' blocks of columns for word 0..3 of this lane's block: afterwards the lane holds 16 contiguous bytes.
-__device__ __forceinline__ void transpose_quad(u32 (&w)[4], int lane) {
-#pragma unroll
-  for (int step = 1; step < 4; step *= 2)
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (i & step) continue;
-      const bool upper = lane & step;
-      const u32 got = __shfl_xor_sync(ALL, upper ? w[i] : w[i + step], step);
-      if (upper) w[i] = got;
-      else w[i + step] = got;
-    }
-}
-
 // What a thread knows of its two rows of a tile.
 struct Rows {
   int low[2], end[2], position[2];
@@ -297,51 +304,16 @@ struct Math {
     meet(group);                                                  // arrive: the other warps of this warpgroup, here
   }
 
-  __device__ __forceinline__ void store(Softmax &x, const Job &job) {
-    float weight[2];
-    int token[2];
-    bool sees[2];  // `total` does not tell: it is NaN where a score was NaN or +inf, and 0 where all were -inf, which makes 0 / 0
-    char *at[2];
+  __device__ __forceinline__ void store(const Softmax &x, const Job &job) {
+    store_rows<DIM_V / 8>(p, job, group * 64 + warp * 16 + lane / 4, lane, x.top, x.total, x.acc, 0);
+  }
+
+  // What prefill_merge.cu puts together: nothing is weighed or summed over threads yet.
+  __device__ __forceinline__ void store_part(const Softmax &x, int unit) {
+    float4 *to = part_of(p, unit) + threadIdx.x - 128;
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      float total = x.total[r];
-      total += __shfl_xor_sync(ALL, total, 1);
-      total += __shfl_xor_sync(ALL, total, 2);
-      const int row = group * 64 + warp * 16 + r * 8 + lane / 4;
-      token[r] = row < TOKENS * GROUP ? job.tile * TOKENS + row / GROUP : job.query_len;
-      const i64 line = job.start + token[r], head = job.head * GROUP + row % GROUP;
-      const int position = job.seq_len - job.query_len + token[r];
-      sees[r] = end_key(position, job.seq_len) > first_key(position);
-      [[maybe_unused]] float top = x.top[r];
-      float mine = 1.f;
-#if SINKS
-      if (sees[r]) {
-        const float sink = to_float(p.sinks[head]) * LOG2E;
-        top = fmaxf(x.top[r], sink);
-        mine = exp2_(x.top[r] - top);
-        total = fmaf(total, mine, exp2_(sink - top));
-      }
-#endif
-      weight[r] = mine / total;
-      at[r] = p.out + (line * p.o_token + head * p.o_head + lane % 4 * 8) * 2;
-#if LSE
-      if (token[r] < job.query_len && lane % 4 == 0)
-        p.lse[line * p.l_token + head * p.l_head] = sees[r] ? (top + log2_(total)) * LN2 : -INF;
-#endif
-    }
-#pragma unroll
-    for (int n = 0; n < DIM_V / 8; n += 4)
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        u32 w[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float *pair = x.acc + (n + i) * 4 + r * 2;
-          w[i] = sees[r] ? pack_out(pair[0] * weight[r], pair[1] * weight[r]) : 0;
-        }
-        transpose_quad(w, lane);
-        if (token[r] < job.query_len) *(uint4 *)(at[r] + n * 16) = make_uint4(w[0], w[1], w[2], w[3]);
-      }
+    for (int n = 0; n < DIM_V / 8; ++n) to[n * MATH_THREADS] = make_float4(x.acc[n * 4], x.acc[n * 4 + 1], x.acc[n * 4 + 2], x.acc[n * 4 + 3]);
+    to[DIM_V / 8 * MATH_THREADS] = make_float4(x.top[0], x.top[1], x.total[0], x.total[1]);
   }
 
   // Scores that have just come, of the keys from `key` on.
@@ -434,7 +406,7 @@ struct Math {
     while (LOW && key > begin) step<true>(x, rows, key, begin, scale, queries, q_empty);
     if (LOW) {  // the tile's first block holds keys that none of its rows sees; blocks before it came as zeros
       const int skipped = first_key(max(before + job.tile * TOKENS, 0)) - begin;
-      if (skipped % BLOCK_SIZE) clear_values(v.slot, skipped / BLOCK_SIZE * BLOCK_SIZE, skipped % BLOCK_SIZE);
+      if (skipped > 0 && skipped % BLOCK_SIZE) clear_values(v.slot, skipped / BLOCK_SIZE * BLOCK_SIZE, skipped % BLOCK_SIZE);
     }
     wgmma_begin();
     ask_values(x, v.slot);
@@ -462,7 +434,8 @@ struct Math {
         x.clear();
       }
       begin_clock();
-      store(x, job);
+      if (SPLIT && job.unit >= 0) store_part(x, job.unit);
+      else store(x, job);
       end_clock(3);
       steps += job.steps;
     }
@@ -476,9 +449,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) paged_prefill(const __g
   __shared__ __align__(8) u64 barriers[BARRIERS];
   __shared__ __align__(16) Job jobs[Q_BUFFERS];
   const Plan plan(shared, barriers);
-#if SHORT > 0
-  // The decode launch behind this one waits for nothing that is written here, but for its end at its own (decode.cu). This kernel itself began when
-  // all ahead of it had ended: it is not launched early.
+#if SHORT > 0 || SPLIT
+  // The decode launch behind this one waits for nothing that is written here, but for its end at its own (decode.cu); the merge launch waits for all of
+  // it at once. This kernel itself began when all ahead of it had ended: it is not launched early.
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 #if CLOCKS

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,10 +18,11 @@ from torch import Tensor
 from torchpaged.custom_ops.cuda import jit, specialise
 from torchpaged.custom_ops.triton.config import bounded_masks
 
-PARAMS = struct.Struct("9Q5q2f10i32x")  # struct Params of prefill_shapes.cuh behind its three maps
+PARAMS = struct.Struct("10Q5q2f10i24x")  # struct Params of prefill_shapes.cuh behind its three maps
 MAX_DIM = 256
 _SHARED_BYTES = 226 << 10
 _MAX_COORDINATE = 2**31 - 1
+_WORTH_STEPS = 8  # WORTH of prefill_tiles.cuh
 
 
 @dataclass(frozen=True)
@@ -113,11 +115,22 @@ def why_not(q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, *, scale: 
         scale=scale, sinks_dtype=None if sinks is None else sinks.dtype) or refuse_layout(q, k_cache, v_cache, out)  # fmt: skip
 
 
+def is_slower(
+    num_tokens: int, num_reqs: int, num_kv_heads: int, group: int, dim: int, dim_v: int, capacity: int, programs: int
+) -> str | None:
+    """Why Triton's kernel is the faster one for these shapes, or None. ``capacity``: tokens that a row of the block table holds; ``programs``: CTAs."""
+    shape = prefill_shape(dim, dim_v)
+    tiles = (num_tokens // (shape.rows // group) + min(num_reqs, num_tokens)) * num_kv_heads
+    if capacity <= shape.keys and tiles * 2 <= programs:
+        return f"at most {capacity} keys and {tiles} tiles: the kernel takes longer to begin and end than Triton's for all"
+    return None
+
+
 def attend(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, seq_lens: Tensor, query_start_loc: Tensor, out: Tensor,
     lse: Tensor | None = None, *, scale: float, causal: bool = True, window_left: int = -1, window_right: int = -1, chunk_size: int = 0,
     logits_soft_cap: float = 0.0, alibi_slopes: Tensor | None = None, sinks: Tensor | None = None, semaphore: Tensor | None = None,
-    short: int = 0, ticket_row: int = 0,
+    short: int = 0, ticket_row: int = 0, behind: Callable[[], None] | None = None,
 ) -> None:  # fmt: skip
     """The op's call where `why_not` has nothing against it, on checked arguments as in ``custom_ops/ops.py``; the rest as in `prefill`."""
     masks = bounded_masks(window_left, window_right, chunk_size, block_table.shape[1] * k_cache.shape[1])
@@ -126,19 +139,19 @@ def attend(
     prefill(
         q, k_cache, v_cache, block_table, seq_lens, query_start_loc, out, lse, scale, causal, semaphore, window_left=masks[0],
         window_right=masks[1], chunk=masks[2], soft_cap=logits_soft_cap, alibi_slopes=alibi_slopes, sinks=sinks, short=short,
-        ticket_row=ticket_row,
+        ticket_row=ticket_row, behind=behind,
     )  # fmt: skip
 
 
 def prefill_macros(
     dtype: torch.dtype, dim: int, group: int, num_kv_heads: int, block_size: int, causal: bool, lse: bool, *, dim_v: int = 0,
     window_left: int = -1, window_right: int = -1, chunk: int = 0, soft_cap: bool = False, alibi: bool = False, sinks: bool = False,
-    clocks: bool = False, patience: int = 0, beside: bool = True, short: int = 0,
+    clocks: bool = False, patience: int = 0, beside: bool = True, short: int = 0, split: bool = False,
 ) -> dict[str, int]:  # fmt: skip
     """The macros of ``prefill.cu``.
 
     ``dim_v``: width of values, 0: as keys; ``short``: requests of up to so many query tokens are left to a decode launch behind this one;
-    ``clocks``: count cycles; ``patience``: tries after which a wait is given up, 0: never; ``beside``: hold a step's exponentials in front of the
+    ``split``: few tiles may be cut into parts, for `paged_prefill_merge` behind this one; ``clocks``: count cycles; ``patience``: tries after which a wait is given up, 0: never; ``beside``: hold a step's exponentials in front of the
     wait for its products (without it, where the compiler puts them: for measurements).
     """
     half, dim_v = dtype == torch.float16, dim_v or dim
@@ -148,7 +161,7 @@ def prefill_macros(
         "KV_BYTES": 2, "E5M2": 0, "CLUSTER": 1, "GROUPS": shape.groups, "KEYS": shape.keys, "K_STAGES": shape.k_stages,
         "V_STAGES": shape.v_stages, "Q_BUFFERS": shape.q_buffers, "CAUSAL": causal, "WINDOW_LEFT": window_left, "WINDOW_RIGHT": window_right,
         "CHUNK": chunk, "SOFT_CAP": soft_cap, "ALIBI": alibi, "SINKS": sinks, "LSE": lse, "CLOCKS": clocks, "PATIENCE": patience,
-        "BESIDE": beside, "SHORT": short, "WGMMA": 1,
+        "BESIDE": beside, "SHORT": short, "SPLIT": split, "WGMMA": 1,
     }  # fmt: skip
     return {name: int(value) for name, value in macros.items()}
 
@@ -168,7 +181,7 @@ def prefill(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, seq_lens: Tensor, query_start_loc: Tensor, out: Tensor,
     lse: Tensor | None, scale: float, causal: bool, tickets: Tensor, *, window_left: int = -1, window_right: int = -1, chunk: int = 0,
     soft_cap: float = 0.0, alibi_slopes: Tensor | None = None, sinks: Tensor | None = None, clocks: Tensor | None = None, patience: int = 0,
-    beside: bool = True, short: int = 0, ticket_row: int = 0,
+    beside: bool = True, short: int = 0, ticket_row: int = 0, behind: Callable[[], None] | None = None,
 ) -> None:  # fmt: skip
     """Launch on checked arguments of shapes that `refuse` and `refuse_layout` let pass.
 
@@ -176,6 +189,7 @@ def prefill(
         tickets: ``[1]`` or longer, int32, zeros; the kernel leaves zeros behind. Not shared by launches that may run at the same time.
         short: as in `prefill_macros`. Then ``tickets`` is the semaphore of the decode launch, which has ``ticket_row`` numbers for each request:
             the kernel uses the first one of a request that is its own.
+        behind: launches that decode kernel, and nothing else.
         window_left, window_right, chunk: bounded by the table's tokens, as ``bounded_masks`` gives them.
         clocks: ``[multiprocessors, 5]``, int64, or None; gets each CTA's cycles in all, waiting for tiles, waiting for their first keys and storing,
             and its steps.
@@ -185,20 +199,47 @@ def prefill(
     group, dim, dim_v = q.shape[1] // num_kv_heads, q.shape[2], v_cache.shape[3]
     if not q.shape[0]:
         return
-    kernel, shape = _specialised(
+    programs, cut = (
+        ctas(index, short),
+        shape_for(dim, dim_v, plain=window_left < 0 and not (chunk or soft_cap > 0 or alibi_slopes is not None)),
+    )
+    split = may_split(
+        q.shape[0], block_table.shape[0], short, num_kv_heads, cut.rows // group, block_table.shape[1] * block_size // cut.keys, programs
+    )
+    kernel, merge, shape = _specialised(
         index, q.dtype, dim, dim_v, group, num_kv_heads, block_size, causal, window_left, window_right, chunk, soft_cap > 0,
-        alibi_slopes is not None, sinks is not None, lse is not None, clocks is not None, patience, beside, short)  # fmt: skip
+        alibi_slopes is not None, sinks is not None, lse is not None, clocks is not None, patience, beside, short, split)  # fmt: skip
+    early = merge is not None and specialise.launches_early(index)
     maps = queries_map(q.data_ptr(), q.dtype, tuple(q.shape), q.stride(0), q.stride(1), group, shape.rows)
     where: tuple[int, ...] = ()
     for cache in (k_cache, v_cache):
         encoded, at = pool_map(cache.data_ptr(), cache.dtype, tuple(cache.shape), cache.stride())
         maps, where = maps + encoded, where + at
-    pointers = (out, lse, block_table, seq_lens, query_start_loc, alibi_slopes, sinks, tickets, clocks)
+    parts = torch.empty(part_numbers(shape, dim_v, programs), dtype=torch.float32, device=q.device) if split else None
+    pointers = (out, lse, block_table, seq_lens, query_start_loc, alibi_slopes, sinks, tickets, parts, clocks)
     arguments = PARAMS.pack(
         *(0 if t is None else t.data_ptr() for t in pointers), out.stride(0), out.stride(1), *((0, 0) if lse is None else lse.stride()),
         block_table.stride(0), scale, soft_cap, block_table.shape[0], q.shape[0], k_cache.shape[0], ticket_row, *where,
     )  # fmt: skip
-    kernel.launch(ctas(index, short), shape.threads, maps + arguments, early=False)
+    kernel.launch(programs, shape.threads, maps + arguments, early=False)
+    if behind is not None:
+        behind()
+    if merge is not None:
+        merge.launch(programs, shape.threads - 128, maps + arguments, early=early)
+
+
+def may_split(num_tokens: int, num_reqs: int, short: int, num_kv_heads: int, tokens: int, steps: int, programs: int) -> bool:
+    """Whether tiles of ``tokens`` query tokens may be so few that they are worth cutting, by shapes: two for each of the ``programs`` are too many.
+
+    Beside decodes no more than 4 requests are thought to be long; whatever there is, results are right. ``steps``: that the block table has room for.
+    """
+    tiles = num_tokens // tokens + min(num_reqs, num_tokens, 4 if short else num_reqs)
+    return tiles * num_kv_heads * 2 <= programs and steps >= _WORTH_STEPS
+
+
+def part_numbers(shape: PrefillShape, dim_v: int, programs: int) -> int:
+    """Numbers of 4 bytes that parts of tiles take, and what is said of them: PART_FLOATS and struct Cut of prefill_shapes.cuh."""
+    return programs * (dim_v // 8 + 1) * (shape.threads - 128) * 4 + 4 + programs * 8
 
 
 def ctas(index: int, short: int) -> int:
@@ -210,12 +251,16 @@ def ctas(index: int, short: int) -> int:
 def _specialised(
     index: int, dtype: torch.dtype, dim: int, dim_v: int, group: int, num_kv_heads: int, block_size: int, causal: bool, window_left: int,
     window_right: int, chunk: int, soft_cap: bool, alibi: bool, sinks: bool, lse: bool, clocks: bool, patience: int, beside: bool, short: int,
-) -> tuple[jit.Kernel, PrefillShape]:  # fmt: skip
+    split: bool,
+) -> tuple[jit.Kernel, jit.Kernel | None, PrefillShape]:  # fmt: skip
+    """The kernel of these shapes and features, the one that puts its parts together, and its cut."""
     macros = prefill_macros(
         dtype, dim, group, num_kv_heads, block_size, causal, lse, dim_v=dim_v, window_left=window_left, window_right=window_right,
-        chunk=chunk, soft_cap=soft_cap, alibi=alibi, sinks=sinks, clocks=clocks, patience=patience, beside=beside, short=short)  # fmt: skip
-    kernel = jit.kernel("prefill.cu", "paged_prefill", macros, torch.device("cuda", index), shared_bytes=shared_bytes(macros))
-    return kernel, shape_of(macros)
+        chunk=chunk, soft_cap=soft_cap, alibi=alibi, sinks=sinks, clocks=clocks, patience=patience, beside=beside, short=short, split=split)  # fmt: skip
+    device = torch.device("cuda", index)
+    kernel = jit.kernel("prefill.cu", "paged_prefill", macros, device, shared_bytes=shared_bytes(macros))
+    merge = jit.kernel("prefill_merge.cu", "paged_prefill_merge", macros, device, shared_bytes=0) if split else None
+    return kernel, merge, shape_of(macros)
 
 
 def shape_of(macros: dict[str, int]) -> PrefillShape:

@@ -7,7 +7,7 @@ constexpr int ROWS = GROUPS * 64;               // packed query rows of a tile: 
 constexpr int TOKENS = ROWS / GROUP;            // query tokens of a tile; rows behind TOKENS * GROUP are idle
 constexpr int THREADS = (GROUPS + 1) * 128;     // warpgroup 0 loads
 constexpr int LOADER_REGISTERS = GROUPS == 2 ? 40 : 32, MATH_REGISTERS = GROUPS == 2 ? 232 : 160;
-constexpr int MATH_WARPS = GROUPS * 4;
+constexpr int MATH_WARPS = GROUPS * 4, MATH_THREADS = GROUPS * 128;
 constexpr int PAGES = KEYS / BLOCK_SIZE;        // blocks of a step
 constexpr int K_WIDTH = DIM % 64 ? 32 : 64, V_WIDTH = DIM_V % 64 ? 32 : 64;  // columns of a square, 8 tokens high
 constexpr int K_SQUARES = DIM / K_WIDTH, V_SQUARES = DIM_V / V_WIDTH;    // of a token's keys and values
@@ -36,6 +36,7 @@ struct Params {  // packed by custom_ops/cuda/prefill.py, in this order
   const float *slopes;
   const u16 *sinks;
   int *tickets;  // one zero between launches, ticket_row numbers from here per request before the first with tiles: tickets given out
+  float *parts;  // with SPLIT, PART_FLOATS for each CTA, then struct Cut
   i64 *clocks;   // [CTAs, 5] with CLOCKS: cycles in all, waiting for tiles, waiting for their first keys, storing; steps
   i64 o_token, o_head, l_token, l_head, table_row;  // strides in elements
   float scale, soft_cap;
@@ -78,5 +79,15 @@ template <int STAGES> struct Place {
 struct Job {
   int steps;  // key tiles to go through, from the last one down; 0: nothing is visible; -1: no more tiles
   int last;   // the last key tile; the first: last + 1 - steps
-  int tile, start, query_len, seq_len, head, unused;
+  int tile, start, query_len, seq_len, head;
+  int unit;  // the ticket, of a tile in parts; -1: the tile is whole
+};
+
+// What is left of a part of a tile: each math thread's accumulators, four at a time, then its maxima and sums of two rows.
+constexpr int PART_VECTORS = DIM_V / 8 + 1, PART_FLOATS = PART_VECTORS * MATH_THREADS * 4;
+__device__ __forceinline__ float4 *part_of(const Params &p, int unit) { return (float4 *)p.parts + (i64)unit * PART_VECTORS * MATH_THREADS; }
+
+struct Cut {  // the tiles in parts, of which tickets tile * parts ... are the parts
+  int tiles, parts, unused[2];
+  Job jobs[1];  // as many as there are CTAs at most
 };

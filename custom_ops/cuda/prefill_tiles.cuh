@@ -3,10 +3,13 @@
 // A tile is TOKENS query tokens of a request times the heads of one kv head. Its level is the number of key tiles up to the last key it sees.
 // Tickets go through the kv heads a section at a time, so that the keys and values in use fit L2; in a section from the highest level down,
 // so that the longest tiles begin first; in a level by request, kv head, tile: neighbours read the same keys at about the same time.
-// The token rows behind the last request are one more request, without keys: they get zeros.
+// Tiles without keys come last. The token rows behind the last request are one more request, without keys: they get zeros.
+//
+// SPLIT: where tiles with keys are few, each is cut into `parts` of about as many steps, a ticket each, so that all CTAs have work. Every CTA works out
+// the same number of parts. All of these tickets then are first ones: there are no more of them than CTAs.
 // SHORT > 0: requests of up to SHORT query tokens, and the rows behind the last request, are another launch's: they have no tiles here.
 // Macros: TOKENS, KEYS, NUM_KV_HEADS, CAUSAL, WINDOW_LEFT, WINDOW_RIGHT (-1: open), CHUNK (0: none), HEAD_BYTES (bytes of a token's keys and values in
-// one kv head), SHORT (0: none).
+// one kv head), SHORT (0: none), SPLIT.
 #pragma once
 
 #ifdef __CUDACC__
@@ -41,6 +44,7 @@ BOTH int max(int a, int b) { return a > b ? a : b; }
 #endif
 
 constexpr int L2_KEYS = 32 << 20;  // bytes of keys and values of a section that one request may have
+constexpr int WORTH = 8, LEAST = 3;  // steps of a tile that is worth cutting, and of its parts at least
 
 // Every mask is an interval of keys, [first_key, end_key) for the query at `position`; both ends rise with the position.
 BOTH int first_key(int position) {
@@ -89,7 +93,7 @@ struct Span {  // a request
 };
 
 struct Tile {
-  int request, head, index;
+  int request, head, index, part;
   Span span;
 };
 
@@ -97,6 +101,7 @@ struct Line {
   const int *starts, *seq_lens;
   int num_reqs, num_tokens;  // requests, token rows with padding
   int tiles, top, heads;     // of one kv head; highest level; kv heads of a section
+  int live, parts;           // tiles of one kv head that see keys; tickets of each of them
   int owner;                 // the first request with tiles
   int section, level;        // of the last ticket: within a section levels only fall
 
@@ -109,26 +114,39 @@ struct Line {
     return s;
   }
 
-  BOTH int total() const { return tiles * NUM_KV_HEADS; }
+  BOTH int live_total() const { return live * NUM_KV_HEADS * parts; }
+  BOTH int total() const { return live_total() + (tiles - live) * NUM_KV_HEADS; }
 
-  BOTH void open(const int *query_starts, const int *lengths, int requests, int tokens) {
+  // Most steps of a tile, or a few more.
+  BOTH int most_steps() const {
+    int keys = top * KEYS;
+    if (WINDOW_LEFT >= 0 && (CAUSAL || WINDOW_RIGHT >= 0)) keys = min(keys, WINDOW_LEFT + max(WINDOW_RIGHT, 0) + TOKENS + 2 * KEYS);
+    if (CHUNK > 0) keys = min(keys, CHUNK + TOKENS + 2 * KEYS);
+    return keys / KEYS;
+  }
+
+  BOTH void open(const int *query_starts, const int *lengths, int requests, int tokens, int ctas) {
     starts = query_starts;
     seq_lens = lengths;
     num_reqs = requests;
     num_tokens = tokens;
-    int count = 0, longest = 0, mine = num_reqs;
+    int count = 0, seeing = 0, longest = 0, mine = num_reqs;
     for (int r = warp_lane(); r <= num_reqs; r += LANES) {
       const Span s = load(r);
       if (count == 0 && s.tiles() > 0) mine = r;
       count += s.tiles();
+      seeing += s.tiles() - s.first(1);
       longest = max(longest, s.seq_len);
     }
     tiles = warp_sum(count);
+    live = warp_sum(seeing);
     owner = warp_min(mine);
     top = level = (warp_max(longest) + KEYS - 1) / KEYS;
     heads = NUM_KV_HEADS;
     while (heads % 2 == 0 && (long long)top * KEYS * HEAD_BYTES * heads > L2_KEYS) heads /= 2;
     section = 0;
+    parts = 1;
+    if (SPLIT && live > 0 && most_steps() >= WORTH) parts = max(min(ctas / (live * NUM_KV_HEADS), most_steps() / LEAST), 1);
   }
 
   // Tiles of one kv head at `floor` or above.
@@ -143,19 +161,28 @@ struct Line {
 
   // The tile of a ticket below total(); tickets of one line must rise.
   BOTH Tile find(int ticket) {
-    const int in_section = tiles * heads, here = ticket / in_section, place = ticket - here * in_section;
-    if (here != section) level = top;
-    section = here;
-    const int wanted = place / heads;
-    int low = 0, high = level;  // the highest level with from(level) > wanted; from(0) is all
-    while (low < high) {
-      const int middle = (low + high + 1) / 2;
-      if (from(middle) > wanted) low = middle;
-      else high = middle - 1;
-    }
-    level = low;
-    int left = place - from(level + 1) * heads;
     Tile tile;
+    tile.part = 0;
+    int left = ticket - live_total(), before = 0, together = NUM_KV_HEADS;  // tiles before this one in its level; kv heads: the first, how many
+    if (left >= 0) {
+      level = 0;
+    } else {
+      const int in_section = live * heads * parts, here = ticket / in_section, place = (ticket - here * in_section) / parts;
+      tile.part = (ticket - here * in_section) % parts;
+      if (here != section) level = top;
+      section = here;
+      before = section * heads;
+      together = heads;
+      const int wanted = place / heads;
+      int low = 1, high = level;  // the highest level with from(level) > wanted; from(1) is all that are live
+      while (low < high) {
+        const int middle = (low + high + 1) / 2;
+        if (from(middle) > wanted) low = middle;
+        else high = middle - 1;
+      }
+      level = low;
+      left = place - from(level + 1) * heads;
+    }
     for (int begin = 0;; begin += LANES) {
       const int request = begin + warp_lane();
       Span s = {0, 0, 0};
@@ -165,15 +192,15 @@ struct Line {
         first = s.first(level);
         count = s.first(level + 1) - first;
       }
-      const int upto = warp_sum_upto(count * heads), home = warp_first(upto > left);
+      const int upto = warp_sum_upto(count * together), home = warp_first(upto > left);
       if (home < 0) {
         left -= warp_take(upto, LANES - 1);
         continue;
       }
       const int many = warp_take(count, home);
-      left -= warp_take(upto, home) - many * heads;
+      left -= warp_take(upto, home) - many * together;
       tile.request = begin + home;
-      tile.head = section * heads + left / many;
+      tile.head = before + left / many;
       tile.index = warp_take(first, home) + left % many;
       tile.span.start = warp_take(s.start, home);
       tile.span.query_len = warp_take(s.query_len, home);

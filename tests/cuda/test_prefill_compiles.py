@@ -46,6 +46,11 @@ SHAPES: dict[str, dict[str, Any]] = {
     "all of it": {"window_left": 100, "chunk": 77, "soft_cap": True, "alibi": True, "sinks": True, "lse": True},
     "patience": {"patience": 1 << 20},
     "beside decode": {"short": 2},
+    "in parts": {"split": True},
+    "in parts, beside decode": {"split": True, "short": 2},
+    "in parts, width 64": {"split": True, "dim": 64},
+    "in parts, width 256": {"split": True, "dim": 256, "group": 2},
+    "in parts, all of it": {"window_left": 100, "chunk": 77, "soft_cap": True, "alibi": True, "sinks": True, "lse": True, "split": True},
 }
 
 
@@ -54,11 +59,11 @@ def macros(dtype: torch.dtype = torch.bfloat16, dim: int = 128, group: int = 4, 
     return prefill.prefill_macros(dtype, dim, group, num_kv_heads, block_size, causal, lse, **options)
 
 
-def compile_with_nvcc(tmp_path: Path, values: dict[str, int], kind: str) -> tuple[str, str]:
+def compile_with_nvcc(tmp_path: Path, values: dict[str, int], kind: str, source: Path = SOURCE) -> tuple[str, str]:
     """``(PTX or "", ptxas report)``."""
     assert NVCC
     target = tmp_path / f"prefill.{kind}"
-    command = [NVCC, f"-{kind}", "-Xptxas", "-v", "-o", str(target), *jit.options(values, (9, 0)), str(SOURCE)]
+    command = [NVCC, f"-{kind}", "-Xptxas", "-v", "-o", str(target), *jit.options(values, (9, 0)), str(source)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     return target.read_text() if kind == "ptx" else "", done.stderr
@@ -75,6 +80,34 @@ def test_no_spills_and_no_serialised_products(tmp_path: Path, name: str) -> None
     assert int(re.search(r"Used (\d+) registers", report)[1]) == registers, report  # type: ignore[index]
     static = int(re.search(r"(\d+) bytes smem", report)[1])  # type: ignore[index]
     assert static + prefill.shared_bytes(values) <= 227 * 1024
+
+
+@needs_nvcc
+@pytest.mark.parametrize("name", [name for name in SHAPES if "in parts" in name])
+def test_the_merge_kernel(tmp_path: Path, name: str) -> None:
+    """No spills; it waits before it reads anything, and reads what the launch before wrote from L2."""
+    values = macros(**SHAPES[name])
+    text, report = compile_with_nvcc(tmp_path, values, "ptx", SOURCE.with_name("prefill_merge.cu"))
+    size = int(re.search(r"paged_prefill_merge_param_0\[(\d+)\]", text)[1])  # type: ignore[index]
+    assert 3 * 128 + prefill.PARAMS.size == size
+    steps = re.findall(r"griddepcontrol\.\w+|ld\.global\S*|st\.global", text)
+    assert steps[:2] == ["griddepcontrol.wait", "griddepcontrol.launch_dependents"] and "ld.global.cg.v4.f32" in steps
+    assert {step for step in steps if step.startswith("ld.global")} <= {
+        "ld.global.cg.s32",
+        "ld.global.cg.v4.f32",
+        *["ld.global.nc.b16", "ld.global.nc.u16", "ld.global.b16", "ld.global.u16"] * values["SINKS"],
+    }
+    _, report = compile_with_nvcc(tmp_path, values, "cubin", SOURCE.with_name("prefill_merge.cu"))
+    assert re.findall(r"(\d+) bytes spill stores", report) == ["0"], report
+
+
+def test_when_tiles_may_be_cut() -> None:
+    """By shapes: few rows of queries, and room for keys."""
+    llama: dict[str, Any] = {"num_tokens": 64, "num_reqs": 1, "short": 0, "num_kv_heads": 8, "tokens": 32, "steps": 256, "programs": 132}
+    assert prefill.may_split(**llama)
+    for changed in ({"num_tokens": 512}, {"steps": 7}, {"num_kv_heads": 40}, {"num_reqs": 20}):
+        assert not prefill.may_split(**{**llama, **changed}), changed
+    assert prefill.may_split(**{**llama, "num_tokens": 80, "num_reqs": 64, "short": 2})
 
 
 def test_nothing_that_older_nvrtcs_take_for_a_host_function() -> None:

@@ -27,23 +27,24 @@ int main(int argc, char **argv) {
   for (int i = 0; i <= requests; ++i) starts[i] = atoi(argv[3 + i]);
   for (int i = 0; i < requests; ++i) lengths[i] = atoi(argv[4 + requests + i]);
   Line line;
-  line.open(starts, lengths, requests, tokens);
-  printf("%d %d %d\\n", line.total(), line.heads, line.owner);
+  line.open(starts, lengths, requests, tokens, 132);
+  printf("%d %d %d %d %d\\n", line.total(), line.heads, line.owner, line.live, line.parts);
   for (int ticket = 0; ticket < line.total(); ticket += stride) {
     const Tile t = line.find(ticket);
     const int level = t.span.level(t.index);
-    printf("%d %d %d %d %d %d %d %d\\n", t.request, t.head, t.index, t.span.start, t.span.query_len, t.span.seq_len, level,
+    printf("%d %d %d %d %d %d %d %d %d\\n", t.request, t.head, t.index, t.part, t.span.start, t.span.query_len, t.span.seq_len, level,
            level ? t.span.first_seen(t.index) / KEYS : 0);
   }
 }
 """
 
 
-def build(folder: Path, tokens: int, heads: int, causal: bool, left: int = -1, right: int = -1, chunk: int = 0, short: int = 0) -> Path:
+def build(folder: Path, tokens: int, heads: int, causal: bool, left: int = -1, right: int = -1, chunk: int = 0, short: int = 0,
+          split: bool = False) -> Path:  # fmt: skip
     assert GXX
     (folder / "line.cpp").write_text(PROGRAM)
     macros = {"TOKENS": tokens, "KEYS": KEYS, "NUM_KV_HEADS": heads, "CAUSAL": int(causal), "HEAD_BYTES": 512, "WINDOW_LEFT": left,
-              "WINDOW_RIGHT": right, "CHUNK": chunk, "SHORT": short}  # fmt: skip
+              "WINDOW_RIGHT": right, "CHUNK": chunk, "SHORT": short, "SPLIT": int(split)}  # fmt: skip
     options = [f"-D{name}={value}" for name, value in macros.items()]
     include = f"-I{jit.files()['prefill_tiles.cuh'].parent}"
     command = [GXX, "-std=c++17", "-O1", "-Wall", "-Werror", include, *options, "line.cpp", "-o", "line"]
@@ -80,15 +81,18 @@ MASKS = {
 
 
 @pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize(("tokens", "heads", "short"), [(32, 8, 0), (128, 1, 0), (18, 6, 0), (32, 8, 5), (18, 6, 1)])
-def test_every_tile_once_and_the_longest_first(tmp_path: Path, tokens: int, heads: int, short: int, mask: str) -> None:
-    """``short``: requests of up to so many query tokens, and the rows of padding, belong to another launch."""
-    program = build(tmp_path, tokens, heads, *MASKS[mask], short)
+@pytest.mark.parametrize(
+    ("tokens", "heads", "short", "split"),
+    [(32, 8, 0, False), (128, 1, 0, False), (18, 6, 0, False), (32, 8, 5, False), (18, 6, 1, False), (128, 1, 0, True), (32, 8, 5, True)],
+)
+def test_every_tile_once_and_the_longest_first(tmp_path: Path, tokens: int, heads: int, short: int, split: bool, mask: str) -> None:
+    """``short``: requests of up to so many query tokens, and the rows of padding, belong to another launch. ``split``: in parts where few see keys."""
+    program = build(tmp_path, tokens, heads, *MASKS[mask], short, split)
     for name, (query_lens, seq_lens, padding) in BATCHES.items():
         starts = [sum(query_lens[:i]) for i in range(len(query_lens) + 1)]
         numbers = [len(seq_lens), starts[-1] + padding, *starts, *seq_lens]
         text = subprocess.run([program, *map(str, numbers)], capture_output=True, text=True, check=True, timeout=60).stdout
-        (total, section, owner), *tiles = [tuple(map(int, line.split())) for line in text.splitlines()]
+        (total, section, owner, live, parts), *tiles = [tuple(map(int, line.split())) for line in text.splitlines()]
         expected = {}
         for request, (query_len, seq_len) in enumerate(zip([*query_lens, padding], [*seq_lens, 0], strict=True)):
             start = [*starts, 0][request] if request < len(query_lens) else starts[-1]
@@ -96,16 +100,39 @@ def test_every_tile_once_and_the_longest_first(tmp_path: Path, tokens: int, head
                 continue
             for index, (level, first) in enumerate(ranges(query_len, seq_len, tokens, *MASKS[mask])):
                 for head in range(heads):
-                    expected[request, head, index] = (start, query_len, seq_len, level, first)
+                    for part in range(parts if level else 1):
+                        expected[request, head, index, part] = (start, query_len, seq_len, level, first)
         assert total == len(tiles) == len(expected), name
-        assert {tile[:3]: tile[3:] for tile in tiles} == expected, name
+        assert {tile[:4]: tile[4:] for tile in tiles} == expected, name
         if expected:
-            assert owner == min(request for request, _, _ in expected), name
-        per_section = total // (heads // section)
-        for begin in range(0, total, per_section or 1):
-            order = [tile[6] for tile in tiles[begin : begin + per_section]]
+            assert owner == min(request for request, *_ in expected), name
+        seeing = [tile for tile in tiles if tile[7]]
+        assert tiles[: len(seeing)] == seeing and len(seeing) == live * heads * parts, name
+        assert parts == 1 or (split and len(seeing) <= 132), "all parts are taken at once"
+        per_section = len(seeing) // (heads // section)
+        for begin in range(0, len(seeing), per_section or 1):
+            order = [tile[7] for tile in seeing[begin : begin + per_section]]
             assert order == sorted(order, reverse=True), name
-            assert len({tile[1] for tile in tiles[begin : begin + per_section]}) == section, name
+            assert len({tile[1] for tile in seeing[begin : begin + per_section]}) == section, name
+        by_tile = [tile[3] for tile in seeing]
+        assert by_tile == [i % parts for i in range(len(seeing))], "the parts of a tile are neighbours: the merge counts on it"
+
+
+@pytest.mark.parametrize(
+    ("heads", "query_lens", "seq_lens", "mask", "parts"),
+    [
+        (8, [64], [32768], "causal", 8), (8, [32], [32768], "causal", 16), (1, [1], [200000], "causal", 132), (8, [512], [33000], "causal", 1),
+        (8, [64], [500], "causal", 1), (8, [64], [3000], "causal", 8), (8, [64], [1100], "causal", 3), (8, [64], [32768], "window", 1),
+        (8, [64] * 8, [8000] * 8, "causal", 1), (8, [64] * 4, [8000] * 4, "causal", 2), (8, [64, 64, 64], [8000, 0, -3], "causal", 8),
+    ],
+)  # fmt: skip
+def test_how_often_a_tile_is_cut(tmp_path: Path, heads: int, query_lens: list[int], seq_lens: list[int], mask: str, parts: int) -> None:
+    """Into as many parts as let all run at once on 132 multiprocessors, none of them too short; rows that see nothing do not count."""
+    program = build(tmp_path, 32, heads, *MASKS[mask], split=True)
+    starts = [sum(query_lens[:i]) for i in range(len(query_lens) + 1)]
+    numbers = [len(seq_lens), starts[-1] + 100, *starts, *seq_lens]
+    text = subprocess.run([program, *map(str, numbers)], capture_output=True, text=True, check=True, timeout=60).stdout
+    assert int(text.split()[4]) == parts
 
 
 def test_a_section_of_heads_fits_l2(tmp_path: Path) -> None:

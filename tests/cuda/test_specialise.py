@@ -124,10 +124,11 @@ def test_which_kernels_serve_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     why: dict[str, str | None] = {"prefill": None, "decode": None}
     monkeypatch.setattr(module.prefill, "why_not", lambda *a, **k: why["prefill"])
     monkeypatch.setattr(module.specialise, "unsupported", lambda *a: why["decode"])
+    monkeypatch.setattr(module.specialise, "num_sms", lambda index: 132)
     q, cache = torch.zeros(64, 8, 64), torch.zeros(9, 16, 2, 64)
 
-    def route(num_reqs: int = 1, max_query_len: int = 64) -> Any:
-        return module.route(q, cache, cache, q, num_reqs, max_query_len, 0.125, None)
+    def route(num_reqs: int = 1, max_query_len: int = 64, capacity: int = 1000) -> Any:
+        return module.route(q, cache, cache, q, num_reqs, max_query_len, 0.125, None, capacity)
 
     monkeypatch.setenv("TORCHPAGED_CUDA_PREFILL", "1")
     module._prefill_is_on.cache_clear()
@@ -135,6 +136,7 @@ def test_which_kernels_serve_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
         route() == ("prefill", 0, "") and route(max_query_len=8) == ("decode", 0, "") and route(num_reqs=9) == ("prefill and decode", 2, "")
     )
     assert route(num_reqs=0).kernel == "triton"
+    assert route(capacity=128).reason.startswith("prefill: at most 128 keys and 4 tiles") and route(capacity=129).kernel == "prefill"
     why["decode"] = "odd strides"
     assert route() == ("prefill", 0, "") and route(max_query_len=8) == ("triton", 0, "decode: odd strides")
     assert route(num_reqs=9) == ("triton", 0, "decode beside prefill: odd strides")

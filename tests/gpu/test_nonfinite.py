@@ -43,7 +43,10 @@ def test_the_cuda_prefill_kernel_is_among_them(spec: str, kernel: str) -> None:
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the kernel is written for compute capability 9.0")
     b = make_batch(SPECS[spec], **SHAPE).to("cuda")
-    assert route(b.q, b.k_cache, b.v_cache, torch.empty_like(b.q), len(b.seq_lens), b.max_query_len, b.scale, None).kernel == kernel
+    capacity = b.block_table.shape[1] * b.k_cache.shape[1]
+    assert (
+        route(b.q, b.k_cache, b.v_cache, torch.empty_like(b.q), len(b.seq_lens), b.max_query_len, b.scale, None, capacity).kernel == kernel
+    )
 
 
 @pytest.mark.parametrize("value", [NAN, INF, -INF])

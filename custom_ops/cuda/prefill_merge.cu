@@ -1,0 +1,66 @@
+// Puts together the tiles that prefill.cu cut into parts: one launch behind it, in which each CTA takes 32 columns of a tile.
+//
+// A thread reads what the thread of the same place stored in each part, always in the same order, so that results are the same bits every time.
+// Launched early, it waits for the prefill launch, or for the decode launch behind that one, which does not end before it (decode.cu). What it reads
+// behind its wait comes from L2: this multiprocessor's L1 may hold what an older launch left at the same place.
+//
+// Compiled by NVRTC with prefill.cu's macros. Sources: merging of attention states (arXiv:2501.01005, 2.2).
+
+#include "prefill_store.cuh"
+
+constexpr int SLICE = 4, SLICES = DIM_V / 8 / SLICE;  // blocks of 8 columns
+constexpr int AHEAD = 4;                              // parts asked for at once: a trip to L2 takes longer than all else here
+
+__device__ __forceinline__ Job load_job(const Job *from) {
+  const int *p = (const int *)from;
+  return {load_l2(p), load_l2(p + 1), load_l2(p + 2), load_l2(p + 3), load_l2(p + 4), load_l2(p + 5), load_l2(p + 6), load_l2(p + 7)};
+}
+
+extern "C" __global__ void __launch_bounds__(MATH_THREADS) paged_prefill_merge(const __grid_constant__ Params p) {
+  // Every CTA waits, with work or without, and lets the next kernel go only then: to an attention behind this one the ends of those ahead count.
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  const Cut *cut = (const Cut *)(p.parts + (i64)gridDim.x * PART_FLOATS);  // as many CTAs as the prefill launch has
+  const int parts = load_l2(&cut->parts);
+  if (parts == 1) return;
+  const int thread = threadIdx.x, lane = thread % 32, items = load_l2(&cut->tiles) * SLICES;
+  for (int item = blockIdx.x; item < items; item += gridDim.x) {
+    const int tile = item / SLICES, block = item % SLICES * SLICE;
+    const Job job = load_job(cut->jobs + tile);
+    const float4 *from = part_of(p, tile * parts) + thread;
+    constexpr int STEP = PART_VECTORS * MATH_THREADS;
+    float top[2] = {FLOOR, FLOOR}, total[2] = {}, acc[SLICE * 4] = {};
+    for (int begin = 0; begin < parts; begin += AHEAD) {
+      float4 state[AHEAD], x[AHEAD][SLICE];
+#pragma unroll
+      for (int j = 0; j < AHEAD; ++j) {
+        const float4 *at = from + (i64)min(begin + j, parts - 1) * STEP;  // past the end: the last one again, with no weight
+        state[j] = load_l2(at + DIM_V / 8 * MATH_THREADS);
+#pragma unroll
+        for (int n = 0; n < SLICE; ++n) x[j][n] = load_l2(at + (block + n) * MATH_THREADS);
+      }
+#pragma unroll
+      for (int j = 0; j < AHEAD; ++j) {
+        if (begin + j >= parts) break;
+        const float tops[2] = {state[j].x, state[j].y}, totals[2] = {state[j].z, state[j].w};
+        float keep[2], add[2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          const float raised = fmaxf(top[r], tops[r]);
+          keep[r] = exp2_(top[r] - raised);
+          add[r] = exp2_(tops[r] - raised);
+          total[r] = total[r] * keep[r] + totals[r] * add[r];
+          top[r] = raised;
+        }
+#pragma unroll
+        for (int n = 0; n < SLICE; ++n) {
+          acc[n * 4] = acc[n * 4] * keep[0] + x[j][n].x * add[0];
+          acc[n * 4 + 1] = acc[n * 4 + 1] * keep[0] + x[j][n].y * add[0];
+          acc[n * 4 + 2] = acc[n * 4 + 2] * keep[1] + x[j][n].z * add[1];
+          acc[n * 4 + 3] = acc[n * 4 + 3] * keep[1] + x[j][n].w * add[1];
+        }
+      }
+    }
+    store_rows<SLICE>(p, job, thread / 32 * 16 + lane / 4, lane, top, total, acc, block);
+  }
+}

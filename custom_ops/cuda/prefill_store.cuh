@@ -1,0 +1,70 @@
+// The end of a tile of prefill: a thread's two rows are weighed and stored, with the sink's share and the LSE.
+#pragma once
+
+#include "prefill_shapes.cuh"
+#include "prefill_tiles.cuh"
+
+// Word `lane % 4` of four lanes' blocks of columns for word 0..3 of this lane's block: afterwards the lane holds 16 contiguous bytes.
+__device__ __forceinline__ void transpose_quad(u32 (&w)[4], int lane) {
+#pragma unroll
+  for (int step = 1; step < 4; step *= 2)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (i & step) continue;
+      const bool upper = lane & step;
+      const u32 got = __shfl_xor_sync(ALL, upper ? w[i] : w[i + step], step);
+      if (upper) w[i] = got;
+      else w[i + step] = got;
+    }
+}
+
+// N blocks of 8 columns from block `block` on, of rows `first` and `first` + 8 of a tile. `tops`: maxima in base 2; `totals`: of this thread's columns;
+// `acc`: as the second product leaves it (struct Softmax in prefill.cu). Block 0 brings the LSE along.
+template <int N>
+__device__ __forceinline__ void store_rows(const Params &p, const Job &job, int first, int lane, const float (&tops)[2], const float (&totals)[2],
+                                           const float (&acc)[N * 4], int block) {
+  float weight[2];
+  int token[2];
+  bool sees[2];  // the sum does not tell: it is NaN where a score was NaN or +inf, and 0 where all were -inf, which makes 0 / 0
+  char *at[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    float total = totals[r];
+    total += __shfl_xor_sync(ALL, total, 1);
+    total += __shfl_xor_sync(ALL, total, 2);
+    const int row = first + r * 8;
+    token[r] = row < TOKENS * GROUP ? job.tile * TOKENS + row / GROUP : job.query_len;
+    const i64 line = job.start + token[r], head = job.head * GROUP + row % GROUP;
+    const int position = job.seq_len - job.query_len + token[r];
+    sees[r] = end_key(position, job.seq_len) > first_key(position);
+    [[maybe_unused]] float top = tops[r];
+    float mine = 1.f;
+#if SINKS
+    if (sees[r]) {
+      const float sink = to_float(p.sinks[head]) * LOG2E;
+      top = fmaxf(tops[r], sink);
+      mine = exp2_(tops[r] - top);
+      total = fmaf(total, mine, exp2_(sink - top));
+    }
+#endif
+    weight[r] = mine / total;
+    at[r] = p.out + (line * p.o_token + head * p.o_head + lane % 4 * 8) * 2;
+#if LSE
+    if (block == 0 && token[r] < job.query_len && lane % 4 == 0)
+      p.lse[line * p.l_token + head * p.l_head] = sees[r] ? (top + log2_(total)) * LN2 : -INF;
+#endif
+  }
+#pragma unroll
+  for (int n = 0; n < N; n += 4)
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      u32 w[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float *pair = acc + (n + i) * 4 + r * 2;
+        w[i] = sees[r] ? pack_out(pair[0] * weight[r], pair[1] * weight[r]) : 0;
+      }
+      transpose_quad(w, lane);
+      if (token[r] < job.query_len) *(uint4 *)(at[r] + (block + n) * 16) = make_uint4(w[0], w[1], w[2], w[3]);
+    }
+}

@@ -145,7 +145,12 @@ __device__ __forceinline__ void finish_behind_prefill() {
 #else
 #define CLUSTERED
 #endif
-extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, CTAS_PER_SM) paged_decode(const __grid_constant__ Params p) {
+#if MAX_REGISTERS > 0  // the two attributes exclude each other
+#define BOUNDED __maxnreg__(MAX_REGISTERS)
+#else
+#define BOUNDED __launch_bounds__(THREADS, CTAS_PER_SM)
+#endif
+extern "C" __global__ void CLUSTERED BOUNDED paged_decode(const __grid_constant__ Params p) {
   extern __shared__ __align__(128) char shared[];
   __shared__ int arrived;
   __shared__ float all_tops[WARPS][ROWS], all_totals[WARPS][ROWS];

@@ -39,6 +39,7 @@ class DecodeShape:
         prefetch: stages that may be filled with keys before the query tokens' own while the kernels ahead still run.
         prefetch_l2: tiles behind these that are asked for into L2 meanwhile.
         pair_heads: kv heads of a pair, 1 or 2.
+        max_registers: most registers of a thread; 0: as many as leave room for ``ctas_per_sm``.
     """
 
     warps: int
@@ -50,6 +51,7 @@ class DecodeShape:
     prefetch: int = 2
     prefetch_l2: int = 1
     pair_heads: int = 1
+    max_registers: int = 0
 
     def stage_bytes(self, dim: int, dim_v: int, kv_bytes: int) -> int:
         """Shared memory of one warp's stage; as ``STAGE`` in decode.cu."""
@@ -77,7 +79,10 @@ def _preferred(width: int, kv_bytes: int, rows: int, pairs: int, sms: int, heads
         return DecodeShape(warps=8, keys=32, stages=2, ctas_per_sm=1, min_tiles=1, cluster=cluster)
     if pairs <= sms:  # larger tiles where keys are narrow, unless so few pairs had too few tiles to share out among all
         keys = 32 if width <= 128 and cluster == 1 and pairs * 8 > sms else 16
-        return DecodeShape(warps=8, keys=keys, stages=3, ctas_per_sm=1, min_tiles=1, cluster=cluster)
+        # One request of a small model: attention is so short that it must begin beside the products ahead, which need the other registers. NVRTC 13.0
+        # takes 220 here. With 3 pairs this gained nothing; wider heads and more pairs were not measured in whole layers (docs/kernels.md).
+        beside = 168 if width <= 128 and 8 <= pairs <= sms // 8 and rows <= 4 else 0
+        return DecodeShape(warps=8, keys=keys, stages=3, ctas_per_sm=1, min_tiles=1, cluster=cluster, max_registers=beside)
     if width <= 128:
         return DecodeShape(warps=3, keys=32, stages=2, ctas_per_sm=4, min_tiles=1)
     if pairs <= 4 * sms:
@@ -199,7 +204,7 @@ def decode_macros(
         "SAME_MASK": query_len == 1, "SOFT_CAP": soft_cap, "ALIBI": alibi, "SINKS": sinks, "SCALES": scales,
         "LSE": lse, "PDL": early, "LONGEST": longest, "WARPS": shape.warps, "KEYS": shape.keys, "STAGES": shape.stages, "CTAS_PER_SM": shape.ctas_per_sm,
         "MIN_TILES": shape.min_tiles, "CLUSTER": shape.cluster, "PREFETCH": min(shape.prefetch, shape.stages - 1),
-        "PREFETCH_L2": shape.prefetch_l2,
+        "PREFETCH_L2": shape.prefetch_l2, "MAX_REGISTERS": shape.max_registers,
         "TEAM": team(num_kv_heads // shape.pair_heads, shape.ctas_per_sm * sms) if shape.cluster == 1 else 1,
     }  # fmt: skip
     return {name: int(value) for name, value in macros.items()}, shape

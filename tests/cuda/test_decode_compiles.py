@@ -39,6 +39,7 @@ TUNED: dict[str, dict[str, Any]] = {  # zero spills are asserted for these
     "llama many pairs": {"heads": (4, 8, 128), "pairs": 2048},
     "llama 1b": {"heads": (4, 8, 64), "pairs": 512},
     "llama 1b few pairs": {"heads": (4, 8, 64), "pairs": 64},
+    "llama 1b one request": {"heads": (4, 8, 64), "pairs": 8},
     "smollm": {"heads": (3, 3, 64), "pairs": 192},
     "smollm few pairs": {"heads": (3, 3, 64), "pairs": 24},
     "gpt-oss": {"heads": (8, 8, 64), "pairs": 64, "features": {"sinks": True, "window_left": 127}},
@@ -95,6 +96,18 @@ def test_compiles_for_others(tmp_path: Path, name: str, capability: tuple[int, i
     _, report = compile_with_nvcc(tmp_path, capability, values, "cubin")
     if name in TUNED:
         assert spilled(report) == 0, report
+
+
+@pytest.mark.skipif(NVCC is None, reason="nvcc is not installed")
+@pytest.mark.parametrize("features", [{}, {"lse": True}, {"sinks": True, "window_left": 127}, {"soft_cap": True}, {"alibi": True}], ids=str)
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0)], ids=str)
+def test_one_request_of_a_small_model_leaves_registers_to_the_products(
+    tmp_path: Path, capability: tuple[int, int], features: dict[str, Any]
+) -> None:  # fmt: skip
+    values, shape = macros(capability, **TUNED["llama 1b one request"], features=features)
+    _, report = compile_with_nvcc(tmp_path, capability, values, "cubin")
+    registers = int(re.search(r"Used (\d+) registers", report)[1])  # type: ignore[index]
+    assert shape.max_registers == 168 and registers <= 168 and spilled(report) == 0, report
 
 
 @pytest.mark.skipif(NVCC is None, reason="nvcc is not installed")

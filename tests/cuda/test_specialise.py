@@ -55,6 +55,16 @@ def test_clusters_only_where_two_ctas_share_a_pair() -> None:
     assert clusters == {1: 1, 8: 1, 32: 1, 44: 2, 64: 2, 66: 2, 67: 1, 512: 1}
 
 
+def test_registers_are_held_for_one_request_of_a_small_model() -> None:
+    """Where it was measured to pay: heads up to 64 wide, groups up to 4, 8 to 16 pairs (docs/kernels.md)."""
+
+    def most(dim: int, rows: int, pairs: int, kv_bytes: int = 2) -> int:
+        return specialise.decode_shape(dim, dim, kv_bytes, rows, pairs, 132, 233472).max_registers
+
+    assert [most(64, 4, pairs) for pairs in (3, 7, 8, 16, 17, 64, 512)] == [0, 0, 168, 168, 0, 0, 0]
+    assert [most(128, 4, 8), most(64, 8, 8), most(64, 4, 8, kv_bytes=1)] == [0, 0, 0]
+
+
 GOOD = {
     "dtype": torch.bfloat16,
     "kv_dtype": torch.bfloat16,

@@ -7,7 +7,7 @@ Padding contract: slot -1, seq_len 0, null block 0, and a ``query_start_loc`` wh
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -157,11 +157,3 @@ class DecodeBuffers:
         widest = max(len(blocks) for blocks in block_tables)
         if widest > self.max_blocks_per_req:
             raise ArgumentError("block_tables", f"at most {self.max_blocks_per_req} blocks per request", str(widest))
-
-
-def buffers_of_sizes(sizes: Mapping[str, int | None], device: torch.device | str, num_blocks: int | None) -> DecodeBuffers:
-    """`DecodeBuffers` from sizes by name, of which none may be missing."""
-    for name, size in sizes.items():
-        if size is None:
-            raise ArgumentError(name, "a number", "None", "give the three sizes, or rows=DecodeRows(...)")
-    return DecodeBuffers(**sizes, device=device, num_blocks=num_blocks)  # type: ignore[arg-type]

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_flatten
 from torchpaged.custom_ops.checks import capturing
 from torchpaged.custom_ops.errors import CaptureError
 
-Step = Callable[[], Tensor]
+Launch = Callable[[], Tensor]
 
 
 class Captured(Protocol):
@@ -39,10 +39,10 @@ class CaptureBackend(Protocol):
     def new_pool(self) -> Any:
         """A memory pool for several captures."""
 
-    def warmup(self, step: Step, iterations: int) -> None:
+    def warmup(self, step: Launch, iterations: int) -> None:
         """Run the step a few times, so that compilation and lazy initialisation are over before the capture."""
 
-    def capture(self, step: Step, pool: Any) -> Captured:
+    def capture(self, step: Launch, pool: Any) -> Captured:
         """Capture one run."""
 
 
@@ -71,7 +71,7 @@ class CudaCapture:
         """See `CaptureBackend`."""
         return torch.cuda.graph_pool_handle()
 
-    def warmup(self, step: Step, iterations: int) -> None:
+    def warmup(self, step: Launch, iterations: int) -> None:
         """See `CaptureBackend`."""
         current = torch.cuda.current_stream(self.device)
         self._stream.wait_stream(current)
@@ -82,7 +82,7 @@ class CudaCapture:
         finally:  # whatever ended it, kernels may still run there, and the caller puts back what they write
             current.wait_stream(self._stream)
 
-    def capture(self, step: Step, pool: Any) -> Captured:
+    def capture(self, step: Launch, pool: Any) -> Captured:
         """See `CaptureBackend`."""
         graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)
         cause: BaseException | None = None
@@ -116,7 +116,7 @@ class CudaCapture:
 
 
 class _EagerCaptured:
-    def __init__(self, step: Step) -> None:
+    def __init__(self, step: Launch) -> None:
         self._step, self.output = step, step()
 
     def replay(self) -> None:
@@ -134,12 +134,12 @@ class EagerCapture:
         """See `CaptureBackend`."""
         return None
 
-    def warmup(self, step: Step, iterations: int) -> None:
+    def warmup(self, step: Launch, iterations: int) -> None:
         """See `CaptureBackend`."""
         for _ in range(iterations):
             step()
 
-    def capture(self, step: Step, pool: Any) -> Captured:
+    def capture(self, step: Launch, pool: Any) -> Captured:
         """See `CaptureBackend`."""
         return _EagerCaptured(step)
 
@@ -204,12 +204,12 @@ class TapeCapture:
         """See `CaptureBackend`."""
         return None
 
-    def warmup(self, step: Step, iterations: int) -> None:
+    def warmup(self, step: Launch, iterations: int) -> None:
         """See `CaptureBackend`."""
         for _ in range(iterations):
             step()
 
-    def capture(self, step: Step, pool: Any) -> Captured:
+    def capture(self, step: Launch, pool: Any) -> Captured:
         """See `CaptureBackend`."""
         with capturing(), _Tape() as tape:
             output = step()

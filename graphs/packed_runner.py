@@ -11,28 +11,24 @@ number of tokens alone, which the host knows anyway. On a CPU the same code runs
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchpaged.custom_ops.checks import checks_device_values
-from torchpaged.custom_ops.errors import ArgumentError
-from torchpaged.graphs.addresses import CapturedAddresses
+from torchpaged.graphs.addresses import Watch
+from torchpaged.graphs.bucketed import BucketedGraphs, Progress
 from torchpaged.graphs.buckets import bucket_for, check_buckets
-from torchpaged.graphs.capture import CaptureBackend, Captured, CudaCapture, EagerCapture
-from torchpaged.graphs.capture_bucket import capture_bucket
+from torchpaged.graphs.capture import CaptureBackend
 from torchpaged.graphs.packed_buffers import PackedBuffers
-from torchpaged.graphs.report import BucketReport, describe_bucket
-from torchpaged.graphs.step import NoSession, Ranges, StepSession, no_range
+from torchpaged.graphs.step import Ranges, StepSession
 from torchpaged.metadata import AttentionMetadata, HostLengths
 
 PackedStep = Callable[[Tensor, AttentionMetadata, Tensor], Tensor]
 
 
-class PackedGraphRunner:
+class PackedGraphRunner(BucketedGraphs):
     """Captures a prefill step per bucket of tokens and replays it.
 
     Args:
@@ -51,58 +47,32 @@ class PackedGraphRunner:
         progress: called with ``(done, total, text)`` after each bucket.
         watch, debug, ranges, session: as in `DecodeGraphRunner`; a replay has no range, its caller's says what it is.
 
-    Warm-up and capture run on padding only, so that they write nothing into the caches.
+    Attributes:
+        buffers: the `PackedBuffers` that the graphs read.
+
+    Warm-up and capture run on padding only, so that they write nothing into the caches. `BucketedGraphs` has what any bucketed graphs do:
+    ``capture``, ``capture_for``, ``reset``, ``report``, ``histogram``.
     """
+
+    STEP, BUCKET, RANGES_REPLAYS = "prefill step", "prefill", False
 
     def __init__(
         self, step: PackedStep, *, buckets: Sequence[int], max_num_reqs: int, max_blocks_per_req: int, block_size: int,
         num_blocks: int | None = None, device: torch.device | str = "cpu", capture: str | CaptureBackend = "auto", pool: Any = None,
-        warmup_iters: int = 1, progress: Callable[[int, int, str], None] | None = None,
-        watch: Mapping[str, Tensor] | Callable[[], Mapping[str, Tensor]] | None = None, debug: bool | None = None,
+        warmup_iters: int = 1, progress: Progress | None = None, watch: Watch | None = None, debug: bool | None = None,
         ranges: Ranges | None = None, session: StepSession | None = None,
     ) -> None:  # fmt: skip
-        self.buckets, self.device = check_buckets(buckets, max(buckets, default=0)), torch.device(device)
-        self.buffers = PackedBuffers(self.buckets, max_num_reqs, max_blocks_per_req, block_size, device, num_blocks)
-        if isinstance(capture, str):
-            if capture != "auto":
-                raise ArgumentError("capture", "'auto' or a CaptureBackend", repr(capture))
-            capture = CudaCapture(self.device) if self.device.type == "cuda" else EagerCapture()
-        self._step, self._backend = step, capture
-        self._pool = capture.new_pool() if pool is None else pool
-        self._warmup_iters, self._progress = warmup_iters, progress
-        self._session: StepSession = NoSession() if session is None else session
-        self._plans_every_step = self._session.plans_every_step
-        self._addresses = CapturedAddresses(lambda: {**self.buffers.tensors(), **self._session.tensors()}, watch)
-        self._debug = checks_device_values() if debug is None else debug
-        self._ranges = no_range if ranges is None else ranges
-        self._dirty = False  # inside a capture or a replay, or one of them did not come to its end
-        self._graphs: dict[int, Captured] = {}
-        self._views: dict[int, tuple[Tensor, AttentionMetadata, Tensor]] = {}
-        self._reports = {n: BucketReport(n) for n in self.buckets}
-
-    def capture(self) -> None:
-        """Capture every bucket that is not captured yet, largest first, so that the smaller ones reuse its memory.
-
-        Raises:
-            CaptureError: names the bucket and the cause; what that capture took is freed, the others stay.
-        """
-        todo = [n for n in reversed(self.buckets) if n not in self._graphs]
-        gc.collect()  # what nobody uses any more gives its memory to the graphs
-        for done, bucket in enumerate(todo):
-            self._capture_one(bucket)
-            if self._progress:
-                self._progress(done + 1, len(todo), describe_bucket(bucket, self.device, "prefill"))
+        sizes = check_buckets(buckets, max(buckets, default=0))
+        self.buffers = PackedBuffers(sizes, max_num_reqs, max_blocks_per_req, block_size, device, num_blocks)
+        super().__init__(
+            self.buffers, lambda bucket: step, buckets=sizes, device=device, capture=capture, pool=pool, warmup_iters=warmup_iters,
+            progress=progress, watch=watch, debug=debug, ranges=ranges, session=session,
+        )  # fmt: skip
+        self._step = step
 
     def fits(self, num_reqs: int, num_tokens: int) -> bool:
         """Whether a step of these sizes has a bucket."""
         return self.buffers.fits(num_reqs, num_tokens)
-
-    def capture_for(self, num_tokens: int) -> int:
-        """The bucket of ``num_tokens`` tokens, captured unless it was; raises as `capture` does."""
-        bucket = bucket_for(self.buckets, num_tokens)
-        if bucket not in self._graphs:
-            self._capture_one(bucket)
-        return bucket
 
     def run(
         self, input_ids: Sequence[int], query_lens: Sequence[int], seq_lens: Sequence[int], block_tables: Sequence[Sequence[int]],
@@ -125,71 +95,18 @@ class PackedGraphRunner:
             CaptureError: the bucket can't be captured, or a captured address moved (debug mode); no cache was written.
             SemaphoreError: the session's semaphore is not zero behind the step (debug mode): its result is wrong.
         """
-        if self._dirty:
-            self.reset()
-        bucket = bucket_for(self.buckets, len(input_ids))
-        if bucket not in self._graphs:
+        self.recover()
+        num_tokens = len(input_ids)
+        bucket = bucket_for(self.buckets, num_tokens)
+        if not self.is_captured(bucket):
             self.buffers.check(input_ids, query_lens, seq_lens, block_tables, logits_indices, bucket)
-            self._capture_one(bucket)
-        if self._debug:
-            self._addresses.check(bucket)
-        report, graph = self._reports[bucket], self._graphs[bucket]
+            self.capture_for(num_tokens)
         with torch.inference_mode():
             self.buffers.load(input_ids, query_lens, seq_lens, block_tables, logits_indices, bucket)
-            self._dirty = True
-            if self._plans_every_step:
-                pad = [0] * (self.buffers.max_num_reqs - len(seq_lens))
-                self._session.plan(self._view(bucket)[1], HostLengths([*query_lens, *pad], [*seq_lens, *pad]))
-            graph.replay()
-            self._dirty = False
-        if self._debug:
-            self._session.check(f"a replay of bucket {bucket}")
-        report.hits += 1
-        report.padded_rows += bucket - len(input_ids)
-        return graph.output[: len(logits_indices)]
-
-    def reset(self) -> None:
-        """Make the session as new after a capture or replay that failed or was interrupted; waits for the device. The next `run` does it by itself."""
-        with torch.inference_mode():
-            self.buffers.reset()
-            self._session.reset()
-        self._dirty = False
+            pad = [0] * (self.buffers.max_num_reqs - len(seq_lens)) if self._plans_replays else []
+            return self.start(num_tokens, host=HostLengths([*query_lens, *pad], [*seq_lens, *pad])).output[: len(logits_indices)]
 
     def launch_eager(self, bucket: int) -> Tensor:
         """The bucket's step on padding, without a graph: the kernels that a replay runs."""
         with torch.inference_mode(), self.buffers.padding(bucket):
-            if self._session.plans:
-                self._session.plan(self._view(bucket)[1])
-            return self._step(*self._view(bucket))
-
-    def report(self) -> list[BucketReport]:
-        """Per bucket: capture time, memory, replays and padded tokens."""
-        return [self._reports[bucket] for bucket in self.buckets]
-
-    def _view(self, bucket: int) -> tuple[Tensor, AttentionMetadata, Tensor]:
-        """One view per bucket: a session knows the batch that it planned by its identity."""
-        if bucket not in self._views:
-            self._views[bucket] = self.buffers.view(bucket)
-        return self._views[bucket]
-
-    def _capture_one(self, bucket: int) -> None:
-        arguments = self._view(bucket)
-
-        def launch() -> Tensor:
-            return self._step(*arguments)
-
-        self._dirty = True
-        with self._ranges("capture", padded=bucket), torch.inference_mode(), self.buffers.padding(bucket):
-            self._session.reset()
-            try:
-                if self._session.plans:
-                    self._session.plan(arguments[1])
-                graph = capture_bucket(
-                    launch, self._backend, self._pool, self._reports[bucket], self.device, warmup_iters=self._warmup_iters,
-                    step="prefill step", eager=launch,
-                )  # fmt: skip
-            finally:
-                self._session.reset()
-        self._addresses.note(bucket)
-        self._graphs[bucket] = graph
-        self._dirty = False
+            return self.start_eager(bucket, self._step)

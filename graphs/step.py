@@ -1,17 +1,21 @@
-"""The step of a runner: its type, one copy of it per bucket for the compiler, the ranges around it, and what its backend keeps.
+"""The decode step of a runner: its type, one copy of it per bucket for the compiler, the ranges around it, and what its backend keeps.
 
-compiled = torch.compile(bucket_step(step, 8), fullgraph=True, dynamic=False)
+steps = decode_steps(step, [1, 2, 4], compile=True, capture=capture)
+logits = steps(4)(input_ids, metadata)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from torchpaged.code_object import with_own_code
+from torchpaged.custom_ops.errors import ArgumentError
+from torchpaged.graphs.capture import CaptureBackend, TapeCapture
 from torchpaged.metadata import AttentionMetadata, HostLengths
 
 Step = Callable[[Tensor, AttentionMetadata], Tensor]
@@ -68,7 +72,28 @@ def no_range(name: str, **payload: object) -> AbstractContextManager[None]:
     return _NO_RANGE
 
 
-def bucket_step(step: Step, bucket: int) -> Step:
+def decode_steps(step: Step, buckets: Sequence[int], compile: bool, capture: str | CaptureBackend) -> Callable[[int], Step]:
+    """``step`` for each bucket.
+
+    Args:
+        step: ``step(input_ids, metadata)``.
+        buckets: batch sizes.
+        compile: run it through ``torch.compile(fullgraph=True)``. Shapes are static per bucket: one compile a bucket, none per length, and
+            kernels tuned to the size. (One dynamic compile for all would fail on models that branch on sizes.)
+        capture: what it will be captured with.
+
+    Raises:
+        ArgumentError: compiled steps on a tape.
+    """
+    if not compile:
+        return lambda bucket: step
+    if isinstance(capture, TapeCapture):
+        raise ArgumentError("compile", "False with a TapeCapture", "True", "the tape can't see the kernels that Inductor generates")
+    compiled: dict[int, Step] = {n: torch.compile(_own_code(step, n), fullgraph=True, dynamic=False) for n in buckets}
+    return compiled.__getitem__
+
+
+def _own_code(step: Step, bucket: int) -> Step:
     """``step`` for one bucket alone, so that buckets don't share the compiler's recompile limit."""
 
     def call(input_ids: Tensor, metadata: AttentionMetadata) -> Tensor:

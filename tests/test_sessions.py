@@ -248,14 +248,14 @@ def test_the_engine(planning: str, make_llama: Any, options: dict[str, Any]) -> 
 
 def test_several_steps_per_launch_can_not_be_planned(planning: str, make_llama: Any, session: PlanningSession) -> None:
     from torchpaged.engine import Generator
-    from torchpaged.graphs import DecodeRows
+    from torchpaged.engine.device import DecodeRows, WholeStepRunner
 
     model = make_llama(vocab_size=99, hidden_size=64, intermediate_size=96, max_position_embeddings=256)
     with pytest.raises(ArgumentError, match="steps_per_launch: expected 1 with backend 'planning', which plans every step"):
         Generator(model, backend=planning, steps_per_launch=2)
     rows = DecodeRows(2, WIDTH, BLOCK, VOCAB, "cpu", BACKEND_OPS["default"], 2)
     with pytest.raises(ArgumentError, match="rows: expected steps_per_launch=1"):
-        DecodeGraphRunner(GPT(session), rows=rows, session=session)
+        WholeStepRunner(GPT(session), rows, session=session)
 
 
 def test_a_huggingface_cache(planning: str, make_llama: Any) -> None:

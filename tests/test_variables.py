@@ -48,7 +48,7 @@ def test_a_check_that_is_on_is_on_everywhere(text: str, on: bool, monkeypatch: p
     monkeypatch.setenv("TORCHPAGED_CHECK", text)
     assert checks.reads_values(torch.device("meta")) is on
     for name in ("decode_runner", "packed_runner"):
-        assert READERS[name]()._debug is on
+        assert READERS[name]().debug is on
     READERS["ops"]()
 
 

@@ -80,7 +80,7 @@ def _preferred(width: int, kv_bytes: int, rows: int, pairs: int, sms: int, heads
     if pairs <= sms:  # larger tiles where keys are narrow, unless so few pairs had too few tiles to share out among all
         keys = 32 if width <= 128 and cluster == 1 and pairs * 8 > sms else 16
         # One request of a small model: attention is so short that it must begin beside the products ahead, which need the other registers. NVRTC 13.0
-        # takes 220 here. With 3 pairs this gained nothing; wider heads and more pairs were not measured in whole layers (docs/kernels.md).
+        # takes 220 here. With 3 pairs this gained nothing; wider heads and more pairs were not measured in whole layers (docs/log/decode.md).
         beside = 168 if width <= 128 and 8 <= pairs <= sms // 8 and rows <= 4 else 0
         return DecodeShape(warps=8, keys=keys, stages=3, ctas_per_sm=1, min_tiles=1, cluster=cluster, max_registers=beside)
     if width <= 128:

@@ -56,7 +56,7 @@ def test_clusters_only_where_two_ctas_share_a_pair() -> None:
 
 
 def test_registers_are_held_for_one_request_of_a_small_model() -> None:
-    """Where it was measured to pay: heads up to 64 wide, groups up to 4, 8 to 16 pairs (docs/kernels.md)."""
+    """Where it was measured to pay: heads up to 64 wide, groups up to 4, 8 to 16 pairs (docs/log/decode.md)."""
 
     def most(dim: int, rows: int, pairs: int, kv_bytes: int = 2) -> int:
         return specialise.decode_shape(dim, dim, kv_bytes, rows, pairs, 132, 233472).max_registers

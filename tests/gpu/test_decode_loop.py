@@ -124,7 +124,7 @@ def test_soak_of_ten_thousand_steps(model: Any) -> None:
 
 def test_reading_tokens_waits_for_what_is_ahead_of_them() -> None:
     """Tens of milliseconds of matrix products, then the tokens: read at once, they would still be zeros."""
-    from torchpaged.graphs import TokenRing
+    from torchpaged.engine.device import TokenRing
 
     ring, tokens = TokenRing(2, 4, "cuda"), torch.zeros(1, 4, dtype=torch.int64, device="cuda")
     x = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) / 90
@@ -140,7 +140,7 @@ def test_reading_tokens_waits_for_what_is_ahead_of_them() -> None:
 def test_tokens_from_inside_a_graph_are_waited_for(steps: int) -> None:
     """Milliseconds of matrix products ahead of each token: read too early, a slot would hold another launch or other tokens."""
     from torchpaged.custom_ops import BACKEND_OPS
-    from torchpaged.graphs import DecodeGraphRunner, DecodeRows, RingFullError, RowState
+    from torchpaged.engine.device import DecodeRows, RingFullError, RowState, WholeStepRunner
 
     rows = DecodeRows(70, 40, 16, VOCAB, "cuda", BACKEND_OPS["triton"], steps, launches_in_flight=3)
     x = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) / 90
@@ -152,7 +152,7 @@ def test_tokens_from_inside_a_graph_are_waited_for(steps: int) -> None:
             torch.matmul(x, x)
         return -(ids - best[:, None]).abs().float()
 
-    runner = DecodeGraphRunner(step, rows=rows, buckets=[1, 70], device="cuda", compile=False)
+    runner = WholeStepRunner(step, rows, buckets=[1, 70], compile=False)
     rows.write({row: RowState(row, 1, list(range(1, 41)), seed=0, counter=0, remaining=500) for row in range(70)})
     want, token = [], list(range(70))
     for position in range(24 * steps):

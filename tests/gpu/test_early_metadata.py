@@ -19,7 +19,7 @@ SCRIPT = """
 import sys
 import torch
 from torchpaged.custom_ops import BACKEND_OPS
-from torchpaged.graphs import DecodeGraphRunner, DecodeRows, RowState
+from torchpaged.engine.device import DecodeRows, RowState, WholeStepRunner
 
 backend, num_launches = sys.argv[1], int(sys.argv[2])
 HIDDEN, HEADS, KV_HEADS, DIM, BLOCK, VOCAB, STEPS, LAYERS, MOST = 256, 4, 2, 64, 16, 512, 8, 2, 1024
@@ -59,7 +59,7 @@ def step(input_ids, m):
 
 semaphore = torch.zeros(KV_HEADS, dtype=torch.int32, device="cuda")
 rows = DecodeRows(1, MOST // BLOCK, BLOCK, VOCAB, "cuda", ops, STEPS)
-runner = DecodeGraphRunner(step, rows=rows, buckets=[1], compile=False, device="cuda")
+runner = WholeStepRunner(step, rows, buckets=[1], compile=False)
 runner.capture()
 table = rows.block_table[:1].clone()
 table[0, : len(blocks)] = torch.tensor(blocks, device="cuda")

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.custom_ops.errors import CaptureError, SemaphoreError
-from torchpaged.graphs import CudaCapture, DecodeGraphRunner, DecodeRows, EagerCapture, PackedGraphRunner, RowState, TapeCapture
+from torchpaged.engine.device import DecodeRows, RowState, WholeStepRunner
+from torchpaged.graphs import CudaCapture, EagerCapture, PackedGraphRunner, TapeCapture
 
 VOCAB, BLOCK = 70, 4
 
@@ -56,15 +57,13 @@ class Interrupted(TapeCapture):
 SESSION = kept_session()  # of the steps here, which have no attention: what is in its semaphore is a test's doing
 
 
-def make(point: str, steps: int = 2) -> tuple[DecodeRows, DecodeGraphRunner]:
+def make(point: str, steps: int = 2) -> tuple[DecodeRows, WholeStepRunner]:
     rows = DecodeRows(2, 8, BLOCK, VOCAB, "cpu", BACKEND_OPS["reference"], steps)
     rows.write({0: RowState(5, 6, [3, 9, 4, 5, 6, 7], seed=11, counter=0, remaining=100)})
-    return rows, DecodeGraphRunner(
-        successor, rows=rows, buckets=[2], compile=False, capture=Interrupted(point), debug=True, session=SESSION
-    )
+    return rows, WholeStepRunner(successor, rows, buckets=[2], compile=False, capture=Interrupted(point), debug=True, session=SESSION)
 
 
-def tokens_of(rows: DecodeRows, runner: DecodeGraphRunner, launches: int) -> list[int]:
+def tokens_of(rows: DecodeRows, runner: WholeStepRunner, launches: int) -> list[int]:
     tokens = []
     for _ in range(launches):
         runner.launch(1)
@@ -146,7 +145,7 @@ def test_a_failed_step_does_not_poison_the_next() -> None:
             raise RuntimeError("a launch that fails")
         return successor(input_ids, metadata)
 
-    runner = DecodeGraphRunner(step, rows=rows, buckets=[2], compile=False, capture=EagerCapture(), debug=True, session=SESSION)
+    runner = WholeStepRunner(step, rows, buckets=[2], compile=False, capture=EagerCapture(), debug=True, session=SESSION)
     with pytest.raises(RuntimeError, match="a launch that fails"):
         runner.launch_eager(1)
     assert tokens_of(rows, runner, 4) == WANT
@@ -166,7 +165,7 @@ def test_a_launch_that_is_cut_short_between_its_steps_is_undone(at: int, eager: 
                 raise KeyboardInterrupt
         return successor(input_ids, metadata)
 
-    runner = DecodeGraphRunner(step, rows=rows, buckets=[2], compile=False, capture=EagerCapture())
+    runner = WholeStepRunner(step, rows, buckets=[2], compile=False, capture=EagerCapture())
     with pytest.raises(KeyboardInterrupt):
         runner.launch_eager(1) if eager else runner.launch(1)
     assert rows.seq_lens[0] == 6 and rows.ring.launched == int(rows.ring.launches[0]) == 0
@@ -194,7 +193,7 @@ def test_a_semaphore_that_is_left_set_is_reported() -> None:
 
     left = [torch.tensor(0, dtype=torch.int32)]
     rows = DecodeRows(2, 8, BLOCK, VOCAB, "cpu", BACKEND_OPS["reference"])
-    runner = DecodeGraphRunner(step, rows=rows, buckets=[2], compile=False, capture=EagerCapture(), debug=True, session=SESSION)
+    runner = WholeStepRunner(step, rows, buckets=[2], compile=False, capture=EagerCapture(), debug=True, session=SESSION)
     runner.launch(1)
     left[0] += 4
     with pytest.raises(SemaphoreError, match=r"expected zeros after a replay of bucket 2, got \[4\] at \[13\].*reset\(\)"):

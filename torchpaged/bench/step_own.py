@@ -19,10 +19,11 @@ from torch import Tensor
 from torchpaged.bench.step_gate import STEPS, Reference, verdict
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.engine.decode_loop import DecodeLoop
+from torchpaged.engine.device import RowState, WholeStepRunner
 from torchpaged.engine.sampling import SamplingParams
 from torchpaged.engine.sequence import Sequence as Request
 from torchpaged.engine.text import TextStream
-from torchpaged.graphs import DecodeBuffers, DecodeGraphRunner, DecodeRows, RowState
+from torchpaged.graphs import DecodeGraphRunner
 from torchpaged.metadata import AttentionMetadata
 
 _NAME = re.compile(r"(logits|k[1-9][0-9]*)(\+fuse)?(\+compile|\+layers)?")
@@ -76,15 +77,12 @@ class OwnStep:
             self.loop = DecodeLoop(
                 model, max_batch_size=most, max_blocks_per_req=blocks_per_row, steps_per_launch=self.steps, buckets=batches, compile=compile
             )
-            self.runner = self.loop.runner
-            self._static: DecodeRows | DecodeBuffers = self.loop.rows
+            self.runner: WholeStepRunner | DecodeGraphRunner = self.loop.runner
         else:
-            self.runner = DecodeGraphRunner(
+            self.runner = self._host_runner = DecodeGraphRunner(
                 self._step, max_batch_size=most, max_blocks_per_req=blocks_per_row, block_size=model.kv_cache.block_size,
                 num_blocks=model.kv_cache.num_blocks, buckets=batches, device=self.device, compile=compile,
             )  # fmt: skip
-            assert self.runner.buffers is not None
-            self._static = self.runner.buffers
 
     # ------------------------------------------------------------------------------------------------ capture
     def capture(self, batch: int) -> dict[str, Any]:
@@ -95,8 +93,8 @@ class OwnStep:
             runner reports them; ``reserved_mib`` and ``device_mib``, what torch reserved and what the device had less of afterwards.
         """
         started = time.perf_counter()
-        with torch.inference_mode(), self._static.padding(batch):
-            self._step(*self._static.view(batch))  # loads kernels, which would count as the capture's memory otherwise
+        with torch.inference_mode(), self.runner.inputs.padding(batch):
+            self._step(*self.runner.inputs.view(batch))  # loads kernels, which would count as the capture's memory otherwise
         before = self._memory()
         self.runner.capture_for(batch)
         after = self._memory()
@@ -130,10 +128,9 @@ class OwnStep:
                 self.loop.rows.clear(idle)
                 self.loop.rows.write(states)
             return
-        assert self.runner.buffers is not None
         bucket = next(n for n in self.runner.buckets if n >= len(seq_lens))
         with torch.inference_mode():
-            self.runner.buffers.load(input_ids, seq_lens, self.tables[: len(seq_lens)], bucket)
+            self._host_runner.buffers.load(input_ids, seq_lens, self.tables[: len(seq_lens)], bucket)
 
     def replay(self, batch: int) -> Tensor:
         """Start one launch of ``batch`` rows."""
@@ -168,7 +165,7 @@ class OwnStep:
                 out = self.replay(batch)[:rows].clone()
                 chosen.append(out.argmax(-1))
             else:
-                out = self._step(*self._static.view(batch))[:rows].clone()
+                out = self._step(*self.runner.inputs.view(batch))[:rows].clone()
                 chosen.append(self.replay(batch)[0, :rows].clone())
             logits.append(out)
         return verdict(reference, torch.stack(logits, 1).float(), torch.stack(chosen, 1))

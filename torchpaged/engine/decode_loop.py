@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 
 from torchpaged.custom_ops.errors import TorchpagedError
+from torchpaged.engine.device import DecodeRows, RowState, TokenRing, WholeStepRunner
 from torchpaged.engine.model import PagedModelProtocol
 from torchpaged.engine.sequence import Sequence, StepCount
-from torchpaged.graphs import DecodeGraphRunner, DecodeRows, RowState, TokenRing, bucket_for
+from torchpaged.graphs import bucket_for
 from torchpaged.profiling import range as profile_range
 
 #: Launches, and prefills, whose tokens may be on their way at once.
@@ -49,7 +50,7 @@ class DecodeLoop:
         max_batch_size: rows.
         max_blocks_per_req: blocks of a row at most.
         steps_per_launch: K, decode steps per launch.
-        options: further arguments of `DecodeGraphRunner` (``buckets``, ``compile``, ``progress``, ``capture`` ...).
+        options: further arguments of `WholeStepRunner` (``buckets``, ``compile``, ``progress``, ``capture`` ...).
 
     Attributes:
         runner: the graph runner.
@@ -67,10 +68,9 @@ class DecodeLoop:
             max_batch_size, max_blocks_per_req, block_size, model.vocab_size, device, model.session.ops, steps_per_launch,
             MAX_IN_FLIGHT,
         )  # fmt: skip
-        self.runner = DecodeGraphRunner(
-            lambda input_ids, metadata: model(input_ids, metadata, None), rows=self.rows, device=device, ranges=profile_range,
-            session=model.session, **options,
-        )  # fmt: skip
+        self.runner = WholeStepRunner(
+            lambda input_ids, metadata: model(input_ids, metadata, None), self.rows, ranges=profile_range, session=model.session, **options
+        )
         self.steps_per_launch, self._eos_token_ids = steps_per_launch, model.eos_token_ids
         self._prefill_ring = TokenRing(MAX_IN_FLIGHT, max_batch_size, device)
         self._sequences: list[Sequence | None] = [None] * max_batch_size  # by row

@@ -29,6 +29,7 @@ import torch
 from torchpaged.cache import BlockPool
 from torchpaged.custom_ops.errors import ArgumentError, NotCopyableError, TorchpagedError
 from torchpaged.engine.decode_loop import DecodeLoop
+from torchpaged.engine.device import WholeStepRunner
 from torchpaged.engine.inbox import HandOut, Inbox
 from torchpaged.engine.model import PagedModelProtocol
 from torchpaged.engine.numbers import shown
@@ -41,7 +42,7 @@ from torchpaged.engine.sequence import RequestOutput, Sequence, TokenEvent
 from torchpaged.engine.stats import GeneratorStats
 from torchpaged.engine.stepper import Stepper
 from torchpaged.engine.text import TextStream
-from torchpaged.graphs import CaptureBackend, DecodeGraphRunner, PackedGraphRunner
+from torchpaged.graphs import CaptureBackend, PackedGraphRunner
 
 if TYPE_CHECKING:
     from torchpaged.hf import FusionReport
@@ -80,7 +81,7 @@ class Generator:
         capture_ahead: capture every bucket now; False: each on first need, in the middle of serving; "auto": now on a GPU.
         lookahead: tokens ahead of need that a decoding request gets blocks for while the pool is mostly free; default: 128 on a GPU,
             none on a CPU.
-        capture: how steps become graphs, as in `DecodeGraphRunner`.
+        capture: how steps become graphs, as in `torchpaged.graphs.DecodeGraphRunner`.
         progress: called with ``(done, total, text)`` while buckets are captured.
 
     Attributes:
@@ -395,7 +396,7 @@ class Generator:
 
     # ------------------------------------------------------------------------------------------------ what was decided
     @property
-    def runner(self) -> DecodeGraphRunner | None:
+    def runner(self) -> WholeStepRunner | None:
         """The graph runner; None without graphs."""
         return None if self.loop is None else self.loop.runner
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from torchpaged.custom_ops.errors import ArgumentError
+from torchpaged.engine.device import StepOps, token_bits
 from torchpaged.engine.numbers import as_float, as_integer, shown
-from torchpaged.graphs import StepOps, token_bits
 from torchpaged.metadata import to_device
 
 _SMALLEST, _LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max  # the device has float32

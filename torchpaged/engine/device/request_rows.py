@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from torchpaged.custom_ops.errors import ArgumentError
-from torchpaged.graphs.launch_ring import LaunchRing
-from torchpaged.graphs.row_state import HEAD_WORDS, MAX_STOP_TOKEN_IDS, NUM_FLOATS, NUM_INTS, NUM_LONGS, RowState, token_bits
+from torchpaged.engine.device.launch_tokens import LaunchRing
+from torchpaged.engine.device.request_state import HEAD_WORDS, MAX_STOP_TOKEN_IDS, NUM_FLOATS, NUM_INTS, NUM_LONGS, RowState, token_bits
 from torchpaged.metadata import AttentionMetadata, to_device
 
 

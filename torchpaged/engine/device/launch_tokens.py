@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from torchpaged.custom_ops.errors import ArgumentError, TorchpagedError
-from torchpaged.graphs.ring import RingFullError
+from torchpaged.engine.device.prefill_tokens import RingFullError
 
 
 class _Memory:

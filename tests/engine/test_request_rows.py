@@ -11,7 +11,8 @@ from torch import Tensor
 from torchpaged import ArgumentError, AttentionMetadata
 from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.custom_ops.errors import TorchpagedError
-from torchpaged.graphs import DecodeGraphRunner, DecodeRows, EagerCapture, RingFullError, RowState, TapeCapture, TokenRing
+from torchpaged.engine.device import DecodeRows, RingFullError, RowState, TokenRing, WholeStepRunner
+from torchpaged.graphs import EagerCapture, TapeCapture
 
 VOCAB, BLOCK, REFERENCE = 70, 4, BACKEND_OPS["reference"]
 NOT_PER_ROW = ("query_start_loc", "tokens_out", "ring", "launches")
@@ -68,7 +69,7 @@ def test_write_fills_every_field_of_its_row_only() -> None:
 def test_launches_follow_the_rows(capture: Any, steps: int) -> None:
     """Rows of different remaining lengths, an idle row between them, blocks appended on the way."""
     rows = make_rows(steps)
-    runner = DecodeGraphRunner(successor, rows=rows, buckets=[2, 6], compile=False, capture=capture)
+    runner = WholeStepRunner(successor, rows, buckets=[2, 6], compile=False, capture=capture)
     runner.capture()
     rows.write({0: state(5, 6, remaining=9), 2: RowState(9, 1, [2], seed=1, counter=0, remaining=3), 3: state(20, 7, remaining=100)})
     rows.append_blocks([(2, 1, 8)])
@@ -95,14 +96,14 @@ def test_a_stop_token_ends_a_row_on_the_device() -> None:
     rows = make_rows(8)
     tokens = expected(5, 6, 8)
     rows.write({0: state(stop_token_ids=[tokens[2]])})
-    runner = DecodeGraphRunner(successor, rows=rows, compile=False)
+    runner = WholeStepRunner(successor, rows, compile=False)
     runner.capture_for(1)
     assert runner.replay(1)[:, 0].tolist() == [*tokens[:3], *[-1] * 5]
 
 
 def test_a_late_capture_leaves_live_rows_alone() -> None:
     rows = make_rows(2)
-    runner = DecodeGraphRunner(successor, rows=rows, buckets=[2, 6], compile=False, capture=TapeCapture())
+    runner = WholeStepRunner(successor, rows, buckets=[2, 6], compile=False, capture=TapeCapture())
     runner.capture_for(1)
     rows.write({0: state(5), 1: state(6)})
     runner.replay(2)
@@ -153,13 +154,6 @@ def test_refusals() -> None:
         with pytest.raises(ArgumentError, match="blocks"):
             rows.append_blocks([(1, 0, 5), place])
     assert all(torch.equal(tensor, before[name]) for name, tensor in fields(rows).items())
-    runner = DecodeGraphRunner(successor, rows=rows, compile=False)
-    with pytest.raises(ArgumentError, match="rows"):
-        runner.run([1], [1], [[1]])
-    with pytest.raises(ArgumentError, match="rows"):
-        DecodeGraphRunner(successor, rows=rows, max_batch_size=3)
-    with pytest.raises(ArgumentError, match="max_batch_size"):
-        DecodeGraphRunner(successor)
     with pytest.raises(ArgumentError, match="steps_per_launch"):
         make_rows(0)
 
@@ -182,7 +176,7 @@ def test_ring_hands_out_slots_in_any_order_and_refuses_when_full() -> None:
 def test_the_rows_ring_holds_launches_of_any_bucket_until_they_are_read(capture: Any, steps: int) -> None:
     """Read two launches late, over twice the ring's depth; buckets change, one is captured with tokens unread, launches go unread."""
     rows = make_rows(steps)
-    runner = DecodeGraphRunner(successor, rows=rows, buckets=[2, 4, 6], compile=False, capture=capture)
+    runner = WholeStepRunner(successor, rows, buckets=[2, 4, 6], compile=False, capture=capture)
     runner.capture_for(2)
     rows.write({0: state(5, 6, remaining=99), 1: state(9, 4, remaining=2 * steps)})
     first, second = expected(5, 6, 9 * steps), [*expected(9, 4, 2 * steps), *[-1] * 7 * steps]
@@ -201,7 +195,7 @@ def test_the_rows_ring_holds_launches_of_any_bucket_until_they_are_read(capture:
 
 def test_the_rows_ring_refuses() -> None:
     rows = make_rows()
-    runner = DecodeGraphRunner(successor, rows=rows, compile=False)
+    runner = WholeStepRunner(successor, rows, compile=False)
     runner.capture()
     with pytest.raises(ArgumentError, match="take"):
         rows.ring.take()

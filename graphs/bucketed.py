@@ -1,0 +1,242 @@
+"""BucketedGraphs: a callable captured once per bucket over static inputs, and replayed for every batch that fits.
+
+    graphs = BucketedGraphs(inputs, lambda bucket: step, buckets=[1, 2, 4], device="cuda")
+    graphs.capture()
+    output = graphs.start(3).output     # the graph of bucket 4, over the inputs as they are
+
+``inputs`` are any object of the shape of `StaticInputs`. What a step computes, how its inputs get their values and what its output means is for
+those who derive from it: `DecodeGraphRunner` and `PackedGraphRunner` load batches from the host, the engine keeps its requests on the device.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from torchpaged.custom_ops.checks import checks_device_values
+from torchpaged.custom_ops.errors import ArgumentError, CaptureError
+from torchpaged.graphs.addresses import CapturedAddresses, Watch
+from torchpaged.graphs.buckets import bucket_for
+from torchpaged.graphs.capture import CaptureBackend, Captured, CudaCapture, EagerCapture
+from torchpaged.graphs.capture_bucket import capture_bucket
+from torchpaged.graphs.report import BucketReport, describe_bucket
+from torchpaged.graphs.step import NoSession, Ranges, StepSession, no_range
+from torchpaged.metadata import HostLengths
+
+BucketStep = Callable[..., Tensor]
+Progress = Callable[[int, int, str], None]
+
+
+class StaticInputs(Protocol):
+    """Tensors that never move, of up to as many rows as the largest bucket."""
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """All of them by name."""
+
+    def view(self, bucket: int, /) -> tuple[Any, ...]:
+        """The arguments of a step over ``bucket`` rows: slices, no copies. The second one is the batch, which a session plans."""
+
+    def padding(self, bucket: int, /) -> AbstractContextManager[None]:
+        """The first ``bucket`` rows are padding inside the block: a step over them writes nothing into a cache."""
+
+    def reset(self) -> None:
+        """Wait for the device, and make host and device agree, after a capture or replay that failed or was interrupted."""
+
+
+def capture_backend_for(capture: str | CaptureBackend, device: torch.device) -> CaptureBackend:
+    """``capture``, or for "auto" CUDA graphs on a GPU and an eager capture elsewhere; raises `ArgumentError`."""
+    if not isinstance(capture, str):
+        return capture
+    if capture != "auto":
+        raise ArgumentError("capture", "'auto' or a CaptureBackend", repr(capture))
+    return CudaCapture(device) if device.type == "cuda" else EagerCapture()
+
+
+class BucketedGraphs:
+    """A graph per bucket.
+
+    Args:
+        inputs: the static inputs.
+        steps: gives the callable that the graph of a bucket holds; it is called with ``inputs.view(bucket)`` and gives a tensor.
+        eager: the same uncompiled, to find the op that can't be captured; default: ``steps``.
+        buckets: sizes to capture, ascending, see `check_buckets`.
+        device: where the steps run.
+        capture: "auto" (CUDA graphs on a GPU, eager elsewhere) or a `CaptureBackend`.
+        pool: memory pool of ``capture`` to share with graphs whose replays never overlap with these; default: one of its own.
+        warmup_iters: runs before each capture.
+        progress: called with ``(done, total, text)`` after each bucket.
+        watch: further tensors whose addresses the graphs rely on, such as KV pools, by name; or a function that gives them.
+        debug: check every address at replay, and ``session`` behind it; default from ``TORCHPAGED_CHECK=1``.
+        ranges: called as ``ranges("replay", batch=3, padded=4)`` around each capture and replay: gives a context manager.
+        session: planned outside the graph, before a capture and, if it plans every step, before each replay; made as new after what was
+            cut short. None: there is nothing to plan.
+
+    Attributes:
+        inputs, buckets, device, session, debug: as given.
+        capture_backend: how steps become graphs.
+        pool: the graphs' memory pool, for others of the same `capture_backend` whose replays never overlap with these.
+    """
+
+    #: What a step and a bucket are called in errors and progress, and what still works where a capture failed.
+    STEP, BUCKET, ADVICE = "step", "bucket", ""
+    #: Whether ``ranges`` are called around replays; False where a caller's own range says what it is.
+    RANGES_REPLAYS = True
+
+    def __init__(
+        self, inputs: StaticInputs, steps: Callable[[int], BucketStep], *, buckets: Sequence[int], device: torch.device | str,
+        eager: Callable[[int], BucketStep] | None = None, capture: str | CaptureBackend = "auto", pool: Any = None, warmup_iters: int = 2,
+        progress: Progress | None = None, watch: Watch | None = None, debug: bool | None = None, ranges: Ranges | None = None,
+        session: StepSession | None = None,
+    ) -> None:  # fmt: skip
+        self.inputs, self.buckets, self.device = inputs, buckets, torch.device(device)
+        self.capture_backend = capture_backend_for(capture, self.device)
+        self.pool = self.capture_backend.new_pool() if pool is None else pool
+        self.session: StepSession = NoSession() if session is None else session
+        self._plans_replays = self.session.plans_every_step
+        self._steps, self._eager = steps, steps if eager is None else eager
+        self._warmup_iters, self._progress = warmup_iters, progress
+        self._addresses = CapturedAddresses(lambda: {**self.inputs.tensors(), **self.session.tensors()}, watch)
+        self.debug = checks_device_values() if debug is None else debug
+        self._ranges = no_range if ranges is None else ranges
+        self._replay_ranges = self._ranges if self.RANGES_REPLAYS else no_range
+        self._dirty = False  # inside a capture or a replay, or one of them did not come to its end
+        self._graphs: dict[int, Captured] = {}
+        self._views: dict[int, tuple[Any, ...]] = {}
+        self._reports = {n: BucketReport(n) for n in buckets}
+        self._seen: dict[int, int] = {}
+
+    # ------------------------------------------------------------------------------------------------ captures
+    def capture(self) -> None:
+        """Capture every bucket that is not captured yet, largest first, so that the smaller ones reuse its memory.
+
+        Raises:
+            CaptureError: names the bucket and the cause; what that capture took is freed, the others stay.
+        """
+        todo = [n for n in reversed(self.buckets) if n not in self._graphs]
+        gc.collect()  # what nobody uses any more gives its memory to the graphs
+        for done, bucket in enumerate(todo):
+            self._capture_one(bucket)
+            if self._progress:
+                self._progress(done + 1, len(todo), describe_bucket(bucket, self.device, self.BUCKET))
+
+    def capture_for(self, num_rows: int) -> int:
+        """The bucket of ``num_rows`` rows, captured unless it was; raises as `capture` does."""
+        bucket = bucket_for(self.buckets, num_rows)
+        if bucket not in self._graphs:
+            self._capture_one(bucket)
+        return bucket
+
+    def is_captured(self, bucket: int) -> bool:
+        """Whether ``bucket`` has its graph."""
+        return bucket in self._graphs
+
+    def _capture_one(self, bucket: int) -> None:
+        arguments = self.view(bucket)
+        step, eager = self._steps(bucket), self._eager(bucket)
+        self._dirty = True
+        with self._ranges("capture", padded=bucket), torch.inference_mode(), self.inputs.padding(bucket):
+            self.session.reset()
+            try:
+                if self.session.plans:
+                    self.session.plan(arguments[1])
+                graph = capture_bucket(
+                    lambda: step(*arguments), self.capture_backend, self.pool, self._reports[bucket], self.device, warmup_iters=self._warmup_iters,
+                    step=self.STEP, eager=lambda: eager(*arguments), advice=self.ADVICE,
+                )  # fmt: skip
+            finally:
+                self.session.reset()
+        self._addresses.note(bucket)
+        self._graphs[bucket] = graph
+        self._dirty = False
+
+    # ------------------------------------------------------------------------------------------------ steps
+    def view(self, num_rows: int) -> tuple[Any, ...]:
+        """``inputs.view``, one per number of rows: a session knows the batch that it planned by its identity."""
+        if num_rows not in self._views:
+            self._views[num_rows] = self.inputs.view(num_rows)
+        return self._views[num_rows]
+
+    def start(self, num_rows: int, *, capture: bool = False, host: HostLengths | None = None) -> Captured:
+        """Replay the graph of ``num_rows`` rows over the inputs as they are.
+
+        Args:
+            num_rows: rows that count; those up to the bucket are padding.
+            capture: capture the bucket first if it is not.
+            host: lengths of the bucket's rows, where the host knows them, for a session that plans every step.
+
+        Returns:
+            The graph; its ``output`` is valid until the next replay of a graph of the pool.
+
+        Raises:
+            CaptureError: the bucket is not captured or can't be, or a captured address moved (debug mode).
+            SemaphoreError: the session's semaphore is not zero behind the replay (debug mode): its results are wrong.
+        """
+        if self._dirty:
+            self.reset()
+        bucket = bucket_for(self.buckets, num_rows)
+        graph = self._graphs.get(bucket)
+        if graph is None:
+            if not capture:
+                raise CaptureError(f"bucket {bucket}: not captured yet; call capture() or run() first")
+            self._capture_one(bucket)
+            graph = self._graphs[bucket]
+        if self.debug:
+            self._addresses.check(bucket)
+        with self._replay_ranges("replay", batch=num_rows, padded=bucket):
+            self._dirty = True
+            if self._plans_replays:
+                self.session.plan(self.view(bucket)[1], host)
+            self._replay(graph)
+        self._dirty = False
+        report = self._reports[bucket]
+        report.hits += 1
+        self._seen[num_rows] = self._seen.get(num_rows, 0) + 1
+        report.padded_rows += bucket - num_rows
+        if self.debug:
+            self.session.check(f"a replay of bucket {bucket}")
+        return graph
+
+    def _replay(self, graph: Captured) -> None:
+        """Replay ``graph``; for those who keep books of what was started, to do it right around the replay."""
+        graph.replay()
+
+    def start_eager(self, num_rows: int, step: BucketStep, host: HostLengths | None = None) -> Tensor:
+        """``step`` over the first ``num_rows`` rows, any number, without graph, padding or compilation."""
+        self.recover()
+        with torch.inference_mode():
+            self._dirty = True
+            if self.session.plans:
+                self.session.plan(self.view(num_rows)[1], host)
+            output = step(*self.view(num_rows))
+            self._dirty = False
+        return output
+
+    # ------------------------------------------------------------------------------------------------ breaking off
+    def recover(self) -> None:
+        """`reset`, if a capture, replay or eager step before did not come to its end."""
+        if self._dirty:
+            self.reset()
+
+    def reset(self) -> None:
+        """Make host and device agree again after a capture or replay that failed or was interrupted, and the session as new. Waits for the device.
+
+        The next `start` or `start_eager` does it by itself.
+        """
+        with torch.inference_mode():
+            self.inputs.reset()
+            self.session.reset()
+        self._dirty = False
+
+    # ------------------------------------------------------------------------------------------------ figures
+    def report(self) -> list[BucketReport]:
+        """Per bucket: capture time, memory, replays and padded rows."""
+        return [self._reports[bucket] for bucket in self.buckets]
+
+    def histogram(self) -> dict[int, int]:
+        """How often each number of rows was replayed: for `buckets_by_cost`."""
+        return dict(sorted(self._seen.items()))

@@ -111,7 +111,7 @@ def measure_prefill(model: PagedModel, tokens: int, requests: int) -> dict[str, 
     graphs = PrefillGraphs(
         model, [tokens], max_batch_size=reqs, max_blocks_per_req=-(-MAX_SEQ_LEN // BLOCK_SIZE), required=True, reason="measured"
     )
-    python, replayed = PackedSteps(model, reqs), PackedSteps(model, reqs, graphs)
+    python, replayed = PackedSteps(model), PackedSteps(model, graphs)
     result: dict[str, Any] = {"tokens": tokens, "requests": requests}
     for _ in range(3):
         want = python.prefill(chunks)

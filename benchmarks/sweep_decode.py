@@ -1,7 +1,7 @@
 """Sweep of the decode kernel's tiles on a GPU: python benchmarks/sweep_decode.py OUT.json [--cases SUBSTRING] [--workers N].
 
 Every configuration is checked against plain torch first, then timed by replaying a CUDA graph over KV caches that rotate beyond L2.
-One JSON line per (case, configuration); the best per case last. What came of it: docs/kernels.md.
+One JSON line per (case, configuration); the best per case last. What came of it: docs/log/decode.md.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from torchpaged.custom_ops.triton.config import Tiles
 HEADS, KV_HEADS, DIM = 32, 8, 128
 #: case -> (requests, query_len, seq_len)
 CASES = {"1x16k": (1, 16384, 16384), "1x4k": (1, 4096, 4096), "8x512": (8, 512, 512), "chunk_512_on_32k": (1, 512, 32768)}
-#: The chosen tiles first, what could beat them after. Predictions and figures: docs/kernels.md.
+#: The chosen tiles first, what could beat them after. Predictions and figures: docs/log/prefill.md.
 CANDIDATES = [
     Tiles(128, 128, 8, 3),
     Tiles(128, 128, 8, 2),

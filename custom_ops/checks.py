@@ -37,9 +37,15 @@ def check_tensors(**tensors: object) -> None:
 
 def check_dims(name: str, tensor: Tensor, *dims: int | None) -> None:
     """``tensor`` has ``len(dims)`` dimensions with these sizes; None accepts any size."""
-    if tensor.dim() != len(dims) or any(d is not None and d != s for d, s in zip(dims, tensor.shape, strict=True)):
-        want = "[" + ", ".join("*" if d is None else str(d) for d in dims) + "]"
-        raise ArgumentError(name, f"shape {want}", shape_of(tensor))
+    shape = tensor.shape
+    if len(shape) == len(dims):
+        for want, size in zip(dims, shape, strict=True):
+            if want is not None and want != size:
+                break
+        else:
+            return
+    expected = "[" + ", ".join("*" if d is None else str(d) for d in dims) + "]"
+    raise ArgumentError(name, f"shape {expected}", shape_of(tensor))
 
 
 def check_dtype(name: str, tensor: Tensor, *dtypes: torch.dtype) -> None:
@@ -58,7 +64,7 @@ def check_device(device: torch.device, **tensors: Tensor | None) -> None:
 def check_last_dim(**tensors: Tensor) -> None:
     """The last dimension of each tensor is contiguous (the others may have any stride)."""
     for name, tensor in tensors.items():
-        if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
             raise ArgumentError(name, "a contiguous last dimension (stride 1)", f"strides {tensor.stride()}", "call .contiguous()")
 
 

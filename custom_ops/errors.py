@@ -47,6 +47,10 @@ class SemaphoreError(TorchpagedError, RuntimeError):
     """A semaphore was not zero after a launch: what that launch computed is wrong. The message says what to do."""
 
 
+class PlanError(TorchpagedError, RuntimeError):
+    """A step was to run on a backend that plans every batch, and this one was not planned. The message says what to do."""
+
+
 class RequestError(TorchpagedError, RuntimeError):
     """One request of an engine ended without what was asked; the others are not concerned. Given with its last event, not raised.
 

@@ -60,10 +60,8 @@ SCHEMAS = {
     # included), query_start_loc [B + 1] int32, out [T, num_heads, head_dim_v], lse [T, num_heads] float32.
     # max_query_len: upper bound of query_len, known to the host (1 selects the decode kernels).
     # window_left/right: keys visible beside the own one, -1 = open. chunk_size: keys of the own chunk only, 0 = off.
-    # Before the kernels ahead on the stream have finished (programmatic dependent launch) may be read: seq_lens, query_start_loc,
-    # block_table, and of the caches the context, i.e. positions < seq_len - query_len. A kernel that writes one of these must not call
-    # griddepcontrol.launch_dependents. Those of torch and of this library don't, but for a cache write with are_query_tokens.
-    # paged_attention itself lets its dependents start only after its own wait: so what was a query token here may be context behind it.
+    # Metadata and the context's keys and values may be read before the kernels ahead on the stream have ended; stream_order.py says by whom,
+    # and what that asks of whoever writes them.
     # semaphore: int32 zeros, at least B * num_kv_heads, zeros again afterwards; calls that may overlap need one each.
     # Without it a kernel that needs one makes its own, which costs a memset.
     "paged_attention": """(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor seq_lens,
@@ -97,15 +95,13 @@ SCHEMAS = {
         Tensor(b!) positions, Tensor(c!) seq_lens, Tensor(d!) slot_mapping, Tensor(e!) counters, Tensor(f!) remaining,
         Tensor(g!) seen, Tensor(h!) tokens_out, *, int block_size, Tensor(i!)? ring=None, Tensor(j!)? launches=None, int step=0) -> ()""",
     # sample_tokens and accept_tokens in one, of their arguments; rows of seq_len 0 give token -1 and their logits are of no account. All but
-    # logits and seen may be read before the kernels ahead on the stream have finished: who writes them must not call
-    # griddepcontrol.launch_dependents, and between the two must lie a kernel that is launched the ordinary way, an attention or an embedding.
+    # logits and seen may be read early (stream_order.py).
     "finish_step": """(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor repetition_penalty, Tensor seeds,
         Tensor block_table, Tensor stop_token_ids, Tensor(a!) input_ids, Tensor(b!) positions, Tensor(c!) seq_lens,
         Tensor(d!) slot_mapping, Tensor(e!) counters, Tensor(f!) remaining, Tensor(g!) seen, Tensor(h!) tokens_out, *, int block_size,
         Tensor(i!)? ring=None, Tensor(j!)? launches=None, int step=0) -> ()""",
     # input_ids [T] int64, weight [vocab_size, hidden_size], out [T, hidden_size] = weight[input_ids], times scale (no dimensions, rounded to
-    # weight's dtype first) if given. An id outside is an error where values are checked, else a row of NaN. Lets its dependents start only
-    # after its own wait.
+    # weight's dtype first) if given. An id outside is an error where values are checked, else a row of NaN.
     "embedding": "(Tensor input_ids, Tensor weight, Tensor(a!) out, *, Tensor? scale=None) -> ()",
     # x, out [T, hidden_size], weight [hidden_size]; out = x / rms(x) * (weight + offset). With residual [T, hidden_size]: residual += x
     # first, and the sum is normed. With post_residual [T, hidden_size]: added to the normed x (Gemma's norms after a block).
@@ -115,7 +111,7 @@ SCHEMAS = {
     "act_and_mul": """(Tensor gate_up, Tensor(a!) out, *, str activation="silu") -> ()""",
     # x [T, K], weight [N, K], out [T, N] = x' @ weight.T + bias [N] + residual [T, N]. x' = rms_norm(x, norm_weight [K]) if given, else x.
     # activation not "none": weight holds gate rows, then as many up rows, and out [T, N / 2] = activation(gate) * up, then + residual.
-    # weight and norm_weight are constants: they, too, may be read before the kernels ahead have finished, so no op of a step may write them.
+    # weight and norm_weight are constants of a step, and read early (stream_order.py).
     "linear": """(Tensor x, Tensor weight, Tensor(a!) out, *, Tensor? bias=None, Tensor? residual=None, Tensor? norm_weight=None,
         float norm_eps=1e-6, float norm_offset=0.0, str activation="none") -> ()""",
 }

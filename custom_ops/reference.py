@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from torchpaged.custom_ops import validation
+from torchpaged.custom_ops.masks import visible_keys
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -75,21 +76,6 @@ def rope_write_kv(
     q_out.copy_(_rotate(_rms_norm(q.to(dtype), q_norm, norm_eps, norm_offset), cos, sin, interleaved))
     rotated = _rotate(_rms_norm(k.to(dtype), k_norm, norm_eps, norm_offset), cos, sin, interleaved)
     _store(rotated, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
-
-
-def visible_keys(positions: Tensor, num_keys: int, causal: bool, window_left: int, window_right: int, chunk_size: int) -> Tensor:
-    """Which keys each query may attend to: bool ``[S, L]`` for query ``positions [S]`` over keys ``0..num_keys-1``."""
-    query, key = positions[:, None], torch.arange(num_keys, device=positions.device)[None, :]
-    mask = (query >= 0).expand(-1, num_keys)
-    if causal:
-        mask = mask & (key <= query)
-    if window_left >= 0:
-        mask = mask & (key >= query - window_left)
-    if window_right >= 0:
-        mask = mask & (key <= query + window_right)
-    if chunk_size > 0:
-        mask = mask & (key // chunk_size == query // chunk_size)
-    return mask
 
 
 def _gather(cache: Tensor, blocks: Tensor, length: int, num_queries_per_kv: int, dtype: torch.dtype, scale: Tensor | None) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from torchpaged.custom_ops.errors import ArgumentError
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 INF = float("inf")
+_FEW = 256  # numbers: so many Python has looked at before a dozen ops of torch have begun
 
 
 def check_pools(k_cache: Tensor, v_cache: Tensor, *, stores: bool = False) -> None:
@@ -61,13 +63,23 @@ def check_write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_
     check_last_dim(k=k, v=v)
     _check_cache_dtype(k, k_cache, k_scale, v_scale)
     check_apart({"k_cache": k_cache, "v_cache": v_cache}, {"k": k, "v": v}, "pass a copy: .clone()")
-    if slot_mapping.numel() and reads_values(k_cache.device):
+    if slot_mapping.numel() and reads_values(k_cache.device) and not _are_few_good_slots(slot_mapping, k_cache):
         low, high = (int(x) for x in torch.aminmax(slot_mapping))
         num_slots = k_cache.shape[0] * k_cache.shape[1]
         if low < -1 or high >= num_slots:
             raise ArgumentError("slot_mapping", f"slots in [-1, {num_slots})", f"values in [{low}, {high}]",
                                 "the pool is too small or the block table wrong")  # fmt: skip
         _check_distinct_slots(slot_mapping, k_cache.shape[1])
+
+
+def _are_few_good_slots(slot_mapping: Tensor, k_cache: Tensor) -> bool:
+    """Whether these slots are so few that Python can look at them, and all right; if not, the ops of torch say what is wrong."""
+    if slot_mapping.shape[0] > _FEW or slot_mapping.device.type != "cpu":
+        return False
+    num_blocks, block_size = k_cache.shape[:2]
+    slots = slot_mapping.tolist()
+    own = [slot for slot in slots if slot >= block_size]
+    return min(slots) >= -1 and max(slots) < num_blocks * block_size and len(set(own)) == len(own)
 
 
 def _check_distinct_slots(slot_mapping: Tensor, block_size: int) -> None:
@@ -211,6 +223,10 @@ def check_paged_attention(
 def _check_batch_values(num_tokens: int, k_cache: Tensor, block_table: Tensor, seq_lens: Tensor,
                         query_start_loc: Tensor, max_query_len: int) -> None:  # fmt: skip
     num_blocks, block_size = k_cache.shape[:2]
+    if block_table.numel() <= _FEW and block_table.shape[0] and block_table.device.type == "cpu":
+        batch = block_table.tolist(), seq_lens.tolist(), query_start_loc.tolist()
+        if _is_good_batch(*batch, num_tokens, num_blocks, block_size, max_query_len):
+            return
     query_lens = query_start_loc.diff()
     if int(query_start_loc[0]) != 0 or bool((query_lens < 0).any()) or int(query_start_loc[-1]) > num_tokens:
         raise ArgumentError("query_start_loc", f"0 first, not decreasing, at most {num_tokens} tokens", str(query_start_loc.tolist()))
@@ -235,6 +251,27 @@ def _check_batch_values(num_tokens: int, k_cache: Tensor, block_table: Tensor, s
         row, column = (int(x) for x in twice.nonzero()[0])
         raise ArgumentError("block_table", "every block once per request (block 0, the null block, excepted)",
                             f"block {int(shown[row, column])} several times in row {row}")  # fmt: skip
+
+
+def _is_good_batch(
+    block_table: list[list[int]], seq_lens: list[int], query_start_loc: list[int], num_tokens: int, num_blocks: int, block_size: int,
+    max_query_len: int,
+) -> bool:  # fmt: skip
+    """Whether all is right; if not, the ops of torch in `_check_batch_values` say what is wrong."""
+    if query_start_loc[0] != 0 or query_start_loc[-1] > num_tokens:
+        return False
+    for begin, end in itertools.pairwise(query_start_loc):
+        if not 0 <= end - begin <= max_query_len:
+            return False
+    for row, seq_len in zip(block_table, seq_lens, strict=True):
+        if seq_len <= 0:
+            continue
+        used = row[: -(-seq_len // block_size)]
+        if seq_len > len(row) * block_size or (used and (min(used) < 0 or max(used) >= num_blocks)):
+            return False
+        if len(set(used)) != len(used) and len(set(used)) - 1 + used.count(0) != len(used):  # block 0 may stand there several times
+            return False
+    return True
 
 
 def check_merge_attn_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, out: Tensor, lse: Tensor | None = None) -> None:

@@ -39,11 +39,12 @@ class CapturedAddresses:
         Raises:
             CaptureError: a tensor moved; by name.
         """
-        captured = self._captured[bucket]
-        for name, tensor in self._fixed().items():
-            if tensor.data_ptr() != captured[name]:
+        now = self._fixed()
+        for name, address in self._captured[bucket].items():
+            if name not in now or now[name].data_ptr() != address:
+                found = f"{now[name].data_ptr():#x}" if name in now else "nothing of that name"
                 raise CaptureError(
-                    f"{name}: expected at {captured[name]:#x}, where it was captured, got {tensor.data_ptr():#x}; "
+                    f"{name}: expected at {address:#x}, where it was captured, got {found}; "
                     "captured tensors must be updated in place, never replaced"
                 )
 

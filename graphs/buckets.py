@@ -20,7 +20,7 @@ def default_buckets(max_batch_size: int) -> list[int]:
     return sorted({size for size in sizes if size < max_batch_size} | {max_batch_size})
 
 
-#: Above so many tokens a prefill step keeps the GPU busy for longer than Python takes to launch it (docs/kernels.md).
+#: Above so many tokens a prefill step keeps the GPU busy for longer than Python takes to launch it (docs/log/step.md).
 MAX_PREFILL_BUCKET = 1024
 
 

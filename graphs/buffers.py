@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from torchpaged.custom_ops.errors import ArgumentError
-from torchpaged.graphs.semaphore import clear_semaphore
-from torchpaged.metadata import AttentionMetadata, check_batch, make_semaphore
+from torchpaged.metadata import AttentionMetadata, check_batch
 
 
 class DecodeBuffers:
@@ -32,7 +31,6 @@ class DecodeBuffers:
         seq_lens: ``[max_batch_size]`` int32.
         query_start_loc: ``[max_batch_size + 1]`` int32.
         block_table: ``[max_batch_size, max_blocks_per_req]`` int32.
-        semaphore: ``[max_batch_size * 128]`` int32, zeros between steps (`AttentionMetadata.semaphore`); only kernels write it.
     """
 
     def __init__(
@@ -51,17 +49,16 @@ class DecodeBuffers:
             self.seq_lens = torch.zeros(rows, dtype=torch.int32, device=device)
             self.query_start_loc = torch.zeros(rows + 1, dtype=torch.int32, device=device)
             self.block_table = torch.zeros(rows, max_blocks_per_req, dtype=torch.int32, device=device)
-        self.semaphore = make_semaphore(rows, device)
         for tensor in self.tensors().values():
             torch._dynamo.mark_static_address(tensor, guard=False)
 
     def tensors(self) -> dict[str, Tensor]:
         """All buffers by name."""
-        names = ("input_ids", "positions", "slot_mapping", "seq_lens", "query_start_loc", "block_table", "semaphore")
+        names = ("input_ids", "positions", "slot_mapping", "seq_lens", "query_start_loc", "block_table")
         return {name: getattr(self, name) for name in names}
 
     def view(self, num_rows: int) -> tuple[Tensor, AttentionMetadata]:
-        """The first ``num_rows`` rows as ``(input_ids, metadata)``; slices, no copies. The semaphore comes whole."""
+        """The first ``num_rows`` rows as ``(input_ids, metadata)``; slices, no copies."""
         return self.input_ids[:num_rows], AttentionMetadata(
             self.block_table[:num_rows],
             self.seq_lens[:num_rows],
@@ -69,7 +66,6 @@ class DecodeBuffers:
             self.slot_mapping[:num_rows],
             self.positions[:num_rows],
             max_query_len=1,
-            semaphore=self.semaphore,
             block_size=self.block_size,
         )
 
@@ -129,15 +125,12 @@ class DecodeBuffers:
     def padding(self, num_rows: int) -> Iterator[None]:
         """The first ``num_rows`` rows are padding inside the block, for a warm-up or a capture; `load` fills them afterwards."""
         self.load_padding(num_rows)
-        self.semaphore.zero_()
-        try:
-            yield
-        finally:
-            self.semaphore.zero_()
+        yield
 
     def reset(self) -> None:
-        """Zero the semaphore, which a step that failed or was interrupted may have left set. Waits for the device."""
-        clear_semaphore(self.semaphore)
+        """Wait for the device after a step that failed or was interrupted; `load` writes every tensor anew."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def check(
         self, input_ids: Sequence[int] | Tensor, seq_lens: Sequence[int], block_tables: Sequence[Sequence[int]], padded_to: int

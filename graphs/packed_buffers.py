@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from torchpaged.custom_ops.errors import ArgumentError
-from torchpaged.graphs.semaphore import clear_semaphore
-from torchpaged.metadata import AttentionMetadata, check_batch, make_semaphore
+from torchpaged.metadata import AttentionMetadata, check_batch
 
 _ALIGN = 8  # numbers of 8 bytes: every field starts at a multiple of 64 bytes
 
@@ -50,9 +49,6 @@ class PackedBuffers:
         block_size: tokens per block.
         device: where the tensors live.
         num_blocks: blocks in the pools, to check ids against; None skips that check.
-
-    Attributes:
-        semaphore: ``[max_num_reqs * 128]`` int32, zeros between steps (`AttentionMetadata.semaphore`); only kernels write it.
     """
 
     def __init__(
@@ -66,11 +62,10 @@ class PackedBuffers:
         self.block_size, self.num_blocks, self.device = block_size, num_blocks, torch.device(device)
         with torch.inference_mode(False):
             self._words = torch.zeros(self._num_words(self.buckets[-1]), dtype=torch.int64, device=device)
-        self.semaphore = make_semaphore(max_num_reqs, device)
 
     def tensors(self) -> dict[str, Tensor]:
         """What a captured step reads or writes, by name."""
-        return {"packed": self._words, "semaphore": self.semaphore}
+        return {"packed": self._words}
 
     def view(self, bucket: int) -> tuple[Tensor, AttentionMetadata, Tensor]:
         """``(input_ids, metadata, logits_indices)`` of a bucket; slices, no copies. ``max_query_len`` is the bucket: one request may
@@ -78,7 +73,7 @@ class PackedBuffers:
         fields = self._fields(self._words, bucket)
         metadata = AttentionMetadata(
             fields.block_table, fields.seq_lens, fields.query_start_loc, fields.slot_mapping, fields.positions, max_query_len=bucket,
-            semaphore=self.semaphore, block_size=self.block_size,
+            block_size=self.block_size,
         )  # fmt: skip
         return fields.input_ids, metadata, fields.logits_indices
 
@@ -143,15 +138,12 @@ class PackedBuffers:
         for field in fields:
             field.zero_()
         fields.slot_mapping.fill_(-1)
-        self.semaphore.zero_()
-        try:
-            yield
-        finally:
-            self.semaphore.zero_()
+        yield
 
     def reset(self) -> None:
-        """Zero the semaphore, which a step that failed or was interrupted may have left set. Waits for the device."""
-        clear_semaphore(self.semaphore)
+        """Wait for the device after a step that failed or was interrupted; `load` writes every tensor anew."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def check(
         self, input_ids: Sequence[int], query_lens: Sequence[int], seq_lens: Sequence[int], block_tables: Sequence[Sequence[int]],

@@ -26,9 +26,8 @@ from torchpaged.graphs.capture import CaptureBackend, Captured, CudaCapture, Eag
 from torchpaged.graphs.capture_bucket import capture_bucket
 from torchpaged.graphs.packed_buffers import PackedBuffers
 from torchpaged.graphs.report import BucketReport, describe_bucket
-from torchpaged.graphs.semaphore import check_semaphore
-from torchpaged.graphs.step import Ranges, no_range
-from torchpaged.metadata import AttentionMetadata
+from torchpaged.graphs.step import NoSession, Ranges, StepSession, no_range
+from torchpaged.metadata import AttentionMetadata, HostLengths
 
 PackedStep = Callable[[Tensor, AttentionMetadata, Tensor], Tensor]
 
@@ -50,7 +49,7 @@ class PackedGraphRunner:
             ``DecodeGraphRunner.pool``; default: one of its own.
         warmup_iters: runs before each capture.
         progress: called with ``(done, total, text)`` after each bucket.
-        watch, debug, ranges: as in `DecodeGraphRunner`; a replay has no range, its caller's says what it is.
+        watch, debug, ranges, session: as in `DecodeGraphRunner`; a replay has no range, its caller's says what it is.
 
     Warm-up and capture run on padding only, so that they write nothing into the caches.
     """
@@ -60,7 +59,7 @@ class PackedGraphRunner:
         num_blocks: int | None = None, device: torch.device | str = "cpu", capture: str | CaptureBackend = "auto", pool: Any = None,
         warmup_iters: int = 1, progress: Callable[[int, int, str], None] | None = None,
         watch: Mapping[str, Tensor] | Callable[[], Mapping[str, Tensor]] | None = None, debug: bool | None = None,
-        ranges: Ranges | None = None,
+        ranges: Ranges | None = None, session: StepSession | None = None,
     ) -> None:  # fmt: skip
         self.buckets, self.device = check_buckets(buckets, max(buckets, default=0)), torch.device(device)
         self.buffers = PackedBuffers(self.buckets, max_num_reqs, max_blocks_per_req, block_size, device, num_blocks)
@@ -71,11 +70,13 @@ class PackedGraphRunner:
         self._step, self._backend = step, capture
         self._pool = capture.new_pool() if pool is None else pool
         self._warmup_iters, self._progress = warmup_iters, progress
-        self._addresses = CapturedAddresses(self.buffers.tensors, watch)
+        self._session: StepSession = NoSession() if session is None else session
+        self._addresses = CapturedAddresses(lambda: {**self.buffers.tensors(), **self._session.tensors()}, watch)
         self._debug = checks_device_values() if debug is None else debug
         self._ranges = no_range if ranges is None else ranges
         self._dirty = False  # inside a capture or a replay, or one of them did not come to its end
         self._graphs: dict[int, Captured] = {}
+        self._views: dict[int, tuple[Tensor, AttentionMetadata, Tensor]] = {}
         self._reports = {n: BucketReport(n) for n in self.buckets}
 
     def capture(self) -> None:
@@ -121,7 +122,7 @@ class PackedGraphRunner:
         Raises:
             ArgumentError: what does not fit together or into a bucket (`fits`); nothing is written then.
             CaptureError: the bucket can't be captured, or a captured address moved (debug mode); no cache was written.
-            SemaphoreError: the semaphore is not zero behind the step (debug mode): its result is wrong.
+            SemaphoreError: the session's semaphore is not zero behind the step (debug mode): its result is wrong.
         """
         if self._dirty:
             self.reset()
@@ -135,41 +136,59 @@ class PackedGraphRunner:
         with torch.inference_mode():
             self.buffers.load(input_ids, query_lens, seq_lens, block_tables, logits_indices, bucket)
             self._dirty = True
+            if self._session.plans_every_step:
+                pad = [0] * (self.buffers.max_num_reqs - len(seq_lens))
+                self._session.plan(self._view(bucket)[1], HostLengths([*query_lens, *pad], [*seq_lens, *pad]))
             graph.replay()
             self._dirty = False
         if self._debug:
-            check_semaphore(self.buffers.semaphore, f"a replay of bucket {bucket}")
+            self._session.check(f"a replay of bucket {bucket}")
         report.hits += 1
         report.padded_rows += bucket - len(input_ids)
         return graph.output[: len(logits_indices)]
 
     def reset(self) -> None:
-        """Zero the semaphore after a capture or replay that failed or was interrupted; waits for the device. The next `run` does it by itself."""
+        """Make the session as new after a capture or replay that failed or was interrupted; waits for the device. The next `run` does it by itself."""
         with torch.inference_mode():
             self.buffers.reset()
+            self._session.reset()
         self._dirty = False
 
     def launch_eager(self, bucket: int) -> Tensor:
         """The bucket's step on padding, without a graph: the kernels that a replay runs."""
         with torch.inference_mode(), self.buffers.padding(bucket):
-            return self._step(*self.buffers.view(bucket))
+            if self._session.plans:
+                self._session.plan(self._view(bucket)[1])
+            return self._step(*self._view(bucket))
 
     def report(self) -> list[BucketReport]:
         """Per bucket: capture time, memory, replays and padded tokens."""
         return [self._reports[bucket] for bucket in self.buckets]
 
+    def _view(self, bucket: int) -> tuple[Tensor, AttentionMetadata, Tensor]:
+        """One view per bucket: a session knows the batch that it planned by its identity."""
+        if bucket not in self._views:
+            self._views[bucket] = self.buffers.view(bucket)
+        return self._views[bucket]
+
     def _capture_one(self, bucket: int) -> None:
-        arguments = self.buffers.view(bucket)
+        arguments = self._view(bucket)
 
         def launch() -> Tensor:
             return self._step(*arguments)
 
         self._dirty = True
         with self._ranges("capture", padded=bucket), torch.inference_mode(), self.buffers.padding(bucket):
-            graph = capture_bucket(
-                launch, self._backend, self._pool, self._reports[bucket], self.device, warmup_iters=self._warmup_iters,
-                step="prefill step", eager=launch,
-            )  # fmt: skip
+            self._session.reset()
+            try:
+                if self._session.plans:
+                    self._session.plan(arguments[1])
+                graph = capture_bucket(
+                    launch, self._backend, self._pool, self._reports[bucket], self.device, warmup_iters=self._warmup_iters,
+                    step="prefill step", eager=launch,
+                )  # fmt: skip
+            finally:
+                self._session.reset()
         self._addresses.note(bucket)
         self._graphs[bucket] = graph
         self._dirty = False

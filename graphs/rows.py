@@ -21,7 +21,7 @@ from torch import Tensor
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.graphs.launch_ring import LaunchRing
 from torchpaged.graphs.row_state import HEAD_WORDS, MAX_STOP_TOKEN_IDS, NUM_FLOATS, NUM_INTS, NUM_LONGS, RowState, token_bits
-from torchpaged.metadata import AttentionMetadata, make_semaphore, to_device
+from torchpaged.metadata import AttentionMetadata, to_device
 
 
 class StepOps(Protocol):
@@ -59,7 +59,6 @@ class DecodeRows:
         query_start_loc: ``[max_batch_size + 1]`` int32, 0, 1, 2 ...: every row has one query token, idle ones too.
         tokens_out: ``[steps_per_launch, max_batch_size]`` int64, what the last launch produced; -1 where a row was idle.
         ring: the same on the host, a launch after another: `LaunchRing`.
-        semaphore: as in `DecodeBuffers`.
     """
 
     def __init__(
@@ -90,22 +89,21 @@ class DecodeRows:
         self.slot_mapping.fill_(-1)
         self.repetition_penalty.fill_(1.0)
         self.top_p.fill_(1.0)
-        self.semaphore = make_semaphore(rows, device)
         self.ring = LaunchRing(launches_in_flight, steps_per_launch, rows, device)
         self._set_aside: list[tuple[Tensor, Tensor]] = []  # by `padding`: tensors and what they held
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything a captured step reads or writes, by name."""
         names = ("input_ids", "positions", "slot_mapping", "seeds", "counters", "seq_lens", "remaining", "top_k", "temperature", "top_p",
-                 "min_p", "repetition_penalty", "stop_token_ids", "block_table", "seen", "query_start_loc", "tokens_out", "semaphore")  # fmt: skip
+                 "min_p", "repetition_penalty", "stop_token_ids", "block_table", "seen", "query_start_loc", "tokens_out")  # fmt: skip
         ring = {"ring": self.ring.slots, "launches": self.ring.launches}
         return {name: getattr(self, name) for name in names} | ring
 
     def view(self, num_rows: int) -> tuple[Tensor, AttentionMetadata]:
-        """The first ``num_rows`` rows as ``(input_ids, metadata)``; slices, no copies. The semaphore comes whole."""
+        """The first ``num_rows`` rows as ``(input_ids, metadata)``; slices, no copies."""
         return self.input_ids[:num_rows], AttentionMetadata(
             self.block_table[:num_rows], self.seq_lens[:num_rows], self.query_start_loc[: num_rows + 1], self.slot_mapping[:num_rows],
-            self.positions[:num_rows], max_query_len=1, semaphore=self.semaphore, block_size=self.block_size,
+            self.positions[:num_rows], max_query_len=1, block_size=self.block_size,
         )  # fmt: skip
 
     # ------------------------------------------------------------------------------------------------ on the device
@@ -235,7 +233,6 @@ class DecodeRows:
         self.settle()
         self._put_aside()
         try:
-            self.semaphore.zero_()
             self.ring.launches[:1].fill_(-1)  # tokens of launches in flight stay where they are
             self.seq_lens[:num_rows].zero_()
             self.slot_mapping[:num_rows].fill_(-1)
@@ -268,7 +265,6 @@ class DecodeRows:
             for tensor, old in self._set_aside:
                 tensor.copy_(old)
             self.ring.launches[1:].zero_()
-            self.semaphore.zero_()
             self._set_aside = []
 
     def settle(self) -> None:
@@ -279,13 +275,11 @@ class DecodeRows:
     def reset(self) -> None:
         """Make host and device agree again after a launch or capture that failed or was interrupted; requests stay in their rows.
 
-        Waits for the device. Puts back what `padding` set aside, counts a launch that the device began and the host did not, and zeroes the
-        semaphore, which a kernel that did not end may have left set.
+        Waits for the device. Puts back what `padding` set aside, and counts a launch that the device began and the host did not.
         """
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self.settle()
-        self.semaphore.zero_()
 
 
 def _copied(x: Tensor) -> Tensor:

@@ -32,8 +32,8 @@ from torchpaged.graphs.capture import CaptureBackend, Captured, CudaCapture, Eag
 from torchpaged.graphs.capture_bucket import capture_bucket
 from torchpaged.graphs.report import BucketReport, describe_bucket
 from torchpaged.graphs.rows import DecodeRows
-from torchpaged.graphs.semaphore import check_semaphore
-from torchpaged.graphs.step import Ranges, Step, bucket_step, no_range
+from torchpaged.graphs.step import NoSession, Ranges, Step, StepSession, bucket_step, no_range
+from torchpaged.metadata import AttentionMetadata, HostLengths
 
 Progress = Callable[[int, int, str], None]
 
@@ -61,6 +61,9 @@ class DecodeGraphRunner:
         debug: check every address at replay; default from ``TORCHPAGED_CHECK=1``.
         ranges: called as ``ranges("replay", batch=3, padded=4)`` around each capture, replay and eager step, for a profiler:
             gives a context manager, such as `torchpaged.profiling.range` does. Never called inside the step.
+        session: the `torchpaged.Session` that the step's layers share. Its `plan` is called outside the graph, before a capture and, if it plans
+            every step, before each replay; it is made as new after what was cut short, and checked with ``debug``. None: the layers have
+            sessions of their own, which need no plan.
 
     Warm-up and capture run on padding rows only, so that they write nothing into the caches.
     """
@@ -83,12 +86,16 @@ class DecodeGraphRunner:
         watch: Mapping[str, Tensor] | Callable[[], Mapping[str, Tensor]] | None = None,
         debug: bool | None = None,
         ranges: Ranges | None = None,
+        session: StepSession | None = None,
     ) -> None:
         sizes = {"max_batch_size": max_batch_size, "max_blocks_per_req": max_blocks_per_req, "block_size": block_size}
         self.buffers = buffers_of_sizes(sizes, device, num_blocks) if rows is None else None
         if rows is not None and any(size is not None for size in (*sizes.values(), num_blocks)):
             raise ArgumentError("rows", "DecodeRows or sizes", "both", "the rows know their sizes")
         self.rows = rows
+        self._session: StepSession = NoSession() if session is None else session
+        if rows is not None and rows.steps_per_launch > 1 and self._session.plans_every_step:
+            raise ArgumentError("rows", "steps_per_launch=1 with a backend that plans every step on the host", str(rows.steps_per_launch))
         max_batch_size = self._static.max_batch_size
         self.buckets = check_buckets(default_buckets(max_batch_size) if buckets is None else buckets, max_batch_size)
         self.device = torch.device(device)
@@ -104,11 +111,12 @@ class DecodeGraphRunner:
         self._stepwise = isinstance(capture, EagerCapture)  # Python at each replay, which may be interrupted between steps
         self._pool = capture.new_pool()
         self._warmup_iters, self._progress = warmup_iters, progress
-        self._addresses = CapturedAddresses(self._static.tensors, watch)
+        self._addresses = CapturedAddresses(lambda: {**self._static.tensors(), **self._session.tensors()}, watch)
         self._debug = checks_device_values() if debug is None else debug
         self._ranges = no_range if ranges is None else ranges
         self._dirty = False  # inside a capture or a launch, or one of them did not come to its end
         self._graphs: dict[int, Captured] = {}
+        self._views: dict[int, tuple[Tensor, AttentionMetadata]] = {}
         self._reports = {n: BucketReport(n) for n in self.buckets}
         self._seen: dict[int, int] = {}
 
@@ -135,18 +143,30 @@ class DecodeGraphRunner:
         eager = "run_eager()" if self.rows is None else "launch_eager()"
         self._dirty = True
         with self._ranges("capture", padded=bucket), torch.inference_mode(), self._static.padding(bucket):
-            graph = capture_bucket(
-                self._launch(bucket, self._steps[bucket]), self._backend, self._pool, self._reports[bucket], self.device,
-                warmup_iters=self._warmup_iters, step="decode step", eager=self._launch(bucket, self._eager_step),
-                advice=f"; {eager} still works",
-            )  # fmt: skip
+            self._session.reset()
+            try:
+                if self._session.plans:
+                    self._session.plan(self._view(bucket)[1])
+                graph = capture_bucket(
+                    self._launch(bucket, self._steps[bucket]), self._backend, self._pool, self._reports[bucket], self.device,
+                    warmup_iters=self._warmup_iters, step="decode step", eager=self._launch(bucket, self._eager_step),
+                    advice=f"; {eager} still works",
+                )  # fmt: skip
+            finally:
+                self._session.reset()
         self._addresses.note(bucket)
         self._graphs[bucket] = graph
         self._dirty = False
 
+    def _view(self, num_rows: int) -> tuple[Tensor, AttentionMetadata]:
+        """One view per number of rows: a session knows the batch that it planned by its identity."""
+        if num_rows not in self._views:
+            self._views[num_rows] = self._static.view(num_rows)
+        return self._views[num_rows]
+
     def _launch(self, bucket: int, step: Step) -> Callable[[], Tensor]:
         """What one replay does: a step over the buffers, or whole steps over the rows."""
-        input_ids, metadata = self._static.view(bucket)
+        input_ids, metadata = self._view(bucket)
         rows = self.rows
         if rows is None:
             return lambda: step(input_ids, metadata)
@@ -182,7 +202,8 @@ class DecodeGraphRunner:
             self._capture_one(bucket)
         with torch.inference_mode():
             buffers.load(input_ids, seq_lens, block_tables, bucket)
-            return self.replay(rows)
+            pad = [0] * (bucket - rows) if self._session.plans_every_step else []
+            return self._start(rows, host=HostLengths([1] * rows + pad, [*seq_lens, *pad])).output[:rows]
 
     def replay(self, num_rows: int) -> Tensor:
         """Replay the bucket of ``num_rows`` rows on the buffers or rows as they are.
@@ -192,7 +213,7 @@ class DecodeGraphRunner:
 
         Raises:
             RingFullError: with `DecodeRows`, ``rows.ring`` has no place for its tokens; nothing is launched then.
-            SemaphoreError: the semaphore is not zero behind the launch (debug mode): its results are wrong.
+            SemaphoreError: the session's semaphore is not zero behind the launch (debug mode): its results are wrong.
         """
         output = self._start(num_rows).output
         return output[:num_rows] if self.rows is None else output[:, :num_rows]
@@ -202,7 +223,7 @@ class DecodeGraphRunner:
         bucket is captured first if it is not; raises as `capture` does."""
         self._start(num_rows, capture=True)
 
-    def _start(self, num_rows: int, capture: bool = False) -> Captured:
+    def _start(self, num_rows: int, capture: bool = False, host: HostLengths | None = None) -> Captured:
         if self._dirty:
             self.reset()
         if self.rows is not None:
@@ -223,6 +244,8 @@ class DecodeGraphRunner:
         report.padded_rows += bucket - num_rows
         with self._ranges("replay", batch=num_rows, padded=bucket):
             self._dirty = True
+            if self._session.plans_every_step:
+                self._session.plan(self._view(bucket)[1], host)
             if rows is not None:
                 rows.ring.begin()
             if rows is not None and self._stepwise:
@@ -234,17 +257,18 @@ class DecodeGraphRunner:
             rows.ring.count()
         self._dirty = False
         if debug:
-            check_semaphore(self._static.semaphore, f"a replay of bucket {bucket}")
+            self._session.check(f"a replay of bucket {bucket}")
         return graph
 
     def reset(self) -> None:
         """Make host and device agree again after a capture or launch that failed or was interrupted; requests stay in their rows.
 
-        Waits for the device, zeroes the semaphore, and counts a launch that the device began and the host did not (``rows.ring.settle``). The
+        Waits for the device, makes the session as new, and counts a launch that the device began and the host did not (``rows.ring.settle``). The
         next launch does it by itself.
         """
         with torch.inference_mode():
             self._static.reset()
+            self._session.reset()
         self._dirty = False
 
     def run_eager(self, input_ids: Sequence[int] | Tensor, seq_lens: Sequence[int], block_tables: Sequence[Sequence[int]]) -> Tensor:
@@ -255,7 +279,9 @@ class DecodeGraphRunner:
         with self._ranges("run_eager", batch=len(seq_lens)), torch.inference_mode():
             buffers.load(input_ids, seq_lens, block_tables, len(seq_lens))
             self._dirty = True
-            output = self._eager_step(*buffers.view(len(seq_lens)))
+            if self._session.plans:
+                self._session.plan(self._view(len(seq_lens))[1], HostLengths([1] * len(seq_lens), seq_lens))
+            output = self._eager_step(*self._view(len(seq_lens)))
             self._dirty = False
             return output
 
@@ -271,6 +297,8 @@ class DecodeGraphRunner:
         self.rows.ring.check_room()
         with self._ranges("run_eager", batch=num_rows), torch.inference_mode():
             self._dirty = True
+            if self._session.plans:
+                self._session.plan(self._view(num_rows)[1])
             self.rows.ring.begin()
             with self.rows.whole() if self.device.type == "cpu" else contextlib.nullcontext():  # its copies are no part of the step
                 tokens = self._launch(num_rows, self._eager_step)()[:, :num_rows]

@@ -1,22 +1,66 @@
-"""The step of a runner: its type, one copy of it per bucket for the compiler, and the ranges around it.
+"""The step of a runner: its type, one copy of it per bucket for the compiler, the ranges around it, and what its backend keeps.
 
 compiled = torch.compile(bucket_step(step, 8), fullgraph=True, dynamic=False)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
 
 from torch import Tensor
 
 from torchpaged.code_object import with_own_code
-from torchpaged.metadata import AttentionMetadata
+from torchpaged.metadata import AttentionMetadata, HostLengths
 
 Step = Callable[[Tensor, AttentionMetadata], Tensor]
 Ranges = Callable[..., AbstractContextManager[None]]
 
 _NO_RANGE: AbstractContextManager[None] = nullcontext()
+
+
+class StepSession(Protocol):
+    """What a runner drives of the session that its step's layers share: a `torchpaged.Session`, or anything like it."""
+
+    @property
+    def plans(self) -> bool:
+        """Whether a capture needs `plan`."""
+
+    @property
+    def plans_every_step(self) -> bool:
+        """Whether every replay needs `plan`."""
+
+    def plan(self, batch: AttentionMetadata, host: HostLengths | None = None) -> None:
+        """Plan the next step."""
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """What a captured step reads or writes, by name."""
+
+    def reset(self) -> None:
+        """Make it as new after a step that was cut short."""
+
+    def check(self, launch: str) -> None:
+        """In debug mode, behind ``launch``: raise if its results are wrong."""
+
+
+class NoSession:
+    """The session of steps that keep nothing, or whose layers have sessions of their own that need no plan."""
+
+    plans = plans_every_step = False
+
+    def plan(self, batch: AttentionMetadata, host: HostLengths | None = None) -> None:
+        """Nothing to plan."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Nothing."""
+        return {}
+
+    def reset(self) -> None:
+        """Nothing to clear."""
+
+    def check(self, launch: str) -> None:
+        """Nothing to look at."""
 
 
 def no_range(name: str, **payload: object) -> AbstractContextManager[None]:

@@ -13,7 +13,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor.utils import run_and_get_code
 
 import torchpaged
-from torchpaged import ArgumentError, AttentionMetadata, PagedAttention, PagedKVCache, make_semaphore
+from torchpaged import ArgumentError, AttentionMetadata, Limits, PagedAttention, PagedKVCache, Session
+from torchpaged.backends import Backend, SemaphoreSession, attention_spec, get_backend
 from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.testing import opcheck_cases
 
@@ -23,11 +24,11 @@ HEADS, KV_HEADS, DIM, BLOCK, BLOCKS = 4, 2, 16, 4, 53
 class Layer(nn.Module):
     """Fused qkv, paged attention, output projection."""
 
-    def __init__(self) -> None:
+    def __init__(self, session: Session | None = None) -> None:
         super().__init__()
         self.qkv = nn.Linear(HEADS * DIM, (HEADS + 2 * KV_HEADS) * DIM, bias=False)
         self.out = nn.Linear(HEADS * DIM, HEADS * DIM, bias=False)
-        self.attention = PagedAttention(HEADS, DIM, KV_HEADS, block_size=BLOCK)
+        self.attention = PagedAttention(HEADS, DIM, KV_HEADS, block_size=BLOCK, session=session)
 
     def forward(self, x: Tensor, pools: Any, metadata: AttentionMetadata) -> Tensor:
         q, k, v = self.qkv(x).split([HEADS * DIM, KV_HEADS * DIM, KV_HEADS * DIM], -1)
@@ -37,9 +38,9 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, layers: int = 3) -> None:
+    def __init__(self, session: Session | None = None) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Layer() for _ in range(layers))
+        self.layers = nn.ModuleList(Layer(session) for _ in range(3))
 
     def forward(self, x: Tensor, pools: list[Any], metadata: AttentionMetadata) -> Tensor:
         for layer, pair in zip(self.layers, pools, strict=True):
@@ -59,6 +60,13 @@ class Model(nn.Module):
 
 def cache() -> PagedKVCache:
     return PagedKVCache.uniform(3, KV_HEADS, DIM, block_size=BLOCK, num_blocks=BLOCKS, dtype=torch.float32)
+
+
+def kept_semaphore(max_num_reqs: int = 8, num_kv_heads: int = KV_HEADS) -> Session:
+    """A session that keeps a semaphore, as those on a GPU do."""
+    backend = Backend("kept", get_backend("reference").capabilities, BACKEND_OPS["default"], lambda: None, SemaphoreSession)
+    spec = attention_spec(device=torch.device("cpu"), dtype=torch.float32, num_heads=HEADS, num_kv_heads=num_kv_heads, head_dim=DIM)
+    return backend.open([spec], Limits(max_num_reqs=max_num_reqs), "cpu")
 
 
 def metadata(query_lens: list[int], seq_lens: list[int]) -> AttentionMetadata:
@@ -93,7 +101,7 @@ def test_one_compile_for_all_batches_and_lengths_and_no_copy_of_a_pool() -> None
 
     torch._dynamo.reset()
     ReinplaceCounters.clear()
-    model, pools = Model().eval(), list(cache())
+    model, pools = Model(kept_semaphore()).eval(), list(cache())
     counter = CompileCounterWithBackend("inductor")
     compiled = torch.compile(model, fullgraph=True, backend=counter)
     codes: list[str] = []
@@ -101,7 +109,7 @@ def test_one_compile_for_all_batches_and_lengths_and_no_copy_of_a_pool() -> None
         for n, length in [(3, 9), (5, 1), (2, 30), (6, 17)]:
             batch = metadata([1] * n, [length] * n)
             x = torch.randn(n, HEADS * DIM)
-            for tensor in (x, batch.block_table, batch.seq_lens, batch.slot_mapping, batch.semaphore):
+            for tensor in (x, batch.block_table, batch.seq_lens, batch.slot_mapping):
                 torch._dynamo.decorators.mark_unbacked(tensor, 0)
             torch._dynamo.decorators.mark_unbacked(batch.query_start_loc, 0)
             before = [p.k_cache.clone() for p in pools]
@@ -127,43 +135,70 @@ def test_one_compile_for_all_batches_and_lengths_and_no_copy_of_a_pool() -> None
     assert ReinplaceCounters.get_total_missed() == 0
 
 
-def test_metadata_carries_one_semaphore_to_every_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """New zeros per batch or a kept one, 128 numbers per request; a layer of more kv heads goes without."""
+def test_layers_of_one_session_share_one_semaphore(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A number per request and kv head, never an inference tensor; a layer of more kv heads gets a longer one, and the first stays."""
     seen: list[Tensor | None] = []
-    model, batch = Model(), metadata([1, 2], [9, 5])
+    with torch.inference_mode():
+        session = kept_semaphore()
+    model = Model(session)
     for layer in model.layers:
         ops = layer.attention._ops
         attend = lambda *args, ops=ops, **options: (seen.append(options["semaphore"]), ops.paged_attention(*args, **options))  # noqa: E731
         monkeypatch.setattr(layer.attention, "_ops", ops._replace(paged_attention=attend))
     with torch.no_grad():
-        model(torch.randn(3, HEADS * DIM), list(cache()), batch)
-    assert batch.semaphore is not None and batch.semaphore.shape == (2 * 128,) and not batch.semaphore.any()
-    assert [x is batch.semaphore for x in seen] == [True] * 3
-    assert batch.semaphore_for(128) is batch.semaphore and batch.semaphore_for(129) is None
-    with torch.inference_mode():
-        inference = metadata([1], [1])
-    assert inference.semaphore is not None and not inference.semaphore.is_inference()
-    kept, (lens, tables) = make_semaphore(3, "cpu"), ([1, 1], [[1], [2]])
-    assert AttentionMetadata.from_lists(lens, lens, tables, block_size=4, semaphore=kept).semaphore is kept
-    assert AttentionMetadata(*(vars(batch)[n] for n in list(vars(batch))[:6])).to("cpu").semaphore is None
-    for bad in (kept[:255], kept.long(), kept[None], make_semaphore(2, "meta")):
-        with pytest.raises(ArgumentError, match="semaphore"):
-            AttentionMetadata.from_lists(lens, lens, tables, block_size=4, semaphore=bad)
+        model(torch.randn(3, HEADS * DIM), list(cache()), metadata([1, 2], [9, 5]))
+    (semaphore,) = session.tensors().values()
+    assert semaphore.shape == (8 * KV_HEADS,) and semaphore.dtype == torch.int32 and not semaphore.any() and not semaphore.is_inference()
+    assert [x is semaphore for x in seen] == [True] * 3
+    PagedAttention(HEADS, DIM, HEADS, session=session)
+    assert [x.shape[0] for x in session.tensors().values()] == [8 * KV_HEADS, 8 * HEADS]
+    assert model.layers[0].attention._workspace["semaphore"] is semaphore
+    for x in session.tensors().values():
+        x[1] = 3
+    with pytest.raises(torchpaged.SemaphoreError, match=r"expected zeros after a test, got \[3\] at \[1\]"):
+        session.check("a test")
+    session.reset()
+    session.check("a test")
+
+
+def test_more_requests_than_the_session_has_room_for() -> None:
+    """Limits that were said are kept to, eagerly before anything is written; unsaid ones cost speed alone: the kernel makes its own semaphore."""
+    pools, batch = cache()[0], metadata([1] * 3, [3, 4, 5])
+    q, k = torch.randn(3, HEADS, DIM), torch.randn(3, KV_HEADS, DIM)
+    layer = PagedAttention(HEADS, DIM, KV_HEADS, session=kept_semaphore(2))
+    with pytest.raises(ArgumentError, match="metadata: expected at most 2 requests, as the session's limits say, got 3"):
+        layer(q, k, k, pools, batch)
+    with pytest.raises(ArgumentError, match="metadata: expected at most 2 requests"):
+        PagedAttention(HEADS, DIM, KV_HEADS, limits=Limits(max_num_reqs=2))(q, k, k, pools, batch)
+    assert not pools.k_cache.any()
+    backend = Backend("kept", get_backend("reference").capabilities, BACKEND_OPS["default"], lambda: None, SemaphoreSession)
+    unsaid = backend.open([layer.spec], Limits(), "cpu")
+    workspace = unsaid.workspace(layer.spec)
+    assert unsaid.workspace_for(workspace, 1024) is workspace and unsaid.workspace_for(workspace, 1025) == {}
+
+
+def test_a_session_is_given_or_opened_not_both() -> None:
+    session = kept_semaphore()
+    assert PagedAttention(HEADS, DIM, KV_HEADS, session=session).choice.reason == "session= was given"
+    for options in ({"limits": Limits(max_num_reqs=3)}, {"backend": "reference"}):
+        with pytest.raises(ArgumentError, match="session: expected a session, or a backend and limits, got both"):
+            PagedAttention(HEADS, DIM, KV_HEADS, session=session, **options)
+    with pytest.raises(torchpaged.BackendUnavailableError, match="head_dim 300 is over 256"):
+        narrow = Backend("narrow", get_backend("triton").capabilities, BACKEND_OPS["default"], lambda: None)
+        PagedAttention(1, 300, session=narrow.open([], Limits(), "cpu"))
 
 
 @pytest.mark.parametrize("bad", ["short", "dtype", "not_zero"])
 def test_bad_semaphores(bad: str) -> None:
-    layer, pools, batch = PagedAttention(4, DIM, 2), cache()[0], metadata([1, 1], [3, 4])
+    """By hand, through the checked function: a session's are always right."""
+    pools, batch = cache()[0], metadata([1, 1], [3, 4])
     zeros = torch.zeros(4, dtype=torch.int32)
-    batch.semaphore = {"short": zeros[:3], "dtype": zeros.long(), "not_zero": zeros + 1}[bad]
-    k, q = torch.randn(2, 2, DIM), torch.randn(2, 4, DIM)
-    with pytest.raises(ArgumentError, match="semaphore"):
-        layer(q, k, k, pools, batch)
-    assert not pools.k_cache.any()
+    semaphore = {"short": zeros[:3], "dtype": zeros.long(), "not_zero": zeros + 1}[bad]
     with pytest.raises(ArgumentError, match="semaphore"):
         torchpaged.paged_attention(
-            q, *pools[:2], batch.block_table, batch.seq_lens, batch.query_start_loc, max_query_len=1, semaphore=batch.semaphore
-        )
+            torch.randn(2, 4, DIM), *pools[:2], batch.block_table, batch.seq_lens, batch.query_start_loc, max_query_len=1,
+            workspace={"semaphore": semaphore},
+        )  # fmt: skip
 
 
 def test_opcheck_reference() -> None:
@@ -275,7 +310,7 @@ def test_a_cache_of_another_block_size_than_the_batch(compiled: bool) -> None:
             call(torch.randn(2, 4, DIM), k, k, pools, batch)
         assert not pools.k_cache.any() and not pools.v_cache.any()
         call(torch.randn(2, 4, DIM), k, k, cache()[0], batch)
-        unsaid = AttentionMetadata(*(vars(batch)[n] for n in list(vars(batch))[:6]))
+        unsaid = AttentionMetadata(*list(vars(batch).values())[:6])
         assert unsaid.block_size is None and batch.to("cpu").block_size == BLOCK
         call(torch.randn(2, 4, DIM), k, k, pools, unsaid)
 

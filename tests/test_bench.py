@@ -19,7 +19,8 @@ from torch import Tensor
 from torchpaged.bench import attention, attention_case, inputs, timing
 from torchpaged.bench.attention_case import measure_case
 from torchpaged.bench.cases import LLAMA_8B, SUITES, AttentionCase, _case, select_cases
-from torchpaged.bench.contenders import Contender, Prepared, contenders, own_backend
+from torchpaged.bench.contender import Contender, Prepared
+from torchpaged.bench.contenders import contenders, own_backend
 from torchpaged.bench.in_parts import in_parts, num_decodes
 from torchpaged.bench.inputs import Inputs
 from torchpaged.bench.summary import exit_code, summarise
@@ -81,7 +82,7 @@ def test_selection() -> None:
 def test_caches_rotate_beyond_l2(case: AttentionCase) -> None:
     layers = inputs.num_layers(case)
     assert 2 <= layers <= 24 and (layers == 24 or layers * case.useful_bytes() > 3.5 * 60e6)
-    assert timing.calls_per_round(case, case.ideal_us(4.35e12, 7e14)[0]) % layers == 0
+    assert timing.calls_per_round(layers, case.ideal_us(4.35e12, 7e14)[0]) % layers == 0
 
 
 # ------------------------------------------------------------------------------------------------- inputs and oracle

@@ -104,6 +104,7 @@ def test_one_bad_prompt_among_good_ones(folder: str) -> None:
         (("--max-seq-len", "100"), "max_seq_len: expected 2 to 64"),
         (("--chat",), "chat template"),
         (("--dtype", "int8"), "expected one of fp32"),
+        (("--dtype", "fp8_e4m3"), "got 'fp8_e4m3'"),
         (("--steps-per-launch", "0"), "steps_per_launch: expected at least 1"),
         (("--buckets", "1,,2"), "expected numbers of at least 1 such as 1,2,4, got '1,,2'"),
         (("--buckets", "0"), "expected numbers of at least 1"),
@@ -258,3 +259,62 @@ def test_a_request_that_fails_is_said_and_the_others_go_on(
     bad, good = json.loads(said.out)["outputs"]
     assert bad["finish_reason"] == "error" and "NaN" in bad["error"] and good["finish_reason"] == "length"
     assert "error: prompt 1: its output token 0 could not be drawn" in said.err
+
+
+def test_backends_asks_for_every_feature(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a backend can declare away, an option asks for; without it nothing is asked."""
+    import dataclasses
+
+    from typer.testing import CliRunner
+
+    from torchpaged.backends import Backend, get_backend, register_backend
+    from torchpaged.backends import selector as selector_module
+    from torchpaged.cli import app
+    from torchpaged.custom_ops import BACKEND_OPS
+
+    options = {
+        "window": "--window", "logits_soft_cap": "--soft-cap", "alibi": "--alibi", "sinks": "--sinks", "chunked": "--chunked",
+        "bidirectional": "--bidirectional", "lse": "--lse", "different_head_dim_v": "--head-dim-v=64",
+    }  # fmt: skip
+    able = get_backend("reference").capabilities
+    assert options.keys() == {field.name for field in dataclasses.fields(able) if isinstance(getattr(able, field.name), bool)}
+    monkeypatch.setattr(selector_module, "_REGISTERED", {})
+    nothing = dataclasses.replace(able, **dict.fromkeys(options, False))
+    register_backend(Backend("mine", nothing, BACKEND_OPS["reference"], lambda: None))
+
+    def rejected(*given: str) -> list[str]:
+        done = CliRunner().invoke(app, ["backends", "--dtype", "fp32", "--device", "cpu", "--json", *given])
+        assert done.exit_code == 0, done.output
+        return json.loads(done.stdout)["rejected"].get("mine", [])
+
+    assert rejected() == []
+    for option in options.values():
+        assert len(rejected(option)) == 1, option
+    assert len(rejected(*options.values())) == len(options)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--head-dim", "0"), "--head-dim"),
+        (("--block-size", "-1"), "--block-size"),
+        (("--num-heads", "7", "--num-kv-heads", "3"), "expected a divisor of --num-heads (7), got 3"),
+    ],
+)
+def test_backends_refuses_an_attention_that_cannot_be(arguments: tuple[str, ...], words: str) -> None:
+    from typer.testing import CliRunner
+
+    from torchpaged.cli import app
+
+    done = CliRunner().invoke(app, ["backends", *arguments], env={"COLUMNS": "200"})
+    assert done.exit_code == 2 and words in done.output, done.output
+
+
+def test_damaged_weights_are_one_line(folder: str, tmp_path: Path) -> None:
+    import shutil
+
+    copied = shutil.copytree(folder, tmp_path / "cut")
+    weights = copied / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:500])
+    done = run("generate", "hello", "--model", str(copied))
+    assert done.returncode == 2 and "--model: expected whole weights" in done.stderr and "Traceback" not in done.stderr, done.stderr

@@ -1,45 +1,98 @@
-"""Every backend's declared graph support, proved: on a tape on a CPU, with CUDA graphs on a GPU."""
+"""Every backend's declared graph support, proved in float32 and bf16: on a tape on a CPU, with CUDA graphs on a GPU (tests/gpu, too)."""
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import pytest
 import torch
+from sessions import KEPT, PLANNING, PlanningSession
+from wrapper_backend import WRAPPER
 
-from torchpaged.backends import AttentionSpec, GraphSupport, get_backend, list_backends
-from torchpaged.graph_conformance import check_replays, conformance_cases
+from torchpaged.backends import AttentionSpec, Backend, GraphSupport, Planning, get_backend, list_backends
+from torchpaged.custom_ops import BACKEND_OPS
+from torchpaged.graph_conformance import Case, check_forgotten_plan, check_replays, conformance_cases
 from torchpaged.graphs import CudaCapture, TapeCapture
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+SHAPE: dict[str, Any] = {"head_dim": 32, "num_heads": 4, "num_kv_heads": 2}
 
 
+def backend_of(name: str) -> Backend:
+    """The built-in ones, two that plan, and the device's own kernels with a kept semaphore."""
+    if name == "kept":
+        return Backend("kept", dataclasses.replace(KEPT.capabilities, graph_support=GraphSupport.ALWAYS), BACKEND_OPS["default"], lambda: None,
+                       KEPT.session)  # fmt: skip
+    return {"planning": PLANNING, "wrapper": WRAPPER}.get(name) or get_backend(name)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bf16"])
 @pytest.mark.parametrize("case", conformance_cases(GraphSupport.ALWAYS), ids=lambda c: c.name)
-@pytest.mark.parametrize("name", list_backends())
-def test_declared_support_holds(name: str, case: object) -> None:
-    backend = get_backend(name)
-    spec = AttentionSpec(device=DEVICE, dtype=torch.float32, head_dim=32, num_heads=4, num_kv_heads=2)
+@pytest.mark.parametrize("name", [*list_backends(), "planning", "wrapper", "kept"])
+def test_declared_support_holds(name: str, case: Case, dtype: torch.dtype) -> None:
+    backend = backend_of(name)
+    spec = AttentionSpec(device=DEVICE, dtype=dtype, **SHAPE)
     reasons = backend.reject(spec)
     if reasons:
         pytest.skip("; ".join(reasons))
     support = backend.capabilities.graph_support
     if case not in conformance_cases(support):
-        wanted = AttentionSpec(**{**vars(spec), "graphs": GraphSupport.ALWAYS})
+        wanted = dataclasses.replace(spec, graphs=GraphSupport.ALWAYS)
         assert any("graph support" in reason for reason in backend.reject(wanted))
         return
     capture = CudaCapture(DEVICE) if ON_GPU else TapeCapture()
-    assert check_replays(backend.ops, case, capture, DEVICE, head_dim=32, num_heads=4, num_kv_heads=2) == len(case.batches) + 1  # type: ignore[attr-defined]
+    assert check_replays(backend, case, capture, DEVICE, dtype=dtype, **SHAPE) == len(case.batches) + 1
+
+
+@pytest.mark.parametrize("case", conformance_cases(GraphSupport.ALWAYS), ids=lambda c: c.name)
+def test_a_forgotten_plan_raises(case: Case) -> None:
+    """On a CPU also where there is a GPU: an assertion of the device would end this process's use of it."""
+    check_forgotten_plan(PLANNING, case, TapeCapture(), "cpu", **SHAPE)
+    if case in conformance_cases(WRAPPER.capabilities.graph_support):
+        check_forgotten_plan(WRAPPER, case, TapeCapture(), "cpu", **SHAPE)
+
+
+class Unchecked(PlanningSession):
+    """Its op takes the plan for granted, of lengths and of blocks."""
+
+
+def _unchecked(q: Any, k: Any, v: Any, table: Any, lens: Any, starts: Any, out: Any, lse: Any, *, planned_table: Any, planned_lens: Any,
+               **options: Any) -> None:  # fmt: skip
+    n = lens.shape[0]
+    BACKEND_OPS["default"].paged_attention(q, k, v, planned_table[:n], planned_lens[:n], starts, out, lse, **options)
+
+
+UNCHECKED = Backend("unchecked", PLANNING.capabilities, {"paged_attention": _unchecked}, lambda: None, Unchecked)
+
+
+def test_the_suite_catches_an_op_that_takes_the_plan_for_granted() -> None:
+    """With plans it passes, without one it gives results of another batch."""
+    case = conformance_cases(GraphSupport.SINGLE_TOKEN_DECODE)[0]
+    check_replays(UNCHECKED, case, TapeCapture(), "cpu", **SHAPE)
+    with pytest.raises(AssertionError, match=r"decode\[short\]: a replay without a plan gave results"):
+        check_forgotten_plan(UNCHECKED, case, TapeCapture(), "cpu", **SHAPE)
+
+
+@pytest.mark.parametrize("planning", [Planning.NEVER, Planning.AT_CAPTURE])
+def test_the_suite_catches_a_backend_that_declares_less_planning_than_it_needs(planning: Planning) -> None:
+    backend = Backend("less", dataclasses.replace(PLANNING.capabilities, planning=planning), PLANNING.ops, lambda: None, PlanningSession)
+    with pytest.raises(RuntimeError, match="plan: expected one for this batch"):
+        check_replays(backend, conformance_cases(GraphSupport.SINGLE_TOKEN_DECODE)[0], TapeCapture(), "cpu", **SHAPE)
 
 
 def test_the_suite_catches_a_host_decision() -> None:
     """A kernel that freezes the longest length at capture passes its first batch and must fail the others."""
-    reference = get_backend("reference").ops
+    reference = get_backend("reference")
     frozen: list[int] = []
 
     def attend(q, k_cache, v_cache, table, lens, starts, out, lse, **options):  # type: ignore[no-untyped-def]
         if not frozen:
             frozen.append(3)  # "no row is longer than this"
-        reference.paged_attention(q, k_cache, v_cache, table, lens.clamp_max(frozen[0]), starts, out, lse, **options)
+        reference.ops.paged_attention(q, k_cache, v_cache, table, lens.clamp_max(frozen[0]), starts, out, lse, **options)
 
+    backend = Backend("frozen", reference.capabilities, {"paged_attention": attend}, lambda: None)
     case = conformance_cases(GraphSupport.SINGLE_TOKEN_DECODE)[0]
     with pytest.raises(AssertionError, match="budget"):
-        check_replays(reference._replace(paged_attention=attend), case, TapeCapture(), "cpu", head_dim=32)
+        check_replays(backend, case, TapeCapture(), "cpu", head_dim=32)

@@ -58,8 +58,8 @@ def test_every_rejection_has_its_reason() -> None:
         alibi=False, sinks=False, chunked=False, lse=False,
     )  # fmt: skip
     wanted = AttentionSpec(
-        device=torch.device("cpu"), dtype=torch.float32, head_dim=64, num_heads=4, num_kv_heads=2, head_dim_v=80, causal=False, window=True,
-        logits_soft_cap=True, alibi=True, sinks=True, chunked=True, lse=True, graphs=GraphSupport.ALWAYS,
+        device=torch.device("cpu"), dtype=torch.float32, head_dim=64, num_heads=4, num_kv_heads=2, head_dim_v=80, causal=False,
+        window_size=(7, -1), logits_soft_cap=5.0, alibi=True, sinks=True, chunk_size=12, lse=True, graphs=GraphSupport.ALWAYS,
     )  # fmt: skip
     assert len(none.reject(wanted)) == 15
     assert get_backend("reference").reject(wanted.__class__(**{**vars(wanted), "graphs": GraphSupport.NEVER})) == []

@@ -6,7 +6,7 @@ imports torch and nothing optional.
 """
 
 from torchpaged.attention import PagedAttention
-from torchpaged.backends import AttentionSpec, list_backends, select_backend, use_backend
+from torchpaged.backends import AttentionSpec, Limits, Session, list_backends, open_session, select_backend, use_backend
 from torchpaged.cache import BlockPool, KVLayerSpec, LayerKVCache, PagedKVCache
 from torchpaged.compile_cache import load_compile_cache, save_compile_cache
 from torchpaged.custom_ops.errors import (
@@ -15,13 +15,14 @@ from torchpaged.custom_ops.errors import (
     BlockPoolExhaustedError,
     CaptureError,
     NotCopyableError,
+    PlanError,
     RequestError,
     SemaphoreError,
     TorchpagedError,
     UnsupportedModelError,
 )
 from torchpaged.functional import advance_step, copy_blocks, merge_attn_states, paged_attention, rope_write_kv, write_kv
-from torchpaged.metadata import AttentionMetadata, make_semaphore
+from torchpaged.metadata import AttentionMetadata
 
 __version__ = "0.1.0"
 
@@ -35,19 +36,22 @@ __all__ = [
     "CaptureError",
     "KVLayerSpec",
     "LayerKVCache",
+    "Limits",
     "NotCopyableError",
     "PagedAttention",
     "PagedKVCache",
+    "PlanError",
     "RequestError",
     "SemaphoreError",
+    "Session",
     "TorchpagedError",
     "UnsupportedModelError",
     "advance_step",
     "copy_blocks",
     "list_backends",
     "load_compile_cache",
-    "make_semaphore",
     "merge_attn_states",
+    "open_session",
     "paged_attention",
     "rope_write_kv",
     "save_compile_cache",

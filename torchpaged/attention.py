@@ -3,7 +3,12 @@
     attention = PagedAttention(num_heads=32, head_dim=128, num_kv_heads=8)
     out = attention(query, key, value, kv_cache[layer], metadata)
 
-It needs no engine and no global context: the layer's pools and the batch's metadata are arguments.
+It needs no engine and no global context: the layer's pools and the batch's metadata are arguments. What its backend keeps between calls is in
+the layer's session, or in one that several layers share::
+
+    session = torchpaged.open_session(attention_spec(...), Limits(max_num_reqs=64))
+    layers = [PagedAttention(32, 128, 8, session=session) for _ in range(4)]
+    session.plan(metadata)      # before each step, outside compiled code; a backend that needs no plan does nothing
 """
 
 from __future__ import annotations
@@ -14,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchpaged.backends import Choice, attention_spec, select_backend
+from torchpaged.backends import Choice, Limits, Session, attention_spec, select_backend
 from torchpaged.cache import LayerKVCache
 from torchpaged.custom_ops import check_native_dtype, validation
 from torchpaged.custom_ops.checks import check_tensors, is_int, refuse_grad
@@ -41,10 +46,15 @@ class PagedAttention(nn.Module):
             cache says it.
         kv_dtype: the pools' dtype, for choosing a backend; default: the module's. Pools that the backend can't take are refused.
         backend: a name or "auto". Chosen here and again when the module moves (``.to``), never in ``forward``.
+        limits: the largest batches to come, for a session of the module's own. None: not said; a backend may refuse that. Eager calls of one
+            module may overlap on different streams; compiled or captured ones, which take the session as it is, must not.
+        session: an open one that several modules share, in place of ``backend`` and ``limits``; their calls must not overlap on different streams.
         device, dtype: as for any module; default torch's.
 
     Attributes:
         choice: the `Choice`: which backend runs and why.
+        spec: what the module asks of it.
+        session: what that backend keeps open for it.
 
     Raises:
         ArgumentError: sizes that don't fit together.
@@ -72,6 +82,8 @@ class PagedAttention(nn.Module):
         block_size: int | None = None,
         kv_dtype: torch.dtype | None = None,
         backend: str = "auto",
+        limits: Limits | None = None,
+        session: Session | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -95,6 +107,9 @@ class PagedAttention(nn.Module):
         self.scale = head_dim**-0.5 if scale is None else scale
         self.window_size, self.logits_soft_cap, self.causal, self.chunk_size = window_size, logits_soft_cap, causal, chunk_size
         self.block_size, self.kv_dtype, self.requested_backend = block_size, kv_dtype, backend
+        if session is not None and (limits is not None or backend != "auto"):
+            raise ArgumentError("session", "a session, or a backend and limits", "both", "the session has a backend and limits")
+        self._limits, self._given = Limits() if limits is None else limits, session
         # an empty buffer that knows where the module lives, since there may be no parameter to ask
         self.register_buffer("_home", torch.empty(0, device=device, dtype=dtype), persistent=False)
         self.register_buffer("sinks", self._per_head("sinks", sinks, self._home.dtype))
@@ -110,27 +125,40 @@ class PagedAttention(nn.Module):
         return tensor
 
     def _choose(self) -> None:
-        spec = attention_spec(
+        spec = self.spec = attention_spec(
             device=self._home.device, dtype=self._home.dtype, num_heads=self.num_heads, num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim, head_dim_v=self.head_dim_v, block_size=self.block_size, kv_dtype=self.kv_dtype, causal=self.causal,
             window_size=self.window_size, logits_soft_cap=self.logits_soft_cap, alibi_slopes=self.alibi_slopes, sinks=self.sinks,
-            chunk_size=self.chunk_size,
+            chunk_size=self.chunk_size, scale=self.scale,
         )  # fmt: skip
-        self.choice: Choice = select_backend(spec, self.requested_backend)
-        self._capabilities = self.choice.backend.capabilities
-        self._ops = self.choice.backend.ops
+        if self._given is None:
+            self.choice: Choice = select_backend(spec, self.requested_backend)
+            self._use(self.choice.backend.open([spec], self._limits, self._home.device))
+        else:
+            self.choice = Choice(self._given.name, "session= was given")
+            self._use(self._given)
+
+    def _use(self, session: Session) -> None:
+        self._workspace = session.workspace(self.spec)
+        self.session, self._capabilities, self._ops = session, session.capabilities, session.ops
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles: op handles can't be pickled, and are looked up again."""
-        return {name: value for name, value in self.__dict__.items() if name != "_ops"} | {"_chosen_on": self._home.device.type}
+        """For copies and pickles: op handles can't be pickled, and a session is a place in this process's memory. A copy opens its own."""
+        here = ("_ops", "_workspace", "session", "_given")
+        limits = self._limits if self._given is None else self._given.limits
+        return {name: value for name, value in self.__dict__.items() if name not in here} | {
+            "_chosen_on": self._home.device.type,
+            "_limits": limits,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """The backend stays as it was chosen; loaded onto another kind of device, or where it can't run, it is chosen again."""
         chosen_on = state.pop("_chosen_on")
         super().__setstate__(state)
+        self._given = None
         backend = self.choice.backend
         if self._home.device.type == chosen_on and backend.unavailable() is None:
-            self._ops = backend.ops
+            self._use(backend.open([self.spec], self._limits, self._home.device))
         else:
             self._choose()
 
@@ -164,8 +192,10 @@ class PagedAttention(nn.Module):
             ``[..., num_heads, head_dim_v]`` in query's dtype.
 
         Raises:
-            ArgumentError: shapes, dtypes, devices or values don't fit, or the cache's block size is not the metadata's; nothing is written then.
+            ArgumentError: shapes, dtypes, devices or values don't fit, the cache's block size is not the metadata's, or the batch is over the
+                session's limits; nothing is written then.
             BackendUnavailableError: the backend can't take pools of this dtype or block size.
+            PlanError: the backend plans every batch, and ``session.plan(metadata)`` was not called.
         """
         pools = kv_cache if isinstance(kv_cache, LayerKVCache) else LayerKVCache(*kv_cache)
         if (key is None) != (value is None):
@@ -183,8 +213,8 @@ class PagedAttention(nn.Module):
             "window_left": self.window_size[0], "window_right": self.window_size[1],
             "logits_soft_cap": self.logits_soft_cap or 0.0, "alibi_slopes": self.alibi_slopes, "sinks": self.sinks,
             "k_scale": pools.k_scale, "v_scale": pools.v_scale, "chunk_size": self.chunk_size or 0,
-            "semaphore": metadata.semaphore_for(self.num_kv_heads),
         }  # fmt: skip
+        workspace = self._workspace
         write = None
         if key is not None and value is not None:
             k = key.reshape(-1, self.num_kv_heads, self.head_dim)
@@ -195,11 +225,13 @@ class PagedAttention(nn.Module):
             if write is not None:
                 validation.check_write_kv(*write)
             validation.check_paged_attention(*attend, **options)
+            self.session.require(metadata)
+            workspace = self.session.workspace_for(workspace, metadata.num_reqs)
             check_native_dtype(self._ops.paged_attention, query=query, k_cache=pools.k_cache)
         if write is not None:
             # longer queries may be another request's context, see above; they gain little from the early start
             self._ops.write_kv(*write, are_query_tokens=metadata.max_query_len == 1)
-        self._ops.paged_attention(*attend, **options)
+        self._ops.paged_attention(*attend, **options, **workspace)
         return out.view(*query.shape[:-1], self.head_dim_v)
 
     def _check_pools(self, pools: LayerKVCache, metadata: AttentionMetadata) -> None:

@@ -37,10 +37,12 @@ DTYPES = {
 }
 
 
-def _dtype(name: str, option: str) -> torch.dtype:
+def _dtype(name: str, option: str, of_caches: bool = False) -> torch.dtype:
+    """The dtype of that name; fp8 is for caches, and to be told who can not."""
     short = short_dtype(name)
-    if short not in DTYPES:
-        raise typer.BadParameter(f"expected one of {', '.join([*DTYPES, *LONG_NAMES])}, got {name!r}", param_hint=option)
+    known = [short for short in DTYPES if of_caches or not short.startswith("fp8")]
+    if short not in known:
+        raise typer.BadParameter(f"expected one of {', '.join([*known, *LONG_NAMES])}, got {name!r}", param_hint=option)
     return DTYPES[short]
 
 
@@ -126,25 +128,31 @@ def generate(
 
 @app.command()
 def backends(
-    head_dim: Annotated[int, typer.Option(help="width of queries and keys")] = 128,
-    head_dim_v: Annotated[int, typer.Option(help="width of values; 0: head_dim")] = 0,
-    num_heads: Annotated[int, typer.Option(help="query heads")] = 32,
-    num_kv_heads: Annotated[int, typer.Option(help="kv heads")] = 8,
+    head_dim: Annotated[int, typer.Option(help="width of queries and keys", min=1)] = 128,
+    head_dim_v: Annotated[int, typer.Option(help="width of values; 0: head_dim", min=0)] = 0,
+    num_heads: Annotated[int, typer.Option(help="query heads", min=1)] = 32,
+    num_kv_heads: Annotated[int, typer.Option(help="kv heads", min=1)] = 8,
     dtype: Annotated[str, typer.Option(help="bf16, fp16, fp32")] = "bf16",
     kv_dtype: Annotated[str, typer.Option(help="of the cache; default: dtype")] = "",
-    block_size: Annotated[int, typer.Option(help="tokens per block")] = 16,
+    block_size: Annotated[int, typer.Option(help="tokens per block", min=1)] = 16,
     window: Annotated[bool, typer.Option(help="sliding window")] = False,
     soft_cap: Annotated[bool, typer.Option(help="logits soft cap")] = False,
     alibi: Annotated[bool, typer.Option(help="ALiBi")] = False,
     sinks: Annotated[bool, typer.Option(help="attention sinks")] = False,
+    chunked: Annotated[bool, typer.Option(help="attention within chunks of positions")] = False,
+    bidirectional: Annotated[bool, typer.Option(help="attention without causality")] = False,
+    lse: Annotated[bool, typer.Option(help="the log-sum-exp is returned, too")] = False,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda")] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
     """Which backends can run an attention here, and every reason why the others can't."""
+    if num_heads % num_kv_heads:
+        raise typer.BadParameter(f"expected a divisor of --num-heads ({num_heads}), got {num_kv_heads}", param_hint="--num-kv-heads")
     spec = AttentionSpec(
-        device=device_named(device), dtype=_dtype(dtype, "--dtype"), head_dim=head_dim, num_heads=num_heads, num_kv_heads=num_kv_heads,
-        block_size=block_size, head_dim_v=head_dim_v or None, kv_dtype=_dtype(kv_dtype, "--kv-dtype") if kv_dtype else None,
-        window=window, logits_soft_cap=soft_cap, alibi=alibi, sinks=sinks,
+        device=device_named(device), dtype=_dtype(dtype, "--dtype", of_caches=True), head_dim=head_dim, num_heads=num_heads, num_kv_heads=num_kv_heads,
+        block_size=block_size, head_dim_v=head_dim_v or None, kv_dtype=_dtype(kv_dtype, "--kv-dtype", of_caches=True) if kv_dtype else None,
+        window_size=(128, -1) if window else (-1, -1), logits_soft_cap=float(soft_cap), alibi=alibi, sinks=sinks,
+        chunk_size=128 if chunked else 0, causal=not bidirectional, lse=lse,
     )  # fmt: skip
     reasons = {name: get_backend(name).reject(spec) for name in list_backends()}
     try:

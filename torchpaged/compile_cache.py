@@ -33,6 +33,7 @@ from torchpaged.custom_ops.errors import TorchpagedError
 
 _FORMAT = 1
 _MEMBER = re.compile(r"(cubin|triton/[\w-]+)/([\w.-]+)")  # two safe names: nothing from an archive leaves its folder
+_TRITON_MODULE = re.compile(r"torchpaged\.custom_ops\.(\w+\.)?triton\b")  # the kernels of a family of ops, or of all
 _LAUNCHERS = ("__triton_launcher", "cuda_utils", "hip_utils")  # what Triton compiles with the C compiler, per signature and per machine
 
 
@@ -139,7 +140,7 @@ def _triton_folders() -> list[Path]:
 
 def _own_kernels() -> set[str]:
     """Names of torchpaged's Triton kernels that were imported; Triton names a compiled kernel's files after its function."""
-    modules = [module for name, module in list(sys.modules.items()) if name.startswith("torchpaged.custom_ops.triton")]
+    modules = [module for name, module in list(sys.modules.items()) if _TRITON_MODULE.match(name)]
     found = [value for module in modules for value in vars(module).values()]
     return {value.fn.__name__ for value in found if hasattr(value, "arg_names") and hasattr(value, "fn")}
 

@@ -3,20 +3,24 @@
     write_kv(k, v, k_cache, v_cache, slot_mapping)
     out = paged_attention(q, k_cache, v_cache, block_table, seq_lens, query_start_loc, max_query_len=1)
 
-Each takes ``ops=BACKEND_OPS[name]`` to run another backend's kernels. Under ``torch.compile`` they trace to one op call (and
-one allocation); the checks run in eager mode only. Inference only: they refuse inputs that require grad.
+They run the backend that every other door would choose: `torchpaged.use_backend`, TORCHPAGED_BACKEND, then the automatic choice; one that
+was asked for and can't serve a call raises with its reasons. ``ops=BACKEND_OPS[name]`` runs one backend's kernels whatever was asked for.
+
+Under ``torch.compile`` they trace to one op call (and one allocation). The backend is chosen when the call is traced, as a module's is at its
+construction, and the compiled code keeps it; the checks run in eager mode only. Inference only: they refuse inputs that require grad.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from torchpaged.backends import AttentionSpec, attention_spec, backend_of
+from torchpaged.backends import AttentionSpec, Backend, Limits, attention_spec, backend_of
+from torchpaged.backends.ops_choice import choose_ops, traced_ops
 from torchpaged.custom_ops import BACKEND_OPS, BackendOps, check_native_dtype, validation
 from torchpaged.custom_ops.checks import check_tensors, refuse_grad
 from torchpaged.custom_ops.errors import ArgumentError, BackendUnavailableError
@@ -38,7 +42,7 @@ def write_kv(
     v_scale: Tensor | None = None,
     *,
     are_query_tokens: bool = False,
-    ops: BackendOps = _DEFAULT,
+    ops: BackendOps | None = None,
 ) -> None:
     """Store this step's keys and values in the pools, in place.
 
@@ -52,16 +56,20 @@ def write_kv(
         are_query_tokens: promises that the next `paged_attention` over these pools has exactly these tokens as its query tokens, and that
             none of them is context of a request in it. It may then start while this write runs, which saves a microsecond or two on
             Hopper. Without the promise any call may follow.
-        ops: whose kernels to run; default: the device's own.
+        ops: whose kernels to run; default: those of the backend that every other door would choose.
 
     Raises:
         ArgumentError: shapes, dtypes, devices, strides or slots don't fit; nothing is written then.
+        BackendUnavailableError: the backend that was asked for can't serve this; with all reasons.
     """
     if not torch.compiler.is_compiling():
         check_tensors(k=k, v=v, k_cache=k_cache, v_cache=v_cache, slot_mapping=slot_mapping, **_given(k_scale=k_scale, v_scale=v_scale))
         refuse_grad(k=k, v=v)
         validation.check_write_kv(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
+        ops = choose_ops(k.device, _written_for(k, v, k_cache)) if ops is None else ops
         check_native_dtype(ops.write_kv, k_cache=k_cache)
+    elif ops is None:
+        ops = traced_ops(k.device.type)
     ops.write_kv(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale, are_query_tokens=are_query_tokens)
 
 
@@ -83,7 +91,7 @@ def rope_write_kv(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     are_query_tokens: bool = False,
-    ops: BackendOps = _DEFAULT,
+    ops: BackendOps | None = None,
 ) -> Tensor:
     """RMSNorm of each head of q and k (optional), rotary embedding, and `write_kv` of this step's keys and values, in one pass.
 
@@ -106,13 +114,14 @@ def rope_write_kv(
         interleaved: the pairs that turn together are ``(2i, 2i + 1)`` (GPT-J) instead of ``(i, i + rotary_dim // 2)`` (NeoX, Llama).
         k_scale, v_scale: float32 ``[1]`` or ``[num_kv_heads]``, for fp8 pools: what is stored is ``x / scale``, saturated.
         are_query_tokens: as in `write_kv`.
-        ops: whose kernels to run; default: the device's own (on a CPU the reference: there is no native kernel).
+        ops: whose kernels to run; default: as the module docstring says (backend ``cpu`` runs the reference here: there is no native kernel).
 
     Returns:
         The rotated queries, ``[num_tokens, num_heads, head_dim]`` in q's dtype, contiguous.
 
     Raises:
         ArgumentError: shapes, dtypes, devices, strides, positions or slots don't fit; nothing is written then.
+        BackendUnavailableError: the backend that was asked for can't serve this; with all reasons.
     """
     if not torch.compiler.is_compiling():
         check_tensors(q=q, k=k, v=v, positions=positions, cos_sin=cos_sin, k_cache=k_cache, v_cache=v_cache, slot_mapping=slot_mapping,
@@ -123,6 +132,9 @@ def rope_write_kv(
         validation.check_rope_write_kv(
             q, k, v, positions, cos_sin, slot_mapping, q_out, k_cache, v_cache, q_norm=q_norm, k_norm=k_norm, norm_eps=norm_eps,
             norm_offset=norm_offset, k_scale=k_scale, v_scale=v_scale)  # fmt: skip
+        ops = choose_ops(q.device, _written_for(k, v, k_cache)) if ops is None else ops
+    elif ops is None:
+        ops = traced_ops(q.device.type)
     ops.rope_write_kv(
         q, k, v, positions, cos_sin, slot_mapping, q_out, k_cache, v_cache, q_norm=q_norm, k_norm=k_norm, norm_eps=norm_eps,
         norm_offset=norm_offset, interleaved=interleaved, k_scale=k_scale, v_scale=v_scale, are_query_tokens=are_query_tokens)  # fmt: skip
@@ -147,9 +159,9 @@ def paged_attention(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     chunk_size: int | None = None,
-    semaphore: Tensor | None = None,
+    workspace: Mapping[str, Tensor] | None = None,
     return_lse: bool = False,
-    ops: BackendOps = _DEFAULT,
+    ops: BackendOps | None = None,
 ) -> Any:
     """Attention of packed queries over paged keys and values: prefill, decode, chunked prefill and mixed batches alike.
 
@@ -171,11 +183,11 @@ def paged_attention(
         sinks: ``[num_heads]``, one logit per head that takes part in the softmax without a value.
         k_scale, v_scale: float32 ``[1]`` or ``[num_kv_heads]``, for fp8 pools.
         chunk_size: keys of the query's own chunk of that many positions only; None or 0 = off.
-        semaphore: int32 zeros, at least ``num_reqs * num_kv_heads``, zeros again afterwards: where the programs that share a
-            request meet. None: a GPU kernel that needs one makes its own, which costs a memset. Calls one after the other on a
-            stream may share one; calls that may overlap, on different streams, need one each.
+        workspace: what a session of the backend of ``ops`` keeps for this kind of call: ``session.workspace(spec)``; the session has planned the
+            batch if it plans at all. None: nothing is kept: a GPU kernel makes its semaphore anew, which costs a memset, and a backend that plans
+            plans for this call alone, which compiled code can't.
         return_lse: also return the log-sum-exp.
-        ops: whose kernels to run; default: the device's own.
+        ops: whose kernels to run; default: those of the backend that every other door would choose.
 
     Returns:
         A tensor ``[num_tokens, num_heads, head_dim_v]`` in q's dtype; with ``return_lse`` a pair of it and float32
@@ -183,12 +195,13 @@ def paged_attention(
 
     Raises:
         ArgumentError: shapes, dtypes, devices, strides, block ids, lengths or options don't fit.
-        BackendUnavailableError: ``ops`` are a backend's that declares not to run this; with all reasons.
+        BackendUnavailableError: ``ops``, or the backend that was asked for, declare not to run this; with all reasons.
     """
+    kept: Mapping[str, Any] = {} if workspace is None else workspace
     if not torch.compiler.is_compiling():
         validation.check_options(scale, window_size, logits_soft_cap, chunk_size)
         check_tensors(q=q, k_cache=k_cache, v_cache=v_cache, block_table=block_table, seq_lens=seq_lens, query_start_loc=query_start_loc,
-                      **_given(alibi_slopes=alibi_slopes, sinks=sinks, k_scale=k_scale, v_scale=v_scale, semaphore=semaphore))  # fmt: skip
+                      **_given(alibi_slopes=alibi_slopes, sinks=sinks, k_scale=k_scale, v_scale=v_scale), **kept)  # fmt: skip
         for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):  # of these the outputs take their shape
             if not tensor.dim() == (3 if name == "q" else 4):
                 raise ArgumentError(name, f"{3 if name == 'q' else 4} dimensions", str(list(tensor.shape)))
@@ -203,19 +216,31 @@ def paged_attention(
             q, k_cache, v_cache, block_table, seq_lens, query_start_loc, out, lse, max_query_len=max_query_len, scale=scale,
             causal=causal, window_left=window_size[0], window_right=window_size[1], logits_soft_cap=soft_cap,
             alibi_slopes=alibi_slopes, sinks=sinks, k_scale=k_scale, v_scale=v_scale, chunk_size=chunk,
-            semaphore=semaphore)  # fmt: skip
+            semaphore=kept.get("semaphore"))  # fmt: skip
+        spec = attention_spec(
+            device=q.device, dtype=q.dtype, num_heads=q.shape[1], num_kv_heads=k_cache.shape[2], head_dim=q.shape[2],
+            head_dim_v=v_cache.shape[3], block_size=k_cache.shape[1], kv_dtype=k_cache.dtype, causal=causal, window_size=window_size,
+            logits_soft_cap=logits_soft_cap, alibi_slopes=alibi_slopes, sinks=sinks, chunk_size=chunk_size, lse=return_lse, scale=scale)  # fmt: skip
+        if ops is None:
+            ops = choose_ops(q.device, spec)
         check_native_dtype(ops.paged_attention, q=q, k_cache=k_cache)
         if ops is not _DEFAULT:
-            _require_able(_Handles(ops), attention_spec(
-                device=q.device, dtype=q.dtype, num_heads=q.shape[1], num_kv_heads=k_cache.shape[2], head_dim=q.shape[2],
-                head_dim_v=v_cache.shape[3], block_size=k_cache.shape[1], kv_dtype=k_cache.dtype, causal=causal, window_size=window_size,
-                logits_soft_cap=logits_soft_cap, alibi_slopes=alibi_slopes, sinks=sinks, chunk_size=chunk_size, lse=return_lse))  # fmt: skip
+            backend = _able(_Handles(ops), spec)
+            if backend is not None and workspace is None and backend.capabilities.planning:
+                kept = _planned_once(backend, spec, block_table, seq_lens, query_start_loc, max_query_len, k_cache)
+    elif ops is None:
+        ops = traced_ops(q.device.type)
     ops.paged_attention(
         q, k_cache, v_cache, block_table, seq_lens, query_start_loc, out, lse, max_query_len=max_query_len, scale=scale,
         causal=causal, window_left=window_size[0], window_right=window_size[1], logits_soft_cap=soft_cap,
-        alibi_slopes=alibi_slopes, sinks=sinks, k_scale=k_scale, v_scale=v_scale, chunk_size=chunk,
-        semaphore=semaphore)  # fmt: skip
+        alibi_slopes=alibi_slopes, sinks=sinks, k_scale=k_scale, v_scale=v_scale, chunk_size=chunk, **kept)  # fmt: skip
     return out if lse is None else (out, lse)
+
+
+def _written_for(k: Tensor, v: Tensor, k_cache: Tensor) -> AttentionSpec:
+    """The attention that reads what is written; as many query heads as kv heads, since the queries are not known here."""
+    return attention_spec(device=k.device, dtype=k.dtype, num_heads=k.shape[1], num_kv_heads=k.shape[1], head_dim=k.shape[2],
+                          head_dim_v=v.shape[2], block_size=k_cache.shape[1], kv_dtype=k_cache.dtype)  # fmt: skip
 
 
 class _Handles:
@@ -232,28 +257,52 @@ class _Handles:
 
 
 @functools.lru_cache(maxsize=1024)
-def _require_able(handles: _Handles, spec: AttentionSpec) -> None:
-    """Refuse what the backend of these handles declares not to run. Runs once per kind of call: a refusal is not kept."""
+def _able(handles: _Handles, spec: AttentionSpec) -> Backend | None:
+    """The backend of these handles, if one has them, and if it can run ``spec``. Runs once per kind of call: a refusal is not kept."""
     backend = backend_of(handles.ops)
     reasons = [] if backend is None else backend.capabilities.reject(spec)
     if backend is not None and reasons:
         raise BackendUnavailableError(f"backend {backend.name!r} (its ops were given) cannot run this attention: {'; '.join(reasons)}")
+    return backend
 
 
-def merge_attn_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, *, ops: BackendOps = _DEFAULT) -> tuple[Tensor, Tensor]:
+class _OneCall(NamedTuple):
+    """A batch to plan; see `torchpaged.backends.PlannedBatch`."""
+
+    block_table: Tensor
+    seq_lens: Tensor
+    query_start_loc: Tensor
+    max_query_len: int
+
+
+def _planned_once(
+    backend: Backend, spec: AttentionSpec, block_table: Tensor, seq_lens: Tensor, query_start_loc: Tensor, max_query_len: int, pool: Tensor
+) -> dict[str, Tensor]:
+    """The workspace of a session for one call. The op is launched behind the plan, on the same stream, and its tensors are freed there."""
+    num_reqs, width = block_table.shape
+    limits = Limits(max(num_reqs, 1), max(num_reqs * max_query_len, 1), max(width, 1), pool.shape[0], pool.shape[1])
+    session = backend.open([spec], limits, spec.device)
+    session.plan(_OneCall(block_table, seq_lens, query_start_loc, max_query_len))
+    return session.workspace(spec)
+
+
+def merge_attn_states(
+    out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, *, ops: BackendOps | None = None
+) -> tuple[Tensor, Tensor]:
     """Combine attention over two disjoint sets of keys (arXiv:2501.01005, section 2.2).
 
     Args:
         out_a, out_b: ``[num_tokens, num_heads, head_dim_v]``.
         lse_a, lse_b: ``[num_tokens, num_heads]`` float32, natural logarithm; -inf = that side saw no key and its ``out`` is not
             read. NaN or +inf on either side makes the row NaN: an LSE of +inf, with which some libraries mark empty rows, is none to us.
-        ops: whose kernels to run; default: the device's own.
+        ops: whose kernels to run; default: those of the backend that every other door would choose.
 
     Returns:
         ``(out, lse)`` of attention over both sets.
 
     Raises:
         ArgumentError: shapes, dtypes or devices don't fit.
+        BackendUnavailableError: the backend that was asked for is not usable here; with all reasons.
     """
     if not torch.compiler.is_compiling():
         check_tensors(out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
@@ -261,22 +310,28 @@ def merge_attn_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor
     if not torch.compiler.is_compiling():
         refuse_grad(out_a=out_a, out_b=out_b)
         validation.check_merge_attn_states(out_a, lse_a, out_b, lse_b, out, lse)
+        ops = choose_ops(out_a.device) if ops is None else ops
         check_native_dtype(ops.merge_attn_states, out_a=out_a)
+    elif ops is None:
+        ops = traced_ops(out_a.device.type)
     ops.merge_attn_states(out_a, lse_a, out_b, lse_b, out, lse)
     return out, lse
 
 
-def copy_blocks(k_cache: Tensor, v_cache: Tensor, block_mapping: Tensor | Sequence[tuple[int, int]], *, ops: BackendOps = _DEFAULT) -> None:
+def copy_blocks(
+    k_cache: Tensor, v_cache: Tensor, block_mapping: Tensor | Sequence[tuple[int, int]], *, ops: BackendOps | None = None
+) -> None:
     """Copy whole blocks inside a pair of pools, in place.
 
     Args:
         k_cache, v_cache: the pools, as in `write_kv`.
         block_mapping: ``[num_pairs, 2]`` int64 of (source, destination), or a list of pairs; negative ids skip the pair. No
             block may be a destination twice, or source and destination.
-        ops: whose kernels to run; default: the device's own.
+        ops: whose kernels to run; default: those of the backend that every other door would choose.
 
     Raises:
         ArgumentError: an id is out of range, or destinations collide; nothing is copied then.
+        BackendUnavailableError: the backend that was asked for is not usable here; with all reasons.
     """
     if not torch.compiler.is_compiling():
         check_tensors(k_cache=k_cache, v_cache=v_cache)
@@ -286,6 +341,8 @@ def copy_blocks(k_cache: Tensor, v_cache: Tensor, block_mapping: Tensor | Sequen
         block_mapping = host.to(k_cache.device)
     elif not torch.compiler.is_compiling():
         validation.check_copy_blocks(k_cache, v_cache, block_mapping)
+    if ops is None:
+        ops = traced_ops(k_cache.device.type) if torch.compiler.is_compiling() else choose_ops(k_cache.device)
     ops.copy_blocks(k_cache, v_cache, block_mapping)
 
 
@@ -298,7 +355,7 @@ def advance_step(
     slot_mapping: Tensor,
     *,
     block_size: int,
-    ops: BackendOps = _DEFAULT,
+    ops: BackendOps | None = None,
 ) -> None:
     """Turn the buffers of one decode step into those of the next, in place and on the device.
 
@@ -310,13 +367,17 @@ def advance_step(
         input_ids, positions, slot_mapping: ``[num_reqs]`` int64, rewritten.
         seq_lens: ``[num_reqs]`` int32, one longer afterwards.
         block_size: tokens per block.
-        ops: whose kernels to run; default: the device's own.
+        ops: whose kernels to run; default: those of the backend that every other door would choose.
 
     Raises:
         ArgumentError: shapes, dtypes or devices don't fit.
+        BackendUnavailableError: the backend that was asked for is not usable here; with all reasons.
     """
     if not torch.compiler.is_compiling():
         check_tensors(sampled_token_ids=sampled_token_ids, block_table=block_table, input_ids=input_ids, positions=positions,
                       seq_lens=seq_lens, slot_mapping=slot_mapping)  # fmt: skip
         validation.check_advance_step(sampled_token_ids, block_table, input_ids, positions, seq_lens, slot_mapping, block_size=block_size)
+        ops = choose_ops(seq_lens.device) if ops is None else ops
+    elif ops is None:
+        ops = traced_ops(seq_lens.device.type)
     ops.advance_step(sampled_token_ids, block_table, input_ids, positions, seq_lens, slot_mapping, block_size=block_size)

@@ -53,13 +53,19 @@ class Settings:
 def load(settings: Settings) -> tuple[Any, Any]:
     """``(model, tokenizer)`` from a folder or the hub."""
     import transformers
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     transformers.utils.logging.disable_progress_bar()
     if not Path(settings.model).exists() and settings.model.startswith((".", "/", "~")):
         raise FileNotFoundError(f"--model: expected a HuggingFace folder or hub id, got {settings.model!r}, which does not exist")
     tokenizer = AutoTokenizer.from_pretrained(settings.model)
-    model = AutoModelForCausalLM.from_pretrained(settings.model, dtype=settings.dtype)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(settings.model, dtype=settings.dtype)
+    except SafetensorError as error:
+        raise ValueError(
+            f"--model: expected whole weights in {settings.model!r}, got a file that is damaged or cut short ({error})"
+        ) from error
     return model.to(settings.device).eval(), tokenizer
 
 

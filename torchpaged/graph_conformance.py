@@ -1,9 +1,11 @@
 """Proof of a backend's declared graph support: capture once at the largest batch, replay with other lengths, compare.
 
     for case in conformance_cases(backend.capabilities.graph_support):
-        check_replays(backend.ops, case, TapeCapture(), device="cpu")   # or CudaCapture("cuda"), device="cuda"
+        check_replays(backend, case, TapeCapture(), device="cpu", dtype=torch.bfloat16)   # or CudaCapture("cuda"), device="cuda"
+        check_forgotten_plan(backend, case, TapeCapture(), device="cpu")                  # if it plans every step
 
-A backend that decides anything from the live lengths on the host fails here.
+Sessions are driven as the runners drive them: `plan` outside the graph, before the capture and before each replay, as far as the backend declares
+`Planning`. A backend that decides anything else from the live lengths on the host fails here.
 """
 
 from __future__ import annotations
@@ -13,9 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchpaged.backends import GraphSupport
-from torchpaged.custom_ops import BackendOps
+from torchpaged.backends import Backend, GraphSupport, Limits, attention_spec
 from torchpaged.graphs import CaptureBackend
+from torchpaged.graphs.capture import Captured
 from torchpaged.testing import Batch, BatchSpec, assert_attention_close, make_batch
 
 
@@ -66,49 +68,112 @@ def conformance_cases(support: GraphSupport) -> list[Case]:
     return cases
 
 
-def check_replays(ops: BackendOps, case: Case, capture: CaptureBackend, device: torch.device | str, **shape: Any) -> int:
+class _Static:
+    """A session, static tensors for every batch of a case, and the step over them."""
+
+    def __init__(self, backend: Backend, case: Case, device: torch.device | str, shape: dict[str, Any]) -> None:
+        self.case, self.batches = case, [make_batch(spec, seed=i, device=device, **shape) for i, spec in enumerate(case.batches)]
+        first, blocks = self.batches[0], max(b.k_cache.shape[0] for b in self.batches)
+        width, block_size = max(b.block_table.shape[1] for b in self.batches), first.k_cache.shape[1]
+        with torch.inference_mode(False):
+            self.q, self.lens, self.starts = (torch.zeros_like(x) for x in (first.q, first.seq_lens, first.query_start_loc))
+            self.pools = [torch.zeros(blocks, *c.shape[1:], dtype=c.dtype, device=c.device) for c in (first.k_cache, first.v_cache)]
+            self.table = torch.zeros(len(self.lens), width, dtype=torch.int32, device=device)
+            self.out = torch.zeros(*self.q.shape[:2], first.v_cache.shape[-1], dtype=self.q.dtype, device=device)
+            self.lse = torch.zeros(self.q.shape[:2], dtype=torch.float32, device=device)
+        self.scale, longest = first.scale, max(max(spec.query_lens) for spec in case.batches)
+        self.batch = PlannedTensors(self.table, self.lens, self.starts, longest)
+        spec = attention_spec(
+            device=self.q.device, dtype=first.q.dtype, num_heads=first.q.shape[1], num_kv_heads=first.k_cache.shape[2], scale=first.scale,
+            head_dim=first.q.shape[2], head_dim_v=first.v_cache.shape[3], block_size=block_size, kv_dtype=first.k_cache.dtype, lse=True,
+            window_size=(case.options.get("window_left", -1), -1),
+        )  # fmt: skip
+        limits = Limits(len(self.lens), self.q.shape[0], width, blocks, block_size)
+        self.session = backend.open([spec], limits, self.q.device)
+        self.workspace = self.session.workspace(spec)
+
+    def load(self, batch: Batch) -> None:
+        self.q.copy_(batch.q)
+        for pool, source in zip(self.pools, (batch.k_cache, batch.v_cache), strict=True):
+            pool[: source.shape[0]].copy_(source)
+        self.table.zero_()
+        self.table[:, : batch.block_table.shape[1]].copy_(batch.block_table)
+        self.lens.copy_(batch.seq_lens)
+        self.starts.copy_(batch.query_start_loc)
+        self.out.fill_(float("nan")), self.lse.fill_(float("nan"))
+
+    def step(self) -> Tensor:
+        self.session.ops.paged_attention(
+            self.q, *self.pools, self.table, self.lens, self.starts, self.out, self.lse, max_query_len=self.batch.max_query_len,
+            scale=self.scale, **self.case.options, **self.workspace,
+        )  # fmt: skip
+        return self.out
+
+    def captured(self, capture: CaptureBackend) -> Captured:
+        """The step over the first batch, planned."""
+        self.load(self.batches[0])
+        self.session.plan(self.batch)
+        capture.warmup(self.step, 2)
+        return capture.capture(self.step, capture.new_pool())
+
+
+class PlannedTensors(NamedTuple):
+    """A `torchpaged.backends.PlannedBatch` of static tensors."""
+
+    block_table: Tensor
+    seq_lens: Tensor
+    query_start_loc: Tensor
+    max_query_len: int
+
+
+def check_replays(backend: Backend, case: Case, capture: CaptureBackend, device: torch.device | str, **shape: Any) -> int:
     """Capture the case's first batch, replay all of them by changing tensors only; returns how many replays were compared.
 
+    Args:
+        backend: a session of it is opened.
+        case: from `conformance_cases`.
+        capture: how the step becomes a graph.
+        device: where the tensors are.
+        shape: further arguments of `torchpaged.testing.make_batch`: ``dtype``, ``num_heads``, ``num_kv_heads``, ``head_dim`` ...
+
     Raises:
-        AssertionError: a replay differs from the oracle beyond its error budget, or from its own repetition at all, or leaves the semaphore other
-            than zero.
+        AssertionError: a replay differs from the oracle beyond its error budget, or from its own repetition at all.
+        SemaphoreError: the session's semaphore is not zero after a replay.
     """
-    batches = [make_batch(spec, seed=i, device=device, **shape) for i, spec in enumerate(case.batches)]
-    first, blocks = batches[0], max(b.k_cache.shape[0] for b in batches)
-    width = max(b.block_table.shape[1] for b in batches)
-    with torch.inference_mode(False):
-        q, lens, starts = torch.zeros_like(first.q), torch.zeros_like(first.seq_lens), torch.zeros_like(first.query_start_loc)
-        pools = [torch.zeros(blocks, *c.shape[1:], dtype=c.dtype, device=c.device) for c in (first.k_cache, first.v_cache)]
-        table = torch.zeros(len(lens), width, dtype=torch.int32, device=device)
-        out = torch.zeros(*q.shape[:2], first.v_cache.shape[-1], dtype=q.dtype, device=device)
-        lse = torch.zeros(q.shape[:2], dtype=torch.float32, device=device)
-        semaphore = torch.zeros(len(lens) * first.k_cache.shape[2], dtype=torch.int32, device=device)
-    longest = max(max(spec.query_lens) for spec in case.batches)
-
-    def load(batch: Batch) -> None:
-        q.copy_(batch.q)
-        for pool, source in zip(pools, (batch.k_cache, batch.v_cache), strict=True):
-            pool[: source.shape[0]].copy_(source)
-        table.zero_()
-        table[:, : batch.block_table.shape[1]].copy_(batch.block_table)
-        lens.copy_(batch.seq_lens)
-        starts.copy_(batch.query_start_loc)
-
-    def step() -> Tensor:
-        ops.paged_attention(q, *pools, table, lens, starts, out, lse, max_query_len=longest, scale=first.scale, semaphore=semaphore,
-                            **case.options)  # fmt: skip
-        return out
-
-    load(first)
-    capture.warmup(step, 2)
-    graph = capture.capture(step, capture.new_pool())
-    for batch in (*batches, first):
-        load(batch)
-        out.fill_(float("nan")), lse.fill_(float("nan"))
+    static = _Static(backend, case, device, shape)
+    graph, session = static.captured(capture), static.session
+    for batch in (*static.batches, static.batches[0]):
+        static.load(batch)
+        if session.plans_every_step:
+            session.plan(static.batch)
         graph.replay()
-        once = out.clone()
-        assert_attention_close(out, lse, batch, **case.options)
+        once = static.out.clone()
+        assert_attention_close(static.out, static.lse, batch, **case.options)
         graph.replay()
-        assert torch.equal(out, once), f"{case.name}[{batch.spec.name}]: a second replay gave other bits"
-        assert not semaphore.any(), f"{case.name}[{batch.spec.name}]: the semaphore is not zero after a replay"
-    return len(batches) + 1
+        assert torch.equal(static.out, once), f"{case.name}[{batch.spec.name}]: a second replay gave other bits"
+        session.check(f"{case.name}[{batch.spec.name}]")
+    return len(static.batches) + 1
+
+
+def check_forgotten_plan(backend: Backend, case: Case, capture: CaptureBackend, device: torch.device | str, **shape: Any) -> None:
+    """A backend that plans every step raises where a replay was not planned, or gives nothing but NaN; never something that looks right.
+
+    On a GPU an assertion of the device ends the process's use of it: call this in a process of its own.
+
+    Args:
+        backend, case, capture, device, shape: as in `check_replays`.
+
+    Raises:
+        AssertionError: a replay without a plan went unnoticed.
+    """
+    static = _Static(backend, case, device, shape)
+    assert static.session.plans_every_step, f"backend {backend.name!r} declares Planning.{backend.capabilities.planning.name}"
+    graph = static.captured(capture)
+    for batch in static.batches[1:]:
+        static.load(batch)
+        try:
+            graph.replay()
+            noticed = bool(static.out.isnan().all())  # waits: a device-side assertion is raised here
+        except RuntimeError:
+            noticed = True
+        assert noticed, f"{case.name}[{batch.spec.name}]: a replay without a plan gave results"

@@ -12,15 +12,12 @@ import itertools
 import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from torchpaged.custom_ops.errors import ArgumentError
-
-#: Numbers of a batch's semaphore per request, i.e. the most kv heads of a layer that can use it.
-SEMAPHORES_PER_REQ = 128
 
 
 @dataclass
@@ -35,10 +32,6 @@ class AttentionMetadata:
         slot_mapping: ``[num_tokens]`` int64, ``block * block_size + offset`` of every token; -1 = write nothing.
         positions: ``[num_tokens]`` int64, each token's position in its sequence.
         max_query_len: host int, an upper bound of the query lengths; 1 marks a decode batch.
-        semaphore: ``[num_reqs * 128]`` int32 or longer (`SEMAPHORES_PER_REQ` kv heads per request), zeros between calls: where
-            the programs of a GPU kernel that share a request meet. Every layer uses the same one, so steps that may overlap, on
-            different streams, need one each. Layers of more than 128 kv heads don't use it. None: each call makes its own, which
-            costs a memset per layer.
         block_size: host int, the tokens per block that ``slot_mapping`` and ``block_table`` were made for; None = nobody said. A cache of
             another block size is refused (`check_block_size`).
     """
@@ -49,7 +42,6 @@ class AttentionMetadata:
     slot_mapping: Tensor
     positions: Tensor
     max_query_len: int
-    semaphore: Tensor | None = None
     block_size: int | None = None
 
     @property
@@ -64,13 +56,9 @@ class AttentionMetadata:
 
     def to(self, device: torch.device | str) -> AttentionMetadata:
         """The same batch on ``device``; copies from pinned memory do not block."""
-        names = ("block_table", "seq_lens", "query_start_loc", "slot_mapping", "positions", "semaphore")
-        moved: dict[str, Any] = {n: x.to(device, non_blocking=True) for n in names if (x := getattr(self, n)) is not None}
+        names = ("block_table", "seq_lens", "query_start_loc", "slot_mapping", "positions")
+        moved: dict[str, Any] = {n: getattr(self, n).to(device, non_blocking=True) for n in names}
         return replace(self, **moved)
-
-    def semaphore_for(self, num_kv_heads: int) -> Tensor | None:
-        """The semaphore for a layer of that many kv heads: None if there is none, or if it has too few numbers per request."""
-        return self.semaphore if num_kv_heads <= SEMAPHORES_PER_REQ else None
 
     def check_block_size(self, block_size: int) -> None:
         """Refuse a cache whose blocks hold ``block_size`` tokens if the batch was made for another size. Host ints only: it may be traced.
@@ -98,7 +86,6 @@ class AttentionMetadata:
         max_blocks_per_req: int | None = None,
         max_query_len: int | None = None,
         device: torch.device | str = "cpu",
-        semaphore: Tensor | None = None,
     ) -> AttentionMetadata:
         """Build the batch on the host, check it, and move it to ``device`` in one go.
 
@@ -111,15 +98,11 @@ class AttentionMetadata:
             max_blocks_per_req: width of the table; default: the longest row.
             max_query_len: upper bound to state; default: the longest query of this batch.
             device: where the tensors go.
-            semaphore: one kept from step to step (`make_semaphore`), ``[num_reqs * 128]`` int32 or longer; default: new zeros for
-                this batch. ``torch.compile(mode="reduce-overhead")`` needs a kept one: it makes no CUDA graph of a step that
-                writes into a new tensor each time.
 
         Raises:
             ArgumentError: lengths, blocks or ids do not fit together.
         """
         check_batch(query_lens, seq_lens, block_tables, block_size, num_blocks)
-        semaphore = _semaphore(len(seq_lens), device) if semaphore is None else _checked(semaphore, len(seq_lens), device)
         width = max((len(row) for row in block_tables), default=1) or 1
         if max_blocks_per_req is not None:
             if width > max_blocks_per_req:
@@ -144,33 +127,14 @@ class AttentionMetadata:
             max_query_len=max(1, *query_lens, 1) if max_query_len is None else max_query_len,
             block_size=block_size,
         )
-        return replace(host.to(device), semaphore=semaphore)
+        return host.to(device)
 
 
-def make_semaphore(max_num_reqs: int, device: torch.device | str) -> Tensor:
-    """A semaphore to keep, for batches of up to ``max_num_reqs`` requests that never overlap.
+class HostLengths(NamedTuple):
+    """Lengths of a batch as the host knows them, for a backend that plans there: without them it would have to read the device."""
 
-    Returns:
-        ``[max_num_reqs * 128]`` int32 zeros, marked as never moving for ``torch.compile``.
-    """
-    semaphore = _semaphore(max_num_reqs, device)
-    torch._dynamo.mark_static_address(semaphore, guard=False)
-    return semaphore
-
-
-def _semaphore(num_reqs: int, device: torch.device | str) -> Tensor:
-    with torch.inference_mode(False):  # an inference tensor could not be written under plain no_grad later
-        return torch.zeros(num_reqs * SEMAPHORES_PER_REQ, dtype=torch.int32, device=device)
-
-
-def _checked(semaphore: Tensor, num_reqs: int, device: torch.device | str) -> Tensor:
-    least = num_reqs * SEMAPHORES_PER_REQ
-    if semaphore.dim() != 1 or semaphore.shape[0] < least or semaphore.dtype != torch.int32:
-        raise ArgumentError("semaphore", f"[num_reqs * {SEMAPHORES_PER_REQ} = {least}] int32 or longer",
-                            f"{list(semaphore.shape)} {semaphore.dtype}", "make it with make_semaphore(max_num_reqs, device)")  # fmt: skip
-    if semaphore.device.type != torch.device(device).type:
-        raise ArgumentError("semaphore", f"a tensor on {device}", str(semaphore.device))
-    return semaphore
+    query_lens: Sequence[int]
+    seq_lens: Sequence[int]
 
 
 def to_device(numbers: Sequence[int] | Sequence[float], dtype: torch.dtype, device: torch.device | str) -> Tensor:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import re
 import sys
 import threading
 from pathlib import Path
@@ -24,6 +25,7 @@ from torchpaged.custom_ops.cuda import cubins, specialise
 from torchpaged.custom_ops.errors import BackendUnavailableError
 
 _HERE = Path(__file__).parent
+_INCLUDE = re.compile(r'#include "(?:[^"/]*/)+([^"/]+)"')
 
 
 @functools.cache
@@ -70,9 +72,23 @@ def options(macros: dict[str, int], capability: tuple[int, int]) -> list[str]:
 
 
 @functools.cache
+def files() -> dict[str, Path]:
+    """The sources and headers by name: those of this folder, and of the folder ``cuda`` of every family of ops. No name is there twice."""
+    folders = (_HERE, *sorted(_HERE.parent.glob("*/cuda")))
+    paths = [path for folder in folders for path in sorted(folder.iterdir()) if path.suffix in (".cu", ".cuh")]
+    found = {path.name: path for path in paths}
+    if len(found) < len(paths):
+        raise RuntimeError(f"two CUDA sources share a name: {sorted(str(path) for path in paths if path not in found.values())}")
+    return found
+
+
+@functools.cache
 def sources() -> dict[str, str]:
-    """The sources and headers of this folder by name, read once: what is compiled is what its key was made from."""
-    return {path.name: path.read_text() for path in sorted(_HERE.iterdir()) if path.suffix in (".cu", ".cuh")}
+    """The texts of `files` by name, read once: what is compiled is what its key was made from.
+
+    Includes name files relative to their own place, for editors and nvcc; NVRTC, which gets texts, finds them by their names alone.
+    """
+    return {name: _INCLUDE.sub(r'#include "\1"', path.read_text()) for name, path in files().items()}
 
 
 @functools.cache
@@ -109,7 +125,7 @@ def _compile(source: str, included: dict[str, str], arguments: list[str], kind: 
 
 
 def compile_source(source: str, arguments: list[str]) -> bytes:
-    """Machine code of ``source``, which may include the headers of this folder; raises RuntimeError with the compiler's messages."""
+    """Machine code of ``source``, which may include the headers of `files`; raises RuntimeError with the compiler's messages."""
     headers = {name: text for name, text in sources().items() if name.endswith(".cuh")}
     return _compile(source, headers, arguments, "CUBIN")
 
@@ -121,7 +137,7 @@ def cache_name(file: str, arguments: list[str]) -> str:
 
 
 def machine_code(file: str, macros: dict[str, int], capability: tuple[int, int]) -> bytes:
-    """Machine code of a file of this folder, from the cache or compiled now."""
+    """Machine code of one of `files`, from the cache or compiled now."""
     arguments = options(macros, capability)
     name = cache_name(file, arguments)
     code = cubins.load(name)
@@ -134,9 +150,12 @@ def machine_code(file: str, macros: dict[str, int], capability: tuple[int, int])
 
 
 class Kernel:
-    """A loaded kernel of one device."""
+    """A loaded kernel of one device.
 
-    def __init__(self, code: bytes, name: str, shared_bytes: int) -> None:
+    ``prefer_shared``: cut the memory beside a multiprocessor in favour of shared memory, if the kernel has more than 48 KiB of it.
+    """
+
+    def __init__(self, code: bytes, name: str, shared_bytes: int, *, prefer_shared: bool = False) -> None:
         from cuda.bindings import driver
 
         torch.empty(1, device="cuda")  # the device's context exists and is current from here on
@@ -149,6 +168,8 @@ class Kernel:
             most = specialise.shared_per_cta(torch.cuda.current_device())
             raise RuntimeError(f"backend 'cuda': {name} asks for {shared_bytes} bytes of dynamic shared memory, the device refuses ({error}); "
                                f"a thread block may have {most} in all")  # fmt: skip
+        if prefer_shared and shared_bytes > 48 * 1024:
+            _check(driver.cuFuncSetCacheConfig(self._function, driver.CUfunc_cache.CU_FUNC_CACHE_PREFER_SHARED), "cuFuncSetCacheConfig")
         self._resident: dict[tuple[int, int, int], int] = {}
         self._early = driver.CUlaunchAttribute()
         self._early.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
@@ -163,6 +184,16 @@ class Kernel:
             config.sharedMemBytes = self._shared_bytes
             self._local.config = config
         return self._local.config
+
+    def parameters(self) -> list[tuple[int, int]]:
+        """Offset and bytes of each parameter, as the machine code has them."""
+        found: list[tuple[int, int]] = []
+        while True:
+            error, offset, size = self._driver.cuFuncGetParamInfo(self._function, len(found))
+            if int(error):
+                break
+            found.append((int(offset), int(size)))
+        return found
 
     def resident(self, threads: int, cluster: int, wanted: int) -> int:
         """CTAs that run at once: ``wanted``, or for clusters (a power of two CTAs each) as many as the device places together."""
@@ -187,14 +218,16 @@ class Kernel:
             self._resident[key] = min(most * cluster, wanted // cluster * cluster)
         return self._resident[key]
 
-    def launch(self, grid: int, threads: int, arguments: bytes, *, early: bool) -> None:
-        """Launch on the current stream. ``arguments``: the kernel's one parameter, a struct. ``early``: programmatic dependent launch."""
+    def launch(self, grid: int, threads: int, arguments: bytes, *, early: bool, offsets: tuple[int, ...] = (0,)) -> None:
+        """Launch on the current stream. ``arguments``: the parameters, at ``offsets``; one struct by default. ``early``: programmatic dependent
+        launch."""
         config = self._config()
         config.gridDimX, config.blockDimX = grid, threads
         config.hStream = torch.cuda.current_stream().cuda_stream
         config.attrs, config.numAttrs = ([self._early], 1) if early else ([], 0)
         packed = ctypes.create_string_buffer(arguments, len(arguments))
-        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(packed))
+        begin = ctypes.addressof(packed)
+        pointers = (ctypes.c_void_p * len(offsets))(*(begin + offset for offset in offsets))
         (error,) = self._driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(pointers), 0)
         if int(error):
             raise RuntimeError(f"cuLaunchKernelEx failed: {error}")
@@ -212,7 +245,7 @@ def _kernel(file: str, name: str, macros: tuple[tuple[str, int], ...], index: in
 
 
 def kernel(file: str, name: str, macros: dict[str, int], device: torch.device, *, shared_bytes: int) -> Kernel:
-    """Kernel ``name`` of ``file`` (in this folder), compiled with ``macros`` for ``device``; the same object for the same arguments.
+    """Kernel ``name`` of ``file`` (one of `files`), compiled with ``macros`` for ``device``; the same object for the same arguments.
 
     Raises:
         BackendUnavailableError: cuda-bindings is absent.

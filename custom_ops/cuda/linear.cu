@@ -4,8 +4,8 @@
 // shares of a tile are the CTAs of a cluster. Inside a CTA the chunks of 64 k go round the groups of warps, each with a ring of STAGES chunks of its own
 // (cp.async), so that no barrier of the whole CTA stands in the loop. The parts meet once, in (distributed) shared memory, in a fixed order.
 //
-// Weights are constants: with programmatic dependent launch the ring is filled before griddepcontrol.wait; only x and the residual wait for
-// the kernels before. So a chain of these kernels hardly stops reading weights.
+// Weights are constants of a step (stream_order.py): the ring is filled before griddepcontrol.wait; only x and the residual wait for the
+// kernels before. So a chain of these kernels hardly stops reading weights.
 //
 // RMSNorm: x is scaled by the norm's weight between shared memory and the tensor cores, whose products of x with itself give the sums of squares
 // (on the diagonal); 1 / rms is one factor per token, applied to the sums. Activation, bias and residual come after it, all in float32.

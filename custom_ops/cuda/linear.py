@@ -1,7 +1,6 @@
 """linear of the ``cuda`` backend: up to 64 tokens by the CUDA C++ kernel, everything else composed of norm, matmul and activation.
 
-The kernel starts reading ``weight`` and ``norm_weight`` before earlier kernels on the stream have finished (programmatic dependent
-launch). So these two are constants: what writes them must be done before the kernel in front of this one starts.
+``weight`` and ``norm_weight`` are constants of a step, read before the kernels ahead have ended (stream_order.py).
 """
 
 from __future__ import annotations

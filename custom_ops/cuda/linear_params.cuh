@@ -10,6 +10,7 @@ struct Params {
   float eps, offset;
   int tokens, unused;
 };
+static_assert(sizeof(Params) == 88, "as custom_ops/cuda/linear.py packs it");
 
 constexpr bool GATED = ACTIVATION != 0;
 constexpr int TOKENS = NT * 8;

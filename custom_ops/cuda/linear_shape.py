@@ -1,6 +1,6 @@
 """Which kernel and specialisation serve a linear layer: macros and launch shape, from shapes and dtypes alone.
 
-``linear.cu`` runs anywhere, ``linear_wide.cu`` on Hopper. Figures behind the choices: docs/kernels.md.
+``linear.cu`` runs anywhere, ``linear_wide.cu`` on Hopper. Figures behind the choices: docs/log/linear.md.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from torchpaged.custom_ops.cuda import jit, prefill, specialise
 from torchpaged.custom_ops.errors import BackendUnavailableError
 from torchpaged.custom_ops.triton.config import MAX_DECODE_QUERY_LEN, bounded_masks, decode_len_in_mixed
 
-_PARAMS = struct.Struct("15Q7q2f4i")  # struct Params of decode.cu
+_PARAMS = struct.Struct("15Q7q2f4i")  # struct Params of shapes.cuh
 
 
 def paged_attention(

@@ -43,6 +43,7 @@ struct Params {  // packed by custom_ops/cuda/prefill.py, in this order
   int num_reqs, num_tokens, num_blocks, ticket_row;
   Where k_at, v_at;
 };
+static_assert(sizeof(Params) == 3 * sizeof(Map) + 192, "as custom_ops/cuda/prefill.py packs it behind the maps");
 
 // Shared memory: the stages of keys, those of values, tiles of queries; barriers, 8 bytes each, that say of these whether they are full or empty.
 struct Plan {

@@ -44,6 +44,7 @@ struct Params {  // packed by custom_ops/cuda/paged_attention.py, in this order
   float scale, soft_cap;
   int num_reqs, num_tokens, ks_head, vs_head;
 };
+static_assert(sizeof(Params) == 200, "as custom_ops/cuda/paged_attention.py packs it");
 
 // Query rows of a pair: heads of the group within query tokens within kv heads.
 __device__ __forceinline__ int query_of(int row) { return row / GROUP % QUERY_LEN; }

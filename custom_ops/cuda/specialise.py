@@ -1,6 +1,6 @@
 """Which specialisation of ``decode.cu`` serves a call: macros and launch shape, from shapes and dtypes alone.
 
-The same for every length, so that a graph serves all of them. Figures behind the choices: docs/kernels.md.
+The same for every length, so that a graph serves all of them. Figures behind the choices: docs/log/decode.md.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """accept_tokens: one thread per request takes its sampled token and turns this step's buffers into the next one's.
 
-Dependents are not started early: attention reads what is written here before its own wait. `finish_step` has the same functions.
+Dependents are not started early (stream_order.py). `finish_step` has the same functions.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """What the kernels that write into a KV cache do at their begin and at their end, for the sake of ``paged_attention`` behind them.
 
-``paged_attention`` reads the keys and values ahead of its query tokens before the kernels ahead of it have finished (the contract in
-``custom_ops/ops.py``). So a kernel that writes such keys does not let it start early, and makes them visible before it ends; one that
-writes the query tokens' own may. Both may be launched early themselves: they wait for the kernels ahead of them first.
+It reads the context's keys and values early (stream_order.py). So a kernel that writes such keys holds it back and makes them visible before
+it ends; one that writes the query tokens' own does not.
 """
 
 from __future__ import annotations
@@ -25,6 +24,26 @@ def saturate(x, LIMIT: tl.constexpr):
     """``x`` inside an fp8 dtype's range ``[-LIMIT, LIMIT]``, infinities too; NaN stays NaN, which a plain minimum would drop."""
     x = tl.maximum(x, -LIMIT, propagate_nan=tl.PropagateNan.ALL)
     return tl.minimum(x, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def to_fp8(x, LIMIT: tl.constexpr, dtype: tl.constexpr):
+    """float32 ``x`` in an fp8 dtype whose largest number is LIMIT: saturated, rounded to nearest even, NaN as NaN.
+
+    e5m2 from its bits: what Triton makes of a conversion depends on version and device. Before compute capability 8.9, Triton 3.6 rounds ties
+    away from zero and turns NaN into -0.
+    """
+    x = saturate(x, LIMIT)
+    if dtype == tl.float8e5:
+        bits = x.to(tl.uint32, bitcast=True)
+        size = bits & 0x7FFFFFFF
+        normal = ((size + 0xFFFFF + ((size >> 21) & 1)) >> 21) - ((127 - 15) << 2)
+        steps = (tl.abs(x) + 128.0).to(tl.uint32, bitcast=True) - 0x43000000  # neighbours of 128.0 are 2^-16 apart, as e5m2's subnormals
+        small = tl.where(size < 0x38800000, steps, normal)  # 2^-14, the smallest normal number
+        fp8 = (tl.where(size > 0x7F800000, 0x7F, small) | ((bits >> 24) & 0x80)).to(tl.uint8).to(tl.float8e5, bitcast=True)
+    else:
+        fp8 = x.to(dtype)
+    return fp8
 
 
 @triton.jit

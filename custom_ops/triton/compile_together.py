@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchpaged.custom_ops.triton import config
+from torchpaged.custom_ops.triton import config, kernel_store
+from torchpaged.custom_ops.triton.kernel_store import KernelRef
 
 _compiled: set[Hashable] = set()
 
@@ -19,19 +20,38 @@ _compiled: set[Hashable] = set()
 class Launch(NamedTuple):
     """A kernel and all that it is launched with."""
 
-    kernel: Any
+    kernel: KernelRef
     grid: tuple[int, ...]
     arguments: tuple[Any, ...]
     options: dict[str, Any]
 
     def __call__(self) -> None:
-        """Launch, on the current device and stream."""
-        self.kernel[self.grid](*self.arguments, **self.options)
+        """Launch, on the current device and stream: what is stored, else by Triton."""
+        stored = self._stored()
+        if stored is None and self._on_cuda():
+            stored = kernel_store.keep(self.kernel, self.arguments, self.options, self._compiled)
+        if stored is not None:
+            stored.launch(self.grid, self.arguments)
+        else:
+            self.kernel.load()[self.grid](*self.arguments, **self.options)
+
+    def _compiled(self) -> Any:
+        return self.kernel.load().warmup(*self.arguments, grid=self.grid, **self.options)
+
+    def is_stored(self) -> bool:
+        """Whether Triton is not needed."""
+        return self._stored() is not None
+
+    def _stored(self) -> kernel_store.StoredKernel | None:
+        return kernel_store.find(self.kernel, self.arguments, self.options) if self._on_cuda() else None
+
+    def _on_cuda(self) -> bool:
+        return any(isinstance(value, torch.Tensor) and value.device.type == "cuda" for value in self.arguments[:1])
 
     def compile(self, device: torch.device) -> None:
         """Compile for these arguments; nothing is launched. A thread of its own starts on device 0."""
         with torch.cuda.device(device):
-            self.kernel.warmup(*self.arguments, grid=self.grid, **self.options)
+            self._compiled()
 
 
 def compile_together(key: Hashable, device: torch.device, *launches: Launch) -> None:
@@ -42,7 +62,11 @@ def compile_together(key: Hashable, device: torch.device, *launches: Launch) -> 
     """
     if key in _compiled or config.INTERPRET or device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return
-    with ThreadPoolExecutor(len(launches)) as threads:
-        for done in [threads.submit(launch.compile, device) for launch in launches]:
-            done.result()
+    missing = [launch for launch in launches if not launch.is_stored()]
+    if len(missing) > 1:
+        for launch in missing:
+            launch.kernel.load()  # imported by one thread
+        with ThreadPoolExecutor(len(missing)) as threads:
+            for done in [threads.submit(launch.compile, device) for launch in missing]:
+                done.result()
     _compiled.add(key)

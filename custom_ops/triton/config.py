@@ -1,6 +1,6 @@
 """Tile shapes and launch parameters, from shapes and dtypes alone: the same for every length, so that a graph serves all.
 
-No autotuning at run time: it would launch and synchronise inside a capture. Figures behind the choices: docs/kernels.md.
+No autotuning at run time: it would launch and synchronise inside a capture. Figures behind the choices: docs/log/decode.md, docs/log/prefill.md.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from torchpaged.custom_ops.early_launch import refuse_inductors
 from torchpaged.custom_ops.errors import BackendUnavailableError
+from torchpaged.custom_ops.triton import notice
 
 #: Kernels run in Triton's interpreter, on CPU tensors.
 INTERPRET = os.environ.get("TRITON_INTERPRET", "0") == "1"
@@ -202,6 +203,8 @@ def require_launchable(tensor: Tensor) -> None:
             "backend 'triton': its kernels run on a GPU, got CPU tensors; use backend='cpu' or 'reference', or set "
             "TRITON_INTERPRET=1 before Python starts to run them in Triton's interpreter"
         )
+    if not INTERPRET:
+        notice.install()
 
 
 def require_fp8(cache: Tensor) -> None:

@@ -134,8 +134,7 @@ def decode_kernel(
     """
     program = tl.program_id(0)
     if PDL:
-        # LONGEST == 0: every program waits for all kernels ahead, before it reads or writes anything; an attention behind this one
-        # reads early what the kernels ahead of this one wrote (cache_writes.py), so dependents are let go only then.
+        # LONGEST == 0: every program waits, then lets its dependents go (stream_order.py).
         # LONGEST > 0: nobody waits here for the prefill launch. Behind it this program begins once each of its programs has let go or
         # ended, and each waits first for all kernels ahead of it, also those that find no tile: none ends before. So whatever stands
         # ahead of both has ended, with its stores in L2, when the first instruction here runs; q, lengths, tables, keys and semaphores

@@ -1,7 +1,7 @@
 """finish_step: `sample_tokens` and `accept_tokens` in two launches, the second of which merges a row's tiles and accepts its token.
 
-A launch of its own between the merge and the next step costs about a microsecond and a half, for a few hundred bytes. What the step's
-other kernels don't write, all but logits, seen bits and what lies between the two launches, is read before the kernels ahead have finished.
+A launch of its own between the merge and the next step costs about a microsecond and a half, for a few hundred bytes.
+What is read before the kernels ahead have ended: stream_order.py.
 """
 
 from __future__ import annotations

@@ -10,8 +10,10 @@ from torch import Tensor
 from torchpaged.custom_ops import validation
 from torchpaged.custom_ops.triton import config
 from torchpaged.custom_ops.triton.compile_together import Launch, compile_together
-from torchpaged.custom_ops.triton.decode import decode_kernel
-from torchpaged.custom_ops.triton.prefill import prefill_kernel
+from torchpaged.custom_ops.triton.kernel_store import KernelRef
+
+_PREFILL = KernelRef("prefill", "prefill_kernel", constants=frozenset({21, 22, 24, 25}), unspecialised=frozenset({14, 15, 17, 18}))
+_DECODE = KernelRef("decode", "decode_kernel", unspecialised=frozenset({17, 18, 25}))
 
 
 def paged_attention(
@@ -75,7 +77,7 @@ def paged_attention(
         TILE_M=tiles.rows, TILE_KV=tiles.keys, SKIP_DECODES=skip,
         **flags, **config.early_launch(q.device), num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
-    prefill = Launch(prefill_kernel, ((single + shared) * num_kv_heads,), arguments, options)
+    prefill = Launch(_PREFILL, ((single + shared) * num_kv_heads,), arguments, options)
     if decode is not None:
         key = (q.device, q.dtype, k_cache.dtype, num_heads, *flags.values(), tiles, skip, k_cache.stride(), v_cache.stride())
         compile_together(key, q.device, prefill, decode)
@@ -113,4 +115,4 @@ def _decode(
         LONGEST=longest,
         **flags, **config.decode_options(q.device, tiles),
     )  # fmt: skip
-    return Launch(decode_kernel, (programs,), arguments, options)
+    return Launch(_DECODE, (programs,), arguments, options)

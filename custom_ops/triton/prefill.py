@@ -4,10 +4,10 @@ The grid comes from shapes; each program finds its request on the device from ``
 prefill and decodes share one launch; with SKIP_DECODES short queries are left to the decode kernel. The rows of a tile are query
 tokens x heads of the group: a tile of keys is read once for all of them. Key tiles that every row sees whole take a loop without
 masks; only the tiles at the ends of the rows' intervals are masked. No loop may go around these: what stays alive across it costs
-the copies their registers (docs/kernels.md). Programs start with the last tokens, which see the most keys, so that short tiles fill the end.
+the copies their registers (docs/log/mixed.md). Programs start with the last tokens, which see the most keys, so that short tiles fill the end.
 
 Shaped for Hopper: wgmma takes q, k and v from shared memory and p from registers, k and v arrive by cp.async. Warps are ordered by
-Triton's own barriers alone: one placed by hand would depend on where the compiler puts its own (docs/kernels.md, tests/triton/ptx.py).
+Triton's own barriers alone: one placed by hand would depend on where the compiler puts its own (docs/log/prefill.md, tests/triton/ptx.py).
 """
 
 from __future__ import annotations
@@ -110,14 +110,16 @@ def tile_of(cache_ptr, blocks, start, stride_block: tl.constexpr, stride_slot: t
 
 @triton.jit
 def attend_tiles(
-    maximum, total, acc, blocks, q, position, low, end, slope, first, last, low_key, end_key,
+    maximum, total, acc, blocks, q, position, low, end, slope, first, last, gap_at, gap, low_key, end_key,
     table_ptr, k_ptr, v_ptr, k_block: tl.constexpr, k_slot: tl.constexpr, v_block: tl.constexpr, v_slot: tl.constexpr,
     score_scale, soft_cap,
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, DIM_V: tl.constexpr, DIM_V_PAD: tl.constexpr, TILE_KV: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, LOW: tl.constexpr, FOLD: tl.constexpr,
-    MASKED: tl.constexpr, INTERPRET: tl.constexpr,
+    MASKED: tl.constexpr, GAP: tl.constexpr, INTERPRET: tl.constexpr, STAGES: tl.constexpr = None,
 ):  # fmt: skip
     """Keys ``[first, last)``, ``first`` a multiple of TILE_KV. Returns the state, its first four arguments, after them.
+
+    GAP: keys at and past ``gap_at`` stand for those ``gap`` further on, both multiples of TILE_KV.
 
     maximum, total [M], acc [M, DV]: the running softmax; blocks: `load_blocks` of the next tile, loaded one tile ahead, so that
     the loads of keys and values are pipelined like loads from plain addresses. Unless MASKED, every row must see every key. LOW:
@@ -128,7 +130,11 @@ def attend_tiles(
     key = tl.arange(0, TILE_KV)
     d = tl.arange(0, DIM_PAD)
     dv = tl.arange(0, DIM_V_PAD)
-    for start in range(first, last, TILE_KV):
+    for start in tl.range(first, last, TILE_KV, num_stages=STAGES):
+        following = start + TILE_KV
+        if GAP:
+            following += tl.where(following >= gap_at, gap, 0)
+            start += tl.where(start >= gap_at, gap, 0)
         k_at = tile_of(k_ptr, blocks, start, k_block, k_slot, DIM_PAD, TILE_KV, BLOCK_SIZE)
         v_at = tile_of(v_ptr, blocks, start, v_block, v_slot, DIM_V_PAD, TILE_KV, BLOCK_SIZE)
         if MASKED:
@@ -141,12 +147,14 @@ def attend_tiles(
             k = tl.load(k_at, mask=(d < DIM)[None, :], other=0.0) if DIM < DIM_PAD else tl.load(k_at)
             v = tl.load(v_at, mask=(dv < DIM_V)[None, :], other=0.0) if DIM_V < DIM_V_PAD else tl.load(v_at)
         if MASKED or TILE_KV % BLOCK_SIZE != 0 or BLOCK_SIZE == TILE_KV:
-            blocks = load_blocks(table_ptr, start + TILE_KV, end_key, TILE_KV, BLOCK_SIZE)
+            blocks = load_blocks(table_ptr, following, end_key, TILE_KV, BLOCK_SIZE)
         else:  # the last of these tiles again at the end: the next one may not be whole
             blocks = load_whole_blocks(table_ptr, min(start + TILE_KV, last - TILE_KV), TILE_KV, BLOCK_SIZE)
         if INTERPRET:  # the interpreter keeps bf16 as integers: arithmetic on it is silently wrong
             k, v = k.to(tl.float32), v.to(tl.float32)
         else:
+            if k.dtype == tl.float8e5:  # straight to bf16 Triton multiplies by 2^112, which makes numbers of inf and NaN
+                k, v = k.to(tl.float16), v.to(tl.float16)
             k, v = k.to(q.dtype), v.to(q.dtype)
         s = tl.dot(q, tl.trans(k), input_precision="ieee")  # [M, N]
         if not FOLD:
@@ -175,11 +183,16 @@ def attend_query_tile(
     GROUP: tl.constexpr, TOKENS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, DIM_V: tl.constexpr,
     DIM_V_PAD: tl.constexpr, TILE_M: tl.constexpr, TILE_KV: tl.constexpr, BLOCK_SIZE: tl.constexpr, CAUSAL: tl.constexpr,
     WINDOW_LEFT: tl.constexpr, WINDOW_RIGHT: tl.constexpr, CHUNK: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr,
-    SINKS: tl.constexpr, KV_SCALES: tl.constexpr, HAS_LSE: tl.constexpr, INTERPRET: tl.constexpr,
+    SINKS: tl.constexpr, KV_SCALES: tl.constexpr, HAS_LSE: tl.constexpr, ALL_MASKED: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """Attend and store the query tokens ``first_query + [0, TOKENS)`` of a request whose token rows begin at ``start``."""
+    """Attend and store the query tokens ``first_query + [0, TOKENS)`` of a request whose token rows begin at ``start``.
+
+    ALL_MASKED: one loop, with masks, over all keys: with a cap or slopes each copy of the loop costs a second and more to compile.
+    """
     FOLD: tl.constexpr = not (SOFT_CAP or ALIBI)  # scales are positive: the largest raw score is the largest score
     LOW: tl.constexpr = WINDOW_LEFT >= 0 or CHUNK > 0
+    # Without a cap or slopes a copy of the loop is compiled soon, and three loops ran on fewer instructions than two.
+    ENDS_TOGETHER: tl.constexpr = LOW and not FOLD and not ALL_MASKED
     row = tl.arange(0, TILE_M)
     head = kv_head * GROUP + row % GROUP
     seq_len = tl.load(seq_lens_ptr + request)
@@ -218,26 +231,35 @@ def attend_query_tile(
     maximum = tl.where(sees, -1.0e30, float("-inf"))
     total = tl.zeros([TILE_M], tl.float32)
     acc = tl.zeros([TILE_M, DIM_V_PAD], tl.float32)
-    blocks = load_blocks(table_ptr, first_key, end_key, TILE_KV, BLOCK_SIZE)
-    if LOW:
+    masked_first, gap = whole_end, 0
+    if ALL_MASKED or ENDS_TOGETHER:
+        masked_first = first_key
+    if ENDS_TOGETHER:
+        gap = (whole_end - whole_first) // TILE_KV * TILE_KV  # so the compiler sees what divides it
+    if not ALL_MASKED:
+        blocks = load_blocks(table_ptr, whole_first if ENDS_TOGETHER else first_key, end_key, TILE_KV, BLOCK_SIZE)
+        if LOW and not ENDS_TOGETHER:
+            maximum, total, acc, blocks = attend_tiles(
+                maximum, total, acc, blocks, q, position, low, end, slope, first_key, whole_first, 0, 0, low_key, end_key,
+                table_ptr, k_ptr, v_ptr, k_block, k_slot, v_block, v_slot, score_scale, soft_cap,
+                DIM, DIM_PAD, DIM_V, DIM_V_PAD, TILE_KV, BLOCK_SIZE, SOFT_CAP, ALIBI, LOW, FOLD, True, False, INTERPRET, None,
+            )  # fmt: skip
         maximum, total, acc, blocks = attend_tiles(
-            maximum, total, acc, blocks, q, position, low, end, slope, first_key, whole_first, low_key, end_key,
+            maximum, total, acc, blocks, q, position, low, end, slope, whole_first, whole_end, 0, 0, low_key, end_key,
             table_ptr, k_ptr, v_ptr, k_block, k_slot, v_block, v_slot, score_scale, soft_cap,
-            DIM, DIM_PAD, DIM_V, DIM_V_PAD, TILE_KV, BLOCK_SIZE, SOFT_CAP, ALIBI, LOW, FOLD, True, INTERPRET,
+            DIM, DIM_PAD, DIM_V, DIM_V_PAD, TILE_KV, BLOCK_SIZE, SOFT_CAP, ALIBI, LOW, FOLD, False, False, INTERPRET, None,
         )  # fmt: skip
+    if ENDS_TOGETHER:
+        blocks = load_blocks(table_ptr, first_key + tl.where(first_key >= whole_first, gap, 0), end_key, TILE_KV, BLOCK_SIZE)
+    elif ALL_MASKED or (TILE_KV % BLOCK_SIZE == 0 and BLOCK_SIZE < TILE_KV):  # `attend_tiles` has not looked past its whole tiles
+        blocks = load_blocks(table_ptr, masked_first, end_key, TILE_KV, BLOCK_SIZE)
     maximum, total, acc, blocks = attend_tiles(
-        maximum, total, acc, blocks, q, position, low, end, slope, whole_first, whole_end, low_key, end_key,
+        maximum, total, acc, blocks, q, position, low, end, slope, masked_first, end_key - gap, whole_first, gap, low_key, end_key,
         table_ptr, k_ptr, v_ptr, k_block, k_slot, v_block, v_slot, score_scale, soft_cap,
-        DIM, DIM_PAD, DIM_V, DIM_V_PAD, TILE_KV, BLOCK_SIZE, SOFT_CAP, ALIBI, LOW, FOLD, False, INTERPRET,
+        DIM, DIM_PAD, DIM_V, DIM_V_PAD, TILE_KV, BLOCK_SIZE, SOFT_CAP, ALIBI, LOW, FOLD, True, ENDS_TOGETHER, INTERPRET,
+        1 if ALL_MASKED else None,
     )  # fmt: skip
-    if TILE_KV % BLOCK_SIZE == 0 and BLOCK_SIZE < TILE_KV:  # `attend_tiles` has not looked past its whole tiles
-        blocks = load_blocks(table_ptr, whole_end, end_key, TILE_KV, BLOCK_SIZE)
-    maximum, total, acc, blocks = attend_tiles(
-        maximum, total, acc, blocks, q, position, low, end, slope, whole_end, end_key, low_key, end_key,
-        table_ptr, k_ptr, v_ptr, k_block, k_slot, v_block, v_slot, score_scale, soft_cap,
-        DIM, DIM_PAD, DIM_V, DIM_V_PAD, TILE_KV, BLOCK_SIZE, SOFT_CAP, ALIBI, LOW, FOLD, True, INTERPRET,
-    )  # fmt: skip
-    # What only the end needs is read again, not kept: across the loops it cost spills, or the copies their registers (docs/kernels.md).
+    # What only the end needs is read again, not kept: across the loops it cost spills, or the copies their registers (docs/log/mixed.md).
     # Volatile, or the compiler would keep the first reading; it comes from L2, as the first did.
     start = tl.load(starts_ptr + request, volatile=True)
     query_len = tl.load(starts_ptr + request + 1, volatile=True) - start
@@ -296,13 +318,12 @@ def prefill_kernel(
     start = tl.load(starts_ptr + request, cache_modifier=".cg")
     query_len = tl.load(starts_ptr + request + 1, cache_modifier=".cg") - start
     first_query = (tile - first_tile) * TOKENS
-    # Up to here query_start_loc alone is read, before the kernels ahead have ended. Whoever wrote it has: it must not have let its
-    # dependents start (custom_ops/ops.py), torch's kernels don't and Inductor is kept from it (custom_ops/early_launch.py). From L2:
-    # an old line in one multiprocessor's L1 would make programs, or warps of one program, disagree about their tile, and a barrier
-    # that some warps never come to does not open. Everything else is read behind the wait.
+    # Up to here query_start_loc alone is read, early (stream_order.py). From L2: an old line in one multiprocessor's L1 would make
+    # programs, or warps of one program, disagree about their tile, and a barrier that some warps never come to does not open.
+    # Everything else is read behind the wait.
     # Every program waits here for all kernels ahead, and then lets its dependents start: no path leads around it, not even for
-    # programs without a tile, and no program waits for another or for a dependent. The order of both is the contract with the
-    # decode launch of a mixed batch (decode.py) and with an attention behind this one (cache_writes.py).
+    # programs without a tile, and no program waits for another or for a dependent. The decode launch of a mixed batch (decode.py)
+    # relies on the order of both.
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -312,7 +333,7 @@ def prefill_kernel(
             q_ptr, k_ptr, v_ptr, table_ptr, seq_lens_ptr, starts_ptr, out_ptr, lse_ptr, slopes_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr,
             scale, soft_cap, q_token, q_head, k_block, k_slot, k_head, v_block, v_slot, v_head, o_token, o_head, l_token, l_head,
             table_row, ks_head, vs_head, GROUP, TOKENS, DIM, DIM_PAD, DIM_V, DIM_V_PAD, TILE_M, TILE_KV, BLOCK_SIZE, CAUSAL,
-            WINDOW_LEFT, WINDOW_RIGHT, CHUNK, SOFT_CAP, ALIBI, SINKS, KV_SCALES, HAS_LSE, INTERPRET,
+            WINDOW_LEFT, WINDOW_RIGHT, CHUNK, SOFT_CAP, ALIBI, SINKS, KV_SCALES, HAS_LSE, False, INTERPRET,
         )  # fmt: skip
     elif SKIP_DECODES > 0 and tile >= num_single:
         # Fewer keys at a time: with as many as above ptxas spilled, and gave all copies in here one address register.
@@ -327,7 +348,7 @@ def prefill_kernel(
                 q_ptr, k_ptr, v_ptr, table_ptr, seq_lens_ptr, starts_ptr, out_ptr, lse_ptr, slopes_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr,
                 scale, soft_cap, q_token, q_head, k_block, k_slot, k_head, v_block, v_slot, v_head, o_token, o_head, l_token, l_head,
                 table_row, ks_head, vs_head, GROUP, TOKENS, DIM, DIM_PAD, DIM_V, DIM_V_PAD, TILE_M, NARROW, BLOCK_SIZE, CAUSAL,
-                WINDOW_LEFT, WINDOW_RIGHT, CHUNK, SOFT_CAP, ALIBI, SINKS, KV_SCALES, HAS_LSE, INTERPRET,
+                WINDOW_LEFT, WINDOW_RIGHT, CHUNK, SOFT_CAP, ALIBI, SINKS, KV_SCALES, HAS_LSE, SOFT_CAP or ALIBI, INTERPRET,
             )  # fmt: skip
     row = tl.arange(0, TILE_M)
     head = kv_head * GROUP + row

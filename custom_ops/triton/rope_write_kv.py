@@ -15,7 +15,7 @@ from torch import Tensor
 
 from torchpaged.custom_ops import validation
 from torchpaged.custom_ops.checks import check_dtype
-from torchpaged.custom_ops.triton.cache_writes import begin_write, end_write, saturate
+from torchpaged.custom_ops.triton.cache_writes import begin_write, end_write, to_fp8
 from torchpaged.custom_ops.triton.config import early_launch, next_power_of_2, require_fp8, require_launchable
 
 _MANY_PROGRAMS = 2048  # from here on the GPU is full, and a program had better do more than one warp's work
@@ -28,7 +28,7 @@ def store_heads(ptr, x, mask, scale, HAS_SCALE: tl.constexpr, LIMIT: tl.constexp
     if LIMIT > 0:
         if HAS_SCALE:
             x = x / scale
-        x = saturate(x, LIMIT)
+        x = to_fp8(x, LIMIT, ptr.dtype.element_ty)
     tl.store(ptr, x.to(ptr.dtype.element_ty), mask=mask)
 
 

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from torchpaged.custom_ops import validation
-from torchpaged.custom_ops.triton.cache_writes import begin_write, end_write, saturate
+from torchpaged.custom_ops.triton.cache_writes import begin_write, end_write, to_fp8
 from torchpaged.custom_ops.triton.config import early_launch, next_power_of_2, require_fp8, require_launchable
 
 _FP8 = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
@@ -36,7 +36,7 @@ def write_kv_kernel(
             k = k.to(tl.float32)
             if HAS_SCALE:
                 k = k / tl.load(k_scale_ptr + head * ks_head, mask=head < NUM_HEADS, other=1.0)
-            k = saturate(k, LIMIT)
+            k = to_fp8(k, LIMIT, k_cache_ptr.dtype.element_ty)
         target = k_cache_ptr + block * kc_block + offset * kc_slot + head * kc_head + d
         tl.store(target, k.to(k_cache_ptr.dtype.element_ty), mask=mask)
         d = tl.arange(0, DIM_V_PAD)[None, :]
@@ -46,7 +46,7 @@ def write_kv_kernel(
             v = v.to(tl.float32)
             if HAS_SCALE:
                 v = v / tl.load(v_scale_ptr + head * vs_head, mask=head < NUM_HEADS, other=1.0)
-            v = saturate(v, LIMIT)
+            v = to_fp8(v, LIMIT, v_cache_ptr.dtype.element_ty)
         target = v_cache_ptr + block * vc_block + offset * vc_slot + head * vc_head + d
         tl.store(target, v.to(v_cache_ptr.dtype.element_ty), mask=mask)
     end_write(ARE_QUERY_TOKENS, PDL)

@@ -14,7 +14,7 @@ import torch
 from torchpaged.custom_ops.cuda import jit, specialise
 
 NVCC = shutil.which("nvcc")
-SOURCE = Path(jit.__file__).parent / "decode.cu"
+SOURCE = jit.files()["decode.cu"]
 SHARED = {(8, 0): 167936, (9, 0): 233472, (10, 0): 233472}  # bytes of a multiprocessor
 
 

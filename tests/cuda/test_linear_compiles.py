@@ -14,7 +14,6 @@ from torchpaged.custom_ops.cuda import jit
 from torchpaged.custom_ops.cuda.linear_shape import LinearShape, linear_macros, linear_shape, norm_is_fused, norm_macros, token_bucket
 
 NVCC = shutil.which("nvcc")
-FOLDER = Path(jit.__file__).parent
 SHARED = {(8, 0): 163 * 1024, (9, 0): 227 * 1024, (10, 0): 227 * 1024}  # bytes that one CTA may have
 PER_SM = {capability: size + 1024 for capability, size in SHARED.items()}
 #: (out_features, in_features, activation, norm, residual, dtype)
@@ -54,7 +53,7 @@ def compile_with_nvcc(
         "-o",
         str(target),
         *jit.options(values, capability),
-        str(FOLDER / f"{file}.cu"),
+        str(jit.files()[f"{file}.cu"]),
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -19,7 +19,7 @@ _TRITON = importlib.util.find_spec("triton")
 NVDISASM = shutil.which("nvdisasm") or shutil.which(
     "nvdisasm", path=str(Path(_TRITON.origin or "").parent / "backends/nvidia/bin") if _TRITON else None
 )
-SOURCE = Path(jit.__file__).parent / "prefill.cu"
+SOURCE = jit.files()["prefill.cu"]
 needs_nvcc = pytest.mark.skipif(NVCC is None, reason="nvcc is not installed")
 
 SHAPES: dict[str, dict[str, Any]] = {

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from torchpaged.custom_ops.cuda import jit
-from torchpaged.custom_ops.reference import visible_keys
+from torchpaged.custom_ops.masks import visible_keys
 
 GXX = shutil.which("g++")
 KEYS = 128
@@ -46,7 +46,8 @@ def build(folder: Path, tokens: int, heads: int, causal: bool, left: int = -1, r
     macros = {"TOKENS": tokens, "KEYS": KEYS, "NUM_KV_HEADS": heads, "CAUSAL": int(causal), "HEAD_BYTES": 512, "WINDOW_LEFT": left,
               "WINDOW_RIGHT": right, "CHUNK": chunk, "SHORT": short, "SPLIT": int(split)}  # fmt: skip
     options = [f"-D{name}={value}" for name, value in macros.items()]
-    command = [GXX, "-std=c++17", "-O1", "-Wall", "-Werror", f"-I{Path(jit.__file__).parent}", *options, "line.cpp", "-o", "line"]
+    include = f"-I{jit.files()['prefill_tiles.cuh'].parent}"
+    command = [GXX, "-std=c++17", "-O1", "-Wall", "-Werror", include, *options, "line.cpp", "-o", "line"]
     subprocess.run(command, cwd=folder, check=True, timeout=120)
     return folder / "line"
 

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from sessions import KEPT, semaphore_of
 
 from torchpaged import ArgumentError
+from torchpaged.backends import selector as selector_module
 from torchpaged.engine import Generator, SamplingParams
 from torchpaged.engine.text import TextStream
 
@@ -56,7 +58,8 @@ def test_tokens_equal_generate(model: Any, greedy: list[list[int]], chunk: int, 
 @pytest.mark.parametrize("graphs", [True, False])
 def test_every_step_carries_a_kept_semaphore(model: Any, graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prefill, decode and mixed steps: no call is left to make its own, and no step makes a new one."""
-    generator = Generator(model, max_batch_size=3, graphs=graphs, prefill_chunk_size=5)
+    monkeypatch.setattr(selector_module, "_REGISTERED", {"kept": KEPT})
+    generator = Generator(model, max_batch_size=3, graphs=graphs, prefill_chunk_size=5, backend="kept")
     ops, seen = generator.model._cache.ops, []  # type: ignore[attr-defined]
 
     def attend(*args: Any, **options: Any) -> None:
@@ -66,7 +69,7 @@ def test_every_step_carries_a_kept_semaphore(model: Any, graphs: bool, monkeypat
     monkeypatch.setattr(generator.model._cache, "ops", ops._replace(paged_attention=attend))  # type: ignore[attr-defined]
     generator.generate(PROMPTS, SamplingParams(max_new_tokens=4))
     assert seen and not any(x is None for x in seen)
-    assert len({x.data_ptr() for x in seen}) == (2 if graphs else 1) and not any(x.any() for x in seen)
+    assert {x.data_ptr() for x in seen} == {semaphore_of(generator.model.session).data_ptr()} and not any(x.any() for x in seen)
 
 
 def test_joining_and_cancelling_mid_flight(model: Any, greedy: list[list[int]]) -> None:

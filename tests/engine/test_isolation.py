@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import dataclasses
+import linecache
 import pickle
 import random
 import sys
@@ -255,6 +258,42 @@ def test_a_stream_that_is_left_cancels_its_requests(model: Any, want: list[list[
     assert_unharmed(generator, want)
 
 
+def test_a_request_submitted_while_a_stream_breaks_off_has_an_owner(model: Any, want: list[list[int]]) -> None:
+    """The submitting thread is inside, its request not queued yet, when a stream over all requests is closed and waits for the lock."""
+    generator, inside, closing, ids = engine(model), threading.Event(), threading.Event(), []
+
+    class Slow(Letters):
+        def __call__(self, text: str) -> dict[str, list[int]]:
+            inside.set()
+            assert closing.wait(60)
+            return super().__call__(text)
+
+    class Noticed(dict[int, None]):
+        """The queue for the lock: whoever stands in it has done all that it does outside."""
+
+        def __setitem__(self, thread: int, value: None) -> None:
+            super().__setitem__(thread, value)
+            closing.set()
+
+    generator.tokenizer = Slow()
+    generator.submit(PROMPTS[0], EACH[0])
+    stream = generator.stream()
+    next(stream)
+    other = threading.Thread(target=lambda: ids.append(generator.submit("hello", EACH[1])))
+    other.start()
+    assert inside.wait(60)
+    generator._queue = Noticed()
+    stream.close()  # type: ignore[attr-defined]
+    other.join(60)
+    owned = {sequence.request_id for sequence in (*generator._inbox.live, *generator._inbox.ready)}
+    assert len(ids) == 1 and (ids[0] in owned or ids[0] not in generator._stepper.requests)
+    generator.tokenizer = None
+    for _ in generator.stream():
+        pass
+    assert not generator.has_unfinished
+    assert_unharmed(generator, want)
+
+
 def test_five_threads_on_one_generator(model: Any, want: list[list[int]]) -> None:
     """Some with generate(), some with streams of their own, one that fails all the time, and several at once in a batch."""
     generator, wrong, most = engine(model, steps_per_launch=2), [], [0]
@@ -328,15 +367,17 @@ def test_a_generator_is_not_copied(model: Any, copied: Any) -> None:
 class Interrupt:
     """KeyboardInterrupt at the n-th line that runs in the engine's own files, as Ctrl-C would; n = 0 only counts."""
 
-    def __init__(self, at: int = 0) -> None:
-        self.at, self.lines, self._before = at, 0, sys.gettrace()
+    def __init__(self, at: int = 0, files: tuple[str, ...] = OF_THE_ENGINE) -> None:
+        self.at, self.lines, self.where, self._files, self._before = at, 0, "", files, sys.gettrace()
 
     def _trace(self, frame: Any, event: str, argument: Any) -> Any:
-        if not frame.f_code.co_filename.startswith(OF_THE_ENGINE):
+        if not frame.f_code.co_filename.startswith(self._files):
             return None
-        if event == "line":
+        # Python lets a signal in after a call, where a function begins and where a loop turns: not at a bare `try`, nor where a `with` ends
+        if event == "line" and not linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip().startswith(("try:", "with ")):
             self.lines += 1
             if self.lines == self.at:
+                self.where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
                 raise KeyboardInterrupt
         return self._trace
 
@@ -357,6 +398,30 @@ def by_stream(generator: Generator) -> None:
     for count, event in enumerate(generator.stream()):
         if count == 7 and event.request_id != ids[2]:
             generator.cancel(ids[2])
+
+
+def test_events_of_a_step_interrupted_while_it_hands_them_out_come_with_the_next(model: Any, want: list[list[int]]) -> None:
+    """Ctrl-C at every line between the step's work and its return, `Inbox` and lock included."""
+    lost, points = [], 0
+    generator = engine(model, graphs=False)
+    files = tuple(str(Path(torchpaged.__file__).parent / "engine" / name) for name in ("generator.py", "inbox.py"))
+    while True:
+        ids = [generator.submit(PROMPTS[i], dataclasses.replace(EACH[i], max_new_tokens=2)) for i in (0, 3)]
+        seen: dict[int, list[int | None]] = {request: [] for request in ids}
+        interrupt = Interrupt(points + 1, files)
+        while generator.has_unfinished:
+            events = []
+            with contextlib.suppress(KeyboardInterrupt), interrupt:
+                events = generator.step()
+            for event in events:
+                seen[event.request_id].append(event.token_id)
+        if interrupt.lines <= points:
+            break
+        points += 1
+        if list(seen.values()) != [want[0][:2], want[3][:2]]:
+            lost.append((interrupt.where, seen))
+    assert points > 40 and not lost, (points, lost)
+    assert_unharmed(generator, want)
 
 
 @pytest.mark.parametrize("options", ENGINES.values(), ids=ENGINES)

@@ -54,7 +54,7 @@ def test_tokens_equal_the_engine_without_graphs(model: Any, requests: Any, want:
     assert g.prefill_runner is not None
     reports, steps = g.prefill_runner.report(), g.stats
     assert [r.bucket for r in reports] == options.get("prefill_buckets", [3, 8, 16]) and all(r.hits and r.captured for r in reports)
-    assert sum(r.padded_rows for r in reports) > 0 and not g.prefill_runner.buffers.semaphore.any()
+    assert sum(r.padded_rows for r in reports) > 0
     replayed = sum(r.hits * r.bucket - r.padded_rows for r in reports)
     assert (replayed < steps.prefill_tokens) == (options.get("prefill_buckets") == [5])
     assert (steps.preemptions > 0) == ("num_blocks" in options) and g.pool.num_free == g.pool.num_usable

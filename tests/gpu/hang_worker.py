@@ -19,8 +19,8 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[1] / "triton"))
 from hanging_batches import CASES, Case, make_hanging_batch
 
+from torchpaged.backends.semaphore import make_semaphore
 from torchpaged.custom_ops import BACKEND_OPS
-from torchpaged.metadata import make_semaphore
 from torchpaged.testing import Batch, BatchSpec, assert_within_budget, make_batch, run_paged_attention
 
 REFERENCE = BACKEND_OPS["reference"]
@@ -101,7 +101,7 @@ def layers(backend: str, name: str, say: Say) -> None:
     q = torch.empty_like(batch.q)
     cos_sin = (torch.arange(128, device="cuda") < 64).float()[None]  # angles of 0
     positions = torch.zeros(tokens, dtype=torch.int64, device="cuda")
-    semaphore = make_semaphore(65, torch.device("cuda"))
+    semaphore = make_semaphore(65 * 4, torch.device("cuda"))
 
     def step() -> None:
         for (k_cache, v_cache), numbers, out in zip(pools, new, outs, strict=True):

@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from torchpaged.backends.semaphore import make_semaphore
 from torchpaged.custom_ops import BACKEND_OPS
-from torchpaged.metadata import make_semaphore
 from torchpaged.testing import BatchSpec, make_batch
 
 pytestmark = pytest.mark.gpu
@@ -46,7 +46,7 @@ class Steps:
         self.keys, self.values = ([torch.empty(len(s), 4, head_dim, **shape) for s in self.slots] for _ in range(2))
         self.queries = [torch.empty_like(batch.q) for _ in range(num_steps)]
         self.outs = [torch.empty_like(batch.q) for _ in range(num_steps)]
-        self.semaphore = make_semaphore(num_reqs, torch.device("cuda"))  # an op that makes its own has a memset in front of it
+        self.semaphore = make_semaphore(num_reqs * 4, torch.device("cuda"))  # an op that makes its own has a memset in front of it
         self.slow = (torch.randn(1, 131072, **shape), torch.randn(16, 131072, **shape), torch.empty(1, 16, **shape))
         self.refill()
 

@@ -148,7 +148,7 @@ def test_fp32_tokens_equal_unfused(family: str) -> None:
 def test_a_step_is_captured_and_launches_little(family: str) -> None:
     """No synchronisation, one capture for all lengths, and as many kernels as the report says where every op is one kernel."""
     import torchpaged.hf as hf
-    from torchpaged.metadata import AttentionMetadata, make_semaphore
+    from torchpaged.metadata import AttentionMetadata
 
     model = build(family, torch.bfloat16)
     unfused = hf.PagedModel(copy.deepcopy(model), num_blocks=20, block_size=16)
@@ -157,9 +157,7 @@ def test_a_step_is_captured_and_launches_little(family: str) -> None:
     tables = [[1, 2, 3, 4], [5, 6, 7, 8]]
 
     def batch(lengths: list[int]) -> AttentionMetadata:
-        metadata = AttentionMetadata.from_lists([1, 1], lengths, tables, block_size=16, device="cuda")
-        metadata.semaphore = make_semaphore(2, torch.device("cuda"))
-        return metadata
+        return AttentionMetadata.from_lists([1, 1], lengths, tables, block_size=16, device="cuda")
 
     static, ids = batch([3, 1]), torch.tensor([7, 9], device="cuda")
     with torch.inference_mode():

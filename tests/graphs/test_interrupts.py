@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from sessions import kept_session, semaphore_of
 from torch import Tensor
 
 from torchpaged.custom_ops import BACKEND_OPS
@@ -52,10 +53,15 @@ class Interrupted(TapeCapture):
         return captured
 
 
+SESSION = kept_session()  # of the steps here, which have no attention: what is in its semaphore is a test's doing
+
+
 def make(point: str, steps: int = 2) -> tuple[DecodeRows, DecodeGraphRunner]:
     rows = DecodeRows(2, 8, BLOCK, VOCAB, "cpu", BACKEND_OPS["reference"], steps)
     rows.write({0: RowState(5, 6, [3, 9, 4, 5, 6, 7], seed=11, counter=0, remaining=100)})
-    return rows, DecodeGraphRunner(successor, rows=rows, buckets=[2], compile=False, capture=Interrupted(point), debug=True)
+    return rows, DecodeGraphRunner(
+        successor, rows=rows, buckets=[2], compile=False, capture=Interrupted(point), debug=True, session=SESSION
+    )
 
 
 def tokens_of(rows: DecodeRows, runner: DecodeGraphRunner, launches: int) -> list[int]:
@@ -73,7 +79,7 @@ WANT = tokens_of(*make(""), launches=4)
 def test_an_interrupted_capture_leaves_the_rows_as_they_were(point: str) -> None:
     rows, runner = make(point)
     before = {name: tensor.clone() for name, tensor in rows.tensors().items() if name != "ring"}
-    rows.semaphore[7] = 2
+    semaphore_of(SESSION)[7] = 2
     with pytest.raises(KeyboardInterrupt):
         runner.capture()
     after = rows.tensors()
@@ -90,14 +96,14 @@ def test_an_interrupted_launch_is_counted_if_it_ran(point: str, started: int) ->
     backend.point = point
     with pytest.raises(KeyboardInterrupt):
         runner.launch(1)
-    rows.semaphore[3] = 1
+    semaphore_of(SESSION)[3] = 1
     launched = rows.ring.launched
     assert rows.ring.settle() == started and rows.ring.settle() == 0
     assert rows.ring.launched == launched + started == int(rows.ring.launches[0])
     if started:
         tokens += [step[0] for step in rows.ring.read(rows.ring.take(), 1)]
     tokens += tokens_of(rows, runner, 3 - started)
-    assert tokens == WANT and not rows.semaphore.any()
+    assert tokens == WANT and not semaphore_of(SESSION).any()
 
 
 def test_the_next_launch_settles_by_itself() -> None:
@@ -135,12 +141,12 @@ def test_a_failed_step_does_not_poison_the_next() -> None:
 
     def step(input_ids: Tensor, metadata: Any) -> Tensor:
         if fail and rows.ring.launches[0] >= 0:
-            rows.semaphore[5] = 3
+            semaphore_of(SESSION)[5] = 3
             fail.clear()
             raise RuntimeError("a launch that fails")
         return successor(input_ids, metadata)
 
-    runner = DecodeGraphRunner(step, rows=rows, buckets=[2], compile=False, capture=EagerCapture(), debug=True)
+    runner = DecodeGraphRunner(step, rows=rows, buckets=[2], compile=False, capture=EagerCapture(), debug=True, session=SESSION)
     with pytest.raises(RuntimeError, match="a launch that fails"):
         runner.launch_eager(1)
     assert tokens_of(rows, runner, 4) == WANT
@@ -183,32 +189,32 @@ def test_rows_written_behind_an_interrupted_restoration_stay(monkeypatch: pytest
 
 def test_a_semaphore_that_is_left_set_is_reported() -> None:
     def step(input_ids: Tensor, metadata: Any) -> Tensor:
-        metadata.semaphore[130].fill_(left[0])
+        semaphore_of(SESSION)[13].fill_(left[0])
         return successor(input_ids, metadata)
 
     left = [torch.tensor(0, dtype=torch.int32)]
     rows = DecodeRows(2, 8, BLOCK, VOCAB, "cpu", BACKEND_OPS["reference"])
-    runner = DecodeGraphRunner(step, rows=rows, buckets=[2], compile=False, capture=EagerCapture(), debug=True)
+    runner = DecodeGraphRunner(step, rows=rows, buckets=[2], compile=False, capture=EagerCapture(), debug=True, session=SESSION)
     runner.launch(1)
     left[0] += 4
-    with pytest.raises(SemaphoreError, match=r"expected zeros after a replay of bucket 2, got \[4\] at \[130\].*reset\(\)"):
+    with pytest.raises(SemaphoreError, match=r"expected zeros after a replay of bucket 2, got \[4\] at \[13\].*reset\(\)"):
         runner.launch(1)
     left[0] -= 4
     runner.reset()
-    assert not rows.semaphore.any()
+    assert not semaphore_of(SESSION).any()
     runner.launch(1)
 
     def prefill(input_ids: Tensor, metadata: Any, logits_indices: Tensor) -> Tensor:
-        metadata.semaphore[1].fill_(left[0])
+        semaphore_of(SESSION)[1].fill_(left[0])
         return input_ids.float()
 
-    packed = PackedGraphRunner(prefill, buckets=[8], max_num_reqs=2, max_blocks_per_req=4, block_size=BLOCK, debug=True)
+    packed = PackedGraphRunner(prefill, buckets=[8], max_num_reqs=2, max_blocks_per_req=4, block_size=BLOCK, debug=True, session=SESSION)
     packed.run([5], [1], [1], [[1]], [0])
     left[0] += 2
     with pytest.raises(SemaphoreError, match="expected zeros after a replay of bucket 8"):
         packed.run([5], [1], [1], [[1]], [0])
     packed.reset()
-    assert not packed.buffers.semaphore.any()
+    assert not semaphore_of(SESSION).any()
 
 
 def test_a_prefill_begins_with_a_clear_semaphore() -> None:
@@ -216,14 +222,17 @@ def test_a_prefill_begins_with_a_clear_semaphore() -> None:
     fail: list[bool] = []
 
     def prefill(input_ids: Tensor, metadata: Any, logits_indices: Tensor) -> Tensor:
-        assert not metadata.semaphore.any()
-        metadata.semaphore[1] = 1
+        semaphore = semaphore_of(SESSION)
+        assert not semaphore.any()
+        semaphore[1] = 1
         if fail.pop():
             raise KeyboardInterrupt
-        metadata.semaphore[1] = 0
+        semaphore[1] = 0
         return input_ids.float()
 
-    runner = PackedGraphRunner(prefill, buckets=[8], max_num_reqs=2, max_blocks_per_req=4, block_size=BLOCK, debug=True, warmup_iters=1)
+    runner = PackedGraphRunner(
+        prefill, buckets=[8], max_num_reqs=2, max_blocks_per_req=4, block_size=BLOCK, debug=True, warmup_iters=1, session=SESSION
+    )
     fail[:] = [True]
     with pytest.raises(KeyboardInterrupt):
         runner.capture()

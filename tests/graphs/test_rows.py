@@ -14,7 +14,7 @@ from torchpaged.custom_ops.errors import TorchpagedError
 from torchpaged.graphs import DecodeGraphRunner, DecodeRows, EagerCapture, RingFullError, RowState, TapeCapture, TokenRing
 
 VOCAB, BLOCK, REFERENCE = 70, 4, BACKEND_OPS["reference"]
-NOT_PER_ROW = ("query_start_loc", "semaphore", "tokens_out", "ring", "launches")
+NOT_PER_ROW = ("query_start_loc", "tokens_out", "ring", "launches")
 
 
 def make_rows(steps: int = 1, size: int = 6) -> DecodeRows:

@@ -6,10 +6,11 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from sessions import kept_session, semaphore_of
 from torch import Tensor, nn
 
 import torchpaged
-from torchpaged import ArgumentError, AttentionMetadata, CaptureError, PagedAttention, PagedKVCache
+from torchpaged import ArgumentError, AttentionMetadata, CaptureError, PagedAttention, PagedKVCache, Session
 from torchpaged.graphs import DecodeBuffers, DecodeGraphRunner, EagerCapture, TapeCapture, bucket_for, default_buckets
 from torchpaged.graphs.capture import Captured
 
@@ -19,13 +20,13 @@ HEADS, DIM, BLOCK, BLOCKS, VOCAB = 4, 8, 4, 60, 50
 class Toy(nn.Module):
     """Two layers of embedding-width attention over a paged cache."""
 
-    def __init__(self) -> None:
+    def __init__(self, session: Session | None = None) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.embed = nn.Embedding(VOCAB, HEADS * DIM)
         self.place = nn.Embedding(64, HEADS * DIM)
         self.qkv = nn.ModuleList(nn.Linear(HEADS * DIM, 3 * HEADS * DIM) for _ in range(2))
-        self.attention = nn.ModuleList(PagedAttention(HEADS, DIM, block_size=BLOCK) for _ in range(2))
+        self.attention = nn.ModuleList(PagedAttention(HEADS, DIM, block_size=BLOCK, session=session) for _ in range(2))
         self.cache = PagedKVCache.uniform(2, HEADS, DIM, block_size=BLOCK, num_blocks=BLOCKS, dtype=torch.float32)
         self.calls = 0
 
@@ -120,23 +121,25 @@ def test_many_buckets_stay_under_dynamos_recompile_limit() -> None:
 
 
 def test_tape_replays_without_python_and_equals_the_oracle() -> None:
-    toy = Toy()
-    r = runner(toy, TapeCapture(), debug=True, watch={"k": toy.cache[0].k_cache})
+    session = kept_session(4, HEADS, HEADS, DIM)
+    toy = Toy(session)
+    r = runner(toy, TapeCapture(), debug=True, watch={"k": toy.cache[0].k_cache}, session=session)
     r.capture()
     calls, addresses = toy.calls, {n: t.data_ptr() for n, t in r.buffers.tensors().items()}
     assert drive(r.run) == oracle()
     assert toy.calls == calls, "Python ran at replay"
     assert {n: t.data_ptr() for n, t in r.buffers.tensors().items()} == addresses
-    assert "semaphore" in addresses and not r.buffers.semaphore.any()
+    assert not semaphore_of(session).any()
 
 
 def test_a_semaphore_left_set_is_noticed() -> None:
-    """Every bucket attends with the buffers' own semaphore, and loading a batch does not hide that it was left set."""
-    r = runner(Toy(), EagerCapture())
+    """Every bucket attends with the session's semaphore, and loading a batch does not hide that it was left set."""
+    session = kept_session(4, HEADS, HEADS, DIM)
+    r = runner(Toy(session), EagerCapture(), session=session)
     r.capture()
     for call in (r.run, r.run_eager):
         for rows in (1, 2, 4):
-            r.buffers.semaphore[0] = 1
+            semaphore_of(session)[0] = 1
             with torch.inference_mode():
                 r.buffers.load_padding(4)
             with pytest.raises(ArgumentError, match="semaphore: expected zeros"):
@@ -293,7 +296,6 @@ def test_buffers_by_hand() -> None:
     assert m.seq_lens.tolist() == [5, 1, 0, 0] and m.query_start_loc.tolist() == [0, 1, 2, 2, 2] and m.max_query_len == 1
     assert m.block_table.tolist() == [[2, 9, 0], [3, 0, 0], [0, 0, 0], [0, 0, 0]]
     buffers.load(torch.tensor([1]), [1], [[4]], padded_to=2)
-    assert m.semaphore is buffers.semaphore and buffers.semaphore.shape == (4 * 128,) and not buffers.semaphore.any()
     assert buffers.view(2)[0].tolist() == [1, 0] and buffers.view(2)[1].query_start_loc.tolist() == [0, 1, 1]
 
 

@@ -87,6 +87,41 @@ def test_crop_of_rows_of_different_lengths(removed: int, next_mask: list[int] | 
     torch.testing.assert_close(got[real], want[:, kept:][real], rtol=1e-4, atol=1e-4)
 
 
+class OnADevice(torch.Tensor):
+    """A mask whose `device` is a GPU's, as far as one asks; ``reads`` counts how often its numbers went to the host."""
+
+    reads = 0
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda")
+
+    def cpu(self) -> torch.Tensor:
+        OnADevice.reads += 1
+        return self.as_subclass(torch.Tensor)
+
+
+@pytest.mark.parametrize("still_padding", [0, 2])
+def test_a_cut_into_padding_is_asked_about_once(still_padding: int) -> None:
+    """A decode step's mask is read until every row has a token: behind that it would only cost a synchronisation per step."""
+    model, inputs = tiny("Llama"), padded_prompts()
+    model.set_attn_implementation("torchpaged")
+    cache, reads = PagedCache(model.config, 2, 32, block_size=4), []
+    with torch.no_grad():
+        model(**inputs, past_key_values=cache)
+        cache.crop(-16)
+        for new in range(1, 6):
+            mask = torch.ones(2, 4 + new, dtype=torch.int64)
+            mask[0, : 4 + min(new, still_padding)] = 0
+            OnADevice.reads = 0
+            for size in (None, 8):
+                cache.observe_mask(mask.as_subclass(OnADevice), 2, 1, None, size)
+            reads.append(OnADevice.reads)
+            model(torch.randint(3, 99, (2, 1)), past_key_values=cache)
+    assert reads[still_padding + 1 :] == [0] * (4 - still_padding) and all(reads[: still_padding + 1])
+    assert cache.seq_lens.tolist() == [5 - still_padding, 9]
+
+
 def test_rows_cut_to_nothing_take_a_padded_prompt() -> None:
     """No padding before, and so no word of any; a mask of another number of rows is still refused."""
     model, inputs = tiny("Llama"), padded_prompts()

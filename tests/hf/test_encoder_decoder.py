@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from families import build, logits_of, same
+import transformers
+from families import GEMMA, IDS, build, logits_of, same
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 
 from torchpaged import ArgumentError, UnsupportedModelError
@@ -87,6 +88,25 @@ def test_a_plain_cache(layers: int, dense: bool, same_length: bool) -> None:
 def test_a_plain_cache_that_is_asked_for_is_updated() -> None:
     with pytest.raises(UnsupportedModelError, match="EncoderDecoderCache"):
         _ = paged(build("Bart", HEAD)).is_updated
+
+
+def t5gemma(implementation: str) -> PreTrainedModel:
+    half = {**GEMMA, "attn_logit_softcapping": None}
+    config = transformers.T5GemmaConfig(encoder=dict(half), decoder=dict(half), decoder_start_token_id=1, **IDS)
+    torch.manual_seed(0)
+    return transformers.T5GemmaForConditionalGeneration._from_config(config, attn_implementation=implementation).eval()
+
+
+def test_t5gemma_makes_its_cross_cache_itself() -> None:
+    """Of the class that it finds, and without sizes: the half that may be paged is the decoder's."""
+    given, model = inputs(padded=True), t5gemma("torchpaged")
+    want = logits_of(t5gemma("eager"), given)
+    for caches in ("paged", "dense"):
+        torch.testing.assert_close(logits_of(model, given, CACHES[caches](model)), want, rtol=1e-4, atol=1e-4 * float(want.abs().max()))
+    with pytest.raises(UnsupportedModelError, match=r"t5_?gemma.*EncoderDecoderCache\(PagedCache\(\.\.\.\), DynamicCache"):
+        logits_of(model, inputs(), CACHES["paged, cross too"](model))
+    with pytest.raises(TypeError, match="offloadings"):
+        PagedCache(model.config, 1, 8, offloadings=True)  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize("stem", ["LED", "FSMT", "Mvp"])

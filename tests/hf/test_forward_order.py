@@ -16,7 +16,7 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
-from torchpaged import UnsupportedModelError
+from torchpaged import ArgumentError, UnsupportedModelError
 from torchpaged.hf import PagedCache
 from torchpaged.hf.masks import MaskKind, kinds_of
 
@@ -125,3 +125,41 @@ def test_overlays_are_refused() -> None:
     for function in (prefix, blocks, hole):
         with pytest.raises(UnsupportedModelError, match="combines"):
             kinds_of(function, None, 6, [], [(None, None)])
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("dense", [False, True])
+def test_pools_made_ahead_of_a_layer_that_never_writes(dense: bool, compiled: bool) -> None:
+    """The last layer of the config is not the last one that writes, which no `early_initialization` can know."""
+    torch._dynamo.reset()
+    model, ids = tiny("Llama"), padded_prompts()["input_ids"]
+    model.model.layers[2].self_attn = _NoAttention()
+    pieces, got, start = ids.split([11, 8, 1], dim=1), [], 0
+    with torch.no_grad():
+        want = model(ids, use_cache=False).logits
+        model.set_attn_implementation("torchpaged")
+        cache = PagedCache(model.config, 2, 32, block_size=4, dense=dense)
+        cache.early_initialization(2, 2, 16, torch.float32, torch.device("cpu"))
+        run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+        for piece in pieces:
+            positions = torch.arange(start, start + piece.shape[1])[None]
+            got.append(run(piece, position_ids=positions, past_key_values=cache).logits)
+            start += piece.shape[1]
+    torch.testing.assert_close(torch.cat(got, 1), want, rtol=1e-4, atol=1e-4)
+
+
+def test_pools_made_ahead_and_a_forward_that_raised() -> None:
+    """What never wrote and what was not reached look alike until it writes: then the cache refuses."""
+    cache = PagedCache(tiny("Llama").config, 1, 32)
+    cache._text_config._attn_implementation = "torchpaged"
+    cache.early_initialization(1, 2, 16, torch.float32, torch.device("cpu"))
+    states = torch.ones(1, 2, 3, 16)
+    for index in (0, 1, 0, 1):  # of three
+        cache.update(states, states, index)
+    with pytest.raises(ArgumentError, match="forwards all completed"):
+        cache.update(states, states, 2)
+    cache.reset()
+    for index in (0, 1, 2, 0, 1):
+        cache.update(states, states, index)
+    with pytest.raises(ArgumentError, match="forwards all completed"):
+        cache.update(states, states, 0)

@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 from models import MODELS, padded_prompts, tiny
+from sessions import KEPT, semaphore_of
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor.utils import run_and_get_code
 from transformers import CompileConfig, PreTrainedModel
 
+from torchpaged.backends import selector as selector_module
 from torchpaged.hf import PagedCache
 
 COUNT: list[Any] = []  # graphs seen by `counting`
@@ -117,7 +119,7 @@ def test_tokens_taken_back_from_rows_that_share_blocks() -> None:
     assert cache.pool.num_used == 0
 
 
-def test_a_compiled_model_is_one_graph() -> None:
+def test_a_compiled_model_is_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch.compile(model, fullgraph=True) by hand: the decode step, over growing lengths."""
     torch._dynamo.reset()
     model = tiny("Llama")
@@ -125,7 +127,8 @@ def test_a_compiled_model_is_one_graph() -> None:
     counter = CompileCounterWithBackend("inductor")
     compiled = torch.compile(model, fullgraph=True, backend=counter)
     ids = torch.randint(3, 99, (2, 12))
-    cache = PagedCache(model.config, 2, 32, block_size=4)
+    monkeypatch.setattr(selector_module, "_REGISTERED", {"kept": KEPT})
+    cache = PagedCache(model.config, 2, 32, block_size=4, backend="kept")
     codes: list[str] = []
     with torch.no_grad():
         model(ids[:, :4], past_key_values=cache)
@@ -143,7 +146,7 @@ def test_a_compiled_model_is_one_graph() -> None:
     assert counter.frame_count == 1
     semaphores = re.findall(r"semaphore=(\w+)", codes[0])  # the cache's own tensor in every layer, not a clone of it
     assert len(semaphores) == model.config.num_hidden_layers and len(set(semaphores)) == 1, semaphores
-    assert re.fullmatch(r"arg\d+_1", semaphores[0]) and not cache.semaphore.any()
+    assert re.fullmatch(r"arg\d+_1", semaphores[0]) and not semaphore_of(cache.session).any()
     copied = [x for x in codes[0].splitlines() if re.search(rf"(copy_|clone)\b.*\b{semaphores[0]}\b", x)]
     assert not copied, copied
 

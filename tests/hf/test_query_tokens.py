@@ -1,16 +1,20 @@
-"""Which cache writes let an attention start early: those of its own query tokens, and in no other case (docs/decode_loop.md)."""
+"""Which cache writes let an attention start early: those of its own query tokens, and in no other case (docs/stream_order.md)."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 import torch
 from models import padded_prompts, tiny
+from sessions import KEPT, semaphore_of
+from torch._inductor.utils import run_and_get_code
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import BartConfig, BartForConditionalGeneration, EncoderDecoderCache, PreTrainedModel
 
-from torchpaged.hf import PagedCache
+from torchpaged.backends import selector as selector_module
+from torchpaged.hf import PagedCache, query_starts
 from torchpaged.hf import cache as cache_module
 
 BART: dict[str, Any] = {
@@ -83,6 +87,7 @@ class Writers(TorchDispatchMode):
             for x in (*targets, *(out if isinstance(out, tuple | list) else [out])):
                 if isinstance(x, torch.Tensor):
                     self._written[x.untyped_storage().data_ptr()] = self._count
+            self._count += func.name() == "torchpaged::_fill_query_starts"  # two kernels, see below
         return out
 
 
@@ -114,13 +119,78 @@ def test_nobody_writes_query_starts_in_front_of_attention(query_len: int) -> Non
         assert all(distance is not None and distance >= 2 for distance in distances), distances
 
 
-def test_a_new_batch_begins_with_a_clear_semaphore() -> None:
+class Kernels(TorchDispatchMode):
+    """Names of the ops that launch something."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view:
+            self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def test_query_starts_are_two_kernels() -> None:
+    starts, rows = torch.zeros(5, dtype=torch.int32), torch.arange(5, dtype=torch.int32)
+    with Kernels() as kernels:
+        query_starts._fill(starts, rows, 9)
+    assert starts.tolist() == [0, 9, 18, 27, 36] and kernels.names == ["aten::mul.out", "aten::add.Tensor"]
+
+
+@pytest.mark.parametrize("crosses", [True, False])
+def test_compiled_code_keeps_the_kernel_in_between(crosses: bool) -> None:
+    """Nothing that Inductor generates writes the query starts of nine tokens per row; in front of each attention, or of all, stands the op."""
+    torch._dynamo.reset()
+    model = BartForConditionalGeneration(BartConfig(**BART)) if crosses else tiny("Llama")
+    model.set_attn_implementation("torchpaged")
+    heads, dim = (2, 16) if crosses else (4, 16)
+    cache, states = PagedCache(model.config, 2, 64), torch.randn(2, 2, 9, dim)
+    for index in range(2):
+        cache.update(states, states, index)
+    pools = [(layer.keys, layer.values) for layer in cache.paged[:2]]
+    q = torch.randn(18, heads, dim)
+
+    def attend(q: torch.Tensor) -> list[torch.Tensor]:
+        outs = []
+        for index, (k, v) in enumerate(pools):
+            if not crosses:
+                cache.update(states, states, index)
+            step, out = cache.step(2, 9), torch.empty_like(q)
+            cache.ops.paged_attention(
+                q, k, v, step.block_table, step.seq_lens, step.query_start_loc, out, None, max_query_len=9, scale=0.25
+            )
+            outs.append(out)
+        return outs
+
+    with torch.no_grad():
+        got, codes = run_and_get_code(torch.compile(attend, fullgraph=True), q)
+        starts = torch.tensor([0, 9, 18], dtype=torch.int32)
+        for out, (k, v) in zip(got, pools, strict=True):
+            want = torch.empty_like(q)
+            cache.ops.paged_attention(q, k, v, cache.block_table, cache.seq_lens, starts, want, None, max_query_len=9, scale=0.25)
+            torch.testing.assert_close(out, want)
+    code = "\n".join(codes)
+    calls = re.findall(r"torch\.ops\.torchpaged\.(_fill_query_starts|paged_attention)[\w.]*\(([^\n]*)\)", code)
+    fills = [arguments.split(",")[0] for name, arguments in calls if name == "_fill_query_starts"]
+    attentions = [arguments for name, arguments in calls if name == "paged_attention"]
+    assert len(attentions) == 2 and len(fills) == (2 if crosses else 1)
+    assert [name for name, _ in calls] == (
+        ["_fill_query_starts", "paged_attention"] * 2 if crosses else ["_fill_query_starts", *["paged_attention"] * 2]
+    )
+    for fill, arguments in zip(fills if crosses else fills * 2, attentions, strict=True):
+        assert re.search(rf"\b{fill}\b", arguments), (fill, arguments)
+
+
+def test_a_new_batch_begins_with_a_clear_semaphore(monkeypatch: pytest.MonkeyPatch) -> None:
     model, inputs = tiny("Llama"), padded_prompts()
     model.set_attn_implementation("torchpaged")
-    cache = PagedCache(model.config, 8, 64)
+    monkeypatch.setattr(selector_module, "_REGISTERED", {"kept": KEPT})
+    cache = PagedCache(model.config, 8, 64, backend="kept")
     with torch.no_grad():
         want = model(**inputs, past_key_values=cache).logits
         cache.reset()
-        cache.semaphore[3] = 1
+        semaphore_of(cache.session)[3] = 1
         torch.testing.assert_close(model(**inputs, past_key_values=cache).logits, want)
-    assert not cache.semaphore.any()
+    assert not semaphore_of(cache.session).any()

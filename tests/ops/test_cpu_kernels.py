@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +11,7 @@ import torch
 
 import torchpaged
 from torchpaged import ArgumentError
-from torchpaged.custom_ops import BACKEND_OPS
+from torchpaged.custom_ops import BACKEND_OPS, native_status
 from torchpaged.testing import (
     ATTENTION_VARIANTS,
     BATCH_SPECS,
@@ -188,3 +190,13 @@ def test_numbers_per_head_must_be_contiguous(name: str, kind: str) -> None:
         torchpaged.paged_attention(
             batch.q, batch.k_cache, batch.v_cache, batch.block_table, batch.seq_lens, batch.query_start_loc, max_query_len=1, **{name: values}
         )  # fmt: skip
+
+
+def test_no_path_of_the_machine_that_built_it() -> None:
+    """Errors name the source file that raised them, and not where it lay."""
+    paths = re.findall(rb"(?<![\w./-])/[\w./+-]+\.(?:cpp|cc|h|hpp)\b", Path(native_status()[1]).read_bytes())
+    assert not paths, paths
+    with pytest.raises(RuntimeError, match="expected shape") as raised:
+        q = torch.zeros(1, 2, 8)
+        CPU.merge_attn_states(q, torch.zeros(3, 2), q.clone(), torch.zeros(1, 2), q.clone())
+    assert "custom_ops/csrc/" in str(raised.value) and "/custom_ops" not in str(raised.value)

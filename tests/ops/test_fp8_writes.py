@@ -59,3 +59,30 @@ def test_writes_saturate(op: str, dtype: torch.dtype, source: torch.dtype, scale
     for name, cache in zip("kv", caches, strict=True):
         columns = slice(2, 8) if op == "rope_write_kv" and name == "k" else slice(0, 8)  # inf * 0 is NaN in a rotation
         assert_saturated(cache.view(-1, 8)[4 : 4 + tokens, columns], x[:, 0, columns].clone(), scale or 1.0)
+
+
+def same_numbers(stored: Tensor, want: Tensor) -> bool:
+    """Bit by bit; NaN has several patterns."""
+    nan = want.double().isnan()
+    return torch.equal(stored.double().isnan(), nan) and torch.equal(stored.view(torch.uint8)[~nan], want.view(torch.uint8)[~nan])
+
+
+@pytest.mark.parametrize("scale", [None, 3.0])
+@pytest.mark.parametrize("source", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", FP8, ids=str)
+def test_every_number_is_rounded_to_the_nearest(dtype: torch.dtype, source: torch.dtype, scale: float | None) -> None:
+    """All bit patterns of a 16-bit dtype, and for float32 those with a few low bits, which decide about ties."""
+    if BACKEND == "triton" and dtype == torch.float8_e4m3fn:
+        pytest.skip("the interpreter's own conversion to e4m3 does not round as a GPU does")
+    x = torch.arange(65536, dtype=torch.int32).to(torch.int16)
+    if source == torch.float32:
+        low = torch.tensor([0, 1, 0x7FFF, 0xFFFF], dtype=torch.int32)
+        x = ((x.to(torch.int32) << 16)[:, None] | low).reshape(-1)
+    x = x.view(source).view(-1, 64, 64)  # [T, num_kv_heads, head_dim]
+    caches = [torch.zeros(x.shape[0] // 16 + 2, 16, 64, 64, dtype=dtype) for _ in range(2)]
+    scales: dict[str, Any] = {} if scale is None else {"k_scale": torch.tensor([scale]), "v_scale": torch.tensor([scale])}
+    BACKEND_OPS[BACKEND].write_kv(x, x.clone(), *caches, torch.arange(x.shape[0]) + 16, **scales)
+    largest = torch.finfo(dtype).max
+    want = (x.float() / (scale or 1.0)).clamp(-largest, largest).to(dtype)  # a clamp keeps NaN
+    for cache in caches:
+        assert same_numbers(cache.view(-1, 64, 64)[16 : 16 + x.shape[0]], want)

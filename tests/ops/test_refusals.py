@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +15,7 @@ from torch import Tensor
 import torchpaged
 from torchpaged import ArgumentError, AttentionMetadata, BackendUnavailableError, BlockPool, PagedAttention, PagedKVCache
 from torchpaged.cache import LayerKVCache
-from torchpaged.custom_ops import BACKEND_OPS, native_status
+from torchpaged.custom_ops import BACKEND_OPS, native_status, validation
 from torchpaged.custom_ops.checks import pools_meet
 from torchpaged.testing import make_rope_inputs
 
@@ -343,3 +345,68 @@ def test_what_is_static_is_refused_while_tracing(name: str) -> None:
     with torch.no_grad(), pytest.raises(Exception, match="expected (memory|a floating)"):
         torch.compile(step, backend="aot_eager", fullgraph=True)(*arguments.values())
     assert not arguments["k_cache"].any()
+
+
+def test_python_and_torch_agree_about_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few numbers are looked at by Python, many by torch: both take and refuse the same, in the same words."""
+    r, outcomes = random.Random(0), {True: 0, False: 0}
+
+    def message(call: Callable[[], None]) -> str:
+        try:
+            call()
+        except ArgumentError as error:
+            return str(error)
+        return ""
+
+    for _ in range(400):
+        rows, columns, block_size, num_blocks = r.randint(1, 4), r.randint(1, 4), r.choice((1, 4)), r.randint(2, 20)
+        table = [[r.choice((0, *range(1, num_blocks))) for _ in range(columns)] for _ in range(rows)]
+        query_lens = [r.choice((0, 1, 2)) for _ in range(rows)]
+        lens = [r.randint(-1, columns * block_size) for _ in range(rows)]
+        starts = [0, *itertools.accumulate(query_lens)]
+        slots = [r.randint(-1, num_blocks * block_size - 1) for _ in range(r.randint(1, 4))]
+        limit = max(*query_lens, 1)
+        match r.randrange(9):  # one thing wrong, or nothing
+            case 0:
+                table[-1][0] = r.choice((-1, num_blocks, num_blocks - 1))
+            case 1:
+                lens[0] = columns * block_size + r.randint(0, 1)
+            case 2:
+                starts[r.randrange(len(starts))] += r.choice((-1, 1))
+            case 3:
+                limit = r.randint(1, 2)
+            case 4:
+                slots[-1] = r.choice((-2, num_blocks * block_size, slots[0]))
+        cache = torch.zeros(num_blocks, block_size, 1, 2)
+        tensors = [torch.tensor(values, dtype=torch.int32) for values in (table, lens, starts)]
+        q = torch.zeros(sum(query_lens) + r.randint(0, 1), 1, 2)
+        calls = (
+            lambda q=q, cache=cache, tensors=tensors, limit=limit: validation.check_paged_attention(
+                q, cache, cache.clone(), *tensors, torch.empty_like(q), max_query_len=limit, scale=1.0
+            ),
+            lambda cache=cache, slots=slots: validation.check_write_kv(
+                torch.zeros(len(slots), 1, 2), torch.zeros(len(slots), 1, 2), cache, cache.clone(), torch.tensor(slots)
+            ),
+        )
+        for call in calls:
+            monkeypatch.setattr(validation, "_FEW", 256)
+            by_python = message(call)
+            monkeypatch.setattr(validation, "_FEW", -1)
+            assert message(call) == by_python
+            outcomes[not by_python] += 1
+    assert min(outcomes.values()) > 150, outcomes
+
+
+def test_good_batches_of_few_numbers_are_taken_by_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else every eager call on a CPU would pay for two dozen ops of torch."""
+
+    def unwanted(*_: Any) -> None:
+        raise AssertionError("torch was asked")
+
+    monkeypatch.setattr(torch.Tensor, "sort", unwanted)
+    monkeypatch.setattr(torch.Tensor, "diff", unwanted)
+    monkeypatch.setattr(torch, "aminmax", unwanted)
+    q, cache = torch.zeros(2, 1, 2), torch.zeros(5, 4, 1, 2)
+    table, lens, starts = (torch.tensor(x, dtype=torch.int32) for x in ([[1, 2], [3, 0]], [7, 3], [0, 1, 2]))
+    validation.check_write_kv(q, q.clone(), cache, cache.clone(), torch.tensor([10, 14]))
+    validation.check_paged_attention(q, cache, cache.clone(), table, lens, starts, torch.empty_like(q), max_query_len=1, scale=1.0)

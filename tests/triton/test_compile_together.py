@@ -36,6 +36,9 @@ class Kernel:
             raise RuntimeError(self.error)
         self.compiled.append((arguments, grid, options))
 
+    def load(self) -> Kernel:
+        return self
+
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         return lambda *arguments, **options: self.launched.append((arguments, grid, options))
 
@@ -80,9 +83,22 @@ def test_an_error_is_raised_and_not_remembered() -> None:
 @pytest.mark.parametrize("where", ["capture", "cpu"])
 def test_nothing_within_a_capture_or_on_a_cpu(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: where == "capture")
-    kernel = Kernel()
-    compile_together("key", torch.device("cpu") if where == "cpu" else DEVICE, *launches(kernel))
-    assert not kernel.compiled
+    kernel, other = Kernel(), Kernel()
+    compile_together("key", torch.device("cpu") if where == "cpu" else DEVICE, *launches(kernel, other))
+    assert not kernel.compiled and not other.compiled
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    compile_together("key", DEVICE, *launches(kernel, other))
+    assert len(kernel.compiled) == len(other.compiled) == 1
+
+
+def test_what_is_stored_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, stored, other = Kernel(), Kernel(), Kernel()
+    monkeypatch.setattr(Launch, "is_stored", lambda self: self.kernel is stored)
+    compile_together("key", DEVICE, *launches(one, stored, other))
+    assert not stored.compiled and len(one.compiled) == len(other.compiled) == 1
+
+
+def test_a_kernel_alone_is_compiled_by_its_launch() -> None:
+    kernel = Kernel()
     compile_together("key", DEVICE, *launches(kernel))
-    assert len(kernel.compiled) == 1
+    assert not kernel.compiled

@@ -160,11 +160,30 @@ def test_many_short_queries_share_programs() -> None:
     assert shared and len(lens) - 2 > single + 2 * shared
     assert programs_for_longer(4, 2051, 2, 32) == (67, 0), "few requests: a program for each tile there can be"
     batch = make_batch(BatchSpec("many_short", tuple(n + 5 for n in lens), lens), head_dim=16, num_heads=4, num_kv_heads=1)
-    out, lse = run_paged_attention(TRITON, batch)
-    assert_attention_close(out, lse, batch)
+    for options in ({}, {"window_left": 8}, {"window_left": 8, "logits_soft_cap": 3.0}):
+        out, lse = run_paged_attention(TRITON, batch, **options)
+        assert_attention_close(out, lse, batch, **options)
 
 
-@pytest.mark.parametrize("options", [{"window_left": 7}, {"chunk_size": 20}], ids=str)
+@pytest.mark.parametrize("block_size", [1, 16, 64])
+@pytest.mark.parametrize(("window_left", "chunk_size", "soft_cap"), [(300, 0, 5.0), (-1, 256, 5.0), (60, 0, 0.0)])
+def test_prefill_jumps_over_the_keys_that_every_row_sees(window_left: int, chunk_size: int, soft_cap: float, block_size: int) -> None:
+    """With a cap or slopes both masked ends of an interval are one loop: keys of several whole tiles between them, of one, and none."""
+    batch = make_batch(
+        BatchSpec("ends", (420, 330), (70, 140)),
+        head_dim=16,
+        num_heads=2,
+        num_kv_heads=1,
+        block_size=block_size,
+        alibi=not soft_cap,
+        sinks=True,
+    )
+    options = {"window_left": window_left, "chunk_size": chunk_size, "logits_soft_cap": soft_cap}
+    out, lse = run_paged_attention(TRITON, batch, **options)
+    assert_attention_close(out, lse, batch, **options)
+
+
+@pytest.mark.parametrize("options", [{"window_left": 7}, {"chunk_size": 20}, {"window_left": 7, "logits_soft_cap": 3.0}], ids=str)
 def test_prefill_ignores_forgotten_keys(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys in front of every row's window may be gone: their values are NaN here."""
     from torchpaged.custom_ops.triton import config

@@ -142,6 +142,21 @@ def test_without_decodes_compiles(target: str, case: str) -> None:
         aot.check_spills(compiled)
 
 
+@pytest.mark.parametrize(("case", "copies"), [("long_128", 4), ("window_128", 6), ("everything_128", 3)])
+def test_copies_of_the_loop_and_their_products(case: str, copies: int) -> None:
+    """Each copy of the loop is paid for when it is compiled: with every mask six took ptxas four times as long as three. In the kernel
+    for mixed batches, too, products are not serialised: the surplus tiles' loop, pipelined, once had ptxas do that in all of them
+    (triton 3.6)."""
+    code = sass.machine_code(compile_prefill("sm_90", case, skip_decodes=2))
+    program = sass.instructions(code)
+    loops = sass._innermost_loops(program, set(range(len(program))))
+    with_products = [loop for loop in loops if any(program[at].opcode == "HGMMA" for at in loop)]
+    assert len(with_products) == copies
+    for loop in with_products:
+        waits, products = (sum(opcode in program[at].text for at in loop) for opcode in ("WARPGROUP.DEPBAR", "HGMMA."))
+        assert 0 < waits < products / 3, f"{waits} waits for {products} products: they are serialised"
+
+
 @pytest.mark.parametrize("skip_decodes", [0, 2])
 def test_copies_have_addresses_of_their_own(skip_decodes: int) -> None:
     """With a few numbers more alive across the loop ptxas made the addresses one after another in one register, each waiting until the
@@ -154,6 +169,13 @@ def test_copies_have_addresses_of_their_own(skip_decodes: int) -> None:
 def test_fp8_caches_compile_for_sm_90() -> None:
     compiled = compile_prefill("sm_90", "long_128", kv_dtype="fp8e4nv", KV_SCALES=True)
     assert aot.resources(compiled)["shared"] <= aot.SHARED_LIMIT["sm_90"]
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+def test_nan_in_an_e5m2_cache_stays_nan(target: str) -> None:
+    """Straight to bfloat16 Triton goes by a shift and a product with 2^112, of which NaN and inf come out finite; by float16 they stay."""
+    ptx = compile_prefill(target, "short_128", kv_dtype="fp8e5", KV_SCALES=True).asm["ptx"]
+    assert not re.findall(r"0x7780(?:0000|7780)", ptx) and re.findall(r"cvt[.\w]*bf16", ptx)
 
 
 def test_an_unchanged_maximum_scales_by_one_exactly() -> None:

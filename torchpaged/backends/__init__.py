@@ -1,8 +1,21 @@
-"""Backends: one file each, behind one selector."""
+"""Backends: one file each, behind one selector; what one keeps open between calls is a session (session.py)."""
 
-from torchpaged.backends.base import Backend, Capabilities
-from torchpaged.backends.selector import Choice, backend_of, get_backend, list_backends, register_backend, select_backend, use_backend
+from torchpaged.backends.base import Backend
+from torchpaged.backends.capabilities import Capabilities, Planning
+from torchpaged.backends.selector import (
+    Choice,
+    backend_of,
+    get_backend,
+    list_backends,
+    open_session,
+    register_backend,
+    select_backend,
+    use_backend,
+)
+from torchpaged.backends.semaphore import SemaphoreSession
+from torchpaged.backends.session import Limits, PlannedBatch, Session, assert_planned
 from torchpaged.backends.spec import AttentionSpec, GraphSupport, attention_spec
+from torchpaged.metadata import HostLengths
 
 __all__ = [
     "AttentionSpec",
@@ -10,10 +23,18 @@ __all__ = [
     "Capabilities",
     "Choice",
     "GraphSupport",
+    "HostLengths",
+    "Limits",
+    "PlannedBatch",
+    "Planning",
+    "SemaphoreSession",
+    "Session",
+    "assert_planned",
     "attention_spec",
     "backend_of",
     "get_backend",
     "list_backends",
+    "open_session",
     "register_backend",
     "select_backend",
     "use_backend",

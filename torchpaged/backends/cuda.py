@@ -12,6 +12,7 @@ import dataclasses
 import torch
 
 from torchpaged.backends.base import Backend
+from torchpaged.backends.semaphore import SemaphoreSession
 from torchpaged.backends.spec import AttentionSpec
 from torchpaged.backends.triton import BACKEND as TRITON
 from torchpaged.custom_ops import BACKEND_OPS, variables
@@ -43,5 +44,6 @@ BACKEND = Backend(
     capabilities=dataclasses.replace(TRITON.capabilities, device_types=("cuda",)),  # what the kernel does not take, Triton's do
     ops=BACKEND_OPS["cuda"],
     unavailable=_unavailable,
+    session=SemaphoreSession,
     route=_route,
 )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from torchpaged.backends.base import Backend, Capabilities
+from torchpaged.backends.base import Backend
+from torchpaged.backends.capabilities import Capabilities
 from torchpaged.backends.spec import GraphSupport
 from torchpaged.custom_ops import BACKEND_OPS
 

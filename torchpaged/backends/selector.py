@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from torchpaged.backends.base import Backend
+from torchpaged.backends.session import Limits, Session
 from torchpaged.backends.spec import AttentionSpec
 from torchpaged.custom_ops import BackendOps, variables
 from torchpaged.custom_ops.errors import BackendUnavailableError
@@ -41,7 +42,7 @@ class Choice:
 
 def register_backend(backend: Backend, *, automatic: bool = False) -> None:
     """Make ``backend`` selectable by its name; ``automatic`` puts it before the built-in ones in the automatic choice."""
-    if backend.name in _MODULES or backend.name == "auto":
+    if backend.name in (*_MODULES, "auto", "default"):
         raise ValueError(f"backend.name: expected a new name, got {backend.name!r}, which is built in")
     _REGISTERED[backend.name] = backend
     if automatic and backend.name not in AUTOMATIC:
@@ -79,7 +80,7 @@ def use_backend(name: str) -> Iterator[None]:
         _forced.reset(token)
 
 
-def _request(backend: str | None) -> tuple[str, str]:
+def requested(backend: str | None) -> tuple[str, str]:
     """The name asked for and who asked."""
     if backend not in (None, "auto"):
         assert backend is not None
@@ -102,7 +103,7 @@ def select_backend(spec: AttentionSpec | Sequence[AttentionSpec], backend: str |
         BackendUnavailableError: the named backend can't run ``spec``, or none can; with all reasons.
     """
     specs = [spec] if isinstance(spec, AttentionSpec) else list(spec)
-    name, asker = _request(backend)
+    name, asker = requested(backend)
     rejected: dict[str, list[str]] = {}
     if name != "auto":
         reasons = _reject(get_backend(name), specs)
@@ -118,6 +119,20 @@ def select_backend(spec: AttentionSpec | Sequence[AttentionSpec], backend: str |
         rejected[candidate] = reasons
     lines = "\n".join(f"  {candidate}: {'; '.join(reasons)}" for candidate, reasons in rejected.items())
     raise BackendUnavailableError(f"no backend can run this attention:\n{lines}")
+
+
+def open_session(spec: AttentionSpec | Sequence[AttentionSpec], limits: Limits, backend: str | None = None) -> Session:
+    """Choose the backend for ``spec`` and open a session of it: for several layers that share one.
+
+    Args:
+        spec, backend: as in `select_backend`.
+        limits: the largest batches to come.
+
+    Raises:
+        BackendUnavailableError, ArgumentError: from `select_backend` or `Backend.open`.
+    """
+    specs = [spec] if isinstance(spec, AttentionSpec) else list(spec)
+    return select_backend(specs, backend).backend.open(specs, limits, specs[0].device)
 
 
 def _routes(backend: Backend, specs: Sequence[AttentionSpec]) -> str:

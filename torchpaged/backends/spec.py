@@ -36,7 +36,12 @@ class AttentionSpec:
         num_heads, num_kv_heads: query and kv heads.
         block_size: tokens per block; None = not known yet, the cache that comes says it.
         kv_dtype: of the pools (None = ``dtype``).
-        causal, window, logits_soft_cap, alibi, sinks, chunked, lse: features it uses.
+        causal: hide keys after the query.
+        window_size: ``(left, right)`` keys visible beside the own one; -1 = open.
+        logits_soft_cap: scores become ``cap * tanh(score / cap)``; 0 = off.
+        chunk_size: keys of the query's own chunk of that many positions only; 0 = off.
+        scale: softmax scale; None = ``head_dim ** -0.5``.
+        alibi, sinks, lse: features it uses.
         graphs: the least graph support it needs.
     """
 
@@ -49,13 +54,24 @@ class AttentionSpec:
     head_dim_v: int | None = None
     kv_dtype: torch.dtype | None = None
     causal: bool = True
-    window: bool = False
-    logits_soft_cap: bool = False
+    window_size: tuple[int, int] = (-1, -1)
+    logits_soft_cap: float = 0.0
     alibi: bool = False
     sinks: bool = False
-    chunked: bool = False
+    chunk_size: int = 0
     lse: bool = False
     graphs: GraphSupport = GraphSupport.NEVER
+    scale: float | None = None
+
+    @property
+    def window(self) -> bool:
+        """Whether keys are hidden by their distance."""
+        return self.window_size != (-1, -1)
+
+    @property
+    def chunked(self) -> bool:
+        """Whether keys are hidden by chunks."""
+        return self.chunk_size > 0
 
 
 def attention_spec(
@@ -75,6 +91,7 @@ def attention_spec(
     sinks: Any = None,
     chunk_size: int | None = None,
     lse: bool = False,
+    scale: float | None = None,
 ) -> AttentionSpec:
     """The spec of a layer that attends with these arguments.
 
@@ -83,10 +100,11 @@ def attention_spec(
         window_size: ``(left, right)``; -1 = open.
         logits_soft_cap, chunk_size: None or 0 = off.
         alibi_slopes, sinks: None = off; anything else counts as given.
+        scale: None = ``head_dim ** -0.5``.
     """
     return AttentionSpec(
         device=device, dtype=dtype, head_dim=head_dim, num_heads=num_heads, num_kv_heads=num_kv_heads, block_size=block_size,
         head_dim_v=head_dim if head_dim_v is None else head_dim_v, kv_dtype=dtype if kv_dtype is None else kv_dtype, causal=causal,
-        window=tuple(window_size) != (-1, -1), logits_soft_cap=bool(logits_soft_cap), alibi=alibi_slopes is not None,
-        sinks=sinks is not None, chunked=bool(chunk_size), lse=lse,
+        window_size=(window_size[0], window_size[1]), logits_soft_cap=float(logits_soft_cap or 0.0), alibi=alibi_slopes is not None,
+        sinks=sinks is not None, chunk_size=chunk_size or 0, lse=lse, scale=head_dim**-0.5 if scale is None else float(scale),
     )  # fmt: skip

@@ -10,7 +10,9 @@ import os
 
 import torch
 
-from torchpaged.backends.base import Backend, Capabilities
+from torchpaged.backends.base import Backend
+from torchpaged.backends.capabilities import Capabilities
+from torchpaged.backends.semaphore import SemaphoreSession
 from torchpaged.backends.spec import GraphSupport
 from torchpaged.custom_ops import BACKEND_OPS
 
@@ -38,4 +40,5 @@ BACKEND = Backend(
     ),
     ops=BACKEND_OPS["triton"],
     unavailable=_unavailable,
+    session=SemaphoreSession,
 )

@@ -22,7 +22,8 @@ import torch
 from torchpaged.bench import conditions, timing
 from torchpaged.bench.attention_case import free_memory, measure_case
 from torchpaged.bench.cases import SUITES, select_cases
-from torchpaged.bench.contenders import Contender, contenders
+from torchpaged.bench.contender import Contender
+from torchpaged.bench.contenders import contenders
 from torchpaged.bench.in_parts import in_parts_of
 from torchpaged.bench.screen import Screen
 from torchpaged.bench.summary import exit_code, summarise

@@ -16,8 +16,8 @@ import torch
 
 from torchpaged.bench import timing
 from torchpaged.bench.cases import AttentionCase
-from torchpaged.bench.contenders import Contender, Prepared
-from torchpaged.bench.inputs import Inputs, error_limit, exact_outputs, free_bytes, make_inputs, needed_bytes, relative_error
+from torchpaged.bench.contender import Contender, Prepared
+from torchpaged.bench.inputs import Inputs, error_limit, exact_outputs, free_bytes, make_inputs, needed_bytes, num_layers, relative_error
 from torchpaged.bench.summary import compare
 
 PLAN_LAYERS = 32  # layers of a model that share one plan, for the figures that include it
@@ -34,7 +34,7 @@ def measure_case(
 ) -> dict[str, Any]:
     """One row: the case, its ideal time, and per contender a ``status``: timed, absent, unsupported, wrong or failed."""
     ideal_us, bound = case.ideal_us(ceilings["bytes_per_s"], ceilings["flop_per_s"])
-    calls = timing.calls_per_round(case, ideal_us)
+    calls = timing.calls_per_round(num_layers(case), ideal_us)
     row: dict[str, Any] = {
         "case": case.name, "suite": case.suite, "num_heads": case.num_heads, "num_kv_heads": case.num_kv_heads, "head_dim": case.head_dim,
         "num_reqs": len(case.seq_lens), "kv_tokens": sum(case.seq_lens), "max_seq_len": max(case.seq_lens), "num_tokens": case.num_tokens,

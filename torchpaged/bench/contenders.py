@@ -1,4 +1,4 @@
-"""Who is measured. A `Contender` is a name, the reasons why it can't run, and a way to prepare its calls for a case.
+"""Who is measured: the list of every `Contender`, and those of torchpaged and of plain PyTorch.
 
     for contender in contenders(device, backends=None, peers=True):
         if contender.unavailable() is None and contender.why_not(case, device) is None:
@@ -12,8 +12,7 @@ which is an easier task than the paged one; FlashInfer and FlashAttention-3 are 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -23,35 +22,10 @@ from torch import Tensor
 
 from torchpaged.backends import AttentionSpec, get_backend, list_backends
 from torchpaged.bench.cases import AttentionCase
+from torchpaged.bench.contender import Contender, Prepared
 from torchpaged.bench.inputs import Inputs
+from torchpaged.bench.peers import PEERS
 from torchpaged.custom_ops.errors import ArgumentError
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """What a contender runs: one call per KV cache, and the host microseconds of its plan, which no timing includes."""
-
-    calls: list[Callable[[], Tensor]]
-    plan_us: float | None = None
-
-
-@dataclass(frozen=True)
-class Contender:
-    """One way to compute a case.
-
-    Attributes:
-        name: as tables show it and ``--skip`` matches it.
-        own: whether it is one of torchpaged's backends.
-        unavailable: why it can't run on this machine at all, or None.
-        why_not: why it can't run a case on a device, or None.
-        prepare: ``(case, inputs)`` to its calls; whatever it needs besides the inputs is made here, outside every timing.
-    """
-
-    name: str
-    own: bool
-    unavailable: Callable[[], str | None]
-    why_not: Callable[[AttentionCase, torch.device], str | None]
-    prepare: Callable[[AttentionCase, Inputs], Prepared]
 
 
 def contenders(
@@ -69,8 +43,6 @@ def contenders(
         BackendUnavailableError: a backend is unknown.
         ArgumentError: a name in ``skip`` is unknown, or nobody is left.
     """
-    from torchpaged.bench.peers import PEERS
-
     if backends is None:
         backends = [n for n in list_backends() if n != "reference" and device.type in get_backend(n).capabilities.device_types]
     everybody = [*(own_backend(name) for name in backends), *((SDPA, FLEX, *PEERS) if peers else ())]

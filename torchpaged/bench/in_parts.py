@@ -16,7 +16,8 @@ from torch import Tensor
 
 from torchpaged.backends import get_backend
 from torchpaged.bench.cases import AttentionCase
-from torchpaged.bench.contenders import Contender, Prepared, own_backend
+from torchpaged.bench.contender import Contender, Prepared
+from torchpaged.bench.contenders import own_backend
 from torchpaged.bench.inputs import Inputs
 
 SUFFIX = "-in-parts"

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from torchpaged.bench.cases import AttentionCase
-from torchpaged.bench.contenders import Contender, Prepared
+from torchpaged.bench.contender import Contender, Prepared
 from torchpaged.bench.inputs import FP8_K_SCALE, Inputs
 
 _FLASHINFER_WORKSPACE = 512 << 20  # bytes

@@ -15,9 +15,6 @@ from typing import Any, Protocol
 
 import torch
 
-from torchpaged.bench.cases import AttentionCase
-from torchpaged.bench.inputs import num_layers
-
 Call = Callable[[], Any]
 BURST = 4  # replays of one contender before it is the next one's turn
 MAX_CALLS = 24  # calls of a round, where fewer layers than that fill the L2 cache
@@ -93,11 +90,10 @@ def make_sampler(calls: Sequence[Call], device: torch.device) -> Sampler:
     return CudaSampler(calls) if device.type == "cuda" else CpuSampler(calls)
 
 
-def calls_per_round(case: AttentionCase, ideal_us: float) -> int:
+def calls_per_round(num_layers: int, ideal_us: float) -> int:
     """Whole turns over the layers, enough of them for about 2 ms: a short graph would measure its own launch."""
-    layers = num_layers(case)
     wanted = max(1, min(MAX_CALLS, round(2000 / max(ideal_us, 1e-3))))
-    return layers * -(-wanted // layers)
+    return num_layers * -(-wanted // num_layers)
 
 
 def interleave(samplers: dict[str, Sampler], repeats: int) -> dict[str, Timing]:

@@ -64,12 +64,13 @@ class DecodeLoop:
     ) -> None:  # fmt: skip
         device, block_size = torch.device(model.device), model.kv_cache.block_size
         self.rows = DecodeRows(
-            max_batch_size, max_blocks_per_req, block_size, model.vocab_size, device, model.choice.backend.ops, steps_per_launch,
+            max_batch_size, max_blocks_per_req, block_size, model.vocab_size, device, model.session.ops, steps_per_launch,
             MAX_IN_FLIGHT,
         )  # fmt: skip
         self.runner = DecodeGraphRunner(
-            lambda input_ids, metadata: model(input_ids, metadata, None), rows=self.rows, device=device, ranges=profile_range, **options
-        )
+            lambda input_ids, metadata: model(input_ids, metadata, None), rows=self.rows, device=device, ranges=profile_range,
+            session=model.session, **options,
+        )  # fmt: skip
         self.steps_per_launch, self._eos_token_ids = steps_per_launch, model.eos_token_ids
         self._prefill_ring = TokenRing(MAX_IN_FLIGHT, max_batch_size, device)
         self._sequences: list[Sequence | None] = [None] * max_batch_size  # by row

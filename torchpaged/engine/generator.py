@@ -29,7 +29,7 @@ import torch
 from torchpaged.cache import BlockPool
 from torchpaged.custom_ops.errors import ArgumentError, NotCopyableError, TorchpagedError
 from torchpaged.engine.decode_loop import DecodeLoop
-from torchpaged.engine.inbox import Inbox
+from torchpaged.engine.inbox import HandOut, Inbox
 from torchpaged.engine.model import PagedModelProtocol
 from torchpaged.engine.numbers import shown
 from torchpaged.engine.options import check_options, decide_compile, decide_graphs, decide_prefill_buckets, paged_model, tokens_per_request
@@ -127,7 +127,7 @@ class Generator:
         self.max_seq_len = tokens_per_request(model, max_seq_len)
         self.model: PagedModelProtocol = paged_model(
             model, fuse=fuse, num_blocks=num_blocks, kv_cache_memory=kv_cache_memory, block_size=block_size, backend=backend,
-            max_batch_size=max_batch_size, max_seq_len=self.max_seq_len,
+            max_batch_size=max_batch_size, max_seq_len=self.max_seq_len, prefill_chunk_size=prefill_chunk_size,
         )  # fmt: skip
         self.tokenizer, self.choice, self.device = tokenizer, self.model.choice, torch.device(self.model.device)
         self.fusion_report: FusionReport | None = getattr(self.model, "fusion_report", None)
@@ -136,6 +136,10 @@ class Generator:
         use_compile, self.compile_reason = decide_compile(compile, on_gpu, use_graphs, self.graph_reason, self.fusion_report)
         if not use_graphs and steps_per_launch != 1:
             raise ArgumentError("steps_per_launch", "1 without graphs", str(steps_per_launch), f"graphs: {self.graph_reason}")
+        if steps_per_launch != 1 and self.model.session.plans_every_step:
+            raise ArgumentError(
+                "steps_per_launch", f"1 with backend {self.choice.name!r}, which plans every step on the host", str(steps_per_launch)
+            )
         prefills, self._prefill_graph_reason = decide_prefill_buckets(
             prefill_buckets, prefill_chunk_size, on_gpu, use_graphs, self.graph_reason, self.choice.backend.capabilities.graph_support
         )
@@ -172,8 +176,9 @@ class Generator:
         self.stats: GeneratorStats = self._stepper.stats
         self._lock, self._holder = threading.Lock(), 0  # the thread that is inside, where the lock is held
         self._queue: dict[int, None] = {}  # threads that wait for the lock
-        self._inbox, self._streams_all = Inbox(), False
-        self._left: deque[list[Sequence]] = deque()  # requests of calls that broke off, to be cancelled
+        self._inbox = Inbox()
+        self._stream_of_all: object | None = None  # the mark of the open stream over all requests
+        self._left: deque[list[Sequence] | Inbox] = deque()  # requests of calls that broke off, to be cancelled; of an inbox all
 
     # ------------------------------------------------------------------------------------------------ requests
     def submit(self, prompt: str | Seq[int], sampling: SamplingParams | None = None) -> int:
@@ -256,10 +261,22 @@ class Generator:
         return [sequence.result() for sequence in sequences]
 
     def step(self) -> list[TokenEvent]:
-        """One step of the whole batch; returns the events of submitted requests, those of open streams over some of them left out."""
-        with self._entered():
-            self._stepper.step()
-            return self._inbox.take()
+        """One step of the whole batch; returns the events of submitted requests, those of open streams over some of them left out.
+
+        If it is interrupted, the next call or stream gives the events that this one did not return.
+        """
+        handed: HandOut | None = None
+        try:
+            with self._entered():
+                self._stepper.step()
+                handed = self._inbox.hand_out()
+                handed.take()
+            return handed.events
+        except BaseException:
+            if handed is not None:
+                with self._entered():
+                    handed.give_back()
+            raise
 
     @property
     def has_unfinished(self) -> bool:
@@ -300,15 +317,15 @@ class Generator:
         return inbox
 
     def _stream(self, inbox: Inbox | None) -> Iterator[TokenEvent]:
-        everything = inbox is None
-        if inbox is None:
-            with self._entered():
-                if self._streams_all:
-                    raise TorchpagedError(
-                        "stream(): another stream over all requests is open; close() it, or name the requests: stream(request_ids)"
-                    )
-                self._streams_all, inbox = True, self._inbox
+        mark = object()
         try:
+            if inbox is None:
+                with self._entered():
+                    if self._stream_of_all is not None:
+                        raise TorchpagedError(
+                            "stream(): another stream over all requests is open; close() it, or name the requests: stream(request_ids)"
+                        )
+                    self._stream_of_all, inbox = mark, self._inbox
             while inbox.live or inbox.ready:
                 with self._entered():
                     if not inbox.ready:
@@ -317,20 +334,30 @@ class Generator:
                 self._give_way()
                 yield from events
         except BaseException:
-            if everything:
-                self._inbox = Inbox()  # what was not taken is of no use to a later call
-            self._leave(list(inbox.live))
+            if inbox is not None:
+                self._leave(inbox)
             raise
         finally:
-            if everything:
-                self._streams_all = False
+            if self._stream_of_all is mark:
+                self._stream_of_all = None
 
-    def _leave(self, sequences: list[Sequence]) -> None:
+    def _leave(self, requests: list[Sequence] | Inbox) -> None:
         """Cancel the requests of a call that broke off."""
-        self._left.append(sequences)
+        self._left.append(requests)
         if not self._is_inside():  # else, collected as garbage within a step, the next call does it
             with self._entered():
                 pass
+
+    def _cancel_left(self) -> None:
+        """What `_leave` was told; may be interrupted, and called again. Only under the lock: a `submit` may be on its way into an inbox."""
+        while self._left:
+            requests = self._left[0]
+            if requests is self._inbox:
+                self._inbox = Inbox()  # what was not taken is of no use to a later call
+            for sequence in list(requests.live if isinstance(requests, Inbox) else requests):
+                if sequence.request_id in self._requests:
+                    self._stepper.cancel(sequence.request_id)
+            self._left.popleft()
 
     # ------------------------------------------------------------------------------------------------ one call at a time
     def _is_inside(self) -> bool:
@@ -351,11 +378,7 @@ class Generator:
                 self._holder = thread
                 try:
                     self._stepper.settle()
-                    while self._left:
-                        for sequence in self._left[0]:
-                            if sequence.request_id in self._requests:
-                                self._stepper.cancel(sequence.request_id)
-                        self._left.popleft()
+                    self._cancel_left()
                     yield
                 finally:
                     self._holder = 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from torchpaged.backends import Choice, GraphSupport
+from torchpaged.backends import Choice, GraphSupport, Limits
 from torchpaged.custom_ops.errors import ArgumentError, BackendUnavailableError
 from torchpaged.engine.model import PagedModelProtocol
 from torchpaged.engine.numbers import as_integer, shown
@@ -51,7 +51,7 @@ def _max_positions(model: Any) -> int | None:
 
 def paged_model(
     model: Any, *, fuse: bool, num_blocks: int | None, kv_cache_memory: int | None, block_size: int | None, backend: str,
-    max_batch_size: int, max_seq_len: int,
+    max_batch_size: int, max_seq_len: int, prefill_chunk_size: int,
 ) -> PagedModelProtocol:  # fmt: skip
     """``model`` itself if it is paged, else a `PagedModel` of it, fused first if asked.
 
@@ -59,7 +59,8 @@ def paged_model(
     tokens unless ``block_size`` says otherwise. A model that is fused already is taken as it is; one that is fused here stays so, also if it can't be paged.
 
     Raises:
-        ArgumentError: ``fuse``, or anything that shapes a cache or chooses a backend, with a model that is paged already.
+        ArgumentError: ``fuse``, or anything that shapes a cache or chooses a backend, with a model that is paged already; or its session is too
+            small for ``max_batch_size``.
         BackendUnavailableError, UnsupportedModelError: from `PagedModel` or `fuse`.
     """
     if isinstance(model, PagedModelProtocol):
@@ -73,6 +74,10 @@ def paged_model(
         for name, value in given.items():
             if value is not None:
                 raise ArgumentError(name, f"nothing with a {type(model).__name__}, whose cache and backend are made", repr(value))
+        most = model.session.limits.max_num_reqs
+        if most is not None and most < max_batch_size:
+            raise ArgumentError("max_batch_size", f"at most {most}, the limit of the model's session", str(max_batch_size),
+                                "give PagedModel limits=Limits(max_num_reqs=...)")  # fmt: skip
         return model
     from torchpaged.hf import PagedModel, fusion_of, require_supported  # transformers is optional
     from torchpaged.hf import fuse as fuse_model
@@ -84,7 +89,8 @@ def paged_model(
     if num_blocks is None and kv_cache_memory is None:
         num_blocks = max_batch_size * -(-max_seq_len // block_size) + 1
     budget = None if num_blocks is not None else kv_cache_memory
-    return PagedModel(model, num_blocks=num_blocks, memory_budget=budget, block_size=block_size, backend=backend)
+    limits = Limits(max_batch_size, max(prefill_chunk_size, max_batch_size), -(-max_seq_len // block_size))
+    return PagedModel(model, num_blocks=num_blocks, memory_budget=budget, block_size=block_size, backend=backend, limits=limits)
 
 
 def decide_graphs(graphs: bool | str, choice: Choice, on_gpu: bool) -> tuple[bool, str]:

@@ -1,12 +1,12 @@
 """PackedSteps: batches of tokens built from host lists, and the model run over them: every prefill, and decodes without graphs.
 
-    steps = PackedSteps(model, max_batch_size=8)
+    steps = PackedSteps(model)
     logits = steps.prefill([(sequence, 512)])    # of the sequences whose prompt ends with the chunk
     logits = steps.decode(sequences)
     tokens = steps.sample(logits, sequences)     # waits for them
 
-Prefills that have a graph (`PrefillGraphs`) are replayed, everything else is launched from Python. Steps never overlap: those launched
-from Python share one semaphore.
+Prefills that have a graph (`PrefillGraphs`) are replayed, everything else is launched from Python. Steps never overlap: all share the model's
+session.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torchpaged.engine.model import PagedModelProtocol
 from torchpaged.engine.prefill_graphs import PrefillGraphs
 from torchpaged.engine.sampling import sample, seen_tokens
 from torchpaged.engine.sequence import Sequence
-from torchpaged.metadata import AttentionMetadata, make_semaphore, to_device
+from torchpaged.metadata import AttentionMetadata, HostLengths, to_device
 from torchpaged.profiling import range as profile_range
 
 
@@ -29,13 +29,11 @@ class PackedSteps:
 
     Args:
         model: the paged model.
-        max_batch_size: requests of a step at most.
         graphs: of its prefills; None: all are launched from Python.
     """
 
-    def __init__(self, model: PagedModelProtocol, max_batch_size: int, graphs: PrefillGraphs | None = None) -> None:
+    def __init__(self, model: PagedModelProtocol, graphs: PrefillGraphs | None = None) -> None:
         self._model, self._device, self._graphs = model, torch.device(model.device), graphs
-        self._semaphore = make_semaphore(max_batch_size, self._device)
 
     def decode(self, sequences: list[Sequence]) -> Tensor:
         """One token each: logits ``[len(sequences), vocab_size]``."""
@@ -45,8 +43,8 @@ class PackedSteps:
             return self._model(self._longs(ids), metadata, None)
 
     def reset(self) -> None:
-        """After a step that failed or was interrupted: no semaphore stays set. The graphs' own are their runner's business."""
-        self._semaphore.zero_()
+        """After a step that failed or was interrupted: the session is as new."""
+        self._model.session.reset()
 
     def prefill(self, chunks: list[tuple[Sequence, int]]) -> Tensor:
         """The next ``count`` tokens of each prompt: logits ``[n, vocab_size]`` of the ``n`` sequences that are complete with them,
@@ -73,7 +71,7 @@ class PackedSteps:
             penalised = any(p.repetition_penalty != 1.0 for p in params)
             seen = seen_tokens([s.tokens for s in sequences], logits.shape[1]) if penalised else None
             seeds, counters = [s.seed for s in sequences], [len(s.output) for s in sequences]
-            tokens: list[int] = sample(logits, params, seeds, counters, seen, ops=self._model.choice.backend.ops).tolist()
+            tokens: list[int] = sample(logits, params, seeds, counters, seen, ops=self._model.session.ops).tolist()
             return tokens
 
     def _longs(self, numbers: Seq[int]) -> Tensor:
@@ -81,7 +79,9 @@ class PackedSteps:
 
     def _metadata(self, query_lens: list[int], seq_lens: list[int], tables: list[list[int]]) -> AttentionMetadata:
         cache = self._model.kv_cache
-        return AttentionMetadata.from_lists(
-            query_lens, seq_lens, tables, block_size=cache.block_size, num_blocks=cache.num_blocks, device=self._device,
-            semaphore=self._semaphore,
-        )  # fmt: skip
+        metadata = AttentionMetadata.from_lists(
+            query_lens, seq_lens, tables, block_size=cache.block_size, num_blocks=cache.num_blocks, device=self._device
+        )
+        if self._model.session.plans:
+            self._model.session.plan(metadata, HostLengths(query_lens, seq_lens))
+        return metadata

@@ -48,7 +48,8 @@ class PrefillGraphs:
         cache = model.kv_cache
         self.runner: PackedGraphRunner | None = PackedGraphRunner(
             model, buckets=buckets, max_num_reqs=min(max_batch_size, MAX_NUM_REQS), max_blocks_per_req=max_blocks_per_req,
-            block_size=cache.block_size, num_blocks=cache.num_blocks, device=torch.device(model.device), ranges=profile_range, **options,
+            block_size=cache.block_size, num_blocks=cache.num_blocks, device=torch.device(model.device), ranges=profile_range, session=model.session,
+            **options,
         )  # fmt: skip
         self.reason, self._required = reason, required
 

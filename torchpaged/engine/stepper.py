@@ -59,7 +59,7 @@ class Stepper:
         self, model: PagedModelProtocol, scheduler: Scheduler, loop: DecodeLoop | None, prefill_graphs: PrefillGraphs | None = None
     ) -> None:
         self._model, self._scheduler, self._loop = model, scheduler, loop
-        self._packed = PackedSteps(model, scheduler.max_batch_size, prefill_graphs)
+        self._packed = PackedSteps(model, prefill_graphs)
         self._work = Work.REST
         self._launches_return_at_once = torch.device(model.device).type == "cuda"
         self.requests: dict[int, Sequence] = {}

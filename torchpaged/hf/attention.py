@@ -16,9 +16,9 @@ from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_
 
 from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
 from torchpaged.hf.chosen_backend import hold_to_backend
+from torchpaged.hf.class_tables import fill_class_tables
 from torchpaged.hf.layer import PagedLayer, layer_of
 from torchpaged.hf.support import has_own_attention
-from torchpaged.metadata import SEMAPHORES_PER_REQ
 from torchpaged.profiling import is_on as is_profiling
 from torchpaged.profiling import ranged_attention
 
@@ -81,7 +81,7 @@ def paged_attention_forward(
         owner.require_kind(layer, window)
     q = query.transpose(1, 2).reshape(batch * query_len, num_heads, head_dim)
     out = q.new_empty(batch * query_len, num_heads, value.shape[-1])
-    hold_to_backend(layer, query, key, value, causal, window, softcap, sinks)
+    hold_to_backend(layer, query, key, value, causal, window, softcap, sinks, scaling)
     attend = owner.ops.paged_attention
     if not torch.compiler.is_compiling() and is_profiling():
         attend = ranged_attention(attend, layer.index)
@@ -89,12 +89,17 @@ def paged_attention_forward(
         q, key, value, step.block_table, step.seq_lens, step.query_start_loc, out, None,
         max_query_len=step.max_query_len, scale=head_dim**-0.5 if scaling is None else float(scaling), causal=causal,
         window_left=-1 if window is None else window - 1, logits_soft_cap=0.0 if softcap is None else float(softcap),
-        sinks=sinks, chunk_size=layer.chunk or 0, semaphore=step.semaphore if key.shape[2] <= SEMAPHORES_PER_REQ else None,
+        sinks=sinks, chunk_size=layer.chunk or 0, **layer.workspace,
     )  # fmt: skip
     return out.view(batch, query_len, num_heads, value.shape[-1]), None
 
 
 def _transformed(module: nn.Module) -> UnsupportedModelError:
+    if torch.compiler.is_compiling() and getattr(module, "is_kv_shared_layer", False):
+        return UnsupportedModelError(
+            f"{type(module).__name__} shares another layer's pools and takes them through Tensor.to, behind which compiled code does not know them "
+            "(transformers 5.17; not 5.23); run it uncompiled, or use PagedCache(..., dense=True)"
+        )
     return UnsupportedModelError(
         f"{type(module).__name__} changes the cached keys or values before attention, so that they are no longer the paged pools; "
         "use PagedCache(..., dense=True), which gathers them first"
@@ -181,6 +186,7 @@ def paged_mask(
 
 
 def register(name: str = NAME) -> None:
-    """Register both functions with transformers; done at import."""
+    """Register both functions with transformers, and the name with models that have tables of their own; done at import."""
     AttentionInterface.register(name, paged_attention_forward)
     AttentionMaskInterface.register(name, paged_mask)
+    fill_class_tables(name)

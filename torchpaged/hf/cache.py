@@ -5,7 +5,7 @@
 
 A decode step needs nothing from the host: the first layer's ``update()`` advances lengths and slots in place, inside the
 compiled graph. Left padding is read once from the 2-D attention mask; any other hole is refused. For another, unrelated
-conversation call ``cache.reset()``. The layers share one semaphore, so forwards on one cache must not overlap on two streams.
+conversation call ``cache.reset()``. The layers share one session of the backend, so forwards on one cache must not overlap on two streams.
 
 A forward begins with the first layer that writes and is complete with the last one. One that raised in between leaves rows of which some layers
 hold more tokens than others: the cache refuses to go on until ``reset()``.
@@ -18,15 +18,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchpaged.backends import Limits
 from torchpaged.cache import BlockPool
-from torchpaged.custom_ops.errors import ArgumentError, NotCopyableError
+from torchpaged.custom_ops.errors import ArgumentError, BackendUnavailableError, NotCopyableError
 from torchpaged.hf.cache_masks import CacheMasks
 from torchpaged.hf.chosen_backend import ChoosesBackend, config_spec
 from torchpaged.hf.forward_order import ForwardOrder
 from torchpaged.hf.layer import SET_UP, PagedLayer, StepBatch
-from torchpaged.hf.support import require_paged_layers, require_supported_config
+from torchpaged.hf.pending_padding import PendingPadding
+from torchpaged.hf.query_starts import fill_query_starts
+from torchpaged.hf.support import require_made_by_user, require_paged_layers, require_supported_config
 from torchpaged.hf.template import paged_layers
-from torchpaged.metadata import make_semaphore
 
 _SHORT_QUERY_LEN = 8  # tokens per row that the decode kernels take at most: custom_ops/triton/config.py, MAX_DECODE_QUERY_LEN
 
@@ -47,6 +49,7 @@ class PagedCache(ChoosesBackend, CacheMasks):
     Attributes:
         choice: which backend runs and why; set with the first keys. An automatic choice may change while the layers make their first calls,
             which say what a config does not (soft cap, sinks, causality).
+        session: what that backend keeps open for the layers.
 
     The pools have the dtype of the keys; fp8 pools are for `torchpaged.PagedAttention` and the checked functions so far.
 
@@ -54,6 +57,11 @@ class PagedCache(ChoosesBackend, CacheMasks):
         ArgumentError: a size below 1.
         UnsupportedModelError: the config's model ignores the attention interface.
     """
+
+    def __new__(cls, *args: Any, **options: Any) -> PagedCache:
+        """Refuse to be made by transformers, see `require_made_by_user`."""
+        require_made_by_user(options)
+        return super().__new__(cls)
 
     def __init__(
         self,
@@ -84,6 +92,7 @@ class PagedCache(ChoosesBackend, CacheMasks):
         self.blocks_per_row = -(-max_seq_len // block_size)
         self.num_blocks = max_batch_size * self.blocks_per_row + 1 if num_blocks is None else num_blocks
         self.pool = BlockPool(self.num_blocks)
+        self.limits = Limits(max_batch_size, max_batch_size * max_seq_len, self.blocks_per_row, self.num_blocks, block_size)
         self._rows = []
         self._mask_token = torch.zeros((), dtype=torch.int64)  # a kv_offset of 0 that carries this cache to the mask function
         self._mask_token._torchpaged_cache = self  # type: ignore[attr-defined]
@@ -102,7 +111,7 @@ class PagedCache(ChoosesBackend, CacheMasks):
         if self.ready or any(layer.is_initialized for layer in self.paged):
             raise NotCopyableError("a PagedCache that was used can't be copied or pickled: its pools are places in this process's memory, known to "
                                    "compiled code; make a new PagedCache, and run the prompt through it")  # fmt: skip
-        return self.__dict__.copy()
+        return {**self.__dict__, "_pending": PendingPadding(self.name)}
 
     # ------------------------------------------------------------------------------------------------ set-up
     @torch.compiler.disable(reason=SET_UP)
@@ -111,7 +120,7 @@ class PagedCache(ChoosesBackend, CacheMasks):
         if self.ready:
             return
         batch = key_states.shape[0]
-        padding, self._padding = self._padding, None  # a refusal below forgets it
+        padding = self._pending.take()  # a refusal below forgets it
         if batch > self.max_rows:
             raise ArgumentError("max_batch_size", f"at least the batch ({batch} rows, beams included)", str(self.max_rows),
                                 "build a larger PagedCache")  # fmt: skip
@@ -122,13 +131,16 @@ class PagedCache(ChoosesBackend, CacheMasks):
         specs = [config_spec(self._text_config, x, key_states, head_dim_v, self.block_size) for x in self.paged]
         known = [s for s in self.specs if (s.device, s.dtype) == (key_states.device, key_states.dtype)]  # asked before a reset
         self.choose_backend([*specs, *known])
+        for layer, spec in zip(self.paged, specs, strict=True):
+            if layer.asked is None:
+                self.give_workspace(layer, spec)
         self._rows = self._allocate(batch)
         if not hasattr(self, "total") or self.total.device != key_states.device:
             self._make_metadata(key_states.device)
         with torch.inference_mode(False):
             self.seq_lens.zero_()
             self.total.zero_()
-            self.semaphore.zero_()  # a forward that was cut short may have left it set
+            self.session.reset()  # a forward that was cut short may have left it in any state
             self.written_total.zero_()
             self._upload_rows()
             if padding is not None:
@@ -151,7 +163,6 @@ class PagedCache(ChoosesBackend, CacheMasks):
             self.total = torch.zeros((), dtype=torch.int64, device=device)  # with padding
             self.written_total = torch.zeros((), dtype=torch.int64, device=device)  # of the last forward that was complete
             self.limit = torch.full((), self.max_seq_len, dtype=torch.int64, device=device)
-        self.semaphore = make_semaphore(self.max_rows, device)
         static = (self.block_table, self.seq_lens, self.decode_slots, self.row_starts, self.query_starts, self.short_starts, self.total,
                   self.written_total, self.limit)  # fmt: skip
         for tensor in static:
@@ -171,8 +182,12 @@ class PagedCache(ChoosesBackend, CacheMasks):
         if self.dense:
             self.require_mask_of_own()
         self.order.enter(layer, query_len)
+        if not torch.compiler.is_compiling() and not layer.has_written:
+            self.first_use(layer)
         if layer.is_first:
             self._advance(batch, query_len)
+            if self.session.plans:
+                self._plan(batch, query_len)
         self.order.leave(layer, query_len)
         if query_len == 1:
             return self.decode_slots[:batch]
@@ -203,7 +218,16 @@ class PagedCache(ChoosesBackend, CacheMasks):
         if query_len == 1:
             self.decode_slots[:batch].copy_(self._slots_of(batch, 1))
         elif query_len > _SHORT_QUERY_LEN:
-            self.query_starts.copy_(self.row_starts * query_len)
+            fill_query_starts(self.query_starts, self.row_starts, query_len)
+
+    def _plan(self, batch: int, query_len: int) -> None:
+        """For a backend that plans: compiled code has no place for it."""
+        if torch.compiler.is_compiling():
+            raise BackendUnavailableError(
+                f"backend {self.choice.name!r} plans every step outside compiled code, and a compiled forward moves the lengths on inside; "
+                "run the model eagerly, through torchpaged.engine.Generator, or on another backend"
+            )
+        self.session.plan(self.step(batch, query_len))
 
     def written(self, layer: PagedLayer) -> None:
         """The last layer's word completes the forward: on the device, which compiled steps look at, and on the host."""
@@ -213,7 +237,7 @@ class PagedCache(ChoosesBackend, CacheMasks):
                 self._is_open = False
 
     def first_use(self, layer: PagedLayer) -> None:
-        """A layer gets pools in the first forward. Later it is one that an incomplete first forward did not reach."""
+        """A layer gets pools, or writes for the first time. After the first forward it is one that an incomplete first forward did not reach."""
         if self._num_forwards > 1:
             raise self._incomplete()
         self.order.use(layer)
@@ -237,12 +261,11 @@ class PagedCache(ChoosesBackend, CacheMasks):
             starts = self.row_starts
         elif query_len <= _SHORT_QUERY_LEN:
             starts = self.short_starts[query_len]
-        elif self.keys_of_queries:
-            starts = self.query_starts  # `_advance` made them for all layers
-        else:  # cross attention: what was written are the encoder's tokens
-            starts = self.row_starts * query_len
-            self.limit.add_(0)  # a kernel launched the ordinary way, between the one above and the attention
-        return StepBatch(self.block_table[:batch], self.seq_lens[:batch], starts[: batch + 1], query_len, self.semaphore)
+        else:
+            starts = self.query_starts
+            if not self.keys_of_queries:  # cross attention: what `_advance` was told of are the encoder's tokens
+                fill_query_starts(starts, self.row_starts, query_len)
+        return StepBatch(self.block_table[:batch], self.seq_lens[:batch], starts[: batch + 1], query_len)
 
     def gather(self, pool: Tensor, batch: int) -> Tensor:
         """Dense mode: every row's tokens by position (padding included), ``[batch, num_kv_heads, max_seq_len, head_dim]``."""

@@ -2,7 +2,7 @@
 
 transformers calls the mask function once per kind of layer, and under generate() twice in a prefill: before the forward, with the
 user's mask, and inside it, with None or, in models that make a mask of their own where none came, with ones. An all-ones mask and None
-mean the same to transformers: neither says anything about padding.
+mean the same to transformers: neither says anything about padding. `PendingPadding` keeps what was read until it is written.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
 from torchpaged.hf.cache_rows import CacheRows
 from torchpaged.hf.layer import PagedLayer
 from torchpaged.hf.masks import MaskKind, is_causal, kinds_of, left_padding
+from torchpaged.hf.pending_padding import PendingPadding
 
 
 class CacheMasks(CacheRows):
@@ -30,7 +31,7 @@ class CacheMasks(CacheRows):
     _kinds: set[MaskKind]  # that the model asked for, as far as they were looked at
     _causal: bool | None
     _mask_seen: bool  # a mask came, so that decode steps on a device need not look at theirs
-    _padded_at: tuple[int, int] | None  # rows and tokens of the forward whose padding was read and is not written yet
+    _pending: PendingPadding  # of the first forward, until it writes
 
     @property
     def is_compileable(self) -> bool:
@@ -44,7 +45,8 @@ class CacheMasks(CacheRows):
         return bool(super().is_compileable) and not chunked and not (self.dense and hybrid)
 
     def _forget_masks(self) -> None:
-        self._kinds, self._causal, self._padded_at, self._mask_seen = set(), None, None, False
+        self._kinds, self._causal, self._mask_seen = set(), None, False
+        self._pending = PendingPadding(self.name)
 
     def observe_mask(
         self, mask: Tensor | None, batch: int, query_length: int, mask_function: Any, local_size: int | None, device: Any = "cpu"
@@ -63,21 +65,20 @@ class CacheMasks(CacheRows):
             if query_length > 1:
                 self._causal = is_causal(mask_function)
             return
-        if self._mask_seen and query_length == 1 and (mask is None or mask.device.type != "cpu") and not self._cut_padding:
+        if self.ready and self._mask_seen and query_length == 1 and (mask is None or mask.device.type != "cpu") and not self._cut_padding:
             return  # a decode step of generate() appends ones; checking would synchronise
         self._mask_seen = self._mask_seen or mask is not None
         padding = [] if mask is None else left_padding(mask)
         if query_length > 1:
             self._learn_kinds(kinds_of(mask_function, local_size, query_length, padding, [(x.window, x.chunk) for x in self.paged], device))
-        if not self.ready and self._padded_at != (batch, query_length):
-            self._padding = None  # read for a forward that never came to write
-        if any(padding):
-            self._learn_padding(padding, batch, query_length)
-
-    def _learn_padding(self, padding: list[int], batch: int, query_length: int) -> None:
         if not self.ready:
-            self._padding, self._padded_at = padding, (batch, query_length)
-            return
+            self._pending.learn(padding, batch, query_length, local_size)
+        elif mask is not None:
+            if any(padding):
+                self._learn_padding(padding, query_length)
+            self._cut_padding &= max(padding) >= mask.shape[1]  # a row of nothing but padding: the next mask may say more
+
+    def _learn_padding(self, padding: list[int], query_length: int) -> None:
         before = self._padding or [0] * len(self._rows)
         if padding == before or ((query_length > 1 or self._cut_padding) and self._grow_padding(before, padding)):
             return

@@ -1,4 +1,4 @@
-"""The backend of a paged HuggingFace cache, chosen for what its layers really ask.
+"""The backend of a paged HuggingFace cache, chosen for what its layers really ask, and the session that they share.
 
 A config says little about attention: soft cap, sinks, causality and each layer's widths are arguments of the layers' calls. So a first choice
 is made from what is known before anything is written, and every kind of call is then held to what the backend declares. A kind that comes anew
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchpaged.backends import AttentionSpec, Capabilities, Choice, attention_spec, select_backend
+from torchpaged.backends import AttentionSpec, Capabilities, Choice, Limits, Session, attention_spec, select_backend
 from torchpaged.custom_ops import BackendOps
 from torchpaged.custom_ops.errors import BackendUnavailableError
 
@@ -36,12 +36,18 @@ class ChoosesBackend:
         choice: which backend runs and why.
         ops, capabilities: its op handles, and what it declares.
         specs: what the layers ask of it, as keys.
+        session: what it keeps open for the layers.
+        limits: the largest batches of the session.
+        paged: the layers that attend; each is given its `workspace`.
     """
 
     choice: Choice
     ops: BackendOps
     capabilities: Capabilities
     specs: dict[AttentionSpec, None]
+    session: Session
+    limits: Limits
+    paged: list[Any]
     _backend: str  # a name or "auto"
 
     def choose_backend(self, specs: Iterable[AttentionSpec]) -> None:
@@ -51,8 +57,25 @@ class ChoosesBackend:
             BackendUnavailableError: the named backend can't run them all, or none can; the choice before stays.
         """
         wanted = dict.fromkeys(specs)
-        self.choice = select_backend(list(wanted), self._backend)
-        self.ops, self.capabilities, self.specs = self.choice.backend.ops, self.choice.backend.capabilities, wanted
+        choice = select_backend(list(wanted), self._backend)
+        before: Session | None = getattr(self, "session", None)
+        device = next(iter(wanted)).device
+        if before is None or before.ops is not choice.backend.ops or before.device != device or before.limits != self.limits:
+            session = choice.backend.open(wanted, self.limits, device)
+            if before is not None and before.planned is not None:  # in the middle of a step
+                session.plan(before.planned)
+            self.session = session
+        self.choice, self.specs = choice, wanted
+        self.ops, self.capabilities = self.session.ops, self.session.capabilities
+        for layer in self.paged:
+            if layer.spec in wanted:
+                layer.workspace = self.session.workspace(layer.spec)
+            else:
+                layer.spec = layer.asked = None  # what it asked for elsewhere, or in another dtype
+
+    def give_workspace(self, layer: Any, spec: AttentionSpec) -> None:
+        """Give ``layer`` what the session keeps for layers of ``spec``."""
+        layer.spec, layer.workspace = spec, self.session.workspace(spec)
 
     def require(self, spec: AttentionSpec) -> None:
         """Hold the choice to one more spec; eager calls only.
@@ -65,15 +88,16 @@ class ChoosesBackend:
 
 
 def hold_to_backend(
-    layer: Any, query: Tensor, key: Tensor, value: Tensor, causal: bool, window: int | None, softcap: float | None, sinks: Tensor | None
-) -> None:
+    layer: Any, query: Tensor, key: Tensor, value: Tensor, causal: bool, window: int | None, softcap: float | None, sinks: Tensor | None,
+    scale: float | None = None,
+) -> None:  # fmt: skip
     """Hold a layer's call to what the backend of its cache declares; host facts only, and once per layer and kind of call.
 
     Args:
         layer: the `PagedLayer`; it remembers the kind.
         query: ``[batch, num_heads, query_len, head_dim]``.
         key, value: its pools ``[num_blocks, block_size, num_kv_heads, head_dim(_v)]``.
-        causal, window, softcap, sinks: the call's arguments.
+        causal, window, softcap, sinks, scale: the call's arguments.
 
     Raises:
         BackendUnavailableError: with all reasons.
@@ -91,12 +115,15 @@ def hold_to_backend(
                     f"backend {owner.choice.name!r} cannot run this attention: {feature} is not supported; run a forward eagerly first"
                 )
         return
-    kind = (query.dtype, query.shape[1], query.shape[3], causal, window is None, bool(softcap), sinks is None)
+    kind = (query.dtype, query.shape[1], query.shape[3], causal, window, softcap, sinks is None, scale)
     if kind == layer.asked:
         return
-    owner.require(attention_spec(
+    spec = attention_spec(
         device=query.device, dtype=query.dtype, num_heads=query.shape[1], num_kv_heads=key.shape[2], head_dim=query.shape[3],
         head_dim_v=value.shape[3], block_size=key.shape[1], kv_dtype=key.dtype, causal=causal,
         window_size=(-1 if window is None else window - 1, -1), logits_soft_cap=softcap, sinks=sinks, chunk_size=layer.chunk,
-    ))  # fmt: skip
+        scale=scale,
+    )  # fmt: skip
+    owner.require(spec)
+    owner.give_workspace(layer, spec)
     layer.asked = kind

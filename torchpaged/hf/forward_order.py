@@ -34,6 +34,7 @@ class ForwardOrder:
     def __init__(self, name: str, layers: Sequence[PagedLayer], has_cross_attention: bool) -> None:
         self.name, self.has_cross_attention = name, has_cross_attention
         self._layers, self._seen = layers, False
+        self._completes: PagedLayer | None = None
         self.last: PagedLayer | None = None
         self.query_len = 0
         self.announced: int | None = None
@@ -46,9 +47,10 @@ class ForwardOrder:
         self.last, self.query_len, self.announced = None, 0, None
 
     def use(self, layer: PagedLayer) -> None:
-        """``layer`` gets its pools. The one that got them last completes a forward."""
-        for other in self._layers:
-            other.is_last = other is layer
+        """``layer`` gets its pools, or writes for the first time. The one that did so last completes a forward."""
+        if self._completes is not None:
+            self._completes.is_last = False
+        self._completes, layer.is_last = layer, True
 
     def announce(self, query_length: int) -> None:
         """The model asks for a mask over ``query_length`` new tokens per row."""
@@ -68,6 +70,8 @@ class ForwardOrder:
                 raise UnsupportedModelError(
                     f"{self.name}: the first forward was compiled, and layer {layer.index} writes before layer 0; run it eagerly"
                 )
+            if not self._seen:
+                self.use(layer)  # with pools made ahead: as far as the trace has come, this one completes the forward
         else:
             if not self._seen:
                 for other in self._layers:
@@ -77,6 +81,8 @@ class ForwardOrder:
 
     def leave(self, layer: PagedLayer, query_len: int) -> None:
         """``layer`` writes: nothing refused it, and if it is the first one, it moved the lengths on."""
+        if not torch.compiler.is_compiling():
+            layer.has_written = True
         if layer.is_first:
             self.query_len = query_len
             if not torch.compiler.is_compiling():

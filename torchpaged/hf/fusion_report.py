@@ -16,6 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
+from torchpaged.backends import Limits
 from torchpaged.custom_ops.errors import UnsupportedModelError
 from torchpaged.hf.attention import NAME
 from torchpaged.hf.fusible import PASSES
@@ -72,7 +73,7 @@ def count_launches(model: PreTrainedModel) -> Launches | None:
         return None
     before = model.config._attn_implementation
     try:
-        cache = _StepCache(config, 2, 16, 16, "auto")
+        cache = _StepCache(config, Limits(num_blocks=2, block_size=16), 16, "auto")
     except UnsupportedModelError:
         return None
     cache.metadata = _padding_step(model.device)

@@ -25,13 +25,12 @@ SET_UP = (
 
 
 class StepBatch(NamedTuple):
-    """What `paged_attention` needs of this step: see `torchpaged.AttentionMetadata`. The semaphore may be longer than the batch."""
+    """What `paged_attention` needs of this step: see `torchpaged.AttentionMetadata`."""
 
     block_table: Tensor
     seq_lens: Tensor
     query_start_loc: Tensor
     max_query_len: int
-    semaphore: Tensor | None
 
 
 class PagedOwner(Protocol):
@@ -52,6 +51,9 @@ class PagedOwner(Protocol):
 
     def require(self, spec: AttentionSpec) -> None:
         """Hold the backend to what a layer asks."""
+
+    def give_workspace(self, layer: PagedLayer, spec: AttentionSpec) -> None:
+        """Give ``layer`` what the session keeps for layers of ``spec``."""
 
     def slots(self, layer: PagedLayer, batch: int, query_len: int) -> Tensor:
         """The slot of every new token ``[batch * query_len]`` int64; the first layer moves the step on."""
@@ -104,7 +106,10 @@ class PagedLayer(CacheLayerMixin):
         super().__init__()
         self.owner, self.index, self.window, self.chunk = owner, index, window, chunk
         self.is_first = self.is_last = False  # of the layers that write, in a forward: the owner's `ForwardOrder` says which
+        self.has_written = False  # outside of compiled code
         self.asked: tuple[Any, ...] | None = None  # the kind of call that the backend was held to, see `hold_to_backend`
+        self.spec: AttentionSpec | None = None  # of that call, or before it of the config
+        self.workspace: dict[str, Tensor] = {}  # what the owner's session keeps for such calls, arguments of `paged_attention`
         self._watched = False  # whether attention was seen to take the pools as they are
 
     @torch.compiler.disable(reason=SET_UP)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from torchpaged.backends import AttentionSpec, Choice
+from torchpaged.backends import AttentionSpec, Choice, Limits, Session
 from torchpaged.cache import KVLayerSpec, PagedKVCache
 from torchpaged.custom_ops.errors import UnsupportedModelError
 from torchpaged.hf.attention import NAME
@@ -33,17 +34,21 @@ if TYPE_CHECKING:
     from torchpaged.hf.fusion_report import FusionReport
 
 
+_MAX_NUM_REQS = 1024  # requests of a batch, where nobody said how many
+
+
 class _StepCache(ChoosesBackend, Cache):
     """A cache whose step is set from outside: the engine owns blocks and lengths."""
 
     dense = False
     keys_of_queries = True
 
-    def __init__(self, config: Any, num_blocks: int, block_size: int, max_seq_len: int, backend: str) -> None:
+    def __init__(self, config: Any, limits: Limits, max_seq_len: int, backend: str) -> None:
         super().__init__(layers=paged_layers(config, max_seq_len, self))
         self.name = str(config.model_type)
         self._config, self._backend = config, backend
-        self.num_blocks, self.block_size, self.max_seq_len = num_blocks, block_size, max_seq_len
+        self.num_blocks, self.block_size = limits.need("num_blocks", "block_size")
+        self.limits, self.max_seq_len, self.paged = limits, max_seq_len, self.layers
         self.metadata: AttentionMetadata | None = None
         self.ready, self.specs = False, {}
         self._causal: bool | None = None
@@ -58,7 +63,10 @@ class _StepCache(ChoosesBackend, Cache):
 
     def prepare(self, key_states: Tensor, head_dim_v: int | None = None) -> None:
         """Choose the backend, when the first keys show device and dtype."""
-        self.prepare_for([config_spec(self._config, x, key_states, head_dim_v, self.block_size) for x in self.layers])
+        specs = [config_spec(self._config, x, key_states, head_dim_v, self.block_size) for x in self.layers]
+        self.prepare_for(specs)
+        for layer, spec in zip(self.layers, specs, strict=True):
+            self.give_workspace(layer, spec)
 
     def prepare_for(self, specs: Iterable[AttentionSpec]) -> None:
         """Choose the backend for what the layers are known to ask."""
@@ -78,7 +86,7 @@ class _StepCache(ChoosesBackend, Cache):
     def step(self, batch: int, query_len: int) -> StepBatch:
         m = self.metadata
         assert m is not None
-        return StepBatch(m.block_table, m.seq_lens, m.query_start_loc, m.max_query_len, m.semaphore)
+        return StepBatch(m.block_table, m.seq_lens, m.query_start_loc, m.max_query_len)
 
     def mask_sizes(self, layer: PagedLayer, query_length: int) -> tuple[int, Any]:
         return self.max_seq_len, self._mask_token
@@ -120,12 +128,15 @@ class PagedModel:
         memory_budget: bytes for all pools together.
         block_size: tokens per block.
         backend: a name or "auto".
+        limits: the largest batches to come, for the backend's session: ``max_num_reqs``, ``max_num_tokens``, ``max_blocks_per_req``. None, and where
+            one is None: 1024 requests, any number of tokens, as many blocks as there are.
 
     The pools have the dtype of the model's keys; fp8 pools are for `torchpaged.PagedAttention` and the checked functions so far.
 
     Attributes:
         kv_cache: the `PagedKVCache`.
         choice: which backend runs and why.
+        session: what it keeps open for the layers, whoever runs them: steps must not overlap on different streams.
         vocab_size, max_position_embeddings, eos_token_ids, device: facts of the model.
 
     Raises:
@@ -141,6 +152,7 @@ class PagedModel:
         memory_budget: int | None = None,
         block_size: int = 16,
         backend: str = "auto",
+        limits: Limits | None = None,
     ) -> None:
         require_supported(model)
         model.set_attn_implementation(NAME)
@@ -157,12 +169,20 @@ class PagedModel:
         self.kv_cache = PagedKVCache(
             specs, block_size=block_size, num_blocks=num_blocks, memory_budget=memory_budget, dtype=dtype, device=self.device
         )
-        self._cache = _StepCache(config, self.kv_cache.num_blocks, block_size, self.kv_cache.num_tokens, backend)
+        said, blocks = Limits() if limits is None else limits, self.kv_cache.num_blocks
+        limits = replace(said, num_blocks=blocks, block_size=block_size, max_num_reqs=said.max_num_reqs or _MAX_NUM_REQS,
+                         max_blocks_per_req=said.max_blocks_per_req or max(blocks - 1, 1))  # fmt: skip
+        self._cache = _StepCache(config, limits, self.kv_cache.num_tokens, backend)
         for layer, pools, before in zip(self._cache.layers, self.kv_cache, probed.layers, strict=True):
             layer.adopt(pools.k_cache, pools.v_cache)
-            layer.asked = before.asked
+            layer.asked, layer.spec = before.asked, before.spec
         self._cache.prepare_for(probed.specs)
         self.choice: Choice = self._cache.choice
+
+    @property
+    def session(self) -> Session:
+        """The session of the layers."""
+        return self._cache.session
 
     @property
     def fusion_report(self) -> FusionReport | None:
@@ -181,9 +201,14 @@ class PagedModel:
             ``[num_reqs or num_tokens, vocab_size]`` logits.
 
         Raises:
-            ArgumentError: the batch was made for another block size than the cache's.
+            ArgumentError: the batch was made for another block size than the cache's, or is over the limits.
         """
         metadata.check_block_size(self.kv_cache.block_size)
+        if not torch.compiler.is_compiling():
+            session = self._cache.session
+            if session.planned is not metadata:  # else a graph runner has planned it: this may be a capture
+                session.plan(metadata)
+            session.require(metadata)
         self._cache.metadata = metadata
         options: dict[str, Any] = {}
         if logits_indices is not None and self._keeps_logits:
@@ -202,7 +227,7 @@ def _probe(model: PreTrainedModel, config: Any, block_size: int) -> tuple[list[K
 
     Found by one padding token: exact for any architecture, whatever its config calls things. The reference takes every attention.
     """
-    cache = _StepCache(config, 2, block_size, block_size, "reference")
+    cache = _StepCache(config, Limits(1, 1, 1, num_blocks=2, block_size=block_size), block_size, "reference")
     cache.metadata = _padding_step(model.device)
     token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
     with torch.no_grad():

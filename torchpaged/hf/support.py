@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -99,6 +99,19 @@ def require_paged_layers(config: Any, layers: Sequence[Any]) -> None:
         raise UnsupportedModelError(
             f"{config.model_type} keeps no keys and values in any layer, so that there is nothing to page; "
             "call generate() without past_key_values"
+        )
+
+
+def require_made_by_user(options: Mapping[str, Any]) -> None:
+    """Refuse ``options`` that transformers gives to a cache: T5Gemma makes its cross cache itself, of the class that it finds.
+
+    Raises:
+        UnsupportedModelError: there is one that only transformers gives.
+    """
+    if "offloading" in options:
+        raise UnsupportedModelError(
+            f"{getattr(options.get('config'), 'model_type', 'the model')} makes a cache in the place of this one, without the sizes that a PagedCache "
+            "needs; for cross attention pass EncoderDecoderCache(PagedCache(...), DynamicCache(config=model.config))"
         )
 
 

@@ -14,9 +14,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from torchpaged.kernel_report.attribute import kernels_of_generation, kernels_per_layer
-from torchpaged.kernel_report.data import Between, KernelReport, KernelTime, ModuleKernels, UnmatchedKernels
+from torchpaged.kernel_report.data import Between, KernelTime, ModuleKernels, UnmatchedKernels
 from torchpaged.kernel_report.layers import LayerGroup, layer_groups
 from torchpaged.kernel_report.match import match_kernels
+from torchpaged.kernel_report.report import KernelReport
 from torchpaged.kernel_report.trace import Trace, module_ranges, read_trace
 
 if TYPE_CHECKING:

@@ -9,8 +9,9 @@ from typing import Any
 from torch import nn
 
 from torchpaged.custom_ops.errors import ArgumentError
-from torchpaged.kernel_report.data import COMPILED, Between, KernelReport, KernelTime, ModuleKernels, UnmatchedKernels
+from torchpaged.kernel_report.data import COMPILED, Between, KernelTime, ModuleKernels, UnmatchedKernels
 from torchpaged.kernel_report.match import match_kernels
+from torchpaged.kernel_report.report import KernelReport
 from torchpaged.kernel_report.trace import Activity, Trace, module_ranges, profiled
 
 #: The eager run's activities for a graph launch, given the ranges around that launch.

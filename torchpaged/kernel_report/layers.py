@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from torchpaged.kernel_report.data import Between, KernelReport, KernelTime, ModuleKernels, Totals, UnmatchedKernels
+from torchpaged.kernel_report.data import Between, KernelTime, ModuleKernels, Totals, UnmatchedKernels
 
 #: The layer's own module, in the names relative to a layer.
 ITSELF = "(itself)"
@@ -53,7 +53,7 @@ def layer_of(module: str | None) -> tuple[str, int, str] | None:
     return (found[1], int(found[2]), found[3] or "") if found else None
 
 
-def layer_groups(report: KernelReport) -> list[LayerGroup]:
+def layer_groups(report: Totals) -> list[LayerGroup]:
     """The report's modules, in their order, with equal layers as one group. Unmatched kernels outside layers are left out."""
     layers: dict[tuple[str | None, int], LayerGroup] = {}
     for entry in report.modules:
@@ -83,7 +83,7 @@ def home_of(between: Between) -> tuple[str, int] | None:
     return after[:2] if after is not None and before is not None and after[:2] == before[:2] else None
 
 
-def unmatched_groups(report: KernelReport) -> list[UnmatchedKernels]:
+def unmatched_groups(report: Totals) -> list[UnmatchedKernels]:
     """Unmatched kernels outside layers; those between one layer and the next folded over layers with the same ones."""
     folded: dict[object, tuple[list[int], UnmatchedKernels]] = {}
     for row in report.unmatched:

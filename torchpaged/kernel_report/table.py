@@ -9,8 +9,9 @@ from collections.abc import Iterable
 from rich.markup import escape
 from rich.table import Table
 
-from torchpaged.kernel_report.data import COMPILED, KernelReport, KernelTime, UnmatchedKernels
+from torchpaged.kernel_report.data import COMPILED, KernelTime, UnmatchedKernels
 from torchpaged.kernel_report.layers import ITSELF, layer_groups, unmatched_groups
+from torchpaged.kernel_report.report import KernelReport
 
 
 def report_table(report: KernelReport, title: str = "") -> Table:

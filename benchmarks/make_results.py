@@ -1,0 +1,142 @@
+"""Tables of README.md, docs/results.md and docs/stream_order.md, made from benchmarks/results/*.json and custom_ops/stream_order.py.
+
+    python benchmarks/make_results.py            # rewrite what stands between the markers of the pages
+    python benchmarks/make_results.py --check    # exit code 1 if a page does not hold what the data says
+
+A page holds ``<!-- made: NAME -->``, then what the function NAME of `TABLES` returns, then ``<!-- end -->``. Needs the standard library alone.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+import textwrap
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import result_tables as tables
+from result_tables import RESULTS, geomean, load, prefill_rows, ratio, step_times, table, times
+
+ROOT = Path(__file__).parents[1]
+PAGES = ("README.md", "docs/results.md", "docs/stream_order.md")
+WIDTH = 110
+
+
+def summary() -> list[str]:
+    """The README's table: one row per question, wins and losses."""
+    lines = [["decode attention, 18 cases", "FA3, FlashInfer", *spread(load("h200_attention_decode")["rows"])],
+             ["decode attention, fp8 cache, 3 cases", "FlashInfer", *spread(load("h200_attention_fp8")["rows"])]]  # fmt: skip
+    for kernel, own in (("CUDA C++", "native"), ("Triton", "triton")):
+        ratios = [row["tflops"][own] / row["tflops"]["fa3"] for row in prefill_rows()]
+        lines.append([f"prefill attention, {kernel} kernel, {len(ratios)} cases", "FA3", ratio(geomean(ratios)), ratio(min(ratios))])
+    rates = [row["tflops"] for row in prefill_rows()]
+    dense = [of["native"] / max(of["fa3 one block"], of.get("sdpa", 0)) for of in rates]
+    lines.append(["the same, CUDA C++, peers on contiguous keys", "FA3, SDPA", ratio(geomean(dense)), ratio(min(dense))])
+    mixed_rows = [row for row in load("h200_attention_mixed")["rows"] if "cuda-in-parts" in times(row)]
+    lines.append(["mixed batches, 5 cases", "FA3", *spread(mixed_rows)])
+    for shape, file in (("1B", "h200_step_peers_1b"), ("8B", "h200_step_peers_8b")):
+        rows, found = step_times(file), []
+        for batch in sorted({key[1] for key in rows}):
+            ms = {key[2]: row["ms"] for key, row in rows.items() if key[1] == batch and "ms" in row}
+            found.append(min(ms[name] for name in ms if name.startswith("hf")) / ms["k1+fuse"])
+        lines.append(
+            [f"whole decode step, {shape}, batch 1 to 64", "HuggingFace, both fast paths", ratio(geomean(found)), ratio(min(found))]
+        )
+    return table(["one H200, bf16", "against the best of", "× faster, geometric mean", "worst case"], lines)
+
+
+def spread(rows: Sequence[dict[str, Any]]) -> list[str]:
+    ratios = [row["ratio"] for row in rows if row.get("ratio")]
+    return [ratio(geomean(ratios)), ratio(min(ratios))]
+
+
+def runs() -> list[str]:
+    """Every document of the folder: what ran, where, how."""
+    lines = []
+    for path in sorted(RESULTS.glob("*.json")):
+        document = load(path.stem)
+        conditions = (
+            document.get("conditions")
+            or document.get("conditions_after")
+            or next(iter(document.get("runs", [{}])), {}).get("conditions", {})
+        )
+        command = conditions.get("command") or document.get("command") or "–"
+        torch = (
+            conditions.get("torch")
+            or document.get("versions", {}).get("torch")
+            or document.get("environment", {}).get("torch", {}).get("version")
+        )
+        note = document.get("note") or document.get("what") or ""
+        text = f"[{path.stem}](../benchmarks/results/{path.name}): torch {torch or document.get('torch', '?')}. `{command}`" + (
+            f" ({note})" if note else ""
+        )
+        lines += wrapped(text)
+    return lines
+
+
+def stream_order() -> list[str]:
+    spec = importlib.util.spec_from_file_location("stream_order", ROOT / "custom_ops" / "stream_order.py")
+    assert spec and spec.loader
+    data = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(data)
+
+    def named(tensors: Sequence[str]) -> str:
+        """Tensors by their group's name where the whole group is there."""
+        groups = [(name, group) for name, group in data.GROUPS.items() if set(group) <= set(tensors)]
+        left = [tensor for tensor in tensors if not any(tensor in group for _, group in groups)]
+        return ", ".join([*(f"*{name}*" for name, _ in groups), *left]) or "–"
+
+    lines, reasons = [], []
+    for op, launches in data.STREAM_ORDER.items():
+        for launch in launches:
+            name = f"`{op}`" + (f": {launch.case}" if launch.case else "")
+            fence = "yes" if launch.fence else "–"
+            lines.append([name, named(launch.reads_early), named(launch.writes), launch.waits, launch.triggers, fence])
+            if launch.why:
+                reasons += wrapped(f"{name}: {launch.why}.")
+    legend = [line for name, group in data.GROUPS.items() for line in wrapped(f"*{name}*: {', '.join(group)}.")]
+    return [*table(["op", "reads early", "writes", "waits", "triggers", "fence"], lines), "", *legend, "", "Why:", "", *reasons]
+
+
+def wrapped(text: str) -> list[str]:
+    """A list's item in lines of the pages' width; links and paths stay whole."""
+    return textwrap.wrap(text, WIDTH, initial_indent="- ", subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+
+
+TABLES: dict[str, Callable[[], list[str]]] = {
+    function.__name__: function
+    for function in (
+        tables.decode, tables.decode_others, tables.decode_since, tables.prefill, tables.prefill_kernel, tables.mixed, tables.block_size,
+        tables.write_kv, tables.step, tables.step_variants, tables.idle, tables.host, tables.capture, tables.cold, tables.engine, tables.linear,
+        tables.sampling, summary, runs, stream_order,
+    )
+}  # fmt: skip
+
+
+def made(text: str) -> str:
+    """A page with what stands between its markers made anew."""
+
+    def make(match: re.Match[str]) -> str:
+        if match[1] not in TABLES:
+            raise SystemExit(f"make_results: expected one of {', '.join(TABLES)} behind 'made:', got {match[1]!r}")
+        return "\n".join([f"<!-- made: {match[1]} -->", *TABLES[match[1]](), "<!-- end -->"])
+
+    return re.sub(r"<!-- made: (\w+) -->.*?<!-- end -->", make, text, flags=re.DOTALL)
+
+
+def main(check: bool) -> int:
+    stale = [page for page in PAGES if made((ROOT / page).read_text()) != (ROOT / page).read_text()]
+    if not check:
+        for page in stale:
+            (ROOT / page).write_text(made((ROOT / page).read_text()))
+    print(
+        "\n".join(f"{page}: {'does not hold what the data says' if check else 'rewritten'}" for page in stale) or "nothing to do",
+        file=sys.stderr,
+    )
+    return int(check and bool(stale))
+
+
+if __name__ == "__main__":
+    sys.exit(main("--check" in sys.argv[1:]))

@@ -1,0 +1,85 @@
+"""Every decoder architecture of transformers, tiny and left-padded, through generate(): paged, dense and without a cache, against eager attention.
+
+tests/data/architectures.json says what each of the three gives: "right" (greedy tokens and logits), or which refusal, by the name it has in
+`REFUSALS`. There is no entry for a wrong answer or for an error of another kind; "as sdpa" is a model for which transformers' own sdpa differs
+from its own eager attention. A status that changes, for better or worse, fails here.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from architectures import LEFT_OUT, model_of
+from families import logits_of
+from models import padded_prompts
+from torch import Tensor
+from transformers import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from torchpaged import UnsupportedModelError
+from torchpaged.hf import PagedCache
+
+MODES = ["paged", "dense", "none"]
+TABLE: dict[str, list[str]] = json.loads((Path(__file__).parents[1] / "data/architectures.json").read_text())
+#: name in the table -> what the message says
+REFUSALS = {
+    "no interface": "do not call transformers' attention interface",
+    "computes": r"computes with its cached keys or values.*use PagedCache\(\.\.\., dense=True\)",
+    "position bias": r"position bias.*use PagedCache\(\.\.\., dense=True\)",
+    "own cache": "keeps a cache of its own kind; call generate",
+    "nothing to page": "keeps no keys and values in any layer.*call generate",
+    "no static cache": "transformers' StaticCache.*can't be built.*use DynamicCache",
+    "indexer": "caches an indexer",
+    "sparse": "selects keys sparsely",
+    "sinks": "needs s_aux, which SDPA drops; run it with a PagedCache, or set_attn_implementation",
+    "soft cap": "needs softcap, which SDPA drops; run it with a PagedCache, or set_attn_implementation",
+}
+
+
+def run(model_type: str, implementation: str, mode: str = "none") -> Tensor:
+    """Logits of every new token ``[tokens, rows, vocab]``."""
+    model = model_of(model_type, implementation)
+    cache = None if mode == "none" else PagedCache(model.config, 2, 32, block_size=4, dense=mode == "dense")
+    return logits_of(model, padded_prompts(), cache, eos_token_id=None)
+
+
+@functools.lru_cache(maxsize=2)
+def eager(model_type: str) -> Tensor:
+    logits = run(model_type, "eager")
+    assert logits.isfinite().all()
+    return logits
+
+
+def agree(got: Tensor, want: Tensor) -> bool:
+    """Greedy tokens too: the fifth token's logits come from the four before."""
+    close = torch.allclose(got, want, rtol=1e-4, atol=1e-4 * max(float(want.abs().max()), 1.0))
+    return close and torch.equal(got.argmax(-1), want.argmax(-1))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("model_type", sorted(TABLE))
+def test_architecture(model_type: str, mode: str) -> None:
+    if model_type not in CONFIG_MAPPING:
+        pytest.skip(f"this transformers has no {model_type}")
+    expected = TABLE[model_type][MODES.index(mode)]
+    if expected in REFUSALS:
+        with pytest.raises(UnsupportedModelError, match=REFUSALS[expected]):
+            run(model_type, "torchpaged", mode)
+        return
+    got = run(model_type, "torchpaged", mode)
+    assert agree(got, eager(model_type)) == (expected == "right")
+    if expected == "as sdpa":
+        assert agree(got, run(model_type, "sdpa"))
+        pytest.xfail("transformers' own sdpa differs from its eager attention, alike")
+
+
+def test_the_table_is_complete() -> None:
+    """What transformers maps to a CausalLM is listed, or left out by name; and the table knows no other words."""
+    assert set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) <= set(TABLE) | set(LEFT_OUT) and not set(TABLE) & set(LEFT_OUT)
+    assert {status for row in TABLE.values() for status in row} <= {"right", "as sdpa", *REFUSALS}
+    assert all(len(row) == len(MODES) for row in TABLE.values())
+    assert [name for name, row in TABLE.items() if "as sdpa" in row] == ["minimax"]

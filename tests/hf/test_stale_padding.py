@@ -1,0 +1,157 @@
+"""Padding read for a forward that raised before it wrote: the next forward's is right without `reset()`, or it is refused until then."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from families import build, logits_of
+from models import padded_prompts
+from torch import Tensor, nn
+from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
+
+from torchpaged import ArgumentError, UnsupportedModelError
+from torchpaged.hf import PagedCache
+
+#: OPT makes a mask of ones where none comes, Gemma 3 asks for two kinds, Llama 4's masks are never made ahead of a forward.
+STEMS = ["OPT", "Gemma3", "Llama4", "Bart"]
+
+
+class Broken(Exception):
+    pass
+
+
+def interrupt(model: PreTrainedModel) -> Any:
+    """The first layer raises: masks were asked for, nothing is written."""
+
+    def fail(*_: object) -> None:
+        raise Broken
+
+    layers = next(m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == 2)
+    return layers[0].register_forward_pre_hook(fail)
+
+
+def broken(stem: str, how: str) -> tuple[PreTrainedModel, PagedCache, Tensor]:
+    """A model, a cache behind a left-padded forward that raised before its first write, and a prompt of the same shape without padding."""
+    model, inputs = build(stem, implementation="torchpaged"), padded_prompts()
+    cache = PagedCache(model.config, 2, 32, block_size=4)
+    hook = interrupt(model)
+    with pytest.raises(Broken), torch.no_grad():
+        if how == "generate":
+            model.generate(**inputs, max_new_tokens=2, past_key_values=cache)
+        else:
+            model(**inputs, past_key_values=cache)
+    hook.remove()
+    return model, cache, torch.randint(3, 99, inputs["input_ids"].shape, generator=torch.Generator().manual_seed(2))
+
+
+@pytest.mark.parametrize("how", ["generate", "forward"])
+@pytest.mark.parametrize("with_mask", [True, False])
+@pytest.mark.parametrize("stem", STEMS)
+def test_generate_after_it(stem: str, with_mask: bool, how: str) -> None:
+    model, cache, ids = broken(stem, how)
+    inputs = {"input_ids": ids, **({"attention_mask": torch.ones_like(ids)} if with_mask else {})}
+    torch.testing.assert_close(logits_of(model, inputs, cache), logits_of(model, inputs), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("stem", STEMS)
+def test_a_forward_after_a_forward(stem: str) -> None:
+    model, cache, ids = broken(stem, "forward")
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids, past_key_values=cache).logits, model(ids, use_cache=False).logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("stem", STEMS)
+def test_a_forward_after_generate(stem: str) -> None:
+    """A forward without a mask is also what generate() calls behind the mask that it made; only whose turn it is tells them apart."""
+    model, cache, ids = broken(stem, "generate")
+    with torch.no_grad():
+        want = model(ids, use_cache=False).logits
+        if stem == "Llama4":
+            torch.testing.assert_close(model(ids, past_key_values=cache).logits, want, rtol=1e-4, atol=1e-4)
+            return
+        for _ in range(2):
+            with pytest.raises(ArgumentError, match=r"attention_mask.*cache\.reset\(\)"):
+                model(ids, past_key_values=cache)
+        assert not cache.ready and not any(layer.is_initialized and layer.keys.any() for layer in cache.paged)
+        cache.reset()
+        torch.testing.assert_close(model(ids, past_key_values=cache).logits, want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("how", ["generate", "forward"])
+@pytest.mark.parametrize("stem", STEMS)
+def test_other_padding_after_it(stem: str, how: str) -> None:
+    model, cache, ids = broken(stem, how)
+    mask = torch.ones_like(ids)
+    mask[1, :3] = 0
+    with torch.no_grad():
+        want = model(ids, attention_mask=mask, use_cache=False).logits[:, -1]
+        got = model(ids, attention_mask=mask, past_key_values=cache).logits[:, -1]
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("broken_first", [False, True])
+def test_a_decoder_with_an_encoder(broken_first: bool) -> None:
+    """transformers 5.17 makes no mask ahead of a decoder that is given none."""
+    model = build("Bart", "ForConditionalGeneration", "torchpaged")
+    cache = EncoderDecoderCache(PagedCache(model.config, 2, 32, block_size=4), DynamicCache(config=model.config))
+    source, prompt = {"input_ids": torch.randint(3, 99, (2, 12))}, padded_prompts()
+    prompt["input_ids"][:, 0] = 1  # the start token, which generate() would put in front of the padding
+    if broken_first:
+        hook = interrupt(model.model.decoder)
+        with pytest.raises(Broken):
+            padded = {"decoder_input_ids": prompt["input_ids"], "decoder_attention_mask": prompt["attention_mask"]}
+            model.generate(**source, **padded, max_new_tokens=2, past_key_values=cache)
+        hook.remove()
+    given = {**source, "decoder_input_ids": torch.randint(3, 99, prompt["input_ids"].shape)}
+    given["decoder_input_ids"][:, 0] = 1
+    want = logits_of(model, given)
+    try:
+        torch.testing.assert_close(logits_of(model, given, cache), want, rtol=1e-4, atol=1e-4)
+    except ArgumentError as error:
+        assert broken_first and "cache.reset()" in str(error)
+
+
+def test_a_copy_knows_of_no_forward() -> None:
+    _, cache, _ = broken("OPT", "generate")
+    assert copy.deepcopy(cache)._pending.padding is None and pickle.loads(pickle.dumps(cache))._pending.padding is None
+
+
+@pytest.mark.parametrize("stem", STEMS)
+def test_inputs_prepared_by_hand(stem: str) -> None:
+    """As in a decode loop of the user's own."""
+    model, inputs = build(stem, implementation="torchpaged"), padded_prompts()
+    cache = PagedCache(model.config, 2, 32, block_size=4)
+    with torch.no_grad():
+        inputs["position_ids"] = (inputs["attention_mask"].cumsum(-1) - 1).clamp_min(0)
+        want = model(**inputs, use_cache=False).logits[:, -1]
+        prepared = model.prepare_inputs_for_generation(**inputs, past_key_values=cache, use_cache=True)
+        torch.testing.assert_close(model(**prepared).logits[:, -1], want, rtol=1e-4, atol=1e-4)
+
+
+def test_masks_that_differ_within_a_forward() -> None:
+    """Padding in one kind of mask and none in the other one is nothing that rows of one length can hold."""
+    cache = PagedCache(build("Gemma3").config, 2, 32)
+    cache.observe_mask(padded_prompts()["attention_mask"], 2, 20, None, None)
+    with pytest.raises(UnsupportedModelError, match="masks the padding of some layers"):
+        cache.observe_mask(None, 2, 20, None, 8)
+
+
+def test_a_forward_longer_than_prepared() -> None:
+    """A model that puts tokens of its own in front of the prompt: where its padding lies then, the mask ahead of it did not say."""
+    cache = PagedCache(build("OPT").config, 2, 32)
+
+    def prepare_inputs_for_generation() -> None:
+        cache.observe_mask(padded_prompts()["attention_mask"], 2, 20, None, None)
+
+    def generate() -> None:
+        prepare_inputs_for_generation()
+        with pytest.raises(UnsupportedModelError, match="24 tokens per row where 20 were prepared"):
+            cache.observe_mask(None, 2, 24, None, None)
+
+    generate()
+    cache.observe_mask(None, 2, 24, None, None)  # of another forward
+    assert cache._pending.take() is None

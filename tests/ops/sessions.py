@@ -1,0 +1,107 @@
+"""Backends whose sessions keep something, for tests on a CPU: a semaphore, as the GPU's do, or a plan that every step needs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchpaged.backends import (
+    AttentionSpec,
+    Backend,
+    Capabilities,
+    GraphSupport,
+    HostLengths,
+    Limits,
+    PlannedBatch,
+    Planning,
+    SemaphoreSession,
+    Session,
+    assert_planned,
+    attention_spec,
+    get_backend,
+)
+from torchpaged.custom_ops import BACKEND_OPS, BackendOps
+
+KEPT = Backend("kept", get_backend("reference").capabilities, BackendOps(*BACKEND_OPS["reference"]), lambda: None, SemaphoreSession)
+
+
+def kept_session(max_num_reqs: int = 8, num_kv_heads: int = 2, num_heads: int = 4, head_dim: int = 16) -> Session:
+    """A session with a semaphore; its kernels are the reference's, which look whether it is zero."""
+    spec = attention_spec(
+        device=torch.device("cpu"), dtype=torch.float32, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim
+    )
+    return KEPT.open([spec], Limits(max_num_reqs=max_num_reqs), "cpu")
+
+
+def semaphore_of(session: Session) -> Tensor:
+    """The only one."""
+    (semaphore,) = session.tensors().values()
+    return semaphore
+
+
+# ------------------------------------------------------------------------------------------------ a backend that plans
+LIBRARY = torch.library.Library("torchpaged_planning", "DEF")
+LIBRARY.define("""paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor seq_lens, Tensor query_start_loc,
+    Tensor(a!) out, Tensor(b!)? lse=None, *, SymInt max_query_len, float scale, bool causal=True, int window_left=-1, int window_right=-1,
+    float logits_soft_cap=0.0, Tensor? alibi_slopes=None, Tensor? sinks=None, Tensor? k_scale=None, Tensor? v_scale=None, int chunk_size=0,
+    Tensor planned_table, Tensor planned_lens) -> ()""", tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))  # fmt: skip
+
+
+def _attend(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, seq_lens: Tensor, query_start_loc: Tensor, out: Tensor,
+    lse: Tensor | None = None, *, planned_table: Tensor, planned_lens: Tensor, **options: Any,
+) -> None:  # fmt: skip
+    """Attends over the blocks of the plan, not over those of the call."""
+    assert_planned((planned_lens, planned_table), (seq_lens, block_table))
+    num_reqs = seq_lens.shape[0]
+    BACKEND_OPS["default"].paged_attention(
+        q, k_cache, v_cache, planned_table[:num_reqs], planned_lens[:num_reqs], query_start_loc, out, lse, **options
+    )
+
+
+LIBRARY.impl("paged_attention", _attend, "CompositeExplicitAutograd")
+torch.library.register_fake("torchpaged_planning::paged_attention", lambda *args, **options: None, lib=LIBRARY)
+
+
+class PlanningSession(Session):
+    """Copies block table and lengths; counts its plans, and how many of them had the host's lengths."""
+
+    def _open(self, specs: Any) -> None:
+        rows, width = self.limits.need("max_num_reqs", "max_blocks_per_req")
+        with torch.inference_mode(False):
+            self.table = torch.zeros(rows, width, dtype=torch.int32, device=self.device)
+            self.lens = torch.full((rows,), -1, dtype=torch.int32, device=self.device)
+        for tensor in (self.table, self.lens):
+            torch._dynamo.mark_static_address(tensor, guard=False)
+        self.plans_made, self.plans_from_host = 0, 0
+
+    def _make_workspace(self, spec: AttentionSpec) -> dict[str, Tensor]:
+        return {"planned_table": self.table, "planned_lens": self.lens}
+
+    def _plan(self, batch: PlannedBatch, host: HostLengths | None) -> None:
+        assert not torch.compiler.is_compiling()
+        rows, width = batch.block_table.shape
+        with torch.inference_mode():
+            self.table[:rows, :width].copy_(batch.block_table)
+            self.lens[:rows].copy_(batch.seq_lens)
+        self.plans_made += 1
+        if host is not None:
+            self.plans_from_host += 1
+            if self.device.type == "cpu":
+                assert list(host.seq_lens) == batch.seq_lens.tolist() and list(host.query_lens) == batch.query_start_loc.diff().tolist()
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"planned_table": self.table, "planned_lens": self.lens}
+
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+#: Serves attention alone; the device's own ops do the rest.
+PLANNING = Backend(
+    "planning",
+    Capabilities(("cpu", "cuda"), _FLOATS, _FLOATS, GraphSupport.ALWAYS, planning=Planning.EVERY_STEP),
+    {"paged_attention": torch.ops.torchpaged_planning.paged_attention.default},
+    lambda: None,
+    PlanningSession,
+)

@@ -1,0 +1,152 @@
+"""The functions choose their backend as every other door does: argument, `use_backend`, TORCHPAGED_BACKEND, automatic."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import torchpaged
+from torchpaged import ArgumentError, BackendUnavailableError, PagedAttention, use_backend
+from torchpaged.backends import Backend, get_backend, register_backend
+from torchpaged.backends import selector as selector_module
+from torchpaged.custom_ops import BACKEND_OPS, BackendOps
+
+
+def arguments(dtype: torch.dtype = torch.float32, kv_dtype: torch.dtype | None = None) -> dict[str, dict[str, Any]]:
+    """What each function takes, by its name."""
+    k, q = torch.randn(3, 2, 16, dtype=dtype), torch.randn(3, 4, 16, dtype=dtype)
+    pool, other = (torch.zeros(4, 4, 2, 16, dtype=kv_dtype or dtype) for _ in range(2))
+    slots, table = torch.arange(4, 7), torch.tensor([[1]], dtype=torch.int32)
+    seq_lens, starts = torch.tensor([3], dtype=torch.int32), torch.tensor([0, 3], dtype=torch.int32)
+    one = torch.tensor([1.0]) if kv_dtype else None
+    scales, pools = {"k_scale": one, "v_scale": one}, {"k_cache": pool, "v_cache": other}
+    out, lse = torch.randn(3, 4, 16, dtype=dtype), torch.randn(3, 4)
+    ids = {name: torch.zeros(1, dtype=torch.int64) for name in ("sampled_token_ids", "input_ids", "positions", "slot_mapping")}
+    return {
+        "write_kv": {"k": k, "v": k.clone(), **pools, "slot_mapping": slots, **scales},
+        "rope_write_kv": {
+            "q": q, "k": k, "v": k.clone(), "positions": torch.arange(3), "cos_sin": torch.ones(8, 16), **pools, "slot_mapping": slots, **scales,
+        },
+        "paged_attention": {
+            "q": q, **pools, "block_table": table, "seq_lens": seq_lens, "query_start_loc": starts, "max_query_len": 3, **scales,
+        },
+        "merge_attn_states": {"out_a": out, "lse_a": lse, "out_b": out.clone(), "lse_b": lse.clone()},
+        "copy_blocks": {**pools, "block_mapping": torch.tensor([[1, 2]])},
+        "advance_step": {**ids, "block_table": table, "seq_lens": seq_lens, "block_size": 4},
+    }  # fmt: skip
+
+
+FUNCTIONS = list(arguments())
+Counting = Callable[..., list[str]]
+
+
+@pytest.fixture
+def mine(monkeypatch: pytest.MonkeyPatch) -> Counting:
+    """Registers a backend "mine" whose ops are the reference's and count their calls; returns the names that were called."""
+    monkeypatch.setattr(selector_module, "_REGISTERED", {})
+    monkeypatch.setattr(selector_module, "AUTOMATIC", list(selector_module.AUTOMATIC))
+
+    def register(automatic: bool = False, missing: str | None = None, **declared: Any) -> list[str]:
+        called: list[str] = []
+
+        def counted(name: str) -> Any:
+            def run(*args: Any, **kwargs: Any) -> None:
+                called.append(name)
+                getattr(BACKEND_OPS["reference"], name)(*args, **kwargs)
+
+            return run
+
+        capabilities = dataclasses.replace(get_backend("reference").capabilities, **declared)
+        ops = BackendOps(*map(counted, BackendOps._fields))
+        register_backend(Backend("mine", capabilities, ops, lambda: missing), automatic=automatic)
+        return called
+
+    return register
+
+
+@pytest.mark.parametrize("asked", ["use_backend", "TORCHPAGED_BACKEND"])
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_the_backend_that_was_asked_for_runs(function: str, asked: str, mine: Counting, monkeypatch: pytest.MonkeyPatch) -> None:
+    called = mine()
+    call = getattr(torchpaged, function)
+    call(**arguments()[function])
+    assert not called
+    if asked == "use_backend":
+        with use_backend("mine"):
+            call(**arguments()[function])
+    else:
+        monkeypatch.setenv("TORCHPAGED_BACKEND", "mine")
+        call(**arguments()[function])
+        with use_backend("auto"):
+            call(**arguments()[function])
+        call(**arguments()[function], ops=BACKEND_OPS["default"])
+    assert called == [function]
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_a_choice_that_cannot_serve_the_call_is_refused(function: str, mine: Counting, monkeypatch: pytest.MonkeyPatch) -> None:
+    called = mine(missing="its library is not here")
+    with use_backend("mine"), pytest.raises(BackendUnavailableError, match=r"use_backend\('mine'\).*its library is not here"):
+        getattr(torchpaged, function)(**arguments()[function])
+    monkeypatch.setenv("TORCHPAGED_BACKEND", "cuda")
+    with pytest.raises(BackendUnavailableError, match=r"'cuda' \(TORCHPAGED_BACKEND=cuda is set\).*device cpu is not one of cuda"):
+        getattr(torchpaged, function)(**arguments()[function])
+    assert not called
+
+
+def test_what_the_choice_declares_is_asked(mine: Counting) -> None:
+    called = mine(logits_soft_cap=False)
+    with use_backend("mine"):
+        torchpaged.paged_attention(**arguments()["paged_attention"])
+        with pytest.raises(BackendUnavailableError, match="logits_soft_cap is not supported"):
+            torchpaged.paged_attention(**arguments()["paged_attention"], logits_soft_cap=30.0)
+    assert called == ["paged_attention"]
+
+
+def test_the_automatic_choice_is_the_modules(mine: Counting) -> None:
+    """A registered one that comes first; on to the next where it declares a feature away; fp8 pools on a CPU as the module has them."""
+    called = mine(automatic=True, window=False)
+    torchpaged.paged_attention(**arguments()["paged_attention"])
+    assert called == ["paged_attention"]
+    torchpaged.paged_attention(**arguments()["paged_attention"], window_size=(1, -1))
+    assert called == ["paged_attention"]
+
+
+@pytest.mark.parametrize("function", ["write_kv", "rope_write_kv", "paged_attention"])
+def test_fp8_pools_on_a_cpu_run_where_the_module_runs_them(function: str) -> None:
+    module = PagedAttention(4, 16, 2, kv_dtype=torch.float8_e4m3fn, dtype=torch.float32)
+    assert module.choice.name == "reference"
+    call, given = getattr(torchpaged, function), arguments(kv_dtype=torch.float8_e4m3fn)[function]
+    if get_backend("cpu").unavailable() is None:
+        with use_backend("cpu"), pytest.raises((ArgumentError, BackendUnavailableError), match="float8_e4m3fn"):
+            call(**given)
+    call(**given)
+
+
+@pytest.mark.parametrize("function", ["paged_attention", "write_kv"])
+def test_a_compiled_call_keeps_what_was_chosen_when_it_was_traced(function: str) -> None:
+    """As a module keeps what was chosen at its construction; a name that can't run here is refused then."""
+    graphs: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph.code)
+        return graph.forward
+
+    def call(given: dict[str, Any]) -> Any:
+        return getattr(torchpaged, function)(**given)
+
+    for name, overload in (("reference", f"{function}.reference"), ("auto", f"{function}.default")):
+        torch._dynamo.reset()
+        compiled = torch.compile(call, fullgraph=True, dynamic=True, backend=backend)
+        with use_backend(name):
+            compiled(arguments()[function])
+        assert overload.replace(".", "_") in graphs[-1] or overload in graphs[-1]
+        compiled(arguments()[function])
+    assert len(graphs) == 2
+    torch._dynamo.reset()
+    with use_backend("triton"), pytest.raises(Exception, match="device cpu is not one of cuda"):
+        torch.compile(call, fullgraph=True, backend=backend)(arguments()[function])

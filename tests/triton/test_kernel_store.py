@@ -1,0 +1,303 @@
+"""Kernels of Triton kept and launched by us: what decides which one, what must fit, and when Triton launches instead. No GPU: jit.Kernel is a stand-in."""
+
+from __future__ import annotations
+
+import os
+import re
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("kernels are interpreted in this process", allow_module_level=True)
+
+import launched
+import triton
+from triton.backends.nvidia.compiler import CUDABackend
+from triton.runtime.jit import create_function_from_signature
+
+from torchpaged.custom_ops import BACKEND_OPS
+from torchpaged.custom_ops.cuda import cubins, jit
+from torchpaged.custom_ops.triton import compile_together, kernel_store, paged_attention
+from torchpaged.custom_ops.triton.compile_together import Launch
+from torchpaged.custom_ops.triton.kernel_store import KernelRef
+from torchpaged.testing import BatchSpec, make_batch, run_paged_attention
+
+REFS = {"prefill_kernel": paged_attention._PREFILL, "decode_kernel": paged_attention._DECODE}
+EVERYTHING = {"window_left": 100, "chunk_size": 256, "logits_soft_cap": 6.0}
+BYTES = {"u64": 8, "b64": 8, "u32": 4, "b32": 4, "s32": 4, "f32": 4}
+
+
+@pytest.mark.parametrize("name", REFS)
+def test_a_reference_says_what_the_kernel_says(name: str) -> None:
+    ref, parameters = REFS[name], REFS[name].load().params
+    positional = min(p.num for p in parameters if p.name == ("GROUP" if name == "prefill_kernel" else "K_BLOCK"))
+    assert ref.constants == {p.num for p in parameters[:positional] if p.is_constexpr}
+    assert ref.unspecialised == {p.num for p in parameters if p.do_not_specialize}
+    assert not any(p.do_not_specialize_on_alignment for p in parameters)
+
+
+def mixed_launches(**changes: Any) -> list[launched.Launch]:
+    """The prefill and the decode kernel of a small mixed batch, with every mask."""
+    batch = make_batch(
+        BatchSpec("mixed", (40, 100, 7), (30, 1, 1)), num_heads=8, num_kv_heads=2, dtype=torch.bfloat16, sinks=True, alibi=True, **changes
+    )
+    with launched.recorded() as launches:
+        run_paged_attention(BACKEND_OPS["triton"], batch, **EVERYTHING)
+    return launches
+
+
+def positional(launch: launched.Launch) -> tuple[Any, ...]:
+    """The arguments that the op passed by place."""
+    first = "GROUP" if launch.name == "prefill_kernel" else "K_BLOCK"
+    names = [p.name for p in launch.kernel.params]
+    end = names.index("GROUP") if first == "GROUP" else names.index("K_BLOCK")
+    return tuple(launch.arguments[name] for name in names[:end])
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_what_is_passed_is_what_the_machine_code_takes(fp8: bool) -> None:
+    """Number, order and size of parameters of the real thing; another Triton that passes them otherwise fails here."""
+    changes: dict[str, Any] = {"kv_dtype": torch.float8_e4m3fn, "scales": "per_head"} if fp8 else {}
+    launches = mixed_launches(**changes)
+    assert [launch.name for launch in launches] == ["prefill_kernel", "decode_kernel"]
+    for launch in launches:
+        compiled = launched.compile_launch(launch)
+        specialisation = kernel_store.specialise(REFS[launch.name], positional(launch))
+        content = kernel_store.pack(compiled, specialisation)
+        assert content is not None and content.partition(b"\n")[2] == compiled.asm["cubin"]
+        types = kernel_store.parameters(specialisation)[1]
+        entry = re.search(r"\.entry \w+\((.*?)\)", compiled.asm["ptx"], re.DOTALL)
+        assert entry is not None
+        sizes = [BYTES[kind] for kind in re.findall(r"\.param \.(\w+)", entry[1])]
+        expected = [size for _, size in kernel_store._layout(types)]
+        assert sizes in (expected, expected[:-1], expected[:-2]), (sizes, expected)
+
+
+@pytest.mark.parametrize("name", REFS)
+def test_as_fine_as_tritons_own_specialisation(name: str) -> None:
+    """What looks the same to us looks the same to Triton's JIT: or it would compile a kernel where we launch the other's."""
+    ref, launch = REFS[name], next(launch for launch in mixed_launches() if launch.name == name)
+    jit_function = launch.kernel
+    bind = create_function_from_signature(
+        jit_function.signature, jit_function.params, CUDABackend(triton.backends.compiler.GPUTarget("cuda", 90, 32))
+    )
+    arguments = positional(launch)
+    names = [p.name for p in jit_function.params]
+    constants = {key: launch.arguments[key] for key in names[len(arguments) :]}
+    storage = torch.zeros(64, dtype=torch.int8)
+    compared = 0
+    for place, value in enumerate(arguments):
+        if isinstance(value, torch.Tensor):
+            tries: list[Any] = [storage[at:].view(dtype) if at % dtype.itemsize == 0 else None
+                                for at in (0, 4, 8, 16, 24, 32) for dtype in (torch.int32, torch.bfloat16, torch.float32)]  # fmt: skip
+        elif type(value) is int:
+            tries = [0, 1, 2, 8, 15, 16, 17, 24, 32, 48, 2**31 - 1, 2**31, 2**31 + 16, -1, -16, -(2**31) - 1]
+        else:
+            tries = [0.0, 1.0, 0.5, 16.0]
+        seen: dict[object, object] = {}
+        for other in tries:
+            changed = (*arguments[:place], other, *arguments[place + 1 :])
+            ours = kernel_store.specialise(ref, changed)
+            theirs = str(bind(*changed, **constants)[1])
+            if place in ref.constants:
+                theirs += str(other)
+            assert seen.setdefault(ours, theirs) == theirs, f"{names[place]}: {other!r} is another kernel to Triton"
+            compared += 1
+    assert compared > 100
+
+
+# ------------------------------------------------------------------------------------------------ finding and keeping
+REF = KernelRef("decode", "some_kernel", constants=frozenset({2}), unspecialised=frozenset({3}))
+
+
+class LoadedKernel:
+    """Stands in for jit.Kernel."""
+
+    layout: list[tuple[int, int]]
+    made: list[bytes]
+    launches: list[tuple[Any, ...]]
+
+    def __init__(self, code: bytes, name: str, shared_bytes: int, *, prefer_shared: bool) -> None:
+        self.made.append(code)
+
+    def parameters(self) -> list[tuple[int, int]]:
+        return self.layout
+
+    def launch(self, *arguments: Any, **options: Any) -> None:
+        self.launches.append((*arguments, options))
+
+
+def compiled_kernel(**metadata: Any) -> Any:
+    known = {"name": "some_kernel", "shared": 64, "num_warps": 4, "num_ctas": 1, "launch_pdl": True, "launch_cooperative_grid": False,
+             "global_scratch_size": 0, "profile_scratch_size": 0, **metadata}  # fmt: skip
+    source = SimpleNamespace(signature={"a": "*bf16", "b": "i32", "c": "constexpr", "n": "i32", "x": "fp32"})
+    return SimpleNamespace(metadata=SimpleNamespace(**known), src=source, asm={"cubin": b"machine\ncode"})
+
+
+TENSOR = torch.zeros(8, dtype=torch.bfloat16)
+ARGUMENTS = (TENSOR, 32, 7, 5, 0.5)
+
+
+@pytest.fixture(autouse=True)
+def stand_ins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    monkeypatch.setenv("TORCHPAGED_CACHE", str(tmp_path))
+    monkeypatch.setattr(jit, "Kernel", LoadedKernel)
+    monkeypatch.setattr(LoadedKernel, "layout", [(0, 8), (8, 4), (12, 4), (16, 4), (24, 8), (32, 8)], raising=False)
+    monkeypatch.setattr(LoadedKernel, "made", [], raising=False)
+    monkeypatch.setattr(LoadedKernel, "launches", [], raising=False)
+    monkeypatch.setattr(kernel_store, "usable", lambda: True)
+    monkeypatch.setattr(kernel_store, "_known", {})
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=None: (9, 0))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    yield
+
+
+def forget() -> None:
+    """As in a new process."""
+    kernel_store._known.clear()
+
+
+def test_the_next_process_launches_it_with_the_same_arguments() -> None:
+    assert kernel_store.find(REF, ARGUMENTS, {"TILE": 8}) is None
+    kernel_store.keep(REF, ARGUMENTS, {"TILE": 8}, lambda: compiled_kernel())
+    forget()
+    stored = kernel_store.find(REF, (TENSOR, 64, 7, 6, 0.25), {"TILE": 8})
+    assert stored is not None and LoadedKernel.made == [b"machine\ncode"] * 2
+    stored.launch((3,), (TENSOR, 64, 7, 6, 0.25))
+    ((grid, threads, packed, options),) = LoadedKernel.launches
+    assert (grid, threads, options) == (3, 128, {"early": True, "offsets": (0, 8, 12, 16, 24, 32)})
+    assert struct.unpack("@QiifQQ", packed) == (TENSOR.data_ptr(), 64, 6, 0.25, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options"),
+    [((TENSOR[1:], *ARGUMENTS[1:]), {"TILE": 8}), ((TENSOR.float(), *ARGUMENTS[1:]), {"TILE": 8}), ((TENSOR, 33, 7, 5, 0.5), {"TILE": 8}),
+     ((TENSOR, 1, 7, 5, 0.5), {"TILE": 8}), ((TENSOR, 2**40, 7, 5, 0.5), {"TILE": 8}), ((TENSOR, 32, 8, 5, 0.5), {"TILE": 8}),
+     ((TENSOR, 32, 7, 2**31, 0.5), {"TILE": 8}), ((None, *ARGUMENTS[1:]), {"TILE": 8}), (ARGUMENTS, {"TILE": 16})],
+)  # fmt: skip
+def test_another_specialisation_is_another_kernel(arguments: tuple[Any, ...], options: dict[str, int]) -> None:
+    kernel_store.keep(REF, ARGUMENTS, {"TILE": 8}, lambda: compiled_kernel())
+    assert kernel_store.find(REF, ARGUMENTS, {"TILE": 8}) is not None
+    assert kernel_store.find(REF, arguments, options) is None
+
+
+@pytest.mark.parametrize("what", ["_sources", "installed", "capability", "fusion"])
+def test_another_source_triton_or_gpu_is_another_kernel(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel_store.keep(REF, ARGUMENTS, {}, lambda: compiled_kernel())
+    forget()
+    if what == "fusion":
+        monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "another")
+    elif what == "capability":
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=None: (8, 0))
+    else:
+        monkeypatch.setattr(kernel_store, what, lambda: "another")
+    assert kernel_store.find(REF, ARGUMENTS, {}) is None
+
+
+def test_a_damaged_file_is_as_good_as_absent() -> None:
+    kernel_store.keep(REF, ARGUMENTS, {}, lambda: compiled_kernel())
+    forget()
+    (path,) = cubins.folder().iterdir()
+    path.write_bytes(path.read_bytes()[:-1])
+    assert kernel_store.find(REF, ARGUMENTS, {}) is None
+
+
+@pytest.mark.parametrize(
+    "metadata", [{"num_ctas": 2}, {"launch_cooperative_grid": True}, {"global_scratch_size": 4}, {"profile_scratch_size": 4}]
+)
+def test_what_takes_more_than_arguments_stays_tritons(metadata: dict[str, int]) -> None:
+    kernel_store.keep(REF, ARGUMENTS, {}, lambda: compiled_kernel(**metadata))
+    assert kernel_store.find(REF, ARGUMENTS, {}) is None and not cubins.folder().exists()
+
+
+@pytest.mark.parametrize("layout", [[(0, 8), (8, 4), (12, 4)], [(0, 8), (8, 8), (16, 4), (20, 4), (24, 8), (32, 8)], []])
+def test_machine_code_with_other_parameters_stays_tritons(layout: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LoadedKernel, "layout", layout)
+    kernel_store.keep(REF, ARGUMENTS, {}, lambda: compiled_kernel())
+    assert kernel_store.find(REF, ARGUMENTS, {}) is None and not cubins.folder().exists()
+
+
+def test_another_signature_than_ours_stays_tritons() -> None:
+    compiled = compiled_kernel()
+    compiled.src.signature["n"] = "constexpr"
+    kernel_store.keep(REF, ARGUMENTS, {}, lambda: compiled)
+    assert kernel_store.find(REF, ARGUMENTS, {}) is None and not cubins.folder().exists()
+
+
+def test_nothing_is_loaded_within_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel_store.keep(REF, ARGUMENTS, {}, lambda: compiled_kernel())
+    forget()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert kernel_store.find(REF, ARGUMENTS, {}) is None
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    assert kernel_store.find(REF, ARGUMENTS, {}) is not None
+
+
+@pytest.mark.parametrize("num_ctas", [1, 2])
+def test_a_launch_loads_triton_only_where_nothing_is_stored(num_ctas: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[Any] = []
+
+    class Jit:
+        def warmup(self, *arguments: Any, grid: tuple[int, ...], **options: Any) -> Any:
+            runs.append(("compile", grid, arguments, options))
+            return compiled_kernel(num_ctas=num_ctas)
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return lambda *arguments, **options: runs.append(("launch", grid, arguments, options))
+
+    monkeypatch.setattr(KernelRef, "load", lambda self: Jit())
+    monkeypatch.setattr(compile_together.Launch, "_on_cuda", lambda self: True)
+    launch = Launch(REF, (3,), ARGUMENTS, {"TILE": 8})
+    assert not launch.is_stored()
+    launch()
+    launch()
+    if num_ctas == 1:
+        assert runs == [("compile", (3,), ARGUMENTS, {"TILE": 8})] and launch.is_stored() and len(LoadedKernel.launches) == 2
+        forget()
+        launch()
+        assert len(runs) == 1 and len(LoadedKernel.launches) == 3
+    else:
+        assert [run[0] for run in runs] == ["compile", "launch", "launch"] and not LoadedKernel.launches
+
+
+# ------------------------------------------------------------------------------------------------ when it is not used
+@pytest.mark.parametrize("name", ["TRITON_DISABLE_LINE_INFO", "DISABLE_PTXAS_OPT", "MLIR_ENABLE_DUMP", "TRITON_ALWAYS_COMPILE"])
+def test_variables_of_triton_leave_all_to_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(kernel_store, "_bindings", lambda: True)
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/somewhere")
+    kernel_store._may_be_used.cache_clear()
+    assert kernel_store.usable()
+    monkeypatch.setenv(name, "1")
+    kernel_store._may_be_used.cache_clear()
+    assert not kernel_store.usable()
+    monkeypatch.undo()
+    kernel_store._may_be_used.cache_clear()
+
+
+def test_hooks_around_tritons_launches_are_seen() -> None:
+    """Reads ``triton.knobs.runtime.launch_enter_hook`` and the ``calls`` of its chain."""
+    assert not kernel_store.hooked()
+    hook = triton.knobs.runtime.launch_enter_hook
+    hook.add(print)
+    try:
+        assert kernel_store.hooked()
+    finally:
+        hook.remove(print)
+    assert not kernel_store.hooked()
+
+
+def test_the_op_is_imported_without_triton() -> None:
+    code = "import sys; import torchpaged.custom_ops.triton.paged_attention; assert 'triton' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

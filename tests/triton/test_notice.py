@@ -1,0 +1,79 @@
+"""The screen says which of our kernels Triton compiled: once, not when it came from the disk, and nobody else's."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="triton is not installed")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("kernels are interpreted in this process", allow_module_level=True)
+
+import aot
+import torch
+import triton
+import triton.language as tl
+from triton import knobs
+
+from torchpaged.custom_ops.triton import config, notice
+from torchpaged.custom_ops.triton.advance_step import advance_step_kernel
+
+
+@triton.jit
+def foreign_kernel(out_ptr, num):
+    """Not of torchpaged."""
+    tl.store(out_ptr, num)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def screen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """A terminal, an empty disk cache, and a listener of somebody else that was there first."""
+    heard: list[tuple[str, bool]] = []
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    machine = SimpleNamespace(stderr=Terminal())  # pytest puts its own stderr in place after this
+    monkeypatch.setattr(notice, "sys", machine)
+    monkeypatch.setattr(knobs.compilation, "listener", lambda *, src, cache_hit, **_: heard.append((src.name, cache_hit)))
+    notice.install.cache_clear()
+    config.require_launchable(torch.zeros(1, device="meta"))  # what every launch asks first
+    yield machine, heard
+    notice.install.cache_clear()
+
+
+def compile_ours(target: str = "sm_90") -> None:
+    pointers = {"sampled_ptr": "i64", "table_ptr": "i32", "ids_ptr": "i64", "positions_ptr": "i64", "lens_ptr": "i32", "slots_ptr": "i64"}
+    aot.compile_kernel(advance_step_kernel, target, pointers, {"BLOCK_SIZE": 16, "ROWS": 128}, num_warps=4)
+
+
+def test_a_kernel_of_ours_is_said_once(screen: Any) -> None:
+    machine, heard = screen
+    for _ in range(2):
+        compile_ours()
+    compile_ours("gfx942")
+    lines = machine.stderr.getvalue().splitlines()
+    assert len(lines) == 2 and all(
+        re.fullmatch(r"torchpaged: compiled advance_step_kernel for \w+ in \d+\.\d s", line) for line in lines
+    ), lines
+    assert "sm_90" in lines[0] and "gfx942" in lines[1]
+    assert [hit for _, hit in heard] == [False, True, False], "somebody else's listener was there first and still hears"
+
+
+def test_nobody_elses_and_nothing_where_there_is_no_screen(screen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine, heard = screen
+    aot.compile_kernel(foreign_kernel, "sm_90", {"out_ptr": "i32"}, {}, num_warps=1)
+    screened = machine.stderr
+    monkeypatch.setattr(screened, "isatty", lambda: False)
+    compile_ours()
+    machine.stderr = None
+    compile_ours("sm_80")
+    assert screened.getvalue() == "" and len(heard) == 3

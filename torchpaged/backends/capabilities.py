@@ -1,0 +1,83 @@
+"""What a backend declares it can do, as data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+
+from torchpaged.backends.spec import AttentionSpec, GraphSupport
+
+
+class Planning(IntEnum):
+    """When a session's `plan` must run.
+
+    Whoever drives a graph calls it outside the graph: before the warm-up and the capture where it is not NEVER, and before every replay where it
+    is EVERY_STEP. Eager code calls it for every batch where it is not NEVER.
+    """
+
+    NEVER = 0  # the op takes everything from its arguments
+    AT_CAPTURE = 1  # the plan depends on shapes alone
+    EVERY_STEP = 2  # the plan depends on lengths or on the block table
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a backend can do, as data: `reject` turns it into sentences, the README's table is made from it.
+
+    None means "any". ``head_dims`` and ``block_sizes`` list what is supported. ``planning`` says when its sessions want `Session.plan`.
+    """
+
+    device_types: tuple[str, ...]
+    dtypes: tuple[torch.dtype, ...]
+    kv_dtypes: tuple[torch.dtype, ...]
+    graph_support: GraphSupport
+    min_compute_capability: tuple[int, int] | None = None
+    head_dims: tuple[int, ...] | None = None
+    max_head_dim: int | None = None
+    block_sizes: tuple[int, ...] | None = None
+    different_head_dim_v: bool = True
+    bidirectional: bool = True
+    window: bool = True
+    logits_soft_cap: bool = True
+    alibi: bool = True
+    sinks: bool = True
+    chunked: bool = True
+    lse: bool = True
+    planning: Planning = Planning.NEVER
+
+    def reject(self, spec: AttentionSpec) -> list[str]:
+        """Every reason why ``spec`` can't run; empty if it can."""
+        reasons = []
+        if spec.device.type not in self.device_types:
+            reasons.append(f"device {spec.device.type} is not one of {', '.join(self.device_types)}")
+        if self.min_compute_capability and spec.device.type == "cuda" and torch.cuda.is_available():
+            have = torch.cuda.get_device_capability(spec.device)
+            if torch.version.hip is None and have < self.min_compute_capability:
+                reasons.append(f"compute capability {have} is below {self.min_compute_capability}")
+        if spec.dtype not in self.dtypes:
+            reasons.append(f"dtype {_short(spec.dtype)} is not one of {', '.join(map(_short, self.dtypes))}")
+        kv_dtype = spec.kv_dtype or spec.dtype
+        if kv_dtype not in self.kv_dtypes:
+            reasons.append(f"kv dtype {_short(kv_dtype)} is not one of {', '.join(map(_short, self.kv_dtypes))}")
+        if self.head_dims is not None and spec.head_dim not in self.head_dims:
+            reasons.append(f"head_dim {spec.head_dim} is not one of {self.head_dims}")
+        if self.max_head_dim is not None and max(spec.head_dim, spec.head_dim_v or 0) > self.max_head_dim:
+            reasons.append(f"head_dim {max(spec.head_dim, spec.head_dim_v or 0)} is over {self.max_head_dim}")
+        if self.block_sizes is not None and spec.block_size is not None and spec.block_size not in self.block_sizes:
+            reasons.append(f"block_size {spec.block_size} is not one of {self.block_sizes}")
+        if spec.head_dim_v not in (None, spec.head_dim) and not self.different_head_dim_v:
+            reasons.append(f"head_dim_v {spec.head_dim_v} differs from head_dim {spec.head_dim}")
+        if not spec.causal and not self.bidirectional:
+            reasons.append("bidirectional attention is not supported")
+        for feature in ("window", "logits_soft_cap", "alibi", "sinks", "chunked", "lse"):
+            if getattr(spec, feature) and not getattr(self, feature):
+                reasons.append(f"{feature} is not supported")
+        if spec.graphs > self.graph_support:
+            reasons.append(f"graph support {self.graph_support.name} is less than {spec.graphs.name}")
+        return reasons
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

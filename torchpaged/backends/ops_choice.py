@@ -1,0 +1,82 @@
+"""Whose kernels a function of `torchpaged.functional` runs if its caller did not say: what every other door would choose.
+
+ops = choose_ops(q.device, attention_spec(...))     # an attention, or a write for one
+ops = choose_ops(device)                            # an op that no attention's features bear on
+ops = traced_ops(device.type)                       # the same, while a call is traced
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from torchpaged.backends import selector
+from torchpaged.backends.base import Backend
+from torchpaged.backends.spec import AttentionSpec
+from torchpaged.custom_ops import BACKEND_OPS, BackendOps
+from torchpaged.custom_ops.errors import BackendUnavailableError
+
+
+class _Same:
+    """A backend as a dictionary's key: the same only if it is the same object."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.backend is self.backend
+
+    def __hash__(self) -> int:
+        return id(self.backend)
+
+
+def choose_ops(device: torch.device, spec: AttentionSpec | None = None) -> BackendOps:
+    """The handles of the backend that `select_backend` chooses for ``spec``; found once per kind of call.
+
+    Args:
+        device: where the call runs.
+        spec: the attention; None: one that was asked for by name must exist here and know the device, else the device's own kernels run.
+
+    Raises:
+        BackendUnavailableError: the backend that was asked for can't serve the call, or none can; with all reasons.
+    """
+    if spec is None or device.type == "meta":  # on meta no kernel runs
+        return _named(device.type)
+    registered = tuple(map(_Same, selector._REGISTERED.values()))
+    return _chosen(spec, *selector.requested(None), tuple(selector.AUTOMATIC), registered)
+
+
+@functools.lru_cache(maxsize=1024)
+def _chosen(spec: AttentionSpec, name: str, asker: str, order: tuple[str, ...], registered: tuple[_Same, ...]) -> BackendOps:
+    """Keyed by all that the choice follows from. A refusal is not kept."""
+    return selector.select_backend(spec).backend.ops
+
+
+def _named(device_type: str) -> BackendOps:
+    name = requested_name(device_type)
+    return BACKEND_OPS["default"] if name == "default" else selector.get_backend(name).ops
+
+
+def requested_name(device_type: str) -> str:
+    """The backend that was asked for by name, or "default"."""
+    name, asker = selector.requested(None)
+    if name == "auto" or device_type == "meta":
+        return "default"
+    backend = selector.get_backend(name)
+    missing, known = backend.unavailable(), backend.capabilities.device_types
+    reasons = [missing] if missing else []
+    if device_type not in known:
+        reasons.append(f"device {device_type} is not one of {', '.join(known)}")
+    if reasons:
+        raise BackendUnavailableError(f"backend {name!r} ({asker}) cannot run this: {'; '.join(reasons)}")
+    return name
+
+
+def traced_ops(device_type: str) -> BackendOps:
+    """As `choose_ops` without a spec, while a call is traced: the compiled code keeps what was chosen then. Sizes may be symbols there,
+    so what the backend declares about the attention itself is not asked."""
+    from torchpaged.backends.traced_name import traced_name  # here: its decorator imports the compiler, which a trace has done already
+
+    name = traced_name(device_type)  # handles can't be constants of a trace, names can
+    return BACKEND_OPS[name] if name in BACKEND_OPS else selector._REGISTERED[name].ops

@@ -1,0 +1,243 @@
+"""Sessions: what a backend keeps open between calls for one user of it, and its plan of each batch.
+
+    session = backend.open([spec], Limits(max_num_reqs=8, block_size=16), device)
+    workspace = session.workspace(spec)                       # once per layer, at construction
+    session.plan(metadata)                                    # outside the trace and the graph, where the session plans at all
+    session.ops.paged_attention(..., **options, **workspace)  # traced and captured: tensors are all it gets
+
+What a session holds reaches its op through these tensors alone. One session serves calls that follow one another: steps that may overlap, on
+different streams, need one each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from torchpaged.backends.capabilities import Capabilities, Planning
+from torchpaged.backends.spec import AttentionSpec, GraphSupport
+from torchpaged.custom_ops import BackendOps
+from torchpaged.custom_ops.errors import ArgumentError, BackendUnavailableError, PlanError
+from torchpaged.metadata import HostLengths
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The largest batches that a session will see; None = not said.
+
+    Attributes:
+        max_num_reqs: requests of a batch, padding rows included.
+        max_num_tokens: query tokens of a batch, padding included.
+        max_blocks_per_req: columns of the block table.
+        num_blocks: blocks of a pool, the null block included.
+        block_size: tokens per block.
+        graphs: the least graph support that is needed.
+
+    Raises:
+        ArgumentError: a limit below 1.
+    """
+
+    max_num_reqs: int | None = None
+    max_num_tokens: int | None = None
+    max_blocks_per_req: int | None = None
+    num_blocks: int | None = None
+    block_size: int | None = None
+    graphs: GraphSupport = GraphSupport.NEVER
+
+    def __post_init__(self) -> None:
+        for each in fields(self)[:5]:
+            size = getattr(self, each.name)
+            if size is not None and size < 1:
+                raise ArgumentError(f"limits.{each.name}", "at least 1", str(size))
+
+    def need(self, *names: str) -> list[int]:
+        """These limits, for a session that can't do without them.
+
+        Raises:
+            ArgumentError: one was not said.
+        """
+        for name in names:
+            if getattr(self, name) is None:
+                raise ArgumentError(f"limits.{name}", "a number: this backend makes room for it when its session is opened", "None")
+        return [getattr(self, name) for name in names]
+
+    def check(self, num_reqs: int, num_tokens: int) -> None:
+        """Refuse a batch of more requests or tokens; raises `ArgumentError`."""
+        for name, got, most in (("requests", num_reqs, self.max_num_reqs), ("tokens", num_tokens, self.max_num_tokens)):
+            if most is not None and got > most:
+                raise ArgumentError("metadata", f"at most {most} {name}, as the session's limits say", str(got),
+                                    f"open it with Limits(max_num_{'reqs' if name == 'requests' else name}=...) of the largest batch")  # fmt: skip
+
+
+class PlannedBatch(Protocol):
+    """What `Session.plan` is given: `torchpaged.AttentionMetadata`, or less of it."""
+
+    @property
+    def block_table(self) -> Tensor:
+        """``[num_reqs, max_blocks_per_req]`` int32."""
+
+    @property
+    def seq_lens(self) -> Tensor:
+        """``[num_reqs]`` int32, this step's tokens included."""
+
+    @property
+    def query_start_loc(self) -> Tensor:
+        """``[num_reqs + 1]`` int32."""
+
+    @property
+    def max_query_len(self) -> int:
+        """Upper bound of the query lengths."""
+
+
+class Session:
+    """What every backend keeps open: nothing, unless a subclass says otherwise.
+
+    A subclass overrides `_open` and `_make_workspace` to give its op tensors, `_plan` if its backend declares `Planning`, and `tensors`, `reset`,
+    `check` and `close` for what it holds. Its op must refuse a batch that it was not planned for, see `assert_planned`.
+
+    Args:
+        name, capabilities, ops: the backend's.
+        specs: what the layers ask for.
+        limits: the largest batches to come.
+        device: where they run.
+
+    Attributes:
+        name, capabilities, ops, limits, device: as given.
+        planned: the batch that `plan` was called with last; None before.
+
+    Raises:
+        BackendUnavailableError: the backend can't run one of the specs, or can't be captured as ``limits.graphs`` asks; with all reasons.
+    """
+
+    def __init__(
+        self, name: str, capabilities: Capabilities, ops: BackendOps, specs: Sequence[AttentionSpec], limits: Limits, device: torch.device
+    ) -> None:
+        self.name, self.capabilities, self.ops = name, capabilities, ops
+        self.limits, self.device = limits, device
+        self.planned: PlannedBatch | None = None
+        self._host: HostLengths | None = None
+        self._workspaces: dict[AttentionSpec, dict[str, Tensor]] = {}
+        self._open(specs)
+        if limits.graphs > capabilities.graph_support:
+            raise self._unable([f"graph support {capabilities.graph_support.name} is less than {limits.graphs.name}"])
+        for spec in specs:
+            self.workspace(spec)
+
+    # ------------------------------------------------------------------------------------------------ a backend's own
+    def _open(self, specs: Sequence[AttentionSpec]) -> None:
+        """Make what all layers share; ``specs`` are those known at the start. `Limits.need` gives the limits that it takes."""
+
+    def _make_workspace(self, spec: AttentionSpec) -> dict[str, Tensor]:
+        """The tensors that the op takes beyond the batch, by argument name, for layers of ``spec``."""
+        return {}
+
+    def _plan(self, batch: PlannedBatch, host: HostLengths | None) -> None:
+        """Make the plan of ``batch`` for every spec so far, in the tensors that the ops were given: they never move."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything that a captured step may read or write, by name: a runner checks that it stays where it is."""
+        return {}
+
+    def reset(self) -> None:
+        """Make the workspace as new, on the current stream, after calls that may have been cut short. Waits for nothing."""
+
+    def check(self, launch: str) -> None:
+        """In debug mode, after ``launch`` (a name for the error): waits for it.
+
+        Raises:
+            TorchpagedError: what the launch left shows that its results are wrong.
+        """
+
+    def close(self) -> None:
+        """Give back what the session holds; it is not used afterwards."""
+        self._workspaces, self.planned = {}, None
+
+    # ------------------------------------------------------------------------------------------------ the same for all
+    @property
+    def plans(self) -> bool:
+        """Whether eager steps and captures need `plan`."""
+        return self.capabilities.planning > Planning.NEVER
+
+    @property
+    def plans_every_step(self) -> bool:
+        """Whether every replay needs `plan` too."""
+        return self.capabilities.planning == Planning.EVERY_STEP
+
+    def workspace(self, spec: AttentionSpec) -> dict[str, Tensor]:
+        """What a layer passes to ``ops.paged_attention`` beside the batch: keyword arguments, tensors that stay where they are.
+
+        Call it at construction, or eagerly where a new kind of layer appears; the same for equal specs.
+
+        Raises:
+            BackendUnavailableError: the backend can't run ``spec``; with all reasons.
+        """
+        if spec not in self._workspaces:
+            reasons = self.capabilities.reject(spec)
+            if spec.device.type != self.device.type:
+                reasons.append(f"the session was opened on {self.device}, the attention is on {spec.device}")
+            if reasons:
+                raise self._unable(reasons)
+            self._workspaces[spec] = self._make_workspace(spec)
+            if self.planned is not None:
+                self._plan(self.planned, self._host)
+        return self._workspaces[spec]
+
+    def workspace_for(self, workspace: dict[str, Tensor], num_reqs: int) -> dict[str, Tensor]:
+        """What an eager call of ``num_reqs`` requests passes in ``workspace``'s place; for callers that know nothing of streams and limits."""
+        return workspace
+
+    def plan(self, batch: PlannedBatch, host: HostLengths | None = None) -> None:
+        """Plan the next step. Outside traces and captures, on the stream that the step runs on; nothing to do unless `plans`.
+
+        Args:
+            batch: the metadata that the step will be given, with this step's lengths.
+            host: its lengths, where the host knows them.
+
+        Raises:
+            ArgumentError: the batch is over the limits.
+        """
+        if self.plans:
+            self.limits.check(batch.seq_lens.shape[0], 0)
+            self.planned = None
+            self._plan(batch, host)
+            self.planned, self._host = batch, host
+
+    def require(self, batch: PlannedBatch) -> None:
+        """Eagerly, before a step: ``batch`` is within the limits and was planned, if it has to be. Host facts only.
+
+        Raises:
+            ArgumentError: it is over the limits.
+            PlanError: `plan` was not called with it.
+        """
+        most = self.limits.max_num_reqs
+        if most is not None and batch.seq_lens.shape[0] > most:
+            self.limits.check(batch.seq_lens.shape[0], 0)
+        if self.plans and self.planned is not batch:
+            raise PlanError(
+                f"metadata: expected a batch that was planned, got one that backend {self.name!r} knows nothing of; "
+                "call session.plan(metadata) before the step, outside compiled code and graphs"
+            )
+
+    def _unable(self, reasons: list[str]) -> BackendUnavailableError:
+        return BackendUnavailableError(f"backend {self.name!r} cannot run this attention: {'; '.join(reasons)}")
+
+
+def assert_planned(planned: Sequence[Tensor], live: Sequence[Tensor]) -> None:
+    """For the op of a backend that plans: the plan was made for this batch. On the device, so that a replay without a plan raises, too.
+
+    Args:
+        planned: copies of what the plan was made from, such as lengths and block table: as large as the limits.
+        live: the same of the call, which may be smaller.
+
+    Raises:
+        RuntimeError: they differ; on a GPU a device-side assertion.
+    """
+    same = [(old[tuple(slice(size) for size in new.shape)] == new).all() for old, new in zip(planned, live, strict=True)]
+    # torch has no public asynchronous assertion; the tests of a forgotten plan notice if this one goes.
+    torch._assert_async(
+        torch.stack(same).all(), "plan: expected one for this batch, got one for another; call session.plan(metadata) before each step"
+    )

@@ -1,0 +1,11 @@
+"""The name of the backend that was asked for, as a constant of a trace. In a file of its own: the decorator imports torch's compiler."""
+
+import torch
+
+from torchpaged.backends.ops_choice import requested_name
+
+
+@torch.compiler.assume_constant_result
+def traced_name(device_type: str) -> str:
+    """`requested_name`, run at the trace."""
+    return requested_name(device_type)

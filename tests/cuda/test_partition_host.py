@@ -13,7 +13,6 @@ import pytest
 from torchpaged.custom_ops.cuda import jit
 
 GXX = shutil.which("g++")
-FOLDER = Path(jit.__file__).parent
 pytestmark = pytest.mark.skipif(GXX is None, reason="g++ is not installed")
 
 #: In place of machine.cuh: a warp's instructions, on 32 stacks that take turns. All lanes come to the same instructions in the same order.
@@ -206,8 +205,8 @@ def build(folder: Path, program: str, **macros: int) -> Path:
     """``program`` beside copies of the kernel's headers and the machine above."""
     assert GXX
     for name in ("shapes.cuh", "requests.cuh"):
-        shutil.copy(FOLDER / name, folder)
-    kernel = (FOLDER / "decode.cu").read_text()
+        (folder / name).write_text(jit.sources()[name])
+    kernel = jit.sources()["decode.cu"]
     assert kernel.count(BEGIN) == kernel.count(END) == 1, "the lines of decode.cu that this test takes have moved"
     (folder / "find.cuh").write_text(FIND % kernel[kernel.index(BEGIN) : kernel.index(END)])
     (folder / "machine.cuh").write_text(MACHINE)

@@ -212,7 +212,7 @@ def build(folder: Path, program: str, **macros: int) -> Path:
     (folder / "machine.cuh").write_text(MACHINE)
     (folder / "main.cpp").write_text(program)
     values = {"DIM": 128, "DIM_V": 128, "GROUP": 4, "NUM_KV_HEADS": 8, "PAIR_HEADS": 1, "QUERY_LEN": 1, "KV_BYTES": 2, "WARPS": 4, "KEYS": 16,
-              "STAGES": 3, "TEAM": 8, "CLUSTER": 1, "MIN_TILES": 2, "CAUSAL": 1, "WINDOW_LEFT": -1, "WINDOW_RIGHT": -1, "CHUNK": 0,
+              "STAGES": 3, "TEAM": 8, "CLUSTER": 1, "MIN_TILES": 2, "CAUSAL": 1, "WINDOW_LEFT": -1, "WINDOW_RIGHT": -1, "CHUNK": 0, "LONGEST": 0,
               "K_HEAD": 128, "V_HEAD": 128} | macros  # fmt: skip
     options = [f"-D{name}={value}" for name, value in values.items()]
     command = [GXX, "-std=c++17", "-O1", "-Wall", "-Wno-unknown-pragmas", "-Wno-unused", *options, "main.cpp", "-o", "main"]

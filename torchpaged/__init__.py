@@ -23,8 +23,7 @@ from torchpaged.custom_ops.errors import (
 )
 from torchpaged.functional import advance_step, copy_blocks, merge_attn_states, paged_attention, rope_write_kv, write_kv
 from torchpaged.metadata import AttentionMetadata
-
-__version__ = "0.1.0"
+from torchpaged.version import __version__ as __version__
 
 __all__ = [
     "ArgumentError",

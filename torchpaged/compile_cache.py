@@ -30,6 +30,7 @@ import torch
 
 from torchpaged.custom_ops.cuda import jit
 from torchpaged.custom_ops.errors import TorchpagedError
+from torchpaged.version import __version__
 
 _FORMAT = 1
 _MEMBER = re.compile(r"(cubin|triton/[\w-]+)/([\w.-]+)")  # two safe names: nothing from an archive leaves its folder
@@ -75,8 +76,6 @@ def _versions() -> dict[str, Any]:
         import triton
     except ImportError:
         triton = None
-    from torchpaged import __version__
-
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else torch.backends.cpu.get_cpu_capability()
     return {
         "format": _FORMAT, "torchpaged": __version__, "torch": torch.__version__, "triton": getattr(triton, "__version__", None),

@@ -18,7 +18,7 @@ from torchpaged import ArgumentError, TorchpagedError
 from torchpaged.engine import Generator, SamplingParams
 from torchpaged.hf import PagedCache, compile_layers, fuse, uncompile_layers, unfuse
 from torchpaged.hf.fusible import PASSES
-from torchpaged.hf.fusion_report import count_launches
+from torchpaged.hf.launch_count import count_launches
 from torchpaged.hf.rope_table import RopeTable
 
 MIXED = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}

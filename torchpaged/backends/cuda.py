@@ -11,10 +11,10 @@ import dataclasses
 
 import torch
 
+from torchpaged.backends import triton_kernels
 from torchpaged.backends.base import Backend
 from torchpaged.backends.semaphore import SemaphoreSession
 from torchpaged.backends.spec import AttentionSpec
-from torchpaged.backends.triton import BACKEND as TRITON
 from torchpaged.custom_ops import BACKEND_OPS, variables
 
 
@@ -23,7 +23,7 @@ def _unavailable() -> str | None:
 
     if not torch.cuda.is_available():
         return "no CUDA device is visible"
-    return jit.unavailable() or TRITON.unavailable()
+    return jit.unavailable() or triton_kernels.unavailable()
 
 
 def _route(spec: AttentionSpec) -> str:
@@ -41,7 +41,7 @@ def _route(spec: AttentionSpec) -> str:
 
 BACKEND = Backend(
     name="cuda",
-    capabilities=dataclasses.replace(TRITON.capabilities, device_types=("cuda",)),  # what the kernel does not take, Triton's do
+    capabilities=dataclasses.replace(triton_kernels.CAPABILITIES, device_types=("cuda",)),  # what the kernel does not take, Triton's do
     ops=BACKEND_OPS["cuda"],
     unavailable=_unavailable,
     session=SemaphoreSession,

@@ -5,40 +5,15 @@ With ``TRITON_INTERPRET=1`` the same kernels run on CPU tensors through Triton's
 
 from __future__ import annotations
 
-import importlib.util
-import os
-
-import torch
-
 from torchpaged.backends.base import Backend
-from torchpaged.backends.capabilities import Capabilities
 from torchpaged.backends.semaphore import SemaphoreSession
-from torchpaged.backends.spec import GraphSupport
+from torchpaged.backends.triton_kernels import CAPABILITIES, unavailable
 from torchpaged.custom_ops import BACKEND_OPS
-
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-_INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
-
-
-def _unavailable() -> str | None:
-    if importlib.util.find_spec("triton") is None:
-        return "the triton package is not installed; pip install 'torchpaged[triton]'"
-    if not _INTERPRETED and not torch.cuda.is_available():
-        return "no CUDA or ROCm device is visible (TRITON_INTERPRET=1 runs the kernels on a CPU, slowly)"
-    return None
-
 
 BACKEND = Backend(
     name="triton",
-    capabilities=Capabilities(
-        device_types=("cuda", "cpu") if _INTERPRETED else ("cuda",),
-        dtypes=_FLOATS,
-        kv_dtypes=(*_FLOATS, torch.float8_e4m3fn, torch.float8_e5m2),
-        graph_support=GraphSupport.ALWAYS,
-        min_compute_capability=(8, 0),
-        max_head_dim=256,
-    ),
+    capabilities=CAPABILITIES,
     ops=BACKEND_OPS["triton"],
-    unavailable=_unavailable,
+    unavailable=unavailable,
     session=SemaphoreSession,
 )

@@ -49,7 +49,8 @@ def cold_start(
         ``seconds`` in all and by part (``load``, ``change``: fuse and compile_layers, ``generator``: pools, compilation and capture,
         ``first_token``: prefill and its token, ``second_token``, not in the sum), ``counters``, ``compile_cache`` reports.
     """
-    from torchpaged.hf import compile_layers, fuse
+    from torchpaged.fuse import fuse
+    from torchpaged.hf import compile_layers
 
     variant = Variant.parse(contender)
     if not variant.steps_per_launch:

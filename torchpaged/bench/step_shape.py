@@ -93,7 +93,8 @@ class _Shape:
 
     def _paged(self, model: Any, fused: bool, layers: bool) -> Any:
         """``model`` changed as asked, over pools of random keys and values."""
-        from torchpaged.hf import PagedModel, compile_layers, fuse
+        from torchpaged.fuse import fuse
+        from torchpaged.hf import PagedModel, compile_layers
 
         if fused:
             fuse(model, count=False)

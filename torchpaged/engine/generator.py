@@ -45,7 +45,7 @@ from torchpaged.engine.text import TextStream
 from torchpaged.graphs import CaptureBackend, PackedGraphRunner
 
 if TYPE_CHECKING:
-    from torchpaged.hf import FusionReport
+    from torchpaged.fuse import FusionReport
 
 _LOOKAHEAD = 128  # tokens
 _GIVE_WAY_SECONDS = 1e-4  # for threads that wait for the lock: without it the one that steps would take it again and again

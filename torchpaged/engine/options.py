@@ -15,7 +15,7 @@ from torchpaged.engine.numbers import as_integer, shown
 from torchpaged.graphs import default_prefill_buckets
 
 if TYPE_CHECKING:
-    from torchpaged.hf import FusionReport
+    from torchpaged.fuse import FusionReport
 
 DEFAULT_MAX_SEQ_LEN = 2048
 
@@ -79,8 +79,8 @@ def paged_model(
             raise ArgumentError("max_batch_size", f"at most {most}, the limit of the model's session", str(max_batch_size),
                                 "give PagedModel limits=Limits(max_num_reqs=...)")  # fmt: skip
         return model
+    from torchpaged.fuse import fuse as fuse_model
     from torchpaged.hf import PagedModel, fusion_of, require_supported  # transformers is optional
-    from torchpaged.hf import fuse as fuse_model
 
     require_supported(model)
     if fuse and fusion_of(model) is None:

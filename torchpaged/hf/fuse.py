@@ -23,7 +23,8 @@ from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
 from torchpaged.hf.fused_ends import end_forwards
 from torchpaged.hf.fused_layers import NO_ROTATION, LayerPlan, fused_forward
 from torchpaged.hf.fusible import ARCHITECTURES, PASSES, why_no_table, why_not, why_unknown
-from torchpaged.hf.fusion_report import FusionReport, count_launches
+from torchpaged.hf.fusion_report import FusionReport
+from torchpaged.hf.launch_count import count_launches
 from torchpaged.hf.rope_table import RopeTable, lazy_forward
 
 

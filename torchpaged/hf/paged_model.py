@@ -10,113 +10,22 @@ The model runs as one row ``[1, num_tokens]`` of concatenated requests with expl
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache
 
-from torchpaged.backends import AttentionSpec, Choice, Limits, Session
+from torchpaged.backends import Choice, Limits, Session
 from torchpaged.cache import KVLayerSpec, PagedKVCache
 from torchpaged.custom_ops.errors import UnsupportedModelError
 from torchpaged.hf.attention import NAME
-from torchpaged.hf.chosen_backend import ChoosesBackend, config_spec
-from torchpaged.hf.layer import PagedLayer, StepBatch
-from torchpaged.hf.masks import is_causal
+from torchpaged.hf.step_cache import StepCache, padding_step
 from torchpaged.hf.support import fusion_of, require_supported
-from torchpaged.hf.template import HybridPagedLayer, paged_layers
 from torchpaged.metadata import AttentionMetadata
 
-if TYPE_CHECKING:
-    from torchpaged.hf.fusion_report import FusionReport
-
-
 _MAX_NUM_REQS = 1024  # requests of a batch, where nobody said how many
-
-
-class _StepCache(ChoosesBackend, Cache):
-    """A cache whose step is set from outside: the engine owns blocks and lengths."""
-
-    dense = False
-    keys_of_queries = True
-
-    def __init__(self, config: Any, limits: Limits, max_seq_len: int, backend: str) -> None:
-        super().__init__(layers=paged_layers(config, max_seq_len, self))
-        self.name = str(config.model_type)
-        self._config, self._backend = config, backend
-        self.num_blocks, self.block_size = limits.need("num_blocks", "block_size")
-        self.limits, self.max_seq_len, self.paged = limits, max_seq_len, self.layers
-        self.metadata: AttentionMetadata | None = None
-        self.ready, self.specs = False, {}
-        self._causal: bool | None = None
-        self._mask_token = torch.zeros((), dtype=torch.int64)
-        self._mask_token._torchpaged_cache = self  # type: ignore[attr-defined]
-        for index, layer in enumerate(self.layers):
-            if not isinstance(layer, PagedLayer) or isinstance(layer, HybridPagedLayer):
-                raise UnsupportedModelError(
-                    f"{config.model_type}: layer {index} keeps a recurrent state ({type(layer).__name__}), which the packed batches of the "
-                    "engine do not carry yet; use generate() with torchpaged.hf.PagedCache"
-                )
-
-    def prepare(self, key_states: Tensor, head_dim_v: int | None = None) -> None:
-        """Choose the backend, when the first keys show device and dtype."""
-        specs = [config_spec(self._config, x, key_states, head_dim_v, self.block_size) for x in self.layers]
-        self.prepare_for(specs)
-        for layer, spec in zip(self.layers, specs, strict=True):
-            self.give_workspace(layer, spec)
-
-    def prepare_for(self, specs: Iterable[AttentionSpec]) -> None:
-        """Choose the backend for what the layers are known to ask."""
-        self.choose_backend(specs)
-        self.ready = True
-
-    def first_use(self, layer: PagedLayer) -> None:
-        """Every layer is used: `_probe` saw it."""
-
-    def written(self, layer: PagedLayer) -> None:
-        """A step that raises is nobody's state: the engine sets lengths anew for each one."""
-
-    def slots(self, layer: PagedLayer, batch: int, query_len: int) -> Tensor:
-        assert self.metadata is not None
-        return self.metadata.slot_mapping
-
-    def step(self, batch: int, query_len: int) -> StepBatch:
-        m = self.metadata
-        assert m is not None
-        return StepBatch(m.block_table, m.seq_lens, m.query_start_loc, m.max_query_len)
-
-    def mask_sizes(self, layer: PagedLayer, query_length: int) -> tuple[int, Any]:
-        return self.max_seq_len, self._mask_token
-
-    def observe_mask(self, mask: Tensor | None, batch: int, query_length: int, mask_function: Any, *_: Any) -> None:
-        self._causal = is_causal(mask_function)
-        if mask is not None:
-            raise UnsupportedModelError("the packed path takes no attention mask")
-
-    def length(self, layer: PagedLayer) -> int:
-        return 0
-
-    def causality(self) -> bool | None:
-        return self._causal
-
-    def require_kind(self, layer: PagedLayer, window: int | None) -> None:
-        pass  # a packed row is longer than any request in it: its masks say nothing
-
-    def gather(self, pool: Tensor, batch: int) -> Tensor:
-        raise UnsupportedModelError("the packed path has no dense mode")
-
-
-def _padding_step(device: torch.device) -> AttentionMetadata:
-    """One token that belongs to nobody: nothing is written, attention gives zeros."""
-    ints: dict[str, Any] = {"dtype": torch.int32, "device": device}
-    longs: dict[str, Any] = {"dtype": torch.int64, "device": device}
-    return AttentionMetadata(
-        torch.zeros(1, 1, **ints), torch.zeros(1, **ints), torch.tensor([0, 1], **ints), torch.full((1,), -1, **longs),
-        torch.zeros(1, **longs), max_query_len=1,
-    )  # fmt: skip
 
 
 class PagedModel:
@@ -172,7 +81,7 @@ class PagedModel:
         said, blocks = Limits() if limits is None else limits, self.kv_cache.num_blocks
         limits = replace(said, num_blocks=blocks, block_size=block_size, max_num_reqs=said.max_num_reqs or _MAX_NUM_REQS,
                          max_blocks_per_req=said.max_blocks_per_req or max(blocks - 1, 1))  # fmt: skip
-        self._cache = _StepCache(config, limits, self.kv_cache.num_tokens, backend)
+        self._cache = StepCache(config, limits, self.kv_cache.num_tokens, backend)
         for layer, pools, before in zip(self._cache.layers, self.kv_cache, probed.layers, strict=True):
             layer.adopt(pools.k_cache, pools.v_cache)
             layer.asked, layer.spec = before.asked, before.spec
@@ -185,8 +94,8 @@ class PagedModel:
         return self._cache.session
 
     @property
-    def fusion_report(self) -> FusionReport | None:
-        """What `torchpaged.hf.fuse` did to the model; None if it is not fused."""
+    def fusion_report(self) -> Any:
+        """The `FusionReport` of what `torchpaged.hf.fuse` did to the model; None if it is not fused."""
         return fusion_of(self.model)
 
     def __call__(self, input_ids: Tensor, metadata: AttentionMetadata, logits_indices: Tensor | None = None) -> Tensor:
@@ -222,13 +131,13 @@ class PagedModel:
         return logits
 
 
-def _probe(model: PreTrainedModel, config: Any, block_size: int) -> tuple[list[KVLayerSpec], _StepCache]:
+def _probe(model: PreTrainedModel, config: Any, block_size: int) -> tuple[list[KVLayerSpec], StepCache]:
     """What each layer stores, and the cache that knows it and what the layers ask of a backend.
 
     Found by one padding token: exact for any architecture, whatever its config calls things. The reference takes every attention.
     """
-    cache = _StepCache(config, Limits(1, 1, 1, num_blocks=2, block_size=block_size), block_size, "reference")
-    cache.metadata = _padding_step(model.device)
+    cache = StepCache(config, Limits(1, 1, 1, num_blocks=2, block_size=block_size), block_size, "reference")
+    cache.metadata = padding_step(model.device)
     token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
     with torch.no_grad():
         model(input_ids=token, position_ids=token, past_key_values=cache, use_cache=True)

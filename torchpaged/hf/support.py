@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import (
@@ -17,9 +17,6 @@ from transformers import (
 )
 
 from torchpaged.custom_ops.errors import UnsupportedModelError
-
-if TYPE_CHECKING:
-    from torchpaged.hf.fusion_report import FusionReport
 
 _MAPPINGS: tuple[Any, ...] = (
     MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING, MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING, MODEL_MAPPING,
@@ -115,7 +112,7 @@ def require_made_by_user(options: Mapping[str, Any]) -> None:
         )
 
 
-def fusion_of(model: PreTrainedModel) -> FusionReport | None:
-    """The report of the `fuse` that ``model`` is under; None if it is not fused."""
+def fusion_of(model: PreTrainedModel) -> Any:
+    """The `FusionReport` of the `fuse` that ``model`` is under; None if it is not fused."""
     fusion: Any = getattr(model.get_decoder(), "_torchpaged_fusion", None)
     return None if fusion is None else fusion.report

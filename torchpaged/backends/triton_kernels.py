@@ -1,0 +1,33 @@
+"""What the Triton kernels take and need: the ``triton`` backend is made of them, and ``cuda`` runs them for what its own do not take."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import torch
+
+from torchpaged.backends.capabilities import Capabilities
+from torchpaged.backends.spec import GraphSupport
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def unavailable() -> str | None:
+    """Why they can't run here, or None."""
+    if importlib.util.find_spec("triton") is None:
+        return "the triton package is not installed; pip install 'torchpaged[triton]'"
+    if not _INTERPRETED and not torch.cuda.is_available():
+        return "no CUDA or ROCm device is visible (TRITON_INTERPRET=1 runs the kernels on a CPU, slowly)"
+    return None
+
+
+CAPABILITIES = Capabilities(
+    device_types=("cuda", "cpu") if _INTERPRETED else ("cuda",),
+    dtypes=_FLOATS,
+    kv_dtypes=(*_FLOATS, torch.float8_e4m3fn, torch.float8_e5m2),
+    graph_support=GraphSupport.ALWAYS,
+    min_compute_capability=(8, 0),
+    max_head_dim=256,
+)

@@ -24,8 +24,8 @@ from typing import Any
 import torch
 
 from torchpaged.bench import conditions
-from torchpaged.bench.step_cases import build_model, select_shapes
-from torchpaged.bench.step_options import BLOCK_SIZE, DTYPES
+from torchpaged.bench.step.cases import build_model, select_shapes
+from torchpaged.bench.step.options import BLOCK_SIZE, DTYPES
 from torchpaged.engine import Generator, SamplingParams
 from torchpaged.engine.decode_loop import DecodeLoop
 from torchpaged.engine.packed_steps import PackedSteps

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from torchpaged.custom_ops import BACKEND_OPS, native_status
-from torchpaged.custom_ops.ops import NATIVE_OPS
+from torchpaged.custom_ops.registry import NATIVE_OPS
 from torchpaged.testing import BatchSpec, assert_attention_close, make_batch, opcheck_cases, run_paged_attention
 
 CASES = [

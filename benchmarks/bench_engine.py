@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from torchpaged.demo import ensure_smollm2
+from torchpaged.cli.demo import ensure_smollm2
 from torchpaged.engine import Generator, SamplingParams
 
 PROMPTS = [

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from torchpaged.bench import conditions
-from torchpaged.bench.step_cases import SHAPES, ModelShape, build_model
+from torchpaged.bench.step.cases import SHAPES, ModelShape, build_model
 from torchpaged.engine import Generator, SamplingParams
 from torchpaged.graphs import PackedGraphRunner
 from torchpaged.hf import PagedModel, fuse

@@ -23,7 +23,7 @@ from torch import Tensor
 from torchpaged.bench import conditions
 from torchpaged.bench.timing import CudaSampler, interleave
 from torchpaged.custom_ops import BACKEND_OPS
-from torchpaged.testing_sampling import assert_samples_close, make_accept_inputs, make_sampling_inputs
+from torchpaged.testing.sampling import assert_samples_close, make_accept_inputs, make_sampling_inputs
 
 TRITON = BACKEND_OPS["triton"]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

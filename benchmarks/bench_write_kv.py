@@ -24,7 +24,7 @@ from torch import Tensor
 from torchpaged.bench import conditions
 from torchpaged.bench.timing import Call, CudaSampler, interleave
 from torchpaged.custom_ops import BACKEND_OPS
-from torchpaged.custom_ops.triton import rope_write_kv as kernels
+from torchpaged.custom_ops.cache_write.triton import rope_write_kv as kernels
 from torchpaged.testing import assert_rope_close, make_rope_inputs
 
 TRITON, REFERENCE = BACKEND_OPS["triton"], BACKEND_OPS["reference"]

@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
-from torchpaged.bench.cases import SUITES
+from torchpaged.bench.attention.cases import SUITES
 from torchpaged.custom_ops import BACKEND_OPS
-from torchpaged.custom_ops.cuda import paged_attention as cuda_attention
-from torchpaged.custom_ops.cuda import specialise
-from torchpaged.custom_ops.triton import config
+from torchpaged.custom_ops.attention.cuda import paged_attention as cuda_attention
+from torchpaged.custom_ops.attention.cuda import specialise
+from torchpaged.custom_ops.attention.triton import config
 
 
 @dataclass

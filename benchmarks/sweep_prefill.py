@@ -5,7 +5,7 @@
 32 query and 8 kv heads of 128, bfloat16, blocks of 16 tokens in shuffled order. The first case takes all candidates, the others
 the best of it and those for short prompts. Times are medians of CUDA-graph replays; TFLOP/s count visible keys only:
 4 * head_dim * num_heads * sum of visible keys. One JSON line per result, then all of them sorted, then the layouts of the cache
-and torch's SDPA on contiguous tensors for comparison. Choices drawn from it stand in custom_ops/triton/config.py.
+and torch's SDPA on contiguous tensors for comparison. Choices drawn from it stand in custom_ops/attention/triton/config.py.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from torchpaged.custom_ops import BACKEND_OPS
-from torchpaged.custom_ops.triton import config
-from torchpaged.custom_ops.triton.config import Tiles
+from torchpaged.custom_ops.attention.triton import config
+from torchpaged.custom_ops.attention.triton.config import Tiles
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
 #: case -> (requests, query_len, seq_len)

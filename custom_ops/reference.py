@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torchpaged.custom_ops import validation
-from torchpaged.custom_ops.masks import visible_keys
+from torchpaged.custom_ops.attention.mask import visible_keys
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from torchpaged import profiling
 from torchpaged.engine import Generator, SamplingParams
-from torchpaged.kernel_report import kernels_per_layer, layer_groups
+from torchpaged.profiling.kernel_report import kernels_per_layer, layer_groups
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from torchpaged.code_object import with_own_code
+from torchpaged.compile.code_object import with_own_code
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.graphs.capture import CaptureBackend, TapeCapture
 from torchpaged.metadata import AttentionMetadata, HostLengths

@@ -101,7 +101,7 @@ def smollm2_path() -> Path:
     """The folder of SmolLM2-135M-Instruct; skip where it can't be had, fail with TORCHPAGED_REQUIRE_MODEL=1."""
     required = os.environ.get("TORCHPAGED_REQUIRE_MODEL") == "1"
     try:
-        from torchpaged.demo import ensure_smollm2
+        from torchpaged.cli.demo import ensure_smollm2
 
         return ensure_smollm2(offline=not required, progress=False)
     except Exception as error:

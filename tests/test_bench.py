@@ -16,14 +16,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchpaged.bench import attention, attention_case, inputs, timing
-from torchpaged.bench.attention_case import measure_case
-from torchpaged.bench.cases import LLAMA_8B, SUITES, AttentionCase, _case, select_cases
-from torchpaged.bench.contender import Contender, Prepared
-from torchpaged.bench.contenders import contenders, own_backend
-from torchpaged.bench.in_parts import in_parts, num_decodes
-from torchpaged.bench.inputs import Inputs
-from torchpaged.bench.summary import exit_code, summarise
+from torchpaged.bench import attention, timing
+from torchpaged.bench.attention import case as attention_case
+from torchpaged.bench.attention import inputs
+from torchpaged.bench.attention.case import measure_case
+from torchpaged.bench.attention.cases import LLAMA_8B, SUITES, AttentionCase, _case, select_cases
+from torchpaged.bench.attention.contender import Contender, Prepared
+from torchpaged.bench.attention.contenders import contenders, own_backend
+from torchpaged.bench.attention.in_parts import in_parts, num_decodes
+from torchpaged.bench.attention.inputs import Inputs
+from torchpaged.bench.attention.summary import exit_code, summarise
 from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.custom_ops.errors import ArgumentError, BackendUnavailableError
 
@@ -383,7 +385,7 @@ def test_the_command(native: None, tmp_path: Path) -> None:
     pytest.importorskip("rich")
     from typer.testing import CliRunner
 
-    from torchpaged.cli import app
+    from torchpaged.cli.app import app
 
     file = tmp_path / "result.json"
     done = CliRunner().invoke(app, ["bench", "attention", *ARGUMENTS, "--output", str(file)])
@@ -405,7 +407,7 @@ def test_both_command_lines_have_the_same_options(capsys: pytest.CaptureFixture[
     pytest.importorskip("typer")
     import inspect
 
-    from torchpaged.bench_command import attention as command
+    from torchpaged.cli.bench import attention as command
 
     with pytest.raises(SystemExit):
         attention.main(["--help"])

@@ -12,9 +12,11 @@ import torch
 
 pytest.importorskip("transformers")
 
-from torchpaged.bench import step, step_gate, step_peers, step_shape, step_trace
-from torchpaged.bench.step_cases import SHAPES, TARGETS_MS, build_model
-from torchpaged.bench.step_own import Variant, ours
+from torchpaged.bench import step
+from torchpaged.bench.step import gate, peers, shape
+from torchpaged.bench.step import trace as step_trace
+from torchpaged.bench.step.cases import SHAPES, TARGETS_MS, build_model
+from torchpaged.bench.step.own import Variant, ours
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.hf import PagedModel
 
@@ -55,7 +57,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 def test_no_trace_means_no_profiler(monkeypatch: pytest.MonkeyPatch) -> None:
     """With it, the same run fails: a trace is asked for on a CPU, too."""
-    monkeypatch.setattr(step_shape.step_trace, "record", lambda *_: 1 / 0)
+    monkeypatch.setattr(shape.step_trace, "record", lambda *_: 1 / 0)
     assert step.main([*TINY, "--batches", "1", "--only", "k1", "--no-trace"]) == 0
     assert step.main([*TINY, "--batches", "1", "--only", "k1"]) == 1
 
@@ -64,7 +66,7 @@ def test_what_fails_becomes_a_row(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     def broken(*_: Any) -> Any:
         raise RuntimeError("no such\nthing")
 
-    monkeypatch.setattr(step_shape, "ours", broken)
+    monkeypatch.setattr(shape, "ours", broken)
     assert step.main([*TINY, "--batches", "1,2", "--only", "k1"]) == 1
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert [row["status"] for row in rows] == ["failed"] * 2 and rows[0]["reason"].startswith("RuntimeError: no such thing (broken:")
@@ -114,9 +116,9 @@ def test_peers_come_last(capsys: pytest.CaptureFixture[str]) -> None:
 def test_steps_of_a_peer_are_those_of_all_requests() -> None:
     """The last to begin counts, from its first token to the first end of any."""
     early, late = [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0], [1.5, 2.5, 3.0, 4.0, 5.5, 6.5, 7.5]
-    assert step_peers.common_steps_ms([early, late]) == [1000.0, 500.0, 1000.0, 1500.0]
+    assert peers.common_steps_ms([early, late]) == [1000.0, 500.0, 1000.0, 1500.0]
     with pytest.raises(RuntimeError, match="3 steps with all requests"):
-        step_peers.common_steps_ms([early[:-1], late])
+        peers.common_steps_ms([early[:-1], late])
 
 
 # ------------------------------------------------------------------------------------------------------------ the gate
@@ -124,7 +126,7 @@ def test_steps_of_a_peer_are_those_of_all_requests() -> None:
 def test_the_gate_has_teeth(kind: str, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that is off by little is refused: a weight, the prompt's keys, or (of whole steps) the token the graph gives."""
     model = build_model(SHAPES["tiny"], CPU, torch.bfloat16)
-    reference = step_gate.make_reference(model, 3)
+    reference = gate.make_reference(model, 3)
     paged = PagedModel(model, num_blocks=40, block_size=16)
     own = ours(paged, Variant.parse(kind), [4], 8)
     own.capture(4)
@@ -187,13 +189,13 @@ def test_traces() -> None:
 
 # ------------------------------------------------------------------------------------------------------------ cold start
 def test_cold_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from torchpaged.bench import step_cold
+    from torchpaged.bench.step import cold
 
     arguments = ["--shape", "tiny", "--device", "cpu", "--contender", "k1+fuse", "--batch", "2"]
     file = str(tmp_path / "code.tpc")
-    assert step_cold.main([*arguments, "--save", file]) == 0 and step_cold.main([*arguments, "--load", file]) == 0
+    assert cold.main([*arguments, "--save", file]) == 0 and cold.main([*arguments, "--load", file]) == 0
     saved, loaded = (json.loads(line) for line in capsys.readouterr().out.splitlines())
     assert saved["compile_cache"]["saved"]["num_bytes"] == Path(file).stat().st_size and loaded["compile_cache"]["loaded"]["loaded"]
     assert list(loaded["parts"]) == ["load", "change", "generator", "first_token", "second_token"]
     assert loaded["seconds"] == pytest.approx(sum(loaded["parts"].values()) - loaded["parts"]["second_token"])
-    assert step_cold.main([*arguments, "--contender", "logits"]) == 2
+    assert cold.main([*arguments, "--contender", "logits"]) == 2

@@ -269,7 +269,7 @@ def test_backends_asks_for_every_feature(monkeypatch: pytest.MonkeyPatch) -> Non
 
     from torchpaged.backends import Backend, get_backend, register_backend
     from torchpaged.backends import selector as selector_module
-    from torchpaged.cli import app
+    from torchpaged.cli.app import app
     from torchpaged.custom_ops import BACKEND_OPS
 
     options = {
@@ -304,7 +304,7 @@ def test_backends_asks_for_every_feature(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_backends_refuses_an_attention_that_cannot_be(arguments: tuple[str, ...], words: str) -> None:
     from typer.testing import CliRunner
 
-    from torchpaged.cli import app
+    from torchpaged.cli.app import app
 
     done = CliRunner().invoke(app, ["backends", *arguments], env={"COLUMNS": "200"})
     assert done.exit_code == 2 and words in done.output, done.output

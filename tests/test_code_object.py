@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchpaged.code_object import with_own_code
+from torchpaged.compile.code_object import with_own_code
 
 
 def test_more_copies_than_the_recompile_limit() -> None:

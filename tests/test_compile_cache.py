@@ -16,8 +16,8 @@ import pytest
 import torch
 
 import torchpaged
-from torchpaged import compile_cache
-from torchpaged.compile_cache import CompileCacheError, CompileCacheWarning, load_compile_cache, save_compile_cache
+from torchpaged.compile import compile_cache
+from torchpaged.compile.compile_cache import CompileCacheError, CompileCacheWarning, load_compile_cache, save_compile_cache
 
 ROOT = Path(__file__).parents[1]
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -25,7 +25,7 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 SCRIPT = """
 import json, sys, torch
 from torch._dynamo.utils import counters
-from torchpaged.compile_cache import load_compile_cache, save_compile_cache
+from torchpaged.compile.compile_cache import load_compile_cache, save_compile_cache
 from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.custom_ops.cuda import jit
 
@@ -33,7 +33,7 @@ def triton_hit():
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
-    from torchpaged.custom_ops.triton.copy_blocks import copy_blocks_kernel as kernel
+    from torchpaged.custom_ops.block_ops.triton.copy_blocks import copy_blocks_kernel as kernel
     hits = []
     triton.knobs.compilation.listener = lambda *, cache_hit, **_: hits.append(cache_hit)
     constants = {"NUM_HEADS": 2, "DIM": 16, "SIZE": 512, "PIECE": 512}
@@ -156,7 +156,7 @@ def test_a_failed_save_leaves_the_old_file(folders: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
 def test_which_triton_entries_are_ours(folders: Path) -> None:
-    import torchpaged.custom_ops.triton.write_kv  # noqa: F401 - its kernels count as imported now
+    import torchpaged.custom_ops.cache_write.triton.write_kv  # noqa: F401 - its kernels count as imported now
 
     def entry(key: str, name: str, arch: int) -> Path:
         folder = folders / "TRITON_CACHE_DIR" / key

@@ -11,7 +11,7 @@ import pytest
 for _package in ("gguf", "transformers", "safetensors"):
     pytest.importorskip(_package, reason=f"{_package} is not installed; pip install 'torchpaged[demo]'")
 
-from torchpaged import demo  # noqa: E402
+from torchpaged.cli import demo  # noqa: E402
 
 GOLDEN = json.loads((Path(__file__).parent / "data" / "smollm2_golden.json").read_text())["prompts"]
 

@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from torchpaged.custom_ops import BACKEND_OPS, validation
-from torchpaged.testing_fuzz import BLOCK_SIZES, DTYPES, KV_DTYPES, WIDTHS, random_batch, random_configuration
-from torchpaged.testing_fuzz_aims import PREFILL_WIDTHS
-from torchpaged.testing_fuzz_case import run_case
-from torchpaged.testing_pools import strided
-from torchpaged.testing_worker import WorkerPool
+from torchpaged.testing.fuzz import BLOCK_SIZES, DTYPES, KV_DTYPES, WIDTHS, random_batch, random_configuration
+from torchpaged.testing.fuzz_aims import PREFILL_WIDTHS
+from torchpaged.testing.fuzz_case import run_case
+from torchpaged.testing.pools import strided
+from torchpaged.testing.worker import WorkerPool
 
 REFERENCE = BACKEND_OPS["reference"]
 CASE: dict[str, Any] = {"batches": 2, "backends": ["reference"], "device": "cpu", "small": True, "captures": True}
@@ -26,7 +26,7 @@ CASE: dict[str, Any] = {"batches": 2, "backends": ["reference"], "device": "cpu"
 PLANTED = """
 import os, subprocess, sys, time
 from torchpaged.custom_ops import BACKEND_OPS
-from torchpaged.testing_fuzz_case import run_case
+from torchpaged.testing.fuzz_case import run_case
 
 REFERENCE = BACKEND_OPS["reference"]
 HANG, CRASH, WRONG, ERROR = 3, 5, 7, 9
@@ -228,7 +228,7 @@ class _OnHopper:
 
 def test_a_third_of_a_gpus_configurations_are_for_the_cuda_decode_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the kernel's own word on tensors that say they are an H100's."""
-    from torchpaged.custom_ops.cuda import specialise
+    from torchpaged.custom_ops.attention.cuda import specialise
 
     monkeypatch.setattr(specialise, "capability", lambda index: (9, 0))
     monkeypatch.setattr(specialise, "num_sms", lambda index: 132)
@@ -248,7 +248,7 @@ def test_a_third_of_a_gpus_configurations_are_for_the_cuda_decode_kernel(monkeyp
 
 def test_all_configurations_aimed_at_the_cuda_prefill_kernel_are_taken_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the kernel's own word on tensors that say they are an H100's; with every feature that it has."""
-    from torchpaged.custom_ops.cuda import paged_attention, specialise
+    from torchpaged.custom_ops.attention.cuda import paged_attention, specialise
 
     monkeypatch.setattr(specialise, "capability", lambda index: (9, 0))
     monkeypatch.setattr(specialise, "num_sms", lambda index: 132)
@@ -341,5 +341,5 @@ def test_every_feature_is_reached_and_so_are_their_pairs() -> None:
 def test_a_replay_that_ignores_the_new_batch_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     seed = next(s for s in range(100) if random_configuration(s, backends=("reference",), small=True).captured)
     assert not run_case({**CASE, "seed": seed}, lambda *_, **__: None)["failures"]
-    monkeypatch.setattr("torchpaged.testing_fuzz_case._Runner._capture", lambda *_: lambda: None)
+    monkeypatch.setattr("torchpaged.testing.fuzz_case._Runner._capture", lambda *_: lambda: None)
     assert run_case({**CASE, "seed": seed}, lambda *_, **__: None)["failures"]

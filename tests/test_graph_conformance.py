@@ -12,8 +12,8 @@ from wrapper_backend import WRAPPER
 
 from torchpaged.backends import AttentionSpec, Backend, GraphSupport, Planning, get_backend, list_backends
 from torchpaged.custom_ops import BACKEND_OPS
-from torchpaged.graph_conformance import Case, check_forgotten_plan, check_replays, conformance_cases
 from torchpaged.graphs import CudaCapture, TapeCapture
+from torchpaged.testing.graph_conformance import Case, check_forgotten_plan, check_replays, conformance_cases
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")

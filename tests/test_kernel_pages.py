@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 
-from torchpaged.custom_ops.cuda import linear_shape, prefill, specialise
+from torchpaged.custom_ops.attention.cuda import prefill, specialise
+from torchpaged.custom_ops.layers.cuda import linear_shape
 
 PAGES = Path(__file__).parents[1] / "docs" / "kernels"
 SMS, PER_SM, PER_CTA = 132, 228 << 10, 227 << 10  # an H200: multiprocessors, bytes of shared memory of each and of a CTA

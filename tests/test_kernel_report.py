@@ -13,10 +13,17 @@ from torch.nn import functional as F
 
 from torchpaged import profiling
 from torchpaged.custom_ops.errors import ArgumentError
-from torchpaged.kernel_report import KernelReport, kernels_of_generation, kernels_per_layer, layer_groups, match_kernels, module_ranges
-from torchpaged.kernel_report.data import COMPILED
-from torchpaged.kernel_report.layers import layer_of
-from torchpaged.kernel_report.trace import parse, profiled
+from torchpaged.profiling.kernel_report import (
+    KernelReport,
+    kernels_of_generation,
+    kernels_per_layer,
+    layer_groups,
+    match_kernels,
+    module_ranges,
+)
+from torchpaged.profiling.kernel_report.data import COMPILED
+from torchpaged.profiling.kernel_report.layers import layer_of
+from torchpaged.profiling.kernel_report.trace import parse, profiled
 
 N = None
 
@@ -157,7 +164,7 @@ def test_what_a_replay_lacks_is_named_with_its_module() -> None:
 
 def test_reports_are_plain_data_and_a_table() -> None:
     rich = pytest.importorskip("rich.console", reason="rich is not installed")
-    from torchpaged.kernel_report import report_table
+    from torchpaged.profiling.kernel_report import report_table
 
     report = toy_report(lambda index, x: x.cos())
     data = json.loads(json.dumps(report.to_dict()))

@@ -115,7 +115,7 @@ def test_bare_imports_are_refused() -> None:
 #: package part -> torchpaged modules it may import (prefixes)
 RULES = {
     "custom_ops": ("torchpaged.custom_ops",),
-    "graphs": ("torchpaged.graphs", "torchpaged.metadata", "torchpaged.custom_ops.errors", "torchpaged.custom_ops.checks", "torchpaged.code_object"),
+    "graphs": ("torchpaged.graphs", "torchpaged.metadata", "torchpaged.custom_ops.errors", "torchpaged.custom_ops.checks", "torchpaged.compile.code_object"),
     "torchpaged/cache": ("torchpaged.cache", "torchpaged.custom_ops.errors"),
     "torchpaged/metadata.py": ("torchpaged.custom_ops.errors",),
     "torchpaged/backends": ("torchpaged.backends", "torchpaged.custom_ops", "torchpaged.metadata"),
@@ -125,7 +125,7 @@ RULES = {
     ),
     "torchpaged/hf": (
         "torchpaged.hf", "torchpaged.backends", "torchpaged.cache", "torchpaged.metadata", "torchpaged.custom_ops", "torchpaged.profiling",
-        "torchpaged.code_object",
+        "torchpaged.compile.code_object",
     ),
 }  # fmt: skip
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from torchpaged.custom_ops.ops import SCHEMAS
+from torchpaged.custom_ops.registry import SCHEMAS
 from torchpaged.custom_ops.stream_order import CONTEXT, STREAM_ORDER, TRIGGERS, WAITS, Launch, early_readers, writers
 
 ROOT = Path(__file__).parents[1]
@@ -205,8 +205,8 @@ def triton_launches() -> list[tuple[str, Any]]:
 
     from torchpaged.custom_ops import BACKEND_OPS
     from torchpaged.testing import opcheck_cases, run_paged_attention
-    from torchpaged.testing_layers import make_embedding_inputs, make_gate_inputs, make_norm_inputs
-    from torchpaged.testing_sampling import make_accept_inputs, make_finish_inputs, make_sampling_inputs
+    from torchpaged.testing.layers import make_embedding_inputs, make_gate_inputs, make_norm_inputs
+    from torchpaged.testing.sampling import make_accept_inputs, make_finish_inputs, make_sampling_inputs
 
     ops = BACKEND_OPS["triton"]
     found: list[tuple[str, Any]] = []
@@ -259,7 +259,7 @@ def test_linear_ptx(tmp_path: Path, tokens: int) -> None:
     import torch
 
     from torchpaged.custom_ops.cuda import jit
-    from torchpaged.custom_ops.cuda.linear_shape import linear_macros, linear_shape
+    from torchpaged.custom_ops.layers.cuda.linear_shape import linear_macros, linear_shape
 
     shape = linear_shape(tokens, 4096, 4096, 132, True, True, 228 << 10, 227 << 10)
     macros = linear_macros(torch.bfloat16, tokens, 4096, 4096, 4096, "none", False, False, True, True, True, shape)

@@ -8,7 +8,7 @@ imports torch and nothing optional.
 from torchpaged.attention import PagedAttention
 from torchpaged.backends import AttentionSpec, Limits, Session, list_backends, open_session, select_backend, use_backend
 from torchpaged.cache import BlockPool, KVLayerSpec, LayerKVCache, PagedKVCache
-from torchpaged.compile_cache import load_compile_cache, save_compile_cache
+from torchpaged.compile.compile_cache import load_compile_cache, save_compile_cache
 from torchpaged.custom_ops.errors import (
     ArgumentError,
     BackendUnavailableError,

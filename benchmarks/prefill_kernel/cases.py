@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from torchpaged.custom_ops.cuda import prefill as native
+from torchpaged.custom_ops.attention.cuda import prefill as native
 
 PATIENCE = 1 << 20  # tries of the loader's waits in checks
 

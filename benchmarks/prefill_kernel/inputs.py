@@ -10,8 +10,8 @@ from torch import Tensor
 
 from prefill_kernel.cases import Case
 from torchpaged.custom_ops import BACKEND_OPS
-from torchpaged.custom_ops.cuda import prefill as native
-from torchpaged.custom_ops.masks import visible_keys
+from torchpaged.custom_ops.attention.cuda import prefill as native
+from torchpaged.custom_ops.attention.mask import visible_keys
 
 
 def make_pools(case: Case, blocks: int, dim: int, dim_v: int, device: torch.device) -> list[Tensor]:

@@ -1,1 +1,1 @@
-"""CUDA C++ kernels, compiled by NVRTC at first launch. Needs torch and cuda-bindings (which torch's CUDA wheels bring along)."""
+"""What the CUDA C++ kernels of all families share: compiler, cache of machine code, PTX; the kernels lie with their families."""

@@ -21,7 +21,8 @@ from typing import Any
 
 import torch
 
-from torchpaged.custom_ops.cuda import cubins, specialise
+from torchpaged.custom_ops.attention.cuda import specialise
+from torchpaged.custom_ops.cuda import cubins
 from torchpaged.custom_ops.errors import BackendUnavailableError
 
 _HERE = Path(__file__).parent

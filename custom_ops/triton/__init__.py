@@ -1,1 +1,1 @@
-"""Triton kernels, one family per file; each module is imported at its op's first launch. Needs torch and triton only."""
+"""What the Triton kernels of all families share; the kernels lie with their families."""

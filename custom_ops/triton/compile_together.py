@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchpaged.custom_ops.triton import config, kernel_store
+from torchpaged.custom_ops.attention.triton import config
+from torchpaged.custom_ops.triton import kernel_store
 from torchpaged.custom_ops.triton.kernel_store import KernelRef
 
 _compiled: set[Hashable] = set()

@@ -32,8 +32,8 @@ from typing import Any
 
 import torch
 
+from torchpaged.custom_ops.attention.triton import config
 from torchpaged.custom_ops.cuda import cubins, jit
-from torchpaged.custom_ops.triton import config
 
 _HERE = Path(__file__).parent
 #: Variables that Triton's compiler reads begin like this; with any of them set, Triton does all by itself.

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from torchpaged.custom_ops.cuda import jit, specialise
+from torchpaged.custom_ops.attention.cuda import specialise
+from torchpaged.custom_ops.cuda import jit
 
 NVCC = shutil.which("nvcc")
 SOURCE = jit.files()["decode.cu"]

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from torchpaged.custom_ops.cuda import cubins, jit, specialise
-from torchpaged.custom_ops.cuda.linear_shape import linear_shape, norm_is_fused, token_bucket
+from torchpaged.custom_ops.attention.cuda import specialise
+from torchpaged.custom_ops.cuda import cubins, jit
+from torchpaged.custom_ops.layers.cuda.linear_shape import linear_shape, norm_is_fused, token_bucket
 
 CODE = bytes(range(256)) * 40
 BANNER = "//\n// Compiler Build ID: CL-1\n// Cuda compilation tools, release 13.0, V13.0.{}\n//\n.version 9.0\n"

@@ -11,7 +11,14 @@ import pytest
 import torch
 
 from torchpaged.custom_ops.cuda import jit
-from torchpaged.custom_ops.cuda.linear_shape import LinearShape, linear_macros, linear_shape, norm_is_fused, norm_macros, token_bucket
+from torchpaged.custom_ops.layers.cuda.linear_shape import (
+    LinearShape,
+    linear_macros,
+    linear_shape,
+    norm_is_fused,
+    norm_macros,
+    token_bucket,
+)
 
 NVCC = shutil.which("nvcc")
 SHARED = {(8, 0): 163 * 1024, (9, 0): 227 * 1024, (10, 0): 227 * 1024}  # bytes that one CTA may have

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from torchpaged.custom_ops.cuda import jit, linear, paged_attention, prefill
+from torchpaged.custom_ops.attention.cuda import paged_attention, prefill
+from torchpaged.custom_ops.cuda import jit
+from torchpaged.custom_ops.layers.cuda import linear
 
 SOURCES = Path(jit.__file__).parent
 MEMBERS = {"i64": "q", "float": "f", "int": "i", "Where": "iii"}

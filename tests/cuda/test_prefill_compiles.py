@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from torchpaged.custom_ops.cuda import jit, prefill
+from torchpaged.custom_ops.attention.cuda import prefill
+from torchpaged.custom_ops.cuda import jit
 
 NVCC = shutil.which("nvcc")
 _TRITON = importlib.util.find_spec("triton")

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from torchpaged.custom_ops.attention.mask import visible_keys
 from torchpaged.custom_ops.cuda import jit
-from torchpaged.custom_ops.masks import visible_keys
 
 GXX = shutil.which("g++")
 KEYS = 128

@@ -11,7 +11,8 @@ import torch
 from torchpaged import BackendUnavailableError
 from torchpaged.backends import get_backend
 from torchpaged.custom_ops import BACKEND_OPS
-from torchpaged.custom_ops.cuda import jit, specialise
+from torchpaged.custom_ops.attention.cuda import specialise
+from torchpaged.custom_ops.cuda import jit
 from torchpaged.testing import BATCH_SPECS, make_batch, run_paged_attention
 
 SHARED = (102400, 167936, 233472)  # bytes per multiprocessor of sm_86, sm_80 and sm_90
@@ -129,7 +130,7 @@ def test_the_overload_has_the_contract_of_the_others() -> None:
 
 def test_which_kernels_serve_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short queries, long ones and both by CUDA C++ kernels; Triton's, with the reason, where one of them declines or TORCHPAGED_CUDA_PREFILL=0."""
-    from torchpaged.custom_ops.cuda import paged_attention as module
+    from torchpaged.custom_ops.attention.cuda import paged_attention as module
 
     why: dict[str, str | None] = {"prefill": None, "decode": None}
     monkeypatch.setattr(module.prefill, "why_not", lambda *a, **k: why["prefill"])

@@ -16,7 +16,7 @@ from torchpaged.engine.stats import GeneratorStats
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 import torchpaged.hf as hf  # noqa: E402
-from torchpaged.hf.fusible import PASSES  # noqa: E402
+from torchpaged.fuse.fusible import PASSES  # noqa: E402
 
 PROMPTS = [[5, 6, 7], [9], list(range(11, 30))]
 SAMPLING = SamplingParams(max_new_tokens=9)

@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from torchpaged.testing_fuzz_aims import AIMS
-from torchpaged.testing_worker import Outcome, WorkerPool
+from torchpaged.testing.fuzz_aims import AIMS
+from torchpaged.testing.worker import Outcome, WorkerPool
 
 
 def parser() -> argparse.ArgumentParser:
@@ -41,7 +41,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--compile-limit", type=float, default=180.0, help="seconds of the host's part of a launch")
     p.add_argument("--run-limit", type=float, default=60.0, help="seconds of the device's part")
     p.add_argument("--json", type=Path, default=None)
-    p.add_argument("--target", default="torchpaged.testing_fuzz_case:run_case", help="what a worker runs")
+    p.add_argument("--target", default="torchpaged.testing.fuzz_case:run_case", help="what a worker runs")
     return p
 
 

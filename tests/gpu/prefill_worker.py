@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from torchpaged.custom_ops import BACKEND_OPS
-from torchpaged.custom_ops.cuda import prefill
+from torchpaged.custom_ops.attention.cuda import prefill
 from torchpaged.testing import Batch, BatchSpec, assert_within_budget, make_batch, run_paged_attention
 
 #: Sizes of the model and the pools, and options of the op.

@@ -15,9 +15,9 @@ import torch
 from sessions import PLANNING
 
 from torchpaged.backends import GraphSupport, get_backend
-from torchpaged.graph_conformance import Case, check_replays, conformance_cases
 from torchpaged.graphs import CudaCapture
 from torchpaged.testing import BatchSpec
+from torchpaged.testing.graph_conformance import Case, check_replays, conformance_cases
 
 pytestmark = pytest.mark.gpu
 HEADS = {"32/8/128": (32, 8, 128), "9/3/64": (9, 3, 64), "4/2/32": (4, 2, 32)}
@@ -34,8 +34,8 @@ PREFILL = Case("prefill", (
 @pytest.fixture
 def no_triton(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The CUDA op's module, whose way to Triton's kernels is closed; ``launched`` counts its kernels' launches by name."""
+    from torchpaged.custom_ops.attention.cuda import paged_attention as module
     from torchpaged.custom_ops.cuda import jit
-    from torchpaged.custom_ops.cuda import paged_attention as module
 
     if get_backend("cuda").unavailable():
         pytest.skip(str(get_backend("cuda").unavailable()))
@@ -93,7 +93,7 @@ import sys
 sys.path.insert(0, sys.argv[1])
 from sessions import PLANNING
 from torchpaged.backends import GraphSupport
-from torchpaged.graph_conformance import check_forgotten_plan, conformance_cases
+from torchpaged.testing.graph_conformance import check_forgotten_plan, conformance_cases
 from torchpaged.graphs import CudaCapture
 
 case = conformance_cases(GraphSupport.SINGLE_TOKEN_DECODE)[0]

@@ -18,7 +18,7 @@ import torch
 
 from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.testing import Batch, BatchSpec, assert_within_budget, make_batch, run_paged_attention
-from torchpaged.testing_worker import WorkerPool
+from torchpaged.testing.worker import WorkerPool
 
 pytestmark = pytest.mark.gpu
 BATCHES, SHARE = 2000, 50
@@ -125,5 +125,5 @@ def test_random_configurations(first_seed: int, configurations: WorkerPool) -> N
 def configurations() -> Iterator[WorkerPool]:
     """Several processes, since nearly all the time is the compilers'."""
     environment = {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
-    with WorkerPool("torchpaged.testing_fuzz_case:run_case", workers=min(TOGETHER, os.cpu_count() or 1), environment=environment) as pool:
+    with WorkerPool("torchpaged.testing.fuzz_case:run_case", workers=min(TOGETHER, os.cpu_count() or 1), environment=environment) as pool:
         yield pool

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torchpaged.custom_ops import BACKEND_OPS
-from torchpaged.custom_ops.cuda.linear import unsupported
+from torchpaged.custom_ops.layers.cuda.linear import unsupported
 
 pytestmark = pytest.mark.gpu
 CUDA = BACKEND_OPS["cuda"].linear

@@ -38,7 +38,7 @@ def check(backend: str, batch: Batch, **options: Any) -> None:
     ("spec", "kernel"), [("padded_prefill", "prefill"), ("prefill", "prefill and decode"), ("mixed", "prefill and decode")]
 )
 def test_the_cuda_prefill_kernel_is_among_them(spec: str, kernel: str) -> None:
-    from torchpaged.custom_ops.cuda.paged_attention import route
+    from torchpaged.custom_ops.attention.cuda.paged_attention import route
 
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the kernel is written for compute capability 9.0")

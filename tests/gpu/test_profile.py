@@ -31,7 +31,7 @@ def tiny_generator(compile: bool, **options: Any) -> tuple[Any, Any]:
 @pytest.mark.parametrize("steps_per_launch", [1, 2])
 def test_all_kernels_of_a_replay_find_their_modules(steps_per_launch: int) -> None:
     """Rows are idle: padding runs the same kernels."""
-    from torchpaged.kernel_report import kernels_per_layer, layer_groups
+    from torchpaged.profiling.kernel_report import kernels_per_layer, layer_groups
 
     model, generator = tiny_generator(False, steps_per_launch=steps_per_launch)
     runner = generator.runner
@@ -48,7 +48,7 @@ def test_all_kernels_of_a_replay_find_their_modules(steps_per_launch: int) -> No
 
 def test_a_compiled_replay_says_what_it_can_not_place() -> None:
     """Inductor's fused kernels have no counterpart in the eager step; the attention kernels have."""
-    from torchpaged.kernel_report import kernels_per_layer
+    from torchpaged.profiling.kernel_report import kernels_per_layer
 
     model, generator = tiny_generator(True)
     runner = generator.runner
@@ -76,7 +76,7 @@ def test_a_trace_of_a_generation(tmp_path: Path, prefill_buckets: list[int] | No
     """Ranges of the host, kernels of the graphs, all of them placed; attention ranges inside the steps that run as Python."""
     from torchpaged import profiling
     from torchpaged.engine import SamplingParams
-    from torchpaged.kernel_report import kernels_of_generation, module_ranges, read_trace
+    from torchpaged.profiling.kernel_report import kernels_of_generation, module_ranges, read_trace
 
     model, generator = tiny_generator(False, prefill_buckets=prefill_buckets)
     path = tmp_path / "out.json"

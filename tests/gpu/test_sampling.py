@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from torchpaged.custom_ops import BACKEND_OPS
-from torchpaged.custom_ops.triton.sample_tokens import sample_tiles
+from torchpaged.custom_ops.step_end.triton.sample_tokens import sample_tiles
 from torchpaged.engine import SamplingParams
 from torchpaged.engine.sampling import sample, seen_tokens
-from torchpaged.testing_sampling import (
+from torchpaged.testing.sampling import (
     SAMPLING_ROWS,
     assert_samples_close,
     finished_apart,

@@ -16,10 +16,10 @@ from transformers import CompileConfig, PreTrainedModel
 
 from torchpaged import ArgumentError, TorchpagedError
 from torchpaged.engine import Generator, SamplingParams
+from torchpaged.fuse.fusible import PASSES
+from torchpaged.fuse.launch_count import count_launches
+from torchpaged.fuse.rope_table import RopeTable
 from torchpaged.hf import PagedCache, compile_layers, fuse, uncompile_layers, unfuse
-from torchpaged.hf.fusible import PASSES
-from torchpaged.hf.launch_count import count_launches
-from torchpaged.hf.rope_table import RopeTable
 
 MIXED = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
 GEMMA = {"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 16, "tie_word_embeddings": False, **MIXED}

@@ -92,7 +92,7 @@ class Writers(TorchDispatchMode):
 
 
 def test_short_queries_of_the_decode_kernels() -> None:
-    config = pytest.importorskip("torchpaged.custom_ops.triton.config")
+    config = pytest.importorskip("torchpaged.custom_ops.attention.triton.config")
     assert cache_module._SHORT_QUERY_LEN == config.MAX_DECODE_QUERY_LEN
 
 

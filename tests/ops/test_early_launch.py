@@ -35,7 +35,7 @@ def test_refused_while_it_is_on() -> None:
 def test_every_early_launch_of_a_triton_kernel_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     """On Hopper; where nothing starts early, Inductor may do as it likes."""
     pytest.importorskip("triton", reason="triton is not installed")
-    from torchpaged.custom_ops.triton import config
+    from torchpaged.custom_ops.attention.triton import config
 
     config._launches_early.cache_clear()
     hopper, ampere = torch.device("cuda", 0), torch.device("cuda", 1)
@@ -56,8 +56,8 @@ def test_every_early_launch_of_a_triton_kernel_asks(monkeypatch: pytest.MonkeyPa
 def test_a_launch_does_not_ask_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Asking torch takes microseconds, as long as a launch, several times per layer."""
     pytest.importorskip("triton", reason="triton is not installed")
-    from torchpaged.custom_ops.cuda import specialise
-    from torchpaged.custom_ops.triton import config
+    from torchpaged.custom_ops.attention.cuda import specialise
+    from torchpaged.custom_ops.attention.triton import config
 
     asked: list[object] = []
     for module, function in ((config, config._launches_early), (specialise, specialise.launches_early)):

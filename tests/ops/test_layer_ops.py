@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import torchpaged
 from torchpaged.custom_ops import BACKEND_OPS
-from torchpaged.testing_layers import (
+from torchpaged.testing.layers import (
     LINEAR_CASES,
     NORM_CASES,
     assert_layer_close,

@@ -14,7 +14,7 @@ from torchpaged.custom_ops.reference_sampling import gumbel_noise, kept_tokens, 
 from torchpaged.custom_ops.validation_sampling import NO_TOKEN
 from torchpaged.engine import SamplingParams
 from torchpaged.engine.sampling import sample, seen_tokens
-from torchpaged.testing_sampling import (
+from torchpaged.testing.sampling import (
     SAMPLING_ROWS,
     assert_samples_close,
     finished_apart,

@@ -17,7 +17,7 @@ import triton
 from triton.compiler import ASTSource
 from triton.runtime import JITFunction
 
-from torchpaged.custom_ops.triton import config
+from torchpaged.custom_ops.attention.triton import config
 
 _TYPES = {
     torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float8_e4m3fn: "fp8e4nv", torch.float8_e5m2: "fp8e5",

@@ -14,13 +14,13 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 import aot
 
-from torchpaged.custom_ops.triton import config
-from torchpaged.custom_ops.triton.advance_step import advance_step_kernel
-from torchpaged.custom_ops.triton.copy_blocks import copy_blocks_kernel
-from torchpaged.custom_ops.triton.decode import decode_kernel
-from torchpaged.custom_ops.triton.merge_attn_states import merge_attn_states_kernel
-from torchpaged.custom_ops.triton.rope_write_kv import head_tiles, rope_write_kv_kernel
-from torchpaged.custom_ops.triton.write_kv import write_kv_kernel
+from torchpaged.custom_ops.attention.triton import config
+from torchpaged.custom_ops.attention.triton.decode import decode_kernel
+from torchpaged.custom_ops.attention.triton.merge_attn_states import merge_attn_states_kernel
+from torchpaged.custom_ops.block_ops.triton.copy_blocks import copy_blocks_kernel
+from torchpaged.custom_ops.cache_write.triton.rope_write_kv import head_tiles, rope_write_kv_kernel
+from torchpaged.custom_ops.cache_write.triton.write_kv import write_kv_kernel
+from torchpaged.custom_ops.step_end.triton.advance_step import advance_step_kernel
 
 SIZES = {"bf16": 2, "fp16": 2, "fp32": 4}
 INT_POINTERS = {"table_ptr": "i32", "seq_lens_ptr": "i32", "starts_ptr": "i32"}

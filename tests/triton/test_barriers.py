@@ -31,8 +31,8 @@ from triton.runtime import JITFunction
 from torchpaged import custom_ops
 from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.testing import opcheck_cases, run_paged_attention
-from torchpaged.testing_layers import make_embedding_inputs, make_gate_inputs, make_linear_inputs, make_norm_inputs
-from torchpaged.testing_sampling import make_accept_inputs, make_finish_inputs, make_sampling_inputs
+from torchpaged.testing.layers import make_embedding_inputs, make_gate_inputs, make_linear_inputs, make_norm_inputs
+from torchpaged.testing.sampling import make_accept_inputs, make_finish_inputs, make_sampling_inputs
 
 TRITON = BACKEND_OPS["triton"]
 

@@ -76,7 +76,7 @@ def test_split_kv(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("spec", ["prefill_small", "prefill_long", "chunked", "mixed_padded", "left_padded", "left_padded_chunk"])
 def test_prefill_in_small_tiles(spec: str, variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many tiles per request; decodes too go to the prefill kernel. One spec has blocks larger than tiles."""
-    from torchpaged.custom_ops.triton import config
+    from torchpaged.custom_ops.attention.triton import config
 
     monkeypatch.setattr(config, "prefill_tiles", lambda *_: config.Tiles(16, 16, 4, 1))
     monkeypatch.setattr(config, "MAX_DECODE_QUERY_LEN", 0)
@@ -89,7 +89,7 @@ def test_prefill_in_small_tiles(spec: str, variant: str, monkeypatch: pytest.Mon
 @pytest.mark.parametrize("spec", ["mixed_padded", "mixed_small", "chunked", "left_padded"])
 def test_prefill_leaves_decodes_alone(spec: str, skip: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a mixed batch split in two launches, the prefill kernel attends longer queries and touches no row of the others."""
-    from torchpaged.custom_ops.triton import config, paged_attention
+    from torchpaged.custom_ops.attention.triton import config, paged_attention
 
     monkeypatch.setattr(config, "prefill_tiles", lambda *_: config.Tiles(16, 16, 4, 1))
     monkeypatch.setattr(config, "MAX_DECODE_QUERY_LEN", 0)
@@ -109,7 +109,7 @@ def test_prefill_leaves_decodes_alone(spec: str, skip: int, monkeypatch: pytest.
 
 def test_decodes_of_a_mixed_batch_launch_right_behind_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     """The decode launch does not wait for the prefill launch before it: buffers, and kernels that fill them, come ahead of both."""
-    from torchpaged.custom_ops.triton import config, paged_attention
+    from torchpaged.custom_ops.attention.triton import config, paged_attention
 
     events: list[str] = []
 
@@ -130,7 +130,7 @@ def test_decodes_of_a_mixed_batch_launch_right_behind_the_rest(monkeypatch: pyte
 
 
 def test_which_queries_of_mixed_batches_decode() -> None:
-    from torchpaged.custom_ops.triton.config import decode_len_in_mixed
+    from torchpaged.custom_ops.attention.triton.config import decode_len_in_mixed
 
     assert [decode_len_in_mixed(group, 9, 520, 512) for group in (1, 3, 4, 8, 16, 64)] == [8, 2, 2, 1, 1, 1]
     assert decode_len_in_mixed(4, 1, 512, 512) == 0, "one request: nothing is mixed"
@@ -139,7 +139,7 @@ def test_which_queries_of_mixed_batches_decode() -> None:
 
 def test_tiles_of_longer_queries_fit_the_grid() -> None:
     """Whatever the lengths are: short queries, padding and empty requests take tokens or requests, never tiles."""
-    from torchpaged.custom_ops.triton.config import most_tiles_of_longer
+    from torchpaged.custom_ops.attention.triton.config import most_tiles_of_longer
 
     generator = random.Random(0)
     for _ in range(3000):
@@ -153,7 +153,7 @@ def test_tiles_of_longer_queries_fit_the_grid() -> None:
 
 def test_many_short_queries_share_programs() -> None:
     """More tiles than programs of one tile, and more than twice the programs that share out the others."""
-    from torchpaged.custom_ops.triton.config import programs_for_longer
+    from torchpaged.custom_ops.attention.triton.config import programs_for_longer
 
     lens = (1, 20, *[3] * 30, 1)
     single, shared = programs_for_longer(len(lens), sum(lens), 2, 32)
@@ -186,7 +186,7 @@ def test_prefill_jumps_over_the_keys_that_every_row_sees(window_left: int, chunk
 @pytest.mark.parametrize("options", [{"window_left": 7}, {"chunk_size": 20}, {"window_left": 7, "logits_soft_cap": 3.0}], ids=str)
 def test_prefill_ignores_forgotten_keys(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys in front of every row's window may be gone: their values are NaN here."""
-    from torchpaged.custom_ops.triton import config
+    from torchpaged.custom_ops.attention.triton import config
 
     monkeypatch.setattr(config, "prefill_tiles", lambda *_: config.Tiles(16, 16, 4, 1))
     batch = make_batch(BatchSpec("one", (60,), (17,)), head_dim=16)
@@ -249,7 +249,7 @@ def test_rope_write_kv(case: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(("heads", "num_warps"), [(1, 1), (2, 1), (16, 4)])
 def test_rope_write_kv_with_other_tiles(heads: int, num_warps: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The number of heads per program depends on the batch size; every choice gives the same."""
-    from torchpaged.custom_ops.triton import rope_write_kv
+    from torchpaged.custom_ops.cache_write.triton import rope_write_kv
 
     monkeypatch.setattr(rope_write_kv, "head_tiles", lambda *_: (heads, num_warps))
     for case in ("smollm2", "glm4", "heads_first"):

@@ -25,8 +25,9 @@ from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.jit import create_function_from_signature
 
 from torchpaged.custom_ops import BACKEND_OPS
+from torchpaged.custom_ops.attention.triton import paged_attention
 from torchpaged.custom_ops.cuda import cubins, jit
-from torchpaged.custom_ops.triton import compile_together, kernel_store, paged_attention
+from torchpaged.custom_ops.triton import compile_together, kernel_store
 from torchpaged.custom_ops.triton.compile_together import Launch
 from torchpaged.custom_ops.triton.kernel_store import KernelRef
 from torchpaged.testing import BatchSpec, make_batch, run_paged_attention
@@ -299,5 +300,5 @@ def test_hooks_around_tritons_launches_are_seen() -> None:
 
 
 def test_the_op_is_imported_without_triton() -> None:
-    code = "import sys; import torchpaged.custom_ops.triton.paged_attention; assert 'triton' not in sys.modules"
+    code = "import sys; import torchpaged.custom_ops.attention.triton.paged_attention; assert 'triton' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

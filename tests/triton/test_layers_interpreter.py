@@ -10,7 +10,7 @@ import torch
 
 import torchpaged
 from torchpaged.custom_ops import BACKEND_OPS
-from torchpaged.testing_layers import (
+from torchpaged.testing.layers import (
     LINEAR_CASES,
     NORM_CASES,
     assert_layer_close,

@@ -21,8 +21,9 @@ import triton
 import triton.language as tl
 from triton import knobs
 
-from torchpaged.custom_ops.triton import config, notice
-from torchpaged.custom_ops.triton.advance_step import advance_step_kernel
+from torchpaged.custom_ops.attention.triton import config
+from torchpaged.custom_ops.step_end.triton.advance_step import advance_step_kernel
+from torchpaged.custom_ops.triton import notice
 
 
 @triton.jit

@@ -20,8 +20,8 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 import aot
 import sass
 
-from torchpaged.custom_ops.triton import config
-from torchpaged.custom_ops.triton.prefill import prefill_kernel
+from torchpaged.custom_ops.attention.triton import config
+from torchpaged.custom_ops.attention.triton.prefill import prefill_kernel
 
 SIZES = {"bf16": 2, "fp16": 2, "fp32": 4}
 EVERYTHING = {"WINDOW_LEFT": 100, "CHUNK": 256, "SOFT_CAP": True, "ALIBI": True, "SINKS": True, "HAS_LSE": True}

@@ -13,11 +13,11 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 import aot
 
-from torchpaged.custom_ops.triton import config
-from torchpaged.custom_ops.triton.accept_tokens import STOPS, accept_tokens_kernel, rows_per_program
-from torchpaged.custom_ops.triton.embedding import embedding_kernel, num_warps_of
-from torchpaged.custom_ops.triton.finish_step import finish_step_kernel
-from torchpaged.custom_ops.triton.sample_tokens import GROUP, merge_tiles_kernel, sample_tiles, sample_tiles_kernel
+from torchpaged.custom_ops.attention.triton import config
+from torchpaged.custom_ops.layers.triton.embedding import embedding_kernel, num_warps_of
+from torchpaged.custom_ops.step_end.triton.accept_tokens import STOPS, accept_tokens_kernel, rows_per_program
+from torchpaged.custom_ops.step_end.triton.finish_step import finish_step_kernel
+from torchpaged.custom_ops.step_end.triton.sample_tokens import GROUP, merge_tiles_kernel, sample_tiles, sample_tiles_kernel
 
 POINTERS = {f"{name}_ptr": "fp32" for name in ("temperature", "top_p", "min_p", "penalty", "parts")}
 POINTERS |= {"top_k_ptr": "i32", "seen_ptr": "i32", "indices_ptr": "i32", "seeds_ptr": "i64", "counters_ptr": "i64", "out_ptr": "i64"}

@@ -14,7 +14,7 @@ import torch
 
 from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.custom_ops.validation_sampling import NO_TOKEN
-from torchpaged.testing_sampling import (
+from torchpaged.testing.sampling import (
     SAMPLING_ROWS,
     assert_samples_close,
     finished_apart,

@@ -7,6 +7,10 @@
 Importing registers the attention and mask functions under the name "torchpaged". Needs transformers >= 5.17.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 try:
     import transformers  # noqa: F401
 except ImportError as error:
@@ -15,10 +19,11 @@ except ImportError as error:
 from torchpaged.hf.attention import NAME, register
 from torchpaged.hf.cache import PagedCache
 from torchpaged.hf.compile_layers import compile_layers, uncompile_layers
-from torchpaged.hf.fuse import fuse, unfuse
-from torchpaged.hf.fusion_report import FusionReport
 from torchpaged.hf.paged_model import PagedModel, kv_layer_specs
 from torchpaged.hf.support import fusion_of, require_supported
+
+if TYPE_CHECKING:
+    from torchpaged.fuse import FusionReport, fuse, unfuse
 
 register()
 
@@ -26,3 +31,11 @@ __all__ = [
     "NAME", "FusionReport", "PagedCache", "PagedModel", "compile_layers", "fuse", "fusion_of", "kv_layer_specs", "register",
     "require_supported", "uncompile_layers", "unfuse",
 ]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("FusionReport", "fuse", "unfuse"):  # the passes stand on this package, and are imported when they are asked for
+        from torchpaged import fuse
+
+        return getattr(fuse, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

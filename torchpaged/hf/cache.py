@@ -30,7 +30,7 @@ from torchpaged.hf.query_starts import fill_query_starts
 from torchpaged.hf.support import require_made_by_user, require_paged_layers, require_supported_config
 from torchpaged.hf.template import paged_layers
 
-_SHORT_QUERY_LEN = 8  # tokens per row that the decode kernels take at most: custom_ops/triton/config.py, MAX_DECODE_QUERY_LEN
+_SHORT_QUERY_LEN = 8  # tokens per row that the decode kernels take at most: custom_ops/attention/triton/config.py, MAX_DECODE_QUERY_LEN
 
 
 class PagedCache(ChoosesBackend, CacheMasks):

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from transformers.masking_utils import bidirectional_mask_function
 
+from torchpaged.custom_ops.attention.mask import visible_keys
 from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
-from torchpaged.custom_ops.masks import visible_keys
 
 _PROBE = 96  # query and key positions looked at, at most, on each axis
 

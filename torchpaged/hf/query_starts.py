@@ -1,6 +1,6 @@
 """The query starts of a forward of many tokens per row, behind which an attention may start early.
 
-An attention kernel reads its query starts before the kernels ahead of it have ended (custom_ops/ops.py), so that the kernel that writes them must
+An attention kernel reads its query starts before the kernels ahead of it have ended (custom_ops/registry.py), so that the kernel that writes them must
 not be the last one ahead of it. A second kernel in between is seen to by an op: a compiler moves single kernels, and drops one that changes nothing.
 """
 

@@ -1,0 +1,64 @@
+// One work item of paged attention: some query rows of one kv head against a range of keys, softmax online.
+// Compiled once per instruction set by kernel_*.cpp, chosen at run time by paged_attention.cpp.
+#pragma once
+#include <cstdint>
+
+namespace torchpaged {
+
+enum class Dtype { Float, BFloat16, Half };
+
+// Everything about the call; strides in elements. Layouts: custom_ops/registry.py.
+struct Problem {
+  Dtype dtype;
+  const void *q, *k_cache, *v_cache;
+  void* out;
+  float* lse;  // may be null
+  const int32_t *block_table, *seq_lens, *query_start_loc;
+  const float *alibi_slopes, *sinks;  // may be null
+  int64_t num_reqs, num_tokens, num_heads, num_kv_heads, head_dim, head_dim_v, block_size;
+  int64_t q_token, q_head, k_block, k_slot, k_head, v_block, v_slot, v_head, o_token, o_head, lse_token, lse_head, table_row;
+  float scale, soft_cap;
+  bool causal;
+  int64_t window_left, window_right, chunk_size;
+};
+
+// Rows are (query token, head of the group) pairs: row r is token first_token + r / group, head kv_head * group + r % group.
+struct WorkItem {
+  int64_t request, kv_head, first_token, num_query_tokens;  // first_token counts from the request's first query
+  int64_t first_key, end_key;
+  float* partial;  // null: write the result; else [rows, head_dim_v + 2] floats: accumulator, running maximum, running sum
+};
+
+constexpr int64_t MAX_ROWS = 64;  // rows of a work item
+constexpr int64_t TILE_KV = 64;   // keys per softmax step
+constexpr float FLOOR = -1e30f;   // where a row's maximum begins: finite, so that a row that has seen nothing makes no inf - inf
+
+// The visible keys of the query at `position`: every mask of the op is an interval.
+inline void visible_range(const Problem& p, int64_t position, int64_t seq_len, int64_t* low, int64_t* end) {
+  int64_t lo = 0, hi = seq_len;
+  if (position < 0) { *low = *end = 0; return; }
+  if (p.causal && position + 1 < hi) hi = position + 1;
+  if (p.window_left >= 0 && position - p.window_left > lo) lo = position - p.window_left;
+  if (p.window_right >= 0 && position + p.window_right + 1 < hi) hi = position + p.window_right + 1;
+  if (p.chunk_size > 0) {
+    const int64_t chunk = position / p.chunk_size * p.chunk_size;
+    if (chunk > lo) lo = chunk;
+    if (chunk + p.chunk_size < hi) hi = chunk + p.chunk_size;
+  }
+  *low = lo;
+  *end = hi > lo ? hi : lo;
+}
+
+// Divide an accumulator by its sum, add the sink's term, write out and lse of one row; zeros and -inf unless it `sees` any key.
+// The sum does not tell: it is NaN where a score was NaN or +inf, and 0 where all were -inf, which makes 0 / 0.
+using FinishRow = void (*)(const Problem&, int64_t token, int64_t head, bool sees, const float* acc, float maximum, float sum);
+using RunItem = void (*)(const Problem&, const WorkItem&);
+struct Kernels { RunItem run; FinishRow finish; };
+
+Kernels kernels_generic(Dtype dtype);
+#if defined(__x86_64__)
+Kernels kernels_avx2(Dtype dtype);
+Kernels kernels_avx512(Dtype dtype);
+#endif
+
+}  // namespace torchpaged

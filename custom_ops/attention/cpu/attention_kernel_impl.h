@@ -1,0 +1,222 @@
+// The kernel behind attention_kernel.h; include once per translation unit after defining VEC_WIDTH and ROW_TILE.
+// ROW_TILE x 4 accumulators must fit the register file (16 of 32 with AVX-512, 8 of 16 with AVX2).
+#include <algorithm>
+#include <cmath>
+#include <type_traits>
+#include <vector>
+
+#include "attention_kernel.h"
+#include "../../cpu/vec.h"
+
+namespace {
+
+using namespace torchpaged;
+
+constexpr float NEG_INF = -__builtin_inff();
+
+// Scratch that lives as long as its thread: allocation per work item would cost more than a short decode.
+struct Scratch {
+  std::vector<float> q, scores, acc;
+  std::vector<float> maximum, total;
+};
+thread_local Scratch scratch;
+
+template <typename T>
+const T* row_at(const void* base, const Problem& p, const int32_t* table, int64_t key, int64_t head, bool values) {
+  const int64_t block = table[key / p.block_size], slot = key % p.block_size;
+  const int64_t at = values ? block * p.v_block + slot * p.v_slot + head * p.v_head : block * p.k_block + slot * p.k_slot + head * p.k_head;
+  return static_cast<const T*>(base) + at;
+}
+
+// scores[r][0..3] = q[r] . k[0..3] for ROWS rows; q is padded to whole vectors with zeros, k is not.
+template <typename T, int ROWS>
+void dot_tile(const float* q, int64_t q_stride, const T* const* keys, int64_t head_dim, float* scores) {
+  vf acc[ROWS][4] = {};
+  int64_t d = 0;
+  for (; d + VEC_WIDTH <= head_dim; d += VEC_WIDTH) {
+    const vf k0 = load(keys[0] + d), k1 = load(keys[1] + d), k2 = load(keys[2] + d), k3 = load(keys[3] + d);
+    for (int r = 0; r < ROWS; ++r) {
+      const vf x = load(q + r * q_stride + d);
+      acc[r][0] += x * k0; acc[r][1] += x * k1; acc[r][2] += x * k2; acc[r][3] += x * k3;
+    }
+  }
+  if (d < head_dim) {
+    const int n = int(head_dim - d);
+    const vf k0 = load_tail(keys[0] + d, n), k1 = load_tail(keys[1] + d, n), k2 = load_tail(keys[2] + d, n), k3 = load_tail(keys[3] + d, n);
+    for (int r = 0; r < ROWS; ++r) {
+      const vf x = load(q + r * q_stride + d);
+      acc[r][0] += x * k0; acc[r][1] += x * k1; acc[r][2] += x * k2; acc[r][3] += x * k3;
+    }
+  }
+  for (int r = 0; r < ROWS; ++r) sum4(acc[r][0], acc[r][1], acc[r][2], acc[r][3], scores + r * TILE_KV);
+}
+
+// acc[r] += sum over keys of weight[r][key] * v[key], for ROWS rows and VECS vectors of the value's width.
+template <typename T, int ROWS, int VECS>
+void weigh_tile(const float* weights, const T* const* values, int64_t num_keys, float* acc, int64_t acc_stride, int tail) {
+  vf sums[ROWS][VECS];
+  for (int r = 0; r < ROWS; ++r)
+    for (int c = 0; c < VECS; ++c) sums[r][c] = load(acc + r * acc_stride + c * VEC_WIDTH);
+  for (int64_t key = 0; key < num_keys; ++key) {
+    vf v[VECS];
+    for (int c = 0; c < VECS; ++c) v[c] = tail && c == VECS - 1 ? load_tail(values[key] + c * VEC_WIDTH, tail) : load(values[key] + c * VEC_WIDTH);
+    for (int r = 0; r < ROWS; ++r) {
+      const vf w = splat(weights[r * TILE_KV + key]);
+      for (int c = 0; c < VECS; ++c) sums[r][c] += w * v[c];
+    }
+  }
+  for (int r = 0; r < ROWS; ++r)
+    for (int c = 0; c < VECS; ++c) store(acc + r * acc_stride + c * VEC_WIDTH, sums[r][c]);
+}
+
+template <typename T, int ROWS>
+void weigh_rows(const float* weights, const T* const* values, int64_t num_keys, float* acc, int64_t stride, int64_t head_dim_v) {
+  const T* shifted[TILE_KV];
+  int64_t c = 0;
+  auto at = [&](int64_t column) {
+    for (int64_t key = 0; key < num_keys; ++key) shifted[key] = values[key] + column;
+    return static_cast<const T* const*>(shifted);
+  };
+  for (; c + 4 * VEC_WIDTH <= head_dim_v; c += 4 * VEC_WIDTH) weigh_tile<T, ROWS, 4>(weights, at(c), num_keys, acc + c, stride, 0);
+  for (; c + VEC_WIDTH <= head_dim_v; c += VEC_WIDTH) weigh_tile<T, ROWS, 1>(weights, at(c), num_keys, acc + c, stride, 0);
+  if (c < head_dim_v) weigh_tile<T, ROWS, 1>(weights, at(c), num_keys, acc + c, stride, int(head_dim_v - c));
+}
+
+template <typename T>
+void finish_row(const Problem& p, int64_t token, int64_t head, bool sees, const float* acc, float maximum, float total) {
+  T* out = static_cast<T*>(p.out) + token * p.o_token + head * p.o_head;
+  float shrink = 1.0f;
+  if (p.sinks) {
+    const float sink = p.sinks[head], top = std::max(maximum, sink);
+    shrink = std::exp(maximum - top);
+    total = total * shrink + std::exp(sink - top);
+    maximum = top;
+  }
+  const float factor = shrink / total;
+  for (int64_t d = 0; d < p.head_dim_v; ++d) from_float(sees ? acc[d] * factor : 0.0f, out + d);
+  if (p.lse) p.lse[token * p.lse_token + head * p.lse_head] = sees ? maximum + std::log(total) : NEG_INF;
+}
+
+// Whether any of `count` values holds NaN or inf.
+template <typename T>
+bool any_nonfinite(const T* const* values, int64_t count, int64_t head_dim_v) {
+  bool bad = false;
+  for (int64_t key = 0; key < count; ++key)
+    for (int64_t d = 0; d < head_dim_v; ++d) bad |= (float_to_bits(to_float(values[key][d])) & 0x7f800000) == 0x7f800000;
+  return bad;
+}
+
+template <typename T>
+void run_item(const Problem& p, const WorkItem& w) {
+  const int64_t group = p.num_heads / p.num_kv_heads, rows = w.num_query_tokens * group;
+  const int64_t padded_dim = (p.head_dim + VEC_WIDTH - 1) / VEC_WIDTH * VEC_WIDTH;
+  const int64_t stride = (p.head_dim_v + VEC_WIDTH - 1) / VEC_WIDTH * VEC_WIDTH;
+  const int64_t padded_rows = (rows + ROW_TILE - 1) / ROW_TILE * ROW_TILE;
+  const int64_t start = p.query_start_loc[w.request], query_len = p.query_start_loc[w.request + 1] - start;
+  const int64_t seq_len = p.seq_lens[w.request];
+  const int32_t* table = p.block_table + w.request * p.table_row;
+  Scratch& s = scratch;
+  s.q.assign(padded_rows * padded_dim, 0.0f);
+  s.scores.resize(padded_rows * TILE_KV);
+  s.acc.assign(padded_rows * stride, 0.0f);
+  s.maximum.assign(padded_rows, FLOOR);
+  s.total.assign(padded_rows, 0.0f);
+  int64_t low[MAX_ROWS], end[MAX_ROWS], from[MAX_ROWS], to[MAX_ROWS];  // visible keys; the same within a tile
+  float slopes[MAX_ROWS];
+  for (int64_t r = 0; r < rows; ++r) {
+    const int64_t token = w.first_token + r / group, head = w.kv_head * group + r % group;
+    const T* x = static_cast<const T*>(p.q) + (start + token) * p.q_token + head * p.q_head;
+    for (int64_t d = 0; d < p.head_dim; ++d) s.q[r * padded_dim + d] = to_float(x[d]) * p.scale;
+    visible_range(p, seq_len - query_len + token, seq_len, &low[r], &end[r]);
+    low[r] = std::max(low[r], w.first_key);
+    end[r] = std::min(end[r], w.end_key);
+    slopes[r] = p.alibi_slopes ? p.alibi_slopes[head] : 0.0f;
+  }
+  const T *keys[TILE_KV + 3], *values[TILE_KV];
+  for (int64_t tile = w.first_key; tile < w.end_key; tile += TILE_KV) {
+    const int64_t count = std::min(TILE_KV, w.end_key - tile);
+    for (int64_t i = 0; i < count; ++i) {
+      keys[i] = row_at<T>(p.k_cache, p, table, tile + i, w.kv_head, false);
+      values[i] = row_at<T>(p.v_cache, p, table, tile + i, w.kv_head, true);
+    }
+    for (int64_t i = count; i < count + 3; ++i) keys[i] = keys[count - 1];
+    for (int64_t r = 0; r < padded_rows; r += ROW_TILE)
+      for (int64_t i = 0; i < count; i += 4)
+        dot_tile<T, ROW_TILE>(s.q.data() + r * padded_dim, padded_dim, keys + i, p.head_dim, s.scores.data() + r * TILE_KV + i);
+    for (int64_t r = 0; r < padded_rows; ++r) {
+      float* x = s.scores.data() + r * TILE_KV;
+      if (r < rows) {
+        from[r] = std::min(std::max<int64_t>(low[r] - tile, 0), count);
+        to[r] = std::max(std::min(end[r] - tile, count), from[r]);
+      }
+      if (r >= rows || from[r] == to[r]) {  // nothing visible for this row in this tile
+        std::fill(x, x + TILE_KV, 0.0f);
+        continue;
+      }
+      if (p.soft_cap > 0)
+        for (int64_t i = from[r]; i < to[r]; ++i) x[i] = p.soft_cap * std::tanh(x[i] / p.soft_cap);
+      if (p.alibi_slopes) {
+        const int64_t position = seq_len - query_len + w.first_token + r / group;
+        for (int64_t i = from[r]; i < to[r]; ++i) x[i] += slopes[r] * float(tile + i - position);
+      }
+      std::fill(x, x + from[r], NEG_INF);
+      std::fill(x + to[r], x + TILE_KV, NEG_INF);
+      float top = s.maximum[r];
+      for (int64_t i = from[r]; i < to[r]; ++i) top = std::max(top, x[i]);  // passes over NaN, which the sum below keeps
+      vf sums = {};
+      for (int64_t i = 0; i < TILE_KV; i += VEC_WIDTH) {
+        const vf e = exp_vec(load(x + i) - top);
+        store(x + i, e);
+        sums += e;
+      }
+      const float shrink = std::exp(s.maximum[r] - top);
+      s.total[r] = s.total[r] * shrink + sum(sums);
+      if (shrink != 1.0f)
+        for (int64_t d = 0; d < stride; d += VEC_WIDTH) store(&s.acc[r * stride + d], load(&s.acc[r * stride + d]) * shrink);
+      s.maximum[r] = top;
+    }
+    for (int64_t r = 0; r < rows; r += ROW_TILE) {
+      const int64_t last = std::min<int64_t>(r + ROW_TILE, rows);
+      int64_t first = count, upto = 0, all_from = 0, all_to = count;  // keys that any of these rows sees, and that all of them see
+      for (int64_t i = r; i < last; ++i) {
+        if (from[i] < to[i]) { first = std::min(first, from[i]); upto = std::max(upto, to[i]); }
+        all_from = std::max(all_from, from[i]);
+        all_to = std::min(all_to, to[i]);
+      }
+      if (first >= upto) continue;
+      auto weigh = [&](int64_t row, int64_t begin, int64_t end_at, auto rows_at_once) {
+        weigh_rows<T, decltype(rows_at_once)::value>(s.scores.data() + row * TILE_KV + begin, values + begin, end_at - begin,
+                                                     s.acc.data() + row * stride, stride, p.head_dim_v);
+      };
+      all_to = std::max(all_from, all_to);
+      const bool uneven = first < all_from || upto > all_to;
+      if (uneven && any_nonfinite<T>(values + first, upto - first, p.head_dim_v)) {  // 0 * NaN is NaN: no row may touch what it does not see
+        for (int64_t i = r; i < last; ++i)
+          if (from[i] < to[i]) weigh(i, from[i], to[i], std::integral_constant<int, 1>{});
+      } else {
+        weigh(r, first, upto, std::integral_constant<int, ROW_TILE>{});
+      }
+    }
+  }
+  for (int64_t r = 0; r < rows; ++r) {
+    if (w.partial) {
+      float* state = w.partial + r * (p.head_dim_v + 2);
+      std::copy_n(s.acc.data() + r * stride, p.head_dim_v, state);
+      state[p.head_dim_v] = s.maximum[r];
+      state[p.head_dim_v + 1] = s.total[r];
+    } else {
+      finish_row<T>(p, start + w.first_token + r / group, w.kv_head * group + r % group, low[r] < end[r], s.acc.data() + r * stride,
+                    s.maximum[r], s.total[r]);
+    }
+  }
+}
+
+Kernels kernels_for(Dtype dtype) {
+  switch (dtype) {
+    case Dtype::BFloat16: return {run_item<bf16>, finish_row<bf16>};
+    case Dtype::Half: return {run_item<fp16>, finish_row<fp16>};
+    default: return {run_item<float>, finish_row<float>};
+  }
+}
+
+}  // namespace

@@ -1,0 +1,492 @@
+// Prefill attention over a paged cache on Hopper: one warp has the copy engine fetch blocks, two or three warpgroups multiply and exponentiate.
+//
+// A tile is 64 packed query rows per warpgroup (query tokens x heads of the group) of one kv head; CTAs stay, and take the next tile of a line
+// that each of them finds by itself (prefill_tiles.cuh). Keys and values come through a ring of stages each, filled in the order K K V K V ... V,
+// each block of the cache in one box; the loader runs on over the borders of tiles.
+//
+// A warpgroup asks for the scores of the next step before the softmax of this one is applied to the values, so that its exponentials run beside
+// its own products; the warpgroups issue products in turns, so that one's exponentials run beside the others'. The accumulator is rescaled
+// only if a row maximum of the warp rose, which is exact.
+//
+// Why nothing here waits for ever. (1) Stages are filled and used in one order by all warpgroups; the loader waits for a stage only until each
+// math warp has released what was in it before. The warpgroup that is furthest behind holds at most one stage of each ring, and never the one that
+// what it waits for is to go into: in every ring of two stages or more that stage has been released by it, and by those ahead of it. (2) A
+// warpgroup that waits for its turn holds no stage. Those before it in the round have all that they need or get it by (1), issue their products and
+// pass the turn on. (3) All warpgroups take the same turns: steps - 1 of every tile. (4) A tile of queries is waited for in the order in which the
+// loader sends them, and released by its last scores, for which (1) holds. Every wait names its arrival beside it.
+//
+// Compiled by NVRTC for sm_90a; macros: custom_ops/attention/cuda/prefill.py. Sources: FlashAttention-3 (arXiv:2407.08608, 3.1 and 3.2).
+
+#include "prefill_products.cuh"
+#include "prefill_shapes.cuh"
+#include "prefill_store.cuh"
+
+// Turns: barrier 1 is warpgroup 0's, 2 is warpgroup 1's ...; 256 threads: who waits and who gives the turn. Behind them: the warps of one warpgroup.
+__device__ __forceinline__ void await_turn(int group) { asm volatile("bar.sync %0, 256;" ::"r"(1 + group) : "memory"); }
+__device__ __forceinline__ void give_turn(int group) { asm volatile("bar.arrive %0, 256;" ::"r"(1 + (group + 1) % GROUPS) : "memory"); }
+__device__ __forceinline__ void meet(int group) { asm volatile("bar.sync %0, 128;" ::"r"(1 + GROUPS + group) : "memory"); }
+
+// The loader's waits. With PATIENCE it gives up after so many tries and ends the kernel with an error: for tests. Whoever waits for ever, the
+// loader soon waits too; in the math warps the way out would cost registers.
+__device__ __forceinline__ void wait_or_give_up(u32 at, int parity) {
+#if PATIENCE
+  asm volatile("{.reg .pred done, out; .reg .u32 left; mov.u32 left, %2; again%=: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1; @done bra there%=;"
+               " sub.u32 left, left, 1; setp.eq.u32 out, left, 0; @!out bra again%=; trap; there%=:}" ::"r"(at), "r"(parity), "n"(PATIENCE) : "memory");
+#else
+  barrier_wait(at, parity);
+#endif
+}
+
+// A wait that begins only when `x`, which is not negative, is there. Without it the compiler puts the exponentials behind the wait for the
+// products that they should run beside: nothing else holds them in front of it.
+__device__ __forceinline__ void barrier_wait_after(u32 at, int parity, float x) { barrier_wait(at, parity ^ (BESIDE && x < -1.f)); }
+
+// The same number in all lanes, known as such to the compiler: products in a branch that might part a warp are put one behind the other.
+__device__ __forceinline__ int uniform(int x) { return __shfl_sync(ALL, x, 0); }
+__device__ __forceinline__ Job uniform(const Job &x) {
+  return {uniform(x.steps), uniform(x.last), uniform(x.tile), uniform(x.start), uniform(x.query_len), uniform(x.seq_len), uniform(x.head), uniform(x.unit)};
+}
+
+// The loader: one warp.
+struct Loader {
+  const Params &p;
+  const Plan &plan;
+  Place<K_STAGES> k;
+  Place<V_STAGES> v;
+  int lane;
+
+  // The lane's block of a step. Blocks past the request's last key, and those before the first that the tile sees, are no block at all: the copy
+  // engine fills them with zeros.
+  __device__ __forceinline__ int block_of(const Tile &tile, int first_seen, int step) const {
+    const int index = step * PAGES + lane;
+    const bool seen = lane < PAGES && index * BLOCK_SIZE < tile.span.seq_len && (!LOW || (index + 1) * BLOCK_SIZE > first_seen);
+    return seen ? p.table[tile.request * p.table_row + index] : p.num_blocks;
+  }
+
+  template <int STAGE, class Ring>
+  __device__ __forceinline__ void load(Ring &place, u32 stages, u32 full, u32 empty, const Map *map, const Where &at, int head, int block) {
+    const u32 to = stages + place.slot * STAGE, filled = full + place.slot * 8;
+    wait_or_give_up(empty + place.slot * 8, place.round ^ 1);  // arrive: release() of every math warp, a round ago
+    if (lane == 0) barrier_expect(filled, STAGE);
+    __syncwarp();  // expected before anything can arrive
+    if (lane < PAGES) copy_box4(to + lane * (STAGE / PAGES), map, 0, 0, head * at.head_square, head * at.head_group + block * at.block_group, filled);
+    place.advance();
+  }
+  __device__ __forceinline__ void load_keys(int head, int block) {
+    load<K_STAGE>(k, plan.k, plan.k_full, plan.k_empty, &p.k, p.k_at, head, block);
+  }
+  __device__ __forceinline__ void load_values(int head, int block) {
+    load<V_STAGE>(v, plan.v, plan.v_full, plan.v_empty, &p.v, p.v_at, head, block);
+  }
+
+  __device__ __forceinline__ void run(Job *jobs) {
+    Line line;
+    line.open(p.starts, p.seq_lens, p.num_reqs, p.num_tokens, gridDim.x);
+    const int total = line.total();
+#if SPLIT
+    Cut &cut = *(Cut *)(p.parts + (i64)gridDim.x * PART_FLOATS);
+    if (blockIdx.x == 0 && lane == 0) {
+      cut.tiles = line.live * NUM_KV_HEADS;
+      cut.parts = line.parts;
+    }
+#endif
+    // Beside a decode launch: a counter of a request that has tiles here, which that launch does not touch.
+    u32 *tickets = (u32 *)p.tickets + (SHORT > 0 ? line.owner * p.ticket_row : 0);
+    int ticket = blockIdx.x;
+    Tile tile = {};
+    if (ticket < total) tile = line.find(ticket);
+    for (int turn = 0;; ++turn) {
+      const int buffer = turn % Q_BUFFERS, parity = turn / Q_BUFFERS & 1;
+      const u32 q_full = plan.q_full + buffer * 8;
+      wait_or_give_up(plan.q_empty + buffer * 8, parity ^ 1);  // arrive: release() of every math warp, Q_BUFFERS tiles ago
+      if (ticket >= total) {
+        if (lane == 0) {
+          jobs[buffer].steps = -1;
+          barrier_arrive(q_full);
+        }
+        return;
+      }
+      int next = 0;  // comes while this tile is loaded; every tile takes one ticket, so that the last tile's puts the counter back to zero
+      if (lane == 0) next = gridDim.x + atomicInc(tickets, total - 1);
+      const int level = tile.span.level(tile.index), first_seen = LOW ? tile.span.first_seen(tile.index) : 0;
+      int first = first_seen / KEYS, last = level - 1;
+      bool whole = true;
+#if SPLIT
+      whole = line.parts == 1 || ticket >= line.live_total();
+      if (!whole) {
+        const int all = max(level - first, 0);
+        last = first + all * (tile.part + 1) / line.parts - 1;
+        first += all * tile.part / line.parts;
+      }
+#endif
+      const int steps = last < 0 ? 0 : max(last - first + 1, 0);
+      if (lane == 0) {
+        const Job job = {steps, last, tile.index, tile.span.start, tile.span.query_len, tile.span.seq_len, tile.head, whole ? -1 : ticket};
+        jobs[buffer] = job;
+#if SPLIT
+        if (!whole && tile.part == 0) cut.jobs[ticket / line.parts] = job;
+#endif
+        if (steps > 0) {
+          barrier_expect(q_full, Q_BYTES);  // the job is written before: a wait for q_full sees it
+#pragma unroll 1
+          for (int s = 0; s < K_SQUARES; ++s)
+            copy_box3(plan.q + buffer * Q_TILE + s * (Q_TILE / K_SQUARES), &p.q, s * K_WIDTH, tile.head * GROUP,
+                      tile.span.start + tile.index * TOKENS, q_full);
+        } else {
+          barrier_arrive(q_full);
+        }
+      }
+      __syncwarp();
+      int block = 0, block_before = 0, block_ahead = 0;
+      if (steps > 0) {
+        block = block_of(tile, first_seen, last);
+        if (steps > 1) block_before = block_of(tile, first_seen, last - 1);
+        load_keys(tile.head, block);
+        if (steps > 1) load_keys(tile.head, block_before);
+        if (steps > 2) block_ahead = block_of(tile, first_seen, last - 2);
+        load_values(tile.head, block);
+      }
+      // The next tile is sought while the stages are full, so that nothing waits for it at the border.
+      ticket = __shfl_sync(ALL, next, 0);
+      Tile coming = {};
+      if (ticket < total) coming = line.find(ticket);
+      for (int step = last - 1; step >= first; --step) {
+        block = block_before;
+        block_before = block_ahead;
+        if (step > first + 1) block_ahead = block_of(tile, first_seen, step - 2);
+        if (step > first) load_keys(tile.head, block_before);
+        load_values(tile.head, block);
+      }
+      tile = coming;
+    }
+  }
+};
+
+// One thread's share of a warpgroup's 64 rows: rows lane / 4 and lane / 4 + 8 of its warp's 16; columns 8 * n + lane % 4 * 2 + {0, 1}.
+// Element i of a product: n = i / 4, row i / 2 % 2, column i % 2.
+struct Softmax {
+  float s[KEYS / 2];        // scores, then weights
+  u32 weights[KEYS / 4];    // in 16 bits, as the second product reads them
+  float acc[DIM_V / 2];
+  float top[2], total[2];   // in base 2 with the scale applied; this thread's columns only
+
+  __device__ __forceinline__ void clear() {
+    top[0] = top[1] = FLOOR;
+    total[0] = total[1] = 0.f;
+#pragma unroll
+    for (int i = 0; i < DIM_V / 2; ++i) acc[i] = 0.f;
+  }
+
+  // Scores that are more than scaled products, in base 2. `to_key`: this thread's first key minus its rows' positions.
+  __device__ __forceinline__ void adjust(float scale, float cap, const float (&slope)[2], const int (&to_key)[2]) {
+#pragma unroll
+    for (int i = 0; i < KEYS / 2; ++i) {
+      float x = s[i] * scale;
+      if (SOFT_CAP) x = cap * tanh_(x / cap);
+      if (ALIBI) x = fmaf(slope[i / 2 % 2], (float)(to_key[i / 2 % 2] + i / 4 * 8 + i % 2), x);
+      s[i] = x * LOG2E;
+    }
+  }
+
+  __device__ __forceinline__ void mask(const int (&low)[2], const int (&end)[2], int first) {
+#pragma unroll
+    for (int i = 0; i < KEYS / 2; ++i) {
+      const int r = i / 2 % 2, key = i / 4 * 8 + i % 2;
+      if (key >= end[r] - first || (LOW && key < low[r] - first)) s[i] = -INF;
+    }
+  }
+
+  // The rows' maxima with these scores; `shrink`: what sums so far have to be multiplied by.
+  __device__ __forceinline__ void raise(float scale, float (&shrink)[2]) {
+    float most[2][4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      most[0][j] = fmaxf(s[j * 4], s[j * 4 + 1]);
+      most[1][j] = fmaxf(s[j * 4 + 2], s[j * 4 + 3]);
+    }
+#pragma unroll
+    for (int i = 16; i < KEYS / 2; i += 4) {
+      most[0][i / 4 % 4] = fmaxf(most[0][i / 4 % 4], fmaxf(s[i], s[i + 1]));
+      most[1][i / 4 % 4] = fmaxf(most[1][i / 4 % 4], fmaxf(s[i + 2], s[i + 3]));
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float x = fmaxf(fmaxf(most[r][0], most[r][1]), fmaxf(most[r][2], most[r][3]));
+      x = fmaxf(x, __shfl_xor_sync(ALL, x, 1));
+      x = fmaxf(x, __shfl_xor_sync(ALL, x, 2));
+      const float raised = fmaxf(top[r], x * scale);
+      shrink[r] = exp2_(top[r] - raised);
+      top[r] = raised;
+    }
+  }
+
+  __device__ __forceinline__ void exponentiate(float scale, const float (&shrink)[2]) {
+#pragma unroll
+    for (int i = 0; i < KEYS / 2; ++i) s[i] = exp2_(fmaf(s[i], scale, -top[i / 2 % 2]));
+    float sum[2][2] = {};
+#pragma unroll
+    for (int i = 0; i < KEYS / 2; ++i) sum[i / 2 % 2][i % 2] += s[i];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) total[r] = fmaf(total[r], shrink[r], sum[r][0] + sum[r][1]);
+  }
+
+  __device__ __forceinline__ void convert() {
+#pragma unroll
+    for (int i = 0; i < KEYS / 2; i += 2) weights[i / 2] = pack(s[i], s[i + 1]);
+  }
+
+  __device__ __forceinline__ void rescale(const float (&shrink)[2]) {
+    if (!__any_sync(ALL, shrink[0] < 1.f || shrink[1] < 1.f)) return;
+#pragma unroll
+    for (int i = 0; i < DIM_V / 2; ++i) acc[i] *= shrink[i / 2 % 2];
+  }
+};
+
+// What a thread knows of its two rows of a tile.
+struct Rows {
+  int low[2], end[2], position[2];
+  float slope[2];
+};
+
+struct Math {
+  const Params &p;
+  const Plan &plan;
+  Place<K_STAGES> k;
+  Place<V_STAGES> v;
+  int group, warp, lane;  // warpgroup, warp of it, lane of that
+#if CLOCKS
+  i64 spent[4] = {}, since = 0;  // cycles: in all, waiting for tiles, waiting for their first keys, storing
+#endif
+  __device__ __forceinline__ void begin_clock() {
+#if CLOCKS
+    since = clock64();
+#endif
+  }
+  __device__ __forceinline__ void end_clock([[maybe_unused]] int kind) {
+#if CLOCKS
+    spent[kind] += clock64() - since;
+#endif
+  }
+
+  __device__ __forceinline__ void release(u32 barrier) {  // what this warp's products have read: they are waited for before
+    if (lane == 0) barrier_arrive(barrier);
+  }
+
+  __device__ __forceinline__ void ask_scores(Softmax &x, u32 queries, int slot) {
+    const u64 a = matrix<K_WIDTH>(queries + group * 64 * K_WIDTH * 2, 16, K_SQUARE);
+    const u64 b = matrix<K_WIDTH>(plan.k + slot * K_STAGE, 16, K_SQUARES * K_SQUARE);
+    constexpr int IN_SQUARE = K_WIDTH / 16;
+    scores16<0>(x.s, a, b);
+#pragma unroll
+    for (int i = 1; i < DIM / 16; ++i)
+      scores16<1>(x.s, a + (i / IN_SQUARE * (Q_TILE / K_SQUARES) + i % IN_SQUARE * 32) / 16, b + (i / IN_SQUARE * K_SQUARE + i % IN_SQUARE * 32) / 16);
+    wgmma_commit();
+  }
+
+  __device__ __forceinline__ void ask_values(Softmax &x, int slot) {
+    const u64 b = matrix<V_WIDTH>(plan.v + slot * V_STAGE, V_SQUARE, V_SQUARES * V_SQUARE);
+#pragma unroll
+    for (int i = 0; i < KEYS / 16; ++i) values16(x.acc, x.weights + i * 4, b + i * 2 * V_SQUARES * V_SQUARE / 16);
+    wgmma_commit();
+  }
+
+  // A value that nobody sees may be NaN, and 0 * NaN is NaN: zeros for `count` slots from `first` on. All warpgroups write them, each before its
+  // own products.
+  __device__ __forceinline__ void clear_values(int slot, int first, int count) {
+    constexpr int CHUNKS = DIM_V / 8, IN_SQUARE = V_WIDTH / 8;  // of 16 bytes; their order within a token's line of a square is of no account
+    const u32 values = plan.v + slot * V_STAGE;
+    for (int e = threadIdx.x % 128; e < count * CHUNKS; e += 128) {
+      const int token = first + e / CHUNKS, chunk = e % CHUNKS;
+      const u32 at = values + (token / 8 * V_SQUARES + chunk / IN_SQUARE) * V_SQUARE + token % 8 * (V_WIDTH * 2) + chunk % IN_SQUARE * 16;
+      asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(at), "r"(0) : "memory");
+    }
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // the tensor cores read what ordinary stores wrote
+    meet(group);                                                  // arrive: the other warps of this warpgroup, here
+  }
+
+  __device__ __forceinline__ void store(const Softmax &x, const Job &job) {
+    store_rows<DIM_V / 8>(p, job, group * 64 + warp * 16 + lane / 4, lane, x.top, x.total, x.acc, 0);
+  }
+
+  // What prefill_merge.cu puts together: nothing is weighed or summed over threads yet.
+  __device__ __forceinline__ void store_part(const Softmax &x, int unit) {
+    float4 *to = part_of(p, unit) + threadIdx.x - 128;
+#pragma unroll
+    for (int n = 0; n < DIM_V / 8; ++n) to[n * MATH_THREADS] = make_float4(x.acc[n * 4], x.acc[n * 4 + 1], x.acc[n * 4 + 2], x.acc[n * 4 + 3]);
+    to[DIM_V / 8 * MATH_THREADS] = make_float4(x.top[0], x.top[1], x.total[0], x.total[1]);
+  }
+
+  // Scores that have just come, of the keys from `key` on.
+  template <bool MASKED> __device__ __forceinline__ void finish_scores(Softmax &x, const Rows &rows, int key) {
+    const int first = key + lane % 4 * 2;
+    if (ADJUST) {
+      const int to_key[2] = {first - rows.position[0], first - rows.position[1]};
+      x.adjust(p.scale, p.soft_cap, rows.slope, to_key);
+    }
+    if (MASKED) x.mask(rows.low, rows.end, first);
+  }
+
+  // Scores of the step before `key`, products with the values of the step at `key`. MASKED: some row of the warpgroup does not see all its keys.
+  template <bool MASKED> __device__ __forceinline__ void step(Softmax &x, const Rows &rows, int &key, int begin, float scale, u32 queries, u32 q_empty) {
+    float shrink[2];
+    const u32 values = v.slot, v_full = plan.v_full + values * 8, v_empty = plan.v_empty + values * 8, k_empty = plan.k_empty + k.slot * 8;
+    const int round = v.round;
+    key -= KEYS;
+    await_turn(group);  // arrive: give_turn of the warpgroup before this one, or at the start of the kernel
+    wgmma_begin();
+    ask_scores(x, queries, k.slot);
+    k.advance();
+    v.advance();
+    barrier_wait(v_full, round);  // arrive: Loader::load's expect and the bytes of its copies
+    wgmma_begin();                // the compiler asks for one behind every loop
+    ask_values(x, values);
+    give_turn(group);
+    wgmma_wait<1>();  // the scores are here
+    release(k_empty);
+    if (key == begin) release(q_empty);
+    finish_scores<MASKED>(x, rows, key);
+    x.raise(scale, shrink);
+    x.exponentiate(scale, shrink);
+    // arrive: as above; the next step's keys, or this one's values if it was the last
+    barrier_wait_after(key > begin ? plan.k_full + k.slot * 8 : plan.v_full + v.slot * 8, key > begin ? k.round : v.round, x.total[0] + x.total[1]);
+    wgmma_wait<0>();
+    release(v_empty);
+    x.convert();
+    x.rescale(shrink);
+  }
+
+  // One tile; `queries`: where they lie, `q_empty`: the barrier that gives them back.
+  __device__ __forceinline__ void attend(Softmax &x, const Job &job, u32 queries, u32 q_empty) {
+    const float scale = ADJUST ? 1.f : p.scale * LOG2E;
+    const int before = job.seq_len - job.query_len;
+    Rows rows;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = group * 64 + warp * 16 + r * 8 + lane / 4;
+      const int position = before + job.tile * TOKENS + row / GROUP;
+      rows.position[r] = position;
+      rows.low[r] = first_key(position);
+      rows.end[r] = end_key(position, job.seq_len);
+#if ALIBI
+      rows.slope[r] = p.slopes[job.head * GROUP + row % GROUP];
+#endif
+    }
+    // Keys that all rows of the warpgroup see: of rows behind the request as well, which mask more than is needed.
+    const int all_low = first_key(before + job.tile * TOKENS + (group * 64 + 63) / GROUP);
+    const int all_end = end_key(before + job.tile * TOKENS + group * 64 / GROUP, job.seq_len);
+    x.clear();
+    float shrink[2];
+    int key = job.last * KEYS;
+    const int begin = key - (job.steps - 1) * KEYS;
+    begin_clock();
+    barrier_wait(plan.k_full + k.slot * 8, k.round);  // arrive: Loader::load's expect and the bytes of its copies
+    end_clock(2);
+    wgmma_begin();
+    ask_scores(x, queries, k.slot);
+    wgmma_wait<0>();
+    release(plan.k_empty + k.slot * 8);
+    k.advance();
+    if (job.steps == 1) release(q_empty);
+    if (key + KEYS > all_end || (LOW && key < all_low)) finish_scores<true>(x, rows, key);
+    else finish_scores<false>(x, rows, key);
+    x.raise(scale, shrink);
+    x.exponentiate(scale, shrink);
+    x.convert();
+    if (key + KEYS > job.seq_len && job.seq_len % BLOCK_SIZE) {
+      barrier_wait(plan.v_full + v.slot * 8, v.round);  // arrive: as above
+      clear_values(v.slot, job.seq_len - key, BLOCK_SIZE - job.seq_len % BLOCK_SIZE);
+    }
+    // arrive: as above; the next step's keys, or this one's values if it was the last
+    barrier_wait(job.steps > 1 ? plan.k_full + k.slot * 8 : plan.v_full + v.slot * 8, job.steps > 1 ? k.round : v.round);
+#pragma unroll 1
+    while (key > max(all_end, begin)) step<true>(x, rows, key, begin, scale, queries, q_empty);
+#pragma unroll 1
+    while (key > (LOW ? max(begin, all_low + KEYS - 1) : begin)) step<false>(x, rows, key, begin, scale, queries, q_empty);
+#pragma unroll 1
+    while (LOW && key > begin) step<true>(x, rows, key, begin, scale, queries, q_empty);
+    if (LOW) {  // the tile's first block holds keys that none of its rows sees; blocks before it came as zeros
+      const int skipped = first_key(max(before + job.tile * TOKENS, 0)) - begin;
+      if (skipped > 0 && skipped % BLOCK_SIZE) clear_values(v.slot, skipped / BLOCK_SIZE * BLOCK_SIZE, skipped % BLOCK_SIZE);
+    }
+    wgmma_begin();
+    ask_values(x, v.slot);
+    wgmma_wait<0>();
+    release(plan.v_empty + v.slot * 8);
+    v.advance();
+  }
+
+  __device__ __forceinline__ int run(const Job *jobs) {
+    Softmax x;
+    int steps = 0;
+    if (group == GROUPS - 1) give_turn(group);  // warpgroup 0 begins
+    for (int turn = 0;; ++turn) {
+      const int buffer = turn % Q_BUFFERS;
+      begin_clock();
+      barrier_wait(plan.q_full + buffer * 8, turn / Q_BUFFERS & 1);  // arrive: Loader::run, with the bytes of the queries where there are any
+      end_clock(1);
+      const Job job = uniform(jobs[buffer]);
+      if (job.steps < 0) break;
+      const u32 q_empty = plan.q_empty + buffer * 8;
+      if (job.steps > 0) {
+        attend(x, job, plan.q + buffer * Q_TILE, q_empty);
+      } else {
+        release(q_empty);
+        x.clear();
+      }
+      begin_clock();
+      if (SPLIT && job.unit >= 0) store_part(x, job.unit);
+      else store(x, job);
+      end_clock(3);
+      steps += job.steps;
+    }
+    if (group == 0) await_turn(group);  // arrive: the last warpgroup's last turn, or its start; the barrier is left as it was found
+    return steps;
+  }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) paged_prefill(const __grid_constant__ Params p) {
+  extern __shared__ __align__(1024) char shared[];
+  __shared__ __align__(8) u64 barriers[BARRIERS];
+  __shared__ __align__(16) Job jobs[Q_BUFFERS];
+  const Plan plan(shared, barriers);
+#if SHORT > 0 || SPLIT
+  // The decode launch behind this one waits for nothing that is written here, but for its end at its own (decode.cu); the merge launch waits for all of
+  // it at once. This kernel itself began when all ahead of it had ended: it is not launched early.
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+#if CLOCKS
+  const i64 begin = clock64();
+#endif
+  if (threadIdx.x == 0) {
+    const u32 full[3] = {plan.k_full, plan.v_full, plan.q_full}, empty[3] = {plan.k_empty, plan.v_empty, plan.q_empty};
+    const int count[3] = {K_STAGES, V_STAGES, Q_BUFFERS};
+    for (int kind = 0; kind < 3; ++kind)
+      for (int i = 0; i < count[kind]; ++i) {
+        barrier_init(full[kind] + i * 8, 1);
+        barrier_init(empty[kind] + i * 8, MATH_WARPS);
+      }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");  // the copy engine sees them
+    prefetch_map(&p.q);
+    prefetch_map(&p.k);
+    prefetch_map(&p.v);
+  }
+  __syncthreads();
+  if (threadIdx.x < 128) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(LOADER_REGISTERS));
+    if (threadIdx.x < 32) {
+      Loader loader{p, plan, {}, {}, (int)threadIdx.x};
+      loader.run(jobs);
+    }
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MATH_REGISTERS));
+    Math math{p, plan, {}, {}, uniform(threadIdx.x / 128) - 1, uniform(threadIdx.x / 32 % 4), (int)threadIdx.x % 32};
+    [[maybe_unused]] const int steps = math.run(jobs);
+#if CLOCKS
+    if (threadIdx.x == 128) {
+      math.spent[0] = clock64() - begin;
+      for (int i = 0; i < 4; ++i) p.clocks[blockIdx.x * 5 + i] = math.spent[i];
+      p.clocks[blockIdx.x * 5 + 4] = steps;
+    }
+#endif
+  }
+}

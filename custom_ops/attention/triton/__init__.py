@@ -1,0 +1,1 @@
+"""Attention in Triton: decode, prefill, and the merge of two results."""

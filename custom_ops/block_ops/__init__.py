@@ -1,0 +1,1 @@
+"""``copy_blocks``: contract, checks, reference and kernels."""

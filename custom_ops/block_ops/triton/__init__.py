@@ -1,0 +1,1 @@
+"""Whole blocks of a paged cache in Triton."""

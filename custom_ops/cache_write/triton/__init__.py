@@ -1,0 +1,1 @@
+"""Writes into a paged cache in Triton."""

@@ -1,0 +1,1 @@
+"""``linear`` in CUDA C++, compiled at run time by `torchpaged.custom_ops.cuda.jit`."""

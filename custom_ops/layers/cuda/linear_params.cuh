@@ -1,0 +1,38 @@
+// What the linear kernels share: arguments, sizes that follow from the macros, activations.
+#pragma once
+
+#include "../../cuda/machine.cuh"
+
+struct Params {
+  const char *x, *weight, *bias, *residual, *norm_weight;
+  char *out;
+  i64 x_token, residual_token, out_token;  // strides, in numbers
+  float eps, offset;
+  int tokens, unused;
+};
+static_assert(sizeof(Params) == 88, "as custom_ops/layers/cuda/linear.py packs it");
+
+constexpr bool GATED = ACTIVATION != 0;
+constexpr int TOKENS = NT * 8;
+constexpr int OUT_ROWS = GATED ? ROWS / 2 : ROWS;         // columns of out per tile; GATED: each has a gate row and an up row
+constexpr int OUT_WIDTH = GATED ? OUT_FEATURES / 2 : OUT_FEATURES;
+constexpr bool EDGE_N = OUT_WIDTH % OUT_ROWS != 0;
+constexpr int CHUNKS = (IN_FEATURES + 63) / 64;
+constexpr int LINE = 128;                                 // bytes of a chunk's 64 numbers
+#if CLUSTER > 1
+#define CLUSTERED __cluster_dims__(CLUSTER, 1, 1)
+#else
+#define CLUSTERED
+#endif
+
+__device__ __forceinline__ float activate(float x) {
+#if ACTIVATION == 1
+  return __fdividef(x, 1.f + exp2_(fminf(-x * LOG2E, 126.f)));  // beyond 2^126 the fast division gives 0 for any x
+#elif ACTIVATION == 2
+  return 0.5f * x * (1.f + tanh_(0.7978845608028654f * (x + 0.044715f * x * x * x)));
+#elif ACTIVATION == 3
+  return 0.5f * x * (1.f + erff(x * 0.7071067811865476f));
+#else
+  return x;
+#endif
+}

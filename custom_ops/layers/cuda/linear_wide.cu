@@ -1,0 +1,122 @@
+// linear.cu's work on Hopper for more tokens: one thread has the bulk copy engine fetch weights and x, warpgroups multiply them.
+//
+// ROWS weight rows are MT times the 64 rows of a wgmma, tokens its columns. x is most of the traffic beside the weights: a CTA reads it once for
+// all of its rows, and the CTAs of a cluster share out k, so that there are enough of them. Their parts meet in distributed shared memory.
+// GATED: a tile's rows are a gate row, its up row, the next gate row ...
+// As in linear.cu weights are asked for before griddepcontrol.wait, but only EARLY_STAGES chunks: more of them hold up what the kernel before still
+// reads, and then x. The next kernel may start when this one has asked for all of its own.
+//
+// Compiled by NVRTC for sm_90a; macros: custom_ops/layers/cuda/linear_shape.py. Swizzle and descriptors: PTX ISA, "asynchronous warpgroup level matrix".
+
+constexpr int CONSUMERS = MT * 4, THREADS = (CONSUMERS + 1) * 32;  // warps that multiply; one that fetches
+constexpr int ROWS = MT * 64;
+#include "linear_fragments.cuh"
+#include "../../cuda/wgmma.cuh"
+
+struct BulkParams {
+  Map weight, x;
+  Params p;
+};
+constexpr int STAGE = (ROWS + TOKENS) * LINE;
+
+extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, CTAS_PER_SM) linear_wide(const __grid_constant__ BulkParams all) {
+  extern __shared__ __align__(1024) char shared[];
+  __shared__ __align__(8) u64 barriers[2 * STAGES + CONSUMERS];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int rank = blockIdx.x % CLUSTER, tile = blockIdx.x / CLUSTER;
+  const int first = rank * CHUNKS / CLUSTER, count = (rank + 1) * CHUNKS / CLUSTER - first;
+  const u32 ring = shared_address(shared), full = shared_address(barriers), empty = full + STAGES * 8;
+  [[maybe_unused]] const u32 received = empty + STAGES * 8, letters = ring + STAGES * STAGE;  // what other CTAs of the cluster send: nobody's ring
+
+  const u64 policy = read_once();
+  if (warp == CONSUMERS) {
+    if (lane == 0) {
+      for (int s = 0; s < STAGES; ++s) {
+        barrier_init(full + s * 8, 1);
+        barrier_init(empty + s * 8, CONSUMERS);
+      }
+#if CLUSTER > 1
+      for (int w = 0; w < CONSUMERS; ++w) barrier_init(received + w * 8, 1);
+#endif
+      asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    __syncwarp();
+  }
+  auto load_weights = [&](int i, int slot) {
+    const u32 to = ring + slot * STAGE, barrier = full + slot * 8;
+    barrier_expect(barrier, STAGE);  // x is counted too
+    if (GATED) copy_pairs_once(to, &all.weight, (first + i) * 64, tile * OUT_ROWS, barrier, policy);
+    else copy_box_once(to, &all.weight, (first + i) * 64, tile * OUT_ROWS, barrier, policy);
+  };
+  auto load_x = [&](int i, int slot) { copy_box(ring + slot * STAGE + ROWS * LINE, &all.x, (first + i) * 64, 0, full + slot * 8); };
+  if (warp == CONSUMERS && lane == 0) {
+    for (int i = 0; i < min(count, EARLY_STAGES); ++i) load_weights(i, i);
+#if CLUSTER > 1
+    for (int w = rank % SPLIT; w < CONSUMERS; w += SPLIT) barrier_expect(received + w * 8, WARP_LETTERS);
+#endif
+  }
+  __syncthreads();  // barriers are ready
+#if CLUSTER > 1
+  // Nothing but the barriers, fenced above, need be seen. Every thread arrives here and waits once further down, the fetching warp too.
+  cluster_arrive_relaxed();
+#endif
+#if PDL
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+  if (warp == CONSUMERS) {
+    if (lane == 0) {
+      for (int i = 0; i < min(count, STAGES); ++i) load_x(i, i);
+      for (int i = EARLY_STAGES; i < min(count, STAGES); ++i) load_weights(i, i);
+      for (int i = STAGES, slot = 0, round = 0; i < count; ++i) {
+        // For the multiplying warps, which arrive for every chunk but the last and are behind by STAGES: they wait for `full` of chunks that were
+        // asked for already, never for this one.
+        barrier_wait(empty + slot * 8, round);
+        load_weights(i, slot);
+        load_x(i, slot);
+        if (++slot == STAGES) {
+          slot = 0;
+          round ^= 1;
+        }
+      }
+#if PDL  // all is asked for: the next kernel's weights come while these parts are put together
+      asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+    }
+    __syncwarp();
+#if CLUSTER > 1
+    cluster_wait();  // a CTA that leaves has started the others
+#endif
+    return;
+  }
+  const Place place(all.p, tile, rank / SPLIT * OWN, warp, lane);
+  Addends addends;
+  addends.load(place, tile, warp, lane);
+#if CLUSTER > 1
+  cluster_wait();  // while x is on its way
+#endif
+  float sums[NT][4] = {};
+  int slot = 0, round = 0, last = 0;
+  for (int i = 0; i < count; ++i) {
+    barrier_wait(full + slot * 8, round);  // for the copy engine; the fetching warp asks for chunk i once chunk i - STAGES is used up
+    const u32 at = ring + slot * STAGE;
+    wgmma_begin();
+#pragma unroll
+    for (int step = 0; step < 4; ++step)
+      wgmma(sums, matrix(at + warp / 4 * 64 * LINE + step * 32), matrix(at + ROWS * LINE + step * 32));
+    wgmma_commit();
+    wgmma_wait<1>();  // the last chunk's products are done: its slot is free
+    if (i > 0 && lane == 0) barrier_arrive(empty + last * 8);
+    last = slot;
+    if (++slot == STAGES) {
+      slot = 0;
+      round ^= 1;
+    }
+  }
+  wgmma_wait<0>();
+#if CLUSTER > 1
+  float own[OWN][4];
+  if (exchange(sums, own, letters, received, rank, warp, lane)) finish(own, place, addends, lane);
+#else
+  finish(sums, place, addends, lane);
+#endif
+}

@@ -1,0 +1,1 @@
+"""The ops around attention in Triton."""

@@ -1,0 +1,61 @@
+"""linear, composed: the norm's kernel, torch's matrix product (cuBLAS), the gate's kernel.
+
+At many tokens this is what wins, since the product takes nearly all of the time; the ``cuda`` backend has one kernel for few
+tokens and comes here for the rest. The normed input and the product before a gate are rounded to x's dtype in between.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torchpaged.custom_ops import validation_layers
+from torchpaged.custom_ops.attention.triton.config import require_launchable
+from torchpaged.custom_ops.checks import check_dtype
+from torchpaged.custom_ops.layers.triton import act_and_mul, rms_norm
+
+
+def linear(
+    x: Tensor, weight: Tensor, out: Tensor, *, bias: Tensor | None = None, residual: Tensor | None = None,
+    norm_weight: Tensor | None = None, norm_eps: float = 1e-6, norm_offset: float = 0.0, activation: str = "none",
+) -> None:  # fmt: skip
+    """Launch the parts; arguments as in ``custom_ops/registry.py``, in float32, bfloat16 or float16."""
+    require_launchable(x)
+    check_dtype("x", x, torch.bfloat16, torch.float16, torch.float32)
+    validation_layers.check_linear(
+        x, weight, out, bias=bias, residual=residual, norm_weight=norm_weight, norm_eps=norm_eps, norm_offset=norm_offset,
+        activation=activation)  # fmt: skip
+    compose(x, weight, out, bias, residual, norm_weight, norm_eps, norm_offset, activation)
+
+
+def compose(
+    x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None, residual: Tensor | None, norm_weight: Tensor | None, norm_eps: float,
+    norm_offset: float, activation: str,
+) -> None:  # fmt: skip
+    """The parts without checks, in order."""
+    if not x.shape[0]:
+        return
+    with torch.no_grad():  # torch refuses out= beside parameters that require a gradient
+        inputs = x
+        if norm_weight is not None:
+            inputs = x.new_empty(x.shape)
+            rms_norm.launch(x, norm_weight, inputs, norm_eps, norm_offset)
+        if activation != "none":
+            product = x.new_empty(x.shape[0], weight.shape[0])
+            _product(inputs, weight, product, bias, None)
+            act_and_mul.launch(product, out, activation)
+            if residual is not None:
+                out.add_(residual)
+        else:
+            _product(inputs, weight, out, bias, residual)
+
+
+def _product(x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None, residual: Tensor | None) -> None:
+    """``out = x @ weight.T + bias + residual``; one addend goes into the product's epilogue."""
+    addend = residual if bias is None else bias
+    if addend is None:
+        torch.mm(x, weight.t(), out=out)
+    else:
+        torch.addmm(addend, x, weight.t(), out=out)
+    if bias is not None and residual is not None:
+        out.add_(residual)

@@ -1,0 +1,65 @@
+"""rms_norm: one program norms one token's row, with the residual adds before and after it.
+
+A row stays in registers between the sum of squares and the store, so that each number is read and written once. Everything is
+computed in float32 and rounded once.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from torchpaged.custom_ops import validation_layers
+from torchpaged.custom_ops.attention.triton.config import next_power_of_2, require_launchable
+from torchpaged.custom_ops.checks import check_dtype
+
+
+@triton.jit
+def rms_norm_kernel(
+    x_ptr, weight_ptr, out_ptr, residual_ptr, post_ptr, eps, offset, x_row, out_row, residual_row, post_row,
+    WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr,
+):  # fmt: skip
+    """Grid: (num_tokens,). A pointer that is None leaves its step out."""
+    token = tl.program_id(0).to(tl.int64)
+    d = tl.arange(0, WIDTH_PAD)
+    here = d < WIDTH
+    w = tl.load(weight_ptr + d, mask=here, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + token * x_row + d, mask=here, other=0.0).to(tl.float32)
+    if residual_ptr is not None:
+        x += tl.load(residual_ptr + token * residual_row + d, mask=here, other=0.0).to(tl.float32)
+        tl.store(residual_ptr + token * residual_row + d, x.to(residual_ptr.dtype.element_ty), mask=here)
+    y = x * tl.rsqrt(tl.sum(x * x, axis=0) / WIDTH + eps) * (offset + w)
+    if post_ptr is not None:
+        y += tl.load(post_ptr + token * post_row + d, mask=here, other=0.0).to(tl.float32)
+    tl.store(out_ptr + token * out_row + d, y.to(out_ptr.dtype.element_ty), mask=here)
+
+
+def num_warps_of(width: int) -> int:
+    """Warps of a row: 16 numbers per lane, at most 16 warps."""
+    return min(max(next_power_of_2(width) // 512, 1), 16)
+
+
+def launch(
+    x: Tensor, weight: Tensor, out: Tensor, eps: float, offset: float, residual: Tensor | None = None, post_residual: Tensor | None = None
+) -> None:
+    """Launch without checks: arguments as in ``custom_ops/registry.py``."""
+    tokens, width = x.shape
+    if tokens:
+        rms_norm_kernel[(tokens,)](
+            x, weight, out, residual, post_residual, eps, offset, x.stride(0), out.stride(0),
+            0 if residual is None else residual.stride(0), 0 if post_residual is None else post_residual.stride(0),
+            WIDTH=width, WIDTH_PAD=next_power_of_2(width), num_warps=num_warps_of(width),
+        )  # fmt: skip
+
+
+def rms_norm(
+    x: Tensor, weight: Tensor, out: Tensor, *, eps: float = 1e-6, offset: float = 0.0, residual: Tensor | None = None,
+    post_residual: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Launch `rms_norm_kernel`; arguments as in ``custom_ops/registry.py``, in float32, bfloat16 or float16."""
+    require_launchable(x)
+    check_dtype("x", x, torch.bfloat16, torch.float16, torch.float32)
+    validation_layers.check_rms_norm(x, weight, out, eps=eps, residual=residual, post_residual=post_residual)
+    launch(x, weight, out, eps, offset, residual, post_residual)

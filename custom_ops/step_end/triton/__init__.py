@@ -1,0 +1,1 @@
+"""Sampling and the next step's inputs in Triton."""

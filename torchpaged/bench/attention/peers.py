@@ -1,0 +1,160 @@
+"""The paged peers: FlashInfer and FlashAttention-3, each called in the way that is fastest for it.
+
+FlashInfer plans on the host; its plan and the conversion of the block table to CSR happen outside every timing, and the plan's time is
+reported apart. Single-token batches go to the decode wrapper with tensor cores (its CUDA-core decode is a weak peer), all others to
+the prefill wrapper. FlashAttention-3 gets scheduler metadata computed beforehand. Both take torchpaged's cache layout uncopied.
+"""
+
+from __future__ import annotations
+
+import importlib
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchpaged.bench.attention.cases import AttentionCase
+from torchpaged.bench.attention.contender import Contender, Prepared
+from torchpaged.bench.attention.inputs import FP8_K_SCALE, Inputs
+
+_FLASHINFER_WORKSPACE = 512 << 20  # bytes
+_PLAN_REPEATS = 5
+
+
+def _import_failure(module: str, package: str) -> str | None:
+    """Why ``module`` can't be imported, or None. A broken installation raises all sorts of things, hence Exception."""
+    try:
+        importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        return f"{error.name} is not installed; pip install {package}"
+    except Exception as error:
+        return f"import {module} fails: {type(error).__name__}: {error}"
+    return None
+
+
+def _gpu_only(case: AttentionCase, device: torch.device) -> str | None:
+    if device.type != "cuda":
+        return f"runs on CUDA devices, not on {device.type}"
+    if case.dtype == torch.float32:
+        return "computes in bf16 and fp16, not in fp32"
+    return None
+
+
+# ------------------------------------------------------------------------------------------------------- FlashInfer
+def _csr(case: AttentionCase, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+    """The block table in FlashInfer's form: indptr (host), indices (device), last_page_len (host), all int32."""
+    used = [-(-length // case.block_size) for length in case.seq_lens]
+    indptr = torch.tensor([0, *used]).cumsum(0).int()
+    indices = torch.cat([inputs.block_table[row, :count] for row, count in enumerate(used)])
+    last = torch.tensor([(length - 1) % case.block_size + 1 for length in case.seq_lens], dtype=torch.int32)
+    return indptr, indices, last
+
+
+def _flashinfer_why_not(backend: str, case: AttentionCase, device: torch.device) -> str | None:
+    if backend == "fa3" and max(case.query_lens) <= 8:
+        return "its fa3 kernels are for prefill; for decode they are 2 to 13 times slower than its fa2 ones"
+    if backend == "fa3" and case.kv_dtype.itemsize == 1:
+        return "its fa3 kernels read fp8 caches with fp8 queries only"
+    return _gpu_only(case, device)
+
+
+def _flashinfer_prepare(backend: str, case: AttentionCase, inputs: Inputs) -> Prepared:
+    flashinfer: Any = importlib.import_module("flashinfer")
+    indptr, indices, last = _csr(case, inputs)
+    device, num_reqs = inputs.q.device, len(case.seq_lens)
+
+    def buffer(size: int) -> Tensor:
+        return torch.zeros(size, dtype=torch.int32, device=device)
+
+    workspace = torch.zeros(_FLASHINFER_WORKSPACE, dtype=torch.uint8, device=device)
+    k_scale = FP8_K_SCALE if inputs.k_scale is not None else 1.0
+    common = {"q_data_type": case.dtype, "kv_data_type": case.kv_dtype, "sm_scale": inputs.scale * k_scale}  # v_scale is 1
+    heads = (case.num_heads, case.num_kv_heads, case.head_dim, case.block_size)
+    layout = "HND" if inputs.heads_first else "NHD"
+    pairs = list(zip(inputs.k_caches, inputs.v_caches, strict=True))
+    if inputs.heads_first:
+        pairs = [(k.transpose(1, 2), v.transpose(1, 2)) for k, v in pairs]
+    if case.is_decode:
+        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+            workspace, layout, use_cuda_graph=True, use_tensor_cores=True, backend=backend, paged_kv_indptr_buffer=buffer(num_reqs + 1),
+            paged_kv_indices_buffer=buffer(len(indices)), paged_kv_last_page_len_buffer=buffer(num_reqs),
+        )  # fmt: skip
+        plan = partial(wrapper.plan, indptr, indices, last, *heads, **common)
+    else:
+        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
+            workspace, layout, use_cuda_graph=True, backend=backend, qo_indptr_buf=buffer(num_reqs + 1),
+            paged_kv_indptr_buf=buffer(num_reqs + 1), paged_kv_indices_buf=buffer(len(indices)),
+            paged_kv_last_page_len_buf=buffer(num_reqs),
+        )  # fmt: skip
+        plan = partial(wrapper.plan, inputs.query_start_loc.cpu(), indptr, indices, last, *heads, causal=True, **common)
+    plan()  # compiles
+    plan_us = _plan_us(plan, device)
+    out = inputs.poisoned_out()
+
+    def call(layer: int) -> Tensor:
+        wrapper.run(inputs.q, pairs[layer], out=out)  # without out the wrapper would zero a new one at each call
+        return out
+
+    return Prepared([partial(call, layer) for layer in range(inputs.num_layers)], plan_us)
+
+
+def _plan_us(plan: Callable[[], Any], device: torch.device) -> float:
+    """Host microseconds of a plan, until the device has what it copied: the pinned buffer is not fenced."""
+    times = []
+    for _ in range(_PLAN_REPEATS):
+        start = time.perf_counter()
+        plan()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        times.append((time.perf_counter() - start) * 1e6)
+    return statistics.median(times)
+
+
+# ------------------------------------------------------------------------------------------------- FlashAttention-3
+def _fa3_why_not(case: AttentionCase, device: torch.device) -> str | None:
+    if case.kv_dtype != case.dtype:
+        return "reads fp8 caches with fp8 queries only, which would be another computation"
+    if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] != 9:
+        return "needs a GPU of compute capability 9.x"
+    return _gpu_only(case, device)
+
+
+def _fa3_prepare(case: AttentionCase, inputs: Inputs) -> Prepared:
+    module: Any = importlib.import_module("flash_attn_interface")
+    num_reqs, query_len = len(case.seq_lens), max(case.query_lens)
+    ragged = len(set(case.query_lens)) > 1
+    starts = inputs.query_start_loc if ragged else None
+    q = inputs.q if ragged else inputs.q.view(num_reqs, query_len, case.num_heads, case.head_dim)
+    metadata = module.get_scheduler_metadata(
+        num_reqs, query_len, max(case.seq_lens), case.num_heads, case.num_kv_heads, case.head_dim, inputs.seq_lens,
+        qkv_dtype=case.dtype, cu_seqlens_q=starts, page_size=case.block_size, causal=True,
+    )  # fmt: skip
+    options = {"cu_seqlens_q": starts, "max_seqlen_q": query_len} if ragged else {}
+
+    def call(layer: int) -> Tensor:
+        out = module.flash_attn_with_kvcache(
+            q, inputs.k_caches[layer], inputs.v_caches[layer], cache_seqlens=inputs.seq_lens, page_table=inputs.block_table,
+            softmax_scale=inputs.scale, causal=True, scheduler_metadata=metadata, **options,
+        )  # fmt: skip
+        first: Tensor = out[0] if isinstance(out, tuple) else out
+        return first
+
+    return Prepared([partial(call, layer) for layer in range(inputs.num_layers)])
+
+
+def _flashinfer(name: str, backend: str) -> Contender:
+    return Contender(
+        name, False, partial(_import_failure, "flashinfer", "flashinfer-python"), partial(_flashinfer_why_not, backend),
+        partial(_flashinfer_prepare, backend),
+    )  # fmt: skip
+
+
+PEERS = (
+    _flashinfer("flashinfer", "fa2"),
+    _flashinfer("flashinfer-fa3", "fa3"),
+    Contender("fa3", False, partial(_import_failure, "flash_attn_interface", "tokenspeed-fa3"), _fa3_why_not, _fa3_prepare),
+)

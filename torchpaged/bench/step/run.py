@@ -1,0 +1,132 @@
+"""A whole decode step of a model: ours in its variants beside HuggingFace's, as one function and as a command line.
+
+    document = run(Options(shapes=("llama-1b",), batches=(1, 8)))        # or: python benchmarks/bench_step.py --shapes llama-1b
+
+Per shape a random-weight model is made on the device; every own contender passes the gate (`torchpaged.bench.step.gate`) before it is
+timed, at a context of random keys and values. Whatever fails becomes a row that says why. Needs transformers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchpaged.bench import conditions
+from torchpaged.bench.step.cases import SHAPES, select_shapes
+from torchpaged.bench.step.options import DTYPES, VARIANTS, Options
+from torchpaged.bench.step.own import Variant
+from torchpaged.bench.step.peers import PEERS
+from torchpaged.bench.step.screen import StepScreen
+from torchpaged.bench.step.shape import measure_shape
+from torchpaged.bench.timing import measure_bandwidth
+from torchpaged.custom_ops.errors import ArgumentError, TorchpagedError
+
+
+def run(options: Options) -> dict[str, Any]:
+    """Run the benchmark; returns ``conditions``, ``options``, ``ceilings`` and ``rows``, a row per shape, contender and batch.
+
+    Raises:
+        ArgumentError: an option names something unknown; nothing has run then.
+    """
+    shapes = select_shapes(options.shapes)
+    variants = [Variant.parse(name) for name in options.only if name not in options.skip]
+    _check(options)
+    device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if options.device == "auto" else options.device)
+    bandwidth, source = measure_bandwidth(device) if options.bandwidth is None else (options.bandwidth * 1e12, "given")
+    document: dict[str, Any] = {
+        "benchmark": "step", "conditions": conditions.collect(device), "options": asdict(options),
+        "ceilings": {"bytes_per_s": bandwidth, "bytes_per_s_from": source}, "rows": [],
+    }  # fmt: skip
+    started, total = time.perf_counter(), len(shapes) * len(options.batches) * (len(variants) + len(options.peers))
+    with StepScreen(total, enabled=not options.json_only) as screen:
+        for shape in shapes:
+            for row in measure_shape(shape, options, variants, device, bandwidth, screen, started):
+                document["rows"].append(row)
+                screen.row(row)
+                _write(document, options.output)
+    document["seconds"] = time.perf_counter() - started
+    if device.type == "cuda":
+        document["conditions"]["gpu_state_after"] = conditions.gpu_state(device)
+    screen.finish(document)
+    _write(document, options.output)
+    return document
+
+
+def _check(options: Options) -> None:
+    for peer in options.peers:
+        if peer not in PEERS:
+            raise ArgumentError("peers", f"some of {', '.join(PEERS)}", repr(peer))
+    if options.dtype not in DTYPES:
+        raise ArgumentError("dtype", f"one of {', '.join(DTYPES)}", repr(options.dtype))
+    if not options.batches or min(options.batches) < 1:
+        raise ArgumentError("batches", "batch sizes of at least 1", str(list(options.batches)))
+    for name, value, least in (("context", options.context, 32), ("repeats", options.repeats, 1), ("new_tokens", options.new_tokens, 2)):
+        if value < least:
+            raise ArgumentError(name, f"at least {least}", str(value))
+
+
+def _write(document: dict[str, Any], output: str) -> None:
+    if output:  # after every row: an interrupted run keeps what it has
+        Path(output).write_text(json.dumps(document, indent=1) + "\n")
+
+
+def exit_code(document: dict[str, Any]) -> int:
+    """1 if an own contender was wrong or failed, or nothing was timed; else 0."""
+    rows = document["rows"]
+    own_fault = any(row["own"] and row["status"] in ("wrong", "failed") for row in rows)
+    return 1 if own_fault or not any(row["status"] == "timed" for row in rows) else 0
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in _names(text))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit code. The last line of stdout is the document."""
+    default = Options()
+    parser = argparse.ArgumentParser(description="Time of a whole decode step; the last line of stdout is JSON, all else goes to stderr.")
+    parser.add_argument("--shapes", type=_names, default=default.shapes, help=f"some of {', '.join(SHAPES)}, separated by commas")
+    parser.add_argument("--batches", type=_numbers, default=default.batches, help="batch sizes, separated by commas")
+    parser.add_argument("--context", type=int, default=default.context, help="KV tokens per request")
+    parser.add_argument("--only", type=_names, default=default.only, help="own contenders: logits or k1, k4 ..., with +fuse, +compile or +layers; "
+                        f"'' for none; default: {','.join(VARIANTS)}")  # fmt: skip
+    parser.add_argument("--skip", type=_names, default=(), help="contenders to leave out")
+    parser.add_argument("--peers", type=_names, default=(), help=f"some of {', '.join(PEERS)}; minutes for the larger shapes")
+    parser.add_argument("--device", default=default.device, help="auto, cpu, cuda")
+    parser.add_argument("--dtype", default=default.dtype, help=", ".join(DTYPES))
+    parser.add_argument("--backend", default=default.backend, help="attention backend of the own contenders")
+    parser.add_argument("--repeats", type=int, default=default.repeats, help="steps timed at least")
+    parser.add_argument("--idle-steps", type=int, default=default.idle_steps, help="steps traced for the idle share; 0: none")
+    parser.add_argument("--idle-batches", type=_numbers, default=(), help="for these batches; default: the smallest and the largest")
+    parser.add_argument("--idle-only", type=_names, default=(), help="for these contenders; default: the last one")
+    parser.add_argument("--no-trace", dest="trace", action="store_false", help="no torch.profiler: no kernels, no idle share; host times as they "
+                        "are without one")  # fmt: skip
+    parser.add_argument("--time-wrong", action="store_true", help="measure what fails the gate all the same; its row stays 'wrong'")
+    parser.add_argument("--new-tokens", type=int, default=default.new_tokens, help="tokens a peer generates per request")
+    parser.add_argument("--bandwidth", type=float, help="memory ceiling in TB/s; default: measured")
+    parser.add_argument("--time-limit", type=float, help="seconds after which no further case is begun")
+    parser.add_argument("--output", default="", help="write the document to this JSON file, after every row")
+    parser.add_argument("--json-only", action="store_true", help="print nothing but the JSON line")
+    try:
+        document = run(Options(**vars(parser.parse_args(arguments))))
+    except TorchpagedError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(json.dumps(document), flush=True)
+    return exit_code(document)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

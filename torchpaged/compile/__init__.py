@@ -1,0 +1,1 @@
+"""What surrounds torch.compile: compiled code kept between processes, and code objects of their own."""

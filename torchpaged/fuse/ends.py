@@ -1,0 +1,150 @@
+"""The ends of a fused step: the embedding before the layers, the final norm and lm_head behind them. `torchpaged.hf.fuse` gives them out.
+
+Their forwards run the ops of the backend while a paged forward of the causal LM lasts, and what they did before at any other time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchpaged.fuse.fusible import ARCHITECTURES, norm_of
+from torchpaged.fuse.layers import paged_layer
+from torchpaged.fuse.report import FusionReport
+from torchpaged.hf.layer import PagedOwner
+
+
+class Ends:
+    """What comes before and after the layers: ``owner`` is set for the time of one paged forward, in which the ops of its backend run.
+
+    The final norm and lm_head become one: the norm hands its input on, and lm_head norms it. Forwards of one model must not overlap in
+    threads.
+    """
+
+    def __init__(self) -> None:
+        self.owner: PagedOwner | None = None
+        self.norm: nn.Module | None = None
+        self.offset = 0.0
+
+
+def _embedding_forward(self: Any, input_ids: Tensor) -> Tensor:
+    ends: Ends = self._torchpaged_ends
+    # A first forward has no backend until its first keys show device and dtype. With gradients on, the layers must see and refuse them.
+    if ends.owner is None or not ends.owner.ready or (torch.is_grad_enabled() and self.weight.requires_grad):
+        result: Tensor = type(self).forward(self, input_ids)
+        return result
+    out = self.weight.new_empty(input_ids.numel(), self.embedding_dim)
+    ends.owner.ops.embedding(input_ids.reshape(-1).long().contiguous(), self.weight, out, scale=getattr(self, "embed_scale", None))
+    return out.view(*input_ids.shape, self.embedding_dim)
+
+
+def _norm_forward(self: Any, hidden_states: Tensor) -> Tensor:
+    result: Tensor = hidden_states if self._torchpaged_ends.owner is not None else type(self).forward(self, hidden_states)
+    return result
+
+
+def _head_forward(self: Any, hidden_states: Tensor) -> Tensor:
+    ends: Ends = self._torchpaged_ends
+    if ends.owner is None:
+        result: Tensor = type(self).forward(self, hidden_states)
+        return result
+    weight, eps, offset = norm_of(ends.norm, ends.offset)
+    x = hidden_states.reshape(-1, hidden_states.shape[-1])
+    out = x.new_empty(x.shape[0], self.out_features)
+    ends.owner.ops.linear(x, self.weight, out, bias=self.bias, norm_weight=weight, norm_eps=eps, norm_offset=offset)
+    return out.view(*hidden_states.shape[:-1], self.out_features)
+
+
+def _model_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """The causal LM's forward. Asked for hidden states, it keeps the final norm: the last of them is normed."""
+    ends: Ends = self._torchpaged_ends
+    wants = kwargs.get("output_hidden_states")
+    if wants is None:
+        wants = getattr(self.config, "output_hidden_states", False)
+    cached = None if args or wants else paged_layer(kwargs.get("past_key_values"), 0)
+    if cached is None:
+        return type(self).forward(self, *args, **kwargs)
+    ends.owner = cached.owner
+    try:
+        return type(self).forward(self, **kwargs)
+    finally:
+        ends.owner = None
+
+
+def _why_no_ends(model: Any, base: Any) -> str | None:
+    """Why neither lm_head nor the embedding can be known."""
+    if getattr(model, "model", None) is not base or not type(model).__name__.endswith("ForCausalLM"):
+        return f"{type(model).__name__} is no causal LM of the known kind"
+    norm: Any = getattr(base, "norm", None)
+    names = {f"{architecture.family}RMSNorm" for architecture in ARCHITECTURES.values()}
+    if type(norm).__name__ not in names or not type(norm).__module__.startswith("transformers.models."):
+        return f"the final norm is a {type(norm).__name__}, expected one of the known families'"
+    return "the model has a forward of its own" if "forward" in vars(model) else None
+
+
+def _why_no_head(model: Any, base: Any) -> str | None:
+    head: Any = getattr(model, "lm_head", None)
+    norm: Any = base.norm
+    if type(head) is not nn.Linear or type(head.weight.data) is not Tensor:
+        return f"lm_head is a {type(head).__name__}, expected a plain Linear"
+    if norm.weight.dtype not in (head.weight.dtype, torch.float32):
+        return f"the final norm is {norm.weight.dtype}, lm_head {head.weight.dtype}"
+    return _why_occupied("lm_head or the final norm", head, norm)
+
+
+def _why_no_embedding(base: Any) -> str | None:
+    table: Any = base.get_input_embeddings()
+    scaled = {f"{architecture.family}TextScaledWordEmbedding" for architecture in ARCHITECTURES.values()}
+    known = type(table) is nn.Embedding or (type(table).__name__ in scaled and type(table).__module__.startswith("transformers.models."))
+    if not known or type(table.weight.data) is not Tensor:
+        return f"the embedding is a {type(table).__name__}, expected a plain one or Gemma's"
+    if table.max_norm is not None:
+        return "the embedding renormalises its rows (max_norm)"
+    if not table.weight.is_floating_point() or table.weight.device.type == "meta":
+        return f"the embedding is {table.weight.dtype} on {table.weight.device}, which the op does not take"
+    return _why_occupied("the embedding", table)
+
+
+def _why_occupied(what: str, *modules: Any) -> str | None:
+    if any(module._forward_hooks or module._forward_pre_hooks for module in modules):
+        return f"{what} has forward hooks"
+    return f"{what} has a forward of its own" if any("forward" in vars(module) for module in modules) else None
+
+
+def _wrapped(model: Any) -> Any:
+    """`_model_forward` with the signature of the model's own forward, which generate() reads."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return _model_forward(self, *args, **kwargs)
+
+    forward.__wrapped__ = type(model).forward  # type: ignore[attr-defined]
+    return forward
+
+
+def end_forwards(model: Any, base: Any, passes: Sequence[str], report: FusionReport) -> tuple[Ends, list[tuple[nn.Module, Any]]]:
+    """The forwards that "lm_head" and "embedding" of ``passes`` give to modules, none where they don't apply, and what these share.
+
+    Args:
+        model: the causal LM.
+        base: its decoder.
+        passes: those asked for.
+        report: is told which apply, and why not.
+    """
+    forwards: list[tuple[nn.Module, Any]] = []
+    ends, reason = Ends(), _why_no_ends(model, base)
+    if "lm_head" in passes:
+        why = reason or _why_no_head(model, base)
+        report.note("lm_head", "lm_head", why)
+        if why is None:
+            ends.norm = base.norm
+            ends.offset = next(a.norm_offset for a in ARCHITECTURES.values() if type(base.norm).__name__ == f"{a.family}RMSNorm")
+            forwards += [(base.norm, _norm_forward), (model.lm_head, _head_forward)]
+    if "embedding" in passes:
+        why = reason or _why_no_embedding(base)
+        report.note("embedding", "embed_tokens", why)
+        if why is None:
+            forwards.append((base.get_input_embeddings(), _embedding_forward))
+    return ends, [*forwards, (model, _wrapped(model))] if forwards else []

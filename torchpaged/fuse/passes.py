@@ -1,0 +1,173 @@
+"""Model passes for decode: fewer, larger kernels, switched on by one call.
+
+    report = torchpaged.hf.fuse(model)                              # every pass that applies, in place
+    report = torchpaged.hf.fuse(model, passes=("qkv", "gate_up"))   # or some
+    print(report)
+    torchpaged.hf.unfuse(model)                                     # as it was, bit for bit
+
+Parameters stay where they are in ``state_dict``; those of one product share memory. Only steps over paged caches change; fuse
+last, after loading, moving, adapters and quantisation. docs/fusion.md has the passes and the launches per layer.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
+from torchpaged.fuse.ends import end_forwards
+from torchpaged.fuse.fusible import ARCHITECTURES, PASSES, why_no_table, why_not, why_unknown
+from torchpaged.fuse.launch_count import count_launches
+from torchpaged.fuse.layers import NO_ROTATION, LayerPlan, fused_forward
+from torchpaged.fuse.report import FusionReport
+from torchpaged.fuse.rope_table import RopeTable, lazy_forward
+
+
+class _Fusion:
+    """What was done to a model, so that it can be undone."""
+
+    def __init__(self, base: nn.Module, report: FusionReport) -> None:
+        self.base, self.report = base, report
+        self.plans: list[LayerPlan] = []
+        self.tables: dict[str | None, RopeTable] = {}
+        self.changed: list[tuple[nn.Module, str, Any]] = []
+        self.handles: list[Any] = []
+
+    def give(self, module: nn.Module, name: str, value: Any) -> None:
+        """Set an attribute of one instance; functions become methods."""
+        setattr(module, name, types.MethodType(value, module) if isinstance(value, types.FunctionType) else value)
+        self.changed.append((module, name, value))
+
+    def overlaid(self) -> bool:
+        """Whether a forward that was given here has another one on top, such as `compile_layers`'."""
+        return any(getattr(vars(m).get(name), "__func__", None) is not value for m, name, value in self.changed if name == "forward")
+
+    def refresh(self) -> None:
+        """After the model was moved or loaded into."""
+        for plan in self.plans:
+            plan.refresh()
+        for table in self.tables.values():
+            table.ensure(table.cos_sin.shape[0], next(table.rotary.buffers()).device)
+
+
+def _apply_and_refresh(self: Any, fn: Any, recurse: bool = True) -> nn.Module:
+    """``nn.Module._apply``: what ``to()``, ``cuda()`` and ``half()`` call; private, and tests/hf/test_fuse.py notices its change."""
+    result: nn.Module = type(self)._apply(self, fn, recurse)
+    self._torchpaged_fusion.refresh()
+    return result
+
+
+def _refresh_after_load(module: Any, _keys: Any) -> None:
+    module._torchpaged_fusion.refresh()
+
+
+def _rope_of(fusion: _Fusion, layer: Any, config: Any) -> tuple[RopeTable | str | None, str | None]:
+    """A layer's table, and why it has none."""
+    if not getattr(layer.self_attn, "use_rope", True):
+        return NO_ROTATION, None
+    rotary, rows = getattr(fusion.base, "rotary_emb", None), getattr(config, "max_position_embeddings", None)
+    if rotary is None or rows is None:
+        return None, "the model has no rotary_emb or its config no max_position_embeddings"
+    layer_type = layer.self_attn.layer_type if isinstance(rotary.rope_type, dict) else None
+    reason = why_no_table(rotary, layer_type)
+    if reason is not None:
+        return None, reason
+    if layer_type not in fusion.tables:
+        half = ARCHITECTURES[type(layer).__name__].half_table
+        try:
+            fusion.tables[layer_type] = RopeTable(rotary, layer_type, layer.self_attn.head_dim, half, rows)
+        except UnsupportedModelError as error:
+            return None, str(error)
+    return fusion.tables[layer_type], None
+
+
+def _fuse_layer(fusion: _Fusion, layer: nn.Module, name: str, config: Any, passes: Sequence[str], report: FusionReport) -> None:
+    reason = why_unknown(layer)
+    taken, rope = [], None
+    for each in passes:
+        if each in ("lm_head", "embedding"):
+            continue
+        why = reason or why_not(layer, each)
+        if why is None and each == "rope":
+            rope, why = _rope_of(fusion, layer, config)
+        report.note(each, name, why)
+        if why is None:
+            taken.append(each)
+    if taken:
+        plan = LayerPlan(layer, taken, rope)
+        fusion.plans.append(plan)
+        fusion.give(layer, "_torchpaged_plan", plan)
+        fusion.give(layer, "forward", fused_forward)
+
+
+def fuse(model: PreTrainedModel, passes: Sequence[str] | None = None, *, count: bool = True) -> FusionReport:
+    """Fuse the decoder layers of ``model`` in place, for steps over paged caches; everything else runs as before.
+
+    Args:
+        model: a causal LM of transformers (or its base model), loaded and on its device.
+        passes: some of "qkv" (one product for q, k and v), "rope" (q/k norm, rotation and cache write in one kernel), "norm" (RMSNorm
+            and residual adds inside the products), "gate_up" (gate, up and activation in one product), "lm_head" (the final norm inside
+            lm_head), "embedding" (a kernel that starts early); default: all. One that does not apply to a layer is left out there, and the report says why.
+        count: run one token before and after, to count the launches per layer for the report.
+
+    Returns:
+        The `FusionReport`; ``print(report)`` gives a table.
+
+    Raises:
+        ArgumentError: an unknown pass, or a model that is fused already.
+        UnsupportedModelError: a model without decoder layers.
+    """
+    chosen = PASSES if passes is None else tuple(passes)
+    unknown = [each for each in chosen if each not in PASSES]
+    if unknown or isinstance(passes, str):
+        raise ArgumentError("passes", f"a sequence of {', '.join(PASSES)}", repr(passes))
+    base: Any = model.get_decoder()
+    if not isinstance(getattr(base, "layers", None), nn.ModuleList):
+        raise UnsupportedModelError(f"{type(model).__name__} has no decoder layers that fuse() could find")
+    if hasattr(base, "_torchpaged_fusion"):
+        raise ArgumentError("model", "a model that is not fused", "a fused one", "call torchpaged.hf.unfuse(model) first")
+    config = model.config.get_text_config(decoder=True)
+    report = FusionReport(type(model).__name__, len(base.layers), tuple(x for x in PASSES if x in chosen))
+    report.before = count_launches(model) if count else None
+    fusion = _Fusion(base, report)
+    for index, layer in enumerate(base.layers):
+        _fuse_layer(fusion, layer, f"layers.{index}", config, report.passes, report)
+    if len(fusion.plans) == len(base.layers) and all(plan.rope is not None for plan in fusion.plans) and fusion.tables:
+        fusion.give(base.rotary_emb, "forward", lazy_forward)  # nobody needs its result any more
+    ends, forwards = end_forwards(model, base, chosen, report)
+    for module, forward in forwards:
+        fusion.give(module, "_torchpaged_ends", ends)
+        fusion.give(module, "forward", forward)
+    fusion.give(base, "_torchpaged_fusion", fusion)
+    fusion.give(base, "_apply", _apply_and_refresh)
+    fusion.handles.append(base.register_load_state_dict_post_hook(_refresh_after_load))
+    report.after = count_launches(model) if count else None
+    return report
+
+
+def unfuse(model: PreTrainedModel) -> None:
+    """Undo `fuse`: forwards as before, every parameter in memory of its own, values unchanged.
+
+    Raises:
+        ArgumentError: the model is not fused, or something else changed its forwards since.
+    """
+    base: Any = model.get_decoder()
+    fusion: _Fusion | None = getattr(base, "_torchpaged_fusion", None)
+    if fusion is None:
+        raise ArgumentError("model", "a fused model", "one that is not fused")
+    if fusion.overlaid():
+        raise ArgumentError(
+            "model", "forwards as fuse() left them", "forwards changed since", "undo that first, as with uncompile_layers(model)"
+        )
+    for module, name, _ in fusion.changed:
+        delattr(module, name)
+    for handle in fusion.handles:
+        handle.remove()
+    with torch.no_grad():
+        for plan in fusion.plans:
+            plan.separate()

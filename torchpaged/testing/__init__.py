@@ -1,0 +1,39 @@
+"""What a kernel author needs to prove a backend: named batch specs, poisoned inputs, error budgets, an opcheck table.
+
+    spec = BATCH_SPECS["mixed_small"]
+    batch = make_batch(spec, num_heads=8, num_kv_heads=2, head_dim=64, dtype=torch.bfloat16)
+    out, lse = run_paged_attention(BACKEND_OPS["triton"], batch, causal=True)
+    assert_attention_close(out, lse, batch, causal=True)
+
+``layers``, ``sampling`` and ``rope`` have the inputs of the other ops, ``fuzz`` and ``fuzz_case`` random ones, ``worker`` processes for
+what may hang, ``graph_conformance`` the proof of a declared graph support. Nothing in the library imports this package.
+"""
+
+from torchpaged.testing.batches import BATCH_SPECS, GARBAGE, Batch, BatchSpec, make_batch
+from torchpaged.testing.oracle import (
+    ATTENTION_VARIANTS,
+    assert_attention_close,
+    assert_rope_close,
+    assert_within_budget,
+    opcheck_cases,
+    oracle,
+    run_paged_attention,
+)
+from torchpaged.testing.rope import ROPE_CASES, make_rope_inputs
+
+__all__ = [
+    "ATTENTION_VARIANTS",
+    "BATCH_SPECS",
+    "GARBAGE",
+    "ROPE_CASES",
+    "Batch",
+    "BatchSpec",
+    "assert_attention_close",
+    "assert_rope_close",
+    "assert_within_budget",
+    "make_batch",
+    "make_rope_inputs",
+    "opcheck_cases",
+    "oracle",
+    "run_paged_attention",
+]

@@ -1,0 +1,67 @@
+"""Fuzzed configurations drawn for one kernel: random ones are seldom what a kernel with many conditions takes.
+
+``AIMS`` maps a name that ``tests/gpu/fuzz_attention.py --aim`` takes to what makes of a drawn configuration one for that kernel. What a kernel takes
+is written out here, since a seed must mean the same on every machine; tests/test_fuzz_harness.py asks the kernels.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from torchpaged.testing.pools import PoolLayout
+
+if TYPE_CHECKING:
+    from torchpaged.testing.fuzz import Configuration
+
+PREFILL_WIDTHS = (
+    (32, 32), (64, 64), (64, 64), (96, 96), (128, 128), (128, 128), (128, 128), (192, 192), (256, 256), (192, 128), (128, 64), (64, 128), (96, 32),
+    (64, 256), (256, 64),
+)  # fmt: skip
+_GROUPS = (1, 1, 2, 3, 4, 4, 4, 5, 6, 7, 8, 8, 11, 12, 16, 16, 32, 64, 128)
+_LONGEST = (9, 17, 64, 65, 129, 257, 300, 513, 1100)
+
+
+def for_cuda_prefill(c: Configuration, r: random.Random) -> Configuration:
+    """For prefill.cu: 16-bit numbers, widths in squares of 32 or 64 columns, blocks of 8 to the keys of a step, aligned rows.
+
+    A third may hold short queries beside long ones, which decode.cu takes: those have few enough rows for it.
+    """
+    dim, dim_v = r.choice(PREFILL_WIDTHS)
+    mixed = r.random() < 0.35
+    group = r.choice([n for n in _GROUPS if not mixed or (n <= 32 and -(-n // 8) * dim_v <= 512)])
+    kv_heads = max(1, min(r.choice((1, 2, 3, 4, 5, 8)), 32 // group))
+    dtype = r.choice(("bfloat16", "float16"))
+    block_size = r.choice((8, 16, 16, 16, 32, 64, 64 if dim > 192 or dim_v > 128 else 128))
+    heads_first = r.random() < 0.35
+    layout = PoolLayout(heads_first, 8 * r.choice((0, 0, 1, 5)), 0 if heads_first else 64 * r.choice((0, 0, 1)), 8 * r.choice((0, 0, 1, 3)))
+    longest = r.choice(_LONGEST)
+    max_query_len = r.choice((longest, longest, longest + r.randint(1, 40)))
+    most_rows = min(8192, 2**24 // (kv_heads * group * max(dim, dim_v)))  # of q and out, which padding fills
+    num_reqs = max(1, min(r.choice((1, 1, 2, 3, 5, 9, 20, 40)), most_rows // max_query_len))
+    if mixed:
+        num_reqs = r.choice((2, 3, 5, 9, 20, 40, 130))
+    most_tokens = min(12_000, 2**23 // (kv_heads * max(dim, dim_v)))
+    least = -(-most_tokens // block_size)
+    varies = num_reqs == 1 and not c.captured and r.random() < 0.5
+    rows = num_reqs * max_query_len + r.choice((0, 0, 3))  # no room for more than ``num_reqs`` long queries
+    if mixed:
+        rows = min(longest * r.choice((1, 2, 3)) + num_reqs * 2, num_reqs * max_query_len - 1)
+    return dataclasses.replace(
+        c, backend="cuda", kernel="mixed" if mixed else "prefill", num_heads=kv_heads * group, num_kv_heads=kv_heads, head_dim=dim, head_dim_v=dim_v, dtype=dtype,
+        kv_dtype=dtype, scales="none", block_size=block_size, layout=layout,
+        q_padding=_eights(c.q_padding), out_padding=_eights(c.out_padding),
+        num_reqs=num_reqs, num_tokens=None if varies else rows, max_query_len=max_query_len,
+        longest_query=longest, columns=r.choice((least, -(-1025 // block_size), 1025 + r.randrange(1200))), num_blocks=least + num_reqs + 1,
+        most_scores=2**26, sinks=r.choice(("none", "none", "same")),
+    )  # fmt: skip
+
+
+def _eights(paddings: tuple[int, int, int]) -> tuple[int, int, int]:
+    between_tokens, between_heads, before = paddings
+    return between_tokens // 8 * 8, between_heads // 8 * 8, before // 8 * 8
+
+
+AIMS: dict[str, Callable[[Configuration, random.Random], Configuration]] = {"cuda-prefill": for_cuda_prefill}

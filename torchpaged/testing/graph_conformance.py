@@ -1,0 +1,179 @@
+"""Proof of a backend's declared graph support: capture once at the largest batch, replay with other lengths, compare.
+
+    for case in conformance_cases(backend.capabilities.graph_support):
+        check_replays(backend, case, TapeCapture(), device="cpu", dtype=torch.bfloat16)   # or CudaCapture("cuda"), device="cuda"
+        check_forgotten_plan(backend, case, TapeCapture(), device="cpu")                  # if it plans every step
+
+Sessions are driven as the runners drive them: `plan` outside the graph, before the capture and before each replay, as far as the backend declares
+`Planning`. A backend that decides anything else from the live lengths on the host fails here.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchpaged.backends import Backend, GraphSupport, Limits, attention_spec
+from torchpaged.graphs import CaptureBackend
+from torchpaged.graphs.capture import Captured
+from torchpaged.testing.oracle import Batch, BatchSpec, assert_attention_close, make_batch
+
+
+class Case(NamedTuple):
+    """Batches of one static shape: the first is captured, all are replayed."""
+
+    name: str
+    batches: tuple[BatchSpec, ...]
+    options: dict[str, Any]
+
+
+_ONE = (1, 1, 1, 1)
+_DECODE = (
+    BatchSpec("full", (96, 96, 96, 96), _ONE),
+    BatchSpec("short", (1, 2, 3, 4), _ONE),
+    BatchSpec("skewed", (96, 1, 33, 16), _ONE),
+    BatchSpec("padded", (50, 17, 0, 0), (1, 1, 0, 0), padded_tokens=2),
+    BatchSpec("empty_row", (0, 96, 0, 5), _ONE),
+    BatchSpec("block_edges", (15, 16, 17, 64), _ONE),
+)
+_UNIFORM = (
+    BatchSpec("full", (96, 96, 96), (4, 4, 4)),
+    BatchSpec("short", (4, 5, 6), (4, 4, 4)),
+    BatchSpec("skewed", (96, 4, 31), (4, 4, 4)),
+    BatchSpec("padded", (40, 0, 0), (4, 0, 0), padded_tokens=8),
+    BatchSpec("block_edges", (15, 16, 17), (4, 4, 4)),
+    BatchSpec("left_padded", (2, 16, 90), (4, 4, 4)),
+)
+_MIXED = (
+    BatchSpec("full", (96, 96, 96), (1, 20, 11)),
+    BatchSpec("prefill", (30, 1, 1), (30, 1, 1)),
+    BatchSpec("decodes", (50, 96, 3), _ONE[:3], padded_tokens=29),
+    BatchSpec("padded", (40, 12, 0), (9, 12, 0), padded_tokens=11),
+    BatchSpec("even", (16, 17, 32), (10, 11, 11)),
+    BatchSpec("contexts", (96, 33, 60), (2, 25, 5)),
+)
+
+
+def conformance_cases(support: GraphSupport) -> list[Case]:
+    """What a backend of this level must pass."""
+    cases = []
+    if support >= GraphSupport.SINGLE_TOKEN_DECODE:
+        cases += [Case("decode", _DECODE, {}), Case("decode_window", _DECODE, {"window_left": 20})]
+    if support >= GraphSupport.UNIFORM_BATCH:
+        cases += [Case("uniform", _UNIFORM, {})]
+    if support >= GraphSupport.ALWAYS:
+        cases += [Case("mixed", _MIXED, {}), Case("mixed_window", _MIXED, {"window_left": 20})]
+    return cases
+
+
+class _Static:
+    """A session, static tensors for every batch of a case, and the step over them."""
+
+    def __init__(self, backend: Backend, case: Case, device: torch.device | str, shape: dict[str, Any]) -> None:
+        self.case, self.batches = case, [make_batch(spec, seed=i, device=device, **shape) for i, spec in enumerate(case.batches)]
+        first, blocks = self.batches[0], max(b.k_cache.shape[0] for b in self.batches)
+        width, block_size = max(b.block_table.shape[1] for b in self.batches), first.k_cache.shape[1]
+        with torch.inference_mode(False):
+            self.q, self.lens, self.starts = (torch.zeros_like(x) for x in (first.q, first.seq_lens, first.query_start_loc))
+            self.pools = [torch.zeros(blocks, *c.shape[1:], dtype=c.dtype, device=c.device) for c in (first.k_cache, first.v_cache)]
+            self.table = torch.zeros(len(self.lens), width, dtype=torch.int32, device=device)
+            self.out = torch.zeros(*self.q.shape[:2], first.v_cache.shape[-1], dtype=self.q.dtype, device=device)
+            self.lse = torch.zeros(self.q.shape[:2], dtype=torch.float32, device=device)
+        self.scale, longest = first.scale, max(max(spec.query_lens) for spec in case.batches)
+        self.batch = PlannedTensors(self.table, self.lens, self.starts, longest)
+        spec = attention_spec(
+            device=self.q.device, dtype=first.q.dtype, num_heads=first.q.shape[1], num_kv_heads=first.k_cache.shape[2], scale=first.scale,
+            head_dim=first.q.shape[2], head_dim_v=first.v_cache.shape[3], block_size=block_size, kv_dtype=first.k_cache.dtype, lse=True,
+            window_size=(case.options.get("window_left", -1), -1),
+        )  # fmt: skip
+        limits = Limits(len(self.lens), self.q.shape[0], width, blocks, block_size)
+        self.session = backend.open([spec], limits, self.q.device)
+        self.workspace = self.session.workspace(spec)
+
+    def load(self, batch: Batch) -> None:
+        self.q.copy_(batch.q)
+        for pool, source in zip(self.pools, (batch.k_cache, batch.v_cache), strict=True):
+            pool[: source.shape[0]].copy_(source)
+        self.table.zero_()
+        self.table[:, : batch.block_table.shape[1]].copy_(batch.block_table)
+        self.lens.copy_(batch.seq_lens)
+        self.starts.copy_(batch.query_start_loc)
+        self.out.fill_(float("nan")), self.lse.fill_(float("nan"))
+
+    def step(self) -> Tensor:
+        self.session.ops.paged_attention(
+            self.q, *self.pools, self.table, self.lens, self.starts, self.out, self.lse, max_query_len=self.batch.max_query_len,
+            scale=self.scale, **self.case.options, **self.workspace,
+        )  # fmt: skip
+        return self.out
+
+    def captured(self, capture: CaptureBackend) -> Captured:
+        """The step over the first batch, planned."""
+        self.load(self.batches[0])
+        self.session.plan(self.batch)
+        capture.warmup(self.step, 2)
+        return capture.capture(self.step, capture.new_pool())
+
+
+class PlannedTensors(NamedTuple):
+    """A `torchpaged.backends.PlannedBatch` of static tensors."""
+
+    block_table: Tensor
+    seq_lens: Tensor
+    query_start_loc: Tensor
+    max_query_len: int
+
+
+def check_replays(backend: Backend, case: Case, capture: CaptureBackend, device: torch.device | str, **shape: Any) -> int:
+    """Capture the case's first batch, replay all of them by changing tensors only; returns how many replays were compared.
+
+    Args:
+        backend: a session of it is opened.
+        case: from `conformance_cases`.
+        capture: how the step becomes a graph.
+        device: where the tensors are.
+        shape: further arguments of `torchpaged.testing.make_batch`: ``dtype``, ``num_heads``, ``num_kv_heads``, ``head_dim`` ...
+
+    Raises:
+        AssertionError: a replay differs from the oracle beyond its error budget, or from its own repetition at all.
+        SemaphoreError: the session's semaphore is not zero after a replay.
+    """
+    static = _Static(backend, case, device, shape)
+    graph, session = static.captured(capture), static.session
+    for batch in (*static.batches, static.batches[0]):
+        static.load(batch)
+        if session.plans_every_step:
+            session.plan(static.batch)
+        graph.replay()
+        once = static.out.clone()
+        assert_attention_close(static.out, static.lse, batch, **case.options)
+        graph.replay()
+        assert torch.equal(static.out, once), f"{case.name}[{batch.spec.name}]: a second replay gave other bits"
+        session.check(f"{case.name}[{batch.spec.name}]")
+    return len(static.batches) + 1
+
+
+def check_forgotten_plan(backend: Backend, case: Case, capture: CaptureBackend, device: torch.device | str, **shape: Any) -> None:
+    """A backend that plans every step raises where a replay was not planned, or gives nothing but NaN; never something that looks right.
+
+    On a GPU an assertion of the device ends the process's use of it: call this in a process of its own.
+
+    Args:
+        backend, case, capture, device, shape: as in `check_replays`.
+
+    Raises:
+        AssertionError: a replay without a plan went unnoticed.
+    """
+    static = _Static(backend, case, device, shape)
+    assert static.session.plans_every_step, f"backend {backend.name!r} declares Planning.{backend.capabilities.planning.name}"
+    graph = static.captured(capture)
+    for batch in static.batches[1:]:
+        static.load(batch)
+        try:
+            graph.replay()
+            noticed = bool(static.out.isnan().all())  # waits: a device-side assertion is raised here
+        except RuntimeError:
+            noticed = True
+        assert noticed, f"{case.name}[{batch.spec.name}]: a replay without a plan gave results"

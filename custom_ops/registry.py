@@ -1,4 +1,4 @@
-"""The op contract: every schema and op handle of the ``torchpaged`` namespace, in one place (fake kernels: fakes.py).
+"""The ops of the ``torchpaged`` namespace: defined, implemented and handed out here; a family's folder has its ``schema.py``.
 
 Each op has one *overload* per backend, all with the same schema and the same meaning::
 
@@ -34,8 +34,16 @@ from typing import Any, NamedTuple
 import torch
 
 from torchpaged.custom_ops import launches, native
+from torchpaged.custom_ops.attention.fake import FAKES as ATTENTION_FAKES
+from torchpaged.custom_ops.attention.schema import SCHEMAS as ATTENTION
+from torchpaged.custom_ops.block_ops.schema import SCHEMAS as BLOCK_OPS
+from torchpaged.custom_ops.cache_write.fake import FAKES as CACHE_WRITE_FAKES
+from torchpaged.custom_ops.cache_write.schema import SCHEMAS as CACHE_WRITE
 from torchpaged.custom_ops.errors import ArgumentError
-from torchpaged.custom_ops.fakes import fake_of
+from torchpaged.custom_ops.layers.fake import FAKES as LAYERS_FAKES
+from torchpaged.custom_ops.layers.schema import SCHEMAS as LAYERS
+from torchpaged.custom_ops.step_end.fake import FAKES as STEP_END_FAKES
+from torchpaged.custom_ops.step_end.schema import SCHEMAS as STEP_END
 
 LIBRARY = torch.library.Library("torchpaged", "DEF")  # kept for the life of the process: dropping it deregisters the ops
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
@@ -43,78 +51,11 @@ _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 #: Overload names, i.e. the backends that have kernels of their own. "" is the device's default kernel.
 OVERLOADS = ("", "reference", "cpu", "triton", "cuda")
 
-SCHEMAS = {
-    # k [T, num_kv_heads, head_dim], v [T, num_kv_heads, head_dim_v], caches [num_blocks, block_size, num_kv_heads, .],
-    # slot_mapping [T] int64 = block * block_size + offset, -1 = skip; k_scale, v_scale: float32 scalars of fp8 caches.
-    # are_query_tokens: promises that a paged_attention follows of which these are the query tokens, and in which no request reads them
-    # as context; it may then be launched early. Changes no result.
-    "write_kv": """(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping,
-        Tensor? k_scale=None, Tensor? v_scale=None, *, bool are_query_tokens=False) -> ()""",
-    # q [T, num_heads, head_dim], k, v, caches, slot_mapping and scales as in write_kv, positions [T] int64, cos_sin
-    # [max_position, rotary_dim] float32 or q's dtype (cosines in the first half, sines in the second), q_out like q: also
-    # written where the slot is -1. q_norm, k_norm [head_dim]: RMSNorm of each head, before the rotation.
-    "rope_write_kv": """(Tensor q, Tensor k, Tensor v, Tensor positions, Tensor cos_sin, Tensor slot_mapping, Tensor(a!) q_out,
-        Tensor(b!) k_cache, Tensor(c!) v_cache, *, Tensor? q_norm=None, Tensor? k_norm=None, float norm_eps=1e-6,
-        float norm_offset=0.0, bool interleaved=False, Tensor? k_scale=None, Tensor? v_scale=None, bool are_query_tokens=False) -> ()""",
-    # q [T, num_heads, head_dim], block_table [B, max_blocks_per_req] int32, seq_lens [B] int32 (this step's tokens
-    # included), query_start_loc [B + 1] int32, out [T, num_heads, head_dim_v], lse [T, num_heads] float32.
-    # max_query_len: upper bound of query_len, known to the host (1 selects the decode kernels).
-    # window_left/right: keys visible beside the own one, -1 = open. chunk_size: keys of the own chunk only, 0 = off.
-    # Metadata and the context's keys and values may be read before the kernels ahead on the stream have ended; stream_order.py says by whom,
-    # and what that asks of whoever writes them.
-    # semaphore: int32 zeros, at least B * num_kv_heads, zeros again afterwards; calls that may overlap need one each.
-    # Without it a kernel that needs one makes its own, which costs a memset.
-    "paged_attention": """(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor seq_lens,
-        Tensor query_start_loc, Tensor(a!) out, Tensor(b!)? lse=None, *, SymInt max_query_len, float scale,
-        bool causal=True, int window_left=-1, int window_right=-1, float logits_soft_cap=0.0,
-        Tensor? alibi_slopes=None, Tensor? sinks=None, Tensor? k_scale=None, Tensor? v_scale=None,
-        int chunk_size=0, Tensor(c!)? semaphore=None) -> ()""",
-    # out_a, out_b, out [T, num_heads, head_dim_v]; lse_a, lse_b, lse [T, num_heads] float32. LSE -inf: that side saw nothing, its out
-    # is not read. NaN or +inf on either side: NaN.
-    "merge_attn_states": """(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b, Tensor(a!) out,
-        Tensor(b!)? lse=None) -> ()""",
-    # block_mapping [N, 2] int64: (source, destination) block ids; a negative id skips the pair; no block may be both
-    "copy_blocks": "(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor block_mapping) -> ()",
-    # sampled_token_ids, input_ids, positions, slot_mapping [B] int64; seq_lens [B] int32. Rows with seq_len 0 (padding)
-    # and rows whose table is full stay as they are and get slot -1.
-    "advance_step": """(Tensor sampled_token_ids, Tensor block_table, Tensor(a!) input_ids, Tensor(b!) positions,
-        Tensor(c!) seq_lens, Tensor(d!) slot_mapping, *, int block_size) -> ()""",
-    # logits [B, vocab_size]; temperature (0 = greedy), top_p, min_p, repetition_penalty [B] float32; top_k [B] int32, 0 = all;
-    # seen [B, ceil(vocab_size / 32)] int32: bit v % 32 of word v // 32 says that token v occurred; seeds, counters [B] int64:
-    # row's draw is Philox of (seed, counter, token) and nothing else; out [B] int64: -2 (NO_TOKEN) where a logit of the row is NaN or all
-    # are -inf.
-    "sample_tokens": """(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor repetition_penalty,
-        Tensor seen, Tensor seeds, Tensor counters, Tensor(a!) out) -> ()""",
-    # The end of a decode step: sampled_token_ids [B] int64 -> tokens_out [B] int64 (-1 in rows of seq_len 0), counters + 1,
-    # remaining [B] int32 - 1, seen bit set; a row whose token is -2 or one of stop_token_ids [B, S] int64 (-1 = none), whose remaining
-    # is 0 or whose table is full ends: seq_len 0, slot -1. Other rows move on as in advance_step.
-    # ring [slots + 1, steps + 1, at least B] int64 and launches [2] int64 (a count, and zero): the tokens also go to
-    # ring[launches[0] % slots, step], or to the last, the scratch slot, where launches[0] is negative. The last step of a launch writes
-    # launches[0] to ring[..., steps, 0], behind its tokens, and then adds 1 to it unless it is negative.
-    "accept_tokens": """(Tensor sampled_token_ids, Tensor block_table, Tensor stop_token_ids, Tensor(a!) input_ids,
-        Tensor(b!) positions, Tensor(c!) seq_lens, Tensor(d!) slot_mapping, Tensor(e!) counters, Tensor(f!) remaining,
-        Tensor(g!) seen, Tensor(h!) tokens_out, *, int block_size, Tensor(i!)? ring=None, Tensor(j!)? launches=None, int step=0) -> ()""",
-    # sample_tokens and accept_tokens in one, of their arguments; rows of seq_len 0 give token -1 and their logits are of no account. All but
-    # logits and seen may be read early (stream_order.py).
-    "finish_step": """(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor repetition_penalty, Tensor seeds,
-        Tensor block_table, Tensor stop_token_ids, Tensor(a!) input_ids, Tensor(b!) positions, Tensor(c!) seq_lens,
-        Tensor(d!) slot_mapping, Tensor(e!) counters, Tensor(f!) remaining, Tensor(g!) seen, Tensor(h!) tokens_out, *, int block_size,
-        Tensor(i!)? ring=None, Tensor(j!)? launches=None, int step=0) -> ()""",
-    # input_ids [T] int64, weight [vocab_size, hidden_size], out [T, hidden_size] = weight[input_ids], times scale (no dimensions, rounded to
-    # weight's dtype first) if given. An id outside is an error where values are checked, else a row of NaN.
-    "embedding": "(Tensor input_ids, Tensor weight, Tensor(a!) out, *, Tensor? scale=None) -> ()",
-    # x, out [T, hidden_size], weight [hidden_size]; out = x / rms(x) * (weight + offset). With residual [T, hidden_size]: residual += x
-    # first, and the sum is normed. With post_residual [T, hidden_size]: added to the normed x (Gemma's norms after a block).
-    "rms_norm": """(Tensor x, Tensor weight, Tensor(a!) out, *, float eps=1e-6, float offset=0.0, Tensor(b!)? residual=None,
-        Tensor? post_residual=None) -> ()""",
-    # gate_up [T, 2 * I], gate in the first half; out [T, I] = activation(gate) * up. activation: "silu", "gelu_tanh" or "gelu"
-    "act_and_mul": """(Tensor gate_up, Tensor(a!) out, *, str activation="silu") -> ()""",
-    # x [T, K], weight [N, K], out [T, N] = x' @ weight.T + bias [N] + residual [T, N]. x' = rms_norm(x, norm_weight [K]) if given, else x.
-    # activation not "none": weight holds gate rows, then as many up rows, and out [T, N / 2] = activation(gate) * up, then + residual.
-    # weight and norm_weight are constants of a step, and read early (stream_order.py).
-    "linear": """(Tensor x, Tensor weight, Tensor(a!) out, *, Tensor? bias=None, Tensor? residual=None, Tensor? norm_weight=None,
-        float norm_eps=1e-6, float norm_offset=0.0, str activation="none") -> ()""",
-}
+_SCHEMAS = {"attention": ATTENTION, "cache_write": CACHE_WRITE, "block_ops": BLOCK_OPS, "step_end": STEP_END, "layers": LAYERS}
+#: The family that an op belongs to: its folder.
+_FAMILY = {op: family for family, schemas in _SCHEMAS.items() for op in schemas}
+_FAKES = ATTENTION_FAKES | CACHE_WRITE_FAKES | STEP_END_FAKES | LAYERS_FAKES
+SCHEMAS = {op: text for family in _SCHEMAS.values() for op, text in family.items()}
 
 #: Ops with a native C++ kernel. The others run their reference on a CPU, as the default and as the .cpu overload.
 NATIVE_OPS = frozenset({"write_kv", "paged_attention", "merge_attn_states", "copy_blocks", "advance_step"})
@@ -163,20 +104,7 @@ def _lazy(module: str, function: str) -> Any:
     return launch
 
 
-#: Where an op's reference is, if not in reference.py.
-_REFERENCE_MODULES = {
-    "sample_tokens": "reference_sampling", "accept_tokens": "reference_sampling", "finish_step": "reference_sampling",
-    "embedding": "layers.reference",
-    "rms_norm": "layers.reference", "act_and_mul": "layers.reference", "linear": "layers.reference",
-}  # fmt: skip
 _CUDA_OPS = frozenset({"paged_attention", "linear"})
-
-#: The family of ops that an op belongs to: its folder.
-_FAMILY = {
-    "paged_attention": "attention", "merge_attn_states": "attention", "write_kv": "cache_write", "rope_write_kv": "cache_write",
-    "copy_blocks": "block_ops", "sample_tokens": "step_end", "accept_tokens": "step_end", "finish_step": "step_end",
-    "advance_step": "step_end", "embedding": "layers", "rms_norm": "layers", "act_and_mul": "layers", "linear": "layers",
-}  # fmt: skip
 
 
 def _of_this_gpu(op: str) -> Any:
@@ -196,7 +124,11 @@ def _of_this_gpu(op: str) -> Any:
 
 
 def _reference(op: str) -> Any:
-    return _lazy(f"torchpaged.custom_ops.{_REFERENCE_MODULES.get(op, 'reference')}", op)
+    return _lazy(f"torchpaged.custom_ops.{_FAMILY[op]}.reference", op)
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """The fake kernel of an op without facts to state."""
 
 
 def _register() -> None:
@@ -204,7 +136,7 @@ def _register() -> None:
         for overload in OVERLOADS:
             name = f"{op}.{overload}" if overload else op
             LIBRARY.define(name + schema, tags=_TAGS)
-            torch.library.register_fake(f"torchpaged::{name}", fake_of(op), lib=LIBRARY)
+            torch.library.register_fake(f"torchpaged::{name}", _FAKES.get(op, _nothing), lib=LIBRARY)
         reference = _reference(op)
         triton = _lazy(f"torchpaged.custom_ops.{_FAMILY[op]}.triton.{op}", op)
         LIBRARY.impl(f"{op}.reference", reference, "CompositeExplicitAutograd")

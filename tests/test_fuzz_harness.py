@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from torchpaged.custom_ops import BACKEND_OPS, validation
+from torchpaged.custom_ops import BACKEND_OPS
+from torchpaged.custom_ops.attention.check import check_paged_attention
 from torchpaged.testing.fuzz import BLOCK_SIZES, DTYPES, KV_DTYPES, WIDTHS, random_batch, random_configuration
 from torchpaged.testing.fuzz_aims import PREFILL_WIDTHS
 from torchpaged.testing.fuzz_case import run_case
@@ -229,10 +230,11 @@ class _OnHopper:
 def test_a_third_of_a_gpus_configurations_are_for_the_cuda_decode_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the kernel's own word on tensors that say they are an H100's."""
     from torchpaged.custom_ops.attention.cuda import specialise
+    from torchpaged.custom_ops.cuda import gpu
 
-    monkeypatch.setattr(specialise, "capability", lambda index: (9, 0))
-    monkeypatch.setattr(specialise, "num_sms", lambda index: 132)
-    monkeypatch.setattr(specialise, "shared_per_sm", lambda index: 228 * 1024)
+    monkeypatch.setattr(gpu, "capability", lambda index: (9, 0))
+    monkeypatch.setattr(gpu, "num_sms", lambda index: 132)
+    monkeypatch.setattr(gpu, "shared_per_sm", lambda index: 228 * 1024)
     taken = 0
     for seed in range(60):
         c = random_configuration(seed)
@@ -248,11 +250,12 @@ def test_a_third_of_a_gpus_configurations_are_for_the_cuda_decode_kernel(monkeyp
 
 def test_all_configurations_aimed_at_the_cuda_prefill_kernel_are_taken_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the kernel's own word on tensors that say they are an H100's; with every feature that it has."""
-    from torchpaged.custom_ops.attention.cuda import paged_attention, specialise
+    from torchpaged.custom_ops.attention.cuda import paged_attention
+    from torchpaged.custom_ops.cuda import gpu
 
-    monkeypatch.setattr(specialise, "capability", lambda index: (9, 0))
-    monkeypatch.setattr(specialise, "num_sms", lambda index: 132)
-    monkeypatch.setattr(specialise, "shared_per_sm", lambda index: 228 * 1024)
+    monkeypatch.setattr(gpu, "capability", lambda index: (9, 0))
+    monkeypatch.setattr(gpu, "num_sms", lambda index: 132)
+    monkeypatch.setattr(gpu, "shared_per_sm", lambda index: 228 * 1024)
     monkeypatch.setattr(paged_attention, "_prefill_is_on", lambda: True)
     for seed in range(24):
         c = random_configuration(seed, aim="cuda-prefill")
@@ -300,7 +303,7 @@ def test_batches_of_a_gpu_are_valid() -> None:
         configuration = random_configuration(seed)
         batch = random_batch(configuration, 0)
         out = batch.q.new_empty(*batch.q.shape[:2], configuration.head_dim_v)
-        validation.check_paged_attention(
+        check_paged_attention(
             batch.q, batch.k_cache, batch.v_cache, batch.block_table, batch.seq_lens, batch.query_start_loc, out,
             max_query_len=batch.max_query_len, scale=batch.scale, **batch.extras, **configuration.options)  # fmt: skip
 

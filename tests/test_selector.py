@@ -1,8 +1,7 @@
-"""Order of choice, explanations, refusals; the package's public face and its import rules."""
+"""Order of choice, explanations, refusals; the package's public face."""
 
 from __future__ import annotations
 
-import ast
 import subprocess
 import sys
 from dataclasses import replace
@@ -110,49 +109,3 @@ def test_bare_imports_are_refused() -> None:
     for package in ("custom_ops", "graphs"):
         done = subprocess.run([sys.executable, "-c", f"import {package}"], cwd=ROOT, capture_output=True, text=True)
         assert done.returncode and f"torchpaged.{package}" in done.stderr
-
-
-#: package part -> torchpaged modules it may import (prefixes)
-RULES = {
-    "custom_ops": ("torchpaged.custom_ops",),
-    "graphs": ("torchpaged.graphs", "torchpaged.metadata", "torchpaged.custom_ops.errors", "torchpaged.custom_ops.checks", "torchpaged.compile.code_object"),
-    "torchpaged/cache": ("torchpaged.cache", "torchpaged.custom_ops.errors"),
-    "torchpaged/metadata.py": ("torchpaged.custom_ops.errors",),
-    "torchpaged/backends": ("torchpaged.backends", "torchpaged.custom_ops", "torchpaged.metadata"),
-    "torchpaged/engine": (
-        "torchpaged.engine", "torchpaged.graphs", "torchpaged.backends", "torchpaged.cache", "torchpaged.metadata",
-        "torchpaged.custom_ops.errors", "torchpaged.hf", "torchpaged.profiling",
-    ),
-    "torchpaged/hf": (
-        "torchpaged.hf", "torchpaged.backends", "torchpaged.cache", "torchpaged.metadata", "torchpaged.custom_ops", "torchpaged.profiling",
-        "torchpaged.compile.code_object",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("part", RULES)
-def test_who_may_import_whom(part: str) -> None:
-    path = ROOT / part
-    files = [path] if path.suffix else sorted(path.rglob("*.py"))
-    assert files
-    for file in files:
-        for node in ast.walk(ast.parse(file.read_text())):
-            names = (
-                [a.name for a in node.names]
-                if isinstance(node, ast.Import)
-                else [node.module or ""]
-                if isinstance(node, ast.ImportFrom)
-                else []
-            )
-            for name in names:
-                assert not name.startswith("torchpaged") or name.startswith(RULES[part]), f"{file.name} imports {name}"
-
-
-def test_backends_and_kernels_do_not_import_each_other() -> None:
-    for file in (ROOT / "custom_ops").rglob("*.py"):
-        text = file.read_text()
-        assert "custom_ops.reference import" not in text and ("import reference" not in text), file
-    for name in ("cpu", "triton", "reference"):
-        text = (ROOT / "torchpaged" / "backends" / f"{name}.py").read_text()
-        others = {"cpu", "triton", "reference"} - {name}
-        assert not any(f"backends.{other}" in text for other in others)

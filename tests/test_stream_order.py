@@ -126,7 +126,7 @@ def test_launch_options_are_given_to_kernels_that_wait_alone() -> None:
         path.name for path in (ROOT / "custom_ops").rglob("*.py") if re.search(r"\b(early_launch|decode_options)\(", path.read_text())
     }
     early = {launch.kernel.split(":")[0] for _, launch in LAUNCHES if launch.early}
-    assert {"write_kv.py", "embedding.py"} <= asking <= early | {"config.py", "paged_attention.py"}
+    assert {"write_kv.py", "embedding.py"} <= asking <= early | {"config.py", "launching.py", "paged_attention.py"}
     ordinary = {path.name for path in (ROOT / "custom_ops").rglob("*.py") if re.search(r"\bearly=False", path.read_text())}
     kernels = {launch.kernel.split(":")[0].removesuffix(".cu") for _, launch in LAUNCHES if ".cu:" in launch.kernel and not launch.early}
     assert ordinary == {f"{name}.py" for name in kernels}

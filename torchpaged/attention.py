@@ -21,7 +21,9 @@ from torch import Tensor, nn
 
 from torchpaged.backends import Choice, Limits, Session, attention_spec, select_backend
 from torchpaged.cache import LayerKVCache
-from torchpaged.custom_ops import check_native_dtype, validation
+from torchpaged.custom_ops import check_native_dtype
+from torchpaged.custom_ops.attention.check import check_options, check_paged_attention
+from torchpaged.custom_ops.cache_write.check import check_write_kv
 from torchpaged.custom_ops.checks import check_tensors, is_int, refuse_grad
 from torchpaged.custom_ops.errors import ArgumentError, BackendUnavailableError
 from torchpaged.metadata import AttentionMetadata
@@ -98,7 +100,7 @@ class PagedAttention(nn.Module):
         for name, size in sizes.items():
             if size is not None and (not is_int(size) or size < 1):
                 raise ArgumentError(name, "an int of at least 1", repr(size))
-        window_size = validation.check_options(scale, window_size, logits_soft_cap, chunk_size)
+        window_size = check_options(scale, window_size, logits_soft_cap, chunk_size)
         self.num_heads, self.head_dim = num_heads, head_dim
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         if num_heads % self.num_kv_heads:
@@ -223,8 +225,8 @@ class PagedAttention(nn.Module):
         if not torch.compiler.is_compiling():  # both calls are checked before the first one writes
             refuse_grad(query=query, key=key, value=value)
             if write is not None:
-                validation.check_write_kv(*write)
-            validation.check_paged_attention(*attend, **options)
+                check_write_kv(*write)
+            check_paged_attention(*attend, **options)
             self.session.require(metadata)
             workspace = self.session.workspace_for(workspace, metadata.num_reqs)
             check_native_dtype(self._ops.paged_attention, query=query, k_cache=pools.k_cache)

@@ -21,9 +21,13 @@ from torch import Tensor
 
 from torchpaged.backends import AttentionSpec, Backend, Limits, attention_spec, backend_of
 from torchpaged.backends.ops_choice import choose_ops, traced_ops
-from torchpaged.custom_ops import BACKEND_OPS, BackendOps, check_native_dtype, validation
+from torchpaged.custom_ops import BACKEND_OPS, BackendOps, check_native_dtype
+from torchpaged.custom_ops.attention.check import check_merge_attn_states, check_options, check_paged_attention
+from torchpaged.custom_ops.block_ops.check import check_copy_blocks
+from torchpaged.custom_ops.cache_write.check import check_rope_write_kv, check_write_kv
 from torchpaged.custom_ops.checks import check_tensors, refuse_grad
 from torchpaged.custom_ops.errors import ArgumentError, BackendUnavailableError
+from torchpaged.custom_ops.step_end.check import check_advance_step
 
 _DEFAULT = BACKEND_OPS["default"]
 
@@ -65,7 +69,7 @@ def write_kv(
     if not torch.compiler.is_compiling():
         check_tensors(k=k, v=v, k_cache=k_cache, v_cache=v_cache, slot_mapping=slot_mapping, **_given(k_scale=k_scale, v_scale=v_scale))
         refuse_grad(k=k, v=v)
-        validation.check_write_kv(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
+        check_write_kv(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
         ops = choose_ops(k.device, _written_for(k, v, k_cache)) if ops is None else ops
         check_native_dtype(ops.write_kv, k_cache=k_cache)
     elif ops is None:
@@ -129,7 +133,7 @@ def rope_write_kv(
     q_out = q.new_empty(q.shape)
     if not torch.compiler.is_compiling():
         refuse_grad(q=q, k=k, v=v, q_norm=q_norm, k_norm=k_norm)
-        validation.check_rope_write_kv(
+        check_rope_write_kv(
             q, k, v, positions, cos_sin, slot_mapping, q_out, k_cache, v_cache, q_norm=q_norm, k_norm=k_norm, norm_eps=norm_eps,
             norm_offset=norm_offset, k_scale=k_scale, v_scale=v_scale)  # fmt: skip
         ops = choose_ops(q.device, _written_for(k, v, k_cache)) if ops is None else ops
@@ -199,7 +203,7 @@ def paged_attention(
     """
     kept: Mapping[str, Any] = {} if workspace is None else workspace
     if not torch.compiler.is_compiling():
-        validation.check_options(scale, window_size, logits_soft_cap, chunk_size)
+        check_options(scale, window_size, logits_soft_cap, chunk_size)
         check_tensors(q=q, k_cache=k_cache, v_cache=v_cache, block_table=block_table, seq_lens=seq_lens, query_start_loc=query_start_loc,
                       **_given(alibi_slopes=alibi_slopes, sinks=sinks, k_scale=k_scale, v_scale=v_scale), **kept)  # fmt: skip
         for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):  # of these the outputs take their shape
@@ -212,7 +216,7 @@ def paged_attention(
     chunk = 0 if chunk_size is None else chunk_size
     if not torch.compiler.is_compiling():
         refuse_grad(q=q, sinks=sinks, alibi_slopes=alibi_slopes)
-        validation.check_paged_attention(
+        check_paged_attention(
             q, k_cache, v_cache, block_table, seq_lens, query_start_loc, out, lse, max_query_len=max_query_len, scale=scale,
             causal=causal, window_left=window_size[0], window_right=window_size[1], logits_soft_cap=soft_cap,
             alibi_slopes=alibi_slopes, sinks=sinks, k_scale=k_scale, v_scale=v_scale, chunk_size=chunk,
@@ -309,7 +313,7 @@ def merge_attn_states(
     out, lse = torch.empty_like(out_a), torch.empty_like(lse_a)
     if not torch.compiler.is_compiling():
         refuse_grad(out_a=out_a, out_b=out_b)
-        validation.check_merge_attn_states(out_a, lse_a, out_b, lse_b, out, lse)
+        check_merge_attn_states(out_a, lse_a, out_b, lse_b, out, lse)
         ops = choose_ops(out_a.device) if ops is None else ops
         check_native_dtype(ops.merge_attn_states, out_a=out_a)
     elif ops is None:
@@ -337,10 +341,10 @@ def copy_blocks(
         check_tensors(k_cache=k_cache, v_cache=v_cache)
     if not isinstance(block_mapping, Tensor):
         host = torch.tensor(list(block_mapping), dtype=torch.int64).reshape(-1, 2)
-        validation.check_copy_blocks(k_cache, v_cache, host.to(k_cache.device))
+        check_copy_blocks(k_cache, v_cache, host.to(k_cache.device))
         block_mapping = host.to(k_cache.device)
     elif not torch.compiler.is_compiling():
-        validation.check_copy_blocks(k_cache, v_cache, block_mapping)
+        check_copy_blocks(k_cache, v_cache, block_mapping)
     if ops is None:
         ops = traced_ops(k_cache.device.type) if torch.compiler.is_compiling() else choose_ops(k_cache.device)
     ops.copy_blocks(k_cache, v_cache, block_mapping)
@@ -376,7 +380,7 @@ def advance_step(
     if not torch.compiler.is_compiling():
         check_tensors(sampled_token_ids=sampled_token_ids, block_table=block_table, input_ids=input_ids, positions=positions,
                       seq_lens=seq_lens, slot_mapping=slot_mapping)  # fmt: skip
-        validation.check_advance_step(sampled_token_ids, block_table, input_ids, positions, seq_lens, slot_mapping, block_size=block_size)
+        check_advance_step(sampled_token_ids, block_table, input_ids, positions, seq_lens, slot_mapping, block_size=block_size)
         ops = choose_ops(seq_lens.device) if ops is None else ops
     elif ops is None:
         ops = traced_ops(seq_lens.device.type)

@@ -1,4 +1,4 @@
-// Argument checks in the words of custom_ops/validation.py: name, expected, got. All run before anything is written.
+// Argument checks in the words of custom_ops/attention/check.py: name, expected, got. All run before anything is written.
 #pragma once
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>

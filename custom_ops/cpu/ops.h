@@ -1,4 +1,4 @@
-// The CPU kernels, one function per op of custom_ops/registry.py (schemas there).
+// The CPU kernels, one function per op of custom_ops/*/schema.py (schemas there).
 #pragma once
 #include "check.h"
 

@@ -1,4 +1,4 @@
-// Binds the CPU kernels to the default and the .cpu overload of every op. Schemas, tags and fakes live in ops.py:
+// Binds the CPU kernels to the default and the .cpu overload of every op. Schemas, tags and fakes live in Python (custom_ops/*/schema.py):
 // with a 2.11 target the stable ABI can set neither.
 #include "ops.h"
 

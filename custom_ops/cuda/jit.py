@@ -21,8 +21,7 @@ from typing import Any
 
 import torch
 
-from torchpaged.custom_ops.attention.cuda import specialise
-from torchpaged.custom_ops.cuda import cubins
+from torchpaged.custom_ops.cuda import cubins, gpu
 from torchpaged.custom_ops.errors import BackendUnavailableError
 
 _HERE = Path(__file__).parent
@@ -166,7 +165,7 @@ class Kernel:
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         (error,) = driver.cuFuncSetAttribute(self._function, attribute, shared_bytes)
         if int(error):
-            most = specialise.shared_per_cta(torch.cuda.current_device())
+            most = gpu.shared_per_cta(torch.cuda.current_device())
             raise RuntimeError(f"backend 'cuda': {name} asks for {shared_bytes} bytes of dynamic shared memory, the device refuses ({error}); "
                                f"a thread block may have {most} in all")  # fmt: skip
         if prefer_shared and shared_bytes > 48 * 1024:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from torchpaged.custom_ops import validation_layers
+from torchpaged.custom_ops.layers.check import check_act_and_mul, check_embedding, check_linear, check_rms_norm
 
 
 def _exact(x: Tensor) -> Tensor:
@@ -34,7 +34,7 @@ def _gated(gate_up: Tensor, activation: str) -> Tensor:
 
 def embedding(input_ids: Tensor, weight: Tensor, out: Tensor, *, scale: Tensor | None = None) -> None:
     """``out = weight[input_ids]``, times ``scale`` in weight's dtype if given."""
-    validation_layers.check_embedding(input_ids, weight, out, scale=scale)
+    check_embedding(input_ids, weight, out, scale=scale)
     rows = weight.detach().index_select(0, input_ids)
     out.copy_(rows if scale is None else rows * scale.to(weight.dtype))
 
@@ -44,7 +44,7 @@ def rms_norm(
     post_residual: Tensor | None = None,
 ) -> None:  # fmt: skip
     """``out = x / rms(x) * (weight + offset)``; ``residual += x`` before it, ``+ post_residual`` after it. The unrounded sum is normed."""
-    validation_layers.check_rms_norm(x, weight, out, eps=eps, residual=residual, post_residual=post_residual)
+    check_rms_norm(x, weight, out, eps=eps, residual=residual, post_residual=post_residual)
     total = _exact(x)
     if residual is not None:
         total = total + _exact(residual)
@@ -55,7 +55,7 @@ def rms_norm(
 
 def act_and_mul(gate_up: Tensor, out: Tensor, *, activation: str = "silu") -> None:
     """``out [T, I] = activation(gate) * up`` of ``gate_up [T, 2 * I]``."""
-    validation_layers.check_act_and_mul(gate_up, out, activation=activation)
+    check_act_and_mul(gate_up, out, activation=activation)
     out.copy_(_gated(_exact(gate_up), activation))
 
 
@@ -64,7 +64,7 @@ def linear(
     norm_weight: Tensor | None = None, norm_eps: float = 1e-6, norm_offset: float = 0.0, activation: str = "none",
 ) -> None:  # fmt: skip
     """``out = gate(norm(x) @ weight.T + bias) + residual``: norm, gate, bias and residual only where given."""
-    validation_layers.check_linear(
+    check_linear(
         x, weight, out, bias=bias, residual=residual, norm_weight=norm_weight, norm_eps=norm_eps, norm_offset=norm_offset,
         activation=activation)  # fmt: skip
     inputs = _exact(x) if norm_weight is None else _normed(_exact(x), norm_weight, norm_eps, norm_offset)

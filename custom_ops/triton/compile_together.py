@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchpaged.custom_ops.attention.triton import config
-from torchpaged.custom_ops.triton import kernel_store
+from torchpaged.custom_ops.triton import kernel_store, launching
 from torchpaged.custom_ops.triton.kernel_store import KernelRef
 
 _compiled: set[Hashable] = set()
@@ -61,7 +60,7 @@ def compile_together(key: Hashable, device: torch.device, *launches: Launch) -> 
     The key need not tell everything: a kernel that is not compiled yet is so by its launch. Nothing is done within a capture, where another
     thread must not call the driver. What a compiler raises is raised here.
     """
-    if key in _compiled or config.INTERPRET or device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+    if key in _compiled or launching.INTERPRET or device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return
     missing = [launch for launch in launches if not launch.is_stored()]
     if len(missing) > 1:

@@ -32,8 +32,8 @@ from typing import Any
 
 import torch
 
-from torchpaged.custom_ops.attention.triton import config
 from torchpaged.custom_ops.cuda import cubins, jit
+from torchpaged.custom_ops.triton import launching
 
 _HERE = Path(__file__).parent
 #: Variables that Triton's compiler reads begin like this; with any of them set, Triton does all by itself.
@@ -45,10 +45,10 @@ _LETTERS = {"i32": "i", "i64": "q", "fp32": "f"}
 
 @dataclass(frozen=True)
 class KernelRef:
-    """A kernel of this folder by name, so that naming it does not import Triton.
+    """A kernel by name, so that naming it does not import Triton.
 
     Attributes:
-        module, name: where the ``triton.jit`` function is.
+        module, name: where the ``triton.jit`` function is; the module as ``torchpaged.custom_ops`` calls it.
         constants: places of positional arguments that are constants of the kernel.
         unspecialised: places of those that it is not specialised on, as ``do_not_specialize`` says.
     """
@@ -60,7 +60,7 @@ class KernelRef:
 
     def load(self) -> Any:
         """The kernel itself; imports Triton."""
-        return getattr(importlib.import_module(f"torchpaged.custom_ops.triton.{self.module}"), self.name)
+        return getattr(importlib.import_module(f"torchpaged.custom_ops.{self.module}"), self.name)
 
 
 class StoredKernel:
@@ -125,10 +125,10 @@ def parameters(specialisation: tuple[object, ...]) -> tuple[tuple[int, ...], tup
 
 @functools.cache
 def _sources() -> str:
-    """A hash of this folder's sources, read once: Triton compiles what was imported."""
+    """A hash of the sources of this folder and of every family's kernels, read once: Triton compiles what was imported."""
     digest = hashlib.sha256()
-    for path in sorted(_HERE.glob("*.py")):
-        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    for path in sorted([*_HERE.glob("*.py"), *_HERE.parent.glob("*/triton/*.py")]):
+        digest.update(path.relative_to(_HERE.parent).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()
 
 
@@ -166,7 +166,11 @@ def usable() -> bool:
 @functools.cache
 def _may_be_used() -> bool:
     """What does not change while a process runs; asked at every launch."""
-    if torch.version.cuda is None or config.INTERPRET or any(name.startswith(_PREFIXES) and name not in _HARMLESS for name in os.environ):
+    if (
+        torch.version.cuda is None
+        or launching.INTERPRET
+        or any(name.startswith(_PREFIXES) and name not in _HARMLESS for name in os.environ)
+    ):
         return False
     return installed() is not None and _bindings()
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from torchpaged.custom_ops.attention.cuda import specialise
-from torchpaged.custom_ops.cuda import cubins, jit
+from torchpaged.custom_ops.cuda import cubins, gpu, jit
 from torchpaged.custom_ops.layers.cuda.linear_shape import linear_shape, norm_is_fused, token_bucket
 
 CODE = bytes(range(256)) * 40
@@ -203,7 +203,7 @@ def test_a_refused_kernel_is_no_damaged_file(nvrtc: Nvrtc, monkeypatch: pytest.M
                         ("get_device_capability", lambda index: (8, 9)), ("current_device", lambda: 0),
                         ("get_device_properties", lambda index: SimpleNamespace(shared_memory_per_block_optin=101376))):  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(specialise, "shared_per_cta", specialise.shared_per_cta.__wrapped__)  # nothing of this device is remembered
+    monkeypatch.setattr(gpu, "shared_per_cta", gpu.shared_per_cta.__wrapped__)  # nothing of this device is remembered
     with pytest.raises(RuntimeError, match="linear asks for 112128 bytes of dynamic shared memory.*may have 101376"):
         jit._kernel.__wrapped__("linear.cu", "linear", (), 0, 112128)
     assert nvrtc.compiled == 1

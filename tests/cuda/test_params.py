@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import struct
-from pathlib import Path
 
 import pytest
 
@@ -12,7 +11,6 @@ from torchpaged.custom_ops.attention.cuda import paged_attention, prefill
 from torchpaged.custom_ops.cuda import jit
 from torchpaged.custom_ops.layers.cuda import linear
 
-SOURCES = Path(jit.__file__).parent
 MEMBERS = {"i64": "q", "float": "f", "int": "i", "Where": "iii"}
 PACKED = {
     "shapes.cuh": paged_attention._PARAMS,
@@ -37,7 +35,7 @@ def declared(source: str) -> str:
 
 @pytest.mark.parametrize("file", PACKED)
 def test_python_packs_what_the_source_declares(file: str) -> None:
-    source, packed = (SOURCES / file).read_text(), PACKED[file]
+    source, packed = jit.files()[file].read_text(), PACKED[file]
     letters = re.sub(r"(\d+)(\w)", lambda m: "" if m[2] == "x" else int(m[1]) * m[2], packed.format)
     assert declared(source) == letters
     (asserted,) = re.findall(r"static_assert\(sizeof\(Params\) == (?:3 \* sizeof\(Map\) \+ )?(\d+),", source)  # compiled with every kernel
@@ -45,5 +43,5 @@ def test_python_packs_what_the_source_declares(file: str) -> None:
 
 
 def test_a_member_that_was_forgotten_is_noticed() -> None:
-    source = (SOURCES / "norm.cu").read_text()
+    source = jit.files()["norm.cu"].read_text()
     assert declared(source.replace("float eps, offset;", "float eps;")) != declared(source) == "QQQqqff"

@@ -199,4 +199,4 @@ def test_no_path_of_the_machine_that_built_it() -> None:
     with pytest.raises(RuntimeError, match="expected shape") as raised:
         q = torch.zeros(1, 2, 8)
         CPU.merge_attn_states(q, torch.zeros(3, 2), q.clone(), torch.zeros(1, 2), q.clone())
-    assert "custom_ops/csrc/" in str(raised.value) and "/custom_ops" not in str(raised.value)
+    assert "custom_ops/cpu/" in str(raised.value) and "/custom_ops" not in str(raised.value)

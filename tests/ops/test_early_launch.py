@@ -36,33 +36,34 @@ def test_every_early_launch_of_a_triton_kernel_asks(monkeypatch: pytest.MonkeyPa
     """On Hopper; where nothing starts early, Inductor may do as it likes."""
     pytest.importorskip("triton", reason="triton is not installed")
     from torchpaged.custom_ops.attention.triton import config
+    from torchpaged.custom_ops.triton import launching
 
-    config._launches_early.cache_clear()
+    launching._launches_early.cache_clear()
     hopper, ampere = torch.device("cuda", 0), torch.device("cuda", 1)
-    monkeypatch.setattr(config, "_capability", lambda index: ((9, 0), (8, 0))[index])
+    monkeypatch.setattr(launching, "capability", lambda index: ((9, 0), (8, 0))[index])
     monkeypatch.setattr(torch.version, "hip", None)
     tiles = config.decode_tiles(128, 8, 2, 2, hip=False)
     with inductor_config.patch({"triton.enable_pdl": True}):
-        for launch in (config.launches_early, config.early_launch, lambda device: config.decode_options(device, tiles)):
+        for launch in (launching.launches_early, launching.early_launch, lambda device: config.decode_options(device, tiles)):
             with pytest.raises(BackendUnavailableError, match="TORCHINDUCTOR_ENABLE_PDL"):
                 launch(hopper)
-        assert not config.launches_early(ampere) and config.early_launch(ampere) == {"PDL": False}
+        assert not launching.launches_early(ampere) and launching.early_launch(ampere) == {"PDL": False}
     try:
-        assert config.launches_early(hopper), "a refusal is not remembered"
+        assert launching.launches_early(hopper), "a refusal is not remembered"
     finally:
-        config._launches_early.cache_clear()
+        launching._launches_early.cache_clear()
 
 
 def test_a_launch_does_not_ask_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Asking torch takes microseconds, as long as a launch, several times per layer."""
     pytest.importorskip("triton", reason="triton is not installed")
-    from torchpaged.custom_ops.attention.cuda import specialise
-    from torchpaged.custom_ops.attention.triton import config
+    from torchpaged.custom_ops.cuda import gpu
+    from torchpaged.custom_ops.triton import launching
 
     asked: list[object] = []
-    for module, function in ((config, config._launches_early), (specialise, specialise.launches_early)):
+    for module, function in ((launching, launching._launches_early), (gpu, gpu.launches_early)):
         monkeypatch.setattr(module, "refuse_inductors", lambda: asked.append(None))
-        monkeypatch.setattr(module, "_capability" if module is config else "capability", lambda index: (9, 0))
+        monkeypatch.setattr(module, "capability", lambda index: (9, 0))
         function.cache_clear()
         try:
             assert function(0) and function(0)

@@ -15,7 +15,10 @@ from torch import Tensor
 import torchpaged
 from torchpaged import ArgumentError, AttentionMetadata, BackendUnavailableError, BlockPool, PagedAttention, PagedKVCache
 from torchpaged.cache import LayerKVCache
-from torchpaged.custom_ops import BACKEND_OPS, native_status, validation
+from torchpaged.custom_ops import BACKEND_OPS, native_status
+from torchpaged.custom_ops import pools as validation
+from torchpaged.custom_ops.attention.check import check_paged_attention
+from torchpaged.custom_ops.cache_write.check import check_write_kv
 from torchpaged.custom_ops.checks import pools_meet
 from torchpaged.testing import make_rope_inputs
 
@@ -381,17 +384,17 @@ def test_python_and_torch_agree_about_values(monkeypatch: pytest.MonkeyPatch) ->
         tensors = [torch.tensor(values, dtype=torch.int32) for values in (table, lens, starts)]
         q = torch.zeros(sum(query_lens) + r.randint(0, 1), 1, 2)
         calls = (
-            lambda q=q, cache=cache, tensors=tensors, limit=limit: validation.check_paged_attention(
+            lambda q=q, cache=cache, tensors=tensors, limit=limit: check_paged_attention(
                 q, cache, cache.clone(), *tensors, torch.empty_like(q), max_query_len=limit, scale=1.0
             ),
-            lambda cache=cache, slots=slots: validation.check_write_kv(
+            lambda cache=cache, slots=slots: check_write_kv(
                 torch.zeros(len(slots), 1, 2), torch.zeros(len(slots), 1, 2), cache, cache.clone(), torch.tensor(slots)
             ),
         )
         for call in calls:
-            monkeypatch.setattr(validation, "_FEW", 256)
+            monkeypatch.setattr(validation, "FEW", 256)
             by_python = message(call)
-            monkeypatch.setattr(validation, "_FEW", -1)
+            monkeypatch.setattr(validation, "FEW", -1)
             assert message(call) == by_python
             outcomes[not by_python] += 1
     assert min(outcomes.values()) > 150, outcomes
@@ -408,5 +411,5 @@ def test_good_batches_of_few_numbers_are_taken_by_python(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch, "aminmax", unwanted)
     q, cache = torch.zeros(2, 1, 2), torch.zeros(5, 4, 1, 2)
     table, lens, starts = (torch.tensor(x, dtype=torch.int32) for x in ([[1, 2], [3, 0]], [7, 3], [0, 1, 2]))
-    validation.check_write_kv(q, q.clone(), cache, cache.clone(), torch.tensor([10, 14]))
-    validation.check_paged_attention(q, cache, cache.clone(), table, lens, starts, torch.empty_like(q), max_query_len=1, scale=1.0)
+    check_write_kv(q, q.clone(), cache, cache.clone(), torch.tensor([10, 14]))
+    check_paged_attention(q, cache, cache.clone(), table, lens, starts, torch.empty_like(q), max_query_len=1, scale=1.0)

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from torchpaged import ArgumentError
 from torchpaged.custom_ops import BACKEND_OPS
-from torchpaged.custom_ops.reference_sampling import gumbel_noise, kept_tokens, penalised_logits, philox, random_bits
-from torchpaged.custom_ops.validation_sampling import NO_TOKEN
+from torchpaged.custom_ops.step_end.check import NO_TOKEN
+from torchpaged.custom_ops.step_end.reference import gumbel_noise, kept_tokens, penalised_logits, philox, random_bits
 from torchpaged.engine import SamplingParams
 from torchpaged.engine.sampling import sample, seen_tokens
 from torchpaged.testing.sampling import (

@@ -18,6 +18,7 @@ from triton.compiler import ASTSource
 from triton.runtime import JITFunction
 
 from torchpaged.custom_ops.attention.triton import config
+from torchpaged.custom_ops.triton import launching
 
 _TYPES = {
     torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float8_e4m3fn: "fp8e4nv", torch.float8_e5m2: "fp8e5",
@@ -53,8 +54,8 @@ def recorded() -> Iterator[list[Launch]]:
 
     replaced: list[tuple[Any, str, Any]] = [
         (JITFunction, "run", note),
-        (config, "INTERPRET", True),  # what lets CPU tensors pass, with Hopper's tiles
-        (config, "num_sms", lambda device: 132),
+        (launching, "INTERPRET", True),  # what lets CPU tensors pass, with Hopper's tiles
+        (launching, "num_sms", lambda device: 132),
         (config, "num_programs", lambda device, tiles: 132 * tiles.programs_per_sm),
         (config, "decode_options", decode_options),
     ]

@@ -21,6 +21,7 @@ from torchpaged.custom_ops.block_ops.triton.copy_blocks import copy_blocks_kerne
 from torchpaged.custom_ops.cache_write.triton.rope_write_kv import head_tiles, rope_write_kv_kernel
 from torchpaged.custom_ops.cache_write.triton.write_kv import write_kv_kernel
 from torchpaged.custom_ops.step_end.triton.advance_step import advance_step_kernel
+from torchpaged.custom_ops.triton import launching
 
 SIZES = {"bf16": 2, "fp16": 2, "fp32": 4}
 INT_POINTERS = {"table_ptr": "i32", "seq_lens_ptr": "i32", "starts_ptr": "i32"}
@@ -36,7 +37,7 @@ def attention_arguments(
     dtype: str, dim: int, group: int, options: dict[str, Any], kv_dtype: str | None = None
 ) -> tuple[dict[str, str], dict[str, Any]]:
     flags = {
-        "GROUP": group, "DIM": dim, "DIM_PAD": config.next_power_of_2(dim), "DIM_V": dim, "DIM_V_PAD": config.next_power_of_2(dim),
+        "GROUP": group, "DIM": dim, "DIM_PAD": launching.next_power_of_2(dim), "DIM_V": dim, "DIM_V_PAD": launching.next_power_of_2(dim),
         "BLOCK_SIZE": 16, "CAUSAL": True, "WINDOW_LEFT": -1, "WINDOW_RIGHT": -1, "CHUNK": 0, "SOFT_CAP": False, "ALIBI": False,
         "SINKS": False, "KV_SCALES": False, "HAS_LSE": False, "INTERPRET": False, **options,
     }  # fmt: skip
@@ -74,7 +75,7 @@ def compile_decode(target: str, case: tuple[str, int, int, str], kv_dtype: str |
     pointers, flags = attention_arguments(dtype, dim, group, OPTIONS[options], kv_dtype)
     pointers |= {"part_acc_ptr": "fp32", "part_state_ptr": "fp32", "semaphore_ptr": "i32"}
     nvidia, slot = target.startswith("sm"), 8 * dim
-    rows = config.next_power_of_2(group)
+    rows = launching.next_power_of_2(group)
     tiles = config.decode_tiles(dim, rows, SIZES.get(kv_dtype or dtype, 1), SIZES[dtype], hip=not nvidia)
     strides = {f"{name}_{part}": size for name in "KV" for part, size in (("BLOCK", 16 * slot), ("SLOT", slot), ("HEAD", dim))}
     constants = {
@@ -203,8 +204,8 @@ def test_rope_write_kv_compiles(target: str, case: str) -> None:
     fp8 = options.get("fp8", False)
     if fp8 and target in ("sm_80", "gfx942"):
         pytest.skip("float8_e4m3fn needs compute capability 8.9")
-    pads = {"HALF_PAD": config.next_power_of_2(rotary // 2), "PASS_PAD": config.next_power_of_2(dim - rotary)}
-    width = config.next_power_of_2(dim)
+    pads = {"HALF_PAD": launching.next_power_of_2(rotary // 2), "PASS_PAD": launching.next_power_of_2(dim - rotary)}
+    width = launching.next_power_of_2(dim)
     tile, num_warps = head_tiles(num_tokens, heads, kv_heads, max(*pads.values(), width // 2), 2)
     constants: dict[str, Any] = {
         "NUM_HEADS": heads, "NUM_KV_HEADS": kv_heads, "HEADS": tile, "DIM": dim, "ROTARY": rotary, **pads, "DIM_V": dim,

@@ -302,3 +302,13 @@ def test_hooks_around_tritons_launches_are_seen() -> None:
 def test_the_op_is_imported_without_triton() -> None:
     code = "import sys; import torchpaged.custom_ops.attention.triton.paged_attention; assert 'triton' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_every_source_of_kernels_belongs_to_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels lie in several folders: machine code of a changed one must not be found again."""
+    root = Path(kernel_store.__file__).parents[1]
+    read: set[Path] = set()
+    read_bytes = Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda path: (read.add(path), read_bytes(path))[1])
+    kernel_store._sources.__wrapped__()
+    assert len(read) > 20 and read == {path for path in root.rglob("*.py") if path.parent.name == "triton"}

@@ -14,9 +14,9 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 import aot
 
-from torchpaged.custom_ops.attention.triton.config import next_power_of_2
 from torchpaged.custom_ops.layers.triton.act_and_mul import act_and_mul_kernel
 from torchpaged.custom_ops.layers.triton.rms_norm import num_warps_of, rms_norm_kernel
+from torchpaged.custom_ops.triton.launching import next_power_of_2
 
 interpreting = os.environ.get("TRITON_INTERPRET") == "1"
 

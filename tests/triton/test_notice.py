@@ -21,9 +21,8 @@ import triton
 import triton.language as tl
 from triton import knobs
 
-from torchpaged.custom_ops.attention.triton import config
 from torchpaged.custom_ops.step_end.triton.advance_step import advance_step_kernel
-from torchpaged.custom_ops.triton import notice
+from torchpaged.custom_ops.triton import launching, notice
 
 
 @triton.jit
@@ -46,7 +45,7 @@ def screen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     monkeypatch.setattr(notice, "sys", machine)
     monkeypatch.setattr(knobs.compilation, "listener", lambda *, src, cache_hit, **_: heard.append((src.name, cache_hit)))
     notice.install.cache_clear()
-    config.require_launchable(torch.zeros(1, device="meta"))  # what every launch asks first
+    launching.require_launchable(torch.zeros(1, device="meta"))  # what every launch asks first
     yield machine, heard
     notice.install.cache_clear()
 

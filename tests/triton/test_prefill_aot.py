@@ -22,6 +22,7 @@ import sass
 
 from torchpaged.custom_ops.attention.triton import config
 from torchpaged.custom_ops.attention.triton.prefill import prefill_kernel
+from torchpaged.custom_ops.triton import launching
 
 SIZES = {"bf16": 2, "fp16": 2, "fp32": 4}
 EVERYTHING = {"WINDOW_LEFT": 100, "CHUNK": 256, "SOFT_CAP": True, "ALIBI": True, "SINKS": True, "HAS_LSE": True}
@@ -46,7 +47,7 @@ def compile_prefill(
 ) -> Any:  # fmt: skip
     dtype, dim, group, default_block_size, max_query_len, max_seq_len, options = CASES[case]
     block_size = block_size or default_block_size
-    padded = config.next_power_of_2(dim)
+    padded = launching.next_power_of_2(dim)
     flags: dict[str, Any] = {
         "GROUP": group, "DIM": dim, "DIM_PAD": padded, "DIM_V": dim, "DIM_V_PAD": padded, "BLOCK_SIZE": block_size, "CAUSAL": True,
         "WINDOW_LEFT": -1, "WINDOW_RIGHT": -1, "CHUNK": 0, "SOFT_CAP": False, "ALIBI": False, "SINKS": False, "KV_SCALES": False,

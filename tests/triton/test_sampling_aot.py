@@ -13,11 +13,11 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 import aot
 
-from torchpaged.custom_ops.attention.triton import config
 from torchpaged.custom_ops.layers.triton.embedding import embedding_kernel, num_warps_of
 from torchpaged.custom_ops.step_end.triton.accept_tokens import STOPS, accept_tokens_kernel, rows_per_program
 from torchpaged.custom_ops.step_end.triton.finish_step import finish_step_kernel
 from torchpaged.custom_ops.step_end.triton.sample_tokens import GROUP, merge_tiles_kernel, sample_tiles, sample_tiles_kernel
+from torchpaged.custom_ops.triton import launching
 
 POINTERS = {f"{name}_ptr": "fp32" for name in ("temperature", "top_p", "min_p", "penalty", "parts")}
 POINTERS |= {"top_k_ptr": "i32", "seen_ptr": "i32", "indices_ptr": "i32", "seeds_ptr": "i64", "counters_ptr": "i64", "out_ptr": "i64"}
@@ -61,7 +61,7 @@ def test_merge_compiles(target: str, vocab_size: int, dtype: str) -> None:
     tiles = sample_tiles(1, vocab_size)
     num_tiles = -(-vocab_size // tiles.tile)
     constants = {
-        "TILES": config.next_power_of_2(num_tiles), "GROUPS": config.next_power_of_2(num_tiles * tiles.tile // GROUP), "GROUP": GROUP,
+        "TILES": launching.next_power_of_2(num_tiles), "GROUPS": launching.next_power_of_2(num_tiles * tiles.tile // GROUP), "GROUP": GROUP,
         "CHUNK": tiles.chunk, "PDL": target in ("sm_90", "sm_100"),
     }  # fmt: skip
     check(
@@ -78,7 +78,7 @@ def test_finish_step_compiles(target: str, ring: bool) -> None:
     tiles = sample_tiles(64, 128256)
     num_tiles = -(-128256 // tiles.tile)
     constants = {
-        "TILES": config.next_power_of_2(num_tiles), "GROUPS": config.next_power_of_2(num_tiles * tiles.tile // GROUP), "GROUP": GROUP,
+        "TILES": launching.next_power_of_2(num_tiles), "GROUPS": launching.next_power_of_2(num_tiles * tiles.tile // GROUP), "GROUP": GROUP,
         "CHUNK": tiles.chunk, "STEP": 0, "LAST": ring, "BLOCK_SIZE": 16, "STOPS": STOPS, "ALONE": False,
         "PDL": target in ("sm_90", "sm_100"),
     }  # fmt: skip
@@ -110,7 +110,7 @@ def test_accept_compiles(target: str, num_reqs: int, ring: bool) -> None:
 @pytest.mark.parametrize("target", aot.TARGETS)
 def test_embedding_compiles(target: str, width: int, scaled: bool) -> None:
     kinds = {"ids_ptr": "i64", "weight_ptr": "bf16", "out_ptr": "bf16"} | ({"scale_ptr": "fp32"} if scaled else {})
-    constants = {"WIDTH": width, "WIDTH_PAD": config.next_power_of_2(width), "PDL": target in ("sm_90", "sm_100")}
+    constants = {"WIDTH": width, "WIDTH_PAD": launching.next_power_of_2(width), "PDL": target in ("sm_90", "sm_100")}
     constants |= {} if scaled else {"scale_ptr": None}
     compiled = aot.compile_kernel(embedding_kernel, target, kinds, constants, num_warps=num_warps_of(width, 2))
     check(compiled, target)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from torchpaged.custom_ops import BACKEND_OPS
-from torchpaged.custom_ops.validation_sampling import NO_TOKEN
+from torchpaged.custom_ops.step_end.check import NO_TOKEN
 from torchpaged.testing.sampling import (
     SAMPLING_ROWS,
     assert_samples_close,

@@ -13,9 +13,9 @@ import torch
 
 from torchpaged.backends import selector
 from torchpaged.backends.base import Backend
+from torchpaged.backends.requested_name import requested_name
 from torchpaged.backends.spec import AttentionSpec
 from torchpaged.custom_ops import BACKEND_OPS, BackendOps
-from torchpaged.custom_ops.errors import BackendUnavailableError
 
 
 class _Same:
@@ -56,21 +56,6 @@ def _chosen(spec: AttentionSpec, name: str, asker: str, order: tuple[str, ...], 
 def _named(device_type: str) -> BackendOps:
     name = requested_name(device_type)
     return BACKEND_OPS["default"] if name == "default" else selector.get_backend(name).ops
-
-
-def requested_name(device_type: str) -> str:
-    """The backend that was asked for by name, or "default"."""
-    name, asker = selector.requested(None)
-    if name == "auto" or device_type == "meta":
-        return "default"
-    backend = selector.get_backend(name)
-    missing, known = backend.unavailable(), backend.capabilities.device_types
-    reasons = [missing] if missing else []
-    if device_type not in known:
-        reasons.append(f"device {device_type} is not one of {', '.join(known)}")
-    if reasons:
-        raise BackendUnavailableError(f"backend {name!r} ({asker}) cannot run this: {'; '.join(reasons)}")
-    return name
 
 
 def traced_ops(device_type: str) -> BackendOps:

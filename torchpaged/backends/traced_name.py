@@ -2,7 +2,7 @@
 
 import torch
 
-from torchpaged.backends.ops_choice import requested_name
+from torchpaged.backends.requested_name import requested_name
 
 
 @torch.compiler.assume_constant_result

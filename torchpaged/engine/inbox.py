@@ -6,23 +6,11 @@ no call takes events of another one's requests.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from torchpaged.engine.sequence import Sequence, TokenEvent
+from torchpaged.engine.sequence import Owner, TokenEvent
 
 
-class Inbox:
-    """Where events of some requests wait for whoever owns these.
-
-    Attributes:
-        live: its requests that have not ended, as a set in order.
-        ready: those with events to take, likewise; some may have none.
-    """
-
-    def __init__(self) -> None:
-        self.live: dict[Sequence, None] = {}
-        self.ready: dict[Sequence, None] = {}
+class Inbox(Owner):
+    """Where events of some requests wait for whoever owns these."""
 
     def hand_out(self) -> HandOut:
         """All events that were not taken, each request's in order; taken only by `HandOut.take`."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from torchpaged.custom_ops.errors import RequestError
-from torchpaged.engine.inbox import Inbox
 from torchpaged.engine.sampling import SamplingParams
 from torchpaged.engine.text import TextStream
 
@@ -44,6 +43,19 @@ class StepCount:
     started: int = 0
 
 
+class Owner:
+    """Who owns requests, and where it learns of them: `Inbox`.
+
+    Attributes:
+        live: its requests that have not ended, as a set in order.
+        ready: those with events to take, likewise; some may have none.
+    """
+
+    def __init__(self) -> None:
+        self.live: dict[Sequence, None] = {}
+        self.ready: dict[Sequence, None] = {}
+
+
 @dataclass(eq=False)  # looked up in lists at every step: by identity
 class Sequence:
     """A request's state. ``num_computed`` tokens have their keys and values in ``blocks``.
@@ -69,7 +81,7 @@ class Sequence:
     seed: int
     stream: TextStream
     max_len: int
-    inbox: Inbox = field(default_factory=Inbox)
+    inbox: Owner = field(default_factory=Owner)
     log: list[TokenEvent] = field(default_factory=list)
     taken: int = 0
     output: list[int] = field(default_factory=list)

@@ -8,15 +8,14 @@ A configuration is everything that a kernel is compiled for, so each costs a com
 
 from __future__ import annotations
 
-import dataclasses
 import random
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from torchpaged.testing.batches import Batch, BatchSpec, make_batch
 from torchpaged.testing.fuzz_aims import AIMS
+from torchpaged.testing.fuzz_configuration import Configuration
 from torchpaged.testing.pools import FP8_DTYPES, PoolLayout
 
 WIDTHS = ((40, 40), (48, 48), (59, 59), (64, 64), (72, 72), (80, 80), (96, 96), (100, 100), (112, 112), (128, 128), (160, 160), (192, 128),
@@ -25,56 +24,6 @@ BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 DTYPES = ("bfloat16", "bfloat16", "float16", "float32")
 KV_DTYPES = ("same", "same", "float8_e4m3fn", "float8_e5m2")
 LENGTHS = ("empty", "one", "block_edge", "short", "long", "full", "left_padded")
-
-
-@dataclass(frozen=True)
-class Configuration:
-    """What one fuzzed kernel is compiled for, and the sizes of its tensors. Widths and paddings in numbers, dtypes by their names in torch.
-
-    Attributes:
-        seed: all else follows from it, from the backends to choose from and from ``small``.
-        kernel: "decode" (queries of 1 to 8 tokens), "prefill" (all longer) or "mixed".
-        num_tokens: rows of q, those of padding included; None: as many as a batch has.
-        num_reqs: rows of the block table, those of padding included.
-        max_query_len: what the op is told; ``longest_query`` is what batches have at most.
-        columns: of the block table; its capacity may be far above the longest request.
-        num_blocks: of the pools.
-        most_scores: bounds queries x keys x heads of a request, so that the oracle stays fast.
-        captured: into a CUDA graph that is replayed with every batch.
-    """
-
-    seed: int
-    backend: str
-    kernel: str
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    head_dim_v: int
-    dtype: str
-    kv_dtype: str
-    scales: str
-    block_size: int
-    layout: PoolLayout
-    q_padding: tuple[int, int, int]
-    out_padding: tuple[int, int, int]
-    num_reqs: int
-    num_tokens: int | None
-    max_query_len: int
-    longest_query: int
-    columns: int
-    num_blocks: int
-    most_scores: int
-    options: dict[str, Any]
-    sinks: str
-    alibi: bool
-    lse: bool
-    semaphore: bool
-    scale: float | None
-    captured: bool
-
-    def describe(self) -> dict[str, Any]:
-        """As JSON takes it."""
-        return dataclasses.asdict(self)
 
 
 def _query_lens(r: random.Random, kernel: str, small: bool) -> tuple[int, int]:

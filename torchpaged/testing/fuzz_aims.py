@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from torchpaged.testing.pools import PoolLayout
 
 if TYPE_CHECKING:
-    from torchpaged.testing.fuzz import Configuration
+    from torchpaged.testing.fuzz_configuration import Configuration
 
 PREFILL_WIDTHS = (
     (32, 32), (64, 64), (64, 64), (96, 96), (128, 128), (128, 128), (128, 128), (192, 192), (256, 256), (192, 128), (128, 64), (64, 128), (96, 32),

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from torchpaged.custom_ops import BACKEND_OPS, BackendOps
 from torchpaged.testing.batches import Batch
-from torchpaged.testing.fuzz import Configuration, random_batch, random_configuration
+from torchpaged.testing.fuzz import random_batch, random_configuration
+from torchpaged.testing.fuzz_configuration import Configuration
 from torchpaged.testing.oracle import assert_within_budget, run_paged_attention
 from torchpaged.testing.pools import FP8_DTYPES, clone_storage, memory_of, strided
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from torchpaged.custom_ops import BACKEND_OPS, BackendOps
-from torchpaged.custom_ops.reference_sampling import gumbel_noise, penalised_logits, random_bits
-from torchpaged.custom_ops.validation_sampling import NO_TOKEN
+from torchpaged.custom_ops.step_end.check import NO_TOKEN
+from torchpaged.custom_ops.step_end.reference import gumbel_noise, penalised_logits, random_bits
 
 _OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
 _DTYPES = {"top_k": torch.int32}

@@ -7,7 +7,7 @@ namespace torchpaged {
 
 enum class Dtype { Float, BFloat16, Half };
 
-// Everything about the call; strides in elements. Layouts: custom_ops/registry.py.
+// Everything about the call; strides in elements. Layouts: custom_ops/attention/schema.py.
 struct Problem {
   Dtype dtype;
   const void *q, *k_cache, *v_cache;

@@ -13,10 +13,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchpaged.custom_ops import validation, variables
+from torchpaged.custom_ops import variables
+from torchpaged.custom_ops.attention.check import check_paged_attention
 from torchpaged.custom_ops.attention.cuda import prefill, specialise
 from torchpaged.custom_ops.attention.triton.config import MAX_DECODE_QUERY_LEN, bounded_masks, decode_len_in_mixed
-from torchpaged.custom_ops.cuda import jit
+from torchpaged.custom_ops.cuda import gpu, jit
 from torchpaged.custom_ops.errors import BackendUnavailableError
 
 _PARAMS = struct.Struct("15Q7q2f4i")  # struct Params of shapes.cuh
@@ -29,10 +30,10 @@ def paged_attention(
     sinks: Tensor | None = None, k_scale: Tensor | None = None, v_scale: Tensor | None = None, chunk_size: int = 0,
     semaphore: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Launch; arguments as in ``custom_ops/registry.py``. Every choice here depends on shapes, never on lengths."""
+    """Launch; arguments as in ``custom_ops/attention/schema.py``. Every choice here depends on shapes, never on lengths."""
     if q.device.type != "cuda":
         raise BackendUnavailableError(f"backend 'cuda': its kernels run on an NVIDIA GPU, got tensors on {q.device.type}")
-    validation.check_paged_attention(
+    check_paged_attention(
         q, k_cache, v_cache, block_table, seq_lens, query_start_loc, out, lse, max_query_len=max_query_len, scale=scale,
         causal=causal, window_left=window_left, window_right=window_right, logits_soft_cap=logits_soft_cap,
         alibi_slopes=alibi_slopes, sinks=sinks, k_scale=k_scale, v_scale=v_scale, chunk_size=chunk_size,
@@ -91,7 +92,7 @@ def route(
     reason = prefill.why_not(q, k_cache, v_cache, out, scale=scale, sinks=sinks) if _prefill_is_on() else "TORCHPAGED_CUDA_PREFILL=0"
     group, num_kv_heads, dim = q.shape[1] // k_cache.shape[2], k_cache.shape[2], k_cache.shape[3]
     if reason is None:
-        sms = specialise.num_sms(q.device.index or 0)
+        sms = gpu.num_sms(q.device.index or 0)
         reason = prefill.is_slower(num_tokens, num_reqs, num_kv_heads, group, dim, v_cache.shape[3], capacity, sms)
     if reason is not None:
         return Route("triton", reason=f"prefill: {reason}")
@@ -133,7 +134,7 @@ def prepare_decode(
         index, q.dtype, k_cache.dtype, q.shape[1] // num_kv_heads, max_query_len, k_cache.shape[1:], dim_v, k_cache.stride(),
         v_cache.stride(), causal, window_left, window_right, chunk, soft_cap > 0, alibi_slopes is not None, sinks is not None,
         k_scale is not None, lse is not None, num_reqs * num_kv_heads, longest)  # fmt: skip
-    programs = kernel.resident(shape.warps * 32, shape.cluster, shape.ctas_per_sm * specialise.num_sms(index))
+    programs = kernel.resident(shape.warps * 32, shape.cluster, shape.ctas_per_sm * gpu.num_sms(index))
     scratch = torch.empty(programs * 2 * rows * (dim_v + 2), dtype=torch.float32, device=q.device)
     parts = scratch.data_ptr()
     pointers = (q, k_cache, v_cache, block_table, seq_lens, query_start_loc, out, lse, alibi_slopes, sinks, k_scale, v_scale)
@@ -142,7 +143,7 @@ def prepare_decode(
         q.stride(0), q.stride(1), out.stride(0), out.stride(1), *((0, 0) if lse is None else lse.stride()), block_table.stride(0),
         scale, soft_cap, num_reqs, q.shape[0], _head_stride(k_scale), _head_stride(v_scale),
     )  # fmt: skip
-    early = specialise.launches_early(index)
+    early = gpu.launches_early(index)
 
     def launch(_held: Tensor = scratch) -> None:
         kernel.launch(programs, shape.warps * 32, arguments, early=early)
@@ -164,8 +165,8 @@ def _specialised(
     block_size, num_kv_heads, dim = cache_shape
     macros, shape = specialise.decode_macros(
         dtype, kv_dtype, group, max_query_len, block_size, num_kv_heads, dim, dim_v, k_stride, v_stride, causal, window_left, window_right,
-        chunk, soft_cap, alibi, sinks, scales, lse, specialise.launches_early(index), pairs, specialise.num_sms(index),
-        specialise.shared_per_sm(index), longest)  # fmt: skip
+        chunk, soft_cap, alibi, sinks, scales, lse, gpu.launches_early(index), pairs, gpu.num_sms(index),
+        gpu.shared_per_sm(index), longest)  # fmt: skip
     rows = macros["PAIR_HEADS"] * macros["GROUP"] * macros["QUERY_LEN"]
     shared = shape.shared_bytes(dim, dim_v, kv_dtype.itemsize, rows)
     kernel = jit.kernel("decode.cu", "paged_decode", macros, torch.device("cuda", index), shared_bytes=shared)

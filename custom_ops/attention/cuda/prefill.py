@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchpaged.custom_ops.attention.cuda import specialise
 from torchpaged.custom_ops.attention.triton.config import bounded_masks
-from torchpaged.custom_ops.cuda import jit
+from torchpaged.custom_ops.cuda import gpu, jit
 
 PARAMS = struct.Struct("10Q5q2f10i24x")  # struct Params of prefill_shapes.cuh behind its three maps
 MAX_DIM = 256
@@ -112,7 +111,7 @@ def why_not(q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, *, scale: 
     """Why the kernel can't take a call with these tensors, or None: `refuse` and `refuse_layout`. Shapes, dtypes, strides and addresses only."""
     block_size, num_kv_heads, dim = k_cache.shape[1:]
     return refuse(
-        q.dtype, k_cache.dtype, dim, v_cache.shape[3], q.shape[1] // num_kv_heads, block_size, specialise.capability(q.device.index or 0),
+        q.dtype, k_cache.dtype, dim, v_cache.shape[3], q.shape[1] // num_kv_heads, block_size, gpu.capability(q.device.index or 0),
         scale=scale, sinks_dtype=None if sinks is None else sinks.dtype) or refuse_layout(q, k_cache, v_cache, out)  # fmt: skip
 
 
@@ -133,7 +132,7 @@ def attend(
     logits_soft_cap: float = 0.0, alibi_slopes: Tensor | None = None, sinks: Tensor | None = None, semaphore: Tensor | None = None,
     short: int = 0, ticket_row: int = 0, behind: Callable[[], None] | None = None,
 ) -> None:  # fmt: skip
-    """The op's call where `why_not` has nothing against it, on checked arguments as in ``custom_ops/registry.py``; the rest as in `prefill`."""
+    """The op's call where `why_not` has nothing against it, on checked arguments as in ``custom_ops/attention/schema.py``; the rest as in `prefill`."""
     masks = bounded_masks(window_left, window_right, chunk_size, block_table.shape[1] * k_cache.shape[1])
     if semaphore is None:
         semaphore = torch.zeros(1, dtype=torch.int32, device=q.device)
@@ -210,7 +209,7 @@ def prefill(
     kernel, merge, shape = _specialised(
         index, q.dtype, dim, dim_v, group, num_kv_heads, block_size, causal, window_left, window_right, chunk, soft_cap > 0,
         alibi_slopes is not None, sinks is not None, lse is not None, clocks is not None, patience, beside, short, split)  # fmt: skip
-    early = merge is not None and specialise.launches_early(index)
+    early = merge is not None and gpu.launches_early(index)
     maps = queries_map(q.data_ptr(), q.dtype, tuple(q.shape), q.stride(0), q.stride(1), group, shape.rows)
     where: tuple[int, ...] = ()
     for cache in (k_cache, v_cache):
@@ -245,7 +244,7 @@ def part_numbers(shape: PrefillShape, dim_v: int, programs: int) -> int:
 
 def ctas(index: int, short: int) -> int:
     """CTAs of a launch: one on every multiprocessor. ``short``: as in `prefill_macros`."""
-    return specialise.num_sms(index)
+    return gpu.num_sms(index)
 
 
 @functools.cache

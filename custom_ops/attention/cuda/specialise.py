@@ -8,12 +8,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchpaged.custom_ops.early_launch import refuse_inductors
+from torchpaged.custom_ops.cuda import gpu
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _FLOATS = (torch.bfloat16, torch.float16)
@@ -162,13 +161,13 @@ def unsupported(
         return f"device {q.device.type}"
     index, (block_size, num_kv_heads, dim), dim_v = q.device.index or 0, k_cache.shape[1:], v_cache.shape[3]
     rows = q.shape[1] // num_kv_heads * _power_of_2(max_query_len)
-    reason = refuse(q.dtype, k_cache.dtype, dim, dim_v, rows, block_size, capability(index), 0)
+    reason = refuse(q.dtype, k_cache.dtype, dim, dim_v, rows, block_size, gpu.capability(index), 0)
     if reason is not None:
         return reason
-    head_pairs, sms = num_reqs * num_kv_heads, num_sms(index)
+    head_pairs, sms = num_reqs * num_kv_heads, gpu.num_sms(index)
     heads = pair_heads(rows, num_kv_heads, dim, dim_v, k_cache.element_size(), k_cache.stride(2), v_cache.stride(2), head_pairs, sms)
-    shape = decode_shape(dim, dim_v, k_cache.element_size(), rows, head_pairs, sms, shared_per_sm(index), heads)
-    reason = refuse(q.dtype, k_cache.dtype, dim, dim_v, rows, block_size, capability(index), shape.keys)
+    shape = decode_shape(dim, dim_v, k_cache.element_size(), rows, head_pairs, sms, gpu.shared_per_sm(index), heads)
+    reason = refuse(q.dtype, k_cache.dtype, dim, dim_v, rows, block_size, gpu.capability(index), shape.keys)
     if reason is not None:
         return reason
     if sinks is not None and sinks.dtype != q.dtype:
@@ -212,41 +211,3 @@ def decode_macros(
 
 def _power_of_2(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
-
-
-@functools.cache
-def num_sms(index: int) -> int:
-    """Multiprocessors of a device."""
-    return torch.cuda.get_device_properties(index).multi_processor_count
-
-
-@functools.cache
-def shared_per_sm(index: int) -> int:
-    """Shared memory of a multiprocessor, in bytes."""
-    return torch.cuda.get_device_properties(index).shared_memory_per_multiprocessor
-
-
-@functools.cache
-def shared_per_cta(index: int) -> int:
-    """Most shared memory that a thread block may ask for, in bytes."""
-    properties: Any = torch.cuda.get_device_properties(index)  # torch's stubs lack this one
-    return int(properties.shared_memory_per_block_optin)
-
-
-@functools.cache
-def capability(index: int) -> tuple[int, int]:
-    """Compute capability of a device."""
-    return torch.cuda.get_device_capability(index)
-
-
-@functools.cache
-def launches_early(index: int) -> bool:
-    """Whether kernels are launched with programmatic dependent launch: compute capability 9.0 and later.
-
-    Raises:
-        BackendUnavailableError: they are, and at the first call for this device Inductor's kernels would be too.
-    """
-    early = capability(index) >= (9, 0)
-    if early:
-        refuse_inductors()
-    return early

@@ -5,19 +5,12 @@ No autotuning at run time: it would launch and synchronise inside a capture. Fig
 
 from __future__ import annotations
 
-import functools
-import os
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
-from torchpaged.custom_ops.early_launch import refuse_inductors
-from torchpaged.custom_ops.errors import BackendUnavailableError
-from torchpaged.custom_ops.triton import notice
+from torchpaged.custom_ops.triton import launching
 
-#: Kernels run in Triton's interpreter, on CPU tensors.
-INTERPRET = os.environ.get("TRITON_INTERPRET", "0") == "1"
 #: Longest query that the decode kernel takes (speculative verification); longer ones go to the prefill kernel.
 MAX_DECODE_QUERY_LEN = 8
 #: Most query rows (query tokens x heads of a group) of the decode kernel.
@@ -50,14 +43,9 @@ class Tiles(NamedTuple):
     num_stages: int
 
 
-def next_power_of_2(n: int) -> int:
-    """The smallest power of two >= n."""
-    return 1 << max(n - 1, 0).bit_length()
-
-
 def decode_tiles(head_dim: int, rows: int, kv_itemsize: int, itemsize: int, hip: bool = torch.version.hip is not None) -> DecodeTiles:
     """Tiles of the decode kernel: rows padded to what mma.sync needs (8 in slices, else 16), since it waits for memory anyway."""
-    wide = next_power_of_2(head_dim) * kv_itemsize
+    wide = launching.next_power_of_2(head_dim) * kv_itemsize
     if rows <= 16 and itemsize < 4 and not hip:
         rows = max(8, rows)
         if wide > 256:
@@ -76,7 +64,7 @@ def prefill_tiles(head_dim: int, group: int, itemsize: int, max_query_len: int, 
 
     ``max_seq_len``: tokens that a row of the block table holds; ``large``: the device has Hopper's shared memory (`has_large_tiles`).
     """
-    rows = next_power_of_2(group)
+    rows = launching.next_power_of_2(group)
     if itemsize == 4:  # float32 has no exact tensor-core path: plain FMAs, whose accumulators fill the registers
         return Tiles(max(16, rows), 16 if head_dim > 128 else 32, 4, 1)
     if not large:
@@ -131,23 +119,13 @@ def bounded_masks(window_left: int, window_right: int, chunk_size: int, capacity
 def has_large_tiles(device: torch.device) -> bool:
     """Whether a thread block may use 227 KiB of shared memory: compute capability 9.0 and 10.0."""
     if device.type != "cuda" or torch.version.hip is not None:
-        return INTERPRET
-    return _capability(device.index or 0)[0] in (9, 10)
-
-
-@functools.cache
-def _num_sms(index: int) -> int:
-    return torch.cuda.get_device_properties(index).multi_processor_count
-
-
-def num_sms(device: torch.device) -> int:
-    """Multiprocessors of the device; 7 in the interpreter."""
-    return 7 if INTERPRET else _num_sms(device.index or 0)
+        return launching.INTERPRET
+    return launching.capability(device.index or 0)[0] in (9, 10)
 
 
 def num_programs(device: torch.device, tiles: DecodeTiles) -> int:
     """Programs of a decode launch: as many as fit the device at once, whatever the batch is."""
-    return 7 if INTERPRET else tiles.programs_per_sm * num_sms(device)
+    return 7 if launching.INTERPRET else tiles.programs_per_sm * launching.num_sms(device)
 
 
 def decode_options(device: torch.device, tiles: DecodeTiles) -> dict[str, Any]:
@@ -155,7 +133,7 @@ def decode_options(device: torch.device, tiles: DecodeTiles) -> dict[str, Any]:
     options: dict[str, Any] = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
     if device.type == "cuda" and torch.version.hip is None:
         options["maxnreg"] = max_registers(tiles)
-    return options | ({"launch_pdl": True} if launches_early(device) else {})
+    return options | ({"launch_pdl": True} if launching.launches_early(device) else {})
 
 
 def max_registers(tiles: DecodeTiles) -> int:
@@ -166,52 +144,3 @@ def max_registers(tiles: DecodeTiles) -> int:
 def merged_parts(head_dim_v: int) -> int:
     """Partial results that a merging program of the decode kernel reads at once: as many as fit its registers."""
     return 4 if head_dim_v <= 128 else 2
-
-
-def launches_early(device: torch.device) -> bool:
-    """Whether kernels are launched with programmatic dependent launch: compute capability 9.0 and later.
-
-    Raises:
-        BackendUnavailableError: they are, and at the first call for this device Inductor's kernels would be too.
-    """
-    return device.type == "cuda" and torch.version.hip is None and _launches_early(device.index or 0)
-
-
-@functools.cache
-def _launches_early(index: int) -> bool:
-    early = _capability(index) >= (9, 0)
-    if early:
-        refuse_inductors()
-    return early
-
-
-def early_launch(device: torch.device) -> dict[str, Any]:
-    """Options of a kernel with the constexpr ``PDL``, which waits for the kernels before it by itself where it can."""
-    early = launches_early(device)
-    return {"PDL": early} | ({"launch_pdl": True} if early else {})
-
-
-@functools.cache
-def _capability(index: int) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(index)
-
-
-def require_launchable(tensor: Tensor) -> None:
-    """Triton kernels need a GPU, or the interpreter."""
-    if tensor.device.type == "cpu" and not INTERPRET:
-        raise BackendUnavailableError(
-            "backend 'triton': its kernels run on a GPU, got CPU tensors; use backend='cpu' or 'reference', or set "
-            "TRITON_INTERPRET=1 before Python starts to run them in Triton's interpreter"
-        )
-    if not INTERPRET:
-        notice.install()
-
-
-def require_fp8(cache: Tensor) -> None:
-    """e4m3 conversions need compute capability 8.9 on NVIDIA."""
-    if cache.dtype == torch.float8_e4m3fn and cache.device.type == "cuda" and torch.version.hip is None:
-        capability = torch.cuda.get_device_capability(cache.device)
-        if capability < (8, 9):
-            raise BackendUnavailableError(
-                f"backend 'triton': a float8_e4m3fn cache needs compute capability 8.9, got {capability}; use float8_e5m2 or bfloat16"
-            )

@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchpaged.custom_ops import validation
-from torchpaged.custom_ops.attention.triton.config import next_power_of_2, require_launchable
+from torchpaged.custom_ops.attention.check import check_merge_attn_states
+from torchpaged.custom_ops.triton.launching import next_power_of_2, require_launchable
 
 
 @triton.jit
@@ -36,9 +36,9 @@ def merge_attn_states_kernel(
 
 
 def merge_attn_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
-    """Launch; arguments as in ``custom_ops/registry.py``."""
+    """Launch; arguments as in ``custom_ops/attention/schema.py``."""
     require_launchable(out_a)
-    validation.check_merge_attn_states(out_a, lse_a, out_b, lse_b, out, lse)
+    check_merge_attn_states(out_a, lse_a, out_b, lse_b, out, lse)
     num_tokens, num_heads, dim = out.shape
     if not num_tokens:
         return

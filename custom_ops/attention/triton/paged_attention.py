@@ -7,13 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchpaged.custom_ops import validation
+from torchpaged.custom_ops.attention.check import check_paged_attention
 from torchpaged.custom_ops.attention.triton import config
+from torchpaged.custom_ops.triton import launching
 from torchpaged.custom_ops.triton.compile_together import Launch, compile_together
 from torchpaged.custom_ops.triton.kernel_store import KernelRef
 
-_PREFILL = KernelRef("prefill", "prefill_kernel", constants=frozenset({21, 22, 24, 25}), unspecialised=frozenset({14, 15, 17, 18}))
-_DECODE = KernelRef("decode", "decode_kernel", unspecialised=frozenset({17, 18, 25}))
+_PREFILL = KernelRef(
+    "attention.triton.prefill", "prefill_kernel", constants=frozenset({21, 22, 24, 25}), unspecialised=frozenset({14, 15, 17, 18})
+)
+_DECODE = KernelRef("attention.triton.decode", "decode_kernel", unspecialised=frozenset({17, 18, 25}))
 
 
 def paged_attention(
@@ -23,14 +26,14 @@ def paged_attention(
     sinks: Tensor | None = None, k_scale: Tensor | None = None, v_scale: Tensor | None = None, chunk_size: int = 0,
     semaphore: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Launch; arguments as in ``custom_ops/registry.py``. Every choice here depends on shapes, never on lengths."""
-    config.require_launchable(q)
-    validation.check_paged_attention(
+    """Launch; arguments as in ``custom_ops/attention/schema.py``. Every choice here depends on shapes, never on lengths."""
+    launching.require_launchable(q)
+    check_paged_attention(
         q, k_cache, v_cache, block_table, seq_lens, query_start_loc, out, lse, max_query_len=max_query_len, scale=scale,
         causal=causal, window_left=window_left, window_right=window_right, logits_soft_cap=logits_soft_cap,
         alibi_slopes=alibi_slopes, sinks=sinks, k_scale=k_scale, v_scale=v_scale, chunk_size=chunk_size,
         semaphore=semaphore)  # fmt: skip
-    config.require_fp8(k_cache)
+    launching.require_fp8(k_cache)
     num_tokens, num_heads, dim = q.shape
     num_reqs, (block_size, num_kv_heads, dim_v) = block_table.shape[0], (k_cache.shape[1], k_cache.shape[2], v_cache.shape[3])
     if not num_reqs:
@@ -53,11 +56,11 @@ def paged_attention(
         _head_stride(k_scale), _head_stride(v_scale),
     )  # fmt: skip
     flags: dict[str, Any] = {
-        "GROUP": group, "DIM": dim, "DIM_PAD": max(16, config.next_power_of_2(dim)), "DIM_V": dim_v,
-        "DIM_V_PAD": max(16, config.next_power_of_2(dim_v)), "BLOCK_SIZE": block_size, "CAUSAL": causal,
+        "GROUP": group, "DIM": dim, "DIM_PAD": max(16, launching.next_power_of_2(dim)), "DIM_V": dim_v,
+        "DIM_V_PAD": max(16, launching.next_power_of_2(dim_v)), "BLOCK_SIZE": block_size, "CAUSAL": causal,
         "WINDOW_LEFT": window_left, "WINDOW_RIGHT": window_right, "CHUNK": chunk_size, "SOFT_CAP": logits_soft_cap > 0,
         "ALIBI": alibi_slopes is not None, "SINKS": sinks is not None, "KV_SCALES": k_scale is not None,
-        "HAS_LSE": lse is not None, "INTERPRET": config.INTERPRET,
+        "HAS_LSE": lse is not None, "INTERPRET": launching.INTERPRET,
     }  # fmt: skip
     if max_query_len <= config.MAX_DECODE_QUERY_LEN and max_query_len * group <= config.MAX_DECODE_ROWS:
         _decode(tensors, strides, flags, semaphore, max_query_len, num_reqs, num_tokens, num_kv_heads, scale, logits_soft_cap)()
@@ -71,11 +74,11 @@ def paged_attention(
         single, shared = config.programs_for_longer(num_reqs, num_tokens, skip, tokens)
     else:
         single, shared = num_tokens // tokens + num_reqs, 0
-    arguments = (*tensors, scale, logits_soft_cap, num_reqs, num_tokens, num_kv_heads, single, config.num_sms(q.device), *strides)
+    arguments = (*tensors, scale, logits_soft_cap, num_reqs, num_tokens, num_kv_heads, single, launching.num_sms(q.device), *strides)
     options = dict(
         TOKENS=tokens,
         TILE_M=tiles.rows, TILE_KV=tiles.keys, SKIP_DECODES=skip,
-        **flags, **config.early_launch(q.device), num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        **flags, **launching.early_launch(q.device), num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
     prefill = Launch(_PREFILL, ((single + shared) * num_kv_heads,), arguments, options)
     if decode is not None:
@@ -97,8 +100,8 @@ def _decode(
     """What launches the decode kernel; every allocation is made here, ahead of the launch."""
     q, k_cache = tensors[0], tensors[1]
     assert q is not None and k_cache is not None
-    query_len = config.next_power_of_2(max_query_len)
-    rows = config.next_power_of_2(query_len * flags["GROUP"])
+    query_len = launching.next_power_of_2(max_query_len)
+    rows = launching.next_power_of_2(query_len * flags["GROUP"])
     tiles = config.decode_tiles(max(flags["DIM"], flags["DIM_V"]), rows, k_cache.element_size(), q.element_size())
     programs = config.num_programs(q.device, tiles)
     if semaphore is None:
@@ -111,7 +114,7 @@ def _decode(
     options = dict(
         K_BLOCK=k_block, K_SLOT=k_slot, K_HEAD=k_head, V_BLOCK=v_block, V_SLOT=v_slot, V_HEAD=v_head, NUM_KV_HEADS=num_kv_heads,
         QUERY_LEN=query_len, TILE_M=tiles.rows, TILE_KV=tiles.keys, SLICES=tiles.slices, REQS=reqs, ONE_SCAN=num_reqs <= reqs,
-        MIN_TILES=tiles.min_tiles, ROWS=rows, PARTS=config.merged_parts(flags["DIM_V"]), PDL=config.launches_early(q.device),
+        MIN_TILES=tiles.min_tiles, ROWS=rows, PARTS=config.merged_parts(flags["DIM_V"]), PDL=launching.launches_early(q.device),
         LONGEST=longest,
         **flags, **config.decode_options(q.device, tiles),
     )  # fmt: skip

@@ -6,9 +6,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchpaged.custom_ops import validation
-from torchpaged.custom_ops.attention.triton.config import launches_early, require_launchable
+from torchpaged.custom_ops.block_ops.check import check_copy_blocks
 from torchpaged.custom_ops.triton.cache_writes import end_write
+from torchpaged.custom_ops.triton.launching import launches_early, require_launchable
 
 _PIECE = 1024  # numbers per program
 
@@ -31,9 +31,9 @@ def copy_blocks_kernel(
 
 
 def copy_blocks(k_cache: Tensor, v_cache: Tensor, block_mapping: Tensor) -> None:
-    """Launch; arguments as in ``custom_ops/registry.py``."""
+    """Launch; arguments as in ``custom_ops/block_ops/schema.py``."""
     require_launchable(k_cache)
-    validation.check_copy_blocks(k_cache, v_cache, block_mapping)
+    check_copy_blocks(k_cache, v_cache, block_mapping)
     if not block_mapping.shape[0]:
         return
     for cache in (k_cache, v_cache):

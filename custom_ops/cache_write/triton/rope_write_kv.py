@@ -13,10 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchpaged.custom_ops import validation
-from torchpaged.custom_ops.attention.triton.config import early_launch, next_power_of_2, require_fp8, require_launchable
+from torchpaged.custom_ops.cache_write.check import check_rope_write_kv
 from torchpaged.custom_ops.checks import check_dtype
 from torchpaged.custom_ops.triton.cache_writes import begin_write, end_write, to_fp8
+from torchpaged.custom_ops.triton.launching import early_launch, next_power_of_2, require_fp8, require_launchable
 
 _MANY_PROGRAMS = 2048  # from here on the GPU is full, and a program had better do more than one warp's work
 _MAX_WARPS = 4
@@ -146,10 +146,10 @@ def rope_write_kv(
     v_cache: Tensor, *, q_norm: Tensor | None = None, k_norm: Tensor | None = None, norm_eps: float = 1e-6, norm_offset: float = 0.0,
     interleaved: bool = False, k_scale: Tensor | None = None, v_scale: Tensor | None = None, are_query_tokens: bool = False,
 ) -> None:  # fmt: skip
-    """Launch `rope_write_kv_kernel`; arguments as in ``custom_ops/registry.py``, in float32, bfloat16 or float16."""
+    """Launch `rope_write_kv_kernel`; arguments as in ``custom_ops/cache_write/schema.py``, in float32, bfloat16 or float16."""
     require_launchable(q)
     check_dtype("q", q, torch.bfloat16, torch.float16, torch.float32)
-    validation.check_rope_write_kv(
+    check_rope_write_kv(
         q, k, v, positions, cos_sin, slot_mapping, q_out, k_cache, v_cache, q_norm=q_norm, k_norm=k_norm, norm_eps=norm_eps,
         norm_offset=norm_offset, k_scale=k_scale, v_scale=v_scale)  # fmt: skip
     require_fp8(k_cache)

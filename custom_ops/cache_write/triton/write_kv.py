@@ -7,9 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchpaged.custom_ops import validation
-from torchpaged.custom_ops.attention.triton.config import early_launch, next_power_of_2, require_fp8, require_launchable
+from torchpaged.custom_ops.cache_write.check import check_write_kv
 from torchpaged.custom_ops.triton.cache_writes import begin_write, end_write, to_fp8
+from torchpaged.custom_ops.triton.launching import early_launch, next_power_of_2, require_fp8, require_launchable
 
 _FP8 = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 
@@ -54,9 +54,9 @@ def write_kv_kernel(
 
 def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor,
              k_scale: Tensor | None = None, v_scale: Tensor | None = None, *, are_query_tokens: bool = False) -> None:  # fmt: skip
-    """Launch `write_kv_kernel`; arguments as in ``custom_ops/registry.py``."""
+    """Launch `write_kv_kernel`; arguments as in ``custom_ops/cache_write/schema.py``."""
     require_launchable(k)
-    validation.check_write_kv(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
+    check_write_kv(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
     require_fp8(k_cache)
     if not k.shape[0]:
         return

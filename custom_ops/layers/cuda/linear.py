@@ -12,10 +12,9 @@ import struct
 import torch
 from torch import Tensor
 
-from torchpaged.custom_ops import validation_layers
-from torchpaged.custom_ops.attention.cuda import specialise
-from torchpaged.custom_ops.cuda import jit
+from torchpaged.custom_ops.cuda import gpu, jit
 from torchpaged.custom_ops.errors import BackendUnavailableError
+from torchpaged.custom_ops.layers.check import check_linear
 from torchpaged.custom_ops.layers.cuda.linear_shape import (
     MAX_TOKENS,
     NORM_THREADS,
@@ -36,19 +35,19 @@ def linear(
     x: Tensor, weight: Tensor, out: Tensor, *, bias: Tensor | None = None, residual: Tensor | None = None,
     norm_weight: Tensor | None = None, norm_eps: float = 1e-6, norm_offset: float = 0.0, activation: str = "none",
 ) -> None:  # fmt: skip
-    """Launch; arguments as in ``custom_ops/registry.py``. Every choice here depends on shapes, dtypes and addresses, never on data."""
+    """Launch; arguments as in ``custom_ops/layers/schema.py``. Every choice here depends on shapes, dtypes and addresses, never on data."""
     if x.device.type != "cuda":
         raise BackendUnavailableError(f"backend 'cuda': its kernels run on an NVIDIA GPU, got tensors on {x.device.type}")
-    validation_layers.check_linear(
+    check_linear(
         x, weight, out, bias=bias, residual=residual, norm_weight=norm_weight, norm_eps=norm_eps, norm_offset=norm_offset,
         activation=activation)  # fmt: skip
     if unsupported(x, weight, norm_weight) is not None:
         compose(x, weight, out, bias, residual, norm_weight, norm_eps, norm_offset, activation)
         return
-    index, bucket, early = x.device.index or 0, token_bucket(x.shape[0]), specialise.launches_early(x.device.index or 0)
+    index, bucket, early = x.device.index or 0, token_bucket(x.shape[0]), gpu.launches_early(x.device.index or 0)
     shape = linear_shape(
-        bucket, *weight.shape, specialise.num_sms(index), specialise.capability(index) == (9, 0), early, specialise.shared_per_sm(index),
-        specialise.shared_per_cta(index))  # fmt: skip
+        bucket, *weight.shape, gpu.num_sms(index), gpu.capability(index) == (9, 0), early, gpu.shared_per_sm(index),
+        gpu.shared_per_cta(index))  # fmt: skip
     if norm_weight is not None and not norm_is_fused(shape, x.dtype, norm_weight.dtype):
         x, norm_weight = _normed(x, norm_weight, norm_eps, norm_offset), None
     aligned = out.shape[1] % 4 == 0 and all(
@@ -98,7 +97,7 @@ def _specialised(
         bias,
         residual,
         aligned,
-        specialise.launches_early(index),
+        gpu.launches_early(index),
         shape,
     )
     name = "linear_wide" if shape.wide else "linear"
@@ -133,7 +132,7 @@ def _map(address: int, rows: int, columns: int, row_stride: int, box_rows: int, 
 def _normed(x: Tensor, norm_weight: Tensor, eps: float, offset: float) -> Tensor:
     """RMSNorm of ``x [T, K]`` by a launch of its own."""
     index, out = x.device.index or 0, torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    early = specialise.launches_early(index)
+    early = gpu.launches_early(index)
     macros = norm_macros(x.dtype, norm_weight.dtype, x.shape[1], early)
     kernel = jit.kernel("norm.cu", "rms_norm", macros, x.device, shared_bytes=0)
     arguments = _NORM_PARAMS.pack(x.data_ptr(), norm_weight.data_ptr(), out.data_ptr(), x.stride(0), out.stride(0), eps, offset)

@@ -10,9 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchpaged.custom_ops import validation_layers
-from torchpaged.custom_ops.attention.triton.config import next_power_of_2, require_launchable
 from torchpaged.custom_ops.checks import check_dtype
+from torchpaged.custom_ops.layers.check import check_act_and_mul
+from torchpaged.custom_ops.triton.launching import next_power_of_2, require_launchable
 
 _PIECE = 1024  # numbers per program: 4 warps of 8 per lane
 
@@ -41,7 +41,7 @@ def act_and_mul_kernel(gate_up_ptr, out_ptr, gate_up_row, out_row, WIDTH: tl.con
 
 
 def launch(gate_up: Tensor, out: Tensor, activation: str) -> None:
-    """Launch without checks: arguments as in ``custom_ops/registry.py``."""
+    """Launch without checks: arguments as in ``custom_ops/layers/schema.py``."""
     tokens, width = out.shape
     piece = min(_PIECE, next_power_of_2(width))
     if tokens:
@@ -51,8 +51,8 @@ def launch(gate_up: Tensor, out: Tensor, activation: str) -> None:
 
 
 def act_and_mul(gate_up: Tensor, out: Tensor, *, activation: str = "silu") -> None:
-    """Launch `act_and_mul_kernel`; arguments as in ``custom_ops/registry.py``, in float32, bfloat16 or float16."""
+    """Launch `act_and_mul_kernel`; arguments as in ``custom_ops/layers/schema.py``, in float32, bfloat16 or float16."""
     require_launchable(gate_up)
     check_dtype("gate_up", gate_up, torch.bfloat16, torch.float16, torch.float32)
-    validation_layers.check_act_and_mul(gate_up, out, activation=activation)
+    check_act_and_mul(gate_up, out, activation=activation)
     launch(gate_up, out, activation)

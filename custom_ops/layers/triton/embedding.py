@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchpaged.custom_ops import validation_layers
-from torchpaged.custom_ops.attention.triton.config import early_launch, next_power_of_2, require_launchable
 from torchpaged.custom_ops.checks import check_dtype
+from torchpaged.custom_ops.layers.check import check_embedding
+from torchpaged.custom_ops.triton.launching import early_launch, next_power_of_2, require_launchable
 
 
 @triton.jit
@@ -42,10 +42,10 @@ def num_warps_of(width: int, itemsize: int) -> int:
 
 
 def embedding(input_ids: Tensor, weight: Tensor, out: Tensor, *, scale: Tensor | None = None) -> None:
-    """Launch; arguments as in ``custom_ops/registry.py``, in float32, bfloat16 or float16."""
+    """Launch; arguments as in ``custom_ops/layers/schema.py``, in float32, bfloat16 or float16."""
     require_launchable(input_ids)
     check_dtype("weight", weight, torch.bfloat16, torch.float16, torch.float32)
-    validation_layers.check_embedding(input_ids, weight, out, scale=scale)
+    check_embedding(input_ids, weight, out, scale=scale)
     tokens, width = out.shape
     if tokens:
         embedding_kernel[(tokens,)](

@@ -9,20 +9,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchpaged.custom_ops import validation_layers
-from torchpaged.custom_ops.attention.triton.config import require_launchable
 from torchpaged.custom_ops.checks import check_dtype
+from torchpaged.custom_ops.layers.check import check_linear
 from torchpaged.custom_ops.layers.triton import act_and_mul, rms_norm
+from torchpaged.custom_ops.triton.launching import require_launchable
 
 
 def linear(
     x: Tensor, weight: Tensor, out: Tensor, *, bias: Tensor | None = None, residual: Tensor | None = None,
     norm_weight: Tensor | None = None, norm_eps: float = 1e-6, norm_offset: float = 0.0, activation: str = "none",
 ) -> None:  # fmt: skip
-    """Launch the parts; arguments as in ``custom_ops/registry.py``, in float32, bfloat16 or float16."""
+    """Launch the parts; arguments as in ``custom_ops/layers/schema.py``, in float32, bfloat16 or float16."""
     require_launchable(x)
     check_dtype("x", x, torch.bfloat16, torch.float16, torch.float32)
-    validation_layers.check_linear(
+    check_linear(
         x, weight, out, bias=bias, residual=residual, norm_weight=norm_weight, norm_eps=norm_eps, norm_offset=norm_offset,
         activation=activation)  # fmt: skip
     compose(x, weight, out, bias, residual, norm_weight, norm_eps, norm_offset, activation)

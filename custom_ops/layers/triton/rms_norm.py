@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchpaged.custom_ops import validation_layers
-from torchpaged.custom_ops.attention.triton.config import next_power_of_2, require_launchable
 from torchpaged.custom_ops.checks import check_dtype
+from torchpaged.custom_ops.layers.check import check_rms_norm
+from torchpaged.custom_ops.triton.launching import next_power_of_2, require_launchable
 
 
 @triton.jit
@@ -44,7 +44,7 @@ def num_warps_of(width: int) -> int:
 def launch(
     x: Tensor, weight: Tensor, out: Tensor, eps: float, offset: float, residual: Tensor | None = None, post_residual: Tensor | None = None
 ) -> None:
-    """Launch without checks: arguments as in ``custom_ops/registry.py``."""
+    """Launch without checks: arguments as in ``custom_ops/layers/schema.py``."""
     tokens, width = x.shape
     if tokens:
         rms_norm_kernel[(tokens,)](
@@ -58,8 +58,8 @@ def rms_norm(
     x: Tensor, weight: Tensor, out: Tensor, *, eps: float = 1e-6, offset: float = 0.0, residual: Tensor | None = None,
     post_residual: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Launch `rms_norm_kernel`; arguments as in ``custom_ops/registry.py``, in float32, bfloat16 or float16."""
+    """Launch `rms_norm_kernel`; arguments as in ``custom_ops/layers/schema.py``, in float32, bfloat16 or float16."""
     require_launchable(x)
     check_dtype("x", x, torch.bfloat16, torch.float16, torch.float32)
-    validation_layers.check_rms_norm(x, weight, out, eps=eps, residual=residual, post_residual=post_residual)
+    check_rms_norm(x, weight, out, eps=eps, residual=residual, post_residual=post_residual)
     launch(x, weight, out, eps, offset, residual, post_residual)

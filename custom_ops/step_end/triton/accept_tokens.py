@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchpaged.custom_ops import validation_sampling as validation
-from torchpaged.custom_ops.attention.triton.config import early_launch, next_power_of_2, require_launchable
+from torchpaged.custom_ops.step_end.check import check_accept_tokens
+from torchpaged.custom_ops.triton.launching import early_launch, next_power_of_2, require_launchable
 
 STOPS = 16  # that are compared at once
 _MOST_ROWS = 128
@@ -143,9 +143,9 @@ def accept_tokens_kernel(
 def accept_tokens(sampled_token_ids: Tensor, block_table: Tensor, stop_token_ids: Tensor, input_ids: Tensor, positions: Tensor,
                   seq_lens: Tensor, slot_mapping: Tensor, counters: Tensor, remaining: Tensor, seen: Tensor, tokens_out: Tensor,
                   *, block_size: int, ring: Tensor | None = None, launches: Tensor | None = None, step: int = 0) -> None:  # fmt: skip
-    """Launch; arguments as in ``custom_ops/registry.py``."""
+    """Launch; arguments as in ``custom_ops/step_end/schema.py``."""
     require_launchable(input_ids)
-    validation.check_accept_tokens(
+    check_accept_tokens(
         sampled_token_ids, block_table, stop_token_ids, input_ids, positions, seq_lens, slot_mapping, counters, remaining, seen,
         tokens_out, block_size=block_size, ring=ring, launches=launches, step=step,
     )  # fmt: skip

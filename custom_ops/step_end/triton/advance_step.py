@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchpaged.custom_ops import validation
-from torchpaged.custom_ops.attention.triton.config import require_launchable
+from torchpaged.custom_ops.step_end.check import check_advance_step
+from torchpaged.custom_ops.triton.launching import require_launchable
 
 _ROWS = 128
 
@@ -32,9 +32,9 @@ def advance_step_kernel(
 
 def advance_step(sampled_token_ids: Tensor, block_table: Tensor, input_ids: Tensor, positions: Tensor, seq_lens: Tensor,
                  slot_mapping: Tensor, *, block_size: int) -> None:  # fmt: skip
-    """Launch; arguments as in ``custom_ops/registry.py``."""
+    """Launch; arguments as in ``custom_ops/step_end/schema.py``."""
     require_launchable(input_ids)
-    validation.check_advance_step(sampled_token_ids, block_table, input_ids, positions, seq_lens, slot_mapping, block_size=block_size)
+    check_advance_step(sampled_token_ids, block_table, input_ids, positions, seq_lens, slot_mapping, block_size=block_size)
     num_reqs = block_table.shape[0]
     if num_reqs:
         advance_step_kernel[(triton.cdiv(num_reqs, _ROWS),)](

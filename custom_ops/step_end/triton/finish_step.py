@@ -10,10 +10,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchpaged.custom_ops import validation_sampling as validation
-from torchpaged.custom_ops.attention.triton.config import require_launchable
+from torchpaged.custom_ops.step_end.check import check_finish_step
 from torchpaged.custom_ops.step_end.triton.accept_tokens import STOPS, accept_rows, end_launch, find_slot, load_rows, ring_options
 from torchpaged.custom_ops.step_end.triton.sample_tokens import launch_tiles, load_parameters, merge_row
+from torchpaged.custom_ops.triton.launching import require_launchable
 
 
 @triton.jit
@@ -61,9 +61,9 @@ def finish_step(
     counters: Tensor, remaining: Tensor, seen: Tensor, tokens_out: Tensor, *, block_size: int, ring: Tensor | None = None,
     launches: Tensor | None = None, step: int = 0,
 ) -> None:  # fmt: skip
-    """Launch; arguments as in ``custom_ops/registry.py``."""
+    """Launch; arguments as in ``custom_ops/step_end/schema.py``."""
     require_launchable(logits)
-    validation.check_finish_step(
+    check_finish_step(
         logits, temperature, top_k, top_p, min_p, repetition_penalty, seeds, block_table, stop_token_ids, input_ids, positions, seq_lens,
         slot_mapping, counters, remaining, seen, tokens_out, block_size=block_size, ring=ring, launches=launches, step=step,
     )  # fmt: skip

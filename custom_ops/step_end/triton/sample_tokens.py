@@ -11,7 +11,7 @@ and the largest logit of each group of 64 tokens. The second kernel, a program p
 4. The kept tokens of the listed groups are scored with their noise. Of tokens equal to the threshold the first are kept.
 
 Which of this a row needs is read from its parameters on the device. Sums run in a fixed order, so that replays agree bit for bit.
-Semantics and noise: `torchpaged.custom_ops.reference_sampling`.
+Semantics and noise: `torchpaged.custom_ops.step_end.reference`.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchpaged.custom_ops import validation_sampling as validation
-from torchpaged.custom_ops.attention.triton.config import INTERPRET, early_launch, next_power_of_2, require_launchable
+from torchpaged.custom_ops.step_end import check
+from torchpaged.custom_ops.step_end.check import check_sample_tokens
 from torchpaged.custom_ops.step_end.triton.sample_search import (
     draw_listed,
     find_threshold,
@@ -35,9 +35,10 @@ from torchpaged.custom_ops.step_end.triton.sample_search import (
     measure_row,
     next_above,
 )
+from torchpaged.custom_ops.triton.launching import INTERPRET, early_launch, next_power_of_2, require_launchable
 
 GROUP = 64
-NO_TOKEN: tl.constexpr = tl.constexpr(validation.NO_TOKEN)
+NO_TOKEN: tl.constexpr = tl.constexpr(check.NO_TOKEN)
 
 
 class SampleTiles(NamedTuple):
@@ -260,9 +261,9 @@ def launch_tiles(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tens
 
 def sample_tokens(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, repetition_penalty: Tensor,
                   seen: Tensor, seeds: Tensor, counters: Tensor, out: Tensor) -> None:  # fmt: skip
-    """Launch; arguments as in ``custom_ops/registry.py``."""
+    """Launch; arguments as in ``custom_ops/step_end/schema.py``."""
     require_launchable(logits)
-    validation.check_sample_tokens(logits, temperature, top_k, top_p, min_p, repetition_penalty, seen, seeds, counters, out)
+    check_sample_tokens(logits, temperature, top_k, top_p, min_p, repetition_penalty, seen, seeds, counters, out)
     if logits.shape[0]:
         merge = launch_tiles(logits, temperature, top_k, top_p, min_p, repetition_penalty, seen, seeds, counters, reads_early=False)
         merge_tiles_kernel[(logits.shape[0],)](*merge.arguments, out, *merge.sizes, **merge.options)

@@ -1,4 +1,4 @@
-"""Sampling and step acceptance in plain torch: the specification of ``sample_tokens`` and ``accept_tokens``.
+"""The end of a step in plain torch: the specification of ``sample_tokens``, ``accept_tokens``, ``finish_step`` and ``advance_step``.
 
 A row of logits becomes a token in this order:
 
@@ -23,8 +23,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchpaged.custom_ops import validation_sampling as validation
-from torchpaged.custom_ops.validation_sampling import NO_TOKEN
+from torchpaged.custom_ops.step_end.check import NO_TOKEN, check_accept_tokens, check_advance_step, check_finish_step, check_sample_tokens
+
+
+def advance_step(sampled_token_ids: Tensor, block_table: Tensor, input_ids: Tensor, positions: Tensor, seq_lens: Tensor,
+                 slot_mapping: Tensor, *, block_size: int) -> None:  # fmt: skip
+    """Turn one decode step's buffers into the next one's: token in, position and length + 1, slot from the table."""
+    check_advance_step(sampled_token_ids, block_table, input_ids, positions, seq_lens, slot_mapping, block_size=block_size)
+    old_lens = seq_lens.long()
+    moves = (old_lens > 0) & (old_lens < block_table.shape[1] * block_size)
+    column = (old_lens // block_size).clamp_max(block_table.shape[1] - 1)
+    block = block_table.long().gather(1, column[:, None])[:, 0]
+    slot_mapping.copy_(torch.where(moves, block * block_size + old_lens % block_size, -1))
+    input_ids.copy_(torch.where(moves, sampled_token_ids, input_ids))
+    positions.copy_(torch.where(moves, old_lens, positions))
+    seq_lens.copy_(torch.where(moves, old_lens + 1, old_lens).to(torch.int32))
+
 
 _LOW = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -82,8 +96,8 @@ def kept_tokens(z: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, mi
 
 def sample_tokens(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, repetition_penalty: Tensor,
                   seen: Tensor, seeds: Tensor, counters: Tensor, out: Tensor) -> None:  # fmt: skip
-    """One token per row; arguments as in ``ops.py``, semantics in this module's docstring."""
-    validation.check_sample_tokens(logits, temperature, top_k, top_p, min_p, repetition_penalty, seen, seeds, counters, out)
+    """One token per row; arguments as in ``schema.py``, semantics in this module's docstring."""
+    check_sample_tokens(logits, temperature, top_k, top_p, min_p, repetition_penalty, seen, seeds, counters, out)
     z = penalised_logits(logits, repetition_penalty, seen)
     largest, token = z.max(-1)
     out.copy_(token)
@@ -111,12 +125,12 @@ def _draw(z: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: T
 def accept_tokens(sampled_token_ids: Tensor, block_table: Tensor, stop_token_ids: Tensor, input_ids: Tensor, positions: Tensor,
                   seq_lens: Tensor, slot_mapping: Tensor, counters: Tensor, remaining: Tensor, seen: Tensor, tokens_out: Tensor,
                   *, block_size: int, ring: Tensor | None = None, launches: Tensor | None = None, step: int = 0) -> None:  # fmt: skip
-    """Take the sampled tokens and turn this step's buffers into the next one's; arguments as in ``ops.py``.
+    """Take the sampled tokens and turn this step's buffers into the next one's; arguments as in ``schema.py``.
 
     A row with seq_len 0 gives token -1 and slot -1 and stays as it is. A row that ends (stop token, `NO_TOKEN`, ``remaining`` used up, table full)
     gets seq_len 0 and slot -1 and keeps its input_ids and position.
     """
-    validation.check_accept_tokens(
+    check_accept_tokens(
         sampled_token_ids, block_table, stop_token_ids, input_ids, positions, seq_lens, slot_mapping, counters, remaining, seen,
         tokens_out, block_size=block_size, ring=ring, launches=launches, step=step,
     )  # fmt: skip
@@ -145,8 +159,8 @@ def finish_step(
     counters: Tensor, remaining: Tensor, seen: Tensor, tokens_out: Tensor, *, block_size: int, ring: Tensor | None = None,
     launches: Tensor | None = None, step: int = 0,
 ) -> None:  # fmt: skip
-    """`sample_tokens`, then `accept_tokens`; arguments as in ``ops.py``."""
-    validation.check_finish_step(
+    """`sample_tokens`, then `accept_tokens`; arguments as in ``schema.py``."""
+    check_finish_step(
         logits, temperature, top_k, top_p, min_p, repetition_penalty, seeds, block_table, stop_token_ids, input_ids, positions, seq_lens,
         slot_mapping, counters, remaining, seen, tokens_out, block_size=block_size, ring=ring, launches=launches, step=step,
     )  # fmt: skip

@@ -1,6 +1,6 @@
-"""Argument checks of ``sample_tokens`` and ``accept_tokens``, shared by the reference and the Triton launchers.
+"""Argument checks of the ops that end a step, shared by the reference and the launchers.
 
-As in `validation`: shapes, dtypes, devices and strides always; values on the CPU, on a GPU with ``TORCHPAGED_CHECK=1`` only.
+Shapes, dtypes, devices and strides always; values on the CPU, on a GPU with ``TORCHPAGED_CHECK=1`` only.
 """
 
 from __future__ import annotations
@@ -8,8 +8,36 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchpaged.custom_ops.checks import check_device, check_dims, check_dtype, check_last_dim, reads_values
+from torchpaged.custom_ops.checks import (
+    check_device,
+    check_dims,
+    check_dtype,
+    check_last_dim,
+    reads_values,
+)
 from torchpaged.custom_ops.errors import ArgumentError
+
+
+def check_advance_step(sampled_token_ids: Tensor, block_table: Tensor, input_ids: Tensor, positions: Tensor,
+                       seq_lens: Tensor, slot_mapping: Tensor, *, block_size: int) -> None:  # fmt: skip
+    """Every argument of ``advance_step``."""
+    check_dims("block_table", block_table, None, None)
+    check_dtype("block_table", block_table, torch.int32)
+    num_reqs = block_table.shape[0]
+    for name, tensor in (("sampled_token_ids", sampled_token_ids), ("input_ids", input_ids), ("positions", positions),
+                         ("slot_mapping", slot_mapping)):  # fmt: skip
+        check_dims(name, tensor, num_reqs)
+        check_dtype(name, tensor, torch.int64)
+    check_dims("seq_lens", seq_lens, num_reqs)
+    check_dtype("seq_lens", seq_lens, torch.int32)
+    for name, tensor in (("sampled_token_ids", sampled_token_ids), ("input_ids", input_ids), ("positions", positions),
+                         ("slot_mapping", slot_mapping), ("seq_lens", seq_lens), ("block_table", block_table)):  # fmt: skip
+        check_last_dim(**{name: tensor})
+    check_device(input_ids.device, sampled_token_ids=sampled_token_ids, block_table=block_table, positions=positions,
+                 seq_lens=seq_lens, slot_mapping=slot_mapping)  # fmt: skip
+    if block_size < 1:
+        raise ArgumentError("block_size", "at least 1 token", str(block_size))
+
 
 #: What sampling gives where no token can be drawn: a logit of the row is NaN, or all are -inf. The row ends with it.
 NO_TOKEN = -2

@@ -114,7 +114,8 @@ def test_one_request_of_a_small_model_leaves_registers_to_the_products(
     values, shape = macros(capability, **TUNED["llama 1b one request"], features=features)
     _, report = compile_with_nvcc(tmp_path, capability, values, "cubin")
     registers = int(re.search(r"Used (\d+) registers", report)[1])  # type: ignore[index]
-    assert shape.max_registers == 168 and registers <= 168 and spilled(report) == 0, report
+    assert shape.max_registers == values["MAX_REGISTERS"] == (168 if capability >= (9, 0) else 0), "only where kernels begin early"
+    assert (registers <= 168 or not shape.max_registers) and spilled(report) == 0, report
 
 
 @pytest.mark.skipif(NVCC is None, reason="nvcc is not installed")

@@ -100,15 +100,25 @@ def test_compiles_for_others(tmp_path: Path, name: str, capability: tuple[int, i
 
 
 @pytest.mark.skipif(NVCC is None, reason="nvcc is not installed")
-@pytest.mark.parametrize("features", [{}, {"lse": True}, {"sinks": True, "window_left": 127}, {"soft_cap": True}, {"alibi": True}], ids=str)
-@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0)], ids=str)
+@pytest.mark.parametrize(
+    ("capability", "features"),
+    [
+        ((8, 0), {}),
+        ((9, 0), {}),
+        ((10, 0), {}),
+        ((9, 0), {"lse": True, "sinks": True, "window_left": 127}),
+        ((9, 0), {"soft_cap": True, "alibi": True}),
+    ],
+    ids=str,
+)
 def test_one_request_of_a_small_model_leaves_registers_to_the_products(
     tmp_path: Path, capability: tuple[int, int], features: dict[str, Any]
 ) -> None:  # fmt: skip
     values, shape = macros(capability, **TUNED["llama 1b one request"], features=features)
     _, report = compile_with_nvcc(tmp_path, capability, values, "cubin")
     registers = int(re.search(r"Used (\d+) registers", report)[1])  # type: ignore[index]
-    assert shape.max_registers == 168 and registers <= 168 and spilled(report) == 0, report
+    assert shape.max_registers == values["MAX_REGISTERS"] == (168 if capability >= (9, 0) else 0), "only where kernels begin early"
+    assert (registers <= 168 or not shape.max_registers) and spilled(report) == 0, report
 
 
 @pytest.mark.skipif(NVCC is None, reason="nvcc is not installed")

@@ -191,8 +191,8 @@ def decode_macros(
     query_len = _power_of_2(max_query_len)
     heads = pair_heads(group * query_len, num_kv_heads, dim, dim_v, kv_dtype.itemsize, k_stride[2], v_stride[2], pairs, sms)
     shape = decode_shape(dim, dim_v, kv_dtype.itemsize, group * query_len, pairs, sms, shared_per_sm, heads)
-    if not early:  # compute capability 9.0 brought both
-        shape = dataclasses.replace(shape, cluster=1)
+    if not early:  # compute capability 9.0 brought clusters, and kernels that begin beside the one ahead
+        shape = dataclasses.replace(shape, cluster=1, max_registers=0)
     macros = {
         "DIM": dim, "DIM_V": dim_v, "GROUP": group, "NUM_KV_HEADS": num_kv_heads, "PAIR_HEADS": shape.pair_heads, "QUERY_LEN": query_len,
         "BLOCK_SIZE": block_size, "KV_BYTES": kv_dtype.itemsize, "E5M2": kv_dtype == torch.float8_e5m2, "Q_HALF": dtype == torch.float16,

@@ -3,6 +3,7 @@
 ops = choose_ops(q.device, attention_spec(...))     # an attention, or a write for one
 ops = choose_ops(device)                            # an op that no attention's features bear on
 ops = traced_ops(device.type)                       # the same, while a call is traced
+ops = traced_ops(device.type, q.dtype, k_cache.dtype, "window lse")  # an attention with these features
 """
 
 from __future__ import annotations
@@ -58,8 +59,8 @@ def _named(device_type: str) -> BackendOps:
     return BACKEND_OPS["default"] if name == "default" else selector.get_backend(name).ops
 
 
-def requested_name(device_type: str) -> str:
-    """The backend that was asked for by name, or "default"."""
+def requested_name(device_type: str, dtype: torch.dtype | None = None, kv_dtype: torch.dtype | None = None, features: str = "") -> str:
+    """The backend that was asked for by name, or "default"; the rest as in `traced_ops`."""
     name, asker = selector.requested(None)
     if name == "auto" or device_type == "meta":
         return "default"
@@ -68,15 +69,25 @@ def requested_name(device_type: str) -> str:
     reasons = [missing] if missing else []
     if device_type not in known:
         reasons.append(f"device {device_type} is not one of {', '.join(known)}")
+    if dtype is not None and kv_dtype is not None:
+        reasons += backend.capabilities.reject_kind(dtype, kv_dtype, features.split())
     if reasons:
         raise BackendUnavailableError(f"backend {name!r} ({asker}) cannot run this: {'; '.join(reasons)}")
     return name
 
 
-def traced_ops(device_type: str) -> BackendOps:
-    """As `choose_ops` without a spec, while a call is traced: the compiled code keeps what was chosen then. Sizes may be symbols there,
-    so what the backend declares about the attention itself is not asked."""
+def traced_ops(device_type: str, dtype: torch.dtype | None = None, kv_dtype: torch.dtype | None = None, features: str = "") -> BackendOps:
+    """As `choose_ops`, while a call is traced: the compiled code keeps what was chosen then. Sizes may be symbols there, so they are not asked.
+
+    Args:
+        device_type: where the call runs.
+        dtype, kv_dtype: of an attention's queries and pools; None for other ops.
+        features: what the attention uses of `capabilities.FEATURES`, with spaces between.
+
+    Raises:
+        BackendUnavailableError: the backend that was asked for by name declares not to run this.
+    """
     from torchpaged.backends.traced_name import traced_name  # here: its decorator imports the compiler, which a trace has done already
 
-    name = traced_name(device_type)  # handles can't be constants of a trace, names can
+    name = traced_name(device_type, dtype, kv_dtype, features)  # handles can't be constants of a trace, names can
     return BACKEND_OPS[name] if name in BACKEND_OPS else selector._REGISTERED[name].ops

@@ -107,6 +107,30 @@ def test_what_the_choice_declares_is_asked(mine: Counting) -> None:
     assert called == ["paged_attention"]
 
 
+@pytest.mark.parametrize(
+    ("declared", "asked", "reason"),
+    [({"logits_soft_cap": False}, {"logits_soft_cap": 30.0}, "logits_soft_cap is not supported"), ({"window": False}, {"window_size": (1, -1)}, "window"),
+     ({"chunked": False}, {"chunk_size": 2}, "chunked"), ({"lse": False}, {"return_lse": True}, "lse"), ({"bidirectional": False}, {"causal": False}, "bidir"),
+     ({"sinks": False}, {"sinks": torch.zeros(4)}, "sinks"), ({"alibi": False}, {"alibi_slopes": torch.ones(4)}, "alibi"),
+     ({"dtypes": (torch.bfloat16,)}, {}, "dtype float32"), ({"kv_dtypes": (torch.bfloat16,)}, {}, "kv dtype float32")],
+)  # fmt: skip
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_what_the_choice_declares_is_asked_while_a_call_is_traced(
+    declared: dict[str, Any], asked: dict[str, Any], reason: str, dynamic: bool, mine: Counting
+) -> None:
+    """Compiled code would hand the feature to a backend that does not look at it."""
+    called = mine(**declared)
+    torch._dynamo.reset()
+
+    @torch.compile(fullgraph=True, dynamic=dynamic, backend="eager")
+    def call(given: dict[str, Any], options: dict[str, Any]) -> Any:
+        return torchpaged.paged_attention(**given, **options)
+
+    with use_backend("mine"), pytest.raises(Exception, match=reason):
+        call(arguments()["paged_attention"], asked)
+    assert not called
+
+
 def test_the_automatic_choice_is_the_modules(mine: Counting) -> None:
     """A registered one that comes first; on to the next where it declares a feature away; fp8 pools on a CPU as the module has them."""
     called = mine(automatic=True, window=False)

@@ -299,8 +299,41 @@ def test_a_backend_serves_what_it_declares_and_the_default_the_rest() -> None:
 def test_a_limit_that_is_needed_and_was_not_said(planning: str) -> None:
     with pytest.raises(ArgumentError, match=r"limits\.max_num_reqs: expected a number: this backend makes room for it"):
         PagedAttention(HEADS, DIM, KV_HEADS, backend=planning)
-    with pytest.raises(ArgumentError, match=r"limits\.num_blocks: expected at least 1, got 0"):
+    with pytest.raises(ArgumentError, match=r"limits\.num_blocks: expected an int of at least 1, or None, got 0"):
         Limits(num_blocks=0)
+
+
+@pytest.mark.parametrize("limits", [{"max_num_reqs": 2.5}, {"max_num_tokens": "8"}, {"block_size": True}, {"graphs": True}])
+def test_a_limit_of_another_type(limits: dict[str, Any]) -> None:
+    with pytest.raises(ArgumentError, match=f"limits.{next(iter(limits))}: expected"):
+        Limits(**limits)
+
+
+@pytest.mark.parametrize(
+    ("limits", "message", "compile"),
+    [(Limits(max_num_tokens=2), "at most 2 tokens", False), (Limits(max_num_reqs=1), "at most 1 requests", False),
+     (Limits(num_blocks=BLOCKS - 1), f"num_blocks={BLOCKS - 1}", False), (Limits(num_blocks=BLOCKS - 1), f"num_blocks={BLOCKS - 1}", True),
+     (Limits(block_size=2 * BLOCK), f"block_size={2 * BLOCK}", False), (Limits(block_size=2 * BLOCK), f"block_size={2 * BLOCK}", True)],
+)  # fmt: skip
+def test_a_batch_over_the_limits_is_refused_before_anything_is_written(limits: Limits, message: str, compile: bool) -> None:
+    """A backend may have made room for no more. Compiled code looks at the pools; numbers of requests and tokens may be symbols there."""
+    layer = PagedAttention(HEADS, DIM, KV_HEADS, backend="reference", limits=limits, dtype=torch.float32)
+    pools = torch.zeros(2, BLOCKS, BLOCK, KV_HEADS, DIM).unbind()
+    metadata, k = batch([2, 1], [2, 1]), torch.randn(3, KV_HEADS, DIM)
+    torch._dynamo.reset()
+    call: Any = torch.compile(layer, fullgraph=True, backend="eager") if compile else layer
+    with pytest.raises(Exception if compile else ArgumentError, match=message):
+        call(torch.randn(3, HEADS, DIM), k, k.clone(), pools, metadata)
+    assert not any(pool.any() for pool in pools)
+
+
+def test_a_plan_of_a_wider_block_table_is_refused(session: PlanningSession) -> None:
+    metadata = AttentionMetadata.from_lists([1], [1], [[1]], block_size=BLOCK, max_blocks_per_req=WIDTH + 1)
+    with pytest.raises(
+        ArgumentError, match=f"metadata: expected at most {WIDTH} blocks per request, as the session's limits say, got {WIDTH + 1}"
+    ):
+        session.plan(metadata)
+    assert session.planned is None
 
 
 def test_graph_support_is_asked_for_when_a_session_is_opened() -> None:

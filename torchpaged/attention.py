@@ -227,7 +227,7 @@ class PagedAttention(nn.Module):
             if write is not None:
                 check_write_kv(*write)
             check_paged_attention(*attend, **options)
-            self.session.require(metadata)
+            self.session.require(metadata, q.shape[0])
             workspace = self.session.workspace_for(workspace, metadata.num_reqs)
             check_native_dtype(self._ops.paged_attention, query=query, k_cache=pools.k_cache)
         if write is not None:
@@ -249,6 +249,16 @@ class PagedAttention(nn.Module):
                 )
             raise ArgumentError("kv_cache", f"blocks of {self.block_size} tokens, as this module was built for", f"blocks of {size}",
                                 "build both with one block_size, or PagedAttention without it")  # fmt: skip
+        limits, num_blocks = self.session.limits, pools.k_cache.shape[0]
+        expected, got = "", ""
+        if limits.block_size is not None and size != limits.block_size:
+            expected, got = f"blocks of block_size={limits.block_size} tokens, as the session's limits say", f"blocks of {size}"
+        elif limits.num_blocks is not None and num_blocks > limits.num_blocks:
+            expected, got = f"at most num_blocks={limits.num_blocks}, as the session's limits say", f"{num_blocks} blocks"
+        if expected:
+            if torch.compiler.is_compiling():
+                raise ValueError(f"kv_cache: expected {expected}, got {got}")
+            raise ArgumentError("kv_cache", expected, got, "open the session with the Limits of the pools")
         if able.block_sizes is not None and size not in able.block_sizes:
             raise BackendUnavailableError(f"backend {self.choice.name!r} cannot run this attention: block_size {size} is not one of "
                                           f"{able.block_sizes}; give PagedAttention block_size={size}, so that it chooses with it")  # fmt: skip

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 
 import torch
 
 from torchpaged.backends.spec import AttentionSpec, GraphSupport
+
+#: What a backend may lack, by the names of its fields below.
+FEATURES = ("bidirectional", "window", "logits_soft_cap", "alibi", "sinks", "chunked", "lse")
 
 
 class Planning(IntEnum):
@@ -56,11 +60,7 @@ class Capabilities:
             have = torch.cuda.get_device_capability(spec.device)
             if torch.version.hip is None and have < self.min_compute_capability:
                 reasons.append(f"compute capability {have} is below {self.min_compute_capability}")
-        if spec.dtype not in self.dtypes:
-            reasons.append(f"dtype {_short(spec.dtype)} is not one of {', '.join(map(_short, self.dtypes))}")
-        kv_dtype = spec.kv_dtype or spec.dtype
-        if kv_dtype not in self.kv_dtypes:
-            reasons.append(f"kv dtype {_short(kv_dtype)} is not one of {', '.join(map(_short, self.kv_dtypes))}")
+        reasons += self.reject_kind(spec.dtype, spec.kv_dtype or spec.dtype, features_of(spec))
         if self.head_dims is not None and spec.head_dim not in self.head_dims:
             reasons.append(f"head_dim {spec.head_dim} is not one of {self.head_dims}")
         if self.max_head_dim is not None and max(spec.head_dim, spec.head_dim_v or 0) > self.max_head_dim:
@@ -69,14 +69,24 @@ class Capabilities:
             reasons.append(f"block_size {spec.block_size} is not one of {self.block_sizes}")
         if spec.head_dim_v not in (None, spec.head_dim) and not self.different_head_dim_v:
             reasons.append(f"head_dim_v {spec.head_dim_v} differs from head_dim {spec.head_dim}")
-        if not spec.causal and not self.bidirectional:
-            reasons.append("bidirectional attention is not supported")
-        for feature in ("window", "logits_soft_cap", "alibi", "sinks", "chunked", "lse"):
-            if getattr(spec, feature) and not getattr(self, feature):
-                reasons.append(f"{feature} is not supported")
         if spec.graphs > self.graph_support:
             reasons.append(f"graph support {self.graph_support.name} is less than {spec.graphs.name}")
         return reasons
+
+    def reject_kind(self, dtype: torch.dtype, kv_dtype: torch.dtype, features: Iterable[str]) -> list[str]:
+        """What of `reject` needs no sizes, which a trace may have as symbols; ``features``: of `FEATURES`."""
+        reasons = []
+        if dtype not in self.dtypes:
+            reasons.append(f"dtype {_short(dtype)} is not one of {', '.join(map(_short, self.dtypes))}")
+        if kv_dtype not in self.kv_dtypes:
+            reasons.append(f"kv dtype {_short(kv_dtype)} is not one of {', '.join(map(_short, self.kv_dtypes))}")
+        lacking = [feature for feature in features if not getattr(self, feature)]
+        return reasons + [f"{'bidirectional attention' if feature == 'bidirectional' else feature} is not supported" for feature in lacking]
+
+
+def features_of(spec: AttentionSpec) -> list[str]:
+    """Which of `FEATURES` the attention uses."""
+    return [feature for feature in FEATURES if (not spec.causal if feature == "bidirectional" else getattr(spec, feature))]
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -3,6 +3,7 @@
 ops = choose_ops(q.device, attention_spec(...))     # an attention, or a write for one
 ops = choose_ops(device)                            # an op that no attention's features bear on
 ops = traced_ops(device.type)                       # the same, while a call is traced
+ops = traced_ops(device.type, q.dtype, k_cache.dtype, "window lse")  # an attention with these features
 """
 
 from __future__ import annotations
@@ -58,10 +59,18 @@ def _named(device_type: str) -> BackendOps:
     return BACKEND_OPS["default"] if name == "default" else selector.get_backend(name).ops
 
 
-def traced_ops(device_type: str) -> BackendOps:
-    """As `choose_ops` without a spec, while a call is traced: the compiled code keeps what was chosen then. Sizes may be symbols there,
-    so what the backend declares about the attention itself is not asked."""
+def traced_ops(device_type: str, dtype: torch.dtype | None = None, kv_dtype: torch.dtype | None = None, features: str = "") -> BackendOps:
+    """As `choose_ops`, while a call is traced: the compiled code keeps what was chosen then. Sizes may be symbols there, so they are not asked.
+
+    Args:
+        device_type: where the call runs.
+        dtype, kv_dtype: of an attention's queries and pools; None for other ops.
+        features: what the attention uses of `capabilities.FEATURES`, with spaces between.
+
+    Raises:
+        BackendUnavailableError: the backend that was asked for by name declares not to run this.
+    """
     from torchpaged.backends.traced_name import traced_name  # here: its decorator imports the compiler, which a trace has done already
 
-    name = traced_name(device_type)  # handles can't be constants of a trace, names can
+    name = traced_name(device_type, dtype, kv_dtype, features)  # handles can't be constants of a trace, names can
     return BACKEND_OPS[name] if name in BACKEND_OPS else selector._REGISTERED[name].ops

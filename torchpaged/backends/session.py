@@ -21,6 +21,7 @@ from torch import Tensor
 from torchpaged.backends.capabilities import Capabilities, Planning
 from torchpaged.backends.spec import AttentionSpec, GraphSupport
 from torchpaged.custom_ops import BackendOps
+from torchpaged.custom_ops.checks import is_int
 from torchpaged.custom_ops.errors import ArgumentError, BackendUnavailableError, PlanError
 from torchpaged.metadata import HostLengths
 
@@ -38,7 +39,7 @@ class Limits:
         graphs: the least graph support that is needed.
 
     Raises:
-        ArgumentError: a limit below 1.
+        ArgumentError: a limit that is no integer, or below 1.
     """
 
     max_num_reqs: int | None = None
@@ -51,8 +52,10 @@ class Limits:
     def __post_init__(self) -> None:
         for each in fields(self)[:5]:
             size = getattr(self, each.name)
-            if size is not None and size < 1:
-                raise ArgumentError(f"limits.{each.name}", "at least 1", str(size))
+            if size is not None and (not is_int(size) or size < 1):
+                raise ArgumentError(f"limits.{each.name}", "an int of at least 1, or None", repr(size))
+        if not isinstance(self.graphs, GraphSupport):
+            raise ArgumentError("limits.graphs", "a GraphSupport", repr(self.graphs))
 
     def need(self, *names: str) -> list[int]:
         """These limits, for a session that can't do without them.
@@ -65,12 +68,21 @@ class Limits:
                 raise ArgumentError(f"limits.{name}", "a number: this backend makes room for it when its session is opened", "None")
         return [getattr(self, name) for name in names]
 
-    def check(self, num_reqs: int, num_tokens: int) -> None:
-        """Refuse a batch of more requests or tokens; raises `ArgumentError`."""
-        for name, got, most in (("requests", num_reqs, self.max_num_reqs), ("tokens", num_tokens, self.max_num_tokens)):
+    def check(self, num_reqs: int, num_tokens: int = 0, max_blocks_per_req: int = 0) -> None:
+        """Refuse a batch of more requests, tokens or columns of its block table; raises `ArgumentError`."""
+        for name, got, what in (
+            ("max_num_reqs", num_reqs, "requests"),
+            ("max_num_tokens", num_tokens, "tokens"),
+            ("max_blocks_per_req", max_blocks_per_req, "blocks per request"),
+        ):
+            most = getattr(self, name)
             if most is not None and got > most:
-                raise ArgumentError("metadata", f"at most {most} {name}, as the session's limits say", str(got),
-                                    f"open it with Limits(max_num_{'reqs' if name == 'requests' else name}=...) of the largest batch")  # fmt: skip
+                raise ArgumentError(
+                    "metadata",
+                    f"at most {most} {what}, as the session's limits say",
+                    str(got),
+                    f"open it with Limits({name}=...) of the largest batch",
+                )
 
 
 class PlannedBatch(Protocol):
@@ -204,22 +216,24 @@ class Session:
             ArgumentError: the batch is over the limits.
         """
         if self.plans:
-            self.limits.check(batch.seq_lens.shape[0], 0)
+            self.limits.check(batch.seq_lens.shape[0], max_blocks_per_req=batch.block_table.shape[1])
             self.planned = None
             self._plan(batch, host)
             self.planned, self._host = batch, host
             self._shapes.add(_shape(batch))
 
-    def require(self, batch: PlannedBatch) -> None:
+    def require(self, batch: PlannedBatch, num_tokens: int = 0) -> None:
         """Eagerly, before a step: ``batch`` is within the limits and was planned, if it has to be. Host facts only.
+
+        Args:
+            batch: the step's metadata.
+            num_tokens: its query tokens, padding included; 0 = not said.
 
         Raises:
             ArgumentError: it is over the limits.
             PlanError: `plan` was not called with it.
         """
-        most = self.limits.max_num_reqs
-        if most is not None and batch.seq_lens.shape[0] > most:
-            self.limits.check(batch.seq_lens.shape[0], 0)
+        self.limits.check(batch.seq_lens.shape[0], num_tokens)
         if self.plans and self.planned is not batch and (self.plans_every_step or _shape(batch) not in self._shapes):
             raise PlanError(
                 f"metadata: expected a batch that was planned, got one that backend {self.name!r} knows nothing of; "

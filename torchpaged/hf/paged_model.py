@@ -117,7 +117,7 @@ class PagedModel:
             session = self._cache.session
             if session.planned is not metadata:  # else a graph runner has planned it: this may be a capture
                 session.plan(metadata)
-            session.require(metadata)
+            session.require(metadata, input_ids.numel())
         self._cache.metadata = metadata
         options: dict[str, Any] = {}
         if logits_indices is not None and self._keeps_logits:

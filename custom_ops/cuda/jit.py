@@ -16,6 +16,7 @@ import hashlib
 import re
 import sys
 import threading
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +150,38 @@ def machine_code(file: str, macros: dict[str, int], capability: tuple[int, int])
     return code
 
 
+_Key = tuple[str, tuple[tuple[str, int], ...], tuple[int, int]]
+_ahead: dict[_Key, Future[bytes]] = {}
+_ahead_lock = threading.Lock()
+
+
+def compile_ahead(file: str, macros: dict[str, int], capability: tuple[int, int]) -> None:
+    """Begin, in a thread, to make the machine code that `kernel` will soon be asked for: several kernels of one call then take the time of the
+    slowest one. Does nothing where the thread runs already. What fails there is raised by `kernel`.
+    """
+    key = file, tuple(sorted(macros.items())), capability
+    future: Future[bytes] = Future()
+    with _ahead_lock:
+        if key in _ahead:
+            return
+        _ahead[key] = future
+
+    def run() -> None:
+        try:
+            future.set_result(machine_code(file, macros, capability))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=f"torchpaged compiles {file}", daemon=True).start()
+
+
+def _code(file: str, macros: tuple[tuple[str, int], ...], capability: tuple[int, int]) -> bytes:
+    """Machine code: from a thread that began ahead, from the cache, or compiled now."""
+    with _ahead_lock:
+        future = _ahead.pop((file, macros, capability), None)
+    return machine_code(file, dict(macros), capability) if future is None else future.result()
+
+
 class Kernel:
     """A loaded kernel of one device.
 
@@ -241,7 +274,7 @@ def _kernel(file: str, name: str, macros: tuple[tuple[str, int], ...], index: in
     with torch.cuda.device(index):
         capability = torch.cuda.get_device_capability(index)
         # no second try: a damaged file in the cache was found by its checksum, so what fails here is refused by the device
-        return Kernel(machine_code(file, dict(macros), capability), name, shared_bytes)
+        return Kernel(_code(file, macros, capability), name, shared_bytes)
 
 
 def kernel(file: str, name: str, macros: dict[str, int], device: torch.device, *, shared_bytes: int) -> Kernel:

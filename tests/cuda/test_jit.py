@@ -7,6 +7,7 @@ import io
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -245,3 +246,25 @@ def test_the_real_compiler_names_its_build() -> None:
     except Exception as error:
         pytest.skip(f"NVRTC can't be used: {error}")
     assert len(build.splitlines()) >= 3 and " V" in build, build
+
+
+def test_what_began_ahead_is_compiled_once_and_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[str] = []
+
+    def machine_code(file: str, macros: dict[str, int], capability: tuple[int, int]) -> bytes:
+        compiled.append(threading.current_thread().name)
+        if macros["BAD"]:
+            raise RuntimeError("NVRTC: no")
+        return f"{file} {macros} {capability}".encode()
+
+    monkeypatch.setattr(jit, "machine_code", machine_code)
+    for _ in range(2):  # the second one finds the first
+        jit.compile_ahead("a.cu", {"BAD": 0}, (9, 0))
+    assert jit._code("a.cu", (("BAD", 0),), (9, 0)) == b"a.cu {'BAD': 0} (9, 0)"
+    assert compiled == ["torchpaged compiles a.cu"]
+    jit._code("a.cu", (("BAD", 0),), (9, 0))  # nothing began
+    assert compiled[1:] == [threading.current_thread().name]
+    jit.compile_ahead("a.cu", {"BAD": 1}, (9, 0))
+    with pytest.raises(RuntimeError, match="NVRTC: no"):
+        jit._code("a.cu", (("BAD", 1),), (9, 0))
+    assert not jit._ahead

@@ -48,20 +48,24 @@ def paged_attention(
             window_left=window_left, window_right=window_right, logits_soft_cap=logits_soft_cap, alibi_slopes=alibi_slopes, sinks=sinks,
             k_scale=k_scale, v_scale=v_scale, chunk_size=chunk_size, semaphore=semaphore)  # fmt: skip
         return
-    decodes, ticket_row = None, 0
-    if kernel != "prefill":  # all that the launch needs is made here: beside prefill's it has to follow that one at once
-        if semaphore is None:
-            semaphore = torch.zeros(num_reqs * k_cache.shape[2], dtype=torch.int32, device=q.device)
-        decodes, ticket_row = prepare_decode(
+    if kernel != "prefill" and semaphore is None:
+        semaphore = torch.zeros(num_reqs * k_cache.shape[2], dtype=torch.int32, device=q.device)
+
+    def decodes() -> tuple[
+        Callable[[], None], int
+    ]:  # all that the launch needs is made here: beside prefill's it has to follow that one at once
+        assert semaphore is not None
+        return prepare_decode(
             q, k_cache, v_cache, block_table, seq_lens, query_start_loc, out, lse, short or max_query_len, scale, causal, window_left,
             window_right, logits_soft_cap, alibi_slopes, sinks, k_scale, v_scale, chunk_size, semaphore, longest=short)  # fmt: skip
-    if kernel != "decode":
-        prefill.attend(
-            q, k_cache, v_cache, block_table, seq_lens, query_start_loc, out, lse, scale=scale, causal=causal, window_left=window_left,
-            window_right=window_right, chunk_size=chunk_size, logits_soft_cap=logits_soft_cap, alibi_slopes=alibi_slopes, sinks=sinks,
-            semaphore=semaphore, short=short, ticket_row=ticket_row, behind=decodes)  # fmt: skip
-    elif decodes is not None:
-        decodes()
+
+    if kernel == "decode":
+        decodes()[0]()
+        return
+    prefill.attend(
+        q, k_cache, v_cache, block_table, seq_lens, query_start_loc, out, lse, scale=scale, causal=causal, window_left=window_left,
+        window_right=window_right, chunk_size=chunk_size, logits_soft_cap=logits_soft_cap, alibi_slopes=alibi_slopes, sinks=sinks,
+        semaphore=semaphore, short=short, behind=None if kernel == "prefill" else decodes)  # fmt: skip
 
 
 class Route(NamedTuple):

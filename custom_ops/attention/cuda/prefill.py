@@ -25,6 +25,10 @@ _MAX_COORDINATE = 2**31 - 1
 _WORTH_STEPS = 8  # WORTH of prefill_tiles.cuh
 
 
+#: Prepares a decode launch: what launches it, and numbers of its semaphore for each request.
+Behind = Callable[[], tuple[Callable[[], None], int]]
+
+
 @dataclass(frozen=True)
 class PrefillShape:
     """How the prefill kernel is cut, from the widths of keys and values alone.
@@ -130,7 +134,7 @@ def attend(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, seq_lens: Tensor, query_start_loc: Tensor, out: Tensor,
     lse: Tensor | None = None, *, scale: float, causal: bool = True, window_left: int = -1, window_right: int = -1, chunk_size: int = 0,
     logits_soft_cap: float = 0.0, alibi_slopes: Tensor | None = None, sinks: Tensor | None = None, semaphore: Tensor | None = None,
-    short: int = 0, ticket_row: int = 0, behind: Callable[[], None] | None = None,
+    short: int = 0, behind: Behind | None = None,
 ) -> None:  # fmt: skip
     """The op's call where `why_not` has nothing against it, on checked arguments as in ``custom_ops/attention/schema.py``; the rest as in `prefill`."""
     masks = bounded_masks(window_left, window_right, chunk_size, block_table.shape[1] * k_cache.shape[1])
@@ -139,7 +143,7 @@ def attend(
     prefill(
         q, k_cache, v_cache, block_table, seq_lens, query_start_loc, out, lse, scale, causal, semaphore, window_left=masks[0],
         window_right=masks[1], chunk=masks[2], soft_cap=logits_soft_cap, alibi_slopes=alibi_slopes, sinks=sinks, short=short,
-        ticket_row=ticket_row, behind=behind,
+        behind=behind,
     )  # fmt: skip
 
 
@@ -181,15 +185,15 @@ def prefill(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, seq_lens: Tensor, query_start_loc: Tensor, out: Tensor,
     lse: Tensor | None, scale: float, causal: bool, tickets: Tensor, *, window_left: int = -1, window_right: int = -1, chunk: int = 0,
     soft_cap: float = 0.0, alibi_slopes: Tensor | None = None, sinks: Tensor | None = None, clocks: Tensor | None = None, patience: int = 0,
-    beside: bool = True, short: int = 0, ticket_row: int = 0, behind: Callable[[], None] | None = None,
+    beside: bool = True, short: int = 0, behind: Behind | None = None,
 ) -> None:  # fmt: skip
     """Launch on checked arguments of shapes that `refuse` and `refuse_layout` let pass.
 
     Args:
         tickets: ``[1]`` or longer, int32, zeros; the kernel leaves zeros behind. Not shared by launches that may run at the same time.
-        short: as in `prefill_macros`. Then ``tickets`` is the semaphore of the decode launch, which has ``ticket_row`` numbers for each request:
-            the kernel uses the first one of a request that is its own.
-        behind: launches that decode kernel, and nothing else.
+        short: as in `prefill_macros`. Then ``tickets`` is the semaphore of the decode launch.
+        behind: prepares that decode launch, while this kernel is compiled if it has to be. Gives what launches it, and nothing else, and how many
+            numbers of the semaphore a request has: the kernel uses the first one of a request that is its own.
         window_left, window_right, chunk: bounded by the table's tokens, as ``bounded_masks`` gives them.
         clocks: ``[multiprocessors, 5]``, int64, or None; gets each CTA's cycles in all, waiting for tiles, waiting for their first keys and storing,
             and its steps.
@@ -206,9 +210,14 @@ def prefill(
     split = may_split(
         q.shape[0], block_table.shape[0], short, num_kv_heads, cut.rows // group, block_table.shape[1] * block_size // cut.keys, programs
     )
-    kernel, merge, shape = _specialised(
+    specialisation = (
         index, q.dtype, dim, dim_v, group, num_kv_heads, block_size, causal, window_left, window_right, chunk, soft_cap > 0,
         alibi_slopes is not None, sinks is not None, lse is not None, clocks is not None, patience, beside, short, split)  # fmt: skip
+    decodes, ticket_row = None, 0
+    if behind is not None:
+        _begin(*specialisation)
+        decodes, ticket_row = behind()
+    kernel, merge, shape = _specialised(*specialisation)
     early = merge is not None and gpu.launches_early(index)
     maps = queries_map(q.data_ptr(), q.dtype, tuple(q.shape), q.stride(0), q.stride(1), group, shape.rows)
     where: tuple[int, ...] = ()
@@ -222,8 +231,8 @@ def prefill(
         block_table.stride(0), scale, soft_cap, block_table.shape[0], q.shape[0], k_cache.shape[0], ticket_row, *where,
     )  # fmt: skip
     kernel.launch(programs, shape.threads, maps + arguments, early=False)
-    if behind is not None:
-        behind()
+    if decodes is not None:
+        decodes()
     if merge is not None:
         merge.launch(programs, shape.threads - 128, maps + arguments, early=early)
 
@@ -248,18 +257,32 @@ def ctas(index: int, short: int) -> int:
 
 
 @functools.cache
-def _specialised(
+def _macros(
     index: int, dtype: torch.dtype, dim: int, dim_v: int, group: int, num_kv_heads: int, block_size: int, causal: bool, window_left: int,
     window_right: int, chunk: int, soft_cap: bool, alibi: bool, sinks: bool, lse: bool, clocks: bool, patience: int, beside: bool, short: int,
     split: bool,
-) -> tuple[jit.Kernel, jit.Kernel | None, PrefillShape]:  # fmt: skip
-    """The kernel of these shapes and features, the one that puts its parts together, and its cut."""
-    macros = prefill_macros(
+) -> dict[str, int]:  # fmt: skip
+    return prefill_macros(
         dtype, dim, group, num_kv_heads, block_size, causal, lse, dim_v=dim_v, window_left=window_left, window_right=window_right,
         chunk=chunk, soft_cap=soft_cap, alibi=alibi, sinks=sinks, clocks=clocks, patience=patience, beside=beside, short=short, split=split)  # fmt: skip
-    device = torch.device("cuda", index)
+
+
+@functools.cache
+def _begin(index: int, *specialisation: Any) -> None:
+    """Compile in threads what `_specialised` will load."""
+    macros = _macros(index, *specialisation)
+    for file in ("prefill.cu", "prefill_merge.cu") if macros["SPLIT"] else ("prefill.cu",):
+        jit.compile_ahead(file, macros, gpu.capability(index))
+
+
+@functools.cache
+def _specialised(index: int, *specialisation: Any) -> tuple[jit.Kernel, jit.Kernel | None, PrefillShape]:
+    """The kernel of these shapes and features (`_macros`), the one that puts its parts together, and its cut."""
+    macros, device = _macros(index, *specialisation), torch.device("cuda", index)
+    if macros["SPLIT"]:
+        jit.compile_ahead("prefill_merge.cu", macros, gpu.capability(index))
     kernel = jit.kernel("prefill.cu", "paged_prefill", macros, device, shared_bytes=shared_bytes(macros))
-    merge = jit.kernel("prefill_merge.cu", "paged_prefill_merge", macros, device, shared_bytes=0) if split else None
+    merge = jit.kernel("prefill_merge.cu", "paged_prefill_merge", macros, device, shared_bytes=0) if macros["SPLIT"] else None
     return kernel, merge, shape_of(macros)
 
 

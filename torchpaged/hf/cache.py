@@ -123,7 +123,7 @@ class PagedCache(ChoosesBackend, CacheMasks):
         if layer_idx >= len(self.layers):
             raise ArgumentError("past_key_values", f"a PagedCache of at least {layer_idx + 1} layers", f"one of {len(self.layers)}",
                                 "make a new PagedCache of the model's config")  # fmt: skip
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)  # type: ignore[no-any-return]
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     @torch.compiler.disable(reason=SET_UP)
     def prepare(self, key_states: Tensor, head_dim_v: int | None = None) -> None:

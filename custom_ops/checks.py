@@ -98,9 +98,9 @@ def checks_device_values() -> bool:
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    """The range of a tensor's addresses; of no numbers an empty one that meets no other."""
+    """The range of a tensor's addresses; of no numbers, or on meta, an empty one that meets no other."""
     count = tensor.numel()
-    if not count:
+    if not count or tensor.device.type == "meta":
         return 0, 0
     if not tensor.is_contiguous():
         count = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))

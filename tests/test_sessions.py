@@ -336,6 +336,17 @@ def test_a_plan_of_a_wider_block_table_is_refused(session: PlanningSession) -> N
     assert session.planned is None
 
 
+def test_sessions_and_limits_of_another_type() -> None:
+    for argument, options in (("limits", {"limits": {"max_num_reqs": 3}}), ("session", {"session": "cpu"})):
+        with pytest.raises(ArgumentError, match=f"{argument}: expected"):
+            PagedAttention(HEADS, DIM, KV_HEADS, **options)
+    with pytest.raises(ArgumentError, match="limits: expected Limits"):
+        get_backend("reference").open([], None, "cpu")  # type: ignore[arg-type]
+    for choose in (torchpaged.select_backend, lambda spec: torchpaged.open_session(spec, Limits())):
+        with pytest.raises(ArgumentError, match="spec: expected at least one"):
+            choose([])
+
+
 def test_graph_support_is_asked_for_when_a_session_is_opened() -> None:
     for support, wanted in itertools.product(GraphSupport, GraphSupport):
         reference = get_backend("reference")

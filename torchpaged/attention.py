@@ -14,6 +14,7 @@ the layer's session, or in one that several layers share::
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import NoneType
 from typing import Any
 
 import torch
@@ -109,6 +110,10 @@ class PagedAttention(nn.Module):
         self.scale = head_dim**-0.5 if scale is None else scale
         self.window_size, self.logits_soft_cap, self.causal, self.chunk_size = window_size, logits_soft_cap, causal, chunk_size
         self.block_size, self.kv_dtype, self.requested_backend = block_size, kv_dtype, backend
+        if not isinstance(session, (Session, NoneType)):
+            raise ArgumentError("session", "a Session, such as open_session gives", repr(session))
+        if not isinstance(limits, (Limits, NoneType)):
+            raise ArgumentError("limits", "Limits", repr(limits))
         if session is not None and (limits is not None or backend != "auto"):
             raise ArgumentError("session", "a session, or a backend and limits", "both", "the session has a backend and limits")
         self._limits, self._given = Limits() if limits is None else limits, session

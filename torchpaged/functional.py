@@ -25,7 +25,7 @@ from torchpaged.custom_ops import BACKEND_OPS, BackendOps, check_native_dtype
 from torchpaged.custom_ops.attention.check import check_merge_attn_states, check_options, check_paged_attention
 from torchpaged.custom_ops.block_ops.check import check_copy_blocks
 from torchpaged.custom_ops.cache_write.check import check_rope_write_kv, check_write_kv
-from torchpaged.custom_ops.checks import check_tensors, refuse_grad
+from torchpaged.custom_ops.checks import check_tensors, is_int, refuse_grad
 from torchpaged.custom_ops.errors import ArgumentError, BackendUnavailableError
 from torchpaged.custom_ops.step_end.check import check_advance_step
 
@@ -203,6 +203,12 @@ def paged_attention(
     """
     kept: Mapping[str, Any] = {} if workspace is None else workspace
     if not torch.compiler.is_compiling():
+        if not isinstance(kept, Mapping):
+            raise ArgumentError("workspace", "tensors by argument name", type(workspace).__name__, "pass session.workspace(spec)")
+        if ops is not None and not isinstance(ops, BackendOps):
+            raise ArgumentError("ops", "handles of a backend's ops", repr(ops), "pass BACKEND_OPS[name], or choose by use_backend(name)")
+        if not (is_int(max_query_len) or isinstance(max_query_len, torch.SymInt)):
+            raise ArgumentError("max_query_len", "an int of at least 1", repr(max_query_len))
         check_options(scale, window_size, logits_soft_cap, chunk_size)
         check_tensors(q=q, k_cache=k_cache, v_cache=v_cache, block_table=block_table, seq_lens=seq_lens, query_start_loc=query_start_loc,
                       **_given(alibi_slopes=alibi_slopes, sinks=sinks, k_scale=k_scale, v_scale=v_scale), **kept)  # fmt: skip

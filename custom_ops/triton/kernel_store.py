@@ -123,13 +123,18 @@ def parameters(specialisation: tuple[object, ...]) -> tuple[tuple[int, ...], tup
     return tuple(place for place, _ in passed), tuple(kind for _, kind in passed)
 
 
-@functools.cache
-def _sources() -> str:
-    """A hash of the sources of this folder and of every family's kernels, read once: Triton compiles what was imported."""
+def _read_sources() -> str:
+    """A hash of the sources of this folder and of every family's kernels, as they are now."""
     digest = hashlib.sha256()
     for path in sorted([*_HERE.glob("*.py"), *_HERE.parent.glob("*/triton/*.py")]):
         digest.update(path.relative_to(_HERE.parent).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()
+
+
+@functools.cache
+def _sources() -> str:
+    """A hash of this folder's sources, read once: when this file is imported, which is ahead of the kernels. Triton compiles what was imported."""
+    return _read_sources()
 
 
 @functools.cache
@@ -166,13 +171,18 @@ def usable() -> bool:
 @functools.cache
 def _may_be_used() -> bool:
     """What does not change while a process runs; asked at every launch."""
-    if (
-        torch.version.cuda is None
-        or launching.INTERPRET
-        or any(name.startswith(_PREFIXES) and name not in _HARMLESS for name in os.environ)
-    ):
+    if torch.version.cuda is None or launching.INTERPRET or not _is_as_installed():
         return False
     return installed() is not None and _bindings()
+
+
+def _is_as_installed() -> bool:
+    """Whether Triton's compiler is what `installed` says, asked ahead of what will be stored: variables and knobs, which are variables, too, may be
+    set while a process runs."""
+    if any(name.startswith(_PREFIXES) and name not in _HARMLESS for name in os.environ):
+        return False
+    runtime = getattr(getattr(sys.modules.get("triton"), "knobs", None), "runtime", None)
+    return getattr(runtime, "add_stages_inspection_hook", None) is None
 
 
 def hooked() -> bool:
@@ -214,13 +224,13 @@ def find(kernel: KernelRef, arguments: tuple[Any, ...], options: Mapping[str, An
 
 def keep(kernel: KernelRef, arguments: tuple[Any, ...], options: Mapping[str, Any], compile: Callable[[], Any]) -> StoredKernel | None:
     """What ``compile`` has Triton compile for these arguments, kept for this process and on disk; None if Triton is to launch."""
-    if not usable() or torch.cuda.is_current_stream_capturing():
+    if not usable() or torch.cuda.is_current_stream_capturing() or not _is_as_installed():
         return None
     key = _key(kernel, arguments, options)
     if key not in _known:
         content = pack(compile(), key[2])  # type: ignore[arg-type]
         _known[key] = None if content is None else _load(content, key)
-        if content is not None and _known[key] is not None:
+        if content is not None and _known[key] is not None and _read_sources() == _sources():  # else it may be another text's
             cubins.store(_file(key), content)
     return _known[key]
 
@@ -248,3 +258,6 @@ def _load(content: bytes, key: tuple[object, ...]) -> StoredKernel | None:
         return StoredKernel(json.loads(head), code, key[2])  # type: ignore[arg-type]
     except (RuntimeError, ValueError, KeyError):
         return None
+
+
+_sources()

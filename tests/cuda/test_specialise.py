@@ -142,7 +142,6 @@ def test_which_kernels_serve_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
         return module.route(q, cache, cache, q, num_reqs, max_query_len, 0.125, None, capacity)
 
     monkeypatch.setenv("TORCHPAGED_CUDA_PREFILL", "1")
-    module._prefill_is_on.cache_clear()
     assert (
         route() == ("prefill", 0, "") and route(max_query_len=8) == ("decode", 0, "") and route(num_reqs=9) == ("prefill and decode", 2, "")
     )
@@ -154,8 +153,6 @@ def test_which_kernels_serve_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     why["prefill"] = "head_dim 80/80"
     assert route() == ("triton", 0, "prefill: head_dim 80/80")
     monkeypatch.setenv("TORCHPAGED_CUDA_PREFILL", "0")
-    module._prefill_is_on.cache_clear()
     why["prefill"] = why["decode"] = None
     assert route() == ("triton", 0, "prefill: TORCHPAGED_CUDA_PREFILL=0") and route(max_query_len=8).kernel == "decode"
     monkeypatch.delenv("TORCHPAGED_CUDA_PREFILL")
-    module._prefill_is_on.cache_clear()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import gc
 import linecache
 import pickle
 import random
@@ -258,6 +259,47 @@ def test_a_stream_that_is_left_cancels_its_requests(model: Any, want: list[list[
     assert_unharmed(generator, want)
 
 
+def test_a_stream_that_nobody_begins_cancels_its_requests(model: Any, want: list[list[int]]) -> None:
+    """They belong to it: no other call would give their events, and they would run on, and hold their blocks, in later calls."""
+    generator = engine(model)
+    ids = [generator.submit(prompt, params) for prompt, params in zip(PROMPTS[:2], EACH, strict=False)]
+    kept = generator.stream([ids[1]])
+    generator.stream([ids[0]])
+    gc.collect()
+    assert [event.token_id for event in kept] == want[1]
+    assert not generator.has_unfinished
+    assert_unharmed(generator, want)
+
+
+@pytest.mark.parametrize("place", ["behind acquire", "ahead of release"])
+def test_a_stream_collected_as_garbage_while_the_lock_changes_hands(model: Any, want: list[list[int]], place: str) -> None:
+    """The collector may run at any call, between the lock and the note of who holds it too: its thread must not wait for itself."""
+    generator, left = engine(model), []
+
+    def collect(here: str) -> None:
+        if here == place and not left:
+            left.append(here)
+            generator._leave([])
+
+    class Queue(dict[int, None]):
+        def pop(self, *arguments: Any) -> Any:
+            collect("behind acquire")
+            return super().pop(*arguments)
+
+    class Traced(Generator):
+        def __setattr__(self, name: str, value: Any) -> None:
+            super().__setattr__(name, value)
+            if name == "_holder" and value == 0:
+                collect("ahead of release")
+
+    generator._queue, generator.__class__ = Queue(), Traced
+    other = threading.Thread(target=generator.step, daemon=True)
+    other.start()
+    other.join(20)
+    assert left and not other.is_alive(), "it waits for the lock that it holds"
+    assert_unharmed(generator, want)
+
+
 def test_a_request_submitted_while_a_stream_breaks_off_has_an_owner(model: Any, want: list[list[int]]) -> None:
     """The submitting thread is inside, its request not queued yet, when a stream over all requests is closed and waits for the lock."""
     generator, inside, closing, ids = engine(model), threading.Event(), threading.Event(), []
@@ -333,8 +375,8 @@ def test_a_thread_that_was_interrupted_while_it_waited_is_not_waited_for(model: 
         def __exit__(self, *_: object) -> None:
             raise AssertionError("never entered")
 
-        def locked(self) -> bool:
-            return True
+        def _is_owned(self) -> bool:
+            return False
 
     generator = engine(model)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):

@@ -163,3 +163,24 @@ def test_pools_made_ahead_and_a_forward_that_raised() -> None:
         cache.update(states, states, index)
     with pytest.raises(ArgumentError, match="forwards all completed"):
         cache.update(states, states, 0)
+
+
+@pytest.mark.parametrize("other", ["more layers", "other heads", "other width", "other dtype"])
+@torch.no_grad()
+def test_a_cache_that_is_another_models(other: str) -> None:
+    """Refused by a typed error that says what to do; the cache goes on with its own model as if nothing had come."""
+    model, ids = tiny("Llama"), padded_prompts()["input_ids"]
+    config = type(model.config)(**{
+        **model.config.to_dict(), **{"more layers": {"num_hidden_layers": model.config.num_hidden_layers + 1}, "other heads": {"num_key_value_heads": 1},
+                                     "other width": {"head_dim": 2 * model.config.head_dim}, "other dtype": {}}[other],
+    })  # fmt: skip
+    stranger = type(model)(config).eval().to(torch.bfloat16 if other == "other dtype" else torch.float32)
+    for each in (model, stranger):
+        each.set_attn_implementation("torchpaged")
+    cache = PagedCache(model.config, 2, 32, block_size=4)
+    want = model(ids, past_key_values=PagedCache(model.config, 2, 32, block_size=4)).logits
+    model(ids, past_key_values=cache)
+    with pytest.raises(ArgumentError, match="make a new PagedCache of the model's config"):
+        stranger(ids[:, :1], past_key_values=cache)
+    cache.reset()
+    torch.testing.assert_close(model(ids, past_key_values=cache).logits, want)

@@ -238,6 +238,29 @@ def test_lists_and_none_for_tensors(function: str, argument: str, bad: Any) -> N
     assert error.value.argument == argument
 
 
+@pytest.mark.parametrize(
+    ("argument", "options"),
+    [("workspace", {"workspace": torch.zeros(8, dtype=torch.int32)}), ("workspace", {"workspace": [1]}), ("ops", {"ops": "cpu"}),
+     ("max_query_len", {"max_query_len": 2.0}), ("max_query_len", {"max_query_len": True}), ("max_query_len", {"max_query_len": None})],
+)  # fmt: skip
+def test_options_of_another_type(argument: str, options: dict[str, Any]) -> None:
+    with pytest.raises(ArgumentError) as error:
+        torchpaged.paged_attention(**{**attention_arguments(), **options})
+    assert error.value.argument == argument
+
+
+def test_meta_tensors_have_shapes_alone() -> None:
+    """Their addresses are all 0, which is no shared memory."""
+    attention = {name: x.to("meta") if isinstance(x, torch.Tensor) else x for name, x in attention_arguments().items()}
+    out, lse = torchpaged.paged_attention(**attention, return_lse=True)
+    assert out.shape == attention["q"].shape and lse.shape == out.shape[:2] and out.device.type == lse.device.type == "meta"
+    torchpaged.write_kv(**{name: x.to("meta") for name, x in write_arguments().items()})
+    with pytest.raises(ArgumentError, match="slot_mapping"):
+        torchpaged.write_kv(
+            **{name: x.to("meta") for name, x in write_arguments().items()} | {"slot_mapping": torch.zeros(3, device="meta")}
+        )
+
+
 def test_float64_on_the_native_backend(native: None) -> None:
     """A typed error from every door, with nothing written; the reference takes it."""
     for ops in (BACKEND_OPS["cpu"], BACKEND_OPS["default"]):

@@ -287,6 +287,80 @@ def test_variables_of_triton_leave_all_to_it(name: str, monkeypatch: pytest.Monk
     kernel_store._may_be_used.cache_clear()
 
 
+def test_what_was_compiled_from_a_changed_source_is_not_stored(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Somebody edits a kernel while a process runs: its machine code must not lie on the disk under the name of another text."""
+    folder = tmp_path / "kernels"
+    folder.mkdir()
+    (folder / "kernel.py").write_text("old")
+    monkeypatch.setattr(kernel_store, "_HERE", folder)
+    kernel_store._sources.cache_clear()
+    kernel_store._sources()
+
+    def compile() -> Any:
+        (folder / "kernel.py").write_text("new")
+        return compiled_kernel()
+
+    try:
+        stored = kernel_store.keep(REF, ARGUMENTS, {}, compile)
+        assert stored is not None and kernel_store.find(REF, ARGUMENTS, {}) is stored
+        assert not cubins.folder().exists() and kernel_store._read_sources() != kernel_store._sources()
+    finally:
+        kernel_store._sources.cache_clear()
+
+
+def test_sources_are_read_when_the_store_is_imported() -> None:
+    """Ahead of the kernels, whose texts Triton reads when they are imported: read at the first launch, they could be newer than those."""
+    code = (
+        "import pathlib; read = pathlib.Path.read_bytes; seen = []\n"
+        "pathlib.Path.read_bytes = lambda self: (seen.append(self.name), read(self))[1]\n"
+        "import torchpaged.custom_ops.triton.kernel_store as store\n"
+        "assert 'decode.py' in seen; seen.clear(); store._sources(); assert not seen"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("changed", ["knob", "variable", "pipeline"])
+def test_a_compiler_that_was_changed_meanwhile_stores_nothing(changed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What Triton's knobs, or a variable set behind the first launch, make of a kernel is nothing for the next process. Reads
+    ``triton.knobs.runtime.add_stages_inspection_hook``; assigned knobs are in the environment, too."""
+    with triton.knobs.compilation.scope(), triton.knobs.runtime.scope():
+        if changed == "knob":
+            monkeypatch.setenv("TRITON_DISABLE_LINE_INFO", "0")  # what the assignment below changes comes back
+            triton.knobs.compilation.disable_line_info = True
+        elif changed == "variable":
+            monkeypatch.setenv("TRITON_KERNEL_OVERRIDE", "1")
+        else:
+            assert triton.knobs.runtime.add_stages_inspection_hook is None
+            triton.knobs.runtime.add_stages_inspection_hook = lambda *arguments: ("key", "hash")  # type: ignore[assignment, misc]
+        assert kernel_store.keep(REF, ARGUMENTS, {}, lambda: compiled_kernel()) is None
+        assert not cubins.folder().exists()
+    monkeypatch.delenv("TRITON_DISABLE_LINE_INFO", raising=False)
+    monkeypatch.delenv("TRITON_KERNEL_OVERRIDE", raising=False)
+    assert kernel_store.keep(REF, ARGUMENTS, {}, lambda: compiled_kernel()) is not None
+
+
+@pytest.mark.parametrize("home", ["full", "a file", "unset"])
+def test_a_disk_that_takes_nothing_costs_time_alone(home: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    if home == "unset":
+        monkeypatch.delenv("TORCHPAGED_CACHE")
+        monkeypatch.delenv("HOME", raising=False)
+        monkeypatch.setattr("pwd.getpwuid", lambda uid: (_ for _ in ()).throw(KeyError(uid)))
+    elif home == "a file":
+        (tmp_path / "cubin").write_text("")
+    else:
+
+        def refuse(*_: Any, **__: Any) -> Any:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(os, "fsync", refuse)
+    assert kernel_store.keep(REF, ARGUMENTS, {}, lambda: compiled_kernel()) is not None
+    assert kernel_store.find(REF, ARGUMENTS, {}) is not None
+    forget()
+    assert kernel_store.find(REF, ARGUMENTS, {}) is None
+    if home == "full":
+        assert list(cubins.folder().iterdir()) == [], "half a file was left"
+
+
 def test_hooks_around_tritons_launches_are_seen() -> None:
     """Reads ``triton.knobs.runtime.launch_enter_hook`` and the ``calls`` of its chain."""
     assert not kernel_store.hooked()

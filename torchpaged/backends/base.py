@@ -12,6 +12,7 @@ from torchpaged.backends.capabilities import Capabilities
 from torchpaged.backends.session import Limits, Session
 from torchpaged.backends.spec import AttentionSpec
 from torchpaged.custom_ops import BACKEND_OPS, BackendOps
+from torchpaged.custom_ops.errors import ArgumentError
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,8 @@ class Backend:
 
         Raises:
             BackendUnavailableError: the backend can't run one of the specs here; with all reasons.
-            ArgumentError: a limit that this backend's sessions need was not said.
+            ArgumentError: ``limits`` are none, or a limit that this backend's sessions need was not said.
         """
+        if not isinstance(limits, Limits):
+            raise ArgumentError("limits", "Limits", repr(limits))
         return self.session(self.name, self.capabilities, self.ops, list(specs), limits, torch.device(device))

@@ -16,7 +16,7 @@ from torchpaged.backends.base import Backend
 from torchpaged.backends.session import Limits, Session
 from torchpaged.backends.spec import AttentionSpec
 from torchpaged.custom_ops import BackendOps, variables
-from torchpaged.custom_ops.errors import BackendUnavailableError
+from torchpaged.custom_ops.errors import ArgumentError, BackendUnavailableError
 
 #: Backend name -> module with a ``BACKEND``; `register_backend` adds to it.
 _MODULES = {name: f"torchpaged.backends.{name}" for name in ("cuda", "triton", "cpu", "reference")}
@@ -100,9 +100,12 @@ def select_backend(spec: AttentionSpec | Sequence[AttentionSpec], backend: str |
         backend: a name, or None / "auto".
 
     Raises:
+        ArgumentError: an empty list.
         BackendUnavailableError: the named backend can't run ``spec``, or none can; with all reasons.
     """
     specs = [spec] if isinstance(spec, AttentionSpec) else list(spec)
+    if not specs:
+        raise ArgumentError("spec", "at least one AttentionSpec", "none")
     name, asker = requested(backend)
     rejected: dict[str, list[str]] = {}
     if name != "auto":

@@ -175,7 +175,7 @@ class Generator:
         self._stepper = Stepper(self.model, self.scheduler, self.loop, self._prefill_graphs)
         self._requests, self._next_id = self._stepper.requests, 0
         self.stats: GeneratorStats = self._stepper.stats
-        self._lock, self._holder = threading.Lock(), 0  # the thread that is inside, where the lock is held
+        self._lock, self._holder = threading.RLock(), 0  # the thread that is inside: a little less long than it has the lock
         self._queue: dict[int, None] = {}  # threads that wait for the lock
         self._inbox = Inbox()
         self._stream_of_all: object | None = None  # the mark of the open stream over all requests
@@ -225,7 +225,9 @@ class Generator:
         if request_ids is None:
             return self._stream(None)
         with self._entered():
-            return self._stream(self._claim(list(request_ids)))
+            stream = self._stream(self._claim(list(request_ids)), begin=True)
+            next(stream)
+        return stream
 
     def generate(
         self, prompts: str | Seq[str | Seq[int]], sampling: SamplingParams | Seq[SamplingParams] | None = None
@@ -317,9 +319,12 @@ class Generator:
             sequence.inbox = inbox
         return inbox
 
-    def _stream(self, inbox: Inbox | None) -> Iterator[TokenEvent]:
+    def _stream(self, inbox: Inbox | None, begin: bool = False) -> Iterator[TokenEvent]:
+        """``begin``: the first ``next`` gives nothing. From then on it cancels its requests if it is dropped: nobody else will take their events."""
         mark = object()
         try:
+            if begin:
+                yield  # type: ignore[misc]
             if inbox is None:
                 with self._entered():
                     if self._stream_of_all is not None:
@@ -362,11 +367,16 @@ class Generator:
 
     # ------------------------------------------------------------------------------------------------ one call at a time
     def _is_inside(self) -> bool:
-        return self._lock.locked() and self._holder == threading.get_ident()
+        # _is_owned is not public; threading.Condition relies on it. The note alone is not enough: Ctrl-C may leave an old one behind.
+        return bool(self._lock._is_owned()) and self._holder == threading.get_ident()  # type: ignore[attr-defined]
 
     @contextlib.contextmanager
     def _entered(self) -> Iterator[None]:
-        """Hold the lock, and find nothing half done."""
+        """Hold the lock, and find nothing half done.
+
+        The lock may be taken again by its thread: the garbage collector may close a stream between the lock and the note of its holder, where
+        nothing is half done either.
+        """
         if self._is_inside():
             raise TorchpagedError(
                 "a Generator was called from inside one of its own steps (a callback of the model, tokenizer or progress)"

@@ -114,6 +114,17 @@ class PagedCache(ChoosesBackend, CacheMasks):
         return {**self.__dict__, "_pending": PendingPadding(self.name)}
 
     # ------------------------------------------------------------------------------------------------ set-up
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """`PagedLayer.update` of layer ``layer_idx``.
+
+        Raises:
+            ArgumentError: the cache was made for fewer layers, or for others than this one.
+        """
+        if layer_idx >= len(self.layers):
+            raise ArgumentError("past_key_values", f"a PagedCache of at least {layer_idx + 1} layers", f"one of {len(self.layers)}",
+                                "make a new PagedCache of the model's config")  # fmt: skip
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
     @torch.compiler.disable(reason=SET_UP)
     def prepare(self, key_states: Tensor, head_dim_v: int | None = None) -> None:
         """Choose the backend, give each row its blocks, make the metadata tensors; once per batch, never traced."""

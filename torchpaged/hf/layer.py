@@ -14,7 +14,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from torchpaged.backends import AttentionSpec, Choice
 from torchpaged.custom_ops import BackendOps
-from torchpaged.custom_ops.errors import UnsupportedModelError
+from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
 from torchpaged.hf.watched_pool import WatchedPool, watch
 
 #: Why set-up is not traced, and what to do: the reason of a graph break, or of dynamo's error with ``fullgraph=True``.
@@ -160,14 +160,28 @@ class PagedLayer(CacheLayerMixin):
         batch, num_kv_heads, query_len, head_dim = key_states.shape
         k = key_states.transpose(1, 2).reshape(batch * query_len, num_kv_heads, head_dim)
         v = value_states.transpose(1, 2).reshape(batch * query_len, value_states.shape[1], value_states.shape[3])
-        slots = self.owner.slots(self, batch, query_len)
         assert self.keys is not None and self.values is not None
+        if not torch.compiler.is_compiling():  # a trace has the op's own check
+            self._require_own(key_states, value_states)
+        slots = self.owner.slots(self, batch, query_len)
         self.owner.ops.write_kv(k, v, self.keys, self.values, slots, are_query_tokens=self.writes_query_tokens)
         if self.owner.dense:
             return self.owner.gather(self.keys, batch), self.owner.gather(self.values, batch)
         if not torch.compiler.is_compiling() and not self._watched:
             return watch(self.keys, self.owner.name), watch(self.values, self.owner.name)
         return self.keys, self.values
+
+    def _require_own(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Refuse what the pools were not made for, before the step moves on."""
+        for name, states, pool in (("key_states", key_states, self.keys), ("value_states", value_states, self.values)):
+            assert pool is not None
+            heads, width = pool.shape[2:]
+            if states.shape[1] != heads or states.shape[3] != width or states.dtype != pool.dtype or states.device != pool.device:
+                raise ArgumentError(
+                    name, f"{heads} heads of {width}, {pool.dtype} on {pool.device}, as this cache's layer {self.index} was made for",
+                    f"{states.shape[1]} heads of {states.shape[3]}, {states.dtype} on {states.device}",
+                    "a cache keeps the layout of the model that used it first: make a new PagedCache of the model's config",
+                )  # fmt: skip
 
     def watch_again(self) -> None:
         """The model computed with the pools: whoever tries again is refused again."""

@@ -107,7 +107,6 @@ def route(
     return Route("prefill and decode", short) if reason is None else Route("triton", reason=f"decode beside prefill: {reason}")
 
 
-@functools.cache
 def _prefill_is_on() -> bool:
     return bool(variables.get("TORCHPAGED_CUDA_PREFILL"))
 

@@ -100,7 +100,7 @@ RULES = {
     "custom_ops": ("torchpaged.custom_ops",),
     "graphs": ("torchpaged.graphs", "torchpaged.metadata", "torchpaged.custom_ops.errors", "torchpaged.custom_ops.checks", "torchpaged.code_object"),
     "torchpaged/cache": ("torchpaged.cache", "torchpaged.custom_ops.errors"),
-    "torchpaged/metadata.py": ("torchpaged.custom_ops.errors",),
+    "torchpaged/metadata": ("torchpaged.custom_ops.errors", "torchpaged.metadata"),
     "torchpaged/backends": ("torchpaged.backends", "torchpaged.custom_ops", "torchpaged.metadata"),
     "torchpaged/engine": (
         "torchpaged.engine", "torchpaged.graphs", "torchpaged.backends", "torchpaged.cache", "torchpaged.metadata",

@@ -204,6 +204,8 @@ class PagedAttention(nn.Module):
             check_tensors(query=query, k_cache=pools.k_cache, v_cache=pools.v_cache)
             if key is not None:
                 check_tensors(key=key, value=value)
+                if metadata.slot_mapping is None:
+                    raise ArgumentError("metadata", "a slot_mapping, since keys are written", "None", "or pass key=None, value=None")
         self._check_pools(pools, metadata)
         q = query.reshape(-1, self.num_heads, self.head_dim)
         out = q.new_empty(q.shape[0], self.num_heads, self.head_dim_v)

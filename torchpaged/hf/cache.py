@@ -24,11 +24,12 @@ from torchpaged.custom_ops.errors import ArgumentError, BackendUnavailableError,
 from torchpaged.hf.cache_masks import CacheMasks
 from torchpaged.hf.chosen_backend import ChoosesBackend, config_spec
 from torchpaged.hf.forward_order import ForwardOrder
-from torchpaged.hf.layer import SET_UP, PagedLayer, StepBatch
+from torchpaged.hf.layer import SET_UP, PagedLayer
 from torchpaged.hf.pending_padding import PendingPadding
 from torchpaged.hf.query_starts import fill_query_starts
 from torchpaged.hf.support import require_made_by_user, require_paged_layers, require_supported_config
 from torchpaged.hf.template import paged_layers
+from torchpaged.metadata import AttentionMetadata, BatchSizes, make_batch_tensors, slots_at
 
 _SHORT_QUERY_LEN = 8  # tokens per row that the decode kernels take at most: custom_ops/triton/config.py, MAX_DECODE_QUERY_LEN
 
@@ -150,9 +151,9 @@ class PagedCache(ChoosesBackend, CacheMasks):
 
     def _make_metadata(self, device: torch.device) -> None:
         with torch.inference_mode(False):  # an inference tensor could not be advanced under plain no_grad later
-            self.block_table = torch.zeros(self.max_rows, self.blocks_per_row, dtype=torch.int32, device=device)
-            self.seq_lens = torch.zeros(self.max_rows, dtype=torch.int32, device=device)  # without padding
-            self.decode_slots = torch.full((self.max_rows,), -1, dtype=torch.int64, device=device)
+            names = ("block_table", "seq_lens", "slot_mapping")  # lengths without padding, slots of a decode step
+            tensors = make_batch_tensors(names, BatchSizes(self.max_rows, self.max_rows, self.blocks_per_row), device)
+            self.block_table, self.seq_lens, self.decode_slots = tensors.values()
             self.row_starts = torch.arange(self.max_rows + 1, dtype=torch.int32, device=device)
             self.query_starts = torch.zeros(self.max_rows + 1, dtype=torch.int32, device=device)  # of a forward of more tokens than below
             # Query starts of short forwards, by tokens per row, made once: attention reads them before the kernels ahead have ended, so that none
@@ -177,15 +178,15 @@ class PagedCache(ChoosesBackend, CacheMasks):
         self.block_table[: len(self._rows)].copy_(table)
 
     # ------------------------------------------------------------------------------------------- one forward
-    def slots(self, layer: PagedLayer, batch: int, query_len: int) -> Tensor:
-        """The slots of this forward's tokens; the first layer advances the lengths (in place, in the graph)."""
+    def advance(self, layer: PagedLayer, batch: int, query_len: int) -> Tensor:
+        """The slots of this forward's tokens; the first layer moves the lengths on (in place, in the graph)."""
         if self.dense:
             self.require_mask_of_own()
         self.order.enter(layer, query_len)
         if not torch.compiler.is_compiling() and not layer.has_written:
             self.first_use(layer)
         if layer.is_first:
-            self._advance(batch, query_len)
+            self._advance_lengths(batch, query_len)
             if self.session.plans:
                 self._plan(batch, query_len)
         self.order.leave(layer, query_len)
@@ -195,12 +196,9 @@ class PagedCache(ChoosesBackend, CacheMasks):
 
     def _slots_of(self, batch: int, query_len: int) -> Tensor:
         positions = self.seq_lens[:batch, None].long() - query_len + torch.arange(query_len, device=self.seq_lens.device)[None]
-        column = (positions // self.block_size).clamp(0, self.blocks_per_row - 1)
-        block = self.block_table[:batch].long().gather(1, column)
-        slots = block * self.block_size + positions % self.block_size
-        return torch.where(positions >= 0, slots, -1).reshape(-1)
+        return slots_at(positions, self.block_table[:batch], self.block_size).reshape(-1)
 
-    def _advance(self, batch: int, query_len: int) -> None:
+    def _advance_lengths(self, batch: int, query_len: int) -> None:
         if not torch.compiler.is_compiling():
             if batch != len(self._rows):
                 raise ArgumentError("input_ids", f"{len(self._rows)} rows, as in this cache's first batch", f"{batch} rows",
@@ -227,7 +225,7 @@ class PagedCache(ChoosesBackend, CacheMasks):
                 f"backend {self.choice.name!r} plans every step outside compiled code, and a compiled forward moves the lengths on inside; "
                 "run the model eagerly, through torchpaged.engine.Generator, or on another backend"
             )
-        self.session.plan(self.step(batch, query_len))
+        self.session.plan(self.metadata_of(batch, query_len))
 
     def written(self, layer: PagedLayer) -> None:
         """The last layer's word completes the forward: on the device, which compiled steps look at, and on the host."""
@@ -243,7 +241,7 @@ class PagedCache(ChoosesBackend, CacheMasks):
         self.order.use(layer)
 
     def _require_complete(self) -> None:
-        """Refuse a cache whose last forward raised between two layers. On a GPU a compiled one is found by `_advance`'s assertion."""
+        """Refuse a cache whose last forward raised between two layers. On a GPU a compiled one is found by `_advance_lengths`' assertion."""
         lost = self.ready and self.total.device.type == "cpu" and int(self.total) != int(self.written_total)
         if self._is_open or lost:
             raise self._incomplete()
@@ -255,17 +253,17 @@ class PagedCache(ChoosesBackend, CacheMasks):
             "its layers hold different tokens: call cache.reset() and start from the prompt",
         )  # fmt: skip
 
-    def step(self, batch: int, query_len: int) -> StepBatch:
-        """This forward as a batch of ``batch`` requests of ``query_len`` queries each."""
+    def metadata_of(self, batch: int, query_len: int) -> AttentionMetadata:
+        """This forward as a batch of ``batch`` requests of ``query_len`` queries each, for attention alone."""
         if query_len == 1:
             starts = self.row_starts
         elif query_len <= _SHORT_QUERY_LEN:
             starts = self.short_starts[query_len]
         else:
             starts = self.query_starts
-            if not self.keys_of_queries:  # cross attention: what `_advance` was told of are the encoder's tokens
+            if not self.keys_of_queries:  # cross attention: what `advance` was told of are the encoder's tokens
                 fill_query_starts(starts, self.row_starts, query_len)
-        return StepBatch(self.block_table[:batch], self.seq_lens[:batch], starts[: batch + 1], query_len)
+        return AttentionMetadata(self.block_table[:batch], self.seq_lens[:batch], starts[: batch + 1], None, None, query_len)
 
     def gather(self, pool: Tensor, batch: int) -> Tensor:
         """Dense mode: every row's tokens by position (padding included), ``[batch, num_kv_heads, max_seq_len, head_dim]``."""

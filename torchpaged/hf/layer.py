@@ -6,7 +6,7 @@ attention function knows a paged call by its key and value alone: no global stat
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -16,21 +16,13 @@ from torchpaged.backends import AttentionSpec, Choice
 from torchpaged.custom_ops import BackendOps
 from torchpaged.custom_ops.errors import UnsupportedModelError
 from torchpaged.hf.watched_pool import WatchedPool, watch
+from torchpaged.metadata import AttentionMetadata
 
 #: Why set-up is not traced, and what to do: the reason of a graph break, or of dynamo's error with ``fullgraph=True``.
 SET_UP = (
     "PagedCache: the pools can't be made inside compiled code; run the first forward eagerly (generate() does), or call "
     "cache.early_initialization(batch_size, num_kv_heads, head_dim, dtype, device) before"
 )
-
-
-class StepBatch(NamedTuple):
-    """What `paged_attention` needs of this step: see `torchpaged.AttentionMetadata`."""
-
-    block_table: Tensor
-    seq_lens: Tensor
-    query_start_loc: Tensor
-    max_query_len: int
 
 
 class PagedOwner(Protocol):
@@ -55,8 +47,9 @@ class PagedOwner(Protocol):
     def give_workspace(self, layer: PagedLayer, spec: AttentionSpec) -> None:
         """Give ``layer`` what the session keeps for layers of ``spec``."""
 
-    def slots(self, layer: PagedLayer, batch: int, query_len: int) -> Tensor:
-        """The slot of every new token ``[batch * query_len]`` int64; the first layer moves the step on."""
+    def advance(self, layer: PagedLayer, batch: int, query_len: int) -> Tensor:
+        """Before ``layer`` writes: the first layer of a forward moves the lengths on by ``query_len`` tokens per row. Gives the slot of every
+        new token, ``[batch * query_len]`` int64."""
 
     def written(self, layer: PagedLayer) -> None:
         """``layer`` has written this forward's tokens."""
@@ -64,8 +57,8 @@ class PagedOwner(Protocol):
     def first_use(self, layer: PagedLayer) -> None:
         """``layer`` gets its pools: it is used for the first time."""
 
-    def step(self, batch: int, query_len: int) -> StepBatch:
-        """The step's batch."""
+    def metadata_of(self, batch: int, query_len: int) -> AttentionMetadata:
+        """The forward that runs, as a batch for attention; changes nothing."""
 
     def mask_sizes(self, layer: PagedLayer, query_length: int) -> tuple[int, Any]:
         """kv length, and an offset that carries the cache to the mask function."""
@@ -160,7 +153,7 @@ class PagedLayer(CacheLayerMixin):
         batch, num_kv_heads, query_len, head_dim = key_states.shape
         k = key_states.transpose(1, 2).reshape(batch * query_len, num_kv_heads, head_dim)
         v = value_states.transpose(1, 2).reshape(batch * query_len, value_states.shape[1], value_states.shape[3])
-        slots = self.owner.slots(self, batch, query_len)
+        slots = self.owner.advance(self, batch, query_len)
         assert self.keys is not None and self.values is not None
         self.owner.ops.write_kv(k, v, self.keys, self.values, slots, are_query_tokens=self.writes_query_tokens)
         if self.owner.dense:

@@ -21,14 +21,14 @@ from transformers.cache_utils import Cache
 
 from torchpaged.backends import AttentionSpec, Choice, Limits, Session
 from torchpaged.cache import KVLayerSpec, PagedKVCache
-from torchpaged.custom_ops.errors import UnsupportedModelError
+from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
 from torchpaged.hf.attention import NAME
 from torchpaged.hf.chosen_backend import ChoosesBackend, config_spec
-from torchpaged.hf.layer import PagedLayer, StepBatch
+from torchpaged.hf.layer import PagedLayer
 from torchpaged.hf.masks import is_causal
 from torchpaged.hf.support import fusion_of, require_supported
 from torchpaged.hf.template import HybridPagedLayer, paged_layers
-from torchpaged.metadata import AttentionMetadata
+from torchpaged.metadata import METADATA_FIELDS, AttentionMetadata, BatchSizes, make_batch_tensors
 
 if TYPE_CHECKING:
     from torchpaged.hf.fusion_report import FusionReport
@@ -79,14 +79,13 @@ class _StepCache(ChoosesBackend, Cache):
     def written(self, layer: PagedLayer) -> None:
         """A step that raises is nobody's state: the engine sets lengths anew for each one."""
 
-    def slots(self, layer: PagedLayer, batch: int, query_len: int) -> Tensor:
-        assert self.metadata is not None
+    def advance(self, layer: PagedLayer, batch: int, query_len: int) -> Tensor:
+        assert self.metadata is not None and self.metadata.slot_mapping is not None  # lengths were moved on by whoever made it
         return self.metadata.slot_mapping
 
-    def step(self, batch: int, query_len: int) -> StepBatch:
-        m = self.metadata
-        assert m is not None
-        return StepBatch(m.block_table, m.seq_lens, m.query_start_loc, m.max_query_len)
+    def metadata_of(self, batch: int, query_len: int) -> AttentionMetadata:
+        assert self.metadata is not None
+        return self.metadata
 
     def mask_sizes(self, layer: PagedLayer, query_length: int) -> tuple[int, Any]:
         return self.max_seq_len, self._mask_token
@@ -111,12 +110,10 @@ class _StepCache(ChoosesBackend, Cache):
 
 def _padding_step(device: torch.device) -> AttentionMetadata:
     """One token that belongs to nobody: nothing is written, attention gives zeros."""
-    ints: dict[str, Any] = {"dtype": torch.int32, "device": device}
-    longs: dict[str, Any] = {"dtype": torch.int64, "device": device}
-    return AttentionMetadata(
-        torch.zeros(1, 1, **ints), torch.zeros(1, **ints), torch.tensor([0, 1], **ints), torch.full((1,), -1, **longs),
-        torch.zeros(1, **longs), max_query_len=1,
-    )  # fmt: skip
+    sizes = BatchSizes(num_reqs=1, num_tokens=1, max_blocks_per_req=1)
+    tensors = make_batch_tensors(METADATA_FIELDS, sizes, device)
+    tensors["query_start_loc"][1] = 1
+    return AttentionMetadata.view(tensors, sizes, max_query_len=1, block_size=None)
 
 
 class PagedModel:
@@ -201,9 +198,11 @@ class PagedModel:
             ``[num_reqs or num_tokens, vocab_size]`` logits.
 
         Raises:
-            ArgumentError: the batch was made for another block size than the cache's, or is over the limits.
+            ArgumentError: the batch was made for another block size than the cache's, has no positions or slots, or is over the limits.
         """
         metadata.check_block_size(self.kv_cache.block_size)
+        if metadata.positions is None or metadata.slot_mapping is None:
+            raise ArgumentError("metadata", "positions and a slot_mapping", "None", "build it with AttentionMetadata.from_lists")
         if not torch.compiler.is_compiling():
             session = self._cache.session
             if session.planned is not metadata:  # else a graph runner has planned it: this may be a capture

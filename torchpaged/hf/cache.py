@@ -22,7 +22,7 @@ from torchpaged.backends import Limits
 from torchpaged.cache import BlockPool
 from torchpaged.custom_ops.errors import ArgumentError, BackendUnavailableError, NotCopyableError
 from torchpaged.hf.cache_masks import CacheMasks
-from torchpaged.hf.chosen_backend import ChoosesBackend, config_spec
+from torchpaged.hf.chosen_backend import ChoosesBackend
 from torchpaged.hf.forward_order import ForwardOrder
 from torchpaged.hf.layer import SET_UP, PagedLayer
 from torchpaged.hf.pending_padding import PendingPadding
@@ -129,7 +129,7 @@ class PagedCache(ChoosesBackend, CacheMasks):
         if implementation != "torchpaged" and not self.dense:
             raise ArgumentError("attn_implementation", "'torchpaged' for a model with a PagedCache", repr(implementation),
                                 "call model.set_attn_implementation('torchpaged')")  # fmt: skip
-        specs = [config_spec(self._text_config, x, key_states, head_dim_v, self.block_size) for x in self.paged]
+        specs = [layer.attention_spec(self._text_config, key_states, head_dim_v) for layer in self.paged]
         known = [s for s in self.specs if (s.device, s.dtype) == (key_states.device, key_states.dtype)]  # asked before a reset
         self.choose_backend([*specs, *known])
         for layer, spec in zip(self.paged, specs, strict=True):
@@ -304,8 +304,7 @@ class PagedCache(ChoosesBackend, CacheMasks):
 
     def describe(self) -> str:
         """The memory arithmetic in one line; pools count once they exist."""
-        pools = [t for layer in self.paged if layer.is_initialized for t in (layer.keys, layer.values)]
-        num_bytes = sum(t.numel() * t.element_size() for t in pools)
+        num_bytes = sum(layer.num_bytes for layer in self.paged)
         tokens = self.pool.num_usable * self.block_size
         per_token = num_bytes // (self.num_blocks * self.block_size)
         return (

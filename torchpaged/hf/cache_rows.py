@@ -168,8 +168,7 @@ class CacheRows(Cache):
         if copies:
             mapping = torch.tensor(copies, dtype=torch.int64, device=self.seq_lens.device)
             for layer in self.paged:
-                if layer.is_initialized:
-                    self.ops.copy_blocks(layer.keys, layer.values, mapping)
+                layer.copy_blocks(mapping)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row ``i`` continues row ``beam_idx[i]``: full blocks are shared, only the last partial one is copied."""

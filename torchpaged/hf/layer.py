@@ -13,8 +13,10 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from torchpaged.backends import AttentionSpec, Choice
+from torchpaged.cache import KVLayerSpec, LayerSpec
 from torchpaged.custom_ops import BackendOps
 from torchpaged.custom_ops.errors import UnsupportedModelError
+from torchpaged.hf.chosen_backend import config_spec
 from torchpaged.hf.watched_pool import WatchedPool, watch
 from torchpaged.metadata import AttentionMetadata
 
@@ -91,6 +93,8 @@ class PagedLayer(CacheLayerMixin):
         chunk: chunked attention's chunk in tokens; None = off.
     """
 
+    stored: LayerSpec  # with the pools of that spec, once there are any
+    pools: Any
     is_compileable = True
     is_croppable = True
     is_sliding = False  # no mask is ever built from it: every layer reports the full length
@@ -110,20 +114,43 @@ class PagedLayer(CacheLayerMixin):
         """Allocate the pools; shapes ``[batch, num_kv_heads, *, head_dim(_v)]``."""
         self.owner.first_use(self)
         self.owner.prepare(key_states, value_states.shape[3])
-        self.dtype, self.device = key_states.dtype, key_states.device
+        stored = self.stored_by(key_states, value_states)
         with torch.inference_mode(False):  # an inference tensor could not be written under plain no_grad later
-            shape = (self.owner.num_blocks, self.owner.block_size)
-            self.keys = torch.zeros(*shape, key_states.shape[1], key_states.shape[3], dtype=self.dtype, device=self.device)
-            self.values = torch.zeros(*shape, value_states.shape[1], value_states.shape[3], dtype=self.dtype, device=self.device)
-        self.adopt(self.keys, self.values)
+            pools = stored.make_pools(self.owner.num_blocks, self.owner.block_size, key_states.dtype, key_states.device)
+        self.adopt(stored, pools)
 
-    def adopt(self, keys: Tensor, values: Tensor) -> None:
-        """Take existing pools, and mark them as this layer's."""
-        self.keys, self.values = keys, values
-        for pool in (keys, values):
+    # What a layer of another kind has of its own, see `torchpaged.cache.kinds`; with `attention_spec`, and `write` if the op ``write_kv`` is not its.
+    def stored_by(self, key_states: Tensor, value_states: Tensor) -> LayerSpec:
+        """What the layer's pools must hold for keys and values of these shapes."""
+        return KVLayerSpec(key_states.shape[1], key_states.shape[3], value_states.shape[3])
+
+    def keys_and_values(self, pools: Any) -> tuple[Tensor, Tensor]:
+        """What attention reads and `write` fills: ``[num_blocks, block_size, num_kv_heads, head_dim(_v)]`` of ``pools``, or views into them."""
+        return pools.k_cache, pools.v_cache
+
+    def attention_spec(self, config: Any, key_states: Tensor, head_dim_v: int | None) -> AttentionSpec:
+        """What the layer will ask of a backend, as far as the config and the first keys say."""
+        return config_spec(config, self, key_states, head_dim_v, self.owner.block_size)
+
+    def adopt(self, stored: LayerSpec, pools: Any) -> None:
+        """Take existing pools of ``stored``, and mark what attention reads as this layer's."""
+        self.stored, self.pools = stored, pools
+        self.keys, self.values = self.keys_and_values(pools)
+        self.dtype, self.device = self.keys.dtype, self.keys.device
+        for pool in (self.keys, self.values):
             pool._torchpaged_layer = self  # type: ignore[attr-defined]
             torch._dynamo.mark_static_address(pool, guard=False)  # guard=False: a new cache must not recompile the model
         self.is_initialized = True
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that the pools take; 0 before there are any."""
+        return self.owner.num_blocks * self.stored.bytes_per_block(self.owner.block_size, self.dtype) if self.is_initialized else 0
+
+    def copy_blocks(self, block_mapping: Tensor) -> None:
+        """Copy whole blocks, ``[n, 2]`` int64 of source and destination."""
+        if self.is_initialized:
+            self.stored.copy_blocks(self.pools, block_mapping, self.owner.ops)
 
     @property
     def writes_query_tokens(self) -> bool:

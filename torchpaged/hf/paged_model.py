@@ -20,10 +20,10 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from torchpaged.backends import AttentionSpec, Choice, Limits, Session
-from torchpaged.cache import KVLayerSpec, PagedKVCache
+from torchpaged.cache import LayerSpec, PagedKVCache
 from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
 from torchpaged.hf.attention import NAME
-from torchpaged.hf.chosen_backend import ChoosesBackend, config_spec
+from torchpaged.hf.chosen_backend import ChoosesBackend
 from torchpaged.hf.layer import PagedLayer
 from torchpaged.hf.masks import is_causal
 from torchpaged.hf.support import fusion_of, require_supported
@@ -63,7 +63,7 @@ class _StepCache(ChoosesBackend, Cache):
 
     def prepare(self, key_states: Tensor, head_dim_v: int | None = None) -> None:
         """Choose the backend, when the first keys show device and dtype."""
-        specs = [config_spec(self._config, x, key_states, head_dim_v, self.block_size) for x in self.layers]
+        specs = [layer.attention_spec(self._config, key_states, head_dim_v) for layer in self.layers]
         self.prepare_for(specs)
         for layer, spec in zip(self.layers, specs, strict=True):
             self.give_workspace(layer, spec)
@@ -171,7 +171,7 @@ class PagedModel:
                          max_blocks_per_req=said.max_blocks_per_req or max(blocks - 1, 1))  # fmt: skip
         self._cache = _StepCache(config, limits, self.kv_cache.num_tokens, backend)
         for layer, pools, before in zip(self._cache.layers, self.kv_cache, probed.layers, strict=True):
-            layer.adopt(pools.k_cache, pools.v_cache)
+            layer.adopt(before.stored, pools)
             layer.asked, layer.spec = before.asked, before.spec
         self._cache.prepare_for(probed.specs)
         self.choice: Choice = self._cache.choice
@@ -221,7 +221,7 @@ class PagedModel:
         return logits
 
 
-def _probe(model: PreTrainedModel, config: Any, block_size: int) -> tuple[list[KVLayerSpec], _StepCache]:
+def _probe(model: PreTrainedModel, config: Any, block_size: int) -> tuple[list[LayerSpec], _StepCache]:
     """What each layer stores, and the cache that knows it and what the layers ask of a backend.
 
     Found by one padding token: exact for any architecture, whatever its config calls things. The reference takes every attention.
@@ -234,12 +234,11 @@ def _probe(model: PreTrainedModel, config: Any, block_size: int) -> tuple[list[K
     missing = [i for i, layer in enumerate(cache.layers) if not layer.is_initialized]
     if missing:
         raise UnsupportedModelError(f"{type(model).__name__}: layers {missing} never wrote to the cache")
-    specs = [KVLayerSpec(x.keys.shape[2], x.keys.shape[3], x.values.shape[3]) for x in cache.layers]
-    return specs, cache
+    return [layer.stored for layer in cache.layers], cache
 
 
-def kv_layer_specs(model: PreTrainedModel) -> list[KVLayerSpec]:
-    """What each attention layer of ``model`` stores per token."""
+def kv_layer_specs(model: PreTrainedModel) -> list[LayerSpec]:
+    """What each attention layer of ``model`` stores: `KVLayerSpec`, unless another kind took the layer."""
     require_supported(model)
     before = model.config._attn_implementation
     model.set_attn_implementation(NAME)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from torchpaged.backends import Limits
-from torchpaged.cache import BlockPool
+from torchpaged.cache import BlockPool, RowBlocks
 from torchpaged.custom_ops.errors import ArgumentError, BackendUnavailableError, NotCopyableError
 from torchpaged.hf.cache_masks import CacheMasks
 from torchpaged.hf.chosen_backend import ChoosesBackend
@@ -29,7 +29,7 @@ from torchpaged.hf.pending_padding import PendingPadding
 from torchpaged.hf.query_starts import fill_query_starts
 from torchpaged.hf.support import require_made_by_user, require_paged_layers, require_supported_config
 from torchpaged.hf.template import paged_layers
-from torchpaged.metadata import AttentionMetadata, BatchSizes, make_batch_tensors, slots_at
+from torchpaged.metadata import AttentionMetadata, BatchSizes, host_block_table, make_batch_tensors, slots_at
 
 _SHORT_QUERY_LEN = 8  # tokens per row that the decode kernels take at most: custom_ops/triton/config.py, MAX_DECODE_QUERY_LEN
 
@@ -93,8 +93,8 @@ class PagedCache(ChoosesBackend, CacheMasks):
         self.blocks_per_row = -(-max_seq_len // block_size)
         self.num_blocks = max_batch_size * self.blocks_per_row + 1 if num_blocks is None else num_blocks
         self.pool = BlockPool(self.num_blocks)
+        self.blocks = RowBlocks(self.pool, block_size, self.blocks_per_row)
         self.limits = Limits(max_batch_size, max_batch_size * max_seq_len, self.blocks_per_row, self.num_blocks, block_size)
-        self._rows = []
         self._mask_token = torch.zeros((), dtype=torch.int64)  # a kv_offset of 0 that carries this cache to the mask function
         self._mask_token._torchpaged_cache = self  # type: ignore[attr-defined]
         self.ready = False
@@ -135,7 +135,7 @@ class PagedCache(ChoosesBackend, CacheMasks):
         for layer, spec in zip(self.paged, specs, strict=True):
             if layer.asked is None:
                 self.give_workspace(layer, spec)
-        self._rows = self._allocate(batch)
+        self.blocks.allocate(batch)
         if not hasattr(self, "total") or self.total.device != key_states.device:
             self._make_metadata(key_states.device)
         with torch.inference_mode(False):
@@ -169,13 +169,8 @@ class PagedCache(ChoosesBackend, CacheMasks):
         for tensor in static:
             torch._dynamo.mark_static_address(tensor, guard=False)
 
-    def _allocate(self, batch: int) -> list[list[int]]:
-        taken = self.pool.allocate(batch * self.blocks_per_row)
-        return [taken[i * self.blocks_per_row : (i + 1) * self.blocks_per_row] for i in range(batch)]
-
     def _upload_rows(self) -> None:
-        table = torch.tensor(self._rows, dtype=torch.int32)
-        self.block_table[: len(self._rows)].copy_(table)
+        self.block_table[: len(self.blocks)].copy_(host_block_table(self.blocks.rows, len(self.blocks), self.blocks_per_row))
 
     # ------------------------------------------------------------------------------------------- one forward
     def advance(self, layer: PagedLayer, batch: int, query_len: int) -> Tensor:
@@ -200,8 +195,8 @@ class PagedCache(ChoosesBackend, CacheMasks):
 
     def _advance_lengths(self, batch: int, query_len: int) -> None:
         if not torch.compiler.is_compiling():
-            if batch != len(self._rows):
-                raise ArgumentError("input_ids", f"{len(self._rows)} rows, as in this cache's first batch", f"{batch} rows",
+            if batch != len(self.blocks):
+                raise ArgumentError("input_ids", f"{len(self.blocks)} rows, as in this cache's first batch", f"{batch} rows",
                                     "call cache.reset() before another batch")  # fmt: skip
             self._require_room(query_len)
             self._require_complete()

@@ -1,7 +1,8 @@
 """DecodeBuffers: the static tensors a captured decode step reads, and their update in place.
 
 Each step's host values are packed into one int64 buffer and one int32 table, so that a step costs two copies to the device.
-Padding contract: slot -1, seq_len 0, null block 0, and a ``query_start_loc`` whose tail repeats its last value.
+Padding is as the table of fields says (`torchpaged.metadata.FIELDS`): slot -1, seq_len 0, null block 0, and a ``query_start_loc`` whose tail
+repeats its last value.
 """
 
 from __future__ import annotations
@@ -13,7 +14,18 @@ import torch
 from torch import Tensor
 
 from torchpaged.custom_ops.errors import ArgumentError
-from torchpaged.metadata import AttentionMetadata, check_batch
+from torchpaged.metadata import (
+    FIELDS,
+    METADATA_FIELDS,
+    AttentionMetadata,
+    BatchSizes,
+    check_batch,
+    host_block_table,
+    make_batch_tensors,
+    pad_batch_tensors,
+    slot_of,
+    to_device,
+)
 
 
 class DecodeBuffers:
@@ -41,33 +53,24 @@ class DecodeBuffers:
                 raise ArgumentError(name, "at least 1", str(size))
         self.max_batch_size, self.max_blocks_per_req = max_batch_size, max_blocks_per_req
         self.block_size, self.num_blocks, self.device = block_size, num_blocks, torch.device(device)
-        rows, self._pin = max_batch_size, self.device.type == "cuda"
-        with torch.inference_mode(False):
-            self.input_ids = torch.zeros(rows, dtype=torch.int64, device=device)
-            self.positions = torch.zeros(rows, dtype=torch.int64, device=device)
-            self.slot_mapping = torch.full((rows,), -1, dtype=torch.int64, device=device)
-            self.seq_lens = torch.zeros(rows, dtype=torch.int32, device=device)
-            self.query_start_loc = torch.zeros(rows + 1, dtype=torch.int32, device=device)
-            self.block_table = torch.zeros(rows, max_blocks_per_req, dtype=torch.int32, device=device)
-        for tensor in self.tensors().values():
+        self._pin = self.device.type == "cuda"
+        self._tensors = make_batch_tensors((*METADATA_FIELDS, "input_ids"), self._sizes(max_batch_size), device)
+        self.block_table, self.seq_lens, self.query_start_loc, self.slot_mapping, self.positions, self.input_ids = self._tensors.values()
+        for tensor in self._tensors.values():
             torch._dynamo.mark_static_address(tensor, guard=False)
+
+    def _sizes(self, num_rows: int) -> BatchSizes:
+        """Of a decode step: one token per row."""
+        return BatchSizes(num_rows, num_rows, self.max_blocks_per_req)
 
     def tensors(self) -> dict[str, Tensor]:
         """All buffers by name."""
-        names = ("input_ids", "positions", "slot_mapping", "seq_lens", "query_start_loc", "block_table")
-        return {name: getattr(self, name) for name in names}
+        return dict(self._tensors)
 
     def view(self, num_rows: int) -> tuple[Tensor, AttentionMetadata]:
         """The first ``num_rows`` rows as ``(input_ids, metadata)``; slices, no copies."""
-        return self.input_ids[:num_rows], AttentionMetadata(
-            self.block_table[:num_rows],
-            self.seq_lens[:num_rows],
-            self.query_start_loc[: num_rows + 1],
-            self.slot_mapping[:num_rows],
-            self.positions[:num_rows],
-            max_query_len=1,
-            block_size=self.block_size,
-        )
+        metadata = AttentionMetadata.view(self._tensors, self._sizes(num_rows), max_query_len=1, block_size=self.block_size)
+        return self.input_ids[:num_rows], metadata
 
     def load(
         self, input_ids: Sequence[int] | Tensor, seq_lens: Sequence[int], block_tables: Sequence[Sequence[int]], padded_to: int
@@ -86,20 +89,13 @@ class DecodeBuffers:
         rows = len(seq_lens)
         self.check(input_ids, seq_lens, block_tables, padded_to)
         last = [length - 1 for length in seq_lens]
-        slots = [
-            blocks[position // self.block_size] * self.block_size + position % self.block_size
-            for blocks, position in zip(block_tables, last, strict=True)
-        ]
-        pad = [0] * (padded_to - rows)
-        on_device = isinstance(input_ids, Tensor)
-        longs = [*last, *pad, *slots, *([-1] * len(pad)), *([] if on_device else [*input_ids, *pad])]
-        starts = [*range(rows + 1), *([rows] * len(pad))]
-        ints = torch.zeros(padded_to, self.max_blocks_per_req, dtype=torch.int32, pin_memory=self._pin)
-        width = max(len(blocks) for blocks in block_tables)
-        flat = [[*blocks, *([0] * (width - len(blocks)))] for blocks in block_tables]
-        ints[:rows, :width] = torch.tensor(flat, dtype=torch.int32)
-        packed = torch.tensor(longs, dtype=torch.int64, pin_memory=self._pin).to(self.device, non_blocking=True)
-        small = torch.tensor([*seq_lens, *pad, *starts], dtype=torch.int32, pin_memory=self._pin).to(self.device, non_blocking=True)
+        slots = [slot_of(position, blocks, self.block_size) for blocks, position in zip(block_tables, last, strict=True)]
+        longs = FIELDS["positions"].pad(last, padded_to) + FIELDS["slot_mapping"].pad(slots, padded_to)
+        if not isinstance(input_ids, Tensor):
+            longs += FIELDS["input_ids"].pad(input_ids, padded_to)
+        ints = FIELDS["seq_lens"].pad(seq_lens, padded_to) + FIELDS["query_start_loc"].pad(range(rows + 1), padded_to + 1)
+        table = host_block_table(block_tables, padded_to, self.max_blocks_per_req, self._pin)
+        packed, small = to_device(longs, torch.int64, self.device), to_device(ints, torch.int32, self.device)
         # Fresh pinned memory each step: torch's host allocator keeps it until the copy is done, so nothing is overwritten early.
         self.positions[:padded_to].copy_(packed[:padded_to])
         self.slot_mapping[:padded_to].copy_(packed[padded_to : 2 * padded_to])
@@ -110,16 +106,11 @@ class DecodeBuffers:
             self.input_ids[:padded_to].copy_(packed[2 * padded_to :])
         self.seq_lens[:padded_to].copy_(small[:padded_to])
         self.query_start_loc[: padded_to + 1].copy_(small[padded_to:])
-        self.block_table[:padded_to].copy_(ints, non_blocking=True)
+        self.block_table[:padded_to].copy_(table, non_blocking=True)
 
     def load_padding(self, num_rows: int) -> None:
         """Make the first ``num_rows`` rows padding: a step over them writes nothing and reads nothing."""
-        self.input_ids[:num_rows].zero_()
-        self.positions[:num_rows].zero_()
-        self.slot_mapping[:num_rows].fill_(-1)
-        self.seq_lens[:num_rows].zero_()
-        self.query_start_loc[: num_rows + 1].zero_()
-        self.block_table[:num_rows].zero_()
+        pad_batch_tensors(self._tensors, self._sizes(num_rows))
 
     @contextlib.contextmanager
     def padding(self, num_rows: int) -> Iterator[None]:

@@ -5,38 +5,28 @@
     input_ids, metadata, logits_indices = buffers.view(64)
 
 All tensors of a bucket lie in one piece of memory, so that a step costs one copy to the device, whatever it holds.
-Padding contract: tokens past the last request have slot -1, requests past the last one no tokens and seq_len 0, so that
-``query_start_loc`` repeats its last value; further ``logits_indices`` are 0, and whoever reads the logits drops them.
+Padding is as the table of fields says (`torchpaged.metadata.FIELDS`): tokens past the last request have slot -1, requests past the last one no
+tokens and seq_len 0; further ``logits_indices`` are 0, and whoever reads the logits drops them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 from array import array
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from torchpaged.custom_ops.errors import ArgumentError
-from torchpaged.metadata import AttentionMetadata, check_batch
+from torchpaged.metadata import FIELDS, AttentionMetadata, BatchSizes, check_batch, pad_batch_tensors, slots_between
 
-_ALIGN = 8  # numbers of 8 bytes: every field starts at a multiple of 64 bytes
-
-
-class PackedFields(NamedTuple):
-    """A bucket's tensors: ``input_ids``, ``positions``, ``slot_mapping [bucket]`` and ``logits_indices [max_num_reqs]`` int64;
-    ``seq_lens [max_num_reqs]``, ``query_start_loc [max_num_reqs + 1]`` and ``block_table [max_num_reqs, max_blocks_per_req]`` int32."""
-
-    input_ids: Tensor
-    positions: Tensor
-    slot_mapping: Tensor
-    logits_indices: Tensor
-    seq_lens: Tensor
-    query_start_loc: Tensor
-    block_table: Tensor
+_ALIGN = 64  # bytes that every field starts at a multiple of
+#: Fields as they lie, one behind the other, and how `array` calls numbers of their dtypes.
+_ORDER = ("input_ids", "positions", "slot_mapping", "logits_indices", "seq_lens", "query_start_loc", "block_table")
+_CODES = {torch.int64: "q", torch.int32: "i"}
 
 
 class PackedBuffers:
@@ -61,21 +51,18 @@ class PackedBuffers:
         self.buckets, self.max_num_reqs, self.max_blocks_per_req = list(buckets), max_num_reqs, max_blocks_per_req
         self.block_size, self.num_blocks, self.device = block_size, num_blocks, torch.device(device)
         with torch.inference_mode(False):
-            self._words = torch.zeros(self._num_words(self.buckets[-1]), dtype=torch.int64, device=device)
+            self._bytes = torch.zeros(sum(self._num_bytes(self.buckets[-1])), dtype=torch.uint8, device=device)
 
     def tensors(self) -> dict[str, Tensor]:
         """What a captured step reads or writes, by name."""
-        return {"packed": self._words}
+        return {"packed": self._bytes}
 
     def view(self, bucket: int) -> tuple[Tensor, AttentionMetadata, Tensor]:
         """``(input_ids, metadata, logits_indices)`` of a bucket; slices, no copies. ``max_query_len`` is the bucket: one request may
         have all its tokens."""
-        fields = self._fields(self._words, bucket)
-        metadata = AttentionMetadata(
-            fields.block_table, fields.seq_lens, fields.query_start_loc, fields.slot_mapping, fields.positions, max_query_len=bucket,
-            block_size=self.block_size,
-        )  # fmt: skip
-        return fields.input_ids, metadata, fields.logits_indices
+        fields = self._fields(bucket)
+        metadata = AttentionMetadata.view(fields, self._sizes(bucket), max_query_len=bucket, block_size=self.block_size)
+        return fields["input_ids"], metadata, fields["logits_indices"]
 
     def fits(self, num_reqs: int, num_tokens: int) -> bool:
         """Whether a step of these sizes has a bucket."""
@@ -99,45 +86,36 @@ class PackedBuffers:
             ArgumentError: lengths, tokens, blocks or sizes don't fit; nothing is written then.
         """
         self.check(input_ids, query_lens, seq_lens, block_tables, logits_indices, padded_to)
-        packed = self._packed(input_ids, query_lens, seq_lens, block_tables, logits_indices, self._sizes(padded_to))
+        packed = self._packed(input_ids, query_lens, seq_lens, block_tables, logits_indices, padded_to)
         # Fresh pinned memory each step: torch's host allocator keeps it until the copy is done, so nothing is overwritten early.
-        staged = torch.empty(len(packed) // 8, dtype=torch.int64, pin_memory=self.device.type == "cuda")
-        staged.copy_(torch.frombuffer(packed, dtype=torch.int64))
-        self._words[: staged.shape[0]].copy_(staged, non_blocking=True)
+        staged = torch.empty(len(packed), dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+        staged.copy_(torch.frombuffer(packed, dtype=torch.uint8))
+        self._bytes[: len(packed)].copy_(staged, non_blocking=True)
 
     def _packed(
         self, input_ids: Sequence[int], query_lens: Sequence[int], seq_lens: Sequence[int], block_tables: Sequence[Sequence[int]],
-        logits_indices: Sequence[int], sizes: Sequence[int],
+        logits_indices: Sequence[int], bucket: int,
     ) -> bytearray:  # fmt: skip
         """A step as the bytes of a bucket's fields, built from lists: a tensor operation each would cost the host several times as much."""
         positions: list[int] = []
         slots: list[int] = []
         table: list[int] = []
         for query_len, seq_len, blocks in zip(query_lens, seq_lens, block_tables, strict=True):
-            first = seq_len - query_len
-            positions += range(first, seq_len)
-            for index in range(first // self.block_size, -(-seq_len // self.block_size)):
-                start, slot = index * self.block_size, blocks[index] * self.block_size
-                slots += range(slot + max(first - start, 0), slot + min(seq_len - start, self.block_size))
+            positions += range(seq_len - query_len, seq_len)
+            slots += slots_between(seq_len - query_len, seq_len, blocks, self.block_size)
             table += blocks
             table += [0] * (self.max_blocks_per_req - len(blocks))
-        longs, ints = array("q"), array("i")
-        for numbers, size, fill in zip((input_ids, positions, slots, logits_indices), sizes[:4], (0, 0, -1, 0), strict=True):
-            longs.extend(numbers)
-            longs.extend([fill] * (size - len(numbers)))
-        starts = [0, *itertools.accumulate(query_lens)]
-        for numbers, size, fill in zip((seq_lens, starts, table), sizes[4:], (0, starts[-1], 0), strict=True):
-            ints.extend(numbers)
-            ints.extend([fill] * (2 * size - len(numbers)))
-        return bytearray(longs) + bytearray(ints)
+        values = (input_ids, positions, slots, logits_indices, seq_lens, [0, *itertools.accumulate(query_lens)], table)
+        packed = bytearray()
+        for name, numbers, num_bytes in zip(_ORDER, values, self._num_bytes(bucket), strict=True):
+            field = FIELDS[name]
+            packed += array(_CODES[field.dtype], field.pad(numbers, num_bytes // field.dtype.itemsize))
+        return packed
 
     @contextlib.contextmanager
     def padding(self, bucket: int) -> Iterator[None]:
         """The bucket holds nothing but padding inside the block, for a warm-up or a capture; `load` fills it afterwards."""
-        fields = self._fields(self._words, bucket)
-        for field in fields:
-            field.zero_()
-        fields.slot_mapping.fill_(-1)
+        pad_batch_tensors(self._fields(bucket), self._sizes(bucket))
         yield
 
     def reset(self) -> None:
@@ -169,20 +147,20 @@ class PackedBuffers:
         if widest > self.max_blocks_per_req:
             raise ArgumentError("block_tables", f"at most {self.max_blocks_per_req} blocks per request", str(widest))
 
-    def _sizes(self, bucket: int) -> list[int]:
-        """Words of 8 bytes of each field, rounded up."""
-        longs = (bucket, bucket, bucket, self.max_num_reqs)
-        ints = (self.max_num_reqs, self.max_num_reqs + 1, self.max_num_reqs * self.max_blocks_per_req)
-        return [-(-words // _ALIGN) * _ALIGN for words in (*longs, *(-(-count // 2) for count in ints))]
+    def _sizes(self, bucket: int) -> BatchSizes:
+        return BatchSizes(self.max_num_reqs, bucket, self.max_blocks_per_req)
 
-    def _num_words(self, bucket: int) -> int:
-        return sum(self._sizes(bucket))
+    def _num_bytes(self, bucket: int) -> list[int]:
+        """Bytes of each field of a bucket, with the gap behind it."""
+        sizes = self._sizes(bucket)
+        fields = [FIELDS[name] for name in _ORDER]
+        return [-(-math.prod(field.shape(sizes)) * field.dtype.itemsize // _ALIGN) * _ALIGN for field in fields]
 
-    def _fields(self, words: Tensor, bucket: int) -> PackedFields:
-        """``words``, on the host or the device, as the fields of a bucket."""
-        reqs = self.max_num_reqs
-        parts = words[: self._num_words(bucket)].split(self._sizes(bucket))
-        input_ids, positions, slot_mapping = (part[:bucket] for part in parts[:3])
-        seq_lens, starts, table = (part.view(torch.int32) for part in parts[4:])
-        table = table[: reqs * self.max_blocks_per_req].view(reqs, self.max_blocks_per_req)
-        return PackedFields(input_ids, positions, slot_mapping, parts[3][:reqs], seq_lens[:reqs], starts[: reqs + 1], table)
+    def _fields(self, bucket: int) -> dict[str, Tensor]:
+        """The tensors of a bucket by name."""
+        sizes, fields = self._sizes(bucket), {}
+        parts = self._bytes[: sum(self._num_bytes(bucket))].split(self._num_bytes(bucket))
+        for name, part in zip(_ORDER, parts, strict=True):
+            shape = FIELDS[name].shape(sizes)
+            fields[name] = part.view(FIELDS[name].dtype)[: math.prod(shape)].view(shape)
+        return fields

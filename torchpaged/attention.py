@@ -226,7 +226,10 @@ class PagedAttention(nn.Module):
         if key is not None and value is not None:
             k = key.reshape(-1, self.num_kv_heads, self.head_dim)
             v = value.reshape(-1, self.num_kv_heads, self.head_dim_v)
-            write = (k, v, pools.k_cache, pools.v_cache, metadata.slot_mapping, pools.k_scale, pools.v_scale)
+            slots = metadata.slot_mapping
+            if slots is None:
+                raise ArgumentError("metadata", "a slot_mapping, since keys are written", "None", "or pass key=None, value=None")
+            write = (k, v, pools.k_cache, pools.v_cache, slots, pools.k_scale, pools.v_scale)
         if not torch.compiler.is_compiling():  # both calls are checked before the first one writes
             refuse_grad(query=query, key=key, value=value)
             if write is not None:

@@ -157,7 +157,7 @@ def test_compiled_code_keeps_the_kernel_in_between(crosses: bool) -> None:
         for index, (k, v) in enumerate(pools):
             if not crosses:
                 cache.update(states, states, index)
-            step, out = cache.step(2, 9), torch.empty_like(q)
+            step, out = cache.metadata_of(2, 9), torch.empty_like(q)
             cache.ops.paged_attention(
                 q, k, v, step.block_table, step.seq_lens, step.query_start_loc, out, None, max_query_len=9, scale=0.25
             )

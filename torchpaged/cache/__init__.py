@@ -1,6 +1,27 @@
-"""Where keys and values live: `PagedKVCache` (the tensors) and `BlockPool` (who owns which block)."""
+"""Where keys and values live: `PagedKVCache` (the tensors), `BlockPool` (who owns which block), and the kinds of layers that there are.
+
+kinds.py       what a kind of layer cache is, and the registry
+kv.py          the usual kind: keys and values
+kv_cache.py    the pools of a model, of layers of any kind
+block_pool.py  free blocks and holders, host data only
+row_blocks.py  the blocks of a batch's rows, and what they share
+"""
 
 from torchpaged.cache.block_pool import NULL_BLOCK, BlockPool
-from torchpaged.cache.kv_cache import KVLayerSpec, LayerKVCache, PagedKVCache
+from torchpaged.cache.kinds import LayerKind, LayerSpec, layer_kinds, register_layer_kind
+from torchpaged.cache.kv import KVLayerSpec, LayerKVCache
+from torchpaged.cache.kv_cache import PagedKVCache
+from torchpaged.cache.row_blocks import RowBlocks
 
-__all__ = ["NULL_BLOCK", "BlockPool", "KVLayerSpec", "LayerKVCache", "PagedKVCache"]
+__all__ = [
+    "NULL_BLOCK",
+    "BlockPool",
+    "KVLayerSpec",
+    "LayerKVCache",
+    "LayerKind",
+    "LayerSpec",
+    "PagedKVCache",
+    "RowBlocks",
+    "layer_kinds",
+    "register_layer_kind",
+]

@@ -1,68 +1,30 @@
-"""PagedKVCache: one pair of block pools per attention layer, sized by count or by a memory budget.
+"""PagedKVCache: the block pools of every layer, sized by count or by a memory budget.
 
     cache = PagedKVCache.uniform(num_layers=30, num_kv_heads=3, head_dim=64, block_size=16, num_blocks=512, dtype=torch.bfloat16)
     print(cache.describe())          # 512 blocks of 16 tokens = 8176 tokens, 0.18 GiB (23040 bytes per token)
     k_cache, v_cache = cache[0][:2]  # [num_blocks, block_size, num_kv_heads, head_dim]
 
-Build it outside ``torch.inference_mode()``: an inference tensor cannot be written under plain ``no_grad``.
+What a layer stores is its spec's business (`torchpaged.cache.kinds`); `KVLayerSpec`, keys and values in two pools, is the usual one. Build it outside ``torch.inference_mode()``: an inference tensor cannot be written under plain ``no_grad``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from torchpaged.cache.kinds import BlockOps, LayerSpec, kind_of
+from torchpaged.cache.kv import KVLayerSpec
 from torchpaged.custom_ops.errors import ArgumentError
-
-FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
-
-
-class LayerKVCache(NamedTuple):
-    """The pools of one layer, as `PagedAttention` takes them.
-
-    Attributes:
-        k_cache: ``[num_blocks, block_size, num_kv_heads, head_dim]``.
-        v_cache: ``[num_blocks, block_size, num_kv_heads, head_dim_v]``.
-        k_scale, v_scale: float32, one value or one per kv head, for fp8 pools; None otherwise.
-    """
-
-    k_cache: Tensor
-    v_cache: Tensor
-    k_scale: Tensor | None = None
-    v_scale: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class KVLayerSpec:
-    """What one layer stores per token: ``num_kv_heads`` keys of ``head_dim`` and values of ``head_dim_v`` numbers."""
-
-    num_kv_heads: int
-    head_dim: int
-    head_dim_v: int | None = None
-
-    def __post_init__(self) -> None:
-        if min(self.num_kv_heads, self.head_dim, self.value_dim) < 1:
-            raise ArgumentError("num_kv_heads, head_dim", "positive sizes", f"{self.num_kv_heads}, {self.head_dim}, {self.head_dim_v}")
-
-    @property
-    def value_dim(self) -> int:
-        """Width of a value: ``head_dim_v``, or ``head_dim`` where that is None."""
-        return self.head_dim if self.head_dim_v is None else self.head_dim_v
-
-    def elements_per_token(self) -> int:
-        """Numbers stored for one token in this layer."""
-        return self.num_kv_heads * (self.head_dim + self.value_dim)
 
 
 class PagedKVCache:
     """The KV pools of a model.
 
     Args:
-        layers: one `KVLayerSpec` per attention layer.
+        layers: one spec per layer, each of a registered kind; `KVLayerSpec` for attention.
         block_size: tokens per block. (Some projects call the context length "block size"; here it is the page.)
         num_blocks: blocks per layer, the null block 0 included. Give this or ``memory_budget``.
         memory_budget: bytes that all pools together may take.
@@ -71,12 +33,12 @@ class PagedKVCache:
         mark_static: tell torch.compile that the addresses never move, so that its CUDA graphs need no copies.
 
     Raises:
-        ArgumentError: neither or both sizes given, or the budget holds fewer than 2 blocks.
+        ArgumentError: neither or both sizes given, the budget holds fewer than 2 blocks, or a spec of no registered kind.
     """
 
     def __init__(
         self,
-        layers: Sequence[KVLayerSpec],
+        layers: Sequence[LayerSpec],
         *,
         block_size: int = 16,
         num_blocks: int | None = None,
@@ -87,6 +49,8 @@ class PagedKVCache:
     ) -> None:
         if not layers:
             raise ArgumentError("layers", "at least one layer", "none")
+        for spec in layers:
+            kind_of(spec)
         if block_size < 1:
             raise ArgumentError("block_size", "at least 1 token", str(block_size))
         if not dtype.is_floating_point:
@@ -96,11 +60,9 @@ class PagedKVCache:
         self.layers, self.block_size, self.dtype, self.device = tuple(layers), block_size, dtype, torch.device(device)
         if num_blocks is None:
             assert memory_budget is not None
-            num_blocks = memory_budget // (self.bytes_per_token * block_size)
+            num_blocks = memory_budget // self.bytes_per_block
             if num_blocks < 2:
-                raise ArgumentError(
-                    "memory_budget", f"at least {2 * self.bytes_per_token * block_size} bytes (2 blocks)", str(memory_budget)
-                )
+                raise ArgumentError("memory_budget", f"at least {2 * self.bytes_per_block} bytes (2 blocks)", str(memory_budget))
         if num_blocks < 2:
             raise ArgumentError("num_blocks", "at least 2 (block 0 is the null block)", str(num_blocks))
         self.num_blocks, self._marked = num_blocks, mark_static
@@ -109,19 +71,28 @@ class PagedKVCache:
 
     def _mark_static(self) -> None:
         if self._marked:
-            for pool in self._pools:
-                for tensor in pool[:2]:
-                    # guard=False: a new cache object must not recompile the model
-                    torch._dynamo.mark_static_address(tensor, guard=False)
+            for tensor in self.tensors().values():
+                # guard=False: a new cache object must not recompile the model
+                torch._dynamo.mark_static_address(tensor, guard=False)
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles, with all that is stored: pools as bytes, since pickle knows no fp8."""
-        return self.__dict__ | {"_pools": [(*(t.detach().view(torch.uint8) for t in pool[:2]), *pool[2:]) for pool in self._pools]}
+        held = [self._blocks(layer) for layer in range(len(self))]
+        dtypes = [{name: tensor.dtype for name, tensor in tensors.items()} for tensors in held]
+        stored = [
+            pools._replace(**{name: tensor.detach().view(torch.uint8) for name, tensor in tensors.items()})
+            for pools, tensors in zip(self._pools, held, strict=True)
+        ]
+        return self.__dict__ | {"_pools": stored, "_dtypes": dtypes}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        dtypes = state.pop("_dtypes")
         self.__dict__.update(state)
-        self._pools = [LayerKVCache(*(t.view(self.dtype) for t in pool[:2]), *pool[2:]) for pool in state["_pools"]]
-        self.device = self._pools[0].k_cache.device  # torch.load may have moved it
+        self._pools = [
+            pools._replace(**{name: getattr(pools, name).view(dtype) for name, dtype in of_layer.items()})
+            for pools, of_layer in zip(state["_pools"], dtypes, strict=True)
+        ]
+        self.device = next(iter(self.tensors().values())).device  # torch.load may have moved it
         self._mark_static()
 
     @classmethod
@@ -144,34 +115,46 @@ class PagedKVCache:
             [spec] * num_layers, block_size=block_size, num_blocks=num_blocks, memory_budget=memory_budget, dtype=dtype, device=device
         )
 
-    def _make_layer(self, spec: KVLayerSpec) -> LayerKVCache:
+    def _make_layer(self, spec: LayerSpec) -> Any:
         with torch.inference_mode(False):
-            shape = (self.num_blocks, self.block_size, spec.num_kv_heads)
-            k_cache = torch.zeros(*shape, spec.head_dim, dtype=self.dtype, device=self.device)
-            v_cache = torch.zeros(*shape, spec.value_dim, dtype=self.dtype, device=self.device)
-            if self.dtype not in FP8_DTYPES:
-                return LayerKVCache(k_cache, v_cache)
-            k_scale, v_scale = (torch.ones(1, dtype=torch.float32, device=self.device) for _ in range(2))
-            return LayerKVCache(k_cache, v_cache, k_scale, v_scale)
+            return spec.make_pools(self.num_blocks, self.block_size, self.dtype, self.device)
 
-    def __getitem__(self, layer: int) -> LayerKVCache:
+    def __getitem__(self, layer: int) -> Any:
+        """The pools of a layer, of its kind: a `LayerKVCache` where its spec is a `KVLayerSpec`."""
         return self._pools[layer]
 
     def __len__(self) -> int:
         return len(self._pools)
 
-    def __iter__(self) -> Iterator[LayerKVCache]:
+    def __iter__(self) -> Iterator[Any]:
         return iter(self._pools)
+
+    def _blocks(self, layer: int) -> dict[str, Tensor]:
+        return self.layers[layer].block_tensors(self._pools[layer])
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All that hold blocks, by name: ``k_cache[0]``, ``v_cache[0]`` and so on."""
+        return {f"{name}[{layer}]": tensor for layer in range(len(self)) for name, tensor in self._blocks(layer).items()}
+
+    def copy_blocks(self, block_mapping: Tensor, ops: BlockOps) -> None:
+        """Copy whole blocks in every layer; arguments as in `LayerSpec.copy_blocks`."""
+        for spec, pools in zip(self.layers, self._pools, strict=True):
+            spec.copy_blocks(pools, block_mapping, ops)
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes one block takes in all layers together."""
+        return sum(spec.bytes_per_block(self.block_size, self.dtype) for spec in self.layers)
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes one token takes in all layers together."""
-        return sum(spec.elements_per_token() for spec in self.layers) * self.dtype.itemsize
+        """Bytes one token takes in all layers together, rounded down where a layer's blocks are not made of tokens."""
+        return self.bytes_per_block // self.block_size
 
     @property
     def num_bytes(self) -> int:
         """Bytes all pools take."""
-        return self.num_blocks * self.block_size * self.bytes_per_token
+        return self.num_blocks * self.bytes_per_block
 
     @property
     def num_tokens(self) -> int:

@@ -150,7 +150,7 @@ class Generator:
         if use_graphs:
             shared: dict[str, Any] = {
                 "max_batch_size": max_batch_size, "max_blocks_per_req": -(-self.max_seq_len // cache.block_size), "progress": progress,
-                "watch": {f"{side}_cache[{i}]": t for i, pools in enumerate(cache) for side, t in zip("kv", pools[:2], strict=True)},
+                "watch": cache.tensors(),
             }  # fmt: skip
             self.loop = DecodeLoop(
                 self.model, steps_per_launch=steps_per_launch, capture=capture, compile=use_compile,

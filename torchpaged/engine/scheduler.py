@@ -19,7 +19,7 @@ from torchpaged.engine.sequence import Sequence
 
 
 @dataclass
-class Step:
+class Schedule:
     """One step: sequences that decode, chunks ``(sequence, tokens)`` to prefill, those put back to wait, and whether any was given blocks."""
 
     decodes: list[Sequence] = field(default_factory=list)
@@ -75,10 +75,10 @@ class Scheduler:
         for sequence in self.waiting:
             sequence.blocks, sequence.num_computed, sequence.blocks_on_device = [], 0, 0
 
-    def schedule(self) -> Step:
+    def schedule(self) -> Schedule:
         """Choose the next step and allocate its blocks."""
         self._admit()
-        step, budget = Step(), self.prefill_chunk_size
+        step, budget = Schedule(), self.prefill_chunk_size
         for sequence in list(self.running):
             if sequence in step.put_back:
                 continue  # meanwhile, to make room for an older one
@@ -114,7 +114,7 @@ class Scheduler:
     def _missing(self, sequence: Sequence, num_tokens: int) -> int:
         return max(0, self.blocks_for(num_tokens) - len(sequence.blocks))
 
-    def _look_ahead(self, step: Step) -> None:
+    def _look_ahead(self, step: Schedule) -> None:
         """Blocks for ``lookahead`` more tokens each, once anybody has used up his own."""
         if not self.lookahead or self.waiting or not step.blocks_added:
             return
@@ -148,7 +148,7 @@ class Scheduler:
             self.running.append(sequence)
             self.running.sort(key=lambda s: s.request_id)
 
-    def _reserve(self, sequence: Sequence, num_tokens: int, step: Step) -> bool:
+    def _reserve(self, sequence: Sequence, num_tokens: int, step: Schedule) -> bool:
         """Give ``sequence`` blocks for ``num_tokens`` tokens, putting back younger requests if need be."""
         missing = self._missing(sequence, num_tokens)
         if missing > self.pool.num_free:

@@ -26,7 +26,7 @@ from torchpaged.engine.decode_loop import DecodeLoop
 from torchpaged.engine.model import PagedModelProtocol
 from torchpaged.engine.packed_steps import PackedSteps
 from torchpaged.engine.prefill_graphs import PrefillGraphs
-from torchpaged.engine.scheduler import Scheduler, Step
+from torchpaged.engine.scheduler import Schedule, Scheduler
 from torchpaged.engine.sequence import Sequence, TokenEvent
 from torchpaged.engine.stats import GeneratorStats
 from torchpaged.profiling import range as profile_range
@@ -146,7 +146,7 @@ class Stepper:
             self.stats.add_step(time.perf_counter() - started, decode_seconds, decoded, prefilled)
             self.stats.preemptions, self.stats.peak_blocks_used = self._scheduler.preemptions, self._scheduler.pool.peak_used
 
-    def _launch(self, loop: DecodeLoop, plan: Step) -> float:
+    def _launch(self, loop: DecodeLoop, plan: Schedule) -> float:
         """Prefill, start a launch, read the one before; returns when the launch began."""
         loop.blocks_added |= plan.blocks_added  # first: a prefill that raises must not make the next launch go without
         for sequence in plan.decodes:
@@ -178,7 +178,7 @@ class Stepper:
                     self._accept(sequence, token)
                     sequence.num_computed = len(sequence) - 1
 
-    def _advance(self, plan: Step) -> float:
+    def _advance(self, plan: Schedule) -> float:
         """Decode, prefill, sample and read: a step without graphs; returns when decoding ended."""
         logits, rows, tokens = [], [], []
         self._work = Work.FORWARD

@@ -168,7 +168,7 @@ class LayerPlan:
 
     def _rotate(self, ops: BackendOps, cached: PagedLayer, q: Tensor, k: Tensor, v: Tensor, position_ids: Tensor,
                 shape: tuple[int, int]) -> Tensor:  # fmt: skip
-        slots = cached.owner.slots(cached, *shape)
+        slots = cached.owner.advance(cached, *shape)
         if not isinstance(self.rope, RopeTable):
             ops.write_kv(k, v, cached.keys, cached.values, slots, are_query_tokens=cached.writes_query_tokens)
             return q

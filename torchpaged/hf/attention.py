@@ -74,7 +74,7 @@ def paged_attention_forward(
     _refuse(module, layer, query, attention_mask, dropout, position_bias, kwargs)
     batch, num_heads, query_len, head_dim = query.shape
     owner = layer.owner
-    step = owner.step(batch, query_len)
+    metadata = owner.metadata_of(batch, query_len)
     seen = owner.causality()  # the mask, where the model asks for one, and not the module: some say False and mask by themselves
     causal = causal if seen is None else seen
     if query_len > 1 and not torch.compiler.is_compiling():
@@ -86,8 +86,8 @@ def paged_attention_forward(
     if not torch.compiler.is_compiling() and is_profiling():
         attend = ranged_attention(attend, layer.index)
     attend(
-        q, key, value, step.block_table, step.seq_lens, step.query_start_loc, out, None,
-        max_query_len=step.max_query_len, scale=head_dim**-0.5 if scaling is None else float(scaling), causal=causal,
+        q, key, value, metadata.block_table, metadata.seq_lens, metadata.query_start_loc, out, None,
+        max_query_len=metadata.max_query_len, scale=head_dim**-0.5 if scaling is None else float(scaling), causal=causal,
         window_left=-1 if window is None else window - 1, logits_soft_cap=0.0 if softcap is None else float(softcap),
         sinks=sinks, chunk_size=layer.chunk or 0, **layer.workspace,
     )  # fmt: skip

@@ -19,16 +19,17 @@ import torch
 from torch import Tensor
 
 from torchpaged.backends import Limits
-from torchpaged.cache import BlockPool
+from torchpaged.cache import BlockPool, RowBlocks
 from torchpaged.custom_ops.errors import ArgumentError, BackendUnavailableError, NotCopyableError
 from torchpaged.hf.cache_masks import CacheMasks
-from torchpaged.hf.chosen_backend import ChoosesBackend, config_spec
+from torchpaged.hf.chosen_backend import ChoosesBackend
 from torchpaged.hf.forward_order import ForwardOrder
-from torchpaged.hf.layer import SET_UP, PagedLayer, StepBatch
+from torchpaged.hf.layer import SET_UP, PagedLayer
 from torchpaged.hf.pending_padding import PendingPadding
 from torchpaged.hf.query_starts import fill_query_starts
 from torchpaged.hf.support import require_made_by_user, require_paged_layers, require_supported_config
 from torchpaged.hf.template import paged_layers
+from torchpaged.metadata import AttentionMetadata, BatchSizes, host_block_table, make_batch_tensors, slots_at
 
 _SHORT_QUERY_LEN = 8  # tokens per row that the decode kernels take at most: custom_ops/attention/triton/config.py, MAX_DECODE_QUERY_LEN
 
@@ -92,8 +93,8 @@ class PagedCache(ChoosesBackend, CacheMasks):
         self.blocks_per_row = -(-max_seq_len // block_size)
         self.num_blocks = max_batch_size * self.blocks_per_row + 1 if num_blocks is None else num_blocks
         self.pool = BlockPool(self.num_blocks)
+        self.blocks = RowBlocks(self.pool, block_size, self.blocks_per_row)
         self.limits = Limits(max_batch_size, max_batch_size * max_seq_len, self.blocks_per_row, self.num_blocks, block_size)
-        self._rows = []
         self._mask_token = torch.zeros((), dtype=torch.int64)  # a kv_offset of 0 that carries this cache to the mask function
         self._mask_token._torchpaged_cache = self  # type: ignore[attr-defined]
         self.ready = False
@@ -139,13 +140,13 @@ class PagedCache(ChoosesBackend, CacheMasks):
         if implementation != "torchpaged" and not self.dense:
             raise ArgumentError("attn_implementation", "'torchpaged' for a model with a PagedCache", repr(implementation),
                                 "call model.set_attn_implementation('torchpaged')")  # fmt: skip
-        specs = [config_spec(self._text_config, x, key_states, head_dim_v, self.block_size) for x in self.paged]
+        specs = [layer.attention_spec(self._text_config, key_states, head_dim_v) for layer in self.paged]
         known = [s for s in self.specs if (s.device, s.dtype) == (key_states.device, key_states.dtype)]  # asked before a reset
         self.choose_backend([*specs, *known])
         for layer, spec in zip(self.paged, specs, strict=True):
             if layer.asked is None:
                 self.give_workspace(layer, spec)
-        self._rows = self._allocate(batch)
+        self.blocks.allocate(batch)
         if not hasattr(self, "total") or self.total.device != key_states.device:
             self._make_metadata(key_states.device)
         with torch.inference_mode(False):
@@ -161,9 +162,9 @@ class PagedCache(ChoosesBackend, CacheMasks):
 
     def _make_metadata(self, device: torch.device) -> None:
         with torch.inference_mode(False):  # an inference tensor could not be advanced under plain no_grad later
-            self.block_table = torch.zeros(self.max_rows, self.blocks_per_row, dtype=torch.int32, device=device)
-            self.seq_lens = torch.zeros(self.max_rows, dtype=torch.int32, device=device)  # without padding
-            self.decode_slots = torch.full((self.max_rows,), -1, dtype=torch.int64, device=device)
+            names = ("block_table", "seq_lens", "slot_mapping")  # lengths without padding, slots of a decode step
+            tensors = make_batch_tensors(names, BatchSizes(self.max_rows, self.max_rows, self.blocks_per_row), device)
+            self.block_table, self.seq_lens, self.decode_slots = tensors.values()
             self.row_starts = torch.arange(self.max_rows + 1, dtype=torch.int32, device=device)
             self.query_starts = torch.zeros(self.max_rows + 1, dtype=torch.int32, device=device)  # of a forward of more tokens than below
             # Query starts of short forwards, by tokens per row, made once: attention reads them before the kernels ahead have ended, so that none
@@ -179,24 +180,19 @@ class PagedCache(ChoosesBackend, CacheMasks):
         for tensor in static:
             torch._dynamo.mark_static_address(tensor, guard=False)
 
-    def _allocate(self, batch: int) -> list[list[int]]:
-        taken = self.pool.allocate(batch * self.blocks_per_row)
-        return [taken[i * self.blocks_per_row : (i + 1) * self.blocks_per_row] for i in range(batch)]
-
     def _upload_rows(self) -> None:
-        table = torch.tensor(self._rows, dtype=torch.int32)
-        self.block_table[: len(self._rows)].copy_(table)
+        self.block_table[: len(self.blocks)].copy_(host_block_table(self.blocks.rows, len(self.blocks), self.blocks_per_row))
 
     # ------------------------------------------------------------------------------------------- one forward
-    def slots(self, layer: PagedLayer, batch: int, query_len: int) -> Tensor:
-        """The slots of this forward's tokens; the first layer advances the lengths (in place, in the graph)."""
+    def advance(self, layer: PagedLayer, batch: int, query_len: int) -> Tensor:
+        """The slots of this forward's tokens; the first layer moves the lengths on (in place, in the graph)."""
         if self.dense:
             self.require_mask_of_own()
         self.order.enter(layer, query_len)
         if not torch.compiler.is_compiling() and not layer.has_written:
             self.first_use(layer)
         if layer.is_first:
-            self._advance(batch, query_len)
+            self._advance_lengths(batch, query_len)
             if self.session.plans:
                 self._plan(batch, query_len)
         self.order.leave(layer, query_len)
@@ -206,15 +202,12 @@ class PagedCache(ChoosesBackend, CacheMasks):
 
     def _slots_of(self, batch: int, query_len: int) -> Tensor:
         positions = self.seq_lens[:batch, None].long() - query_len + torch.arange(query_len, device=self.seq_lens.device)[None]
-        column = (positions // self.block_size).clamp(0, self.blocks_per_row - 1)
-        block = self.block_table[:batch].long().gather(1, column)
-        slots = block * self.block_size + positions % self.block_size
-        return torch.where(positions >= 0, slots, -1).reshape(-1)
+        return slots_at(positions, self.block_table[:batch], self.block_size).reshape(-1)
 
-    def _advance(self, batch: int, query_len: int) -> None:
+    def _advance_lengths(self, batch: int, query_len: int) -> None:
         if not torch.compiler.is_compiling():
-            if batch != len(self._rows):
-                raise ArgumentError("input_ids", f"{len(self._rows)} rows, as in this cache's first batch", f"{batch} rows",
+            if batch != len(self.blocks):
+                raise ArgumentError("input_ids", f"{len(self.blocks)} rows, as in this cache's first batch", f"{batch} rows",
                                     "call cache.reset() before another batch")  # fmt: skip
             self._require_room(query_len)
             self._require_complete()
@@ -238,7 +231,7 @@ class PagedCache(ChoosesBackend, CacheMasks):
                 f"backend {self.choice.name!r} plans every step outside compiled code, and a compiled forward moves the lengths on inside; "
                 "run the model eagerly, through torchpaged.engine.Generator, or on another backend"
             )
-        self.session.plan(self.step(batch, query_len))
+        self.session.plan(self.metadata_of(batch, query_len))
 
     def written(self, layer: PagedLayer) -> None:
         """The last layer's word completes the forward: on the device, which compiled steps look at, and on the host."""
@@ -254,7 +247,7 @@ class PagedCache(ChoosesBackend, CacheMasks):
         self.order.use(layer)
 
     def _require_complete(self) -> None:
-        """Refuse a cache whose last forward raised between two layers. On a GPU a compiled one is found by `_advance`'s assertion."""
+        """Refuse a cache whose last forward raised between two layers. On a GPU a compiled one is found by `_advance_lengths`' assertion."""
         lost = self.ready and self.total.device.type == "cpu" and int(self.total) != int(self.written_total)
         if self._is_open or lost:
             raise self._incomplete()
@@ -266,17 +259,17 @@ class PagedCache(ChoosesBackend, CacheMasks):
             "its layers hold different tokens: call cache.reset() and start from the prompt",
         )  # fmt: skip
 
-    def step(self, batch: int, query_len: int) -> StepBatch:
-        """This forward as a batch of ``batch`` requests of ``query_len`` queries each."""
+    def metadata_of(self, batch: int, query_len: int) -> AttentionMetadata:
+        """This forward as a batch of ``batch`` requests of ``query_len`` queries each, for attention alone."""
         if query_len == 1:
             starts = self.row_starts
         elif query_len <= _SHORT_QUERY_LEN:
             starts = self.short_starts[query_len]
         else:
             starts = self.query_starts
-            if not self.keys_of_queries:  # cross attention: what `_advance` was told of are the encoder's tokens
+            if not self.keys_of_queries:  # cross attention: what `advance` was told of are the encoder's tokens
                 fill_query_starts(starts, self.row_starts, query_len)
-        return StepBatch(self.block_table[:batch], self.seq_lens[:batch], starts[: batch + 1], query_len)
+        return AttentionMetadata(self.block_table[:batch], self.seq_lens[:batch], starts[: batch + 1], None, None, query_len)
 
     def gather(self, pool: Tensor, batch: int) -> Tensor:
         """Dense mode: every row's tokens by position (padding included), ``[batch, num_kv_heads, max_seq_len, head_dim]``."""
@@ -317,8 +310,7 @@ class PagedCache(ChoosesBackend, CacheMasks):
 
     def describe(self) -> str:
         """The memory arithmetic in one line; pools count once they exist."""
-        pools = [t for layer in self.paged if layer.is_initialized for t in (layer.keys, layer.values)]
-        num_bytes = sum(t.numel() * t.element_size() for t in pools)
+        num_bytes = sum(layer.num_bytes for layer in self.paged)
         tokens = self.pool.num_usable * self.block_size
         per_token = num_bytes // (self.num_blocks * self.block_size)
         return (

@@ -79,7 +79,7 @@ class CacheMasks(CacheRows):
             self._cut_padding &= max(padding) >= mask.shape[1]  # a row of nothing but padding: the next mask may say more
 
     def _learn_padding(self, padding: list[int], query_length: int) -> None:
-        before = self._padding or [0] * len(self._rows)
+        before = self._padding or [0] * len(self.blocks)
         if padding == before or ((query_length > 1 or self._cut_padding) and self._grow_padding(before, padding)):
             return
         raise ArgumentError("attention_mask", f"the left padding of this cache's first batch ({before})", str(padding),

@@ -1,12 +1,11 @@
 """What generate() does to the rows of a paged cache between forwards: start over, take tokens back, reorder, repeat, select.
 
-`PagedCache` inherits it. Rows that come from the same row share its full blocks; only the last partial one is copied.
+`PagedCache` inherits it: transformers looks for these methods on the cache itself. The books of the blocks are kept by `RowBlocks`.
 """
 
 from __future__ import annotations
 
 import operator
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from torchpaged.cache import BlockPool
+from torchpaged.cache import RowBlocks
 from torchpaged.custom_ops import BackendOps
 from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
 from torchpaged.hf.forward_order import ForwardOrder
@@ -25,10 +24,9 @@ class CacheRows(Cache):
     """The rows of a `PagedCache`, as blocks and lengths.
 
     Attributes:
-        pool: gives the blocks.
+        blocks: which blocks each row holds.
         paged: the paged layers.
         max_rows: rows at most.
-        block_size, blocks_per_row: tokens per block, blocks of every row.
         ready: whether rows have blocks and the tensors below are filled.
         seq_lens: ``[max_rows]`` int32, tokens of each row without padding.
         total: int64 scalar tensor, tokens per row with padding.
@@ -38,11 +36,9 @@ class CacheRows(Cache):
         order: which layer writes first, and which wrote last.
     """
 
-    pool: BlockPool
+    blocks: RowBlocks
     paged: list[PagedLayer]
     max_rows: int
-    block_size: int
-    blocks_per_row: int
     ready: bool
     seq_lens: Tensor
     total: Tensor
@@ -50,7 +46,6 @@ class CacheRows(Cache):
     ops: BackendOps
     name: str
     order: ForwardOrder
-    _rows: list[list[int]]  # block ids of each row
     _padding: list[int] | None  # of each row, once a mask was seen
     _cut_padding: bool  # whether `crop` took back padding, so that the next mask says how much there is
     _is_open: bool  # whether a forward began and did not complete
@@ -72,7 +67,7 @@ class CacheRows(Cache):
     @property
     def batch_size(self) -> int:
         """Rows of the current batch; -1 before the first."""
-        return len(self._rows) if self._rows else -1
+        return len(self.blocks) or -1
 
     @property
     def is_updated(self) -> Any:
@@ -95,9 +90,8 @@ class CacheRows(Cache):
         """Forget everything; the pools' memory stays. The next forward may have another batch size."""
         for layer in self.layers:
             layer.reset()  # a paged one has nothing to do, unless it keeps a recurrent state beside its keys and values
-        for row in self._rows:
-            self.pool.free(row)
-        self._rows, self._padding, self.ready = [], None, False
+        self.blocks.free()
+        self._padding, self.ready = None, False
         self._is_open, self._num_forwards, self._cut_padding = False, 0, False
         self.order.reset()
         self._forget_masks()
@@ -136,40 +130,25 @@ class CacheRows(Cache):
         """``count`` tokens less in every row. A row whose padding is reached keeps no token, and what is left of its padding."""
         for tensor in (self.total, self.written_total):
             tensor.sub_(count)
-        self.seq_lens[: len(self._rows)].sub_(count).clamp_min_(0)
+        self.seq_lens[: len(self.blocks)].sub_(count).clamp_min_(0)
         self._bound = int(self.total)
         if self._padding is not None:
             self._cut_padding |= max(self._padding) > self._bound
             self._padding = [min(padding, self._bound) for padding in self._padding]
 
     def _unshare(self, count: int) -> None:
-        """Give every row blocks of its own from its last ``count`` tokens on: it will write there, and others must not see that."""
-        if all(self.pool.ref_count(block) == 1 for row in self._rows for block in row):
-            return
-        taken: Counter[int] = Counter()
-        shared: list[tuple[list[int], int, bool]] = []  # row, place in it, whether tokens before the cut lie there
-        for row, length in zip(self._rows, self.seq_lens[: len(self._rows)].tolist(), strict=True):
-            kept = max(length - count, 0)
-            for place in range(kept // self.block_size, len(row)):
-                if self.pool.ref_count(row[place]) - taken[row[place]] > 1:
-                    taken[row[place]] += 1
-                    shared.append((row, place, kept > place * self.block_size))
-        own, copies = self.pool.allocate(len(shared)), []
-        for (row, place, has_tokens), block in zip(shared, own, strict=True):
-            if has_tokens:
-                copies.append((row[place], block))
-            self.pool.free([row[place]])
-            row[place] = block
-        self._upload_rows()
-        self._copy_blocks(copies)
+        """Give every row blocks of its own from its last ``count`` tokens on."""
+        copies = self.blocks.unshare([max(length - count, 0) for length in self.seq_lens[: len(self.blocks)].tolist()])
+        if copies is not None:
+            self._upload_rows()
+            self._copy_blocks(copies)
 
     def _copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """``(source, destination)`` pairs in every layer's pools."""
         if copies:
             mapping = torch.tensor(copies, dtype=torch.int64, device=self.seq_lens.device)
             for layer in self.paged:
-                if layer.is_initialized:
-                    self.ops.copy_blocks(layer.keys, layer.values, mapping)
+                layer.copy_blocks(mapping)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row ``i`` continues row ``beam_idx[i]``: full blocks are shared, only the last partial one is copied."""
@@ -179,7 +158,7 @@ class CacheRows(Cache):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each row ``repeats`` times, neighbours."""
-        self._reindex([row for row in range(len(self._rows)) for _ in range(repeats)])
+        self._reindex([row for row in range(len(self.blocks)) for _ in range(repeats)])
         for layer in self.layers:
             layer.batch_repeat_interleave(repeats)
 
@@ -190,34 +169,15 @@ class CacheRows(Cache):
             layer.batch_select_indices(indices)
 
     def _reindex(self, parents: Sequence[int]) -> None:
-        """New row ``i`` is a fork of old row ``parents[i]``.
-
-        A parent's first child keeps its blocks; every further child shares the full ones and gets blocks of its own from there
-        on. Rows without children are freed first, so that with an unchanged number of rows enough blocks are always free.
-        """
+        """New row ``i`` is a fork of old row ``parents[i]``, see `RowBlocks.reindex`."""
         self._require_complete()
         if len(parents) > self.max_rows:
             raise ArgumentError("max_batch_size", f"at least {len(parents)} rows", str(self.max_rows), "build a larger PagedCache")
-        if list(parents) == list(range(len(self._rows))):
+        if list(parents) == list(range(len(self.blocks))):
             return
-        lengths = self.seq_lens[: len(self._rows)].tolist()
-        old_rows, rows, copies = self._rows, [], []
-        for row in set(range(len(old_rows))) - set(parents):
-            self.pool.free(old_rows[row])
-        seen: set[int] = set()
-        for parent in parents:
-            if parent not in seen:
-                seen.add(parent)
-                rows.append(old_rows[parent])
-                continue
-            full = max(lengths[parent], 0) // self.block_size
-            own = self.pool.allocate(self.blocks_per_row - full)
-            if lengths[parent] % self.block_size and lengths[parent] > 0:
-                copies.append((old_rows[parent][full], own[0]))
-            rows.append(self.pool.fork(old_rows[parent][:full]) + own)
-        self._rows = rows
+        copies = self.blocks.reindex(parents, self.seq_lens[: len(self.blocks)].tolist())
         index = torch.tensor(list(parents), device=self.seq_lens.device)
-        self.seq_lens[: len(rows)] = self.seq_lens[index]
+        self.seq_lens[: len(parents)] = self.seq_lens[index]
         if self._padding is not None:
             self._padding = [self._padding[parent] for parent in parents]
         self._upload_rows()

@@ -6,31 +6,25 @@ attention function knows a paged call by its key and value alone: no global stat
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from torchpaged.backends import AttentionSpec, Choice
+from torchpaged.cache import KVLayerSpec, LayerSpec
 from torchpaged.custom_ops import BackendOps
 from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
+from torchpaged.hf.chosen_backend import config_spec
 from torchpaged.hf.watched_pool import WatchedPool, watch
+from torchpaged.metadata import AttentionMetadata
 
 #: Why set-up is not traced, and what to do: the reason of a graph break, or of dynamo's error with ``fullgraph=True``.
 SET_UP = (
     "PagedCache: the pools can't be made inside compiled code; run the first forward eagerly (generate() does), or call "
     "cache.early_initialization(batch_size, num_kv_heads, head_dim, dtype, device) before"
 )
-
-
-class StepBatch(NamedTuple):
-    """What `paged_attention` needs of this step: see `torchpaged.AttentionMetadata`."""
-
-    block_table: Tensor
-    seq_lens: Tensor
-    query_start_loc: Tensor
-    max_query_len: int
 
 
 class PagedOwner(Protocol):
@@ -55,8 +49,9 @@ class PagedOwner(Protocol):
     def give_workspace(self, layer: PagedLayer, spec: AttentionSpec) -> None:
         """Give ``layer`` what the session keeps for layers of ``spec``."""
 
-    def slots(self, layer: PagedLayer, batch: int, query_len: int) -> Tensor:
-        """The slot of every new token ``[batch * query_len]`` int64; the first layer moves the step on."""
+    def advance(self, layer: PagedLayer, batch: int, query_len: int) -> Tensor:
+        """Before ``layer`` writes: the first layer of a forward moves the lengths on by ``query_len`` tokens per row. Gives the slot of every
+        new token, ``[batch * query_len]`` int64."""
 
     def written(self, layer: PagedLayer) -> None:
         """``layer`` has written this forward's tokens."""
@@ -64,8 +59,8 @@ class PagedOwner(Protocol):
     def first_use(self, layer: PagedLayer) -> None:
         """``layer`` gets its pools: it is used for the first time."""
 
-    def step(self, batch: int, query_len: int) -> StepBatch:
-        """The step's batch."""
+    def metadata_of(self, batch: int, query_len: int) -> AttentionMetadata:
+        """The forward that runs, as a batch for attention; changes nothing."""
 
     def mask_sizes(self, layer: PagedLayer, query_length: int) -> tuple[int, Any]:
         """kv length, and an offset that carries the cache to the mask function."""
@@ -98,6 +93,8 @@ class PagedLayer(CacheLayerMixin):
         chunk: chunked attention's chunk in tokens; None = off.
     """
 
+    stored: LayerSpec  # with the pools of that spec, once there are any
+    pools: Any
     is_compileable = True
     is_croppable = True
     is_sliding = False  # no mask is ever built from it: every layer reports the full length
@@ -117,20 +114,43 @@ class PagedLayer(CacheLayerMixin):
         """Allocate the pools; shapes ``[batch, num_kv_heads, *, head_dim(_v)]``."""
         self.owner.first_use(self)
         self.owner.prepare(key_states, value_states.shape[3])
-        self.dtype, self.device = key_states.dtype, key_states.device
+        stored = self.stored_by(key_states, value_states)
         with torch.inference_mode(False):  # an inference tensor could not be written under plain no_grad later
-            shape = (self.owner.num_blocks, self.owner.block_size)
-            self.keys = torch.zeros(*shape, key_states.shape[1], key_states.shape[3], dtype=self.dtype, device=self.device)
-            self.values = torch.zeros(*shape, value_states.shape[1], value_states.shape[3], dtype=self.dtype, device=self.device)
-        self.adopt(self.keys, self.values)
+            pools = stored.make_pools(self.owner.num_blocks, self.owner.block_size, key_states.dtype, key_states.device)
+        self.adopt(stored, pools)
 
-    def adopt(self, keys: Tensor, values: Tensor) -> None:
-        """Take existing pools, and mark them as this layer's."""
-        self.keys, self.values = keys, values
-        for pool in (keys, values):
+    # What a layer of another kind has of its own, see `torchpaged.cache.kinds`; with `attention_spec`, and `write` if the op ``write_kv`` is not its.
+    def stored_by(self, key_states: Tensor, value_states: Tensor) -> LayerSpec:
+        """What the layer's pools must hold for keys and values of these shapes."""
+        return KVLayerSpec(key_states.shape[1], key_states.shape[3], value_states.shape[3])
+
+    def keys_and_values(self, pools: Any) -> tuple[Tensor, Tensor]:
+        """What attention reads and `write` fills: ``[num_blocks, block_size, num_kv_heads, head_dim(_v)]`` of ``pools``, or views into them."""
+        return pools.k_cache, pools.v_cache
+
+    def attention_spec(self, config: Any, key_states: Tensor, head_dim_v: int | None) -> AttentionSpec:
+        """What the layer will ask of a backend, as far as the config and the first keys say."""
+        return config_spec(config, self, key_states, head_dim_v, self.owner.block_size)
+
+    def adopt(self, stored: LayerSpec, pools: Any) -> None:
+        """Take existing pools of ``stored``, and mark what attention reads as this layer's."""
+        self.stored, self.pools = stored, pools
+        self.keys, self.values = self.keys_and_values(pools)
+        self.dtype, self.device = self.keys.dtype, self.keys.device
+        for pool in (self.keys, self.values):
             pool._torchpaged_layer = self  # type: ignore[attr-defined]
             torch._dynamo.mark_static_address(pool, guard=False)  # guard=False: a new cache must not recompile the model
         self.is_initialized = True
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that the pools take; 0 before there are any."""
+        return self.owner.num_blocks * self.stored.bytes_per_block(self.owner.block_size, self.dtype) if self.is_initialized else 0
+
+    def copy_blocks(self, block_mapping: Tensor) -> None:
+        """Copy whole blocks, ``[n, 2]`` int64 of source and destination."""
+        if self.is_initialized:
+            self.stored.copy_blocks(self.pools, block_mapping, self.owner.ops)
 
     @property
     def writes_query_tokens(self) -> bool:
@@ -163,7 +183,7 @@ class PagedLayer(CacheLayerMixin):
         assert self.keys is not None and self.values is not None
         if not torch.compiler.is_compiling():  # a trace has the op's own check
             self._require_own(key_states, value_states)
-        slots = self.owner.slots(self, batch, query_len)
+        slots = self.owner.advance(self, batch, query_len)
         self.owner.ops.write_kv(k, v, self.keys, self.values, slots, are_query_tokens=self.writes_query_tokens)
         if self.owner.dense:
             return self.owner.gather(self.keys, batch), self.owner.gather(self.values, batch)

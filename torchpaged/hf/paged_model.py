@@ -18,8 +18,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from torchpaged.backends import Choice, Limits, Session
-from torchpaged.cache import KVLayerSpec, PagedKVCache
-from torchpaged.custom_ops.errors import UnsupportedModelError
+from torchpaged.cache import LayerSpec, PagedKVCache
+from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
 from torchpaged.hf.attention import NAME
 from torchpaged.hf.step_cache import StepCache, padding_step
 from torchpaged.hf.support import fusion_of, require_supported
@@ -83,7 +83,7 @@ class PagedModel:
                          max_blocks_per_req=said.max_blocks_per_req or max(blocks - 1, 1))  # fmt: skip
         self._cache = StepCache(config, limits, self.kv_cache.num_tokens, backend)
         for layer, pools, before in zip(self._cache.layers, self.kv_cache, probed.layers, strict=True):
-            layer.adopt(pools.k_cache, pools.v_cache)
+            layer.adopt(before.stored, pools)
             layer.asked, layer.spec = before.asked, before.spec
         self._cache.prepare_for(probed.specs)
         self.choice: Choice = self._cache.choice
@@ -110,9 +110,11 @@ class PagedModel:
             ``[num_reqs or num_tokens, vocab_size]`` logits.
 
         Raises:
-            ArgumentError: the batch was made for another block size than the cache's, or is over the limits.
+            ArgumentError: the batch was made for another block size than the cache's, has no positions or slots, or is over the limits.
         """
         metadata.check_block_size(self.kv_cache.block_size)
+        if metadata.positions is None or metadata.slot_mapping is None:
+            raise ArgumentError("metadata", "positions and a slot_mapping", "None", "build it with AttentionMetadata.from_lists")
         if not torch.compiler.is_compiling():
             session = self._cache.session
             if session.planned is not metadata:  # else a graph runner has planned it: this may be a capture
@@ -131,7 +133,7 @@ class PagedModel:
         return logits
 
 
-def _probe(model: PreTrainedModel, config: Any, block_size: int) -> tuple[list[KVLayerSpec], StepCache]:
+def _probe(model: PreTrainedModel, config: Any, block_size: int) -> tuple[list[LayerSpec], StepCache]:
     """What each layer stores, and the cache that knows it and what the layers ask of a backend.
 
     Found by one padding token: exact for any architecture, whatever its config calls things. The reference takes every attention.
@@ -144,12 +146,11 @@ def _probe(model: PreTrainedModel, config: Any, block_size: int) -> tuple[list[K
     missing = [i for i, layer in enumerate(cache.layers) if not layer.is_initialized]
     if missing:
         raise UnsupportedModelError(f"{type(model).__name__}: layers {missing} never wrote to the cache")
-    specs = [KVLayerSpec(x.keys.shape[2], x.keys.shape[3], x.values.shape[3]) for x in cache.layers]
-    return specs, cache
+    return [layer.stored for layer in cache.layers], cache
 
 
-def kv_layer_specs(model: PreTrainedModel) -> list[KVLayerSpec]:
-    """What each attention layer of ``model`` stores per token."""
+def kv_layer_specs(model: PreTrainedModel) -> list[LayerSpec]:
+    """What each attention layer of ``model`` stores: `KVLayerSpec`, unless another kind took the layer."""
     require_supported(model)
     before = model.config._attn_implementation
     model.set_attn_implementation(NAME)

@@ -11,11 +11,11 @@ from transformers.cache_utils import Cache
 
 from torchpaged.backends import AttentionSpec, Limits
 from torchpaged.custom_ops.errors import UnsupportedModelError
-from torchpaged.hf.chosen_backend import ChoosesBackend, config_spec
-from torchpaged.hf.layer import PagedLayer, StepBatch
+from torchpaged.hf.chosen_backend import ChoosesBackend
+from torchpaged.hf.layer import PagedLayer
 from torchpaged.hf.masks import is_causal
 from torchpaged.hf.template import HybridPagedLayer, paged_layers
-from torchpaged.metadata import AttentionMetadata
+from torchpaged.metadata import METADATA_FIELDS, AttentionMetadata, BatchSizes, make_batch_tensors
 
 
 class StepCache(ChoosesBackend, Cache):
@@ -44,7 +44,7 @@ class StepCache(ChoosesBackend, Cache):
 
     def prepare(self, key_states: Tensor, head_dim_v: int | None = None) -> None:
         """Choose the backend, when the first keys show device and dtype."""
-        specs = [config_spec(self._config, x, key_states, head_dim_v, self.block_size) for x in self.layers]
+        specs = [layer.attention_spec(self._config, key_states, head_dim_v) for layer in self.layers]
         self.prepare_for(specs)
         for layer, spec in zip(self.layers, specs, strict=True):
             self.give_workspace(layer, spec)
@@ -60,16 +60,15 @@ class StepCache(ChoosesBackend, Cache):
     def written(self, layer: PagedLayer) -> None:
         """A step that raises is nobody's state: the engine sets lengths anew for each one."""
 
-    def slots(self, layer: PagedLayer, batch: int, query_len: int) -> Tensor:
-        """The step's: ``[num_tokens]`` int64, the same for every layer."""
-        assert self.metadata is not None
+    def advance(self, layer: PagedLayer, batch: int, query_len: int) -> Tensor:
+        """The step's slots: ``[num_tokens]`` int64, the same for every layer. Lengths were moved on by whoever made the step."""
+        assert self.metadata is not None and self.metadata.slot_mapping is not None
         return self.metadata.slot_mapping
 
-    def step(self, batch: int, query_len: int) -> StepBatch:
-        """The step's tensors, as ``metadata`` has them."""
-        m = self.metadata
-        assert m is not None
-        return StepBatch(m.block_table, m.seq_lens, m.query_start_loc, m.max_query_len)
+    def metadata_of(self, batch: int, query_len: int) -> AttentionMetadata:
+        """The step's tensors."""
+        assert self.metadata is not None
+        return self.metadata
 
     def mask_sizes(self, layer: PagedLayer, query_length: int) -> tuple[int, Any]:
         """As many keys as fit, and the tensor by which the mask function finds this cache."""
@@ -99,9 +98,7 @@ class StepCache(ChoosesBackend, Cache):
 
 def padding_step(device: torch.device) -> AttentionMetadata:
     """One token that belongs to nobody: nothing is written, attention gives zeros."""
-    ints: dict[str, Any] = {"dtype": torch.int32, "device": device}
-    longs: dict[str, Any] = {"dtype": torch.int64, "device": device}
-    return AttentionMetadata(
-        torch.zeros(1, 1, **ints), torch.zeros(1, **ints), torch.tensor([0, 1], **ints), torch.full((1,), -1, **longs),
-        torch.zeros(1, **longs), max_query_len=1,
-    )  # fmt: skip
+    sizes = BatchSizes(num_reqs=1, num_tokens=1, max_blocks_per_req=1)
+    tensors = make_batch_tensors(METADATA_FIELDS, sizes, device)
+    tensors["query_start_loc"][1] = 1
+    return AttentionMetadata.view(tensors, sizes, max_query_len=1, block_size=None)

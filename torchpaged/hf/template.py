@@ -19,6 +19,7 @@ from transformers.cache_utils import (
     StaticLayer,
 )
 
+from torchpaged.cache import layer_kinds
 from torchpaged.custom_ops.errors import UnsupportedModelError
 from torchpaged.hf.layer import PagedLayer, PagedOwner
 
@@ -65,8 +66,14 @@ def window_and_chunk(config: Any, index: int, layer: Any) -> tuple[int | None, i
     return window, None
 
 
+def _of_registered_kind(owner: PagedOwner, index: int, config: Any, template: Any) -> PagedLayer | None:
+    """The layer that a kind other than keys and values makes of ``template``; None if no kind takes it."""
+    made = (kind.hf_layer(owner, index, config, template) for kind in layer_kinds() if kind.hf_layer is not None)
+    return next((layer for layer in made if layer is not None), None)
+
+
 def paged_layers(config: Any, max_seq_len: int, owner: PagedOwner) -> list[Any]:
-    """The layers of a paged cache for ``config``: attention layers paged, linear ones HuggingFace's own.
+    """The layers of a paged cache for ``config``: those of a registered kind its own, attention layers paged, linear ones HuggingFace's own.
 
     Raises:
         UnsupportedModelError: the architecture keeps something in its cache that can be neither.
@@ -82,11 +89,14 @@ def paged_layers(config: Any, max_seq_len: int, owner: PagedOwner) -> list[Any]:
         ) from error
     for index, layer in enumerate(template):
         window, chunk = window_and_chunk(config, index, layer)
-        if isinstance(layer, StaticIndexedLayer):
+        own = _of_registered_kind(owner, index, config, layer)
+        if own is not None:
+            layers.append(own)
+        elif isinstance(layer, StaticIndexedLayer):
             raise UnsupportedModelError(
                 f"{config.model_type}: layer {index} caches an indexer (sparse attention), which is not supported yet"
             )
-        if isinstance(layer, LinearAttentionCacheLayerMixin) and isinstance(layer, StaticLayer):
+        elif isinstance(layer, LinearAttentionCacheLayerMixin) and isinstance(layer, StaticLayer):
             layers.append(HybridPagedLayer(owner, index, window, chunk, layer.number_of_states))
         elif isinstance(layer, StaticLayer):
             layers.append(PagedLayer(owner, index, window, chunk))

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from torchpaged.bench.attention.cases import AttentionCase
+from torchpaged.metadata import AttentionMetadata
 
 L2_BYTES = 60e6  # of an H200; smaller ones are covered too
 MIN_LAYERS, MAX_LAYERS = 2, 24
@@ -101,9 +102,8 @@ def make_inputs(case: AttentionCase, device: torch.device, heads_first: bool = F
         else torch.arange(case.num_blocks, device=device)
     )
     ids = (order + 1).int()
-    block_table = torch.zeros(len(used), max(used), dtype=torch.int32, device=device)
-    for row, blocks in enumerate(ids.split(used)):
-        block_table[row, : used[row]] = blocks
+    tables = [blocks.tolist() for blocks in ids.split(used)]
+    batch = AttentionMetadata.from_lists(case.query_lens, case.seq_lens, tables, block_size=case.block_size, device=device)
     inner = (case.num_kv_heads, case.block_size) if heads_first else (case.block_size, case.num_kv_heads)
     shape = (case.num_blocks + 1, *inner, case.head_dim)
     fp8 = case.kv_dtype.itemsize == 1
@@ -114,14 +114,13 @@ def make_inputs(case: AttentionCase, device: torch.device, heads_first: bool = F
         return cache.transpose(1, 2) if heads_first else cache
 
     layers = num_layers(case)
-    starts = torch.tensor([0, *case.query_lens]).cumsum(0).int().to(device)
     return Inputs(
         q=torch.randn(case.num_tokens, case.num_heads, case.head_dim, generator=generator, device=device, dtype=case.dtype),
         k_caches=[pool() for _ in range(layers)],
         v_caches=[pool() for _ in range(layers)],
-        block_table=block_table,
-        seq_lens=torch.tensor(case.seq_lens, dtype=torch.int32, device=device),
-        query_start_loc=starts,
+        block_table=batch.block_table,
+        seq_lens=batch.seq_lens,
+        query_start_loc=batch.query_start_loc,
         scale=case.head_dim**-0.5,
         k_scale=torch.full((1,), FP8_K_SCALE, dtype=torch.float32, device=device) if fp8 else None,
         v_scale=torch.ones(1, dtype=torch.float32, device=device) if fp8 else None,

@@ -21,7 +21,10 @@ from torch import Tensor
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.engine.device.launch_tokens import LaunchRing
 from torchpaged.engine.device.request_state import HEAD_WORDS, MAX_STOP_TOKEN_IDS, NUM_FLOATS, NUM_INTS, NUM_LONGS, RowState, token_bits
-from torchpaged.metadata import AttentionMetadata, to_device
+from torchpaged.metadata import FIELDS, METADATA_FIELDS, AttentionMetadata, BatchSizes, pad_batch_tensors, to_device
+
+#: What makes a row idle: its length and slot are a padding row's.
+_IDLE = {name: FIELDS[name].padding for name in ("seq_lens", "slot_mapping")}
 
 
 class StepOps(Protocol):
@@ -79,14 +82,14 @@ class DecodeRows:
             self._ints = torch.zeros(NUM_INTS, padded, dtype=torch.int32, device=device)
             self._floats = torch.zeros(NUM_FLOATS, padded, dtype=torch.float32, device=device)
             self.stop_token_ids = torch.full((rows, MAX_STOP_TOKEN_IDS), -1, dtype=torch.int64, device=device)
-            self.block_table = torch.zeros(rows, max_blocks_per_req, dtype=torch.int32, device=device)
+            self.block_table = FIELDS["block_table"].make(BatchSizes(rows, rows, max_blocks_per_req), device)
             self.seen = torch.zeros(rows, -(-vocab_size // 32), dtype=torch.int32, device=device)
             self.query_start_loc = torch.arange(rows + 1, dtype=torch.int32, device=device)
             self.tokens_out = torch.full((steps_per_launch, padded), -1, dtype=torch.int64, device=device)
         self.input_ids, self.positions, self.slot_mapping, self.seeds, self.counters = (x[:rows] for x in self._longs)
         self.seq_lens, self.remaining, self.top_k = (x[:rows] for x in self._ints)
         self.temperature, self.top_p, self.min_p, self.repetition_penalty = (x[:rows] for x in self._floats)
-        self.slot_mapping.fill_(-1)
+        self.slot_mapping.fill_(_IDLE["slot_mapping"])
         self.repetition_penalty.fill_(1.0)
         self.top_p.fill_(1.0)
         self.ring = LaunchRing(launches_in_flight, steps_per_launch, rows, device)
@@ -101,10 +104,9 @@ class DecodeRows:
 
     def view(self, num_rows: int) -> tuple[Tensor, AttentionMetadata]:
         """The first ``num_rows`` rows as ``(input_ids, metadata)``; slices, no copies."""
-        return self.input_ids[:num_rows], AttentionMetadata(
-            self.block_table[:num_rows], self.seq_lens[:num_rows], self.query_start_loc[: num_rows + 1], self.slot_mapping[:num_rows],
-            self.positions[:num_rows], max_query_len=1, block_size=self.block_size,
-        )  # fmt: skip
+        tensors = {name: getattr(self, name) for name in METADATA_FIELDS}
+        sizes = BatchSizes(num_rows, num_rows, self.max_blocks_per_req)
+        return self.input_ids[:num_rows], AttentionMetadata.view(tensors, sizes, max_query_len=1, block_size=self.block_size)
 
     # ------------------------------------------------------------------------------------------------ on the device
     def finish_step(self, logits: Tensor, num_rows: int, step: int) -> None:
@@ -211,8 +213,7 @@ class DecodeRows:
         if rows:
             self.restore()
             index = to_device(rows, torch.int64, self.device)
-            self.seq_lens.index_fill_(0, index, 0)
-            self.slot_mapping.index_fill_(0, index, -1)
+            self._make_idle(index)
 
     def move(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Move rows ``(from, to)``, without the host knowing what they hold; the old places become idle."""
@@ -224,8 +225,11 @@ class DecodeRows:
                 fields.index_copy_(1, new, fields.index_select(1, old))
             for table in (self.block_table, self.stop_token_ids, self.seen):
                 table.index_copy_(0, new, table.index_select(0, old))
-            self.seq_lens.index_fill_(0, old, 0)
-            self.slot_mapping.index_fill_(0, old, -1)
+            self._make_idle(old)
+
+    def _make_idle(self, index: Tensor) -> None:
+        for name, padding in _IDLE.items():
+            getattr(self, name).index_fill_(0, index, padding)
 
     @contextlib.contextmanager
     def padding(self, num_rows: int) -> Iterator[None]:
@@ -234,10 +238,8 @@ class DecodeRows:
         self._put_aside()
         try:
             self.ring.launches[:1].fill_(-1)  # tokens of launches in flight stay where they are
-            self.seq_lens[:num_rows].zero_()
-            self.slot_mapping[:num_rows].fill_(-1)
-            self.input_ids[:num_rows].zero_()
-            self.positions[:num_rows].zero_()
+            names = (*_IDLE, "input_ids", "positions")
+            pad_batch_tensors({name: getattr(self, name) for name in names}, BatchSizes(num_rows, num_rows, self.max_blocks_per_req))
             yield
         finally:
             self.restore()

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from torchpaged.custom_ops.errors import ArgumentError
+from torchpaged.metadata import slot_of
 
 #: Token ids that can end a row on the device; the caller looks after further ones.
 MAX_STOP_TOKEN_IDS = 16
@@ -73,11 +74,10 @@ class RowState:
     def packed(self, block_size: int) -> bytes:
         """The row's fields as `HEAD_WORDS` words: longs, stop ids, ints, floats, each in the order of `DecodeRows`."""
         last = self.seq_len - 1
-        slot = self.blocks[last // block_size] * block_size + last % block_size
         stops = list(self.stop_token_ids)[:MAX_STOP_TOKEN_IDS]
         seed = (self.seed + 2**63) % 2**64 - 2**63
         return _HEAD.pack(
-            self.input_id, last, slot, seed, self.counter, *stops, *([-1] * (MAX_STOP_TOKEN_IDS - len(stops))), self.seq_len,
+            self.input_id, last, slot_of(last, self.blocks, block_size), seed, self.counter, *stops, *([-1] * (MAX_STOP_TOKEN_IDS - len(stops))), self.seq_len,
             self.remaining, self.top_k, self.temperature, self.top_p, self.min_p, self.repetition_penalty,
         )  # fmt: skip
 

@@ -1,0 +1,75 @@
+"""The kind ``kv``: keys and values of every token, in two pools per layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchpaged.cache.kinds import BlockOps, LayerKind, LayerSpec, register_layer_kind
+from torchpaged.custom_ops.errors import ArgumentError
+
+FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+class LayerKVCache(NamedTuple):
+    """The pools of one layer, as `PagedAttention` takes them.
+
+    Attributes:
+        k_cache: ``[num_blocks, block_size, num_kv_heads, head_dim]``.
+        v_cache: ``[num_blocks, block_size, num_kv_heads, head_dim_v]``.
+        k_scale, v_scale: float32, one value or one per kv head, for fp8 pools; None otherwise.
+    """
+
+    k_cache: Tensor
+    v_cache: Tensor
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class KVLayerSpec(LayerSpec):
+    """What one layer stores per token: ``num_kv_heads`` keys of ``head_dim`` and values of ``head_dim_v`` numbers."""
+
+    num_kv_heads: int
+    head_dim: int
+    head_dim_v: int | None = None
+
+    def __post_init__(self) -> None:
+        if min(self.num_kv_heads, self.head_dim, self.value_dim) < 1:
+            raise ArgumentError("num_kv_heads, head_dim", "positive sizes", f"{self.num_kv_heads}, {self.head_dim}, {self.head_dim_v}")
+
+    @property
+    def value_dim(self) -> int:
+        """Width of a value: ``head_dim_v``, or ``head_dim`` where that is None."""
+        return self.head_dim if self.head_dim_v is None else self.head_dim_v
+
+    def elements_per_token(self) -> int:
+        """Numbers stored for one token in this layer."""
+        return self.num_kv_heads * (self.head_dim + self.value_dim)
+
+    def bytes_per_block(self, block_size: int, dtype: torch.dtype) -> int:
+        """See `LayerSpec`."""
+        return block_size * self.elements_per_token() * dtype.itemsize
+
+    def make_pools(self, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device) -> LayerKVCache:
+        """See `LayerSpec`; fp8 pools come with scales of 1.0."""
+        shape = (num_blocks, block_size, self.num_kv_heads)
+        k_cache, v_cache = (torch.zeros(*shape, width, dtype=dtype, device=device) for width in (self.head_dim, self.value_dim))
+        if dtype not in FP8_DTYPES:
+            return LayerKVCache(k_cache, v_cache)
+        k_scale, v_scale = (torch.ones(1, dtype=torch.float32, device=device) for _ in range(2))
+        return LayerKVCache(k_cache, v_cache, k_scale, v_scale)
+
+    def block_tensors(self, pools: LayerKVCache) -> dict[str, Tensor]:
+        """See `LayerSpec`."""
+        return {"k_cache": pools.k_cache, "v_cache": pools.v_cache}
+
+    def copy_blocks(self, pools: LayerKVCache, block_mapping: Tensor, ops: BlockOps) -> None:
+        """See `LayerSpec`; by the op ``copy_blocks``."""
+        ops.copy_blocks(pools.k_cache, pools.v_cache, block_mapping)
+
+
+register_layer_kind(LayerKind("kv", KVLayerSpec))

@@ -1,0 +1,99 @@
+"""RowBlocks: which blocks the rows of a batch hold, every row equally many, and which rows share some. Host data only, no tensors.
+
+    rows = RowBlocks(pool, block_size=16, blocks_per_row=8)
+    rows.allocate(batch=2)
+    copies = rows.reindex([0, 0, 1], lengths=[20, 5])     # row 1 forks row 0: block 0 is shared, the rest of row 1 is its own
+
+What a change makes necessary on the device, it gives back: ``(source, destination)`` pairs of blocks whose tokens must be copied.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from torchpaged.cache.block_pool import BlockPool
+
+
+class RowBlocks:
+    """The blocks of each row.
+
+    Args:
+        pool: gives the blocks.
+        block_size: tokens per block.
+        blocks_per_row: blocks of every row.
+
+    Attributes:
+        rows: block ids of each row.
+    """
+
+    def __init__(self, pool: BlockPool, block_size: int, blocks_per_row: int) -> None:
+        self.pool, self.block_size, self.blocks_per_row = pool, block_size, blocks_per_row
+        self.rows: list[list[int]] = []
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def allocate(self, batch: int) -> None:
+        """Give ``batch`` rows their blocks; there were none before.
+
+        Raises:
+            BlockPoolExhaustedError: the pool has fewer; nothing is taken then.
+        """
+        taken = self.pool.allocate(batch * self.blocks_per_row)
+        self.rows = [taken[i * self.blocks_per_row : (i + 1) * self.blocks_per_row] for i in range(batch)]
+
+    def free(self) -> None:
+        """Give all blocks back."""
+        for row in self.rows:
+            self.pool.free(row)
+        self.rows = []
+
+    def unshare(self, kept: Sequence[int]) -> list[tuple[int, int]] | None:
+        """Give every row blocks of its own from its first ``kept`` tokens on: it will write there, and others must not see that.
+
+        Returns:
+            The copies that are needed; None if no block changed its place.
+
+        Raises:
+            BlockPoolExhaustedError: the pool has too few; nothing is changed then.
+        """
+        if all(self.pool.ref_count(block) == 1 for row in self.rows for block in row):
+            return None
+        taken: Counter[int] = Counter()
+        shared: list[tuple[list[int], int, bool]] = []  # row, place in it, whether tokens before the cut lie there
+        for row, length in zip(self.rows, kept, strict=True):
+            for place in range(length // self.block_size, len(row)):
+                if self.pool.ref_count(row[place]) - taken[row[place]] > 1:
+                    taken[row[place]] += 1
+                    shared.append((row, place, length > place * self.block_size))
+        own, copies = self.pool.allocate(len(shared)), []
+        for (row, place, has_tokens), block in zip(shared, own, strict=True):
+            if has_tokens:
+                copies.append((row[place], block))
+            self.pool.free([row[place]])
+            row[place] = block
+        return copies
+
+    def reindex(self, parents: Sequence[int], lengths: Sequence[int]) -> list[tuple[int, int]]:
+        """New row ``i`` is a fork of old row ``parents[i]``, which holds ``lengths[parents[i]]`` tokens; gives the copies that are needed.
+
+        A parent's first child keeps its blocks; every further child shares the full ones and gets blocks of its own from there
+        on. Rows without children are freed first, so that with an unchanged number of rows enough blocks are always free.
+        """
+        old_rows, rows, copies = self.rows, [], []
+        for row in set(range(len(old_rows))) - set(parents):
+            self.pool.free(old_rows[row])
+        seen: set[int] = set()
+        for parent in parents:
+            if parent not in seen:
+                seen.add(parent)
+                rows.append(old_rows[parent])
+                continue
+            full = max(lengths[parent], 0) // self.block_size
+            own = self.pool.allocate(self.blocks_per_row - full)
+            if lengths[parent] % self.block_size and lengths[parent] > 0:
+                copies.append((old_rows[parent][full], own[0]))
+            rows.append(self.pool.fork(old_rows[parent][:full]) + own)
+        self.rows = rows
+        return copies

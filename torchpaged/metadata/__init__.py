@@ -1,0 +1,31 @@
+"""A batch of requests as tensors: `AttentionMetadata`, the table of its fields, and the slot arithmetic.
+
+fields.py    every tensor of a batch: name, dtype, axes, padding
+slots.py     where the token at a position lies, on the host and on the device
+checks.py    what a batch of host lists must keep to
+host.py      host numbers on their way to the device
+batch.py     `AttentionMetadata`, of all these
+"""
+
+from torchpaged.metadata.batch import AttentionMetadata, HostLengths
+from torchpaged.metadata.checks import check_batch
+from torchpaged.metadata.fields import FIELDS, METADATA_FIELDS, BatchField, BatchSizes, make_batch_tensors, pad_batch_tensors
+from torchpaged.metadata.host import host_block_table, to_device
+from torchpaged.metadata.slots import slot_of, slots_at, slots_between
+
+__all__ = [
+    "FIELDS",
+    "METADATA_FIELDS",
+    "AttentionMetadata",
+    "BatchField",
+    "BatchSizes",
+    "HostLengths",
+    "check_batch",
+    "host_block_table",
+    "make_batch_tensors",
+    "pad_batch_tensors",
+    "slot_of",
+    "slots_at",
+    "slots_between",
+    "to_device",
+]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -96,6 +97,34 @@ def test_a_choice_that_cannot_serve_the_call_is_refused(function: str, mine: Cou
     with pytest.raises(BackendUnavailableError, match=r"'cuda' \(TORCHPAGED_BACKEND=cuda is set\).*device cpu is not one of cuda"):
         getattr(torchpaged, function)(**arguments()[function])
     assert not called
+
+
+def test_threads_choose_for_themselves(mine: Counting) -> None:
+    called, given = mine(), arguments()["paged_attention"]
+    inside, go, wrong = threading.Barrier(2), threading.Barrier(2), []
+
+    def other() -> None:
+        try:
+            inside.wait(60)
+            torchpaged.paged_attention(**given)
+            assert not called
+            with use_backend("mine"):
+                go.wait(60)
+                go.wait(60)
+                torchpaged.paged_attention(**given)
+        except BaseException as error:
+            wrong.append(error)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    with use_backend("mine"):
+        inside.wait(60)
+        go.wait(60)
+    torchpaged.paged_attention(**given)
+    assert not called
+    go.wait(60)
+    thread.join(60)
+    assert not wrong and called == ["paged_attention"]
 
 
 def test_what_the_choice_declares_is_asked(mine: Counting) -> None:

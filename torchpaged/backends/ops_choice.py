@@ -44,7 +44,7 @@ def choose_ops(device: torch.device, spec: AttentionSpec | None = None) -> Backe
     """
     if spec is None or device.type == "meta":  # on meta no kernel runs
         return _named(device.type)
-    registered = tuple(map(_Same, selector._REGISTERED.values()))
+    registered = tuple(map(_Same, list(selector._REGISTERED.values())))  # another thread may register one
     return _chosen(spec, *selector.requested(None), tuple(selector.AUTOMATIC), registered)
 
 

@@ -276,7 +276,7 @@ def test_a_huggingface_cache(planning: str, make_llama: Any) -> None:
         step(want[:, -1:], position_ids=torch.tensor([[10], [12]]), past_key_values=cache)
 
 
-def test_a_paged_model_whose_session_is_too_small(make_llama: Any) -> None:
+def test_a_paged_model_whose_session_is_too_small(make_llama: Any, planning: str) -> None:
     from torchpaged.engine import Generator
     from torchpaged.hf import PagedModel
 
@@ -284,6 +284,18 @@ def test_a_paged_model_whose_session_is_too_small(make_llama: Any) -> None:
     paged = PagedModel(model, num_blocks=64, limits=Limits(max_num_reqs=2))
     with pytest.raises(ArgumentError, match="max_batch_size: expected at most 2, the limit of the model's session"):
         Generator(paged, max_batch_size=3)
+    narrow = PagedModel(model, num_blocks=6, block_size=4, backend=planning)
+    with pytest.raises(
+        ArgumentError, match="max_seq_len: expected at most 5 blocks, as the model's session plans for, got 64 tokens, 16 blocks"
+    ):
+        Generator(narrow, max_batch_size=2, max_seq_len=64)
+    few = PagedModel(model, num_blocks=64, limits=Limits(max_num_tokens=8))
+    with pytest.raises(ArgumentError, match="prefill_chunk_size: expected at most 8, the limit of the model's session"):
+        Generator(few, max_batch_size=2, prefill_chunk_size=16)
+    with pytest.raises(ArgumentError, match="max_batch_size: expected at most 8, the limit of the model's session"):
+        Generator(few, max_batch_size=9, prefill_chunk_size=8)
+    with pytest.raises(ArgumentError, match="metadata: expected at most 8 tokens"):
+        few(torch.arange(9), AttentionMetadata.from_lists([9], [9], [[1]], block_size=16))
     with pytest.raises(ArgumentError, match="metadata: expected at most 2 requests"):
         paged(torch.tensor([1, 2, 3]), AttentionMetadata.from_lists([1] * 3, [1] * 3, [[1], [2], [3]], block_size=16))
 

@@ -60,7 +60,7 @@ def paged_model(
 
     Raises:
         ArgumentError: ``fuse``, or anything that shapes a cache or chooses a backend, with a model that is paged already; or its session is too
-            small for ``max_batch_size``.
+            small for ``max_batch_size``, ``prefill_chunk_size`` or ``max_seq_len``.
         BackendUnavailableError, UnsupportedModelError: from `PagedModel` or `fuse`.
     """
     if isinstance(model, PagedModelProtocol):
@@ -74,10 +74,21 @@ def paged_model(
         for name, value in given.items():
             if value is not None:
                 raise ArgumentError(name, f"nothing with a {type(model).__name__}, whose cache and backend are made", repr(value))
-        most = model.session.limits.max_num_reqs
-        if most is not None and most < max_batch_size:
-            raise ArgumentError("max_batch_size", f"at most {most}, the limit of the model's session", str(max_batch_size),
-                                "give PagedModel limits=Limits(max_num_reqs=...)")  # fmt: skip
+        limits = model.session.limits
+        for name, size, limit in (
+            ("max_batch_size", max_batch_size, "max_num_reqs"),
+            ("max_batch_size", max_batch_size, "max_num_tokens"),
+            ("prefill_chunk_size", prefill_chunk_size, "max_num_tokens"),
+        ):
+            most = getattr(limits, limit)
+            if most is not None and most < size:
+                raise ArgumentError(
+                    name, f"at most {most}, the limit of the model's session", str(size), f"give PagedModel limits=Limits({limit}=...)"
+                )
+        most, columns = limits.max_blocks_per_req, -(-max_seq_len // model.kv_cache.block_size)
+        if model.session.plans and most is not None and most < columns:
+            raise ArgumentError("max_seq_len", f"at most {most} blocks, as the model's session plans for", f"{max_seq_len} tokens, {columns} blocks",
+                                "give PagedModel limits=Limits(max_blocks_per_req=...)")  # fmt: skip
         return model
     from torchpaged.fuse import fuse as fuse_model
     from torchpaged.hf import PagedModel, fusion_of, require_supported  # transformers is optional

@@ -135,7 +135,7 @@ def test_which_kernels_serve_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     why: dict[str, str | None] = {"prefill": None, "decode": None}
     monkeypatch.setattr(module.prefill, "why_not", lambda *a, **k: why["prefill"])
     monkeypatch.setattr(module.specialise, "unsupported", lambda *a: why["decode"])
-    monkeypatch.setattr(module.specialise, "num_sms", lambda index: 132)
+    monkeypatch.setattr(module.gpu, "num_sms", lambda index: 132)
     q, cache = torch.zeros(64, 8, 64), torch.zeros(9, 16, 2, 64)
 
     def route(num_reqs: int = 1, max_query_len: int = 64, capacity: int = 1000) -> Any:

@@ -117,16 +117,13 @@ def test_decodes_of_a_mixed_batch_launch_right_behind_the_rest(monkeypatch: pyte
         events.append("buffers")
         return lambda: events.append("decode")
 
-    class Prefill:
-        def __getitem__(self, grid: tuple[int, ...]) -> Any:
-            return lambda *_, **__: events.append("prefill")
-
     monkeypatch.setattr(config, "MAX_DECODE_QUERY_LEN", 0)
     monkeypatch.setattr(config, "decode_len_in_mixed", lambda *_: 1)
-    monkeypatch.setattr(paged_attention, "prefill_kernel", Prefill())
+    monkeypatch.setattr(paged_attention, "Launch", lambda *_: lambda: events.append("prefill"))
+    monkeypatch.setattr(paged_attention, "compile_together", lambda *_: events.append("compilers"))
     monkeypatch.setattr(paged_attention, "_decode", decode)
     run_paged_attention(TRITON, make_batch(BATCH_SPECS["mixed_small"], head_dim=16))
-    assert events == ["buffers", "prefill", "decode"]
+    assert events == ["buffers", "compilers", "prefill", "decode"]
 
 
 def test_which_queries_of_mixed_batches_decode() -> None:

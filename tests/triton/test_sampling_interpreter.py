@@ -30,13 +30,14 @@ TRITON, REFERENCE = BACKEND_OPS["triton"], BACKEND_OPS["reference"]
 
 
 @pytest.mark.skipif(INTERPRETING, reason="already interpreting")
-def test_in_the_interpreter(interpreter: None) -> None:
+@pytest.mark.parametrize(("chosen", "at_least"), [("not slow", 16), pytest.param("slow", 5, marks=pytest.mark.slow)])
+def test_in_the_interpreter(interpreter: None, chosen: str, at_least: int) -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", chosen, __file__]
     done = subprocess.run(command, cwd=Path(__file__).parents[2], env=environment, capture_output=True, text=True, timeout=550)
     assert done.returncode == 0, done.stdout[-6000:]
     passed = re.search(r"(\d+) passed", done.stdout)
-    assert passed and int(passed[1]) >= 16, done.stdout[-500:]
+    assert passed and int(passed[1]) >= at_least, done.stdout[-500:]
 
 
 @interpreted

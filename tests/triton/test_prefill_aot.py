@@ -9,6 +9,8 @@ from __future__ import annotations
 import itertools
 import os
 import re
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -175,6 +177,21 @@ def test_fp8_caches_compile_for_sm_90() -> None:
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])
 def test_nan_in_an_e5m2_cache_stays_nan(target: str) -> None:
     """Straight to bfloat16 Triton goes by a shift and a product with 2^112, of which NaN and inf come out finite; by float16 they stay."""
+    if (
+        os.environ.get("ONE_TARGET") != target
+    ):  # a process of its own: Triton 3.6 keeps the conversions of the first target that it compiles for
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            f"{__file__}::test_nan_in_an_e5m2_cache_stays_nan[{target}]",
+        ]
+        done = subprocess.run(command, env={**os.environ, "ONE_TARGET": target}, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout[-3000:]
+        return
     ptx = compile_prefill(target, "short_128", kv_dtype="fp8e5", KV_SCALES=True).asm["ptx"]
     assert not re.findall(r"0x7780(?:0000|7780)", ptx) and re.findall(r"cvt[.\w]*bf16", ptx)
 

@@ -161,6 +161,13 @@ class BucketedGraphs:
             self._views[num_rows] = self.inputs.view(num_rows)
         return self._views[num_rows]
 
+    def host_lengths(self, query_lens: Sequence[int], seq_lens: Sequence[int], num_reqs: int) -> HostLengths | None:
+        """Lengths of the live requests, padded to the ``num_reqs`` of the captured batch; None, and no work, unless the session plans every step."""
+        if not self._plans_replays:
+            return None
+        pad = [0] * (num_reqs - len(seq_lens))
+        return HostLengths([*query_lens, *pad], [*seq_lens, *pad])
+
     def start(self, num_rows: int, *, capture: bool = False, host: HostLengths | None = None) -> Captured:
         """Replay the graph of ``num_rows`` rows over the inputs as they are.
 

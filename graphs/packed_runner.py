@@ -23,7 +23,7 @@ from torchpaged.graphs.buckets import bucket_for, check_buckets
 from torchpaged.graphs.capture import CaptureBackend
 from torchpaged.graphs.packed_buffers import PackedBuffers
 from torchpaged.graphs.step import Ranges, StepSession
-from torchpaged.metadata import AttentionMetadata, HostLengths
+from torchpaged.metadata import AttentionMetadata
 
 PackedStep = Callable[[Tensor, AttentionMetadata, Tensor], Tensor]
 
@@ -103,8 +103,8 @@ class PackedGraphRunner(BucketedGraphs):
             self.capture_for(num_tokens)
         with torch.inference_mode():
             self.buffers.load(input_ids, query_lens, seq_lens, block_tables, logits_indices, bucket)
-            pad = [0] * (self.buffers.max_num_reqs - len(seq_lens)) if self._plans_replays else []
-            return self.start(num_tokens, host=HostLengths([*query_lens, *pad], [*seq_lens, *pad])).output[: len(logits_indices)]
+            host = self.host_lengths(query_lens, seq_lens, self.buffers.max_num_reqs)
+            return self.start(num_tokens, host=host).output[: len(logits_indices)]
 
     def launch_eager(self, bucket: int) -> Tensor:
         """The bucket's step on padding, without a graph: the kernels that a replay runs."""

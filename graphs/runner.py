@@ -107,8 +107,7 @@ class DecodeGraphRunner(BucketedGraphs):
             self.capture_for(rows)
         with torch.inference_mode():
             self.buffers.load(input_ids, seq_lens, block_tables, bucket)
-            pad = [0] * (bucket - rows) if self._plans_replays else []
-            return self.start(rows, host=HostLengths([1] * rows + pad, [*seq_lens, *pad])).output[:rows]
+            return self.start(rows, host=self.host_lengths([1] * rows, seq_lens, bucket)).output[:rows]
 
     def replay(self, num_rows: int) -> Tensor:
         """Replay the bucket of ``num_rows`` rows on the buffers as they are.

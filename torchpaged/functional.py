@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from torchpaged.backends import AttentionSpec, Backend, Limits, attention_spec, backend_of
+from torchpaged.backends.capabilities import used_features
 from torchpaged.backends.ops_choice import choose_ops, traced_ops
 from torchpaged.custom_ops import BACKEND_OPS, BackendOps, check_native_dtype
 from torchpaged.custom_ops.attention.check import check_merge_attn_states, check_options, check_paged_attention
@@ -239,12 +240,10 @@ def paged_attention(
             if backend is not None and workspace is None and backend.capabilities.planning:
                 kept = _planned_once(backend, spec, block_table, seq_lens, query_start_loc, max_query_len, k_cache)
     elif ops is None:
-        uses = {
-            "bidirectional": not causal, "window": tuple(window_size) != (-1, -1), "logits_soft_cap": bool(soft_cap),
-            "alibi": alibi_slopes is not None, "sinks": sinks is not None, "chunked": chunk > 0, "lse": return_lse,
-        }  # fmt: skip
-        features = " ".join([feature for feature, used in uses.items() if used])
-        ops = traced_ops(q.device.type, q.dtype, k_cache.dtype, features)
+        features = used_features(
+            causal=causal, window=tuple(window_size) != (-1, -1), soft_cap=soft_cap, alibi=alibi_slopes is not None,
+            sinks=sinks is not None, chunk_size=chunk, lse=return_lse)  # fmt: skip
+        ops = traced_ops(q.device.type, q.dtype, k_cache.dtype, " ".join(features))
     ops.paged_attention(
         q, k_cache, v_cache, block_table, seq_lens, query_start_loc, out, lse, max_query_len=max_query_len, scale=scale,
         causal=causal, window_left=window_size[0], window_right=window_size[1], logits_soft_cap=soft_cap,

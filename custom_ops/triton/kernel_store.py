@@ -133,7 +133,7 @@ def _read_sources() -> str:
 
 @functools.cache
 def _sources() -> str:
-    """A hash of this folder's sources, read once: when this file is imported, which is ahead of the kernels. Triton compiles what was imported."""
+    """`_read_sources`, once: when this file is imported, which is ahead of the kernels. Triton compiles what was imported."""
     return _read_sources()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -156,3 +157,37 @@ def test_which_kernels_serve_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     why["prefill"] = why["decode"] = None
     assert route() == ("triton", 0, "prefill: TORCHPAGED_CUDA_PREFILL=0") and route(max_query_len=8).kernel == "decode"
     monkeypatch.delenv("TORCHPAGED_CUDA_PREFILL")
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_a_mixed_batch_is_prepared_before_prefill_and_launched_right_behind_it(monkeypatch: pytest.MonkeyPatch, split: bool) -> None:
+    """Prefill is compiled in a thread while decode is made ready; between the two launches there is nothing, and parts are put together last."""
+    from torchpaged.custom_ops.attention.cuda import prefill
+
+    events: list[str] = []
+
+    def kernel(name: str) -> Any:
+        return SimpleNamespace(launch=lambda *_, **__: events.append(name))
+
+    def specialised(*_: Any) -> Any:
+        events.append("loaded")
+        return kernel("prefill"), kernel("merge") if split else None, prefill.prefill_shape(64, 64)
+
+    def behind() -> Any:
+        events.append("decode made ready")
+        return lambda: events.append("decode"), 2
+
+    monkeypatch.setattr(prefill, "_begin", lambda *_: events.append("compiler begins"))
+    monkeypatch.setattr(prefill, "_specialised", specialised)
+    monkeypatch.setattr(prefill, "ctas", lambda *_: 132)
+    monkeypatch.setattr(prefill, "may_split", lambda *_: split)
+    monkeypatch.setattr(prefill.gpu, "launches_early", lambda index: True)
+    monkeypatch.setattr(prefill, "queries_map", lambda *_: b"")
+    monkeypatch.setattr(prefill, "pool_map", lambda *_: (b"", (0, 0, 0)))
+    q, cache, ints = (
+        torch.zeros(40, 4, 64, dtype=torch.bfloat16),
+        torch.zeros(9, 16, 2, 64, dtype=torch.bfloat16),
+        torch.zeros(9, dtype=torch.int32),
+    )
+    prefill.prefill(q, cache, cache, ints.view(1, 9), ints, ints, q, None, 0.125, True, ints, short=2, behind=behind)
+    assert events == ["compiler begins", "decode made ready", "loaded", "prefill", "decode", *(["merge"] if split else [])]

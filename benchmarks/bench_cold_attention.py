@@ -33,9 +33,17 @@ SPECS = {
     "prefill": BatchSpec("prefill", (300, 300), (300, 300)),
     "mixed": BatchSpec("mixed", (300, 40, 1000, 7), (300, 1, 1, 1)),
 }
-OPTIONS: dict[str, dict[str, Any]] = {"plain": {}, "everything": {"window_left": 100, "chunk_size": 256, "logits_soft_cap": 6.0}}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "everything": {"window_left": 100, "chunk_size": 256, "logits_soft_cap": 6.0},
+}
 FP8 = {"kv_dtype": torch.float8_e4m3fn, "scales": "per_head"}
-SHAPES: dict[str, dict[str, Any]] = {"bf16": {}, "fp8": FP8, "head_72": {"head_dim": 72}, "fp8_head_72": {"head_dim": 72, **FP8}}
+SHAPES: dict[str, dict[str, Any]] = {
+    "bf16": {},
+    "fp8": FP8,
+    "head_72": {"head_dim": 72},
+    "fp8_head_72": {"head_dim": 72, **FP8},
+}
 
 
 class Case(NamedTuple):
@@ -47,7 +55,9 @@ class Case(NamedTuple):
     shape: str = "bf16"
 
 
-CASES = [Case(backend, batch, options) for backend in ("cuda", "triton") for batch in SPECS for options in OPTIONS]
+CASES = [
+    Case(backend, batch, options) for backend in ("cuda", "triton") for batch in SPECS for options in OPTIONS
+]
 CASES += [Case("cuda", batch, options, "fp8") for batch in ("decode", "mixed") for options in OPTIONS]
 CASES += [Case("triton", "mixed", "everything", shape) for shape in ("fp8", "head_72", "fp8_head_72")]
 
@@ -86,8 +96,17 @@ def cpu_seconds() -> float:
 
 def measure(case: Case) -> dict[str, float]:
     """In the child: seconds of the first call less the second's, of imports within the first, and of its CPU time."""
-    shape = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "dtype": torch.bfloat16, "device": "cuda", **SHAPES[case.shape]}
-    batch = make_batch(SPECS[case.batch], sinks=case.options == "everything", alibi=case.options == "everything", **shape)
+    shape = {
+        "num_heads": 32,
+        "num_kv_heads": 8,
+        "head_dim": 128,
+        "dtype": torch.bfloat16,
+        "device": "cuda",
+        **SHAPES[case.shape],
+    }
+    batch = make_batch(
+        SPECS[case.batch], sinks=case.options == "everything", alibi=case.options == "everything", **shape
+    )
     seconds, cpu = [], []
     with ImportClock() as imports:
         for _ in range(2):
@@ -97,15 +116,23 @@ def measure(case: Case) -> dict[str, float]:
             torch.cuda.synchronize()
             seconds.append(time.perf_counter() - begin)
             cpu.append(cpu_seconds() - begin_cpu)
-    return {"seconds": seconds[0] - seconds[1], "import_seconds": imports.seconds, "cpu_seconds": cpu[0] - cpu[1]}
+    return {
+        "seconds": seconds[0] - seconds[1],
+        "import_seconds": imports.seconds,
+        "cpu_seconds": cpu[0] - cpu[1],
+    }
 
 
 def run_twice(case: Case, timeout: float) -> dict[str, object]:
     """A row of the report: the case, and what a process measured with empty caches and one with those that the first left."""
     row: dict[str, object] = dict(case._asdict())
     with tempfile.TemporaryDirectory() as folder:
-        environment = {**os.environ, "TORCHPAGED_CACHE": f"{folder}/torchpaged", "TRITON_CACHE_DIR": f"{folder}/triton",
-                       "CUDA_CACHE_DISABLE": "1"}  # fmt: skip
+        environment = {
+            **os.environ,
+            "TORCHPAGED_CACHE": f"{folder}/torchpaged",
+            "TRITON_CACHE_DIR": f"{folder}/triton",
+            "CUDA_CACHE_DISABLE": "1",
+        }
         if case[:2] == ("cuda", "prefill"):
             environment["TORCHPAGED_CUDA_PREFILL"] = "1"
         for disk in ("cold", "warm"):
@@ -113,12 +140,17 @@ def run_twice(case: Case, timeout: float) -> dict[str, object]:
             done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
             if done.returncode:
                 return row | {"error": done.stderr[-2000:], "disk": disk}
-            row |= {f"{disk}_{name}": round(value, 3) for name, value in json.loads(done.stdout.splitlines()[-1]).items()}
+            row |= {
+                f"{disk}_{name}": round(value, 3)
+                for name, value in json.loads(done.stdout.splitlines()[-1]).items()
+            }
     return row
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--only", nargs="+", default=[""], help="beginnings of BACKEND/BATCH/OPTIONS/SHAPE")
     parser.add_argument("--timeout", type=float, default=300, help="seconds for a process")
@@ -129,7 +161,9 @@ def main() -> None:
         return
     cases = [case for case in CASES if "/".join(case).startswith(tuple(arguments.only))]
     if not cases:
-        parser.error(f"--only {' '.join(arguments.only)}: no such case; there are {', '.join('/'.join(case) for case in CASES)}")
+        parser.error(
+            f"--only {' '.join(arguments.only)}: no such case; there are {', '.join('/'.join(case) for case in CASES)}"
+        )
     results = []
     for case in cases:
         results.append(run_twice(case, arguments.timeout))

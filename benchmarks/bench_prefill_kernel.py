@@ -25,7 +25,9 @@ SHARES = {"check": 0.5, "time": 0.65, "cycles": 0.7}  # most of the remaining ti
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--parts", default="check,time,cycles,power")
     parser.add_argument("--seconds", type=float, default=150.0, help="nothing runs on after this")
     parser.add_argument("--json", type=Path)
@@ -41,10 +43,15 @@ def main() -> None:
         for (of, name), error in refused.items():
             if of == part:
                 report.add({"part": part, "case": name, "ok": False, "does not compile": error})
-        end = time.monotonic() + (stop - time.monotonic()) * SHARES.get(part, 1.0)  # cases that hang leave time for the other parts
+        end = time.monotonic() + (stop - time.monotonic()) * SHARES.get(
+            part, 1.0
+        )  # cases that hang leave time for the other parts
         supervise(part, [name for name in PARTS[part] if (part, name) not in refused], end, report)
     bad = [f"{r['part']}: {r['case']}" for r in report.results if not r["ok"]]
-    print(f"{len(report.results) - len(bad)} of {len(report.results)} cases fine" + (f"; not: {', '.join(bad)}" if bad else ""))
+    print(
+        f"{len(report.results) - len(bad)} of {len(report.results)} cases fine"
+        + (f"; not: {', '.join(bad)}" if bad else "")
+    )
 
 
 if __name__ == "__main__":

@@ -32,7 +32,12 @@ def check_tensors(**tensors: object) -> None:
     """All of these are tensors, not lists or None."""
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
-            raise ArgumentError(name, "a tensor", type(tensor).__name__, "make one with torch.tensor(...)" if tensor is not None else "")
+            raise ArgumentError(
+                name,
+                "a tensor",
+                type(tensor).__name__,
+                "make one with torch.tensor(...)" if tensor is not None else "",
+            )
 
 
 def check_dims(name: str, tensor: Tensor, *dims: int | None) -> None:
@@ -51,21 +56,30 @@ def check_dims(name: str, tensor: Tensor, *dims: int | None) -> None:
 def check_dtype(name: str, tensor: Tensor, *dtypes: torch.dtype) -> None:
     """``tensor`` has one of ``dtypes``."""
     if tensor.dtype not in dtypes:
-        raise ArgumentError(name, " or ".join(map(str, dtypes)), str(tensor.dtype), f"convert with .to({dtypes[0]})")
+        raise ArgumentError(
+            name, " or ".join(map(str, dtypes)), str(tensor.dtype), f"convert with .to({dtypes[0]})"
+        )
 
 
 def check_device(device: torch.device, **tensors: Tensor | None) -> None:
     """All ``tensors`` that are given live on ``device``."""
     for name, tensor in tensors.items():
         if tensor is not None and tensor.device != device:
-            raise ArgumentError(name, f"device {device}", str(tensor.device), f"move it with .to({str(device)!r})")
+            raise ArgumentError(
+                name, f"device {device}", str(tensor.device), f"move it with .to({str(device)!r})"
+            )
 
 
 def check_last_dim(**tensors: Tensor) -> None:
     """The last dimension of each tensor is contiguous (the others may have any stride)."""
     for name, tensor in tensors.items():
         if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
-            raise ArgumentError(name, "a contiguous last dimension (stride 1)", f"strides {tensor.stride()}", "call .contiguous()")
+            raise ArgumentError(
+                name,
+                "a contiguous last dimension (stride 1)",
+                f"strides {tensor.stride()}",
+                "call .contiguous()",
+            )
 
 
 _suspended = 0
@@ -121,7 +135,9 @@ def check_apart(written: dict[str, Tensor], read: dict[str, Tensor], fix: str) -
         start, end = _span(tensor)
         for name, (first, last) in spans.items():
             if start < last and first < end:
-                raise ArgumentError(name, f"memory apart from {target}'s, which the op writes", "overlapping tensors", fix)
+                raise ArgumentError(
+                    name, f"memory apart from {target}'s, which the op writes", "overlapping tensors", fix
+                )
 
 
 def pools_meet(k_cache: Tensor, v_cache: Tensor) -> bool:
@@ -136,7 +152,9 @@ def pools_meet(k_cache: Tensor, v_cache: Tensor) -> bool:
     if strides != v_cache.stride()[:3]:
         return True
     # An element of v minus one of k: a multiple of each stride, within the sizes, and a difference of columns.
-    dims = sorted(((s, n) for s, n in zip(strides, k_cache.shape[:3], strict=True) if n > 1 and s), reverse=True)
+    dims = sorted(
+        ((s, n) for s, n in zip(strides, k_cache.shape[:3], strict=True) if n > 1 and s), reverse=True
+    )
     width = max(k_cache.shape[3], v_cache.shape[3]) - 1
     reach = [width + sum((n - 1) * s for s, n in dims[i + 1 :]) for i in range(len(dims))]
 
@@ -145,14 +163,21 @@ def pools_meet(k_cache: Tensor, v_cache: Tensor) -> bool:
             return 1 - v_cache.shape[3] <= distance <= k_cache.shape[3] - 1
         stride, size = dims[i]
         low, high = -((reach[i] - distance) // stride), (distance + reach[i]) // stride
-        return any(meet(distance - step * stride, i + 1) for step in range(max(low, 1 - size), min(high, size - 1) + 1))
+        return any(
+            meet(distance - step * stride, i + 1)
+            for step in range(max(low, 1 - size), min(high, size - 1) + 1)
+        )
 
     return meet((v_cache.data_ptr() - k_cache.data_ptr()) // k_cache.element_size(), 0)
 
 
 def is_latent(k_cache: Tensor, v_cache: Tensor) -> bool:
     """Whether values are declared to be the first columns of the keys: ``v_cache = k_cache[..., :n]`` with n below the width."""
-    return v_cache.data_ptr() == k_cache.data_ptr() and v_cache.stride() == k_cache.stride() and v_cache.shape[3] < k_cache.shape[3]
+    return (
+        v_cache.data_ptr() == k_cache.data_ptr()
+        and v_cache.stride() == k_cache.stride()
+        and v_cache.shape[3] < k_cache.shape[3]
+    )
 
 
 def refuse_grad(**tensors: Tensor | None) -> None:
@@ -160,5 +185,9 @@ def refuse_grad(**tensors: Tensor | None) -> None:
     if torch.is_grad_enabled():
         for name, tensor in tensors.items():
             if tensor is not None and tensor.requires_grad:
-                raise ArgumentError(name, "a tensor without grad (paged attention is for inference)", "requires_grad=True",
-                                    "run under torch.inference_mode() or torch.no_grad()")  # fmt: skip
+                raise ArgumentError(
+                    name,
+                    "a tensor without grad (paged attention is for inference)",
+                    "requires_grad=True",
+                    "run under torch.inference_mode() or torch.no_grad()",
+                )

@@ -17,7 +17,11 @@ from torchpaged.custom_ops.errors import BackendUnavailableError
 
 def refuse_inductors_for(tensor: Tensor) -> None:
     """`refuse_inductors` if kernels on the device of ``tensor``, a fake one perhaps, are launched early: compute capability 9.0 and later."""
-    if tensor.device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(tensor.device) >= (9, 0):
+    if (
+        tensor.device.type == "cuda"
+        and torch.version.hip is None
+        and torch.cuda.get_device_capability(tensor.device) >= (9, 0)
+    ):
         refuse_inductors()
 
 

@@ -45,13 +45,21 @@ from torchpaged.custom_ops.layers.schema import SCHEMAS as LAYERS
 from torchpaged.custom_ops.step_end.fake import FAKES as STEP_END_FAKES
 from torchpaged.custom_ops.step_end.schema import SCHEMAS as STEP_END
 
-LIBRARY = torch.library.Library("torchpaged", "DEF")  # kept for the life of the process: dropping it deregisters the ops
+LIBRARY = torch.library.Library(
+    "torchpaged", "DEF"
+)  # kept for the life of the process: dropping it deregisters the ops
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 
 #: Overload names, i.e. the backends that have kernels of their own. "" is the device's default kernel.
 OVERLOADS = ("", "reference", "cpu", "triton", "cuda")
 
-_SCHEMAS = {"attention": ATTENTION, "cache_write": CACHE_WRITE, "block_ops": BLOCK_OPS, "step_end": STEP_END, "layers": LAYERS}
+_SCHEMAS = {
+    "attention": ATTENTION,
+    "cache_write": CACHE_WRITE,
+    "block_ops": BLOCK_OPS,
+    "step_end": STEP_END,
+    "layers": LAYERS,
+}
 #: The family that an op belongs to: its folder.
 _FAMILY = {op: family for family, schemas in _SCHEMAS.items() for op in schemas}
 _FAKES = ATTENTION_FAKES | CACHE_WRITE_FAKES | STEP_END_FAKES | LAYERS_FAKES
@@ -93,7 +101,9 @@ def _lazy(module: str, function: str) -> Any:
         if foreign or launches.around is not None:
             with contextlib.ExitStack() as stack:
                 if foreign:
-                    stack.enter_context(torch.cuda.device(device))  # Python kernels get no device guard from the dispatcher
+                    stack.enter_context(
+                        torch.cuda.device(device)
+                    )  # Python kernels get no device guard from the dispatcher
                 if launches.around is not None:
                     stack.enter_context(launches.around(function, args))
                 cached(*args, **kwargs)
@@ -109,7 +119,9 @@ _CUDA_OPS = frozenset({"paged_attention", "linear"})
 
 def _of_this_gpu(op: str) -> Any:
     """The default kernel on a GPU: what the backend "auto" runs there, ``cuda`` if its compiler is here and ``triton`` if not."""
-    kernels = {name: _lazy(f"torchpaged.custom_ops.{_FAMILY[op]}.{name}.{op}", op) for name in ("cuda", "triton")}
+    kernels = {
+        name: _lazy(f"torchpaged.custom_ops.{_FAMILY[op]}.{name}.{op}", op) for name in ("cuda", "triton")
+    }
     chosen: Any = None
 
     def launch(*args: Any, **kwargs: Any) -> None:
@@ -159,14 +171,18 @@ _register()
 
 
 def _handles(overload: str) -> BackendOps:
-    return BackendOps(*(getattr(getattr(torch.ops.torchpaged, op), overload or "default") for op in BackendOps._fields))
+    return BackendOps(
+        *(getattr(getattr(torch.ops.torchpaged, op), overload or "default") for op in BackendOps._fields)
+    )
 
 
 #: Backend name -> its op handles; "default" dispatches by device.
 BACKEND_OPS: dict[str, BackendOps] = {overload or "default": _handles(overload) for overload in OVERLOADS}
 
 
-_NATIVE_HANDLES = frozenset(getattr(BACKEND_OPS[name], op) for name in ("default", "cpu") for op in NATIVE_OPS)
+_NATIVE_HANDLES = frozenset(
+    getattr(BACKEND_OPS[name], op) for name in ("default", "cpu") for op in NATIVE_OPS
+)
 _NATIVE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -176,10 +192,16 @@ def check_native_dtype(handle: Any, **tensors: torch.Tensor) -> None:
     The kernel refuses them too, but as a RuntimeError: a library of the stable ABI knows no Python class.
     """
     for name, tensor in tensors.items():
-        native_here = tensor.device.type == "cpu" and tensor.dtype not in _NATIVE_DTYPES and handle in _NATIVE_HANDLES
+        native_here = (
+            tensor.device.type == "cpu" and tensor.dtype not in _NATIVE_DTYPES and handle in _NATIVE_HANDLES
+        )
         if native_here and native.status()[0]:
-            raise ArgumentError(name, " or ".join(map(str, _NATIVE_DTYPES)) + " for the cpu backend", str(tensor.dtype),
-                                "the reference backend takes float64 and fp8 pools: ops=BACKEND_OPS['reference'], backend='reference'")  # fmt: skip
+            raise ArgumentError(
+                name,
+                " or ".join(map(str, _NATIVE_DTYPES)) + " for the cpu backend",
+                str(tensor.dtype),
+                "the reference backend takes float64 and fp8 pools: ops=BACKEND_OPS['reference'], backend='reference'",
+            )
 
 
 def native_status() -> tuple[bool, str]:

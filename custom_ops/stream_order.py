@@ -61,70 +61,196 @@ GROUPS = {"metadata": METADATA, "parameters": ROW, "inputs": INPUTS, "results": 
 
 STREAM_ORDER: dict[str, tuple[Launch, ...]] = {
     "paged_attention": (
-        Launch("decode.cu:paged_decode", True, ("out", "lse"), "wait", (*METADATA, CONTEXT), case="cuda, decode",
-               why="a query token of this step is context in the next"),
-        Launch("prefill.cu:paged_prefill", False, ("out", "lse"), waits="launch", case="cuda, prefill on Hopper"),
-        Launch("prefill.cu:paged_prefill", False, ("out", "lse"), "start", waits="launch", case="cuda, prefill on Hopper, tiles in parts",
-               why="the merge launch behind it waits for all of it"),
-        Launch("prefill_merge.cu:paged_prefill_merge", True, ("out", "lse"), "wait", case="cuda, merge of prefill's parts"),
-        Launch("prefill.cu:paged_prefill", False, ("out", "lse"), "start", waits="launch", case="cuda, a mixed batch's prefill half",
-               why="the decode launch behind it reads nothing that it writes"),
-        Launch("decode.cu:paged_decode", True, ("out", "lse"), "start", ("everything",), waits="last",
-               case="cuda, a mixed batch's decode half", why="begins when all ahead of the prefill half has ended"),
+        Launch(
+            "decode.cu:paged_decode",
+            True,
+            ("out", "lse"),
+            "wait",
+            (*METADATA, CONTEXT),
+            case="cuda, decode",
+            why="a query token of this step is context in the next",
+        ),
+        Launch(
+            "prefill.cu:paged_prefill", False, ("out", "lse"), waits="launch", case="cuda, prefill on Hopper"
+        ),
+        Launch(
+            "prefill.cu:paged_prefill",
+            False,
+            ("out", "lse"),
+            "start",
+            waits="launch",
+            case="cuda, prefill on Hopper, tiles in parts",
+            why="the merge launch behind it waits for all of it",
+        ),
+        Launch(
+            "prefill_merge.cu:paged_prefill_merge",
+            True,
+            ("out", "lse"),
+            "wait",
+            case="cuda, merge of prefill's parts",
+        ),
+        Launch(
+            "prefill.cu:paged_prefill",
+            False,
+            ("out", "lse"),
+            "start",
+            waits="launch",
+            case="cuda, a mixed batch's prefill half",
+            why="the decode launch behind it reads nothing that it writes",
+        ),
+        Launch(
+            "decode.cu:paged_decode",
+            True,
+            ("out", "lse"),
+            "start",
+            ("everything",),
+            waits="last",
+            case="cuda, a mixed batch's decode half",
+            why="begins when all ahead of the prefill half has ended",
+        ),
         Launch("decode.py:decode_kernel", True, ("out", "lse"), "wait", case="triton, decode"),
-        Launch("prefill.py:prefill_kernel", True, ("out", "lse"), "wait", ("query_start_loc",), case="triton, prefill, also a mixed batch's",
-               why="the decode launch behind it relies on the order: wait, then trigger"),
-        Launch("decode.py:decode_kernel", True, ("out", "lse"), "start", ("everything",), waits="last", fence=True,
-               case="triton, a mixed batch's decode half",
-               why="begins when each program of the prefill half has waited; the fence, at its start, drops old L1 lines"),
+        Launch(
+            "prefill.py:prefill_kernel",
+            True,
+            ("out", "lse"),
+            "wait",
+            ("query_start_loc",),
+            case="triton, prefill, also a mixed batch's",
+            why="the decode launch behind it relies on the order: wait, then trigger",
+        ),
+        Launch(
+            "decode.py:decode_kernel",
+            True,
+            ("out", "lse"),
+            "start",
+            ("everything",),
+            waits="last",
+            fence=True,
+            case="triton, a mixed batch's decode half",
+            why="begins when each program of the prefill half has waited; the fence, at its start, drops old L1 lines",
+        ),
     ),
     "write_kv": (
         Launch("write_kv.py:write_kv_kernel", True, (CONTEXT,), fence=True, case="are_query_tokens=False"),
-        Launch("write_kv.py:write_kv_kernel", True, (QUERY_TOKENS,), "start", case="are_query_tokens=True",
-               why="attention reads the query tokens' own keys behind its wait"),
+        Launch(
+            "write_kv.py:write_kv_kernel",
+            True,
+            (QUERY_TOKENS,),
+            "start",
+            case="are_query_tokens=True",
+            why="attention reads the query tokens' own keys behind its wait",
+        ),
     ),
     "rope_write_kv": (
-        Launch("rope_write_kv.py:rope_write_kv_kernel", True, ("q_out", CONTEXT), fence=True, case="are_query_tokens=False"),
-        Launch("rope_write_kv.py:rope_write_kv_kernel", True, ("q_out", QUERY_TOKENS), "start", case="are_query_tokens=True",
-               why="as write_kv"),
+        Launch(
+            "rope_write_kv.py:rope_write_kv_kernel",
+            True,
+            ("q_out", CONTEXT),
+            fence=True,
+            case="are_query_tokens=False",
+        ),
+        Launch(
+            "rope_write_kv.py:rope_write_kv_kernel",
+            True,
+            ("q_out", QUERY_TOKENS),
+            "start",
+            case="are_query_tokens=True",
+            why="as write_kv",
+        ),
     ),
-    "merge_attn_states": (Launch("merge_attn_states.py:merge_attn_states_kernel", False, ("out", "lse"), waits="launch"),),
-    "copy_blocks": (Launch("copy_blocks.py:copy_blocks_kernel", False, (CONTEXT,), waits="launch", fence=True),),
+    "merge_attn_states": (
+        Launch("merge_attn_states.py:merge_attn_states_kernel", False, ("out", "lse"), waits="launch"),
+    ),
+    "copy_blocks": (
+        Launch("copy_blocks.py:copy_blocks_kernel", False, (CONTEXT,), waits="launch", fence=True),
+    ),
     "advance_step": (Launch("advance_step.py:advance_step_kernel", False, INPUTS, waits="launch"),),
     "sample_tokens": (
-        Launch("sample_tokens.py:sample_tiles_kernel", True, ("scratch",), "start", case="tiles of the vocabulary"),
+        Launch(
+            "sample_tokens.py:sample_tiles_kernel",
+            True,
+            ("scratch",),
+            "start",
+            case="tiles of the vocabulary",
+        ),
         Launch("sample_tokens.py:merge_tiles_kernel", True, ("out",), "start", case="merge of a row's tiles"),
     ),
-    "accept_tokens": (
-        Launch("accept_tokens.py:accept_tokens_kernel", True, (*INPUTS, *RESULTS)),
-    ),
+    "accept_tokens": (Launch("accept_tokens.py:accept_tokens_kernel", True, (*INPUTS, *RESULTS)),),
     "finish_step": (
-        Launch("sample_tokens.py:sample_tiles_kernel", True, ("scratch",), "start", ROW, case="tiles of the vocabulary",
-               why="reads all of a row but its logits and seen bits"),
-        Launch("finish_step.py:finish_step_kernel", True, (*INPUTS, *RESULTS),
-               reads_early=(*ROW, *STATE), case="end of the step"),
+        Launch(
+            "sample_tokens.py:sample_tiles_kernel",
+            True,
+            ("scratch",),
+            "start",
+            ROW,
+            case="tiles of the vocabulary",
+            why="reads all of a row but its logits and seen bits",
+        ),
+        Launch(
+            "finish_step.py:finish_step_kernel",
+            True,
+            (*INPUTS, *RESULTS),
+            reads_early=(*ROW, *STATE),
+            case="end of the step",
+        ),
     ),
     "embedding": (
-        Launch("embedding.py:embedding_kernel", True, ("out",), "wait", why="what stands behind it finds the step's metadata complete"),
+        Launch(
+            "embedding.py:embedding_kernel",
+            True,
+            ("out",),
+            "wait",
+            why="what stands behind it finds the step's metadata complete",
+        ),
     ),
     "rms_norm": (Launch("rms_norm.py:rms_norm_kernel", False, ("out", "residual"), waits="launch"),),
     "act_and_mul": (Launch("act_and_mul.py:act_and_mul_kernel", False, ("out",), waits="launch"),),
     "linear": (
         Launch("linear.cu:linear", True, ("out",), "start", ("weight",), case="1 to 8 tokens"),
-        Launch("linear.cu:linear", True, ("out",), "wait", ("weight",), case="9 to 16 tokens; to 64 where there is no wgmma",
-               why="at its start three kernels were in each other's way"),
-        Launch("linear_wide.cu:linear_wide", True, ("out",), "issued", ("weight",), case="17 to 64 tokens on Hopper",
-               why="the next kernel loads its weights while this one adds its parts"),
-        Launch("norm.cu:rms_norm", True, ("scratch",), "start", ("norm_weight",), case="a norm that is not fused, before linear"),
+        Launch(
+            "linear.cu:linear",
+            True,
+            ("out",),
+            "wait",
+            ("weight",),
+            case="9 to 16 tokens; to 64 where there is no wgmma",
+            why="at its start three kernels were in each other's way",
+        ),
+        Launch(
+            "linear_wide.cu:linear_wide",
+            True,
+            ("out",),
+            "issued",
+            ("weight",),
+            case="17 to 64 tokens on Hopper",
+            why="the next kernel loads its weights while this one adds its parts",
+        ),
+        Launch(
+            "norm.cu:rms_norm",
+            True,
+            ("scratch",),
+            "start",
+            ("norm_weight",),
+            case="a norm that is not fused, before linear",
+        ),
     ),
-}  # fmt: skip
+}
 
 
 def early_readers(tensor: str) -> list[str]:
     """The ops of which a kernel reads ``tensor`` before the kernels ahead have ended."""
-    return [op for op, launches in STREAM_ORDER.items() if any(tensor in launch.reads_early for launch in launches)]
+    return [
+        op
+        for op, launches in STREAM_ORDER.items()
+        if any(tensor in launch.reads_early for launch in launches)
+    ]
 
 
 def writers(tensor: str) -> list[tuple[str, Launch]]:
     """``(op, launch)`` of every kernel here that stores to ``tensor``."""
-    return [(op, launch) for op, launches in STREAM_ORDER.items() for launch in launches if tensor in launch.writes]
+    return [
+        (op, launch)
+        for op, launches in STREAM_ORDER.items()
+        for launch in launches
+        if tensor in launch.writes
+    ]

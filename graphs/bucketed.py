@@ -88,11 +88,22 @@ class BucketedGraphs:
     RANGES_REPLAYS = True
 
     def __init__(
-        self, inputs: StaticInputs, steps: Callable[[int], BucketStep], *, buckets: Sequence[int], device: torch.device | str,
-        eager: Callable[[int], BucketStep] | None = None, capture: str | CaptureBackend = "auto", pool: Any = None, warmup_iters: int = 2,
-        progress: Progress | None = None, watch: Watch | None = None, debug: bool | None = None, ranges: Ranges | None = None,
+        self,
+        inputs: StaticInputs,
+        steps: Callable[[int], BucketStep],
+        *,
+        buckets: Sequence[int],
+        device: torch.device | str,
+        eager: Callable[[int], BucketStep] | None = None,
+        capture: str | CaptureBackend = "auto",
+        pool: Any = None,
+        warmup_iters: int = 2,
+        progress: Progress | None = None,
+        watch: Watch | None = None,
+        debug: bool | None = None,
+        ranges: Ranges | None = None,
         session: StepSession | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.inputs, self.buckets, self.device = inputs, buckets, torch.device(device)
         self.capture_backend = capture_backend_for(capture, self.device)
         self.pool = self.capture_backend.new_pool() if pool is None else pool
@@ -100,7 +111,9 @@ class BucketedGraphs:
         self._plans_replays = self.session.plans_every_step
         self._steps, self._eager = steps, steps if eager is None else eager
         self._warmup_iters, self._progress = warmup_iters, progress
-        self._addresses = CapturedAddresses(lambda: {**self.inputs.tensors(), **self.session.tensors()}, watch)
+        self._addresses = CapturedAddresses(
+            lambda: {**self.inputs.tensors(), **self.session.tensors()}, watch
+        )
         self.debug = checks_device_values() if debug is None else debug
         self._ranges = no_range if ranges is None else ranges
         self._replay_ranges = self._ranges if self.RANGES_REPLAYS else no_range
@@ -145,9 +158,16 @@ class BucketedGraphs:
                 if self.session.plans:
                     self.session.plan(arguments[1])
                 graph = capture_bucket(
-                    lambda: step(*arguments), self.capture_backend, self.pool, self._reports[bucket], self.device, warmup_iters=self._warmup_iters,
-                    step=self.STEP, eager=lambda: eager(*arguments), advice=self.ADVICE,
-                )  # fmt: skip
+                    lambda: step(*arguments),
+                    self.capture_backend,
+                    self.pool,
+                    self._reports[bucket],
+                    self.device,
+                    warmup_iters=self._warmup_iters,
+                    step=self.STEP,
+                    eager=lambda: eager(*arguments),
+                    advice=self.ADVICE,
+                )
             finally:
                 self.session.reset()
         self._addresses.note(bucket)
@@ -161,7 +181,9 @@ class BucketedGraphs:
             self._views[num_rows] = self.inputs.view(num_rows)
         return self._views[num_rows]
 
-    def host_lengths(self, query_lens: Sequence[int], seq_lens: Sequence[int], num_reqs: int) -> HostLengths | None:
+    def host_lengths(
+        self, query_lens: Sequence[int], seq_lens: Sequence[int], num_reqs: int
+    ) -> HostLengths | None:
         """Lengths of the live requests, padded to the ``num_reqs`` of the captured batch; None, and no work, unless the session plans every step."""
         if not self._plans_replays:
             return None

@@ -37,7 +37,11 @@ def check_buckets(buckets: Sequence[int], max_batch_size: int) -> list[int]:
     """``buckets`` sorted and without duplicates; the largest must hold ``max_batch_size`` rows."""
     sizes = sorted(set(buckets))
     if not sizes or sizes[0] < 1 or sizes[-1] != max_batch_size:
-        raise ArgumentError("buckets", f"batch sizes of at least 1, the largest {max_batch_size} (max_batch_size)", str(list(buckets)))
+        raise ArgumentError(
+            "buckets",
+            f"batch sizes of at least 1, the largest {max_batch_size} (max_batch_size)",
+            str(list(buckets)),
+        )
     return sizes
 
 
@@ -50,15 +54,22 @@ def bucket_for(buckets: Sequence[int], num_rows: int) -> int:
     index = bisect.bisect_left(buckets, num_rows)
     if num_rows < 1 or index == len(buckets):
         raise ArgumentError(
-            "input_ids", f"1 to {buckets[-1]} rows (the largest bucket)", str(num_rows), "split the batch, or build larger buckets"
+            "input_ids",
+            f"1 to {buckets[-1]} rows (the largest bucket)",
+            str(num_rows),
+            "split the batch, or build larger buckets",
         )
     return buckets[index]
 
 
 def buckets_by_cost(
-    max_batch_size: int, step_ms: Callable[[int], float], *, seen: Mapping[int, float] | None = None, bucket_ms: float = 100.0,
+    max_batch_size: int,
+    step_ms: Callable[[int], float],
+    *,
+    seen: Mapping[int, float] | None = None,
+    bucket_ms: float = 100.0,
     max_buckets: int | None = None,
-) -> list[int]:  # fmt: skip
+) -> list[int]:
     """The buckets for which padded steps and captures together cost least; an exact dynamic program over batch sizes.
 
     Args:
@@ -82,7 +93,11 @@ def buckets_by_cost(
     counts = dict.fromkeys(range(1, max_batch_size + 1), 1000.0) if seen is None else dict(seen)
     wrong = next((n for n, count in counts.items() if not 1 <= n <= max_batch_size or count < 0), None)
     if wrong is not None:
-        raise ArgumentError("seen", f"counts of at least 0 for 1 to {max_batch_size} rows", f"{counts[wrong]} for {wrong} rows")
+        raise ArgumentError(
+            "seen",
+            f"counts of at least 0 for 1 to {max_batch_size} rows",
+            f"{counts[wrong]} for {wrong} rows",
+        )
     below = [0.0]  # steps of up to n rows
     for n in range(1, max_batch_size + 1):
         below.append(below[-1] + counts.get(n, 0.0))
@@ -103,5 +118,7 @@ def buckets_by_cost(
     while at:
         chosen.append(at)
         at, used = previous, used - 1
-        previous = next((p for _, u, p in best[at] if u == used), 0) if max_buckets is not None else best[at][0][2]
+        previous = (
+            next((p for _, u, p in best[at] if u == used), 0) if max_buckets is not None else best[at][0][2]
+        )
     return chosen[::-1]

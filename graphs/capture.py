@@ -88,7 +88,9 @@ class CudaCapture:
         cause: BaseException | None = None
         try:
             with (
-                torch.cuda.stream(current),  # the next one leaves its stream current where it ends in an error
+                torch.cuda.stream(
+                    current
+                ),  # the next one leaves its stream current where it ends in an error
                 torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode=self._error_mode),
             ):
                 try:
@@ -147,9 +149,19 @@ class EagerCapture:
 # Ops that hand a device value, or a size that depends on one, to the host: illegal while a CUDA graph is captured. Under
 # inference mode composite ops arrive whole, hence the likes of `item` beside what they decompose into.
 _SYNCHRONISING = {
-    "aten::_local_scalar_dense", "aten::item", "aten::nonzero", "aten::masked_select", "aten::is_nonzero", "aten::equal",
-    "aten::unique_dim", "aten::unique_consecutive", "aten::_unique", "aten::_unique2", "aten::argwhere", "aten::bincount",
-}  # fmt: skip
+    "aten::_local_scalar_dense",
+    "aten::item",
+    "aten::nonzero",
+    "aten::masked_select",
+    "aten::is_nonzero",
+    "aten::equal",
+    "aten::unique_dim",
+    "aten::unique_consecutive",
+    "aten::_unique",
+    "aten::_unique2",
+    "aten::argwhere",
+    "aten::bincount",
+}
 
 
 def synchronises(func: Any, args: tuple[Any, ...]) -> bool:
@@ -157,8 +169,14 @@ def synchronises(func: Any, args: tuple[Any, ...]) -> bool:
     name = func._schema.name
     if name in _SYNCHRONISING or (name == "aten::repeat_interleave" and "Tensor" in func._overloadname):
         return True
-    if name in ("aten::index", "aten::index_put", "aten::index_put_"):  # a boolean index counts its true values
-        return any(isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8) for index in args[1] or ())
+    if name in (
+        "aten::index",
+        "aten::index_put",
+        "aten::index_put_",
+    ):  # a boolean index counts its true values
+        return any(
+            isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8) for index in args[1] or ()
+        )
     return False
 
 
@@ -169,7 +187,9 @@ class _Tape(TorchDispatchMode):
         super().__init__()
         self.ops: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         if synchronises(func, args):
             raise CaptureError(f"{func} reads a device value on the host: illegal while a graph is captured")
         out = func(*args, **(kwargs or {}))

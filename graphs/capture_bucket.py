@@ -22,9 +22,17 @@ from torchpaged.graphs.report import BucketReport, device_memory, find_culprit
 
 
 def capture_bucket(
-    launch: Callable[[], Tensor], backend: CaptureBackend, pool: Any, report: BucketReport, device: torch.device, *, warmup_iters: int,
-    step: str, eager: Callable[[], Tensor], advice: str = "",
-) -> Captured:  # fmt: skip
+    launch: Callable[[], Tensor],
+    backend: CaptureBackend,
+    pool: Any,
+    report: BucketReport,
+    device: torch.device,
+    *,
+    warmup_iters: int,
+    step: str,
+    eager: Callable[[], Tensor],
+    advice: str = "",
+) -> Captured:
     """Capture ``launch`` and write into ``report`` what it cost.
 
     Args:
@@ -49,7 +57,9 @@ def capture_bucket(
             warm = time.perf_counter()
             graph = backend.capture(launch, pool)
     except Exception as error:
-        raise CaptureError(f"bucket {report.bucket}: the {step} could not be captured{_cause(error, eager, device)}{advice}") from error
+        raise CaptureError(
+            f"bucket {report.bucket}: the {step} could not be captured{_cause(error, eager, device)}{advice}"
+        ) from error
     ended = time.perf_counter()
     report.capture_ms, report.record_ms, report.captured = (ended - started) * 1e3, (ended - warm) * 1e3, True
     report.num_bytes = device_memory(device) - before

@@ -57,17 +57,40 @@ class PackedGraphRunner(BucketedGraphs):
     STEP, BUCKET, RANGES_REPLAYS = "prefill step", "prefill", False
 
     def __init__(
-        self, step: PackedStep, *, buckets: Sequence[int], max_num_reqs: int, max_blocks_per_req: int, block_size: int,
-        num_blocks: int | None = None, device: torch.device | str = "cpu", capture: str | CaptureBackend = "auto", pool: Any = None,
-        warmup_iters: int = 1, progress: Progress | None = None, watch: Watch | None = None, debug: bool | None = None,
-        ranges: Ranges | None = None, session: StepSession | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        step: PackedStep,
+        *,
+        buckets: Sequence[int],
+        max_num_reqs: int,
+        max_blocks_per_req: int,
+        block_size: int,
+        num_blocks: int | None = None,
+        device: torch.device | str = "cpu",
+        capture: str | CaptureBackend = "auto",
+        pool: Any = None,
+        warmup_iters: int = 1,
+        progress: Progress | None = None,
+        watch: Watch | None = None,
+        debug: bool | None = None,
+        ranges: Ranges | None = None,
+        session: StepSession | None = None,
+    ) -> None:
         sizes = check_buckets(buckets, max(buckets, default=0))
         self.buffers = PackedBuffers(sizes, max_num_reqs, max_blocks_per_req, block_size, device, num_blocks)
         super().__init__(
-            self.buffers, lambda bucket: step, buckets=sizes, device=device, capture=capture, pool=pool, warmup_iters=warmup_iters,
-            progress=progress, watch=watch, debug=debug, ranges=ranges, session=session,
-        )  # fmt: skip
+            self.buffers,
+            lambda bucket: step,
+            buckets=sizes,
+            device=device,
+            capture=capture,
+            pool=pool,
+            warmup_iters=warmup_iters,
+            progress=progress,
+            watch=watch,
+            debug=debug,
+            ranges=ranges,
+            session=session,
+        )
         self._step = step
 
     def fits(self, num_reqs: int, num_tokens: int) -> bool:
@@ -75,9 +98,13 @@ class PackedGraphRunner(BucketedGraphs):
         return self.buffers.fits(num_reqs, num_tokens)
 
     def run(
-        self, input_ids: Sequence[int], query_lens: Sequence[int], seq_lens: Sequence[int], block_tables: Sequence[Sequence[int]],
+        self,
+        input_ids: Sequence[int],
+        query_lens: Sequence[int],
+        seq_lens: Sequence[int],
+        block_tables: Sequence[Sequence[int]],
         logits_indices: Sequence[int],
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """One step; its bucket is captured first if it is not.
 
         Args:

@@ -42,9 +42,15 @@ class BucketReport:
 def bucket_table(reports: Sequence[BucketReport], bucket: str = "bucket", padded: str = "padded rows") -> str:
     """The reports as lines of text with a heading, in which ``bucket`` and ``padded`` name the first and last column; buckets that
     were not captured show dashes."""
-    lines = [f"{bucket:>6} {'warm-up + capture ms':>20} {'capture ms':>10} {'MiB':>8} {'replays':>8} {padded:>11}"]
+    lines = [
+        f"{bucket:>6} {'warm-up + capture ms':>20} {'capture ms':>10} {'MiB':>8} {'replays':>8} {padded:>11}"
+    ]
     for r in reports:
-        cost = f"{r.capture_ms:>20.1f} {r.record_ms:>10.1f} {r.num_bytes / 2**20:>8.1f}" if r.captured else f"{'-':>20} {'-':>10} {'-':>8}"
+        cost = (
+            f"{r.capture_ms:>20.1f} {r.record_ms:>10.1f} {r.num_bytes / 2**20:>8.1f}"
+            if r.captured
+            else f"{'-':>20} {'-':>10} {'-':>8}"
+        )
         lines.append(f"{r.bucket:>{len(bucket)}} {cost} {r.hits:>8} {r.padded_rows:>{len(padded)}}")
     return "\n".join(lines)
 
@@ -69,7 +75,9 @@ class _Watch(TorchDispatchMode):
         super().__init__()
         self.culprit: str | None = None
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         if self.culprit is None and synchronises(func, args):
             self.culprit = str(func)
         try:

@@ -79,11 +79,26 @@ class DecodeGraphRunner(BucketedGraphs):
         sizes = check_buckets(default_buckets(max_batch_size) if buckets is None else buckets, max_batch_size)
         self._eager_step = step
         super().__init__(
-            self.buffers, decode_steps(step, sizes, compile, capture), eager=lambda bucket: step, buckets=sizes, device=device,
-            capture=capture, warmup_iters=warmup_iters, progress=progress, watch=watch, debug=debug, ranges=ranges, session=session,
-        )  # fmt: skip
+            self.buffers,
+            decode_steps(step, sizes, compile, capture),
+            eager=lambda bucket: step,
+            buckets=sizes,
+            device=device,
+            capture=capture,
+            warmup_iters=warmup_iters,
+            progress=progress,
+            watch=watch,
+            debug=debug,
+            ranges=ranges,
+            session=session,
+        )
 
-    def run(self, input_ids: Sequence[int] | Tensor, seq_lens: Sequence[int], block_tables: Sequence[Sequence[int]]) -> Tensor:
+    def run(
+        self,
+        input_ids: Sequence[int] | Tensor,
+        seq_lens: Sequence[int],
+        block_tables: Sequence[Sequence[int]],
+    ) -> Tensor:
         """One decode step.
 
         Args:
@@ -126,7 +141,12 @@ class DecodeGraphRunner(BucketedGraphs):
         is not; raises as `capture` does."""
         self.start(num_rows, capture=True)
 
-    def run_eager(self, input_ids: Sequence[int] | Tensor, seq_lens: Sequence[int], block_tables: Sequence[Sequence[int]]) -> Tensor:
+    def run_eager(
+        self,
+        input_ids: Sequence[int] | Tensor,
+        seq_lens: Sequence[int],
+        block_tables: Sequence[Sequence[int]],
+    ) -> Tensor:
         """The same step without graph, padding or compilation."""
         rows = len(seq_lens)
         self.recover()

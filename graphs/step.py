@@ -72,7 +72,9 @@ def no_range(name: str, **payload: object) -> AbstractContextManager[None]:
     return _NO_RANGE
 
 
-def decode_steps(step: Step, buckets: Sequence[int], compile: bool, capture: str | CaptureBackend) -> Callable[[int], Step]:
+def decode_steps(
+    step: Step, buckets: Sequence[int], compile: bool, capture: str | CaptureBackend
+) -> Callable[[int], Step]:
     """``step`` for each bucket.
 
     Args:
@@ -88,8 +90,15 @@ def decode_steps(step: Step, buckets: Sequence[int], compile: bool, capture: str
     if not compile:
         return lambda bucket: step
     if isinstance(capture, TapeCapture):
-        raise ArgumentError("compile", "False with a TapeCapture", "True", "the tape can't see the kernels that Inductor generates")
-    compiled: dict[int, Step] = {n: torch.compile(_own_code(step, n), fullgraph=True, dynamic=False) for n in buckets}
+        raise ArgumentError(
+            "compile",
+            "False with a TapeCapture",
+            "True",
+            "the tape can't see the kernels that Inductor generates",
+        )
+    compiled: dict[int, Step] = {
+        n: torch.compile(_own_code(step, n), fullgraph=True, dynamic=False) for n in buckets
+    }
     return compiled.__getitem__
 
 

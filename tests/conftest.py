@@ -39,7 +39,9 @@ def slow_tests(text: str, nodes: list[str], strict: bool = False) -> set[str]:
         name, bracket, _ = pattern.partition("[")
         if strict and "*" not in name and name.split("::")[0] in files and name not in functions:
             raise pytest.UsageError(f"tests/slow.txt names a test that is not there: {line}")
-        rule = re.compile(re.escape(pattern).replace(r"\*", ".*") + ("" if bracket else r"(\[.*\])?"), re.DOTALL)
+        rule = re.compile(
+            re.escape(pattern).replace(r"\*", ".*") + ("" if bracket else r"(\[.*\])?"), re.DOTALL
+        )
         matching = {node for node in nodes if rule.fullmatch(node)}
         slow = slow - matching if line.strip().startswith("!") else slow | matching
     return slow
@@ -89,7 +91,13 @@ def make_llama() -> Callable[..., Any]:
     def make(**options: Any) -> Any:
         torch.manual_seed(0)
         config = transformers.LlamaConfig(
-            num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, eos_token_id=7, pad_token_id=0, bos_token_id=1, **options
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            eos_token_id=7,
+            pad_token_id=0,
+            bos_token_id=1,
+            **options,
         )
         return transformers.LlamaForCausalLM(config).eval()
 
@@ -107,7 +115,9 @@ def smollm2_path() -> Path:
     except Exception as error:
         if required:
             raise
-        pytest.skip(f"SmolLM2 is not in the cache ({error}); run `torchpaged generate hello` once, or set TORCHPAGED_REQUIRE_MODEL=1")
+        pytest.skip(
+            f"SmolLM2 is not in the cache ({error}); run `torchpaged generate hello` once, or set TORCHPAGED_REQUIRE_MODEL=1"
+        )
 
 
 @pytest.fixture(scope="session")
@@ -118,7 +128,11 @@ def interpreter() -> None:
 
     probe = Path(__file__).parent / "triton/probe_interpreter.py"
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, str(probe)], env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, str(probe)], env=environment, capture_output=True, text=True, timeout=120
+    )
     if done.returncode:
         assert "only 0-dimensional arrays can be converted" in done.stderr, done.stderr
-        pytest.skip(f"the interpreter of triton {triton.__version__} does not run with numpy {numpy.__version__}")
+        pytest.skip(
+            f"the interpreter of triton {triton.__version__} does not run with numpy {numpy.__version__}"
+        )

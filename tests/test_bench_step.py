@@ -26,14 +26,22 @@ TINY = ["--shapes", "tiny", "--device", "cpu", "--context", "48", "--bandwidth",
 
 def test_rooflines_are_those_of_the_targets() -> None:
     """Milliseconds at 4.35 TB/s and a context of 2048, as they were computed by hand for the targets."""
-    for name, batch, ms in (("llama-1b", 1, 0.58), ("llama-1b", 64, 1.56), ("llama-8b", 1, 3.51), ("llama-8b", 64, 7.40)):
+    for name, batch, ms in (
+        ("llama-1b", 1, 0.58),
+        ("llama-1b", 64, 1.56),
+        ("llama-8b", 1, 3.51),
+        ("llama-8b", 64, 7.40),
+    ):
         assert SHAPES[name].bytes_read(batch, 2048, 2) / 4.35e12 * 1e3 == pytest.approx(ms, abs=0.01)
         assert TARGETS_MS[name, batch] > ms
 
 
 def test_weights_are_counted_as_the_model_has_them() -> None:
     model = build_model(SHAPES["tiny"], CPU, torch.bfloat16)
-    assert model.dtype == torch.bfloat16 and sum(p.numel() for p in model.parameters()) == SHAPES["tiny"].weights_read()
+    assert (
+        model.dtype == torch.bfloat16
+        and sum(p.numel() for p in model.parameters()) == SHAPES["tiny"].weights_read()
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------ the run
@@ -43,14 +51,22 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     seen = capsys.readouterr()
     document = json.loads(seen.out)
     assert json.loads(file.read_text()) == document and len(seen.out.splitlines()) == 1
-    assert [(row["contender"], row["batch"]) for row in document["rows"]] == [(n, b) for n in ("logits", "k1", "k2") for b in (1, 3)]
+    assert [(row["contender"], row["batch"]) for row in document["rows"]] == [
+        (n, b) for n in ("logits", "k1", "k2") for b in (1, 3)
+    ]
     for row in document["rows"]:
-        assert row["status"] == "timed" and row["p20_ms"] <= row["ms"] <= row["p80_ms"] and row["error"] <= row["error_limit"]
+        assert (
+            row["status"] == "timed"
+            and row["p20_ms"] <= row["ms"] <= row["p80_ms"]
+            and row["error"] <= row["error_limit"]
+        )
         assert row["tokens_per_s"] == pytest.approx(row["batch"] / row["ms"] * 1e3)
         assert row["of_roofline"] == pytest.approx(row["roofline_ms"] / row["ms"])
         assert row["host_replay_us"] > 0 and row["host_launch_us"] > 0 and row["ready_s"] > 0
         assert row["host_after_trace"] is False
-        assert "kernels_per_step" not in row and "idle_between_launches" not in row  # nothing is invented on a CPU
+        assert (
+            "kernels_per_step" not in row and "idle_between_launches" not in row
+        )  # nothing is invented on a CPU
     assert document["conditions"]["torch"] == torch.__version__
     assert "ms/step" in seen.err and "tiny b3 k2" in seen.err
 
@@ -62,14 +78,18 @@ def test_no_trace_means_no_profiler(monkeypatch: pytest.MonkeyPatch) -> None:
     assert step.main([*TINY, "--batches", "1", "--only", "k1"]) == 1
 
 
-def test_what_fails_becomes_a_row(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_fails_becomes_a_row(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def broken(*_: Any) -> Any:
         raise RuntimeError("no such\nthing")
 
     monkeypatch.setattr(shape, "ours", broken)
     assert step.main([*TINY, "--batches", "1,2", "--only", "k1"]) == 1
     rows = json.loads(capsys.readouterr().out)["rows"]
-    assert [row["status"] for row in rows] == ["failed"] * 2 and rows[0]["reason"].startswith("RuntimeError: no such thing (broken:")
+    assert [row["status"] for row in rows] == ["failed"] * 2 and rows[0]["reason"].startswith(
+        "RuntimeError: no such thing (broken:"
+    )
 
 
 def test_changed_models(capsys: pytest.CaptureFixture[str]) -> None:
@@ -77,7 +97,10 @@ def test_changed_models(capsys: pytest.CaptureFixture[str]) -> None:
     assert step.main([*TINY, "--batches", "2", "--only", "k1+fuse,k1", "--json-only"]) == 0
     seen = capsys.readouterr()
     rows = json.loads(seen.out)["rows"]
-    assert [(row["contender"], row["status"]) for row in rows] == [("k1+fuse", "timed"), ("k1", "timed")] and seen.err == ""
+    assert [(row["contender"], row["status"]) for row in rows] == [
+        ("k1+fuse", "timed"),
+        ("k1", "timed"),
+    ] and seen.err == ""
     assert rows[0]["error"] != rows[1]["error"]
 
 
@@ -109,7 +132,10 @@ def test_peers_come_last(capsys: pytest.CaptureFixture[str]) -> None:
     assert static["compiled_by"] == "nobody" and static["samples"] == 11
     for row in (static, batching):
         assert (
-            not row["own"] and row["status"] == "timed" and row["attention"] == "sdpa" and 0 < row["p20_ms"] <= row["ms"] <= row["p80_ms"]
+            not row["own"]
+            and row["status"] == "timed"
+            and row["attention"] == "sdpa"
+            and 0 < row["p20_ms"] <= row["ms"] <= row["p80_ms"]
         )
 
 
@@ -122,7 +148,9 @@ def test_steps_of_a_peer_are_those_of_all_requests() -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------ the gate
-@pytest.mark.parametrize(("kind", "fault"), [*itertools.product(["logits", "k1"], ["none", "weights", "keys"]), ("k1", "tokens")])
+@pytest.mark.parametrize(
+    ("kind", "fault"), [*itertools.product(["logits", "k1"], ["none", "weights", "keys"]), ("k1", "tokens")]
+)
 def test_the_gate_has_teeth(kind: str, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that is off by little is refused: a weight, the prompt's keys, or (of whole steps) the token the graph gives."""
     model = build_model(SHAPES["tiny"], CPU, torch.bfloat16)
@@ -134,7 +162,9 @@ def test_the_gate_has_teeth(kind: str, fault: str, monkeypatch: pytest.MonkeyPat
         model.model.layers[1].mlp.down_proj.weight.mul_(1.05)
     elif fault == "keys":
         load = own.load
-        monkeypatch.setattr(own, "load", lambda *args: (load(*args), paged.kv_cache[0].k_cache[own.tables[0][0]].zero_()))
+        monkeypatch.setattr(
+            own, "load", lambda *args: (load(*args), paged.kv_cache[0].k_cache[own.tables[0][0]].zero_())
+        )
     elif fault == "tokens":
         replay = own.replay
         monkeypatch.setattr(own, "replay", lambda batch: (replay(batch) + 1) % 512)
@@ -195,7 +225,10 @@ def test_cold_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = str(tmp_path / "code.tpc")
     assert cold.main([*arguments, "--save", file]) == 0 and cold.main([*arguments, "--load", file]) == 0
     saved, loaded = (json.loads(line) for line in capsys.readouterr().out.splitlines())
-    assert saved["compile_cache"]["saved"]["num_bytes"] == Path(file).stat().st_size and loaded["compile_cache"]["loaded"]["loaded"]
+    assert (
+        saved["compile_cache"]["saved"]["num_bytes"] == Path(file).stat().st_size
+        and loaded["compile_cache"]["loaded"]["loaded"]
+    )
     assert list(loaded["parts"]) == ["load", "change", "generator", "first_token", "second_token"]
     assert loaded["seconds"] == pytest.approx(sum(loaded["parts"].values()) - loaded["parts"]["second_token"])
     assert cold.main([*arguments, "--contender", "logits"]) == 2

@@ -46,7 +46,9 @@ def blocks_of(text: str) -> list[Block]:
     return [Block(match[1], text.count("\n", 0, match.start(2)) + 1, match[2]) for match in fences]
 
 
-WITH_CODE = [page for page in PAGES if any(block.language == "python" for block in blocks_of(page.read_text()))]
+WITH_CODE = [
+    page for page in PAGES if any(block.language == "python" for block in blocks_of(page.read_text()))
+]
 
 
 def name_of(page: Path) -> str:
@@ -68,7 +70,9 @@ def run_page(page: Path, space: dict[str, Any]) -> int:
     ran = 0
     for block in blocks_of(page.read_text()):
         if block.language == "python":
-            code = compile("\n" * (block.line - 1) + block.code, str(page), "exec")  # so that a traceback names the page's line
+            code = compile(
+                "\n" * (block.line - 1) + block.code, str(page), "exec"
+            )  # so that a traceback names the page's line
             if not block.needs:
                 exec(code, space)
                 ran += 1
@@ -76,7 +80,9 @@ def run_page(page: Path, space: dict[str, Any]) -> int:
 
 
 @pytest.mark.parametrize("page", [page for page in WITH_CODE if page.name != "README.md"], ids=name_of)
-def test_code_runs(page: Path, make_llama: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_runs(
+    page: Path, make_llama: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)  # a page may write files
     model = make_llama(vocab_size=256, hidden_size=64, intermediate_size=128)
     assert run_page(page, {"__name__": "__page__", "model": model}), "nothing on this page ran"
@@ -87,14 +93,22 @@ def test_the_three_doors_of_the_readme() -> None:
     pytest.importorskip("transformers", reason="transformers is not installed")
     space: dict[str, Any] = {"__name__": "__page__"}
     assert run_page(ROOT / "README.md", space) == 3
-    assert space["tokens"].shape == (2, 32) and space["out"].shape == (6, 8, 64) and torch.isfinite(space["out"]).all()
+    assert (
+        space["tokens"].shape == (2, 32)
+        and space["out"].shape == (6, 8, 64)
+        and torch.isfinite(space["out"]).all()
+    )
     assert len(space["output"].token_ids) == 16 and space["generator"].fusion_report.complete
 
 
 # ------------------------------------------------------------------------------------------------------------ layout
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_lines_can_be_read(page: Path) -> None:
-    long = [f"{number}: {len(line)} columns" for number, line in enumerate(page.read_text().splitlines(), 1) if len(line) > WIDTH]
+    long = [
+        f"{number}: {len(line)} columns"
+        for number, line in enumerate(page.read_text().splitlines(), 1)
+        if len(line) > WIDTH
+    ]
     assert not long, long
 
 
@@ -125,7 +139,9 @@ def links_of(text: str) -> list[str]:
         if match[2] or match[1] in definitions
     }
     assert used <= set(definitions), f"no definition of {used - set(definitions)}"
-    assert set(definitions) <= used | set(re.findall(r"\]\[([^\]]+)\]", text)), f"not used: {set(definitions) - used}"
+    assert set(definitions) <= used | set(re.findall(r"\]\[([^\]]+)\]", text)), (
+        f"not used: {set(definitions) - used}"
+    )
     return [*re.findall(r"\]\(([^)\s]+)\)", prose), *definitions.values()]
 
 
@@ -156,7 +172,9 @@ def test_files_named_in_comments_exist() -> None:
         for path in (ROOT / folder).rglob("*"):
             if path.suffix in (".py", ".cu", ".cuh", ".h", ".cpp", ".md") and "build" not in path.parts:
                 named = re.findall(r"(?<![\w/.])docs/[\w/]+\.md", path.read_text())
-                missing += [(str(path.relative_to(ROOT)), name) for name in named if not (ROOT / name).exists()]
+                missing += [
+                    (str(path.relative_to(ROOT)), name) for name in named if not (ROOT / name).exists()
+                ]
     assert not missing, missing
 
 
@@ -176,7 +194,9 @@ def test_every_document_is_used_and_every_loss_is_shown() -> None:
     for name in ("decode", "prefill"):
         ratios = [row["ratio"] for row in rows_of(f"h200_attention_{name}")]
         assert made[name].count(" lost |") == sum(round(ratio, 2) < 1 for ratio in ratios), name
-    assert made["step"].count(" missed |") == sum(row["ms"] > (row["target_ms"] or row["ms"]) for row in rows_of("h200_step"))
+    assert made["step"].count(" missed |") == sum(
+        row["ms"] > (row["target_ms"] or row["ms"]) for row in rows_of("h200_step")
+    )
     times = [row["tflops"] for row in rows_of("h200_prefill_kernel", "results") if row["part"] == "time"]
     slower = [name for name in ("native", "triton") if any(row[name] < 0.995 * row["fa3"] for row in times)]
     readme = (ROOT / "README.md").read_text()
@@ -198,7 +218,10 @@ def test_a_changed_figure_is_noticed(tmp_path: Path) -> None:
         ignored = shutil.ignore_patterns("*.so", "csrc", "triton", "__pycache__")
         shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored)
     shutil.copy(ROOT / "README.md", tmp_path)
-    page, script = tmp_path / "docs" / "results.md", [sys.executable, str(tmp_path / "benchmarks" / "make_results.py")]
+    page, script = (
+        tmp_path / "docs" / "results.md",
+        [sys.executable, str(tmp_path / "benchmarks" / "make_results.py")],
+    )
     right = page.read_text()
     wrong = re.sub(r"\*\*(\d+\.\d)\*\*", r"**9\1**", right, count=1)
     assert wrong != right

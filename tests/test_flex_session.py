@@ -53,9 +53,16 @@ def test_a_runner_plans_every_step(gpt: GPT) -> None:
     session = gpt.session
     assert isinstance(session, FlexSession)
     runner = DecodeGraphRunner(
-        gpt, max_batch_size=4, max_blocks_per_req=WIDTH, block_size=BLOCK, num_blocks=BLOCKS, buckets=[4], compile=False,
-        capture=EagerCapture(), session=session,
-    )  # fmt: skip
+        gpt,
+        max_batch_size=4,
+        max_blocks_per_req=WIDTH,
+        block_size=BLOCK,
+        num_blocks=BLOCKS,
+        buckets=[4],
+        compile=False,
+        capture=EagerCapture(),
+        session=session,
+    )
     runner.capture()
     for length in range(1, 8):
         logits = runner.run(TOKENS[:2, length - 1], [length] * 2, TABLES[:2])

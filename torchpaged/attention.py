@@ -108,14 +108,24 @@ class PagedAttention(nn.Module):
             raise ArgumentError("num_kv_heads", f"a divisor of num_heads ({num_heads})", str(num_kv_heads))
         self.head_dim_v = head_dim if head_dim_v is None else head_dim_v
         self.scale = head_dim**-0.5 if scale is None else scale
-        self.window_size, self.logits_soft_cap, self.causal, self.chunk_size = window_size, logits_soft_cap, causal, chunk_size
+        self.window_size, self.logits_soft_cap, self.causal, self.chunk_size = (
+            window_size,
+            logits_soft_cap,
+            causal,
+            chunk_size,
+        )
         self.block_size, self.kv_dtype, self.requested_backend = block_size, kv_dtype, backend
         if not isinstance(session, (Session, NoneType)):
             raise ArgumentError("session", "a Session, such as open_session gives", repr(session))
         if not isinstance(limits, (Limits, NoneType)):
             raise ArgumentError("limits", "Limits", repr(limits))
         if session is not None and (limits is not None or backend != "auto"):
-            raise ArgumentError("session", "a session, or a backend and limits", "both", "the session has a backend and limits")
+            raise ArgumentError(
+                "session",
+                "a session, or a backend and limits",
+                "both",
+                "the session has a backend and limits",
+            )
         self._limits, self._given = Limits() if limits is None else limits, session
         # an empty buffer that knows where the module lives, since there may be no parameter to ask
         self.register_buffer("_home", torch.empty(0, device=device, dtype=dtype), persistent=False)
@@ -123,7 +133,9 @@ class PagedAttention(nn.Module):
         self.register_buffer("alibi_slopes", self._per_head("alibi_slopes", alibi_slopes, torch.float32))
         self._choose()
 
-    def _per_head(self, name: str, values: Sequence[float] | Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    def _per_head(
+        self, name: str, values: Sequence[float] | Tensor | None, dtype: torch.dtype
+    ) -> Tensor | None:
         if values is None:
             return None
         tensor = torch.as_tensor(values, dtype=dtype, device=self._home.device)
@@ -133,11 +145,22 @@ class PagedAttention(nn.Module):
 
     def _choose(self) -> None:
         spec = self.spec = attention_spec(
-            device=self._home.device, dtype=self._home.dtype, num_heads=self.num_heads, num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim, head_dim_v=self.head_dim_v, block_size=self.block_size, kv_dtype=self.kv_dtype, causal=self.causal,
-            window_size=self.window_size, logits_soft_cap=self.logits_soft_cap, alibi_slopes=self.alibi_slopes, sinks=self.sinks,
-            chunk_size=self.chunk_size, scale=self.scale,
-        )  # fmt: skip
+            device=self._home.device,
+            dtype=self._home.dtype,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            head_dim_v=self.head_dim_v,
+            block_size=self.block_size,
+            kv_dtype=self.kv_dtype,
+            causal=self.causal,
+            window_size=self.window_size,
+            logits_soft_cap=self.logits_soft_cap,
+            alibi_slopes=self.alibi_slopes,
+            sinks=self.sinks,
+            chunk_size=self.chunk_size,
+            scale=self.scale,
+        )
         if self._given is None:
             self.choice: Choice = select_backend(spec, self.requested_backend)
             self._use(self.choice.backend.open([spec], self._limits, self._home.device))
@@ -214,13 +237,28 @@ class PagedAttention(nn.Module):
         self._check_pools(pools, metadata)
         q = query.reshape(-1, self.num_heads, self.head_dim)
         out = q.new_empty(q.shape[0], self.num_heads, self.head_dim_v)
-        attend = (q, pools.k_cache, pools.v_cache, metadata.block_table, metadata.seq_lens, metadata.query_start_loc, out)
+        attend = (
+            q,
+            pools.k_cache,
+            pools.v_cache,
+            metadata.block_table,
+            metadata.seq_lens,
+            metadata.query_start_loc,
+            out,
+        )
         options: dict[str, Any] = {
-            "max_query_len": metadata.max_query_len, "scale": self.scale, "causal": self.causal,
-            "window_left": self.window_size[0], "window_right": self.window_size[1],
-            "logits_soft_cap": self.logits_soft_cap or 0.0, "alibi_slopes": self.alibi_slopes, "sinks": self.sinks,
-            "k_scale": pools.k_scale, "v_scale": pools.v_scale, "chunk_size": self.chunk_size or 0,
-        }  # fmt: skip
+            "max_query_len": metadata.max_query_len,
+            "scale": self.scale,
+            "causal": self.causal,
+            "window_left": self.window_size[0],
+            "window_right": self.window_size[1],
+            "logits_soft_cap": self.logits_soft_cap or 0.0,
+            "alibi_slopes": self.alibi_slopes,
+            "sinks": self.sinks,
+            "k_scale": pools.k_scale,
+            "v_scale": pools.v_scale,
+            "chunk_size": self.chunk_size or 0,
+        }
         workspace = self._workspace
         write = None
         if key is not None and value is not None:
@@ -228,7 +266,12 @@ class PagedAttention(nn.Module):
             v = value.reshape(-1, self.num_kv_heads, self.head_dim_v)
             slots = metadata.slot_mapping
             if slots is None:
-                raise ArgumentError("metadata", "a slot_mapping, since keys are written", "None", "or pass key=None, value=None")
+                raise ArgumentError(
+                    "metadata",
+                    "a slot_mapping, since keys are written",
+                    "None",
+                    "or pass key=None, value=None",
+                )
             write = (k, v, pools.k_cache, pools.v_cache, slots, pools.k_scale, pools.v_scale)
         if not torch.compiler.is_compiling():  # both calls are checked before the first one writes
             refuse_grad(query=query, key=key, value=value)
@@ -251,28 +294,44 @@ class PagedAttention(nn.Module):
         size, able = pools.k_cache.shape[1], self._capabilities
         metadata.check_block_size(size)
         if self.block_size is not None and size != self.block_size:
-            if torch.compiler.is_compiling():  # dynamo can't make an ArgumentError, and its own error quotes this one
+            if (
+                torch.compiler.is_compiling()
+            ):  # dynamo can't make an ArgumentError, and its own error quotes this one
                 raise ValueError(
                     f"kv_cache: expected blocks of {self.block_size} tokens, as this module was built for, got blocks of {size}"
                 )
-            raise ArgumentError("kv_cache", f"blocks of {self.block_size} tokens, as this module was built for", f"blocks of {size}",
-                                "build both with one block_size, or PagedAttention without it")  # fmt: skip
+            raise ArgumentError(
+                "kv_cache",
+                f"blocks of {self.block_size} tokens, as this module was built for",
+                f"blocks of {size}",
+                "build both with one block_size, or PagedAttention without it",
+            )
         limits, num_blocks = self.session.limits, pools.k_cache.shape[0]
         expected, got = "", ""
         if limits.block_size is not None and size != limits.block_size:
-            expected, got = f"blocks of block_size={limits.block_size} tokens, as the session's limits say", f"blocks of {size}"
+            expected, got = (
+                f"blocks of block_size={limits.block_size} tokens, as the session's limits say",
+                f"blocks of {size}",
+            )
         elif limits.num_blocks is not None and num_blocks > limits.num_blocks:
-            expected, got = f"at most num_blocks={limits.num_blocks}, as the session's limits say", f"{num_blocks} blocks"
+            expected, got = (
+                f"at most num_blocks={limits.num_blocks}, as the session's limits say",
+                f"{num_blocks} blocks",
+            )
         if expected:
             if torch.compiler.is_compiling():
                 raise ValueError(f"kv_cache: expected {expected}, got {got}")
             raise ArgumentError("kv_cache", expected, got, "open the session with the Limits of the pools")
         if able.block_sizes is not None and size not in able.block_sizes:
-            raise BackendUnavailableError(f"backend {self.choice.name!r} cannot run this attention: block_size {size} is not one of "
-                                          f"{able.block_sizes}; give PagedAttention block_size={size}, so that it chooses with it")  # fmt: skip
+            raise BackendUnavailableError(
+                f"backend {self.choice.name!r} cannot run this attention: block_size {size} is not one of "
+                f"{able.block_sizes}; give PagedAttention block_size={size}, so that it chooses with it"
+            )
         if pools.k_cache.dtype not in able.kv_dtypes:
-            raise BackendUnavailableError(f"backend {self.choice.name!r} cannot run this attention: kv dtype {pools.k_cache.dtype} is not one of "
-                                          f"{able.kv_dtypes}; give PagedAttention kv_dtype, so that it chooses with it")  # fmt: skip
+            raise BackendUnavailableError(
+                f"backend {self.choice.name!r} cannot run this attention: kv dtype {pools.k_cache.dtype} is not one of "
+                f"{able.kv_dtypes}; give PagedAttention kv_dtype, so that it chooses with it"
+            )
 
     def extra_repr(self) -> str:
         """What ``print(module)`` shows."""

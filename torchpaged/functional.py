@@ -23,7 +23,11 @@ from torchpaged.backends import AttentionSpec, Backend, Limits, attention_spec, 
 from torchpaged.backends.capabilities import used_features
 from torchpaged.backends.ops_choice import choose_ops, traced_ops
 from torchpaged.custom_ops import BACKEND_OPS, BackendOps, check_native_dtype
-from torchpaged.custom_ops.attention.check import check_merge_attn_states, check_options, check_paged_attention
+from torchpaged.custom_ops.attention.check import (
+    check_merge_attn_states,
+    check_options,
+    check_paged_attention,
+)
 from torchpaged.custom_ops.block_ops.check import check_copy_blocks
 from torchpaged.custom_ops.cache_write.check import check_rope_write_kv, check_write_kv
 from torchpaged.custom_ops.checks import check_tensors, is_int, refuse_grad
@@ -68,7 +72,14 @@ def write_kv(
         BackendUnavailableError: the backend that was asked for can't serve this; with all reasons.
     """
     if not torch.compiler.is_compiling():
-        check_tensors(k=k, v=v, k_cache=k_cache, v_cache=v_cache, slot_mapping=slot_mapping, **_given(k_scale=k_scale, v_scale=v_scale))
+        check_tensors(
+            k=k,
+            v=v,
+            k_cache=k_cache,
+            v_cache=v_cache,
+            slot_mapping=slot_mapping,
+            **_given(k_scale=k_scale, v_scale=v_scale),
+        )
         refuse_grad(k=k, v=v)
         check_write_kv(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
         ops = choose_ops(k.device, _written_for(k, v, k_cache)) if ops is None else ops
@@ -129,20 +140,59 @@ def rope_write_kv(
         BackendUnavailableError: the backend that was asked for can't serve this; with all reasons.
     """
     if not torch.compiler.is_compiling():
-        check_tensors(q=q, k=k, v=v, positions=positions, cos_sin=cos_sin, k_cache=k_cache, v_cache=v_cache, slot_mapping=slot_mapping,
-                      **_given(q_norm=q_norm, k_norm=k_norm, k_scale=k_scale, v_scale=v_scale))  # fmt: skip
+        check_tensors(
+            q=q,
+            k=k,
+            v=v,
+            positions=positions,
+            cos_sin=cos_sin,
+            k_cache=k_cache,
+            v_cache=v_cache,
+            slot_mapping=slot_mapping,
+            **_given(q_norm=q_norm, k_norm=k_norm, k_scale=k_scale, v_scale=v_scale),
+        )
     q_out = q.new_empty(q.shape)
     if not torch.compiler.is_compiling():
         refuse_grad(q=q, k=k, v=v, q_norm=q_norm, k_norm=k_norm)
         check_rope_write_kv(
-            q, k, v, positions, cos_sin, slot_mapping, q_out, k_cache, v_cache, q_norm=q_norm, k_norm=k_norm, norm_eps=norm_eps,
-            norm_offset=norm_offset, k_scale=k_scale, v_scale=v_scale)  # fmt: skip
+            q,
+            k,
+            v,
+            positions,
+            cos_sin,
+            slot_mapping,
+            q_out,
+            k_cache,
+            v_cache,
+            q_norm=q_norm,
+            k_norm=k_norm,
+            norm_eps=norm_eps,
+            norm_offset=norm_offset,
+            k_scale=k_scale,
+            v_scale=v_scale,
+        )
         ops = choose_ops(q.device, _written_for(k, v, k_cache)) if ops is None else ops
     elif ops is None:
         ops = traced_ops(q.device.type)
     ops.rope_write_kv(
-        q, k, v, positions, cos_sin, slot_mapping, q_out, k_cache, v_cache, q_norm=q_norm, k_norm=k_norm, norm_eps=norm_eps,
-        norm_offset=norm_offset, interleaved=interleaved, k_scale=k_scale, v_scale=v_scale, are_query_tokens=are_query_tokens)  # fmt: skip
+        q,
+        k,
+        v,
+        positions,
+        cos_sin,
+        slot_mapping,
+        q_out,
+        k_cache,
+        v_cache,
+        q_norm=q_norm,
+        k_norm=k_norm,
+        norm_eps=norm_eps,
+        norm_offset=norm_offset,
+        interleaved=interleaved,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        are_query_tokens=are_query_tokens,
+    )
     return q_out
 
 
@@ -205,15 +255,37 @@ def paged_attention(
     kept: Mapping[str, Any] = {} if workspace is None else workspace
     if not torch.compiler.is_compiling():
         if not isinstance(kept, Mapping):
-            raise ArgumentError("workspace", "tensors by argument name", type(workspace).__name__, "pass session.workspace(spec)")
+            raise ArgumentError(
+                "workspace",
+                "tensors by argument name",
+                type(workspace).__name__,
+                "pass session.workspace(spec)",
+            )
         if ops is not None and not isinstance(ops, BackendOps):
-            raise ArgumentError("ops", "handles of a backend's ops", repr(ops), "pass BACKEND_OPS[name], or choose by use_backend(name)")
+            raise ArgumentError(
+                "ops",
+                "handles of a backend's ops",
+                repr(ops),
+                "pass BACKEND_OPS[name], or choose by use_backend(name)",
+            )
         if not (is_int(max_query_len) or isinstance(max_query_len, torch.SymInt)):
             raise ArgumentError("max_query_len", "an int of at least 1", repr(max_query_len))
         check_options(scale, window_size, logits_soft_cap, chunk_size)
-        check_tensors(q=q, k_cache=k_cache, v_cache=v_cache, block_table=block_table, seq_lens=seq_lens, query_start_loc=query_start_loc,
-                      **_given(alibi_slopes=alibi_slopes, sinks=sinks, k_scale=k_scale, v_scale=v_scale), **kept)  # fmt: skip
-        for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):  # of these the outputs take their shape
+        check_tensors(
+            q=q,
+            k_cache=k_cache,
+            v_cache=v_cache,
+            block_table=block_table,
+            seq_lens=seq_lens,
+            query_start_loc=query_start_loc,
+            **_given(alibi_slopes=alibi_slopes, sinks=sinks, k_scale=k_scale, v_scale=v_scale),
+            **kept,
+        )
+        for name, tensor in (
+            ("q", q),
+            ("k_cache", k_cache),
+            ("v_cache", v_cache),
+        ):  # of these the outputs take their shape
             if not tensor.dim() == (3 if name == "q" else 4):
                 raise ArgumentError(name, f"{3 if name == 'q' else 4} dimensions", str(list(tensor.shape)))
     out = q.new_empty(q.shape[0], q.shape[1], v_cache.shape[3])
@@ -224,37 +296,102 @@ def paged_attention(
     if not torch.compiler.is_compiling():
         refuse_grad(q=q, sinks=sinks, alibi_slopes=alibi_slopes)
         check_paged_attention(
-            q, k_cache, v_cache, block_table, seq_lens, query_start_loc, out, lse, max_query_len=max_query_len, scale=scale,
-            causal=causal, window_left=window_size[0], window_right=window_size[1], logits_soft_cap=soft_cap,
-            alibi_slopes=alibi_slopes, sinks=sinks, k_scale=k_scale, v_scale=v_scale, chunk_size=chunk,
-            semaphore=kept.get("semaphore"))  # fmt: skip
+            q,
+            k_cache,
+            v_cache,
+            block_table,
+            seq_lens,
+            query_start_loc,
+            out,
+            lse,
+            max_query_len=max_query_len,
+            scale=scale,
+            causal=causal,
+            window_left=window_size[0],
+            window_right=window_size[1],
+            logits_soft_cap=soft_cap,
+            alibi_slopes=alibi_slopes,
+            sinks=sinks,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            chunk_size=chunk,
+            semaphore=kept.get("semaphore"),
+        )
         spec = attention_spec(
-            device=q.device, dtype=q.dtype, num_heads=q.shape[1], num_kv_heads=k_cache.shape[2], head_dim=q.shape[2],
-            head_dim_v=v_cache.shape[3], block_size=k_cache.shape[1], kv_dtype=k_cache.dtype, causal=causal, window_size=window_size,
-            logits_soft_cap=logits_soft_cap, alibi_slopes=alibi_slopes, sinks=sinks, chunk_size=chunk_size, lse=return_lse, scale=scale)  # fmt: skip
+            device=q.device,
+            dtype=q.dtype,
+            num_heads=q.shape[1],
+            num_kv_heads=k_cache.shape[2],
+            head_dim=q.shape[2],
+            head_dim_v=v_cache.shape[3],
+            block_size=k_cache.shape[1],
+            kv_dtype=k_cache.dtype,
+            causal=causal,
+            window_size=window_size,
+            logits_soft_cap=logits_soft_cap,
+            alibi_slopes=alibi_slopes,
+            sinks=sinks,
+            chunk_size=chunk_size,
+            lse=return_lse,
+            scale=scale,
+        )
         if ops is None:
             ops = choose_ops(q.device, spec)
         check_native_dtype(ops.paged_attention, q=q, k_cache=k_cache)
         if ops is not _DEFAULT:
             backend = _able(_Handles(ops), spec)
             if backend is not None and workspace is None and backend.capabilities.planning:
-                kept = _planned_once(backend, spec, block_table, seq_lens, query_start_loc, max_query_len, k_cache)
+                kept = _planned_once(
+                    backend, spec, block_table, seq_lens, query_start_loc, max_query_len, k_cache
+                )
     elif ops is None:
         features = used_features(
-            causal=causal, window=tuple(window_size) != (-1, -1), soft_cap=soft_cap, alibi=alibi_slopes is not None,
-            sinks=sinks is not None, chunk_size=chunk, lse=return_lse)  # fmt: skip
+            causal=causal,
+            window=tuple(window_size) != (-1, -1),
+            soft_cap=soft_cap,
+            alibi=alibi_slopes is not None,
+            sinks=sinks is not None,
+            chunk_size=chunk,
+            lse=return_lse,
+        )
         ops = traced_ops(q.device.type, q.dtype, k_cache.dtype, " ".join(features))
     ops.paged_attention(
-        q, k_cache, v_cache, block_table, seq_lens, query_start_loc, out, lse, max_query_len=max_query_len, scale=scale,
-        causal=causal, window_left=window_size[0], window_right=window_size[1], logits_soft_cap=soft_cap,
-        alibi_slopes=alibi_slopes, sinks=sinks, k_scale=k_scale, v_scale=v_scale, chunk_size=chunk, **kept)  # fmt: skip
+        q,
+        k_cache,
+        v_cache,
+        block_table,
+        seq_lens,
+        query_start_loc,
+        out,
+        lse,
+        max_query_len=max_query_len,
+        scale=scale,
+        causal=causal,
+        window_left=window_size[0],
+        window_right=window_size[1],
+        logits_soft_cap=soft_cap,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        chunk_size=chunk,
+        **kept,
+    )
     return out if lse is None else (out, lse)
 
 
 def _written_for(k: Tensor, v: Tensor, k_cache: Tensor) -> AttentionSpec:
     """The attention that reads what is written; as many query heads as kv heads, since the queries are not known here."""
-    return attention_spec(device=k.device, dtype=k.dtype, num_heads=k.shape[1], num_kv_heads=k.shape[1], head_dim=k.shape[2],
-                          head_dim_v=v.shape[2], block_size=k_cache.shape[1], kv_dtype=k_cache.dtype)  # fmt: skip
+    return attention_spec(
+        device=k.device,
+        dtype=k.dtype,
+        num_heads=k.shape[1],
+        num_kv_heads=k.shape[1],
+        head_dim=k.shape[2],
+        head_dim_v=v.shape[2],
+        block_size=k_cache.shape[1],
+        kv_dtype=k_cache.dtype,
+    )
 
 
 class _Handles:
@@ -276,7 +413,9 @@ def _able(handles: _Handles, spec: AttentionSpec) -> Backend | None:
     backend = backend_of(handles.ops)
     reasons = [] if backend is None else backend.capabilities.reject(spec)
     if backend is not None and reasons:
-        raise BackendUnavailableError(f"backend {backend.name!r} (its ops were given) cannot run this attention: {'; '.join(reasons)}")
+        raise BackendUnavailableError(
+            f"backend {backend.name!r} (its ops were given) cannot run this attention: {'; '.join(reasons)}"
+        )
     return backend
 
 
@@ -290,11 +429,19 @@ class _OneCall(NamedTuple):
 
 
 def _planned_once(
-    backend: Backend, spec: AttentionSpec, block_table: Tensor, seq_lens: Tensor, query_start_loc: Tensor, max_query_len: int, pool: Tensor
+    backend: Backend,
+    spec: AttentionSpec,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    max_query_len: int,
+    pool: Tensor,
 ) -> dict[str, Tensor]:
     """The workspace of a session for one call. The op is launched behind the plan, on the same stream, and its tensors are freed there."""
     num_reqs, width = block_table.shape
-    limits = Limits(max(num_reqs, 1), max(num_reqs * max_query_len, 1), max(width, 1), pool.shape[0], pool.shape[1])
+    limits = Limits(
+        max(num_reqs, 1), max(num_reqs * max_query_len, 1), max(width, 1), pool.shape[0], pool.shape[1]
+    )
     session = backend.open([spec], limits, spec.device)
     session.plan(_OneCall(block_table, seq_lens, query_start_loc, max_query_len))
     return session.workspace(spec)
@@ -333,7 +480,11 @@ def merge_attn_states(
 
 
 def copy_blocks(
-    k_cache: Tensor, v_cache: Tensor, block_mapping: Tensor | Sequence[tuple[int, int]], *, ops: BackendOps | None = None
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_mapping: Tensor | Sequence[tuple[int, int]],
+    *,
+    ops: BackendOps | None = None,
 ) -> None:
     """Copy whole blocks inside a pair of pools, in place.
 
@@ -388,10 +539,26 @@ def advance_step(
         BackendUnavailableError: the backend that was asked for is not usable here; with all reasons.
     """
     if not torch.compiler.is_compiling():
-        check_tensors(sampled_token_ids=sampled_token_ids, block_table=block_table, input_ids=input_ids, positions=positions,
-                      seq_lens=seq_lens, slot_mapping=slot_mapping)  # fmt: skip
-        check_advance_step(sampled_token_ids, block_table, input_ids, positions, seq_lens, slot_mapping, block_size=block_size)
+        check_tensors(
+            sampled_token_ids=sampled_token_ids,
+            block_table=block_table,
+            input_ids=input_ids,
+            positions=positions,
+            seq_lens=seq_lens,
+            slot_mapping=slot_mapping,
+        )
+        check_advance_step(
+            sampled_token_ids,
+            block_table,
+            input_ids,
+            positions,
+            seq_lens,
+            slot_mapping,
+            block_size=block_size,
+        )
         ops = choose_ops(seq_lens.device) if ops is None else ops
     elif ops is None:
         ops = traced_ops(seq_lens.device.type)
-    ops.advance_step(sampled_token_ids, block_table, input_ids, positions, seq_lens, slot_mapping, block_size=block_size)
+    ops.advance_step(
+        sampled_token_ids, block_table, input_ids, positions, seq_lens, slot_mapping, block_size=block_size
+    )

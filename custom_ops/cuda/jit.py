@@ -76,10 +76,14 @@ def options(macros: dict[str, int], capability: tuple[int, int]) -> list[str]:
 def files() -> dict[str, Path]:
     """The sources and headers by name: those of this folder, and of the folder ``cuda`` of every family of ops. No name is there twice."""
     folders = (_HERE, *sorted(_HERE.parent.glob("*/cuda")))
-    paths = [path for folder in folders for path in sorted(folder.iterdir()) if path.suffix in (".cu", ".cuh")]
+    paths = [
+        path for folder in folders for path in sorted(folder.iterdir()) if path.suffix in (".cu", ".cuh")
+    ]
     found = {path.name: path for path in paths}
     if len(found) < len(paths):
-        raise RuntimeError(f"two CUDA sources share a name: {sorted(str(path) for path in paths if path not in found.values())}")
+        raise RuntimeError(
+            f"two CUDA sources share a name: {sorted(str(path) for path in paths if path not in found.values())}"
+        )
     return found
 
 
@@ -96,7 +100,11 @@ def sources() -> dict[str, str]:
 def compiler_build() -> str:
     """NVRTC's build, its patch level included: ``nvrtcVersion`` gives two numbers, what the compiler writes into its PTX all of them."""
     major, minor = _check(_nvrtc().nvrtcVersion(), "nvrtcVersion")
-    lines = [line for line in _compile("", {}, [], "PTX").decode().splitlines() if line.startswith("//") and line.strip("/ ")]
+    lines = [
+        line
+        for line in _compile("", {}, [], "PTX").decode().splitlines()
+        if line.startswith("//") and line.strip("/ ")
+    ]
     return "\n".join([f"NVRTC {major}.{minor}", *lines])
 
 
@@ -110,7 +118,10 @@ def _compile(source: str, included: dict[str, str], arguments: list[str], kind: 
     """The "CUBIN" or "PTX" of ``source``; raises RuntimeError with the compiler's messages."""
     nvrtc = _nvrtc()
     names, texts = [name.encode() for name in included], [text.encode() for text in included.values()]
-    program = _check(nvrtc.nvrtcCreateProgram(source.encode(), b"torchpaged.cu", len(names), texts, names), "nvrtcCreateProgram")
+    program = _check(
+        nvrtc.nvrtcCreateProgram(source.encode(), b"torchpaged.cu", len(names), texts, names),
+        "nvrtcCreateProgram",
+    )
     try:
         encoded = [argument.encode() for argument in arguments]
         (error,) = nvrtc.nvrtcCompileProgram(program, len(encoded), encoded)
@@ -134,7 +145,12 @@ def compile_source(source: str, arguments: list[str]) -> bytes:
 def cache_name(file: str, arguments: list[str]) -> str:
     """The file in the cache: a hash of all that the machine code follows from."""
     headers = {name: text for name, text in sources().items() if name.endswith(".cuh")}
-    return hashlib.sha256(repr((sources()[file], headers, arguments, compiler_build())).encode()).hexdigest()[:32] + ".cubin"
+    return (
+        hashlib.sha256(repr((sources()[file], headers, arguments, compiler_build())).encode()).hexdigest()[
+            :32
+        ]
+        + ".cubin"
+    )
 
 
 def machine_code(file: str, macros: dict[str, int], capability: tuple[int, int]) -> bytes:
@@ -144,7 +160,11 @@ def machine_code(file: str, macros: dict[str, int], capability: tuple[int, int])
     code = cubins.load(name)
     if code is None:
         if sys.stderr is not None and sys.stderr.isatty():
-            print(f"torchpaged: compiling {file} for sm_{capability[0]}{capability[1]}", file=sys.stderr, flush=True)
+            print(
+                f"torchpaged: compiling {file} for sm_{capability[0]}{capability[1]}",
+                file=sys.stderr,
+                flush=True,
+            )
         code = compile_source(sources()[file], arguments)
         cubins.store(name, code)
     return code
@@ -194,15 +214,22 @@ class Kernel:
         torch.empty(1, device="cuda")  # the device's context exists and is current from here on
         self._driver = driver
         self._module = _check(driver.cuModuleLoadData(code), "cuModuleLoadData")
-        self._function = _check(driver.cuModuleGetFunction(self._module, name.encode()), "cuModuleGetFunction")
+        self._function = _check(
+            driver.cuModuleGetFunction(self._module, name.encode()), "cuModuleGetFunction"
+        )
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         (error,) = driver.cuFuncSetAttribute(self._function, attribute, shared_bytes)
         if int(error):
             most = gpu.shared_per_cta(torch.cuda.current_device())
-            raise RuntimeError(f"backend 'cuda': {name} asks for {shared_bytes} bytes of dynamic shared memory, the device refuses ({error}); "
-                               f"a thread block may have {most} in all")  # fmt: skip
+            raise RuntimeError(
+                f"backend 'cuda': {name} asks for {shared_bytes} bytes of dynamic shared memory, the device refuses ({error}); "
+                f"a thread block may have {most} in all"
+            )
         if prefer_shared and shared_bytes > 48 * 1024:
-            _check(driver.cuFuncSetCacheConfig(self._function, driver.CUfunc_cache.CU_FUNC_CACHE_PREFER_SHARED), "cuFuncSetCacheConfig")
+            _check(
+                driver.cuFuncSetCacheConfig(self._function, driver.CUfunc_cache.CU_FUNC_CACHE_PREFER_SHARED),
+                "cuFuncSetCacheConfig",
+            )
         self._resident: dict[tuple[int, int, int], int] = {}
         self._early = driver.CUlaunchAttribute()
         self._early.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
@@ -243,15 +270,25 @@ class Kernel:
             config.sharedMemBytes = self._shared_bytes
             dimension = driver.CUlaunchAttribute()
             dimension.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-            dimension.value.clusterDim.x, dimension.value.clusterDim.y, dimension.value.clusterDim.z = cluster, 1, 1
+            dimension.value.clusterDim.x, dimension.value.clusterDim.y, dimension.value.clusterDim.z = (
+                cluster,
+                1,
+                1,
+            )
             config.attrs, config.numAttrs = [dimension], 1
-            most = _check(driver.cuOccupancyMaxActiveClusters(self._function, config), "cuOccupancyMaxActiveClusters")
+            most = _check(
+                driver.cuOccupancyMaxActiveClusters(self._function, config), "cuOccupancyMaxActiveClusters"
+            )
             if most < 1:
-                raise RuntimeError(f"cuOccupancyMaxActiveClusters: no cluster of {cluster} CTAs fits the device")
+                raise RuntimeError(
+                    f"cuOccupancyMaxActiveClusters: no cluster of {cluster} CTAs fits the device"
+                )
             self._resident[key] = min(most * cluster, wanted // cluster * cluster)
         return self._resident[key]
 
-    def launch(self, grid: int, threads: int, arguments: bytes, *, early: bool, offsets: tuple[int, ...] = (0,)) -> None:
+    def launch(
+        self, grid: int, threads: int, arguments: bytes, *, early: bool, offsets: tuple[int, ...] = (0,)
+    ) -> None:
         """Launch on the current stream. ``arguments``: the parameters, at ``offsets``; one struct by default. ``early``: programmatic dependent
         launch."""
         config = self._config()
@@ -267,17 +304,23 @@ class Kernel:
 
 
 @functools.cache
-def _kernel(file: str, name: str, macros: tuple[tuple[str, int], ...], index: int, shared_bytes: int) -> Kernel:
+def _kernel(
+    file: str, name: str, macros: tuple[tuple[str, int], ...], index: int, shared_bytes: int
+) -> Kernel:
     if torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(f"backend 'cuda': {file} is not compiled for this shape yet, which can't be done inside a CUDA graph capture; "
-                           "run the same call once before capturing")  # fmt: skip
+        raise RuntimeError(
+            f"backend 'cuda': {file} is not compiled for this shape yet, which can't be done inside a CUDA graph capture; "
+            "run the same call once before capturing"
+        )
     with torch.cuda.device(index):
         capability = torch.cuda.get_device_capability(index)
         # no second try: a damaged file in the cache was found by its checksum, so what fails here is refused by the device
         return Kernel(_code(file, macros, capability), name, shared_bytes)
 
 
-def kernel(file: str, name: str, macros: dict[str, int], device: torch.device, *, shared_bytes: int) -> Kernel:
+def kernel(
+    file: str, name: str, macros: dict[str, int], device: torch.device, *, shared_bytes: int
+) -> Kernel:
     """Kernel ``name`` of ``file`` (one of `files`), compiled with ``macros`` for ``device``; the same object for the same arguments.
 
     Raises:

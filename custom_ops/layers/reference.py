@@ -11,7 +11,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from torchpaged.custom_ops.layers.check import check_act_and_mul, check_embedding, check_linear, check_rms_norm
+from torchpaged.custom_ops.layers.check import (
+    check_act_and_mul,
+    check_embedding,
+    check_linear,
+    check_rms_norm,
+)
 
 
 def _exact(x: Tensor) -> Tensor:
@@ -40,9 +45,15 @@ def embedding(input_ids: Tensor, weight: Tensor, out: Tensor, *, scale: Tensor |
 
 
 def rms_norm(
-    x: Tensor, weight: Tensor, out: Tensor, *, eps: float = 1e-6, offset: float = 0.0, residual: Tensor | None = None,
+    x: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    *,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    residual: Tensor | None = None,
     post_residual: Tensor | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """``out = x / rms(x) * (weight + offset)``; ``residual += x`` before it, ``+ post_residual`` after it. The unrounded sum is normed."""
     check_rms_norm(x, weight, out, eps=eps, residual=residual, post_residual=post_residual)
     total = _exact(x)
@@ -60,13 +71,29 @@ def act_and_mul(gate_up: Tensor, out: Tensor, *, activation: str = "silu") -> No
 
 
 def linear(
-    x: Tensor, weight: Tensor, out: Tensor, *, bias: Tensor | None = None, residual: Tensor | None = None,
-    norm_weight: Tensor | None = None, norm_eps: float = 1e-6, norm_offset: float = 0.0, activation: str = "none",
-) -> None:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    *,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    norm_eps: float = 1e-6,
+    norm_offset: float = 0.0,
+    activation: str = "none",
+) -> None:
     """``out = gate(norm(x) @ weight.T + bias) + residual``: norm, gate, bias and residual only where given."""
     check_linear(
-        x, weight, out, bias=bias, residual=residual, norm_weight=norm_weight, norm_eps=norm_eps, norm_offset=norm_offset,
-        activation=activation)  # fmt: skip
+        x,
+        weight,
+        out,
+        bias=bias,
+        residual=residual,
+        norm_weight=norm_weight,
+        norm_eps=norm_eps,
+        norm_offset=norm_offset,
+        activation=activation,
+    )
     inputs = _exact(x) if norm_weight is None else _normed(_exact(x), norm_weight, norm_eps, norm_offset)
     y = F.linear(inputs, _exact(weight), None if bias is None else _exact(bias))
     if activation != "none":

@@ -23,13 +23,29 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchpaged.custom_ops.step_end.check import NO_TOKEN, check_accept_tokens, check_advance_step, check_finish_step, check_sample_tokens
+from torchpaged.custom_ops.step_end.check import (
+    NO_TOKEN,
+    check_accept_tokens,
+    check_advance_step,
+    check_finish_step,
+    check_sample_tokens,
+)
 
 
-def advance_step(sampled_token_ids: Tensor, block_table: Tensor, input_ids: Tensor, positions: Tensor, seq_lens: Tensor,
-                 slot_mapping: Tensor, *, block_size: int) -> None:  # fmt: skip
+def advance_step(
+    sampled_token_ids: Tensor,
+    block_table: Tensor,
+    input_ids: Tensor,
+    positions: Tensor,
+    seq_lens: Tensor,
+    slot_mapping: Tensor,
+    *,
+    block_size: int,
+) -> None:
     """Turn one decode step's buffers into the next one's: token in, position and length + 1, slot from the table."""
-    check_advance_step(sampled_token_ids, block_table, input_ids, positions, seq_lens, slot_mapping, block_size=block_size)
+    check_advance_step(
+        sampled_token_ids, block_table, input_ids, positions, seq_lens, slot_mapping, block_size=block_size
+    )
     old_lens = seq_lens.long()
     moves = (old_lens > 0) & (old_lens < block_table.shape[1] * block_size)
     column = (old_lens // block_size).clamp_max(block_table.shape[1] - 1)
@@ -45,7 +61,9 @@ _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 
 
-def philox(key: tuple[Tensor, Tensor], counter: tuple[Tensor, Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def philox(
+    key: tuple[Tensor, Tensor], counter: tuple[Tensor, Tensor, Tensor, Tensor]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Philox4x32-10: four words of random bits. All words are int64 tensors with values in [0, 2**32)."""
     k0, k1 = key
     c0, c1, c2, c3 = counter
@@ -84,7 +102,9 @@ def kept_tokens(z: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, mi
     """Bool ``[B, V]``: step 3. ``temperature`` is positive."""
     ordered, order = z.sort(dim=-1, descending=True, stable=True)
     ordered, k = ordered.double(), top_k[:, None]
-    weight = torch.where(ordered == ordered[:, :1], 1.0, torch.exp((ordered - ordered[:, :1]) / temperature[:, None].double()))
+    weight = torch.where(
+        ordered == ordered[:, :1], 1.0, torch.exp((ordered - ordered[:, :1]) / temperature[:, None].double())
+    )
     keep = (torch.arange(z.shape[1], device=z.device)[None] < k) | (k == 0)
     mass = torch.where(keep, weight, 0.0).cumsum(-1)
     before = mass - weight
@@ -94,10 +114,22 @@ def kept_tokens(z: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, mi
     return torch.zeros_like(keep).scatter(1, order, keep)
 
 
-def sample_tokens(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, repetition_penalty: Tensor,
-                  seen: Tensor, seeds: Tensor, counters: Tensor, out: Tensor) -> None:  # fmt: skip
+def sample_tokens(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    repetition_penalty: Tensor,
+    seen: Tensor,
+    seeds: Tensor,
+    counters: Tensor,
+    out: Tensor,
+) -> None:
     """One token per row; arguments as in ``schema.py``, semantics in this module's docstring."""
-    check_sample_tokens(logits, temperature, top_k, top_p, min_p, repetition_penalty, seen, seeds, counters, out)
+    check_sample_tokens(
+        logits, temperature, top_k, top_p, min_p, repetition_penalty, seen, seeds, counters, out
+    )
     z = penalised_logits(logits, repetition_penalty, seen)
     largest, token = z.max(-1)
     out.copy_(token)
@@ -113,27 +145,65 @@ def sample_tokens(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Ten
     out.masked_fill_((largest == float("-inf")) | logits.isnan().any(-1), NO_TOKEN)
 
 
-def _draw(z: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seeds: Tensor, counters: Tensor) -> Tensor:
+def _draw(
+    z: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    seeds: Tensor,
+    counters: Tensor,
+) -> Tensor:
     noise = gumbel_noise(random_bits(seeds, counters, z.shape[1]))
-    score = z.double() + temperature[:, None].double() * noise  # times the temperature: no overflow where it is tiny
+    score = (
+        z.double() + temperature[:, None].double() * noise
+    )  # times the temperature: no overflow where it is tiny
     truncated = (top_k > 0) | (top_p < 1) | (min_p > 0)
     if z.device.type != "cpu" or bool(truncated.any()):
         score = score.masked_fill(~kept_tokens(z, temperature, top_k, top_p, min_p), float("-inf"))
     return score.argmax(-1)
 
 
-def accept_tokens(sampled_token_ids: Tensor, block_table: Tensor, stop_token_ids: Tensor, input_ids: Tensor, positions: Tensor,
-                  seq_lens: Tensor, slot_mapping: Tensor, counters: Tensor, remaining: Tensor, seen: Tensor, tokens_out: Tensor,
-                  *, block_size: int, ring: Tensor | None = None, launches: Tensor | None = None, step: int = 0) -> None:  # fmt: skip
+def accept_tokens(
+    sampled_token_ids: Tensor,
+    block_table: Tensor,
+    stop_token_ids: Tensor,
+    input_ids: Tensor,
+    positions: Tensor,
+    seq_lens: Tensor,
+    slot_mapping: Tensor,
+    counters: Tensor,
+    remaining: Tensor,
+    seen: Tensor,
+    tokens_out: Tensor,
+    *,
+    block_size: int,
+    ring: Tensor | None = None,
+    launches: Tensor | None = None,
+    step: int = 0,
+) -> None:
     """Take the sampled tokens and turn this step's buffers into the next one's; arguments as in ``schema.py``.
 
     A row with seq_len 0 gives token -1 and slot -1 and stays as it is. A row that ends (stop token, `NO_TOKEN`, ``remaining`` used up, table full)
     gets seq_len 0 and slot -1 and keeps its input_ids and position.
     """
     check_accept_tokens(
-        sampled_token_ids, block_table, stop_token_ids, input_ids, positions, seq_lens, slot_mapping, counters, remaining, seen,
-        tokens_out, block_size=block_size, ring=ring, launches=launches, step=step,
-    )  # fmt: skip
+        sampled_token_ids,
+        block_table,
+        stop_token_ids,
+        input_ids,
+        positions,
+        seq_lens,
+        slot_mapping,
+        counters,
+        remaining,
+        seen,
+        tokens_out,
+        block_size=block_size,
+        ring=ring,
+        launches=launches,
+        step=step,
+    )
     old_lens = seq_lens.long()
     active = old_lens > 0
     token = torch.where(active, sampled_token_ids, -1)
@@ -144,7 +214,9 @@ def accept_tokens(sampled_token_ids: Tensor, block_table: Tensor, stop_token_ids
     remaining.sub_(active.to(torch.int32))
     _mark_seen(seen, token)
     stopped = (stop_token_ids == token[:, None]).any(-1)
-    goes_on = active & (token >= 0) & ~stopped & (remaining > 0) & (old_lens < block_table.shape[1] * block_size)
+    goes_on = (
+        active & (token >= 0) & ~stopped & (remaining > 0) & (old_lens < block_table.shape[1] * block_size)
+    )
     column = (old_lens // block_size).clamp(0, block_table.shape[1] - 1)
     block = block_table.gather(1, column[:, None])[:, 0].long()
     slot_mapping.copy_(torch.where(goes_on, block * block_size + old_lens % block_size, -1))
@@ -154,22 +226,74 @@ def accept_tokens(sampled_token_ids: Tensor, block_table: Tensor, stop_token_ids
 
 
 def finish_step(
-    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, repetition_penalty: Tensor, seeds: Tensor,
-    block_table: Tensor, stop_token_ids: Tensor, input_ids: Tensor, positions: Tensor, seq_lens: Tensor, slot_mapping: Tensor,
-    counters: Tensor, remaining: Tensor, seen: Tensor, tokens_out: Tensor, *, block_size: int, ring: Tensor | None = None,
-    launches: Tensor | None = None, step: int = 0,
-) -> None:  # fmt: skip
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    repetition_penalty: Tensor,
+    seeds: Tensor,
+    block_table: Tensor,
+    stop_token_ids: Tensor,
+    input_ids: Tensor,
+    positions: Tensor,
+    seq_lens: Tensor,
+    slot_mapping: Tensor,
+    counters: Tensor,
+    remaining: Tensor,
+    seen: Tensor,
+    tokens_out: Tensor,
+    *,
+    block_size: int,
+    ring: Tensor | None = None,
+    launches: Tensor | None = None,
+    step: int = 0,
+) -> None:
     """`sample_tokens`, then `accept_tokens`; arguments as in ``schema.py``."""
     check_finish_step(
-        logits, temperature, top_k, top_p, min_p, repetition_penalty, seeds, block_table, stop_token_ids, input_ids, positions, seq_lens,
-        slot_mapping, counters, remaining, seen, tokens_out, block_size=block_size, ring=ring, launches=launches, step=step,
-    )  # fmt: skip
+        logits,
+        temperature,
+        top_k,
+        top_p,
+        min_p,
+        repetition_penalty,
+        seeds,
+        block_table,
+        stop_token_ids,
+        input_ids,
+        positions,
+        seq_lens,
+        slot_mapping,
+        counters,
+        remaining,
+        seen,
+        tokens_out,
+        block_size=block_size,
+        ring=ring,
+        launches=launches,
+        step=step,
+    )
     sampled = torch.empty_like(counters)
-    sample_tokens(logits, temperature, top_k, top_p, min_p, repetition_penalty, seen, seeds, counters, sampled)
+    sample_tokens(
+        logits, temperature, top_k, top_p, min_p, repetition_penalty, seen, seeds, counters, sampled
+    )
     accept_tokens(
-        sampled, block_table, stop_token_ids, input_ids, positions, seq_lens, slot_mapping, counters, remaining, seen, tokens_out,
-        block_size=block_size, ring=ring, launches=launches, step=step,
-    )  # fmt: skip
+        sampled,
+        block_table,
+        stop_token_ids,
+        input_ids,
+        positions,
+        seq_lens,
+        slot_mapping,
+        counters,
+        remaining,
+        seen,
+        tokens_out,
+        block_size=block_size,
+        ring=ring,
+        launches=launches,
+        step=step,
+    )
 
 
 def _put(ring: Tensor, launches: Tensor, step: int, token: Tensor) -> None:

@@ -46,7 +46,9 @@ class Launch(NamedTuple):
         return kernel_store.find(self.kernel, self.arguments, self.options) if self._on_cuda() else None
 
     def _on_cuda(self) -> bool:
-        return any(isinstance(value, torch.Tensor) and value.device.type == "cuda" for value in self.arguments[:1])
+        return any(
+            isinstance(value, torch.Tensor) and value.device.type == "cuda" for value in self.arguments[:1]
+        )
 
     def compile(self, device: torch.device) -> None:
         """Compile for these arguments; nothing is launched. A thread of its own starts on device 0."""
@@ -60,7 +62,12 @@ def compile_together(key: Hashable, device: torch.device, *launches: Launch) -> 
     The key need not tell everything: a kernel that is not compiled yet is so by its launch. Nothing is done within a capture, where another
     thread must not call the driver. What a compiler raises is raised here.
     """
-    if key in _compiled or launching.INTERPRET or device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+    if (
+        key in _compiled
+        or launching.INTERPRET
+        or device.type != "cuda"
+        or torch.cuda.is_current_stream_capturing()
+    ):
         return
     missing = [launch for launch in launches if not launch.is_stored()]
     if len(missing) > 1:

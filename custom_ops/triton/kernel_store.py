@@ -37,7 +37,18 @@ from torchpaged.custom_ops.triton import launching
 
 _HERE = Path(__file__).parent
 #: Variables that Triton's compiler reads begin like this; with any of them set, Triton does all by itself.
-_PREFIXES = ("TRITON_", "MLIR_", "LLVM_", "NVPTX_", "PTXAS_", "DISABLE_", "ENABLE_", "ALLOW_", "USE_IR_LOC", "USE_TTGIR_LOC")
+_PREFIXES = (
+    "TRITON_",
+    "MLIR_",
+    "LLVM_",
+    "NVPTX_",
+    "PTXAS_",
+    "DISABLE_",
+    "ENABLE_",
+    "ALLOW_",
+    "USE_IR_LOC",
+    "USE_TTGIR_LOC",
+)
 _HARMLESS = frozenset({"TRITON_CACHE_DIR", "TRITON_HOME", "TRITON_INTERPRET", "TRITON_DEFAULT_FP_FUSION"})
 #: struct's letters for the types of parameters; a pointer's is Q.
 _LETTERS = {"i32": "i", "i64": "q", "fp32": "f"}
@@ -69,18 +80,27 @@ class StoredKernel:
     def __init__(self, header: Mapping[str, Any], code: bytes, specialisation: tuple[object, ...]) -> None:
         places, types = parameters(specialisation)
         self._places = places
-        self._struct = struct.Struct("@" + "".join(_LETTERS.get(kind, "Q") for kind in types) + "QQ")  # Triton's two scratch pointers
+        self._struct = struct.Struct(
+            "@" + "".join(_LETTERS.get(kind, "Q") for kind in types) + "QQ"
+        )  # Triton's two scratch pointers
         self._threads, self._early = 32 * int(header["num_warps"]), bool(header["launch_pdl"])
         self._kernel = jit.Kernel(code, header["name"], int(header["shared"]), prefer_shared=True)
         expected = _layout(types)
         self._offsets = tuple(offset for offset, _ in self._kernel.parameters())
         if self._kernel.parameters() not in (expected, expected[:-1], expected[:-2]):
-            raise ValueError(f"{header['name']}: parameters of {self._kernel.parameters()}, expected {expected}")
+            raise ValueError(
+                f"{header['name']}: parameters of {self._kernel.parameters()}, expected {expected}"
+            )
 
     def launch(self, grid: tuple[int, ...], arguments: tuple[Any, ...]) -> None:
         """Launch on the current stream."""
-        values = [value.data_ptr() if isinstance(value := arguments[place], torch.Tensor) else value for place in self._places]
-        self._kernel.launch(grid[0], self._threads, self._struct.pack(*values, 0, 0), early=self._early, offsets=self._offsets)
+        values = [
+            value.data_ptr() if isinstance(value := arguments[place], torch.Tensor) else value
+            for place in self._places
+        ]
+        self._kernel.launch(
+            grid[0], self._threads, self._struct.pack(*values, 0, 0), early=self._early, offsets=self._offsets
+        )
 
 
 def _layout(types: tuple[str, ...]) -> list[tuple[int, int]]:
@@ -109,7 +129,9 @@ def specialise(kernel: KernelRef, arguments: tuple[Any, ...]) -> tuple[object, .
         elif isinstance(value, float):
             result.append("fp32")
         else:
-            raise TypeError(f"argument {place} of {kernel.name}: expected a tensor, an int, a float or None, got {type(value).__name__}")
+            raise TypeError(
+                f"argument {place} of {kernel.name}: expected a tensor, an int, a float or None, got {type(value).__name__}"
+            )
     return tuple(result)
 
 
@@ -151,7 +173,9 @@ def installed() -> str | None:
     ]
     if len(files) < 2:
         return None
-    return repr([(str(path.relative_to(folder)), (at := path.stat()).st_size, at.st_mtime_ns) for path in files])
+    return repr(
+        [(str(path.relative_to(folder)), (at := path.stat()).st_size, at.st_mtime_ns) for path in files]
+    )
 
 
 @functools.cache
@@ -203,7 +227,14 @@ def _key(kernel: KernelRef, arguments: tuple[Any, ...], options: Mapping[str, An
 def _file(key: tuple[object, ...]) -> str:
     name, index, *rest = key
     assert isinstance(index, int)
-    what = (name, torch.cuda.get_device_capability(index), rest, _sources(), installed(), os.environ.get("TRITON_DEFAULT_FP_FUSION"))
+    what = (
+        name,
+        torch.cuda.get_device_capability(index),
+        rest,
+        _sources(),
+        installed(),
+        os.environ.get("TRITON_DEFAULT_FP_FUSION"),
+    )
     return hashlib.sha256(repr(what).encode()).hexdigest()[:32] + ".triton.cubin"
 
 
@@ -222,7 +253,9 @@ def find(kernel: KernelRef, arguments: tuple[Any, ...], options: Mapping[str, An
     return _known[key]
 
 
-def keep(kernel: KernelRef, arguments: tuple[Any, ...], options: Mapping[str, Any], compile: Callable[[], Any]) -> StoredKernel | None:
+def keep(
+    kernel: KernelRef, arguments: tuple[Any, ...], options: Mapping[str, Any], compile: Callable[[], Any]
+) -> StoredKernel | None:
     """What ``compile`` has Triton compile for these arguments, kept for this process and on disk; None if Triton is to launch."""
     if not usable() or torch.cuda.is_current_stream_capturing() or not _is_as_installed():
         return None
@@ -230,7 +263,9 @@ def keep(kernel: KernelRef, arguments: tuple[Any, ...], options: Mapping[str, An
     if key not in _known:
         content = pack(compile(), key[2])  # type: ignore[arg-type]
         _known[key] = None if content is None else _load(content, key)
-        if content is not None and _known[key] is not None and _read_sources() == _sources():  # else it may be another text's
+        if (
+            content is not None and _known[key] is not None and _read_sources() == _sources()
+        ):  # else it may be another text's
             cubins.store(_file(key), content)
     return _known[key]
 
@@ -243,7 +278,8 @@ def pack(compiled: Any, specialisation: tuple[object, ...]) -> bytes | None:
     passed = [kind for kind in compiled.src.signature.values() if kind != "constexpr"]
     expected = parameters(specialisation)[1]
     same = len(passed) == len(expected) and all(
-        kind == want if want in _LETTERS else kind.startswith("*") for kind, want in zip(passed, expected, strict=True)
+        kind == want if want in _LETTERS else kind.startswith("*")
+        for kind, want in zip(passed, expected, strict=True)
     )
     if not plain or scratch or not same or "cubin" not in compiled.asm:
         return None

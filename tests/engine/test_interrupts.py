@@ -52,11 +52,22 @@ class Interrupt:
 def run(model: Any, at: int | None) -> tuple[list[list[int]], Interrupt]:
     """All requests to their ends, through an interrupt at line ``at``."""
     generator = Generator(
-        model, block_size=4, max_batch_size=3, max_seq_len=32, prefill_chunk_size=16, compile=False, steps_per_launch=3, buckets=[1, 2, 3],
-        num_blocks=26, lookahead=0, capture_ahead=False,
-    )  # fmt: skip
+        model,
+        block_size=4,
+        max_batch_size=3,
+        max_seq_len=32,
+        prefill_chunk_size=16,
+        compile=False,
+        steps_per_launch=3,
+        buckets=[1, 2, 3],
+        num_blocks=26,
+        lookahead=0,
+        capture_ahead=False,
+    )
     params = [
-        SamplingParams(max_new_tokens=n, temperature=0.9 * (i % 2), seed=i, repetition_penalty=1.2, ignore_eos=True)
+        SamplingParams(
+            max_new_tokens=n, temperature=0.9 * (i % 2), seed=i, repetition_penalty=1.2, ignore_eos=True
+        )
         for i, n in enumerate(LENGTHS)
     ]
     requests = [generator.submit(prompt, p) for prompt, p in zip(PROMPTS, params, strict=True)]
@@ -81,7 +92,9 @@ def uninterrupted(model: Any) -> tuple[list[list[int]], int]:
 
 
 @pytest.mark.parametrize("share", range(POINTS // 15))
-def test_no_token_is_lost_or_doubled(model: Any, uninterrupted: tuple[list[list[int]], int], share: int) -> None:
+def test_no_token_is_lost_or_doubled(
+    model: Any, uninterrupted: tuple[list[list[int]], int], share: int
+) -> None:
     want, lines = uninterrupted
     wrong, refused = [], []
     for point in range(share, POINTS, POINTS // 15):

@@ -89,7 +89,12 @@ print("compared", compared)
 @pytest.mark.parametrize("backend", ["triton", "cuda"])
 def test_five_thousand_launches_of_a_small_model(backend: str) -> None:
     try:
-        done = subprocess.run([sys.executable, "-c", SCRIPT, backend, str(LAUNCHES)], capture_output=True, text=True, timeout=LIMIT_S)
+        done = subprocess.run(
+            [sys.executable, "-c", SCRIPT, backend, str(LAUNCHES)],
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+        )
     except subprocess.TimeoutExpired as expired:
         pytest.fail(f"backend {backend}: no end after {LIMIT_S} s: a hang. {str(expired.stderr)[-1500:]}")
     assert done.returncode == 0, done.stderr[-3000:]

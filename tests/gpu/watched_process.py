@@ -28,7 +28,10 @@ class WatchedProcess:
 
     def start(self) -> None:
         root = Path(__file__).parents[2]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")]),
+        }
         command = [sys.executable, str(Path(__file__).with_name(self.script))]
         self.process = process = subprocess.Popen(
             command, cwd=root, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE

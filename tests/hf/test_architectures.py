@@ -79,7 +79,9 @@ def test_architecture(model_type: str, mode: str) -> None:
 
 def test_the_table_is_complete() -> None:
     """What transformers maps to a CausalLM is listed, or left out by name; and the table knows no other words."""
-    assert set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) <= set(TABLE) | set(LEFT_OUT) and not set(TABLE) & set(LEFT_OUT)
+    assert set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) <= set(TABLE) | set(LEFT_OUT) and not set(TABLE) & set(
+        LEFT_OUT
+    )
     assert {status for row in TABLE.values() for status in row} <= {"right", "as sdpa", *REFUSALS}
     assert all(len(row) == len(MODES) for row in TABLE.values())
     assert [name for name, row in TABLE.items() if "as sdpa" in row] == ["minimax"]

@@ -21,7 +21,9 @@ def paged(name: str = "Llama", **options: Any) -> PreTrainedModel:
     return model
 
 
-def filled(model: PreTrainedModel, tokens: int = 8, rows: int = 1, **options: Any) -> tuple[PagedCache, torch.Tensor]:
+def filled(
+    model: PreTrainedModel, tokens: int = 8, rows: int = 1, **options: Any
+) -> tuple[PagedCache, torch.Tensor]:
     """A cache after a forward over random tokens, and the tokens."""
     ids = torch.randint(3, 99, (rows, tokens))
     cache = PagedCache(model.config, rows, 32, block_size=4, **options)
@@ -79,10 +81,16 @@ def test_crop_of_rows_of_different_lengths(removed: int, next_mask: list[int] | 
     with torch.no_grad():
         want = model(ids, attention_mask=mask, position_ids=positions).logits
         model.set_attn_implementation("torchpaged")
-        model(**inputs, position_ids=(inputs["attention_mask"].cumsum(-1) - 1).clamp_min(0), past_key_values=cache)
+        model(
+            **inputs,
+            position_ids=(inputs["attention_mask"].cumsum(-1) - 1).clamp_min(0),
+            past_key_values=cache,
+        )
         cache.crop(removed)
         assert int(cache.get_seq_length()) == kept and cache.seq_lens.tolist() == [max(kept - 7, 0), kept]
-        got = model(ids[:, kept:], attention_mask=mask, position_ids=positions[:, kept:], past_key_values=cache).logits
+        got = model(
+            ids[:, kept:], attention_mask=mask, position_ids=positions[:, kept:], past_key_values=cache
+        ).logits
     real = mask[:, kept:].bool()
     torch.testing.assert_close(got[real], want[:, kept:][real], rtol=1e-4, atol=1e-4)
 
@@ -141,9 +149,22 @@ def hybrid() -> PreTrainedModel:
     """A recurrent state and attention in every layer."""
     torch.manual_seed(0)
     config = FalconH1Config(
-        vocab_size=99, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, head_dim=16,
-        mamba_d_ssm=64, mamba_n_heads=4, mamba_d_head=16, mamba_n_groups=1, mamba_d_state=8, mamba_chunk_size=8, pad_token_id=0, eos_token_id=None,
-    )  # fmt: skip
+        vocab_size=99,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=16,
+        mamba_d_ssm=64,
+        mamba_n_heads=4,
+        mamba_d_head=16,
+        mamba_n_groups=1,
+        mamba_d_state=8,
+        mamba_chunk_size=8,
+        pad_token_id=0,
+        eos_token_id=None,
+    )
     model = FalconH1ForCausalLM(config).eval()
     model.set_attn_implementation("torchpaged")
     return model
@@ -194,9 +215,10 @@ def test_a_forward_that_raised_between_layers(when: str, fused: bool) -> None:
             model(ids[:, 5:6] if when == "decode" else ids[:, :5], past_key_values=cache)
         undo()
         uses: list[Callable[[], Any]] = [
-            lambda: model(ids[:, 5:6], past_key_values=cache), lambda: model(ids[:, :5], past_key_values=cache),
+            lambda: model(ids[:, 5:6], past_key_values=cache),
+            lambda: model(ids[:, :5], past_key_values=cache),
             lambda: model.generate(torch.cat([ids, ids[:, :1]], 1), max_new_tokens=2, past_key_values=cache),
-        ]  # fmt: skip
+        ]
         if when == "decode":  # in a first forward nobody knows yet how many layers there are
             uses += [
                 lambda: cache.crop(-1),
@@ -207,7 +229,10 @@ def test_a_forward_that_raised_between_layers(when: str, fused: bool) -> None:
             with pytest.raises(ArgumentError, match=r"past_key_values.*reset\(\)"):
                 use()
         cache.reset()
-        pieces = [model(ids[:, :5], past_key_values=cache).logits, model(ids[:, 5:], past_key_values=cache).logits]
+        pieces = [
+            model(ids[:, :5], past_key_values=cache).logits,
+            model(ids[:, 5:], past_key_values=cache).logits,
+        ]
     torch.testing.assert_close(torch.cat(pieces, 1), want, rtol=1e-4, atol=1e-4)
 
 
@@ -254,7 +279,11 @@ def test_a_compiled_step_that_raised(regional: bool) -> None:
         return lambda *args: Stops(graph).run(*args)
 
     def step(position: int) -> torch.Tensor:
-        return run(input_ids=ids[:, position : position + 1], position_ids=torch.tensor([[position]]), past_key_values=cache).logits
+        return run(
+            input_ids=ids[:, position : position + 1],
+            position_ids=torch.tensor([[position]]),
+            past_key_values=cache,
+        ).logits
 
     run: Any = model
     with torch.no_grad():
@@ -313,4 +342,6 @@ def test_two_threads_on_one_cache() -> None:
             done.set()
             thread.join()
         torch.testing.assert_close(caught[0], want[:, 5:7], rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(model(ids[:, 7:], past_key_values=cache).logits, want[:, 7:], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            model(ids[:, 7:], past_key_values=cache).logits, want[:, 7:], rtol=1e-4, atol=1e-4
+        )

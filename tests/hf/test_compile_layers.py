@@ -40,7 +40,9 @@ def _steps(paged: PagedModel, batch: int, steps: int = 3) -> torch.Tensor:
     outputs = []
     with torch.inference_mode():
         for step in range(steps):
-            metadata = AttentionMetadata.from_lists([1] * batch, [step + 1] * batch, [[1 + row] for row in range(batch)], block_size=16)
+            metadata = AttentionMetadata.from_lists(
+                [1] * batch, [step + 1] * batch, [[1 + row] for row in range(batch)], block_size=16
+            )
             outputs.append(paged(torch.arange(batch) + 5 * step, metadata))
     return torch.stack(outputs)
 
@@ -69,7 +71,9 @@ def test_one_compilation_serves_all_layers(name: str, kinds: int, fused: bool) -
 
 
 @pytest.mark.parametrize("backend", [KEPT, PLANNING], ids=["semaphore", "plan"])
-def test_what_the_session_keeps_does_not_tell_layers_apart(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_session_keeps_does_not_tell_layers_apart(
+    backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One compilation for all layers, and none for another session."""
     monkeypatch.setattr(selector_module, "_REGISTERED", {backend.name: backend})
     model, counter = tiny("Llama", num_hidden_layers=4), Counter()
@@ -77,7 +81,9 @@ def test_what_the_session_keeps_does_not_tell_layers_apart(backend: Backend, mon
     compile_layers(model, backend=counter)
     for _ in range(2):
         limits = Limits(max_num_reqs=4, max_blocks_per_req=4)
-        torch.testing.assert_close(_steps(PagedModel(model, num_blocks=16, backend=backend.name, limits=limits), 2), expected)
+        torch.testing.assert_close(
+            _steps(PagedModel(model, num_blocks=16, backend=backend.name, limits=limits), 2), expected
+        )
         assert counter.count == 1
 
 
@@ -128,10 +134,14 @@ def test_other_caches_run_as_before() -> None:
     ids = torch.tensor([[5, 9, 2, 7]])
     expected = model.generate(ids, max_new_tokens=6, do_sample=False)
     compile_layers(model, backend=counter)
-    assert torch.equal(model.generate(ids, max_new_tokens=6, do_sample=False), expected) and counter.count == 0
+    assert (
+        torch.equal(model.generate(ids, max_new_tokens=6, do_sample=False), expected) and counter.count == 0
+    )
     model.set_attn_implementation("torchpaged")
     cache = PagedCache(model.config, max_batch_size=1, max_seq_len=32)
-    assert torch.equal(model.generate(ids, max_new_tokens=6, do_sample=False, past_key_values=cache), expected)
+    assert torch.equal(
+        model.generate(ids, max_new_tokens=6, do_sample=False, past_key_values=cache), expected
+    )
     assert counter.count <= 2  # the first layer of a PagedCache moves the lengths on: it is a kind of its own
 
 
@@ -144,6 +154,8 @@ def test_refusals() -> None:
         compile_layers(model)
     uncompile_layers(model)
     model.model.layers[1].mlp.layer_idx = 7
-    with pytest.raises(UnsupportedModelError, match=r"layers\.1 \(LlamaDecoderLayer\) names 2 layers of the cache"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"layers\.1 \(LlamaDecoderLayer\) names 2 layers of the cache"
+    ):
         compile_layers(model)
     assert all("forward" not in vars(layer) for layer in model.model.layers)

@@ -51,7 +51,9 @@ def test_position_bias_needs_dense(stem: str) -> None:
     model = build(stem, HEAD)
     prompt = {**inputs(padded=True), "decoder_attention_mask": torch.ones(2, 9, dtype=torch.int64)}
     same(model, prompt, lambda: CACHES["dense"](model))
-    with pytest.raises(UnsupportedModelError, match="(position bias|computes with its cached keys).*dense=True"):
+    with pytest.raises(
+        UnsupportedModelError, match="(position bias|computes with its cached keys).*dense=True"
+    ):
         logits_of(model, inputs(), CACHES["paged"](model))
 
 
@@ -80,7 +82,10 @@ def test_a_plain_cache(layers: int, dense: bool, same_length: bool) -> None:
     model = build("Bart", HEAD, "torchpaged", decoder_layers=layers, encoder_layers=layers)
     given = inputs()
     if same_length:
-        given["input_ids"], given["attention_mask"] = given["input_ids"][:, :9], given["attention_mask"][:, :9]
+        given["input_ids"], given["attention_mask"] = (
+            given["input_ids"][:, :9],
+            given["attention_mask"][:, :9],
+        )
     with pytest.raises(UnsupportedModelError, match="writes twice.*EncoderDecoderCache"), torch.no_grad():
         model(**given, past_key_values=paged(model, dense=dense), use_cache=True)
 
@@ -92,9 +97,13 @@ def test_a_plain_cache_that_is_asked_for_is_updated() -> None:
 
 def t5gemma(implementation: str) -> PreTrainedModel:
     half = {**GEMMA, "attn_logit_softcapping": None}
-    config = transformers.T5GemmaConfig(encoder=dict(half), decoder=dict(half), decoder_start_token_id=1, **IDS)
+    config = transformers.T5GemmaConfig(
+        encoder=dict(half), decoder=dict(half), decoder_start_token_id=1, **IDS
+    )
     torch.manual_seed(0)
-    return transformers.T5GemmaForConditionalGeneration._from_config(config, attn_implementation=implementation).eval()
+    return transformers.T5GemmaForConditionalGeneration._from_config(
+        config, attn_implementation=implementation
+    ).eval()
 
 
 def test_t5gemma_makes_its_cross_cache_itself() -> None:
@@ -102,8 +111,15 @@ def test_t5gemma_makes_its_cross_cache_itself() -> None:
     given, model = inputs(padded=True), t5gemma("torchpaged")
     want = logits_of(t5gemma("eager"), given)
     for caches in ("paged", "dense"):
-        torch.testing.assert_close(logits_of(model, given, CACHES[caches](model)), want, rtol=1e-4, atol=1e-4 * float(want.abs().max()))
-    with pytest.raises(UnsupportedModelError, match=r"t5_?gemma.*EncoderDecoderCache\(PagedCache\(\.\.\.\), DynamicCache"):
+        torch.testing.assert_close(
+            logits_of(model, given, CACHES[caches](model)),
+            want,
+            rtol=1e-4,
+            atol=1e-4 * float(want.abs().max()),
+        )
+    with pytest.raises(
+        UnsupportedModelError, match=r"t5_?gemma.*EncoderDecoderCache\(PagedCache\(\.\.\.\), DynamicCache"
+    ):
         logits_of(model, inputs(), CACHES["paged, cross too"](model))
     with pytest.raises(TypeError, match="offloadings"):
         PagedCache(model.config, 1, 8, offloadings=True)  # type: ignore[call-arg]

@@ -14,8 +14,23 @@ from models import padded_prompts
 from torchpaged import ArgumentError
 from torchpaged.hf import PagedCache
 
-FAMILIES = ["OPT", "BioGpt", "Bart", "Marian", "Pegasus", "GPT2", "GPTNeoX", "StableLm", "Qwen2Moe", "Gemma3", "GptOss", "Cohere2", "Llama4",
-            "RecurrentGemma", "Lfm2"]  # fmt: skip
+FAMILIES = [
+    "OPT",
+    "BioGpt",
+    "Bart",
+    "Marian",
+    "Pegasus",
+    "GPT2",
+    "GPTNeoX",
+    "StableLm",
+    "Qwen2Moe",
+    "Gemma3",
+    "GptOss",
+    "Cohere2",
+    "Llama4",
+    "RecurrentGemma",
+    "Lfm2",
+]
 
 
 @pytest.mark.parametrize("stem", FAMILIES)
@@ -24,7 +39,9 @@ def test_logits_equal_eager(stem: str) -> None:
     same(model, padded_prompts(), lambda: PagedCache(model.config, 2, 32, block_size=4))
 
 
-@pytest.mark.parametrize("stem", ["Bart", "Qwen2Moe", "Llama4", "RecurrentGemma", "MiniCPM3", "DiffLlama", "JetMoe"])
+@pytest.mark.parametrize(
+    "stem", ["Bart", "Qwen2Moe", "Llama4", "RecurrentGemma", "MiniCPM3", "DiffLlama", "JetMoe"]
+)
 def test_dense_logits_equal_eager(stem: str) -> None:
     model = build(stem)
     same(model, padded_prompts(), lambda: PagedCache(model.config, 2, 32, block_size=4, dense=True))

@@ -26,7 +26,8 @@ def test_models_that_compute_with_their_cache(stem: str) -> None:
     cache = PagedCache(model.config, 2, 32, block_size=4)
     for _ in range(2):  # whoever tries again is refused again
         with pytest.raises(
-            UnsupportedModelError, match=r"computes with its cached keys or values \(\w+\).*PagedCache\(\.\.\., dense=True\)"
+            UnsupportedModelError,
+            match=r"computes with its cached keys or values \(\w+\).*PagedCache\(\.\.\., dense=True\)",
         ):
             logits_of(model, padded_prompts(), cache)
         cache.reset()
@@ -35,7 +36,9 @@ def test_models_that_compute_with_their_cache(stem: str) -> None:
 @pytest.mark.parametrize("stem", ["Mamba", "MiniMax", "DeepseekV32"])
 def test_models_whose_cache_is_of_another_kind(stem: str) -> None:
     model = build(stem)
-    with pytest.raises(UnsupportedModelError, match=r"keeps no keys and values|cache of its own kind|indexer"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"keeps no keys and values|cache of its own kind|indexer"
+    ):
         PagedCache(model.config, 2, 32)
 
 
@@ -83,9 +86,13 @@ def test_private_names_of_transformers() -> None:
 
 
 COMPUTATIONS: dict[str, Callable[[Any], Any]] = {
-    "repeat": lambda x: x.repeat(1, 2, 1, 1), "slice": lambda x: x[:1], "matmul": lambda x: x @ x.mT, "cat": lambda x: torch.cat([x, x]),
-    "chunk": lambda x: x.chunk(2, dim=1), "half": lambda x: x.double(),
-}  # fmt: skip
+    "repeat": lambda x: x.repeat(1, 2, 1, 1),
+    "slice": lambda x: x[:1],
+    "matmul": lambda x: x @ x.mT,
+    "cat": lambda x: torch.cat([x, x]),
+    "chunk": lambda x: x.chunk(2, dim=1),
+    "half": lambda x: x.double(),
+}
 
 
 @pytest.mark.parametrize("name", COMPUTATIONS)
@@ -93,7 +100,12 @@ def test_pools_refuse_arithmetic(name: str) -> None:
     model = build("GPTNeoX", implementation="torchpaged")
     cache = PagedCache(model.config, 1, 8, block_size=4)
     key, value = cache.update(torch.ones(1, 4, 2, 8), torch.ones(1, 4, 2, 8), 0)
-    assert key.shape == value.shape == (3, 4, 4, 8) and key.dtype == torch.float32 and key.contiguous() is key and key.to("cpu") is key
+    assert (
+        key.shape == value.shape == (3, 4, 4, 8)
+        and key.dtype == torch.float32
+        and key.contiguous() is key
+        and key.to("cpu") is key
+    )
     with pytest.raises(UnsupportedModelError, match="gpt_neox computes with"):
         COMPUTATIONS[name](key)
 

@@ -24,7 +24,12 @@ SHARED_LIMIT = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, 
 
 
 def compile_kernel(
-    kernel: Any, target: str, pointers: dict[str, str], constants: dict[str, Any], floats: tuple[str, ...] = (), **options: int
+    kernel: Any,
+    target: str,
+    pointers: dict[str, str],
+    constants: dict[str, Any],
+    floats: tuple[str, ...] = (),
+    **options: int,
 ) -> Any:
     """Compile ``kernel``; ``pointers`` gives element types, None-valued ones go in ``constants``; other arguments are i32."""
     signature, constexprs, attributes = {}, {}, {}
@@ -35,7 +40,9 @@ def compile_kernel(
             continue
         signature[name] = "*" + pointers[name] if name in pointers else "fp32" if name in floats else "i32"
         if name in pointers or ("_" in name and not name.startswith("num") and name not in floats):
-            attributes[(index,)] = [["tt.divisibility", 16]]  # what the JIT would see: aligned pointers and strides
+            attributes[(index,)] = [
+                ["tt.divisibility", 16]
+            ]  # what the JIT would see: aligned pointers and strides
     source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=attributes)
     return triton.compile(source, target=TARGETS[target], options=options)
 
@@ -48,7 +55,9 @@ def resources(compiled: Any) -> dict[str, int]:
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             file.write(compiled.asm["cubin"])
             file.flush()
-            text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+            text = subprocess.run(
+                [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
+            ).stdout
         match = re.search(r"REG:(\d+) STACK:(\d+)", text)
         assert match, text
         found |= {"registers": int(match[1]), "spilled": int(match[2])}

@@ -21,9 +21,16 @@ from torchpaged.custom_ops.attention.triton import config
 from torchpaged.custom_ops.triton import launching
 
 _TYPES = {
-    torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float8_e4m3fn: "fp8e4nv", torch.float8_e5m2: "fp8e5",
-    torch.int32: "i32", torch.int64: "i64", torch.bool: "i1", torch.uint8: "u8",
-}  # fmt: skip
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.float8_e4m3fn: "fp8e4nv",
+    torch.float8_e5m2: "fp8e5",
+    torch.int32: "i32",
+    torch.int64: "i64",
+    torch.bool: "i1",
+    torch.uint8: "u8",
+}
 
 
 class Launch(NamedTuple):
@@ -50,7 +57,11 @@ def recorded() -> Iterator[list[Launch]]:
         launches.append(Launch(kernel, arguments, options))
 
     def decode_options(device: torch.device, tiles: config.DecodeTiles) -> dict[str, Any]:
-        return {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages, "maxnreg": config.max_registers(tiles)}
+        return {
+            "num_warps": tiles.num_warps,
+            "num_stages": tiles.num_stages,
+            "maxnreg": config.max_registers(tiles),
+        }
 
     replaced: list[tuple[Any, str, Any]] = [
         (JITFunction, "run", note),

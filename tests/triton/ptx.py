@@ -23,7 +23,9 @@ _LINE_DIRECTIVE = re.compile(  # ends with its line, without a semicolon
 )
 _FUNCTION = re.compile(r"\.(?:entry|func)\b")
 _LABEL = re.compile(r"[$%A-Za-z_][\w$]*")
-_INSTRUCTION = re.compile(r"(?:@(?P<guard>!?%?[\w$]+)\s+)?(?P<opcode>[a-z][\w.:]*)\s*(?P<operands>.*)", re.DOTALL)
+_INSTRUCTION = re.compile(
+    r"(?:@(?P<guard>!?%?[\w$]+)\s+)?(?P<opcode>[a-z][\w.:]*)\s*(?P<operands>.*)", re.DOTALL
+)
 
 
 class Instruction(NamedTuple):
@@ -77,7 +79,9 @@ def instructions(ptx: str) -> list[Instruction]:
                 raise ValueError(f"not PTX: a scope ends inside a statement: {statement[:80]!r}")
             scopes, begin = scopes - 1, at + 1
     if scopes or vectors or not functions or text[begin:].strip():
-        raise ValueError(f"not PTX: {functions} functions, {scopes + vectors} braces left open, left over: {text[begin:].strip()[:80]!r}")
+        raise ValueError(
+            f"not PTX: {functions} functions, {scopes + vectors} braces left open, left over: {text[begin:].strip()[:80]!r}"
+        )
     return found
 
 
@@ -137,13 +141,23 @@ def crossed(ptx: str) -> list[tuple[Barrier, Barrier, Barrier]]:
     for i, arrival in enumerate(all_of_them):
         if arrival.kind != "arrive":
             continue
-        before = [j for j in range(i) if all_of_them[j].kind == "sync" and all_of_them[j].name == arrival.name]
+        before = [
+            j for j in range(i) if all_of_them[j].kind == "sync" and all_of_them[j].name == arrival.name
+        ]
         if before:
-            found += [(all_of_them[before[-1]], b, arrival) for b in all_of_them[before[-1] + 1 : i] if b.name == "0"]
+            found += [
+                (all_of_them[before[-1]], b, arrival)
+                for b in all_of_them[before[-1] + 1 : i]
+                if b.name == "0"
+            ]
     return found
 
 
 def complaints(ptx: str) -> list[str]:
     """What makes a kernel's order of barriers depend on the compiler's schedule, in words; empty if nothing does."""
-    found = [f"{barrier}: not a barrier of the whole CTA, placed by Triton" for barrier in barriers(ptx) if not barrier.is_whole_cta]
+    found = [
+        f"{barrier}: not a barrier of the whole CTA, placed by Triton"
+        for barrier in barriers(ptx)
+        if not barrier.is_whole_cta
+    ]
     return found + [f"hangs: ({wait}) ... ({cta}) ... ({arrival})" for wait, cta, arrival in crossed(ptx)]

@@ -63,7 +63,9 @@ def instructions(code: str) -> list[Instruction]:
         target = _TARGET.search(match["operands"]) if opcode == "BRA" else None
         if opcode == "BRA" and (target is None or target["name"] not in labels):
             raise ValueError(f"a branch to nowhere: {match['text']}")
-        conditional = match["guard"] or (target and match["operands"] != target[0]) or ".DIV" in match["opcode"]
+        conditional = (
+            match["guard"] or (target and match["operands"] != target[0]) or ".DIV" in match["opcode"]
+        )
         successors = [labels[target["name"]]] if target else []
         if conditional or (target is None and opcode not in _ENDS):
             successors.append(at + 1)
@@ -83,7 +85,9 @@ def _innermost_loops(program: list[Instruction], nodes: set[int]) -> list[set[in
     """Cycles that hold no other once the instructions that they are entered by are taken away."""
     found: list[set[int]] = []
     for loop in _cycles(program, nodes):
-        entered = {s for at in range(len(program)) if at not in loop for s in program[at].successors if s in loop} or {min(loop)}
+        entered = {
+            s for at in range(len(program)) if at not in loop for s in program[at].successors if s in loop
+        } or {min(loop)}
         found += _innermost_loops(program, loop - entered) or [loop]
     return found
 

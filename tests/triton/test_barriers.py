@@ -31,7 +31,12 @@ from triton.runtime import JITFunction
 from torchpaged import custom_ops
 from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.testing import opcheck_cases, run_paged_attention
-from torchpaged.testing.layers import make_embedding_inputs, make_gate_inputs, make_linear_inputs, make_norm_inputs
+from torchpaged.testing.layers import (
+    make_embedding_inputs,
+    make_gate_inputs,
+    make_linear_inputs,
+    make_norm_inputs,
+)
 from torchpaged.testing.sampling import make_accept_inputs, make_finish_inputs, make_sampling_inputs
 
 TRITON = BACKEND_OPS["triton"]
@@ -90,13 +95,19 @@ $L__BB0_1:
 def test_the_deadly_order_is_found() -> None:
     found = ptx.barriers(HANGS)
     assert [(b.guard, b.kind, b.name, b.threads) for b in found] == [
-        ("", "sync", "0", ""), ("second", "sync", "7", "threads"), ("", "sync", "0", ""), ("first", "arrive", "7", "threads"), ("", "red", "0", ""),
-    ]  # fmt: skip
+        ("", "sync", "0", ""),
+        ("second", "sync", "7", "threads"),
+        ("", "sync", "0", ""),
+        ("first", "arrive", "7", "threads"),
+        ("", "red", "0", ""),
+    ]
     assert [HANGS.splitlines()[b.line - 1].split()[-3:] for b in (found[1], found[3])] == [
         ["bar.sync", "7,", "threads;"],
         ["bar.arrive", "7,", "threads;"],
     ]
-    assert [[b.line for b in triple] for triple in ptx.crossed(HANGS)] == [[found[1].line, found[2].line, found[3].line]]
+    assert [[b.line for b in triple] for triple in ptx.crossed(HANGS)] == [
+        [found[1].line, found[2].line, found[3].line]
+    ]
     assert len(ptx.complaints(HANGS)) == 3
 
 
@@ -108,21 +119,37 @@ def test_without_the_barrier_between_it_is_still_refused() -> None:
 
 @pytest.mark.parametrize(
     "wait",
-    ["bar.sync 1;", "bar.sync %r2;", "bar.sync 0, 128;", "@%p1 bar.sync 0;", "@!%p1 barrier.sync 0;", "bar.arrive 0, 256;",
-     "barrier.cta.sync.aligned 2, 64;", "bar.red.and.pred %p2, 1, 64, %p1;", "barrier.cluster.arrive.release.aligned;",
-     "barrier.cluster.wait;"],
-)  # fmt: skip
+    [
+        "bar.sync 1;",
+        "bar.sync %r2;",
+        "bar.sync 0, 128;",
+        "@%p1 bar.sync 0;",
+        "@!%p1 barrier.sync 0;",
+        "bar.arrive 0, 256;",
+        "barrier.cta.sync.aligned 2, 64;",
+        "bar.red.and.pred %p2, 1, 64, %p1;",
+        "barrier.cluster.arrive.release.aligned;",
+        "barrier.cluster.wait;",
+    ],
+)
 def test_barriers_of_fewer_threads_are_refused(wait: str) -> None:
     text = HANGS[: HANGS.index("$L__BB0_1:")] + f"    {wait}\n    ret;\n}}\n"
     assert len(ptx.complaints(text)) == 1, ptx.barriers(text)
 
 
 def test_barriers_of_all_threads_pass() -> None:
-    text = HANGS[: HANGS.index("$L__BB0_1:")] + "  barrier.cta.sync.aligned 0; bar.red.or.pred %p2, 0, %p1; $L_x: bar.sync 0;\n}\n"
+    text = (
+        HANGS[: HANGS.index("$L__BB0_1:")]
+        + "  barrier.cta.sync.aligned 0; bar.red.or.pred %p2, 0, %p1; $L_x: bar.sync 0;\n}\n"
+    )
     assert len(ptx.barriers(text)) == 4 and not ptx.complaints(text)
 
 
-@pytest.mark.parametrize("text", ["", ".version 8.7", HANGS[: HANGS.index("bar.warp")]], ids=["nothing", "half a directive", "truncated"])
+@pytest.mark.parametrize(
+    "text",
+    ["", ".version 8.7", HANGS[: HANGS.index("bar.warp")]],
+    ids=["nothing", "half a directive", "truncated"],
+)
 def test_what_is_no_whole_ptx_is_no_proof(text: str) -> None:
     with pytest.raises(ValueError, match="not PTX"):
         ptx.barriers(text)
@@ -137,15 +164,27 @@ def check(launches: list[launched.Launch], target: str = "sm_90") -> None:
 
 
 #: Every way the attention kernels are built in: the batches that hung, prompts, blocks of other sizes.
-ATTENTION = SEEN | {
-    name: CASES[name]
-    for name in ("bf16_of_48", "fp8_padded", "shifted_by_1", "padded_of_128", "fp8_prompt_2k", "fp8_prompt_2k_of_80", "bf16_prompt_2k")
-} | {
-    "fp8_of_256": CASES["fp8_of_256"],
-    "float32": Case(6, 3, 48, (300, 40), (300, 1), dtype=torch.float32),
-    "fp8_decode": Case(8, 2, 128, (1000, 33), (1, 1), kv_dtype=torch.float8_e4m3fn),
-    "speculative": Case(32, 2, 64, (1000, 33), (8, 3), slot_padding=4),
-}  # fmt: skip
+ATTENTION = (
+    SEEN
+    | {
+        name: CASES[name]
+        for name in (
+            "bf16_of_48",
+            "fp8_padded",
+            "shifted_by_1",
+            "padded_of_128",
+            "fp8_prompt_2k",
+            "fp8_prompt_2k_of_80",
+            "bf16_prompt_2k",
+        )
+    }
+    | {
+        "fp8_of_256": CASES["fp8_of_256"],
+        "float32": Case(6, 3, 48, (300, 40), (300, 1), dtype=torch.float32),
+        "fp8_decode": Case(8, 2, 128, (1000, 33), (1, 1), kv_dtype=torch.float8_e4m3fn),
+        "speculative": Case(32, 2, 64, (1000, 33), (8, 3), slot_padding=4),
+    }
+)
 
 
 @pytest.mark.parametrize("name", ATTENTION)
@@ -168,27 +207,40 @@ def test_attention_on_other_gpus() -> None:
 
 def small_ops() -> list[tuple[str, tuple[Any, ...], dict[str, Any]]]:
     """(op, arguments, options) that launch every other kernel."""
-    calls = [(op, args, kwargs) for op, args, kwargs in opcheck_cases(dtype=torch.bfloat16).values() if op != "paged_attention"]
+    calls = [
+        (op, args, kwargs)
+        for op, args, kwargs in opcheck_cases(dtype=torch.bfloat16).values()
+        if op != "paged_attention"
+    ]
     row = {"temperature": 0.7, "top_k": 5, "top_p": 0.9}
     layers = {
-        "embedding": make_embedding_inputs(width=576, dtype=torch.bfloat16), "rms_norm": make_norm_inputs(dtype=torch.bfloat16),
-        "act_and_mul": make_gate_inputs(dtype=torch.bfloat16), "linear": make_linear_inputs(dtype=torch.bfloat16),
-        "accept_tokens": make_accept_inputs(), "sample_tokens": make_sampling_inputs([row, {}], vocab_size=600),
+        "embedding": make_embedding_inputs(width=576, dtype=torch.bfloat16),
+        "rms_norm": make_norm_inputs(dtype=torch.bfloat16),
+        "act_and_mul": make_gate_inputs(dtype=torch.bfloat16),
+        "linear": make_linear_inputs(dtype=torch.bfloat16),
+        "accept_tokens": make_accept_inputs(),
+        "sample_tokens": make_sampling_inputs([row, {}], vocab_size=600),
         "finish_step": make_finish_inputs([row, {}], vocab_size=600),
-    }  # fmt: skip
+    }
     return calls + [(op, (), inputs) for op, inputs in layers.items()]
 
 
 def kernel_sources() -> list[Path]:
     """Every file of Triton kernels, of whatever family of ops."""
     root = Path(custom_ops.__file__).parent
-    sources = [path for path in sorted(root.rglob("*.py")) if "triton" in path.relative_to(root).parts[:-1] and path.stem != "__init__"]
+    sources = [
+        path
+        for path in sorted(root.rglob("*.py"))
+        if "triton" in path.relative_to(root).parts[:-1] and path.stem != "__init__"
+    ]
     assert len(sources) > 10
     return sources
 
 
 def module_of(source: Path) -> str:
-    return ".".join((custom_ops.__name__, *source.relative_to(Path(custom_ops.__file__).parent).with_suffix("").parts))
+    return ".".join(
+        (custom_ops.__name__, *source.relative_to(Path(custom_ops.__file__).parent).with_suffix("").parts)
+    )
 
 
 def test_every_other_kernel() -> None:
@@ -215,17 +267,28 @@ def test_sources_hold_no_barrier_of_their_own() -> None:
                 assert "bar" not in assembly.replace("membar", ""), f"{source.name}, line {call.lineno}"
 
 
-@pytest.mark.parametrize("folder", [folder for folder in os.environ.get("TORCHPAGED_TRITONS", "").split(os.pathsep) if folder])
+@pytest.mark.parametrize(
+    "folder", [folder for folder in os.environ.get("TORCHPAGED_TRITONS", "").split(os.pathsep) if folder]
+)
 def test_under_another_triton(folder: str) -> None:
     """This file, and the prefill kernel's machine code, with the Triton of ``folder``."""
     environment = {name: value for name, value in os.environ.items() if name != "TORCHPAGED_TRITONS"}
     root = Path(__file__).parents[2]
     environment["PYTHONPATH"] = os.pathsep.join([folder, str(root), environment.get("PYTHONPATH", "")])
-    found = subprocess.run([sys.executable, "-c", "import triton; print(triton.__file__)"], env=environment, capture_output=True, text=True)
-    assert found.stdout.startswith(str(Path(folder).absolute())), f"no triton in {folder}: {found.stdout}{found.stderr}"
+    found = subprocess.run(
+        [sys.executable, "-c", "import triton; print(triton.__file__)"],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert found.stdout.startswith(str(Path(folder).absolute())), (
+        f"no triton in {folder}: {found.stdout}{found.stderr}"
+    )
     targets = [__file__, str(Path(__file__).with_name("test_prefill_aot.py"))]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow", *targets]
     done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, f"triton {triton.__version__} is replaced by that of {folder}:\n{done.stdout[-6000:]}"
+    assert done.returncode == 0, (
+        f"triton {triton.__version__} is replaced by that of {folder}:\n{done.stdout[-6000:]}"
+    )
     passed = re.search(r"(\d+) passed", done.stdout)
     assert passed and int(passed[1]) >= 31, done.stdout[-500:]

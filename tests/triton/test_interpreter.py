@@ -65,7 +65,13 @@ def test_attention_shapes_and_dtypes(spec: str, shape: str, dtype: torch.dtype) 
 @pytest.mark.parametrize("options", [{}, {"window_left": 300}, {"logits_soft_cap": 3.0}], ids=str)
 def test_split_kv(options: dict[str, Any]) -> None:
     """More tiles than programs: runs end inside requests, parts are merged, and the semaphores are zero again."""
-    batch = make_batch(BatchSpec("split", (1500, 1, 0, 257), (1, 1, 1, 1)), head_dim=16, num_heads=4, num_kv_heads=1, sinks=True)
+    batch = make_batch(
+        BatchSpec("split", (1500, 1, 0, 257), (1, 1, 1, 1)),
+        head_dim=16,
+        num_heads=4,
+        num_kv_heads=1,
+        sinks=True,
+    )
     batch.extras["semaphore"] = torch.zeros(4, dtype=torch.int32)
     out, lse = run_paged_attention(TRITON, batch, **options)
     assert not batch.extras["semaphore"].any()
@@ -73,14 +79,18 @@ def test_split_kv(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("variant", ATTENTION_VARIANTS)
-@pytest.mark.parametrize("spec", ["prefill_small", "prefill_long", "chunked", "mixed_padded", "left_padded", "left_padded_chunk"])
+@pytest.mark.parametrize(
+    "spec", ["prefill_small", "prefill_long", "chunked", "mixed_padded", "left_padded", "left_padded_chunk"]
+)
 def test_prefill_in_small_tiles(spec: str, variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many tiles per request; decodes too go to the prefill kernel. One spec has blocks larger than tiles."""
     from torchpaged.custom_ops.attention.triton import config
 
     monkeypatch.setattr(config, "prefill_tiles", lambda *_: config.Tiles(16, 16, 4, 1))
     monkeypatch.setattr(config, "MAX_DECODE_QUERY_LEN", 0)
-    batch = make_batch(BATCH_SPECS[spec], head_dim=24, block_size=32 if spec == "chunked" else 8, sinks=variant == "causal")
+    batch = make_batch(
+        BATCH_SPECS[spec], head_dim=24, block_size=32 if spec == "chunked" else 8, sinks=variant == "causal"
+    )
     out, lse = run_paged_attention(TRITON, batch, **ATTENTION_VARIANTS[variant])
     assert_attention_close(out, lse, batch, **ATTENTION_VARIANTS[variant])
 
@@ -140,12 +150,21 @@ def test_tiles_of_longer_queries_fit_the_grid() -> None:
 
     generator = random.Random(0)
     for _ in range(3000):
-        skip, tokens, num_reqs = generator.choice((1, 2, 4, 8)), generator.choice((2, 16, 32)), generator.randint(1, 12)
-        lens = [generator.choice((0, 1, skip, skip + 1, tokens, tokens + 1, 5 * tokens, generator.randint(0, 99))) for _ in range(num_reqs)]
+        skip, tokens, num_reqs = (
+            generator.choice((1, 2, 4, 8)),
+            generator.choice((2, 16, 32)),
+            generator.randint(1, 12),
+        )
+        lens = [
+            generator.choice((0, 1, skip, skip + 1, tokens, tokens + 1, 5 * tokens, generator.randint(0, 99)))
+            for _ in range(num_reqs)
+        ]
         num_tokens = sum(lens) + generator.choice((0, 7))
         tiles = sum(-(-n // tokens) for n in lens if n > skip)
         assert tiles <= most_tiles_of_longer(num_reqs, num_tokens, skip, tokens), (lens, skip, tokens)
-    assert most_tiles_of_longer(3, 2, 2, 32) == 1, "an empty grid is no launch, and the decode launch would wait for nothing"
+    assert most_tiles_of_longer(3, 2, 2, 32) == 1, (
+        "an empty grid is no launch, and the decode launch would wait for nothing"
+    )
 
 
 def test_many_short_queries_share_programs() -> None:
@@ -155,16 +174,24 @@ def test_many_short_queries_share_programs() -> None:
     lens = (1, 20, *[3] * 30, 1)
     single, shared = programs_for_longer(len(lens), sum(lens), 2, 32)
     assert shared and len(lens) - 2 > single + 2 * shared
-    assert programs_for_longer(4, 2051, 2, 32) == (67, 0), "few requests: a program for each tile there can be"
-    batch = make_batch(BatchSpec("many_short", tuple(n + 5 for n in lens), lens), head_dim=16, num_heads=4, num_kv_heads=1)
+    assert programs_for_longer(4, 2051, 2, 32) == (67, 0), (
+        "few requests: a program for each tile there can be"
+    )
+    batch = make_batch(
+        BatchSpec("many_short", tuple(n + 5 for n in lens), lens), head_dim=16, num_heads=4, num_kv_heads=1
+    )
     for options in ({}, {"window_left": 8}, {"window_left": 8, "logits_soft_cap": 3.0}):
         out, lse = run_paged_attention(TRITON, batch, **options)
         assert_attention_close(out, lse, batch, **options)
 
 
 @pytest.mark.parametrize("block_size", [1, 16, 64])
-@pytest.mark.parametrize(("window_left", "chunk_size", "soft_cap"), [(300, 0, 5.0), (-1, 256, 5.0), (60, 0, 0.0)])
-def test_prefill_jumps_over_the_keys_that_every_row_sees(window_left: int, chunk_size: int, soft_cap: float, block_size: int) -> None:
+@pytest.mark.parametrize(
+    ("window_left", "chunk_size", "soft_cap"), [(300, 0, 5.0), (-1, 256, 5.0), (60, 0, 0.0)]
+)
+def test_prefill_jumps_over_the_keys_that_every_row_sees(
+    window_left: int, chunk_size: int, soft_cap: float, block_size: int
+) -> None:
     """With a cap or slopes both masked ends of an interval are one loop: keys of several whole tiles between them, of one, and none."""
     batch = make_batch(
         BatchSpec("ends", (420, 330), (70, 140)),
@@ -180,7 +207,9 @@ def test_prefill_jumps_over_the_keys_that_every_row_sees(window_left: int, chunk
     assert_attention_close(out, lse, batch, **options)
 
 
-@pytest.mark.parametrize("options", [{"window_left": 7}, {"chunk_size": 20}, {"window_left": 7, "logits_soft_cap": 3.0}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"window_left": 7}, {"chunk_size": 20}, {"window_left": 7, "logits_soft_cap": 3.0}], ids=str
+)
 def test_prefill_ignores_forgotten_keys(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys in front of every row's window may be gone: their values are NaN here."""
     from torchpaged.custom_ops.attention.triton import config
@@ -218,7 +247,9 @@ def test_other_ops_match_the_reference(case: str) -> None:
 def test_fp8_caches(dtype: torch.dtype, heads: int) -> None:
     """Decode over fp8 pools equals attention over their dequantised values; scales per tensor and per head."""
     batch = make_batch(BATCH_SPECS["decode_edges"], head_dim=32)
-    batch.k_cache, batch.v_cache = (cache.nan_to_num(0.0).to(dtype) for cache in (batch.k_cache, batch.v_cache))
+    batch.k_cache, batch.v_cache = (
+        cache.nan_to_num(0.0).to(dtype) for cache in (batch.k_cache, batch.v_cache)
+    )
     scales = {"k_scale": torch.rand(heads) + 0.5, "v_scale": torch.rand(heads) + 0.5}
     got, want = (run_paged_attention(ops, batch, **scales) for ops in (TRITON, REFERENCE))
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
@@ -265,13 +296,18 @@ def test_rope_write_kv_into_fp8_pools(dtype: torch.dtype, scales: int | None) ->
         inputs = make_rope_inputs(cache_dtype=dtype, norms=("k_norm",))
         inputs["v"].mul_(1e5)
         if scales:
-            inputs |= {"k_scale": torch.linspace(0.5, 2.0, scales), "v_scale": torch.linspace(2.0, 0.25, scales)}
+            inputs |= {
+                "k_scale": torch.linspace(0.5, 2.0, scales),
+                "v_scale": torch.linspace(2.0, 0.25, scales),
+            }
         ops.rope_write_kv(**inputs)
         results.append(inputs)
     mantissa = 7 if dtype == torch.float8_e4m3fn else 3
     for name in ("k_cache", "v_cache"):
         got, want = (inputs[name].view(torch.uint8) for inputs in results)
-        compared = ((want & mantissa) != 0) & ((want & 0x7F) > mantissa) & ((want & 0x7F) != 0x7F)  # the last: NaN, never written
+        compared = (
+            ((want & mantissa) != 0) & ((want & 0x7F) > mantissa) & ((want & 0x7F) != 0x7F)
+        )  # the last: NaN, never written
         assert int(compared.sum()) > 150, name
         assert torch.equal(got[compared], want[compared]), name
     assert float(results[0]["v_cache"].float().nan_to_num(0.0).abs().max()) == torch.finfo(dtype).max

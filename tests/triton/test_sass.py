@@ -44,7 +44,10 @@ def code(**instructions: str) -> str:
     return CODE.format(**(dict.fromkeys(PLACES, "NOP") | instructions))
 
 
-@pytest.mark.parametrize("instruction", ["STL [R1+0x8], R7", "LDL.LU.64 R4, [R1]", "@P3 LDL R4, [R1+0x4]", "@!UP0 STL.128 [R1], R8"])
+@pytest.mark.parametrize(
+    "instruction",
+    ["STL [R1+0x8], R7", "LDL.LU.64 R4, [R1]", "@P3 LDL R4, [R1+0x4]", "@!UP0 STL.128 [R1], R8"],
+)
 @pytest.mark.parametrize("place", PLACES)
 def test_spills_in_inner_loops(place: str, instruction: str) -> None:
     inside = place in ("inner", "far")
@@ -52,13 +55,21 @@ def test_spills_in_inner_loops(place: str, instruction: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "instruction", ["LDG.E R4, desc[UR4][R2.64]", "LDSM.16.M88.4 R4, [R8]", "STS [R1], R7", "LDGSTS.E.128 [R9], desc[UR4][R2.64]"]
+    "instruction",
+    [
+        "LDG.E R4, desc[UR4][R2.64]",
+        "LDSM.16.M88.4 R4, [R8]",
+        "STS [R1], R7",
+        "LDGSTS.E.128 [R9], desc[UR4][R2.64]",
+    ],
 )
 def test_other_memory_is_no_spill(instruction: str) -> None:
     assert sass.loop_spills(code(inner=instruction)) == []
 
 
-@pytest.mark.parametrize("text", ["", "kernel:\n", code(inner="BRX R4 -0x50"), code(inner="BRA `(.L_x_9)"), code(inner="BRA 0x40")])
+@pytest.mark.parametrize(
+    "text", ["", "kernel:\n", code(inner="BRX R4 -0x50"), code(inner="BRA `(.L_x_9)"), code(inner="BRA 0x40")]
+)
 def test_what_cannot_be_followed_is_no_proof(text: str) -> None:
     with pytest.raises(ValueError, match="machine code|branch"):
         sass.loop_spills(text)

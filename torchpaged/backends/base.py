@@ -44,13 +44,20 @@ class Backend:
     serves: tuple[str, ...] = field(init=False)
 
     def __init__(
-        self, name: str, capabilities: Capabilities, ops: BackendOps | Mapping[str, Any], unavailable: Callable[[], str | None],
-        session: type[Session] = Session, route: Callable[[AttentionSpec], str] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        name: str,
+        capabilities: Capabilities,
+        ops: BackendOps | Mapping[str, Any],
+        unavailable: Callable[[], str | None],
+        session: type[Session] = Session,
+        route: Callable[[AttentionSpec], str] | None = None,
+    ) -> None:
         given = ops._asdict() if isinstance(ops, BackendOps) else dict(ops)
         unknown = [op for op in given if op not in BackendOps._fields]
         if unknown:
-            raise ValueError(f"ops: expected names of {', '.join(BackendOps._fields)}, got {', '.join(unknown)}")
+            raise ValueError(
+                f"ops: expected names of {', '.join(BackendOps._fields)}, got {', '.join(unknown)}"
+            )
         handles = ops if isinstance(ops, BackendOps) else BACKEND_OPS["default"]._replace(**given)
         values = {
             "name": name,

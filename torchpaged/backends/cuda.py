@@ -33,15 +33,22 @@ def _route(spec: AttentionSpec) -> str:
     reason: str | None = "TORCHPAGED_CUDA_PREFILL=0"
     if variables.get("TORCHPAGED_CUDA_PREFILL"):
         reason = prefill.refuse(
-            spec.dtype, spec.kv_dtype or spec.dtype, spec.head_dim, spec.head_dim_v or spec.head_dim, spec.num_heads // spec.num_kv_heads,
-            spec.block_size or 16, torch.cuda.get_device_capability(spec.device),
-        )  # fmt: skip
+            spec.dtype,
+            spec.kv_dtype or spec.dtype,
+            spec.head_dim,
+            spec.head_dim_v or spec.head_dim,
+            spec.num_heads // spec.num_kv_heads,
+            spec.block_size or 16,
+            torch.cuda.get_device_capability(spec.device),
+        )
     return "prefill in CUDA C++" if reason is None else f"prefill by Triton: {reason}"
 
 
 BACKEND = Backend(
     name="cuda",
-    capabilities=dataclasses.replace(triton_kernels.CAPABILITIES, device_types=("cuda",)),  # what the kernel does not take, Triton's do
+    capabilities=dataclasses.replace(
+        triton_kernels.CAPABILITIES, device_types=("cuda",)
+    ),  # what the kernel does not take, Triton's do
     ops=BACKEND_OPS["cuda"],
     unavailable=_unavailable,
     session=SemaphoreSession,

@@ -49,7 +49,9 @@ def choose_ops(device: torch.device, spec: AttentionSpec | None = None) -> Backe
 
 
 @functools.lru_cache(maxsize=1024)
-def _chosen(spec: AttentionSpec, name: str, asker: str, order: tuple[str, ...], registered: tuple[_Same, ...]) -> BackendOps:
+def _chosen(
+    spec: AttentionSpec, name: str, asker: str, order: tuple[str, ...], registered: tuple[_Same, ...]
+) -> BackendOps:
     """Keyed by all that the choice follows from. A refusal is not kept."""
     return selector.select_backend(spec).backend.ops
 
@@ -59,7 +61,12 @@ def _named(device_type: str) -> BackendOps:
     return BACKEND_OPS["default"] if name == "default" else selector.get_backend(name).ops
 
 
-def traced_ops(device_type: str, dtype: torch.dtype | None = None, kv_dtype: torch.dtype | None = None, features: str = "") -> BackendOps:
+def traced_ops(
+    device_type: str,
+    dtype: torch.dtype | None = None,
+    kv_dtype: torch.dtype | None = None,
+    features: str = "",
+) -> BackendOps:
     """As `choose_ops`, while a call is traced: the compiled code keeps what was chosen then. Sizes may be symbols there, so they are not asked.
 
     Args:
@@ -70,7 +77,11 @@ def traced_ops(device_type: str, dtype: torch.dtype | None = None, kv_dtype: tor
     Raises:
         BackendUnavailableError: the backend that was asked for by name declares not to run this.
     """
-    from torchpaged.backends.traced_name import traced_name  # here: its decorator imports the compiler, which a trace has done already
+    from torchpaged.backends.traced_name import (
+        traced_name,
+    )  # here: its decorator imports the compiler, which a trace has done already
 
-    name = traced_name(device_type, dtype, kv_dtype, features)  # handles can't be constants of a trace, names can
+    name = traced_name(
+        device_type, dtype, kv_dtype, features
+    )  # handles can't be constants of a trace, names can
     return BACKEND_OPS[name] if name in BACKEND_OPS else selector._REGISTERED[name].ops

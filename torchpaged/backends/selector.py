@@ -63,7 +63,9 @@ def get_backend(name: str) -> Backend:
     if name in _REGISTERED:
         return _REGISTERED[name]
     if name not in _MODULES:
-        raise BackendUnavailableError(f"backend: expected one of auto, {', '.join(list_backends())}, got {name!r}")
+        raise BackendUnavailableError(
+            f"backend: expected one of auto, {', '.join(list_backends())}, got {name!r}"
+        )
     backend: Backend = importlib.import_module(_MODULES[name]).BACKEND
     return backend
 
@@ -114,20 +116,26 @@ def select_backend(spec: AttentionSpec | Sequence[AttentionSpec], backend: str |
     if name != "auto":
         reasons = _reject(get_backend(name), specs)
         if reasons:
-            raise BackendUnavailableError(f"backend {name!r} ({asker}) cannot run this attention: {'; '.join(reasons)}")
+            raise BackendUnavailableError(
+                f"backend {name!r} ({asker}) cannot run this attention: {'; '.join(reasons)}"
+            )
         return Choice(name, asker + _routes(get_backend(name), specs))
     for candidate in AUTOMATIC:
         reasons = _reject(get_backend(candidate), specs)
         if not reasons:
             place = "first choice" if not rejected else f"after {', '.join(rejected)}"
-            reason = f"automatic for {specs[0].device.type} ({place})" + _routes(get_backend(candidate), specs)
+            reason = f"automatic for {specs[0].device.type} ({place})" + _routes(
+                get_backend(candidate), specs
+            )
             return Choice(candidate, reason, rejected)
         rejected[candidate] = reasons
     lines = "\n".join(f"  {candidate}: {'; '.join(reasons)}" for candidate, reasons in rejected.items())
     raise BackendUnavailableError(f"no backend can run this attention:\n{lines}")
 
 
-def open_session(spec: AttentionSpec | Sequence[AttentionSpec], limits: Limits, backend: str | None = None) -> Session:
+def open_session(
+    spec: AttentionSpec | Sequence[AttentionSpec], limits: Limits, backend: str | None = None
+) -> Session:
     """Choose the backend for ``spec`` and open a session of it: for several layers that share one.
 
     Args:
@@ -143,7 +151,11 @@ def open_session(spec: AttentionSpec | Sequence[AttentionSpec], limits: Limits, 
 
 def _routes(backend: Backend, specs: Sequence[AttentionSpec]) -> str:
     """What the backend says of the kernels that serve these, each once, as the end of a `Choice.reason`."""
-    return "".join(f"; {text}" for text in dict.fromkeys(backend.route(spec) for spec in specs)) if backend.route else ""
+    return (
+        "".join(f"; {text}" for text in dict.fromkeys(backend.route(spec) for spec in specs))
+        if backend.route
+        else ""
+    )
 
 
 def _reject(backend: Backend, specs: Sequence[AttentionSpec]) -> list[str]:

@@ -65,7 +65,11 @@ class Limits:
         """
         for name in names:
             if getattr(self, name) is None:
-                raise ArgumentError(f"limits.{name}", "a number: this backend makes room for it when its session is opened", "None")
+                raise ArgumentError(
+                    f"limits.{name}",
+                    "a number: this backend makes room for it when its session is opened",
+                    "None",
+                )
         return [getattr(self, name) for name in names]
 
     def check(self, num_reqs: int, num_tokens: int = 0, max_blocks_per_req: int = 0) -> None:
@@ -126,17 +130,27 @@ class Session:
     """
 
     def __init__(
-        self, name: str, capabilities: Capabilities, ops: BackendOps, specs: Sequence[AttentionSpec], limits: Limits, device: torch.device
+        self,
+        name: str,
+        capabilities: Capabilities,
+        ops: BackendOps,
+        specs: Sequence[AttentionSpec],
+        limits: Limits,
+        device: torch.device,
     ) -> None:
         self.name, self.capabilities, self.ops = name, capabilities, ops
         self.limits, self.device = limits, device
         self.planned: PlannedBatch | None = None
         self._host: HostLengths | None = None
-        self._shapes: set[tuple[int, ...]] = set()  # that were planned: without `plans_every_step` such a plan lasts
+        self._shapes: set[tuple[int, ...]] = (
+            set()
+        )  # that were planned: without `plans_every_step` such a plan lasts
         self._workspaces: dict[AttentionSpec, dict[str, Tensor]] = {}
         self._open(specs)
         if limits.graphs > capabilities.graph_support:
-            raise self._unable([f"graph support {capabilities.graph_support.name} is less than {limits.graphs.name}"])
+            raise self._unable(
+                [f"graph support {capabilities.graph_support.name} is less than {limits.graphs.name}"]
+            )
         for spec in specs:
             self.workspace(spec)
 
@@ -234,14 +248,20 @@ class Session:
             PlanError: `plan` was not called with it.
         """
         self.limits.check(batch.seq_lens.shape[0], num_tokens)
-        if self.plans and self.planned is not batch and (self.plans_every_step or _shape(batch) not in self._shapes):
+        if (
+            self.plans
+            and self.planned is not batch
+            and (self.plans_every_step or _shape(batch) not in self._shapes)
+        ):
             raise PlanError(
                 f"metadata: expected a batch that was planned, got one that backend {self.name!r} knows nothing of; "
                 "call session.plan(metadata) before the step, outside compiled code and graphs"
             )
 
     def _unable(self, reasons: list[str]) -> BackendUnavailableError:
-        return BackendUnavailableError(f"backend {self.name!r} cannot run this attention: {'; '.join(reasons)}")
+        return BackendUnavailableError(
+            f"backend {self.name!r} cannot run this attention: {'; '.join(reasons)}"
+        )
 
 
 def _shape(batch: PlannedBatch) -> tuple[int, ...]:
@@ -258,8 +278,12 @@ def assert_planned(planned: Sequence[Tensor], live: Sequence[Tensor]) -> None:
     Raises:
         RuntimeError: they differ; on a GPU a device-side assertion.
     """
-    same = [(old[tuple(slice(size) for size in new.shape)] == new).all() for old, new in zip(planned, live, strict=True)]
+    same = [
+        (old[tuple(slice(size) for size in new.shape)] == new).all()
+        for old, new in zip(planned, live, strict=True)
+    ]
     # torch has no public asynchronous assertion; the tests of a forgotten plan notice if this one goes.
     torch._assert_async(
-        torch.stack(same).all(), "plan: expected one for this batch, got one for another; call session.plan(metadata) before each step"
+        torch.stack(same).all(),
+        "plan: expected one for this batch, got one for another; call session.plan(metadata) before each step",
     )

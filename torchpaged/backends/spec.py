@@ -103,8 +103,20 @@ def attention_spec(
         scale: None = ``head_dim ** -0.5``.
     """
     return AttentionSpec(
-        device=device, dtype=dtype, head_dim=head_dim, num_heads=num_heads, num_kv_heads=num_kv_heads, block_size=block_size,
-        head_dim_v=head_dim if head_dim_v is None else head_dim_v, kv_dtype=dtype if kv_dtype is None else kv_dtype, causal=causal,
-        window_size=(window_size[0], window_size[1]), logits_soft_cap=float(logits_soft_cap or 0.0), alibi=alibi_slopes is not None,
-        sinks=sinks is not None, chunk_size=chunk_size or 0, lse=lse, scale=head_dim**-0.5 if scale is None else float(scale),
-    )  # fmt: skip
+        device=device,
+        dtype=dtype,
+        head_dim=head_dim,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        block_size=block_size,
+        head_dim_v=head_dim if head_dim_v is None else head_dim_v,
+        kv_dtype=dtype if kv_dtype is None else kv_dtype,
+        causal=causal,
+        window_size=(window_size[0], window_size[1]),
+        logits_soft_cap=float(logits_soft_cap or 0.0),
+        alibi=alibi_slopes is not None,
+        sinks=sinks is not None,
+        chunk_size=chunk_size or 0,
+        lse=lse,
+        scale=head_dim**-0.5 if scale is None else float(scale),
+    )

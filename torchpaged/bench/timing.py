@@ -64,7 +64,9 @@ class CudaSampler:
             self.graph.replay()
             mark.record()
         torch.cuda.synchronize()
-        return [before.elapsed_time(after) * 1e3 / self.num_calls for before, after in itertools.pairwise(marks)]
+        return [
+            before.elapsed_time(after) * 1e3 / self.num_calls for before, after in itertools.pairwise(marks)
+        ]
 
 
 class CpuSampler:
@@ -131,7 +133,9 @@ def _best_seconds(call: Call, device: torch.device, seconds: float = 0.3) -> flo
 
 def measure_bandwidth(device: torch.device) -> tuple[float, str]:
     """Bytes per second of the memory, the best of a read-only sum and a copy (bytes read and written), and which it was."""
-    numel = (min(4 << 30, torch.cuda.mem_get_info(device)[0] // 4) if device.type == "cuda" else 256 << 20) // 4
+    numel = (
+        min(4 << 30, torch.cuda.mem_get_info(device)[0] // 4) if device.type == "cuda" else 256 << 20
+    ) // 4
     source = torch.ones(numel, device=device)
     target = torch.empty_like(source)
     rates = {

@@ -99,7 +99,9 @@ class BlockPool:
             leaving[block] = leaving.get(block, 0) + 1
             if leaving[block] > self._ref_counts[block]:
                 raise ArgumentError(
-                    "blocks", f"block {block} at most {self._ref_counts[block]} times", f"{leaving[block]} times (double free)"
+                    "blocks",
+                    f"block {block} at most {self._ref_counts[block]} times",
+                    f"{leaving[block]} times (double free)",
                 )
         for block in reversed(blocks):
             self._ref_counts[block] -= 1
@@ -113,6 +115,8 @@ class BlockPool:
 
     def _check(self, block: int, held: bool = True) -> None:
         if not NULL_BLOCK < block < self.num_blocks:
-            raise ArgumentError("blocks", f"block ids in [1, {self.num_blocks})", str(block), "block 0 is the null block")
+            raise ArgumentError(
+                "blocks", f"block ids in [1, {self.num_blocks})", str(block), "block 0 is the null block"
+            )
         if held and not self._ref_counts[block]:
             raise ArgumentError("blocks", "blocks that are held", f"block {block}, which is free")

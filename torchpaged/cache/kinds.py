@@ -102,5 +102,9 @@ def kind_of(spec: Any) -> LayerKind:
     for kind in _KINDS.values():
         if type(spec) is kind.spec:
             return kind
-    raise ArgumentError("layers", f"specs of registered kinds ({', '.join(_KINDS)})", type(spec).__name__,
-                        "call torchpaged.cache.register_layer_kind")  # fmt: skip
+    raise ArgumentError(
+        "layers",
+        f"specs of registered kinds ({', '.join(_KINDS)})",
+        type(spec).__name__,
+        "call torchpaged.cache.register_layer_kind",
+    )

@@ -56,13 +56,26 @@ class PagedKVCache:
         if not dtype.is_floating_point:
             raise ArgumentError("dtype", "a floating point dtype", str(dtype))
         if (num_blocks is None) == (memory_budget is None):
-            raise ArgumentError("num_blocks", "exactly one of num_blocks and memory_budget", f"{num_blocks} and {memory_budget}")
-        self.layers, self.block_size, self.dtype, self.device = tuple(layers), block_size, dtype, torch.device(device)
+            raise ArgumentError(
+                "num_blocks",
+                "exactly one of num_blocks and memory_budget",
+                f"{num_blocks} and {memory_budget}",
+            )
+        self.layers, self.block_size, self.dtype, self.device = (
+            tuple(layers),
+            block_size,
+            dtype,
+            torch.device(device),
+        )
         if num_blocks is None:
             assert memory_budget is not None
             num_blocks = memory_budget // self.bytes_per_block
             if num_blocks < 2:
-                raise ArgumentError("memory_budget", f"at least {2 * self.bytes_per_block} bytes (2 blocks)", str(memory_budget))
+                raise ArgumentError(
+                    "memory_budget",
+                    f"at least {2 * self.bytes_per_block} bytes (2 blocks)",
+                    str(memory_budget),
+                )
         if num_blocks < 2:
             raise ArgumentError("num_blocks", "at least 2 (block 0 is the null block)", str(num_blocks))
         self.num_blocks, self._marked = num_blocks, mark_static
@@ -112,7 +125,12 @@ class PagedKVCache:
         """A cache whose layers are all alike."""
         spec = KVLayerSpec(num_kv_heads, head_dim, head_dim_v)
         return cls(
-            [spec] * num_layers, block_size=block_size, num_blocks=num_blocks, memory_budget=memory_budget, dtype=dtype, device=device
+            [spec] * num_layers,
+            block_size=block_size,
+            num_blocks=num_blocks,
+            memory_budget=memory_budget,
+            dtype=dtype,
+            device=device,
         )
 
     def _make_layer(self, spec: LayerSpec) -> Any:
@@ -134,7 +152,11 @@ class PagedKVCache:
 
     def tensors(self) -> dict[str, Tensor]:
         """All that hold blocks, by name: ``k_cache[0]``, ``v_cache[0]`` and so on."""
-        return {f"{name}[{layer}]": tensor for layer in range(len(self)) for name, tensor in self._blocks(layer).items()}
+        return {
+            f"{name}[{layer}]": tensor
+            for layer in range(len(self))
+            for name, tensor in self._blocks(layer).items()
+        }
 
     def copy_blocks(self, block_mapping: Tensor, ops: BlockOps) -> None:
         """Copy whole blocks in every layer; arguments as in `LayerSpec.copy_blocks`."""

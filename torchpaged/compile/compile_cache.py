@@ -33,9 +33,17 @@ from torchpaged.custom_ops.errors import TorchpagedError
 from torchpaged.version import __version__
 
 _FORMAT = 1
-_MEMBER = re.compile(r"(cubin|triton/[\w-]+)/([\w.-]+)")  # two safe names: nothing from an archive leaves its folder
-_TRITON_MODULE = re.compile(r"torchpaged\.custom_ops\.(\w+\.)?triton\b")  # the kernels of a family of ops, or of all
-_LAUNCHERS = ("__triton_launcher", "cuda_utils", "hip_utils")  # what Triton compiles with the C compiler, per signature and per machine
+_MEMBER = re.compile(
+    r"(cubin|triton/[\w-]+)/([\w.-]+)"
+)  # two safe names: nothing from an archive leaves its folder
+_TRITON_MODULE = re.compile(
+    r"torchpaged\.custom_ops\.(\w+\.)?triton\b"
+)  # the kernels of a family of ops, or of all
+_LAUNCHERS = (
+    "__triton_launcher",
+    "cuda_utils",
+    "hip_utils",
+)  # what Triton compiles with the C compiler, per signature and per machine
 
 
 class CompileCacheError(TorchpagedError, ValueError):
@@ -76,11 +84,18 @@ def _versions() -> dict[str, Any]:
         import triton
     except ImportError:
         triton = None
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else torch.backends.cpu.get_cpu_capability()
+    device = (
+        torch.cuda.get_device_name() if torch.cuda.is_available() else torch.backends.cpu.get_cpu_capability()
+    )
     return {
-        "format": _FORMAT, "torchpaged": __version__, "torch": torch.__version__, "triton": getattr(triton, "__version__", None),
-        "python": platform.python_version().rsplit(".", 1)[0], "machine": platform.machine(), "device": device,
-    }  # fmt: skip
+        "format": _FORMAT,
+        "torchpaged": __version__,
+        "torch": torch.__version__,
+        "triton": getattr(triton, "__version__", None),
+        "python": platform.python_version().rsplit(".", 1)[0],
+        "machine": platform.machine(),
+        "device": device,
+    }
 
 
 # ---------------------------------------------------------------------------------------------------------------- save
@@ -147,7 +162,11 @@ def _own_kernels() -> set[str]:
 def _triton_entries() -> Iterator[Path]:
     """Folders of Triton's cache that hold one of our kernels for this GPU, or a launcher."""
     kernels, seen = _own_kernels(), set()
-    target = "".join(str(number) for number in torch.cuda.get_device_capability()) if torch.cuda.is_available() else None
+    target = (
+        "".join(str(number) for number in torch.cuda.get_device_capability())
+        if torch.cuda.is_available()
+        else None
+    )
     for folder in _triton_folders():
         for entry in sorted(folder.iterdir()) if folder.is_dir() else ():
             if entry.name not in seen and entry.is_dir() and _is_wanted(entry, kernels, target):
@@ -184,21 +203,31 @@ def load_compile_cache(path: str | os.PathLike[str]) -> CompileCacheReport:
             found, here = json.loads(archive.read("versions.json")), _versions()
             if not isinstance(found, dict):
                 raise ValueError(f"versions.json holds a {type(found).__name__}")
-            differs = [f"{name} {found.get(name)}, here {here[name]}" for name in here if found.get(name) != here[name]]
+            differs = [
+                f"{name} {found.get(name)}, here {here[name]}"
+                for name in here
+                if found.get(name) != here[name]
+            ]
             if differs:
                 report.loaded, report.reason = False, f"{source}: made with {'; '.join(differs)}"
                 warnings.warn(f"compile cache not loaded: {report.reason}", CompileCacheWarning, stacklevel=2)
                 return report
-            members = {name: archive.read(name) for name in archive.namelist()}  # all of it, checked, before anything is written
+            members = {
+                name: archive.read(name) for name in archive.namelist()
+            }  # all of it, checked, before anything is written
             for name in members:
                 if name.rpartition("/")[2].startswith("__grp__"):
                     _children(members[name])
     except (zipfile.BadZipFile, KeyError, ValueError) as error:
-        raise CompileCacheError(f"{source}: expected a file of save_compile_cache(), got {error}; delete it and save anew") from error
+        raise CompileCacheError(
+            f"{source}: expected a file of save_compile_cache(), got {error}; delete it and save anew"
+        ) from error
     if "torch" in members:
         info = torch.compiler.load_cache_artifacts(members["torch"])
         if info is None:
-            raise CompileCacheError(f"{source}: torch can't read its own artifacts in it; delete it and save anew")
+            raise CompileCacheError(
+                f"{source}: torch can't read its own artifacts in it; delete it and save anew"
+            )
         report.artifacts = {kind: len(keys) for kind, keys in info.artifacts.items()}
     entries: dict[str, dict[str, bytes]] = {}
     for name, content in members.items():

@@ -61,15 +61,31 @@ class DecodeLoop:
     """
 
     def __init__(
-        self, model: PagedModelProtocol, *, max_batch_size: int, max_blocks_per_req: int, steps_per_launch: int, **options: Any
-    ) -> None:  # fmt: skip
+        self,
+        model: PagedModelProtocol,
+        *,
+        max_batch_size: int,
+        max_blocks_per_req: int,
+        steps_per_launch: int,
+        **options: Any,
+    ) -> None:
         device, block_size = torch.device(model.device), model.kv_cache.block_size
         self.rows = DecodeRows(
-            max_batch_size, max_blocks_per_req, block_size, model.vocab_size, device, model.session.ops, steps_per_launch,
+            max_batch_size,
+            max_blocks_per_req,
+            block_size,
+            model.vocab_size,
+            device,
+            model.session.ops,
+            steps_per_launch,
             MAX_IN_FLIGHT,
-        )  # fmt: skip
+        )
         self.runner = WholeStepRunner(
-            lambda input_ids, metadata: model(input_ids, metadata, None), self.rows, ranges=profile_range, session=model.session, **options
+            lambda input_ids, metadata: model(input_ids, metadata, None),
+            self.rows,
+            ranges=profile_range,
+            session=model.session,
+            **options,
         )
         self.steps_per_launch, self._eos_token_ids = steps_per_launch, model.eos_token_ids
         self._prefill_ring = TokenRing(MAX_IN_FLIGHT, max_batch_size, device)
@@ -80,7 +96,9 @@ class DecodeLoop:
         self._to_write: dict[int, RowState] = {}
         self._to_clear: list[int] = []
         self._launches: list[_Launch] = []
-        self._starting: tuple[int, int, list[tuple[int, Sequence]]] | None = None  # till recorded: a launch's number, steps before it, rows
+        self._starting: tuple[int, int, list[tuple[int, Sequence]]] | None = (
+            None  # till recorded: a launch's number, steps before it, rows
+        )
         self._moving = False  # rows change places: what the device holds is known again behind it
         self._step_count = StepCount()
         self.decoded = 0
@@ -159,7 +177,9 @@ class DecodeLoop:
     def _settle(self) -> None:
         """Record the launch that was begun, if the device has it. Wherever this is interrupted, the next call goes on: each line may run twice."""
         if self._moving:
-            raise TorchpagedError("rows: expected as the host knows them, got an interrupted move between rows; make a new Generator")
+            raise TorchpagedError(
+                "rows: expected as the host knows them, got an interrupted move between rows; make a new Generator"
+            )
         if self._starting is None:
             return
         number, started, busy = self._starting
@@ -179,14 +199,18 @@ class DecodeLoop:
         results = []
         while len(self._launches) > keep:
             launch = self._launches.pop(0)
-            live = [(column, sequence) for column, sequence in launch.columns if sequence.finish_reason is None]
+            live = [
+                (column, sequence) for column, sequence in launch.columns if sequence.finish_reason is None
+            ]
             with profile_range("collect", batch=len(live)):
                 if launch.prefill:
                     steps = self._prefill_ring.read(launch.place)
                 else:
                     steps = self.rows.ring.read(launch.place, launch.columns[-1][0] + 1)
             for column, sequence in live:
-                tokens = [step[column] for step in steps if step[column] != -1]  # -1: idle by then; NO_TOKEN is the caller's
+                tokens = [
+                    step[column] for step in steps if step[column] != -1
+                ]  # -1: idle by then; NO_TOKEN is the caller's
                 sequence.steps_read += launch.num_steps
                 self.decoded += 0 if launch.prefill else len(tokens)
                 results.append((sequence, tokens))
@@ -202,7 +226,13 @@ class DecodeLoop:
             self.rows.write(self._to_write)
             self._to_write = {}
         if self.blocks_added:
-            self._send_blocks([(row, sequence) for row, sequence in self._busy() if len(sequence.blocks) > sequence.blocks_on_device])
+            self._send_blocks(
+                [
+                    (row, sequence)
+                    for row, sequence in self._busy()
+                    if len(sequence.blocks) > sequence.blocks_on_device
+                ]
+            )
             self.blocks_added = False
         if self._has_idle_rows:
             self._close_up()
@@ -219,7 +249,9 @@ class DecodeLoop:
     def _busy(self) -> list[tuple[int, Sequence]]:
         """Rows that hold a request; kept until one comes, goes or moves."""
         if self._busy_rows is None:
-            self._busy_rows = [(row, sequence) for row, sequence in enumerate(self._sequences) if sequence is not None]
+            self._busy_rows = [
+                (row, sequence) for row, sequence in enumerate(self._sequences) if sequence is not None
+            ]
         return self._busy_rows
 
     def _close_up(self) -> None:
@@ -245,8 +277,17 @@ class DecodeLoop:
         params = sequence.sampling
         stops = [*params.stop_token_ids, *(() if params.ignore_eos else self._eos_token_ids)]
         return RowState(
-            input_id=sequence.token_at(len(sequence) - 1), seq_len=len(sequence), blocks=sequence.blocks, seed=sequence.seed,
-            counter=len(sequence.output), remaining=sequence.max_len - len(sequence), temperature=params.temperature,
-            top_k=params.top_k, top_p=params.top_p, min_p=params.min_p, repetition_penalty=params.repetition_penalty,
-            stop_token_ids=stops, seen=sequence.tokens if params.repetition_penalty != 1.0 else None,
-        )  # fmt: skip
+            input_id=sequence.token_at(len(sequence) - 1),
+            seq_len=len(sequence),
+            blocks=sequence.blocks,
+            seed=sequence.seed,
+            counter=len(sequence.output),
+            remaining=sequence.max_len - len(sequence),
+            temperature=params.temperature,
+            top_k=params.top_k,
+            top_p=params.top_p,
+            min_p=params.min_p,
+            repetition_penalty=params.repetition_penalty,
+            stop_token_ids=stops,
+            seen=sequence.tokens if params.repetition_penalty != 1.0 else None,
+        )

@@ -33,7 +33,14 @@ from torchpaged.engine.device import WholeStepRunner
 from torchpaged.engine.inbox import HandOut, Inbox
 from torchpaged.engine.model import PagedModelProtocol
 from torchpaged.engine.numbers import shown
-from torchpaged.engine.options import check_options, decide_compile, decide_graphs, decide_prefill_buckets, paged_model, tokens_per_request
+from torchpaged.engine.options import (
+    check_options,
+    decide_compile,
+    decide_graphs,
+    decide_prefill_buckets,
+    paged_model,
+    tokens_per_request,
+)
 from torchpaged.engine.prefill_graphs import PrefillGraphs
 from torchpaged.engine.prompts import list_prompts, list_sampling, token_ids
 from torchpaged.engine.sampling import SamplingParams
@@ -48,7 +55,9 @@ if TYPE_CHECKING:
     from torchpaged.fuse import FusionReport
 
 _LOOKAHEAD = 128  # tokens
-_GIVE_WAY_SECONDS = 1e-4  # for threads that wait for the lock: without it the one that steps would take it again and again
+_GIVE_WAY_SECONDS = (
+    1e-4  # for threads that wait for the lock: without it the one that steps would take it again and again
+)
 
 
 class Generator:
@@ -121,65 +130,113 @@ class Generator:
         progress: Callable[[int, int, str], None] | None = None,
     ) -> None:
         check_options(
-            {"max_batch_size": max_batch_size, "prefill_chunk_size": prefill_chunk_size,
-             "block_size": 1 if block_size is None else block_size, "steps_per_launch": steps_per_launch, "lookahead": 1 if lookahead is None else lookahead + 1},
+            {
+                "max_batch_size": max_batch_size,
+                "prefill_chunk_size": prefill_chunk_size,
+                "block_size": 1 if block_size is None else block_size,
+                "steps_per_launch": steps_per_launch,
+                "lookahead": 1 if lookahead is None else lookahead + 1,
+            },
             {"compile": compile, "graphs": graphs, "capture_ahead": capture_ahead},
-        )  # fmt: skip
+        )
         self.max_seq_len = tokens_per_request(model, max_seq_len)
         self.model: PagedModelProtocol = paged_model(
-            model, fuse=fuse, num_blocks=num_blocks, kv_cache_memory=kv_cache_memory, block_size=block_size, backend=backend,
-            max_batch_size=max_batch_size, max_seq_len=self.max_seq_len, prefill_chunk_size=prefill_chunk_size,
-        )  # fmt: skip
-        self.tokenizer, self.choice, self.device = tokenizer, self.model.choice, torch.device(self.model.device)
+            model,
+            fuse=fuse,
+            num_blocks=num_blocks,
+            kv_cache_memory=kv_cache_memory,
+            block_size=block_size,
+            backend=backend,
+            max_batch_size=max_batch_size,
+            max_seq_len=self.max_seq_len,
+            prefill_chunk_size=prefill_chunk_size,
+        )
+        self.tokenizer, self.choice, self.device = (
+            tokenizer,
+            self.model.choice,
+            torch.device(self.model.device),
+        )
         self.fusion_report: FusionReport | None = getattr(self.model, "fusion_report", None)
         cache, on_gpu = self.model.kv_cache, self.device.type == "cuda"
         use_graphs, self.graph_reason = decide_graphs(graphs, self.choice, on_gpu)
-        use_compile, self.compile_reason = decide_compile(compile, on_gpu, use_graphs, self.graph_reason, self.fusion_report)
+        use_compile, self.compile_reason = decide_compile(
+            compile, on_gpu, use_graphs, self.graph_reason, self.fusion_report
+        )
         if not use_graphs and steps_per_launch != 1:
-            raise ArgumentError("steps_per_launch", "1 without graphs", str(steps_per_launch), f"graphs: {self.graph_reason}")
+            raise ArgumentError(
+                "steps_per_launch", "1 without graphs", str(steps_per_launch), f"graphs: {self.graph_reason}"
+            )
         if steps_per_launch != 1 and self.model.session.plans_every_step:
             raise ArgumentError(
-                "steps_per_launch", f"1 with backend {self.choice.name!r}, which plans every step on the host", str(steps_per_launch)
+                "steps_per_launch",
+                f"1 with backend {self.choice.name!r}, which plans every step on the host",
+                str(steps_per_launch),
             )
         prefills, self._prefill_graph_reason = decide_prefill_buckets(
-            prefill_buckets, prefill_chunk_size, on_gpu, use_graphs, self.graph_reason, self.choice.backend.capabilities.graph_support
+            prefill_buckets,
+            prefill_chunk_size,
+            on_gpu,
+            use_graphs,
+            self.graph_reason,
+            self.choice.backend.capabilities.graph_support,
         )
         self.pool = BlockPool(cache.num_blocks)
         self.loop: DecodeLoop | None = None
         self._prefill_graphs: PrefillGraphs | None = None
         if use_graphs:
             shared: dict[str, Any] = {
-                "max_batch_size": max_batch_size, "max_blocks_per_req": -(-self.max_seq_len // cache.block_size), "progress": progress,
+                "max_batch_size": max_batch_size,
+                "max_blocks_per_req": -(-self.max_seq_len // cache.block_size),
+                "progress": progress,
                 "watch": cache.tensors(),
-            }  # fmt: skip
+            }
             self.loop = DecodeLoop(
-                self.model, steps_per_launch=steps_per_launch, capture=capture, compile=use_compile,
-                buckets=buckets if buckets is not None or on_gpu else range(1, max_batch_size + 1), **shared,
-            )  # fmt: skip
+                self.model,
+                steps_per_launch=steps_per_launch,
+                capture=capture,
+                compile=use_compile,
+                buckets=buckets if buckets is not None or on_gpu else range(1, max_batch_size + 1),
+                **shared,
+            )
             ahead = on_gpu if capture_ahead == "auto" else bool(capture_ahead)
             if ahead:
                 self.loop.runner.capture()
             if prefills:
                 runner = self.loop.runner
                 self._prefill_graphs = PrefillGraphs(
-                    self.model, prefills, required=prefill_buckets != "auto", reason=self._prefill_graph_reason,
-                    capture=runner.capture_backend, pool=runner.pool if ahead else None, **shared,
-                )  # fmt: skip  # a pool outlives a failed capture only if it holds another graph
+                    self.model,
+                    prefills,
+                    required=prefill_buckets != "auto",
+                    reason=self._prefill_graph_reason,
+                    capture=runner.capture_backend,
+                    pool=runner.pool if ahead else None,
+                    **shared,
+                )  # a pool outlives a failed capture only if it holds another graph
                 if ahead:
                     self._prefill_graphs.capture()
         if lookahead is None:
             lookahead = _LOOKAHEAD if on_gpu and use_graphs else 0
         self.scheduler = Scheduler(
-            self.pool, cache.block_size, max_batch_size, prefill_chunk_size, steps_per_launch if use_graphs else 0, lookahead
+            self.pool,
+            cache.block_size,
+            max_batch_size,
+            prefill_chunk_size,
+            steps_per_launch if use_graphs else 0,
+            lookahead,
         )
         self._stepper = Stepper(self.model, self.scheduler, self.loop, self._prefill_graphs)
         self._requests, self._next_id = self._stepper.requests, 0
         self.stats: GeneratorStats = self._stepper.stats
-        self._lock, self._holder = threading.RLock(), 0  # the thread that is inside: a little less long than it has the lock
+        self._lock, self._holder = (
+            threading.RLock(),
+            0,
+        )  # the thread that is inside: a little less long than it has the lock
         self._queue: dict[int, None] = {}  # threads that wait for the lock
         self._inbox = Inbox()
         self._stream_of_all: object | None = None  # the mark of the open stream over all requests
-        self._left: deque[list[Sequence] | Inbox] = deque()  # requests of calls that broke off, to be cancelled; of an inbox all
+        self._left: deque[list[Sequence] | Inbox] = (
+            deque()
+        )  # requests of calls that broke off, to be cancelled; of an inbox all
 
     # ------------------------------------------------------------------------------------------------ requests
     def submit(self, prompt: str | Seq[int], sampling: SamplingParams | None = None) -> int:
@@ -248,7 +305,9 @@ class Generator:
         each = list_sampling(sampling, len(texts))
         inbox = Inbox()
         with self._entered():
-            sequences = [self._sequence(text, params, inbox) for text, params in zip(texts, each, strict=True)]
+            sequences = [
+                self._sequence(text, params, inbox) for text, params in zip(texts, each, strict=True)
+            ]
         try:
             with self._entered():
                 for sequence in sequences:
@@ -294,23 +353,38 @@ class Generator:
             raise ArgumentError("sampling", "SamplingParams", shown(params))
         if (isinstance(prompt, str) or params.stop) and self.tokenizer is None:
             raise ArgumentError("tokenizer", "a tokenizer for string prompts and stop strings", "None")
-        ids = token_ids(self.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt, self.model.vocab_size)
+        ids = token_ids(
+            self.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt, self.model.vocab_size
+        )
         params.check_vocabulary(self.model.vocab_size)
         room = min(self.max_seq_len, self.pool.num_usable * self.scheduler.block_size)
         if len(ids) >= room:
-            raise ArgumentError("prompt", f"at most {room - 1} tokens (max_seq_len {self.max_seq_len}, {self.pool.num_usable} blocks of "
-                                f"{self.scheduler.block_size})", str(len(ids)), "raise max_seq_len or num_blocks, or shorten the prompt")  # fmt: skip
+            raise ArgumentError(
+                "prompt",
+                f"at most {room - 1} tokens (max_seq_len {self.max_seq_len}, {self.pool.num_usable} blocks of "
+                f"{self.scheduler.block_size})",
+                str(len(ids)),
+                "raise max_seq_len or num_blocks, or shorten the prompt",
+            )
         request_id, self._next_id = self._next_id, self._next_id + 1
         seed = secrets.randbits(63) if params.seed is None else params.seed
-        max_len = min(len(ids) + params.max_new_tokens, self.max_seq_len, room + 1)  # the last token is not stored
-        return Sequence(request_id, ids, params, seed, TextStream(self.tokenizer, params.stop), max_len, inbox)
+        max_len = min(
+            len(ids) + params.max_new_tokens, self.max_seq_len, room + 1
+        )  # the last token is not stored
+        return Sequence(
+            request_id, ids, params, seed, TextStream(self.tokenizer, params.stop), max_len, inbox
+        )
 
     def _claim(self, request_ids: list[int]) -> Inbox:
         """An inbox for these submitted requests alone."""
         known = {s.request_id: s for s in (*self._inbox.live, *self._inbox.ready)}
         for request_id in request_ids:
             if request_id not in known:
-                raise ArgumentError("request_ids", "submitted requests that are not done and belong to no other stream", repr(request_id))
+                raise ArgumentError(
+                    "request_ids",
+                    "submitted requests that are not done and belong to no other stream",
+                    repr(request_id),
+                )
         inbox = Inbox()
         for sequence in (known[request_id] for request_id in request_ids):
             for old, new in ((self._inbox.live, inbox.live), (self._inbox.ready, inbox.ready)):
@@ -401,8 +475,10 @@ class Generator:
             time.sleep(_GIVE_WAY_SECONDS)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise NotCopyableError("a Generator can't be copied or pickled: its graphs, rows and pools are places in this process's memory; copy or "
-                               "pickle the model, and make a Generator of it where you need one")  # fmt: skip
+        raise NotCopyableError(
+            "a Generator can't be copied or pickled: its graphs, rows and pools are places in this process's memory; copy or "
+            "pickle the model, and make a Generator of it where you need one"
+        )
 
     # ------------------------------------------------------------------------------------------------ what was decided
     @property

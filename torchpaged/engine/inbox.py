@@ -32,7 +32,9 @@ class HandOut:
 
     def __init__(self, inbox: Inbox) -> None:
         self._places = {sequence: (sequence.taken, len(sequence.log)) for sequence in inbox.ready}
-        self.events = [event for sequence, (first, end) in self._places.items() for event in sequence.log[first:end]]
+        self.events = [
+            event for sequence, (first, end) in self._places.items() for event in sequence.log[first:end]
+        ]
 
     def take(self) -> None:
         """Nobody else gets them."""

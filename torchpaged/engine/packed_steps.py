@@ -39,7 +39,9 @@ class PackedSteps:
         """One token each: logits ``[len(sequences), vocab_size]``."""
         ids = [s.token_at(len(s) - 1) for s in sequences]
         with profile_range("decode", batch=len(ids), tokens=len(ids)):
-            metadata = self._metadata([1] * len(ids), [len(s) for s in sequences], [s.blocks for s in sequences])
+            metadata = self._metadata(
+                [1] * len(ids), [len(s) for s in sequences], [s.blocks for s in sequences]
+            )
             return self._model(self._longs(ids), metadata, None)
 
     def reset(self) -> None:
@@ -62,7 +64,9 @@ class PackedSteps:
             with profile_range("prefill", batch=len(chunks), tokens=len(ids), padded=bucket):
                 return self._graphs.run(ids, query_lens, seq_lens, tables, ends)
         with profile_range("prefill", batch=len(chunks), tokens=len(ids)):
-            return self._model(self._longs(ids), self._metadata(query_lens, seq_lens, tables), self._longs(ends))
+            return self._model(
+                self._longs(ids), self._metadata(query_lens, seq_lens, tables), self._longs(ends)
+            )
 
     def sample(self, logits: Tensor, sequences: list[Sequence]) -> list[int]:
         """The next token of each sequence from ``logits [len(sequences), vocab_size]``."""
@@ -71,16 +75,25 @@ class PackedSteps:
             penalised = any(p.repetition_penalty != 1.0 for p in params)
             seen = seen_tokens([s.tokens for s in sequences], logits.shape[1]) if penalised else None
             seeds, counters = [s.seed for s in sequences], [len(s.output) for s in sequences]
-            tokens: list[int] = sample(logits, params, seeds, counters, seen, ops=self._model.session.ops).tolist()
+            tokens: list[int] = sample(
+                logits, params, seeds, counters, seen, ops=self._model.session.ops
+            ).tolist()
             return tokens
 
     def _longs(self, numbers: Seq[int]) -> Tensor:
         return to_device(numbers, torch.int64, self._device)
 
-    def _metadata(self, query_lens: list[int], seq_lens: list[int], tables: list[list[int]]) -> AttentionMetadata:
+    def _metadata(
+        self, query_lens: list[int], seq_lens: list[int], tables: list[list[int]]
+    ) -> AttentionMetadata:
         cache = self._model.kv_cache
         metadata = AttentionMetadata.from_lists(
-            query_lens, seq_lens, tables, block_size=cache.block_size, num_blocks=cache.num_blocks, device=self._device
+            query_lens,
+            seq_lens,
+            tables,
+            block_size=cache.block_size,
+            num_blocks=cache.num_blocks,
+            device=self._device,
         )
         if self._model.session.plans:
             self._model.session.plan(metadata, HostLengths(query_lens, seq_lens))

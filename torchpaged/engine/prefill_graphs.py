@@ -42,15 +42,29 @@ class PrefillGraphs:
     """
 
     def __init__(
-        self, model: PagedModelProtocol, buckets: Seq[int], *, max_batch_size: int, max_blocks_per_req: int, required: bool, reason: str,
+        self,
+        model: PagedModelProtocol,
+        buckets: Seq[int],
+        *,
+        max_batch_size: int,
+        max_blocks_per_req: int,
+        required: bool,
+        reason: str,
         **options: Any,
-    ) -> None:  # fmt: skip
+    ) -> None:
         cache = model.kv_cache
         self.runner: PackedGraphRunner | None = PackedGraphRunner(
-            model, buckets=buckets, max_num_reqs=min(max_batch_size, MAX_NUM_REQS), max_blocks_per_req=max_blocks_per_req,
-            block_size=cache.block_size, num_blocks=cache.num_blocks, device=torch.device(model.device), ranges=profile_range, session=model.session,
+            model,
+            buckets=buckets,
+            max_num_reqs=min(max_batch_size, MAX_NUM_REQS),
+            max_blocks_per_req=max_blocks_per_req,
+            block_size=cache.block_size,
+            num_blocks=cache.num_blocks,
+            device=torch.device(model.device),
+            ranges=profile_range,
+            session=model.session,
             **options,
-        )  # fmt: skip
+        )
         self.reason, self._required = reason, required
 
     def capture(self) -> None:

@@ -16,7 +16,10 @@ from torchpaged.engine.device import StepOps, token_bits
 from torchpaged.engine.numbers import as_float, as_integer, shown
 from torchpaged.metadata import to_device
 
-_SMALLEST, _LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max  # the device has float32
+_SMALLEST, _LARGEST = (
+    torch.finfo(torch.float32).tiny,
+    torch.finfo(torch.float32).max,
+)  # the device has float32
 
 
 @dataclass(frozen=True)
@@ -59,13 +62,21 @@ class SamplingParams:
         self._integer("top_k", "an integer, 0 (off) or 1 to 2**31 - 1", 0, 2**31 - 1)
         self._float("top_p", "a number in (0, 1]", _SMALLEST, 1.0)
         self._float("min_p", "a number in [0, 1]", 0.0, 1.0)
-        self._float("repetition_penalty", "a positive number of float32's range (1 = off)", _SMALLEST, _LARGEST)
+        self._float(
+            "repetition_penalty", "a positive number of float32's range (1 = off)", _SMALLEST, _LARGEST
+        )
         if self.seed is not None:
             self._integer("seed", "None or a signed 64-bit integer", -(2**63), 2**63 - 1)
-        if not isinstance(self.stop, (tuple, list)) or not all(isinstance(text, str) and text for text in self.stop):
+        if not isinstance(self.stop, (tuple, list)) or not all(
+            isinstance(text, str) and text for text in self.stop
+        ):
             raise ArgumentError("stop", "a tuple or list of non-empty strings", shown(self.stop))
         object.__setattr__(self, "stop", tuple(self.stop))
-        stops = [as_integer(token) for token in self.stop_token_ids] if isinstance(self.stop_token_ids, (tuple, list)) else [None]
+        stops = (
+            [as_integer(token) for token in self.stop_token_ids]
+            if isinstance(self.stop_token_ids, (tuple, list))
+            else [None]
+        )
         if any(token is None or not 0 <= token < 2**63 for token in stops):
             raise ArgumentError("stop_token_ids", "a tuple or list of token ids", shown(self.stop_token_ids))
         object.__setattr__(self, "stop_token_ids", tuple(stops))
@@ -104,8 +115,15 @@ def seen_tokens(tokens: Sequence[Sequence[int]], vocab_size: int) -> Tensor:
     return torch.stack([token_bits(occurred, -(-vocab_size // 32)) for occurred in tokens])
 
 
-def sample(logits: Tensor, params: Sequence[SamplingParams], seeds: Sequence[int], counters: Sequence[int],
-           seen: Tensor | None = None, *, ops: StepOps) -> Tensor:  # fmt: skip
+def sample(
+    logits: Tensor,
+    params: Sequence[SamplingParams],
+    seeds: Sequence[int],
+    counters: Sequence[int],
+    seen: Tensor | None = None,
+    *,
+    ops: StepOps,
+) -> Tensor:
     """One token per row.
 
     Args:
@@ -130,14 +148,28 @@ def sample(logits: Tensor, params: Sequence[SamplingParams], seeds: Sequence[int
     penalties = [p.repetition_penalty for p in params]
     if seen is None:
         if any(penalty != 1.0 for penalty in penalties):
-            raise ArgumentError("seen", "a mask of seen tokens, since a row has a repetition penalty", "None", "build it with seen_tokens")
-        seen = torch.zeros(1, -(-logits.shape[1] // 32), dtype=torch.int32, device=device).expand(len(params), -1)  # read by no row
+            raise ArgumentError(
+                "seen",
+                "a mask of seen tokens, since a row has a repetition penalty",
+                "None",
+                "build it with seen_tokens",
+            )
+        seen = torch.zeros(1, -(-logits.shape[1] // 32), dtype=torch.int32, device=device).expand(
+            len(params), -1
+        )  # read by no row
     elif device.type == "cuda" and seen.device.type == "cpu":
         seen = seen.pin_memory()
     out = torch.empty(len(params), dtype=torch.int64, device=device)
     ops.sample_tokens(
-        logits, column([p.temperature for p in params], torch.float32), column([min(p.top_k, logits.shape[1]) for p in params], torch.int32),
-        column([p.top_p for p in params], torch.float32), column([p.min_p for p in params], torch.float32),
-        column(penalties, torch.float32), seen.to(device, non_blocking=True), column(seeds, torch.int64), column(counters, torch.int64), out,
-    )  # fmt: skip
+        logits,
+        column([p.temperature for p in params], torch.float32),
+        column([min(p.top_k, logits.shape[1]) for p in params], torch.int32),
+        column([p.top_p for p in params], torch.float32),
+        column([p.min_p for p in params], torch.float32),
+        column(penalties, torch.float32),
+        seen.to(device, non_blocking=True),
+        column(seeds, torch.int64),
+        column(counters, torch.int64),
+        out,
+    )
     return out

@@ -43,7 +43,13 @@ class Scheduler:
     """
 
     def __init__(
-        self, pool: BlockPool, block_size: int, max_batch_size: int, prefill_chunk_size: int, ahead: int = 0, lookahead: int = 0
+        self,
+        pool: BlockPool,
+        block_size: int,
+        max_batch_size: int,
+        prefill_chunk_size: int,
+        ahead: int = 0,
+        lookahead: int = 0,
     ) -> None:
         self.pool, self.block_size = pool, block_size
         self.ahead, self.lookahead = ahead, lookahead
@@ -98,7 +104,9 @@ class Scheduler:
     def short_of_blocks(self) -> bool:
         """Whether the next `schedule` may have to put a request back."""
         missing = sum(self._missing(s, self._tokens_ahead(s)) for s in self.running if _decodes(s))
-        missing += sum(self._missing(s, self._tokens_after(s, s.remaining)) for s in self.running if not _decodes(s))
+        missing += sum(
+            self._missing(s, self._tokens_after(s, s.remaining)) for s in self.running if not _decodes(s)
+        )
         return missing > self.pool.num_free
 
     def _tokens_ahead(self, sequence: Sequence) -> int:
@@ -120,7 +128,10 @@ class Scheduler:
             return
         if not any(s.row is not None and len(s.blocks) > s.blocks_on_device for s in step.decodes):
             return
-        extra = [(s, self._missing(s, min(self._tokens_ahead(s) + self.lookahead, s.max_len - 1))) for s in step.decodes]
+        extra = [
+            (s, self._missing(s, min(self._tokens_ahead(s) + self.lookahead, s.max_len - 1)))
+            for s in step.decodes
+        ]
         if 2 * sum(count for _, count in extra) <= self.pool.num_free:
             for sequence, count in extra:
                 sequence.blocks += self.pool.allocate(count)
@@ -153,7 +164,9 @@ class Scheduler:
         missing = self._missing(sequence, num_tokens)
         if missing > self.pool.num_free:
             self._trim()
-        while missing > self.pool.num_free:  # never for the oldest alone: `max_len` keeps a request within the pool
+        while (
+            missing > self.pool.num_free
+        ):  # never for the oldest alone: `max_len` keeps a request within the pool
             youngest = self.running[-1]
             self._put_back(youngest)
             step.put_back.append(youngest)

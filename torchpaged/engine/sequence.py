@@ -134,5 +134,10 @@ class Sequence:
     def result(self) -> RequestOutput:
         """What the caller gets."""
         return RequestOutput(
-            self.request_id, list(self.prompt), list(self.output), self.text, self.finish_reason or "cancelled", self.error
+            self.request_id,
+            list(self.prompt),
+            list(self.output),
+            self.text,
+            self.finish_reason or "cancelled",
+            self.error,
         )

@@ -37,12 +37,16 @@ def _embedding_forward(self: Any, input_ids: Tensor) -> Tensor:
         result: Tensor = type(self).forward(self, input_ids)
         return result
     out = self.weight.new_empty(input_ids.numel(), self.embedding_dim)
-    ends.owner.ops.embedding(input_ids.reshape(-1).long().contiguous(), self.weight, out, scale=getattr(self, "embed_scale", None))
+    ends.owner.ops.embedding(
+        input_ids.reshape(-1).long().contiguous(), self.weight, out, scale=getattr(self, "embed_scale", None)
+    )
     return out.view(*input_ids.shape, self.embedding_dim)
 
 
 def _norm_forward(self: Any, hidden_states: Tensor) -> Tensor:
-    result: Tensor = hidden_states if self._torchpaged_ends.owner is not None else type(self).forward(self, hidden_states)
+    result: Tensor = (
+        hidden_states if self._torchpaged_ends.owner is not None else type(self).forward(self, hidden_states)
+    )
     return result
 
 
@@ -54,7 +58,9 @@ def _head_forward(self: Any, hidden_states: Tensor) -> Tensor:
     weight, eps, offset = norm_of(ends.norm, ends.offset)
     x = hidden_states.reshape(-1, hidden_states.shape[-1])
     out = x.new_empty(x.shape[0], self.out_features)
-    ends.owner.ops.linear(x, self.weight, out, bias=self.bias, norm_weight=weight, norm_eps=eps, norm_offset=offset)
+    ends.owner.ops.linear(
+        x, self.weight, out, bias=self.bias, norm_weight=weight, norm_eps=eps, norm_offset=offset
+    )
     return out.view(*hidden_states.shape[:-1], self.out_features)
 
 
@@ -98,7 +104,9 @@ def _why_no_head(model: Any, base: Any) -> str | None:
 def _why_no_embedding(base: Any) -> str | None:
     table: Any = base.get_input_embeddings()
     scaled = {f"{architecture.family}TextScaledWordEmbedding" for architecture in ARCHITECTURES.values()}
-    known = type(table) is nn.Embedding or (type(table).__name__ in scaled and type(table).__module__.startswith("transformers.models."))
+    known = type(table) is nn.Embedding or (
+        type(table).__name__ in scaled and type(table).__module__.startswith("transformers.models.")
+    )
     if not known or type(table.weight.data) is not Tensor:
         return f"the embedding is a {type(table).__name__}, expected a plain one or Gemma's"
     if table.max_norm is not None:
@@ -111,7 +119,9 @@ def _why_no_embedding(base: Any) -> str | None:
 def _why_occupied(what: str, *modules: Any) -> str | None:
     if any(module._forward_hooks or module._forward_pre_hooks for module in modules):
         return f"{what} has forward hooks"
-    return f"{what} has a forward of its own" if any("forward" in vars(module) for module in modules) else None
+    return (
+        f"{what} has a forward of its own" if any("forward" in vars(module) for module in modules) else None
+    )
 
 
 def _wrapped(model: Any) -> Any:
@@ -124,7 +134,9 @@ def _wrapped(model: Any) -> Any:
     return forward
 
 
-def end_forwards(model: Any, base: Any, passes: Sequence[str], report: FusionReport) -> tuple[Ends, list[tuple[nn.Module, Any]]]:
+def end_forwards(
+    model: Any, base: Any, passes: Sequence[str], report: FusionReport
+) -> tuple[Ends, list[tuple[nn.Module, Any]]]:
     """The forwards that "lm_head" and "embedding" of ``passes`` give to modules, none where they don't apply, and what these share.
 
     Args:
@@ -140,7 +152,11 @@ def end_forwards(model: Any, base: Any, passes: Sequence[str], report: FusionRep
         report.note("lm_head", "lm_head", why)
         if why is None:
             ends.norm = base.norm
-            ends.offset = next(a.norm_offset for a in ARCHITECTURES.values() if type(base.norm).__name__ == f"{a.family}RMSNorm")
+            ends.offset = next(
+                a.norm_offset
+                for a in ARCHITECTURES.values()
+                if type(base.norm).__name__ == f"{a.family}RMSNorm"
+            )
             forwards += [(base.norm, _norm_forward), (model.lm_head, _head_forward)]
     if "embedding" in passes:
         why = reason or _why_no_embedding(base)

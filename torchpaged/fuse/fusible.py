@@ -38,11 +38,15 @@ class Architecture(NamedTuple):
 
 
 _FAMILIES = (
-    Architecture("Llama"), Architecture("Mistral"), Architecture("Qwen2"), Architecture("Qwen3", qk_norm=True), Architecture("SmolLM3"),
+    Architecture("Llama"),
+    Architecture("Mistral"),
+    Architecture("Qwen2"),
+    Architecture("Qwen3", qk_norm=True),
+    Architecture("SmolLM3"),
     Architecture("Gemma2", norm_offset=1.0, post_norms=True, soft_cap=True),
     Architecture("Gemma3", norm_offset=1.0, post_norms=True, qk_norm=True),
     Architecture("GptOss", sinks=True, gated_mlp=False, half_table=True),
-)  # fmt: skip
+)
 #: Class name of a decoder layer -> its architecture.
 ARCHITECTURES = {f"{architecture.family}DecoderLayer": architecture for architecture in _FAMILIES}
 
@@ -56,14 +60,20 @@ def norm_of(norm: Any, offset: float) -> tuple[Tensor, float, float]:
 def activation_of(mlp: Any) -> str | None:
     """The activation of a gated MLP by the op's name, or None."""
     act = mlp.act_fn
-    if getattr(getattr(act, "act", None), "__self__", None) is act:  # "gelu_python": the same formula, but not torch's function
+    if (
+        getattr(getattr(act, "act", None), "__self__", None) is act
+    ):  # "gelu_python": the same formula, but not torch's function
         return None
     return ACTIVATIONS.get(type(act).__name__)
 
 
 def _norms(architecture: Architecture) -> list[str]:
     names = ["input_layernorm", "post_attention_layernorm"]
-    return [*names, "pre_feedforward_layernorm", "post_feedforward_layernorm"] if architecture.post_norms else names
+    return (
+        [*names, "pre_feedforward_layernorm", "post_feedforward_layernorm"]
+        if architecture.post_norms
+        else names
+    )
 
 
 def why_unknown(layer: Any) -> str | None:
@@ -73,8 +83,12 @@ def why_unknown(layer: Any) -> str | None:
     if architecture is None or not type(layer).__module__.startswith("transformers.models."):
         return f"{name} is none of the known layers ({', '.join(a.family for a in _FAMILIES)})"
     family, norms = architecture.family, _norms(architecture)
-    attention = ["q_proj", "k_proj", "v_proj", "o_proj"] + (["q_norm", "k_norm"] if architecture.qk_norm else [])
-    parts = {"self_attn": f"{family}Attention", "mlp": f"{family}MLP"} | dict.fromkeys(norms, f"{family}RMSNorm")
+    attention = ["q_proj", "k_proj", "v_proj", "o_proj"] + (
+        ["q_norm", "k_norm"] if architecture.qk_norm else []
+    )
+    parts = {"self_attn": f"{family}Attention", "mlp": f"{family}MLP"} | dict.fromkeys(
+        norms, f"{family}RMSNorm"
+    )
     if set(dict(layer.named_children())) != set(parts):
         return f"its parts are {sorted(dict(layer.named_children()))}, expected {sorted(parts)}"
     for part, class_name in parts.items():
@@ -104,7 +118,12 @@ def _why_changed(layer: Any, architecture: Architecture, linears: Sequence[str])
         return "its weights are of a tensor subclass (quantised or sharded)"
     if len({(p.dtype, p.device) for p in weights}) != 1:
         return "its weights differ in dtype or device"
-    if weights[0].is_meta or weights[0].dtype not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+    if weights[0].is_meta or weights[0].dtype not in (
+        torch.bfloat16,
+        torch.float16,
+        torch.float32,
+        torch.float64,
+    ):
         return f"its weights are {weights[0].dtype} on {weights[0].device}, which the ops do not take"
     norms = [module for module in layer.modules() if type(module).__name__ == f"{architecture.family}RMSNorm"]
     if any(norm.weight.dtype not in (weights[0].dtype, torch.float32) for norm in norms):

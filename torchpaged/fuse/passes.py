@@ -40,12 +40,18 @@ class _Fusion:
 
     def give(self, module: nn.Module, name: str, value: Any) -> None:
         """Set an attribute of one instance; functions become methods."""
-        setattr(module, name, types.MethodType(value, module) if isinstance(value, types.FunctionType) else value)
+        setattr(
+            module, name, types.MethodType(value, module) if isinstance(value, types.FunctionType) else value
+        )
         self.changed.append((module, name, value))
 
     def overlaid(self) -> bool:
         """Whether a forward that was given here has another one on top, such as `compile_layers`'."""
-        return any(getattr(vars(m).get(name), "__func__", None) is not value for m, name, value in self.changed if name == "forward")
+        return any(
+            getattr(vars(m).get(name), "__func__", None) is not value
+            for m, name, value in self.changed
+            if name == "forward"
+        )
 
     def refresh(self) -> None:
         """After the model was moved or loaded into."""
@@ -86,7 +92,9 @@ def _rope_of(fusion: _Fusion, layer: Any, config: Any) -> tuple[RopeTable | str 
     return fusion.tables[layer_type], None
 
 
-def _fuse_layer(fusion: _Fusion, layer: nn.Module, name: str, config: Any, passes: Sequence[str], report: FusionReport) -> None:
+def _fuse_layer(
+    fusion: _Fusion, layer: nn.Module, name: str, config: Any, passes: Sequence[str], report: FusionReport
+) -> None:
     reason = why_unknown(layer)
     taken, rope = [], None
     for each in passes:
@@ -130,14 +138,20 @@ def fuse(model: PreTrainedModel, passes: Sequence[str] | None = None, *, count: 
     if not isinstance(getattr(base, "layers", None), nn.ModuleList):
         raise UnsupportedModelError(f"{type(model).__name__} has no decoder layers that fuse() could find")
     if hasattr(base, "_torchpaged_fusion"):
-        raise ArgumentError("model", "a model that is not fused", "a fused one", "call torchpaged.hf.unfuse(model) first")
+        raise ArgumentError(
+            "model", "a model that is not fused", "a fused one", "call torchpaged.hf.unfuse(model) first"
+        )
     config = model.config.get_text_config(decoder=True)
     report = FusionReport(type(model).__name__, len(base.layers), tuple(x for x in PASSES if x in chosen))
     report.before = count_launches(model) if count else None
     fusion = _Fusion(base, report)
     for index, layer in enumerate(base.layers):
         _fuse_layer(fusion, layer, f"layers.{index}", config, report.passes, report)
-    if len(fusion.plans) == len(base.layers) and all(plan.rope is not None for plan in fusion.plans) and fusion.tables:
+    if (
+        len(fusion.plans) == len(base.layers)
+        and all(plan.rope is not None for plan in fusion.plans)
+        and fusion.tables
+    ):
         fusion.give(base.rotary_emb, "forward", lazy_forward)  # nobody needs its result any more
     ends, forwards = end_forwards(model, base, chosen, report)
     for module, forward in forwards:
@@ -162,7 +176,10 @@ def unfuse(model: PreTrainedModel) -> None:
         raise ArgumentError("model", "a fused model", "one that is not fused")
     if fusion.overlaid():
         raise ArgumentError(
-            "model", "forwards as fuse() left them", "forwards changed since", "undo that first, as with uncompile_layers(model)"
+            "model",
+            "forwards as fuse() left them",
+            "forwards changed since",
+            "undo that first, as with uncompile_layers(model)",
         )
     for module, name, _ in fusion.changed:
         delattr(module, name)

@@ -51,9 +51,19 @@ class FusionReport:
 
     def to_dict(self) -> dict[str, Any]:
         """The report for JSON; launches as numbers, without the ops' names."""
-        launches = {name: x and {"layers": list(x.layers), "rest": x.rest} for name, x in (("before", self.before), ("after", self.after))}
-        return {"model": self.model, "num_layers": self.num_layers, "passes": list(self.passes), "complete": self.complete,
-                "replaced": self.replaced, "skipped": self.skipped, "launches": launches}  # fmt: skip
+        launches = {
+            name: x and {"layers": list(x.layers), "rest": x.rest}
+            for name, x in (("before", self.before), ("after", self.after))
+        }
+        return {
+            "model": self.model,
+            "num_layers": self.num_layers,
+            "passes": list(self.passes),
+            "complete": self.complete,
+            "replaced": self.replaced,
+            "skipped": self.skipped,
+            "launches": launches,
+        }
 
     def note(self, name: str, module: str, why: str | None) -> None:
         """Pass ``name`` changed ``module``, or did not because of ``why``."""
@@ -73,9 +83,16 @@ class FusionReport:
         ]
 
     def __str__(self) -> str:
-        lines = [f"{self.model}, {self.num_layers} layers", f"{'pass':<10}{'replaced':>9}{'skipped':>9}  reasons"]
+        lines = [
+            f"{self.model}, {self.num_layers} layers",
+            f"{'pass':<10}{'replaced':>9}{'skipped':>9}  reasons",
+        ]
         for name in self.passes:
             reasons = Counter(self.skipped.get(name, {}).values())
-            text = "; ".join(f"{reason} ({count})" if count > 1 else reason for reason, count in reasons.items())
-            lines.append(f"{name:<10}{len(self.replaced.get(name, ())):>9}{sum(reasons.values()):>9}  {text}".rstrip())
+            text = "; ".join(
+                f"{reason} ({count})" if count > 1 else reason for reason, count in reasons.items()
+            )
+            lines.append(
+                f"{name:<10}{len(self.replaced.get(name, ())):>9}{sum(reasons.values()):>9}  {text}".rstrip()
+            )
         return "\n".join(lines + self._launch_lines())

@@ -26,18 +26,24 @@ class LazyRotary(NamedTuple):
 
     def compute(self) -> tuple[Tensor, Tensor]:
         """Cosines and sines, as ``rotary_emb`` gives them."""
-        result: tuple[Tensor, Tensor] = type(self.rotary).forward(self.rotary, self.x, self.position_ids, *self.arguments)
+        result: tuple[Tensor, Tensor] = type(self.rotary).forward(
+            self.rotary, self.x, self.position_ids, *self.arguments
+        )
         return result
 
 
-def lazy_forward(self: nn.Module, x: Tensor, position_ids: Tensor, *arguments: Any, **named: Any) -> LazyRotary:
+def lazy_forward(
+    self: nn.Module, x: Tensor, position_ids: Tensor, *arguments: Any, **named: Any
+) -> LazyRotary:
     """``rotary_emb.forward`` while every layer is fused; ``layer_type`` is the one argument that any family adds."""
     return LazyRotary(self, x, position_ids, (*arguments, *named.values()))
 
 
 def computed(position_embeddings: Any) -> Any:
     """The cosines and sines themselves."""
-    return position_embeddings.compute() if isinstance(position_embeddings, LazyRotary) else position_embeddings
+    return (
+        position_embeddings.compute() if isinstance(position_embeddings, LazyRotary) else position_embeddings
+    )
 
 
 class RopeTable:
@@ -54,7 +60,9 @@ class RopeTable:
         UnsupportedModelError: what the module gives is no rotation of two halves.
     """
 
-    def __init__(self, rotary: nn.Module, layer_type: str | None, head_dim: int, half: bool, rows: int) -> None:
+    def __init__(
+        self, rotary: nn.Module, layer_type: str | None, head_dim: int, half: bool, rows: int
+    ) -> None:
         self.rotary, self.layer_type, self.head_dim, self.half = rotary, layer_type, head_dim, half
         self.cos_sin = torch.empty(0, head_dim)
         self._old: list[Tensor] = []  # captured graphs may still read them
@@ -71,7 +79,9 @@ class RopeTable:
         self._old.append(self.cos_sin)
         with torch.inference_mode(False), torch.no_grad():
             self.cos_sin = self._compute(rows, device)
-        torch._dynamo.mark_static_address(self.cos_sin, guard=False)  # else compiled CUDA graphs would copy it in every replay
+        torch._dynamo.mark_static_address(
+            self.cos_sin, guard=False
+        )  # else compiled CUDA graphs would copy it in every replay
 
     def _compute(self, rows: int, device: torch.device) -> Tensor:
         ones = torch.ones(1, dtype=torch.float32, device=device)
@@ -83,6 +93,8 @@ class RopeTable:
             raise UnsupportedModelError(
                 f"{type(self.rotary).__name__} gives {cos.dtype} [{', '.join(map(str, cos.shape))}], expected float32 for {self.head_dim}"
             )
-        if not self.half and not (torch.equal(cos[:, :middle], cos[:, middle:]) and torch.equal(sin[:, :middle], sin[:, middle:])):
+        if not self.half and not (
+            torch.equal(cos[:, :middle], cos[:, middle:]) and torch.equal(sin[:, :middle], sin[:, middle:])
+        ):
             raise UnsupportedModelError(f"{type(self.rotary).__name__} does not rotate two equal halves")
         return torch.cat([cos[:, :middle], sin[:, :middle]], dim=-1).contiguous()

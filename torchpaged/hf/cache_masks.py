@@ -40,7 +40,10 @@ class CacheMasks(CacheRows):
         Not in dense mode where a layer has both a recurrent state and a window: there transformers makes a mask without the window.
         Not with chunked attention: transformers 5.17 cannot make that mask outside the forward, and never compiles those models.
         """
-        hybrid = any(layer.window is not None and isinstance(layer, LinearAttentionCacheLayerMixin) for layer in self.paged)
+        hybrid = any(
+            layer.window is not None and isinstance(layer, LinearAttentionCacheLayerMixin)
+            for layer in self.paged
+        )
         chunked = any(layer.chunk is not None for layer in self.paged)
         return bool(super().is_compileable) and not chunked and not (self.dense and hybrid)
 
@@ -49,7 +52,13 @@ class CacheMasks(CacheRows):
         self._pending = PendingPadding(self.name)
 
     def observe_mask(
-        self, mask: Tensor | None, batch: int, query_length: int, mask_function: Any, local_size: int | None, device: Any = "cpu"
+        self,
+        mask: Tensor | None,
+        batch: int,
+        query_length: int,
+        mask_function: Any,
+        local_size: int | None,
+        device: Any = "cpu",
     ) -> None:
         """Learn the left padding from the first mask, check later ones; refuse masks that paging can't express.
 
@@ -60,30 +69,55 @@ class CacheMasks(CacheRows):
         """
         if torch.compiler.is_compiling():
             if mask is not None and query_length > 1:
-                raise RuntimeError("PagedCache: a prefill with an attention mask was compiled, where its padding can't be read; "
-                                   "run the prefill eagerly, as generate() does")  # fmt: skip
+                raise RuntimeError(
+                    "PagedCache: a prefill with an attention mask was compiled, where its padding can't be read; "
+                    "run the prefill eagerly, as generate() does"
+                )
             if query_length > 1:
                 self._causal = is_causal(mask_function)
             return
-        if self.ready and self._mask_seen and query_length == 1 and (mask is None or mask.device.type != "cpu") and not self._cut_padding:
+        if (
+            self.ready
+            and self._mask_seen
+            and query_length == 1
+            and (mask is None or mask.device.type != "cpu")
+            and not self._cut_padding
+        ):
             return  # a decode step of generate() appends ones; checking would synchronise
         self._mask_seen = self._mask_seen or mask is not None
         padding = [] if mask is None else left_padding(mask)
         if query_length > 1:
-            self._learn_kinds(kinds_of(mask_function, local_size, query_length, padding, [(x.window, x.chunk) for x in self.paged], device))
+            self._learn_kinds(
+                kinds_of(
+                    mask_function,
+                    local_size,
+                    query_length,
+                    padding,
+                    [(x.window, x.chunk) for x in self.paged],
+                    device,
+                )
+            )
         if not self.ready:
             self._pending.learn(padding, batch, query_length, local_size)
         elif mask is not None:
             if any(padding):
                 self._learn_padding(padding, query_length)
-            self._cut_padding &= max(padding) >= mask.shape[1]  # a row of nothing but padding: the next mask may say more
+            self._cut_padding &= (
+                max(padding) >= mask.shape[1]
+            )  # a row of nothing but padding: the next mask may say more
 
     def _learn_padding(self, padding: list[int], query_length: int) -> None:
         before = self._padding or [0] * len(self.blocks)
-        if padding == before or ((query_length > 1 or self._cut_padding) and self._grow_padding(before, padding)):
+        if padding == before or (
+            (query_length > 1 or self._cut_padding) and self._grow_padding(before, padding)
+        ):
             return
-        raise ArgumentError("attention_mask", f"the left padding of this cache's first batch ({before})", str(padding),
-                                "rows can't be padded again later: generate them apart, or call cache.reset()")  # fmt: skip
+        raise ArgumentError(
+            "attention_mask",
+            f"the left padding of this cache's first batch ({before})",
+            str(padding),
+            "rows can't be padded again later: generate them apart, or call cache.reset()",
+        )
 
     def _grow_padding(self, before: list[int], padding: list[int]) -> bool:
         """Chunked prefill: a row of which only padding was seen so far may turn out to have more."""

@@ -111,10 +111,16 @@ class CacheRows(Cache):
         try:
             count = -operator.index(tokens_to_remove)
         except (TypeError, ValueError):
-            raise ArgumentError("tokens_to_remove", "an integer of at most 0", repr(tokens_to_remove)) from None
+            raise ArgumentError(
+                "tokens_to_remove", "an integer of at most 0", repr(tokens_to_remove)
+            ) from None
         if count < 0:
-            raise ArgumentError("tokens_to_remove", "0, or the number of tokens to take back with a minus", str(-count),
-                                "cache.crop(-n) takes back n tokens")  # fmt: skip
+            raise ArgumentError(
+                "tokens_to_remove",
+                "0, or the number of tokens to take back with a minus",
+                str(-count),
+                "cache.crop(-n) takes back n tokens",
+            )
         if self.ready:
             self._require_complete()
             count = min(count, int(self.total))
@@ -138,7 +144,9 @@ class CacheRows(Cache):
 
     def _unshare(self, count: int) -> None:
         """Give every row blocks of its own from its last ``count`` tokens on."""
-        copies = self.blocks.unshare([max(length - count, 0) for length in self.seq_lens[: len(self.blocks)].tolist()])
+        copies = self.blocks.unshare(
+            [max(length - count, 0) for length in self.seq_lens[: len(self.blocks)].tolist()]
+        )
         if copies is not None:
             self._upload_rows()
             self._copy_blocks(copies)
@@ -172,7 +180,12 @@ class CacheRows(Cache):
         """New row ``i`` is a fork of old row ``parents[i]``, see `RowBlocks.reindex`."""
         self._require_complete()
         if len(parents) > self.max_rows:
-            raise ArgumentError("max_batch_size", f"at least {len(parents)} rows", str(self.max_rows), "build a larger PagedCache")
+            raise ArgumentError(
+                "max_batch_size",
+                f"at least {len(parents)} rows",
+                str(self.max_rows),
+                "build a larger PagedCache",
+            )
         if list(parents) == list(range(len(self.blocks))):
             return
         copies = self.blocks.reindex(parents, self.seq_lens[: len(self.blocks)].tolist())

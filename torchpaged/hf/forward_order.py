@@ -71,7 +71,9 @@ class ForwardOrder:
                     f"{self.name}: the first forward was compiled, and layer {layer.index} writes before layer 0; run it eagerly"
                 )
             if not self._seen:
-                self.use(layer)  # with pools made ahead: as far as the trace has come, this one completes the forward
+                self.use(
+                    layer
+                )  # with pools made ahead: as far as the trace has come, this one completes the forward
         else:
             if not self._seen:
                 for other in self._layers:

@@ -35,14 +35,19 @@ def left_padding(mask: Tensor) -> list[int]:
         ArgumentError: a hole after the first token: right padding, or padding in the middle.
     """
     if mask.dim() != 2:
-        raise ArgumentError("attention_mask", "a 2-D mask [batch, length] with a PagedCache", f"shape {list(mask.shape)}")
+        raise ArgumentError(
+            "attention_mask", "a 2-D mask [batch, length] with a PagedCache", f"shape {list(mask.shape)}"
+        )
     present = mask.bool().cpu()
     padding = (present.cumsum(-1) == 0).sum(-1)
     holes = ~present & (torch.arange(mask.shape[1])[None] >= padding[:, None])
     if bool(holes.any()):
         row, column = holes.nonzero()[0].tolist()
-        raise ArgumentError("attention_mask", "left padding only (tokenizer.padding_side = 'left')",
-                            f"a zero after row {row}'s first token, at position {column}")  # fmt: skip
+        raise ArgumentError(
+            "attention_mask",
+            "left padding only (tokenizer.padding_side = 'left')",
+            f"a zero after row {row}'s first token, at position {column}",
+        )
     return [int(p) for p in padding]
 
 
@@ -93,7 +98,11 @@ def kinds_of(
 
 
 def _agreeing(
-    mask_function: Any, length: int, padding: Sequence[int], candidates: set[MaskKind], device: torch.device | str
+    mask_function: Any,
+    length: int,
+    padding: Sequence[int],
+    candidates: set[MaskKind],
+    device: torch.device | str,
 ) -> set[MaskKind]:
     kinds = set(candidates)
     for pad, row in {pad: row for row, pad in enumerate(padding)}.items() if padding else [(0, 0)]:
@@ -107,7 +116,9 @@ def _agreeing(
 def _grid(length: int) -> Tensor:
     """Positions to look at: both ends and an even spread, ``[count]`` int64."""
     count = min(max(length, 0), _PROBE)
-    return torch.tensor(sorted({(length - 1) * i // max(count - 1, 1) for i in range(count)}), dtype=torch.int64)
+    return torch.tensor(
+        sorted({(length - 1) * i // max(count - 1, 1) for i in range(count)}), dtype=torch.int64
+    )
 
 
 def _ask(mask_function: Any, row: int, positions: Tensor) -> Tensor:
@@ -115,9 +126,16 @@ def _ask(mask_function: Any, row: int, positions: Tensor) -> Tensor:
     batch, head = positions.new_tensor(row), positions.new_tensor(0)
     count = len(positions)
     try:
-        got = torch.as_tensor(mask_function(batch, head, positions[:, None], positions[None, :])).expand(count, count)
+        got = torch.as_tensor(mask_function(batch, head, positions[:, None], positions[None, :])).expand(
+            count, count
+        )
     except Exception:  # a function of single positions, as vmap would call it
-        got = torch.stack([torch.stack([torch.as_tensor(mask_function(batch, head, q, k)) for k in positions]) for q in positions])
+        got = torch.stack(
+            [
+                torch.stack([torch.as_tensor(mask_function(batch, head, q, k)) for k in positions])
+                for q in positions
+            ]
+        )
     return got.bool().cpu()
 
 
@@ -125,5 +143,7 @@ def _want(kind: MaskKind, positions: Tensor) -> Tensor:
     if kind.window == 0:  # what some configs make of a window that no layer uses: nothing is seen
         return torch.zeros(len(positions), len(positions), dtype=torch.bool)
     window = -1 if kind.window is None else kind.window - 1
-    seen: Tensor = visible_keys(positions, int(positions[-1]) + 1, kind.causal, window, -1, kind.chunk or 0)[:, positions]
+    seen: Tensor = visible_keys(positions, int(positions[-1]) + 1, kind.causal, window, -1, kind.chunk or 0)[
+        :, positions
+    ]
     return seen

@@ -71,16 +71,28 @@ class PagedModel:
         self.vocab_size: int = config.vocab_size
         self.max_position_embeddings: int | None = getattr(config, "max_position_embeddings", None)
         eos = getattr(model.generation_config, "eos_token_id", None)
-        self.eos_token_ids: tuple[int, ...] = () if eos is None else tuple(eos) if isinstance(eos, (list, tuple)) else (int(eos),)
+        self.eos_token_ids: tuple[int, ...] = (
+            () if eos is None else tuple(eos) if isinstance(eos, (list, tuple)) else (int(eos),)
+        )
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         specs, probed = _probe(model, config, block_size)
         dtype = probed.layers[0].keys.dtype
         self.kv_cache = PagedKVCache(
-            specs, block_size=block_size, num_blocks=num_blocks, memory_budget=memory_budget, dtype=dtype, device=self.device
+            specs,
+            block_size=block_size,
+            num_blocks=num_blocks,
+            memory_budget=memory_budget,
+            dtype=dtype,
+            device=self.device,
         )
         said, blocks = Limits() if limits is None else limits, self.kv_cache.num_blocks
-        limits = replace(said, num_blocks=blocks, block_size=block_size, max_num_reqs=said.max_num_reqs or _MAX_NUM_REQS,
-                         max_blocks_per_req=said.max_blocks_per_req or max(blocks - 1, 1))  # fmt: skip
+        limits = replace(
+            said,
+            num_blocks=blocks,
+            block_size=block_size,
+            max_num_reqs=said.max_num_reqs or _MAX_NUM_REQS,
+            max_blocks_per_req=said.max_blocks_per_req or max(blocks - 1, 1),
+        )
         self._cache = StepCache(config, limits, self.kv_cache.num_tokens, backend)
         for layer, pools, before in zip(self._cache.layers, self.kv_cache, probed.layers, strict=True):
             layer.adopt(before.stored, pools)
@@ -98,7 +110,9 @@ class PagedModel:
         """The `FusionReport` of what `torchpaged.hf.fuse` did to the model; None if it is not fused."""
         return fusion_of(self.model)
 
-    def __call__(self, input_ids: Tensor, metadata: AttentionMetadata, logits_indices: Tensor | None = None) -> Tensor:
+    def __call__(
+        self, input_ids: Tensor, metadata: AttentionMetadata, logits_indices: Tensor | None = None
+    ) -> Tensor:
         """Run the packed batch.
 
         Args:
@@ -114,7 +128,12 @@ class PagedModel:
         """
         metadata.check_block_size(self.kv_cache.block_size)
         if metadata.positions is None or metadata.slot_mapping is None:
-            raise ArgumentError("metadata", "positions and a slot_mapping", "None", "build it with AttentionMetadata.from_lists")
+            raise ArgumentError(
+                "metadata",
+                "positions and a slot_mapping",
+                "None",
+                "build it with AttentionMetadata.from_lists",
+            )
         if not torch.compiler.is_compiling():
             session = self._cache.session
             if session.planned is not metadata:  # else a graph runner has planned it: this may be a capture
@@ -125,7 +144,11 @@ class PagedModel:
         if logits_indices is not None and self._keeps_logits:
             options["logits_to_keep"] = logits_indices
         logits = self.model(
-            input_ids=input_ids[None], position_ids=metadata.positions[None], past_key_values=self._cache, use_cache=True, **options
+            input_ids=input_ids[None],
+            position_ids=metadata.positions[None],
+            past_key_values=self._cache,
+            use_cache=True,
+            **options,
         ).logits[0]
         self._cache.metadata = None
         if logits_indices is not None and not self._keeps_logits:

@@ -71,7 +71,9 @@ class PendingPadding:
                     f"{self.name} runs {query_length} tokens per row where {self._shape[1]} were prepared, with left padding {self.padding}, so that "
                     "it is not known which of them are padding; generate without padding, row by row"
                 )
-        same_forward = by is self._by and self._shape == (batch, query_length) and local_size not in self._kinds
+        same_forward = (
+            by is self._by and self._shape == (batch, query_length) and local_size not in self._kinds
+        )
         if not same_forward:
             self.padding, self._shape, self._kinds, self._by = found, (batch, query_length), set(), by
         elif found != self.padding:
@@ -92,9 +94,11 @@ class PendingPadding:
         """
         if self.padding is not None and self._by is not None and not self._is_running():
             raise ArgumentError(
-                "attention_mask", "the mask of the forward that runs", f"none, behind one with padding {self.padding} whose forward never wrote",
+                "attention_mask",
+                "the mask of the forward that runs",
+                f"none, behind one with padding {self.padding} whose forward never wrote",
                 "call cache.reset() before another prompt",
-            )  # fmt: skip
+            )
         padding = self.padding
         self.forget()
         return padding

@@ -9,7 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_LIBRARY = torch.library.Library("torchpaged", "FRAGMENT")  # kept for the life of the process: dropping it deregisters the op
+_LIBRARY = torch.library.Library(
+    "torchpaged", "FRAGMENT"
+)  # kept for the life of the process: dropping it deregisters the op
 _LIBRARY.define("_fill_query_starts(Tensor(a!) query_starts, Tensor row_starts, SymInt query_len) -> ()")
 
 

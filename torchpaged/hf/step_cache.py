@@ -74,7 +74,9 @@ class StepCache(ChoosesBackend, Cache):
         """As many keys as fit, and the tensor by which the mask function finds this cache."""
         return self.max_seq_len, self._mask_token
 
-    def observe_mask(self, mask: Tensor | None, batch: int, query_length: int, mask_function: Any, *_: Any) -> None:
+    def observe_mask(
+        self, mask: Tensor | None, batch: int, query_length: int, mask_function: Any, *_: Any
+    ) -> None:
         """Note whether the model is causal; raises UnsupportedModelError if it has a mask of its own."""
         self._causal = is_causal(mask_function)
         if mask is not None:

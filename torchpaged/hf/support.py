@@ -19,8 +19,11 @@ from transformers import (
 from torchpaged.custom_ops.errors import UnsupportedModelError
 
 _MAPPINGS: tuple[Any, ...] = (
-    MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING, MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING, MODEL_MAPPING,
-)  # fmt: skip
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING,
+    MODEL_MAPPING,
+)
 _REASON = (
     "its attention layers do not call transformers' attention interface (ALL_ATTENTION_FUNCTIONS), so that no attention "
     "implementation can be plugged in; use a model that does, or torchpaged.PagedAttention in a model of your own"

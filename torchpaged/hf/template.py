@@ -29,7 +29,9 @@ class HybridPagedLayer(LinearAttentionLayer, PagedLayer):
 
     is_compileable = True
 
-    def __init__(self, owner: PagedOwner, index: int, window: int | None, chunk: int | None, number_of_states: int) -> None:
+    def __init__(
+        self, owner: PagedOwner, index: int, window: int | None, chunk: int | None, number_of_states: int
+    ) -> None:
         PagedLayer.__init__(self, owner, index, window, chunk)
         LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
 
@@ -68,7 +70,9 @@ def window_and_chunk(config: Any, index: int, layer: Any) -> tuple[int | None, i
 
 def _of_registered_kind(owner: PagedOwner, index: int, config: Any, template: Any) -> PagedLayer | None:
     """The layer that a kind other than keys and values makes of ``template``; None if no kind takes it."""
-    made = (kind.hf_layer(owner, index, config, template) for kind in layer_kinds() if kind.hf_layer is not None)
+    made = (
+        kind.hf_layer(owner, index, config, template) for kind in layer_kinds() if kind.hf_layer is not None
+    )
     return next((layer for layer in made if layer is not None), None)
 
 
@@ -101,7 +105,9 @@ def paged_layers(config: Any, max_seq_len: int, owner: PagedOwner) -> list[Any]:
         elif isinstance(layer, StaticLayer):
             layers.append(PagedLayer(owner, index, window, chunk))
         elif isinstance(layer, CacheLayerMixin):
-            raise UnsupportedModelError(f"{config.model_type}: layer {index} needs a cache of its own kind ({type(layer).__name__})")
+            raise UnsupportedModelError(
+                f"{config.model_type}: layer {index} needs a cache of its own kind ({type(layer).__name__})"
+            )
         else:
             layers.append(layer)
     return layers

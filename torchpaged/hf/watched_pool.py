@@ -28,14 +28,20 @@ class WatchedPool(Tensor):
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run ``func``; a result that is the pool itself, or no tensor, passes."""
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
         results = result if isinstance(result, (tuple, list)) else (result,)
         if any(isinstance(x, Tensor) and not any(x is given for given in args) for x in results):
-            watched = next(x for x in (*args, *_flat(args), *(kwargs or {}).values()) if isinstance(x, WatchedPool))
+            watched = next(
+                x for x in (*args, *_flat(args), *(kwargs or {}).values()) if isinstance(x, WatchedPool)
+            )
             watched._torchpaged_layer.watch_again()  # type: ignore[attr-defined]
             raise UnsupportedModelError(
                 f"{watched.model_name} computes with its cached keys or values ({getattr(func, '__name__', func)}) before it attends, where paged "

@@ -57,17 +57,23 @@ class AttentionMetadata:
     def num_tokens(self) -> int:
         """Query tokens in the batch, padding included; raises ValueError where there is no ``slot_mapping``."""
         if self.slot_mapping is None:
-            raise ValueError("slot_mapping: expected the slots of the batch's tokens, got None: this batch describes attention alone")
+            raise ValueError(
+                "slot_mapping: expected the slots of the batch's tokens, got None: this batch describes attention alone"
+            )
         return self.slot_mapping.shape[0]
 
     def to(self, device: torch.device | str) -> AttentionMetadata:
         """The same batch on ``device``; copies from pinned memory do not block."""
         held = {name: getattr(self, name) for name in METADATA_FIELDS}
-        moved: dict[str, Any] = {name: tensor.to(device, non_blocking=True) for name, tensor in held.items() if tensor is not None}
+        moved: dict[str, Any] = {
+            name: tensor.to(device, non_blocking=True) for name, tensor in held.items() if tensor is not None
+        }
         return replace(self, **moved)
 
     @classmethod
-    def view(cls, tensors: Mapping[str, Tensor], sizes: BatchSizes, *, max_query_len: int, block_size: int | None) -> AttentionMetadata:
+    def view(
+        cls, tensors: Mapping[str, Tensor], sizes: BatchSizes, *, max_query_len: int, block_size: int | None
+    ) -> AttentionMetadata:
         """The batch that the first requests and tokens of static ``tensors`` hold; slices, no copies."""
         fields: Any = {name: FIELDS[name].view(tensors[name], sizes) for name in METADATA_FIELDS}
         return cls(**fields, max_query_len=max_query_len, block_size=block_size)
@@ -79,12 +85,18 @@ class AttentionMetadata:
             ArgumentError: they differ. In a traced call dynamo's own error.
         """
         if self.block_size is not None and self.block_size != block_size:
-            if torch.compiler.is_compiling():  # dynamo can't make an ArgumentError, and its own error quotes this one
+            if (
+                torch.compiler.is_compiling()
+            ):  # dynamo can't make an ArgumentError, and its own error quotes this one
                 raise ValueError(
                     f"kv_cache: expected blocks of {self.block_size} tokens, as this batch was made for, got blocks of {block_size}"
                 )
-            raise ArgumentError("kv_cache", f"blocks of {self.block_size} tokens, as this batch's slots and tables were made for",
-                                f"blocks of {block_size}", "build the metadata with the cache's block_size")  # fmt: skip
+            raise ArgumentError(
+                "kv_cache",
+                f"blocks of {self.block_size} tokens, as this batch's slots and tables were made for",
+                f"blocks of {block_size}",
+                "build the metadata with the cache's block_size",
+            )
 
     @classmethod
     def from_lists(
@@ -118,7 +130,9 @@ class AttentionMetadata:
         width = max((len(row) for row in block_tables), default=1) or 1
         if max_blocks_per_req is not None:
             if width > max_blocks_per_req:
-                raise ArgumentError("block_tables", f"at most {max_blocks_per_req} blocks per request", str(width))
+                raise ArgumentError(
+                    "block_tables", f"at most {max_blocks_per_req} blocks per request", str(width)
+                )
             width = max_blocks_per_req
         slots: list[int] = []
         positions: list[int] = []
@@ -132,11 +146,15 @@ class AttentionMetadata:
             "slot_mapping": slots,
             "positions": positions,
         }
-        fields: Any = {name: to_device(list(values), FIELDS[name].dtype, device) for name, values in numbers.items()}
+        fields: Any = {
+            name: to_device(list(values), FIELDS[name].dtype, device) for name, values in numbers.items()
+        }
         return cls(
-            host_block_table(block_tables, len(seq_lens), width, pin).to(device, non_blocking=True), **fields,
-            max_query_len=max(1, *query_lens, 1) if max_query_len is None else max_query_len, block_size=block_size,
-        )  # fmt: skip
+            host_block_table(block_tables, len(seq_lens), width, pin).to(device, non_blocking=True),
+            **fields,
+            max_query_len=max(1, *query_lens, 1) if max_query_len is None else max_query_len,
+            block_size=block_size,
+        )
 
 
 class HostLengths(NamedTuple):

@@ -39,7 +39,9 @@ class BatchField(NamedTuple):
 
     def shape(self, sizes: BatchSizes) -> tuple[int, ...]:
         """Its shape in a batch of ``sizes``."""
-        return tuple(sizes.num_reqs + 1 if axis == "num_reqs + 1" else getattr(sizes, axis) for axis in self.axes)
+        return tuple(
+            sizes.num_reqs + 1 if axis == "num_reqs + 1" else getattr(sizes, axis) for axis in self.axes
+        )
 
     def make(self, sizes: BatchSizes, device: torch.device | str) -> Tensor:
         """A tensor of nothing but padding, for normal use even under inference mode."""
@@ -74,7 +76,9 @@ FIELDS = {
 METADATA_FIELDS = ("block_table", "seq_lens", "query_start_loc", "slot_mapping", "positions")
 
 
-def make_batch_tensors(names: Iterable[str], sizes: BatchSizes, device: torch.device | str) -> dict[str, Tensor]:
+def make_batch_tensors(
+    names: Iterable[str], sizes: BatchSizes, device: torch.device | str
+) -> dict[str, Tensor]:
     """Tensors of a batch of ``sizes``, padding all of it, by name."""
     return {name: FIELDS[name].make(sizes, device) for name in names}
 

@@ -52,12 +52,16 @@ class _Range:
 
     __slots__ = ("_domain", "_message", "_number", "_record")
 
-    def __init__(self, domain: Any, record: torch.profiler.record_function | None, message: str, number: int | None) -> None:
+    def __init__(
+        self, domain: Any, record: torch.profiler.record_function | None, message: str, number: int | None
+    ) -> None:
         self._domain, self._record, self._message, self._number = domain, record, message, number
 
     def __enter__(self) -> None:
         if self._domain is not None:
-            self._domain.push_range(self._domain.get_event_attributes(message=self._message, payload=self._number))
+            self._domain.push_range(
+                self._domain.get_event_attributes(message=self._message, payload=self._number)
+            )
         if self._record is not None:
             self._record.__enter__()
 
@@ -194,11 +198,15 @@ def _switch(domain: Any, traces: int) -> None:
 
 def _open(asked_by: str) -> Any:
     if os.environ.get("NVTX_DISABLE"):
-        raise ProfilingUnavailableError(f"{asked_by}: NVTX_DISABLE is set, which switches the nvtx package off; unset one of them")
+        raise ProfilingUnavailableError(
+            f"{asked_by}: NVTX_DISABLE is set, which switches the nvtx package off; unset one of them"
+        )
     try:
         import nvtx
     except ImportError as error:
-        raise ProfilingUnavailableError(f"{asked_by}: the nvtx package is missing; pip install 'torchpaged[profiling]'") from error
+        raise ProfilingUnavailableError(
+            f"{asked_by}: the nvtx package is missing; pip install 'torchpaged[profiling]'"
+        ) from error
     return nvtx.get_domain(DOMAIN)
 
 

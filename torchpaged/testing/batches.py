@@ -28,7 +28,9 @@ class BatchSpec:
 
     def __post_init__(self) -> None:
         if len(self.seq_lens) != len(self.query_lens):
-            raise ValueError(f"{self.name}: {len(self.seq_lens)} seq_lens but {len(self.query_lens)} query_lens")
+            raise ValueError(
+                f"{self.name}: {len(self.seq_lens)} seq_lens but {len(self.query_lens)} query_lens"
+            )
 
 
 _SPECS = (
@@ -62,7 +64,9 @@ class Batch:
     query_start_loc: Tensor
     max_query_len: int
     scale: float
-    extras: dict[str, Any] = field(default_factory=dict)  # sinks, alibi_slopes, ...: further arguments of the op
+    extras: dict[str, Any] = field(
+        default_factory=dict
+    )  # sinks, alibi_slopes, ...: further arguments of the op
 
     def to(self, device: torch.device | str) -> Batch:
         """The same batch on another device, strides and gaps included."""
@@ -70,19 +74,42 @@ class Batch:
         def move(value: Any) -> Any:
             if not isinstance(value, Tensor) or value.device == torch.device(device):
                 return value
-            return value.to(device) if value.is_contiguous() and not value.storage_offset() else clone_storage(value, device)
+            return (
+                value.to(device)
+                if value.is_contiguous() and not value.storage_offset()
+                else clone_storage(value, device)
+            )
 
-        moved: dict[str, Any] = {name: move(value) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        moved: dict[str, Any] = {
+            name: move(value) for name, value in vars(self).items() if isinstance(value, Tensor)
+        }
         return replace(self, **moved, extras={name: move(value) for name, value in self.extras.items()})
 
 
 def make_batch(
-    spec: BatchSpec, *, num_heads: int = 4, num_kv_heads: int = 2, head_dim: int = 64, head_dim_v: int | None = None,
-    block_size: int = 16, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", seed: int = 0,
-    extra_columns: int = 2, heads_first: bool = False, sinks: bool = False, alibi: bool = False, kv_dtype: torch.dtype | None = None,
-    scales: str = "none", layout: PoolLayout | None = None, q_padding: tuple[int, int, int] = (0, 0, 0), columns: int | None = None,
-    num_blocks: int | None = None, max_query_len: int | None = None, scale: float | None = None,
-) -> Batch:  # fmt: skip
+    spec: BatchSpec,
+    *,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    head_dim: int = 64,
+    head_dim_v: int | None = None,
+    block_size: int = 16,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+    extra_columns: int = 2,
+    heads_first: bool = False,
+    sinks: bool = False,
+    alibi: bool = False,
+    kv_dtype: torch.dtype | None = None,
+    scales: str = "none",
+    layout: PoolLayout | None = None,
+    q_padding: tuple[int, int, int] = (0, 0, 0),
+    columns: int | None = None,
+    num_blocks: int | None = None,
+    max_query_len: int | None = None,
+    scale: float | None = None,
+) -> Batch:
     """Random queries over a shuffled, NaN-poisoned pool.
 
     Args:
@@ -116,14 +143,22 @@ def make_batch(
     longest = max(1, *spec.query_lens, 1)
     max_query_len = longest if max_query_len is None else max_query_len
     if max(0, *used, 0) > columns or sum(used) >= num_blocks or longest > max_query_len:
-        raise ValueError(f"{spec} doesn't fit {columns} columns, {num_blocks} blocks of {block_size}, queries of {max_query_len}")
+        raise ValueError(
+            f"{spec} doesn't fit {columns} columns, {num_blocks} blocks of {block_size}, queries of {max_query_len}"
+        )
     if scales not in ("none", "one", "per_head") or (scales != "none" and kv_dtype not in FP8_DTYPES):
-        raise ValueError(f"scales: expected 'none', or 'one' or 'per_head' for an fp8 pool, got {scales!r} for {kv_dtype}")
+        raise ValueError(
+            f"scales: expected 'none', or 'one' or 'per_head' for an fp8 pool, got {scales!r} for {kv_dtype}"
+        )
     ids = torch.randperm(num_blocks - 1, generator=generator) + 1  # block 0 is the null block
     num_reqs = len(spec.seq_lens) + spec.padded_reqs
     block_table = torch.full((num_reqs, columns), GARBAGE, dtype=torch.int32)
-    written = torch.float32 if kv_dtype in FP8_DTYPES else kv_dtype  # numbers can't be put into an fp8 tensor by index
-    k_cache, v_cache = (paged_pool(num_blocks, block_size, num_kv_heads, w, written, layout) for w in (head_dim, head_dim_v))
+    written = (
+        torch.float32 if kv_dtype in FP8_DTYPES else kv_dtype
+    )  # numbers can't be put into an fp8 tensor by index
+    k_cache, v_cache = (
+        paged_pool(num_blocks, block_size, num_kv_heads, w, written, layout) for w in (head_dim, head_dim_v)
+    )
     taken = 0
     for row, length in enumerate(max(n, 0) for n in spec.seq_lens):
         blocks = ids[taken : taken + used[row]]
@@ -131,14 +166,23 @@ def make_batch(
         block_table[row, : used[row]] = blocks.int()
         position = torch.arange(length)
         where = (blocks[position // block_size], position % block_size)
-        k_cache[where] = torch.randn(length, num_kv_heads, head_dim, generator=generator, dtype=torch.float32).to(written)
-        v_cache[where] = torch.randn(length, num_kv_heads, head_dim_v, generator=generator, dtype=torch.float32).to(written)
+        k_cache[where] = torch.randn(
+            length, num_kv_heads, head_dim, generator=generator, dtype=torch.float32
+        ).to(written)
+        v_cache[where] = torch.randn(
+            length, num_kv_heads, head_dim_v, generator=generator, dtype=torch.float32
+        ).to(written)
     if kv_dtype != written:
         k_cache, v_cache = (clone_storage(cache, dtype=kv_dtype) for cache in (k_cache, v_cache))
     starts = torch.tensor([0, *spec.query_lens, *[0] * spec.padded_reqs]).cumsum(0).int()
     num_tokens = int(starts[-1]) + spec.padded_tokens
     head_stride = head_dim + q_padding[1]
-    q = strided((num_tokens, num_heads, head_dim), (num_heads * head_stride + q_padding[0], head_stride, 1), dtype, q_padding[2])
+    q = strided(
+        (num_tokens, num_heads, head_dim),
+        (num_heads * head_stride + q_padding[0], head_stride, 1),
+        dtype,
+        q_padding[2],
+    )
     q.copy_(torch.randn(num_tokens, num_heads, head_dim, generator=generator, dtype=torch.float32))
     extras: dict[str, Any] = {}
     if sinks:
@@ -147,8 +191,21 @@ def make_batch(
         extras["alibi_slopes"] = 2.0 ** -torch.linspace(1, 8, num_heads, dtype=torch.float32)
     if scales != "none":
         for name in ("k_scale", "v_scale"):
-            extras[name] = torch.rand(num_kv_heads if scales == "per_head" else 1, generator=generator, dtype=torch.float32) + 0.25
+            extras[name] = (
+                torch.rand(
+                    num_kv_heads if scales == "per_head" else 1, generator=generator, dtype=torch.float32
+                )
+                + 0.25
+            )
     return Batch(
-        spec, q, k_cache, v_cache, block_table, torch.tensor([*spec.seq_lens, *[0] * spec.padded_reqs], dtype=torch.int32),
-        starts, max_query_len, head_dim**-0.5 if scale is None else scale, extras,
-    ).to(device)  # fmt: skip
+        spec,
+        q,
+        k_cache,
+        v_cache,
+        block_table,
+        torch.tensor([*spec.seq_lens, *[0] * spec.padded_reqs], dtype=torch.int32),
+        starts,
+        max_query_len,
+        head_dim**-0.5 if scale is None else scale,
+        extras,
+    ).to(device)

@@ -41,15 +41,28 @@ class PoolLayout:
         return block_size * slot, slot, head, 1
 
 
-def strided(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, offset: int = 0,
-            device: torch.device | str = "cpu") -> Tensor:  # fmt: skip
+def strided(
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    dtype: torch.dtype,
+    offset: int = 0,
+    device: torch.device | str = "cpu",
+) -> Tensor:
     """A tensor of ``shape`` and ``strides`` (in numbers), ``offset`` numbers into memory that holds NaN in ``dtype``."""
-    needed = offset + sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) + 1 if math.prod(shape) else offset
-    memory = torch.full((needed,), float("nan"), dtype=torch.float32 if dtype in FP8_DTYPES else dtype, device=device).to(dtype)
+    needed = (
+        offset + sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) + 1
+        if math.prod(shape)
+        else offset
+    )
+    memory = torch.full(
+        (needed,), float("nan"), dtype=torch.float32 if dtype in FP8_DTYPES else dtype, device=device
+    ).to(dtype)
     return memory.as_strided(shape, strides, offset)
 
 
-def paged_pool(num_blocks: int, block_size: int, num_kv_heads: int, width: int, dtype: torch.dtype, layout: PoolLayout) -> Tensor:
+def paged_pool(
+    num_blocks: int, block_size: int, num_kv_heads: int, width: int, dtype: torch.dtype, layout: PoolLayout
+) -> Tensor:
     """A pool ``[num_blocks, block_size, num_kv_heads, width]`` of NaN in this layout, on the CPU."""
     strides = layout.strides(block_size, num_kv_heads, width)
     return strided((num_blocks, block_size, num_kv_heads, width), strides, dtype, layout.offset)
@@ -60,7 +73,9 @@ def memory_of(tensor: Tensor) -> Tensor:
     return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())
 
 
-def clone_storage(tensor: Tensor, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Tensor:
+def clone_storage(
+    tensor: Tensor, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+) -> Tensor:
     """A copy with the same strides and offset, and of what lies between the rows; `Tensor.to` would close the gaps."""
     memory = memory_of(tensor).to(device=device, dtype=dtype, copy=True)
     return memory.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())

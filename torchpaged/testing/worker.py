@@ -58,8 +58,14 @@ class _Worker:
     def __init__(self, target: str, environment: Mapping[str, str], stderr: Path) -> None:
         self.stderr = stderr
         with stderr.open("wb") as file:
-            self.process = subprocess.Popen([sys.executable, "-m", "torchpaged.testing.worker", target], stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE, stderr=file, env={**os.environ, **environment}, start_new_session=True)  # fmt: skip
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "torchpaged.testing.worker", target],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=file,
+                env={**os.environ, **environment},
+                start_new_session=True,
+            )
         self.case: dict[str, Any] | None = None
         self.pending = b""
         self.ready = False
@@ -79,7 +85,14 @@ class _Worker:
 
     def outcome(self, kind: str, **more: Any) -> Outcome:
         case, self.case = self.case, None
-        return Outcome(case or {}, kind, phase=self.phase, seconds=time.monotonic() - self.since, facts=self.facts, **more)
+        return Outcome(
+            case or {},
+            kind,
+            phase=self.phase,
+            seconds=time.monotonic() - self.since,
+            facts=self.facts,
+            **more,
+        )
 
     def last_words(self) -> str:
         return self.stderr.read_bytes()[-4000:].decode(errors="replace")
@@ -95,7 +108,9 @@ class _Worker:
             assert pipe is not None
             with suppress(BrokenPipeError):
                 pipe.close()
-        with suppress(subprocess.TimeoutExpired):  # a process whose kernel never ends may take the driver a while; nobody waits for it
+        with suppress(
+            subprocess.TimeoutExpired
+        ):  # a process whose kernel never ends may take the driver a while; nobody waits for it
             self.process.wait(5)
 
 
@@ -107,8 +122,14 @@ class WorkerPool:
         limits: seconds per phase, over `LIMITS`; a phase of another name has the limit of "preparing".
     """
 
-    def __init__(self, target: str, *, workers: int = 1, limits: Mapping[str, float] | None = None,
-                 environment: Mapping[str, str] | None = None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        target: str,
+        *,
+        workers: int = 1,
+        limits: Mapping[str, float] | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self._target, self._most, self._limits = target, workers, {**LIMITS, **(limits or {})}
         self._environment = dict(environment or {})
         self._workers: list[_Worker] = []
@@ -122,7 +143,9 @@ class WorkerPool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def run(self, cases: Iterable[dict[str, Any]], *, seconds: float | None = None, reserve: float = 0.0) -> Iterator[Outcome]:
+    def run(
+        self, cases: Iterable[dict[str, Any]], *, seconds: float | None = None, reserve: float = 0.0
+    ) -> Iterator[Outcome]:
         """The outcomes, in the order in which cases end. After ``seconds - reserve`` no case is given out, after ``seconds`` those that
         still run are cut.
 
@@ -133,7 +156,11 @@ class WorkerPool:
         following: dict[str, Any] | None = next(waiting, None)
         while True:
             now = time.monotonic() - begin
-            while following is not None and (seconds is None or now < seconds - reserve) and (worker := self._idle()) is not None:
+            while (
+                following is not None
+                and (seconds is None or now < seconds - reserve)
+                and (worker := self._idle()) is not None
+            ):
                 worker.give(following)
                 following = next(waiting, None)
             busy = [worker for worker in self._workers if worker.case is not None]
@@ -187,7 +214,9 @@ class WorkerPool:
         if not data:
             self._failed_starts = 0 if worker.ready else self._failed_starts + 1
             outcome = worker.outcome("crash") if worker.case is not None else None
-            with suppress(subprocess.TimeoutExpired):  # it closed its end: its own exit status, not that of being killed
+            with suppress(
+                subprocess.TimeoutExpired
+            ):  # it closed its end: its own exit status, not that of being killed
                 worker.process.wait(5)
             self._drop(worker)
             message = f"exit status {worker.process.returncode}; {worker.last_words()}"

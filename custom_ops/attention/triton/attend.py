@@ -13,13 +13,22 @@ import triton.language as tl
 def tanh(x):
     """tanh in float32: a series near 0, where the formula with exp cancels."""
     x2 = x * x
-    series = x * (1.0 + x2 * (-0.33333333333 + x2 * (0.13333333333 + x2 * (-0.05396825397 + x2 * 0.02186948854))))
+    series = x * (
+        1.0 + x2 * (-0.33333333333 + x2 * (0.13333333333 + x2 * (-0.05396825397 + x2 * 0.02186948854)))
+    )
     far = 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0)
     return tl.where(tl.abs(x) < 0.3, series, far)
 
 
 @triton.jit
-def visible_range(position, seq_len, WINDOW_LEFT: tl.constexpr, WINDOW_RIGHT: tl.constexpr, CHUNK: tl.constexpr, CAUSAL: tl.constexpr):
+def visible_range(
+    position,
+    seq_len,
+    WINDOW_LEFT: tl.constexpr,
+    WINDOW_RIGHT: tl.constexpr,
+    CHUNK: tl.constexpr,
+    CAUSAL: tl.constexpr,
+):
     """The keys ``[low, end)`` that a query at ``position`` sees: every mask of the op is an interval. Empty below position 0."""
     low = tl.zeros_like(position)
     end = tl.zeros_like(position) + seq_len
@@ -47,12 +56,34 @@ def slot_offset(slot, stride: tl.constexpr, BLOCK_SIZE: tl.constexpr):
 
 @triton.jit
 def attend(
-    q, position, low, end, slope, first_key, end_key, table_ptr, k_ptr, v_ptr, k_block, k_slot, v_block, v_slot,
-    score_scale, soft_cap,
-    DIM: tl.constexpr, DIM_PAD: tl.constexpr, DIM_V: tl.constexpr, DIM_V_PAD: tl.constexpr, TILE_M: tl.constexpr,
-    TILE_KV: tl.constexpr, BLOCK_SIZE: tl.constexpr, FIRST_KEY_SEEN: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr,
+    q,
+    position,
+    low,
+    end,
+    slope,
+    first_key,
+    end_key,
+    table_ptr,
+    k_ptr,
+    v_ptr,
+    k_block,
+    k_slot,
+    v_block,
+    v_slot,
+    score_scale,
+    soft_cap,
+    DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    DIM_V: tl.constexpr,
+    DIM_V_PAD: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_KV: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    FIRST_KEY_SEEN: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    ALIBI: tl.constexpr,
     INTERPRET: tl.constexpr,
-):  # fmt: skip
+):
     """Returns ``(maximum [M], total [M], acc [M, DV])``, scores in base 2. FIRST_KEY_SEEN: ``low`` is 0 for all rows.
 
     ``k_ptr`` and ``v_ptr`` point at the kv head; keys at or past ``end_key`` are never read. ``score_scale`` holds the softmax
@@ -72,7 +103,9 @@ def attend(
         fold = tl.exp2(tl.ceil(tl.log2(tl.minimum(tl.maximum(largest, 1e-30), 1e37))))
         q = (q.to(tl.float32) / fold[:, None]).to(tl.float16)
         row_scale *= fold
-    maximum = tl.full([TILE_M], -1.0e30, tl.float32)  # finite, so that a row that sees nothing yet makes no inf - inf
+    maximum = tl.full(
+        [TILE_M], -1.0e30, tl.float32
+    )  # finite, so that a row that sees nothing yet makes no inf - inf
     totals = tl.zeros([TILE_M, TILE_KV], tl.float32)  # summed over keys once, at the end
     acc = tl.zeros([TILE_M, DIM_V_PAD], tl.float32)
     first_seen = first_key
@@ -121,12 +154,38 @@ def attend(
 
 @triton.jit
 def attend_slices(
-    q_ptr, q_mask, block, position, low, end, slope, first_key, end_key, table_ptr, k_ptr, v_ptr, score_scale, soft_cap,
-    DIM: tl.constexpr, DIM_PAD: tl.constexpr, DIM_V: tl.constexpr, DIM_V_PAD: tl.constexpr, TILE_M: tl.constexpr,
-    SLICES: tl.constexpr, SLICE: tl.constexpr, BLOCK_SIZE: tl.constexpr, K_BLOCK: tl.constexpr, K_SLOT: tl.constexpr,
-    V_BLOCK: tl.constexpr, V_SLOT: tl.constexpr, SAME_MASK: tl.constexpr, FIRST_KEY_SEEN: tl.constexpr, SOFT_CAP: tl.constexpr,
-    ALIBI: tl.constexpr, INTERPRET: tl.constexpr,
-):  # fmt: skip
+    q_ptr,
+    q_mask,
+    block,
+    position,
+    low,
+    end,
+    slope,
+    first_key,
+    end_key,
+    table_ptr,
+    k_ptr,
+    v_ptr,
+    score_scale,
+    soft_cap,
+    DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    DIM_V: tl.constexpr,
+    DIM_V_PAD: tl.constexpr,
+    TILE_M: tl.constexpr,
+    SLICES: tl.constexpr,
+    SLICE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    K_BLOCK: tl.constexpr,
+    K_SLOT: tl.constexpr,
+    V_BLOCK: tl.constexpr,
+    V_SLOT: tl.constexpr,
+    SAME_MASK: tl.constexpr,
+    FIRST_KEY_SEEN: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    ALIBI: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
     """Like `attend`, with a tile of keys cut into SLICES slices of SLICE keys, one per warp, each with a softmax state of its own.
 
     The dots are batched over slices, so that Triton gives every slice to one warp: no score, probability or maximum crosses a
@@ -239,7 +298,9 @@ def merge_slices(acc, SLICES: tl.constexpr):
     if SLICES > 0:
         parts = tl.permute(acc, (2, 1, 0))
         for _ in tl.static_range(SLICES.bit_length() - 1):
-            first, second = tl.split(tl.reshape(parts, [parts.shape[0], parts.shape[1], parts.shape[2] // 2, 2]))
+            first, second = tl.split(
+                tl.reshape(parts, [parts.shape[0], parts.shape[1], parts.shape[2] // 2, 2])
+            )
             parts = first + second
         acc = tl.reshape(parts, [parts.shape[0], parts.shape[1]])
     return acc
@@ -260,7 +321,9 @@ def slice_keys(start, end_key, SLICES: tl.constexpr, SLICE: tl.constexpr, BLOCK_
 
 
 @triton.jit
-def slice_blocks(table_ptr, start, end_key, SLICES: tl.constexpr, SLICE: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+def slice_blocks(
+    table_ptr, start, end_key, SLICES: tl.constexpr, SLICE: tl.constexpr, BLOCK_SIZE: tl.constexpr
+):
     """Block ids of the tile of keys at ``start``, ``[S, 1]`` or ``[S, N]`` as `slice_keys`."""
     return tl.load(table_ptr + slice_keys(start, end_key, SLICES, SLICE, BLOCK_SIZE) // BLOCK_SIZE)
 

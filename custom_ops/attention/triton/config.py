@@ -43,7 +43,9 @@ class Tiles(NamedTuple):
     num_stages: int
 
 
-def decode_tiles(head_dim: int, rows: int, kv_itemsize: int, itemsize: int, hip: bool = torch.version.hip is not None) -> DecodeTiles:
+def decode_tiles(
+    head_dim: int, rows: int, kv_itemsize: int, itemsize: int, hip: bool = torch.version.hip is not None
+) -> DecodeTiles:
     """Tiles of the decode kernel: rows padded to what mma.sync needs (8 in slices, else 16), since it waits for memory anyway."""
     wide = launching.next_power_of_2(head_dim) * kv_itemsize
     if rows <= 16 and itemsize < 4 and not hip:
@@ -52,26 +54,36 @@ def decode_tiles(head_dim: int, rows: int, kv_itemsize: int, itemsize: int, hip:
             return DecodeTiles(rows, 32, 2, 4, 2, 2, slices=2)
         if kv_itemsize == 1:  # conversions take instructions: many small programs
             return DecodeTiles(rows, 16, 1, 3, 8, 4, slices=1)
-        return DecodeTiles(rows, 64, 4, 3, 2, 1, slices=4) if wide > 128 else DecodeTiles(rows, 64, 4, 4, 2, 2, slices=4)
+        return (
+            DecodeTiles(rows, 64, 4, 3, 2, 1, slices=4)
+            if wide > 128
+            else DecodeTiles(rows, 64, 4, 4, 2, 2, slices=4)
+        )
     rows = max(16, rows)
     if itemsize == 4:
         return DecodeTiles(rows, 16 if head_dim > 128 else 32, 4, 3, 2, 4)
     return DecodeTiles(rows, 32 if wide > 256 else 64, 4, 4 if wide >= 256 else 5, 2, 4)
 
 
-def prefill_tiles(head_dim: int, group: int, itemsize: int, max_query_len: int, max_seq_len: int, large: bool) -> Tiles:
+def prefill_tiles(
+    head_dim: int, group: int, itemsize: int, max_query_len: int, max_seq_len: int, large: bool
+) -> Tiles:
     """Tiles of the prefill kernel.
 
     ``max_seq_len``: tokens that a row of the block table holds; ``large``: the device has Hopper's shared memory (`has_large_tiles`).
     """
     rows = launching.next_power_of_2(group)
-    if itemsize == 4:  # float32 has no exact tensor-core path: plain FMAs, whose accumulators fill the registers
+    if (
+        itemsize == 4
+    ):  # float32 has no exact tensor-core path: plain FMAs, whose accumulators fill the registers
         return Tiles(max(16, rows), 16 if head_dim > 128 else 32, 4, 1)
     if not large:
         return Tiles(max(32, rows), 32, 4, 2) if head_dim > 128 else Tiles(max(64, rows), 64, 4, 2)
     if head_dim > 128:
         return Tiles(max(128, rows), 32, 8, 3)
-    if max_query_len <= 512 and max_seq_len <= 1024:  # few tiles of keys per program: two small programs per multiprocessor
+    if (
+        max_query_len <= 512 and max_seq_len <= 1024
+    ):  # few tiles of keys per program: two small programs per multiprocessor
         return Tiles(max(64, rows), 64, 4, 2)
     return Tiles(max(128, rows), 128, 8, 3)
 
@@ -110,7 +122,9 @@ def programs_for_longer(num_reqs: int, num_tokens: int, skip: int, tokens: int) 
     return single, min(most - single, 8)
 
 
-def bounded_masks(window_left: int, window_right: int, chunk_size: int, capacity: int) -> tuple[int, int, int]:
+def bounded_masks(
+    window_left: int, window_right: int, chunk_size: int, capacity: int
+) -> tuple[int, int, int]:
     """Masks that reach past ``capacity`` tokens as open ones: positions plus a huge window would overflow 32 bits in a kernel."""
     left, right = (-1 if window >= capacity else window for window in (window_left, window_right))
     return left, right, 0 if chunk_size >= capacity else chunk_size

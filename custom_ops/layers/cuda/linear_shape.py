@@ -61,7 +61,10 @@ class LinearShape:
         """Dynamic shared memory of a CTA: the rings, or the sums that lie there afterwards; if wide, the ring and what other CTAs send."""
         tokens = max(bucket, 8)
         if self.wide:
-            return self.stages * (self.rows + tokens) * _LINE + self.rows * tokens * 4 * (self.cluster - 1) // self.cluster
+            return (
+                self.stages * (self.rows + tokens) * _LINE
+                + self.rows * tokens * 4 * (self.cluster - 1) // self.cluster
+            )
         rings = self.k_warps * self.stages * (self.rows + bucket + norm) * _LINE
         return max(rings, self.k_warps * tokens * (self.rows + 4) * 4)
 
@@ -86,8 +89,15 @@ def norm_is_fused(shape: LinearShape, dtype: torch.dtype, weight_dtype: torch.dt
 
 @functools.cache
 def linear_shape(
-    bucket: int, out_features: int, in_features: int, sms: int, hopper: bool, clusters: bool, shared_per_sm: int, shared_per_cta: int
-) -> LinearShape:  # fmt: skip
+    bucket: int,
+    out_features: int,
+    in_features: int,
+    sms: int,
+    hopper: bool,
+    clusters: bool,
+    shared_per_sm: int,
+    shared_per_cta: int,
+) -> LinearShape:
     """The shape for these tokens and weight [out_features, in_features] on a device of ``sms`` multiprocessors.
 
     ``hopper``: compute capability 9.0. ``clusters``: 9.0 and later. ``shared_per_sm``, ``shared_per_cta``: bytes of shared memory that a
@@ -104,7 +114,9 @@ def linear_shape(
 def _clustered(shape: LinearShape, out_features: int, in_features: int, least: int) -> LinearShape:
     """The shape in clusters of up to 8 CTAs, so that there are ``least`` of them, as long as each has enough of k."""
     chunks = -(-in_features // 64)
-    while shape.cluster < 8 and shape.grid(out_features) < least and chunks >= 4 * shape.cluster * shape.k_warps:
+    while (
+        shape.cluster < 8 and shape.grid(out_features) < least and chunks >= 4 * shape.cluster * shape.k_warps
+    ):
         shape = dataclasses.replace(shape, cluster=shape.cluster * 2)
     return shape
 
@@ -130,7 +142,11 @@ def _wide(bucket: int, out_features: int, in_features: int, sms: int) -> LinearS
         return _clustered(shape(1, 8 if bucket == 32 else 6, 2), out_features, in_features, most)
     if bucket == 64 and most <= tall <= sms:
         return shape(2, 5, 1)
-    return shape(2, 4, 2) if bucket == 64 and _evenness(tall, sms * 2) >= _evenness(tiles, sms * 2) else shape(1, 7, 2)
+    return (
+        shape(2, 4, 2)
+        if bucket == 64 and _evenness(tall, sms * 2) >= _evenness(tiles, sms * 2)
+        else shape(1, 7, 2)
+    )
 
 
 def _evenness(ctas: int, places: int) -> float:
@@ -162,28 +178,68 @@ def _narrow(bucket: int, out_features: int, sms: int, shared_per_sm: int, shared
     return shape.with_stages(max(fitting, default=2))
 
 
-def norm_macros(dtype: torch.dtype, weight_dtype: torch.dtype, in_features: int, early: bool) -> dict[str, int]:
+def norm_macros(
+    dtype: torch.dtype, weight_dtype: torch.dtype, in_features: int, early: bool
+) -> dict[str, int]:
     """The macros of ``norm.cu``."""
     half = dtype == torch.float16
-    macros = {"IN_FEATURES": in_features, "WEIGHT_BYTES": weight_dtype.itemsize, "THREADS": NORM_THREADS, "PDL": early, "HALF": half,
-              "Q_HALF": half, "KV_BYTES": 2, "E5M2": 0, "CLUSTER": 1}  # fmt: skip
+    macros = {
+        "IN_FEATURES": in_features,
+        "WEIGHT_BYTES": weight_dtype.itemsize,
+        "THREADS": NORM_THREADS,
+        "PDL": early,
+        "HALF": half,
+        "Q_HALF": half,
+        "KV_BYTES": 2,
+        "E5M2": 0,
+        "CLUSTER": 1,
+    }
     return {name: int(value) for name, value in macros.items()}
 
 
 def linear_macros(
-    dtype: torch.dtype, bucket: int, out_features: int, in_features: int, row_stride: int, activation: str, norm: bool, bias: bool,
-    residual: bool, aligned: bool, early: bool, shape: LinearShape,
-) -> dict[str, int]:  # fmt: skip
+    dtype: torch.dtype,
+    bucket: int,
+    out_features: int,
+    in_features: int,
+    row_stride: int,
+    activation: str,
+    norm: bool,
+    bias: bool,
+    residual: bool,
+    aligned: bool,
+    early: bool,
+    shape: LinearShape,
+) -> dict[str, int]:
     """The macros of the kernel. ``row_stride`` of the weight in numbers; ``aligned``: four numbers of out are stored at once."""
     half = dtype == torch.float16
     macros = {
-        "OUT_FEATURES": out_features, "IN_FEATURES": in_features, "NT": max(bucket // 8, 1), "ACTIVATION": ACTIVATIONS[activation],
-        "NORM": norm, "BIAS": bias, "RESIDUAL": residual, "ALIGNED": aligned, "PDL": early, "HALF": half, "Q_HALF": half, "KV_BYTES": 2,
-        "E5M2": 0, "MT": shape.row_tiles, "STAGES": shape.stages, "CTAS_PER_SM": shape.ctas_per_sm, "CLUSTER": shape.cluster,
+        "OUT_FEATURES": out_features,
+        "IN_FEATURES": in_features,
+        "NT": max(bucket // 8, 1),
+        "ACTIVATION": ACTIVATIONS[activation],
+        "NORM": norm,
+        "BIAS": bias,
+        "RESIDUAL": residual,
+        "ALIGNED": aligned,
+        "PDL": early,
+        "HALF": half,
+        "Q_HALF": half,
+        "KV_BYTES": 2,
+        "E5M2": 0,
+        "MT": shape.row_tiles,
+        "STAGES": shape.stages,
+        "CTAS_PER_SM": shape.ctas_per_sm,
+        "CLUSTER": shape.cluster,
         "LAUNCH_FIRST": bucket <= 8,
-    }  # fmt: skip
+    }
     if shape.wide:
         macros |= {"WGMMA": 1, "EARLY_STAGES": shape.early_stages}
     else:
-        macros |= {"W_ROW": row_stride, "X_ROWS": bucket, "ROW_WARPS": shape.row_warps, "K_WARPS": shape.k_warps}
+        macros |= {
+            "W_ROW": row_stride,
+            "X_ROWS": bucket,
+            "ROW_WARPS": shape.row_warps,
+            "K_WARPS": shape.k_warps,
+        }
     return {name: int(value) for name, value in macros.items()}

@@ -55,9 +55,14 @@ SHAPES = {
 }
 #: Milliseconds per step aimed at on one H200 in bf16 at a context of 2048, by shape and batch.
 TARGETS_MS = {
-    ("llama-1b", 1): 0.75, ("llama-1b", 8): 0.90, ("llama-1b", 64): 1.85, ("llama-8b", 1): 3.95, ("llama-8b", 8): 4.5,
-    ("llama-8b", 32): 6.1, ("llama-8b", 64): 8.1,
-}  # fmt: skip
+    ("llama-1b", 1): 0.75,
+    ("llama-1b", 8): 0.90,
+    ("llama-1b", 64): 1.85,
+    ("llama-8b", 1): 3.95,
+    ("llama-8b", 8): 4.5,
+    ("llama-8b", 32): 6.1,
+    ("llama-8b", 64): 8.1,
+}
 
 
 def select_shapes(names: Sequence[str]) -> list[ModelShape]:
@@ -81,12 +86,21 @@ def build_model(shape: ModelShape, device: torch.device, dtype: torch.dtype) -> 
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     config = LlamaConfig(
-        hidden_size=shape.hidden_size, intermediate_size=shape.intermediate_size, num_hidden_layers=shape.num_layers,
-        num_attention_heads=shape.num_heads, num_key_value_heads=shape.num_kv_heads, head_dim=shape.head_dim,
-        vocab_size=shape.vocab_size, tie_word_embeddings=shape.tied, max_position_embeddings=131072,
-        rope_parameters={"rope_type": "default", "rope_theta": 500000.0}, bos_token_id=0, eos_token_id=None, pad_token_id=0,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_hidden_layers=shape.num_layers,
+        num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        vocab_size=shape.vocab_size,
+        tie_word_embeddings=shape.tied,
+        max_position_embeddings=131072,
+        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
+        bos_token_id=0,
+        eos_token_id=None,
+        pad_token_id=0,
         initializer_range=0.9 * shape.hidden_size**-0.5,
-    )  # fmt: skip
+    )
     torch.manual_seed(0)
     with device:
         model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()

@@ -56,7 +56,9 @@ def make_reference(model: Any, num_rows: int = MAX_ROWS) -> Reference:
     """Float32 logits of ``model`` (a plain HuggingFace one), and its own error; holds a float32 copy of it meanwhile."""
     generator = torch.Generator().manual_seed(1)
     prompt_lens = [(17 + 11 * row) % 61 + 4 for row in range(num_rows)]  # on both sides of multiples of 16
-    tokens = torch.randint(1, model.config.vocab_size, (num_rows, max(prompt_lens) + STEPS), generator=generator)
+    tokens = torch.randint(
+        1, model.config.vocab_size, (num_rows, max(prompt_lens) + STEPS), generator=generator
+    )
     model.set_attn_implementation("eager")
     own = _at_steps(model, tokens, prompt_lens)
     if model.dtype == torch.float32:
@@ -70,7 +72,9 @@ def make_reference(model: Any, num_rows: int = MAX_ROWS) -> Reference:
 
 def _at_steps(model: Any, tokens: Tensor, prompt_lens: list[int]) -> Tensor:
     hidden = model.model(input_ids=tokens.to(model.device), use_cache=False).last_hidden_state
-    steps = torch.tensor([[length + step for step in range(STEPS)] for length in prompt_lens], device=hidden.device)
+    steps = torch.tensor(
+        [[length + step for step in range(STEPS)] for length in prompt_lens], device=hidden.device
+    )
     chosen = hidden.gather(1, steps[..., None].expand(-1, -1, hidden.shape[-1]))
     return model.lm_head(chosen).float()
 
@@ -93,11 +97,18 @@ def verdict(reference: Reference, logits: Tensor, chosen: Tensor) -> dict[str, A
     picked = exact.gather(-1, chosen.clamp(0, exact.shape[-1] - 1)[..., None])[..., 0]
     gap = (best.values - picked).max().item() if in_range else float("inf")
     entry: dict[str, Any] = {
-        "error": error, "error_limit": reference.error_limit, "token_gap": gap, "token_gap_limit": reference.gap_limit,
+        "error": error,
+        "error_limit": reference.error_limit,
+        "token_gap": gap,
+        "token_gap_limit": reference.gap_limit,
         "same_tokens": (chosen == best.indices).float().mean().item(),
-    }  # fmt: skip
+    }
     if not error <= reference.error_limit:
-        entry["reason"] = f"logits: relative error {error:.2e} is over {reference.error_limit:.2e} (twice HuggingFace's)"
+        entry["reason"] = (
+            f"logits: relative error {error:.2e} is over {reference.error_limit:.2e} (twice HuggingFace's)"
+        )
     elif not gap <= reference.gap_limit:
-        entry["reason"] = f"tokens: one is {gap:.2e} below the best float32 logit, over {reference.gap_limit:.2e}"
+        entry["reason"] = (
+            f"tokens: one is {gap:.2e} below the best float32 logit, over {reference.gap_limit:.2e}"
+        )
     return entry

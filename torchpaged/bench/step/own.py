@@ -50,7 +50,9 @@ class Variant:
         """The variant of that name; raises ArgumentError."""
         match = _NAME.fullmatch(name)
         if match is None:
-            raise ArgumentError("only", "names such as logits, k1, k4+fuse, k1+fuse+compile, k1+layers", repr(name))
+            raise ArgumentError(
+                "only", "names such as logits, k1, k4+fuse, k1+fuse+compile, k1+layers", repr(name)
+            )
         kind, fuse, how = match.groups()
         return cls(name, 0 if kind == "logits" else int(kind[1:]), fuse is not None, (how or "").lstrip("+"))
 
@@ -72,17 +74,30 @@ class OwnStep:
         blocks = random.Random(0).sample(range(1, model.kv_cache.num_blocks), most * blocks_per_row)
         self.tables = [blocks[row * blocks_per_row : (row + 1) * blocks_per_row] for row in range(most)]
         self.loop: DecodeLoop | None = None
-        self._step: Callable[[Tensor, AttentionMetadata], Tensor] = lambda input_ids, metadata: model(input_ids, metadata, None)
+        self._step: Callable[[Tensor, AttentionMetadata], Tensor] = lambda input_ids, metadata: model(
+            input_ids, metadata, None
+        )
         if variant.steps_per_launch:
             self.loop = DecodeLoop(
-                model, max_batch_size=most, max_blocks_per_req=blocks_per_row, steps_per_launch=self.steps, buckets=batches, compile=compile
+                model,
+                max_batch_size=most,
+                max_blocks_per_req=blocks_per_row,
+                steps_per_launch=self.steps,
+                buckets=batches,
+                compile=compile,
             )
             self.runner: WholeStepRunner | DecodeGraphRunner = self.loop.runner
         else:
             self.runner = self._host_runner = DecodeGraphRunner(
-                self._step, max_batch_size=most, max_blocks_per_req=blocks_per_row, block_size=model.kv_cache.block_size,
-                num_blocks=model.kv_cache.num_blocks, buckets=batches, device=self.device, compile=compile,
-            )  # fmt: skip
+                self._step,
+                max_batch_size=most,
+                max_blocks_per_req=blocks_per_row,
+                block_size=model.kv_cache.block_size,
+                num_blocks=model.kv_cache.num_blocks,
+                buckets=batches,
+                device=self.device,
+                compile=compile,
+            )
 
     # ------------------------------------------------------------------------------------------------ capture
     def capture(self, batch: int) -> dict[str, Any]:
@@ -94,7 +109,9 @@ class OwnStep:
         """
         started = time.perf_counter()
         with torch.inference_mode(), self.runner.inputs.padding(batch):
-            self._step(*self.runner.inputs.view(batch))  # loads kernels, which would count as the capture's memory otherwise
+            self._step(
+                *self.runner.inputs.view(batch)
+            )  # loads kernels, which would count as the capture's memory otherwise
         before = self._memory()
         self.runner.capture_for(batch)
         after = self._memory()
@@ -103,9 +120,12 @@ class OwnStep:
         self.replay(batch)
         self.synchronize()
         return {
-            "ready_s": time.perf_counter() - started, "warmup_and_capture_ms": report.capture_ms, "capture_ms": report.record_ms,
-            "reserved_mib": (after[0] - before[0]) / 2**20, "device_mib": (after[1] - before[1]) / 2**20,
-        }  # fmt: skip
+            "ready_s": time.perf_counter() - started,
+            "warmup_and_capture_ms": report.capture_ms,
+            "capture_ms": report.record_ms,
+            "reserved_mib": (after[0] - before[0]) / 2**20,
+            "device_mib": (after[1] - before[1]) / 2**20,
+        }
 
     def _memory(self) -> tuple[int, int]:
         """Bytes that torch has reserved, and bytes of the device in use."""
@@ -152,15 +172,22 @@ class OwnStep:
         rows = min(batch, len(reference.prompt_lens))
         lens, tokens = reference.prompt_lens[:rows], reference.tokens[:rows]
         metadata = AttentionMetadata.from_lists(
-            lens, lens, self.tables[:rows], block_size=self.model.kv_cache.block_size, num_blocks=self.model.kv_cache.num_blocks,
+            lens,
+            lens,
+            self.tables[:rows],
+            block_size=self.model.kv_cache.block_size,
+            num_blocks=self.model.kv_cache.num_blocks,
             device=self.device,
-        )  # fmt: skip
+        )
         packed = torch.cat([tokens[row, :length] for row, length in enumerate(lens)])
         last = torch.tensor(lens).cumsum(0) - 1
         self.model(packed.to(self.device), metadata, last.to(self.device))
         logits, chosen = [], []
         for step in range(STEPS):
-            self.load([int(tokens[row, length + step]) for row, length in enumerate(lens)], [length + step + 1 for length in lens])
+            self.load(
+                [int(tokens[row, length + step]) for row, length in enumerate(lens)],
+                [length + step + 1 for length in lens],
+            )
             if self.loop is None:
                 out = self.replay(batch)[:rows].clone()
                 chosen.append(out.argmax(-1))
@@ -194,9 +221,17 @@ class OwnStep:
             return self.host_us(batch, launches)
         room = context + launches * self.steps + 1
         requests = [
-            Request(row, [1] * context, SamplingParams(max_new_tokens=room, ignore_eos=True), row, TextStream(None, ()), room, blocks=blocks)
+            Request(
+                row,
+                [1] * context,
+                SamplingParams(max_new_tokens=room, ignore_eos=True),
+                row,
+                TextStream(None, ()),
+                room,
+                blocks=blocks,
+            )
             for row, blocks in enumerate(self.tables[:batch])
-        ]  # fmt: skip
+        ]
         for request in requests:
             loop.place(request)
         times = []

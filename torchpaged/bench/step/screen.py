@@ -61,8 +61,17 @@ def line(row: dict[str, Any]) -> list[str]:
 
     idle = [row.get("idle_between_launches"), row.get("idle_between_kernels")]
     return [
-        row["case"] + (" (wrong)" if row["status"] == "wrong" else ""), f"{row['ms']:.3f}", cell("{:.3f}-{:.3f}", "p20_ms", "p80_ms"), f"{row['roofline_ms']:.2f} ({row['of_roofline']:.0%})",
-        cell("{:.2f}", "target_ms"), f"{row['tokens_per_s']:.0f}", cell("{:.0f} / {}", "kernels_per_step", "kernels_per_layer"),
-        "-" if None in idle else " / ".join(f"{share:.2%}" for share in idle), cell("{:.0f} / {:.0f}", "host_replay_us", "host_launch_us"),
-        cell("{:.0f}", "capture_ms"), cell("{:.0f} / {:.0f}", "reserved_mib", "device_mib"), cell("{:.1e}", "error"), cell("{:.1f}", "ready_s"),
-    ]  # fmt: skip
+        row["case"] + (" (wrong)" if row["status"] == "wrong" else ""),
+        f"{row['ms']:.3f}",
+        cell("{:.3f}-{:.3f}", "p20_ms", "p80_ms"),
+        f"{row['roofline_ms']:.2f} ({row['of_roofline']:.0%})",
+        cell("{:.2f}", "target_ms"),
+        f"{row['tokens_per_s']:.0f}",
+        cell("{:.0f} / {}", "kernels_per_step", "kernels_per_layer"),
+        "-" if None in idle else " / ".join(f"{share:.2%}" for share in idle),
+        cell("{:.0f} / {:.0f}", "host_replay_us", "host_launch_us"),
+        cell("{:.0f}", "capture_ms"),
+        cell("{:.0f} / {:.0f}", "reserved_mib", "device_mib"),
+        cell("{:.1e}", "error"),
+        cell("{:.1f}", "ready_s"),
+    ]

@@ -50,7 +50,9 @@ def record(call: Callable[[], Any], device: torch.device) -> list[Activity]:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         call()
         torch.cuda.synchronize()
-    with tempfile.TemporaryDirectory() as folder:  # the trace file holds the launch of each kernel; the public event list does not
+    with (
+        tempfile.TemporaryDirectory() as folder
+    ):  # the trace file holds the launch of each kernel; the public event list does not
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
         events = json.loads(path.read_text())["traceEvents"]
@@ -78,7 +80,10 @@ def kernels_per_step(trace: Sequence[Activity], num_layers: int, steps: int) -> 
     times: dict[str, list[float]] = {}
     for activity in trace:
         times.setdefault(activity.name, []).append(activity.end - activity.start)
-    kernels = [{"name": name[:120], "per_step": len(t) / steps, "us_per_step": sum(t) / steps} for name, t in times.items()]
+    kernels = [
+        {"name": name[:120], "per_step": len(t) / steps, "us_per_step": sum(t) / steps}
+        for name, t in times.items()
+    ]
     return {
         "kernels_per_step": len(trace) / steps,
         "kernels_per_layer": sum(len(t) // steps // num_layers for t in times.values()),
@@ -98,7 +103,9 @@ def idle(trace: Sequence[Activity]) -> dict[str, float]:
     if not trace:
         return {}
     sizes = Counter(activity.launch for activity in trace)
-    large = [index for index, activity in enumerate(trace) if 2 * sizes[activity.launch] >= max(sizes.values())]
+    large = [
+        index for index, activity in enumerate(trace) if 2 * sizes[activity.launch] >= max(sizes.values())
+    ]
     trace = trace[large[0] : large[-1] + 1]
     covered, launch = trace[0].start, trace[0].launch
     gaps = between_launches = 0.0
@@ -108,4 +115,8 @@ def idle(trace: Sequence[Activity]) -> dict[str, float]:
             between_launches += activity.start - covered if activity.launch != launch else 0.0
         covered, launch = max(covered, activity.end), activity.launch
     elapsed = covered - trace[0].start
-    return {"idle_between_launches": between_launches / elapsed, "idle_between_kernels": gaps / elapsed, "traced_ms": elapsed / 1e3}
+    return {
+        "idle_between_launches": between_launches / elapsed,
+        "idle_between_kernels": gaps / elapsed,
+        "traced_ms": elapsed / 1e3,
+    }

@@ -27,8 +27,12 @@ class _Memory:
     def __init__(self, host: Tensor) -> None:
         self._host = host  # the tensor made of this keeps it
         self.__cuda_array_interface__ = {
-            "shape": tuple(host.shape), "typestr": "<i8", "data": (host.data_ptr(), False), "strides": None, "version": 3,
-        }  # fmt: skip
+            "shape": tuple(host.shape),
+            "typestr": "<i8",
+            "data": (host.data_ptr(), False),
+            "strides": None,
+            "version": 3,
+        }
 
 
 _ATTEMPTS = 8
@@ -57,11 +61,15 @@ def shared_memory(shape: tuple[int, ...], device: torch.device) -> tuple[Tensor,
             try:
                 tensor = torch.as_tensor(_Memory(host), device=device)
             except RuntimeError as error:
-                raise TorchpagedError(f"no view of pinned memory on {device} ({error}); whole steps in a graph need NumPy") from error
+                raise TorchpagedError(
+                    f"no view of pinned memory on {device} ({error}); whole steps in a graph need NumPy"
+                ) from error
             if tensor.data_ptr() == host.data_ptr():
                 return host, tensor
             foreign.append(host)
-    raise TorchpagedError(f"{device} can't write pinned host memory at its own address, which whole steps in a graph need")
+    raise TorchpagedError(
+        f"{device} can't write pinned host memory at its own address, which whole steps in a graph need"
+    )
 
 
 class LaunchRing:
@@ -113,7 +121,9 @@ class LaunchRing:
         self.settle()
         if self._unread and self._unread[0] <= self._launched - self._depth:
             launch = self._unread[0]
-            raise RingFullError(f"launch {launch} was taken and not read, and the next one needs its slot; read({launch}, ...) first")
+            raise RingFullError(
+                f"launch {launch} was taken and not read, and the next one needs its slot; read({launch}, ...) first"
+            )
 
     def begin(self) -> None:
         """Right before a launch: until `count`, only the device knows whether it was started."""
@@ -151,7 +161,12 @@ class LaunchRing:
         self.settle()
         launch = self._launched - 1
         if launch < 0 or launch in self._unread:
-            raise ArgumentError("take", "a launch since the last call", "none", "take() once behind each launch whose tokens you want")
+            raise ArgumentError(
+                "take",
+                "a launch since the last call",
+                "none",
+                "take() once behind each launch whose tokens you want",
+            )
         if self._events is not None:
             self._events[launch % self._depth].record()
         self._unread.append(launch)
@@ -174,6 +189,8 @@ class LaunchRing:
             view = self._views[slot, num_rows] = self._host[slot, :, :num_rows]
         *tokens, (number, *_) = view.tolist()
         if number != launch:
-            raise TorchpagedError(f"the slot of launch {launch} holds launch {number}: LaunchRing.count() was called without a launch")
+            raise TorchpagedError(
+                f"the slot of launch {launch} holds launch {number}: LaunchRing.count() was called without a launch"
+            )
         self._unread.remove(launch)
         return tokens

@@ -35,12 +35,16 @@ class TokenRing:
         # torch.Event finds the current stream in C++: 0.5 us to record; torch.cuda.Event makes a Python object of it, 4.5 us
         self._events = [torch.Event(device) for _ in range(depth)] if on_gpu else None
         self._shapes: list[torch.Size | None] = [None] * depth  # of what a slot holds
-        self._places: dict[tuple[int, torch.Size], Tensor] = {}  # a slot as a tensor of some shape: made once, since a push is host time
+        self._places: dict[
+            tuple[int, torch.Size], Tensor
+        ] = {}  # a slot as a tensor of some shape: made once, since a push is host time
 
     def push(self, tokens: Tensor) -> int:
         """Start copying ``tokens``, int64 and contiguous; returns the slot to read."""
         if None not in self._shapes:
-            raise RingFullError(f"{len(self._shapes)} launches are in flight and none was read; read the oldest before the next launch")
+            raise RingFullError(
+                f"{len(self._shapes)} launches are in flight and none was read; read the oldest before the next launch"
+            )
         slot, shape = self._shapes.index(None), tokens.shape
         self._shapes[slot] = shape
         place = self._places.get((slot, shape))

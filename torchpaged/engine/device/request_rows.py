@@ -20,8 +20,23 @@ from torch import Tensor
 
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.engine.device.launch_tokens import LaunchRing
-from torchpaged.engine.device.request_state import HEAD_WORDS, MAX_STOP_TOKEN_IDS, NUM_FLOATS, NUM_INTS, NUM_LONGS, RowState, token_bits
-from torchpaged.metadata import FIELDS, METADATA_FIELDS, AttentionMetadata, BatchSizes, pad_batch_tensors, to_device
+from torchpaged.engine.device.request_state import (
+    HEAD_WORDS,
+    MAX_STOP_TOKEN_IDS,
+    NUM_FLOATS,
+    NUM_INTS,
+    NUM_LONGS,
+    RowState,
+    token_bits,
+)
+from torchpaged.metadata import (
+    FIELDS,
+    METADATA_FIELDS,
+    AttentionMetadata,
+    BatchSizes,
+    pad_batch_tensors,
+    to_device,
+)
 
 #: What makes a row idle: its length and slot are a padding row's.
 _IDLE = {name: FIELDS[name].padding for name in ("seq_lens", "slot_mapping")}
@@ -65,18 +80,42 @@ class DecodeRows:
     """
 
     def __init__(
-        self, max_batch_size: int, max_blocks_per_req: int, block_size: int, vocab_size: int, device: torch.device | str, ops: StepOps,
-        steps_per_launch: int = 1, launches_in_flight: int = 4,
-    ) -> None:  # fmt: skip
-        sizes = {"max_batch_size": max_batch_size, "max_blocks_per_req": max_blocks_per_req, "block_size": block_size,
-                 "vocab_size": vocab_size, "steps_per_launch": steps_per_launch, "launches_in_flight": launches_in_flight}  # fmt: skip
+        self,
+        max_batch_size: int,
+        max_blocks_per_req: int,
+        block_size: int,
+        vocab_size: int,
+        device: torch.device | str,
+        ops: StepOps,
+        steps_per_launch: int = 1,
+        launches_in_flight: int = 4,
+    ) -> None:
+        sizes = {
+            "max_batch_size": max_batch_size,
+            "max_blocks_per_req": max_blocks_per_req,
+            "block_size": block_size,
+            "vocab_size": vocab_size,
+            "steps_per_launch": steps_per_launch,
+            "launches_in_flight": launches_in_flight,
+        }
         for name, size in sizes.items():
             if size < 1:
                 raise ArgumentError(name, "at least 1", str(size))
-        self.max_batch_size, self.max_blocks_per_req, self.block_size = max_batch_size, max_blocks_per_req, block_size
-        self.vocab_size, self.device, self.steps_per_launch = vocab_size, torch.device(device), steps_per_launch
+        self.max_batch_size, self.max_blocks_per_req, self.block_size = (
+            max_batch_size,
+            max_blocks_per_req,
+            block_size,
+        )
+        self.vocab_size, self.device, self.steps_per_launch = (
+            vocab_size,
+            torch.device(device),
+            steps_per_launch,
+        )
         self._ops, self._pin = ops, self.device.type == "cuda"
-        rows, padded = max_batch_size, -(-max_batch_size // 16) * 16  # each field starts at a multiple of 64 bytes
+        rows, padded = (
+            max_batch_size,
+            -(-max_batch_size // 16) * 16,
+        )  # each field starts at a multiple of 64 bytes
         with torch.inference_mode(False):
             self._longs = torch.zeros(NUM_LONGS, padded, dtype=torch.int64, device=device)
             self._ints = torch.zeros(NUM_INTS, padded, dtype=torch.int32, device=device)
@@ -86,7 +125,9 @@ class DecodeRows:
             self.seen = torch.zeros(rows, -(-vocab_size // 32), dtype=torch.int32, device=device)
             self.query_start_loc = torch.arange(rows + 1, dtype=torch.int32, device=device)
             self.tokens_out = torch.full((steps_per_launch, padded), -1, dtype=torch.int64, device=device)
-        self.input_ids, self.positions, self.slot_mapping, self.seeds, self.counters = (x[:rows] for x in self._longs)
+        self.input_ids, self.positions, self.slot_mapping, self.seeds, self.counters = (
+            x[:rows] for x in self._longs
+        )
         self.seq_lens, self.remaining, self.top_k = (x[:rows] for x in self._ints)
         self.temperature, self.top_p, self.min_p, self.repetition_penalty = (x[:rows] for x in self._floats)
         self.slot_mapping.fill_(_IDLE["slot_mapping"])
@@ -97,8 +138,25 @@ class DecodeRows:
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything a captured step reads or writes, by name."""
-        names = ("input_ids", "positions", "slot_mapping", "seeds", "counters", "seq_lens", "remaining", "top_k", "temperature", "top_p",
-                 "min_p", "repetition_penalty", "stop_token_ids", "block_table", "seen", "query_start_loc", "tokens_out")  # fmt: skip
+        names = (
+            "input_ids",
+            "positions",
+            "slot_mapping",
+            "seeds",
+            "counters",
+            "seq_lens",
+            "remaining",
+            "top_k",
+            "temperature",
+            "top_p",
+            "min_p",
+            "repetition_penalty",
+            "stop_token_ids",
+            "block_table",
+            "seen",
+            "query_start_loc",
+            "tokens_out",
+        )
         ring = {"ring": self.ring.slots, "launches": self.ring.launches}
         return {name: getattr(self, name) for name in names} | ring
 
@@ -106,7 +164,9 @@ class DecodeRows:
         """The first ``num_rows`` rows as ``(input_ids, metadata)``; slices, no copies."""
         tensors = {name: getattr(self, name) for name in METADATA_FIELDS}
         sizes = BatchSizes(num_rows, num_rows, self.max_blocks_per_req)
-        return self.input_ids[:num_rows], AttentionMetadata.view(tensors, sizes, max_query_len=1, block_size=self.block_size)
+        return self.input_ids[:num_rows], AttentionMetadata.view(
+            tensors, sizes, max_query_len=1, block_size=self.block_size
+        )
 
     # ------------------------------------------------------------------------------------------------ on the device
     def finish_step(self, logits: Tensor, num_rows: int, step: int) -> None:
@@ -121,11 +181,28 @@ class DecodeRows:
         """
         n = slice(num_rows)
         self._ops.finish_step(
-            logits, self.temperature[n], self.top_k[n], self.top_p[n], self.min_p[n], self.repetition_penalty[n], self.seeds[n],
-            self.block_table[n], self.stop_token_ids[n], self.input_ids[n], self.positions[n], self.seq_lens[n],
-            self.slot_mapping[n], self.counters[n], self.remaining[n], self.seen[n], self.tokens_out[step, n],
-            block_size=self.block_size, ring=self.ring.slots, launches=self.ring.launches, step=step,
-        )  # fmt: skip
+            logits,
+            self.temperature[n],
+            self.top_k[n],
+            self.top_p[n],
+            self.min_p[n],
+            self.repetition_penalty[n],
+            self.seeds[n],
+            self.block_table[n],
+            self.stop_token_ids[n],
+            self.input_ids[n],
+            self.positions[n],
+            self.seq_lens[n],
+            self.slot_mapping[n],
+            self.counters[n],
+            self.remaining[n],
+            self.seen[n],
+            self.tokens_out[step, n],
+            block_size=self.block_size,
+            ring=self.ring.slots,
+            launches=self.ring.launches,
+            step=step,
+        )
 
     def finish_rows(self, logits: Tensor, rows: Sequence[int]) -> Tensor:
         """As `finish_step` for chosen rows, whose logits come from a prefill. Not for captures: it reads a host list.
@@ -141,15 +218,33 @@ class DecodeRows:
         index = to_device(rows, torch.int64, self.device)
         longs, ints, floats = (x.index_select(1, index) for x in (self._longs, self._ints, self._floats))
         # `seen` last: of what finish_step takes it alone is not read early, so that it may be written right in front of it
-        table, stops, seen = (x.index_select(0, index) for x in (self.block_table, self.stop_token_ids, self.seen))
+        table, stops, seen = (
+            x.index_select(0, index) for x in (self.block_table, self.stop_token_ids, self.seen)
+        )
         tokens = torch.empty_like(longs[0])
         input_ids, positions, slots, seeds, counters = longs
         lens, remaining, top_k = ints
         temperature, top_p, min_p, penalty = floats
         self._ops.finish_step(
-            logits, temperature, top_k, top_p, min_p, penalty, seeds, table, stops, input_ids, positions, lens, slots, counters, remaining,
-            seen, tokens, block_size=self.block_size,
-        )  # fmt: skip
+            logits,
+            temperature,
+            top_k,
+            top_p,
+            min_p,
+            penalty,
+            seeds,
+            table,
+            stops,
+            input_ids,
+            positions,
+            lens,
+            slots,
+            counters,
+            remaining,
+            seen,
+            tokens,
+            block_size=self.block_size,
+        )
         self._longs.index_copy_(1, index, longs)
         self._ints.index_copy_(1, index, ints)
         self.seen.index_copy_(0, index, seen)
@@ -171,11 +266,20 @@ class DecodeRows:
         self.restore()
         words = HEAD_WORDS + self.max_blocks_per_req
         with_seen = any(state.seen is not None for state in states.values())
-        staged = torch.zeros(len(states), 2 + words + (self.seen.shape[1] if with_seen else 0), dtype=torch.int32, pin_memory=self._pin)
+        staged = torch.zeros(
+            len(states),
+            2 + words + (self.seen.shape[1] if with_seen else 0),
+            dtype=torch.int32,
+            pin_memory=self._pin,
+        )
         for line, (row, state) in zip(staged, states.items(), strict=True):
             line[0] = row
-            line[2 : 2 + HEAD_WORDS] = torch.frombuffer(bytearray(state.packed(self.block_size)), dtype=torch.int32)
-            line[2 + HEAD_WORDS : 2 + HEAD_WORDS + len(state.blocks)] = torch.tensor(state.blocks, dtype=torch.int32)
+            line[2 : 2 + HEAD_WORDS] = torch.frombuffer(
+                bytearray(state.packed(self.block_size)), dtype=torch.int32
+            )
+            line[2 + HEAD_WORDS : 2 + HEAD_WORDS + len(state.blocks)] = torch.tensor(
+                state.blocks, dtype=torch.int32
+            )
             if state.seen is not None:
                 line[2 + words :] = token_bits(state.seen, self.seen.shape[1])
         data = staged.to(self.device, non_blocking=True)
@@ -185,7 +289,9 @@ class DecodeRows:
         self._longs.index_copy_(1, index, longs[:, :NUM_LONGS].t())
         self.stop_token_ids.index_copy_(0, index, longs[:, NUM_LONGS:])
         self._ints.index_copy_(1, index, rest[:, :NUM_INTS].t())
-        self._floats.index_copy_(1, index, _copied(rest[:, NUM_INTS : NUM_INTS + NUM_FLOATS]).view(torch.float32).t())
+        self._floats.index_copy_(
+            1, index, _copied(rest[:, NUM_INTS : NUM_INTS + NUM_FLOATS]).view(torch.float32).t()
+        )
         self.block_table.index_copy_(0, index, data[:, HEAD_WORDS:words])
         if with_seen:
             self.seen.index_copy_(0, index, data[:, words:])
@@ -199,12 +305,19 @@ class DecodeRows:
         for row, column, block in blocks:
             if not (0 <= row < self.max_batch_size and 0 <= column < self.max_blocks_per_req and block > 0):
                 raise ArgumentError(
-                    "blocks", f"rows in [0, {self.max_batch_size}), columns in [0, {self.max_blocks_per_req}), blocks from 1 on",
-                    f"row {row}, column {column}, block {block}", "make max_blocks_per_req hold the longest request",
-                )  # fmt: skip
+                    "blocks",
+                    f"rows in [0, {self.max_batch_size}), columns in [0, {self.max_blocks_per_req}), blocks from 1 on",
+                    f"row {row}, column {column}, block {block}",
+                    "make max_blocks_per_req hold the longest request",
+                )
         if blocks:
             data = to_device(
-                [*(row * self.max_blocks_per_req + column for row, column, _ in blocks), *(x[2] for x in blocks)], torch.int64, self.device
+                [
+                    *(row * self.max_blocks_per_req + column for row, column, _ in blocks),
+                    *(x[2] for x in blocks),
+                ],
+                torch.int64,
+                self.device,
             )
             self.block_table.view(-1).index_copy_(0, data[: len(blocks)], data[len(blocks) :].int())
 
@@ -219,7 +332,9 @@ class DecodeRows:
         """Move rows ``(from, to)``, without the host knowing what they hold; the old places become idle."""
         if pairs:
             self.restore()
-            data = to_device([*(old for old, _ in pairs), *(new for _, new in pairs)], torch.int64, self.device)
+            data = to_device(
+                [*(old for old, _ in pairs), *(new for _, new in pairs)], torch.int64, self.device
+            )
             old, new = data[: len(pairs)], data[len(pairs) :]
             for fields in (self._longs, self._ints, self._floats):
                 fields.index_copy_(1, new, fields.index_select(1, old))
@@ -239,7 +354,10 @@ class DecodeRows:
         try:
             self.ring.launches[:1].fill_(-1)  # tokens of launches in flight stay where they are
             names = (*_IDLE, "input_ids", "positions")
-            pad_batch_tensors({name: getattr(self, name) for name in names}, BatchSizes(num_rows, num_rows, self.max_blocks_per_req))
+            pad_batch_tensors(
+                {name: getattr(self, name) for name in names},
+                BatchSizes(num_rows, num_rows, self.max_blocks_per_req),
+            )
             yield
         finally:
             self.restore()

@@ -47,19 +47,38 @@ class WholeStepRunner(BucketedGraphs):
     STEP, BUCKET, ADVICE = "decode step", "batch", "; launch_eager() still works"
 
     def __init__(
-        self, step: Step, rows: DecodeRows, *, buckets: Sequence[int] | None = None, capture: str | CaptureBackend = "auto", compile: bool = True,
-        session: StepSession | None = None, **options: Any,
-    ) -> None:  # fmt: skip
+        self,
+        step: Step,
+        rows: DecodeRows,
+        *,
+        buckets: Sequence[int] | None = None,
+        capture: str | CaptureBackend = "auto",
+        compile: bool = True,
+        session: StepSession | None = None,
+        **options: Any,
+    ) -> None:
         if session is not None and rows.steps_per_launch > 1 and session.plans_every_step:
-            raise ArgumentError("rows", "steps_per_launch=1 with a backend that plans every step on the host", str(rows.steps_per_launch))
+            raise ArgumentError(
+                "rows",
+                "steps_per_launch=1 with a backend that plans every step on the host",
+                str(rows.steps_per_launch),
+            )
         self.rows, self._step, most = rows, step, rows.max_batch_size
         sizes = check_buckets(default_buckets(most) if buckets is None else buckets, most)
         steps = decode_steps(step, sizes, compile, capture)
         super().__init__(
-            rows, lambda bucket: self._whole(steps(bucket), bucket), eager=lambda bucket: self._whole(step, bucket), buckets=sizes,
-            device=rows.device, capture=capture, session=session, **options,
-        )  # fmt: skip
-        self._stepwise = isinstance(self.capture_backend, EagerCapture)  # Python at each replay, which may be interrupted between steps
+            rows,
+            lambda bucket: self._whole(steps(bucket), bucket),
+            eager=lambda bucket: self._whole(step, bucket),
+            buckets=sizes,
+            device=rows.device,
+            capture=capture,
+            session=session,
+            **options,
+        )
+        self._stepwise = isinstance(
+            self.capture_backend, EagerCapture
+        )  # Python at each replay, which may be interrupted between steps
 
     def _whole(self, step: Step, num_rows: int) -> BucketStep:
         """What one launch does over the first ``num_rows`` rows."""
@@ -118,7 +137,9 @@ class WholeStepRunner(BucketedGraphs):
 
         def counted(*arguments: Any) -> Tensor:
             self.rows.ring.begin()
-            with self.rows.whole() if self.device.type == "cpu" else contextlib.nullcontext():  # its copies are no part of the step
+            with (
+                self.rows.whole() if self.device.type == "cpu" else contextlib.nullcontext()
+            ):  # its copies are no part of the step
                 tokens = launch(*arguments)
             self.rows.ring.count()
             return tokens

@@ -6,7 +6,13 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from torchpaged.profiling.kernel_report.data import Between, KernelTime, ModuleKernels, Totals, UnmatchedKernels
+from torchpaged.profiling.kernel_report.data import (
+    Between,
+    KernelTime,
+    ModuleKernels,
+    Totals,
+    UnmatchedKernels,
+)
 
 #: The layer's own module, in the names relative to a layer.
 ITSELF = "(itself)"
@@ -34,7 +40,9 @@ class LayerGroup(Totals):
     @property
     def name(self) -> str:
         """Such as "model.layers.0-2,4"."""
-        return f"{self.prefix}.{_ranges(self.indices)}" if self.indices else self.prefix or "(outside the model)"
+        return (
+            f"{self.prefix}.{_ranges(self.indices)}" if self.indices else self.prefix or "(outside the model)"
+        )
 
     @property
     def kernels_each(self) -> float:
@@ -58,7 +66,9 @@ def layer_groups(report: Totals) -> list[LayerGroup]:
     layers: dict[tuple[str | None, int], LayerGroup] = {}
     for entry in report.modules:
         prefix, index, rest = layer_of(entry.module) or (entry.module, -1, "")
-        group = layers.setdefault((prefix, index), LayerGroup(prefix, [index] if index >= 0 else [], steps=report.steps))
+        group = layers.setdefault(
+            (prefix, index), LayerGroup(prefix, [index] if index >= 0 else [], steps=report.steps)
+        )
         group.modules.append(ModuleKernels(rest or ITSELF, entry.kernels))
     for unplaced in report.unmatched:
         place = home_of(unplaced.between)
@@ -99,13 +109,18 @@ def unmatched_groups(report: Totals) -> list[UnmatchedKernels]:
         if after is not None and before is not None and key != row.between:
             indices.append(after[1])
             names = [f".{rest}" if rest else "" for rest in (after[2], before[2])]
-            first.between = Between(f"{after[0]}.{_ranges(indices)}{names[0]}", f"the next layer's {names[1] or 'own'}")
+            first.between = Between(
+                f"{after[0]}.{_ranges(indices)}{names[0]}", f"the next layer's {names[1] or 'own'}"
+            )
     return [row for _, row in folded.values()]
 
 
 def _kernels(rows: Iterable[ModuleKernels | UnmatchedKernels]) -> tuple[object, ...]:
     return tuple(
-        (row.module if isinstance(row, ModuleKernels) else row.between, *((kernel.name, kernel.count) for kernel in row.kernels))
+        (
+            row.module if isinstance(row, ModuleKernels) else row.between,
+            *((kernel.name, kernel.count) for kernel in row.kernels),
+        )
         for row in rows
     )
 
@@ -118,7 +133,10 @@ def _fold(group: LayerGroup, other: LayerGroup) -> None:
 
 
 def _added(kernels: list[KernelTime], more: list[KernelTime]) -> list[KernelTime]:
-    return [KernelTime(a.name, a.count + b.count, a.total_us + b.total_us) for a, b in zip(kernels, more, strict=True)]
+    return [
+        KernelTime(a.name, a.count + b.count, a.total_us + b.total_us)
+        for a, b in zip(kernels, more, strict=True)
+    ]
 
 
 def _ranges(indices: list[int]) -> str:

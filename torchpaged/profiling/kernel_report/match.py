@@ -43,7 +43,9 @@ def _certain(eager: Sequence[str], replay: Sequence[str]) -> list[tuple[int, int
         for index, name in enumerate(names):
             places.setdefault(name, ([], []))[side].append(index)
     equal = {name: sides for name, sides in places.items() if len(sides[0]) == len(sides[1])}
-    pairs = sorted(((b, a, name) for name, (here, there) in equal.items() for a, b in zip(here, there, strict=True)))
+    pairs = sorted(
+        ((b, a, name) for name, (here, there) in equal.items() for a, b in zip(here, there, strict=True))
+    )
     crossing: set[str] = set()
     highest = -1
     for _, a, name in pairs:

@@ -40,16 +40,32 @@ class KernelReport(Totals):
             return {"count": count, "total_us": total_us, "share": total_us / total if total else 0.0}
 
         def row(entry: ModuleKernels | UnmatchedKernels) -> dict[str, Any]:
-            return {**sums(entry.count, entry.total_us), "kernels": [dict(vars(kernel)) for kernel in entry.kernels]}
+            return {
+                **sums(entry.count, entry.total_us),
+                "kernels": [dict(vars(kernel)) for kernel in entry.kernels],
+            }
 
         groups = [group for group in layer_groups(self) if group.indices]
         return {
-            "kind": self.kind, "steps": self.steps, "count": self.count, "total_us": total, "complete": self.is_complete,
+            "kind": self.kind,
+            "steps": self.steps,
+            "count": self.count,
+            "total_us": total,
+            "complete": self.is_complete,
             "layers": [
-                {"layers": group.name, "num_layers": len(group.indices), "kernels_each": group.kernels_each,
-                 "unmatched_each": group.unmatched_each, **sums(group.count, group.total_us)} for group in groups
+                {
+                    "layers": group.name,
+                    "num_layers": len(group.indices),
+                    "kernels_each": group.kernels_each,
+                    "unmatched_each": group.unmatched_each,
+                    **sums(group.count, group.total_us),
+                }
+                for group in groups
             ],
             "modules": [{"module": entry.module, **row(entry)} for entry in self.modules],
             "unmatched": [{**entry.between._asdict(), **row(entry)} for entry in self.unmatched],
-            "missing": [{"module": m.module, "kernels": [{"name": k.name, "count": k.count} for k in m.kernels]} for m in self.missing],
-        }  # fmt: skip
+            "missing": [
+                {"module": m.module, "kernels": [{"name": k.name, "count": k.count} for k in m.kernels]}
+                for m in self.missing
+            ],
+        }

@@ -1,12 +1,16 @@
-"""What graphs cost and give around a decode step: capture of many buckets, and prefill steps with and without a graph.
+"""What graphs cost and give around a decode step: capture of many buckets, and prefill steps with and without
+a graph.
 
     PYTHONPATH=. python benchmarks/bench_capture.py --shape llama-8b --buckets 24 --output capture.json
-    PYTHONPATH=. python benchmarks/bench_capture.py --shape tiny --buckets 3 --prefill 16 --first-token 16 --dtype fp32      # any machine
+    # any machine
+    PYTHONPATH=. python benchmarks/bench_capture.py --shape tiny --buckets 3 --prefill 16 \\
+        --first-token 16 --dtype fp32
 
-Random weights, fused layers, whole steps with sampling in the graph. Buckets: milliseconds of warm-up and capture and MiB each, largest
-first, and what all of them take together. Prefill: milliseconds of a step of so many prompt tokens, of one request and of several, with all
-host work, launched from Python and replayed from the engine's graph of a bucket of that size; where both agree a graph wins nothing.
-First token: milliseconds from a prompt's submission to its first token, both ways. The last line is one JSON document.
+Random weights, fused layers, whole steps with sampling in the graph. Buckets: milliseconds of warm-up and
+capture and MiB each, largest first, and what all of them take together. Prefill: milliseconds of a step of so
+many prompt tokens, of one request and of several, with all host work, launched from Python and replayed from
+the engine's graph of a bucket of that size; where both agree a graph wins nothing. First token: milliseconds
+from a prompt's submission to its first token, both ways. The last line is one JSON document.
 """
 
 from __future__ import annotations
@@ -74,7 +78,10 @@ def measure_buckets(model: PagedModel, count: int, steps: int) -> dict[str, Any]
     print(bucket_table(reports))
     taken = [round((now - then) / 2**20, 1) for now, then in zip(after, before, strict=True)]
     print(
-        f"{count} buckets, {steps} steps each: {seconds:.2f} s, {taken[0]} MiB reserved by torch, {taken[1]} MiB of the device",
+        (
+            f"{count} buckets, {steps} steps each: {seconds:.2f} s, {taken[0]} MiB reserved by torch, "
+            f"{taken[1]} MiB of the device"
+        ),
         flush=True,
     )
     return {
@@ -87,7 +94,8 @@ def measure_buckets(model: PagedModel, count: int, steps: int) -> dict[str, Any]
 
 
 def median_ms(call: Callable[[], Any], device: torch.device, repeats: int = 10) -> float:
-    """Wall milliseconds per call, calls queued back to back as the engine queues them; the median of three rounds."""
+    """Wall milliseconds per call, calls queued back to back as the engine queues them; the median of
+    three rounds."""
     rounds = []
     for _ in range(3):
         memory(device)
@@ -114,7 +122,8 @@ def chunks_of(model: PagedModel, tokens: int, requests: int) -> list[tuple[Seque
 
 @torch.inference_mode()
 def measure_prefill(model: PagedModel, tokens: int, requests: int) -> dict[str, Any]:
-    """One prefill step, host work included, both ways of the engine: launched from Python and replayed from a graph of ``tokens``."""
+    """One prefill step, host work included, both ways of the engine: launched from Python and replayed from a
+    graph of ``tokens``."""
     device, chunks, reqs = (
         torch.device(model.device),
         chunks_of(model, tokens, requests),
@@ -147,7 +156,8 @@ def measure_prefill(model: PagedModel, tokens: int, requests: int) -> dict[str, 
 
 
 def measure_first_token(model: PagedModel, tokens: int, repeats: int = 10) -> dict[str, Any]:
-    """Milliseconds from the submission of one prompt to its first token, through a `Generator`, with prefill graphs and without."""
+    """Milliseconds from the submission of one prompt to its first token, through a `Generator`, with prefill
+    graphs and without."""
     result: dict[str, Any] = {"tokens": tokens}
     for name, buckets in (("python_ms", None), ("graph_ms", default_prefill_buckets(tokens))):
         generator = Generator(

@@ -1,11 +1,13 @@
-"""What a new attention configuration costs: seconds of the first call less those of the second, in a fresh process.
+"""What a new attention configuration costs: seconds of the first call less those of the second, in a
+fresh process.
 
     python benchmarks/bench_cold_attention.py --json cold.json
     python benchmarks/bench_cold_attention.py --only cuda/prefill triton/mixed
 
-Each case runs twice, each time in a process of its own: with every cache empty, then with what the first left on the disk. Importing torch
-and making the context lie before the first call; importing Triton and cuda-bindings lies within it, and is also told apart: it is paid
-once per process, whatever the number of configurations. ``cpu``: seconds of all threads and child processes, the host's load left out.
+Each case runs twice, each time in a process of its own: with every cache empty, then with what the first left
+on the disk. Importing torch and making the context lie before the first call; importing Triton and
+cuda-bindings lies within it, and is also told apart: it is paid once per process, whatever the number of
+configurations. ``cpu``: seconds of all threads and child processes, the host's load left out.
 """
 
 from __future__ import annotations
@@ -63,7 +65,8 @@ CASES += [Case("triton", "mixed", "everything", shape) for shape in ("fp8", "hea
 
 
 class ImportClock:
-    """Seconds spent in import statements while it is entered; statements within imported modules are part of the outermost one."""
+    """Seconds spent in import statements while it is entered; statements within imported modules are part of
+    the outermost one."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -95,7 +98,8 @@ def cpu_seconds() -> float:
 
 
 def measure(case: Case) -> dict[str, float]:
-    """In the child: seconds of the first call less the second's, of imports within the first, and of its CPU time."""
+    """In the child: seconds of the first call less the second's, of imports within the first, and of its
+    CPU time."""
     shape = {
         "num_heads": 32,
         "num_kv_heads": 8,
@@ -124,7 +128,8 @@ def measure(case: Case) -> dict[str, float]:
 
 
 def run_twice(case: Case, timeout: float) -> dict[str, object]:
-    """A row of the report: the case, and what a process measured with empty caches and one with those that the first left."""
+    """A row of the report: the case, and what a process measured with empty caches and one with those that
+    the first left."""
     row: dict[str, object] = dict(case._asdict())
     with tempfile.TemporaryDirectory() as folder:
         environment = {
@@ -162,7 +167,8 @@ def main() -> None:
     cases = [case for case in CASES if "/".join(case).startswith(tuple(arguments.only))]
     if not cases:
         parser.error(
-            f"--only {' '.join(arguments.only)}: no such case; there are {', '.join('/'.join(case) for case in CASES)}"
+            f"--only {' '.join(arguments.only)}: no such case; there are "
+            f"{', '.join('/'.join(case) for case in CASES)}"
         )
     results = []
     for case in cases:

@@ -2,7 +2,8 @@
 
     python benchmarks/bench_cpu_decode.py [--threads 1] [--context 4096] [--json]
 
-A correctness gate runs before each timing. Figures are medians with p20 and p80; the last line is one JSON document.
+A correctness gate runs before each timing. Figures are medians with p20 and p80; the last line is one
+JSON document.
 """
 
 from __future__ import annotations
@@ -112,7 +113,8 @@ def main() -> None:
         }
         result["decode"].append({**row, "native": native, "gather_sdpa": sdpa})
         say(
-            f"{f'{heads}/{kv_heads}/{dim}':>14} {reqs:>4} {str(dtype)[6:]:>9} {native['median_us']:>10.0f} {sdpa['median_us']:>10.0f} {ratio:>6.2f}"
+            f"{f'{heads}/{kv_heads}/{dim}':>14} {reqs:>4} {str(dtype)[6:]:>9} {native['median_us']:>10.0f} "
+            f"{sdpa['median_us']:>10.0f} {ratio:>6.2f}"
         )
     say("dispatch of one op call with tiny inputs, native kernels:")
     for case, (op, inputs, options) in opcheck_cases().items():

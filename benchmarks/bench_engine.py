@@ -1,9 +1,11 @@
-"""The engine against HuggingFace's generate(): decode tokens per second, one prompt and eight of different lengths.
+"""The engine against HuggingFace's generate(): decode tokens per second, one prompt and eight of
+different lengths.
 
-    python benchmarks/bench_engine.py [--model FOLDER] [--device cpu|cuda] [--dtype fp32|bf16] [--new-tokens 64] [--repeats 3]
+    python benchmarks/bench_engine.py [--model FOLDER] [--device cpu|cuda] [--dtype fp32|bf16]
+        [--new-tokens 64] [--repeats 3]
 
-Tokens are compared first (greedy, float32 only: in bf16 near-ties may fall either way). Figures are medians; the last line is one
-JSON document.
+Tokens are compared first (greedy, float32 only: in bf16 near-ties may fall either way). Figures are medians;
+the last line is one JSON document.
 """
 
 from __future__ import annotations
@@ -115,7 +117,8 @@ def main() -> None:
         "batch8_ratio": eight / hf_one,
     }
     print(
-        f"{machine}, torch {torch.__version__}, {args.dtype}, backend {generator.choice.name}, {new} new tokens per prompt"
+        f"{machine}, torch {torch.__version__}, {args.dtype}, backend {generator.choice.name}, {new} new "
+        "tokens per prompt"
     )
     print(f"HF generate(), dynamic cache, batch 1: {hf_one:8.1f} tok/s")
     print(f"engine, 1 prompt:                      {one:8.1f} tok/s ({one / hf_one:.2f}x)")

@@ -1,12 +1,14 @@
-"""Linear layers of a decode step on a GPU: the linear op of the cuda backend against torch's matrix product (cuBLAS).
+"""Linear layers of a decode step on a GPU: the linear op of the cuda backend against torch's matrix
+product (cuBLAS).
 
     PYTHONPATH=. python benchmarks/bench_linear.py [--models 8b,1b] [--tokens 1,8,16,32,64] [--bandwidth 4.35]
 
-Two measurements. ``layers``: one linear layer at a time, weights rotating through more memory than the L2 cache, calls back to back in one CUDA
-graph; ``F.linear`` does the product alone, the op norm, gate and residual too. ``chains``: qkv, o, gate_up and down of many layers, each
-reading what the one before wrote; ``composed`` is the triton backend's norm, cuBLAS product, gate and residual. Everything is compared with
-float32 first. Figures are microseconds per call (per layer in a chain), and percent of the time that reading the weights once takes at
-``--bandwidth`` TB/s. The last line is one JSON document.
+Two measurements. ``layers``: one linear layer at a time, weights rotating through more memory than the L2
+cache, calls back to back in one CUDA graph; ``F.linear`` does the product alone, the op norm, gate and
+residual too. ``chains``: qkv, o, gate_up and down of many layers, each reading what the one before wrote;
+``composed`` is the triton backend's norm, cuBLAS product, gate and residual. Everything is compared with
+float32 first. Figures are microseconds per call (per layer in a chain), and percent of the time that reading
+the weights once takes at ``--bandwidth`` TB/s. The last line is one JSON document.
 """
 
 from __future__ import annotations
@@ -168,7 +170,8 @@ def main() -> None:
                     document[kind].append(row)
                     peer = row.get("cublas") or row["composed"]
                     print(
-                        f"{model} {name:8} {count:3}  ideal {row['ideal_us']:7.2f}  torch {peer['median_us']:7.2f} {peer['percent']:4.0f} %"
+                        f"{model} {name:8} {count:3}  ideal {row['ideal_us']:7.2f}  torch "
+                        f"{peer['median_us']:7.2f} {peer['percent']:4.0f} %"
                         f"  cuda {row['cuda']['median_us']:7.2f} {row['cuda']['percent']:4.0f} %",
                         flush=True,
                     )

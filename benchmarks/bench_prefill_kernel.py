@@ -1,14 +1,19 @@
-"""The CUDA C++ prefill kernel on a Hopper GPU: checked against float64, timed beside its peers, its cycles per step counted.
+"""The CUDA C++ prefill kernel on a Hopper GPU: checked against float64, timed beside its peers, its cycles
+per step counted.
 
-    PYTHONPATH=. python benchmarks/bench_prefill_kernel.py [--parts check,time,cycles,power] [--seconds 150] [--json PATH]
+    PYTHONPATH=. python benchmarks/bench_prefill_kernel.py [--parts check,time,cycles,power]
+        [--seconds 150] [--json PATH]
 
-Every part runs in a process of its own under a watchdog: a case that says nothing for 40 seconds is reported as hung, its process is ended and the
-part goes on with the next case. ``check``: outputs and LSE against attention in float64, with NaN in all memory that no token was written to, the
-same bits twice, and one captured graph replayed at other lengths. ``time``: TFLOP/s over visible keys (4 * head_dim * num_heads * sum of visible
-keys), contenders in turns, medians of CUDA-graph replays: this kernel, the Triton kernel, torch's SDPA on contiguous tensors, and FlashAttention-3
-(``flash_attn_interface``) with the same blocks and with one block per request. ``cycles``: clock cycles per step of 128 keys for tiles of 1 to
-4 steps and for long ones, the start and end of tiles included, and what share of a CTA's cycles goes to waiting and storing. ``power``: clock and
-power while one contender runs on and on. One JSON line per result; ``--json`` writes them as one document.
+Every part runs in a process of its own under a watchdog: a case that says nothing for 40 seconds is reported
+as hung, its process is ended and the
+part goes on with the next case. ``check``: outputs and LSE against attention in float64, with NaN in all
+memory that no token was written to, the same bits twice, and one captured graph replayed at other lengths.
+``time``: TFLOP/s over visible keys (4 * head_dim * num_heads * sum of visible keys), contenders in turns,
+medians of CUDA-graph replays: this kernel, the Triton kernel, torch's SDPA on contiguous tensors, and
+FlashAttention-3 (``flash_attn_interface``) with the same blocks and with one block per request. ``cycles``:
+clock cycles per step of 128 keys for tiles of 1 to 4 steps and for long ones, the start and end of tiles
+included, and what share of a CTA's cycles goes to waiting and storing. ``power``: clock and power while one
+contender runs on and on. One JSON line per result; ``--json`` writes them as one document.
 """
 
 from __future__ import annotations

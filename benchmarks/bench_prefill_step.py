@@ -1,10 +1,13 @@
-"""What one prefill step of a whole model costs, by its number of tokens: launched from Python and replayed, and which kernels take the time.
+"""What one prefill step of a whole model costs, by its number of tokens: launched from Python and replayed,
+and which kernels take the time.
 
-    python benchmarks/bench_prefill_step.py [--shape llama-8b] [--tokens 512 2048 8192] [--plain] [--chunks 512 2048] [--json step.json]
+    python benchmarks/bench_prefill_step.py [--shape llama-8b] [--tokens 512 2048 8192]
+        [--plain] [--chunks 512 2048] [--json step.json]
 
-One request of that many tokens without a context, the model with random weights and, unless ``--plain``, fused. A step's roofline is its
-products alone, at the rate that a large product reaches on the machine. ``--chunks``: the engine, which prefills a prompt of 16,384 tokens in
-chunks of these sizes. Figures are medians.
+One request of that many tokens without a context, the model with random weights and, unless ``--plain``,
+fused. A step's roofline is its products alone, at the rate that a large product reaches on the machine.
+``--chunks``: the engine, which prefills a prompt of 16,384 tokens in chunks of these sizes. Figures
+are medians.
 """
 
 from __future__ import annotations

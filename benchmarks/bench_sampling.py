@@ -1,11 +1,13 @@
 """sample_tokens on a GPU: greedy, plain and truncated rows, beside torch.argmax and a sampler that sorts.
 
-    PYTHONPATH=. python benchmarks/bench_sampling.py [--rows 1,8,64] [--vocab 128256] [--cases greedy,top_k_top_p] [--dtype bf16]
+    PYTHONPATH=. python benchmarks/bench_sampling.py [--rows 1,8,64] [--vocab 128256]
+        [--cases greedy,top_k_top_p] [--dtype bf16]
 
-A correctness gate runs before every timing. Each round is one CUDA graph over several sets of logits, replayed back to back, the
-contenders in turns; figures are microseconds per call. Logits come from the L2 cache, as a projection leaves them: they are normal
-numbers of the given spread, "peaked" ones to the third power / 8, so that a few tokens hold most of the mass, as in a language model.
-The last line is one JSON document.
+A correctness gate runs before every timing. Each round is one CUDA graph over several sets of logits,
+replayed back to back, the contenders in turns; figures are microseconds per call. Logits come from the L2
+cache, as a projection leaves them: they are normal numbers of the given spread, "peaked" ones to the third
+power / 8, so that a few tokens hold most of the mass, as in a language model. The last line is one
+JSON document.
 """
 
 from __future__ import annotations
@@ -86,7 +88,8 @@ def measure(case: str, rows: int, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure_accept(rows: int, repeats: int) -> dict[str, Any]:
-    """accept_tokens. Rows end after a few replays, which takes loads out of a kernel that waits for its first ones most of the time."""
+    """accept_tokens. Rows end after a few replays, which takes loads out of a kernel that waits for its first
+    ones most of the time."""
     sets = [
         make_accept_inputs(rows, vocab_size=128256, num_stops=4, device="cuda", seed=seed)
         for seed in range(SETS)

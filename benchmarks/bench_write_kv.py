@@ -1,11 +1,14 @@
-"""write_kv, rope_write_kv and the unfused sequence (torch-compiled norm and rotation, then write_kv) on a GPU.
+"""write_kv, rope_write_kv and the unfused sequence (torch-compiled norm and rotation, then write_kv) on
+a GPU.
 
-    PYTHONPATH=. python benchmarks/bench_write_kv.py [--heads 32 --kv-heads 8 --head-dim 128] [--tokens 1,8,64,256] [--norm] [--tiles 4x1,8x2]
+    PYTHONPATH=. python benchmarks/bench_write_kv.py [--heads 32 --kv-heads 8 --head-dim 128]
+        [--tokens 1,8,64,256] [--norm] [--tiles 4x1,8x2]
 
-A correctness gate runs before every timing. Each round is one CUDA graph over several sets of tokens, outputs and pools, replayed
-back to back, the contenders in turns; figures are microseconds per call. Up to 64 sets are used: at few tokens they stay in the
-L2 cache, as a fresh qkv projection does in a model. ``empty`` is a kernel that does nothing, ``ideal_us`` the op's bytes over
-``--bandwidth``. ``--tiles`` also times other choices of (heads per program)x(warps). The last line is one JSON document.
+A correctness gate runs before every timing. Each round is one CUDA graph over several sets of tokens, outputs
+and pools, replayed back to back, the contenders in turns; figures are microseconds per call. Up to 64 sets
+are used: at few tokens they stay in the L2 cache, as a fresh qkv projection does in a model. ``empty`` is a
+kernel that does nothing, ``ideal_us`` the op's bytes over ``--bandwidth``. ``--tiles`` also times other
+choices of (heads per program)x(warps). The last line is one JSON document.
 """
 
 from __future__ import annotations
@@ -52,7 +55,8 @@ def norm_and_rotate(x: Tensor, weight: Tensor | None, cos: Tensor, sin: Tensor) 
 
 
 def unfused(inputs: dict[str, Any]) -> Tensor:
-    """The sequence that rope_write_kv replaces, for torch.compile. The cosines are gathered here, in the same kernel."""
+    """The sequence that rope_write_kv replaces, for torch.compile. The cosines are gathered here, in the
+    same kernel."""
     cos, sin = (x.repeat(1, 2)[:, None] for x in inputs["cos_sin"][inputs["positions"]].chunk(2, dim=-1))
     q = norm_and_rotate(inputs["q"], inputs.get("q_norm"), cos, sin)
     k = norm_and_rotate(inputs["k"], inputs.get("k_norm"), cos, sin)

@@ -1,9 +1,11 @@
-"""Tables of README.md, docs/results.md and docs/stream_order.md, made from benchmarks/results/*.json and custom_ops/stream_order.py.
+"""Tables of README.md, docs/results.md and docs/stream_order.md, made from benchmarks/results/*.json
+and custom_ops/stream_order.py.
 
     python benchmarks/make_results.py            # rewrite what stands between the markers of the pages
     python benchmarks/make_results.py --check    # exit code 1 if a page does not hold what the data says
 
-A page holds ``<!-- made: NAME -->``, then what the function NAME of `TABLES` returns, then ``<!-- end -->``. Needs the standard library alone.
+A page holds ``<!-- made: NAME -->``, then what the function NAME of `TABLES` returns, then ``<!-- end -->``.
+Needs the standard library alone.
 """
 
 from __future__ import annotations
@@ -91,9 +93,9 @@ def runs() -> list[str]:
         )
         note = document.get("note") or document.get("what") or ""
         text = (
-            f"[{path.stem}](../benchmarks/results/{path.name}): torch {torch or document.get('torch', '?')}. `{command}`"
-            + (f" ({note})" if note else "")
-        )
+            f"[{path.stem}](../benchmarks/results/{path.name}): torch "
+            f"{torch or document.get('torch', '?')}. `{command}`"
+        ) + (f" ({note})" if note else "")
         lines += wrapped(text)
     return lines
 

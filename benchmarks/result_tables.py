@@ -1,4 +1,5 @@
-"""The tables of docs/results.md, each made from documents of benchmarks/results; what places them is make_results.py."""
+"""The tables of docs/results.md, each made from documents of benchmarks/results; what places them
+is make_results.py."""
 
 from __future__ import annotations
 
@@ -68,7 +69,7 @@ def short(case: str) -> str:
     return case.removeprefix("32/8/128 ").removesuffix(" b16").removesuffix(" whole")
 
 
-# ------------------------------------------------------------------------------------------------------- attention
+# -------------------------------------------------------------------------------------------------- attention
 def attention(files: Sequence[str], contenders: Sequence[str]) -> list[str]:
     """One row per case: microseconds."""
     lines = []
@@ -89,7 +90,10 @@ def geomean_line(file: str) -> list[str]:
     summary = load(file)["summary"]
     cases = f"{summary['compared']} cases"
     return [
-        f"Geometric mean of × over {cases}: **{summary['geomean']:.2f}**. Worst: {summary['worst']:.2f} ({summary['worst_case']})."
+        (
+            f"Geometric mean of × over {cases}: **{summary['geomean']:.2f}**. Worst: "
+            f"{summary['worst']:.2f} ({summary['worst_case']})."
+        )
     ]
 
 
@@ -242,7 +246,7 @@ def write_kv() -> list[str]:
     )
 
 
-# ------------------------------------------------------------------------------------------------------------- steps
+# ------------------------------------------------------------------------------------------------------ steps
 def step_times(file: str) -> dict[tuple[str, int, str], dict[str, Any]]:
     return {(row["shape"], row["batch"], row["contender"]): row for row in load(file)["rows"]}
 
@@ -323,7 +327,10 @@ def capture() -> list[str]:
     document = load("h200_capture")
     records = [bucket["record_ms"] for bucket in document["captures"][0]["buckets"]]
     lines = [
-        f"{len(records)} buckets: {min(records):.0f} to {max(records):.0f} ms each, {document['captures'][0]['reserved_mib']:.0f} MiB in all.",
+        (
+            f"{len(records)} buckets: {min(records):.0f} to {max(records):.0f} ms each, "
+            f"{document['captures'][0]['reserved_mib']:.0f} MiB in all."
+        ),
         "",
     ]
     lines += table(
@@ -390,9 +397,9 @@ def sampling() -> list[str]:
         groups.setdefault(row["case"], {})[row["rows"]] = {
             name: timing["median_us"] for name, timing in row["timings"].items()
         }
-    cells = lambda us: " / ".join(
+    cells = lambda us: " / ".join(  # noqa: E731
         best_bold([us.get("sample_tokens", us.get("accept_tokens")), us.get("torch.argmax", us.get("sort"))])
-    )  # noqa: E731
+    )
     return table(
         ["case", "1 row: own / torch", "8 rows", "64 rows"],
         ([case, *(cells(by[n]) for n in (1, 8, 64))] for case, by in groups.items()),

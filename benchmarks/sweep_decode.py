@@ -1,7 +1,9 @@
-"""Sweep of the decode kernel's tiles on a GPU: python benchmarks/sweep_decode.py OUT.json [--cases SUBSTRING] [--workers N].
+"""Sweep of the decode kernel's tiles on a GPU: python benchmarks/sweep_decode.py OUT.json [--cases SUBSTRING]
+[--workers N].
 
-Every configuration is checked against plain torch first, then timed by replaying a CUDA graph over KV caches that rotate beyond L2.
-One JSON line per (case, configuration); the best per case last. What came of it: docs/log/decode.md.
+Every configuration is checked against plain torch first, then timed by replaying a CUDA graph over KV caches
+that rotate beyond L2. One JSON line per (case, configuration); the best per case last. What came of
+it: docs/log/decode.md.
 """
 
 from __future__ import annotations
@@ -247,7 +249,8 @@ def main() -> None:
         )
         for r in done[:3]:
             print(
-                f"{r['case']:28s} ideal {r['ideal']:7.1f}  {r['us']:8.2f} us  x{r['us'] / r['ideal']:.2f}  {r['config']} err {r['error']}"
+                f"{r['case']:28s} ideal {r['ideal']:7.1f}  {r['us']:8.2f} us  x{r['us'] / r['ideal']:.2f}  "
+                f"{r['config']} err {r['error']}"
             )
 
 

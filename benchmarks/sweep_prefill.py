@@ -1,11 +1,13 @@
-"""Tile shapes of the Triton prefill kernel, swept on a GPU: each is checked against torch's SDPA in float32, then timed.
+"""Tile shapes of the Triton prefill kernel, swept on a GPU: each is checked against torch's SDPA in float32,
+then timed.
 
     python benchmarks/sweep_prefill.py [--cases 1x16k,1x4k,8x512,chunk_512_on_32k] [--best 4] [--seconds 130]
 
-32 query and 8 kv heads of 128, bfloat16, blocks of 16 tokens in shuffled order. The first case takes all candidates, the others
-the best of it and those for short prompts. Times are medians of CUDA-graph replays; TFLOP/s count visible keys only:
-4 * head_dim * num_heads * sum of visible keys. One JSON line per result, then all of them sorted, then the layouts of the cache
-and torch's SDPA on contiguous tensors for comparison. Choices drawn from it stand in custom_ops/attention/triton/config.py.
+32 query and 8 kv heads of 128, bfloat16, blocks of 16 tokens in shuffled order. The first case takes all
+candidates, the others the best of it and those for short prompts. Times are medians of CUDA-graph replays;
+TFLOP/s count visible keys only: 4 * head_dim * num_heads * sum of visible keys. One JSON line per result,
+then all of them sorted, then the layouts of the cache and torch's SDPA on contiguous tensors for comparison.
+Choices drawn from it stand in custom_ops/attention/triton/config.py.
 """
 
 from __future__ import annotations
@@ -189,7 +191,8 @@ def measure(case: str, inputs: Inputs, tiles: Tiles, expected: Tensor) -> dict[s
 
 
 def compare(case: str, tiles: Tiles) -> None:
-    """``tiles`` on other layouts of the cache, one block per request included, and torch's SDPA on contiguous tensors.
+    """``tiles`` on other layouts of the cache, one block per request included, and torch's SDPA on
+    contiguous tensors.
 
     The first layout comes again at the end: clocks drift.
     """

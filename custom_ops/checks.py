@@ -1,8 +1,8 @@
 """Checks of one argument: dimensions, dtype, device, strides, overlap; and whether values may be read.
 
-Shapes, dtypes, devices and strides are checked always (no device work). Values that live on a device (block ids, slots,
-lengths) can only be checked by reading them: on the CPU that is done always, on a GPU only with ``TORCHPAGED_CHECK=1``,
-because it synchronises.
+Shapes, dtypes, devices and strides are checked always (no device work). Values that live on a device (block
+ids, slots, lengths) can only be checked by reading them: on the CPU that is done always, on a GPU only with
+``TORCHPAGED_CHECK=1``, because it synchronises.
 """
 
 from __future__ import annotations
@@ -87,7 +87,8 @@ _suspended = 0
 
 @contextlib.contextmanager
 def capturing() -> Iterator[None]:
-    """Within the block no values are read: a step that is being captured, even on a CPU, must not look at them."""
+    """Within the block no values are read: a step that is being captured, even on a CPU, must not look
+    at them."""
     global _suspended
     _suspended += 1
     try:
@@ -97,7 +98,8 @@ def capturing() -> Iterator[None]:
 
 
 def reads_values(device: torch.device) -> bool:
-    """Whether values on ``device`` are checked: always on a CPU, with ``TORCHPAGED_CHECK=1`` on a GPU, never during a capture."""
+    """Whether values on ``device`` are checked: always on a CPU, with ``TORCHPAGED_CHECK=1`` on a GPU, never
+    during a capture."""
     if _suspended:
         return False
     asked_for = checks_device_values()  # read on a CPU as well: a value that means nothing raises everywhere
@@ -107,7 +109,8 @@ def reads_values(device: torch.device) -> bool:
 
 
 def checks_device_values() -> bool:
-    """Whether ``TORCHPAGED_CHECK=1`` asks for checks that synchronise; raises `ValueError` if the variable is neither 0 nor 1."""
+    """Whether ``TORCHPAGED_CHECK=1`` asks for checks that synchronise; raises `ValueError` if the variable is
+    neither 0 nor 1."""
     return bool(variables.get("TORCHPAGED_CHECK"))
 
 
@@ -129,7 +132,8 @@ def overlap(a: Tensor, b: Tensor) -> bool:
 
 
 def check_apart(written: dict[str, Tensor], read: dict[str, Tensor], fix: str) -> None:
-    """The address range of nothing ``written`` meets that of anything ``read``. Looks at addresses only, not at the device."""
+    """The address range of nothing ``written`` meets that of anything ``read``. Looks at addresses only, not
+    at the device."""
     spans = {name: _span(tensor) for name, tensor in read.items()}
     for target, tensor in written.items():
         start, end = _span(tensor)
@@ -143,15 +147,16 @@ def check_apart(written: dict[str, Tensor], read: dict[str, Tensor], fix: str) -
 def pools_meet(k_cache: Tensor, v_cache: Tensor) -> bool:
     """Whether two pools ``[num_blocks, block_size, num_kv_heads, width]`` share an element.
 
-    Pools whose address ranges meet may still be apart: keys and values side by side in one tensor. Pools of different strides
-    are taken to meet where their ranges do.
+    Pools whose address ranges meet may still be apart: keys and values side by side in one tensor. Pools of
+    different strides are taken to meet where their ranges do.
     """
     if not overlap(k_cache, v_cache):
         return False
     strides = k_cache.stride()[:3]
     if strides != v_cache.stride()[:3]:
         return True
-    # An element of v minus one of k: a multiple of each stride, within the sizes, and a difference of columns.
+    # An element of v minus one of k: a multiple of each stride, within the sizes, and a difference
+    # of columns.
     dims = sorted(
         ((s, n) for s, n in zip(strides, k_cache.shape[:3], strict=True) if n > 1 and s), reverse=True
     )
@@ -172,7 +177,8 @@ def pools_meet(k_cache: Tensor, v_cache: Tensor) -> bool:
 
 
 def is_latent(k_cache: Tensor, v_cache: Tensor) -> bool:
-    """Whether values are declared to be the first columns of the keys: ``v_cache = k_cache[..., :n]`` with n below the width."""
+    """Whether values are declared to be the first columns of the keys: ``v_cache = k_cache[..., :n]`` with n
+    below the width."""
     return (
         v_cache.data_ptr() == k_cache.data_ptr()
         and v_cache.stride() == k_cache.stride()

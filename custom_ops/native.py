@@ -1,7 +1,7 @@
 """Finds and loads the native CPU library, and says clearly when there is none.
 
-The library (``torchpaged_C``, built by CMakeLists.txt on LibTorch's stable ABI) registers the default and ``.cpu``
-overload of every op for the CPU key. Without it the package works: CPU calls then run the reference.
+The library (``torchpaged_C``, built by CMakeLists.txt on LibTorch's stable ABI) registers the default and
+``.cpu`` overload of every op for the CPU key. Without it the package works: CPU calls then run the reference.
 """
 
 from __future__ import annotations

@@ -24,9 +24,11 @@ FEW = 256  # numbers: so many Python has looked at before a dozen ops of torch h
 
 
 def check_pools(k_cache: Tensor, v_cache: Tensor, *, stores: bool = False) -> None:
-    """A pair of pools ``[num_blocks, block_size, num_kv_heads, head_dim(_v)]`` fits together and shares no element.
+    """A pair of pools ``[num_blocks, block_size, num_kv_heads, head_dim(_v)]`` fits together and shares
+    no element.
 
-    Values that are the first columns of the keys (`is_latent`) are let through unless the op ``stores`` tokens.
+    Values that are the first columns of the keys (`is_latent`) are let through unless the op ``stores``
+    tokens.
     """
     if k_cache.dim() != 4:
         raise ArgumentError(
@@ -52,7 +54,8 @@ def check_pools(k_cache: Tensor, v_cache: Tensor, *, stores: bool = False) -> No
 
 
 def check_cache_dtype(x: Tensor, cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None) -> None:
-    """``cache`` holds tokens of x's dtype, or of fp8, and only then are there scales: one, or one per kv head."""
+    """``cache`` holds tokens of x's dtype, or of fp8, and only then are there scales: one, or one per
+    kv head."""
     fp8 = cache.dtype in FP8
     if not fp8 and cache.dtype != x.dtype:
         raise ArgumentError(

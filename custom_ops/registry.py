@@ -1,28 +1,38 @@
-"""The ops of the ``torchpaged`` namespace: defined, implemented and handed out here; a family's folder has its ``schema.py``.
+"""The ops of the ``torchpaged`` namespace: defined, implemented and handed out here; a family's folder has
+its ``schema.py``.
 
 Each op has one *overload* per backend, all with the same schema and the same meaning::
 
-    torch.ops.torchpaged.paged_attention            # the device's own kernel: CPU -> native C++, NVIDIA GPU -> .cuda, other GPU -> .triton
+    # the device's own kernel: CPU -> native C++, NVIDIA GPU -> .cuda, other GPU -> .triton
+    torch.ops.torchpaged.paged_attention
     torch.ops.torchpaged.paged_attention.reference  # plain torch, any device: the specification
     torch.ops.torchpaged.paged_attention.cpu        # native C++ kernel
     torch.ops.torchpaged.paged_attention.triton     # Triton kernel
-    torch.ops.torchpaged.paged_attention.cuda       # CUDA C++ kernel for decode (NVRTC), Triton kernels for the rest
+    # CUDA C++ kernel for decode (NVRTC), Triton kernels for the rest
+    torch.ops.torchpaged.paged_attention.cuda
 
-So a backend is chosen by holding another handle (``BACKEND_OPS["triton"].paged_attention``), never inside a traced call.
+So a backend is chosen by holding another handle (``BACKEND_OPS["triton"].paged_attention``), never inside a
+traced call.
 
 Rules every kernel keeps (``B`` requests, ``T`` tokens):
 
 * ops return ``()`` and write into arguments declared ``Tensor(a!)``; no output aliases an input;
-* slot -1 skips the write; block 0 is the null block; table entries past ``ceil(seq_len / block_size)`` are never read;
-* query ``i`` of a request sits at position ``seq_len - query_len + i``; positions below 0 (left padding) see nothing, so
-  seq_len may be below query_len, and even negative;
-* a query row that sees no key, and every token row at or after ``query_start_loc[-1]``, gives zeros and LSE -inf;
-* a query row that sees a score of NaN or +inf, or nothing but -inf, gives NaN; a NaN value gives NaN in its column (docs/ops.md);
+* slot -1 skips the write; block 0 is the null block; table entries past ``ceil(seq_len / block_size)`` are
+  never read;
+* query ``i`` of a request sits at position ``seq_len - query_len + i``; positions below 0 (left padding) see
+  nothing, so seq_len may be below query_len, and even negative;
+* a query row that sees no key, and every token row at or after ``query_start_loc[-1]``, gives zeros and
+  LSE -inf;
+* a query row that sees a score of NaN or +inf, or nothing but -inf, gives NaN; a NaN value gives NaN in its
+  column (docs/ops.md);
 * numbers beyond an fp8 cache's range are stored as its largest, NaN as NaN;
-* no two tokens have one slot (-1 and block 0 excepted), no block is twice in a row of the table (block 0 excepted);
-* LSE is the natural logarithm of the softmax denominator (the sink's term included), float32, ``[T, num_heads]``.
+* no two tokens have one slot (-1 and block 0 excepted), no block is twice in a row of the table (block
+  0 excepted);
+* LSE is the natural logarithm of the softmax denominator (the sink's term included), float32, ``[T,
+  num_heads]``.
 
-The reasons for void ops, for ``Library.define`` rather than ``custom_op`` and for explicit tensors: docs/ops.md.
+The reasons for void ops, for ``Library.define`` rather than ``custom_op`` and for explicit
+tensors: docs/ops.md.
 """
 
 from __future__ import annotations
@@ -65,7 +75,8 @@ _FAMILY = {op: family for family, schemas in _SCHEMAS.items() for op in schemas}
 _FAKES = ATTENTION_FAKES | CACHE_WRITE_FAKES | STEP_END_FAKES | LAYERS_FAKES
 SCHEMAS = {op: text for family in _SCHEMAS.values() for op, text in family.items()}
 
-#: Ops with a native C++ kernel. The others run their reference on a CPU, as the default and as the .cpu overload.
+#: Ops with a native C++ kernel. The others run their reference on a CPU, as the default and as the
+#: .cpu overload.
 NATIVE_OPS = frozenset({"write_kv", "paged_attention", "merge_attn_states", "copy_blocks", "advance_step"})
 
 
@@ -87,7 +98,7 @@ class BackendOps(NamedTuple):
     linear: Any
 
 
-# ----------------------------------------------------------------------------------------------- implementations
+# -------------------------------------------------------------------------------------------- implementations
 def _lazy(module: str, function: str) -> Any:
     """A kernel whose module is imported at its first launch, so that importing torchpaged stays light."""
     cached: Any = None
@@ -118,7 +129,8 @@ _CUDA_OPS = frozenset({"paged_attention", "linear"})
 
 
 def _of_this_gpu(op: str) -> Any:
-    """The default kernel on a GPU: what the backend "auto" runs there, ``cuda`` if its compiler is here and ``triton`` if not."""
+    """The default kernel on a GPU: what the backend "auto" runs there, ``cuda`` if its compiler is here and
+    ``triton`` if not."""
     kernels = {
         name: _lazy(f"torchpaged.custom_ops.{_FAMILY[op]}.{name}.{op}", op) for name in ("cuda", "triton")
     }
@@ -187,7 +199,8 @@ _NATIVE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def check_native_dtype(handle: Any, **tensors: torch.Tensor) -> None:
-    """Refuse, with an `ArgumentError`, dtypes that the native CPU kernel behind ``handle`` doesn't take; others pass.
+    """Refuse, with an `ArgumentError`, dtypes that the native CPU kernel behind ``handle`` doesn't take;
+    others pass.
 
     The kernel refuses them too, but as a RuntimeError: a library of the stable ABI knows no Python class.
     """
@@ -200,7 +213,10 @@ def check_native_dtype(handle: Any, **tensors: torch.Tensor) -> None:
                 name,
                 " or ".join(map(str, _NATIVE_DTYPES)) + " for the cpu backend",
                 str(tensor.dtype),
-                "the reference backend takes float64 and fp8 pools: ops=BACKEND_OPS['reference'], backend='reference'",
+                (
+                    "the reference backend takes float64 and fp8 pools: ops=BACKEND_OPS['reference'], "
+                    "backend='reference'"
+                ),
             )
 
 

@@ -1,10 +1,13 @@
-"""Stream order: what each kernel of an op reads before the kernels ahead have ended, what it writes, and when the next one may begin.
+"""Stream order: what each kernel of an op reads before the kernels ahead have ended, what it writes, and when
+the next one may begin.
 
-With programmatic dependent launch (compute capability 9.0 and later) a kernel may begin before the kernels ahead of it on the stream have
-ended. It reads ``reads_early`` right away and everything else behind its ``griddepcontrol.wait``, which returns when all kernels ahead have
-ended and their stores are visible. ``griddepcontrol.launch_dependents`` lets the kernel behind begin. One rule follows for all of them:
-**what is read early is written by kernels alone that never let their dependents start**. docs/stream_order.md renders `STREAM_ORDER` and
-says what the rule requires of other kernels; tests/test_stream_order.py compares it with sources and PTX.
+With programmatic dependent launch (compute capability 9.0 and later) a kernel may begin before the kernels
+ahead of it on the stream have ended. It reads ``reads_early`` right away and everything else behind its
+``griddepcontrol.wait``, which returns when all kernels ahead have ended and their stores are visible.
+``griddepcontrol.launch_dependents`` lets the kernel behind begin. One rule follows for all of them: **what is
+read early is written by kernels alone that never let their dependents start**. docs/stream_order.md renders
+`STREAM_ORDER` and says what the rule requires of other kernels; tests/test_stream_order.py compares it with
+sources and PTX.
 
 Data only: no import of torch, so that scripts load this file by its path.
 """
@@ -20,12 +23,15 @@ class Launch(NamedTuple):
     Attributes:
         kernel: ``file:function``; the file's name alone, since it is unique.
         case: which calls are served; empty: all of the op's that reach this kernel.
-        early: whether it is launched with programmatic dependent launch, so that it may begin before the kernels ahead have ended.
+        early: whether it is launched with programmatic dependent launch, so that it may begin before the
+            kernels ahead have ended.
         reads_early: what it reads before its wait. Everything else it reads behind it.
-        writes: tensors of the op that it stores to, always behind its wait; scratch memory and semaphores are left out.
+        writes: tensors of the op that it stores to, always behind its wait; scratch memory and semaphores are
+            left out.
         waits: one of `WAITS`.
         triggers: one of `TRIGGERS`: when it lets the kernel behind begin.
-        fence: whether it ends with a fence to the GPU's scope, so that a kernel behind that reads early sees its stores.
+        fence: whether it ends with a fence to the GPU's scope, so that a kernel behind that reads early sees
+            its stores.
         why: the reason, where it is not the rule itself.
     """
 
@@ -40,11 +46,13 @@ class Launch(NamedTuple):
     why: str = ""
 
 
-#: ``first``: before the first store, and before the first load that is not in ``reads_early``. ``launch``: no instruction; the kernel is launched
-#: the ordinary way and begins when those ahead have ended. ``last``: one program, at its very end.
+#: ``first``: before the first store, and before the first load that is not in ``reads_early``. ``launch``: no
+#: instruction; the kernel is launched the ordinary way and begins when those ahead have ended. ``last``: one
+#: program, at its very end.
 WAITS = ("first", "launch", "last")
 
-#: ``start``: ahead of its wait. ``wait``: right behind its wait. ``issued``: behind its wait, once all of its copies are issued.
+#: ``start``: ahead of its wait. ``wait``: right behind its wait. ``issued``: behind its wait, once all of its
+#:     copies are issued.
 #: ``never``: the kernel behind begins when this one has ended.
 TRIGGERS = ("start", "wait", "issued", "never")
 
@@ -127,7 +135,10 @@ STREAM_ORDER: dict[str, tuple[Launch, ...]] = {
             waits="last",
             fence=True,
             case="triton, a mixed batch's decode half",
-            why="begins when each program of the prefill half has waited; the fence, at its start, drops old L1 lines",
+            why=(
+                "begins when each program of the prefill half has waited; the fence, at its start, drops "
+                "old L1 lines"
+            ),
         ),
     ),
     "write_kv": (

@@ -1,6 +1,7 @@
 """torch.compile(model, fullgraph=True) over a paged cache: one graph serves every length.
 
-With HuggingFace's static cache the mask covers the maximum length; here the ops read the lengths from device tensors.
+With HuggingFace's static cache the mask covers the maximum length; here the ops read the lengths from
+device tensors.
 """
 
 from __future__ import annotations

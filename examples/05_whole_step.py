@@ -1,7 +1,7 @@
 """Whole decode steps in one graph, four per launch: the model, sampling and bookkeeping, without the host.
 
-The model is tiny and random. `fuse` makes each layer a few large kernels; the engine captures the steps per batch size and reads tokens one
-launch late. On a CPU the same code runs with an eager capture.
+The model is tiny and random. `fuse` makes each layer a few large kernels; the engine captures the steps per
+batch size and reads tokens one launch late. On a CPU the same code runs with an eager capture.
 """
 
 from __future__ import annotations

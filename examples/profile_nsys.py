@@ -1,6 +1,8 @@
-"""A small random Llama through the engine with NVTX ranges, for Nsight Systems: how to call it stands in profile_nsys.md.
+"""A small random Llama through the engine with NVTX ranges, for Nsight Systems: how to call it stands
+in profile_nsys.md.
 
-On a CPU it runs as well, and prints the kernels (there: ops) per layer; without the nvtx package it says so and goes on.
+On a CPU it runs as well, and prints the kernels (there: ops) per layer; without the nvtx package it says so
+and goes on.
 """
 
 from __future__ import annotations
@@ -63,7 +65,8 @@ def main() -> None:
         each = " each" if group.indices else ""
         print(f"{group.name}: {group.kernels_each:g} {report.kind}s{each}, {group.total_us:.0f} us")
     print(
-        f"{report.count} {report.kind}s in a decode step of {rows} rows, {sum(row.count for row in report.unmatched)} not placed"
+        f"{report.count} {report.kind}s in a decode step of {rows} rows, "
+        f"{sum(row.count for row in report.unmatched)} not placed"
     )
 
 

@@ -1,8 +1,8 @@
 """DecodeBuffers: the static tensors a captured decode step reads, and their update in place.
 
-Each step's host values are packed into one int64 buffer and one int32 table, so that a step costs two copies to the device.
-Padding is as the table of fields says (`torchpaged.metadata.FIELDS`): slot -1, seq_len 0, null block 0, and a ``query_start_loc`` whose tail
-repeats its last value.
+Each step's host values are packed into one int64 buffer and one int32 table, so that a step costs two copies
+to the device. Padding is as the table of fields says (`torchpaged.metadata.FIELDS`): slot -1, seq_len 0, null
+block 0, and a ``query_start_loc`` whose tail repeats its last value.
 """
 
 from __future__ import annotations
@@ -102,7 +102,8 @@ class DecodeBuffers:
         """Put one decode step into the buffers.
 
         Args:
-            input_ids: the token of each row: host ints, or a device tensor ``[num_rows]`` int64 (no host copy then).
+            input_ids: the token of each row: host ints, or a device tensor ``[num_rows]`` int64 (no host
+                copy then).
             seq_lens: KV tokens of each row, this step's included; at least 1.
             block_tables: each row's blocks.
             padded_to: the bucket; rows from ``num_rows`` on become padding.
@@ -125,7 +126,8 @@ class DecodeBuffers:
         )
         table = host_block_table(block_tables, padded_to, self.max_blocks_per_req, self._pin)
         packed, small = to_device(longs, torch.int64, self.device), to_device(ints, torch.int32, self.device)
-        # Fresh pinned memory each step: torch's host allocator keeps it until the copy is done, so nothing is overwritten early.
+        # Fresh pinned memory each step: torch's host allocator keeps it until the copy is done, so nothing is
+        # overwritten early.
         self.positions[:padded_to].copy_(packed[:padded_to])
         self.slot_mapping[:padded_to].copy_(packed[padded_to : 2 * padded_to])
         if isinstance(input_ids, Tensor):
@@ -143,12 +145,14 @@ class DecodeBuffers:
 
     @contextlib.contextmanager
     def padding(self, num_rows: int) -> Iterator[None]:
-        """The first ``num_rows`` rows are padding inside the block, for a warm-up or a capture; `load` fills them afterwards."""
+        """The first ``num_rows`` rows are padding inside the block, for a warm-up or a capture; `load` fills
+        them afterwards."""
         self.load_padding(num_rows)
         yield
 
     def reset(self) -> None:
-        """Wait for the device after a step that failed or was interrupted; `load` writes every tensor anew."""
+        """Wait for the device after a step that failed or was interrupted; `load` writes every
+        tensor anew."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 

@@ -1,6 +1,8 @@
-"""capture_bucket: warm-up and capture of one bucket, timed, with garbage collection off; a failure names the bucket and the op.
+"""capture_bucket: warm-up and capture of one bucket, timed, with garbage collection off; a failure names the
+bucket and the op.
 
-    graph = capture_bucket(launch, backend, pool, report, device, warmup_iters=2, step="decode step", eager=launch_eager)
+    graph = capture_bucket(launch, backend, pool, report, device, warmup_iters=2, step="decode step",
+                           eager=launch_eager)
 
 Called where the step's inputs are padding, so that nothing is written into the caches.
 """
@@ -49,7 +51,8 @@ def capture_bucket(
         CaptureError: the step can't be captured; what the attempt took is freed.
     """
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # a capture begins with this anyway: what it frees would count as negative memory of the bucket
+        # a capture begins with this anyway: what it frees would count as negative memory of the bucket
+        torch.cuda.empty_cache()
     started, before = time.perf_counter(), device_memory(device)
     try:
         with _no_garbage_collection():
@@ -68,8 +71,8 @@ def capture_bucket(
 
 @contextlib.contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """A collection during a capture could free device memory inside it. Collecting ahead of every capture is left to the caller: it takes
-    longer than a capture does."""
+    """A collection during a capture could free device memory inside it. Collecting ahead of every capture is
+    left to the caller: it takes longer than a capture does."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,12 +1,14 @@
 """PackedBuffers: the static tensors that a captured prefill step reads, and their update in place.
 
     buffers = PackedBuffers([64, 512], max_num_reqs=8, max_blocks_per_req=128, block_size=16, device="cuda")
-    buffers.load(input_ids, query_lens=[7, 30], seq_lens=[7, 95], block_tables=[[1], [2, 3, 4, 5, 6, 7]], logits_indices=[6], padded_to=64)
+    buffers.load(input_ids, query_lens=[7, 30], seq_lens=[7, 95], block_tables=[[1], [2, 3, 4, 5, 6, 7]],
+                 logits_indices=[6], padded_to=64)
     input_ids, metadata, logits_indices = buffers.view(64)
 
-All tensors of a bucket lie in one piece of memory, so that a step costs one copy to the device, whatever it holds.
-Padding is as the table of fields says (`torchpaged.metadata.FIELDS`): tokens past the last request have slot -1, requests past the last one no
-tokens and seq_len 0; further ``logits_indices`` are 0, and whoever reads the logits drops them.
+All tensors of a bucket lie in one piece of memory, so that a step costs one copy to the device, whatever it
+holds. Padding is as the table of fields says (`torchpaged.metadata.FIELDS`): tokens past the last request
+have slot -1, requests past the last one no tokens and seq_len 0; further ``logits_indices`` are 0, and
+whoever reads the logits drops them.
 """
 
 from __future__ import annotations
@@ -88,8 +90,8 @@ class PackedBuffers:
         return {"packed": self._bytes}
 
     def view(self, bucket: int) -> tuple[Tensor, AttentionMetadata, Tensor]:
-        """``(input_ids, metadata, logits_indices)`` of a bucket; slices, no copies. ``max_query_len`` is the bucket: one request may
-        have all its tokens."""
+        """``(input_ids, metadata, logits_indices)`` of a bucket; slices, no copies. ``max_query_len`` is the
+        bucket: one request may have all its tokens."""
         fields = self._fields(bucket)
         metadata = AttentionMetadata.view(
             fields, self._sizes(bucket), max_query_len=bucket, block_size=self.block_size
@@ -124,7 +126,8 @@ class PackedBuffers:
         """
         self.check(input_ids, query_lens, seq_lens, block_tables, logits_indices, padded_to)
         packed = self._packed(input_ids, query_lens, seq_lens, block_tables, logits_indices, padded_to)
-        # Fresh pinned memory each step: torch's host allocator keeps it until the copy is done, so nothing is overwritten early.
+        # Fresh pinned memory each step: torch's host allocator keeps it until the copy is done, so nothing is
+        # overwritten early.
         staged = torch.empty(len(packed), dtype=torch.uint8, pin_memory=self.device.type == "cuda")
         staged.copy_(torch.frombuffer(packed, dtype=torch.uint8))
         self._bytes[: len(packed)].copy_(staged, non_blocking=True)
@@ -138,7 +141,8 @@ class PackedBuffers:
         logits_indices: Sequence[int],
         bucket: int,
     ) -> bytearray:
-        """A step as the bytes of a bucket's fields, built from lists: a tensor operation each would cost the host several times as much."""
+        """A step as the bytes of a bucket's fields, built from lists: a tensor operation each would cost the
+        host several times as much."""
         positions: list[int] = []
         slots: list[int] = []
         table: list[int] = []
@@ -164,12 +168,14 @@ class PackedBuffers:
 
     @contextlib.contextmanager
     def padding(self, bucket: int) -> Iterator[None]:
-        """The bucket holds nothing but padding inside the block, for a warm-up or a capture; `load` fills it afterwards."""
+        """The bucket holds nothing but padding inside the block, for a warm-up or a capture; `load` fills
+        it afterwards."""
         pad_batch_tensors(self._fields(bucket), self._sizes(bucket))
         yield
 
     def reset(self) -> None:
-        """Wait for the device after a step that failed or was interrupted; `load` writes every tensor anew."""
+        """Wait for the device after a step that failed or was interrupted; `load` writes every
+        tensor anew."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 

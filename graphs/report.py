@@ -22,7 +22,8 @@ class BucketReport:
 
     Attributes:
         bucket: rows of the graph: requests that decode, or tokens of a prefill.
-        capture_ms: warm-up and capture, milliseconds; compilation, where there is one, falls into the warm-up.
+        capture_ms: warm-up and capture, milliseconds; compilation, where there is one, falls into
+            the warm-up.
         record_ms: the capture alone, milliseconds.
         num_bytes: device memory taken, bytes.
         hits: replays.
@@ -40,8 +41,8 @@ class BucketReport:
 
 
 def bucket_table(reports: Sequence[BucketReport], bucket: str = "bucket", padded: str = "padded rows") -> str:
-    """The reports as lines of text with a heading, in which ``bucket`` and ``padded`` name the first and last column; buckets that
-    were not captured show dashes."""
+    """The reports as lines of text with a heading, in which ``bucket`` and ``padded`` name the first and last
+    column; buckets that were not captured show dashes."""
     lines = [
         f"{bucket:>6} {'warm-up + capture ms':>20} {'capture ms':>10} {'MiB':>8} {'replays':>8} {padded:>11}"
     ]
@@ -88,7 +89,8 @@ class _Watch(TorchDispatchMode):
 
 
 def find_culprit(launch: Callable[[], Tensor], device: torch.device) -> str | None:
-    """The first op of an uncompiled step that synchronises or fails, by running the step once more; None if all goes well."""
+    """The first op of an uncompiled step that synchronises or fails, by running the step once more; None if
+    all goes well."""
     watch, on_gpu = _Watch(), device.type == "cuda"
     mode = torch.cuda.get_sync_debug_mode() if on_gpu else 0
     try:

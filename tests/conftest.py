@@ -1,4 +1,5 @@
-"""Shared fixtures. Run with OMP_NUM_THREADS=1 on small machines: two threads under load are slower than one."""
+"""Shared fixtures. Run with OMP_NUM_THREADS=1 on small machines: two threads under load are slower
+than one."""
 
 from __future__ import annotations
 
@@ -24,10 +25,12 @@ def pytest_configure(config: pytest.Config) -> None:
 def slow_tests(text: str, nodes: list[str], strict: bool = False) -> set[str]:
     """The node ids that a list such as tests/slow.txt names. The last line that matches a node counts.
 
-    A line names a test with all its parameters, or one parametrisation; ``*`` stands for anything; ``!`` in front: not slow after all.
+    A line names a test with all its parameters, or one parametrisation; ``*`` stands for anything; ``!`` in
+    front: not slow after all.
 
     Raises:
-        pytest.UsageError: strict, and a line names a test that its file, of which nodes are given, does not hold.
+        pytest.UsageError: strict, and a line names a test that its file, of which nodes are given, does
+            not hold.
     """
     functions = {node.split("[")[0] for node in nodes}
     files = {node.split("::")[0] for node in nodes}
@@ -49,7 +52,8 @@ def slow_tests(text: str, nodes: list[str], strict: bool = False) -> set[str]:
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests marked gpu are skipped without a GPU; slow ones, by their mark or by slow.txt, unless asked for. The longest come first."""
+    """Tests marked gpu are skipped without a GPU; slow ones, by their mark or by slow.txt, unless asked for.
+    The longest come first."""
     chosen = config.getoption("-m") or ""
     whole = config.args == config.getini("testpaths")  # a part of a file says nothing about the rest of it
     nodes = [item.nodeid for item in items]
@@ -73,7 +77,8 @@ def _seed() -> None:
 
 @pytest.fixture(scope="session")
 def native() -> None:
-    """Skip where the native CPU kernels are absent; fail where they must be there (TORCHPAGED_REQUIRE_NATIVE=1)."""
+    """Skip where the native CPU kernels are absent; fail where they must be
+    there (TORCHPAGED_REQUIRE_NATIVE=1)."""
     loaded, reason = native_status()
     if loaded:
         return
@@ -84,8 +89,8 @@ def native() -> None:
 
 @pytest.fixture(scope="session")
 def make_llama() -> Callable[..., Any]:
-    """``make_llama(vocab_size=99, ...)``: a Llama of two layers with random weights, 4 query and 2 kv heads, end of text 7; the options are
-    those of its config. Skip without transformers."""
+    """``make_llama(vocab_size=99, ...)``: a Llama of two layers with random weights, 4 query and 2 kv heads,
+    end of text 7; the options are those of its config. Skip without transformers."""
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
     def make(**options: Any) -> Any:
@@ -106,7 +111,8 @@ def make_llama() -> Callable[..., Any]:
 
 @pytest.fixture(scope="session")
 def smollm2_path() -> Path:
-    """The folder of SmolLM2-135M-Instruct; skip where it can't be had, fail with TORCHPAGED_REQUIRE_MODEL=1."""
+    """The folder of SmolLM2-135M-Instruct; skip where it can't be had, fail
+    with TORCHPAGED_REQUIRE_MODEL=1."""
     required = os.environ.get("TORCHPAGED_REQUIRE_MODEL") == "1"
     try:
         from torchpaged.cli.demo import ensure_smollm2
@@ -116,13 +122,15 @@ def smollm2_path() -> Path:
         if required:
             raise
         pytest.skip(
-            f"SmolLM2 is not in the cache ({error}); run `torchpaged generate hello` once, or set TORCHPAGED_REQUIRE_MODEL=1"
+            f"SmolLM2 is not in the cache ({error}); run `torchpaged generate hello` once, or set "
+            "TORCHPAGED_REQUIRE_MODEL=1"
         )
 
 
 @pytest.fixture(scope="session")
 def interpreter() -> None:
-    """Skip where Triton's interpreter can't run at all: Triton 3.6 asks int() of arrays of one element, which NumPy 2.4 refuses."""
+    """Skip where Triton's interpreter can't run at all: Triton 3.6 asks int() of arrays of one element, which
+    NumPy 2.4 refuses."""
     triton = pytest.importorskip("triton", reason="triton is not installed")
     import numpy
 

@@ -1,4 +1,5 @@
-"""PagedAttention and the checked functions: against dense SDPA, compiled once, no copy of a pool, typed refusals."""
+"""PagedAttention and the checked functions: against dense SDPA, compiled once, no copy of a pool,
+typed refusals."""
 
 from __future__ import annotations
 
@@ -89,7 +90,8 @@ def metadata(query_lens: list[int], seq_lens: list[int]) -> AttentionMetadata:
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 @torch.inference_mode()
 def test_chunks_and_decodes_equal_dense(backend: str, request: pytest.FixtureRequest) -> None:
-    """Two sequences, fed in uneven pieces in one mixed batch after another, equal dense attention over the whole."""
+    """Two sequences, fed in uneven pieces in one mixed batch after another, equal dense attention over
+    the whole."""
     if backend == "cpu":
         request.getfixturevalue("native")
     with torchpaged.use_backend(backend):
@@ -108,7 +110,8 @@ def test_chunks_and_decodes_equal_dense(backend: str, request: pytest.FixtureReq
 
 
 def test_one_compile_for_all_batches_and_lengths_and_no_copy_of_a_pool() -> None:
-    """Inductor's code calls the ops on the pools as they came in, allocates nothing of their size, and misses no reinplacing."""
+    """Inductor's code calls the ops on the pools as they came in, allocates nothing of their size, and misses
+    no reinplacing."""
     from torch._dynamo.utils import ReinplaceCounters
 
     torch._dynamo.reset()
@@ -152,17 +155,18 @@ def test_one_compile_for_all_batches_and_lengths_and_no_copy_of_a_pool() -> None
 
 
 def test_layers_of_one_session_share_one_semaphore(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A number per request and kv head, never an inference tensor; a layer of more kv heads gets a longer one, and the first stays."""
+    """A number per request and kv head, never an inference tensor; a layer of more kv heads gets a longer
+    one, and the first stays."""
     seen: list[Tensor | None] = []
     with torch.inference_mode():
         session = kept_semaphore()
     model = Model(session)
     for layer in model.layers:
         ops = layer.attention._ops
-        attend = lambda *args, ops=ops, **options: (
+        attend = lambda *args, ops=ops, **options: (  # noqa: E731
             seen.append(options["semaphore"]),
             ops.paged_attention(*args, **options),
-        )  # noqa: E731
+        )
         monkeypatch.setattr(layer.attention, "_ops", ops._replace(paged_attention=attend))
     with torch.no_grad():
         model(torch.randn(3, HEADS * DIM), list(cache()), metadata([1, 2], [9, 5]))
@@ -186,7 +190,8 @@ def test_layers_of_one_session_share_one_semaphore(monkeypatch: pytest.MonkeyPat
 
 
 def test_more_requests_than_the_session_has_room_for() -> None:
-    """Limits that were said are kept to, eagerly before anything is written; unsaid ones cost speed alone: the kernel makes its own semaphore."""
+    """Limits that were said are kept to, eagerly before anything is written; unsaid ones cost speed alone:
+    the kernel makes its own semaphore."""
     pools, batch = cache()[0], metadata([1] * 3, [3, 4, 5])
     q, k = torch.randn(3, HEADS, DIM), torch.randn(3, KV_HEADS, DIM)
     layer = PagedAttention(HEADS, DIM, KV_HEADS, session=kept_semaphore(2))
@@ -350,7 +355,8 @@ def test_only_single_tokens_let_attention_read_early(
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_cache_of_another_block_size_than_the_batch(compiled: bool) -> None:
-    """Slots for blocks of 4 in a cache of 8: refused from shapes alone, in a trace as well, before anything is written."""
+    """Slots for blocks of 4 in a cache of 8: refused from shapes alone, in a trace as well, before anything
+    is written."""
     torch._dynamo.reset()
     layer = PagedAttention(4, DIM, 2)
     call: Any = torch.compile(layer, fullgraph=True, backend="eager") if compiled else layer

@@ -1,4 +1,5 @@
-"""The table of a batch's fields, and the slot arithmetic: every place that builds a batch agrees with both."""
+"""The table of a batch's fields, and the slot arithmetic: every place that builds a batch agrees
+with both."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The attention benchmark: its registry, its oracle, its gate, what it reports about peers, and the whole command on a CPU."""
+"""The attention benchmark: its registry, its oracle, its gate, what it reports about peers, and the whole
+command on a CPU."""
 
 from __future__ import annotations
 
@@ -55,7 +56,7 @@ DECODE_IDEALS = [
 ]
 
 
-# ---------------------------------------------------------------------------------------------------------- registry
+# --------------------------------------------------------------------------------------------------- registry
 def test_decode_has_the_published_cases() -> None:
     """Ideal microseconds at 4.35 TB/s as the published table of peers has them, case by case."""
     ideals = [case.ideal_us(4.35e12, 7e14) for case in SUITES["decode"]]
@@ -120,7 +121,7 @@ def test_caches_rotate_beyond_l2(case: AttentionCase) -> None:
     assert timing.calls_per_round(layers, case.ideal_us(4.35e12, 7e14)[0]) % layers == 0
 
 
-# ------------------------------------------------------------------------------------------------- inputs and oracle
+# ------------------------------------------------------------------------------------------ inputs and oracle
 def test_blocks_are_shuffled_and_owned_once() -> None:
     case = _case("smoke", (4, 2, 64), "many", [100, 33, 7, 200], dtype=torch.float32)
     made = inputs.make_inputs(case, CPU)
@@ -166,7 +167,7 @@ def test_of_long_queries_the_ends_are_checked() -> None:
     )
 
 
-# --------------------------------------------------------------------------------------------------------------- gate
+# ------------------------------------------------------------------------------------------------------- gate
 def planted(name: str, spoil: Any) -> Contender:
     """The reference with a fault: ``spoil(out, layer, inputs, case)`` after each call."""
 
@@ -251,7 +252,7 @@ def test_too_little_memory_skips_the_case(monkeypatch: pytest.MonkeyPatch) -> No
     assert summarise([row])["skipped"] == {row["case"]: row["skipped"]}
 
 
-# -------------------------------------------------------------------------------------------------- timing, summary
+# -------------------------------------------------------------------------------------------- timing, summary
 def test_contenders_take_turns() -> None:
     order: list[str] = []
 
@@ -347,7 +348,7 @@ def test_mixed_in_two_calls() -> None:
     )
 
 
-# ------------------------------------------------------------------------------------------------------- contenders
+# ------------------------------------------------------------------------------------------------- contenders
 def test_absent_peers_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "flashinfer", None)
     monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
@@ -383,7 +384,8 @@ def test_why_peers_refuse(name: str) -> None:
 
 
 class _Wrapper:
-    """FlashInfer's wrappers in plain torch, reading what the real ones read: CSR tables, and scale from the plan."""
+    """FlashInfer's wrappers in plain torch, reading what the real ones read: CSR tables, and scale from
+    the plan."""
 
     def __init__(
         self,
@@ -502,7 +504,8 @@ def _fa3(log: list[Any]) -> Any:
 @pytest.mark.parametrize("heads_first", [False, True])
 @pytest.mark.parametrize("queries", [1, 4, [1, 5, 60]], ids=["decode", "speculative", "ragged"])
 def test_peers_are_called_rightly(monkeypatch: pytest.MonkeyPatch, queries: Any, heads_first: bool) -> None:
-    """The adapters' own work (CSR, starts, layouts, scales) through stand-ins that read their arguments as the peers do."""
+    """The adapters' own work (CSR, starts, layouts, scales) through stand-ins that read their arguments as
+    the peers do."""
     log: list[Any] = []
     fake = SimpleNamespace(
         BatchDecodeWithPagedKVCacheWrapper=_Decode, BatchPrefillWithPagedKVCacheWrapper=_Prefill
@@ -540,7 +543,7 @@ def test_sdpa_gathers_in_order(queries: int) -> None:
     assert row["best_own"] == "reference" and row["ratio"] > 0
 
 
-# ------------------------------------------------------------------------------------------------------ the commands
+# ----------------------------------------------------------------------------------------------- the commands
 ARGUMENTS = [
     "--suite",
     "smoke",
@@ -599,8 +602,10 @@ def test_both_command_lines_have_the_same_options(capsys: pytest.CaptureFixture[
 def test_without_typer_and_rich() -> None:
     """The library's bench needs torch only; the table comes in plain text, the JSON alone on stdout."""
     code = (
-        "import sys; sys.modules['typer'] = sys.modules['rich'] = None; from torchpaged.bench.attention import main; "
-        f"raise SystemExit(main({[*ARGUMENTS, '--case', 'edges', '--backends', 'reference', '--no-peers']!r}))"
+        "import sys; sys.modules['typer'] = sys.modules['rich'] = None; from torchpaged.bench.attention "
+        "import main; "
+        "raise "
+        f"SystemExit(main({[*ARGUMENTS, '--case', 'edges', '--backends', 'reference', '--no-peers']!r}))"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(

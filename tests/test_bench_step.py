@@ -1,4 +1,5 @@
-"""The decode-step benchmark on a CPU: rows and figures of the tiny shape, the gate's teeth, traces, peers, what can't run."""
+"""The decode-step benchmark on a CPU: rows and figures of the tiny shape, the gate's teeth, traces, peers,
+what can't run."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ def test_weights_are_counted_as_the_model_has_them() -> None:
     )
 
 
-# ------------------------------------------------------------------------------------------------------------ the run
+# ---------------------------------------------------------------------------------------------------- the run
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "step.json"
     assert step.main([*TINY, "--batches", "1,3", "--only", "logits,k1,k2", "--output", str(file)]) == 0
@@ -93,7 +94,8 @@ def test_what_fails_becomes_a_row(
 
 
 def test_changed_models(capsys: pytest.CaptureFixture[str]) -> None:
-    """Contenders whose model is changed get one of their own; the plain one's figures must not depend on them."""
+    """Contenders whose model is changed get one of their own; the plain one's figures must not depend
+    on them."""
     assert step.main([*TINY, "--batches", "2", "--only", "k1+fuse,k1", "--json-only"]) == 0
     seen = capsys.readouterr()
     rows = json.loads(seen.out)["rows"]
@@ -147,12 +149,13 @@ def test_steps_of_a_peer_are_those_of_all_requests() -> None:
         peers.common_steps_ms([early[:-1], late])
 
 
-# ------------------------------------------------------------------------------------------------------------ the gate
+# --------------------------------------------------------------------------------------------------- the gate
 @pytest.mark.parametrize(
     ("kind", "fault"), [*itertools.product(["logits", "k1"], ["none", "weights", "keys"]), ("k1", "tokens")]
 )
 def test_the_gate_has_teeth(kind: str, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model that is off by little is refused: a weight, the prompt's keys, or (of whole steps) the token the graph gives."""
+    """A model that is off by little is refused: a weight, the prompt's keys, or (of whole steps) the token
+    the graph gives."""
     model = build_model(SHAPES["tiny"], CPU, torch.bfloat16)
     reference = gate.make_reference(model, 3)
     paged = PagedModel(model, num_blocks=40, block_size=16)
@@ -181,13 +184,14 @@ def test_variant_names() -> None:
         Variant.parse("k1+compile+fuse")
 
 
-# ------------------------------------------------------------------------------------------------------------ traces
+# ----------------------------------------------------------------------------------------------------- traces
 def _event(name: str, start: float, length: float, launch: int, cat: str = "kernel") -> dict[str, Any]:
     return {"name": name, "cat": cat, "ts": start, "dur": length, "args": {"correlation": launch}}
 
 
 def test_traces() -> None:
-    """Two launches of a model of two layers: norm, 2 x (linear, attention overlapping its copy), and a gap of 1 in 20 between launches."""
+    """Two launches of a model of two layers: norm, 2 x (linear, attention overlapping its copy), and a gap of
+    1 in 20 between launches."""
     events = [
         {"name": "cudaGraphLaunch", "cat": "cuda_runtime", "ts": 0, "dur": 5, "args": {"correlation": 1}},
         {"ph": "M", "name": "process"},
@@ -217,7 +221,7 @@ def test_traces() -> None:
     assert step_trace.idle([]) == step_trace.kernels_per_step([], 2, 1) == {}
 
 
-# ------------------------------------------------------------------------------------------------------------ cold start
+# ------------------------------------------------------------------------------------------------- cold start
 def test_cold_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from torchpaged.bench.step import cold
 

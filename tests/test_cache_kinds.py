@@ -1,4 +1,5 @@
-"""Kinds of layer cache: two toys, each a class and one registration, through the block pool, HuggingFace's cache and the engine."""
+"""Kinds of layer cache: two toys, each a class and one registration, through the block pool, HuggingFace's
+cache and the engine."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from torchpaged.cache import LayerKind, LayerSpec, kinds, layer_kinds, register_
 from torchpaged.custom_ops import BACKEND_OPS
 
 
-# ---------------------------------------------------------------------- a kind that lays keys and values of a token side by side in one pool
+# --------------------------------------- a kind that lays keys and values of a token side by side in one pool
 class JointPool(NamedTuple):
     kv_cache: Tensor
 
@@ -43,7 +44,7 @@ class JointSpec(LayerSpec):
         return {"kv_cache": pools.kv_cache}
 
 
-# ---------------------------------------------------------------------------------- a kind whose blocks hold no tokens, in a dtype of its own
+# -------------------------------------------------- a kind whose blocks hold no tokens, in a dtype of its own
 class StatePool(NamedTuple):
     state: Tensor
     decay: Tensor | None = None
@@ -162,7 +163,7 @@ def test_what_is_not_registered_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
         PagedKVCache(SPECS, num_blocks=4)
 
 
-# ------------------------------------------------------------------------------------------------------------------------------- whole models
+# ----------------------------------------------------------------------------------------------- whole models
 @pytest.fixture
 def models(make_llama: Callable[..., Any]) -> tuple[Any, Any]:
     """The same weights twice, without and with layers of the toy kind."""

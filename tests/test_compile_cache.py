@@ -1,4 +1,5 @@
-"""The compile cache: what one process compiled, the next finds; another version's is refused aloud; nothing is left half written."""
+"""The compile cache: what one process compiled, the next finds; another version's is refused aloud; nothing
+is left half written."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ from torchpaged.compile.compile_cache import (
 
 ROOT = Path(__file__).parents[1]
 HAS_TRITON = importlib.util.find_spec("triton") is not None
-# Compiles a function around one of our ops, and, with Triton, one of our kernels for a GPU that need not be there.
+# Compiles a function around one of our ops, and, with Triton, one of our kernels for a GPU that need not
+# be there.
 SCRIPT = """
 import json, sys, torch
 from torch._dynamo.utils import counters
@@ -68,7 +70,7 @@ print(json.dumps({
     "report": vars(report), "written": cache.sum().item(), "triton_hit": hit, "cubins": cubins,
     "counters": dict(counters["inductor"]) | dict(counters["aot_autograd"]),
 }))
-"""
+"""  # noqa: E501
 
 
 def _process(mode: str, path: Path, folders: Path) -> dict[str, Any]:
@@ -215,7 +217,8 @@ def test_which_triton_entries_are_ours(folders: Path) -> None:
 
 @pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
 def test_inductors_triton_folder(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The private function that names it must still exist; both folders are looked at where TRITON_CACHE_DIR is not set."""
+    """The private function that names it must still exist; both folders are looked at where TRITON_CACHE_DIR
+    is not set."""
     monkeypatch.delenv("TRITON_CACHE_DIR")
     monkeypatch.setenv("TRITON_HOME", str(folders / "home"))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folders / "inductor"))

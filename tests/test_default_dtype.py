@@ -1,4 +1,5 @@
-"""The main doors under another default dtype than float32: what a library makes for itself has the dtype it means."""
+"""The main doors under another default dtype than float32: what a library makes for itself has the dtype
+it means."""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""The pages: their code runs, their links lead somewhere, their tables hold what the data says, their lines can be read.
+"""The pages: their code runs, their links lead somewhere, their tables hold what the data says, their lines
+can be read.
 
-A fenced block of Python runs on the CPU, those of a page one after the other in one namespace. One whose first line is a comment
-``# needs ...`` (a GPU, a model's download) is compiled only. ``model`` is a small random Llama, unless a page makes its own.
+A fenced block of Python runs on the CPU, those of a page one after the other in one namespace. One whose
+first line is a comment ``# needs ...`` (a GPU, a model's download) is compiled only. ``model`` is a small
+random Llama, unless a page makes its own.
 """
 
 from __future__ import annotations
@@ -101,7 +103,7 @@ def test_the_three_doors_of_the_readme() -> None:
     assert len(space["output"].token_ids) == 16 and space["generator"].fusion_report.complete
 
 
-# ------------------------------------------------------------------------------------------------------------ layout
+# ----------------------------------------------------------------------------------------------------- layout
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_lines_can_be_read(page: Path) -> None:
     long = [
@@ -130,7 +132,8 @@ def anchors_of(text: str) -> set[str]:
 
 
 def links_of(text: str) -> list[str]:
-    """Where a page's links lead, inline or by reference; a name in brackets without a definition is an error."""
+    """Where a page's links lead, inline or by reference; a name in brackets without a definition is
+    an error."""
     prose = re.sub(r"`[^`\n]*`", "", re.sub(r"^```.*?^```$", "", text, flags=re.S | re.M))
     definitions = dict(re.findall(r"^\[([^\]]+)\]: (\S+)$", text, re.M))
     used = {
@@ -178,7 +181,7 @@ def test_files_named_in_comments_exist() -> None:
     assert not missing, missing
 
 
-# ------------------------------------------------------------------------------------------------------- made tables
+# ------------------------------------------------------------------------------------------------ made tables
 def test_tables_hold_what_the_data_says() -> None:
     script = [sys.executable, str(ROOT / "benchmarks" / "make_results.py"), "--check"]
     done = subprocess.run(script, capture_output=True, text=True)

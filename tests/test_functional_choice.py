@@ -1,4 +1,5 @@
-"""The functions choose their backend as every other door does: argument, `use_backend`, TORCHPAGED_BACKEND, automatic."""
+"""The functions choose their backend as every other door does: argument, `use_backend`,
+TORCHPAGED_BACKEND, automatic."""
 
 from __future__ import annotations
 
@@ -65,7 +66,8 @@ Counting = Callable[..., list[str]]
 
 @pytest.fixture
 def mine(monkeypatch: pytest.MonkeyPatch) -> Counting:
-    """Registers a backend "mine" whose ops are the reference's and count their calls; returns the names that were called."""
+    """Registers a backend "mine" whose ops are the reference's and count their calls; returns the names that
+    were called."""
     monkeypatch.setattr(selector_module, "_REGISTERED", {})
     monkeypatch.setattr(selector_module, "AUTOMATIC", list(selector_module.AUTOMATIC))
 
@@ -196,7 +198,8 @@ def test_what_the_choice_declares_is_asked_while_a_call_is_traced(
 
 
 def test_the_automatic_choice_is_the_modules(mine: Counting) -> None:
-    """A registered one that comes first; on to the next where it declares a feature away; fp8 pools on a CPU as the module has them."""
+    """A registered one that comes first; on to the next where it declares a feature away; fp8 pools on a CPU
+    as the module has them."""
     called = mine(automatic=True, window=False)
     torchpaged.paged_attention(**arguments()["paged_attention"])
     assert called == ["paged_attention"]

@@ -1,4 +1,5 @@
-"""The fuzz's own tests, on a CPU: a planted hang, crash, error and wrong answer are seen and named by their seeds, and the run goes on."""
+"""The fuzz's own tests, on a CPU: a planted hang, crash, error and wrong answer are seen and named by their
+seeds, and the run goes on."""
 
 from __future__ import annotations
 
@@ -63,7 +64,7 @@ def phases(case, beat):
 
 def absent(case, beat):
     os._exit(1)
-"""
+"""  # noqa: E501
 
 
 @pytest.fixture

@@ -18,7 +18,8 @@ OPS = "torchpaged.custom_ops"
 LIBRARY = ("attention", "functional", "backends", "cache", "metadata", "custom_ops", "names", "version")
 ENGINE = (*LIBRARY, "compile", "engine", "fuse", "graphs", "hf", "profiling")
 
-#: Room -> the rooms that it may import besides itself. A room is a module or package of torchpaged; "" is torchpaged/__init__.py.
+#: Room -> the rooms that it may import besides itself. A room is a module or package of torchpaged; ""
+#: is torchpaged/__init__.py.
 ROOMS: dict[str, tuple[str, ...]] = {
     "version": (),
     "custom_ops": (),
@@ -41,11 +42,13 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "": ("attention", "backends", "cache", "compile", "custom_ops", "functional", "metadata", "version"),
     "__main__": ("cli",),
 }
-#: Arrows that are allowed though they lead up: inside functions, for names that are given out where users look for them.
+#: Arrows that are allowed though they lead up: inside functions, for names that are given out where users
+#: look for them.
 LAZY = {("torchpaged.hf", "torchpaged.fuse")}
 #: Of custom_ops, what graphs may know.
 OF_GRAPHS = (f"{OPS}.errors", f"{OPS}.checks")
-#: Who outside custom_ops names a kernel's or a reference's module: the compiler's own users, tests and benchmarks.
+#: Who outside custom_ops names a kernel's or a reference's module: the compiler's own users, tests
+#: and benchmarks.
 NAMES_KERNELS = (
     "torchpaged.compile.compile_cache",
     "torchpaged.backends.cuda",
@@ -53,7 +56,8 @@ NAMES_KERNELS = (
     "torchpaged.bench",
 )
 FAMILIES = ("attention", "block_ops", "cache_write", "layers", "step_end")
-#: Part of a family -> the parts of its own family, and the folders shared by all, that it may import; the files of custom_ops itself always.
+#: Part of a family -> the parts of its own family, and the folders shared by all, that it may import; the
+#: files of custom_ops itself always.
 PARTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "schema": ((), ()),
     "mask": ((), ()),
@@ -69,7 +73,8 @@ PARTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 
 class Arrow(NamedTuple):
-    """``source`` imports ``target``, which need not be a module of ours; ``lazy``: inside a function, or for types only."""
+    """``source`` imports ``target``, which need not be a module of ours; ``lazy``: inside a function, or for
+    types only."""
 
     source: str
     target: str
@@ -94,7 +99,8 @@ def sources() -> dict[str, Path]:
 
 
 def imports_of(source: str, text: str, modules: set[str]) -> Iterator[Arrow]:
-    """The imports of a module: as statements, or as ``import_module`` of a plain string. ``from a import b`` names a.b if that is a module."""
+    """The imports of a module: as statements, or as ``import_module`` of a plain string. ``from a import b``
+    names a.b if that is a module."""
 
     def walk(node: ast.AST, lazy: bool) -> Iterator[Arrow]:
         for child in ast.iter_child_nodes(node):
@@ -139,7 +145,8 @@ def place(module: str) -> tuple[str, str] | None:
 
 
 def circles(arrows: set[tuple[str, str]]) -> list[list[str]]:
-    """Groups of modules that reach each other (Tarjan's strongly connected components, by repeated search: few and small graphs)."""
+    """Groups of modules that reach each other (Tarjan's strongly connected components, by repeated search:
+    few and small graphs)."""
     after: dict[str, set[str]] = {}
     for source, target in arrows:
         after.setdefault(source, set()).add(target)
@@ -172,7 +179,7 @@ def with_packages(arrow: Arrow) -> Iterator[tuple[str, str]]:
             yield arrow.source, target
 
 
-# ----------------------------------------------------------------------------------------------------------- the tests
+# -------------------------------------------------------------------------------------------------- the tests
 def test_all_modules_are_looked_at() -> None:
     assert len(MODULES) > 180 and len(INSIDE) > 500
     assert {room(module) for module in MODULES} == set(ROOMS), (
@@ -231,7 +238,8 @@ def test_backends_do_not_import_each_other() -> None:
 
 
 def test_kernels_and_references_are_reached_through_ops() -> None:
-    """A family's files import their own family alone: the kernels its checks, the reference its checks, and neither the other."""
+    """A family's files import their own family alone: the kernels its checks, the reference its checks, and
+    neither the other."""
     wrong = []
     for arrow in OF_OPS:
         source, target = place(arrow.source), place(arrow.target)

@@ -1,4 +1,5 @@
-"""Kernel reports: kernels and ops find their modules, replays are matched only where nothing is left to guess."""
+"""Kernel reports: kernels and ops find their modules, replays are matched only where nothing is left
+to guess."""
 
 from __future__ import annotations
 
@@ -53,7 +54,8 @@ def test_matching_never_guesses(eager: str, replay: str, partners: list[int | No
 
 
 def test_matching_is_right_where_it_speaks() -> None:
-    """Random kernels dropped and added: whatever is matched keeps name and order, and what is unique on both sides is found."""
+    """Random kernels dropped and added: whatever is matched keeps name and order, and what is unique on both
+    sides is found."""
     generator = torch.Generator().manual_seed(0)
     for _ in range(200):
         eager = [f"k{i}" for i in torch.randint(0, 12, (30,), generator=generator).tolist()]
@@ -68,7 +70,7 @@ def test_matching_is_right_where_it_speaks() -> None:
         assert partners[replay.index("new")] is None
 
 
-# ------------------------------------------------------------------------------------------------------------ traces
+# ----------------------------------------------------------------------------------------------------- traces
 def span(category: str, name: str, start: float, length: float, **arguments: Any) -> dict[str, Any]:
     return {
         "ph": "X",
@@ -82,7 +84,8 @@ def span(category: str, name: str, start: float, length: float, **arguments: Any
     }
 
 
-GPU_TRACE = [  # as Kineto writes it: host ranges, launches by correlation, kernels later and on threads of their own
+# as Kineto writes it: host ranges, launches by correlation, kernels later and on threads of their own
+GPU_TRACE = [
     {"ph": "M", "name": "process_name", "pid": 1},
     span("user_annotation", "prefill batch=1 tokens=3", 0, 100),
     span("user_annotation", "module model.layers.0", 10, 50),
@@ -132,7 +135,8 @@ class Toy(nn.Module):
 def replay_of(
     toy: Toy, change: Callable[[int, Tensor], Tensor] = lambda index, x: x, activation: Any = F.relu
 ) -> Callable[[], Tensor]:
-    """The same ops without a module around them; ``change(index, x)`` runs after the linear of layer ``index``."""
+    """The same ops without a module around them; ``change(index, x)`` runs after the linear of
+    layer ``index``."""
 
     def run() -> Tensor:
         x = X
@@ -227,7 +231,7 @@ def test_a_step_that_runs_nothing_is_refused() -> None:
         kernels_per_layer(lambda: None, Toy())
 
 
-# ------------------------------------------------------------------------------------------------------------ ranges
+# ----------------------------------------------------------------------------------------------------- ranges
 def test_module_ranges_end_with_an_exception_and_with_the_block() -> None:
     class Broken(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -272,7 +276,7 @@ def test_module_ranges_leave_compiled_code_alone() -> None:
     )
 
 
-# -------------------------------------------------------------------------------------------------------- generation
+# ------------------------------------------------------------------------------------------------- generation
 def test_replays_of_a_generation_are_matched_with_a_step_of_their_bucket() -> None:
     """A trace with two replays of bucket 4, between a capture, which is left out, and sampling."""
     ops = ["aten::linear", "aten::relu"] * 4 + ["aten::linear"]
@@ -350,7 +354,8 @@ def test_replays_of_prefills_are_matched_with_a_prefill_of_their_bucket() -> Non
 
 
 def test_a_model_through_the_runner() -> None:
-    """A tape's replay has no modules and adds copies of its own: all of the model's ops are found, the copies are not claimed."""
+    """A tape's replay has no modules and adds copies of its own: all of the model's ops are found, the copies
+    are not claimed."""
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     from torchpaged.graphs import DecodeGraphRunner, TapeCapture
     from torchpaged.hf import PagedModel

@@ -1,4 +1,5 @@
-"""NVTX ranges really arrive: a small NVTX tool, compiled here and injected into a process that runs the engine, writes down what it sees."""
+"""NVTX ranges really arrive: a small NVTX tool, compiled here and injected into a process that runs the
+engine, writes down what it sees."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from torchpaged.custom_ops.errors import ArgumentError
 
 ROOT = Path(__file__).parents[1]
 
-#: An NVTX v3 tool. The structs and ids are those of nvtxTypes.h and nvToolsExt.h (stable ABI), so that no toolkit is needed.
+#: An NVTX v3 tool. The structs and ids are those of nvtxTypes.h and nvToolsExt.h (stable ABI), so that no
+#: toolkit is needed.
 TOOL = r"""
 #include <stdint.h>
 #include <stdio.h>
@@ -68,7 +70,7 @@ int InitializeInjectionNvtx2(const void *(*get_export_table)(uint32_t)) {
     *table[DOMAIN_CREATE_A] = (void (*)(void))domain_create;
     return 1;
 }
-"""
+"""  # noqa: E501
 
 #: The engine on two tiny layers: a few seconds, most of it imports.
 ENGINE = """
@@ -79,7 +81,7 @@ config = transformers.LlamaConfig(
     max_position_embeddings=64, eos_token_id=None, pad_token_id=0, bos_token_id=1)
 generator = Generator(transformers.LlamaForCausalLM(config).eval(), max_batch_size=2, buckets=[2], prefill_chunk_size=3)
 params = SamplingParams(max_new_tokens=3)
-"""
+"""  # noqa: E501
 GENERATE = "generator.generate([[5, 6, 7], [9, 8]], params)"
 
 Node = tuple[str, str, list["Node"]]
@@ -108,7 +110,8 @@ def tool(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def record(tool: Path, code: str, **variables: str) -> list[Node]:
-    """The ranges of domain torchpaged as a tree of (message, number, children); fails if a pop does not match."""
+    """The ranges of domain torchpaged as a tree of (message, number, children); fails if a pop does
+    not match."""
     log = tool.with_name("log.txt")
     log.unlink(missing_ok=True)
     done = run(code, NVTX_INJECTION64_PATH=str(tool), NVTX_TEST_LOG=str(log), **variables)
@@ -204,7 +207,8 @@ with torch.inference_mode():
 
 
 def test_compiled_code_keeps_the_attention_ranges(tool: Path) -> None:
-    """It is traced as one graph with NVTX on; the ranges stand inside the op, whose kernel is written in Python."""
+    """It is traced as one graph with NVTX on; the ranges stand inside the op, whose kernel is written
+    in Python."""
     nodes = record(
         tool,
         ENGINE.replace("max_batch_size=2", 'max_batch_size=2, backend="reference"') + COMPILED,
@@ -296,7 +300,7 @@ import json
 from torchpaged import profiling
 with profiling.enabled(), profiling.trace({str(tmp_path / "out.json.gz")!r}), profiling.range("both", batch=1):
     pass
-"""
+"""  # noqa: E501
     assert shape(record(tool, code)) == ["both batch=1"]
     events = json.loads(gzip.decompress((tmp_path / "out.json.gz").read_bytes()))["traceEvents"]
     assert any(event["name"] == "both batch=1" for event in events)

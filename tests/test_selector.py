@@ -96,7 +96,8 @@ def test_every_rejection_has_its_reason() -> None:
 
 
 def test_the_reason_says_which_kernel_prefills(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of backend cuda on Hopper: its own where the numbers fit it, else Triton's and why; layers that differ say so each."""
+    """Of backend cuda on Hopper: its own where the numbers fit it, else Triton's and why; layers that differ
+    say so each."""
     from torchpaged.backends import cuda
 
     monkeypatch.setattr(cuda.torch.cuda, "get_device_capability", lambda device=None: (9, 0))
@@ -136,8 +137,10 @@ def test_public_names() -> None:
 def test_importing_is_light() -> None:
     """No optional package is touched, and no GPU is initialised."""
     code = (
-        "import sys, torch; before = set(sys.modules); import torchpaged; new = {m.split('.')[0] for m in set(sys.modules) - before};"
-        "bad = new & {'triton', 'flashinfer', 'transformers', 'typer', 'rich', 'gguf', 'nvtx', 'numpy', 'matplotlib'};"
+        "import sys, torch; before = set(sys.modules); import torchpaged; new = {m.split('.')[0] for m in "
+        "set(sys.modules) - before};"
+        "bad = new & {'triton', 'flashinfer', 'transformers', 'typer', 'rich', 'gguf', 'nvtx', 'numpy', "
+        "'matplotlib'};"
         "assert not bad, bad; assert not torch.cuda.is_initialized()"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

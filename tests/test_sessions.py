@@ -130,7 +130,8 @@ def test_a_gpt_is_captured(session: PlanningSession, compile: bool) -> None:
 
 @pytest.mark.parametrize("compile", [False, True])
 def test_a_library_whose_state_is_an_object(compile: bool) -> None:
-    """Its op gets an int64 tensor, and a trace nothing else: a wrapper per bucket, made and planned ahead of the capture."""
+    """Its op gets an int64 tensor, and a trace nothing else: a wrapper per bucket, made and planned ahead of
+    the capture."""
     torch._dynamo.reset()
     gpt = GPT(WRAPPER.open([], Limits(max_num_reqs=4, max_blocks_per_req=WIDTH, block_size=BLOCK), "cpu"))
     session: Any = gpt.session
@@ -161,7 +162,8 @@ def test_a_library_whose_state_is_an_object(compile: bool) -> None:
 
 
 def test_a_plan_of_shapes_alone_is_made_once_at_each_capture() -> None:
-    """And it lasts: steps of one bucket need no plan behind those of another, also where a replay runs Python again."""
+    """And it lasts: steps of one bucket need no plan behind those of another, also where a replay runs
+    Python again."""
 
     class OfShapes(Session):
         seen: ClassVar[list[int]] = []
@@ -221,7 +223,7 @@ def test_packed_prefills_are_captured(session: PlanningSession) -> None:
     assert session.plans_from_host == len(STEPS)
 
 
-# ------------------------------------------------------------------------------------------------ a plan that was forgotten
+# ---------------------------------------------------------------------------------- a plan that was forgotten
 @torch.no_grad()
 def test_a_forgotten_plan_raises_before_anything_is_written(session: PlanningSession) -> None:
     gpt, first = GPT(session), batch([2, 2], [2, 2])
@@ -261,7 +263,7 @@ def test_a_replay_by_hand_without_a_plan_raises(session: PlanningSession) -> Non
             graph.replay()
 
 
-# ------------------------------------------------------------------------------------------------ the other doors
+# -------------------------------------------------------------------------------------------- the other doors
 def test_a_function_plans_for_its_one_call(planning: str) -> None:
     m, q = batch([1, 2], [9, 7]), torch.randn(3, HEADS, DIM)
     pools = [torch.randn(BLOCKS, BLOCK, KV_HEADS, DIM) for _ in range(2)]
@@ -314,7 +316,8 @@ def test_several_steps_per_launch_can_not_be_planned(
 
 
 def test_a_huggingface_cache(planning: str, make_llama: Any) -> None:
-    """`generate()` plans by itself, once per forward; a forward that is compiled by hand has no place for a plan, and says so."""
+    """`generate()` plans by itself, once per forward; a forward that is compiled by hand has no place for a
+    plan, and says so."""
     from torchpaged.hf import PagedCache
 
     torch._dynamo.reset()
@@ -347,7 +350,10 @@ def test_a_paged_model_whose_session_is_too_small(make_llama: Any, planning: str
     narrow = PagedModel(model, num_blocks=6, block_size=4, backend=planning)
     with pytest.raises(
         ArgumentError,
-        match="max_seq_len: expected at most 5 blocks, as the model's session plans for, got 64 tokens, 16 blocks",
+        match=(
+            "max_seq_len: expected at most 5 blocks, as the model's session plans for, got 64 tokens, 16 "
+            "blocks"
+        ),
     ):
         Generator(narrow, max_batch_size=2, max_seq_len=64)
     few = PagedModel(model, num_blocks=64, limits=Limits(max_num_tokens=8))
@@ -368,7 +374,7 @@ def test_a_paged_model_whose_session_is_too_small(make_llama: Any, planning: str
         )
 
 
-# ------------------------------------------------------------------------------------------------ sessions and backends
+# -------------------------------------------------------------------------------------- sessions and backends
 def test_a_backend_serves_what_it_declares_and_the_default_the_rest() -> None:
     assert (
         PLANNING.serves == ("paged_attention",) and PLANNING.ops.write_kv is BACKEND_OPS["default"].write_kv
@@ -411,7 +417,8 @@ def test_a_limit_of_another_type(limits: dict[str, Any]) -> None:
 def test_a_batch_over_the_limits_is_refused_before_anything_is_written(
     limits: Limits, message: str, compile: bool
 ) -> None:
-    """A backend may have made room for no more. Compiled code looks at the pools; numbers of requests and tokens may be symbols there."""
+    """A backend may have made room for no more. Compiled code looks at the pools; numbers of requests and
+    tokens may be symbols there."""
     layer = PagedAttention(HEADS, DIM, KV_HEADS, backend="reference", limits=limits, dtype=torch.float32)
     pools = torch.zeros(2, BLOCKS, BLOCK, KV_HEADS, DIM).unbind()
     metadata, k = batch([2, 1], [2, 1]), torch.randn(3, KV_HEADS, DIM)
@@ -426,7 +433,10 @@ def test_a_plan_of_a_wider_block_table_is_refused(session: PlanningSession) -> N
     metadata = AttentionMetadata.from_lists([1], [1], [[1]], block_size=BLOCK, max_blocks_per_req=WIDTH + 1)
     with pytest.raises(
         ArgumentError,
-        match=f"metadata: expected at most {WIDTH} blocks per request, as the session's limits say, got {WIDTH + 1}",
+        match=(
+            f"metadata: expected at most {WIDTH} blocks per request, as the session's limits say, got "
+            f"{WIDTH + 1}"
+        ),
     ):
         session.plan(metadata)
     assert session.planned is None
@@ -483,7 +493,8 @@ def test_planning_that_is_not_needed_costs_nothing() -> None:
 
 
 def test_streams_of_one_module(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA without a GPU, as far as it is asked for streams: each has a semaphore of its own, a capture takes the session's."""
+    """CUDA without a GPU, as far as it is asked for streams: each has a semaphore of its own, a capture takes
+    the session's."""
     from types import SimpleNamespace
 
     stream, capturing = SimpleNamespace(cuda_stream=7), [False]

@@ -1,4 +1,5 @@
-"""The table of stream order says what sources and PTX do: waits, triggers, fences, early launches, and the one rule that follows."""
+"""The table of stream order says what sources and PTX do: waits, triggers, fences, early launches, and the
+one rule that follows."""
 
 from __future__ import annotations
 
@@ -94,19 +95,25 @@ def test_every_op_is_there_and_nothing_else() -> None:
 
 def test_it_is_data() -> None:
     """A script loads it by its path, without torch."""
-    code = f"import runpy, sys; assert runpy.run_path({str(ROOT / 'custom_ops/stream_order.py')!r})['STREAM_ORDER']; assert 'torch' not in sys.modules"
+    code = (
+        "import runpy, sys; assert "
+        f"runpy.run_path({str(ROOT / 'custom_ops/stream_order.py')!r})['STREAM_ORDER']; assert 'torch' not "
+        "in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_what_is_read_early_is_written_by_kernels_that_hold_back() -> None:
-    """The rule that all of this rests on: a trigger before the stores would let a reader begin before they are there."""
+    """The rule that all of this rests on: a trigger before the stores would let a reader begin before they
+    are there."""
     read = {tensor for _, launch in LAUNCHES for tensor in launch.reads_early} - {"everything"}
     assert {"seq_lens", "block_table", CONTEXT, "weight"} <= read
     checked = 0
     for tensor in read:
         for op, launch in writers(tensor):
             assert launch.triggers == "never", (
-                f"{op} writes {tensor}, which {early_readers(tensor)} read early, and lets dependents start: {launch}"
+                f"{op} writes {tensor}, which {early_readers(tensor)} read early, and lets dependents "
+                f"start: {launch}"
             )
             checked += 1
     assert checked > 10
@@ -189,16 +196,18 @@ def test_launch_options_are_given_to_kernels_that_wait_alone() -> None:
     assert ordinary == {f"{name}.py" for name in kernels}
 
 
-# ------------------------------------------------------------------------------------------------------------- PTX
+# -------------------------------------------------------------------------------------------------------- PTX
 def order(ptx: str) -> list[str]:
-    """What orders a kernel and its neighbours, in the order of the code: wait, trigger, fence, first load, first store."""
+    """What orders a kernel and its neighbours, in the order of the code: wait, trigger, fence, first load,
+    first store."""
     names = {
         "griddepcontrol.wait": "wait",
         "griddepcontrol.launch_dependents": "trigger",
         "fence.acq_rel.gpu": "fence",
     }
     found = re.findall(
-        r"griddepcontrol\.\w+|fence\.acq_rel\.gpu|\bld\.(?:\w+\.)*global|\bst\.(?:\w+\.)*global|cp\.async\.c[ag]",
+        r"griddepcontrol\.\w+|fence\.acq_rel\.gpu|"
+        r"\bld\.(?:\w+\.)*global|\bst\.(?:\w+\.)*global|cp\.async\.c[ag]",
         ptx,
     )
     steps = [names.get(step, "store" if step.startswith("st") else "load") for step in found]

@@ -1,4 +1,5 @@
-"""One reader for all environment variables: a value that means nothing raises wherever the variable counts, and never passes for off."""
+"""One reader for all environment variables: a value that means nothing raises wherever the variable counts,
+and never passes for off."""
 
 from __future__ import annotations
 
@@ -68,7 +69,8 @@ def test_the_other_variables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
 
 
 def test_nobody_else_reads_them() -> None:
-    """Every mention of a variable's name beside ``environ`` or ``getenv`` is the reader's own, or the report's list."""
+    """Every mention of a variable's name beside ``environ`` or ``getenv`` is the reader's own, or the
+    report's list."""
     allowed = {ROOT / "custom_ops" / "variables.py", ROOT / "torchpaged" / "cli" / "report.py"}
     files = {
         file for part in ("custom_ops", "graphs", "torchpaged") for file in (ROOT / part).rglob("*.py")

@@ -1,8 +1,8 @@
 """torchpaged: paged-KV attention for plain PyTorch, as custom ops, an nn.Module and a HuggingFace attention.
 
-Three doors: ``torchpaged.PagedAttention`` (a module), ``torchpaged.hf`` (HuggingFace models, unmodified ``generate()``), and
-the ops ``torch.ops.torchpaged.*`` with `write_kv`, `paged_attention`, ... as their checked functions. Importing this package
-imports torch and nothing optional.
+Three doors: ``torchpaged.PagedAttention`` (a module), ``torchpaged.hf`` (HuggingFace models, unmodified
+``generate()``), and the ops ``torch.ops.torchpaged.*`` with `write_kv`, `paged_attention`, ... as their
+checked functions. Importing this package imports torch and nothing optional.
 """
 
 from torchpaged.attention import PagedAttention

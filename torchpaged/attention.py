@@ -3,12 +3,13 @@
     attention = PagedAttention(num_heads=32, head_dim=128, num_kv_heads=8)
     out = attention(query, key, value, kv_cache[layer], metadata)
 
-It needs no engine and no global context: the layer's pools and the batch's metadata are arguments. What its backend keeps between calls is in
-the layer's session, or in one that several layers share::
+It needs no engine and no global context: the layer's pools and the batch's metadata are arguments. What its
+backend keeps between calls is in the layer's session, or in one that several layers share::
 
     session = torchpaged.open_session(attention_spec(...), Limits(max_num_reqs=64))
     layers = [PagedAttention(32, 128, 8, session=session) for _ in range(4)]
-    session.plan(metadata)      # before each step, outside compiled code; a backend that needs no plan does nothing
+    # before each step, outside compiled code; a backend that needs no plan does nothing
+    session.plan(metadata)
 """
 
 from __future__ import annotations
@@ -45,13 +46,17 @@ class PagedAttention(nn.Module):
         head_dim_v: width of values; default ``head_dim``.
         causal: hide keys after the query.
         chunk_size: attend within chunks of that many positions only; None or 0 = off.
-        block_size: tokens per block, if that shall count in the choice of a backend; a cache of another size is refused then. None: the
-            cache says it.
-        kv_dtype: the pools' dtype, for choosing a backend; default: the module's. Pools that the backend can't take are refused.
-        backend: a name or "auto". Chosen here and again when the module moves (``.to``), never in ``forward``.
-        limits: the largest batches to come, for a session of the module's own. None: not said; a backend may refuse that. Eager calls of one
-            module may overlap on different streams; compiled or captured ones, which take the session as it is, must not.
-        session: an open one that several modules share, in place of ``backend`` and ``limits``; their calls must not overlap on different streams.
+        block_size: tokens per block, if that shall count in the choice of a backend; a cache of another size
+            is refused then. None: the cache says it.
+        kv_dtype: the pools' dtype, for choosing a backend; default: the module's. Pools that the backend
+            can't take are refused.
+        backend: a name or "auto". Chosen here and again when the module moves (``.to``), never
+            in ``forward``.
+        limits: the largest batches to come, for a session of the module's own. None: not said; a backend may
+            refuse that. Eager calls of one module may overlap on different streams; compiled or captured
+            ones, which take the session as it is, must not.
+        session: an open one that several modules share, in place of ``backend`` and ``limits``; their calls
+            must not overlap on different streams.
         device, dtype: as for any module; default torch's.
 
     Attributes:
@@ -173,7 +178,8 @@ class PagedAttention(nn.Module):
         self.session, self._capabilities, self._ops = session, session.capabilities, session.ops
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles: op handles can't be pickled, and a session is a place in this process's memory. A copy opens its own."""
+        """For copies and pickles: op handles can't be pickled, and a session is a place in this process's
+        memory. A copy opens its own."""
         here = ("_ops", "_workspace", "session", "_given")
         limits = self._limits if self._given is None else self._given.limits
         return {name: value for name, value in self.__dict__.items() if name not in here} | {
@@ -182,7 +188,8 @@ class PagedAttention(nn.Module):
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """The backend stays as it was chosen; loaded onto another kind of device, or where it can't run, it is chosen again."""
+        """The backend stays as it was chosen; loaded onto another kind of device, or where it can't run, it
+        is chosen again."""
         chosen_on = state.pop("_chosen_on")
         super().__setstate__(state)
         self._given = None
@@ -211,19 +218,20 @@ class PagedAttention(nn.Module):
 
         Args:
             query: ``[..., num_heads, head_dim]``; the leading dimensions flatten to ``num_tokens``.
-            key: ``[..., num_kv_heads, head_dim]``, or None to write nothing (a layer that shares another one's cache).
+            key: ``[..., num_kv_heads, head_dim]``, or None to write nothing (a layer that shares another
+                one's cache).
             value: ``[..., num_kv_heads, head_dim_v]``, or None together with ``key``.
             kv_cache: the layer's pools: a `LayerKVCache` or ``(k_cache, v_cache)``.
-            metadata: the batch; its slots are those of the query tokens. Requests may share a prefix that is computed in this same step, but
-                not in a step of one query token each: there the GPU kernels read what lies before the query tokens while ``key`` and
-                ``value`` are still written.
+            metadata: the batch; its slots are those of the query tokens. Requests may share a prefix that is
+                computed in this same step, but not in a step of one query token each: there the GPU kernels
+                read what lies before the query tokens while ``key`` and ``value`` are still written.
 
         Returns:
             ``[..., num_heads, head_dim_v]`` in query's dtype.
 
         Raises:
-            ArgumentError: shapes, dtypes, devices or values don't fit, the cache's block size is not the metadata's, or the batch is over the
-                session's limits; nothing is written then.
+            ArgumentError: shapes, dtypes, devices or values don't fit, the cache's block size is not the
+                metadata's, or the batch is over the session's limits; nothing is written then.
             BackendUnavailableError: the backend can't take pools of this dtype or block size.
             PlanError: the backend plans every batch, and ``session.plan(metadata)`` was not called.
         """
@@ -282,7 +290,8 @@ class PagedAttention(nn.Module):
             workspace = self.session.workspace_for(workspace, metadata.num_reqs)
             check_native_dtype(self._ops.paged_attention, query=query, k_cache=pools.k_cache)
         if write is not None:
-            # longer queries may be another request's context, see above; they gain little from the early start
+            # longer queries may be another request's context, see above; they gain little from the
+            # early start
             self._ops.write_kv(*write, are_query_tokens=metadata.max_query_len == 1)
         self._ops.paged_attention(*attend, **options, **workspace)
         return out.view(*query.shape[:-1], self.head_dim_v)
@@ -298,7 +307,8 @@ class PagedAttention(nn.Module):
                 torch.compiler.is_compiling()
             ):  # dynamo can't make an ArgumentError, and its own error quotes this one
                 raise ValueError(
-                    f"kv_cache: expected blocks of {self.block_size} tokens, as this module was built for, got blocks of {size}"
+                    f"kv_cache: expected blocks of {self.block_size} tokens, as this module was built for, "
+                    f"got blocks of {size}"
                 )
             raise ArgumentError(
                 "kv_cache",
@@ -329,7 +339,8 @@ class PagedAttention(nn.Module):
             )
         if pools.k_cache.dtype not in able.kv_dtypes:
             raise BackendUnavailableError(
-                f"backend {self.choice.name!r} cannot run this attention: kv dtype {pools.k_cache.dtype} is not one of "
+                f"backend {self.choice.name!r} cannot run this attention: kv dtype {pools.k_cache.dtype} "
+                "is not one of "
                 f"{able.kv_dtypes}; give PagedAttention kv_dtype, so that it chooses with it"
             )
 

@@ -15,7 +15,8 @@ from torchpaged.custom_ops.attention.mask import visible_keys
 
 
 def make_pools(case: Case, blocks: int, dim: int, dim_v: int, device: torch.device) -> list[Tensor]:
-    """Keys' and values' pools ``[blocks, block_size, num_kv_heads, width]``, NaN all over, laid out as the case says."""
+    """Keys' and values' pools ``[blocks, block_size, num_kv_heads, width]``, NaN all over, laid out as the
+    case says."""
     slots, heads = case.block_size, case.heads[1]
     if case.layout == "both":
         pair = torch.full((blocks, 2, slots, heads, dim), torch.nan, dtype=case.dtype, device=device)
@@ -29,7 +30,8 @@ def make_pools(case: Case, blocks: int, dim: int, dim_v: int, device: torch.devi
 
 
 class Inputs:
-    """A case's tensors on the GPU; blocks in shuffled order, NaN wherever no token lies and in the block that unused table entries name."""
+    """A case's tensors on the GPU; blocks in shuffled order, NaN wherever no token lies and in the block that
+    unused table entries name."""
 
     def __init__(self, case: Case, *, capacity: int = 0) -> None:
         self.case = case

@@ -144,7 +144,8 @@ def measure(case: Case) -> dict[str, Any]:
 
 
 def count_cycles(case: Case) -> dict[str, Any]:
-    """Cycles per step, medians over the CTAs that had work, after a warm-up; with and without what holds the exponentials beside the products."""
+    """Cycles per step, medians over the CTAs that had work, after a warm-up; with and without what holds the
+    exponentials beside the products."""
     inputs = Inputs(case)
     clocks = torch.zeros(
         torch.cuda.get_device_properties(0).multi_processor_count, 5, dtype=torch.int64, device="cuda"

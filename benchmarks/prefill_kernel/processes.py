@@ -51,7 +51,8 @@ def specialisations() -> dict[tuple[str, str], list[tuple[tuple[str, int], ...]]
 
 
 def compile_ahead(parts: list[str]) -> dict[tuple[str, str], str]:
-    """Specialisations into the cache on disk, side by side: a case's 40 seconds are not for compilers. Part and case -> why it can't run."""
+    """Specialisations into the cache on disk, side by side: a case's 40 seconds are not for compilers. Part
+    and case -> why it can't run."""
     needed = {key: values for key, values in specialisations().items() if key[0] in parts}
     distinct = list(dict.fromkeys(macros for values in needed.values() for macros in values))
     begin = time.monotonic()

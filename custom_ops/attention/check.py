@@ -1,4 +1,5 @@
-"""Argument checks of ``paged_attention`` and ``merge_attn_states``, shared by reference, kernels and public functions; pieces: checks.py."""
+"""Argument checks of ``paged_attention`` and ``merge_attn_states``, shared by reference, kernels and public
+functions; pieces: checks.py."""
 
 from __future__ import annotations
 
@@ -236,7 +237,8 @@ def check_merge_attn_states(
 def check_options(
     scale: float | None, window_size: object, logits_soft_cap: float | None, chunk_size: Any
 ) -> tuple[int, int]:
-    """The options of attention as a public function or a module takes them; returns the window's two sides."""
+    """The options of attention as a public function or a module takes them; returns the window's
+    two sides."""
     sides = tuple(window_size) if isinstance(window_size, (tuple, list)) else ()
     if len(sides) != 2 or any(not is_int(side) or side < -1 for side in sides):
         raise ArgumentError(

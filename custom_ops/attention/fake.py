@@ -1,7 +1,8 @@
-"""Fake kernels of attention: what ``torch.compile`` runs in place of the ops, to learn shapes and to refuse what can't fit.
+"""Fake kernels of attention: what ``torch.compile`` runs in place of the ops, to learn shapes and to refuse
+what can't fit.
 
-All ops return ``()``, so that there is nothing to compute. Sizes may be symbols without values: ``torch._check`` states facts,
-an ``if`` would need to decide them.
+All ops return ``()``, so that there is nothing to compute. Sizes may be symbols without values:
+``torch._check`` states facts, an ``if`` would need to decide them.
 """
 
 from __future__ import annotations

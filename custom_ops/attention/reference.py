@@ -1,4 +1,5 @@
-"""The specification of attention in plain torch: slow, exact, written for reading. Kernels are tested against it.
+"""The specification of attention in plain torch: slow, exact, written for reading. Kernels are tested
+against it.
 
 Dimensions: T tokens, B requests, H heads, K kv heads, D head_dim, L keys of one request, S its queries.
 Accumulation is float32, or float64 when the inputs are float64.
@@ -21,7 +22,8 @@ def _gather(
     dtype: torch.dtype,
     scale: Tensor | None,
 ) -> Tensor:
-    """One request's keys or values out of the pool, ``[L, H, D]``, repeated for the query heads of each kv head."""
+    """One request's keys or values out of the pool, ``[L, H, D]``, repeated for the query heads of each
+    kv head."""
     x = cache[blocks].flatten(0, 1)[:length].to(dtype)
     if scale is not None:
         x = x * scale.to(dtype).view(1, -1, 1)
@@ -29,7 +31,8 @@ def _gather(
 
 
 def _weigh(weights: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-    """The sum of ``values [L, H, D]`` by ``weights [H, S, L]``, ``[S, H, D]``. A NaN or inf counts for the queries that see it, in ``mask [S, L]``.
+    """The sum of ``values [L, H, D]`` by ``weights [H, S, L]``, ``[S, H, D]``. A NaN or inf counts for the
+    queries that see it, in ``mask [S, L]``.
 
     A product alone would make 0 * NaN of it for the others.
     """
@@ -69,8 +72,8 @@ def paged_attention(
 ) -> None:
     """Softmax attention of packed queries over paged keys and values, one request after the other.
 
-    Scores: ``s = scale * q.k``, then ``cap * tanh(s / cap)``, then ``+ slope * (key_pos - query_pos)``, then the mask; a
-    sink is one more logit of its head with no value (gpt-oss, arXiv:2309.17453).
+    Scores: ``s = scale * q.k``, then ``cap * tanh(s / cap)``, then ``+ slope * (key_pos - query_pos)``, then
+    the mask; a sink is one more logit of its head with no value (gpt-oss, arXiv:2309.17453).
     """
     check_paged_attention(
         q,
@@ -134,7 +137,8 @@ def paged_attention(
 def merge_attn_states(
     out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, out: Tensor, lse: Tensor | None = None
 ) -> None:
-    """Combine attention over two disjoint key sets into attention over both (arXiv:2501.01005, section 2.2)."""
+    """Combine attention over two disjoint key sets into attention over both (arXiv:2501.01005,
+    section 2.2)."""
     check_merge_attn_states(out_a, lse_a, out_b, lse_b, out, lse)
     dtype = torch.float64 if out_a.dtype == torch.float64 else torch.float32
     total = torch.logaddexp(lse_a.to(dtype), lse_b.to(dtype))

@@ -1,4 +1,5 @@
-"""Argument checks of ``write_kv`` and ``rope_write_kv``, shared by the reference, the launchers and the public functions."""
+"""Argument checks of ``write_kv`` and ``rope_write_kv``, shared by the reference, the launchers and the
+public functions."""
 
 from __future__ import annotations
 
@@ -59,7 +60,8 @@ def check_write_kv(
 
 
 def _are_few_good_slots(slot_mapping: Tensor, k_cache: Tensor) -> bool:
-    """Whether these slots are so few that Python can look at them, and all right; if not, the ops of torch say what is wrong."""
+    """Whether these slots are so few that Python can look at them, and all right; if not, the ops of torch
+    say what is wrong."""
     if slot_mapping.shape[0] > pools.FEW or slot_mapping.device.type != "cpu":
         return False
     num_blocks, block_size = k_cache.shape[:2]

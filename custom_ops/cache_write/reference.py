@@ -1,6 +1,7 @@
 """The specification of the cache writes in plain torch.
 
-Dimensions: T tokens, H heads, K kv heads, D head_dim. What is computed is so in float32, or float64 when the inputs are float64.
+Dimensions: T tokens, H heads, K kv heads, D head_dim. What is computed is so in float32, or float64 when the
+inputs are float64.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ def write_kv(
     *,
     are_query_tokens: bool = False,
 ) -> None:
-    """Store ``k``, ``v`` at their slots; slot -1 skips. Two tokens with one slot are refused where values are checked, else undefined.
+    """Store ``k``, ``v`` at their slots; slot -1 skips. Two tokens with one slot are refused where values are
+    checked, else undefined.
 
     ``are_query_tokens`` says when others may start; it changes no result.
     """

@@ -3,9 +3,10 @@
     kernel = jit.kernel("decode.cu", "paged_decode", {"DIM": 128, ...}, device, shared_bytes=104448)
     kernel.launch(grid, threads, packed_arguments, early=True)
 
-Machine code is kept in ``TORCHPAGED_CACHE`` (default ``~/.cache/torchpaged``) under the hash of source, macros, architecture and
-compiler build; the driver is no part of it, since what is kept is for one architecture and needs no translation. The first launch of a
-specialisation compiles for a second or two, says so where stderr is a terminal, and must not happen inside a capture.
+Machine code is kept in ``TORCHPAGED_CACHE`` (default ``~/.cache/torchpaged``) under the hash of source,
+macros, architecture and compiler build; the driver is no part of it, since what is kept is for one
+architecture and needs no translation. The first launch of a specialisation compiles for a second or two, says
+so where stderr is a terminal, and must not happen inside a capture.
 """
 
 from __future__ import annotations
@@ -45,7 +46,10 @@ def unavailable() -> str | None:
     if torch.cuda.is_available():
         major, minor = torch.cuda.get_device_capability()
         if major * 10 + minor not in list(architectures):
-            return f"NVRTC does not know compute capability {major}.{minor}; install a newer cuda-bindings and NVRTC"
+            return (
+                f"NVRTC does not know compute capability {major}.{minor}; install a newer cuda-bindings "
+                "and NVRTC"
+            )
     return None
 
 
@@ -63,7 +67,8 @@ def _check(result: Any, what: str) -> Any:
 
 
 def options(macros: dict[str, int], capability: tuple[int, int]) -> list[str]:
-    """The compiler's arguments; the same for NVRTC and nvcc. The macro WGMMA asks for what only this one architecture has."""
+    """The compiler's arguments; the same for NVRTC and nvcc. The macro WGMMA asks for what only this one
+    architecture has."""
     only = "a" if macros.get("WGMMA") else ""
     return [
         f"-arch=sm_{capability[0]}{capability[1]}{only}",
@@ -74,7 +79,8 @@ def options(macros: dict[str, int], capability: tuple[int, int]) -> list[str]:
 
 @functools.cache
 def files() -> dict[str, Path]:
-    """The sources and headers by name: those of this folder, and of the folder ``cuda`` of every family of ops. No name is there twice."""
+    """The sources and headers by name: those of this folder, and of the folder ``cuda`` of every family of
+    ops. No name is there twice."""
     folders = (_HERE, *sorted(_HERE.parent.glob("*/cuda")))
     paths = [
         path for folder in folders for path in sorted(folder.iterdir()) if path.suffix in (".cu", ".cuh")
@@ -82,7 +88,8 @@ def files() -> dict[str, Path]:
     found = {path.name: path for path in paths}
     if len(found) < len(paths):
         raise RuntimeError(
-            f"two CUDA sources share a name: {sorted(str(path) for path in paths if path not in found.values())}"
+            "two CUDA sources share a name: "
+            f"{sorted(str(path) for path in paths if path not in found.values())}"
         )
     return found
 
@@ -91,14 +98,16 @@ def files() -> dict[str, Path]:
 def sources() -> dict[str, str]:
     """The texts of `files` by name, read once: what is compiled is what its key was made from.
 
-    Includes name files relative to their own place, for editors and nvcc; NVRTC, which gets texts, finds them by their names alone.
+    Includes name files relative to their own place, for editors and nvcc; NVRTC, which gets texts, finds them
+    by their names alone.
     """
     return {name: _INCLUDE.sub(r'#include "\1"', path.read_text()) for name, path in files().items()}
 
 
 @functools.cache
 def compiler_build() -> str:
-    """NVRTC's build, its patch level included: ``nvrtcVersion`` gives two numbers, what the compiler writes into its PTX all of them."""
+    """NVRTC's build, its patch level included: ``nvrtcVersion`` gives two numbers, what the compiler writes
+    into its PTX all of them."""
     major, minor = _check(_nvrtc().nvrtcVersion(), "nvrtcVersion")
     lines = [
         line
@@ -137,7 +146,8 @@ def _compile(source: str, included: dict[str, str], arguments: list[str], kind: 
 
 
 def compile_source(source: str, arguments: list[str]) -> bytes:
-    """Machine code of ``source``, which may include the headers of `files`; raises RuntimeError with the compiler's messages."""
+    """Machine code of ``source``, which may include the headers of `files`; raises RuntimeError with the
+    compiler's messages."""
     headers = {name: text for name, text in sources().items() if name.endswith(".cuh")}
     return _compile(source, headers, arguments, "CUBIN")
 
@@ -176,8 +186,9 @@ _ahead_lock = threading.Lock()
 
 
 def compile_ahead(file: str, macros: dict[str, int], capability: tuple[int, int]) -> None:
-    """Begin, in a thread, to make the machine code that `kernel` will soon be asked for: several kernels of one call then take the time of the
-    slowest one. Does nothing where the thread runs already. What fails there is raised by `kernel`.
+    """Begin, in a thread, to make the machine code that `kernel` will soon be asked for: several kernels of
+    one call then take the time of the slowest one. Does nothing where the thread runs already. What fails
+    there is raised by `kernel`.
     """
     key = file, tuple(sorted(macros.items())), capability
     future: Future[bytes] = Future()
@@ -205,7 +216,8 @@ def _code(file: str, macros: tuple[tuple[str, int], ...], capability: tuple[int,
 class Kernel:
     """A loaded kernel of one device.
 
-    ``prefer_shared``: cut the memory beside a multiprocessor in favour of shared memory, if the kernel has more than 48 KiB of it.
+    ``prefer_shared``: cut the memory beside a multiprocessor in favour of shared memory, if the kernel has
+    more than 48 KiB of it.
     """
 
     def __init__(self, code: bytes, name: str, shared_bytes: int, *, prefer_shared: bool = False) -> None:
@@ -222,7 +234,8 @@ class Kernel:
         if int(error):
             most = gpu.shared_per_cta(torch.cuda.current_device())
             raise RuntimeError(
-                f"backend 'cuda': {name} asks for {shared_bytes} bytes of dynamic shared memory, the device refuses ({error}); "
+                f"backend 'cuda': {name} asks for {shared_bytes} bytes of dynamic shared memory, the "
+                f"device refuses ({error}); "
                 f"a thread block may have {most} in all"
             )
         if prefer_shared and shared_bytes > 48 * 1024:
@@ -256,7 +269,8 @@ class Kernel:
         return found
 
     def resident(self, threads: int, cluster: int, wanted: int) -> int:
-        """CTAs that run at once: ``wanted``, or for clusters (a power of two CTAs each) as many as the device places together."""
+        """CTAs that run at once: ``wanted``, or for clusters (a power of two CTAs each) as many as the device
+        places together."""
         if cluster == 1:
             return wanted
         key = threads, cluster, wanted
@@ -289,8 +303,8 @@ class Kernel:
     def launch(
         self, grid: int, threads: int, arguments: bytes, *, early: bool, offsets: tuple[int, ...] = (0,)
     ) -> None:
-        """Launch on the current stream. ``arguments``: the parameters, at ``offsets``; one struct by default. ``early``: programmatic dependent
-        launch."""
+        """Launch on the current stream. ``arguments``: the parameters, at ``offsets``; one struct by default.
+        ``early``: programmatic dependent launch."""
         config = self._config()
         config.gridDimX, config.blockDimX = grid, threads
         config.hStream = torch.cuda.current_stream().cuda_stream
@@ -309,19 +323,22 @@ def _kernel(
 ) -> Kernel:
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
-            f"backend 'cuda': {file} is not compiled for this shape yet, which can't be done inside a CUDA graph capture; "
+            f"backend 'cuda': {file} is not compiled for this shape yet, which can't be done inside a CUDA "
+            "graph capture; "
             "run the same call once before capturing"
         )
     with torch.cuda.device(index):
         capability = torch.cuda.get_device_capability(index)
-        # no second try: a damaged file in the cache was found by its checksum, so what fails here is refused by the device
+        # no second try: a damaged file in the cache was found by its checksum, so what fails here is refused
+        # by the device
         return Kernel(_code(file, macros, capability), name, shared_bytes)
 
 
 def kernel(
     file: str, name: str, macros: dict[str, int], device: torch.device, *, shared_bytes: int
 ) -> Kernel:
-    """Kernel ``name`` of ``file`` (one of `files`), compiled with ``macros`` for ``device``; the same object for the same arguments.
+    """Kernel ``name`` of ``file`` (one of `files`), compiled with ``macros`` for ``device``; the same object
+    for the same arguments.
 
     Raises:
         BackendUnavailableError: cuda-bindings is absent.

@@ -1,7 +1,9 @@
-"""Argument checks of ``embedding``, ``rms_norm``, ``act_and_mul`` and ``linear``, shared by the reference and the kernels' launchers.
+"""Argument checks of ``embedding``, ``rms_norm``, ``act_and_mul`` and ``linear``, shared by the reference and
+the kernels' launchers.
 
-Only shapes, dtypes, devices, strides and address ranges: no device work, nothing waits. Token ids alone are read, where the rules of
-`validation` allow it. Every message names the argument; all checks are done before anything is written.
+Only shapes, dtypes, devices, strides and address ranges: no device work, nothing waits. Token ids alone are
+read, where the rules of `validation` allow it. Every message names the argument; all checks are done before
+anything is written.
 """
 
 from __future__ import annotations

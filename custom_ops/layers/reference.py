@@ -1,8 +1,10 @@
-"""The specification of the ops around attention (``embedding``, ``rms_norm``, ``act_and_mul``, ``linear``) in plain torch.
+"""The specification of the ops around attention (``embedding``, ``rms_norm``, ``act_and_mul``, ``linear``) in
+plain torch.
 
-Dimensions: T tokens, K inputs, N outputs, I intermediate size. Everything is computed in float32 (float64 for float64 inputs) and
-rounded once, when it is stored: a norm or an activation inside ``linear`` is not rounded before its product. Kernels that use
-tensor cores round the normed input once more, which the tests' error budget allows.
+Dimensions: T tokens, K inputs, N outputs, I intermediate size. Everything is computed in float32 (float64 for
+float64 inputs) and
+rounded once, when it is stored: a norm or an activation inside ``linear`` is not rounded before its product.
+Kernels that use tensor cores round the normed input once more, which the tests' error budget allows.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ def _exact(x: Tensor) -> Tensor:
 
 
 def _normed(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
-    """RMSNorm (arXiv:1910.07467) of ``x [T, K]``, whose dtype is the accumulation's; the weight is ``offset + weight``."""
+    """RMSNorm (arXiv:1910.07467) of ``x [T, K]``, whose dtype is the accumulation's; the weight is ``offset +
+    weight``."""
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * (offset + weight.detach().to(x.dtype))
 
 
@@ -54,7 +57,8 @@ def rms_norm(
     residual: Tensor | None = None,
     post_residual: Tensor | None = None,
 ) -> None:
-    """``out = x / rms(x) * (weight + offset)``; ``residual += x`` before it, ``+ post_residual`` after it. The unrounded sum is normed."""
+    """``out = x / rms(x) * (weight + offset)``; ``residual += x`` before it, ``+ post_residual`` after it.
+    The unrounded sum is normed."""
     check_rms_norm(x, weight, out, eps=eps, residual=residual, post_residual=post_residual)
     total = _exact(x)
     if residual is not None:
@@ -82,7 +86,8 @@ def linear(
     norm_offset: float = 0.0,
     activation: str = "none",
 ) -> None:
-    """``out = gate(norm(x) @ weight.T + bias) + residual``: norm, gate, bias and residual only where given."""
+    """``out = gate(norm(x) @ weight.T + bias) + residual``: norm, gate, bias and residual only
+    where given."""
     check_linear(
         x,
         weight,

@@ -63,7 +63,8 @@ def check_advance_step(
         raise ArgumentError("block_size", "at least 1 token", str(block_size))
 
 
-#: What sampling gives where no token can be drawn: a logit of the row is NaN, or all are -inf. The row ends with it.
+#: What sampling gives where no token can be drawn: a logit of the row is NaN, or all are -inf. The row ends
+#: with it.
 NO_TOKEN = -2
 
 
@@ -137,7 +138,8 @@ def check_accept_tokens(
     launches: Tensor | None = None,
     step: int = 0,
 ) -> None:
-    """Every argument of ``accept_tokens``; raises `ArgumentError` before anything is written. ``sampled_token_ids``: None = not yet."""
+    """Every argument of ``accept_tokens``; raises `ArgumentError` before anything is written.
+    ``sampled_token_ids``: None = not yet."""
     check_dims("block_table", block_table, None, None)
     num_reqs = block_table.shape[0]
     if not block_table.shape[1]:

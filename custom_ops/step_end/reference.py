@@ -1,21 +1,26 @@
-"""The end of a step in plain torch: the specification of ``sample_tokens``, ``accept_tokens``, ``finish_step`` and ``advance_step``.
+"""The end of a step in plain torch: the specification of ``sample_tokens``, ``accept_tokens``,
+``finish_step`` and ``advance_step``.
 
 A row of logits becomes a token in this order:
 
-1. repetition penalty (arXiv:1909.05858, as transformers has it): a seen token's logit is divided by p if positive, else multiplied;
-   in float32, so that ties are the same in every backend. Called z from here on.
+1. repetition penalty (arXiv:1909.05858, as transformers has it): a seen token's logit is divided by p if
+   positive, else multiplied; in float32, so that ties are the same in every backend. Called z from here on.
 2. temperature 0: the token with the largest z, the lowest index of equals. No more steps.
-3. likelihood is softmax(z / temperature). Tokens are ordered by z, equals by index. Kept are the first ``top_k``; of these, those whose
-   likelier ones hold less than ``top_p`` of the mass of these; of all, those with at least ``min_p`` times the largest likelihood.
-4. the token is the kept one with the largest z / temperature + g, g its Gumbel noise: a draw from the renormalised likelihoods.
+3. likelihood is softmax(z / temperature). Tokens are ordered by z, equals by index. Kept are the first
+   ``top_k``; of these, those whose likelier ones hold less than ``top_p`` of the mass of these; of all, those
+   with at least ``min_p`` times the largest likelihood.
+4. the token is the kept one with the largest z / temperature + g, g its Gumbel noise: a draw from the
+   renormalised likelihoods.
 
-The noise of token ``v`` is a function of the row's seed and counter and of ``v`` alone. Its 32 random bits are word ``v % 4`` of
-Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) with key words (low, high) of the seed and counter
-words (v // 4, low of the counter, high of the counter, 0). With u = 1 - (bits + 1/2) / 2**32, in (0, 1), g = -log(-log(u)): large
-noise comes from u near 1, where the bits' resolution is finest.
+The noise of token ``v`` is a function of the row's seed and counter and of ``v`` alone. Its 32 random bits
+are word ``v % 4`` of Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011)
+with key words (low, high) of the seed and counter words (v // 4, low of the counter, high of the counter, 0).
+With u = 1 - (bits + 1/2) / 2**32, in (0, 1), g = -log(-log(u)): large noise comes from u near 1, where the
+bits' resolution is finest.
 
-A row with a NaN among its logits, whatever the others are, and a row whose logits are all -inf give `NO_TOKEN`, -2: there is nothing to draw
-from, and whoever reads the tokens must not take it for one. `accept_tokens` ends such a row.
+A row with a NaN among its logits, whatever the others are, and a row whose logits are all -inf give
+`NO_TOKEN`, -2: there is nothing to draw from, and whoever reads the tokens must not take it for one.
+`accept_tokens` ends such a row.
 """
 
 from __future__ import annotations
@@ -42,7 +47,8 @@ def advance_step(
     *,
     block_size: int,
 ) -> None:
-    """Turn one decode step's buffers into the next one's: token in, position and length + 1, slot from the table."""
+    """Turn one decode step's buffers into the next one's: token in, position and length + 1, slot from
+    the table."""
     check_advance_step(
         sampled_token_ids, block_table, input_ids, positions, seq_lens, slot_mapping, block_size=block_size
     )
@@ -75,7 +81,8 @@ def philox(
 
 
 def random_bits(seeds: Tensor, counters: Tensor, vocab_size: int) -> Tensor:
-    """``[B, vocab_size]`` int64 in [0, 2**32) from ``seeds`` and ``counters [B]`` int64, as the module's docstring says."""
+    """``[B, vocab_size]`` int64 in [0, 2**32) from ``seeds`` and ``counters [B]`` int64, as the module's
+    docstring says."""
     quarter = torch.arange(-(-vocab_size // 4), device=seeds.device)[None]
     low, high = (counters & _LOW)[:, None], (counters >> 32 & _LOW)[:, None]
     key = ((seeds & _LOW)[:, None], (seeds >> 32 & _LOW)[:, None])
@@ -182,10 +189,12 @@ def accept_tokens(
     launches: Tensor | None = None,
     step: int = 0,
 ) -> None:
-    """Take the sampled tokens and turn this step's buffers into the next one's; arguments as in ``schema.py``.
+    """Take the sampled tokens and turn this step's buffers into the next one's; arguments as
+    in ``schema.py``.
 
-    A row with seq_len 0 gives token -1 and slot -1 and stays as it is. A row that ends (stop token, `NO_TOKEN`, ``remaining`` used up, table full)
-    gets seq_len 0 and slot -1 and keeps its input_ids and position.
+    A row with seq_len 0 gives token -1 and slot -1 and stays as it is. A row that ends (stop token,
+    `NO_TOKEN`, ``remaining`` used up, table full) gets seq_len 0 and slot -1 and keeps its input_ids
+    and position.
     """
     check_accept_tokens(
         sampled_token_ids,
@@ -297,7 +306,8 @@ def finish_step(
 
 
 def _put(ring: Tensor, launches: Tensor, step: int, token: Tensor) -> None:
-    """The tokens into the launch's slot; behind those of its last step the launch's number, which then is counted."""
+    """The tokens into the launch's slot; behind those of its last step the launch's number, which then
+    is counted."""
     num_slots, num_steps, launch = ring.shape[0] - 1, ring.shape[1] - 1, launches[:1]
     slot = torch.where(launch < 0, num_slots, launch % num_slots)
     ring[:, step, : token.shape[0]].index_copy_(0, slot, token[None])

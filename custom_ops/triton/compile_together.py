@@ -1,6 +1,8 @@
-"""Kernels that one call launches are compiled at the same time, each in a thread: the compilers leave Python's lock free.
+"""Kernels that one call launches are compiled at the same time, each in a thread: the compilers leave
+Python's lock free.
 
-A mixed batch has two, prefill and decode. Only what a process compiles first gains by it; what is on disk is loaded in no time either way.
+A mixed batch has two, prefill and decode. Only what a process compiles first gains by it; what is on disk is
+loaded in no time either way.
 """
 
 from __future__ import annotations
@@ -59,8 +61,8 @@ class Launch(NamedTuple):
 def compile_together(key: Hashable, device: torch.device, *launches: Launch) -> None:
     """Compile the kernels of ``launches`` unless it was done for ``key``.
 
-    The key need not tell everything: a kernel that is not compiled yet is so by its launch. Nothing is done within a capture, where another
-    thread must not call the driver. What a compiler raises is raised here.
+    The key need not tell everything: a kernel that is not compiled yet is so by its launch. Nothing is done
+    within a capture, where another thread must not call the driver. What a compiler raises is raised here.
     """
     if (
         key in _compiled

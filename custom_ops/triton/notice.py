@@ -1,7 +1,7 @@
 """A line on the screen for each kernel of ours that Triton compiled, as NVRTC's have one (``cuda/jit.py``).
 
-Triton calls its compilation listener when a kernel is ready, and says whether it came from the disk. What it calls earlier does not know
-that, or costs every launch; so the line stands behind the wait, with its seconds.
+Triton calls its compilation listener when a kernel is ready, and says whether it came from the disk. What it
+calls earlier does not know that, or costs every launch; so the line stands behind the wait, with its seconds.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The CUDA C++ decode kernel without a GPU: nvcc compiles its specialisations, and reports registers, spills and load widths."""
+"""The CUDA C++ decode kernel without a GPU: nvcc compiles its specialisations, and reports registers, spills
+and load widths."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ SHARED = {(8, 0): 167936, (9, 0): 233472, (10, 0): 233472}  # bytes of a multipr
 
 
 def macros(capability: tuple[int, int], **spec: Any) -> tuple[dict[str, int], specialise.DecodeShape]:
-    """The macros of a spec: heads (group, num_kv_heads, dim[, dim_v]), dtype, kv_dtype, query_len, block_size, pairs, features."""
+    """The macros of a spec: heads (group, num_kv_heads, dim[, dim_v]), dtype, kv_dtype, query_len,
+    block_size, pairs, features."""
     group, heads, dim, dim_v = (*spec["heads"], spec["heads"][2])[:4]
     dtype = spec.get("dtype", torch.bfloat16)
     block = spec.get("block_size", 16)
@@ -201,7 +203,8 @@ def test_where_it_waits_for_the_launch_before(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(NVCC is None, reason="nvcc is not installed")
 def test_beside_prefill_it_waits_at_its_end_alone(tmp_path: Path) -> None:
-    """What it reads was complete before the prefill launch ahead began; kernels behind wait for this one, which must not end before that one."""
+    """What it reads was complete before the prefill launch ahead began; kernels behind wait for this one,
+    which must not end before that one."""
     values, _ = macros((9, 0), **TUNED["llama beside prefill"])
     text, _ = compile_with_nvcc(tmp_path, (9, 0), values, "ptx")
     steps = re.findall(
@@ -222,8 +225,8 @@ METADATA = {
 
 
 def metadata_loads(ptx: str) -> list[tuple[str, str]]:
-    """``(tensor, instruction)`` of every load from a metadata tensor, those of the kernel first and in the text's order, found by following
-    the pointers through the registers."""
+    """``(tensor, instruction)`` of every load from a metadata tensor, those of the kernel first and in the
+    text's order, found by following the pointers through the registers."""
     loads = set()
     for function in re.split(r"^(?:\.visible \.entry|\.func)", ptx, flags=re.M)[1:]:
         name = re.match(r"\s*(\w+)\(", function)[1]  # type: ignore[index]
@@ -269,7 +272,8 @@ def metadata_loads(ptx: str) -> list[tuple[str, str]]:
 @pytest.mark.skipif(NVCC is None, reason="nvcc is not installed")
 @pytest.mark.parametrize("name", [*TUNED, "everything", "speculative", "192/128"])
 def test_metadata_comes_from_l2(tmp_path: Path, name: str) -> None:
-    """It is read before the kernels ahead have ended: a line of a first-level cache may be a step old, a read-only one older still."""
+    """It is read before the kernels ahead have ended: a line of a first-level cache may be a step old, a
+    read-only one older still."""
     values, _ = macros((9, 0), **{**TUNED, **OTHERS}[name])
     text, _ = compile_with_nvcc(tmp_path, (9, 0), values, "ptx")
     loads = metadata_loads(text)

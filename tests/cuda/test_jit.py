@@ -1,4 +1,5 @@
-"""The cache of machine code and what becomes of a kernel that the device refuses; the compiler and the driver are stand-ins."""
+"""The cache of machine code and what becomes of a kernel that the device refuses; the compiler and the driver
+are stand-ins."""
 
 from __future__ import annotations
 
@@ -244,7 +245,8 @@ def test_a_refused_kernel_is_no_damaged_file(nvrtc: Nvrtc, monkeypatch: pytest.M
     assert nvrtc.compiled == 1
 
 
-#: Compute capability -> bytes of shared memory of a multiprocessor and, at most, of a CTA (CUDA C++ programming guide, compute capabilities).
+#: Compute capability -> bytes of shared memory of a multiprocessor and, at most, of a CTA (CUDA C++
+#: programming guide, compute capabilities).
 DEVICES = {
     (8, 0): (164, 163),
     (8, 6): (100, 99),

@@ -1,4 +1,5 @@
-"""The CUDA C++ linear kernels without a GPU: nvcc compiles their specialisations; no spills, 16-byte copies, shared memory that fits."""
+"""The CUDA C++ linear kernels without a GPU: nvcc compiles their specialisations; no spills, 16-byte copies,
+shared memory that fits."""
 
 from __future__ import annotations
 
@@ -74,7 +75,8 @@ def compile_with_nvcc(
 
 
 def check_report(report: str, threads: int, ctas_per_sm: int) -> None:
-    """No spills, registers for the CTAs that are to be resident, and nothing that puts the warpgroup products one behind the other."""
+    """No spills, registers for the CTAs that are to be resident, and nothing that puts the warpgroup products
+    one behind the other."""
     assert re.findall(r"(\d+) bytes spill stores", report) == ["0"], report
     registers = int(re.search(r"Used (\d+) registers", report)[1])  # type: ignore[index]
     assert registers * threads * ctas_per_sm <= 65536, (registers, threads)

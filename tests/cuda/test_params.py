@@ -1,4 +1,5 @@
-"""Structs that Python packs by hand for the CUDA C++ kernels: field by field what the sources declare, and as long as their compilers say."""
+"""Structs that Python packs by hand for the CUDA C++ kernels: field by field what the sources declare, and as
+long as their compilers say."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ PACKED = {
 
 
 def declared(source: str) -> str:
-    """The members of ``struct Params`` in letters of `struct`; tensor maps, which are packed apart, are left out."""
+    """The members of ``struct Params`` in letters of `struct`; tensor maps, which are packed apart, are
+    left out."""
     (body,) = re.findall(r"^struct Params \{.*?\n(.*?)^\};", source, re.MULTILINE | re.DOTALL)
     letters = ""
     for line in re.sub(r"//.*", "", body).split(";"):

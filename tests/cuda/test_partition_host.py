@@ -1,5 +1,6 @@
-"""How decode cuts its work (decode.cu, requests.cuh) and where keys lie in shared memory (shapes.cuh), compiled for the host and run for every CTA of
-many batches: a warp is 32 coroutines that meet at its shuffles, so that the kernel's own source is what runs."""
+"""How decode cuts its work (decode.cu, requests.cuh) and where keys lie in shared memory (shapes.cuh),
+compiled for the host and run for every CTA of many batches: a warp is 32 coroutines that meet at its
+shuffles, so that the kernel's own source is what runs."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from torchpaged.custom_ops.cuda import jit
 GXX = shutil.which("g++")
 pytestmark = pytest.mark.skipif(GXX is None, reason="g++ is not installed")
 
-#: In place of machine.cuh: a warp's instructions, on 32 stacks that take turns. All lanes come to the same instructions in the same order.
+#: In place of machine.cuh: a warp's instructions, on 32 stacks that take turns. All lanes come to the same
+#: instructions in the same order.
 MACHINE = """
 #pragma once
 #include <ucontext.h>
@@ -76,7 +78,7 @@ template <class F> void warp(F f) {  // f(lane), which ends in the same turn for
   current = 0;
   setcontext(&lanes[0]);
 }
-"""
+"""  # noqa: E501
 
 #: A CTA's run as decode.cu finds it, between these two lines of the kernel.
 BEGIN, END = (
@@ -173,7 +175,7 @@ int main() {
   }
   printf("%d\\n", batch);
 }
-"""
+"""  # noqa: E501
 
 #: `copy_rows` of attend.cuh puts chunk `column` of a row at row * line + (column ^ swizzle(row)) * 16.
 SWIZZLE = """
@@ -201,7 +203,7 @@ int main() {
   check<1>(), check<2>(), check<3>(), check<4>(), check<6>(), check<8>(), check<10>(), check<12>(), check<14>(), check<16>();
   check<20>(), check<24>(), check<32>();
 }
-"""
+"""  # noqa: E501
 
 
 def build(folder: Path, program: str, **macros: int) -> Path:

@@ -1,4 +1,5 @@
-"""The CUDA C++ prefill kernel without a GPU: nvcc compiles its specialisations; no spills, no serialised products, the order that overlaps them."""
+"""The CUDA C++ prefill kernel without a GPU: nvcc compiles its specialisations; no spills, no serialised
+products, the order that overlaps them."""
 
 from __future__ import annotations
 
@@ -159,7 +160,8 @@ def test_when_tiles_may_be_cut() -> None:
 
 
 def test_nothing_that_older_nvrtcs_take_for_a_host_function() -> None:
-    """NVRTC 13.0 refuses generic lambdas and functions that are constexpr alone; nvcc and NVRTC 13.5 do not."""
+    """NVRTC 13.0 refuses generic lambdas and functions that are constexpr alone; nvcc and NVRTC 13.5
+    do not."""
     assert not [
         name
         for name, text in jit.sources().items()
@@ -171,7 +173,8 @@ def test_nothing_that_older_nvrtcs_take_for_a_host_function() -> None:
 @pytest.mark.skipif(NVDISASM is None, reason="nvdisasm is not installed")
 @pytest.mark.parametrize("name", ["llama", "width 64", "width 256", "window", "patience"])
 def test_exponentials_stand_between_the_scores_and_the_end_of_the_products(tmp_path: Path, name: str) -> None:
-    """In every loop of steps: products, wait for the scores, all exponentials, wait for the rest. Nothing in the source alone holds them there."""
+    """In every loop of steps: products, wait for the scores, all exponentials, wait for the rest. Nothing in
+    the source alone holds them there."""
     assert NVDISASM
     values = macros(**SHAPES[name])
     compile_with_nvcc(tmp_path, values, "cubin")
@@ -237,7 +240,8 @@ LAYOUTS: dict[str, Any] = {
 @pytest.mark.parametrize("dim", [64, 96, 128, 192, 256])
 @pytest.mark.parametrize("block_size", [8, 16, 64])
 def test_boxes_fill_a_stage_in_the_order_of_the_descriptors(dim: int, block_size: int, layout: str) -> None:
-    """What the copy engine writes for one block, address by address, against where the kernel's descriptors look for a token's column."""
+    """What the copy engine writes for one block, address by address, against where the kernel's descriptors
+    look for a token's column."""
     cache = LAYOUTS[layout](5, block_size, 3, dim)
     found = prefill.pool_box(tuple(cache.shape), cache.stride())
     assert found is not None

@@ -1,4 +1,5 @@
-"""The line of prefill tiles (prefill_tiles.cuh), compiled for the host: every tile once, longest first, against a model that lists them all."""
+"""The line of prefill tiles (prefill_tiles.cuh), compiled for the host: every tile once, longest first,
+against a model that lists them all."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ int main(int argc, char **argv) {
            level ? t.span.first_seen(t.index) / KEYS : 0);
   }
 }
-"""
+"""  # noqa: E501
 
 
 def build(
@@ -74,7 +75,8 @@ def build(
 def ranges(
     query_len: int, seq_len: int, tokens: int, causal: bool, left: int, right: int, chunk: int
 ) -> list[tuple[int, int]]:
-    """Per tile the key tiles up to the last key that any of its tokens sees, and the first key tile with a visible key (0 if there is none)."""
+    """Per tile the key tiles up to the last key that any of its tokens sees, and the first key tile with a
+    visible key (0 if there is none)."""
     found = []
     for first in range(0, query_len, tokens):
         positions = torch.arange(
@@ -131,7 +133,8 @@ MASKS = {
 def test_every_tile_once_and_the_longest_first(
     tmp_path: Path, tokens: int, heads: int, short: int, split: bool, mask: str
 ) -> None:
-    """``short``: requests of up to so many query tokens, and the rows of padding, belong to another launch. ``split``: in parts where few see keys."""
+    """``short``: requests of up to so many query tokens, and the rows of padding, belong to another launch.
+    ``split``: in parts where few see keys."""
     program = build(tmp_path, tokens, heads, *MASKS[mask], short, split)
     for name, (query_lens, seq_lens, padding) in BATCHES.items():
         starts = [sum(query_lens[:i]) for i in range(len(query_lens) + 1)]
@@ -190,7 +193,8 @@ def test_every_tile_once_and_the_longest_first(
 def test_how_often_a_tile_is_cut(
     tmp_path: Path, heads: int, query_lens: list[int], seq_lens: list[int], mask: str, parts: int
 ) -> None:
-    """Into as many parts as let all run at once on 132 multiprocessors, none of them too short; rows that see nothing do not count."""
+    """Into as many parts as let all run at once on 132 multiprocessors, none of them too short; rows that see
+    nothing do not count."""
     program = build(tmp_path, 32, heads, *MASKS[mask], split=True)
     starts = [sum(query_lens[:i]) for i in range(len(query_lens) + 1)]
     numbers = [len(seq_lens), starts[-1] + 100, *starts, *seq_lens]

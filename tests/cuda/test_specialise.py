@@ -67,7 +67,8 @@ def test_clusters_only_where_two_ctas_share_a_pair() -> None:
 
 
 def test_registers_are_held_for_one_request_of_a_small_model() -> None:
-    """Where it was measured to pay: heads up to 64 wide, groups up to 4, 8 to 16 pairs (docs/log/decode.md)."""
+    """Where it was measured to pay: heads up to 64 wide, groups up to 4, 8 to 16
+    pairs (docs/log/decode.md)."""
 
     def most(dim: int, rows: int, pairs: int, kv_bytes: int = 2) -> int:
         return specialise.decode_shape(dim, dim, kv_bytes, rows, pairs, 132, 233472).max_registers
@@ -142,7 +143,8 @@ def test_the_overload_has_the_contract_of_the_others() -> None:
 
 
 def test_which_kernels_serve_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Short queries, long ones and both by CUDA C++ kernels; Triton's, with the reason, where one of them declines or TORCHPAGED_CUDA_PREFILL=0."""
+    """Short queries, long ones and both by CUDA C++ kernels; Triton's, with the reason, where one of them
+    declines or TORCHPAGED_CUDA_PREFILL=0."""
     from torchpaged.custom_ops.attention.cuda import paged_attention as module
 
     why: dict[str, str | None] = {"prefill": None, "decode": None}
@@ -183,7 +185,8 @@ def test_which_kernels_serve_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_mixed_batch_is_prepared_before_prefill_and_launched_right_behind_it(
     monkeypatch: pytest.MonkeyPatch, split: bool
 ) -> None:
-    """Prefill is compiled in a thread while decode is made ready; between the two launches there is nothing, and parts are put together last."""
+    """Prefill is compiled in a thread while decode is made ready; between the two launches there is nothing,
+    and parts are put together last."""
     from torchpaged.custom_ops.attention.cuda import prefill
 
     events: list[str] = []

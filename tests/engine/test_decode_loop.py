@@ -1,4 +1,5 @@
-"""The decode loop against the engine without graphs: the same tokens for any number of steps per launch, whoever joins, ends or leaves."""
+"""The decode loop against the engine without graphs: the same tokens for any number of steps per launch,
+whoever joins, ends or leaves."""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ def outcomes(outputs: Any) -> list[tuple[list[int], str]]:
 
 @pytest.fixture(scope="module")
 def params() -> list[SamplingParams]:
-    """Lengths that end anywhere within a launch, greedy and sampled rows in one batch, with and without the end token."""
+    """Lengths that end anywhere within a launch, greedy and sampled rows in one batch, with and without the
+    end token."""
     rng = random.Random(1)
     drawn = []
     for i in range(9):
@@ -90,7 +92,8 @@ def test_steps_per_launch_change_no_token(
 
 @pytest.mark.parametrize("steps", [1, 4])
 def test_a_replay_takes_nothing_from_the_host(model: Any, params: Any, want: Any, steps: int) -> None:
-    """On a tape, as in a CUDA graph, Python is not run at replay and a device value read on the host is an error."""
+    """On a tape, as in a CUDA graph, Python is not run at replay and a device value read on the host is
+    an error."""
     loop = generator(
         model, steps_per_launch=steps, capture=TapeCapture(), backend="reference", buckets=[2, 4]
     )
@@ -148,7 +151,8 @@ def test_soak_of_joining_ending_and_cancelling(model: Any, sampling: SamplingPar
 def test_a_prefill_that_fails_loses_no_blocks(
     model: Any, params: Any, want: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows that decode were given blocks in the same step; the next launch must have them, though its step gave nobody any."""
+    """Rows that decode were given blocks in the same step; the next launch must have them, though its step
+    gave nobody any."""
     loop, failures = generator(model), [0]
     seen: dict[int, list[int | None]] = {}
     packed = loop._stepper._packed
@@ -174,7 +178,8 @@ def test_a_prefill_that_fails_loses_no_blocks(
 
 
 def test_a_launch_is_the_same_work_for_any_number_of_rows(model: Any) -> None:
-    """Function calls are counted: what looks at every row is left to steps in which the scheduler gave blocks away."""
+    """Function calls are counted: what looks at every row is left to steps in which the scheduler gave
+    blocks away."""
     calls: dict[tuple[int, bool], int] = {}
 
     def count(*_: Any) -> None:
@@ -199,7 +204,8 @@ def test_a_launch_is_the_same_work_for_any_number_of_rows(model: Any) -> None:
 
 
 def test_a_stop_that_only_the_host_sees_drops_the_rest(model: Any, want: Any) -> None:
-    """More stop ids than the device looks at: the row runs on until the host has read it, and nothing more is emitted."""
+    """More stop ids than the device looks at: the row runs on until the host has read it, and nothing more
+    is emitted."""
     tokens = (
         generator(model, graphs=False)
         .generate([prompts(9)[2]], SamplingParams(max_new_tokens=20, ignore_eos=True))[0]
@@ -263,7 +269,8 @@ def test_numbers_that_no_row_holds_are_refused_at_once(option: dict[str, Any]) -
 
 
 def test_blocks_taken_back_from_a_row_are_not_used_by_it(model: Any) -> None:
-    """A request has blocks far ahead of need, a long prompt takes them over, and the first one grows again, into other blocks."""
+    """A request has blocks far ahead of need, a long prompt takes them over, and the first one grows again,
+    into other blocks."""
     first, second = [11, 12], [20 + i % 70 for i in range(38)]
     params = [
         SamplingParams(max_new_tokens=46, ignore_eos=True),
@@ -317,7 +324,8 @@ def test_a_paged_model_brings_its_own_blocks(model: Any, graphs: bool) -> None:
 
 @pytest.mark.parametrize("ran", [False, True], ids=["before", "behind"])
 def test_an_interrupted_launch_loses_no_token(model: Any, ran: bool) -> None:
-    """Ctrl-C right before a replay, or behind it before anybody counted it: the next steps give the same tokens."""
+    """Ctrl-C right before a replay, or behind it before anybody counted it: the next steps give the
+    same tokens."""
     want = outcomes(generator(model, steps_per_launch=2).generate(prompts(3), GREEDY))
     engine = generator(model, steps_per_launch=2, capture=TapeCapture(), buckets=[4])
     engine.runner.capture()

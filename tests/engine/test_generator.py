@@ -1,4 +1,5 @@
-"""The engine end to end: every request's tokens equal HuggingFace's own, whatever joins, leaves, waits or is put back."""
+"""The engine end to end: every request's tokens equal HuggingFace's own, whatever joins, leaves, waits or is
+put back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Ctrl-C at any line of the decode loop, its runner, its rows and its rings: the requests go on to the same tokens, or an error says that they can't."""
+"""Ctrl-C at any line of the decode loop, its runner, its rows and its rings: the requests go on to the same
+tokens, or an error says that they can't."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ POINTS = 90
 
 
 class Interrupt:
-    """Raises KeyboardInterrupt at the n-th line of the traced files that runs while it is on; ``None``: counts them."""
+    """Raises KeyboardInterrupt at the n-th line of the traced files that runs while it is on; ``None``:
+    counts them."""
 
     def __init__(self, at: int | None) -> None:
         self.at, self.count, self.where = at, 0, ""

@@ -1,4 +1,5 @@
-"""One request never harms another: whatever goes wrong, and wherever, the next requests get the tokens of a fresh engine and all blocks are free."""
+"""One request never harms another: whatever goes wrong, and wherever, the next requests get the tokens of a
+fresh engine and all blocks are free."""
 
 from __future__ import annotations
 
@@ -98,7 +99,7 @@ def assert_unharmed(generator: Generator, want: list[list[int]]) -> None:
     assert generator.pool.num_free == generator.pool.num_usable and not generator.has_unfinished
 
 
-# ----------------------------------------------------------------------------------------------------- bad requests
+# ----------------------------------------------------------------------------------------------- bad requests
 INTEGERS = [
     1.5,
     2.0,
@@ -230,7 +231,7 @@ def test_one_string_is_one_prompt(model: Any) -> None:
     assert tokens_of(outputs) == tokens_of(generator.generate(["hello"], EACH[0]))
 
 
-# ----------------------------------------------------------------------------------------------------- one that fails
+# --------------------------------------------------------------------------------------------- one that fails
 @pytest.mark.parametrize("options", ENGINES.values(), ids=ENGINES)
 @pytest.mark.parametrize("call", [1, 2, 4, 6])
 def test_nan_logits_end_that_request_alone(
@@ -284,7 +285,7 @@ def test_a_step_that_breaks_off_can_be_taken_again(
     assert_unharmed(generator, want)
 
 
-# ----------------------------------------------------------------------------------------------------- whose requests
+# --------------------------------------------------------------------------------------------- whose requests
 @pytest.mark.parametrize("options", ENGINES.values(), ids=ENGINES)
 def test_generate_inside_an_open_stream(model: Any, want: list[list[int]], options: dict[str, Any]) -> None:
     generator = engine(model, **options)
@@ -326,7 +327,8 @@ def test_a_stream_that_is_left_cancels_its_requests(model: Any, want: list[list[
 
 
 def test_a_stream_that_nobody_begins_cancels_its_requests(model: Any, want: list[list[int]]) -> None:
-    """They belong to it: no other call would give their events, and they would run on, and hold their blocks, in later calls."""
+    """They belong to it: no other call would give their events, and they would run on, and hold their blocks,
+    in later calls."""
     generator = engine(model)
     ids = [generator.submit(prompt, params) for prompt, params in zip(PROMPTS[:2], EACH, strict=False)]
     kept = generator.stream([ids[1]])
@@ -341,7 +343,8 @@ def test_a_stream_that_nobody_begins_cancels_its_requests(model: Any, want: list
 def test_a_stream_collected_as_garbage_while_the_lock_changes_hands(
     model: Any, want: list[list[int]], place: str
 ) -> None:
-    """The collector may run at any call, between the lock and the note of who holds it too: its thread must not wait for itself."""
+    """The collector may run at any call, between the lock and the note of who holds it too: its thread must
+    not wait for itself."""
     generator, left = engine(model), []
 
     def collect(here: str) -> None:
@@ -371,7 +374,8 @@ def test_a_stream_collected_as_garbage_while_the_lock_changes_hands(
 def test_a_request_submitted_while_a_stream_breaks_off_has_an_owner(
     model: Any, want: list[list[int]]
 ) -> None:
-    """The submitting thread is inside, its request not queued yet, when a stream over all requests is closed and waits for the lock."""
+    """The submitting thread is inside, its request not queued yet, when a stream over all requests is closed
+    and waits for the lock."""
     generator, inside, closing, ids = engine(model), threading.Event(), threading.Event(), []
 
     class Slow(Letters):
@@ -407,7 +411,8 @@ def test_a_request_submitted_while_a_stream_breaks_off_has_an_owner(
 
 
 def test_five_threads_on_one_generator(model: Any, want: list[list[int]]) -> None:
-    """Some with generate(), some with streams of their own, one that fails all the time, and several at once in a batch."""
+    """Some with generate(), some with streams of their own, one that fails all the time, and several at once
+    in a batch."""
     generator, wrong, most = engine(model, steps_per_launch=2), [], [0]
 
     def work(number: int) -> None:
@@ -438,7 +443,8 @@ def test_five_threads_on_one_generator(model: Any, want: list[list[int]]) -> Non
 def test_a_thread_that_was_interrupted_while_it_waited_is_not_waited_for(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ctrl-C in a call that waits for its turn: nobody gives way to it any more, which would slow all later steps."""
+    """Ctrl-C in a call that waits for its turn: nobody gives way to it any more, which would slow all
+    later steps."""
 
     class Interrupted:
         def __enter__(self) -> None:
@@ -479,9 +485,10 @@ def test_a_generator_is_not_copied(model: Any, copied: Any) -> None:
         copied(engine(model))
 
 
-# ----------------------------------------------------------------------------------------------------- anything, anywhere
+# ----------------------------------------------------------------------------------------- anything, anywhere
 class Interrupt:
-    """KeyboardInterrupt at the n-th line that runs in the engine's own files, as Ctrl-C would; n = 0 only counts."""
+    """KeyboardInterrupt at the n-th line that runs in the engine's own files, as Ctrl-C would; n = 0
+    only counts."""
 
     def __init__(self, at: int = 0, files: tuple[str, ...] = OF_THE_ENGINE) -> None:
         self.at, self.lines, self.where, self._files, self._before = at, 0, "", files, sys.gettrace()
@@ -489,7 +496,8 @@ class Interrupt:
     def _trace(self, frame: Any, event: str, argument: Any) -> Any:
         if not frame.f_code.co_filename.startswith(self._files):
             return None
-        # Python lets a signal in after a call, where a function begins and where a loop turns: not at a bare `try`, nor where a `with` ends
+        # Python lets a signal in after a call, where a function begins and where a loop turns: not at a bare
+        # `try`, nor where a `with` ends
         if event == "line" and not linecache.getline(
             frame.f_code.co_filename, frame.f_lineno
         ).strip().startswith(("try:", "with ")):

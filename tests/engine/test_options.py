@@ -1,4 +1,5 @@
-"""The options of a Generator: fused models, what is compiled and captured, and why; what is refused, by name."""
+"""The options of a Generator: fused models, what is compiled and captured, and why; what is refused,
+by name."""
 
 from __future__ import annotations
 

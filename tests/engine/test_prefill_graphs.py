@@ -1,4 +1,5 @@
-"""Prefills in graphs through the engine: the tokens of the engine without graphs, whatever shares a step; options, reasons and reports."""
+"""Prefills in graphs through the engine: the tokens of the engine without graphs, whatever shares a step;
+options, reasons and reports."""
 
 from __future__ import annotations
 

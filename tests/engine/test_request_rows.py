@@ -228,7 +228,8 @@ def test_ring_hands_out_slots_in_any_order_and_refuses_when_full() -> None:
 @pytest.mark.parametrize("capture", [EagerCapture(), TapeCapture()], ids=["eager", "tape"])
 @pytest.mark.parametrize("steps", [1, 3])
 def test_the_rows_ring_holds_launches_of_any_bucket_until_they_are_read(capture: Any, steps: int) -> None:
-    """Read two launches late, over twice the ring's depth; buckets change, one is captured with tokens unread, launches go unread."""
+    """Read two launches late, over twice the ring's depth; buckets change, one is captured with tokens
+    unread, launches go unread."""
     rows = make_rows(steps)
     runner = WholeStepRunner(successor, rows, buckets=[2, 4, 6], compile=False, capture=capture)
     runner.capture_for(2)

@@ -1,9 +1,12 @@
-"""Random attention configurations on a GPU, each in a process with a watchdog; what ran, and what failed, as JSON.
+"""Random attention configurations on a GPU, each in a process with a watchdog; what ran, and what failed,
+as JSON.
 
-    python tests/gpu/fuzz_attention.py --configurations 320 --batches 30 --workers 14 --seconds 500 --first-seed 0 --json fuzz.json
+    python tests/gpu/fuzz_attention.py --configurations 320 --batches 30 --workers 14 --seconds 500 \\
+        --first-seed 0 --json fuzz.json
 
-Ends by itself after ``--seconds``; the next run goes on with ``--first-seed`` at ``next_seed`` of this one's JSON. A failure is repeated with
-``--first-seed SEED --configurations 1``. The exit status is 1 if anything failed, hung or crashed, or if nothing ran.
+Ends by itself after ``--seconds``; the next run goes on with ``--first-seed`` at ``next_seed`` of this one's
+JSON. A failure is repeated with ``--first-seed SEED --configurations 1``. The exit status is 1 if anything
+failed, hung or crashed, or if nothing ran.
 """
 
 from __future__ import annotations

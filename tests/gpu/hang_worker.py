@@ -1,7 +1,8 @@
-"""Runs cases that may hang, named on its standard input, in a process that may be killed: tests/gpu/test_hangs.py.
+"""Runs cases that may hang, named on its standard input, in a process that may be
+killed: tests/gpu/test_hangs.py.
 
-For each case a line "launched" once all is compiled and on its way, as the GPU's work is asynchronous, and a line "done" or "failed: ..." once it
-has ended and its results are checked.
+For each case a line "launched" once all is compiled and on its way, as the GPU's work is asynchronous, and a
+line "done" or "failed: ..." once it has ended and its results are checked.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ def attend_once(backend: str, name: str, say: Say) -> None:
 
 
 def replay(backend: str, name: str, say: Say) -> None:
-    """One graph; contexts become shorter between replays, then the last request ends and its token rows become padding."""
+    """One graph; contexts become shorter between replays, then the last request ends and its token rows
+    become padding."""
     case = CASES[name]
     batch = make_hanging_batch(case, "cuda")
     batch.extras["semaphore"] = torch.zeros(
@@ -93,8 +95,9 @@ def replay(backend: str, name: str, say: Say) -> None:
 
 
 def layers(backend: str, name: str, say: Say) -> None:
-    """64 decodes and a chunk of 20, six layers in a graph: each rewrites the one q buffer, and nothing stands between its attention's two
-    overlapping launches and the next layer's writes. Pools and outputs are NaN before each replay."""
+    """64 decodes and a chunk of 20, six layers in a graph: each rewrites the one q buffer, and nothing stands
+    between its attention's two overlapping launches and the next layer's writes. Pools and outputs are NaN
+    before each replay."""
     ops, num_layers, shape = BACKEND_OPS[backend], 6, {"dtype": torch.bfloat16, "device": "cuda"}
     generator = torch.Generator().manual_seed(1)
     context = torch.randint(0, 500, (65,), generator=generator).tolist()

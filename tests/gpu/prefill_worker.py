@@ -1,6 +1,8 @@
-"""Random batches for the CUDA C++ prefill kernel, in a process that may be killed: tests/gpu/test_prefill_kernel.py.
+"""Random batches for the CUDA C++ prefill kernel, in a process that may be
+killed: tests/gpu/test_prefill_kernel.py.
 
-For each line "CONFIGURATION SEED" on its standard input a line "launched" once the kernel is compiled and on its way, and a line "done" or "failed:
+For each line "CONFIGURATION SEED" on its standard input a line "launched" once the kernel is compiled and on
+its way, and a line "done" or "failed:
 ..." once it has ended and its results are checked.
 """
 
@@ -49,7 +51,8 @@ CONFIGURATIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def draw(rng: random.Random) -> BatchSpec:
-    """A few or many requests; long, short and empty ones, some with a context, some with left padding; rows behind the last."""
+    """A few or many requests; long, short and empty ones, some with a context, some with left padding; rows
+    behind the last."""
     query_lens, seq_lens = [], []
     for _ in range(rng.choice([1, 2, 3, 9, 40])):
         query_len = rng.choice(

@@ -1,6 +1,8 @@
-"""Small launches of every attention kernel, for compute-sanitizer: python tests/gpu/sanitize_cases.py BACKEND.
+"""Small launches of every attention kernel, for compute-sanitizer: python
+tests/gpu/sanitize_cases.py BACKEND.
 
-Run with PYTORCH_NO_CUDA_MEMORY_CACHING=1, so that every tensor is an allocation of its own and a step outside it is seen.
+Run with PYTORCH_NO_CUDA_MEMORY_CACHING=1, so that every tensor is an allocation of its own and a step outside
+it is seen.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ from torchpaged.testing import BATCH_SPECS, BatchSpec, make_batch, run_paged_att
 
 
 def main(backend: str) -> None:
-    """Decode with and without splits, several query tokens, prompts, a tile cut into parts, mixed batches, fp8; writes; all on small batches."""
+    """Decode with and without splits, several query tokens, prompts, a tile cut into parts, mixed batches,
+    fp8; writes; all on small batches."""
     ops = BACKEND_OPS[backend]
     specs = [
         BATCH_SPECS["decode_edges"],

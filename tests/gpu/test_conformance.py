@@ -1,6 +1,8 @@
-"""Declared graph support on a GPU, of the CUDA C++ kernels themselves: where Triton would serve a call in their place, the test fails.
+"""Declared graph support on a GPU, of the CUDA C++ kernels themselves: where Triton would serve a call in
+their place, the test fails.
 
-And of a backend that plans every step: with plans its replays are right, without one the process ends with an assertion of the device.
+And of a backend that plans every step: with plans its replays are right, without one the process ends with an
+assertion of the device.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ PREFILL = Case(
 
 @pytest.fixture
 def no_triton(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The CUDA op's module, whose way to Triton's kernels is closed; ``launched`` counts its kernels' launches by name."""
+    """The CUDA op's module, whose way to Triton's kernels is closed; ``launched`` counts its kernels'
+    launches by name."""
     from torchpaged.custom_ops.attention.cuda import paged_attention as module
     from torchpaged.custom_ops.cuda import jit
 
@@ -128,7 +131,8 @@ def test_a_replay_without_a_plan_is_noticed() -> None:
 
 
 def test_calls_on_another_stream_get_a_semaphore_of_their_own() -> None:
-    """Eager calls of one module may overlap on two streams; a capture on a side stream keeps the session's."""
+    """Eager calls of one module may overlap on two streams; a capture on a side stream keeps
+    the session's."""
     from torchpaged import Limits, PagedAttention
 
     layer = PagedAttention(4, 64, 2, device="cuda", dtype=torch.bfloat16, limits=Limits(max_num_reqs=3))

@@ -1,4 +1,5 @@
-"""The decode loop in CUDA graphs: no synchronisation in a thousand steps, tokens of the engine without graphs, a long soak."""
+"""The decode loop in CUDA graphs: no synchronisation in a thousand steps, tokens of the engine without
+graphs, a long soak."""
 
 from __future__ import annotations
 
@@ -53,7 +54,8 @@ def draw(rng: random.Random, index: int) -> tuple[list[int], Any]:
 
 @pytest.mark.parametrize("steps", [1, 4])
 def test_a_thousand_steps_without_a_synchronisation(model: Any, steps: int) -> None:
-    """Decoding, block tables growing, requests admitted, ended and cancelled: nothing of it waits for the device."""
+    """Decoding, block tables growing, requests admitted, ended and cancelled: nothing of it waits for
+    the device."""
     from torchpaged.engine import SamplingParams
 
     generator = make(model, steps_per_launch=steps, num_blocks=600)
@@ -91,7 +93,8 @@ def test_tokens_equal_the_engine_without_graphs(model: Any, steps: int, buckets:
 
 @pytest.mark.parametrize("steps", [1, 4])
 def test_fused_steps_draw_the_tokens_of_the_engine_without_graphs(model: Any, steps: int) -> None:
-    """No kernel of a fused step is launched the ordinary way; the counters that the sampler reads early must be this step's all the same."""
+    """No kernel of a fused step is launched the ordinary way; the counters that the sampler reads early must
+    be this step's all the same."""
     from torchpaged.engine import SamplingParams
 
     rng, fused = random.Random(6), copy.deepcopy(model)
@@ -109,7 +112,8 @@ def test_fused_steps_draw_the_tokens_of_the_engine_without_graphs(model: Any, st
 
 
 def test_soak_of_ten_thousand_steps(model: Any) -> None:
-    """Random admissions and cancellations over 10,000 steps; every request's tokens are those it gets alone."""
+    """Random admissions and cancellations over 10,000 steps; every request's tokens are those it
+    gets alone."""
     rng = random.Random(4)
     pool = [draw(rng, i) for i in range(40)]
     alone = make(model, graphs=False)
@@ -152,7 +156,8 @@ def test_reading_tokens_waits_for_what_is_ahead_of_them() -> None:
 
 @pytest.mark.parametrize("steps", [1, 3])
 def test_tokens_from_inside_a_graph_are_waited_for(steps: int) -> None:
-    """Milliseconds of matrix products ahead of each token: read too early, a slot would hold another launch or other tokens."""
+    """Milliseconds of matrix products ahead of each token: read too early, a slot would hold another launch
+    or other tokens."""
     from torchpaged.custom_ops import BACKEND_OPS
     from torchpaged.engine.device import DecodeRows, RingFullError, RowState, WholeStepRunner
 

@@ -1,4 +1,5 @@
-"""What nobody chose runs the ``cuda`` backend: the registered op, the functions and the module launch the CUDA C++ decode kernel."""
+"""What nobody chose runs the ``cuda`` backend: the registered op, the functions and the module launch the
+CUDA C++ decode kernel."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""Attention that starts before the kernels ahead have ended never reads a key or value too early, whoever writes it.
+"""Attention that starts before the kernels ahead have ended never reads a key or value too early, whoever
+writes it.
 
-Before each replay the pools are NaN, so that one stale number makes a whole row NaN; the graph itself writes what attention reads. A
-linear layer of one long CTA stands first. It is launched early and lets others be: so all that may begin early does, long before anything
-is written.
+Before each replay the pools are NaN, so that one stale number makes a whole row NaN; the graph itself writes
+what attention reads. A linear layer of one long CTA stands first. It is launched early and lets others be: so
+all that may begin early does, long before anything is written.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ REPLAYS = 25
 
 
 class Steps:
-    """Some steps of some requests, whose metadata is made ahead; new keys, values and queries for each replay."""
+    """Some steps of some requests, whose metadata is made ahead; new keys, values and queries for
+    each replay."""
 
     def __init__(
         self, num_reqs: int, context: int, num_steps: int, query_len: int = 1, head_dim: int = 128
@@ -137,7 +139,8 @@ def by_torch(ops: Any, steps: Steps) -> None:
 def test_context_written_right_before(
     backend: str, writer: Callable[[Any, Steps], None], num_reqs: int, context: int, apart: bool
 ) -> None:
-    """Tokens that are no query tokens, and those of the queries: by a write behind it that lets attention start early, or before it."""
+    """Tokens that are no query tokens, and those of the queries: by a write behind it that lets attention
+    start early, or before it."""
     ops, steps = BACKEND_OPS[backend], Steps(num_reqs, context, num_steps=1)
 
     def write_queries() -> None:
@@ -161,7 +164,8 @@ def test_context_written_right_before(
 def test_query_tokens_are_context_of_the_next_step(
     backend: str, num_reqs: int, context: int, query_len: int
 ) -> None:
-    """Steps with nothing but these two ops in them, of which both are launched early: each step reads what the ones before wrote.
+    """Steps with nothing but these two ops in them, of which both are launched early: each step reads what
+    the ones before wrote.
 
     head_dim 32: two of these attentions fit a multiprocessor together.
     """

@@ -1,7 +1,9 @@
-"""Lengths and tables that the step's end rewrites are never read a step late by the attention behind it, which starts early.
+"""Lengths and tables that the step's end rewrites are never read a step late by the attention behind it,
+which starts early.
 
-One row and a hidden size of 256: kernels so small that each begins while several ahead of it still run, and the lengths that attention read in
-the step before are still in first-level caches. In a process of its own: programs that disagree about lengths may hang instead of failing.
+One row and a hidden size of 256: kernels so small that each begins while several ahead of it still run, and
+the lengths that attention read in the step before are still in first-level caches. In a process of its own:
+programs that disagree about lengths may hang instead of failing.
 """
 
 from __future__ import annotations
@@ -83,7 +85,7 @@ for launch in range(num_launches):
     length += STEPS
     assert int(rows.seq_lens[0]) == length, f"launch {launch}: length {int(rows.seq_lens[0])}, expected {length}"
 print("compared", compared)
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.parametrize("backend", ["triton", "cuda"])

@@ -1,4 +1,5 @@
-"""fp8 pools on a GPU: every number is stored as the reference stores it, and NaN that was stored is NaN to whoever reads it."""
+"""fp8 pools on a GPU: every number is stored as the reference stores it, and NaN that was stored is NaN to
+whoever reads it."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ def same_numbers(stored: Tensor, want: Tensor) -> bool:
 
 
 def every_number(source: torch.dtype) -> Tensor:
-    """All bit patterns of a 16-bit dtype; of float32 those with some low bits, which decide about ties. ``[T, 16, 64]``"""
+    """All bit patterns of a 16-bit dtype; of float32 those with some low bits, which decide about ties. ``[T,
+    16, 64]``"""
     x = torch.arange(65536, dtype=torch.int32)
     if source == torch.float32:
         x = ((x << 16)[:, None] | torch.tensor([0, 1, 0x7FFF, 0xFFFF], dtype=torch.int32)).reshape(-1)
@@ -39,7 +41,8 @@ def every_number(source: torch.dtype) -> Tensor:
 def test_every_number_is_stored_as_by_the_reference(
     op: str, dtype: torch.dtype, source: torch.dtype, scale: float | None
 ) -> None:
-    """The values only through rope_write_kv: its keys are turned in float32. A scale that is a power of two: a GPU's division is not exact."""
+    """The values only through rope_write_kv: its keys are turned in float32. A scale that is a power of two:
+    a GPU's division is not exact."""
     x = every_number(source)
     stored: dict[str, tuple[Tensor, Tensor]] = {}
     for name, device in (("reference", "cpu"), ("triton", "cuda")):

@@ -1,4 +1,5 @@
-"""Fused models on a GPU: tokens of the unfused model, error against float64, a captured step, and real kernels counted per step."""
+"""Fused models on a GPU: tokens of the unfused model, error against float64, a captured step, and real
+kernels counted per step."""
 
 from __future__ import annotations
 
@@ -170,7 +171,8 @@ def test_fp32_tokens_equal_unfused(family: str) -> None:
 
 @pytest.mark.parametrize("family", ["Llama", "Qwen3", "Gemma3"])
 def test_a_step_is_captured_and_launches_little(family: str) -> None:
-    """No synchronisation, one capture for all lengths, and as many kernels as the report says where every op is one kernel."""
+    """No synchronisation, one capture for all lengths, and as many kernels as the report says where every op
+    is one kernel."""
     import torchpaged.hf as hf
     from torchpaged.metadata import AttentionMetadata
 

@@ -1,7 +1,7 @@
 """Random batches against a float64 oracle on the GPU, each run twice: the results must agree bit for bit.
 
-2,000 per kernel over a few model shapes, and a share of the random configurations of fuzz_attention.py. All in worker processes with a
-watchdog: a hang fails its own test.
+2,000 per kernel over a few model shapes, and a share of the random configurations of fuzz_attention.py. All
+in worker processes with a watchdog: a hang fails its own test.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ KERNELS = {"cuda decode": ("cuda", 8), "triton decode": ("triton", 8), "triton p
 
 
 def random_spec(r: random.Random, longest_query: int) -> BatchSpec:
-    """Mostly short requests, some long ones, some empty; query lengths as the kernel under test takes them."""
+    """Mostly short requests, some long ones, some empty; query lengths as the kernel under test
+    takes them."""
     requests = r.choice((1, 2, 3, 5, 9, 20))
     query_lens, seq_lens = [], []
     uniform = r.choice((1, 1, 1, 2, 4)) if longest_query <= 8 else 0

@@ -1,4 +1,5 @@
-"""The Triton and CUDA C++ kernels on a GPU: the oracle, opcheck, capture once and replay with other lengths, no synchronisation."""
+"""The Triton and CUDA C++ kernels on a GPU: the oracle, opcheck, capture once and replay with other lengths,
+no synchronisation."""
 
 from __future__ import annotations
 
@@ -74,7 +75,8 @@ def test_attention_heads_and_blocks(backend: str, heads: str, block_size: int, d
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("chunk", [20, 400])
 def test_many_short_queries_beside_chunks(backend: str, chunk: int) -> None:
-    """More query tiles than programs of one tile: some programs take several. Few tiles and many, whose orders differ."""
+    """More query tiles than programs of one tile: some programs take several. Few tiles and many, whose
+    orders differ."""
     lens = (1, chunk, *[3] * 90, *[1] * 40, *[5] * 20)
     batch = make_batch(
         BatchSpec("many_short", tuple(n + 11 for n in lens), lens),

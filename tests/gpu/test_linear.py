@@ -1,4 +1,5 @@
-"""linear of the cuda backend on a GPU: every prologue and epilogue against float64, odd shapes, repeatable, captured and replayed."""
+"""linear of the cuda backend on a GPU: every prologue and epilogue against float64, odd shapes, repeatable,
+captured and replayed."""
 
 from __future__ import annotations
 
@@ -174,7 +175,8 @@ def test_bitwise_repeatable(tokens: int, features: str) -> None:
 
 @pytest.mark.parametrize("tokens", [4, 32, 64])
 def test_a_captured_chain_follows_its_input(tokens: int) -> None:
-    """Each kernel starts before the one in front has finished; what it reads of it must be complete all the same."""
+    """Each kernel starts before the one in front has finished; what it reads of it must be complete all
+    the same."""
     width, layers = 2048, 12
     generator = torch.Generator("cuda").manual_seed(0)
     weights = [

@@ -1,4 +1,5 @@
-"""HuggingFace models and the graph runner on a GPU: tokens equal eager's, one graph, no skipped CUDA graphs."""
+"""HuggingFace models and the graph runner on a GPU: tokens equal eager's, one graph, no skipped
+CUDA graphs."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ def prompts() -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "auto_compiled"])
 def test_generate_equals_eager(compiled: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """generate() compiles the decode step on its own on a GPU (reduce-overhead), with its CUDA graphs kept."""
+    """generate() compiles the decode step on its own on a GPU (reduce-overhead), with its CUDA
+    graphs kept."""
     import torchpaged.hf as hf
 
     model, inputs = tiny_llama(), prompts()
@@ -59,7 +61,8 @@ def test_generate_equals_eager(compiled: bool, caplog: pytest.LogCaptureFixture)
 
 @pytest.mark.parametrize("compile", [False, True])
 def test_runner_with_cuda_graphs(compile: bool) -> None:
-    """Real graphs: every bucket, every length, tokens equal eager generate()'s; replay does not synchronise."""
+    """Real graphs: every bucket, every length, tokens equal eager generate()'s; replay does
+    not synchronise."""
     import torchpaged.hf as hf
     from torchpaged.graphs import DecodeGraphRunner
 

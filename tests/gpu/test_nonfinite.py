@@ -162,7 +162,8 @@ def test_merging_bad_states(bad: float, other: float) -> None:
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
 @pytest.mark.parametrize("op", ["write_kv", "rope_write_kv"])
 def test_fp8_writes_of_every_number(op: str, dtype: torch.dtype, source: torch.dtype) -> None:
-    """All 65536 16-bit numbers (of float32, as many patterns): no inf is stored, NaN only of NaN, the largest from there on."""
+    """All 65536 16-bit numbers (of float32, as many patterns): no inf is stored, NaN only of NaN, the largest
+    from there on."""
     if torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("fp8 needs compute capability 8.9")
     bits = torch.arange(65536, dtype=torch.int32)

@@ -1,4 +1,5 @@
-"""Prefill steps in CUDA graphs: tokens of the engine without them, whatever shares a step, and nothing waits for the device."""
+"""Prefill steps in CUDA graphs: tokens of the engine without them, whatever shares a step, and nothing waits
+for the device."""
 
 from __future__ import annotations
 
@@ -93,8 +94,9 @@ def test_admission_while_decoding_waits_for_nothing(model: Any) -> None:
     ids=str,
 )
 def test_logits_of_a_replay_are_those_of_the_step(dtype: torch.dtype, lens: list[tuple[int, int]]) -> None:
-    """Short queries alone too, which the bucket's upper bound says nothing about; the same step launched from Python beside it. Both err
-    against float64 at most twice as much as the reference backend in the same dtype."""
+    """Short queries alone too, which the bucket's upper bound says nothing about; the same step launched from
+    Python beside it. Both err against float64 at most twice as much as the reference backend in the
+    same dtype."""
     from torchpaged import AttentionMetadata
     from torchpaged.graphs import PackedGraphRunner
     from torchpaged.hf import PagedModel
@@ -153,7 +155,8 @@ def test_logits_of_a_replay_are_those_of_the_step(dtype: torch.dtype, lens: list
 
 @pytest.mark.parametrize("ahead", [True, False])
 def test_a_prefill_that_can_not_be_captured_leaves_the_decodes_alone(model: Any, ahead: bool) -> None:
-    """It reads a device value: "auto" names the op and goes on, in the same process and beside the same graphs."""
+    """It reads a device value: "auto" names the op and goes on, in the same process and beside the
+    same graphs."""
     from torchpaged.engine import Generator, SamplingParams
     from torchpaged.hf import PagedModel
 

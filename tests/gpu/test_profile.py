@@ -1,4 +1,5 @@
-"""Profiles on a GPU: every kernel of a replayed graph finds its module, and traces carry the engine's ranges."""
+"""Profiles on a GPU: every kernel of a replayed graph finds its module, and traces carry the
+engine's ranges."""
 
 from __future__ import annotations
 
@@ -86,7 +87,8 @@ def test_a_compiled_capture_has_the_ranges_of_attention() -> None:
 
 @pytest.mark.parametrize("prefill_buckets", [None, [16]], ids=["prefill-from-python", "prefill-graph"])
 def test_a_trace_of_a_generation(tmp_path: Path, prefill_buckets: list[int] | None) -> None:
-    """Ranges of the host, kernels of the graphs, all of them placed; attention ranges inside the steps that run as Python."""
+    """Ranges of the host, kernels of the graphs, all of them placed; attention ranges inside the steps that
+    run as Python."""
     from torchpaged import profiling
     from torchpaged.engine import SamplingParams
     from torchpaged.profiling.kernel_report import kernels_of_generation, module_ranges, read_trace

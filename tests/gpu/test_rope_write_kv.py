@@ -1,4 +1,5 @@
-"""rope_write_kv on a GPU: the float64 oracle, every batch size, fp8 pools, capture once and replay with other positions and slots."""
+"""rope_write_kv on a GPU: the float64 oracle, every batch size, fp8 pools, capture once and replay with other
+positions and slots."""
 
 from __future__ import annotations
 
@@ -82,7 +83,8 @@ def test_fp8_pools(dtype: torch.dtype, scales: int | None) -> None:
 
 
 def test_one_capture_serves_every_step() -> None:
-    """Positions and slots change on the device between replays; no launch synchronises; replays repeat bit by bit."""
+    """Positions and slots change on the device between replays; no launch synchronises; replays repeat bit
+    by bit."""
     shape: dict[str, Any] = {
         "num_tokens": 16,
         "norms": ("q_norm", "k_norm"),

@@ -1,4 +1,5 @@
-"""sample_tokens and accept_tokens on a GPU: the oracle, whole vocabularies, capture once and replay with other parameters."""
+"""sample_tokens and accept_tokens on a GPU: the oracle, whole vocabularies, capture once and replay with
+other parameters."""
 
 from __future__ import annotations
 
@@ -67,7 +68,8 @@ def test_special_logits(value: float) -> None:
 @pytest.mark.parametrize("token", [0, 1023, 1024, 60_000, 99_999])
 @pytest.mark.parametrize("count", [1, 4])
 def test_one_nan_in_any_tile_leaves_no_token(count: int, token: int) -> None:
-    """Whether the largest logit is in its tile or in another, whatever the row asks for, with few rows and many."""
+    """Whether the largest logit is in its tile or in another, whatever the row asks for, with few rows
+    and many."""
     inputs = make_sampling_inputs(ALL * count, vocab_size=100_000, device="cuda")
     inputs["logits"][: len(ALL), token], inputs["logits"][:, 300] = float("nan"), 50.0
     assert assert_samples_close(TRITON, inputs)[: len(ALL)].tolist() == [-2] * len(ALL)
@@ -91,7 +93,8 @@ def test_draws_follow_the_probabilities(row: dict[str, float], kept: int) -> Non
 
 
 def test_the_same_token_in_any_company() -> None:
-    """Alone and among 63 others, which means other tiles; in other rows, with other strides, time after time."""
+    """Alone and among 63 others, which means other tiles; in other rows, with other strides, time
+    after time."""
     inputs = make_sampling_inputs((ALL * 4)[:64], vocab_size=128256, device="cuda", dtype=torch.bfloat16)
     inputs["logits"] /= 3
     assert sample_tiles(1, 128256).tile != sample_tiles(64, 128256).tile
@@ -179,7 +182,8 @@ def test_accept_tokens_fills_the_ring(num_reqs: int, launch: int, step: int) -> 
     ("count", "launch", "step"), [(1, None, 0), (1, 4, 1), (19, 4, 1), (19, 4, 0), (19, -1, 1)]
 )
 def test_finish_step_is_both_ops(count: int, launch: int | None, step: int) -> None:
-    """To the bit: all kinds of rows, idle ones and such as end among them, one program and several, with a ring and without."""
+    """To the bit: all kinds of rows, idle ones and such as end among them, one program and several, with a
+    ring and without."""
     rows = ALL[:count]
     inputs = make_finish_inputs(
         rows, vocab_size=5000, dtype=torch.float16, launch=launch, step=step, device="cuda"

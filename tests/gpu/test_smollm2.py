@@ -1,4 +1,5 @@
-"""SmolLM2 on a GPU: the golden greedy tokens in float32 through every door, and bf16 logits, teacher-forced."""
+"""SmolLM2 on a GPU: the golden greedy tokens in float32 through every door, and bf16
+logits, teacher-forced."""
 
 from __future__ import annotations
 
@@ -77,7 +78,8 @@ def test_golden_tokens(smollm2_path: Path, door: str) -> None:
 
 
 def test_bf16_logits_teacher_forced(smollm2_path: Path) -> None:
-    """Prefill of the prompt, then one decode step per golden token through captured graphs; errors against float32 eager."""
+    """Prefill of the prompt, then one decode step per golden token through captured graphs; errors against
+    float32 eager."""
     from torchpaged.graphs import DecodeGraphRunner
     from torchpaged.hf import PagedModel
 

@@ -1,4 +1,5 @@
-"""A process that runs cases on the GPU under a watchdog: it is killed, and replaced, when a case does not end."""
+"""A process that runs cases on the GPU under a watchdog: it is killed, and replaced, when a case does
+not end."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ import pytest
 
 
 class WatchedProcess:
-    """Runs ``script`` of this folder, which says "ready", and for each line that names a case "launched" and "done", or what failed.
+    """Runs ``script`` of this folder, which says "ready", and for each line that names a case "launched" and
+    "done", or what failed.
 
     Args:
         script: its file's name.

@@ -1,4 +1,5 @@
-"""Ctrl-C and exceptions at each point of a capture or launch: the next launch is right, host and device agree, semaphores are zero."""
+"""Ctrl-C and exceptions at each point of a capture or launch: the next launch is right, host and device
+agree, semaphores are zero."""
 
 from __future__ import annotations
 
@@ -121,7 +122,8 @@ def test_the_next_launch_settles_by_itself() -> None:
 
 
 def test_an_interrupted_restoration_is_made_up_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C while the rows are put back behind a capture: a second one finishes it, before the next launch reads anything."""
+    """Ctrl-C while the rows are put back behind a capture: a second one finishes it, before the next launch
+    reads anything."""
     rows, runner = make("")
     restore, calls = rows.restore, []
 

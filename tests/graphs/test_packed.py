@@ -20,7 +20,8 @@ from torchpaged.graphs import (
 )
 
 HEADS, DIM, BLOCK, BLOCKS, VOCAB, COLUMNS = 4, 8, 4, 60, 50, 10
-#: (query_len, seq_len) of each request: one alone, several, chunks of longer prompts, single tokens, a bucket to its last token.
+#: (query_len, seq_len) of each request: one alone, several, chunks of longer prompts, single tokens, a bucket
+#: to its last token.
 BATCHES = {
     "one": [(7, 7)],
     "several": [(3, 3), (5, 5), (1, 1)],
@@ -99,7 +100,8 @@ def runner(toy: Any, capture: Any = None, **options: Any) -> PackedGraphRunner:
 
 @pytest.mark.parametrize("capture", [EagerCapture, TapeCapture])
 def test_replays_equal_steps_without_buffers(capture: Any) -> None:
-    """Batch after batch through the same tensors: nothing of the one before shows, and the caches hold the same."""
+    """Batch after batch through the same tensors: nothing of the one before shows, and the caches hold
+    the same."""
     toy, fresh = Toy(), Toy().cache
     r = runner(toy, capture())
     r.capture()

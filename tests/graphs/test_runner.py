@@ -150,7 +150,8 @@ def test_tape_replays_without_python_and_equals_the_oracle() -> None:
 
 
 def test_a_semaphore_left_set_is_noticed() -> None:
-    """Every bucket attends with the session's semaphore, and loading a batch does not hide that it was left set."""
+    """Every bucket attends with the session's semaphore, and loading a batch does not hide that it was
+    left set."""
     session = kept_session(4, HEADS, HEADS, DIM)
     r = runner(Toy(session), EagerCapture(), session=session)
     r.capture()
@@ -361,7 +362,8 @@ def test_buckets() -> None:
 
 
 def test_what_ends_a_failed_capture_exists() -> None:
-    """A private function of torch, of which a CPU build has a stand-in: CudaCapture calls it, tests/gpu/test_models.py shows what for."""
+    """A private function of torch, of which a CPU build has a stand-in: CudaCapture calls it,
+    tests/gpu/test_models.py shows what for."""
     from torch.cuda import memory
 
     assert hasattr(memory, "_cuda_endAllocateToPool")

@@ -1,6 +1,8 @@
-"""Tiny random models of every decoder architecture that transformers maps to a CausalLM, by model type: float32, no downloads.
+"""Tiny random models of every decoder architecture that transformers maps to a CausalLM, by model type:
+float32, no downloads.
 
-A config takes of `SIZES` what it has fields for, and `OPTIONS` on top; windows and chunks are shorter than the prompts.
+A config takes of `SIZES` what it has fields for, and `OPTIONS` on top; windows and chunks are shorter than
+the prompts.
 """
 
 from __future__ import annotations
@@ -31,20 +33,41 @@ LEFT_OUT: dict[str, str] = {
 _NAMES_OF_ONE_SIZE: dict[str, Any] = {
     "vocab_size": 128,
     "hidden_size d_model n_embd n_embed dim embed_dim emb_dim hidden_dim lru_width": 64,
-    "intermediate_size ffn_dim n_inner encoder_ffn_dim decoder_ffn_dim ffn_hidden_size dff d_inner expert_ffn_size dense_intermediate_size": 96,
-    "num_hidden_layers n_layer n_layers num_layers decoder_layers encoder_layers num_decoder_layers num_encoder_layers": 2,
+    (
+        "intermediate_size ffn_dim n_inner encoder_ffn_dim decoder_ffn_dim ffn_hidden_size dff d_inner "
+        "expert_ffn_size dense_intermediate_size"
+    ): 96,
+    (
+        "num_hidden_layers n_layer n_layers num_layers decoder_layers encoder_layers num_decoder_layers "
+        "num_encoder_layers"
+    ): 2,
     "num_attention_heads n_head n_heads num_heads decoder_attention_heads encoder_attention_heads": 4,
     "num_decoder_attention_heads num_encoder_attention_heads": 4,
     "num_key_value_heads type_vocab_size num_experts_per_tok moe_k moe_topk index_n_heads n_mamba_heads": 2,
-    "num_experts n_routed_experts num_local_experts moe_num_experts mamba_dt_rank time_step_rank index_block_size index_topk_blocks": 4,
-    "head_dim qk_rope_head_dim qk_nope_head_dim v_head_dim index_head_dim mamba_d_state mamba_d_head mamba_head_dim mamba_headdim": 16,
+    (
+        "num_experts n_routed_experts num_local_experts moe_num_experts mamba_dt_rank time_step_rank "
+        "index_block_size index_topk_blocks"
+    ): 4,
+    (
+        "head_dim qk_rope_head_dim qk_nope_head_dim v_head_dim index_head_dim mamba_d_state mamba_d_head "
+        "mamba_head_dim mamba_headdim"
+    ): 16,
     "ssm_state_size state_size linear_key_head_dim linear_value_head_dim linear_head_dim": 16,
-    "sliding_window attention_chunk_size sliding_window_size window_size local_attention attention_window_size": 16,
+    (
+        "sliding_window attention_chunk_size sliding_window_size window_size local_attention "
+        "attention_window_size"
+    ): 16,
     "chunk_size mamba_chunk_size": 16,
     "max_position_embeddings n_positions n_ctx max_seq_len": 256,
-    "moe_intermediate_size expert_ffn_hidden_size shared_expert_intermediate_size moe_shared_expert_intermediate_size": 32,
+    (
+        "moe_intermediate_size expert_ffn_hidden_size shared_expert_intermediate_size "
+        "moe_shared_expert_intermediate_size"
+    ): 32,
     "shared_intermediate_size router_hidden_size kv_lora_rank": 32,
-    "n_shared_experts n_group topk_group first_k_dense_replace mamba_n_groups n_groups mamba_ngroups index_local_blocks": 1,
+    (
+        "n_shared_experts n_group topk_group first_k_dense_replace mamba_n_groups n_groups mamba_ngroups "
+        "index_local_blocks"
+    ): 1,
     "q_lora_rank": 24,
     "mamba_n_heads mamba_num_heads index_topk rotary_dim": 8,
     "mamba_d_ssm": 128,
@@ -312,7 +335,8 @@ def config_of(model_type: str) -> PretrainedConfig:
 
 
 def model_of(model_type: str, implementation: str | None = None) -> PreTrainedModel:
-    """A model in eval mode, the same weights every time, wide enough that greedy tokens differ. ``implementation`` None: the model's own choice."""
+    """A model in eval mode, the same weights every time, wide enough that greedy tokens differ.
+    ``implementation`` None: the model's own choice."""
     config = config_of(model_type)
     found = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     model_class = found[0] if isinstance(found, (tuple, list)) else found

@@ -1,4 +1,5 @@
-"""Tiny random models of many families, by class name: decoders alone, and encoders with decoders. Two layers each, float32."""
+"""Tiny random models of many families, by class name: decoders alone, and encoders with decoders. Two layers
+each, float32."""
 
 from __future__ import annotations
 

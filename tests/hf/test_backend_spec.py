@@ -1,4 +1,5 @@
-"""What a layer asks for and a backend lacks meet at every door: a backend that declares a feature away is never called with it."""
+"""What a layer asks for and a backend lacks meet at every door: a backend that declares a feature away is
+never called with it."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from torchpaged.custom_ops import BACKEND_OPS, BackendOps
 from torchpaged.engine import Generator
 from torchpaged.hf import PagedCache, PagedModel
 
-#: What a backend lacks -> (its declaration, a model that needs it, the same of PagedAttention(4, 16, 2), the reason).
+#: What a backend lacks -> (its declaration, a model that needs it, the same of PagedAttention(4, 16, 2),
+#: the reason).
 LACKS: dict[str, tuple[dict[str, Any], str, dict[str, Any], str]] = {
     "logits_soft_cap": (
         {"logits_soft_cap": False},
@@ -105,7 +107,8 @@ def test_every_door_refuses_a_backend_that_lacks_a_feature(
 
 @pytest.mark.parametrize(("masks", "held_to"), [(True, [True]), (False, [True, False])])
 def test_causality_is_the_one_that_attention_uses(masks: bool, held_to: list[bool]) -> None:
-    """A config does not tell it and a module may tell it wrongly: the model's masks decide, and they come with its calls."""
+    """A config does not tell it and a module may tell it wrongly: the model's masks decide, and they come
+    with its calls."""
     model = tiny("Llama")
     model.set_attn_implementation("torchpaged")
     cache = PagedCache(model.config, 1, 32, backend="reference")
@@ -124,7 +127,8 @@ def test_causality_is_the_one_that_attention_uses(masks: bool, held_to: list[boo
 def test_the_automatic_choice_passes_over_a_backend_that_lacks_a_feature(
     lack: str, passed_over: str, lacking: Callable[..., Backend]
 ) -> None:
-    """And tokens are those of eager attention, though the feature may be known only when the first layer attends."""
+    """And tokens are those of eager attention, though the feature may be known only when the first
+    layer attends."""
     lacking(automatic=True, **LACKS[lack][0])
     model, inputs = tiny(passed_over), padded_prompts()
     options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}

@@ -1,4 +1,5 @@
-"""Tokens taken back by transformers' rules, and forwards that raise between two layers: no cache goes on with rows its layers disagree on."""
+"""Tokens taken back by transformers' rules, and forwards that raise between two layers: no cache goes on with
+rows its layers disagree on."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ def filled(
     return cache, ids
 
 
-# ------------------------------------------------------------------------------------------------------------- crop
+# ------------------------------------------------------------------------------------------------------- crop
 @pytest.mark.parametrize("removed", [0, -1, -5, -8, -9, -999])
 def test_crop_is_what_transformers_does(removed: int) -> None:
     """Lengths and what follows, against a DynamicCache; more than there is takes everything."""
@@ -69,7 +70,8 @@ def test_crop_takes_a_tensor_and_an_empty_cache() -> None:
 @pytest.mark.parametrize(("removed", "next_mask"), [(-4, None), (-16, [0, 1]), (-16, [0, 0]), (-20, [0, 1])])
 @pytest.mark.parametrize("tokens", [1, 3])
 def test_crop_of_rows_of_different_lengths(removed: int, next_mask: list[int] | None, tokens: int) -> None:
-    """Left padding of 7 of 20 tokens in row 0: a cut inside the padding leaves a row without tokens, and the next mask says what is padding."""
+    """Left padding of 7 of 20 tokens in row 0: a cut inside the padding leaves a row without tokens, and the
+    next mask says what is padding."""
     model, inputs = tiny("Llama"), padded_prompts()
     kept = 20 + removed
     ids = torch.cat([inputs["input_ids"][:, :kept], torch.randint(3, 99, (2, tokens))], 1)
@@ -96,7 +98,8 @@ def test_crop_of_rows_of_different_lengths(removed: int, next_mask: list[int] | 
 
 
 class OnADevice(torch.Tensor):
-    """A mask whose `device` is a GPU's, as far as one asks; ``reads`` counts how often its numbers went to the host."""
+    """A mask whose `device` is a GPU's, as far as one asks; ``reads`` counts how often its numbers went to
+    the host."""
 
     reads = 0
 
@@ -111,7 +114,8 @@ class OnADevice(torch.Tensor):
 
 @pytest.mark.parametrize("still_padding", [0, 2])
 def test_a_cut_into_padding_is_asked_about_once(still_padding: int) -> None:
-    """A decode step's mask is read until every row has a token: behind that it would only cost a synchronisation per step."""
+    """A decode step's mask is read until every row has a token: behind that it would only cost a
+    synchronisation per step."""
     model, inputs = tiny("Llama"), padded_prompts()
     model.set_attn_implementation("torchpaged")
     cache, reads = PagedCache(model.config, 2, 32, block_size=4), []
@@ -183,7 +187,7 @@ def test_a_recurrent_state_starts_over_and_can_not_be_taken_back() -> None:
         torch.testing.assert_close(model(ids, past_key_values=cache).logits, want)
 
 
-# ------------------------------------------------------------------------------------- a forward that does not complete
+# --------------------------------------------------------------------------- a forward that does not complete
 class Failure(Exception):
     pass
 
@@ -257,7 +261,8 @@ def test_a_forward_that_raised_before_the_first_layer_or_behind_the_last_one() -
 
 @pytest.mark.parametrize("regional", [False, True], ids=["whole", "layers"])
 def test_a_compiled_step_that_raised(regional: bool) -> None:
-    """Nothing on the host sees where a compiled step stopped: the lengths on the device do, without a read by the host."""
+    """Nothing on the host sees where a compiled step stopped: the lengths on the device do, without a read by
+    the host."""
     torch._dynamo.reset()
     model, ids = paged("Llama"), torch.randint(3, 99, (1, 9))
     cache = PagedCache(model.config, 1, 32, block_size=4)

@@ -1,4 +1,5 @@
-"""Models that look their attention class up by the implementation's name are built with ours, or say why not."""
+"""Models that look their attention class up by the implementation's name are built with ours, or say
+why not."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ def test_every_table_is_known() -> None:
 
 @pytest.mark.parametrize("model_type", ["falcon", "gpt_neo", "gptj"])
 def test_decoders_run_their_own_attention(model_type: str) -> None:
-    """With their mask, without a PagedCache; with one they are refused as every model that ignores the interface."""
+    """With their mask, without a PagedCache; with one they are refused as every model that ignores
+    the interface."""
     inputs = padded_prompts()
     want, got = (logits_of(model_of(model_type, name), inputs) for name in ("eager", "torchpaged"))
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5 * float(want.abs().max()))

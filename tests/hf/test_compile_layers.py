@@ -1,4 +1,5 @@
-"""Regional compilation: one compilation per kind of layer and batch size, the same logits, only decode steps, and back again."""
+"""Regional compilation: one compilation per kind of layer and batch size, the same logits, only decode steps,
+and back again."""
 
 from __future__ import annotations
 
@@ -98,7 +99,8 @@ def test_more_batch_sizes_than_dynamo_lets_one_function_have() -> None:
 
 
 def test_the_layers_keep_their_own_weights_and_pools() -> None:
-    """Code is shared, weights and pools are not: each layer's count after the code was compiled for the first."""
+    """Code is shared, weights and pools are not: each layer's count after the code was compiled for
+    the first."""
     model, counter = tiny("Llama"), Counter()
     paged = PagedModel(model, num_blocks=16)
     compile_layers(model, backend=counter)
@@ -115,7 +117,8 @@ def test_the_layers_keep_their_own_weights_and_pools() -> None:
 
 
 def test_through_the_engine_with_prefill() -> None:
-    """Prefills of any length are not compiled; tokens are those of the uncompiled engine, fused and compiled too."""
+    """Prefills of any length are not compiled; tokens are those of the uncompiled engine, fused and
+    compiled too."""
     prompts, sampling = [[5, 9, 2, 7, 7], [3] * 20, [8]], SamplingParams(max_new_tokens=8, ignore_eos=True)
 
     def tokens(model: Any) -> list[list[int]]:

@@ -1,4 +1,5 @@
-"""Forwards that the user compiled: set-up happens in a graph break or is refused with its reason, and shared pools stay known in a trace."""
+"""Forwards that the user compiled: set-up happens in a graph break or is refused with its reason, and shared
+pools stay known in a trace."""
 
 from __future__ import annotations
 
@@ -104,7 +105,8 @@ def decode_compiled(name: str, dense: bool = False) -> int:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_decode_step_is_one_graph(name: str) -> None:
-    """Layers that share another one's pools know them in a trace, unless the model moves them to its device first, as in transformers 5.17."""
+    """Layers that share another one's pools know them in a trace, unless the model moves them to its device
+    first, as in transformers 5.17."""
     layers = MODELS[name]().model.layers
     if ".to(query_states.device)" not in inspect.getsource(type(layers[0].self_attn).forward):
         assert decode_compiled(name) == 1

@@ -1,4 +1,5 @@
-"""Encoder-decoder models: which halves may be paged, and what is refused instead of attending to the wrong keys."""
+"""Encoder-decoder models: which halves may be paged, and what is refused instead of attending to the
+wrong keys."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ HEAD = "ForConditionalGeneration"
 
 
 def inputs(padded: bool = False) -> dict[str, torch.Tensor]:
-    """Two sources of 12 tokens, the first one's last 5 padding if ``padded``, and a prompt of 9 tokens for the decoder."""
+    """Two sources of 12 tokens, the first one's last 5 padding if ``padded``, and a prompt of 9 tokens for
+    the decoder."""
     generator = torch.Generator().manual_seed(1)
     ids, prompt = (torch.randint(3, 99, (2, length), generator=generator) for length in (12, 9))
     mask = torch.ones_like(ids)
@@ -66,7 +68,8 @@ def test_a_padded_source() -> None:
 
 @pytest.mark.parametrize("stem", ["Bart", "T5"])
 def test_dense_cross_attention(stem: str) -> None:
-    """Keys gathered to max_seq_len, behind a mask that ends with the source: refused before anything is written."""
+    """Keys gathered to max_seq_len, behind a mask that ends with the source: refused before anything
+    is written."""
     model = build(stem, HEAD, "torchpaged")
     cross = paged(model, dense=True)
     with pytest.raises(UnsupportedModelError, match="cross attention pass EncoderDecoderCache"):
@@ -78,7 +81,8 @@ def test_dense_cross_attention(stem: str) -> None:
 @pytest.mark.parametrize("layers", [1, 2])
 @pytest.mark.parametrize("same_length", [False, True])
 def test_a_plain_cache(layers: int, dense: bool, same_length: bool) -> None:
-    """Both attentions would write to the same layers; with as many source tokens as target tokens no shape tells."""
+    """Both attentions would write to the same layers; with as many source tokens as target tokens no
+    shape tells."""
     model = build("Bart", HEAD, "torchpaged", decoder_layers=layers, encoder_layers=layers)
     given = inputs()
     if same_length:
@@ -127,7 +131,8 @@ def test_t5gemma_makes_its_cross_cache_itself() -> None:
 
 @pytest.mark.parametrize("stem", ["LED", "FSMT", "Mvp"])
 def test_attention_of_its_own(stem: str) -> None:
-    """Refused with a PagedCache; without one, and loaded under the implementation's name, their logits are their own."""
+    """Refused with a PagedCache; without one, and loaded under the implementation's name, their logits are
+    their own."""
     head = {"FSMT": HEAD}.get(stem, HEAD)
     model = build(stem, head)
     with pytest.raises(UnsupportedModelError, match=f"{stem}.*attention interface"):

@@ -1,4 +1,5 @@
-"""What a paged cache sees of a model rather than assumes: causality, the layers' masks, which layer writes first and which not yet."""
+"""What a paged cache sees of a model rather than assumes: causality, the layers' masks, which layer writes
+first and which not yet."""
 
 from __future__ import annotations
 
@@ -133,7 +134,8 @@ def test_overlays_are_refused() -> None:
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("dense", [False, True])
 def test_pools_made_ahead_of_a_layer_that_never_writes(dense: bool, compiled: bool) -> None:
-    """The last layer of the config is not the last one that writes, which no `early_initialization` can know."""
+    """The last layer of the config is not the last one that writes, which no `early_initialization`
+    can know."""
     torch._dynamo.reset()
     model, ids = tiny("Llama"), padded_prompts()["input_ids"]
     model.model.layers[2].self_attn = _NoAttention()
@@ -171,7 +173,8 @@ def test_pools_made_ahead_and_a_forward_that_raised() -> None:
 @pytest.mark.parametrize("other", ["more layers", "other heads", "other width", "other dtype"])
 @torch.no_grad()
 def test_a_cache_that_is_another_models(other: str) -> None:
-    """Refused by a typed error that says what to do; the cache goes on with its own model as if nothing had come."""
+    """Refused by a typed error that says what to do; the cache goes on with its own model as if nothing
+    had come."""
     model, ids = tiny("Llama"), padded_prompts()["input_ids"]
     config = type(model.config)(
         **{

@@ -1,4 +1,5 @@
-"""fuse(): the same tokens and numbers as the model unfused, few launches, nothing half done, everything undone by unfuse()."""
+"""fuse(): the same tokens and numbers as the model unfused, few launches, nothing half done, everything
+undone by unfuse()."""
 
 from __future__ import annotations
 
@@ -105,7 +106,8 @@ def logits(model: PreTrainedModel, paged: bool = True) -> Tensor:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_tokens_equal_the_unfused_model(name: str) -> None:
-    """generate() with a PagedCache, plain and compiled by itself in one graph, and the engine over packed batches."""
+    """generate() with a PagedCache, plain and compiled by itself in one graph, and the engine over
+    packed batches."""
     torch._dynamo.reset()
     model, inputs = build(name), padded_prompts()
     want = unfused_tokens(model)
@@ -153,7 +155,8 @@ def test_launches_per_layer(name: str) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_state_memory_and_unfuse(name: str) -> None:
-    """Names and values stay, no memory is added, and unfuse gives every parameter memory of its own and the same bits."""
+    """Names and values stay, no memory is added, and unfuse gives every parameter memory of its own and the
+    same bits."""
     model = build(name)
     before, state = logits(model), {key: x.clone() for key, x in model.state_dict().items()}
     signature = inspect.signature(model.forward)
@@ -189,7 +192,8 @@ def test_state_memory_and_unfuse(name: str) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_bf16_errs_no_more_than_unfused(name: str) -> None:
-    """Against float64, over a prefill and decode steps: mean and largest error at most 1.5 times the unfused model's."""
+    """Against float64, over a prefill and decode steps: mean and largest error at most 1.5 times the
+    unfused model's."""
     exact = build(name).double()
     exact.set_attn_implementation("eager")
     if name == "GptOss":
@@ -306,7 +310,8 @@ def test_a_copy_is_fused_and_independent() -> None:
 
 
 def test_moving_and_loading_keep_the_model_right() -> None:
-    """to() and load_state_dict() after fuse(): weights, norms and tables follow; a to() that changes nothing moves nothing."""
+    """to() and load_state_dict() after fuse(): weights, norms and tables follow; a to() that changes nothing
+    moves nothing."""
     model, other = build("Gemma3"), build("Gemma3")
     with torch.no_grad():
         for p in other.parameters():

@@ -1,4 +1,5 @@
-"""Unmodified generate() with a PagedCache: tokens equal the eager path's, through every mode of generation."""
+"""Unmodified generate() with a PagedCache: tokens equal the eager path's, through every mode
+of generation."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ COUNT: list[Any] = []  # graphs seen by `counting`
 
 
 def counting(graph: Any, inputs: Any) -> Any:
-    """A backend that counts; a plain function, because generate() copies its config, and an object in it, deeply."""
+    """A backend that counts; a plain function, because generate() copies its config, and an object in
+    it, deeply."""
     COUNT.append(graph)
     return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
 

@@ -1,7 +1,9 @@
-"""generate() with left padding through a PagedCache, family by family: the logits of every new token equal eager attention's.
+"""generate() with left padding through a PagedCache, family by family: the logits of every new token equal
+eager attention's.
 
-Among them models whose forward makes a mask of ones where none comes (OPT, BioGPT, the BART-like), that build masks no layer uses
-(Qwen2-MoE), whose chunks begin at a row's first token (Llama 4), and whose first layer keeps no keys (LFM2, RecurrentGemma).
+Among them models whose forward makes a mask of ones where none comes (OPT, BioGPT, the BART-like), that build
+masks no layer uses (Qwen2-MoE), whose chunks begin at a row's first token (Llama 4), and whose first layer
+keeps no keys (LFM2, RecurrentGemma).
 """
 
 from __future__ import annotations
@@ -76,7 +78,8 @@ def test_padding_of_a_refused_forward_is_forgotten() -> None:
 
 
 def test_padding_of_another_shape_is_forgotten() -> None:
-    """The forward before failed in the model's own code, after its mask was read and before anything was written."""
+    """The forward before failed in the model's own code, after its mask was read and before anything
+    was written."""
     model, inputs = build("OPT"), padded_prompts()
     model.set_attn_implementation("torchpaged")
     cache = PagedCache(model.config, 2, 32)

@@ -1,4 +1,5 @@
-"""Which cache writes let an attention start early: those of its own query tokens, and in no other case (docs/stream_order.md)."""
+"""Which cache writes let an attention start early: those of its own query tokens, and in no other
+case (docs/stream_order.md)."""
 
 from __future__ import annotations
 
@@ -51,7 +52,8 @@ def written(model: PreTrainedModel, cache: Any, **inputs: torch.Tensor) -> list[
 
 
 def test_a_decoder_writes_its_query_tokens() -> None:
-    """The first layer's write comes right behind what it computes of the step, and lets nothing start early."""
+    """The first layer's write comes right behind what it computes of the step, and lets nothing
+    start early."""
     model, inputs = tiny("Llama"), padded_prompts()
     model.set_attn_implementation("torchpaged")
     writes = written(model, PagedCache(model.config, 8, 64), **inputs)
@@ -63,7 +65,8 @@ def test_a_decoder_writes_its_query_tokens() -> None:
 
 @pytest.mark.parametrize("query_len", [1, 3])
 def test_an_encoders_keys_are_context(query_len: int) -> None:
-    """Cross attention over a paged cache: the queries read keys that were written right before, are not their own, and are not as many."""
+    """Cross attention over a paged cache: the queries read keys that were written right before, are not their
+    own, and are not as many."""
     torch.manual_seed(0)
     model = BartForConditionalGeneration(BartConfig(**BART)).eval()
     inputs = {
@@ -80,7 +83,8 @@ def test_an_encoders_keys_are_context(query_len: int) -> None:
 
 
 class Writers(TorchDispatchMode):
-    """Of every `paged_attention`: how many ops ahead of it its query starts were last written; None: before this mode."""
+    """Of every `paged_attention`: how many ops ahead of it its query starts were last written; None: before
+    this mode."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,7 +117,8 @@ def test_short_queries_of_the_decode_kernels() -> None:
 
 @pytest.mark.parametrize("query_len", [1, 2, 8, 9])
 def test_nobody_writes_query_starts_in_front_of_attention(query_len: int) -> None:
-    """Up to 8 tokens per row, nobody does in the whole forward; of more tokens, another kernel comes in between."""
+    """Up to 8 tokens per row, nobody does in the whole forward; of more tokens, another kernel comes
+    in between."""
     torch.manual_seed(0)
     model = BartForConditionalGeneration(BartConfig(**BART)).eval()
     model.set_attn_implementation("torchpaged")
@@ -159,7 +164,8 @@ def test_query_starts_are_two_kernels() -> None:
 
 @pytest.mark.parametrize("crosses", [True, False])
 def test_compiled_code_keeps_the_kernel_in_between(crosses: bool) -> None:
-    """Nothing that Inductor generates writes the query starts of nine tokens per row; in front of each attention, or of all, stands the op."""
+    """Nothing that Inductor generates writes the query starts of nine tokens per row; in front of each
+    attention, or of all, stands the op."""
     torch._dynamo.reset()
     model = BartForConditionalGeneration(BartConfig(**BART)) if crosses else tiny("Llama")
     model.set_attn_implementation("torchpaged")

@@ -1,4 +1,5 @@
-"""What would be silently wrong is refused, by name and before anything is written; what is not paged works as before."""
+"""What would be silently wrong is refused, by name and before anything is written; what is not paged works
+as before."""
 
 from __future__ import annotations
 
@@ -173,7 +174,8 @@ def test_dense_calls_that_sdpa_would_get_wrong() -> None:
 
 
 def test_two_caches_and_an_exception_in_between() -> None:
-    """No state outside the caches: interleaved models, a failed forward and a dense one do not disturb each other."""
+    """No state outside the caches: interleaved models, a failed forward and a dense one do not disturb
+    each other."""
     one, two, ids = paged("Llama"), paged("Mistral"), torch.randint(3, 99, (1, 12))
     caches = [PagedCache(m.config, 1, 32, block_size=4) for m in (one, two)]
     with torch.no_grad():

@@ -1,4 +1,5 @@
-"""Padding read for a forward that raised before it wrote: the next forward's is right without `reset()`, or it is refused until then."""
+"""Padding read for a forward that raised before it wrote: the next forward's is right without `reset()`, or
+it is refused until then."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 from torchpaged import ArgumentError, UnsupportedModelError
 from torchpaged.hf import PagedCache
 
-#: OPT makes a mask of ones where none comes, Gemma 3 asks for two kinds, Llama 4's masks are never made ahead of a forward.
+#: OPT makes a mask of ones where none comes, Gemma 3 asks for two kinds, Llama 4's masks are never made ahead
+#: of a forward.
 STEMS = ["OPT", "Gemma3", "Llama4", "Bart"]
 
 
@@ -35,7 +37,8 @@ def interrupt(model: PreTrainedModel) -> Any:
 
 
 def broken(stem: str, how: str) -> tuple[PreTrainedModel, PagedCache, Tensor]:
-    """A model, a cache behind a left-padded forward that raised before its first write, and a prompt of the same shape without padding."""
+    """A model, a cache behind a left-padded forward that raised before its first write, and a prompt of the
+    same shape without padding."""
     model, inputs = build(stem, implementation="torchpaged"), padded_prompts()
     cache = PagedCache(model.config, 2, 32, block_size=4)
     hook = interrupt(model)
@@ -74,7 +77,8 @@ def test_a_forward_after_a_forward(stem: str) -> None:
 
 @pytest.mark.parametrize("stem", STEMS)
 def test_a_forward_after_generate(stem: str) -> None:
-    """A forward without a mask is also what generate() calls behind the mask that it made; only whose turn it is tells them apart."""
+    """A forward without a mask is also what generate() calls behind the mask that it made; only whose turn it
+    is tells them apart."""
     model, cache, ids = broken(stem, "generate")
     with torch.no_grad():
         want = model(ids, use_cache=False).logits
@@ -157,7 +161,8 @@ def test_masks_that_differ_within_a_forward() -> None:
 
 
 def test_a_forward_longer_than_prepared() -> None:
-    """A model that puts tokens of its own in front of the prompt: where its padding lies then, the mask ahead of it did not say."""
+    """A model that puts tokens of its own in front of the prompt: where its padding lies then, the mask ahead
+    of it did not say."""
     cache = PagedCache(build("OPT").config, 2, 32)
 
     def prepare_inputs_for_generation() -> None:

@@ -1,4 +1,5 @@
-"""Models that a paged cache can't serve yet say so by a typed error; models with attention of their own get the mask they add."""
+"""Models that a paged cache can't serve yet say so by a typed error; models with attention of their own get
+the mask they add."""
 
 from __future__ import annotations
 
@@ -62,7 +63,8 @@ def test_sparse_selection_without_a_cache() -> None:
 
 @pytest.mark.parametrize("stem", ["Bloom", "CodeGen", "GPTNeoXJapanese", "XGLM", "TrOCR", "Mvp"])
 def test_attention_of_its_own_gets_its_mask(stem: str) -> None:
-    """Built with the implementation's name, which transformers accepts for any model, and used without a PagedCache."""
+    """Built with the implementation's name, which transformers accepts for any model, and used without
+    a PagedCache."""
     inputs = padded_prompts()
     want, got = (logits_of(build(stem, implementation=name), inputs) for name in ("eager", "torchpaged"))
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5 * float(want.abs().max()))
@@ -112,7 +114,8 @@ def test_pools_refuse_arithmetic(name: str) -> None:
 
 @pytest.mark.parametrize("attends", [False, True])
 def test_pools_refuse_arithmetic_until_attention_took_them(attends: bool) -> None:
-    """A model that was refused is refused again, after reset() too; one that attends pays for one forward only."""
+    """A model that was refused is refused again, after reset() too; one that attends pays for one
+    forward only."""
     model = build("GPTNeoX", implementation="torchpaged")
     cache, states = PagedCache(model.config, 1, 8, block_size=4), torch.ones(1, 4, 2, 8)
     key, value = cache.update(states, states, 0)

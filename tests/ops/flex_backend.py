@@ -1,7 +1,9 @@
-"""A backend around torch's FlexAttention, for tests on a CPU: its op is no op but a function, whose higher-order op stands in the trace.
+"""A backend around torch's FlexAttention, for tests on a CPU: its op is no op but a function, whose
+higher-order op stands in the trace.
 
-The plan is a BlockMask of the batch over the whole pool, and three tables that turn a slot of the pool into a position of a request. `_plan` writes
-them into tensors that never move, and the function builds the mask from these in the trace: what differs from batch to batch are their values.
+The plan is a BlockMask of the batch over the whole pool, and three tables that turn a slot of the pool into a
+position of a request. `_plan` writes them into tensors that never move, and the function builds the mask from
+these in the trace: what differs from batch to batch are their values.
 """
 
 from __future__ import annotations
@@ -56,7 +58,8 @@ def attend(
     kv_num_blocks: Tensor,
     kv_indices: Tensor,
 ) -> None:
-    """``paged_attention`` of the contract. Pools must be finite where nobody wrote: the unfused products multiply masked values by 0."""
+    """``paged_attention`` of the contract. Pools must be finite where nobody wrote: the unfused products
+    multiply masked values by 0."""
     assert_planned((planned_lens, planned_table), (seq_lens, block_table))
     num_tokens, (num_blocks, block_size) = q.shape[0], k_cache.shape[:2]
 

@@ -1,4 +1,5 @@
-"""Batches with NaN and inf in them, and what docs/ops.md says must come out, written down without any of the library's masks.
+"""Batches with NaN and inf in them, and what docs/ops.md says must come out, written down without any of the
+library's masks.
 
 Shared by the tests of NaN and inf (CPU, interpreter, GPU) and by the fuzz.
 """
@@ -53,8 +54,8 @@ def dense(batch: Batch, request: int) -> tuple[Tensor, Tensor]:
 def expected(batch: Batch, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
     """``(out, lse, smeared)``: torch's softmax over what each query sees, and nothing else, in float64.
 
-    ``smeared`` marks the numbers of ``out`` that a kernel of matrix products may turn into NaN: another query of the same request and the
-    same step sees a value there that is not finite.
+    ``smeared`` marks the numbers of ``out`` that a kernel of matrix products may turn into NaN: another query
+    of the same request and the same step sees a value there that is not finite.
     """
     tokens, heads = batch.q.shape[:2]
     group = heads // batch.k_cache.shape[2]
@@ -97,7 +98,8 @@ def expected(batch: Batch, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def assert_as_expected(got: tuple[Tensor, Tensor], batch: Batch, *, exact: bool, **options: Any) -> None:
-    """NaN where the rule says so, nothing else, and the other numbers right. ``exact``: the backend smears nothing."""
+    """NaN where the rule says so, nothing else, and the other numbers right. ``exact``: the backend
+    smears nothing."""
     want, want_lse, smeared = expected(batch, **options)
     out, lse = (x.double().cpu() for x in got)
     dtype = batch.q.dtype
@@ -127,7 +129,8 @@ def assert_as_expected(got: tuple[Tensor, Tensor], batch: Batch, *, exact: bool,
 
 
 def poke(batch: Batch, what: str, value: float, request: int, position: int, head: int, column: int) -> None:
-    """Set one number of the batch: of the query at, or of the key or value stored for, ``position`` of ``request``."""
+    """Set one number of the batch: of the query at, or of the key or value stored for, ``position``
+    of ``request``."""
     if what == "q":
         last = int(batch.query_start_loc[request + 1]) - 1
         batch.q[last - (int(batch.seq_lens[request]) - 1 - position), head, column] = value
@@ -140,7 +143,8 @@ def poke(batch: Batch, what: str, value: float, request: int, position: int, hea
 def random_batch(
     r: random.Random, *, dtypes: tuple[torch.dtype, ...], small: bool = False
 ) -> tuple[Batch, dict[str, Any]]:
-    """A batch of any shape and mask; half of them with up to three NaN or inf among queries, keys, values or sinks."""
+    """A batch of any shape and mask; half of them with up to three NaN or inf among queries, keys, values
+    or sinks."""
     requests = r.randint(1, 2 if small else 4)
     decode = r.random() < 0.4
     queries = [1 if decode else r.randint(0, 6 if small else 9) for _ in range(requests)]

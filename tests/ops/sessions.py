@@ -1,4 +1,5 @@
-"""Backends whose sessions keep something, for tests on a CPU: a semaphore, as the GPU's do, or a plan that every step needs."""
+"""Backends whose sessions keep something, for tests on a CPU: a semaphore, as the GPU's do, or a plan that
+every step needs."""
 
 from __future__ import annotations
 
@@ -53,13 +54,14 @@ def semaphore_of(session: Session) -> Tensor:
     return semaphore
 
 
-# ------------------------------------------------------------------------------------------------ a backend that plans
+# --------------------------------------------------------------------------------------- a backend that plans
 LIBRARY = torch.library.Library("torchpaged_planning", "DEF")
 LIBRARY.define(
-    """paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor seq_lens, Tensor query_start_loc,
-    Tensor(a!) out, Tensor(b!)? lse=None, *, SymInt max_query_len, float scale, bool causal=True, int window_left=-1, int window_right=-1,
-    float logits_soft_cap=0.0, Tensor? alibi_slopes=None, Tensor? sinks=None, Tensor? k_scale=None, Tensor? v_scale=None, int chunk_size=0,
-    Tensor planned_table, Tensor planned_lens) -> ()""",
+    """paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor seq_lens,
+    Tensor query_start_loc, Tensor(a!) out, Tensor(b!)? lse=None, *, SymInt max_query_len, float scale,
+    bool causal=True, int window_left=-1, int window_right=-1, float logits_soft_cap=0.0,
+    Tensor? alibi_slopes=None, Tensor? sinks=None, Tensor? k_scale=None, Tensor? v_scale=None,
+    int chunk_size=0, Tensor planned_table, Tensor planned_lens) -> ()""",
     tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides),
 )
 

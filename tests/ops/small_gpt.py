@@ -1,4 +1,5 @@
-"""A small GPT of `PagedAttention` layers that share a session, two sequences to feed it in uneven pieces, and what they give without a cache."""
+"""A small GPT of `PagedAttention` layers that share a session, two sequences to feed it in uneven pieces, and
+what they give without a cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Native CPU kernels open a parallel region only where each thread gets enough work: the library counts its regions."""
+"""Native CPU kernels open a parallel region only where each thread gets enough work: the library counts
+its regions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Inductor's programmatic launches and our early reads do not go together: refused where a kernel of ours would start early."""
+"""Inductor's programmatic launches and our early reads do not go together: refused where a kernel of ours
+would start early."""
 
 from __future__ import annotations
 
@@ -83,7 +84,8 @@ def test_a_launch_does_not_ask_again(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("compute", [(9, 0), (8, 0)])
 def test_refused_while_a_graph_is_traced(monkeypatch: pytest.MonkeyPatch, compute: tuple[int, int]) -> None:
-    """``torch.compile(options={"triton.enable_pdl": True})`` has the option on during the compilation alone: the fake kernels ask."""
+    """``torch.compile(options={"triton.enable_pdl": True})`` has the option on during the compilation alone:
+    the fake kernels ask."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: compute)
@@ -125,7 +127,8 @@ def test_refused_while_a_graph_is_traced(monkeypatch: pytest.MonkeyPatch, comput
 def test_options_of_a_compilation_reach_the_fake_kernels(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """What the test above relies on, with an op of a CPU: fake kernels run again while the options of ``torch.compile`` hold."""
+    """What the test above relies on, with an op of a CPU: fake kernels run again while the options of
+    ``torch.compile`` hold."""
     monkeypatch.setenv(
         "TORCHINDUCTOR_CACHE_DIR", str(tmp_path)
     )  # a graph from the disk is not traced again; a refused one is not there
@@ -149,6 +152,9 @@ def test_options_of_a_compilation_reach_the_fake_kernels(
 
 
 def test_nothing_is_imported_to_ask() -> None:
-    code = "import sys, torch; from torchpaged.custom_ops import early_launch as e; e.refuse_inductors(); print('torch._inductor.config' in sys.modules)"
+    code = (
+        "import sys, torch; from torchpaged.custom_ops import early_launch as e; e.refuse_inductors(); "
+        "print('torch._inductor.config' in sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

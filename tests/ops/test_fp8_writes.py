@@ -1,4 +1,5 @@
-"""fp8 pools: what is stored is x / scale, saturated; NaN stays NaN. In the reference, and in Triton where it is interpreted."""
+"""fp8 pools: what is stored is x / scale, saturated; NaN stays NaN. In the reference, and in Triton where it
+is interpreted."""
 
 from __future__ import annotations
 
@@ -102,7 +103,8 @@ def same_numbers(stored: Tensor, want: Tensor) -> bool:
 def test_every_number_is_rounded_to_the_nearest(
     dtype: torch.dtype, source: torch.dtype, scale: float | None
 ) -> None:
-    """All bit patterns of a 16-bit dtype, and for float32 those with a few low bits, which decide about ties."""
+    """All bit patterns of a 16-bit dtype, and for float32 those with a few low bits, which decide
+    about ties."""
     if BACKEND == "triton" and dtype == torch.float8_e4m3fn:
         pytest.skip("the interpreter's own conversion to e4m3 does not round as a GPU does")
     x = torch.arange(65536, dtype=torch.int32).to(torch.int16)

@@ -1,6 +1,8 @@
-"""Random calls of the ops on a CPU: NaN, inf, garbage, and arguments that must be refused with nothing written.
+"""Random calls of the ops on a CPU: NaN, inf, garbage, and arguments that must be refused with
+nothing written.
 
-The share that always runs takes seconds; ``-m slow`` runs 10,000 batches per backend. A failure names its seed: `run_one` repeats it.
+The share that always runs takes seconds; ``-m slow`` runs 10,000 batches per backend. A failure names its
+seed: `run_one` repeats it.
 """
 
 from __future__ import annotations
@@ -100,7 +102,8 @@ def refuse_attention(ops: Any, batch: Batch, r: random.Random) -> None:
 
 
 def write_and_refuse(ops: Any, batch: Batch, r: random.Random) -> None:
-    """write_kv of numbers that may be NaN or inf against rows copied one by one; slots that make no sense are refused."""
+    """write_kv of numbers that may be NaN or inf against rows copied one by one; slots that make no sense
+    are refused."""
     k_cache, v_cache = batch.k_cache.clone(), batch.v_cache.clone()
     size, heads = k_cache.shape[1], k_cache.shape[2]
     slots = r.sample(range(k_cache.shape[0] * size), min(r.randint(0, 7), k_cache.shape[0] * size))

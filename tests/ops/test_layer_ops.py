@@ -1,4 +1,5 @@
-"""embedding, rms_norm, act_and_mul, linear: the reference against torch's and transformers' own formulas, refusals, tracing."""
+"""embedding, rms_norm, act_and_mul, linear: the reference against torch's and transformers' own formulas,
+refusals, tracing."""
 
 from __future__ import annotations
 

@@ -26,7 +26,8 @@ def backend(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-#: name -> lengths; the middle request of each is poked at a position that some of its queries see, some don't, or all do.
+#: name -> lengths; the middle request of each is poked at a position that some of its queries see, some
+#: don't, or all do.
 SPECS = {
     "decode": BatchSpec("decode", (40, 37, 3), (1, 1, 1)),
     "speculative": BatchSpec("speculative", (40, 37, 3), (4, 4, 3)),
@@ -70,7 +71,8 @@ def test_one_bad_number(backend: str, spec: str, variant: str, what: str, value:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("spec", SPECS)
 def test_scores_that_are_all_infinite(backend: str, spec: str, dtype: torch.dtype) -> None:
-    """Every key a head sees scores +inf, or -inf: the softmax of neither exists, so NaN, whatever the first tile holds."""
+    """Every key a head sees scores +inf, or -inf: the softmax of neither exists, so NaN, whatever the first
+    tile holds."""
     if INTERPRETED and (spec not in FEW_SPECS or dtype == torch.float16):
         pytest.skip(SLOW)
     for value in (INF, -INF):
@@ -142,7 +144,8 @@ def test_blocks_that_no_query_sees_never_matter(
 
 @pytest.mark.parametrize("variant", ["causal", "bidirectional", "window_both", "soft_cap"])
 def test_positions_below_zero_see_nothing(backend: str, variant: str) -> None:
-    """Left padding: zeros and -inf, without causality too; the request's other queries see what they would see without it."""
+    """Left padding: zeros and -inf, without causality too; the request's other queries see what they would
+    see without it."""
     options = ATTENTION_VARIANTS[variant]
     batch = make_batch(
         BatchSpec("padded", (3, 6, -2, 0), (6, 9, 4, 2)),

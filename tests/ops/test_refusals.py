@@ -1,4 +1,5 @@
-"""What the ops, the module and the host-side builders refuse, before anything is written: aliasing, duplicates, options, types."""
+"""What the ops, the module and the host-side builders refuse, before anything is written: aliasing,
+duplicates, options, types."""
 
 from __future__ import annotations
 
@@ -123,7 +124,8 @@ def test_the_null_block_and_skipped_tokens_may_repeat(ops: Any, slots: list[int]
 
 
 def test_pools_side_by_side_are_apart() -> None:
-    """Layouts that hold keys and values in one tensor: by block, by slot, by head, and one after the other."""
+    """Layouts that hold keys and values in one tensor: by block, by slot, by head, and one after
+    the other."""
     by_block = torch.zeros(BLOCKS, 2, SIZE, HEADS, DIM)
     by_slot, by_head = torch.zeros(BLOCKS, SIZE, 2, HEADS, DIM), torch.zeros(BLOCKS, SIZE, HEADS, 2, DIM)
     halves, heads_first = (
@@ -410,7 +412,8 @@ def test_bad_lists(name: str) -> None:
 
 
 def test_blocks_that_are_only_read_may_be_shared() -> None:
-    """A shared prefix; two requests in different slots of one block; a request that reads what another writes in this step."""
+    """A shared prefix; two requests in different slots of one block; a request that reads what another writes
+    in this step."""
     for lens, tables, queries in (
         ([5, 6], [[1, 2], [1, 3]], [1, 1]),
         ([6, 7], [[1, 2], [1, 2]], [1, 1]),
@@ -449,7 +452,8 @@ def test_what_is_static_is_refused_while_tracing(name: str) -> None:
 
 
 def test_python_and_torch_agree_about_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few numbers are looked at by Python, many by torch: both take and refuse the same, in the same words."""
+    """Few numbers are looked at by Python, many by torch: both take and refuse the same, in the
+    same words."""
     r, outcomes = random.Random(0), {True: 0, False: 0}
 
     def message(call: Callable[[], None]) -> str:

@@ -1,4 +1,5 @@
-"""rope_write_kv: the reference against complex arithmetic in float64 and against transformers, refusals, tracing."""
+"""rope_write_kv: the reference against complex arithmetic in float64 and against transformers,
+refusals, tracing."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ def call(inputs: dict[str, Any]) -> Tensor:
 
 
 def by_complex_numbers(x: Tensor, inputs: dict[str, Any], norm: str) -> Tensor:
-    """Norm and rotation of ``x [T, H, D]`` written another way: each pair is a complex number times exp(i angle)."""
+    """Norm and rotation of ``x [T, H, D]`` written another way: each pair is a complex number times
+    exp(i angle)."""
     x = x.double()
     if norm in inputs:
         x = (
@@ -123,7 +125,8 @@ def test_interleaved_and_partial_as_glm() -> None:
 @pytest.mark.parametrize("scales", [None, 1, 2])
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
 def test_fp8_pools_hold_what_write_kv_would_store(dtype: torch.dtype, scales: int | None) -> None:
-    """For float32 tokens: rotate first, then write_kv, gives the same bytes. Values beyond the range saturate."""
+    """For float32 tokens: rotate first, then write_kv, gives the same bytes. Values beyond the
+    range saturate."""
     inputs = make_rope_inputs(cache_dtype=dtype)
     inputs["v"].mul_(1e5)
     if scales:
@@ -213,7 +216,8 @@ def test_opcheck(case: str) -> None:
 
 
 def test_one_compile_serves_every_batch_size() -> None:
-    """Fullgraph, slices of a fused projection, batch sizes unbacked: one frame, one op call, the eager result."""
+    """Fullgraph, slices of a fused projection, batch sizes unbacked: one frame, one op call, the
+    eager result."""
 
     def step(
         qkv: Tensor, positions: Tensor, slots: Tensor, cos_sin: Tensor, k_cache: Tensor, v_cache: Tensor

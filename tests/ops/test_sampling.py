@@ -1,4 +1,5 @@
-"""sample_tokens and accept_tokens: random bits by known answers, distributions, kept sets by sorting, refusals; sample() of the engine."""
+"""sample_tokens and accept_tokens: random bits by known answers, distributions, kept sets by sorting,
+refusals; sample() of the engine."""
 
 from __future__ import annotations
 
@@ -291,7 +292,8 @@ def test_accept_tokens(num_reqs: int, num_stops: int) -> None:
 @pytest.mark.parametrize("step", [0, 1])
 @pytest.mark.parametrize(("launch", "slot"), [(0, 0), (2, 2), (7, 1), (3 * 2**40 + 2, 2), (-1, 3)])
 def test_accept_tokens_fills_the_ring(launch: int, slot: int, step: int) -> None:
-    """Tokens in the launch's slot and the step's line, nothing elsewhere; the last step leaves the launch's number and counts it."""
+    """Tokens in the launch's slot and the step's line, nothing elsewhere; the last step leaves the launch's
+    number and counts it."""
     inputs = make_accept_inputs(launch=launch, step=step)
     without = {
         name: x.clone() if isinstance(x, Tensor) else x

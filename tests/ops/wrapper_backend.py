@@ -1,7 +1,9 @@
-"""A backend around a library whose state is a Python object, in the shape of FlashInfer's: a wrapper per captured batch size, planned on the host.
+"""A backend around a library whose state is a Python object, in the shape of FlashInfer's: a wrapper per
+captured batch size, planned on the host.
 
-Its op gets the wrappers as a handle, an int64 tensor, and looks them up where it launches. The wrapper itself holds what such libraries hold: index
-buffers at fixed addresses, the pages of one request after those of another.
+Its op gets the wrappers as a handle, an int64 tensor, and looks them up where it launches. The wrapper itself
+holds what such libraries hold: index buffers at fixed addresses, the pages of one request after those
+of another.
 """
 
 from __future__ import annotations
@@ -96,10 +98,11 @@ class WrapperSession(Session):
 SESSIONS: weakref.WeakValueDictionary[int, WrapperSession] = weakref.WeakValueDictionary()
 LIBRARY = torch.library.Library("torchpaged_wrapper", "DEF")
 LIBRARY.define(
-    """paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor seq_lens, Tensor query_start_loc,
-    Tensor(a!) out, Tensor(b!)? lse=None, *, SymInt max_query_len, float scale, bool causal=True, int window_left=-1, int window_right=-1,
-    float logits_soft_cap=0.0, Tensor? alibi_slopes=None, Tensor? sinks=None, Tensor? k_scale=None, Tensor? v_scale=None, int chunk_size=0,
-    Tensor handle, Tensor planned_table, Tensor planned_lens) -> ()""",
+    """paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor seq_lens,
+    Tensor query_start_loc, Tensor(a!) out, Tensor(b!)? lse=None, *, SymInt max_query_len, float scale,
+    bool causal=True, int window_left=-1, int window_right=-1, float logits_soft_cap=0.0,
+    Tensor? alibi_slopes=None, Tensor? sinks=None, Tensor? k_scale=None, Tensor? v_scale=None,
+    int chunk_size=0, Tensor handle, Tensor planned_table, Tensor planned_lens) -> ()""",
     tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides),
 )
 

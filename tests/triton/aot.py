@@ -1,4 +1,5 @@
-"""Ahead-of-time compilation of our Triton kernels for GPUs that are not here, with registers, spills and shared memory."""
+"""Ahead-of-time compilation of our Triton kernels for GPUs that are not here, with registers, spills and
+shared memory."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ def compile_kernel(
     floats: tuple[str, ...] = (),
     **options: int,
 ) -> Any:
-    """Compile ``kernel``; ``pointers`` gives element types, None-valued ones go in ``constants``; other arguments are i32."""
+    """Compile ``kernel``; ``pointers`` gives element types, None-valued ones go in ``constants``; other
+    arguments are i32."""
     signature, constexprs, attributes = {}, {}, {}
     for index, name in enumerate(kernel.arg_names):
         if name in constants:
@@ -70,7 +72,8 @@ def resources(compiled: Any) -> dict[str, int]:
 
 
 def check_spills(compiled: Any) -> None:
-    """None at all with the Tritons that the kernels were tuned on. With others none in a loop, where each costs its time every round."""
+    """None at all with the Tritons that the kernels were tuned on. With others none in a loop, where each
+    costs its time every round."""
     spilled = resources(compiled)["spilled"]
     if TUNED or "cubin" not in compiled.asm:
         assert spilled == 0, f"{spilled} bytes or registers under Triton {triton.__version__}"

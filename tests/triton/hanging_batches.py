@@ -1,7 +1,9 @@
-"""Batches on which attention kernels once never ended, and their relatives by width, stride, dtype and length.
+"""Batches on which attention kernels once never ended, and their relatives by width, stride, dtype
+and length.
 
-What they have in common: keys that do not arrive by 16-byte asynchronous copies, since they are converted from fp8, padded to a power of two
-or unaligned. There the compiler moves keys through registers and shared memory, with barriers of its own.
+What they have in common: keys that do not arrive by 16-byte asynchronous copies, since they are converted
+from fp8, padded to a power of two or unaligned. There the compiler moves keys through registers and shared
+memory, with barriers of its own.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ FP8 = torch.float8_e4m3fn
 
 @dataclass(frozen=True)
 class Case:
-    """``slot_padding``: numbers behind the heads of each slot of the pools; ``shift``: numbers in front of the first head.
+    """``slot_padding``: numbers behind the heads of each slot of the pools; ``shift``: numbers in front of
+    the first head.
 
     ``more_queries``: by how much max_query_len exceeds the longest query.
     """
@@ -40,7 +43,8 @@ class Case:
 
 
 def _in_wider_slots(pool: Tensor, padding: int, shift: int) -> Tensor:
-    """The same pool as a view of slots that are wider by ``padding`` numbers, ``shift`` of them in front; those hold NaN."""
+    """The same pool as a view of slots that are wider by ``padding`` numbers, ``shift`` of them in front;
+    those hold NaN."""
     blocks, slots, heads, width = pool.shape
     wide = torch.full((blocks, slots, shift + heads * width + padding), float("nan"), device=pool.device).to(
         pool.dtype
@@ -51,7 +55,8 @@ def _in_wider_slots(pool: Tensor, padding: int, shift: int) -> Tensor:
 
 
 def make_hanging_batch(case: Case, device: torch.device | str = "cpu") -> Batch:
-    """The case's batch, with fp8 pools, wider slots and a larger max_query_len where it asks for them; unwritten slots hold NaN."""
+    """The case's batch, with fp8 pools, wider slots and a larger max_query_len where it asks for them;
+    unwritten slots hold NaN."""
     batch = make_batch(
         BatchSpec("hanging", case.seq_lens, case.query_lens),
         num_heads=case.num_heads,

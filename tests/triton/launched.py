@@ -1,8 +1,9 @@
 """What the launching functions would launch on a Hopper GPU, recorded on the CPU and compiled ahead of time.
 
-The functions behind the ops run as they are; only the last step, Triton's launch, is replaced by a note of kernel and arguments. So a test
-compiles exactly what a user's call would: tiles, strides, alignment, flags. The specialisation is the one of Triton's JIT: integers that are
-1 become constants, pointers and integers divisible by 16 are known to be.
+The functions behind the ops run as they are; only the last step, Triton's launch, is replaced by a note of
+kernel and arguments. So a test compiles exactly what a user's call would: tiles, strides, alignment, flags.
+The specialisation is the one of Triton's JIT: integers that are 1 become constants, pointers and integers
+divisible by 16 are known to be.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Every kernel compiles for sm_80, sm_90, sm_100 and gfx942 on a machine without a GPU; the default tiles spill nothing."""
+"""Every kernel compiles for sm_80, sm_90, sm_100 and gfx942 on a machine without a GPU; the default tiles
+spill nothing."""
 
 from __future__ import annotations
 
@@ -162,7 +163,8 @@ def innermost_loop(ptx: str) -> str:
 
 @pytest.mark.parametrize("group", [4, 8])
 def test_decode_loop_stays_in_registers(group: int) -> None:
-    """Scores become probabilities without a trip through shared memory; 8 queries fill a product; loads of 16 bytes only."""
+    """Scores become probabilities without a trip through shared memory; 8 queries fill a product; loads of 16
+    bytes only."""
     loop = innermost_loop(compile_decode("sm_90", ("bf16", 128, group, "plain")).asm["ptx"])
     assert "st.shared" not in loop and "ld.shared" not in loop
     assert loop.count("mma.sync") == loop.count("cp.async.cg") == loop.count("ldmatrix.sync") == 2 * 128 // 16
@@ -174,7 +176,8 @@ def test_fp8_caches_compile_for_sm_90() -> None:
 
 
 def early_steps(compiled: Any) -> list[str]:
-    """What orders a cache write and its neighbours in the launch, in the order of the code; each once per run of the same."""
+    """What orders a cache write and its neighbours in the launch, in the order of the code; each once per run
+    of the same."""
     found = re.findall(r"griddepcontrol\.\w+|st\.global|fence\.acq_rel\.gpu", compiled.asm["ptx"])
     return [step for i, step in enumerate(found) if i == 0 or step != found[i - 1]]
 
@@ -277,7 +280,8 @@ def test_fp8_writes_keep_nan(kind: str) -> None:
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100"])
 def test_e5m2_is_written_by_our_own_rounding(target: str) -> None:
-    """Not by Triton's conversion, which under 3.6 on sm_80 makes -0 of NaN; tests/ops/test_fp8_writes.py checks what ours gives."""
+    """Not by Triton's conversion, which under 3.6 on sm_80 makes -0 of NaN; tests/ops/test_fp8_writes.py
+    checks what ours gives."""
     write = {
         "NUM_HEADS": 8,
         "HEADS_PAD": 8,

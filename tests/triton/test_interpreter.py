@@ -1,4 +1,5 @@
-"""The Triton kernels in Triton's interpreter against the float64 oracle. Runs with TRITON_INTERPRET=1 only: see test_run_interpreter.py."""
+"""The Triton kernels in Triton's interpreter against the float64 oracle. Runs with TRITON_INTERPRET=1 only:
+see test_run_interpreter.py."""
 
 from __future__ import annotations
 
@@ -64,7 +65,8 @@ def test_attention_shapes_and_dtypes(spec: str, shape: str, dtype: torch.dtype) 
 
 @pytest.mark.parametrize("options", [{}, {"window_left": 300}, {"logits_soft_cap": 3.0}], ids=str)
 def test_split_kv(options: dict[str, Any]) -> None:
-    """More tiles than programs: runs end inside requests, parts are merged, and the semaphores are zero again."""
+    """More tiles than programs: runs end inside requests, parts are merged, and the semaphores are
+    zero again."""
     batch = make_batch(
         BatchSpec("split", (1500, 1, 0, 257), (1, 1, 1, 1)),
         head_dim=16,
@@ -98,7 +100,8 @@ def test_prefill_in_small_tiles(spec: str, variant: str, monkeypatch: pytest.Mon
 @pytest.mark.parametrize("skip", [1, 4])
 @pytest.mark.parametrize("spec", ["mixed_padded", "mixed_small", "chunked", "left_padded"])
 def test_prefill_leaves_decodes_alone(spec: str, skip: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a mixed batch split in two launches, the prefill kernel attends longer queries and touches no row of the others."""
+    """In a mixed batch split in two launches, the prefill kernel attends longer queries and touches no row of
+    the others."""
     from torchpaged.custom_ops.attention.triton import config, paged_attention
 
     monkeypatch.setattr(config, "prefill_tiles", lambda *_: config.Tiles(16, 16, 4, 1))
@@ -118,7 +121,8 @@ def test_prefill_leaves_decodes_alone(spec: str, skip: int, monkeypatch: pytest.
 
 
 def test_decodes_of_a_mixed_batch_launch_right_behind_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The decode launch does not wait for the prefill launch before it: buffers, and kernels that fill them, come ahead of both."""
+    """The decode launch does not wait for the prefill launch before it: buffers, and kernels that fill them,
+    come ahead of both."""
     from torchpaged.custom_ops.attention.triton import config, paged_attention
 
     events: list[str] = []
@@ -145,7 +149,8 @@ def test_which_queries_of_mixed_batches_decode() -> None:
 
 
 def test_tiles_of_longer_queries_fit_the_grid() -> None:
-    """Whatever the lengths are: short queries, padding and empty requests take tokens or requests, never tiles."""
+    """Whatever the lengths are: short queries, padding and empty requests take tokens or requests,
+    never tiles."""
     from torchpaged.custom_ops.attention.triton.config import most_tiles_of_longer
 
     generator = random.Random(0)
@@ -192,7 +197,8 @@ def test_many_short_queries_share_programs() -> None:
 def test_prefill_jumps_over_the_keys_that_every_row_sees(
     window_left: int, chunk_size: int, soft_cap: float, block_size: int
 ) -> None:
-    """With a cap or slopes both masked ends of an interval are one loop: keys of several whole tiles between them, of one, and none."""
+    """With a cap or slopes both masked ends of an interval are one loop: keys of several whole tiles between
+    them, of one, and none."""
     batch = make_batch(
         BatchSpec("ends", (420, 330), (70, 140)),
         head_dim=16,
@@ -245,7 +251,8 @@ def test_other_ops_match_the_reference(case: str) -> None:
 @pytest.mark.parametrize("heads", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
 def test_fp8_caches(dtype: torch.dtype, heads: int) -> None:
-    """Decode over fp8 pools equals attention over their dequantised values; scales per tensor and per head."""
+    """Decode over fp8 pools equals attention over their dequantised values; scales per tensor and
+    per head."""
     batch = make_batch(BATCH_SPECS["decode_edges"], head_dim=32)
     batch.k_cache, batch.v_cache = (
         cache.nan_to_num(0.0).to(dtype) for cache in (batch.k_cache, batch.v_cache)
@@ -289,7 +296,8 @@ def test_rope_write_kv_with_other_tiles(heads: int, num_warps: int, monkeypatch:
 def test_rope_write_kv_into_fp8_pools(dtype: torch.dtype, scales: int | None) -> None:
     """The bytes of the reference, saturated and scaled, where Triton's interpreter can tell.
 
-    It loses the carry where a number is rounded up to a power of two (1.99 becomes 1) and truncates subnormals; GPUs do not.
+    It loses the carry where a number is rounded up to a power of two (1.99 becomes 1) and truncates
+    subnormals; GPUs do not.
     """
     results = []
     for ops in (TRITON, REFERENCE):

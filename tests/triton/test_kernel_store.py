@@ -1,4 +1,5 @@
-"""Kernels of Triton kept and launched by us: what decides which one, what must fit, and when Triton launches instead. No GPU: jit.Kernel is a stand-in."""
+"""Kernels of Triton kept and launched by us: what decides which one, what must fit, and when Triton launches
+instead. No GPU: jit.Kernel is a stand-in."""
 
 from __future__ import annotations
 
@@ -74,7 +75,8 @@ def positional(launch: launched.Launch) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("fp8", [False, True])
 def test_what_is_passed_is_what_the_machine_code_takes(fp8: bool) -> None:
-    """Number, order and size of parameters of the real thing; another Triton that passes them otherwise fails here."""
+    """Number, order and size of parameters of the real thing; another Triton that passes them otherwise
+    fails here."""
     changes: dict[str, Any] = {"kv_dtype": torch.float8_e4m3fn, "scales": "per_head"} if fp8 else {}
     launches = mixed_launches(**changes)
     assert [launch.name for launch in launches] == ["prefill_kernel", "decode_kernel"]
@@ -93,7 +95,8 @@ def test_what_is_passed_is_what_the_machine_code_takes(fp8: bool) -> None:
 
 @pytest.mark.parametrize("name", REFS)
 def test_as_fine_as_tritons_own_specialisation(name: str) -> None:
-    """What looks the same to us looks the same to Triton's JIT: or it would compile a kernel where we launch the other's."""
+    """What looks the same to us looks the same to Triton's JIT: or it would compile a kernel where we launch
+    the other's."""
     ref, launch = REFS[name], next(launch for launch in mixed_launches() if launch.name == name)
     jit_function = launch.kernel
     bind = create_function_from_signature(
@@ -131,7 +134,7 @@ def test_as_fine_as_tritons_own_specialisation(name: str) -> None:
     assert compared > 100
 
 
-# ------------------------------------------------------------------------------------------------ finding and keeping
+# ---------------------------------------------------------------------------------------- finding and keeping
 REF = KernelRef("decode", "some_kernel", constants=frozenset({2}), unspecialised=frozenset({3}))
 
 
@@ -323,7 +326,7 @@ def test_a_launch_loads_triton_only_where_nothing_is_stored(
         assert [run[0] for run in runs] == ["compile", "launch", "launch"] and not LoadedKernel.launches
 
 
-# ------------------------------------------------------------------------------------------------ when it is not used
+# ---------------------------------------------------------------------------------------- when it is not used
 @pytest.mark.parametrize(
     "name", ["TRITON_DISABLE_LINE_INFO", "DISABLE_PTXAS_OPT", "MLIR_ENABLE_DUMP", "TRITON_ALWAYS_COMPILE"]
 )
@@ -344,7 +347,8 @@ def test_variables_of_triton_leave_all_to_it(name: str, monkeypatch: pytest.Monk
 def test_what_was_compiled_from_a_changed_source_is_not_stored(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Somebody edits a kernel while a process runs: its machine code must not lie on the disk under the name of another text."""
+    """Somebody edits a kernel while a process runs: its machine code must not lie on the disk under the name
+    of another text."""
     folder = tmp_path / "kernels"
     folder.mkdir()
     (folder / "kernel.py").write_text("old")
@@ -365,7 +369,8 @@ def test_what_was_compiled_from_a_changed_source_is_not_stored(
 
 
 def test_sources_are_read_when_the_store_is_imported() -> None:
-    """Ahead of the kernels, whose texts Triton reads when they are imported: read at the first launch, they could be newer than those."""
+    """Ahead of the kernels, whose texts Triton reads when they are imported: read at the first launch, they
+    could be newer than those."""
     code = (
         "import pathlib; read = pathlib.Path.read_bytes; seen = []\n"
         "pathlib.Path.read_bytes = lambda self: (seen.append(self.name), read(self))[1]\n"
@@ -379,8 +384,9 @@ def test_sources_are_read_when_the_store_is_imported() -> None:
 def test_a_compiler_that_was_changed_meanwhile_stores_nothing(
     changed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What Triton's knobs, or a variable set behind the first launch, make of a kernel is nothing for the next process. Reads
-    ``triton.knobs.runtime.add_stages_inspection_hook``; assigned knobs are in the environment, too."""
+    """What Triton's knobs, or a variable set behind the first launch, make of a kernel is nothing for the
+    next process. Reads ``triton.knobs.runtime.add_stages_inspection_hook``; assigned knobs are in the
+    environment, too."""
     with triton.knobs.compilation.scope(), triton.knobs.runtime.scope():
         if changed == "knob":
             monkeypatch.setenv(
@@ -436,7 +442,10 @@ def test_hooks_around_tritons_launches_are_seen() -> None:
 
 
 def test_the_op_is_imported_without_triton() -> None:
-    code = "import sys; import torchpaged.custom_ops.attention.triton.paged_attention; assert 'triton' not in sys.modules"
+    code = (
+        "import sys; import torchpaged.custom_ops.attention.triton.paged_attention; assert 'triton' not in "
+        "sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

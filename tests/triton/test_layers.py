@@ -1,4 +1,5 @@
-"""The Triton kernels around attention: compiled ahead of time for every target, and run in the interpreter by a process of its own."""
+"""The Triton kernels around attention: compiled ahead of time for every target, and run in the interpreter by
+a process of its own."""
 
 from __future__ import annotations
 

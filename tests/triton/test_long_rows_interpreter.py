@@ -1,4 +1,5 @@
-"""Heads that lie further apart than 32 bits count, as in one long row of HF's layout. In the interpreter, which a process of its own runs."""
+"""Heads that lie further apart than 32 bits count, as in one long row of HF's layout. In the interpreter,
+which a process of its own runs."""
 
 from __future__ import annotations
 

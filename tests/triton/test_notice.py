@@ -1,4 +1,5 @@
-"""The screen says which of our kernels Triton compiled: once, not when it came from the disk, and nobody else's."""
+"""The screen says which of our kernels Triton compiled: once, not when it came from the disk, and
+nobody else's."""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""The prefill kernel compiles for every target with the tiles that config.py chooses; on Hopper it is the kernel it is meant to be.
+"""The prefill kernel compiles for every target with the tiles that config.py chooses; on Hopper it is the
+kernel it is meant to be.
 
-Checked in the code for sm_90: no spills, wgmma, keys and values by cp.async, and products that are not serialised: ptxas puts a
-wait behind every wgmma when it can't prove the registers free, which costs half the speed and shows nowhere else.
+Checked in the code for sm_90: no spills, wgmma, keys and values by cp.async, and products that are not
+serialised: ptxas puts a wait behind every wgmma when it can't prove the registers free, which costs half the
+speed and shows nowhere else.
 """
 
 from __future__ import annotations
@@ -131,7 +133,8 @@ def compile_prefill(
 
 
 def main_loop(code: str) -> str:
-    """The instructions of the first loop with products that stands in no other: that of a program's one tile."""
+    """The instructions of the first loop with products that stands in no other: that of a program's
+    one tile."""
     labels: dict[str, int] = {}
     lines: list[str] = []
     loops: list[range] = []
@@ -186,7 +189,8 @@ def test_hopper_code(case: str) -> None:
 
 @pytest.mark.parametrize("block_size", [1, 16, 32, 64, 128, 256])
 def test_block_sizes_on_hopper(block_size: int) -> None:
-    """No block size brings spills: 17 reloads in the main loop once cost a third of the speed at block size 64."""
+    """No block size brings spills: 17 reloads in the main loop once cost a third of the speed at block
+    size 64."""
     compiled = compile_prefill("sm_90", "long_128", block_size=block_size, HAS_LSE=True)
     aot.check_spills(compiled)
     assert repeated_addresses(main_loop(sass.machine_code(compiled))) <= 2, (
@@ -201,7 +205,8 @@ def test_block_sizes_on_hopper(block_size: int) -> None:
 @pytest.mark.parametrize("case", ["long_128", "everything_128"])
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "gfx942"])
 def test_without_decodes_compiles(target: str, case: str) -> None:
-    """The prefill half of a mixed batch. Surplus tiles in a branch of their own once spilled; narrower tiles of keys there don't."""
+    """The prefill half of a mixed batch. Surplus tiles in a branch of their own once spilled; narrower tiles
+    of keys there don't."""
     compiled = compile_prefill(target, case, skip_decodes=4)
     found = aot.resources(compiled)
     assert found["shared"] <= aot.SHARED_LIMIT[target], found
@@ -211,9 +216,9 @@ def test_without_decodes_compiles(target: str, case: str) -> None:
 
 @pytest.mark.parametrize(("case", "copies"), [("long_128", 4), ("window_128", 6), ("everything_128", 3)])
 def test_copies_of_the_loop_and_their_products(case: str, copies: int) -> None:
-    """Each copy of the loop is paid for when it is compiled: with every mask six took ptxas four times as long as three. In the kernel
-    for mixed batches, too, products are not serialised: the surplus tiles' loop, pipelined, once had ptxas do that in all of them
-    (triton 3.6)."""
+    """Each copy of the loop is paid for when it is compiled: with every mask six took ptxas four times as
+    long as three. In the kernel for mixed batches, too, products are not serialised: the surplus tiles' loop,
+    pipelined, once had ptxas do that in all of them (triton 3.6)."""
     code = sass.machine_code(compile_prefill("sm_90", case, skip_decodes=2))
     program = sass.instructions(code)
     loops = sass._innermost_loops(program, set(range(len(program))))
@@ -228,8 +233,8 @@ def test_copies_of_the_loop_and_their_products(case: str, copies: int) -> None:
 
 @pytest.mark.parametrize("skip_decodes", [0, 2])
 def test_copies_have_addresses_of_their_own(skip_decodes: int) -> None:
-    """With a few numbers more alive across the loop ptxas made the addresses one after another in one register, each waiting until the
-    copy before had read its own: 15 % slower, and no spill shows it."""
+    """With a few numbers more alive across the loop ptxas made the addresses one after another in one
+    register, each waiting until the copy before had read its own: 15 % slower, and no spill shows it."""
     loop = main_loop(sass.machine_code(compile_prefill("sm_90", "long_128", skip_decodes=skip_decodes)))
     assert repeated_addresses(loop) <= 2, loop
     assert len(re.findall(r"\bLDG\.", loop)) == 2, "eight block ids in two loads"
@@ -242,7 +247,8 @@ def test_fp8_caches_compile_for_sm_90() -> None:
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])
 def test_nan_in_an_e5m2_cache_stays_nan(target: str) -> None:
-    """Straight to bfloat16 Triton goes by a shift and a product with 2^112, of which NaN and inf come out finite; by float16 they stay."""
+    """Straight to bfloat16 Triton goes by a shift and a product with 2^112, of which NaN and inf come out
+    finite; by float16 they stay."""
     if (
         os.environ.get("ONE_TARGET") != target
     ):  # a process of its own: Triton 3.6 keeps the conversions of the first target that it compiles for
@@ -265,8 +271,9 @@ def test_nan_in_an_e5m2_cache_stays_nan(target: str) -> None:
 
 
 def test_an_unchanged_maximum_scales_by_one_exactly() -> None:
-    """What was summed so far is scaled by ``exp2((old - new) * c)``, which is exp2(0) = 1 while the maximum stays. ``old * c - new * c``
-    becomes one fused multiply-add of a rounded product: not 0, so that every tile of a long row adds the same error."""
+    """What was summed so far is scaled by ``exp2((old - new) * c)``, which is exp2(0) = 1 while the maximum
+    stays. ``old * c - new * c`` becomes one fused multiply-add of a rounded product: not 0, so that every
+    tile of a long row adds the same error."""
     ptx = compile_prefill("sm_90", "fp32_64").asm["ptx"]
     made_by = {
         m[2]: (m[1], m[3].split(", "))

@@ -1,4 +1,5 @@
-"""Runs test_interpreter.py in a process of its own: TRITON_INTERPRET must be set before kernels are defined."""
+"""Runs test_interpreter.py in a process of its own: TRITON_INTERPRET must be set before kernels
+are defined."""
 
 from __future__ import annotations
 

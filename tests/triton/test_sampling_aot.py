@@ -1,4 +1,5 @@
-"""The sampling kernels compile for sm_80, sm_90, sm_100 and gfx942 as they are launched, and spill nothing."""
+"""The sampling kernels compile for sm_80, sm_90, sm_100 and gfx942 as they are launched, and
+spill nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The sampling kernels in Triton's interpreter, which a process of its own runs: TRITON_INTERPRET must be set before kernels are defined."""
+"""The sampling kernels in Triton's interpreter, which a process of its own runs: TRITON_INTERPRET must be set
+before kernels are defined."""
 
 from __future__ import annotations
 
@@ -83,7 +84,8 @@ def test_special_logits(value: float) -> None:
 @interpreted
 @pytest.mark.parametrize("token", [0, 255, 256, 600, 899])
 def test_one_nan_in_any_tile_leaves_no_token(token: int) -> None:
-    """Whether the largest logit is in its tile or in another, and whatever the row asks for; the rows beside it draw."""
+    """Whether the largest logit is in its tile or in another, and whatever the row asks for; the rows beside
+    it draw."""
     rows = [
         SAMPLING_ROWS[name]
         for name in (
@@ -138,7 +140,8 @@ def test_accept_tokens_fills_the_ring(num_reqs: int, launch: int, step: int) -> 
     ("count", "launch", "step"), [(1, None, 0), (1, 4, 1), (19, 4, 1), (19, 4, 0), (19, -1, 1)]
 )
 def test_finish_step_is_both_ops(count: int, launch: int | None, step: int) -> None:
-    """To the bit: all kinds of rows, idle ones and such as end among them, one program and several, with a ring and without."""
+    """To the bit: all kinds of rows, idle ones and such as end among them, one program and several, with a
+    ring and without."""
     rows = list(SAMPLING_ROWS.values())[:count]
     inputs = make_finish_inputs(rows, vocab_size=500, dtype=torch.float16, launch=launch, step=step)
     if count > 1:

@@ -1,4 +1,5 @@
-"""The reader of machine code: spills inside innermost loops are found, those before, behind, beside and around them are not."""
+"""The reader of machine code: spills inside innermost loops are found, those before, behind, beside and
+around them are not."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 import sass
 
-#: Two loops, one in the other, a block of the inner one behind the end of the kernel, and the trap that ends every kernel.
+#: Two loops, one in the other, a block of the inner one behind the end of the kernel, and the trap that ends
+#: every kernel.
 CODE = """
 \t.headerflags\t@"EF_CUDA_SM90"
 .text.kernel:

@@ -22,10 +22,12 @@ class Backend:
     Args:
         name: as users type it.
         capabilities: what it declares.
-        ops: handles of all ops, or of those that it serves by name: ``{"paged_attention": mine}`` is enough, and the device's own serve the rest.
+        ops: handles of all ops, or of those that it serves by name: ``{"paged_attention": mine}`` is enough,
+            and the device's own serve the rest.
         unavailable: returns why the backend can't run on this machine at all, or None.
         session: the class of its sessions; `Session` keeps nothing and plans nothing.
-        route: says which of its kernels would serve prompts of a spec, and why where that is not the first choice; None = nothing to say.
+        route: says which of its kernels would serve prompts of a spec, and why where that is not the first
+            choice; None = nothing to say.
 
     Attributes:
         ops: handles of all ops.

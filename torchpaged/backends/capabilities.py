@@ -17,8 +17,9 @@ FEATURES = ("bidirectional", "window", "logits_soft_cap", "alibi", "sinks", "chu
 class Planning(IntEnum):
     """When a session's `plan` must run.
 
-    Whoever drives a graph calls it outside the graph: before the warm-up and the capture where it is not NEVER, and before every replay where it
-    is EVERY_STEP. Eager code calls it for every batch where it is not NEVER.
+    Whoever drives a graph calls it outside the graph: before the warm-up and the capture where it is not
+    NEVER, and before every replay where it is EVERY_STEP. Eager code calls it for every batch where it is
+    not NEVER.
     """
 
     NEVER = 0  # the op takes everything from its arguments
@@ -30,7 +31,8 @@ class Planning(IntEnum):
 class Capabilities:
     """What a backend can do, as data: `reject` turns it into sentences, the README's table is made from it.
 
-    None means "any". ``head_dims`` and ``block_sizes`` list what is supported. ``planning`` says when its sessions want `Session.plan`.
+    None means "any". ``head_dims`` and ``block_sizes`` list what is supported. ``planning`` says when its
+    sessions want `Session.plan`.
     """
 
     device_types: tuple[str, ...]

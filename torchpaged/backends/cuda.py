@@ -1,7 +1,9 @@
-"""The ``cuda`` backend: CUDA C++ kernels for decode on NVIDIA GPUs and for prefill on Hopper, and the Triton kernels for everything else.
+"""The ``cuda`` backend: CUDA C++ kernels for decode on NVIDIA GPUs and for prefill on Hopper, and the Triton
+kernels for everything else.
 
-The kernels are compiled by NVRTC at the first call of a shape. Float32, and shapes that they do not take (``custom_ops/attention/cuda/specialise.py`` and
-``custom_ops/attention/cuda/prefill.py`` list them), run the kernels of the ``triton`` backend, within the same error budget; so do all prompts with
+The kernels are compiled by NVRTC at the first call of a shape. Float32, and shapes that they do not take
+(``custom_ops/attention/cuda/specialise.py`` and ``custom_ops/attention/cuda/prefill.py`` list them), run the
+kernels of the ``triton`` backend, within the same error budget; so do all prompts with
 TORCHPAGED_CUDA_PREFILL=0. `Choice.reason` says which kernel prompts run.
 """
 
@@ -27,7 +29,8 @@ def _unavailable() -> str | None:
 
 
 def _route(spec: AttentionSpec) -> str:
-    """Which kernel prompts of a spec run, as far as the spec tells: strides and scale are seen by each call."""
+    """Which kernel prompts of a spec run, as far as the spec tells: strides and scale are seen by
+    each call."""
     from torchpaged.custom_ops.attention.cuda import prefill
 
     reason: str | None = "TORCHPAGED_CUDA_PREFILL=0"

@@ -1,4 +1,5 @@
-"""Whose kernels a function of `torchpaged.functional` runs if its caller did not say: what every other door would choose.
+"""Whose kernels a function of `torchpaged.functional` runs if its caller did not say: what every other door
+would choose.
 
 ops = choose_ops(q.device, attention_spec(...))     # an attention, or a write for one
 ops = choose_ops(device)                            # an op that no attention's features bear on
@@ -37,10 +38,12 @@ def choose_ops(device: torch.device, spec: AttentionSpec | None = None) -> Backe
 
     Args:
         device: where the call runs.
-        spec: the attention; None: one that was asked for by name must exist here and know the device, else the device's own kernels run.
+        spec: the attention; None: one that was asked for by name must exist here and know the device, else
+            the device's own kernels run.
 
     Raises:
-        BackendUnavailableError: the backend that was asked for can't serve the call, or none can; with all reasons.
+        BackendUnavailableError: the backend that was asked for can't serve the call, or none can; with
+            all reasons.
     """
     if spec is None or device.type == "meta":  # on meta no kernel runs
         return _named(device.type)
@@ -67,7 +70,8 @@ def traced_ops(
     kv_dtype: torch.dtype | None = None,
     features: str = "",
 ) -> BackendOps:
-    """As `choose_ops`, while a call is traced: the compiled code keeps what was chosen then. Sizes may be symbols there, so they are not asked.
+    """As `choose_ops`, while a call is traced: the compiled code keeps what was chosen then. Sizes may be
+    symbols there, so they are not asked.
 
     Args:
         device_type: where the call runs.

@@ -1,7 +1,8 @@
 """Which backend runs, and why.
 
-Order of choice: an explicit argument, then ``with torchpaged.use_backend(name)``, then ``TORCHPAGED_BACKEND``, then the first
-usable one of `AUTOMATIC`. A backend that was named is used or refused with every reason; it is never swapped for another.
+Order of choice: an explicit argument, then ``with torchpaged.use_backend(name)``, then
+``TORCHPAGED_BACKEND``, then the first usable one of `AUTOMATIC`. A backend that was named is used or refused
+with every reason; it is never swapped for another.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ _forced: contextvars.ContextVar[str | None] = contextvars.ContextVar("torchpaged
 
 @dataclass(frozen=True)
 class Choice:
-    """The outcome of a selection: ``name``, ``reason`` in words, and every other backend's ``rejected`` reasons."""
+    """The outcome of a selection: ``name``, ``reason`` in words, and every other backend's ``rejected``
+    reasons."""
 
     name: str
     reason: str
@@ -41,7 +43,8 @@ class Choice:
 
 
 def register_backend(backend: Backend, *, automatic: bool = False) -> None:
-    """Make ``backend`` selectable by its name; ``automatic`` puts it before the built-in ones in the automatic choice."""
+    """Make ``backend`` selectable by its name; ``automatic`` puts it before the built-in ones in the
+    automatic choice."""
     if backend.name in (*_MODULES, "auto", "default"):
         raise ValueError(f"backend.name: expected a new name, got {backend.name!r}, which is built in")
     _REGISTERED[backend.name] = backend
@@ -72,7 +75,8 @@ def get_backend(name: str) -> Backend:
 
 @contextlib.contextmanager
 def use_backend(name: str) -> Iterator[None]:
-    """Within the block, whatever is built without an explicit backend uses ``name`` ("auto" lifts an outer choice).
+    """Within the block, whatever is built without an explicit backend uses ``name`` ("auto" lifts an
+    outer choice).
 
     It holds for this thread, or this task of asyncio, alone: a thread that is started inside chooses anew.
     """
@@ -101,7 +105,8 @@ def select_backend(spec: AttentionSpec | Sequence[AttentionSpec], backend: str |
     """Choose the backend for ``spec``. Call it at construction, never inside a traced call.
 
     Args:
-        spec: the attention to run; several, such as those of a model's layers: one backend that can run them all.
+        spec: the attention to run; several, such as those of a model's layers: one backend that can run
+            them all.
         backend: a name, or None / "auto".
 
     Raises:
@@ -164,6 +169,7 @@ def _reject(backend: Backend, specs: Sequence[AttentionSpec]) -> list[str]:
 
 
 def backend_of(ops: BackendOps) -> Backend | None:
-    """The backend whose handles ``ops`` are; None for the device's own ("default") and for handles that nobody registered."""
+    """The backend whose handles ``ops`` are; None for the device's own ("default") and for handles that
+    nobody registered."""
     known = [*_REGISTERED.values(), *(get_backend(name) for name in _MODULES)]
     return next((backend for backend in known if backend.ops is ops), None)

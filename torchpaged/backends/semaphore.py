@@ -1,6 +1,7 @@
 """SemaphoreSession: where the programs of a GPU kernel that share a request meet, kept from call to call.
 
-A kernel without a semaphore makes its own, which costs a memset per layer. Its numbers are zero before and after each call.
+A kernel without a semaphore makes its own, which costs a memset per layer. Its numbers are zero before and
+after each call.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ class SemaphoreSession(Session):
         return {"semaphore": self._semaphores[-1]}
 
     def workspace_for(self, workspace: dict[str, Tensor], num_reqs: int) -> dict[str, Tensor]:
-        """A semaphore of its own for every stream; none, so that the kernel makes one, for more requests than there is room for."""
+        """A semaphore of its own for every stream; none, so that the kernel makes one, for more requests than
+        there is room for."""
         if num_reqs > self._max_num_reqs:
             return {}
         if self.device.type != "cuda":
@@ -92,9 +94,12 @@ class SemaphoreSession(Session):
             left = semaphore.nonzero().flatten()[:4].tolist()
             if left:
                 raise SemaphoreError(
-                    f"semaphore: expected zeros after {launch}, got {semaphore[left].tolist()} at {left}; parts of its attention were merged too "
-                    "early or not at all, so that its results are wrong: a launch before it was cut short, or two that share the semaphore ran on "
-                    "two streams at once. Give each stream a session of its own, call reset(), and compute these requests again"
+                    f"semaphore: expected zeros after {launch}, got {semaphore[left].tolist()} at {left}; "
+                    "parts of its attention were merged too "
+                    "early or not at all, so that its results are wrong: a launch before it was cut short, "
+                    "or two that share the semaphore ran on "
+                    "two streams at once. Give each stream a session of its own, call reset(), and compute "
+                    "these requests again"
                 )
 
     def close(self) -> None:

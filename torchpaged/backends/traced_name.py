@@ -1,4 +1,5 @@
-"""The name of the backend that was asked for, as a constant of a trace. In a file of its own: the decorator imports torch's compiler."""
+"""The name of the backend that was asked for, as a constant of a trace. In a file of its own: the decorator
+imports torch's compiler."""
 
 import torch
 

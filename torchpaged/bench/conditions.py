@@ -40,7 +40,8 @@ def commit() -> str | None:
 
 
 def gpu_state(device: torch.device) -> dict[str, str] | None:
-    """Driver, clocks, power and temperature of the GPU at this moment as nvidia-smi reports them; None without it."""
+    """Driver, clocks, power and temperature of the GPU at this moment as nvidia-smi reports them; None
+    without it."""
     index = device.index if device.index is not None else torch.cuda.current_device()
     uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)  # not on every build
     values = _output(

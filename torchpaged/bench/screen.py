@@ -1,6 +1,8 @@
-"""What a reader sees while the benchmark runs and at its end, on stderr: a progress bar, a line per case, the table.
+"""What a reader sees while the benchmark runs and at its end, on stderr: a progress bar, a line per case,
+the table.
 
-With rich there is a live bar and a table that fits the terminal; without it, plain lines. Stdout is left to the JSON line.
+With rich there is a live bar and a table that fits the terminal; without it, plain lines. Stdout is left to
+the JSON line.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ _WIDTH = 170  # columns of the table where stderr is not a terminal
 
 
 class Screen:
-    """A context manager around a run: `step` before each contender, `row` after each case, `finish` after the last one.
+    """A context manager around a run: `step` before each contender, `row` after each case, `finish` after the
+    last one.
 
     Args:
         total: steps to come.
@@ -134,7 +137,8 @@ def notes(document: dict[str, Any]) -> list[str]:
     """Lines under the table: ceilings, absences, what is unsupported, plan times, the summary."""
     rows, summary, ceilings = document["rows"], document["summary"], document["ceilings"]
     lines = [
-        f"ideal: useful bytes at {ceilings['bytes_per_s'] / 1e12:.3g} TB/s ({ceilings['bytes_per_s_from']}) or FLOPs at "
+        f"ideal: useful bytes at {ceilings['bytes_per_s'] / 1e12:.3g} TB/s "
+        f"({ceilings['bytes_per_s_from']}) or FLOPs at "
         f"{ceilings['flop_per_s'] / 1e12:.3g} TFLOP/s ({ceilings['flop_per_s_from']}), whichever takes longer"
     ]
     reasons: dict[tuple[str, str, str], int] = {}
@@ -170,7 +174,8 @@ def notes(document: dict[str, Any]) -> list[str]:
     ]:
         if figures["compared"]:
             lines.append(
-                f"{suite}: best peer / own: geomean {figures['geomean']:.2f} over {figures['compared']} cases, "
+                f"{suite}: best peer / own: geomean {figures['geomean']:.2f} over {figures['compared']} "
+                "cases, "
                 f"worst {figures['worst']:.2f} ({figures['worst_case']})"
             )
         else:

@@ -1,4 +1,5 @@
-"""BlockPool: which blocks are free, and how many sequences hold each of the others. Host data only, no tensors.
+"""BlockPool: which blocks are free, and how many sequences hold each of the others. Host data only,
+no tensors.
 
     pool = BlockPool(num_blocks=1024)
     blocks = pool.allocate(3)     # [1, 2, 3]; block 0 is the null block and never handed out
@@ -77,7 +78,8 @@ class BlockPool:
         """Share ``blocks`` with one more holder (prefix sharing, beams); returns them as a new list.
 
         Raises:
-            ArgumentError: a block is unknown, free, the null block, or there twice: no sequence has a block twice. Nothing is shared then.
+            ArgumentError: a block is unknown, free, the null block, or there twice: no sequence has a block
+                twice. Nothing is shared then.
         """
         for block in blocks:
             self._check(block)
@@ -91,7 +93,8 @@ class BlockPool:
         """Give up one hold on each of ``blocks``; a block without holders becomes free.
 
         Raises:
-            ArgumentError: a block is unknown, the null block, or freed more often than held; nothing is freed then.
+            ArgumentError: a block is unknown, the null block, or freed more often than held; nothing is
+                freed then.
         """
         leaving: dict[int, int] = {}
         for block in blocks:

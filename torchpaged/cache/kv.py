@@ -31,7 +31,8 @@ class LayerKVCache(NamedTuple):
 
 @dataclass(frozen=True)
 class KVLayerSpec(LayerSpec):
-    """What one layer stores per token: ``num_kv_heads`` keys of ``head_dim`` and values of ``head_dim_v`` numbers."""
+    """What one layer stores per token: ``num_kv_heads`` keys of ``head_dim`` and values of ``head_dim_v``
+    numbers."""
 
     num_kv_heads: int
     head_dim: int

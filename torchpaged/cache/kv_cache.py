@@ -1,10 +1,13 @@
 """PagedKVCache: the block pools of every layer, sized by count or by a memory budget.
 
-    cache = PagedKVCache.uniform(num_layers=30, num_kv_heads=3, head_dim=64, block_size=16, num_blocks=512, dtype=torch.bfloat16)
+    cache = PagedKVCache.uniform(num_layers=30, num_kv_heads=3, head_dim=64, block_size=16, num_blocks=512,
+                                 dtype=torch.bfloat16)
     print(cache.describe())          # 512 blocks of 16 tokens = 8176 tokens, 0.18 GiB (23040 bytes per token)
     k_cache, v_cache = cache[0][:2]  # [num_blocks, block_size, num_kv_heads, head_dim]
 
-What a layer stores is its spec's business (`torchpaged.cache.kinds`); `KVLayerSpec`, keys and values in two pools, is the usual one. Build it outside ``torch.inference_mode()``: an inference tensor cannot be written under plain ``no_grad``.
+What a layer stores is its spec's business (`torchpaged.cache.kinds`); `KVLayerSpec`, keys and values in two
+pools, is the usual one. Build it outside ``torch.inference_mode()``: an inference tensor cannot be written
+under plain ``no_grad``.
 """
 
 from __future__ import annotations
@@ -25,7 +28,8 @@ class PagedKVCache:
 
     Args:
         layers: one spec per layer, each of a registered kind; `KVLayerSpec` for attention.
-        block_size: tokens per block. (Some projects call the context length "block size"; here it is the page.)
+        block_size: tokens per block. (Some projects call the context length "block size"; here it is
+            the page.)
         num_blocks: blocks per layer, the null block 0 included. Give this or ``memory_budget``.
         memory_budget: bytes that all pools together may take.
         dtype: of the pools; an fp8 dtype makes the pools carry scales of 1.0 unless given.
@@ -33,7 +37,8 @@ class PagedKVCache:
         mark_static: tell torch.compile that the addresses never move, so that its CUDA graphs need no copies.
 
     Raises:
-        ArgumentError: neither or both sizes given, the budget holds fewer than 2 blocks, or a spec of no registered kind.
+        ArgumentError: neither or both sizes given, the budget holds fewer than 2 blocks, or a spec of no
+            registered kind.
     """
 
     def __init__(
@@ -170,7 +175,8 @@ class PagedKVCache:
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes one token takes in all layers together, rounded down where a layer's blocks are not made of tokens."""
+        """Bytes one token takes in all layers together, rounded down where a layer's blocks are not made
+        of tokens."""
         return self.bytes_per_block // self.block_size
 
     @property
@@ -186,6 +192,8 @@ class PagedKVCache:
     def describe(self) -> str:
         """The memory arithmetic in one line."""
         return (
-            f"{self.num_blocks} blocks of {self.block_size} tokens = {self.num_tokens} tokens in {len(self)} layers, "
-            f"{self.num_bytes / 2**30:.3f} GiB ({self.bytes_per_token} bytes per token, {str(self.dtype).removeprefix('torch.')})"
+            f"{self.num_blocks} blocks of {self.block_size} tokens = {self.num_tokens} tokens in "
+            f"{len(self)} layers, "
+            f"{self.num_bytes / 2**30:.3f} GiB ({self.bytes_per_token} bytes per token, "
+            f"{str(self.dtype).removeprefix('torch.')})"
         )

@@ -1,6 +1,7 @@
 """The command line: ``torchpaged generate | bench | backends | env``.
 
-typer and rich belong to the ``demo`` and ``bench`` extras; only the command modules and the bench's screen import them.
+typer and rich belong to the ``demo`` and ``bench`` extras; only the command modules and the bench's screen
+import them.
 """
 
 from __future__ import annotations
@@ -98,13 +99,19 @@ def generate(
     buckets: Annotated[
         str,
         typer.Option(
-            help="batch sizes to capture, such as 1,2,4; the largest is how many prompts run at once; default: for all prompts"
+            help=(
+                "batch sizes to capture, such as 1,2,4; the largest is how many prompts run at once; "
+                "default: for all prompts"
+            )
         ),
     ] = "",
     prefill_buckets: Annotated[
         str,
         typer.Option(
-            help="numbers of prompt tokens to capture prefills for, such as 64,512; none: launched from Python; default: automatic"
+            help=(
+                "numbers of prompt tokens to capture prefills for, such as 64,512; none: launched from "
+                "Python; default: automatic"
+            )
         ),
     ] = "",
     backend: Annotated[str, typer.Option(help=f"auto, {', '.join(list_backends())}")] = "auto",
@@ -137,7 +144,10 @@ def generate(
     compile_cache: Annotated[
         str,
         typer.Option(
-            help="keep compiled code in this file: read if it is there, written if not; read only files you trust"
+            help=(
+                "keep compiled code in this file: read if it is there, written if not; read only files you "
+                "trust"
+            )
         ),
     ] = "",
 ) -> None:

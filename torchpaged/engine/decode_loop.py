@@ -1,14 +1,16 @@
 """DecodeLoop: whole decode steps launched ahead of the host.
 
-The running requests live in rows on the device (`DecodeRows`); a launch replays one graph that runs the model, samples, and makes
-the rows ready for the next step, K times over. The host sends only what the device can't know: new requests, freed rows, blocks
-ahead of need. It reads tokens one launch late, while the next launch runs.
+The running requests live in rows on the device (`DecodeRows`); a launch replays one graph that runs the
+model, samples, and makes the rows ready for the next step, K times over. The host sends only what the device
+can't know: new requests, freed rows, blocks ahead of need. It reads tokens one launch late, while the next
+launch runs.
 
     loop.place(sequence)            # or loop.finish_prefill(sequences, logits)
     loop.launch()                   # K steps; returns at once
     for sequence, tokens in loop.collect(keep=1): ...
 
-Blocks of a finished request may be given away at once: whatever still writes into them was launched earlier on the same stream.
+Blocks of a finished request may be given away at once: whatever still writes into them was launched earlier
+on the same stream.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ MAX_IN_FLIGHT = 4
 
 
 class _Launch(NamedTuple):
-    """Tokens on their way: where they will be, which column is whose, how many steps each column holds, and whether of a prefill.
+    """Tokens on their way: where they will be, which column is whose, how many steps each column holds, and
+    whether of a prefill.
 
     ``place``: the number of a launch in ``rows.ring``, of a prefill the slot of the loop's own ring.
     """
@@ -50,14 +53,16 @@ class DecodeLoop:
         max_batch_size: rows.
         max_blocks_per_req: blocks of a row at most.
         steps_per_launch: K, decode steps per launch.
-        options: further arguments of `WholeStepRunner` (``buckets``, ``compile``, ``progress``, ``capture`` ...).
+        options: further arguments of `WholeStepRunner` (``buckets``, ``compile``, ``progress``, ``capture``
+            ...).
 
     Attributes:
         runner: the graph runner.
         rows: the device's state.
         decoded: tokens of decode steps read so far, those of prefills left out.
-        blocks_added: whether a request with a row may have been given blocks since blocks were last sent; who gives them sets it. The
-            search through all rows costs more than the rest of a launch on the host, and most launches can do without.
+        blocks_added: whether a request with a row may have been given blocks since blocks were last sent; who
+            gives them sets it. The search through all rows costs more than the rest of a launch on the host,
+            and most launches can do without.
     """
 
     def __init__(
@@ -123,7 +128,8 @@ class DecodeLoop:
             self._to_clear.append(row)
 
     def finish_prefill(self, sequences: Seq[Sequence], logits: Tensor) -> None:
-        """Place requests whose prompt is computed, and sample their first tokens from ``logits [len(sequences), vocab_size]``."""
+        """Place requests whose prompt is computed, and sample their first tokens from ``logits
+        [len(sequences), vocab_size]``."""
         for sequence in sequences:
             self.place(sequence)
         self._flush()
@@ -134,9 +140,11 @@ class DecodeLoop:
         self._launches.append(_Launch(slot, list(enumerate(sequences)), 1, prefill=True))
 
     def reset(self) -> None:
-        """After a launch that failed or was interrupted: every row idle, nothing in flight. Waits for the device.
+        """After a launch that failed or was interrupted: every row idle, nothing in flight. Waits for
+        the device.
 
-        What the rows were doing is unknown to the host then. Requests that are placed again go on from the tokens that it has read.
+        What the rows were doing is unknown to the host then. Requests that are placed again go on from the
+        tokens that it has read.
         """
         self.runner.reset()
         self.rows.ring.resync()
@@ -150,7 +158,7 @@ class DecodeLoop:
         self._prefill_ring = TokenRing(MAX_IN_FLIGHT, self.rows.max_batch_size, self.rows.device)
         self.rows.clear(range(self.rows.max_batch_size))
 
-    # ------------------------------------------------------------------------------------------------ launches
+    # ----------------------------------------------------------------------------------------------- launches
     @property
     def in_flight(self) -> int:
         """Launches whose tokens were not collected."""
@@ -158,9 +166,11 @@ class DecodeLoop:
         return len(self._launches)
 
     def launch(self) -> bool:
-        """Start K steps over all rows; False, and nothing is started, if every row is idle or has all its tokens on their way.
+        """Start K steps over all rows; False, and nothing is started, if every row is idle or has all its
+        tokens on their way.
 
-        An exception or Ctrl-C in here loses no token: the next call finds out from the device whether the launch was started.
+        An exception or Ctrl-C in here loses no token: the next call finds out from the device whether the
+        launch was started.
         """
         self._settle()
         if not any(len(sequence) + sequence.in_flight < sequence.max_len for _, sequence in self._busy()):
@@ -175,10 +185,12 @@ class DecodeLoop:
         return True
 
     def _settle(self) -> None:
-        """Record the launch that was begun, if the device has it. Wherever this is interrupted, the next call goes on: each line may run twice."""
+        """Record the launch that was begun, if the device has it. Wherever this is interrupted, the next call
+        goes on: each line may run twice."""
         if self._moving:
             raise TorchpagedError(
-                "rows: expected as the host knows them, got an interrupted move between rows; make a new Generator"
+                "rows: expected as the host knows them, got an interrupted move between rows; make a new "
+                "Generator"
             )
         if self._starting is None:
             return
@@ -216,7 +228,7 @@ class DecodeLoop:
                 results.append((sequence, tokens))
         return results
 
-    # ------------------------------------------------------------------------------------------------ to the device
+    # ------------------------------------------------------------------------------------------ to the device
     def _flush(self) -> None:
         """Send what changed since the last launch; nothing in the common case."""
         if self._to_clear:

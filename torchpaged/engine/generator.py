@@ -5,12 +5,13 @@
     for event in generator.stream():
         print(event.text, end="")
 
-With graphs, each step starts a launch of whole decode steps for all running requests (`DecodeLoop`), prefills a chunk of the
-waiting ones, and reads the tokens of the launch before. Without, it decodes, samples and reads, one step at a time. Tokens are the
-same.
+With graphs, each step starts a launch of whole decode steps for all running requests (`DecodeLoop`), prefills
+a chunk of the waiting ones, and reads the tokens of the launch before. Without, it decodes, samples and
+reads, one step at a time. Tokens are the same.
 
-Several threads may use one Generator: one lock lets one call in at a time, and every step moves the requests of all of them. Each call gets
-the events of its own requests; one that breaks off, by an error, Ctrl-C or a ``break``, cancels its own and leaves the others running.
+Several threads may use one Generator: one lock lets one call in at a time, and every step moves the requests
+of all of them. Each call gets the events of its own requests; one that breaks off, by an error, Ctrl-C or a
+``break``, cancels its own and leaves the others running.
 """
 
 from __future__ import annotations
@@ -68,28 +69,33 @@ class Generator:
         tokenizer: for string prompts, text and stop strings; None works with token ids.
         max_batch_size: requests that run at once; more wait.
         max_seq_len: tokens of prompt and output per request; default: the model's, at most 2048.
-        block_size: tokens per block; default 16. This, the next two and ``backend`` shape the cache of a transformers model; with a model
-            that is paged already they are refused.
+        block_size: tokens per block; default 16. This, the next two and ``backend`` shape the cache of a
+            transformers model; with a model that is paged already they are refused.
         num_blocks: blocks of the pool; default: enough for ``max_batch_size`` requests of ``max_seq_len``.
         kv_cache_memory: bytes for the pool instead.
         backend: attention backend, or "auto".
         prefill_chunk_size: prompt tokens per step.
-        fuse: call `torchpaged.hf.fuse` on the model first (docs/fusion.md); for transformers models. One that is fused already is
-            taken as it is; the model stays fused afterwards, until `torchpaged.hf.unfuse`.
-        compile: run the decode step through torch.compile, with graphs; "auto": on a GPU, unless the model is fully fused.
-        graphs: decode through the graph runner (CUDA graphs on a GPU, the same code run eagerly on a CPU); "auto": if the backend
-            can; `graph_reason` says what was decided.
-        buckets: batch sizes to capture, the largest of them ``max_batch_size``; default: `torchpaged.graphs.default_buckets`, on a CPU
-            every size (no padding).
-        steps_per_launch: decode steps in one graph, with graphs. More cost the host less per token; a request's tokens come in
-            groups, and one that ends inside a group leaves its row idle until the next.
-        prefill_buckets: numbers of prompt tokens, of all requests of a step together, for which prefills are captured as well; none above
-            ``prefill_chunk_size``. A step of more tokens or of more than 8 requests is launched from Python. None or []: all are; "auto": on
-            a GPU with graphs, up to 1024 tokens (`torchpaged.graphs.default_prefill_buckets`), unless the model's prefill can't be
-            captured or the backend's graphs are for decodes only; `prefill_graph_reason` says what was decided.
-        capture_ahead: capture every bucket now; False: each on first need, in the middle of serving; "auto": now on a GPU.
-        lookahead: tokens ahead of need that a decoding request gets blocks for while the pool is mostly free; default: 128 on a GPU,
-            none on a CPU.
+        fuse: call `torchpaged.hf.fuse` on the model first (docs/fusion.md); for transformers models. One that
+            is fused already is taken as it is; the model stays fused afterwards,
+            until `torchpaged.hf.unfuse`.
+        compile: run the decode step through torch.compile, with graphs; "auto": on a GPU, unless the model is
+            fully fused.
+        graphs: decode through the graph runner (CUDA graphs on a GPU, the same code run eagerly on a CPU);
+            "auto": if the backend can; `graph_reason` says what was decided.
+        buckets: batch sizes to capture, the largest of them ``max_batch_size``; default:
+            `torchpaged.graphs.default_buckets`, on a CPU every size (no padding).
+        steps_per_launch: decode steps in one graph, with graphs. More cost the host less per token; a
+            request's tokens come in groups, and one that ends inside a group leaves its row idle until
+            the next.
+        prefill_buckets: numbers of prompt tokens, of all requests of a step together, for which prefills are
+            captured as well; none above ``prefill_chunk_size``. A step of more tokens or of more than 8
+            requests is launched from Python. None or []: all are; "auto": on a GPU with graphs, up to 1024
+            tokens (`torchpaged.graphs.default_prefill_buckets`), unless the model's prefill can't be captured
+            or the backend's graphs are for decodes only; `prefill_graph_reason` says what was decided.
+        capture_ahead: capture every bucket now; False: each on first need, in the middle of serving; "auto":
+            now on a GPU.
+        lookahead: tokens ahead of need that a decoding request gets blocks for while the pool is mostly free;
+            default: 128 on a GPU, none on a CPU.
         capture: how steps become graphs, as in `torchpaged.graphs.DecodeGraphRunner`.
         progress: called with ``(done, total, text)`` while buckets are captured.
 
@@ -101,7 +107,8 @@ class Generator:
         stats: counters.
 
     Raises:
-        ArgumentError, BackendUnavailableError, UnsupportedModelError: what was asked can't be had; nothing stays allocated then.
+        ArgumentError, BackendUnavailableError, UnsupportedModelError: what was asked can't be had; nothing
+            stays allocated then.
         CaptureError: a bucket could not be captured ahead; names the bucket and the op.
         NotCopyableError: it is copied or pickled: its graphs and rows are places in this process's memory.
     """
@@ -238,7 +245,7 @@ class Generator:
             deque()
         )  # requests of calls that broke off, to be cancelled; of an inbox all
 
-    # ------------------------------------------------------------------------------------------------ requests
+    # ----------------------------------------------------------------------------------------------- requests
     def submit(self, prompt: str | Seq[int], sampling: SamplingParams | None = None) -> int:
         """Queue a request; returns its id. Its events come from `stream` or `step`.
 
@@ -247,8 +254,9 @@ class Generator:
             sampling: default: `SamplingParams()`.
 
         Raises:
-            ArgumentError: an empty prompt, ids that are no integers or outside the vocabulary, a prompt that does not fit ``max_seq_len``
-                or the pool, or strings without a tokenizer. Nothing else is touched.
+            ArgumentError: an empty prompt, ids that are no integers or outside the vocabulary, a prompt that
+                does not fit ``max_seq_len`` or the pool, or strings without a tokenizer. Nothing else
+                is touched.
         """
         sequence = None
         try:
@@ -262,18 +270,21 @@ class Generator:
             raise
 
     def cancel(self, request_id: int) -> None:
-        """End a request now; its blocks are free at once, its event comes to its owner. Unknown and finished ids are refused."""
+        """End a request now; its blocks are free at once, its event comes to its owner. Unknown and finished
+        ids are refused."""
         with self._entered():
             self._stepper.cancel(request_id)
 
     def stream(self, request_ids: Seq[int] | None = None) -> Iterator[TokenEvent]:
         """Step until every request is done, giving events as they come.
 
-        Left early, by an error, Ctrl-C, ``break`` or ``close()``, it cancels its requests; to only pause, keep the iterator.
+        Left early, by an error, Ctrl-C, ``break`` or ``close()``, it cancels its requests; to only pause,
+        keep the iterator.
 
         Args:
-            request_ids: of submitted requests, which then belong to this stream; default: all that were submitted and belong to no other stream,
-                those submitted while it runs included. There can be one such stream at a time; threads name their requests.
+            request_ids: of submitted requests, which then belong to this stream; default: all that were
+                submitted and belong to no other stream, those submitted while it runs included. There can be
+                one such stream at a time; threads name their requests.
 
         Raises:
             ArgumentError: an id that is unknown, finished, or another stream's.
@@ -296,7 +307,8 @@ class Generator:
             sampling: for all of them, or one each.
 
         Returns:
-            One result per prompt. A request that failed alone, of NaN logits for instance, has ``finish_reason`` "error" and an ``error``.
+            One result per prompt. A request that failed alone, of NaN logits for instance, has
+            ``finish_reason`` "error" and an ``error``.
 
         Raises:
             ArgumentError: a prompt or parameter that `submit` refuses; then none of them runs.
@@ -323,7 +335,8 @@ class Generator:
         return [sequence.result() for sequence in sequences]
 
     def step(self) -> list[TokenEvent]:
-        """One step of the whole batch; returns the events of submitted requests, those of open streams over some of them left out.
+        """One step of the whole batch; returns the events of submitted requests, those of open streams over
+        some of them left out.
 
         If it is interrupted, the next call or stream gives the events that this one did not return.
         """
@@ -345,7 +358,7 @@ class Generator:
         """Whether a step would do anything."""
         return bool(self._requests or self._inbox.ready)
 
-    # ------------------------------------------------------------------------------------------------ whose requests
+    # ----------------------------------------------------------------------------------------- whose requests
     def _sequence(self, prompt: Any, sampling: SamplingParams | None, inbox: Inbox) -> Sequence:
         """A request that fits, not queued yet."""
         params = SamplingParams() if sampling is None else sampling
@@ -361,7 +374,8 @@ class Generator:
         if len(ids) >= room:
             raise ArgumentError(
                 "prompt",
-                f"at most {room - 1} tokens (max_seq_len {self.max_seq_len}, {self.pool.num_usable} blocks of "
+                f"at most {room - 1} tokens (max_seq_len {self.max_seq_len}, {self.pool.num_usable} blocks "
+                "of "
                 f"{self.scheduler.block_size})",
                 str(len(ids)),
                 "raise max_seq_len or num_blocks, or shorten the prompt",
@@ -394,7 +408,8 @@ class Generator:
         return inbox
 
     def _stream(self, inbox: Inbox | None, begin: bool = False) -> Iterator[TokenEvent]:
-        """``begin``: the first ``next`` gives nothing. From then on it cancels its requests if it is dropped: nobody else will take their events."""
+        """``begin``: the first ``next`` gives nothing. From then on it cancels its requests if it is dropped:
+        nobody else will take their events."""
         mark = object()
         try:
             if begin:
@@ -403,7 +418,8 @@ class Generator:
                 with self._entered():
                     if self._stream_of_all is not None:
                         raise TorchpagedError(
-                            "stream(): another stream over all requests is open; close() it, or name the requests: stream(request_ids)"
+                            "stream(): another stream over all requests is open; close() it, or name the "
+                            "requests: stream(request_ids)"
                         )
                     self._stream_of_all, inbox = mark, self._inbox
             while inbox.live or inbox.ready:
@@ -429,7 +445,8 @@ class Generator:
                 pass
 
     def _cancel_left(self) -> None:
-        """What `_leave` was told; may be interrupted, and called again. Only under the lock: a `submit` may be on its way into an inbox."""
+        """What `_leave` was told; may be interrupted, and called again. Only under the lock: a `submit` may
+        be on its way into an inbox."""
         while self._left:
             requests = self._left[0]
             if requests is self._inbox:
@@ -439,21 +456,23 @@ class Generator:
                     self._stepper.cancel(sequence.request_id)
             self._left.popleft()
 
-    # ------------------------------------------------------------------------------------------------ one call at a time
+    # ------------------------------------------------------------------------------------- one call at a time
     def _is_inside(self) -> bool:
-        # _is_owned is not public; threading.Condition relies on it. The note alone is not enough: Ctrl-C may leave an old one behind.
+        # _is_owned is not public; threading.Condition relies on it. The note alone is not enough: Ctrl-C may
+        # leave an old one behind.
         return bool(self._lock._is_owned()) and self._holder == threading.get_ident()  # type: ignore[attr-defined]
 
     @contextlib.contextmanager
     def _entered(self) -> Iterator[None]:
         """Hold the lock, and find nothing half done.
 
-        The lock may be taken again by its thread: the garbage collector may close a stream between the lock and the note of its holder, where
-        nothing is half done either.
+        The lock may be taken again by its thread: the garbage collector may close a stream between the lock
+        and the note of its holder, where nothing is half done either.
         """
         if self._is_inside():
             raise TorchpagedError(
-                "a Generator was called from inside one of its own steps (a callback of the model, tokenizer or progress)"
+                "a Generator was called from inside one of its own steps (a callback of the model, "
+                "tokenizer or progress)"
             )
         thread = threading.get_ident()
         self._queue[thread] = None
@@ -476,11 +495,12 @@ class Generator:
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise NotCopyableError(
-            "a Generator can't be copied or pickled: its graphs, rows and pools are places in this process's memory; copy or "
+            "a Generator can't be copied or pickled: its graphs, rows and pools are places in this "
+            "process's memory; copy or "
             "pickle the model, and make a Generator of it where you need one"
         )
 
-    # ------------------------------------------------------------------------------------------------ what was decided
+    # --------------------------------------------------------------------------------------- what was decided
     @property
     def runner(self) -> WholeStepRunner | None:
         """The graph runner; None without graphs."""

@@ -1,7 +1,7 @@
 """Inbox: the requests that one call owns, and those of them with events that it has not taken.
 
-A request's own `Sequence.log` holds its events; the inbox only says where to look. So nothing is lost when a step breaks off, and
-no call takes events of another one's requests.
+A request's own `Sequence.log` holds its events; the inbox only says where to look. So nothing is lost when a
+step breaks off, and no call takes events of another one's requests.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class HandOut:
             sequence.inbox.ready.pop(sequence, None)
 
     def give_back(self) -> None:
-        """The next call of the requests' owner gets them, unless another thread has taken later ones of a request meanwhile."""
+        """The next call of the requests' owner gets them, unless another thread has taken later ones of a
+        request meanwhile."""
         for sequence, (first, end) in self._places.items():
             if sequence.taken in (first, end):
                 sequence.inbox.ready[sequence] = None

@@ -1,6 +1,8 @@
-"""What the options of a Generator come to: checks, the paged model, and whether steps are captured and compiled.
+"""What the options of a Generator come to: checks, the paged model, and whether steps are captured
+and compiled.
 
-Each decision comes with its reason, so that ``generator.graph_reason``, ``prefill_graph_reason`` and ``compile_reason`` can say it.
+Each decision comes with its reason, so that ``generator.graph_reason``, ``prefill_graph_reason`` and
+``compile_reason`` can say it.
 """
 
 from __future__ import annotations
@@ -65,12 +67,14 @@ def paged_model(
 ) -> PagedModelProtocol:
     """``model`` itself if it is paged, else a `PagedModel` of it, fused first if asked.
 
-    Without ``num_blocks`` and ``kv_cache_memory`` the pool holds ``max_batch_size`` requests of ``max_seq_len`` tokens; blocks hold 16
-    tokens unless ``block_size`` says otherwise. A model that is fused already is taken as it is; one that is fused here stays so, also if it can't be paged.
+    Without ``num_blocks`` and ``kv_cache_memory`` the pool holds ``max_batch_size`` requests of
+    ``max_seq_len`` tokens; blocks hold 16 tokens unless ``block_size`` says otherwise. A model that is fused
+    already is taken as it is; one that is fused here stays so, also if it can't be paged.
 
     Raises:
-        ArgumentError: ``fuse``, or anything that shapes a cache or chooses a backend, with a model that is paged already; or its session is too
-            small for ``max_batch_size``, ``prefill_chunk_size`` or ``max_seq_len``.
+        ArgumentError: ``fuse``, or anything that shapes a cache or chooses a backend, with a model that is
+            paged already; or its session is too small for ``max_batch_size``, ``prefill_chunk_size``
+            or ``max_seq_len``.
         BackendUnavailableError, UnsupportedModelError: from `PagedModel` or `fuse`.
     """
     if isinstance(model, PagedModelProtocol):
@@ -166,7 +170,8 @@ def decide_prefill_buckets(
 ) -> tuple[list[int], str]:
     """Numbers of tokens for which prefills are captured, none = no such graphs, and why.
 
-    ``support``: the backend's. On a GPU anything below ALWAYS rules prefills out: their query lengths differ from replay to replay.
+    ``support``: the backend's. On a GPU anything below ALWAYS rules prefills out: their query lengths differ
+    from replay to replay.
     """
     if isinstance(prefill_buckets, str):
         if prefill_buckets != "auto":

@@ -1,12 +1,13 @@
-"""PackedSteps: batches of tokens built from host lists, and the model run over them: every prefill, and decodes without graphs.
+"""PackedSteps: batches of tokens built from host lists, and the model run over them: every prefill, and
+decodes without graphs.
 
     steps = PackedSteps(model)
     logits = steps.prefill([(sequence, 512)])    # of the sequences whose prompt ends with the chunk
     logits = steps.decode(sequences)
     tokens = steps.sample(logits, sequences)     # waits for them
 
-Prefills that have a graph (`PrefillGraphs`) are replayed, everything else is launched from Python. Steps never overlap: all share the model's
-session.
+Prefills that have a graph (`PrefillGraphs`) are replayed, everything else is launched from Python. Steps
+never overlap: all share the model's session.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ class PackedSteps:
         self._model.session.reset()
 
     def prefill(self, chunks: list[tuple[Sequence, int]]) -> Tensor:
-        """The next ``count`` tokens of each prompt: logits ``[n, vocab_size]`` of the ``n`` sequences that are complete with them,
-        valid until the next step: they may be a graph's memory."""
+        """The next ``count`` tokens of each prompt: logits ``[n, vocab_size]`` of the ``n`` sequences that
+        are complete with them, valid until the next step: they may be a graph's memory."""
         ids = [token for s, count in chunks for token in s.tokens[s.num_computed : s.num_computed + count]]
         query_lens = [count for _, count in chunks]
         seq_lens, tables = [s.num_computed + count for s, count in chunks], [s.blocks for s, _ in chunks]

@@ -1,10 +1,12 @@
 """PrefillGraphs: prefill steps of a model in graphs, as long as they can be had.
 
-    graphs = PrefillGraphs(model, [64, 512], max_num_reqs=8, max_blocks_per_req=128, required=False, reason="automatic")
+    graphs = PrefillGraphs(model, [64, 512], max_num_reqs=8, max_blocks_per_req=128, required=False,
+                           reason="automatic")
     graphs.capture()                                            # or each bucket at its first step
     if graphs.bucket_for(num_reqs=2, num_tokens=37): logits = graphs.run(...)
 
-With ``required=False`` a model whose prefill can't be captured goes on without these graphs, and ``reason`` says which op it was.
+With ``required=False`` a model whose prefill can't be captured goes on without these graphs, and ``reason``
+says which op it was.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Sampling parameters of a request, and drawing tokens for a batch of them with the op ``sample_tokens``.
 
-Token ``t`` of a request is drawn from ``(seed, t)`` alone: batch composition, preemption and recomputation never change it.
+Token ``t`` of a request is drawn from ``(seed, t)`` alone: batch composition, preemption and recomputation
+never change it.
 """
 
 from __future__ import annotations
@@ -30,16 +31,20 @@ class SamplingParams:
         max_new_tokens: tokens at most.
         temperature: 0 = greedy; else logits are divided by it.
         top_k: the k likeliest tokens only; 0 = all.
-        top_p: the likeliest tokens whose probabilities sum to p; 1 = all (nucleus sampling, arXiv:1904.09751).
-        min_p: tokens with at least this share of the likeliest one's probability only; 0 = all (arXiv:2407.01082).
-        repetition_penalty: divides the positive and multiplies the negative logits of tokens that occurred in prompt or output;
-            1 = off (arXiv:1909.05858).
+        top_p: the likeliest tokens whose probabilities sum to p; 1 = all (nucleus
+            sampling, arXiv:1904.09751).
+        min_p: tokens with at least this share of the likeliest one's probability only; 0 =
+            all (arXiv:2407.01082).
+        repetition_penalty: divides the positive and multiplies the negative logits of tokens that occurred in
+            prompt or output; 1 = off (arXiv:1909.05858).
         seed: of this request's draws, 64 bits; None = a fresh one.
         stop: strings that end the text; they are not part of it.
-        stop_token_ids: token ids that end it, besides the model's own end; within the model's vocabulary, which is checked at submission.
+        stop_token_ids: token ids that end it, besides the model's own end; within the model's vocabulary,
+            which is checked at submission.
         ignore_eos: go on past the model's end token.
 
-    Numbers of NumPy become Python's, lists become tuples. Nothing else is converted: True is no number, 2.0 is no integer.
+    Numbers of NumPy become Python's, lists become tuples. Nothing else is converted: True is no number, 2.0
+    is no integer.
 
     Raises:
         ArgumentError: a field of another type, or out of range.
@@ -110,7 +115,8 @@ def seen_tokens(tokens: Sequence[Sequence[int]], vocab_size: int) -> Tensor:
         vocab_size: tokens of the vocabulary.
 
     Returns:
-        ``[num_rows, ceil(vocab_size / 32)]`` int32; bit ``v % 32`` of word ``v // 32`` says that token ``v`` occurred.
+        ``[num_rows, ceil(vocab_size / 32)]`` int32; bit ``v % 32`` of word ``v // 32`` says that token ``v``
+        occurred.
     """
     return torch.stack([token_bits(occurred, -(-vocab_size // 32)) for occurred in tokens])
 

@@ -1,11 +1,12 @@
 """Scheduler: who runs in the next step, and which blocks each one holds.
 
-Continuous batching (Orca, OSDI 2022) over a block pool (vLLM, arXiv:2309.06180): decoding rows always run, prompts are prefilled
-in chunks within a token budget, and when the pool runs dry the youngest request is put back and recomputed later. The oldest
-request is never put back, so that there is always progress.
+Continuous batching (Orca, OSDI 2022) over a block pool (vLLM, arXiv:2309.06180): decoding rows always run,
+prompts are prefilled in chunks within a token budget, and when the pool runs dry the youngest request is put
+back and recomputed later. The oldest request is never put back, so that there is always progress.
 
-Sequences with a row in the decode loop may be further than the host has read: their blocks are counted from the tokens they may
-have, and before one of them is put back the caller reads what is in flight (`short_of_blocks`).
+Sequences with a row in the decode loop may be further than the host has read: their blocks are counted from
+the tokens they may have, and before one of them is put back the caller reads what is in
+flight (`short_of_blocks`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from torchpaged.engine.sequence import Sequence
 
 @dataclass
 class Schedule:
-    """One step: sequences that decode, chunks ``(sequence, tokens)`` to prefill, those put back to wait, and whether any was given blocks."""
+    """One step: sequences that decode, chunks ``(sequence, tokens)`` to prefill, those put back to wait, and
+    whether any was given blocks."""
 
     decodes: list[Sequence] = field(default_factory=list)
     chunks: list[tuple[Sequence, int]] = field(default_factory=list)
@@ -36,10 +38,11 @@ class Scheduler:
         block_size: tokens per block.
         max_batch_size: requests that run at once.
         prefill_chunk_size: prompt tokens per step, of all requests together.
-        ahead: tokens beyond those it may have that a decoding request needs room for: 0 where the host is asked before each step; the
-            steps of a launch, where the device goes on by itself and looks up the slot of the step after them.
-        lookahead: further tokens that every decoding request gets blocks for while the pool is mostly free and nobody waits, so
-            that block tables change rarely.
+        ahead: tokens beyond those it may have that a decoding request needs room for: 0 where the host is
+            asked before each step; the steps of a launch, where the device goes on by itself and looks up the
+            slot of the step after them.
+        lookahead: further tokens that every decoding request gets blocks for while the pool is mostly free
+            and nobody waits, so that block tables change rarely.
     """
 
     def __init__(
@@ -75,7 +78,8 @@ class Scheduler:
         self._release(sequence)
 
     def reset(self, sequences: Iterable[Sequence]) -> None:
-        """Start over with ``sequences``, whatever was half done: all of them wait, and nobody holds blocks."""
+        """Start over with ``sequences``, whatever was half done: all of them wait, and nobody
+        holds blocks."""
         self.pool.reset()
         self.waiting, self.running = deque(sorted(sequences, key=lambda s: s.request_id)), []
         for sequence in self.waiting:
@@ -110,11 +114,13 @@ class Scheduler:
         return missing > self.pool.num_free
 
     def _tokens_ahead(self, sequence: Sequence) -> int:
-        """Tokens that a decoding request needs room for. Keys and values of a request's last token are never stored."""
+        """Tokens that a decoding request needs room for. Keys and values of a request's last token are
+        never stored."""
         return min(len(sequence) + sequence.in_flight + self.ahead, sequence.max_len - 1)
 
     def _tokens_after(self, sequence: Sequence, count: int) -> int:
-        """Tokens that need room when ``count`` more of the prompt are computed; with the last of them decoding begins."""
+        """Tokens that need room when ``count`` more of the prompt are computed; with the last of them
+        decoding begins."""
         if count < sequence.remaining or not self.ahead:
             return sequence.num_computed + count
         return min(len(sequence) + 1 + self.ahead, sequence.max_len - 1)

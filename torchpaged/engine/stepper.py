@@ -4,11 +4,13 @@
     while stepper.requests:
         stepper.step()              # events are in the sequences' logs and inboxes
 
-With a `DecodeLoop`, a step starts a launch of whole decode steps for all running requests, prefills a chunk of the waiting ones, and
-reads the tokens of the launch before. Without, it decodes, prefills, samples and reads. Tokens are the same.
+With a `DecodeLoop`, a step starts a launch of whole decode steps for all running requests, prefills a chunk
+of the waiting ones, and reads the tokens of the launch before. Without, it decodes, prefills, samples and
+reads. Tokens are the same.
 
-A step may break off anywhere: a kernel fails, somebody presses Ctrl-C. `settle` then takes back what was half done: it needs to know only
-what the step was at, and that an event is in a sequence's log or isn't. The requests go on with the next step.
+A step may break off anywhere: a kernel fails, somebody presses Ctrl-C. `settle` then takes back what was half
+done: it needs to know only what the step was at, and that an event is in a sequence's log or isn't. The
+requests go on with the next step.
 """
 
 from __future__ import annotations
@@ -89,11 +91,12 @@ class Stepper:
             self._emit(sequence, TokenEvent(request_id, None, text, "cancelled"))
 
     def step(self) -> None:
-        """One step of the whole batch. If it raises, its requests can go on: what was half done is taken back."""
+        """One step of the whole batch. If it raises, its requests can go on: what was half done is
+        taken back."""
         with self._at_work(), profile_range("step", self.stats.steps), torch.inference_mode():
             self._step()
 
-    # ------------------------------------------------------------------------------------------------ breaking off
+    # ------------------------------------------------------------------------------------------- breaking off
     @contextlib.contextmanager
     def _at_work(self) -> Iterator[None]:
         self.settle()  # what was interrupted while it settled
@@ -106,7 +109,8 @@ class Stepper:
         self._work = Work.REST
 
     def settle(self) -> None:
-        """Take back what a step left half done; nothing if none did. May itself be interrupted, and called again."""
+        """Take back what a step left half done; nothing if none did. May itself be interrupted, and
+        called again."""
         if self._work is Work.REST:
             return
         with torch.inference_mode():
@@ -217,7 +221,8 @@ class Stepper:
         if token < 0:
             return self._fail(
                 sequence,
-                f"its output token {len(sequence.output)} could not be drawn: a logit is NaN, or all are -inf; look at the "
+                f"its output token {len(sequence.output)} could not be drawn: a logit is NaN, or all are "
+                "-inf; look at the "
                 "model's weights and dtype",
             )
         params = sequence.sampling

@@ -1,6 +1,8 @@
-"""The ends of a fused step: the embedding before the layers, the final norm and lm_head behind them. `torchpaged.hf.fuse` gives them out.
+"""The ends of a fused step: the embedding before the layers, the final norm and lm_head behind them.
+`torchpaged.hf.fuse` gives them out.
 
-Their forwards run the ops of the backend while a paged forward of the causal LM lasts, and what they did before at any other time.
+Their forwards run the ops of the backend while a paged forward of the causal LM lasts, and what they did
+before at any other time.
 """
 
 from __future__ import annotations
@@ -18,10 +20,11 @@ from torchpaged.hf.layer import PagedOwner
 
 
 class Ends:
-    """What comes before and after the layers: ``owner`` is set for the time of one paged forward, in which the ops of its backend run.
+    """What comes before and after the layers: ``owner`` is set for the time of one paged forward, in which
+    the ops of its backend run.
 
-    The final norm and lm_head become one: the norm hands its input on, and lm_head norms it. Forwards of one model must not overlap in
-    threads.
+    The final norm and lm_head become one: the norm hands its input on, and lm_head norms it. Forwards of one
+    model must not overlap in threads.
     """
 
     def __init__(self) -> None:
@@ -32,7 +35,8 @@ class Ends:
 
 def _embedding_forward(self: Any, input_ids: Tensor) -> Tensor:
     ends: Ends = self._torchpaged_ends
-    # A first forward has no backend until its first keys show device and dtype. With gradients on, the layers must see and refuse them.
+    # A first forward has no backend until its first keys show device and dtype. With gradients on, the layers
+    # must see and refuse them.
     if ends.owner is None or not ends.owner.ready or (torch.is_grad_enabled() and self.weight.requires_grad):
         result: Tensor = type(self).forward(self, input_ids)
         return result
@@ -65,7 +69,8 @@ def _head_forward(self: Any, hidden_states: Tensor) -> Tensor:
 
 
 def _model_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """The causal LM's forward. Asked for hidden states, it keeps the final norm: the last of them is normed."""
+    """The causal LM's forward. Asked for hidden states, it keeps the final norm: the last of them
+    is normed."""
     ends: Ends = self._torchpaged_ends
     wants = kwargs.get("output_hidden_states")
     if wants is None:
@@ -137,7 +142,8 @@ def _wrapped(model: Any) -> Any:
 def end_forwards(
     model: Any, base: Any, passes: Sequence[str], report: FusionReport
 ) -> tuple[Ends, list[tuple[nn.Module, Any]]]:
-    """The forwards that "lm_head" and "embedding" of ``passes`` give to modules, none where they don't apply, and what these share.
+    """The forwards that "lm_head" and "embedding" of ``passes`` give to modules, none where they don't apply,
+    and what these share.
 
     Args:
         model: the causal LM.

@@ -1,7 +1,8 @@
 """Which decoder layers `fuse` knows, and which of its passes each one allows, with the reason where not.
 
-A layer is known by its class name, the class names of its parts and its set of parts: all must be as in transformers 5.17 - 5.23.
-Replaced, quantised, hooked or sharded parts make a layer unknown: it is left alone as a whole. ``PASSES`` names the passes.
+A layer is known by its class name, the class names of its parts and its set of parts: all must be as in
+transformers 5.17 - 5.23. Replaced, quantised, hooked or sharded parts make a layer unknown: it is left alone
+as a whole. ``PASSES`` names the passes.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from torch import Tensor, nn
 
 #: The passes in the order of a layer's step; "lm_head" and "embedding" belong to the model.
 PASSES = ("qkv", "rope", "norm", "gate_up", "lm_head", "embedding")
-#: transformers' activation classes -> the name of `act_and_mul`. One of them with another way of computing it is refused.
+#: transformers' activation classes -> the name of `act_and_mul`. One of them with another way of computing it
+#: is refused.
 ACTIVATIONS = {"SiLUActivation": "silu", "SiLU": "silu", "GELUTanh": "gelu_tanh", "GELUActivation": "gelu"}
 #: Rotations whose table depends on the length of the text: rotary_emb must run.
 _LENGTH_DEPENDENT = ("dynamic", "longrope")
@@ -23,8 +25,10 @@ _LENGTH_DEPENDENT = ("dynamic", "longrope")
 class Architecture(NamedTuple):
     """What one family's decoder layers do, beyond what they are made of.
 
-    ``norm_offset``: added to the norms' weights. ``post_norms``: norms after attention and MLP, before the residual adds.
-    ``soft_cap``: attention caps its logits. ``half_table``: rotary_emb gives each cosine once instead of twice.
+    ``norm_offset``: added to the norms' weights. ``post_norms``: norms after attention and MLP, before the
+        residual adds.
+    ``soft_cap``: attention caps its logits. ``half_table``: rotary_emb gives each cosine once instead
+        of twice.
     """
 
     family: str

@@ -3,7 +3,8 @@
     launches = count_launches(model)    # one token over a paged cache
     launches.layers                     # per decoder layer
 
-An op call that makes or writes numbers counts as one launch, whatever its kernel does inside; views and allocations don't count.
+An op call that makes or writes numbers counts as one launch, whatever its kernel does inside; views and
+allocations don't count.
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ class _Counting(TorchDispatchMode):
 
 
 def count_launches(model: PreTrainedModel) -> Launches | None:
-    """Count one decode step of one token over a paged cache, in eager mode; None for models that can't run it."""
+    """Count one decode step of one token over a paged cache, in eager mode; None for models that can't
+    run it."""
     config = model.config.get_text_config(decoder=True)
     if not uses_attention_interface(type(model)) or model.device.type == "meta":
         return None

@@ -1,8 +1,10 @@
-"""The forward of a fused decoder layer. `torchpaged.hf.fuse` gives it to the layers; nothing here is called by hand.
+"""The forward of a fused decoder layer. `torchpaged.hf.fuse` gives it to the layers; nothing here is called
+by hand.
 
-A step over a paged cache runs on the ops; anything else (no cache, another one, dense mode, training) runs the layer's own
-forward. What a step needs is looked up once, in a `LayerPlan`: weights, norms, flags. A Llama layer then is six launches:
-linear (norm, qkv), rope_write_kv, paged_attention, linear (o, residual), linear (norm, gate and up, activation), linear (down, residual).
+A step over a paged cache runs on the ops; anything else (no cache, another one, dense mode, training) runs
+the layer's own forward. What a step needs is looked up once, in a `LayerPlan`: weights, norms, flags. A Llama
+layer then is six launches: linear (norm, qkv), rope_write_kv, paged_attention, linear (o, residual), linear
+(norm, gate and up, activation), linear (down, residual).
 """
 
 from __future__ import annotations
@@ -122,7 +124,8 @@ class LayerPlan:
             )
         if not torch.compiler.is_compiling() and not self._holds():
             raise TorchpagedError(
-                f"layer {self.layer_idx}: weights were replaced after fuse(); call torchpaged.hf.unfuse(model), then fuse(model) again"
+                f"layer {self.layer_idx}: weights were replaced after fuse(); call "
+                "torchpaged.hf.unfuse(model), then fuse(model) again"
             )
 
     def _holds(self) -> bool:
@@ -140,7 +143,7 @@ class LayerPlan:
             x is None or x.holds() for x in (self.qkv, self.gate_up)
         )
 
-    # ------------------------------------------------------------------------------------------- pieces of a step
+    # --------------------------------------------------------------------------------------- pieces of a step
     def linear(self, ops: BackendOps, x: Tensor, weight: Tensor, width: int, **options: Any) -> Tensor:
         """``[T, width]`` of the op ``linear``."""
         out = x.new_empty(x.shape[0], width)
@@ -164,7 +167,8 @@ class LayerPlan:
         return x, self.norm_options[number]
 
     def after(self, ops: BackendOps, x: Tensor, y: Tensor, number: int, last: nn.Linear) -> Tensor:
-        """``x +`` the block's last linear layer of ``y``, with the norm in between where the family has one."""
+        """``x +`` the block's last linear layer of ``y``, with the norm in between where the family
+        has one."""
         if not self.fuses_norms:
             y = last(y)
             return x + (self.post_norms[number](y) if self.post_norms else y)
@@ -297,7 +301,8 @@ def fused_forward(
     position_embeddings: Any = None,
     **kwargs: Any,
 ) -> Tensor:
-    """A decoder layer's forward: the step above if ``past_key_values`` is paged, else what the layer did before."""
+    """A decoder layer's forward: the step above if ``past_key_values`` is paged, else what the layer
+    did before."""
     plan: LayerPlan = self._torchpaged_plan
     cached = paged_layer(past_key_values, plan.layer_idx)
     if cached is None or position_ids is None or self.training:

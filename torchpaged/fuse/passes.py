@@ -5,8 +5,9 @@
     print(report)
     torchpaged.hf.unfuse(model)                                     # as it was, bit for bit
 
-Parameters stay where they are in ``state_dict``; those of one product share memory. Only steps over paged caches change; fuse
-last, after loading, moving, adapters and quantisation. docs/fusion.md has the passes and the launches per layer.
+Parameters stay where they are in ``state_dict``; those of one product share memory. Only steps over paged
+caches change; fuse last, after loading, moving, adapters and quantisation. docs/fusion.md has the passes and
+the launches per layer.
 """
 
 from __future__ import annotations
@@ -62,7 +63,8 @@ class _Fusion:
 
 
 def _apply_and_refresh(self: Any, fn: Any, recurse: bool = True) -> nn.Module:
-    """``nn.Module._apply``: what ``to()``, ``cuda()`` and ``half()`` call; private, and tests/hf/test_fuse.py notices its change."""
+    """``nn.Module._apply``: what ``to()``, ``cuda()`` and ``half()`` call; private, and tests/hf/test_fuse.py
+    notices its change."""
     result: nn.Module = type(self)._apply(self, fn, recurse)
     self._torchpaged_fusion.refresh()
     return result
@@ -114,13 +116,16 @@ def _fuse_layer(
 
 
 def fuse(model: PreTrainedModel, passes: Sequence[str] | None = None, *, count: bool = True) -> FusionReport:
-    """Fuse the decoder layers of ``model`` in place, for steps over paged caches; everything else runs as before.
+    """Fuse the decoder layers of ``model`` in place, for steps over paged caches; everything else runs
+    as before.
 
     Args:
         model: a causal LM of transformers (or its base model), loaded and on its device.
-        passes: some of "qkv" (one product for q, k and v), "rope" (q/k norm, rotation and cache write in one kernel), "norm" (RMSNorm
-            and residual adds inside the products), "gate_up" (gate, up and activation in one product), "lm_head" (the final norm inside
-            lm_head), "embedding" (a kernel that starts early); default: all. One that does not apply to a layer is left out there, and the report says why.
+        passes: some of "qkv" (one product for q, k and v), "rope" (q/k norm, rotation and cache write in one
+            kernel), "norm" (RMSNorm and residual adds inside the products), "gate_up" (gate, up and
+            activation in one product), "lm_head" (the final norm inside lm_head), "embedding" (a kernel that
+            starts early); default: all. One that does not apply to a layer is left out there, and the report
+            says why.
         count: run one token before and after, to count the launches per layer for the report.
 
     Returns:

@@ -1,4 +1,5 @@
-"""FusionReport: what `fuse` did and did not, and how many kernels a decode step launches before and after (`Launches`)."""
+"""FusionReport: what `fuse` did and did not, and how many kernels a decode step launches before and
+after (`Launches`)."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from torchpaged.fuse.fusible import PASSES
 
 @dataclasses.dataclass(frozen=True)
 class Launches:
-    """Op calls with a kernel in one decode step: ``layers`` per decoder layer, ``rest`` in the remaining model."""
+    """Op calls with a kernel in one decode step: ``layers`` per decoder layer, ``rest`` in the
+    remaining model."""
 
     layers: tuple[int, ...]
     rest: int
@@ -78,7 +80,8 @@ class FusionReport:
         layers, rest = (self.before.per_layer(), self.after.per_layer()), (self.before.rest, self.after.rest)
         total = (sum(self.before.layers) + rest[0], sum(self.after.layers) + rest[1])
         return [
-            f"launches per decode step: layer {layers[0]} -> {layers[1]}, outside the layers {rest[0]} -> {rest[1]}, "
+            f"launches per decode step: layer {layers[0]} -> {layers[1]}, outside the layers {rest[0]} -> "
+            f"{rest[1]}, "
             f"all {total[0]} -> {total[1]}"
         ]
 

@@ -1,4 +1,5 @@
-"""The rotation of a model as one table, computed by the model's own ``rotary_emb``: whatever scaling it has, the table has.
+"""The rotation of a model as one table, computed by the model's own ``rotary_emb``: whatever scaling it has,
+the table has.
 
     table = RopeTable(model.model.rotary_emb, None, head_dim, rows=max_position_embeddings)
     table.cos_sin  # [rows, head_dim] float32: cosines in the first half, sines in the second
@@ -17,7 +18,8 @@ from torchpaged.custom_ops.errors import UnsupportedModelError
 
 
 class LazyRotary(NamedTuple):
-    """What ``rotary_emb`` would be asked for: fused layers don't need it, and a layer that falls back calls `compute`."""
+    """What ``rotary_emb`` would be asked for: fused layers don't need it, and a layer that falls back
+    calls `compute`."""
 
     rotary: nn.Module
     x: Tensor
@@ -35,7 +37,8 @@ class LazyRotary(NamedTuple):
 def lazy_forward(
     self: nn.Module, x: Tensor, position_ids: Tensor, *arguments: Any, **named: Any
 ) -> LazyRotary:
-    """``rotary_emb.forward`` while every layer is fused; ``layer_type`` is the one argument that any family adds."""
+    """``rotary_emb.forward`` while every layer is fused; ``layer_type`` is the one argument that any
+    family adds."""
     return LazyRotary(self, x, position_ids, (*arguments, *named.values()))
 
 
@@ -74,7 +77,8 @@ class RopeTable:
             return
         if torch.compiler.is_compiling():
             raise RuntimeError(
-                f"fused model: a compiled step needs {rows} positions, the table has {self.cos_sin.shape[0]}; run one step eagerly before"
+                f"fused model: a compiled step needs {rows} positions, the table has "
+                f"{self.cos_sin.shape[0]}; run one step eagerly before"
             )
         self._old.append(self.cos_sin)
         with torch.inference_mode(False), torch.no_grad():
@@ -91,7 +95,8 @@ class RopeTable:
         middle = self.head_dim // 2
         if cos.shape[-1] != (middle if self.half else self.head_dim) or cos.dtype != torch.float32:
             raise UnsupportedModelError(
-                f"{type(self.rotary).__name__} gives {cos.dtype} [{', '.join(map(str, cos.shape))}], expected float32 for {self.head_dim}"
+                f"{type(self.rotary).__name__} gives {cos.dtype} [{', '.join(map(str, cos.shape))}], "
+                f"expected float32 for {self.head_dim}"
             )
         if not self.half and not (
             torch.equal(cos[:, :middle], cos[:, middle:]) and torch.equal(sin[:, :middle], sin[:, middle:])

@@ -44,7 +44,8 @@ class Stacked:
         return whole
 
     def holds(self) -> bool:
-        """Whether the linear layers still use this memory: nobody replaced their weights. Runs in every eager step."""
+        """Whether the linear layers still use this memory: nobody replaced their weights. Runs in every
+        eager step."""
         return self._addresses() == self._stacked_at
 
     def _addresses(self) -> list[int]:

@@ -1,7 +1,8 @@
 """The attention and mask functions behind ``set_attn_implementation("torchpaged")``.
 
-A call is paged if its key *and* value are a paged cache's own pools. Anything else (training, encoders, cross attention, another
-cache) goes to SDPA as it would have without torchpaged, except where SDPA would silently drop an argument: then it raises.
+A call is paged if its key *and* value are a paged cache's own pools. Anything else (training, encoders, cross
+attention, another cache) goes to SDPA as it would have without torchpaged, except where SDPA would silently
+drop an argument: then it raises.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from torchpaged.profiling import ranged_attention
 
 #: The name under which the functions are registered.
 NAME = "torchpaged"
-# Arguments of the interface that change which keys are seen, and that no op here knows: refused, never dropped.
+# Arguments of the interface that change which keys are seen, and that no op here knows: refused,
+# never dropped.
 _SPARSE = ("indices", "block_indices")
 
 
@@ -124,18 +126,21 @@ def paged_attention_forward(
 def _transformed(module: nn.Module) -> UnsupportedModelError:
     if torch.compiler.is_compiling() and getattr(module, "is_kv_shared_layer", False):
         return UnsupportedModelError(
-            f"{type(module).__name__} shares another layer's pools and takes them through Tensor.to, behind which compiled code does not know them "
+            f"{type(module).__name__} shares another layer's pools and takes them through Tensor.to, "
+            "behind which compiled code does not know them "
             "(transformers 5.17; not 5.23); run it uncompiled, or use PagedCache(..., dense=True)"
         )
     return UnsupportedModelError(
-        f"{type(module).__name__} changes the cached keys or values before attention, so that they are no longer the paged pools; "
+        f"{type(module).__name__} changes the cached keys or values before attention, so that they are no "
+        "longer the paged pools; "
         "use PagedCache(..., dense=True), which gathers them first"
     )
 
 
 def _sparse(name: str) -> UnsupportedModelError:
     return UnsupportedModelError(
-        f"{name} selects keys sparsely ({' or '.join(_SPARSE)}), which torchpaged does not do yet: the selection would be dropped; "
+        f"{name} selects keys sparsely ({' or '.join(_SPARSE)}), which torchpaged does not do yet: the "
+        "selection would be dropped; "
         "call model.set_attn_implementation('sdpa') and use transformers' own cache"
     )
 
@@ -153,7 +158,8 @@ def _refuse(
     name = type(module).__name__
     if bias is not None:
         raise UnsupportedModelError(
-            f"{name} adds a position bias to its scores, which paged attention does not take; use PagedCache(..., dense=True)"
+            f"{name} adds a position bias to its scores, which paged attention does not take; use "
+            "PagedCache(..., dense=True)"
         )
     if any(kwargs.get(k) is not None for k in _SPARSE):
         raise _sparse(name)
@@ -165,7 +171,10 @@ def _refuse(
             f"a mask of shape {list(mask.shape)}",
             "use PagedCache(..., dense=True) for masks of your own"
             if own
-            else "for cross attention to a padded encoder pass EncoderDecoderCache(PagedCache(...), DynamicCache(config=model.config))",
+            else (
+                "for cross attention to a padded encoder pass EncoderDecoderCache(PagedCache(...), "
+                "DynamicCache(config=model.config))"
+            ),
         )
     if dropout and module.training:
         raise ArgumentError(
@@ -199,7 +208,8 @@ def _dense(
     for argument, given in (("softcap", softcap), ("s_aux", sinks)):
         if given is not None:
             raise UnsupportedModelError(
-                f"{name} needs {argument}, which SDPA drops; run it with a PagedCache, or set_attn_implementation('eager')"
+                f"{name} needs {argument}, which SDPA drops; run it with a PagedCache, or "
+                "set_attn_implementation('eager')"
             )
     if any(kwargs.get(k) is not None for k in _SPARSE):
         raise _sparse(name)
@@ -225,10 +235,11 @@ def paged_mask(
     allow_is_causal_skip: bool = True,
     **kwargs: Any,
 ) -> Tensor | None:
-    """transformers' mask function: SDPA's, unless a paged cache answered `get_mask_sizes` just before (``kv_offset`` carries it).
+    """transformers' mask function: SDPA's, unless a paged cache answered `get_mask_sizes` just before
+    (``kv_offset`` carries it).
 
-    On the paged path there is no mask: the padding is read from the 2-D ``attention_mask`` once, on the host, outside compiled
-    code, and every later mask is checked against it.
+    On the paged path there is no mask: the padding is read from the 2-D ``attention_mask`` once, on the host,
+    outside compiled code, and every later mask is checked against it.
     """
     cache = getattr(kv_offset, "_torchpaged_cache", None)
     if cache is not None and not cache.dense:
@@ -238,7 +249,8 @@ def paged_mask(
         return None
     if cache is not None:
         kv_offset = 0
-    # Attention of a model's own adds the mask, and takes None for no mask at all; T5 of transformers 5.17 adds it to a bias even under SDPA.
+    # Attention of a model's own adds the mask, and takes None for no mask at all; T5 of transformers 5.17
+    # adds it to a bias even under SDPA.
     if cache is not None or has_own_attention(getattr(kwargs.get("config"), "model_type", "")):
         make, options = eager_mask, kwargs
     else:
@@ -260,7 +272,8 @@ def paged_mask(
 
 
 def register(name: str = NAME) -> None:
-    """Register both functions with transformers, and the name with models that have tables of their own; done at import."""
+    """Register both functions with transformers, and the name with models that have tables of their own; done
+    at import."""
     AttentionInterface.register(name, paged_attention_forward)
     AttentionMaskInterface.register(name, paged_mask)
     fill_class_tables(name)

@@ -3,12 +3,14 @@
     cache = PagedCache(model.config, max_batch_size=4, max_seq_len=512)
     model.generate(**inputs, past_key_values=cache)
 
-A decode step needs nothing from the host: the first layer's ``update()`` advances lengths and slots in place, inside the
-compiled graph. Left padding is read once from the 2-D attention mask; any other hole is refused. For another, unrelated
-conversation call ``cache.reset()``. The layers share one session of the backend, so forwards on one cache must not overlap on two streams.
+A decode step needs nothing from the host: the first layer's ``update()`` advances lengths and slots in place,
+inside the compiled graph. Left padding is read once from the 2-D attention mask; any other hole is refused.
+For another, unrelated conversation call ``cache.reset()``. The layers share one session of the backend, so
+forwards on one cache must not overlap on two streams.
 
-A forward begins with the first layer that writes and is complete with the last one. One that raised in between leaves rows of which some layers
-hold more tokens than others: the cache refuses to go on until ``reset()``.
+A forward begins with the first layer that writes and is complete with the last one. One that raised in
+between leaves rows of which some layers hold more tokens than others: the cache refuses to go on
+until ``reset()``.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ from torchpaged.hf.support import require_made_by_user, require_paged_layers, re
 from torchpaged.hf.template import paged_layers
 from torchpaged.metadata import AttentionMetadata, BatchSizes, host_block_table, make_batch_tensors, slots_at
 
-_SHORT_QUERY_LEN = 8  # tokens per row that the decode kernels take at most: custom_ops/attention/triton/config.py, MAX_DECODE_QUERY_LEN
+# tokens per row that the decode kernels take at most:
+# custom_ops/attention/triton/config.py, MAX_DECODE_QUERY_LEN
+_SHORT_QUERY_LEN = 8
 
 
 class PagedCache(ChoosesBackend, CacheMasks):
@@ -42,17 +46,19 @@ class PagedCache(ChoosesBackend, CacheMasks):
         max_batch_size: rows at most; with beams or several return sequences, all of them.
         max_seq_len: tokens per row at most, prompt and new ones, padding included.
         block_size: tokens per block.
-        num_blocks: blocks per layer, the null block included; default: enough for ``max_batch_size`` full rows. A row takes its
-            ``ceil(max_seq_len / block_size)`` blocks when its batch arrives.
+        num_blocks: blocks per layer, the null block included; default: enough for ``max_batch_size`` full
+            rows. A row takes its ``ceil(max_seq_len / block_size)`` blocks when its batch arrives.
         backend: a name or "auto"; chosen when the first keys arrive (device and dtype are known then).
-        dense: gather keys and values and let SDPA attend: slower, for models that change cached values before attention.
+        dense: gather keys and values and let SDPA attend: slower, for models that change cached values
+            before attention.
 
     Attributes:
-        choice: which backend runs and why; set with the first keys. An automatic choice may change while the layers make their first calls,
-            which say what a config does not (soft cap, sinks, causality).
+        choice: which backend runs and why; set with the first keys. An automatic choice may change while the
+            layers make their first calls, which say what a config does not (soft cap, sinks, causality).
         session: what that backend keeps open for the layers.
 
-    The pools have the dtype of the keys; fp8 pools are for `torchpaged.PagedAttention` and the checked functions so far.
+    The pools have the dtype of the keys; fp8 pools are for `torchpaged.PagedAttention` and the checked
+    functions so far.
 
     Raises:
         ArgumentError: a size below 1.
@@ -94,7 +100,8 @@ class PagedCache(ChoosesBackend, CacheMasks):
             block_size,
             dense,
         )
-        # An encoder's keys, in a cache for cross attention, are context of the first query and must be complete before attention begins.
+        # An encoder's keys, in a cache for cross attention, are context of the first query and must be
+        # complete before attention begins.
         crosses = any(
             getattr(c, name, False)
             for c in (config, text_config)
@@ -124,11 +131,13 @@ class PagedCache(ChoosesBackend, CacheMasks):
         """For copies and pickles of an unused cache.
 
         Raises:
-            NotCopyableError: it has pools: they are places in this process's memory that layers, masks and compiled code know.
+            NotCopyableError: it has pools: they are places in this process's memory that layers, masks and
+                compiled code know.
         """
         if self.ready or any(layer.is_initialized for layer in self.paged):
             raise NotCopyableError(
-                "a PagedCache that was used can't be copied or pickled: its pools are places in this process's memory, known to "
+                "a PagedCache that was used can't be copied or pickled: its pools are places in this "
+                "process's memory, known to "
                 "compiled code; make a new PagedCache, and run the prompt through it"
             )
         return {**self.__dict__, "_pending": PendingPadding(self.name)}
@@ -153,7 +162,8 @@ class PagedCache(ChoosesBackend, CacheMasks):
 
     @torch.compiler.disable(reason=SET_UP)
     def prepare(self, key_states: Tensor, head_dim_v: int | None = None) -> None:
-        """Choose the backend, give each row its blocks, make the metadata tensors; once per batch, never traced."""
+        """Choose the backend, give each row its blocks, make the metadata tensors; once per batch,
+        never traced."""
         if self.ready:
             return
         batch = key_states.shape[0]
@@ -212,8 +222,9 @@ class PagedCache(ChoosesBackend, CacheMasks):
             self.query_starts = torch.zeros(
                 self.max_rows + 1, dtype=torch.int32, device=device
             )  # of a forward of more tokens than below
-            # Query starts of short forwards, by tokens per row, made once: attention reads them before the kernels ahead have ended, so that none
-            # may write them right in front of it, in compiled code either. Rows of whole 16 bytes.
+            # Query starts of short forwards, by tokens per row, made once: attention reads them before the
+            # kernels ahead have ended, so that none may write them right in front of it, in compiled code
+            # either. Rows of whole 16 bytes.
             width = -(-(self.max_rows + 1) // 4) * 4
             counts, rows = (
                 torch.arange(n, dtype=torch.int32, device=device) for n in (_SHORT_QUERY_LEN + 1, width)
@@ -245,7 +256,8 @@ class PagedCache(ChoosesBackend, CacheMasks):
 
     # ------------------------------------------------------------------------------------------- one forward
     def advance(self, layer: PagedLayer, batch: int, query_len: int) -> Tensor:
-        """The slots of this forward's tokens; the first layer moves the lengths on (in place, in the graph)."""
+        """The slots of this forward's tokens; the first layer moves the lengths on (in place, in
+        the graph)."""
         if self.dense:
             self.require_mask_of_own()
         self.order.enter(layer, query_len)
@@ -281,12 +293,16 @@ class PagedCache(ChoosesBackend, CacheMasks):
             self._require_complete()
             self._is_open = True
             self._num_forwards += 1
-        # Compiled by hand, a step has no host hook at all; there this assertion fires instead (on a GPU: device-side).
-        # torch has no public asynchronous assertion; tests/hf/test_refusals.py notices if this one goes.
+        # Compiled by hand, a step has no host hook at all; there this assertion fires instead (on a GPU:
+        # device-side). torch has no public asynchronous assertion; tests/hf/test_refusals.py notices if this
+        # one goes.
         fits = (self.total + query_len <= self.limit) & (self.total == self.written_total)
         torch._assert_async(
             fits,
-            "PagedCache: more tokens than max_seq_len, or a forward before did not complete; call cache.reset()",
+            (
+                "PagedCache: more tokens than max_seq_len, or a forward before did not complete; call "
+                "cache.reset()"
+            ),
         )
         self.total.add_(query_len)
         self.seq_lens[:batch].add_(query_len)
@@ -299,26 +315,30 @@ class PagedCache(ChoosesBackend, CacheMasks):
         """For a backend that plans: compiled code has no place for it."""
         if torch.compiler.is_compiling():
             raise BackendUnavailableError(
-                f"backend {self.choice.name!r} plans every step outside compiled code, and a compiled forward moves the lengths on inside; "
+                f"backend {self.choice.name!r} plans every step outside compiled code, and a compiled "
+                "forward moves the lengths on inside; "
                 "run the model eagerly, through torchpaged.engine.Generator, or on another backend"
             )
         self.session.plan(self.metadata_of(batch, query_len))
 
     def written(self, layer: PagedLayer) -> None:
-        """The last layer's word completes the forward: on the device, which compiled steps look at, and on the host."""
+        """The last layer's word completes the forward: on the device, which compiled steps look at, and on
+        the host."""
         if layer.is_last:
             self.written_total.copy_(self.total)
             if not torch.compiler.is_compiling():
                 self._is_open = False
 
     def first_use(self, layer: PagedLayer) -> None:
-        """A layer gets pools, or writes for the first time. After the first forward it is one that an incomplete first forward did not reach."""
+        """A layer gets pools, or writes for the first time. After the first forward it is one that an
+        incomplete first forward did not reach."""
         if self._num_forwards > 1:
             raise self._incomplete()
         self.order.use(layer)
 
     def _require_complete(self) -> None:
-        """Refuse a cache whose last forward raised between two layers. On a GPU a compiled one is found by `_advance_lengths`' assertion."""
+        """Refuse a cache whose last forward raised between two layers. On a GPU a compiled one is found by
+        `_advance_lengths`' assertion."""
         lost = self.ready and self.total.device.type == "cpu" and int(self.total) != int(self.written_total)
         if self._is_open or lost:
             raise self._incomplete()
@@ -333,7 +353,8 @@ class PagedCache(ChoosesBackend, CacheMasks):
         )
 
     def metadata_of(self, batch: int, query_len: int) -> AttentionMetadata:
-        """This forward as a batch of ``batch`` requests of ``query_len`` queries each, for attention alone."""
+        """This forward as a batch of ``batch`` requests of ``query_len`` queries each, for
+        attention alone."""
         if query_len == 1:
             starts = self.row_starts
         elif query_len <= _SHORT_QUERY_LEN:
@@ -349,7 +370,8 @@ class PagedCache(ChoosesBackend, CacheMasks):
         )
 
     def gather(self, pool: Tensor, batch: int) -> Tensor:
-        """Dense mode: every row's tokens by position (padding included), ``[batch, num_kv_heads, max_seq_len, head_dim]``."""
+        """Dense mode: every row's tokens by position (padding included), ``[batch, num_kv_heads,
+        max_seq_len, head_dim]``."""
         rows = pool[self.block_table[:batch].long()].flatten(1, 2)[:, : self.max_seq_len]
         padding = (self.total - self.seq_lens[:batch]).long()
         index = torch.arange(self.max_seq_len, device=pool.device)[None] - padding[:, None]
@@ -358,7 +380,8 @@ class PagedCache(ChoosesBackend, CacheMasks):
 
     # ------------------------------------------------------------------------------------- the mask machinery
     def mask_sizes(self, layer: PagedLayer, query_length: int) -> tuple[int, Any]:
-        """Runs right before the mask function; outside compiled code it is also where overlong rows are refused."""
+        """Runs right before the mask function; outside compiled code it is also where overlong rows
+        are refused."""
         self.order.announce(query_length)
         if not torch.compiler.is_compiling() and layer is self.paged[0]:
             self._require_room(query_length)
@@ -367,8 +390,9 @@ class PagedCache(ChoosesBackend, CacheMasks):
     def _require_room(self, query_length: int) -> None:
         """Refuse tokens past ``max_seq_len``.
 
-        Every call counts its tokens, so that compiled steps, which do not count on the host, stay covered by the hook before
-        them. A step may be counted twice: then the bound passes the limit early, and one read of ``total`` settles it.
+        Every call counts its tokens, so that compiled steps, which do not count on the host, stay covered by
+        the hook before them. A step may be counted twice: then the bound passes the limit early, and one read
+        of ``total`` settles it.
         """
         exact = self.ready and self.total.device.type == "cpu"
         if exact or self._bound + query_length > self.max_seq_len:
@@ -384,7 +408,8 @@ class PagedCache(ChoosesBackend, CacheMasks):
             )
 
     def length(self, layer: PagedLayer) -> Tensor | int:
-        """Tokens per row that ``layer`` has written, padding included: 0, or a 0-d tensor once there is one; never ``total`` itself, which moves on."""
+        """Tokens per row that ``layer`` has written, padding included: 0, or a 0-d tensor once there is one;
+        never ``total`` itself, which moves on."""
         if not self.ready:
             return 0
         return self.total - self.order.query_len if self.order.is_behind(layer) else self.total.clone()
@@ -395,6 +420,7 @@ class PagedCache(ChoosesBackend, CacheMasks):
         tokens = self.pool.num_usable * self.block_size
         per_token = num_bytes // (self.num_blocks * self.block_size)
         return (
-            f"{self.num_blocks} blocks of {self.block_size} tokens = {tokens} tokens in {len(self.paged)} paged layers, "
+            f"{self.num_blocks} blocks of {self.block_size} tokens = {tokens} tokens in {len(self.paged)} "
+            "paged layers, "
             f"{num_bytes / 2**30:.3f} GiB ({per_token} bytes per token)"
         )

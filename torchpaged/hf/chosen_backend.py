@@ -1,8 +1,10 @@
-"""The backend of a paged HuggingFace cache, chosen for what its layers really ask, and the session that they share.
+"""The backend of a paged HuggingFace cache, chosen for what its layers really ask, and the session that
+they share.
 
-A config says little about attention: soft cap, sinks, causality and each layer's widths are arguments of the layers' calls. So a first choice
-is made from what is known before anything is written, and every kind of call is then held to what the backend declares. A kind that comes anew
-with an eager forward may change an automatic choice, since all backends write the same cache; a backend that was named is refused.
+A config says little about attention: soft cap, sinks, causality and each layer's widths are arguments of the
+layers' calls. So a first choice is made from what is known before anything is written, and every kind of call
+is then held to what the backend declares. A kind that comes anew with an eager forward may change an
+automatic choice, since all backends write the same cache; a backend that was named is refused.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ from torchpaged.custom_ops.errors import BackendUnavailableError
 def config_spec(
     config: Any, layer: Any, key_states: Tensor, head_dim_v: int | None, block_size: int
 ) -> AttentionSpec:
-    """What a `PagedLayer` will ask for, as far as the config and the first keys ``[batch, num_kv_heads, *, head_dim]`` tell."""
+    """What a `PagedLayer` will ask for, as far as the config and the first keys ``[batch, num_kv_heads, *,
+    head_dim]`` tell."""
     num_kv_heads, head_dim = key_states.shape[1], key_states.shape[3]
     return attention_spec(
         device=key_states.device,
@@ -70,7 +73,8 @@ class ChoosesBackend:
         """Choose for these specs alone.
 
         Raises:
-            BackendUnavailableError: the named backend can't run them all, or none can; the choice before stays.
+            BackendUnavailableError: the named backend can't run them all, or none can; the choice
+                before stays.
         """
         wanted = dict.fromkeys(specs)
         choice = select_backend(list(wanted), self._backend)
@@ -119,7 +123,8 @@ def hold_to_backend(
     sinks: Tensor | None,
     scale: float | None = None,
 ) -> None:
-    """Hold a layer's call to what the backend of its cache declares; host facts only, and once per layer and kind of call.
+    """Hold a layer's call to what the backend of its cache declares; host facts only, and once per layer and
+    kind of call.
 
     Args:
         layer: the `PagedLayer`; it remembers the kind.
@@ -140,7 +145,8 @@ def hold_to_backend(
             feature = "bidirectional attention" if not causal and not able.bidirectional else feature
             if feature is not None:
                 raise BackendUnavailableError(
-                    f"backend {owner.choice.name!r} cannot run this attention: {feature} is not supported; run a forward eagerly first"
+                    f"backend {owner.choice.name!r} cannot run this attention: {feature} is not supported; "
+                    "run a forward eagerly first"
                 )
         return
     kind = (query.dtype, query.shape[1], query.shape[3], causal, window, softcap, sinks is None, scale)

@@ -1,12 +1,15 @@
-"""Regional compilation: the repeated decoder layer is compiled once, not the whole model; minutes become seconds when cold.
+"""Regional compilation: the repeated decoder layer is compiled once, not the whole model; minutes become
+seconds when cold.
 
     torchpaged.hf.fuse(model)                     # optional, first
-    torchpaged.hf.compile_layers(model)           # before the engine or the graph runner is built, which then take compile=False
+    # before the engine or the graph runner is built, which then take compile=False
+    torchpaged.hf.compile_layers(model)
     generator = Generator(model, compile=False)
     torchpaged.hf.uncompile_layers(model)         # as it was
 
-Only decode steps over paged caches are compiled, once per batch size and kind of layer (a model that alternates sliding and full attention has
-two). Embedding, final norm and lm_head run as they are. See docs/compile.md for what makes layers share one compilation.
+Only decode steps over paged caches are compiled, once per batch size and kind of layer (a model that
+alternates sliding and full attention has two). Embedding, final norm and lm_head run as they are. See
+docs/compile.md for what makes layers share one compilation.
 """
 
 from __future__ import annotations
@@ -29,7 +32,8 @@ Forward = Callable[..., Any]
 
 
 class _Compiler:
-    """The compiled forms of the layers of one model: one per forward function and batch shape, shared by all layers."""
+    """The compiled forms of the layers of one model: one per forward function and batch shape, shared by
+    all layers."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         self._options = options
@@ -55,7 +59,8 @@ def _copy(forward: Forward, shape: torch.Size) -> Forward:
 
 
 def _decodes(cache: Any, index: int, hidden_states: Tensor) -> PagedLayer | None:
-    """The paged layer of a decode step, else None. A host decision from shapes and flags that a captured graph may keep."""
+    """The paged layer of a decode step, else None. A host decision from shapes and flags that a captured
+    graph may keep."""
     layers = getattr(cache, "layers", None)
     layer = layers[index] if layers is not None and index < len(layers) else None
     if (
@@ -101,7 +106,8 @@ def compile_layers(model: PreTrainedModel, **options: Any) -> int:
 
     Raises:
         ArgumentError: they are prepared already.
-        UnsupportedModelError: no decoder layers were found, or one does not say which layer of the cache is its own.
+        UnsupportedModelError: no decoder layers were found, or one does not say which layer of the cache is
+            its own.
     """
     base: Any = model.get_decoder()
     layers = getattr(base, "layers", None)
@@ -125,7 +131,8 @@ def compile_layers(model: PreTrainedModel, **options: Any) -> int:
         }
         if len(found) != 1:
             raise UnsupportedModelError(
-                f"{type(model).__name__}: layers.{position} ({type(layer).__name__}) names {len(found)} layers of the cache, expected 1"
+                f"{type(model).__name__}: layers.{position} ({type(layer).__name__}) names {len(found)} "
+                "layers of the cache, expected 1"
             )
         indices.append(found.pop())
     compiler = _Compiler(options)

@@ -1,7 +1,8 @@
 """PagedLayer: one attention layer of a paged HuggingFace cache.
 
-``update()`` writes the new keys and values and returns *the pools themselves*; they carry the layer they belong to, so that the
-attention function knows a paged call by its key and value alone: no global state, no layer index, no wrapper around generate().
+``update()`` writes the new keys and values and returns *the pools themselves*; they carry the layer they
+belong to, so that the attention function knows a paged call by its key and value alone: no global state, no
+layer index, no wrapper around generate().
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ from torchpaged.hf.chosen_backend import config_spec
 from torchpaged.hf.watched_pool import WatchedPool, watch
 from torchpaged.metadata import AttentionMetadata
 
-#: Why set-up is not traced, and what to do: the reason of a graph break, or of dynamo's error with ``fullgraph=True``.
+#: Why set-up is not traced, and what to do: the reason of a graph break, or of dynamo's error
+#: with ``fullgraph=True``.
 SET_UP = (
-    "PagedCache: the pools can't be made inside compiled code; run the first forward eagerly (generate() does), or call "
+    "PagedCache: the pools can't be made inside compiled code; run the first forward eagerly (generate() "
+    "does), or call "
     "cache.early_initialization(batch_size, num_kv_heads, head_dim, dtype, device) before"
 )
 
@@ -43,7 +46,8 @@ class PagedOwner(Protocol):
     )
 
     def prepare(self, key_states: Tensor, head_dim_v: int | None = None) -> None:
-        """Set up everything that depends on the device and the batch, once; ``head_dim_v`` if it is not the keys'."""
+        """Set up everything that depends on the device and the batch, once; ``head_dim_v`` if it is not
+        the keys'."""
 
     def require(self, spec: AttentionSpec) -> None:
         """Hold the backend to what a layer asks."""
@@ -52,8 +56,8 @@ class PagedOwner(Protocol):
         """Give ``layer`` what the session keeps for layers of ``spec``."""
 
     def advance(self, layer: PagedLayer, batch: int, query_len: int) -> Tensor:
-        """Before ``layer`` writes: the first layer of a forward moves the lengths on by ``query_len`` tokens per row. Gives the slot of every
-        new token, ``[batch * query_len]`` int64."""
+        """Before ``layer`` writes: the first layer of a forward moves the lengths on by ``query_len`` tokens
+        per row. Gives the slot of every new token, ``[batch * query_len]`` int64."""
 
     def written(self, layer: PagedLayer) -> None:
         """``layer`` has written this forward's tokens."""
@@ -133,13 +137,15 @@ class PagedLayer(CacheLayerMixin):
             )
         self.adopt(stored, pools)
 
-    # What a layer of another kind has of its own, see `torchpaged.cache.kinds`; with `attention_spec`, and `write` if the op ``write_kv`` is not its.
+    # What a layer of another kind has of its own, see `torchpaged.cache.kinds`; with `attention_spec`, and
+    # `write` if the op ``write_kv`` is not its.
     def stored_by(self, key_states: Tensor, value_states: Tensor) -> LayerSpec:
         """What the layer's pools must hold for keys and values of these shapes."""
         return KVLayerSpec(key_states.shape[1], key_states.shape[3], value_states.shape[3])
 
     def keys_and_values(self, pools: Any) -> tuple[Tensor, Tensor]:
-        """What attention reads and `write` fills: ``[num_blocks, block_size, num_kv_heads, head_dim(_v)]`` of ``pools``, or views into them."""
+        """What attention reads and `write` fills: ``[num_blocks, block_size, num_kv_heads, head_dim(_v)]`` of
+        ``pools``, or views into them."""
         return pools.k_cache, pools.v_cache
 
     def attention_spec(self, config: Any, key_states: Tensor, head_dim_v: int | None) -> AttentionSpec:
@@ -174,14 +180,16 @@ class PagedLayer(CacheLayerMixin):
 
     @property
     def writes_query_tokens(self) -> bool:
-        """``are_query_tokens`` of this layer's writes. The first layer moves the step on right in front of its write, by ordinary kernels that the
-        attention must not overtake: its write holds the attention back."""
+        """``are_query_tokens`` of this layer's writes. The first layer moves the step on right in front of
+        its write, by ordinary kernels that the attention must not overtake: its write holds the
+        attention back."""
         return self.owner.keys_of_queries and not self.is_first
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Write ``[batch, num_kv_heads, query_len, head_dim]`` and return the pools (or dense copies, in dense mode)."""
+        """Write ``[batch, num_kv_heads, query_len, head_dim]`` and return the pools (or dense copies, in
+        dense mode)."""
         pools = self.write(key_states, value_states)
         self.complete()
         return pools
@@ -189,7 +197,8 @@ class PagedLayer(CacheLayerMixin):
     def complete(self) -> None:
         """Say that this forward's tokens are written; the last layer's word completes the forward.
 
-        Behind `write` in `update`. A compiled layer leaves it to the caller: being the last one would make it a kind of its own.
+        Behind `write` in `update`. A compiled layer leaves it to the caller: being the last one would make it
+        a kind of its own.
         """
         self.owner.written(self)
 
@@ -233,9 +242,15 @@ class PagedLayer(CacheLayerMixin):
             ):
                 raise ArgumentError(
                     name,
-                    f"{heads} heads of {width}, {pool.dtype} on {pool.device}, as this cache's layer {self.index} was made for",
+                    (
+                        f"{heads} heads of {width}, {pool.dtype} on {pool.device}, as this cache's layer "
+                        f"{self.index} was made for"
+                    ),
                     f"{states.shape[1]} heads of {states.shape[3]}, {states.dtype} on {states.device}",
-                    "a cache keeps the layout of the model that used it first: make a new PagedCache of the model's config",
+                    (
+                        "a cache keeps the layout of the model that used it first: make a new PagedCache "
+                        "of the model's config"
+                    ),
                 )
 
     def watch_again(self) -> None:
@@ -255,7 +270,8 @@ class PagedLayer(CacheLayerMixin):
         ):
             if key.pool is not self.keys or value.pool is not self.values:
                 raise UnsupportedModelError(
-                    f"{self.owner.name}: layer {self.index} attends with other than its cached keys and values in their places; "
+                    f"{self.owner.name}: layer {self.index} attends with other than its cached keys and "
+                    "values in their places; "
                     "use PagedCache(..., dense=True)"
                 )
             self._watched = True
@@ -267,7 +283,8 @@ class PagedLayer(CacheLayerMixin):
         return self.owner.mask_sizes(self, query_length)
 
     def get_seq_length(self) -> int:
-        """Tokens that this layer has seen; a 0-d tensor once initialised, so that no guard ever sees a changing int."""
+        """Tokens that this layer has seen; a 0-d tensor once initialised, so that no guard ever sees a
+        changing int."""
         return self.owner.length(self)  # type: ignore[return-value]
 
     def get_max_length(self) -> int:
@@ -294,7 +311,8 @@ class PagedLayer(CacheLayerMixin):
 class LayerCache:
     """A cache as one decoder layer sees it: the layer's own pools, whatever index it names.
 
-    A compiled layer that is given this instead of the whole cache does not depend on its index, so that all layers share the code.
+    A compiled layer that is given this instead of the whole cache does not depend on its index, so that all
+    layers share the code.
     """
 
     def __init__(self, layer: PagedLayer) -> None:
@@ -303,7 +321,8 @@ class LayerCache:
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """`PagedLayer.write`; ``layer_idx`` is not looked at. `compile_layers` completes the layer outside the compiled region."""
+        """`PagedLayer.write`; ``layer_idx`` is not looked at. `compile_layers` completes the layer outside
+        the compiled region."""
         return self.layer.write(key_states, value_states)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

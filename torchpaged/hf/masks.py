@@ -1,4 +1,5 @@
-"""Reading HuggingFace's masks on the host: what paging can express (causality, window, chunk, left padding), and refusing the rest."""
+"""Reading HuggingFace's masks on the host: what paging can express (causality, window, chunk, left padding),
+and refusing the rest."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ class MaskKind(NamedTuple):
 
 
 def is_causal(mask_function: Any) -> bool:
-    """Whether transformers' mask function is one of its causal ones; by identity, as compiled code can tell it."""
+    """Whether transformers' mask function is one of its causal ones; by identity, as compiled code can
+    tell it."""
     return mask_function is not bidirectional_mask_function
 
 
@@ -59,13 +61,16 @@ def kinds_of(
     layers: Iterable[tuple[int | None, int | None]],
     device: torch.device | str = "cpu",
 ) -> set[MaskKind]:
-    """The kinds of mask that ``mask_function`` may be: one, or several that a prompt this short can't tell apart.
+    """The kinds of mask that ``mask_function`` may be: one, or several that a prompt this short can't
+    tell apart.
 
-    The function is opaque (a causal one, or one with an overlay: bidirectional image tokens, a prefix, packed sequences), so it is
-    asked: on a grid of positions of every row it must agree with a mask that paged attention can apply.
+    The function is opaque (a causal one, or one with an overlay: bidirectional image tokens, a prefix, packed
+    sequences), so it is asked: on a grid of positions of every row it must agree with a mask that paged
+    attention can apply.
 
     Args:
-        mask_function: transformers' ``(batch, head, query, key) -> bool`` over positions, padding included; None = causal.
+        mask_function: transformers' ``(batch, head, query, key) -> bool`` over positions, padding included;
+            None = causal.
         local_size: the window or chunk that transformers gives beside it, in tokens.
         query_length: tokens per row of this forward.
         padding: left padding of each row; its tokens are not looked at.
@@ -80,7 +85,8 @@ def kinds_of(
     candidates = {MaskKind(True, window, chunk) for window, chunk in pairs} | {MaskKind(False)}
     if mask_function is None:
         return {MaskKind()}
-    # Further than the prompt, so that a window shows that is longer than it; a mask over the prompt's own tokens can't be asked there.
+    # Further than the prompt, so that a window shows that is longer than it; a mask over the prompt's own
+    # tokens can't be asked there.
     reach = max([query_length, *(2 * (size or 0) + 2 for pair in pairs for size in pair)])
     for length in dict.fromkeys((reach, query_length)):
         try:
@@ -92,7 +98,8 @@ def kinds_of(
         if kinds:
             return kinds
     raise UnsupportedModelError(
-        "the model combines its causal mask with another one (image tokens, a prefix, packed sequences?), which paged attention "
+        "the model combines its causal mask with another one (image tokens, a prefix, packed sequences?), "
+        "which paged attention "
         f"does not express (local_size={local_size}); use PagedCache(..., dense=True)"
     )
 

@@ -1,10 +1,12 @@
-"""PagedModel: a HuggingFace causal LM as a callable over packed tokens: what the engine and the graph runner drive.
+"""PagedModel: a HuggingFace causal LM as a callable over packed tokens: what the engine and the graph
+runner drive.
 
     paged = PagedModel(model, num_blocks=512)
     logits = paged(input_ids, metadata, logits_indices)   # [num_tokens] in, [num_reqs, vocab] out
 
-The model runs as one row ``[1, num_tokens]`` of concatenated requests with explicit positions; each attention layer makes one
-``write_kv`` and one ``paged_attention`` call with the metadata given. No mask is built, nothing is read on the host.
+The model runs as one row ``[1, num_tokens]`` of concatenated requests with explicit positions; each attention
+layer makes one ``write_kv`` and one ``paged_attention`` call with the metadata given. No mask is built,
+nothing is read on the host.
 """
 
 from __future__ import annotations
@@ -37,20 +39,23 @@ class PagedModel:
         memory_budget: bytes for all pools together.
         block_size: tokens per block.
         backend: a name or "auto".
-        limits: the largest batches to come, for the backend's session: ``max_num_reqs``, ``max_num_tokens``, ``max_blocks_per_req``. None, and where
-            one is None: 1024 requests, any number of tokens, as many blocks as there are.
+        limits: the largest batches to come, for the backend's session: ``max_num_reqs``, ``max_num_tokens``,
+            ``max_blocks_per_req``. None, and where one is None: 1024 requests, any number of tokens, as many
+            blocks as there are.
 
-    The pools have the dtype of the model's keys; fp8 pools are for `torchpaged.PagedAttention` and the checked functions so far.
+    The pools have the dtype of the model's keys; fp8 pools are for `torchpaged.PagedAttention` and the
+    checked functions so far.
 
     Attributes:
         kv_cache: the `PagedKVCache`.
         choice: which backend runs and why.
-        session: what it keeps open for the layers, whoever runs them: steps must not overlap on different streams.
+        session: what it keeps open for the layers, whoever runs them: steps must not overlap on
+            different streams.
         vocab_size, max_position_embeddings, eos_token_ids, device: facts of the model.
 
     Raises:
-        UnsupportedModelError: the model ignores the attention interface or keeps states that can't be paged; by name, with the
-            reason.
+        UnsupportedModelError: the model ignores the attention interface or keeps states that can't be paged;
+            by name, with the reason.
     """
 
     def __init__(
@@ -124,7 +129,8 @@ class PagedModel:
             ``[num_reqs or num_tokens, vocab_size]`` logits.
 
         Raises:
-            ArgumentError: the batch was made for another block size than the cache's, has no positions or slots, or is over the limits.
+            ArgumentError: the batch was made for another block size than the cache's, has no positions or
+                slots, or is over the limits.
         """
         metadata.check_block_size(self.kv_cache.block_size)
         if metadata.positions is None or metadata.slot_mapping is None:
@@ -159,7 +165,8 @@ class PagedModel:
 def _probe(model: PreTrainedModel, config: Any, block_size: int) -> tuple[list[LayerSpec], StepCache]:
     """What each layer stores, and the cache that knows it and what the layers ask of a backend.
 
-    Found by one padding token: exact for any architecture, whatever its config calls things. The reference takes every attention.
+    Found by one padding token: exact for any architecture, whatever its config calls things. The reference
+    takes every attention.
     """
     cache = StepCache(config, Limits(1, 1, 1, num_blocks=2, block_size=block_size), block_size, "reference")
     cache.metadata = padding_step(model.device)

@@ -1,7 +1,8 @@
-"""Which layers a cache needs, by HuggingFace's own word: a StaticCache is built from the config and its layers swapped.
+"""Which layers a cache needs, by HuggingFace's own word: a StaticCache is built from the config and its
+layers swapped.
 
-``StaticCache(config)`` knows every architecture's layer kinds (full, sliding, chunked, linear, hybrid); the helper behind it
-changed its signature between transformers 5.17 and 5.23, the class did not.
+``StaticCache(config)`` knows every architecture's layer kinds (full, sliding, chunked, linear, hybrid); the
+helper behind it changed its signature between transformers 5.17 and 5.23, the class did not.
 """
 
 from __future__ import annotations
@@ -77,7 +78,8 @@ def _of_registered_kind(owner: PagedOwner, index: int, config: Any, template: An
 
 
 def paged_layers(config: Any, max_seq_len: int, owner: PagedOwner) -> list[Any]:
-    """The layers of a paged cache for ``config``: those of a registered kind its own, attention layers paged, linear ones HuggingFace's own.
+    """The layers of a paged cache for ``config``: those of a registered kind its own, attention layers paged,
+    linear ones HuggingFace's own.
 
     Raises:
         UnsupportedModelError: the architecture keeps something in its cache that can be neither.
@@ -88,7 +90,8 @@ def paged_layers(config: Any, max_seq_len: int, owner: PagedOwner) -> list[Any]:
             template = StaticCache(config=config, max_cache_len=max_seq_len).layers
     except Exception as error:  # transformers has no cache of fixed size for it either
         raise UnsupportedModelError(
-            f"{config.model_type}: transformers' StaticCache, from which the layers are read, can't be built for it "
+            f"{config.model_type}: transformers' StaticCache, from which the layers are read, can't be "
+            "built for it "
             f"({type(error).__name__}: {error}); use DynamicCache(config=model.config)"
         ) from error
     for index, layer in enumerate(template):
@@ -98,7 +101,8 @@ def paged_layers(config: Any, max_seq_len: int, owner: PagedOwner) -> list[Any]:
             layers.append(own)
         elif isinstance(layer, StaticIndexedLayer):
             raise UnsupportedModelError(
-                f"{config.model_type}: layer {index} caches an indexer (sparse attention), which is not supported yet"
+                f"{config.model_type}: layer {index} caches an indexer (sparse attention), which is not "
+                "supported yet"
             )
         elif isinstance(layer, LinearAttentionCacheLayerMixin) and isinstance(layer, StaticLayer):
             layers.append(HybridPagedLayer(owner, index, window, chunk, layer.number_of_states))

@@ -1,9 +1,11 @@
 """AttentionMetadata: one batch of requests as tensors, in vLLM's words.
 
-    metadata = AttentionMetadata.from_lists(query_lens=[1, 5], seq_lens=[33, 5], block_tables=[[4, 7, 2], [9]], block_size=16)
+    metadata = AttentionMetadata.from_lists(query_lens=[1, 5], seq_lens=[33, 5],
+                                            block_tables=[[4, 7, 2], [9]], block_size=16)
 
-``seq_lens`` counts the KV tokens of a request *including* the ones this step adds, so the new tokens of request ``r`` sit at
-positions ``seq_lens[r] - query_lens[r] ... seq_lens[r] - 1``. The tensors may be slices of static buffers (graphs/).
+``seq_lens`` counts the KV tokens of a request *including* the ones this step adds, so the new tokens of
+request ``r`` sit at positions ``seq_lens[r] - query_lens[r] ... seq_lens[r] - 1``. The tensors may be slices
+of static buffers (graphs/).
 """
 
 from __future__ import annotations
@@ -28,16 +30,18 @@ class AttentionMetadata:
     """What one attention step needs to know about its batch; every layer shares it.
 
     Attributes:
-        block_table: ``[num_reqs, max_blocks_per_req]`` int32; entries past a request's last block may be garbage.
+        block_table: ``[num_reqs, max_blocks_per_req]`` int32; entries past a request's last block may
+            be garbage.
         seq_lens: ``[num_reqs]`` int32, KV tokens including this step's; 0 = padding row.
-        query_start_loc: ``[num_reqs + 1]`` int32, first token of each request in the packed batch (``cu_seqlens_q``
-            elsewhere); the tail repeats the last value.
-        slot_mapping: ``[num_tokens]`` int64, ``block * block_size + offset`` of every token; -1 = write nothing. None where attention alone is
-            described: a `torchpaged.hf.PagedCache` gives each write its slots.
+        query_start_loc: ``[num_reqs + 1]`` int32, first token of each request in the packed batch
+            (``cu_seqlens_q`` elsewhere); the tail repeats the last value.
+        slot_mapping: ``[num_tokens]`` int64, ``block * block_size + offset`` of every token; -1 = write
+            nothing. None where attention alone is described: a `torchpaged.hf.PagedCache` gives each write
+            its slots.
         positions: ``[num_tokens]`` int64, each token's position in its sequence; None likewise.
         max_query_len: host int, an upper bound of the query lengths; 1 marks a decode batch.
-        block_size: host int, the tokens per block that ``slot_mapping`` and ``block_table`` were made for; None = nobody said. A cache of
-            another block size is refused (`check_block_size`).
+        block_size: host int, the tokens per block that ``slot_mapping`` and ``block_table`` were made for;
+            None = nobody said. A cache of another block size is refused (`check_block_size`).
     """
 
     block_table: Tensor
@@ -55,10 +59,12 @@ class AttentionMetadata:
 
     @property
     def num_tokens(self) -> int:
-        """Query tokens in the batch, padding included; raises ValueError where there is no ``slot_mapping``."""
+        """Query tokens in the batch, padding included; raises ValueError where there is
+        no ``slot_mapping``."""
         if self.slot_mapping is None:
             raise ValueError(
-                "slot_mapping: expected the slots of the batch's tokens, got None: this batch describes attention alone"
+                "slot_mapping: expected the slots of the batch's tokens, got None: this batch describes "
+                "attention alone"
             )
         return self.slot_mapping.shape[0]
 
@@ -79,7 +85,8 @@ class AttentionMetadata:
         return cls(**fields, max_query_len=max_query_len, block_size=block_size)
 
     def check_block_size(self, block_size: int) -> None:
-        """Refuse a cache whose blocks hold ``block_size`` tokens if the batch was made for another size. Host ints only: it may be traced.
+        """Refuse a cache whose blocks hold ``block_size`` tokens if the batch was made for another size. Host
+        ints only: it may be traced.
 
         Raises:
             ArgumentError: they differ. In a traced call dynamo's own error.
@@ -89,7 +96,8 @@ class AttentionMetadata:
                 torch.compiler.is_compiling()
             ):  # dynamo can't make an ArgumentError, and its own error quotes this one
                 raise ValueError(
-                    f"kv_cache: expected blocks of {self.block_size} tokens, as this batch was made for, got blocks of {block_size}"
+                    f"kv_cache: expected blocks of {self.block_size} tokens, as this batch was made for, "
+                    f"got blocks of {block_size}"
                 )
             raise ArgumentError(
                 "kv_cache",
@@ -116,7 +124,8 @@ class AttentionMetadata:
         Args:
             query_lens: new tokens of each request.
             seq_lens: KV tokens of each request, the new ones included.
-            block_tables: the blocks each request owns, in order; at least ``ceil(seq_len / block_size)`` each.
+            block_tables: the blocks each request owns, in order; at least ``ceil(seq_len / block_size)``
+                each.
             block_size: tokens per block.
             num_blocks: blocks in the pool, to check ids against; None skips that check.
             max_blocks_per_req: width of the table; default: the longest row.
@@ -158,7 +167,8 @@ class AttentionMetadata:
 
 
 class HostLengths(NamedTuple):
-    """Lengths of a batch as the host knows them, for a backend that plans there: without them it would have to read the device."""
+    """Lengths of a batch as the host knows them, for a backend that plans there: without them it would have
+    to read the device."""
 
     query_lens: Sequence[int]
     seq_lens: Sequence[int]

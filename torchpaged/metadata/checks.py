@@ -17,7 +17,8 @@ def check_batch(
 ) -> None:
     """Refuse a batch whose lengths and blocks do not fit together; raises `ArgumentError`.
 
-    That includes a block twice in one request, and two requests that write one slot. Shared blocks that are only read are fine.
+    That includes a block twice in one request, and two requests that write one slot. Shared blocks that are
+    only read are fine.
     """
     if not isinstance(block_size, numbers.Integral) or isinstance(block_size, bool) or block_size < 1:
         raise ArgumentError("block_size", "an int of at least 1 token", repr(block_size))
@@ -75,7 +76,10 @@ def _check_one_writer(
                     raise ArgumentError(
                         "block_tables",
                         "one request per slot that is written",
-                        f"rows {other} and {row}, which both write slot {max(start, other_start)} of block {block}",
+                        (
+                            f"rows {other} and {row}, which both write slot {max(start, other_start)} of "
+                            f"block {block}"
+                        ),
                         "requests may share blocks they only read; give each a block of its own to write",
                     )
             writers[block].append((start, end, row))

@@ -1,4 +1,5 @@
-"""Every tensor of a batch, described once: name, dtype, axes and padding. Whoever keeps a batch in tensors of its own allocates, slices and pads by it.
+"""Every tensor of a batch, described once: name, dtype, axes and padding. Whoever keeps a batch in tensors of
+its own allocates, slices and pads by it.
 
 sizes = BatchSizes(num_reqs=8, num_tokens=8, max_blocks_per_req=128)
 tensors = make_batch_tensors(METADATA_FIELDS, sizes, "cuda")     # padding, all of it
@@ -29,7 +30,8 @@ class BatchField(NamedTuple):
         name: as in `AttentionMetadata`.
         dtype: of its numbers.
         axes: the sizes of its dimensions, by name: fields of `BatchSizes`, or ``num_reqs + 1``.
-        padding: the value of requests and tokens that are not there; None: the last value before them, 0 where there is none.
+        padding: the value of requests and tokens that are not there; None: the last value before them, 0
+            where there is none.
     """
 
     name: str
@@ -84,6 +86,7 @@ def make_batch_tensors(
 
 
 def pad_batch_tensors(tensors: Mapping[str, Tensor], sizes: BatchSizes) -> None:
-    """Make the first requests and tokens of ``tensors`` padding, in place: a step over them writes nothing and reads nothing."""
+    """Make the first requests and tokens of ``tensors`` padding, in place: a step over them writes nothing
+    and reads nothing."""
     for name, tensor in tensors.items():
         FIELDS[name].view(tensor, sizes).fill_(FIELDS[name].padding or 0)

@@ -13,7 +13,8 @@ from torchpaged.metadata.fields import FIELDS
 def to_device(
     numbers: Sequence[int] | Sequence[float], dtype: torch.dtype, device: torch.device | str
 ) -> Tensor:
-    """Host numbers as a tensor ``[len(numbers)]`` on ``device``; the copy to a GPU is from pinned memory, so that nothing waits."""
+    """Host numbers as a tensor ``[len(numbers)]`` on ``device``; the copy to a GPU is from pinned memory, so
+    that nothing waits."""
     if not isinstance(device, torch.device):  # a step on the host calls this often
         device = torch.device(device)
     return torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)

@@ -1,6 +1,8 @@
-"""Batches for tests of attention: named lengths, shuffled blocks, garbage table tails, NaN in memory that was never written.
+"""Batches for tests of attention: named lengths, shuffled blocks, garbage table tails, NaN in memory that was
+never written.
 
-Part of `torchpaged.testing`, which gives out its names. Where the numbers lie (padding, order, offsets): pools.py.
+Part of `torchpaged.testing`, which gives out its names. Where the numbers lie (padding, order,
+offsets): pools.py.
 """
 
 from __future__ import annotations
@@ -53,7 +55,8 @@ BATCH_SPECS: dict[str, BatchSpec] = {spec.name: spec for spec in _SPECS}
 
 @dataclass
 class Batch:
-    """Tensors of one attention call (shapes: ``torchpaged.custom_ops.registry``) and the dense keys/values behind them."""
+    """Tensors of one attention call (shapes: ``torchpaged.custom_ops.registry``) and the dense keys/values
+    behind them."""
 
     spec: BatchSpec
     q: Tensor
@@ -114,7 +117,8 @@ def make_batch(
 
     Args:
         spec: lengths of the requests.
-        num_heads, num_kv_heads, head_dim, head_dim_v, block_size: the model's and the pools' sizes; ``head_dim_v`` None: ``head_dim``.
+        num_heads, num_kv_heads, head_dim, head_dim_v, block_size: the model's and the pools' sizes;
+            ``head_dim_v`` None: ``head_dim``.
         dtype: of q, and of the pools unless ``kv_dtype`` is given.
         device: where all tensors are.
         seed: of the numbers and of the order of the blocks.
@@ -123,7 +127,8 @@ def make_batch(
         sinks: one per head, of ``dtype``, in `Batch.extras`.
         alibi: slopes per head, float32, in `Batch.extras`.
         kv_dtype: of the pools: ``dtype``, ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
-        scales: of an fp8 pool, as ``k_scale`` and ``v_scale`` in `Batch.extras`: "none", "one" or "per_head"; float32.
+        scales: of an fp8 pool, as ``k_scale`` and ``v_scale`` in `Batch.extras`: "none", "one" or
+            "per_head"; float32.
         layout: of both pools.
         q_padding: numbers between tokens of q, between heads, and before the first.
         columns: of the block table, instead of ``extra_columns``.
@@ -132,7 +137,8 @@ def make_batch(
         scale: of the scores; None: ``head_dim**-0.5``.
 
     Raises:
-        ValueError: the requests don't fit ``columns``, ``num_blocks`` or ``max_query_len``, or scales without an fp8 pool.
+        ValueError: the requests don't fit ``columns``, ``num_blocks`` or ``max_query_len``, or scales without
+            an fp8 pool.
     """
     generator = torch.Generator().manual_seed(seed)
     head_dim_v, kv_dtype = head_dim if head_dim_v is None else head_dim_v, kv_dtype or dtype
@@ -144,7 +150,8 @@ def make_batch(
     max_query_len = longest if max_query_len is None else max_query_len
     if max(0, *used, 0) > columns or sum(used) >= num_blocks or longest > max_query_len:
         raise ValueError(
-            f"{spec} doesn't fit {columns} columns, {num_blocks} blocks of {block_size}, queries of {max_query_len}"
+            f"{spec} doesn't fit {columns} columns, {num_blocks} blocks of {block_size}, queries of "
+            f"{max_query_len}"
         )
     if scales not in ("none", "one", "per_head") or (scales != "none" and kv_dtype not in FP8_DTYPES):
         raise ValueError(

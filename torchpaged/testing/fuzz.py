@@ -1,9 +1,11 @@
-"""Random attention configurations and batches, each out of one integer seed; what runs and checks them: fuzz_case.py.
+"""Random attention configurations and batches, each out of one integer seed; what runs and checks
+them: fuzz_case.py.
 
     configuration = random_configuration(seed, backends=("cuda", "triton"))
     batch = random_batch(configuration, index)
 
-A configuration is everything that a kernel is compiled for, so each costs a compile; its batches differ in lengths, tables and numbers.
+A configuration is everything that a kernel is compiled for, so each costs a compile; its batches differ in
+lengths, tables and numbers.
 """
 
 from __future__ import annotations
@@ -51,7 +53,8 @@ def _query_lens(r: random.Random, kernel: str, small: bool) -> tuple[int, int]:
 
 
 def _paddings(r: random.Random, unit: int) -> tuple[int, int, int]:
-    """Between tokens, between heads, before the first: multiples of ``unit`` numbers, each of them often none."""
+    """Between tokens, between heads, before the first: multiples of ``unit`` numbers, each of them
+    often none."""
     return (r.choice((0, 0, 1, 2, 5)) * unit, r.choice((0, 0, 0, 1, 3)) * unit, r.choice((0, 0, 1, 3)) * unit)
 
 
@@ -81,14 +84,17 @@ def random_configuration(
 ) -> Configuration:
     """The configuration of a seed.
 
-    Two of five are for the CUDA C++ decode kernel, if ``backends`` name it. Three of five others have addresses and strides that are multiples of 16 bytes and widths of 16 numbers, since vectorised kernels decline others.
+    Two of five are for the CUDA C++ decode kernel, if ``backends`` name it. Three of five others have
+    addresses and strides that are multiples of 16 bytes and widths of 16 numbers, since vectorised kernels
+    decline others.
 
     Args:
         seed: any integer.
         backends: names in `torchpaged.custom_ops.BACKEND_OPS` to choose from.
         captures: whether a fifth is captured into CUDA graphs.
         small: lengths and heads for a CPU.
-        aim: a name in `torchpaged.testing.fuzz_aims.AIMS`: all are for one kernel, whatever ``backends`` says; "" for any.
+        aim: a name in `torchpaged.testing.fuzz_aims.AIMS`: all are for one kernel, whatever ``backends``
+            says; "" for any.
     """
     if aim:
         r = random.Random(f"{aim}/{seed}")
@@ -102,8 +108,9 @@ def random_configuration(
 
 
 def _fits_cuda_decode(c: Configuration) -> bool:
-    """Whether the CUDA C++ decode kernel takes it on a GPU of compute capability 9.0, as far as a configuration says: as `specialise.refuse`, and
-    aligned. Written out, since a seed must mean the same on every machine."""
+    """Whether the CUDA C++ decode kernel takes it on a GPU of compute capability 9.0, as far as a
+    configuration says: as `specialise.refuse`, and aligned. Written out, since a seed must mean the same on
+    every machine."""
     group, query_len = c.num_heads // c.num_kv_heads, 1 << (c.max_query_len - 1).bit_length()
     rows = group * query_len
     layout, units = c.layout, (*c.q_padding, *c.out_padding)
@@ -216,7 +223,8 @@ def _seq_len(r: random.Random, c: Configuration, query: int, kind: str, capacity
 
 
 def random_spec(c: Configuration, r: random.Random) -> BatchSpec:
-    """Lengths of a batch that fits the configuration: empty rows and rows without queries in the middle, padded rows at the end."""
+    """Lengths of a batch that fits the configuration: empty rows and rows without queries in the middle,
+    padded rows at the end."""
     live = c.num_reqs if r.random() < 0.6 else r.randint(1, c.num_reqs)
     uniform = r.randint(1, c.longest_query) if c.kernel == "decode" and r.random() < 0.7 else 0
     weights = r.choice(

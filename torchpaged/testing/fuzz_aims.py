@@ -1,7 +1,9 @@
-"""Fuzzed configurations drawn for one kernel: random ones are seldom what a kernel with many conditions takes.
+"""Fuzzed configurations drawn for one kernel: random ones are seldom what a kernel with many
+conditions takes.
 
-``AIMS`` maps a name that ``tests/gpu/fuzz_attention.py --aim`` takes to what makes of a drawn configuration one for that kernel. What a kernel takes
-is written out here, since a seed must mean the same on every machine; tests/test_fuzz_harness.py asks the kernels.
+``AIMS`` maps a name that ``tests/gpu/fuzz_attention.py --aim`` takes to what makes of a drawn configuration
+one for that kernel. What a kernel takes is written out here, since a seed must mean the same on every
+machine; tests/test_fuzz_harness.py asks the kernels.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ _LONGEST = (9, 17, 64, 65, 129, 257, 300, 513, 1100)
 
 
 def for_cuda_prefill(c: Configuration, r: random.Random) -> Configuration:
-    """For prefill.cu: 16-bit numbers, widths in squares of 32 or 64 columns, blocks of 8 to the keys of a step, aligned rows.
+    """For prefill.cu: 16-bit numbers, widths in squares of 32 or 64 columns, blocks of 8 to the keys of a
+    step, aligned rows.
 
     A third may hold short queries beside long ones, which decode.cu takes: those have few enough rows for it.
     """

@@ -1,4 +1,5 @@
-"""One fuzzed configuration: its batches run twice, compared with the oracle and with themselves, eagerly or out of a CUDA graph.
+"""One fuzzed configuration: its batches run twice, compared with the oracle and with themselves, eagerly or
+out of a CUDA graph.
 
 `run_case` is a target of `torchpaged.testing.worker.WorkerPool`.
 """
@@ -23,9 +24,10 @@ from torchpaged.testing.pools import FP8_DTYPES, clone_storage, memory_of, strid
 
 _REFERENCE = BACKEND_OPS["reference"]
 _FAILURES = 3  # of one configuration; then it is given up
-#: Times the same-dtype reference's error. In float32 nothing is rounded to a narrower dtype that would hide in which order sums are made: a
-#: kernel adds a head's products one after the other, whose error grows with their number n as u * n / sqrt(2) times a product, cuBLAS's in at
-#: least 8 independent sums, whose error is smaller by sqrt(8) = 2.8. 2 * sqrt(8), rounded up; a relative error of 1e-4 is over it by far.
+#: Times the same-dtype reference's error. In float32 nothing is rounded to a narrower dtype that would hide
+#: in which order sums are made: a kernel adds a head's products one after the other, whose error grows with
+#: their number n as u * n / sqrt(2) times a product, cuBLAS's in at least 8 independent sums, whose error is
+#: smaller by sqrt(8) = 2.8. 2 * sqrt(8), rounded up; a relative error of 1e-4 is over it by far.
 _FLOAT32_FACTOR = 6.0
 Beat = Callable[..., None]
 
@@ -41,8 +43,8 @@ def run_case(
         ops: where backends are looked up.
 
     Returns:
-        batches, failures (index and message), kernel, captured, seconds launching (with compiling), running and in all, and launches
-        whose host part took more than 0.1 s ("compiles").
+        batches, failures (index and message), kernel, captured, seconds launching (with compiling), running
+        and in all, and launches whose host part took more than 0.1 s ("compiles").
     """
     begin, device = time.monotonic(), torch.device(case["device"])
     configuration = random_configuration(
@@ -145,7 +147,8 @@ def _expected(batch: Batch, options: dict[str, Any], dtype: torch.dtype) -> tupl
 
 
 class _Runner:
-    """Runs batches of one configuration, and checks what holds for every run: gaps stay untouched, the semaphore returns to zero."""
+    """Runs batches of one configuration, and checks what holds for every run: gaps stay untouched, the
+    semaphore returns to zero."""
 
     def __init__(
         self, configuration: Configuration, ops: BackendOps, device: torch.device, beat: Beat
@@ -212,7 +215,8 @@ class _Runner:
             self._call(batch, out, lse)
 
     def _capture(self, batch: Batch, out: Tensor, lse: Tensor | None) -> Callable[[], None]:
-        """A call into a CUDA graph; on a CPU a replay is the call itself, so that what is copied around it can be tested there."""
+        """A call into a CUDA graph; on a CPU a replay is the call itself, so that what is copied around it
+        can be tested there."""
         if self._device.type != "cuda":
             return lambda: self._call(batch, out, lse)
         graph = torch.cuda.CUDAGraph()
@@ -221,7 +225,8 @@ class _Runner:
         return graph.replay
 
     def _replay(self, batch: Batch) -> tuple[Batch, Tensor, Tensor | None]:
-        """Copy a batch to where the captured one was and replay; the first is captured, after a launch that compiles."""
+        """Copy a batch to where the captured one was and replay; the first is captured, after a launch
+        that compiles."""
         if self._static is None:
             self._static = (batch.to("cpu").to(self._device), *self._outputs(batch))
             self._launch(*self._static)

@@ -1,11 +1,14 @@
-"""Proof of a backend's declared graph support: capture once at the largest batch, replay with other lengths, compare.
+"""Proof of a backend's declared graph support: capture once at the largest batch, replay with other
+lengths, compare.
 
     for case in conformance_cases(backend.capabilities.graph_support):
-        check_replays(backend, case, TapeCapture(), device="cpu", dtype=torch.bfloat16)   # or CudaCapture("cuda"), device="cuda"
-        check_forgotten_plan(backend, case, TapeCapture(), device="cpu")                  # if it plans every step
+        # or CudaCapture("cuda"), device="cuda"
+        check_replays(backend, case, TapeCapture(), device="cpu", dtype=torch.bfloat16)
+        check_forgotten_plan(backend, case, TapeCapture(), device="cpu")              # if it plans every step
 
-Sessions are driven as the runners drive them: `plan` outside the graph, before the capture and before each replay, as far as the backend declares
-`Planning`. A backend that decides anything else from the live lengths on the host fails here.
+Sessions are driven as the runners drive them: `plan` outside the graph, before the capture and before each
+replay, as far as the backend declares `Planning`. A backend that decides anything else from the live lengths
+on the host fails here.
 """
 
 from __future__ import annotations
@@ -158,17 +161,20 @@ class PlannedTensors(NamedTuple):
 def check_replays(
     backend: Backend, case: Case, capture: CaptureBackend, device: torch.device | str, **shape: Any
 ) -> int:
-    """Capture the case's first batch, replay all of them by changing tensors only; returns how many replays were compared.
+    """Capture the case's first batch, replay all of them by changing tensors only; returns how many replays
+    were compared.
 
     Args:
         backend: a session of it is opened.
         case: from `conformance_cases`.
         capture: how the step becomes a graph.
         device: where the tensors are.
-        shape: further arguments of `torchpaged.testing.make_batch`: ``dtype``, ``num_heads``, ``num_kv_heads``, ``head_dim`` ...
+        shape: further arguments of `torchpaged.testing.make_batch`: ``dtype``, ``num_heads``,
+            ``num_kv_heads``, ``head_dim`` ...
 
     Raises:
-        AssertionError: a replay differs from the oracle beyond its error budget, or from its own repetition at all.
+        AssertionError: a replay differs from the oracle beyond its error budget, or from its own repetition
+            at all.
         SemaphoreError: the session's semaphore is not zero after a replay.
     """
     static = _Static(backend, case, device, shape)
@@ -191,7 +197,8 @@ def check_replays(
 def check_forgotten_plan(
     backend: Backend, case: Case, capture: CaptureBackend, device: torch.device | str, **shape: Any
 ) -> None:
-    """A backend that plans every step raises where a replay was not planned, or gives nothing but NaN; never something that looks right.
+    """A backend that plans every step raises where a replay was not planned, or gives nothing but NaN; never
+    something that looks right.
 
     On a GPU an assertion of the device ends the process's use of it: call this in a process of its own.
 

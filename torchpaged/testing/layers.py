@@ -1,4 +1,5 @@
-"""Inputs of ``embedding``, ``linear``, ``rms_norm`` and ``act_and_mul`` for tests of a backend: named features and shapes, strided rows, NaN outputs.
+"""Inputs of ``embedding``, ``linear``, ``rms_norm`` and ``act_and_mul`` for tests of a backend: named
+features and shapes, strided rows, NaN outputs.
 
     inputs = make_linear_inputs(**LINEAR_CASES["norm_silu"], dtype=torch.bfloat16)
     assert_layer_close(BACKEND_OPS["triton"], "linear", inputs)
@@ -40,7 +41,8 @@ def _random(
     device: torch.device | str,
     strided: bool = False,
 ) -> Tensor:
-    """Normal numbers; ``strided``: the left part of a wider tensor, so that rows do not follow one another."""
+    """Normal numbers; ``strided``: the left part of a wider tensor, so that rows do not follow
+    one another."""
     wide = torch.randn(
         *size[:-1], size[-1] + (8 if strided else 0), generator=generator, dtype=torch.float32
     ).to(device, dtype)
@@ -57,7 +59,8 @@ def make_embedding_inputs(
     device: torch.device | str = "cpu",
     seed: int = 0,
 ) -> dict[str, Any]:
-    """The arguments of ``embedding`` by name: the first and the last id among the tokens, strided rows, ``out`` holds NaN."""
+    """The arguments of ``embedding`` by name: the first and the last id among the tokens, strided rows,
+    ``out`` holds NaN."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, vocab_size, (tokens,), generator=generator)
     ids[:1], ids[1:2] = vocab_size - 1, 0
@@ -162,7 +165,8 @@ def make_gate_inputs(
 def assert_layer_close(ops: BackendOps, op: str, arguments: dict[str, Any]) -> None:
     """One backend's ``op`` on ``arguments`` (which it writes into) against the reference in float64.
 
-    The error budget comes from the op done in steps, each rounded to the dtype, as a model without fused ops does it.
+    The error budget comes from the op done in steps, each rounded to the dtype, as a model without fused ops
+    does it.
     """
     wide = {name: x.detach().cpu().double() if isinstance(x, Tensor) else x for name, x in arguments.items()}
     stepwise = {

@@ -1,12 +1,13 @@
-"""What a kernel author needs to prove a backend: named batch specs, poisoned inputs, error budgets, an opcheck table.
+"""What a kernel author needs to prove a backend: named batch specs, poisoned inputs, error budgets, an
+opcheck table.
 
     spec = BATCH_SPECS["mixed_small"]
     batch = make_batch(spec, num_heads=8, num_kv_heads=2, head_dim=64, dtype=torch.bfloat16)
     out, lse = run_paged_attention(BACKEND_OPS["triton"], batch, causal=True)
     assert_attention_close(out, lse, batch, causal=True)
 
-Blocks are shuffled, table tails hold garbage, and every slot that was never written holds NaN, so that a kernel which
-reads what it must not read cannot pass.
+Blocks are shuffled, table tails hold garbage, and every slot that was never written holds NaN, so that a
+kernel which reads what it must not read cannot pass.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ def run_paged_attention(ops: BackendOps, batch: Batch, **options: Any) -> tuple[
 
 
 def oracle(batch: Batch, **options: Any) -> tuple[Tensor, Tensor]:
-    """The reference op on the same inputs in float64, on the CPU. Pools of fp8 stay as they are: their scales belong to them."""
+    """The reference op on the same inputs in float64, on the CPU. Pools of fp8 stay as they are: their scales
+    belong to them."""
     cpu = batch.to("cpu")
     k_cache, v_cache = (
         cache if cache.dtype in FP8_DTYPES else cache.double() for cache in (cpu.k_cache, cpu.v_cache)
@@ -59,9 +61,11 @@ def oracle(batch: Batch, **options: Any) -> tuple[Tensor, Tensor]:
 def assert_within_budget(
     name: str, got: Tensor, same_dtype: Tensor, exact: Tensor, dtype: torch.dtype, factor: float = 2.0
 ) -> None:
-    """``got`` errs at most ``factor`` times as much as the same-dtype reference, plus a rounding band of ``dtype``.
+    """``got`` errs at most ``factor`` times as much as the same-dtype reference, plus a rounding band
+    of ``dtype``.
 
-    The rule of FlashAttention's own tests, with their factor: the tolerance comes from the dtype and the data, not from a guess.
+    The rule of FlashAttention's own tests, with their factor: the tolerance comes from the dtype and the
+    data, not from a guess.
     """
     got, same_dtype, exact = (t.detach().double().cpu() for t in (got, same_dtype, exact))
     if not torch.equal(got.isfinite(), exact.isfinite()) or not torch.equal(got.isnan(), exact.isnan()):
@@ -85,7 +89,8 @@ def assert_within_budget(
 
 
 def assert_attention_close(out: Tensor, lse: Tensor | None, batch: Batch, **options: Any) -> None:
-    """``out`` and ``lse`` of a kernel against the float64 oracle, within the error budget of the batch's dtype."""
+    """``out`` and ``lse`` of a kernel against the float64 oracle, within the error budget of the
+    batch's dtype."""
     exact_out, exact_lse = oracle(batch, **options)
     reference_out, _ = run_paged_attention(BACKEND_OPS["reference"], batch.to("cpu"), **options)
     assert_within_budget(f"out[{batch.spec.name}]", out, reference_out, exact_out, batch.q.dtype)

@@ -1,4 +1,5 @@
-"""Inputs of ``rope_write_kv`` for tests of a backend: named shapes and styles, strided slices, shuffled and skipped slots, NaN pools.
+"""Inputs of ``rope_write_kv`` for tests of a backend: named shapes and styles, strided slices, shuffled and
+skipped slots, NaN pools.
 
     inputs = make_rope_inputs(**ROPE_CASES["qwen3"], dtype=torch.bfloat16)
     assert_rope_close(BACKEND_OPS["triton"], inputs)  # from torchpaged.testing
@@ -13,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-#: Shapes and styles of `rope_write_kv`, named after models that have them: name -> arguments of `make_rope_inputs`.
+#: Shapes and styles of `rope_write_kv`, named after models that have them: name -> arguments
+#: of `make_rope_inputs`.
 ROPE_CASES: dict[str, dict[str, Any]] = {
     "llama": {},
     "smollm2": {"num_heads": 9, "num_kv_heads": 3, "head_dim": 64},
@@ -47,7 +49,8 @@ def make_rope_inputs(
     device: torch.device | str = "cpu",
     seed: int = 0,
 ) -> dict[str, Any]:
-    """The arguments of ``rope_write_kv`` by name: q, k, v are slices of one tensor, slots are shuffled, every third is -1.
+    """The arguments of ``rope_write_kv`` by name: q, k, v are slices of one tensor, slots are shuffled, every
+    third is -1.
 
     ``q_out`` and the pools hold NaN. ``norms`` names the weights to give.
     """

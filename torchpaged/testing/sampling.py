@@ -3,8 +3,9 @@
     inputs = make_sampling_inputs(SAMPLING_ROWS.values(), vocab_size=1000)
     assert_samples_close(BACKEND_OPS["triton"], inputs)
 
-A kernel rounds differently from the float64 oracle. So its token may be another than the oracle's where a threshold or a score decides
-by less than rounding, and nowhere else: it must be one that may be kept, and no token that must be kept may score higher.
+A kernel rounds differently from the float64 oracle. So its token may be another than the oracle's where a
+threshold or a score decides by less than rounding, and nowhere else: it must be one that may be kept, and no
+token that must be kept may score higher.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ def make_sampling_inputs(
 ) -> dict[str, Tensor]:
     """The op's arguments by name, for rows like those of `SAMPLING_ROWS`.
 
-    Logits are normal with standard deviation ``spread``; ``padding`` NaN lie between rows. A third of the tokens was seen; ``out`` is -7.
+    Logits are normal with standard deviation ``spread``; ``padding`` NaN lie between rows. A third of the
+    tokens was seen; ``out`` is -7.
     """
     parameters = [{**_OFF, **row} for row in rows]
     generator = torch.Generator().manual_seed(seed)
@@ -81,9 +83,11 @@ def make_sampling_inputs(
 
 
 def kept_by_oracle(z: Tensor, row: dict[str, float], slack: float = 0.0) -> Tensor:
-    """Bool ``[V]``: the tokens that sampling keeps of one row of float logits ``z [V]`` without NaN, by sorting in float64.
+    """Bool ``[V]``: the tokens that sampling keeps of one row of float logits ``z [V]`` without NaN, by
+    sorting in float64.
 
-    ``slack`` of probability mass moves the thresholds of top_p and min_p: positive keeps more, negative fewer.
+    ``slack`` of probability mass moves the thresholds of top_p and min_p: positive keeps more,
+    negative fewer.
     """
     tokens = (-z).argsort(stable=True)
     ordered = z[tokens].double()
@@ -137,9 +141,11 @@ def make_accept_inputs(
     launch: int | None = None,
     step: int = 0,
 ) -> dict[str, Any]:
-    """``accept_tokens``' arguments by name: rows that go on, that stop for each reason, without a token, and padding; tables of 3 blocks of 4 tokens.
+    """``accept_tokens``' arguments by name: rows that go on, that stop for each reason, without a token, and
+    padding; tables of 3 blocks of 4 tokens.
 
-    ``launch``: also a ring of three launches of two steps, -9 in it, and this count of launches; ``step``: which of the two this is.
+    ``launch``: also a ring of three launches of two steps, -9 in it, and this count of launches; ``step``:
+    which of the two this is.
     """
     generator = torch.Generator().manual_seed(seed)
     row = torch.arange(num_reqs)
@@ -181,7 +187,8 @@ def make_finish_inputs(
     launch: int | None = None,
     step: int = 0,
 ) -> dict[str, Any]:
-    """``finish_step``'s arguments by name: those of `make_sampling_inputs` and `make_accept_inputs`; some rows stop at their token."""
+    """``finish_step``'s arguments by name: those of `make_sampling_inputs` and `make_accept_inputs`; some
+    rows stop at their token."""
     sampling = make_sampling_inputs(rows, vocab_size=vocab_size, dtype=dtype, seed=seed, padding=3)
     out = sampling.pop("out")
     BACKEND_OPS["reference"].sample_tokens(**sampling, out=out)
@@ -194,7 +201,8 @@ def make_finish_inputs(
 
 
 def finished_apart(ops: BackendOps, inputs: dict[str, Any]) -> dict[str, Any]:
-    """What ``finish_step`` must leave of a copy of ``inputs``: `sample_tokens` and `accept_tokens`, one after the other."""
+    """What ``finish_step`` must leave of a copy of ``inputs``: `sample_tokens` and `accept_tokens`, one after
+    the other."""
     inputs = {
         name: x.clone() if isinstance(x, Tensor) and name != "logits" else x for name, x in inputs.items()
     }

@@ -1,12 +1,14 @@
-"""Cases in processes of their own, with a watchdog: a hang or a crash costs its case and its process, not the run.
+"""Cases in processes of their own, with a watchdog: a hang or a crash costs its case and its process, not
+the run.
 
     with WorkerPool("torchpaged.testing.fuzz_case:run_case", workers=4) as pool:
         for outcome in pool.run({"seed": seed} for seed in range(100)):
             print(outcome.kind, outcome.case, outcome.message)
 
-A worker calls the target, ``function(case, beat) -> result``, for one case after the other. Cases, beats and results are JSON, one a line.
-``beat(phase, **facts)`` says what the worker is about to do; each phase has a limit of its own, so that compiling may take long and
-running may not. A worker that passes it is killed with the processes that it started, and the next case gets a new one.
+A worker calls the target, ``function(case, beat) -> result``, for one case after the other. Cases, beats and
+results are JSON, one a line. ``beat(phase, **facts)`` says what the worker is about to do; each phase has a
+limit of its own, so that compiling may take long and running may not. A worker that passes it is killed with
+the processes that it started, and the next case gets a new one.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-#: Seconds that a phase may take. "launching": the host's part of a launch, with all that is compiled; "running": the device's.
+#: Seconds that a phase may take. "launching": the host's part of a launch, with all that is compiled;
+#: "running": the device's.
 LIMITS = {"starting": 180.0, "preparing": 60.0, "launching": 180.0, "running": 60.0, "checking": 60.0}
 _STARTS = 3  # workers in a row that end before their first case: it isn't the case
 
@@ -38,7 +41,8 @@ class Outcome:
     """How a case ended.
 
     Attributes:
-        kind: "done"; "hang": its phase passed the limit; "crash": the process ended; "error": the target raised; "cut": the time was up.
+        kind: "done"; "hang": its phase passed the limit; "crash": the process ended; "error": the target
+            raised; "cut": the time was up.
         result: what the target returned, if done.
         phase, seconds: what it was about to do when it ended, and for how long.
         facts: of all its beats, the later over the earlier.
@@ -146,8 +150,8 @@ class WorkerPool:
     def run(
         self, cases: Iterable[dict[str, Any]], *, seconds: float | None = None, reserve: float = 0.0
     ) -> Iterator[Outcome]:
-        """The outcomes, in the order in which cases end. After ``seconds - reserve`` no case is given out, after ``seconds`` those that
-        still run are cut.
+        """The outcomes, in the order in which cases end. After ``seconds - reserve`` no case is given out,
+        after ``seconds`` those that still run are cut.
 
         Raises:
             RuntimeError: workers end before they take a case.
@@ -245,7 +249,8 @@ class WorkerPool:
 
 
 def main() -> None:
-    """A worker: cases from stdin, until it ends. What libraries print goes to stderr, since stdout is the pool's."""
+    """A worker: cases from stdin, until it ends. What libraries print goes to stderr, since stdout is
+    the pool's."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     faulthandler.enable()

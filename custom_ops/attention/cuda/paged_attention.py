@@ -1,6 +1,8 @@
-"""paged_attention of the ``cuda`` backend: decode and prefill by the CUDA C++ kernels, everything they can't take by the Triton kernels.
+"""paged_attention of the ``cuda`` backend: decode and prefill by the CUDA C++ kernels, everything they can't
+take by the Triton kernels.
 
-Batches that may hold short and long queries take two launches: prefill of the long ones, and behind it, without waiting for it, decode of the others.
+Batches that may hold short and long queries take two launches: prefill of the long ones, and behind it,
+without waiting for it, decode of the others.
 """
 
 from __future__ import annotations
@@ -50,7 +52,8 @@ def paged_attention(
     chunk_size: int = 0,
     semaphore: Tensor | None = None,
 ) -> None:
-    """Launch; arguments as in ``custom_ops/attention/schema.py``. Every choice here depends on shapes, never on lengths."""
+    """Launch; arguments as in ``custom_ops/attention/schema.py``. Every choice here depends on shapes, never
+    on lengths."""
     if q.device.type != "cuda":
         raise BackendUnavailableError(
             f"backend 'cuda': its kernels run on an NVIDIA GPU, got tensors on {q.device.type}"
@@ -187,7 +190,8 @@ def route(
     sinks: Tensor | None,
     capacity: int,
 ) -> Route:
-    """The route of a call, from shapes, dtypes, strides and addresses alone. ``capacity``: tokens that a row of the block table holds."""
+    """The route of a call, from shapes, dtypes, strides and addresses alone. ``capacity``: tokens that a row
+    of the block table holds."""
     num_tokens = q.shape[0]
     if not num_reqs or not num_tokens:
         return Route("triton", reason="no requests or no tokens")
@@ -224,7 +228,8 @@ def _prefill_is_on() -> bool:
 
 @functools.cache
 def _triton() -> Callable[..., None]:
-    """Triton's op, imported when it is needed: importing Triton takes longer than loading a decode kernel from the disk."""
+    """Triton's op, imported when it is needed: importing Triton takes longer than loading a decode kernel
+    from the disk."""
     from torchpaged.custom_ops.attention.triton.paged_attention import paged_attention
 
     return paged_attention
@@ -254,9 +259,11 @@ def prepare_decode(
     *,
     longest: int = 0,
 ) -> tuple[Callable[[], None], int]:
-    """What launches the decode kernel on checked arguments, and how many numbers of the semaphore a request has.
+    """What launches the decode kernel on checked arguments, and how many numbers of the semaphore a
+    request has.
 
-    ``longest``: as in `specialise.decode_macros`; then nothing may be launched between the prefill kernel and this.
+    ``longest``: as in `specialise.decode_macros`; then nothing may be launched between the prefill kernel
+    and this.
     """
     num_reqs, num_kv_heads, dim_v, index = (
         block_table.shape[0],

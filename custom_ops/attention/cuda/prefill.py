@@ -1,6 +1,8 @@
-"""Prefill attention of the ``cuda`` backend on Hopper: which calls ``prefill.cu`` takes, its macros, tensor maps and launch.
+"""Prefill attention of the ``cuda`` backend on Hopper: which calls ``prefill.cu`` takes, its macros, tensor
+maps and launch.
 
-What the copy engine knows of the caches is made once per pool (their addresses, shapes and strides) and kept: pools do not move.
+What the copy engine knows of the caches is made once per pool (their addresses, shapes and strides) and kept:
+pools do not move.
 """
 
 from __future__ import annotations
@@ -111,25 +113,36 @@ def refuse(
 
 
 def refuse_layout(q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor) -> str | None:
-    """Why the kernel can't read or write tensors that lie like these, or None. Shapes, strides and addresses only."""
+    """Why the kernel can't read or write tensors that lie like these, or None. Shapes, strides and
+    addresses only."""
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         if cache.data_ptr() % 16 or cache.stride(3) != 1 or any(stride % 8 for stride in cache.stride()[:3]):
-            return f"{name} with strides {tuple(cache.stride())}: slots that begin at multiples of 16 bytes are needed"
+            return (
+                f"{name} with strides {tuple(cache.stride())}: slots that begin at multiples of 16 bytes "
+                "are needed"
+            )
         box = pool_box(tuple(cache.shape), cache.stride())
         if box is None:
-            return f"{name} with strides {tuple(cache.stride())}: heads side by side, or one behind the other in a block, are needed"
+            return (
+                f"{name} with strides {tuple(cache.stride())}: heads side by side, or one behind the other "
+                "in a block, are needed"
+            )
         if max(box.sizes) > _MAX_COORDINATE or cache.shape[0] * box.where[2] > _MAX_COORDINATE:
             return f"{name} with {cache.shape[0]} blocks"
     for name, rows in (("q", q), ("out", out)):
         if rows.data_ptr() % 16 or rows.stride(0) % 8 or rows.stride(1) % 8 or rows.stride(2) != 1:
-            return f"{name} with strides {tuple(rows.stride())}: heads that begin at multiples of 16 bytes are needed"
+            return (
+                f"{name} with strides {tuple(rows.stride())}: heads that begin at multiples of 16 bytes "
+                "are needed"
+            )
     return None
 
 
 def why_not(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, *, scale: float, sinks: Tensor | None
 ) -> str | None:
-    """Why the kernel can't take a call with these tensors, or None: `refuse` and `refuse_layout`. Shapes, dtypes, strides and addresses only."""
+    """Why the kernel can't take a call with these tensors, or None: `refuse` and `refuse_layout`. Shapes,
+    dtypes, strides and addresses only."""
     block_size, num_kv_heads, dim = k_cache.shape[1:]
     return refuse(
         q.dtype,
@@ -154,11 +167,15 @@ def is_slower(
     capacity: int,
     programs: int,
 ) -> str | None:
-    """Why Triton's kernel is the faster one for these shapes, or None. ``capacity``: tokens that a row of the block table holds; ``programs``: CTAs."""
+    """Why Triton's kernel is the faster one for these shapes, or None. ``capacity``: tokens that a row of the
+    block table holds; ``programs``: CTAs."""
     shape = prefill_shape(dim, dim_v)
     tiles = (num_tokens // (shape.rows // group) + min(num_reqs, num_tokens)) * num_kv_heads
     if capacity <= shape.keys and tiles * 2 <= programs:
-        return f"at most {capacity} keys and {tiles} tiles: the kernel takes longer to begin and end than Triton's for all"
+        return (
+            f"at most {capacity} keys and {tiles} tiles: the kernel takes longer to begin and end than "
+            "Triton's for all"
+        )
     return None
 
 
@@ -184,7 +201,8 @@ def attend(
     short: int = 0,
     behind: Behind | None = None,
 ) -> None:
-    """The op's call where `why_not` has nothing against it, on checked arguments as in ``custom_ops/attention/schema.py``; the rest as in `prefill`."""
+    """The op's call where `why_not` has nothing against it, on checked arguments as in
+    ``custom_ops/attention/schema.py``; the rest as in `prefill`."""
     masks = bounded_masks(window_left, window_right, chunk_size, block_table.shape[1] * k_cache.shape[1])
     if semaphore is None:
         semaphore = torch.zeros(1, dtype=torch.int32, device=q.device)
@@ -235,9 +253,12 @@ def prefill_macros(
 ) -> dict[str, int]:
     """The macros of ``prefill.cu``.
 
-    ``dim_v``: width of values, 0: as keys; ``short``: requests of up to so many query tokens are left to a decode launch behind this one;
-    ``split``: few tiles may be cut into parts, for `paged_prefill_merge` behind this one; ``clocks``: count cycles; ``patience``: tries after which a wait is given up, 0: never; ``beside``: hold a step's exponentials in front of the
-    wait for its products (without it, where the compiler puts them: for measurements).
+    ``dim_v``: width of values, 0: as keys; ``short``: requests of up to so many query tokens are left to a
+        decode launch behind this one;
+    ``split``: few tiles may be cut into parts, for `paged_prefill_merge` behind this one; ``clocks``: count
+    cycles; ``patience``: tries after which a wait is given up, 0: never; ``beside``: hold a step's
+    exponentials in front of the wait for its products (without it, where the compiler puts them:
+    for measurements).
     """
     half, dim_v = dtype == torch.float16, dim_v or dim
     shape = shape_for(dim, dim_v, plain=window_left < 0 and not (chunk or soft_cap or alibi))
@@ -314,13 +335,15 @@ def prefill(
     """Launch on checked arguments of shapes that `refuse` and `refuse_layout` let pass.
 
     Args:
-        tickets: ``[1]`` or longer, int32, zeros; the kernel leaves zeros behind. Not shared by launches that may run at the same time.
+        tickets: ``[1]`` or longer, int32, zeros; the kernel leaves zeros behind. Not shared by launches that
+            may run at the same time.
         short: as in `prefill_macros`. Then ``tickets`` is the semaphore of the decode launch.
-        behind: prepares that decode launch, while this kernel is compiled if it has to be. Gives what launches it, and nothing else, and how many
-            numbers of the semaphore a request has: the kernel uses the first one of a request that is its own.
+        behind: prepares that decode launch, while this kernel is compiled if it has to be. Gives what
+            launches it, and nothing else, and how many numbers of the semaphore a request has: the kernel
+            uses the first one of a request that is its own.
         window_left, window_right, chunk: bounded by the table's tokens, as ``bounded_masks`` gives them.
-        clocks: ``[multiprocessors, 5]``, int64, or None; gets each CTA's cycles in all, waiting for tiles, waiting for their first keys and storing,
-            and its steps.
+        clocks: ``[multiprocessors, 5]``, int64, or None; gets each CTA's cycles in all, waiting for tiles,
+            waiting for their first keys and storing, and its steps.
         patience, beside: as in `prefill_macros`.
     """
     index, num_kv_heads, block_size = q.device.index or 0, k_cache.shape[2], k_cache.shape[1]
@@ -405,16 +428,19 @@ def prefill(
 def may_split(
     num_tokens: int, num_reqs: int, short: int, num_kv_heads: int, tokens: int, steps: int, programs: int
 ) -> bool:
-    """Whether tiles of ``tokens`` query tokens may be so few that they are worth cutting, by shapes: two for each of the ``programs`` are too many.
+    """Whether tiles of ``tokens`` query tokens may be so few that they are worth cutting, by shapes: two for
+    each of the ``programs`` are too many.
 
-    Beside decodes no more than 4 requests are thought to be long; whatever there is, results are right. ``steps``: that the block table has room for.
+    Beside decodes no more than 4 requests are thought to be long; whatever there is, results are right.
+    ``steps``: that the block table has room for.
     """
     tiles = num_tokens // tokens + min(num_reqs, num_tokens, 4 if short else num_reqs)
     return tiles * num_kv_heads * 2 <= programs and steps >= _WORTH_STEPS
 
 
 def part_numbers(shape: PrefillShape, dim_v: int, programs: int) -> int:
-    """Numbers of 4 bytes that parts of tiles take, and what is said of them: PART_FLOATS and struct Cut of prefill_shapes.cuh."""
+    """Numbers of 4 bytes that parts of tiles take, and what is said of them: PART_FLOATS and struct Cut
+    of prefill_shapes.cuh."""
     return programs * (dim_v // 8 + 1) * (shape.threads - 128) * 4 + 4 + programs * 8
 
 
@@ -479,7 +505,8 @@ def _begin(index: int, *specialisation: Any) -> None:
 
 @functools.cache
 def _specialised(index: int, *specialisation: Any) -> tuple[jit.Kernel, jit.Kernel | None, PrefillShape]:
-    """The kernel of these shapes and features (`_macros`), the one that puts its parts together, and its cut."""
+    """The kernel of these shapes and features (`_macros`), the one that puts its parts together, and
+    its cut."""
     macros, device = _macros(index, *specialisation), torch.device("cuda", index)
     if macros["SPLIT"]:
         jit.compile_ahead("prefill_merge.cu", macros, gpu.capability(index))
@@ -506,9 +533,11 @@ def square_width(dim: int) -> int:
 
 @dataclass(frozen=True)
 class Box:
-    """A tensor map: sizes, strides of all dimensions but the first, in numbers, and the box that one copy takes.
+    """A tensor map: sizes, strides of all dimensions but the first, in numbers, and the box that one
+    copy takes.
 
-    ``where``: coordinates that a head adds to the third and to the fourth dimension, and a block to the fourth.
+    ``where``: coordinates that a head adds to the third and to the fourth dimension, and a block to
+    the fourth.
     """
 
     sizes: list[int]
@@ -520,16 +549,19 @@ class Box:
 def queries_box(
     shape: tuple[int, int, int], token_stride: int, head_stride: int, group: int, rows: int
 ) -> Box:
-    """Queries ``[T, num_heads, head_dim]``: a square's columns of the heads of a group of the tokens of a tile of ``rows``."""
+    """Queries ``[T, num_heads, head_dim]``: a square's columns of the heads of a group of the tokens of a
+    tile of ``rows``."""
     tokens, heads, dim = shape
     return Box([dim, heads, tokens], [head_stride, token_stride], [square_width(dim), group, rows // group])
 
 
 def pool_box(shape: tuple[int, ...], strides: tuple[int, ...]) -> Box | None:
-    """A cache ``[num_blocks, block_size, num_kv_heads, width]``, of which a box is one head of one block; None: not to be seen like this.
+    """A cache ``[num_blocks, block_size, num_kv_heads, width]``, of which a box is one head of one block;
+    None: not to be seen like this.
 
-    Dimensions: a square's columns; 8 slots; squares; groups of 8 slots. So a block comes as groups of 8 tokens, each group one square after the
-    other. Heads are further squares if they lie side by side in a slot, further groups if they lie one behind the other in a block.
+    Dimensions: a square's columns; 8 slots; squares; groups of 8 slots. So a block comes as groups of 8
+    tokens, each group one square after the other. Heads are further squares if they lie side by side in a
+    slot, further groups if they lie one behind the other in a block.
     """
     (blocks, block_size, heads, dim), (block_stride, slot_stride, head_stride, _) = shape, strides
     width, groups = square_width(dim), block_size // 8
@@ -546,7 +578,8 @@ def pool_box(shape: tuple[int, ...], strides: tuple[int, ...]) -> Box | None:
     block_group = block_stride // group_stride if blocks > 1 else in_block
     if (blocks > 1 and block_stride % group_stride) or block_group < in_block:
         return None
-    # the last coordinate of a block's groups ends with the pool: a block id that is one too large lies outside, where the engine reads zeros
+    # the last coordinate of a block's groups ends with the pool: a block id that is one too large lies
+    # outside, where the engine reads zeros
     sizes = [width, 8, (heads - 1) * head_square + dim // width, (blocks - 1) * block_group + in_block]
     return Box(
         sizes,

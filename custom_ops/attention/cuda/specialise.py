@@ -35,7 +35,8 @@ class DecodeShape:
         ctas_per_sm: CTAs on one multiprocessor; the grid is that times the multiprocessors.
         min_tiles: least tiles of a CTA's run; shorter runs cost more to merge than they save.
         cluster: CTAs that can write into each other's shared memory, a power of two; 1 where there are none.
-        prefetch: stages that may be filled with keys before the query tokens' own while the kernels ahead still run.
+        prefetch: stages that may be filled with keys before the query tokens' own while the kernels ahead
+            still run.
         prefetch_l2: tiles behind these that are asked for into L2 meanwhile.
         pair_heads: kv heads of a pair, 1 or 2.
         max_registers: most registers of a thread; 0: as many as leave room for ``ctas_per_sm``.
@@ -84,8 +85,9 @@ def _preferred(width: int, kv_bytes: int, rows: int, pairs: int, sms: int, heads
         pairs <= sms
     ):  # larger tiles where keys are narrow, unless so few pairs had too few tiles to share out among all
         keys = 32 if width <= 128 and cluster == 1 and pairs * 8 > sms else 16
-        # One request of a small model: attention is so short that it must begin beside the products ahead, which need the other registers. NVRTC 13.0
-        # takes 220 here. With 3 pairs this gained nothing; wider heads and more pairs were not measured in whole layers (docs/log/decode.md).
+        # One request of a small model: attention is so short that it must begin beside the products ahead,
+        # which need the other registers. NVRTC 13.0 takes 220 here. With 3 pairs this gained nothing; wider
+        # heads and more pairs were not measured in whole layers (docs/log/decode.md).
         beside = 168 if width <= 128 and 8 <= pairs <= sms // 8 and rows <= 4 else 0
         return DecodeShape(
             warps=8, keys=keys, stages=3, ctas_per_sm=1, min_tiles=1, cluster=cluster, max_registers=beside
@@ -108,10 +110,12 @@ def pair_heads(
     head_pairs: int,
     sms: int,
 ) -> int:
-    """Kv heads of a pair: two where many narrow heads lie side by side, so that twice the bytes are read in one piece.
+    """Kv heads of a pair: two where many narrow heads lie side by side, so that twice the bytes are read in
+    one piece.
 
-    Their query rows must share the 8 columns of a tensor core's tile, or fill a tile each. ``head_rows``: query rows of a kv head;
-    ``k_head``, ``v_head``: strides of the caches' heads in numbers; ``head_pairs``: (request, kv head) pairs; ``sms``: multiprocessors.
+    Their query rows must share the 8 columns of a tensor core's tile, or fill a tile each. ``head_rows``:
+    query rows of a kv head; ``k_head``, ``v_head``: strides of the caches' heads in numbers; ``head_pairs``:
+    (request, kv head) pairs; ``sms``: multiprocessors.
     """
     together = (
         num_kv_heads % 2 == 0 and (head_rows <= 4 or head_rows == 8) and k_head == dim and v_head == dim_v
@@ -130,9 +134,11 @@ def decode_shape(
     shared_per_sm: int,
     heads: int = 1,
 ) -> DecodeShape:
-    """The shape for these widths (in numbers), bytes per cached number, query rows per kv head, (request, kv head) pairs, multiprocessors.
+    """The shape for these widths (in numbers), bytes per cached number, query rows per kv head, (request, kv
+    head) pairs, multiprocessors.
 
-    The preferred shape, cut down until its CTAs fit the shared memory of a multiprocessor (bytes). ``heads``: `pair_heads`.
+    The preferred shape, cut down until its CTAs fit the shared memory of a multiprocessor (bytes). ``heads``:
+    `pair_heads`.
     """
     rows, pairs = heads * head_rows, head_pairs // heads
     shape = dataclasses.replace(
@@ -157,7 +163,8 @@ def decode_shape(
 
 
 def team(pairs: int, ctas: int) -> int:
-    """CTAs that read the pairs of a request in step: the largest divisor of its ``pairs`` that idles at most a twentieth of ``ctas``.
+    """CTAs that read the pairs of a request in step: the largest divisor of its ``pairs`` that idles at most
+    a twentieth of ``ctas``.
 
     Device memory reads neighbouring heads of a block faster at one time than at different times.
     """
@@ -202,7 +209,8 @@ def unsupported(
     max_query_len: int,
     num_reqs: int,
 ) -> str | None:
-    """Why the decode kernel can't take this call, or None. Checked arguments; shapes, dtypes, strides and addresses only."""
+    """Why the decode kernel can't take this call, or None. Checked arguments; shapes, dtypes, strides and
+    addresses only."""
     if q.device.type != "cuda":
         return f"device {q.device.type}"
     index, (block_size, num_kv_heads, dim), dim_v = q.device.index or 0, k_cache.shape[1:], v_cache.shape[3]
@@ -265,7 +273,8 @@ def decode_macros(
     shared_per_sm: int,
     longest: int = 0,
 ) -> tuple[dict[str, int], DecodeShape]:
-    """The macros of ``decode.cu`` for a call, and its shape. Strides of the caches in numbers, as torch gives them.
+    """The macros of ``decode.cu`` for a call, and its shape. Strides of the caches in numbers, as torch
+    gives them.
 
     ``longest``: requests with more query tokens are left to the prefill launch ahead; 0: there is none.
     """

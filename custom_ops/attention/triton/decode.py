@@ -1,12 +1,14 @@
 """Decode attention: stream-K over (request, kv head, key tile) on a fixed grid, merged in the same launch.
 
-The keys of all requests and kv heads are cut into tiles and lined up; every program takes an equal run of that line, whatever the
-lengths are. A run that ends inside a (request, kv head) pair leaves a partial result in scratch memory; the last program to
-arrive at a pair merges its parts in a fixed order, so that replays agree bit for bit, and sets the pair's semaphore back to 0.
-Each program finds its run by a scan of ``seq_lens``: there is no list that could be stale, and nothing reads a length on
-the host. Sources: Stream-K (arXiv:2301.03598), split-KV merging (arXiv:2501.01005, section 2.2).
+The keys of all requests and kv heads are cut into tiles and lined up; every program takes an equal run of
+that line, whatever the lengths are. A run that ends inside a (request, kv head) pair leaves a partial result
+in scratch memory; the last program to arrive at a pair merges its parts in a fixed order, so that replays
+agree bit for bit, and sets the pair's semaphore back to 0. Each program finds its run by a scan of
+``seq_lens``: there is no list that could be stale, and nothing reads a length on the host. Sources: Stream-K
+(arXiv:2301.03598), split-KV merging (arXiv:2501.01005, section 2.2).
 
-The query heads of a kv head times the query tokens are the rows of one dot, padded to 16 (the least of mma.sync).
+The query heads of a kv head times the query tokens are the rows of one dot, padded to 16 (the least
+of mma.sync).
 """
 
 from __future__ import annotations
@@ -105,7 +107,8 @@ def key_range(
     CAUSAL: tl.constexpr,
     TILE_KV: tl.constexpr,
 ):
-    """``(first tile, end key)`` of what any query of a request sees; end 0 if none. Both bounds grow with the position."""
+    """``(first tile, end key)`` of what any query of a request sees; end 0 if none. Both bounds grow with
+    the position."""
     last = seq_len - 1
     low, _ = visible_range(
         tl.maximum(seq_len - query_len, 0), seq_len, WINDOW_LEFT, WINDOW_RIGHT, CHUNK, CAUSAL
@@ -129,7 +132,8 @@ def scan_tiles(
     REQS: tl.constexpr,
     LONGEST: tl.constexpr,
 ):
-    """Key tiles of requests ``first_req ... first_req + REQS``: ``[REQS]``, 0 for those that see nothing or are not ours."""
+    """Key tiles of requests ``first_req ... first_req + REQS``: ``[REQS]``, 0 for those that see nothing or
+    are not ours."""
     request = first_req + tl.arange(0, REQS)
     inside = request < num_reqs
     seq_len = tl.load(seq_lens_ptr + request, mask=inside, other=0)
@@ -241,26 +245,33 @@ def decode_kernel(
 ):
     """Grid: any number of programs, the same for every length.
 
-    K_BLOCK ... V_HEAD: strides of the caches, constants for cheap addresses. QUERY_LEN: no request has more query tokens. REQS:
-    requests scanned at once (ONE_SCAN: all of them). MIN_TILES: least tiles of a run. ROWS: rows of a tile that are real
-    (GROUP * QUERY_LEN padded to a power of two), PARTS: partial results merged at once.
-    LONGEST > 0: requests with more query tokens are left to another launch, their rows untouched. That launch stands right before this
-    one and neither writes what this one reads nor the other way round: only the last program waits for it, at its end, since what
-    comes after this launch counts on both.
+    K_BLOCK ... V_HEAD: strides of the caches, constants for cheap addresses. QUERY_LEN: no request has more
+    query tokens. REQS: requests scanned at once (ONE_SCAN: all of them). MIN_TILES: least tiles of a run.
+    ROWS: rows of a tile that are real (GROUP * QUERY_LEN padded to a power of two), PARTS: partial results
+    merged at once.
+    LONGEST > 0: requests with more query tokens are left to another launch, their rows untouched. That launch
+    stands right before this one and neither writes what this one reads nor the other way round: only the last
+    program waits for it, at its end, since what comes after this launch counts on both.
     """
     program = tl.program_id(0)
     if PDL:
         # LONGEST == 0: every program waits, then lets its dependents go (stream_order.py).
-        # LONGEST > 0: nobody waits here for the prefill launch. Behind it this program begins once each of its programs has let go or
-        # ended, and each waits first for all kernels ahead of it, also those that find no tile: none ends before. So whatever stands
-        # ahead of both has ended, with its stores in L2, when the first instruction here runs; q, lengths, tables, keys and semaphores
-        # are not written by the prefill launch. What an older kernel left in this multiprocessor's L1 is not bound by that: the fence
-        # drops it, for every load behind. What could turn the order round:
-        # - the compiler: waits, lets and the fence are volatile assembly, which it moves across no load or store;
-        # - an early exit: the prefill grid is never empty (config.most_tiles_of_longer) and leaves no path around its wait;
-        # - another kernel between the two launches: paged_attention allocates and clears all it needs before the first;
-        # - a lazily loaded module: loading it delays this launch, which may then find the prefill launch ended;
-        # - a second stream: both launches go to one stream; a graph keeps their edge. Calls that may overlap need semaphores of their own.
+        # LONGEST > 0: nobody waits here for the prefill launch. Behind it this program begins once each of
+        # its programs has let go or ended, and each waits first for all kernels ahead of it, also those that
+        # find no tile: none ends before. So whatever stands ahead of both has ended, with its stores in L2,
+        # when the first instruction here runs; q, lengths, tables, keys and semaphores are not written by the
+        # prefill launch. What an older kernel left in this multiprocessor's L1 is not bound by that: the
+        # fence drops it, for every load behind. What could turn the order round:
+        # - the compiler: waits, lets and the fence are volatile assembly, which it moves across no load
+        #   or store;
+        # - an early exit: the prefill grid is never empty (config.most_tiles_of_longer) and leaves no path
+        #   around its wait;
+        # - another kernel between the two launches: paged_attention allocates and clears all it needs before
+        #   the first;
+        # - a lazily loaded module: loading it delays this launch, which may then find the prefill
+        #   launch ended;
+        # - a second stream: both launches go to one stream; a graph keeps their edge. Calls that may overlap
+        #   need semaphores of their own.
         if LONGEST == 0:
             tl.extra.cuda.gdc_wait()
         else:
@@ -473,7 +484,8 @@ def decode_kernel(
                 HAS_LSE,
             )
         else:
-            # A program has at most one part that begins inside a pair (slot 0) and one that begins a pair (slot 1).
+            # A program has at most one part that begins inside a pair (slot 0) and one that begins a pair
+            # (slot 1).
             slot = (program * 2 + (tile == 0).to(tl.int32)).to(tl.int64) * ROWS
             dv = tl.arange(0, DIM_V_PAD)
             tl.store(
@@ -486,10 +498,11 @@ def decode_kernel(
             first_part = owner(pair_unit, total, programs)
             num_parts = owner(pair_unit + num_tiles - 1, total, programs) - first_part + 1
             semaphore = semaphore_ptr + request * NUM_KV_HEADS + kv_head
-            # Nobody waits for another program here: the one that comes last finds all parts there, the others go on. So programs that run
-            # one after another, in any order, end as well. The count is exact if all programs see the same lengths: `num_parts` comes from
-            # them, and they are read behind the wait or the fence above. The branch is the same for all threads: one lane's atomic is
-            # handed to all, so that barriers in `merge_parts` are met by all or none.
+            # Nobody waits for another program here: the one that comes last finds all parts there, the others
+            # go on. So programs that run one after another, in any order, end as well. The count is exact if
+            # all programs see the same lengths: `num_parts` comes from them, and they are read behind the
+            # wait or the fence above. The branch is the same for all threads: one lane's atomic is handed to
+            # all, so that barriers in `merge_parts` are met by all or none.
             tl.debug_barrier()  # all lanes' parts are stored before one lane says so
             if tl.atomic_add(semaphore, 1, sem="acq_rel") == num_parts - 1:
                 tl.store(semaphore, 0)
@@ -550,8 +563,9 @@ def decode_kernel(
             HAS_LSE,
             LONGEST,
         )
-    # The last program waits for the prefill launch to end, so that this launch does not end before: kernels behind wait for this one
-    # alone. The prefill launch waits for none of its dependents, so it ends; each program of this one runs to here whatever it found to do.
+    # The last program waits for the prefill launch to end, so that this launch does not end before: kernels
+    # behind wait for this one alone. The prefill launch waits for none of its dependents, so it ends; each
+    # program of this one runs to here whatever it found to do.
     if PDL and LONGEST > 0:  # noqa: SIM102  one condition is the compiler's, the other the kernel's
         if program == tl.num_programs(0) - 1:
             tl.extra.cuda.gdc_wait()
@@ -582,7 +596,8 @@ def store_empty(
     HAS_LSE: tl.constexpr,
     LONGEST: tl.constexpr,
 ):
-    """Zeros and -inf for what no run covers: requests whose queries see nothing, and token rows after the last request's."""
+    """Zeros and -inf for what no run covers: requests whose queries see nothing, and token rows after the
+    last request's."""
     program, programs = tl.program_id(0), tl.num_programs(0)
     head = tl.arange(0, TILE_M)
     zero = tl.zeros([TILE_M, DIM_V_PAD], tl.float32)
@@ -668,12 +683,13 @@ def merge_parts(
     SINKS: tl.constexpr,
     HAS_LSE: tl.constexpr,
 ):
-    """Combine the parts of one pair, written by programs ``first_part ...``: slot 1 of the first, slot 0 of the others."""
+    """Combine the parts of one pair, written by programs ``first_part ...``: slot 1 of the first, slot 0 of
+    the others."""
     row = tl.arange(0, ROWS)
     dv = tl.arange(0, DIM_V_PAD)
     at = row[:, None] * DIM_V_PAD + dv[None, :]
-    # Every thread reads the states of its own rows: all is elementwise, nothing crosses threads. .cg: other programs wrote
-    # these, L1 must not answer. The first part sits in slot 1 of its program.
+    # Every thread reads the states of its own rows: all is elementwise, nothing crosses threads. .cg: other
+    # programs wrote these, L1 must not answer. The first part sits in slot 1 of its program.
     slot = (first_part * 2 + 1).to(tl.int64) * ROWS
     maximum = tl.load(part_state_ptr + slot * 2 + row[:, None], cache_modifier=".cg")  # [ROWS, 1]
     denominator = tl.load(part_state_ptr + slot * 2 + ROWS + row[:, None], cache_modifier=".cg")

@@ -38,7 +38,8 @@ def merge_attn_states_kernel(
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     lse_a = tl.load(lse_a_ptr + token * la_token + head * la_head)
     lse_b = tl.load(lse_b_ptr + token * lb_token + head * lb_head)
-    # A NaN or +inf lives on in its own weight, whatever the maximum makes of it; a side that saw nothing is left out.
+    # A NaN or +inf lives on in its own weight, whatever the maximum makes of it; a side that saw nothing is
+    # left out.
     top = tl.maximum(lse_a, lse_b)
     sees_a, sees_b = lse_a != float("-inf"), lse_b != float("-inf")
     sees = sees_a | sees_b

@@ -45,7 +45,8 @@ def paged_attention(
     chunk_size: int = 0,
     semaphore: Tensor | None = None,
 ) -> None:
-    """Launch; arguments as in ``custom_ops/attention/schema.py``. Every choice here depends on shapes, never on lengths."""
+    """Launch; arguments as in ``custom_ops/attention/schema.py``. Every choice here depends on shapes, never
+    on lengths."""
     launching.require_launchable(q)
     check_paged_attention(
         q,

@@ -1,13 +1,17 @@
 """Prefill and mixed attention: a program owns a tile of query tokens of one request and one kv head.
 
-The grid comes from shapes; each program finds its request on the device from ``query_start_loc``, so that prefill, chunked
-prefill and decodes share one launch; with SKIP_DECODES short queries are left to the decode kernel. The rows of a tile are query
-tokens x heads of the group: a tile of keys is read once for all of them. Key tiles that every row sees whole take a loop without
-masks; only the tiles at the ends of the rows' intervals are masked. No loop may go around these: what stays alive across it costs
-the copies their registers (docs/log/mixed.md). Programs start with the last tokens, which see the most keys, so that short tiles fill the end.
+The grid comes from shapes; each program finds its request on the device from ``query_start_loc``, so that
+prefill, chunked prefill and decodes share one launch; with SKIP_DECODES short queries are left to the decode
+kernel. The rows of a tile are query tokens x heads of the group: a tile of keys is read once for all of them.
+Key tiles that every row sees whole take a loop without masks; only the tiles at the ends of the rows'
+intervals are masked. No loop may go around these: what stays alive across it costs the copies their registers
+(docs/log/mixed.md). Programs start with the last tokens, which see the most keys, so that short tiles fill
+the end.
 
-Shaped for Hopper: wgmma takes q, k and v from shared memory and p from registers, k and v arrive by cp.async. Warps are ordered by
-Triton's own barriers alone: one placed by hand would depend on where the compiler puts its own (docs/log/prefill.md, tests/triton/ptx.py).
+Shaped for Hopper: wgmma takes q, k and v from shared memory and p from registers, k and v arrive by cp.async.
+Warps are ordered by
+Triton's own barriers alone: one placed by hand would depend on where the compiler puts its own
+(docs/log/prefill.md, tests/triton/ptx.py).
 """
 
 from __future__ import annotations
@@ -21,9 +25,11 @@ from torchpaged.custom_ops.attention.triton.decode import store_padding, store_r
 
 @triton.jit
 def find_request(starts_ptr, tile, num_reqs, TOKENS: tl.constexpr):
-    """The request that query tile ``tile`` belongs to: request r's tiles begin at ``starts[r] // TOKENS + r``.
+    """The request that query tile ``tile`` belongs to: request r's tiles begin at ``starts[r] // TOKENS +
+    r``.
 
-    Counts the requests that begin at or before ``tile``: one round of loads where bisection would wait for seven in a row.
+    Counts the requests that begin at or before ``tile``: one round of loads where bisection would wait for
+    seven in a row.
     """
     LANES: tl.constexpr = 128
     count = 0
@@ -41,7 +47,8 @@ def find_request(starts_ptr, tile, num_reqs, TOKENS: tl.constexpr):
 def tiles_of_longer(starts_ptr, first, num_reqs, TOKENS: tl.constexpr, SKIPPED: tl.constexpr):
     """Query tiles of the requests ``first + [0, 32)``; those of at most SKIPPED tokens have none.
 
-    As many as a warp has threads: sums over them need no barrier, and their results are known to be the same in all threads.
+    As many as a warp has threads: sums over them need no barrier, and their results are known to be the same
+    in all threads.
     """
     request = first + tl.arange(0, 32)
     start = tl.load(starts_ptr + request, mask=request < num_reqs, other=0, cache_modifier=".cg")
@@ -53,7 +60,8 @@ def tiles_of_longer(starts_ptr, first, num_reqs, TOKENS: tl.constexpr, SKIPPED: 
 
 @triton.jit
 def count_longer_tiles(starts_ptr, num_reqs, TOKENS: tl.constexpr, SKIPPED: tl.constexpr):
-    """All query tiles of requests of more than SKIPPED tokens. A sum alone: what a program without a tile spends its time on."""
+    """All query tiles of requests of more than SKIPPED tokens. A sum alone: what a program without a tile
+    spends its time on."""
     tiles = tl.zeros([32], tl.int32)
     for first in tl.range(0, num_reqs, 32, loop_unroll_factor=4):
         tiles += tiles_of_longer(starts_ptr, first, num_reqs, TOKENS, SKIPPED)
@@ -62,7 +70,8 @@ def count_longer_tiles(starts_ptr, num_reqs, TOKENS: tl.constexpr, SKIPPED: tl.c
 
 @triton.jit
 def find_longer_request(starts_ptr, tile, num_reqs, TOKENS: tl.constexpr, SKIPPED: tl.constexpr):
-    """``(request, its first tile)`` of query tile ``tile``, counting requests of more than SKIPPED tokens only."""
+    """``(request, its first tile)`` of query tile ``tile``, counting requests of more than SKIPPED
+    tokens only."""
     before = 0
     found = tl.zeros([32], tl.int32)
     found_first = tl.zeros([32], tl.int32)
@@ -78,7 +87,8 @@ def find_longer_request(starts_ptr, tile, num_reqs, TOKENS: tl.constexpr, SKIPPE
 
 @triton.jit
 def load_blocks(table_ptr, start, end_key, TILE_KV: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Block ids of the keys ``start + [0, TILE_KV)``, one number if a block holds them all; 0, the null block, at and past ``end_key``."""
+    """Block ids of the keys ``start + [0, TILE_KV)``, one number if a block holds them all; 0, the null
+    block, at and past ``end_key``."""
     if BLOCK_SIZE % TILE_KV == 0:
         blocks = tl.load(table_ptr + start // BLOCK_SIZE, mask=start < end_key, other=0)
     else:
@@ -94,7 +104,8 @@ def load_blocks(table_ptr, start, end_key, TILE_KV: tl.constexpr, BLOCK_SIZE: tl
 
 @triton.jit
 def load_whole_blocks(table_ptr, start, TILE_KV: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """`load_blocks` of a tile of which every key exists and that holds several whole blocks: without a mask per id."""
+    """`load_blocks` of a tile of which every key exists and that holds several whole blocks: without a mask
+    per id."""
     COUNT: tl.constexpr = TILE_KV // BLOCK_SIZE
     ids = tl.load(table_ptr + start // BLOCK_SIZE + tl.arange(0, COUNT))
     return tl.reshape(tl.broadcast_to(ids[:, None], [COUNT, BLOCK_SIZE]), [TILE_KV])
@@ -111,7 +122,8 @@ def tile_of(
     TILE_KV: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
-    """Addresses ``[N, WIDTH]`` of the keys ``start + [0, TILE_KV)``. Constant strides make it two instructions per row."""
+    """Addresses ``[N, WIDTH]`` of the keys ``start + [0, TILE_KV)``. Constant strides make it two
+    instructions per row."""
     key = tl.arange(0, TILE_KV)
     d = tl.arange(0, WIDTH)[None, :]
     if BLOCK_SIZE % TILE_KV == 0:
@@ -170,13 +182,15 @@ def attend_tiles(
     INTERPRET: tl.constexpr,
     STAGES: tl.constexpr = None,
 ):
-    """Keys ``[first, last)``, ``first`` a multiple of TILE_KV. Returns the state, its first four arguments, after them.
+    """Keys ``[first, last)``, ``first`` a multiple of TILE_KV. Returns the state, its first four arguments,
+    after them.
 
     GAP: keys at and past ``gap_at`` stand for those ``gap`` further on, both multiples of TILE_KV.
 
-    maximum, total [M], acc [M, DV]: the running softmax; blocks: `load_blocks` of the next tile, loaded one tile ahead, so that
-    the loads of keys and values are pipelined like loads from plain addresses. Unless MASKED, every row must see every key. LOW:
-    rows may not see the first keys. FOLD: ``maximum`` is of raw scores, the scale joins the exponential in one multiply-add.
+    maximum, total [M], acc [M, DV]: the running softmax; blocks: `load_blocks` of the next tile, loaded one
+    tile ahead, so that the loads of keys and values are pipelined like loads from plain addresses. Unless
+    MASKED, every row must see every key. LOW: rows may not see the first keys. FOLD: ``maximum`` is of raw
+    scores, the scale joins the exponential in one multiply-add.
     """
     LOG2E: tl.constexpr = 1.4426950408889634
     to_base_2 = score_scale * LOG2E if FOLD else LOG2E
@@ -290,15 +304,18 @@ def attend_query_tile(
     ALL_MASKED: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
-    """Attend and store the query tokens ``first_query + [0, TOKENS)`` of a request whose token rows begin at ``start``.
+    """Attend and store the query tokens ``first_query + [0, TOKENS)`` of a request whose token rows begin
+    at ``start``.
 
-    ALL_MASKED: one loop, with masks, over all keys: with a cap or slopes each copy of the loop costs a second and more to compile.
+    ALL_MASKED: one loop, with masks, over all keys: with a cap or slopes each copy of the loop costs a second
+    and more to compile.
     """
     FOLD: tl.constexpr = not (
         SOFT_CAP or ALIBI
     )  # scales are positive: the largest raw score is the largest score
     LOW: tl.constexpr = WINDOW_LEFT >= 0 or CHUNK > 0
-    # Without a cap or slopes a copy of the loop is compiled soon, and three loops ran on fewer instructions than two.
+    # Without a cap or slopes a copy of the loop is compiled soon, and three loops ran on fewer instructions
+    # than two.
     ENDS_TOGETHER: tl.constexpr = LOW and not FOLD and not ALL_MASKED
     row = tl.arange(0, TILE_M)
     head = kv_head * GROUP + row % GROUP
@@ -335,8 +352,8 @@ def attend_query_tile(
     table_ptr += request.to(tl.int64) * table_row
     k_ptr += kv_head.to(tl.int64) * k_head
     v_ptr += kv_head.to(tl.int64) * v_head
-    # Finite for rows that see a key, so that one that has seen none yet makes no inf - inf. That of the others stays -inf: it says so at
-    # the end, where a mask kept alive across the loops would cost registers.
+    # Finite for rows that see a key, so that one that has seen none yet makes no inf - inf. That of the
+    # others stays -inf: it says so at the end, where a mask kept alive across the loops would cost registers.
     maximum = tl.where(sees, -1.0e30, float("-inf"))
     total = tl.zeros([TILE_M], tl.float32)
     acc = tl.zeros([TILE_M, DIM_V_PAD], tl.float32)
@@ -478,8 +495,9 @@ def attend_query_tile(
         INTERPRET,
         1 if ALL_MASKED else None,
     )
-    # What only the end needs is read again, not kept: across the loops it cost spills, or the copies their registers (docs/log/mixed.md).
-    # Volatile, or the compiler would keep the first reading; it comes from L2, as the first did.
+    # What only the end needs is read again, not kept: across the loops it cost spills, or the copies their
+    # registers (docs/log/mixed.md). Volatile, or the compiler would keep the first reading; it comes from L2,
+    # as the first did.
     start = tl.load(starts_ptr + request, volatile=True)
     query_len = tl.load(starts_ptr + request + 1, volatile=True) - start
     query = first_query + row // GROUP
@@ -571,16 +589,19 @@ def prefill_kernel(
     PDL: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
-    """Grid: (tiles * num_kv_heads,). TOKENS: query tokens per tile, TOKENS * GROUP <= TILE_M; tiles: num_tokens // TOKENS + num_reqs.
+    """Grid: (tiles * num_kv_heads,). TOKENS: query tokens per tile, TOKENS * GROUP <= TILE_M; tiles:
+    num_tokens // TOKENS + num_reqs.
 
-    SKIP_DECODES: requests with at most so many query tokens are neither read nor written: a launch of the decode kernel takes them.
-    Any number of tiles will do then: ``num_single`` of them are one each, as most batches have it; tiles past those, of many short
-    queries, are shared out over the other programs, of which there must be one per kv head or more if shapes allow such tiles; these
-    take half as many keys at a time.
-    0: none is skipped. Programs without a tile come last, where they are no tile's hindrance, as long as ``num_sms`` multiprocessors hold
-    all that have one; first, while the device is full anyway, where they don't: the decode launch begins when all have begun.
-    PDL: the next kernel may be launched once all programs of this one have begun and the kernels before have finished. The decode
-    launch relies on the latter and does not wait: programs without a tile, too, must not end before.
+    SKIP_DECODES: requests with at most so many query tokens are neither read nor written: a launch of the
+        decode kernel takes them.
+    Any number of tiles will do then: ``num_single`` of them are one each, as most batches have it; tiles past
+    those, of many short queries, are shared out over the other programs, of which there must be one per kv
+    head or more if shapes allow such tiles; these take half as many keys at a time.
+    0: none is skipped. Programs without a tile come last, where they are no tile's hindrance, as long as
+    ``num_sms`` multiprocessors hold all that have one; first, while the device is full anyway, where they
+    don't: the decode launch begins when all have begun. PDL: the next kernel may be launched once all
+    programs of this one have begun and the kernels before have finished. The decode launch relies on the
+    latter and does not wait: programs without a tile, too, must not end before.
     """
     programs = tl.num_programs(0) // num_kv_heads
     program = tl.program_id(0) // num_kv_heads
@@ -600,12 +621,12 @@ def prefill_kernel(
     start = tl.load(starts_ptr + request, cache_modifier=".cg")
     query_len = tl.load(starts_ptr + request + 1, cache_modifier=".cg") - start
     first_query = (tile - first_tile) * TOKENS
-    # Up to here query_start_loc alone is read, early (stream_order.py). From L2: an old line in one multiprocessor's L1 would make
-    # programs, or warps of one program, disagree about their tile, and a barrier that some warps never come to does not open.
-    # Everything else is read behind the wait.
-    # Every program waits here for all kernels ahead, and then lets its dependents start: no path leads around it, not even for
-    # programs without a tile, and no program waits for another or for a dependent. The decode launch of a mixed batch (decode.py)
-    # relies on the order of both.
+    # Up to here query_start_loc alone is read, early (stream_order.py). From L2: an old line in one
+    # multiprocessor's L1 would make programs, or warps of one program, disagree about their tile, and a
+    # barrier that some warps never come to does not open. Everything else is read behind the wait.
+    # Every program waits here for all kernels ahead, and then lets its dependents start: no path leads around
+    # it, not even for programs without a tile, and no program waits for another or for a dependent. The
+    # decode launch of a mixed batch (decode.py) relies on the order of both.
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -667,7 +688,8 @@ def prefill_kernel(
             INTERPRET,
         )
     elif SKIP_DECODES > 0 and tile >= num_single:
-        # Fewer keys at a time: with as many as above ptxas spilled, and gave all copies in here one address register.
+        # Fewer keys at a time: with as many as above ptxas spilled, and gave all copies in here one
+        # address register.
         NARROW: tl.constexpr = TILE_KV if TILE_KV <= 32 else TILE_KV // 2
         for surplus in range(tile, num_tiles, programs - num_single):
             request, first_tile = find_longer_request(starts_ptr, surplus, num_reqs, TOKENS, SKIP_DECODES)

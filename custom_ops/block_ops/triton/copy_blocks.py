@@ -28,7 +28,8 @@ def copy_blocks_kernel(
     PIECE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid: (num_pairs, pieces of a block). SIZE: numbers in a block. PDL: the kernel behind may be launched early."""
+    """Grid: (num_pairs, pieces of a block). SIZE: numbers in a block. PDL: the kernel behind may be
+    launched early."""
     pair = tl.program_id(0).to(tl.int64)
     source = tl.load(mapping_ptr + pair * map_pair)
     destination = tl.load(mapping_ptr + pair * map_pair + map_side)

@@ -1,9 +1,10 @@
 """rope_write_kv: per-head RMSNorm, rotary embedding and the cache write of one step in one launch.
 
-One program takes one token and a few heads, either of q or of k and v: a single token spreads over many multiprocessors, and
-large batches take more heads per program. Everything is computed in float32 in registers; each number is rounded once, when
-it is stored. The two halves of a rotation are loaded as two tiles (NeoX style) or as one tile that is split (GPT-J style),
-so that every access is contiguous and 16 bytes wide where head_dim allows it.
+One program takes one token and a few heads, either of q or of k and v: a single token spreads over many
+multiprocessors, and large batches take more heads per program. Everything is computed in float32 in
+registers; each number is rounded once, when it is stored. The two halves of a rotation are loaded as two
+tiles (NeoX style) or as one tile that is split (GPT-J style), so that every access is contiguous and 16 bytes
+wide where head_dim allows it.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ _MAX_WARPS = 4
 
 @triton.jit
 def store_heads(ptr, x, mask, scale, HAS_SCALE: tl.constexpr, LIMIT: tl.constexpr):
-    """Store float32 ``x`` in the target's dtype. LIMIT: the largest finite value of an fp8 cache, 0 for others."""
+    """Store float32 ``x`` in the target's dtype. LIMIT: the largest finite value of an fp8 cache, 0
+    for others."""
     if LIMIT > 0:
         if HAS_SCALE:
             x = x / scale
@@ -59,7 +61,8 @@ def rope_heads(
     INTERLEAVED: tl.constexpr,
     LIMIT: tl.constexpr,
 ):
-    """Norm, rotate and store ``head [HEADS, 1]`` of one token; the pointers stand at the token's first head."""
+    """Norm, rotate and store ``head [HEADS, 1]`` of one token; the pointers stand at the token's
+    first head."""
     HALF: tl.constexpr = ROTARY // 2
     here = head < NUM_HEADS
     d = tl.arange(0, HALF_PAD)[None, :]
@@ -228,7 +231,8 @@ def rope_write_kv_kernel(
 def head_tiles(
     num_tokens: int, num_heads: int, num_kv_heads: int, widest: int, itemsize: int
 ) -> tuple[int, int]:
-    """``(heads per program, num_warps)``: one warp with one 16-byte access per lane and tile, more once the GPU is full.
+    """``(heads per program, num_warps)``: one warp with one 16-byte access per lane and tile, more once the
+    GPU is full.
 
     ``widest``: the padded width of the widest tile, in numbers.
     """
@@ -268,7 +272,8 @@ def rope_write_kv(
     v_scale: Tensor | None = None,
     are_query_tokens: bool = False,
 ) -> None:
-    """Launch `rope_write_kv_kernel`; arguments as in ``custom_ops/cache_write/schema.py``, in float32, bfloat16 or float16."""
+    """Launch `rope_write_kv_kernel`; arguments as in ``custom_ops/cache_write/schema.py``, in float32,
+    bfloat16 or float16."""
     require_launchable(q)
     check_dtype("q", q, torch.bfloat16, torch.float16, torch.float32)
     check_rope_write_kv(

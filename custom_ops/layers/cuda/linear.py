@@ -1,6 +1,8 @@
-"""linear of the ``cuda`` backend: up to 64 tokens by the CUDA C++ kernel, everything else composed of norm, matmul and activation.
+"""linear of the ``cuda`` backend: up to 64 tokens by the CUDA C++ kernel, everything else composed of norm,
+matmul and activation.
 
-``weight`` and ``norm_weight`` are constants of a step, read before the kernels ahead have ended (stream_order.py).
+``weight`` and ``norm_weight`` are constants of a step, read before the kernels ahead have
+ended (stream_order.py).
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ def linear(
     norm_offset: float = 0.0,
     activation: str = "none",
 ) -> None:
-    """Launch; arguments as in ``custom_ops/layers/schema.py``. Every choice here depends on shapes, dtypes and addresses, never on data."""
+    """Launch; arguments as in ``custom_ops/layers/schema.py``. Every choice here depends on shapes, dtypes
+    and addresses, never on data."""
     if x.device.type != "cuda":
         raise BackendUnavailableError(
             f"backend 'cuda': its kernels run on an NVIDIA GPU, got tensors on {x.device.type}"
@@ -115,7 +118,8 @@ def linear(
 
 
 def unsupported(x: Tensor, weight: Tensor, norm_weight: Tensor | None) -> str | None:
-    """Why the kernel can't take this call, or None. Checked arguments; shapes, dtypes, strides and addresses only."""
+    """Why the kernel can't take this call, or None. Checked arguments; shapes, dtypes, strides and
+    addresses only."""
     if x.dtype not in (torch.bfloat16, torch.float16):
         return f"dtype {x.dtype}"
     if not 1 <= x.shape[0] <= MAX_TOKENS:
@@ -169,9 +173,11 @@ def _specialised(
 def _map(
     address: int, rows: int, columns: int, row_stride: int, box_rows: int, half: bool, pairs: bool = False
 ) -> bytes:
-    """What the bulk copy engine knows of a matrix: boxes of ``box_rows`` rows and 64 columns, swizzled as wgmma reads them, zeros outside.
+    """What the bulk copy engine knows of a matrix: boxes of ``box_rows`` rows and 64 columns, swizzled as
+    wgmma reads them, zeros outside.
 
-    ``pairs``: in a box each row of the upper half of the matrix is followed by its counterpart of the lower half.
+    ``pairs``: in a box each row of the upper half of the matrix is followed by its counterpart of the
+    lower half.
     """
     from cuda.bindings import driver
 

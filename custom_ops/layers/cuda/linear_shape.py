@@ -1,4 +1,5 @@
-"""Which kernel and specialisation serve a linear layer: macros and launch shape, from shapes and dtypes alone.
+"""Which kernel and specialisation serve a linear layer: macros and launch shape, from shapes and
+dtypes alone.
 
 ``linear.cu`` runs anywhere, ``linear_wide.cu`` on Hopper. Figures behind the choices: docs/log/linear.md.
 """
@@ -16,7 +17,9 @@ ACTIVATIONS = {"none": 0, "silu": 1, "gelu_tanh": 2, "gelu": 3}
 NORM_THREADS = 256  # of a token's norm
 _KEPT = 2048  # bytes of a CTA's shared memory, by the hardware and for small things
 _LINE = 128  # bytes of a chunk's 64 numbers
-_EARLY_ROWS = 384  # of a chunk, times chunks: 48 KB of weights that a wide CTA asks for before the kernels in front have finished
+# of a chunk, times chunks: 48 KB of weights that a wide CTA asks for before the kernels in front
+# have finished
+_EARLY_ROWS = 384
 
 
 @dataclass(frozen=True)
@@ -28,10 +31,12 @@ class LinearShape:
         row_warps: warps that share a chunk of 64 k, each with its own rows; 1 if wide.
         k_warps: such groups per CTA, the chunks go round them; 1 if wide.
         stages: chunks on their way or in use, per group.
-        ctas_per_sm: CTAs that registers must suffice for on one multiprocessor; two, if the next kernel is to start early.
+        ctas_per_sm: CTAs that registers must suffice for on one multiprocessor; two, if the next kernel is to
+            start early.
         cluster: CTAs that share a tile's k, a power of two; 1 where there are no clusters.
         wide: ``linear_wide.cu`` instead of ``linear.cu``.
-        early_stages: if wide, chunks of weights asked for before the kernels in front have finished; the others follow x.
+        early_stages: if wide, chunks of weights asked for before the kernels in front have finished; the
+            others follow x.
     """
 
     row_tiles: int
@@ -58,7 +63,8 @@ class LinearShape:
         return dataclasses.replace(self, stages=stages)
 
     def shared_bytes(self, bucket: int, norm: bool) -> int:
-        """Dynamic shared memory of a CTA: the rings, or the sums that lie there afterwards; if wide, the ring and what other CTAs send."""
+        """Dynamic shared memory of a CTA: the rings, or the sums that lie there afterwards; if wide, the ring
+        and what other CTAs send."""
         tokens = max(bucket, 8)
         if self.wide:
             return (
@@ -81,8 +87,8 @@ def token_bucket(tokens: int) -> int:
 def norm_is_fused(shape: LinearShape, dtype: torch.dtype, weight_dtype: torch.dtype) -> bool:
     """Whether RMSNorm is part of the kernel; else it is a launch of its own before it.
 
-    float16 is not: the kernel divides by the root mean square last, and the product before might not fit its range. Wide kernels don't:
-    scaling x in shared memory on its way to wgmma cost more than a launch.
+    float16 is not: the kernel divides by the root mean square last, and the product before might not fit its
+    range. Wide kernels don't: scaling x in shared memory on its way to wgmma cost more than a launch.
     """
     return not shape.wide and shape.row_warps == 1 and dtype == weight_dtype == torch.bfloat16
 
@@ -98,10 +104,11 @@ def linear_shape(
     shared_per_sm: int,
     shared_per_cta: int,
 ) -> LinearShape:
-    """The shape for these tokens and weight [out_features, in_features] on a device of ``sms`` multiprocessors.
+    """The shape for these tokens and weight [out_features, in_features] on a device of ``sms``
+    multiprocessors.
 
-    ``hopper``: compute capability 9.0. ``clusters``: 9.0 and later. ``shared_per_sm``, ``shared_per_cta``: bytes of shared memory that a
-    multiprocessor has, and that a CTA may ask for.
+    ``hopper``: compute capability 9.0. ``clusters``: 9.0 and later. ``shared_per_sm``, ``shared_per_cta``:
+    bytes of shared memory that a multiprocessor has, and that a CTA may ask for.
     """
     if bucket <= 16:
         return _narrow(bucket, out_features, sms, shared_per_sm, shared_per_cta)
@@ -112,7 +119,8 @@ def linear_shape(
 
 
 def _clustered(shape: LinearShape, out_features: int, in_features: int, least: int) -> LinearShape:
-    """The shape in clusters of up to 8 CTAs, so that there are ``least`` of them, as long as each has enough of k."""
+    """The shape in clusters of up to 8 CTAs, so that there are ``least`` of them, as long as each has enough
+    of k."""
     chunks = -(-in_features // 64)
     while (
         shape.cluster < 8 and shape.grid(out_features) < least and chunks >= 4 * shape.cluster * shape.k_warps
@@ -122,10 +130,12 @@ def _clustered(shape: LinearShape, out_features: int, in_features: int, least: i
 
 
 def _wide(bucket: int, out_features: int, in_features: int, sms: int) -> LinearShape:
-    """For 17 to 64 tokens on Hopper: where tiles of 64 or 128 rows fill the multiprocessors about once, one CTA on each with a large ring, else two.
+    """For 17 to 64 tokens on Hopper: where tiles of 64 or 128 rows fill the multiprocessors about once, one
+    CTA on each with a large ring, else two.
 
-    A pair may share k. Larger clusters with one CTA per multiprocessor lose: where a part of the chip has no room for another whole cluster,
-    multiprocessors stay empty. Up to 32 tokens their parts are small, and clusters of four, two CTAs per multiprocessor, beat half as many CTAs.
+    A pair may share k. Larger clusters with one CTA per multiprocessor lose: where a part of the chip has no
+    room for another whole cluster, multiprocessors stay empty. Up to 32 tokens their parts are small, and
+    clusters of four, two CTAs per multiprocessor, beat half as many CTAs.
     """
 
     def shape(row_tiles: int, stages: int, ctas_per_sm: int, cluster: int = 1) -> LinearShape:
@@ -155,9 +165,11 @@ def _evenness(ctas: int, places: int) -> float:
 
 
 def _narrow(bucket: int, out_features: int, sms: int, shared_per_sm: int, shared_per_cta: int) -> LinearShape:
-    """For few tokens: short tiles with 8 warps along k where their CTAs all find a place at once, else taller ones with 4.
+    """For few tokens: short tiles with 8 warps along k where their CTAs all find a place at once, else taller
+    ones with 4.
 
-    Beside the kernel's own CTAs a multiprocessor keeps a place for one of the next kernel, unless they fill all places evenly.
+    Beside the kernel's own CTAs a multiprocessor keeps a place for one of the next kernel, unless they fill
+    all places evenly.
     """
     for row_tiles, k_warps in ((1, 8), (2, 4)):
         shape = LinearShape(row_tiles, 1, k_warps, 2, 2)
@@ -211,7 +223,8 @@ def linear_macros(
     early: bool,
     shape: LinearShape,
 ) -> dict[str, int]:
-    """The macros of the kernel. ``row_stride`` of the weight in numbers; ``aligned``: four numbers of out are stored at once."""
+    """The macros of the kernel. ``row_stride`` of the weight in numbers; ``aligned``: four numbers of out are
+    stored at once."""
     half = dtype == torch.float16
     macros = {
         "OUT_FEATURES": out_features,

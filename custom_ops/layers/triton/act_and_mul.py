@@ -19,7 +19,8 @@ _PIECE = 1024  # numbers per program: 4 warps of 8 per lane
 
 @triton.jit
 def activate(x, ACTIVATION: tl.constexpr):
-    """``silu``, ``gelu_tanh`` or ``gelu`` of float32 ``x``. The tanh of GELU's approximation is written as a sigmoid."""
+    """``silu``, ``gelu_tanh`` or ``gelu`` of float32 ``x``. The tanh of GELU's approximation is written as
+    a sigmoid."""
     if ACTIVATION == "silu":
         y = x * tl.sigmoid(x)
     elif ACTIVATION == "gelu_tanh":
@@ -70,7 +71,8 @@ def launch(gate_up: Tensor, out: Tensor, activation: str) -> None:
 
 
 def act_and_mul(gate_up: Tensor, out: Tensor, *, activation: str = "silu") -> None:
-    """Launch `act_and_mul_kernel`; arguments as in ``custom_ops/layers/schema.py``, in float32, bfloat16 or float16."""
+    """Launch `act_and_mul_kernel`; arguments as in ``custom_ops/layers/schema.py``, in float32, bfloat16
+    or float16."""
     require_launchable(gate_up)
     check_dtype("gate_up", gate_up, torch.bfloat16, torch.float16, torch.float32)
     check_act_and_mul(gate_up, out, activation=activation)

@@ -1,7 +1,8 @@
 """linear, composed: the norm's kernel, torch's matrix product (cuBLAS), the gate's kernel.
 
-At many tokens this is what wins, since the product takes nearly all of the time; the ``cuda`` backend has one kernel for few
-tokens and comes here for the rest. The normed input and the product before a gate are rounded to x's dtype in between.
+At many tokens this is what wins, since the product takes nearly all of the time; the ``cuda`` backend has one
+kernel for few tokens and comes here for the rest. The normed input and the product before a gate are rounded
+to x's dtype in between.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """rms_norm: one program norms one token's row, with the residual adds before and after it.
 
-A row stays in registers between the sum of squares and the store, so that each number is read and written once. Everything is
-computed in float32 and rounded once.
+A row stays in registers between the sum of squares and the store, so that each number is read and written
+once. Everything is computed in float32 and rounded once.
 """
 
 from __future__ import annotations
@@ -92,7 +92,8 @@ def rms_norm(
     residual: Tensor | None = None,
     post_residual: Tensor | None = None,
 ) -> None:
-    """Launch `rms_norm_kernel`; arguments as in ``custom_ops/layers/schema.py``, in float32, bfloat16 or float16."""
+    """Launch `rms_norm_kernel`; arguments as in ``custom_ops/layers/schema.py``, in float32, bfloat16
+    or float16."""
     require_launchable(x)
     check_dtype("x", x, torch.bfloat16, torch.float16, torch.float32)
     check_rms_norm(x, weight, out, eps=eps, residual=residual, post_residual=post_residual)

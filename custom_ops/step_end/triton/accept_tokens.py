@@ -1,4 +1,5 @@
-"""accept_tokens: one thread per request takes its sampled token and turns this step's buffers into the next one's.
+"""accept_tokens: one thread per request takes its sampled token and turns this step's buffers into the
+next one's.
 
 Dependents are not started early (stream_order.py). `finish_step` has the same functions.
 """
@@ -24,7 +25,8 @@ def rows_per_program(num_reqs: int) -> int:
 
 
 def ring_options(ring: Tensor | None, step: int, alone: bool) -> tuple[tuple[int, int, int], dict[str, Any]]:
-    """``(ring_slot, ring_step, num_slots)`` and the constexprs of a kernel that ends a step: LAST only with a ring; ``alone``: it is one program."""
+    """``(ring_slot, ring_step, num_slots)`` and the constexprs of a kernel that ends a step: LAST only with a
+    ring; ``alone``: it is one program."""
     if ring is None:
         return (0, 0, 0), {"STEP": 0, "LAST": False, "ALONE": True}
     strides = (ring.stride(0), ring.stride(1), ring.shape[0] - 1)
@@ -60,9 +62,11 @@ def load_rows(
     BLOCK_SIZE: tl.constexpr,
     STOPS: tl.constexpr,
 ):
-    """Of each row: length, counter, tokens that remain after this one, block of the next position, the first stop tokens.
+    """Of each row: length, counter, tokens that remain after this one, block of the next position, the first
+    stop tokens.
 
-    From L2: `finish_step` reads them before the kernels ahead have finished, and a first-level cache may hold an older step's.
+    From L2: `finish_step` reads them before the kernels ahead have finished, and a first-level cache may hold
+    an older step's.
     """
     old = tl.load(lens_ptr + row, mask=inside, other=0, cache_modifier=".cg")
     active = inside & (old > 0)
@@ -99,7 +103,8 @@ def accept_rows(
     BLOCK_SIZE: tl.constexpr,
     STOPS: tl.constexpr,
 ):
-    """Take ``token [ROWS]``, int64, -1 in rows that are not active, another negative one ends the row; the rest of each row is as `load_rows` gave it."""
+    """Take ``token [ROWS]``, int64, -1 in rows that are not active, another negative one ends the row; the
+    rest of each row is as `load_rows` gave it."""
     active = inside & (old > 0)
     stops = is_among(token, stop)
     for first in range(STOPS, num_stops, STOPS):
@@ -131,7 +136,8 @@ def find_slot(ring_ptr, launches_ptr, ring_slot, num_slots):
 def end_launch(slot_at, launch, launches_ptr, ring_step, num_steps: tl.constexpr, ALONE: tl.constexpr):
     """Behind a launch's last tokens: its number into its slot, and count it unless it is negative.
 
-    The next one may begin once every program has read the number: the last one to come here counts. ALONE: there is one program.
+    The next one may begin once every program has read the number: the last one to come here counts. ALONE:
+    there is one program.
     """
     tl.debug_barrier()  # every warp has read it
     next_launch = tl.where(launch < 0, launch, launch + 1)
@@ -177,7 +183,8 @@ def accept_tokens_kernel(
     ALONE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid: (ceil(num_reqs / ROWS),). STOPS: stop tokens compared at once. ALONE: one program. num_slots: of the ring, without the last."""
+    """Grid: (ceil(num_reqs / ROWS),). STOPS: stop tokens compared at once. ALONE: one program. num_slots: of
+    the ring, without the last."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = row < num_reqs
     if PDL:

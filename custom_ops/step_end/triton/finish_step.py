@@ -1,7 +1,8 @@
-"""finish_step: `sample_tokens` and `accept_tokens` in two launches, the second of which merges a row's tiles and accepts its token.
+"""finish_step: `sample_tokens` and `accept_tokens` in two launches, the second of which merges a row's tiles
+and accepts its token.
 
-A launch of its own between the merge and the next step costs about a microsecond and a half, for a few hundred bytes.
-What is read before the kernels ahead have ended: stream_order.py.
+A launch of its own between the merge and the next step costs about a microsecond and a half, for a few
+hundred bytes. What is read before the kernels ahead have ended: stream_order.py.
 """
 
 from __future__ import annotations
@@ -73,7 +74,8 @@ def finish_step_kernel(
     ALONE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid: (rows,). Dependents are not started early, as in `accept_tokens_kernel`; the constexprs are those of both kernels."""
+    """Grid: (rows,). Dependents are not started early, as in `accept_tokens_kernel`; the constexprs are those
+    of both kernels."""
     row = tl.program_id(0)
     rows = row + tl.arange(0, 1)
     inside = rows >= 0

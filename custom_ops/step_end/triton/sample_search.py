@@ -1,7 +1,9 @@
-"""What a token scores, and which tokens a truncated row keeps: the device functions of `sample_tokens` and `finish_step`.
+"""What a token scores, and which tokens a truncated row keeps: the device functions of `sample_tokens`
+and `finish_step`.
 
-A row with top_k, top_p or min_p has left each group's largest logit. `list_groups` writes the groups that may hold kept tokens, in order;
-`find_threshold` narrows the threshold among their logits; `draw_listed` scores what is kept. The method: `sample_tokens`, steps 1 to 4.
+A row with top_k, top_p or min_p has left each group's largest logit. `list_groups` writes the groups that may
+hold kept tokens, in order; `find_threshold` narrows the threshold among their logits; `draw_listed` scores
+what is kept. The method: `sample_tokens`, steps 1 to 4.
 """
 
 from __future__ import annotations
@@ -12,7 +14,8 @@ import triton.language as tl
 
 @triton.jit
 def load_logits(row_at, seen_at, token, inside, penalty):
-    """Float32 logits of ``token`` after the repetition penalty: -inf for NaN and where not ``inside``, no negative zero. And which were NaN."""
+    """Float32 logits of ``token`` after the repetition penalty: -inf for NaN and where not ``inside``, no
+    negative zero. And which were NaN."""
     z = tl.load(row_at + token, mask=inside, other=float("-inf")).to(tl.float32)
     if penalty != 1.0:
         occurred = (tl.load(seen_at + token // 32, mask=inside, other=0) >> (token % 32)) & 1
@@ -22,7 +25,8 @@ def load_logits(row_at, seen_at, token, inside, penalty):
 
 @triton.jit
 def natural_log(x):
-    """Logarithm of normal positive numbers to float32's precision (Cephes' logf): without the branches of the library's for all others."""
+    """Logarithm of normal positive numbers to float32's precision (Cephes' logf): without the branches of the
+    library's for all others."""
     bits = x.to(tl.int32, bitcast=True) + (0x3F800000 - 0x3F3504F3)
     exponent = ((bits >> 23) - 127).to(tl.float32)
     f = ((bits & 0x007FFFFF) + 0x3F3504F3).to(
@@ -63,7 +67,8 @@ def likelihood(z, maximum, temperature):
 
 @triton.jit
 def midpoint(low, high):
-    """The float in the middle of ``low < high`` in the order of floats, above ``low``. The order's integers: `next_above`."""
+    """The float in the middle of ``low < high`` in the order of floats, above ``low``. The order's
+    integers: `next_above`."""
     a, b = low.to(tl.int32, bitcast=True), high.to(tl.int32, bitcast=True)
     a, b = a ^ ((a >> 31) & 0x7FFFFFFF), b ^ ((b >> 31) & 0x7FFFFFFF)
     middle = ((a.to(tl.int64) + b.to(tl.int64) + 1) >> 1).to(tl.int32)
@@ -72,7 +77,8 @@ def midpoint(low, high):
 
 @triton.jit
 def next_above(z):
-    """The next float: floats in order are their bits as integers, those of negative ones turned round. NaN above +inf."""
+    """The next float: floats in order are their bits as integers, those of negative ones turned round. NaN
+    above +inf."""
     bits = z.to(tl.int32, bitcast=True)
     after = (bits ^ ((bits >> 31) & 0x7FFFFFFF)) + 1
     return (after ^ ((after >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
@@ -86,14 +92,16 @@ def add_min_max(a, b, c, other_a, other_b, other_c):
 
 @triton.jit
 def part(z, weight, pivot):
-    """What `add_min_max` makes a measure of: the weight at and above ``pivot``, the least value there, and the largest value below."""
+    """What `add_min_max` makes a measure of: the weight at and above ``pivot``, the least value there, and
+    the largest value below."""
     above = z >= pivot
     return tl.where(above, weight, 0.0), tl.where(above, z, float("inf")), tl.where(above, float("-inf"), z)
 
 
 @triton.jit
 def narrow(low, high, mass, least_above, largest_below, target):
-    """A step of the search for the largest value at and above which lies ``target``; done where ``low >= high``."""
+    """A step of the search for the largest value at and above which lies ``target``; done where ``low
+    >= high``."""
     enough = mass >= target
     return tl.where(enough, least_above, low), tl.where(
         enough, tl.where(mass == target, least_above, high), largest_below
@@ -102,7 +110,8 @@ def narrow(low, high, mass, least_above, largest_below, target):
 
 @triton.jit
 def group_bound(peaks, weight, target):
-    """The largest of ``peaks`` at and above which ``weight`` sums to ``target``; -inf if all of them don't."""
+    """The largest of ``peaks`` at and above which ``weight`` sums to ``target``; -inf if all of
+    them don't."""
     high = tl.max(peaks, 0)
     low = tl.full([], float("-inf"), tl.float32)
     while low < high:
@@ -115,7 +124,8 @@ def group_bound(peaks, weight, target):
 def load_chunk(
     row_at, seen_at, list_at, first, listed, penalty, vocab_size, GROUP: tl.constexpr, CHUNK: tl.constexpr
 ):
-    """Logits ``[CHUNK / 4, 4]`` of listed groups from number ``first`` on, in the order of tokens, and their ``quarter [CHUNK / 4]``."""
+    """Logits ``[CHUNK / 4, 4]`` of listed groups from number ``first`` on, in the order of tokens, and their
+    ``quarter [CHUNK / 4]``."""
     place = tl.arange(0, CHUNK // 4)
     number = first + place // (GROUP // 4)
     group = tl.load(list_at + number, mask=number < listed, other=0)
@@ -174,7 +184,8 @@ def find_threshold(
     GROUP: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """``(threshold, weight above it)``: the largest listed logit at and above which lies ``target``, known to be no less than ``low``."""
+    """``(threshold, weight above it)``: the largest listed logit at and above which lies ``target``, known to
+    be no less than ``low``."""
     high = maximum
     while low < high:
         mass, least_above, largest_below = measure_row(
@@ -229,7 +240,8 @@ def list_groups(
     weight = likelihood(peaks, maximum, temperature)
     limited = (top_k > 0) & (top_k < vocab_size)
     inside = group < num_groups
-    # top_p counts all of top_k's tokens. Selects: the interpreter of Triton 3.9 takes no mask that a scalar comparison is spread into.
+    # top_p counts all of top_k's tokens. Selects: the interpreter of Triton 3.9 takes no mask that a scalar
+    # comparison is spread into.
     listed = tl.where(limited & (top_p < 1.0), inside, inside & (weight >= min_p))
     bound = tl.full([], float("-inf"), tl.float32)
     if limited:
@@ -263,7 +275,8 @@ def draw_listed(
     GROUP: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """The token with the best score of those above ``threshold`` and the first ``allowed`` equal to it; 0 if all are -inf."""
+    """The token with the best score of those above ``threshold`` and the first ``allowed`` equal to it; 0 if
+    all are -inf."""
     best = tl.full([], float("-inf"), tl.float32)
     token = tl.full([], 0, tl.int32)
     ties = tl.full([], 0, tl.int32)

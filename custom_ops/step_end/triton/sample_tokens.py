@@ -1,17 +1,22 @@
-"""sample_tokens: Gumbel-max in two launches, with a search for the threshold instead of a sort where a row is truncated.
+"""sample_tokens: Gumbel-max in two launches, with a search for the threshold instead of a sort where a row
+is truncated.
 
-The first kernel cuts the vocabulary into tiles, one or a few per program, and reads every logit once. For a greedy row each program leaves
-its best token, for a plainly drawn one each tile's. For a row with top_k, top_p or min_p it leaves its tile's largest logit and mass,
-and the largest logit of each group of 64 tokens. The second kernel, a program per row, merges the tiles. A truncated row goes on there:
+The first kernel cuts the vocabulary into tiles, one or a few per program, and reads every logit once. For a
+greedy row each program leaves its best token, for a plainly drawn one each tile's. For a row with top_k,
+top_p or min_p it leaves its tile's largest logit and mass, and the largest logit of each group of 64 tokens.
+The second kernel, a program per row, merges the tiles. A truncated row goes on there:
 
-1. The groups' maxima bound the threshold from below: k groups that reach a value hold k tokens that do; the same with masses.
-2. Groups that reach the bound are listed. For usual distributions they fit one chunk, which then stays in the first-level cache.
-3. The threshold is the largest listed logit at and above which lie k tokens (top_k) or the mass p (top_p): bisection over the ordered
-   integer images of floats, in which both ends always jump to logits that occur.
-4. The kept tokens of the listed groups are scored with their noise. Of tokens equal to the threshold the first are kept.
+1. The groups' maxima bound the threshold from below: k groups that reach a value hold k tokens that do; the
+   same with masses.
+2. Groups that reach the bound are listed. For usual distributions they fit one chunk, which then stays in the
+   first-level cache.
+3. The threshold is the largest listed logit at and above which lie k tokens (top_k) or the mass p (top_p):
+   bisection over the ordered integer images of floats, in which both ends always jump to logits that occur.
+4. The kept tokens of the listed groups are scored with their noise. Of tokens equal to the threshold the
+   first are kept.
 
-Which of this a row needs is read from its parameters on the device. Sums run in a fixed order, so that replays agree bit for bit.
-Semantics and noise: `torchpaged.custom_ops.step_end.reference`.
+Which of this a row needs is read from its parameters on the device. Sums run in a fixed order, so that
+replays agree bit for bit. Semantics and noise: `torchpaged.custom_ops.step_end.reference`.
 """
 
 from __future__ import annotations
@@ -65,7 +70,8 @@ class SampleTiles(NamedTuple):
 
 
 def sample_tiles(num_rows: int, vocab_size: int) -> SampleTiles:
-    """Small tiles while large ones would leave multiprocessors idle; several for a program once there are more programs than fit."""
+    """Small tiles while large ones would leave multiprocessors idle; several for a program once there are
+    more programs than fit."""
     if INTERPRET:
         return SampleTiles(256, 4, 2, 256, 4)
     if num_rows * vocab_size <= 2**21:
@@ -83,7 +89,8 @@ def is_truncated(temperature, top_k, top_p, min_p, vocab_size):
 def load_parameters(
     row, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, penalty_ptr, seeds_ptr, counters_ptr
 ):
-    """How a row samples. Read before the kernels ahead have finished, perhaps: from L2, since a first-level cache may hold an older step's."""
+    """How a row samples. Read before the kernels ahead have finished, perhaps: from L2, since a first-level
+    cache may hold an older step's."""
     temperature, penalty = (
         tl.load(temperature_ptr + row, cache_modifier=".cg"),
         tl.load(penalty_ptr + row, cache_modifier=".cg"),
@@ -123,9 +130,11 @@ def sample_tiles_kernel(
     READS_EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid: (programs, rows), of TILES_EACH tiles each. READS_EARLY: of a row's parameters, before the kernels ahead have finished.
+    """Grid: (programs, rows), of TILES_EACH tiles each. READS_EARLY: of a row's parameters, before the
+    kernels ahead have finished.
 
-    Row of parts: best of each tile, of a greedy row of each program; of a truncated row also the mass of each tile and the maximum of
+    Row of parts: best of each tile, of a greedy row of each program; of a truncated row also the mass of each
+        tile and the maximum of
     each group. Row of indices: token of each tile or program.
     """
     program, row = tl.program_id(0), tl.program_id(1)
@@ -166,8 +175,9 @@ def sample_tiles_kernel(
             score = z + temperature * gumbel_noise(
                 seed, counter, quarter
             )  # times the temperature: no overflow where it is tiny
-            # Triton 3.6 gives wrong places for tl.max(tl.reshape(...), return_indices=True) of a tile loaded in another shape, so
-            # tokens are looked for by value; reshaped tiles are only reduced, where order does not matter.
+            # Triton 3.6 gives wrong places for tl.max(tl.reshape(...), return_indices=True) of a tile loaded
+            # in another shape, so tokens are looked for by value; reshaped tiles are only reduced, where
+            # order does not matter.
             best = tl.max(tl.max(score, 1), 0)
             drawn = tl.min(
                 tl.min(tl.where(broken, NO_TOKEN, tl.where(score == best, token, 2147483647)), 1), 0
@@ -227,7 +237,8 @@ def merge_row(
     GROUP: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """A row's token out of what the first launch left, NO_TOKEN if a logit is NaN or all are -inf. The row of indices becomes the list of groups where the row is truncated."""
+    """A row's token out of what the first launch left, NO_TOKEN if a logit is NaN or all are -inf. The row of
+    indices becomes the list of groups where the row is truncated."""
     truncated = is_truncated(temperature, top_k, top_p, min_p, vocab_size)
     parts_at, list_at = parts_ptr + row.to(tl.int64) * parts_row, indices_ptr + row.to(tl.int64) * indices_row
     tile = tl.arange(0, TILES)

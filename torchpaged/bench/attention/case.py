@@ -41,7 +41,8 @@ def measure_case(
     heads_first: bool = False,
     step: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
-    """One row: the case, its ideal time, and per contender a ``status``: timed, absent, unsupported, wrong or failed."""
+    """One row: the case, its ideal time, and per contender a ``status``: timed, absent, unsupported, wrong
+    or failed."""
     ideal_us, bound = case.ideal_us(ceilings["bytes_per_s"], ceilings["flop_per_s"])
     calls = timing.calls_per_round(num_layers(case), ideal_us)
     row: dict[str, Any] = {
@@ -68,7 +69,8 @@ def measure_case(
     if free is not None and needed > free:
         step(case.name)
         return row | {
-            "skipped": f"needs {needed / 2**30:.1f} GiB of memory on {device}, {free / 2**30:.1f} GiB are free"
+            "skipped": f"needs {needed / 2**30:.1f} GiB of memory on {device}, "
+            f"{free / 2**30:.1f} GiB are free"
         }
     inputs = make_inputs(case, device, heads_first)
     row["layers"], row["heads_first"] = inputs.num_layers, heads_first
@@ -106,7 +108,8 @@ def measure_case(
 def _admit(
     contender: Contender, case: AttentionCase, inputs: Inputs, device: torch.device, exact: dict[int, Any]
 ) -> tuple[dict[str, Any], Prepared | None]:
-    """The gate: prepare a contender and compare its first and last call with the oracle. None = it is not to be timed."""
+    """The gate: prepare a contender and compare its first and last call with the oracle. None = it is not to
+    be timed."""
     reason = contender.unavailable()
     if reason:
         return {"status": "absent", "reason": reason}, None

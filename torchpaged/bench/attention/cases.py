@@ -3,8 +3,9 @@
     for case in select_cases(["decode"], "64x4k"):
         print(case.name, case.useful_bytes(), case.flops())
 
-A case is data only; ``inputs.make_inputs`` turns it into tensors. A case's name says everything that sets it apart:
-``heads/kv_heads/head_dim lengths block``, and the KV dtype where it differs. Attention is causal throughout.
+A case is data only; ``inputs.make_inputs`` turns it into tensors. A case's name says everything that sets it
+apart: ``heads/kv_heads/head_dim lengths block``, and the KV dtype where it differs. Attention is
+causal throughout.
 """
 
 from __future__ import annotations
@@ -84,7 +85,8 @@ class AttentionCase:
         return 2 * sum(self.seq_lens) * self.num_kv_heads * self.head_dim * self.kv_dtype.itemsize
 
     def flops(self) -> int:
-        """Multiply-adds times two of both products over the (query, key) pairs that the causal mask leaves visible."""
+        """Multiply-adds times two of both products over the (query, key) pairs that the causal mask
+        leaves visible."""
         pairs = sum(
             query * (seq - query) + query * (query + 1) // 2
             for query, seq in zip(self.query_lens, self.seq_lens, strict=True)
@@ -92,7 +94,8 @@ class AttentionCase:
         return 4 * self.num_heads * self.head_dim * pairs
 
     def ideal_us(self, bandwidth: float, flop_rate: float) -> tuple[float, str]:
-        """The roofline: microseconds at ``bandwidth`` bytes/s or ``flop_rate`` FLOP/s, the longer of the two, and which it is."""
+        """The roofline: microseconds at ``bandwidth`` bytes/s or ``flop_rate`` FLOP/s, the longer of the two,
+        and which it is."""
         memory, compute = self.useful_bytes() / bandwidth * 1e6, self.flops() / flop_rate * 1e6
         return (memory, "memory") if memory >= compute else (compute, "compute")
 
@@ -123,7 +126,8 @@ def _case(
 
 
 def lognormal_lengths(num_reqs: int = 128) -> list[int]:
-    """Skewed lengths as chat traffic has them: lognormal(6.5, 1.2) cut to 16 ... 16384 tokens, the same in every run."""
+    """Skewed lengths as chat traffic has them: lognormal(6.5, 1.2) cut to 16 ... 16384 tokens, the same in
+    every run."""
     source = random.Random(0)
     return [max(16, min(16384, int(source.lognormvariate(6.5, 1.2)))) for _ in range(num_reqs)]
 
@@ -161,7 +165,8 @@ def _prefill() -> list[AttentionCase]:
 
 
 def _mixed() -> list[AttentionCase]:
-    """Triples: a mixed batch, its decodes alone, its chunks alone. Shapes: decodes x their length, chunks x tokens on earlier tokens."""
+    """Triples: a mixed batch, its decodes alone, its chunks alone. Shapes: decodes x their length, chunks x
+    tokens on earlier tokens."""
     shapes = [
         ((32, 4 * K), (2, 512, 8 * K)),
         ((250, K), (1, 512, 8 * K)),
@@ -189,7 +194,8 @@ def _mixed() -> list[AttentionCase]:
 
 
 def _block_size() -> list[AttentionCase]:
-    """What blocks cost: their size, their order, and for a prompt that there are any: its last case is one block, a contiguous cache."""
+    """What blocks cost: their size, their order, and for a prompt that there are any: its last case is one
+    block, a contiguous cache."""
     return [
         *(
             case
@@ -240,7 +246,8 @@ def select_cases(
     Args:
         suites: names in `SUITES`; "all" stands for every suite but smoke.
         substring: of the case's name, in any letter case; "" keeps every case.
-        dtype: run the queries, and the caches that have the queries' dtype, in this one instead of the case's own.
+        dtype: run the queries, and the caches that have the queries' dtype, in this one instead of the
+            case's own.
 
     Raises:
         ArgumentError: a suite is unknown, or no case is left.

@@ -3,10 +3,11 @@
     for contender in contenders(device, backends=None, peers=True):
         if contender.unavailable() is None and contender.why_not(case, device) is None:
             prepared = contender.prepare(case, inputs)
-            out = prepared.calls[0]()            # one call per KV cache; returns [num_tokens, num_heads, head_dim]
+            out = prepared.calls[0]()       # one call per KV cache; returns [num_tokens, num_heads, head_dim]
 
-Own backends come by their names; plain PyTorch (SDPA, FlexAttention) reads contiguous KV that is gathered before the clock starts,
-which is an easier task than the paged one; FlashInfer and FlashAttention-3 are in ``peers.py``.
+Own backends come by their names; plain PyTorch (SDPA, FlexAttention) reads contiguous KV that is gathered
+before the clock starts, which is an easier task than the paged one; FlashInfer and FlashAttention-3 are
+in ``peers.py``.
 """
 
 from __future__ import annotations
@@ -60,9 +61,10 @@ def contenders(
     return left
 
 
-# ----------------------------------------------------------------------------------------------------- own backends
+# ----------------------------------------------------------------------------------------------- own backends
 def own_backend(name: str) -> Contender:
-    """The own backend of that name, called as a layer calls it: the op handle with all checks on, and a semaphore per layer."""
+    """The own backend of that name, called as a layer calls it: the op handle with all checks on, and a
+    semaphore per layer."""
     backend = get_backend(name)
 
     def why_not(case: AttentionCase, device: torch.device) -> str | None:
@@ -107,7 +109,7 @@ def own_backend(name: str) -> Contender:
     return Contender(name, True, backend.unavailable, why_not, prepare)
 
 
-# ------------------------------------------------------------------------------------ plain PyTorch, contiguous KV
+# ------------------------------------------------------------------------------- plain PyTorch, contiguous KV
 def _not_dense(case: AttentionCase) -> str | None:
     """Why a dense batch can't hold the case; None if it can."""
     if len(set(case.seq_lens)) > 1 or len(set(case.query_lens)) > 1:

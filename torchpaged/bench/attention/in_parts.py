@@ -2,8 +2,9 @@
 
     contender = in_parts("triton")      # "triton-in-parts", for cases whose decodes come before their chunks
 
-The sum of both parts measured alone is a stricter figure, and one nobody can run: a kernel in a row of its like begins while the one
-before it ends. Here decodes and chunks take turns, as they do in a model that gives each a call of its own.
+The sum of both parts measured alone is a stricter figure, and one nobody can run: a kernel in a row of its
+like begins while the one before it ends. Here decodes and chunks take turns, as they do in a model that gives
+each a call of its own.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ SUFFIX = "-in-parts"
 
 
 def num_decodes(case: AttentionCase) -> int:
-    """Requests of one query token that come first, if only longer queries follow them; else, and if none follow, 0."""
+    """Requests of one query token that come first, if only longer queries follow them; else, and if none
+    follow, 0."""
     count = sum(query == 1 for query in case.query_lens)
     return count if 0 < count < len(case.query_lens) and max(case.query_lens[:count]) == 1 else 0
 

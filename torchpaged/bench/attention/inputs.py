@@ -3,8 +3,9 @@
     inputs = make_inputs(case, device)
     worst = relative_error(case, inputs, layer=0, out=contender_output)
 
-KV caches come in as many copies ("layers") as it takes for a round over them to leave nothing in the L2 cache. Blocks are
-shuffled, but for a few cases; block 0 is the null block and stays out of every table. Table tails are 0, because peers may load them.
+KV caches come in as many copies ("layers") as it takes for a round over them to leave nothing in the L2
+cache. Blocks are shuffled, but for a few cases; block 0 is the null block and stays out of every table. Table
+tails are 0, because peers may load them.
 """
 
 from __future__ import annotations
@@ -42,13 +43,15 @@ class Inputs:
 
     Attributes:
         q: ``[num_tokens, num_heads, head_dim]``.
-        k_caches, v_caches: one ``[num_blocks, block_size, num_kv_heads, head_dim]`` per layer, the case's ``kv_dtype``.
+        k_caches, v_caches: one ``[num_blocks, block_size, num_kv_heads, head_dim]`` per layer, the
+            case's ``kv_dtype``.
         block_table: ``[num_reqs, max_blocks_per_req]`` int32.
         seq_lens: ``[num_reqs]`` int32.
         query_start_loc: ``[num_reqs + 1]`` int32.
         scale: softmax scale.
         k_scale, v_scale: float32 ``[1]`` for fp8 caches, else None.
-        heads_first: whether the caches lie in memory as ``[num_blocks, num_kv_heads, block_size, head_dim]``, behind the same shape.
+        heads_first: whether the caches lie in memory as ``[num_blocks, num_kv_heads, block_size, head_dim]``,
+            behind the same shape.
     """
 
     q: Tensor
@@ -84,7 +87,8 @@ def num_layers(case: AttentionCase) -> int:
 
 
 def needed_bytes(case: AttentionCase) -> int:
-    """Device memory of a case: caches, their dense copies for the contiguous contenders, one more layer and 1 GiB of workspaces."""
+    """Device memory of a case: caches, their dense copies for the contiguous contenders, one more layer and 1
+    GiB of workspaces."""
     pool = (
         2
         * (case.num_blocks + 1)
@@ -191,7 +195,8 @@ def checked_requests(case: AttentionCase) -> list[int]:
 
 
 def exact_outputs(case: AttentionCase, inputs: Inputs, layer: int) -> dict[int, tuple[Tensor, Tensor]]:
-    """Request -> (query rows, their exact outputs); of a long query an even choice of rows, the first and the last included."""
+    """Request -> (query rows, their exact outputs); of a long query an even choice of rows, the first and the
+    last included."""
     exact: dict[int, tuple[Tensor, Tensor]] = {}
     for request in checked_requests(case):
         count = min(case.query_lens[request], _MAX_ORACLE_ROWS)
@@ -206,7 +211,8 @@ def exact_outputs(case: AttentionCase, inputs: Inputs, layer: int) -> dict[int, 
 
 
 def relative_error(case: AttentionCase, out: Tensor, exact: dict[int, tuple[Tensor, Tensor]]) -> float:
-    """The worst ``||out - exact|| / ||exact||`` over the checked requests; infinite if any row of ``out`` is not finite."""
+    """The worst ``||out - exact|| / ||exact||`` over the checked requests; infinite if any row of ``out`` is
+    not finite."""
     out = out.reshape(case.num_tokens, case.num_heads, case.head_dim)
     if not bool(out.isfinite().all()):
         return float("inf")

@@ -1,8 +1,9 @@
 """The paged peers: FlashInfer and FlashAttention-3, each called in the way that is fastest for it.
 
-FlashInfer plans on the host; its plan and the conversion of the block table to CSR happen outside every timing, and the plan's time is
-reported apart. Single-token batches go to the decode wrapper with tensor cores (its CUDA-core decode is a weak peer), all others to
-the prefill wrapper. FlashAttention-3 gets scheduler metadata computed beforehand. Both take torchpaged's cache layout uncopied.
+FlashInfer plans on the host; its plan and the conversion of the block table to CSR happen outside every
+timing, and the plan's time is reported apart. Single-token batches go to the decode wrapper with tensor cores
+(its CUDA-core decode is a weak peer), all others to the prefill wrapper. FlashAttention-3 gets scheduler
+metadata computed beforehand. Both take torchpaged's cache layout uncopied.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ _PLAN_REPEATS = 5
 
 
 def _import_failure(module: str, package: str) -> str | None:
-    """Why ``module`` can't be imported, or None. A broken installation raises all sorts of things, hence Exception."""
+    """Why ``module`` can't be imported, or None. A broken installation raises all sorts of things,
+    hence Exception."""
     try:
         importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -44,9 +46,10 @@ def _gpu_only(case: AttentionCase, device: torch.device) -> str | None:
     return None
 
 
-# ------------------------------------------------------------------------------------------------------- FlashInfer
+# ------------------------------------------------------------------------------------------------- FlashInfer
 def _csr(case: AttentionCase, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
-    """The block table in FlashInfer's form: indptr (host), indices (device), last_page_len (host), all int32."""
+    """The block table in FlashInfer's form: indptr (host), indices (device), last_page_len (host),
+    all int32."""
     used = [-(-length // case.block_size) for length in case.seq_lens]
     indptr = torch.tensor([0, *used]).cumsum(0).int()
     indices = torch.cat([inputs.block_table[row, :count] for row, count in enumerate(used)])
@@ -133,7 +136,7 @@ def _plan_us(plan: Callable[[], Any], device: torch.device) -> float:
     return statistics.median(times)
 
 
-# ------------------------------------------------------------------------------------------------- FlashAttention-3
+# ------------------------------------------------------------------------------------------- FlashAttention-3
 def _fa3_why_not(case: AttentionCase, device: torch.device) -> str | None:
     if case.kv_dtype != case.dtype:
         return "reads fp8 caches with fp8 queries only, which would be another computation"

@@ -1,6 +1,8 @@
-"""A PNG of measured time against the roofline's time, one marker per case and contender, both axes logarithmic.
+"""A PNG of measured time against the roofline's time, one marker per case and contender, both
+axes logarithmic.
 
-A point on the diagonal runs at the device's ceiling; vertical distance is the factor lost. Needs matplotlib (extra ``bench``).
+A point on the diagonal runs at the device's ceiling; vertical distance is the factor lost. Needs matplotlib
+(extra ``bench``).
 """
 
 from __future__ import annotations

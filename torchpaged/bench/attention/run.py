@@ -1,10 +1,12 @@
-"""Attention against its peers, as one function and as ``python -m torchpaged.bench.attention`` (needs torch only).
+"""Attention against its peers, as one function and as ``python -m torchpaged.bench.attention`` (needs
+torch only).
 
     document = run(Options(suites=("decode",), peers=True))
 
-For every case: inputs on the device, each contender checked against the float32 oracle, those that pass timed in turns. A contender
-that can't run, is wrong or fails is reported as that and never left out. ``document`` holds the conditions, one row per case and a
-summary; `main` prints it as one JSON line on stdout, and everything else goes to stderr.
+For every case: inputs on the device, each contender checked against the float32 oracle, those that pass timed
+in turns. A contender that can't run, is wrong or fails is reported as that and never left out. ``document``
+holds the conditions, one row per case and a summary; `main` prints it as one JSON line on stdout, and
+everything else goes to stderr.
 """
 
 from __future__ import annotations
@@ -45,7 +47,8 @@ class Options:
         skip: contenders to leave out.
         device: "auto", "cpu", "cuda", "cuda:1".
         dtype: fp32, bf16, fp16 for queries and caches (fp8 caches stay fp8); "" = the case's own.
-        heads_first: lay the caches out as ``[num_blocks, num_kv_heads, block_size, head_dim]`` instead of tokens first.
+        heads_first: lay the caches out as ``[num_blocks, num_kv_heads, block_size, head_dim]`` instead of
+            tokens first.
         repeats: samples per contender at least, each a round over all layers' caches.
         bandwidth: memory ceiling in TB/s; None = measured.
         flop_rate: compute ceiling in TFLOP/s; None = measured.

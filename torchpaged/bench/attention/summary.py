@@ -1,4 +1,5 @@
-"""What the rows of a run say together: ratios against the best peer, their geometric mean and worst case, and what went wrong."""
+"""What the rows of a run say together: ratios against the best peer, their geometric mean and worst case, and
+what went wrong."""
 
 from __future__ import annotations
 
@@ -60,14 +61,16 @@ def _ratios(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def exit_code(document: dict[str, Any]) -> int:
-    """1 if an own backend was wrong or failed, or nothing was timed; else 0: a peer's failure is reported, not ours to fix."""
+    """1 if an own backend was wrong or failed, or nothing was timed; else 0: a peer's failure is reported,
+    not ours to fix."""
     entries = [entry for row in document["rows"] for entry in row["contenders"].values()]
     own_fault = any(entry["own"] and entry["status"] in ("wrong", "failed") for entry in entries)
     return 1 if own_fault or not any(entry["status"] == "timed" for entry in entries) else 0
 
 
 def _mixed_over_parts(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Per mixed case and contender, its time over the summed times of its two parts (under 1 = mixing pays)."""
+    """Per mixed case and contender, its time over the summed times of its two parts (under 1 =
+    mixing pays)."""
     ratios: dict[str, dict[str, float]] = {}
     cases = SUITES["mixed"]
     for first in range(0, len(cases), 3):

@@ -1,6 +1,8 @@
-"""What `torchpaged.bench.step` runs: model shapes with random weights, their rooflines, and the targets set for one H200.
+"""What `torchpaged.bench.step` runs: model shapes with random weights, their rooflines, and the targets set
+for one H200.
 
-    model = build_model(SHAPES["llama-1b"], torch.device("cuda"), torch.bfloat16)   # on the device from the start
+    # on the device from the start
+    model = build_model(SHAPES["llama-1b"], torch.device("cuda"), torch.bfloat16)
 
 Needs transformers.
 """
@@ -31,7 +33,8 @@ class ModelShape:
     tied: bool
 
     def weights_read(self) -> int:
-        """Weights that a decode step reads: all layers and the lm_head once; of the embedding, a row per token, which is not counted."""
+        """Weights that a decode step reads: all layers and the lm_head once; of the embedding, a row per
+        token, which is not counted."""
         heads = self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
         layer = self.hidden_size * (heads + 3 * self.intermediate_size + 2)
         return self.num_layers * layer + self.hidden_size * (self.vocab_size + 1)
@@ -41,7 +44,8 @@ class ModelShape:
         return self.num_layers * 2 * self.num_kv_heads * self.head_dim * itemsize
 
     def bytes_read(self, batch: int, context: int, itemsize: int) -> int:
-        """Bytes a decode step can't avoid: weights once, and the keys and values of ``batch`` requests of ``context`` tokens."""
+        """Bytes a decode step can't avoid: weights once, and the keys and values of ``batch`` requests of
+        ``context`` tokens."""
         return self.weights_read() * itemsize + batch * context * self.kv_bytes_per_token(itemsize)
 
 
@@ -78,10 +82,11 @@ def select_shapes(names: Sequence[str]) -> list[ModelShape]:
 
 
 def build_model(shape: ModelShape, device: torch.device, dtype: torch.dtype) -> Any:
-    """A HuggingFace Llama of that shape with normal weights, made on ``device`` itself; the same ones every time.
+    """A HuggingFace Llama of that shape with normal weights, made on ``device`` itself; the same ones
+    every time.
 
-    Their deviation is 0.9 / sqrt(hidden_size), 0.02 for 2048: a layer's output is then about as large as its normalised input at any size,
-    so that an error in any layer shows in the logits.
+    Their deviation is 0.9 / sqrt(hidden_size), 0.02 for 2048: a layer's output is then about as large as its
+    normalised input at any size, so that an error in any layer shows in the logits.
     """
     from transformers import AutoModelForCausalLM, LlamaConfig
 

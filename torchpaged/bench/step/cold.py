@@ -1,9 +1,15 @@
-"""From a loaded model to the first token, in a process that has compiled nothing yet: one contender, one shape, one batch size.
+"""From a loaded model to the first token, in a process that has compiled nothing yet: one contender, one
+shape, one batch size.
 
-    PYTHONPATH=. python -m torchpaged.bench.step.cold --shape llama-8b --contender k1+fuse+layers --save cache.tpc      # cold
-    PYTHONPATH=. python -m torchpaged.bench.step.cold --shape llama-8b --contender k1+fuse+layers --load cache.tpc      # warm
+    # cold
+    PYTHONPATH=. python -m torchpaged.bench.step.cold --shape llama-8b --contender k1+fuse+layers \\
+        --save cache.tpc
+    # warm
+    PYTHONPATH=. python -m torchpaged.bench.step.cold --shape llama-8b --contender k1+fuse+layers \\
+        --load cache.tpc
 
-Empty cache folders make "cold" true: set TORCHINDUCTOR_CACHE_DIR, TRITON_CACHE_DIR and TORCHPAGED_CACHE to new ones for each run. The last line of
+Empty cache folders make "cold" true: set TORCHINDUCTOR_CACHE_DIR, TRITON_CACHE_DIR and TORCHPAGED_CACHE to
+new ones for each run. The last line of
 stdout is one JSON document: seconds of every part, their sum, and torch's cache counters.
 """
 
@@ -52,8 +58,9 @@ def cold_start(
         save: a compile cache to write afterwards, outside the time.
 
     Returns:
-        ``seconds`` in all and by part (``load``, ``change``: fuse and compile_layers, ``generator``: pools, compilation and capture,
-        ``first_token``: prefill and its token, ``second_token``, not in the sum), ``counters``, ``compile_cache`` reports.
+        ``seconds`` in all and by part (``load``, ``change``: fuse and compile_layers, ``generator``: pools,
+        compilation and capture, ``first_token``: prefill and its token, ``second_token``, not in the sum),
+        ``counters``, ``compile_cache`` reports.
     """
     from torchpaged.fuse import fuse
     from torchpaged.hf import compile_layers

@@ -1,7 +1,9 @@
-"""The own contenders of the decode-step benchmark: a paged model captured per batch, with whole steps in the graph or without.
+"""The own contenders of the decode-step benchmark: a paged model captured per batch, with whole steps in the
+graph or without.
 
-A contender's name says what runs: ``k4+fuse+compile`` is four whole steps per launch (model, sampling, bookkeeping) of the fused
-model through torch.compile; ``logits`` is the model alone, one step per launch, without sampling. `ours` builds one.
+A contender's name says what runs: ``k4+fuse+compile`` is four whole steps per launch (model, sampling,
+bookkeeping) of the fused model through torch.compile; ``logits`` is the model alone, one step per launch,
+without sampling. `ours` builds one.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ class Variant:
         name: ``logits`` or ``k1``, ``k2`` ..., then ``+fuse``, then ``+compile`` or ``+layers``.
         steps_per_launch: whole steps per launch; 0 = the model alone, without sampling.
         fuse: whether the model went through `torchpaged.hf.fuse`.
-        compile: "" = as it is, "compile" = torch.compile of the whole step, "layers" = `torchpaged.hf.compile_layers`.
+        compile: "" = as it is, "compile" = torch.compile of the whole step, "layers"
+            = `torchpaged.hf.compile_layers`.
     """
 
     name: str
@@ -61,8 +64,10 @@ class OwnStep:
     """One contender over one paged model: ``capture`` a batch, ``load`` requests, ``replay``.
 
     Args:
-        model: `torchpaged.hf.PagedModel`; its pools must hold ``max(batches)`` requests of ``blocks_per_row`` blocks.
-        variant: what to build. ``variant.fuse`` and "layers" are properties of ``model``, which the caller has prepared.
+        model: `torchpaged.hf.PagedModel`; its pools must hold ``max(batches)`` requests of ``blocks_per_row``
+            blocks.
+        variant: what to build. ``variant.fuse`` and "layers" are properties of ``model``, which the caller
+            has prepared.
         batches: batch sizes, a bucket each.
         blocks_per_row: blocks of a request.
     """
@@ -104,8 +109,9 @@ class OwnStep:
         """Warm up, capture, replay once.
 
         Returns:
-            ``ready_s``, seconds until the first replay was done, compilation included; ``warmup_and_capture_ms`` and ``capture_ms`` as the
-            runner reports them; ``reserved_mib`` and ``device_mib``, what torch reserved and what the device had less of afterwards.
+            ``ready_s``, seconds until the first replay was done, compilation included;
+            ``warmup_and_capture_ms`` and ``capture_ms`` as the runner reports them; ``reserved_mib`` and
+            ``device_mib``, what torch reserved and what the device had less of afterwards.
         """
         started = time.perf_counter()
         with torch.inference_mode(), self.runner.inputs.padding(batch):
@@ -137,7 +143,8 @@ class OwnStep:
 
     # ------------------------------------------------------------------------------------------------ steps
     def load(self, input_ids: Sequence[int], seq_lens: Sequence[int]) -> None:
-        """Requests into the first rows: newest token, and tokens with that one included. Greedy, without an end token."""
+        """Requests into the first rows: newest token, and tokens with that one included. Greedy, without an
+        end token."""
         if self.loop is not None:
             states = {
                 row: RowState(token, length, self.tables[row], seed=row, counter=0, remaining=1 << 30)
@@ -164,10 +171,11 @@ class OwnStep:
     # ------------------------------------------------------------------------------------------------ gate
     @torch.inference_mode()
     def check(self, reference: Reference, batch: int) -> dict[str, Any]:
-        """Prefill through the model, then teacher-forced launches of the captured graph: `torchpaged.bench.step.gate.verdict`.
+        """Prefill through the model, then teacher-forced launches of the captured
+        graph: `torchpaged.bench.step.gate.verdict`.
 
-        The graph's first token of each launch is checked; the logits are the graph's own, or, where the graph ends in a token, those
-        of the same step run without it.
+        The graph's first token of each launch is checked; the logits are the graph's own, or, where the graph
+        ends in a token, those of the same step run without it.
         """
         rows = min(batch, len(reference.prompt_lens))
         lens, tokens = reference.prompt_lens[:rows], reference.tokens[:rows]
@@ -199,7 +207,8 @@ class OwnStep:
 
     # ------------------------------------------------------------------------------------------------ host
     def host_us(self, batch: int, launches: int) -> list[float]:
-        """Host microseconds of each of ``launches`` replays. At most two are under way: a full launch queue would make the host wait."""
+        """Host microseconds of each of ``launches`` replays. At most two are under way: a full launch queue
+        would make the host wait."""
         times = []
         for launch in range(launches):
             if launch % 2 == 0:

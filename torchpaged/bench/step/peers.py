@@ -1,9 +1,11 @@
-"""The peers of the decode-step benchmark: HuggingFace's own two ways to decode fast, on the same model object.
+"""The peers of the decode-step benchmark: HuggingFace's own two ways to decode fast, on the same
+model object.
 
-``hf_static``: ``generate()`` with a static cache, whose decode transformers compiles by itself on a GPU. ``hf_cb``: continuous batching
-(``generate_batch``) with FlashAttention-3 where transformers finds it, else SDPA. Both receive random prompts of ``context`` tokens, once to
-compile, capture and warm up, once to be timed. A step is the time from token to token on the host while all requests decode, so that prefill
-and set-up stay out: ``hf_static`` waits for each token, and of ``hf_cb`` these are transformers' own timestamps.
+``hf_static``: ``generate()`` with a static cache, whose decode transformers compiles by itself on a GPU.
+``hf_cb``: continuous batching (``generate_batch``) with FlashAttention-3 where transformers finds it, else
+SDPA. Both receive random prompts of ``context`` tokens, once to compile, capture and warm up, once to be
+timed. A step is the time from token to token on the host while all requests decode, so that prefill and
+set-up stay out: ``hf_static`` waits for each token, and of ``hf_cb`` these are transformers' own timestamps.
 """
 
 from __future__ import annotations
@@ -93,11 +95,13 @@ def hf_static(model: Any, batch: int, context: int, new_tokens: int) -> dict[str
             "compiled_by": "generate()" if device.type == "cuda" else "nobody",
         }
     finally:
-        torch.compiler.reset()  # the next batch size gets static shapes of its own, and the CUDA graphs' memory comes back
+        # the next batch size gets static shapes of its own, and the CUDA graphs' memory comes back
+        torch.compiler.reset()
 
 
 def hf_cb(model: Any, batch: int, context: int, new_tokens: int) -> dict[str, Any]:
-    """``generate_batch()``, transformers' continuous batching; its cache holds twice what the requests need."""
+    """``generate_batch()``, transformers' continuous batching; its cache holds twice what the
+    requests need."""
     from transformers import ContinuousBatchingConfig, GenerationConfig
     from transformers.utils import is_flash_attn_3_available
 

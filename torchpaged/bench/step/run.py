@@ -1,9 +1,12 @@
-"""A whole decode step of a model: ours in its variants beside HuggingFace's, as one function and as a command line.
+"""A whole decode step of a model: ours in its variants beside HuggingFace's, as one function and as a
+command line.
 
-    document = run(Options(shapes=("llama-1b",), batches=(1, 8)))        # or: python benchmarks/bench_step.py --shapes llama-1b
+    # or: python benchmarks/bench_step.py --shapes llama-1b
+    document = run(Options(shapes=("llama-1b",), batches=(1, 8)))
 
-Per shape a random-weight model is made on the device; every own contender passes the gate (`torchpaged.bench.step.gate`) before it is
-timed, at a context of random keys and values. Whatever fails becomes a row that says why. Needs transformers.
+Per shape a random-weight model is made on the device; every own contender passes the gate
+(`torchpaged.bench.step.gate`) before it is timed, at a context of random keys and values. Whatever fails
+becomes a row that says why. Needs transformers.
 """
 
 from __future__ import annotations
@@ -31,7 +34,8 @@ from torchpaged.custom_ops.errors import ArgumentError, TorchpagedError
 
 
 def run(options: Options) -> dict[str, Any]:
-    """Run the benchmark; returns ``conditions``, ``options``, ``ceilings`` and ``rows``, a row per shape, contender and batch.
+    """Run the benchmark; returns ``conditions``, ``options``, ``ceilings`` and ``rows``, a row per shape,
+    contender and batch.
 
     Raises:
         ArgumentError: an option names something unknown; nothing has run then.

@@ -1,4 +1,5 @@
-"""What a reader of the decode-step benchmark sees, on stderr: progress, a line per row, the table at the end."""
+"""What a reader of the decode-step benchmark sees, on stderr: progress, a line per row, the table at
+the end."""
 
 from __future__ import annotations
 
@@ -46,8 +47,10 @@ class StepScreen(Screen):
         self.table("a decode step", _HEADER, lines)
         ceiling = document["ceilings"]
         self.say(
-            f"roofline: weights once and keys and values at {ceiling['bytes_per_s'] / 1e12:.3g} TB/s ({ceiling['bytes_per_s_from']}); "
-            "kernels: per step / per layer; idle: between launches / between kernels, as profiled; host: replay call / the loop's launch; "
+            f"roofline: weights once and keys and values at {ceiling['bytes_per_s'] / 1e12:.3g} TB/s "
+            f"({ceiling['bytes_per_s_from']}); "
+            "kernels: per step / per layer; idle: between launches / between kernels, as profiled; host: "
+            "replay call / the loop's launch; "
             f"MiB: of one bucket, reserved / device; {document['seconds']:.0f} s in all"
         )
 

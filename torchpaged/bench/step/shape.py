@@ -1,7 +1,10 @@
-"""One model shape of the decode-step benchmark: every contender and batch becomes a row, whatever happens to it.
+"""One model shape of the decode-step benchmark: every contender and batch becomes a row, whatever happens
+to it.
 
-Order: own contenders whose model is changed (fused, or its layers compiled), each such group on a fresh model with the same weights, then own
-ones on the plain model, and peers on the same one: a run that is cut short in a peer has ours. Contenders of a group share the KV pools.
+Order: own contenders whose model is changed (fused, or its layers compiled), each such group on a fresh model
+with the same weights, then own
+ones on the plain model, and peers on the same one: a run that is cut short in a peer has ours. Contenders of
+a group share the KV pools.
 """
 
 from __future__ import annotations
@@ -37,7 +40,8 @@ def measure_shape(
     screen: StepScreen,
     started: float,
 ) -> Iterator[dict[str, Any]]:
-    """Rows of ``shape``, as they are measured. ``bandwidth`` in bytes per second; ``started``: when the run began, for the time limit."""
+    """Rows of ``shape``, as they are measured. ``bandwidth`` in bytes per second; ``started``: when the run
+    began, for the time limit."""
     return _Shape(shape, options, variants, device, bandwidth, screen, started).rows()
 
 
@@ -85,7 +89,8 @@ class _Shape:
                 yield from self._own(model, variants, reference, fused, layers)
                 torch.compiler.reset()  # compiled steps keep their pools alive
                 _free(self.device)
-            # the smallest and the largest batch first: minutes may pass in a peer's compiler, and a time limit cuts the others
+            # the smallest and the largest batch first: minutes may pass in a peer's compiler, and a time
+            # limit cuts the others
             for name, batch in itertools.product(
                 peers if plain else [], sorted(self.batches, key=self.batches[1:-1].__contains__)
             ):
@@ -127,7 +132,8 @@ class _Shape:
     def _variant(
         self, paged: Any, variant: Variant, reference: Reference, prepare_s: float
     ) -> Iterator[dict[str, Any]]:
-        """A contender: all batches captured, the largest first as the engine does it, then measured one by one."""
+        """A contender: all batches captured, the largest first as the engine does it, then measured one
+        by one."""
         entries: dict[int, dict[str, Any]] = {
             batch: self._row(variant.name, batch) | {"prepare_s": prepare_s} for batch in self.batches
         }
@@ -188,7 +194,8 @@ class _Shape:
         own.load([1 + row for row in range(batch)], [self.options.context] * batch)
 
     def _time(self, own: OwnStep, batch: int) -> dict[str, Any]:
-        """Milliseconds per step over bursts of replays queued back to back; the first replay of a burst is not counted."""
+        """Milliseconds per step over bursts of replays queued back to back; the first replay of a burst is
+        not counted."""
         launches, samples = max(1, BURST_STEPS // own.steps), []
         for _ in range(-(-self.options.repeats // (launches * own.steps))):
             self._load(own, batch)
@@ -272,7 +279,8 @@ def _failure(error: Exception) -> dict[str, Any]:
     where = traceback.extract_tb(error.__traceback__)[-1]
     return {
         "status": "failed",
-        "reason": f"{type(error).__name__}: {' '.join(str(error).split())[:400]} ({where.name}:{where.lineno})",
+        "reason": f"{type(error).__name__}: {' '.join(str(error).split())[:400]} "
+        f"({where.name}:{where.lineno})",
     }
 
 

@@ -1,12 +1,16 @@
 """DecodeRows: the running requests of a decode batch, kept on the device from step to step.
 
-    rows = DecodeRows(max_batch_size=64, max_blocks_per_req=128, block_size=16, vocab_size=32000, device="cuda", ops=backend.ops)
+    rows = DecodeRows(max_batch_size=64, max_blocks_per_req=128, block_size=16, vocab_size=32000,
+                      device="cuda", ops=backend.ops)
     rows.write({0: RowState(input_id=5, seq_len=17, blocks=[1, 2], seed=7, counter=0, remaining=64)})
-    logits = model(*rows.view(8)); rows.finish_step(logits, 8, step=0)     # inside the graph: sample, accept, move on
-    rows.tokens_out[0]                                                     # [max_batch_size] int64, -1 in idle rows
+    # inside the graph: sample, accept, move on
+    logits = model(*rows.view(8)); rows.finish_step(logits, 8, step=0)
+    rows.tokens_out[0]                                               # [max_batch_size] int64, -1 in idle rows
 
-A row holds one request: its token, length and blocks, how it samples and when it ends. An idle row has seq_len 0 and slot -1; idle
-rows may lie between busy ones. Updates are stream-ordered: one copy from pinned memory, then device kernels; nothing waits.
+A row holds one request: its token, length and blocks, how it samples and when it ends. An idle row has
+seq_len 0 and slot -1; idle
+rows may lie between busy ones. Updates are stream-ordered: one copy from pinned memory, then device kernels;
+nothing waits.
 """
 
 from __future__ import annotations
@@ -74,8 +78,10 @@ class DecodeRows:
         stop_token_ids: ``[max_batch_size, 16]`` int64, -1 = none.
         block_table: ``[max_batch_size, max_blocks_per_req]`` int32.
         seen: ``[max_batch_size, ceil(vocab_size / 32)]`` int32, a bit per token.
-        query_start_loc: ``[max_batch_size + 1]`` int32, 0, 1, 2 ...: every row has one query token, idle ones too.
-        tokens_out: ``[steps_per_launch, max_batch_size]`` int64, what the last launch produced; -1 where a row was idle.
+        query_start_loc: ``[max_batch_size + 1]`` int32, 0, 1, 2 ...: every row has one query token, idle
+            ones too.
+        tokens_out: ``[steps_per_launch, max_batch_size]`` int64, what the last launch produced; -1 where a
+            row was idle.
         ring: the same on the host, a launch after another: `LaunchRing`.
     """
 
@@ -168,11 +174,13 @@ class DecodeRows:
             tensors, sizes, max_query_len=1, block_size=self.block_size
         )
 
-    # ------------------------------------------------------------------------------------------------ on the device
+    # ------------------------------------------------------------------------------------------ on the device
     def finish_step(self, logits: Tensor, num_rows: int, step: int) -> None:
-        """End a step of the first ``num_rows`` rows: sample a token each and make the rows ready for the next step.
+        """End a step of the first ``num_rows`` rows: sample a token each and make the rows ready for the
+        next step.
 
-        The last step of a launch ends it for ``ring``: who calls this by hand calls ``ring.count()`` then, as the runner does.
+        The last step of a launch ends it for ``ring``: who calls this by hand calls ``ring.count()`` then, as
+        the runner does.
 
         Args:
             logits: ``[num_rows, vocab_size]``.
@@ -205,7 +213,8 @@ class DecodeRows:
         )
 
     def finish_rows(self, logits: Tensor, rows: Sequence[int]) -> Tensor:
-        """As `finish_step` for chosen rows, whose logits come from a prefill. Not for captures: it reads a host list.
+        """As `finish_step` for chosen rows, whose logits come from a prefill. Not for captures: it reads a
+        host list.
 
         Args:
             logits: ``[len(rows), vocab_size]``.
@@ -217,7 +226,8 @@ class DecodeRows:
         self.restore()
         index = to_device(rows, torch.int64, self.device)
         longs, ints, floats = (x.index_select(1, index) for x in (self._longs, self._ints, self._floats))
-        # `seen` last: of what finish_step takes it alone is not read early, so that it may be written right in front of it
+        # `seen` last: of what finish_step takes it alone is not read early, so that it may be written right
+        # in front of it
         table, stops, seen = (
             x.index_select(0, index) for x in (self.block_table, self.stop_token_ids, self.seen)
         )
@@ -250,7 +260,7 @@ class DecodeRows:
         self.seen.index_copy_(0, index, seen)
         return tokens
 
-    # ------------------------------------------------------------------------------------------------ from the host
+    # ------------------------------------------------------------------------------------------ from the host
     def write(self, states: Mapping[int, RowState]) -> None:
         """Put requests into rows.
 
@@ -306,7 +316,10 @@ class DecodeRows:
             if not (0 <= row < self.max_batch_size and 0 <= column < self.max_blocks_per_req and block > 0):
                 raise ArgumentError(
                     "blocks",
-                    f"rows in [0, {self.max_batch_size}), columns in [0, {self.max_blocks_per_req}), blocks from 1 on",
+                    (
+                        f"rows in [0, {self.max_batch_size}), columns in [0, {self.max_blocks_per_req}), "
+                        "blocks from 1 on"
+                    ),
                     f"row {row}, column {column}, block {block}",
                     "make max_blocks_per_req hold the longest request",
                 )
@@ -348,7 +361,8 @@ class DecodeRows:
 
     @contextlib.contextmanager
     def padding(self, num_rows: int) -> Iterator[None]:
-        """The first ``num_rows`` rows are idle inside the block, for a warm-up or a capture, and as they were afterwards."""
+        """The first ``num_rows`` rows are idle inside the block, for a warm-up or a capture, and as they
+        were afterwards."""
         self.settle()
         self._put_aside()
         try:
@@ -364,7 +378,8 @@ class DecodeRows:
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
-        """A launch in the block whose steps run one by one, not as a graph: if it ends in an exception, the rows are as before it."""
+        """A launch in the block whose steps run one by one, not as a graph: if it ends in an exception, the
+        rows are as before it."""
         self.restore()
         self._put_aside()
         try:
@@ -379,8 +394,8 @@ class DecodeRows:
         self._set_aside = [(tensor, tensor.clone()) for tensor in state]
 
     def restore(self) -> None:
-        """Put back what `padding` or `whole` set aside, if that has not happened: its own attempt may have been interrupted. Whatever else
-        writes rows does so first, or it would be overwritten later."""
+        """Put back what `padding` or `whole` set aside, if that has not happened: its own attempt may have
+        been interrupted. Whatever else writes rows does so first, or it would be overwritten later."""
         if self._set_aside:
             for tensor, old in self._set_aside:
                 tensor.copy_(old)
@@ -388,14 +403,17 @@ class DecodeRows:
             self._set_aside = []
 
     def settle(self) -> None:
-        """Count a launch that the device began and the host did not (`LaunchRing.settle`); nothing is waited for where there is none."""
+        """Count a launch that the device began and the host did not (`LaunchRing.settle`); nothing is waited
+        for where there is none."""
         self.restore()
         self.ring.settle()
 
     def reset(self) -> None:
-        """Make host and device agree again after a launch or capture that failed or was interrupted; requests stay in their rows.
+        """Make host and device agree again after a launch or capture that failed or was interrupted; requests
+        stay in their rows.
 
-        Waits for the device. Puts back what `padding` set aside, and counts a launch that the device began and the host did not.
+        Waits for the device. Puts back what `padding` set aside, and counts a launch that the device began
+        and the host did not.
         """
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)

@@ -4,7 +4,8 @@
     state.check(block_size=16, max_blocks_per_req=128)
     state.packed(block_size=16)     # HEAD_WORDS words of 4 bytes; blocks and seen bits travel beside them
 
-Numbers that do not fit their fields are refused by whoever takes them from a user (`torchpaged.engine.SamplingParams`).
+Numbers that do not fit their fields are refused by whoever takes them from a
+user (`torchpaged.engine.SamplingParams`).
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ class RowState:
         remaining: tokens it may still produce.
         temperature, top_k, top_p, min_p, repetition_penalty: as in ``sample_tokens``.
         stop_token_ids: ids that end it; the first `MAX_STOP_TOKEN_IDS` are seen on the device.
-        seen: ids that a repetition penalty applies to; None with a penalty of 1: the row's bits are of no meaning then.
+        seen: ids that a repetition penalty applies to; None with a penalty of 1: the row's bits are of no
+            meaning then.
     """
 
     input_id: int
@@ -82,7 +84,8 @@ class RowState:
             )
 
     def packed(self, block_size: int) -> bytes:
-        """The row's fields as `HEAD_WORDS` words: longs, stop ids, ints, floats, each in the order of `DecodeRows`."""
+        """The row's fields as `HEAD_WORDS` words: longs, stop ids, ints, floats, each in the order
+        of `DecodeRows`."""
         last = self.seq_len - 1
         stops = list(self.stop_token_ids)[:MAX_STOP_TOKEN_IDS]
         seed = (self.seed + 2**63) % 2**64 - 2**63

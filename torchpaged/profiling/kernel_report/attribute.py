@@ -34,7 +34,8 @@ def kernels_per_layer(
     """Count and time the kernels of one step, module by module.
 
     Args:
-        step: the step, run eagerly: modules inside compiled code are not seen. Under inference mode if the replay's capture was.
+        step: the step, run eagerly: modules inside compiled code are not seen. Under inference mode if the
+            replay's capture was.
         model: whose modules, under the names of ``named_modules()``.
         replay: the same step as a captured graph; counts and times are then the replay's.
         warmup_iters: calls of each before the one that counts.
@@ -58,12 +59,15 @@ def kernels_of_generation(
     launch_eager: Callable[[int], Any] | None = None,
     prefill_eager: Callable[[int], Any] | None = None,
 ) -> dict[str, KernelReport]:
-    """Kernels of a traced generation, by what the engine was doing: "prefill", "decode", "other"; captures are left out.
+    """Kernels of a traced generation, by what the engine was doing: "prefill", "decode", "other"; captures
+    are left out.
 
     Args:
-        trace: of a run of `torchpaged.engine.Generator` with the engine's ranges (`torchpaged.profiling.recorded`) and `module_ranges`.
+        trace: of a run of `torchpaged.engine.Generator` with the engine's ranges
+            (`torchpaged.profiling.recorded`) and `module_ranges`.
         model: whose modules.
-        launch_eager: runs a decode step of so many rows without a graph, to match the replays of that bucket with.
+        launch_eager: runs a decode step of so many rows without a graph, to match the replays of that
+            bucket with.
         prefill_eager: the same for prefills of so many tokens.
     """
     launches = {"replay": launch_eager, "prefill": prefill_eager}
@@ -126,7 +130,8 @@ def _report(
     reference: Reference | None = None,
     one_launch: bool = False,
 ) -> KernelReport:
-    """Activities by module; those of one graph launch are matched together. ``one_launch``: all are of one launch."""
+    """Activities by module; those of one graph launch are matched together. ``one_launch``: all are of
+    one launch."""
     totals = _Totals(KernelReport(kind, steps))
     launches: dict[int | None, list[Activity]] = {}
     for activity in activities:

@@ -24,10 +24,12 @@ class LayerGroup(Totals):
     """Layers with the same kernels in the same modules, or a single module outside the layers.
 
     Attributes:
-        prefix: what the layers have in common, such as "model.layers"; a module's own name if there is no layer.
+        prefix: what the layers have in common, such as "model.layers"; a module's own name if there is
+            no layer.
         indices: the layers; empty outside them.
         modules: kernels by module, named relative to the layer; added up over the layers.
-        unmatched: kernels between two matched ones of the same layer: the layer's, though no module of it is known.
+        unmatched: kernels between two matched ones of the same layer: the layer's, though no module of it
+            is known.
         steps: of the report.
     """
 
@@ -56,13 +58,15 @@ class LayerGroup(Totals):
 
 
 def layer_of(module: str | None) -> tuple[str, int, str] | None:
-    """``("model.layers", 3, "mlp.up_proj")`` of "model.layers.3.mlp.up_proj"; None outside a numbered layer."""
+    """``("model.layers", 3, "mlp.up_proj")`` of "model.layers.3.mlp.up_proj"; None outside a
+    numbered layer."""
     found = _LAYER.fullmatch(module or "")
     return (found[1], int(found[2]), found[3] or "") if found else None
 
 
 def layer_groups(report: Totals) -> list[LayerGroup]:
-    """The report's modules, in their order, with equal layers as one group. Unmatched kernels outside layers are left out."""
+    """The report's modules, in their order, with equal layers as one group. Unmatched kernels outside layers
+    are left out."""
     layers: dict[tuple[str | None, int], LayerGroup] = {}
     for entry in report.modules:
         prefix, index, rest = layer_of(entry.module) or (entry.module, -1, "")
@@ -94,7 +98,8 @@ def home_of(between: Between) -> tuple[str, int] | None:
 
 
 def unmatched_groups(report: Totals) -> list[UnmatchedKernels]:
-    """Unmatched kernels outside layers; those between one layer and the next folded over layers with the same ones."""
+    """Unmatched kernels outside layers; those between one layer and the next folded over layers with the
+    same ones."""
     folded: dict[object, tuple[list[int], UnmatchedKernels]] = {}
     for row in report.unmatched:
         if home_of(row.between) is not None:

@@ -1,9 +1,10 @@
 """Two runs of the same work, kernel by kernel: which kernel of a graph's replay is which of the eager run.
 
-A kernel in a replayed graph carries its name and nothing of where it came from. Pairs are therefore made by order and name, and
-only where both runs leave no choice: a name that occurs as often here as there pairs first with first, second with second, as long
-as no pair crosses another; between neighbouring pairs the same is asked again of what lies between. Everything else stays open.
-That a replay dropped a kernel and gained another of the same name at another place can't be seen from names.
+A kernel in a replayed graph carries its name and nothing of where it came from. Pairs are therefore made by
+order and name, and only where both runs leave no choice: a name that occurs as often here as there pairs
+first with first, second with second, as long as no pair crosses another; between neighbouring pairs the same
+is asked again of what lies between. Everything else stays open. That a replay dropped a kernel and gained
+another of the same name at another place can't be seen from names.
 """
 
 from __future__ import annotations

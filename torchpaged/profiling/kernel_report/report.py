@@ -18,7 +18,8 @@ class KernelReport(Totals):
         steps: steps, or launches of a graph, that the counts and times add up.
         modules: in order of their first kernel.
         unmatched: kernels whose module is not known.
-        missing: kernels that the eager run had and the replay does not have, by module; once per kind of launch.
+        missing: kernels that the eager run had and the replay does not have, by module; once per kind
+            of launch.
     """
 
     kind: str
@@ -33,7 +34,8 @@ class KernelReport(Totals):
         return not self.unmatched and not self.missing
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain data; ``share`` is of ``total_us``, ``kernels_each`` of a layer group is per layer and step."""
+        """As plain data; ``share`` is of ``total_us``, ``kernels_each`` of a layer group is per layer
+        and step."""
         total = self.total_us
 
         def sums(count: int, total_us: float) -> dict[str, Any]:

@@ -15,9 +15,13 @@ from torchpaged.profiling.kernel_report.report import KernelReport
 
 
 def report_table(report: KernelReport, title: str = "") -> Table:
-    """Columns: module, kernels, count, total us, share. Long kernel names are shortened; ``report.to_dict()`` has them whole."""
+    """Columns: module, kernels, count, total us, share. Long kernel names are shortened; ``report.to_dict()``
+    has them whole."""
     total = report.total_us
-    head = f"{title}{': ' if title else ''}{_number(report.count / report.steps)} {report.kind}s, {total / report.steps:.1f} us"
+    head = (
+        f"{title}{': ' if title else ''}{_number(report.count / report.steps)} {report.kind}s, "
+        f"{total / report.steps:.1f} us"
+    )
     head += f" a step, {report.steps} steps" if report.steps > 1 else ""
     table = Table(title=escape(head), title_justify="left")
     table.add_column("module", no_wrap=True)

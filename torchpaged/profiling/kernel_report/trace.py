@@ -2,11 +2,13 @@
 
     with module_ranges(model):
         trace = profiled(lambda: model(input_ids))
-    trace.activities[0].name, trace.activities[0].module        # "ampere_sgemm_...", "model.layers.0.self_attn.q_proj"
+    # "ampere_sgemm_...", "model.layers.0.self_attn.q_proj"
+    trace.activities[0].name, trace.activities[0].module
 
-The trace is the profiler's documented output and the only one with a category per event; the event list of `prof.events()` has no
-launch record for kernels that start outside an op, as Triton's do. Where no GPU took part, ops of the CPU stand for kernels: the
-outermost ones, such as ``aten::linear``. Host work is expected on one thread.
+The trace is the profiler's documented output and the only one with a category per event; the event list of
+`prof.events()` has no launch record for kernels that start outside an op, as Triton's do. Where no GPU took
+part, ops of the CPU stand for kernels: the outermost ones, such as ``aten::linear``. Host work is expected on
+one thread.
 """
 
 from __future__ import annotations
@@ -65,7 +67,8 @@ class Activity:
 
     @property
     def is_compiled(self) -> bool:
-        """Whether compiled code launched it, so that ``module`` is at best the module that called that code."""
+        """Whether compiled code launched it, so that ``module`` is at best the module that called
+        that code."""
         kinds = (
             name.startswith(_COMPILED_PREFIX)
             for name in reversed(self.ranges)
@@ -126,10 +129,11 @@ def parse(events: Sequence[dict[str, Any]]) -> Trace:
 
 @contextlib.contextmanager
 def module_ranges(model: nn.Module) -> Iterator[None]:
-    """Inside the block every call of a module of ``model`` is a `record_function` range with the module's qualified name.
+    """Inside the block every call of a module of ``model`` is a `record_function` range with the module's
+    qualified name.
 
-    Forward hooks, removed at the end; the root goes by the name of its class. Compiled code is left alone: a module that is
-    compiled inside the block has no range.
+    Forward hooks, removed at the end; the root goes by the name of its class. Compiled code is left alone: a
+    module that is compiled inside the block has no range.
     """
     open_ranges: list[torch.profiler.record_function] = []
     handles = []

@@ -13,6 +13,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -112,6 +113,26 @@ def test_lines_can_be_read(page: Path) -> None:
         if len(line) > WIDTH
     ]
     assert not long, long
+
+
+def test_no_line_of_code_keeps_its_own_layout() -> None:
+    """ruff lays out every line, also of code that would look better otherwise, and refuses a long one. The
+    few marks that lift the width are for sources of another language or process, held in a string."""
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        ruff = tomllib.load(file)["tool"]["ruff"]
+    assert ruff["line-length"] == WIDTH and not {"E", "E5", "E501"} & set(ruff["lint"]["ignore"])
+    ignored = [rule for rules in ruff["lint"]["per-file-ignores"].values() for rule in rules]
+    assert not {"E", "E5", "E501"} & set(ignored)
+    own, wide = [], []
+    for folder in ("benchmarks", "custom_ops", "examples", "graphs", "tests", "torchpaged"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            for number, line in enumerate(path.read_text().splitlines(), 1):
+                if re.search(r"#\s*(fmt|yapf):\s*(skip|off|disable)", line):
+                    own.append(f"{name_of(path)}:{number}")
+                if re.search(r"#\s*(ruff|flake8):\s*noqa|#\s*noqa(?!:)|#\s*noqa:[^#]*\bE501\b", line):
+                    wide.append(f"{name_of(path)}:{number}")
+    assert not own, own
+    assert len(wide) <= 12 and all(place.startswith("tests/") for place in wide), wide
 
 
 def test_pages_are_short_enough() -> None:

@@ -15,7 +15,7 @@
 // pass the turn on. (3) All warpgroups take the same turns: steps - 1 of every tile. (4) A tile of queries is waited for in the order in which the
 // loader sends them, and released by its last scores, for which (1) holds. Every wait names its arrival beside it.
 //
-// Compiled by NVRTC for sm_90a; macros: custom_ops/attention/cuda/prefill.py. Sources: FlashAttention-3 (arXiv:2407.08608, 3.1 and 3.2).
+// Compiled by NVRTC for sm_90a; its constants: prefill_config.cuh. Sources: FlashAttention-3 (arXiv:2407.08608, 3.1 and 3.2).
 
 #include "prefill_products.cuh"
 #include "prefill_shapes.cuh"
@@ -29,12 +29,11 @@ __device__ __forceinline__ void meet(int group) { asm volatile("bar.sync %0, 128
 // The loader's waits. With PATIENCE it gives up after so many tries and ends the kernel with an error: for tests. Whoever waits for ever, the
 // loader soon waits too; in the math warps the way out would cost registers.
 __device__ __forceinline__ void wait_or_give_up(u32 at, int parity) {
-#if PATIENCE
-  asm volatile("{.reg .pred done, out; .reg .u32 left; mov.u32 left, %2; again%=: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1; @done bra there%=;"
-               " sub.u32 left, left, 1; setp.eq.u32 out, left, 0; @!out bra again%=; trap; there%=:}" ::"r"(at), "r"(parity), "n"(PATIENCE) : "memory");
-#else
-  barrier_wait(at, parity);
-#endif
+  if constexpr (PATIENCE > 0)
+    asm volatile("{.reg .pred done, out; .reg .u32 left; mov.u32 left, %2; again%=: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1; @done bra there%=;"
+                 " sub.u32 left, left, 1; setp.eq.u32 out, left, 0; @!out bra again%=; trap; there%=:}" ::"r"(at), "r"(parity), "n"(PATIENCE) : "memory");
+  else
+    barrier_wait(at, parity);
 }
 
 // A wait that begins only when `x`, which is not negative, is there. Without it the compiler puts the exponentials behind the wait for the
@@ -83,13 +82,14 @@ struct Loader {
     Line line;
     line.open(p.starts, p.seq_lens, p.num_reqs, p.num_tokens, gridDim.x);
     const int total = line.total();
-#if SPLIT
-    Cut &cut = *(Cut *)(p.parts + (i64)gridDim.x * PART_FLOATS);
-    if (blockIdx.x == 0 && lane == 0) {
-      cut.tiles = line.live * NUM_KV_HEADS;
-      cut.parts = line.parts;
+    [[maybe_unused]] Cut *cut = nullptr;
+    if constexpr (SPLIT) {
+      cut = (Cut *)(p.parts + (i64)gridDim.x * PART_FLOATS);
+      if (blockIdx.x == 0 && lane == 0) {
+        cut->tiles = line.live * NUM_KV_HEADS;
+        cut->parts = line.parts;
+      }
     }
-#endif
     // Beside a decode launch: a counter of a request that has tiles here, which that launch does not touch.
     u32 *tickets = (u32 *)p.tickets + (SHORT > 0 ? line.owner * p.ticket_row : 0);
     int ticket = blockIdx.x;
@@ -111,21 +111,20 @@ struct Loader {
       const int level = tile.span.level(tile.index), first_seen = LOW ? tile.span.first_seen(tile.index) : 0;
       int first = first_seen / KEYS, last = level - 1;
       bool whole = true;
-#if SPLIT
-      whole = line.parts == 1 || ticket >= line.live_total();
-      if (!whole) {
-        const int all = max(level - first, 0);
-        last = first + all * (tile.part + 1) / line.parts - 1;
-        first += all * tile.part / line.parts;
+      if constexpr (SPLIT) {
+        whole = line.parts == 1 || ticket >= line.live_total();
+        if (!whole) {
+          const int all = max(level - first, 0);
+          last = first + all * (tile.part + 1) / line.parts - 1;
+          first += all * tile.part / line.parts;
+        }
       }
-#endif
       const int steps = last < 0 ? 0 : max(last - first + 1, 0);
       if (lane == 0) {
         const Job job = {steps, last, tile.index, tile.span.start, tile.span.query_len, tile.span.seq_len, tile.head, whole ? -1 : ticket};
         jobs[buffer] = job;
-#if SPLIT
-        if (!whole && tile.part == 0) cut.jobs[ticket / line.parts] = job;
-#endif
+        if constexpr (SPLIT)
+          if (!whole && tile.part == 0) cut->jobs[ticket / line.parts] = job;
         if (steps > 0) {
           barrier_expect(q_full, Q_BYTES);  // the job is written before: a wait for q_full sees it
 #pragma unroll 1
@@ -232,7 +231,7 @@ struct Softmax {
 
   __device__ __forceinline__ void convert() {
 #pragma unroll
-    for (int i = 0; i < KEYS / 2; i += 2) weights[i / 2] = pack(s[i], s[i + 1]);
+    for (int i = 0; i < KEYS / 2; i += 2) weights[i / 2] = pack<HALF>(s[i], s[i + 1]);
   }
 
   __device__ __forceinline__ void rescale(const float (&shrink)[2]) {
@@ -367,9 +366,7 @@ struct Math {
       rows.position[r] = position;
       rows.low[r] = first_key(position);
       rows.end[r] = end_key(position, job.seq_len);
-#if ALIBI
-      rows.slope[r] = p.slopes[job.head * GROUP + row % GROUP];
-#endif
+      if constexpr (ALIBI) rows.slope[r] = p.slopes[job.head * GROUP + row % GROUP];
     }
     // Keys that all rows of the warpgroup see: of rows behind the request as well, which mask more than is needed.
     const int all_low = first_key(before + job.tile * TOKENS + (group * 64 + 63) / GROUP);
@@ -449,11 +446,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) paged_prefill(const __g
   __shared__ __align__(8) u64 barriers[BARRIERS];
   __shared__ __align__(16) Job jobs[Q_BUFFERS];
   const Plan plan(shared, barriers);
-#if SHORT > 0 || SPLIT
   // The decode launch behind this one waits for nothing that is written here, but for its end at its own (decode.cu); the merge launch waits for all of
   // it at once. This kernel itself began when all ahead of it had ended: it is not launched early.
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
+  if constexpr (SHORT > 0 || SPLIT) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #if CLOCKS
   const i64 begin = clock64();
 #endif

@@ -87,8 +87,8 @@ class Config:
         """The header."""
         kernels = self.table.kernels
         about = (
-            f"What {' and '.join(kernels)} {'is' if len(kernels) == 1 else 'are'} compiled for. Generated: every "
-            "specialisation has one of its own. The file of this name in the repository is an example, "
+            f"What {' and '.join(kernels)} {'is' if len(kernels) == 1 else 'are'} compiled for. Generated: "
+            "each specialisation has one of its own. The file of this name in the repository is an example, "
             f"{self.table.example}, and no kernel is compiled with it."
         )
         lines = [*_comment(about), "#pragma once", ""]

@@ -1,4 +1,4 @@
-// What prefill.cu and prefill_merge.cu are compiled for. Generated: every specialisation has one of its own.
+// What prefill.cu and prefill_merge.cu are compiled for. Generated: each specialisation has one of its own.
 // The file of this name in the repository is an example, a causal Llama 3 8B, and no kernel is compiled with
 // it.
 #pragma once

@@ -1,4 +1,4 @@
-// What linear.cu and linear_wide.cu are compiled for. Generated: every specialisation has one of its own. The
+// What linear.cu and linear_wide.cu are compiled for. Generated: each specialisation has one of its own. The
 // file of this name in the repository is an example, the output projection of Llama 3 8B for up to 64 tokens
 // on Hopper, and no kernel is compiled with it.
 #pragma once

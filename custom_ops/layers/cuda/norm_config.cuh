@@ -1,4 +1,4 @@
-// What norm.cu is compiled for. Generated: every specialisation has one of its own. The file of this name in
+// What norm.cu is compiled for. Generated: each specialisation has one of its own. The file of this name in
 // the repository is an example, a norm of Llama 3 8B, and no kernel is compiled with it.
 #pragma once
 

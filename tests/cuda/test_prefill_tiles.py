@@ -44,7 +44,7 @@ def build(folder: Path, tokens: int, heads: int, causal: bool, left: int = -1, r
     assert GXX
     (folder / "line.cpp").write_text(PROGRAM)
     macros = {"TOKENS": tokens, "KEYS": KEYS, "NUM_KV_HEADS": heads, "CAUSAL": int(causal), "HEAD_BYTES": 512, "WINDOW_LEFT": left,
-              "WINDOW_RIGHT": right, "CHUNK": chunk, "SHORT": short, "SPLIT": int(split)}  # fmt: skip
+              "WINDOW_RIGHT": right, "CHUNK": chunk, "SHORT": short, "SPLIT": int(split), "STEP_NS": 1650}  # fmt: skip
     options = [f"-D{name}={value}" for name, value in macros.items()]
     include = f"-I{jit.files()['prefill_tiles.cuh'].parent}"
     command = [GXX, "-std=c++17", "-O1", "-Wall", "-Werror", include, *options, "line.cpp", "-o", "line"]

@@ -79,9 +79,7 @@ struct Loader {
     load<V_STAGE>(v, plan.v, plan.v_full, plan.v_empty, &p.v, p.v_at, head, block);
   }
 
-  __device__ __forceinline__ void run(Job *jobs) {
-    Line line;
-    line.open(p.starts, p.seq_lens, p.num_reqs, p.num_tokens, gridDim.x);
+  __device__ __forceinline__ void run(Line line, Job *jobs) {
     const int total = line.total();
 #if SPLIT
     Cut &cut = *(Cut *)(p.parts + (i64)gridDim.x * PART_FLOATS);
@@ -92,7 +90,7 @@ struct Loader {
 #endif
     // Beside a decode launch: a counter of a request that has tiles here, which that launch does not touch.
     u32 *tickets = (u32 *)p.tickets + (SHORT > 0 ? line.owner * p.ticket_row : 0);
-    int ticket = blockIdx.x;
+    int ticket = (int)blockIdx.x < line.ctas ? blockIdx.x : total;
     Tile tile = {};
     if (ticket < total) tile = line.find(ticket);
     for (int turn = 0;; ++turn) {
@@ -107,7 +105,7 @@ struct Loader {
         return;
       }
       int next = 0;  // comes while this tile is loaded; every tile takes one ticket, so that the last tile's puts the counter back to zero
-      if (lane == 0) next = gridDim.x + atomicInc(tickets, total - 1);
+      if (lane == 0) next = line.ctas + atomicInc(tickets, total - 1);
       const int level = tile.span.level(tile.index), first_seen = LOW ? tile.span.first_seen(tile.index) : 0;
       int first = first_seen / KEYS, last = level - 1;
       bool whole = true;
@@ -457,7 +455,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) paged_prefill(const __g
 #if CLOCKS
   const i64 begin = clock64();
 #endif
-  if (threadIdx.x == 0) {
+  __shared__ Line opened;
+  if (threadIdx.x < 32) {  // here, where it may have more registers than the loader
+    Line line;
+    line.open(p.starts, p.seq_lens, p.num_reqs, p.num_tokens, gridDim.x);
+    if (threadIdx.x == 0) opened = line;
+  }
+  if (threadIdx.x == 32) {
     const u32 full[3] = {plan.k_full, plan.v_full, plan.q_full}, empty[3] = {plan.k_empty, plan.v_empty, plan.q_empty};
     const int count[3] = {K_STAGES, V_STAGES, Q_BUFFERS};
     for (int kind = 0; kind < 3; ++kind)
@@ -475,7 +479,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) paged_prefill(const __g
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(LOADER_REGISTERS));
     if (threadIdx.x < 32) {
       Loader loader{p, plan, {}, {}, (int)threadIdx.x};
-      loader.run(jobs);
+      loader.run(opened, jobs);
     }
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MATH_REGISTERS));

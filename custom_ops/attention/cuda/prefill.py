@@ -124,7 +124,7 @@ def is_slower(
 ) -> str | None:
     """Why Triton's kernel is the faster one for these shapes, or None. ``capacity``: tokens that a row of the block table holds; ``programs``: CTAs."""
     shape = prefill_shape(dim, dim_v)
-    tiles = (num_tokens // (shape.rows // group) + min(num_reqs, num_tokens)) * num_kv_heads
+    tiles = most_tiles(num_tokens, num_reqs, shape.rows // group) * num_kv_heads
     if capacity <= shape.keys and tiles * 2 <= programs:
         return f"at most {capacity} keys and {tiles} tiles: the kernel takes longer to begin and end than Triton's for all"
     return None
@@ -237,12 +237,18 @@ def prefill(
         merge.launch(programs, shape.threads - 128, maps + arguments, early=early)
 
 
+def most_tiles(num_tokens: int, num_reqs: int, tokens: int) -> int:
+    """Tiles of ``tokens`` query tokens of one kv head that so many query tokens of so many requests take at most."""
+    begun = min(num_reqs, num_tokens)
+    return (num_tokens - begun) // tokens + begun
+
+
 def may_split(num_tokens: int, num_reqs: int, short: int, num_kv_heads: int, tokens: int, steps: int, programs: int) -> bool:
     """Whether tiles of ``tokens`` query tokens may be so few that they are worth cutting, by shapes: two for each of the ``programs`` are too many.
 
     Beside decodes no more than 4 requests are thought to be long; whatever there is, results are right. ``steps``: that the block table has room for.
     """
-    tiles = num_tokens // tokens + min(num_reqs, num_tokens, 4 if short else num_reqs)
+    tiles = most_tiles(num_tokens, min(num_reqs, 4) if short else num_reqs, tokens)
     return tiles * num_kv_heads * 2 <= programs and steps >= _WORTH_STEPS
 
 

@@ -16,6 +16,7 @@ constexpr int K_STAGE = KEYS * DIM * 2, V_STAGE = KEYS * DIM_V * 2;      // byte
 constexpr int Q_TILE = ROWS * DIM * 2;
 constexpr int Q_BYTES = TOKENS * GROUP * DIM * 2;  // what the copy engine brings of it
 constexpr int HEAD_BYTES = (DIM + DIM_V) * 2;      // a token's keys and values in one kv head
+constexpr float STEP_NS = 1650.f / (128 * 128 * 256) * ROWS * KEYS * (DIM + DIM_V);  // of a tile, on an H200
 constexpr bool LOW = WINDOW_LEFT >= 0 || CHUNK > 0;  // some rows do not see the first keys
 constexpr bool ADJUST = SOFT_CAP || ALIBI;           // scores are more than scaled products
 static_assert(GROUPS == 2 || GROUPS == 3, "registers");

@@ -69,6 +69,27 @@ SHAPES: dict[str, dict[str, Any]] = {
         "lse": True,
         "split": True,
     },
+    "e4m3": {"kv_dtype": torch.float8_e4m3fn, "scales": True},
+    "e4m3, fp16": {"kv_dtype": torch.float8_e4m3fn, "dtype": torch.float16},
+    "e5m2, blocks of 8": {"kv_dtype": torch.float8_e5m2, "block_size": 8},
+    "e4m3, width 64": {"kv_dtype": torch.float8_e4m3fn, "dim": 64, "scales": True},
+    "e4m3, width 96": {"kv_dtype": torch.float8_e4m3fn, "dim": 96, "scales": True},
+    "e5m2, width 256": {"kv_dtype": torch.float8_e5m2, "dim": 256, "group": 2, "scales": True},
+    "e4m3, width 192/128": {"kv_dtype": torch.float8_e4m3fn, "dim": 192, "dim_v": 128, "group": 1},
+    "e4m3, beside decode": {"kv_dtype": torch.float8_e4m3fn, "scales": True, "short": 2},
+    "e4m3, in parts": {"kv_dtype": torch.float8_e4m3fn, "scales": True, "split": True},
+    "e4m3, all of it": {
+        "kv_dtype": torch.float8_e4m3fn,
+        "scales": True,
+        "window_left": 100,
+        "chunk": 77,
+        "soft_cap": True,
+        "alibi": True,
+        "sinks": True,
+        "lse": True,
+        "split": True,
+        "short": 2,
+    },
 }
 
 

@@ -48,6 +48,9 @@ __device__ __forceinline__ void store_rows(const Params &p, const Job &job, int 
     }
 #endif
     weight[r] = mine / total;
+#if SCALES
+    weight[r] *= p.v_scale[job.head * p.vs_head];
+#endif
     at[r] = p.out + (line * p.o_token + head * p.o_head + lane % 4 * 8) * 2;
 #if LSE
     if (block == 0 && token[r] < job.query_len && lane % 4 == 0)

@@ -204,7 +204,7 @@ def test_a_mixed_batch_is_prepared_before_prefill_and_launched_right_behind_it(
 
     monkeypatch.setattr(prefill, "_begin", lambda *_: events.append("compiler begins"))
     monkeypatch.setattr(prefill, "_specialised", specialised)
-    monkeypatch.setattr(prefill, "ctas", lambda *_: 132)
+    monkeypatch.setattr(prefill, "ctas", lambda *_: (132, 66))
     monkeypatch.setattr(prefill, "may_split", lambda *_: split)
     monkeypatch.setattr(prefill.gpu, "launches_early", lambda index: True)
     monkeypatch.setattr(prefill, "queries_map", lambda *_: b"")
@@ -223,5 +223,6 @@ def test_a_mixed_batch_is_prepared_before_prefill_and_launched_right_behind_it(
         "loaded",
         "prefill",
         "decode",
+        "prefill",
         *(["merge"] if split else []),
     ]

@@ -108,18 +108,33 @@ struct Loader {
   __device__ __forceinline__ void end_conversion() {}
 #endif
 
+  // Kernels behind wait for the late launch alone: it must not end before the decode launch, which does not before the first launch of tiles.
+  __device__ __forceinline__ void finish_behind_decode() {
+#if SHORT > 0
+    if (p.is_late && blockIdx.x == 0) asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+  }
+
   __device__ __forceinline__ void run(Line line, Job *jobs) {
     const int total = line.total();
 #if SPLIT
-    Cut &cut = *(Cut *)(p.parts + (i64)gridDim.x * PART_FLOATS);
-    if (blockIdx.x == 0 && lane == 0) {
+    Cut &cut = *(Cut *)(p.parts + (i64)p.ctas * PART_FLOATS);
+    if (blockIdx.x == 0 && lane == 0 && !p.is_late) {
       cut.tiles = line.live * NUM_KV_HEADS;
       cut.parts = line.parts;
     }
 #endif
     // Beside a decode launch: a counter of a request that has tiles here, which that launch does not touch.
     u32 *tickets = (u32 *)p.tickets + (SHORT > 0 ? line.owner * p.ticket_row : 0);
-    int ticket = (int)blockIdx.x < line.ctas ? blockIdx.x : total;
+    // Each CTA of the first launch begins with the ticket of its number; all others are drawn, by the late CTAs the first one too. So `total` tickets
+    // and one more for each late CTA are drawn in all, and the last one puts the counter back to zero.
+    const int drawn = total + p.late - 1, begun = p.ctas - p.late;
+    int ticket = blockIdx.x;
+    if (p.is_late) {
+      ticket = total;
+      if (lane == 0 && total > 0) ticket = begun + atomicInc(tickets, drawn);
+      ticket = __shfl_sync(ALL, ticket, 0);
+    }
     Tile tile = {};
     if (ticket < total) tile = line.find(ticket);
     for (int turn = 0;; ++turn) {
@@ -132,10 +147,11 @@ struct Loader {
           barrier_arrive(q_full);
         }
         end_conversion();
+        finish_behind_decode();
         return;
       }
-      int next = 0;  // comes while this tile is loaded; every tile takes one ticket, so that the last tile's puts the counter back to zero
-      if (lane == 0) next = line.ctas + atomicInc(tickets, total - 1);
+      int next = 0;  // comes while this tile is loaded
+      if (lane == 0) next = begun + atomicInc(tickets, drawn);
       const int level = tile.span.level(tile.index), first_seen = LOW ? tile.span.first_seen(tile.index) : 0;
       int first = first_seen / KEYS, last = level - 1;
       bool whole = true;
@@ -338,8 +354,9 @@ struct Math {
   }
 
   // What prefill_merge.cu puts together: nothing is weighed or summed over threads yet.
-  __device__ __forceinline__ void store_part(const Softmax &x, int unit) {
-    float4 *to = part_of(p, unit) + threadIdx.x - 128;
+  __device__ __forceinline__ void store_part(const Softmax &x, const Job &job) {
+    if (group * 64 + warp * 16 >= used_rows(job)) return;
+    float4 *to = part_of(p, job.unit) + threadIdx.x - 128;
 #pragma unroll
     for (int n = 0; n < DIM_V / 8; ++n) to[n * MATH_THREADS] = make_float4(x.acc[n * 4], x.acc[n * 4 + 1], x.acc[n * 4 + 2], x.acc[n * 4 + 3]);
     to[DIM_V / 8 * MATH_THREADS] = make_float4(x.top[0], x.top[1], x.total[0], x.total[1]);
@@ -467,7 +484,7 @@ struct Math {
         x.clear();
       }
       begin_clock();
-      if (SPLIT && job.unit >= 0) store_part(x, job.unit);
+      if (SPLIT && job.unit >= 0) store_part(x, job);
       else store(x, job);
       end_clock(3);
       steps += job.steps;
@@ -487,16 +504,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) paged_prefill(const __g
   const Plan plan(shared, barriers);
 #if SHORT > 0 || SPLIT
   // The decode launch behind this one waits for nothing that is written here, but for its end at its own (decode.cu); the merge launch waits for all of
-  // it at once. This kernel itself began when all ahead of it had ended: it is not launched early.
+  // it at once. This kernel itself began when all ahead of it had ended: it is not launched early, but for the late CTAs, which wait for decode at their
+  // end. All CTAs run when they let the next kernel go.
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 #if CLOCKS
   const i64 begin = clock64();
 #endif
+#if SHORT > 0
+  // The late launch begins before those ahead have ended. What it reads was complete when the first one began, but this multiprocessor's L1 may be older.
+  if (p.is_late) load_and_forget_l1(p.starts);
+#endif
   __shared__ Line opened;
   if (threadIdx.x < 32) {  // here, where it may have more registers than the loader
     Line line;
-    line.open(p.starts, p.seq_lens, p.num_reqs, p.num_tokens, gridDim.x);
+    line.open(p.starts, p.seq_lens, p.num_reqs, p.num_tokens, p.ctas);
     if (threadIdx.x == 0) opened = line;
   }
   if (threadIdx.x == 32) {

@@ -21,11 +21,12 @@ from torchpaged.custom_ops.attention.triton.config import bounded_masks
 from torchpaged.custom_ops.cuda import gpu, jit
 from torchpaged.custom_ops.pools import FP8
 
-PARAMS = struct.Struct("12Q5q2f12i")  # struct Params of prefill_shapes.cuh behind its three maps
+PARAMS = struct.Struct("12Q5q2f15i52x")  # struct Params of prefill_shapes.cuh behind its three maps
 MAX_DIM = 256
 _SHARED_BYTES = 226 << 10
 _MAX_COORDINATE = 2**31 - 1
 _MOST_RAW_STAGES = 8
+_MERGE_THREADS = 64  # SHARE of prefill_merge.cu
 _WORTH_STEPS = 8  # WORTH of prefill_tiles.cuh
 
 
@@ -381,15 +382,9 @@ def prefill(
     group, dim, dim_v = q.shape[1] // num_kv_heads, q.shape[2], v_cache.shape[3]
     if not q.shape[0]:
         return
-    programs, cut = (
-        ctas(index, short),
-        shape_for(
-            dim,
-            dim_v,
-            k_cache.dtype,
-            plain=window_left < 0 and not (chunk or soft_cap > 0 or alibi_slopes is not None),
-        ),
-    )
+    programs, late = ctas(index, short)
+    plain = window_left < 0 and not (chunk or soft_cap > 0 or alibi_slopes is not None)
+    cut = shape_for(dim, dim_v, k_cache.dtype, plain=plain)
     if (k_scale is None) != (v_scale is None):  # one flag serves both
         one = torch.ones(1, dtype=torch.float32, device=q.device)
         k_scale, v_scale = one if k_scale is None else k_scale, one if v_scale is None else v_scale
@@ -431,7 +426,7 @@ def prefill(
         _begin(*specialisation)
         decodes, ticket_row = behind()
     kernel, merge, shape = _specialised(*specialisation)
-    early = merge is not None and gpu.launches_early(index)
+    early = (merge is not None or late > 0) and gpu.launches_early(index)
     maps = queries_map(q.data_ptr(), q.dtype, tuple(q.shape), q.stride(0), q.stride(1), group, shape.rows)
     where: tuple[int, ...] = ()
     for cache in (k_cache, v_cache):
@@ -444,27 +439,36 @@ def prefill(
     )
     lengths = (block_table, seq_lens, query_start_loc)
     pointers = (out, lse, *lengths, alibi_slopes, sinks, k_scale, v_scale, tickets, parts, clocks)
-    arguments = PARAMS.pack(
-        *(0 if t is None else t.data_ptr() for t in pointers),
-        out.stride(0),
-        out.stride(1),
-        *((0, 0) if lse is None else lse.stride()),
-        block_table.stride(0),
-        scale,
-        soft_cap,
-        block_table.shape[0],
-        q.shape[0],
-        k_cache.shape[0],
-        ticket_row,
-        *where,
-        head_stride(k_scale),
-        head_stride(v_scale),
+    arguments, late_arguments = (
+        maps
+        + PARAMS.pack(
+            *(0 if t is None else t.data_ptr() for t in pointers),
+            out.stride(0),
+            out.stride(1),
+            *((0, 0) if lse is None else lse.stride()),
+            block_table.stride(0),
+            scale,
+            soft_cap,
+            block_table.shape[0],
+            q.shape[0],
+            k_cache.shape[0],
+            ticket_row,
+            *where,
+            head_stride(k_scale),
+            head_stride(v_scale),
+            programs,
+            late,
+            is_late,
+        )
+        for is_late in (0, 1)
     )
-    kernel.launch(programs, shape.threads, maps + arguments, early=False)
+    kernel.launch(programs - late, shape.threads, arguments, early=False)
     if decodes is not None:
         decodes()
+    if late:
+        kernel.launch(late, shape.threads, late_arguments, early=early)
     if merge is not None:
-        merge.launch(programs, shape.threads - 128, maps + arguments, early=early)
+        merge.launch(programs * 4, _MERGE_THREADS, arguments, early=early)
 
 
 def head_stride(scale: Tensor | None) -> int:
@@ -498,9 +502,12 @@ def part_numbers(shape: PrefillShape, dim_v: int, programs: int) -> int:
     return programs * (dim_v // 8 + 1) * (shape.threads - 128) * 4 + 4 + programs * 8
 
 
-def ctas(index: int, short: int) -> int:
-    """CTAs of a launch: one on every multiprocessor. ``short``: as in `prefill_macros`."""
-    return gpu.num_sms(index)
+def ctas(index: int, short: int) -> tuple[int, int]:
+    """CTAs in all, one for every multiprocessor, and how many of them are launched behind decode (``short``: as
+    in `prefill_macros`): half. Decode so has half of the multiprocessors from its start, whatever the lengths
+    are, and prefill gets those that decode no longer needs."""
+    programs = gpu.num_sms(index)
+    return programs, programs // 2 if short else 0
 
 
 @functools.cache

@@ -18,7 +18,6 @@ constexpr int Q_BYTES = TOKENS * GROUP * DIM * 2;  // what the copy engine bring
 constexpr int HEAD_BYTES = (DIM + DIM_V) * KV_BYTES;  // a token's keys and values in one kv head
 constexpr int RAW_STAGE = KEYS * (DIM > DIM_V ? DIM : DIM_V);  // fp8: bytes of a step's keys, or of its values, as they come
 constexpr int CONVERTERS = 3;                       // fp8: warps that convert them, those beside the loader's
-constexpr float STEP_NS = 1650.f / (128 * 128 * 256) * ROWS * KEYS * (DIM + DIM_V);  // of a tile, on an H200
 constexpr bool LOW = WINDOW_LEFT >= 0 || CHUNK > 0;  // some rows do not see the first keys
 constexpr bool ADJUST = SOFT_CAP || ALIBI;           // scores are more than scaled products
 static_assert(GROUPS == 2 || GROUPS == 3, "registers");
@@ -48,8 +47,10 @@ struct Params {  // packed by custom_ops/attention/cuda/prefill.py, in this orde
   int num_reqs, num_tokens, num_blocks, ticket_row;
   Where k_at, v_at;
   int ks_head, vs_head;  // strides of scales: 0 where there is one for all
+  int ctas, late;        // of both launches, and of those the ones of the second launch, behind decode: prefill.py
+  int is_late;           // whether this is the second one
 };
-static_assert(sizeof(Params) == 3 * sizeof(Map) + 192, "as custom_ops/attention/cuda/prefill.py packs it behind the maps");
+static_assert(sizeof(Params) == 3 * sizeof(Map) + 256, "as custom_ops/attention/cuda/prefill.py packs it behind the maps");
 
 // Shared memory: the stages of keys, those of values, tiles of queries, with fp8 the stages that keys and values come through; barriers, 8 bytes each,
 // that say of these whether they are full or empty.
@@ -92,6 +93,9 @@ struct Job {
   int tile, start, query_len, seq_len, head;
   int unit;  // the ticket, of a tile in parts; -1: the tile is whole
 };
+
+// Rows of a tile that stand for a query.
+__device__ __forceinline__ int used_rows(const Job &job) { return min(TOKENS, job.query_len - job.tile * TOKENS) * GROUP; }
 
 // What is left of a part of a tile: each math thread's accumulators, four at a time, then its maxima and sums of two rows.
 constexpr int PART_VECTORS = DIM_V / 8 + 1, PART_FLOATS = PART_VECTORS * MATH_THREADS * 4;

@@ -6,16 +6,14 @@
 // Tiles without keys come last. The token rows behind the last request are one more request, without keys: they get zeros.
 //
 // SPLIT: where tiles with keys are few, each is cut into `parts` of about as many steps, a ticket each, so that all CTAs have work. Every CTA works out
-// the same number of parts. All of these tickets then are first ones: there are no more of them than CTAs.
-// SHORT > 0: requests of up to SHORT query tokens, and the rows behind the last request, are another launch's: they have no tiles here. Only some of the
-// CTAs then take tickets, so that the other launch has the rest of the multiprocessors from its start; from the lengths, every CTA chooses the same number.
+// the same number of parts. There are no more of these tickets than CTAs.
+// SHORT > 0: requests of up to SHORT query tokens, and the rows behind the last request, are another launch's: they have no tiles here.
 // Macros: TOKENS, KEYS, NUM_KV_HEADS, CAUSAL, WINDOW_LEFT, WINDOW_RIGHT (-1: open), CHUNK (0: none), HEAD_BYTES (bytes of a token's keys and values in
-// one kv head), STEP_NS (nanoseconds of a step of a tile), SHORT (0: none), SPLIT.
+// one kv head), SHORT (0: none), SPLIT.
 #pragma once
 
 #ifdef __CUDACC__
 #define BOTH __device__ __forceinline__
-#define UNROLL _Pragma("unroll")
 constexpr int LANES = 32;
 BOTH int warp_lane() { return threadIdx.x % 32; }
 BOTH int warp_sum(int x) { return __reduce_add_sync(0xffffffffu, x); }
@@ -31,14 +29,8 @@ BOTH int warp_sum_upto(int x) {  // of this lane and those before it
 }
 BOTH int warp_first(bool x) { return __ffs(__ballot_sync(0xffffffffu, x)) - 1; }  // lane, or -1
 BOTH int warp_take(int x, int lane) { return __shfl_sync(0xffffffffu, x, lane); }
-BOTH float warp_sum(float x) {
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) x += __shfl_xor_sync(0xffffffffu, x, step);
-  return x;
-}
 #else
 #define BOTH inline
-#define UNROLL
 constexpr int LANES = 1;
 BOTH int warp_lane() { return 0; }
 BOTH int warp_sum(int x) { return x; }
@@ -47,16 +39,11 @@ BOTH int warp_min(int x) { return x; }
 BOTH int warp_sum_upto(int x) { return x; }
 BOTH int warp_first(bool x) { return x ? 0 : -1; }
 BOTH int warp_take(int x, int) { return x; }
-BOTH float warp_sum(float x) { return x; }
-BOTH float fminf(float a, float b) { return a < b ? a : b; }
-BOTH float fmaxf(float a, float b) { return a > b ? a : b; }
 BOTH int min(int a, int b) { return a < b ? a : b; }
 BOTH int max(int a, int b) { return a > b ? a : b; }
 #endif
 
 constexpr int L2_KEYS = 32 << 20;  // bytes of keys and values of a section that one request may have
-[[maybe_unused]] constexpr float READ_PER_NS = 4350.f;  // bytes of keys and values, decode on all multiprocessors of an H200
-[[maybe_unused]] constexpr float READERS = .65f, FAR = 1e30f;
 constexpr int WORTH = 8, LEAST = 3;  // steps of a tile that is worth cutting, and of its parts at least
 
 // Every mask is an interval of keys, [first_key, end_key) for the query at `position`; both ends rise with the position.
@@ -95,9 +82,6 @@ struct Span {  // a request
   // Key tiles up to the last one seen.
   BOTH int level(int tile) const { return (max(end(tile), 0) + KEYS - 1) / KEYS; }
 
-  // Key tiles that a tile with a level above 0 goes through.
-  BOTH int steps(int tile) const { return max(level(tile) - first_seen(tile) / KEYS, 0); }
-
   // The first tile of `level` or a higher one; levels do not fall from tile to tile.
   BOTH int first(int level) const {
     if (level <= 0) return 0;
@@ -107,43 +91,6 @@ struct Span {  // a request
     return hidden <= 0 ? 0 : min(hidden / TOKENS, tiles() - 1);
   }
 };
-
-// How long a launch of tiles on some of the CTAs and a decode launch beside it take together, in nanoseconds: a model, good to a tenth on the mixed
-// batches of docs/log/mixed.md. Tiles take turns on their CTAs in whole waves; a step takes a fifth longer beside decode. Decode has as many equal shares as
-// there are multiprocessors, one on each at a time; it reads at its full rate on READERS of them, and in proportion on fewer.
-struct Together {
-  int tiles, shortest, longest;  // of all kv heads; steps of a tile
-  float steps, decode;           // of all tiles; what decode takes on its own
-
-  static BOTH float step_time(int idle, int ctas) { return STEP_NS * (1.f + fminf(1.6f * idle / ctas, .2f)); }
-  static BOTH float rate(int idle, int ctas) { return fminf(idle / (READERS * ctas), 1.f); }
-
-  BOTH float take(int taken, int ctas, int parts) const {
-    const int count = tiles * parts, last = count % taken;  // tickets; those of a last wave that is not full
-    float end = fmaxf(steps / taken, (float)(longest + parts - 1) / parts);  // when the last tile ends, in steps
-    end = fmaxf(end, (float)((count + taken - 1) / taken) * shortest / parts);
-    const float full = fmaxf((steps - last * end) / (taken - last), 0.f);  // when the first CTA has no tile left
-    const int idle[3] = {ctas - taken, taken - last, last};                // multiprocessors, from the start, from then on, and behind the last tile
-    const float first = full * step_time(idle[0], ctas), second = first + (end - full) * step_time(idle[0] + idle[1], ctas);
-    const float from[3] = {0.f, first, second};
-    const float left = decode - first * rate(idle[0], ctas) - (second - first) * rate(idle[0] + idle[1], ctas);
-    const float share = decode * READERS;
-    float soonest = FAR;  // when all shares have been read, each by one multiprocessor
-    UNROLL
-    for (int g = 0; g < 3; ++g)
-      UNROLL
-      for (int n = 1; n <= (g ? 2 : 4); ++n) {
-        const float time = from[g] + n * share;
-        int read = 0;
-        UNROLL
-        for (int h = 0; h < 3; ++h) read += idle[h] * (int)(fmaxf(time - from[h], 0.f) / share + .01f);
-        if (read >= ctas) soonest = fminf(soonest, time);
-      }
-    // Of two that take as long the one with fewer is better: what both lose by each other is more than is modelled here.
-    return fmaxf(second + fmaxf(left, 0.f), soonest < FAR ? soonest : 0.f) * (1.f + .04f * taken / ctas);
-  }
-};
-constexpr int CHOICES = 32;
 
 struct Tile {
   int request, head, index, part;
@@ -156,20 +103,14 @@ struct Line {
   int tiles, top, heads;     // of one kv head; highest level; kv heads of a section
   int live, parts;           // tiles of one kv head that see keys; tickets of each of them
   int owner;                 // the first request with tiles
-  int ctas;                  // that take tickets: the first so many
   int section, level;        // of the last ticket: within a section levels only fall
 
-  BOTH Span load_any(int request) const {
+  BOTH Span load(int request) const {
     Span s;
     s.start = starts[request];
     s.query_len = (request < num_reqs ? starts[request + 1] : num_tokens) - s.start;
     s.seq_len = request < num_reqs ? seq_lens[request] : 0;
-    return s;
-  }
-  BOTH bool is_ours(int request, const Span &s) const { return SHORT == 0 || (request < num_reqs && s.query_len > SHORT); }
-  BOTH Span load(int request) const {
-    Span s = load_any(request);
-    if (!is_ours(request, s)) s.query_len = s.seq_len = 0;
+    if (SHORT > 0 && (request == num_reqs || s.query_len <= SHORT)) s.query_len = s.seq_len = 0;
     return s;
   }
 
@@ -184,63 +125,28 @@ struct Line {
     return keys / KEYS;
   }
 
-  // Tickets of each tile, if so many CTAs take them.
-  BOTH int parts_for(int taken) const {
-    return SPLIT && live > 0 && most_steps() >= WORTH ? max(min(taken / (live * NUM_KV_HEADS), most_steps() / LEAST), 1) : 1;
-  }
-
-  // The number of CTAs that is best together with decode; all of them, unless fewer are better by more than the model is wrong.
-  BOTH int choose(const Together &x, int all) const {
-    const float least = .97f * x.take(all, all, parts_for(all));
-    const int apart = max(all * 3 / 4 / CHOICES, 1);  // a quarter at least: with fewer, prompts wait longer than the model should be trusted for
-    int best = 0x7fffffff;  // time in parts of what is to be undercut, then the choice
-    for (int i = warp_lane(); i < CHOICES; i += LANES) {
-      const int taken = max(all - i * apart, 1);
-      const float time = x.take(taken, all, parts_for(taken));
-      if (i > 0 && time < least) best = min(best, (int)(time / least * 2048.f) * CHOICES + i);
-    }
-    best = warp_min(best);
-    return best == 0x7fffffff ? all : max(all - best % CHOICES * apart, 1);
-  }
-
-  BOTH void open(const int *query_starts, const int *lengths, int requests, int tokens, int all) {
+  BOTH void open(const int *query_starts, const int *lengths, int requests, int tokens, int ctas) {
     starts = query_starts;
     seq_lens = lengths;
     num_reqs = requests;
     num_tokens = tokens;
-    int count = 0, seeing = 0, last_key = 0, mine = num_reqs, shortest = 0x7fffffff, longest = 0;
-    float steps = 0.f, decode = 0.f;
+    int count = 0, seeing = 0, longest = 0, mine = num_reqs;
     for (int r = warp_lane(); r <= num_reqs; r += LANES) {
-      const Span any = load_any(r);
-      Span s = any;
-      if (!is_ours(r, any)) s.query_len = s.seq_len = 0;
+      const Span s = load(r);
       if (count == 0 && s.tiles() > 0) mine = r;
-      const int first = s.first(1), see = s.tiles() - first;
       count += s.tiles();
-      seeing += see;
-      last_key = max(last_key, s.seq_len);
-      if (SHORT > 0 && see > 0) {  // a tile has one step more: its beginning and its end
-        const int low = s.steps(first) + 1, middle = s.steps(first + see / 2) + 1, high = s.steps(first + see - 1) + 1;
-        steps += .25f * see * (low + 2 * middle + high);
-        shortest = min(shortest, min(low, high));
-        longest = max(longest, max(max(low, middle), high));
-      }
-      if (SHORT > 0 && !is_ours(r, any) && any.query_len > 0)
-        decode += max(end_key(any.seq_len - 1, any.seq_len) - first_key(any.seq_len - any.query_len), 0) * (NUM_KV_HEADS * HEAD_BYTES / READ_PER_NS);
+      seeing += s.tiles() - s.first(1);
+      longest = max(longest, s.seq_len);
     }
     tiles = warp_sum(count);
     live = warp_sum(seeing);
     owner = warp_min(mine);
-    top = level = (warp_max(last_key) + KEYS - 1) / KEYS;
+    top = level = (warp_max(longest) + KEYS - 1) / KEYS;
     heads = NUM_KV_HEADS;
     while (heads % 2 == 0 && (long long)top * KEYS * HEAD_BYTES * heads > L2_KEYS) heads /= 2;
     section = 0;
-    ctas = all;
-    if (SHORT > 0) {
-      const Together both = {live * NUM_KV_HEADS, warp_min(shortest), warp_max(longest), warp_sum(steps) * NUM_KV_HEADS, warp_sum(decode)};
-      if (both.tiles > 0 && both.decode > 0.f) ctas = choose(both, all);
-    }
-    parts = parts_for(ctas);
+    parts = 1;
+    if (SPLIT && live > 0 && most_steps() >= WORTH) parts = max(min(ctas / (live * NUM_KV_HEADS), most_steps() / LEAST), 1);
   }
 
   // Tiles of one kv head at `floor` or above.

@@ -16,13 +16,13 @@ import torch
 
 from torchpaged.custom_ops.attention.cuda import prefill
 from torchpaged.custom_ops.cuda import jit
+from torchpaged.custom_ops.cuda.config import Config
 
 NVCC = shutil.which("nvcc")
 _TRITON = importlib.util.find_spec("triton")
 NVDISASM = shutil.which("nvdisasm") or shutil.which(
     "nvdisasm", path=str(Path(_TRITON.origin or "").parent / "backends/nvidia/bin") if _TRITON else None
 )
-SOURCE = jit.files()["prefill.cu"]
 needs_nvcc = pytest.mark.skipif(NVCC is None, reason="nvcc is not installed")
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -93,7 +93,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-def macros(
+def config(
     dtype: torch.dtype = torch.bfloat16,
     dim: int = 128,
     group: int = 4,
@@ -102,13 +102,11 @@ def macros(
     causal: bool = True,
     lse: bool = False,
     **options: Any,
-) -> dict[str, int]:
-    return prefill.prefill_macros(dtype, dim, group, num_kv_heads, block_size, causal, lse, **options)
+) -> Config:
+    return prefill.prefill_config(dtype, dim, group, num_kv_heads, block_size, causal, lse, **options)
 
 
-def compile_with_nvcc(
-    tmp_path: Path, values: dict[str, int], kind: str, source: Path = SOURCE
-) -> tuple[str, str]:
+def compile_with_nvcc(tmp_path: Path, values: Config, kind: str, file: str = "prefill.cu") -> tuple[str, str]:
     """``(PTX or "", ptxas report)``."""
     assert NVCC
     target = tmp_path / f"prefill.{kind}"
@@ -120,7 +118,7 @@ def compile_with_nvcc(
         "-o",
         str(target),
         *jit.options(values, (9, 0)),
-        str(source),
+        str(jit.write_sources(tmp_path, file, values)),
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -130,7 +128,7 @@ def compile_with_nvcc(
 @needs_nvcc
 @pytest.mark.parametrize("name", SHAPES)
 def test_no_spills_and_no_serialised_products(tmp_path: Path, name: str) -> None:
-    values = macros(**SHAPES[name])
+    values = config(**SHAPES[name])
     _, report = compile_with_nvcc(tmp_path, values, "cubin")
     assert re.findall(r"(\d+) bytes spill stores", report) == ["0"], report
     assert not re.findall(r"C75\d\d|serialized", report), report
@@ -146,8 +144,8 @@ def test_no_spills_and_no_serialised_products(tmp_path: Path, name: str) -> None
 @pytest.mark.parametrize("name", [name for name in SHAPES if "in parts" in name])
 def test_the_merge_kernel(tmp_path: Path, name: str) -> None:
     """No spills; it waits before it reads anything, and reads what the launch before wrote from L2."""
-    values = macros(**SHAPES[name])
-    text, report = compile_with_nvcc(tmp_path, values, "ptx", SOURCE.with_name("prefill_merge.cu"))
+    values = config(**SHAPES[name])
+    text, report = compile_with_nvcc(tmp_path, values, "ptx", "prefill_merge.cu")
     size = int(re.search(r"paged_prefill_merge_param_0\[(\d+)\]", text)[1])  # type: ignore[index]
     assert 3 * 128 + prefill.PARAMS.size == size
     steps = re.findall(r"griddepcontrol\.\w+|ld\.global\S*|st\.global", text)
@@ -160,7 +158,7 @@ def test_the_merge_kernel(tmp_path: Path, name: str) -> None:
         "ld.global.cg.v4.f32",
         *["ld.global.nc.b16", "ld.global.nc.u16", "ld.global.b16", "ld.global.u16"] * values["SINKS"],
     }
-    _, report = compile_with_nvcc(tmp_path, values, "cubin", SOURCE.with_name("prefill_merge.cu"))
+    _, report = compile_with_nvcc(tmp_path, values, "cubin", "prefill_merge.cu")
     assert re.findall(r"(\d+) bytes spill stores", report) == ["0"], report
 
 
@@ -208,7 +206,7 @@ def test_exponentials_stand_between_the_scores_and_the_end_of_the_products(tmp_p
     """In every loop of steps: products, wait for the scores, all exponentials, wait for the rest. Nothing in
     the source alone holds them there."""
     assert NVDISASM
-    values = macros(**SHAPES[name])
+    values = config(**SHAPES[name])
     compile_with_nvcc(tmp_path, values, "cubin")
     text = subprocess.run(
         [NVDISASM, "-c", str(tmp_path / "prefill.cubin")],
@@ -238,7 +236,7 @@ def test_exponentials_stand_between_the_scores_and_the_end_of_the_products(tmp_p
 
 @needs_nvcc
 def test_no_barrier_across_ctas_and_boxes_of_whole_blocks(tmp_path: Path) -> None:
-    text, _ = compile_with_nvcc(tmp_path, macros(), "ptx")
+    text, _ = compile_with_nvcc(tmp_path, config(), "ptx")
     assert "cp.async.bulk.tensor.4d" in text and "membar" not in text
     size = int(re.search(r"paged_prefill_param_0\[(\d+)\]", text)[1])  # type: ignore[index]
     assert 3 * 128 + prefill.PARAMS.size == size, "the launch copies as many bytes as the kernel declares"
@@ -326,7 +324,7 @@ def test_a_cut_fits_shared_memory_with_what_is_read_and_what_is_filled(dim: int,
     for wide in (True, False):
         shape = prefill.prefill_shape(dim, dim_v, wide)
         assert shape.k_stages >= 2 and shape.v_stages >= 2 and shape.q_buffers in (1, 2)
-    values = macros(dim=dim, dim_v=dim_v)
+    values = config(dim=dim, dim_v=dim_v)
     assert prefill.shared_bytes(values) <= 226 * 1024
 
 

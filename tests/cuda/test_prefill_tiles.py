@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from torchpaged.custom_ops.attention.cuda import prefill
 from torchpaged.custom_ops.attention.mask import visible_keys
 from torchpaged.custom_ops.cuda import jit
 
@@ -53,21 +54,23 @@ def build(
 ) -> Path:
     assert GXX
     (folder / "line.cpp").write_text(PROGRAM)
-    macros = {
-        "TOKENS": tokens,
-        "KEYS": KEYS,
-        "NUM_KV_HEADS": heads,
-        "CAUSAL": int(causal),
-        "HEAD_BYTES": 512,
-        "WINDOW_LEFT": left,
-        "WINDOW_RIGHT": right,
-        "CHUNK": chunk,
-        "SHORT": short,
-        "SPLIT": int(split),
-    }
-    options = [f"-D{name}={value}" for name, value in macros.items()]
-    include = f"-I{jit.files()['prefill_tiles.cuh'].parent}"
-    command = [GXX, "-std=c++17", "-O1", "-Wall", "-Werror", include, *options, "line.cpp", "-o", "line"]
+    config = prefill.prefill_config(
+        torch.bfloat16,
+        128,
+        128 // tokens,
+        heads,
+        16,
+        causal,
+        False,
+        window_left=left,
+        window_right=right,
+        chunk=chunk,
+        short=short,
+        split=split,
+    )
+    assert (config["KEYS"], config["GROUPS"]) == (KEYS, 2), "128 query rows in a tile"
+    jit.write_sources(folder, "prefill.cu", config)
+    command = [GXX, "-std=c++17", "-O1", "-Wall", "-Werror", "line.cpp", "-o", "line"]
     subprocess.run(command, cwd=folder, check=True, timeout=120)
     return folder / "line"
 

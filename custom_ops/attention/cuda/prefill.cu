@@ -15,7 +15,7 @@
 // pass the turn on. (3) All warpgroups take the same turns: steps - 1 of every tile. (4) A tile of queries is waited for in the order in which the
 // loader sends them, and released by its last scores, for which (1) holds. Every wait names its arrival beside it.
 //
-// Compiled by NVRTC for sm_90a; macros: custom_ops/attention/cuda/prefill.py. Sources: FlashAttention-3 (arXiv:2407.08608, 3.1 and 3.2).
+// Compiled by NVRTC for sm_90a; its constants: prefill_config.cuh. Sources: FlashAttention-3 (arXiv:2407.08608, 3.1 and 3.2).
 
 #include "prefill_convert.cuh"
 #include "prefill_products.cuh"
@@ -30,12 +30,11 @@ __device__ __forceinline__ void meet(int group) { asm volatile("bar.sync %0, 128
 // The loader's waits. With PATIENCE it gives up after so many tries and ends the kernel with an error: for tests. Whoever waits for ever, the
 // loader soon waits too; in the math warps the way out would cost registers.
 __device__ __forceinline__ void wait_or_give_up(u32 at, int parity) {
-#if PATIENCE
-  asm volatile("{.reg .pred done, out; .reg .u32 left; mov.u32 left, %2; again%=: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1; @done bra there%=;"
-               " sub.u32 left, left, 1; setp.eq.u32 out, left, 0; @!out bra again%=; trap; there%=:}" ::"r"(at), "r"(parity), "n"(PATIENCE) : "memory");
-#else
-  barrier_wait(at, parity);
-#endif
+  if constexpr (PATIENCE > 0)
+    asm volatile("{.reg .pred done, out; .reg .u32 left; mov.u32 left, %2; again%=: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1; @done bra there%=;"
+                 " sub.u32 left, left, 1; setp.eq.u32 out, left, 0; @!out bra again%=; trap; there%=:}" ::"r"(at), "r"(parity), "n"(PATIENCE) : "memory");
+  else
+    barrier_wait(at, parity);
 }
 
 // A wait that begins only when `x`, which is not negative, is there. Without it the compiler puts the exponentials behind the wait for the
@@ -52,13 +51,10 @@ __device__ __forceinline__ Job uniform(const Job &x) {
 struct Loader {
   const Params &p;
   const Plan &plan;
-#if KV_BYTES == 1
-  int *kinds;
-  Place<RAW_STAGES> raw;
-#else
+  int *kinds;  // fp8: of each raw stage, what is in it
   Place<K_STAGES> k;
   Place<V_STAGES> v;
-#endif
+  Place<RAW_STAGES> raw;
   int lane;
 
   // The lane's block of a step. Blocks past the request's last key, and those before the first that the tile sees, are no block at all: the copy
@@ -75,21 +71,20 @@ struct Loader {
     const u32 to = stages + ring.slot * STAGE, filled = full + ring.slot * 8;
     wait_or_give_up(empty + ring.slot * 8, ring.round ^ 1);  // arrive: release() of every math warp, or Converter::convert of every converter, a round ago
     if (lane == 0) {
-#if KV_BYTES == 1
-      kinds[ring.slot] = kind;
-#endif
+      if constexpr (FP8) kinds[ring.slot] = kind;
       barrier_expect(filled, BYTES);
     }
     __syncwarp();  // expected before anything can arrive
     if (lane < PAGES) copy_box4(to + lane * (BYTES / PAGES), map, 0, 0, head * at.head_square, head * at.head_group + block * at.block_group, filled);
     ring.advance();
   }
-#if KV_BYTES == 1
   __device__ __forceinline__ void load_keys(int head, int block) {
-    load<KEYS * DIM, RAW_STAGE>(raw, plan.raw, plan.raw_full, plan.raw_empty, &p.k, p.k_at, head, block, KEYS_COME);
+    if constexpr (FP8) load<KEYS * DIM, RAW_STAGE>(raw, plan.raw, plan.raw_full, plan.raw_empty, &p.k, p.k_at, head, block, KEYS_COME);
+    else load<K_STAGE, K_STAGE>(k, plan.k, plan.k_full, plan.k_empty, &p.k, p.k_at, head, block, KEYS_COME);
   }
   __device__ __forceinline__ void load_values(int head, int block) {
-    load<KEYS * DIM_V, RAW_STAGE>(raw, plan.raw, plan.raw_full, plan.raw_empty, &p.v, p.v_at, head, block, VALUES_COME);
+    if constexpr (FP8) load<KEYS * DIM_V, RAW_STAGE>(raw, plan.raw, plan.raw_full, plan.raw_empty, &p.v, p.v_at, head, block, VALUES_COME);
+    else load<V_STAGE, V_STAGE>(v, plan.v, plan.v_full, plan.v_empty, &p.v, p.v_at, head, block, VALUES_COME);
   }
   __device__ __forceinline__ void end_conversion() {
     wait_or_give_up(plan.raw_empty + raw.slot * 8, raw.round ^ 1);  // arrive: Converter::convert of every converter, a round ago
@@ -98,32 +93,22 @@ struct Loader {
       barrier_arrive(plan.raw_full + raw.slot * 8);
     }
   }
-#else
-  __device__ __forceinline__ void load_keys(int head, int block) {
-    load<K_STAGE, K_STAGE>(k, plan.k, plan.k_full, plan.k_empty, &p.k, p.k_at, head, block, 0);
-  }
-  __device__ __forceinline__ void load_values(int head, int block) {
-    load<V_STAGE, V_STAGE>(v, plan.v, plan.v_full, plan.v_empty, &p.v, p.v_at, head, block, 0);
-  }
-  __device__ __forceinline__ void end_conversion() {}
-#endif
 
   // Kernels behind wait for the late launch alone: it must not end before the decode launch, which does not before the first launch of tiles.
   __device__ __forceinline__ void finish_behind_decode() {
-#if SHORT > 0
-    if (p.is_late && blockIdx.x == 0) asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
+    if (SHORT > 0 && p.is_late && blockIdx.x == 0) asm volatile("griddepcontrol.wait;" ::: "memory");
   }
 
   __device__ __forceinline__ void run(Line line, Job *jobs) {
     const int total = line.total();
-#if SPLIT
-    Cut &cut = *(Cut *)(p.parts + (i64)p.ctas * PART_FLOATS);
-    if (blockIdx.x == 0 && lane == 0 && !p.is_late) {
-      cut.tiles = line.live * NUM_KV_HEADS;
-      cut.parts = line.parts;
+    [[maybe_unused]] Cut *cut = nullptr;
+    if constexpr (SPLIT) {
+      cut = (Cut *)(p.parts + (i64)p.ctas * PART_FLOATS);
+      if (blockIdx.x == 0 && lane == 0 && !p.is_late) {
+        cut->tiles = line.live * NUM_KV_HEADS;
+        cut->parts = line.parts;
+      }
     }
-#endif
     // Beside a decode launch: a counter of a request that has tiles here, which that launch does not touch.
     u32 *tickets = (u32 *)p.tickets + (SHORT > 0 ? line.owner * p.ticket_row : 0);
     // Each CTA of the first launch begins with the ticket of its number; all others are drawn, by the late CTAs the first one too. So `total` tickets
@@ -146,7 +131,7 @@ struct Loader {
           jobs[buffer].steps = -1;
           barrier_arrive(q_full);
         }
-        end_conversion();
+        if constexpr (FP8) end_conversion();
         finish_behind_decode();
         return;
       }
@@ -155,21 +140,20 @@ struct Loader {
       const int level = tile.span.level(tile.index), first_seen = LOW ? tile.span.first_seen(tile.index) : 0;
       int first = first_seen / KEYS, last = level - 1;
       bool whole = true;
-#if SPLIT
-      whole = line.parts == 1 || ticket >= line.live_total();
-      if (!whole) {
-        const int all = max(level - first, 0);
-        last = first + all * (tile.part + 1) / line.parts - 1;
-        first += all * tile.part / line.parts;
+      if constexpr (SPLIT) {
+        whole = line.parts == 1 || ticket >= line.live_total();
+        if (!whole) {
+          const int all = max(level - first, 0);
+          last = first + all * (tile.part + 1) / line.parts - 1;
+          first += all * tile.part / line.parts;
+        }
       }
-#endif
       const int steps = last < 0 ? 0 : max(last - first + 1, 0);
       if (lane == 0) {
         const Job job = {steps, last, tile.index, tile.span.start, tile.span.query_len, tile.span.seq_len, tile.head, whole ? -1 : ticket};
         jobs[buffer] = job;
-#if SPLIT
-        if (!whole && tile.part == 0) cut.jobs[ticket / line.parts] = job;
-#endif
+        if constexpr (SPLIT)
+          if (!whole && tile.part == 0) cut->jobs[ticket / line.parts] = job;
         if (steps > 0) {
           barrier_expect(q_full, Q_BYTES);  // the job is written before: a wait for q_full sees it
 #pragma unroll 1
@@ -276,7 +260,7 @@ struct Softmax {
 
   __device__ __forceinline__ void convert() {
 #pragma unroll
-    for (int i = 0; i < KEYS / 2; i += 2) weights[i / 2] = pack(s[i], s[i + 1]);
+    for (int i = 0; i < KEYS / 2; i += 2) weights[i / 2] = pack<HALF>(s[i], s[i + 1]);
   }
 
   __device__ __forceinline__ void rescale(const float (&shrink)[2]) {
@@ -405,9 +389,7 @@ struct Math {
   __device__ __forceinline__ void attend(Softmax &x, const Job &job, u32 queries, u32 q_empty) {
     Rows rows;
     rows.scale = p.scale;
-#if SCALES
-    rows.scale *= p.k_scale[job.head * p.ks_head];
-#endif
+    if constexpr (SCALES) rows.scale *= p.k_scale[job.head * p.ks_head];
     const float scale = ADJUST ? 1.f : rows.scale * LOG2E;
     const int before = job.seq_len - job.query_len;
 #pragma unroll
@@ -417,9 +399,7 @@ struct Math {
       rows.position[r] = position;
       rows.low[r] = first_key(position);
       rows.end[r] = end_key(position, job.seq_len);
-#if ALIBI
-      rows.slope[r] = p.slopes[job.head * GROUP + row % GROUP];
-#endif
+      if constexpr (ALIBI) rows.slope[r] = p.slopes[job.head * GROUP + row % GROUP];
     }
     // Keys that all rows of the warpgroup see: of rows behind the request as well, which mask more than is needed.
     const int all_low = first_key(before + job.tile * TOKENS + (group * 64 + 63) / GROUP);
@@ -498,23 +478,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) paged_prefill(const __g
   extern __shared__ __align__(1024) char shared[];
   __shared__ __align__(8) u64 barriers[BARRIERS];
   __shared__ __align__(16) Job jobs[Q_BUFFERS];
-#if KV_BYTES == 1
-  __shared__ int kinds[RAW_STAGES];
-#endif
+  __shared__ int kinds[FP8 ? RAW_STAGES : 1];
   const Plan plan(shared, barriers);
-#if SHORT > 0 || SPLIT
   // The decode launch behind this one waits for nothing that is written here, but for its end at its own (decode.cu); the merge launch waits for all of
   // it at once. This kernel itself began when all ahead of it had ended: it is not launched early, but for the late CTAs, which wait for decode at their
   // end. All CTAs run when they let the next kernel go.
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
+  if constexpr (SHORT > 0 || SPLIT) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #if CLOCKS
   const i64 begin = clock64();
 #endif
-#if SHORT > 0
   // The late launch begins before those ahead have ended. What it reads was complete when the first one began, but this multiprocessor's L1 may be older.
-  if (p.is_late) load_and_forget_l1(p.starts);
-#endif
+  if (SHORT > 0 && p.is_late) load_and_forget_l1(p.starts);
   __shared__ Line opened;
   if (threadIdx.x < 32) {  // here, where it may have more registers than the loader
     Line line;
@@ -526,7 +500,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) paged_prefill(const __g
     const int count[4] = {K_STAGES, V_STAGES, Q_BUFFERS, RAW_STAGES};
     for (int kind = 0; kind < 4; ++kind)
       for (int i = 0; i < count[kind]; ++i) {
-        barrier_init(full[kind] + i * 8, KV_BYTES == 1 && kind < 2 ? CONVERTERS : 1);
+        barrier_init(full[kind] + i * 8, FP8 && kind < 2 ? CONVERTERS : 1);
         barrier_init(empty[kind] + i * 8, kind < 3 ? MATH_WARPS : CONVERTERS);
       }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");  // the copy engine sees them
@@ -539,16 +513,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) paged_prefill(const __g
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(LOADER_REGISTERS));
     const int warp = uniform(threadIdx.x / 32);  // known to be the same in all lanes: otherwise the loader spills
     if (warp == 0) {
-#if KV_BYTES == 1
-      Loader loader{p, plan, kinds, {}, (int)threadIdx.x};
-#else
-      Loader loader{p, plan, {}, {}, (int)threadIdx.x};
-#endif
+      Loader loader{p, plan, kinds, {}, {}, {}, (int)threadIdx.x};
       loader.run(opened, jobs);
+    } else if constexpr (FP8) {
+      Converter{plan, {}, {}, {}, (int)threadIdx.x - 32}.run(kinds);
     }
-#if KV_BYTES == 1
-    if (warp > 0) Converter{plan, {}, {}, {}, (int)threadIdx.x - 32}.run(kinds);
-#endif
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MATH_REGISTERS));
     Math math{p, plan, {}, {}, uniform(threadIdx.x / 128) - 1, uniform(threadIdx.x / 32 % 4), (int)threadIdx.x % 32};

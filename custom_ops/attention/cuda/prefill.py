@@ -1,5 +1,5 @@
-"""Prefill attention of the ``cuda`` backend on Hopper: which calls ``prefill.cu`` takes, its macros, tensor
-maps and launch.
+"""Prefill attention of the ``cuda`` backend on Hopper: which calls ``prefill.cu`` takes, its constants,
+tensor maps and launch.
 
 What the copy engine knows of the caches is made once per pool (their addresses, shapes and strides) and kept:
 pools do not move.
@@ -17,8 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchpaged.custom_ops.attention.cuda.prefill_constants import PREFILL
 from torchpaged.custom_ops.attention.triton.config import bounded_masks
 from torchpaged.custom_ops.cuda import gpu, jit
+from torchpaged.custom_ops.cuda.config import Config
 from torchpaged.custom_ops.pools import FP8
 
 PARAMS = struct.Struct("12Q5q2f15i52x")  # struct Params of prefill_shapes.cuh behind its three maps
@@ -252,7 +254,7 @@ def attend(
     )
 
 
-def prefill_macros(
+def prefill_config(
     dtype: torch.dtype,
     dim: int,
     group: int,
@@ -275,8 +277,8 @@ def prefill_macros(
     beside: bool = True,
     short: int = 0,
     split: bool = False,
-) -> dict[str, int]:
-    """The macros of ``prefill.cu``.
+) -> Config:
+    """The constants of ``prefill.cu``.
 
     ``dim_v``: width of values, 0: as keys; ``kv_dtype``: of the cache, None: ``dtype``; ``scales``: of fp8
     keys and values; ``short``: requests of up to so many query tokens are left to a decode launch behind this
@@ -287,18 +289,16 @@ def prefill_macros(
     """
     half, dim_v, kv_dtype = dtype == torch.float16, dim_v or dim, kv_dtype or dtype
     shape = shape_for(dim, dim_v, kv_dtype, plain=window_left < 0 and not (chunk or soft_cap or alibi))
-    macros = {
+    values = {
         "DIM": dim,
         "DIM_V": dim_v,
         "GROUP": group,
         "NUM_KV_HEADS": num_kv_heads,
         "BLOCK_SIZE": block_size,
         "HALF": half,
-        "Q_HALF": half,
         "KV_BYTES": kv_dtype.itemsize,
         "E5M2": kv_dtype == torch.float8_e5m2,
         "SCALES": scales,
-        "CLUSTER": 1,
         "GROUPS": shape.groups,
         "KEYS": shape.keys,
         "K_STAGES": shape.k_stages,
@@ -318,9 +318,8 @@ def prefill_macros(
         "BESIDE": beside,
         "SHORT": short,
         "SPLIT": split,
-        "WGMMA": 1,
     }
-    return {name: int(value) for name, value in macros.items()}
+    return PREFILL.config(values, exact=True)
 
 
 def shape_for(dim: int, dim_v: int, kv_dtype: torch.dtype, *, plain: bool) -> PrefillShape:
@@ -330,11 +329,11 @@ def shape_for(dim: int, dim_v: int, kv_dtype: torch.dtype, *, plain: bool) -> Pr
     return prefill_shape(dim, dim_v, wide=plain)
 
 
-def shared_bytes(macros: dict[str, int]) -> int:
+def shared_bytes(config: Config) -> int:
     """Dynamic shared memory of a CTA: the stages, the tiles of queries and what waits to be converted."""
-    stages = macros["KEYS"] * (macros["K_STAGES"] * macros["DIM"] + macros["V_STAGES"] * macros["DIM_V"])
-    raw = macros["RAW_STAGES"] * macros["KEYS"] * max(macros["DIM"], macros["DIM_V"])
-    return (stages + macros["Q_BUFFERS"] * macros["GROUPS"] * 64 * macros["DIM"]) * 2 + raw
+    stages = config["KEYS"] * (config["K_STAGES"] * config["DIM"] + config["V_STAGES"] * config["DIM_V"])
+    raw = config["RAW_STAGES"] * config["KEYS"] * max(config["DIM"], config["DIM_V"])
+    return (stages + config["Q_BUFFERS"] * config["GROUPS"] * 64 * config["DIM"]) * 2 + raw
 
 
 def prefill(
@@ -369,14 +368,14 @@ def prefill(
     Args:
         tickets: ``[1]`` or longer, int32, zeros; the kernel leaves zeros behind. Not shared by launches that
             may run at the same time.
-        short: as in `prefill_macros`. Then ``tickets`` is the semaphore of the decode launch.
+        short: as in `prefill_config`. Then ``tickets`` is the semaphore of the decode launch.
         behind: prepares that decode launch, while this kernel is compiled if it has to be. Gives what
             launches it, and nothing else, and how many numbers of the semaphore a request has: the kernel
             uses the first one of a request that is its own.
         window_left, window_right, chunk: bounded by the table's tokens, as ``bounded_masks`` gives them.
         clocks: ``[multiprocessors, 5]``, int64, or None; gets each CTA's cycles in all, waiting for tiles,
             waiting for their first keys and storing, and its steps.
-        patience, beside: as in `prefill_macros`.
+        patience, beside: as in `prefill_config`.
     """
     index, num_kv_heads, block_size = q.device.index or 0, k_cache.shape[2], k_cache.shape[1]
     group, dim, dim_v = q.shape[1] // num_kv_heads, q.shape[2], v_cache.shape[3]
@@ -504,14 +503,14 @@ def part_numbers(shape: PrefillShape, dim_v: int, programs: int) -> int:
 
 def ctas(index: int, short: int) -> tuple[int, int]:
     """CTAs in all, one for every multiprocessor, and how many of them are launched behind decode (``short``: as
-    in `prefill_macros`): half. Decode so has half of the multiprocessors from its start, whatever the lengths
+    in `prefill_config`): half. Decode so has half of the multiprocessors from its start, whatever the lengths
     are, and prefill gets those that decode no longer needs."""
     programs = gpu.num_sms(index)
     return programs, programs // 2 if short else 0
 
 
 @functools.cache
-def _macros(
+def _config(
     index: int,
     dtype: torch.dtype,
     kv_dtype: torch.dtype,
@@ -534,8 +533,8 @@ def _macros(
     beside: bool,
     short: int,
     split: bool,
-) -> dict[str, int]:
-    return prefill_macros(
+) -> Config:
+    return prefill_config(
         dtype,
         dim,
         group,
@@ -563,31 +562,31 @@ def _macros(
 @functools.cache
 def _begin(index: int, *specialisation: Any) -> None:
     """Compile in threads what `_specialised` will load."""
-    macros = _macros(index, *specialisation)
-    for file in ("prefill.cu", "prefill_merge.cu") if macros["SPLIT"] else ("prefill.cu",):
-        jit.compile_ahead(file, macros, gpu.capability(index))
+    config = _config(index, *specialisation)
+    for file in ("prefill.cu", "prefill_merge.cu") if config["SPLIT"] else ("prefill.cu",):
+        jit.compile_ahead(file, config, gpu.capability(index))
 
 
 @functools.cache
 def _specialised(index: int, *specialisation: Any) -> tuple[jit.Kernel, jit.Kernel | None, PrefillShape]:
-    """The kernel of these shapes and features (`_macros`), the one that puts its parts together, and
+    """The kernel of these shapes and features (`_config`), the one that puts its parts together, and
     its cut."""
-    macros, device = _macros(index, *specialisation), torch.device("cuda", index)
-    if macros["SPLIT"]:
-        jit.compile_ahead("prefill_merge.cu", macros, gpu.capability(index))
-    kernel = jit.kernel("prefill.cu", "paged_prefill", macros, device, shared_bytes=shared_bytes(macros))
+    config, device = _config(index, *specialisation), torch.device("cuda", index)
+    if config["SPLIT"]:
+        jit.compile_ahead("prefill_merge.cu", config, gpu.capability(index))
+    kernel = jit.kernel("prefill.cu", "paged_prefill", config, device, shared_bytes=shared_bytes(config))
     merge = (
-        jit.kernel("prefill_merge.cu", "paged_prefill_merge", macros, device, shared_bytes=0)
-        if macros["SPLIT"]
+        jit.kernel("prefill_merge.cu", "paged_prefill_merge", config, device, shared_bytes=0)
+        if config["SPLIT"]
         else None
     )
-    return kernel, merge, shape_of(macros)
+    return kernel, merge, shape_of(config)
 
 
-def shape_of(macros: dict[str, int]) -> PrefillShape:
-    """The cut that macros stand for."""
+def shape_of(config: Config) -> PrefillShape:
+    """The cut that constants stand for."""
     names = ("GROUPS", "KEYS", "K_STAGES", "V_STAGES", "Q_BUFFERS", "RAW_STAGES")
-    return PrefillShape(*(macros[name] for name in names))
+    return PrefillShape(*(config[name] for name in names))
 
 
 def square_width(dim: int) -> int:

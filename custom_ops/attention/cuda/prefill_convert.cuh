@@ -4,18 +4,14 @@
 
 #include "prefill_shapes.cuh"
 
-#if KV_BYTES == 1
 enum Kind { KEYS_COME, VALUES_COME, NOTHING_COMES };
 
 // Two numbers as the tensor cores read them, of two in fp16.
-__device__ __forceinline__ u32 from_halves(u32 x) {
-#if HALF
-  return x;
-#else
+template <bool FP16> __device__ __forceinline__ u32 from_halves(u32 x) {
+  if constexpr (FP16) return x;
   u32 y;
   asm("{.reg .b16 l, h; .reg .f32 a, b; mov.b32 {l, h}, %1; cvt.f32.f16 a, l; cvt.f32.f16 b, h; cvt.rn.bf16x2.f32 %0, b, a;}" : "=r"(y) : "r"(x));
   return y;
-#endif
 }
 
 // A step's keys or values of WIDTH_ALL columns, in squares of WIDTH. They lie in the order of their 16-bit stage, but for its swizzle: the 16 bytes at
@@ -27,9 +23,9 @@ template <int WIDTH_ALL, int WIDTH> __device__ __forceinline__ void convert_step
     u32 x[4], y[8];
     asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(from + at) : "memory");
 #pragma unroll
-    for (int i = 0; i < 4; ++i) unpack(x[i], y[i * 2], y[i * 2 + 1]);
+    for (int i = 0; i < 4; ++i) unpack_fp8<E5M2>(x[i], y[i * 2], y[i * 2 + 1]);
 #pragma unroll
-    for (int i = 0; i < 8; ++i) y[i] = from_halves(y[i]);
+    for (int i = 0; i < 8; ++i) y[i] = from_halves<HALF>(y[i]);
     const u32 place = to + (at * 2 ^ (at * 2 >> 3 & SWIZZLE));
     asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(place), "r"(y[0]), "r"(y[1]), "r"(y[2]), "r"(y[3]) : "memory");
     asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(place ^ 16), "r"(y[4]), "r"(y[5]), "r"(y[6]), "r"(y[7]) : "memory");
@@ -67,4 +63,3 @@ struct Converter {
     }
   }
 };
-#endif

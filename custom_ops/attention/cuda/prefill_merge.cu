@@ -5,7 +5,7 @@
 // Launched early, it waits for the prefill launch, or for the late one behind decode, which does not end before the others (prefill.cu). What it reads
 // behind its wait comes from L2: this multiprocessor's L1 may hold what an older launch left at the same place.
 //
-// Compiled by NVRTC with prefill.cu's macros. Sources: merging of attention states (arXiv:2501.01005, 2.2).
+// Compiled by NVRTC with prefill.cu's constants. Sources: merging of attention states (arXiv:2501.01005, 2.2).
 
 #include "prefill_store.cuh"
 

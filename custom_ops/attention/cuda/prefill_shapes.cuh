@@ -1,10 +1,9 @@
-// Sizes that follow from a prefill specialisation's macros, the kernel's parameters, and the plan of its shared memory.
+// Sizes that follow from prefill's configuration, the kernel's parameters, and the plan of its shared memory.
 #pragma once
 #include "../../cuda/bulk.cuh"
 #include "prefill_products.cuh"
+#include "prefill_tiles.cuh"
 
-constexpr int ROWS = GROUPS * 64;               // packed query rows of a tile: token * GROUP + head of the group
-constexpr int TOKENS = ROWS / GROUP;            // query tokens of a tile; rows behind TOKENS * GROUP are idle
 constexpr int THREADS = (GROUPS + 1) * 128;     // warpgroup 0 loads
 constexpr int LOADER_REGISTERS = GROUPS == 2 ? 40 : 32, MATH_REGISTERS = GROUPS == 2 ? 232 : 160;
 constexpr int MATH_WARPS = GROUPS * 4, MATH_THREADS = GROUPS * 128;
@@ -15,9 +14,9 @@ constexpr int K_SQUARE = K_WIDTH * 16, V_SQUARE = V_WIDTH * 16;          // byte
 constexpr int K_STAGE = KEYS * DIM * 2, V_STAGE = KEYS * DIM_V * 2;      // bytes of a step's keys, and of its values
 constexpr int Q_TILE = ROWS * DIM * 2;
 constexpr int Q_BYTES = TOKENS * GROUP * DIM * 2;  // what the copy engine brings of it
-constexpr int HEAD_BYTES = (DIM + DIM_V) * KV_BYTES;  // a token's keys and values in one kv head
+constexpr bool FP8 = KV_BYTES == 1;
 constexpr int RAW_STAGE = KEYS * (DIM > DIM_V ? DIM : DIM_V);  // fp8: bytes of a step's keys, or of its values, as they come
-constexpr int CONVERTERS = 3;                       // fp8: warps that convert them, those beside the loader's
+constexpr int CONVERTERS = 3;                                  // fp8: warps that convert them, those beside the loader's
 constexpr bool LOW = WINDOW_LEFT >= 0 || CHUNK > 0;  // some rows do not see the first keys
 constexpr bool ADJUST = SOFT_CAP || ALIBI;           // scores are more than scaled products
 static_assert(GROUPS == 2 || GROUPS == 3, "registers");

@@ -8,9 +8,9 @@
 // SPLIT: where tiles with keys are few, each is cut into `parts` of about as many steps, a ticket each, so that all CTAs have work. Every CTA works out
 // the same number of parts. There are no more of these tickets than CTAs.
 // SHORT > 0: requests of up to SHORT query tokens, and the rows behind the last request, are another launch's: they have no tiles here.
-// Macros: TOKENS, KEYS, NUM_KV_HEADS, CAUSAL, WINDOW_LEFT, WINDOW_RIGHT (-1: open), CHUNK (0: none), HEAD_BYTES (bytes of a token's keys and values in
-// one kv head), SHORT (0: none), SPLIT.
 #pragma once
+
+#include "prefill_config.cuh"
 
 #ifdef __CUDACC__
 #define BOTH __device__ __forceinline__
@@ -43,6 +43,9 @@ BOTH int min(int a, int b) { return a < b ? a : b; }
 BOTH int max(int a, int b) { return a > b ? a : b; }
 #endif
 
+constexpr int ROWS = GROUPS * 64;              // packed query rows of a tile: token * GROUP + head of the group
+constexpr int TOKENS = ROWS / GROUP;           // query tokens of a tile; rows behind TOKENS * GROUP are idle
+constexpr int HEAD_BYTES = (DIM + DIM_V) * KV_BYTES;  // a token's keys and values in one kv head
 constexpr int L2_KEYS = 32 << 20;  // bytes of keys and values of a section that one request may have
 constexpr int WORTH = 8, LEAST = 3;  // steps of a tile that is worth cutting, and of its parts at least
 

@@ -51,9 +51,10 @@ def build(
     chunk: int = 0,
     short: int = 0,
     split: bool = False,
+    text: str = PROGRAM,
 ) -> Path:
     assert GXX
-    (folder / "line.cpp").write_text(PROGRAM)
+    (folder / "line.cpp").write_text(text)
     config = prefill.prefill_config(
         torch.bfloat16,
         128,
@@ -205,6 +206,49 @@ def test_how_often_a_tile_is_cut(
         [program, *map(str, numbers)], capture_output=True, text=True, check=True, timeout=60
     ).stdout
     assert int(text.split()[4]) == parts
+
+
+TICKETS = """
+#include <cstdio>
+#include <cstdlib>
+#include "prefill_tiles.cuh"
+// arguments: tickets, early CTAs, late CTAs, seed; in a random order each CTA begins, and then draws with each tile
+int main(int, char **argv) {
+  const int total = atoi(argv[1]), early = atoi(argv[2]), late = atoi(argv[3]);
+  srand(atoi(argv[4]));
+  unsigned counter = 0;
+  const Tickets tickets = {&counter, total, early, late};
+  static int has[512];
+  for (int &x : has) x = -1;  // not begun
+  for (int ended = 0; ended < early + late;) {
+    const int cta = rand() % (early + late);
+    if (has[cta] == -2) continue;
+    if (has[cta] == -1) {
+      has[cta] = tickets.begin(cta, cta >= early);
+    } else if (has[cta] < total) {
+      printf("%d\\n", has[cta]);
+      has[cta] = tickets.draw();
+    } else {
+      has[cta] = -2;
+      ++ended;
+    }
+  }
+  printf("%u\\n", counter);
+}
+"""
+
+
+def test_every_ticket_is_given_once_and_the_counter_returns_to_zero(tmp_path: Path) -> None:
+    """Whoever comes first; with CTAs of a second launch and without, more or fewer of them than tiles."""
+    program = build(tmp_path, 32, 8, causal=True, text=TICKETS)
+    for seed, (total, early, late) in enumerate(
+        [(0, 132, 0), (0, 66, 66), (1, 66, 66), (66, 66, 66), (67, 66, 66), (131, 66, 66), (500, 82, 50)]
+        + [(132, 132, 0), (133, 132, 0), (700, 132, 0), (9, 1, 3), (300, 1, 131)]
+    ):
+        numbers = map(str, (total, early, late, seed))
+        lines = subprocess.run([program, *numbers], capture_output=True, text=True, check=True, timeout=60)
+        *given, counter = map(int, lines.stdout.split())
+        assert sorted(given) == list(range(total)) and counter == 0, (total, early, late)
 
 
 def test_a_section_of_heads_fits_l2(tmp_path: Path) -> None:

@@ -110,16 +110,10 @@ struct Loader {
       }
     }
     // Beside a decode launch: a counter of a request that has tiles here, which that launch does not touch.
-    u32 *tickets = (u32 *)p.tickets + (SHORT > 0 ? line.owner * p.ticket_row : 0);
-    // Each CTA of the first launch begins with the ticket of its number; all others are drawn, by the late CTAs the first one too. So `total` tickets
-    // and one more for each late CTA are drawn in all, and the last one puts the counter back to zero.
-    const int drawn = total + p.late - 1, begun = p.ctas - p.late;
-    int ticket = blockIdx.x;
-    if (p.is_late) {
-      ticket = total;
-      if (lane == 0 && total > 0) ticket = begun + atomicInc(tickets, drawn);
-      ticket = __shfl_sync(ALL, ticket, 0);
-    }
+    const Tickets tickets = {(u32 *)p.tickets + (SHORT > 0 ? line.owner * p.ticket_row : 0), total, p.ctas - p.late, p.late};
+    int ticket = 0;
+    if (lane == 0) ticket = tickets.begin(blockIdx.x, SHORT > 0 && p.is_late);
+    ticket = __shfl_sync(ALL, ticket, 0);
     Tile tile = {};
     if (ticket < total) tile = line.find(ticket);
     for (int turn = 0;; ++turn) {
@@ -136,7 +130,7 @@ struct Loader {
         return;
       }
       int next = 0;  // comes while this tile is loaded
-      if (lane == 0) next = begun + atomicInc(tickets, drawn);
+      if (lane == 0) next = tickets.draw();
       const int level = tile.span.level(tile.index), first_seen = LOW ? tile.span.first_seen(tile.index) : 0;
       int first = first_seen / KEYS, last = level - 1;
       bool whole = true;

@@ -29,6 +29,7 @@ BOTH int warp_sum_upto(int x) {  // of this lane and those before it
 }
 BOTH int warp_first(bool x) { return __ffs(__ballot_sync(0xffffffffu, x)) - 1; }  // lane, or -1
 BOTH int warp_take(int x, int lane) { return __shfl_sync(0xffffffffu, x, lane); }
+BOTH unsigned count_up(unsigned *counter, unsigned last) { return atomicInc(counter, last); }  // 0 behind `last`
 #else
 #define BOTH inline
 constexpr int LANES = 1;
@@ -39,6 +40,11 @@ BOTH int warp_min(int x) { return x; }
 BOTH int warp_sum_upto(int x) { return x; }
 BOTH int warp_first(bool x) { return x ? 0 : -1; }
 BOTH int warp_take(int x, int) { return x; }
+BOTH unsigned count_up(unsigned *counter, unsigned last) {
+  const unsigned x = *counter;
+  *counter = x >= last ? 0 : x + 1;
+  return x;
+}
 BOTH int min(int a, int b) { return a < b ? a : b; }
 BOTH int max(int a, int b) { return a > b ? a : b; }
 #endif
@@ -93,6 +99,16 @@ struct Span {  // a request
     const int hidden = first_to_see(before) - position(0);
     return hidden <= 0 ? 0 : min(hidden / TOKENS, tiles() - 1);
   }
+};
+
+// Who gets which ticket. Each CTA of the first launch begins with the ticket of its number. All others are drawn: one with every tile, for the CTA's
+// next, and by each of the `late` CTAs of a second launch one to begin with. So the last of total + late draws puts the counter back to zero.
+struct Tickets {
+  unsigned *counter;
+  int total, early, late;  // tickets, and CTAs of the two launches; of numbers that are not below `total` there is no tile
+
+  BOTH int begin(int cta, bool is_late) const { return !is_late ? cta : total > 0 ? draw() : total; }
+  BOTH int draw() const { return early + (int)count_up(counter, total + late - 1); }
 };
 
 struct Tile {

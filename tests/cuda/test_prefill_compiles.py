@@ -156,6 +156,7 @@ def test_the_merge_kernel(tmp_path: Path, name: str) -> None:
     assert {step for step in steps if step.startswith("ld.global")} <= {
         "ld.global.cg.s32",
         "ld.global.cg.v4.f32",
+        *["ld.global.cg.f32"] * values["SCALES"],
         *["ld.global.nc.b16", "ld.global.nc.u16", "ld.global.b16", "ld.global.u16"] * values["SINKS"],
     }
     _, report = compile_with_nvcc(tmp_path, values, "cubin", "prefill_merge.cu")
@@ -324,6 +325,10 @@ def test_a_cut_fits_shared_memory_with_what_is_read_and_what_is_filled(dim: int,
     for wide in (True, False):
         shape = prefill.prefill_shape(dim, dim_v, wide)
         assert shape.k_stages >= 2 and shape.v_stages >= 2 and shape.q_buffers in (1, 2)
+    shape = prefill.prefill_shape_fp8(dim, dim_v)
+    assert (shape.k_stages, shape.v_stages) == (2, 2) and 2 <= shape.raw_stages <= 8
+    fp8 = config(dim=dim, dim_v=dim_v, kv_dtype=torch.float8_e4m3fn)
+    assert prefill.shared_bytes(fp8) <= 226 * 1024 and prefill.shape_of(fp8) == shape
     values = config(dim=dim, dim_v=dim_v)
     assert prefill.shared_bytes(values) <= 226 * 1024
 
@@ -339,11 +344,17 @@ def test_what_it_leaves_to_triton() -> None:
         "compute": (9, 0),
     }
     assert prefill.refuse(**good) is None
+    for kv_dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        fp8 = {**good, "kv_dtype": kv_dtype}
+        assert prefill.refuse(**fp8) is None and prefill.refuse(**{**fp8, "dtype": torch.float16}) is None
+        narrow = {"dim": 192, "dim_v": 128}  # 64 keys in a step of fp8, 128 in one of 16 bits
+        assert "block_size 128" in str(prefill.refuse(**{**fp8, **narrow, "block_size": 128}))
+        assert prefill.refuse(**{**good, **narrow, "block_size": 128}) is None
     for changed, reason in (
         ({"compute": (8, 0)}, "compute capability 8.0"),
         ({"compute": (10, 0)}, "compute capability 10.0"),
         ({"dtype": torch.float32, "kv_dtype": torch.float32}, "dtypes"),
-        ({"kv_dtype": torch.float8_e4m3fn}, "dtypes"),
+        ({"kv_dtype": torch.float16}, "dtypes"),
         ({"dim": 80}, "head_dim"),
         ({"dim_v": 512}, "head_dim"),
         ({"block_size": 4}, "block_size 4"),
@@ -367,6 +378,10 @@ def test_which_layouts_it_leaves_to_triton() -> None:
         assert prefill.refuse_layout(q, make(4, 16, 8, 128), make(4, 16, 8, 128), q) is None
     padded_heads = torch.empty(4, 16, 8, 136, dtype=torch.bfloat16)[..., :128]
     overlapping = torch.empty(40000, dtype=torch.bfloat16).as_strided((4, 16, 8, 128), (1024, 1024, 128, 1))
+    narrow = torch.empty(4, 16, 1, 24, dtype=torch.float8_e4m3fn)  # slots of 24 bytes
+    assert "multiples of 16 bytes" in str(prefill.refuse_layout(q, narrow, narrow, q))
+    fp8 = torch.empty(4, 16, 8, 128, dtype=torch.float8_e4m3fn)
+    assert prefill.refuse_layout(q, fp8, fp8, q) is None
     for name, tensors in {
         "k_cache": (q, padded_heads, cache, q),
         "v_cache": (q, cache, overlapping, q),

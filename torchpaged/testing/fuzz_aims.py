@@ -100,9 +100,7 @@ def for_cuda_prefill_fp8(c: Configuration, r: random.Random) -> Configuration:
     """The same over caches of either fp8 format, with and without scales; slots that begin at multiples of 16
     numbers; blocks of at most 64 where a step has 64 keys."""
     c = for_cuda_prefill(c, r)
-    layout = dataclasses.replace(
-        c.layout, slot_padding=2 * c.layout.slot_padding, offset=2 * c.layout.offset
-    )
+    layout = dataclasses.replace(c.layout, slot_padding=2 * c.layout.slot_padding, offset=2 * c.layout.offset)
     narrow = c.head_dim == 192 and c.block_size == 128
     return dataclasses.replace(
         c,

@@ -332,9 +332,8 @@ struct Math {
   }
 
   // What prefill_merge.cu puts together: nothing is weighed or summed over threads yet.
-  __device__ __forceinline__ void store_part(const Softmax &x, const Job &job) {
-    if (group * 64 + warp * 16 >= used_rows(job)) return;
-    float4 *to = part_of(p, job.unit) + threadIdx.x - 128;
+  __device__ __forceinline__ void store_part(const Softmax &x, int unit) {
+    float4 *to = part_of(p, unit) + threadIdx.x - 128;
 #pragma unroll
     for (int n = 0; n < DIM_V / 8; ++n) to[n * MATH_THREADS] = make_float4(x.acc[n * 4], x.acc[n * 4 + 1], x.acc[n * 4 + 2], x.acc[n * 4 + 3]);
     to[DIM_V / 8 * MATH_THREADS] = make_float4(x.top[0], x.top[1], x.total[0], x.total[1]);
@@ -458,7 +457,7 @@ struct Math {
         x.clear();
       }
       begin_clock();
-      if (SPLIT && job.unit >= 0) store_part(x, job);
+      if (SPLIT && job.unit >= 0) store_part(x, job.unit);
       else store(x, job);
       end_clock(3);
       steps += job.steps;

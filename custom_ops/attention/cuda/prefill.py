@@ -28,7 +28,6 @@ MAX_DIM = 256
 _SHARED_BYTES = 226 << 10
 _MAX_COORDINATE = 2**31 - 1
 _MOST_RAW_STAGES = 8
-_MERGE_THREADS = 64  # SHARE of prefill_merge.cu
 _WORTH_STEPS = 8  # WORTH of prefill_tiles.cuh
 
 
@@ -381,7 +380,7 @@ def prefill(
     group, dim, dim_v = q.shape[1] // num_kv_heads, q.shape[2], v_cache.shape[3]
     if not q.shape[0]:
         return
-    programs, late = ctas(index, short)
+    programs = gpu.num_sms(index)
     plain = window_left < 0 and not (chunk or soft_cap > 0 or alibi_slopes is not None)
     cut = shape_for(dim, dim_v, k_cache.dtype, plain=plain)
     if (k_scale is None) != (v_scale is None):  # one flag serves both
@@ -396,6 +395,7 @@ def prefill(
         block_table.shape[1] * block_size // cut.keys,
         programs,
     )
+    late = late_ctas(programs, short, split)
     specialisation = (
         index,
         q.dtype,
@@ -467,7 +467,7 @@ def prefill(
     if late:
         kernel.launch(late, shape.threads, late_arguments, early=early)
     if merge is not None:
-        merge.launch(programs * 4, _MERGE_THREADS, arguments, early=early)
+        merge.launch(programs, shape.threads - 128, arguments, early=early)
 
 
 def head_stride(scale: Tensor | None) -> int:
@@ -501,12 +501,11 @@ def part_numbers(shape: PrefillShape, dim_v: int, programs: int) -> int:
     return programs * (dim_v // 8 + 1) * (shape.threads - 128) * 4 + 4 + programs * 8
 
 
-def ctas(index: int, short: int) -> tuple[int, int]:
-    """CTAs in all, one for every multiprocessor, and how many of them are launched behind decode (``short``: as
-    in `prefill_config`): half. Decode so has half of the multiprocessors from its start, whatever the lengths
-    are, and prefill gets those that decode no longer needs."""
-    programs = gpu.num_sms(index)
-    return programs, programs // 2 if short else 0
+def late_ctas(programs: int, short: int, split: bool) -> int:
+    """How many of the ``programs`` CTAs are launched behind decode, where there is one (``short``: as in
+    `prefill_config`): a third. So decode has multiprocessors from its start, whatever the lengths are, and
+    prefill takes them when decode no longer needs them. Parts of tiles do not wait for that."""
+    return programs // 3 if short and not split else 0
 
 
 @functools.cache

@@ -1,8 +1,7 @@
-// Puts together the tiles that prefill.cu cut into parts: one launch behind it, in which each CTA takes 32 columns of 32 rows of a tile: all
-// multiprocessors then share in the reading.
+// Puts together the tiles that prefill.cu cut into parts: one launch behind it, in which each CTA takes 32 columns of a tile.
 //
 // A thread reads what the thread of the same place stored in each part, always in the same order, so that results are the same bits every time.
-// Launched early, it waits for the prefill launch, or for the late one behind decode, which does not end before the others (prefill.cu). What it reads
+// Launched early, it waits for the prefill launch, or for the decode launch behind that one, which does not end before it (decode.cu). What it reads
 // behind its wait comes from L2: this multiprocessor's L1 may hold what an older launch left at the same place.
 //
 // Compiled by NVRTC with prefill.cu's constants. Sources: merging of attention states (arXiv:2501.01005, 2.2).
@@ -10,28 +9,26 @@
 #include "prefill_store.cuh"
 
 constexpr int SLICE = 4, SLICES = DIM_V / 8 / SLICE;  // blocks of 8 columns
-constexpr int SHARE = 64, SHARES = MATH_THREADS / SHARE;  // of the math threads that left a part
-constexpr int AHEAD = 8;                              // parts asked for at once: a trip to L2 takes longer than all else here
+constexpr int AHEAD = GROUPS == 2 ? 8 : 4;            // parts asked for at once: a trip to L2 takes longer than all else here
 
 __device__ __forceinline__ Job load_job(const Job *from) {
   const int *p = (const int *)from;
   return {load_l2(p), load_l2(p + 1), load_l2(p + 2), load_l2(p + 3), load_l2(p + 4), load_l2(p + 5), load_l2(p + 6), load_l2(p + 7)};
 }
 
-extern "C" __global__ void __launch_bounds__(SHARE) paged_prefill_merge(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(MATH_THREADS) paged_prefill_merge(const __grid_constant__ Params p) {
   // Every CTA waits, with work or without, and lets the next kernel go only then: to an attention behind this one the ends of those ahead count.
   asm volatile("griddepcontrol.wait;" ::: "memory");
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
   const Cut *cut = (const Cut *)(p.parts + (i64)p.ctas * PART_FLOATS);
   int item = blockIdx.x;
-  Job job = load_job(cut->jobs + item / (SLICES * SHARES));  // of no tile perhaps; asked for together with what says so
-  const int items = load_l2(&cut->tiles) * SLICES * SHARES, parts = load_l2(&cut->parts);
+  Job job = load_job(cut->jobs + item / SLICES);  // of no tile perhaps; asked for together with what says so
+  const int items = load_l2(&cut->tiles) * SLICES, parts = load_l2(&cut->parts);
   if (parts == 1) return;
-  const int lane = threadIdx.x % 32;
+  const int thread = threadIdx.x, lane = thread % 32;
   for (; item < items; item += gridDim.x) {
-    const int tile = item / (SLICES * SHARES), block = item / SHARES % SLICES * SLICE, thread = item % SHARES * SHARE + threadIdx.x;
+    const int tile = item / SLICES, block = item % SLICES * SLICE;
     if (item != blockIdx.x) job = load_job(cut->jobs + tile);
-    if (thread / 32 * 16 >= used_rows(job)) continue;
     const float4 *from = part_of(p, tile * parts) + thread;
     constexpr int STEP = PART_VECTORS * MATH_THREADS;
     float top[2] = {FLOOR, FLOOR}, total[2] = {}, acc[SLICE * 4] = {};

@@ -93,9 +93,6 @@ struct Job {
   int unit;  // the ticket, of a tile in parts; -1: the tile is whole
 };
 
-// Rows of a tile that stand for a query.
-__device__ __forceinline__ int used_rows(const Job &job) { return min(TOKENS, job.query_len - job.tile * TOKENS) * GROUP; }
-
 // What is left of a part of a tile: each math thread's accumulators, four at a time, then its maxima and sums of two rows.
 constexpr int PART_VECTORS = DIM_V / 8 + 1, PART_FLOATS = PART_VECTORS * MATH_THREADS * 4;
 __device__ __forceinline__ float4 *part_of(const Params &p, int unit) { return (float4 *)p.parts + (i64)unit * PART_VECTORS * MATH_THREADS; }

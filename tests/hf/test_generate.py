@@ -3,7 +3,9 @@ of generation."""
 
 from __future__ import annotations
 
+import ast
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +14,9 @@ from models import MODELS, padded_prompts, tiny
 from sessions import KEPT, semaphore_of
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor.utils import run_and_get_code
-from transformers import CompileConfig, PreTrainedModel
+from transformers import Cache, CompileConfig, PreTrainedModel
 
+import torchpaged
 from torchpaged.backends import selector as selector_module
 from torchpaged.hf import PagedCache
 
@@ -106,6 +109,33 @@ def test_generates_own_compile_path(name: str) -> None:
         got, want = both(model, inputs, cache, compile_config=config)
         assert torch.equal(got, want)
     assert len(COUNT) == 1
+
+
+def test_no_property_is_read_by_way_of_super() -> None:
+    """In a trace: the Dynamo of torch 2.11 breaks the graph there, and refuses it with fullgraph=True."""
+    package = Path(torchpaged.__file__).parent
+    found = []
+    for path in (*package.glob("*.py"), *package.glob("hf/*.py"), *package.glob("cache/*.py")):
+        tree = ast.parse(path.read_text())
+        called = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+        found += [
+            f"{path.relative_to(package)}:{node.lineno}"
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Attribute)
+            and ast.unparse(node.value) == "super()"
+            and id(node) not in called
+        ]
+    assert found == []
+
+
+def test_the_cache_is_compileable_where_transformers_own_is() -> None:
+    """`PagedCache.is_compileable` asks its layers as `Cache.is_compileable` does."""
+    cache = PagedCache(tiny("Llama").config, 1, 16, block_size=4)
+    assert cache.is_compileable
+    for compileable in (False, True):
+        cache.layers[1].is_compileable = compileable
+        base = Cache.is_compileable.fget
+        assert base is not None and cache.is_compileable == base(cache) == compileable
 
 
 def test_tokens_taken_back_from_rows_that_share_blocks() -> None:

@@ -48,7 +48,9 @@ class CacheMasks(CacheRows):
             for layer in self.paged
         )
         chunked = any(layer.chunk is not None for layer in self.paged)
-        return bool(super().is_compileable) and not chunked and not (self.dense and hybrid)
+        # Not by way of super(): the Dynamo of torch 2.11 can't trace a property there.
+        able = all(layer.is_compileable for layer in self.layers)
+        return able and not chunked and not (self.dense and hybrid)
 
     def _forget_masks(self) -> None:
         self._kinds, self._causal, self._mask_seen = set(), None, False

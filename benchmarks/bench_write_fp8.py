@@ -4,7 +4,7 @@
 
 Needs a GPU. Contenders, for `write_kv` and for `rope_write_kv`: pools in bf16, e4m3 and e5m2; for `write_kv`
 also ``e5m2_converted``, the same kernel with Triton's conversion (Hopper has an instruction for it) where
-ours rounds from the bits. A gate compares each with the reference before it is timed; of ``e5m2_converted`` the
+ours rounds from the bits. A gate compares each with the reference before it is timed; of it the
 numbers that differ are counted, not refused. Each round is one CUDA graph over several sets of tokens and
 pools, the contenders in turns; figures are microseconds per call. The last line is one JSON document.
 """

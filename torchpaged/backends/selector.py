@@ -45,7 +45,7 @@ class Choice:
 def register_backend(backend: Backend, *, automatic: bool = False) -> None:
     """Make ``backend`` selectable by its name; ``automatic`` puts it before the built-in ones in the
     automatic choice."""
-    if backend.name in (*_MODULES, "auto", "default"):
+    if backend.name in (*_MODULES, "auto", "default", "meta"):
         raise ValueError(f"backend.name: expected a new name, got {backend.name!r}, which is built in")
     _REGISTERED[backend.name] = backend
     if automatic and backend.name not in AUTOMATIC:

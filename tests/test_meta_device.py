@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -102,6 +103,19 @@ def test_memory_by_replaced_buffers(built: Layer) -> None:
                 module._buffers[name] = torch.empty_like(buffer, device="cpu")
     torch.testing.assert_close(layer(*batch()), built(*batch()), rtol=0, atol=0)
     assert layer.attention.choice == built.attention.choice
+
+
+@torch.inference_mode()
+def test_memory_by_accelerate(built: Layer, tmp_path: Path) -> None:
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+    torch.save(built.state_dict(), tmp_path / "pytorch_model.bin")
+    with accelerate.init_empty_weights(include_buffers=True):
+        layer = Layer(**GIVEN)
+    assert layer.attention.choice.name == "meta"
+    accelerate.load_checkpoint_and_dispatch(
+        layer, str(tmp_path / "pytorch_model.bin"), device_map={"qkv": "cpu", "attention": "cpu"}
+    )
+    torch.testing.assert_close(layer(*batch()), built(*batch()), rtol=0, atol=0)
 
 
 def test_types_change_on_the_meta_device() -> None:

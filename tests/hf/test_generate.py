@@ -14,7 +14,7 @@ from models import MODELS, padded_prompts, tiny
 from sessions import KEPT, semaphore_of
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor.utils import run_and_get_code
-from transformers import Cache, CompileConfig, PreTrainedModel
+from transformers import CompileConfig, PreTrainedModel
 
 import torchpaged
 from torchpaged.backends import selector as selector_module
@@ -126,16 +126,6 @@ def test_no_property_is_read_by_way_of_super() -> None:
             and id(node) not in called
         ]
     assert found == []
-
-
-def test_the_cache_is_compileable_where_transformers_own_is() -> None:
-    """`PagedCache.is_compileable` asks its layers as `Cache.is_compileable` does."""
-    cache = PagedCache(tiny("Llama").config, 1, 16, block_size=4)
-    assert cache.is_compileable
-    for compileable in (False, True):
-        cache.layers[1].is_compileable = compileable
-        base = Cache.is_compileable.fget
-        assert base is not None and cache.is_compileable == base(cache) == compileable
 
 
 def test_tokens_taken_back_from_rows_that_share_blocks() -> None:

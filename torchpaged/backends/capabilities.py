@@ -97,15 +97,22 @@ class Capabilities:
 
 def features_of(spec: AttentionSpec) -> list[str]:
     """Which of `FEATURES` the attention uses."""
-    used = (
-        not spec.causal,
-        spec.window,
-        spec.logits_soft_cap != 0,
-        spec.alibi,
-        spec.sinks,
-        spec.chunked,
-        spec.lse,
+    return used_features(
+        causal=spec.causal,
+        window=spec.window,
+        soft_cap=spec.logits_soft_cap,
+        alibi=spec.alibi,
+        sinks=spec.sinks,
+        chunk_size=spec.chunk_size,
+        lse=spec.lse,
     )
+
+
+def used_features(
+    *, causal: bool, window: bool, soft_cap: float, alibi: bool, sinks: bool, chunk_size: int, lse: bool
+) -> list[str]:
+    """`features_of`, where sizes may be symbols and there is no spec: in a trace."""
+    used = (not causal, window, soft_cap != 0, alibi, sinks, chunk_size > 0, lse)
     return [feature for feature, is_used in zip(FEATURES, used, strict=True) if is_used]
 
 

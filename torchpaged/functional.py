@@ -8,8 +8,9 @@ the automatic choice; one that was asked for and can't serve a call raises with 
 ``ops=BACKEND_OPS[name]`` runs one backend's kernels whatever was asked for.
 
 Under ``torch.compile`` they trace to one op call (and one allocation). The backend is chosen when the call is
-traced, as a module's is at its construction, and the compiled code keeps it; the checks run in eager mode
-only. Inference only: they refuse inputs that require grad.
+traced, by the same rules, and the compiled code keeps it; heads, widths and block size are constants of it.
+``ops`` are held to what their backend declares there, too; a backend that plans needs a workspace. The checks
+of tensors run in eager mode only. Inference only: they refuse inputs that require grad.
 """
 
 from __future__ import annotations

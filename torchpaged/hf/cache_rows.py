@@ -86,21 +86,14 @@ class CacheRows:
         self.ready = True
 
     def _make_tensors(self, device: torch.device) -> None:
-        with torch.inference_mode(
-            False
-        ):  # an inference tensor could not be advanced under plain no_grad later
-            names = (
-                "block_table",
-                "seq_lens",
-                "slot_mapping",
-            )  # lengths without padding, slots of a decode step
-            sizes = BatchSizes(self.max_rows, self.max_rows, self.blocks_per_row)
-            self.block_table, self.seq_lens, self._decode_slots = make_batch_tensors(
-                names, sizes, device
-            ).values()
+        # Lengths without padding; slots of a decode step; query starts of a forward of many tokens per row.
+        names = ("block_table", "seq_lens", "slot_mapping", "query_start_loc")
+        tensors = make_batch_tensors(
+            names, BatchSizes(self.max_rows, self.max_rows, self.blocks_per_row), device
+        )
+        self.block_table, self.seq_lens, self._decode_slots, self._query_starts = tensors.values()
+        with torch.inference_mode(False):  # an inference tensor could not be advanced under no_grad later
             self._row_starts = torch.arange(self.max_rows + 1, dtype=torch.int32, device=device)
-            # Of a forward of more tokens per row than below.
-            self._query_starts = torch.zeros(self.max_rows + 1, dtype=torch.int32, device=device)
             # Query starts of short forwards, by tokens per row, made once: attention reads them before the
             # kernels ahead have ended, so that none may write them right in front of it, in compiled code
             # either. Rows of whole 16 bytes.
@@ -112,12 +105,9 @@ class CacheRows:
             self.total = torch.zeros((), dtype=torch.int64, device=device)
             self.written_total = torch.zeros((), dtype=torch.int64, device=device)
             self._limit = torch.full((), self.max_seq_len, dtype=torch.int64, device=device)
-        tables = (self.block_table, self.seq_lens, self._decode_slots)
-        starts = (self._row_starts, self._query_starts, self._short_starts)
-        for tensor in (*tables, *starts, self.total, self.written_total, self._limit):
-            torch._dynamo.mark_static_address(
-                tensor, guard=False
-            )  # guard=False: a new cache must not recompile the model
+        others = (self._row_starts, self._short_starts, self.total, self.written_total, self._limit)
+        for tensor in (*tensors.values(), *others):  # guard=False: a new cache must not recompile the model
+            torch._dynamo.mark_static_address(tensor, guard=False)
         self._device = device
 
     def upload(self) -> None:

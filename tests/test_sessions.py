@@ -200,6 +200,33 @@ def test_a_plan_of_shapes_alone_is_made_once_at_each_capture() -> None:
         gpt(fed([1] * 3, [7] * 3), batch([1] * 3, [7] * 3))
 
 
+def test_a_layer_that_comes_later_is_planned_for_every_shape() -> None:
+    """Plans of shapes that were made before it do not know it: they are refused, not run."""
+
+    class OfShapes(Session):
+        seen: ClassVar[list[tuple[int, int]]] = []
+
+        def _plan(self, planned: Any, host: Any) -> None:
+            self.seen.append((planned.seq_lens.shape[0], len(self._workspaces)))
+
+    reference = get_backend("reference")
+    able = dataclasses.replace(reference.capabilities, planning=Planning.AT_CAPTURE)
+    backend = Backend("shapes", able, reference.ops, lambda: None, OfShapes)
+    session, spec = backend.open([], LIMITS, "cpu"), PagedAttention(HEADS, DIM, KV_HEADS).spec
+    session.workspace(spec)
+    one, two = batch([1], [3]), batch([1, 1], [3, 3])
+    session.plan(one)
+    session.plan(two)
+    session.require(one)
+    session.workspace(dataclasses.replace(spec, head_dim=2 * spec.head_dim))
+    assert OfShapes.seen == [(1, 1), (2, 1), (2, 2)]
+    session.require(two)
+    with pytest.raises(PlanError):
+        session.require(one)
+    session.plan(one)
+    session.require(one)
+
+
 def test_packed_prefills_are_captured(session: PlanningSession) -> None:
     gpt = GPT(session)
 

@@ -144,9 +144,8 @@ class Session:
         self.limits, self.device = limits, device
         self.planned: PlannedBatch | None = None
         self._host: HostLengths | None = None
-        self._shapes: set[tuple[int, ...]] = (
-            set()
-        )  # that were planned: without `plans_every_step` such a plan lasts
+        # That were planned: without `plans_every_step` such a plan lasts.
+        self._shapes: set[tuple[int, ...]] = set()
         self._workspaces: dict[AttentionSpec, dict[str, Tensor]] = {}
         self._open(specs)
         if limits.graphs > capabilities.graph_support:
@@ -216,8 +215,9 @@ class Session:
             if reasons:
                 raise self._unable(reasons)
             self._workspaces[spec] = self._make_workspace(spec)
+            self._shapes.clear()  # their plans don't know it
             if self.planned is not None:
-                self._plan(self.planned, self._host)
+                self.plan(self.planned, self._host)
         return self._workspaces[spec]
 
     def workspace_for(self, workspace: dict[str, Tensor], num_reqs: int) -> dict[str, Tensor]:
@@ -266,8 +266,7 @@ class Session:
         ):
             raise PlanError(
                 f"metadata: expected a batch that was planned, got one that backend {self.name!r} knows "
-                "nothing of; "
-                "call session.plan(metadata) before the step, outside compiled code and graphs"
+                "nothing of; call session.plan(metadata) before the step, outside compiled code and graphs"
             )
 
     def _unable(self, reasons: list[str]) -> BackendUnavailableError:

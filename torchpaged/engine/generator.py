@@ -207,9 +207,10 @@ class Generator:
                     required=prefill_buckets != "auto",
                     reason=self._prefill_graph_reason,
                     capture=runner.capture_backend,
+                    # A pool outlives a failed capture only if it holds another graph.
                     pool=runner.pool if ahead else None,
                     **shared,
-                )  # a pool outlives a failed capture only if it holds another graph
+                )
                 if ahead:
                     self._prefill_graphs.capture()
         if lookahead is None:

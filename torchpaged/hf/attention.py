@@ -90,10 +90,8 @@ def paged_attention_forward(
     batch, num_heads, query_len, head_dim = query.shape
     owner = layer.owner
     metadata = owner.metadata_of(batch, query_len)
-    seen = (
-        owner.masks.causal
-    )  # the mask's, where the model asks for one: modules may say False and mask by themselves
-    causal = causal if seen is None else seen
+    # The mask's, where the model asks for one: modules may say False and mask by themselves.
+    causal = causal if owner.masks.causal is None else owner.masks.causal
     if query_len > 1 and not torch.compiler.is_compiling():
         owner.masks.require_kind(layer, window)
     q = query.transpose(1, 2).reshape(batch * query_len, num_heads, head_dim)
@@ -132,8 +130,7 @@ def _transformed(module: nn.Module) -> UnsupportedModelError:
         )
     return UnsupportedModelError(
         f"{type(module).__name__} changes the cached keys or values before attention, so that they are no "
-        "longer the paged pools; "
-        "use PagedCache(..., dense=True), which gathers them first"
+        "longer the paged pools; use PagedCache(..., dense=True), which gathers them first"
     )
 
 

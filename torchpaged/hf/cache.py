@@ -195,9 +195,8 @@ class PagedCache(Cache):
             )
         specs = [layer.attention_spec(self._text_config, key_states, head_dim_v) for layer in self.paged]
         like = (key_states.device, key_states.dtype)
-        known = [
-            spec for spec in self.backend.specs if (spec.device, spec.dtype) == like
-        ]  # asked before a reset
+        # Asked before a reset.
+        known = [spec for spec in self.backend.specs if (spec.device, spec.dtype) == like]
         self.backend.choose([*specs, *known])
         for layer, spec in zip(self.paged, specs, strict=True):
             if layer.asked is None:

@@ -17,8 +17,7 @@ from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_
 
 from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
 from torchpaged.hf.class_tables import fill_class_tables
-from torchpaged.hf.layer import PagedLayer, layer_of
-from torchpaged.hf.masks import cache_of
+from torchpaged.hf.layer import PagedLayer, cache_of, layer_of
 from torchpaged.hf.support import has_own_attention
 from torchpaged.profiling import is_on as is_profiling
 from torchpaged.profiling import ranged_attention

@@ -37,8 +37,7 @@ from torchpaged.hf.cache_masks import CacheMasks
 from torchpaged.hf.cache_rows import CacheRows, incomplete
 from torchpaged.hf.chosen_backend import ChosenBackend
 from torchpaged.hf.forward_order import ForwardOrder
-from torchpaged.hf.layer import SET_UP, PagedLayer
-from torchpaged.hf.masks import mask_token
+from torchpaged.hf.layer import SET_UP, PagedLayer, mask_token
 from torchpaged.hf.row_changes import RowChanges
 from torchpaged.hf.support import require_made_by_user, require_paged_layers, require_supported_config
 from torchpaged.hf.template import paged_layers

@@ -93,6 +93,18 @@ def layer_of(tensor: Any) -> PagedLayer | None:
     return getattr(tensor, "_torchpaged_layer", None)
 
 
+def mask_token(cache: Any) -> Tensor:
+    """The ``kv_offset`` of a paged cache, a scalar int64 0: it carries the cache to the mask function."""
+    token = torch.zeros((), dtype=torch.int64)
+    token._torchpaged_cache = cache  # type: ignore[attr-defined]
+    return token
+
+
+def cache_of(kv_offset: Any) -> Any:
+    """The paged cache whose `mask_token` this is, or None."""
+    return getattr(kv_offset, "_torchpaged_cache", None)
+
+
 class PagedLayer(CacheLayerMixin):
     """Pools of one layer.
 

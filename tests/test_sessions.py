@@ -343,8 +343,8 @@ def test_several_steps_per_launch_can_not_be_planned(
 
 
 def test_a_huggingface_cache(planning: str, make_llama: Any) -> None:
-    """`generate()` plans by itself, once per forward; a forward that is compiled by hand has no place for a
-    plan, and says so."""
+    """`generate()` plans by itself, once per forward and from the host's lengths, which the session compares
+    with the device's; a forward that is compiled by hand has no place for a plan, and says so."""
     from torchpaged.hf import PagedCache
 
     torch._dynamo.reset()
@@ -358,7 +358,13 @@ def test_a_huggingface_cache(planning: str, make_llama: Any) -> None:
     model.set_attn_implementation("torchpaged")
     cache: Any = PagedCache(model.config, 2, 32, block_size=4, backend=planning)
     assert torch.equal(model.generate(**inputs, **options, past_key_values=cache), want)
-    assert cache.session.plans_made == 8, "one for each forward"
+    assert cache.session.plans_made == cache.session.plans_from_host == 8, "one for each forward"
+    with torch.no_grad():
+        for removed, more in ((-2, 1), (-9, 3)):  # the second one takes back padding too
+            cache.crop(removed)
+            cache.reorder_cache(torch.tensor([1, 0]))
+            model(want[:, -more:], past_key_values=cache)
+    assert cache.session.plans_made == cache.session.plans_from_host == 10
     step = torch.compile(model, backend="eager", fullgraph=True)
     with torch.no_grad(), pytest.raises(Exception, match="plans every step outside compiled code"):
         step(want[:, -1:], position_ids=torch.tensor([[10], [12]]), past_key_values=cache)

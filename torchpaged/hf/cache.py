@@ -227,7 +227,7 @@ class PagedCache(Cache):
                 "forward moves the lengths on inside; run the model eagerly, through "
                 "torchpaged.engine.Generator, or on another backend"
             )
-        self.session.plan(self.metadata_of(batch, query_len))
+        self.session.plan(self.metadata_of(batch, query_len), self.rows.host_lengths(batch, query_len))
 
     def written(self, layer: PagedLayer) -> None:
         """The last layer's word completes the forward."""

@@ -43,7 +43,15 @@ from torchpaged import (
     PagedAttention,
     PlanError,
 )
-from torchpaged.backends import Backend, GraphSupport, Planning, Session, get_backend, register_backend
+from torchpaged.backends import (
+    Backend,
+    GraphSupport,
+    HostLengths,
+    Planning,
+    Session,
+    get_backend,
+    register_backend,
+)
 from torchpaged.backends import selector as selector_module
 from torchpaged.backends import semaphore as semaphore_module
 from torchpaged.custom_ops import BACKEND_OPS
@@ -264,6 +272,22 @@ def test_a_forgotten_plan_raises_before_anything_is_written(session: PlanningSes
     first.seq_lens[0] = 1  # in place: the host can't see it
     with pytest.raises(RuntimeError, match="plan: expected one for this batch"):
         gpt(fed([2, 2], [2, 2]), first)
+
+
+def test_lengths_of_the_host_that_are_not_the_batch_s(
+    session: PlanningSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    metadata = batch([2, 1], [5, 3])
+    monkeypatch.setenv("TORCHPAGED_CHECK", "1")
+    session.plan(metadata, HostLengths([2, 1], [5, 3]))
+    for host, said in (
+        (HostLengths([2, 1], [5, 4]), r"host\.seq_lens: expected \[5, 3\], as the batch says, got \[5, 4\]"),
+        (HostLengths([1, 2], [5, 3]), r"host\.query_lens: expected \[2, 1\]"),
+        (HostLengths([2], [5]), r"host\.seq_lens"),
+    ):
+        with pytest.raises(ArgumentError, match=said):
+            session.plan(metadata, host)
+    assert session.planned is metadata and session.plans_made == 1, "the plan before it stays"
 
 
 def test_a_runner_that_does_not_know_the_session_can_not_capture(session: PlanningSession) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 from torchpaged.backends.capabilities import Capabilities, Planning
 from torchpaged.backends.spec import AttentionSpec, GraphSupport
 from torchpaged.custom_ops import BackendOps
-from torchpaged.custom_ops.checks import is_int
+from torchpaged.custom_ops.checks import checks_device_values, is_int
 from torchpaged.custom_ops.errors import ArgumentError, BackendUnavailableError, PlanError
 from torchpaged.metadata import HostLengths
 
@@ -234,13 +234,17 @@ class Session:
 
         Args:
             batch: the metadata that the step will be given, with this step's lengths.
-            host: its lengths, where the host knows them.
+            host: its lengths, where the host knows them; with ``TORCHPAGED_CHECK=1`` they are compared with
+                the batch's, which waits for the device.
 
         Raises:
-            ArgumentError: the batch is over the limits.
+            ArgumentError: the batch is over the limits, or ``host`` was seen to tell other lengths than it
+                has.
         """
         if self.plans:
             self.limits.check(batch.seq_lens.shape[0], max_blocks_per_req=batch.block_table.shape[1])
+            if host is not None and checks_device_values():
+                _require_same(batch, host)
             self.planned = None
             self._plan(batch, host)
             self.planned, self._host = batch, host
@@ -273,6 +277,16 @@ class Session:
         return BackendUnavailableError(
             f"backend {self.name!r} cannot run this attention: {'; '.join(reasons)}"
         )
+
+
+def _require_same(batch: PlannedBatch, host: HostLengths) -> None:
+    """Refuse lengths of the host that are not the batch's; reads the device."""
+    for name, told, lengths in (
+        ("seq_lens", host.seq_lens, batch.seq_lens),
+        ("query_lens", host.query_lens, batch.query_start_loc.diff()),
+    ):
+        if list(told) != lengths.tolist():
+            raise ArgumentError(f"host.{name}", f"{lengths.tolist()}, as the batch says", str(list(told)))
 
 
 def _shape(batch: PlannedBatch) -> tuple[int, ...]:

@@ -281,8 +281,8 @@ def prefill_config(
 
     ``dim_v``: width of values, 0: as keys; ``kv_dtype``: of the cache, None: ``dtype``; ``scales``: of fp8
     keys and values; ``short``: requests of up to so many query tokens are left to a decode launch behind this
-    one; ``split``: few tiles may be cut into parts, for `paged_prefill_merge` behind this one; ``clocks``: count
-    cycles; ``patience``: tries after which a wait is given up, 0: never; ``beside``: hold a step's
+    one; ``split``: few tiles may be cut into parts, for `paged_prefill_merge` behind this one; ``clocks``:
+    count cycles; ``patience``: tries after which a wait is given up, 0: never; ``beside``: hold a step's
     exponentials in front of the wait for its products (without it, where the compiler puts them:
     for measurements).
     """
@@ -679,8 +679,8 @@ def pool_map(
 
 
 def _map(address: int, dtype: torch.dtype, box: Box) -> bytes:
-    """128 bytes for the copy engine: zeros outside, swizzled as wgmma reads it; of an fp8 cache in order, since
-    it is read to be converted."""
+    """128 bytes for the copy engine: zeros outside, swizzled as wgmma reads it; of an fp8 cache in order,
+    since it is read to be converted."""
     from cuda.bindings import driver
 
     kinds = driver.CUtensorMapDataType

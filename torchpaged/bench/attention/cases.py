@@ -176,7 +176,7 @@ def _chunks(
 
 
 def _prefill() -> list[AttentionCase]:
-    """Whole prompts, other widths of heads, and chunks from those that must be cut to those that fill a GPU."""
+    """Whole prompts, other widths of heads, and chunks from those that are cut to those that fill a GPU."""
     return [
         *_whole("prefill", LLAMA_8B, [(1, 512), (8, 512), (6, 700), (1, 3000)]),
         *_whole("prefill", LLAMA_8B, [(1, 4 * K), (1, 8 * K), (1, 16 * K)]),

@@ -213,7 +213,7 @@ TICKETS = """
 #include <cstdio>
 #include <cstdlib>
 #include "prefill_tiles.cuh"
-// arguments: tickets, early CTAs, late CTAs, seed; in a random order each CTA begins, then draws with each tile
+// arguments: tickets, early CTAs, late CTAs, seed; in random order each CTA begins, then draws with a tile
 int main(int, char **argv) {
   const int total = atoi(argv[1]), early = atoi(argv[2]), late = atoi(argv[3]);
   srand(atoi(argv[4]));

@@ -1,15 +1,18 @@
-"""The ``flex`` backend: torch's FlexAttention over the paged pool, with block masks made from the batch's own metadata.
+"""The ``flex`` backend: torch's FlexAttention over the paged pool, with block masks made from the batch's own
+metadata.
 
-    torchpaged.select_backend(spec, "flex")                                # any head_dim, GPUs that the kernels here don't know
-    mine = flex_backend("tanh_bias", score_mod=mine)                       # what no paged kernel takes: your own score_mod, mask_mod
+    torchpaged.select_backend(spec, "flex")                 # any head_dim; GPUs that the kernels don't know
+    mine = flex_backend("tanh_bias", score_mod=function)    # what no paged kernel takes: functions of yours
     layer = PagedAttention(8, 64, session=mine.open([], Limits(), "cuda"))
 
-Queries are cut into tiles of one request each (query_tiles.py), the batch of the higher-order op; keys and values are the pool
-itself, not gathered: the block mask lists the blocks of each tile's request that the tile can see. Mask and lists are made on the
-device in each call, in shapes that follow from the batch's shapes: there is nothing to plan, and one graph serves all lengths.
+Queries are cut into tiles of one request each (query_tiles.py), the batch of the higher-order op. Keys and
+values are the pool itself, not gathered: the block mask lists the blocks of each tile's request that the tile
+can see. Mask and lists are made on the device in each call, in shapes that follow from the batch's shapes:
+there is nothing to plan, and one graph serves all lengths.
 
-The op is compiled once per kind and shape of call; in eager calls tokens and requests are padded to powers of two, so that there are
-few. TORCHPAGED_FLEX_COMPILER=eager runs the higher-order op unfused, over the whole pool: for tests and for debugging a mod.
+The op is compiled once per kind and shape of call; in eager calls tokens and requests are padded to powers of
+two, so that there are few. TORCHPAGED_FLEX_COMPILER=eager runs the higher-order op unfused, over the whole
+pool: for tests and for debugging a mod.
 """
 
 from __future__ import annotations
@@ -25,21 +28,22 @@ from torch import Tensor
 
 from torchpaged.backends.base import Backend
 from torchpaged.backends.capabilities import Capabilities
-from torchpaged.backends.library_op import Held, attention_op
+from torchpaged.backends.library_op import Call, Held, Options, attention_op
 from torchpaged.backends.query_tiles import Mask, query_tiles, visible_blocks
 from torchpaged.backends.session import Session
 from torchpaged.backends.spec import AttentionSpec, GraphSupport
 from torchpaged.custom_ops import variables
-from torchpaged.custom_ops.attention.check import check_paged_attention
 from torchpaged.custom_ops.checks import reads_values
 from torchpaged.custom_ops.errors import ArgumentError
 
-#: ``score_mod(score, request, head, query_position, key_position)``: tensors without dimensions, positions in the sequence.
+#: ``score_mod(score, request, head, query_position, key_position)``: tensors without dimensions, positions in
+#: the sequence.
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 #: ``mask_mod(request, head, query_position, key_position)``: whether the query sees the key.
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
-_MOST_ROWS = 64  # of a tile, query heads of one kv head together, in FlexAttention's decode kernel: more spill registers
+#: Of a tile, with the query heads of one kv head, in FlexAttention's decode kernel: more spill registers.
+_MOST_ROWS = 64
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -73,57 +77,67 @@ _PLAIN = Mods()
 _MODS: Held[Mods] = Held("session of a backend with mods")
 
 
-# ------------------------------------------------------------------------------------------------------------ one call
-def _attend(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, seq_lens: Tensor, query_start_loc: Tensor, out: Tensor,
-    lse: Tensor | None = None, *, max_query_len: int, scale: float, causal: bool = True, window_left: int = -1,
-    window_right: int = -1, logits_soft_cap: float = 0.0, alibi_slopes: Tensor | None = None, sinks: Tensor | None = None,
-    k_scale: Tensor | None = None, v_scale: Tensor | None = None, chunk_size: int = 0, own: Mods = _PLAIN,
-) -> None:
-    """``paged_attention`` of the contract."""
-    options: dict[str, Any] = {
-        "max_query_len": max_query_len, "scale": scale, "causal": causal, "window_left": window_left, "window_right": window_right,
-        "logits_soft_cap": logits_soft_cap, "alibi_slopes": alibi_slopes, "sinks": sinks, "k_scale": k_scale, "v_scale": v_scale,
-        "chunk_size": chunk_size,
-    }
-    check_paged_attention(q, k_cache, v_cache, block_table, seq_lens, query_start_loc, out, lse, **options)
+# ------------------------------------------------------------------------------------------------------------
+# one call
+def _attend(call: Call, options: Options, own: Mods = _PLAIN) -> None:
+    q, k_cache, v_cache, block_table, seq_lens, query_start_loc, out, lse = call
     _check_pools(k_cache, v_cache, block_table, seq_lens)
     num_tokens, num_reqs = q.shape[0], block_table.shape[0]
-    if not num_tokens or not num_reqs:
-        out.zero_()
-        if lse is not None:
-            lse.fill_(float("-inf"))
-        return
-    mask = Mask(causal, window_left, window_right, chunk_size)
+    mask = Mask(options.causal, options.window_left, options.window_right, options.chunk_size)
     compiler, group = variables.get("TORCHPAGED_FLEX_COMPILER"), q.shape[1] // k_cache.shape[2]
     tokens, reqs = _power_of_two(num_tokens), _power_of_two(num_reqs)
     q = _padded(q, tokens, 0)
     lens = _padded(seq_lens, reqs, 0)
     starts = torch.cat([query_start_loc, query_start_loc[-1:].expand(reqs - num_reqs)])
-    tile_q = _tile_q(max_query_len, group)
+    tile_q = _tile_q(options.max_query_len, group)
     tiles = query_tiles(lens, starts, tokens, tile_q)
     first, count = visible_blocks(tiles, mask, k_cache.shape[1])
     listed, logical = _lists(block_table, tiles.request, first, count, reqs, k_cache.shape[0], compiler)
     shape = _Shape(
-        compiler, q.device, q.dtype, tile_q, (tokens, reqs, *q.shape[1:], *k_cache.shape, v_cache.shape[3]), k_cache.shape[1], mask,
-        scale, logits_soft_cap, alibi_slopes is not None, sinks is not None, lse is not None,
+        compiler,
+        q.device,
+        q.dtype,
+        tile_q,
+        (tokens, reqs, *q.shape[1:], *k_cache.shape, v_cache.shape[3]),
+        k_cache.shape[1],
+        mask,
+        options.scale,
+        options.logits_soft_cap,
+        options.alibi_slopes is not None,
+        options.sinks is not None,
+        lse is not None,
     )
-    call = own.compiled.get(shape)
-    if call is None:
+    compiled = own.compiled.get(shape)
+    if compiled is None:
         if q.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("flex: this shape has not been compiled, and can't be while a graph is captured; run the step once before")
-        call = own.compiled[shape] = _compile(shape, own)
-    result, result_lse = call(
-        q, k_cache, v_cache, tiles.token, tiles.position, tiles.request, lens, tiles.row_of_token, tiles.is_query,
-        count.int()[:, None, None], listed[:, None, None], logical, alibi_slopes, sinks,
+            raise RuntimeError(
+                "flex: this shape has not been compiled, and can't be while a graph is captured; "
+                "run the step once before"
+            )
+        compiled = own.compiled[shape] = _compile(shape, own)
+    result, result_lse = compiled(
+        q,
+        k_cache,
+        v_cache,
+        tiles.token,
+        tiles.position,
+        tiles.request,
+        lens,
+        tiles.row_of_token,
+        tiles.is_query,
+        count.int()[:, None, None],
+        listed[:, None, None],
+        logical,
+        options.alibi_slopes,
+        options.sinks,
     )
     out.copy_(result[:num_tokens])
     if lse is not None and result_lse is not None:
         lse.copy_(result_lse[:num_tokens])
 
 
-def _attend_with_mods(*arguments: Any, mods: Tensor | None = None, **options: Any) -> None:
-    _attend(*arguments, own=_MODS.of(mods), **options)
+def _attend_with_mods(call: Call, options: Options, mods: Tensor | None) -> None:
+    _attend(call, options, _MODS.of(mods))
 
 
 def _tile_q(max_query_len: int, group: int) -> int:
@@ -144,33 +158,46 @@ def _padded(tensor: Tensor, size: int, value: int) -> Tensor:
 
 
 def _lists(
-    block_table: Tensor, request: Tensor, first: Tensor, count: Tensor, num_reqs: int, num_blocks: int, compiler: str
+    block_table: Tensor,
+    request: Tensor,
+    first: Tensor,
+    count: Tensor,
+    num_reqs: int,
+    num_blocks: int,
+    compiler: str,
 ) -> tuple[Tensor, Tensor]:
     """The block mask's numbers, as FlexAttention indexes them: by blocks of the pool.
 
     Returns:
-        ``[N, num_blocks]`` int32, the blocks that each tile sees; and ``[num_reqs, num_blocks]`` int32, where in its request's
-        sequence each block of the pool lies, -1 for others. A fused kernel asks for those that are listed alone, so that the
-        rest stays as it was found.
+        ``[N, num_blocks]`` int32, the blocks that each tile sees; and ``[num_reqs, num_blocks]`` int32, where
+        in its request's sequence each block of the pool lies, -1 for others. A fused kernel asks for those
+        that are listed alone, so that the rest stays as it was found.
     """
     device, width = block_table.device, min(block_table.shape[1], num_blocks)
     fused = compiler == "inductor" and device.type == "cuda"
     column = torch.arange(width, device=device)
     at = (first[:, None] + column).clamp_max(block_table.shape[1] - 1)
     is_listed = column < count[:, None]
-    block = torch.where(is_listed, block_table[request[:, None], at], num_blocks).long()  # [N, width]; num_blocks: of nobody
+    block = torch.where(
+        is_listed, block_table[request[:, None], at], num_blocks
+    ).long()  # [N, width]; num_blocks: of nobody
     listed = torch.empty(len(request), num_blocks, dtype=torch.int32, device=device)
     if not fused:
         listed.zero_()
     listed[:, :width] = torch.where(is_listed, block, 0)
     size = num_reqs * (num_blocks + 1)
-    flat = torch.empty(size, dtype=torch.int32, device=device) if fused else torch.full((size,), -1, dtype=torch.int32, device=device)
+    flat = (
+        torch.empty(size, dtype=torch.int32, device=device)
+        if fused
+        else torch.full((size,), -1, dtype=torch.int32, device=device)
+    )
     flat[(request[:, None] * (num_blocks + 1) + block).flatten()] = at.int().flatten()
     return listed, flat.view(num_reqs, num_blocks + 1)[:, :num_blocks]
 
 
 def _check_pools(k_cache: Tensor, v_cache: Tensor, block_table: Tensor, seq_lens: Tensor) -> None:
-    """Where values are checked at all: whatever a request's blocks hold is finite, also behind its last token."""
+    """Where values are checked at all: whatever a request's blocks hold is finite, also behind its last
+    token."""
     if not reads_values(k_cache.device):
         return
     block_size = k_cache.shape[1]
@@ -179,12 +206,15 @@ def _check_pools(k_cache: Tensor, v_cache: Tensor, block_table: Tensor, seq_lens
     for name, pool in (("k_cache", k_cache), ("v_cache", v_cache)):
         if not bool(pool[blocks].isfinite().all()):
             raise ArgumentError(
-                name, "finite numbers in every slot of the requests' blocks, written or not", "NaN or infinity",
-                "FlexAttention multiplies hidden values by 0: allocate pools with torch.zeros, as PagedKVCache does",
+                name,
+                "finite numbers in every slot of the requests' blocks, written or not",
+                "NaN or infinity",
+                "FlexAttention multiplies hidden values by 0: allocate pools with torch.zeros",
             )
 
 
-# ------------------------------------------------------------------------------------------------------- what is compiled
+# ------------------------------------------------------------------------------------------------------- what
+# is compiled
 def _compile(shape: _Shape, mods: Mods) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """The call of this shape, which compiles when it first runs."""
     from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
@@ -196,8 +226,19 @@ def _compile(shape: _Shape, mods: Mods) -> Callable[..., tuple[Tensor, Tensor | 
         options = {"FORCE_USE_FLEX_ATTENTION": True, "BLOCK_M": 64, "BLOCK_N": min(block_size, 64)}
 
     def call(
-        q: Tensor, k_cache: Tensor, v_cache: Tensor, token: Tensor, position: Tensor, request: Tensor, lens: Tensor,
-        row_of_token: Tensor, is_query: Tensor, count: Tensor, listed: Tensor, logical: Tensor, slopes: Tensor | None,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        token: Tensor,
+        position: Tensor,
+        request: Tensor,
+        lens: Tensor,
+        row_of_token: Tensor,
+        is_query: Tensor,
+        count: Tensor,
+        listed: Tensor,
+        logical: Tensor,
+        slopes: Tensor | None,
         sinks: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
         def mask_mod(b: Tensor, h: Tensor, row: Tensor, slot: Tensor) -> Tensor:
@@ -230,13 +271,23 @@ def _compile(shape: _Shape, mods: Mods) -> Callable[..., tuple[Tensor, Tensor | 
 
         changes_scores = bool(cap) or slopes is not None or mods.score_mod is not None
         block_mask = BlockMask.from_kv_blocks(
-            count, listed, BLOCK_SIZE=(shape.tile_q, block_size), mask_mod=mask_mod, seq_lengths=(shape.tile_q, num_slots),
+            count,
+            listed,
+            BLOCK_SIZE=(shape.tile_q, block_size),
+            mask_mod=mask_mod,
+            seq_lengths=(shape.tile_q, num_slots),
             compute_q_blocks=False,
         )
         keys, values = (cache.flatten(0, 1).transpose(0, 1)[None] for cache in (k_cache, v_cache))
         y, aux = flex_attention(
-            q[token].transpose(1, 2), keys, values, score_mod if changes_scores else None, block_mask, shape.scale,
-            enable_gqa=q.shape[1] != k_cache.shape[2], kernel_options=options,
+            q[token].transpose(1, 2),
+            keys,
+            values,
+            score_mod if changes_scores else None,
+            block_mask,
+            shape.scale,
+            enable_gqa=q.shape[1] != k_cache.shape[2],
+            kernel_options=options,
             return_aux=AuxRequest(lse=shape.lse or shape.sinks),
         )
         y = y.transpose(1, 2).flatten(0, 1)[row_of_token]  # [T, H, head_dim_v]
@@ -251,11 +302,14 @@ def _compile(shape: _Shape, mods: Mods) -> Callable[..., tuple[Tensor, Tensor | 
         return torch.where(nothing[..., None], 0.0, y), torch.where(nothing, float("-inf"), total)
 
     # dynamo counts compilations per code object, and gives up at a few: each shape has one of its own
-    own = types.FunctionType(call.__code__.replace(), call.__globals__, "flex_call", call.__defaults__, call.__closure__)
+    own = types.FunctionType(
+        call.__code__.replace(), call.__globals__, "flex_call", call.__defaults__, call.__closure__
+    )
     return torch.compile(own, fullgraph=True, dynamic=False, backend=shape.compiler)
 
 
-# ---------------------------------------------------------------------------------------------------------- the backend
+# ----------------------------------------------------------------------------------------------------------
+# the backend
 class FlexCapabilities(Capabilities):
     """What depends on more than one thing at once."""
 
@@ -263,16 +317,33 @@ class FlexCapabilities(Capabilities):
         """Every reason why ``spec`` can't run; empty if it can."""
         reasons = super().reject(spec)
         if spec.kv_dtype not in (None, spec.dtype):
-            reasons.append(f"kv dtype {spec.kv_dtype} is not the queries' {spec.dtype}, which FlexAttention asks for")
-        if spec.device.type == "cuda" and spec.block_size is not None and (spec.block_size < 16 or spec.block_size & (spec.block_size - 1)):
-            reasons.append(f"block_size {spec.block_size} is not a power of two of at least 16, the least tile of its GPU kernels")
-        if spec.device.type == "cpu" and variables.get("TORCHPAGED_FLEX_COMPILER") == "inductor" and (spec.lse or spec.sinks):
+            reasons.append(
+                f"kv dtype {spec.kv_dtype} is not the queries' {spec.dtype}, which FlexAttention asks for"
+            )
+        if (
+            spec.device.type == "cuda"
+            and spec.block_size is not None
+            and (spec.block_size < 16 or spec.block_size & (spec.block_size - 1))
+        ):
+            reasons.append(
+                f"block_size {spec.block_size} is not a power of two of at least 16, "
+                "the least tile of its GPU kernels"
+            )
+        if (
+            spec.device.type == "cpu"
+            and variables.get("TORCHPAGED_FLEX_COMPILER") == "inductor"
+            and (spec.lse or spec.sinks)
+        ):
             reasons.append("lse and sinks: torch's compiled FlexAttention returns no log-sum-exp on a CPU")
         return reasons
 
 
 CAPABILITIES = FlexCapabilities(
-    device_types=("cuda", "cpu"), dtypes=_FLOATS, kv_dtypes=_FLOATS, graph_support=GraphSupport.ALWAYS, min_compute_capability=(7, 0),
+    device_types=("cuda", "cpu"),
+    dtypes=_FLOATS,
+    kv_dtypes=_FLOATS,
+    graph_support=GraphSupport.ALWAYS,
+    min_compute_capability=(7, 0),
 )
 
 
@@ -285,10 +356,13 @@ def _unavailable() -> str | None:
 
 
 BACKEND = Backend(
-    name="flex", capabilities=CAPABILITIES, ops=attention_op("torchpaged_flex", _attend), unavailable=_unavailable
+    name="flex",
+    capabilities=CAPABILITIES,
+    ops=attention_op("torchpaged_flex", _attend),
+    unavailable=_unavailable,
 )
 #: Of backends with mods: without their session's handle it refuses, where the plain one has nothing to add.
-OPS_WITH_MODS = attention_op("torchpaged_flex_mods", _attend_with_mods, "Tensor? mods=None")
+OPS_WITH_MODS = attention_op("torchpaged_flex_mods", _attend_with_mods, mods="Tensor?")
 
 
 class _ModsSession(Session):
@@ -311,19 +385,21 @@ def flex_backend(
 ) -> Backend:
     """A backend whose attention is changed by functions of one's own, as torch's FlexAttention takes them.
 
-    The functions get and give tensors without dimensions, and are traced once: what they read may change in place between calls.
-    They come after scale, soft cap and ALiBi, and hide keys beside what causality, window, chunks and lengths hide. Positions are
-    those of the sequence, not of the packed batch or the pool.
+    The functions get and give tensors without dimensions, and are traced once: what they read may change in
+        place between calls. They come after scale, soft cap and ALiBi, and hide keys beside what causality,
+        window, chunks and lengths hide. Positions are those of the sequence, not of the packed batch or the
+        pool.
 
     Args:
         name: of the backend, for `torchpaged.register_backend` and messages.
         score_mod: ``(score, request, head, query_position, key_position) -> score``.
         mask_mod: ``(request, head, query_position, key_position) -> bool``.
-        graph_support: what the functions allow; less than ALWAYS if they look at anything that a replay would not see change.
+        graph_support: what the functions allow; less than ALWAYS if they look at anything that a replay would
+            not see change.
 
     Returns:
-        A `Backend`: open a session of it, or register it. It always needs its session's workspace, which modules, caches and
-        runners pass by themselves.
+        A `Backend`: open a session of it, or register it. It always needs its session's workspace, which
+        modules, caches and runners pass by themselves.
 
     Raises:
         ArgumentError: neither function was given, or one that can't be called.
@@ -332,9 +408,17 @@ def flex_backend(
         if mod is not None and not callable(mod):
             raise ArgumentError(what, "a function, or None", repr(mod))
     if score_mod is None and mask_mod is None:
-        raise ArgumentError("score_mod, mask_mod", "at least one function", "none", "without them, backend 'flex' does the same")
+        raise ArgumentError(
+            "score_mod, mask_mod",
+            "at least one function",
+            "none",
+            "without them, backend 'flex' does the same",
+        )
     mods = Mods(score_mod, mask_mod)
     return Backend(
-        name=name, capabilities=replace(CAPABILITIES, graph_support=graph_support), ops=OPS_WITH_MODS, unavailable=_unavailable,
+        name=name,
+        capabilities=replace(CAPABILITIES, graph_support=graph_support),
+        ops=OPS_WITH_MODS,
+        unavailable=_unavailable,
         session=partial(_ModsSession, mods),  # type: ignore[arg-type]  # called as the class is
     )

@@ -1,9 +1,10 @@
-"""A batch as a library's plan needs it, in tensors that never move: copies to compare with, lengths without surprises, hidden rows.
+"""A batch as a library's plan needs it, in tensors that never move: copies to compare with, lengths without
+surprises, hidden rows.
 
     planned = PlannedBatchBuffers(limits, device)
-    planned.write(batch)                                # once per step, outside traces and graphs; waits for nothing
-    planned.check(seq_lens, block_table, starts)        # in the op, on the device
-    planned.finish(out, lse, y, y_lse, sinks)           # in the op: what the library gave, as the contract has it
+    planned.write(batch)                                # once per step, outside traces and graphs; waits for
+    nothing planned.check(seq_lens, block_table, starts)        # in the op, on the device planned.finish(out,
+    lse, y, y_lse, sinks)           # in the op: what the library gave, as the contract has it
 """
 
 from __future__ import annotations
@@ -22,20 +23,29 @@ class PlannedBatchBuffers:
         device: where the batches are.
 
     Attributes:
-        lens: ``[max_num_reqs]`` int32, keys of each request, 0 where the batch has a negative number or no request.
-        table: ``[max_num_reqs, max_blocks_per_req]`` int32, blocks in use; 0 elsewhere, so that nobody can follow garbage.
-        starts: ``[max_num_reqs + 1]`` int32, as the batch's ``query_start_loc``; the tail repeats its last value.
-        hidden: ``[max_num_tokens]`` bool: padding, and queries before their sequence's first token. They see nothing.
+        lens: ``[max_num_reqs]`` int32, keys of each request, 0 where the batch has a negative number or no
+            request.
+        table: ``[max_num_reqs, max_blocks_per_req]`` int32, blocks in use; 0 elsewhere, so that nobody can
+            follow garbage.
+        starts: ``[max_num_reqs + 1]`` int32, as the batch's ``query_start_loc``; the tail repeats its last
+            value.
+        hidden: ``[max_num_tokens]`` bool: padding, and queries before their sequence's first token. They see
+            nothing.
 
     Raises:
         ArgumentError: one of the limits was not said.
     """
 
     def __init__(self, limits: Limits, device: torch.device) -> None:
-        rows, tokens, width, self.block_size = limits.need("max_num_reqs", "max_num_tokens", "max_blocks_per_req", "block_size")
+        rows, tokens, width, self.block_size = limits.need(
+            "max_num_reqs", "max_num_tokens", "max_blocks_per_req", "block_size"
+        )
         ints = {"dtype": torch.int32, "device": device}
         with torch.inference_mode(False):
-            self._raw_lens, self._raw_table = torch.full((rows,), -1, **ints), torch.zeros(rows, width, **ints)
+            self._raw_lens, self._raw_table = (
+                torch.full((rows,), -1, **ints),
+                torch.zeros(rows, width, **ints),
+            )
             self.lens, self.table = torch.zeros(rows, **ints), torch.zeros(rows, width, **ints)
             self.starts = torch.full((rows + 1,), -1, **ints)
             self.hidden = torch.ones(tokens, dtype=torch.bool, device=device)
@@ -58,7 +68,9 @@ class PlannedBatchBuffers:
             self.lens[:rows].copy_(batch.seq_lens.clamp_min(0))
             column = torch.arange(width, device=self.table.device) * self.block_size
             self.table.zero_()
-            self.table[:rows, :width].copy_(torch.where(column < self.lens[:rows, None], batch.block_table, 0))
+            self.table[:rows, :width].copy_(
+                torch.where(column < self.lens[:rows, None], batch.block_table, 0)
+            )
             token = torch.arange(len(self.hidden), device=self.hidden.device)
             starts, lens = self.starts[: rows + 1].long(), batch.seq_lens.long()
             owner = torch.searchsorted(starts[1:].contiguous(), token, right=True)
@@ -71,10 +83,15 @@ class PlannedBatchBuffers:
         Raises:
             RuntimeError: it is not; on a GPU a device-side assertion.
         """
-        assert_planned((self._raw_lens, self._raw_table, self.starts), (seq_lens, block_table, query_start_loc))
+        assert_planned(
+            (self._raw_lens, self._raw_table, self.starts), (seq_lens, block_table, query_start_loc)
+        )
 
-    def finish(self, out: Tensor, lse: Tensor | None, y: Tensor, y_lse: Tensor | None, sinks: Tensor | None) -> None:
-        """Write a library's result as the contract has it: hidden rows are zeros and -inf, sinks take part in the softmax.
+    def finish(
+        self, out: Tensor, lse: Tensor | None, y: Tensor, y_lse: Tensor | None, sinks: Tensor | None
+    ) -> None:
+        """Write a library's result as the contract has it: hidden rows are zeros and -inf, sinks take part in
+        the softmax.
 
         Args:
             out: ``[T, H, head_dim_v]``, written.

@@ -1,7 +1,9 @@
-"""Packed queries as tiles of one request each, and the blocks that each tile may see: static shapes, numbers made on the device.
+"""Packed queries as tiles of one request each, and the blocks that each tile may see: static shapes, numbers
+made on the device.
 
-A kernel that takes rectangles, such as FlexAttention or ``scaled_dot_product_attention``, gets the tiles as its batch. Shapes follow
-from the shapes of the batch alone, so that one graph serves all lengths, and nothing here waits for the device.
+A kernel that takes rectangles, such as FlexAttention or ``scaled_dot_product_attention``, gets the tiles as
+its batch. Shapes follow from the shapes of the batch alone, so that one graph serves all lengths, and nothing
+here waits for the device.
 
 Dimensions: T tokens, B requests, N tiles, TILE_Q rows of a tile.
 """
@@ -20,7 +22,8 @@ class QueryTiles(NamedTuple):
     Attributes:
         request: ``[N]`` int64, the request of each tile; 0 for tiles without queries.
         token: ``[N, TILE_Q]`` int64, the row of each query in the packed batch; 0 where there is none.
-        position: ``[N, TILE_Q]`` int64, its position in its sequence; negative where it sees nothing or there is none.
+        position: ``[N, TILE_Q]`` int64, its position in its sequence; negative where it sees nothing or there
+            is none.
         row_of_token: ``[T]`` int64, where each token is among the ``N * TILE_Q`` rows; 0 for padding.
         is_query: ``[T]`` bool, whether a token is a request's.
         seq_lens: ``[N]`` int64, keys of each tile's request; 0 for tiles without queries.
@@ -57,7 +60,9 @@ def query_tiles(seq_lens: Tensor, query_start_loc: Tensor, num_tokens: int, tile
     request = torch.searchsorted(tiles_end, tile, right=True)
     exists = request <= last
     request = request.clamp_max(last)
-    offset = (tile - tiles_begin[request])[:, None] * tile_q + torch.arange(tile_q, device=device)  # in the request's queries
+    offset = (tile - tiles_begin[request])[:, None] * tile_q + torch.arange(
+        tile_q, device=device
+    )  # in the request's queries
     is_row = exists[:, None] & (offset < query_lens[request, None])
     token = torch.where(is_row, starts[request, None] + offset, 0)
     position = torch.where(is_row, (lens - query_lens)[request, None] + offset, -1)
@@ -68,7 +73,12 @@ def query_tiles(seq_lens: Tensor, query_start_loc: Tensor, num_tokens: int, tile
     row_of_token = torch.where(is_query, tiles_begin[owner] * tile_q + packed - starts[owner], 0)
     zero = torch.zeros_like(request)
     return QueryTiles(
-        torch.where(exists, request, zero), token, position, row_of_token, is_query, torch.where(exists, lens[request], zero)
+        torch.where(exists, request, zero),
+        token,
+        position,
+        row_of_token,
+        is_query,
+        torch.where(exists, lens[request], zero),
     )
 
 
@@ -81,7 +91,8 @@ class Mask(NamedTuple):
     chunk_size: int
 
     def most_keys(self, tile_q: int) -> int | None:
-        """How many keys lie between the first and the last that the rows of one tile see; None: as many as there are."""
+        """How many keys lie between the first and the last that the rows of one tile see; None: as many as
+        there are."""
         ahead = 0 if self.causal else self.window_right
         in_window = self.window_left + ahead + tile_q if self.window_left >= 0 and ahead >= 0 else None
         in_chunk = self.chunk_size + tile_q if self.chunk_size and self.causal else None
@@ -117,7 +128,8 @@ def visible_blocks(tiles: QueryTiles, mask: Mask, block_size: int) -> tuple[Tens
 
 
 def listed_blocks(block_table: Tensor, tiles: QueryTiles, first: Tensor, count: Tensor, width: int) -> Tensor:
-    """The ids of the blocks that each tile needs, ``[N, width]`` int32; 0 behind the last, garbage of the table is never given on."""
+    """The ids of the blocks that each tile needs, ``[N, width]`` int32; 0 behind the last, garbage of the
+    table is never given on."""
     column = torch.arange(width, device=block_table.device)
     at = (first[:, None] + column).clamp_max(block_table.shape[1] - 1)
     return torch.where(column < count[:, None], block_table[tiles.request[:, None], at], 0)

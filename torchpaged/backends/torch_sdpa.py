@@ -1,14 +1,16 @@
-"""The ``torch_sdpa`` backend: ``scaled_dot_product_attention`` over keys and values gathered from the pool. Everywhere; never the fastest.
+"""The ``torch_sdpa`` backend: ``scaled_dot_product_attention`` over keys and values gathered from the pool.
+Everywhere; never the fastest.
 
-Queries are cut into tiles of one request each (query_tiles.py); each tile's blocks are copied out of the pool, as many as the block
-table is wide or as a window can show. Shapes follow from the batch's shapes, so that one graph serves all lengths, and what is
-gathered at a time stays below a quarter of a GiB. Soft cap, ALiBi and log-sum-exp, which torch's function lacks or rounds, run as two
-plain products around a softmax in float32. A sink is one more key of zeros, whose score is the bias.
+Queries are cut into tiles of one request each (query_tiles.py); each tile's blocks are copied out of the
+pool, as many as the block table is wide or as a window can show. Shapes follow from the batch's shapes, so
+that one graph serves all lengths, and what is gathered at a time stays below a quarter of a GiB. Soft cap,
+ALiBi and log-sum-exp, which torch's function lacks or rounds, run as two plain products around a softmax in
+float32. A sink is one more key of zeros, whose score is the bias.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,68 +18,62 @@ from torch import Tensor
 
 from torchpaged.backends.base import Backend
 from torchpaged.backends.capabilities import Capabilities
-from torchpaged.backends.library_op import attention_op
+from torchpaged.backends.library_op import Call, Options, attention_op
 from torchpaged.backends.query_tiles import Mask, listed_blocks, query_tiles, visible_blocks
 from torchpaged.backends.spec import GraphSupport
-from torchpaged.custom_ops.attention.check import check_paged_attention
 
 _TILE_Q = 64  # of queries of more than one token
 _MOST_BYTES = 1 << 28  # gathered at a time
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def _attend(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, seq_lens: Tensor, query_start_loc: Tensor, out: Tensor,
-    lse: Tensor | None = None, *, max_query_len: int, scale: float, causal: bool = True, window_left: int = -1,
-    window_right: int = -1, logits_soft_cap: float = 0.0, alibi_slopes: Tensor | None = None, sinks: Tensor | None = None,
-    k_scale: Tensor | None = None, v_scale: Tensor | None = None, chunk_size: int = 0,
-) -> None:
-    """``paged_attention`` of the contract."""
-    options: dict[str, Any] = {
-        "max_query_len": max_query_len, "scale": scale, "causal": causal, "window_left": window_left, "window_right": window_right,
-        "logits_soft_cap": logits_soft_cap, "alibi_slopes": alibi_slopes, "sinks": sinks, "k_scale": k_scale, "v_scale": v_scale,
-        "chunk_size": chunk_size,
-    }
-    check_paged_attention(q, k_cache, v_cache, block_table, seq_lens, query_start_loc, out, lse, **options)
+def _attend(call: Call, options: Options) -> None:
+    q, k_cache, v_cache, block_table, seq_lens, query_start_loc, out, lse = call
+    alibi_slopes, sinks, max_query_len = options.alibi_slopes, options.sinks, options.max_query_len
     num_tokens, block_size = q.shape[0], k_cache.shape[1]
-    if not num_tokens or not block_table.shape[0] or not block_table.shape[1]:
-        out.zero_()
-        if lse is not None:
-            lse.fill_(float("-inf"))
-        return
-    mask = Mask(causal, window_left, window_right, chunk_size)
+    mask = Mask(options.causal, options.window_left, options.window_right, options.chunk_size)
     tile_q = min(1 << (max_query_len - 1).bit_length(), _TILE_Q)
     most = mask.most_keys(tile_q)
     width = block_table.shape[1] if most is None else min(block_table.shape[1], (most - 1) // block_size + 2)
     tiles = query_tiles(seq_lens, query_start_loc, num_tokens, tile_q)
     first, count = visible_blocks(tiles, mask, block_size)
     blocks = listed_blocks(block_table, tiles, first, count, width)
-    key = (first[:, None] * block_size + torch.arange(width * block_size, device=q.device))[:, None]  # [N, 1, L], positions
+    key = (first[:, None] * block_size + torch.arange(width * block_size, device=q.device))[
+        :, None
+    ]  # [N, 1, L], positions
     exists = key < (torch.minimum((first + count) * block_size, tiles.seq_lens))[:, None, None]
-    scores = _Scores(scale, logits_soft_cap, alibi_slopes, sinks)
-    bytes_of_tile = width * block_size * k_cache.shape[2] * (k_cache.shape[3] + v_cache.shape[3]) * q.element_size()
+    scores = _Scores(options.scale, options.logits_soft_cap, alibi_slopes, sinks)
+    bytes_of_tile = (
+        width * block_size * k_cache.shape[2] * (k_cache.shape[3] + v_cache.shape[3]) * q.element_size()
+    )
     step = max(_MOST_BYTES // max(bytes_of_tile, 1), 1)
     # torch's function takes a bias in the queries' dtype alone, which would round distances
     of_other_dtype = sinks is not None and sinks.dtype != q.dtype
-    by_hand = lse is not None or bool(logits_soft_cap) or alibi_slopes is not None or of_other_dtype
+    by_hand = lse is not None or bool(options.logits_soft_cap) or alibi_slopes is not None or of_other_dtype
     parts = []
     for begin in range(0, len(blocks), step):
         part = slice(begin, begin + step)
         query = tiles.position[part, :, None]
         seen = exists[part] & _sees(mask, query, key[part])
-        nobodys = ~exists[part, 0, :, None, None]  # slots that may hold NaN, which neither a bias of -inf nor a weight of 0 hides
+        nobodys = ~exists[
+            part, 0, :, None, None
+        ]  # slots that may hold NaN, which neither a bias of -inf nor a weight of 0 hides
         k, v = (
             _gathered(cache, blocks[part], q.dtype, of_fp8).masked_fill(nobodys, 0.0).transpose(1, 2)
-            for cache, of_fp8 in ((k_cache, k_scale), (v_cache, v_scale))
+            for cache, of_fp8 in ((k_cache, options.k_scale), (v_cache, options.v_scale))
         )
         rows = q[tiles.token[part]].transpose(1, 2)
         parts.append(
-            _by_hand(scores, rows, k, v, seen[:, None], key[part] - query) if by_hand else _by_torch(scores, rows, k, v, seen[:, None])
+            _by_hand(scores, rows, k, v, seen[:, None], key[part] - query)
+            if by_hand
+            else _by_torch(scores, rows, k, v, seen[:, None])
         )
     _scatter(torch.cat([y for y, _ in parts]), tiles.row_of_token, tiles.is_query, 0.0, out)
     if lse is not None:
         totals = [total for _, total in parts if total is not None]
-        _scatter(torch.cat(totals)[..., None], tiles.row_of_token, tiles.is_query, float("-inf"), lse[..., None])
+        _scatter(
+            torch.cat(totals)[..., None], tiles.row_of_token, tiles.is_query, float("-inf"), lse[..., None]
+        )
 
 
 def _gathered(cache: Tensor, blocks: Tensor, dtype: torch.dtype, scale: Tensor | None) -> Tensor:
@@ -90,7 +86,8 @@ def _gathered(cache: Tensor, blocks: Tensor, dtype: torch.dtype, scale: Tensor |
 
 
 def _sees(mask: Mask, query: Tensor, key: Tensor) -> Tensor:
-    """Which keys each row sees, ``[N, TILE_Q, L]`` bool, of positions ``[N, TILE_Q, 1]`` and ``[N, 1, L]``."""
+    """Which keys each row sees, ``[N, TILE_Q, L]`` bool, of positions ``[N, TILE_Q, 1]`` and ``[N, 1,
+    L]``."""
     seen = query >= 0
     if mask.causal:
         seen = seen & (key <= query)
@@ -113,19 +110,25 @@ class _Scores(NamedTuple):
 
 
 def _by_torch(scores: _Scores, q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> tuple[Tensor, Tensor | None]:
-    """``[N, H, TILE_Q, head_dim_v]``, by torch's function. ``q [N, H, TILE_Q, D]``, ``k, v [N, num_kv_heads, L, *]``."""
+    """``[N, H, TILE_Q, head_dim_v]``, by torch's function. ``q [N, H, TILE_Q, D]``, ``k, v [N, num_kv_heads,
+    L, *]``."""
     bias = seen
     if scores.sinks is not None:
         bias = torch.where(seen, 0.0, float("-inf")).to(q.dtype)
         of_head = scores.sinks.view(1, -1, 1, 1).expand(len(q), -1, q.shape[2], -1)
         bias = torch.cat([bias.expand(-1, q.shape[1], -1, -1), of_head], -1)
         k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
-    y = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scores.scale, enable_gqa=q.shape[1] != k.shape[1])
+    y = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=bias, scale=scores.scale, enable_gqa=q.shape[1] != k.shape[1]
+    )
     return y.masked_fill(~seen.any(-1, keepdim=True), 0.0), None
 
 
-def _by_hand(scores: _Scores, q: Tensor, k: Tensor, v: Tensor, seen: Tensor, distance: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The same with all options, and the log-sum-exp ``[N, H, TILE_Q]``, as two products in float32. ``distance [N, TILE_Q, L]``."""
+def _by_hand(
+    scores: _Scores, q: Tensor, k: Tensor, v: Tensor, seen: Tensor, distance: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """The same with all options, and the log-sum-exp ``[N, H, TILE_Q]``, as two products in float32.
+    ``distance [N, TILE_Q, L]``."""
     group = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(group, 1) for x in (k, v))
     s = torch.matmul(q.float(), k.float().transpose(-1, -2)) * scores.scale

@@ -88,4 +88,6 @@ def traced_ops(
     name = traced_name(
         device_type, dtype, kv_dtype, features
     )  # handles can't be constants of a trace, names can
-    return BACKEND_OPS[name] if name in BACKEND_OPS else selector._REGISTERED[name].ops
+    if name in BACKEND_OPS:
+        return BACKEND_OPS[name]
+    return (selector._REGISTERED if name in selector._REGISTERED else selector._LOADED)[name].ops

@@ -42,10 +42,8 @@ class PlannedBatchBuffers:
         )
         ints = {"dtype": torch.int32, "device": device}
         with torch.inference_mode(False):
-            self._raw_lens, self._raw_table = (
-                torch.full((rows,), -1, **ints),
-                torch.zeros(rows, width, **ints),
-            )
+            self._raw_lens = torch.full((rows,), -1, **ints)
+            self._raw_table = torch.zeros(rows, width, **ints)
             self.lens, self.table = torch.zeros(rows, **ints), torch.zeros(rows, width, **ints)
             self.starts = torch.full((rows + 1,), -1, **ints)
             self.hidden = torch.ones(tokens, dtype=torch.bool, device=device)
@@ -66,16 +64,9 @@ class PlannedBatchBuffers:
             self.starts[rows + 1 :] = self.starts[rows]
             self.lens.zero_()
             self.lens[:rows].copy_(batch.seq_lens.clamp_min(0))
-            column = torch.arange(width, device=self.table.device) * self.block_size
             self.table.zero_()
-            self.table[:rows, :width].copy_(
-                torch.where(column < self.lens[:rows, None], batch.block_table, 0)
-            )
-            token = torch.arange(len(self.hidden), device=self.hidden.device)
-            starts, lens = self.starts[: rows + 1].long(), batch.seq_lens.long()
-            owner = torch.searchsorted(starts[1:].contiguous(), token, right=True)
-            position = (lens - starts[1:])[owner.clamp_max(rows - 1)] + token if rows else token
-            self.hidden.copy_((owner >= rows) | (position < 0))
+            self.table[:rows, :width].copy_(blocks_in_use(batch.block_table, batch.seq_lens, self.block_size))
+            self.hidden.copy_(hidden_queries(batch.seq_lens, batch.query_start_loc, len(self.hidden)))
 
     def check(self, seq_lens: Tensor, block_table: Tensor, query_start_loc: Tensor) -> None:
         """On the device: the batch of a call is the one that was planned.
@@ -88,26 +79,62 @@ class PlannedBatchBuffers:
         )
 
     def finish(
-        self, out: Tensor, lse: Tensor | None, y: Tensor, y_lse: Tensor | None, sinks: Tensor | None
+        self, out: Tensor, lse: Tensor | None, y: Tensor, y_lse: Tensor | None, sinks: Tensor | None = None
     ) -> None:
-        """Write a library's result as the contract has it: hidden rows are zeros and -inf, sinks take part in
-        the softmax.
+        """`finish` with the hidden rows of the planned batch."""
+        finish(self.hidden[: len(out)], out, lse, y, y_lse, sinks)
 
-        Args:
-            out: ``[T, H, head_dim_v]``, written.
-            lse: ``[T, H]`` float32, written; or None.
-            y: ``[T, H, head_dim_v]``, of any numbers in hidden rows; may be ``out``.
-            y_lse: ``[T, H]``, natural; needed for ``lse`` and for ``sinks``.
-            sinks: ``[H]``, or None.
-        """
-        hidden = self.hidden[: len(out), None]
-        if sinks is not None and y_lse is not None:
-            with_sink = torch.logaddexp(y_lse, sinks.float())
-            y = (y * torch.exp(y_lse - with_sink)[..., None]).to(out.dtype)
-            y_lse = with_sink
-        if y is out:
-            out.masked_fill_(hidden[..., None], 0.0)
-        else:
-            torch.where(hidden[..., None], torch.zeros((), dtype=out.dtype, device=out.device), y, out=out)
-        if lse is not None and y_lse is not None:
-            lse.copy_(torch.where(hidden, float("-inf"), y_lse))
+
+def blocks_in_use(block_table: Tensor, seq_lens: Tensor, block_size: int) -> Tensor:
+    """The block table ``[B, width]`` int32 with 0 in place of whatever stands behind a request's last
+    block."""
+    column = torch.arange(block_table.shape[1], device=block_table.device) * block_size
+    return torch.where(column < seq_lens[:, None], block_table, 0)
+
+
+def hidden_queries(seq_lens: Tensor, query_start_loc: Tensor, num_tokens: int) -> Tensor:
+    """Which of the packed queries see nothing, ``[num_tokens]`` bool: padding, and left padding.
+
+    Args:
+        seq_lens: ``[B]`` int32, at least one.
+        query_start_loc: ``[B + 1]`` int32.
+        num_tokens: padding included.
+    """
+    token, rows = torch.arange(num_tokens, device=seq_lens.device), seq_lens.shape[0]
+    ends = query_start_loc[1:].long()
+    owner = torch.searchsorted(ends, token, right=True)
+    position = (seq_lens.long() - ends)[owner.clamp_max(rows - 1)] + token
+    return (owner >= rows) | (position < 0)
+
+
+def finish(
+    hidden: Tensor,
+    out: Tensor,
+    lse: Tensor | None,
+    y: Tensor,
+    y_lse: Tensor | None,
+    sinks: Tensor | None = None,
+) -> None:
+    """Write a library's result as the contract has it: hidden rows are zeros and -inf, sinks take part in the
+    softmax.
+
+    Args:
+        hidden: ``[T]`` bool.
+        out: ``[T, H, head_dim_v]``, written.
+        lse: ``[T, H]`` float32, written; or None.
+        y: ``[T, H, head_dim_v]``, of any numbers in hidden rows; may be ``out``.
+        y_lse: ``[T, H]``, natural; needed for ``lse`` and for ``sinks``.
+        sinks: ``[H]``, or None.
+    """
+    if sinks is not None:
+        assert y_lse is not None, "sinks need the log-sum-exp"
+        with_sink = torch.logaddexp(y_lse, sinks.float())
+        y = (y * torch.exp(y_lse - with_sink)[..., None]).to(out.dtype)
+        y_lse = with_sink
+    if y is out:
+        out.masked_fill_(hidden[:, None, None], 0.0)
+    else:
+        out.copy_(y.masked_fill(hidden[:, None, None], 0.0))
+    if lse is not None:
+        assert y_lse is not None, "no log-sum-exp was computed"
+        lse.copy_(y_lse.masked_fill(hidden[:, None], float("-inf")))

@@ -198,9 +198,9 @@ def load() -> Any:
     Raises:
         BackendUnavailableError: it is not here, or not of the interface that is needed; with the reason.
     """
-    missing = unavailable()
-    if missing:
-        raise BackendUnavailableError(f"backend 'flash_attn' is not usable here: {missing}")
+    why = missing()
+    if why:
+        raise BackendUnavailableError(f"backend 'flash_attn' is not usable here: {why}")
     try:
         library = importlib.import_module(MODULE)
     except Exception as error:  # a library of another CUDA or torch version fails in ways of its own
@@ -220,12 +220,17 @@ def load() -> Any:
 
 
 def unavailable() -> str | None:
-    """Why the package can't be used here, or None. Does not load its kernels."""
+    """Why the backend can't run here, or None. Does not load the package's kernels."""
+    return missing() or (None if torch.cuda.is_available() else "no CUDA device is visible")
+
+
+def missing() -> str | None:
+    """What keeps the package from being used, or None. Does not load its kernels."""
     if importlib.util.find_spec(MODULE) is None:
         return f"the package of {MODULE} (FlashAttention-3) is not installed; {INSTALL}"
     if "FLASHATTENTION_DISABLE_PAGEDKV" in built_without():
         return f"{MODULE} was built without paged keys and values; {INSTALL}"
-    return None if torch.cuda.is_available() else "no CUDA device is visible"
+    return None
 
 
 def built_without() -> tuple[str, ...]:

@@ -1,19 +1,20 @@
-"""The ``flashinfer`` backend: FlashInfer's wrappers over the paged pool, planned once per step for all layers.
+"""The ``flashinfer`` backend: FlashInfer's wrappers over the paged pool, planned once per step for all
+layers.
 
-    decode steps      BatchDecodeWithPagedKVCacheWrapper on tensor cores (fa2), one for each number of requests,
-                      which is fixed in what a graph captures
-    prompts, mixed    BatchPrefillWithPagedKVCacheWrapper, eagerly: fa3 on Hopper where it has the width, else fa2
+    decode steps      BatchDecodeWithPagedKVCacheWrapper on tensor cores (fa2), one for each number of
+                      requests, which is fixed in what a graph captures
+    prompts, mixed    BatchPrefillWithPagedKVCacheWrapper, eagerly: fa3 on Hopper where it has the width
     shared prefixes   MultiLevelCascadeAttentionWrapper: `shared_prefix_attention`
 
 Its plan runs on the host and needs lengths there: a caller that knows them passes them to ``session.plan``,
 else they are read from the device, which waits. The page table as FlashInfer wants it, one request's pages
-after the other's, is made on the device in buffers that never move. A second plan of a wrapper takes its short
-way, ``fast_decode_plan``.
+after the other's, is made on the device in buffers that never move. A second plan of a wrapper takes its
+short way, ``fast_decode_plan``.
 
 Integers of a plan are baked into a captured launch, so that a replay whose plan has other ones is refused. A
-wrapper's staging memory is one pinned buffer, reused: the next plan waits until the last one's copy has ended.
-The log-sum-exp comes in base 2. Scales of fp8 pools go into queries and results, since the library takes them
-as host numbers.
+wrapper's staging memory is one pinned buffer, reused: the next plan waits until the last one's copy has
+ended. The log-sum-exp comes in base 2. Scales of fp8 pools go into queries and results, since the library
+takes them as host numbers.
 """
 
 from __future__ import annotations
@@ -145,8 +146,9 @@ class FlashInferSession(Session):
         queries = sum(query_lens)
         if query_lens != [1] * queries + [0] * (rows - queries):
             raise PlanError(
-                "metadata: expected requests without a query token behind all others in a decode batch for backend "
-                f"{self.name!r}, got query lengths {query_lens}; sort them, or state max_query_len=2"
+                "metadata: expected requests without a query token behind all others in a decode batch "
+                f"for backend {self.name!r}, got query lengths {query_lens}; "
+                "sort them, or state max_query_len=2"
             )
         decoder = self._decoder(kind, rows)
         if decoder.copied is not None:
@@ -297,7 +299,8 @@ class FlashInferSession(Session):
     def _not_planned(self, rows: int, options: Options) -> PlanError:
         return PlanError(
             f"metadata: expected a batch that was planned, got {rows} requests of at most "
-            f"{options.max_query_len} tokens that backend {self.name!r} knows nothing of; call session.plan(metadata) before the step"
+            f"{options.max_query_len} tokens that backend {self.name!r} knows nothing of; "
+            "call session.plan(metadata) before the step"
         )
 
 
@@ -355,11 +358,8 @@ _SESSIONS: Held[FlashInferSession] = Held("session")
 
 
 def _attend(call: Call, options: Options, handle: Tensor | None) -> None:
-    lacking = [
-        name
-        for name, used in (("alibi", options.alibi_slopes is not None), ("chunked", options.chunk_size > 0))
-        if used
-    ]
+    used = {"alibi": options.alibi_slopes is not None, "chunked": options.chunk_size > 0}
+    lacking = [name for name, is_used in used.items() if is_used]
     if not options.causal and options.window_right >= 0:
         lacking.append("a window to the right")
     if lacking:
@@ -450,14 +450,19 @@ def installed() -> tuple[int, ...] | None:
 
 
 def unavailable() -> str | None:
-    """Why the package can't be used here, or None. Does not import it."""
+    """Why the backend can't run here, or None. Does not import the package."""
+    return missing() or (None if torch.cuda.is_available() else "no CUDA device is visible")
+
+
+def missing() -> str | None:
+    """What keeps the package from being used, or None. Does not import it."""
     version = installed()
     if version is None:
         return f"flashinfer is not installed; {INSTALL}"
     if not OLDEST <= version < NEWEST:
         shown = ".".join(map(str, version)) or "of an unknown version"
         return f"flashinfer {shown} is installed, 0.6.13 to 0.7 are supported; {INSTALL}"
-    return None if torch.cuda.is_available() else "no CUDA device is visible"
+    return None
 
 
 def load() -> Any:
@@ -466,9 +471,9 @@ def load() -> Any:
     Raises:
         BackendUnavailableError: it is not here, of another version, or does not import; with the reason.
     """
-    missing = unavailable()
-    if missing:
-        raise BackendUnavailableError(f"backend 'flashinfer' is not usable here: {missing}")
+    why = missing()
+    if why:
+        raise BackendUnavailableError(f"backend 'flashinfer' is not usable here: {why}")
     try:
         library = importlib.import_module(PACKAGE)
         importlib.import_module(f"{PACKAGE}.decode")

@@ -344,6 +344,7 @@ CAPABILITIES = FlexCapabilities(
     kv_dtypes=_FLOATS,
     graph_support=GraphSupport.ALWAYS,
     min_compute_capability=(7, 0),
+    finite_pools=True,
 )
 
 

@@ -263,7 +263,6 @@ class FlashInferSession(Session):
             options.scale,
         )
         capturing = _is_capturing(q.device)
-        self.batch.check(call.seq_lens, call.block_table, call.query_start_loc)
         if options.max_query_len == 1:
             decoder = self._decoders.get((kind, rows))
             if decoder is None:
@@ -280,6 +279,7 @@ class FlashInferSession(Session):
             wrapper, tokens = self._prefills.get(kind), self._planned_rows
             if wrapper is None:
                 raise self._not_planned(rows, options)
+        self.batch.check(call.seq_lens, call.block_table, call.query_start_loc)
         with_lse = call.lse is not None or options.sinks is not None
         given = _scaled(q, options.k_scale, k_cache.shape[2])
         if tokens == len(q) and not with_lse and options.v_scale is None:

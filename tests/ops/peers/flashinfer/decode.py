@@ -136,5 +136,5 @@ def fast_decode_plan(
     assert global_override_indptr_cpu is not None and self._plan_info is not None
     assert self._paged_kv_indptr_buf.tolist() == global_override_indptr_cpu.tolist()
     assert self._paged_kv_last_page_len_buf.tolist() == last_page_len.tolist()
-    assert indices.data_ptr() == self._paged_kv_indices_buf.data_ptr()
+    assert not len(indices) or indices.data_ptr() == self._paged_kv_indices_buf.data_ptr()
     self._schedule(indptr, last_page_len, page_size, window_left, logits_soft_cap, sm_scale, q_data_type)

@@ -146,6 +146,17 @@ def _tile_q(max_query_len: int, group: int) -> int:
     return rows if rows == 1 or rows * group <= _MOST_ROWS else 64
 
 
+def _kernel_options(shape: _Shape) -> Any:
+    """Tiles of its GPU kernels: none wider than a block, and its decode kernel for groups of powers of two
+    alone."""
+    if shape.device.type != "cuda":
+        return None
+    group, options = shape.sizes[2] // shape.sizes[6], {"BLOCK_N": min(shape.block_size, 64)}
+    if shape.tile_q == 64 or group & (group - 1):
+        return options | {"FORCE_USE_FLEX_ATTENTION": True, "BLOCK_M": max(shape.tile_q, 16), "num_warps": 4}
+    return options
+
+
 def _power_of_two(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
@@ -196,8 +207,16 @@ def _lists(
 
 
 def _check_pools(k_cache: Tensor, v_cache: Tensor, block_table: Tensor, seq_lens: Tensor) -> None:
-    """Where values are checked at all: whatever a request's blocks hold is finite, also behind its last
-    token."""
+    """The pools lie as FlexAttention reads them uncopied. Where values are checked at all, a request's blocks
+    hold finite numbers, also behind its last token."""
+    for name, pool in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if pool.shape[0] > 1 and pool.stride(0) != pool.shape[1] * pool.stride(1):
+            raise ArgumentError(
+                name,
+                "the tokens of all blocks at one stride, so that the pool is one row of slots",
+                f"strides {pool.stride()}",
+                "allocate [num_blocks, block_size, num_kv_heads, width] in this order",
+            )
     if not reads_values(k_cache.device):
         return
     block_size = k_cache.shape[1]
@@ -220,10 +239,7 @@ def _compile(shape: _Shape, mods: Mods) -> Callable[..., tuple[Tensor, Tensor | 
     from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
     block_size, mask, cap = shape.block_size, shape.mask, shape.soft_cap
-    num_slots = shape.sizes[4] * block_size
-    options: Any = None
-    if shape.device.type == "cuda" and shape.tile_q == 64:
-        options = {"FORCE_USE_FLEX_ATTENTION": True, "BLOCK_M": 64, "BLOCK_N": min(block_size, 64)}
+    num_slots, kernel_options = shape.sizes[4] * block_size, _kernel_options(shape)
 
     def call(
         q: Tensor,
@@ -273,7 +289,7 @@ def _compile(shape: _Shape, mods: Mods) -> Callable[..., tuple[Tensor, Tensor | 
         block_mask = BlockMask.from_kv_blocks(
             count,
             listed,
-            BLOCK_SIZE=(shape.tile_q, block_size),
+            BLOCK_SIZE=(128, block_size),  # its tiles must divide 128, queries may be fewer
             mask_mod=mask_mod,
             seq_lengths=(shape.tile_q, num_slots),
             compute_q_blocks=False,
@@ -287,7 +303,7 @@ def _compile(shape: _Shape, mods: Mods) -> Callable[..., tuple[Tensor, Tensor | 
             block_mask,
             shape.scale,
             enable_gqa=q.shape[1] != k_cache.shape[2],
-            kernel_options=options,
+            kernel_options=kernel_options,
             return_aux=AuxRequest(lse=shape.lse or shape.sinks),
         )
         y = y.transpose(1, 2).flatten(0, 1)[row_of_token]  # [T, H, head_dim_v]

@@ -12,6 +12,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from torchpaged.backends import (
     get_backend,
     list_backends,
     select_backend,
+    selector,
     torch_varlen,
 )
 from torchpaged.backends import flash_attn as flash_attn_backend
@@ -142,6 +144,26 @@ def test_one_op_in_a_trace(backend: Backend, name: str) -> None:
     assert_attention_close(out, lse, batch)
     (graph,) = graphs
     assert sum("paged_attention" in str(node.target) for node in graph.graph.nodes) == 1
+
+
+@pytest.mark.parametrize("name", ["decode_padded", "mixed_padded"])
+def test_a_function_opens_a_session_that_lives_as_long_as_its_call(
+    backend: Backend, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(selector, "_REGISTERED", {"here": Backend("here", *_parts(backend))})
+    batch = batch_of(name)
+    out, lse = torchpaged.paged_attention(
+        *_arguments(batch)[:-1],
+        max_query_len=batch.max_query_len,
+        scale=batch.scale,
+        return_lse=True,
+        ops=get_backend("here").ops,
+    )
+    assert_attention_close(out, lse, batch)
+
+
+def _parts(backend: Backend) -> tuple[Any, ...]:
+    return backend.capabilities, backend.ops, lambda: None, backend.session
 
 
 # -------------------------------------------------------------------------------- plans, and buffers that
@@ -430,3 +452,28 @@ def test_no_automatic_choice_on_a_cpu_is_one_of_these() -> None:
     assert list_backends()[:3] == ["cuda", "triton", "cpu"]
     rejected = select_backend(spec_of(batch_of("decode_one"))).rejected
     assert select_backend(spec_of(batch_of("decode_one"))).name in ("cpu", "reference"), rejected
+
+
+# ---------------------------------------------------------------------------------------- what they declare
+def test_the_page_has_the_tables_that_the_data_makes() -> None:
+    from torchpaged.backends.table import capability_tables
+
+    if "cpu" in get_backend("triton").capabilities.device_types:
+        pytest.skip("TRITON_INTERPRET=1 changes what triton declares")
+    page = (Path(__file__).parents[1] / "docs" / "backends.md").read_text()
+    before, _, rest = page.partition("<!-- made: torchpaged backends --table -->\n")
+    made, _, after = rest.partition("<!-- end -->")
+    assert made == capability_tables(), "put what `torchpaged backends --table` prints there"
+    for name in list_backends():
+        assert f"| `{name}` |" in made and f"`{name}`" in before + after
+
+
+def test_what_is_declared_is_plain_data() -> None:
+    import json
+
+    from torchpaged.backends.table import declared
+
+    rows = json.loads(json.dumps({name: declared(name) for name in list_backends()}))
+    assert rows["flashinfer"]["head_dims"] == [64, 128, 256] and rows["flashinfer"]["alibi"] is False
+    assert rows["flex"]["finite_pools"] and rows["flex"]["other_names"] == ["FLEX_ATTENTION"]
+    assert {name for name, row in rows.items() if row["planning"] != "NEVER"} == {"flash_attn", "flashinfer"}

@@ -12,6 +12,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from torchpaged.backends import (
     GraphSupport,
     get_backend,
     list_backends,
+    planned_batch,
     select_backend,
     selector,
     torch_varlen,
@@ -309,6 +311,30 @@ def test_what_flashinfer_can_not_plan(flashinfer: Backend) -> None:
     session.plan(step_of(prompt))
     with torch.inference_mode(), pytest.raises(Exception, match="Capture decode batches alone"):
         TapeCapture().capture(lambda: attend_again(session, prompt), None)
+
+
+def test_the_first_layer_of_a_captured_step_compares_for_all(
+    flash_attn: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eager layers compare each: between them somebody may change the batch in place."""
+    layers = [batch_of("decode_edges", seed=0)] * 3
+    pools = [(b.k_cache.clone(), b.v_cache.clone()) for b in layers]
+    layers = [replace(b, k_cache=k, v_cache=v) for b, (k, v) in zip(layers, pools, strict=True)]
+    session = flash_attn.open([spec_of(layers[0])], limits_of(layers[0]), "cpu")
+    session.plan(step_of(layers[0]))
+    compared: list[int] = []
+    monkeypatch.setattr(planned_batch, "assert_planned", lambda planned, live: compared.append(1))
+
+    def step() -> torch.Tensor:
+        return torch.stack([attend_again(session, layer) for layer in layers])
+
+    with torch.inference_mode():
+        step()
+        assert len(compared) == 3
+        for steps, more in ((1, 1), (2, 2), (1, 1)):
+            compared.clear()
+            TapeCapture().capture(lambda steps=steps: [step() for _ in range(steps)][-1], None)
+            assert len(compared) == more
 
 
 @pytest.mark.parametrize("name", ["flash_attn", "flashinfer"])

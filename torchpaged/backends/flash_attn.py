@@ -154,7 +154,7 @@ class FlashAttnSession(Session):
                 f"{options.max_query_len} tokens that backend {self.name!r} knows nothing of; "
                 "call session.plan(metadata) before the step"
             )
-        self.batch.check(call.seq_lens, call.block_table, call.query_start_loc)
+        self.batch.check(call)
         y, y_lse, *_ = self._library.flash_attn_with_kvcache(
             q,
             call.k_cache,
@@ -171,7 +171,7 @@ class FlashAttnSession(Session):
             num_splits=num_splits(rows, options.max_query_len, q.shape[1], q.shape[2]),
             return_softmax_lse=True,
         )
-        self.batch.finish(call.out, call.lse, y, y_lse.transpose(0, 1), options.sinks)  # its own is [H, T]
+        self.batch.finish(call, y, y_lse.transpose(0, 1), options.sinks)  # its own is [H, T]
 
     def close(self) -> None:
         """Give everything back."""

@@ -33,10 +33,9 @@ from torch import Tensor
 from torchpaged.backends.base import Backend
 from torchpaged.backends.capabilities import Capabilities, Planning
 from torchpaged.backends.library_op import Call, Held, Options, attention_op
-from torchpaged.backends.planned_batch import PlannedBatchBuffers
+from torchpaged.backends.planned_batch import PlannedBatchBuffers, is_capturing
 from torchpaged.backends.session import PlannedBatch, Session
 from torchpaged.backends.spec import AttentionSpec, GraphSupport
-from torchpaged.custom_ops.checks import reads_values
 from torchpaged.custom_ops.errors import ArgumentError, BackendUnavailableError, PlanError
 from torchpaged.metadata import HostLengths
 
@@ -132,15 +131,13 @@ class FlashInferSession(Session):
         other."""
         block_size, width = self.batch.block_size, self.batch.table.shape[1]
         with torch.inference_mode():
-            lens = self.batch.lens
+            lens, table = self.batch.lens[:rows], self.batch.table[:rows]
             count = (lens + block_size - 1) // block_size
-            self._indptr[1:].copy_(count.cumsum(0))
-            self._last.copy_(torch.where(lens > 0, (lens - 1) % block_size + 1, 0))
-            column = torch.arange(width, device=self.device)
-            at = torch.where(
-                column < count[:, None], self._indptr[:-1, None] + column, self._indices.numel() - 1
-            )
-            self._indices.scatter_(0, at.flatten().long(), self.batch.table.flatten())
+            self._indptr[1 : rows + 1].copy_(count.cumsum(0))
+            self._last[:rows].copy_(torch.where(lens > 0, (lens - 1) % block_size + 1, 0))
+            nobody, column = self._indices.numel() - 1, torch.arange(width, device=self.device)
+            at = torch.where(column < count[:, None], self._indptr[:rows, None] + column, nobody)
+            self._indices.scatter_(0, at.flatten().long(), table.flatten())
 
     def _plan_decode(self, kind: _Kind, rows: int, pages: _Pages, query_lens: list[int]) -> None:
         queries = sum(query_lens)
@@ -262,7 +259,7 @@ class FlashInferSession(Session):
             options.logits_soft_cap,
             options.scale,
         )
-        capturing = _is_capturing(q.device)
+        capturing = is_capturing(q.device)
         if options.max_query_len == 1:
             decoder = self._decoders.get((kind, rows))
             if decoder is None:
@@ -279,12 +276,12 @@ class FlashInferSession(Session):
             wrapper, tokens = self._prefills.get(kind), self._planned_rows
             if wrapper is None:
                 raise self._not_planned(rows, options)
-        self.batch.check(call.seq_lens, call.block_table, call.query_start_loc)
+        self.batch.check(call)
         with_lse = call.lse is not None or options.sinks is not None
         given = _scaled(q, options.k_scale, k_cache.shape[2])
         if tokens == len(q) and not with_lse and options.v_scale is None:
             wrapper.run(given, (k_cache, v_cache), out=call.out)
-            self.batch.finish(call.out, None, call.out, None)
+            self.batch.finish(call, call.out, None)
             return
         if len(q) < tokens:
             given = torch.cat([given, given.new_zeros(tokens - len(q), *q.shape[1:])])
@@ -294,7 +291,7 @@ class FlashInferSession(Session):
             y = torch.cat([y, y.new_zeros(len(q) - tokens, *y.shape[1:])])
             y_lse = torch.cat([y_lse, y_lse.new_zeros(len(q) - tokens, y_lse.shape[1])])
         natural = y_lse[: len(q)] * math.log(2.0)
-        self.batch.finish(call.out, call.lse, y[: len(q)], natural, options.sinks)
+        self.batch.finish(call, y[: len(q)], natural, options.sinks)
 
     def _not_planned(self, rows: int, options: Options) -> PlanError:
         return PlanError(
@@ -334,10 +331,6 @@ def _scaled(x: Tensor, scale: Tensor | None, num_kv_heads: int) -> Tensor:
         return x
     of_head = scale.float().expand(num_kv_heads).repeat_interleave(x.shape[1] // num_kv_heads)
     return (x.float() * of_head[:, None]).to(x.dtype)
-
-
-def _is_capturing(device: torch.device) -> bool:
-    return torch.cuda.is_current_stream_capturing() if device.type == "cuda" else not reads_values(device)
 
 
 def _integers(wrapper: Any) -> tuple[int, ...]:

@@ -2,9 +2,9 @@
 surprises, hidden rows.
 
     planned = PlannedBatchBuffers(limits, device)
-    planned.write(batch)                                # once per step, outside traces and graphs; waits for
-    nothing planned.check(seq_lens, block_table, starts)        # in the op, on the device planned.finish(out,
-    lse, y, y_lse, sinks)           # in the op: what the library gave, as the contract has it
+    planned.write(batch)                    # once per step, outside traces and graphs; waits for nothing
+    planned.check(call)                     # in the op, on the device
+    planned.finish(call, y, y_lse, sinks)   # in the op: what the library gave, as the contract has it
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from torchpaged.backends.library_op import Call
 from torchpaged.backends.session import Limits, PlannedBatch, assert_planned
+from torchpaged.custom_ops.checks import reads_values
 
 
 class PlannedBatchBuffers:
@@ -23,12 +25,11 @@ class PlannedBatchBuffers:
         device: where the batches are.
 
     Attributes:
-        lens: ``[max_num_reqs]`` int32, keys of each request, 0 where the batch has a negative number or no
-            request.
-        table: ``[max_num_reqs, max_blocks_per_req]`` int32, blocks in use; 0 elsewhere, so that nobody can
-            follow garbage.
-        starts: ``[max_num_reqs + 1]`` int32, as the batch's ``query_start_loc``; the tail repeats its last
-            value.
+        lens: ``[max_num_reqs]`` int32, keys of each request, 0 for a negative number; behind the batch's
+            requests whatever was there.
+        table: ``[max_num_reqs, max_blocks_per_req]`` int32, likewise: blocks in use, 0 behind a request's
+            last, so that nobody can follow garbage.
+        starts: ``[max_num_reqs + 1]`` int32, as the batch's ``query_start_loc``.
         hidden: ``[max_num_tokens]`` bool: padding, and queries before their sequence's first token. They see
             nothing.
 
@@ -47,8 +48,11 @@ class PlannedBatchBuffers:
             self.lens, self.table = torch.zeros(rows, **ints), torch.zeros(rows, width, **ints)
             self.starts = torch.full((rows + 1,), -1, **ints)
             self.hidden = torch.ones(tokens, dtype=torch.bool, device=device)
+            dtypes = (torch.bfloat16, torch.float16)
+            self._zeros = {dtype: torch.zeros((), dtype=dtype, device=device) for dtype in dtypes}
         for tensor in self.tensors().values():
             torch._dynamo.mark_static_address(tensor, guard=False)
+        self._checked: set[int] = set()  # pools of the layers of the step that is being captured
 
     def tensors(self) -> dict[str, Tensor]:
         """All of them, by name."""
@@ -57,32 +61,46 @@ class PlannedBatchBuffers:
     def write(self, batch: PlannedBatch) -> None:
         """Take over a batch."""
         rows, width = batch.block_table.shape
+        self._checked.clear()
         with torch.inference_mode():
             self._raw_lens[:rows].copy_(batch.seq_lens)
             self._raw_table[:rows, :width].copy_(batch.block_table)
             self.starts[: rows + 1].copy_(batch.query_start_loc)
-            self.starts[rows + 1 :] = self.starts[rows]
-            self.lens.zero_()
-            self.lens[:rows].copy_(batch.seq_lens.clamp_min(0))
-            self.table.zero_()
+            torch.clamp_min(batch.seq_lens, 0, out=self.lens[:rows])
             self.table[:rows, :width].copy_(blocks_in_use(batch.block_table, batch.seq_lens, self.block_size))
             self.hidden.copy_(hidden_queries(batch.seq_lens, batch.query_start_loc, len(self.hidden)))
 
-    def check(self, seq_lens: Tensor, block_table: Tensor, query_start_loc: Tensor) -> None:
+    def check(self, call: Call) -> None:
         """On the device: the batch of a call is the one that was planned.
+
+        In a captured step the first layer's comparison stands for all of them, since nothing between them may
+        change the batch. Layers are told apart by their pools: one that comes again begins another step.
 
         Raises:
             RuntimeError: it is not; on a GPU a device-side assertion.
         """
+        if is_capturing(call.q.device):
+            pool = call.k_cache.data_ptr()
+            first = not self._checked or pool in self._checked
+            self._checked = {pool} if first else self._checked | {pool}
+            if not first:
+                return
         assert_planned(
-            (self._raw_lens, self._raw_table, self.starts), (seq_lens, block_table, query_start_loc)
+            (self._raw_lens, self._raw_table, self.starts),
+            (call.seq_lens, call.block_table, call.query_start_loc),
         )
 
-    def finish(
-        self, out: Tensor, lse: Tensor | None, y: Tensor, y_lse: Tensor | None, sinks: Tensor | None = None
-    ) -> None:
+    def finish(self, call: Call, y: Tensor, y_lse: Tensor | None, sinks: Tensor | None = None) -> None:
         """`finish` with the hidden rows of the planned batch."""
-        finish(self.hidden[: len(out)], out, lse, y, y_lse, sinks)
+        zero = self._zeros.get(call.out.dtype)
+        finish(self.hidden[: len(call.out)], call.out, call.lse, y, y_lse, sinks, zero)
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether the call at hand becomes part of a graph, on a CPU of a tape."""
+    if device.type == "cuda":
+        return torch.cuda.is_current_stream_capturing()
+    return not reads_values(device)
 
 
 def blocks_in_use(block_table: Tensor, seq_lens: Tensor, block_size: int) -> Tensor:
@@ -114,6 +132,7 @@ def finish(
     y: Tensor,
     y_lse: Tensor | None,
     sinks: Tensor | None = None,
+    zero: Tensor | None = None,
 ) -> None:
     """Write a library's result as the contract has it: hidden rows are zeros and -inf, sinks take part in the
     softmax.
@@ -125,6 +144,7 @@ def finish(
         y: ``[T, H, head_dim_v]``, of any numbers in hidden rows; may be ``out``.
         y_lse: ``[T, H]``, natural; needed for ``lse`` and for ``sinks``.
         sinks: ``[H]``, or None.
+        zero: of no dimension, in ``out``'s dtype; saves a kernel.
     """
     if sinks is not None:
         assert y_lse is not None, "sinks need the log-sum-exp"
@@ -133,8 +153,10 @@ def finish(
         y_lse = with_sink
     if y is out:
         out.masked_fill_(hidden[:, None, None], 0.0)
-    else:
+    elif zero is None or y.dtype != zero.dtype:
         out.copy_(y.masked_fill(hidden[:, None, None], 0.0))
+    else:
+        torch.where(hidden[:, None, None], zero, y, out=out)
     if lse is not None:
         assert y_lse is not None, "no log-sum-exp was computed"
         lse.copy_(y_lse.masked_fill(hidden[:, None], float("-inf")))

@@ -168,6 +168,36 @@ def _parts(backend: Backend) -> tuple[Any, ...]:
     return backend.capabilities, backend.ops, lambda: None, backend.session
 
 
+def test_a_layer_and_its_pools(backend: Backend) -> None:
+    """Writes by the device's own op, attends by the library, plans once for two layers; nothing is written
+    without a plan."""
+    limits = Limits(3, 16, 4, 16, 16)
+    session = backend.open([], limits, "cpu")
+    layers = [PagedAttention(4, 64, 2, session=session, dtype=BF16) for _ in range(2)]
+    reference = PagedAttention(4, 64, 2, backend="reference", dtype=BF16)
+    caches = [
+        torchpaged.PagedKVCache.uniform(2, 2, 64, block_size=16, num_blocks=16, dtype=BF16) for _ in range(2)
+    ]
+    tables = [[3, 1], [2, 9], [4, 5]]
+    with torch.inference_mode():
+        for query_lens, seq_lens in (
+            ([5, 9, 1], [5, 9, 1]),
+            ([1, 1, 1], [6, 10, 2]),
+            ([1, 12, 2], [7, 22, 4]),
+        ):
+            metadata = torchpaged.AttentionMetadata.from_lists(query_lens, seq_lens, tables, block_size=16)
+            q, k, v = (torch.randn(sum(query_lens), heads, 64).to(BF16) for heads in (4, 2, 2))
+            if session.plans:
+                before = caches[0][0].k_cache.clone()
+                with pytest.raises(PlanError):
+                    layers[0](q, k, v, caches[0][0], metadata)
+                assert torch.equal(caches[0][0].k_cache, before)
+            session.plan(metadata)
+            for layer, pools, same in zip(layers, *caches, strict=True):
+                want = reference(q, k, v, same, metadata)
+                torch.testing.assert_close(layer(q, k, v, pools, metadata), want, rtol=0.02, atol=0.02)
+
+
 # -------------------------------------------------------------------------------- plans, and buffers that
 # stay
 def addresses(session: Any) -> dict[str, int]:
@@ -472,6 +502,37 @@ def test_torchs_own_varlen_function() -> None:
     reason = str(torch_varlen.unavailable())
     assert "pip install 'torch>=2.12'" in reason or "activate_flash_attention_impl('FA3')" in reason
     assert get_backend("torch_varlen").capabilities.graph_support == GraphSupport.NEVER
+
+
+def test_a_gpu_that_the_kernels_do_not_know_gets_flex(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Turing: by itself, and with the reasons why not the others; blocks that FlexAttention's kernels can't
+    tile go to torch's attention. What is around a library that may be absent is named, or not chosen."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
+    spec = replace(spec_of(batch_of("decode_one")), device=torch.device("cuda"), dtype=torch.float16)
+    spec = replace(spec, kv_dtype=torch.float16)
+    choice = select_backend(spec)
+    assert choice.name == "flex" and list(choice.rejected) == ["cuda", "triton", "cpu"]
+    assert "compute capability (7, 5) is below (8, 0)" in choice.rejected["triton"]
+    assert select_backend(replace(spec, block_size=8)).name == "torch_sdpa"
+    for name in ("flash_attn", "flashinfer", "torch_varlen"):
+        assert any("compute capability (7, 5)" in reason for reason in get_backend(name).reject(spec)), name
+
+
+def test_a_name_of_others_can_not_be_taken() -> None:
+    cpu = get_backend("cpu")
+    for name in ("FLASHINFER", "flex"):
+        with pytest.raises(ValueError, match=f"expected a new name, got '{name}'"):
+            torchpaged.backends.register_backend(Backend(name, *_parts(cpu)))
+
+
+def test_the_benchmark_runs_one_that_is_named() -> None:
+    from torchpaged.bench.attention.contenders import contenders
+
+    device = torch.device("cpu")
+    own = {contender.name for contender in contenders(device, peers=False)}
+    assert own == {"cpu"}
+    assert [c.name for c in contenders(device, backends=["torch_sdpa"], peers=False)] == ["torch_sdpa"]
 
 
 def test_no_automatic_choice_on_a_cpu_is_one_of_these() -> None:

@@ -83,7 +83,7 @@ class FlashInferSession(Session):
         self._library = load()
         self.batch = PlannedBatchBuffers(self.limits, self.device)
         rows, width = self.limits.need("max_num_reqs", "max_blocks_per_req")
-        ints = {"dtype": torch.int32, "device": self.device}
+        ints: Any = {"dtype": torch.int32, "device": self.device}
         with torch.inference_mode(False):
             self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=self.device)
             self._indptr, self._last = torch.zeros(rows + 1, **ints), torch.zeros(rows, **ints)

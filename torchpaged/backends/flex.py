@@ -335,7 +335,8 @@ def _compile(shape: _Shape, mods: Mods) -> Callable[..., tuple[Tensor, Tensor | 
         y = y.transpose(1, 2).flatten(0, 1)[row_of_token]  # [T, H, head_dim_v]
         if not (shape.lse or shape.sinks):
             return torch.where(is_query[:, None, None], y, 0.0), None
-        total = aux.lse.transpose(1, 2).flatten(0, 1)[row_of_token]  # [T, H]
+        lse: Any = aux.lse  # there, since it was asked for
+        total = lse.transpose(1, 2).flatten(0, 1)[row_of_token]  # [T, H]
         nothing = ~is_query[:, None] | (total == float("-inf"))
         if sinks is not None:
             with_sink = torch.logaddexp(total, sinks.float())

@@ -9,6 +9,8 @@ surprises, hidden rows.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -41,7 +43,7 @@ class PlannedBatchBuffers:
         rows, tokens, width, self.block_size = limits.need(
             "max_num_reqs", "max_num_tokens", "max_blocks_per_req", "block_size"
         )
-        ints = {"dtype": torch.int32, "device": device}
+        ints: Any = {"dtype": torch.int32, "device": device}
         with torch.inference_mode(False):
             self._raw_lens = torch.full((rows,), -1, **ints)
             self._raw_table = torch.zeros(rows, width, **ints)

@@ -12,6 +12,7 @@ return, so that neither it nor sinks, which need it, are offered.
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import torch
 
@@ -36,7 +37,7 @@ def _attend(call: Call, options: Options) -> None:
 
     q, k_cache, v_cache, block_table, seq_lens, query_start_loc, out, _ = call
     block_size, right = k_cache.shape[1], 0 if options.causal else options.window_right
-    y = varlen_attn(
+    y: Any = varlen_attn(
         q,
         k_cache,
         v_cache,

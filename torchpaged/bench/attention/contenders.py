@@ -101,7 +101,7 @@ def own_backend(name: str) -> Contender:
             session = _planned(backend, spec_of(case, inputs.q.device), case, inputs)
             kept = [session.workspace(spec_of(case, inputs.q.device))] * inputs.num_layers
         else:
-            ints = {"dtype": torch.int32, "device": inputs.q.device}
+            ints: Any = {"dtype": torch.int32, "device": inputs.q.device}
             count = len(case.seq_lens) * case.num_kv_heads
             kept = [{"semaphore": torch.zeros(count, **ints)} for _ in range(inputs.num_layers)]
 

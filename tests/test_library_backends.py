@@ -527,12 +527,21 @@ def test_a_name_of_others_can_not_be_taken() -> None:
 
 
 def test_the_benchmark_runs_one_that_is_named() -> None:
+    """By a name of its own, since the library itself may be a peer; not where nobody is named."""
+    from torchpaged.bench.attention.cases import AttentionCase
     from torchpaged.bench.attention.contenders import contenders
+    from torchpaged.bench.attention.inputs import exact_outputs, make_inputs, relative_error
 
-    device = torch.device("cpu")
-    own = {contender.name for contender in contenders(device, peers=False)}
-    assert own == {"cpu"}
-    assert [c.name for c in contenders(device, backends=["torch_sdpa"], peers=False)] == ["torch_sdpa"]
+    device, f32 = torch.device("cpu"), torch.float32
+    assert {contender.name for contender in contenders(device, peers=False)} == {"cpu"}
+    named = contenders(device, backends=["torch_sdpa", "flex"])
+    assert len({contender.name for contender in named}) == len(named)
+    case = AttentionCase("small", 4, 2, 64, (40, 16, 3), (1, 1, 1), 16, f32, f32, "smoke")
+    inputs = make_inputs(case, device)
+    (sdpa,) = (contender for contender in named if contender.name == "torch_sdpa_backend")
+    assert sdpa.why_not(case, device) is None
+    out = sdpa.prepare(case, inputs).calls[0]()
+    assert relative_error(case, out, exact_outputs(case, inputs, 0)) < 1e-5
 
 
 def test_no_automatic_choice_on_a_cpu_is_one_of_these() -> None:

@@ -126,7 +126,9 @@ def own_backend(name: str) -> Contender:
 
         return Prepared([partial(call, layer) for layer in range(inputs.num_layers)])
 
-    return Contender(name, True, backend.unavailable, why_not, prepare)
+    # the library itself may be among the peers, by its own name
+    shown = f"{name}_backend" if name in _AROUND_LIBRARIES else name
+    return Contender(shown, True, backend.unavailable, why_not, prepare)
 
 
 class _Planned(NamedTuple):

@@ -26,6 +26,7 @@ from torchpaged.backends import (
     ALIASES,
     Backend,
     GraphSupport,
+    HostLengths,
     get_backend,
     list_backends,
     planned_batch,
@@ -97,6 +98,22 @@ def test_every_batch_and_option_that_is_declared(backend: Backend, variant: str)
                 ran += 1
     unable = {"flash_attn": ("soft_cap", "chunked_local"), "flashinfer": ("window_both", "chunked_local")}
     assert bool(ran) == (variant not in unable.get(backend.name, ()))
+
+
+def test_fewer_tokens_than_requests_and_none(backend: Backend) -> None:
+    for seq_lens, query_lens in (((40, 7, 0), (1, 1, 0)), ((0, 0), (0, 0))):
+        batch = make_batch(BatchSpec("few", seq_lens, query_lens), **SHAPE)
+        out, lse = attend(backend.open([], limits_of(batch), "cpu"), batch)
+        assert_attention_close(out, lse, batch)
+
+
+def test_the_op_keeps_its_contract() -> None:
+    """No undeclared mutation, a fake that fits, one trace for sizes that vary."""
+    batch = make_batch(BATCH_SPECS["mixed_padded"], sinks=True)
+    batch.k_cache.nan_to_num_(0.5), batch.v_cache.nan_to_num_(0.5)  # opcheck compares pools for equality
+    options = {"max_query_len": batch.max_query_len, "scale": batch.scale, "window_left": 9, **batch.extras}
+    arguments = (*_arguments(batch), torch.zeros(batch.q.shape[:2]))
+    torch.library.opcheck(get_backend("torch_sdpa").ops.paged_attention, arguments, options)
 
 
 @pytest.mark.parametrize("scales", ["none", "one", "per_head"])
@@ -258,23 +275,26 @@ def test_a_wrapper_per_number_of_requests_and_a_short_plan_from_then_on(flashinf
 def test_lengths_of_the_host_are_not_read_from_the_device(
     flashinfer: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """As on a GPU, where values are not checked unless TORCHPAGED_CHECK=1 asks for it."""
     batch = batch_of("decode_edges")
     session = flashinfer.open([spec_of(batch)], limits_of(batch), "cpu")
     host = host_of(batch)
+    wrong = HostLengths(host.query_lens, [length + 1 for length in host.seq_lens])
+    with pytest.raises(torchpaged.ArgumentError, match="host: expected the batch's lengths"):
+        session.plan(step_of(batch), wrong)
 
     def read(self: torch.Tensor) -> Any:
         raise AssertionError("a length was read from the device")
 
-    monkeypatch.setattr(torch.Tensor, "item", read)
-    monkeypatch.setattr(flashinfer_backend, "_cumulated", lambda numbers, device: _sums(numbers))
+    monkeypatch.setattr(flashinfer_backend, "reads_values", lambda device: False)
     session.plan(step_of(batch), host)
-    monkeypatch.setattr(torch.Tensor, "tolist", read)
+    decode = importlib.import_module("flashinfer.decode")
+    monkeypatch.setattr(decode, "fast_decode_plan", lambda *_, **__: None)
+    for method in ("item", "tolist", "__bool__", "__int__"):
+        monkeypatch.setattr(torch.Tensor, method, read)
+    session.plan(step_of(batch), host)
     with pytest.raises(AssertionError, match="read from the device"):
         session.plan(step_of(batch))
-
-
-def _sums(numbers: list[int]) -> torch.Tensor:
-    return torch.tensor([0, *numbers]).cumsum(0).int()
 
 
 def test_eager_wrappers_are_few_and_captured_ones_stay(flashinfer: Backend) -> None:

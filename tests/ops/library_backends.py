@@ -90,7 +90,7 @@ def spec_of(batch: Batch, lse: bool = True, **options: Any) -> AttentionSpec:
 
 def limits_of(batch: Batch) -> Limits:
     rows, width = batch.block_table.shape
-    return Limits(rows, len(batch.q), width, *batch.k_cache.shape[:2])
+    return Limits(rows, max(len(batch.q), 1), width, *batch.k_cache.shape[:2])
 
 
 def attend(session: Session, batch: Batch, lse: bool = True, **options: Any) -> tuple[Tensor, Tensor | None]:

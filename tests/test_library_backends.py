@@ -385,6 +385,12 @@ def test_the_first_layer_of_a_captured_step_compares_for_all(
             compared.clear()
             TapeCapture().capture(lambda steps=steps: [step() for _ in range(steps)][-1], None)
             assert len(compared) == more
+        for between in (lambda: session.plan(step_of(layers[0])), lambda: attend_again(session, layers[0])):
+            TapeCapture().capture(lambda: attend_again(session, layers[0]), None)
+            between()
+            compared.clear()
+            TapeCapture().capture(lambda: attend_again(session, layers[1]), None)
+            assert len(compared) == 1, "the step of another model"
 
 
 @pytest.mark.parametrize("name", ["flash_attn", "flashinfer"])

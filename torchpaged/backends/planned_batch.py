@@ -76,12 +76,15 @@ class PlannedBatchBuffers:
         """On the device: the batch of a call is the one that was planned.
 
         In a captured step the first layer's comparison stands for all of them, since nothing between them may
-        change the batch. Layers are told apart by their pools: one that comes again begins another step.
+        change the batch. Layers are told apart by their pools: one that comes again begins another step, as do a plan
+        and an eager call.
 
         Raises:
             RuntimeError: it is not; on a GPU a device-side assertion.
         """
-        if is_capturing(call.q.device):
+        if not is_capturing(call.q.device):
+            self._checked.clear()  # a warm-up: what is captured next is another step
+        else:
             pool = call.k_cache.data_ptr()
             first = not self._checked or pool in self._checked
             self._checked = {pool} if first else self._checked | {pool}

@@ -385,11 +385,12 @@ def test_the_first_layer_of_a_captured_step_compares_for_all(
             compared.clear()
             TapeCapture().capture(lambda steps=steps: [step() for _ in range(steps)][-1], None)
             assert len(compared) == more
-        for between in (lambda: session.plan(step_of(layers[0])), lambda: attend_again(session, layers[0])):
+        betweens = (lambda: session.plan(step_of(layers[0])), lambda: attend_again(session, layers[0]))
+        for between, other in zip(betweens, layers[1:], strict=True):
             TapeCapture().capture(lambda: attend_again(session, layers[0]), None)
             between()
             compared.clear()
-            TapeCapture().capture(lambda: attend_again(session, layers[1]), None)
+            TapeCapture().capture(lambda other=other: attend_again(session, other), None)
             assert len(compared) == 1, "the step of another model"
 
 

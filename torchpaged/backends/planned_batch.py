@@ -76,8 +76,8 @@ class PlannedBatchBuffers:
         """On the device: the batch of a call is the one that was planned.
 
         In a captured step the first layer's comparison stands for all of them, since nothing between them may
-        change the batch. Layers are told apart by their pools: one that comes again begins another step, as do a plan
-        and an eager call.
+        change the batch. Layers are told apart by their pools: one that comes again begins another step, as
+        do a plan and an eager call.
 
         Raises:
             RuntimeError: it is not; on a GPU a device-side assertion.

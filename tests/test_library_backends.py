@@ -600,3 +600,28 @@ def test_what_is_declared_is_plain_data() -> None:
     assert rows["flashinfer"]["head_dims"] == [64, 128, 256] and rows["flashinfer"]["alibi"] is False
     assert rows["flex"]["finite_pools"] and rows["flex"]["other_names"] == ["FLEX_ATTENTION"]
     assert {name for name, row in rows.items() if row["planning"] != "NEVER"} == {"flash_attn", "flashinfer"}
+
+
+def test_the_engine_and_a_huggingface_cache(make_llama: Any) -> None:
+    """On torch's own attention, captured, compared with the device's own kernels."""
+    import copy
+
+    from torchpaged.engine import Generator, SamplingParams
+    from torchpaged.hf import PagedCache
+
+    model = make_llama(vocab_size=99, hidden_size=64, intermediate_size=96, max_position_embeddings=256)
+    params, prompts = SamplingParams(max_new_tokens=8, ignore_eos=True), [[5, 9, 11, 20, 3], [8, 30]]
+    sizes: dict[str, Any] = {"max_batch_size": 2, "max_seq_len": 64, "prefill_chunk_size": 4}
+    want, got = (
+        [out.token_ids for out in Generator(copy.deepcopy(model), **sizes, **named).generate(prompts, params)]
+        for named in ({}, {"backend": "TORCH_SDPA", "prefill_buckets": [2, 4], "capture": TapeCapture()})
+    )
+    assert got == want
+    ids = torch.tensor([[5, 9, 11, 20, 3]])
+    dense = model.generate(input_ids=ids, max_new_tokens=6, min_new_tokens=6, do_sample=False)
+    model.set_attn_implementation("torchpaged")
+    cache = PagedCache(model.config, 1, 32, block_size=4, backend="torch_sdpa")
+    paged = model.generate(
+        input_ids=ids, max_new_tokens=6, min_new_tokens=6, do_sample=False, past_key_values=cache
+    )
+    assert torch.equal(paged, dense)

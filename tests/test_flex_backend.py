@@ -61,8 +61,7 @@ def test_shapes_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(flex_module._PLAIN.compiled) == 1
 
 
-# ------------------------------------------------------------------------------------------ functions of
-# one's own
+# ------------------------------------------------------------------------------------ functions of one's own
 def test_a_score_mod_and_a_mask_mod_in_positions_of_the_sequence() -> None:
     """ALiBi and a window, written by a user, are ALiBi and a window."""
     slopes = 2.0 ** -torch.linspace(1, 8, 4)
@@ -131,8 +130,7 @@ def test_functions_that_are_none() -> None:
         flex_backend("three", score_mod=3)  # type: ignore[arg-type]
 
 
-# -------------------------------------------------------------------------------------------------------
-# refusals
+# -------------------------------------------------------------------------------------------------- refusals
 def test_pools_that_are_not_finite_or_lie_otherwise() -> None:
     batch = make_batch(BATCH_SPECS["decode_edges"], head_dim=32)
     with pytest.raises(ArgumentError, match="k_cache: expected finite numbers in every slot .* torch.zeros"):
@@ -158,8 +156,7 @@ def test_what_flex_can_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
         FLEX.reject(spec)
 
 
-# --------------------------------------------------------------------------------------------- compiled by
-# Inductor
+# -------------------------------------------------------------------------------------- compiled by Inductor
 @pytest.mark.parametrize("name", ["decode_edges", "mixed_padded"])
 def test_compiled(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fused, and as one op of a compiled call around it."""
@@ -188,8 +185,7 @@ def test_compiled(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(again, out)
 
 
-# ---------------------------------------------------------------------------------------------------- query
-# tiles
+# ----------------------------------------------------------------------------------------------- query tiles
 @pytest.mark.parametrize("tile_q", [1, 4, 16])
 @pytest.mark.parametrize("name", BATCH_SPECS)
 def test_tiles_hold_every_query_once(name: str, tile_q: int) -> None:

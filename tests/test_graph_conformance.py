@@ -137,8 +137,7 @@ def test_the_suite_catches_a_host_decision() -> None:
         check_replays(backend, case, TapeCapture(), "cpu", head_dim=32)
 
 
-# ------------------------------------------------------------------------------- all of it, as authors call
-# it
+# ----------------------------------------------------------------------------- all of it, as authors call it
 def test_what_was_proved_is_told() -> None:
     report = check_graph_support(PLANNING, device="cpu", dtypes=(torch.float32, torch.float64), **SHAPE)
     assert report.replays.keys() == {

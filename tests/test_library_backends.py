@@ -215,8 +215,7 @@ def test_a_layer_and_its_pools(backend: Backend) -> None:
                 torch.testing.assert_close(layer(q, k, v, pools, metadata), want, rtol=0.02, atol=0.02)
 
 
-# -------------------------------------------------------------------------------- plans, and buffers that
-# stay
+# ------------------------------------------------------------------------------ plans, and buffers that stay
 def addresses(session: Any) -> dict[str, int]:
     return {name: tensor.data_ptr() for name, tensor in session.tensors().items()}
 
@@ -438,8 +437,7 @@ def test_a_shared_prefix_in_flashinfers_cascade(flashinfer: Backend) -> None:
         )
 
 
-# --------------------------------------------------------------------------------- names, absence and
-# refusals
+# ------------------------------------------------------------------------------- names, absence and refusals
 @pytest.mark.parametrize("alias", ALIASES)
 def test_names_that_others_have(alias: str) -> None:
     assert get_backend(alias) is get_backend(ALIASES[alias])

@@ -29,7 +29,7 @@ class Planning(IntEnum):
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a backend can do, as data: `reject` turns it into sentences, the README's table is made from it.
+    """What a backend can do, as data: `reject` turns it into sentences.
 
     None means "any". ``head_dims`` and ``block_sizes`` list what is supported. ``planning`` says when its
     sessions want `Session.plan`. ``finite_pools``: whatever lies in a pool must be finite, also where nobody

@@ -76,8 +76,7 @@ def num_splits(num_reqs: int, max_query_len: int, num_heads: int, head_dim: int)
     return max(1, min(_MOST_SPLITS, _MOST_BYTES // partial))
 
 
-# ---------------------------------------------------------------------------------------------------------
-# the session
+# ----------------------------------------------------------------------------------------------- the session
 class FlashAttnSession(Session):
     """Schedules of the kinds of layers that came, for the batch that was planned last."""
 
@@ -190,8 +189,7 @@ def _attend(call: Call, options: Options, handle: Tensor | None) -> None:
     _SESSIONS.of(handle).attend(call, options)
 
 
-# ---------------------------------------------------------------------------------------------------------
-# the package
+# ----------------------------------------------------------------------------------------------- the package
 def load() -> Any:
     """The package, whose kernels this loads.
 

@@ -75,8 +75,7 @@ class _Decoder:
     captured: tuple[int, ...] | None = None  # the plan's integers at its capture
 
 
-# ------------------------------------------------------------------------------------------------- the
-# session
+# ----------------------------------------------------------------------------------------------- the session
 class FlashInferSession(Session):
     """Wrappers of the kinds of layers that came, and the page table of the batch that was planned last."""
 

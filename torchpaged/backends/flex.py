@@ -84,8 +84,7 @@ _PLAIN = Mods()
 _MODS: Held[Mods] = Held("session of a backend with mods")
 
 
-# ------------------------------------------------------------------------------------------------------------
-# one call
+# -------------------------------------------------------------------------------------------------- one call
 def _attend(call: Call, options: Options, own: Mods = _PLAIN) -> None:
     q, k_cache, v_cache, block_table, seq_lens, query_start_loc, out, lse = call
     _check_pools(k_cache, v_cache, block_table, seq_lens)
@@ -238,8 +237,7 @@ def _check_pools(k_cache: Tensor, v_cache: Tensor, block_table: Tensor, seq_lens
             )
 
 
-# ------------------------------------------------------------------------------------------------------- what
-# is compiled
+# ------------------------------------------------------------------------------------------ what is compiled
 def _compile_tiles(shape: _Shape) -> Callable[[Tensor, Tensor], tuple[QueryTiles, Tensor, Tensor]]:
     """Tiles and the blocks that they see, in few kernels."""
     tokens, tile_q, mask, block_size = shape.sizes[0], shape.tile_q, shape.mask, shape.block_size
@@ -347,8 +345,7 @@ def _compile(shape: _Shape, mods: Mods) -> Callable[..., tuple[Tensor, Tensor | 
     return _compiled(call, shape.compiler)
 
 
-# ----------------------------------------------------------------------------------------------------------
-# the backend
+# ----------------------------------------------------------------------------------------------- the backend
 class FlexCapabilities(Capabilities):
     """What depends on more than one thing at once."""
 
@@ -460,5 +457,5 @@ def flex_backend(
         capabilities=replace(CAPABILITIES, graph_support=graph_support),
         ops=OPS_WITH_MODS,
         unavailable=_unavailable,
-        session=partial(_ModsSession, mods),  # type: ignore[arg-type]  # called as the class is
+        session=partial(_ModsSession, mods),
     )

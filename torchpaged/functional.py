@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchpaged.backends import AttentionSpec, Backend, Limits, attention_spec, backend_of
+from torchpaged.backends import AttentionSpec, Backend, Limits, Session, attention_spec, backend_of
 from torchpaged.backends.ops_choice import choose_ops, traced_ops
 from torchpaged.custom_ops import BACKEND_OPS, BackendOps, check_native_dtype
 from torchpaged.custom_ops.attention.check import (
@@ -360,9 +360,10 @@ def paged_attention(
         if ops is not _DEFAULT:
             backend = _able(_Handles(ops), spec)
             if backend is not None and workspace is None and backend.capabilities.planning:
-                kept = _planned_once(
-                    backend, spec, block_table, seq_lens, query_start_loc, max_query_len, k_cache
-                )
+                batch = _OneCall(block_table, seq_lens, query_start_loc, max_query_len)
+                # a variable of this function, since it must live until the op has run
+                session = _planned_once(backend, spec, batch, q.shape[0], k_cache)
+                kept = session.workspace(spec)
     else:
         window = operator.index(window_size[0]), operator.index(window_size[1])
         has_soft_cap = False
@@ -454,23 +455,16 @@ class _OneCall(NamedTuple):
 
 
 def _planned_once(
-    backend: Backend,
-    spec: AttentionSpec,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    query_start_loc: Tensor,
-    max_query_len: int,
-    pool: Tensor,
-) -> dict[str, Tensor]:
-    """The workspace of a session for one call. The op is launched behind the plan, on the same stream, and
-    its tensors are freed there."""
-    num_reqs, width = block_table.shape
-    limits = Limits(
-        max(num_reqs, 1), max(num_reqs * max_query_len, 1), max(width, 1), pool.shape[0], pool.shape[1]
-    )
+    backend: Backend, spec: AttentionSpec, batch: _OneCall, num_tokens: int, pool: Tensor
+) -> Session:
+    """A session for one call. The op is launched behind the plan, on the same stream, and its tensors are
+    freed there."""
+    num_reqs, width = batch.block_table.shape
+    most_tokens = max(num_reqs * batch.max_query_len, num_tokens, 1)
+    limits = Limits(max(num_reqs, 1), most_tokens, max(width, 1), pool.shape[0], pool.shape[1])
     session = backend.open([spec], limits, spec.device)
-    session.plan(_OneCall(block_table, seq_lens, query_start_loc, max_query_len))
-    return session.workspace(spec)
+    session.plan(batch)
+    return session
 
 
 def merge_attn_states(

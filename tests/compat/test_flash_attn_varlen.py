@@ -140,6 +140,7 @@ def test_compiled_once_for_all_lengths(variant: str) -> None:
     def call(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, lens: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
         return flash_attn_varlen_func(q, k, v, max_seqlen_q=9, cu_seqlens_q=starts, max_seqlen_k=32, seqused_k=lens, block_table=table, **options)
 
+    torch.compiler.reset()
     compiled = torch.compile(call, backend=count, fullgraph=True)
     for query_lens, key_lens in (([2, 9, 1], [30, 12, 20]), ([9, 2, 1], [3, 31, 7])):
         pools, q, queries = batch(query_lens, key_lens, room=1)

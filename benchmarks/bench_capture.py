@@ -1,12 +1,16 @@
-"""What graphs cost and give around a decode step: capture of many buckets, and prefill steps with and without a graph.
+"""What graphs cost and give around a decode step: capture of many buckets, and prefill steps with and without
+a graph.
 
     PYTHONPATH=. python benchmarks/bench_capture.py --shape llama-8b --buckets 24 --output capture.json
-    PYTHONPATH=. python benchmarks/bench_capture.py --shape tiny --buckets 3 --prefill 16 --first-token 16 --dtype fp32      # any machine
+    # any machine
+    PYTHONPATH=. python benchmarks/bench_capture.py --shape tiny --buckets 3 --prefill 16 \\
+        --first-token 16 --dtype fp32
 
-Random weights, fused layers, whole steps with sampling in the graph. Buckets: milliseconds of warm-up and capture and MiB each, largest
-first, and what all of them take together. Prefill: milliseconds of a step of so many prompt tokens, of one request and of several, with all
-host work, launched from Python and replayed from the engine's graph of a bucket of that size; where both agree a graph wins nothing.
-First token: milliseconds from a prompt's submission to its first token, both ways. The last line is one JSON document.
+Random weights, fused layers, whole steps with sampling in the graph. Buckets: milliseconds of warm-up and
+capture and MiB each, largest first, and what all of them take together. Prefill: milliseconds of a step of so
+many prompt tokens, of one request and of several, with all host work, launched from Python and replayed from
+the engine's graph of a bucket of that size; where both agree a graph wins nothing. First token: milliseconds
+from a prompt's submission to its first token, both ways. The last line is one JSON document.
 """
 
 from __future__ import annotations
@@ -55,7 +59,14 @@ def memory(device: torch.device) -> tuple[int, int]:
 def measure_buckets(model: PagedModel, count: int, steps: int) -> dict[str, Any]:
     """Capture ``count`` buckets of 1, 2, 4 and multiples of 8 rows."""
     buckets = [1, 2, 4, *range(8, 8 * count, 8)][:count]
-    loop = DecodeLoop(model, max_batch_size=buckets[-1], max_blocks_per_req=128, steps_per_launch=steps, buckets=buckets, compile=False)
+    loop = DecodeLoop(
+        model,
+        max_batch_size=buckets[-1],
+        max_blocks_per_req=128,
+        steps_per_launch=steps,
+        buckets=buckets,
+        compile=False,
+    )
     largest = loop.rows.view(buckets[-1])
     with torch.inference_mode(), loop.rows.padding(buckets[-1]):
         model(*largest)  # kernels are loaded and the working memory of a step exists, with graphs or without
@@ -67,7 +78,11 @@ def measure_buckets(model: PagedModel, count: int, steps: int) -> dict[str, Any]
     print(bucket_table(reports))
     taken = [round((now - then) / 2**20, 1) for now, then in zip(after, before, strict=True)]
     print(
-        f"{count} buckets, {steps} steps each: {seconds:.2f} s, {taken[0]} MiB reserved by torch, {taken[1]} MiB of the device", flush=True
+        (
+            f"{count} buckets, {steps} steps each: {seconds:.2f} s, {taken[0]} MiB reserved by torch, "
+            f"{taken[1]} MiB of the device"
+        ),
+        flush=True,
     )
     return {
         "steps_per_launch": steps,
@@ -79,7 +94,8 @@ def measure_buckets(model: PagedModel, count: int, steps: int) -> dict[str, Any]
 
 
 def median_ms(call: Callable[[], Any], device: torch.device, repeats: int = 10) -> float:
-    """Wall milliseconds per call, calls queued back to back as the engine queues them; the median of three rounds."""
+    """Wall milliseconds per call, calls queued back to back as the engine queues them; the median of
+    three rounds."""
     rounds = []
     for _ in range(3):
         memory(device)
@@ -106,10 +122,20 @@ def chunks_of(model: PagedModel, tokens: int, requests: int) -> list[tuple[Seque
 
 @torch.inference_mode()
 def measure_prefill(model: PagedModel, tokens: int, requests: int) -> dict[str, Any]:
-    """One prefill step, host work included, both ways of the engine: launched from Python and replayed from a graph of ``tokens``."""
-    device, chunks, reqs = torch.device(model.device), chunks_of(model, tokens, requests), max(MAX_NUM_REQS, requests)
+    """One prefill step, host work included, both ways of the engine: launched from Python and replayed from a
+    graph of ``tokens``."""
+    device, chunks, reqs = (
+        torch.device(model.device),
+        chunks_of(model, tokens, requests),
+        max(MAX_NUM_REQS, requests),
+    )
     graphs = PrefillGraphs(
-        model, [tokens], max_batch_size=reqs, max_blocks_per_req=-(-MAX_SEQ_LEN // BLOCK_SIZE), required=True, reason="measured"
+        model,
+        [tokens],
+        max_batch_size=reqs,
+        max_blocks_per_req=-(-MAX_SEQ_LEN // BLOCK_SIZE),
+        required=True,
+        reason="measured",
     )
     python, replayed = PackedSteps(model), PackedSteps(model, graphs)
     result: dict[str, Any] = {"tokens": tokens, "requests": requests}
@@ -121,17 +147,26 @@ def measure_prefill(model: PagedModel, tokens: int, requests: int) -> dict[str, 
     result["python_ms"] = median_ms(lambda: python.prefill(chunks), device)
     result["graph_ms"] = median_ms(lambda: replayed.prefill(chunks), device)
     assert graphs.runner is not None
-    result |= {"capture_ms": graphs.runner.report()[0].capture_ms, "capture_mib": graphs.runner.report()[0].num_bytes / 2**20}
+    result |= {
+        "capture_ms": graphs.runner.report()[0].capture_ms,
+        "capture_mib": graphs.runner.report()[0].num_bytes / 2**20,
+    }
     print({name: round(value, 4) for name, value in result.items()}, flush=True)
     return result
 
 
 def measure_first_token(model: PagedModel, tokens: int, repeats: int = 10) -> dict[str, Any]:
-    """Milliseconds from the submission of one prompt to its first token, through a `Generator`, with prefill graphs and without."""
+    """Milliseconds from the submission of one prompt to its first token, through a `Generator`, with prefill
+    graphs and without."""
     result: dict[str, Any] = {"tokens": tokens}
     for name, buckets in (("python_ms", None), ("graph_ms", default_prefill_buckets(tokens))):
         generator = Generator(
-            model, max_batch_size=1, max_seq_len=MAX_SEQ_LEN, prefill_chunk_size=tokens, prefill_buckets=buckets, compile=False
+            model,
+            max_batch_size=1,
+            max_seq_len=MAX_SEQ_LEN,
+            prefill_chunk_size=tokens,
+            prefill_buckets=buckets,
+            compile=False,
         )
         rng, times = random.Random(tokens), []
         for _ in range(repeats + 2):  # two for warm-up
@@ -145,12 +180,16 @@ def measure_first_token(model: PagedModel, tokens: int, repeats: int = 10) -> di
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", default="llama-8b")
     parser.add_argument("--dtype", default="bf16", help=", ".join(DTYPES))
     parser.add_argument("--buckets", type=int, default=24)
     parser.add_argument("--steps", type=numbers, default=[1], help="steps per launch")
-    parser.add_argument("--prefill", type=numbers, default=[16, 64, 256, 512, 1024, 2048], help="prompt tokens of a step")
+    parser.add_argument(
+        "--prefill", type=numbers, default=[16, 64, 256, 512, 1024, 2048], help="prompt tokens of a step"
+    )
     parser.add_argument("--requests", type=numbers, default=[1, 4], help="requests that share them")
     parser.add_argument("--first-token", type=numbers, default=[64, 512], help="tokens of a prompt")
     parser.add_argument("--output", default="")
@@ -158,10 +197,21 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = build_model(select_shapes([args.shape])[0], device, DTYPES[args.dtype])
     fuse(model, count=False)
-    paged = PagedModel(model, num_blocks=2 + max(*args.prefill, MAX_SEQ_LEN) // BLOCK_SIZE + max(args.requests), block_size=BLOCK_SIZE)
-    result: dict[str, Any] = {"benchmark": "capture", "conditions": conditions.collect(device), "shape": args.shape, "dtype": args.dtype}
+    paged = PagedModel(
+        model,
+        num_blocks=2 + max(*args.prefill, MAX_SEQ_LEN) // BLOCK_SIZE + max(args.requests),
+        block_size=BLOCK_SIZE,
+    )
+    result: dict[str, Any] = {
+        "benchmark": "capture",
+        "conditions": conditions.collect(device),
+        "shape": args.shape,
+        "dtype": args.dtype,
+    }
     result["captures"] = [measure_buckets(paged, args.buckets, steps) for steps in args.steps]
-    result["prefill"] = [measure_prefill(paged, tokens, requests) for requests in args.requests for tokens in args.prefill]
+    result["prefill"] = [
+        measure_prefill(paged, tokens, requests) for requests in args.requests for tokens in args.prefill
+    ]
     result["first_token"] = [measure_first_token(paged, tokens) for tokens in args.first_token]
     if args.output:
         Path(args.output).write_text(json.dumps(result, indent=1) + "\n")

@@ -2,7 +2,8 @@
 
     python benchmarks/bench_cpu_decode.py [--threads 1] [--context 4096] [--json]
 
-A correctness gate runs before each timing. Figures are medians with p20 and p80; the last line is one JSON document.
+A correctness gate runs before each timing. Figures are medians with p20 and p80; the last line is one
+JSON document.
 """
 
 from __future__ import annotations
@@ -21,7 +22,13 @@ import torch.nn.functional as F
 
 from torchpaged.custom_ops import BACKEND_OPS, native_status
 from torchpaged.custom_ops.registry import NATIVE_OPS
-from torchpaged.testing import BatchSpec, assert_attention_close, make_batch, opcheck_cases, run_paged_attention
+from torchpaged.testing import (
+    BatchSpec,
+    assert_attention_close,
+    make_batch,
+    opcheck_cases,
+    run_paged_attention,
+)
 
 CASES = [
     (heads, kv_heads, dim, reqs, dtype)
@@ -68,27 +75,46 @@ def main() -> None:
     if not loaded:
         raise SystemExit(f"the native kernels are needed: {reason}")
     cpu = next(
-        (line.split(":", 1)[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")),
+        (
+            line.split(":", 1)[1].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if line.startswith("model name")
+        ),
         platform.processor(),
     )
-    result: dict[str, Any] = {"machine": cpu, "torch": torch.__version__, "threads": args.threads, "context": args.context}
+    result: dict[str, Any] = {
+        "machine": cpu,
+        "torch": torch.__version__,
+        "threads": args.threads,
+        "context": args.context,
+    }
     result["decode"], result["dispatch"] = [], {}
     say = (lambda *_: None) if args.json else print
     say(f"{cpu}, torch {torch.__version__}, {args.threads} thread(s), context {args.context}, block 16")
     say(f"{'heads/kv/dim':>14} {'reqs':>4} {'dtype':>9} {'native us':>10} {'sdpa us':>10} {'ratio':>6}")
     for heads, kv_heads, dim, reqs, dtype in CASES:
         spec = BatchSpec("bench", (args.context,) * reqs, (1,) * reqs)
-        batch = make_batch(spec, num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, dtype=dtype, extra_columns=0)
+        batch = make_batch(
+            spec, num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, dtype=dtype, extra_columns=0
+        )
         out, lse = run_paged_attention(BACKEND_OPS["cpu"], batch)
         assert_attention_close(out, lse, batch)
         torch.testing.assert_close(gather_then_sdpa(batch).float(), out.float(), rtol=2e-2, atol=2e-2)
         native = measure(lambda batch=batch: run_paged_attention(BACKEND_OPS["cpu"], batch), args.seconds)
         sdpa = measure(lambda batch=batch: gather_then_sdpa(batch), args.seconds)
         ratio = sdpa["median_us"] / native["median_us"]
-        row = {"heads": heads, "kv_heads": kv_heads, "head_dim": dim, "reqs": reqs, "dtype": str(dtype), "ratio": ratio}
+        row = {
+            "heads": heads,
+            "kv_heads": kv_heads,
+            "head_dim": dim,
+            "reqs": reqs,
+            "dtype": str(dtype),
+            "ratio": ratio,
+        }
         result["decode"].append({**row, "native": native, "gather_sdpa": sdpa})
         say(
-            f"{f'{heads}/{kv_heads}/{dim}':>14} {reqs:>4} {str(dtype)[6:]:>9} {native['median_us']:>10.0f} {sdpa['median_us']:>10.0f} {ratio:>6.2f}"
+            f"{f'{heads}/{kv_heads}/{dim}':>14} {reqs:>4} {str(dtype)[6:]:>9} {native['median_us']:>10.0f} "
+            f"{sdpa['median_us']:>10.0f} {ratio:>6.2f}"
         )
     say("dispatch of one op call with tiny inputs, native kernels:")
     for case, (op, inputs, options) in opcheck_cases().items():
@@ -96,7 +122,15 @@ def main() -> None:
             continue
         if case == "attention":  # one request of one token: what is left is dispatch
             tiny = make_batch(BatchSpec("tiny", (1,), (1,)), num_heads=1, num_kv_heads=1, head_dim=8)
-            inputs = (tiny.q, tiny.k_cache, tiny.v_cache, tiny.block_table, tiny.seq_lens, tiny.query_start_loc, torch.zeros_like(tiny.q))
+            inputs = (
+                tiny.q,
+                tiny.k_cache,
+                tiny.v_cache,
+                tiny.block_table,
+                tiny.seq_lens,
+                tiny.query_start_loc,
+                torch.zeros_like(tiny.q),
+            )
             options = {"max_query_len": 1, "scale": 1.0}
         handle = getattr(BACKEND_OPS["cpu"], op)
 

@@ -1,9 +1,11 @@
-"""The engine against HuggingFace's generate(): decode tokens per second, one prompt and eight of different lengths.
+"""The engine against HuggingFace's generate(): decode tokens per second, one prompt and eight of
+different lengths.
 
-    python benchmarks/bench_engine.py [--model FOLDER] [--device cpu|cuda] [--dtype fp32|bf16] [--new-tokens 64] [--repeats 3]
+    python benchmarks/bench_engine.py [--model FOLDER] [--device cpu|cuda] [--dtype fp32|bf16]
+        [--new-tokens 64] [--repeats 3]
 
-Tokens are compared first (greedy, float32 only: in bf16 near-ties may fall either way). Figures are medians; the last line is one
-JSON document.
+Tokens are compared first (greedy, float32 only: in bf16 near-ties may fall either way). Figures are medians;
+the last line is one JSON document.
 """
 
 from __future__ import annotations
@@ -63,7 +65,9 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
     model.generation_config.eos_token_id = None  # both sides go on to the last token
-    machine = torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or platform.machine()
+    machine = (
+        torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or platform.machine()
+    )
     ids = [tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
 
     own = model.config._attn_implementation  # what HuggingFace chose; the engine sets its own
@@ -71,13 +75,21 @@ def main() -> None:
     def hf(prompt: list[int]) -> list[int]:
         model.set_attn_implementation(own)
         inputs = torch.tensor([prompt], device=device)
-        out = model.generate(inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=new, do_sample=False, pad_token_id=0)
+        out = model.generate(
+            inputs,
+            attention_mask=torch.ones_like(inputs),
+            max_new_tokens=new,
+            do_sample=False,
+            pad_token_id=0,
+        )
         return out[0, len(prompt) :].tolist()
 
     hf_tokens = [hf(prompt) for prompt in ids]  # also the warm-up
     generator = Generator(model, max_batch_size=8, max_seq_len=256, compile=args.compile)
     sampling = SamplingParams(max_new_tokens=new, ignore_eos=True)
-    same = [out.token_ids == want for out, want in zip(generator.generate(ids, sampling), hf_tokens, strict=True)]
+    same = [
+        out.token_ids == want for out, want in zip(generator.generate(ids, sampling), hf_tokens, strict=True)
+    ]
     if dtype == torch.float32 and not all(same):
         raise SystemExit(f"tokens differ from generate()'s: {same}")
 
@@ -89,12 +101,25 @@ def main() -> None:
     took = seconds(timed, device, args.repeats)
     hf_one, one, eight = new / took["hf"], new / took["one"], 8 * new / took["eight"]
     result = {
-        "machine": machine, "torch": torch.__version__, "threads": torch.get_num_threads(), "device": str(device), "dtype": args.dtype,
-        "backend": generator.choice.name, "compile": args.compile, "new_tokens": new, "same_tokens": sum(same),
-        "hf_generate_tok_s": hf_one, "engine_batch1_tok_s": one, "engine_batch8_tok_s": eight,
-        "batch1_ratio": one / hf_one, "batch8_ratio": eight / hf_one,
-    }  # fmt: skip
-    print(f"{machine}, torch {torch.__version__}, {args.dtype}, backend {generator.choice.name}, {new} new tokens per prompt")
+        "machine": machine,
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "device": str(device),
+        "dtype": args.dtype,
+        "backend": generator.choice.name,
+        "compile": args.compile,
+        "new_tokens": new,
+        "same_tokens": sum(same),
+        "hf_generate_tok_s": hf_one,
+        "engine_batch1_tok_s": one,
+        "engine_batch8_tok_s": eight,
+        "batch1_ratio": one / hf_one,
+        "batch8_ratio": eight / hf_one,
+    }
+    print(
+        f"{machine}, torch {torch.__version__}, {args.dtype}, backend {generator.choice.name}, {new} new "
+        "tokens per prompt"
+    )
     print(f"HF generate(), dynamic cache, batch 1: {hf_one:8.1f} tok/s")
     print(f"engine, 1 prompt:                      {one:8.1f} tok/s ({one / hf_one:.2f}x)")
     print(f"engine, 8 prompts at once:             {eight:8.1f} tok/s ({eight / hf_one:.2f}x)")

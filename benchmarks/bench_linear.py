@@ -1,12 +1,14 @@
-"""Linear layers of a decode step on a GPU: the linear op of the cuda backend against torch's matrix product (cuBLAS).
+"""Linear layers of a decode step on a GPU: the linear op of the cuda backend against torch's matrix
+product (cuBLAS).
 
     PYTHONPATH=. python benchmarks/bench_linear.py [--models 8b,1b] [--tokens 1,8,16,32,64] [--bandwidth 4.35]
 
-Two measurements. ``layers``: one linear layer at a time, weights rotating through more memory than the L2 cache, calls back to back in one CUDA
-graph; ``F.linear`` does the product alone, the op norm, gate and residual too. ``chains``: qkv, o, gate_up and down of many layers, each
-reading what the one before wrote; ``composed`` is the triton backend's norm, cuBLAS product, gate and residual. Everything is compared with
-float32 first. Figures are microseconds per call (per layer in a chain), and percent of the time that reading the weights once takes at
-``--bandwidth`` TB/s. The last line is one JSON document.
+Two measurements. ``layers``: one linear layer at a time, weights rotating through more memory than the L2
+cache, calls back to back in one CUDA graph; ``F.linear`` does the product alone, the op norm, gate and
+residual too. ``chains``: qkv, o, gate_up and down of many layers, each reading what the one before wrote;
+``composed`` is the triton backend's norm, cuBLAS product, gate and residual. Everything is compared with
+float32 first. Figures are microseconds per call (per layer in a chain), and percent of the time that reading
+the weights once takes at ``--bandwidth`` TB/s. The last line is one JSON document.
 """
 
 from __future__ import annotations
@@ -39,10 +41,12 @@ def layers_of(model: str) -> dict[str, tuple[int, int, dict[str, Any]]]:
     """Layer -> out and in features and what is fused: norm, gate, residual."""
     hidden, qkv, intermediate, vocabulary, _ = MODELS[model]
     return {
-        "qkv": (qkv, hidden, {"norm": True}), "o": (hidden, hidden, {"residual": True}),
-        "gate_up": (2 * intermediate, hidden, {"norm": True, "activation": "silu"}), "down": (hidden, intermediate, {"residual": True}),
+        "qkv": (qkv, hidden, {"norm": True}),
+        "o": (hidden, hidden, {"residual": True}),
+        "gate_up": (2 * intermediate, hidden, {"norm": True, "activation": "silu"}),
+        "down": (hidden, intermediate, {"residual": True}),
         "lm_head": (vocabulary, hidden, {"norm": True}),
-    }  # fmt: skip
+    }
 
 
 def exact(x: Tensor, weight: Tensor, residual: Tensor | None, norm: bool, activation: str) -> Tensor:
@@ -63,7 +67,10 @@ def bench_layer(model: str, name: str, tokens: int, bandwidth: float) -> dict[st
     copies = max(2, -(-ROUND_BYTES // (n * k * 2)))
     weights = [random(n, k, scale=k**-0.5) for _ in range(copies)]
     x, width = random(tokens, k), n if activation == "none" else n // 2
-    out, product = torch.full((tokens, width), torch.nan, device="cuda", dtype=torch.bfloat16), random(tokens, n)
+    out, product = (
+        torch.full((tokens, width), torch.nan, device="cuda", dtype=torch.bfloat16),
+        random(tokens, n),
+    )
     residual = random(tokens, width) if "residual" in fused else None
     norm = torch.ones(k, device="cuda", dtype=torch.bfloat16) if "norm" in fused else None
     options = {"residual": residual, "norm_weight": norm, "activation": activation}
@@ -72,13 +79,22 @@ def bench_layer(model: str, name: str, tokens: int, bandwidth: float) -> dict[st
     error = float((out.float() - want).norm() / want.norm())
     if not error < 6e-3:
         raise SystemExit(f"{model} {name} at {tokens} tokens: relative error {error}")
-    times = interleave({
-        "cublas": CudaSampler([partial(torch.mm, x, w.t(), out=product) for w in weights]),
-        "cuda": CudaSampler([partial(CUDA, x, w, out, **options) for w in weights]),
-    }, 16)  # fmt: skip
+    times = interleave(
+        {
+            "cublas": CudaSampler([partial(torch.mm, x, w.t(), out=product) for w in weights]),
+            "cuda": CudaSampler([partial(CUDA, x, w, out, **options) for w in weights]),
+        },
+        16,
+    )
     ideal = n * k * 2 / bandwidth / 1e6
-    return {"model": model, "layer": name, "tokens": tokens, "ideal_us": ideal, "error": error,
-            **{who: asdict(t) | {"percent": 100 * ideal / t.median_us} for who, t in times.items()}}  # fmt: skip
+    return {
+        "model": model,
+        "layer": name,
+        "tokens": tokens,
+        "ideal_us": ideal,
+        "error": error,
+        **{who: asdict(t) | {"percent": 100 * ideal / t.median_us} for who, t in times.items()},
+    }
 
 
 def bench_chain(model: str, tokens: int, bandwidth: float) -> dict[str, Any]:
@@ -108,18 +124,28 @@ def bench_chain(model: str, tokens: int, bandwidth: float) -> dict[str, Any]:
     error = float((ours - theirs).norm() / theirs.norm())
     if not error < 5e-2:
         raise SystemExit(f"chain {model} at {tokens} tokens: {error} from the composed one")
-    times = interleave({
-        "composed": CudaSampler([partial(layer, COMPOSED, "composed", i) for i in range(layers)]),
-        "cuda": CudaSampler([partial(layer, CUDA, "cuda", i) for i in range(layers)]),
-    }, 16)  # fmt: skip
+    times = interleave(
+        {
+            "composed": CudaSampler([partial(layer, COMPOSED, "composed", i) for i in range(layers)]),
+            "cuda": CudaSampler([partial(layer, CUDA, "cuda", i) for i in range(layers)]),
+        },
+        16,
+    )
     ideal = sum(n * k * 2 for n, k in shapes.values()) / bandwidth / 1e6
-    return {"model": model, "tokens": tokens, "ideal_us": ideal, "error": error,
-            **{who: asdict(t) | {"percent": 100 * ideal / t.median_us} for who, t in times.items()}}  # fmt: skip
+    return {
+        "model": model,
+        "tokens": tokens,
+        "ideal_us": ideal,
+        "error": error,
+        **{who: asdict(t) | {"percent": 100 * ideal / t.median_us} for who, t in times.items()},
+    }
 
 
 def main() -> None:
     """Print a table and the document."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--models", default="8b,1b", help="of " + ", ".join(MODELS))
     parser.add_argument("--tokens", default="1,8,16,32,64", help="numbers of tokens")
     parser.add_argument("--bandwidth", type=float, default=4.35, help="TB/s that count as 100 percent")
@@ -143,8 +169,12 @@ def main() -> None:
                     )
                     document[kind].append(row)
                     peer = row.get("cublas") or row["composed"]
-                    print(f"{model} {name:8} {count:3}  ideal {row['ideal_us']:7.2f}  torch {peer['median_us']:7.2f} {peer['percent']:4.0f} %"
-                          f"  cuda {row['cuda']['median_us']:7.2f} {row['cuda']['percent']:4.0f} %", flush=True)  # fmt: skip
+                    print(
+                        f"{model} {name:8} {count:3}  ideal {row['ideal_us']:7.2f}  torch "
+                        f"{peer['median_us']:7.2f} {peer['percent']:4.0f} %"
+                        f"  cuda {row['cuda']['median_us']:7.2f} {row['cuda']['percent']:4.0f} %",
+                        flush=True,
+                    )
     print(json.dumps(document))
 
 

@@ -1,10 +1,13 @@
-"""What one prefill step of a whole model costs, by its number of tokens: launched from Python and replayed, and which kernels take the time.
+"""What one prefill step of a whole model costs, by its number of tokens: launched from Python and replayed,
+and which kernels take the time.
 
-    python benchmarks/bench_prefill_step.py [--shape llama-8b] [--tokens 512 2048 8192] [--plain] [--chunks 512 2048] [--json step.json]
+    python benchmarks/bench_prefill_step.py [--shape llama-8b] [--tokens 512 2048 8192]
+        [--plain] [--chunks 512 2048] [--json step.json]
 
-One request of that many tokens without a context, the model with random weights and, unless ``--plain``, fused. A step's roofline is its
-products alone, at the rate that a large product reaches on the machine. ``--chunks``: the engine, which prefills a prompt of 16,384 tokens in
-chunks of these sizes. Figures are medians.
+One request of that many tokens without a context, the model with random weights and, unless ``--plain``,
+fused. A step's roofline is its products alone, at the rate that a large product reaches on the machine.
+``--chunks``: the engine, which prefills a prompt of 16,384 tokens in chunks of these sizes. Figures
+are medians.
 """
 
 from __future__ import annotations
@@ -31,8 +34,11 @@ from torchpaged.metadata import AttentionMetadata
 
 BLOCK_SIZE = 16
 #: Kinds of kernels by their names, the first that fits.
-KINDS = {"attention": "attend|prefill|paged|decode", "norm, rotation, gate": "rms|rope|act_and_mul|silu|elementwise|embedding|write_kv",
-         "product": "gemm|nvjet|cutlass|sm90|sm80|linear|splitK"}  # fmt: skip
+KINDS = {
+    "attention": "attend|prefill|paged|decode",
+    "norm, rotation, gate": "rms|rope|act_and_mul|silu|elementwise|embedding|write_kv",
+    "product": "gemm|nvjet|cutlass|sm90|sm80|linear|splitK",
+}
 
 
 def milliseconds(call: Callable[[], Any], repeats: int) -> float:
@@ -63,7 +69,10 @@ def kernels(call: Callable[[], Any]) -> dict[str, Any]:
     for name, spent in names.items():
         kinds[next((kind for kind, pattern in KINDS.items() if re.search(pattern, name)), "other")] += spent
     top = sorted(names.items(), key=lambda item: -item[1])[:8]
-    return {"kinds_ms": {k: round(v, 3) for k, v in kinds.items()}, "top_ms": {name[:90]: round(v, 3) for name, v in top}}
+    return {
+        "kinds_ms": {k: round(v, 3) for k, v in kinds.items()},
+        "top_ms": {name[:90]: round(v, 3) for name, v in top},
+    }
 
 
 def product_rate() -> float:
@@ -91,9 +100,14 @@ def measure(paged: Any, shape: ModelShape, tokens: int, rate: float, repeats: in
             return paged(packed, metadata, last)
 
     runner = PackedGraphRunner(
-        paged, buckets=[tokens], max_num_reqs=8, max_blocks_per_req=blocks, block_size=BLOCK_SIZE, num_blocks=paged.kv_cache.num_blocks,
+        paged,
+        buckets=[tokens],
+        max_num_reqs=8,
+        max_blocks_per_req=blocks,
+        block_size=BLOCK_SIZE,
+        num_blocks=paged.kv_cache.num_blocks,
         device=paged.device,
-    )  # fmt: skip
+    )
     runner.capture()
 
     def replay() -> Any:
@@ -102,17 +116,26 @@ def measure(paged: Any, shape: ModelShape, tokens: int, rate: float, repeats: in
     ideal = flops(shape, tokens) / rate * 1e3
     times = {"eager_ms": milliseconds(eager, repeats), "replay_ms": milliseconds(replay, repeats)}
     return {
-        "tokens": tokens, "products_ideal_ms": round(ideal, 3), **{name: round(spent, 3) for name, spent in times.items()},
-        "eager_tok_s": round(tokens / times["eager_ms"] * 1e3), "replay_tok_s": round(tokens / times["replay_ms"] * 1e3), **kernels(eager),
-    }  # fmt: skip
+        "tokens": tokens,
+        "products_ideal_ms": round(ideal, 3),
+        **{name: round(spent, 3) for name, spent in times.items()},
+        "eager_tok_s": round(tokens / times["eager_ms"] * 1e3),
+        "replay_tok_s": round(tokens / times["replay_ms"] * 1e3),
+        **kernels(eager),
+    }
 
 
 def engine(model: Any, shape: ModelShape, chunk: int, fused: bool, prompt_len: int = 16384) -> dict[str, Any]:
     """The row of one chunk size: seconds from a prompt to its first token."""
     generator = Generator(
-        model, max_batch_size=8, max_seq_len=prompt_len + 64, num_blocks=prompt_len // BLOCK_SIZE + 64, block_size=BLOCK_SIZE, fuse=fused,
+        model,
+        max_batch_size=8,
+        max_seq_len=prompt_len + 64,
+        num_blocks=prompt_len // BLOCK_SIZE + 64,
+        block_size=BLOCK_SIZE,
+        fuse=fused,
         prefill_chunk_size=chunk,
-    )  # fmt: skip
+    )
     prompt = [token % shape.vocab_size for token in range(prompt_len)]
     sampling, seconds = SamplingParams(max_new_tokens=1, ignore_eos=True), []
     for _ in range(4):
@@ -121,11 +144,18 @@ def engine(model: Any, shape: ModelShape, chunk: int, fused: bool, prompt_len: i
         generator.generate([prompt], sampling)
         seconds.append(time.perf_counter() - begin)
     median = statistics.median(seconds[1:])
-    return {"chunk": chunk, "prompt": prompt_len, "seconds": round(median, 4), "tok_s": round(prompt_len / median)}
+    return {
+        "chunk": chunk,
+        "prompt": prompt_len,
+        "seconds": round(median, 4),
+        "tok_s": round(prompt_len / median),
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", choices=SHAPES, default="llama-8b")
     parser.add_argument("--tokens", type=int, nargs="+", default=[512, 1024, 2048, 4096, 8192])
     parser.add_argument("--plain", action="store_true", help="the model as HuggingFace has it")
@@ -139,8 +169,14 @@ def main() -> None:
         fuse(model, count=False)
     paged = PagedModel(model, num_blocks=max(arguments.tokens) // BLOCK_SIZE + 2, block_size=BLOCK_SIZE)
     rate = product_rate()
-    document: dict[str, Any] = {"benchmark": "prefill step", "conditions": conditions.collect(device), "shape": shape.name,
-                                "fused": not arguments.plain, "product_tflops": round(rate / 1e12, 1), "rows": []}  # fmt: skip
+    document: dict[str, Any] = {
+        "benchmark": "prefill step",
+        "conditions": conditions.collect(device),
+        "shape": shape.name,
+        "fused": not arguments.plain,
+        "product_tflops": round(rate / 1e12, 1),
+        "rows": [],
+    }
     for tokens in arguments.tokens:
         row = measure(paged, shape, tokens, rate, arguments.repeats)
         document["rows"].append(row)

@@ -1,11 +1,13 @@
 """sample_tokens on a GPU: greedy, plain and truncated rows, beside torch.argmax and a sampler that sorts.
 
-    PYTHONPATH=. python benchmarks/bench_sampling.py [--rows 1,8,64] [--vocab 128256] [--cases greedy,top_k_top_p] [--dtype bf16]
+    PYTHONPATH=. python benchmarks/bench_sampling.py [--rows 1,8,64] [--vocab 128256]
+        [--cases greedy,top_k_top_p] [--dtype bf16]
 
-A correctness gate runs before every timing. Each round is one CUDA graph over several sets of logits, replayed back to back, the
-contenders in turns; figures are microseconds per call. Logits come from the L2 cache, as a projection leaves them: they are normal
-numbers of the given spread, "peaked" ones to the third power / 8, so that a few tokens hold most of the mass, as in a language model.
-The last line is one JSON document.
+A correctness gate runs before every timing. Each round is one CUDA graph over several sets of logits,
+replayed back to back, the contenders in turns; figures are microseconds per call. Logits come from the L2
+cache, as a projection leaves them: they are normal numbers of the given spread, "peaked" ones to the third
+power / 8, so that a few tokens hold most of the mass, as in a language model. The last line is one
+JSON document.
 """
 
 from __future__ import annotations
@@ -59,35 +61,59 @@ def measure(case: str, rows: int, args: argparse.Namespace) -> dict[str, Any]:
     row, peaked = CASES[case]
     sets = []
     for seed in range(max(2, min(SETS, 64 // rows))):
-        inputs = make_sampling_inputs([row] * rows, vocab_size=args.vocab, dtype=DTYPES[args.dtype], device="cuda", seed=seed)
+        inputs = make_sampling_inputs(
+            [row] * rows, vocab_size=args.vocab, dtype=DTYPES[args.dtype], device="cuda", seed=seed
+        )
         if peaked:
             inputs["logits"] = (inputs["logits"].float() ** 3 / 8).to(DTYPES[args.dtype])
         sets.append(inputs)
     assert_samples_close(TRITON, sets[0])
-    contenders: dict[str, Callable[[dict[str, Tensor]], Any]] = {"sample_tokens": lambda inputs: TRITON.sample_tokens(**inputs)}
+    contenders: dict[str, Callable[[dict[str, Tensor]], Any]] = {
+        "sample_tokens": lambda inputs: TRITON.sample_tokens(**inputs)
+    }
     if row.get("temperature") == 0.0:
         contenders["torch.argmax"] = lambda inputs: inputs["logits"].argmax(-1)
     else:
         contenders["sort"] = sort_and_sample
-    samplers = {name: CudaSampler([partial(run, inputs) for inputs in sets]) for name, run in contenders.items()}
+    samplers = {
+        name: CudaSampler([partial(run, inputs) for inputs in sets]) for name, run in contenders.items()
+    }
     timings = interleave(samplers, args.repeats)
-    return {"case": case, "rows": rows, "sets": len(sets), "timings": {name: asdict(timing) for name, timing in timings.items()}}
+    return {
+        "case": case,
+        "rows": rows,
+        "sets": len(sets),
+        "timings": {name: asdict(timing) for name, timing in timings.items()},
+    }
 
 
 def measure_accept(rows: int, repeats: int) -> dict[str, Any]:
-    """accept_tokens. Rows end after a few replays, which takes loads out of a kernel that waits for its first ones most of the time."""
-    sets = [make_accept_inputs(rows, vocab_size=128256, num_stops=4, device="cuda", seed=seed) for seed in range(SETS)]
+    """accept_tokens. Rows end after a few replays, which takes loads out of a kernel that waits for its first
+    ones most of the time."""
+    sets = [
+        make_accept_inputs(rows, vocab_size=128256, num_stops=4, device="cuda", seed=seed)
+        for seed in range(SETS)
+    ]
     samplers = {"accept_tokens": CudaSampler([partial(TRITON.accept_tokens, **inputs) for inputs in sets])}
     timings = interleave(samplers, repeats)
-    return {"case": "accept", "rows": rows, "sets": SETS, "timings": {name: asdict(timing) for name, timing in timings.items()}}
+    return {
+        "case": "accept",
+        "rows": rows,
+        "sets": SETS,
+        "timings": {name: asdict(timing) for name, timing in timings.items()},
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rows", type=lambda text: [int(n) for n in text.split(",")], default=[1, 8, 64])
     parser.add_argument("--vocab", type=int, default=128256)
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
-    parser.add_argument("--cases", type=lambda text: text.split(","), default=list(CASES), help=", ".join(CASES))
+    parser.add_argument(
+        "--cases", type=lambda text: text.split(","), default=list(CASES), help=", ".join(CASES)
+    )
     parser.add_argument("--repeats", type=int, default=40)
     args = parser.parse_args()
     if not torch.cuda.is_available():
@@ -100,11 +126,15 @@ def main() -> None:
     }
     print(f"vocabulary {args.vocab}, {args.dtype}; us per call")
     for rows in args.rows:
-        measured = [partial(measure, case, rows, args) for case in args.cases] + [partial(measure_accept, rows, args.repeats)]
+        measured = [partial(measure, case, rows, args) for case in args.cases] + [
+            partial(measure_accept, rows, args.repeats)
+        ]
         for call in measured:
             row = call()
             result["rows"].append(row)
-            figures = "  ".join(f"{name} {timing['median_us']:.2f}" for name, timing in row["timings"].items())
+            figures = "  ".join(
+                f"{name} {timing['median_us']:.2f}" for name, timing in row["timings"].items()
+            )
             print(f"B={rows:<4} {row['case']:<16} {figures}", flush=True)
     print(json.dumps(result))
 

@@ -1,8 +1,11 @@
-"""A whole decode step of a model, ours beside HuggingFace's: weights once and keys and values against what the memory could do.
+"""A whole decode step of a model, ours beside HuggingFace's: weights once and keys and values against what
+the memory could do.
 
-    PYTHONPATH=. python benchmarks/bench_step.py --bandwidth 4.35 --output step.json                # own contenders, both shapes
+    # own contenders, both shapes
+    PYTHONPATH=. python benchmarks/bench_step.py --bandwidth 4.35 --output step.json
     PYTHONPATH=. python benchmarks/bench_step.py --only '' --peers hf_static,hf_cb --output peers.json
-    PYTHONPATH=. python benchmarks/bench_step.py --shapes tiny --device cpu --batches 1,2 --context 64  # seconds on any machine
+    # seconds on any machine
+    PYTHONPATH=. python benchmarks/bench_step.py --shapes tiny --device cpu --batches 1,2 --context 64
 
 What it measures and how: benchmarks/README.md.
 """

@@ -1,11 +1,14 @@
-"""write_kv, rope_write_kv and the unfused sequence (torch-compiled norm and rotation, then write_kv) on a GPU.
+"""write_kv, rope_write_kv and the unfused sequence (torch-compiled norm and rotation, then write_kv) on
+a GPU.
 
-    PYTHONPATH=. python benchmarks/bench_write_kv.py [--heads 32 --kv-heads 8 --head-dim 128] [--tokens 1,8,64,256] [--norm] [--tiles 4x1,8x2]
+    PYTHONPATH=. python benchmarks/bench_write_kv.py [--heads 32 --kv-heads 8 --head-dim 128]
+        [--tokens 1,8,64,256] [--norm] [--tiles 4x1,8x2]
 
-A correctness gate runs before every timing. Each round is one CUDA graph over several sets of tokens, outputs and pools, replayed
-back to back, the contenders in turns; figures are microseconds per call. Up to 64 sets are used: at few tokens they stay in the
-L2 cache, as a fresh qkv projection does in a model. ``empty`` is a kernel that does nothing, ``ideal_us`` the op's bytes over
-``--bandwidth``. ``--tiles`` also times other choices of (heads per program)x(warps). The last line is one JSON document.
+A correctness gate runs before every timing. Each round is one CUDA graph over several sets of tokens, outputs
+and pools, replayed back to back, the contenders in turns; figures are microseconds per call. Up to 64 sets
+are used: at few tokens they stay in the L2 cache, as a fresh qkv projection does in a model. ``empty`` is a
+kernel that does nothing, ``ideal_us`` the op's bytes over ``--bandwidth``. ``--tiles`` also times other
+choices of (heads per program)x(warps). The last line is one JSON document.
 """
 
 from __future__ import annotations
@@ -52,7 +55,8 @@ def norm_and_rotate(x: Tensor, weight: Tensor | None, cos: Tensor, sin: Tensor) 
 
 
 def unfused(inputs: dict[str, Any]) -> Tensor:
-    """The sequence that rope_write_kv replaces, for torch.compile. The cosines are gathered here, in the same kernel."""
+    """The sequence that rope_write_kv replaces, for torch.compile. The cosines are gathered here, in the
+    same kernel."""
     cos, sin = (x.repeat(1, 2)[:, None] for x in inputs["cos_sin"][inputs["positions"]].chunk(2, dim=-1))
     q = norm_and_rotate(inputs["q"], inputs.get("q_norm"), cos, sin)
     k = norm_and_rotate(inputs["k"], inputs.get("k_norm"), cos, sin)
@@ -74,7 +78,9 @@ def with_tiles(tiles: tuple[int, int], inputs: dict[str, Any]) -> None:
         kernels.head_tiles = own
 
 
-def check(shape: dict[str, Any], compiled: Callable[[dict[str, Any]], Tensor], tiles: list[tuple[int, int]]) -> None:
+def check(
+    shape: dict[str, Any], compiled: Callable[[dict[str, Any]], Tensor], tiles: list[tuple[int, int]]
+) -> None:
     """Every contender against the reference; raises AssertionError."""
     assert_rope_close(TRITON, make_rope_inputs(**shape))
     want, got = make_rope_inputs(**shape), make_rope_inputs(**shape)
@@ -92,13 +98,20 @@ def check(shape: dict[str, Any], compiled: Callable[[dict[str, Any]], Tensor], t
 def measure(tokens: int, args: argparse.Namespace) -> dict[str, Any]:
     """One row: the figures of every contender at one batch size."""
     shape: dict[str, Any] = {
-        "num_tokens": tokens, "num_heads": args.heads, "num_kv_heads": args.kv_heads, "head_dim": args.head_dim, "dtype": torch.bfloat16,
-        "device": "cuda", "norms": ("q_norm", "k_norm") if args.norm else (),
-    }  # fmt: skip
+        "num_tokens": tokens,
+        "num_heads": args.heads,
+        "num_kv_heads": args.kv_heads,
+        "head_dim": args.head_dim,
+        "dtype": torch.bfloat16,
+        "device": "cuda",
+        "norms": ("q_norm", "k_norm") if args.norm else (),
+    }
     torch.compiler.reset()
     compiled = torch.compile(unfused, fullgraph=True, dynamic=False)
     check(shape, compiled, args.tiles)
-    q_bytes, kv_bytes = (2 * 2 * tokens * n * args.head_dim for n in (args.heads, 2 * args.kv_heads))  # read and written, 2 bytes a number
+    q_bytes, kv_bytes = (
+        2 * 2 * tokens * n * args.head_dim for n in (args.heads, 2 * args.kv_heads)
+    )  # read and written, 2 bytes a number
     cos_bytes = 4 * tokens * args.head_dim
     sets = []
     for seed in range(max(4, min(MAX_SETS, ROUND_BYTES // (q_bytes + kv_bytes)))):
@@ -113,15 +126,19 @@ def measure(tokens: int, args: argparse.Namespace) -> dict[str, Any]:
         "unfused": compiled,
     }
     contenders |= {f"rope_write_kv[{h}x{w}]": partial(with_tiles, (h, w)) for h, w in args.tiles}
-    calls: dict[str, list[Call]] = {name: [partial(run, inputs) for inputs in sets] for name, run in contenders.items()}
+    calls: dict[str, list[Call]] = {
+        name: [partial(run, inputs) for inputs in sets] for name, run in contenders.items()
+    }
     timings = interleave({name: CudaSampler(round_) for name, round_ in calls.items()}, args.repeats)
     ideal = {"write_kv": kv_bytes, "rope_write_kv": q_bytes + kv_bytes + cos_bytes}
     return {
-        "num_tokens": tokens, "sets": len(sets), "ideal_us": {name: n / args.bandwidth / 1e6 for name, n in ideal.items()},
+        "num_tokens": tokens,
+        "sets": len(sets),
+        "ideal_us": {name: n / args.bandwidth / 1e6 for name, n in ideal.items()},
         "write_kv_beyond_bytes_us": timings["write_kv"].median_us - kv_bytes / args.bandwidth / 1e6,
         "unfused_over_fused": timings["unfused"].median_us / timings["rope_write_kv"].median_us,
         "timings": {name: asdict(timing) for name, timing in timings.items()},
-    }  # fmt: skip
+    }
 
 
 def _tiles(text: str) -> list[tuple[int, int]]:
@@ -130,15 +147,23 @@ def _tiles(text: str) -> list[tuple[int, int]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--tokens", type=lambda text: [int(n) for n in text.split(",")], default=[1, 8, 64, 256])
+    parser.add_argument(
+        "--tokens", type=lambda text: [int(n) for n in text.split(",")], default=[1, 8, 64, 256]
+    )
     parser.add_argument("--norm", action="store_true", help="with RMSNorm of q and k")
-    parser.add_argument("--tiles", type=_tiles, default=[], help="further (heads per program)x(warps), e.g. 4x1,8x2,16x4")
+    parser.add_argument(
+        "--tiles", type=_tiles, default=[], help="further (heads per program)x(warps), e.g. 4x1,8x2,16x4"
+    )
     parser.add_argument("--repeats", type=int, default=60)
-    parser.add_argument("--bandwidth", type=float, default=4.35, help="of the memory, in TB/s; the default is an H200's")
+    parser.add_argument(
+        "--bandwidth", type=float, default=4.35, help="of the memory, in TB/s; the default is an H200's"
+    )
     args = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("this benchmark needs a GPU")
@@ -153,7 +178,9 @@ def main() -> None:
         result["rows"].append(row)
         figures = "  ".join(f"{name} {timing['median_us']:.2f}" for name, timing in row["timings"].items())
         ideal = ", ".join(f"{us:.2f}" for us in row["ideal_us"].values())
-        print(f"T={tokens:<5} {figures}  ({ideal})  unfused/fused {row['unfused_over_fused']:.2f}", flush=True)
+        print(
+            f"T={tokens:<5} {figures}  ({ideal})  unfused/fused {row['unfused_over_fused']:.2f}", flush=True
+        )
     print(json.dumps(result))
 
 

@@ -1,9 +1,11 @@
-"""Tables of README.md, docs/results.md and docs/stream_order.md, made from benchmarks/results/*.json and custom_ops/stream_order.py.
+"""Tables of README.md, docs/results.md and docs/stream_order.md, made from benchmarks/results/*.json
+and custom_ops/stream_order.py.
 
     python benchmarks/make_results.py            # rewrite what stands between the markers of the pages
     python benchmarks/make_results.py --check    # exit code 1 if a page does not hold what the data says
 
-A page holds ``<!-- made: NAME -->``, then what the function NAME of `TABLES` returns, then ``<!-- end -->``. Needs the standard library alone.
+A page holds ``<!-- made: NAME -->``, then what the function NAME of `TABLES` returns, then ``<!-- end -->``.
+Needs the standard library alone.
 """
 
 from __future__ import annotations
@@ -26,14 +28,30 @@ WIDTH = 110
 
 def summary() -> list[str]:
     """The README's table: one row per question, wins and losses."""
-    lines = [["decode attention, 18 cases", "FA3, FlashInfer", *spread(load("h200_attention_decode")["rows"])],
-             ["decode attention, fp8 cache, 3 cases", "FlashInfer", *spread(load("h200_attention_fp8")["rows"])]]  # fmt: skip
+    lines = [
+        ["decode attention, 18 cases", "FA3, FlashInfer", *spread(load("h200_attention_decode")["rows"])],
+        ["decode attention, fp8 cache, 3 cases", "FlashInfer", *spread(load("h200_attention_fp8")["rows"])],
+    ]
     for kernel, own in (("CUDA C++", "native"), ("Triton", "triton")):
         ratios = [row["tflops"][own] / row["tflops"]["fa3"] for row in prefill_rows()]
-        lines.append([f"prefill attention, {kernel} kernel, {len(ratios)} cases", "FA3", ratio(geomean(ratios)), ratio(min(ratios))])
+        lines.append(
+            [
+                f"prefill attention, {kernel} kernel, {len(ratios)} cases",
+                "FA3",
+                ratio(geomean(ratios)),
+                ratio(min(ratios)),
+            ]
+        )
     rates = [row["tflops"] for row in prefill_rows()]
     dense = [of["native"] / max(of["fa3 one block"], of.get("sdpa", 0)) for of in rates]
-    lines.append(["the same, CUDA C++, peers on contiguous keys", "FA3, SDPA", ratio(geomean(dense)), ratio(min(dense))])
+    lines.append(
+        [
+            "the same, CUDA C++, peers on contiguous keys",
+            "FA3, SDPA",
+            ratio(geomean(dense)),
+            ratio(min(dense)),
+        ]
+    )
     mixed_rows = [row for row in load("h200_attention_mixed")["rows"] if "cuda-in-parts" in times(row)]
     lines.append(["mixed batches, 5 cases", "FA3", *spread(mixed_rows)])
     for shape, file in (("1B", "h200_step_peers_1b"), ("8B", "h200_step_peers_8b")):
@@ -42,7 +60,12 @@ def summary() -> list[str]:
             ms = {key[2]: row["ms"] for key, row in rows.items() if key[1] == batch and "ms" in row}
             found.append(min(ms[name] for name in ms if name.startswith("hf")) / ms["k1+fuse"])
         lines.append(
-            [f"whole decode step, {shape}, batch 1 to 64", "HuggingFace, both fast paths", ratio(geomean(found)), ratio(min(found))]
+            [
+                f"whole decode step, {shape}, batch 1 to 64",
+                "HuggingFace, both fast paths",
+                ratio(geomean(found)),
+                ratio(min(found)),
+            ]
         )
     return table(["one H200, bf16", "against the best of", "× faster, geometric mean", "worst case"], lines)
 
@@ -69,9 +92,10 @@ def runs() -> list[str]:
             or document.get("environment", {}).get("torch", {}).get("version")
         )
         note = document.get("note") or document.get("what") or ""
-        text = f"[{path.stem}](../benchmarks/results/{path.name}): torch {torch or document.get('torch', '?')}. `{command}`" + (
-            f" ({note})" if note else ""
-        )
+        text = (
+            f"[{path.stem}](../benchmarks/results/{path.name}): torch "
+            f"{torch or document.get('torch', '?')}. `{command}`"
+        ) + (f" ({note})" if note else "")
         lines += wrapped(text)
     return lines
 
@@ -93,26 +117,62 @@ def stream_order() -> list[str]:
         for launch in launches:
             name = f"`{op}`" + (f": {launch.case}" if launch.case else "")
             fence = "yes" if launch.fence else "–"
-            lines.append([name, named(launch.reads_early), named(launch.writes), launch.waits, launch.triggers, fence])
+            lines.append(
+                [name, named(launch.reads_early), named(launch.writes), launch.waits, launch.triggers, fence]
+            )
             if launch.why:
                 reasons += wrapped(f"{name}: {launch.why}.")
-    legend = [line for name, group in data.GROUPS.items() for line in wrapped(f"*{name}*: {', '.join(group)}.")]
-    return [*table(["op", "reads early", "writes", "waits", "triggers", "fence"], lines), "", *legend, "", "Why:", "", *reasons]
+    legend = [
+        line for name, group in data.GROUPS.items() for line in wrapped(f"*{name}*: {', '.join(group)}.")
+    ]
+    return [
+        *table(["op", "reads early", "writes", "waits", "triggers", "fence"], lines),
+        "",
+        *legend,
+        "",
+        "Why:",
+        "",
+        *reasons,
+    ]
 
 
 def wrapped(text: str) -> list[str]:
     """A list's item in lines of the pages' width; links and paths stay whole."""
-    return textwrap.wrap(text, WIDTH, initial_indent="- ", subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    return textwrap.wrap(
+        text,
+        WIDTH,
+        initial_indent="- ",
+        subsequent_indent="  ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 TABLES: dict[str, Callable[[], list[str]]] = {
     function.__name__: function
     for function in (
-        tables.decode, tables.decode_others, tables.decode_since, tables.prefill, tables.prefill_kernel, tables.mixed, tables.block_size,
-        tables.write_kv, tables.step, tables.step_variants, tables.idle, tables.host, tables.capture, tables.cold, tables.engine, tables.linear,
-        tables.sampling, summary, runs, stream_order,
+        tables.decode,
+        tables.decode_others,
+        tables.decode_since,
+        tables.prefill,
+        tables.prefill_kernel,
+        tables.mixed,
+        tables.block_size,
+        tables.write_kv,
+        tables.step,
+        tables.step_variants,
+        tables.idle,
+        tables.host,
+        tables.capture,
+        tables.cold,
+        tables.engine,
+        tables.linear,
+        tables.sampling,
+        summary,
+        runs,
+        stream_order,
     )
-}  # fmt: skip
+}
 
 
 def made(text: str) -> str:
@@ -120,7 +180,9 @@ def made(text: str) -> str:
 
     def make(match: re.Match[str]) -> str:
         if match[1] not in TABLES:
-            raise SystemExit(f"make_results: expected one of {', '.join(TABLES)} behind 'made:', got {match[1]!r}")
+            raise SystemExit(
+                f"make_results: expected one of {', '.join(TABLES)} behind 'made:', got {match[1]!r}"
+            )
         return "\n".join([f"<!-- made: {match[1]} -->", *TABLES[match[1]](), "<!-- end -->"])
 
     return re.sub(r"<!-- made: (\w+) -->.*?<!-- end -->", make, text, flags=re.DOTALL)
@@ -132,7 +194,8 @@ def main(check: bool) -> int:
         for page in stale:
             (ROOT / page).write_text(made((ROOT / page).read_text()))
     print(
-        "\n".join(f"{page}: {'does not hold what the data says' if check else 'rewritten'}" for page in stale) or "nothing to do",
+        "\n".join(f"{page}: {'does not hold what the data says' if check else 'rewritten'}" for page in stale)
+        or "nothing to do",
         file=sys.stderr,
     )
     return int(check and bool(stale))

@@ -1,4 +1,5 @@
-"""The tables of docs/results.md, each made from documents of benchmarks/results; what places them is make_results.py."""
+"""The tables of docs/results.md, each made from documents of benchmarks/results; what places them
+is make_results.py."""
 
 from __future__ import annotations
 
@@ -55,7 +56,10 @@ def geomean(values: Sequence[float]) -> float:
 def times(row: dict[str, Any], key: str = "us") -> dict[str, float]:
     """Of the contenders that were timed; FlashInfer by the faster of its two kernels."""
     timed = {name: entry for name, entry in row["contenders"].items() if entry["status"] == "timed"}
-    if "flashinfer-fa3" in timed and timed["flashinfer-fa3"]["us"] < timed.get("flashinfer", {"us": math.inf})["us"]:
+    if (
+        "flashinfer-fa3" in timed
+        and timed["flashinfer-fa3"]["us"] < timed.get("flashinfer", {"us": math.inf})["us"]
+    ):
         timed["flashinfer"] = timed.pop("flashinfer-fa3")
     return {name: entry[key] for name, entry in timed.items()}
 
@@ -65,34 +69,62 @@ def short(case: str) -> str:
     return case.removeprefix("32/8/128 ").removesuffix(" b16").removesuffix(" whole")
 
 
-# ------------------------------------------------------------------------------------------------------- attention
+# -------------------------------------------------------------------------------------------------- attention
 def attention(files: Sequence[str], contenders: Sequence[str]) -> list[str]:
     """One row per case: microseconds."""
     lines = []
     for row in (row for file in files for row in load(file)["rows"]):
         us = times(row)
-        lines.append([row["case"], figure(row["ideal_us"]), *best_bold([us.get(name) for name in contenders]), ratio(row["ratio"])])
+        lines.append(
+            [
+                row["case"],
+                figure(row["ideal_us"]),
+                *best_bold([us.get(name) for name in contenders]),
+                ratio(row["ratio"]),
+            ]
+        )
     return table(["case", "ideal", *(NAMES[name] for name in contenders), "×"], lines)
 
 
 def geomean_line(file: str) -> list[str]:
     summary = load(file)["summary"]
     cases = f"{summary['compared']} cases"
-    return [f"Geometric mean of × over {cases}: **{summary['geomean']:.2f}**. Worst: {summary['worst']:.2f} ({summary['worst_case']})."]
+    return [
+        (
+            f"Geometric mean of × over {cases}: **{summary['geomean']:.2f}**. Worst: "
+            f"{summary['worst']:.2f} ({summary['worst_case']})."
+        )
+    ]
 
 
 def decode() -> list[str]:
-    return [*attention(["h200_attention_decode"], ["cuda", "triton", "fa3", "flashinfer"]), "", *geomean_line("h200_attention_decode")]
+    return [
+        *attention(["h200_attention_decode"], ["cuda", "triton", "fa3", "flashinfer"]),
+        "",
+        *geomean_line("h200_attention_decode"),
+    ]
 
 
 def decode_others() -> list[str]:
-    return attention(["h200_attention_fp8", "h200_attention_speculative"], ["cuda", "triton", "fa3", "flashinfer"])
+    return attention(
+        ["h200_attention_fp8", "h200_attention_speculative"], ["cuda", "triton", "fa3", "flashinfer"]
+    )
 
 
 def decode_since() -> list[str]:
     rows = load("h200_decode_before_after")["decode"]
-    return table(["case", "before", "after", "change"],
-                 ([r["case"], figure(r["before_us"], 2), figure(r["after_us"], 2), f"{r['after_us'] / r['before_us'] - 1:+.1%}"] for r in rows))  # fmt: skip
+    return table(
+        ["case", "before", "after", "change"],
+        (
+            [
+                r["case"],
+                figure(r["before_us"], 2),
+                figure(r["after_us"], 2),
+                f"{r['after_us'] / r['before_us'] - 1:+.1%}",
+            ]
+            for r in rows
+        ),
+    )
 
 
 def prefill() -> list[str]:
@@ -100,8 +132,18 @@ def prefill() -> list[str]:
     contenders, lines = ["cuda", "triton", "fa3", "flashinfer", "sdpa", "flex"], []
     for row in load("h200_attention_prefill")["rows"]:
         rates = times(row, "tflop_per_s")
-        lines.append([short(row["case"]), *best_bold([rates.get(name) for name in contenders], 0, least=False), ratio(row["ratio"])])
-    return [*table(["case", *(NAMES[name] for name in contenders), "×"], lines), "", *geomean_line("h200_attention_prefill")]
+        lines.append(
+            [
+                short(row["case"]),
+                *best_bold([rates.get(name) for name in contenders], 0, least=False),
+                ratio(row["ratio"]),
+            ]
+        )
+    return [
+        *table(["case", *(NAMES[name] for name in contenders), "×"], lines),
+        "",
+        *geomean_line("h200_attention_prefill"),
+    ]
 
 
 def prefill_rows() -> list[dict[str, Any]]:
@@ -109,35 +151,73 @@ def prefill_rows() -> list[dict[str, Any]]:
 
 
 def prefill_kernel() -> list[str]:
-    columns = {"native": "CUDA C++", "triton": "Triton", "fa3": "FA3", "sdpa": "SDPA*", "fa3 one block": "FA3*"}
+    columns = {
+        "native": "CUDA C++",
+        "triton": "Triton",
+        "fa3": "FA3",
+        "sdpa": "SDPA*",
+        "fa3 one block": "FA3*",
+    }
     lines, ratios = [], []
     for row in prefill_rows():
         rates = row["tflops"]
         ratios.append(rates["native"] / rates["fa3"])
         cells = best_bold([rates.get(name) for name in columns], 0, least=False)
-        lines.append([row["case"], *cells, ratio(ratios[-1]), ratio(rates["native"] / max(rates["fa3 one block"], rates.get("sdpa", 0)))])
+        lines.append(
+            [
+                row["case"],
+                *cells,
+                ratio(ratios[-1]),
+                ratio(rates["native"] / max(rates["fa3 one block"], rates.get("sdpa", 0))),
+            ]
+        )
     header = ["case", *columns.values(), "× FA3", "× best of *"]
-    return [*table(header, lines), "", f"Geometric mean of × FA3 over {len(ratios)} cases: **{geomean(ratios):.2f}**."]
+    return [
+        *table(header, lines),
+        "",
+        f"Geometric mean of × FA3 over {len(ratios)} cases: **{geomean(ratios):.2f}**.",
+    ]
 
 
 def mixed() -> list[str]:
     document, lines = load("h200_attention_mixed"), []
     summary = document["summary"]
     for row in document["rows"]:
-        parts, sequence = summary["mixed_over_parts"].get(row["case"]), summary["mixed_over_sequence"].get(row["case"])
+        parts, sequence = (
+            summary["mixed_over_parts"].get(row["case"]),
+            summary["mixed_over_sequence"].get(row["case"]),
+        )
         if parts and sequence:
             us = times(row)
             cells = best_bold([us["cuda"], us["triton"], us["fa3"]])
             after = [f"{sequence['cuda']:.3f}", f"{sequence['triton']:.3f}"]
-            lines.append([short(row["case"]), *cells, *after, *(f"{parts[name]:.3f}" for name in ("cuda", "triton", "fa3"))])
-    header = ["batch", "`cuda`", "`triton`", "FA3", "of calls in turn: `cuda`", "`triton`", "of parts: `cuda`", "`triton`", "FA3"]
+            lines.append(
+                [
+                    short(row["case"]),
+                    *cells,
+                    *after,
+                    *(f"{parts[name]:.3f}" for name in ("cuda", "triton", "fa3")),
+                ]
+            )
+    header = [
+        "batch",
+        "`cuda`",
+        "`triton`",
+        "FA3",
+        "of calls in turn: `cuda`",
+        "`triton`",
+        "of parts: `cuda`",
+        "`triton`",
+        "FA3",
+    ]
     return table(header, lines)
 
 
 def block_size() -> list[str]:
     rows = load("h200_attention_block_size")["rows"]
     return table(
-        ["case", "`cuda`", "`triton`", "FA3"], ([r["case"], *best_bold([times(r).get(n) for n in ("cuda", "triton", "fa3")])] for r in rows)
+        ["case", "`cuda`", "`triton`", "FA3"],
+        ([r["case"], *best_bold([times(r).get(n) for n in ("cuda", "triton", "fa3")])] for r in rows),
     )
 
 
@@ -146,11 +226,27 @@ def write_kv() -> list[str]:
     for norm, file in (("no", "h200_write_kv"), ("yes", "h200_write_kv_norm")):
         for row in load(file)["rows"]:
             us = {name: timing["median_us"] for name, timing in row["timings"].items()}
-            lines.append([str(row["num_tokens"]), norm, *(figure(us[name]) for name in ("empty", "write_kv", "rope_write_kv", "unfused"))])
-    return table(["tokens", "q/k norm", "empty kernel", "`write_kv`", "`rope_write_kv`", "compiled by torch + `write_kv`"], lines)
+            lines.append(
+                [
+                    str(row["num_tokens"]),
+                    norm,
+                    *(figure(us[name]) for name in ("empty", "write_kv", "rope_write_kv", "unfused")),
+                ]
+            )
+    return table(
+        [
+            "tokens",
+            "q/k norm",
+            "empty kernel",
+            "`write_kv`",
+            "`rope_write_kv`",
+            "compiled by torch + `write_kv`",
+        ],
+        lines,
+    )
 
 
-# ------------------------------------------------------------------------------------------------------------- steps
+# ------------------------------------------------------------------------------------------------------ steps
 def step_times(file: str) -> dict[tuple[str, int, str], dict[str, Any]]:
     return {(row["shape"], row["batch"], row["contender"]): row for row in load(file)["rows"]}
 
@@ -164,46 +260,105 @@ def step() -> list[str]:
         goal = row["target_ms"]
         verdict = "–" if goal is None else f"{goal:.2f}" if row["ms"] <= goal else f"{goal:.2f} missed"
         known = [x for x in ms[1:] if x]
-        lines.append([shape, str(batch), figure(row["roofline_ms"], 2), f"**{row['ms']:.3f}**", verdict,
-                      *(figure(x, 3) for x in ms), ratio(min(known) / ms[0]) if known and ms[0] else "–"])  # fmt: skip
-    return table(["shape", "batch", "roofline", "own", "goal", "own, beside HF", "HF static + compile", "HF continuous", "×"], lines)
+        lines.append(
+            [
+                shape,
+                str(batch),
+                figure(row["roofline_ms"], 2),
+                f"**{row['ms']:.3f}**",
+                verdict,
+                *(figure(x, 3) for x in ms),
+                ratio(min(known) / ms[0]) if known and ms[0] else "–",
+            ]
+        )
+    return table(
+        [
+            "shape",
+            "batch",
+            "roofline",
+            "own",
+            "goal",
+            "own, beside HF",
+            "HF static + compile",
+            "HF continuous",
+            "×",
+        ],
+        lines,
+    )
 
 
 def step_variants() -> list[str]:
     rows = load("h200_step_variants")["rows"]
     ms = lambda row: f"{row['ms']:.3f}" if "ms" in row else row["status"]  # noqa: E731
-    return table(["case", "ms"], ([row["case"], ms(row)] for row in sorted(rows, key=lambda row: (row["batch"], row.get("ms", math.inf)))))
+    return table(
+        ["case", "ms"],
+        (
+            [row["case"], ms(row)]
+            for row in sorted(rows, key=lambda row: (row["batch"], row.get("ms", math.inf)))
+        ),
+    )
 
 
 def idle() -> list[str]:
     rows = [row for file in ("h200_step_idle", "h200_step_idle_k1") for row in load(file)["rows"]]
-    return table(["case", "idle between launches", "with the gaps inside a graph"],
-                 ([row["case"], f"{row['idle_between_launches']:.2%}", f"{row['idle_between_kernels']:.2%}"] for row in rows))  # fmt: skip
+    return table(
+        ["case", "idle between launches", "with the gaps inside a graph"],
+        (
+            [row["case"], f"{row['idle_between_launches']:.2%}", f"{row['idle_between_kernels']:.2%}"]
+            for row in rows
+        ),
+    )
 
 
 def host() -> list[str]:
-    rows = [row for file in ("h200_step", "h200_step_k4") for row in load(file)["rows"] if "host_launch_us" in row]
-    return table(["case", "ms per step", "a replay alone, µs", "a launch of the loop, µs"],
-                 ([r["case"], f"{r['ms']:.3f}", figure(r["host_replay_us"]), figure(r["host_launch_us"])] for r in rows))  # fmt: skip
+    rows = [
+        row for file in ("h200_step", "h200_step_k4") for row in load(file)["rows"] if "host_launch_us" in row
+    ]
+    return table(
+        ["case", "ms per step", "a replay alone, µs", "a launch of the loop, µs"],
+        (
+            [r["case"], f"{r['ms']:.3f}", figure(r["host_replay_us"]), figure(r["host_launch_us"])]
+            for r in rows
+        ),
+    )
 
 
 def capture() -> list[str]:
     document = load("h200_capture")
     records = [bucket["record_ms"] for bucket in document["captures"][0]["buckets"]]
     lines = [
-        f"{len(records)} buckets: {min(records):.0f} to {max(records):.0f} ms each, {document['captures'][0]['reserved_mib']:.0f} MiB in all.",
+        (
+            f"{len(records)} buckets: {min(records):.0f} to {max(records):.0f} ms each, "
+            f"{document['captures'][0]['reserved_mib']:.0f} MiB in all."
+        ),
         "",
     ]
-    lines += table(["prompt tokens", "requests", "from Python, ms", "from a graph, ms"],
-                   ([str(r["tokens"]), str(r["requests"]), *best_bold([r["python_ms"], r["graph_ms"]])] for r in document["prefill"]))  # fmt: skip
+    lines += table(
+        ["prompt tokens", "requests", "from Python, ms", "from a graph, ms"],
+        (
+            [str(r["tokens"]), str(r["requests"]), *best_bold([r["python_ms"], r["graph_ms"]])]
+            for r in document["prefill"]
+        ),
+    )
     first = [[str(r["tokens"]), *best_bold([r["python_ms"], r["graph_ms"]])] for r in document["first_token"]]
-    return [*lines, "", *table(["prompt tokens", "first token through the engine, from Python, ms", "from a graph, ms"], first)]
+    return [
+        *lines,
+        "",
+        *table(
+            ["prompt tokens", "first token through the engine, from Python, ms", "from a graph, ms"], first
+        ),
+    ]
 
 
 def cold() -> list[str]:
     kind = lambda run: "warm" if run["options"]["load"] or "warm" in run["run"] else "cold"  # noqa: E731
-    return table(["run", "contender", "caches", "seconds to the first token"],
-                 ([r["run"], r["options"]["contender"], kind(r), f"{r['seconds']:.1f}"] for r in load("h200_cold_start")["runs"]))  # fmt: skip
+    return table(
+        ["run", "contender", "caches", "seconds to the first token"],
+        (
+            [r["run"], r["options"]["contender"], kind(r), f"{r['seconds']:.1f}"]
+            for r in load("h200_cold_start")["runs"]
+        ),
+    )
 
 
 def engine() -> list[str]:
@@ -212,7 +367,9 @@ def engine() -> list[str]:
         compiled, base = "yes" if row["compile"] else "no", row["hf_generate_tok_s"]
         for name in ("engine_batch1_tok_s", "engine_batch8_tok_s"):
             prompts = "1" if "batch1" in name else "8"
-            lines.append([compiled, prompts, figure(row[name], 0), figure(base, 1), f"{row[name] / base:.1f}"])
+            lines.append(
+                [compiled, prompts, figure(row[name], 0), figure(base, 1), f"{row[name] / base:.1f}"]
+            )
     return table(["torch.compile", "prompts", "engine, tok/s", "`generate()`, 1 prompt, tok/s", "×"], lines)
 
 
@@ -221,18 +378,29 @@ def linear() -> list[str]:
     for key, peer in (("layers", "cublas"), ("chains", "composed")):
         groups: dict[tuple[str, str], dict[int, dict[str, Any]]] = {}
         for row in document[key]:
-            groups.setdefault((row["model"], row.get("layer", "four layers in a chain")), {})[row["tokens"]] = row
+            groups.setdefault((row["model"], row.get("layer", "four layers in a chain")), {})[
+                row["tokens"]
+            ] = row
         for (model, layer), by_tokens in groups.items():
-            cells = [figure(by_tokens[n][who]["median_us"]) for n in (1, 8, 16, 32, 64) for who in (peer, "cuda")]
-            lines.append([f"{model} {layer}", *(f"{cells[i]} → {cells[i + 1]}" for i in range(0, len(cells), 2))])
+            cells = [
+                figure(by_tokens[n][who]["median_us"]) for n in (1, 8, 16, 32, 64) for who in (peer, "cuda")
+            ]
+            lines.append(
+                [f"{model} {layer}", *(f"{cells[i]} → {cells[i + 1]}" for i in range(0, len(cells), 2))]
+            )
     return table(["layer", "1 token", "8", "16", "32", "64"], lines)
 
 
 def sampling() -> list[str]:
     groups: dict[str, dict[int, dict[str, float]]] = {}
     for row in load("h200_sampling")["rows"]:
-        groups.setdefault(row["case"], {})[row["rows"]] = {name: timing["median_us"] for name, timing in row["timings"].items()}
-    cells = lambda us: " / ".join(best_bold([us.get("sample_tokens", us.get("accept_tokens")), us.get("torch.argmax", us.get("sort"))]))  # noqa: E731
+        groups.setdefault(row["case"], {})[row["rows"]] = {
+            name: timing["median_us"] for name, timing in row["timings"].items()
+        }
+    cells = lambda us: " / ".join(  # noqa: E731
+        best_bold([us.get("sample_tokens", us.get("accept_tokens")), us.get("torch.argmax", us.get("sort"))])
+    )
     return table(
-        ["case", "1 row: own / torch", "8 rows", "64 rows"], ([case, *(cells(by[n]) for n in (1, 8, 64))] for case, by in groups.items())
+        ["case", "1 row: own / torch", "8 rows", "64 rows"],
+        ([case, *(cells(by[n]) for n in (1, 8, 64))] for case, by in groups.items()),
     )

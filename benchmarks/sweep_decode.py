@@ -1,7 +1,9 @@
-"""Sweep of the decode kernel's tiles on a GPU: python benchmarks/sweep_decode.py OUT.json [--cases SUBSTRING] [--workers N].
+"""Sweep of the decode kernel's tiles on a GPU: python benchmarks/sweep_decode.py OUT.json [--cases SUBSTRING]
+[--workers N].
 
-Every configuration is checked against plain torch first, then timed by replaying a CUDA graph over KV caches that rotate beyond L2.
-One JSON line per (case, configuration); the best per case last. What came of it: docs/log/decode.md.
+Every configuration is checked against plain torch first, then timed by replaying a CUDA graph over KV caches
+that rotate beyond L2. One JSON line per (case, configuration); the best per case last. What came of
+it: docs/log/decode.md.
 """
 
 from __future__ import annotations
@@ -51,12 +53,34 @@ def cases() -> list[Case]:
 #: ("cuda", warps, keys per warp, stages, CTAs per multiprocessor, least tiles[, cluster, stages before the
 #: wait, tiles into L2 before it, kv heads of a pair])
 CONFIGS: dict[int, list[tuple[Any, ...]]] = {
-    128: [("triton", 16, 1, 4, 8, 4, 1), ("cuda", 4, 16, 3, 2, 2), ("cuda", 4, 16, 3, 2, 1), ("cuda", 4, 16, 4, 1, 1), ("cuda", 4, 16, 2, 3, 2),
-          ("cuda", 8, 16, 3, 1, 1), ("cuda", 2, 16, 4, 3, 2), ("cuda", 4, 32, 3, 1, 1), ("cuda", 8, 16, 2, 1, 1), ("cuda", 2, 16, 3, 4, 4), ("cuda", 1, 16, 3, 8, 4),
-          ("cuda", 4, 32, 2, 2, 1)],
-    64: [("triton", 64, 4, 4, 3, 1, 4), ("cuda", 4, 16, 3, 4, 2), ("cuda", 4, 32, 3, 2, 1), ("cuda", 4, 32, 2, 3, 1), ("cuda", 8, 16, 3, 2, 1),
-         ("cuda", 8, 32, 3, 1, 1), ("cuda", 4, 16, 5, 2, 2), ("cuda", 4, 16, 4, 3, 2), ("cuda", 8, 32, 2, 1, 1), ("cuda", 4, 32, 3, 3, 1), ("cuda", 2, 32, 3, 4, 2)],
-}  # fmt: skip
+    128: [
+        ("triton", 16, 1, 4, 8, 4, 1),
+        ("cuda", 4, 16, 3, 2, 2),
+        ("cuda", 4, 16, 3, 2, 1),
+        ("cuda", 4, 16, 4, 1, 1),
+        ("cuda", 4, 16, 2, 3, 2),
+        ("cuda", 8, 16, 3, 1, 1),
+        ("cuda", 2, 16, 4, 3, 2),
+        ("cuda", 4, 32, 3, 1, 1),
+        ("cuda", 8, 16, 2, 1, 1),
+        ("cuda", 2, 16, 3, 4, 4),
+        ("cuda", 1, 16, 3, 8, 4),
+        ("cuda", 4, 32, 2, 2, 1),
+    ],
+    64: [
+        ("triton", 64, 4, 4, 3, 1, 4),
+        ("cuda", 4, 16, 3, 4, 2),
+        ("cuda", 4, 32, 3, 2, 1),
+        ("cuda", 4, 32, 2, 3, 1),
+        ("cuda", 8, 16, 3, 2, 1),
+        ("cuda", 8, 32, 3, 1, 1),
+        ("cuda", 4, 16, 5, 2, 2),
+        ("cuda", 4, 16, 4, 3, 2),
+        ("cuda", 8, 32, 2, 1, 1),
+        ("cuda", 4, 32, 3, 3, 1),
+        ("cuda", 2, 32, 3, 4, 2),
+    ],
+}
 
 
 def inputs(case: Case, layers: int, lens: list[int]) -> dict[str, Any]:
@@ -74,18 +98,28 @@ def inputs(case: Case, layers: int, lens: list[int]) -> dict[str, Any]:
         pool = torch.randn(total, case.block_size, num_kv_heads, dim, device="cuda", dtype=torch.bfloat16)
         pools.append(pool.to(case.kv_dtype))
     return {
-        "q": torch.randn(len(lens), num_heads, dim, device="cuda", dtype=torch.bfloat16), "pools": pools, "table": table,
+        "q": torch.randn(len(lens), num_heads, dim, device="cuda", dtype=torch.bfloat16),
+        "pools": pools,
+        "table": table,
         "lens": torch.tensor(lens, dtype=torch.int32, device="cuda"),
         "starts": torch.arange(len(lens) + 1, dtype=torch.int32, device="cuda"),
         "semaphore": torch.zeros(len(lens) * num_kv_heads, dtype=torch.int32, device="cuda"),
-    }  # fmt: skip
+    }
 
 
 def call(case: Case, x: dict[str, Any], layer: int, out: torch.Tensor, backend: str) -> None:
     BACKEND_OPS[backend].paged_attention(
-        x["q"], x["pools"][2 * layer], x["pools"][2 * layer + 1], x["table"], x["lens"], x["starts"], out,
-        max_query_len=1, scale=case.heads[2] ** -0.5, semaphore=x["semaphore"],
-    )  # fmt: skip
+        x["q"],
+        x["pools"][2 * layer],
+        x["pools"][2 * layer + 1],
+        x["table"],
+        x["lens"],
+        x["starts"],
+        out,
+        max_query_len=1,
+        scale=case.heads[2] ** -0.5,
+        semaphore=x["semaphore"],
+    )
 
 
 def use(case: Case, setting: tuple[Any, ...]) -> None:
@@ -153,14 +187,28 @@ def main() -> None:
     parser.add_argument("output")
     parser.add_argument("--cases", default="")
     parser.add_argument("--workers", type=int, default=12)
-    parser.add_argument("--configs", default="", help="JSON: {head_dim: [configuration, ...]}, configurations as in CONFIGS")
+    parser.add_argument(
+        "--configs", default="", help="JSON: {head_dim: [configuration, ...]}, configurations as in CONFIGS"
+    )
     parser.add_argument("--verbose", action="store_true")
     options = parser.parse_args()
-    table = {int(k): [tuple(c) for c in v] for k, v in json.loads(options.configs).items()} if options.configs else CONFIGS
+    table = (
+        {int(k): [tuple(c) for c in v] for k, v in json.loads(options.configs).items()}
+        if options.configs
+        else CONFIGS
+    )
     chosen = [c for c in cases() if any(part in c.name for part in options.cases.split(","))]
-    work = list({(c.heads, c.block_size, c.kv_dtype, len(c.lens), s): (c, s) for c in chosen for s in table[c.heads[2]]}.values())
+    work = list(
+        {
+            (c.heads, c.block_size, c.kv_dtype, len(c.lens), s): (c, s)
+            for c in chosen
+            for s in table[c.heads[2]]
+        }.values()
+    )
     context = multiprocessing.get_context("spawn")
-    helpers = [context.Process(target=precompile, args=(work[i :: options.workers],)) for i in range(options.workers)]
+    helpers = [
+        context.Process(target=precompile, args=(work[i :: options.workers],)) for i in range(options.workers)
+    ]
     for helper in helpers:
         helper.start()
     for helper in helpers:
@@ -179,7 +227,12 @@ def main() -> None:
             try:
                 call(case, x, 0, out, setting[0])
                 row["error"] = round(error(case, x, out), 5)
-                row["us"] = round(microseconds([functools.partial(call, case, x, i % layers, out, setting[0]) for i in range(calls)]), 2)
+                row["us"] = round(
+                    microseconds(
+                        [functools.partial(call, case, x, i % layers, out, setting[0]) for i in range(calls)]
+                    ),
+                    2,
+                )
             except Exception as reason:
                 row["failed"] = repr(reason)[:200]
             rows.append(row)
@@ -190,10 +243,14 @@ def main() -> None:
         json.dump(rows, file)
     print("best per case")
     for case in chosen:
-        done = sorted((r for r in rows if r["case"] == case.name and "us" in r and r["error"] < 2e-2), key=lambda r: r["us"])
+        done = sorted(
+            (r for r in rows if r["case"] == case.name and "us" in r and r["error"] < 2e-2),
+            key=lambda r: r["us"],
+        )
         for r in done[:3]:
             print(
-                f"{r['case']:28s} ideal {r['ideal']:7.1f}  {r['us']:8.2f} us  x{r['us'] / r['ideal']:.2f}  {r['config']} err {r['error']}"
+                f"{r['case']:28s} ideal {r['ideal']:7.1f}  {r['us']:8.2f} us  x{r['us'] / r['ideal']:.2f}  "
+                f"{r['config']} err {r['error']}"
             )
 
 

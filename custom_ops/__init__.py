@@ -1,10 +1,14 @@
-"""The ops of torchpaged: the registry, and a folder per family of ops with contract, checks, fakes, reference and kernels.
+"""The ops of torchpaged: the registry, and a folder per family of ops with contract, checks, fakes, reference
+and kernels.
 
 Import as ``torchpaged.custom_ops``. This package imports torch only.
 """
 
 if __name__ != "torchpaged.custom_ops":
-    raise ImportError(f"import torchpaged.custom_ops, not {__name__!r}: a second copy of this package would register every op schema twice")
+    raise ImportError(
+        f"import torchpaged.custom_ops, not {__name__!r}: a second copy of this package would register "
+        "every op schema twice"
+    )
 
 from torchpaged.custom_ops.registry import BACKEND_OPS, BackendOps, check_native_dtype, native_status
 

@@ -1,8 +1,8 @@
 """Checks of one argument: dimensions, dtype, device, strides, overlap; and whether values may be read.
 
-Shapes, dtypes, devices and strides are checked always (no device work). Values that live on a device (block ids, slots,
-lengths) can only be checked by reading them: on the CPU that is done always, on a GPU only with ``TORCHPAGED_CHECK=1``,
-because it synchronises.
+Shapes, dtypes, devices and strides are checked always (no device work). Values that live on a device (block
+ids, slots, lengths) can only be checked by reading them: on the CPU that is done always, on a GPU only with
+``TORCHPAGED_CHECK=1``, because it synchronises.
 """
 
 from __future__ import annotations
@@ -32,7 +32,12 @@ def check_tensors(**tensors: object) -> None:
     """All of these are tensors, not lists or None."""
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
-            raise ArgumentError(name, "a tensor", type(tensor).__name__, "make one with torch.tensor(...)" if tensor is not None else "")
+            raise ArgumentError(
+                name,
+                "a tensor",
+                type(tensor).__name__,
+                "make one with torch.tensor(...)" if tensor is not None else "",
+            )
 
 
 def check_dims(name: str, tensor: Tensor, *dims: int | None) -> None:
@@ -51,21 +56,30 @@ def check_dims(name: str, tensor: Tensor, *dims: int | None) -> None:
 def check_dtype(name: str, tensor: Tensor, *dtypes: torch.dtype) -> None:
     """``tensor`` has one of ``dtypes``."""
     if tensor.dtype not in dtypes:
-        raise ArgumentError(name, " or ".join(map(str, dtypes)), str(tensor.dtype), f"convert with .to({dtypes[0]})")
+        raise ArgumentError(
+            name, " or ".join(map(str, dtypes)), str(tensor.dtype), f"convert with .to({dtypes[0]})"
+        )
 
 
 def check_device(device: torch.device, **tensors: Tensor | None) -> None:
     """All ``tensors`` that are given live on ``device``."""
     for name, tensor in tensors.items():
         if tensor is not None and tensor.device != device:
-            raise ArgumentError(name, f"device {device}", str(tensor.device), f"move it with .to({str(device)!r})")
+            raise ArgumentError(
+                name, f"device {device}", str(tensor.device), f"move it with .to({str(device)!r})"
+            )
 
 
 def check_last_dim(**tensors: Tensor) -> None:
     """The last dimension of each tensor is contiguous (the others may have any stride)."""
     for name, tensor in tensors.items():
         if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
-            raise ArgumentError(name, "a contiguous last dimension (stride 1)", f"strides {tensor.stride()}", "call .contiguous()")
+            raise ArgumentError(
+                name,
+                "a contiguous last dimension (stride 1)",
+                f"strides {tensor.stride()}",
+                "call .contiguous()",
+            )
 
 
 _suspended = 0
@@ -73,7 +87,8 @@ _suspended = 0
 
 @contextlib.contextmanager
 def capturing() -> Iterator[None]:
-    """Within the block no values are read: a step that is being captured, even on a CPU, must not look at them."""
+    """Within the block no values are read: a step that is being captured, even on a CPU, must not look
+    at them."""
     global _suspended
     _suspended += 1
     try:
@@ -83,7 +98,8 @@ def capturing() -> Iterator[None]:
 
 
 def reads_values(device: torch.device) -> bool:
-    """Whether values on ``device`` are checked: always on a CPU, with ``TORCHPAGED_CHECK=1`` on a GPU, never during a capture."""
+    """Whether values on ``device`` are checked: always on a CPU, with ``TORCHPAGED_CHECK=1`` on a GPU, never
+    during a capture."""
     if _suspended:
         return False
     asked_for = checks_device_values()  # read on a CPU as well: a value that means nothing raises everywhere
@@ -93,7 +109,8 @@ def reads_values(device: torch.device) -> bool:
 
 
 def checks_device_values() -> bool:
-    """Whether ``TORCHPAGED_CHECK=1`` asks for checks that synchronise; raises `ValueError` if the variable is neither 0 nor 1."""
+    """Whether ``TORCHPAGED_CHECK=1`` asks for checks that synchronise; raises `ValueError` if the variable is
+    neither 0 nor 1."""
     return bool(variables.get("TORCHPAGED_CHECK"))
 
 
@@ -115,28 +132,34 @@ def overlap(a: Tensor, b: Tensor) -> bool:
 
 
 def check_apart(written: dict[str, Tensor], read: dict[str, Tensor], fix: str) -> None:
-    """The address range of nothing ``written`` meets that of anything ``read``. Looks at addresses only, not at the device."""
+    """The address range of nothing ``written`` meets that of anything ``read``. Looks at addresses only, not
+    at the device."""
     spans = {name: _span(tensor) for name, tensor in read.items()}
     for target, tensor in written.items():
         start, end = _span(tensor)
         for name, (first, last) in spans.items():
             if start < last and first < end:
-                raise ArgumentError(name, f"memory apart from {target}'s, which the op writes", "overlapping tensors", fix)
+                raise ArgumentError(
+                    name, f"memory apart from {target}'s, which the op writes", "overlapping tensors", fix
+                )
 
 
 def pools_meet(k_cache: Tensor, v_cache: Tensor) -> bool:
     """Whether two pools ``[num_blocks, block_size, num_kv_heads, width]`` share an element.
 
-    Pools whose address ranges meet may still be apart: keys and values side by side in one tensor. Pools of different strides
-    are taken to meet where their ranges do.
+    Pools whose address ranges meet may still be apart: keys and values side by side in one tensor. Pools of
+    different strides are taken to meet where their ranges do.
     """
     if not overlap(k_cache, v_cache):
         return False
     strides = k_cache.stride()[:3]
     if strides != v_cache.stride()[:3]:
         return True
-    # An element of v minus one of k: a multiple of each stride, within the sizes, and a difference of columns.
-    dims = sorted(((s, n) for s, n in zip(strides, k_cache.shape[:3], strict=True) if n > 1 and s), reverse=True)
+    # An element of v minus one of k: a multiple of each stride, within the sizes, and a difference
+    # of columns.
+    dims = sorted(
+        ((s, n) for s, n in zip(strides, k_cache.shape[:3], strict=True) if n > 1 and s), reverse=True
+    )
     width = max(k_cache.shape[3], v_cache.shape[3]) - 1
     reach = [width + sum((n - 1) * s for s, n in dims[i + 1 :]) for i in range(len(dims))]
 
@@ -145,14 +168,22 @@ def pools_meet(k_cache: Tensor, v_cache: Tensor) -> bool:
             return 1 - v_cache.shape[3] <= distance <= k_cache.shape[3] - 1
         stride, size = dims[i]
         low, high = -((reach[i] - distance) // stride), (distance + reach[i]) // stride
-        return any(meet(distance - step * stride, i + 1) for step in range(max(low, 1 - size), min(high, size - 1) + 1))
+        return any(
+            meet(distance - step * stride, i + 1)
+            for step in range(max(low, 1 - size), min(high, size - 1) + 1)
+        )
 
     return meet((v_cache.data_ptr() - k_cache.data_ptr()) // k_cache.element_size(), 0)
 
 
 def is_latent(k_cache: Tensor, v_cache: Tensor) -> bool:
-    """Whether values are declared to be the first columns of the keys: ``v_cache = k_cache[..., :n]`` with n below the width."""
-    return v_cache.data_ptr() == k_cache.data_ptr() and v_cache.stride() == k_cache.stride() and v_cache.shape[3] < k_cache.shape[3]
+    """Whether values are declared to be the first columns of the keys: ``v_cache = k_cache[..., :n]`` with n
+    below the width."""
+    return (
+        v_cache.data_ptr() == k_cache.data_ptr()
+        and v_cache.stride() == k_cache.stride()
+        and v_cache.shape[3] < k_cache.shape[3]
+    )
 
 
 def refuse_grad(**tensors: Tensor | None) -> None:
@@ -160,5 +191,9 @@ def refuse_grad(**tensors: Tensor | None) -> None:
     if torch.is_grad_enabled():
         for name, tensor in tensors.items():
             if tensor is not None and tensor.requires_grad:
-                raise ArgumentError(name, "a tensor without grad (paged attention is for inference)", "requires_grad=True",
-                                    "run under torch.inference_mode() or torch.no_grad()")  # fmt: skip
+                raise ArgumentError(
+                    name,
+                    "a tensor without grad (paged attention is for inference)",
+                    "requires_grad=True",
+                    "run under torch.inference_mode() or torch.no_grad()",
+                )

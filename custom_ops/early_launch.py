@@ -1,8 +1,9 @@
 """Inductor's own programmatic launches are refused while our kernels start early.
 
-``paged_attention`` and ``finish_step`` read lengths, tables and keys before the kernels ahead of them have ended (``stream_order.py``).
-That is right as long as whoever wrote these did not let its dependents start. Kernels that Inductor makes may hold such a write, a copy or
-an addition that it moved in front of the op; with its programmatic launch on, they let dependents start before they have stored anything.
+``paged_attention`` and ``finish_step`` read lengths, tables and keys before the kernels ahead of them have
+ended (``stream_order.py``). That is right as long as whoever wrote these did not let its dependents start.
+Kernels that Inductor makes may hold such a write, a copy or an addition that it moved in front of the op;
+with its programmatic launch on, they let dependents start before they have stored anything.
 """
 
 from __future__ import annotations
@@ -16,23 +17,32 @@ from torchpaged.custom_ops.errors import BackendUnavailableError
 
 
 def refuse_inductors_for(tensor: Tensor) -> None:
-    """`refuse_inductors` if kernels on the device of ``tensor``, a fake one perhaps, are launched early: compute capability 9.0 and later."""
-    if tensor.device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(tensor.device) >= (9, 0):
+    """`refuse_inductors` if kernels on the device of ``tensor``, a fake one perhaps, are launched early:
+    compute capability 9.0 and later."""
+    if (
+        tensor.device.type == "cuda"
+        and torch.version.hip is None
+        and torch.cuda.get_device_capability(tensor.device) >= (9, 0)
+    ):
         refuse_inductors()
 
 
 def refuse_inductors() -> None:
-    """Called by the fake kernels of the ops that read early, while a graph is traced, also under ``torch.compile(options=...)``, which
-    turns the option on for the compilation only; and before a device's first early launch. Not before each: asking takes as long as a launch.
+    """Called by the fake kernels of the ops that read early, while a graph is traced, also under
+    ``torch.compile(options=...)``, which turns the option on for the compilation only; and before a device's
+    first early launch. Not before each: asking takes as long as a launch.
 
     Raises:
-        BackendUnavailableError: ``torch._inductor.config.triton.enable_pdl`` is on; nothing is compiled or launched then.
+        BackendUnavailableError: ``torch._inductor.config.triton.enable_pdl`` is on; nothing is compiled or
+            launched then.
     """
-    # A private module of torch, and the only place that knows; tests/ops/test_early_launch.py notices when it moves. Not imported: where
-    # nobody has, there is no kernel of Inductor's either.
+    # A private module of torch, and the only place that knows; tests/ops/test_early_launch.py notices when it
+    # moves. Not imported: where nobody has, there is no kernel of Inductor's either.
     config = sys.modules.get("torch._inductor.config")
     if config is not None and getattr(config.triton, "enable_pdl", False):
         raise BackendUnavailableError(
-            "torch._inductor.config.triton.enable_pdl: expected False while torchpaged's kernels start before the kernels ahead of them "
-            "have ended, got True; unset TORCHINDUCTOR_ENABLE_PDL or set the option to False before anything is compiled"
+            "torch._inductor.config.triton.enable_pdl: expected False while torchpaged's kernels start "
+            "before the kernels ahead of them "
+            "have ended, got True; unset TORCHINDUCTOR_ENABLE_PDL or set the option to False before "
+            "anything is compiled"
         )

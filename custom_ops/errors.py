@@ -1,4 +1,5 @@
-"""Typed errors of torchpaged. Every message names the argument, what was expected, what came, and what to do."""
+"""Typed errors of torchpaged. Every message names the argument, what was expected, what came, and what
+to do."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ class ArgumentError(TorchpagedError, ValueError):
 
 
 class BackendUnavailableError(TorchpagedError, RuntimeError):
-    """A backend was named that cannot run here, or cannot run this attention. The message lists every reason."""
+    """A backend was named that cannot run here, or cannot run this attention. The message lists
+    every reason."""
 
 
 class BlockPoolExhaustedError(TorchpagedError, RuntimeError):
@@ -44,15 +46,18 @@ class UnsupportedModelError(TorchpagedError, ValueError):
 
 
 class SemaphoreError(TorchpagedError, RuntimeError):
-    """A semaphore was not zero after a launch: what that launch computed is wrong. The message says what to do."""
+    """A semaphore was not zero after a launch: what that launch computed is wrong. The message says what
+    to do."""
 
 
 class PlanError(TorchpagedError, RuntimeError):
-    """A step was to run on a backend that plans every batch, and this one was not planned. The message says what to do."""
+    """A step was to run on a backend that plans every batch, and this one was not planned. The message says
+    what to do."""
 
 
 class RequestError(TorchpagedError, RuntimeError):
-    """One request of an engine ended without what was asked; the others are not concerned. Given with its last event, not raised.
+    """One request of an engine ended without what was asked; the others are not concerned. Given with its
+    last event, not raised.
 
     Attributes:
         request_id: the request.
@@ -67,7 +72,8 @@ class RequestError(TorchpagedError, RuntimeError):
 
 
 class NotCopyableError(TorchpagedError, TypeError):
-    """An object was to be copied or pickled that can't be: it is bound to memory, graphs or a model. The message says what to do."""
+    """An object was to be copied or pickled that can't be: it is bound to memory, graphs or a model. The
+    message says what to do."""
 
 
 class CaptureError(TorchpagedError, RuntimeError):

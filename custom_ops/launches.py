@@ -2,8 +2,9 @@
 
     launches.around = lambda op, arguments: some_context_manager      # None again: nobody
 
-The functions behind the ops run at every eager call and while a graph is captured, also in compiled code, where ranges of the
-caller's own would break the graph. They do not run at a replay, and kernels in C++ don't come by here.
+The functions behind the ops run at every eager call and while a graph is captured, also in compiled code,
+where ranges of the caller's own would break the graph. They do not run at a replay, and kernels in C++ don't
+come by here.
 """
 
 from __future__ import annotations

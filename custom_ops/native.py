@@ -1,7 +1,7 @@
 """Finds and loads the native CPU library, and says clearly when there is none.
 
-The library (``torchpaged_C``, built by CMakeLists.txt on LibTorch's stable ABI) registers the default and ``.cpu``
-overload of every op for the CPU key. Without it the package works: CPU calls then run the reference.
+The library (``torchpaged_C``, built by CMakeLists.txt on LibTorch's stable ABI) registers the default and
+``.cpu`` overload of every op for the CPU key. Without it the package works: CPU calls then run the reference.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ def load() -> bool:
         return False
     try:
         torch.ops.load_library(str(found[0]))
-    except OSError as error:  # built against another libtorch or CPU: say so, keep the pure-Python package alive
+    except (
+        OSError
+    ) as error:  # built against another libtorch or CPU: say so, keep the pure-Python package alive
         _state = (False, f"{found[0].name} could not be loaded ({error}); " + _HOW)
         return False
     _state = (True, str(found[0]))

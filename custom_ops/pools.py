@@ -24,35 +24,50 @@ FEW = 256  # numbers: so many Python has looked at before a dozen ops of torch h
 
 
 def check_pools(k_cache: Tensor, v_cache: Tensor, *, stores: bool = False) -> None:
-    """A pair of pools ``[num_blocks, block_size, num_kv_heads, head_dim(_v)]`` fits together and shares no element.
+    """A pair of pools ``[num_blocks, block_size, num_kv_heads, head_dim(_v)]`` fits together and shares
+    no element.
 
-    Values that are the first columns of the keys (`is_latent`) are let through unless the op ``stores`` tokens.
+    Values that are the first columns of the keys (`is_latent`) are let through unless the op ``stores``
+    tokens.
     """
     if k_cache.dim() != 4:
-        raise ArgumentError("k_cache", "shape [num_blocks, block_size, num_kv_heads, head_dim]", shape_of(k_cache))
+        raise ArgumentError(
+            "k_cache", "shape [num_blocks, block_size, num_kv_heads, head_dim]", shape_of(k_cache)
+        )
     check_dims("v_cache", v_cache, k_cache.shape[0], k_cache.shape[1], k_cache.shape[2], None)
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         if min(cache.shape) < 1:
             raise ArgumentError(name, "at least one block, token per block, head and column", shape_of(cache))
     if k_cache.dtype not in FLOATS + FP8:
-        raise ArgumentError("k_cache", "a floating point dtype of 16, 32 or 64 bits, float8_e4m3fn or float8_e5m2", str(k_cache.dtype))
+        raise ArgumentError(
+            "k_cache",
+            "a floating point dtype of 16, 32 or 64 bits, float8_e4m3fn or float8_e5m2",
+            str(k_cache.dtype),
+        )
     check_dtype("v_cache", v_cache, k_cache.dtype)
     check_device(k_cache.device, v_cache=v_cache)
     check_last_dim(k_cache=k_cache, v_cache=v_cache)
     if pools_meet(k_cache, v_cache) and (stores or not is_latent(k_cache, v_cache)):
-        raise ArgumentError("v_cache", "memory apart from k_cache's", "pools that share memory", "allocate one pool for each")
+        raise ArgumentError(
+            "v_cache", "memory apart from k_cache's", "pools that share memory", "allocate one pool for each"
+        )
 
 
 def check_cache_dtype(x: Tensor, cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None) -> None:
-    """``cache`` holds tokens of x's dtype, or of fp8, and only then are there scales: one, or one per kv head."""
+    """``cache`` holds tokens of x's dtype, or of fp8, and only then are there scales: one, or one per
+    kv head."""
     fp8 = cache.dtype in FP8
     if not fp8 and cache.dtype != x.dtype:
-        raise ArgumentError("k_cache", f"the dtype of the tokens ({x.dtype}) or an fp8 dtype", str(cache.dtype))
+        raise ArgumentError(
+            "k_cache", f"the dtype of the tokens ({x.dtype}) or an fp8 dtype", str(cache.dtype)
+        )
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
         if scale is None:
             continue
         if not fp8:
-            raise ArgumentError(name, f"None for a {cache.dtype} cache", "a tensor", "scales belong to fp8 caches")
+            raise ArgumentError(
+                name, f"None for a {cache.dtype} cache", "a tensor", "scales belong to fp8 caches"
+            )
         check_dtype(name, scale, torch.float32)
         if scale.dim() > 1 or scale.numel() not in (1, cache.shape[2]):
             raise ArgumentError(name, f"one scale or one per kv head ({cache.shape[2]})", shape_of(scale))
@@ -63,6 +78,13 @@ def check_cache_dtype(x: Tensor, cache: Tensor, k_scale: Tensor | None, v_scale:
 def expect_pools(k_cache: Tensor, v_cache: Tensor) -> None:
     """What a fake kernel states of its pools: sizes may be symbols, so that nothing is decided."""
     torch._check(k_cache.dim() == 4 and v_cache.dim() == 4, lambda: "k_cache, v_cache: expected 4 dimensions")
-    torch._check(k_cache is not v_cache, lambda: "v_cache: expected memory apart from k_cache's, got the same tensor")
-    torch._check(k_cache.dtype.is_floating_point, lambda: f"k_cache: expected a floating point dtype, got {k_cache.dtype}")
-    torch._check(k_cache.dtype == v_cache.dtype, lambda: f"v_cache: expected {k_cache.dtype}, got {v_cache.dtype}")
+    torch._check(
+        k_cache is not v_cache, lambda: "v_cache: expected memory apart from k_cache's, got the same tensor"
+    )
+    torch._check(
+        k_cache.dtype.is_floating_point,
+        lambda: f"k_cache: expected a floating point dtype, got {k_cache.dtype}",
+    )
+    torch._check(
+        k_cache.dtype == v_cache.dtype, lambda: f"v_cache: expected {k_cache.dtype}, got {v_cache.dtype}"
+    )

@@ -1,28 +1,38 @@
-"""The ops of the ``torchpaged`` namespace: defined, implemented and handed out here; a family's folder has its ``schema.py``.
+"""The ops of the ``torchpaged`` namespace: defined, implemented and handed out here; a family's folder has
+its ``schema.py``.
 
 Each op has one *overload* per backend, all with the same schema and the same meaning::
 
-    torch.ops.torchpaged.paged_attention            # the device's own kernel: CPU -> native C++, NVIDIA GPU -> .cuda, other GPU -> .triton
+    # the device's own kernel: CPU -> native C++, NVIDIA GPU -> .cuda, other GPU -> .triton
+    torch.ops.torchpaged.paged_attention
     torch.ops.torchpaged.paged_attention.reference  # plain torch, any device: the specification
     torch.ops.torchpaged.paged_attention.cpu        # native C++ kernel
     torch.ops.torchpaged.paged_attention.triton     # Triton kernel
-    torch.ops.torchpaged.paged_attention.cuda       # CUDA C++ kernel for decode (NVRTC), Triton kernels for the rest
+    # CUDA C++ kernel for decode (NVRTC), Triton kernels for the rest
+    torch.ops.torchpaged.paged_attention.cuda
 
-So a backend is chosen by holding another handle (``BACKEND_OPS["triton"].paged_attention``), never inside a traced call.
+So a backend is chosen by holding another handle (``BACKEND_OPS["triton"].paged_attention``), never inside a
+traced call.
 
 Rules every kernel keeps (``B`` requests, ``T`` tokens):
 
 * ops return ``()`` and write into arguments declared ``Tensor(a!)``; no output aliases an input;
-* slot -1 skips the write; block 0 is the null block; table entries past ``ceil(seq_len / block_size)`` are never read;
-* query ``i`` of a request sits at position ``seq_len - query_len + i``; positions below 0 (left padding) see nothing, so
-  seq_len may be below query_len, and even negative;
-* a query row that sees no key, and every token row at or after ``query_start_loc[-1]``, gives zeros and LSE -inf;
-* a query row that sees a score of NaN or +inf, or nothing but -inf, gives NaN; a NaN value gives NaN in its column (docs/ops.md);
+* slot -1 skips the write; block 0 is the null block; table entries past ``ceil(seq_len / block_size)`` are
+  never read;
+* query ``i`` of a request sits at position ``seq_len - query_len + i``; positions below 0 (left padding) see
+  nothing, so seq_len may be below query_len, and even negative;
+* a query row that sees no key, and every token row at or after ``query_start_loc[-1]``, gives zeros and
+  LSE -inf;
+* a query row that sees a score of NaN or +inf, or nothing but -inf, gives NaN; a NaN value gives NaN in its
+  column (docs/ops.md);
 * numbers beyond an fp8 cache's range are stored as its largest, NaN as NaN;
-* no two tokens have one slot (-1 and block 0 excepted), no block is twice in a row of the table (block 0 excepted);
-* LSE is the natural logarithm of the softmax denominator (the sink's term included), float32, ``[T, num_heads]``.
+* no two tokens have one slot (-1 and block 0 excepted), no block is twice in a row of the table (block
+  0 excepted);
+* LSE is the natural logarithm of the softmax denominator (the sink's term included), float32, ``[T,
+  num_heads]``.
 
-The reasons for void ops, for ``Library.define`` rather than ``custom_op`` and for explicit tensors: docs/ops.md.
+The reasons for void ops, for ``Library.define`` rather than ``custom_op`` and for explicit
+tensors: docs/ops.md.
 """
 
 from __future__ import annotations
@@ -45,19 +55,28 @@ from torchpaged.custom_ops.layers.schema import SCHEMAS as LAYERS
 from torchpaged.custom_ops.step_end.fake import FAKES as STEP_END_FAKES
 from torchpaged.custom_ops.step_end.schema import SCHEMAS as STEP_END
 
-LIBRARY = torch.library.Library("torchpaged", "DEF")  # kept for the life of the process: dropping it deregisters the ops
+LIBRARY = torch.library.Library(
+    "torchpaged", "DEF"
+)  # kept for the life of the process: dropping it deregisters the ops
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 
 #: Overload names, i.e. the backends that have kernels of their own. "" is the device's default kernel.
 OVERLOADS = ("", "reference", "cpu", "triton", "cuda")
 
-_SCHEMAS = {"attention": ATTENTION, "cache_write": CACHE_WRITE, "block_ops": BLOCK_OPS, "step_end": STEP_END, "layers": LAYERS}
+_SCHEMAS = {
+    "attention": ATTENTION,
+    "cache_write": CACHE_WRITE,
+    "block_ops": BLOCK_OPS,
+    "step_end": STEP_END,
+    "layers": LAYERS,
+}
 #: The family that an op belongs to: its folder.
 _FAMILY = {op: family for family, schemas in _SCHEMAS.items() for op in schemas}
 _FAKES = ATTENTION_FAKES | CACHE_WRITE_FAKES | STEP_END_FAKES | LAYERS_FAKES
 SCHEMAS = {op: text for family in _SCHEMAS.values() for op, text in family.items()}
 
-#: Ops with a native C++ kernel. The others run their reference on a CPU, as the default and as the .cpu overload.
+#: Ops with a native C++ kernel. The others run their reference on a CPU, as the default and as the
+#: .cpu overload.
 NATIVE_OPS = frozenset({"write_kv", "paged_attention", "merge_attn_states", "copy_blocks", "advance_step"})
 
 
@@ -79,7 +98,7 @@ class BackendOps(NamedTuple):
     linear: Any
 
 
-# ----------------------------------------------------------------------------------------------- implementations
+# -------------------------------------------------------------------------------------------- implementations
 def _lazy(module: str, function: str) -> Any:
     """A kernel whose module is imported at its first launch, so that importing torchpaged stays light."""
     cached: Any = None
@@ -93,7 +112,9 @@ def _lazy(module: str, function: str) -> Any:
         if foreign or launches.around is not None:
             with contextlib.ExitStack() as stack:
                 if foreign:
-                    stack.enter_context(torch.cuda.device(device))  # Python kernels get no device guard from the dispatcher
+                    stack.enter_context(
+                        torch.cuda.device(device)
+                    )  # Python kernels get no device guard from the dispatcher
                 if launches.around is not None:
                     stack.enter_context(launches.around(function, args))
                 cached(*args, **kwargs)
@@ -108,8 +129,11 @@ _CUDA_OPS = frozenset({"paged_attention", "linear"})
 
 
 def _of_this_gpu(op: str) -> Any:
-    """The default kernel on a GPU: what the backend "auto" runs there, ``cuda`` if its compiler is here and ``triton`` if not."""
-    kernels = {name: _lazy(f"torchpaged.custom_ops.{_FAMILY[op]}.{name}.{op}", op) for name in ("cuda", "triton")}
+    """The default kernel on a GPU: what the backend "auto" runs there, ``cuda`` if its compiler is here and
+    ``triton`` if not."""
+    kernels = {
+        name: _lazy(f"torchpaged.custom_ops.{_FAMILY[op]}.{name}.{op}", op) for name in ("cuda", "triton")
+    }
     chosen: Any = None
 
     def launch(*args: Any, **kwargs: Any) -> None:
@@ -159,27 +183,41 @@ _register()
 
 
 def _handles(overload: str) -> BackendOps:
-    return BackendOps(*(getattr(getattr(torch.ops.torchpaged, op), overload or "default") for op in BackendOps._fields))
+    return BackendOps(
+        *(getattr(getattr(torch.ops.torchpaged, op), overload or "default") for op in BackendOps._fields)
+    )
 
 
 #: Backend name -> its op handles; "default" dispatches by device.
 BACKEND_OPS: dict[str, BackendOps] = {overload or "default": _handles(overload) for overload in OVERLOADS}
 
 
-_NATIVE_HANDLES = frozenset(getattr(BACKEND_OPS[name], op) for name in ("default", "cpu") for op in NATIVE_OPS)
+_NATIVE_HANDLES = frozenset(
+    getattr(BACKEND_OPS[name], op) for name in ("default", "cpu") for op in NATIVE_OPS
+)
 _NATIVE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def check_native_dtype(handle: Any, **tensors: torch.Tensor) -> None:
-    """Refuse, with an `ArgumentError`, dtypes that the native CPU kernel behind ``handle`` doesn't take; others pass.
+    """Refuse, with an `ArgumentError`, dtypes that the native CPU kernel behind ``handle`` doesn't take;
+    others pass.
 
     The kernel refuses them too, but as a RuntimeError: a library of the stable ABI knows no Python class.
     """
     for name, tensor in tensors.items():
-        native_here = tensor.device.type == "cpu" and tensor.dtype not in _NATIVE_DTYPES and handle in _NATIVE_HANDLES
+        native_here = (
+            tensor.device.type == "cpu" and tensor.dtype not in _NATIVE_DTYPES and handle in _NATIVE_HANDLES
+        )
         if native_here and native.status()[0]:
-            raise ArgumentError(name, " or ".join(map(str, _NATIVE_DTYPES)) + " for the cpu backend", str(tensor.dtype),
-                                "the reference backend takes float64 and fp8 pools: ops=BACKEND_OPS['reference'], backend='reference'")  # fmt: skip
+            raise ArgumentError(
+                name,
+                " or ".join(map(str, _NATIVE_DTYPES)) + " for the cpu backend",
+                str(tensor.dtype),
+                (
+                    "the reference backend takes float64 and fp8 pools: ops=BACKEND_OPS['reference'], "
+                    "backend='reference'"
+                ),
+            )
 
 
 def native_status() -> tuple[bool, str]:

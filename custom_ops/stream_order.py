@@ -1,10 +1,13 @@
-"""Stream order: what each kernel of an op reads before the kernels ahead have ended, what it writes, and when the next one may begin.
+"""Stream order: what each kernel of an op reads before the kernels ahead have ended, what it writes, and when
+the next one may begin.
 
-With programmatic dependent launch (compute capability 9.0 and later) a kernel may begin before the kernels ahead of it on the stream have
-ended. It reads ``reads_early`` right away and everything else behind its ``griddepcontrol.wait``, which returns when all kernels ahead have
-ended and their stores are visible. ``griddepcontrol.launch_dependents`` lets the kernel behind begin. One rule follows for all of them:
-**what is read early is written by kernels alone that never let their dependents start**. docs/stream_order.md renders `STREAM_ORDER` and
-says what the rule requires of other kernels; tests/test_stream_order.py compares it with sources and PTX.
+With programmatic dependent launch (compute capability 9.0 and later) a kernel may begin before the kernels
+ahead of it on the stream have ended. It reads ``reads_early`` right away and everything else behind its
+``griddepcontrol.wait``, which returns when all kernels ahead have ended and their stores are visible.
+``griddepcontrol.launch_dependents`` lets the kernel behind begin. One rule follows for all of them: **what is
+read early is written by kernels alone that never let their dependents start**. docs/stream_order.md renders
+`STREAM_ORDER` and says what the rule requires of other kernels; tests/test_stream_order.py compares it with
+sources and PTX.
 
 Data only: no import of torch, so that scripts load this file by its path.
 """
@@ -20,12 +23,15 @@ class Launch(NamedTuple):
     Attributes:
         kernel: ``file:function``; the file's name alone, since it is unique.
         case: which calls are served; empty: all of the op's that reach this kernel.
-        early: whether it is launched with programmatic dependent launch, so that it may begin before the kernels ahead have ended.
+        early: whether it is launched with programmatic dependent launch, so that it may begin before the
+            kernels ahead have ended.
         reads_early: what it reads before its wait. Everything else it reads behind it.
-        writes: tensors of the op that it stores to, always behind its wait; scratch memory and semaphores are left out.
+        writes: tensors of the op that it stores to, always behind its wait; scratch memory and semaphores are
+            left out.
         waits: one of `WAITS`.
         triggers: one of `TRIGGERS`: when it lets the kernel behind begin.
-        fence: whether it ends with a fence to the GPU's scope, so that a kernel behind that reads early sees its stores.
+        fence: whether it ends with a fence to the GPU's scope, so that a kernel behind that reads early sees
+            its stores.
         why: the reason, where it is not the rule itself.
     """
 
@@ -40,11 +46,13 @@ class Launch(NamedTuple):
     why: str = ""
 
 
-#: ``first``: before the first store, and before the first load that is not in ``reads_early``. ``launch``: no instruction; the kernel is launched
-#: the ordinary way and begins when those ahead have ended. ``last``: one program, at its very end.
+#: ``first``: before the first store, and before the first load that is not in ``reads_early``. ``launch``: no
+#: instruction; the kernel is launched the ordinary way and begins when those ahead have ended. ``last``: one
+#: program, at its very end.
 WAITS = ("first", "launch", "last")
 
-#: ``start``: ahead of its wait. ``wait``: right behind its wait. ``issued``: behind its wait, once all of its copies are issued.
+#: ``start``: ahead of its wait. ``wait``: right behind its wait. ``issued``: behind its wait, once all of its
+#:     copies are issued.
 #: ``never``: the kernel behind begins when this one has ended.
 TRIGGERS = ("start", "wait", "issued", "never")
 
@@ -61,70 +69,199 @@ GROUPS = {"metadata": METADATA, "parameters": ROW, "inputs": INPUTS, "results": 
 
 STREAM_ORDER: dict[str, tuple[Launch, ...]] = {
     "paged_attention": (
-        Launch("decode.cu:paged_decode", True, ("out", "lse"), "wait", (*METADATA, CONTEXT), case="cuda, decode",
-               why="a query token of this step is context in the next"),
-        Launch("prefill.cu:paged_prefill", False, ("out", "lse"), waits="launch", case="cuda, prefill on Hopper"),
-        Launch("prefill.cu:paged_prefill", False, ("out", "lse"), "start", waits="launch", case="cuda, prefill on Hopper, tiles in parts",
-               why="the merge launch behind it waits for all of it"),
-        Launch("prefill_merge.cu:paged_prefill_merge", True, ("out", "lse"), "wait", case="cuda, merge of prefill's parts"),
-        Launch("prefill.cu:paged_prefill", False, ("out", "lse"), "start", waits="launch", case="cuda, a mixed batch's prefill half",
-               why="the decode launch behind it reads nothing that it writes"),
-        Launch("decode.cu:paged_decode", True, ("out", "lse"), "start", ("everything",), waits="last",
-               case="cuda, a mixed batch's decode half", why="begins when all ahead of the prefill half has ended"),
+        Launch(
+            "decode.cu:paged_decode",
+            True,
+            ("out", "lse"),
+            "wait",
+            (*METADATA, CONTEXT),
+            case="cuda, decode",
+            why="a query token of this step is context in the next",
+        ),
+        Launch(
+            "prefill.cu:paged_prefill", False, ("out", "lse"), waits="launch", case="cuda, prefill on Hopper"
+        ),
+        Launch(
+            "prefill.cu:paged_prefill",
+            False,
+            ("out", "lse"),
+            "start",
+            waits="launch",
+            case="cuda, prefill on Hopper, tiles in parts",
+            why="the merge launch behind it waits for all of it",
+        ),
+        Launch(
+            "prefill_merge.cu:paged_prefill_merge",
+            True,
+            ("out", "lse"),
+            "wait",
+            case="cuda, merge of prefill's parts",
+        ),
+        Launch(
+            "prefill.cu:paged_prefill",
+            False,
+            ("out", "lse"),
+            "start",
+            waits="launch",
+            case="cuda, a mixed batch's prefill half",
+            why="the decode launch behind it reads nothing that it writes",
+        ),
+        Launch(
+            "decode.cu:paged_decode",
+            True,
+            ("out", "lse"),
+            "start",
+            ("everything",),
+            waits="last",
+            case="cuda, a mixed batch's decode half",
+            why="begins when all ahead of the prefill half has ended",
+        ),
         Launch("decode.py:decode_kernel", True, ("out", "lse"), "wait", case="triton, decode"),
-        Launch("prefill.py:prefill_kernel", True, ("out", "lse"), "wait", ("query_start_loc",), case="triton, prefill, also a mixed batch's",
-               why="the decode launch behind it relies on the order: wait, then trigger"),
-        Launch("decode.py:decode_kernel", True, ("out", "lse"), "start", ("everything",), waits="last", fence=True,
-               case="triton, a mixed batch's decode half",
-               why="begins when each program of the prefill half has waited; the fence, at its start, drops old L1 lines"),
+        Launch(
+            "prefill.py:prefill_kernel",
+            True,
+            ("out", "lse"),
+            "wait",
+            ("query_start_loc",),
+            case="triton, prefill, also a mixed batch's",
+            why="the decode launch behind it relies on the order: wait, then trigger",
+        ),
+        Launch(
+            "decode.py:decode_kernel",
+            True,
+            ("out", "lse"),
+            "start",
+            ("everything",),
+            waits="last",
+            fence=True,
+            case="triton, a mixed batch's decode half",
+            why=(
+                "begins when each program of the prefill half has waited; the fence, at its start, drops "
+                "old L1 lines"
+            ),
+        ),
     ),
     "write_kv": (
         Launch("write_kv.py:write_kv_kernel", True, (CONTEXT,), fence=True, case="are_query_tokens=False"),
-        Launch("write_kv.py:write_kv_kernel", True, (QUERY_TOKENS,), "start", case="are_query_tokens=True",
-               why="attention reads the query tokens' own keys behind its wait"),
+        Launch(
+            "write_kv.py:write_kv_kernel",
+            True,
+            (QUERY_TOKENS,),
+            "start",
+            case="are_query_tokens=True",
+            why="attention reads the query tokens' own keys behind its wait",
+        ),
     ),
     "rope_write_kv": (
-        Launch("rope_write_kv.py:rope_write_kv_kernel", True, ("q_out", CONTEXT), fence=True, case="are_query_tokens=False"),
-        Launch("rope_write_kv.py:rope_write_kv_kernel", True, ("q_out", QUERY_TOKENS), "start", case="are_query_tokens=True",
-               why="as write_kv"),
+        Launch(
+            "rope_write_kv.py:rope_write_kv_kernel",
+            True,
+            ("q_out", CONTEXT),
+            fence=True,
+            case="are_query_tokens=False",
+        ),
+        Launch(
+            "rope_write_kv.py:rope_write_kv_kernel",
+            True,
+            ("q_out", QUERY_TOKENS),
+            "start",
+            case="are_query_tokens=True",
+            why="as write_kv",
+        ),
     ),
-    "merge_attn_states": (Launch("merge_attn_states.py:merge_attn_states_kernel", False, ("out", "lse"), waits="launch"),),
-    "copy_blocks": (Launch("copy_blocks.py:copy_blocks_kernel", False, (CONTEXT,), waits="launch", fence=True),),
+    "merge_attn_states": (
+        Launch("merge_attn_states.py:merge_attn_states_kernel", False, ("out", "lse"), waits="launch"),
+    ),
+    "copy_blocks": (
+        Launch("copy_blocks.py:copy_blocks_kernel", False, (CONTEXT,), waits="launch", fence=True),
+    ),
     "advance_step": (Launch("advance_step.py:advance_step_kernel", False, INPUTS, waits="launch"),),
     "sample_tokens": (
-        Launch("sample_tokens.py:sample_tiles_kernel", True, ("scratch",), "start", case="tiles of the vocabulary"),
+        Launch(
+            "sample_tokens.py:sample_tiles_kernel",
+            True,
+            ("scratch",),
+            "start",
+            case="tiles of the vocabulary",
+        ),
         Launch("sample_tokens.py:merge_tiles_kernel", True, ("out",), "start", case="merge of a row's tiles"),
     ),
-    "accept_tokens": (
-        Launch("accept_tokens.py:accept_tokens_kernel", True, (*INPUTS, *RESULTS)),
-    ),
+    "accept_tokens": (Launch("accept_tokens.py:accept_tokens_kernel", True, (*INPUTS, *RESULTS)),),
     "finish_step": (
-        Launch("sample_tokens.py:sample_tiles_kernel", True, ("scratch",), "start", ROW, case="tiles of the vocabulary",
-               why="reads all of a row but its logits and seen bits"),
-        Launch("finish_step.py:finish_step_kernel", True, (*INPUTS, *RESULTS),
-               reads_early=(*ROW, *STATE), case="end of the step"),
+        Launch(
+            "sample_tokens.py:sample_tiles_kernel",
+            True,
+            ("scratch",),
+            "start",
+            ROW,
+            case="tiles of the vocabulary",
+            why="reads all of a row but its logits and seen bits",
+        ),
+        Launch(
+            "finish_step.py:finish_step_kernel",
+            True,
+            (*INPUTS, *RESULTS),
+            reads_early=(*ROW, *STATE),
+            case="end of the step",
+        ),
     ),
     "embedding": (
-        Launch("embedding.py:embedding_kernel", True, ("out",), "wait", why="what stands behind it finds the step's metadata complete"),
+        Launch(
+            "embedding.py:embedding_kernel",
+            True,
+            ("out",),
+            "wait",
+            why="what stands behind it finds the step's metadata complete",
+        ),
     ),
     "rms_norm": (Launch("rms_norm.py:rms_norm_kernel", False, ("out", "residual"), waits="launch"),),
     "act_and_mul": (Launch("act_and_mul.py:act_and_mul_kernel", False, ("out",), waits="launch"),),
     "linear": (
         Launch("linear.cu:linear", True, ("out",), "start", ("weight",), case="1 to 8 tokens"),
-        Launch("linear.cu:linear", True, ("out",), "wait", ("weight",), case="9 to 16 tokens; to 64 where there is no wgmma",
-               why="at its start three kernels were in each other's way"),
-        Launch("linear_wide.cu:linear_wide", True, ("out",), "issued", ("weight",), case="17 to 64 tokens on Hopper",
-               why="the next kernel loads its weights while this one adds its parts"),
-        Launch("norm.cu:rms_norm", True, ("scratch",), "start", ("norm_weight",), case="a norm that is not fused, before linear"),
+        Launch(
+            "linear.cu:linear",
+            True,
+            ("out",),
+            "wait",
+            ("weight",),
+            case="9 to 16 tokens; to 64 where there is no wgmma",
+            why="at its start three kernels were in each other's way",
+        ),
+        Launch(
+            "linear_wide.cu:linear_wide",
+            True,
+            ("out",),
+            "issued",
+            ("weight",),
+            case="17 to 64 tokens on Hopper",
+            why="the next kernel loads its weights while this one adds its parts",
+        ),
+        Launch(
+            "norm.cu:rms_norm",
+            True,
+            ("scratch",),
+            "start",
+            ("norm_weight",),
+            case="a norm that is not fused, before linear",
+        ),
     ),
-}  # fmt: skip
+}
 
 
 def early_readers(tensor: str) -> list[str]:
     """The ops of which a kernel reads ``tensor`` before the kernels ahead have ended."""
-    return [op for op, launches in STREAM_ORDER.items() if any(tensor in launch.reads_early for launch in launches)]
+    return [
+        op
+        for op, launches in STREAM_ORDER.items()
+        if any(tensor in launch.reads_early for launch in launches)
+    ]
 
 
 def writers(tensor: str) -> list[tuple[str, Launch]]:
     """``(op, launch)`` of every kernel here that stores to ``tensor``."""
-    return [(op, launch) for op, launches in STREAM_ORDER.items() for launch in launches if tensor in launch.writes]
+    return [
+        (op, launch)
+        for op, launches in STREAM_ORDER.items()
+        for launch in launches
+        if tensor in launch.writes
+    ]

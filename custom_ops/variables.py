@@ -44,10 +44,23 @@ class Variable:
 
 VARIABLES = (
     Variable(
-        "TORCHPAGED_BACKEND", "auto", "backend of whatever is built without an explicit one: auto, cuda, triton, cpu, reference", _name
+        "TORCHPAGED_BACKEND",
+        "auto",
+        "backend of whatever is built without an explicit one: auto, cuda, triton, cpu, reference",
+        _name,
     ),
-    Variable("TORCHPAGED_CACHE", "~/.cache/torchpaged", "folder of downloaded and converted models, and of compiled kernels", _folder),
-    Variable("TORCHPAGED_CHECK", "0", "1: check device values (block ids, lengths) and captured addresses; synchronises", _flag),
+    Variable(
+        "TORCHPAGED_CACHE",
+        "~/.cache/torchpaged",
+        "folder of downloaded and converted models, and of compiled kernels",
+        _folder,
+    ),
+    Variable(
+        "TORCHPAGED_CHECK",
+        "0",
+        "1: check device values (block ids, lengths) and captured addresses; synchronises",
+        _flag,
+    ),
     Variable(
         "TORCHPAGED_CUDA_PREFILL",
         "1",
@@ -56,7 +69,12 @@ VARIABLES = (
     ),
     Variable("TORCHPAGED_DEBUG", "0", "1: the command line shows tracebacks", _flag),
     Variable("TORCHPAGED_NATIVE", "1", "0: do not load the native CPU kernels", _flag),
-    Variable("TORCHPAGED_NVTX", "0", "1: NVTX ranges around the engine's host work (needs torchpaged[profiling])", _flag),
+    Variable(
+        "TORCHPAGED_NVTX",
+        "0",
+        "1: NVTX ranges around the engine's host work (needs torchpaged[profiling])",
+        _flag,
+    ),
 )
 _BY_NAME = {variable.name: variable for variable in VARIABLES}
 

@@ -17,7 +17,14 @@ HEADS, KV_HEADS, DIM, BLOCK = 8, 2, 64, 16
 def main() -> None:
     torch.manual_seed(0)
     attention = PagedAttention(HEADS, DIM, KV_HEADS)
-    cache = PagedKVCache.uniform(num_layers=1, num_kv_heads=KV_HEADS, head_dim=DIM, block_size=BLOCK, num_blocks=32, dtype=torch.float32)
+    cache = PagedKVCache.uniform(
+        num_layers=1,
+        num_kv_heads=KV_HEADS,
+        head_dim=DIM,
+        block_size=BLOCK,
+        num_blocks=32,
+        dtype=torch.float32,
+    )
     pool = BlockPool(cache.num_blocks)
     print(attention, "because", attention.choice.reason)
     print(cache.describe())
@@ -31,10 +38,15 @@ def main() -> None:
 
     def step(counts: list[int], seen: list[int]) -> None:
         metadata = AttentionMetadata.from_lists(
-            query_lens=counts, seq_lens=[s + c for s, c in zip(seen, counts, strict=True)], block_tables=blocks, block_size=BLOCK,
+            query_lens=counts,
+            seq_lens=[s + c for s, c in zip(seen, counts, strict=True)],
+            block_tables=blocks,
+            block_size=BLOCK,
             num_blocks=cache.num_blocks,
-        )  # fmt: skip
-        query, key, value = (torch.cat([x[i][seen[i] : seen[i] + counts[i]] for i in range(2)]) for x in (q, k, v))
+        )
+        query, key, value = (
+            torch.cat([x[i][seen[i] : seen[i] + counts[i]] for i in range(2)]) for x in (q, k, v)
+        )
         for i, out in enumerate(attention(query, key, value, cache[0], metadata).split(counts)):
             outputs[i].append(out)
 

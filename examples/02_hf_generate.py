@@ -14,9 +14,16 @@ import torchpaged.hf
 def main() -> None:
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=512, hidden_size=128, intermediate_size=256, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=2,
-        max_position_embeddings=512, eos_token_id=None, pad_token_id=0,
-    )  # fmt: skip
+        vocab_size=512,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
     model = LlamaForCausalLM(config).eval()
     ids = torch.randint(3, 512, (2, 24))
     mask = torch.ones_like(ids)

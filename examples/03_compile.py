@@ -1,6 +1,7 @@
 """torch.compile(model, fullgraph=True) over a paged cache: one graph serves every length.
 
-With HuggingFace's static cache the mask covers the maximum length; here the ops read the lengths from device tensors.
+With HuggingFace's static cache the mask covers the maximum length; here the ops read the lengths from
+device tensors.
 """
 
 from __future__ import annotations
@@ -23,9 +24,16 @@ def counting_backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) ->
 def main() -> None:
     torch.manual_seed(0)
     config = MistralConfig(
-        vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
-        sliding_window=8, max_position_embeddings=128, eos_token_id=None,
-    )  # fmt: skip
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        sliding_window=8,
+        max_position_embeddings=128,
+        eos_token_id=None,
+    )
     model = MistralForCausalLM(config).eval()
     model.set_attn_implementation("torchpaged")
     compiled = torch.compile(model, fullgraph=True, backend=counting_backend)

@@ -1,6 +1,8 @@
-"""A small random Llama through the engine with NVTX ranges, for Nsight Systems: how to call it stands in profile_nsys.md.
+"""A small random Llama through the engine with NVTX ranges, for Nsight Systems: how to call it stands
+in profile_nsys.md.
 
-On a CPU it runs as well, and prints the kernels (there: ops) per layer; without the nvtx package it says so and goes on.
+On a CPU it runs as well, and prints the kernels (there: ops) per layer; without the nvtx package it says so
+and goes on.
 """
 
 from __future__ import annotations
@@ -27,16 +29,25 @@ def main() -> None:
     options = parser.parse_args()
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=1024, hidden_size=options.hidden_size, intermediate_size=2 * options.hidden_size, num_hidden_layers=options.layers,
-        num_attention_heads=options.hidden_size // 32, num_key_value_heads=2, max_position_embeddings=512, eos_token_id=None, pad_token_id=0,
-    )  # fmt: skip
+        vocab_size=1024,
+        hidden_size=options.hidden_size,
+        intermediate_size=2 * options.hidden_size,
+        num_hidden_layers=options.layers,
+        num_attention_heads=options.hidden_size // 32,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
     model = LlamaForCausalLM(config).to(DEVICE, torch.bfloat16 if DEVICE == "cuda" else torch.float32).eval()
     prompts = [[1 + (7 * i + j) % 1000 for j in range(16 + i)] for i in range(options.batch_size)]
     sampling = SamplingParams(max_new_tokens=options.new_tokens)
 
     with contextlib.ExitStack() as stack:
         try:
-            stack.enter_context(profiling.enabled())  # the captures are inside, so that they are on the timeline too
+            stack.enter_context(
+                profiling.enabled()
+            )  # the captures are inside, so that they are on the timeline too
         except profiling.ProfilingUnavailableError as error:
             print(f"no NVTX ranges: {error}")
         generator = Generator(model, max_batch_size=options.batch_size, max_seq_len=256, compile=False)
@@ -53,7 +64,10 @@ def main() -> None:
     for group in layer_groups(report):
         each = " each" if group.indices else ""
         print(f"{group.name}: {group.kernels_each:g} {report.kind}s{each}, {group.total_us:.0f} us")
-    print(f"{report.count} {report.kind}s in a decode step of {rows} rows, {sum(row.count for row in report.unmatched)} not placed")
+    print(
+        f"{report.count} {report.kind}s in a decode step of {rows} rows, "
+        f"{sum(row.count for row in report.unmatched)} not placed"
+    )
 
 
 if __name__ == "__main__":

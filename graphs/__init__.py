@@ -1,7 +1,9 @@
-"""Graph capture of decode and prefill steps: static buffers, buckets, capture backends, and the runners that tie them.
+"""Graph capture of decode and prefill steps: static buffers, buckets, capture backends, and the runners that
+tie them.
 
-Import as ``torchpaged.graphs``. It knows buffers and callables, never a backend, a model or sampling: `BucketedGraphs` captures any callable over
-static inputs, the two runners load batches from the host into theirs, and the engine derives one for requests that stay on the device.
+Import as ``torchpaged.graphs``. It knows buffers and callables, never a backend, a model or sampling:
+`BucketedGraphs` captures any callable over static inputs, the two runners load batches from the host into
+theirs, and the engine derives one for requests that stay on the device.
 """
 
 if __name__ != "torchpaged.graphs":

@@ -21,7 +21,8 @@ class CapturedAddresses:
 
     Args:
         static: gives the tensors of the runner's own buffers or rows, by name.
-        watch: further ones, by name; or a function that gives them, so that a replaced attribute is noticed too.
+        watch: further ones, by name; or a function that gives them, so that a replaced attribute is
+            noticed too.
     """
 
     def __init__(self, static: Callable[[], Mapping[str, Tensor]], watch: Watch | None) -> None:

@@ -1,11 +1,13 @@
-"""BucketedGraphs: a callable captured once per bucket over static inputs, and replayed for every batch that fits.
+"""BucketedGraphs: a callable captured once per bucket over static inputs, and replayed for every batch
+that fits.
 
     graphs = BucketedGraphs(inputs, lambda bucket: step, buckets=[1, 2, 4], device="cuda")
     graphs.capture()
     output = graphs.start(3).output     # the graph of bucket 4, over the inputs as they are
 
-``inputs`` are any object of the shape of `StaticInputs`. What a step computes, how its inputs get their values and what its output means is for
-those who derive from it: `DecodeGraphRunner` and `PackedGraphRunner` load batches from the host, the engine keeps its requests on the device.
+``inputs`` are any object of the shape of `StaticInputs`. What a step computes, how its inputs get their
+values and what its output means is for those who derive from it: `DecodeGraphRunner` and `PackedGraphRunner`
+load batches from the host, the engine keeps its requests on the device.
 """
 
 from __future__ import annotations
@@ -39,17 +41,21 @@ class StaticInputs(Protocol):
         """All of them by name."""
 
     def view(self, bucket: int, /) -> tuple[Any, ...]:
-        """The arguments of a step over ``bucket`` rows: slices, no copies. The second one is the batch, which a session plans."""
+        """The arguments of a step over ``bucket`` rows: slices, no copies. The second one is the batch, which
+        a session plans."""
 
     def padding(self, bucket: int, /) -> AbstractContextManager[None]:
-        """The first ``bucket`` rows are padding inside the block: a step over them writes nothing into a cache."""
+        """The first ``bucket`` rows are padding inside the block: a step over them writes nothing into
+        a cache."""
 
     def reset(self) -> None:
-        """Wait for the device, and make host and device agree, after a capture or replay that failed or was interrupted."""
+        """Wait for the device, and make host and device agree, after a capture or replay that failed or
+        was interrupted."""
 
 
 def capture_backend_for(capture: str | CaptureBackend, device: torch.device) -> CaptureBackend:
-    """``capture``, or for "auto" CUDA graphs on a GPU and an eager capture elsewhere; raises `ArgumentError`."""
+    """``capture``, or for "auto" CUDA graphs on a GPU and an eager capture elsewhere;
+    raises `ArgumentError`."""
     if not isinstance(capture, str):
         return capture
     if capture != "auto":
@@ -62,37 +68,54 @@ class BucketedGraphs:
 
     Args:
         inputs: the static inputs.
-        steps: gives the callable that the graph of a bucket holds; it is called with ``inputs.view(bucket)`` and gives a tensor.
+        steps: gives the callable that the graph of a bucket holds; it is called with ``inputs.view(bucket)``
+            and gives a tensor.
         eager: the same uncompiled, to find the op that can't be captured; default: ``steps``.
         buckets: sizes to capture, ascending, see `check_buckets`.
         device: where the steps run.
         capture: "auto" (CUDA graphs on a GPU, eager elsewhere) or a `CaptureBackend`.
-        pool: memory pool of ``capture`` to share with graphs whose replays never overlap with these; default: one of its own.
+        pool: memory pool of ``capture`` to share with graphs whose replays never overlap with these; default:
+            one of its own.
         warmup_iters: runs before each capture.
         progress: called with ``(done, total, text)`` after each bucket.
-        watch: further tensors whose addresses the graphs rely on, such as KV pools, by name; or a function that gives them.
+        watch: further tensors whose addresses the graphs rely on, such as KV pools, by name; or a function
+            that gives them.
         debug: check every address at replay, and ``session`` behind it; default from ``TORCHPAGED_CHECK=1``.
-        ranges: called as ``ranges("replay", batch=3, padded=4)`` around each capture and replay: gives a context manager.
-        session: planned outside the graph, before a capture and, if it plans every step, before each replay; made as new after what was
-            cut short. None: there is nothing to plan.
+        ranges: called as ``ranges("replay", batch=3, padded=4)`` around each capture and replay: gives a
+            context manager.
+        session: planned outside the graph, before a capture and, if it plans every step, before each replay;
+            made as new after what was cut short. None: there is nothing to plan.
 
     Attributes:
         inputs, buckets, device, session, debug: as given.
         capture_backend: how steps become graphs.
-        pool: the graphs' memory pool, for others of the same `capture_backend` whose replays never overlap with these.
+        pool: the graphs' memory pool, for others of the same `capture_backend` whose replays never overlap
+            with these.
     """
 
-    #: What a step and a bucket are called in errors and progress, and what still works where a capture failed.
+    #: What a step and a bucket are called in errors and progress, and what still works where a
+    #: capture failed.
     STEP, BUCKET, ADVICE = "step", "bucket", ""
     #: Whether ``ranges`` are called around replays; False where a caller's own range says what it is.
     RANGES_REPLAYS = True
 
     def __init__(
-        self, inputs: StaticInputs, steps: Callable[[int], BucketStep], *, buckets: Sequence[int], device: torch.device | str,
-        eager: Callable[[int], BucketStep] | None = None, capture: str | CaptureBackend = "auto", pool: Any = None, warmup_iters: int = 2,
-        progress: Progress | None = None, watch: Watch | None = None, debug: bool | None = None, ranges: Ranges | None = None,
+        self,
+        inputs: StaticInputs,
+        steps: Callable[[int], BucketStep],
+        *,
+        buckets: Sequence[int],
+        device: torch.device | str,
+        eager: Callable[[int], BucketStep] | None = None,
+        capture: str | CaptureBackend = "auto",
+        pool: Any = None,
+        warmup_iters: int = 2,
+        progress: Progress | None = None,
+        watch: Watch | None = None,
+        debug: bool | None = None,
+        ranges: Ranges | None = None,
         session: StepSession | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.inputs, self.buckets, self.device = inputs, buckets, torch.device(device)
         self.capture_backend = capture_backend_for(capture, self.device)
         self.pool = self.capture_backend.new_pool() if pool is None else pool
@@ -100,7 +123,9 @@ class BucketedGraphs:
         self._plans_replays = self.session.plans_every_step
         self._steps, self._eager = steps, steps if eager is None else eager
         self._warmup_iters, self._progress = warmup_iters, progress
-        self._addresses = CapturedAddresses(lambda: {**self.inputs.tensors(), **self.session.tensors()}, watch)
+        self._addresses = CapturedAddresses(
+            lambda: {**self.inputs.tensors(), **self.session.tensors()}, watch
+        )
         self.debug = checks_device_values() if debug is None else debug
         self._ranges = no_range if ranges is None else ranges
         self._replay_ranges = self._ranges if self.RANGES_REPLAYS else no_range
@@ -110,9 +135,10 @@ class BucketedGraphs:
         self._reports = {n: BucketReport(n) for n in buckets}
         self._seen: dict[int, int] = {}
 
-    # ------------------------------------------------------------------------------------------------ captures
+    # ----------------------------------------------------------------------------------------------- captures
     def capture(self) -> None:
-        """Capture every bucket that is not captured yet, largest first, so that the smaller ones reuse its memory.
+        """Capture every bucket that is not captured yet, largest first, so that the smaller ones reuse
+        its memory.
 
         Raises:
             CaptureError: names the bucket and the cause; what that capture took is freed, the others stay.
@@ -145,9 +171,16 @@ class BucketedGraphs:
                 if self.session.plans:
                     self.session.plan(arguments[1])
                 graph = capture_bucket(
-                    lambda: step(*arguments), self.capture_backend, self.pool, self._reports[bucket], self.device, warmup_iters=self._warmup_iters,
-                    step=self.STEP, eager=lambda: eager(*arguments), advice=self.ADVICE,
-                )  # fmt: skip
+                    lambda: step(*arguments),
+                    self.capture_backend,
+                    self.pool,
+                    self._reports[bucket],
+                    self.device,
+                    warmup_iters=self._warmup_iters,
+                    step=self.STEP,
+                    eager=lambda: eager(*arguments),
+                    advice=self.ADVICE,
+                )
             finally:
                 self.session.reset()
         self._addresses.note(bucket)
@@ -156,13 +189,17 @@ class BucketedGraphs:
 
     # ------------------------------------------------------------------------------------------------ steps
     def view(self, num_rows: int) -> tuple[Any, ...]:
-        """``inputs.view``, one per number of rows: a session knows the batch that it planned by its identity."""
+        """``inputs.view``, one per number of rows: a session knows the batch that it planned by
+        its identity."""
         if num_rows not in self._views:
             self._views[num_rows] = self.inputs.view(num_rows)
         return self._views[num_rows]
 
-    def host_lengths(self, query_lens: Sequence[int], seq_lens: Sequence[int], num_reqs: int) -> HostLengths | None:
-        """Lengths of the live requests, padded to the ``num_reqs`` of the captured batch; None, and no work, unless the session plans every step."""
+    def host_lengths(
+        self, query_lens: Sequence[int], seq_lens: Sequence[int], num_reqs: int
+    ) -> HostLengths | None:
+        """Lengths of the live requests, padded to the ``num_reqs`` of the captured batch; None, and no work,
+        unless the session plans every step."""
         if not self._plans_replays:
             return None
         pad = [0] * (num_reqs - len(seq_lens))
@@ -174,14 +211,16 @@ class BucketedGraphs:
         Args:
             num_rows: rows that count; those up to the bucket are padding.
             capture: capture the bucket first if it is not.
-            host: lengths of the bucket's rows, where the host knows them, for a session that plans every step.
+            host: lengths of the bucket's rows, where the host knows them, for a session that plans
+                every step.
 
         Returns:
             The graph; its ``output`` is valid until the next replay of a graph of the pool.
 
         Raises:
             CaptureError: the bucket is not captured or can't be, or a captured address moved (debug mode).
-            SemaphoreError: the session's semaphore is not zero behind the replay (debug mode): its results are wrong.
+            SemaphoreError: the session's semaphore is not zero behind the replay (debug mode): its results
+                are wrong.
         """
         if self._dirty:
             self.reset()
@@ -209,7 +248,8 @@ class BucketedGraphs:
         return graph
 
     def _replay(self, graph: Captured) -> None:
-        """Replay ``graph``; for those who keep books of what was started, to do it right around the replay."""
+        """Replay ``graph``; for those who keep books of what was started, to do it right around
+        the replay."""
         graph.replay()
 
     def start_eager(self, num_rows: int, step: BucketStep, host: HostLengths | None = None) -> Tensor:
@@ -223,14 +263,15 @@ class BucketedGraphs:
             self._dirty = False
         return output
 
-    # ------------------------------------------------------------------------------------------------ breaking off
+    # ------------------------------------------------------------------------------------------- breaking off
     def recover(self) -> None:
         """`reset`, if a capture, replay or eager step before did not come to its end."""
         if self._dirty:
             self.reset()
 
     def reset(self) -> None:
-        """Make host and device agree again after a capture or replay that failed or was interrupted, and the session as new. Waits for the device.
+        """Make host and device agree again after a capture or replay that failed or was interrupted, and the
+        session as new. Waits for the device.
 
         The next `start` or `start_eager` does it by itself.
         """

@@ -1,7 +1,9 @@
-"""Buckets: the sizes a graph is captured for, requests of a decode step or tokens of a prefill step; a step is padded up to the next one.
+"""Buckets: the sizes a graph is captured for, requests of a decode step or tokens of a prefill step; a step
+is padded up to the next one.
 
 default_buckets(64)                                        # a fixed list
-buckets_by_cost(64, step_ms, seen=runner.histogram())      # the list that costs least for the batches that were seen
+# the list that costs least for the batches that were seen
+buckets_by_cost(64, step_ms, seen=runner.histogram())
 """
 
 from __future__ import annotations
@@ -13,20 +15,23 @@ from torchpaged.custom_ops.errors import ArgumentError
 
 
 def default_buckets(max_batch_size: int) -> list[int]:
-    """1, 2, 4, then every 8 up to 256, then every 16, and the maximum itself: at most 7 padded rows below 256 (vLLM's list)."""
+    """1, 2, 4, then every 8 up to 256, then every 16, and the maximum itself: at most 7 padded rows below 256
+    (vLLM's list)."""
     if max_batch_size < 1:
         raise ArgumentError("max_batch_size", "at least 1 row", str(max_batch_size))
     sizes = [1, 2, 4, *range(8, 257, 8), *range(272, max_batch_size + 1, 16)]
     return sorted({size for size in sizes if size < max_batch_size} | {max_batch_size})
 
 
-#: Above so many tokens a prefill step keeps the GPU busy for longer than Python takes to launch it (docs/log/step.md).
+#: Above so many tokens a prefill step keeps the GPU busy for longer than Python takes to launch
+#: it (docs/log/step.md).
 MAX_PREFILL_BUCKET = 1024
 
 
 def default_prefill_buckets(max_num_tokens: int) -> list[int]:
-    """Numbers of tokens of prefill graphs, the largest ``max_num_tokens``, at most `MAX_PREFILL_BUCKET`: doubling where the weights' bytes
-    set a step's time, then close enough that padding costs less than launches would."""
+    """Numbers of tokens of prefill graphs, the largest ``max_num_tokens``, at most `MAX_PREFILL_BUCKET`:
+    doubling where the weights' bytes set a step's time, then close enough that padding costs less than
+    launches would."""
     if max_num_tokens < 1:
         raise ArgumentError("max_num_tokens", "at least 1 token", str(max_num_tokens))
     largest = min(max_num_tokens, MAX_PREFILL_BUCKET)
@@ -37,7 +42,11 @@ def check_buckets(buckets: Sequence[int], max_batch_size: int) -> list[int]:
     """``buckets`` sorted and without duplicates; the largest must hold ``max_batch_size`` rows."""
     sizes = sorted(set(buckets))
     if not sizes or sizes[0] < 1 or sizes[-1] != max_batch_size:
-        raise ArgumentError("buckets", f"batch sizes of at least 1, the largest {max_batch_size} (max_batch_size)", str(list(buckets)))
+        raise ArgumentError(
+            "buckets",
+            f"batch sizes of at least 1, the largest {max_batch_size} (max_batch_size)",
+            str(list(buckets)),
+        )
     return sizes
 
 
@@ -50,23 +59,33 @@ def bucket_for(buckets: Sequence[int], num_rows: int) -> int:
     index = bisect.bisect_left(buckets, num_rows)
     if num_rows < 1 or index == len(buckets):
         raise ArgumentError(
-            "input_ids", f"1 to {buckets[-1]} rows (the largest bucket)", str(num_rows), "split the batch, or build larger buckets"
+            "input_ids",
+            f"1 to {buckets[-1]} rows (the largest bucket)",
+            str(num_rows),
+            "split the batch, or build larger buckets",
         )
     return buckets[index]
 
 
 def buckets_by_cost(
-    max_batch_size: int, step_ms: Callable[[int], float], *, seen: Mapping[int, float] | None = None, bucket_ms: float = 100.0,
+    max_batch_size: int,
+    step_ms: Callable[[int], float],
+    *,
+    seen: Mapping[int, float] | None = None,
+    bucket_ms: float = 100.0,
     max_buckets: int | None = None,
-) -> list[int]:  # fmt: skip
-    """The buckets for which padded steps and captures together cost least; an exact dynamic program over batch sizes.
+) -> list[int]:
+    """The buckets for which padded steps and captures together cost least; an exact dynamic program over
+    batch sizes.
 
     Args:
         max_batch_size: rows of the largest bucket, which is always there.
-        step_ms: time of a step of that many rows, milliseconds; measured at a few sizes and interpolated, for instance.
-        seen: how often each number of rows comes up in what the graphs will serve (`DecodeGraphRunner.histogram` of a trial, scaled
-            up); default: every size 1000 times.
-        bucket_ms: what one more bucket costs, in milliseconds of decoding one would give for it: its capture, and its memory.
+        step_ms: time of a step of that many rows, milliseconds; measured at a few sizes and interpolated,
+            for instance.
+        seen: how often each number of rows comes up in what the graphs will serve
+            (`DecodeGraphRunner.histogram` of a trial, scaled up); default: every size 1000 times.
+        bucket_ms: what one more bucket costs, in milliseconds of decoding one would give for it: its capture,
+            and its memory.
         max_buckets: at most this many.
 
     Returns:
@@ -82,7 +101,11 @@ def buckets_by_cost(
     counts = dict.fromkeys(range(1, max_batch_size + 1), 1000.0) if seen is None else dict(seen)
     wrong = next((n for n, count in counts.items() if not 1 <= n <= max_batch_size or count < 0), None)
     if wrong is not None:
-        raise ArgumentError("seen", f"counts of at least 0 for 1 to {max_batch_size} rows", f"{counts[wrong]} for {wrong} rows")
+        raise ArgumentError(
+            "seen",
+            f"counts of at least 0 for 1 to {max_batch_size} rows",
+            f"{counts[wrong]} for {wrong} rows",
+        )
     below = [0.0]  # steps of up to n rows
     for n in range(1, max_batch_size + 1):
         below.append(below[-1] + counts.get(n, 0.0))
@@ -103,5 +126,7 @@ def buckets_by_cost(
     while at:
         chosen.append(at)
         at, used = previous, used - 1
-        previous = next((p for _, u, p in best[at] if u == used), 0) if max_buckets is not None else best[at][0][2]
+        previous = (
+            next((p for _, u, p in best[at] if u == used), 0) if max_buckets is not None else best[at][0][2]
+        )
     return chosen[::-1]

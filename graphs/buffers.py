@@ -1,8 +1,8 @@
 """DecodeBuffers: the static tensors a captured decode step reads, and their update in place.
 
-Each step's host values are packed into one int64 buffer and one int32 table, so that a step costs two copies to the device.
-Padding is as the table of fields says (`torchpaged.metadata.FIELDS`): slot -1, seq_len 0, null block 0, and a ``query_start_loc`` whose tail
-repeats its last value.
+Each step's host values are packed into one int64 buffer and one int32 table, so that a step costs two copies
+to the device. Padding is as the table of fields says (`torchpaged.metadata.FIELDS`): slot -1, seq_len 0, null
+block 0, and a ``query_start_loc`` whose tail repeats its last value.
 """
 
 from __future__ import annotations
@@ -46,16 +46,34 @@ class DecodeBuffers:
     """
 
     def __init__(
-        self, max_batch_size: int, max_blocks_per_req: int, block_size: int, device: torch.device | str, num_blocks: int | None = None
+        self,
+        max_batch_size: int,
+        max_blocks_per_req: int,
+        block_size: int,
+        device: torch.device | str,
+        num_blocks: int | None = None,
     ) -> None:
-        for name, size in (("max_batch_size", max_batch_size), ("max_blocks_per_req", max_blocks_per_req), ("block_size", block_size)):
+        for name, size in (
+            ("max_batch_size", max_batch_size),
+            ("max_blocks_per_req", max_blocks_per_req),
+            ("block_size", block_size),
+        ):
             if size < 1:
                 raise ArgumentError(name, "at least 1", str(size))
         self.max_batch_size, self.max_blocks_per_req = max_batch_size, max_blocks_per_req
         self.block_size, self.num_blocks, self.device = block_size, num_blocks, torch.device(device)
         self._pin = self.device.type == "cuda"
-        self._tensors = make_batch_tensors((*METADATA_FIELDS, "input_ids"), self._sizes(max_batch_size), device)
-        self.block_table, self.seq_lens, self.query_start_loc, self.slot_mapping, self.positions, self.input_ids = self._tensors.values()
+        self._tensors = make_batch_tensors(
+            (*METADATA_FIELDS, "input_ids"), self._sizes(max_batch_size), device
+        )
+        (
+            self.block_table,
+            self.seq_lens,
+            self.query_start_loc,
+            self.slot_mapping,
+            self.positions,
+            self.input_ids,
+        ) = self._tensors.values()
         for tensor in self._tensors.values():
             torch._dynamo.mark_static_address(tensor, guard=False)
 
@@ -69,16 +87,23 @@ class DecodeBuffers:
 
     def view(self, num_rows: int) -> tuple[Tensor, AttentionMetadata]:
         """The first ``num_rows`` rows as ``(input_ids, metadata)``; slices, no copies."""
-        metadata = AttentionMetadata.view(self._tensors, self._sizes(num_rows), max_query_len=1, block_size=self.block_size)
+        metadata = AttentionMetadata.view(
+            self._tensors, self._sizes(num_rows), max_query_len=1, block_size=self.block_size
+        )
         return self.input_ids[:num_rows], metadata
 
     def load(
-        self, input_ids: Sequence[int] | Tensor, seq_lens: Sequence[int], block_tables: Sequence[Sequence[int]], padded_to: int
+        self,
+        input_ids: Sequence[int] | Tensor,
+        seq_lens: Sequence[int],
+        block_tables: Sequence[Sequence[int]],
+        padded_to: int,
     ) -> None:
         """Put one decode step into the buffers.
 
         Args:
-            input_ids: the token of each row: host ints, or a device tensor ``[num_rows]`` int64 (no host copy then).
+            input_ids: the token of each row: host ints, or a device tensor ``[num_rows]`` int64 (no host
+                copy then).
             seq_lens: KV tokens of each row, this step's included; at least 1.
             block_tables: each row's blocks.
             padded_to: the bucket; rows from ``num_rows`` on become padding.
@@ -89,14 +114,20 @@ class DecodeBuffers:
         rows = len(seq_lens)
         self.check(input_ids, seq_lens, block_tables, padded_to)
         last = [length - 1 for length in seq_lens]
-        slots = [slot_of(position, blocks, self.block_size) for blocks, position in zip(block_tables, last, strict=True)]
+        slots = [
+            slot_of(position, blocks, self.block_size)
+            for blocks, position in zip(block_tables, last, strict=True)
+        ]
         longs = FIELDS["positions"].pad(last, padded_to) + FIELDS["slot_mapping"].pad(slots, padded_to)
         if not isinstance(input_ids, Tensor):
             longs += FIELDS["input_ids"].pad(input_ids, padded_to)
-        ints = FIELDS["seq_lens"].pad(seq_lens, padded_to) + FIELDS["query_start_loc"].pad(range(rows + 1), padded_to + 1)
+        ints = FIELDS["seq_lens"].pad(seq_lens, padded_to) + FIELDS["query_start_loc"].pad(
+            range(rows + 1), padded_to + 1
+        )
         table = host_block_table(block_tables, padded_to, self.max_blocks_per_req, self._pin)
         packed, small = to_device(longs, torch.int64, self.device), to_device(ints, torch.int32, self.device)
-        # Fresh pinned memory each step: torch's host allocator keeps it until the copy is done, so nothing is overwritten early.
+        # Fresh pinned memory each step: torch's host allocator keeps it until the copy is done, so nothing is
+        # overwritten early.
         self.positions[:padded_to].copy_(packed[:padded_to])
         self.slot_mapping[:padded_to].copy_(packed[padded_to : 2 * padded_to])
         if isinstance(input_ids, Tensor):
@@ -114,25 +145,36 @@ class DecodeBuffers:
 
     @contextlib.contextmanager
     def padding(self, num_rows: int) -> Iterator[None]:
-        """The first ``num_rows`` rows are padding inside the block, for a warm-up or a capture; `load` fills them afterwards."""
+        """The first ``num_rows`` rows are padding inside the block, for a warm-up or a capture; `load` fills
+        them afterwards."""
         self.load_padding(num_rows)
         yield
 
     def reset(self) -> None:
-        """Wait for the device after a step that failed or was interrupted; `load` writes every tensor anew."""
+        """Wait for the device after a step that failed or was interrupted; `load` writes every
+        tensor anew."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def check(
-        self, input_ids: Sequence[int] | Tensor, seq_lens: Sequence[int], block_tables: Sequence[Sequence[int]], padded_to: int
+        self,
+        input_ids: Sequence[int] | Tensor,
+        seq_lens: Sequence[int],
+        block_tables: Sequence[Sequence[int]],
+        padded_to: int,
     ) -> None:
         """Refuse what `load` could not put into the buffers; raises `ArgumentError`."""
         rows = len(seq_lens)
         if isinstance(input_ids, Tensor) and (
-            input_ids.dim() != 1 or input_ids.dtype != torch.int64 or input_ids.device.type != self.device.type
+            input_ids.dim() != 1
+            or input_ids.dtype != torch.int64
+            or input_ids.device.type != self.device.type
         ):
-            raise ArgumentError("input_ids", f"[num_rows] int64 on {self.device.type}",
-                                f"{list(input_ids.shape)} {input_ids.dtype} on {input_ids.device}")  # fmt: skip
+            raise ArgumentError(
+                "input_ids",
+                f"[num_rows] int64 on {self.device.type}",
+                f"{list(input_ids.shape)} {input_ids.dtype} on {input_ids.device}",
+            )
         if len(input_ids) != rows:
             raise ArgumentError("input_ids", f"one token per row ({rows})", str(len(input_ids)))
         if not 0 < rows <= padded_to <= self.max_batch_size:
@@ -144,7 +186,11 @@ class DecodeBuffers:
             highest = max(max(blocks) for blocks in block_tables)
             lowest = min(min(blocks) for blocks in block_tables)
             if highest >= self.num_blocks or lowest < 0:
-                raise ArgumentError("block_tables", f"block ids in [0, {self.num_blocks})", f"ids in [{lowest}, {highest}]")
+                raise ArgumentError(
+                    "block_tables", f"block ids in [0, {self.num_blocks})", f"ids in [{lowest}, {highest}]"
+                )
         widest = max(len(blocks) for blocks in block_tables)
         if widest > self.max_blocks_per_req:
-            raise ArgumentError("block_tables", f"at most {self.max_blocks_per_req} blocks per request", str(widest))
+            raise ArgumentError(
+                "block_tables", f"at most {self.max_blocks_per_req} blocks per request", str(widest)
+            )

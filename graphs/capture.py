@@ -1,7 +1,8 @@
-"""How a step becomes a graph: on CUDA for real, on a CPU by running it again, or on a tape that behaves as CUDA graphs do.
+"""How a step becomes a graph: on CUDA for real, on a CPU by running it again, or on a tape that behaves as
+CUDA graphs do.
 
-A captured step keeps reading and writing the same storages. Python is not run again at replay (except by `EagerCapture`), so
-that host values are frozen; ops that read a device value on the host cannot be captured.
+A captured step keeps reading and writing the same storages. Python is not run again at replay (except by
+`EagerCapture`), so that host values are frozen; ops that read a device value on the host cannot be captured.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class CaptureBackend(Protocol):
         """A memory pool for several captures."""
 
     def warmup(self, step: Launch, iterations: int) -> None:
-        """Run the step a few times, so that compilation and lazy initialisation are over before the capture."""
+        """Run the step a few times, so that compilation and lazy initialisation are over before
+        the capture."""
 
     def capture(self, step: Launch, pool: Any) -> Captured:
         """Capture one run."""
@@ -60,7 +62,8 @@ class CudaCapture:
 
     Args:
         device: the GPU.
-        error_mode: ``capture_error_mode`` of `torch.cuda.graph`; "thread_local" lets other threads allocate meanwhile.
+        error_mode: ``capture_error_mode`` of `torch.cuda.graph`; "thread_local" lets other threads
+            allocate meanwhile.
     """
 
     def __init__(self, device: torch.device | str, error_mode: str = "thread_local") -> None:
@@ -88,7 +91,9 @@ class CudaCapture:
         cause: BaseException | None = None
         try:
             with (
-                torch.cuda.stream(current),  # the next one leaves its stream current where it ends in an error
+                torch.cuda.stream(
+                    current
+                ),  # the next one leaves its stream current where it ends in an error
                 torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode=self._error_mode),
             ):
                 try:
@@ -99,7 +104,8 @@ class CudaCapture:
         except BaseException as error:
             self._after_failure(pool)
             if cause is not None and not isinstance(cause, Exception) and error is not cause:
-                raise cause from error  # ending the capture failed as well: that must not turn Ctrl-C into an error of the capture
+                # ending the capture failed as well: that must not turn Ctrl-C into an error of the capture
+                raise cause from error
             raise
         return _CudaCaptured(graph, output)
 
@@ -109,8 +115,9 @@ class CudaCapture:
         # The default generator believes that it is captured; a clone of its state does not.
         generator = torch.cuda.default_generators[index]
         generator.graphsafe_set_state(generator.clone_state())
-        # Up to torch 2.12 (pytorch#180395) the allocator believes so too: memory that another stream used, and empty_cache(), would free
-        # nothing any more. There is no public call; this one raises where nothing is left to end.
+        # Up to torch 2.12 (pytorch#180395) the allocator believes so too: memory that another stream used,
+        # and empty_cache(), would free nothing any more. There is no public call; this one raises where
+        # nothing is left to end.
         with contextlib.suppress(RuntimeError):
             torch._C._cuda_endAllocateToPool(index, pool)
 
@@ -144,12 +151,23 @@ class EagerCapture:
         return _EagerCaptured(step)
 
 
-# Ops that hand a device value, or a size that depends on one, to the host: illegal while a CUDA graph is captured. Under
-# inference mode composite ops arrive whole, hence the likes of `item` beside what they decompose into.
+# Ops that hand a device value, or a size that depends on one, to the host: illegal while a CUDA graph is
+# captured. Under inference mode composite ops arrive whole, hence the likes of `item` beside what they
+# decompose into.
 _SYNCHRONISING = {
-    "aten::_local_scalar_dense", "aten::item", "aten::nonzero", "aten::masked_select", "aten::is_nonzero", "aten::equal",
-    "aten::unique_dim", "aten::unique_consecutive", "aten::_unique", "aten::_unique2", "aten::argwhere", "aten::bincount",
-}  # fmt: skip
+    "aten::_local_scalar_dense",
+    "aten::item",
+    "aten::nonzero",
+    "aten::masked_select",
+    "aten::is_nonzero",
+    "aten::equal",
+    "aten::unique_dim",
+    "aten::unique_consecutive",
+    "aten::_unique",
+    "aten::_unique2",
+    "aten::argwhere",
+    "aten::bincount",
+}
 
 
 def synchronises(func: Any, args: tuple[Any, ...]) -> bool:
@@ -157,8 +175,14 @@ def synchronises(func: Any, args: tuple[Any, ...]) -> bool:
     name = func._schema.name
     if name in _SYNCHRONISING or (name == "aten::repeat_interleave" and "Tensor" in func._overloadname):
         return True
-    if name in ("aten::index", "aten::index_put", "aten::index_put_"):  # a boolean index counts its true values
-        return any(isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8) for index in args[1] or ())
+    if name in (
+        "aten::index",
+        "aten::index_put",
+        "aten::index_put_",
+    ):  # a boolean index counts its true values
+        return any(
+            isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8) for index in args[1] or ()
+        )
     return False
 
 
@@ -169,7 +193,9 @@ class _Tape(TorchDispatchMode):
         super().__init__()
         self.ops: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         if synchronises(func, args):
             raise CaptureError(f"{func} reads a device value on the host: illegal while a graph is captured")
         out = func(*args, **(kwargs or {}))
@@ -194,10 +220,12 @@ class _TapeCaptured:
 
 
 class TapeCapture:
-    """CUDA-graph semantics on a CPU, for tests: Python does not run at replay, scalars are frozen, storages stay.
+    """CUDA-graph semantics on a CPU, for tests: Python does not run at replay, scalars are frozen,
+    storages stay.
 
-    For uncompiled steps only: kernels that Inductor generates bypass the dispatcher and would be missed (the runner refuses
-    the pair). ``.tolist()``, ``.numpy()`` and ``.cpu()`` of a CPU tensor never reach the dispatcher and are not noticed.
+    For uncompiled steps only: kernels that Inductor generates bypass the dispatcher and would be missed (the
+    runner refuses the pair). ``.tolist()``, ``.numpy()`` and ``.cpu()`` of a CPU tensor never reach the
+    dispatcher and are not noticed.
     """
 
     def new_pool(self) -> Any:

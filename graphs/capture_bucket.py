@@ -1,6 +1,8 @@
-"""capture_bucket: warm-up and capture of one bucket, timed, with garbage collection off; a failure names the bucket and the op.
+"""capture_bucket: warm-up and capture of one bucket, timed, with garbage collection off; a failure names the
+bucket and the op.
 
-    graph = capture_bucket(launch, backend, pool, report, device, warmup_iters=2, step="decode step", eager=launch_eager)
+    graph = capture_bucket(launch, backend, pool, report, device, warmup_iters=2, step="decode step",
+                           eager=launch_eager)
 
 Called where the step's inputs are padding, so that nothing is written into the caches.
 """
@@ -22,9 +24,17 @@ from torchpaged.graphs.report import BucketReport, device_memory, find_culprit
 
 
 def capture_bucket(
-    launch: Callable[[], Tensor], backend: CaptureBackend, pool: Any, report: BucketReport, device: torch.device, *, warmup_iters: int,
-    step: str, eager: Callable[[], Tensor], advice: str = "",
-) -> Captured:  # fmt: skip
+    launch: Callable[[], Tensor],
+    backend: CaptureBackend,
+    pool: Any,
+    report: BucketReport,
+    device: torch.device,
+    *,
+    warmup_iters: int,
+    step: str,
+    eager: Callable[[], Tensor],
+    advice: str = "",
+) -> Captured:
     """Capture ``launch`` and write into ``report`` what it cost.
 
     Args:
@@ -41,7 +51,8 @@ def capture_bucket(
         CaptureError: the step can't be captured; what the attempt took is freed.
     """
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # a capture begins with this anyway: what it frees would count as negative memory of the bucket
+        # a capture begins with this anyway: what it frees would count as negative memory of the bucket
+        torch.cuda.empty_cache()
     started, before = time.perf_counter(), device_memory(device)
     try:
         with _no_garbage_collection():
@@ -49,7 +60,9 @@ def capture_bucket(
             warm = time.perf_counter()
             graph = backend.capture(launch, pool)
     except Exception as error:
-        raise CaptureError(f"bucket {report.bucket}: the {step} could not be captured{_cause(error, eager, device)}{advice}") from error
+        raise CaptureError(
+            f"bucket {report.bucket}: the {step} could not be captured{_cause(error, eager, device)}{advice}"
+        ) from error
     ended = time.perf_counter()
     report.capture_ms, report.record_ms, report.captured = (ended - started) * 1e3, (ended - warm) * 1e3, True
     report.num_bytes = device_memory(device) - before
@@ -58,8 +71,8 @@ def capture_bucket(
 
 @contextlib.contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """A collection during a capture could free device memory inside it. Collecting ahead of every capture is left to the caller: it takes
-    longer than a capture does."""
+    """A collection during a capture could free device memory inside it. Collecting ahead of every capture is
+    left to the caller: it takes longer than a capture does."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,12 +1,14 @@
 """PackedBuffers: the static tensors that a captured prefill step reads, and their update in place.
 
     buffers = PackedBuffers([64, 512], max_num_reqs=8, max_blocks_per_req=128, block_size=16, device="cuda")
-    buffers.load(input_ids, query_lens=[7, 30], seq_lens=[7, 95], block_tables=[[1], [2, 3, 4, 5, 6, 7]], logits_indices=[6], padded_to=64)
+    buffers.load(input_ids, query_lens=[7, 30], seq_lens=[7, 95], block_tables=[[1], [2, 3, 4, 5, 6, 7]],
+                 logits_indices=[6], padded_to=64)
     input_ids, metadata, logits_indices = buffers.view(64)
 
-All tensors of a bucket lie in one piece of memory, so that a step costs one copy to the device, whatever it holds.
-Padding is as the table of fields says (`torchpaged.metadata.FIELDS`): tokens past the last request have slot -1, requests past the last one no
-tokens and seq_len 0; further ``logits_indices`` are 0, and whoever reads the logits drops them.
+All tensors of a bucket lie in one piece of memory, so that a step costs one copy to the device, whatever it
+holds. Padding is as the table of fields says (`torchpaged.metadata.FIELDS`): tokens past the last request
+have slot -1, requests past the last one no tokens and seq_len 0; further ``logits_indices`` are 0, and
+whoever reads the logits drops them.
 """
 
 from __future__ import annotations
@@ -21,11 +23,26 @@ import torch
 from torch import Tensor
 
 from torchpaged.custom_ops.errors import ArgumentError
-from torchpaged.metadata import FIELDS, AttentionMetadata, BatchSizes, check_batch, pad_batch_tensors, slots_between
+from torchpaged.metadata import (
+    FIELDS,
+    AttentionMetadata,
+    BatchSizes,
+    check_batch,
+    pad_batch_tensors,
+    slots_between,
+)
 
 _ALIGN = 64  # bytes that every field starts at a multiple of
 #: Fields as they lie, one behind the other, and how `array` calls numbers of their dtypes.
-_ORDER = ("input_ids", "positions", "slot_mapping", "logits_indices", "seq_lens", "query_start_loc", "block_table")
+_ORDER = (
+    "input_ids",
+    "positions",
+    "slot_mapping",
+    "logits_indices",
+    "seq_lens",
+    "query_start_loc",
+    "block_table",
+)
 _CODES = {torch.int64: "q", torch.int32: "i"}
 
 
@@ -42,26 +59,43 @@ class PackedBuffers:
     """
 
     def __init__(
-        self, buckets: Sequence[int], max_num_reqs: int, max_blocks_per_req: int, block_size: int, device: torch.device | str,
+        self,
+        buckets: Sequence[int],
+        max_num_reqs: int,
+        max_blocks_per_req: int,
+        block_size: int,
+        device: torch.device | str,
         num_blocks: int | None = None,
-    ) -> None:  # fmt: skip
-        for name, size in (("max_num_reqs", max_num_reqs), ("max_blocks_per_req", max_blocks_per_req), ("block_size", block_size)):
+    ) -> None:
+        for name, size in (
+            ("max_num_reqs", max_num_reqs),
+            ("max_blocks_per_req", max_blocks_per_req),
+            ("block_size", block_size),
+        ):
             if size < 1:
                 raise ArgumentError(name, "at least 1", str(size))
-        self.buckets, self.max_num_reqs, self.max_blocks_per_req = list(buckets), max_num_reqs, max_blocks_per_req
+        self.buckets, self.max_num_reqs, self.max_blocks_per_req = (
+            list(buckets),
+            max_num_reqs,
+            max_blocks_per_req,
+        )
         self.block_size, self.num_blocks, self.device = block_size, num_blocks, torch.device(device)
         with torch.inference_mode(False):
-            self._bytes = torch.zeros(sum(self._num_bytes(self.buckets[-1])), dtype=torch.uint8, device=device)
+            self._bytes = torch.zeros(
+                sum(self._num_bytes(self.buckets[-1])), dtype=torch.uint8, device=device
+            )
 
     def tensors(self) -> dict[str, Tensor]:
         """What a captured step reads or writes, by name."""
         return {"packed": self._bytes}
 
     def view(self, bucket: int) -> tuple[Tensor, AttentionMetadata, Tensor]:
-        """``(input_ids, metadata, logits_indices)`` of a bucket; slices, no copies. ``max_query_len`` is the bucket: one request may
-        have all its tokens."""
+        """``(input_ids, metadata, logits_indices)`` of a bucket; slices, no copies. ``max_query_len`` is the
+        bucket: one request may have all its tokens."""
         fields = self._fields(bucket)
-        metadata = AttentionMetadata.view(fields, self._sizes(bucket), max_query_len=bucket, block_size=self.block_size)
+        metadata = AttentionMetadata.view(
+            fields, self._sizes(bucket), max_query_len=bucket, block_size=self.block_size
+        )
         return fields["input_ids"], metadata, fields["logits_indices"]
 
     def fits(self, num_reqs: int, num_tokens: int) -> bool:
@@ -69,9 +103,14 @@ class PackedBuffers:
         return 0 < num_reqs <= self.max_num_reqs and 0 < num_tokens <= self.buckets[-1]
 
     def load(
-        self, input_ids: Sequence[int], query_lens: Sequence[int], seq_lens: Sequence[int], block_tables: Sequence[Sequence[int]],
-        logits_indices: Sequence[int], padded_to: int,
-    ) -> None:  # fmt: skip
+        self,
+        input_ids: Sequence[int],
+        query_lens: Sequence[int],
+        seq_lens: Sequence[int],
+        block_tables: Sequence[Sequence[int]],
+        logits_indices: Sequence[int],
+        padded_to: int,
+    ) -> None:
         """Put one step into the tensors of the bucket ``padded_to``, and nothing waits for it.
 
         Args:
@@ -87,16 +126,23 @@ class PackedBuffers:
         """
         self.check(input_ids, query_lens, seq_lens, block_tables, logits_indices, padded_to)
         packed = self._packed(input_ids, query_lens, seq_lens, block_tables, logits_indices, padded_to)
-        # Fresh pinned memory each step: torch's host allocator keeps it until the copy is done, so nothing is overwritten early.
+        # Fresh pinned memory each step: torch's host allocator keeps it until the copy is done, so nothing is
+        # overwritten early.
         staged = torch.empty(len(packed), dtype=torch.uint8, pin_memory=self.device.type == "cuda")
         staged.copy_(torch.frombuffer(packed, dtype=torch.uint8))
         self._bytes[: len(packed)].copy_(staged, non_blocking=True)
 
     def _packed(
-        self, input_ids: Sequence[int], query_lens: Sequence[int], seq_lens: Sequence[int], block_tables: Sequence[Sequence[int]],
-        logits_indices: Sequence[int], bucket: int,
-    ) -> bytearray:  # fmt: skip
-        """A step as the bytes of a bucket's fields, built from lists: a tensor operation each would cost the host several times as much."""
+        self,
+        input_ids: Sequence[int],
+        query_lens: Sequence[int],
+        seq_lens: Sequence[int],
+        block_tables: Sequence[Sequence[int]],
+        logits_indices: Sequence[int],
+        bucket: int,
+    ) -> bytearray:
+        """A step as the bytes of a bucket's fields, built from lists: a tensor operation each would cost the
+        host several times as much."""
         positions: list[int] = []
         slots: list[int] = []
         table: list[int] = []
@@ -105,7 +151,15 @@ class PackedBuffers:
             slots += slots_between(seq_len - query_len, seq_len, blocks, self.block_size)
             table += blocks
             table += [0] * (self.max_blocks_per_req - len(blocks))
-        values = (input_ids, positions, slots, logits_indices, seq_lens, [0, *itertools.accumulate(query_lens)], table)
+        values = (
+            input_ids,
+            positions,
+            slots,
+            logits_indices,
+            seq_lens,
+            [0, *itertools.accumulate(query_lens)],
+            table,
+        )
         packed = bytearray()
         for name, numbers, num_bytes in zip(_ORDER, values, self._num_bytes(bucket), strict=True):
             field = FIELDS[name]
@@ -114,38 +168,64 @@ class PackedBuffers:
 
     @contextlib.contextmanager
     def padding(self, bucket: int) -> Iterator[None]:
-        """The bucket holds nothing but padding inside the block, for a warm-up or a capture; `load` fills it afterwards."""
+        """The bucket holds nothing but padding inside the block, for a warm-up or a capture; `load` fills
+        it afterwards."""
         pad_batch_tensors(self._fields(bucket), self._sizes(bucket))
         yield
 
     def reset(self) -> None:
-        """Wait for the device after a step that failed or was interrupted; `load` writes every tensor anew."""
+        """Wait for the device after a step that failed or was interrupted; `load` writes every
+        tensor anew."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def check(
-        self, input_ids: Sequence[int], query_lens: Sequence[int], seq_lens: Sequence[int], block_tables: Sequence[Sequence[int]],
-        logits_indices: Sequence[int], padded_to: int,
-    ) -> None:  # fmt: skip
+        self,
+        input_ids: Sequence[int],
+        query_lens: Sequence[int],
+        seq_lens: Sequence[int],
+        block_tables: Sequence[Sequence[int]],
+        logits_indices: Sequence[int],
+        padded_to: int,
+    ) -> None:
         """Refuse what `load` could not put into the tensors; raises `ArgumentError`."""
         if padded_to not in self.buckets:
             raise ArgumentError("padded_to", f"one of the buckets {self.buckets}", str(padded_to))
         if not 0 < len(query_lens) <= self.max_num_reqs:
-            raise ArgumentError("query_lens", f"1 to {self.max_num_reqs} requests", str(len(query_lens)), "run the step without a graph")
+            raise ArgumentError(
+                "query_lens",
+                f"1 to {self.max_num_reqs} requests",
+                str(len(query_lens)),
+                "run the step without a graph",
+            )
         if min(query_lens) < 1:
             raise ArgumentError("query_lens", "at least 1 token per request", str(min(query_lens)))
         if sum(query_lens) != len(input_ids) or len(input_ids) > padded_to:
             raise ArgumentError(
-                "input_ids", f"as many tokens as query_lens says ({sum(query_lens)}), at most {padded_to}", str(len(input_ids))
+                "input_ids",
+                f"as many tokens as query_lens says ({sum(query_lens)}), at most {padded_to}",
+                str(len(input_ids)),
             )
-        if len(logits_indices) > self.max_num_reqs or any(not 0 <= index < len(input_ids) for index in logits_indices):
-            raise ArgumentError("logits_indices", f"at most {self.max_num_reqs} tokens in [0, {len(input_ids)})", str(list(logits_indices)))
+        if len(logits_indices) > self.max_num_reqs or any(
+            not 0 <= index < len(input_ids) for index in logits_indices
+        ):
+            raise ArgumentError(
+                "logits_indices",
+                f"at most {self.max_num_reqs} tokens in [0, {len(input_ids)})",
+                str(list(logits_indices)),
+            )
         if any(length < tokens for length, tokens in zip(seq_lens, query_lens, strict=False)):
-            raise ArgumentError("seq_lens", "at least the tokens of this step", f"{list(seq_lens)} for {list(query_lens)} tokens")
+            raise ArgumentError(
+                "seq_lens",
+                "at least the tokens of this step",
+                f"{list(seq_lens)} for {list(query_lens)} tokens",
+            )
         check_batch(query_lens, seq_lens, block_tables, self.block_size, self.num_blocks)
         widest = max(len(blocks) for blocks in block_tables)
         if widest > self.max_blocks_per_req:
-            raise ArgumentError("block_tables", f"at most {self.max_blocks_per_req} blocks per request", str(widest))
+            raise ArgumentError(
+                "block_tables", f"at most {self.max_blocks_per_req} blocks per request", str(widest)
+            )
 
     def _sizes(self, bucket: int) -> BatchSizes:
         return BatchSizes(self.max_num_reqs, bucket, self.max_blocks_per_req)
@@ -154,7 +234,9 @@ class PackedBuffers:
         """Bytes of each field of a bucket, with the gap behind it."""
         sizes = self._sizes(bucket)
         fields = [FIELDS[name] for name in _ORDER]
-        return [-(-math.prod(field.shape(sizes)) * field.dtype.itemsize // _ALIGN) * _ALIGN for field in fields]
+        return [
+            -(-math.prod(field.shape(sizes)) * field.dtype.itemsize // _ALIGN) * _ALIGN for field in fields
+        ]
 
     def _fields(self, bucket: int) -> dict[str, Tensor]:
         """The tensors of a bucket by name."""

@@ -1,12 +1,17 @@
-"""PackedGraphRunner: one captured graph per number of tokens, replayed for prefill steps of any requests and lengths.
+"""PackedGraphRunner: one captured graph per number of tokens, replayed for prefill steps of any requests
+and lengths.
 
-    runner = PackedGraphRunner(model, buckets=[64, 512], max_num_reqs=8, max_blocks_per_req=128, block_size=16, device="cuda")
+    runner = PackedGraphRunner(model, buckets=[64, 512], max_num_reqs=8, max_blocks_per_req=128,
+                               block_size=16, device="cuda")
     if runner.fits(num_reqs=2, num_tokens=37):
-        logits = runner.run(input_ids, query_lens=[7, 30], seq_lens=[7, 95], block_tables=tables, logits_indices=[6])   # [1, vocab]
+        # [1, vocab]
+        logits = runner.run(input_ids, query_lens=[7, 30], seq_lens=[7, 95], block_tables=tables,
+                            logits_indices=[6])
 
-``step(input_ids, metadata, logits_indices) -> Tensor [max_num_reqs, ...]`` is any callable. A step of up to about a thousand tokens
-ends on a GPU before Python has launched the next one's kernels; a replay launches them at once. Which bucket a step takes depends on its
-number of tokens alone, which the host knows anyway. On a CPU the same code runs with an eager capture.
+``step(input_ids, metadata, logits_indices) -> Tensor [max_num_reqs, ...]`` is any callable. A step of up to
+about a thousand tokens ends on a GPU before Python has launched the next one's kernels; a replay launches
+them at once. Which bucket a step takes depends on its number of tokens alone, which the host knows anyway. On
+a CPU the same code runs with an eager capture.
 """
 
 from __future__ import annotations
@@ -32,8 +37,8 @@ class PackedGraphRunner(BucketedGraphs):
     """Captures a prefill step per bucket of tokens and replays it.
 
     Args:
-        step: ``step(input_ids [n] int64, metadata, logits_indices [max_num_reqs] int64) -> [max_num_reqs, ...]``; must not read device
-            values on the host.
+        step: ``step(input_ids [n] int64, metadata, logits_indices [max_num_reqs] int64) -> [max_num_reqs,
+            ...]``; must not read device values on the host.
         buckets: numbers of tokens to capture.
         max_num_reqs: requests of a step at most.
         max_blocks_per_req: columns of the block table.
@@ -41,33 +46,57 @@ class PackedGraphRunner(BucketedGraphs):
         num_blocks: blocks in the pools, to check ids against; None skips that check.
         device: where the step runs.
         capture: "auto" (CUDA graphs on a GPU, eager elsewhere) or a `CaptureBackend`.
-        pool: memory pool of ``capture`` to share with another runner whose replays never overlap with these, such as
-            ``DecodeGraphRunner.pool``; default: one of its own.
+        pool: memory pool of ``capture`` to share with another runner whose replays never overlap with these,
+            such as ``DecodeGraphRunner.pool``; default: one of its own.
         warmup_iters: runs before each capture.
         progress: called with ``(done, total, text)`` after each bucket.
-        watch, debug, ranges, session: as in `DecodeGraphRunner`; a replay has no range, its caller's says what it is.
+        watch, debug, ranges, session: as in `DecodeGraphRunner`; a replay has no range, its caller's says
+            what it is.
 
     Attributes:
         buffers: the `PackedBuffers` that the graphs read.
 
-    Warm-up and capture run on padding only, so that they write nothing into the caches. `BucketedGraphs` has what any bucketed graphs do:
-    ``capture``, ``capture_for``, ``reset``, ``report``, ``histogram``.
+    Warm-up and capture run on padding only, so that they write nothing into the caches. `BucketedGraphs` has
+    what any bucketed graphs do: ``capture``, ``capture_for``, ``reset``, ``report``, ``histogram``.
     """
 
     STEP, BUCKET, RANGES_REPLAYS = "prefill step", "prefill", False
 
     def __init__(
-        self, step: PackedStep, *, buckets: Sequence[int], max_num_reqs: int, max_blocks_per_req: int, block_size: int,
-        num_blocks: int | None = None, device: torch.device | str = "cpu", capture: str | CaptureBackend = "auto", pool: Any = None,
-        warmup_iters: int = 1, progress: Progress | None = None, watch: Watch | None = None, debug: bool | None = None,
-        ranges: Ranges | None = None, session: StepSession | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        step: PackedStep,
+        *,
+        buckets: Sequence[int],
+        max_num_reqs: int,
+        max_blocks_per_req: int,
+        block_size: int,
+        num_blocks: int | None = None,
+        device: torch.device | str = "cpu",
+        capture: str | CaptureBackend = "auto",
+        pool: Any = None,
+        warmup_iters: int = 1,
+        progress: Progress | None = None,
+        watch: Watch | None = None,
+        debug: bool | None = None,
+        ranges: Ranges | None = None,
+        session: StepSession | None = None,
+    ) -> None:
         sizes = check_buckets(buckets, max(buckets, default=0))
         self.buffers = PackedBuffers(sizes, max_num_reqs, max_blocks_per_req, block_size, device, num_blocks)
         super().__init__(
-            self.buffers, lambda bucket: step, buckets=sizes, device=device, capture=capture, pool=pool, warmup_iters=warmup_iters,
-            progress=progress, watch=watch, debug=debug, ranges=ranges, session=session,
-        )  # fmt: skip
+            self.buffers,
+            lambda bucket: step,
+            buckets=sizes,
+            device=device,
+            capture=capture,
+            pool=pool,
+            warmup_iters=warmup_iters,
+            progress=progress,
+            watch=watch,
+            debug=debug,
+            ranges=ranges,
+            session=session,
+        )
         self._step = step
 
     def fits(self, num_reqs: int, num_tokens: int) -> bool:
@@ -75,9 +104,13 @@ class PackedGraphRunner(BucketedGraphs):
         return self.buffers.fits(num_reqs, num_tokens)
 
     def run(
-        self, input_ids: Sequence[int], query_lens: Sequence[int], seq_lens: Sequence[int], block_tables: Sequence[Sequence[int]],
+        self,
+        input_ids: Sequence[int],
+        query_lens: Sequence[int],
+        seq_lens: Sequence[int],
+        block_tables: Sequence[Sequence[int]],
         logits_indices: Sequence[int],
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """One step; its bucket is captured first if it is not.
 
         Args:
@@ -88,12 +121,15 @@ class PackedGraphRunner(BucketedGraphs):
             logits_indices: the tokens whose logits are wanted.
 
         Returns:
-            ``[len(logits_indices), ...]``: a slice of the graph's own memory, valid until the next replay of a graph of its pool.
+            ``[len(logits_indices), ...]``: a slice of the graph's own memory, valid until the next replay of
+            a graph of its pool.
 
         Raises:
             ArgumentError: what does not fit together or into a bucket (`fits`); nothing is written then.
-            CaptureError: the bucket can't be captured, or a captured address moved (debug mode); no cache was written.
-            SemaphoreError: the session's semaphore is not zero behind the step (debug mode): its result is wrong.
+            CaptureError: the bucket can't be captured, or a captured address moved (debug mode); no cache
+                was written.
+            SemaphoreError: the session's semaphore is not zero behind the step (debug mode): its result
+                is wrong.
         """
         self.recover()
         num_tokens = len(input_ids)

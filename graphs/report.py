@@ -22,7 +22,8 @@ class BucketReport:
 
     Attributes:
         bucket: rows of the graph: requests that decode, or tokens of a prefill.
-        capture_ms: warm-up and capture, milliseconds; compilation, where there is one, falls into the warm-up.
+        capture_ms: warm-up and capture, milliseconds; compilation, where there is one, falls into
+            the warm-up.
         record_ms: the capture alone, milliseconds.
         num_bytes: device memory taken, bytes.
         hits: replays.
@@ -40,11 +41,17 @@ class BucketReport:
 
 
 def bucket_table(reports: Sequence[BucketReport], bucket: str = "bucket", padded: str = "padded rows") -> str:
-    """The reports as lines of text with a heading, in which ``bucket`` and ``padded`` name the first and last column; buckets that
-    were not captured show dashes."""
-    lines = [f"{bucket:>6} {'warm-up + capture ms':>20} {'capture ms':>10} {'MiB':>8} {'replays':>8} {padded:>11}"]
+    """The reports as lines of text with a heading, in which ``bucket`` and ``padded`` name the first and last
+    column; buckets that were not captured show dashes."""
+    lines = [
+        f"{bucket:>6} {'warm-up + capture ms':>20} {'capture ms':>10} {'MiB':>8} {'replays':>8} {padded:>11}"
+    ]
     for r in reports:
-        cost = f"{r.capture_ms:>20.1f} {r.record_ms:>10.1f} {r.num_bytes / 2**20:>8.1f}" if r.captured else f"{'-':>20} {'-':>10} {'-':>8}"
+        cost = (
+            f"{r.capture_ms:>20.1f} {r.record_ms:>10.1f} {r.num_bytes / 2**20:>8.1f}"
+            if r.captured
+            else f"{'-':>20} {'-':>10} {'-':>8}"
+        )
         lines.append(f"{r.bucket:>{len(bucket)}} {cost} {r.hits:>8} {r.padded_rows:>{len(padded)}}")
     return "\n".join(lines)
 
@@ -69,7 +76,9 @@ class _Watch(TorchDispatchMode):
         super().__init__()
         self.culprit: str | None = None
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         if self.culprit is None and synchronises(func, args):
             self.culprit = str(func)
         try:
@@ -80,7 +89,8 @@ class _Watch(TorchDispatchMode):
 
 
 def find_culprit(launch: Callable[[], Tensor], device: torch.device) -> str | None:
-    """The first op of an uncompiled step that synchronises or fails, by running the step once more; None if all goes well."""
+    """The first op of an uncompiled step that synchronises or fails, by running the step once more; None if
+    all goes well."""
     watch, on_gpu = _Watch(), device.type == "cuda"
     mode = torch.cuda.get_sync_debug_mode() if on_gpu else 0
     try:

@@ -2,9 +2,11 @@
 
     runner = DecodeGraphRunner(step, max_batch_size=64, max_blocks_per_req=128, block_size=16, device="cuda")
     runner.capture()
-    logits = runner.run(input_ids=[5, 9, 2], seq_lens=[17, 4, 33], block_tables=[[1, 2], [3], [4, 5, 6]])  # [3, vocab]
+    # [3, vocab]
+    logits = runner.run(input_ids=[5, 9, 2], seq_lens=[17, 4, 33], block_tables=[[1, 2], [3], [4, 5, 6]])
 
-``step(input_ids, metadata) -> Tensor [num_rows, ...]`` is any callable. On a CPU the same code runs with an eager capture.
+``step(input_ids, metadata) -> Tensor [num_rows, ...]`` is any callable. On a CPU the same code runs with an
+eager capture.
 """
 
 from __future__ import annotations
@@ -38,20 +40,23 @@ class DecodeGraphRunner(BucketedGraphs):
         compile: run the step through ``torch.compile(fullgraph=True)``, once per bucket.
         warmup_iters: runs before each capture.
         progress: called with ``(done, total, text)`` after each bucket.
-        watch: tensors whose addresses the graph relies on besides the buffers, such as the KV pools, by name; or a function that
-            gives them, so that a replaced attribute is noticed too. Checked with ``debug``.
+        watch: tensors whose addresses the graph relies on besides the buffers, such as the KV pools, by name;
+            or a function that gives them, so that a replaced attribute is noticed too. Checked
+            with ``debug``.
         debug: check every address at replay; default from ``TORCHPAGED_CHECK=1``.
-        ranges: called as ``ranges("replay", batch=3, padded=4)`` around each capture, replay and eager step, for a profiler:
-            gives a context manager, such as `torchpaged.profiling.range` does. Never called inside the step.
-        session: the `torchpaged.Session` that the step's layers share. Its `plan` is called outside the graph, before a capture and, if it plans
-            every step, before each replay; it is made as new after what was cut short, and checked with ``debug``. None: the layers have
-            sessions of their own, which need no plan.
+        ranges: called as ``ranges("replay", batch=3, padded=4)`` around each capture, replay and eager step,
+            for a profiler: gives a context manager, such as `torchpaged.profiling.range` does. Never called
+            inside the step.
+        session: the `torchpaged.Session` that the step's layers share. Its `plan` is called outside the
+            graph, before a capture and, if it plans every step, before each replay; it is made as new after
+            what was cut short, and checked with ``debug``. None: the layers have sessions of their own, which
+            need no plan.
 
     Attributes:
         buffers: the `DecodeBuffers` that the graphs read.
 
-    Warm-up and capture run on padding rows only, so that they write nothing into the caches. `BucketedGraphs` has what any bucketed graphs do:
-    ``capture``, ``capture_for``, ``reset``, ``report``, ``histogram``.
+    Warm-up and capture run on padding rows only, so that they write nothing into the caches. `BucketedGraphs`
+    has what any bucketed graphs do: ``capture``, ``capture_for``, ``reset``, ``report``, ``histogram``.
     """
 
     STEP, BUCKET, ADVICE = "decode step", "batch", "; run_eager() still works"
@@ -79,11 +84,26 @@ class DecodeGraphRunner(BucketedGraphs):
         sizes = check_buckets(default_buckets(max_batch_size) if buckets is None else buckets, max_batch_size)
         self._eager_step = step
         super().__init__(
-            self.buffers, decode_steps(step, sizes, compile, capture), eager=lambda bucket: step, buckets=sizes, device=device,
-            capture=capture, warmup_iters=warmup_iters, progress=progress, watch=watch, debug=debug, ranges=ranges, session=session,
-        )  # fmt: skip
+            self.buffers,
+            decode_steps(step, sizes, compile, capture),
+            eager=lambda bucket: step,
+            buckets=sizes,
+            device=device,
+            capture=capture,
+            warmup_iters=warmup_iters,
+            progress=progress,
+            watch=watch,
+            debug=debug,
+            ranges=ranges,
+            session=session,
+        )
 
-    def run(self, input_ids: Sequence[int] | Tensor, seq_lens: Sequence[int], block_tables: Sequence[Sequence[int]]) -> Tensor:
+    def run(
+        self,
+        input_ids: Sequence[int] | Tensor,
+        seq_lens: Sequence[int],
+        block_tables: Sequence[Sequence[int]],
+    ) -> Tensor:
         """One decode step.
 
         Args:
@@ -117,16 +137,22 @@ class DecodeGraphRunner(BucketedGraphs):
 
         Raises:
             CaptureError: the bucket is not captured, or a captured address moved (debug mode).
-            SemaphoreError: the session's semaphore is not zero behind the launch (debug mode): its results are wrong.
+            SemaphoreError: the session's semaphore is not zero behind the launch (debug mode): its results
+                are wrong.
         """
         return self.start(num_rows).output[:num_rows]
 
     def launch(self, num_rows: int) -> None:
-        """`replay` for callers that know where the result will be: a view costs as much as the launch. Its bucket is captured first if it
-        is not; raises as `capture` does."""
+        """`replay` for callers that know where the result will be: a view costs as much as the launch. Its
+        bucket is captured first if it is not; raises as `capture` does."""
         self.start(num_rows, capture=True)
 
-    def run_eager(self, input_ids: Sequence[int] | Tensor, seq_lens: Sequence[int], block_tables: Sequence[Sequence[int]]) -> Tensor:
+    def run_eager(
+        self,
+        input_ids: Sequence[int] | Tensor,
+        seq_lens: Sequence[int],
+        block_tables: Sequence[Sequence[int]],
+    ) -> Tensor:
         """The same step without graph, padding or compilation."""
         rows = len(seq_lens)
         self.recover()

@@ -1,4 +1,5 @@
-"""The decode step of a runner: its type, one copy of it per bucket for the compiler, the ranges around it, and what its backend keeps.
+"""The decode step of a runner: its type, one copy of it per bucket for the compiler, the ranges around it,
+and what its backend keeps.
 
 steps = decode_steps(step, [1, 2, 4], compile=True, capture=capture)
 logits = steps(4)(input_ids, metadata)
@@ -25,7 +26,8 @@ _NO_RANGE: AbstractContextManager[None] = nullcontext()
 
 
 class StepSession(Protocol):
-    """What a runner drives of the session that its step's layers share: a `torchpaged.Session`, or anything like it."""
+    """What a runner drives of the session that its step's layers share: a `torchpaged.Session`, or anything
+    like it."""
 
     @property
     def plans(self) -> bool:
@@ -49,7 +51,8 @@ class StepSession(Protocol):
 
 
 class NoSession:
-    """The session of steps that keep nothing, or whose layers have sessions of their own that need no plan."""
+    """The session of steps that keep nothing, or whose layers have sessions of their own that need
+    no plan."""
 
     plans = plans_every_step = False
 
@@ -72,14 +75,17 @@ def no_range(name: str, **payload: object) -> AbstractContextManager[None]:
     return _NO_RANGE
 
 
-def decode_steps(step: Step, buckets: Sequence[int], compile: bool, capture: str | CaptureBackend) -> Callable[[int], Step]:
+def decode_steps(
+    step: Step, buckets: Sequence[int], compile: bool, capture: str | CaptureBackend
+) -> Callable[[int], Step]:
     """``step`` for each bucket.
 
     Args:
         step: ``step(input_ids, metadata)``.
         buckets: batch sizes.
-        compile: run it through ``torch.compile(fullgraph=True)``. Shapes are static per bucket: one compile a bucket, none per length, and
-            kernels tuned to the size. (One dynamic compile for all would fail on models that branch on sizes.)
+        compile: run it through ``torch.compile(fullgraph=True)``. Shapes are static per bucket: one compile a
+            bucket, none per length, and kernels tuned to the size. (One dynamic compile for all would fail on
+            models that branch on sizes.)
         capture: what it will be captured with.
 
     Raises:
@@ -88,8 +94,15 @@ def decode_steps(step: Step, buckets: Sequence[int], compile: bool, capture: str
     if not compile:
         return lambda bucket: step
     if isinstance(capture, TapeCapture):
-        raise ArgumentError("compile", "False with a TapeCapture", "True", "the tape can't see the kernels that Inductor generates")
-    compiled: dict[int, Step] = {n: torch.compile(_own_code(step, n), fullgraph=True, dynamic=False) for n in buckets}
+        raise ArgumentError(
+            "compile",
+            "False with a TapeCapture",
+            "True",
+            "the tape can't see the kernels that Inductor generates",
+        )
+    compiled: dict[int, Step] = {
+        n: torch.compile(_own_code(step, n), fullgraph=True, dynamic=False) for n in buckets
+    }
     return compiled.__getitem__
 
 

@@ -1,4 +1,5 @@
-"""Shared fixtures. Run with OMP_NUM_THREADS=1 on small machines: two threads under load are slower than one."""
+"""Shared fixtures. Run with OMP_NUM_THREADS=1 on small machines: two threads under load are slower
+than one."""
 
 from __future__ import annotations
 
@@ -24,10 +25,12 @@ def pytest_configure(config: pytest.Config) -> None:
 def slow_tests(text: str, nodes: list[str], strict: bool = False) -> set[str]:
     """The node ids that a list such as tests/slow.txt names. The last line that matches a node counts.
 
-    A line names a test with all its parameters, or one parametrisation; ``*`` stands for anything; ``!`` in front: not slow after all.
+    A line names a test with all its parameters, or one parametrisation; ``*`` stands for anything; ``!`` in
+    front: not slow after all.
 
     Raises:
-        pytest.UsageError: strict, and a line names a test that its file, of which nodes are given, does not hold.
+        pytest.UsageError: strict, and a line names a test that its file, of which nodes are given, does
+            not hold.
     """
     functions = {node.split("[")[0] for node in nodes}
     files = {node.split("::")[0] for node in nodes}
@@ -39,7 +42,9 @@ def slow_tests(text: str, nodes: list[str], strict: bool = False) -> set[str]:
         name, bracket, _ = pattern.partition("[")
         if strict and "*" not in name and name.split("::")[0] in files and name not in functions:
             raise pytest.UsageError(f"tests/slow.txt names a test that is not there: {line}")
-        rule = re.compile(re.escape(pattern).replace(r"\*", ".*") + ("" if bracket else r"(\[.*\])?"), re.DOTALL)
+        rule = re.compile(
+            re.escape(pattern).replace(r"\*", ".*") + ("" if bracket else r"(\[.*\])?"), re.DOTALL
+        )
         matching = {node for node in nodes if rule.fullmatch(node)}
         slow = slow - matching if line.strip().startswith("!") else slow | matching
     return slow
@@ -47,7 +52,8 @@ def slow_tests(text: str, nodes: list[str], strict: bool = False) -> set[str]:
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests marked gpu are skipped without a GPU; slow ones, by their mark or by slow.txt, unless asked for. The longest come first."""
+    """Tests marked gpu are skipped without a GPU; slow ones, by their mark or by slow.txt, unless asked for.
+    The longest come first."""
     chosen = config.getoption("-m") or ""
     whole = config.args == config.getini("testpaths")  # a part of a file says nothing about the rest of it
     nodes = [item.nodeid for item in items]
@@ -71,7 +77,8 @@ def _seed() -> None:
 
 @pytest.fixture(scope="session")
 def native() -> None:
-    """Skip where the native CPU kernels are absent; fail where they must be there (TORCHPAGED_REQUIRE_NATIVE=1)."""
+    """Skip where the native CPU kernels are absent; fail where they must be
+    there (TORCHPAGED_REQUIRE_NATIVE=1)."""
     loaded, reason = native_status()
     if loaded:
         return
@@ -82,14 +89,20 @@ def native() -> None:
 
 @pytest.fixture(scope="session")
 def make_llama() -> Callable[..., Any]:
-    """``make_llama(vocab_size=99, ...)``: a Llama of two layers with random weights, 4 query and 2 kv heads, end of text 7; the options are
-    those of its config. Skip without transformers."""
+    """``make_llama(vocab_size=99, ...)``: a Llama of two layers with random weights, 4 query and 2 kv heads,
+    end of text 7; the options are those of its config. Skip without transformers."""
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
     def make(**options: Any) -> Any:
         torch.manual_seed(0)
         config = transformers.LlamaConfig(
-            num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, eos_token_id=7, pad_token_id=0, bos_token_id=1, **options
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            eos_token_id=7,
+            pad_token_id=0,
+            bos_token_id=1,
+            **options,
         )
         return transformers.LlamaForCausalLM(config).eval()
 
@@ -98,7 +111,8 @@ def make_llama() -> Callable[..., Any]:
 
 @pytest.fixture(scope="session")
 def smollm2_path() -> Path:
-    """The folder of SmolLM2-135M-Instruct; skip where it can't be had, fail with TORCHPAGED_REQUIRE_MODEL=1."""
+    """The folder of SmolLM2-135M-Instruct; skip where it can't be had, fail
+    with TORCHPAGED_REQUIRE_MODEL=1."""
     required = os.environ.get("TORCHPAGED_REQUIRE_MODEL") == "1"
     try:
         from torchpaged.cli.demo import ensure_smollm2
@@ -107,18 +121,26 @@ def smollm2_path() -> Path:
     except Exception as error:
         if required:
             raise
-        pytest.skip(f"SmolLM2 is not in the cache ({error}); run `torchpaged generate hello` once, or set TORCHPAGED_REQUIRE_MODEL=1")
+        pytest.skip(
+            f"SmolLM2 is not in the cache ({error}); run `torchpaged generate hello` once, or set "
+            "TORCHPAGED_REQUIRE_MODEL=1"
+        )
 
 
 @pytest.fixture(scope="session")
 def interpreter() -> None:
-    """Skip where Triton's interpreter can't run at all: Triton 3.6 asks int() of arrays of one element, which NumPy 2.4 refuses."""
+    """Skip where Triton's interpreter can't run at all: Triton 3.6 asks int() of arrays of one element, which
+    NumPy 2.4 refuses."""
     triton = pytest.importorskip("triton", reason="triton is not installed")
     import numpy
 
     probe = Path(__file__).parent / "triton/probe_interpreter.py"
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, str(probe)], env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, str(probe)], env=environment, capture_output=True, text=True, timeout=120
+    )
     if done.returncode:
         assert "only 0-dimensional arrays can be converted" in done.stderr, done.stderr
-        pytest.skip(f"the interpreter of triton {triton.__version__} does not run with numpy {numpy.__version__}")
+        pytest.skip(
+            f"the interpreter of triton {triton.__version__} does not run with numpy {numpy.__version__}"
+        )

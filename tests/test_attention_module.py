@@ -1,4 +1,5 @@
-"""PagedAttention and the checked functions: against dense SDPA, compiled once, no copy of a pool, typed refusals."""
+"""PagedAttention and the checked functions: against dense SDPA, compiled once, no copy of a pool,
+typed refusals."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ class Layer(nn.Module):
     def forward(self, x: Tensor, pools: Any, metadata: AttentionMetadata) -> Tensor:
         q, k, v = self.qkv(x).split([HEADS * DIM, KV_HEADS * DIM, KV_HEADS * DIM], -1)
         n = x.shape[0]
-        y = self.attention(q.view(n, HEADS, DIM), k.view(n, KV_HEADS, DIM), v.view(n, KV_HEADS, DIM), pools, metadata)
+        y = self.attention(
+            q.view(n, HEADS, DIM), k.view(n, KV_HEADS, DIM), v.view(n, KV_HEADS, DIM), pools, metadata
+        )
         return x + self.out(y.reshape(n, -1))
 
 
@@ -64,20 +67,31 @@ def cache() -> PagedKVCache:
 
 def kept_semaphore(max_num_reqs: int = 8, num_kv_heads: int = KV_HEADS) -> Session:
     """A session that keeps a semaphore, as those on a GPU do."""
-    backend = Backend("kept", get_backend("reference").capabilities, BACKEND_OPS["default"], lambda: None, SemaphoreSession)
-    spec = attention_spec(device=torch.device("cpu"), dtype=torch.float32, num_heads=HEADS, num_kv_heads=num_kv_heads, head_dim=DIM)
+    backend = Backend(
+        "kept", get_backend("reference").capabilities, BACKEND_OPS["default"], lambda: None, SemaphoreSession
+    )
+    spec = attention_spec(
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        num_heads=HEADS,
+        num_kv_heads=num_kv_heads,
+        head_dim=DIM,
+    )
     return backend.open([spec], Limits(max_num_reqs=max_num_reqs), "cpu")
 
 
 def metadata(query_lens: list[int], seq_lens: list[int]) -> AttentionMetadata:
     tables = [list(range(1 + 8 * i, 9 + 8 * i)) for i in range(len(seq_lens))]
-    return AttentionMetadata.from_lists(query_lens, seq_lens, tables, block_size=BLOCK, num_blocks=BLOCKS, max_blocks_per_req=8)
+    return AttentionMetadata.from_lists(
+        query_lens, seq_lens, tables, block_size=BLOCK, num_blocks=BLOCKS, max_blocks_per_req=8
+    )
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 @torch.inference_mode()
 def test_chunks_and_decodes_equal_dense(backend: str, request: pytest.FixtureRequest) -> None:
-    """Two sequences, fed in uneven pieces in one mixed batch after another, equal dense attention over the whole."""
+    """Two sequences, fed in uneven pieces in one mixed batch after another, equal dense attention over
+    the whole."""
     if backend == "cpu":
         request.getfixturevalue("native")
     with torchpaged.use_backend(backend):
@@ -96,7 +110,8 @@ def test_chunks_and_decodes_equal_dense(backend: str, request: pytest.FixtureReq
 
 
 def test_one_compile_for_all_batches_and_lengths_and_no_copy_of_a_pool() -> None:
-    """Inductor's code calls the ops on the pools as they came in, allocates nothing of their size, and misses no reinplacing."""
+    """Inductor's code calls the ops on the pools as they came in, allocates nothing of their size, and misses
+    no reinplacing."""
     from torch._dynamo.utils import ReinplaceCounters
 
     torch._dynamo.reset()
@@ -129,26 +144,39 @@ def test_one_compile_for_all_batches_and_lengths_and_no_copy_of_a_pool() -> None
     assert [c for c in calls if c in ("write_kv", "paged_attention")] == ["write_kv", "paged_attention"] * 3
     pool_sized = rf"empty_strided\w*\(\({BLOCKS}, |(?:clone|copy_)\b.*\({BLOCKS}, "
     assert not [x for x in code.splitlines() if re.search(pool_sized, x) and "assert_size_stride" not in x]
-    semaphores = re.findall(r"semaphore=(\w+)", code)  # the graph's own input in every layer, neither cloned nor copied back
-    assert len(semaphores) == 3 and len(set(semaphores)) == 1 and re.fullmatch(r"arg\d+_1", semaphores[0]), semaphores
+    semaphores = re.findall(
+        r"semaphore=(\w+)", code
+    )  # the graph's own input in every layer, neither cloned nor copied back
+    assert len(semaphores) == 3 and len(set(semaphores)) == 1 and re.fullmatch(r"arg\d+_1", semaphores[0]), (
+        semaphores
+    )
     assert not re.search(r"\bcopy_|\bclone", code)
     assert ReinplaceCounters.get_total_missed() == 0
 
 
 def test_layers_of_one_session_share_one_semaphore(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A number per request and kv head, never an inference tensor; a layer of more kv heads gets a longer one, and the first stays."""
+    """A number per request and kv head, never an inference tensor; a layer of more kv heads gets a longer
+    one, and the first stays."""
     seen: list[Tensor | None] = []
     with torch.inference_mode():
         session = kept_semaphore()
     model = Model(session)
     for layer in model.layers:
         ops = layer.attention._ops
-        attend = lambda *args, ops=ops, **options: (seen.append(options["semaphore"]), ops.paged_attention(*args, **options))  # noqa: E731
+        attend = lambda *args, ops=ops, **options: (  # noqa: E731
+            seen.append(options["semaphore"]),
+            ops.paged_attention(*args, **options),
+        )
         monkeypatch.setattr(layer.attention, "_ops", ops._replace(paged_attention=attend))
     with torch.no_grad():
         model(torch.randn(3, HEADS * DIM), list(cache()), metadata([1, 2], [9, 5]))
     (semaphore,) = session.tensors().values()
-    assert semaphore.shape == (8 * KV_HEADS,) and semaphore.dtype == torch.int32 and not semaphore.any() and not semaphore.is_inference()
+    assert (
+        semaphore.shape == (8 * KV_HEADS,)
+        and semaphore.dtype == torch.int32
+        and not semaphore.any()
+        and not semaphore.is_inference()
+    )
     assert [x is semaphore for x in seen] == [True] * 3
     PagedAttention(HEADS, DIM, HEADS, session=session)
     assert [x.shape[0] for x in session.tensors().values()] == [8 * KV_HEADS, 8 * HEADS]
@@ -162,16 +190,21 @@ def test_layers_of_one_session_share_one_semaphore(monkeypatch: pytest.MonkeyPat
 
 
 def test_more_requests_than_the_session_has_room_for() -> None:
-    """Limits that were said are kept to, eagerly before anything is written; unsaid ones cost speed alone: the kernel makes its own semaphore."""
+    """Limits that were said are kept to, eagerly before anything is written; unsaid ones cost speed alone:
+    the kernel makes its own semaphore."""
     pools, batch = cache()[0], metadata([1] * 3, [3, 4, 5])
     q, k = torch.randn(3, HEADS, DIM), torch.randn(3, KV_HEADS, DIM)
     layer = PagedAttention(HEADS, DIM, KV_HEADS, session=kept_semaphore(2))
-    with pytest.raises(ArgumentError, match="metadata: expected at most 2 requests, as the session's limits say, got 3"):
+    with pytest.raises(
+        ArgumentError, match="metadata: expected at most 2 requests, as the session's limits say, got 3"
+    ):
         layer(q, k, k, pools, batch)
     with pytest.raises(ArgumentError, match="metadata: expected at most 2 requests"):
         PagedAttention(HEADS, DIM, KV_HEADS, limits=Limits(max_num_reqs=2))(q, k, k, pools, batch)
     assert not pools.k_cache.any()
-    backend = Backend("kept", get_backend("reference").capabilities, BACKEND_OPS["default"], lambda: None, SemaphoreSession)
+    backend = Backend(
+        "kept", get_backend("reference").capabilities, BACKEND_OPS["default"], lambda: None, SemaphoreSession
+    )
     unsaid = backend.open([layer.spec], Limits(), "cpu")
     workspace = unsaid.workspace(layer.spec)
     assert unsaid.workspace_for(workspace, 1024) is workspace and unsaid.workspace_for(workspace, 1025) == {}
@@ -181,7 +214,9 @@ def test_a_session_is_given_or_opened_not_both() -> None:
     session = kept_semaphore()
     assert PagedAttention(HEADS, DIM, KV_HEADS, session=session).choice.reason == "session= was given"
     for options in ({"limits": Limits(max_num_reqs=3)}, {"backend": "reference"}):
-        with pytest.raises(ArgumentError, match="session: expected a session, or a backend and limits, got both"):
+        with pytest.raises(
+            ArgumentError, match="session: expected a session, or a backend and limits, got both"
+        ):
             PagedAttention(HEADS, DIM, KV_HEADS, session=session, **options)
     with pytest.raises(torchpaged.BackendUnavailableError, match="head_dim 300 is over 256"):
         narrow = Backend("narrow", get_backend("triton").capabilities, BACKEND_OPS["default"], lambda: None)
@@ -196,9 +231,14 @@ def test_bad_semaphores(bad: str) -> None:
     semaphore = {"short": zeros[:3], "dtype": zeros.long(), "not_zero": zeros + 1}[bad]
     with pytest.raises(ArgumentError, match="semaphore"):
         torchpaged.paged_attention(
-            torch.randn(2, 4, DIM), *pools[:2], batch.block_table, batch.seq_lens, batch.query_start_loc, max_query_len=1,
+            torch.randn(2, 4, DIM),
+            *pools[:2],
+            batch.block_table,
+            batch.seq_lens,
+            batch.query_start_loc,
+            max_query_len=1,
             workspace={"semaphore": semaphore},
-        )  # fmt: skip
+        )
 
 
 def test_opcheck_reference() -> None:
@@ -209,7 +249,9 @@ def test_opcheck_reference() -> None:
 def test_functions_trace_to_one_call_each() -> None:
     def step(q: Tensor, k: Tensor, pools: Any, m: AttentionMetadata) -> Tensor:
         torchpaged.write_kv(k, k, *pools[:2], m.slot_mapping)
-        return torchpaged.paged_attention(q, *pools[:2], m.block_table, m.seq_lens, m.query_start_loc, max_query_len=1)
+        return torchpaged.paged_attention(
+            q, *pools[:2], m.block_table, m.seq_lens, m.query_start_loc, max_query_len=1
+        )
 
     counter = CompileCounterWithBackend("aot_eager")
     with torch.no_grad():
@@ -226,7 +268,9 @@ def test_merge_equals_attention_over_both_halves() -> None:
     torchpaged.write_kv(k, v, *pools[:2], torch.arange(32) + BLOCK)
     starts, call = torch.tensor([0, 1], dtype=torch.int32), torchpaged.paged_attention
     options: dict[str, Any] = {"max_query_len": 1, "return_lse": True}
-    tables = [torch.tensor([list(blocks)], dtype=torch.int32) for blocks in (range(1, 4), range(4, 9), range(1, 9))]
+    tables = [
+        torch.tensor([list(blocks)], dtype=torch.int32) for blocks in (range(1, 4), range(4, 9), range(1, 9))
+    ]
     lens = [torch.tensor([n], dtype=torch.int32) for n in (12, 20, 32)]
     parts = [call(q, *pools[:2], table, n, starts, **options) for table, n in zip(tables, lens, strict=True)]
     out, lse = torchpaged.merge_attn_states(*parts[0], *parts[1])
@@ -246,7 +290,9 @@ def test_a_bad_call_writes_nothing() -> None:
     layer, pools = PagedAttention(4, DIM, 2), cache()[0]
     k, batch = torch.randn(2, 2, DIM), metadata([1, 1], [3, 4])
     bad_table = AttentionMetadata(
-        batch.block_table + 90, *(getattr(batch, n) for n in ("seq_lens", "query_start_loc", "slot_mapping", "positions")), 1
+        batch.block_table + 90,
+        *(getattr(batch, n) for n in ("seq_lens", "query_start_loc", "slot_mapping", "positions")),
+        1,
     )
     cases: list[tuple[str, tuple[Any, ...]]] = [
         ("block_table", (torch.randn(2, 4, DIM), k, k, pools, bad_table)),
@@ -263,7 +309,11 @@ def test_a_bad_call_writes_nothing() -> None:
 
 @pytest.mark.parametrize(
     ("argument", "options"),
-    [("num_kv_heads", {"num_kv_heads": 3}), ("sinks", {"sinks": [1.0]}), ("alibi_slopes", {"alibi_slopes": torch.ones(5)})],
+    [
+        ("num_kv_heads", {"num_kv_heads": 3}),
+        ("sinks", {"sinks": [1.0]}),
+        ("alibi_slopes", {"alibi_slopes": torch.ones(5)}),
+    ],
 )
 def test_bad_modules(argument: str, options: dict[str, Any]) -> None:
     with pytest.raises(ArgumentError, match=argument):
@@ -272,7 +322,11 @@ def test_bad_modules(argument: str, options: dict[str, Any]) -> None:
 
 def test_the_choice_follows_the_module() -> None:
     layer = PagedAttention(4, DIM, 2, sinks=[0.0] * 4, alibi_slopes=[0.5] * 4).to(torch.float64)
-    assert layer.choice.name == "reference" and "dtype" in str(layer.choice.rejected) and layer.alibi_slopes.dtype == torch.float32
+    assert (
+        layer.choice.name == "reference"
+        and "dtype" in str(layer.choice.rejected)
+        and layer.alibi_slopes.dtype == torch.float32
+    )
 
 
 def test_a_move_that_the_named_backend_cannot_follow(native: None) -> None:
@@ -281,7 +335,9 @@ def test_a_move_that_the_named_backend_cannot_follow(native: None) -> None:
 
 
 @pytest.mark.parametrize(("query_lens", "promised"), [([1, 1], True), ([1, 4], False)])
-def test_only_single_tokens_let_attention_read_early(monkeypatch: pytest.MonkeyPatch, query_lens: list[int], promised: bool) -> None:
+def test_only_single_tokens_let_attention_read_early(
+    monkeypatch: pytest.MonkeyPatch, query_lens: list[int], promised: bool
+) -> None:
     """Longer queries of one request may be the context of another in the same step."""
     layer, said = PagedAttention(4, DIM, 2, block_size=BLOCK, backend="reference"), []
     write_kv = layer._ops.write_kv
@@ -299,14 +355,17 @@ def test_only_single_tokens_let_attention_read_early(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_cache_of_another_block_size_than_the_batch(compiled: bool) -> None:
-    """Slots for blocks of 4 in a cache of 8: refused from shapes alone, in a trace as well, before anything is written."""
+    """Slots for blocks of 4 in a cache of 8: refused from shapes alone, in a trace as well, before anything
+    is written."""
     torch._dynamo.reset()
     layer = PagedAttention(4, DIM, 2)
     call: Any = torch.compile(layer, fullgraph=True, backend="eager") if compiled else layer
     pools = PagedKVCache.uniform(1, KV_HEADS, DIM, block_size=8, num_blocks=BLOCKS, dtype=torch.float32)[0]
     k, batch = torch.randn(2, 2, DIM), metadata([1, 1], [3, 4])
     with torch.no_grad():
-        with pytest.raises(Exception, match="kv_cache: expected blocks of 4 tokens, as this batch.*blocks of 8"):
+        with pytest.raises(
+            Exception, match="kv_cache: expected blocks of 4 tokens, as this batch.*blocks of 8"
+        ):
             call(torch.randn(2, 4, DIM), k, k, pools, batch)
         assert not pools.k_cache.any() and not pools.v_cache.any()
         call(torch.randn(2, 4, DIM), k, k, cache()[0], batch)
@@ -325,7 +384,9 @@ def test_a_module_that_was_built_for_another_block_size(compiled: bool) -> None:
     said = "kv_cache: expected blocks of 16 tokens, as this module was built for, got blocks of 4"
     with torch.no_grad(), pytest.raises(Exception if compiled else ArgumentError, match=said):
         call(q, k, k, cache()[0], batch)
-    outputs = [PagedAttention(4, DIM, 2, block_size=size)(q, k, k, cache()[0], batch) for size in (None, BLOCK)]
+    outputs = [
+        PagedAttention(4, DIM, 2, block_size=size)(q, k, k, cache()[0], batch) for size in (None, BLOCK)
+    ]
     assert torch.equal(*outputs)
 
 

@@ -1,4 +1,5 @@
-"""The table of a batch's fields, and the slot arithmetic: every place that builds a batch agrees with both."""
+"""The table of a batch's fields, and the slot arithmetic: every place that builds a batch agrees
+with both."""
 
 from __future__ import annotations
 
@@ -12,14 +13,29 @@ from torchpaged import ArgumentError, AttentionMetadata, PagedAttention
 from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.engine.device import DecodeRows
 from torchpaged.graphs import DecodeBuffers, PackedBuffers
-from torchpaged.metadata import FIELDS, METADATA_FIELDS, BatchSizes, make_batch_tensors, pad_batch_tensors, slot_of, slots_at, slots_between
+from torchpaged.metadata import (
+    FIELDS,
+    METADATA_FIELDS,
+    BatchSizes,
+    make_batch_tensors,
+    pad_batch_tensors,
+    slot_of,
+    slots_at,
+    slots_between,
+)
 
 BLOCK = 4
 BUILDERS: dict[str, tuple[Callable[[], AttentionMetadata], BatchSizes]] = {
-    "lists": (lambda: AttentionMetadata.from_lists([2, 1], [5, 1], [[3, 7], [2]], block_size=BLOCK), BatchSizes(2, 3, 2)),
+    "lists": (
+        lambda: AttentionMetadata.from_lists([2, 1], [5, 1], [[3, 7], [2]], block_size=BLOCK),
+        BatchSizes(2, 3, 2),
+    ),
     "decode": (lambda: DecodeBuffers(4, 3, BLOCK, "cpu").view(2)[1], BatchSizes(2, 2, 3)),
     "packed": (lambda: PackedBuffers([8, 16], 2, 3, BLOCK, "cpu").view(8)[1], BatchSizes(2, 8, 3)),
-    "rows": (lambda: DecodeRows(4, 3, BLOCK, 50, "cpu", BACKEND_OPS["reference"]).view(2)[1], BatchSizes(2, 2, 3)),
+    "rows": (
+        lambda: DecodeRows(4, 3, BLOCK, 50, "cpu", BACKEND_OPS["reference"]).view(2)[1],
+        BatchSizes(2, 2, 3),
+    ),
 }
 
 
@@ -46,11 +62,18 @@ def test_padding_is_what_the_table_says() -> None:
     pad_batch_tensors(tensors, part)
     for name, tensor in tensors.items():
         view = FIELDS[name].view(tensor, part)
-        assert torch.equal(view, FIELDS[name].view(fresh[name], part)) and int((tensor == 9).sum()) == tensor.numel() - view.numel(), name
-    assert FIELDS["query_start_loc"].pad([0, 2, 5], 5) == [0, 2, 5, 5, 5] and FIELDS["slot_mapping"].pad([7], 3) == [7, -1, -1]
+        assert (
+            torch.equal(view, FIELDS[name].view(fresh[name], part))
+            and int((tensor == 9).sum()) == tensor.numel() - view.numel()
+        ), name
+    assert FIELDS["query_start_loc"].pad([0, 2, 5], 5) == [0, 2, 5, 5, 5] and FIELDS["slot_mapping"].pad(
+        [7], 3
+    ) == [7, -1, -1]
 
 
-@pytest.mark.parametrize("start, end", [(0, 0), (0, 1), (3, 4), (3, 9), (4, 8), (5, 6), (-3, 2), (-2, 0), (0, 12)])
+@pytest.mark.parametrize(
+    "start, end", [(0, 0), (0, 1), (3, 4), (3, 9), (4, 8), (5, 6), (-3, 2), (-2, 0), (0, 12)]
+)
 def test_slots_are_the_same_on_the_host_and_on_the_device(start: int, end: int) -> None:
     blocks = [6, 2, 9]
     want = [blocks[p // BLOCK] * BLOCK + p % BLOCK if p >= 0 else -1 for p in range(start, end)]

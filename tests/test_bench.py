@@ -1,4 +1,5 @@
-"""The attention benchmark: its registry, its oracle, its gate, what it reports about peers, and the whole command on a CPU."""
+"""The attention benchmark: its registry, its oracle, its gate, what it reports about peers, and the whole
+command on a CPU."""
 
 from __future__ import annotations
 
@@ -33,10 +34,29 @@ ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")
 CEILINGS = {"bytes_per_s": 1e10, "flop_per_s": 1e11}
 RAGGED = _case("smoke", (4, 2, 64), "ragged", [40, 17, 90], [1, 5, 60], dtype=torch.float32)
-DECODE_IDEALS = [1.0, 7.7, 7.7, 61.7, 246.8, 246.8, 493.7, 123.4, 184.6, 147.8, 61.7, 246.8, 11.6, 46.3, 30.9, 123.4, 30.9, 123.4]
+DECODE_IDEALS = [
+    1.0,
+    7.7,
+    7.7,
+    61.7,
+    246.8,
+    246.8,
+    493.7,
+    123.4,
+    184.6,
+    147.8,
+    61.7,
+    246.8,
+    11.6,
+    46.3,
+    30.9,
+    123.4,
+    30.9,
+    123.4,
+]
 
 
-# ---------------------------------------------------------------------------------------------------------- registry
+# --------------------------------------------------------------------------------------------------- registry
 def test_decode_has_the_published_cases() -> None:
     """Ideal microseconds at 4.35 TB/s as the published table of peers has them, case by case."""
     ideals = [case.ideal_us(4.35e12, 7e14) for case in SUITES["decode"]]
@@ -46,7 +66,11 @@ def test_decode_has_the_published_cases() -> None:
 
 def test_names_are_unique_and_suites_named() -> None:
     names = [case.name for suite, cases in SUITES.items() for case in cases if case.suite == suite]
-    assert len(names) == sum(map(len, SUITES.values())) == len({(c.name, c.suite) for cases in SUITES.values() for c in cases})
+    assert (
+        len(names)
+        == sum(map(len, SUITES.values()))
+        == len({(c.name, c.suite) for cases in SUITES.values() for c in cases})
+    )
     assert {case.block_size for case in SUITES["block-size"]} == {1, 16, 64, 256, 16384}
     assert {case.kv_dtype for case in SUITES["decode-fp8"]} == {torch.float8_e4m3fn}
 
@@ -55,11 +79,17 @@ def test_blocks_lie_as_the_case_says() -> None:
     for shuffled in (True, False):
         table = inputs.make_inputs(replace(RAGGED, shuffled=shuffled), CPU).block_table
         blocks = [int(block) for row in table for block in row if block]
-        assert sorted(blocks) == list(range(1, RAGGED.num_blocks + 1)) and (blocks == sorted(blocks)) == (not shuffled)
+        assert sorted(blocks) == list(range(1, RAGGED.num_blocks + 1)) and (blocks == sorted(blocks)) == (
+            not shuffled
+        )
 
 
 def test_flops_count_the_visible_pairs() -> None:
-    pairs = sum(seq - query + i + 1 for seq, query in zip(RAGGED.seq_lens, RAGGED.query_lens, strict=True) for i in range(query))
+    pairs = sum(
+        seq - query + i + 1
+        for seq, query in zip(RAGGED.seq_lens, RAGGED.query_lens, strict=True)
+        for i in range(query)
+    )
     assert RAGGED.flops() == 4 * 4 * 64 * pairs
     chunk = SUITES["prefill"][-1]
     assert chunk.ideal_us(4.35e12, 7e14)[1] == "compute" and chunk.seq_lens == (33280,)
@@ -80,14 +110,18 @@ def test_selection() -> None:
         select_cases(["decode"], "no such case")
 
 
-@pytest.mark.parametrize("case", [case for cases in SUITES.values() for case in cases], ids=lambda case: f"{case.suite}-{case.name}")
+@pytest.mark.parametrize(
+    "case",
+    [case for cases in SUITES.values() for case in cases],
+    ids=lambda case: f"{case.suite}-{case.name}",
+)
 def test_caches_rotate_beyond_l2(case: AttentionCase) -> None:
     layers = inputs.num_layers(case)
     assert 2 <= layers <= 24 and (layers == 24 or layers * case.useful_bytes() > 3.5 * 60e6)
     assert timing.calls_per_round(layers, case.ideal_us(4.35e12, 7e14)[0]) % layers == 0
 
 
-# ------------------------------------------------------------------------------------------------- inputs and oracle
+# ------------------------------------------------------------------------------------------ inputs and oracle
 def test_blocks_are_shuffled_and_owned_once() -> None:
     case = _case("smoke", (4, 2, 64), "many", [100, 33, 7, 200], dtype=torch.float32)
     made = inputs.make_inputs(case, CPU)
@@ -104,7 +138,16 @@ def test_the_oracle_is_the_reference(monkeypatch: pytest.MonkeyPatch, elements: 
     q, k, v = (t.double() for t in (made.q, made.k_caches[1], made.v_caches[1]))
     out = torch.empty_like(q)
     BACKEND_OPS["reference"].paged_attention(
-        q, k, v, made.block_table, made.seq_lens, made.query_start_loc, out, None, max_query_len=60, scale=made.scale
+        q,
+        k,
+        v,
+        made.block_table,
+        made.seq_lens,
+        made.query_start_loc,
+        out,
+        None,
+        max_query_len=60,
+        scale=made.scale,
     )
     exact = inputs.exact_outputs(RAGGED, made, 1)
     assert set(exact) == {0, 2} and len(exact[2][0]) == 60
@@ -115,10 +158,16 @@ def test_the_oracle_is_the_reference(monkeypatch: pytest.MonkeyPatch, elements: 
 def test_of_long_queries_the_ends_are_checked() -> None:
     case = _case("smoke", (2, 1, 16), "long", [700], 600, dtype=torch.float32)
     rows, reference = inputs.exact_outputs(case, inputs.make_inputs(case, CPU), 0)[0]
-    assert len(rows) == 256 and rows[0] == 0 and rows[-1] == 599 and len(rows.unique()) == 256 and reference.shape == (256, 2, 16)
+    assert (
+        len(rows) == 256
+        and rows[0] == 0
+        and rows[-1] == 599
+        and len(rows.unique()) == 256
+        and reference.shape == (256, 2, 16)
+    )
 
 
-# --------------------------------------------------------------------------------------------------------------- gate
+# ------------------------------------------------------------------------------------------------------- gate
 def planted(name: str, spoil: Any) -> Contender:
     """The reference with a fault: ``spoil(out, layer, inputs, case)`` after each call."""
 
@@ -168,16 +217,24 @@ def _nothing(out: Tensor, layer: int, made: Inputs, case: AttentionCase) -> None
 )
 def test_the_gate(spoil: Any, status: str, words: str) -> None:
     with torch.inference_mode():
-        row = measure_case(RAGGED, [planted("right", _nothing), planted("it", spoil)], CPU, CEILINGS, repeats=1)
+        row = measure_case(
+            RAGGED, [planted("right", _nothing), planted("it", spoil)], CPU, CEILINGS, repeats=1
+        )
     entry = row["contenders"]["it"]
-    assert entry["status"] == status and words in entry.get("reason", "") and ("us" in entry) == (status == "timed")
+    assert (
+        entry["status"] == status
+        and words in entry.get("reason", "")
+        and ("us" in entry) == (status == "timed")
+    )
     assert row["contenders"]["right"]["status"] == "timed" and row["contenders"]["right"]["us"] > 0
     if status != "timed":
         assert row["best_peer"] == "right"
 
 
 def test_a_dropped_fp8_scale_is_found() -> None:
-    case = replace(_case("smoke", (4, 2, 64), "fp8", [300, 90], kv_dtype=torch.float8_e4m3fn), dtype=torch.float32)
+    case = replace(
+        _case("smoke", (4, 2, 64), "fp8", [300, 90], kv_dtype=torch.float8_e4m3fn), dtype=torch.float32
+    )
 
     def forgetful(case: AttentionCase, made: Inputs) -> Prepared:
         return own_backend("reference").prepare(case, replace(made, k_scale=torch.ones(1)))
@@ -195,7 +252,7 @@ def test_too_little_memory_skips_the_case(monkeypatch: pytest.MonkeyPatch) -> No
     assert summarise([row])["skipped"] == {row["case"]: row["skipped"]}
 
 
-# -------------------------------------------------------------------------------------------------- timing, summary
+# -------------------------------------------------------------------------------------------- timing, summary
 def test_contenders_take_turns() -> None:
     order: list[str] = []
 
@@ -209,34 +266,52 @@ def test_contenders_take_turns() -> None:
 
     result = timing.interleave({"a": Fake("a", 2.0), "b": Fake("b", 3.0)}, repeats=10)
     assert order == ["a", "b"] * 3 and result["a"].samples == 12
-    assert (result["a"].median_us, result["a"].p20_us, result["b"].median_us) == (2.0, 2.0, 3.0) and result["b"].p80_us > 3.0
+    assert (result["a"].median_us, result["a"].p20_us, result["b"].median_us) == (2.0, 2.0, 3.0) and result[
+        "b"
+    ].p80_us > 3.0
 
 
 def _row(case: str, own: float, peer: float | None) -> dict[str, Any]:
     entries: dict[str, Any] = {"triton": {"own": True, "status": "timed", "us": own}}
-    entries["fa3"] = {"own": False, **({"status": "timed", "us": peer} if peer else {"status": "absent", "reason": "not installed"})}
+    entries["fa3"] = {
+        "own": False,
+        **({"status": "timed", "us": peer} if peer else {"status": "absent", "reason": "not installed"}),
+    }
     return {"case": case, "suite": "decode", "contenders": entries, "ratio": peer and peer / own}
 
 
 def test_summary() -> None:
     rows = [_row("a", 10.0, 20.0), _row("b", 10.0, 5.0), _row("c", 10.0, None)]
     summary = summarise(rows)
-    assert summary["geomean"] == pytest.approx(1.0) and (summary["worst"], summary["worst_case"], summary["compared"]) == (0.5, "b", 2)
+    assert summary["geomean"] == pytest.approx(1.0) and (
+        summary["worst"],
+        summary["worst_case"],
+        summary["compared"],
+    ) == (0.5, "b", 2)
     assert exit_code({"rows": rows}) == 0
     rows[0]["contenders"]["fa3"] |= {"status": "wrong", "reason": "relative error"}
-    assert exit_code({"rows": rows}) == 0 and summarise(rows)["wrong_or_failed"] == ["a: fa3 wrong: relative error"]
+    assert exit_code({"rows": rows}) == 0 and summarise(rows)["wrong_or_failed"] == [
+        "a: fa3 wrong: relative error"
+    ]
     rows[0]["contenders"]["triton"] |= {"status": "failed", "reason": "no registers"}
     assert exit_code({"rows": rows}) == 1 and exit_code({"rows": []}) == 1
 
 
 def test_mixed_against_its_parts() -> None:
     cases = SUITES["mixed"]
-    rows = [_row(case.name, us, None) for case, us in zip(cases, (9.0, 4.0, 6.0, 5.0, 2.0, 2.0, 1.0), strict=False)]
+    rows = [
+        _row(case.name, us, None)
+        for case, us in zip(cases, (9.0, 4.0, 6.0, 5.0, 2.0, 2.0, 1.0), strict=False)
+    ]
     assert summarise(rows)["mixed_over_parts"] == {
-        cases[0].name: {"triton": pytest.approx(0.9)}, cases[3].name: {"triton": pytest.approx(1.25)}
-    }  # fmt: skip
+        cases[0].name: {"triton": pytest.approx(0.9)},
+        cases[3].name: {"triton": pytest.approx(1.25)},
+    }
     for whole, decodes, chunks in (cases[first : first + 3] for first in range(0, len(cases), 3)):
-        assert whole.seq_lens == decodes.seq_lens + chunks.seq_lens and whole.query_lens == decodes.query_lens + chunks.query_lens
+        assert (
+            whole.seq_lens == decodes.seq_lens + chunks.seq_lens
+            and whole.query_lens == decodes.query_lens + chunks.query_lens
+        )
         assert decodes.is_decode and min(chunks.query_lens) > 8
 
 
@@ -245,7 +320,9 @@ def test_mixed_in_two_calls() -> None:
     assert [num_decodes(case) for case in SUITES["mixed"][:3]] == [32, 0, 0] and num_decodes(RAGGED) == 1
     assert num_decodes(replace(RAGGED, query_lens=(5, 1, 60))) == 0, "the decodes must come first"
     with torch.inference_mode():
-        row = measure_case(RAGGED, [own_backend("reference"), in_parts("reference")], CPU, CEILINGS, repeats=1)
+        row = measure_case(
+            RAGGED, [own_backend("reference"), in_parts("reference")], CPU, CEILINGS, repeats=1
+        )
         other = measure_case(SUITES["smoke"][1], [in_parts("reference")], CPU, CEILINGS, repeats=1)
     entry = row["contenders"]["reference-in-parts"]
     assert entry["status"] == "timed" and entry["error"] < 1e-5 and row["best_own"] == "reference"
@@ -254,12 +331,24 @@ def test_mixed_in_two_calls() -> None:
     }
     assert other["contenders"]["reference-in-parts"]["status"] == "unsupported"
     document = attention.run(
-        attention.Options(("smoke",), "chunk 40", ["reference"], peers=False, device="cpu", repeats=1, bandwidth=1.0, flop_rate=1.0)
+        attention.Options(
+            ("smoke",),
+            "chunk 40",
+            ["reference"],
+            peers=False,
+            device="cpu",
+            repeats=1,
+            bandwidth=1.0,
+            flop_rate=1.0,
+        )
     )
-    assert list(document["rows"][0]["contenders"]) == ["reference", "reference-in-parts"] and document["summary"]["mixed_over_sequence"]
+    assert (
+        list(document["rows"][0]["contenders"]) == ["reference", "reference-in-parts"]
+        and document["summary"]["mixed_over_sequence"]
+    )
 
 
-# ------------------------------------------------------------------------------------------------------- contenders
+# ------------------------------------------------------------------------------------------------- contenders
 def test_absent_peers_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "flashinfer", None)
     monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
@@ -268,7 +357,10 @@ def test_absent_peers_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     entries = row["contenders"]
     assert list(entries) == ["reference", "sdpa", "flex", "flashinfer", "flashinfer-fa3", "fa3"]
     assert all(entries[name]["status"] == "absent" for name in ("flashinfer", "flashinfer-fa3", "fa3"))
-    assert "pip install tokenspeed-fa3" in entries["fa3"]["reason"] and "lengths differ" in entries["sdpa"]["reason"]
+    assert (
+        "pip install tokenspeed-fa3" in entries["fa3"]["reason"]
+        and "lengths differ" in entries["sdpa"]["reason"]
+    )
 
 
 def test_who_runs() -> None:
@@ -292,9 +384,19 @@ def test_why_peers_refuse(name: str) -> None:
 
 
 class _Wrapper:
-    """FlashInfer's wrappers in plain torch, reading what the real ones read: CSR tables, and scale from the plan."""
+    """FlashInfer's wrappers in plain torch, reading what the real ones read: CSR tables, and scale from
+    the plan."""
 
-    def __init__(self, workspace: Tensor, layout: str, *, use_cuda_graph: bool, backend: str, use_tensor_cores: bool = False, **_: Tensor):
+    def __init__(
+        self,
+        workspace: Tensor,
+        layout: str,
+        *,
+        use_cuda_graph: bool,
+        backend: str,
+        use_tensor_cores: bool = False,
+        **_: Tensor,
+    ):
         self.layout = layout
 
     def run(self, q: Tensor, pair: tuple[Tensor, Tensor], *, out: Tensor) -> None:
@@ -306,13 +408,31 @@ class _Wrapper:
             length = (len(blocks) - 1) * self.block_size + int(self.last[row])
             start, end = int(self.starts[row]), int(self.starts[row + 1])
             bias = torch.ones(end - start, length, dtype=torch.bool).tril(length - (end - start))
-            keys, values = (cache[blocks].flatten(0, 1)[:length].float().transpose(0, 1)[None] for cache in (k, v))
+            keys, values = (
+                cache[blocks].flatten(0, 1)[:length].float().transpose(0, 1)[None] for cache in (k, v)
+            )
             wide = q[start:end].transpose(0, 1)[None].float()
-            got = torch.nn.functional.scaled_dot_product_attention(wide, keys, values, bias, scale=self.scale, enable_gqa=True)
+            got = torch.nn.functional.scaled_dot_product_attention(
+                wide, keys, values, bias, scale=self.scale, enable_gqa=True
+            )
             out[start:end] = got[0].transpose(0, 1)
 
-    def _plan(self, starts: Tensor, indptr: Tensor, indices: Tensor, last: Tensor, heads: Any, options: dict[str, Any]) -> None:
-        self.starts, self.indptr, self.indices, self.last, self.block_size = starts, indptr, indices, last, heads[3]
+    def _plan(
+        self,
+        starts: Tensor,
+        indptr: Tensor,
+        indices: Tensor,
+        last: Tensor,
+        heads: Any,
+        options: dict[str, Any],
+    ) -> None:
+        self.starts, self.indptr, self.indices, self.last, self.block_size = (
+            starts,
+            indptr,
+            indices,
+            last,
+            heads[3],
+        )
         self.scale = options["sm_scale"]
 
 
@@ -322,7 +442,16 @@ class _Decode(_Wrapper):
 
 
 class _Prefill(_Wrapper):
-    def plan(self, starts: Tensor, indptr: Tensor, indices: Tensor, last: Tensor, *heads: int, causal: bool, **options: Any) -> None:
+    def plan(
+        self,
+        starts: Tensor,
+        indptr: Tensor,
+        indices: Tensor,
+        last: Tensor,
+        *heads: int,
+        causal: bool,
+        **options: Any,
+    ) -> None:
         assert causal
         self._plan(starts, indptr, indices, last, heads, options)
 
@@ -331,40 +460,78 @@ def _fa3(log: list[Any]) -> Any:
     """FlashAttention-3's two functions in plain torch, over the reference op."""
 
     def flash_attn_with_kvcache(
-        q: Tensor, k: Tensor, v: Tensor, *, cache_seqlens: Tensor, page_table: Tensor, softmax_scale: float, causal: bool,
-        scheduler_metadata: str, cu_seqlens_q: Tensor | None = None, max_seqlen_q: int | None = None,
-    ) -> Tensor:  # fmt: skip
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        cache_seqlens: Tensor,
+        page_table: Tensor,
+        softmax_scale: float,
+        causal: bool,
+        scheduler_metadata: str,
+        cu_seqlens_q: Tensor | None = None,
+        max_seqlen_q: int | None = None,
+    ) -> Tensor:
         assert causal and scheduler_metadata == "metadata" and (q.dim() == 4) == (cu_seqlens_q is None)
         log.append(q.dim())
         longest = max_seqlen_q or q.shape[1]
-        starts = torch.arange(q.shape[0] + 1, dtype=torch.int32) * longest if cu_seqlens_q is None else cu_seqlens_q
+        starts = (
+            torch.arange(q.shape[0] + 1, dtype=torch.int32) * longest
+            if cu_seqlens_q is None
+            else cu_seqlens_q
+        )
         flat = q.reshape(-1, *q.shape[-2:])
         out = torch.empty_like(flat)
         BACKEND_OPS["reference"].paged_attention(
-            flat, k, v, page_table, cache_seqlens, starts, out, None, max_query_len=longest, scale=softmax_scale
+            flat,
+            k,
+            v,
+            page_table,
+            cache_seqlens,
+            starts,
+            out,
+            None,
+            max_query_len=longest,
+            scale=softmax_scale,
         )
         return out.view_as(q)
 
-    return SimpleNamespace(flash_attn_with_kvcache=flash_attn_with_kvcache, get_scheduler_metadata=lambda *_, **__: "metadata")
+    return SimpleNamespace(
+        flash_attn_with_kvcache=flash_attn_with_kvcache, get_scheduler_metadata=lambda *_, **__: "metadata"
+    )
 
 
 @pytest.mark.parametrize("heads_first", [False, True])
 @pytest.mark.parametrize("queries", [1, 4, [1, 5, 60]], ids=["decode", "speculative", "ragged"])
 def test_peers_are_called_rightly(monkeypatch: pytest.MonkeyPatch, queries: Any, heads_first: bool) -> None:
-    """The adapters' own work (CSR, starts, layouts, scales) through stand-ins that read their arguments as the peers do."""
+    """The adapters' own work (CSR, starts, layouts, scales) through stand-ins that read their arguments as
+    the peers do."""
     log: list[Any] = []
-    fake = SimpleNamespace(BatchDecodeWithPagedKVCacheWrapper=_Decode, BatchPrefillWithPagedKVCacheWrapper=_Prefill)
+    fake = SimpleNamespace(
+        BatchDecodeWithPagedKVCacheWrapper=_Decode, BatchPrefillWithPagedKVCacheWrapper=_Prefill
+    )
     monkeypatch.setitem(sys.modules, "flashinfer", fake)
     monkeypatch.setitem(sys.modules, "flash_attn_interface", _fa3(log))
-    peers = [replace(c, why_not=lambda case, device: None) for c in contenders(CPU, ["reference"]) if c.name in ("flashinfer", "fa3")]
+    peers = [
+        replace(c, why_not=lambda case, device: None)
+        for c in contenders(CPU, ["reference"])
+        if c.name in ("flashinfer", "fa3")
+    ]
     case = _case("smoke", (4, 2, 64), "peers", [40, 16, 90], queries, dtype=torch.float32)
     row = measure_case(case, peers, CPU, CEILINGS, repeats=1, heads_first=heads_first)
     assert [entry["status"] for entry in row["contenders"].values()] == ["timed", "timed"], row["contenders"]
     entry = row["contenders"]["flashinfer"]
-    assert entry["plan_us"] > 0 and entry["us_with_plan"] > entry["us"] and set(log) == {3 if isinstance(queries, list) else 4}
+    assert (
+        entry["plan_us"] > 0
+        and entry["us_with_plan"] > entry["us"]
+        and set(log) == {3 if isinstance(queries, list) else 4}
+    )
     if not isinstance(queries, list):
         fp8 = replace(case, kv_dtype=torch.float8_e4m3fn)
-        assert measure_case(fp8, peers[:1], CPU, CEILINGS, repeats=1)["contenders"]["flashinfer"]["status"] == "timed"
+        assert (
+            measure_case(fp8, peers[:1], CPU, CEILINGS, repeats=1)["contenders"]["flashinfer"]["status"]
+            == "timed"
+        )
 
 
 @pytest.mark.parametrize("queries", [1, 96])
@@ -376,8 +543,19 @@ def test_sdpa_gathers_in_order(queries: int) -> None:
     assert row["best_own"] == "reference" and row["ratio"] > 0
 
 
-# ------------------------------------------------------------------------------------------------------ the commands
-ARGUMENTS = ["--suite", "smoke", "--device", "cpu", "--repeats", "4", "--bandwidth", "0.01", "--flop-rate", "0.1"]
+# ----------------------------------------------------------------------------------------------- the commands
+ARGUMENTS = [
+    "--suite",
+    "smoke",
+    "--device",
+    "cpu",
+    "--repeats",
+    "4",
+    "--bandwidth",
+    "0.01",
+    "--flop-rate",
+    "0.1",
+]
 
 
 def test_the_command(native: None, tmp_path: Path) -> None:
@@ -395,7 +573,11 @@ def test_the_command(native: None, tmp_path: Path) -> None:
     assert [row["case"] for row in document["rows"]] == [case.name for case in SUITES["smoke"]]
     for row in document["rows"]:
         entry = row["contenders"]["cpu"]
-        assert entry["status"] == "timed" and entry["p20_us"] <= entry["us"] <= entry["p80_us"] and entry["samples"] >= 4
+        assert (
+            entry["status"] == "timed"
+            and entry["p20_us"] <= entry["us"] <= entry["p80_us"]
+            and entry["samples"] >= 4
+        )
         assert {entry["status"] for entry in row["contenders"].values()} <= {"timed", "absent", "unsupported"}
         assert all("reason" in entry for entry in row["contenders"].values() if entry["status"] != "timed")
     assert document["ceilings"]["bytes_per_s"] == 1e10 and document["summary"]["compared"] >= 2
@@ -412,24 +594,35 @@ def test_both_command_lines_have_the_same_options(capsys: pytest.CaptureFixture[
     with pytest.raises(SystemExit):
         attention.main(["--help"])
     text = capsys.readouterr().out
-    assert [name for name in inspect.signature(command).parameters if f"--{name.replace('_', '-')}" not in text] == []
+    assert [
+        name for name in inspect.signature(command).parameters if f"--{name.replace('_', '-')}" not in text
+    ] == []
 
 
 def test_without_typer_and_rich() -> None:
     """The library's bench needs torch only; the table comes in plain text, the JSON alone on stdout."""
     code = (
-        "import sys; sys.modules['typer'] = sys.modules['rich'] = None; from torchpaged.bench.attention import main; "
-        f"raise SystemExit(main({[*ARGUMENTS, '--case', 'edges', '--backends', 'reference', '--no-peers']!r}))"
+        "import sys; sys.modules['typer'] = sys.modules['rich'] = None; from torchpaged.bench.attention "
+        "import main; "
+        "raise "
+        f"SystemExit(main({[*ARGUMENTS, '--case', 'edges', '--backends', 'reference', '--no-peers']!r}))"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["rows"][0]["contenders"]["reference"]["status"] == "timed"
     assert "peer/own" in done.stderr and "no case with both" in done.stderr
 
 
 def test_json_only_and_refusals(capsys: pytest.CaptureFixture[str]) -> None:
-    assert attention.main([*ARGUMENTS, "--case", "edges", "--backends", "reference", "--no-peers", "--json-only"]) == 0
+    assert (
+        attention.main(
+            [*ARGUMENTS, "--case", "edges", "--backends", "reference", "--no-peers", "--json-only"]
+        )
+        == 0
+    )
     seen = capsys.readouterr()
     assert seen.err == "" and json.loads(seen.out)
     assert attention.main(["--dtype", "int8"]) == 2
@@ -440,16 +633,26 @@ def test_json_only_and_refusals(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_plot(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     options = attention.Options(
-        ["smoke"], "edges", ["reference"], peers=False, device="cpu", repeats=1, bandwidth=0.01, flop_rate=0.1, json_only=True,
+        ["smoke"],
+        "edges",
+        ["reference"],
+        peers=False,
+        device="cpu",
+        repeats=1,
+        bandwidth=0.01,
+        flop_rate=0.1,
+        json_only=True,
         plot=str(tmp_path / "plot.png"),
-    )  # fmt: skip
+    )
     attention.run(options)
     assert (tmp_path / "plot.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
 def test_no_plot_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ArgumentError, match=r"plot: expected matplotlib .* pip install 'torchpaged\[bench\]'"):
+    with pytest.raises(
+        ArgumentError, match=r"plot: expected matplotlib .* pip install 'torchpaged\[bench\]'"
+    ):
         attention.run(attention.Options(["smoke"], plot="x.png"))
 
 

@@ -1,4 +1,5 @@
-"""The decode-step benchmark on a CPU: rows and figures of the tiny shape, the gate's teeth, traces, peers, what can't run."""
+"""The decode-step benchmark on a CPU: rows and figures of the tiny shape, the gate's teeth, traces, peers,
+what can't run."""
 
 from __future__ import annotations
 
@@ -26,31 +27,47 @@ TINY = ["--shapes", "tiny", "--device", "cpu", "--context", "48", "--bandwidth",
 
 def test_rooflines_are_those_of_the_targets() -> None:
     """Milliseconds at 4.35 TB/s and a context of 2048, as they were computed by hand for the targets."""
-    for name, batch, ms in (("llama-1b", 1, 0.58), ("llama-1b", 64, 1.56), ("llama-8b", 1, 3.51), ("llama-8b", 64, 7.40)):
+    for name, batch, ms in (
+        ("llama-1b", 1, 0.58),
+        ("llama-1b", 64, 1.56),
+        ("llama-8b", 1, 3.51),
+        ("llama-8b", 64, 7.40),
+    ):
         assert SHAPES[name].bytes_read(batch, 2048, 2) / 4.35e12 * 1e3 == pytest.approx(ms, abs=0.01)
         assert TARGETS_MS[name, batch] > ms
 
 
 def test_weights_are_counted_as_the_model_has_them() -> None:
     model = build_model(SHAPES["tiny"], CPU, torch.bfloat16)
-    assert model.dtype == torch.bfloat16 and sum(p.numel() for p in model.parameters()) == SHAPES["tiny"].weights_read()
+    assert (
+        model.dtype == torch.bfloat16
+        and sum(p.numel() for p in model.parameters()) == SHAPES["tiny"].weights_read()
+    )
 
 
-# ------------------------------------------------------------------------------------------------------------ the run
+# ---------------------------------------------------------------------------------------------------- the run
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "step.json"
     assert step.main([*TINY, "--batches", "1,3", "--only", "logits,k1,k2", "--output", str(file)]) == 0
     seen = capsys.readouterr()
     document = json.loads(seen.out)
     assert json.loads(file.read_text()) == document and len(seen.out.splitlines()) == 1
-    assert [(row["contender"], row["batch"]) for row in document["rows"]] == [(n, b) for n in ("logits", "k1", "k2") for b in (1, 3)]
+    assert [(row["contender"], row["batch"]) for row in document["rows"]] == [
+        (n, b) for n in ("logits", "k1", "k2") for b in (1, 3)
+    ]
     for row in document["rows"]:
-        assert row["status"] == "timed" and row["p20_ms"] <= row["ms"] <= row["p80_ms"] and row["error"] <= row["error_limit"]
+        assert (
+            row["status"] == "timed"
+            and row["p20_ms"] <= row["ms"] <= row["p80_ms"]
+            and row["error"] <= row["error_limit"]
+        )
         assert row["tokens_per_s"] == pytest.approx(row["batch"] / row["ms"] * 1e3)
         assert row["of_roofline"] == pytest.approx(row["roofline_ms"] / row["ms"])
         assert row["host_replay_us"] > 0 and row["host_launch_us"] > 0 and row["ready_s"] > 0
         assert row["host_after_trace"] is False
-        assert "kernels_per_step" not in row and "idle_between_launches" not in row  # nothing is invented on a CPU
+        assert (
+            "kernels_per_step" not in row and "idle_between_launches" not in row
+        )  # nothing is invented on a CPU
     assert document["conditions"]["torch"] == torch.__version__
     assert "ms/step" in seen.err and "tiny b3 k2" in seen.err
 
@@ -62,22 +79,30 @@ def test_no_trace_means_no_profiler(monkeypatch: pytest.MonkeyPatch) -> None:
     assert step.main([*TINY, "--batches", "1", "--only", "k1"]) == 1
 
 
-def test_what_fails_becomes_a_row(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_fails_becomes_a_row(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def broken(*_: Any) -> Any:
         raise RuntimeError("no such\nthing")
 
     monkeypatch.setattr(shape, "ours", broken)
     assert step.main([*TINY, "--batches", "1,2", "--only", "k1"]) == 1
     rows = json.loads(capsys.readouterr().out)["rows"]
-    assert [row["status"] for row in rows] == ["failed"] * 2 and rows[0]["reason"].startswith("RuntimeError: no such thing (broken:")
+    assert [row["status"] for row in rows] == ["failed"] * 2 and rows[0]["reason"].startswith(
+        "RuntimeError: no such thing (broken:"
+    )
 
 
 def test_changed_models(capsys: pytest.CaptureFixture[str]) -> None:
-    """Contenders whose model is changed get one of their own; the plain one's figures must not depend on them."""
+    """Contenders whose model is changed get one of their own; the plain one's figures must not depend
+    on them."""
     assert step.main([*TINY, "--batches", "2", "--only", "k1+fuse,k1", "--json-only"]) == 0
     seen = capsys.readouterr()
     rows = json.loads(seen.out)["rows"]
-    assert [(row["contender"], row["status"]) for row in rows] == [("k1+fuse", "timed"), ("k1", "timed")] and seen.err == ""
+    assert [(row["contender"], row["status"]) for row in rows] == [
+        ("k1+fuse", "timed"),
+        ("k1", "timed"),
+    ] and seen.err == ""
     assert rows[0]["error"] != rows[1]["error"]
 
 
@@ -109,7 +134,10 @@ def test_peers_come_last(capsys: pytest.CaptureFixture[str]) -> None:
     assert static["compiled_by"] == "nobody" and static["samples"] == 11
     for row in (static, batching):
         assert (
-            not row["own"] and row["status"] == "timed" and row["attention"] == "sdpa" and 0 < row["p20_ms"] <= row["ms"] <= row["p80_ms"]
+            not row["own"]
+            and row["status"] == "timed"
+            and row["attention"] == "sdpa"
+            and 0 < row["p20_ms"] <= row["ms"] <= row["p80_ms"]
         )
 
 
@@ -121,10 +149,13 @@ def test_steps_of_a_peer_are_those_of_all_requests() -> None:
         peers.common_steps_ms([early[:-1], late])
 
 
-# ------------------------------------------------------------------------------------------------------------ the gate
-@pytest.mark.parametrize(("kind", "fault"), [*itertools.product(["logits", "k1"], ["none", "weights", "keys"]), ("k1", "tokens")])
+# --------------------------------------------------------------------------------------------------- the gate
+@pytest.mark.parametrize(
+    ("kind", "fault"), [*itertools.product(["logits", "k1"], ["none", "weights", "keys"]), ("k1", "tokens")]
+)
 def test_the_gate_has_teeth(kind: str, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model that is off by little is refused: a weight, the prompt's keys, or (of whole steps) the token the graph gives."""
+    """A model that is off by little is refused: a weight, the prompt's keys, or (of whole steps) the token
+    the graph gives."""
     model = build_model(SHAPES["tiny"], CPU, torch.bfloat16)
     reference = gate.make_reference(model, 3)
     paged = PagedModel(model, num_blocks=40, block_size=16)
@@ -134,7 +165,9 @@ def test_the_gate_has_teeth(kind: str, fault: str, monkeypatch: pytest.MonkeyPat
         model.model.layers[1].mlp.down_proj.weight.mul_(1.05)
     elif fault == "keys":
         load = own.load
-        monkeypatch.setattr(own, "load", lambda *args: (load(*args), paged.kv_cache[0].k_cache[own.tables[0][0]].zero_()))
+        monkeypatch.setattr(
+            own, "load", lambda *args: (load(*args), paged.kv_cache[0].k_cache[own.tables[0][0]].zero_())
+        )
     elif fault == "tokens":
         replay = own.replay
         monkeypatch.setattr(own, "replay", lambda batch: (replay(batch) + 1) % 512)
@@ -151,13 +184,14 @@ def test_variant_names() -> None:
         Variant.parse("k1+compile+fuse")
 
 
-# ------------------------------------------------------------------------------------------------------------ traces
+# ----------------------------------------------------------------------------------------------------- traces
 def _event(name: str, start: float, length: float, launch: int, cat: str = "kernel") -> dict[str, Any]:
     return {"name": name, "cat": cat, "ts": start, "dur": length, "args": {"correlation": launch}}
 
 
 def test_traces() -> None:
-    """Two launches of a model of two layers: norm, 2 x (linear, attention overlapping its copy), and a gap of 1 in 20 between launches."""
+    """Two launches of a model of two layers: norm, 2 x (linear, attention overlapping its copy), and a gap of
+    1 in 20 between launches."""
     events = [
         {"name": "cudaGraphLaunch", "cat": "cuda_runtime", "ts": 0, "dur": 5, "args": {"correlation": 1}},
         {"ph": "M", "name": "process"},
@@ -187,7 +221,7 @@ def test_traces() -> None:
     assert step_trace.idle([]) == step_trace.kernels_per_step([], 2, 1) == {}
 
 
-# ------------------------------------------------------------------------------------------------------------ cold start
+# ------------------------------------------------------------------------------------------------- cold start
 def test_cold_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from torchpaged.bench.step import cold
 
@@ -195,7 +229,10 @@ def test_cold_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = str(tmp_path / "code.tpc")
     assert cold.main([*arguments, "--save", file]) == 0 and cold.main([*arguments, "--load", file]) == 0
     saved, loaded = (json.loads(line) for line in capsys.readouterr().out.splitlines())
-    assert saved["compile_cache"]["saved"]["num_bytes"] == Path(file).stat().st_size and loaded["compile_cache"]["loaded"]["loaded"]
+    assert (
+        saved["compile_cache"]["saved"]["num_bytes"] == Path(file).stat().st_size
+        and loaded["compile_cache"]["loaded"]["loaded"]
+    )
     assert list(loaded["parts"]) == ["load", "change", "generator", "first_token", "second_token"]
     assert loaded["seconds"] == pytest.approx(sum(loaded["parts"].values()) - loaded["parts"]["second_token"])
     assert cold.main([*arguments, "--contender", "logits"]) == 2

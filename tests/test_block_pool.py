@@ -24,7 +24,9 @@ def test_exhaustion_is_typed_and_changes_nothing() -> None:
     before = state(pool)
     with pytest.raises(BlockPoolExhaustedError, match="2 requested, 1 free of 3") as caught:
         pool.allocate(2)
-    assert (caught.value.requested, caught.value.available, caught.value.total) == (2, 1, 3) and state(pool) == before
+    assert (caught.value.requested, caught.value.available, caught.value.total) == (2, 1, 3) and state(
+        pool
+    ) == before
 
 
 def test_fork_keeps_blocks_until_the_last_holder_leaves() -> None:

@@ -1,4 +1,5 @@
-"""Kinds of layer cache: two toys, each a class and one registration, through the block pool, HuggingFace's cache and the engine."""
+"""Kinds of layer cache: two toys, each a class and one registration, through the block pool, HuggingFace's
+cache and the engine."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from torchpaged.cache import LayerKind, LayerSpec, kinds, layer_kinds, register_
 from torchpaged.custom_ops import BACKEND_OPS
 
 
-# ---------------------------------------------------------------------- a kind that lays keys and values of a token side by side in one pool
+# --------------------------------------- a kind that lays keys and values of a token side by side in one pool
 class JointPool(NamedTuple):
     kv_cache: Tensor
 
@@ -30,14 +31,20 @@ class JointSpec(LayerSpec):
     def bytes_per_block(self, block_size: int, dtype: torch.dtype) -> int:
         return 2 * block_size * self.num_kv_heads * self.head_dim * dtype.itemsize
 
-    def make_pools(self, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device) -> JointPool:
-        return JointPool(torch.zeros(num_blocks, block_size, self.num_kv_heads, 2 * self.head_dim, dtype=dtype, device=device))
+    def make_pools(
+        self, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> JointPool:
+        return JointPool(
+            torch.zeros(
+                num_blocks, block_size, self.num_kv_heads, 2 * self.head_dim, dtype=dtype, device=device
+            )
+        )
 
     def block_tensors(self, pools: JointPool) -> dict[str, Tensor]:
         return {"kv_cache": pools.kv_cache}
 
 
-# ---------------------------------------------------------------------------------- a kind whose blocks hold no tokens, in a dtype of its own
+# -------------------------------------------------- a kind whose blocks hold no tokens, in a dtype of its own
 class StatePool(NamedTuple):
     state: Tensor
     decay: Tensor | None = None
@@ -50,8 +57,13 @@ class StateSpec(LayerSpec):
     def bytes_per_block(self, block_size: int, dtype: torch.dtype) -> int:
         return 4 * self.width
 
-    def make_pools(self, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device) -> StatePool:
-        return StatePool(torch.zeros(num_blocks, self.width, dtype=torch.float32, device=device), torch.ones(self.width, device=device))
+    def make_pools(
+        self, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> StatePool:
+        return StatePool(
+            torch.zeros(num_blocks, self.width, dtype=torch.float32, device=device),
+            torch.ones(self.width, device=device),
+        )
 
     def block_tensors(self, pools: StatePool) -> dict[str, Tensor]:
         return {"state": pools.state}
@@ -95,10 +107,18 @@ def filled() -> PagedKVCache:
 def test_pools_of_several_kinds_and_what_they_cost() -> None:
     cache = filled()
     per_block = (4 * 2 * 12 + 2 * 4 * 2 * 8) * 2 + 4 * 5
-    assert cache.bytes_per_block == per_block and cache.num_bytes == 6 * per_block == sum(t.nbytes for t in cache.tensors().values())
+    assert cache.bytes_per_block == per_block and cache.num_bytes == 6 * per_block == sum(
+        t.nbytes for t in cache.tensors().values()
+    )
     assert list(cache.tensors()) == ["k_cache[0]", "v_cache[0]", "kv_cache[1]", "state[2]"]
-    assert cache[1].kv_cache.shape == (6, 4, 2, 16) and cache[2].state.dtype == torch.float32 and cache[2].decay.tolist() == [1.0] * 5
-    budget = PagedKVCache(SPECS, block_size=4, memory_budget=5 * per_block + per_block - 1, dtype=torch.bfloat16)
+    assert (
+        cache[1].kv_cache.shape == (6, 4, 2, 16)
+        and cache[2].state.dtype == torch.float32
+        and cache[2].decay.tolist() == [1.0] * 5
+    )
+    budget = PagedKVCache(
+        SPECS, block_size=4, memory_budget=5 * per_block + per_block - 1, dtype=torch.bfloat16
+    )
     assert budget.num_blocks == 5
     assert not any(t.is_inference() for t in cache.tensors().values())
 
@@ -115,13 +135,20 @@ def test_a_fork_of_a_block_is_copied_in_every_layer() -> None:
         assert torch.equal(tensor, want), name
 
 
-@pytest.mark.parametrize("again", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))], ids=["copy", "pickle"])
+@pytest.mark.parametrize(
+    "again", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))], ids=["copy", "pickle"]
+)
 def test_copies_hold_the_same(again: Callable[[PagedKVCache], PagedKVCache]) -> None:
     cache = filled()
     other = again(cache)
     for name, tensor in cache.tensors().items():
-        assert torch.equal(other.tensors()[name], tensor) and other.tensors()[name].data_ptr() != tensor.data_ptr(), name
-    assert [type(pools) for pools in other] == [type(pools) for pools in cache] and other[2].decay.tolist() == [1.0] * 5
+        assert (
+            torch.equal(other.tensors()[name], tensor)
+            and other.tensors()[name].data_ptr() != tensor.data_ptr()
+        ), name
+    assert [type(pools) for pools in other] == [type(pools) for pools in cache] and other[
+        2
+    ].decay.tolist() == [1.0] * 5
 
 
 def test_what_is_not_registered_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,11 +157,13 @@ def test_what_is_not_registered_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
         with pytest.raises(ArgumentError, match="kind: expected a name and a class"):
             register_layer_kind(kind)
     monkeypatch.delitem(kinds._KINDS, "state")
-    with pytest.raises(ArgumentError, match=r"layers: expected specs of registered kinds \(kv, joint\), got StateSpec"):
+    with pytest.raises(
+        ArgumentError, match=r"layers: expected specs of registered kinds \(kv, joint\), got StateSpec"
+    ):
         PagedKVCache(SPECS, num_blocks=4)
 
 
-# ------------------------------------------------------------------------------------------------------------------------------- whole models
+# ----------------------------------------------------------------------------------------------- whole models
 @pytest.fixture
 def models(make_llama: Callable[..., Any]) -> tuple[Any, Any]:
     """The same weights twice, without and with layers of the toy kind."""
@@ -149,7 +178,9 @@ def kinds_of(layers: Any) -> list[str]:
     return [type(layer.stored).__name__ for layer in layers]
 
 
-@pytest.mark.parametrize("options", [{}, {"num_beams": 3, "num_return_sequences": 2}], ids=["greedy", "beams"])
+@pytest.mark.parametrize(
+    "options", [{}, {"num_beams": 3, "num_return_sequences": 2}], ids=["greedy", "beams"]
+)
 def test_generate_over_a_cache_of_two_kinds(models: tuple[Any, Any], options: dict[str, Any]) -> None:
     """Beams fork rows: partial blocks are copied in the pools of both kinds."""
     from torchpaged.hf import PagedCache
@@ -173,8 +204,18 @@ def test_the_engine_over_a_cache_of_two_kinds(models: tuple[Any, Any]) -> None:
 
     outs = []
     for model in models:
-        engine = Generator(model, block_size=4, max_batch_size=3, max_seq_len=48, backend="reference", compile=False, steps_per_launch=2)
-        outputs = engine.generate([[5, 6, 7], list(range(1, 20)), [9]], SamplingParams(max_new_tokens=10, ignore_eos=True))
+        engine = Generator(
+            model,
+            block_size=4,
+            max_batch_size=3,
+            max_seq_len=48,
+            backend="reference",
+            compile=False,
+            steps_per_launch=2,
+        )
+        outputs = engine.generate(
+            [[5, 6, 7], list(range(1, 20)), [9]], SamplingParams(max_new_tokens=10, ignore_eos=True)
+        )
         outs.append([output.token_ids for output in outputs])
         names = list(engine.model.kv_cache.tensors())
     assert outs[0] == outs[1] and all(len(tokens) == 10 for tokens in outs[0])

@@ -17,8 +17,21 @@ ROOT = Path(__file__).parents[1]
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    settings = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "200", **environment}
-    return subprocess.run([sys.executable, "-m", "torchpaged", *arguments], env=settings, capture_output=True, text=True, timeout=300)
+    settings = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "COLUMNS": "200",
+        **environment,
+    }
+    return subprocess.run(
+        [sys.executable, "-m", "torchpaged", *arguments],
+        env=settings,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -34,9 +47,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     path = tmp_path_factory.mktemp("model")
     config = LlamaConfig(
-        vocab_size=28, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
-        max_position_embeddings=64, eos_token_id=None, bos_token_id=None, pad_token_id=0,
-    )  # fmt: skip
+        vocab_size=28,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=64,
+        eos_token_id=None,
+        bos_token_id=None,
+        pad_token_id=0,
+    )
     LlamaForCausalLM(config).save_pretrained(path)
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="?").save_pretrained(path)
     return str(path)
@@ -46,29 +67,72 @@ def test_json_has_everything_and_nothing_else(folder: str) -> None:
     done = run("generate", "hello", "a longer prompt", "--model", folder, "--max-new-tokens", "5", "--json")
     assert done.returncode == 0, done.stderr
     document: dict[str, Any] = json.loads(done.stdout)
-    assert [len(o["token_ids"]) for o in document["outputs"]] == [5, 5] and document["outputs"][0]["finish_reason"] == "length"
+    assert [len(o["token_ids"]) for o in document["outputs"]] == [5, 5] and document["outputs"][0][
+        "finish_reason"
+    ] == "length"
     assert document["backend"] in ("cpu", "reference", "triton") and document["stats"]["new_tokens"] == 10
-    assert document["graph_reason"] == "eager capture on a CPU" and document["compile_reason"] == "automatic: eager on a CPU"
+    assert (
+        document["graph_reason"] == "eager capture on a CPU"
+        and document["compile_reason"] == "automatic: eager on a CPU"
+    )
     assert [report["bucket"] for report in document["buckets"]] == [1, 2] and document["fusion"] is None
-    assert document["prefill_buckets"] == [] and document["prefill_graph_reason"].startswith("automatic: on a CPU")
+    assert document["prefill_buckets"] == [] and document["prefill_graph_reason"].startswith(
+        "automatic: on a CPU"
+    )
 
 
 def test_fused_whole_steps_give_the_same_tokens(folder: str) -> None:
-    prompts = ("generate", "hello", "a longer prompt", "bye", "--model", folder, "--max-new-tokens", "9", "--json", "--device", "cpu")
+    prompts = (
+        "generate",
+        "hello",
+        "a longer prompt",
+        "bye",
+        "--model",
+        folder,
+        "--max-new-tokens",
+        "9",
+        "--json",
+        "--device",
+        "cpu",
+    )
     plain = json.loads(run(*prompts).stdout)
     done = run(*prompts, "--fuse", "--steps-per-launch", "4", "--buckets", "1,2", "--prefill-buckets", "8,32")
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)
     assert [o["token_ids"] for o in document["outputs"]] == [o["token_ids"] for o in plain["outputs"]]
     assert [report["bucket"] for report in document["buckets"]] == [1, 2]  # the third prompt waited
-    assert 0 < sum(report["hits"] for report in document["buckets"]) < sum(report["hits"] for report in plain["buckets"])
-    assert [report["bucket"] for report in document["prefill_buckets"]] == [8, 32] and plain["prefill_buckets"] == []
-    assert sum(report["hits"] for report in document["prefill_buckets"]) == 2 and "[8, 32] was given" in document["prefill_graph_reason"]
-    assert document["fusion"]["complete"] and document["fusion"]["replaced"]["qkv"] == ["layers.0", "layers.1"]
+    assert (
+        0
+        < sum(report["hits"] for report in document["buckets"])
+        < sum(report["hits"] for report in plain["buckets"])
+    )
+    assert [report["bucket"] for report in document["prefill_buckets"]] == [8, 32] and plain[
+        "prefill_buckets"
+    ] == []
+    assert (
+        sum(report["hits"] for report in document["prefill_buckets"]) == 2
+        and "[8, 32] was given" in document["prefill_graph_reason"]
+    )
+    assert document["fusion"]["complete"] and document["fusion"]["replaced"]["qkv"] == [
+        "layers.0",
+        "layers.1",
+    ]
 
 
 def test_verbose_explains_on_stderr(folder: str) -> None:
-    arguments = ("generate", "hello", "--model", folder, "--max-new-tokens", "4", "--device", "cpu", "--fuse", "--buckets", "1,4")
+    arguments = (
+        "generate",
+        "hello",
+        "--model",
+        folder,
+        "--max-new-tokens",
+        "4",
+        "--device",
+        "cpu",
+        "--fuse",
+        "--buckets",
+        "1,4",
+    )
     quiet, verbose = run(*arguments), run(*arguments, "--prefill-buckets", "none", "--verbose")
     assert verbose.returncode == 0, verbose.stderr
     for words in (
@@ -80,13 +144,18 @@ def test_verbose_explains_on_stderr(folder: str) -> None:
     ):
         assert words in verbose.stderr and words not in verbose.stdout and words not in quiet.stderr, words
     table = verbose.stderr[verbose.stderr.index("bucket ") :].splitlines()
-    assert [line.split()[0] for line in table[1:3]] == ["1", "4"] and table[2].split()[1] == "-", "bucket 4 was never needed"
+    assert [line.split()[0] for line in table[1:3]] == ["1", "4"] and table[2].split()[1] == "-", (
+        "bucket 4 was never needed"
+    )
 
 
 def test_text_and_summary(folder: str) -> None:
     done = run("generate", "hello", "--model", folder, "--max-new-tokens", "4", "--backend", "reference")
     assert done.returncode == 0 and done.stdout.startswith("hello"), done.stderr
-    assert "5 prompt tokens, 4 new tokens" in done.stdout and "backend reference: backend='reference' was given" in done.stdout
+    assert (
+        "5 prompt tokens, 4 new tokens" in done.stdout
+        and "backend reference: backend='reference' was given" in done.stdout
+    )
 
 
 def test_one_bad_prompt_among_good_ones(folder: str) -> None:
@@ -126,14 +195,20 @@ def test_a_missing_model_and_an_empty_prompt(folder: str) -> None:
 
 def test_backends_explains() -> None:
     report = json.loads(run("backends", "--dtype", "fp8_e4m3", "--json").stdout)
-    assert report["chosen"] == "" and all("dtype float8_e4m3fn is not one of" in " ".join(r) for r in report["rejected"].values())
+    assert report["chosen"] == "" and all(
+        "dtype float8_e4m3fn is not one of" in " ".join(r) for r in report["rejected"].values()
+    )
     text = run("backends", "--dtype", "fp32").stdout
     assert "chosen:" in text and "reference" in text
 
 
 def test_env_report() -> None:
     report = json.loads(run("env", "--json").stdout)
-    assert report["packages"]["torch"] and "native_kernels" in report["cpu"] and "TORCHPAGED_CACHE" in report["environment"]
+    assert (
+        report["packages"]["torch"]
+        and "native_kernels" in report["cpu"]
+        and "TORCHPAGED_CACHE" in report["environment"]
+    )
     assert "TORCHPAGED_CHECK" in run("env").stdout
 
 
@@ -144,36 +219,77 @@ def test_nonsense_in_the_environment_raises() -> None:
 
 def test_compile_cache_is_written_then_read(folder: str, tmp_path: Path) -> None:
     path = tmp_path / "code.tpc"
-    arguments = ["generate", "hello", "--model", folder, "--max-new-tokens", "3", "--compile-cache", str(path)]
+    arguments = [
+        "generate",
+        "hello",
+        "--model",
+        folder,
+        "--max-new-tokens",
+        "3",
+        "--compile-cache",
+        str(path),
+    ]
     first, second = run(*arguments), run(*arguments)
     assert first.returncode == second.returncode == 0, first.stderr + second.stderr
     assert "MiB written" in first.stderr and "MiB read in" in second.stderr and path.stat().st_size > 0
     path.write_bytes(b"damaged")
     refused = run(*arguments)
-    assert refused.returncode == 2 and "expected a file of save_compile_cache()" in refused.stderr and refused.stdout == ""
+    assert (
+        refused.returncode == 2
+        and "expected a file of save_compile_cache()" in refused.stderr
+        and refused.stdout == ""
+    )
     nowhere = run(*arguments[:-1], str(tmp_path / "no" / "code.tpc"))
-    assert nowhere.returncode == 2 and "--compile-cache: expected a file in a folder that exists" in nowhere.stderr
+    assert (
+        nowhere.returncode == 2
+        and "--compile-cache: expected a file in a folder that exists" in nowhere.stderr
+    )
 
 
 def test_profile_writes_a_trace_and_counts_kernels(folder: str, tmp_path: Path) -> None:
     path = tmp_path / "out.json"
-    done = run("generate", "hello", "a longer prompt", "--model", folder, "--max-new-tokens", "5", "--json", "--profile", str(path))
+    done = run(
+        "generate",
+        "hello",
+        "a longer prompt",
+        "--model",
+        folder,
+        "--max-new-tokens",
+        "5",
+        "--json",
+        "--profile",
+        str(path),
+    )
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)
-    names = [event["name"] for event in json.loads(path.read_text())["traceEvents"] if event.get("cat") == "user_annotation"]
-    assert {"step", "prefill batch=2 tokens=20", "attention layer=1", "replay batch=2 padded=2", "module model.layers.0.mlp"} <= set(names)
+    names = [
+        event["name"]
+        for event in json.loads(path.read_text())["traceEvents"]
+        if event.get("cat") == "user_annotation"
+    ]
+    assert {
+        "step",
+        "prefill batch=2 tokens=20",
+        "attention layer=1",
+        "replay batch=2 padded=2",
+        "module model.layers.0.mlp",
+    } <= set(names)
     kernels = document["profile"]["kernels"]
     assert document["profile"]["trace"] == str(path) and {"prefill", "decode"} <= set(kernels)
     decode = {row["module"]: row["kernels"] for row in kernels["decode"]["modules"]}
     assert kernels["decode"]["steps"] == names.count("replay batch=2 padded=2")
-    assert [(k["name"], k["count"]) for k in decode["model.layers.1.self_attn.q_proj"]] == [("aten::linear", kernels["decode"]["steps"])]
+    assert [(k["name"], k["count"]) for k in decode["model.layers.1.self_attn.q_proj"]] == [
+        ("aten::linear", kernels["decode"]["steps"])
+    ]
     assert [row["layers"] for row in kernels["decode"]["layers"]] == ["model.layers.0-1"]
 
 
 def test_profile_prints_a_table(folder: str, tmp_path: Path) -> None:
     path = tmp_path / "out.json"
     done = run("generate", "hello", "--model", folder, "--max-new-tokens", "3", "--profile", str(path))
-    assert done.returncode == 0 and done.stdout.startswith("hello") and "lm_head" not in done.stdout, done.stderr
+    assert done.returncode == 0 and done.stdout.startswith("hello") and "lm_head" not in done.stdout, (
+        done.stderr
+    )
     assert f"trace: {path}" in done.stderr and "model.layers.0-1" in done.stderr and "lm_head" in done.stderr
 
 
@@ -193,11 +309,17 @@ cli.main()
     path = tmp_path / "out.json"
     arguments = ["generate", "hello", "--model", folder, "--profile", str(path)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", code, *arguments], env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], env=environment, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 2 and "error: midway" in done.stderr and "Traceback" not in done.stderr
     assert "prefill batch=1 tokens=5" in path.read_text()
     refused = run("generate", "hello", "--model", folder, "--profile", str(tmp_path / "no" / "out.json"))
-    assert refused.returncode == 2 and "--profile: expected a file in a folder that exists" in refused.stderr and refused.stdout == ""
+    assert (
+        refused.returncode == 2
+        and "--profile: expected a file in a folder that exists" in refused.stderr
+        and refused.stdout == ""
+    )
 
 
 def in_process(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
@@ -210,18 +332,29 @@ def in_process(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     return int(ended.value.code or 0)
 
 
-@pytest.mark.parametrize("command", [("generate", "hello"), ("backends",), ("bench", "attention", "--suite", "smoke")], ids=lambda c: c[0])
+@pytest.mark.parametrize(
+    "command",
+    [("generate", "hello"), ("backends",), ("bench", "attention", "--suite", "smoke")],
+    ids=lambda c: c[0],
+)
 @pytest.mark.parametrize(
     ("device", "words"),
     [
-        ("cuda", "--device: expected a device of this machine, got 'cuda'; "), ("cuda:3", "--device: expected a device of this machine, got 'cuda:3'; "),
-        ("tpu", "--device: expected auto, cpu, cuda or cuda:1, got 'tpu'\n"), ("cuda:x", "--device: expected auto, cpu, cuda or cuda:1, got 'cuda:x'\n"),
-        ("cuda:", "--device: expected auto, cpu, cuda or cuda:1, got 'cuda:'\n"), ("", "--device: expected auto, cpu, cuda or cuda:1, got ''\n"),
+        ("cuda", "--device: expected a device of this machine, got 'cuda'; "),
+        ("cuda:3", "--device: expected a device of this machine, got 'cuda:3'; "),
+        ("tpu", "--device: expected auto, cpu, cuda or cuda:1, got 'tpu'\n"),
+        ("cuda:x", "--device: expected auto, cpu, cuda or cuda:1, got 'cuda:x'\n"),
+        ("cuda:", "--device: expected auto, cpu, cuda or cuda:1, got 'cuda:'\n"),
+        ("", "--device: expected auto, cpu, cuda or cuda:1, got ''\n"),
         ("meta", "--device: expected auto, cpu, cuda or cuda:1, got 'meta'\n"),
     ],
-)  # fmt: skip
+)
 def test_a_device_that_is_not_there_is_one_line(
-    command: tuple[str, ...], device: str, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: tuple[str, ...],
+    device: str,
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     import torch
 
@@ -231,12 +364,32 @@ def test_a_device_that_is_not_there_is_one_line(
     assert said.err.startswith(f"error: {words}") and said.err.count("\n") == 1 and not said.out
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("float32", "float32"), ("bfloat16", "bfloat16"), ("float16", "float16"), ("torch.bfloat16", "bfloat16"),
-                                             ("bf16", "bfloat16")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("float32", "float32"),
+        ("bfloat16", "bfloat16"),
+        ("float16", "float16"),
+        ("torch.bfloat16", "bfloat16"),
+        ("bf16", "bfloat16"),
+    ],
+)
 def test_dtypes_by_their_long_names(
     folder: str, name: str, dtype: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ("generate", "hello", "--model", folder, "--device", "cpu", "--max-new-tokens", "2", "--json", "--dtype", name)
+    arguments = (
+        "generate",
+        "hello",
+        "--model",
+        folder,
+        "--device",
+        "cpu",
+        "--max-new-tokens",
+        "2",
+        "--json",
+        "--dtype",
+        name,
+    )
     assert in_process(monkeypatch, *arguments) == 0
     assert json.loads(capsys.readouterr().out)["dtype"] == dtype
 
@@ -253,7 +406,18 @@ def test_a_request_that_fails_is_said_and_the_others_go_on(
         model.model.embed_tokens.weight[tokenizer("z")["input_ids"][0]] = float("nan")
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    arguments = ("generate", "aza", "bab", "--model", str(tmp_path), "--device", "cpu", "--max-new-tokens", "2", "--json")
+    arguments = (
+        "generate",
+        "aza",
+        "bab",
+        "--model",
+        str(tmp_path),
+        "--device",
+        "cpu",
+        "--max-new-tokens",
+        "2",
+        "--json",
+    )
     assert in_process(monkeypatch, *arguments) == 2
     said = capsys.readouterr()
     bad, good = json.loads(said.out)["outputs"]
@@ -273,11 +437,19 @@ def test_backends_asks_for_every_feature(monkeypatch: pytest.MonkeyPatch) -> Non
     from torchpaged.custom_ops import BACKEND_OPS
 
     options = {
-        "window": "--window", "logits_soft_cap": "--soft-cap", "alibi": "--alibi", "sinks": "--sinks", "chunked": "--chunked",
-        "bidirectional": "--bidirectional", "lse": "--lse", "different_head_dim_v": "--head-dim-v=64",
-    }  # fmt: skip
+        "window": "--window",
+        "logits_soft_cap": "--soft-cap",
+        "alibi": "--alibi",
+        "sinks": "--sinks",
+        "chunked": "--chunked",
+        "bidirectional": "--bidirectional",
+        "lse": "--lse",
+        "different_head_dim_v": "--head-dim-v=64",
+    }
     able = get_backend("reference").capabilities
-    assert options.keys() == {field.name for field in dataclasses.fields(able) if isinstance(getattr(able, field.name), bool)}
+    assert options.keys() == {
+        field.name for field in dataclasses.fields(able) if isinstance(getattr(able, field.name), bool)
+    }
     monkeypatch.setattr(selector_module, "_REGISTERED", {})
     nothing = dataclasses.replace(able, **dict.fromkeys(options, False))
     register_backend(Backend("mine", nothing, BACKEND_OPS["reference"], lambda: None))
@@ -317,4 +489,8 @@ def test_damaged_weights_are_one_line(folder: str, tmp_path: Path) -> None:
     weights = copied / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:500])
     done = run("generate", "hello", "--model", str(copied))
-    assert done.returncode == 2 and "--model: expected whole weights" in done.stderr and "Traceback" not in done.stderr, done.stderr
+    assert (
+        done.returncode == 2
+        and "--model: expected whole weights" in done.stderr
+        and "Traceback" not in done.stderr
+    ), done.stderr

@@ -9,7 +9,8 @@ from torchpaged.compile.code_object import with_own_code
 
 
 def test_more_copies_than_the_recompile_limit() -> None:
-    """fullgraph, and sizes as constants: with one shared code object the compile past the limit is refused."""
+    """fullgraph, and sizes as constants: with one shared code object the compile past the limit
+    is refused."""
 
     def scaled(x: Tensor) -> Tensor:
         return x * factor

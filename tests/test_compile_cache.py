@@ -1,4 +1,5 @@
-"""The compile cache: what one process compiled, the next finds; another version's is refused aloud; nothing is left half written."""
+"""The compile cache: what one process compiled, the next finds; another version's is refused aloud; nothing
+is left half written."""
 
 from __future__ import annotations
 
@@ -17,11 +18,17 @@ import torch
 
 import torchpaged
 from torchpaged.compile import compile_cache
-from torchpaged.compile.compile_cache import CompileCacheError, CompileCacheWarning, load_compile_cache, save_compile_cache
+from torchpaged.compile.compile_cache import (
+    CompileCacheError,
+    CompileCacheWarning,
+    load_compile_cache,
+    save_compile_cache,
+)
 
 ROOT = Path(__file__).parents[1]
 HAS_TRITON = importlib.util.find_spec("triton") is not None
-# Compiles a function around one of our ops, and, with Triton, one of our kernels for a GPU that need not be there.
+# Compiles a function around one of our ops, and, with Triton, one of our kernels for a GPU that need not
+# be there.
 SCRIPT = """
 import json, sys, torch
 from torch._dynamo.utils import counters
@@ -63,18 +70,35 @@ print(json.dumps({
     "report": vars(report), "written": cache.sum().item(), "triton_hit": hit, "cubins": cubins,
     "counters": dict(counters["inductor"]) | dict(counters["aot_autograd"]),
 }))
-"""
+"""  # noqa: E501
 
 
 def _process(mode: str, path: Path, folders: Path) -> dict[str, Any]:
     """Run the script with cache folders of its own."""
     names = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHPAGED_CACHE")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **{name: str(folders / name) for name in names}}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        **{name: str(folders / name) for name in names},
+    }
     environment.pop("TRITON_INTERPRET", None)
     done = subprocess.run(
-        [sys.executable, "-W", "error::UserWarning:torchpaged", "-c", SCRIPT, mode, str(path), str(HAS_TRITON)], env=environment, capture_output=True,
-        text=True, timeout=300,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-W",
+            "error::UserWarning:torchpaged",
+            "-c",
+            SCRIPT,
+            mode,
+            str(path),
+            str(HAS_TRITON),
+        ],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert done.returncode == 0, done.stderr
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return result
@@ -84,18 +108,26 @@ def test_a_second_process_compiles_nothing_anew(tmp_path: Path) -> None:
     path = tmp_path / "cache.tpc"
     first, second = _process("save", path, tmp_path / "one"), _process("load", path, tmp_path / "two")
     assert first["written"] == second["written"] == 16
-    assert first["counters"]["fxgraph_cache_miss"] == 1 and first["counters"].get("autograd_cache_hit", 0) == 0
-    assert second["counters"]["autograd_cache_hit"] == 1 and second["counters"].get("fxgraph_cache_miss", 0) == 0, second["counters"]
+    assert (
+        first["counters"]["fxgraph_cache_miss"] == 1 and first["counters"].get("autograd_cache_hit", 0) == 0
+    )
+    assert (
+        second["counters"]["autograd_cache_hit"] == 1 and second["counters"].get("fxgraph_cache_miss", 0) == 0
+    ), second["counters"]
     assert second["counters"].get("autograd_cache_bypass", 0) == 0
     assert second["cubins"] == {"abc.cubin": "machine code"}
     for report in (first["report"], second["report"]):
-        assert report["loaded"] and report["artifacts"]["inductor"] == report["artifacts"]["aot_autograd"] == 1
+        assert (
+            report["loaded"] and report["artifacts"]["inductor"] == report["artifacts"]["aot_autograd"] == 1
+        )
         assert report["cuda_kernels"] == 1 and report["num_bytes"] == path.stat().st_size
         assert report["triton_kernels"] == (1 if HAS_TRITON else 0)
     if HAS_TRITON:
         assert (first["triton_hit"], second["triton_hit"]) == (False, True)
         entry = next((tmp_path / "two" / "TRITON_CACHE_DIR").glob("*/__grp__*"))
-        assert all(str(tmp_path / "two") in child for child in json.loads(entry.read_text())["child_paths"].values())
+        assert all(
+            str(tmp_path / "two") in child for child in json.loads(entry.read_text())["child_paths"].values()
+        )
 
 
 @pytest.fixture
@@ -114,14 +146,24 @@ def test_another_version_is_refused_aloud(what: str, folders: Path, monkeypatch:
     monkeypatch.setattr(compile_cache, "_versions", lambda: real)
     with pytest.warns(CompileCacheWarning, match=re.escape(f"made with {what} another, here {real[what]}")):
         report = load_compile_cache(path)
-    assert not report.loaded and report.reason.startswith(str(path)) and not (folders / "TORCHPAGED_CACHE").exists()
+    assert (
+        not report.loaded
+        and report.reason.startswith(str(path))
+        and not (folders / "TORCHPAGED_CACHE").exists()
+    )
 
 
 def test_nothing_but_cache_entries_is_written(folders: Path) -> None:
     path = folders / "cache.tpc"
     save_compile_cache(path)
     with zipfile.ZipFile(path, "a") as archive:
-        for name in ("cubin/../escaped", "/cubin/escaped", "triton/../../escaped", "cubin/a/escaped", "triton/key/../escaped"):
+        for name in (
+            "cubin/../escaped",
+            "/cubin/escaped",
+            "triton/../../escaped",
+            "cubin/a/escaped",
+            "triton/key/../escaped",
+        ):
             archive.writestr(name, "x")
     assert load_compile_cache(path).cuda_kernels == 0
     assert not list(folders.rglob("escaped"))
@@ -166,20 +208,29 @@ def test_which_triton_entries_are_ours(folders: Path) -> None:
 
     ours, other = entry("A", "write_kv_kernel", 90), entry("B", "somebodys_kernel", 90)
     assert list(compile_cache._triton_entries()) == [ours]
-    assert compile_cache._is_wanted(ours, {"write_kv_kernel"}, "90") and not compile_cache._is_wanted(ours, {"write_kv_kernel"}, "100")
+    assert compile_cache._is_wanted(ours, {"write_kv_kernel"}, "90") and not compile_cache._is_wanted(
+        ours, {"write_kv_kernel"}, "100"
+    )
     (other / "__triton_launcher.cpython-311-x86_64-linux-gnu.so").write_bytes(b"")
     assert set(compile_cache._triton_entries()) == {ours, other}
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
 def test_inductors_triton_folder(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The private function that names it must still exist; both folders are looked at where TRITON_CACHE_DIR is not set."""
+    """The private function that names it must still exist; both folders are looked at where TRITON_CACHE_DIR
+    is not set."""
     monkeypatch.delenv("TRITON_CACHE_DIR")
     monkeypatch.setenv("TRITON_HOME", str(folders / "home"))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folders / "inductor"))
-    assert compile_cache._triton_folders() == [folders / "home" / ".triton" / "cache", folders / "inductor" / "triton" / "0"]
+    assert compile_cache._triton_folders() == [
+        folders / "home" / ".triton" / "cache",
+        folders / "inductor" / "triton" / "0",
+    ]
 
 
 def test_the_public_door() -> None:
-    assert torchpaged.save_compile_cache is save_compile_cache and torchpaged.load_compile_cache is load_compile_cache
+    assert (
+        torchpaged.save_compile_cache is save_compile_cache
+        and torchpaged.load_compile_cache is load_compile_cache
+    )
     assert compile_cache._versions()["torch"] == torch.__version__

@@ -69,7 +69,9 @@ def test_an_interrupted_conversion_leaves_nothing(cache: Path, monkeypatch: pyte
     assert demo.ensure_smollm2(progress=False) == cache / demo.FOLDER
 
 
-def test_a_half_made_folder_is_redone_and_a_finished_one_kept(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_half_made_folder_is_redone_and_a_finished_one_kept(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (cache / demo.FOLDER).mkdir()
     (cache / demo.FOLDER / demo.FILES[0]).write_text("old")
     _stub(monkeypatch, write_all)
@@ -87,7 +89,9 @@ def test_the_faster_of_two_processes_wins(cache: Path, monkeypatch: pytest.Monke
 
     _stub(monkeypatch, while_another_finishes)
     folder = demo.ensure_smollm2(progress=False)
-    assert sorted(p.name for p in folder.iterdir()) == sorted(demo.FILES) and list(cache.iterdir()) == [folder]
+    assert sorted(p.name for p in folder.iterdir()) == sorted(demo.FILES) and list(cache.iterdir()) == [
+        folder
+    ]
 
 
 def test_the_tokenizer_of_the_real_thing(smollm2_path: Path) -> None:
@@ -97,4 +101,6 @@ def test_the_tokenizer_of_the_real_thing(smollm2_path: Path) -> None:
     assert [tokenizer(p["prompt"])["input_ids"] for p in GOLDEN] == [p["input_ids"] for p in GOLDEN]
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (1, 2, 2)
     assert len(tokenizer("2026")["input_ids"]) == 4, "digits are split one by one"
-    assert "<|im_start|>user" in tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False)
+    assert "<|im_start|>user" in tokenizer.apply_chat_template(
+        [{"role": "user", "content": "hi"}], tokenize=False
+    )

@@ -17,7 +17,9 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 def test_example_runs(path: Path) -> None:
     pytest.importorskip("transformers", reason="transformers is not installed")
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, str(path)], env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, str(path)], env=environment, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     assert done.stdout
 

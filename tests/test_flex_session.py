@@ -1,4 +1,5 @@
-"""FlexAttention on the seam: torch's own higher-order op in the trace, a BlockMask planned per step in tensors that never move."""
+"""FlexAttention on the seam: torch's own higher-order op in the trace, a BlockMask planned per step in
+tensors that never move."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ def test_eagerly(gpt: GPT) -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_one_trace_for_all_batches(gpt: GPT, backend: str) -> None:
-    """The higher-order op stands in the graph of every layer. Inductor's CPU kernels are made for the first shape: a minute of compilation."""
+    """The higher-order op stands in the graph of every layer. Inductor's CPU kernels are made for the first
+    shape: a minute of compilation."""
     torch._dynamo.reset()
     graphs: list[torch.fx.GraphModule] = []
 
@@ -53,9 +55,16 @@ def test_a_runner_plans_every_step(gpt: GPT) -> None:
     session = gpt.session
     assert isinstance(session, FlexSession)
     runner = DecodeGraphRunner(
-        gpt, max_batch_size=4, max_blocks_per_req=WIDTH, block_size=BLOCK, num_blocks=BLOCKS, buckets=[4], compile=False,
-        capture=EagerCapture(), session=session,
-    )  # fmt: skip
+        gpt,
+        max_batch_size=4,
+        max_blocks_per_req=WIDTH,
+        block_size=BLOCK,
+        num_blocks=BLOCKS,
+        buckets=[4],
+        compile=False,
+        capture=EagerCapture(),
+        session=session,
+    )
     runner.capture()
     for length in range(1, 8):
         logits = runner.run(TOKENS[:2, length - 1], [length] * 2, TABLES[:2])

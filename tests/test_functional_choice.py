@@ -1,4 +1,5 @@
-"""The functions choose their backend as every other door does: argument, `use_backend`, TORCHPAGED_BACKEND, automatic."""
+"""The functions choose their backend as every other door does: argument, `use_backend`,
+TORCHPAGED_BACKEND, automatic."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ from torchpaged.backends import selector as selector_module
 from torchpaged.custom_ops import BACKEND_OPS, BackendOps
 
 
-def arguments(dtype: torch.dtype = torch.float32, kv_dtype: torch.dtype | None = None) -> dict[str, dict[str, Any]]:
+def arguments(
+    dtype: torch.dtype = torch.float32, kv_dtype: torch.dtype | None = None
+) -> dict[str, dict[str, Any]]:
     """What each function takes, by its name."""
     k, q = torch.randn(3, 2, 16, dtype=dtype), torch.randn(3, 4, 16, dtype=dtype)
     pool, other = (torch.zeros(4, 4, 2, 16, dtype=kv_dtype or dtype) for _ in range(2))
@@ -26,19 +29,35 @@ def arguments(dtype: torch.dtype = torch.float32, kv_dtype: torch.dtype | None =
     one = torch.tensor([1.0]) if kv_dtype else None
     scales, pools = {"k_scale": one, "v_scale": one}, {"k_cache": pool, "v_cache": other}
     out, lse = torch.randn(3, 4, 16, dtype=dtype), torch.randn(3, 4)
-    ids = {name: torch.zeros(1, dtype=torch.int64) for name in ("sampled_token_ids", "input_ids", "positions", "slot_mapping")}
+    ids = {
+        name: torch.zeros(1, dtype=torch.int64)
+        for name in ("sampled_token_ids", "input_ids", "positions", "slot_mapping")
+    }
     return {
         "write_kv": {"k": k, "v": k.clone(), **pools, "slot_mapping": slots, **scales},
         "rope_write_kv": {
-            "q": q, "k": k, "v": k.clone(), "positions": torch.arange(3), "cos_sin": torch.ones(8, 16), **pools, "slot_mapping": slots, **scales,
+            "q": q,
+            "k": k,
+            "v": k.clone(),
+            "positions": torch.arange(3),
+            "cos_sin": torch.ones(8, 16),
+            **pools,
+            "slot_mapping": slots,
+            **scales,
         },
         "paged_attention": {
-            "q": q, **pools, "block_table": table, "seq_lens": seq_lens, "query_start_loc": starts, "max_query_len": 3, **scales,
+            "q": q,
+            **pools,
+            "block_table": table,
+            "seq_lens": seq_lens,
+            "query_start_loc": starts,
+            "max_query_len": 3,
+            **scales,
         },
         "merge_attn_states": {"out_a": out, "lse_a": lse, "out_b": out.clone(), "lse_b": lse.clone()},
         "copy_blocks": {**pools, "block_mapping": torch.tensor([[1, 2]])},
         "advance_step": {**ids, "block_table": table, "seq_lens": seq_lens, "block_size": 4},
-    }  # fmt: skip
+    }
 
 
 FUNCTIONS = list(arguments())
@@ -47,7 +66,8 @@ Counting = Callable[..., list[str]]
 
 @pytest.fixture
 def mine(monkeypatch: pytest.MonkeyPatch) -> Counting:
-    """Registers a backend "mine" whose ops are the reference's and count their calls; returns the names that were called."""
+    """Registers a backend "mine" whose ops are the reference's and count their calls; returns the names that
+    were called."""
     monkeypatch.setattr(selector_module, "_REGISTERED", {})
     monkeypatch.setattr(selector_module, "AUTOMATIC", list(selector_module.AUTOMATIC))
 
@@ -71,7 +91,9 @@ def mine(monkeypatch: pytest.MonkeyPatch) -> Counting:
 
 @pytest.mark.parametrize("asked", ["use_backend", "TORCHPAGED_BACKEND"])
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_the_backend_that_was_asked_for_runs(function: str, asked: str, mine: Counting, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_backend_that_was_asked_for_runs(
+    function: str, asked: str, mine: Counting, monkeypatch: pytest.MonkeyPatch
+) -> None:
     called = mine()
     call = getattr(torchpaged, function)
     call(**arguments()[function])
@@ -89,12 +111,20 @@ def test_the_backend_that_was_asked_for_runs(function: str, asked: str, mine: Co
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_a_choice_that_cannot_serve_the_call_is_refused(function: str, mine: Counting, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_choice_that_cannot_serve_the_call_is_refused(
+    function: str, mine: Counting, monkeypatch: pytest.MonkeyPatch
+) -> None:
     called = mine(missing="its library is not here")
-    with use_backend("mine"), pytest.raises(BackendUnavailableError, match=r"use_backend\('mine'\).*its library is not here"):
+    with (
+        use_backend("mine"),
+        pytest.raises(BackendUnavailableError, match=r"use_backend\('mine'\).*its library is not here"),
+    ):
         getattr(torchpaged, function)(**arguments()[function])
     monkeypatch.setenv("TORCHPAGED_BACKEND", "cuda")
-    with pytest.raises(BackendUnavailableError, match=r"'cuda' \(TORCHPAGED_BACKEND=cuda is set\).*device cpu is not one of cuda"):
+    with pytest.raises(
+        BackendUnavailableError,
+        match=r"'cuda' \(TORCHPAGED_BACKEND=cuda is set\).*device cpu is not one of cuda",
+    ):
         getattr(torchpaged, function)(**arguments()[function])
     assert not called
 
@@ -138,11 +168,18 @@ def test_what_the_choice_declares_is_asked(mine: Counting) -> None:
 
 @pytest.mark.parametrize(
     ("declared", "asked", "reason"),
-    [({"logits_soft_cap": False}, {"logits_soft_cap": 30.0}, "logits_soft_cap is not supported"), ({"window": False}, {"window_size": (1, -1)}, "window"),
-     ({"chunked": False}, {"chunk_size": 2}, "chunked"), ({"lse": False}, {"return_lse": True}, "lse"), ({"bidirectional": False}, {"causal": False}, "bidir"),
-     ({"sinks": False}, {"sinks": torch.zeros(4)}, "sinks"), ({"alibi": False}, {"alibi_slopes": torch.ones(4)}, "alibi"),
-     ({"dtypes": (torch.bfloat16,)}, {}, "dtype float32"), ({"kv_dtypes": (torch.bfloat16,)}, {}, "kv dtype float32")],
-)  # fmt: skip
+    [
+        ({"logits_soft_cap": False}, {"logits_soft_cap": 30.0}, "logits_soft_cap is not supported"),
+        ({"window": False}, {"window_size": (1, -1)}, "window"),
+        ({"chunked": False}, {"chunk_size": 2}, "chunked"),
+        ({"lse": False}, {"return_lse": True}, "lse"),
+        ({"bidirectional": False}, {"causal": False}, "bidir"),
+        ({"sinks": False}, {"sinks": torch.zeros(4)}, "sinks"),
+        ({"alibi": False}, {"alibi_slopes": torch.ones(4)}, "alibi"),
+        ({"dtypes": (torch.bfloat16,)}, {}, "dtype float32"),
+        ({"kv_dtypes": (torch.bfloat16,)}, {}, "kv dtype float32"),
+    ],
+)
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_what_the_choice_declares_is_asked_while_a_call_is_traced(
     declared: dict[str, Any], asked: dict[str, Any], reason: str, dynamic: bool, mine: Counting
@@ -161,7 +198,8 @@ def test_what_the_choice_declares_is_asked_while_a_call_is_traced(
 
 
 def test_the_automatic_choice_is_the_modules(mine: Counting) -> None:
-    """A registered one that comes first; on to the next where it declares a feature away; fp8 pools on a CPU as the module has them."""
+    """A registered one that comes first; on to the next where it declares a feature away; fp8 pools on a CPU
+    as the module has them."""
     called = mine(automatic=True, window=False)
     torchpaged.paged_attention(**arguments()["paged_attention"])
     assert called == ["paged_attention"]
@@ -175,7 +213,10 @@ def test_fp8_pools_on_a_cpu_run_where_the_module_runs_them(function: str) -> Non
     assert module.choice.name == "reference"
     call, given = getattr(torchpaged, function), arguments(kv_dtype=torch.float8_e4m3fn)[function]
     if get_backend("cpu").unavailable() is None:
-        with use_backend("cpu"), pytest.raises((ArgumentError, BackendUnavailableError), match="float8_e4m3fn"):
+        with (
+            use_backend("cpu"),
+            pytest.raises((ArgumentError, BackendUnavailableError), match="float8_e4m3fn"),
+        ):
             call(**given)
     call(**given)
 

@@ -1,4 +1,5 @@
-"""The fuzz's own tests, on a CPU: a planted hang, crash, error and wrong answer are seen and named by their seeds, and the run goes on."""
+"""The fuzz's own tests, on a CPU: a planted hang, crash, error and wrong answer are seen and named by their
+seeds, and the run goes on."""
 
 from __future__ import annotations
 
@@ -22,7 +23,13 @@ from torchpaged.testing.pools import strided
 from torchpaged.testing.worker import WorkerPool
 
 REFERENCE = BACKEND_OPS["reference"]
-CASE: dict[str, Any] = {"batches": 2, "backends": ["reference"], "device": "cpu", "small": True, "captures": True}
+CASE: dict[str, Any] = {
+    "batches": 2,
+    "backends": ["reference"],
+    "device": "cpu",
+    "small": True,
+    "captures": True,
+}
 
 PLANTED = """
 import os, subprocess, sys, time
@@ -57,7 +64,7 @@ def phases(case, beat):
 
 def absent(case, beat):
     os._exit(1)
-"""
+"""  # noqa: E501
 
 
 @pytest.fixture
@@ -69,7 +76,9 @@ def planted(tmp_path: Path) -> dict[str, str]:
 
 @pytest.fixture
 def command() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("fuzz_attention", Path(__file__).parent / "gpu" / "fuzz_attention.py")
+    spec = importlib.util.spec_from_file_location(
+        "fuzz_attention", Path(__file__).parent / "gpu" / "fuzz_attention.py"
+    )
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -77,16 +86,46 @@ def command() -> ModuleType:
 
 
 def test_planted_faults_are_seen_and_the_run_goes_on(
-    planted: dict[str, str], command: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    planted: dict[str, str],
+    command: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", planted["PYTHONPATH"])
     report_path = tmp_path / "fuzz.json"
     status = command.main(
-        ["--configurations", "9", "--batches", "2", "--workers", "1", "--first-seed", "2", "--backends", "reference", "--device", "cpu",
-         "--small", "--target", "planted:run", "--compile-limit", "5", "--json", str(report_path)])  # fmt: skip
+        [
+            "--configurations",
+            "9",
+            "--batches",
+            "2",
+            "--workers",
+            "1",
+            "--first-seed",
+            "2",
+            "--backends",
+            "reference",
+            "--device",
+            "cpu",
+            "--small",
+            "--target",
+            "planted:run",
+            "--compile-limit",
+            "5",
+            "--json",
+            str(report_path),
+        ]
+    )
     report = json.loads(report_path.read_text())
     assert status == 1
-    assert [(f["seed"], f["kind"]) for f in report["failures"]] == [(3, "hang"), (5, "crash"), (7, "wrong"), (7, "wrong"), (9, "error")]
+    assert [(f["seed"], f["kind"]) for f in report["failures"]] == [
+        (3, "hang"),
+        (5, "crash"),
+        (7, "wrong"),
+        (7, "wrong"),
+        (9, "error"),
+    ]
     hang, crash, wrong, _, error = report["failures"]
     assert hang["phase"] == "launching" and "planted.py" in hang["message"], "the stack of the hang"
     assert "exit status 41" in crash["message"] and "illegal memory access" in error["message"]
@@ -96,7 +135,10 @@ def test_planted_faults_are_seen_and_the_run_goes_on(
     assert report["seeds"] == [2, 4, 6, 7, 8, 10] and report["next_seed"] == 11
     assert report["batches"] == 12
     printed = capsys.readouterr().out
-    assert all(f"seed {seed}: {kind}" in printed for seed, kind in ((3, "hang"), (5, "crash"), (7, "wrong"), (9, "error")))
+    assert all(
+        f"seed {seed}: {kind}" in printed
+        for seed, kind in ((3, "hang"), (5, "crash"), (7, "wrong"), (9, "error"))
+    )
 
 
 def test_a_clean_run_ends_with_0_and_an_empty_one_with_1(command: ModuleType, tmp_path: Path) -> None:
@@ -109,7 +151,12 @@ def test_each_phase_has_its_own_limit(planted: dict[str, str]) -> None:
     limits = {"launching": 60, "running": 1}
     with WorkerPool("planted:phases", workers=1, limits=limits, environment=planted) as pool:
         slow_compile, hang, after = pool.run(
-            [{"phases": [("launching", 2.5), ("running", 0)]}, {"phases": [("launching", 0), ("running", 600)]}, {"phases": []}])  # fmt: skip
+            [
+                {"phases": [("launching", 2.5), ("running", 0)]},
+                {"phases": [("launching", 0), ("running", 600)]},
+                {"phases": []},
+            ]
+        )
     assert slow_compile.kind == "done", slow_compile.message
     assert (hang.kind, hang.phase) == ("hang", "running") and hang.seconds >= 1
     assert after.kind == "done" and after.result != slow_compile.result, "a new process"
@@ -124,7 +171,9 @@ def test_a_killed_worker_takes_what_it_started_along(planted: dict[str, str]) ->
 
 def test_when_the_time_is_up_running_cases_are_cut_and_others_not_begun(planted: dict[str, str]) -> None:
     with WorkerPool("planted:phases", workers=2, environment=planted) as pool:
-        outcomes = list(pool.run(({"n": n, "phases": [("launching", 600)]} for n in range(4)), seconds=8, reserve=7.5))
+        outcomes = list(
+            pool.run(({"n": n, "phases": [("launching", 600)]} for n in range(4)), seconds=8, reserve=7.5)
+        )
     assert [outcome.kind for outcome in outcomes] == ["cut", "cut"]
 
 
@@ -139,9 +188,13 @@ def test_workers_that_cannot_begin(target: str, planted: dict[str, str]) -> None
                 list(pool.run(cases))
 
 
-def _run(seed: int, attention: Callable[..., None], batches: int = 2, backend: str = "reference") -> dict[str, Any]:
+def _run(
+    seed: int, attention: Callable[..., None], batches: int = 2, backend: str = "reference"
+) -> dict[str, Any]:
     case = {**CASE, "seed": seed, "batches": batches, "backends": [backend]}
-    return run_case(case, lambda *_, **__: None, {backend: BACKEND_OPS[backend]._replace(paged_attention=attention)})
+    return run_case(
+        case, lambda *_, **__: None, {backend: BACKEND_OPS[backend]._replace(paged_attention=attention)}
+    )
 
 
 def _writes_between_rows(q: torch.Tensor, *rest: Any, **options: Any) -> None:
@@ -189,7 +242,9 @@ def test_two_runs_must_agree_bit_for_bit() -> None:
         REFERENCE.paged_attention(q, *rest, **options)
         calls.append(0)
         if len(calls) % 2:
-            rest[5][0, 0, 0] = rest[5][0, 0, 0] * (1 + 2 * torch.finfo(q.dtype).eps) + torch.finfo(q.dtype).tiny
+            rest[5][0, 0, 0] = (
+                rest[5][0, 0, 0] * (1 + 2 * torch.finfo(q.dtype).eps) + torch.finfo(q.dtype).tiny
+            )
 
     assert any("differ" in failure["message"] for failure in _run(0, attention)["failures"])
 
@@ -203,10 +258,16 @@ def test_a_relative_error_of_1e_4_in_float32_is_seen() -> None:
 
     def largest(*tensors: Any, **options: Any) -> None:
         REFERENCE.paged_attention(*tensors, **options)
-        at = tuple(int(i) for i in torch.unravel_index(tensors[6].nan_to_num().abs().argmax(), tensors[6].shape))
+        at = tuple(
+            int(i) for i in torch.unravel_index(tensors[6].nan_to_num().abs().argmax(), tensors[6].shape)
+        )
         tensors[6][at] *= 1 + 1e-4
 
-    seeds = [s for s in range(60) if random_configuration(s, backends=("reference",), small=True).dtype == "float32"]
+    seeds = [
+        s
+        for s in range(60)
+        if random_configuration(s, backends=("reference",), small=True).dtype == "float32"
+    ]
     assert len(seeds) > 8
     for seed in seeds:
         assert not _run(seed, REFERENCE.paged_attention)["failures"]
@@ -227,7 +288,9 @@ class _OnHopper:
         return getattr(self._tensor, name)
 
 
-def test_a_third_of_a_gpus_configurations_are_for_the_cuda_decode_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_third_of_a_gpus_configurations_are_for_the_cuda_decode_kernel(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """By the kernel's own word on tensors that say they are an H100's."""
     from torchpaged.custom_ops.attention.cuda import specialise
     from torchpaged.custom_ops.cuda import gpu
@@ -242,13 +305,19 @@ def test_a_third_of_a_gpus_configurations_are_for_the_cuda_decode_kernel(monkeyp
             continue
         batch, (token, head, offset) = random_batch(c, 0), c.out_padding
         strides = (c.num_heads * (c.head_dim_v + head) + token, c.head_dim_v + head, 1)
-        out = strided((batch.q.shape[0], c.num_heads, c.head_dim_v), strides, batch.q.dtype, offset, torch.device("cpu"))
+        out = strided(
+            (batch.q.shape[0], c.num_heads, c.head_dim_v), strides, batch.q.dtype, offset, torch.device("cpu")
+        )
         tensors: list[Any] = [_OnHopper(tensor) for tensor in (batch.q, batch.k_cache, batch.v_cache, out)]
-        taken += specialise.unsupported(*tensors, batch.extras.get("sinks"), c.max_query_len, c.num_reqs) is None
+        taken += (
+            specialise.unsupported(*tensors, batch.extras.get("sinks"), c.max_query_len, c.num_reqs) is None
+        )
     assert 20 <= taken <= 34
 
 
-def test_all_configurations_aimed_at_the_cuda_prefill_kernel_are_taken_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_configurations_aimed_at_the_cuda_prefill_kernel_are_taken_by_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """By the kernel's own word on tensors that say they are an H100's; with every feature that it has."""
     from torchpaged.custom_ops.attention.cuda import paged_attention
     from torchpaged.custom_ops.cuda import gpu
@@ -261,27 +330,47 @@ def test_all_configurations_aimed_at_the_cuda_prefill_kernel_are_taken_by_it(mon
         c = random_configuration(seed, aim="cuda-prefill")
         batch, (token, head, offset) = random_batch(c, 0), c.out_padding
         strides = (c.num_heads * (c.head_dim_v + head) + token, c.head_dim_v + head, 1)
-        out = strided((batch.q.shape[0], c.num_heads, c.head_dim_v), strides, batch.q.dtype, offset, torch.device("cpu"))
+        out = strided(
+            (batch.q.shape[0], c.num_heads, c.head_dim_v), strides, batch.q.dtype, offset, torch.device("cpu")
+        )
         tensors: list[Any] = [_OnHopper(tensor) for tensor in (batch.q, batch.k_cache, batch.v_cache, out)]
         taken = paged_attention.route(
-            *tensors, c.num_reqs, c.max_query_len, batch.scale, batch.extras.get("sinks"), c.columns * c.block_size
+            *tensors,
+            c.num_reqs,
+            c.max_query_len,
+            batch.scale,
+            batch.extras.get("sinks"),
+            c.columns * c.block_size,
         )
         assert taken.kernel == ("prefill" if c.kernel == "prefill" else "prefill and decode"), (c, taken)
     configurations = [random_configuration(seed, aim="cuda-prefill") for seed in range(600)]
     assert {(c.head_dim, c.head_dim_v) for c in configurations} == set(PREFILL_WIDTHS)
-    assert {c.block_size for c in configurations} == {8, 16, 32, 64, 128} and {c.dtype for c in configurations} == {"bfloat16", "float16"}
+    assert {c.block_size for c in configurations} == {8, 16, 32, 64, 128} and {
+        c.dtype for c in configurations
+    } == {"bfloat16", "float16"}
     assert {1, 7, 16, 32, 64, 128} <= {c.num_heads // c.num_kv_heads for c in configurations}
     assert 150 < sum(c.kernel == "mixed" for c in configurations) < 300
     features: dict[str, Callable[[Any], bool]] = {
-        "window": lambda c: "window_left" in c.options, "window right": lambda c: "window_right" in c.options,
-        "chunk": lambda c: "chunk_size" in c.options, "soft cap": lambda c: "logits_soft_cap" in c.options,
-        "bidirectional": lambda c: "causal" in c.options, "alibi": lambda c: c.alibi, "sinks": lambda c: c.sinks == "same", "lse": lambda c: c.lse,
-        "captured": lambda c: c.captured, "heads first": lambda c: c.layout.heads_first, "head padding": lambda c: c.layout.head_padding > 0,
-        "several": lambda c: c.num_reqs > 4, "beside decode": lambda c: c.kernel == "mixed", "wide": lambda c: max(c.head_dim, c.head_dim_v) > 128,
-    }  # fmt: skip
+        "window": lambda c: "window_left" in c.options,
+        "window right": lambda c: "window_right" in c.options,
+        "chunk": lambda c: "chunk_size" in c.options,
+        "soft cap": lambda c: "logits_soft_cap" in c.options,
+        "bidirectional": lambda c: "causal" in c.options,
+        "alibi": lambda c: c.alibi,
+        "sinks": lambda c: c.sinks == "same",
+        "lse": lambda c: c.lse,
+        "captured": lambda c: c.captured,
+        "heads first": lambda c: c.layout.heads_first,
+        "head padding": lambda c: c.layout.head_padding > 0,
+        "several": lambda c: c.num_reqs > 4,
+        "beside decode": lambda c: c.kernel == "mixed",
+        "wide": lambda c: max(c.head_dim, c.head_dim_v) > 128,
+    }
     sets = {name: {i for i, c in enumerate(configurations) if holds(c)} for name, holds in features.items()}
     excluded = {frozenset(("heads first", "head padding"))}
-    assert not [(a, b) for a in sets for b in sets if frozenset((a, b)) not in excluded and not sets[a] & sets[b]]
+    assert not [
+        (a, b) for a in sets for b in sets if frozenset((a, b)) not in excluded and not sets[a] & sets[b]
+    ]
 
 
 @pytest.mark.parametrize("first", range(0, 120, 20))
@@ -304,8 +393,18 @@ def test_batches_of_a_gpu_are_valid() -> None:
         batch = random_batch(configuration, 0)
         out = batch.q.new_empty(*batch.q.shape[:2], configuration.head_dim_v)
         check_paged_attention(
-            batch.q, batch.k_cache, batch.v_cache, batch.block_table, batch.seq_lens, batch.query_start_loc, out,
-            max_query_len=batch.max_query_len, scale=batch.scale, **batch.extras, **configuration.options)  # fmt: skip
+            batch.q,
+            batch.k_cache,
+            batch.v_cache,
+            batch.block_table,
+            batch.seq_lens,
+            batch.query_start_loc,
+            out,
+            max_query_len=batch.max_query_len,
+            scale=batch.scale,
+            **batch.extras,
+            **configuration.options,
+        )
 
 
 def test_a_seed_gives_the_same_batch_again() -> None:
@@ -323,26 +422,52 @@ def test_every_feature_is_reached_and_so_are_their_pairs() -> None:
     assert {c.block_size for c in configurations} == set(BLOCK_SIZES)
     assert {c.num_heads // c.num_kv_heads for c in configurations} == set(range(1, 17))
     features: dict[str, Callable[[Any], bool]] = {
-        "fp8": lambda c: c.kv_dtype.startswith("float8"), "per head": lambda c: c.scales == "per_head", "odd width": lambda c: c.head_dim % 16 > 0,
-        "fp32": lambda c: c.dtype == "float32", "slot padding": lambda c: c.layout.slot_padding > 0, "heads first": lambda c: c.layout.heads_first,
-        "head padding": lambda c: c.layout.head_padding > 0, "offset": lambda c: c.layout.offset % 16 > 0, "q padding": lambda c: c.q_padding[0] > 0,
-        "bound above": lambda c: c.max_query_len > c.longest_query, "wide table": lambda c: c.columns > 1024, "no lse": lambda c: not c.lse,
-        "window": lambda c: "window_left" in c.options, "chunk": lambda c: "chunk_size" in c.options, "alibi": lambda c: c.alibi,
-        "soft cap": lambda c: "logits_soft_cap" in c.options, "sinks": lambda c: c.sinks != "none", "bidirectional": lambda c: "causal" in c.options,
-        "captured": lambda c: c.captured, "decode": lambda c: c.kernel == "decode", "prefill": lambda c: c.kernel == "prefill",
-        "mixed": lambda c: c.kernel == "mixed", "cuda": lambda c: c.backend == "cuda", "varying tokens": lambda c: c.num_tokens is None,
-    }  # fmt: skip
+        "fp8": lambda c: c.kv_dtype.startswith("float8"),
+        "per head": lambda c: c.scales == "per_head",
+        "odd width": lambda c: c.head_dim % 16 > 0,
+        "fp32": lambda c: c.dtype == "float32",
+        "slot padding": lambda c: c.layout.slot_padding > 0,
+        "heads first": lambda c: c.layout.heads_first,
+        "head padding": lambda c: c.layout.head_padding > 0,
+        "offset": lambda c: c.layout.offset % 16 > 0,
+        "q padding": lambda c: c.q_padding[0] > 0,
+        "bound above": lambda c: c.max_query_len > c.longest_query,
+        "wide table": lambda c: c.columns > 1024,
+        "no lse": lambda c: not c.lse,
+        "window": lambda c: "window_left" in c.options,
+        "chunk": lambda c: "chunk_size" in c.options,
+        "alibi": lambda c: c.alibi,
+        "soft cap": lambda c: "logits_soft_cap" in c.options,
+        "sinks": lambda c: c.sinks != "none",
+        "bidirectional": lambda c: "causal" in c.options,
+        "captured": lambda c: c.captured,
+        "decode": lambda c: c.kernel == "decode",
+        "prefill": lambda c: c.kernel == "prefill",
+        "mixed": lambda c: c.kernel == "mixed",
+        "cuda": lambda c: c.backend == "cuda",
+        "varying tokens": lambda c: c.num_tokens is None,
+    }
     excluded = {
-        frozenset(pair) for pair in (("decode", "prefill"), ("decode", "mixed"), ("prefill", "mixed"), ("captured", "varying tokens"))
+        frozenset(pair)
+        for pair in (
+            ("decode", "prefill"),
+            ("decode", "mixed"),
+            ("prefill", "mixed"),
+            ("captured", "varying tokens"),
+        )
     }
     sets = {name: {i for i, c in enumerate(configurations) if holds(c)} for name, holds in features.items()}
-    missing = [(a, b) for a in sets for b in sets if frozenset((a, b)) not in excluded and not sets[a] & sets[b]]
+    missing = [
+        (a, b) for a in sets for b in sets if frozenset((a, b)) not in excluded and not sets[a] & sets[b]
+    ]
     assert not missing
     assert {c.kv_dtype for c in configurations} == {*DTYPES, *KV_DTYPES} - {"same"}
 
 
 def test_a_replay_that_ignores_the_new_batch_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    seed = next(s for s in range(100) if random_configuration(s, backends=("reference",), small=True).captured)
+    seed = next(
+        s for s in range(100) if random_configuration(s, backends=("reference",), small=True).captured
+    )
     assert not run_case({**CASE, "seed": seed}, lambda *_, **__: None)["failures"]
     monkeypatch.setattr("torchpaged.testing.fuzz_case._Runner._capture", lambda *_: lambda: None)
     assert run_case({**CASE, "seed": seed}, lambda *_, **__: None)["failures"]

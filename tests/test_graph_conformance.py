@@ -1,4 +1,5 @@
-"""Every backend's declared graph support, proved in float32 and bf16: on a tape on a CPU, with CUDA graphs on a GPU (tests/gpu, too)."""
+"""Every backend's declared graph support, proved in float32 and bf16: on a tape on a CPU, with CUDA graphs on
+a GPU (tests/gpu, too)."""
 
 from __future__ import annotations
 
@@ -23,8 +24,13 @@ SHAPE: dict[str, Any] = {"head_dim": 32, "num_heads": 4, "num_kv_heads": 2}
 def backend_of(name: str) -> Backend:
     """The built-in ones, two that plan, and the device's own kernels with a kept semaphore."""
     if name == "kept":
-        return Backend("kept", dataclasses.replace(KEPT.capabilities, graph_support=GraphSupport.ALWAYS), BACKEND_OPS["default"], lambda: None,
-                       KEPT.session)  # fmt: skip
+        return Backend(
+            "kept",
+            dataclasses.replace(KEPT.capabilities, graph_support=GraphSupport.ALWAYS),
+            BACKEND_OPS["default"],
+            lambda: None,
+            KEPT.session,
+        )
     return {"planning": PLANNING, "wrapper": WRAPPER}.get(name) or get_backend(name)
 
 
@@ -58,13 +64,29 @@ class Unchecked(PlanningSession):
     """Its op takes the plan for granted, of lengths and of blocks."""
 
 
-def _unchecked(q: Any, k: Any, v: Any, table: Any, lens: Any, starts: Any, out: Any, lse: Any, *, planned_table: Any, planned_lens: Any,
-               **options: Any) -> None:  # fmt: skip
+def _unchecked(
+    q: Any,
+    k: Any,
+    v: Any,
+    table: Any,
+    lens: Any,
+    starts: Any,
+    out: Any,
+    lse: Any,
+    *,
+    planned_table: Any,
+    planned_lens: Any,
+    **options: Any,
+) -> None:
     n = lens.shape[0]
-    BACKEND_OPS["default"].paged_attention(q, k, v, planned_table[:n], planned_lens[:n], starts, out, lse, **options)
+    BACKEND_OPS["default"].paged_attention(
+        q, k, v, planned_table[:n], planned_lens[:n], starts, out, lse, **options
+    )
 
 
-UNCHECKED = Backend("unchecked", PLANNING.capabilities, {"paged_attention": _unchecked}, lambda: None, Unchecked)
+UNCHECKED = Backend(
+    "unchecked", PLANNING.capabilities, {"paged_attention": _unchecked}, lambda: None, Unchecked
+)
 
 
 def test_the_suite_catches_an_op_that_takes_the_plan_for_granted() -> None:
@@ -77,9 +99,17 @@ def test_the_suite_catches_an_op_that_takes_the_plan_for_granted() -> None:
 
 @pytest.mark.parametrize("planning", [Planning.NEVER, Planning.AT_CAPTURE])
 def test_the_suite_catches_a_backend_that_declares_less_planning_than_it_needs(planning: Planning) -> None:
-    backend = Backend("less", dataclasses.replace(PLANNING.capabilities, planning=planning), PLANNING.ops, lambda: None, PlanningSession)
+    backend = Backend(
+        "less",
+        dataclasses.replace(PLANNING.capabilities, planning=planning),
+        PLANNING.ops,
+        lambda: None,
+        PlanningSession,
+    )
     with pytest.raises(RuntimeError, match="plan: expected one for this batch"):
-        check_replays(backend, conformance_cases(GraphSupport.SINGLE_TOKEN_DECODE)[0], TapeCapture(), "cpu", **SHAPE)
+        check_replays(
+            backend, conformance_cases(GraphSupport.SINGLE_TOKEN_DECODE)[0], TapeCapture(), "cpu", **SHAPE
+        )
 
 
 def test_the_suite_catches_a_host_decision() -> None:
@@ -90,7 +120,9 @@ def test_the_suite_catches_a_host_decision() -> None:
     def attend(q, k_cache, v_cache, table, lens, starts, out, lse, **options):  # type: ignore[no-untyped-def]
         if not frozen:
             frozen.append(3)  # "no row is longer than this"
-        reference.ops.paged_attention(q, k_cache, v_cache, table, lens.clamp_max(frozen[0]), starts, out, lse, **options)
+        reference.ops.paged_attention(
+            q, k_cache, v_cache, table, lens.clamp_max(frozen[0]), starts, out, lse, **options
+        )
 
     backend = Backend("frozen", reference.capabilities, {"paged_attention": attend}, lambda: None)
     case = conformance_cases(GraphSupport.SINGLE_TOKEN_DECODE)[0]

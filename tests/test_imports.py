@@ -18,7 +18,8 @@ OPS = "torchpaged.custom_ops"
 LIBRARY = ("attention", "functional", "backends", "cache", "metadata", "custom_ops", "names", "version")
 ENGINE = (*LIBRARY, "compile", "engine", "fuse", "graphs", "hf", "profiling")
 
-#: Room -> the rooms that it may import besides itself. A room is a module or package of torchpaged; "" is torchpaged/__init__.py.
+#: Room -> the rooms that it may import besides itself. A room is a module or package of torchpaged; ""
+#: is torchpaged/__init__.py.
 ROOMS: dict[str, tuple[str, ...]] = {
     "version": (),
     "custom_ops": (),
@@ -41,14 +42,22 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "": ("attention", "backends", "cache", "compile", "custom_ops", "functional", "metadata", "version"),
     "__main__": ("cli",),
 }
-#: Arrows that are allowed though they lead up: inside functions, for names that are given out where users look for them.
+#: Arrows that are allowed though they lead up: inside functions, for names that are given out where users
+#: look for them.
 LAZY = {("torchpaged.hf", "torchpaged.fuse")}
 #: Of custom_ops, what graphs may know.
 OF_GRAPHS = (f"{OPS}.errors", f"{OPS}.checks")
-#: Who outside custom_ops names a kernel's or a reference's module: the compiler's own users, tests and benchmarks.
-NAMES_KERNELS = ("torchpaged.compile.compile_cache", "torchpaged.backends.cuda", "torchpaged.testing", "torchpaged.bench")
+#: Who outside custom_ops names a kernel's or a reference's module: the compiler's own users, tests
+#: and benchmarks.
+NAMES_KERNELS = (
+    "torchpaged.compile.compile_cache",
+    "torchpaged.backends.cuda",
+    "torchpaged.testing",
+    "torchpaged.bench",
+)
 FAMILIES = ("attention", "block_ops", "cache_write", "layers", "step_end")
-#: Part of a family -> the parts of its own family, and the folders shared by all, that it may import; the files of custom_ops itself always.
+#: Part of a family -> the parts of its own family, and the folders shared by all, that it may import; the
+#: files of custom_ops itself always.
 PARTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "schema": ((), ()),
     "mask": ((), ()),
@@ -56,12 +65,16 @@ PARTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "fake": ((), ()),
     "reference": (("check", "mask"), ()),
     "triton": (("check", "mask", "triton"), ("triton",)),
-    "cuda": (("check", "mask", "triton", "cuda"), ("triton", "cuda")),  # what they can't take, Triton's kernels do
+    "cuda": (
+        ("check", "mask", "triton", "cuda"),
+        ("triton", "cuda"),
+    ),  # what they can't take, Triton's kernels do
 }
 
 
 class Arrow(NamedTuple):
-    """``source`` imports ``target``, which need not be a module of ours; ``lazy``: inside a function, or for types only."""
+    """``source`` imports ``target``, which need not be a module of ours; ``lazy``: inside a function, or for
+    types only."""
 
     source: str
     target: str
@@ -77,12 +90,17 @@ def module_of(path: Path) -> str:
 def sources() -> dict[str, Path]:
     """Every module by its name; linked folders once."""
     found = [path for part in ("custom_ops", "graphs") for path in (ROOT / part).rglob("*.py")]
-    found += [path for path in (ROOT / "torchpaged").rglob("*.py") if path.relative_to(ROOT).parts[1] not in ("custom_ops", "graphs")]
+    found += [
+        path
+        for path in (ROOT / "torchpaged").rglob("*.py")
+        if path.relative_to(ROOT).parts[1] not in ("custom_ops", "graphs")
+    ]
     return {module_of(path): path for path in found}
 
 
 def imports_of(source: str, text: str, modules: set[str]) -> Iterator[Arrow]:
-    """The imports of a module: as statements, or as ``import_module`` of a plain string. ``from a import b`` names a.b if that is a module."""
+    """The imports of a module: as statements, or as ``import_module`` of a plain string. ``from a import b``
+    names a.b if that is a module."""
 
     def walk(node: ast.AST, lazy: bool) -> Iterator[Arrow]:
         for child in ast.iter_child_nodes(node):
@@ -91,7 +109,9 @@ def imports_of(source: str, text: str, modules: set[str]) -> Iterator[Arrow]:
             elif isinstance(child, ast.ImportFrom):
                 assert not child.level, f"{source}: a relative import"
                 whole = [f"{child.module}.{alias.name}" for alias in child.names]
-                yield from (Arrow(source, name if name in modules else child.module or "", lazy) for name in whole)
+                yield from (
+                    Arrow(source, name if name in modules else child.module or "", lazy) for name in whole
+                )
             elif (
                 isinstance(child, ast.Call)
                 and ast.unparse(child.func).endswith("import_module")
@@ -107,7 +127,9 @@ def imports_of(source: str, text: str, modules: set[str]) -> Iterator[Arrow]:
 
 SOURCES = sources()
 MODULES = set(SOURCES)
-ARROWS = sorted({arrow for name, path in SOURCES.items() for arrow in imports_of(name, path.read_text(), MODULES)})
+ARROWS = sorted(
+    {arrow for name, path in SOURCES.items() for arrow in imports_of(name, path.read_text(), MODULES)}
+)
 INSIDE = [arrow for arrow in ARROWS if arrow.target.split(".")[0] == "torchpaged"]
 OF_OPS = [arrow for arrow in INSIDE if arrow.source.startswith(OPS) and arrow.target.startswith(OPS)]
 
@@ -123,7 +145,8 @@ def place(module: str) -> tuple[str, str] | None:
 
 
 def circles(arrows: set[tuple[str, str]]) -> list[list[str]]:
-    """Groups of modules that reach each other (Tarjan's strongly connected components, by repeated search: few and small graphs)."""
+    """Groups of modules that reach each other (Tarjan's strongly connected components, by repeated search:
+    few and small graphs)."""
     after: dict[str, set[str]] = {}
     for source, target in arrows:
         after.setdefault(source, set()).add(target)
@@ -139,7 +162,11 @@ def circles(arrows: set[tuple[str, str]]) -> list[list[str]]:
         return seen
 
     reach = {module: reached(module) for module in after}
-    found = {frozenset(other for other in reach[module] if module in reach.get(other, ())) for module in after if module in reach[module]}
+    found = {
+        frozenset(other for other in reach[module] if module in reach.get(other, ()))
+        for module in after
+        if module in reach[module]
+    }
     return sorted(sorted(group) for group in found)
 
 
@@ -152,10 +179,12 @@ def with_packages(arrow: Arrow) -> Iterator[tuple[str, str]]:
             yield arrow.source, target
 
 
-# ----------------------------------------------------------------------------------------------------------- the tests
+# -------------------------------------------------------------------------------------------------- the tests
 def test_all_modules_are_looked_at() -> None:
     assert len(MODULES) > 180 and len(INSIDE) > 500
-    assert {room(module) for module in MODULES} == set(ROOMS), "every room is in the table, and none that is not there"
+    assert {room(module) for module in MODULES} == set(ROOMS), (
+        "every room is in the table, and none that is not there"
+    )
     unknown = [arrow for arrow in INSIDE if arrow.target not in MODULES]
     assert not unknown, unknown
 
@@ -163,46 +192,65 @@ def test_all_modules_are_looked_at() -> None:
 @pytest.mark.parametrize("name", ROOMS)
 def test_no_arrow_up(name: str) -> None:
     wrong = [
-        f"{arrow.source} imports {arrow.target}" for arrow in INSIDE
-        if room(arrow.source) == name and room(arrow.target) not in (name, *ROOMS[name])
+        f"{arrow.source} imports {arrow.target}"
+        for arrow in INSIDE
+        if room(arrow.source) == name
+        and room(arrow.target) not in (name, *ROOMS[name])
         and not (arrow.lazy and (arrow.source, arrow.target) in LAZY)
-    ]  # fmt: skip
+    ]
     assert not wrong, "\n".join(wrong)
 
 
 def test_the_table_itself_leads_down() -> None:
     assert not circles({(name, other) for name, others in ROOMS.items() for other in others})
-    assert all(any((arrow.source, arrow.target) == pair and arrow.lazy for arrow in INSIDE) for pair in LAZY), "an exception nobody needs"
+    assert all(
+        any((arrow.source, arrow.target) == pair and arrow.lazy for arrow in INSIDE) for pair in LAZY
+    ), "an exception nobody needs"
 
 
 def test_no_circle() -> None:
-    arrows = {pair for arrow in INSIDE for pair in with_packages(arrow) if pair not in LAZY and pair[0] != pair[1]}
+    arrows = {
+        pair for arrow in INSIDE for pair in with_packages(arrow) if pair not in LAZY and pair[0] != pair[1]
+    }
     assert not circles(arrows), "\n".join(" <-> ".join(group) for group in circles(arrows))
 
 
 def test_graphs_know_no_op() -> None:
     wrong = [
-        arrow for arrow in INSIDE if room(arrow.source) == "graphs" and room(arrow.target) == "custom_ops" and arrow.target not in OF_GRAPHS
+        arrow
+        for arrow in INSIDE
+        if room(arrow.source) == "graphs"
+        and room(arrow.target) == "custom_ops"
+        and arrow.target not in OF_GRAPHS
     ]
     assert not wrong, wrong
 
 
 def test_backends_do_not_import_each_other() -> None:
-    backends = {name for name, path in SOURCES.items() if room(name) == "backends" and "\nBACKEND = " in path.read_text()}
+    backends = {
+        name
+        for name, path in SOURCES.items()
+        if room(name) == "backends" and "\nBACKEND = " in path.read_text()
+    }
     assert len(backends) >= 4
     wrong = [arrow for arrow in INSIDE if {arrow.source, arrow.target} <= backends]
     assert not wrong, wrong
 
 
 def test_kernels_and_references_are_reached_through_ops() -> None:
-    """A family's files import their own family alone: the kernels its checks, the reference its checks, and neither the other."""
+    """A family's files import their own family alone: the kernels its checks, the reference its checks, and
+    neither the other."""
     wrong = []
     for arrow in OF_OPS:
         source, target = place(arrow.source), place(arrow.target)
         shared = arrow.target.removeprefix(f"{OPS}.").split(".")[0]
         if source is None:
-            from_registry = arrow.source == f"{OPS}.registry" and target is not None and target[1] in ("schema", "fake")
-            of_kernels = shared in ("triton", "cuda") and not arrow.source.startswith((f"{OPS}.{shared}.", f"{OPS}.triton."))
+            from_registry = (
+                arrow.source == f"{OPS}.registry" and target is not None and target[1] in ("schema", "fake")
+            )
+            of_kernels = shared in ("triton", "cuda") and not arrow.source.startswith(
+                (f"{OPS}.{shared}.", f"{OPS}.triton.")
+            )
             asks_compiler = arrow == Arrow(f"{OPS}.registry", f"{OPS}.cuda.jit", True)
             fine = from_registry or asks_compiler or (target is None and not of_kernels)
         else:
@@ -210,7 +258,11 @@ def test_kernels_and_references_are_reached_through_ops() -> None:
             if target is not None:
                 fine = target[0] == source[0] and target[1] in own
             else:
-                fine = shared in folders if shared in ("triton", "cuda") else arrow.target not in (OPS, f"{OPS}.registry")
+                fine = (
+                    shared in folders
+                    if shared in ("triton", "cuda")
+                    else arrow.target not in (OPS, f"{OPS}.registry")
+                )
         if not fine:
             wrong.append(f"{arrow.source} imports {arrow.target}")
     assert not wrong, "\n".join(wrong)
@@ -221,10 +273,12 @@ def test_kernels_and_references_are_reached_through_ops() -> None:
 def test_nobody_above_names_a_kernel() -> None:
     deep = {"triton", "cuda", "cpu", "reference"}
     wrong = [
-        f"{arrow.source} imports {arrow.target}" for arrow in INSIDE
-        if arrow.target.startswith(f"{OPS}.") and deep & set(arrow.target.removeprefix(OPS).split("."))
+        f"{arrow.source} imports {arrow.target}"
+        for arrow in INSIDE
+        if arrow.target.startswith(f"{OPS}.")
+        and deep & set(arrow.target.removeprefix(OPS).split("."))
         and not arrow.source.startswith((OPS, *NAMES_KERNELS))
-    ]  # fmt: skip
+    ]
     assert not wrong, "\n".join(wrong)
 
 
@@ -232,7 +286,11 @@ def test_custom_ops_import_torch_only() -> None:
     wrong = []
     for arrow in ARROWS:
         package = arrow.target.split(".")[0]
-        if not arrow.source.startswith(OPS) or package in sys.stdlib_module_names or arrow.target.startswith(("torch.", f"{OPS}.")):
+        if (
+            not arrow.source.startswith(OPS)
+            or package in sys.stdlib_module_names
+            or arrow.target.startswith(("torch.", f"{OPS}."))
+        ):
             continue
         kernels = "triton" in arrow.source.split(".") and package == "triton"
         lazily = arrow.lazy and {"cuda", "triton"} & set(arrow.source.split(".")) and package == "cuda"
@@ -251,9 +309,18 @@ def load():
     from torchpaged.g import h
     importlib.import_module("torchpaged.i")
 """
-    found = {(arrow.target, arrow.lazy) for arrow in imports_of("torchpaged.x", text, {"torchpaged.b", "torchpaged.g"})}
-    assert found == {("torchpaged.a", False), ("torchpaged.b", False), ("torchpaged", False), ("torchpaged.e", True),
-                     ("torchpaged.g", True), ("torchpaged.i", True)}  # fmt: skip
+    found = {
+        (arrow.target, arrow.lazy)
+        for arrow in imports_of("torchpaged.x", text, {"torchpaged.b", "torchpaged.g"})
+    }
+    assert found == {
+        ("torchpaged.a", False),
+        ("torchpaged.b", False),
+        ("torchpaged", False),
+        ("torchpaged.e", True),
+        ("torchpaged.g", True),
+        ("torchpaged.i", True),
+    }
 
 
 def test_circles_are_found() -> None:

@@ -11,8 +11,17 @@ from torchpaged.custom_ops.attention.cuda import prefill, specialise
 from torchpaged.custom_ops.layers.cuda import linear_shape
 
 PAGES = Path(__file__).parents[1] / "docs" / "kernels"
-SMS, PER_SM, PER_CTA = 132, 228 << 10, 227 << 10  # an H200: multiprocessors, bytes of shared memory of each and of a CTA
-LAYERS = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}  # of an 8B Llama
+SMS, PER_SM, PER_CTA = (
+    132,
+    228 << 10,
+    227 << 10,
+)  # an H200: multiprocessors, bytes of shared memory of each and of a CTA
+LAYERS = {
+    "qkv": (6144, 4096),
+    "o": (4096, 4096),
+    "gate_up": (28672, 4096),
+    "down": (4096, 14336),
+}  # of an 8B Llama
 
 
 def rows(page: str, first: str) -> list[list[str]]:
@@ -33,17 +42,44 @@ def test_decode() -> None:
     assert len(found) >= 8
     for name, cut, ctas_per_sm, cluster, team, stage, shared, registers in found:
         heads, kv_heads, dim = numbers(name.split(",")[0].split()[0])
-        pairs, query_len = numbers(name.split(",")[1])[0], numbers(name.split(",")[2])[0] if name.count(",") > 1 else 1
+        pairs, query_len = (
+            numbers(name.split(",")[1])[0],
+            numbers(name.split(",")[2])[0] if name.count(",") > 1 else 1,
+        )
         kv_dtype = torch.float8_e4m3fn if "fp8" in name else torch.bfloat16
         strides = (16 * kv_heads * dim, kv_heads * dim, dim, 1)
         macros, shape = specialise.decode_macros(
-            torch.bfloat16, kv_dtype, heads // kv_heads, query_len, 16, kv_heads, dim, dim, strides, strides, True, -1, -1, 0, False, False,
-            False, "fp8" in name, False, True, pairs, SMS, PER_SM)  # fmt: skip
+            torch.bfloat16,
+            kv_dtype,
+            heads // kv_heads,
+            query_len,
+            16,
+            kv_heads,
+            dim,
+            dim,
+            strides,
+            strides,
+            True,
+            -1,
+            -1,
+            0,
+            False,
+            False,
+            False,
+            "fp8" in name,
+            False,
+            True,
+            pairs,
+            SMS,
+            PER_SM,
+        )
         query_rows = macros["PAIR_HEADS"] * macros["GROUP"] * macros["QUERY_LEN"]
         assert numbers(cut) == [shape.warps, shape.keys, shape.stages], name
-        assert numbers(ctas_per_sm) == [shape.ctas_per_sm] and numbers(cluster) == [shape.cluster] and numbers(team) == [macros["TEAM"]], (
-            name
-        )
+        assert (
+            numbers(ctas_per_sm) == [shape.ctas_per_sm]
+            and numbers(cluster) == [shape.cluster]
+            and numbers(team) == [macros["TEAM"]]
+        ), name
         assert numbers(stage) == [shape.stage_bytes(dim, dim, kv_dtype.itemsize)], name
         assert numbers(shared) == [shape.shared_bytes(dim, dim, kv_dtype.itemsize, query_rows)], name
         assert numbers(registers)[0] * shape.warps * 32 * shape.ctas_per_sm <= 65536, name
@@ -55,11 +91,18 @@ def test_linear() -> None:
     for name, kernel, tile, warps, stages, cluster, ctas, ctas_per_sm, shared, registers in found:
         layer, tokens = name.split(", ")
         shape = linear_shape.linear_shape(int(tokens), *LAYERS[layer], SMS, True, True, PER_SM, PER_CTA)
-        norm = layer in ("qkv", "gate_up") and linear_shape.norm_is_fused(shape, torch.bfloat16, torch.bfloat16)
+        norm = layer in ("qkv", "gate_up") and linear_shape.norm_is_fused(
+            shape, torch.bfloat16, torch.bfloat16
+        )
         assert kernel == ("`linear_wide`" if shape.wide else "`linear`"), name
         assert [int(x) for x in (tile, warps, stages, cluster, ctas, ctas_per_sm)] == [
-            shape.rows, shape.threads // 32, shape.stages, shape.cluster, shape.grid(LAYERS[layer][0]), shape.ctas_per_sm
-        ], name  # fmt: skip
+            shape.rows,
+            shape.threads // 32,
+            shape.stages,
+            shape.cluster,
+            shape.grid(LAYERS[layer][0]),
+            shape.ctas_per_sm,
+        ], name
         assert numbers(shared) == [shape.shared_bytes(int(tokens), norm)], name
         assert int(registers) * shape.threads * shape.ctas_per_sm <= 65536, name
 
@@ -71,7 +114,14 @@ def test_prefill() -> None:
         dim, dim_v = numbers(widths)
         shape = prefill.prefill_shape(dim, dim_v)
         cut = [int(groups), int(threads), int(keys), *numbers(stages), int(buffers)]
-        assert cut == [shape.groups, shape.threads, shape.keys, shape.k_stages, shape.v_stages, shape.q_buffers], widths
+        assert cut == [
+            shape.groups,
+            shape.threads,
+            shape.keys,
+            shape.k_stages,
+            shape.v_stages,
+            shape.q_buffers,
+        ], widths
         macros = prefill.prefill_macros(torch.bfloat16, dim, 4, 8, 16, True, False, dim_v=dim_v)
         assert numbers(shared) == [prefill.shared_bytes(macros)], widths
 
@@ -82,7 +132,18 @@ def test_numbers_of_the_drawings() -> None:
     team = specialise.team(8, shape.ctas_per_sm * SMS)
     total, teams = 64 * (4096 // (shape.warps * shape.keys)), shape.ctas_per_sm * SMS // team
     text = (PAGES / "decode.md").read_text()
-    assert (total, teams, {total * (t + 1) // teams - total * t // teams for t in range(teams)}) == (4096, 33, {124, 125})
-    assert all(words in text for words in ("64 keys each: 4096 tiles", "33 runs of 124 or 125 tiles", "264 = 2 per multiprocessor"))
+    assert (total, teams, {total * (t + 1) // teams - total * t // teams for t in range(teams)}) == (
+        4096,
+        33,
+        {124, 125},
+    )
+    assert all(
+        words in text
+        for words in ("64 keys each: 4096 tiles", "33 runs of 124 or 125 tiles", "264 = 2 per multiprocessor")
+    )
     tiles = 16384 // (prefill.prefill_shape(128, 128).rows // 4)
-    assert tiles == 512 and "512 of 32 tokens x 4 heads per kv head; 8 kv heads: 4096 tiles" in (PAGES / "prefill.md").read_text()
+    assert (
+        tiles == 512
+        and "512 of 32 tokens x 4 heads per kv head; 8 kv heads: 4096 tiles"
+        in (PAGES / "prefill.md").read_text()
+    )

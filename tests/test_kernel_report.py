@@ -1,4 +1,5 @@
-"""Kernel reports: kernels and ops find their modules, replays are matched only where nothing is left to guess."""
+"""Kernel reports: kernels and ops find their modules, replays are matched only where nothing is left
+to guess."""
 
 from __future__ import annotations
 
@@ -35,7 +36,11 @@ N = None
         ("abc", "abxc", [0, 1, N, 2]),  # gained one
         ("abxc", "abc", [0, 1, 3]),  # lost one
         ("aab", "ab", [N, 2]),  # which of the two is it?
-        ("gAgBg", "gABg", [0, 1, 3, 4]),  # before A and after B there is one on both sides; between them one is gone
+        (
+            "gAgBg",
+            "gABg",
+            [0, 1, 3, 4],
+        ),  # before A and after B there is one on both sides; between them one is gone
         ("ab", "ba", [N, N]),  # order and name contradict each other
         ("abc", "cab", [N, N, N]),
         ("xabyc", "xbayc", [0, N, N, 3, 4]),
@@ -49,7 +54,8 @@ def test_matching_never_guesses(eager: str, replay: str, partners: list[int | No
 
 
 def test_matching_is_right_where_it_speaks() -> None:
-    """Random kernels dropped and added: whatever is matched keeps name and order, and what is unique on both sides is found."""
+    """Random kernels dropped and added: whatever is matched keeps name and order, and what is unique on both
+    sides is found."""
     generator = torch.Generator().manual_seed(0)
     for _ in range(200):
         eager = [f"k{i}" for i in torch.randint(0, 12, (30,), generator=generator).tolist()]
@@ -58,16 +64,28 @@ def test_matching_is_right_where_it_speaks() -> None:
         replay.insert(int(torch.randint(0, len(replay), (1,), generator=generator)), "new")
         partners = match_kernels(eager, replay)
         found = [p for p in partners if p is not None]
-        assert found == sorted(set(found)) and all(p is None or eager[p] == name for p, name in zip(partners, replay, strict=True))
+        assert found == sorted(set(found)) and all(
+            p is None or eager[p] == name for p, name in zip(partners, replay, strict=True)
+        )
         assert partners[replay.index("new")] is None
 
 
-# ------------------------------------------------------------------------------------------------------------ traces
+# ----------------------------------------------------------------------------------------------------- traces
 def span(category: str, name: str, start: float, length: float, **arguments: Any) -> dict[str, Any]:
-    return {"ph": "X", "cat": category, "name": name, "ts": start, "dur": length, "pid": 1, "tid": 7, "args": arguments}
+    return {
+        "ph": "X",
+        "cat": category,
+        "name": name,
+        "ts": start,
+        "dur": length,
+        "pid": 1,
+        "tid": 7,
+        "args": arguments,
+    }
 
 
-GPU_TRACE = [  # as Kineto writes it: host ranges, launches by correlation, kernels later and on threads of their own
+# as Kineto writes it: host ranges, launches by correlation, kernels later and on threads of their own
+GPU_TRACE = [
     {"ph": "M", "name": "process_name", "pid": 1},
     span("user_annotation", "prefill batch=1 tokens=3", 0, 100),
     span("user_annotation", "module model.layers.0", 10, 50),
@@ -87,13 +105,17 @@ def test_kernels_go_to_the_innermost_module_around_their_launch() -> None:
     trace = parse(list(reversed(GPU_TRACE)))
     found = [(a.name, a.us, a.module, a.recorded) for a in trace.activities]
     assert found == [
-        ("gemm", 5.5, "model.layers.0.mlp", True), ("add", 2, "model.layers.0", True), ("Memset (Device)", 1, None, True),
+        ("gemm", 5.5, "model.layers.0.mlp", True),
+        ("add", 2, "model.layers.0", True),
+        ("Memset (Device)", 1, None, True),
         ("stray", 1, None, False),
-    ]  # fmt: skip
+    ]
     assert trace.on_device and trace.activities[0].ranges[0] == "prefill batch=1 tokens=3"
     report = kernels_of_generation(trace, nn.Identity())
     assert [m.module for m in report["prefill"].modules] == ["model.layers.0.mlp", "model.layers.0", None]
-    assert [u.kernels[0].name for u in report["other"].unmatched] == ["stray"]  # nobody knows where it was launched
+    assert [u.kernels[0].name for u in report["other"].unmatched] == [
+        "stray"
+    ]  # nobody knows where it was launched
 
 
 class Toy(nn.Module):
@@ -110,8 +132,11 @@ class Toy(nn.Module):
         return self.head(x)
 
 
-def replay_of(toy: Toy, change: Callable[[int, Tensor], Tensor] = lambda index, x: x, activation: Any = F.relu) -> Callable[[], Tensor]:
-    """The same ops without a module around them; ``change(index, x)`` runs after the linear of layer ``index``."""
+def replay_of(
+    toy: Toy, change: Callable[[int, Tensor], Tensor] = lambda index, x: x, activation: Any = F.relu
+) -> Callable[[], Tensor]:
+    """The same ops without a module around them; ``change(index, x)`` runs after the linear of
+    layer ``index``."""
 
     def run() -> Tensor:
         x = X
@@ -136,8 +161,9 @@ def counts(report: KernelReport) -> dict[str | None, list[tuple[str, int]]]:
 
 
 WHOLE = {
-    **{f"layers.{i}.{m}": [(op, 1)] for i in range(4) for m, op in ((0, "aten::linear"), (1, "aten::relu"))}, "head": [("aten::linear", 1)],
-}  # fmt: skip
+    **{f"layers.{i}.{m}": [(op, 1)] for i in range(4) for m, op in ((0, "aten::linear"), (1, "aten::relu"))},
+    "head": [("aten::linear", 1)],
+}
 
 
 def test_a_replay_without_modules_is_matched_whole() -> None:
@@ -151,14 +177,18 @@ def test_a_replay_without_modules_is_matched_whole() -> None:
 def test_what_is_new_in_a_replay_is_named_with_its_neighbours() -> None:
     report = toy_report(lambda index, x: x.sin() if index == 2 else x)
     assert counts(report) == WHOLE and not report.missing and not report.is_complete
-    assert [(u.between, u.kernels[0].name) for u in report.unmatched] == [(("layers.2.0", "layers.2.1"), "aten::sin")]
+    assert [(u.between, u.kernels[0].name) for u in report.unmatched] == [
+        (("layers.2.0", "layers.2.1"), "aten::sin")
+    ]
     folded = [(group.name, group.kernels_each, group.unmatched_each) for group in layer_groups(report)]
     assert folded == [("layers.0-1,3", 2, 0), ("layers.2", 3, 1), ("head", 1, 0)]
 
 
 def test_what_a_replay_lacks_is_named_with_its_module() -> None:
     report = toy_report(activation=lambda x: x)
-    assert [(m.module, m.kernels[0].name) for m in report.missing] == [(f"layers.{i}.1", "aten::relu") for i in range(4)]
+    assert [(m.module, m.kernels[0].name) for m in report.missing] == [
+        (f"layers.{i}.1", "aten::relu") for i in range(4)
+    ]
     assert counts(report) == {name: ops for name, ops in WHOLE.items() if not name.endswith(".1")}
 
 
@@ -177,11 +207,18 @@ def test_reports_are_plain_data_and_a_table() -> None:
     console = rich.Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     console.print(report_table(report, "decode"))
     text = console.export_text()
-    assert "layers.0-3" in text and "3 ops each" in text and "unmatched, after 0 and before 1" in text and "aten::cos" in text
+    assert (
+        "layers.0-3" in text
+        and "3 ops each" in text
+        and "unmatched, after 0 and before 1" in text
+        and "aten::cos" in text
+    )
 
 
 def test_layer_names() -> None:
-    assert layer_of("model.layers.3.mlp.up_proj") == ("model.layers", 3, "mlp.up_proj") and layer_of("model.layers.3") == (
+    assert layer_of("model.layers.3.mlp.up_proj") == ("model.layers", 3, "mlp.up_proj") and layer_of(
+        "model.layers.3"
+    ) == (
         "model.layers",
         3,
         "",
@@ -194,7 +231,7 @@ def test_a_step_that_runs_nothing_is_refused() -> None:
         kernels_per_layer(lambda: None, Toy())
 
 
-# ------------------------------------------------------------------------------------------------------------ ranges
+# ----------------------------------------------------------------------------------------------------- ranges
 def test_module_ranges_end_with_an_exception_and_with_the_block() -> None:
     class Broken(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -234,10 +271,12 @@ def test_module_ranges_leave_compiled_code_alone() -> None:
     assert trace.activities and all(a.module is None and a.is_compiled for a in trace.activities)
     with torch.inference_mode():
         report = kernels_per_layer(lambda: compiled(X), toy)
-    assert not report.modules and [row.between for row in report.unmatched] == [(COMPILED, None)], "unknown is not outside"
+    assert not report.modules and [row.between for row in report.unmatched] == [(COMPILED, None)], (
+        "unknown is not outside"
+    )
 
 
-# -------------------------------------------------------------------------------------------------------- generation
+# ------------------------------------------------------------------------------------------------- generation
 def test_replays_of_a_generation_are_matched_with_a_step_of_their_bucket() -> None:
     """A trace with two replays of bucket 4, between a capture, which is left out, and sampling."""
     ops = ["aten::linear", "aten::relu"] * 4 + ["aten::linear"]
@@ -252,7 +291,10 @@ def test_replays_of_a_generation_are_matched_with_a_step_of_their_bucket() -> No
             span("user_annotation", "replay batch=3 padded=4", start + 1, 50),
             span("cuda_runtime", "cudaGraphLaunch", start + 2, 1, correlation=launch),
             span("cuda_runtime", "cudaMemcpyAsync", start + 60, 1, correlation=launch + 10),
-            *(span("kernel", name, start + 100 + 2 * i, 2, correlation=launch) for i, name in enumerate([*ops, "sample"])),
+            *(
+                span("kernel", name, start + 100 + 2 * i, 2, correlation=launch)
+                for i, name in enumerate([*ops, "sample"])
+            ),
             span("gpu_memcpy", "Memcpy DtoH", start + 200, 1, correlation=launch + 10),
         ]
     toy, asked = Toy(), []
@@ -266,10 +308,17 @@ def test_replays_of_a_generation_are_matched_with_a_step_of_their_bucket() -> No
     assert set(reports) == {"decode"} and set(asked) == {4}
     report = reports["decode"]
     assert report.steps == 2 and report.count == 22 and report.total_us == 42
-    assert counts(report) == {None: [("Memcpy DtoH", 2)], **{name: [(op, 2) for op, _ in found] for name, found in WHOLE.items()}}
-    assert [(u.between, u.kernels[0].name, u.count) for u in report.unmatched] == [(("head", ""), "sample", 2)]
+    assert counts(report) == {
+        None: [("Memcpy DtoH", 2)],
+        **{name: [(op, 2) for op, _ in found] for name, found in WHOLE.items()},
+    }
+    assert [(u.between, u.kernels[0].name, u.count) for u in report.unmatched] == [
+        (("head", ""), "sample", 2)
+    ]
     assert [group.kernels_each for group in layer_groups(report) if group.indices] == [2]
-    assert not kernels_of_generation(parse(events), toy)["decode"].modules[1:], "without a step to match with, nothing is claimed"
+    assert not kernels_of_generation(parse(events), toy)["decode"].modules[1:], (
+        "without a step to match with, nothing is claimed"
+    )
 
 
 def test_replays_of_prefills_are_matched_with_a_prefill_of_their_bucket() -> None:
@@ -298,31 +347,53 @@ def test_replays_of_prefills_are_matched_with_a_prefill_of_their_bucket() -> Non
     with torch.inference_mode():
         report = kernels_of_generation(parse(events), toy, never, prefill_eager)["prefill"]
     assert set(asked) == {4} and report.steps == 3 and report.is_complete
-    assert counts(report) == {None: [("alone", 1)], **{name: [(op, 2) for op, _ in found] for name, found in WHOLE.items()}}
+    assert counts(report) == {
+        None: [("alone", 1)],
+        **{name: [(op, 2) for op, _ in found] for name, found in WHOLE.items()},
+    }
 
 
 def test_a_model_through_the_runner() -> None:
-    """A tape's replay has no modules and adds copies of its own: all of the model's ops are found, the copies are not claimed."""
+    """A tape's replay has no modules and adds copies of its own: all of the model's ops are found, the copies
+    are not claimed."""
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     from torchpaged.graphs import DecodeGraphRunner, TapeCapture
     from torchpaged.hf import PagedModel
 
     config = transformers.LlamaConfig(
-        vocab_size=99, hidden_size=32, intermediate_size=32, num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=1,
-        max_position_embeddings=64, eos_token_id=None, pad_token_id=0,
-    )  # fmt: skip
+        vocab_size=99,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=64,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
     model = transformers.LlamaForCausalLM(config).eval()
     paged = PagedModel(model, num_blocks=20, block_size=4)
     runner = DecodeGraphRunner(
-        lambda input_ids, metadata: paged(input_ids, metadata), max_batch_size=2, max_blocks_per_req=4, block_size=4, buckets=[2],
-        compile=False, capture=TapeCapture(), ranges=profiling.range,
-    )  # fmt: skip
+        lambda input_ids, metadata: paged(input_ids, metadata),
+        max_batch_size=2,
+        max_blocks_per_req=4,
+        block_size=4,
+        buckets=[2],
+        compile=False,
+        capture=TapeCapture(),
+        ranges=profiling.range,
+    )
     runner.capture()
     eager = kernels_per_layer(lambda: runner.run_eager([5, 6], [1, 1], [[1], [2]]), model)
-    replayed = kernels_per_layer(lambda: runner.run_eager([5, 6], [1, 1], [[1], [2]]), model, lambda: runner.replay(2))
+    replayed = kernels_per_layer(
+        lambda: runner.run_eager([5, 6], [1, 1], [[1], [2]]), model, lambda: runner.replay(2)
+    )
     in_model = {name: ops for name, ops in counts(eager).items() if name}
     assert {name: ops for name, ops in counts(replayed).items() if name} == in_model
     assert ("torchpaged::paged_attention", 1) in in_model["model.layers.2.self_attn"]
     assert in_model["model.layers.1.mlp.down_proj"] == in_model["lm_head"] == [("aten::linear", 1)]
-    assert {kernel.name for row in replayed.unmatched for kernel in row.kernels} <= {"aten::copy_", "aten::slice"}
+    assert {kernel.name for row in replayed.unmatched for kernel in row.kernels} <= {
+        "aten::copy_",
+        "aten::slice",
+    }
     assert [group.name for group in layer_groups(replayed) if group.indices] == ["model.layers.0-2"]

@@ -11,11 +11,20 @@ from torchpaged import ArgumentError, AttentionMetadata, KVLayerSpec, PagedKVCac
 
 
 def test_arithmetic_by_hand() -> None:
-    cache = PagedKVCache([KVLayerSpec(3, 64), KVLayerSpec(1, 32, 16)], block_size=16, num_blocks=10, dtype=torch.bfloat16)
+    cache = PagedKVCache(
+        [KVLayerSpec(3, 64), KVLayerSpec(1, 32, 16)], block_size=16, num_blocks=10, dtype=torch.bfloat16
+    )
     assert cache.bytes_per_token == (3 * 128 + 48) * 2 and cache.num_tokens == 9 * 16
-    assert cache.num_bytes == 10 * 16 * cache.bytes_per_token == sum(t.nbytes for pools in cache for t in pools[:2])
+    assert (
+        cache.num_bytes
+        == 10 * 16 * cache.bytes_per_token
+        == sum(t.nbytes for pools in cache for t in pools[:2])
+    )
     assert cache[1].k_cache.shape == (10, 16, 1, 32) and cache[1].v_cache.shape == (10, 16, 1, 16)
-    assert "10 blocks of 16 tokens = 144 tokens in 2 layers" in cache.describe() and "864 bytes per token" in cache.describe()
+    assert (
+        "10 blocks of 16 tokens = 144 tokens in 2 layers" in cache.describe()
+        and "864 bytes per token" in cache.describe()
+    )
 
 
 def test_a_budget_is_not_exceeded() -> None:
@@ -54,7 +63,9 @@ def test_bad_sizes(argument: str, options: dict[str, Any]) -> None:
 
 def test_metadata_by_hand() -> None:
     """A decode at position 16, a prefill of 3, a left-padded row, an empty one."""
-    m = AttentionMetadata.from_lists([1, 3, 4, 0], [17, 3, 2, 0], [[4, 7], [9], [2], []], block_size=16, num_blocks=10)
+    m = AttentionMetadata.from_lists(
+        [1, 3, 4, 0], [17, 3, 2, 0], [[4, 7], [9], [2], []], block_size=16, num_blocks=10
+    )
     assert m.query_start_loc.tolist() == [0, 1, 4, 8, 8] and m.seq_lens.tolist() == [17, 3, 2, 0]
     assert m.slot_mapping.tolist() == [7 * 16, 144, 145, 146, -1, -1, 32, 33]
     assert m.positions.tolist() == [16, 0, 1, 2, 0, 0, 0, 1]
@@ -72,7 +83,9 @@ def test_metadata_by_hand() -> None:
         ("seq_lens", [1], [-3], [[1]]),
     ],
 )
-def test_bad_batches(argument: str, query_lens: list[int], seq_lens: list[int], tables: list[list[int]]) -> None:
+def test_bad_batches(
+    argument: str, query_lens: list[int], seq_lens: list[int], tables: list[list[int]]
+) -> None:
     with pytest.raises(ArgumentError, match=argument):
         AttentionMetadata.from_lists(query_lens, seq_lens, tables, block_size=16, num_blocks=10)
 

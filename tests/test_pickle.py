@@ -1,4 +1,5 @@
-"""Copies and pickles: of modules and unused caches they work, also in another process; where they can't, the error says why."""
+"""Copies and pickles: of modules and unused caches they work, also in another process; where they can't, the
+error says why."""
 
 from __future__ import annotations
 
@@ -27,7 +28,11 @@ def saved(thing: Any) -> Any:
     return torch.load(file, weights_only=False)
 
 
-WAYS: dict[str, Callable[[Any], Any]] = {"deepcopy": copy.deepcopy, "pickle": lambda x: pickle.loads(pickle.dumps(x)), "torch.save": saved}
+WAYS: dict[str, Callable[[Any], Any]] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda x: pickle.loads(pickle.dumps(x)),
+    "torch.save": saved,
+}
 way = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 
 
@@ -40,7 +45,9 @@ def attend(module: Any, cache: PagedKVCache) -> torch.Tensor:
 class Holder(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.attention = PagedAttention(4, 8, 2, sinks=[0.1, 0.2, 0.3, 0.4], alibi_slopes=[1.0, 0.5, 0.25, 0.1], block_size=4)
+        self.attention = PagedAttention(
+            4, 8, 2, sinks=[0.1, 0.2, 0.3, 0.4], alibi_slopes=[1.0, 0.5, 0.25, 0.1], block_size=4
+        )
 
     def forward(self, *inputs: Any) -> torch.Tensor:
         return self.attention(*inputs)
@@ -64,18 +71,24 @@ def test_a_module_that_holds_paged_attention(way: Callable[[Any], Any]) -> None:
 def test_a_kv_cache_with_what_it_holds(way: Callable[[Any], Any], dtype: torch.dtype) -> None:
     cache = kv_cache(dtype)
     cache[1].k_cache.view(torch.uint8).copy_(
-        torch.arange(cache[1].k_cache.view(torch.uint8).numel()).view(cache[1].k_cache.view(torch.uint8).shape)
+        torch.arange(cache[1].k_cache.view(torch.uint8).numel()).view(
+            cache[1].k_cache.view(torch.uint8).shape
+        )
     )
     again = way(cache)
     for ours, theirs in zip(cache, again, strict=True):
         for x, y in zip(ours, theirs, strict=True):
-            assert (x is None) == (y is None) and (x is None or (x.dtype == y.dtype and x.data_ptr() != y.data_ptr()))
+            assert (x is None) == (y is None) and (
+                x is None or (x.dtype == y.dtype and x.data_ptr() != y.data_ptr())
+            )
             assert x is None or torch.equal(x.view(torch.uint8), y.view(torch.uint8))
     assert again.describe() == cache.describe()
 
 
 @way
-def test_an_unused_paged_cache_serves_as_a_new_one(way: Callable[[Any], Any], make_llama: Callable[..., Any]) -> None:
+def test_an_unused_paged_cache_serves_as_a_new_one(
+    way: Callable[[Any], Any], make_llama: Callable[..., Any]
+) -> None:
     from torchpaged.hf import PagedCache
 
     model = make_llama(vocab_size=99, hidden_size=32, intermediate_size=48)
@@ -110,7 +123,9 @@ torch.manual_seed(3)
 metadata = AttentionMetadata.from_lists([3], [3], [[1]], block_size=4)
 got = attention[0](torch.randn(3, 4, 8), torch.randn(3, 2, 8), torch.randn(3, 2, 8), kv[0], metadata)
 assert torch.equal(got, torch.load({str(tmp_path / "want")!r})) and attention[0].choice.name == "reference" and cache.paged
-"""
+"""  # noqa: E501
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr

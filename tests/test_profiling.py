@@ -1,4 +1,5 @@
-"""NVTX ranges really arrive: a small NVTX tool, compiled here and injected into a process that runs the engine, writes down what it sees."""
+"""NVTX ranges really arrive: a small NVTX tool, compiled here and injected into a process that runs the
+engine, writes down what it sees."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from torchpaged.custom_ops.errors import ArgumentError
 
 ROOT = Path(__file__).parents[1]
 
-#: An NVTX v3 tool. The structs and ids are those of nvtxTypes.h and nvToolsExt.h (stable ABI), so that no toolkit is needed.
+#: An NVTX v3 tool. The structs and ids are those of nvtxTypes.h and nvToolsExt.h (stable ABI), so that no
+#: toolkit is needed.
 TOOL = r"""
 #include <stdint.h>
 #include <stdio.h>
@@ -68,7 +70,7 @@ int InitializeInjectionNvtx2(const void *(*get_export_table)(uint32_t)) {
     *table[DOMAIN_CREATE_A] = (void (*)(void))domain_create;
     return 1;
 }
-"""
+"""  # noqa: E501
 
 #: The engine on two tiny layers: a few seconds, most of it imports.
 ENGINE = """
@@ -79,7 +81,7 @@ config = transformers.LlamaConfig(
     max_position_embeddings=64, eos_token_id=None, pad_token_id=0, bos_token_id=1)
 generator = Generator(transformers.LlamaForCausalLM(config).eval(), max_batch_size=2, buckets=[2], prefill_chunk_size=3)
 params = SamplingParams(max_new_tokens=3)
-"""
+"""  # noqa: E501
 GENERATE = "generator.generate([[5, 6, 7], [9, 8]], params)"
 
 Node = tuple[str, str, list["Node"]]
@@ -88,7 +90,9 @@ Node = tuple[str, str, list["Node"]]
 def run(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("TORCHPAGED_NVTX", "NVTX_"))}
     environment = {**inherited, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **variables}
-    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240
+    )
 
 
 @pytest.fixture(scope="module")
@@ -99,12 +103,15 @@ def tool(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip("no C compiler `cc` on a Linux, to build the NVTX tool with")
     folder = tmp_path_factory.mktemp("nvtx")
     (folder / "tool.c").write_text(TOOL)
-    subprocess.run([compiler, "-Wall", "-shared", "-fPIC", "-o", folder / "tool.so", folder / "tool.c"], check=True)
+    subprocess.run(
+        [compiler, "-Wall", "-shared", "-fPIC", "-o", folder / "tool.so", folder / "tool.c"], check=True
+    )
     return folder / "tool.so"
 
 
 def record(tool: Path, code: str, **variables: str) -> list[Node]:
-    """The ranges of domain torchpaged as a tree of (message, number, children); fails if a pop does not match."""
+    """The ranges of domain torchpaged as a tree of (message, number, children); fails if a pop does
+    not match."""
     log = tool.with_name("log.txt")
     log.unlink(missing_ok=True)
     done = run(code, NVTX_INJECTION64_PATH=str(tool), NVTX_TEST_LOG=str(log), **variables)
@@ -149,14 +156,22 @@ def test_ranges_of_the_engine_arrive_nested(tool: Path) -> None:
     nodes = record(tool, ENGINE + GENERATE, TORCHPAGED_NVTX="1")
     steps = [node for node in nodes if node[0] == "step"]
     assert [number for _, number, _ in steps] == [str(i) for i in range(len(steps))]
-    assert {text for text, _, _ in nodes} == {"step", *LAYERS}  # attention outside a step: the model's layers are tried at the start
+    assert {text for text, _, _ in nodes} == {
+        "step",
+        *LAYERS,
+    }  # attention outside a step: the model's layers are tried at the start
     assert all(inner[0][0].startswith("admission waiting=") for _, _, inner in steps)
     assert only(nodes, "prefill") == ["prefill batch=1 tokens=3", "prefill batch=1 tokens=2"]
     assert only(steps, "admission")[0] == "admission waiting=2"
     captured = ("capture padded=2", LAYERS * 3)  # twice to warm up
-    first, *later = only(steps, "decode", "capture", "replay", "attention")[2:]  # after the attention of the first prefill
+    first, *later = only(steps, "decode", "capture", "replay", "attention")[
+        2:
+    ]  # after the attention of the first prefill
     assert isinstance(first, tuple) and first[0].startswith("decode batch=1 tokens=1")
-    assert first[1] == [captured, ("replay batch=1 padded=2", LAYERS)]  # on a CPU a replay runs the model again
+    assert first[1] == [
+        captured,
+        ("replay batch=1 padded=2", LAYERS),
+    ]  # on a CPU a replay runs the model again
     assert ("decode batch=2 tokens=2", [("replay batch=2 padded=2", LAYERS)]) in later
     assert all(node in LAYERS or node[0].startswith("decode") for node in later)
 
@@ -166,8 +181,14 @@ def test_attention_ranges_stand_in_the_capture_and_not_in_the_replay(tool: Path)
     tape = ENGINE.replace("buckets=[2]", "buckets=[2], capture=TapeCapture(), compile=False")
     nodes = record(tool, "from torchpaged.graphs import TapeCapture\n" + tape + GENERATE, TORCHPAGED_NVTX="1")
     found = only([node for node in nodes if node[0] == "step"], "prefill", "capture", "replay", "attention")
-    assert found[:3] == [("prefill batch=1 tokens=3", LAYERS), ("capture padded=2", LAYERS * 3), "replay batch=1 padded=2"]
-    assert "replay batch=2 padded=2" in found and all(isinstance(node, str) or "replay" not in node[0] for node in found)
+    assert found[:3] == [
+        ("prefill batch=1 tokens=3", LAYERS),
+        ("capture padded=2", LAYERS * 3),
+        "replay batch=1 padded=2",
+    ]
+    assert "replay batch=2 padded=2" in found and all(
+        isinstance(node, str) or "replay" not in node[0] for node in found
+    )
 
 
 COMPILED = """
@@ -186,8 +207,13 @@ with torch.inference_mode():
 
 
 def test_compiled_code_keeps_the_attention_ranges(tool: Path) -> None:
-    """It is traced as one graph with NVTX on; the ranges stand inside the op, whose kernel is written in Python."""
-    nodes = record(tool, ENGINE.replace("max_batch_size=2", 'max_batch_size=2, backend="reference"') + COMPILED, TORCHPAGED_NVTX="1")
+    """It is traced as one graph with NVTX on; the ranges stand inside the op, whose kernel is written
+    in Python."""
+    nodes = record(
+        tool,
+        ENGINE.replace("max_batch_size=2", 'max_batch_size=2, backend="reference"') + COMPILED,
+        TORCHPAGED_NVTX="1",
+    )
     assert shape(nodes[2:]) == [("compiled", LAYERS), ("compiled", LAYERS), ("plain", LAYERS)]
 
 
@@ -219,7 +245,11 @@ with profiling.enabled():
 assert profiling.range("after") is profiling.NOTHING
 outlives.__exit__(None, None, None)
 """
-    assert record(tool, code) == [("eager batch=3 kind=x", "7", [("inner", "", [])]), ("failed", "", []), ("outlives", "", [])]
+    assert record(tool, code) == [
+        ("eager batch=3 kind=x", "7", [("inner", "", [])]),
+        ("failed", "", []),
+        ("outlives", "", []),
+    ]
 
 
 def test_off_costs_one_check() -> None:
@@ -270,7 +300,7 @@ import json
 from torchpaged import profiling
 with profiling.enabled(), profiling.trace({str(tmp_path / "out.json.gz")!r}), profiling.range("both", batch=1):
     pass
-"""
+"""  # noqa: E501
     assert shape(record(tool, code)) == ["both batch=1"]
     events = json.loads(gzip.decompress((tmp_path / "out.json.gz").read_bytes()))["traceEvents"]
     assert any(event["name"] == "both batch=1" for event in events)
@@ -285,10 +315,22 @@ def test_a_trace_that_can_not_be_written_is_refused_before_anything_runs(tmp_pat
 @pytest.mark.parametrize(
     ("variables", "code", "message"),
     [
-        ({"TORCHPAGED_NVTX": "1"}, "import torchpaged.engine", r"TORCHPAGED_NVTX=1: .*pip install 'torchpaged\[profiling\]'"),
-        ({}, "from torchpaged.profiling import enabled\nwith enabled(): pass", r"enabled\(\): .*pip install 'torchpaged\[profiling\]'"),
+        (
+            {"TORCHPAGED_NVTX": "1"},
+            "import torchpaged.engine",
+            r"TORCHPAGED_NVTX=1: .*pip install 'torchpaged\[profiling\]'",
+        ),
+        (
+            {},
+            "from torchpaged.profiling import enabled\nwith enabled(): pass",
+            r"enabled\(\): .*pip install 'torchpaged\[profiling\]'",
+        ),
         ({"TORCHPAGED_NVTX": "1", "NVTX_DISABLE": "1"}, "import torchpaged.engine", "NVTX_DISABLE is set"),
-        ({"TORCHPAGED_NVTX": "yes"}, "import torchpaged.engine", "TORCHPAGED_NVTX: expected 0 or 1, got 'yes'"),
+        (
+            {"TORCHPAGED_NVTX": "yes"},
+            "import torchpaged.engine",
+            "TORCHPAGED_NVTX: expected 0 or 1, got 'yes'",
+        ),
     ],
     ids=["variable", "block", "switched-off", "nonsense"],
 )

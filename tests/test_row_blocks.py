@@ -39,8 +39,10 @@ class Tokens:
                     self.memory[destination, offset] = before[source, offset]
 
     def check(self) -> None:
-        got = [[self.memory[row[i // BLOCK], i % BLOCK] for i in range(len(tokens))]
-               for row, tokens in zip(self.rows.rows, self.want, strict=True)]  # fmt: skip
+        got = [
+            [self.memory[row[i // BLOCK], i % BLOCK] for i in range(len(tokens))]
+            for row, tokens in zip(self.rows.rows, self.want, strict=True)
+        ]
         assert got == self.want
         held = {block for row in self.rows.rows for block in row}
         assert all(len(row) == PER_ROW for row in self.rows.rows) and self.pool.num_used == len(held)

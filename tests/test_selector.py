@@ -26,7 +26,9 @@ from torchpaged.backends import selector as selector_module
 from torchpaged.custom_ops import BACKEND_OPS
 
 ROOT = Path(__file__).parents[1]
-SPEC = AttentionSpec(device=torch.device("cpu"), dtype=torch.float32, head_dim=64, num_heads=4, num_kv_heads=2)
+SPEC = AttentionSpec(
+    device=torch.device("cpu"), dtype=torch.float32, head_dim=64, num_heads=4, num_kv_heads=2
+)
 
 
 def test_order_of_choice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,7 +46,9 @@ def test_order_of_choice(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_named_backend_is_never_swapped() -> None:
     with pytest.raises(torchpaged.BackendUnavailableError, match="device cpu is not one of cuda"):
         select_backend(SPEC, "triton")
-    with pytest.raises(torchpaged.BackendUnavailableError, match="expected one of auto, .*reference, got 'nope'"):
+    with pytest.raises(
+        torchpaged.BackendUnavailableError, match="expected one of auto, .*reference, got 'nope'"
+    ):
         select_backend(SPEC, "nope")
     with pytest.raises(torchpaged.BackendUnavailableError, match="nope"), use_backend("nope"):
         pass
@@ -52,29 +56,64 @@ def test_a_named_backend_is_never_swapped() -> None:
 
 def test_every_rejection_has_its_reason() -> None:
     none = Capabilities(
-        device_types=("cuda",), dtypes=(torch.bfloat16,), kv_dtypes=(torch.bfloat16,), graph_support=GraphSupport.NEVER, head_dims=(128,),
-        max_head_dim=32, block_sizes=(64,), different_head_dim_v=False, bidirectional=False, window=False, logits_soft_cap=False,
-        alibi=False, sinks=False, chunked=False, lse=False,
-    )  # fmt: skip
+        device_types=("cuda",),
+        dtypes=(torch.bfloat16,),
+        kv_dtypes=(torch.bfloat16,),
+        graph_support=GraphSupport.NEVER,
+        head_dims=(128,),
+        max_head_dim=32,
+        block_sizes=(64,),
+        different_head_dim_v=False,
+        bidirectional=False,
+        window=False,
+        logits_soft_cap=False,
+        alibi=False,
+        sinks=False,
+        chunked=False,
+        lse=False,
+    )
     wanted = AttentionSpec(
-        device=torch.device("cpu"), dtype=torch.float32, head_dim=64, num_heads=4, num_kv_heads=2, head_dim_v=80, causal=False,
-        window_size=(7, -1), logits_soft_cap=5.0, alibi=True, sinks=True, chunk_size=12, lse=True, graphs=GraphSupport.ALWAYS,
-    )  # fmt: skip
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        head_dim=64,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim_v=80,
+        causal=False,
+        window_size=(7, -1),
+        logits_soft_cap=5.0,
+        alibi=True,
+        sinks=True,
+        chunk_size=12,
+        lse=True,
+        graphs=GraphSupport.ALWAYS,
+    )
     assert len(none.reject(wanted)) == 15
-    assert get_backend("reference").reject(wanted.__class__(**{**vars(wanted), "graphs": GraphSupport.NEVER})) == []
+    assert (
+        get_backend("reference").reject(wanted.__class__(**{**vars(wanted), "graphs": GraphSupport.NEVER}))
+        == []
+    )
 
 
 def test_the_reason_says_which_kernel_prefills(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of backend cuda on Hopper: its own where the numbers fit it, else Triton's and why; layers that differ say so each."""
+    """Of backend cuda on Hopper: its own where the numbers fit it, else Triton's and why; layers that differ
+    say so each."""
     from torchpaged.backends import cuda
 
     monkeypatch.setattr(cuda.torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    monkeypatch.setattr(selector_module, "_reject", lambda backend, specs: [] if backend.name == "cuda" else ["no"])
-    spec = AttentionSpec(device=torch.device("cuda"), dtype=torch.bfloat16, head_dim=128, num_heads=32, num_kv_heads=8)
+    monkeypatch.setattr(
+        selector_module, "_reject", lambda backend, specs: [] if backend.name == "cuda" else ["no"]
+    )
+    spec = AttentionSpec(
+        device=torch.device("cuda"), dtype=torch.bfloat16, head_dim=128, num_heads=32, num_kv_heads=8
+    )
     fp8, narrow = replace(spec, kv_dtype=torch.float8_e4m3fn), replace(spec, head_dim=80)
     for asked in ("cuda", None):
         assert select_backend(spec, asked).reason.endswith("; prefill in CUDA C++")
-        assert "; prefill in CUDA C++; prefill by Triton: dtypes" in select_backend([spec, fp8, fp8], asked).reason
+        assert (
+            "; prefill in CUDA C++; prefill by Triton: dtypes"
+            in select_backend([spec, fp8, fp8], asked).reason
+        )
         assert select_backend(narrow, asked).reason.endswith("; prefill by Triton: head_dim 80/80")
     monkeypatch.setenv("TORCHPAGED_CUDA_PREFILL", "0")
     assert select_backend(spec, "cuda").reason.endswith("; prefill by Triton: TORCHPAGED_CUDA_PREFILL=0")
@@ -98,8 +137,10 @@ def test_public_names() -> None:
 def test_importing_is_light() -> None:
     """No optional package is touched, and no GPU is initialised."""
     code = (
-        "import sys, torch; before = set(sys.modules); import torchpaged; new = {m.split('.')[0] for m in set(sys.modules) - before};"
-        "bad = new & {'triton', 'flashinfer', 'transformers', 'typer', 'rich', 'gguf', 'nvtx', 'numpy', 'matplotlib'};"
+        "import sys, torch; before = set(sys.modules); import torchpaged; new = {m.split('.')[0] for m in "
+        "set(sys.modules) - before};"
+        "bad = new & {'triton', 'flashinfer', 'transformers', 'typer', 'rich', 'gguf', 'nvtx', 'numpy', "
+        "'matplotlib'};"
         "assert not bad, bad; assert not torch.cuda.is_initialized()"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
@@ -107,5 +148,7 @@ def test_importing_is_light() -> None:
 
 def test_bare_imports_are_refused() -> None:
     for package in ("custom_ops", "graphs"):
-        done = subprocess.run([sys.executable, "-c", f"import {package}"], cwd=ROOT, capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, "-c", f"import {package}"], cwd=ROOT, capture_output=True, text=True
+        )
         assert done.returncode and f"torchpaged.{package}" in done.stderr

@@ -13,7 +13,22 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from sessions import KEPT, PLANNING, PlanningSession
-from small_gpt import BLOCK, BLOCKS, DIM, GPT, HEADS, KV_HEADS, STEPS, TABLES, TOKENS, VOCAB, WIDTH, batch, close_to_dense, fed
+from small_gpt import (
+    BLOCK,
+    BLOCKS,
+    DIM,
+    GPT,
+    HEADS,
+    KV_HEADS,
+    STEPS,
+    TABLES,
+    TOKENS,
+    VOCAB,
+    WIDTH,
+    batch,
+    close_to_dense,
+    fed,
+)
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from wrapper_backend import WRAPPER
@@ -71,7 +86,9 @@ def test_a_gpt_is_one_graph_for_all_batches(session: PlanningSession) -> None:
         metadata.max_query_len = 9  # an upper bound: a constant of the trace
         session.plan(metadata)
         close_to_dense(gpt, compiled(fed(query_lens, seq_lens), metadata), query_lens, seq_lens)
-        frames.add(counter.frame_count)  # the first compile may trace twice: dynamo starts again where it has seen a symbolic float
+        frames.add(
+            counter.frame_count
+        )  # the first compile may trace twice: dynamo starts again where it has seen a symbolic float
     assert len(frames) == 1, "a later batch was compiled anew"
     with pytest.raises(RuntimeError, match="plan: expected one for this batch"):
         compiled(fed([1, 1], [18, 12]), batch([1, 1], [18, 12]))
@@ -83,22 +100,38 @@ def test_a_gpt_is_captured(session: PlanningSession, compile: bool) -> None:
     torch._dynamo.reset()
     gpt = GPT(session)
     runner = DecodeGraphRunner(
-        gpt, max_batch_size=4, max_blocks_per_req=WIDTH, block_size=BLOCK, num_blocks=BLOCKS, buckets=[2, 4], compile=compile,
-        capture=EagerCapture() if compile else TapeCapture(), session=session, debug=True,
-    )  # fmt: skip
+        gpt,
+        max_batch_size=4,
+        max_blocks_per_req=WIDTH,
+        block_size=BLOCK,
+        num_blocks=BLOCKS,
+        buckets=[2, 4],
+        compile=compile,
+        capture=EagerCapture() if compile else TapeCapture(),
+        session=session,
+        debug=True,
+    )
     runner.capture()
     assert session.plans_made == 2
     for length in range(1, 20):
         rows = 1 + length % 3
         logits = runner.run(TOKENS[:rows, length - 1], [length] * rows, TABLES[:rows]).clone()
-        torch.testing.assert_close(logits[:1], gpt.dense(TOKENS[0, :length])[-1:], rtol=1e-4, atol=1e-4)  # row 0 is in every step
+        torch.testing.assert_close(
+            logits[:1], gpt.dense(TOKENS[0, :length])[-1:], rtol=1e-4, atol=1e-4
+        )  # row 0 is in every step
     assert session.plans_made == 2 + 19 and session.plans_from_host == 19
-    torch.testing.assert_close(runner.run_eager(TOKENS[:1, 19], [20], TABLES[:1]), gpt.dense(TOKENS[0, :20])[-1:], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        runner.run_eager(TOKENS[:1, 19], [20], TABLES[:1]),
+        gpt.dense(TOKENS[0, :20])[-1:],
+        rtol=1e-4,
+        atol=1e-4,
+    )
 
 
 @pytest.mark.parametrize("compile", [False, True])
 def test_a_library_whose_state_is_an_object(compile: bool) -> None:
-    """Its op gets an int64 tensor, and a trace nothing else: a wrapper per bucket, made and planned ahead of the capture."""
+    """Its op gets an int64 tensor, and a trace nothing else: a wrapper per bucket, made and planned ahead of
+    the capture."""
     torch._dynamo.reset()
     gpt = GPT(WRAPPER.open([], Limits(max_num_reqs=4, max_blocks_per_req=WIDTH, block_size=BLOCK), "cpu"))
     session: Any = gpt.session
@@ -129,7 +162,8 @@ def test_a_library_whose_state_is_an_object(compile: bool) -> None:
 
 
 def test_a_plan_of_shapes_alone_is_made_once_at_each_capture() -> None:
-    """And it lasts: steps of one bucket need no plan behind those of another, also where a replay runs Python again."""
+    """And it lasts: steps of one bucket need no plan behind those of another, also where a replay runs
+    Python again."""
 
     class OfShapes(Session):
         seen: ClassVar[list[int]] = []
@@ -139,13 +173,23 @@ def test_a_plan_of_shapes_alone_is_made_once_at_each_capture() -> None:
 
     reference = get_backend("reference")
     backend = Backend(
-        "shapes", dataclasses.replace(reference.capabilities, planning=Planning.AT_CAPTURE), reference.ops, lambda: None, OfShapes
+        "shapes",
+        dataclasses.replace(reference.capabilities, planning=Planning.AT_CAPTURE),
+        reference.ops,
+        lambda: None,
+        OfShapes,
     )
     gpt = GPT(backend.open([], LIMITS, "cpu"))
     runner = DecodeGraphRunner(
-        gpt, max_batch_size=4, max_blocks_per_req=WIDTH, block_size=BLOCK, buckets=[2, 4], compile=False, capture=EagerCapture(),
+        gpt,
+        max_batch_size=4,
+        max_blocks_per_req=WIDTH,
+        block_size=BLOCK,
+        buckets=[2, 4],
+        compile=False,
+        capture=EagerCapture(),
         session=gpt.session,
-    )  # fmt: skip
+    )
     runner.capture()
     OfShapes.seen.clear()
     for length in range(1, 7):
@@ -179,7 +223,7 @@ def test_packed_prefills_are_captured(session: PlanningSession) -> None:
     assert session.plans_from_host == len(STEPS)
 
 
-# ------------------------------------------------------------------------------------------------ a plan that was forgotten
+# ---------------------------------------------------------------------------------- a plan that was forgotten
 @torch.no_grad()
 def test_a_forgotten_plan_raises_before_anything_is_written(session: PlanningSession) -> None:
     gpt, first = GPT(session), batch([2, 2], [2, 2])
@@ -196,7 +240,12 @@ def test_a_forgotten_plan_raises_before_anything_is_written(session: PlanningSes
 
 
 def test_a_runner_that_does_not_know_the_session_can_not_capture(session: PlanningSession) -> None:
-    sizes: dict[str, Any] = {"max_batch_size": 2, "max_blocks_per_req": WIDTH, "block_size": BLOCK, "compile": False}
+    sizes: dict[str, Any] = {
+        "max_batch_size": 2,
+        "max_blocks_per_req": WIDTH,
+        "block_size": BLOCK,
+        "compile": False,
+    }
     runner = DecodeGraphRunner(GPT(session), **sizes, capture=TapeCapture())
     with pytest.raises(CaptureError, match="expected a batch that was planned"):
         runner.capture()
@@ -214,7 +263,7 @@ def test_a_replay_by_hand_without_a_plan_raises(session: PlanningSession) -> Non
             graph.replay()
 
 
-# ------------------------------------------------------------------------------------------------ the other doors
+# -------------------------------------------------------------------------------------------- the other doors
 def test_a_function_plans_for_its_one_call(planning: str) -> None:
     m, q = batch([1, 2], [9, 7]), torch.randn(3, HEADS, DIM)
     pools = [torch.randn(BLOCKS, BLOCK, KV_HEADS, DIM) for _ in range(2)]
@@ -224,14 +273,18 @@ def test_a_function_plans_for_its_one_call(planning: str) -> None:
     layer = PagedAttention(HEADS, DIM, KV_HEADS, backend=planning, limits=LIMITS)
     workspace = layer.session.workspace(layer.spec)
     layer.session.plan(m)
-    assert torch.equal(torchpaged.paged_attention(*arguments, max_query_len=2, ops=PLANNING.ops, workspace=workspace), got)
+    assert torch.equal(
+        torchpaged.paged_attention(*arguments, max_query_len=2, ops=PLANNING.ops, workspace=workspace), got
+    )
 
 
 PROMPTS = [[5, 9, 11, 20, 3], [8, 30], [1, 2, 3, 4, 5, 6, 7, 8, 9]]
 
 
 @pytest.mark.parametrize(
-    "options", [{"graphs": False}, {}, {"prefill_buckets": [4, 8], "capture": TapeCapture()}], ids=["eager", "loop", "tape"]
+    "options",
+    [{"graphs": False}, {}, {"prefill_buckets": [4, 8], "capture": TapeCapture()}],
+    ids=["eager", "loop", "tape"],
 )
 def test_the_engine(planning: str, make_llama: Any, options: dict[str, Any]) -> None:
     from torchpaged.engine import Generator, SamplingParams
@@ -246,12 +299,16 @@ def test_the_engine(planning: str, make_llama: Any, options: dict[str, Any]) -> 
     assert made.limits == Limits(2, 8, 4, 9, 16) and made.plans_made > 12 and made.plans_from_host > 0
 
 
-def test_several_steps_per_launch_can_not_be_planned(planning: str, make_llama: Any, session: PlanningSession) -> None:
+def test_several_steps_per_launch_can_not_be_planned(
+    planning: str, make_llama: Any, session: PlanningSession
+) -> None:
     from torchpaged.engine import Generator
     from torchpaged.engine.device import DecodeRows, WholeStepRunner
 
     model = make_llama(vocab_size=99, hidden_size=64, intermediate_size=96, max_position_embeddings=256)
-    with pytest.raises(ArgumentError, match="steps_per_launch: expected 1 with backend 'planning', which plans every step"):
+    with pytest.raises(
+        ArgumentError, match="steps_per_launch: expected 1 with backend 'planning', which plans every step"
+    ):
         Generator(model, backend=planning, steps_per_launch=2)
     rows = DecodeRows(2, WIDTH, BLOCK, VOCAB, "cpu", BACKEND_OPS["default"], 2)
     with pytest.raises(ArgumentError, match="rows: expected steps_per_launch=1"):
@@ -259,12 +316,16 @@ def test_several_steps_per_launch_can_not_be_planned(planning: str, make_llama: 
 
 
 def test_a_huggingface_cache(planning: str, make_llama: Any) -> None:
-    """`generate()` plans by itself, once per forward; a forward that is compiled by hand has no place for a plan, and says so."""
+    """`generate()` plans by itself, once per forward; a forward that is compiled by hand has no place for a
+    plan, and says so."""
     from torchpaged.hf import PagedCache
 
     torch._dynamo.reset()
     model = make_llama(vocab_size=99, hidden_size=64, intermediate_size=96, max_position_embeddings=256)
-    inputs = {"input_ids": torch.tensor([[0, 0, 5, 9, 11], [3, 4, 5, 6, 7]]), "attention_mask": torch.tensor([[0, 0, 1, 1, 1], [1] * 5])}
+    inputs = {
+        "input_ids": torch.tensor([[0, 0, 5, 9, 11], [3, 4, 5, 6, 7]]),
+        "attention_mask": torch.tensor([[0, 0, 1, 1, 1], [1] * 5]),
+    }
     options: dict[str, Any] = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
     want = model.generate(**inputs, **options)
     model.set_attn_implementation("torchpaged")
@@ -282,40 +343,61 @@ def test_a_paged_model_whose_session_is_too_small(make_llama: Any, planning: str
 
     model = make_llama(vocab_size=99, hidden_size=64, intermediate_size=96, max_position_embeddings=256)
     paged = PagedModel(model, num_blocks=64, limits=Limits(max_num_reqs=2))
-    with pytest.raises(ArgumentError, match="max_batch_size: expected at most 2, the limit of the model's session"):
+    with pytest.raises(
+        ArgumentError, match="max_batch_size: expected at most 2, the limit of the model's session"
+    ):
         Generator(paged, max_batch_size=3)
     narrow = PagedModel(model, num_blocks=6, block_size=4, backend=planning)
     with pytest.raises(
-        ArgumentError, match="max_seq_len: expected at most 5 blocks, as the model's session plans for, got 64 tokens, 16 blocks"
+        ArgumentError,
+        match=(
+            "max_seq_len: expected at most 5 blocks, as the model's session plans for, got 64 tokens, 16 "
+            "blocks"
+        ),
     ):
         Generator(narrow, max_batch_size=2, max_seq_len=64)
     few = PagedModel(model, num_blocks=64, limits=Limits(max_num_tokens=8))
-    with pytest.raises(ArgumentError, match="prefill_chunk_size: expected at most 8, the limit of the model's session"):
+    with pytest.raises(
+        ArgumentError, match="prefill_chunk_size: expected at most 8, the limit of the model's session"
+    ):
         Generator(few, max_batch_size=2, prefill_chunk_size=16)
-    with pytest.raises(ArgumentError, match="max_batch_size: expected at most 8, the limit of the model's session"):
+    with pytest.raises(
+        ArgumentError, match="max_batch_size: expected at most 8, the limit of the model's session"
+    ):
         Generator(few, max_batch_size=9, prefill_chunk_size=8)
     with pytest.raises(ArgumentError, match="metadata: expected at most 8 tokens"):
         few(torch.arange(9), AttentionMetadata.from_lists([9], [9], [[1]], block_size=16))
     with pytest.raises(ArgumentError, match="metadata: expected at most 2 requests"):
-        paged(torch.tensor([1, 2, 3]), AttentionMetadata.from_lists([1] * 3, [1] * 3, [[1], [2], [3]], block_size=16))
+        paged(
+            torch.tensor([1, 2, 3]),
+            AttentionMetadata.from_lists([1] * 3, [1] * 3, [[1], [2], [3]], block_size=16),
+        )
 
 
-# ------------------------------------------------------------------------------------------------ sessions and backends
+# -------------------------------------------------------------------------------------- sessions and backends
 def test_a_backend_serves_what_it_declares_and_the_default_the_rest() -> None:
-    assert PLANNING.serves == ("paged_attention",) and PLANNING.ops.write_kv is BACKEND_OPS["default"].write_kv
+    assert (
+        PLANNING.serves == ("paged_attention",) and PLANNING.ops.write_kv is BACKEND_OPS["default"].write_kv
+    )
     assert get_backend("cpu").serves == BACKEND_OPS["cpu"]._fields
     with pytest.raises(ValueError, match="ops: expected names of write_kv, .*, got attend"):
         Backend("bad", PLANNING.capabilities, {"attend": print}, lambda: None)
 
 
 def test_a_limit_that_is_needed_and_was_not_said(planning: str) -> None:
-    with pytest.raises(ArgumentError, match=r"limits\.max_num_reqs: expected a number: this backend makes room for it"):
+    with pytest.raises(
+        ArgumentError, match=r"limits\.max_num_reqs: expected a number: this backend makes room for it"
+    ):
         PagedAttention(HEADS, DIM, KV_HEADS, backend=planning)
-    with pytest.raises(ArgumentError, match=r"limits\.num_blocks: expected an int of at least 1, or None, got 0"):
+    with pytest.raises(
+        ArgumentError, match=r"limits\.num_blocks: expected an int of at least 1, or None, got 0"
+    ):
         Limits(num_blocks=0)
 
 
-@pytest.mark.parametrize("limits", [{"max_num_reqs": 2.5}, {"max_num_tokens": "8"}, {"block_size": True}, {"graphs": True}])
+@pytest.mark.parametrize(
+    "limits", [{"max_num_reqs": 2.5}, {"max_num_tokens": "8"}, {"block_size": True}, {"graphs": True}]
+)
 def test_a_limit_of_another_type(limits: dict[str, Any]) -> None:
     with pytest.raises(ArgumentError, match=f"limits.{next(iter(limits))}: expected"):
         Limits(**limits)
@@ -323,12 +405,20 @@ def test_a_limit_of_another_type(limits: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     ("limits", "message", "compile"),
-    [(Limits(max_num_tokens=2), "at most 2 tokens", False), (Limits(max_num_reqs=1), "at most 1 requests", False),
-     (Limits(num_blocks=BLOCKS - 1), f"num_blocks={BLOCKS - 1}", False), (Limits(num_blocks=BLOCKS - 1), f"num_blocks={BLOCKS - 1}", True),
-     (Limits(block_size=2 * BLOCK), f"block_size={2 * BLOCK}", False), (Limits(block_size=2 * BLOCK), f"block_size={2 * BLOCK}", True)],
-)  # fmt: skip
-def test_a_batch_over_the_limits_is_refused_before_anything_is_written(limits: Limits, message: str, compile: bool) -> None:
-    """A backend may have made room for no more. Compiled code looks at the pools; numbers of requests and tokens may be symbols there."""
+    [
+        (Limits(max_num_tokens=2), "at most 2 tokens", False),
+        (Limits(max_num_reqs=1), "at most 1 requests", False),
+        (Limits(num_blocks=BLOCKS - 1), f"num_blocks={BLOCKS - 1}", False),
+        (Limits(num_blocks=BLOCKS - 1), f"num_blocks={BLOCKS - 1}", True),
+        (Limits(block_size=2 * BLOCK), f"block_size={2 * BLOCK}", False),
+        (Limits(block_size=2 * BLOCK), f"block_size={2 * BLOCK}", True),
+    ],
+)
+def test_a_batch_over_the_limits_is_refused_before_anything_is_written(
+    limits: Limits, message: str, compile: bool
+) -> None:
+    """A backend may have made room for no more. Compiled code looks at the pools; numbers of requests and
+    tokens may be symbols there."""
     layer = PagedAttention(HEADS, DIM, KV_HEADS, backend="reference", limits=limits, dtype=torch.float32)
     pools = torch.zeros(2, BLOCKS, BLOCK, KV_HEADS, DIM).unbind()
     metadata, k = batch([2, 1], [2, 1]), torch.randn(3, KV_HEADS, DIM)
@@ -342,7 +432,11 @@ def test_a_batch_over_the_limits_is_refused_before_anything_is_written(limits: L
 def test_a_plan_of_a_wider_block_table_is_refused(session: PlanningSession) -> None:
     metadata = AttentionMetadata.from_lists([1], [1], [[1]], block_size=BLOCK, max_blocks_per_req=WIDTH + 1)
     with pytest.raises(
-        ArgumentError, match=f"metadata: expected at most {WIDTH} blocks per request, as the session's limits say, got {WIDTH + 1}"
+        ArgumentError,
+        match=(
+            f"metadata: expected at most {WIDTH} blocks per request, as the session's limits say, got "
+            f"{WIDTH + 1}"
+        ),
     ):
         session.plan(metadata)
     assert session.planned is None
@@ -366,7 +460,9 @@ def test_graph_support_is_asked_for_when_a_session_is_opened() -> None:
         object.__setattr__(capabilities, "graph_support", support)
         backend = Backend("some", capabilities, reference.ops, lambda: None)
         if wanted > support:
-            with pytest.raises(BackendUnavailableError, match=f"graph support {support.name} is less than {wanted.name}"):
+            with pytest.raises(
+                BackendUnavailableError, match=f"graph support {support.name} is less than {wanted.name}"
+            ):
                 backend.open([], Limits(graphs=wanted), "cpu")
         else:
             backend.open([], Limits(graphs=wanted), "cpu")
@@ -374,7 +470,9 @@ def test_graph_support_is_asked_for_when_a_session_is_opened() -> None:
 
 def test_a_session_on_another_device() -> None:
     session = get_backend("reference").open([], Limits(), "cuda")
-    with pytest.raises(BackendUnavailableError, match="the session was opened on cuda, the attention is on cpu"):
+    with pytest.raises(
+        BackendUnavailableError, match="the session was opened on cuda, the attention is on cpu"
+    ):
         PagedAttention(HEADS, DIM, KV_HEADS, session=session)
 
 
@@ -395,7 +493,8 @@ def test_planning_that_is_not_needed_costs_nothing() -> None:
 
 
 def test_streams_of_one_module(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA without a GPU, as far as it is asked for streams: each has a semaphore of its own, a capture takes the session's."""
+    """CUDA without a GPU, as far as it is asked for streams: each has a semaphore of its own, a capture takes
+    the session's."""
     from types import SimpleNamespace
 
     stream, capturing = SimpleNamespace(cuda_stream=7), [False]
@@ -404,7 +503,9 @@ def test_streams_of_one_module(monkeypatch: pytest.MonkeyPatch) -> None:
     session = KEPT.open([], Limits(max_num_reqs=3), "cpu")
     session.device = torch.device("cuda")
     session._home = 7  # type: ignore[attr-defined]
-    monkeypatch.setattr(semaphore_module, "make_semaphore", lambda count, device: torch.zeros(count, dtype=torch.int32))
+    monkeypatch.setattr(
+        semaphore_module, "make_semaphore", lambda count, device: torch.zeros(count, dtype=torch.int32)
+    )
     kept = {"semaphore": torch.zeros(6, dtype=torch.int32)}
     assert session.workspace_for(kept, 3) is kept and session.workspace_for(kept, 4) == {}
     stream.cuda_stream = 8
@@ -420,9 +521,15 @@ def test_streams_of_one_module(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_copies_open_sessions_of_their_own(planning: str) -> None:
     layer = PagedAttention(HEADS, DIM, KV_HEADS, backend=planning, limits=LIMITS)
     again = copy.deepcopy(layer)
-    assert again.session is not layer.session and again.session.limits == LIMITS and again.session.name == planning
+    assert (
+        again.session is not layer.session
+        and again.session.limits == LIMITS
+        and again.session.name == planning
+    )
     shared = PagedAttention(HEADS, DIM, KV_HEADS, session=layer.session)
-    assert copy.deepcopy(shared).session.limits == LIMITS and shared.to(torch.bfloat16).session is layer.session
+    assert (
+        copy.deepcopy(shared).session.limits == LIMITS and shared.to(torch.bfloat16).session is layer.session
+    )
 
 
 def test_the_example_of_the_page() -> None:

@@ -10,7 +10,9 @@ import pytest
 
 
 def load_conftest() -> Any:
-    specification = importlib.util.spec_from_file_location("conftest_of_tests", Path(__file__).with_name("conftest.py"))
+    specification = importlib.util.spec_from_file_location(
+        "conftest_of_tests", Path(__file__).with_name("conftest.py")
+    )
     assert specification and specification.loader
     module = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(module)

@@ -1,4 +1,5 @@
-"""The table of stream order says what sources and PTX do: waits, triggers, fences, early launches, and the one rule that follows."""
+"""The table of stream order says what sources and PTX do: waits, triggers, fences, early launches, and the
+one rule that follows."""
 
 from __future__ import annotations
 
@@ -13,7 +14,15 @@ from typing import Any
 import pytest
 
 from torchpaged.custom_ops.registry import SCHEMAS
-from torchpaged.custom_ops.stream_order import CONTEXT, STREAM_ORDER, TRIGGERS, WAITS, Launch, early_readers, writers
+from torchpaged.custom_ops.stream_order import (
+    CONTEXT,
+    STREAM_ORDER,
+    TRIGGERS,
+    WAITS,
+    Launch,
+    early_readers,
+    writers,
+)
 
 ROOT = Path(__file__).parents[1]
 LAUNCHES = [(op, launch) for op, launches in STREAM_ORDER.items() for launch in launches]
@@ -23,13 +32,23 @@ SIGNALS = {"gdc_wait": "wait", "gdc_launch_dependents": "trigger", "fence": "fen
 
 def source_of(kernel: str) -> Path:
     name = kernel.split(":")[0]
-    found = [path for path in (ROOT / "custom_ops").rglob(name) if defines(path.read_text(), kernel.split(":")[1], path.suffix)]
+    found = [
+        path
+        for path in (ROOT / "custom_ops").rglob(name)
+        if defines(path.read_text(), kernel.split(":")[1], path.suffix)
+    ]
     assert len(found) == 1, (kernel, found)
     return found[0]
 
 
 def defines(text: str, function: str, suffix: str) -> bool:
-    return bool(re.search(rf"^def {function}\(" if suffix == ".py" else rf"__global__ void [^;{{]*\b{function}\(", text, re.M))
+    return bool(
+        re.search(
+            rf"^def {function}\(" if suffix == ".py" else rf"__global__ void [^;{{]*\b{function}\(",
+            text,
+            re.M,
+        )
+    )
 
 
 def functions_of_the_package() -> dict[str, ast.FunctionDef]:
@@ -53,7 +72,9 @@ def signals(name: str, functions: dict[str, ast.FunctionDef], seen: tuple[str, .
 def said(kernel: str) -> set[str]:
     """What the table says that a kernel issues, in one case or another."""
     rows = [launch for _, launch in LAUNCHES if launch.kernel == kernel]
-    words = {"wait" for row in rows if row.waits != "launch"} | {"trigger" for row in rows if row.triggers != "never"}
+    words = {"wait" for row in rows if row.waits != "launch"} | {
+        "trigger" for row in rows if row.triggers != "never"
+    }
     return words | {"fence" for row in rows if row.fence}
 
 
@@ -61,33 +82,47 @@ def test_every_op_is_there_and_nothing_else() -> None:
     assert list(STREAM_ORDER) and set(STREAM_ORDER) == set(SCHEMAS)
     for op, launch in LAUNCHES:
         assert launch.waits in WAITS and launch.triggers in TRIGGERS, (op, launch)
-        assert launch.early == (launch.waits != "launch"), f"{op}: who begins early waits, who does not need not: {launch}"
+        assert launch.early == (launch.waits != "launch"), (
+            f"{op}: who begins early waits, who does not need not: {launch}"
+        )
         assert launch.early or not launch.reads_early, (op, launch)
         arguments = re.findall(r"\bTensor(?:\([a-z]!\))?\??\s+(\w+)", SCHEMAS[op])
         for tensor in (*launch.writes, *launch.reads_early):
-            assert " " in tensor or tensor in (*arguments, "everything", "scratch"), f"{op} has no argument {tensor}"
+            assert " " in tensor or tensor in (*arguments, "everything", "scratch"), (
+                f"{op} has no argument {tensor}"
+            )
 
 
 def test_it_is_data() -> None:
     """A script loads it by its path, without torch."""
-    code = f"import runpy, sys; assert runpy.run_path({str(ROOT / 'custom_ops/stream_order.py')!r})['STREAM_ORDER']; assert 'torch' not in sys.modules"
+    code = (
+        "import runpy, sys; assert "
+        f"runpy.run_path({str(ROOT / 'custom_ops/stream_order.py')!r})['STREAM_ORDER']; assert 'torch' not "
+        "in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_what_is_read_early_is_written_by_kernels_that_hold_back() -> None:
-    """The rule that all of this rests on: a trigger before the stores would let a reader begin before they are there."""
+    """The rule that all of this rests on: a trigger before the stores would let a reader begin before they
+    are there."""
     read = {tensor for _, launch in LAUNCHES for tensor in launch.reads_early} - {"everything"}
     assert {"seq_lens", "block_table", CONTEXT, "weight"} <= read
     checked = 0
     for tensor in read:
         for op, launch in writers(tensor):
             assert launch.triggers == "never", (
-                f"{op} writes {tensor}, which {early_readers(tensor)} read early, and lets dependents start: {launch}"
+                f"{op} writes {tensor}, which {early_readers(tensor)} read early, and lets dependents "
+                f"start: {launch}"
             )
             checked += 1
     assert checked > 10
-    assert not writers("weight") and not writers("norm_weight") and not writers("block_table"), "constants of a step"
-    assert all(launch.fence for _, launch in writers(CONTEXT)), "what is copied before a wait must be visible when its writer ends"
+    assert not writers("weight") and not writers("norm_weight") and not writers("block_table"), (
+        "constants of a step"
+    )
+    assert all(launch.fence for _, launch in writers(CONTEXT)), (
+        "what is copied before a wait must be visible when its writer ends"
+    )
 
 
 @pytest.mark.parametrize("kernel", [kernel for kernel in KERNELS if kernel.split(":")[0].endswith(".py")])
@@ -99,9 +134,16 @@ def test_triton_sources(kernel: str) -> None:
 @pytest.mark.parametrize("kernel", [kernel for kernel in KERNELS if kernel.split(":")[0].endswith(".cu")])
 def test_cuda_sources(kernel: str) -> None:
     path = source_of(kernel)
-    included = [source_of_header(path.parent, name).read_text() for name in re.findall(r'#include "(\w+\.cuh)"', path.read_text())]
+    included = [
+        source_of_header(path.parent, name).read_text()
+        for name in re.findall(r'#include "(\w+\.cuh)"', path.read_text())
+    ]
     code = re.sub(r"//[^\n]*", "", "\n".join([path.read_text(), *included]))
-    found = {word for word, text in (("wait", "griddepcontrol.wait"), ("trigger", "griddepcontrol.launch_dependents")) if text in code}
+    found = {
+        word
+        for word, text in (("wait", "griddepcontrol.wait"), ("trigger", "griddepcontrol.launch_dependents"))
+        if text in code
+    }
     assert found == said(kernel)
 
 
@@ -113,30 +155,61 @@ def test_every_kernel_that_is_launched_early_is_there() -> None:
     """By the launching code: who passes Triton's early launch options, or PDL to a CUDA kernel."""
     functions = functions_of_the_package()
     waiting = {name for name in functions if name.endswith("_kernel") and "wait" in signals(name, functions)}
-    assert waiting == {launch.kernel.split(":")[1] for _, launch in LAUNCHES if launch.early and ".py:" in launch.kernel}
-    code = {path.name: re.sub(r"//[^\n]*", "", path.read_text()) for path in (ROOT / "custom_ops").rglob("*.cu")}
+    assert waiting == {
+        launch.kernel.split(":")[1] for _, launch in LAUNCHES if launch.early and ".py:" in launch.kernel
+    }
+    code = {
+        path.name: re.sub(r"//[^\n]*", "", path.read_text()) for path in (ROOT / "custom_ops").rglob("*.cu")
+    }
     rows = [launch for _, launch in LAUNCHES if ".cu:" in launch.kernel]
-    assert {name for name in code if "griddepcontrol.wait" in code[name]} == {row.kernel.split(":")[0] for row in rows if row.early}
-    assert {name for name in code if "griddepcontrol" in code[name]} <= {row.kernel.split(":")[0] for row in rows}
+    assert {name for name in code if "griddepcontrol.wait" in code[name]} == {
+        row.kernel.split(":")[0] for row in rows if row.early
+    }
+    assert {name for name in code if "griddepcontrol" in code[name]} <= {
+        row.kernel.split(":")[0] for row in rows
+    }
 
 
 def test_launch_options_are_given_to_kernels_that_wait_alone() -> None:
     """A kernel that is launched early and does not wait would read and write ahead of everything."""
     asking = {
-        path.name for path in (ROOT / "custom_ops").rglob("*.py") if re.search(r"\b(early_launch|decode_options)\(", path.read_text())
+        path.name
+        for path in (ROOT / "custom_ops").rglob("*.py")
+        if re.search(r"\b(early_launch|decode_options)\(", path.read_text())
     }
     early = {launch.kernel.split(":")[0] for _, launch in LAUNCHES if launch.early}
-    assert {"write_kv.py", "embedding.py"} <= asking <= early | {"config.py", "launching.py", "paged_attention.py"}
-    ordinary = {path.name for path in (ROOT / "custom_ops").rglob("*.py") if re.search(r"\bearly=False", path.read_text())}
-    kernels = {launch.kernel.split(":")[0].removesuffix(".cu") for _, launch in LAUNCHES if ".cu:" in launch.kernel and not launch.early}
+    assert (
+        {"write_kv.py", "embedding.py"}
+        <= asking
+        <= early | {"config.py", "launching.py", "paged_attention.py"}
+    )
+    ordinary = {
+        path.name
+        for path in (ROOT / "custom_ops").rglob("*.py")
+        if re.search(r"\bearly=False", path.read_text())
+    }
+    kernels = {
+        launch.kernel.split(":")[0].removesuffix(".cu")
+        for _, launch in LAUNCHES
+        if ".cu:" in launch.kernel and not launch.early
+    }
     assert ordinary == {f"{name}.py" for name in kernels}
 
 
-# ------------------------------------------------------------------------------------------------------------- PTX
+# -------------------------------------------------------------------------------------------------------- PTX
 def order(ptx: str) -> list[str]:
-    """What orders a kernel and its neighbours, in the order of the code: wait, trigger, fence, first load, first store."""
-    names = {"griddepcontrol.wait": "wait", "griddepcontrol.launch_dependents": "trigger", "fence.acq_rel.gpu": "fence"}
-    found = re.findall(r"griddepcontrol\.\w+|fence\.acq_rel\.gpu|\bld\.(?:\w+\.)*global|\bst\.(?:\w+\.)*global|cp\.async\.c[ag]", ptx)
+    """What orders a kernel and its neighbours, in the order of the code: wait, trigger, fence, first load,
+    first store."""
+    names = {
+        "griddepcontrol.wait": "wait",
+        "griddepcontrol.launch_dependents": "trigger",
+        "fence.acq_rel.gpu": "fence",
+    }
+    found = re.findall(
+        r"griddepcontrol\.\w+|fence\.acq_rel\.gpu|"
+        r"\bld\.(?:\w+\.)*global|\bst\.(?:\w+\.)*global|cp\.async\.c[ag]",
+        ptx,
+    )
     steps = [names.get(step, "store" if step.startswith("st") else "load") for step in found]
     return [step for i, step in enumerate(steps) if i == 0 or step != steps[i - 1]]
 
@@ -156,7 +229,9 @@ def complaints(launch: Launch, steps: list[str]) -> list[str]:
             found.append(f"stores before it waits: {steps}")
         if ("load" in steps[:wait]) != bool(launch.reads_early):
             found.append(f"reads early {launch.reads_early}, but {steps}")
-        if (launch.triggers == "start" and "trigger" in steps[wait:]) or (launch.triggers == "wait" and steps[wait + 1] != "trigger"):
+        if (launch.triggers == "start" and "trigger" in steps[wait:]) or (
+            launch.triggers == "wait" and steps[wait + 1] != "trigger"
+        ):
             found.append(f"triggers: {launch.triggers}, but {steps}")
     if "fence" in steps and launch.waits != "last" and "store" in steps[steps.index("fence") :]:
         found.append(f"stores behind its fence: {steps}")
@@ -182,7 +257,11 @@ def test_a_false_row_is_found(steps: list[str], launch: Launch, words: str) -> N
 
 
 def row(op: str, kernel: str, case: str = "") -> Launch:
-    found = [launch for launch in STREAM_ORDER[op] if launch.kernel.endswith(f":{kernel}") and launch.case.endswith(case)]
+    found = [
+        launch
+        for launch in STREAM_ORDER[op]
+        if launch.kernel.endswith(f":{kernel}") and launch.case.endswith(case)
+    ]
     assert len(found) == 1, (op, kernel, case)
     return found[0]
 
@@ -249,7 +328,11 @@ def test_triton_ptx(triton_launches: list[tuple[str, Any]]) -> None:
         steps = order(launched.compile_launch(launch).asm["ptx"])
         wrong += [f"{op}, {launch.name}, {expected.case}: {text}" for text in complaints(expected, steps)]
     assert not wrong, "\n".join(wrong)
-    missed = [(op, launch.kernel, launch.case) for op, launch in LAUNCHES if ".py:" in launch.kernel and (op, launch) not in seen]
+    missed = [
+        (op, launch.kernel, launch.case)
+        for op, launch in LAUNCHES
+        if ".py:" in launch.kernel and (op, launch) not in seen
+    ]
     assert not missed, missed
 
 
@@ -262,11 +345,17 @@ def test_linear_ptx(tmp_path: Path, tokens: int) -> None:
     from torchpaged.custom_ops.layers.cuda.linear_shape import linear_macros, linear_shape
 
     shape = linear_shape(tokens, 4096, 4096, 132, True, True, 228 << 10, 227 << 10)
-    macros = linear_macros(torch.bfloat16, tokens, 4096, 4096, 4096, "none", False, False, True, True, True, shape)
+    macros = linear_macros(
+        torch.bfloat16, tokens, 4096, 4096, 4096, "none", False, False, True, True, True, shape
+    )
     name = "linear_wide" if shape.wide else "linear"
     expected = row("linear", name, {8: "1 to 8 tokens", 16: "no wgmma", 64: "on Hopper"}[tokens])
     target = tmp_path / "linear.ptx"
     source = source_of(expected.kernel)
-    subprocess.run(["nvcc", "-ptx", "-o", str(target), *jit.options(macros, (9, 0)), str(source)], check=True, timeout=300)
+    subprocess.run(
+        ["nvcc", "-ptx", "-o", str(target), *jit.options(macros, (9, 0)), str(source)],
+        check=True,
+        timeout=300,
+    )
     steps = order(target.read_text().replace("cp.async.bulk.tensor.2d.shared::cluster.global", "ld.global"))
     assert not complaints(expected, steps)

@@ -1,4 +1,5 @@
-"""One reader for all environment variables: a value that means nothing raises wherever the variable counts, and never passes for off."""
+"""One reader for all environment variables: a value that means nothing raises wherever the variable counts,
+and never passes for off."""
 
 from __future__ import annotations
 
@@ -68,13 +69,18 @@ def test_the_other_variables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
 
 
 def test_nobody_else_reads_them() -> None:
-    """Every mention of a variable's name beside ``environ`` or ``getenv`` is the reader's own, or the report's list."""
+    """Every mention of a variable's name beside ``environ`` or ``getenv`` is the reader's own, or the
+    report's list."""
     allowed = {ROOT / "custom_ops" / "variables.py", ROOT / "torchpaged" / "cli" / "report.py"}
-    files = {file for part in ("custom_ops", "graphs", "torchpaged") for file in (ROOT / part).rglob("*.py")} - allowed
+    files = {
+        file for part in ("custom_ops", "graphs", "torchpaged") for file in (ROOT / part).rglob("*.py")
+    } - allowed
     assert len(files) > 50
     for file in files:
         for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, (ast.Call, ast.Subscript)) and any(word in ast.unparse(node) for word in ("environ", "getenv")):
+            if isinstance(node, (ast.Call, ast.Subscript)) and any(
+                word in ast.unparse(node) for word in ("environ", "getenv")
+            ):
                 assert "TORCHPAGED_" not in ast.unparse(node), f"{file}: {ast.unparse(node)}"
 
 

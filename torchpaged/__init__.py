@@ -1,12 +1,20 @@
 """torchpaged: paged-KV attention for plain PyTorch, as custom ops, an nn.Module and a HuggingFace attention.
 
-Three doors: ``torchpaged.PagedAttention`` (a module), ``torchpaged.hf`` (HuggingFace models, unmodified ``generate()``), and
-the ops ``torch.ops.torchpaged.*`` with `write_kv`, `paged_attention`, ... as their checked functions. Importing this package
-imports torch and nothing optional.
+Three doors: ``torchpaged.PagedAttention`` (a module), ``torchpaged.hf`` (HuggingFace models, unmodified
+``generate()``), and the ops ``torch.ops.torchpaged.*`` with `write_kv`, `paged_attention`, ... as their
+checked functions. Importing this package imports torch and nothing optional.
 """
 
 from torchpaged.attention import PagedAttention
-from torchpaged.backends import AttentionSpec, Limits, Session, list_backends, open_session, select_backend, use_backend
+from torchpaged.backends import (
+    AttentionSpec,
+    Limits,
+    Session,
+    list_backends,
+    open_session,
+    select_backend,
+    use_backend,
+)
 from torchpaged.cache import BlockPool, KVLayerSpec, LayerKVCache, PagedKVCache
 from torchpaged.compile.compile_cache import load_compile_cache, save_compile_cache
 from torchpaged.custom_ops.errors import (
@@ -21,7 +29,14 @@ from torchpaged.custom_ops.errors import (
     TorchpagedError,
     UnsupportedModelError,
 )
-from torchpaged.functional import advance_step, copy_blocks, merge_attn_states, paged_attention, rope_write_kv, write_kv
+from torchpaged.functional import (
+    advance_step,
+    copy_blocks,
+    merge_attn_states,
+    paged_attention,
+    rope_write_kv,
+    write_kv,
+)
 from torchpaged.metadata import AttentionMetadata
 from torchpaged.version import __version__ as __version__
 

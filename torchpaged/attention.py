@@ -3,12 +3,13 @@
     attention = PagedAttention(num_heads=32, head_dim=128, num_kv_heads=8)
     out = attention(query, key, value, kv_cache[layer], metadata)
 
-It needs no engine and no global context: the layer's pools and the batch's metadata are arguments. What its backend keeps between calls is in
-the layer's session, or in one that several layers share::
+It needs no engine and no global context: the layer's pools and the batch's metadata are arguments. What its
+backend keeps between calls is in the layer's session, or in one that several layers share::
 
     session = torchpaged.open_session(attention_spec(...), Limits(max_num_reqs=64))
     layers = [PagedAttention(32, 128, 8, session=session) for _ in range(4)]
-    session.plan(metadata)      # before each step, outside compiled code; a backend that needs no plan does nothing
+    # before each step, outside compiled code; a backend that needs no plan does nothing
+    session.plan(metadata)
 """
 
 from __future__ import annotations
@@ -45,13 +46,17 @@ class PagedAttention(nn.Module):
         head_dim_v: width of values; default ``head_dim``.
         causal: hide keys after the query.
         chunk_size: attend within chunks of that many positions only; None or 0 = off.
-        block_size: tokens per block, if that shall count in the choice of a backend; a cache of another size is refused then. None: the
-            cache says it.
-        kv_dtype: the pools' dtype, for choosing a backend; default: the module's. Pools that the backend can't take are refused.
-        backend: a name or "auto". Chosen here and again when the module moves (``.to``), never in ``forward``.
-        limits: the largest batches to come, for a session of the module's own. None: not said; a backend may refuse that. Eager calls of one
-            module may overlap on different streams; compiled or captured ones, which take the session as it is, must not.
-        session: an open one that several modules share, in place of ``backend`` and ``limits``; their calls must not overlap on different streams.
+        block_size: tokens per block, if that shall count in the choice of a backend; a cache of another size
+            is refused then. None: the cache says it.
+        kv_dtype: the pools' dtype, for choosing a backend; default: the module's. Pools that the backend
+            can't take are refused.
+        backend: a name or "auto". Chosen here and again when the module moves (``.to``), never
+            in ``forward``.
+        limits: the largest batches to come, for a session of the module's own. None: not said; a backend may
+            refuse that. Eager calls of one module may overlap on different streams; compiled or captured
+            ones, which take the session as it is, must not.
+        session: an open one that several modules share, in place of ``backend`` and ``limits``; their calls
+            must not overlap on different streams.
         device, dtype: as for any module; default torch's.
 
     Attributes:
@@ -108,14 +113,24 @@ class PagedAttention(nn.Module):
             raise ArgumentError("num_kv_heads", f"a divisor of num_heads ({num_heads})", str(num_kv_heads))
         self.head_dim_v = head_dim if head_dim_v is None else head_dim_v
         self.scale = head_dim**-0.5 if scale is None else scale
-        self.window_size, self.logits_soft_cap, self.causal, self.chunk_size = window_size, logits_soft_cap, causal, chunk_size
+        self.window_size, self.logits_soft_cap, self.causal, self.chunk_size = (
+            window_size,
+            logits_soft_cap,
+            causal,
+            chunk_size,
+        )
         self.block_size, self.kv_dtype, self.requested_backend = block_size, kv_dtype, backend
         if not isinstance(session, (Session, NoneType)):
             raise ArgumentError("session", "a Session, such as open_session gives", repr(session))
         if not isinstance(limits, (Limits, NoneType)):
             raise ArgumentError("limits", "Limits", repr(limits))
         if session is not None and (limits is not None or backend != "auto"):
-            raise ArgumentError("session", "a session, or a backend and limits", "both", "the session has a backend and limits")
+            raise ArgumentError(
+                "session",
+                "a session, or a backend and limits",
+                "both",
+                "the session has a backend and limits",
+            )
         self._limits, self._given = Limits() if limits is None else limits, session
         # an empty buffer that knows where the module lives, since there may be no parameter to ask
         self.register_buffer("_home", torch.empty(0, device=device, dtype=dtype), persistent=False)
@@ -123,7 +138,9 @@ class PagedAttention(nn.Module):
         self.register_buffer("alibi_slopes", self._per_head("alibi_slopes", alibi_slopes, torch.float32))
         self._choose()
 
-    def _per_head(self, name: str, values: Sequence[float] | Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    def _per_head(
+        self, name: str, values: Sequence[float] | Tensor | None, dtype: torch.dtype
+    ) -> Tensor | None:
         if values is None:
             return None
         tensor = torch.as_tensor(values, dtype=dtype, device=self._home.device)
@@ -133,11 +150,22 @@ class PagedAttention(nn.Module):
 
     def _choose(self) -> None:
         spec = self.spec = attention_spec(
-            device=self._home.device, dtype=self._home.dtype, num_heads=self.num_heads, num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim, head_dim_v=self.head_dim_v, block_size=self.block_size, kv_dtype=self.kv_dtype, causal=self.causal,
-            window_size=self.window_size, logits_soft_cap=self.logits_soft_cap, alibi_slopes=self.alibi_slopes, sinks=self.sinks,
-            chunk_size=self.chunk_size, scale=self.scale,
-        )  # fmt: skip
+            device=self._home.device,
+            dtype=self._home.dtype,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            head_dim_v=self.head_dim_v,
+            block_size=self.block_size,
+            kv_dtype=self.kv_dtype,
+            causal=self.causal,
+            window_size=self.window_size,
+            logits_soft_cap=self.logits_soft_cap,
+            alibi_slopes=self.alibi_slopes,
+            sinks=self.sinks,
+            chunk_size=self.chunk_size,
+            scale=self.scale,
+        )
         if self._given is None:
             self.choice: Choice = select_backend(spec, self.requested_backend)
             self._use(self.choice.backend.open([spec], self._limits, self._home.device))
@@ -150,7 +178,8 @@ class PagedAttention(nn.Module):
         self.session, self._capabilities, self._ops = session, session.capabilities, session.ops
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles: op handles can't be pickled, and a session is a place in this process's memory. A copy opens its own."""
+        """For copies and pickles: op handles can't be pickled, and a session is a place in this process's
+        memory. A copy opens its own."""
         here = ("_ops", "_workspace", "session", "_given")
         limits = self._limits if self._given is None else self._given.limits
         return {name: value for name, value in self.__dict__.items() if name not in here} | {
@@ -159,7 +188,8 @@ class PagedAttention(nn.Module):
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """The backend stays as it was chosen; loaded onto another kind of device, or where it can't run, it is chosen again."""
+        """The backend stays as it was chosen; loaded onto another kind of device, or where it can't run, it
+        is chosen again."""
         chosen_on = state.pop("_chosen_on")
         super().__setstate__(state)
         self._given = None
@@ -188,19 +218,20 @@ class PagedAttention(nn.Module):
 
         Args:
             query: ``[..., num_heads, head_dim]``; the leading dimensions flatten to ``num_tokens``.
-            key: ``[..., num_kv_heads, head_dim]``, or None to write nothing (a layer that shares another one's cache).
+            key: ``[..., num_kv_heads, head_dim]``, or None to write nothing (a layer that shares another
+                one's cache).
             value: ``[..., num_kv_heads, head_dim_v]``, or None together with ``key``.
             kv_cache: the layer's pools: a `LayerKVCache` or ``(k_cache, v_cache)``.
-            metadata: the batch; its slots are those of the query tokens. Requests may share a prefix that is computed in this same step, but
-                not in a step of one query token each: there the GPU kernels read what lies before the query tokens while ``key`` and
-                ``value`` are still written.
+            metadata: the batch; its slots are those of the query tokens. Requests may share a prefix that is
+                computed in this same step, but not in a step of one query token each: there the GPU kernels
+                read what lies before the query tokens while ``key`` and ``value`` are still written.
 
         Returns:
             ``[..., num_heads, head_dim_v]`` in query's dtype.
 
         Raises:
-            ArgumentError: shapes, dtypes, devices or values don't fit, the cache's block size is not the metadata's, or the batch is over the
-                session's limits; nothing is written then.
+            ArgumentError: shapes, dtypes, devices or values don't fit, the cache's block size is not the
+                metadata's, or the batch is over the session's limits; nothing is written then.
             BackendUnavailableError: the backend can't take pools of this dtype or block size.
             PlanError: the backend plans every batch, and ``session.plan(metadata)`` was not called.
         """
@@ -214,13 +245,28 @@ class PagedAttention(nn.Module):
         self._check_pools(pools, metadata)
         q = query.reshape(-1, self.num_heads, self.head_dim)
         out = q.new_empty(q.shape[0], self.num_heads, self.head_dim_v)
-        attend = (q, pools.k_cache, pools.v_cache, metadata.block_table, metadata.seq_lens, metadata.query_start_loc, out)
+        attend = (
+            q,
+            pools.k_cache,
+            pools.v_cache,
+            metadata.block_table,
+            metadata.seq_lens,
+            metadata.query_start_loc,
+            out,
+        )
         options: dict[str, Any] = {
-            "max_query_len": metadata.max_query_len, "scale": self.scale, "causal": self.causal,
-            "window_left": self.window_size[0], "window_right": self.window_size[1],
-            "logits_soft_cap": self.logits_soft_cap or 0.0, "alibi_slopes": self.alibi_slopes, "sinks": self.sinks,
-            "k_scale": pools.k_scale, "v_scale": pools.v_scale, "chunk_size": self.chunk_size or 0,
-        }  # fmt: skip
+            "max_query_len": metadata.max_query_len,
+            "scale": self.scale,
+            "causal": self.causal,
+            "window_left": self.window_size[0],
+            "window_right": self.window_size[1],
+            "logits_soft_cap": self.logits_soft_cap or 0.0,
+            "alibi_slopes": self.alibi_slopes,
+            "sinks": self.sinks,
+            "k_scale": pools.k_scale,
+            "v_scale": pools.v_scale,
+            "chunk_size": self.chunk_size or 0,
+        }
         workspace = self._workspace
         write = None
         if key is not None and value is not None:
@@ -228,7 +274,12 @@ class PagedAttention(nn.Module):
             v = value.reshape(-1, self.num_kv_heads, self.head_dim_v)
             slots = metadata.slot_mapping
             if slots is None:
-                raise ArgumentError("metadata", "a slot_mapping, since keys are written", "None", "or pass key=None, value=None")
+                raise ArgumentError(
+                    "metadata",
+                    "a slot_mapping, since keys are written",
+                    "None",
+                    "or pass key=None, value=None",
+                )
             write = (k, v, pools.k_cache, pools.v_cache, slots, pools.k_scale, pools.v_scale)
         if not torch.compiler.is_compiling():  # both calls are checked before the first one writes
             refuse_grad(query=query, key=key, value=value)
@@ -239,7 +290,8 @@ class PagedAttention(nn.Module):
             workspace = self.session.workspace_for(workspace, metadata.num_reqs)
             check_native_dtype(self._ops.paged_attention, query=query, k_cache=pools.k_cache)
         if write is not None:
-            # longer queries may be another request's context, see above; they gain little from the early start
+            # longer queries may be another request's context, see above; they gain little from the
+            # early start
             self._ops.write_kv(*write, are_query_tokens=metadata.max_query_len == 1)
         self._ops.paged_attention(*attend, **options, **workspace)
         return out.view(*query.shape[:-1], self.head_dim_v)
@@ -251,28 +303,46 @@ class PagedAttention(nn.Module):
         size, able = pools.k_cache.shape[1], self._capabilities
         metadata.check_block_size(size)
         if self.block_size is not None and size != self.block_size:
-            if torch.compiler.is_compiling():  # dynamo can't make an ArgumentError, and its own error quotes this one
+            if (
+                torch.compiler.is_compiling()
+            ):  # dynamo can't make an ArgumentError, and its own error quotes this one
                 raise ValueError(
-                    f"kv_cache: expected blocks of {self.block_size} tokens, as this module was built for, got blocks of {size}"
+                    f"kv_cache: expected blocks of {self.block_size} tokens, as this module was built for, "
+                    f"got blocks of {size}"
                 )
-            raise ArgumentError("kv_cache", f"blocks of {self.block_size} tokens, as this module was built for", f"blocks of {size}",
-                                "build both with one block_size, or PagedAttention without it")  # fmt: skip
+            raise ArgumentError(
+                "kv_cache",
+                f"blocks of {self.block_size} tokens, as this module was built for",
+                f"blocks of {size}",
+                "build both with one block_size, or PagedAttention without it",
+            )
         limits, num_blocks = self.session.limits, pools.k_cache.shape[0]
         expected, got = "", ""
         if limits.block_size is not None and size != limits.block_size:
-            expected, got = f"blocks of block_size={limits.block_size} tokens, as the session's limits say", f"blocks of {size}"
+            expected, got = (
+                f"blocks of block_size={limits.block_size} tokens, as the session's limits say",
+                f"blocks of {size}",
+            )
         elif limits.num_blocks is not None and num_blocks > limits.num_blocks:
-            expected, got = f"at most num_blocks={limits.num_blocks}, as the session's limits say", f"{num_blocks} blocks"
+            expected, got = (
+                f"at most num_blocks={limits.num_blocks}, as the session's limits say",
+                f"{num_blocks} blocks",
+            )
         if expected:
             if torch.compiler.is_compiling():
                 raise ValueError(f"kv_cache: expected {expected}, got {got}")
             raise ArgumentError("kv_cache", expected, got, "open the session with the Limits of the pools")
         if able.block_sizes is not None and size not in able.block_sizes:
-            raise BackendUnavailableError(f"backend {self.choice.name!r} cannot run this attention: block_size {size} is not one of "
-                                          f"{able.block_sizes}; give PagedAttention block_size={size}, so that it chooses with it")  # fmt: skip
+            raise BackendUnavailableError(
+                f"backend {self.choice.name!r} cannot run this attention: block_size {size} is not one of "
+                f"{able.block_sizes}; give PagedAttention block_size={size}, so that it chooses with it"
+            )
         if pools.k_cache.dtype not in able.kv_dtypes:
-            raise BackendUnavailableError(f"backend {self.choice.name!r} cannot run this attention: kv dtype {pools.k_cache.dtype} is not one of "
-                                          f"{able.kv_dtypes}; give PagedAttention kv_dtype, so that it chooses with it")  # fmt: skip
+            raise BackendUnavailableError(
+                f"backend {self.choice.name!r} cannot run this attention: kv dtype {pools.k_cache.dtype} "
+                "is not one of "
+                f"{able.kv_dtypes}; give PagedAttention kv_dtype, so that it chooses with it"
+            )
 
     def extra_repr(self) -> str:
         """What ``print(module)`` shows."""

@@ -3,11 +3,13 @@
     write_kv(k, v, k_cache, v_cache, slot_mapping)
     out = paged_attention(q, k_cache, v_cache, block_table, seq_lens, query_start_loc, max_query_len=1)
 
-They run the backend that every other door would choose: `torchpaged.use_backend`, TORCHPAGED_BACKEND, then the automatic choice; one that
-was asked for and can't serve a call raises with its reasons. ``ops=BACKEND_OPS[name]`` runs one backend's kernels whatever was asked for.
+They run the backend that every other door would choose: `torchpaged.use_backend`, TORCHPAGED_BACKEND, then
+the automatic choice; one that was asked for and can't serve a call raises with its reasons.
+``ops=BACKEND_OPS[name]`` runs one backend's kernels whatever was asked for.
 
-Under ``torch.compile`` they trace to one op call (and one allocation). The backend is chosen when the call is traced, as a module's is at its
-construction, and the compiled code keeps it; the checks run in eager mode only. Inference only: they refuse inputs that require grad.
+Under ``torch.compile`` they trace to one op call (and one allocation). The backend is chosen when the call is
+traced, as a module's is at its construction, and the compiled code keeps it; the checks run in eager mode
+only. Inference only: they refuse inputs that require grad.
 """
 
 from __future__ import annotations
@@ -23,7 +25,11 @@ from torchpaged.backends import AttentionSpec, Backend, Limits, attention_spec, 
 from torchpaged.backends.capabilities import used_features
 from torchpaged.backends.ops_choice import choose_ops, traced_ops
 from torchpaged.custom_ops import BACKEND_OPS, BackendOps, check_native_dtype
-from torchpaged.custom_ops.attention.check import check_merge_attn_states, check_options, check_paged_attention
+from torchpaged.custom_ops.attention.check import (
+    check_merge_attn_states,
+    check_options,
+    check_paged_attention,
+)
 from torchpaged.custom_ops.block_ops.check import check_copy_blocks
 from torchpaged.custom_ops.cache_write.check import check_rope_write_kv, check_write_kv
 from torchpaged.custom_ops.checks import check_tensors, is_int, refuse_grad
@@ -54,13 +60,16 @@ def write_kv(
     Args:
         k: ``[num_tokens, num_kv_heads, head_dim]``, the pools' dtype (or a float dtype for fp8 pools).
         v: ``[num_tokens, num_kv_heads, head_dim_v]``.
-        k_cache: ``[num_blocks, block_size, num_kv_heads, head_dim]``; any strides with a contiguous last dimension.
+        k_cache: ``[num_blocks, block_size, num_kv_heads, head_dim]``; any strides with a contiguous
+            last dimension.
         v_cache: ``[num_blocks, block_size, num_kv_heads, head_dim_v]``.
         slot_mapping: ``[num_tokens]`` int64, ``block * block_size + offset``; -1 skips the token.
-        k_scale, v_scale: float32 ``[1]`` or ``[num_kv_heads]``, for fp8 pools: what is stored is ``x / scale``.
-        are_query_tokens: promises that the next `paged_attention` over these pools has exactly these tokens as its query tokens, and that
-            none of them is context of a request in it. It may then start while this write runs, which saves a microsecond or two on
-            Hopper. Without the promise any call may follow.
+        k_scale, v_scale: float32 ``[1]`` or ``[num_kv_heads]``, for fp8 pools: what is stored is ``x
+            / scale``.
+        are_query_tokens: promises that the next `paged_attention` over these pools has exactly these tokens
+            as its query tokens, and that none of them is context of a request in it. It may then start while
+            this write runs, which saves a microsecond or two on Hopper. Without the promise any call
+            may follow.
         ops: whose kernels to run; default: those of the backend that every other door would choose.
 
     Raises:
@@ -68,7 +77,14 @@ def write_kv(
         BackendUnavailableError: the backend that was asked for can't serve this; with all reasons.
     """
     if not torch.compiler.is_compiling():
-        check_tensors(k=k, v=v, k_cache=k_cache, v_cache=v_cache, slot_mapping=slot_mapping, **_given(k_scale=k_scale, v_scale=v_scale))
+        check_tensors(
+            k=k,
+            v=v,
+            k_cache=k_cache,
+            v_cache=v_cache,
+            slot_mapping=slot_mapping,
+            **_given(k_scale=k_scale, v_scale=v_scale),
+        )
         refuse_grad(k=k, v=v)
         check_write_kv(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
         ops = choose_ops(k.device, _written_for(k, v, k_cache)) if ops is None else ops
@@ -98,51 +114,100 @@ def rope_write_kv(
     are_query_tokens: bool = False,
     ops: BackendOps | None = None,
 ) -> Tensor:
-    """RMSNorm of each head of q and k (optional), rotary embedding, and `write_kv` of this step's keys and values, in one pass.
+    """RMSNorm of each head of q and k (optional), rotary embedding, and `write_kv` of this step's keys and
+    values, in one pass.
 
-    Norm: ``x * rsqrt(mean(x^2) + norm_eps) * (norm_offset + weight)`` (arXiv:1910.07467; Qwen3 with offset 0, Gemma with 1).
-    Rotation (arXiv:2104.09864): ``(x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin)`` over the first ``rotary_dim`` of each head.
-    Both run in float32 and the result is rounded once, to q's dtype or the pools'. HuggingFace rounds more often: Qwen3's norm
-    before and after its weight, Gemma's once, and the rotation in the model's dtype after each product. In 16-bit dtypes
-    the results thus differ from HuggingFace's by a few units in the last place, and are the closer ones to the exact values.
+    Norm: ``x * rsqrt(mean(x^2) + norm_eps) * (norm_offset + weight)`` (arXiv:1910.07467; Qwen3 with offset 0,
+        Gemma with 1).
+    Rotation (arXiv:2104.09864): ``(x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin)`` over the first
+    ``rotary_dim`` of each head. Both run in float32 and the result is rounded once, to q's dtype or the
+    pools'. HuggingFace rounds more often: Qwen3's norm before and after its weight, Gemma's once, and the
+    rotation in the model's dtype after each product. In 16-bit dtypes the results thus differ from
+    HuggingFace's by a few units in the last place, and are the closer ones to the exact values.
 
     Args:
-        q: ``[num_tokens, num_heads, head_dim]``; any strides with a contiguous last dimension, e.g. a slice of a fused qkv.
+        q: ``[num_tokens, num_heads, head_dim]``; any strides with a contiguous last dimension, e.g. a slice
+            of a fused qkv.
         k: ``[num_tokens, num_kv_heads, head_dim]``, q's dtype, strides likewise.
         v: ``[num_tokens, num_kv_heads, head_dim_v]``, likewise.
         positions: ``[num_tokens]`` int64 in ``[0, max_position)``, those of padding rows included.
-        cos_sin: ``[max_position, rotary_dim]``, float32 or q's dtype: ``rotary_dim // 2`` cosines, then as many sines.
-        k_cache, v_cache, slot_mapping: as in `write_kv`; slot -1 skips the write, and the query is still returned.
+        cos_sin: ``[max_position, rotary_dim]``, float32 or q's dtype: ``rotary_dim // 2`` cosines, then as
+            many sines.
+        k_cache, v_cache, slot_mapping: as in `write_kv`; slot -1 skips the write, and the query is
+            still returned.
         q_norm, k_norm: ``[head_dim]`` weights in q's dtype or float32; None = no norm.
         norm_eps: added to the mean of squares.
         norm_offset: added to the weights.
-        interleaved: the pairs that turn together are ``(2i, 2i + 1)`` (GPT-J) instead of ``(i, i + rotary_dim // 2)`` (NeoX, Llama).
-        k_scale, v_scale: float32 ``[1]`` or ``[num_kv_heads]``, for fp8 pools: what is stored is ``x / scale``, saturated.
+        interleaved: the pairs that turn together are ``(2i, 2i + 1)`` (GPT-J) instead of ``(i, i + rotary_dim
+            // 2)`` (NeoX, Llama).
+        k_scale, v_scale: float32 ``[1]`` or ``[num_kv_heads]``, for fp8 pools: what is stored is ``x /
+            scale``, saturated.
         are_query_tokens: as in `write_kv`.
-        ops: whose kernels to run; default: as the module docstring says (backend ``cpu`` runs the reference here: there is no native kernel).
+        ops: whose kernels to run; default: as the module docstring says (backend ``cpu`` runs the reference
+            here: there is no native kernel).
 
     Returns:
         The rotated queries, ``[num_tokens, num_heads, head_dim]`` in q's dtype, contiguous.
 
     Raises:
-        ArgumentError: shapes, dtypes, devices, strides, positions or slots don't fit; nothing is written then.
+        ArgumentError: shapes, dtypes, devices, strides, positions or slots don't fit; nothing is
+            written then.
         BackendUnavailableError: the backend that was asked for can't serve this; with all reasons.
     """
     if not torch.compiler.is_compiling():
-        check_tensors(q=q, k=k, v=v, positions=positions, cos_sin=cos_sin, k_cache=k_cache, v_cache=v_cache, slot_mapping=slot_mapping,
-                      **_given(q_norm=q_norm, k_norm=k_norm, k_scale=k_scale, v_scale=v_scale))  # fmt: skip
+        check_tensors(
+            q=q,
+            k=k,
+            v=v,
+            positions=positions,
+            cos_sin=cos_sin,
+            k_cache=k_cache,
+            v_cache=v_cache,
+            slot_mapping=slot_mapping,
+            **_given(q_norm=q_norm, k_norm=k_norm, k_scale=k_scale, v_scale=v_scale),
+        )
     q_out = q.new_empty(q.shape)
     if not torch.compiler.is_compiling():
         refuse_grad(q=q, k=k, v=v, q_norm=q_norm, k_norm=k_norm)
         check_rope_write_kv(
-            q, k, v, positions, cos_sin, slot_mapping, q_out, k_cache, v_cache, q_norm=q_norm, k_norm=k_norm, norm_eps=norm_eps,
-            norm_offset=norm_offset, k_scale=k_scale, v_scale=v_scale)  # fmt: skip
+            q,
+            k,
+            v,
+            positions,
+            cos_sin,
+            slot_mapping,
+            q_out,
+            k_cache,
+            v_cache,
+            q_norm=q_norm,
+            k_norm=k_norm,
+            norm_eps=norm_eps,
+            norm_offset=norm_offset,
+            k_scale=k_scale,
+            v_scale=v_scale,
+        )
         ops = choose_ops(q.device, _written_for(k, v, k_cache)) if ops is None else ops
     elif ops is None:
         ops = traced_ops(q.device.type)
     ops.rope_write_kv(
-        q, k, v, positions, cos_sin, slot_mapping, q_out, k_cache, v_cache, q_norm=q_norm, k_norm=k_norm, norm_eps=norm_eps,
-        norm_offset=norm_offset, interleaved=interleaved, k_scale=k_scale, v_scale=v_scale, are_query_tokens=are_query_tokens)  # fmt: skip
+        q,
+        k,
+        v,
+        positions,
+        cos_sin,
+        slot_mapping,
+        q_out,
+        k_cache,
+        v_cache,
+        q_norm=q_norm,
+        k_norm=k_norm,
+        norm_eps=norm_eps,
+        norm_offset=norm_offset,
+        interleaved=interleaved,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        are_query_tokens=are_query_tokens,
+    )
     return q_out
 
 
@@ -168,7 +233,8 @@ def paged_attention(
     return_lse: bool = False,
     ops: BackendOps | None = None,
 ) -> Any:
-    """Attention of packed queries over paged keys and values: prefill, decode, chunked prefill and mixed batches alike.
+    """Attention of packed queries over paged keys and values: prefill, decode, chunked prefill and mixed
+    batches alike.
 
     Query ``i`` of a request sees keys up to ``seq_len - query_len + i`` (bottom-right causal alignment).
 
@@ -188,32 +254,56 @@ def paged_attention(
         sinks: ``[num_heads]``, one logit per head that takes part in the softmax without a value.
         k_scale, v_scale: float32 ``[1]`` or ``[num_kv_heads]``, for fp8 pools.
         chunk_size: keys of the query's own chunk of that many positions only; None or 0 = off.
-        workspace: what a session of the backend of ``ops`` keeps for this kind of call: ``session.workspace(spec)``; the session has planned the
-            batch if it plans at all. None: nothing is kept: a GPU kernel makes its semaphore anew, which costs a memset, and a backend that plans
+        workspace: what a session of the backend of ``ops`` keeps for this kind of call:
+            ``session.workspace(spec)``; the session has planned the batch if it plans at all. None: nothing
+            is kept: a GPU kernel makes its semaphore anew, which costs a memset, and a backend that plans
             plans for this call alone, which compiled code can't.
         return_lse: also return the log-sum-exp.
         ops: whose kernels to run; default: those of the backend that every other door would choose.
 
     Returns:
-        A tensor ``[num_tokens, num_heads, head_dim_v]`` in q's dtype; with ``return_lse`` a pair of it and float32
-        ``[num_tokens, num_heads]``.
+        A tensor ``[num_tokens, num_heads, head_dim_v]`` in q's dtype; with ``return_lse`` a pair of it and
+        float32 ``[num_tokens, num_heads]``.
 
     Raises:
         ArgumentError: shapes, dtypes, devices, strides, block ids, lengths or options don't fit.
-        BackendUnavailableError: ``ops``, or the backend that was asked for, declare not to run this; with all reasons.
+        BackendUnavailableError: ``ops``, or the backend that was asked for, declare not to run this; with
+            all reasons.
     """
     kept: Mapping[str, Any] = {} if workspace is None else workspace
     if not torch.compiler.is_compiling():
         if not isinstance(kept, Mapping):
-            raise ArgumentError("workspace", "tensors by argument name", type(workspace).__name__, "pass session.workspace(spec)")
+            raise ArgumentError(
+                "workspace",
+                "tensors by argument name",
+                type(workspace).__name__,
+                "pass session.workspace(spec)",
+            )
         if ops is not None and not isinstance(ops, BackendOps):
-            raise ArgumentError("ops", "handles of a backend's ops", repr(ops), "pass BACKEND_OPS[name], or choose by use_backend(name)")
+            raise ArgumentError(
+                "ops",
+                "handles of a backend's ops",
+                repr(ops),
+                "pass BACKEND_OPS[name], or choose by use_backend(name)",
+            )
         if not (is_int(max_query_len) or isinstance(max_query_len, torch.SymInt)):
             raise ArgumentError("max_query_len", "an int of at least 1", repr(max_query_len))
         check_options(scale, window_size, logits_soft_cap, chunk_size)
-        check_tensors(q=q, k_cache=k_cache, v_cache=v_cache, block_table=block_table, seq_lens=seq_lens, query_start_loc=query_start_loc,
-                      **_given(alibi_slopes=alibi_slopes, sinks=sinks, k_scale=k_scale, v_scale=v_scale), **kept)  # fmt: skip
-        for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):  # of these the outputs take their shape
+        check_tensors(
+            q=q,
+            k_cache=k_cache,
+            v_cache=v_cache,
+            block_table=block_table,
+            seq_lens=seq_lens,
+            query_start_loc=query_start_loc,
+            **_given(alibi_slopes=alibi_slopes, sinks=sinks, k_scale=k_scale, v_scale=v_scale),
+            **kept,
+        )
+        for name, tensor in (
+            ("q", q),
+            ("k_cache", k_cache),
+            ("v_cache", v_cache),
+        ):  # of these the outputs take their shape
             if not tensor.dim() == (3 if name == "q" else 4):
                 raise ArgumentError(name, f"{3 if name == 'q' else 4} dimensions", str(list(tensor.shape)))
     out = q.new_empty(q.shape[0], q.shape[1], v_cache.shape[3])
@@ -224,37 +314,103 @@ def paged_attention(
     if not torch.compiler.is_compiling():
         refuse_grad(q=q, sinks=sinks, alibi_slopes=alibi_slopes)
         check_paged_attention(
-            q, k_cache, v_cache, block_table, seq_lens, query_start_loc, out, lse, max_query_len=max_query_len, scale=scale,
-            causal=causal, window_left=window_size[0], window_right=window_size[1], logits_soft_cap=soft_cap,
-            alibi_slopes=alibi_slopes, sinks=sinks, k_scale=k_scale, v_scale=v_scale, chunk_size=chunk,
-            semaphore=kept.get("semaphore"))  # fmt: skip
+            q,
+            k_cache,
+            v_cache,
+            block_table,
+            seq_lens,
+            query_start_loc,
+            out,
+            lse,
+            max_query_len=max_query_len,
+            scale=scale,
+            causal=causal,
+            window_left=window_size[0],
+            window_right=window_size[1],
+            logits_soft_cap=soft_cap,
+            alibi_slopes=alibi_slopes,
+            sinks=sinks,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            chunk_size=chunk,
+            semaphore=kept.get("semaphore"),
+        )
         spec = attention_spec(
-            device=q.device, dtype=q.dtype, num_heads=q.shape[1], num_kv_heads=k_cache.shape[2], head_dim=q.shape[2],
-            head_dim_v=v_cache.shape[3], block_size=k_cache.shape[1], kv_dtype=k_cache.dtype, causal=causal, window_size=window_size,
-            logits_soft_cap=logits_soft_cap, alibi_slopes=alibi_slopes, sinks=sinks, chunk_size=chunk_size, lse=return_lse, scale=scale)  # fmt: skip
+            device=q.device,
+            dtype=q.dtype,
+            num_heads=q.shape[1],
+            num_kv_heads=k_cache.shape[2],
+            head_dim=q.shape[2],
+            head_dim_v=v_cache.shape[3],
+            block_size=k_cache.shape[1],
+            kv_dtype=k_cache.dtype,
+            causal=causal,
+            window_size=window_size,
+            logits_soft_cap=logits_soft_cap,
+            alibi_slopes=alibi_slopes,
+            sinks=sinks,
+            chunk_size=chunk_size,
+            lse=return_lse,
+            scale=scale,
+        )
         if ops is None:
             ops = choose_ops(q.device, spec)
         check_native_dtype(ops.paged_attention, q=q, k_cache=k_cache)
         if ops is not _DEFAULT:
             backend = _able(_Handles(ops), spec)
             if backend is not None and workspace is None and backend.capabilities.planning:
-                kept = _planned_once(backend, spec, block_table, seq_lens, query_start_loc, max_query_len, k_cache)
+                kept = _planned_once(
+                    backend, spec, block_table, seq_lens, query_start_loc, max_query_len, k_cache
+                )
     elif ops is None:
         features = used_features(
-            causal=causal, window=tuple(window_size) != (-1, -1), soft_cap=soft_cap, alibi=alibi_slopes is not None,
-            sinks=sinks is not None, chunk_size=chunk, lse=return_lse)  # fmt: skip
+            causal=causal,
+            window=tuple(window_size) != (-1, -1),
+            soft_cap=soft_cap,
+            alibi=alibi_slopes is not None,
+            sinks=sinks is not None,
+            chunk_size=chunk,
+            lse=return_lse,
+        )
         ops = traced_ops(q.device.type, q.dtype, k_cache.dtype, " ".join(features))
     ops.paged_attention(
-        q, k_cache, v_cache, block_table, seq_lens, query_start_loc, out, lse, max_query_len=max_query_len, scale=scale,
-        causal=causal, window_left=window_size[0], window_right=window_size[1], logits_soft_cap=soft_cap,
-        alibi_slopes=alibi_slopes, sinks=sinks, k_scale=k_scale, v_scale=v_scale, chunk_size=chunk, **kept)  # fmt: skip
+        q,
+        k_cache,
+        v_cache,
+        block_table,
+        seq_lens,
+        query_start_loc,
+        out,
+        lse,
+        max_query_len=max_query_len,
+        scale=scale,
+        causal=causal,
+        window_left=window_size[0],
+        window_right=window_size[1],
+        logits_soft_cap=soft_cap,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        chunk_size=chunk,
+        **kept,
+    )
     return out if lse is None else (out, lse)
 
 
 def _written_for(k: Tensor, v: Tensor, k_cache: Tensor) -> AttentionSpec:
-    """The attention that reads what is written; as many query heads as kv heads, since the queries are not known here."""
-    return attention_spec(device=k.device, dtype=k.dtype, num_heads=k.shape[1], num_kv_heads=k.shape[1], head_dim=k.shape[2],
-                          head_dim_v=v.shape[2], block_size=k_cache.shape[1], kv_dtype=k_cache.dtype)  # fmt: skip
+    """The attention that reads what is written; as many query heads as kv heads, since the queries are not
+    known here."""
+    return attention_spec(
+        device=k.device,
+        dtype=k.dtype,
+        num_heads=k.shape[1],
+        num_kv_heads=k.shape[1],
+        head_dim=k.shape[2],
+        head_dim_v=v.shape[2],
+        block_size=k_cache.shape[1],
+        kv_dtype=k_cache.dtype,
+    )
 
 
 class _Handles:
@@ -272,11 +428,14 @@ class _Handles:
 
 @functools.lru_cache(maxsize=1024)
 def _able(handles: _Handles, spec: AttentionSpec) -> Backend | None:
-    """The backend of these handles, if one has them, and if it can run ``spec``. Runs once per kind of call: a refusal is not kept."""
+    """The backend of these handles, if one has them, and if it can run ``spec``. Runs once per kind of call:
+    a refusal is not kept."""
     backend = backend_of(handles.ops)
     reasons = [] if backend is None else backend.capabilities.reject(spec)
     if backend is not None and reasons:
-        raise BackendUnavailableError(f"backend {backend.name!r} (its ops were given) cannot run this attention: {'; '.join(reasons)}")
+        raise BackendUnavailableError(
+            f"backend {backend.name!r} (its ops were given) cannot run this attention: {'; '.join(reasons)}"
+        )
     return backend
 
 
@@ -290,11 +449,20 @@ class _OneCall(NamedTuple):
 
 
 def _planned_once(
-    backend: Backend, spec: AttentionSpec, block_table: Tensor, seq_lens: Tensor, query_start_loc: Tensor, max_query_len: int, pool: Tensor
+    backend: Backend,
+    spec: AttentionSpec,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    max_query_len: int,
+    pool: Tensor,
 ) -> dict[str, Tensor]:
-    """The workspace of a session for one call. The op is launched behind the plan, on the same stream, and its tensors are freed there."""
+    """The workspace of a session for one call. The op is launched behind the plan, on the same stream, and
+    its tensors are freed there."""
     num_reqs, width = block_table.shape
-    limits = Limits(max(num_reqs, 1), max(num_reqs * max_query_len, 1), max(width, 1), pool.shape[0], pool.shape[1])
+    limits = Limits(
+        max(num_reqs, 1), max(num_reqs * max_query_len, 1), max(width, 1), pool.shape[0], pool.shape[1]
+    )
     session = backend.open([spec], limits, spec.device)
     session.plan(_OneCall(block_table, seq_lens, query_start_loc, max_query_len))
     return session.workspace(spec)
@@ -307,8 +475,9 @@ def merge_attn_states(
 
     Args:
         out_a, out_b: ``[num_tokens, num_heads, head_dim_v]``.
-        lse_a, lse_b: ``[num_tokens, num_heads]`` float32, natural logarithm; -inf = that side saw no key and its ``out`` is not
-            read. NaN or +inf on either side makes the row NaN: an LSE of +inf, with which some libraries mark empty rows, is none to us.
+        lse_a, lse_b: ``[num_tokens, num_heads]`` float32, natural logarithm; -inf = that side saw no key and
+            its ``out`` is not read. NaN or +inf on either side makes the row NaN: an LSE of +inf, with which
+            some libraries mark empty rows, is none to us.
         ops: whose kernels to run; default: those of the backend that every other door would choose.
 
     Returns:
@@ -333,14 +502,18 @@ def merge_attn_states(
 
 
 def copy_blocks(
-    k_cache: Tensor, v_cache: Tensor, block_mapping: Tensor | Sequence[tuple[int, int]], *, ops: BackendOps | None = None
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_mapping: Tensor | Sequence[tuple[int, int]],
+    *,
+    ops: BackendOps | None = None,
 ) -> None:
     """Copy whole blocks inside a pair of pools, in place.
 
     Args:
         k_cache, v_cache: the pools, as in `write_kv`.
-        block_mapping: ``[num_pairs, 2]`` int64 of (source, destination), or a list of pairs; negative ids skip the pair. No
-            block may be a destination twice, or source and destination.
+        block_mapping: ``[num_pairs, 2]`` int64 of (source, destination), or a list of pairs; negative ids
+            skip the pair. No block may be a destination twice, or source and destination.
         ops: whose kernels to run; default: those of the backend that every other door would choose.
 
     Raises:
@@ -388,10 +561,26 @@ def advance_step(
         BackendUnavailableError: the backend that was asked for is not usable here; with all reasons.
     """
     if not torch.compiler.is_compiling():
-        check_tensors(sampled_token_ids=sampled_token_ids, block_table=block_table, input_ids=input_ids, positions=positions,
-                      seq_lens=seq_lens, slot_mapping=slot_mapping)  # fmt: skip
-        check_advance_step(sampled_token_ids, block_table, input_ids, positions, seq_lens, slot_mapping, block_size=block_size)
+        check_tensors(
+            sampled_token_ids=sampled_token_ids,
+            block_table=block_table,
+            input_ids=input_ids,
+            positions=positions,
+            seq_lens=seq_lens,
+            slot_mapping=slot_mapping,
+        )
+        check_advance_step(
+            sampled_token_ids,
+            block_table,
+            input_ids,
+            positions,
+            seq_lens,
+            slot_mapping,
+            block_size=block_size,
+        )
         ops = choose_ops(seq_lens.device) if ops is None else ops
     elif ops is None:
         ops = traced_ops(seq_lens.device.type)
-    ops.advance_step(sampled_token_ids, block_table, input_ids, positions, seq_lens, slot_mapping, block_size=block_size)
+    ops.advance_step(
+        sampled_token_ids, block_table, input_ids, positions, seq_lens, slot_mapping, block_size=block_size
+    )

@@ -25,13 +25,20 @@ def device_named(name: str, option: str = "--device") -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     kind, colon, index = name.partition(":")
-    if kind not in ("cpu", "cuda") or (colon and not index.isdecimal()) or (kind == "cpu" and index not in ("", "0")):
+    if (
+        kind not in ("cpu", "cuda")
+        or (colon and not index.isdecimal())
+        or (kind == "cpu" and index not in ("", "0"))
+    ):
         raise ArgumentError(option, "auto, cpu, cuda or cuda:1", repr(name))
     if kind == "cuda" and not torch.cuda.is_available():
         built = torch.version.cuda is not None or torch.version.hip is not None
         reason = "torch finds no driver or no GPU" if built else "this torch is built without CUDA"
         raise ArgumentError(
-            option, "a device of this machine", repr(name), f"{reason}; --device cpu runs anywhere, `torchpaged env` shows more"
+            option,
+            "a device of this machine",
+            repr(name),
+            f"{reason}; --device cpu runs anywhere, `torchpaged env` shows more",
         )
     if kind == "cuda" and index and int(index) >= torch.cuda.device_count():
         raise ArgumentError(option, f"a GPU below cuda:{torch.cuda.device_count()}", repr(name))

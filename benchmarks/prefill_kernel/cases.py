@@ -36,9 +36,20 @@ class Case:
 
     def macros(self, **options: Any) -> dict[str, int]:
         return native.prefill_macros(
-            self.dtype, self.dim, self.heads[0] // self.heads[1], self.heads[1], self.block_size, self.causal, self.lse,
-            dim_v=self.dim_v, **self.masks(), soft_cap=self.soft_cap > 0, alibi=self.alibi, sinks=self.sinks, **options,
-        )  # fmt: skip
+            self.dtype,
+            self.dim,
+            self.heads[0] // self.heads[1],
+            self.heads[1],
+            self.block_size,
+            self.causal,
+            self.lse,
+            dim_v=self.dim_v,
+            **self.masks(),
+            soft_cap=self.soft_cap > 0,
+            alibi=self.alibi,
+            sinks=self.sinks,
+            **options,
+        )
 
     def masks(self) -> dict[str, int]:
         return {"window_left": self.window_left, "window_right": self.window_right, "chunk": self.chunk}
@@ -79,7 +90,9 @@ CHECKS: dict[str, Case] = {
     "width 256, blocks of 64": Case((300, 40), (333, 401), dim=256, heads=(8, 2), block_size=64),
     "window": Case((700, 40, 129), (1333, 401, 129), window_left=200, lse=True),
     "narrow window": Case((300, 40, 129), (333, 1401, 129), window_left=5),
-    "window, not causal": Case((300, 40, 129), (333, 401, 129), window_left=30, window_right=70, causal=False, lse=True),
+    "window, not causal": Case(
+        (300, 40, 129), (333, 401, 129), window_left=30, window_right=70, causal=False, lse=True
+    ),
     "right window alone": Case((300, 40), (333, 401), window_right=150, causal=False),
     "chunks": Case((700, 40, 129), (1333, 401, 129), chunk=300, lse=True),
     "chunks of 16, not causal": Case((300, 129), (333, 129), chunk=16, causal=False),
@@ -87,9 +100,13 @@ CHECKS: dict[str, Case] = {
     "alibi": Case((300, 40), (333, 1401), alibi=True, lse=True),
     "sinks": Case((300, 5, 40), (333, 0, 401), sinks=True, lse=True),
     "sinks, window, width 64": Case((300, 40), (333, 1401), sinks=True, window_left=127, dim=64, lse=True),
-    "width 256, window, soft cap": Case((300, 40), (1333, 401), dim=256, heads=(16, 8), window_left=400, soft_cap=5.0, lse=True),
+    "width 256, window, soft cap": Case(
+        (300, 40), (1333, 401), dim=256, heads=(16, 8), window_left=400, soft_cap=5.0, lse=True
+    ),
     "left padding": Case((300, 40, 20), (100, 1, -3), window_left=50, lse=True),
-    "all of it": Case((300, 40), (1333, 401), window_left=100, soft_cap=3.0, alibi=True, sinks=True, chunk=777, lse=True),
+    "all of it": Case(
+        (300, 40), (1333, 401), window_left=100, soft_cap=3.0, alibi=True, sinks=True, chunk=777, lse=True
+    ),
     "HND": Case((300, 40), (333, 401), layout="HND"),
     "HND, width 96": Case((300, 40), (333, 401), layout="HND", dim=96),
     "keys beside values": Case((300, 40), (333, 401), layout="both"),

@@ -15,18 +15,23 @@ from torchpaged.custom_ops.attention.mask import visible_keys
 
 
 def make_pools(case: Case, blocks: int, dim: int, dim_v: int, device: torch.device) -> list[Tensor]:
-    """Keys' and values' pools ``[blocks, block_size, num_kv_heads, width]``, NaN all over, laid out as the case says."""
+    """Keys' and values' pools ``[blocks, block_size, num_kv_heads, width]``, NaN all over, laid out as the
+    case says."""
     slots, heads = case.block_size, case.heads[1]
     if case.layout == "both":
         pair = torch.full((blocks, 2, slots, heads, dim), torch.nan, dtype=case.dtype, device=device)
         return [pair[:, 0], pair[:, 1]]
     inner = (heads, slots) if case.layout == "HND" else (slots, heads)
-    pools = [torch.full((blocks, *inner, width), torch.nan, dtype=case.dtype, device=device) for width in (dim, dim_v)]
+    pools = [
+        torch.full((blocks, *inner, width), torch.nan, dtype=case.dtype, device=device)
+        for width in (dim, dim_v)
+    ]
     return [pool.transpose(1, 2) if case.layout == "HND" else pool for pool in pools]
 
 
 class Inputs:
-    """A case's tensors on the GPU; blocks in shuffled order, NaN wherever no token lies and in the block that unused table entries name."""
+    """A case's tensors on the GPU; blocks in shuffled order, NaN wherever no token lies and in the block that
+    unused table entries name."""
 
     def __init__(self, case: Case, *, capacity: int = 0) -> None:
         self.case = case
@@ -43,7 +48,9 @@ class Inputs:
             length = max(capacity, case.seq_lens[request], 0)
             self.table[request, :count] = own
             for cache, kept in ((self.k_cache, self.keys), (self.v_cache, self.values)):
-                new = torch.randn(length, kv_heads, cache.shape[3], generator=generator, device=device, dtype=case.dtype)
+                new = torch.randn(
+                    length, kv_heads, cache.shape[3], generator=generator, device=device, dtype=case.dtype
+                )
                 kept.append(new)
                 at = torch.arange(length, device=device)
                 cache[own[at // case.block_size].long(), at % case.block_size] = new
@@ -54,7 +61,9 @@ class Inputs:
                 self.v_cache[self.table[request, :dropped].long()] = torch.nan
                 self.table[request, :dropped] = 0
         self.num_tokens = sum(case.query_lens) + case.padding
-        self.q = torch.randn(self.num_tokens, heads, case.dim, generator=generator, device=device, dtype=case.dtype)
+        self.q = torch.randn(
+            self.num_tokens, heads, case.dim, generator=generator, device=device, dtype=case.dtype
+        )
         self.seq_lens, self.starts = (
             torch.empty(len(used), dtype=torch.int32, device=device),
             torch.empty(len(used) + 1, dtype=torch.int32, device=device),
@@ -65,7 +74,11 @@ class Inputs:
         self.tickets = torch.zeros(2, dtype=torch.int32, device=device)
         self.scale = case.dim**-0.5
         self.slopes = torch.linspace(0.02, 0.5, heads, device=device) if case.alibi else None
-        self.sinks = torch.randn(heads, generator=generator, device=device, dtype=case.dtype) * 3 if case.sinks else None
+        self.sinks = (
+            torch.randn(heads, generator=generator, device=device, dtype=case.dtype) * 3
+            if case.sinks
+            else None
+        )
 
     def set_lengths(self, query_lens: tuple[int, ...], seq_lens: tuple[int, ...]) -> None:
         """Other lengths in the same tensors."""
@@ -75,18 +88,46 @@ class Inputs:
 
     def native(self, clocks: Tensor | None = None, patience: int = 0, beside: bool = True) -> None:
         native.prefill(
-            self.q, self.k_cache, self.v_cache, self.table, self.seq_lens, self.starts, self.out, self.lse, self.scale, self.case.causal,
-            self.tickets, **self.case.masks(), soft_cap=self.case.soft_cap, alibi_slopes=self.slopes, sinks=self.sinks, clocks=clocks,
-            patience=patience, beside=beside,
-        )  # fmt: skip
+            self.q,
+            self.k_cache,
+            self.v_cache,
+            self.table,
+            self.seq_lens,
+            self.starts,
+            self.out,
+            self.lse,
+            self.scale,
+            self.case.causal,
+            self.tickets,
+            **self.case.masks(),
+            soft_cap=self.case.soft_cap,
+            alibi_slopes=self.slopes,
+            sinks=self.sinks,
+            clocks=clocks,
+            patience=patience,
+            beside=beside,
+        )
 
     def triton(self) -> None:
         BACKEND_OPS["triton"].paged_attention(
-            self.q, self.k_cache, self.v_cache, self.table, self.seq_lens, self.starts, self.out, self.lse,
-            max_query_len=max(self.case.query_lens), scale=self.scale, causal=self.case.causal, window_left=self.case.window_left,
-            window_right=self.case.window_right, chunk_size=self.case.chunk, logits_soft_cap=self.case.soft_cap, alibi_slopes=self.slopes,
+            self.q,
+            self.k_cache,
+            self.v_cache,
+            self.table,
+            self.seq_lens,
+            self.starts,
+            self.out,
+            self.lse,
+            max_query_len=max(self.case.query_lens),
+            scale=self.scale,
+            causal=self.case.causal,
+            window_left=self.case.window_left,
+            window_right=self.case.window_right,
+            chunk_size=self.case.chunk,
+            logits_soft_cap=self.case.soft_cap,
+            alibi_slopes=self.slopes,
             sinks=self.sinks,
-        )  # fmt: skip
+        )
 
     def expected(self) -> tuple[Tensor, Tensor]:
         """Out and LSE in float64."""
@@ -100,7 +141,9 @@ class Inputs:
             if length <= 0 or not count:
                 continue
             position = torch.arange(length - count, length, device="cuda")
-            seen = visible_keys(position, length, case.causal, case.window_left, case.window_right, case.chunk)
+            seen = visible_keys(
+                position, length, case.causal, case.window_left, case.window_right, case.chunk
+            )
             sees, distance = seen.any(-1)[None], torch.arange(length, device="cuda") - position[:, None]
             for head in range(case.heads[1]):
                 heads = slice(head * group, (head + 1) * group)
@@ -114,7 +157,9 @@ class Inputs:
                 scores = scores.masked_fill(~seen, -torch.inf)
                 total = scores.logsumexp(-1)
                 if self.sinks is not None:
-                    total = torch.where(sees, torch.logaddexp(total, self.sinks[heads].double()[:, None]), total)
+                    total = torch.where(
+                        sees, torch.logaddexp(total, self.sinks[heads].double()[:, None]), total
+                    )
                 lse[rows, heads] = total.t()
                 out[rows, heads] = ((scores - total[..., None]).exp().nan_to_num(0.0) @ v).transpose(0, 1)
         return out, lse
@@ -124,7 +169,9 @@ class Inputs:
         case, pairs = self.case, 0
         for count, length in zip(case.query_lens, case.seq_lens, strict=True):
             for position in range(length - count, length):
-                pairs += (position + 1 if case.causal else length) - (max(0, position - case.window_left) if case.window_left >= 0 else 0)
+                pairs += (position + 1 if case.causal else length) - (
+                    max(0, position - case.window_left) if case.window_left >= 0 else 0
+                )
         return pairs
 
 
@@ -134,13 +181,21 @@ def compare(inputs: Inputs) -> dict[str, Any]:
     got = inputs.out.double()
     difference = (got - out).abs()
     result: dict[str, Any] = {
-        "relative_error": float((got - out).norm() / out.norm().clamp(min=1e-30)), "largest_error": float(difference.max()),
-        "nan": int(got.isnan().any(-1).sum()), "lse_error": 0.0,
-    }  # fmt: skip
+        "relative_error": float((got - out).norm() / out.norm().clamp(min=1e-30)),
+        "largest_error": float(difference.max()),
+        "nan": int(got.isnan().any(-1).sum()),
+        "lse_error": 0.0,
+    }
     empty = lse == -torch.inf
-    ok = result["relative_error"] < 6e-3 and result["largest_error"] < 0.04 and bool((inputs.out[empty] == 0).all())
+    ok = (
+        result["relative_error"] < 6e-3
+        and result["largest_error"] < 0.04
+        and bool((inputs.out[empty] == 0).all())
+    )
     if inputs.lse is not None:
-        result["lse_error"] = float((inputs.lse.double() - lse)[~empty].abs().max()) if (~empty).any() else 0.0
+        result["lse_error"] = (
+            float((inputs.lse.double() - lse)[~empty].abs().max()) if (~empty).any() else 0.0
+        )
         ok = ok and result["lse_error"] < 1e-3 and bool((inputs.lse[empty] == -torch.inf).all())
     if not ok:
         wrong = ((difference > 0.04) | got.isnan()).any(-1).nonzero().tolist()

@@ -77,7 +77,11 @@ def fa3(inputs: Inputs, paged: bool) -> Callable[[], Any] | str:
     case = inputs.case
     requests, query_len, longest = len(case.seq_lens), case.query_lens[0], max(case.seq_lens)
     q = inputs.q.view(requests, query_len, *inputs.q.shape[1:])
-    k, v = (inputs.k_cache, inputs.v_cache) if paged else (torch.stack(kept) for kept in (inputs.keys, inputs.values))
+    k, v = (
+        (inputs.k_cache, inputs.v_cache)
+        if paged
+        else (torch.stack(kept) for kept in (inputs.keys, inputs.values))
+    )
     options: dict[str, Any] = {"page_size": case.block_size} if paged else {}
     window = (case.window_left, 0 if case.window_left >= 0 else -1)
     metadata = module.get_scheduler_metadata(
@@ -116,8 +120,12 @@ def measure(case: Case) -> dict[str, Any]:
     inputs.native()
     error = float((inputs.out.float() - want).norm() / want.norm())
     calls: dict[str, Callable[[], Any] | str] = {
-        "native": inputs.native, "triton": inputs.triton, "sdpa": sdpa(inputs), "fa3": fa3(inputs, True), "fa3 one block": fa3(inputs, False),
-    }  # fmt: skip
+        "native": inputs.native,
+        "triton": inputs.triton,
+        "sdpa": sdpa(inputs),
+        "fa3": fa3(inputs, True),
+        "fa3 one block": fa3(inputs, False),
+    }
     flops = 2 * (case.dim + (case.dim_v or case.dim)) * case.heads[0] * inputs.visible()
     result: dict[str, Any] = {"error": error, "ok": error < 8e-3, "tflops": {}, "us": {}, "absent": {}}
     samplers = {}
@@ -136,9 +144,12 @@ def measure(case: Case) -> dict[str, Any]:
 
 
 def count_cycles(case: Case) -> dict[str, Any]:
-    """Cycles per step, medians over the CTAs that had work, after a warm-up; with and without what holds the exponentials beside the products."""
+    """Cycles per step, medians over the CTAs that had work, after a warm-up; with and without what holds the
+    exponentials beside the products."""
     inputs = Inputs(case)
-    clocks = torch.zeros(torch.cuda.get_device_properties(0).multi_processor_count, 5, dtype=torch.int64, device="cuda")
+    clocks = torch.zeros(
+        torch.cuda.get_device_properties(0).multi_processor_count, 5, dtype=torch.int64, device="cuda"
+    )
     flops, result = 4 * case.dim * case.heads[0] * inputs.visible(), {"ok": True}
     for name, beside in (("beside", True), ("free", False)):
         for _ in range(20):
@@ -146,13 +157,20 @@ def count_cycles(case: Case) -> dict[str, Any]:
         torch.cuda.synchronize()
         cycles = [(c[0], c[4]) for c in clocks.tolist() if c[4]]
         waits = clocks.sum(0).tolist()
-        calls = [lambda beside=beside: inputs.native(clocks, beside=beside)] * max(1, min(20, round(1e12 / flops)))  # type: ignore[misc]
+        calls = [lambda beside=beside: inputs.native(clocks, beside=beside)] * max(
+            1, min(20, round(1e12 / flops))
+        )  # type: ignore[misc]
         us = interleave({"native": CudaSampler(calls)}, 8)["native"].median_us
         result[name] = {
-            "cycles_per_step": round(statistics.median(c / s for c, s in cycles), 1), "most_cycles": max(c for c, _ in cycles),
-            "steps": waits[4], "waiting_for_tiles": round(waits[1] / waits[0], 4), "waiting_for_keys": round(waits[2] / waits[0], 4),
-            "storing": round(waits[3] / waits[0], 4), "us": round(us, 1), "tflops": round(flops / us / 1e6, 1),
-        }  # fmt: skip
+            "cycles_per_step": round(statistics.median(c / s for c, s in cycles), 1),
+            "most_cycles": max(c for c, _ in cycles),
+            "steps": waits[4],
+            "waiting_for_tiles": round(waits[1] / waits[0], 4),
+            "waiting_for_keys": round(waits[2] / waits[0], 4),
+            "storing": round(waits[3] / waits[0], 4),
+            "us": round(us, 1),
+            "tflops": round(flops / us / 1e6, 1),
+        }
     return result
 
 
@@ -160,12 +178,22 @@ def measure_power(case: Case) -> dict[str, Any]:
     """Clock and power of a second of each contender: whether cycles or the power limit bind."""
     inputs, result = Inputs(case), dict[str, Any](ok=True)
     flops = 2 * (case.dim + (case.dim_v or case.dim)) * case.heads[0] * inputs.visible()
-    for name, call in {"native": inputs.native, "fa3": fa3(inputs, True), "fa3 one block": fa3(inputs, False)}.items():
+    for name, call in {
+        "native": inputs.native,
+        "fa3": fa3(inputs, True),
+        "fa3 one block": fa3(inputs, False),
+    }.items():
         if isinstance(call, str):
             result[name] = call
             continue
         sampler = CudaSampler([call])
-        command = ["nvidia-smi", "--query-gpu=clocks.sm,power.draw", "--format=csv,noheader,nounits", "-lms", "50"]
+        command = [
+            "nvidia-smi",
+            "--query-gpu=clocks.sm,power.draw",
+            "--format=csv,noheader,nounits",
+            "-lms",
+            "50",
+        ]
         watcher = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         samples, stop = list[float](), time.monotonic() + 1.5
         while time.monotonic() < stop:
@@ -173,11 +201,14 @@ def measure_power(case: Case) -> dict[str, Any]:
         watcher.terminate()
         assert watcher.stdout
         lines = [line.split(",") for line in watcher.stdout.read().splitlines()]
-        busy = [(float(clock), float(power)) for clock, power in (line for line in lines if len(line) == 2)][-12:-2]
+        busy = [(float(clock), float(power)) for clock, power in (line for line in lines if len(line) == 2)][
+            -12:-2
+        ]
         result[name] = {
-            "mhz": statistics.median(clock for clock, _ in busy), "watts": statistics.median(power for _, power in busy),
+            "mhz": statistics.median(clock for clock, _ in busy),
+            "watts": statistics.median(power for _, power in busy),
             "tflops": round(flops / statistics.median(samples[len(samples) // 2 :]) / 1e6, 1),
-        }  # fmt: skip
+        }
     return result
 
 

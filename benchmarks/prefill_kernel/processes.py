@@ -43,19 +43,26 @@ def specialisations() -> dict[tuple[str, str], list[tuple[tuple[str, int], ...]]
     needed["check", "graph"] = [GRAPH.macros(patience=PATIENCE)]
     needed |= {("time", name): [case.macros()] for name, case in TIMES.items()}
     needed |= {("power", name): [case.macros()] for name, case in POWER.items()}
-    needed |= {("cycles", name): [case.macros(clocks=True, beside=beside) for beside in (True, False)] for name, case in CYCLES.items()}
+    needed |= {
+        ("cycles", name): [case.macros(clocks=True, beside=beside) for beside in (True, False)]
+        for name, case in CYCLES.items()
+    }
     return {key: [tuple(sorted(macros.items())) for macros in values] for key, values in needed.items()}
 
 
 def compile_ahead(parts: list[str]) -> dict[tuple[str, str], str]:
-    """Specialisations into the cache on disk, side by side: a case's 40 seconds are not for compilers. Part and case -> why it can't run."""
+    """Specialisations into the cache on disk, side by side: a case's 40 seconds are not for compilers. Part
+    and case -> why it can't run."""
     needed = {key: values for key, values in specialisations().items() if key[0] in parts}
     distinct = list(dict.fromkeys(macros for values in needed.values() for macros in values))
     begin = time.monotonic()
     with ProcessPoolExecutor(min(16, os.cpu_count() or 1), multiprocessing.get_context("fork")) as pool:
         errors = dict(zip(distinct, pool.map(compile_one, distinct), strict=True))
     print(f"{len(distinct)} specialisations compiled in {time.monotonic() - begin:.1f} s", flush=True)
-    found = {key: next((error for macros in values if (error := errors[macros])), "") for key, values in needed.items()}
+    found = {
+        key: next((error for macros in values if (error := errors[macros])), "")
+        for key, values in needed.items()
+    }
     return {key: error for key, error in found.items() if error}
 
 
@@ -79,7 +86,11 @@ class Report:
         self.results.append(result)
         print(json.dumps(result), flush=True)
         if self.path:
-            document = {"gpu": torch.cuda.get_device_name(0), "torch": torch.__version__, "results": self.results}
+            document = {
+                "gpu": torch.cuda.get_device_name(0),
+                "torch": torch.__version__,
+                "results": self.results,
+            }
             self.path.write_text(json.dumps(document, indent=1) + "\n")
 
 
@@ -91,7 +102,9 @@ def supervise(part: str, names: list[str], stop: float, report: Report) -> None:
         lines: queue.Queue[str | None] = queue.Queue()
         assert process.stdout and process.stderr
         errors: list[str] = []
-        threading.Thread(target=lambda p=process, q=lines: [*map(q.put, p.stdout), q.put(None)], daemon=True).start()  # type: ignore[misc]
+        threading.Thread(
+            target=lambda p=process, q=lines: [*map(q.put, p.stdout), q.put(None)], daemon=True
+        ).start()  # type: ignore[misc]
         reader = threading.Thread(target=lambda p=process, e=errors: e.append(p.stderr.read()), daemon=True)  # type: ignore[misc]
         reader.start()
         before = len(names)
@@ -100,7 +113,14 @@ def supervise(part: str, names: list[str], stop: float, report: Report) -> None:
                 line = lines.get(timeout=max(0.1, min(SILENCE_S, stop - time.monotonic())))
             except queue.Empty:
                 late = time.monotonic() >= stop
-                report.add({"part": part, "case": names.pop(0), "ok": False, **({"time is up": True} if late else {"hung": True})})
+                report.add(
+                    {
+                        "part": part,
+                        "case": names.pop(0),
+                        "ok": False,
+                        **({"time is up": True} if late else {"hung": True}),
+                    }
+                )
                 break
             if line is None:
                 break

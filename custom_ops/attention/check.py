@@ -1,4 +1,5 @@
-"""Argument checks of ``paged_attention`` and ``merge_attn_states``, shared by reference, kernels and public functions; pieces: checks.py."""
+"""Argument checks of ``paged_attention`` and ``merge_attn_states``, shared by reference, kernels and public
+functions; pieces: checks.py."""
 
 from __future__ import annotations
 
@@ -29,34 +30,65 @@ def _check_semaphore(semaphore: Tensor, least: int, device: torch.device) -> Non
     check_device(device, semaphore=semaphore)
     check_last_dim(semaphore=semaphore)
     if semaphore.shape[0] < least:
-        raise ArgumentError("semaphore", f"at least num_reqs * num_kv_heads = {least} numbers", shape_of(semaphore))
+        raise ArgumentError(
+            "semaphore", f"at least num_reqs * num_kv_heads = {least} numbers", shape_of(semaphore)
+        )
     if reads_values(device) and bool(semaphore.any()):
-        raise ArgumentError("semaphore", "zeros", "other values", "allocate with torch.zeros; calls that may overlap need one each")
+        raise ArgumentError(
+            "semaphore",
+            "zeros",
+            "other values",
+            "allocate with torch.zeros; calls that may overlap need one each",
+        )
 
 
 def check_paged_attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, seq_lens: Tensor, query_start_loc: Tensor,
-    out: Tensor, lse: Tensor | None = None, *, max_query_len: int, scale: float, causal: bool = True,
-    window_left: int = -1, window_right: int = -1, logits_soft_cap: float = 0.0, alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None, k_scale: Tensor | None = None, v_scale: Tensor | None = None, chunk_size: int = 0,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    out: Tensor,
+    lse: Tensor | None = None,
+    *,
+    max_query_len: int,
+    scale: float,
+    causal: bool = True,
+    window_left: int = -1,
+    window_right: int = -1,
+    logits_soft_cap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    chunk_size: int = 0,
     semaphore: Tensor | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Every argument of ``paged_attention``; raises `ArgumentError` before anything is written."""
     check_pools(k_cache, v_cache)
     num_kv_heads = k_cache.shape[2]
     check_dims("q", q, None, None, k_cache.shape[3])
     if q.shape[1] == 0 or q.shape[1] % num_kv_heads:
-        raise ArgumentError("q", f"num_heads a multiple of num_kv_heads ({num_kv_heads})", f"{q.shape[1]} heads")
+        raise ArgumentError(
+            "q", f"num_heads a multiple of num_kv_heads ({num_kv_heads})", f"{q.shape[1]} heads"
+        )
     check_dims("out", out, q.shape[0], q.shape[1], v_cache.shape[3])
     check_dtype("out", out, q.dtype)
     check_dims("block_table", block_table, None, None)
     check_dims("seq_lens", seq_lens, block_table.shape[0])
     check_dims("query_start_loc", query_start_loc, block_table.shape[0] + 1)
-    for name, tensor in (("block_table", block_table), ("seq_lens", seq_lens), ("query_start_loc", query_start_loc)):
+    for name, tensor in (
+        ("block_table", block_table),
+        ("seq_lens", seq_lens),
+        ("query_start_loc", query_start_loc),
+    ):
         check_dtype(name, tensor, torch.int32)
         check_last_dim(**{name: tensor})
     check_last_dim(q=q, out=out)
-    check_apart({"out": out}, {"q": q, "k_cache": k_cache, "v_cache": v_cache}, "allocate out with torch.empty")
+    check_apart(
+        {"out": out}, {"q": q, "k_cache": k_cache, "v_cache": v_cache}, "allocate out with torch.empty"
+    )
     if lse is not None:
         check_dims("lse", lse, q.shape[0], q.shape[1])
         check_dtype("lse", lse, torch.float32)
@@ -67,8 +99,19 @@ def check_paged_attention(
             check_last_dim(**{name: per_head})
     if alibi_slopes is not None:
         check_dtype("alibi_slopes", alibi_slopes, torch.float32)
-    check_device(q.device, k_cache=k_cache, out=out, lse=lse, block_table=block_table, seq_lens=seq_lens,
-                 query_start_loc=query_start_loc, alibi_slopes=alibi_slopes, sinks=sinks, k_scale=k_scale, v_scale=v_scale)  # fmt: skip
+    check_device(
+        q.device,
+        k_cache=k_cache,
+        out=out,
+        lse=lse,
+        block_table=block_table,
+        seq_lens=seq_lens,
+        query_start_loc=query_start_loc,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        k_scale=k_scale,
+        v_scale=v_scale,
+    )
     check_cache_dtype(q, k_cache, k_scale, v_scale)
     if max_query_len < 1:
         raise ArgumentError("max_query_len", "at least 1", str(max_query_len))
@@ -87,8 +130,14 @@ def check_paged_attention(
         _check_batch_values(q.shape[0], k_cache, block_table, seq_lens, query_start_loc, max_query_len)
 
 
-def _check_batch_values(num_tokens: int, k_cache: Tensor, block_table: Tensor, seq_lens: Tensor,
-                        query_start_loc: Tensor, max_query_len: int) -> None:  # fmt: skip
+def _check_batch_values(
+    num_tokens: int,
+    k_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    max_query_len: int,
+) -> None:
     num_blocks, block_size = k_cache.shape[:2]
     if block_table.numel() <= pools.FEW and block_table.shape[0] and block_table.device.type == "cpu":
         batch = block_table.tolist(), seq_lens.tolist(), query_start_loc.tolist()
@@ -96,34 +145,56 @@ def _check_batch_values(num_tokens: int, k_cache: Tensor, block_table: Tensor, s
             return
     query_lens = query_start_loc.diff()
     if int(query_start_loc[0]) != 0 or bool((query_lens < 0).any()) or int(query_start_loc[-1]) > num_tokens:
-        raise ArgumentError("query_start_loc", f"0 first, not decreasing, at most {num_tokens} tokens", str(query_start_loc.tolist()))
+        raise ArgumentError(
+            "query_start_loc",
+            f"0 first, not decreasing, at most {num_tokens} tokens",
+            str(query_start_loc.tolist()),
+        )
     if not block_table.shape[0]:
         return
     if int(query_lens.max()) > max_query_len:
-        raise ArgumentError("max_query_len", f"at least the longest query ({int(query_lens.max())})", str(max_query_len))
+        raise ArgumentError(
+            "max_query_len", f"at least the longest query ({int(query_lens.max())})", str(max_query_len)
+        )
     capacity = block_table.shape[1] * block_size
     if int(seq_lens.max()) > capacity:
-        raise ArgumentError("seq_lens", f"at most {capacity} tokens ({block_table.shape[1]} blocks of {block_size} per request)",
-                            str(int(seq_lens.max())), "give block_table more columns")  # fmt: skip
-    used = (seq_lens.clamp_min(0)[:, None] + block_size - 1) // block_size > torch.arange(block_table.shape[1], device=seq_lens.device)
+        raise ArgumentError(
+            "seq_lens",
+            f"at most {capacity} tokens ({block_table.shape[1]} blocks of {block_size} per request)",
+            str(int(seq_lens.max())),
+            "give block_table more columns",
+        )
+    used = (seq_lens.clamp_min(0)[:, None] + block_size - 1) // block_size > torch.arange(
+        block_table.shape[1], device=seq_lens.device
+    )
     bad = used & ((block_table < 0) | (block_table >= num_blocks))
     if bool(bad.any()):
         row, column = (int(x) for x in bad.nonzero()[0])
         raise ArgumentError(
-            "block_table", f"block ids in [0, {num_blocks})", f"{int(block_table[row, column])} in row {row}, column {column}"
+            "block_table",
+            f"block ids in [0, {num_blocks})",
+            f"{int(block_table[row, column])} in row {row}, column {column}",
         )
     shown = torch.where(used, block_table, 0).sort(-1).values
     twice = (shown[:, 1:] == shown[:, :-1]) & (shown[:, 1:] > 0)
     if bool(twice.any()):
         row, column = (int(x) for x in twice.nonzero()[0])
-        raise ArgumentError("block_table", "every block once per request (block 0, the null block, excepted)",
-                            f"block {int(shown[row, column])} several times in row {row}")  # fmt: skip
+        raise ArgumentError(
+            "block_table",
+            "every block once per request (block 0, the null block, excepted)",
+            f"block {int(shown[row, column])} several times in row {row}",
+        )
 
 
 def _is_good_batch(
-    block_table: list[list[int]], seq_lens: list[int], query_start_loc: list[int], num_tokens: int, num_blocks: int, block_size: int,
+    block_table: list[list[int]],
+    seq_lens: list[int],
+    query_start_loc: list[int],
+    num_tokens: int,
+    num_blocks: int,
+    block_size: int,
     max_query_len: int,
-) -> bool:  # fmt: skip
+) -> bool:
     """Whether all is right; if not, the ops of torch in `_check_batch_values` say what is wrong."""
     if query_start_loc[0] != 0 or query_start_loc[-1] > num_tokens:
         return False
@@ -136,12 +207,16 @@ def _is_good_batch(
         used = row[: -(-seq_len // block_size)]
         if seq_len > len(row) * block_size or (used and (min(used) < 0 or max(used) >= num_blocks)):
             return False
-        if len(set(used)) != len(used) and len(set(used)) - 1 + used.count(0) != len(used):  # block 0 may stand there several times
+        if len(set(used)) != len(used) and len(set(used)) - 1 + used.count(0) != len(
+            used
+        ):  # block 0 may stand there several times
             return False
     return True
 
 
-def check_merge_attn_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
+def check_merge_attn_states(
+    out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, out: Tensor, lse: Tensor | None = None
+) -> None:
     """Every argument of ``merge_attn_states``."""
     if out_a.dim() != 3:
         raise ArgumentError("out_a", "shape [num_tokens, num_heads, head_dim]", shape_of(out_a))
@@ -159,15 +234,22 @@ def check_merge_attn_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: 
     check_last_dim(out_a=out_a, out_b=out_b, out=out)
 
 
-def check_options(scale: float | None, window_size: object, logits_soft_cap: float | None, chunk_size: Any) -> tuple[int, int]:
-    """The options of attention as a public function or a module takes them; returns the window's two sides."""
+def check_options(
+    scale: float | None, window_size: object, logits_soft_cap: float | None, chunk_size: Any
+) -> tuple[int, int]:
+    """The options of attention as a public function or a module takes them; returns the window's
+    two sides."""
     sides = tuple(window_size) if isinstance(window_size, (tuple, list)) else ()
     if len(sides) != 2 or any(not is_int(side) or side < -1 for side in sides):
-        raise ArgumentError("window_size", "a pair (left, right) of ints, numbers of keys or -1 (open)", repr(window_size))
+        raise ArgumentError(
+            "window_size", "a pair (left, right) of ints, numbers of keys or -1 (open)", repr(window_size)
+        )
     if scale is not None and not 0 < scale < INF:
         raise ArgumentError("scale", "a positive finite number", repr(scale))
     if logits_soft_cap is not None and not 0 <= logits_soft_cap < INF:
-        raise ArgumentError("logits_soft_cap", "None or 0 (off), or a positive finite number", repr(logits_soft_cap))
+        raise ArgumentError(
+            "logits_soft_cap", "None or 0 (off), or a positive finite number", repr(logits_soft_cap)
+        )
     if chunk_size is not None and (not is_int(chunk_size) or chunk_size < 0):
         raise ArgumentError("chunk_size", "None or 0 (off), or a positive number of tokens", repr(chunk_size))
     return int(sides[0]), int(sides[1])

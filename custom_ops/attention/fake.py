@@ -1,7 +1,8 @@
-"""Fake kernels of attention: what ``torch.compile`` runs in place of the ops, to learn shapes and to refuse what can't fit.
+"""Fake kernels of attention: what ``torch.compile`` runs in place of the ops, to learn shapes and to refuse
+what can't fit.
 
-All ops return ``()``, so that there is nothing to compute. Sizes may be symbols without values: ``torch._check`` states facts,
-an ``if`` would need to decide them.
+All ops return ``()``, so that there is nothing to compute. Sizes may be symbols without values:
+``torch._check`` states facts, an ``if`` would need to decide them.
 """
 
 from __future__ import annotations
@@ -16,18 +17,39 @@ from torchpaged.custom_ops.early_launch import refuse_inductors_for
 from torchpaged.custom_ops.pools import expect_pools
 
 
-def _paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, seq_lens: Tensor,
-                     query_start_loc: Tensor, out: Tensor, lse: Tensor | None = None, **_: Any) -> None:  # fmt: skip
+def _paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    out: Tensor,
+    lse: Tensor | None = None,
+    **_: Any,
+) -> None:
     refuse_inductors_for(q)
-    torch._check(q.dim() == 3 and out.dim() == 3, lambda: f"q, out: expected 3 dimensions, got {q.dim()}, {out.dim()}")
+    torch._check(
+        q.dim() == 3 and out.dim() == 3, lambda: f"q, out: expected 3 dimensions, got {q.dim()}, {out.dim()}"
+    )
     expect_pools(k_cache, v_cache)
     torch._check(q.dtype == out.dtype, lambda: f"out: expected {q.dtype}, got {out.dtype}")
-    torch._check(block_table.dim() == 2, lambda: f"block_table: expected 2 dimensions, got {block_table.dim()}")
-    for name, t in (("block_table", block_table), ("seq_lens", seq_lens), ("query_start_loc", query_start_loc)):
+    torch._check(
+        block_table.dim() == 2, lambda: f"block_table: expected 2 dimensions, got {block_table.dim()}"
+    )
+    for name, t in (
+        ("block_table", block_table),
+        ("seq_lens", seq_lens),
+        ("query_start_loc", query_start_loc),
+    ):
         torch._check(t.dtype == torch.int32, lambda name=name, t=t: f"{name}: expected int32, got {t.dtype}")
-    torch._check(q.shape[2] == k_cache.shape[3], lambda: f"q: expected head_dim {k_cache.shape[3]}, got {q.shape[2]}")
+    torch._check(
+        q.shape[2] == k_cache.shape[3], lambda: f"q: expected head_dim {k_cache.shape[3]}, got {q.shape[2]}"
+    )
     torch._check(q.shape[0] == out.shape[0], lambda: "out: expected as many rows as q")
-    torch._check(block_table.shape[0] == seq_lens.shape[0], lambda: "seq_lens: expected one length per table row")
+    torch._check(
+        block_table.shape[0] == seq_lens.shape[0], lambda: "seq_lens: expected one length per table row"
+    )
 
 
 FAKES: dict[str, Callable[..., None]] = {"paged_attention": _paged_attention}

@@ -6,8 +6,11 @@ import torch
 from torch import Tensor
 
 
-def visible_keys(positions: Tensor, num_keys: int, causal: bool, window_left: int, window_right: int, chunk_size: int) -> Tensor:
-    """Which keys each query may attend to: bool ``[S, L]`` for query ``positions [S]`` over keys ``0..num_keys-1``."""
+def visible_keys(
+    positions: Tensor, num_keys: int, causal: bool, window_left: int, window_right: int, chunk_size: int
+) -> Tensor:
+    """Which keys each query may attend to: bool ``[S, L]`` for query ``positions [S]`` over
+    keys ``0..num_keys-1``."""
     query, key = positions[:, None], torch.arange(num_keys, device=positions.device)[None, :]
     mask = (query >= 0).expand(-1, num_keys)
     if causal:

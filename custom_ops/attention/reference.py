@@ -1,4 +1,5 @@
-"""The specification of attention in plain torch: slow, exact, written for reading. Kernels are tested against it.
+"""The specification of attention in plain torch: slow, exact, written for reading. Kernels are tested
+against it.
 
 Dimensions: T tokens, B requests, H heads, K kv heads, D head_dim, L keys of one request, S its queries.
 Accumulation is float32, or float64 when the inputs are float64.
@@ -13,8 +14,16 @@ from torchpaged.custom_ops.attention.check import check_merge_attn_states, check
 from torchpaged.custom_ops.attention.mask import visible_keys
 
 
-def _gather(cache: Tensor, blocks: Tensor, length: int, num_queries_per_kv: int, dtype: torch.dtype, scale: Tensor | None) -> Tensor:
-    """One request's keys or values out of the pool, ``[L, H, D]``, repeated for the query heads of each kv head."""
+def _gather(
+    cache: Tensor,
+    blocks: Tensor,
+    length: int,
+    num_queries_per_kv: int,
+    dtype: torch.dtype,
+    scale: Tensor | None,
+) -> Tensor:
+    """One request's keys or values out of the pool, ``[L, H, D]``, repeated for the query heads of each
+    kv head."""
     x = cache[blocks].flatten(0, 1)[:length].to(dtype)
     if scale is not None:
         x = x * scale.to(dtype).view(1, -1, 1)
@@ -22,36 +31,72 @@ def _gather(cache: Tensor, blocks: Tensor, length: int, num_queries_per_kv: int,
 
 
 def _weigh(weights: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-    """The sum of ``values [L, H, D]`` by ``weights [H, S, L]``, ``[S, H, D]``. A NaN or inf counts for the queries that see it, in ``mask [S, L]``.
+    """The sum of ``values [L, H, D]`` by ``weights [H, S, L]``, ``[S, H, D]``. A NaN or inf counts for the
+    queries that see it, in ``mask [S, L]``.
 
     A product alone would make 0 * NaN of it for the others.
     """
     finite = values.isfinite()
     result = torch.einsum("hsl,lhd->shd", weights, torch.where(finite, values, 0.0))
     for key in (~finite).flatten(1).any(-1).nonzero()[:, 0].tolist():
-        bad = torch.where(finite[key], 0.0, values[key])  # [H, D]; times a weight of 0 only where the key is seen
+        bad = torch.where(
+            finite[key], 0.0, values[key]
+        )  # [H, D]; times a weight of 0 only where the key is seen
         term = torch.where(finite[key], 0.0, weights[:, :, key].T[..., None] * bad)
         result = result + torch.where(mask[:, key, None, None], term, 0.0)
     return result
 
 
 def paged_attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, seq_lens: Tensor, query_start_loc: Tensor,
-    out: Tensor, lse: Tensor | None = None, *, max_query_len: int, scale: float, causal: bool = True,
-    window_left: int = -1, window_right: int = -1, logits_soft_cap: float = 0.0, alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None, k_scale: Tensor | None = None, v_scale: Tensor | None = None, chunk_size: int = 0,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    out: Tensor,
+    lse: Tensor | None = None,
+    *,
+    max_query_len: int,
+    scale: float,
+    causal: bool = True,
+    window_left: int = -1,
+    window_right: int = -1,
+    logits_soft_cap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    chunk_size: int = 0,
     semaphore: Tensor | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Softmax attention of packed queries over paged keys and values, one request after the other.
 
-    Scores: ``s = scale * q.k``, then ``cap * tanh(s / cap)``, then ``+ slope * (key_pos - query_pos)``, then the mask; a
-    sink is one more logit of its head with no value (gpt-oss, arXiv:2309.17453).
+    Scores: ``s = scale * q.k``, then ``cap * tanh(s / cap)``, then ``+ slope * (key_pos - query_pos)``, then
+    the mask; a sink is one more logit of its head with no value (gpt-oss, arXiv:2309.17453).
     """
     check_paged_attention(
-        q, k_cache, v_cache, block_table, seq_lens, query_start_loc, out, lse, max_query_len=max_query_len, scale=scale,
-        causal=causal, window_left=window_left, window_right=window_right, logits_soft_cap=logits_soft_cap,
-        alibi_slopes=alibi_slopes, sinks=sinks, k_scale=k_scale, v_scale=v_scale, chunk_size=chunk_size,
-        semaphore=semaphore)  # fmt: skip
+        q,
+        k_cache,
+        v_cache,
+        block_table,
+        seq_lens,
+        query_start_loc,
+        out,
+        lse,
+        max_query_len=max_query_len,
+        scale=scale,
+        causal=causal,
+        window_left=window_left,
+        window_right=window_right,
+        logits_soft_cap=logits_soft_cap,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        chunk_size=chunk_size,
+        semaphore=semaphore,
+    )
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     block_size, group = k_cache.shape[1], q.shape[1] // k_cache.shape[2]
     starts, lengths = query_start_loc.tolist(), seq_lens.tolist()
@@ -78,7 +123,9 @@ def paged_attention(
         if sinks is not None:
             logits = torch.cat([scores, sinks.to(dtype).view(-1, 1, 1).expand(-1, end - start, 1)], dim=-1)
         denominator = torch.logsumexp(logits, dim=-1)  # [H, S]
-        denominator = denominator.masked_fill(denominator == float("inf"), float("nan"))  # inf / inf, as softmax has it
+        denominator = denominator.masked_fill(
+            denominator == float("inf"), float("nan")
+        )  # inf / inf, as softmax has it
         sees = mask.any(-1)  # [S]: rows without a key stay zero and -inf
         weights = torch.exp(scores - denominator[..., None]).masked_fill(~mask, 0.0)
         result = _weigh(weights, values, mask)
@@ -87,8 +134,11 @@ def paged_attention(
             lse[start:end] = torch.where(sees[:, None], denominator.T, float("-inf")).float()
 
 
-def merge_attn_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
-    """Combine attention over two disjoint key sets into attention over both (arXiv:2501.01005, section 2.2)."""
+def merge_attn_states(
+    out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, out: Tensor, lse: Tensor | None = None
+) -> None:
+    """Combine attention over two disjoint key sets into attention over both (arXiv:2501.01005,
+    section 2.2)."""
     check_merge_attn_states(out_a, lse_a, out_b, lse_b, out, lse)
     dtype = torch.float64 if out_a.dtype == torch.float64 else torch.float32
     total = torch.logaddexp(lse_a.to(dtype), lse_b.to(dtype))

@@ -28,4 +28,6 @@ def check_copy_blocks(k_cache: Tensor, v_cache: Tensor, block_mapping: Tensor) -
     if any(x >= k_cache.shape[0] for pair in pairs for x in pair):
         raise ArgumentError("block_mapping", f"block ids below {k_cache.shape[0]}", str(pairs))
     if len(set(destinations)) < len(destinations) or sources & set(destinations) or 0 in destinations:
-        raise ArgumentError("block_mapping", "distinct destinations, none of them a source or the null block 0", str(pairs))
+        raise ArgumentError(
+            "block_mapping", "distinct destinations, none of them a source or the null block 0", str(pairs)
+        )

@@ -1,4 +1,5 @@
-"""Argument checks of ``write_kv`` and ``rope_write_kv``, shared by the reference, the launchers and the public functions."""
+"""Argument checks of ``write_kv`` and ``rope_write_kv``, shared by the reference, the launchers and the
+public functions."""
 
 from __future__ import annotations
 
@@ -20,8 +21,15 @@ from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.custom_ops.pools import FLOATS, INF, check_cache_dtype, check_pools
 
 
-def check_write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor,
-                   k_scale: Tensor | None = None, v_scale: Tensor | None = None) -> None:  # fmt: skip
+def check_write_kv(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> None:
     """Every argument of ``write_kv``; raises `ArgumentError` before anything is written."""
     check_pools(k_cache, v_cache, stores=True)
     check_dims("slot_mapping", slot_mapping, None)
@@ -34,17 +42,26 @@ def check_write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_
     check_last_dim(k=k, v=v)
     check_cache_dtype(k, k_cache, k_scale, v_scale)
     check_apart({"k_cache": k_cache, "v_cache": v_cache}, {"k": k, "v": v}, "pass a copy: .clone()")
-    if slot_mapping.numel() and reads_values(k_cache.device) and not _are_few_good_slots(slot_mapping, k_cache):
+    if (
+        slot_mapping.numel()
+        and reads_values(k_cache.device)
+        and not _are_few_good_slots(slot_mapping, k_cache)
+    ):
         low, high = (int(x) for x in torch.aminmax(slot_mapping))
         num_slots = k_cache.shape[0] * k_cache.shape[1]
         if low < -1 or high >= num_slots:
-            raise ArgumentError("slot_mapping", f"slots in [-1, {num_slots})", f"values in [{low}, {high}]",
-                                "the pool is too small or the block table wrong")  # fmt: skip
+            raise ArgumentError(
+                "slot_mapping",
+                f"slots in [-1, {num_slots})",
+                f"values in [{low}, {high}]",
+                "the pool is too small or the block table wrong",
+            )
         _check_distinct_slots(slot_mapping, k_cache.shape[1])
 
 
 def _are_few_good_slots(slot_mapping: Tensor, k_cache: Tensor) -> bool:
-    """Whether these slots are so few that Python can look at them, and all right; if not, the ops of torch say what is wrong."""
+    """Whether these slots are so few that Python can look at them, and all right; if not, the ops of torch
+    say what is wrong."""
     if slot_mapping.shape[0] > pools.FEW or slot_mapping.device.type != "cpu":
         return False
     num_blocks, block_size = k_cache.shape[:2]
@@ -61,15 +78,32 @@ def _check_distinct_slots(slot_mapping: Tensor, block_size: int) -> None:
     twice = (slots[1:] == slots[:-1]) & (slots[1:] >= block_size)
     if bool(twice.any()):
         slot = int(slots[1:][twice][0])
-        raise ArgumentError("slot_mapping", "one token per slot", f"slot {slot} (block {slot // block_size}) several times",
-                            "two requests share a block that is still written: give each its own")  # fmt: skip
+        raise ArgumentError(
+            "slot_mapping",
+            "one token per slot",
+            f"slot {slot} (block {slot // block_size}) several times",
+            "two requests share a block that is still written: give each its own",
+        )
 
 
 def check_rope_write_kv(
-    q: Tensor, k: Tensor, v: Tensor, positions: Tensor, cos_sin: Tensor, slot_mapping: Tensor, q_out: Tensor, k_cache: Tensor,
-    v_cache: Tensor, *, q_norm: Tensor | None = None, k_norm: Tensor | None = None, norm_eps: float = 1e-6, norm_offset: float = 0.0,
-    k_scale: Tensor | None = None, v_scale: Tensor | None = None,
-) -> None:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor,
+    slot_mapping: Tensor,
+    q_out: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    norm_eps: float = 1e-6,
+    norm_offset: float = 0.0,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> None:
     """Every argument of ``rope_write_kv``; raises `ArgumentError` before anything is written."""
     check_write_kv(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
     check_dims("q", q, k.shape[0], None, k.shape[2])
@@ -78,8 +112,12 @@ def check_rope_write_kv(
     check_dims("cos_sin", cos_sin, None, None)
     rotary_dim = cos_sin.shape[1]
     if rotary_dim < 2 or rotary_dim % 2 or rotary_dim > q.shape[2]:
-        raise ArgumentError("cos_sin", f"shape [max_position, rotary_dim] with an even rotary_dim in [2, {q.shape[2]}]", shape_of(cos_sin),
-                            "it holds rotary_dim / 2 cosines, then as many sines")  # fmt: skip
+        raise ArgumentError(
+            "cos_sin",
+            f"shape [max_position, rotary_dim] with an even rotary_dim in [2, {q.shape[2]}]",
+            shape_of(cos_sin),
+            "it holds rotary_dim / 2 cosines, then as many sines",
+        )
     check_dtype("q", q, *FLOATS)
     check_dtype("k", k, q.dtype)
     if not q.shape[1]:
@@ -93,19 +131,32 @@ def check_rope_write_kv(
             check_dims(name, weight, q.shape[2])
             check_dtype(name, weight, q.dtype, torch.float32)
             check_last_dim(**{name: weight})
-    check_device(k_cache.device, q=q, positions=positions, cos_sin=cos_sin, q_out=q_out, q_norm=q_norm, k_norm=k_norm)
+    check_device(
+        k_cache.device, q=q, positions=positions, cos_sin=cos_sin, q_out=q_out, q_norm=q_norm, k_norm=k_norm
+    )
     if not 0 < norm_eps < INF:
         raise ArgumentError("norm_eps", "a positive finite number", str(norm_eps))
     if norm_offset - norm_offset != 0:
         raise ArgumentError("norm_offset", "a finite number", str(norm_offset))
     if norm_offset and q_norm is None and k_norm is None:
-        raise ArgumentError("norm_offset", "0 without q_norm and k_norm", str(norm_offset), "give the weights of the norms")
+        raise ArgumentError(
+            "norm_offset", "0 without q_norm and k_norm", str(norm_offset), "give the weights of the norms"
+        )
     check_apart({"k_cache": k_cache, "v_cache": v_cache}, {"q": q, "q_out": q_out}, "pass a copy: .clone()")
     for name, source in (("q", q), ("k", k), ("v", v)):
         if overlap(q_out, source):
-            raise ArgumentError("q_out", f"memory apart from {name}'s", "overlapping tensors", "allocate it with torch.empty_like(q)")
+            raise ArgumentError(
+                "q_out",
+                f"memory apart from {name}'s",
+                "overlapping tensors",
+                "allocate it with torch.empty_like(q)",
+            )
     if positions.numel() and reads_values(k_cache.device):
         low, high = (int(x) for x in torch.aminmax(positions))
         if low < 0 or high >= cos_sin.shape[0]:
-            raise ArgumentError("positions", f"positions in [0, {cos_sin.shape[0]}), those of padding included", f"values in [{low}, {high}]",
-                                "give cos_sin more rows")  # fmt: skip
+            raise ArgumentError(
+                "positions",
+                f"positions in [0, {cos_sin.shape[0]}), those of padding included",
+                f"values in [{low}, {high}]",
+                "give cos_sin more rows",
+            )

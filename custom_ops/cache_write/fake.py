@@ -11,28 +11,70 @@ from torch import Tensor
 from torchpaged.custom_ops.pools import expect_pools
 
 
-def _write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor,
-              k_scale: Tensor | None = None, v_scale: Tensor | None = None, **_: Any) -> None:  # fmt: skip
-    torch._check(k.dim() == 3 and v.dim() == 3, lambda: f"k, v: expected 3 dimensions, got {k.dim()} and {v.dim()}")
+def _write_kv(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    **_: Any,
+) -> None:
+    torch._check(
+        k.dim() == 3 and v.dim() == 3, lambda: f"k, v: expected 3 dimensions, got {k.dim()} and {v.dim()}"
+    )
     expect_pools(k_cache, v_cache)
     for name, x in (("k", k), ("v", v)):  # a view's `_base` is the tensor that owns its memory
-        views = x._base is not None and any(x._base is cache or x._base is cache._base for cache in (k_cache, v_cache))
-        torch._check(not views, lambda name=name: f"{name}: expected memory apart from the pools', got a view of one; pass a copy")
-    torch._check(slot_mapping.dtype == torch.int64, lambda: f"slot_mapping: expected int64, got {slot_mapping.dtype}")
-    torch._check(k.shape[0] == slot_mapping.shape[0], lambda: "k, slot_mapping: expected as many slots as tokens")
-    torch._check(k.shape[1] == k_cache.shape[2], lambda: f"k: expected {k_cache.shape[2]} heads, got {k.shape[1]}")
-    torch._check(k.shape[2] == k_cache.shape[3], lambda: f"k: expected head_dim {k_cache.shape[3]}, got {k.shape[2]}")
-    torch._check(v.shape[2] == v_cache.shape[3], lambda: f"v: expected head_dim {v_cache.shape[3]}, got {v.shape[2]}")
+        views = x._base is not None and any(
+            x._base is cache or x._base is cache._base for cache in (k_cache, v_cache)
+        )
+        torch._check(
+            not views,
+            lambda name=name: (
+                f"{name}: expected memory apart from the pools', got a view of one; pass a copy"
+            ),
+        )
+    torch._check(
+        slot_mapping.dtype == torch.int64, lambda: f"slot_mapping: expected int64, got {slot_mapping.dtype}"
+    )
+    torch._check(
+        k.shape[0] == slot_mapping.shape[0], lambda: "k, slot_mapping: expected as many slots as tokens"
+    )
+    torch._check(
+        k.shape[1] == k_cache.shape[2], lambda: f"k: expected {k_cache.shape[2]} heads, got {k.shape[1]}"
+    )
+    torch._check(
+        k.shape[2] == k_cache.shape[3], lambda: f"k: expected head_dim {k_cache.shape[3]}, got {k.shape[2]}"
+    )
+    torch._check(
+        v.shape[2] == v_cache.shape[3], lambda: f"v: expected head_dim {v_cache.shape[3]}, got {v.shape[2]}"
+    )
 
 
-def _rope_write_kv(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, cos_sin: Tensor, slot_mapping: Tensor, q_out: Tensor,
-                   k_cache: Tensor, v_cache: Tensor, **_: Any) -> None:  # fmt: skip
+def _rope_write_kv(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor,
+    slot_mapping: Tensor,
+    q_out: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    **_: Any,
+) -> None:
     _write_kv(k, v, k_cache, v_cache, slot_mapping)
-    torch._check(q.dim() == 3 and q_out.dim() == 3, lambda: f"q, q_out: expected 3 dimensions, got {q.dim()}, {q_out.dim()}")
+    torch._check(
+        q.dim() == 3 and q_out.dim() == 3,
+        lambda: f"q, q_out: expected 3 dimensions, got {q.dim()}, {q_out.dim()}",
+    )
     torch._check(cos_sin.dim() == 2, lambda: f"cos_sin: expected 2 dimensions, got {cos_sin.dim()}")
     torch._check(positions.dtype == torch.int64, lambda: f"positions: expected int64, got {positions.dtype}")
     torch._check(q.shape[0] == k.shape[0], lambda: "q, k: expected as many tokens")
-    torch._check(q.shape[0] == positions.shape[0], lambda: "q, positions: expected as many positions as tokens")
+    torch._check(
+        q.shape[0] == positions.shape[0], lambda: "q, positions: expected as many positions as tokens"
+    )
     torch._check(q.shape[2] == k.shape[2], lambda: f"q: expected head_dim {k.shape[2]}, got {q.shape[2]}")
     for d in range(3):
         torch._check(q_out.shape[d] == q.shape[d], lambda: "q_out: expected the shape of q")

@@ -1,6 +1,7 @@
 """The specification of the cache writes in plain torch.
 
-Dimensions: T tokens, H heads, K kv heads, D head_dim. What is computed is so in float32, or float64 when the inputs are float64.
+Dimensions: T tokens, H heads, K kv heads, D head_dim. What is computed is so in float32, or float64 when the
+inputs are float64.
 """
 
 from __future__ import annotations
@@ -22,9 +23,19 @@ def _quantize(x: Tensor, dtype: torch.dtype, scale: Tensor | None) -> Tensor:
     return x.clamp(-limit, limit).to(dtype)
 
 
-def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor,
-             k_scale: Tensor | None = None, v_scale: Tensor | None = None, *, are_query_tokens: bool = False) -> None:  # fmt: skip
-    """Store ``k``, ``v`` at their slots; slot -1 skips. Two tokens with one slot are refused where values are checked, else undefined.
+def write_kv(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    *,
+    are_query_tokens: bool = False,
+) -> None:
+    """Store ``k``, ``v`` at their slots; slot -1 skips. Two tokens with one slot are refused where values are
+    checked, else undefined.
 
     ``are_query_tokens`` says when others may start; it changes no result.
     """
@@ -32,8 +43,15 @@ def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
     _store(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
 
 
-def _store(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor,
-           k_scale: Tensor | None, v_scale: Tensor | None) -> None:  # fmt: skip
+def _store(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+) -> None:
     keep = slot_mapping >= 0
     slots = slot_mapping[keep]
     block, offset = slots // k_cache.shape[1], slots % k_cache.shape[1]
@@ -54,21 +72,54 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     The pairs that turn together are ``(i, i + rotary_dim // 2)``, or ``(2i, 2i + 1)`` if ``interleaved``.
     """
     half = cos.shape[-1]
-    x1, x2 = (x[..., : 2 * half : 2], x[..., 1 : 2 * half : 2]) if interleaved else (x[..., :half], x[..., half : 2 * half])
+    x1, x2 = (
+        (x[..., : 2 * half : 2], x[..., 1 : 2 * half : 2])
+        if interleaved
+        else (x[..., :half], x[..., half : 2 * half])
+    )
     y1, y2 = x1 * cos - x2 * sin, x2 * cos + x1 * sin
     turned = torch.stack([y1, y2], dim=-1).flatten(-2) if interleaved else torch.cat([y1, y2], dim=-1)
     return torch.cat([turned, x[..., 2 * half :]], dim=-1)
 
 
 def rope_write_kv(
-    q: Tensor, k: Tensor, v: Tensor, positions: Tensor, cos_sin: Tensor, slot_mapping: Tensor, q_out: Tensor, k_cache: Tensor,
-    v_cache: Tensor, *, q_norm: Tensor | None = None, k_norm: Tensor | None = None, norm_eps: float = 1e-6, norm_offset: float = 0.0,
-    interleaved: bool = False, k_scale: Tensor | None = None, v_scale: Tensor | None = None, are_query_tokens: bool = False,
-) -> None:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor,
+    slot_mapping: Tensor,
+    q_out: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    norm_eps: float = 1e-6,
+    norm_offset: float = 0.0,
+    interleaved: bool = False,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    are_query_tokens: bool = False,
+) -> None:
     """Norm and rotate q into ``q_out``; norm and rotate k and store it with v. One rounding, at the end."""
     check_rope_write_kv(
-        q, k, v, positions, cos_sin, slot_mapping, q_out, k_cache, v_cache, q_norm=q_norm, k_norm=k_norm, norm_eps=norm_eps,
-        norm_offset=norm_offset, k_scale=k_scale, v_scale=v_scale)  # fmt: skip
+        q,
+        k,
+        v,
+        positions,
+        cos_sin,
+        slot_mapping,
+        q_out,
+        k_cache,
+        v_cache,
+        q_norm=q_norm,
+        k_norm=k_norm,
+        norm_eps=norm_eps,
+        norm_offset=norm_offset,
+        k_scale=k_scale,
+        v_scale=v_scale,
+    )
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     cos, sin = cos_sin[positions].to(dtype)[:, None].chunk(2, dim=-1)
     q_out.copy_(_rotate(_rms_norm(q.to(dtype), q_norm, norm_eps, norm_offset), cos, sin, interleaved))

@@ -1,7 +1,9 @@
-"""Machine code on disk: whole, or as good as absent. The driver is told no length, so a cut file would be read past its end.
+"""Machine code on disk: whole, or as good as absent. The driver is told no length, so a cut file would be
+read past its end.
 
-A file holds a magic number, the SHA-256 of the code and the code. It is written under another name, flushed to the disk and then renamed,
-so that of several processes that compile the same each leaves a whole file, and the last one stays.
+A file holds a magic number, the SHA-256 of the code and the code. It is written under another name, flushed
+to the disk and then renamed, so that of several processes that compile the same each leaves a whole file, and
+the last one stays.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ def folder() -> Path:
 
 
 def load(name: str) -> bytes | None:
-    """The code of file ``name``; None if it is absent, unreadable, cut or damaged: a cache costs time, not correctness."""
+    """The code of file ``name``; None if it is absent, unreadable, cut or damaged: a cache costs time,
+    not correctness."""
     try:
         content = (folder() / name).read_bytes()
     except (OSError, RuntimeError):  # RuntimeError: no home directory
@@ -35,7 +38,8 @@ def load(name: str) -> bytes | None:
 
 
 def store(name: str, code: bytes) -> None:
-    """Keep ``code`` as file ``name``, over what may be there; nothing happens where nothing can be written."""
+    """Keep ``code`` as file ``name``, over what may be there; nothing happens where nothing can
+    be written."""
     with contextlib.suppress(OSError, RuntimeError):
         target = folder() / name
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -40,7 +40,8 @@ def launches_early(index: int) -> bool:
     """Whether kernels are launched with programmatic dependent launch: compute capability 9.0 and later.
 
     Raises:
-        BackendUnavailableError: they are, and at the first call for this device Inductor's kernels would be too.
+        BackendUnavailableError: they are, and at the first call for this device Inductor's kernels would
+            be too.
     """
     early = capability(index) >= (9, 0)
     if early:

@@ -3,9 +3,10 @@
     kernel = jit.kernel("decode.cu", "paged_decode", {"DIM": 128, ...}, device, shared_bytes=104448)
     kernel.launch(grid, threads, packed_arguments, early=True)
 
-Machine code is kept in ``TORCHPAGED_CACHE`` (default ``~/.cache/torchpaged``) under the hash of source, macros, architecture and
-compiler build; the driver is no part of it, since what is kept is for one architecture and needs no translation. The first launch of a
-specialisation compiles for a second or two, says so where stderr is a terminal, and must not happen inside a capture.
+Machine code is kept in ``TORCHPAGED_CACHE`` (default ``~/.cache/torchpaged``) under the hash of source,
+macros, architecture and compiler build; the driver is no part of it, since what is kept is for one
+architecture and needs no translation. The first launch of a specialisation compiles for a second or two, says
+so where stderr is a terminal, and must not happen inside a capture.
 """
 
 from __future__ import annotations
@@ -45,7 +46,10 @@ def unavailable() -> str | None:
     if torch.cuda.is_available():
         major, minor = torch.cuda.get_device_capability()
         if major * 10 + minor not in list(architectures):
-            return f"NVRTC does not know compute capability {major}.{minor}; install a newer cuda-bindings and NVRTC"
+            return (
+                f"NVRTC does not know compute capability {major}.{minor}; install a newer cuda-bindings "
+                "and NVRTC"
+            )
     return None
 
 
@@ -63,7 +67,8 @@ def _check(result: Any, what: str) -> Any:
 
 
 def options(macros: dict[str, int], capability: tuple[int, int]) -> list[str]:
-    """The compiler's arguments; the same for NVRTC and nvcc. The macro WGMMA asks for what only this one architecture has."""
+    """The compiler's arguments; the same for NVRTC and nvcc. The macro WGMMA asks for what only this one
+    architecture has."""
     only = "a" if macros.get("WGMMA") else ""
     return [
         f"-arch=sm_{capability[0]}{capability[1]}{only}",
@@ -74,12 +79,18 @@ def options(macros: dict[str, int], capability: tuple[int, int]) -> list[str]:
 
 @functools.cache
 def files() -> dict[str, Path]:
-    """The sources and headers by name: those of this folder, and of the folder ``cuda`` of every family of ops. No name is there twice."""
+    """The sources and headers by name: those of this folder, and of the folder ``cuda`` of every family of
+    ops. No name is there twice."""
     folders = (_HERE, *sorted(_HERE.parent.glob("*/cuda")))
-    paths = [path for folder in folders for path in sorted(folder.iterdir()) if path.suffix in (".cu", ".cuh")]
+    paths = [
+        path for folder in folders for path in sorted(folder.iterdir()) if path.suffix in (".cu", ".cuh")
+    ]
     found = {path.name: path for path in paths}
     if len(found) < len(paths):
-        raise RuntimeError(f"two CUDA sources share a name: {sorted(str(path) for path in paths if path not in found.values())}")
+        raise RuntimeError(
+            "two CUDA sources share a name: "
+            f"{sorted(str(path) for path in paths if path not in found.values())}"
+        )
     return found
 
 
@@ -87,16 +98,22 @@ def files() -> dict[str, Path]:
 def sources() -> dict[str, str]:
     """The texts of `files` by name, read once: what is compiled is what its key was made from.
 
-    Includes name files relative to their own place, for editors and nvcc; NVRTC, which gets texts, finds them by their names alone.
+    Includes name files relative to their own place, for editors and nvcc; NVRTC, which gets texts, finds them
+    by their names alone.
     """
     return {name: _INCLUDE.sub(r'#include "\1"', path.read_text()) for name, path in files().items()}
 
 
 @functools.cache
 def compiler_build() -> str:
-    """NVRTC's build, its patch level included: ``nvrtcVersion`` gives two numbers, what the compiler writes into its PTX all of them."""
+    """NVRTC's build, its patch level included: ``nvrtcVersion`` gives two numbers, what the compiler writes
+    into its PTX all of them."""
     major, minor = _check(_nvrtc().nvrtcVersion(), "nvrtcVersion")
-    lines = [line for line in _compile("", {}, [], "PTX").decode().splitlines() if line.startswith("//") and line.strip("/ ")]
+    lines = [
+        line
+        for line in _compile("", {}, [], "PTX").decode().splitlines()
+        if line.startswith("//") and line.strip("/ ")
+    ]
     return "\n".join([f"NVRTC {major}.{minor}", *lines])
 
 
@@ -110,7 +127,10 @@ def _compile(source: str, included: dict[str, str], arguments: list[str], kind: 
     """The "CUBIN" or "PTX" of ``source``; raises RuntimeError with the compiler's messages."""
     nvrtc = _nvrtc()
     names, texts = [name.encode() for name in included], [text.encode() for text in included.values()]
-    program = _check(nvrtc.nvrtcCreateProgram(source.encode(), b"torchpaged.cu", len(names), texts, names), "nvrtcCreateProgram")
+    program = _check(
+        nvrtc.nvrtcCreateProgram(source.encode(), b"torchpaged.cu", len(names), texts, names),
+        "nvrtcCreateProgram",
+    )
     try:
         encoded = [argument.encode() for argument in arguments]
         (error,) = nvrtc.nvrtcCompileProgram(program, len(encoded), encoded)
@@ -126,7 +146,8 @@ def _compile(source: str, included: dict[str, str], arguments: list[str], kind: 
 
 
 def compile_source(source: str, arguments: list[str]) -> bytes:
-    """Machine code of ``source``, which may include the headers of `files`; raises RuntimeError with the compiler's messages."""
+    """Machine code of ``source``, which may include the headers of `files`; raises RuntimeError with the
+    compiler's messages."""
     headers = {name: text for name, text in sources().items() if name.endswith(".cuh")}
     return _compile(source, headers, arguments, "CUBIN")
 
@@ -134,7 +155,12 @@ def compile_source(source: str, arguments: list[str]) -> bytes:
 def cache_name(file: str, arguments: list[str]) -> str:
     """The file in the cache: a hash of all that the machine code follows from."""
     headers = {name: text for name, text in sources().items() if name.endswith(".cuh")}
-    return hashlib.sha256(repr((sources()[file], headers, arguments, compiler_build())).encode()).hexdigest()[:32] + ".cubin"
+    return (
+        hashlib.sha256(repr((sources()[file], headers, arguments, compiler_build())).encode()).hexdigest()[
+            :32
+        ]
+        + ".cubin"
+    )
 
 
 def machine_code(file: str, macros: dict[str, int], capability: tuple[int, int]) -> bytes:
@@ -144,7 +170,11 @@ def machine_code(file: str, macros: dict[str, int], capability: tuple[int, int])
     code = cubins.load(name)
     if code is None:
         if sys.stderr is not None and sys.stderr.isatty():
-            print(f"torchpaged: compiling {file} for sm_{capability[0]}{capability[1]}", file=sys.stderr, flush=True)
+            print(
+                f"torchpaged: compiling {file} for sm_{capability[0]}{capability[1]}",
+                file=sys.stderr,
+                flush=True,
+            )
         code = compile_source(sources()[file], arguments)
         cubins.store(name, code)
     return code
@@ -156,8 +186,9 @@ _ahead_lock = threading.Lock()
 
 
 def compile_ahead(file: str, macros: dict[str, int], capability: tuple[int, int]) -> None:
-    """Begin, in a thread, to make the machine code that `kernel` will soon be asked for: several kernels of one call then take the time of the
-    slowest one. Does nothing where the thread runs already. What fails there is raised by `kernel`.
+    """Begin, in a thread, to make the machine code that `kernel` will soon be asked for: several kernels of
+    one call then take the time of the slowest one. Does nothing where the thread runs already. What fails
+    there is raised by `kernel`.
     """
     key = file, tuple(sorted(macros.items())), capability
     future: Future[bytes] = Future()
@@ -185,7 +216,8 @@ def _code(file: str, macros: tuple[tuple[str, int], ...], capability: tuple[int,
 class Kernel:
     """A loaded kernel of one device.
 
-    ``prefer_shared``: cut the memory beside a multiprocessor in favour of shared memory, if the kernel has more than 48 KiB of it.
+    ``prefer_shared``: cut the memory beside a multiprocessor in favour of shared memory, if the kernel has
+    more than 48 KiB of it.
     """
 
     def __init__(self, code: bytes, name: str, shared_bytes: int, *, prefer_shared: bool = False) -> None:
@@ -194,15 +226,23 @@ class Kernel:
         torch.empty(1, device="cuda")  # the device's context exists and is current from here on
         self._driver = driver
         self._module = _check(driver.cuModuleLoadData(code), "cuModuleLoadData")
-        self._function = _check(driver.cuModuleGetFunction(self._module, name.encode()), "cuModuleGetFunction")
+        self._function = _check(
+            driver.cuModuleGetFunction(self._module, name.encode()), "cuModuleGetFunction"
+        )
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         (error,) = driver.cuFuncSetAttribute(self._function, attribute, shared_bytes)
         if int(error):
             most = gpu.shared_per_cta(torch.cuda.current_device())
-            raise RuntimeError(f"backend 'cuda': {name} asks for {shared_bytes} bytes of dynamic shared memory, the device refuses ({error}); "
-                               f"a thread block may have {most} in all")  # fmt: skip
+            raise RuntimeError(
+                f"backend 'cuda': {name} asks for {shared_bytes} bytes of dynamic shared memory, the "
+                f"device refuses ({error}); "
+                f"a thread block may have {most} in all"
+            )
         if prefer_shared and shared_bytes > 48 * 1024:
-            _check(driver.cuFuncSetCacheConfig(self._function, driver.CUfunc_cache.CU_FUNC_CACHE_PREFER_SHARED), "cuFuncSetCacheConfig")
+            _check(
+                driver.cuFuncSetCacheConfig(self._function, driver.CUfunc_cache.CU_FUNC_CACHE_PREFER_SHARED),
+                "cuFuncSetCacheConfig",
+            )
         self._resident: dict[tuple[int, int, int], int] = {}
         self._early = driver.CUlaunchAttribute()
         self._early.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
@@ -229,7 +269,8 @@ class Kernel:
         return found
 
     def resident(self, threads: int, cluster: int, wanted: int) -> int:
-        """CTAs that run at once: ``wanted``, or for clusters (a power of two CTAs each) as many as the device places together."""
+        """CTAs that run at once: ``wanted``, or for clusters (a power of two CTAs each) as many as the device
+        places together."""
         if cluster == 1:
             return wanted
         key = threads, cluster, wanted
@@ -243,17 +284,27 @@ class Kernel:
             config.sharedMemBytes = self._shared_bytes
             dimension = driver.CUlaunchAttribute()
             dimension.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-            dimension.value.clusterDim.x, dimension.value.clusterDim.y, dimension.value.clusterDim.z = cluster, 1, 1
+            dimension.value.clusterDim.x, dimension.value.clusterDim.y, dimension.value.clusterDim.z = (
+                cluster,
+                1,
+                1,
+            )
             config.attrs, config.numAttrs = [dimension], 1
-            most = _check(driver.cuOccupancyMaxActiveClusters(self._function, config), "cuOccupancyMaxActiveClusters")
+            most = _check(
+                driver.cuOccupancyMaxActiveClusters(self._function, config), "cuOccupancyMaxActiveClusters"
+            )
             if most < 1:
-                raise RuntimeError(f"cuOccupancyMaxActiveClusters: no cluster of {cluster} CTAs fits the device")
+                raise RuntimeError(
+                    f"cuOccupancyMaxActiveClusters: no cluster of {cluster} CTAs fits the device"
+                )
             self._resident[key] = min(most * cluster, wanted // cluster * cluster)
         return self._resident[key]
 
-    def launch(self, grid: int, threads: int, arguments: bytes, *, early: bool, offsets: tuple[int, ...] = (0,)) -> None:
-        """Launch on the current stream. ``arguments``: the parameters, at ``offsets``; one struct by default. ``early``: programmatic dependent
-        launch."""
+    def launch(
+        self, grid: int, threads: int, arguments: bytes, *, early: bool, offsets: tuple[int, ...] = (0,)
+    ) -> None:
+        """Launch on the current stream. ``arguments``: the parameters, at ``offsets``; one struct by default.
+        ``early``: programmatic dependent launch."""
         config = self._config()
         config.gridDimX, config.blockDimX = grid, threads
         config.hStream = torch.cuda.current_stream().cuda_stream
@@ -267,18 +318,27 @@ class Kernel:
 
 
 @functools.cache
-def _kernel(file: str, name: str, macros: tuple[tuple[str, int], ...], index: int, shared_bytes: int) -> Kernel:
+def _kernel(
+    file: str, name: str, macros: tuple[tuple[str, int], ...], index: int, shared_bytes: int
+) -> Kernel:
     if torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(f"backend 'cuda': {file} is not compiled for this shape yet, which can't be done inside a CUDA graph capture; "
-                           "run the same call once before capturing")  # fmt: skip
+        raise RuntimeError(
+            f"backend 'cuda': {file} is not compiled for this shape yet, which can't be done inside a CUDA "
+            "graph capture; "
+            "run the same call once before capturing"
+        )
     with torch.cuda.device(index):
         capability = torch.cuda.get_device_capability(index)
-        # no second try: a damaged file in the cache was found by its checksum, so what fails here is refused by the device
+        # no second try: a damaged file in the cache was found by its checksum, so what fails here is refused
+        # by the device
         return Kernel(_code(file, macros, capability), name, shared_bytes)
 
 
-def kernel(file: str, name: str, macros: dict[str, int], device: torch.device, *, shared_bytes: int) -> Kernel:
-    """Kernel ``name`` of ``file`` (one of `files`), compiled with ``macros`` for ``device``; the same object for the same arguments.
+def kernel(
+    file: str, name: str, macros: dict[str, int], device: torch.device, *, shared_bytes: int
+) -> Kernel:
+    """Kernel ``name`` of ``file`` (one of `files`), compiled with ``macros`` for ``device``; the same object
+    for the same arguments.
 
     Raises:
         BackendUnavailableError: cuda-bindings is absent.

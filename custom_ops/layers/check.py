@@ -1,7 +1,9 @@
-"""Argument checks of ``embedding``, ``rms_norm``, ``act_and_mul`` and ``linear``, shared by the reference and the kernels' launchers.
+"""Argument checks of ``embedding``, ``rms_norm``, ``act_and_mul`` and ``linear``, shared by the reference and
+the kernels' launchers.
 
-Only shapes, dtypes, devices, strides and address ranges: no device work, nothing waits. Token ids alone are read, where the rules of
-`validation` allow it. Every message names the argument; all checks are done before anything is written.
+Only shapes, dtypes, devices, strides and address ranges: no device work, nothing waits. Token ids alone are
+read, where the rules of `validation` allow it. Every message names the argument; all checks are done before
+anything is written.
 """
 
 from __future__ import annotations
@@ -9,7 +11,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchpaged.custom_ops.checks import check_device, check_dims, check_dtype, check_last_dim, overlap, reads_values
+from torchpaged.custom_ops.checks import (
+    check_device,
+    check_dims,
+    check_dtype,
+    check_last_dim,
+    overlap,
+    reads_values,
+)
 from torchpaged.custom_ops.errors import ArgumentError
 
 #: Activations of a gate that `act_and_mul` and `linear` know; "gelu_tanh" is GELU's tanh approximation.
@@ -29,7 +38,12 @@ def _check_like(x: Tensor, rows: int, width: int, **tensors: Tensor | None) -> N
 def _check_apart(name: str, target: Tensor, **sources: Tensor | None) -> None:
     for source_name, source in sources.items():
         if source is not None and overlap(target, source):
-            raise ArgumentError(name, f"memory apart from {source_name}'s", "overlapping tensors", "allocate it with torch.empty")
+            raise ArgumentError(
+                name,
+                f"memory apart from {source_name}'s",
+                "overlapping tensors",
+                "allocate it with torch.empty",
+            )
 
 
 def _check_norm(x: Tensor, name: str, weight: Tensor, eps: float, eps_name: str) -> None:
@@ -44,7 +58,9 @@ def _check_activation(activation: str, width: int, name: str, *others: str) -> N
     if activation not in ACTIVATIONS and activation not in others:
         raise ArgumentError("activation", " or ".join(map(repr, (*ACTIVATIONS, *others))), repr(activation))
     if activation not in others and width % 2:
-        raise ArgumentError(name, "an even number of rows or columns: the gate's, then as many of up", str(width))
+        raise ArgumentError(
+            name, "an even number of rows or columns: the gate's, then as many of up", str(width)
+        )
 
 
 def check_embedding(input_ids: Tensor, weight: Tensor, out: Tensor, *, scale: Tensor | None = None) -> None:
@@ -67,7 +83,13 @@ def check_embedding(input_ids: Tensor, weight: Tensor, out: Tensor, *, scale: Te
 
 
 def check_rms_norm(
-    x: Tensor, weight: Tensor, out: Tensor, *, eps: float = 1e-6, residual: Tensor | None = None, post_residual: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    *,
+    eps: float = 1e-6,
+    residual: Tensor | None = None,
+    post_residual: Tensor | None = None,
 ) -> None:
     """Every argument of ``rms_norm``; raises `ArgumentError` before anything is written."""
     check_dims("x", x, None, None)
@@ -93,9 +115,17 @@ def check_act_and_mul(gate_up: Tensor, out: Tensor, *, activation: str = "silu")
 
 
 def check_linear(
-    x: Tensor, weight: Tensor, out: Tensor, *, bias: Tensor | None = None, residual: Tensor | None = None,
-    norm_weight: Tensor | None = None, norm_eps: float = 1e-6, norm_offset: float = 0.0, activation: str = "none",
-) -> None:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    *,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    norm_eps: float = 1e-6,
+    norm_offset: float = 0.0,
+    activation: str = "none",
+) -> None:
     """Every argument of ``linear``; raises `ArgumentError` before anything is written."""
     check_dims("x", x, None, None)
     check_dtype("x", x, *FLOATS)
@@ -112,6 +142,8 @@ def check_linear(
     if norm_weight is not None:
         _check_norm(x, "norm_weight", norm_weight, norm_eps, "norm_eps")
     elif norm_offset:
-        raise ArgumentError("norm_offset", "0 without norm_weight", str(norm_offset), "give the weight of the norm")
+        raise ArgumentError(
+            "norm_offset", "0 without norm_weight", str(norm_offset), "give the weight of the norm"
+        )
     check_device(x.device, weight=weight, out=out, bias=bias, residual=residual, norm_weight=norm_weight)
     _check_apart("out", out, x=x, weight=weight, bias=bias, residual=residual, norm_weight=norm_weight)

@@ -1,8 +1,10 @@
-"""The specification of the ops around attention (``embedding``, ``rms_norm``, ``act_and_mul``, ``linear``) in plain torch.
+"""The specification of the ops around attention (``embedding``, ``rms_norm``, ``act_and_mul``, ``linear``) in
+plain torch.
 
-Dimensions: T tokens, K inputs, N outputs, I intermediate size. Everything is computed in float32 (float64 for float64 inputs) and
-rounded once, when it is stored: a norm or an activation inside ``linear`` is not rounded before its product. Kernels that use
-tensor cores round the normed input once more, which the tests' error budget allows.
+Dimensions: T tokens, K inputs, N outputs, I intermediate size. Everything is computed in float32 (float64 for
+float64 inputs) and
+rounded once, when it is stored: a norm or an activation inside ``linear`` is not rounded before its product.
+Kernels that use tensor cores round the normed input once more, which the tests' error budget allows.
 """
 
 from __future__ import annotations
@@ -11,7 +13,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from torchpaged.custom_ops.layers.check import check_act_and_mul, check_embedding, check_linear, check_rms_norm
+from torchpaged.custom_ops.layers.check import (
+    check_act_and_mul,
+    check_embedding,
+    check_linear,
+    check_rms_norm,
+)
 
 
 def _exact(x: Tensor) -> Tensor:
@@ -20,7 +27,8 @@ def _exact(x: Tensor) -> Tensor:
 
 
 def _normed(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
-    """RMSNorm (arXiv:1910.07467) of ``x [T, K]``, whose dtype is the accumulation's; the weight is ``offset + weight``."""
+    """RMSNorm (arXiv:1910.07467) of ``x [T, K]``, whose dtype is the accumulation's; the weight is ``offset +
+    weight``."""
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * (offset + weight.detach().to(x.dtype))
 
 
@@ -40,10 +48,17 @@ def embedding(input_ids: Tensor, weight: Tensor, out: Tensor, *, scale: Tensor |
 
 
 def rms_norm(
-    x: Tensor, weight: Tensor, out: Tensor, *, eps: float = 1e-6, offset: float = 0.0, residual: Tensor | None = None,
+    x: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    *,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    residual: Tensor | None = None,
     post_residual: Tensor | None = None,
-) -> None:  # fmt: skip
-    """``out = x / rms(x) * (weight + offset)``; ``residual += x`` before it, ``+ post_residual`` after it. The unrounded sum is normed."""
+) -> None:
+    """``out = x / rms(x) * (weight + offset)``; ``residual += x`` before it, ``+ post_residual`` after it.
+    The unrounded sum is normed."""
     check_rms_norm(x, weight, out, eps=eps, residual=residual, post_residual=post_residual)
     total = _exact(x)
     if residual is not None:
@@ -60,13 +75,30 @@ def act_and_mul(gate_up: Tensor, out: Tensor, *, activation: str = "silu") -> No
 
 
 def linear(
-    x: Tensor, weight: Tensor, out: Tensor, *, bias: Tensor | None = None, residual: Tensor | None = None,
-    norm_weight: Tensor | None = None, norm_eps: float = 1e-6, norm_offset: float = 0.0, activation: str = "none",
-) -> None:  # fmt: skip
-    """``out = gate(norm(x) @ weight.T + bias) + residual``: norm, gate, bias and residual only where given."""
+    x: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    *,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    norm_eps: float = 1e-6,
+    norm_offset: float = 0.0,
+    activation: str = "none",
+) -> None:
+    """``out = gate(norm(x) @ weight.T + bias) + residual``: norm, gate, bias and residual only
+    where given."""
     check_linear(
-        x, weight, out, bias=bias, residual=residual, norm_weight=norm_weight, norm_eps=norm_eps, norm_offset=norm_offset,
-        activation=activation)  # fmt: skip
+        x,
+        weight,
+        out,
+        bias=bias,
+        residual=residual,
+        norm_weight=norm_weight,
+        norm_eps=norm_eps,
+        norm_offset=norm_offset,
+        activation=activation,
+    )
     inputs = _exact(x) if norm_weight is None else _normed(_exact(x), norm_weight, norm_eps, norm_offset)
     y = F.linear(inputs, _exact(weight), None if bias is None else _exact(bias))
     if activation != "none":

@@ -1,21 +1,26 @@
-"""The end of a step in plain torch: the specification of ``sample_tokens``, ``accept_tokens``, ``finish_step`` and ``advance_step``.
+"""The end of a step in plain torch: the specification of ``sample_tokens``, ``accept_tokens``,
+``finish_step`` and ``advance_step``.
 
 A row of logits becomes a token in this order:
 
-1. repetition penalty (arXiv:1909.05858, as transformers has it): a seen token's logit is divided by p if positive, else multiplied;
-   in float32, so that ties are the same in every backend. Called z from here on.
+1. repetition penalty (arXiv:1909.05858, as transformers has it): a seen token's logit is divided by p if
+   positive, else multiplied; in float32, so that ties are the same in every backend. Called z from here on.
 2. temperature 0: the token with the largest z, the lowest index of equals. No more steps.
-3. likelihood is softmax(z / temperature). Tokens are ordered by z, equals by index. Kept are the first ``top_k``; of these, those whose
-   likelier ones hold less than ``top_p`` of the mass of these; of all, those with at least ``min_p`` times the largest likelihood.
-4. the token is the kept one with the largest z / temperature + g, g its Gumbel noise: a draw from the renormalised likelihoods.
+3. likelihood is softmax(z / temperature). Tokens are ordered by z, equals by index. Kept are the first
+   ``top_k``; of these, those whose likelier ones hold less than ``top_p`` of the mass of these; of all, those
+   with at least ``min_p`` times the largest likelihood.
+4. the token is the kept one with the largest z / temperature + g, g its Gumbel noise: a draw from the
+   renormalised likelihoods.
 
-The noise of token ``v`` is a function of the row's seed and counter and of ``v`` alone. Its 32 random bits are word ``v % 4`` of
-Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) with key words (low, high) of the seed and counter
-words (v // 4, low of the counter, high of the counter, 0). With u = 1 - (bits + 1/2) / 2**32, in (0, 1), g = -log(-log(u)): large
-noise comes from u near 1, where the bits' resolution is finest.
+The noise of token ``v`` is a function of the row's seed and counter and of ``v`` alone. Its 32 random bits
+are word ``v % 4`` of Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011)
+with key words (low, high) of the seed and counter words (v // 4, low of the counter, high of the counter, 0).
+With u = 1 - (bits + 1/2) / 2**32, in (0, 1), g = -log(-log(u)): large noise comes from u near 1, where the
+bits' resolution is finest.
 
-A row with a NaN among its logits, whatever the others are, and a row whose logits are all -inf give `NO_TOKEN`, -2: there is nothing to draw
-from, and whoever reads the tokens must not take it for one. `accept_tokens` ends such a row.
+A row with a NaN among its logits, whatever the others are, and a row whose logits are all -inf give
+`NO_TOKEN`, -2: there is nothing to draw from, and whoever reads the tokens must not take it for one.
+`accept_tokens` ends such a row.
 """
 
 from __future__ import annotations
@@ -23,13 +28,30 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchpaged.custom_ops.step_end.check import NO_TOKEN, check_accept_tokens, check_advance_step, check_finish_step, check_sample_tokens
+from torchpaged.custom_ops.step_end.check import (
+    NO_TOKEN,
+    check_accept_tokens,
+    check_advance_step,
+    check_finish_step,
+    check_sample_tokens,
+)
 
 
-def advance_step(sampled_token_ids: Tensor, block_table: Tensor, input_ids: Tensor, positions: Tensor, seq_lens: Tensor,
-                 slot_mapping: Tensor, *, block_size: int) -> None:  # fmt: skip
-    """Turn one decode step's buffers into the next one's: token in, position and length + 1, slot from the table."""
-    check_advance_step(sampled_token_ids, block_table, input_ids, positions, seq_lens, slot_mapping, block_size=block_size)
+def advance_step(
+    sampled_token_ids: Tensor,
+    block_table: Tensor,
+    input_ids: Tensor,
+    positions: Tensor,
+    seq_lens: Tensor,
+    slot_mapping: Tensor,
+    *,
+    block_size: int,
+) -> None:
+    """Turn one decode step's buffers into the next one's: token in, position and length + 1, slot from
+    the table."""
+    check_advance_step(
+        sampled_token_ids, block_table, input_ids, positions, seq_lens, slot_mapping, block_size=block_size
+    )
     old_lens = seq_lens.long()
     moves = (old_lens > 0) & (old_lens < block_table.shape[1] * block_size)
     column = (old_lens // block_size).clamp_max(block_table.shape[1] - 1)
@@ -45,7 +67,9 @@ _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 
 
-def philox(key: tuple[Tensor, Tensor], counter: tuple[Tensor, Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def philox(
+    key: tuple[Tensor, Tensor], counter: tuple[Tensor, Tensor, Tensor, Tensor]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Philox4x32-10: four words of random bits. All words are int64 tensors with values in [0, 2**32)."""
     k0, k1 = key
     c0, c1, c2, c3 = counter
@@ -57,7 +81,8 @@ def philox(key: tuple[Tensor, Tensor], counter: tuple[Tensor, Tensor, Tensor, Te
 
 
 def random_bits(seeds: Tensor, counters: Tensor, vocab_size: int) -> Tensor:
-    """``[B, vocab_size]`` int64 in [0, 2**32) from ``seeds`` and ``counters [B]`` int64, as the module's docstring says."""
+    """``[B, vocab_size]`` int64 in [0, 2**32) from ``seeds`` and ``counters [B]`` int64, as the module's
+    docstring says."""
     quarter = torch.arange(-(-vocab_size // 4), device=seeds.device)[None]
     low, high = (counters & _LOW)[:, None], (counters >> 32 & _LOW)[:, None]
     key = ((seeds & _LOW)[:, None], (seeds >> 32 & _LOW)[:, None])
@@ -84,7 +109,9 @@ def kept_tokens(z: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, mi
     """Bool ``[B, V]``: step 3. ``temperature`` is positive."""
     ordered, order = z.sort(dim=-1, descending=True, stable=True)
     ordered, k = ordered.double(), top_k[:, None]
-    weight = torch.where(ordered == ordered[:, :1], 1.0, torch.exp((ordered - ordered[:, :1]) / temperature[:, None].double()))
+    weight = torch.where(
+        ordered == ordered[:, :1], 1.0, torch.exp((ordered - ordered[:, :1]) / temperature[:, None].double())
+    )
     keep = (torch.arange(z.shape[1], device=z.device)[None] < k) | (k == 0)
     mass = torch.where(keep, weight, 0.0).cumsum(-1)
     before = mass - weight
@@ -94,10 +121,22 @@ def kept_tokens(z: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, mi
     return torch.zeros_like(keep).scatter(1, order, keep)
 
 
-def sample_tokens(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, repetition_penalty: Tensor,
-                  seen: Tensor, seeds: Tensor, counters: Tensor, out: Tensor) -> None:  # fmt: skip
+def sample_tokens(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    repetition_penalty: Tensor,
+    seen: Tensor,
+    seeds: Tensor,
+    counters: Tensor,
+    out: Tensor,
+) -> None:
     """One token per row; arguments as in ``schema.py``, semantics in this module's docstring."""
-    check_sample_tokens(logits, temperature, top_k, top_p, min_p, repetition_penalty, seen, seeds, counters, out)
+    check_sample_tokens(
+        logits, temperature, top_k, top_p, min_p, repetition_penalty, seen, seeds, counters, out
+    )
     z = penalised_logits(logits, repetition_penalty, seen)
     largest, token = z.max(-1)
     out.copy_(token)
@@ -113,27 +152,67 @@ def sample_tokens(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Ten
     out.masked_fill_((largest == float("-inf")) | logits.isnan().any(-1), NO_TOKEN)
 
 
-def _draw(z: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seeds: Tensor, counters: Tensor) -> Tensor:
+def _draw(
+    z: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    seeds: Tensor,
+    counters: Tensor,
+) -> Tensor:
     noise = gumbel_noise(random_bits(seeds, counters, z.shape[1]))
-    score = z.double() + temperature[:, None].double() * noise  # times the temperature: no overflow where it is tiny
+    score = (
+        z.double() + temperature[:, None].double() * noise
+    )  # times the temperature: no overflow where it is tiny
     truncated = (top_k > 0) | (top_p < 1) | (min_p > 0)
     if z.device.type != "cpu" or bool(truncated.any()):
         score = score.masked_fill(~kept_tokens(z, temperature, top_k, top_p, min_p), float("-inf"))
     return score.argmax(-1)
 
 
-def accept_tokens(sampled_token_ids: Tensor, block_table: Tensor, stop_token_ids: Tensor, input_ids: Tensor, positions: Tensor,
-                  seq_lens: Tensor, slot_mapping: Tensor, counters: Tensor, remaining: Tensor, seen: Tensor, tokens_out: Tensor,
-                  *, block_size: int, ring: Tensor | None = None, launches: Tensor | None = None, step: int = 0) -> None:  # fmt: skip
-    """Take the sampled tokens and turn this step's buffers into the next one's; arguments as in ``schema.py``.
+def accept_tokens(
+    sampled_token_ids: Tensor,
+    block_table: Tensor,
+    stop_token_ids: Tensor,
+    input_ids: Tensor,
+    positions: Tensor,
+    seq_lens: Tensor,
+    slot_mapping: Tensor,
+    counters: Tensor,
+    remaining: Tensor,
+    seen: Tensor,
+    tokens_out: Tensor,
+    *,
+    block_size: int,
+    ring: Tensor | None = None,
+    launches: Tensor | None = None,
+    step: int = 0,
+) -> None:
+    """Take the sampled tokens and turn this step's buffers into the next one's; arguments as
+    in ``schema.py``.
 
-    A row with seq_len 0 gives token -1 and slot -1 and stays as it is. A row that ends (stop token, `NO_TOKEN`, ``remaining`` used up, table full)
-    gets seq_len 0 and slot -1 and keeps its input_ids and position.
+    A row with seq_len 0 gives token -1 and slot -1 and stays as it is. A row that ends (stop token,
+    `NO_TOKEN`, ``remaining`` used up, table full) gets seq_len 0 and slot -1 and keeps its input_ids
+    and position.
     """
     check_accept_tokens(
-        sampled_token_ids, block_table, stop_token_ids, input_ids, positions, seq_lens, slot_mapping, counters, remaining, seen,
-        tokens_out, block_size=block_size, ring=ring, launches=launches, step=step,
-    )  # fmt: skip
+        sampled_token_ids,
+        block_table,
+        stop_token_ids,
+        input_ids,
+        positions,
+        seq_lens,
+        slot_mapping,
+        counters,
+        remaining,
+        seen,
+        tokens_out,
+        block_size=block_size,
+        ring=ring,
+        launches=launches,
+        step=step,
+    )
     old_lens = seq_lens.long()
     active = old_lens > 0
     token = torch.where(active, sampled_token_ids, -1)
@@ -144,7 +223,9 @@ def accept_tokens(sampled_token_ids: Tensor, block_table: Tensor, stop_token_ids
     remaining.sub_(active.to(torch.int32))
     _mark_seen(seen, token)
     stopped = (stop_token_ids == token[:, None]).any(-1)
-    goes_on = active & (token >= 0) & ~stopped & (remaining > 0) & (old_lens < block_table.shape[1] * block_size)
+    goes_on = (
+        active & (token >= 0) & ~stopped & (remaining > 0) & (old_lens < block_table.shape[1] * block_size)
+    )
     column = (old_lens // block_size).clamp(0, block_table.shape[1] - 1)
     block = block_table.gather(1, column[:, None])[:, 0].long()
     slot_mapping.copy_(torch.where(goes_on, block * block_size + old_lens % block_size, -1))
@@ -154,26 +235,79 @@ def accept_tokens(sampled_token_ids: Tensor, block_table: Tensor, stop_token_ids
 
 
 def finish_step(
-    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, repetition_penalty: Tensor, seeds: Tensor,
-    block_table: Tensor, stop_token_ids: Tensor, input_ids: Tensor, positions: Tensor, seq_lens: Tensor, slot_mapping: Tensor,
-    counters: Tensor, remaining: Tensor, seen: Tensor, tokens_out: Tensor, *, block_size: int, ring: Tensor | None = None,
-    launches: Tensor | None = None, step: int = 0,
-) -> None:  # fmt: skip
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    repetition_penalty: Tensor,
+    seeds: Tensor,
+    block_table: Tensor,
+    stop_token_ids: Tensor,
+    input_ids: Tensor,
+    positions: Tensor,
+    seq_lens: Tensor,
+    slot_mapping: Tensor,
+    counters: Tensor,
+    remaining: Tensor,
+    seen: Tensor,
+    tokens_out: Tensor,
+    *,
+    block_size: int,
+    ring: Tensor | None = None,
+    launches: Tensor | None = None,
+    step: int = 0,
+) -> None:
     """`sample_tokens`, then `accept_tokens`; arguments as in ``schema.py``."""
     check_finish_step(
-        logits, temperature, top_k, top_p, min_p, repetition_penalty, seeds, block_table, stop_token_ids, input_ids, positions, seq_lens,
-        slot_mapping, counters, remaining, seen, tokens_out, block_size=block_size, ring=ring, launches=launches, step=step,
-    )  # fmt: skip
+        logits,
+        temperature,
+        top_k,
+        top_p,
+        min_p,
+        repetition_penalty,
+        seeds,
+        block_table,
+        stop_token_ids,
+        input_ids,
+        positions,
+        seq_lens,
+        slot_mapping,
+        counters,
+        remaining,
+        seen,
+        tokens_out,
+        block_size=block_size,
+        ring=ring,
+        launches=launches,
+        step=step,
+    )
     sampled = torch.empty_like(counters)
-    sample_tokens(logits, temperature, top_k, top_p, min_p, repetition_penalty, seen, seeds, counters, sampled)
+    sample_tokens(
+        logits, temperature, top_k, top_p, min_p, repetition_penalty, seen, seeds, counters, sampled
+    )
     accept_tokens(
-        sampled, block_table, stop_token_ids, input_ids, positions, seq_lens, slot_mapping, counters, remaining, seen, tokens_out,
-        block_size=block_size, ring=ring, launches=launches, step=step,
-    )  # fmt: skip
+        sampled,
+        block_table,
+        stop_token_ids,
+        input_ids,
+        positions,
+        seq_lens,
+        slot_mapping,
+        counters,
+        remaining,
+        seen,
+        tokens_out,
+        block_size=block_size,
+        ring=ring,
+        launches=launches,
+        step=step,
+    )
 
 
 def _put(ring: Tensor, launches: Tensor, step: int, token: Tensor) -> None:
-    """The tokens into the launch's slot; behind those of its last step the launch's number, which then is counted."""
+    """The tokens into the launch's slot; behind those of its last step the launch's number, which then
+    is counted."""
     num_slots, num_steps, launch = ring.shape[0] - 1, ring.shape[1] - 1, launches[:1]
     slot = torch.where(launch < 0, num_slots, launch % num_slots)
     ring[:, step, : token.shape[0]].index_copy_(0, slot, token[None])

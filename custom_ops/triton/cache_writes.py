@@ -1,7 +1,8 @@
-"""What the kernels that write into a KV cache do at their begin and at their end, for the sake of ``paged_attention`` behind them.
+"""What the kernels that write into a KV cache do at their begin and at their end, for the sake of
+``paged_attention`` behind them.
 
-It reads the context's keys and values early (stream_order.py). So a kernel that writes such keys holds it back and makes them visible before
-it ends; one that writes the query tokens' own does not.
+It reads the context's keys and values early (stream_order.py). So a kernel that writes such keys holds it
+back and makes them visible before it ends; one that writes the query tokens' own does not.
 """
 
 from __future__ import annotations
@@ -21,26 +22,34 @@ def begin_write(ARE_QUERY_TOKENS: tl.constexpr, PDL: tl.constexpr):
 
 @triton.jit
 def saturate(x, LIMIT: tl.constexpr):
-    """``x`` inside an fp8 dtype's range ``[-LIMIT, LIMIT]``, infinities too; NaN stays NaN, which a plain minimum would drop."""
+    """``x`` inside an fp8 dtype's range ``[-LIMIT, LIMIT]``, infinities too; NaN stays NaN, which a plain
+    minimum would drop."""
     x = tl.maximum(x, -LIMIT, propagate_nan=tl.PropagateNan.ALL)
     return tl.minimum(x, LIMIT, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def to_fp8(x, LIMIT: tl.constexpr, dtype: tl.constexpr):
-    """float32 ``x`` in an fp8 dtype whose largest number is LIMIT: saturated, rounded to nearest even, NaN as NaN.
+    """float32 ``x`` in an fp8 dtype whose largest number is LIMIT: saturated, rounded to nearest even, NaN
+    as NaN.
 
-    e5m2 from its bits: what Triton makes of a conversion depends on version and device. Before compute capability 8.9, Triton 3.6 rounds ties
-    away from zero and turns NaN into -0.
+    e5m2 from its bits: what Triton makes of a conversion depends on version and device. Before compute
+    capability 8.9, Triton 3.6 rounds ties away from zero and turns NaN into -0.
     """
     x = saturate(x, LIMIT)
     if dtype == tl.float8e5:
         bits = x.to(tl.uint32, bitcast=True)
         size = bits & 0x7FFFFFFF
         normal = ((size + 0xFFFFF + ((size >> 21) & 1)) >> 21) - ((127 - 15) << 2)
-        steps = (tl.abs(x) + 128.0).to(tl.uint32, bitcast=True) - 0x43000000  # neighbours of 128.0 are 2^-16 apart, as e5m2's subnormals
+        steps = (tl.abs(x) + 128.0).to(
+            tl.uint32, bitcast=True
+        ) - 0x43000000  # neighbours of 128.0 are 2^-16 apart, as e5m2's subnormals
         small = tl.where(size < 0x38800000, steps, normal)  # 2^-14, the smallest normal number
-        fp8 = (tl.where(size > 0x7F800000, 0x7F, small) | ((bits >> 24) & 0x80)).to(tl.uint8).to(tl.float8e5, bitcast=True)
+        fp8 = (
+            (tl.where(size > 0x7F800000, 0x7F, small) | ((bits >> 24) & 0x80))
+            .to(tl.uint8)
+            .to(tl.float8e5, bitcast=True)
+        )
     else:
         fp8 = x.to(dtype)
     return fp8
@@ -48,12 +57,16 @@ def to_fp8(x, LIMIT: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def end_write(ARE_QUERY_TOKENS: tl.constexpr, PDL: tl.constexpr):
-    """After the last store. That all programs have ended starts the kernel behind, but does not say that their stores can be seen."""
+    """After the last store. That all programs have ended starts the kernel behind, but does not say that
+    their stores can be seen."""
     if PDL and not ARE_QUERY_TOKENS:
         fence()
 
 
 @triton.jit
 def fence():
-    """For every thread: its stores before can be seen by the whole GPU, its loads behind find nothing that was in L1 before."""
-    tl.inline_asm_elementwise("fence.acq_rel.gpu; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+    """For every thread: its stores before can be seen by the whole GPU, its loads behind find nothing that
+    was in L1 before."""
+    tl.inline_asm_elementwise(
+        "fence.acq_rel.gpu; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+    )

@@ -1,6 +1,8 @@
-"""Kernels that one call launches are compiled at the same time, each in a thread: the compilers leave Python's lock free.
+"""Kernels that one call launches are compiled at the same time, each in a thread: the compilers leave
+Python's lock free.
 
-A mixed batch has two, prefill and decode. Only what a process compiles first gains by it; what is on disk is loaded in no time either way.
+A mixed batch has two, prefill and decode. Only what a process compiles first gains by it; what is on disk is
+loaded in no time either way.
 """
 
 from __future__ import annotations
@@ -46,7 +48,9 @@ class Launch(NamedTuple):
         return kernel_store.find(self.kernel, self.arguments, self.options) if self._on_cuda() else None
 
     def _on_cuda(self) -> bool:
-        return any(isinstance(value, torch.Tensor) and value.device.type == "cuda" for value in self.arguments[:1])
+        return any(
+            isinstance(value, torch.Tensor) and value.device.type == "cuda" for value in self.arguments[:1]
+        )
 
     def compile(self, device: torch.device) -> None:
         """Compile for these arguments; nothing is launched. A thread of its own starts on device 0."""
@@ -57,10 +61,15 @@ class Launch(NamedTuple):
 def compile_together(key: Hashable, device: torch.device, *launches: Launch) -> None:
     """Compile the kernels of ``launches`` unless it was done for ``key``.
 
-    The key need not tell everything: a kernel that is not compiled yet is so by its launch. Nothing is done within a capture, where another
-    thread must not call the driver. What a compiler raises is raised here.
+    The key need not tell everything: a kernel that is not compiled yet is so by its launch. Nothing is done
+    within a capture, where another thread must not call the driver. What a compiler raises is raised here.
     """
-    if key in _compiled or launching.INTERPRET or device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+    if (
+        key in _compiled
+        or launching.INTERPRET
+        or device.type != "cuda"
+        or torch.cuda.is_current_stream_capturing()
+    ):
         return
     missing = [launch for launch in launches if not launch.is_stored()]
     if len(missing) > 1:

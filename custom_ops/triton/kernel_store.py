@@ -1,18 +1,22 @@
-"""Machine code that Triton made, kept and launched by us: where it is on disk, neither Triton nor its compiler is imported.
+"""Machine code that Triton made, kept and launched by us: where it is on disk, neither Triton nor its
+compiler is imported.
 
     stored = kernel_store.find(kernel, arguments, options)
     if stored is None:  # let Triton compile, and keep that
-        stored = kernel_store.keep(kernel, arguments, options, lambda: kernel.load().warmup(*arguments, grid=grid, **options))
+        stored = kernel_store.keep(kernel, arguments, options,
+                                   lambda: kernel.load().warmup(*arguments, grid=grid, **options))
     if stored is None: ...  # Triton is to launch
 
-Triton's own cache spares the compilation, not the import of Triton and the hash of its libraries, 0.3 s each. Nor does a launch of ours
-need the launcher that Triton 3.6 makes of each kernel's signature with a C compiler. What is kept here is for one
-specialisation as Triton's JIT cuts them: integers that are 1 are constants, pointers and integers divisible by 16 are known to be. Its
-name is a hash of that, of our sources, of the options, the GPU's compute capability and the Triton that is installed.
+Triton's own cache spares the compilation, not the import of Triton and the hash of its libraries, 0.3 s each.
+Nor does a launch of ours need the launcher that Triton 3.6 makes of each kernel's signature with a C
+compiler. What is kept here is for one specialisation as Triton's JIT cuts them: integers that are 1 are
+constants, pointers and integers divisible by 16 are known to be. Its name is a hash of that, of our sources,
+of the options, the GPU's compute capability and the Triton that is installed.
 
-How a kernel takes its arguments is Triton's affair and may change. So the machine code itself is asked, by the driver: if its parameters
-are not those that would be passed, it is Triton that launches. The same where anything but the default is asked of Triton: variables of
-its environment, hooks around launches; on AMD; and where cuda-bindings is absent.
+How a kernel takes its arguments is Triton's affair and may change. So the machine code itself is asked, by
+the driver: if its parameters are not those that would be passed, it is Triton that launches. The same where
+anything but the default is asked of Triton: variables of its environment, hooks around launches; on AMD; and
+where cuda-bindings is absent.
 """
 
 from __future__ import annotations
@@ -37,7 +41,18 @@ from torchpaged.custom_ops.triton import launching
 
 _HERE = Path(__file__).parent
 #: Variables that Triton's compiler reads begin like this; with any of them set, Triton does all by itself.
-_PREFIXES = ("TRITON_", "MLIR_", "LLVM_", "NVPTX_", "PTXAS_", "DISABLE_", "ENABLE_", "ALLOW_", "USE_IR_LOC", "USE_TTGIR_LOC")
+_PREFIXES = (
+    "TRITON_",
+    "MLIR_",
+    "LLVM_",
+    "NVPTX_",
+    "PTXAS_",
+    "DISABLE_",
+    "ENABLE_",
+    "ALLOW_",
+    "USE_IR_LOC",
+    "USE_TTGIR_LOC",
+)
 _HARMLESS = frozenset({"TRITON_CACHE_DIR", "TRITON_HOME", "TRITON_INTERPRET", "TRITON_DEFAULT_FP_FUSION"})
 #: struct's letters for the types of parameters; a pointer's is Q.
 _LETTERS = {"i32": "i", "i64": "q", "fp32": "f"}
@@ -69,18 +84,27 @@ class StoredKernel:
     def __init__(self, header: Mapping[str, Any], code: bytes, specialisation: tuple[object, ...]) -> None:
         places, types = parameters(specialisation)
         self._places = places
-        self._struct = struct.Struct("@" + "".join(_LETTERS.get(kind, "Q") for kind in types) + "QQ")  # Triton's two scratch pointers
+        self._struct = struct.Struct(
+            "@" + "".join(_LETTERS.get(kind, "Q") for kind in types) + "QQ"
+        )  # Triton's two scratch pointers
         self._threads, self._early = 32 * int(header["num_warps"]), bool(header["launch_pdl"])
         self._kernel = jit.Kernel(code, header["name"], int(header["shared"]), prefer_shared=True)
         expected = _layout(types)
         self._offsets = tuple(offset for offset, _ in self._kernel.parameters())
         if self._kernel.parameters() not in (expected, expected[:-1], expected[:-2]):
-            raise ValueError(f"{header['name']}: parameters of {self._kernel.parameters()}, expected {expected}")
+            raise ValueError(
+                f"{header['name']}: parameters of {self._kernel.parameters()}, expected {expected}"
+            )
 
     def launch(self, grid: tuple[int, ...], arguments: tuple[Any, ...]) -> None:
         """Launch on the current stream."""
-        values = [value.data_ptr() if isinstance(value := arguments[place], torch.Tensor) else value for place in self._places]
-        self._kernel.launch(grid[0], self._threads, self._struct.pack(*values, 0, 0), early=self._early, offsets=self._offsets)
+        values = [
+            value.data_ptr() if isinstance(value := arguments[place], torch.Tensor) else value
+            for place in self._places
+        ]
+        self._kernel.launch(
+            grid[0], self._threads, self._struct.pack(*values, 0, 0), early=self._early, offsets=self._offsets
+        )
 
 
 def _layout(types: tuple[str, ...]) -> list[tuple[int, int]]:
@@ -93,7 +117,8 @@ def _layout(types: tuple[str, ...]) -> list[tuple[int, int]]:
 
 
 def specialise(kernel: KernelRef, arguments: tuple[Any, ...]) -> tuple[object, ...]:
-    """What the machine code depends on, argument by argument; at least as fine as what Triton's JIT looks at."""
+    """What the machine code depends on, argument by argument; at least as fine as what Triton's JIT
+    looks at."""
     result: list[object] = []
     for place, value in enumerate(arguments):
         if isinstance(value, torch.Tensor):
@@ -109,12 +134,16 @@ def specialise(kernel: KernelRef, arguments: tuple[Any, ...]) -> tuple[object, .
         elif isinstance(value, float):
             result.append("fp32")
         else:
-            raise TypeError(f"argument {place} of {kernel.name}: expected a tensor, an int, a float or None, got {type(value).__name__}")
+            raise TypeError(
+                f"argument {place} of {kernel.name}: expected a tensor, an int, a float or None, got "
+                f"{type(value).__name__}"
+            )
     return tuple(result)
 
 
 def parameters(specialisation: tuple[object, ...]) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Places of the arguments that are passed at a launch, and their types: i32, i64, fp32, or a dtype where it is a pointer."""
+    """Places of the arguments that are passed at a launch, and their types: i32, i64, fp32, or a dtype where
+    it is a pointer."""
     passed = [
         (place, entry if isinstance(entry, str) else str(entry[0]))  # type: ignore[index]
         for place, entry in enumerate(specialisation)
@@ -133,13 +162,15 @@ def _read_sources() -> str:
 
 @functools.cache
 def _sources() -> str:
-    """`_read_sources`, once: when this file is imported, which is ahead of the kernels. Triton compiles what was imported."""
+    """`_read_sources`, once: when this file is imported, which is ahead of the kernels. Triton compiles what
+    was imported."""
     return _read_sources()
 
 
 @functools.cache
 def installed() -> str | None:
-    """Which Triton is installed, without importing it: sizes and times of what compiles. None: there is none, or it is not to be seen."""
+    """Which Triton is installed, without importing it: sizes and times of what compiles. None: there is none,
+    or it is not to be seen."""
     spec = importlib.util.find_spec("triton")
     if spec is None or spec.origin is None:
         return None
@@ -151,7 +182,9 @@ def installed() -> str | None:
     ]
     if len(files) < 2:
         return None
-    return repr([(str(path.relative_to(folder)), (at := path.stat()).st_size, at.st_mtime_ns) for path in files])
+    return repr(
+        [(str(path.relative_to(folder)), (at := path.stat()).st_size, at.st_mtime_ns) for path in files]
+    )
 
 
 @functools.cache
@@ -177,8 +210,8 @@ def _may_be_used() -> bool:
 
 
 def _is_as_installed() -> bool:
-    """Whether Triton's compiler is what `installed` says, asked ahead of what will be stored: variables and knobs, which are variables, too, may be
-    set while a process runs."""
+    """Whether Triton's compiler is what `installed` says, asked ahead of what will be stored: variables and
+    knobs, which are variables, too, may be set while a process runs."""
     if any(name.startswith(_PREFIXES) and name not in _HARMLESS for name in os.environ):
         return False
     runtime = getattr(getattr(sys.modules.get("triton"), "knobs", None), "runtime", None)
@@ -203,12 +236,20 @@ def _key(kernel: KernelRef, arguments: tuple[Any, ...], options: Mapping[str, An
 def _file(key: tuple[object, ...]) -> str:
     name, index, *rest = key
     assert isinstance(index, int)
-    what = (name, torch.cuda.get_device_capability(index), rest, _sources(), installed(), os.environ.get("TRITON_DEFAULT_FP_FUSION"))
+    what = (
+        name,
+        torch.cuda.get_device_capability(index),
+        rest,
+        _sources(),
+        installed(),
+        os.environ.get("TRITON_DEFAULT_FP_FUSION"),
+    )
     return hashlib.sha256(repr(what).encode()).hexdigest()[:32] + ".triton.cubin"
 
 
 def find(kernel: KernelRef, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> StoredKernel | None:
-    """The kernel as this process knows it, or as it lies on the disk; None if Triton is to launch. Tensors on the current CUDA device."""
+    """The kernel as this process knows it, or as it lies on the disk; None if Triton is to launch. Tensors on
+    the current CUDA device."""
     if not usable():
         return None
     key = _key(kernel, arguments, options)
@@ -222,28 +263,35 @@ def find(kernel: KernelRef, arguments: tuple[Any, ...], options: Mapping[str, An
     return _known[key]
 
 
-def keep(kernel: KernelRef, arguments: tuple[Any, ...], options: Mapping[str, Any], compile: Callable[[], Any]) -> StoredKernel | None:
-    """What ``compile`` has Triton compile for these arguments, kept for this process and on disk; None if Triton is to launch."""
+def keep(
+    kernel: KernelRef, arguments: tuple[Any, ...], options: Mapping[str, Any], compile: Callable[[], Any]
+) -> StoredKernel | None:
+    """What ``compile`` has Triton compile for these arguments, kept for this process and on disk; None if
+    Triton is to launch."""
     if not usable() or torch.cuda.is_current_stream_capturing() or not _is_as_installed():
         return None
     key = _key(kernel, arguments, options)
     if key not in _known:
         content = pack(compile(), key[2])  # type: ignore[arg-type]
         _known[key] = None if content is None else _load(content, key)
-        if content is not None and _known[key] is not None and _read_sources() == _sources():  # else it may be another text's
+        if (
+            content is not None and _known[key] is not None and _read_sources() == _sources()
+        ):  # else it may be another text's
             cubins.store(_file(key), content)
     return _known[key]
 
 
 def pack(compiled: Any, specialisation: tuple[object, ...]) -> bytes | None:
-    """Header and machine code of a kernel compiled by Triton; None if a launch takes more than `StoredKernel` gives it."""
+    """Header and machine code of a kernel compiled by Triton; None if a launch takes more than `StoredKernel`
+    gives it."""
     metadata = compiled.metadata
     plain = metadata.num_ctas == 1 and not metadata.launch_cooperative_grid
     scratch = metadata.global_scratch_size or metadata.profile_scratch_size
     passed = [kind for kind in compiled.src.signature.values() if kind != "constexpr"]
     expected = parameters(specialisation)[1]
     same = len(passed) == len(expected) and all(
-        kind == want if want in _LETTERS else kind.startswith("*") for kind, want in zip(passed, expected, strict=True)
+        kind == want if want in _LETTERS else kind.startswith("*")
+        for kind, want in zip(passed, expected, strict=True)
     )
     if not plain or scratch or not same or "cubin" not in compiled.asm:
         return None

@@ -36,7 +36,8 @@ def launches_early(device: torch.device) -> bool:
     """Whether kernels are launched with programmatic dependent launch: compute capability 9.0 and later.
 
     Raises:
-        BackendUnavailableError: they are, and at the first call for this device Inductor's kernels would be too.
+        BackendUnavailableError: they are, and at the first call for this device Inductor's kernels would
+            be too.
     """
     return device.type == "cuda" and torch.version.hip is None and _launches_early(device.index or 0)
 
@@ -50,7 +51,8 @@ def _launches_early(index: int) -> bool:
 
 
 def early_launch(device: torch.device) -> dict[str, Any]:
-    """Options of a kernel with the constexpr ``PDL``, which waits for the kernels before it by itself where it can."""
+    """Options of a kernel with the constexpr ``PDL``, which waits for the kernels before it by itself where
+    it can."""
     early = launches_early(device)
     return {"PDL": early} | ({"launch_pdl": True} if early else {})
 
@@ -65,7 +67,8 @@ def require_launchable(tensor: Tensor) -> None:
     """Triton kernels need a GPU, or the interpreter."""
     if tensor.device.type == "cpu" and not INTERPRET:
         raise BackendUnavailableError(
-            "backend 'triton': its kernels run on a GPU, got CPU tensors; use backend='cpu' or 'reference', or set "
+            "backend 'triton': its kernels run on a GPU, got CPU tensors; use backend='cpu' or "
+            "'reference', or set "
             "TRITON_INTERPRET=1 before Python starts to run them in Triton's interpreter"
         )
     if not INTERPRET:
@@ -78,5 +81,6 @@ def require_fp8(cache: Tensor) -> None:
         capability = torch.cuda.get_device_capability(cache.device)
         if capability < (8, 9):
             raise BackendUnavailableError(
-                f"backend 'triton': a float8_e4m3fn cache needs compute capability 8.9, got {capability}; use float8_e5m2 or bfloat16"
+                f"backend 'triton': a float8_e4m3fn cache needs compute capability 8.9, got {capability}; "
+                "use float8_e5m2 or bfloat16"
             )

@@ -1,7 +1,7 @@
 """A line on the screen for each kernel of ours that Triton compiled, as NVRTC's have one (``cuda/jit.py``).
 
-Triton calls its compilation listener when a kernel is ready, and says whether it came from the disk. What it calls earlier does not know
-that, or costs every launch; so the line stands behind the wait, with its seconds.
+Triton calls its compilation listener when a kernel is ready, and says whether it came from the disk. What it
+calls earlier does not know that, or costs every launch; so the line stands behind the wait, with its seconds.
 """
 
 from __future__ import annotations
@@ -20,18 +20,28 @@ def install() -> None:
 
     before = knobs.compilation.listener
 
-    def listener(*, src: Any, metadata: dict[str, Any], metadata_group: dict[str, str], times: Any, cache_hit: bool) -> None:
+    def listener(
+        *, src: Any, metadata: dict[str, Any], metadata_group: dict[str, str], times: Any, cache_hit: bool
+    ) -> None:
         if before is not None:
-            before(src=src, metadata=metadata, metadata_group=metadata_group, times=times, cache_hit=cache_hit)
+            before(
+                src=src, metadata=metadata, metadata_group=metadata_group, times=times, cache_hit=cache_hit
+            )
         _say(src, metadata, times, cache_hit)
 
     knobs.compilation.listener = listener
 
 
 def _say(src: Any, metadata: dict[str, Any], times: Any, cache_hit: bool) -> None:
-    module = str(getattr(getattr(src, "fn", None), "__module__", ""))  # a source read from a file has no function
+    module = str(
+        getattr(getattr(src, "fn", None), "__module__", "")
+    )  # a source read from a file has no function
     if cache_hit or not module.startswith(_OURS) or sys.stderr is None or not sys.stderr.isatty():
         return
     architecture = metadata["target"].arch
     place = f"sm_{architecture}" if isinstance(architecture, int) else architecture
-    print(f"torchpaged: compiled {src.name} for {place} in {times.total / 1e6:.1f} s", file=sys.stderr, flush=True)
+    print(
+        f"torchpaged: compiled {src.name} for {place} in {times.total / 1e6:.1f} s",
+        file=sys.stderr,
+        flush=True,
+    )

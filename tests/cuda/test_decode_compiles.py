@@ -1,4 +1,5 @@
-"""The CUDA C++ decode kernel without a GPU: nvcc compiles its specialisations, and reports registers, spills and load widths."""
+"""The CUDA C++ decode kernel without a GPU: nvcc compiles its specialisations, and reports registers, spills
+and load widths."""
 
 from __future__ import annotations
 
@@ -20,17 +21,40 @@ SHARED = {(8, 0): 167936, (9, 0): 233472, (10, 0): 233472}  # bytes of a multipr
 
 
 def macros(capability: tuple[int, int], **spec: Any) -> tuple[dict[str, int], specialise.DecodeShape]:
-    """The macros of a spec: heads (group, num_kv_heads, dim[, dim_v]), dtype, kv_dtype, query_len, block_size, pairs, features."""
+    """The macros of a spec: heads (group, num_kv_heads, dim[, dim_v]), dtype, kv_dtype, query_len,
+    block_size, pairs, features."""
     group, heads, dim, dim_v = (*spec["heads"], spec["heads"][2])[:4]
     dtype = spec.get("dtype", torch.bfloat16)
     block = spec.get("block_size", 16)
-    features = {"causal": True, "window_left": -1, "window_right": -1, "chunk": 0, "soft_cap": False, "alibi": False, "sinks": False,
-                "scales": False, "lse": False, **spec.get("features", {})}  # fmt: skip
+    features = {
+        "causal": True,
+        "window_left": -1,
+        "window_right": -1,
+        "chunk": 0,
+        "soft_cap": False,
+        "alibi": False,
+        "sinks": False,
+        "scales": False,
+        "lse": False,
+        **spec.get("features", {}),
+    }
     return specialise.decode_macros(
-        dtype, spec.get("kv_dtype", dtype), group, spec.get("query_len", 1), block, heads, dim, dim_v,
-        (block * heads * dim, heads * dim, dim, 1), (block * heads * dim_v, heads * dim_v, dim_v, 1), **features,
-        early=capability >= (9, 0), pairs=spec.get("pairs", 64), sms=132, shared_per_sm=SHARED[capability],
-    )  # fmt: skip
+        dtype,
+        spec.get("kv_dtype", dtype),
+        group,
+        spec.get("query_len", 1),
+        block,
+        heads,
+        dim,
+        dim_v,
+        (block * heads * dim, heads * dim, dim, 1),
+        (block * heads * dim_v, heads * dim_v, dim_v, 1),
+        **features,
+        early=capability >= (9, 0),
+        pairs=spec.get("pairs", 64),
+        sms=132,
+        shared_per_sm=SHARED[capability],
+    )
 
 
 EVERYTHING = {"window_left": 100, "chunk": 256, "soft_cap": True, "alibi": True, "sinks": True, "lse": True}
@@ -45,7 +69,11 @@ TUNED: dict[str, dict[str, Any]] = {  # zero spills are asserted for these
     "smollm few pairs": {"heads": (3, 3, 64), "pairs": 24},
     "gpt-oss": {"heads": (8, 8, 64), "pairs": 64, "features": {"sinks": True, "window_left": 127}},
     "llama beside prefill": {"heads": (4, 8, 128), "query_len": 2, "pairs": 272, "features": {"longest": 2}},
-    "gpt-oss beside prefill": {"heads": (8, 8, 64), "pairs": 64, "features": {"sinks": True, "window_left": 127, "longest": 1}},
+    "gpt-oss beside prefill": {
+        "heads": (8, 8, 64),
+        "pairs": 64,
+        "features": {"sinks": True, "window_left": 127, "longest": 1},
+    },
     "qwen fp8": {"heads": (7, 4, 128), "kv_dtype": torch.float8_e4m3fn, "features": {"scales": True}},
 }
 OTHERS: dict[str, dict[str, Any]] = {
@@ -55,17 +83,33 @@ OTHERS: dict[str, dict[str, Any]] = {
     "odd widths": {"heads": (5, 2, 80, 112), "block_size": 4},
     "192/128": {"heads": (16, 1, 192, 128), "block_size": 1},
     "speculative": {"heads": (4, 8, 128), "query_len": 8},
-    "two heads, everything": {"heads": (2, 2, 48, 32), "features": EVERYTHING, "query_len": 2, "block_size": 4},
+    "two heads, everything": {
+        "heads": (2, 2, 48, 32),
+        "features": EVERYTHING,
+        "query_len": 2,
+        "block_size": 4,
+    },
     "fp8 many rows": {"heads": (32, 1, 128), "kv_dtype": torch.float8_e4m3fn, "block_size": 2},
     "fp8 odd width": {"heads": (4, 2, 80), "kv_dtype": torch.float8_e5m2, "block_size": 4},
 }
 
 
-def compile_with_nvcc(tmp_path: Path, capability: tuple[int, int], values: dict[str, int], kind: str) -> tuple[str, str]:
+def compile_with_nvcc(
+    tmp_path: Path, capability: tuple[int, int], values: dict[str, int], kind: str
+) -> tuple[str, str]:
     """``(code or "", ptxas report)``; ``kind``: "cubin" or "ptx"."""
     assert NVCC
     target = tmp_path / f"decode.{kind}"
-    command = [NVCC, f"-{kind}", "-Xptxas", "-v", "-o", str(target), *jit.options(values, capability), str(SOURCE)]
+    command = [
+        NVCC,
+        f"-{kind}",
+        "-Xptxas",
+        "-v",
+        "-o",
+        str(target),
+        *jit.options(values, capability),
+        str(SOURCE),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     return target.read_text() if kind == "ptx" else "", done.stderr
@@ -73,7 +117,9 @@ def compile_with_nvcc(tmp_path: Path, capability: tuple[int, int], values: dict[
 
 def spilled(report: str) -> int:
     """Bytes of spill stores of the kernel (not of the cold path for empty rows)."""
-    found = re.search(r"properties for paged_decode\n\s+\d+ bytes stack frame, (\d+) bytes spill stores", report)
+    found = re.search(
+        r"properties for paged_decode\n\s+\d+ bytes stack frame, (\d+) bytes spill stores", report
+    )
     assert found, report
     return int(found[1])
 
@@ -113,11 +159,13 @@ def test_compiles_for_others(tmp_path: Path, name: str, capability: tuple[int, i
 )
 def test_one_request_of_a_small_model_leaves_registers_to_the_products(
     tmp_path: Path, capability: tuple[int, int], features: dict[str, Any]
-) -> None:  # fmt: skip
+) -> None:
     values, shape = macros(capability, **TUNED["llama 1b one request"], features=features)
     _, report = compile_with_nvcc(tmp_path, capability, values, "cubin")
     registers = int(re.search(r"Used (\d+) registers", report)[1])  # type: ignore[index]
-    assert shape.max_registers == values["MAX_REGISTERS"] == (168 if capability >= (9, 0) else 0), "only where kernels begin early"
+    assert shape.max_registers == values["MAX_REGISTERS"] == (168 if capability >= (9, 0) else 0), (
+        "only where kernels begin early"
+    )
     assert (registers <= 168 or not shape.max_registers) and spilled(report) == 0, report
 
 
@@ -125,7 +173,9 @@ def test_one_request_of_a_small_model_leaves_registers_to_the_products(
 def test_keys_and_values_are_copied_16_bytes_at_a_time(tmp_path: Path) -> None:
     values, _ = macros((9, 0), **TUNED["llama clusters"])
     text, _ = compile_with_nvcc(tmp_path, (9, 0), values, "ptx")
-    copies = re.findall(r"cp\.async\.\w+\.shared\.global(?:\.L2::cache_hint)? \[[^\]]+\], \[[^\]]+\], (\d+)", text)
+    copies = re.findall(
+        r"cp\.async\.\w+\.shared\.global(?:\.L2::cache_hint)? \[[^\]]+\], \[[^\]]+\], (\d+)", text
+    )
     assert len(copies) >= 32 and set(copies) == {"16"}, copies
     assert "mma.sync.aligned.m16n8k16" in text
 
@@ -135,44 +185,63 @@ def test_where_it_waits_for_the_launch_before(tmp_path: Path) -> None:
     """Before it reads queries, and all keys but the first; the next may start after that."""
     values, _ = macros((9, 0), **TUNED["llama clusters"])
     text, _ = compile_with_nvcc(tmp_path, (9, 0), values, "ptx")
-    steps = re.findall(r"griddepcontrol\.\w+|ld\.global|cp\.async\.cg|atom\.global", text[text.index(".entry paged_decode") :])
+    steps = re.findall(
+        r"griddepcontrol\.\w+|ld\.global|cp\.async\.cg|atom\.global",
+        text[text.index(".entry paged_decode") :],
+    )
     waits = [i for i, step in enumerate(steps) if step == "griddepcontrol.wait"]
-    assert len(waits) == 2 and all(steps[i + 1] == "griddepcontrol.launch_dependents" for i in waits), steps  # with work, and without
+    assert len(waits) == 2 and all(steps[i + 1] == "griddepcontrol.launch_dependents" for i in waits), (
+        steps
+    )  # with work, and without
     assert steps.count("griddepcontrol.launch_dependents") == 2, steps
     copies = [i for i, step in enumerate(steps) if step == "cp.async.cg"]
-    before = [sum(i < wait for i in copies) for wait in waits]  # `load` stands in the code three times: before, after, in the loop
+    before = [
+        sum(i < wait for i in copies) for wait in waits
+    ]  # `load` stands in the code three times: before, after, in the loop
     assert any(0 < count <= len(copies) / 3 for count in before), steps
 
 
 @pytest.mark.skipif(NVCC is None, reason="nvcc is not installed")
 def test_beside_prefill_it_waits_at_its_end_alone(tmp_path: Path) -> None:
-    """What it reads was complete before the prefill launch ahead began; kernels behind wait for this one, which must not end before that one."""
+    """What it reads was complete before the prefill launch ahead began; kernels behind wait for this one,
+    which must not end before that one."""
     values, _ = macros((9, 0), **TUNED["llama beside prefill"])
     text, _ = compile_with_nvcc(tmp_path, (9, 0), values, "ptx")
     steps = re.findall(
-        r"griddepcontrol\.\w+|ld\.acquire|ld\.global|st\.global|cp\.async\.cg|atom\.global", text[text.index(".entry paged_decode") :]
+        r"griddepcontrol\.\w+|ld\.acquire|ld\.global|st\.global|cp\.async\.cg|atom\.global",
+        text[text.index(".entry paged_decode") :],
     )
     assert steps.count("griddepcontrol.wait") == 1 and steps[-1] == "griddepcontrol.wait", steps
-    assert steps.count("ld.acquire") == 1 and steps.index("ld.acquire") < steps.index("griddepcontrol.launch_dependents") < steps.index(
-        "cp.async.cg"
-    )
+    assert steps.count("ld.acquire") == 1 and steps.index("ld.acquire") < steps.index(
+        "griddepcontrol.launch_dependents"
+    ) < steps.index("cp.async.cg")
 
 
-METADATA = {24: "block_table", 32: "seq_lens", 40: "query_start_loc"}  # by their offset in struct Params of shapes.cuh
+METADATA = {
+    24: "block_table",
+    32: "seq_lens",
+    40: "query_start_loc",
+}  # by their offset in struct Params of shapes.cuh
 
 
 def metadata_loads(ptx: str) -> list[tuple[str, str]]:
-    """``(tensor, instruction)`` of every load from a metadata tensor, those of the kernel first and in the text's order, found by following
-    the pointers through the registers."""
+    """``(tensor, instruction)`` of every load from a metadata tensor, those of the kernel first and in the
+    text's order, found by following the pointers through the registers."""
     loads = set()
     for function in re.split(r"^(?:\.visible \.entry|\.func)", ptx, flags=re.M)[1:]:
         name = re.match(r"\s*(\w+)\(", function)[1]  # type: ignore[index]
         params: dict[str, int] = {}  # registers that point into Params, and where
         pointers: dict[str, str] = {}  # registers that point into a tensor
         lines = [line.strip().rstrip(";").split(None, 1) for line in function.splitlines()]
-        instructions = [line for line in lines if len(line) == 2 and re.match(r"(?:ld|mov|add|sub|cvta|mad|selp)\.", line[0])]
+        instructions = [
+            line
+            for line in lines
+            if len(line) == 2 and re.match(r"(?:ld|mov|add|sub|cvta|mad|selp)\.", line[0])
+        ]
         known = -1
-        while known != len(params) + len(pointers):  # to a fixed point: registers of a loop are written further down
+        while known != len(params) + len(
+            pointers
+        ):  # to a fixed point: registers of a loop are written further down
             known = len(params) + len(pointers)
             for line, (op, rest) in enumerate(instructions):
                 target, *sources = re.findall(r"%\w+|\w+_param_0|(?<=[,+ ])-?\d+", rest)
@@ -203,12 +272,15 @@ def metadata_loads(ptx: str) -> list[tuple[str, str]]:
 @pytest.mark.skipif(NVCC is None, reason="nvcc is not installed")
 @pytest.mark.parametrize("name", [*TUNED, "everything", "speculative", "192/128"])
 def test_metadata_comes_from_l2(tmp_path: Path, name: str) -> None:
-    """It is read before the kernels ahead have ended: a line of a first-level cache may be a step old, a read-only one older still."""
+    """It is read before the kernels ahead have ended: a line of a first-level cache may be a step old, a
+    read-only one older still."""
     values, _ = macros((9, 0), **{**TUNED, **OTHERS}[name])
     text, _ = compile_with_nvcc(tmp_path, (9, 0), values, "ptx")
     loads = metadata_loads(text)
     assert {tensor for tensor, _ in loads} == set(METADATA.values()), loads
     acquires = [i for i, (_, op) in enumerate(loads) if op.startswith("ld.acquire.gpu.global")]
     assert len(acquires) == 1, loads
-    assert all(op.startswith("ld.global.cg.") for _, op in loads[: acquires[0]]), loads  # behind it L1 holds nothing old
+    assert all(op.startswith("ld.global.cg.") for _, op in loads[: acquires[0]]), (
+        loads
+    )  # behind it L1 holds nothing old
     assert ".nc" not in text

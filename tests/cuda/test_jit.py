@@ -1,4 +1,5 @@
-"""The cache of machine code and what becomes of a kernel that the device refuses; the compiler and the driver are stand-ins."""
+"""The cache of machine code and what becomes of a kernel that the device refuses; the compiler and the driver
+are stand-ins."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ from torchpaged.custom_ops.cuda import cubins, gpu, jit
 from torchpaged.custom_ops.layers.cuda.linear_shape import linear_shape, norm_is_fused, token_bucket
 
 CODE = bytes(range(256)) * 40
-BANNER = "//\n// Compiler Build ID: CL-1\n// Cuda compilation tools, release 13.0, V13.0.{}\n//\n.version 9.0\n"
+BANNER = (
+    "//\n// Compiler Build ID: CL-1\n// Cuda compilation tools, release 13.0, V13.0.{}\n//\n.version 9.0\n"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -92,7 +95,10 @@ def test_what_was_stored_comes_back() -> None:
 HEAD = len(cubins._MAGIC)
 
 
-@pytest.mark.parametrize("length", [0, 1, HEAD - 1, HEAD, HEAD + 1, HEAD + 31, HEAD + 32, HEAD + 33, HEAD + 32 + len(CODE) // 2, -1])
+@pytest.mark.parametrize(
+    "length",
+    [0, 1, HEAD - 1, HEAD, HEAD + 1, HEAD + 31, HEAD + 32, HEAD + 33, HEAD + 32 + len(CODE) // 2, -1],
+)
 def test_a_cut_file_is_as_good_as_none(length: int, folder: Path, nvrtc: Nvrtc) -> None:
     assert jit.machine_code("decode.cu", {"DIM": 64}, (9, 0)) == CODE
     (path,) = folder.iterdir()
@@ -125,10 +131,15 @@ def test_on_the_disk_before_it_has_its_name(folder: Path, monkeypatch: pytest.Mo
     assert [path.name for path in folder.iterdir()] == ["a.cubin"], "nothing else is left"
 
 
-def test_a_folder_that_cannot_be_written_costs_time_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nvrtc: Nvrtc) -> None:
+def test_a_folder_that_cannot_be_written_costs_time_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nvrtc: Nvrtc
+) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("TORCHPAGED_CACHE", str(tmp_path / "file"))
-    assert jit.machine_code("decode.cu", {}, (9, 0)) == CODE and jit.machine_code("decode.cu", {}, (9, 0)) == CODE
+    assert (
+        jit.machine_code("decode.cu", {}, (9, 0)) == CODE
+        and jit.machine_code("decode.cu", {}, (9, 0)) == CODE
+    )
     assert nvrtc.compiled == 2
 
 
@@ -144,7 +155,10 @@ for _ in range(60):
 """
     root = str(Path(__file__).parents[2])
     environment = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
-    both = [subprocess.Popen([sys.executable, "-c", script], env=environment, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    both = [
+        subprocess.Popen([sys.executable, "-c", script], env=environment, stderr=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
     for process in both:
         _, errors = process.communicate(timeout=300)
         assert process.returncode == 0, errors
@@ -152,11 +166,18 @@ for _ in range(60):
 
 
 def test_the_patch_level_belongs_to_the_key(nvrtc: Nvrtc, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "V13.0.48" in jit.compiler_build() and "CL-1" in jit.compiler_build() and ".version" not in jit.compiler_build()
+    assert (
+        "V13.0.48" in jit.compiler_build()
+        and "CL-1" in jit.compiler_build()
+        and ".version" not in jit.compiler_build()
+    )
     names = [jit.cache_name("decode.cu", ["-arch=sm_90"])]
     nvrtc.patch = 88
-    names += [jit.cache_name("decode.cu", ["-arch=sm_90"]), jit.cache_name("linear.cu", ["-arch=sm_90"]),
-              jit.cache_name("decode.cu", ["-arch=sm_80"])]  # fmt: skip
+    names += [
+        jit.cache_name("decode.cu", ["-arch=sm_90"]),
+        jit.cache_name("linear.cu", ["-arch=sm_90"]),
+        jit.cache_name("decode.cu", ["-arch=sm_80"]),
+    ]
     changed = {**jit.sources(), "machine.cuh": "// changed"}
     monkeypatch.setattr(jit, "sources", lambda: changed)
     assert len({*names, jit.cache_name("decode.cu", ["-arch=sm_90"])}) == 5
@@ -165,7 +186,9 @@ def test_the_patch_level_belongs_to_the_key(nvrtc: Nvrtc, monkeypatch: pytest.Mo
 def test_sources_are_read_once(nvrtc: Nvrtc, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[str] = []
     read_text = Path.read_text
-    monkeypatch.setattr(Path, "read_text", lambda path, *a, **k: (read.append(path.name), read_text(path, *a, **k))[1])
+    monkeypatch.setattr(
+        Path, "read_text", lambda path, *a, **k: (read.append(path.name), read_text(path, *a, **k))[1]
+    )
     jit.sources.cache_clear()
     for macros in ({"DIM": 64}, {"DIM": 128}):
         jit.machine_code("decode.cu", macros, (9, 0))
@@ -186,7 +209,9 @@ def test_a_terminal_is_told_what_is_compiled(nvrtc: Nvrtc, monkeypatch: pytest.M
 
     for stream, said in ((Terminal(), True), (io.StringIO(), False), (Terminal(), False)):
         monkeypatch.setattr(sys, "stderr", stream)
-        jit.machine_code("decode.cu", {"DIM": 64, "SAID": int(said)}, (9, 0))  # the third finds what the second compiled
+        jit.machine_code(
+            "decode.cu", {"DIM": 64, "SAID": int(said)}, (9, 0)
+        )  # the third finds what the second compiled
         assert ("compiling decode.cu for sm_90" in stream.getvalue()) == said
 
 
@@ -194,24 +219,42 @@ def test_a_refused_kernel_is_no_damaged_file(nvrtc: Nvrtc, monkeypatch: pytest.M
     """It is told as what it is, and not compiled a second time."""
     names = SimpleNamespace(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES=8)
     driver = SimpleNamespace(
-        CUfunction_attribute=names, cuModuleLoadData=lambda code: (0, "module"), cuModuleGetFunction=lambda module, name: (0, "function"),
+        CUfunction_attribute=names,
+        cuModuleLoadData=lambda code: (0, "module"),
+        cuModuleGetFunction=lambda module, name: (0, "function"),
         cuFuncSetAttribute=lambda function, attribute, value: (1 if value > 101376 else 0,),
-    )  # fmt: skip
+    )
     monkeypatch.setitem(sys.modules, "cuda.bindings", SimpleNamespace(driver=driver))
     monkeypatch.setitem(sys.modules, "cuda", SimpleNamespace(bindings=sys.modules["cuda.bindings"]))
     monkeypatch.setattr(torch, "empty", lambda *_, **__: None)
-    for name, value in (("is_current_stream_capturing", lambda: False), ("device", lambda index: contextlib.nullcontext()),
-                        ("get_device_capability", lambda index: (8, 9)), ("current_device", lambda: 0),
-                        ("get_device_properties", lambda index: SimpleNamespace(shared_memory_per_block_optin=101376))):  # fmt: skip
+    for name, value in (
+        ("is_current_stream_capturing", lambda: False),
+        ("device", lambda index: contextlib.nullcontext()),
+        ("get_device_capability", lambda index: (8, 9)),
+        ("current_device", lambda: 0),
+        ("get_device_properties", lambda index: SimpleNamespace(shared_memory_per_block_optin=101376)),
+    ):
         monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(gpu, "shared_per_cta", gpu.shared_per_cta.__wrapped__)  # nothing of this device is remembered
-    with pytest.raises(RuntimeError, match="linear asks for 112128 bytes of dynamic shared memory.*may have 101376"):
+    monkeypatch.setattr(
+        gpu, "shared_per_cta", gpu.shared_per_cta.__wrapped__
+    )  # nothing of this device is remembered
+    with pytest.raises(
+        RuntimeError, match="linear asks for 112128 bytes of dynamic shared memory.*may have 101376"
+    ):
         jit._kernel.__wrapped__("linear.cu", "linear", (), 0, 112128)
     assert nvrtc.compiled == 1
 
 
-#: Compute capability -> bytes of shared memory of a multiprocessor and, at most, of a CTA (CUDA C++ programming guide, compute capabilities).
-DEVICES = {(8, 0): (164, 163), (8, 6): (100, 99), (8, 9): (100, 99), (9, 0): (228, 227), (10, 0): (228, 227), (12, 0): (100, 99)}
+#: Compute capability -> bytes of shared memory of a multiprocessor and, at most, of a CTA (CUDA C++
+#: programming guide, compute capabilities).
+DEVICES = {
+    (8, 0): (164, 163),
+    (8, 6): (100, 99),
+    (8, 9): (100, 99),
+    (9, 0): (228, 227),
+    (10, 0): (228, 227),
+    (12, 0): (100, 99),
+}
 
 
 @pytest.mark.parametrize("capability", DEVICES, ids=str)
@@ -221,9 +264,23 @@ def test_linear_fits_the_device(tokens: int, capability: tuple[int, int]) -> Non
     for sms in (20, 76, 84, 108, 128, 132, 148):
         for n in (8, 576, 2048, 4096, 6144, 28672, 128256):
             for k in (8, 576, 4096, 14336):
-                shape = linear_shape(token_bucket(tokens), n, k, sms, capability == (9, 0), capability >= (9, 0), per_sm, per_cta)
+                shape = linear_shape(
+                    token_bucket(tokens),
+                    n,
+                    k,
+                    sms,
+                    capability == (9, 0),
+                    capability >= (9, 0),
+                    per_sm,
+                    per_cta,
+                )
                 norm = norm_is_fused(shape, torch.bfloat16, torch.bfloat16)
-                assert shape.shared_bytes(token_bucket(tokens), norm) + 1024 <= per_cta, (sms, n, k, shape)  # 1 KiB beside the rings
+                assert shape.shared_bytes(token_bucket(tokens), norm) + 1024 <= per_cta, (
+                    sms,
+                    n,
+                    k,
+                    shape,
+                )  # 1 KiB beside the rings
 
 
 @pytest.mark.parametrize("capability", DEVICES, ids=str)

@@ -1,4 +1,5 @@
-"""The CUDA C++ linear kernels without a GPU: nvcc compiles their specialisations; no spills, 16-byte copies, shared memory that fits."""
+"""The CUDA C++ linear kernels without a GPU: nvcc compiles their specialisations; no spills, 16-byte copies,
+shared memory that fits."""
 
 from __future__ import annotations
 
@@ -34,13 +35,19 @@ LAYERS = {
 needs_nvcc = pytest.mark.skipif(NVCC is None, reason="nvcc is not installed")
 
 
-def specialised(name: str, tokens: int, capability: tuple[int, int]) -> tuple[str, dict[str, int], LinearShape]:
+def specialised(
+    name: str, tokens: int, capability: tuple[int, int]
+) -> tuple[str, dict[str, int], LinearShape]:
     """File, macros and shape."""
     n, k, activation, norm, residual, dtype = LAYERS[name]
     bucket, recent = token_bucket(tokens), capability >= (9, 0)
-    shape = linear_shape(bucket, n, k, 132, capability == (9, 0), recent, PER_SM[capability], SHARED[capability])
+    shape = linear_shape(
+        bucket, n, k, 132, capability == (9, 0), recent, PER_SM[capability], SHARED[capability]
+    )
     norm = norm and norm_is_fused(shape, dtype, dtype)
-    macros = linear_macros(dtype, bucket, n, k, k, activation, norm, name == "odd", residual, n % 8 == 0, recent, shape)
+    macros = linear_macros(
+        dtype, bucket, n, k, k, activation, norm, name == "odd", residual, n % 8 == 0, recent, shape
+    )
     return "linear_wide" if shape.wide else "linear", macros, shape
 
 
@@ -68,7 +75,8 @@ def compile_with_nvcc(
 
 
 def check_report(report: str, threads: int, ctas_per_sm: int) -> None:
-    """No spills, registers for the CTAs that are to be resident, and nothing that puts the warpgroup products one behind the other."""
+    """No spills, registers for the CTAs that are to be resident, and nothing that puts the warpgroup products
+    one behind the other."""
     assert re.findall(r"(\d+) bytes spill stores", report) == ["0"], report
     registers = int(re.search(r"Used (\d+) registers", report)[1])  # type: ignore[index]
     assert registers * threads * ctas_per_sm <= 65536, (registers, threads)
@@ -98,7 +106,9 @@ def test_compiles_for_others(tmp_path: Path, name: str, tokens: int, capability:
 @needs_nvcc
 @pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_norm_compiles(tmp_path: Path, weight_dtype: torch.dtype) -> None:
-    _, report = compile_with_nvcc(tmp_path, "norm", norm_macros(torch.bfloat16, weight_dtype, 14336, True), (9, 0))
+    _, report = compile_with_nvcc(
+        tmp_path, "norm", norm_macros(torch.bfloat16, weight_dtype, 14336, True), (9, 0)
+    )
     check_report(report, 256, 1)
 
 
@@ -107,7 +117,9 @@ def test_weights_are_asked_for_before_the_wait(tmp_path: Path) -> None:
     file, values, _ = specialised("8b o", 4, (9, 0))
     text, _ = compile_with_nvcc(tmp_path, file, values, (9, 0), "ptx")
     before, after = text.split("griddepcontrol.wait")
-    copies = re.findall(r"cp\.async\.\w+\.shared\.global(?:\.L2::cache_hint)? \[[^\]]+\], \[[^\]]+\], (\d+)", before)
+    copies = re.findall(
+        r"cp\.async\.\w+\.shared\.global(?:\.L2::cache_hint)? \[[^\]]+\], \[[^\]]+\], (\d+)", before
+    )
     assert copies and set(copies) == {"16"}, copies
     assert "griddepcontrol.launch_dependents" in before and "mma.sync.aligned.m16n8k16" in after
     file, values, _ = specialised("8b o", 64, (9, 0))
@@ -123,7 +135,9 @@ def test_parts_are_sent_to_who_finishes_them(tmp_path: Path) -> None:
     text, _ = compile_with_nvcc(tmp_path, file, values, (9, 0), "ptx")
     before, after = text.split("wgmma.wait_group.sync.aligned 0")
     assert "st.async.shared::cluster" in after and "barrier.cluster.arrive" in before
-    assert not re.findall(r"barrier\.cluster|bar\.sync|ld\.shared::cluster", after), "after the products nobody waits for a whole cluster"
+    assert not re.findall(r"barrier\.cluster|bar\.sync|ld\.shared::cluster", after), (
+        "after the products nobody waits for a whole cluster"
+    )
 
 
 @pytest.mark.parametrize("capability", SHARED, ids=str)
@@ -132,10 +146,14 @@ def test_shared_memory_and_grid_fit(tokens: int, capability: tuple[int, int]) ->
     for n in (8, 576, 2048, 6144, 28672, 128256):
         for k in (8, 576, 2048, 14336):
             sizes = PER_SM[capability], SHARED[capability]
-            shape = linear_shape(token_bucket(tokens), n, k, 132, capability == (9, 0), capability >= (9, 0), *sizes)
+            shape = linear_shape(
+                token_bucket(tokens), n, k, 132, capability == (9, 0), capability >= (9, 0), *sizes
+            )
             assert shape.shared_bytes(token_bucket(tokens), True) + 2048 <= SHARED[capability], shape
             assert shape.grid(n) % shape.cluster == 0 and shape.grid(n) // shape.cluster * shape.rows >= n
             assert shape.cluster == 1 or capability >= (9, 0)
             if shape.wide:  # room for as many as the shape was chosen for
-                assert shape.ctas_per_sm * (shape.shared_bytes(token_bucket(tokens), False) + 2048) <= 228 * 1024, shape
+                assert (
+                    shape.ctas_per_sm * (shape.shared_bytes(token_bucket(tokens), False) + 2048) <= 228 * 1024
+                ), shape
                 assert 1 <= shape.early_stages <= shape.stages

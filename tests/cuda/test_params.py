@@ -1,4 +1,5 @@
-"""Structs that Python packs by hand for the CUDA C++ kernels: field by field what the sources declare, and as long as their compilers say."""
+"""Structs that Python packs by hand for the CUDA C++ kernels: field by field what the sources declare, and as
+long as their compilers say."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ PACKED = {
 
 
 def declared(source: str) -> str:
-    """The members of ``struct Params`` in letters of `struct`; tensor maps, which are packed apart, are left out."""
+    """The members of ``struct Params`` in letters of `struct`; tensor maps, which are packed apart, are
+    left out."""
     (body,) = re.findall(r"^struct Params \{.*?\n(.*?)^\};", source, re.MULTILINE | re.DOTALL)
     letters = ""
     for line in re.sub(r"//.*", "", body).split(";"):
@@ -38,7 +40,9 @@ def test_python_packs_what_the_source_declares(file: str) -> None:
     source, packed = jit.files()[file].read_text(), PACKED[file]
     letters = re.sub(r"(\d+)(\w)", lambda m: "" if m[2] == "x" else int(m[1]) * m[2], packed.format)
     assert declared(source) == letters
-    (asserted,) = re.findall(r"static_assert\(sizeof\(Params\) == (?:3 \* sizeof\(Map\) \+ )?(\d+),", source)  # compiled with every kernel
+    (asserted,) = re.findall(
+        r"static_assert\(sizeof\(Params\) == (?:3 \* sizeof\(Map\) \+ )?(\d+),", source
+    )  # compiled with every kernel
     assert packed.size == int(asserted) and packed.size == struct.calcsize("@" + packed.format)
 
 

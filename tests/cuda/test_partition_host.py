@@ -1,5 +1,6 @@
-"""How decode cuts its work (decode.cu, requests.cuh) and where keys lie in shared memory (shapes.cuh), compiled for the host and run for every CTA of
-many batches: a warp is 32 coroutines that meet at its shuffles, so that the kernel's own source is what runs."""
+"""How decode cuts its work (decode.cu, requests.cuh) and where keys lie in shared memory (shapes.cuh),
+compiled for the host and run for every CTA of many batches: a warp is 32 coroutines that meet at its
+shuffles, so that the kernel's own source is what runs."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from torchpaged.custom_ops.cuda import jit
 GXX = shutil.which("g++")
 pytestmark = pytest.mark.skipif(GXX is None, reason="g++ is not installed")
 
-#: In place of machine.cuh: a warp's instructions, on 32 stacks that take turns. All lanes come to the same instructions in the same order.
+#: In place of machine.cuh: a warp's instructions, on 32 stacks that take turns. All lanes come to the same
+#: instructions in the same order.
 MACHINE = """
 #pragma once
 #include <ucontext.h>
@@ -76,10 +78,13 @@ template <class F> void warp(F f) {  // f(lane), which ends in the same turn for
   current = 0;
   setcontext(&lanes[0]);
 }
-"""
+"""  # noqa: E501
 
 #: A CTA's run as decode.cu finds it, between these two lines of the kernel.
-BEGIN, END = "  // The run of this CTA; every warp works it out for itself.", "    const u32 stages = shared_address(shared)"
+BEGIN, END = (
+    "  // The run of this CTA; every warp works it out for itself.",
+    "    const u32 stages = shared_address(shared)",
+)
 FIND = """
 struct Run {
   bool works;
@@ -170,7 +175,7 @@ int main() {
   }
   printf("%d\\n", batch);
 }
-"""
+"""  # noqa: E501
 
 #: `copy_rows` of attend.cuh puts chunk `column` of a row at row * line + (column ^ swizzle(row)) * 16.
 SWIZZLE = """
@@ -198,7 +203,7 @@ int main() {
   check<1>(), check<2>(), check<3>(), check<4>(), check<6>(), check<8>(), check<10>(), check<12>(), check<14>(), check<16>();
   check<20>(), check<24>(), check<32>();
 }
-"""
+"""  # noqa: E501
 
 
 def build(folder: Path, program: str, **macros: int) -> Path:
@@ -207,15 +212,47 @@ def build(folder: Path, program: str, **macros: int) -> Path:
     for name in ("shapes.cuh", "requests.cuh"):
         (folder / name).write_text(jit.sources()[name])
     kernel = jit.sources()["decode.cu"]
-    assert kernel.count(BEGIN) == kernel.count(END) == 1, "the lines of decode.cu that this test takes have moved"
+    assert kernel.count(BEGIN) == kernel.count(END) == 1, (
+        "the lines of decode.cu that this test takes have moved"
+    )
     (folder / "find.cuh").write_text(FIND % kernel[kernel.index(BEGIN) : kernel.index(END)])
     (folder / "machine.cuh").write_text(MACHINE)
     (folder / "main.cpp").write_text(program)
-    values = {"DIM": 128, "DIM_V": 128, "GROUP": 4, "NUM_KV_HEADS": 8, "PAIR_HEADS": 1, "QUERY_LEN": 1, "KV_BYTES": 2, "WARPS": 4, "KEYS": 16,
-              "STAGES": 3, "TEAM": 8, "CLUSTER": 1, "MIN_TILES": 2, "CAUSAL": 1, "WINDOW_LEFT": -1, "WINDOW_RIGHT": -1, "CHUNK": 0, "LONGEST": 0,
-              "K_HEAD": 128, "V_HEAD": 128} | macros  # fmt: skip
+    values = {
+        "DIM": 128,
+        "DIM_V": 128,
+        "GROUP": 4,
+        "NUM_KV_HEADS": 8,
+        "PAIR_HEADS": 1,
+        "QUERY_LEN": 1,
+        "KV_BYTES": 2,
+        "WARPS": 4,
+        "KEYS": 16,
+        "STAGES": 3,
+        "TEAM": 8,
+        "CLUSTER": 1,
+        "MIN_TILES": 2,
+        "CAUSAL": 1,
+        "WINDOW_LEFT": -1,
+        "WINDOW_RIGHT": -1,
+        "CHUNK": 0,
+        "LONGEST": 0,
+        "K_HEAD": 128,
+        "V_HEAD": 128,
+    } | macros
     options = [f"-D{name}={value}" for name, value in values.items()]
-    command = [GXX, "-std=c++17", "-O1", "-Wall", "-Wno-unknown-pragmas", "-Wno-unused", *options, "main.cpp", "-o", "main"]
+    command = [
+        GXX,
+        "-std=c++17",
+        "-O1",
+        "-Wall",
+        "-Wno-unknown-pragmas",
+        "-Wno-unused",
+        *options,
+        "main.cpp",
+        "-o",
+        "main",
+    ]
     subprocess.run(command, cwd=folder, check=True, timeout=120)
     return folder / "main"
 
@@ -223,12 +260,39 @@ def build(folder: Path, program: str, **macros: int) -> Path:
 def batches(seed: int) -> list[tuple[list[int], list[int]]]:
     """Query and key lengths: few and many requests, equal, skewed, short, empty, padded ones."""
     source = random.Random(seed)
-    plain = [[1], [64], [65], [2048], [102400] * 2, [65536] + [200] * 63, [128] * 128, [1024] * 256, [4096] * 64, [1] * 7, [16] * 300, [300] * 33,
-             [131072] + [512] * 127, [0, 0, 77], [0] * 5, [5000, 0, 0, 0, 3], [63, 64, 65] * 50, [0] * 40 + [900] + [0] * 90, [7000] * 129]  # fmt: skip
-    drawn = [[int(source.lognormvariate(5.5, 1.5)) for _ in range(source.choice((1, 3, 16, 40, 130, 270)))] for _ in range(12)]
+    plain = [
+        [1],
+        [64],
+        [65],
+        [2048],
+        [102400] * 2,
+        [65536] + [200] * 63,
+        [128] * 128,
+        [1024] * 256,
+        [4096] * 64,
+        [1] * 7,
+        [16] * 300,
+        [300] * 33,
+        [131072] + [512] * 127,
+        [0, 0, 77],
+        [0] * 5,
+        [5000, 0, 0, 0, 3],
+        [63, 64, 65] * 50,
+        [0] * 40 + [900] + [0] * 90,
+        [7000] * 129,
+    ]
+    drawn = [
+        [int(source.lognormvariate(5.5, 1.5)) for _ in range(source.choice((1, 3, 16, 40, 130, 270)))]
+        for _ in range(12)
+    ]
     made = [([1] * len(lens), lens) for lens in plain + drawn]
     for lens in drawn:  # requests without queries, longer queries, lengths below them
-        made.append(([source.choice((0, 1, 1, 2, 5)) for _ in lens], [source.choice((0, -3, 1, n, n, n)) for n in lens]))
+        made.append(
+            (
+                [source.choice((0, 1, 1, 2, 5)) for _ in lens],
+                [source.choice((0, -3, 1, n, n, n)) for n in lens],
+            )
+        )
     return made
 
 
@@ -249,7 +313,12 @@ def test_every_tile_has_one_owner_and_sharers_know_each_other(tmp_path: Path, ma
     for ctas in (264, 9):
         for query_lens, seq_lens in batches(len(macros) + ctas):
             starts = [sum(query_lens[:i]) for i in range(len(query_lens) + 1)]
-            text += " ".join(map(str, (ctas - ctas % macros.get("CLUSTER", 1), len(seq_lens), *starts, *seq_lens))) + "\n"
+            text += (
+                " ".join(
+                    map(str, (ctas - ctas % macros.get("CLUSTER", 1), len(seq_lens), *starts, *seq_lens))
+                )
+                + "\n"
+            )
             count += 1
     done = subprocess.run([program], input=text, capture_output=True, text=True, timeout=300)
     assert done.stdout.split() == [str(count)], done.stdout + done.stderr

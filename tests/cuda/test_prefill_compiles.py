@@ -1,4 +1,5 @@
-"""The CUDA C++ prefill kernel without a GPU: nvcc compiles its specialisations; no spills, no serialised products, the order that overlaps them."""
+"""The CUDA C++ prefill kernel without a GPU: nvcc compiles its specialisations; no spills, no serialised
+products, the order that overlaps them."""
 
 from __future__ import annotations
 
@@ -44,27 +45,61 @@ SHAPES: dict[str, dict[str, Any]] = {
     "chunks": {"chunk": 8192},
     "both windows": {"window_left": 100, "window_right": 50, "causal": False},
     "alibi": {"alibi": True},
-    "all of it": {"window_left": 100, "chunk": 77, "soft_cap": True, "alibi": True, "sinks": True, "lse": True},
+    "all of it": {
+        "window_left": 100,
+        "chunk": 77,
+        "soft_cap": True,
+        "alibi": True,
+        "sinks": True,
+        "lse": True,
+    },
     "patience": {"patience": 1 << 20},
     "beside decode": {"short": 2},
     "in parts": {"split": True},
     "in parts, beside decode": {"split": True, "short": 2},
     "in parts, width 64": {"split": True, "dim": 64},
     "in parts, width 256": {"split": True, "dim": 256, "group": 2},
-    "in parts, all of it": {"window_left": 100, "chunk": 77, "soft_cap": True, "alibi": True, "sinks": True, "lse": True, "split": True},
+    "in parts, all of it": {
+        "window_left": 100,
+        "chunk": 77,
+        "soft_cap": True,
+        "alibi": True,
+        "sinks": True,
+        "lse": True,
+        "split": True,
+    },
 }
 
 
-def macros(dtype: torch.dtype = torch.bfloat16, dim: int = 128, group: int = 4, num_kv_heads: int = 8, block_size: int = 16, causal: bool = True,
-           lse: bool = False, **options: Any) -> dict[str, int]:  # fmt: skip
+def macros(
+    dtype: torch.dtype = torch.bfloat16,
+    dim: int = 128,
+    group: int = 4,
+    num_kv_heads: int = 8,
+    block_size: int = 16,
+    causal: bool = True,
+    lse: bool = False,
+    **options: Any,
+) -> dict[str, int]:
     return prefill.prefill_macros(dtype, dim, group, num_kv_heads, block_size, causal, lse, **options)
 
 
-def compile_with_nvcc(tmp_path: Path, values: dict[str, int], kind: str, source: Path = SOURCE) -> tuple[str, str]:
+def compile_with_nvcc(
+    tmp_path: Path, values: dict[str, int], kind: str, source: Path = SOURCE
+) -> tuple[str, str]:
     """``(PTX or "", ptxas report)``."""
     assert NVCC
     target = tmp_path / f"prefill.{kind}"
-    command = [NVCC, f"-{kind}", "-Xptxas", "-v", "-o", str(target), *jit.options(values, (9, 0)), str(source)]
+    command = [
+        NVCC,
+        f"-{kind}",
+        "-Xptxas",
+        "-v",
+        "-o",
+        str(target),
+        *jit.options(values, (9, 0)),
+        str(source),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     return target.read_text() if kind == "ptx" else "", done.stderr
@@ -77,7 +112,9 @@ def test_no_spills_and_no_serialised_products(tmp_path: Path, name: str) -> None
     _, report = compile_with_nvcc(tmp_path, values, "cubin")
     assert re.findall(r"(\d+) bytes spill stores", report) == ["0"], report
     assert not re.findall(r"C75\d\d|serialized", report), report
-    registers = {384: 168, 512: 128}[prefill.shape_of(values).threads]  # at the start; then they are shared out
+    registers = {384: 168, 512: 128}[
+        prefill.shape_of(values).threads
+    ]  # at the start; then they are shared out
     assert int(re.search(r"Used (\d+) registers", report)[1]) == registers, report  # type: ignore[index]
     static = int(re.search(r"(\d+) bytes smem", report)[1])  # type: ignore[index]
     assert static + prefill.shared_bytes(values) <= 227 * 1024
@@ -92,7 +129,10 @@ def test_the_merge_kernel(tmp_path: Path, name: str) -> None:
     size = int(re.search(r"paged_prefill_merge_param_0\[(\d+)\]", text)[1])  # type: ignore[index]
     assert 3 * 128 + prefill.PARAMS.size == size
     steps = re.findall(r"griddepcontrol\.\w+|ld\.global\S*|st\.global", text)
-    assert steps[:2] == ["griddepcontrol.wait", "griddepcontrol.launch_dependents"] and "ld.global.cg.v4.f32" in steps
+    assert (
+        steps[:2] == ["griddepcontrol.wait", "griddepcontrol.launch_dependents"]
+        and "ld.global.cg.v4.f32" in steps
+    )
     assert {step for step in steps if step.startswith("ld.global")} <= {
         "ld.global.cg.s32",
         "ld.global.cg.v4.f32",
@@ -104,7 +144,15 @@ def test_the_merge_kernel(tmp_path: Path, name: str) -> None:
 
 def test_when_tiles_may_be_cut() -> None:
     """By shapes: few rows of queries, and room for keys."""
-    llama: dict[str, Any] = {"num_tokens": 64, "num_reqs": 1, "short": 0, "num_kv_heads": 8, "tokens": 32, "steps": 256, "programs": 132}
+    llama: dict[str, Any] = {
+        "num_tokens": 64,
+        "num_reqs": 1,
+        "short": 0,
+        "num_kv_heads": 8,
+        "tokens": 32,
+        "steps": 256,
+        "programs": 132,
+    }
     assert prefill.may_split(**llama)
     for changed in ({"num_tokens": 512}, {"steps": 7}, {"num_kv_heads": 40}, {"num_reqs": 20}):
         assert not prefill.may_split(**{**llama, **changed}), changed
@@ -112,9 +160,12 @@ def test_when_tiles_may_be_cut() -> None:
 
 
 def test_nothing_that_older_nvrtcs_take_for_a_host_function() -> None:
-    """NVRTC 13.0 refuses generic lambdas and functions that are constexpr alone; nvcc and NVRTC 13.5 do not."""
+    """NVRTC 13.0 refuses generic lambdas and functions that are constexpr alone; nvcc and NVRTC 13.5
+    do not."""
     assert not [
-        name for name, text in jit.sources().items() if re.search(r"\[[&=]\] *\([^)]*\bauto\b|^constexpr [\w ]+\(", text, re.MULTILINE)
+        name
+        for name, text in jit.sources().items()
+        if re.search(r"\[[&=]\] *\([^)]*\bauto\b|^constexpr [\w ]+\(", text, re.MULTILINE)
     ]
 
 
@@ -122,14 +173,29 @@ def test_nothing_that_older_nvrtcs_take_for_a_host_function() -> None:
 @pytest.mark.skipif(NVDISASM is None, reason="nvdisasm is not installed")
 @pytest.mark.parametrize("name", ["llama", "width 64", "width 256", "window", "patience"])
 def test_exponentials_stand_between_the_scores_and_the_end_of_the_products(tmp_path: Path, name: str) -> None:
-    """In every loop of steps: products, wait for the scores, all exponentials, wait for the rest. Nothing in the source alone holds them there."""
+    """In every loop of steps: products, wait for the scores, all exponentials, wait for the rest. Nothing in
+    the source alone holds them there."""
     assert NVDISASM
     values = macros(**SHAPES[name])
     compile_with_nvcc(tmp_path, values, "cubin")
-    text = subprocess.run([NVDISASM, "-c", str(tmp_path / "prefill.cubin")], capture_output=True, text=True, check=True, timeout=120).stdout
-    kinds = {"HGMMA": "P", "MUFU.EX2": "E", "WARPGROUP.DEPBAR.LE gsb0, 0x1": "1", "WARPGROUP.DEPBAR.LE gsb0, 0x0": "0"}
+    text = subprocess.run(
+        [NVDISASM, "-c", str(tmp_path / "prefill.cubin")],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    ).stdout
+    kinds = {
+        "HGMMA": "P",
+        "MUFU.EX2": "E",
+        "WARPGROUP.DEPBAR.LE gsb0, 0x1": "1",
+        "WARPGROUP.DEPBAR.LE gsb0, 0x0": "0",
+    }
     order = "".join(
-        kind for line in text.splitlines() for start, kind in kinds.items() if re.search(rf"\*/\s+(@!?U?P\w+ )?{re.escape(start)}", line)
+        kind
+        for line in text.splitlines()
+        for start, kind in kinds.items()
+        if re.search(rf"\*/\s+(@!?U?P\w+ )?{re.escape(start)}", line)
     )
     products = (values["DIM"] + values["KEYS"]) // 16
     steps = re.findall(r"P+1[^1]*?0", order)
@@ -145,20 +211,28 @@ def test_no_barrier_across_ctas_and_boxes_of_whole_blocks(tmp_path: Path) -> Non
     size = int(re.search(r"paged_prefill_param_0\[(\d+)\]", text)[1])  # type: ignore[index]
     assert 3 * 128 + prefill.PARAMS.size == size, "the launch copies as many bytes as the kernel declares"
     assert "st.local" not in text and "ld.local" not in text
-    assert set(re.findall(r"wgmma\.mma_async\S+", text)) == {"wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16"}
+    assert set(re.findall(r"wgmma\.mma_async\S+", text)) == {
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16"
+    }
 
 
 LAYOUTS: dict[str, Any] = {
     "slots": lambda blocks, slots, heads, dim: torch.empty(blocks, slots, heads, dim, dtype=torch.bfloat16),
-    "heads first": lambda blocks, slots, heads, dim: torch.empty(blocks, heads, slots, dim, dtype=torch.bfloat16).transpose(1, 2),
-    "beside values": lambda blocks, slots, heads, dim: torch.empty(blocks, 2, slots, heads, dim, dtype=torch.bfloat16)[:, 0],
-    "heads first, beside values": lambda blocks, slots, heads, dim: torch.empty(blocks, 2, heads, slots, dim, dtype=torch.bfloat16)[
-        :, 0
-    ].transpose(1, 2),
-    "wide slots": lambda blocks, slots, heads, dim: torch.empty(blocks, slots, heads * dim + 64, dtype=torch.bfloat16)[
-        ..., : heads * dim
-    ].unflatten(2, (heads, dim)),
-    "one head": lambda blocks, slots, heads, dim: torch.empty(blocks, slots, heads, dim, dtype=torch.bfloat16)[:, :, :1],
+    "heads first": lambda blocks, slots, heads, dim: torch.empty(
+        blocks, heads, slots, dim, dtype=torch.bfloat16
+    ).transpose(1, 2),
+    "beside values": lambda blocks, slots, heads, dim: torch.empty(
+        blocks, 2, slots, heads, dim, dtype=torch.bfloat16
+    )[:, 0],
+    "heads first, beside values": lambda blocks, slots, heads, dim: torch.empty(
+        blocks, 2, heads, slots, dim, dtype=torch.bfloat16
+    )[:, 0].transpose(1, 2),
+    "wide slots": lambda blocks, slots, heads, dim: torch.empty(
+        blocks, slots, heads * dim + 64, dtype=torch.bfloat16
+    )[..., : heads * dim].unflatten(2, (heads, dim)),
+    "one head": lambda blocks, slots, heads, dim: torch.empty(
+        blocks, slots, heads, dim, dtype=torch.bfloat16
+    )[:, :, :1],
 }
 
 
@@ -166,15 +240,24 @@ LAYOUTS: dict[str, Any] = {
 @pytest.mark.parametrize("dim", [64, 96, 128, 192, 256])
 @pytest.mark.parametrize("block_size", [8, 16, 64])
 def test_boxes_fill_a_stage_in_the_order_of_the_descriptors(dim: int, block_size: int, layout: str) -> None:
-    """What the copy engine writes for one block, address by address, against where the kernel's descriptors look for a token's column."""
+    """What the copy engine writes for one block, address by address, against where the kernel's descriptors
+    look for a token's column."""
     cache = LAYOUTS[layout](5, block_size, 3, dim)
     found = prefill.pool_box(tuple(cache.shape), cache.stride())
     assert found is not None
     width = found.box[0]
-    assert width * 2 in (64, 128) and all(0 < edge <= 256 for edge in found.box) and all(stride * 2 % 16 == 0 for stride in found.strides)
+    assert (
+        width * 2 in (64, 128)
+        and all(0 < edge <= 256 for edge in found.box)
+        and all(stride * 2 % 16 == 0 for stride in found.strides)
+    )
     head_square, head_group, block_group = found.where
     for head, block in ((cache.shape[2] - 1, 3), (0, 4), (cache.shape[2] - 1, 4)):
-        begin, squares, written = (0, 0, head * head_square, head * head_group + block * block_group), dim // width, 0
+        begin, squares, written = (
+            (0, 0, head * head_square, head * head_group + block * block_group),
+            dim // width,
+            0,
+        )
         for w in range(found.box[3]):
             for z in range(found.box[2]):
                 for y in range(found.box[1]):
@@ -182,19 +265,30 @@ def test_boxes_fill_a_stage_in_the_order_of_the_descriptors(dim: int, block_size
                     assert all(0 <= at < size for at, size in zip(place, found.sizes, strict=True))
                     source = sum(at * stride for at, stride in zip(place[1:], found.strides, strict=True))
                     token, column = w * 8 + y, z * width
-                    assert source == sum(at * stride for at, stride in zip((block, token, head, column), cache.stride(), strict=True))
-                    assert written == (token // 8 * squares + column // width) * width * 16 + token % 8 * width * 2
+                    assert source == sum(
+                        at * stride
+                        for at, stride in zip((block, token, head, column), cache.stride(), strict=True)
+                    )
+                    assert (
+                        written
+                        == (token // 8 * squares + column // width) * width * 16 + token % 8 * width * 2
+                    )
                     written += width * 2
         assert written == block_size * dim * 2
         outside = head * head_group + cache.shape[0] * block_group
-        assert outside >= found.sizes[3], "a block id that is one too large lies outside: the engine fills with zeros"
-    last = sum((size - 1) * stride for size, stride in zip(found.sizes[1:], found.strides, strict=True)) + width
+        assert outside >= found.sizes[3], (
+            "a block id that is one too large lies outside: the engine fills with zeros"
+        )
+    last = (
+        sum((size - 1) * stride for size, stride in zip(found.sizes[1:], found.strides, strict=True)) + width
+    )
     end = sum((size - 1) * stride for size, stride in zip(cache.shape, cache.stride(), strict=True)) + 1
     assert last <= end, "the map ends with the pool"
 
 
 @pytest.mark.parametrize(
-    ("dim", "dim_v"), [(32, 32), (64, 64), (96, 96), (128, 128), (128, 64), (192, 128), (192, 192), (256, 256), (64, 256)]
+    ("dim", "dim_v"),
+    [(32, 32), (64, 64), (96, 96), (128, 128), (128, 64), (192, 128), (192, 192), (256, 256), (64, 256)],
 )
 def test_a_cut_fits_shared_memory_with_what_is_read_and_what_is_filled(dim: int, dim_v: int) -> None:
     for wide in (True, False):
@@ -206,29 +300,47 @@ def test_a_cut_fits_shared_memory_with_what_is_read_and_what_is_filled(dim: int,
 
 def test_what_it_leaves_to_triton() -> None:
     good: dict[str, Any] = {
-        "dtype": torch.bfloat16, "kv_dtype": torch.bfloat16, "dim": 128, "dim_v": 128, "group": 4, "block_size": 16, "compute": (9, 0),
-    }  # fmt: skip
+        "dtype": torch.bfloat16,
+        "kv_dtype": torch.bfloat16,
+        "dim": 128,
+        "dim_v": 128,
+        "group": 4,
+        "block_size": 16,
+        "compute": (9, 0),
+    }
     assert prefill.refuse(**good) is None
     for changed, reason in (
-        ({"compute": (8, 0)}, "compute capability 8.0"), ({"compute": (10, 0)}, "compute capability 10.0"),
-        ({"dtype": torch.float32, "kv_dtype": torch.float32}, "dtypes"), ({"kv_dtype": torch.float8_e4m3fn}, "dtypes"), ({"dim": 80}, "head_dim"),
-        ({"dim_v": 512}, "head_dim"), ({"block_size": 4}, "block_size 4"), ({"block_size": 24}, "block_size 24"), ({"block_size": 256}, "block_size"),
-        ({"dim": 256, "dim_v": 256, "block_size": 128}, "block_size 128"), ({"group": 129}, "129 query heads"), ({"scale": 0.0}, "scale 0.0"),
+        ({"compute": (8, 0)}, "compute capability 8.0"),
+        ({"compute": (10, 0)}, "compute capability 10.0"),
+        ({"dtype": torch.float32, "kv_dtype": torch.float32}, "dtypes"),
+        ({"kv_dtype": torch.float8_e4m3fn}, "dtypes"),
+        ({"dim": 80}, "head_dim"),
+        ({"dim_v": 512}, "head_dim"),
+        ({"block_size": 4}, "block_size 4"),
+        ({"block_size": 24}, "block_size 24"),
+        ({"block_size": 256}, "block_size"),
+        ({"dim": 256, "dim_v": 256, "block_size": 128}, "block_size 128"),
+        ({"group": 129}, "129 query heads"),
+        ({"scale": 0.0}, "scale 0.0"),
         ({"sinks_dtype": torch.float32}, "sinks"),
-    ):  # fmt: skip
+    ):
         assert reason in str(prefill.refuse(**{**good, **changed})), changed
 
 
 def test_which_layouts_it_leaves_to_triton() -> None:
     cache, q = torch.empty(4, 16, 8, 128, dtype=torch.bfloat16), torch.empty(5, 32, 128, dtype=torch.bfloat16)
     assert prefill.refuse_layout(q, cache, cache, q) is None
-    assert prefill.refuse_layout(torch.empty(5, 48, 128, dtype=torch.bfloat16)[:, :32], cache, cache, q) is None
+    assert (
+        prefill.refuse_layout(torch.empty(5, 48, 128, dtype=torch.bfloat16)[:, :32], cache, cache, q) is None
+    )
     for make in LAYOUTS.values():
         assert prefill.refuse_layout(q, make(4, 16, 8, 128), make(4, 16, 8, 128), q) is None
     padded_heads = torch.empty(4, 16, 8, 136, dtype=torch.bfloat16)[..., :128]
     overlapping = torch.empty(40000, dtype=torch.bfloat16).as_strided((4, 16, 8, 128), (1024, 1024, 128, 1))
     for name, tensors in {
-        "k_cache": (q, padded_heads, cache, q), "v_cache": (q, cache, overlapping, q), "q": (q.transpose(1, 2).contiguous().transpose(1, 2), cache, cache, q),
+        "k_cache": (q, padded_heads, cache, q),
+        "v_cache": (q, cache, overlapping, q),
+        "q": (q.transpose(1, 2).contiguous().transpose(1, 2), cache, cache, q),
         "out": (q, cache, cache, torch.empty(5, 32, 132, dtype=torch.bfloat16)[..., :128]),
-    }.items():  # fmt: skip
+    }.items():
         assert str(prefill.refuse_layout(*tensors)).startswith(name), name

@@ -1,4 +1,5 @@
-"""The line of prefill tiles (prefill_tiles.cuh), compiled for the host: every tile once, longest first, against a model that lists them all."""
+"""The line of prefill tiles (prefill_tiles.cuh), compiled for the host: every tile once, longest first,
+against a model that lists them all."""
 
 from __future__ import annotations
 
@@ -36,15 +37,34 @@ int main(int argc, char **argv) {
            level ? t.span.first_seen(t.index) / KEYS : 0);
   }
 }
-"""
+"""  # noqa: E501
 
 
-def build(folder: Path, tokens: int, heads: int, causal: bool, left: int = -1, right: int = -1, chunk: int = 0, short: int = 0,
-          split: bool = False) -> Path:  # fmt: skip
+def build(
+    folder: Path,
+    tokens: int,
+    heads: int,
+    causal: bool,
+    left: int = -1,
+    right: int = -1,
+    chunk: int = 0,
+    short: int = 0,
+    split: bool = False,
+) -> Path:
     assert GXX
     (folder / "line.cpp").write_text(PROGRAM)
-    macros = {"TOKENS": tokens, "KEYS": KEYS, "NUM_KV_HEADS": heads, "CAUSAL": int(causal), "HEAD_BYTES": 512, "WINDOW_LEFT": left,
-              "WINDOW_RIGHT": right, "CHUNK": chunk, "SHORT": short, "SPLIT": int(split)}  # fmt: skip
+    macros = {
+        "TOKENS": tokens,
+        "KEYS": KEYS,
+        "NUM_KV_HEADS": heads,
+        "CAUSAL": int(causal),
+        "HEAD_BYTES": 512,
+        "WINDOW_LEFT": left,
+        "WINDOW_RIGHT": right,
+        "CHUNK": chunk,
+        "SHORT": short,
+        "SPLIT": int(split),
+    }
     options = [f"-D{name}={value}" for name, value in macros.items()]
     include = f"-I{jit.files()['prefill_tiles.cuh'].parent}"
     command = [GXX, "-std=c++17", "-O1", "-Wall", "-Werror", include, *options, "line.cpp", "-o", "line"]
@@ -52,12 +72,23 @@ def build(folder: Path, tokens: int, heads: int, causal: bool, left: int = -1, r
     return folder / "line"
 
 
-def ranges(query_len: int, seq_len: int, tokens: int, causal: bool, left: int, right: int, chunk: int) -> list[tuple[int, int]]:
-    """Per tile the key tiles up to the last key that any of its tokens sees, and the first key tile with a visible key (0 if there is none)."""
+def ranges(
+    query_len: int, seq_len: int, tokens: int, causal: bool, left: int, right: int, chunk: int
+) -> list[tuple[int, int]]:
+    """Per tile the key tiles up to the last key that any of its tokens sees, and the first key tile with a
+    visible key (0 if there is none)."""
     found = []
     for first in range(0, query_len, tokens):
-        positions = torch.arange(seq_len - query_len + first, seq_len - query_len + min(first + tokens, query_len))
-        keys = visible_keys(positions, max(seq_len, 0), causal, left, right, chunk).any(0).nonzero().flatten().tolist()
+        positions = torch.arange(
+            seq_len - query_len + first, seq_len - query_len + min(first + tokens, query_len)
+        )
+        keys = (
+            visible_keys(positions, max(seq_len, 0), causal, left, right, chunk)
+            .any(0)
+            .nonzero()
+            .flatten()
+            .tolist()
+        )
         found.append((keys[-1] // KEYS + 1, keys[0] // KEYS) if keys else (0, 0))
     return found
 
@@ -75,26 +106,49 @@ BATCHES = {
 
 
 MASKS = {
-    "causal": (True, -1, -1, 0), "open": (False, -1, -1, 0), "window": (True, 200, -1, 0), "both": (False, 30, 170, 0), "right": (False, -1, 70, 0),
-    "chunks": (True, -1, -1, 300), "chunks, open": (False, -1, -1, 130), "all": (True, 1000, 3, 777),
-}  # fmt: skip
+    "causal": (True, -1, -1, 0),
+    "open": (False, -1, -1, 0),
+    "window": (True, 200, -1, 0),
+    "both": (False, 30, 170, 0),
+    "right": (False, -1, 70, 0),
+    "chunks": (True, -1, -1, 300),
+    "chunks, open": (False, -1, -1, 130),
+    "all": (True, 1000, 3, 777),
+}
 
 
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize(
     ("tokens", "heads", "short", "split"),
-    [(32, 8, 0, False), (128, 1, 0, False), (18, 6, 0, False), (32, 8, 5, False), (18, 6, 1, False), (128, 1, 0, True), (32, 8, 5, True)],
+    [
+        (32, 8, 0, False),
+        (128, 1, 0, False),
+        (18, 6, 0, False),
+        (32, 8, 5, False),
+        (18, 6, 1, False),
+        (128, 1, 0, True),
+        (32, 8, 5, True),
+    ],
 )
-def test_every_tile_once_and_the_longest_first(tmp_path: Path, tokens: int, heads: int, short: int, split: bool, mask: str) -> None:
-    """``short``: requests of up to so many query tokens, and the rows of padding, belong to another launch. ``split``: in parts where few see keys."""
+def test_every_tile_once_and_the_longest_first(
+    tmp_path: Path, tokens: int, heads: int, short: int, split: bool, mask: str
+) -> None:
+    """``short``: requests of up to so many query tokens, and the rows of padding, belong to another launch.
+    ``split``: in parts where few see keys."""
     program = build(tmp_path, tokens, heads, *MASKS[mask], short, split)
     for name, (query_lens, seq_lens, padding) in BATCHES.items():
         starts = [sum(query_lens[:i]) for i in range(len(query_lens) + 1)]
         numbers = [len(seq_lens), starts[-1] + padding, *starts, *seq_lens]
-        text = subprocess.run([program, *map(str, numbers)], capture_output=True, text=True, check=True, timeout=60).stdout
-        (total, section, owner, live, parts), *tiles = [tuple(map(int, line.split())) for line in text.splitlines()]
+        text = subprocess.run(
+            [program, *map(str, numbers)], capture_output=True, text=True, check=True, timeout=60
+        ).stdout
+        (total, section, owner, live, parts), *tiles = [
+            tuple(map(int, line.split())) for line in text.splitlines()
+        ]
         expected = {}
-        for request, (query_len, seq_len) in enumerate(zip([*query_lens, padding], [*seq_lens, 0], strict=True)):
+        for request, (query_len, seq_len) in enumerate(
+            zip([*query_lens, padding], [*seq_lens, 0], strict=True)
+        ):
             start = [*starts, 0][request] if request < len(query_lens) else starts[-1]
             if short and (request == len(query_lens) or query_len <= short):
                 continue
@@ -115,33 +169,58 @@ def test_every_tile_once_and_the_longest_first(tmp_path: Path, tokens: int, head
             assert order == sorted(order, reverse=True), name
             assert len({tile[1] for tile in seeing[begin : begin + per_section]}) == section, name
         by_tile = [tile[3] for tile in seeing]
-        assert by_tile == [i % parts for i in range(len(seeing))], "the parts of a tile are neighbours: the merge counts on it"
+        assert by_tile == [i % parts for i in range(len(seeing))], (
+            "the parts of a tile are neighbours: the merge counts on it"
+        )
 
 
 @pytest.mark.parametrize(
     ("heads", "query_lens", "seq_lens", "mask", "parts"),
     [
-        (8, [64], [32768], "causal", 8), (8, [32], [32768], "causal", 16), (1, [1], [200000], "causal", 132), (8, [512], [33000], "causal", 1),
-        (8, [64], [500], "causal", 1), (8, [64], [3000], "causal", 8), (8, [64], [1100], "causal", 3), (8, [64], [32768], "window", 1),
-        (8, [64] * 8, [8000] * 8, "causal", 1), (8, [64] * 4, [8000] * 4, "causal", 2), (8, [64, 64, 64], [8000, 0, -3], "causal", 8),
+        (8, [64], [32768], "causal", 8),
+        (8, [32], [32768], "causal", 16),
+        (1, [1], [200000], "causal", 132),
+        (8, [512], [33000], "causal", 1),
+        (8, [64], [500], "causal", 1),
+        (8, [64], [3000], "causal", 8),
+        (8, [64], [1100], "causal", 3),
+        (8, [64], [32768], "window", 1),
+        (8, [64] * 8, [8000] * 8, "causal", 1),
+        (8, [64] * 4, [8000] * 4, "causal", 2),
+        (8, [64, 64, 64], [8000, 0, -3], "causal", 8),
     ],
-)  # fmt: skip
-def test_how_often_a_tile_is_cut(tmp_path: Path, heads: int, query_lens: list[int], seq_lens: list[int], mask: str, parts: int) -> None:
-    """Into as many parts as let all run at once on 132 multiprocessors, none of them too short; rows that see nothing do not count."""
+)
+def test_how_often_a_tile_is_cut(
+    tmp_path: Path, heads: int, query_lens: list[int], seq_lens: list[int], mask: str, parts: int
+) -> None:
+    """Into as many parts as let all run at once on 132 multiprocessors, none of them too short; rows that see
+    nothing do not count."""
     program = build(tmp_path, 32, heads, *MASKS[mask], split=True)
     starts = [sum(query_lens[:i]) for i in range(len(query_lens) + 1)]
     numbers = [len(seq_lens), starts[-1] + 100, *starts, *seq_lens]
-    text = subprocess.run([program, *map(str, numbers)], capture_output=True, text=True, check=True, timeout=60).stdout
+    text = subprocess.run(
+        [program, *map(str, numbers)], capture_output=True, text=True, check=True, timeout=60
+    ).stdout
     assert int(text.split()[4]) == parts
 
 
 def test_a_section_of_heads_fits_l2(tmp_path: Path) -> None:
     program = build(tmp_path, 32, 8, causal=True)
     for length, heads in ((100, 8), (8192, 8), (16384, 4), (32768, 2), (65536, 1), (200000, 1)):
-        text = subprocess.run([program, "1", "32", "0", "32", str(length)], capture_output=True, text=True, check=True, timeout=60).stdout
+        text = subprocess.run(
+            [program, "1", "32", "0", "32", str(length)],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=60,
+        ).stdout
         assert int(text.split()[1]) == heads, length
     program = build(tmp_path, 32, 8, causal=True, short=1)
     text = subprocess.run(
-        [program, "2", "33", "0", "1", "33", "200000", "8192"], capture_output=True, text=True, check=True, timeout=60
+        [program, "2", "33", "0", "1", "33", "200000", "8192"],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
     ).stdout
     assert int(text.split()[1]) == 8, "a request of another launch does not count"

@@ -21,8 +21,12 @@ SHARED = (102400, 167936, 233472)  # bytes per multiprocessor of sm_86, sm_80 an
 
 @pytest.mark.parametrize("dim", [16, 64, 80, 96, 112, 128, 192, 256])
 def test_every_shape_fits_its_device(dim: int) -> None:
-    for rows, kv_bytes, shared, pairs, heads in itertools.product((1, 4, 8, 16, 32), (1, 2), SHARED, (2, 64, 200, 5000), (1, 2)):
-        if -(-rows // 8) * dim > 512 or (heads == 2 and specialise.pair_heads(rows, 8, dim, dim, kv_bytes, dim, dim, pairs, 132) == 1):
+    for rows, kv_bytes, shared, pairs, heads in itertools.product(
+        (1, 4, 8, 16, 32), (1, 2), SHARED, (2, 64, 200, 5000), (1, 2)
+    ):
+        if -(-rows // 8) * dim > 512 or (
+            heads == 2 and specialise.pair_heads(rows, 8, dim, dim, kv_bytes, dim, dim, pairs, 132) == 1
+        ):
             continue
         shape = specialise.decode_shape(dim, dim, kv_bytes, rows, pairs, 132, shared, heads)
         assert shape.warps >= 1 and shape.stages >= 2 and shape.keys % 16 == 0 and shape.pair_heads == heads
@@ -42,7 +46,9 @@ def test_two_heads_make_a_pair_where_they_are_narrow_and_adjacent() -> None:
         "more rows than a tile has columns": (6, 8, 64, 64, 2, 64, 64, 64, 132),
         "few": (4, 8, 64, 64, 2, 64, 64, 32, 132),
     }
-    assert {name: specialise.pair_heads(*numbers) for name, numbers in others.items()} == dict.fromkeys(others, 1)
+    assert {name: specialise.pair_heads(*numbers) for name, numbers in others.items()} == dict.fromkeys(
+        others, 1
+    )
 
 
 def test_teams_leave_few_multiprocessors_idle() -> None:
@@ -53,12 +59,16 @@ def test_teams_leave_few_multiprocessors_idle() -> None:
 
 
 def test_clusters_only_where_two_ctas_share_a_pair() -> None:
-    clusters = {pairs: specialise.decode_shape(128, 128, 2, 4, pairs, 132, 233472).cluster for pairs in (1, 8, 32, 44, 64, 66, 67, 512)}
+    clusters = {
+        pairs: specialise.decode_shape(128, 128, 2, 4, pairs, 132, 233472).cluster
+        for pairs in (1, 8, 32, 44, 64, 66, 67, 512)
+    }
     assert clusters == {1: 1, 8: 1, 32: 1, 44: 2, 64: 2, 66: 2, 67: 1, 512: 1}
 
 
 def test_registers_are_held_for_one_request_of_a_small_model() -> None:
-    """Where it was measured to pay: heads up to 64 wide, groups up to 4, 8 to 16 pairs (docs/log/decode.md)."""
+    """Where it was measured to pay: heads up to 64 wide, groups up to 4, 8 to 16
+    pairs (docs/log/decode.md)."""
 
     def most(dim: int, rows: int, pairs: int, kv_bytes: int = 2) -> int:
         return specialise.decode_shape(dim, dim, kv_bytes, rows, pairs, 132, 233472).max_registers
@@ -103,7 +113,10 @@ def test_what_it_leaves_to_triton(changed: dict[str, Any], reason: str) -> None:
 def test_fp8_with_many_rows_and_single_token_blocks_is_refused() -> None:
     shape = specialise.decode_shape(128, 128, 1, 32, 8, 132, 233472)
     assert shape.keys == 64, "a warp's state needs the room"
-    assert specialise.refuse(torch.bfloat16, torch.float8_e4m3fn, 128, 128, 32, 1, (9, 0), shape.keys) is not None
+    assert (
+        specialise.refuse(torch.bfloat16, torch.float8_e4m3fn, 128, 128, 32, 1, (9, 0), shape.keys)
+        is not None
+    )
     assert specialise.refuse(torch.bfloat16, torch.float8_e4m3fn, 128, 128, 32, 2, (9, 0), shape.keys) is None
 
 
@@ -130,7 +143,8 @@ def test_the_overload_has_the_contract_of_the_others() -> None:
 
 
 def test_which_kernels_serve_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Short queries, long ones and both by CUDA C++ kernels; Triton's, with the reason, where one of them declines or TORCHPAGED_CUDA_PREFILL=0."""
+    """Short queries, long ones and both by CUDA C++ kernels; Triton's, with the reason, where one of them
+    declines or TORCHPAGED_CUDA_PREFILL=0."""
     from torchpaged.custom_ops.attention.cuda import paged_attention as module
 
     why: dict[str, str | None] = {"prefill": None, "decode": None}
@@ -144,10 +158,15 @@ def test_which_kernels_serve_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setenv("TORCHPAGED_CUDA_PREFILL", "1")
     assert (
-        route() == ("prefill", 0, "") and route(max_query_len=8) == ("decode", 0, "") and route(num_reqs=9) == ("prefill and decode", 2, "")
+        route() == ("prefill", 0, "")
+        and route(max_query_len=8) == ("decode", 0, "")
+        and route(num_reqs=9) == ("prefill and decode", 2, "")
     )
     assert route(num_reqs=0).kernel == "triton"
-    assert route(capacity=128).reason.startswith("prefill: at most 128 keys and 4 tiles") and route(capacity=129).kernel == "prefill"
+    assert (
+        route(capacity=128).reason.startswith("prefill: at most 128 keys and 4 tiles")
+        and route(capacity=129).kernel == "prefill"
+    )
     why["decode"] = "odd strides"
     assert route() == ("prefill", 0, "") and route(max_query_len=8) == ("triton", 0, "decode: odd strides")
     assert route(num_reqs=9) == ("triton", 0, "decode beside prefill: odd strides")
@@ -155,13 +174,19 @@ def test_which_kernels_serve_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     assert route() == ("triton", 0, "prefill: head_dim 80/80")
     monkeypatch.setenv("TORCHPAGED_CUDA_PREFILL", "0")
     why["prefill"] = why["decode"] = None
-    assert route() == ("triton", 0, "prefill: TORCHPAGED_CUDA_PREFILL=0") and route(max_query_len=8).kernel == "decode"
+    assert (
+        route() == ("triton", 0, "prefill: TORCHPAGED_CUDA_PREFILL=0")
+        and route(max_query_len=8).kernel == "decode"
+    )
     monkeypatch.delenv("TORCHPAGED_CUDA_PREFILL")
 
 
 @pytest.mark.parametrize("split", [False, True])
-def test_a_mixed_batch_is_prepared_before_prefill_and_launched_right_behind_it(monkeypatch: pytest.MonkeyPatch, split: bool) -> None:
-    """Prefill is compiled in a thread while decode is made ready; between the two launches there is nothing, and parts are put together last."""
+def test_a_mixed_batch_is_prepared_before_prefill_and_launched_right_behind_it(
+    monkeypatch: pytest.MonkeyPatch, split: bool
+) -> None:
+    """Prefill is compiled in a thread while decode is made ready; between the two launches there is nothing,
+    and parts are put together last."""
     from torchpaged.custom_ops.attention.cuda import prefill
 
     events: list[str] = []
@@ -189,5 +214,14 @@ def test_a_mixed_batch_is_prepared_before_prefill_and_launched_right_behind_it(m
         torch.zeros(9, 16, 2, 64, dtype=torch.bfloat16),
         torch.zeros(9, dtype=torch.int32),
     )
-    prefill.prefill(q, cache, cache, ints.view(1, 9), ints, ints, q, None, 0.125, True, ints, short=2, behind=behind)
-    assert events == ["compiler begins", "decode made ready", "loaded", "prefill", "decode", *(["merge"] if split else [])]
+    prefill.prefill(
+        q, cache, cache, ints.view(1, 9), ints, ints, q, None, 0.125, True, ints, short=2, behind=behind
+    )
+    assert events == [
+        "compiler begins",
+        "decode made ready",
+        "loaded",
+        "prefill",
+        "decode",
+        *(["merge"] if split else []),
+    ]

@@ -1,4 +1,5 @@
-"""The decode loop against the engine without graphs: the same tokens for any number of steps per launch, whoever joins, ends or leaves."""
+"""The decode loop against the engine without graphs: the same tokens for any number of steps per launch,
+whoever joins, ends or leaves."""
 
 from __future__ import annotations
 
@@ -15,7 +16,9 @@ from torchpaged.graphs import TapeCapture
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 GREEDY = SamplingParams(max_new_tokens=17)
-SEEDED = SamplingParams(max_new_tokens=17, temperature=0.8, top_k=40, top_p=0.9, min_p=0.01, repetition_penalty=1.2, seed=3)
+SEEDED = SamplingParams(
+    max_new_tokens=17, temperature=0.8, top_k=40, top_p=0.9, min_p=0.01, repetition_penalty=1.2, seed=3
+)
 
 
 def prompts(count: int, seed: int = 0) -> list[list[int]]:
@@ -25,7 +28,15 @@ def prompts(count: int, seed: int = 0) -> list[list[int]]:
 
 def generator(model: Any, **options: Any) -> Generator:
     return Generator(
-        model, **{"block_size": 4, "max_batch_size": 4, "max_seq_len": 96, "prefill_chunk_size": 16, "compile": False, **options}
+        model,
+        **{
+            "block_size": 4,
+            "max_batch_size": 4,
+            "max_seq_len": 96,
+            "prefill_chunk_size": 16,
+            "compile": False,
+            **options,
+        },
     )
 
 
@@ -35,13 +46,23 @@ def outcomes(outputs: Any) -> list[tuple[list[int], str]]:
 
 @pytest.fixture(scope="module")
 def params() -> list[SamplingParams]:
-    """Lengths that end anywhere within a launch, greedy and sampled rows in one batch, with and without the end token."""
+    """Lengths that end anywhere within a launch, greedy and sampled rows in one batch, with and without the
+    end token."""
     rng = random.Random(1)
     drawn = []
     for i in range(9):
-        options: dict[str, Any] = {"max_new_tokens": rng.randint(1, 21), "ignore_eos": i % 3 == 0, "stop_token_ids": (9, 61, 2)}
+        options: dict[str, Any] = {
+            "max_new_tokens": rng.randint(1, 21),
+            "ignore_eos": i % 3 == 0,
+            "stop_token_ids": (9, 61, 2),
+        }
         if i % 2:
-            options |= {"temperature": 0.9, "seed": i, "top_p": 0.9 if i % 4 == 1 else 1.0, "repetition_penalty": 1.3 if i > 4 else 1.0}
+            options |= {
+                "temperature": 0.9,
+                "seed": i,
+                "top_p": 0.9 if i % 4 == 1 else 1.0,
+                "repetition_penalty": 1.3 if i > 4 else 1.0,
+            }
         drawn.append(SamplingParams(**options))
     return drawn
 
@@ -51,13 +72,18 @@ def want(model: Any, params: list[SamplingParams]) -> list[tuple[list[int], str]
     eager = generator(model, graphs=False)
     assert eager.runner is None
     results = outcomes(eager.generate(prompts(9), params))
-    assert {reason for _, reason in results} == {"length", "stop"}  # both ends occur, else the tests below prove less
+    assert {reason for _, reason in results} == {
+        "length",
+        "stop",
+    }  # both ends occur, else the tests below prove less
     return results
 
 
 @pytest.mark.parametrize("steps", [1, 2, 4, 8])
 @pytest.mark.parametrize("options", [{}, {"buckets": [4]}, {"buckets": [1, 4], "lookahead": 20}], ids=str)
-def test_steps_per_launch_change_no_token(model: Any, params: Any, want: Any, steps: int, options: dict[str, Any]) -> None:
+def test_steps_per_launch_change_no_token(
+    model: Any, params: Any, want: Any, steps: int, options: dict[str, Any]
+) -> None:
     loop = generator(model, steps_per_launch=steps, **options)
     assert outcomes(loop.generate(prompts(9), params)) == want
     assert loop.pool.num_free == loop.pool.num_usable and not loop.has_unfinished
@@ -66,15 +92,26 @@ def test_steps_per_launch_change_no_token(model: Any, params: Any, want: Any, st
 
 @pytest.mark.parametrize("steps", [1, 4])
 def test_a_replay_takes_nothing_from_the_host(model: Any, params: Any, want: Any, steps: int) -> None:
-    """On a tape, as in a CUDA graph, Python is not run at replay and a device value read on the host is an error."""
-    loop = generator(model, steps_per_launch=steps, capture=TapeCapture(), backend="reference", buckets=[2, 4])
+    """On a tape, as in a CUDA graph, Python is not run at replay and a device value read on the host is
+    an error."""
+    loop = generator(
+        model, steps_per_launch=steps, capture=TapeCapture(), backend="reference", buckets=[2, 4]
+    )
     assert outcomes(loop.generate(prompts(9), params)) == want
 
 
 @pytest.mark.parametrize("steps", [1, 3])
 def test_preemption_changes_no_token(model: Any, steps: int) -> None:
-    each = [SamplingParams(max_new_tokens=30, ignore_eos=True, temperature=0.7 * (i % 2), seed=i, repetition_penalty=1.3 if i > 2 else 1.0)
-            for i in range(9)]  # fmt: skip
+    each = [
+        SamplingParams(
+            max_new_tokens=30,
+            ignore_eos=True,
+            temperature=0.7 * (i % 2),
+            seed=i,
+            repetition_penalty=1.3 if i > 2 else 1.0,
+        )
+        for i in range(9)
+    ]
     want = outcomes(generator(model, graphs=False).generate(prompts(9), each))
     small = generator(model, steps_per_launch=steps, num_blocks=20, lookahead=8)
     assert outcomes(small.generate(prompts(9), each)) == want
@@ -111,8 +148,11 @@ def test_soak_of_joining_ending_and_cancelling(model: Any, sampling: SamplingPar
     assert loop.pool.num_free == loop.pool.num_usable
 
 
-def test_a_prefill_that_fails_loses_no_blocks(model: Any, params: Any, want: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows that decode were given blocks in the same step; the next launch must have them, though its step gave nobody any."""
+def test_a_prefill_that_fails_loses_no_blocks(
+    model: Any, params: Any, want: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that decode were given blocks in the same step; the next launch must have them, though its step
+    gave nobody any."""
     loop, failures = generator(model), [0]
     seen: dict[int, list[int | None]] = {}
     packed = loop._stepper._packed
@@ -138,7 +178,8 @@ def test_a_prefill_that_fails_loses_no_blocks(model: Any, params: Any, want: Any
 
 
 def test_a_launch_is_the_same_work_for_any_number_of_rows(model: Any) -> None:
-    """Function calls are counted: what looks at every row is left to steps in which the scheduler gave blocks away."""
+    """Function calls are counted: what looks at every row is left to steps in which the scheduler gave
+    blocks away."""
     calls: dict[tuple[int, bool], int] = {}
 
     def count(*_: Any) -> None:
@@ -157,14 +198,25 @@ def test_a_launch_is_the_same_work_for_any_number_of_rows(model: Any) -> None:
             sys.setprofile(None)
             engine.loop.collect()
     assert calls[1, False] == calls[4, False] and calls[1, True] < calls[4, True]
-    assert Sequence.__eq__ is object.__eq__, "compared field by field, 64 requests took the scheduler a millisecond"
+    assert Sequence.__eq__ is object.__eq__, (
+        "compared field by field, 64 requests took the scheduler a millisecond"
+    )
 
 
 def test_a_stop_that_only_the_host_sees_drops_the_rest(model: Any, want: Any) -> None:
-    """More stop ids than the device looks at: the row runs on until the host has read it, and nothing more is emitted."""
-    tokens = generator(model, graphs=False).generate([prompts(9)[2]], SamplingParams(max_new_tokens=20, ignore_eos=True))[0].token_ids
+    """More stop ids than the device looks at: the row runs on until the host has read it, and nothing more
+    is emitted."""
+    tokens = (
+        generator(model, graphs=False)
+        .generate([prompts(9)[2]], SamplingParams(max_new_tokens=20, ignore_eos=True))[0]
+        .token_ids
+    )
     stop = next(t for i, t in enumerate(tokens) if i >= 3 and t not in tokens[:i])
-    params = SamplingParams(max_new_tokens=20, ignore_eos=True, stop_token_ids=(*[t for t in range(99) if t not in tokens][:20], stop))
+    params = SamplingParams(
+        max_new_tokens=20,
+        ignore_eos=True,
+        stop_token_ids=(*[t for t in range(99) if t not in tokens][:20], stop),
+    )
     loop = generator(model, steps_per_launch=8)
     output = loop.generate([prompts(9)[2]], params)[0]
     assert output.finish_reason == "stop" and output.token_ids == tokens[: tokens.index(stop) + 1]
@@ -175,16 +227,23 @@ def test_a_stop_that_only_the_host_sees_drops_the_rest(model: Any, want: Any) ->
 def test_rows_close_up_when_a_smaller_bucket_does(model: Any) -> None:
     loop = generator(model, buckets=[1, 4], steps_per_launch=2)
     lengths = [3, 3, 3, 20]
-    want = [generator(model, graphs=False).generate([p], SamplingParams(max_new_tokens=n, ignore_eos=True))[0].token_ids
-            for p, n in zip(prompts(4), lengths, strict=True)]  # fmt: skip
+    want = [
+        generator(model, graphs=False)
+        .generate([p], SamplingParams(max_new_tokens=n, ignore_eos=True))[0]
+        .token_ids
+        for p, n in zip(prompts(4), lengths, strict=True)
+    ]
     got = loop.generate(prompts(4), [SamplingParams(max_new_tokens=n, ignore_eos=True) for n in lengths])
     hits = {report.bucket: report.hits for report in loop.runner.report()}  # type: ignore[union-attr]
     assert [o.token_ids for o in got] == want and hits[1] > hits[4] > 0
 
 
 def test_refusals(model: Any) -> None:
-    for options, argument in (({"steps_per_launch": 0}, "steps_per_launch"), ({"lookahead": -1}, "lookahead"),
-                              ({"graphs": False, "steps_per_launch": 2}, "steps_per_launch")):  # fmt: skip
+    for options, argument in (
+        ({"steps_per_launch": 0}, "steps_per_launch"),
+        ({"lookahead": -1}, "lookahead"),
+        ({"graphs": False, "steps_per_launch": 2}, "steps_per_launch"),
+    ):
         with pytest.raises(ArgumentError, match=argument):
             generator(model, **options)
 
@@ -192,11 +251,17 @@ def test_refusals(model: Any) -> None:
 @pytest.mark.parametrize(
     "option",
     [
-        {"top_k": 2**31}, {"temperature": 1e39}, {"repetition_penalty": 1e39}, {"repetition_penalty": 1e-50}, {"top_p": 1e-50},
-        {"stop_token_ids": (2**63,)}, {"stop_token_ids": (-1,)}, {"stop_token_ids": ("a",)},
+        {"top_k": 2**31},
+        {"temperature": 1e39},
+        {"repetition_penalty": 1e39},
+        {"repetition_penalty": 1e-50},
+        {"top_p": 1e-50},
+        {"stop_token_ids": (2**63,)},
+        {"stop_token_ids": (-1,)},
+        {"stop_token_ids": ("a",)},
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_numbers_that_no_row_holds_are_refused_at_once(option: dict[str, Any]) -> None:
     """Not when the row is written: the whole batch would stand still."""
     with pytest.raises(ArgumentError, match=next(iter(option))):
@@ -204,9 +269,13 @@ def test_numbers_that_no_row_holds_are_refused_at_once(option: dict[str, Any]) -
 
 
 def test_blocks_taken_back_from_a_row_are_not_used_by_it(model: Any) -> None:
-    """A request has blocks far ahead of need, a long prompt takes them over, and the first one grows again, into other blocks."""
+    """A request has blocks far ahead of need, a long prompt takes them over, and the first one grows again,
+    into other blocks."""
     first, second = [11, 12], [20 + i % 70 for i in range(38)]
-    params = [SamplingParams(max_new_tokens=46, ignore_eos=True), SamplingParams(max_new_tokens=10, ignore_eos=True)]
+    params = [
+        SamplingParams(max_new_tokens=46, ignore_eos=True),
+        SamplingParams(max_new_tokens=10, ignore_eos=True),
+    ]
     want = outcomes(generator(model, graphs=False).generate([first, second], params))
     loop = generator(model, num_blocks=22, lookahead=40, steps_per_launch=2, prefill_chunk_size=64)
     ids = [loop.submit(first, params[0])]
@@ -217,7 +286,9 @@ def test_blocks_taken_back_from_a_row_are_not_used_by_it(model: Any) -> None:
             tokens.setdefault(event.request_id, []).append(event.token_id)  # type: ignore[arg-type]
         most = max(most, loop.pool.num_used)
         for sequence in loop.scheduler.running:
-            assert loop.loop.rows.block_table[sequence.row, : len(sequence.blocks)].tolist() == sequence.blocks  # type: ignore[union-attr]
+            assert (
+                loop.loop.rows.block_table[sequence.row, : len(sequence.blocks)].tolist() == sequence.blocks
+            )  # type: ignore[union-attr]
         if len(ids) == 1 and len(tokens.get(ids[0], ())) >= 10:
             assert most >= 11  # it holds the blocks it will need much later
             ids.append(loop.submit(second, params[1]))
@@ -232,15 +303,29 @@ def test_a_paged_model_brings_its_own_blocks(model: Any, graphs: bool) -> None:
     paged = PagedModel(model, num_blocks=60, block_size=4)
     params = SamplingParams(max_new_tokens=50, ignore_eos=True)
     want = outcomes(generator(model, graphs=False).generate(prompts(2), params))
-    assert outcomes(Generator(paged, max_batch_size=2, max_seq_len=96, graphs=graphs, compile=False).generate(prompts(2), params)) == want
-    for name, value in {"block_size": 4, "num_blocks": 9, "kv_cache_memory": 1 << 20, "backend": "cpu", "fuse": True}.items():
+    assert (
+        outcomes(
+            Generator(paged, max_batch_size=2, max_seq_len=96, graphs=graphs, compile=False).generate(
+                prompts(2), params
+            )
+        )
+        == want
+    )
+    for name, value in {
+        "block_size": 4,
+        "num_blocks": 9,
+        "kv_cache_memory": 1 << 20,
+        "backend": "cpu",
+        "fuse": True,
+    }.items():
         with pytest.raises(ArgumentError, match=name):
             Generator(paged, **{name: value})
 
 
 @pytest.mark.parametrize("ran", [False, True], ids=["before", "behind"])
 def test_an_interrupted_launch_loses_no_token(model: Any, ran: bool) -> None:
-    """Ctrl-C right before a replay, or behind it before anybody counted it: the next steps give the same tokens."""
+    """Ctrl-C right before a replay, or behind it before anybody counted it: the next steps give the
+    same tokens."""
     want = outcomes(generator(model, steps_per_launch=2).generate(prompts(3), GREEDY))
     engine = generator(model, steps_per_launch=2, capture=TapeCapture(), buckets=[4])
     engine.runner.capture()

@@ -1,4 +1,5 @@
-"""The engine end to end: every request's tokens equal HuggingFace's own, whatever joins, leaves, waits or is put back."""
+"""The engine end to end: every request's tokens equal HuggingFace's own, whatever joins, leaves, waits or is
+put back."""
 
 from __future__ import annotations
 
@@ -23,9 +24,17 @@ PROMPTS = [[5, 6, 7], [9], list(range(11, 40)), [50, 51, 52, 53, 54, 55, 56], [3
 def model() -> Any:
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=99, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        max_position_embeddings=128, eos_token_id=None, pad_token_id=0, bos_token_id=1,
-    )  # fmt: skip
+        vocab_size=99,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        eos_token_id=None,
+        pad_token_id=0,
+        bos_token_id=1,
+    )
     return transformers.LlamaForCausalLM(config).eval()
 
 
@@ -33,7 +42,10 @@ def model() -> Any:
 def greedy(model: Any) -> list[list[int]]:
     """20 tokens for each prompt, alone, by HuggingFace's generate()."""
     model.set_attn_implementation("eager")
-    out = [model.generate(torch.tensor([p]), max_new_tokens=20, do_sample=False)[0, len(p) :].tolist() for p in PROMPTS]
+    out = [
+        model.generate(torch.tensor([p]), max_new_tokens=20, do_sample=False)[0, len(p) :].tolist()
+        for p in PROMPTS
+    ]
     return out
 
 
@@ -41,22 +53,35 @@ def free_again(generator: Generator) -> bool:
     return generator.pool.num_free == generator.pool.num_usable and not generator.has_unfinished
 
 
-@pytest.mark.parametrize("options", [{"graphs": True}, {"graphs": False}, {"compile": True, "max_batch_size": 2}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"graphs": True}, {"graphs": False}, {"compile": True, "max_batch_size": 2}], ids=str
+)
 @pytest.mark.parametrize("chunk", [1, 7, 512])
-def test_tokens_equal_generate(model: Any, greedy: list[list[int]], chunk: int, options: dict[str, Any]) -> None:
+def test_tokens_equal_generate(
+    model: Any, greedy: list[list[int]], chunk: int, options: dict[str, Any]
+) -> None:
     if options.get("compile") and chunk != 7:
         pytest.skip("compiled once is enough")
     torch._dynamo.reset()
     generator = Generator(model, block_size=4, prefill_chunk_size=chunk, **{"max_batch_size": 3, **options})
     outputs = generator.generate(PROMPTS, SamplingParams(max_new_tokens=20))
-    assert [o.token_ids for o in outputs] == greedy and {o.finish_reason for o in outputs} == {"length"} and free_again(generator)
+    assert (
+        [o.token_ids for o in outputs] == greedy
+        and {o.finish_reason for o in outputs} == {"length"}
+        and free_again(generator)
+    )
     stats = generator.stats
-    assert (stats.prompt_tokens, stats.new_tokens) == (sum(map(len, PROMPTS)), 100) and 0 < stats.peak_blocks_used <= stats.num_blocks
+    assert (stats.prompt_tokens, stats.new_tokens) == (
+        sum(map(len, PROMPTS)),
+        100,
+    ) and 0 < stats.peak_blocks_used <= stats.num_blocks
     assert stats.prefill_tokens + stats.decode_tokens == sum(map(len, PROMPTS)) + 5 * 19
 
 
 @pytest.mark.parametrize("graphs", [True, False])
-def test_every_step_carries_a_kept_semaphore(model: Any, graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_step_carries_a_kept_semaphore(
+    model: Any, graphs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Prefill, decode and mixed steps: no call is left to make its own, and no step makes a new one."""
     monkeypatch.setattr(selector_module, "_REGISTERED", {"kept": KEPT})
     generator = Generator(model, max_batch_size=3, graphs=graphs, prefill_chunk_size=5, backend="kept")
@@ -69,7 +94,9 @@ def test_every_step_carries_a_kept_semaphore(model: Any, graphs: bool, monkeypat
     monkeypatch.setattr(generator.model._cache, "ops", ops._replace(paged_attention=attend))  # type: ignore[attr-defined]
     generator.generate(PROMPTS, SamplingParams(max_new_tokens=4))
     assert seen and not any(x is None for x in seen)
-    assert {x.data_ptr() for x in seen} == {semaphore_of(generator.model.session).data_ptr()} and not any(x.any() for x in seen)
+    assert {x.data_ptr() for x in seen} == {semaphore_of(generator.model.session).data_ptr()} and not any(
+        x.any() for x in seen
+    )
 
 
 def test_joining_and_cancelling_mid_flight(model: Any, greedy: list[list[int]]) -> None:
@@ -87,13 +114,22 @@ def test_joining_and_cancelling_mid_flight(model: Any, greedy: list[list[int]]) 
         if event.request_id == ids[1] and event.finish_reason:
             assert event.finish_reason == "cancelled" and event.token_id is None
     assert [tokens[ids[n]] for n in (0, 2, 3)] == [greedy[i] for i in (0, 1, 3)]
-    assert tokens[ids[1]] == greedy[2][: len(tokens[ids[1]])] and len(tokens[ids[1]]) < 20 and free_again(generator)
+    assert (
+        tokens[ids[1]] == greedy[2][: len(tokens[ids[1]])]
+        and len(tokens[ids[1]]) < 20
+        and free_again(generator)
+    )
     with pytest.raises(ArgumentError, match="request_id"):
         generator.cancel(ids[1])
 
 
 @pytest.mark.parametrize(
-    "params", [SamplingParams(max_new_tokens=20), SamplingParams(max_new_tokens=20, temperature=0.9, seed=11, top_p=0.95)], ids=str
+    "params",
+    [
+        SamplingParams(max_new_tokens=20),
+        SamplingParams(max_new_tokens=20, temperature=0.9, seed=11, top_p=0.95),
+    ],
+    ids=str,
 )
 def test_preemption_changes_no_token(model: Any, params: SamplingParams) -> None:
     want = [o.token_ids for o in Generator(model, block_size=4).generate(PROMPTS, params)]
@@ -105,7 +141,11 @@ def test_preemption_changes_no_token(model: Any, params: SamplingParams) -> None
 def test_a_request_that_fills_the_whole_pool_alone(model: Any, greedy: list[list[int]]) -> None:
     generator = Generator(model, block_size=4, num_blocks=4)
     output = generator.generate([PROMPTS[0]], SamplingParams(max_new_tokens=20))[0]
-    assert output.finish_reason == "length" and output.token_ids == greedy[0][: len(output.token_ids)] and len(output.token_ids) == 10
+    assert (
+        output.finish_reason == "length"
+        and output.token_ids == greedy[0][: len(output.token_ids)]
+        and len(output.token_ids) == 10
+    )
     assert free_again(generator)
 
 
@@ -113,7 +153,13 @@ def test_bad_requests_leave_the_others_alone(model: Any, greedy: list[list[int]]
     generator = Generator(model, block_size=4, num_blocks=20, max_seq_len=64)
     good = generator.submit(PROMPTS[0], SamplingParams(max_new_tokens=20))
     tokens = [e.token_id for e in generator.step()]
-    for bad, argument in (([], "prompt"), ([99], "prompt"), ([-1], "prompt"), (list(range(80)), "prompt"), ("text", "tokenizer")):
+    for bad, argument in (
+        ([], "prompt"),
+        ([99], "prompt"),
+        ([-1], "prompt"),
+        (list(range(80)), "prompt"),
+        ("text", "tokenizer"),
+    ):
         with pytest.raises(ArgumentError, match=argument):
             generator.submit(bad)
     with pytest.raises(ArgumentError, match="prompt"):
@@ -127,17 +173,24 @@ def test_ends(model: Any, greedy: list[list[int]]) -> None:
     stop = greedy[0][5]
     output = generator.generate([PROMPTS[0]], SamplingParams(stop_token_ids=(stop,)))[0]
     assert output.token_ids == greedy[0][: greedy[0].index(stop) + 1] and output.finish_reason == "stop"
-    assert len(generator.generate([PROMPTS[2]], SamplingParams(max_new_tokens=100))[0].token_ids) == 40 - len(PROMPTS[2])
+    assert len(generator.generate([PROMPTS[2]], SamplingParams(max_new_tokens=100))[0].token_ids) == 40 - len(
+        PROMPTS[2]
+    )
     generator.model.eos_token_ids = (stop,)
     assert generator.generate([PROMPTS[0]], SamplingParams(max_new_tokens=20))[0].finish_reason == "stop"
-    assert generator.generate([PROMPTS[0]], SamplingParams(max_new_tokens=20, ignore_eos=True))[0].token_ids == greedy[0]
+    assert (
+        generator.generate([PROMPTS[0]], SamplingParams(max_new_tokens=20, ignore_eos=True))[0].token_ids
+        == greedy[0]
+    )
 
 
 def test_a_seed_means_the_same_alone_and_in_company(model: Any) -> None:
     params = SamplingParams(max_new_tokens=12, temperature=1.0, seed=5, top_k=20)
     alone = Generator(model, block_size=4).generate([PROMPTS[3]], params)[0].token_ids
     others = SamplingParams(max_new_tokens=12, temperature=1.0)
-    crowd = Generator(model, block_size=4).generate(PROMPTS, [others, others, others, params, SamplingParams(max_new_tokens=3)])
+    crowd = Generator(model, block_size=4).generate(
+        PROMPTS, [others, others, others, params, SamplingParams(max_new_tokens=3)]
+    )
     assert crowd[3].token_ids == alone
 
 
@@ -195,7 +248,9 @@ def test_golden_tokens_of_a_real_model(smollm2_path: Path, graphs: bool) -> None
     model = transformers.AutoModelForCausalLM.from_pretrained(smollm2_path, dtype=torch.float32)
     tokenizer = transformers.AutoTokenizer.from_pretrained(smollm2_path)
     generator = Generator(model, tokenizer, max_seq_len=64, graphs=graphs)
-    outputs = generator.generate([p["prompt"] for p in golden], SamplingParams(max_new_tokens=24, ignore_eos=True))
+    outputs = generator.generate(
+        [p["prompt"] for p in golden], SamplingParams(max_new_tokens=24, ignore_eos=True)
+    )
     assert [o.prompt_token_ids for o in outputs] == [p["input_ids"] for p in golden]
     assert [o.token_ids for o in outputs] == [p["new_ids"] for p in golden]
     assert outputs[0].text.startswith(" Paris.")

@@ -1,4 +1,5 @@
-"""Ctrl-C at any line of the decode loop, its runner, its rows and its rings: the requests go on to the same tokens, or an error says that they can't."""
+"""Ctrl-C at any line of the decode loop, its runner, its rows and its rings: the requests go on to the same
+tokens, or an error says that they can't."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ POINTS = 90
 
 
 class Interrupt:
-    """Raises KeyboardInterrupt at the n-th line of the traced files that runs while it is on; ``None``: counts them."""
+    """Raises KeyboardInterrupt at the n-th line of the traced files that runs while it is on; ``None``:
+    counts them."""
 
     def __init__(self, at: int | None) -> None:
         self.at, self.count, self.where = at, 0, ""
@@ -52,11 +54,22 @@ class Interrupt:
 def run(model: Any, at: int | None) -> tuple[list[list[int]], Interrupt]:
     """All requests to their ends, through an interrupt at line ``at``."""
     generator = Generator(
-        model, block_size=4, max_batch_size=3, max_seq_len=32, prefill_chunk_size=16, compile=False, steps_per_launch=3, buckets=[1, 2, 3],
-        num_blocks=26, lookahead=0, capture_ahead=False,
-    )  # fmt: skip
+        model,
+        block_size=4,
+        max_batch_size=3,
+        max_seq_len=32,
+        prefill_chunk_size=16,
+        compile=False,
+        steps_per_launch=3,
+        buckets=[1, 2, 3],
+        num_blocks=26,
+        lookahead=0,
+        capture_ahead=False,
+    )
     params = [
-        SamplingParams(max_new_tokens=n, temperature=0.9 * (i % 2), seed=i, repetition_penalty=1.2, ignore_eos=True)
+        SamplingParams(
+            max_new_tokens=n, temperature=0.9 * (i % 2), seed=i, repetition_penalty=1.2, ignore_eos=True
+        )
         for i, n in enumerate(LENGTHS)
     ]
     requests = [generator.submit(prompt, p) for prompt, p in zip(PROMPTS, params, strict=True)]
@@ -81,7 +94,9 @@ def uninterrupted(model: Any) -> tuple[list[list[int]], int]:
 
 
 @pytest.mark.parametrize("share", range(POINTS // 15))
-def test_no_token_is_lost_or_doubled(model: Any, uninterrupted: tuple[list[list[int]], int], share: int) -> None:
+def test_no_token_is_lost_or_doubled(
+    model: Any, uninterrupted: tuple[list[list[int]], int], share: int
+) -> None:
     want, lines = uninterrupted
     wrong, refused = [], []
     for point in range(share, POINTS, POINTS // 15):

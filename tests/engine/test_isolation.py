@@ -1,4 +1,5 @@
-"""One request never harms another: whatever goes wrong, and wherever, the next requests get the tokens of a fresh engine and all blocks are free."""
+"""One request never harms another: whatever goes wrong, and wherever, the next requests get the tokens of a
+fresh engine and all blocks are free."""
 
 from __future__ import annotations
 
@@ -27,8 +28,15 @@ from torchpaged.engine import Generator, SamplingParams
 pytest.importorskip("transformers", reason="transformers is not installed")
 pytestmark = pytest.mark.timeout(120)  # a hang is a failure
 PROMPTS = [[5, 6, 7], list(range(11, 40)), [50, 51, 52, 53, 54], [9]]
-EACH = [SamplingParams(max_new_tokens=n, ignore_eos=True, temperature=0.8 * (i % 2), seed=i) for i, n in enumerate((9, 6, 12, 7))]
-ENGINES = {"graphs": {"steps_per_launch": 1}, "launches of 3": {"steps_per_launch": 3}, "no graphs": {"graphs": False}}
+EACH = [
+    SamplingParams(max_new_tokens=n, ignore_eos=True, temperature=0.8 * (i % 2), seed=i)
+    for i, n in enumerate((9, 6, 12, 7))
+]
+ENGINES = {
+    "graphs": {"steps_per_launch": 1},
+    "launches of 3": {"steps_per_launch": 3},
+    "no graphs": {"graphs": False},
+}
 OF_THE_ENGINE = tuple(str(Path(torchpaged.__file__).parent / part) for part in ("engine", "cache"))
 
 
@@ -63,7 +71,13 @@ def no_fault(request: pytest.FixtureRequest) -> Iterator[None]:
 
 def engine(model: Any, **options: Any) -> Generator:
     model.fault = lambda call: None
-    defaults = {"max_batch_size": 3, "max_seq_len": 64, "prefill_chunk_size": 16, "compile": False, "capture_ahead": True}
+    defaults = {
+        "max_batch_size": 3,
+        "max_seq_len": 64,
+        "prefill_chunk_size": 16,
+        "compile": False,
+        "capture_ahead": True,
+    }
     generator = Generator(model, **{**defaults, **options})
     model.calls = 0
     return generator
@@ -85,15 +99,41 @@ def assert_unharmed(generator: Generator, want: list[list[int]]) -> None:
     assert generator.pool.num_free == generator.pool.num_usable and not generator.has_unfinished
 
 
-# ----------------------------------------------------------------------------------------------------- bad requests
-INTEGERS = [1.5, 2.0, "1", True, numpy.float32(1.0), numpy.bool_(True), torch.tensor(1), float("nan"), 10**5000, -(10**5000), [1], 1j]
-FLOATS = ["1", True, float("nan"), float("inf"), 10**400, 1j, [0.5], torch.tensor(0.5), numpy.float64("nan"), -0.5]
+# ----------------------------------------------------------------------------------------------- bad requests
+INTEGERS = [
+    1.5,
+    2.0,
+    "1",
+    True,
+    numpy.float32(1.0),
+    numpy.bool_(True),
+    torch.tensor(1),
+    float("nan"),
+    10**5000,
+    -(10**5000),
+    [1],
+    1j,
+]
+FLOATS = [
+    "1",
+    True,
+    float("nan"),
+    float("inf"),
+    10**400,
+    1j,
+    [0.5],
+    torch.tensor(0.5),
+    numpy.float64("nan"),
+    -0.5,
+]
 BAD = {
-    **dict.fromkeys(("top_k", "seed"), INTEGERS), "max_new_tokens": [x for x in INTEGERS if x is not INTEGERS[8]] + [0, -1, None],
+    **dict.fromkeys(("top_k", "seed"), INTEGERS),
+    "max_new_tokens": [x for x in INTEGERS if x is not INTEGERS[8]] + [0, -1, None],
     **{name: [*FLOATS, None] for name in ("temperature", "top_p", "min_p", "repetition_penalty")},
-    "stop": ["text", ("",), (1,), {"a"}, None, (None,), b"x"], "stop_token_ids": [3, (1.5,), (True,), "12", {3}, None, (2**63,), (-1,), ("a",)],
+    "stop": ["text", ("",), (1,), {"a"}, None, (None,), b"x"],
+    "stop_token_ids": [3, (1.5,), (True,), "12", {3}, None, (2**63,), (-1,), ("a",)],
     "ignore_eos": [1, None, "yes"],
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -105,11 +145,28 @@ def test_every_field_is_checked_by_type_and_range(name: str) -> None:
 
 
 def test_numbers_of_numpy_become_plain() -> None:
-    params = SamplingParams(max_new_tokens=numpy.int32(3), seed=numpy.int64(-5), top_k=numpy.uint8(4), temperature=numpy.float32(0.5), top_p=1,
-                            stop=["a"], stop_token_ids=[numpy.int64(4)])  # fmt: skip
-    assert params == SamplingParams(max_new_tokens=3, seed=-5, top_k=4, temperature=0.5, top_p=1.0, stop=("a",), stop_token_ids=(4,))
-    assert [type(x) for x in (params.max_new_tokens, params.seed, params.temperature, params.top_p, params.stop_token_ids[0])] == [
-        int, int, float, float, int]  # fmt: skip
+    params = SamplingParams(
+        max_new_tokens=numpy.int32(3),
+        seed=numpy.int64(-5),
+        top_k=numpy.uint8(4),
+        temperature=numpy.float32(0.5),
+        top_p=1,
+        stop=["a"],
+        stop_token_ids=[numpy.int64(4)],
+    )
+    assert params == SamplingParams(
+        max_new_tokens=3, seed=-5, top_k=4, temperature=0.5, top_p=1.0, stop=("a",), stop_token_ids=(4,)
+    )
+    assert [
+        type(x)
+        for x in (
+            params.max_new_tokens,
+            params.seed,
+            params.temperature,
+            params.top_p,
+            params.stop_token_ids[0],
+        )
+    ] == [int, int, float, float, int]
 
 
 def test_bad_prompts_are_refused_before_anything_is_queued(model: Any, want: list[list[int]]) -> None:
@@ -143,7 +200,12 @@ def test_bad_prompts_are_refused_before_anything_is_queued(model: Any, want: lis
     with pytest.raises(ArgumentError, match="^max_batch_size: expected an integer"):
         engine(model, max_batch_size=2.5)
     assert not generator.has_unfinished
-    assert generator.generate([torch.tensor(PROMPTS[0]), numpy.array(PROMPTS[2])], [EACH[0], EACH[2]])[1].token_ids == want[2]
+    assert (
+        generator.generate([torch.tensor(PROMPTS[0]), numpy.array(PROMPTS[2])], [EACH[0], EACH[2]])[
+            1
+        ].token_ids
+        == want[2]
+    )
     assert_unharmed(generator, want)
 
 
@@ -169,10 +231,12 @@ def test_one_string_is_one_prompt(model: Any) -> None:
     assert tokens_of(outputs) == tokens_of(generator.generate(["hello"], EACH[0]))
 
 
-# ----------------------------------------------------------------------------------------------------- one that fails
+# --------------------------------------------------------------------------------------------- one that fails
 @pytest.mark.parametrize("options", ENGINES.values(), ids=ENGINES)
 @pytest.mark.parametrize("call", [1, 2, 4, 6])
-def test_nan_logits_end_that_request_alone(model: Any, want: list[list[int]], call: int, options: dict[str, Any]) -> None:
+def test_nan_logits_end_that_request_alone(
+    model: Any, want: list[list[int]], call: int, options: dict[str, Any]
+) -> None:
     generator = engine(model, **options)
     model.fault = lambda number: 0 if number == call else None
     outputs = generator.generate(PROMPTS, EACH)
@@ -221,7 +285,7 @@ def test_a_step_that_breaks_off_can_be_taken_again(
     assert_unharmed(generator, want)
 
 
-# ----------------------------------------------------------------------------------------------------- whose requests
+# --------------------------------------------------------------------------------------------- whose requests
 @pytest.mark.parametrize("options", ENGINES.values(), ids=ENGINES)
 def test_generate_inside_an_open_stream(model: Any, want: list[list[int]], options: dict[str, Any]) -> None:
     generator = engine(model, **options)
@@ -230,7 +294,10 @@ def test_generate_inside_an_open_stream(model: Any, want: list[list[int]], optio
     for count, event in enumerate(generator.stream()):
         seen[event.request_id].append(event.token_id)
         if count == 3:
-            assert tokens_of(generator.generate([PROMPTS[1], PROMPTS[3]], [EACH[1], EACH[3]])) == [want[1], want[3]]
+            assert tokens_of(generator.generate([PROMPTS[1], PROMPTS[3]], [EACH[1], EACH[3]])) == [
+                want[1],
+                want[3],
+            ]
     assert list(seen.values()) == [want[0], want[2]]
     assert_unharmed(generator, want)
 
@@ -260,7 +327,8 @@ def test_a_stream_that_is_left_cancels_its_requests(model: Any, want: list[list[
 
 
 def test_a_stream_that_nobody_begins_cancels_its_requests(model: Any, want: list[list[int]]) -> None:
-    """They belong to it: no other call would give their events, and they would run on, and hold their blocks, in later calls."""
+    """They belong to it: no other call would give their events, and they would run on, and hold their blocks,
+    in later calls."""
     generator = engine(model)
     ids = [generator.submit(prompt, params) for prompt, params in zip(PROMPTS[:2], EACH, strict=False)]
     kept = generator.stream([ids[1]])
@@ -272,8 +340,11 @@ def test_a_stream_that_nobody_begins_cancels_its_requests(model: Any, want: list
 
 
 @pytest.mark.parametrize("place", ["behind acquire", "ahead of release"])
-def test_a_stream_collected_as_garbage_while_the_lock_changes_hands(model: Any, want: list[list[int]], place: str) -> None:
-    """The collector may run at any call, between the lock and the note of who holds it too: its thread must not wait for itself."""
+def test_a_stream_collected_as_garbage_while_the_lock_changes_hands(
+    model: Any, want: list[list[int]], place: str
+) -> None:
+    """The collector may run at any call, between the lock and the note of who holds it too: its thread must
+    not wait for itself."""
     generator, left = engine(model), []
 
     def collect(here: str) -> None:
@@ -300,8 +371,11 @@ def test_a_stream_collected_as_garbage_while_the_lock_changes_hands(model: Any, 
     assert_unharmed(generator, want)
 
 
-def test_a_request_submitted_while_a_stream_breaks_off_has_an_owner(model: Any, want: list[list[int]]) -> None:
-    """The submitting thread is inside, its request not queued yet, when a stream over all requests is closed and waits for the lock."""
+def test_a_request_submitted_while_a_stream_breaks_off_has_an_owner(
+    model: Any, want: list[list[int]]
+) -> None:
+    """The submitting thread is inside, its request not queued yet, when a stream over all requests is closed
+    and waits for the lock."""
     generator, inside, closing, ids = engine(model), threading.Event(), threading.Event(), []
 
     class Slow(Letters):
@@ -337,7 +411,8 @@ def test_a_request_submitted_while_a_stream_breaks_off_has_an_owner(model: Any, 
 
 
 def test_five_threads_on_one_generator(model: Any, want: list[list[int]]) -> None:
-    """Some with generate(), some with streams of their own, one that fails all the time, and several at once in a batch."""
+    """Some with generate(), some with streams of their own, one that fails all the time, and several at once
+    in a batch."""
     generator, wrong, most = engine(model, steps_per_launch=2), [], [0]
 
     def work(number: int) -> None:
@@ -365,8 +440,11 @@ def test_five_threads_on_one_generator(model: Any, want: list[list[int]]) -> Non
     assert_unharmed(generator, want)
 
 
-def test_a_thread_that_was_interrupted_while_it_waited_is_not_waited_for(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C in a call that waits for its turn: nobody gives way to it any more, which would slow all later steps."""
+def test_a_thread_that_was_interrupted_while_it_waited_is_not_waited_for(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C in a call that waits for its turn: nobody gives way to it any more, which would slow all
+    later steps."""
 
     class Interrupted:
         def __enter__(self) -> None:
@@ -399,15 +477,18 @@ def test_a_callback_that_calls_the_generator_is_refused(model: Any, want: list[l
     assert_unharmed(generator, want)
 
 
-@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps], ids=["copy", "deepcopy", "pickle"])
+@pytest.mark.parametrize(
+    "copied", [copy.copy, copy.deepcopy, pickle.dumps], ids=["copy", "deepcopy", "pickle"]
+)
 def test_a_generator_is_not_copied(model: Any, copied: Any) -> None:
     with pytest.raises(NotCopyableError, match="a Generator can't be copied or pickled"):
         copied(engine(model))
 
 
-# ----------------------------------------------------------------------------------------------------- anything, anywhere
+# ----------------------------------------------------------------------------------------- anything, anywhere
 class Interrupt:
-    """KeyboardInterrupt at the n-th line that runs in the engine's own files, as Ctrl-C would; n = 0 only counts."""
+    """KeyboardInterrupt at the n-th line that runs in the engine's own files, as Ctrl-C would; n = 0
+    only counts."""
 
     def __init__(self, at: int = 0, files: tuple[str, ...] = OF_THE_ENGINE) -> None:
         self.at, self.lines, self.where, self._files, self._before = at, 0, "", files, sys.gettrace()
@@ -415,8 +496,11 @@ class Interrupt:
     def _trace(self, frame: Any, event: str, argument: Any) -> Any:
         if not frame.f_code.co_filename.startswith(self._files):
             return None
-        # Python lets a signal in after a call, where a function begins and where a loop turns: not at a bare `try`, nor where a `with` ends
-        if event == "line" and not linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip().startswith(("try:", "with ")):
+        # Python lets a signal in after a call, where a function begins and where a loop turns: not at a bare
+        # `try`, nor where a `with` ends
+        if event == "line" and not linecache.getline(
+            frame.f_code.co_filename, frame.f_lineno
+        ).strip().startswith(("try:", "with ")):
             self.lines += 1
             if self.lines == self.at:
                 self.where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
@@ -442,11 +526,15 @@ def by_stream(generator: Generator) -> None:
             generator.cancel(ids[2])
 
 
-def test_events_of_a_step_interrupted_while_it_hands_them_out_come_with_the_next(model: Any, want: list[list[int]]) -> None:
+def test_events_of_a_step_interrupted_while_it_hands_them_out_come_with_the_next(
+    model: Any, want: list[list[int]]
+) -> None:
     """Ctrl-C at every line between the step's work and its return, `Inbox` and lock included."""
     lost, points = [], 0
     generator = engine(model, graphs=False)
-    files = tuple(str(Path(torchpaged.__file__).parent / "engine" / name) for name in ("generator.py", "inbox.py"))
+    files = tuple(
+        str(Path(torchpaged.__file__).parent / "engine" / name) for name in ("generator.py", "inbox.py")
+    )
     while True:
         ids = [generator.submit(PROMPTS[i], dataclasses.replace(EACH[i], max_new_tokens=2)) for i in (0, 3)]
         seen: dict[int, list[int | None]] = {request: [] for request in ids}
@@ -468,7 +556,9 @@ def test_events_of_a_step_interrupted_while_it_hands_them_out_come_with_the_next
 
 @pytest.mark.parametrize("options", ENGINES.values(), ids=ENGINES)
 @pytest.mark.parametrize("seed", range(2))
-def test_failures_at_random_points(model: Any, want: list[list[int]], options: dict[str, Any], seed: int) -> None:
+def test_failures_at_random_points(
+    model: Any, want: list[list[int]], options: dict[str, Any], seed: int
+) -> None:
     """One engine, one mishap after another; after each it serves as a new one does."""
     rng, generator = random.Random(seed), engine(model, **options)
     work = [by_generate, by_stream]
@@ -479,7 +569,10 @@ def test_failures_at_random_points(model: Any, want: list[list[int]], options: d
         lines.append(count.lines)
     assert min(lines) > 500
     for _ in range(10):
-        which, kind = rng.randrange(2), rng.choice(["line", "line", "line", "forward", "forward interrupted", "nan", "left"])
+        which, kind = (
+            rng.randrange(2),
+            rng.choice(["line", "line", "line", "forward", "forward interrupted", "nan", "left"]),
+        )
         run, model.calls, at = work[which], 0, rng.randint(1, 12)
         if kind == "line":
             with pytest.raises(KeyboardInterrupt), Interrupt(rng.randint(1, lines[which] - 50)):

@@ -1,4 +1,5 @@
-"""The options of a Generator: fused models, what is compiled and captured, and why; what is refused, by name."""
+"""The options of a Generator: fused models, what is compiled and captured, and why; what is refused,
+by name."""
 
 from __future__ import annotations
 
@@ -26,9 +27,17 @@ SAMPLING = SamplingParams(max_new_tokens=9)
 def model() -> Any:
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=99, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        max_position_embeddings=128, eos_token_id=None, pad_token_id=0, bos_token_id=1,
-    )  # fmt: skip
+        vocab_size=99,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        eos_token_id=None,
+        pad_token_id=0,
+        bos_token_id=1,
+    )
     return transformers.LlamaForCausalLM(config).eval()
 
 
@@ -45,7 +54,9 @@ def tokens(generator: Generator) -> list[list[int]]:
     return [output.token_ids for output in generator.generate(PROMPTS, SAMPLING)]
 
 
-@pytest.mark.parametrize("options", [{"steps_per_launch": 1}, {"steps_per_launch": 4}, {"graphs": False}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"steps_per_launch": 1}, {"steps_per_launch": 4}, {"graphs": False}], ids=str
+)
 def test_fused_generator_gives_the_same_tokens(model: Any, options: dict[str, Any]) -> None:
     plain = Generator(model, block_size=4, max_batch_size=2)
     want = tokens(plain)
@@ -53,7 +64,12 @@ def test_fused_generator_gives_the_same_tokens(model: Any, options: dict[str, An
     fused = Generator(model, block_size=4, max_batch_size=2, fuse=True, **options)
     assert tokens(fused) == want
     report = fused.fusion_report
-    assert report is not None and report is hf.fusion_of(model) and report.complete and report.replaced["qkv"] == ["layers.0", "layers.1"]
+    assert (
+        report is not None
+        and report is hf.fusion_of(model)
+        and report.complete
+        and report.replaced["qkv"] == ["layers.0", "layers.1"]
+    )
     again = Generator(model, block_size=4, max_batch_size=2, fuse=True)  # fused already: taken as it is
     assert again.fusion_report is report and tokens(again) == want
     hf.unfuse(model)
@@ -62,7 +78,9 @@ def test_fused_generator_gives_the_same_tokens(model: Any, options: dict[str, An
 
 def test_a_paged_model_is_not_fused(model: Any) -> None:
     paged = hf.PagedModel(model, num_blocks=40, block_size=4)
-    with pytest.raises(ArgumentError, match=r"fuse: expected False.*PagedModel.*torchpaged\.hf\.fuse\(model\)"):
+    with pytest.raises(
+        ArgumentError, match=r"fuse: expected False.*PagedModel.*torchpaged\.hf\.fuse\(model\)"
+    ):
         Generator(paged, fuse=True)
     assert hf.fusion_of(model) is None
     report = hf.fuse(model, passes=("qkv",))
@@ -100,10 +118,15 @@ def test_a_partial_choice_of_passes_is_not_complete(model: Any) -> None:
 
 
 def test_graphs_and_why() -> None:
-    spec = AttentionSpec(device=torch.device("cpu"), dtype=torch.float32, head_dim=64, num_heads=4, num_kv_heads=2)
+    spec = AttentionSpec(
+        device=torch.device("cpu"), dtype=torch.float32, head_dim=64, num_heads=4, num_kv_heads=2
+    )
     never = select_backend(spec, "reference")
     assert decide_graphs("auto", never, on_gpu=False) == (True, "eager capture on a CPU")
-    assert decide_graphs("auto", never, on_gpu=True) == (False, "backend 'reference' declares graph support NEVER")
+    assert decide_graphs("auto", never, on_gpu=True) == (
+        False,
+        "backend 'reference' declares graph support NEVER",
+    )
     assert decide_graphs(False, never, on_gpu=True) == (False, "switched off by graphs=False")
     with pytest.raises(BackendUnavailableError, match="graphs=True: backend 'reference'"):
         decide_graphs(True, never, on_gpu=True)
@@ -112,19 +135,26 @@ def test_graphs_and_why() -> None:
 def test_capturing_ahead_or_on_first_need(model: Any) -> None:
     seen: list[tuple[int, int]] = []
     options: dict[str, Any] = {"block_size": 4, "max_batch_size": 4, "buckets": [1, 2, 4]}
-    ahead = Generator(model, **options, capture_ahead=True, progress=lambda done, total, _: seen.append((done, total)))
+    ahead = Generator(
+        model, **options, capture_ahead=True, progress=lambda done, total, _: seen.append((done, total))
+    )
     assert seen == [(1, 3), (2, 3), (3, 3)] and all(report.captured for report in ahead.runner.report())  # type: ignore[union-attr]
     for later in (Generator(model, **options, capture_ahead=False), Generator(model, **options)):
         assert not any(report.captured for report in later.runner.report())  # type: ignore[union-attr]
         assert tokens(later) == tokens(ahead)
-        assert [report.captured for report in later.runner.report()] == [report.hits > 0 for report in later.runner.report()]  # type: ignore[union-attr]
+        assert [report.captured for report in later.runner.report()] == [
+            report.hits > 0 for report in later.runner.report()
+        ]  # type: ignore[union-attr]
 
 
 def bad_options() -> Iterator[tuple[dict[str, Any], str]]:
     yield {"compile": "yes"}, "compile: expected True, False or 'auto', got 'yes'"
     yield {"capture_ahead": None}, "capture_ahead: expected True, False or 'auto'"
     yield {"graphs": False, "compile": True}, "compile: expected False or 'auto' without graphs"
-    yield {"graphs": False, "steps_per_launch": 4}, "steps_per_launch: expected 1 without graphs, got 4.*graphs=False"
+    yield (
+        {"graphs": False, "steps_per_launch": 4},
+        "steps_per_launch: expected 1 without graphs, got 4.*graphs=False",
+    )
     yield {"block_size": 0}, "block_size: expected at least 1"
     yield {"max_seq_len": 500}, "max_seq_len: expected 2 to 128"
     yield {"buckets": [1, 2]}, "buckets: expected .* the largest 8"

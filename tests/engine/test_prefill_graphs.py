@@ -1,4 +1,5 @@
-"""Prefills in graphs through the engine: the tokens of the engine without graphs, whatever shares a step; options, reasons and reports."""
+"""Prefills in graphs through the engine: the tokens of the engine without graphs, whatever shares a step;
+options, reasons and reports."""
 
 from __future__ import annotations
 
@@ -18,7 +19,13 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 
 
 def generator(model: Any, **options: Any) -> Generator:
-    sizes = {"block_size": 4, "max_batch_size": 4, "max_seq_len": 96, "prefill_chunk_size": 16, "prefill_buckets": [3, 8, 16]}
+    sizes = {
+        "block_size": 4,
+        "max_batch_size": 4,
+        "max_seq_len": 96,
+        "prefill_chunk_size": 16,
+        "prefill_buckets": [3, 8, 16],
+    }
     return Generator(model, **{**sizes, "compile": False, **options})
 
 
@@ -28,7 +35,12 @@ def requests() -> tuple[list[list[int]], list[SamplingParams]]:
     rng = random.Random(1)
     prompts = [[rng.randrange(8, 99) for _ in range(rng.choice([1, 2, 3, 5, 13, 40]))] for _ in range(12)]
     params = [
-        SamplingParams(max_new_tokens=rng.randint(1, 15), temperature=0.9 * (i % 2), seed=i, repetition_penalty=1.3 if i > 8 else 1.0)
+        SamplingParams(
+            max_new_tokens=rng.randint(1, 15),
+            temperature=0.9 * (i % 2),
+            seed=i,
+            repetition_penalty=1.3 if i > 8 else 1.0,
+        )
         for i in range(12)
     ]
     return prompts, params
@@ -42,18 +54,25 @@ def want(model: Any, requests: Any) -> list[list[int]]:
 @pytest.mark.parametrize(
     "options",
     [
-        {}, {"prefill_buckets": [16], "steps_per_launch": 4}, {"prefill_buckets": [5], "max_batch_size": 2},
-        {"num_blocks": 20, "lookahead": 8}, {"capture_ahead": True, "buckets": [4]},
+        {},
+        {"prefill_buckets": [16], "steps_per_launch": 4},
+        {"prefill_buckets": [5], "max_batch_size": 2},
+        {"num_blocks": 20, "lookahead": 8},
+        {"capture_ahead": True, "buckets": [4]},
         {"capture": TapeCapture(), "backend": "reference", "buckets": [2, 4]},
     ],
     ids=["late", "one-bucket", "long-steps-from-python", "preempted", "ahead", "tape"],
-)  # fmt: skip
-def test_tokens_equal_the_engine_without_graphs(model: Any, requests: Any, want: Any, options: dict[str, Any]) -> None:
+)
+def test_tokens_equal_the_engine_without_graphs(
+    model: Any, requests: Any, want: Any, options: dict[str, Any]
+) -> None:
     g = generator(model, **options)
     assert [o.token_ids for o in g.generate(*requests)] == want
     assert g.prefill_runner is not None
     reports, steps = g.prefill_runner.report(), g.stats
-    assert [r.bucket for r in reports] == options.get("prefill_buckets", [3, 8, 16]) and all(r.hits and r.captured for r in reports)
+    assert [r.bucket for r in reports] == options.get("prefill_buckets", [3, 8, 16]) and all(
+        r.hits and r.captured for r in reports
+    )
     assert sum(r.padded_rows for r in reports) > 0
     replayed = sum(r.hits * r.bucket - r.padded_rows for r in reports)
     assert (replayed < steps.prefill_tokens) == (options.get("prefill_buckets") == [5])
@@ -63,9 +82,13 @@ def test_tokens_equal_the_engine_without_graphs(model: Any, requests: Any, want:
 def test_more_requests_than_a_graph_takes(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torchpaged.engine.prefill_graphs.MAX_NUM_REQS", 2)
     prompts, params = [[8 + i, 9] for i in range(4)], SamplingParams(max_new_tokens=5)
-    want = [o.token_ids for o in generator(model, graphs=False, prefill_buckets=None).generate(prompts, params)]
+    want = [
+        o.token_ids for o in generator(model, graphs=False, prefill_buckets=None).generate(prompts, params)
+    ]
     g = generator(model)
-    assert [o.token_ids for o in g.generate(prompts, params)] == want and not any(r.hits for r in g.prefill_runner.report())  # type: ignore[union-attr]
+    assert [o.token_ids for o in g.generate(prompts, params)] == want and not any(
+        r.hits for r in g.prefill_runner.report()
+    )  # type: ignore[union-attr]
     assert [o.token_ids for o in g.generate(prompts[:2], params)] == want[:2]
     assert sum(r.hits for r in g.prefill_runner.report()) == 1  # type: ignore[union-attr]
 
@@ -86,12 +109,18 @@ def test_one_pool_for_both_runners_if_captured_ahead(model: Any, ahead: bool) ->
             return super().capture(step, pool)
 
     capture = Pools()
-    generator(model, capture=capture, backend="reference", buckets=[4], capture_ahead=ahead).generate([[8, 9]])
-    assert len(capture.used) == (4 if ahead else 2) and len({id(pool) for pool in capture.used}) == (1 if ahead else 2)
+    generator(model, capture=capture, backend="reference", buckets=[4], capture_ahead=ahead).generate(
+        [[8, 9]]
+    )
+    assert len(capture.used) == (4 if ahead else 2) and len({id(pool) for pool in capture.used}) == (
+        1 if ahead else 2
+    )
 
 
 @pytest.mark.parametrize("ahead", [True, False])
-def test_a_model_whose_prefill_can_not_be_captured(model: Any, ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_whose_prefill_can_not_be_captured(
+    model: Any, ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Asked for by name it is an error that names the op; "auto" goes on without, and says why."""
     from torchpaged.hf import PagedModel
 
@@ -103,9 +132,18 @@ def test_a_model_whose_prefill_can_not_be_captured(model: Any, ahead: bool, monk
 
     paged = Reading(model, num_blocks=60, block_size=4, backend="reference")
     options: dict[str, Any] = {
-        "max_batch_size": 2, "max_seq_len": 96, "compile": False, "buckets": [2], "capture": TapeCapture(), "capture_ahead": ahead,
-    }  # fmt: skip
-    want = Generator(paged, **{**options, "graphs": False}).generate([[8, 9, 10]], SamplingParams(max_new_tokens=4))[0].token_ids
+        "max_batch_size": 2,
+        "max_seq_len": 96,
+        "compile": False,
+        "buckets": [2],
+        "capture": TapeCapture(),
+        "capture_ahead": ahead,
+    }
+    want = (
+        Generator(paged, **{**options, "graphs": False})
+        .generate([[8, 9, 10]], SamplingParams(max_new_tokens=4))[0]
+        .token_ids
+    )
     with pytest.raises(CaptureError, match=r"bucket 8: the prefill step could not be captured at aten"):
         Generator(paged, **options, prefill_buckets=[8]).generate([[8, 9, 10]])
 
@@ -118,32 +156,55 @@ def test_a_model_whose_prefill_can_not_be_captured(model: Any, ahead: bool, monk
     g = Generator(paged, **options)
     assert (g.prefill_runner is None) == ahead
     assert g.generate([[8, 9, 10]], SamplingParams(max_new_tokens=4))[0].token_ids == want
-    assert g.prefill_runner is None and "automatic: bucket" in g.prefill_graph_reason and "at aten" in g.prefill_graph_reason
+    assert (
+        g.prefill_runner is None
+        and "automatic: bucket" in g.prefill_graph_reason
+        and "at aten" in g.prefill_graph_reason
+    )
 
 
 def test_what_is_captured_and_why() -> None:
-    assert decide_prefill_buckets("auto", 64, True, True, "") == ([16, 32, 64], "automatic: on a GPU with graphs")
+    assert decide_prefill_buckets("auto", 64, True, True, "") == (
+        [16, 32, 64],
+        "automatic: on a GPU with graphs",
+    )
     assert decide_prefill_buckets("auto", 64, False, True, "")[0] == []
-    assert decide_prefill_buckets("auto", 64, True, False, "switched off")[1] == "automatic: graphs: switched off"
+    assert (
+        decide_prefill_buckets("auto", 64, True, False, "switched off")[1]
+        == "automatic: graphs: switched off"
+    )
     assert decide_prefill_buckets(None, 64, True, True, "") == ([], "switched off by prefill_buckets=None")
     assert decide_prefill_buckets([], 64, True, False, "")[0] == []
     assert decide_prefill_buckets([64, 8, 8], 64, False, True, "")[0] == [8, 64]
 
 
-@pytest.mark.parametrize("support", [GraphSupport.SINGLE_TOKEN_DECODE, GraphSupport.UNIFORM_BATCH], ids=lambda s: s.name)
+@pytest.mark.parametrize(
+    "support", [GraphSupport.SINGLE_TOKEN_DECODE, GraphSupport.UNIFORM_BATCH], ids=lambda s: s.name
+)
 def test_a_backend_that_can_only_replay_decodes(support: GraphSupport) -> None:
     """Its prefills might be captured without an error, and replays give wrong numbers."""
     buckets, reason = decide_prefill_buckets("auto", 64, True, True, "", support)
-    assert buckets == [] and reason == f"automatic: the backend declares graph support {support.name}, prefills need ALWAYS"
-    with pytest.raises(ArgumentError, match=f"prefill_buckets: expected None or 'auto' with this backend.*{support.name}"):
+    assert (
+        buckets == []
+        and reason == f"automatic: the backend declares graph support {support.name}, prefills need ALWAYS"
+    )
+    with pytest.raises(
+        ArgumentError, match=f"prefill_buckets: expected None or 'auto' with this backend.*{support.name}"
+    ):
         decide_prefill_buckets([8], 64, True, True, "", support)
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"prefill_buckets": "yes"}, "prefill_buckets: expected numbers of tokens, None or 'auto', got 'yes'"),
-        ({"prefill_buckets": [0, 8]}, r"prefill_buckets: expected numbers of tokens from 1 to 16 \(prefill_chunk_size\)"),
+        (
+            {"prefill_buckets": "yes"},
+            "prefill_buckets: expected numbers of tokens, None or 'auto', got 'yes'",
+        ),
+        (
+            {"prefill_buckets": [0, 8]},
+            r"prefill_buckets: expected numbers of tokens from 1 to 16 \(prefill_chunk_size\)",
+        ),
         ({"prefill_buckets": [17]}, "prefill_buckets: expected numbers of tokens from 1 to 16"),
         ({"graphs": False}, "prefill_buckets: expected None or 'auto' without graphs"),
     ],

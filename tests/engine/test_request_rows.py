@@ -47,13 +47,33 @@ def fields(rows: DecodeRows) -> dict[str, Tensor]:
 def test_write_fills_every_field_of_its_row_only() -> None:
     rows = make_rows()
     before = fields(rows)
-    sampling: dict[str, Any] = {"temperature": 0.5, "top_k": 3, "top_p": 0.25, "min_p": 0.125, "repetition_penalty": 1.5}
+    sampling: dict[str, Any] = {
+        "temperature": 0.5,
+        "top_k": 3,
+        "top_p": 0.25,
+        "min_p": 0.125,
+        "repetition_penalty": 1.5,
+    }
     rows.write({4: state(**sampling, stop_token_ids=[8, 2**40], seen=[0, 31, 32, 69])})
     after = fields(rows)
-    want = {"input_ids": 5, "positions": 5, "slot_mapping": 9 * BLOCK + 1, "seeds": 11, "counters": 0, "seq_lens": 6, "remaining": 9, "top_k": 3,
-            "temperature": 0.5, "top_p": 0.25, "min_p": 0.125, "repetition_penalty": 1.5}  # fmt: skip
+    want = {
+        "input_ids": 5,
+        "positions": 5,
+        "slot_mapping": 9 * BLOCK + 1,
+        "seeds": 11,
+        "counters": 0,
+        "seq_lens": 6,
+        "remaining": 9,
+        "top_k": 3,
+        "temperature": 0.5,
+        "top_p": 0.25,
+        "min_p": 0.125,
+        "repetition_penalty": 1.5,
+    }
     assert {name: after[name][4].item() for name in want} == want
-    assert after["stop_token_ids"][4].tolist() == [8, 2**40, *[-1] * 14] and after["block_table"][4].tolist() == [3, 9, 4, 5, 6, 7, 0, 0]
+    assert after["stop_token_ids"][4].tolist() == [8, 2**40, *[-1] * 14] and after["block_table"][
+        4
+    ].tolist() == [3, 9, 4, 5, 6, 7, 0, 0]
     assert after["seen"][4].tolist() == [1 - 2**31, 1, 1 << 5]
     for name, tensor in before.items():
         if name not in NOT_PER_ROW:
@@ -71,7 +91,13 @@ def test_launches_follow_the_rows(capture: Any, steps: int) -> None:
     rows = make_rows(steps)
     runner = WholeStepRunner(successor, rows, buckets=[2, 6], compile=False, capture=capture)
     runner.capture()
-    rows.write({0: state(5, 6, remaining=9), 2: RowState(9, 1, [2], seed=1, counter=0, remaining=3), 3: state(20, 7, remaining=100)})
+    rows.write(
+        {
+            0: state(5, 6, remaining=9),
+            2: RowState(9, 1, [2], seed=1, counter=0, remaining=3),
+            3: state(20, 7, remaining=100),
+        }
+    )
     rows.append_blocks([(2, 1, 8)])
     got: list[list[int]] = [[] for _ in range(6)]
     for turn in range(-(-10 // steps)):
@@ -85,7 +111,10 @@ def test_launches_follow_the_rows(capture: Any, steps: int) -> None:
             got[row] += [t for t in tokens[:, row].tolist() if t >= 0]
     count = -(-10 // steps) * steps
     assert got[:4] == [expected(5, 6, 9), [], expected(9, 1, 3), expected(20, 7, count)]
-    assert rows.seq_lens.tolist() == [0, 0, 0, 7 + count, 0, 0] and rows.slot_mapping[[0, 1, 2]].tolist() == [-1] * 3
+    assert (
+        rows.seq_lens.tolist() == [0, 0, 0, 7 + count, 0, 0]
+        and rows.slot_mapping[[0, 1, 2]].tolist() == [-1] * 3
+    )
     position = 6 + count
     assert rows.slot_mapping[3] == [3, 9, 4, 5, 6, 7][position // BLOCK] * BLOCK + position % BLOCK
     eager = runner.launch_eager(4)
@@ -135,22 +164,47 @@ def test_move_and_clear() -> None:
 def test_finish_rows_is_a_step_of_chosen_rows() -> None:
     rows = make_rows()
     rows.write({3: state(5), 1: state(9, 4, remaining=1), 0: state(11)})
-    logits = successor(rows.input_ids[[3, 1]], AttentionMetadata(rows.block_table, rows.seq_lens, rows.query_start_loc, rows.slot_mapping,
-                                                                 rows.positions[[3, 1]], 1))  # fmt: skip
+    logits = successor(
+        rows.input_ids[[3, 1]],
+        AttentionMetadata(
+            rows.block_table,
+            rows.seq_lens,
+            rows.query_start_loc,
+            rows.slot_mapping,
+            rows.positions[[3, 1]],
+            1,
+        ),
+    )
     tokens = rows.finish_rows(logits, [3, 1])
     assert tokens.tolist() == [*expected(5, 6, 1), *expected(9, 4, 1)]
-    assert rows.seq_lens.tolist() == [6, 0, 0, 7, 0, 0] and rows.input_ids[3] == tokens[0] and rows.counters.tolist() == [0, 1, 0, 1, 0, 0]
+    assert (
+        rows.seq_lens.tolist() == [6, 0, 0, 7, 0, 0]
+        and rows.input_ids[3] == tokens[0]
+        and rows.counters.tolist() == [0, 1, 0, 1, 0, 0]
+    )
 
 
 def test_refusals() -> None:
     rows = make_rows()
     before = fields(rows)
-    for bad in ({6: state()}, {-1: state()}, {0: state(seq_len=0)}, {0: state(seq_len=25)}, {0: RowState(1, 1, list(range(9)), 0, 0, 1)},
-                {0: RowState(1, 1, [0], 0, 0, 1)}, {0: state(repetition_penalty=1.5)}):  # fmt: skip
+    for bad in (
+        {6: state()},
+        {-1: state()},
+        {0: state(seq_len=0)},
+        {0: state(seq_len=25)},
+        {0: RowState(1, 1, list(range(9)), 0, 0, 1)},
+        {0: RowState(1, 1, [0], 0, 0, 1)},
+        {0: state(repetition_penalty=1.5)},
+    ):
         with pytest.raises(ArgumentError, match="states"):
             rows.write({1: state(), **bad})
     assert all(torch.equal(tensor, before[name]) for name, tensor in fields(rows).items())
-    for place in ((0, rows.max_blocks_per_req, 3), (6, 0, 3), (-1, 0, 3), (0, 0, 0)):  # the first would land in the next row's table
+    for place in (
+        (0, rows.max_blocks_per_req, 3),
+        (6, 0, 3),
+        (-1, 0, 3),
+        (0, 0, 0),
+    ):  # the first would land in the next row's table
         with pytest.raises(ArgumentError, match="blocks"):
             rows.append_blocks([(1, 0, 5), place])
     assert all(torch.equal(tensor, before[name]) for name, tensor in fields(rows).items())
@@ -174,7 +228,8 @@ def test_ring_hands_out_slots_in_any_order_and_refuses_when_full() -> None:
 @pytest.mark.parametrize("capture", [EagerCapture(), TapeCapture()], ids=["eager", "tape"])
 @pytest.mark.parametrize("steps", [1, 3])
 def test_the_rows_ring_holds_launches_of_any_bucket_until_they_are_read(capture: Any, steps: int) -> None:
-    """Read two launches late, over twice the ring's depth; buckets change, one is captured with tokens unread, launches go unread."""
+    """Read two launches late, over twice the ring's depth; buckets change, one is captured with tokens
+    unread, launches go unread."""
     rows = make_rows(steps)
     runner = WholeStepRunner(successor, rows, buckets=[2, 4, 6], compile=False, capture=capture)
     runner.capture_for(2)
@@ -189,7 +244,9 @@ def test_the_rows_ring_holds_launches_of_any_bucket_until_they_are_read(capture:
             for launch in taken[:1] if turn < 8 else taken:
                 tokens = rows.ring.read(launch, 2)
                 own = slice(launch * steps, (launch + 1) * steps)
-                assert [list(column) for column in zip(*tokens, strict=True)] == [first[own], second[own]], launch
+                assert [list(column) for column in zip(*tokens, strict=True)] == [first[own], second[own]], (
+                    launch
+                )
             taken = taken[1:]
 
 

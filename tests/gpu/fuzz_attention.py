@@ -1,9 +1,12 @@
-"""Random attention configurations on a GPU, each in a process with a watchdog; what ran, and what failed, as JSON.
+"""Random attention configurations on a GPU, each in a process with a watchdog; what ran, and what failed,
+as JSON.
 
-    python tests/gpu/fuzz_attention.py --configurations 320 --batches 30 --workers 14 --seconds 500 --first-seed 0 --json fuzz.json
+    python tests/gpu/fuzz_attention.py --configurations 320 --batches 30 --workers 14 --seconds 500 \\
+        --first-seed 0 --json fuzz.json
 
-Ends by itself after ``--seconds``; the next run goes on with ``--first-seed`` at ``next_seed`` of this one's JSON. A failure is repeated with
-``--first-seed SEED --configurations 1``. The exit status is 1 if anything failed, hung or crashed, or if nothing ran.
+Ends by itself after ``--seconds``; the next run goes on with ``--first-seed`` at ``next_seed`` of this one's
+JSON. A failure is repeated with ``--first-seed SEED --configurations 1``. The exit status is 1 if anything
+failed, hung or crashed, or if nothing ran.
 """
 
 from __future__ import annotations
@@ -30,15 +33,26 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--configurations", type=int, default=320)
     p.add_argument("--batches", type=int, default=30, help="per configuration")
     p.add_argument("--workers", type=int, default=8)
-    p.add_argument("--seconds", type=float, default=None, help="until running cases are cut; no limit by default")
-    p.add_argument("--reserve", type=float, default=30.0, help="seconds before that end in which no case is begun")
+    p.add_argument(
+        "--seconds", type=float, default=None, help="until running cases are cut; no limit by default"
+    )
+    p.add_argument(
+        "--reserve", type=float, default=30.0, help="seconds before that end in which no case is begun"
+    )
     p.add_argument("--first-seed", type=int, default=0)
     p.add_argument("--backends", nargs="+", default=["cuda", "triton"])
-    p.add_argument("--aim", choices=["", *AIMS], default="", help="draw for one kernel of backend cuda, whatever --backends says")
+    p.add_argument(
+        "--aim",
+        choices=["", *AIMS],
+        default="",
+        help="draw for one kernel of backend cuda, whatever --backends says",
+    )
     p.add_argument("--device", default="cuda")
     p.add_argument("--small", action="store_true", help="lengths and heads for a CPU")
     p.add_argument("--no-captures", action="store_true", help="no CUDA graphs")
-    p.add_argument("--compile-limit", type=float, default=180.0, help="seconds of the host's part of a launch")
+    p.add_argument(
+        "--compile-limit", type=float, default=180.0, help="seconds of the host's part of a launch"
+    )
     p.add_argument("--run-limit", type=float, default=60.0, help="seconds of the device's part")
     p.add_argument("--json", type=Path, default=None)
     p.add_argument("--target", default="torchpaged.testing.fuzz_case:run_case", help="what a worker runs")
@@ -52,25 +66,52 @@ def summary(arguments: argparse.Namespace, outcomes: list[Outcome], seconds: flo
     for outcome in outcomes:
         base = {"seed": outcome.case["seed"], "configuration": outcome.facts.get("configuration")}
         if outcome.kind in ("hang", "crash", "error"):
-            failures.append({**base, "kind": outcome.kind, "batch": outcome.facts.get("batch"), "phase": outcome.phase,
-                             "seconds_in_phase": round(outcome.seconds, 1), "message": outcome.message})  # fmt: skip
+            failures.append(
+                {
+                    **base,
+                    "kind": outcome.kind,
+                    "batch": outcome.facts.get("batch"),
+                    "phase": outcome.phase,
+                    "seconds_in_phase": round(outcome.seconds, 1),
+                    "message": outcome.message,
+                }
+            )
         for failure in (outcome.result or {}).get("failures", ()):
             failures.append({**base, "kind": "wrong", **failure})
-    cut = [{"seed": o.case["seed"], "batch": o.facts.get("batch"), "phase": o.phase, "seconds_in_phase": round(o.seconds, 1)}
-           for o in outcomes if o.kind == "cut"]  # fmt: skip
+    cut = [
+        {
+            "seed": o.case["seed"],
+            "batch": o.facts.get("batch"),
+            "phase": o.phase,
+            "seconds_in_phase": round(o.seconds, 1),
+        }
+        for o in outcomes
+        if o.kind == "cut"
+    ]
     seeds = [outcome.case["seed"] for outcome in outcomes]
     return {
-        "command": shlex.join([Path(sys.executable).name, *sys.argv]), "gpu": _gpu(arguments.device), "versions": _versions(),
-        "first_seed": arguments.first_seed, "next_seed": max(seeds, default=arguments.first_seed - 1) + 1,
-        "configurations": len(done), "batches": sum(r["batches"] for r in done) + sum(o.facts.get("batch", 0) for o in outcomes if o.result is None),
-        "hangs": sum(o.kind == "hang" for o in outcomes), "crashes": sum(o.kind == "crash" for o in outcomes),
-        "failures": failures, "cut": cut, "kernels": dict(Counter(r["kernel"] for r in done)),
-        "captured_configurations": sum(r["captured"] for r in done), "compiles": sum(r["compiles"] for r in done),
+        "command": shlex.join([Path(sys.executable).name, *sys.argv]),
+        "gpu": _gpu(arguments.device),
+        "versions": _versions(),
+        "first_seed": arguments.first_seed,
+        "next_seed": max(seeds, default=arguments.first_seed - 1) + 1,
+        "configurations": len(done),
+        "batches": sum(r["batches"] for r in done)
+        + sum(o.facts.get("batch", 0) for o in outcomes if o.result is None),
+        "hangs": sum(o.kind == "hang" for o in outcomes),
+        "crashes": sum(o.kind == "crash" for o in outcomes),
+        "failures": failures,
+        "cut": cut,
+        "kernels": dict(Counter(r["kernel"] for r in done)),
+        "captured_configurations": sum(r["captured"] for r in done),
+        "compiles": sum(r["compiles"] for r in done),
         "launching_seconds": round(sum(r["launching_seconds"] for r in done), 1),
         "running_seconds": round(sum(r["running_seconds"] for r in done), 1),
-        "worker_seconds": round(sum(r["seconds"] for r in done), 1), "seconds": round(seconds, 1), "workers": arguments.workers,
+        "worker_seconds": round(sum(r["seconds"] for r in done), 1),
+        "seconds": round(seconds, 1),
+        "workers": arguments.workers,
         "seeds": sorted(outcome.case["seed"] for outcome in outcomes if outcome.result is not None),
-    }  # fmt: skip
+    }
 
 
 def _gpu(device: str) -> str | None:
@@ -81,7 +122,11 @@ def _gpu(device: str) -> str | None:
 
 
 def _versions() -> dict[str, str | None]:
-    versions: dict[str, str | None] = {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda}
+    versions: dict[str, str | None] = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+    }
     for package in ("triton", "cuda-bindings", "numpy"):
         try:
             versions[package] = importlib.metadata.version(package)
@@ -92,18 +137,33 @@ def _versions() -> dict[str, str | None]:
 
 def main(argv: list[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
-    shared = {"batches": arguments.batches, "backends": arguments.backends, "device": arguments.device, "small": arguments.small,
-              "captures": not arguments.no_captures, "aim": arguments.aim}  # fmt: skip
+    shared = {
+        "batches": arguments.batches,
+        "backends": arguments.backends,
+        "device": arguments.device,
+        "small": arguments.small,
+        "captures": not arguments.no_captures,
+        "aim": arguments.aim,
+    }
     cases = ({"seed": arguments.first_seed + i, **shared} for i in range(arguments.configurations))
     limits = {"launching": arguments.compile_limit, "running": arguments.run_limit}
     begin, outcomes = time.monotonic(), []
-    with WorkerPool(arguments.target, workers=arguments.workers, limits=limits, environment={"OMP_NUM_THREADS": "1"}) as pool:
+    with WorkerPool(
+        arguments.target, workers=arguments.workers, limits=limits, environment={"OMP_NUM_THREADS": "1"}
+    ) as pool:
         for outcome in pool.run(cases, seconds=arguments.seconds, reserve=arguments.reserve):
             outcomes.append(outcome)
             wrong = (outcome.result or {}).get("failures", ())
             if wrong or outcome.kind != "done":
-                what = wrong[0]["message"] if wrong else f"batch {outcome.facts.get('batch')}, {outcome.seconds:.0f} s {outcome.phase}"
-                print(f"seed {outcome.case['seed']}: {'wrong' if wrong else outcome.kind}: {what[:300]}", flush=True)
+                what = (
+                    wrong[0]["message"]
+                    if wrong
+                    else f"batch {outcome.facts.get('batch')}, {outcome.seconds:.0f} s {outcome.phase}"
+                )
+                print(
+                    f"seed {outcome.case['seed']}: {'wrong' if wrong else outcome.kind}: {what[:300]}",
+                    flush=True,
+                )
             elif len(outcomes) % 20 == 0:
                 print(f"{len(outcomes)} configurations, {time.monotonic() - begin:.0f} s", flush=True)
             if arguments.json is not None:  # after each: what ran is known whatever happens to this process

@@ -1,7 +1,8 @@
-"""Runs cases that may hang, named on its standard input, in a process that may be killed: tests/gpu/test_hangs.py.
+"""Runs cases that may hang, named on its standard input, in a process that may be
+killed: tests/gpu/test_hangs.py.
 
-For each case a line "launched" once all is compiled and on its way, as the GPU's work is asynchronous, and a line "done" or "failed: ..." once it
-has ended and its results are checked.
+For each case a line "launched" once all is compiled and on its way, as the GPU's work is asynchronous, and a
+line "done" or "failed: ..." once it has ended and its results are checked.
 """
 
 from __future__ import annotations
@@ -34,9 +35,12 @@ def check(batch: Batch, case: Case, out: Tensor, lse: Tensor) -> None:
     if case.kv_dtype is not None:
         same = replace(same, k_cache=batch.k_cache.to(case.dtype), v_cache=batch.v_cache.to(case.dtype))
     wide = replace(
-        same, q=batch.q.double(), k_cache=batch.k_cache.double(), v_cache=batch.v_cache.double(),
+        same,
+        q=batch.q.double(),
+        k_cache=batch.k_cache.double(),
+        v_cache=batch.v_cache.double(),
         extras={name: x.double() if name == "sinks" else x for name, x in extras.items()},
-    )  # fmt: skip
+    )
     exact, exact_lse = run_paged_attention(REFERENCE, wide, **case.options)
     nearly, _ = run_paged_attention(REFERENCE, same, **case.options)
     assert_within_budget("out", out, nearly, exact, case.dtype)
@@ -47,7 +51,9 @@ def check(batch: Batch, case: Case, out: Tensor, lse: Tensor) -> None:
 def attend_once(backend: str, name: str, say: Say) -> None:
     case = CASES[name]
     batch = make_hanging_batch(case, "cuda")
-    batch.extras["semaphore"] = torch.zeros(len(case.seq_lens) * case.num_kv_heads, dtype=torch.int32, device="cuda")
+    batch.extras["semaphore"] = torch.zeros(
+        len(case.seq_lens) * case.num_kv_heads, dtype=torch.int32, device="cuda"
+    )
     torch.cuda.synchronize()
     out, lse = run_paged_attention(BACKEND_OPS[backend], batch, **case.options)
     say("launched")
@@ -56,10 +62,13 @@ def attend_once(backend: str, name: str, say: Say) -> None:
 
 
 def replay(backend: str, name: str, say: Say) -> None:
-    """One graph; contexts become shorter between replays, then the last request ends and its token rows become padding."""
+    """One graph; contexts become shorter between replays, then the last request ends and its token rows
+    become padding."""
     case = CASES[name]
     batch = make_hanging_batch(case, "cuda")
-    batch.extras["semaphore"] = torch.zeros(len(case.seq_lens) * case.num_kv_heads, dtype=torch.int32, device="cuda")
+    batch.extras["semaphore"] = torch.zeros(
+        len(case.seq_lens) * case.num_kv_heads, dtype=torch.int32, device="cuda"
+    )
     run_paged_attention(BACKEND_OPS[backend], batch, **case.options)
     say("launched")
     torch.cuda.synchronize()
@@ -72,7 +81,12 @@ def replay(backend: str, name: str, say: Say) -> None:
     ended[-1] = starts[-2]
     none_left = lens.clone()
     none_left[-1] = 0
-    for seq_lens, query_starts in ((lens, starts), (torch.minimum(lens, query_lens + 3), starts), (none_left, ended), (lens, starts)):
+    for seq_lens, query_starts in (
+        (lens, starts),
+        (torch.minimum(lens, query_lens + 3), starts),
+        (none_left, ended),
+        (lens, starts),
+    ):
         batch.seq_lens.copy_(seq_lens)
         batch.query_start_loc.copy_(query_starts)
         graph.replay()
@@ -81,8 +95,9 @@ def replay(backend: str, name: str, say: Say) -> None:
 
 
 def layers(backend: str, name: str, say: Say) -> None:
-    """64 decodes and a chunk of 20, six layers in a graph: each rewrites the one q buffer, and nothing stands between its attention's two
-    overlapping launches and the next layer's writes. Pools and outputs are NaN before each replay."""
+    """64 decodes and a chunk of 20, six layers in a graph: each rewrites the one q buffer, and nothing stands
+    between its attention's two overlapping launches and the next layer's writes. Pools and outputs are NaN
+    before each replay."""
     ops, num_layers, shape = BACKEND_OPS[backend], 6, {"dtype": torch.bfloat16, "device": "cuda"}
     generator = torch.Generator().manual_seed(1)
     context = torch.randint(0, 500, (65,), generator=generator).tolist()
@@ -90,9 +105,17 @@ def layers(backend: str, name: str, say: Say) -> None:
     spec = BatchSpec("layers", tuple(c + q for c, q in zip(context, query_lens, strict=True)), query_lens)
     batch = make_batch(spec, num_heads=16, num_kv_heads=4, head_dim=128, **shape)
     tokens = batch.q.shape[0]
-    slots = [int(batch.block_table[r, at // 16]) * 16 + at % 16 for r, n in enumerate(spec.seq_lens) for at in range(n - query_lens[r], n)]
+    slots = [
+        int(batch.block_table[r, at // 16]) * 16 + at % 16
+        for r, n in enumerate(spec.seq_lens)
+        for at in range(n - query_lens[r], n)
+    ]
     slot_mapping = torch.tensor(slots, device="cuda")
-    before = [int(batch.block_table[r, at // 16]) * 16 + at % 16 for r, n in enumerate(spec.seq_lens) for at in range(n - query_lens[r])]
+    before = [
+        int(batch.block_table[r, at // 16]) * 16 + at % 16
+        for r, n in enumerate(spec.seq_lens)
+        for at in range(n - query_lens[r])
+    ]
     context_slots = torch.tensor(before, device="cuda")
     pools = [(torch.empty_like(batch.k_cache), torch.empty_like(batch.v_cache)) for _ in range(num_layers)]
     past = [torch.empty(2, len(before), 4, 128, **shape) for _ in range(num_layers)]
@@ -118,9 +141,17 @@ def layers(backend: str, name: str, say: Say) -> None:
                 are_query_tokens=True,
             )
             ops.paged_attention(
-                q, k_cache, v_cache, batch.block_table, batch.seq_lens, batch.query_start_loc, out, max_query_len=20, scale=batch.scale,
+                q,
+                k_cache,
+                v_cache,
+                batch.block_table,
+                batch.seq_lens,
+                batch.query_start_loc,
+                out,
+                max_query_len=20,
+                scale=batch.scale,
                 semaphore=semaphore,
-            )  # fmt: skip
+            )
 
     def refill() -> None:
         for x in (*past, *new):
@@ -146,9 +177,16 @@ def layers(backend: str, name: str, say: Say) -> None:
         for (k_cache, v_cache), numbers, out in zip(pools, new, outs, strict=True):
             want = torch.empty_like(out, dtype=torch.float32)
             REFERENCE.paged_attention(
-                numbers[0].float(), k_cache.float(), v_cache.float(), batch.block_table, batch.seq_lens, batch.query_start_loc, want,
-                max_query_len=20, scale=batch.scale,
-            )  # fmt: skip
+                numbers[0].float(),
+                k_cache.float(),
+                v_cache.float(),
+                batch.block_table,
+                batch.seq_lens,
+                batch.query_start_loc,
+                want,
+                max_query_len=20,
+                scale=batch.scale,
+            )
             torch.testing.assert_close(out.float(), want, rtol=2e-2, atol=2e-2)
 
 
@@ -158,7 +196,11 @@ def main() -> None:
     def say(line: str) -> None:
         print(line, flush=True)
 
-    kinds: dict[str, Callable[[str, str, Say], Any]] = {"once": attend_once, "replay": replay, "layers": layers}
+    kinds: dict[str, Callable[[str, str, Say], Any]] = {
+        "once": attend_once,
+        "replay": replay,
+        "layers": layers,
+    }
     say("ready")
     for line in sys.stdin:
         kind, backend, name = line.split()

@@ -1,6 +1,8 @@
-"""Random batches for the CUDA C++ prefill kernel, in a process that may be killed: tests/gpu/test_prefill_kernel.py.
+"""Random batches for the CUDA C++ prefill kernel, in a process that may be
+killed: tests/gpu/test_prefill_kernel.py.
 
-For each line "CONFIGURATION SEED" on its standard input a line "launched" once the kernel is compiled and on its way, and a line "done" or "failed:
+For each line "CONFIGURATION SEED" on its standard input a line "launched" once the kernel is compiled and on
+its way, and a line "done" or "failed:
 ..." once it has ended and its results are checked.
 """
 
@@ -27,20 +29,35 @@ CONFIGURATIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "group_of_128": ({"num_heads": 128, "num_kv_heads": 1, "head_dim": 64}, {}),
     "width_64": ({"num_heads": 8, "num_kv_heads": 2, "head_dim": 64}, {}),
     "width_96": ({"num_heads": 8, "num_kv_heads": 4, "head_dim": 96}, {"window_left": 70}),
-    "width_192_128": ({"num_heads": 4, "num_kv_heads": 4, "head_dim": 192, "head_dim_v": 128, "dtype": torch.float16}, {}),
-    "width_256": ({"num_heads": 8, "num_kv_heads": 4, "head_dim": 256}, {"logits_soft_cap": 4.0, "window_left": 300}),
-    "heads_first": ({"num_heads": 8, "num_kv_heads": 4, "head_dim": 128, "heads_first": True}, {"chunk_size": 200}),
-    "windows": ({"num_heads": 8, "num_kv_heads": 2, "head_dim": 128, "sinks": True}, {"causal": False, "window_left": 40, "window_right": 130}),
+    "width_192_128": (
+        {"num_heads": 4, "num_kv_heads": 4, "head_dim": 192, "head_dim_v": 128, "dtype": torch.float16},
+        {},
+    ),
+    "width_256": (
+        {"num_heads": 8, "num_kv_heads": 4, "head_dim": 256},
+        {"logits_soft_cap": 4.0, "window_left": 300},
+    ),
+    "heads_first": (
+        {"num_heads": 8, "num_kv_heads": 4, "head_dim": 128, "heads_first": True},
+        {"chunk_size": 200},
+    ),
+    "windows": (
+        {"num_heads": 8, "num_kv_heads": 2, "head_dim": 128, "sinks": True},
+        {"causal": False, "window_left": 40, "window_right": 130},
+    ),
     "no_mask": ({"num_heads": 8, "num_kv_heads": 2, "head_dim": 128, "block_size": 128}, {"causal": False}),
     "alibi": ({"num_heads": 8, "num_kv_heads": 2, "head_dim": 128, "alibi": True, "sinks": True}, {}),
-}  # fmt: skip
+}
 
 
 def draw(rng: random.Random) -> BatchSpec:
-    """A few or many requests; long, short and empty ones, some with a context, some with left padding; rows behind the last."""
+    """A few or many requests; long, short and empty ones, some with a context, some with left padding; rows
+    behind the last."""
     query_lens, seq_lens = [], []
     for _ in range(rng.choice([1, 2, 3, 9, 40])):
-        query_len = rng.choice([0, 1, 2, 31, 32, 33, 64, 127, 128, 129, rng.randrange(1, 400), rng.randrange(1, 1200)])
+        query_len = rng.choice(
+            [0, 1, 2, 31, 32, 33, 64, 127, 128, 129, rng.randrange(1, 400), rng.randrange(1, 1200)]
+        )
         context = rng.choice([0, 0, 1, 95, 96, 128, rng.randrange(1, 3000), -rng.randrange(1, 50)])
         query_lens.append(query_len)
         seq_lens.append(query_len + context if query_len or rng.random() < 0.5 else 0)
@@ -53,12 +70,23 @@ def launch(batch: Batch, tickets: Tensor, options: dict[str, Any]) -> tuple[Tens
     out = torch.full(shape, float("nan"), dtype=batch.q.dtype, device=batch.q.device)
     lse = torch.full(shape[:2], float("nan"), dtype=torch.float32, device=batch.q.device)
     arguments = {**batch.extras, **options}
-    reason = prefill.why_not(batch.q, batch.k_cache, batch.v_cache, out, scale=batch.scale, sinks=arguments.get("sinks"))
+    reason = prefill.why_not(
+        batch.q, batch.k_cache, batch.v_cache, out, scale=batch.scale, sinks=arguments.get("sinks")
+    )
     assert reason is None, reason
     prefill.attend(
-        batch.q, batch.k_cache, batch.v_cache, batch.block_table, batch.seq_lens, batch.query_start_loc, out, lse, scale=batch.scale,
-        semaphore=tickets, **arguments,
-    )  # fmt: skip
+        batch.q,
+        batch.k_cache,
+        batch.v_cache,
+        batch.block_table,
+        batch.seq_lens,
+        batch.query_start_loc,
+        out,
+        lse,
+        scale=batch.scale,
+        semaphore=tickets,
+        **arguments,
+    )
     return out, lse
 
 
@@ -81,7 +109,13 @@ def check(name: str, seed: int) -> None:
     assert torch.equal(out, captured), "other bits from a graph"
     reference = BACKEND_OPS["reference"]
     extras = {key: x.double() if key == "sinks" else x for key, x in batch.extras.items()}
-    wide = replace(batch, q=batch.q.double(), k_cache=batch.k_cache.double(), v_cache=batch.v_cache.double(), extras=extras)
+    wide = replace(
+        batch,
+        q=batch.q.double(),
+        k_cache=batch.k_cache.double(),
+        v_cache=batch.v_cache.double(),
+        extras=extras,
+    )
     exact, exact_lse = run_paged_attention(reference, wide, **options)
     nearly, _ = run_paged_attention(reference, batch, **options)
     assert_within_budget("out", out, nearly, exact, batch.q.dtype)

@@ -1,6 +1,8 @@
-"""Small launches of every attention kernel, for compute-sanitizer: python tests/gpu/sanitize_cases.py BACKEND.
+"""Small launches of every attention kernel, for compute-sanitizer: python
+tests/gpu/sanitize_cases.py BACKEND.
 
-Run with PYTORCH_NO_CUDA_MEMORY_CACHING=1, so that every tensor is an allocation of its own and a step outside it is seen.
+Run with PYTORCH_NO_CUDA_MEMORY_CACHING=1, so that every tensor is an allocation of its own and a step outside
+it is seen.
 """
 
 from __future__ import annotations
@@ -14,18 +16,33 @@ from torchpaged.testing import BATCH_SPECS, BatchSpec, make_batch, run_paged_att
 
 
 def main(backend: str) -> None:
-    """Decode with and without splits, several query tokens, prompts, a tile cut into parts, mixed batches, fp8; writes; all on small batches."""
+    """Decode with and without splits, several query tokens, prompts, a tile cut into parts, mixed batches,
+    fp8; writes; all on small batches."""
     ops = BACKEND_OPS[backend]
-    specs = [BATCH_SPECS["decode_edges"], BATCH_SPECS["decode_padded"], BATCH_SPECS["speculative"], BATCH_SPECS["mixed_padded"],
-             BatchSpec("split", (3000, 1, 0, 257), (1, 1, 1, 1)), BatchSpec("prefill", (300, 200, 0), (300, 150, 0), padded_tokens=3),
-             BatchSpec("parts", (1500,), (40,)), BatchSpec("mixed", (900, 700, 40, 513), (300, 1, 1, 1))]  # fmt: skip
-    for shape in ({"num_heads": 8, "num_kv_heads": 2, "head_dim": 128}, {"num_heads": 3, "num_kv_heads": 1, "head_dim": 64}):
+    specs = [
+        BATCH_SPECS["decode_edges"],
+        BATCH_SPECS["decode_padded"],
+        BATCH_SPECS["speculative"],
+        BATCH_SPECS["mixed_padded"],
+        BatchSpec("split", (3000, 1, 0, 257), (1, 1, 1, 1)),
+        BatchSpec("prefill", (300, 200, 0), (300, 150, 0), padded_tokens=3),
+        BatchSpec("parts", (1500,), (40,)),
+        BatchSpec("mixed", (900, 700, 40, 513), (300, 1, 1, 1)),
+    ]
+    for shape in (
+        {"num_heads": 8, "num_kv_heads": 2, "head_dim": 128},
+        {"num_heads": 3, "num_kv_heads": 1, "head_dim": 64},
+    ):
         for spec in specs:
             batch = make_batch(spec, dtype=torch.bfloat16, device="cuda", extra_columns=0, **shape)
-            batch.extras["semaphore"] = torch.zeros(batch.block_table.shape[0] * shape["num_kv_heads"], dtype=torch.int32, device="cuda")
+            batch.extras["semaphore"] = torch.zeros(
+                batch.block_table.shape[0] * shape["num_kv_heads"], dtype=torch.int32, device="cuda"
+            )
             run_paged_attention(ops, batch)
             if max(spec.query_lens) == 1:
-                batch.k_cache, batch.v_cache = (c.nan_to_num(0.0).to(torch.float8_e4m3fn) for c in (batch.k_cache, batch.v_cache))
+                batch.k_cache, batch.v_cache = (
+                    c.nan_to_num(0.0).to(torch.float8_e4m3fn) for c in (batch.k_cache, batch.v_cache)
+                )
                 run_paged_attention(ops, batch)
             torch.cuda.synchronize()
     k = torch.randn(5, 2, 64, device="cuda", dtype=torch.bfloat16)

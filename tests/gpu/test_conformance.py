@@ -1,6 +1,8 @@
-"""Declared graph support on a GPU, of the CUDA C++ kernels themselves: where Triton would serve a call in their place, the test fails.
+"""Declared graph support on a GPU, of the CUDA C++ kernels themselves: where Triton would serve a call in
+their place, the test fails.
 
-And of a backend that plans every step: with plans its replays are right, without one the process ends with an assertion of the device.
+And of a backend that plans every step: with plans its replays are right, without one the process ends with an
+assertion of the device.
 """
 
 from __future__ import annotations
@@ -23,17 +25,22 @@ pytestmark = pytest.mark.gpu
 HEADS = {"32/8/128": (32, 8, 128), "9/3/64": (9, 3, 64), "4/2/32": (4, 2, 32)}
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 DECODES = conformance_cases(GraphSupport.UNIFORM_BATCH)
-PREFILL = Case("prefill", (
-    BatchSpec("full", (200, 200, 200), (40, 40, 40)),
-    BatchSpec("new", (40, 40, 40), (40, 40, 40)),
-    BatchSpec("padded", (90, 0, 0), (33, 0, 0), padded_tokens=87),
-    BatchSpec("block_edges", (47, 48, 49), (31, 32, 33), padded_tokens=24),
-), {})  # fmt: skip
+PREFILL = Case(
+    "prefill",
+    (
+        BatchSpec("full", (200, 200, 200), (40, 40, 40)),
+        BatchSpec("new", (40, 40, 40), (40, 40, 40)),
+        BatchSpec("padded", (90, 0, 0), (33, 0, 0), padded_tokens=87),
+        BatchSpec("block_edges", (47, 48, 49), (31, 32, 33), padded_tokens=24),
+    ),
+    {},
+)
 
 
 @pytest.fixture
 def no_triton(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The CUDA op's module, whose way to Triton's kernels is closed; ``launched`` counts its kernels' launches by name."""
+    """The CUDA op's module, whose way to Triton's kernels is closed; ``launched`` counts its kernels'
+    launches by name."""
     from torchpaged.custom_ops.attention.cuda import paged_attention as module
     from torchpaged.custom_ops.cuda import jit
 
@@ -68,11 +75,23 @@ def test_the_cuda_decode_kernel_conforms(no_triton: Any, case: Case, heads: str,
 
 @DTYPES
 @pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="the kernel is written for compute capability 9.0"
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+    reason="the kernel is written for compute capability 9.0",
 )
-def test_the_cuda_prefill_kernel_conforms(no_triton: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cuda_prefill_kernel_conforms(
+    no_triton: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(no_triton, "_prefill_is_on", lambda: True)
-    check_replays(get_backend("cuda"), PREFILL, CudaCapture("cuda"), "cuda", dtype=dtype, num_heads=32, num_kv_heads=8, head_dim=128)
+    check_replays(
+        get_backend("cuda"),
+        PREFILL,
+        CudaCapture("cuda"),
+        "cuda",
+        dtype=dtype,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+    )
     assert len(no_triton.launched) == 3
 
 
@@ -105,12 +124,15 @@ print("noticed")
 def test_a_replay_without_a_plan_is_noticed() -> None:
     """In a process of its own: its device is lost behind the assertion."""
     folder = str(Path(__file__).parents[1] / "ops")
-    done = subprocess.run([sys.executable, "-c", FORGOTTEN, folder], capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", FORGOTTEN, folder], capture_output=True, text=True, timeout=300
+    )
     assert "noticed" in done.stdout, done.stderr[-2000:]
 
 
 def test_calls_on_another_stream_get_a_semaphore_of_their_own() -> None:
-    """Eager calls of one module may overlap on two streams; a capture on a side stream keeps the session's."""
+    """Eager calls of one module may overlap on two streams; a capture on a side stream keeps
+    the session's."""
     from torchpaged import Limits, PagedAttention
 
     layer = PagedAttention(4, 64, 2, device="cuda", dtype=torch.bfloat16, limits=Limits(max_num_reqs=3))
@@ -119,7 +141,11 @@ def test_calls_on_another_stream_get_a_semaphore_of_their_own() -> None:
     assert session.workspace_for(kept, 3) is kept and session.workspace_for(kept, 4) == {}
     with torch.cuda.stream(side):
         other = session.workspace_for(kept, 3)
-        assert other is not kept and other is session.workspace_for(kept, 2) and other["semaphore"].shape == kept["semaphore"].shape
+        assert (
+            other is not kept
+            and other is session.workspace_for(kept, 2)
+            and other["semaphore"].shape == kept["semaphore"].shape
+        )
     with torch.cuda.graph(graph, stream=side):
         assert session.workspace_for(kept, 3) is kept
         torch.zeros(1, device="cuda")

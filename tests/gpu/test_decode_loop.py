@@ -1,4 +1,5 @@
-"""The decode loop in CUDA graphs: no synchronisation in a thousand steps, tokens of the engine without graphs, a long soak."""
+"""The decode loop in CUDA graphs: no synchronisation in a thousand steps, tokens of the engine without
+graphs, a long soak."""
 
 from __future__ import annotations
 
@@ -28,7 +29,10 @@ def no_synchronisation() -> Iterator[None]:
 def make(model: Any, **options: Any) -> Any:
     from torchpaged.engine import Generator
 
-    return Generator(model, **{"max_batch_size": 8, "max_seq_len": 1536, "compile": False, "buckets": [1, 2, 4, 8], **options})
+    return Generator(
+        model,
+        **{"max_batch_size": 8, "max_seq_len": 1536, "compile": False, "buckets": [1, 2, 4, 8], **options},
+    )
 
 
 def draw(rng: random.Random, index: int) -> tuple[list[int], Any]:
@@ -37,14 +41,21 @@ def draw(rng: random.Random, index: int) -> tuple[list[int], Any]:
     prompt = [rng.randrange(8, VOCAB) for _ in range(rng.choice([1, 3, 17, 200]))]
     options: dict[str, Any] = {"max_new_tokens": rng.randint(1, 40), "ignore_eos": rng.random() < 0.5}
     if index % 2:
-        options |= {"temperature": 0.9, "seed": index, "top_k": rng.choice([0, 20]), "top_p": rng.choice([1.0, 0.9]),
-                    "min_p": rng.choice([0.0, 0.02]), "repetition_penalty": rng.choice([1.0, 1.2])}  # fmt: skip
+        options |= {
+            "temperature": 0.9,
+            "seed": index,
+            "top_k": rng.choice([0, 20]),
+            "top_p": rng.choice([1.0, 0.9]),
+            "min_p": rng.choice([0.0, 0.02]),
+            "repetition_penalty": rng.choice([1.0, 1.2]),
+        }
     return prompt, SamplingParams(**options)
 
 
 @pytest.mark.parametrize("steps", [1, 4])
 def test_a_thousand_steps_without_a_synchronisation(model: Any, steps: int) -> None:
-    """Decoding, block tables growing, requests admitted, ended and cancelled: nothing of it waits for the device."""
+    """Decoding, block tables growing, requests admitted, ended and cancelled: nothing of it waits for
+    the device."""
     from torchpaged.engine import SamplingParams
 
     generator = make(model, steps_per_launch=steps, num_blocks=600)
@@ -82,20 +93,27 @@ def test_tokens_equal_the_engine_without_graphs(model: Any, steps: int, buckets:
 
 @pytest.mark.parametrize("steps", [1, 4])
 def test_fused_steps_draw_the_tokens_of_the_engine_without_graphs(model: Any, steps: int) -> None:
-    """No kernel of a fused step is launched the ordinary way; the counters that the sampler reads early must be this step's all the same."""
+    """No kernel of a fused step is launched the ordinary way; the counters that the sampler reads early must
+    be this step's all the same."""
     from torchpaged.engine import SamplingParams
 
     rng, fused = random.Random(6), copy.deepcopy(model)
     prompts = [[rng.randrange(8, VOCAB) for _ in range(rng.choice([1, 5, 40]))] for _ in range(9)]
-    params = [SamplingParams(max_new_tokens=60, ignore_eos=True, temperature=1.0, top_p=0.95, seed=i) for i in range(9)]
+    params = [
+        SamplingParams(max_new_tokens=60, ignore_eos=True, temperature=1.0, top_p=0.95, seed=i)
+        for i in range(9)
+    ]
     want = make(fused, graphs=False, fuse=True).generate(prompts, params)
     for some in ([0], range(9)):  # alone, and more than the rows hold
-        got = make(fused, steps_per_launch=steps, fuse=True).generate([prompts[i] for i in some], [params[i] for i in some])
+        got = make(fused, steps_per_launch=steps, fuse=True).generate(
+            [prompts[i] for i in some], [params[i] for i in some]
+        )
         assert [o.token_ids for o in got] == [want[i].token_ids for i in some]
 
 
 def test_soak_of_ten_thousand_steps(model: Any) -> None:
-    """Random admissions and cancellations over 10,000 steps; every request's tokens are those it gets alone."""
+    """Random admissions and cancellations over 10,000 steps; every request's tokens are those it
+    gets alone."""
     rng = random.Random(4)
     pool = [draw(rng, i) for i in range(40)]
     alone = make(model, graphs=False)
@@ -138,7 +156,8 @@ def test_reading_tokens_waits_for_what_is_ahead_of_them() -> None:
 
 @pytest.mark.parametrize("steps", [1, 3])
 def test_tokens_from_inside_a_graph_are_waited_for(steps: int) -> None:
-    """Milliseconds of matrix products ahead of each token: read too early, a slot would hold another launch or other tokens."""
+    """Milliseconds of matrix products ahead of each token: read too early, a slot would hold another launch
+    or other tokens."""
     from torchpaged.custom_ops import BACKEND_OPS
     from torchpaged.engine.device import DecodeRows, RingFullError, RowState, WholeStepRunner
 
@@ -153,7 +172,9 @@ def test_tokens_from_inside_a_graph_are_waited_for(steps: int) -> None:
         return -(ids - best[:, None]).abs().float()
 
     runner = WholeStepRunner(step, rows, buckets=[1, 70], compile=False)
-    rows.write({row: RowState(row, 1, list(range(1, 41)), seed=0, counter=0, remaining=500) for row in range(70)})
+    rows.write(
+        {row: RowState(row, 1, list(range(1, 41)), seed=0, counter=0, remaining=500) for row in range(70)}
+    )
     want, token = [], list(range(70))
     for position in range(24 * steps):
         token = [(7 * t + 3 * position + 1) % VOCAB for t in token]
@@ -171,6 +192,8 @@ def test_tokens_from_inside_a_graph_are_waited_for(steps: int) -> None:
                 with pytest.raises(RingFullError):
                     runner.launch(num_rows)
                 launch, width, begun = taken.pop(0)
-                assert rows.ring.read(launch, width) == [tokens[:width] for tokens in want[begun : begun + steps]], turn
+                assert rows.ring.read(launch, width) == [
+                    tokens[:width] for tokens in want[begun : begun + steps]
+                ], turn
     for launch, width, begun in taken:
         assert rows.ring.read(launch, width) == [tokens[:width] for tokens in want[begun : begun + steps]]

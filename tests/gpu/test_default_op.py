@@ -1,4 +1,5 @@
-"""What nobody chose runs the ``cuda`` backend: the registered op, the functions and the module launch the CUDA C++ decode kernel."""
+"""What nobody chose runs the ``cuda`` backend: the registered op, the functions and the module launch the
+CUDA C++ decode kernel."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ def decode() -> tuple[Any, ...]:
     """``(q, k_cache, v_cache, metadata)`` of two requests with one query token each."""
     if get_backend("cuda").unavailable() is not None:
         pytest.skip(str(get_backend("cuda").unavailable()))
-    metadata = AttentionMetadata.from_lists([1, 1], [20, 33], [[1, 2], [3, 4, 5]], block_size=BLOCK, device="cuda")
+    metadata = AttentionMetadata.from_lists(
+        [1, 1], [20, 33], [[1, 2], [3, 4, 5]], block_size=BLOCK, device="cuda"
+    )
     pools = [torch.randn(8, BLOCK, KV_HEADS, DIM, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
     return (torch.randn(2, HEADS, DIM, device="cuda", dtype=torch.bfloat16), *pools, metadata)
 
@@ -59,4 +62,6 @@ def test_triton_runs_where_it_was_asked_for(door: str, decode: tuple[Any, ...]) 
     """And the other test can fail: names tell the two apart."""
     with use_backend("triton"):
         names = kernels_of(doors(*decode)[door])
-    assert any("decode_kernel" in name for name in names) and not any(name.startswith("paged_decode") for name in names), names
+    assert any("decode_kernel" in name for name in names) and not any(
+        name.startswith("paged_decode") for name in names
+    ), names

@@ -1,8 +1,9 @@
-"""Attention that starts before the kernels ahead have ended never reads a key or value too early, whoever writes it.
+"""Attention that starts before the kernels ahead have ended never reads a key or value too early, whoever
+writes it.
 
-Before each replay the pools are NaN, so that one stale number makes a whole row NaN; the graph itself writes what attention reads. A
-linear layer of one long CTA stands first. It is launched early and lets others be: so all that may begin early does, long before anything
-is written.
+Before each replay the pools are NaN, so that one stale number makes a whole row NaN; the graph itself writes
+what attention reads. A linear layer of one long CTA stands first. It is launched early and lets others be: so
+all that may begin early does, long before anything is written.
 """
 
 from __future__ import annotations
@@ -25,9 +26,12 @@ REPLAYS = 25
 
 
 class Steps:
-    """Some steps of some requests, whose metadata is made ahead; new keys, values and queries for each replay."""
+    """Some steps of some requests, whose metadata is made ahead; new keys, values and queries for
+    each replay."""
 
-    def __init__(self, num_reqs: int, context: int, num_steps: int, query_len: int = 1, head_dim: int = 128) -> None:
+    def __init__(
+        self, num_reqs: int, context: int, num_steps: int, query_len: int = 1, head_dim: int = 128
+    ) -> None:
         self.num_steps, self.query_len = num_steps, query_len
         shape: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda"}
         length = context + num_steps * query_len
@@ -43,11 +47,19 @@ class Steps:
             begin = context + step * query_len
             self.slots.append(slots[:, begin : begin + query_len].reshape(-1))
             self.lens.append(torch.full((num_reqs,), begin + query_len, dtype=torch.int32, device="cuda"))
-        self.keys, self.values = ([torch.empty(len(s), 4, head_dim, **shape) for s in self.slots] for _ in range(2))
+        self.keys, self.values = (
+            [torch.empty(len(s), 4, head_dim, **shape) for s in self.slots] for _ in range(2)
+        )
         self.queries = [torch.empty_like(batch.q) for _ in range(num_steps)]
         self.outs = [torch.empty_like(batch.q) for _ in range(num_steps)]
-        self.semaphore = make_semaphore(num_reqs * 4, torch.device("cuda"))  # an op that makes its own has a memset in front of it
-        self.slow = (torch.randn(1, 131072, **shape), torch.randn(16, 131072, **shape), torch.empty(1, 16, **shape))
+        self.semaphore = make_semaphore(
+            num_reqs * 4, torch.device("cuda")
+        )  # an op that makes its own has a memset in front of it
+        self.slow = (
+            torch.randn(1, 131072, **shape),
+            torch.randn(16, 131072, **shape),
+            torch.empty(1, 16, **shape),
+        )
         self.refill()
 
     def refill(self) -> None:
@@ -61,18 +73,31 @@ class Steps:
 
     def attend(self, ops: Any, step: int) -> None:
         ops.paged_attention(
-            self.queries[step], *self.pools, self.table, self.lens[step], self.starts, self.outs[step],
-            max_query_len=self.query_len, scale=self.scale, semaphore=self.semaphore,
-        )  # fmt: skip
+            self.queries[step],
+            *self.pools,
+            self.table,
+            self.lens[step],
+            self.starts,
+            self.outs[step],
+            max_query_len=self.query_len,
+            scale=self.scale,
+            semaphore=self.semaphore,
+        )
 
     def check(self) -> None:
         for step, out in enumerate(self.outs):
             want = torch.empty_like(out, dtype=torch.float32)
             pools = (pool.float() for pool in self.pools)
             REFERENCE.paged_attention(
-                self.queries[step].float(), *pools, self.table, self.lens[step], self.starts, want, max_query_len=self.query_len,
+                self.queries[step].float(),
+                *pools,
+                self.table,
+                self.lens[step],
+                self.starts,
+                want,
+                max_query_len=self.query_len,
                 scale=self.scale,
-            )  # fmt: skip
+            )
             torch.testing.assert_close(out.float(), want, rtol=2e-2, atol=2e-2)
 
 
@@ -106,11 +131,16 @@ def by_torch(ops: Any, steps: Steps) -> None:
 
 
 @pytest.mark.parametrize("apart", [False, True], ids=["together", "queries_apart"])
-@pytest.mark.parametrize("num_reqs, context", [(1, 400), (8, 48), (32, 12), (8, 2047)])  # a write of the last is no single wave
+@pytest.mark.parametrize(
+    "num_reqs, context", [(1, 400), (8, 48), (32, 12), (8, 2047)]
+)  # a write of the last is no single wave
 @pytest.mark.parametrize("writer", [by_write_kv, by_rope_write_kv, by_torch])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_context_written_right_before(backend: str, writer: Callable[[Any, Steps], None], num_reqs: int, context: int, apart: bool) -> None:
-    """Tokens that are no query tokens, and those of the queries: by a write behind it that lets attention start early, or before it."""
+def test_context_written_right_before(
+    backend: str, writer: Callable[[Any, Steps], None], num_reqs: int, context: int, apart: bool
+) -> None:
+    """Tokens that are no query tokens, and those of the queries: by a write behind it that lets attention
+    start early, or before it."""
     ops, steps = BACKEND_OPS[backend], Steps(num_reqs, context, num_steps=1)
 
     def write_queries() -> None:
@@ -131,8 +161,11 @@ def test_context_written_right_before(backend: str, writer: Callable[[Any, Steps
 @pytest.mark.parametrize("query_len", [1, 3])
 @pytest.mark.parametrize("num_reqs, context", [(1, 40), (8, 50), (300, 17)])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_query_tokens_are_context_of_the_next_step(backend: str, num_reqs: int, context: int, query_len: int) -> None:
-    """Steps with nothing but these two ops in them, of which both are launched early: each step reads what the ones before wrote.
+def test_query_tokens_are_context_of_the_next_step(
+    backend: str, num_reqs: int, context: int, query_len: int
+) -> None:
+    """Steps with nothing but these two ops in them, of which both are launched early: each step reads what
+    the ones before wrote.
 
     head_dim 32: two of these attentions fit a multiprocessor together.
     """
@@ -142,7 +175,13 @@ def test_query_tokens_are_context_of_the_next_step(backend: str, num_reqs: int, 
         ops.write_kv(steps.keys[0], steps.values[0], *steps.pools, steps.slots[0])
         steps.begin()
         for step in range(steps.num_steps):
-            ops.write_kv(steps.keys[step + 1], steps.values[step + 1], *steps.pools, steps.slots[step + 1], are_query_tokens=True)
+            ops.write_kv(
+                steps.keys[step + 1],
+                steps.values[step + 1],
+                *steps.pools,
+                steps.slots[step + 1],
+                are_query_tokens=True,
+            )
             steps.attend(ops, step)
 
     replay_often(steps, launch)

@@ -1,7 +1,9 @@
-"""Lengths and tables that the step's end rewrites are never read a step late by the attention behind it, which starts early.
+"""Lengths and tables that the step's end rewrites are never read a step late by the attention behind it,
+which starts early.
 
-One row and a hidden size of 256: kernels so small that each begins while several ahead of it still run, and the lengths that attention read in
-the step before are still in first-level caches. In a process of its own: programs that disagree about lengths may hang instead of failing.
+One row and a hidden size of 256: kernels so small that each begins while several ahead of it still run, and
+the lengths that attention read in the step before are still in first-level caches. In a process of its own:
+programs that disagree about lengths may hang instead of failing.
 """
 
 from __future__ import annotations
@@ -83,13 +85,18 @@ for launch in range(num_launches):
     length += STEPS
     assert int(rows.seq_lens[0]) == length, f"launch {launch}: length {int(rows.seq_lens[0])}, expected {length}"
 print("compared", compared)
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.parametrize("backend", ["triton", "cuda"])
 def test_five_thousand_launches_of_a_small_model(backend: str) -> None:
     try:
-        done = subprocess.run([sys.executable, "-c", SCRIPT, backend, str(LAUNCHES)], capture_output=True, text=True, timeout=LIMIT_S)
+        done = subprocess.run(
+            [sys.executable, "-c", SCRIPT, backend, str(LAUNCHES)],
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+        )
     except subprocess.TimeoutExpired as expired:
         pytest.fail(f"backend {backend}: no end after {LIMIT_S} s: a hang. {str(expired.stderr)[-1500:]}")
     assert done.returncode == 0, done.stderr[-3000:]

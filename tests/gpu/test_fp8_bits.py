@@ -1,4 +1,5 @@
-"""fp8 pools on a GPU: every number is stored as the reference stores it, and NaN that was stored is NaN to whoever reads it."""
+"""fp8 pools on a GPU: every number is stored as the reference stores it, and NaN that was stored is NaN to
+whoever reads it."""
 
 from __future__ import annotations
 
@@ -18,11 +19,14 @@ FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 def same_numbers(stored: Tensor, want: Tensor) -> bool:
     """Bit by bit; NaN has several patterns."""
     nan = want.double().isnan()
-    return torch.equal(stored.double().isnan(), nan) and torch.equal(stored.view(torch.uint8)[~nan], want.view(torch.uint8)[~nan])
+    return torch.equal(stored.double().isnan(), nan) and torch.equal(
+        stored.view(torch.uint8)[~nan], want.view(torch.uint8)[~nan]
+    )
 
 
 def every_number(source: torch.dtype) -> Tensor:
-    """All bit patterns of a 16-bit dtype; of float32 those with some low bits, which decide about ties. ``[T, 16, 64]``"""
+    """All bit patterns of a 16-bit dtype; of float32 those with some low bits, which decide about ties. ``[T,
+    16, 64]``"""
     x = torch.arange(65536, dtype=torch.int32)
     if source == torch.float32:
         x = ((x << 16)[:, None] | torch.tensor([0, 1, 0x7FFF, 0xFFFF], dtype=torch.int32)).reshape(-1)
@@ -34,8 +38,11 @@ def every_number(source: torch.dtype) -> Tensor:
 @pytest.mark.parametrize("source", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("dtype", FP8, ids=str)
 @pytest.mark.parametrize("op", ["write_kv", "rope_write_kv"])
-def test_every_number_is_stored_as_by_the_reference(op: str, dtype: torch.dtype, source: torch.dtype, scale: float | None) -> None:
-    """The values only through rope_write_kv: its keys are turned in float32. A scale that is a power of two: a GPU's division is not exact."""
+def test_every_number_is_stored_as_by_the_reference(
+    op: str, dtype: torch.dtype, source: torch.dtype, scale: float | None
+) -> None:
+    """The values only through rope_write_kv: its keys are turned in float32. A scale that is a power of two:
+    a GPU's division is not exact."""
     x = every_number(source)
     stored: dict[str, tuple[Tensor, Tensor]] = {}
     for name, device in (("reference", "cpu"), ("triton", "cuda")):
@@ -51,7 +58,9 @@ def test_every_number_is_stored_as_by_the_reference(op: str, dtype: torch.dtype,
             ones = torch.ones_like(own)
             table = torch.tensor([[1.0, 0.0]], device=device).expand(x.shape[0], 2).contiguous()
             positions = torch.arange(x.shape[0], device=device)
-            BACKEND_OPS[name].rope_write_kv(ones, ones.clone(), own, positions, table, slots, ones.clone(), *caches, **scales)
+            BACKEND_OPS[name].rope_write_kv(
+                ones, ones.clone(), own, positions, table, slots, ones.clone(), *caches, **scales
+            )
         stored[name] = (caches[0].cpu(), caches[1].cpu())
     for got, want in zip(stored["triton"], stored["reference"], strict=True):
         assert same_numbers(got, want)
@@ -62,7 +71,9 @@ def test_every_number_is_stored_as_by_the_reference(op: str, dtype: torch.dtype,
 @pytest.mark.parametrize("dtype", FP8, ids=str)
 @pytest.mark.parametrize("side", ["k_cache", "v_cache"])
 @pytest.mark.parametrize("backend", ["triton", "cuda"])
-def test_nan_that_was_stored_is_read_as_nan(backend: str, side: str, dtype: torch.dtype, q_dtype: torch.dtype, query_len: int) -> None:
+def test_nan_that_was_stored_is_read_as_nan(
+    backend: str, side: str, dtype: torch.dtype, q_dtype: torch.dtype, query_len: int
+) -> None:
     spec = BatchSpec("nan", (100, 90), (query_len, query_len))
     batch = make_batch(spec, dtype=q_dtype, device="cuda", kv_dtype=dtype)
     clean, _ = run_paged_attention(BACKEND_OPS[backend], batch)

@@ -1,4 +1,5 @@
-"""Fused models on a GPU: tokens of the unfused model, error against float64, a captured step, and real kernels counted per step."""
+"""Fused models on a GPU: tokens of the unfused model, error against float64, a captured step, and real
+kernels counted per step."""
 
 from __future__ import annotations
 
@@ -27,7 +28,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Llama": {},
     "Qwen2": {},
     "Qwen3": {"head_dim": 64},
-    "Gemma3": {"head_dim": 64, "sliding_window": 16, "query_pre_attn_scalar": 64, "tie_word_embeddings": False},
+    "Gemma3": {
+        "head_dim": 64,
+        "sliding_window": 16,
+        "query_pre_attn_scalar": 64,
+        "tie_word_embeddings": False,
+    },
     "GptOss": {"head_dim": 64, "sliding_window": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
 }
 
@@ -37,15 +43,24 @@ def build(family: str, dtype: torch.dtype = torch.float32) -> Any:
     torch.manual_seed(3)
     name = "Gemma3TextConfig" if family == "Gemma3" else f"{family}Config"
     config = getattr(transformers, name)(
-        vocab_size=512, hidden_size=256, intermediate_size=384, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
-        max_position_embeddings=256, eos_token_id=None, pad_token_id=0, bos_token_id=1, **FAMILIES[family],
-    )  # fmt: skip
+        vocab_size=512,
+        hidden_size=256,
+        intermediate_size=384,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        eos_token_id=None,
+        pad_token_id=0,
+        bos_token_id=1,
+        **FAMILIES[family],
+    )
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     with torch.no_grad():
         for key, parameter in model.named_parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.1) if parameter.dim() == 1 else parameter.mul_(
-                4.0 if "embed" in key else 6.0
-            )
+            parameter.add_(
+                torch.randn_like(parameter), alpha=0.1
+            ) if parameter.dim() == 1 else parameter.mul_(4.0 if "embed" in key else 6.0)
     return model.to("cuda", dtype)
 
 
@@ -53,7 +68,9 @@ def logits(model: Any, cache: Any) -> Tensor:
     """A prefill of 70 tokens and three decode steps, teacher forced."""
     ids = torch.randint(3, 512, (2, 73), generator=torch.Generator().manual_seed(2)).cuda()
     with torch.inference_mode():
-        return torch.cat([model(part, past_key_values=cache).logits for part in ids.split([70, 1, 1, 1], dim=1)], dim=1)
+        return torch.cat(
+            [model(part, past_key_values=cache).logits for part in ids.split([70, 1, 1, 1], dim=1)], dim=1
+        )
 
 
 def paged_logits(model: Any, backend: str = "auto") -> Tensor:
@@ -88,13 +105,17 @@ def test_triton_embedding(dtype: torch.dtype, width: int, scaled: bool) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", LINEAR_CASES)
 def test_triton_linear(case: str, dtype: torch.dtype) -> None:
-    assert_layer_close(BACKEND_OPS["triton"], "linear", make_linear_inputs(**LINEAR_CASES[case], dtype=dtype, device="cuda"))
+    assert_layer_close(
+        BACKEND_OPS["triton"], "linear", make_linear_inputs(**LINEAR_CASES[case], dtype=dtype, device="cuda")
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", NORM_CASES)
 def test_triton_rms_norm(case: str, dtype: torch.dtype) -> None:
-    assert_layer_close(BACKEND_OPS["triton"], "rms_norm", make_norm_inputs(**NORM_CASES[case], dtype=dtype, device="cuda"))
+    assert_layer_close(
+        BACKEND_OPS["triton"], "rms_norm", make_norm_inputs(**NORM_CASES[case], dtype=dtype, device="cuda")
+    )
 
 
 @pytest.mark.parametrize("width", [40, 1500, 14336])
@@ -139,14 +160,19 @@ def test_fp32_tokens_equal_unfused(family: str) -> None:
     hf.fuse(model)
     for disable_compile in (True, False):
         cache = hf.PagedCache(model.config, 3, 64)
-        assert torch.equal(model.generate(ids, **options, past_key_values=cache, disable_compile=disable_compile), want)
-    outputs = Generator(model, max_batch_size=2, block_size=16, compile=False).generate(ids.tolist(), SamplingParams(max_new_tokens=20))
+        assert torch.equal(
+            model.generate(ids, **options, past_key_values=cache, disable_compile=disable_compile), want
+        )
+    outputs = Generator(model, max_batch_size=2, block_size=16, compile=False).generate(
+        ids.tolist(), SamplingParams(max_new_tokens=20)
+    )
     assert [o.token_ids for o in outputs] == want[:, 21:].tolist()
 
 
 @pytest.mark.parametrize("family", ["Llama", "Qwen3", "Gemma3"])
 def test_a_step_is_captured_and_launches_little(family: str) -> None:
-    """No synchronisation, one capture for all lengths, and as many kernels as the report says where every op is one kernel."""
+    """No synchronisation, one capture for all lengths, and as many kernels as the report says where every op
+    is one kernel."""
     import torchpaged.hf as hf
     from torchpaged.metadata import AttentionMetadata
 
@@ -187,7 +213,9 @@ def test_a_step_is_captured_and_launches_little(family: str) -> None:
             with torch.profiler.profile(activities=activities) as profile:
                 model_call(ids, metadata)
                 torch.cuda.synchronize()
-            counts.append(sum(1 for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA))
+            counts.append(
+                sum(1 for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA)
+            )
     assert report.after is not None
     if paged.choice.name == "cuda":
         assert counts[1] <= sum(report.after.layers) + report.after.rest + 3, counts

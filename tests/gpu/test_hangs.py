@@ -1,4 +1,5 @@
-"""Batches on which attention never ended do end, with right results; each under a watchdog, in a process that can be killed."""
+"""Batches on which attention never ended do end, with right results; each under a watchdog, in a process that
+can be killed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What one process compiled with Triton, the next launches without it: the same numbers, eagerly and in a CUDA graph, on each launch.
+"""What one process compiled with Triton, the next launches without it: the same numbers, eagerly and in a
+CUDA graph, on each launch.
 
 Each process checks itself against the reference; two that compile the same at the same time both do.
 """
@@ -44,7 +45,7 @@ for spec in (BatchSpec("mixed", (300, 40, 1000, 7), (300, 1, 1, 1)), BatchSpec("
         digest.update(tensor.float().cpu().numpy().tobytes())
 print(json.dumps({"digest": digest.hexdigest(), "triton": "triton" in sys.modules, "usable": kernel_store.usable(),
                   "stored": [k is not None for k in kernel_store._known.values()]}))
-"""
+"""  # noqa: E501
 
 
 def start(folder: Path) -> subprocess.Popen[str]:
@@ -54,7 +55,11 @@ def start(folder: Path) -> subprocess.Popen[str]:
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
     }
     return subprocess.Popen(
-        [sys.executable, "-c", CODE], env={**os.environ, **variables}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", CODE],
+        env={**os.environ, **variables},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
 
 

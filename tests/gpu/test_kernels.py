@@ -1,4 +1,5 @@
-"""The Triton and CUDA C++ kernels on a GPU: the oracle, opcheck, capture once and replay with other lengths, no synchronisation."""
+"""The Triton and CUDA C++ kernels on a GPU: the oracle, opcheck, capture once and replay with other lengths,
+no synchronisation."""
 
 from __future__ import annotations
 
@@ -42,7 +43,9 @@ HEADS = {
 @pytest.mark.parametrize("variant", ATTENTION_VARIANTS)
 @pytest.mark.parametrize("spec", BATCH_SPECS)
 def test_attention_matches_the_oracle(backend: str, spec: str, variant: str, dtype: torch.dtype) -> None:
-    batch = make_batch(BATCH_SPECS[spec], dtype=dtype, device="cuda", sinks=variant == "window", alibi=variant == "soft_cap")
+    batch = make_batch(
+        BATCH_SPECS[spec], dtype=dtype, device="cuda", sinks=variant == "window", alibi=variant == "soft_cap"
+    )
     out, lse = run_paged_attention(BACKEND_OPS[backend], batch, **ATTENTION_VARIANTS[variant])
     assert_attention_close(out, lse, batch, **ATTENTION_VARIANTS[variant])
 
@@ -57,7 +60,14 @@ def test_attention_heads_and_blocks(backend: str, heads: str, block_size: int, d
         BATCH_SPECS["mixed_padded"],
         BATCH_SPECS["speculative"],
     ):
-        batch = make_batch(spec, dtype=dtype, device="cuda", block_size=block_size, heads_first=block_size == 64, **HEADS[heads])
+        batch = make_batch(
+            spec,
+            dtype=dtype,
+            device="cuda",
+            block_size=block_size,
+            heads_first=block_size == 64,
+            **HEADS[heads],
+        )
         out, lse = run_paged_attention(BACKEND_OPS[backend], batch)
         assert_attention_close(out, lse, batch)
 
@@ -65,9 +75,15 @@ def test_attention_heads_and_blocks(backend: str, heads: str, block_size: int, d
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("chunk", [20, 400])
 def test_many_short_queries_beside_chunks(backend: str, chunk: int) -> None:
-    """More query tiles than programs of one tile: some programs take several. Few tiles and many, whose orders differ."""
+    """More query tiles than programs of one tile: some programs take several. Few tiles and many, whose
+    orders differ."""
     lens = (1, chunk, *[3] * 90, *[1] * 40, *[5] * 20)
-    batch = make_batch(BatchSpec("many_short", tuple(n + 11 for n in lens), lens), dtype=torch.bfloat16, device="cuda", **HEADS["32/8/128"])
+    batch = make_batch(
+        BatchSpec("many_short", tuple(n + 11 for n in lens), lens),
+        dtype=torch.bfloat16,
+        device="cuda",
+        **HEADS["32/8/128"],
+    )
     out, lse = run_paged_attention(BACKEND_OPS[backend], batch)
     assert_attention_close(out, lse, batch)
 
@@ -105,7 +121,9 @@ def test_fp8_caches(backend: str, dtype: torch.dtype) -> None:
     for ops, (k_cache, v_cache) in ((BACKEND_OPS[backend], pools[:2]), (REFERENCE, pools[2:])):
         ops.write_kv(k, v, k_cache, v_cache, slots, *scales)
     for got, want in zip(pools[:2], pools[2:], strict=True):
-        torch.testing.assert_close(got.float(), want.float(), rtol=0.13, atol=1e-3)  # at most one fp8 step apart
+        torch.testing.assert_close(
+            got.float(), want.float(), rtol=0.13, atol=1e-3
+        )  # at most one fp8 step apart
     batch = make_batch(BATCH_SPECS["decode_edges"], dtype=torch.bfloat16, device="cuda")
     batch.k_cache, batch.v_cache = (c.nan_to_num(0.0).to(dtype) for c in (batch.k_cache, batch.v_cache))
     options = {"k_scale": scales[0], "v_scale": scales[1]}
@@ -140,7 +158,10 @@ def test_one_capture_serves_every_length(backend: str, options: dict[str, Any], 
     q = torch.zeros(4, 8, 64, dtype=torch.bfloat16, device="cuda")
     pools = [torch.zeros(rows, 16, 2, 64, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
     table = torch.zeros(4, width, dtype=torch.int32, device="cuda")
-    lens, starts = torch.zeros(4, dtype=torch.int32, device="cuda"), torch.zeros(5, dtype=torch.int32, device="cuda")
+    lens, starts = (
+        torch.zeros(4, dtype=torch.int32, device="cuda"),
+        torch.zeros(5, dtype=torch.int32, device="cuda"),
+    )
     out, lse = torch.empty_like(q), torch.empty(4, 8, device="cuda")
 
     def load(batch: Any) -> None:
@@ -153,7 +174,9 @@ def test_one_capture_serves_every_length(backend: str, options: dict[str, Any], 
         starts.copy_(batch.query_start_loc)
 
     def launch() -> None:
-        BACKEND_OPS[backend].paged_attention(q, *pools, table, lens, starts, out, lse, max_query_len=1, scale=0.125, **options)
+        BACKEND_OPS[backend].paged_attention(
+            q, *pools, table, lens, starts, out, lse, max_query_len=1, scale=0.125, **options
+        )
 
     load(batches[0])
     torch.cuda.set_sync_debug_mode("error")

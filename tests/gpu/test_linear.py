@@ -1,4 +1,5 @@
-"""linear of the cuda backend on a GPU: every prologue and epilogue against float64, odd shapes, repeatable, captured and replayed."""
+"""linear of the cuda backend on a GPU: every prologue and epilogue against float64, odd shapes, repeatable,
+captured and replayed."""
 
 from __future__ import annotations
 
@@ -27,12 +28,22 @@ FEATURES = {
     "everything": (True, True, "silu", True),
 }
 SHAPES = {  # weight [N, K]
-    "576": (960, 576), "1536": (576, 1536), "2048": (3072, 2048), "4096": (1024, 4096), "14336": (512, 14336),
-    "odd n": (1002, 256), "odder n": (34, 1000), "short k": (128, 8), "tail": (4100, 1032), "one row pair": (2, 64),
-}  # fmt: skip
+    "576": (960, 576),
+    "1536": (576, 1536),
+    "2048": (3072, 2048),
+    "4096": (1024, 4096),
+    "14336": (512, 14336),
+    "odd n": (1002, 256),
+    "odder n": (34, 1000),
+    "short k": (128, 8),
+    "tail": (4100, 1032),
+    "one row pair": (2, 64),
+}
 
 
-def make(tokens: int, shape: tuple[int, int], features: str, dtype: torch.dtype, seed: int = 0) -> dict[str, Any]:
+def make(
+    tokens: int, shape: tuple[int, int], features: str, dtype: torch.dtype, seed: int = 0
+) -> dict[str, Any]:
     """The arguments of a call, ``out`` filled with NaN."""
     (n, k), (norm, bias, activation, residual) = shape, FEATURES[features]
     generator = torch.Generator("cuda").manual_seed(seed)
@@ -42,10 +53,15 @@ def make(tokens: int, shape: tuple[int, int], features: str, dtype: torch.dtype,
 
     width = n if activation == "none" else n // 2
     return {
-        "x": random(tokens, k) * 2, "weight": random(n, k) * k**-0.5, "out": torch.full((tokens, width), torch.nan, device="cuda", dtype=dtype),
-        "bias": random(n) if bias else None, "residual": random(tokens, width) if residual else None,
-        "norm_weight": random(k) if norm else None, "norm_offset": 1.0 if norm else 0.0, "activation": activation,
-    }  # fmt: skip
+        "x": random(tokens, k) * 2,
+        "weight": random(n, k) * k**-0.5,
+        "out": torch.full((tokens, width), torch.nan, device="cuda", dtype=dtype),
+        "bias": random(n) if bias else None,
+        "residual": random(tokens, width) if residual else None,
+        "norm_weight": random(k) if norm else None,
+        "norm_offset": 1.0 if norm else 0.0,
+        "activation": activation,
+    }
 
 
 def call(arguments: dict[str, Any]) -> Tensor:
@@ -57,15 +73,20 @@ def call(arguments: dict[str, Any]) -> Tensor:
 def in_torch(arguments: dict[str, Any], dtype: torch.dtype) -> Tensor:
     """The call in plain torch, every intermediate in ``dtype``."""
     x, weight, bias, residual, norm = (
-        None if arguments[name] is None else arguments[name].to(dtype) for name in ("x", "weight", "bias", "residual", "norm_weight")
+        None if arguments[name] is None else arguments[name].to(dtype)
+        for name in ("x", "weight", "bias", "residual", "norm_weight")
     )
     if norm is not None:
         exact = x if dtype == torch.float64 else x.float()
-        x = (exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + 1e-6)).to(dtype) * (norm + arguments["norm_offset"])
+        x = (exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + 1e-6)).to(dtype) * (
+            norm + arguments["norm_offset"]
+        )
     y = torch.nn.functional.linear(x, weight, bias)
     if arguments["activation"] != "none":
         gate, up = y.chunk(2, -1)
-        act = {"silu": torch.nn.functional.silu, "gelu": torch.nn.functional.gelu}.get(arguments["activation"])
+        act = {"silu": torch.nn.functional.silu, "gelu": torch.nn.functional.gelu}.get(
+            arguments["activation"]
+        )
         y = (torch.nn.functional.gelu(gate, approximate="tanh") if act is None else act(gate)) * up
     return y if residual is None else y + residual
 
@@ -76,7 +97,10 @@ def check(arguments: dict[str, Any]) -> None:
     peer = in_torch(arguments, arguments["x"].dtype).double() - exact
     error = out - exact
     assert torch.isfinite(out).all()
-    assert error.norm() <= 2 * peer.norm(), (float(error.norm() / exact.norm()), float(peer.norm() / exact.norm()))
+    assert error.norm() <= 2 * peer.norm(), (
+        float(error.norm() / exact.norm()),
+        float(peer.norm() / exact.norm()),
+    )
     assert error.abs().max() <= 4 * peer.abs().max(), (float(error.abs().max()), float(peer.abs().max()))
 
 
@@ -101,17 +125,24 @@ def test_every_number_of_tokens(tokens: int) -> None:
     check(make(tokens, (192, 512), "everything", torch.bfloat16))
 
 
-@pytest.mark.parametrize("shape", [(6144, 4096), (28672, 4096), (4096, 14336), (16384, 2048), (128256, 2048)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(6144, 4096), (28672, 4096), (4096, 14336), (16384, 2048), (128256, 2048)], ids=str
+)
 @pytest.mark.parametrize("tokens", [1, 8, 64])
 def test_model_shapes(tokens: int, shape: tuple[int, int]) -> None:
     check(make(tokens, shape, "silu" if shape[0] in (28672, 16384) else "residual", torch.bfloat16))
 
 
-@pytest.mark.parametrize("case", ["65 tokens", "float32", "odd k", "unaligned x", "norm in float32", "no tokens"])
+@pytest.mark.parametrize(
+    "case", ["65 tokens", "float32", "odd k", "unaligned x", "norm in float32", "no tokens"]
+)
 def test_what_the_kernel_does_not_take_is_composed(case: str) -> None:
     arguments = make(
-        {"65 tokens": 65, "no tokens": 0}.get(case, 3), (96, 100 if case == "odd k" else 128), "everything",
-        torch.float32 if case == "float32" else torch.bfloat16)  # fmt: skip
+        {"65 tokens": 65, "no tokens": 0}.get(case, 3),
+        (96, 100 if case == "odd k" else 128),
+        "everything",
+        torch.float32 if case == "float32" else torch.bfloat16,
+    )
     if case == "unaligned x":
         arguments["x"] = torch.randn(3, 129, device="cuda").to(torch.bfloat16)[:, 1:]
     if case == "norm in float32":
@@ -123,7 +154,9 @@ def test_what_the_kernel_does_not_take_is_composed(case: str) -> None:
 def test_strides() -> None:
     arguments = make(9, (256, 512), "everything", torch.bfloat16)
     for name, width in (("x", 512), ("weight", 512), ("out", 128), ("residual", 128)):
-        wide = torch.full((arguments[name].shape[0], width + 24), torch.nan, device="cuda", dtype=torch.bfloat16)
+        wide = torch.full(
+            (arguments[name].shape[0], width + 24), torch.nan, device="cuda", dtype=torch.bfloat16
+        )
         wide[:, :width] = arguments[name]
         arguments[name] = wide[:, :width]
     check(arguments)
@@ -142,10 +175,14 @@ def test_bitwise_repeatable(tokens: int, features: str) -> None:
 
 @pytest.mark.parametrize("tokens", [4, 32, 64])
 def test_a_captured_chain_follows_its_input(tokens: int) -> None:
-    """Each kernel starts before the one in front has finished; what it reads of it must be complete all the same."""
+    """Each kernel starts before the one in front has finished; what it reads of it must be complete all
+    the same."""
     width, layers = 2048, 12
     generator = torch.Generator("cuda").manual_seed(0)
-    weights = [torch.randn(width, width, generator=generator, device="cuda").to(torch.bfloat16) * width**-0.5 for _ in range(layers)]
+    weights = [
+        torch.randn(width, width, generator=generator, device="cuda").to(torch.bfloat16) * width**-0.5
+        for _ in range(layers)
+    ]
     norm = torch.ones(width, device="cuda", dtype=torch.bfloat16)
     states = [torch.zeros(tokens, width, device="cuda", dtype=torch.bfloat16) for _ in range(layers + 1)]
 
@@ -159,7 +196,9 @@ def test_a_captured_chain_follows_its_input(tokens: int) -> None:
     with torch.cuda.graph(graph):
         chain()
     for seed in range(4):
-        start = torch.randn(tokens, width, generator=generator.manual_seed(seed), device="cuda").to(torch.bfloat16)
+        start = torch.randn(tokens, width, generator=generator.manual_seed(seed), device="cuda").to(
+            torch.bfloat16
+        )
         states[0].copy_(start)
         graph.replay()
         replayed = [s.clone() for s in states[1:]]

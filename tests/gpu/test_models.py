@@ -1,4 +1,5 @@
-"""HuggingFace models and the graph runner on a GPU: tokens equal eager's, one graph, no skipped CUDA graphs."""
+"""HuggingFace models and the graph runner on a GPU: tokens equal eager's, one graph, no skipped
+CUDA graphs."""
 
 from __future__ import annotations
 
@@ -14,9 +15,16 @@ pytestmark = pytest.mark.gpu
 def tiny_llama(dtype: torch.dtype = torch.float32) -> transformers.PreTrainedModel:
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=199, hidden_size=128, intermediate_size=160, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
-        max_position_embeddings=512, eos_token_id=None, pad_token_id=0,
-    )  # fmt: skip
+        vocab_size=199,
+        hidden_size=128,
+        intermediate_size=160,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
     return transformers.LlamaForCausalLM(config).to("cuda", dtype).eval()
 
 
@@ -29,7 +37,8 @@ def prompts() -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "auto_compiled"])
 def test_generate_equals_eager(compiled: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """generate() compiles the decode step on its own on a GPU (reduce-overhead), with its CUDA graphs kept."""
+    """generate() compiles the decode step on its own on a GPU (reduce-overhead), with its CUDA
+    graphs kept."""
     import torchpaged.hf as hf
 
     model, inputs = tiny_llama(), prompts()
@@ -52,7 +61,8 @@ def test_generate_equals_eager(compiled: bool, caplog: pytest.LogCaptureFixture)
 
 @pytest.mark.parametrize("compile", [False, True])
 def test_runner_with_cuda_graphs(compile: bool) -> None:
-    """Real graphs: every bucket, every length, tokens equal eager generate()'s; replay does not synchronise."""
+    """Real graphs: every bucket, every length, tokens equal eager generate()'s; replay does
+    not synchronise."""
     import torchpaged.hf as hf
     from torchpaged.graphs import DecodeGraphRunner
 
@@ -60,13 +70,24 @@ def test_runner_with_cuda_graphs(compile: bool) -> None:
     rows = [[5, 6, 7], [9], [11, 12, 13, 14, 15]]
     model.set_attn_implementation("eager")
     want = [
-        model.generate(torch.tensor([r], device="cuda"), max_new_tokens=20, do_sample=False, eos_token_id=None)[0].tolist() for r in rows
+        model.generate(
+            torch.tensor([r], device="cuda"), max_new_tokens=20, do_sample=False, eos_token_id=None
+        )[0].tolist()
+        for r in rows
     ]
     paged = hf.PagedModel(model, num_blocks=40, block_size=4)
     runner = DecodeGraphRunner(
-        lambda ids, metadata: paged(ids, metadata), max_batch_size=4, max_blocks_per_req=8, block_size=4, num_blocks=40, buckets=[2, 4],
-        device="cuda", compile=compile, debug=True, watch={"k_cache[0]": paged.kv_cache[0].k_cache},
-    )  # fmt: skip
+        lambda ids, metadata: paged(ids, metadata),
+        max_batch_size=4,
+        max_blocks_per_req=8,
+        block_size=4,
+        num_blocks=40,
+        buckets=[2, 4],
+        device="cuda",
+        compile=compile,
+        debug=True,
+        watch={"k_cache[0]": paged.kv_cache[0].k_cache},
+    )
     runner.capture()
     before = paged.kv_cache[0].k_cache.clone()
     assert torch.equal(before, torch.zeros_like(before)), "capture wrote into the cache"
@@ -76,7 +97,9 @@ def test_runner_with_cuda_graphs(compile: bool) -> None:
         live = [i for i in range(3) if step < len(want[i]) - 1]
         if not live:
             break
-        logits = runner.run([tokens[i][step] for i in live], [step + 1] * len(live), [tables[i] for i in live])
+        logits = runner.run(
+            [tokens[i][step] for i in live], [step + 1] * len(live), [tables[i] for i in live]
+        )
         for row, i in enumerate(live):
             if step >= len(rows[i]) - 1:
                 tokens[i].append(int(logits[row].argmax()))
@@ -94,9 +117,14 @@ def test_a_step_that_synchronises_is_named() -> None:
     from torchpaged.graphs import DecodeGraphRunner
 
     runner = DecodeGraphRunner(
-        lambda ids, metadata: ids * int(metadata.seq_lens.max()), max_batch_size=2, max_blocks_per_req=2, block_size=4, device="cuda",
-        compile=False, warmup_iters=0,
-    )  # fmt: skip
+        lambda ids, metadata: ids * int(metadata.seq_lens.max()),
+        max_batch_size=2,
+        max_blocks_per_req=2,
+        block_size=4,
+        device="cuda",
+        compile=False,
+        warmup_iters=0,
+    )
     stream = torch.cuda.current_stream()
     with pytest.raises(CaptureError, match="bucket 2"):
         runner.capture()
@@ -107,4 +135,6 @@ def test_a_step_that_synchronises_is_named() -> None:
     torch.cuda.empty_cache()
     assert torch.cuda.memory_reserved() == held, "the allocator must survive a failed capture"
     assert runner.run_eager([7], [3], [[1]]).tolist() == [21]
-    assert torch.randn(3, device="cuda").isfinite().all(), "the default generator must survive a failed capture"
+    assert torch.randn(3, device="cuda").isfinite().all(), (
+        "the default generator must survive a failed capture"
+    )

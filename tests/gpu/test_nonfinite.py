@@ -20,7 +20,9 @@ SPECS = {
     "long_decode": BatchSpec("long_decode", (5, 9000), (1, 1)),  # parts that are merged
     "speculative": BatchSpec("speculative", (40, 370, 3), (4, 4, 3)),
     "prefill": BatchSpec("prefill", (30, 370, 5), (30, 370, 5), padded_tokens=2),
-    "padded_prefill": BatchSpec("padded_prefill", (30, 370, 5), (30, 370, 5), padded_tokens=3 * 370 - 405),  # no room for short queries
+    "padded_prefill": BatchSpec(
+        "padded_prefill", (30, 370, 5), (30, 370, 5), padded_tokens=3 * 370 - 405
+    ),  # no room for short queries
     "mixed": BatchSpec("mixed", (200, 370, 90), (1, 200, 1)),
 }
 SHAPE: dict[str, Any] = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 64, "dtype": torch.bfloat16}
@@ -28,14 +30,17 @@ SHAPE: dict[str, Any] = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 64, "dty
 
 def check(backend: str, batch: Batch, **options: Any) -> None:
     on_gpu = batch.to("cuda")
-    on_gpu.extras["semaphore"] = torch.zeros(batch.block_table.shape[0] * batch.k_cache.shape[2], dtype=torch.int32, device="cuda")
+    on_gpu.extras["semaphore"] = torch.zeros(
+        batch.block_table.shape[0] * batch.k_cache.shape[2], dtype=torch.int32, device="cuda"
+    )
     got = run_paged_attention(BACKEND_OPS[backend], on_gpu, **options)
     assert not on_gpu.extras["semaphore"].any()
     assert_as_expected(got, batch, exact=False, **options)
 
 
 @pytest.mark.parametrize(
-    ("spec", "kernel"), [("padded_prefill", "prefill"), ("prefill", "prefill and decode"), ("mixed", "prefill and decode")]
+    ("spec", "kernel"),
+    [("padded_prefill", "prefill"), ("prefill", "prefill and decode"), ("mixed", "prefill and decode")],
 )
 def test_the_cuda_prefill_kernel_is_among_them(spec: str, kernel: str) -> None:
     from torchpaged.custom_ops.attention.cuda.paged_attention import route
@@ -45,7 +50,18 @@ def test_the_cuda_prefill_kernel_is_among_them(spec: str, kernel: str) -> None:
     b = make_batch(SPECS[spec], **SHAPE).to("cuda")
     capacity = b.block_table.shape[1] * b.k_cache.shape[1]
     assert (
-        route(b.q, b.k_cache, b.v_cache, torch.empty_like(b.q), len(b.seq_lens), b.max_query_len, b.scale, None, capacity).kernel == kernel
+        route(
+            b.q,
+            b.k_cache,
+            b.v_cache,
+            torch.empty_like(b.q),
+            len(b.seq_lens),
+            b.max_query_len,
+            b.scale,
+            None,
+            capacity,
+        ).kernel
+        == kernel
     )
 
 
@@ -80,7 +96,9 @@ def test_scores_that_are_all_infinite(backend: str, spec: str, value: float) -> 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_blocks_that_no_query_sees_never_matter(backend: str, spec: str, dtype: torch.dtype, heads: tuple[int, int], options: Any) -> None:
+def test_blocks_that_no_query_sees_never_matter(
+    backend: str, spec: str, dtype: torch.dtype, heads: tuple[int, int], options: Any
+) -> None:
     batch = make_batch(SPECS[spec], num_heads=heads[0], num_kv_heads=heads[1], head_dim=64, dtype=dtype)
     clean = run_paged_attention(BACKEND_OPS[backend], batch.to("cuda"), **options)
     for request, (length, queries) in enumerate(zip(batch.spec.seq_lens, batch.spec.query_lens, strict=True)):
@@ -104,7 +122,9 @@ def test_fp8_pools(backend: str, what: str) -> None:
                 continue  # it has no inf
             for spec in ("decode", "prefill"):
                 batch = make_batch(SPECS[spec], **SHAPE)
-                wide = replace(batch, k_cache=batch.k_cache.nan_to_num(0.0), v_cache=batch.v_cache.nan_to_num(0.0))
+                wide = replace(
+                    batch, k_cache=batch.k_cache.nan_to_num(0.0), v_cache=batch.v_cache.nan_to_num(0.0)
+                )
                 poke(wide, what, value, 1, 369, 1, 5)
                 narrow = replace(wide, k_cache=wide.k_cache.to(dtype), v_cache=wide.v_cache.to(dtype))
                 check(backend, narrow)
@@ -114,7 +134,9 @@ def test_fp8_pools(backend: str, what: str) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_random_batches(backend: str, share: int) -> None:
     for seed in range(share * 20, share * 20 + 20):
-        batch, options = random_batch(random.Random(seed), dtypes=(torch.bfloat16, torch.float16, torch.float32), small=True)
+        batch, options = random_batch(
+            random.Random(seed), dtypes=(torch.bfloat16, torch.float16, torch.float32), small=True
+        )
         try:
             check(backend, batch, **options)
         except AssertionError as error:
@@ -140,11 +162,16 @@ def test_merging_bad_states(bad: float, other: float) -> None:
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
 @pytest.mark.parametrize("op", ["write_kv", "rope_write_kv"])
 def test_fp8_writes_of_every_number(op: str, dtype: torch.dtype, source: torch.dtype) -> None:
-    """All 65536 16-bit numbers (of float32, as many patterns): no inf is stored, NaN only of NaN, the largest from there on."""
+    """All 65536 16-bit numbers (of float32, as many patterns): no inf is stored, NaN only of NaN, the largest
+    from there on."""
     if torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("fp8 needs compute capability 8.9")
     bits = torch.arange(65536, dtype=torch.int32)
-    x = (bits << 16 | bits * 7 % 65536).view(torch.float32) if source == torch.float32 else bits.to(torch.int16).view(source)
+    x = (
+        (bits << 16 | bits * 7 % 65536).view(torch.float32)
+        if source == torch.float32
+        else bits.to(torch.int16).view(source)
+    )
     x = x.view(-1, 1, 64).cuda()  # 1024 tokens
     slots = torch.arange(1024, device="cuda") + 16
     largest, exact = torch.finfo(dtype).max, x[:, 0].double()
@@ -154,7 +181,9 @@ def test_fp8_writes_of_every_number(op: str, dtype: torch.dtype, source: torch.d
     else:
         table = torch.tensor([[1.0, 0.0]], device="cuda").expand(1024, 2).contiguous()
         q = torch.zeros(1024, 1, 64, dtype=source, device="cuda")
-        BACKEND_OPS["triton"].rope_write_kv(q, x, x.clone(), torch.arange(1024, device="cuda"), table, slots, torch.empty_like(q), *caches)
+        BACKEND_OPS["triton"].rope_write_kv(
+            q, x, x.clone(), torch.arange(1024, device="cuda"), table, slots, torch.empty_like(q), *caches
+        )
     for name, cache in zip("kv", caches, strict=True):
         columns = slice(2, 64) if op == "rope_write_kv" and name == "k" else slice(0, 64)
         got, want = cache.view(-1, 64)[16:, columns].double(), exact[:, columns]

@@ -1,4 +1,5 @@
-"""Prefill steps in CUDA graphs: tokens of the engine without them, whatever shares a step, and nothing waits for the device."""
+"""Prefill steps in CUDA graphs: tokens of the engine without them, whatever shares a step, and nothing waits
+for the device."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ VOCAB = 499
 def make(model: Any, **options: Any) -> Any:
     from torchpaged.engine import Generator
 
-    return Generator(model, **{"max_batch_size": 8, "max_seq_len": 1536, "compile": False, "buckets": [1, 8], **options})
+    return Generator(
+        model, **{"max_batch_size": 8, "max_seq_len": 1536, "compile": False, "buckets": [1, 8], **options}
+    )
 
 
 def draw(rng: random.Random, index: int) -> tuple[list[int], Any]:
@@ -29,13 +32,22 @@ def draw(rng: random.Random, index: int) -> tuple[list[int], Any]:
     prompt = [rng.randrange(8, VOCAB) for _ in range(rng.choice([1, 2, 3, 17, 40, 200, 900]))]
     options: dict[str, Any] = {"max_new_tokens": rng.randint(1, 40), "ignore_eos": rng.random() < 0.5}
     if index % 2:
-        options |= {"temperature": 0.9, "seed": index, "top_p": rng.choice([1.0, 0.9]), "repetition_penalty": rng.choice([1.0, 1.2])}
+        options |= {
+            "temperature": 0.9,
+            "seed": index,
+            "top_p": rng.choice([1.0, 0.9]),
+            "repetition_penalty": rng.choice([1.0, 1.2]),
+        }
     return prompt, SamplingParams(**options)
 
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"prefill_buckets": [128, 256], "prefill_chunk_size": 256, "steps_per_launch": 4}, {"capture_ahead": False, "num_blocks": 140}],
+    [
+        {},
+        {"prefill_buckets": [128, 256], "prefill_chunk_size": 256, "steps_per_launch": 4},
+        {"capture_ahead": False, "num_blocks": 140},
+    ],
     ids=["automatic", "chunked", "late-and-preempted"],
 )
 def test_tokens_equal_the_engine_without_graphs(model: Any, options: dict[str, Any]) -> None:
@@ -76,25 +88,45 @@ def test_admission_while_decoding_waits_for_nothing(model: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("lens", [[(64, 64)], [(5, 5), (1, 1), (2, 90)], [(40, 300), (3, 3)], [(1, 700)] * 8, [(2, 2)] * 8], ids=str)
+@pytest.mark.parametrize(
+    "lens",
+    [[(64, 64)], [(5, 5), (1, 1), (2, 90)], [(40, 300), (3, 3)], [(1, 700)] * 8, [(2, 2)] * 8],
+    ids=str,
+)
 def test_logits_of_a_replay_are_those_of_the_step(dtype: torch.dtype, lens: list[tuple[int, int]]) -> None:
-    """Short queries alone too, which the bucket's upper bound says nothing about; the same step launched from Python beside it. Both err
-    against float64 at most twice as much as the reference backend in the same dtype."""
+    """Short queries alone too, which the bucket's upper bound says nothing about; the same step launched from
+    Python beside it. Both err against float64 at most twice as much as the reference backend in the
+    same dtype."""
     from torchpaged import AttentionMetadata
     from torchpaged.graphs import PackedGraphRunner
     from torchpaged.hf import PagedModel
 
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=VOCAB, hidden_size=512, intermediate_size=512, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=2,
-        head_dim=64, max_position_embeddings=2048, pad_token_id=0,
-    )  # fmt: skip
+        vocab_size=VOCAB,
+        hidden_size=512,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=2048,
+        pad_token_id=0,
+    )
     model = transformers.LlamaForCausalLM(config).to("cuda", dtype).eval()
     paged, reference, wide = (
         PagedModel(copy.deepcopy(model).to(kind), num_blocks=500, backend=backend)
         for kind, backend in ((dtype, "auto"), (dtype, "reference"), (torch.float64, "reference"))
     )
-    runner = PackedGraphRunner(paged, buckets=[64], max_num_reqs=8, max_blocks_per_req=64, block_size=16, device="cuda", num_blocks=500)
+    runner = PackedGraphRunner(
+        paged,
+        buckets=[64],
+        max_num_reqs=8,
+        max_blocks_per_req=64,
+        block_size=16,
+        device="cuda",
+        num_blocks=500,
+    )
     tables, block = [], 1
     for _, seq_len in lens:
         tables.append(list(range(block, block + -(-seq_len // 16))))
@@ -107,10 +139,14 @@ def test_logits_of_a_replay_are_those_of_the_step(dtype: torch.dtype, lens: list
     ids = [i % VOCAB for i in range(sum(query_lens))]
     ends = [sum(query_lens[: i + 1]) - 1 for i in range(len(lens))]
     with torch.inference_mode():
-        metadata = AttentionMetadata.from_lists(query_lens, seq_lens, tables, block_size=16, num_blocks=500, device="cuda")
+        metadata = AttentionMetadata.from_lists(
+            query_lens, seq_lens, tables, block_size=16, num_blocks=500, device="cuda"
+        )
         step = torch.tensor(ids, device="cuda"), metadata, torch.tensor(ends, device="cuda")
         launched, same, exact = paged(*step), reference(*step), wide(*step)
-    replayed = runner.run(ids, query_lens, seq_lens, tables, ends).clone()  # the next replay writes into the same memory
+    replayed = runner.run(
+        ids, query_lens, seq_lens, tables, ends
+    ).clone()  # the next replay writes into the same memory
     again = runner.run(ids, query_lens, seq_lens, tables, ends[-1:])
     assert_within_budget("launched", launched, same, exact, dtype)
     assert_within_budget("replayed", replayed, same, exact, dtype)
@@ -119,7 +155,8 @@ def test_logits_of_a_replay_are_those_of_the_step(dtype: torch.dtype, lens: list
 
 @pytest.mark.parametrize("ahead", [True, False])
 def test_a_prefill_that_can_not_be_captured_leaves_the_decodes_alone(model: Any, ahead: bool) -> None:
-    """It reads a device value: "auto" names the op and goes on, in the same process and beside the same graphs."""
+    """It reads a device value: "auto" names the op and goes on, in the same process and beside the
+    same graphs."""
     from torchpaged.engine import Generator, SamplingParams
     from torchpaged.hf import PagedModel
 
@@ -136,5 +173,9 @@ def test_a_prefill_that_can_not_be_captured_leaves_the_decodes_alone(model: Any,
     generator = Generator(paged, **options, capture_ahead=ahead)
     assert [o.token_ids for o in generator.generate(prompts, params)] == want
     assert torch.cuda.current_stream() == stream, "torch.cuda.graph leaves its own behind after a failure"
-    assert generator.prefill_runner is None and "could not be captured at aten" in generator.prefill_graph_reason
-    assert all(r.captured for r in generator.runner.report() if r.hits) and any(r.hits for r in generator.runner.report())
+    assert (
+        generator.prefill_runner is None and "could not be captured at aten" in generator.prefill_graph_reason
+    )
+    assert all(r.captured for r in generator.runner.report() if r.hits) and any(
+        r.hits for r in generator.runner.report()
+    )

@@ -1,4 +1,5 @@
-"""The CUDA C++ prefill kernel on random batches: it ends, its results are right, and the same every time; under a watchdog."""
+"""The CUDA C++ prefill kernel on random batches: it ends, its results are right, and the same every time;
+under a watchdog."""
 
 from __future__ import annotations
 

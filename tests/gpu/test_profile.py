@@ -1,4 +1,5 @@
-"""Profiles on a GPU: every kernel of a replayed graph finds its module, and traces carry the engine's ranges."""
+"""Profiles on a GPU: every kernel of a replayed graph finds its module, and traces carry the
+engine's ranges."""
 
 from __future__ import annotations
 
@@ -20,9 +21,16 @@ def tiny_generator(compile: bool, **options: Any) -> tuple[Any, Any]:
 
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=199, hidden_size=128, intermediate_size=160, num_hidden_layers=LAYERS, num_attention_heads=4, num_key_value_heads=2,
-        max_position_embeddings=512, eos_token_id=None, pad_token_id=0,
-    )  # fmt: skip
+        vocab_size=199,
+        hidden_size=128,
+        intermediate_size=160,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
     model = transformers.LlamaForCausalLM(config).to("cuda", torch.bfloat16).eval()
     generator = Generator(model, max_batch_size=4, buckets=[4], max_seq_len=128, compile=compile, **options)
     return model, generator
@@ -42,7 +50,10 @@ def test_all_kernels_of_a_replay_find_their_modules(steps_per_launch: int) -> No
     modules = {row.module: row for row in report.modules}
     for layer in range(LAYERS):
         assert modules[f"model.layers.{layer}.mlp.down_proj"].count >= steps_per_launch
-        assert any("decode" in kernel.name or "paged" in kernel.name for kernel in modules[f"model.layers.{layer}.self_attn"].kernels)
+        assert any(
+            "decode" in kernel.name or "paged" in kernel.name
+            for kernel in modules[f"model.layers.{layer}.self_attn"].kernels
+        )
     assert report.total_us > 0
 
 
@@ -63,7 +74,10 @@ def test_a_compiled_capture_has_the_ranges_of_attention() -> None:
     """Twice while it warms up, once while it is captured, each layer by its index."""
     from torchpaged import profiling
 
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler, profiling.recorded():
+    with (
+        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler,
+        profiling.recorded(),
+    ):
         _, generator = tiny_generator(True, prefill_buckets=None)
         generator.runner.capture()
     spans = [event.name for event in profiler.events() if event.name.startswith(("attention", "capture"))]
@@ -73,7 +87,8 @@ def test_a_compiled_capture_has_the_ranges_of_attention() -> None:
 
 @pytest.mark.parametrize("prefill_buckets", [None, [16]], ids=["prefill-from-python", "prefill-graph"])
 def test_a_trace_of_a_generation(tmp_path: Path, prefill_buckets: list[int] | None) -> None:
-    """Ranges of the host, kernels of the graphs, all of them placed; attention ranges inside the steps that run as Python."""
+    """Ranges of the host, kernels of the graphs, all of them placed; attention ranges inside the steps that
+    run as Python."""
     from torchpaged import profiling
     from torchpaged.engine import SamplingParams
     from torchpaged.profiling.kernel_report import kernels_of_generation, module_ranges, read_trace
@@ -84,14 +99,23 @@ def test_a_trace_of_a_generation(tmp_path: Path, prefill_buckets: list[int] | No
         generator.generate([[5, 6, 7], [9, 8]], SamplingParams(max_new_tokens=6))
     events = json.loads(path.read_text())["traceEvents"]
     names = [event["name"] for event in events if event.get("cat") == "user_annotation"]
-    assert ("attention layer=0" in names) == (prefill_buckets is None) and any(name.startswith("replay batch=2 padded=4") for name in names)
-    assert any(name.startswith("prefill batch=2 tokens=5 padded=16") for name in names) == (prefill_buckets is not None)
+    assert ("attention layer=0" in names) == (prefill_buckets is None) and any(
+        name.startswith("replay batch=2 padded=4") for name in names
+    )
+    assert any(name.startswith("prefill batch=2 tokens=5 padded=16") for name in names) == (
+        prefill_buckets is not None
+    )
     prefill = generator.prefill_runner
     reports = kernels_of_generation(
-        read_trace(path), model, generator.runner.launch_eager, None if prefill is None else prefill.launch_eager
+        read_trace(path),
+        model,
+        generator.runner.launch_eager,
+        None if prefill is None else prefill.launch_eager,
     )
     assert not reports["decode"].unmatched and not reports["decode"].missing, reports["decode"].unmatched
-    assert not reports["prefill"].unmatched and any(row.module == "lm_head" for row in reports["prefill"].modules)
+    assert not reports["prefill"].unmatched and any(
+        row.module == "lm_head" for row in reports["prefill"].modules
+    )
     replays = sum(name.startswith("replay") for name in names)
     decode = {row.module: row for row in reports["decode"].modules}
     assert reports["decode"].steps == replays and decode["model.layers.1.mlp.up_proj"].count % replays == 0

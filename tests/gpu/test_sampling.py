@@ -1,4 +1,5 @@
-"""sample_tokens and accept_tokens on a GPU: the oracle, whole vocabularies, capture once and replay with other parameters."""
+"""sample_tokens and accept_tokens on a GPU: the oracle, whole vocabularies, capture once and replay with
+other parameters."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ VOCABS = (1, 33, 1000, 50257, 128256, 262144)
 @pytest.mark.parametrize("vocab_size", VOCABS)
 def test_sample_tokens(vocab_size: int, dtype: torch.dtype) -> None:
     for seed, spread in ((0, 3.0), (1, 0.5)):
-        inputs = make_sampling_inputs(ALL, vocab_size=vocab_size, dtype=dtype, device="cuda", seed=seed, spread=spread, padding=7 * seed)
+        inputs = make_sampling_inputs(
+            ALL, vocab_size=vocab_size, dtype=dtype, device="cuda", seed=seed, spread=spread, padding=7 * seed
+        )
         assert_samples_close(TRITON, inputs)
 
 
@@ -65,13 +68,16 @@ def test_special_logits(value: float) -> None:
 @pytest.mark.parametrize("token", [0, 1023, 1024, 60_000, 99_999])
 @pytest.mark.parametrize("count", [1, 4])
 def test_one_nan_in_any_tile_leaves_no_token(count: int, token: int) -> None:
-    """Whether the largest logit is in its tile or in another, whatever the row asks for, with few rows and many."""
+    """Whether the largest logit is in its tile or in another, whatever the row asks for, with few rows
+    and many."""
     inputs = make_sampling_inputs(ALL * count, vocab_size=100_000, device="cuda")
     inputs["logits"][: len(ALL), token], inputs["logits"][:, 300] = float("nan"), 50.0
     assert assert_samples_close(TRITON, inputs)[: len(ALL)].tolist() == [-2] * len(ALL)
 
 
-@pytest.mark.parametrize(("row", "kept"), [({}, 12), ({"top_k": 5}, 5), ({"top_p": 0.8}, 7), ({"temperature": 0.5}, 12)], ids=str)
+@pytest.mark.parametrize(
+    ("row", "kept"), [({}, 12), ({"top_k": 5}, 5), ({"top_p": 0.8}, 7), ({"temperature": 0.5}, 12)], ids=str
+)
 def test_draws_follow_the_probabilities(row: dict[str, float], kept: int) -> None:
     logits = torch.tensor([0.2, -1.0, 1.1, 0.0, -0.4, 0.9, -2.0, 0.5, 0.3, -0.1, 0.7, -3.0], device="cuda")
     count = 20_000
@@ -87,7 +93,8 @@ def test_draws_follow_the_probabilities(row: dict[str, float], kept: int) -> Non
 
 
 def test_the_same_token_in_any_company() -> None:
-    """Alone and among 63 others, which means other tiles; in other rows, with other strides, time after time."""
+    """Alone and among 63 others, which means other tiles; in other rows, with other strides, time
+    after time."""
     inputs = make_sampling_inputs((ALL * 4)[:64], vocab_size=128256, device="cuda", dtype=torch.bfloat16)
     inputs["logits"] /= 3
     assert sample_tiles(1, 128256).tile != sample_tiles(64, 128256).tile
@@ -97,7 +104,9 @@ def test_the_same_token_in_any_company() -> None:
         TRITON.sample_tokens(**inputs)
         assert torch.equal(inputs["out"], want)
     for row in (0, 7, 30, 63):
-        alone = {name: tensor[row : row + 1] for name, tensor in inputs.items()} | {"out": torch.zeros(1, dtype=torch.int64, device="cuda")}
+        alone = {name: tensor[row : row + 1] for name, tensor in inputs.items()} | {
+            "out": torch.zeros(1, dtype=torch.int64, device="cuda")
+        }
         alone["logits"] = torch.nn.functional.pad(alone["logits"], (0, 3 + row))[:, :128256]
         TRITON.sample_tokens(**alone)
         assert int(alone["out"]) == int(want[row])
@@ -124,7 +133,10 @@ def test_capture_and_replay_with_other_parameters() -> None:
 
 
 def test_nothing_synchronises() -> None:
-    inputs, accept = make_sampling_inputs(ALL, vocab_size=1000, device="cuda"), make_accept_inputs(device="cuda")
+    inputs, accept = (
+        make_sampling_inputs(ALL, vocab_size=1000, device="cuda"),
+        make_accept_inputs(device="cuda"),
+    )
     TRITON.sample_tokens(**inputs)
     TRITON.accept_tokens(**accept)
     params = [SamplingParams(temperature=1.0, top_k=20, repetition_penalty=1.1)] * len(ALL)
@@ -133,7 +145,9 @@ def test_nothing_synchronises() -> None:
     try:
         TRITON.sample_tokens(**inputs)
         TRITON.accept_tokens(**accept)
-        tokens = sample(inputs["logits"], params, [5] * len(ALL), [0] * len(ALL), seen, ops=BACKEND_OPS["default"])
+        tokens = sample(
+            inputs["logits"], params, [5] * len(ALL), [0] * len(ALL), seen, ops=BACKEND_OPS["default"]
+        )
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert tokens.device.type == "cuda" and tokens.shape == (len(ALL),)
@@ -159,14 +173,21 @@ def test_accept_tokens_fills_the_ring(num_reqs: int, launch: int, step: int) -> 
         TRITON.accept_tokens(**inputs)
         REFERENCE.accept_tokens(**same)
         torch.cuda.synchronize()  # the op counts on a step between two of its calls
-        assert all(torch.equal(x.cpu(), same[name]) for name, x in inputs.items() if isinstance(x, torch.Tensor))
+        assert all(
+            torch.equal(x.cpu(), same[name]) for name, x in inputs.items() if isinstance(x, torch.Tensor)
+        )
 
 
-@pytest.mark.parametrize(("count", "launch", "step"), [(1, None, 0), (1, 4, 1), (19, 4, 1), (19, 4, 0), (19, -1, 1)])
+@pytest.mark.parametrize(
+    ("count", "launch", "step"), [(1, None, 0), (1, 4, 1), (19, 4, 1), (19, 4, 0), (19, -1, 1)]
+)
 def test_finish_step_is_both_ops(count: int, launch: int | None, step: int) -> None:
-    """To the bit: all kinds of rows, idle ones and such as end among them, one program and several, with a ring and without."""
+    """To the bit: all kinds of rows, idle ones and such as end among them, one program and several, with a
+    ring and without."""
     rows = ALL[:count]
-    inputs = make_finish_inputs(rows, vocab_size=5000, dtype=torch.float16, launch=launch, step=step, device="cuda")
+    inputs = make_finish_inputs(
+        rows, vocab_size=5000, dtype=torch.float16, launch=launch, step=step, device="cuda"
+    )
     inputs["logits"][6::7, 7] = float("nan")
     want = finished_apart(TRITON, inputs)
     ended = int((want["seq_lens"] == 0).sum() - (inputs["seq_lens"] == 0).sum())

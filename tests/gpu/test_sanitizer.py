@@ -22,9 +22,19 @@ def test_sanitizer_is_clean(backend: str, tool: str) -> None:
     root = Path(__file__).parents[2]
     script = [sys.executable, str(Path(__file__).with_name("sanitize_cases.py")), backend]
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": str(root)}
-    subprocess.run(script, cwd=root, env=environment, check=True, capture_output=True, timeout=300)  # compiles outside the tool
+    subprocess.run(
+        script, cwd=root, env=environment, check=True, capture_output=True, timeout=300
+    )  # compiles outside the tool
     # torch's and cuda-bindings' probing for driver symbols would count as API errors
-    command = [sanitizer, "--tool", tool, "--error-exitcode", "9", *(["--report-api-errors", "no"] if tool == "memcheck" else []), *script]
+    command = [
+        sanitizer,
+        "--tool",
+        tool,
+        "--error-exitcode",
+        "9",
+        *(["--report-api-errors", "no"] if tool == "memcheck" else []),
+        *script,
+    ]
     done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=580)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
     clean = "ERROR SUMMARY: 0 errors" if tool == "memcheck" else "RACECHECK SUMMARY: 0 hazards"

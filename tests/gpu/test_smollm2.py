@@ -1,4 +1,5 @@
-"""SmolLM2 on a GPU: the golden greedy tokens in float32 through every door, and bf16 logits, teacher-forced."""
+"""SmolLM2 on a GPU: the golden greedy tokens in float32 through every door, and bf16
+logits, teacher-forced."""
 
 from __future__ import annotations
 
@@ -19,7 +20,16 @@ def load(path: Path, dtype: torch.dtype) -> Any:
 
 
 @pytest.mark.parametrize(
-    "door", ["eager", "generate", "generate_compiled", "generator", "generator_compiled", "generator_fused", "generator_fused_k4"]
+    "door",
+    [
+        "eager",
+        "generate",
+        "generate_compiled",
+        "generator",
+        "generator_compiled",
+        "generator_fused",
+        "generator_fused_k4",
+    ],
 )
 def test_golden_tokens(smollm2_path: Path, door: str) -> None:
     import torchpaged.hf as hf
@@ -30,13 +40,23 @@ def test_golden_tokens(smollm2_path: Path, door: str) -> None:
     if door.startswith("generator"):
         compiled, fused = door.endswith("compiled"), "fused" in door
         generator = Generator(
-            model, max_seq_len=64, compile="auto" if fused else compiled, buckets=[5, 8] if compiled else None, fuse=fused,
+            model,
+            max_seq_len=64,
+            compile="auto" if fused else compiled,
+            buckets=[5, 8] if compiled else None,
+            fuse=fused,
             steps_per_launch=4 if door.endswith("k4") else 1,
-        )  # fmt: skip
-        outputs = generator.generate([p["input_ids"] for p in GOLDEN], SamplingParams(max_new_tokens=24, ignore_eos=True))
+        )
+        outputs = generator.generate(
+            [p["input_ids"] for p in GOLDEN], SamplingParams(max_new_tokens=24, ignore_eos=True)
+        )
         assert generator.choice.name == "cuda" and generator.runner is not None
         report = generator.fusion_report
-        assert (report is not None and report.complete and "fully fused" in generator.compile_reason) if fused else report is None
+        assert (
+            (report is not None and report.complete and "fully fused" in generator.compile_reason)
+            if fused
+            else report is None
+        )
         assert [o.token_ids for o in outputs] == want
         return
     model.set_attn_implementation("eager" if door == "eager" else "torchpaged")
@@ -44,14 +64,22 @@ def test_golden_tokens(smollm2_path: Path, door: str) -> None:
     for prompt in GOLDEN:
         ids = torch.tensor([prompt["input_ids"]], device="cuda")
         cache = {} if door == "eager" else {"past_key_values": hf.PagedCache(model.config, 1, 64)}
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, min_new_tokens=24, do_sample=False,
-                             disable_compile=door != "generate_compiled", **cache)  # fmt: skip
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=24,
+            min_new_tokens=24,
+            do_sample=False,
+            disable_compile=door != "generate_compiled",
+            **cache,
+        )
         got.append(out[0, ids.shape[1] :].tolist())
     assert got == want
 
 
 def test_bf16_logits_teacher_forced(smollm2_path: Path) -> None:
-    """Prefill of the prompt, then one decode step per golden token through captured graphs; errors against float32 eager."""
+    """Prefill of the prompt, then one decode step per golden token through captured graphs; errors against
+    float32 eager."""
     from torchpaged.graphs import DecodeGraphRunner
     from torchpaged.hf import PagedModel
 
@@ -64,12 +92,18 @@ def test_bf16_logits_teacher_forced(smollm2_path: Path) -> None:
         eager = [model(torch.tensor([row], device="cuda")).logits[0].float() for row in rows]
     paged = PagedModel(model, num_blocks=1 + 4 * len(rows))
     assert paged.choice.name == "cuda"
-    runner = DecodeGraphRunner(paged, max_batch_size=len(rows), max_blocks_per_req=4, block_size=16, device="cuda", compile=False)
+    runner = DecodeGraphRunner(
+        paged, max_batch_size=len(rows), max_blocks_per_req=4, block_size=16, device="cuda", compile=False
+    )
     blocks = [[1 + 4 * i + n for n in range(4)] for i in range(len(rows))]
     for step in range(max(map(len, rows))):
         live = [i for i, row in enumerate(rows) if step < len(row)]
-        logits = runner.run([rows[i][step] for i in live], [step + 1] * len(live), [blocks[i] for i in live]).float()
+        logits = runner.run(
+            [rows[i][step] for i in live], [step + 1] * len(live), [blocks[i] for i in live]
+        ).float()
         for row, i in enumerate(live):
             ours = float((logits[row] - exact[i][step]).norm() / exact[i][step].norm())
             theirs = float((eager[i] - exact[i]).norm(dim=-1).div(exact[i].norm(dim=-1)).max())
-            assert ours <= 2 * theirs, f"prompt {i}, position {step}: relative error {ours:.4f}, HF bf16 at most {theirs:.4f}"
+            assert ours <= 2 * theirs, (
+                f"prompt {i}, position {step}: relative error {ours:.4f}, HF bf16 at most {theirs:.4f}"
+            )

@@ -1,4 +1,5 @@
-"""A process that runs cases on the GPU under a watchdog: it is killed, and replaced, when a case does not end."""
+"""A process that runs cases on the GPU under a watchdog: it is killed, and replaced, when a case does
+not end."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ import pytest
 
 
 class WatchedProcess:
-    """Runs ``script`` of this folder, which says "ready", and for each line that names a case "launched" and "done", or what failed.
+    """Runs ``script`` of this folder, which says "ready", and for each line that names a case "launched" and
+    "done", or what failed.
 
     Args:
         script: its file's name.
@@ -28,7 +30,10 @@ class WatchedProcess:
 
     def start(self) -> None:
         root = Path(__file__).parents[2]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")]),
+        }
         command = [sys.executable, str(Path(__file__).with_name(self.script))]
         self.process = process = subprocess.Popen(
             command, cwd=root, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE

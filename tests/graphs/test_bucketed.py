@@ -42,22 +42,30 @@ class Numbers:
 
 def graphs(inputs: Numbers, step: Any = None, **options: Any) -> BucketedGraphs:
     return BucketedGraphs(
-        inputs, lambda bucket: step or (lambda numbers, scale: numbers * scale + bucket), buckets=[2, 8], device="cpu",
+        inputs,
+        lambda bucket: step or (lambda numbers, scale: numbers * scale + bucket),
+        buckets=[2, 8],
+        device="cpu",
         **{"capture": TapeCapture(), **options},
-    )  # fmt: skip
+    )
 
 
 def test_each_bucket_has_its_own_callable_and_replays_what_the_inputs_hold() -> None:
     inputs = Numbers()
     g = graphs(inputs)
     g.capture()
-    assert inputs.numbers.tolist() == list(range(8)), "a capture runs on padding and leaves the inputs as they were"
+    assert inputs.numbers.tolist() == list(range(8)), (
+        "a capture runs on padding and leaves the inputs as they were"
+    )
     inputs.scale.fill_(10.0)
     assert g.start(2).output.tolist() == [2.0, 12.0]
     assert g.start(3).output.tolist() == [8.0 + 10 * n for n in range(8)]
     inputs.numbers.zero_()
     assert g.start(1).output.tolist() == [2.0, 2.0]
-    assert [(r.bucket, r.hits, r.padded_rows) for r in g.report()] == [(2, 2, 1), (8, 1, 5)] and g.histogram() == {1: 1, 2: 1, 3: 1}
+    assert [(r.bucket, r.hits, r.padded_rows) for r in g.report()] == [
+        (2, 2, 1),
+        (8, 1, 5),
+    ] and g.histogram() == {1: 1, 2: 1, 3: 1}
     assert g.start_eager(3, lambda numbers, scale: numbers + scale).tolist() == [10.0] * 3
 
 
@@ -65,7 +73,9 @@ def test_a_bucket_is_captured_when_it_is_asked_for() -> None:
     g = graphs(Numbers())
     with pytest.raises(CaptureError, match="bucket 2: not captured yet"):
         g.start(1)
-    assert g.start(1, capture=True).output.tolist() == [2.0, 3.0] and g.is_captured(2) and not g.is_captured(8)
+    assert (
+        g.start(1, capture=True).output.tolist() == [2.0, 3.0] and g.is_captured(2) and not g.is_captured(8)
+    )
     assert g.capture_for(7) == 8 and g.is_captured(8)
     with pytest.raises(ArgumentError, match="1 to 8 rows"):
         g.start(9)

@@ -18,7 +18,9 @@ def step_ms(rows: int) -> float:
 
 
 def total(buckets: tuple[int, ...], seen: dict[int, float]) -> float:
-    return 100 * len(buckets) + sum(count * step_ms(min(b for b in buckets if b >= n)) for n, count in seen.items())
+    return 100 * len(buckets) + sum(
+        count * step_ms(min(b for b in buckets if b >= n)) for n, count in seen.items()
+    )
 
 
 @pytest.mark.parametrize("max_buckets", [None, 1, 2, 3])
@@ -27,7 +29,12 @@ def test_no_other_choice_costs_less(max_buckets: int | None) -> None:
     for _ in range(20):
         seen = {n: rng.random() * 300 for n in range(1, 10) if rng.random() < 0.7}
         got = buckets_by_cost(9, step_ms, seen=seen, max_buckets=max_buckets)
-        others = [(*c, 9) for r in range(9) for c in itertools.combinations(range(1, 9), r) if max_buckets is None or r < max_buckets]
+        others = [
+            (*c, 9)
+            for r in range(9)
+            for c in itertools.combinations(range(1, 9), r)
+            if max_buckets is None or r < max_buckets
+        ]
         assert got == sorted(set(got)) and got[-1] == 9 and (max_buckets is None or len(got) <= max_buckets)
         assert total(tuple(got), seen) == pytest.approx(min(total(c, seen) for c in others))
 
@@ -35,7 +42,11 @@ def test_no_other_choice_costs_less(max_buckets: int | None) -> None:
 def test_what_was_seen_decides() -> None:
     assert buckets_by_cost(64, step_ms, seen={3: 1e5, 64: 5}) == [3, 64]
     assert buckets_by_cost(64, step_ms, seen={}) == [64] and buckets_by_cost(1, step_ms) == [1]
-    for options, argument in (({"seen": {65: 1}}, "seen"), ({"seen": {3: -1}}, "seen"), ({"max_buckets": 0}, "max_buckets")):
+    for options, argument in (
+        ({"seen": {65: 1}}, "seen"),
+        ({"seen": {3: -1}}, "seen"),
+        ({"max_buckets": 0}, "max_buckets"),
+    ):
         with pytest.raises(ArgumentError, match=argument):
             buckets_by_cost(64, step_ms, **options)  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="max_batch_size"):
@@ -44,8 +55,14 @@ def test_what_was_seen_decides() -> None:
 
 def make_runner(step: object, capture: object) -> DecodeGraphRunner:
     return DecodeGraphRunner(
-        step, max_batch_size=4, max_blocks_per_req=2, block_size=4, buckets=[1, 4], compile=False, capture=capture,  # type: ignore[arg-type]
-    )  # fmt: skip
+        step,
+        max_batch_size=4,
+        max_blocks_per_req=2,
+        block_size=4,
+        buckets=[1, 4],
+        compile=False,
+        capture=capture,  # type: ignore[arg-type]
+    )
 
 
 def test_report_table_and_histogram() -> None:
@@ -61,7 +78,9 @@ def test_report_table_and_histogram() -> None:
     ) and large.capture_ms >= large.record_ms > 0
     heading, first, second = bucket_table([small, large]).splitlines()
     assert (
-        first.split() == ["1", "-", "-", "-", "0", "0"] and second.split()[-2:] == ["2", "3"] and len(heading) == len(first) == len(second)
+        first.split() == ["1", "-", "-", "-", "0", "0"]
+        and second.split()[-2:] == ["2", "3"]
+        and len(heading) == len(first) == len(second)
     )
     assert runner.histogram() == {2: 1, 3: 1}
 
@@ -72,7 +91,9 @@ def test_a_failed_capture_names_bucket_and_op_and_eager_works() -> None:
         return torch.zeros_like(ids).index_add(0, torch.arange(kept.shape[0]), kept)
 
     runner = make_runner(step, TapeCapture())
-    with pytest.raises(CaptureError, match=r"bucket 4: .* at aten\.index\.Tensor: .*run_eager\(\) still works"):
+    with pytest.raises(
+        CaptureError, match=r"bucket 4: .* at aten\.index\.Tensor: .*run_eager\(\) still works"
+    ):
         runner.capture()
     assert not any(report.captured for report in runner.report())
     assert runner.run_eager([5, 6], [1, 1], [[1], [2]]).tolist() == [5, 6]

@@ -1,4 +1,5 @@
-"""Ctrl-C and exceptions at each point of a capture or launch: the next launch is right, host and device agree, semaphores are zero."""
+"""Ctrl-C and exceptions at each point of a capture or launch: the next launch is right, host and device
+agree, semaphores are zero."""
 
 from __future__ import annotations
 
@@ -54,13 +55,17 @@ class Interrupted(TapeCapture):
         return captured
 
 
-SESSION = kept_session()  # of the steps here, which have no attention: what is in its semaphore is a test's doing
+SESSION = (
+    kept_session()
+)  # of the steps here, which have no attention: what is in its semaphore is a test's doing
 
 
 def make(point: str, steps: int = 2) -> tuple[DecodeRows, WholeStepRunner]:
     rows = DecodeRows(2, 8, BLOCK, VOCAB, "cpu", BACKEND_OPS["reference"], steps)
     rows.write({0: RowState(5, 6, [3, 9, 4, 5, 6, 7], seed=11, counter=0, remaining=100)})
-    return rows, WholeStepRunner(successor, rows, buckets=[2], compile=False, capture=Interrupted(point), debug=True, session=SESSION)
+    return rows, WholeStepRunner(
+        successor, rows, buckets=[2], compile=False, capture=Interrupted(point), debug=True, session=SESSION
+    )
 
 
 def tokens_of(rows: DecodeRows, runner: WholeStepRunner, launches: int) -> list[int]:
@@ -117,7 +122,8 @@ def test_the_next_launch_settles_by_itself() -> None:
 
 
 def test_an_interrupted_restoration_is_made_up_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C while the rows are put back behind a capture: a second one finishes it, before the next launch reads anything."""
+    """Ctrl-C while the rows are put back behind a capture: a second one finishes it, before the next launch
+    reads anything."""
     rows, runner = make("")
     restore, calls = rows.restore, []
 
@@ -145,7 +151,9 @@ def test_a_failed_step_does_not_poison_the_next() -> None:
             raise RuntimeError("a launch that fails")
         return successor(input_ids, metadata)
 
-    runner = WholeStepRunner(step, rows, buckets=[2], compile=False, capture=EagerCapture(), debug=True, session=SESSION)
+    runner = WholeStepRunner(
+        step, rows, buckets=[2], compile=False, capture=EagerCapture(), debug=True, session=SESSION
+    )
     with pytest.raises(RuntimeError, match="a launch that fails"):
         runner.launch_eager(1)
     assert tokens_of(rows, runner, 4) == WANT
@@ -193,10 +201,14 @@ def test_a_semaphore_that_is_left_set_is_reported() -> None:
 
     left = [torch.tensor(0, dtype=torch.int32)]
     rows = DecodeRows(2, 8, BLOCK, VOCAB, "cpu", BACKEND_OPS["reference"])
-    runner = WholeStepRunner(step, rows, buckets=[2], compile=False, capture=EagerCapture(), debug=True, session=SESSION)
+    runner = WholeStepRunner(
+        step, rows, buckets=[2], compile=False, capture=EagerCapture(), debug=True, session=SESSION
+    )
     runner.launch(1)
     left[0] += 4
-    with pytest.raises(SemaphoreError, match=r"expected zeros after a replay of bucket 2, got \[4\] at \[13\].*reset\(\)"):
+    with pytest.raises(
+        SemaphoreError, match=r"expected zeros after a replay of bucket 2, got \[4\] at \[13\].*reset\(\)"
+    ):
         runner.launch(1)
     left[0] -= 4
     runner.reset()
@@ -207,7 +219,15 @@ def test_a_semaphore_that_is_left_set_is_reported() -> None:
         semaphore_of(SESSION)[1].fill_(left[0])
         return input_ids.float()
 
-    packed = PackedGraphRunner(prefill, buckets=[8], max_num_reqs=2, max_blocks_per_req=4, block_size=BLOCK, debug=True, session=SESSION)
+    packed = PackedGraphRunner(
+        prefill,
+        buckets=[8],
+        max_num_reqs=2,
+        max_blocks_per_req=4,
+        block_size=BLOCK,
+        debug=True,
+        session=SESSION,
+    )
     packed.run([5], [1], [1], [[1]], [0])
     left[0] += 2
     with pytest.raises(SemaphoreError, match="expected zeros after a replay of bucket 8"):
@@ -230,7 +250,14 @@ def test_a_prefill_begins_with_a_clear_semaphore() -> None:
         return input_ids.float()
 
     runner = PackedGraphRunner(
-        prefill, buckets=[8], max_num_reqs=2, max_blocks_per_req=4, block_size=BLOCK, debug=True, warmup_iters=1, session=SESSION
+        prefill,
+        buckets=[8],
+        max_num_reqs=2,
+        max_blocks_per_req=4,
+        block_size=BLOCK,
+        debug=True,
+        warmup_iters=1,
+        session=SESSION,
     )
     fail[:] = [True]
     with pytest.raises(KeyboardInterrupt):
@@ -268,7 +295,9 @@ def raises(error: BaseException) -> Any:
     return step
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("a step that fails")], ids=["interrupt", "error"])
+@pytest.mark.parametrize(
+    "error", [KeyboardInterrupt(), RuntimeError("a step that fails")], ids=["interrupt", "error"]
+)
 def test_a_warmup_is_waited_for_however_it_ends(fake_cuda: FakeStream, error: BaseException) -> None:
     backend = CudaCapture("cuda:0")
     with pytest.raises(type(error)):
@@ -276,7 +305,9 @@ def test_a_warmup_is_waited_for_however_it_ends(fake_cuda: FakeStream, error: Ba
     assert fake_cuda.waited == [backend._stream]
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("a step that fails")], ids=["interrupt", "error"])
+@pytest.mark.parametrize(
+    "error", [KeyboardInterrupt(), RuntimeError("a step that fails")], ids=["interrupt", "error"]
+)
 @pytest.mark.parametrize("ends_badly", [False, True])
 def test_a_capture_is_put_right_however_it_ends(
     fake_cuda: FakeStream, monkeypatch: pytest.MonkeyPatch, error: BaseException, ends_badly: bool

@@ -10,10 +10,18 @@ import torch
 from torch import Tensor, nn
 
 from torchpaged import ArgumentError, AttentionMetadata, CaptureError, PagedAttention, PagedKVCache
-from torchpaged.graphs import EagerCapture, PackedBuffers, PackedGraphRunner, TapeCapture, bucket_table, default_prefill_buckets
+from torchpaged.graphs import (
+    EagerCapture,
+    PackedBuffers,
+    PackedGraphRunner,
+    TapeCapture,
+    bucket_table,
+    default_prefill_buckets,
+)
 
 HEADS, DIM, BLOCK, BLOCKS, VOCAB, COLUMNS = 4, 8, 4, 60, 50, 10
-#: (query_len, seq_len) of each request: one alone, several, chunks of longer prompts, single tokens, a bucket to its last token.
+#: (query_len, seq_len) of each request: one alone, several, chunks of longer prompts, single tokens, a bucket
+#: to its last token.
 BATCHES = {
     "one": [(7, 7)],
     "several": [(3, 3), (5, 5), (1, 1)],
@@ -33,7 +41,9 @@ class Toy(nn.Module):
         self.place = nn.Embedding(64, HEADS * DIM)
         self.qkv = nn.Linear(HEADS * DIM, 3 * HEADS * DIM)
         self.attention = PagedAttention(HEADS, DIM, block_size=BLOCK, backend="reference")
-        self.cache = PagedKVCache.uniform(1, HEADS, DIM, block_size=BLOCK, num_blocks=BLOCKS, dtype=torch.float32)
+        self.cache = PagedKVCache.uniform(
+            1, HEADS, DIM, block_size=BLOCK, num_blocks=BLOCKS, dtype=torch.float32
+        )
         for pool in self.cache[0][:2]:
             pool.copy_(torch.randn_like(pool))
         self.calls = 0
@@ -56,31 +66,49 @@ def batch_of(lens: list[tuple[int, int]]) -> dict[str, Any]:
         tables.append(blocks[:count])
         del blocks[:count]
     return {
-        "input_ids": [(11 * i) % VOCAB for i in range(sum(query_lens))], "query_lens": query_lens, "seq_lens": seq_lens,
-        "block_tables": tables, "logits_indices": [sum(query_lens[: i + 1]) - 1 for i in range(len(lens))],
-    }  # fmt: skip
+        "input_ids": [(11 * i) % VOCAB for i in range(sum(query_lens))],
+        "query_lens": query_lens,
+        "seq_lens": seq_lens,
+        "block_tables": tables,
+        "logits_indices": [sum(query_lens[: i + 1]) - 1 for i in range(len(lens))],
+    }
 
 
 def oracle(batch: dict[str, Any]) -> tuple[Tensor, PagedKVCache]:
     """The batch without buffers or padding, and the caches after it."""
     toy = Toy()
-    metadata = AttentionMetadata.from_lists(batch["query_lens"], batch["seq_lens"], batch["block_tables"], block_size=BLOCK)
+    metadata = AttentionMetadata.from_lists(
+        batch["query_lens"], batch["seq_lens"], batch["block_tables"], block_size=BLOCK
+    )
     with torch.inference_mode():
-        return toy(torch.tensor(batch["input_ids"]), metadata, torch.tensor(batch["logits_indices"])), toy.cache
+        return toy(
+            torch.tensor(batch["input_ids"]), metadata, torch.tensor(batch["logits_indices"])
+        ), toy.cache
 
 
 def runner(toy: Any, capture: Any = None, **options: Any) -> PackedGraphRunner:
-    settings: dict[str, Any] = {"buckets": [8, 16], "max_num_reqs": 4, "max_blocks_per_req": COLUMNS, "block_size": BLOCK}
-    return PackedGraphRunner(toy, **{**settings, "num_blocks": BLOCKS, "capture": capture or EagerCapture(), **options})
+    settings: dict[str, Any] = {
+        "buckets": [8, 16],
+        "max_num_reqs": 4,
+        "max_blocks_per_req": COLUMNS,
+        "block_size": BLOCK,
+    }
+    return PackedGraphRunner(
+        toy, **{**settings, "num_blocks": BLOCKS, "capture": capture or EagerCapture(), **options}
+    )
 
 
 @pytest.mark.parametrize("capture", [EagerCapture, TapeCapture])
 def test_replays_equal_steps_without_buffers(capture: Any) -> None:
-    """Batch after batch through the same tensors: nothing of the one before shows, and the caches hold the same."""
+    """Batch after batch through the same tensors: nothing of the one before shows, and the caches hold
+    the same."""
     toy, fresh = Toy(), Toy().cache
     r = runner(toy, capture())
     r.capture()
-    calls, batches = toy.calls, [BATCHES[name] for name in ("full", "one", "chunks", "singles", "full", "several")]
+    calls, batches = (
+        toy.calls,
+        [BATCHES[name] for name in ("full", "one", "chunks", "singles", "full", "several")],
+    )
     for lens in batches:
         for pool, old in zip(toy.cache[0][:2], fresh[0][:2], strict=True):
             pool.copy_(old)
@@ -105,7 +133,11 @@ def test_a_capture_writes_nothing_and_comes_with_the_first_step() -> None:
     torch.testing.assert_close(later.run(**batch_of(BATCHES["one"])), want, rtol=1e-5, atol=1e-5)
     assert [(x.captured, x.hits, x.padded_rows) for x in later.report()] == [(True, 1, 1), (False, 0, 0)]
     lines = bucket_table(later.report(), "tokens", "padded tokens").splitlines()
-    assert lines[0].startswith("tokens") and lines[0].endswith("padded tokens") and len({len(line) for line in lines}) == 1
+    assert (
+        lines[0].startswith("tokens")
+        and lines[0].endswith("padded tokens")
+        and len({len(line) for line in lines}) == 1
+    )
 
 
 def test_padding_as_it_lies() -> None:
@@ -113,10 +145,21 @@ def test_padding_as_it_lies() -> None:
     for name in ("full", "several"):
         buffers.load(**{**batch_of(BATCHES[name]), "padded_to": 16})
     ids, m, indices = buffers.view(16)
-    assert ids[9:].tolist() == [0] * 7 and m.slot_mapping[9:].tolist() == [-1] * 7 and m.positions[9:].tolist() == [0] * 7
-    assert m.query_start_loc.tolist() == [0, 3, 8, 9, 9] and m.seq_lens.tolist() == [3, 5, 1, 0] and indices.tolist() == [2, 7, 8, 0]
+    assert (
+        ids[9:].tolist() == [0] * 7
+        and m.slot_mapping[9:].tolist() == [-1] * 7
+        and m.positions[9:].tolist() == [0] * 7
+    )
+    assert (
+        m.query_start_loc.tolist() == [0, 3, 8, 9, 9]
+        and m.seq_lens.tolist() == [3, 5, 1, 0]
+        and indices.tolist() == [2, 7, 8, 0]
+    )
     assert not m.block_table[3].any() and m.max_query_len == 16 and (m.num_reqs, m.num_tokens) == (4, 16)
-    assert all(x.data_ptr() % 64 == 0 for x in (ids, m.positions, m.slot_mapping, indices, m.seq_lens, m.query_start_loc, m.block_table))
+    assert all(
+        x.data_ptr() % 64 == 0
+        for x in (ids, m.positions, m.slot_mapping, indices, m.seq_lens, m.query_start_loc, m.block_table)
+    )
     with buffers.padding(16):
         assert not m.query_start_loc.any() and not m.seq_lens.any() and (m.slot_mapping == -1).all()
 
@@ -126,15 +169,26 @@ def bad_batches() -> Iterator[tuple[dict[str, Any], str]]:
     yield batch_of([(9, 9), (8, 8)]), "input_ids: expected 1 to 16"
     yield batch_of([(1, 1)] * 5), "query_lens: expected 1 to 4 requests, got 5; run the step without a graph"
     yield {**good, "query_lens": [3, 6, 0]}, "query_lens: expected at least 1 token per request"
-    yield {**good, "input_ids": good["input_ids"][1:]}, "input_ids: expected as many tokens as query_lens says"
+    yield (
+        {**good, "input_ids": good["input_ids"][1:]},
+        "input_ids: expected as many tokens as query_lens says",
+    )
     yield {**good, "logits_indices": [9]}, r"logits_indices: expected at most 4 tokens in \[0, 9\)"
     yield {**good, "seq_lens": [3, 4, 1]}, "seq_lens: expected at least the tokens of this step"
-    yield {**good, "block_tables": [[1], [2], [3]]}, "block_tables: expected 2 blocks of 4 for 5 tokens in row 1"
+    yield (
+        {**good, "block_tables": [[1], [2], [3]]},
+        "block_tables: expected 2 blocks of 4 for 5 tokens in row 1",
+    )
     yield {**good, "block_tables": [[1], [BLOCKS, 2], [3]]}, "block_tables: expected block ids in"
-    yield {**good, "block_tables": [list(range(1, 12)), [20, 21], [30]]}, "block_tables: expected at most 10 blocks per request, got 11"
+    yield (
+        {**good, "block_tables": [list(range(1, 12)), [20, 21], [30]]},
+        "block_tables: expected at most 10 blocks per request, got 11",
+    )
 
 
-@pytest.mark.parametrize(("batch", "words"), list(bad_batches()), ids=lambda x: x if isinstance(x, str) else "")
+@pytest.mark.parametrize(
+    ("batch", "words"), list(bad_batches()), ids=lambda x: x if isinstance(x, str) else ""
+)
 @pytest.mark.parametrize("captured", [True, False])
 def test_refusals_write_nothing(batch: dict[str, Any], words: str, captured: bool) -> None:
     toy = Toy()
@@ -148,8 +202,13 @@ def test_refusals_write_nothing(batch: dict[str, Any], words: str, captured: boo
 
 
 def test_bad_sizes() -> None:
-    for options, argument in (({"buckets": []}, "buckets"), ({"buckets": [0, 4]}, "buckets"), ({"max_num_reqs": 0}, "max_num_reqs"),
-                              ({"max_blocks_per_req": 0}, "max_blocks_per_req"), ({"capture": "cuda"}, "capture")):  # fmt: skip
+    for options, argument in (
+        ({"buckets": []}, "buckets"),
+        ({"buckets": [0, 4]}, "buckets"),
+        ({"max_num_reqs": 0}, "max_num_reqs"),
+        ({"max_blocks_per_req": 0}, "max_blocks_per_req"),
+        ({"capture": "cuda"}, "capture"),
+    ):
         with pytest.raises(ArgumentError, match=argument):
             runner(Toy(), **options)
     with pytest.raises(ArgumentError, match="max_num_tokens"):

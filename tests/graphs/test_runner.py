@@ -11,7 +11,14 @@ from torch import Tensor, nn
 
 import torchpaged
 from torchpaged import ArgumentError, AttentionMetadata, CaptureError, PagedAttention, PagedKVCache, Session
-from torchpaged.graphs import DecodeBuffers, DecodeGraphRunner, EagerCapture, TapeCapture, bucket_for, default_buckets
+from torchpaged.graphs import (
+    DecodeBuffers,
+    DecodeGraphRunner,
+    EagerCapture,
+    TapeCapture,
+    bucket_for,
+    default_buckets,
+)
 from torchpaged.graphs.capture import Captured
 
 HEADS, DIM, BLOCK, BLOCKS, VOCAB = 4, 8, 4, 60, 50
@@ -26,8 +33,12 @@ class Toy(nn.Module):
         self.embed = nn.Embedding(VOCAB, HEADS * DIM)
         self.place = nn.Embedding(64, HEADS * DIM)
         self.qkv = nn.ModuleList(nn.Linear(HEADS * DIM, 3 * HEADS * DIM) for _ in range(2))
-        self.attention = nn.ModuleList(PagedAttention(HEADS, DIM, block_size=BLOCK, session=session) for _ in range(2))
-        self.cache = PagedKVCache.uniform(2, HEADS, DIM, block_size=BLOCK, num_blocks=BLOCKS, dtype=torch.float32)
+        self.attention = nn.ModuleList(
+            PagedAttention(HEADS, DIM, block_size=BLOCK, session=session) for _ in range(2)
+        )
+        self.cache = PagedKVCache.uniform(
+            2, HEADS, DIM, block_size=BLOCK, num_blocks=BLOCKS, dtype=torch.float32
+        )
         self.calls = 0
 
     def forward(self, input_ids: Tensor, metadata: AttentionMetadata) -> Tensor:
@@ -114,7 +125,13 @@ def test_many_buckets_stay_under_dynamos_recompile_limit() -> None:
     torch._dynamo.reset()
     toy = Toy()
     r = DecodeGraphRunner(
-        toy.step, max_batch_size=11, max_blocks_per_req=2, block_size=BLOCK, buckets=range(1, 12), compile=True, warmup_iters=0
+        toy.step,
+        max_batch_size=11,
+        max_blocks_per_req=2,
+        block_size=BLOCK,
+        buckets=range(1, 12),
+        compile=True,
+        warmup_iters=0,
     )
     r.capture()
     assert len(r.report()) == 11 and all(b.capture_ms > 0 for b in r.report())
@@ -133,7 +150,8 @@ def test_tape_replays_without_python_and_equals_the_oracle() -> None:
 
 
 def test_a_semaphore_left_set_is_noticed() -> None:
-    """Every bucket attends with the session's semaphore, and loading a batch does not hide that it was left set."""
+    """Every bucket attends with the session's semaphore, and loading a batch does not hide that it was
+    left set."""
     session = kept_session(4, HEADS, HEADS, DIM)
     r = runner(Toy(session), EagerCapture(), session=session)
     r.capture()
@@ -172,9 +190,14 @@ def test_capture_writes_nothing_and_goes_largest_first() -> None:
 def test_a_step_that_reads_the_device_is_refused_by_bucket() -> None:
     toy = Toy()
     r = DecodeGraphRunner(
-        lambda ids, m: toy(ids, m) * int(m.seq_lens.max()), max_batch_size=2, max_blocks_per_req=2, block_size=BLOCK, compile=False, capture=TapeCapture(),
+        lambda ids, m: toy(ids, m) * int(m.seq_lens.max()),
+        max_batch_size=2,
+        max_blocks_per_req=2,
+        block_size=BLOCK,
+        compile=False,
+        capture=TapeCapture(),
         warmup_iters=0,
-    )  # fmt: skip
+    )
     with pytest.raises(CaptureError, match="bucket 2: .*run_eager"):
         r.capture()
     assert r.run_eager([5], [1], [[3]]).shape == (1, VOCAB)
@@ -213,11 +236,21 @@ def test_advance_step_inside_the_graph_needs_no_host() -> None:
 
     def step(ids: Tensor, m: AttentionMetadata) -> Tensor:
         tokens = toy(ids, m).argmax(-1)
-        torchpaged.advance_step(tokens, m.block_table, ids, m.positions, m.seq_lens, m.slot_mapping, block_size=BLOCK)
+        torchpaged.advance_step(
+            tokens, m.block_table, ids, m.positions, m.seq_lens, m.slot_mapping, block_size=BLOCK
+        )
         return tokens
 
-    r = DecodeGraphRunner(step, max_batch_size=2, max_blocks_per_req=12, block_size=BLOCK, num_blocks=BLOCKS, buckets=[2], compile=False,
-                          capture=TapeCapture())  # fmt: skip
+    r = DecodeGraphRunner(
+        step,
+        max_batch_size=2,
+        max_blocks_per_req=12,
+        block_size=BLOCK,
+        num_blocks=BLOCKS,
+        buckets=[2],
+        compile=False,
+        capture=TapeCapture(),
+    )
     rows = [[3], [4]]
     first = r.run([3, 4], [1, 1], TABLES[:2]).tolist()
     for row, token in zip(rows, first, strict=True):
@@ -254,7 +287,9 @@ def test_a_bad_batch_does_not_even_capture() -> None:
     for ids in ([3], torch.tensor([[3]]), torch.tensor([3.5])):
         with pytest.raises(ArgumentError):
             r.run(ids, [1], [[1, BLOCKS]])
-    assert all(torch.equal(t, before[n]) for n, t in r.buffers.tensors().items()) and not any(b.capture_ms for b in r.report())
+    assert all(torch.equal(t, before[n]) for n, t in r.buffers.tensors().items()) and not any(
+        b.capture_ms for b in r.report()
+    )
 
 
 @pytest.mark.parametrize("step", ["item", "unique", "boolean_index", "branch"])
@@ -265,7 +300,14 @@ def test_the_tape_refuses_host_reads(step: str) -> None:
         "boolean_index": lambda ids, m: ids[m.seq_lens > 0],
         "branch": lambda ids, m: ids if m.seq_lens.any() else -ids,
     }
-    r = DecodeGraphRunner(steps[step], max_batch_size=2, max_blocks_per_req=2, block_size=BLOCK, compile=False, capture=TapeCapture())
+    r = DecodeGraphRunner(
+        steps[step],
+        max_batch_size=2,
+        max_blocks_per_req=2,
+        block_size=BLOCK,
+        compile=False,
+        capture=TapeCapture(),
+    )
     with pytest.raises(CaptureError, match="bucket 2"):
         r.capture()
 
@@ -292,15 +334,27 @@ def test_buffers_by_hand() -> None:
     buffers = DecodeBuffers(4, 3, BLOCK, "cpu", BLOCKS)
     buffers.load([7, 8], [5, 1], [[2, 9], [3]], padded_to=4)
     ids, m = buffers.view(4)
-    assert ids.tolist() == [7, 8, 0, 0] and m.positions.tolist() == [4, 0, 0, 0] and m.slot_mapping.tolist() == [36, 12, -1, -1]
-    assert m.seq_lens.tolist() == [5, 1, 0, 0] and m.query_start_loc.tolist() == [0, 1, 2, 2, 2] and m.max_query_len == 1
+    assert (
+        ids.tolist() == [7, 8, 0, 0]
+        and m.positions.tolist() == [4, 0, 0, 0]
+        and m.slot_mapping.tolist() == [36, 12, -1, -1]
+    )
+    assert (
+        m.seq_lens.tolist() == [5, 1, 0, 0]
+        and m.query_start_loc.tolist() == [0, 1, 2, 2, 2]
+        and m.max_query_len == 1
+    )
     assert m.block_table.tolist() == [[2, 9, 0], [3, 0, 0], [0, 0, 0], [0, 0, 0]]
     buffers.load(torch.tensor([1]), [1], [[4]], padded_to=2)
     assert buffers.view(2)[0].tolist() == [1, 0] and buffers.view(2)[1].query_start_loc.tolist() == [0, 1, 1]
 
 
 def test_buckets() -> None:
-    assert default_buckets(1) == [1] and default_buckets(5) == [1, 2, 4, 5] and default_buckets(30) == [1, 2, 4, 8, 16, 24, 30]
+    assert (
+        default_buckets(1) == [1]
+        and default_buckets(5) == [1, 2, 4, 5]
+        and default_buckets(30) == [1, 2, 4, 8, 16, 24, 30]
+    )
     assert default_buckets(300)[-4:] == [256, 272, 288, 300]
     assert [bucket_for([1, 2, 4], n) for n in (1, 2, 3, 4)] == [1, 2, 4, 4]
     with pytest.raises(ArgumentError, match="buckets"):
@@ -308,7 +362,8 @@ def test_buckets() -> None:
 
 
 def test_what_ends_a_failed_capture_exists() -> None:
-    """A private function of torch, of which a CPU build has a stand-in: CudaCapture calls it, tests/gpu/test_models.py shows what for."""
+    """A private function of torch, of which a CPU build has a stand-in: CudaCapture calls it,
+    tests/gpu/test_models.py shows what for."""
     from torch.cuda import memory
 
     assert hasattr(memory, "_cuda_endAllocateToPool")

@@ -9,9 +9,17 @@ import transformers
 from transformers import PreTrainedModel
 
 COMMON: dict[str, Any] = {
-    "vocab_size": 99, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 256, "eos_token_id": None, "pad_token_id": 0, "bos_token_id": 1,
-}  # fmt: skip
+    "vocab_size": 99,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+}
 #: name -> (config class, further options); windows are shorter than the prompts
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama": ("Llama", {}),
@@ -19,7 +27,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Mistral": ("Mistral", {"sliding_window": 8}),
     "Gemma2": ("Gemma2", {"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 16}),
     "Gemma3": ("Gemma3", {"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 16}),
-    "GptOss": ("GptOss", {"head_dim": 16, "sliding_window": 8, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "GptOss": (
+        "GptOss",
+        {"head_dim": 16, "sliding_window": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
     "Mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
 }
 SUFFIX = {"Gemma3": "Gemma3TextConfig"}

@@ -1,8 +1,10 @@
-"""Every decoder architecture of transformers, tiny and left-padded, through generate(): paged, dense and without a cache, against eager attention.
+"""Every decoder architecture of transformers, tiny and left-padded, through generate(): paged, dense and
+without a cache, against eager attention.
 
-tests/data/architectures.json says what each of the three gives: "right" (greedy tokens and logits), or which refusal, by the name it has in
-`REFUSALS`. There is no entry for a wrong answer or for an error of another kind; "as sdpa" is a model for which transformers' own sdpa differs
-from its own eager attention. A status that changes, for better or worse, fails here.
+tests/data/architectures.json says what each of the three gives: "right" (greedy tokens and logits), or which
+refusal, by the name it has in `REFUSALS`. There is no entry for a wrong answer or for an error of another
+kind; "as sdpa" is a model for which transformers' own sdpa differs from its own eager attention. A status
+that changes, for better or worse, fails here.
 """
 
 from __future__ import annotations
@@ -78,8 +80,11 @@ def test_architecture(model_type: str, mode: str) -> None:
 
 
 def test_the_table_is_complete() -> None:
-    """What transformers maps to a CausalLM is listed, or left out by name; and the table knows no other words."""
-    assert set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) <= set(TABLE) | set(LEFT_OUT) and not set(TABLE) & set(LEFT_OUT)
+    """What transformers maps to a CausalLM is listed, or left out by name; and the table knows no
+    other words."""
+    assert set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) <= set(TABLE) | set(LEFT_OUT) and not set(TABLE) & set(
+        LEFT_OUT
+    )
     assert {status for row in TABLE.values() for status in row} <= {"right", "as sdpa", *REFUSALS}
     assert all(len(row) == len(MODES) for row in TABLE.values())
     assert [name for name, row in TABLE.items() if "as sdpa" in row] == ["minimax"]

@@ -1,4 +1,5 @@
-"""What a layer asks for and a backend lacks meet at every door: a backend that declares a feature away is never called with it."""
+"""What a layer asks for and a backend lacks meet at every door: a backend that declares a feature away is
+never called with it."""
 
 from __future__ import annotations
 
@@ -19,9 +20,15 @@ from torchpaged.custom_ops import BACKEND_OPS, BackendOps
 from torchpaged.engine import Generator
 from torchpaged.hf import PagedCache, PagedModel
 
-#: What a backend lacks -> (its declaration, a model that needs it, the same of PagedAttention(4, 16, 2), the reason).
+#: What a backend lacks -> (its declaration, a model that needs it, the same of PagedAttention(4, 16, 2),
+#: the reason).
 LACKS: dict[str, tuple[dict[str, Any], str, dict[str, Any], str]] = {
-    "logits_soft_cap": ({"logits_soft_cap": False}, "Gemma2", {"logits_soft_cap": 50.0}, "logits_soft_cap is not supported"),
+    "logits_soft_cap": (
+        {"logits_soft_cap": False},
+        "Gemma2",
+        {"logits_soft_cap": 50.0},
+        "logits_soft_cap is not supported",
+    ),
     "sinks": ({"sinks": False}, "GptOss", {"sinks": [0.5] * 4}, "sinks is not supported"),
     "window": ({"window": False}, "Mistral", {"window_size": (7, -1)}, "window is not supported"),
     "head_dim": ({"head_dims": (64,)}, "Llama", {}, "head_dim 16 is not one of"),
@@ -72,12 +79,17 @@ def _cache(name: str) -> None:
     model = tiny(name)
     model.set_attn_implementation("torchpaged")
     with torch.no_grad():
-        model(padded_prompts()["input_ids"], past_key_values=PagedCache(model.config, 2, 32, block_size=4, backend="mine"))
+        model(
+            padded_prompts()["input_ids"],
+            past_key_values=PagedCache(model.config, 2, 32, block_size=4, backend="mine"),
+        )
 
 
 @pytest.mark.parametrize("door", ["module", "functional", "PagedCache", "PagedModel", "Generator"])
 @pytest.mark.parametrize("lack", LACKS)
-def test_every_door_refuses_a_backend_that_lacks_a_feature(lack: str, door: str, lacking: Callable[..., Backend]) -> None:
+def test_every_door_refuses_a_backend_that_lacks_a_feature(
+    lack: str, door: str, lacking: Callable[..., Backend]
+) -> None:
     declared, name, options, reason = LACKS[lack]
     backend = lacking(**declared)
     doors: dict[str, Callable[[], Any]] = {
@@ -85,7 +97,9 @@ def test_every_door_refuses_a_backend_that_lacks_a_feature(lack: str, door: str,
         "functional": lambda: _functional(options, backend.ops),
         "PagedCache": lambda: _cache(name),
         "PagedModel": lambda: PagedModel(tiny(name), num_blocks=8, block_size=4, backend="mine"),
-        "Generator": lambda: Generator(tiny(name), max_batch_size=1, max_seq_len=32, block_size=4, backend="mine"),
+        "Generator": lambda: Generator(
+            tiny(name), max_batch_size=1, max_seq_len=32, block_size=4, backend="mine"
+        ),
     }
     with pytest.raises(BackendUnavailableError, match=re.escape(reason)):
         doors[door]()
@@ -93,7 +107,8 @@ def test_every_door_refuses_a_backend_that_lacks_a_feature(lack: str, door: str,
 
 @pytest.mark.parametrize(("masks", "held_to"), [(True, [True]), (False, [True, False])])
 def test_causality_is_the_one_that_attention_uses(masks: bool, held_to: list[bool]) -> None:
-    """A config does not tell it and a module may tell it wrongly: the model's masks decide, and they come with its calls."""
+    """A config does not tell it and a module may tell it wrongly: the model's masks decide, and they come
+    with its calls."""
     model = tiny("Llama")
     model.set_attn_implementation("torchpaged")
     cache = PagedCache(model.config, 1, 32, backend="reference")
@@ -106,11 +121,14 @@ def test_causality_is_the_one_that_attention_uses(masks: bool, held_to: list[boo
     assert [spec.causal for spec in cache.specs] == held_to
 
 
-@pytest.mark.parametrize(("lack", "passed_over"), [("logits_soft_cap", "Gemma2"), ("sinks", "GptOss"), ("head_dim", "Llama")])
+@pytest.mark.parametrize(
+    ("lack", "passed_over"), [("logits_soft_cap", "Gemma2"), ("sinks", "GptOss"), ("head_dim", "Llama")]
+)
 def test_the_automatic_choice_passes_over_a_backend_that_lacks_a_feature(
     lack: str, passed_over: str, lacking: Callable[..., Backend]
 ) -> None:
-    """And tokens are those of eager attention, though the feature may be known only when the first layer attends."""
+    """And tokens are those of eager attention, though the feature may be known only when the first
+    layer attends."""
     lacking(automatic=True, **LACKS[lack][0])
     model, inputs = tiny(passed_over), padded_prompts()
     options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
@@ -142,7 +160,9 @@ def test_a_traced_call_asks_too(lacking: Callable[..., Backend]) -> None:
     cache = PagedCache(model.config, 1, 32, backend="mine")
     cache.early_initialization(1, 2, 16, torch.float32, torch.device("cpu"))
     with torch.no_grad(), pytest.raises(Exception, match="sinks is not supported"):
-        torch.compile(model, backend="eager", fullgraph=True)(torch.tensor([[5]]), position_ids=torch.tensor([[0]]), past_key_values=cache)
+        torch.compile(model, backend="eager", fullgraph=True)(
+            torch.tensor([[5]]), position_ids=torch.tensor([[0]]), past_key_values=cache
+        )
 
 
 def test_the_module_holds_the_backend_to_the_pools_that_come(lacking: Callable[..., Backend]) -> None:
@@ -152,5 +172,11 @@ def test_the_module_holds_the_backend_to_the_pools_that_come(lacking: Callable[.
     for size, dtype, reason in ((4, torch.float32, "block_size 4"), (16, torch.float8_e4m3fn, "kv dtype")):
         pools = (torch.zeros(4, size, 2, 16, dtype=dtype), torch.zeros(4, size, 2, 16, dtype=dtype))
         with pytest.raises(BackendUnavailableError, match=reason):
-            layer(torch.randn(1, 4, 16), k, k, pools, AttentionMetadata.from_lists([1], [1], [[1]], block_size=size))
+            layer(
+                torch.randn(1, 4, 16),
+                k,
+                k,
+                pools,
+                AttentionMetadata.from_lists([1], [1], [[1]], block_size=size),
+            )
         assert not pools[0].float().any()

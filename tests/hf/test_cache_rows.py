@@ -1,4 +1,5 @@
-"""Tokens taken back by transformers' rules, and forwards that raise between two layers: no cache goes on with rows its layers disagree on."""
+"""Tokens taken back by transformers' rules, and forwards that raise between two layers: no cache goes on with
+rows its layers disagree on."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ def paged(name: str = "Llama", **options: Any) -> PreTrainedModel:
     return model
 
 
-def filled(model: PreTrainedModel, tokens: int = 8, rows: int = 1, **options: Any) -> tuple[PagedCache, torch.Tensor]:
+def filled(
+    model: PreTrainedModel, tokens: int = 8, rows: int = 1, **options: Any
+) -> tuple[PagedCache, torch.Tensor]:
     """A cache after a forward over random tokens, and the tokens."""
     ids = torch.randint(3, 99, (rows, tokens))
     cache = PagedCache(model.config, rows, 32, block_size=4, **options)
@@ -30,7 +33,7 @@ def filled(model: PreTrainedModel, tokens: int = 8, rows: int = 1, **options: An
     return cache, ids
 
 
-# ------------------------------------------------------------------------------------------------------------- crop
+# ------------------------------------------------------------------------------------------------------- crop
 @pytest.mark.parametrize("removed", [0, -1, -5, -8, -9, -999])
 def test_crop_is_what_transformers_does(removed: int) -> None:
     """Lengths and what follows, against a DynamicCache; more than there is takes everything."""
@@ -67,7 +70,8 @@ def test_crop_takes_a_tensor_and_an_empty_cache() -> None:
 @pytest.mark.parametrize(("removed", "next_mask"), [(-4, None), (-16, [0, 1]), (-16, [0, 0]), (-20, [0, 1])])
 @pytest.mark.parametrize("tokens", [1, 3])
 def test_crop_of_rows_of_different_lengths(removed: int, next_mask: list[int] | None, tokens: int) -> None:
-    """Left padding of 7 of 20 tokens in row 0: a cut inside the padding leaves a row without tokens, and the next mask says what is padding."""
+    """Left padding of 7 of 20 tokens in row 0: a cut inside the padding leaves a row without tokens, and the
+    next mask says what is padding."""
     model, inputs = tiny("Llama"), padded_prompts()
     kept = 20 + removed
     ids = torch.cat([inputs["input_ids"][:, :kept], torch.randint(3, 99, (2, tokens))], 1)
@@ -79,16 +83,23 @@ def test_crop_of_rows_of_different_lengths(removed: int, next_mask: list[int] | 
     with torch.no_grad():
         want = model(ids, attention_mask=mask, position_ids=positions).logits
         model.set_attn_implementation("torchpaged")
-        model(**inputs, position_ids=(inputs["attention_mask"].cumsum(-1) - 1).clamp_min(0), past_key_values=cache)
+        model(
+            **inputs,
+            position_ids=(inputs["attention_mask"].cumsum(-1) - 1).clamp_min(0),
+            past_key_values=cache,
+        )
         cache.crop(removed)
         assert int(cache.get_seq_length()) == kept and cache.seq_lens.tolist() == [max(kept - 7, 0), kept]
-        got = model(ids[:, kept:], attention_mask=mask, position_ids=positions[:, kept:], past_key_values=cache).logits
+        got = model(
+            ids[:, kept:], attention_mask=mask, position_ids=positions[:, kept:], past_key_values=cache
+        ).logits
     real = mask[:, kept:].bool()
     torch.testing.assert_close(got[real], want[:, kept:][real], rtol=1e-4, atol=1e-4)
 
 
 class OnADevice(torch.Tensor):
-    """A mask whose `device` is a GPU's, as far as one asks; ``reads`` counts how often its numbers went to the host."""
+    """A mask whose `device` is a GPU's, as far as one asks; ``reads`` counts how often its numbers went to
+    the host."""
 
     reads = 0
 
@@ -103,7 +114,8 @@ class OnADevice(torch.Tensor):
 
 @pytest.mark.parametrize("still_padding", [0, 2])
 def test_a_cut_into_padding_is_asked_about_once(still_padding: int) -> None:
-    """A decode step's mask is read until every row has a token: behind that it would only cost a synchronisation per step."""
+    """A decode step's mask is read until every row has a token: behind that it would only cost a
+    synchronisation per step."""
     model, inputs = tiny("Llama"), padded_prompts()
     model.set_attn_implementation("torchpaged")
     cache, reads = PagedCache(model.config, 2, 32, block_size=4), []
@@ -141,9 +153,22 @@ def hybrid() -> PreTrainedModel:
     """A recurrent state and attention in every layer."""
     torch.manual_seed(0)
     config = FalconH1Config(
-        vocab_size=99, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, head_dim=16,
-        mamba_d_ssm=64, mamba_n_heads=4, mamba_d_head=16, mamba_n_groups=1, mamba_d_state=8, mamba_chunk_size=8, pad_token_id=0, eos_token_id=None,
-    )  # fmt: skip
+        vocab_size=99,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=16,
+        mamba_d_ssm=64,
+        mamba_n_heads=4,
+        mamba_d_head=16,
+        mamba_n_groups=1,
+        mamba_d_state=8,
+        mamba_chunk_size=8,
+        pad_token_id=0,
+        eos_token_id=None,
+    )
     model = FalconH1ForCausalLM(config).eval()
     model.set_attn_implementation("torchpaged")
     return model
@@ -162,7 +187,7 @@ def test_a_recurrent_state_starts_over_and_can_not_be_taken_back() -> None:
         torch.testing.assert_close(model(ids, past_key_values=cache).logits, want)
 
 
-# ------------------------------------------------------------------------------------- a forward that does not complete
+# --------------------------------------------------------------------------- a forward that does not complete
 class Failure(Exception):
     pass
 
@@ -194,9 +219,10 @@ def test_a_forward_that_raised_between_layers(when: str, fused: bool) -> None:
             model(ids[:, 5:6] if when == "decode" else ids[:, :5], past_key_values=cache)
         undo()
         uses: list[Callable[[], Any]] = [
-            lambda: model(ids[:, 5:6], past_key_values=cache), lambda: model(ids[:, :5], past_key_values=cache),
+            lambda: model(ids[:, 5:6], past_key_values=cache),
+            lambda: model(ids[:, :5], past_key_values=cache),
             lambda: model.generate(torch.cat([ids, ids[:, :1]], 1), max_new_tokens=2, past_key_values=cache),
-        ]  # fmt: skip
+        ]
         if when == "decode":  # in a first forward nobody knows yet how many layers there are
             uses += [
                 lambda: cache.crop(-1),
@@ -207,7 +233,10 @@ def test_a_forward_that_raised_between_layers(when: str, fused: bool) -> None:
             with pytest.raises(ArgumentError, match=r"past_key_values.*reset\(\)"):
                 use()
         cache.reset()
-        pieces = [model(ids[:, :5], past_key_values=cache).logits, model(ids[:, 5:], past_key_values=cache).logits]
+        pieces = [
+            model(ids[:, :5], past_key_values=cache).logits,
+            model(ids[:, 5:], past_key_values=cache).logits,
+        ]
     torch.testing.assert_close(torch.cat(pieces, 1), want, rtol=1e-4, atol=1e-4)
 
 
@@ -232,7 +261,8 @@ def test_a_forward_that_raised_before_the_first_layer_or_behind_the_last_one() -
 
 @pytest.mark.parametrize("regional", [False, True], ids=["whole", "layers"])
 def test_a_compiled_step_that_raised(regional: bool) -> None:
-    """Nothing on the host sees where a compiled step stopped: the lengths on the device do, without a read by the host."""
+    """Nothing on the host sees where a compiled step stopped: the lengths on the device do, without a read by
+    the host."""
     torch._dynamo.reset()
     model, ids = paged("Llama"), torch.randint(3, 99, (1, 9))
     cache = PagedCache(model.config, 1, 32, block_size=4)
@@ -254,7 +284,11 @@ def test_a_compiled_step_that_raised(regional: bool) -> None:
         return lambda *args: Stops(graph).run(*args)
 
     def step(position: int) -> torch.Tensor:
-        return run(input_ids=ids[:, position : position + 1], position_ids=torch.tensor([[position]]), past_key_values=cache).logits
+        return run(
+            input_ids=ids[:, position : position + 1],
+            position_ids=torch.tensor([[position]]),
+            past_key_values=cache,
+        ).logits
 
     run: Any = model
     with torch.no_grad():
@@ -313,4 +347,6 @@ def test_two_threads_on_one_cache() -> None:
             done.set()
             thread.join()
         torch.testing.assert_close(caught[0], want[:, 5:7], rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(model(ids[:, 7:], past_key_values=cache).logits, want[:, 7:], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            model(ids[:, 7:], past_key_values=cache).logits, want[:, 7:], rtol=1e-4, atol=1e-4
+        )

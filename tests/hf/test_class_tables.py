@@ -1,4 +1,5 @@
-"""Models that look their attention class up by the implementation's name are built with ours, or say why not."""
+"""Models that look their attention class up by the implementation's name are built with ours, or say
+why not."""
 
 from __future__ import annotations
 
@@ -27,14 +28,19 @@ def test_every_table_is_known() -> None:
         for table in re.findall(r"\b(\w+)\[(?:self\.)?(?:config\._)?attn_implementation\]", file.read_text()):
             if table.endswith("_CLASSES"):
                 found[f"{file.parent.name}.{file.stem}"] = table
-    assert found == {module: table for module, (table, _) in TABLES.items() if (folder / module.split(".")[0]).exists()}
+    assert found == {
+        module: table for module, (table, _) in TABLES.items() if (folder / module.split(".")[0]).exists()
+    }
     for module, table in found.items():
-        assert {"eager", "torchpaged"} <= set(getattr(importlib.import_module(f"transformers.models.{module}"), table))
+        assert {"eager", "torchpaged"} <= set(
+            getattr(importlib.import_module(f"transformers.models.{module}"), table)
+        )
 
 
 @pytest.mark.parametrize("model_type", ["falcon", "gpt_neo", "gptj"])
 def test_decoders_run_their_own_attention(model_type: str) -> None:
-    """With their mask, without a PagedCache; with one they are refused as every model that ignores the interface."""
+    """With their mask, without a PagedCache; with one they are refused as every model that ignores
+    the interface."""
     inputs = padded_prompts()
     want, got = (logits_of(model_of(model_type, name), inputs) for name in ("eager", "torchpaged"))
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5 * float(want.abs().max()))
@@ -47,7 +53,11 @@ def test_decoders_run_their_own_attention(model_type: str) -> None:
 
 def test_others_are_refused() -> None:
     with pytest.raises(UnsupportedModelError, match=r"git cannot be built.*build it with 'eager'"):
-        GitForCausalLM._from_config(GitConfig(num_hidden_layers=1, vocab_size=99), attn_implementation="torchpaged")
-    config = Data2VecVisionConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
+        GitForCausalLM._from_config(
+            GitConfig(num_hidden_layers=1, vocab_size=99), attn_implementation="torchpaged"
+        )
+    config = Data2VecVisionConfig(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32
+    )
     with pytest.raises(UnsupportedModelError, match="data2vec cannot be built"):
         Data2VecVisionModel._from_config(config, attn_implementation="torchpaged")

@@ -1,4 +1,5 @@
-"""Regional compilation: one compilation per kind of layer and batch size, the same logits, only decode steps, and back again."""
+"""Regional compilation: one compilation per kind of layer and batch size, the same logits, only decode steps,
+and back again."""
 
 from __future__ import annotations
 
@@ -40,7 +41,9 @@ def _steps(paged: PagedModel, batch: int, steps: int = 3) -> torch.Tensor:
     outputs = []
     with torch.inference_mode():
         for step in range(steps):
-            metadata = AttentionMetadata.from_lists([1] * batch, [step + 1] * batch, [[1 + row] for row in range(batch)], block_size=16)
+            metadata = AttentionMetadata.from_lists(
+                [1] * batch, [step + 1] * batch, [[1 + row] for row in range(batch)], block_size=16
+            )
             outputs.append(paged(torch.arange(batch) + 5 * step, metadata))
     return torch.stack(outputs)
 
@@ -69,7 +72,9 @@ def test_one_compilation_serves_all_layers(name: str, kinds: int, fused: bool) -
 
 
 @pytest.mark.parametrize("backend", [KEPT, PLANNING], ids=["semaphore", "plan"])
-def test_what_the_session_keeps_does_not_tell_layers_apart(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_session_keeps_does_not_tell_layers_apart(
+    backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One compilation for all layers, and none for another session."""
     monkeypatch.setattr(selector_module, "_REGISTERED", {backend.name: backend})
     model, counter = tiny("Llama", num_hidden_layers=4), Counter()
@@ -77,7 +82,9 @@ def test_what_the_session_keeps_does_not_tell_layers_apart(backend: Backend, mon
     compile_layers(model, backend=counter)
     for _ in range(2):
         limits = Limits(max_num_reqs=4, max_blocks_per_req=4)
-        torch.testing.assert_close(_steps(PagedModel(model, num_blocks=16, backend=backend.name, limits=limits), 2), expected)
+        torch.testing.assert_close(
+            _steps(PagedModel(model, num_blocks=16, backend=backend.name, limits=limits), 2), expected
+        )
         assert counter.count == 1
 
 
@@ -92,7 +99,8 @@ def test_more_batch_sizes_than_dynamo_lets_one_function_have() -> None:
 
 
 def test_the_layers_keep_their_own_weights_and_pools() -> None:
-    """Code is shared, weights and pools are not: each layer's count after the code was compiled for the first."""
+    """Code is shared, weights and pools are not: each layer's count after the code was compiled for
+    the first."""
     model, counter = tiny("Llama"), Counter()
     paged = PagedModel(model, num_blocks=16)
     compile_layers(model, backend=counter)
@@ -109,7 +117,8 @@ def test_the_layers_keep_their_own_weights_and_pools() -> None:
 
 
 def test_through_the_engine_with_prefill() -> None:
-    """Prefills of any length are not compiled; tokens are those of the uncompiled engine, fused and compiled too."""
+    """Prefills of any length are not compiled; tokens are those of the uncompiled engine, fused and
+    compiled too."""
     prompts, sampling = [[5, 9, 2, 7, 7], [3] * 20, [8]], SamplingParams(max_new_tokens=8, ignore_eos=True)
 
     def tokens(model: Any) -> list[list[int]]:
@@ -128,10 +137,14 @@ def test_other_caches_run_as_before() -> None:
     ids = torch.tensor([[5, 9, 2, 7]])
     expected = model.generate(ids, max_new_tokens=6, do_sample=False)
     compile_layers(model, backend=counter)
-    assert torch.equal(model.generate(ids, max_new_tokens=6, do_sample=False), expected) and counter.count == 0
+    assert (
+        torch.equal(model.generate(ids, max_new_tokens=6, do_sample=False), expected) and counter.count == 0
+    )
     model.set_attn_implementation("torchpaged")
     cache = PagedCache(model.config, max_batch_size=1, max_seq_len=32)
-    assert torch.equal(model.generate(ids, max_new_tokens=6, do_sample=False, past_key_values=cache), expected)
+    assert torch.equal(
+        model.generate(ids, max_new_tokens=6, do_sample=False, past_key_values=cache), expected
+    )
     assert counter.count <= 2  # the first layer of a PagedCache moves the lengths on: it is a kind of its own
 
 
@@ -144,6 +157,8 @@ def test_refusals() -> None:
         compile_layers(model)
     uncompile_layers(model)
     model.model.layers[1].mlp.layer_idx = 7
-    with pytest.raises(UnsupportedModelError, match=r"layers\.1 \(LlamaDecoderLayer\) names 2 layers of the cache"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"layers\.1 \(LlamaDecoderLayer\) names 2 layers of the cache"
+    ):
         compile_layers(model)
     assert all("forward" not in vars(layer) for layer in model.model.layers)

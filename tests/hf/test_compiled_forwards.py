@@ -1,4 +1,5 @@
-"""Forwards that the user compiled: set-up happens in a graph break or is refused with its reason, and shared pools stay known in a trace."""
+"""Forwards that the user compiled: set-up happens in a graph break or is refused with its reason, and shared
+pools stay known in a trace."""
 
 from __future__ import annotations
 
@@ -11,21 +12,41 @@ import torch
 from models import padded_prompts, tiny
 from torch._dynamo.exc import Unsupported
 from torch._dynamo.testing import CompileCounterWithBackend
-from transformers import Gemma3nForCausalLM, Gemma3nTextConfig, Gemma4ForCausalLM, Gemma4TextConfig, PreTrainedModel
+from transformers import (
+    Gemma3nForCausalLM,
+    Gemma3nTextConfig,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
+    PreTrainedModel,
+)
 
 from torchpaged.hf import PagedCache
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
 SHARED: dict[str, Any] = {
-    "vocab_size": 99, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "head_dim": 16, "num_kv_shared_layers": 2, "sliding_window": 8, "max_position_embeddings": 256, "vocab_size_per_layer_input": 99,
-    "hidden_size_per_layer_input": 8, "layer_types": ["sliding_attention", "full_attention"] * 3, "pad_token_id": 0, "eos_token_id": None,
-}  # fmt: skip
+    "vocab_size": 99,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_kv_shared_layers": 2,
+    "sliding_window": 8,
+    "max_position_embeddings": 256,
+    "vocab_size_per_layer_input": 99,
+    "hidden_size_per_layer_input": 8,
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "pad_token_id": 0,
+    "eos_token_id": None,
+}
 
 
 def gemma3n() -> PreTrainedModel:
     torch.manual_seed(0)
-    return Gemma3nForCausalLM(Gemma3nTextConfig(**SHARED, altup_num_inputs=2, laurel_rank=4, activation_sparsity_pattern=[0.0] * 6)).eval()
+    return Gemma3nForCausalLM(
+        Gemma3nTextConfig(**SHARED, altup_num_inputs=2, laurel_rank=4, activation_sparsity_pattern=[0.0] * 6)
+    ).eval()
 
 
 def gemma4() -> PreTrainedModel:
@@ -34,7 +55,11 @@ def gemma4() -> PreTrainedModel:
     return Gemma4ForCausalLM(Gemma4TextConfig(**SHARED, global_head_dim=32)).eval()
 
 
-MODELS: dict[str, Callable[[], PreTrainedModel]] = {"Llama": lambda: tiny("Llama"), "Gemma3n": gemma3n, "Gemma4": gemma4}
+MODELS: dict[str, Callable[[], PreTrainedModel]] = {
+    "Llama": lambda: tiny("Llama"),
+    "Gemma3n": gemma3n,
+    "Gemma4": gemma4,
+}
 
 
 @pytest.mark.parametrize(("name", "padded"), [("Llama", True), ("Llama", False), ("Gemma3n", True)])
@@ -62,11 +87,17 @@ def decode_compiled(name: str, dense: bool = False) -> int:
         model.set_attn_implementation("eager")
         want = model(ids, use_cache=False).logits
         model.set_attn_implementation("torchpaged")
-        cache, counter = PagedCache(model.config, 2, 32, block_size=4, dense=dense), CompileCounterWithBackend("aot_eager")
+        cache, counter = (
+            PagedCache(model.config, 2, 32, block_size=4, dense=dense),
+            CompileCounterWithBackend("aot_eager"),
+        )
         compiled = torch.compile(model, fullgraph=True, backend=counter)
         model(ids[:, :9], past_key_values=cache)
         for position in range(9, 12):
-            step = {"input_ids": ids[:, position : position + 1], "position_ids": torch.full((2, 1), position)}
+            step = {
+                "input_ids": ids[:, position : position + 1],
+                "position_ids": torch.full((2, 1), position),
+            }
             got = compiled(**step, past_key_values=cache).logits
             torch.testing.assert_close(got, want[:, position : position + 1], rtol=1e-4, atol=1e-4)
     return counter.frame_count
@@ -74,7 +105,8 @@ def decode_compiled(name: str, dense: bool = False) -> int:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_decode_step_is_one_graph(name: str) -> None:
-    """Layers that share another one's pools know them in a trace, unless the model moves them to its device first, as in transformers 5.17."""
+    """Layers that share another one's pools know them in a trace, unless the model moves them to its device
+    first, as in transformers 5.17."""
     layers = MODELS[name]().model.layers
     if ".to(query_states.device)" not in inspect.getsource(type(layers[0].self_attn).forward):
         assert decode_compiled(name) == 1
@@ -93,7 +125,10 @@ def test_a_first_forward_in_one_graph_says_what_to_do() -> None:
     cache = PagedCache(model.config, 1, 32)
     positions = torch.arange(5)[None]
     with torch.no_grad():
-        with pytest.raises(RuntimeError, match=r"can't be made inside compiled code; run the first forward eagerly.*early_initialization"):
+        with pytest.raises(
+            RuntimeError,
+            match=r"can't be made inside compiled code; run the first forward eagerly.*early_initialization",
+        ):
             compiled(ids, position_ids=positions, past_key_values=cache)
         cache.early_initialization(1, 2, 16, torch.float32, torch.device("cpu"))
         got = compiled(ids, position_ids=positions, past_key_values=cache).logits

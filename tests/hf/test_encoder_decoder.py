@@ -1,4 +1,5 @@
-"""Encoder-decoder models: which halves may be paged, and what is refused instead of attending to the wrong keys."""
+"""Encoder-decoder models: which halves may be paged, and what is refused instead of attending to the
+wrong keys."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ HEAD = "ForConditionalGeneration"
 
 
 def inputs(padded: bool = False) -> dict[str, torch.Tensor]:
-    """Two sources of 12 tokens, the first one's last 5 padding if ``padded``, and a prompt of 9 tokens for the decoder."""
+    """Two sources of 12 tokens, the first one's last 5 padding if ``padded``, and a prompt of 9 tokens for
+    the decoder."""
     generator = torch.Generator().manual_seed(1)
     ids, prompt = (torch.randint(3, 99, (2, length), generator=generator) for length in (12, 9))
     mask = torch.ones_like(ids)
@@ -51,7 +53,9 @@ def test_position_bias_needs_dense(stem: str) -> None:
     model = build(stem, HEAD)
     prompt = {**inputs(padded=True), "decoder_attention_mask": torch.ones(2, 9, dtype=torch.int64)}
     same(model, prompt, lambda: CACHES["dense"](model))
-    with pytest.raises(UnsupportedModelError, match="(position bias|computes with its cached keys).*dense=True"):
+    with pytest.raises(
+        UnsupportedModelError, match="(position bias|computes with its cached keys).*dense=True"
+    ):
         logits_of(model, inputs(), CACHES["paged"](model))
 
 
@@ -64,7 +68,8 @@ def test_a_padded_source() -> None:
 
 @pytest.mark.parametrize("stem", ["Bart", "T5"])
 def test_dense_cross_attention(stem: str) -> None:
-    """Keys gathered to max_seq_len, behind a mask that ends with the source: refused before anything is written."""
+    """Keys gathered to max_seq_len, behind a mask that ends with the source: refused before anything
+    is written."""
     model = build(stem, HEAD, "torchpaged")
     cross = paged(model, dense=True)
     with pytest.raises(UnsupportedModelError, match="cross attention pass EncoderDecoderCache"):
@@ -76,11 +81,15 @@ def test_dense_cross_attention(stem: str) -> None:
 @pytest.mark.parametrize("layers", [1, 2])
 @pytest.mark.parametrize("same_length", [False, True])
 def test_a_plain_cache(layers: int, dense: bool, same_length: bool) -> None:
-    """Both attentions would write to the same layers; with as many source tokens as target tokens no shape tells."""
+    """Both attentions would write to the same layers; with as many source tokens as target tokens no
+    shape tells."""
     model = build("Bart", HEAD, "torchpaged", decoder_layers=layers, encoder_layers=layers)
     given = inputs()
     if same_length:
-        given["input_ids"], given["attention_mask"] = given["input_ids"][:, :9], given["attention_mask"][:, :9]
+        given["input_ids"], given["attention_mask"] = (
+            given["input_ids"][:, :9],
+            given["attention_mask"][:, :9],
+        )
     with pytest.raises(UnsupportedModelError, match="writes twice.*EncoderDecoderCache"), torch.no_grad():
         model(**given, past_key_values=paged(model, dense=dense), use_cache=True)
 
@@ -92,9 +101,13 @@ def test_a_plain_cache_that_is_asked_for_is_updated() -> None:
 
 def t5gemma(implementation: str) -> PreTrainedModel:
     half = {**GEMMA, "attn_logit_softcapping": None}
-    config = transformers.T5GemmaConfig(encoder=dict(half), decoder=dict(half), decoder_start_token_id=1, **IDS)
+    config = transformers.T5GemmaConfig(
+        encoder=dict(half), decoder=dict(half), decoder_start_token_id=1, **IDS
+    )
     torch.manual_seed(0)
-    return transformers.T5GemmaForConditionalGeneration._from_config(config, attn_implementation=implementation).eval()
+    return transformers.T5GemmaForConditionalGeneration._from_config(
+        config, attn_implementation=implementation
+    ).eval()
 
 
 def test_t5gemma_makes_its_cross_cache_itself() -> None:
@@ -102,8 +115,15 @@ def test_t5gemma_makes_its_cross_cache_itself() -> None:
     given, model = inputs(padded=True), t5gemma("torchpaged")
     want = logits_of(t5gemma("eager"), given)
     for caches in ("paged", "dense"):
-        torch.testing.assert_close(logits_of(model, given, CACHES[caches](model)), want, rtol=1e-4, atol=1e-4 * float(want.abs().max()))
-    with pytest.raises(UnsupportedModelError, match=r"t5_?gemma.*EncoderDecoderCache\(PagedCache\(\.\.\.\), DynamicCache"):
+        torch.testing.assert_close(
+            logits_of(model, given, CACHES[caches](model)),
+            want,
+            rtol=1e-4,
+            atol=1e-4 * float(want.abs().max()),
+        )
+    with pytest.raises(
+        UnsupportedModelError, match=r"t5_?gemma.*EncoderDecoderCache\(PagedCache\(\.\.\.\), DynamicCache"
+    ):
         logits_of(model, inputs(), CACHES["paged, cross too"](model))
     with pytest.raises(TypeError, match="offloadings"):
         PagedCache(model.config, 1, 8, offloadings=True)  # type: ignore[call-arg]
@@ -111,7 +131,8 @@ def test_t5gemma_makes_its_cross_cache_itself() -> None:
 
 @pytest.mark.parametrize("stem", ["LED", "FSMT", "Mvp"])
 def test_attention_of_its_own(stem: str) -> None:
-    """Refused with a PagedCache; without one, and loaded under the implementation's name, their logits are their own."""
+    """Refused with a PagedCache; without one, and loaded under the implementation's name, their logits are
+    their own."""
     head = {"FSMT": HEAD}.get(stem, HEAD)
     model = build(stem, head)
     with pytest.raises(UnsupportedModelError, match=f"{stem}.*attention interface"):

@@ -1,4 +1,5 @@
-"""What a paged cache sees of a model rather than assumes: causality, the layers' masks, which layer writes first and which not yet."""
+"""What a paged cache sees of a model rather than assumes: causality, the layers' masks, which layer writes
+first and which not yet."""
 
 from __future__ import annotations
 
@@ -100,7 +101,10 @@ def test_layers_that_disagree_with_the_masks() -> None:
 def test_kinds(length: int) -> None:
     """A window or chunk longer than the prompt is told apart all the same."""
     layers = [(None, None), (64, None)]
-    window, chunk = sliding_window_causal_mask_function(8), chunked_causal_mask_function(8, torch.tensor([0, 0]))
+    window, chunk = (
+        sliding_window_causal_mask_function(8),
+        chunked_causal_mask_function(8, torch.tensor([0, 0])),
+    )
     assert kinds_of(causal_mask_function, None, length, [0, 1], layers) == {MaskKind()}
     assert kinds_of(window, 8, length, [0, 1], layers) == {MaskKind(True, 8)}
     assert kinds_of(chunk, 8, length, [0, 0], layers) == {MaskKind(True, None, 8)}
@@ -130,7 +134,8 @@ def test_overlays_are_refused() -> None:
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("dense", [False, True])
 def test_pools_made_ahead_of_a_layer_that_never_writes(dense: bool, compiled: bool) -> None:
-    """The last layer of the config is not the last one that writes, which no `early_initialization` can know."""
+    """The last layer of the config is not the last one that writes, which no `early_initialization`
+    can know."""
     torch._dynamo.reset()
     model, ids = tiny("Llama"), padded_prompts()["input_ids"]
     model.model.layers[2].self_attn = _NoAttention()
@@ -168,12 +173,20 @@ def test_pools_made_ahead_and_a_forward_that_raised() -> None:
 @pytest.mark.parametrize("other", ["more layers", "other heads", "other width", "other dtype"])
 @torch.no_grad()
 def test_a_cache_that_is_another_models(other: str) -> None:
-    """Refused by a typed error that says what to do; the cache goes on with its own model as if nothing had come."""
+    """Refused by a typed error that says what to do; the cache goes on with its own model as if nothing
+    had come."""
     model, ids = tiny("Llama"), padded_prompts()["input_ids"]
-    config = type(model.config)(**{
-        **model.config.to_dict(), **{"more layers": {"num_hidden_layers": model.config.num_hidden_layers + 1}, "other heads": {"num_key_value_heads": 1},
-                                     "other width": {"head_dim": 2 * model.config.head_dim}, "other dtype": {}}[other],
-    })  # fmt: skip
+    config = type(model.config)(
+        **{
+            **model.config.to_dict(),
+            **{
+                "more layers": {"num_hidden_layers": model.config.num_hidden_layers + 1},
+                "other heads": {"num_key_value_heads": 1},
+                "other width": {"head_dim": 2 * model.config.head_dim},
+                "other dtype": {},
+            }[other],
+        }
+    )
     stranger = type(model)(config).eval().to(torch.bfloat16 if other == "other dtype" else torch.float32)
     for each in (model, stranger):
         each.set_attn_implementation("torchpaged")

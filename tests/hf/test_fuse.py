@@ -1,4 +1,5 @@
-"""fuse(): the same tokens and numbers as the model unfused, few launches, nothing half done, everything undone by unfuse()."""
+"""fuse(): the same tokens and numbers as the model unfused, few launches, nothing half done, everything
+undone by unfuse()."""
 
 from __future__ import annotations
 
@@ -22,18 +23,30 @@ from torchpaged.fuse.rope_table import RopeTable
 from torchpaged.hf import PagedCache, compile_layers, fuse, uncompile_layers, unfuse
 
 MIXED = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
-GEMMA = {"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 16, "tie_word_embeddings": False, **MIXED}
+GEMMA = {
+    "head_dim": 16,
+    "sliding_window": 8,
+    "query_pre_attn_scalar": 16,
+    "tie_word_embeddings": False,
+    **MIXED,
+}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama": ("Llama", {"num_key_value_heads": 1}),
     "LlamaBiases": ("Llama", {"attention_bias": True, "mlp_bias": True, "hidden_act": "gelu"}),
-    "SmolLM": ("Llama", {"num_attention_heads": 3, "num_key_value_heads": 1, "hidden_size": 48, "tie_word_embeddings": True}),
+    "SmolLM": (
+        "Llama",
+        {"num_attention_heads": 3, "num_key_value_heads": 1, "hidden_size": 48, "tie_word_embeddings": True},
+    ),
     "Qwen2": ("Qwen2", {}),
     "Qwen3": ("Qwen3", {"head_dim": 32}),
     "Mistral": ("Mistral", {"sliding_window": 8}),
     "SmolLM3": ("SmolLM3", {"num_hidden_layers": 4, "no_rope_layers": [1, 0, 1, 0]}),
     "Gemma2": ("Gemma2", {**GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0}),
     "Gemma3": ("Gemma3", GEMMA),
-    "GptOss": ("GptOss", {"head_dim": 16, "sliding_window": 8, "num_local_experts": 4, "num_experts_per_tok": 2, **MIXED}),
+    "GptOss": (
+        "GptOss",
+        {"head_dim": 16, "sliding_window": 8, "num_local_experts": 4, "num_experts_per_tok": 2, **MIXED},
+    ),
 }
 #: Launches of a decoder layer; gpt-oss: five, and the mixture of experts as it is.
 LAUNCHES = {"Gemma2": 8, "Gemma3": 8}
@@ -56,16 +69,18 @@ def build(name: str, **options: Any) -> PreTrainedModel:
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     with torch.no_grad():
         for key, parameter in model.named_parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.1) if parameter.dim() == 1 else parameter.mul_(
-                4.0 if "embed" in key else 8.0
-            )
+            parameter.add_(
+                torch.randn_like(parameter), alpha=0.1
+            ) if parameter.dim() == 1 else parameter.mul_(4.0 if "embed" in key else 8.0)
     model.set_attn_implementation("torchpaged")
     return model
 
 
 def generate(model: PreTrainedModel, paged: bool = True, **options: Any) -> Tensor:
     cache = {"past_key_values": PagedCache(model.config, 2, 64, block_size=4)} if paged else {}
-    return model.generate(**padded_prompts(), max_new_tokens=10, do_sample=False, pad_token_id=0, **cache, **options)
+    return model.generate(
+        **padded_prompts(), max_new_tokens=10, do_sample=False, pad_token_id=0, **cache, **options
+    )
 
 
 def unfused_tokens(model: PreTrainedModel) -> Tensor:
@@ -79,7 +94,11 @@ def unfused_tokens(model: PreTrainedModel) -> Tensor:
 def logits(model: PreTrainedModel, paged: bool = True) -> Tensor:
     """A prefill of 20 tokens and three decode steps, teacher forced: ``[2, 23, vocab]``."""
     ids = torch.randint(3, 99, (2, 23), generator=torch.Generator().manual_seed(2))
-    cache = PagedCache(model.config, 2, 32, block_size=4) if paged else transformers.DynamicCache(config=model.config)
+    cache = (
+        PagedCache(model.config, 2, 32, block_size=4)
+        if paged
+        else transformers.DynamicCache(config=model.config)
+    )
     with torch.inference_mode():
         parts = [model(part, past_key_values=cache).logits for part in ids.split([20, 1, 1, 1], dim=1)]
     return torch.cat(parts, dim=1)
@@ -87,7 +106,8 @@ def logits(model: PreTrainedModel, paged: bool = True) -> Tensor:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_tokens_equal_the_unfused_model(name: str) -> None:
-    """generate() with a PagedCache, plain and compiled by itself in one graph, and the engine over packed batches."""
+    """generate() with a PagedCache, plain and compiled by itself in one graph, and the engine over
+    packed batches."""
     torch._dynamo.reset()
     model, inputs = build(name), padded_prompts()
     want = unfused_tokens(model)
@@ -99,11 +119,14 @@ def test_tokens_equal_the_unfused_model(name: str) -> None:
     config._compile_all_devices = True  # transformers' own switch for testing the path on a CPU
     assert torch.equal(generate(model, compile_config=config), want)
     assert len(COUNT) == 1
-    prompts = [row[mask.bool()].tolist() for row, mask in zip(inputs["input_ids"], inputs["attention_mask"], strict=True)]
+    prompts = [
+        row[mask.bool()].tolist()
+        for row, mask in zip(inputs["input_ids"], inputs["attention_mask"], strict=True)
+    ]
     for graphs in (True, False):
-        outputs = Generator(model, max_batch_size=2, block_size=4, graphs=graphs, prefill_chunk_size=9).generate(
-            prompts, SamplingParams(max_new_tokens=10)
-        )
+        outputs = Generator(
+            model, max_batch_size=2, block_size=4, graphs=graphs, prefill_chunk_size=9
+        ).generate(prompts, SamplingParams(max_new_tokens=10))
         assert [o.token_ids for o in outputs] == want[:, 20:].tolist()
     assert report.replaced["qkv"] == [f"layers.{i}" for i in range(report.num_layers)]
 
@@ -124,24 +147,33 @@ def test_launches_per_layer(name: str) -> None:
     kinds = [no_rope if name == "SmolLM3" and i % 2 else expected for i in range(report.num_layers)]
     assert steps == kinds and set(report.after.layers) == {LAUNCHES.get(name, 6)}
     assert min(report.before.layers) > 20
-    assert report.after.rest == 2 + 3 * (name == "Gemma2"), "embedding with its scale, lm_head with the norm, the cap"
+    assert report.after.rest == 2 + 3 * (name == "Gemma2"), (
+        "embedding with its scale, lm_head with the norm, the cap"
+    )
     assert f"-> {LAUNCHES.get(name, 6)}," in str(report)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_state_memory_and_unfuse(name: str) -> None:
-    """Names and values stay, no memory is added, and unfuse gives every parameter memory of its own and the same bits."""
+    """Names and values stay, no memory is added, and unfuse gives every parameter memory of its own and the
+    same bits."""
     model = build(name)
     before, state = logits(model), {key: x.clone() for key, x in model.state_dict().items()}
     signature = inspect.signature(model.forward)
 
     def stored() -> int:
-        return sum({p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}.values())
+        return sum(
+            {
+                p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()
+            }.values()
+        )
 
     bytes_before, parameters = stored(), dict(model.named_parameters())
     fuse(model, count=False)
     assert stored() == bytes_before and inspect.signature(model.forward) == signature
-    assert model.state_dict().keys() == state.keys() and all(torch.equal(x, state[key]) for key, x in model.state_dict().items())
+    assert model.state_dict().keys() == state.keys() and all(
+        torch.equal(x, state[key]) for key, x in model.state_dict().items()
+    )
     assert all(p is parameters[key] for key, p in model.named_parameters())
     attn: Any = model.get_decoder().layers[0].self_attn
     assert attn.q_proj.weight.untyped_storage().data_ptr() == attn.v_proj.weight.untyped_storage().data_ptr()
@@ -150,14 +182,18 @@ def test_state_memory_and_unfuse(name: str) -> None:
     assert torch.equal(logits(model), before) and stored() == bytes_before
     assert all(torch.equal(x, state[key]) for key, x in model.state_dict().items())
     assert len({p.untyped_storage().data_ptr() for p in model.parameters()}) == len(list(model.parameters()))
-    assert not any("forward" in vars(m) or "_apply" in vars(m) or any("torchpaged" in key for key in vars(m)) for m in model.modules())
+    assert not any(
+        "forward" in vars(m) or "_apply" in vars(m) or any("torchpaged" in key for key in vars(m))
+        for m in model.modules()
+    )
     fuse(model, count=False)
     unfuse(model)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_bf16_errs_no_more_than_unfused(name: str) -> None:
-    """Against float64, over a prefill and decode steps: mean and largest error at most 1.5 times the unfused model's."""
+    """Against float64, over a prefill and decode steps: mean and largest error at most 1.5 times the
+    unfused model's."""
     exact = build(name).double()
     exact.set_attn_implementation("eager")
     if name == "GptOss":
@@ -174,14 +210,21 @@ def test_bf16_errs_no_more_than_unfused(name: str) -> None:
     assert float(fused.amax()) <= 1.5 * float(unfused.amax()), (float(fused.amax()), float(unfused.amax()))
 
 
-@pytest.mark.parametrize("passes", [*((x,) for x in PASSES), *(tuple(y for y in PASSES if y != x) for x in PASSES), ()], ids="-".join)
+@pytest.mark.parametrize(
+    "passes",
+    [*((x,) for x in PASSES), *(tuple(y for y in PASSES if y != x) for x in PASSES), ()],
+    ids="-".join,
+)
 @pytest.mark.parametrize("name", ["LlamaBiases", "Qwen3", "SmolLM3", "Gemma3", "GptOss"])
 def test_every_pass_alone_and_left_out(name: str, passes: tuple[str, ...]) -> None:
     model = build(name)
     want = logits(model)
     report = fuse(model, passes)
     torch.testing.assert_close(logits(model), want, rtol=1e-4, atol=1e-4)
-    assert set(report.replaced) == set(passes) - ({"gate_up"} if name == "GptOss" else set()) and report.passes == passes
+    assert (
+        set(report.replaced) == set(passes) - ({"gate_up"} if name == "GptOss" else set())
+        and report.passes == passes
+    )
     assert report.before and report.after
     if report.replaced.keys() - {"embedding"}:  # which replaces one launch by one, or two where it scales
         assert sum(report.after.layers) + report.after.rest < sum(report.before.layers) + report.before.rest
@@ -198,7 +241,11 @@ def test_other_caches_and_training_run_as_before(name: str) -> None:
     def results() -> list[Tensor]:
         with torch.no_grad():
             dense = PagedCache(model.config, 2, 32, dense=True)
-            outputs = [model(ids, use_cache=False).logits, model(ids).logits, model(ids, past_key_values=dense).logits]
+            outputs = [
+                model(ids, use_cache=False).logits,
+                model(ids).logits,
+                model(ids, past_key_values=dense).logits,
+            ]
         model.set_attn_implementation("eager")
         model.train()
         model(ids, labels=ids).loss.backward()
@@ -217,7 +264,9 @@ def test_hidden_states_are_those_of_the_unfused_model() -> None:
 
     def states() -> tuple[Tensor, ...]:
         with torch.no_grad():
-            return model(ids, past_key_values=PagedCache(model.config, 2, 32), output_hidden_states=True).hidden_states
+            return model(
+                ids, past_key_values=PagedCache(model.config, 2, 32), output_hidden_states=True
+            ).hidden_states
 
     fuse(model)
     got = states()
@@ -233,7 +282,9 @@ def test_save_and_load(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     want = model.state_dict()
-    assert loaded.state_dict().keys() == want.keys() and all(torch.equal(x, want[key]) for key, x in loaded.state_dict().items())
+    assert loaded.state_dict().keys() == want.keys() and all(
+        torch.equal(x, want[key]) for key, x in loaded.state_dict().items()
+    )
 
 
 def test_a_copy_is_fused_and_independent() -> None:
@@ -246,14 +297,21 @@ def test_a_copy_is_fused_and_independent() -> None:
     assert torch.equal(logits(other), want) and not torch.equal(logits(model), want)
     for each in (model, other):
         plan: Any = each.get_decoder().layers[0]._torchpaged_plan  # type: ignore[union-attr, index]
-        for tensor in (plan.qkv.weight, plan.gate_up.weight, plan.rope.cos_sin):  # torch's mark has no public reader
-            assert tensor._dynamo_static_input_type == "unguarded", "compiled CUDA graphs would copy it in every replay"
+        for tensor in (
+            plan.qkv.weight,
+            plan.gate_up.weight,
+            plan.rope.cos_sin,
+        ):  # torch's mark has no public reader
+            assert tensor._dynamo_static_input_type == "unguarded", (
+                "compiled CUDA graphs would copy it in every replay"
+            )
     unfuse(other)
     torch.testing.assert_close(logits(other), want, rtol=1e-4, atol=1e-4)
 
 
 def test_moving_and_loading_keep_the_model_right() -> None:
-    """to() and load_state_dict() after fuse(): weights, norms and tables follow; a to() that changes nothing moves nothing."""
+    """to() and load_state_dict() after fuse(): weights, norms and tables follow; a to() that changes nothing
+    moves nothing."""
     model, other = build("Gemma3"), build("Gemma3")
     with torch.no_grad():
         for p in other.parameters():
@@ -270,12 +328,20 @@ def test_moving_and_loading_keep_the_model_right() -> None:
         torch.testing.assert_close(logits(model), want, rtol=1e-4, atol=1e-4)
     half, unfused = logits(model.to(torch.bfloat16)).float(), logits(other.to(torch.bfloat16)).float()
     assert float((half - want).abs().mean()) <= 1.5 * float((unfused - want).abs().mean())
-    assert first.self_attn.q_proj.weight.untyped_storage().data_ptr() == first.self_attn.k_proj.weight.untyped_storage().data_ptr()
+    assert (
+        first.self_attn.q_proj.weight.untyped_storage().data_ptr()
+        == first.self_attn.k_proj.weight.untyped_storage().data_ptr()
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "part"),
-    [("Llama", "mlp.up_proj"), ("Llama", "input_layernorm"), ("Llama", "post_attention_layernorm"), ("Qwen3", "self_attn.k_norm")],
+    [
+        ("Llama", "mlp.up_proj"),
+        ("Llama", "input_layernorm"),
+        ("Llama", "post_attention_layernorm"),
+        ("Qwen3", "self_attn.k_norm"),
+    ],
 )
 def test_replaced_weights_are_refused_not_ignored(name: str, part: str) -> None:
     model = build(name)
@@ -298,7 +364,9 @@ def test_positions_beyond_the_table_and_gradients() -> None:
     cache = PagedCache(model.config, 1, 8)
     with torch.no_grad():
         model(input_ids=torch.tensor([[5]]), past_key_values=cache)
-    with pytest.raises(ArgumentError, match="no_grad"):  # in a second forward, whose embedding could be the op
+    with pytest.raises(
+        ArgumentError, match="no_grad"
+    ):  # in a second forward, whose embedding could be the op
         model(input_ids=torch.tensor([[5]]), past_key_values=cache)
 
 
@@ -308,8 +376,17 @@ def test_int32_ids_are_taken_as_before() -> None:
     ids = torch.tensor([[5, 6, 7, 8]])
     with torch.no_grad():
         want, got = (
-            torch.cat([model(input_ids=part.to(dtype), past_key_values=cache).logits for part in ids.split(1, dim=1)], dim=1)
-            for dtype, cache in ((torch.int64, PagedCache(model.config, 1, 16)), (torch.int32, PagedCache(model.config, 1, 16)))
+            torch.cat(
+                [
+                    model(input_ids=part.to(dtype), past_key_values=cache).logits
+                    for part in ids.split(1, dim=1)
+                ],
+                dim=1,
+            )
+            for dtype, cache in (
+                (torch.int64, PagedCache(model.config, 1, 16)),
+                (torch.int32, PagedCache(model.config, 1, 16)),
+            )
         )
     assert torch.equal(want, got)
 
@@ -317,10 +394,21 @@ def test_int32_ids_are_taken_as_before() -> None:
 ROPE: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default", "rope_theta": 5000.0},
     "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0},
-    "llama3": {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-               "original_max_position_embeddings": 64},
-    "yarn": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64},
-}  # fmt: skip
+    "llama3": {
+        "rope_type": "llama3",
+        "rope_theta": 10000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+    "yarn": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+}
 
 
 @pytest.mark.parametrize("kind", ROPE)
@@ -329,7 +417,9 @@ def test_the_table_is_what_the_model_computes(kind: str) -> None:
     rotary: Any = model.get_decoder().rotary_emb
     cos, sin = rotary(torch.zeros(1), torch.arange(256)[None])
     table = RopeTable(rotary, None, 16, False, 256).cos_sin
-    assert torch.equal(table, torch.cat([cos[0, :, :8], sin[0, :, :8]], dim=-1)) and table.dtype == torch.float32
+    assert (
+        torch.equal(table, torch.cat([cos[0, :, :8], sin[0, :, :8]], dim=-1)) and table.dtype == torch.float32
+    )
     want = unfused_tokens(model)
     fuse(model)
     assert torch.equal(generate(model), want)
@@ -337,13 +427,22 @@ def test_the_table_is_what_the_model_computes(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
 def test_rotations_that_depend_on_the_length_stay_the_models(kind: str) -> None:
-    options: dict[str, Any] = {"rope_type": kind, "rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": 16}
+    options: dict[str, Any] = {
+        "rope_type": kind,
+        "rope_theta": 10000.0,
+        "factor": 2.0,
+        "original_max_position_embeddings": 16,
+    }
     if kind == "longrope":
         options |= {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
     model = build("Llama", rope_parameters=options, max_position_embeddings=16 if kind == "dynamic" else 64)
     want = unfused_tokens(model)
     report = fuse(model)
-    assert "rope" not in report.replaced and "depends on the length" in str(report) and len(report.replaced["qkv"]) == 3
+    assert (
+        "rope" not in report.replaced
+        and "depends on the length" in str(report)
+        and len(report.replaced["qkv"]) == 3
+    )
     assert torch.equal(generate(model), want)
 
 
@@ -371,15 +470,21 @@ def _extended(layer: Any) -> None:
     layer.extra = nn.Identity()
 
 
-@pytest.mark.parametrize("change", [_hooked, _adapted, _mixed_dtypes, _patched, _extended], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "change", [_hooked, _adapted, _mixed_dtypes, _patched, _extended], ids=lambda f: f.__name__
+)
 def test_an_unexpected_layer_is_left_alone_as_a_whole(change: Any) -> None:
     model = build("Llama")
     change(model.get_decoder().layers[1])  # type: ignore[index]
     report = fuse(model, count=False)
     for name in ("qkv", "rope", "norm", "gate_up"):
-        assert report.replaced[name] == ["layers.0", "layers.2"] and list(report.skipped[name]) == ["layers.1"]
+        assert report.replaced[name] == ["layers.0", "layers.2"] and list(report.skipped[name]) == [
+            "layers.1"
+        ]
     layer: Any = model.get_decoder().layers[1]
-    assert "forward" not in vars(layer) and layer.mlp.gate_proj.weight.untyped_storage().nbytes() == 96 * 64 * 4
+    assert (
+        "forward" not in vars(layer) and layer.mlp.gate_proj.weight.untyped_storage().nbytes() == 96 * 64 * 4
+    )
     assert "forward" not in vars(model.get_decoder().rotary_emb), "a layer still needs the cosines"
     if change is not _mixed_dtypes:
         want = unfused_tokens(model)
@@ -399,14 +504,20 @@ def test_an_activation_without_a_kernel_leaves_the_mlp() -> None:
     model = build("Llama", hidden_act="relu2")
     want = unfused_tokens(model)
     report = fuse(model)
-    assert "gate_up" not in report.replaced and "ReLUSquaredActivation" in str(report) and len(report.replaced["norm"]) == 3
+    assert (
+        "gate_up" not in report.replaced
+        and "ReLUSquaredActivation" in str(report)
+        and len(report.replaced["norm"]) == 3
+    )
     assert torch.equal(generate(model), want)
 
 
 def test_wrong_calls_are_refused() -> None:
     model = build("Llama")
     for passes in (("qkv", "swiglu"), "qkv"):
-        with pytest.raises(ArgumentError, match="passes: expected a sequence of qkv, rope, norm, gate_up, lm_head, embedding"):
+        with pytest.raises(
+            ArgumentError, match="passes: expected a sequence of qkv, rope, norm, gate_up, lm_head, embedding"
+        ):
             fuse(model, passes)
     with pytest.raises(ArgumentError, match="not fused"):
         unfuse(model)
@@ -451,7 +562,13 @@ def test_compiled_by_hand() -> None:
         for step in range(4, 9):
             inputs = {"input_ids": ids[:, step : step + 1], "position_ids": torch.full((2, 1), step)}
             got = compiled(**inputs, past_key_values=caches[0]).logits
-            torch.testing.assert_close(got, model(**inputs, past_key_values=caches[1]).logits, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(
+                got, model(**inputs, past_key_values=caches[1]).logits, rtol=1e-5, atol=1e-5
+            )
     assert len(COUNT) == 1
-    calls = [str(node.target) for node in COUNT[0].graph.nodes if node.op == "call_function" and "torchpaged." in str(node.target)]
+    calls = [
+        str(node.target)
+        for node in COUNT[0].graph.nodes
+        if node.op == "call_function" and "torchpaged." in str(node.target)
+    ]
     assert len(calls) == 3 * 6 + 2, calls

@@ -1,4 +1,5 @@
-"""Unmodified generate() with a PagedCache: tokens equal the eager path's, through every mode of generation."""
+"""Unmodified generate() with a PagedCache: tokens equal the eager path's, through every mode
+of generation."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ COUNT: list[Any] = []  # graphs seen by `counting`
 
 
 def counting(graph: Any, inputs: Any) -> Any:
-    """A backend that counts; a plain function, because generate() copies its config, and an object in it, deeply."""
+    """A backend that counts; a plain function, because generate() copies its config, and an object in
+    it, deeply."""
     COUNT.append(graph)
     return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
 
@@ -28,7 +30,9 @@ def counting(graph: Any, inputs: Any) -> Any:
 GREEDY: dict[str, Any] = {"max_new_tokens": 10, "do_sample": False, "pad_token_id": 0}
 
 
-def both(model: PreTrainedModel, inputs: dict[str, torch.Tensor], cache: PagedCache, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def both(
+    model: PreTrainedModel, inputs: dict[str, torch.Tensor], cache: PagedCache, **options: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Generate with eager attention and HuggingFace's own cache, then paged."""
     model.set_attn_implementation("eager")
     torch.manual_seed(7)
@@ -133,7 +137,11 @@ def test_a_compiled_model_is_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.no_grad():
         model(ids[:, :4], past_key_values=cache)
         for step in range(4, 12):
-            inputs = {"input_ids": ids[:, step : step + 1], "position_ids": torch.full((2, 1), step), "past_key_values": cache}
+            inputs = {
+                "input_ids": ids[:, step : step + 1],
+                "position_ids": torch.full((2, 1), step),
+                "past_key_values": cache,
+            }
             if codes:
                 logits = compiled(**inputs).logits
             else:
@@ -144,7 +152,9 @@ def test_a_compiled_model_is_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
             model.set_attn_implementation("torchpaged")
             torch.testing.assert_close(logits, want, rtol=1e-4, atol=1e-4)
     assert counter.frame_count == 1
-    semaphores = re.findall(r"semaphore=(\w+)", codes[0])  # the cache's own tensor in every layer, not a clone of it
+    semaphores = re.findall(
+        r"semaphore=(\w+)", codes[0]
+    )  # the cache's own tensor in every layer, not a clone of it
     assert len(semaphores) == model.config.num_hidden_layers and len(set(semaphores)) == 1, semaphores
     assert re.fullmatch(r"arg\d+_1", semaphores[0]) and not semaphore_of(cache.session).any()
     copied = [x for x in codes[0].splitlines() if re.search(rf"(copy_|clone)\b.*\b{semaphores[0]}\b", x)]
@@ -185,7 +195,12 @@ def test_golden_tokens_of_a_real_model(smollm2_path: Any) -> None:
             ids = torch.tensor([prompt["input_ids"]])
             cache = PagedCache(model.config, 1, 64)
             out = model.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False, past_key_values=cache, **options
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=24,
+                do_sample=False,
+                past_key_values=cache,
+                **options,
             )
             assert out[0, ids.shape[1] :].tolist() == prompt["new_ids"]
     assert len(COUNT) == 1

@@ -1,7 +1,9 @@
-"""generate() with left padding through a PagedCache, family by family: the logits of every new token equal eager attention's.
+"""generate() with left padding through a PagedCache, family by family: the logits of every new token equal
+eager attention's.
 
-Among them models whose forward makes a mask of ones where none comes (OPT, BioGPT, the BART-like), that build masks no layer uses
-(Qwen2-MoE), whose chunks begin at a row's first token (Llama 4), and whose first layer keeps no keys (LFM2, RecurrentGemma).
+Among them models whose forward makes a mask of ones where none comes (OPT, BioGPT, the BART-like), that build
+masks no layer uses (Qwen2-MoE), whose chunks begin at a row's first token (Llama 4), and whose first layer
+keeps no keys (LFM2, RecurrentGemma).
 """
 
 from __future__ import annotations
@@ -14,8 +16,23 @@ from models import padded_prompts
 from torchpaged import ArgumentError
 from torchpaged.hf import PagedCache
 
-FAMILIES = ["OPT", "BioGpt", "Bart", "Marian", "Pegasus", "GPT2", "GPTNeoX", "StableLm", "Qwen2Moe", "Gemma3", "GptOss", "Cohere2", "Llama4",
-            "RecurrentGemma", "Lfm2"]  # fmt: skip
+FAMILIES = [
+    "OPT",
+    "BioGpt",
+    "Bart",
+    "Marian",
+    "Pegasus",
+    "GPT2",
+    "GPTNeoX",
+    "StableLm",
+    "Qwen2Moe",
+    "Gemma3",
+    "GptOss",
+    "Cohere2",
+    "Llama4",
+    "RecurrentGemma",
+    "Lfm2",
+]
 
 
 @pytest.mark.parametrize("stem", FAMILIES)
@@ -24,7 +41,9 @@ def test_logits_equal_eager(stem: str) -> None:
     same(model, padded_prompts(), lambda: PagedCache(model.config, 2, 32, block_size=4))
 
 
-@pytest.mark.parametrize("stem", ["Bart", "Qwen2Moe", "Llama4", "RecurrentGemma", "MiniCPM3", "DiffLlama", "JetMoe"])
+@pytest.mark.parametrize(
+    "stem", ["Bart", "Qwen2Moe", "Llama4", "RecurrentGemma", "MiniCPM3", "DiffLlama", "JetMoe"]
+)
 def test_dense_logits_equal_eager(stem: str) -> None:
     model = build(stem)
     same(model, padded_prompts(), lambda: PagedCache(model.config, 2, 32, block_size=4, dense=True))
@@ -59,7 +78,8 @@ def test_padding_of_a_refused_forward_is_forgotten() -> None:
 
 
 def test_padding_of_another_shape_is_forgotten() -> None:
-    """The forward before failed in the model's own code, after its mask was read and before anything was written."""
+    """The forward before failed in the model's own code, after its mask was read and before anything
+    was written."""
     model, inputs = build("OPT"), padded_prompts()
     model.set_attn_implementation("torchpaged")
     cache = PagedCache(model.config, 2, 32)

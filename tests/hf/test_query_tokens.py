@@ -1,4 +1,5 @@
-"""Which cache writes let an attention start early: those of its own query tokens, and in no other case (docs/stream_order.md)."""
+"""Which cache writes let an attention start early: those of its own query tokens, and in no other
+case (docs/stream_order.md)."""
 
 from __future__ import annotations
 
@@ -18,9 +19,17 @@ from torchpaged.hf import PagedCache, query_starts
 from torchpaged.hf import cache as cache_module
 
 BART: dict[str, Any] = {
-    "vocab_size": 99, "d_model": 32, "encoder_layers": 1, "decoder_layers": 2, "encoder_attention_heads": 2, "decoder_attention_heads": 2,
-    "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "max_position_embeddings": 64, "init_std": 0.5,
-}  # fmt: skip
+    "vocab_size": 99,
+    "d_model": 32,
+    "encoder_layers": 1,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 64,
+    "decoder_ffn_dim": 64,
+    "max_position_embeddings": 64,
+    "init_std": 0.5,
+}
 
 
 class Writes(TorchDispatchMode):
@@ -43,7 +52,8 @@ def written(model: PreTrainedModel, cache: Any, **inputs: torch.Tensor) -> list[
 
 
 def test_a_decoder_writes_its_query_tokens() -> None:
-    """The first layer's write comes right behind what it computes of the step, and lets nothing start early."""
+    """The first layer's write comes right behind what it computes of the step, and lets nothing
+    start early."""
     model, inputs = tiny("Llama"), padded_prompts()
     model.set_attn_implementation("torchpaged")
     writes = written(model, PagedCache(model.config, 8, 64), **inputs)
@@ -55,10 +65,14 @@ def test_a_decoder_writes_its_query_tokens() -> None:
 
 @pytest.mark.parametrize("query_len", [1, 3])
 def test_an_encoders_keys_are_context(query_len: int) -> None:
-    """Cross attention over a paged cache: the queries read keys that were written right before, are not their own, and are not as many."""
+    """Cross attention over a paged cache: the queries read keys that were written right before, are not their
+    own, and are not as many."""
     torch.manual_seed(0)
     model = BartForConditionalGeneration(BartConfig(**BART)).eval()
-    inputs = {"input_ids": torch.randint(4, 99, (2, 20)), "decoder_input_ids": torch.randint(4, 99, (2, query_len))}
+    inputs = {
+        "input_ids": torch.randint(4, 99, (2, 20)),
+        "decoder_input_ids": torch.randint(4, 99, (2, query_len)),
+    }
     with torch.no_grad():
         want = model(**inputs).logits
         model.set_attn_implementation("torchpaged")
@@ -69,7 +83,8 @@ def test_an_encoders_keys_are_context(query_len: int) -> None:
 
 
 class Writers(TorchDispatchMode):
-    """Of every `paged_attention`: how many ops ahead of it its query starts were last written; None: before this mode."""
+    """Of every `paged_attention`: how many ops ahead of it its query starts were last written; None: before
+    this mode."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,7 +98,11 @@ class Writers(TorchDispatchMode):
             self.seen.append(None if at is None else self._count - at)
         elif not func.is_view:
             self._count += 1
-            targets = [x for x, a in zip(args, func._schema.arguments, strict=False) if a.alias_info is not None and a.alias_info.is_write]
+            targets = [
+                x
+                for x, a in zip(args, func._schema.arguments, strict=False)
+                if a.alias_info is not None and a.alias_info.is_write
+            ]
             for x in (*targets, *(out if isinstance(out, tuple | list) else [out])):
                 if isinstance(x, torch.Tensor):
                     self._written[x.untyped_storage().data_ptr()] = self._count
@@ -98,12 +117,16 @@ def test_short_queries_of_the_decode_kernels() -> None:
 
 @pytest.mark.parametrize("query_len", [1, 2, 8, 9])
 def test_nobody_writes_query_starts_in_front_of_attention(query_len: int) -> None:
-    """Up to 8 tokens per row, nobody does in the whole forward; of more tokens, another kernel comes in between."""
+    """Up to 8 tokens per row, nobody does in the whole forward; of more tokens, another kernel comes
+    in between."""
     torch.manual_seed(0)
     model = BartForConditionalGeneration(BartConfig(**BART)).eval()
     model.set_attn_implementation("torchpaged")
     cache = EncoderDecoderCache(*(PagedCache(model.config, 2, 64) for _ in range(2)))
-    inputs = {"input_ids": torch.randint(4, 99, (2, 20)), "decoder_input_ids": torch.randint(4, 99, (2, query_len))}
+    inputs = {
+        "input_ids": torch.randint(4, 99, (2, 20)),
+        "decoder_input_ids": torch.randint(4, 99, (2, query_len)),
+    }
     with torch.no_grad():
         encoded = model.get_encoder()(inputs["input_ids"])
         want = model(**inputs, encoder_outputs=encoded).logits
@@ -141,7 +164,8 @@ def test_query_starts_are_two_kernels() -> None:
 
 @pytest.mark.parametrize("crosses", [True, False])
 def test_compiled_code_keeps_the_kernel_in_between(crosses: bool) -> None:
-    """Nothing that Inductor generates writes the query starts of nine tokens per row; in front of each attention, or of all, stands the op."""
+    """Nothing that Inductor generates writes the query starts of nine tokens per row; in front of each
+    attention, or of all, stands the op."""
     torch._dynamo.reset()
     model = BartForConditionalGeneration(BartConfig(**BART)) if crosses else tiny("Llama")
     model.set_attn_implementation("torchpaged")
@@ -159,7 +183,16 @@ def test_compiled_code_keeps_the_kernel_in_between(crosses: bool) -> None:
                 cache.update(states, states, index)
             step, out = cache.metadata_of(2, 9), torch.empty_like(q)
             cache.ops.paged_attention(
-                q, k, v, step.block_table, step.seq_lens, step.query_start_loc, out, None, max_query_len=9, scale=0.25
+                q,
+                k,
+                v,
+                step.block_table,
+                step.seq_lens,
+                step.query_start_loc,
+                out,
+                None,
+                max_query_len=9,
+                scale=0.25,
             )
             outs.append(out)
         return outs
@@ -169,15 +202,21 @@ def test_compiled_code_keeps_the_kernel_in_between(crosses: bool) -> None:
         starts = torch.tensor([0, 9, 18], dtype=torch.int32)
         for out, (k, v) in zip(got, pools, strict=True):
             want = torch.empty_like(q)
-            cache.ops.paged_attention(q, k, v, cache.block_table, cache.seq_lens, starts, want, None, max_query_len=9, scale=0.25)
+            cache.ops.paged_attention(
+                q, k, v, cache.block_table, cache.seq_lens, starts, want, None, max_query_len=9, scale=0.25
+            )
             torch.testing.assert_close(out, want)
     code = "\n".join(codes)
-    calls = re.findall(r"torch\.ops\.torchpaged\.(_fill_query_starts|paged_attention)[\w.]*\(([^\n]*)\)", code)
+    calls = re.findall(
+        r"torch\.ops\.torchpaged\.(_fill_query_starts|paged_attention)[\w.]*\(([^\n]*)\)", code
+    )
     fills = [arguments.split(",")[0] for name, arguments in calls if name == "_fill_query_starts"]
     attentions = [arguments for name, arguments in calls if name == "paged_attention"]
     assert len(attentions) == 2 and len(fills) == (2 if crosses else 1)
     assert [name for name, _ in calls] == (
-        ["_fill_query_starts", "paged_attention"] * 2 if crosses else ["_fill_query_starts", *["paged_attention"] * 2]
+        ["_fill_query_starts", "paged_attention"] * 2
+        if crosses
+        else ["_fill_query_starts", *["paged_attention"] * 2]
     )
     for fill, arguments in zip(fills if crosses else fills * 2, attentions, strict=True):
         assert re.search(rf"\b{fill}\b", arguments), (fill, arguments)

@@ -1,4 +1,5 @@
-"""What would be silently wrong is refused, by name and before anything is written; what is not paged works as before."""
+"""What would be silently wrong is refused, by name and before anything is written; what is not paged works
+as before."""
 
 from __future__ import annotations
 
@@ -12,8 +13,16 @@ from transformers import BloomConfig, BloomForCausalLM, DiffLlamaConfig, DiffLla
 from torchpaged import ArgumentError, BlockPoolExhaustedError, UnsupportedModelError
 from torchpaged.hf import PagedCache, PagedModel, require_supported
 
-DIFF: dict[str, Any] = {"vocab_size": 99, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-                        "num_key_value_heads": 2, "eos_token_id": None, "pad_token_id": 0}  # fmt: skip
+DIFF: dict[str, Any] = {
+    "vocab_size": 99,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
 
 
 def paged(name: str = "Llama", **options: Any) -> Any:
@@ -41,10 +50,17 @@ def test_a_model_that_changes_cached_values_needs_dense() -> None:
     want = model.generate(**inputs, max_new_tokens=6, do_sample=False)
     model.set_attn_implementation("torchpaged")
     with pytest.raises(UnsupportedModelError, match="dense=True"):
-        model.generate(**inputs, max_new_tokens=6, do_sample=False, past_key_values=PagedCache(model.config, 2, 32))
+        model.generate(
+            **inputs, max_new_tokens=6, do_sample=False, past_key_values=PagedCache(model.config, 2, 32)
+        )
     if getattr(model, "_supports_sdpa", True):  # the dense path needs an attention the model can take
         model.set_attn_implementation("eager")
-        got = model.generate(**inputs, max_new_tokens=6, do_sample=False, past_key_values=PagedCache(model.config, 2, 32, dense=True))
+        got = model.generate(
+            **inputs,
+            max_new_tokens=6,
+            do_sample=False,
+            past_key_values=PagedCache(model.config, 2, 32, dense=True),
+        )
         assert torch.equal(got, want)
 
 
@@ -53,7 +69,10 @@ def test_dense_mode_equals_eager() -> None:
     want = model.generate(**inputs, max_new_tokens=8, do_sample=False)
     model.set_attn_implementation("torchpaged")
     got = model.generate(
-        **inputs, max_new_tokens=8, do_sample=False, past_key_values=PagedCache(model.config, 2, 32, block_size=4, dense=True)
+        **inputs,
+        max_new_tokens=8,
+        do_sample=False,
+        past_key_values=PagedCache(model.config, 2, 32, block_size=4, dense=True),
     )
     assert torch.equal(got, want)
 
@@ -88,7 +107,11 @@ def test_rows_padded_again_later() -> None:
 def test_four_dimensional_masks() -> None:
     model = paged()
     with pytest.raises(ArgumentError, match="attention_mask"), torch.no_grad():
-        model(torch.randint(3, 99, (1, 4)), attention_mask=torch.zeros(1, 1, 4, 4), past_key_values=PagedCache(model.config, 1, 32))
+        model(
+            torch.randint(3, 99, (1, 4)),
+            attention_mask=torch.zeros(1, 1, 4, 4),
+            past_key_values=PagedCache(model.config, 1, 32),
+        )
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -107,7 +130,9 @@ def test_more_tokens_than_max_seq_len(compiled: bool) -> None:
     with pytest.raises(ArgumentError, match="room for 20 tokens"):
         model.generate(**inputs, **options, past_key_values=cache)
     assert not cache.ready
-    model.generate(**inputs, **options, past_key_values=PagedCache(model.config, 2, 29))  # the last token is never written
+    model.generate(
+        **inputs, **options, past_key_values=PagedCache(model.config, 2, 29)
+    )  # the last token is never written
 
 
 def test_rows_and_blocks() -> None:
@@ -115,7 +140,9 @@ def test_rows_and_blocks() -> None:
     with pytest.raises(ArgumentError, match="max_batch_size: expected at least the batch"):
         model.generate(**inputs, max_new_tokens=2, past_key_values=PagedCache(model.config, 1, 32))
     with pytest.raises(BlockPoolExhaustedError):
-        model.generate(**inputs, max_new_tokens=2, past_key_values=PagedCache(model.config, 2, 32, num_blocks=3))
+        model.generate(
+            **inputs, max_new_tokens=2, past_key_values=PagedCache(model.config, 2, 32, num_blocks=3)
+        )
     cache = PagedCache(model.config, 3, 32)
     with torch.no_grad():
         model(inputs["input_ids"], past_key_values=cache)
@@ -147,7 +174,8 @@ def test_dense_calls_that_sdpa_would_get_wrong() -> None:
 
 
 def test_two_caches_and_an_exception_in_between() -> None:
-    """No state outside the caches: interleaved models, a failed forward and a dense one do not disturb each other."""
+    """No state outside the caches: interleaved models, a failed forward and a dense one do not disturb
+    each other."""
     one, two, ids = paged("Llama"), paged("Mistral"), torch.randint(3, 99, (1, 12))
     caches = [PagedCache(m.config, 1, 32, block_size=4) for m in (one, two)]
     with torch.no_grad():
@@ -182,4 +210,7 @@ def test_describe() -> None:
     cache = PagedCache(model.config, 1, 32)
     with torch.no_grad():
         model(torch.randint(3, 99, (1, 4)), past_key_values=cache)
-    assert cache.describe().startswith("3 blocks of 16 tokens = 32 tokens in 3 paged layers") and "768 bytes per token" in cache.describe()
+    assert (
+        cache.describe().startswith("3 blocks of 16 tokens = 32 tokens in 3 paged layers")
+        and "768 bytes per token" in cache.describe()
+    )

@@ -1,4 +1,5 @@
-"""Padding read for a forward that raised before it wrote: the next forward's is right without `reset()`, or it is refused until then."""
+"""Padding read for a forward that raised before it wrote: the next forward's is right without `reset()`, or
+it is refused until then."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 from torchpaged import ArgumentError, UnsupportedModelError
 from torchpaged.hf import PagedCache
 
-#: OPT makes a mask of ones where none comes, Gemma 3 asks for two kinds, Llama 4's masks are never made ahead of a forward.
+#: OPT makes a mask of ones where none comes, Gemma 3 asks for two kinds, Llama 4's masks are never made ahead
+#: of a forward.
 STEMS = ["OPT", "Gemma3", "Llama4", "Bart"]
 
 
@@ -35,7 +37,8 @@ def interrupt(model: PreTrainedModel) -> Any:
 
 
 def broken(stem: str, how: str) -> tuple[PreTrainedModel, PagedCache, Tensor]:
-    """A model, a cache behind a left-padded forward that raised before its first write, and a prompt of the same shape without padding."""
+    """A model, a cache behind a left-padded forward that raised before its first write, and a prompt of the
+    same shape without padding."""
     model, inputs = build(stem, implementation="torchpaged"), padded_prompts()
     cache = PagedCache(model.config, 2, 32, block_size=4)
     hook = interrupt(model)
@@ -45,7 +48,11 @@ def broken(stem: str, how: str) -> tuple[PreTrainedModel, PagedCache, Tensor]:
         else:
             model(**inputs, past_key_values=cache)
     hook.remove()
-    return model, cache, torch.randint(3, 99, inputs["input_ids"].shape, generator=torch.Generator().manual_seed(2))
+    return (
+        model,
+        cache,
+        torch.randint(3, 99, inputs["input_ids"].shape, generator=torch.Generator().manual_seed(2)),
+    )
 
 
 @pytest.mark.parametrize("how", ["generate", "forward"])
@@ -54,19 +61,24 @@ def broken(stem: str, how: str) -> tuple[PreTrainedModel, PagedCache, Tensor]:
 def test_generate_after_it(stem: str, with_mask: bool, how: str) -> None:
     model, cache, ids = broken(stem, how)
     inputs = {"input_ids": ids, **({"attention_mask": torch.ones_like(ids)} if with_mask else {})}
-    torch.testing.assert_close(logits_of(model, inputs, cache), logits_of(model, inputs), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        logits_of(model, inputs, cache), logits_of(model, inputs), rtol=1e-4, atol=1e-4
+    )
 
 
 @pytest.mark.parametrize("stem", STEMS)
 def test_a_forward_after_a_forward(stem: str) -> None:
     model, cache, ids = broken(stem, "forward")
     with torch.no_grad():
-        torch.testing.assert_close(model(ids, past_key_values=cache).logits, model(ids, use_cache=False).logits, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            model(ids, past_key_values=cache).logits, model(ids, use_cache=False).logits, rtol=1e-4, atol=1e-4
+        )
 
 
 @pytest.mark.parametrize("stem", STEMS)
 def test_a_forward_after_generate(stem: str) -> None:
-    """A forward without a mask is also what generate() calls behind the mask that it made; only whose turn it is tells them apart."""
+    """A forward without a mask is also what generate() calls behind the mask that it made; only whose turn it
+    is tells them apart."""
     model, cache, ids = broken(stem, "generate")
     with torch.no_grad():
         want = model(ids, use_cache=False).logits
@@ -97,13 +109,18 @@ def test_other_padding_after_it(stem: str, how: str) -> None:
 def test_a_decoder_with_an_encoder(broken_first: bool) -> None:
     """transformers 5.17 makes no mask ahead of a decoder that is given none."""
     model = build("Bart", "ForConditionalGeneration", "torchpaged")
-    cache = EncoderDecoderCache(PagedCache(model.config, 2, 32, block_size=4), DynamicCache(config=model.config))
+    cache = EncoderDecoderCache(
+        PagedCache(model.config, 2, 32, block_size=4), DynamicCache(config=model.config)
+    )
     source, prompt = {"input_ids": torch.randint(3, 99, (2, 12))}, padded_prompts()
     prompt["input_ids"][:, 0] = 1  # the start token, which generate() would put in front of the padding
     if broken_first:
         hook = interrupt(model.model.decoder)
         with pytest.raises(Broken):
-            padded = {"decoder_input_ids": prompt["input_ids"], "decoder_attention_mask": prompt["attention_mask"]}
+            padded = {
+                "decoder_input_ids": prompt["input_ids"],
+                "decoder_attention_mask": prompt["attention_mask"],
+            }
             model.generate(**source, **padded, max_new_tokens=2, past_key_values=cache)
         hook.remove()
     given = {**source, "decoder_input_ids": torch.randint(3, 99, prompt["input_ids"].shape)}
@@ -117,7 +134,10 @@ def test_a_decoder_with_an_encoder(broken_first: bool) -> None:
 
 def test_a_copy_knows_of_no_forward() -> None:
     _, cache, _ = broken("OPT", "generate")
-    assert copy.deepcopy(cache)._pending.padding is None and pickle.loads(pickle.dumps(cache))._pending.padding is None
+    assert (
+        copy.deepcopy(cache)._pending.padding is None
+        and pickle.loads(pickle.dumps(cache))._pending.padding is None
+    )
 
 
 @pytest.mark.parametrize("stem", STEMS)
@@ -141,7 +161,8 @@ def test_masks_that_differ_within_a_forward() -> None:
 
 
 def test_a_forward_longer_than_prepared() -> None:
-    """A model that puts tokens of its own in front of the prompt: where its padding lies then, the mask ahead of it did not say."""
+    """A model that puts tokens of its own in front of the prompt: where its padding lies then, the mask ahead
+    of it did not say."""
     cache = PagedCache(build("OPT").config, 2, 32)
 
     def prepare_inputs_for_generation() -> None:

@@ -1,4 +1,5 @@
-"""Models that a paged cache can't serve yet say so by a typed error; models with attention of their own get the mask they add."""
+"""Models that a paged cache can't serve yet say so by a typed error; models with attention of their own get
+the mask they add."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ def test_models_that_compute_with_their_cache(stem: str) -> None:
     cache = PagedCache(model.config, 2, 32, block_size=4)
     for _ in range(2):  # whoever tries again is refused again
         with pytest.raises(
-            UnsupportedModelError, match=r"computes with its cached keys or values \(\w+\).*PagedCache\(\.\.\., dense=True\)"
+            UnsupportedModelError,
+            match=r"computes with its cached keys or values \(\w+\).*PagedCache\(\.\.\., dense=True\)",
         ):
             logits_of(model, padded_prompts(), cache)
         cache.reset()
@@ -35,7 +37,9 @@ def test_models_that_compute_with_their_cache(stem: str) -> None:
 @pytest.mark.parametrize("stem", ["Mamba", "MiniMax", "DeepseekV32"])
 def test_models_whose_cache_is_of_another_kind(stem: str) -> None:
     model = build(stem)
-    with pytest.raises(UnsupportedModelError, match=r"keeps no keys and values|cache of its own kind|indexer"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"keeps no keys and values|cache of its own kind|indexer"
+    ):
         PagedCache(model.config, 2, 32)
 
 
@@ -59,7 +63,8 @@ def test_sparse_selection_without_a_cache() -> None:
 
 @pytest.mark.parametrize("stem", ["Bloom", "CodeGen", "GPTNeoXJapanese", "XGLM", "TrOCR", "Mvp"])
 def test_attention_of_its_own_gets_its_mask(stem: str) -> None:
-    """Built with the implementation's name, which transformers accepts for any model, and used without a PagedCache."""
+    """Built with the implementation's name, which transformers accepts for any model, and used without
+    a PagedCache."""
     inputs = padded_prompts()
     want, got = (logits_of(build(stem, implementation=name), inputs) for name in ("eager", "torchpaged"))
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5 * float(want.abs().max()))
@@ -83,9 +88,13 @@ def test_private_names_of_transformers() -> None:
 
 
 COMPUTATIONS: dict[str, Callable[[Any], Any]] = {
-    "repeat": lambda x: x.repeat(1, 2, 1, 1), "slice": lambda x: x[:1], "matmul": lambda x: x @ x.mT, "cat": lambda x: torch.cat([x, x]),
-    "chunk": lambda x: x.chunk(2, dim=1), "half": lambda x: x.double(),
-}  # fmt: skip
+    "repeat": lambda x: x.repeat(1, 2, 1, 1),
+    "slice": lambda x: x[:1],
+    "matmul": lambda x: x @ x.mT,
+    "cat": lambda x: torch.cat([x, x]),
+    "chunk": lambda x: x.chunk(2, dim=1),
+    "half": lambda x: x.double(),
+}
 
 
 @pytest.mark.parametrize("name", COMPUTATIONS)
@@ -93,14 +102,20 @@ def test_pools_refuse_arithmetic(name: str) -> None:
     model = build("GPTNeoX", implementation="torchpaged")
     cache = PagedCache(model.config, 1, 8, block_size=4)
     key, value = cache.update(torch.ones(1, 4, 2, 8), torch.ones(1, 4, 2, 8), 0)
-    assert key.shape == value.shape == (3, 4, 4, 8) and key.dtype == torch.float32 and key.contiguous() is key and key.to("cpu") is key
+    assert (
+        key.shape == value.shape == (3, 4, 4, 8)
+        and key.dtype == torch.float32
+        and key.contiguous() is key
+        and key.to("cpu") is key
+    )
     with pytest.raises(UnsupportedModelError, match="gpt_neox computes with"):
         COMPUTATIONS[name](key)
 
 
 @pytest.mark.parametrize("attends", [False, True])
 def test_pools_refuse_arithmetic_until_attention_took_them(attends: bool) -> None:
-    """A model that was refused is refused again, after reset() too; one that attends pays for one forward only."""
+    """A model that was refused is refused again, after reset() too; one that attends pays for one
+    forward only."""
     model = build("GPTNeoX", implementation="torchpaged")
     cache, states = PagedCache(model.config, 1, 8, block_size=4), torch.ones(1, 4, 2, 8)
     key, value = cache.update(states, states, 0)

@@ -1,7 +1,9 @@
-"""A backend around torch's FlexAttention, for tests on a CPU: its op is no op but a function, whose higher-order op stands in the trace.
+"""A backend around torch's FlexAttention, for tests on a CPU: its op is no op but a function, whose
+higher-order op stands in the trace.
 
-The plan is a BlockMask of the batch over the whole pool, and three tables that turn a slot of the pool into a position of a request. `_plan` writes
-them into tensors that never move, and the function builds the mask from these in the trace: what differs from batch to batch are their values.
+The plan is a BlockMask of the batch over the whole pool, and three tables that turn a slot of the pool into a
+position of a request. `_plan` writes them into tensors that never move, and the function builds the mask from
+these in the trace: what differs from batch to batch are their values.
 """
 
 from __future__ import annotations
@@ -28,13 +30,36 @@ TILE_Q = 128
 
 
 def attend(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, seq_lens: Tensor, query_start_loc: Tensor, out: Tensor,
-    lse: Tensor | None = None, *, max_query_len: int, scale: float, causal: bool = True, window_left: int = -1, window_right: int = -1,
-    logits_soft_cap: float = 0.0, alibi_slopes: Tensor | None = None, sinks: Tensor | None = None, k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None, chunk_size: int = 0, planned_lens: Tensor, planned_table: Tensor, logical_block: Tensor,
-    request_of_token: Tensor, position_of_token: Tensor, kv_num_blocks: Tensor, kv_indices: Tensor,
-) -> None:  # fmt: skip
-    """``paged_attention`` of the contract. Pools must be finite where nobody wrote: the unfused products multiply masked values by 0."""
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    out: Tensor,
+    lse: Tensor | None = None,
+    *,
+    max_query_len: int,
+    scale: float,
+    causal: bool = True,
+    window_left: int = -1,
+    window_right: int = -1,
+    logits_soft_cap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    chunk_size: int = 0,
+    planned_lens: Tensor,
+    planned_table: Tensor,
+    logical_block: Tensor,
+    request_of_token: Tensor,
+    position_of_token: Tensor,
+    kv_num_blocks: Tensor,
+    kv_indices: Tensor,
+) -> None:
+    """``paged_attention`` of the contract. Pools must be finite where nobody wrote: the unfused products
+    multiply masked values by 0."""
     assert_planned((planned_lens, planned_table), (seq_lens, block_table))
     num_tokens, (num_blocks, block_size) = q.shape[0], k_cache.shape[:2]
 
@@ -56,13 +81,26 @@ def attend(
 
     tiles = -(-num_tokens // TILE_Q)
     mask = BlockMask.from_kv_blocks(
-        kv_num_blocks[..., :tiles], kv_indices[:, :, :tiles], BLOCK_SIZE=(TILE_Q, block_size), mask_mod=mask_mod,
-        seq_lengths=(num_tokens, num_blocks * block_size), compute_q_blocks=False,
-    )  # fmt: skip
-    query = q.transpose(0, 1)[None].clone(memory_format=torch.contiguous_format)  # Inductor's CPU lowering takes no view of another rank
+        kv_num_blocks[..., :tiles],
+        kv_indices[:, :, :tiles],
+        BLOCK_SIZE=(TILE_Q, block_size),
+        mask_mod=mask_mod,
+        seq_lengths=(num_tokens, num_blocks * block_size),
+        compute_q_blocks=False,
+    )
+    query = q.transpose(0, 1)[None].clone(
+        memory_format=torch.contiguous_format
+    )  # Inductor's CPU lowering takes no view of another rank
     keys, values = (cache.flatten(0, 1).transpose(0, 1)[None] for cache in (k_cache, v_cache))
     y: Any = flex_attention(
-        query, keys, values, score_mod, mask, scale, enable_gqa=q.shape[1] != k_cache.shape[2], return_lse=lse is not None
+        query,
+        keys,
+        values,
+        score_mod,
+        mask,
+        scale,
+        enable_gqa=q.shape[1] != k_cache.shape[2],
+        return_lse=lse is not None,
     )
     if lse is not None:
         y, lse_of_heads = y
@@ -100,7 +138,10 @@ class FlexSession(Session):
         with torch.inference_mode():
             held["planned_lens"][:rows].copy_(batch.seq_lens)
             held["planned_table"][:rows, : batch.block_table.shape[1]].copy_(batch.block_table)
-            lens, starts = batch.seq_lens.tolist(), batch.query_start_loc.tolist()  # on a GPU a kernel of its own would do this
+            lens, starts = (
+                batch.seq_lens.tolist(),
+                batch.query_start_loc.tolist(),
+            )  # on a GPU a kernel of its own would do this
             for name in ("logical_block", "position_of_token"):
                 held[name].fill_(-1)
             for row, (length, start, end) in enumerate(zip(lens, starts, starts[1:], strict=False)):

@@ -1,4 +1,5 @@
-"""Backends whose sessions keep something, for tests on a CPU: a semaphore, as the GPU's do, or a plan that every step needs."""
+"""Backends whose sessions keep something, for tests on a CPU: a semaphore, as the GPU's do, or a plan that
+every step needs."""
 
 from __future__ import annotations
 
@@ -24,13 +25,25 @@ from torchpaged.backends import (
 )
 from torchpaged.custom_ops import BACKEND_OPS, BackendOps
 
-KEPT = Backend("kept", get_backend("reference").capabilities, BackendOps(*BACKEND_OPS["reference"]), lambda: None, SemaphoreSession)
+KEPT = Backend(
+    "kept",
+    get_backend("reference").capabilities,
+    BackendOps(*BACKEND_OPS["reference"]),
+    lambda: None,
+    SemaphoreSession,
+)
 
 
-def kept_session(max_num_reqs: int = 8, num_kv_heads: int = 2, num_heads: int = 4, head_dim: int = 16) -> Session:
+def kept_session(
+    max_num_reqs: int = 8, num_kv_heads: int = 2, num_heads: int = 4, head_dim: int = 16
+) -> Session:
     """A session with a semaphore; its kernels are the reference's, which look whether it is zero."""
     spec = attention_spec(
-        device=torch.device("cpu"), dtype=torch.float32, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
     )
     return KEPT.open([spec], Limits(max_num_reqs=max_num_reqs), "cpu")
 
@@ -41,28 +54,52 @@ def semaphore_of(session: Session) -> Tensor:
     return semaphore
 
 
-# ------------------------------------------------------------------------------------------------ a backend that plans
+# --------------------------------------------------------------------------------------- a backend that plans
 LIBRARY = torch.library.Library("torchpaged_planning", "DEF")
-LIBRARY.define("""paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor seq_lens, Tensor query_start_loc,
-    Tensor(a!) out, Tensor(b!)? lse=None, *, SymInt max_query_len, float scale, bool causal=True, int window_left=-1, int window_right=-1,
-    float logits_soft_cap=0.0, Tensor? alibi_slopes=None, Tensor? sinks=None, Tensor? k_scale=None, Tensor? v_scale=None, int chunk_size=0,
-    Tensor planned_table, Tensor planned_lens) -> ()""", tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))  # fmt: skip
+LIBRARY.define(
+    """paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor seq_lens,
+    Tensor query_start_loc, Tensor(a!) out, Tensor(b!)? lse=None, *, SymInt max_query_len, float scale,
+    bool causal=True, int window_left=-1, int window_right=-1, float logits_soft_cap=0.0,
+    Tensor? alibi_slopes=None, Tensor? sinks=None, Tensor? k_scale=None, Tensor? v_scale=None,
+    int chunk_size=0, Tensor planned_table, Tensor planned_lens) -> ()""",
+    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides),
+)
 
 
 def _attend(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, seq_lens: Tensor, query_start_loc: Tensor, out: Tensor,
-    lse: Tensor | None = None, *, planned_table: Tensor, planned_lens: Tensor, **options: Any,
-) -> None:  # fmt: skip
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    out: Tensor,
+    lse: Tensor | None = None,
+    *,
+    planned_table: Tensor,
+    planned_lens: Tensor,
+    **options: Any,
+) -> None:
     """Attends over the blocks of the plan, not over those of the call."""
     assert_planned((planned_lens, planned_table), (seq_lens, block_table))
     num_reqs = seq_lens.shape[0]
     BACKEND_OPS["default"].paged_attention(
-        q, k_cache, v_cache, planned_table[:num_reqs], planned_lens[:num_reqs], query_start_loc, out, lse, **options
+        q,
+        k_cache,
+        v_cache,
+        planned_table[:num_reqs],
+        planned_lens[:num_reqs],
+        query_start_loc,
+        out,
+        lse,
+        **options,
     )
 
 
 LIBRARY.impl("paged_attention", _attend, "CompositeExplicitAutograd")
-torch.library.register_fake("torchpaged_planning::paged_attention", lambda *args, **options: None, lib=LIBRARY)
+torch.library.register_fake(
+    "torchpaged_planning::paged_attention", lambda *args, **options: None, lib=LIBRARY
+)
 
 
 class PlanningSession(Session):
@@ -90,7 +127,10 @@ class PlanningSession(Session):
         if host is not None:
             self.plans_from_host += 1
             if self.device.type == "cpu":
-                assert list(host.seq_lens) == batch.seq_lens.tolist() and list(host.query_lens) == batch.query_start_loc.diff().tolist()
+                assert (
+                    list(host.seq_lens) == batch.seq_lens.tolist()
+                    and list(host.query_lens) == batch.query_start_loc.diff().tolist()
+                )
 
     def tensors(self) -> dict[str, Tensor]:
         return {"planned_table": self.table, "planned_lens": self.lens}

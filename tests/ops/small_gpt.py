@@ -1,4 +1,5 @@
-"""A small GPT of `PagedAttention` layers that share a session, two sequences to feed it in uneven pieces, and what they give without a cache."""
+"""A small GPT of `PagedAttention` layers that share a session, two sequences to feed it in uneven pieces, and
+what they give without a cache."""
 
 from __future__ import annotations
 
@@ -42,7 +43,9 @@ class GPT(nn.Module):
         self.session = session
         self.tokens, self.places = nn.Embedding(VOCAB, HIDDEN), nn.Embedding(64, HIDDEN)
         self.layers = nn.ModuleList(Decoder(session) for _ in range(LAYERS))
-        self.cache = PagedKVCache.uniform(LAYERS, KV_HEADS, DIM, block_size=BLOCK, num_blocks=BLOCKS, dtype=torch.float32)
+        self.cache = PagedKVCache.uniform(
+            LAYERS, KV_HEADS, DIM, block_size=BLOCK, num_blocks=BLOCKS, dtype=torch.float32
+        )
 
     def forward(self, input_ids: Tensor, metadata: AttentionMetadata) -> Tensor:
         x = self.tokens(input_ids) + self.places(metadata.positions)
@@ -63,15 +66,22 @@ TOKENS = torch.arange(4 * 24).view(4, 24) * 7 % VOCAB
 
 def batch(query_lens: list[int], seq_lens: list[int]) -> AttentionMetadata:
     tables = TABLES[: len(seq_lens)]
-    return AttentionMetadata.from_lists(query_lens, seq_lens, tables, block_size=BLOCK, num_blocks=BLOCKS, max_blocks_per_req=WIDTH)
+    return AttentionMetadata.from_lists(
+        query_lens, seq_lens, tables, block_size=BLOCK, num_blocks=BLOCKS, max_blocks_per_req=WIDTH
+    )
 
 
 def fed(query_lens: list[int], seq_lens: list[int]) -> Tensor:
-    return torch.cat([TOKENS[i, end - n : end] for i, (n, end) in enumerate(zip(query_lens, seq_lens, strict=True))])
+    return torch.cat(
+        [TOKENS[i, end - n : end] for i, (n, end) in enumerate(zip(query_lens, seq_lens, strict=True))]
+    )
 
 
 def close_to_dense(gpt: GPT, logits: Tensor, query_lens: list[int], seq_lens: list[int]) -> None:
-    whole = [gpt.dense(TOKENS[i, :end])[end - n :] for i, (n, end) in enumerate(zip(query_lens, seq_lens, strict=True))]
+    whole = [
+        gpt.dense(TOKENS[i, :end])[end - n :]
+        for i, (n, end) in enumerate(zip(query_lens, seq_lens, strict=True))
+    ]
     torch.testing.assert_close(logits, torch.cat(whole), rtol=1e-4, atol=1e-4)
 
 

@@ -80,7 +80,9 @@ def test_a_dominant_sink_takes_the_weight() -> None:
 
 
 @pytest.mark.parametrize(
-    "spec", [BatchSpec("long_decode", (3000, 5), (1, 1)), BatchSpec("long_prefill", (700,), (700,))], ids=lambda s: s.name
+    "spec",
+    [BatchSpec("long_decode", (3000, 5), (1, 1)), BatchSpec("long_prefill", (700,), (700,))],
+    ids=lambda s: s.name,
 )
 def test_threads_do_not_change_the_answer(spec: BatchSpec) -> None:
     """More threads split the keys; the result stays within rounding, and within the oracle's budget."""
@@ -133,7 +135,11 @@ def test_a_pool_of_strides_is_written_in_place() -> None:
     k_cache, v_cache = big[0].transpose(1, 2), big[1].transpose(1, 2)
     k, v = torch.randn(3, 2, 8), torch.randn(3, 2, 8)
     CPU.write_kv(k, v, k_cache, v_cache, torch.tensor([17, -1, 143]))
-    assert torch.equal(k_cache[1, 1], k[0]) and torch.equal(v_cache[8, 15], v[2]) and int(big.isfinite().sum()) == 2 * 2 * 16
+    assert (
+        torch.equal(k_cache[1, 1], k[0])
+        and torch.equal(v_cache[8, 15], v[2])
+        and int(big.isfinite().sum()) == 2 * 2 * 16
+    )
 
 
 BAD: dict[str, tuple[str, Any]] = {
@@ -175,8 +181,17 @@ def test_bad_batches_are_refused_before_anything_is_written(argument: str, chang
         setattr(batch, key, value)
     out = torch.full((*batch.q.shape[:2], 64), 7.0)
     with pytest.raises(RuntimeError, match=argument):
-        CPU.paged_attention(batch.q, batch.k_cache, batch.v_cache, batch.block_table, batch.seq_lens, batch.query_start_loc, out,
-                            max_query_len=batch.max_query_len, scale=1.0)  # fmt: skip
+        CPU.paged_attention(
+            batch.q,
+            batch.k_cache,
+            batch.v_cache,
+            batch.block_table,
+            batch.seq_lens,
+            batch.query_start_loc,
+            out,
+            max_query_len=batch.max_query_len,
+            scale=1.0,
+        )
     assert torch.all(out == 7.0)
 
 
@@ -188,8 +203,15 @@ def test_numbers_per_head_must_be_contiguous(name: str, kind: str) -> None:
     values = torch.arange(8.0)[::2] if kind == "strided" else torch.ones(1).expand(4)
     with pytest.raises(ArgumentError, match=name):
         torchpaged.paged_attention(
-            batch.q, batch.k_cache, batch.v_cache, batch.block_table, batch.seq_lens, batch.query_start_loc, max_query_len=1, **{name: values}
-        )  # fmt: skip
+            batch.q,
+            batch.k_cache,
+            batch.v_cache,
+            batch.block_table,
+            batch.seq_lens,
+            batch.query_start_loc,
+            max_query_len=1,
+            **{name: values},
+        )
 
 
 def test_no_path_of_the_machine_that_built_it() -> None:

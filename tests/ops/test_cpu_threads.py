@@ -1,4 +1,5 @@
-"""Native CPU kernels open a parallel region only where each thread gets enough work: the library counts its regions."""
+"""Native CPU kernels open a parallel region only where each thread gets enough work: the library counts
+its regions."""
 
 from __future__ import annotations
 
@@ -33,9 +34,16 @@ def two_threads() -> Iterator[None]:
 
 @pytest.mark.parametrize(
     ("work", "threads", "want"),
-    [(0, 8, 1), (MIN_WORK - 1, 8, 1), (2 * MIN_WORK - 1, 8, 1), (2 * MIN_WORK, 8, 2), (5 * MIN_WORK, 8, 5), (99 * MIN_WORK, 8, 8),
-     (99 * MIN_WORK, 1, 1)],
-)  # fmt: skip
+    [
+        (0, 8, 1),
+        (MIN_WORK - 1, 8, 1),
+        (2 * MIN_WORK - 1, 8, 1),
+        (2 * MIN_WORK, 8, 2),
+        (5 * MIN_WORK, 8, 5),
+        (99 * MIN_WORK, 8, 8),
+        (99 * MIN_WORK, 1, 1),
+    ],
+)
 def test_every_thread_gets_enough_work(library: Any, work: int, threads: int, want: int) -> None:
     assert library.torchpaged_workers_for(work, threads) == want
 
@@ -72,11 +80,26 @@ def merge(num_tokens: int) -> None:
 @pytest.mark.parametrize(
     ("run", "regions"),
     [
-        (lambda: attend(1000, 1), 0), (lambda: attend(240, 4), 0), (lambda: attend(1040, 1), 1), (lambda: attend(300, 4), 1),
-        (lambda: write(1000), 0), (lambda: write(2100), 2), (lambda: merge(500), 0), (lambda: merge(600), 1),
+        (lambda: attend(1000, 1), 0),
+        (lambda: attend(240, 4), 0),
+        (lambda: attend(1040, 1), 1),
+        (lambda: attend(300, 4), 1),
+        (lambda: write(1000), 0),
+        (lambda: write(2100), 2),
+        (lambda: merge(500), 0),
+        (lambda: merge(600), 1),
     ],
-    ids=["decode-short", "decode-batch-short", "decode-long", "decode-batch", "write", "write-long", "merge", "merge-long"],
-)  # fmt: skip
+    ids=[
+        "decode-short",
+        "decode-batch-short",
+        "decode-long",
+        "decode-batch",
+        "write",
+        "write-long",
+        "merge",
+        "merge-long",
+    ],
+)
 def test_regions(library: Any, two_threads: None, run: Any, regions: int) -> None:
     before = library.torchpaged_parallel_regions()
     run()

@@ -1,4 +1,5 @@
-"""Inductor's programmatic launches and our early reads do not go together: refused where a kernel of ours would start early."""
+"""Inductor's programmatic launches and our early reads do not go together: refused where a kernel of ours
+would start early."""
 
 from __future__ import annotations
 
@@ -21,14 +22,19 @@ def test_inductors_option_is_where_we_look() -> None:
     assert inductor_config.triton.enable_pdl is (os.environ.get("TORCHINDUCTOR_ENABLE_PDL") == "1")
     code = "import torch._inductor.config as c; print(c.triton.enable_pdl)"
     environment = {**os.environ, "TORCHINDUCTOR_ENABLE_PDL": "1"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
     assert done.stdout.strip() == "True"
 
 
 def test_refused_while_it_is_on() -> None:
     with inductor_config.patch({"triton.enable_pdl": False}):
         early_launch.refuse_inductors()
-    with inductor_config.patch({"triton.enable_pdl": True}), pytest.raises(BackendUnavailableError, match=r"enable_pdl.*got True; unset"):
+    with (
+        inductor_config.patch({"triton.enable_pdl": True}),
+        pytest.raises(BackendUnavailableError, match=r"enable_pdl.*got True; unset"),
+    ):
         early_launch.refuse_inductors()
 
 
@@ -44,7 +50,11 @@ def test_every_early_launch_of_a_triton_kernel_asks(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.version, "hip", None)
     tiles = config.decode_tiles(128, 8, 2, 2, hip=False)
     with inductor_config.patch({"triton.enable_pdl": True}):
-        for launch in (launching.launches_early, launching.early_launch, lambda device: config.decode_options(device, tiles)):
+        for launch in (
+            launching.launches_early,
+            launching.early_launch,
+            lambda device: config.decode_options(device, tiles),
+        ):
             with pytest.raises(BackendUnavailableError, match="TORCHINDUCTOR_ENABLE_PDL"):
                 launch(hopper)
         assert not launching.launches_early(ampere) and launching.early_launch(ampere) == {"PDL": False}
@@ -74,7 +84,8 @@ def test_a_launch_does_not_ask_again(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("compute", [(9, 0), (8, 0)])
 def test_refused_while_a_graph_is_traced(monkeypatch: pytest.MonkeyPatch, compute: tuple[int, int]) -> None:
-    """``torch.compile(options={"triton.enable_pdl": True})`` has the option on during the compilation alone: the fake kernels ask."""
+    """``torch.compile(options={"triton.enable_pdl": True})`` has the option on during the compilation alone:
+    the fake kernels ask."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: compute)
@@ -82,11 +93,26 @@ def test_refused_while_a_graph_is_traced(monkeypatch: pytest.MonkeyPatch, comput
 
     def attend() -> None:
         with FakeTensorMode():
-            q, cache, lens = (torch.empty(size, device="cuda", dtype=dtype) for size, dtype in (
-                ((2, 4, 16), torch.bfloat16), ((8, 4, 2, 16), torch.bfloat16), ((2,), torch.int32)))  # fmt: skip
+            q, cache, lens = (
+                torch.empty(size, device="cuda", dtype=dtype)
+                for size, dtype in (
+                    ((2, 4, 16), torch.bfloat16),
+                    ((8, 4, 2, 16), torch.bfloat16),
+                    ((2,), torch.int32),
+                )
+            )
             table, starts = (torch.empty(size, device="cuda", dtype=torch.int32) for size in ((2, 3), (3,)))
             torch.ops.torchpaged.paged_attention(
-                q, cache, torch.empty_like(cache), table, lens, starts, torch.empty_like(q), None, max_query_len=1, scale=0.25
+                q,
+                cache,
+                torch.empty_like(cache),
+                table,
+                lens,
+                starts,
+                torch.empty_like(q),
+                None,
+                max_query_len=1,
+                scale=0.25,
             )
 
     attend()
@@ -98,14 +124,23 @@ def test_refused_while_a_graph_is_traced(monkeypatch: pytest.MonkeyPatch, comput
             attend()
 
 
-def test_options_of_a_compilation_reach_the_fake_kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What the test above relies on, with an op of a CPU: fake kernels run again while the options of ``torch.compile`` hold."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # a graph from the disk is not traced again; a refused one is not there
+def test_options_of_a_compilation_reach_the_fake_kernels(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What the test above relies on, with an op of a CPU: fake kernels run again while the options of
+    ``torch.compile`` hold."""
+    monkeypatch.setenv(
+        "TORCHINDUCTOR_CACHE_DIR", str(tmp_path)
+    )  # a graph from the disk is not traced again; a refused one is not there
     seen: list[bool] = []
     library = torch.library.Library("torchpaged_test_options", "DEF")
     library.define("touch(Tensor(a!) x) -> ()")
     library.impl("touch", lambda x: None, "CPU")
-    torch.library.register_fake("torchpaged_test_options::touch", lambda x: seen.append(inductor_config.triton.enable_pdl), lib=library)
+    torch.library.register_fake(
+        "torchpaged_test_options::touch",
+        lambda x: seen.append(inductor_config.triton.enable_pdl),
+        lib=library,
+    )
 
     def step(x: torch.Tensor) -> torch.Tensor:
         y = x + 1
@@ -117,6 +152,9 @@ def test_options_of_a_compilation_reach_the_fake_kernels(monkeypatch: pytest.Mon
 
 
 def test_nothing_is_imported_to_ask() -> None:
-    code = "import sys, torch; from torchpaged.custom_ops import early_launch as e; e.refuse_inductors(); print('torch._inductor.config' in sys.modules)"
+    code = (
+        "import sys, torch; from torchpaged.custom_ops import early_launch as e; e.refuse_inductors(); "
+        "print('torch._inductor.config' in sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

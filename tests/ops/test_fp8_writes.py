@@ -1,4 +1,5 @@
-"""fp8 pools: what is stored is x / scale, saturated; NaN stays NaN. In the reference, and in Triton where it is interpreted."""
+"""fp8 pools: what is stored is x / scale, saturated; NaN stays NaN. In the reference, and in Triton where it
+is interpreted."""
 
 from __future__ import annotations
 
@@ -19,8 +20,25 @@ FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 def edges(dtype: torch.dtype, source: torch.dtype) -> Tensor:
     """Numbers around the ends of an fp8 dtype's range, in ``source``: 8 columns."""
     largest = torch.finfo(dtype).max
-    beyond = (largest * 1.001, largest * 1.0625, largest * 1.0714286, largest * 1.25, 2 * largest, torch.finfo(source).max, math.inf)
-    inside = (largest, largest * 0.97, 1.0, 0.0, torch.finfo(dtype).tiny, torch.finfo(dtype).tiny / 8, 1e-30, math.nan)
+    beyond = (
+        largest * 1.001,
+        largest * 1.0625,
+        largest * 1.0714286,
+        largest * 1.25,
+        2 * largest,
+        torch.finfo(source).max,
+        math.inf,
+    )
+    inside = (
+        largest,
+        largest * 0.97,
+        1.0,
+        0.0,
+        torch.finfo(dtype).tiny,
+        torch.finfo(dtype).tiny / 8,
+        1e-30,
+        math.nan,
+    )
     numbers = torch.tensor([*beyond, *inside, 3.3], dtype=torch.float64)
     return torch.cat([numbers, -numbers]).to(source).view(-1, 8)
 
@@ -34,7 +52,9 @@ def assert_saturated(stored: Tensor, x: Tensor, scale: float) -> None:
     assert torch.equal(got[high], exact[high].sign() * largest)
     inside = ~high & ~exact.isnan()
     step = exact.abs().clamp_min(torch.finfo(dtype).smallest_normal) * torch.finfo(dtype).eps
-    most = 1.01 if BACKEND == "triton" else 0.51  # the interpreter's own conversions do not round as a GPU does
+    most = (
+        1.01 if BACKEND == "triton" else 0.51
+    )  # the interpreter's own conversions do not round as a GPU does
     assert bool(((got - exact).abs() <= most * step)[inside].all())
 
 
@@ -45,33 +65,46 @@ def assert_saturated(stored: Tensor, x: Tensor, scale: float) -> None:
 def test_writes_saturate(op: str, dtype: torch.dtype, source: torch.dtype, scale: float | None) -> None:
     x = edges(dtype, source)[:, None]  # [T, 1, 8]
     if BACKEND == "triton" and (dtype, source) != (torch.float8_e5m2, torch.float32):
-        x = x.nan_to_num(2.0, posinf=math.inf, neginf=-math.inf)  # the interpreter's own conversions make other numbers of NaN
+        x = x.nan_to_num(
+            2.0, posinf=math.inf, neginf=-math.inf
+        )  # the interpreter's own conversions make other numbers of NaN
     tokens = x.shape[0]
     caches = [torch.zeros(3, 4, 1, 8, dtype=dtype) for _ in range(2)]
     slots = torch.arange(tokens) + 4
-    scales: dict[str, Any] = {} if scale is None else {"k_scale": torch.tensor([scale]), "v_scale": torch.tensor([scale])}
+    scales: dict[str, Any] = (
+        {} if scale is None else {"k_scale": torch.tensor([scale]), "v_scale": torch.tensor([scale])}
+    )
     if op == "write_kv":
         BACKEND_OPS[BACKEND].write_kv(x, x.clone(), *caches, slots, **scales)
     else:  # the last six columns are not rotated; the first two are turned by nothing
         table = torch.tensor([[1.0, 0.0]]).expand(tokens, 2).contiguous()
         q = torch.zeros(tokens, 1, 8, dtype=source)
-        BACKEND_OPS[BACKEND].rope_write_kv(q, x, x.clone(), torch.arange(tokens), table, slots, torch.empty_like(q), *caches, **scales)
+        BACKEND_OPS[BACKEND].rope_write_kv(
+            q, x, x.clone(), torch.arange(tokens), table, slots, torch.empty_like(q), *caches, **scales
+        )
     for name, cache in zip("kv", caches, strict=True):
-        columns = slice(2, 8) if op == "rope_write_kv" and name == "k" else slice(0, 8)  # inf * 0 is NaN in a rotation
+        columns = (
+            slice(2, 8) if op == "rope_write_kv" and name == "k" else slice(0, 8)
+        )  # inf * 0 is NaN in a rotation
         assert_saturated(cache.view(-1, 8)[4 : 4 + tokens, columns], x[:, 0, columns].clone(), scale or 1.0)
 
 
 def same_numbers(stored: Tensor, want: Tensor) -> bool:
     """Bit by bit; NaN has several patterns."""
     nan = want.double().isnan()
-    return torch.equal(stored.double().isnan(), nan) and torch.equal(stored.view(torch.uint8)[~nan], want.view(torch.uint8)[~nan])
+    return torch.equal(stored.double().isnan(), nan) and torch.equal(
+        stored.view(torch.uint8)[~nan], want.view(torch.uint8)[~nan]
+    )
 
 
 @pytest.mark.parametrize("scale", [None, 3.0])
 @pytest.mark.parametrize("source", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("dtype", FP8, ids=str)
-def test_every_number_is_rounded_to_the_nearest(dtype: torch.dtype, source: torch.dtype, scale: float | None) -> None:
-    """All bit patterns of a 16-bit dtype, and for float32 those with a few low bits, which decide about ties."""
+def test_every_number_is_rounded_to_the_nearest(
+    dtype: torch.dtype, source: torch.dtype, scale: float | None
+) -> None:
+    """All bit patterns of a 16-bit dtype, and for float32 those with a few low bits, which decide
+    about ties."""
     if BACKEND == "triton" and dtype == torch.float8_e4m3fn:
         pytest.skip("the interpreter's own conversion to e4m3 does not round as a GPU does")
     x = torch.arange(65536, dtype=torch.int32).to(torch.int16)
@@ -80,7 +113,9 @@ def test_every_number_is_rounded_to_the_nearest(dtype: torch.dtype, source: torc
         x = ((x.to(torch.int32) << 16)[:, None] | low).reshape(-1)
     x = x.view(source).view(-1, 64, 64)  # [T, num_kv_heads, head_dim]
     caches = [torch.zeros(x.shape[0] // 16 + 2, 16, 64, 64, dtype=dtype) for _ in range(2)]
-    scales: dict[str, Any] = {} if scale is None else {"k_scale": torch.tensor([scale]), "v_scale": torch.tensor([scale])}
+    scales: dict[str, Any] = (
+        {} if scale is None else {"k_scale": torch.tensor([scale]), "v_scale": torch.tensor([scale])}
+    )
     BACKEND_OPS[BACKEND].write_kv(x, x.clone(), *caches, torch.arange(x.shape[0]) + 16, **scales)
     largest = torch.finfo(dtype).max
     want = (x.float() / (scale or 1.0)).clamp(-largest, largest).to(dtype)  # a clamp keeps NaN

@@ -1,6 +1,8 @@
-"""Random calls of the ops on a CPU: NaN, inf, garbage, and arguments that must be refused with nothing written.
+"""Random calls of the ops on a CPU: NaN, inf, garbage, and arguments that must be refused with
+nothing written.
 
-The share that always runs takes seconds; ``-m slow`` runs 10,000 batches per backend. A failure names its seed: `run_one` repeats it.
+The share that always runs takes seconds; ``-m slow`` runs 10,000 batches per backend. A failure names its
+seed: `run_one` repeats it.
 """
 
 from __future__ import annotations
@@ -38,15 +40,28 @@ def bad_changes(batch: Batch, r: random.Random) -> dict[str, dict[str, Any]]:
     long[request] = r.choice((table.shape[1] * batch.k_cache.shape[1] + 1, 2**31 - 1))
     starts[r.randrange(len(starts))] = r.choice((-1, 2**30, batch.q.shape[0] + 1))
     changes: dict[str, dict[str, Any]] = {
-        "block": {"block_table": table, "seq_lens": lens}, "long": {"seq_lens": long}, "starts": {"query_start_loc": starts},
-        "scale": {"scale": r.choice((NAN, INF, -INF, 0.0, -1.0))}, "cap": {"logits_soft_cap": r.choice((NAN, INF, -1.0))},
-        "window": {r.choice(("window_left", "window_right")): r.randint(-9, -2)}, "chunk": {"chunk_size": r.randint(-9, -1)},
-        "lens_dtype": {"seq_lens": batch.seq_lens.long()}, "rows": {"seq_lens": batch.seq_lens[:-1]}, "max_query_len": {"max_query_len": 0},
-        "pools": {"v_cache": batch.k_cache}, "lse": {"lse": torch.zeros(batch.q.shape[:2], dtype=torch.float64)},
-        "heads": {"q": torch.cat([batch.q, batch.q[:, :1]], dim=1)} if batch.k_cache.shape[2] > 1 else {"q": batch.q[:, :0]},
-        "table_dtype": {"block_table": batch.block_table.long()}, "integers": {"k_cache": batch.k_cache.int(), "v_cache": batch.v_cache.int()},
-    }  # fmt: skip
-    size, used = batch.k_cache.shape[1], (batch.seq_lens.clamp_min(0) + batch.k_cache.shape[1] - 1) // batch.k_cache.shape[1]
+        "block": {"block_table": table, "seq_lens": lens},
+        "long": {"seq_lens": long},
+        "starts": {"query_start_loc": starts},
+        "scale": {"scale": r.choice((NAN, INF, -INF, 0.0, -1.0))},
+        "cap": {"logits_soft_cap": r.choice((NAN, INF, -1.0))},
+        "window": {r.choice(("window_left", "window_right")): r.randint(-9, -2)},
+        "chunk": {"chunk_size": r.randint(-9, -1)},
+        "lens_dtype": {"seq_lens": batch.seq_lens.long()},
+        "rows": {"seq_lens": batch.seq_lens[:-1]},
+        "max_query_len": {"max_query_len": 0},
+        "pools": {"v_cache": batch.k_cache},
+        "lse": {"lse": torch.zeros(batch.q.shape[:2], dtype=torch.float64)},
+        "heads": {"q": torch.cat([batch.q, batch.q[:, :1]], dim=1)}
+        if batch.k_cache.shape[2] > 1
+        else {"q": batch.q[:, :0]},
+        "table_dtype": {"block_table": batch.block_table.long()},
+        "integers": {"k_cache": batch.k_cache.int(), "v_cache": batch.v_cache.int()},
+    }
+    size, used = (
+        batch.k_cache.shape[1],
+        (batch.seq_lens.clamp_min(0) + batch.k_cache.shape[1] - 1) // batch.k_cache.shape[1],
+    )
     wide = [i for i in range(len(used)) if int(used[i]) > 1]
     if wide:
         twice = batch.block_table.clone()
@@ -61,10 +76,22 @@ def refuse_attention(ops: Any, batch: Batch, r: random.Random) -> None:
     for name in r.sample(sorted(changes := bad_changes(batch, r)), 2):
         out = torch.full((*batch.q.shape[:2], batch.v_cache.shape[3]), 7.0, dtype=batch.q.dtype)
         lse = torch.full(batch.q.shape[:2], 7.0)
-        arguments: dict[str, Any] = {
-            "q": batch.q, "k_cache": batch.k_cache, "v_cache": batch.v_cache, "block_table": batch.block_table, "seq_lens": batch.seq_lens,
-            "query_start_loc": batch.query_start_loc, "out": out, "lse": lse, "max_query_len": batch.max_query_len, "scale": batch.scale,
-        } | batch.extras | changes[name]  # fmt: skip
+        arguments: dict[str, Any] = (
+            {
+                "q": batch.q,
+                "k_cache": batch.k_cache,
+                "v_cache": batch.v_cache,
+                "block_table": batch.block_table,
+                "seq_lens": batch.seq_lens,
+                "query_start_loc": batch.query_start_loc,
+                "out": out,
+                "lse": lse,
+                "max_query_len": batch.max_query_len,
+                "scale": batch.scale,
+            }
+            | batch.extras
+            | changes[name]
+        )
         try:
             ops.paged_attention(**arguments)
         except (ArgumentError, RuntimeError) as error:
@@ -75,7 +102,8 @@ def refuse_attention(ops: Any, batch: Batch, r: random.Random) -> None:
 
 
 def write_and_refuse(ops: Any, batch: Batch, r: random.Random) -> None:
-    """write_kv of numbers that may be NaN or inf against rows copied one by one; slots that make no sense are refused."""
+    """write_kv of numbers that may be NaN or inf against rows copied one by one; slots that make no sense
+    are refused."""
     k_cache, v_cache = batch.k_cache.clone(), batch.v_cache.clone()
     size, heads = k_cache.shape[1], k_cache.shape[2]
     slots = r.sample(range(k_cache.shape[0] * size), min(r.randint(0, 7), k_cache.shape[0] * size))
@@ -105,7 +133,9 @@ def write_and_refuse(ops: Any, batch: Batch, r: random.Random) -> None:
         repeated = [slot for slot in slots if 0 <= slot < size and slots.count(slot) > 1]
         for slot in repeated:
             got[0, slot] = exact[0, slot] = 0
-        assert torch.equal(got.isnan(), exact.isnan()) and torch.equal(got.nan_to_num(5.0), exact.nan_to_num(5.0))
+        assert torch.equal(got.isnan(), exact.isnan()) and torch.equal(
+            got.nan_to_num(5.0), exact.nan_to_num(5.0)
+        )
 
 
 def merge_any(ops: Any, r: random.Random, dtype: torch.dtype) -> None:
@@ -122,7 +152,9 @@ def merge_any(ops: Any, r: random.Random, dtype: torch.dtype) -> None:
     exact = sum(torch.where(seen[i, ..., None], weights[i] * states[i].double(), 0.0) for i in range(2))
     assert isinstance(exact, Tensor)
     exact = torch.where(bad[..., None], NAN, exact)
-    torch.testing.assert_close(merged.double(), torch.where(bad, NAN, total), rtol=1e-5, atol=1e-5, equal_nan=True)
+    torch.testing.assert_close(
+        merged.double(), torch.where(bad, NAN, total), rtol=1e-5, atol=1e-5, equal_nan=True
+    )
     tolerance = max(8 * torch.finfo(dtype).eps, 1e-5)  # a weight of e^-40 is off by 40 roundings in float32
     torch.testing.assert_close(out.double(), exact, rtol=tolerance, atol=tolerance, equal_nan=True)
 
@@ -133,12 +165,16 @@ def run_one(backend: str, seed: int) -> None:
     torch.manual_seed(seed)
     batch, options = random_batch(r, dtypes=(torch.float32, torch.bfloat16, torch.float16), small=INTERPRETED)
     try:
-        assert_as_expected(run_paged_attention(ops, batch, **options), batch, exact=backend != "triton", **options)
+        assert_as_expected(
+            run_paged_attention(ops, batch, **options), batch, exact=backend != "triton", **options
+        )
         refuse_attention(ops, batch, r)
         write_and_refuse(ops, batch, r)
         merge_any(ops, r, batch.q.dtype)
     except Exception as error:
-        raise AssertionError(f"backend {backend!r}, seed {seed}: {batch.spec}, {options}, {batch.q.dtype}: {error}") from error
+        raise AssertionError(
+            f"backend {backend!r}, seed {seed}: {batch.spec}, {options}, {batch.q.dtype}: {error}"
+        ) from error
 
 
 def run_share(backend: str, share: int, count: int) -> None:
@@ -166,10 +202,24 @@ def test_triton_in_the_interpreter(interpreter: None, chosen: str) -> None:
     """This file's share, NaN and inf, and fp8 writes by the Triton kernels, in a process of its own."""
     here = Path(__file__)
     files = ["test_nonfinite.py"] + (["test_fuzz.py", "test_fp8_writes.py"] if chosen == "not slow" else [])
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--no-showlocals", "-m", chosen]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--no-showlocals",
+        "-m",
+        chosen,
+    ]
     done = subprocess.run(
         [*command, *(str(here.with_name(name)) for name in files)],
-        cwd=here.parents[2], env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=550,
-    )  # fmt: skip
+        cwd=here.parents[2],
+        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=550,
+    )
     assert done.returncode == 0, done.stdout[-6000:]
     assert " passed" in done.stdout

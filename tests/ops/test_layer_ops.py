@@ -1,4 +1,5 @@
-"""embedding, rms_norm, act_and_mul, linear: the reference against torch's and transformers' own formulas, refusals, tracing."""
+"""embedding, rms_norm, act_and_mul, linear: the reference against torch's and transformers' own formulas,
+refusals, tracing."""
 
 from __future__ import annotations
 
@@ -139,7 +140,11 @@ BAD: dict[str, tuple[str, str, dict[str, Any]]] = {
     "norm_width": ("rms_norm", "weight", {"weight": torch.zeros(47)}),
     "norm_op_eps": ("rms_norm", "eps", {"eps": -1.0}),
     "norm_residual": ("rms_norm", "residual", {"residual": torch.zeros(4, 48)}),
-    "norm_post_residual": ("rms_norm", "post_residual", {"post_residual": torch.zeros(5, 48, dtype=torch.float64)}),
+    "norm_post_residual": (
+        "rms_norm",
+        "post_residual",
+        {"post_residual": torch.zeros(5, 48, dtype=torch.float64)},
+    ),
     "gate_odd": ("act_and_mul", "gate_up", {"gate_up": torch.zeros(5, 81)}),
     "gate_activation": ("act_and_mul", "activation", {"activation": "none"}),
     "gate_out": ("act_and_mul", "out", {"out": torch.zeros(5, 80)}),

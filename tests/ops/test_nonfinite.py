@@ -26,7 +26,8 @@ def backend(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-#: name -> lengths; the middle request of each is poked at a position that some of its queries see, some don't, or all do.
+#: name -> lengths; the middle request of each is poked at a position that some of its queries see, some
+#: don't, or all do.
 SPECS = {
     "decode": BatchSpec("decode", (40, 37, 3), (1, 1, 1)),
     "speculative": BatchSpec("speculative", (40, 37, 3), (4, 4, 3)),
@@ -34,7 +35,11 @@ SPECS = {
     "chunked": BatchSpec("chunked", (30, 37, 5), (12, 20, 1), padded_tokens=2),
 }
 #: What the interpreter runs of these: one spec per kernel, one variant per kind of mask.
-FEW_SPECS, FEW_VARIANTS, SLOW = ("decode", "prefill"), ("causal", "window_both", "soft_cap"), "the interpreter is slow"
+FEW_SPECS, FEW_VARIANTS, SLOW = (
+    ("decode", "prefill"),
+    ("causal", "window_both", "soft_cap"),
+    "the interpreter is slow",
+)
 POKES = [(what, value) for what in "qkv" for value in (NAN, INF, -INF)]
 
 
@@ -42,7 +47,12 @@ POKES = [(what, value) for what in "qkv" for value in (NAN, INF, -INF)]
 @pytest.mark.parametrize("variant", ATTENTION_VARIANTS)
 @pytest.mark.parametrize("spec", SPECS)
 def test_one_bad_number(backend: str, spec: str, variant: str, what: str, value: float) -> None:
-    if INTERPRETED and (value == -INF or (what != "k" and value == INF) or spec not in FEW_SPECS or variant not in FEW_VARIANTS):
+    if INTERPRETED and (
+        value == -INF
+        or (what != "k" and value == INF)
+        or spec not in FEW_SPECS
+        or variant not in FEW_VARIANTS
+    ):
         pytest.skip(SLOW)
     options = ATTENTION_VARIANTS[variant]
     for position in (36, 2) if INTERPRETED else (36, 20, 2):
@@ -50,13 +60,19 @@ def test_one_bad_number(backend: str, spec: str, variant: str, what: str, value:
             continue
         batch = make_batch(SPECS[spec], head_dim=16, block_size=8, num_heads=4, num_kv_heads=2)
         poke(batch, what, value, 1, position, 1, 5)
-        assert_as_expected(run_paged_attention(BACKEND_OPS[backend], batch, **options), batch, exact=backend in EXACT, **options)
+        assert_as_expected(
+            run_paged_attention(BACKEND_OPS[backend], batch, **options),
+            batch,
+            exact=backend in EXACT,
+            **options,
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("spec", SPECS)
 def test_scores_that_are_all_infinite(backend: str, spec: str, dtype: torch.dtype) -> None:
-    """Every key a head sees scores +inf, or -inf: the softmax of neither exists, so NaN, whatever the first tile holds."""
+    """Every key a head sees scores +inf, or -inf: the softmax of neither exists, so NaN, whatever the first
+    tile holds."""
     if INTERPRETED and (spec not in FEW_SPECS or dtype == torch.float16):
         pytest.skip(SLOW)
     for value in (INF, -INF):
@@ -71,7 +87,12 @@ def test_scores_that_are_all_infinite(backend: str, spec: str, dtype: torch.dtyp
 @pytest.mark.parametrize("spec", ["decode", "prefill"])
 def test_a_first_tile_of_minus_inf_is_outweighed(backend: str, spec: str) -> None:
     """Keys that score -inf weigh nothing beside others, though they fill the tiles that come first."""
-    batch = make_batch(BatchSpec("long", (300, 150), (1, 1) if spec == "decode" else (120, 40)), head_dim=16, num_heads=2, num_kv_heads=1)
+    batch = make_batch(
+        BatchSpec("long", (300, 150), (1, 1) if spec == "decode" else (120, 40)),
+        head_dim=16,
+        num_heads=2,
+        num_kv_heads=1,
+    )
     batch.q.abs_()
     for position in range(140):
         poke(batch, "k", -INF, 0, position, 0, 3)
@@ -86,18 +107,28 @@ def test_a_bad_sink_belongs_to_its_head(backend: str, value: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"window_left": 5}, {"chunk_size": 8}, {"causal": False, "window_left": 3, "window_right": 2}], ids=str
+    "options",
+    [{"window_left": 5}, {"chunk_size": 8}, {"causal": False, "window_left": 3, "window_right": 2}],
+    ids=str,
 )
-@pytest.mark.parametrize("shape", [{"num_heads": 4, "num_kv_heads": 2}, {"num_heads": 32, "num_kv_heads": 1}], ids=["narrow", "wide"])
+@pytest.mark.parametrize(
+    "shape",
+    [{"num_heads": 4, "num_kv_heads": 2}, {"num_heads": 32, "num_kv_heads": 1}],
+    ids=["narrow", "wide"],
+)
 @pytest.mark.parametrize("spec", SPECS)
-def test_blocks_that_no_query_sees_never_matter(backend: str, spec: str, shape: dict[str, int], options: dict[str, Any]) -> None:
+def test_blocks_that_no_query_sees_never_matter(
+    backend: str, spec: str, shape: dict[str, int], options: dict[str, Any]
+) -> None:
     """All NaN in front of every query's interval: the answer is that of the clean pool, bit for bit."""
     if INTERPRETED and (spec not in FEW_SPECS or (spec == "prefill" and shape["num_heads"] == 32)):
         pytest.skip(SLOW)
     for dtype in (torch.float32, torch.bfloat16):
         batch = make_batch(SPECS[spec], head_dim=16, block_size=8, dtype=dtype, **shape)
         clean = run_paged_attention(BACKEND_OPS[backend], batch, **options)
-        for request, (length, queries) in enumerate(zip(batch.spec.seq_lens, batch.spec.query_lens, strict=True)):
+        for request, (length, queries) in enumerate(
+            zip(batch.spec.seq_lens, batch.spec.query_lens, strict=True)
+        ):
             first = length - queries
             low = (
                 first // options["chunk_size"] * options["chunk_size"]
@@ -113,9 +144,15 @@ def test_blocks_that_no_query_sees_never_matter(backend: str, spec: str, shape: 
 
 @pytest.mark.parametrize("variant", ["causal", "bidirectional", "window_both", "soft_cap"])
 def test_positions_below_zero_see_nothing(backend: str, variant: str) -> None:
-    """Left padding: zeros and -inf, without causality too; the request's other queries see what they would see without it."""
+    """Left padding: zeros and -inf, without causality too; the request's other queries see what they would
+    see without it."""
     options = ATTENTION_VARIANTS[variant]
-    batch = make_batch(BatchSpec("padded", (3, 6, -2, 0), (6, 9, 4, 2)), head_dim=16, block_size=8, sinks=variant == "bidirectional")
+    batch = make_batch(
+        BatchSpec("padded", (3, 6, -2, 0), (6, 9, 4, 2)),
+        head_dim=16,
+        block_size=8,
+        sinks=variant == "bidirectional",
+    )
     out, lse = run_paged_attention(BACKEND_OPS[backend], batch, **options)
     blind = [*range(3), *range(6, 9), *range(15, 21)]
     assert not bool(out[blind].any()) and bool((lse[blind] == -INF).all())
@@ -124,7 +161,12 @@ def test_positions_below_zero_see_nothing(backend: str, variant: str) -> None:
 
 
 def merge(
-    backend: str, a: float, b: float, out_a: float = 1.0, out_b: float = 3.0, dtype: torch.dtype = torch.float32
+    backend: str,
+    a: float,
+    b: float,
+    out_a: float = 1.0,
+    out_b: float = 3.0,
+    dtype: torch.dtype = torch.float32,
 ) -> tuple[float, float]:
     """Merge two states of one row and one head."""
     state = [torch.full((1, 1, 8), x, dtype=dtype) for x in (out_a, out_b)]
@@ -146,7 +188,9 @@ def test_merging_a_bad_state_gives_nan(backend: str, bad: float, other: float) -
 def test_merging_a_side_that_saw_nothing(backend: str) -> None:
     """LSE -inf: what the side's out holds is of no account."""
     for rubbish in (NAN, INF, 7.0):
-        assert merge(backend, 0.5, -INF, 1.0, rubbish) == (1.0, 0.5) and merge(backend, -INF, 0.5, rubbish, 3.0) == (3.0, 0.5)
+        assert merge(backend, 0.5, -INF, 1.0, rubbish) == (1.0, 0.5) and merge(
+            backend, -INF, 0.5, rubbish, 3.0
+        ) == (3.0, 0.5)
         assert merge(backend, -INF, -INF, rubbish, rubbish) == (0.0, -INF)
     out, lse = merge(backend, 0.0, 0.0, NAN, 3.0)
     assert out != out and lse == pytest.approx(0.6931472)

@@ -1,4 +1,5 @@
-"""What the ops, the module and the host-side builders refuse, before anything is written: aliasing, duplicates, options, types."""
+"""What the ops, the module and the host-side builders refuse, before anything is written: aliasing,
+duplicates, options, types."""
 
 from __future__ import annotations
 
@@ -13,7 +14,14 @@ import torch
 from torch import Tensor
 
 import torchpaged
-from torchpaged import ArgumentError, AttentionMetadata, BackendUnavailableError, BlockPool, PagedAttention, PagedKVCache
+from torchpaged import (
+    ArgumentError,
+    AttentionMetadata,
+    BackendUnavailableError,
+    BlockPool,
+    PagedAttention,
+    PagedKVCache,
+)
 from torchpaged.cache import LayerKVCache
 from torchpaged.custom_ops import BACKEND_OPS, native_status
 from torchpaged.custom_ops import pools as validation
@@ -94,7 +102,9 @@ def test_bad_writes(ops: Any, name: str) -> None:
         torchpaged.write_kv(**arguments, ops=ops)
 
 
-@pytest.mark.parametrize("name", [n for n in BAD_WRITES if not n.startswith("no_") and n not in ("integers", "complex")])
+@pytest.mark.parametrize(
+    "name", [n for n in BAD_WRITES if not n.startswith("no_") and n not in ("integers", "complex")]
+)
 def test_bad_rope_writes(name: str) -> None:
     argument, change = BAD_WRITES[name]
     inputs = make_rope_inputs(num_tokens=3, num_heads=2, num_kv_heads=HEADS, head_dim=DIM, rotary_dim=4)
@@ -114,17 +124,27 @@ def test_the_null_block_and_skipped_tokens_may_repeat(ops: Any, slots: list[int]
 
 
 def test_pools_side_by_side_are_apart() -> None:
-    """Layouts that hold keys and values in one tensor: by block, by slot, by head, and one after the other."""
+    """Layouts that hold keys and values in one tensor: by block, by slot, by head, and one after
+    the other."""
     by_block = torch.zeros(BLOCKS, 2, SIZE, HEADS, DIM)
     by_slot, by_head = torch.zeros(BLOCKS, SIZE, 2, HEADS, DIM), torch.zeros(BLOCKS, SIZE, HEADS, 2, DIM)
-    halves, heads_first = torch.zeros(2, BLOCKS, SIZE, HEADS, DIM), torch.zeros(BLOCKS, 2, HEADS, SIZE, DIM).transpose(2, 3)
+    halves, heads_first = (
+        torch.zeros(2, BLOCKS, SIZE, HEADS, DIM),
+        torch.zeros(BLOCKS, 2, HEADS, SIZE, DIM).transpose(2, 3),
+    )
     columns = torch.zeros(BLOCKS, SIZE, HEADS, DIM + 5)
     for k, v in (
-        (by_block[:, 0], by_block[:, 1]), (by_slot[:, :, 0], by_slot[:, :, 1]), (by_head[..., 0, :], by_head[..., 1, :]),
-        (halves[1], halves[0]), (heads_first[:, 1], heads_first[:, 0]), (columns[..., :DIM], columns[..., DIM:]),
-    ):  # fmt: skip
+        (by_block[:, 0], by_block[:, 1]),
+        (by_slot[:, :, 0], by_slot[:, :, 1]),
+        (by_head[..., 0, :], by_head[..., 1, :]),
+        (halves[1], halves[0]),
+        (heads_first[:, 1], heads_first[:, 0]),
+        (columns[..., :DIM], columns[..., DIM:]),
+    ):
         assert not pools_meet(k, v) and not pools_meet(v, k)
-        torchpaged.write_kv(torch.ones(1, HEADS, DIM), torch.full((1, HEADS, v.shape[3]), 2.0), k, v, torch.tensor([5]))
+        torchpaged.write_kv(
+            torch.ones(1, HEADS, DIM), torch.full((1, HEADS, v.shape[3]), 2.0), k, v, torch.tensor([5])
+        )
         assert bool((k[1, 1] == 1).all()) and bool((v[1, 1] == 2).all())
     for k, v in (
         (by_block[:, 0], by_block[:, 0]),
@@ -137,14 +157,21 @@ def test_pools_side_by_side_are_apart() -> None:
 def attention_arguments(dtype: torch.dtype = torch.float32) -> dict[str, Any]:
     k_cache, v_cache = pools(dtype)
     return {
-        "q": torch.randn(2, 4, DIM).to(dtype), "k_cache": k_cache, "v_cache": v_cache,
-        "block_table": torch.tensor([[1, 2], [3, 4]], dtype=torch.int32), "seq_lens": torch.tensor([7, 2], dtype=torch.int32),
-        "query_start_loc": torch.tensor([0, 1, 2], dtype=torch.int32), "max_query_len": 1,
-    }  # fmt: skip
+        "q": torch.randn(2, 4, DIM).to(dtype),
+        "k_cache": k_cache,
+        "v_cache": v_cache,
+        "block_table": torch.tensor([[1, 2], [3, 4]], dtype=torch.int32),
+        "seq_lens": torch.tensor([7, 2], dtype=torch.int32),
+        "query_start_loc": torch.tensor([0, 1, 2], dtype=torch.int32),
+        "max_query_len": 1,
+    }
 
 
 BAD_ATTENTION: dict[str, tuple[str, Callable[[dict[str, Any]], dict[str, Any]]]] = {
-    "one_block_twice": ("block_table", lambda a: {"block_table": torch.tensor([[2, 2], [3, 4]], dtype=torch.int32)}),
+    "one_block_twice": (
+        "block_table",
+        lambda a: {"block_table": torch.tensor([[2, 2], [3, 4]], dtype=torch.int32)},
+    ),
     "one_pool_twice": ("v_cache", lambda a: {"v_cache": a["k_cache"]}),
     "pools_that_overlap": ("v_cache", shifted_pool),
     "cap_nan": ("logits_soft_cap", lambda a: {"logits_soft_cap": NAN}),
@@ -155,13 +182,19 @@ BAD_ATTENTION: dict[str, tuple[str, Callable[[dict[str, Any]], dict[str, Any]]]]
     "scale_negative": ("scale", lambda a: {"scale": -0.5}),
     "scale_zero": ("scale", lambda a: {"scale": 0.0}),
     "chunk_negative": ("chunk_size", lambda a: {"chunk_size": -3}),
-    "integers": ("k_cache", lambda a: {name: a[name].to(torch.int32) for name in ("q", "k_cache", "v_cache")}),
-    "complex": ("k_cache", lambda a: {name: a[name].to(torch.complex64) for name in ("q", "k_cache", "v_cache")}),
+    "integers": (
+        "k_cache",
+        lambda a: {name: a[name].to(torch.int32) for name in ("q", "k_cache", "v_cache")},
+    ),
+    "complex": (
+        "k_cache",
+        lambda a: {name: a[name].to(torch.complex64) for name in ("q", "k_cache", "v_cache")},
+    ),
     "no_kv_heads": ("cache", lambda a: {name: a[name][:, :, :0] for name in ("k_cache", "v_cache")}),
     "no_heads": ("q", lambda a: {"q": a["q"][:, :0]}),
     "no_columns": ("cache", lambda a: {name: a[name][..., :0] for name in ("q", "k_cache", "v_cache")}),
     "queries_without_dimensions": ("q", lambda a: {"q": torch.tensor(1.0)}),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", BAD_ATTENTION)
@@ -195,17 +228,24 @@ def test_windows_that_are_no_pairs(window: Any) -> None:
 def test_integers_of_numpy_and_tensors() -> None:
     """Sizes, windows and block ids as arrays and tensors give them mean what plain ints mean."""
     eight, three = numpy.int64(SIZE), numpy.int32(3)
-    layer = PagedAttention(numpy.int64(4), DIM, numpy.int64(HEADS), window_size=(three, -1), chunk_size=eight, block_size=eight)
+    layer = PagedAttention(
+        numpy.int64(4), DIM, numpy.int64(HEADS), window_size=(three, -1), chunk_size=eight, block_size=eight
+    )
     assert layer.num_heads == 4 and layer.window_size == (3, -1)
     torchpaged.paged_attention(**attention_arguments(), window_size=(three, -1), chunk_size=eight)
     lists = {"query_lens": [2, 1], "seq_lens": [SIZE + 1, 1], "block_tables": [[1, 2], [3, 4]]}
     want = AttentionMetadata.from_lists(**lists, block_size=SIZE)
     for make in (numpy.array, torch.tensor):
         got = AttentionMetadata.from_lists(**{name: make(x) for name, x in lists.items()}, block_size=eight)
-        assert torch.equal(got.slot_mapping, want.slot_mapping) and torch.equal(got.block_table, want.block_table)
+        assert torch.equal(got.slot_mapping, want.slot_mapping) and torch.equal(
+            got.block_table, want.block_table
+        )
         for twice in ([[1, 1], [3, 4]], [[1, 2], [2, 4]]):  # in one row; written by both
             with pytest.raises(ArgumentError, match="block_tables"):
-                AttentionMetadata.from_lists(**{name: make(x) for name, x in (lists | {"block_tables": twice}).items()}, block_size=SIZE)
+                AttentionMetadata.from_lists(
+                    **{name: make(x) for name, x in (lists | {"block_tables": twice}).items()},
+                    block_size=SIZE,
+                )
 
 
 def test_latent_pools_are_read() -> None:
@@ -213,7 +253,9 @@ def test_latent_pools_are_read() -> None:
     arguments = attention_arguments()
     arguments["k_cache"].normal_()
     apart = torchpaged.paged_attention(**arguments | {"v_cache": arguments["k_cache"][..., :5].clone()})
-    torch.testing.assert_close(torchpaged.paged_attention(**arguments | {"v_cache": arguments["k_cache"][..., :5]}), apart)
+    torch.testing.assert_close(
+        torchpaged.paged_attention(**arguments | {"v_cache": arguments["k_cache"][..., :5]}), apart
+    )
 
 
 def test_the_null_block_may_repeat_in_a_table(ops: Any) -> None:
@@ -224,13 +266,17 @@ def test_the_null_block_may_repeat_in_a_table(ops: Any) -> None:
 NOT_TENSORS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]], tuple[str, ...]]] = {
     "write_kv": (torchpaged.write_kv, write_arguments, ("k", "v", "k_cache", "v_cache", "slot_mapping")),
     "paged_attention": (
-        torchpaged.paged_attention, attention_arguments, ("q", "k_cache", "v_cache", "block_table", "seq_lens", "query_start_loc"),
+        torchpaged.paged_attention,
+        attention_arguments,
+        ("q", "k_cache", "v_cache", "block_table", "seq_lens", "query_start_loc"),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("bad", [None, [1.0, 2.0]], ids=["none", "list"])
-@pytest.mark.parametrize(("function", "argument"), [(f, a) for f, (_, _, names) in NOT_TENSORS.items() for a in names])
+@pytest.mark.parametrize(
+    ("function", "argument"), [(f, a) for f, (_, _, names) in NOT_TENSORS.items() for a in names]
+)
 def test_lists_and_none_for_tensors(function: str, argument: str, bad: Any) -> None:
     call, arguments, _ = NOT_TENSORS[function]
     with pytest.raises(ArgumentError) as error:
@@ -240,9 +286,15 @@ def test_lists_and_none_for_tensors(function: str, argument: str, bad: Any) -> N
 
 @pytest.mark.parametrize(
     ("argument", "options"),
-    [("workspace", {"workspace": torch.zeros(8, dtype=torch.int32)}), ("workspace", {"workspace": [1]}), ("ops", {"ops": "cpu"}),
-     ("max_query_len", {"max_query_len": 2.0}), ("max_query_len", {"max_query_len": True}), ("max_query_len", {"max_query_len": None})],
-)  # fmt: skip
+    [
+        ("workspace", {"workspace": torch.zeros(8, dtype=torch.int32)}),
+        ("workspace", {"workspace": [1]}),
+        ("ops", {"ops": "cpu"}),
+        ("max_query_len", {"max_query_len": 2.0}),
+        ("max_query_len", {"max_query_len": True}),
+        ("max_query_len", {"max_query_len": None}),
+    ],
+)
 def test_options_of_another_type(argument: str, options: dict[str, Any]) -> None:
     with pytest.raises(ArgumentError) as error:
         torchpaged.paged_attention(**{**attention_arguments(), **options})
@@ -251,20 +303,29 @@ def test_options_of_another_type(argument: str, options: dict[str, Any]) -> None
 
 def test_meta_tensors_have_shapes_alone() -> None:
     """Their addresses are all 0, which is no shared memory."""
-    attention = {name: x.to("meta") if isinstance(x, torch.Tensor) else x for name, x in attention_arguments().items()}
+    attention = {
+        name: x.to("meta") if isinstance(x, torch.Tensor) else x for name, x in attention_arguments().items()
+    }
     out, lse = torchpaged.paged_attention(**attention, return_lse=True)
-    assert out.shape == attention["q"].shape and lse.shape == out.shape[:2] and out.device.type == lse.device.type == "meta"
+    assert (
+        out.shape == attention["q"].shape
+        and lse.shape == out.shape[:2]
+        and out.device.type == lse.device.type == "meta"
+    )
     torchpaged.write_kv(**{name: x.to("meta") for name, x in write_arguments().items()})
     with pytest.raises(ArgumentError, match="slot_mapping"):
         torchpaged.write_kv(
-            **{name: x.to("meta") for name, x in write_arguments().items()} | {"slot_mapping": torch.zeros(3, device="meta")}
+            **{name: x.to("meta") for name, x in write_arguments().items()}
+            | {"slot_mapping": torch.zeros(3, device="meta")}
         )
 
 
 def test_float64_on_the_native_backend(native: None) -> None:
     """A typed error from every door, with nothing written; the reference takes it."""
     for ops in (BACKEND_OPS["cpu"], BACKEND_OPS["default"]):
-        arguments = {name: x.double() if x.is_floating_point() else x for name, x in write_arguments().items()}
+        arguments = {
+            name: x.double() if x.is_floating_point() else x for name, x in write_arguments().items()
+        }
         with pytest.raises(ArgumentError, match="cpu backend"):
             torchpaged.write_kv(**arguments, ops=ops)
         assert not arguments["k_cache"].any()
@@ -293,13 +354,21 @@ def test_scales_of_fp8_pools(bad: float) -> None:
 @pytest.mark.parametrize(
     ("argument", "options"),
     [
-        ("num_heads", {"num_heads": 0}), ("num_heads", {"num_heads": -4}), ("head_dim", {"head_dim": 0}), ("head_dim_v", {"head_dim_v": 0}),
-        ("num_kv_heads", {"num_kv_heads": 0}), ("head_dim", {"head_dim": 2.5}), ("block_size", {"block_size": -1}),
-        ("chunk_size", {"chunk_size": -3}), ("logits_soft_cap", {"logits_soft_cap": INF}), ("logits_soft_cap", {"logits_soft_cap": NAN}),
-        ("scale", {"scale": NAN}), ("scale", {"scale": -1.0}),
+        ("num_heads", {"num_heads": 0}),
+        ("num_heads", {"num_heads": -4}),
+        ("head_dim", {"head_dim": 0}),
+        ("head_dim_v", {"head_dim_v": 0}),
+        ("num_kv_heads", {"num_kv_heads": 0}),
+        ("head_dim", {"head_dim": 2.5}),
+        ("block_size", {"block_size": -1}),
+        ("chunk_size", {"chunk_size": -3}),
+        ("logits_soft_cap", {"logits_soft_cap": INF}),
+        ("logits_soft_cap", {"logits_soft_cap": NAN}),
+        ("scale", {"scale": NAN}),
+        ("scale", {"scale": -1.0}),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_bad_modules(argument: str, options: dict[str, Any]) -> None:
     with pytest.raises(ArgumentError) as error:
         PagedAttention(**{"num_heads": 4, "head_dim": DIM} | options)
@@ -309,7 +378,11 @@ def test_bad_modules(argument: str, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("argument", ["query", "key", "k_cache"])
 def test_lists_for_the_tensors_of_a_module(argument: str) -> None:
     layer, (k_cache, v_cache) = PagedAttention(4, DIM, HEADS), pools()
-    given: dict[str, Any] = {"query": torch.ones(1, 4, DIM), "key": torch.ones(1, HEADS, DIM), "k_cache": k_cache} | {argument: [1.0]}
+    given: dict[str, Any] = {
+        "query": torch.ones(1, 4, DIM),
+        "key": torch.ones(1, HEADS, DIM),
+        "k_cache": k_cache,
+    } | {argument: [1.0]}
     batch = AttentionMetadata.from_lists([1], [1], [[1]], block_size=SIZE)
     with pytest.raises(ArgumentError, match=argument):
         layer(given["query"], given["key"], torch.ones(1, HEADS, DIM), (given["k_cache"], v_cache), batch)
@@ -321,7 +394,10 @@ BAD_LISTS: dict[str, tuple[str, dict[str, Any]]] = {
     "block_size_0": ("block_size", {"block_size": 0}),
     "one_block_twice": ("block_tables", {"block_tables": [[1, 1], [3]]}),
     "two_writers": ("block_tables", {"block_tables": [[1, 2], [2]], "seq_lens": [6, 2]}),
-    "two_writers_of_a_prefill": ("block_tables", {"block_tables": [[1, 2], [1, 3]], "seq_lens": [6, 6], "query_lens": [6, 6]}),
+    "two_writers_of_a_prefill": (
+        "block_tables",
+        {"block_tables": [[1, 2], [1, 3]], "seq_lens": [6, 6], "query_lens": [6, 6]},
+    ),
 }
 
 
@@ -330,12 +406,14 @@ def test_bad_lists(name: str) -> None:
     argument, change = BAD_LISTS[name]
     with pytest.raises(ArgumentError, match=argument):
         AttentionMetadata.from_lists(
-            **{"query_lens": [1, 1], "seq_lens": [5, 2], "block_tables": [[1, 2], [3]], "block_size": SIZE} | change
+            **{"query_lens": [1, 1], "seq_lens": [5, 2], "block_tables": [[1, 2], [3]], "block_size": SIZE}
+            | change
         )
 
 
 def test_blocks_that_are_only_read_may_be_shared() -> None:
-    """A shared prefix; two requests in different slots of one block; a request that reads what another writes in this step."""
+    """A shared prefix; two requests in different slots of one block; a request that reads what another writes
+    in this step."""
     for lens, tables, queries in (
         ([5, 6], [[1, 2], [1, 3]], [1, 1]),
         ([6, 7], [[1, 2], [1, 2]], [1, 1]),
@@ -374,7 +452,8 @@ def test_what_is_static_is_refused_while_tracing(name: str) -> None:
 
 
 def test_python_and_torch_agree_about_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few numbers are looked at by Python, many by torch: both take and refuse the same, in the same words."""
+    """Few numbers are looked at by Python, many by torch: both take and refuse the same, in the
+    same words."""
     r, outcomes = random.Random(0), {True: 0, False: 0}
 
     def message(call: Callable[[], None]) -> str:
@@ -385,7 +464,12 @@ def test_python_and_torch_agree_about_values(monkeypatch: pytest.MonkeyPatch) ->
         return ""
 
     for _ in range(400):
-        rows, columns, block_size, num_blocks = r.randint(1, 4), r.randint(1, 4), r.choice((1, 4)), r.randint(2, 20)
+        rows, columns, block_size, num_blocks = (
+            r.randint(1, 4),
+            r.randint(1, 4),
+            r.choice((1, 4)),
+            r.randint(2, 20),
+        )
         table = [[r.choice((0, *range(1, num_blocks))) for _ in range(columns)] for _ in range(rows)]
         query_lens = [r.choice((0, 1, 2)) for _ in range(rows)]
         lens = [r.randint(-1, columns * block_size) for _ in range(rows)]
@@ -411,7 +495,11 @@ def test_python_and_torch_agree_about_values(monkeypatch: pytest.MonkeyPatch) ->
                 q, cache, cache.clone(), *tensors, torch.empty_like(q), max_query_len=limit, scale=1.0
             ),
             lambda cache=cache, slots=slots: check_write_kv(
-                torch.zeros(len(slots), 1, 2), torch.zeros(len(slots), 1, 2), cache, cache.clone(), torch.tensor(slots)
+                torch.zeros(len(slots), 1, 2),
+                torch.zeros(len(slots), 1, 2),
+                cache,
+                cache.clone(),
+                torch.tensor(slots),
             ),
         )
         for call in calls:
@@ -435,4 +523,6 @@ def test_good_batches_of_few_numbers_are_taken_by_python(monkeypatch: pytest.Mon
     q, cache = torch.zeros(2, 1, 2), torch.zeros(5, 4, 1, 2)
     table, lens, starts = (torch.tensor(x, dtype=torch.int32) for x in ([[1, 2], [3, 0]], [7, 3], [0, 1, 2]))
     check_write_kv(q, q.clone(), cache, cache.clone(), torch.tensor([10, 14]))
-    check_paged_attention(q, cache, cache.clone(), table, lens, starts, torch.empty_like(q), max_query_len=1, scale=1.0)
+    check_paged_attention(
+        q, cache, cache.clone(), table, lens, starts, torch.empty_like(q), max_query_len=1, scale=1.0
+    )

@@ -1,4 +1,5 @@
-"""rope_write_kv: the reference against complex arithmetic in float64 and against transformers, refusals, tracing."""
+"""rope_write_kv: the reference against complex arithmetic in float64 and against transformers,
+refusals, tracing."""
 
 from __future__ import annotations
 
@@ -23,17 +24,26 @@ def call(inputs: dict[str, Any]) -> Tensor:
 
 
 def by_complex_numbers(x: Tensor, inputs: dict[str, Any], norm: str) -> Tensor:
-    """Norm and rotation of ``x [T, H, D]`` written another way: each pair is a complex number times exp(i angle)."""
+    """Norm and rotation of ``x [T, H, D]`` written another way: each pair is a complex number times
+    exp(i angle)."""
     x = x.double()
     if norm in inputs:
-        x = torch.nn.functional.normalize(x, dim=-1) * x.shape[-1] ** 0.5 * (inputs["norm_offset"] + inputs[norm].double())
+        x = (
+            torch.nn.functional.normalize(x, dim=-1)
+            * x.shape[-1] ** 0.5
+            * (inputs["norm_offset"] + inputs[norm].double())
+        )
     half = inputs["cos_sin"].shape[1] // 2
     angle = inputs["positions"][:, None].double() * 10000.0 ** (-torch.arange(half).double() / half)
     x, rest = x[..., : 2 * half], x[..., 2 * half :]
-    pairs = x.unflatten(-1, (half, 2)) if inputs["interleaved"] else x.unflatten(-1, (2, half)).transpose(-1, -2)
+    pairs = (
+        x.unflatten(-1, (half, 2)) if inputs["interleaved"] else x.unflatten(-1, (2, half)).transpose(-1, -2)
+    )
     turned = torch.view_as_complex(pairs.contiguous()) * torch.polar(torch.ones_like(angle), angle)[:, None]
     pairs = torch.view_as_real(turned)
-    return torch.cat([(pairs if inputs["interleaved"] else pairs.transpose(-1, -2)).flatten(-2), rest], dim=-1)
+    return torch.cat(
+        [(pairs if inputs["interleaved"] else pairs.transpose(-1, -2)).flatten(-2), rest], dim=-1
+    )
 
 
 @pytest.mark.parametrize("case", ROPE_CASES)
@@ -41,7 +51,9 @@ def test_reference_equals_complex_arithmetic(case: str) -> None:
     inputs = make_rope_inputs(**ROPE_CASES[case], dtype=torch.float32)
     REFERENCE.rope_write_kv(**inputs)
     close = {"rtol": 1e-5, "atol": 2e-5}
-    torch.testing.assert_close(inputs["q_out"], by_complex_numbers(inputs["q"], inputs, "q_norm").float(), **close)
+    torch.testing.assert_close(
+        inputs["q_out"], by_complex_numbers(inputs["q"], inputs, "q_norm").float(), **close
+    )
     k = by_complex_numbers(inputs["k"], inputs, "k_norm").float()
     k_cache, v_cache = (torch.full_like(inputs[name], float("nan")) for name in WRITTEN[1:])
     for token, slot in enumerate(inputs["slot_mapping"].tolist()):
@@ -81,13 +93,17 @@ def test_close_to_transformers_and_closer_to_the_truth(norm: str, dtype: torch.d
         torch.nn.init.normal_(module.weight)
         inputs |= {"q_norm": module.weight.detach(), "norm_offset": 1.0 if norm == "gemma3" else 0.0}
         normed = module(q).detach()
-    rotary = LlamaRotaryEmbedding(LlamaConfig(hidden_size=256, num_attention_heads=4, head_dim=64, max_position_embeddings=128))
+    rotary = LlamaRotaryEmbedding(
+        LlamaConfig(hidden_size=256, num_attention_heads=4, head_dim=64, max_position_embeddings=128)
+    )
     cos, sin = rotary(q, positions[None])
     theirs = apply_rotary_pos_emb(normed[None], normed[None], cos, sin, unsqueeze_dim=2)[0][0]
     table_cos, table_sin = rotary(q.float(), torch.arange(128)[None])
     inputs["cos_sin"] = torch.cat([table_cos[0, :, :32], table_sin[0, :, :32]], dim=-1)
     got = call(inputs)
-    torch.testing.assert_close(got, theirs, rtol=4 * torch.finfo(dtype).eps, atol=(1e-5 if dtype == torch.float32 else 0.06))
+    torch.testing.assert_close(
+        got, theirs, rtol=4 * torch.finfo(dtype).eps, atol=(1e-5 if dtype == torch.float32 else 0.06)
+    )
     if dtype == torch.bfloat16:
         exact = by_complex_numbers(q, inputs, "q_norm")
         ours, hf = errors(got, theirs, exact)
@@ -109,7 +125,8 @@ def test_interleaved_and_partial_as_glm() -> None:
 @pytest.mark.parametrize("scales", [None, 1, 2])
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
 def test_fp8_pools_hold_what_write_kv_would_store(dtype: torch.dtype, scales: int | None) -> None:
-    """For float32 tokens: rotate first, then write_kv, gives the same bytes. Values beyond the range saturate."""
+    """For float32 tokens: rotate first, then write_kv, gives the same bytes. Values beyond the
+    range saturate."""
     inputs = make_rope_inputs(cache_dtype=dtype)
     inputs["v"].mul_(1e5)
     if scales:
@@ -122,7 +139,9 @@ def test_fp8_pools_hold_what_write_kv_would_store(dtype: torch.dtype, scales: in
     k = torch.zeros_like(inputs["k"])
     k[kept] = rotated["k_cache"].flatten(0, 1)[slots[kept]]
     call(inputs)
-    torchpaged.write_kv(k, inputs["v"], k_cache, v_cache, slots, inputs.get("k_scale"), inputs.get("v_scale"), ops=REFERENCE)
+    torchpaged.write_kv(
+        k, inputs["v"], k_cache, v_cache, slots, inputs.get("k_scale"), inputs.get("v_scale"), ops=REFERENCE
+    )
     assert torch.equal(inputs["k_cache"].view(torch.uint8), k_cache.view(torch.uint8))
     assert torch.equal(inputs["v_cache"].view(torch.uint8), v_cache.view(torch.uint8))
     assert float(inputs["v_cache"].float().nan_to_num(0.0).abs().max()) == torch.finfo(dtype).max
@@ -139,7 +158,13 @@ BAD: dict[str, tuple[str, dict[str, Any]]] = {
     "cos_sin_strides": ("cos_sin", {"cos_sin": torch.zeros(32, 100).T}),
     "q_rows": ("q", {"q": torch.zeros(6, 4, 32)}),
     "q_head_dim": ("q", {"q": torch.zeros(7, 4, 16)}),
-    "q_dtype": ("k", {"q": torch.zeros(7, 4, 32, dtype=torch.bfloat16), "q_out": torch.zeros(7, 4, 32, dtype=torch.bfloat16)}),
+    "q_dtype": (
+        "k",
+        {
+            "q": torch.zeros(7, 4, 32, dtype=torch.bfloat16),
+            "q_out": torch.zeros(7, 4, 32, dtype=torch.bfloat16),
+        },
+    ),
     "q_out_shape": ("q_out", {"q_out": torch.zeros(7, 2, 32)}),
     "q_out_dtype": ("q_out", {"q_out": torch.zeros(7, 4, 32, dtype=torch.float64)}),
     "slots": ("slot_mapping", {"slot_mapping": torch.full((7,), 10_000)}),
@@ -191,9 +216,12 @@ def test_opcheck(case: str) -> None:
 
 
 def test_one_compile_serves_every_batch_size() -> None:
-    """Fullgraph, slices of a fused projection, batch sizes unbacked: one frame, one op call, the eager result."""
+    """Fullgraph, slices of a fused projection, batch sizes unbacked: one frame, one op call, the
+    eager result."""
 
-    def step(qkv: Tensor, positions: Tensor, slots: Tensor, cos_sin: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+    def step(
+        qkv: Tensor, positions: Tensor, slots: Tensor, cos_sin: Tensor, k_cache: Tensor, v_cache: Tensor
+    ) -> Tensor:
         q, k, v = qkv.unflatten(1, (8, 32)).split([4, 2, 2], dim=1)
         return torchpaged.rope_write_kv(q, k, v, positions, cos_sin, k_cache, v_cache, slots) * 2
 
@@ -206,7 +234,10 @@ def test_one_compile_serves_every_batch_size() -> None:
         for tensor in (qkv, positions, slots):
             torch._dynamo.decorators.mark_unbacked(tensor, 0)
         with torch.no_grad():
-            got, want = compiled(qkv, positions, slots, cos_sin, *pools[:2]), step(qkv, positions, slots, cos_sin, *pools[2:])
+            got, want = (
+                compiled(qkv, positions, slots, cos_sin, *pools[:2]),
+                step(qkv, positions, slots, cos_sin, *pools[2:]),
+            )
         torch.testing.assert_close(got, want)
         assert torch.equal(pools[0], pools[2]) and torch.equal(pools[1], pools[3])
     assert counter.frame_count == 1, f"{counter.frame_count} compiles"

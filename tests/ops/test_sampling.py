@@ -1,4 +1,5 @@
-"""sample_tokens and accept_tokens: random bits by known answers, distributions, kept sets by sorting, refusals; sample() of the engine."""
+"""sample_tokens and accept_tokens: random bits by known answers, distributions, kept sets by sorting,
+refusals; sample() of the engine."""
 
 from __future__ import annotations
 
@@ -11,7 +12,13 @@ from torch import Tensor
 from torchpaged import ArgumentError
 from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.custom_ops.step_end.check import NO_TOKEN
-from torchpaged.custom_ops.step_end.reference import gumbel_noise, kept_tokens, penalised_logits, philox, random_bits
+from torchpaged.custom_ops.step_end.reference import (
+    gumbel_noise,
+    kept_tokens,
+    penalised_logits,
+    philox,
+    random_bits,
+)
 from torchpaged.engine import SamplingParams
 from torchpaged.engine.sampling import sample, seen_tokens
 from torchpaged.testing.sampling import (
@@ -31,12 +38,18 @@ ALL = SAMPLING_ROWS.values()
 KNOWN = [
     ((0,) * 4, (0,) * 2, (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
     ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
-    ((0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0), (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1)),
+    (
+        (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+        (0xA4093822, 0x299F31D0),
+        (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+    ),
 ]
 
 
 @pytest.mark.parametrize(("counter", "key", "want"), KNOWN)
-def test_philox_gives_the_known_answers(counter: tuple[int, ...], key: tuple[int, ...], want: tuple[int, ...]) -> None:
+def test_philox_gives_the_known_answers(
+    counter: tuple[int, ...], key: tuple[int, ...], want: tuple[int, ...]
+) -> None:
     counter_words, key_words = ([torch.tensor(word) for word in words] for words in (counter, key))
     assert tuple(int(word) for word in philox(tuple(key_words), tuple(counter_words))) == want  # type: ignore[arg-type]
 
@@ -55,13 +68,20 @@ def test_words_of_seed_counter_and_token() -> None:
 def test_noise_is_finite_at_both_ends() -> None:
     noise = gumbel_noise(torch.tensor([0, 1, 2**32 - 1]))
     assert bool(noise.isfinite().all()) and float(noise[0]) > 22 and float(noise[2]) < -3
-    assert abs(float(gumbel_noise(random_bits(torch.tensor([3]), torch.tensor([0]), 200_000)).mean()) - 0.5772) < 0.01
+    assert (
+        abs(float(gumbel_noise(random_bits(torch.tensor([3]), torch.tensor([0]), 200_000)).mean()) - 0.5772)
+        < 0.01
+    )
 
 
 def draws(row: dict[str, float], logits: Tensor, count: int) -> Tensor:
     """How often each token came in ``count`` draws: counters 0, 1, ... of one seed."""
     inputs = make_sampling_inputs([row] * count, vocab_size=len(logits))
-    inputs |= {"logits": logits.expand(count, -1), "seeds": torch.full((count,), 99), "counters": torch.arange(count)}
+    inputs |= {
+        "logits": logits.expand(count, -1),
+        "seeds": torch.full((count,), 99),
+        "counters": torch.arange(count),
+    }
     inputs["seen"].zero_()
     DEFAULT.sample_tokens(**inputs)
     return inputs["out"].bincount(minlength=len(logits))
@@ -69,7 +89,14 @@ def draws(row: dict[str, float], logits: Tensor, count: int) -> Tensor:
 
 @pytest.mark.parametrize(
     ("row", "kept"),
-    [({}, 12), ({"temperature": 0.5}, 12), ({"top_k": 5}, 5), ({"top_p": 0.8}, 7), ({"min_p": 0.3}, 8), ({"top_k": 6, "top_p": 0.7}, 4)],
+    [
+        ({}, 12),
+        ({"temperature": 0.5}, 12),
+        ({"top_k": 5}, 5),
+        ({"top_p": 0.8}, 7),
+        ({"min_p": 0.3}, 8),
+        ({"top_k": 6, "top_p": 0.7}, 4),
+    ],
     ids=str,
 )
 def test_draws_follow_the_probabilities(row: dict[str, float], kept: int) -> None:
@@ -82,10 +109,15 @@ def test_draws_follow_the_probabilities(row: dict[str, float], kept: int) -> Non
     assert not bool(counts[~keep].any())
     want = (logits[keep].double() / row.get("temperature", 1.0)).softmax(-1) * count
     statistic = float(((counts[keep] - want) ** 2 / want).sum())
-    assert statistic < kept - 1 + 4 * (2 * (kept - 1)) ** 0.5  # four standard deviations of a chi-square over its mean
+    assert (
+        statistic < kept - 1 + 4 * (2 * (kept - 1)) ** 0.5
+    )  # four standard deviations of a chi-square over its mean
 
 
-ROWS = {name: {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, **row} for name, row in SAMPLING_ROWS.items()}
+ROWS = {
+    name: {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, **row}
+    for name, row in SAMPLING_ROWS.items()
+}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -106,10 +138,17 @@ EQUAL = [1, 3, 4, 7, 8, 11, 15, 19]  # tokens with likelihood 1/8 each, so that 
 
 @pytest.mark.parametrize(
     ("row", "kept"),
-    [({"top_p": 0.5}, EQUAL[:4]), ({"top_p": 0.50001}, EQUAL[:5]), ({"top_p": 1e-9}, EQUAL[:1]), ({"top_k": 3}, EQUAL[:3]),
-     ({"top_k": 6, "top_p": 0.5}, EQUAL[:3]), ({"min_p": 1.0}, EQUAL), ({"top_k": 10}, sorted([*EQUAL, 0, 2]))],
+    [
+        ({"top_p": 0.5}, EQUAL[:4]),
+        ({"top_p": 0.50001}, EQUAL[:5]),
+        ({"top_p": 1e-9}, EQUAL[:1]),
+        ({"top_k": 3}, EQUAL[:3]),
+        ({"top_k": 6, "top_p": 0.5}, EQUAL[:3]),
+        ({"min_p": 1.0}, EQUAL),
+        ({"top_k": 10}, sorted([*EQUAL, 0, 2])),
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_thresholds_at_exact_edges(row: dict[str, float], kept: list[int]) -> None:
     """A token whose likelier ones hold just p is out; of equal ones the lowest are in."""
     z, full = torch.full((20,), -1000.0), {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, **row}
@@ -232,7 +271,9 @@ def accepted_one_by_one(inputs: dict[str, Any]) -> dict[str, list[Any]]:
             state["seq_lens"][row] = 0
             continue
         state["input_ids"][row], state["positions"][row], state["seq_lens"][row] = token, length, length + 1
-        state["slot_mapping"][row] = state["block_table"][row][length // block_size] * block_size + length % block_size
+        state["slot_mapping"][row] = (
+            state["block_table"][row][length // block_size] * block_size + length % block_size
+        )
     return state
 
 
@@ -251,9 +292,14 @@ def test_accept_tokens(num_reqs: int, num_stops: int) -> None:
 @pytest.mark.parametrize("step", [0, 1])
 @pytest.mark.parametrize(("launch", "slot"), [(0, 0), (2, 2), (7, 1), (3 * 2**40 + 2, 2), (-1, 3)])
 def test_accept_tokens_fills_the_ring(launch: int, slot: int, step: int) -> None:
-    """Tokens in the launch's slot and the step's line, nothing elsewhere; the last step leaves the launch's number and counts it."""
+    """Tokens in the launch's slot and the step's line, nothing elsewhere; the last step leaves the launch's
+    number and counts it."""
     inputs = make_accept_inputs(launch=launch, step=step)
-    without = {name: x.clone() if isinstance(x, Tensor) else x for name, x in inputs.items() if name not in ("ring", "launches", "step")}
+    without = {
+        name: x.clone() if isinstance(x, Tensor) else x
+        for name, x in inputs.items()
+        if name not in ("ring", "launches", "step")
+    }
     want = inputs["ring"].clone()
     DEFAULT.accept_tokens(**inputs)
     DEFAULT.accept_tokens(**without)
@@ -267,10 +313,17 @@ def test_accept_tokens_fills_the_ring(launch: int, slot: int, step: int) -> None
 
 @pytest.mark.parametrize(
     ("argument", "value"),
-    [("ring", torch.zeros(4, 3, 6, dtype=torch.int64)), ("ring", torch.zeros(1, 3, 9, dtype=torch.int64)),
-     ("ring", torch.zeros(4, 3, 9, dtype=torch.int32)), ("ring", None), ("launches", None), ("launches", torch.zeros(1, dtype=torch.int64)),
-     ("step", 2), ("step", -1)],
-)  # fmt: skip
+    [
+        ("ring", torch.zeros(4, 3, 6, dtype=torch.int64)),
+        ("ring", torch.zeros(1, 3, 9, dtype=torch.int64)),
+        ("ring", torch.zeros(4, 3, 9, dtype=torch.int32)),
+        ("ring", None),
+        ("launches", None),
+        ("launches", torch.zeros(1, dtype=torch.int64)),
+        ("step", 2),
+        ("step", -1),
+    ],
+)
 def test_bad_rings_are_refused(argument: str, value: Any) -> None:
     inputs = make_accept_inputs(launch=0)
     before = {name: x.clone() for name, x in inputs.items() if isinstance(x, Tensor) and name != argument}
@@ -281,9 +334,16 @@ def test_bad_rings_are_refused(argument: str, value: Any) -> None:
 
 @pytest.mark.parametrize(
     ("argument", "value"),
-    [("stop_token_ids", torch.zeros(7, dtype=torch.int64)), ("remaining", torch.zeros(7, dtype=torch.int64)),
-     ("sampled_token_ids", torch.full((7,), 96)), ("sampled_token_ids", torch.full((7,), -1)), ("sampled_token_ids", torch.full((7,), -3)), ("seq_lens", torch.full((7,), 13, dtype=torch.int32)), ("block_size", 0)],
-)  # fmt: skip
+    [
+        ("stop_token_ids", torch.zeros(7, dtype=torch.int64)),
+        ("remaining", torch.zeros(7, dtype=torch.int64)),
+        ("sampled_token_ids", torch.full((7,), 96)),
+        ("sampled_token_ids", torch.full((7,), -1)),
+        ("sampled_token_ids", torch.full((7,), -3)),
+        ("seq_lens", torch.full((7,), 13, dtype=torch.int32)),
+        ("block_size", 0),
+    ],
+)
 def test_bad_arguments_of_accept_tokens(argument: str, value: Any) -> None:
     inputs = make_accept_inputs()
     before = {name: x.clone() for name, x in inputs.items() if isinstance(x, Tensor) and name != argument}
@@ -302,12 +362,24 @@ def test_finish_step_is_both_ops(launch: int | None) -> None:
         assert not isinstance(x, Tensor) or name == "logits" or torch.equal(x, want[name]), name
 
 
-@pytest.mark.parametrize(("argument", "value"), [("top_k", torch.zeros(3, dtype=torch.int32)), ("top_p", torch.zeros(len(ALL))),
-                                                 ("block_table", torch.ones(3, 3, dtype=torch.int32)), ("seq_lens", torch.full((len(ALL),), 13).int()),
-                                                 ("tokens_out", torch.zeros(len(ALL))), ("step", 2)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("top_k", torch.zeros(3, dtype=torch.int32)),
+        ("top_p", torch.zeros(len(ALL))),
+        ("block_table", torch.ones(3, 3, dtype=torch.int32)),
+        ("seq_lens", torch.full((len(ALL),), 13).int()),
+        ("tokens_out", torch.zeros(len(ALL))),
+        ("step", 2),
+    ],
+)
 def test_bad_arguments_of_finish_step(argument: str, value: Any) -> None:
     inputs = make_finish_inputs(ALL, launch=0)
-    before = {name: x.clone() for name, x in inputs.items() if isinstance(x, Tensor) and name not in ("logits", argument)}
+    before = {
+        name: x.clone()
+        for name, x in inputs.items()
+        if isinstance(x, Tensor) and name not in ("logits", argument)
+    }
     with pytest.raises((ArgumentError, RuntimeError), match=argument):
         REFERENCE.finish_step(**{**inputs, argument: value})
     assert all(torch.equal(inputs[name], x) for name, x in before.items())
@@ -320,15 +392,26 @@ def test_opcheck(op: str, launch: int | None, overload: str) -> None:
     if op == "sample_tokens":
         inputs = make_sampling_inputs(ALL)
     else:
-        inputs = make_accept_inputs(launch=launch) if op == "accept_tokens" else make_finish_inputs(ALL, launch=launch)
+        inputs = (
+            make_accept_inputs(launch=launch)
+            if op == "accept_tokens"
+            else make_finish_inputs(ALL, launch=launch)
+        )
     order = [argument.name for argument in getattr(torch.ops.torchpaged, op).default._schema.arguments]
-    options = {name: inputs.pop(name) for name in ("block_size", "ring", "launches", "step") if name in inputs}
-    torch.library.opcheck(getattr(BACKEND_OPS[overload], op), tuple(inputs[name] for name in order if name in inputs), options)
+    options = {
+        name: inputs.pop(name) for name in ("block_size", "ring", "launches", "step") if name in inputs
+    }
+    torch.library.opcheck(
+        getattr(BACKEND_OPS[overload], op), tuple(inputs[name] for name in order if name in inputs), options
+    )
 
 
 def test_the_fake_of_finish_step_refuses_what_its_parts_refuse() -> None:
     with torch._subclasses.FakeTensorMode() as mode:
-        inputs = {name: mode.from_tensor(x) if isinstance(x, Tensor) else x for name, x in make_finish_inputs(ALL).items()}
+        inputs = {
+            name: mode.from_tensor(x) if isinstance(x, Tensor) else x
+            for name, x in make_finish_inputs(ALL).items()
+        }
         REFERENCE.finish_step(**inputs)
         for argument in ("top_k", "remaining"):
             with pytest.raises(RuntimeError, match="rows"):
@@ -337,7 +420,9 @@ def test_the_fake_of_finish_step_refuses_what_its_parts_refuse() -> None:
 
 def test_engine_sample() -> None:
     """`sample` fills the op's arguments; without penalties nobody has to give ``seen``."""
-    inputs = make_sampling_inputs([{"top_p": 0.9}, {"temperature": 0.0}, {"min_p": 0.1, "repetition_penalty": 1.5}], vocab_size=77)
+    inputs = make_sampling_inputs(
+        [{"top_p": 0.9}, {"temperature": 0.0}, {"min_p": 0.1, "repetition_penalty": 1.5}], vocab_size=77
+    )
     history = [[1, 2, 3], [4], [5, 5, 76]]
     inputs["seen"] = seen_tokens(history, 77)
     DEFAULT.sample_tokens(**inputs)
@@ -349,7 +434,9 @@ def test_engine_sample() -> None:
     seeds, counters = inputs["seeds"].tolist(), inputs["counters"].tolist()
     got = sample(inputs["logits"], params, seeds, counters, seen_tokens(history, 77), ops=REFERENCE)
     assert torch.equal(got, inputs["out"])
-    assert torch.equal(sample(inputs["logits"][:2], params[:2], seeds[:2], counters[:2], ops=REFERENCE), inputs["out"][:2])
+    assert torch.equal(
+        sample(inputs["logits"][:2], params[:2], seeds[:2], counters[:2], ops=REFERENCE), inputs["out"][:2]
+    )
     with pytest.raises(ArgumentError, match="seen"):
         sample(inputs["logits"], params, seeds, counters, ops=REFERENCE)
 

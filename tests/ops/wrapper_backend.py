@@ -1,7 +1,9 @@
-"""A backend around a library whose state is a Python object, in the shape of FlashInfer's: a wrapper per captured batch size, planned on the host.
+"""A backend around a library whose state is a Python object, in the shape of FlashInfer's: a wrapper per
+captured batch size, planned on the host.
 
-Its op gets the wrappers as a handle, an int64 tensor, and looks them up where it launches. The wrapper itself holds what such libraries hold: index
-buffers at fixed addresses, the pages of one request after those of another.
+Its op gets the wrappers as a handle, an int64 tensor, and looks them up where it launches. The wrapper itself
+holds what such libraries hold: index buffers at fixed addresses, the pages of one request after those
+of another.
 """
 
 from __future__ import annotations
@@ -44,13 +46,23 @@ class Wrapper:
             self.seq_lens.copy_(torch.tensor(seq_lens, dtype=torch.int32))
 
     def run(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, starts: Tensor, out: Tensor, lse: Tensor | None, width: int, **options: Any
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        starts: Tensor,
+        out: Tensor,
+        lse: Tensor | None,
+        width: int,
+        **options: Any,
     ) -> None:
         """From its own indices, as a table again, since the kernels here take one."""
         column = torch.arange(width, dtype=torch.int32)[None]
         at = (self.indptr[:-1, None] + column).clamp_max(len(self.indices) - 1).long()
         table = torch.where(column < self.indptr.diff()[:, None], self.indices[at], 0)
-        BACKEND_OPS["default"].paged_attention(q, k_cache, v_cache, table, self.seq_lens, starts, out, lse, **options)
+        BACKEND_OPS["default"].paged_attention(
+            q, k_cache, v_cache, table, self.seq_lens, starts, out, lse, **options
+        )
 
 
 class WrapperSession(Session):
@@ -59,7 +71,10 @@ class WrapperSession(Session):
     def _open(self, specs: Any) -> None:
         rows, width, _ = self.limits.need("max_num_reqs", "max_blocks_per_req", "block_size")
         self.wrappers: dict[int, Wrapper] = {}
-        self.table, self.lens = torch.zeros(rows, width, dtype=torch.int32), torch.full((rows,), -1, dtype=torch.int32)
+        self.table, self.lens = (
+            torch.zeros(rows, width, dtype=torch.int32),
+            torch.full((rows,), -1, dtype=torch.int32),
+        )
         self.handle = torch.tensor([id(self)])
         SESSIONS[id(self)] = self
 
@@ -67,7 +82,10 @@ class WrapperSession(Session):
         return {"handle": self.handle, "planned_table": self.table, "planned_lens": self.lens}
 
     def _plan(self, batch: PlannedBatch, host: HostLengths | None) -> None:
-        num_reqs, lens = batch.seq_lens.shape[0], batch.seq_lens.tolist() if host is None else list(host.seq_lens)
+        num_reqs, lens = (
+            batch.seq_lens.shape[0],
+            batch.seq_lens.tolist() if host is None else list(host.seq_lens),
+        )
         rows, width, block_size = self.limits.need("max_num_reqs", "max_blocks_per_req", "block_size")
         if num_reqs not in self.wrappers:
             self.wrappers[num_reqs] = Wrapper(num_reqs, rows * width)
@@ -79,16 +97,31 @@ class WrapperSession(Session):
 
 SESSIONS: weakref.WeakValueDictionary[int, WrapperSession] = weakref.WeakValueDictionary()
 LIBRARY = torch.library.Library("torchpaged_wrapper", "DEF")
-LIBRARY.define("""paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor seq_lens, Tensor query_start_loc,
-    Tensor(a!) out, Tensor(b!)? lse=None, *, SymInt max_query_len, float scale, bool causal=True, int window_left=-1, int window_right=-1,
-    float logits_soft_cap=0.0, Tensor? alibi_slopes=None, Tensor? sinks=None, Tensor? k_scale=None, Tensor? v_scale=None, int chunk_size=0,
-    Tensor handle, Tensor planned_table, Tensor planned_lens) -> ()""", tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))  # fmt: skip
+LIBRARY.define(
+    """paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor seq_lens,
+    Tensor query_start_loc, Tensor(a!) out, Tensor(b!)? lse=None, *, SymInt max_query_len, float scale,
+    bool causal=True, int window_left=-1, int window_right=-1, float logits_soft_cap=0.0,
+    Tensor? alibi_slopes=None, Tensor? sinks=None, Tensor? k_scale=None, Tensor? v_scale=None,
+    int chunk_size=0, Tensor handle, Tensor planned_table, Tensor planned_lens) -> ()""",
+    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides),
+)
 
 
 def _attend(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, seq_lens: Tensor, query_start_loc: Tensor, out: Tensor,
-    lse: Tensor | None = None, *, handle: Tensor, planned_table: Tensor, planned_lens: Tensor, **options: Any,
-) -> None:  # fmt: skip
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    out: Tensor,
+    lse: Tensor | None = None,
+    *,
+    handle: Tensor,
+    planned_table: Tensor,
+    planned_lens: Tensor,
+    **options: Any,
+) -> None:
     assert_planned((planned_lens, planned_table), (seq_lens, block_table))
     wrapper = SESSIONS[int(handle)].wrappers[seq_lens.shape[0]]
     wrapper.run(q, k_cache, v_cache, query_start_loc, out, lse, block_table.shape[1], **options)

@@ -1,4 +1,5 @@
-"""Ahead-of-time compilation of our Triton kernels for GPUs that are not here, with registers, spills and shared memory."""
+"""Ahead-of-time compilation of our Triton kernels for GPUs that are not here, with registers, spills and
+shared memory."""
 
 from __future__ import annotations
 
@@ -24,9 +25,15 @@ SHARED_LIMIT = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, 
 
 
 def compile_kernel(
-    kernel: Any, target: str, pointers: dict[str, str], constants: dict[str, Any], floats: tuple[str, ...] = (), **options: int
+    kernel: Any,
+    target: str,
+    pointers: dict[str, str],
+    constants: dict[str, Any],
+    floats: tuple[str, ...] = (),
+    **options: int,
 ) -> Any:
-    """Compile ``kernel``; ``pointers`` gives element types, None-valued ones go in ``constants``; other arguments are i32."""
+    """Compile ``kernel``; ``pointers`` gives element types, None-valued ones go in ``constants``; other
+    arguments are i32."""
     signature, constexprs, attributes = {}, {}, {}
     for index, name in enumerate(kernel.arg_names):
         if name in constants:
@@ -35,7 +42,9 @@ def compile_kernel(
             continue
         signature[name] = "*" + pointers[name] if name in pointers else "fp32" if name in floats else "i32"
         if name in pointers or ("_" in name and not name.startswith("num") and name not in floats):
-            attributes[(index,)] = [["tt.divisibility", 16]]  # what the JIT would see: aligned pointers and strides
+            attributes[(index,)] = [
+                ["tt.divisibility", 16]
+            ]  # what the JIT would see: aligned pointers and strides
     source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=attributes)
     return triton.compile(source, target=TARGETS[target], options=options)
 
@@ -48,7 +57,9 @@ def resources(compiled: Any) -> dict[str, int]:
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             file.write(compiled.asm["cubin"])
             file.flush()
-            text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+            text = subprocess.run(
+                [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
+            ).stdout
         match = re.search(r"REG:(\d+) STACK:(\d+)", text)
         assert match, text
         found |= {"registers": int(match[1]), "spilled": int(match[2])}
@@ -61,7 +72,8 @@ def resources(compiled: Any) -> dict[str, int]:
 
 
 def check_spills(compiled: Any) -> None:
-    """None at all with the Tritons that the kernels were tuned on. With others none in a loop, where each costs its time every round."""
+    """None at all with the Tritons that the kernels were tuned on. With others none in a loop, where each
+    costs its time every round."""
     spilled = resources(compiled)["spilled"]
     if TUNED or "cubin" not in compiled.asm:
         assert spilled == 0, f"{spilled} bytes or registers under Triton {triton.__version__}"

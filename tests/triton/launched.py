@@ -1,8 +1,9 @@
 """What the launching functions would launch on a Hopper GPU, recorded on the CPU and compiled ahead of time.
 
-The functions behind the ops run as they are; only the last step, Triton's launch, is replaced by a note of kernel and arguments. So a test
-compiles exactly what a user's call would: tiles, strides, alignment, flags. The specialisation is the one of Triton's JIT: integers that are
-1 become constants, pointers and integers divisible by 16 are known to be.
+The functions behind the ops run as they are; only the last step, Triton's launch, is replaced by a note of
+kernel and arguments. So a test compiles exactly what a user's call would: tiles, strides, alignment, flags.
+The specialisation is the one of Triton's JIT: integers that are 1 become constants, pointers and integers
+divisible by 16 are known to be.
 """
 
 from __future__ import annotations
@@ -21,9 +22,16 @@ from torchpaged.custom_ops.attention.triton import config
 from torchpaged.custom_ops.triton import launching
 
 _TYPES = {
-    torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float8_e4m3fn: "fp8e4nv", torch.float8_e5m2: "fp8e5",
-    torch.int32: "i32", torch.int64: "i64", torch.bool: "i1", torch.uint8: "u8",
-}  # fmt: skip
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.float8_e4m3fn: "fp8e4nv",
+    torch.float8_e5m2: "fp8e5",
+    torch.int32: "i32",
+    torch.int64: "i64",
+    torch.bool: "i1",
+    torch.uint8: "u8",
+}
 
 
 class Launch(NamedTuple):
@@ -50,7 +58,11 @@ def recorded() -> Iterator[list[Launch]]:
         launches.append(Launch(kernel, arguments, options))
 
     def decode_options(device: torch.device, tiles: config.DecodeTiles) -> dict[str, Any]:
-        return {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages, "maxnreg": config.max_registers(tiles)}
+        return {
+            "num_warps": tiles.num_warps,
+            "num_stages": tiles.num_stages,
+            "maxnreg": config.max_registers(tiles),
+        }
 
     replaced: list[tuple[Any, str, Any]] = [
         (JITFunction, "run", note),

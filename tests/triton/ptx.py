@@ -1,9 +1,10 @@
 """Barriers read from PTX: which ones a compiled kernel waits at, and which of them nobody may rely on.
 
-Two barriers that some threads meet in one order and others in the other never open. Within one kernel Triton keeps one order only for
-the barriers that it places itself: barrier 0, for all threads of the CTA. Where it places them is the scheduler's choice, another one per
-dtype, layout and version; so no other barrier may stand in a kernel, whatever the code around it looks like. `complaints` finds them,
-and says where a CTA barrier already lies between a named barrier's wait and its arrival: that kernel hangs.
+Two barriers that some threads meet in one order and others in the other never open. Within one kernel Triton
+keeps one order only for the barriers that it places itself: barrier 0, for all threads of the CTA. Where it
+places them is the scheduler's choice, another one per dtype, layout and version; so no other barrier may
+stand in a kernel, whatever the code around it looks like. `complaints` finds them, and says where a CTA
+barrier already lies between a named barrier's wait and its arrival: that kernel hangs.
 
 Grammar: PTX ISA, "Parallel Synchronization and Communication Instructions": bar and barrier.
 """
@@ -17,17 +18,21 @@ _COMMENT = re.compile(r"/\*.*?\*/|//[^\n]*", re.DOTALL)
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 _DEBUG = re.compile(r"\.section\s+\.\w+\s*\{[^{}]*\}")  # data, not statements
 _LINE_DIRECTIVE = re.compile(  # ends with its line, without a semicolon
-    r"^[ \t]*\.(?:loc|file|version|target|address_size|reqntid|maxntid|minnctapersm|maxnreg|noreturn|explicitcluster|reqnctapercluster"
+    r"^[ \t]*\.(?:loc|file|version|target|address_size|reqntid|maxntid|minnctapersm|maxnreg|"
+    r"noreturn|explicitcluster|reqnctapercluster"
     r"|maxclusterrank)\b[^\n;{]*",
     re.MULTILINE,
 )
 _FUNCTION = re.compile(r"\.(?:entry|func)\b")
 _LABEL = re.compile(r"[$%A-Za-z_][\w$]*")
-_INSTRUCTION = re.compile(r"(?:@(?P<guard>!?%?[\w$]+)\s+)?(?P<opcode>[a-z][\w.:]*)\s*(?P<operands>.*)", re.DOTALL)
+_INSTRUCTION = re.compile(
+    r"(?:@(?P<guard>!?%?[\w$]+)\s+)?(?P<opcode>[a-z][\w.:]*)\s*(?P<operands>.*)", re.DOTALL
+)
 
 
 class Instruction(NamedTuple):
-    """``line``: of the PTX text, from 1; ``guard``: the predicate's name with its ``!``, or an empty string."""
+    """``line``: of the PTX text, from 1; ``guard``: the predicate's name with its ``!``, or an
+    empty string."""
 
     line: int
     guard: str
@@ -50,7 +55,8 @@ def instructions(ptx: str) -> list[Instruction]:
         text = pattern.sub(blank, text)
     found: list[Instruction] = []
     functions = scopes = vectors = begin = counted = 0
-    line = 1  # of the character at ``counted``: counted on from there, since a text of a megabyte has 25,000 statements
+    # of the character at ``counted``: counted on from there, since a text of a megabyte has 25,000 statements
+    line = 1
     for token in re.finditer(r"[;{}]|:(?!:)", text):
         at, char = token.start(), token[0]
         statement = text[begin:at].strip()
@@ -77,7 +83,10 @@ def instructions(ptx: str) -> list[Instruction]:
                 raise ValueError(f"not PTX: a scope ends inside a statement: {statement[:80]!r}")
             scopes, begin = scopes - 1, at + 1
     if scopes or vectors or not functions or text[begin:].strip():
-        raise ValueError(f"not PTX: {functions} functions, {scopes + vectors} braces left open, left over: {text[begin:].strip()[:80]!r}")
+        raise ValueError(
+            f"not PTX: {functions} functions, {scopes + vectors} braces left open, left over: "
+            f"{text[begin:].strip()[:80]!r}"
+        )
     return found
 
 
@@ -90,7 +99,8 @@ def _instruction(statement: str, line: int) -> Instruction:
 
 
 class Barrier(NamedTuple):
-    """``kind``: 'sync', 'arrive', 'red' of a barrier of the CTA, or 'cluster'; ``name``: its number or register, as written.
+    """``kind``: 'sync', 'arrive', 'red' of a barrier of the CTA, or 'cluster'; ``name``: its number or
+    register, as written.
 
     ``threads``: how many take part, as written; empty: all of the CTA.
     """
@@ -102,7 +112,10 @@ class Barrier(NamedTuple):
     threads: str = ""
 
     def __str__(self) -> str:
-        return f"line {self.line}: {'@' + self.guard + ' ' if self.guard else ''}{self.kind} {self.name}{', ' + self.threads if self.threads else ''}"
+        return (
+            f"line {self.line}: {'@' + self.guard + ' ' if self.guard else ''}{self.kind} "
+            f"{self.name}{', ' + self.threads if self.threads else ''}"
+        )
 
     @property
     def is_whole_cta(self) -> bool:
@@ -130,20 +143,31 @@ def barriers(ptx: str) -> list[Barrier]:
 
 
 def crossed(ptx: str) -> list[tuple[Barrier, Barrier, Barrier]]:
-    """``(wait, CTA barrier, arrival)``: a CTA barrier between a named barrier's wait and the arrival behind it: threads that wait at
-    the one never come to the other, which others wait at."""
+    """``(wait, CTA barrier, arrival)``: a CTA barrier between a named barrier's wait and the arrival behind
+    it: threads that wait at the one never come to the other, which others wait at."""
     all_of_them = barriers(ptx)
     found = []
     for i, arrival in enumerate(all_of_them):
         if arrival.kind != "arrive":
             continue
-        before = [j for j in range(i) if all_of_them[j].kind == "sync" and all_of_them[j].name == arrival.name]
+        before = [
+            j for j in range(i) if all_of_them[j].kind == "sync" and all_of_them[j].name == arrival.name
+        ]
         if before:
-            found += [(all_of_them[before[-1]], b, arrival) for b in all_of_them[before[-1] + 1 : i] if b.name == "0"]
+            found += [
+                (all_of_them[before[-1]], b, arrival)
+                for b in all_of_them[before[-1] + 1 : i]
+                if b.name == "0"
+            ]
     return found
 
 
 def complaints(ptx: str) -> list[str]:
-    """What makes a kernel's order of barriers depend on the compiler's schedule, in words; empty if nothing does."""
-    found = [f"{barrier}: not a barrier of the whole CTA, placed by Triton" for barrier in barriers(ptx) if not barrier.is_whole_cta]
+    """What makes a kernel's order of barriers depend on the compiler's schedule, in words; empty if
+    nothing does."""
+    found = [
+        f"{barrier}: not a barrier of the whole CTA, placed by Triton"
+        for barrier in barriers(ptx)
+        if not barrier.is_whole_cta
+    ]
     return found + [f"hangs: ({wait}) ... ({cta}) ... ({arrival})" for wait, cta, arrival in crossed(ptx)]

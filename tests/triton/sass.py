@@ -1,7 +1,9 @@
-"""Control flow read from machine code: which spills stand in an inner loop, where each costs its time in every round.
+"""Control flow read from machine code: which spills stand in an inner loop, where each costs its time in
+every round.
 
-A spill outside of the inner loops is paid once per tile or request and is lost in the noise; one in the main loop has cost a third of the speed.
-Grammar: what ``nvdisasm -c`` prints, see NVIDIA's "CUDA Binary Utilities": instruction set reference, control instructions.
+A spill outside of the inner loops is paid once per tile or request and is lost in the noise; one in the main
+loop has cost a third of the speed. Grammar: what ``nvdisasm -c`` prints, see NVIDIA's "CUDA Binary
+Utilities": instruction set reference, control instructions.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from typing import Any, NamedTuple
 import triton
 
 _LINE = re.compile(
-    r"\s*/\*[0-9a-f]{4,}\*/\s+(?P<text>(?:@(?P<guard>!?U?P\w+)\s+)?(?P<opcode>[A-Z][A-Z0-9_.]*)\b\s*(?P<operands>[^;]*?))\s*;"
+    r"\s*/\*[0-9a-f]{4,}\*/\s+(?P<text>(?:@(?P<guard>!?U?P\w+)\s+)?"
+    r"(?P<opcode>[A-Z][A-Z0-9_.]*)\b\s*(?P<operands>[^;]*?))\s*;"
 )
 _LABEL = re.compile(r"\s*(?P<name>[.\w$]+):")
 _TARGET = re.compile(r"`\((?P<name>[.\w$]+)\)")
@@ -24,7 +27,8 @@ _UNKNOWN = {"BRX", "BRXU", "JMP", "JMX", "JMXU", "BREAK"}
 
 
 class Instruction(NamedTuple):
-    """``text``: as printed; ``opcode``: without its suffixes; ``successors``: what may run next, by place in the list."""
+    """``text``: as printed; ``opcode``: without its suffixes; ``successors``: what may run next, by place in
+    the list."""
 
     text: str
     opcode: str
@@ -41,10 +45,12 @@ def machine_code(compiled: Any) -> str:
 
 
 def instructions(code: str) -> list[Instruction]:
-    """All instructions with the edges between them. A call comes back; a predicated instruction may go either way.
+    """All instructions with the edges between them. A call comes back; a predicated instruction may go
+    either way.
 
     Raises:
-        ValueError: no instruction, a branch to nowhere, or one whose target is computed: then nothing is known about loops.
+        ValueError: no instruction, a branch to nowhere, or one whose target is computed: then nothing is
+            known about loops.
     """
     labels: dict[str, int] = {}
     found: list[re.Match[str]] = []
@@ -63,7 +69,9 @@ def instructions(code: str) -> list[Instruction]:
         target = _TARGET.search(match["operands"]) if opcode == "BRA" else None
         if opcode == "BRA" and (target is None or target["name"] not in labels):
             raise ValueError(f"a branch to nowhere: {match['text']}")
-        conditional = match["guard"] or (target and match["operands"] != target[0]) or ".DIV" in match["opcode"]
+        conditional = (
+            match["guard"] or (target and match["operands"] != target[0]) or ".DIV" in match["opcode"]
+        )
         successors = [labels[target["name"]]] if target else []
         if conditional or (target is None and opcode not in _ENDS):
             successors.append(at + 1)
@@ -72,8 +80,8 @@ def instructions(code: str) -> list[Instruction]:
 
 
 def loop_spills(code: str) -> list[str]:
-    """Reads and writes of local memory in innermost loops, as printed: those over keys or tiles. Once per round of a loop around such
-    loops, as that over requests, a spill costs as little as outside."""
+    """Reads and writes of local memory in innermost loops, as printed: those over keys or tiles. Once per
+    round of a loop around such loops, as that over requests, a spill costs as little as outside."""
     program = instructions(code)
     inside = set().union(*_innermost_loops(program, set(range(len(program)))))
     return [program[at].text for at in sorted(inside) if program[at].opcode in ("LDL", "STL")]
@@ -83,13 +91,16 @@ def _innermost_loops(program: list[Instruction], nodes: set[int]) -> list[set[in
     """Cycles that hold no other once the instructions that they are entered by are taken away."""
     found: list[set[int]] = []
     for loop in _cycles(program, nodes):
-        entered = {s for at in range(len(program)) if at not in loop for s in program[at].successors if s in loop} or {min(loop)}
+        entered = {
+            s for at in range(len(program)) if at not in loop for s in program[at].successors if s in loop
+        } or {min(loop)}
         found += _innermost_loops(program, loop - entered) or [loop]
     return found
 
 
 def _cycles(program: list[Instruction], nodes: set[int]) -> list[set[int]]:
-    """The strongly connected parts of ``nodes`` that hold a cycle: what an instruction reaches and is reached from."""
+    """The strongly connected parts of ``nodes`` that hold a cycle: what an instruction reaches and is
+    reached from."""
     before: dict[int, list[int]] = {at: [] for at in nodes}
     after: dict[int, list[int]] = {at: [s for s in program[at].successors if s in nodes] for at in nodes}
     for at, successors in after.items():

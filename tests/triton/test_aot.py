@@ -1,4 +1,5 @@
-"""Every kernel compiles for sm_80, sm_90, sm_100 and gfx942 on a machine without a GPU; the default tiles spill nothing."""
+"""Every kernel compiles for sm_80, sm_90, sm_100 and gfx942 on a machine without a GPU; the default tiles
+spill nothing."""
 
 from __future__ import annotations
 
@@ -28,7 +29,14 @@ INT_POINTERS = {"table_ptr": "i32", "seq_lens_ptr": "i32", "starts_ptr": "i32"}
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "kv_scales": {"KV_SCALES": True},
-    "everything": {"WINDOW_LEFT": 100, "CHUNK": 256, "SOFT_CAP": True, "ALIBI": True, "SINKS": True, "HAS_LSE": True},
+    "everything": {
+        "WINDOW_LEFT": 100,
+        "CHUNK": 256,
+        "SOFT_CAP": True,
+        "ALIBI": True,
+        "SINKS": True,
+        "HAS_LSE": True,
+    },
 }
 EARLY = ("sm_90", "sm_100")  # programmatic dependent launch
 
@@ -37,14 +45,33 @@ def attention_arguments(
     dtype: str, dim: int, group: int, options: dict[str, Any], kv_dtype: str | None = None
 ) -> tuple[dict[str, str], dict[str, Any]]:
     flags = {
-        "GROUP": group, "DIM": dim, "DIM_PAD": launching.next_power_of_2(dim), "DIM_V": dim, "DIM_V_PAD": launching.next_power_of_2(dim),
-        "BLOCK_SIZE": 16, "CAUSAL": True, "WINDOW_LEFT": -1, "WINDOW_RIGHT": -1, "CHUNK": 0, "SOFT_CAP": False, "ALIBI": False,
-        "SINKS": False, "KV_SCALES": False, "HAS_LSE": False, "INTERPRET": False, **options,
-    }  # fmt: skip
+        "GROUP": group,
+        "DIM": dim,
+        "DIM_PAD": launching.next_power_of_2(dim),
+        "DIM_V": dim,
+        "DIM_V_PAD": launching.next_power_of_2(dim),
+        "BLOCK_SIZE": 16,
+        "CAUSAL": True,
+        "WINDOW_LEFT": -1,
+        "WINDOW_RIGHT": -1,
+        "CHUNK": 0,
+        "SOFT_CAP": False,
+        "ALIBI": False,
+        "SINKS": False,
+        "KV_SCALES": False,
+        "HAS_LSE": False,
+        "INTERPRET": False,
+        **options,
+    }
     kv = kv_dtype or dtype
     pointers = {**INT_POINTERS, "q_ptr": dtype, "k_ptr": kv, "v_ptr": kv, "out_ptr": dtype}
-    for name, flag, kind in (("lse_ptr", "HAS_LSE", "fp32"), ("slopes_ptr", "ALIBI", "fp32"), ("sinks_ptr", "SINKS", dtype),
-                             ("k_scale_ptr", "KV_SCALES", "fp32"), ("v_scale_ptr", "KV_SCALES", "fp32")):  # fmt: skip
+    for name, flag, kind in (
+        ("lse_ptr", "HAS_LSE", "fp32"),
+        ("slopes_ptr", "ALIBI", "fp32"),
+        ("sinks_ptr", "SINKS", dtype),
+        ("k_scale_ptr", "KV_SCALES", "fp32"),
+        ("v_scale_ptr", "KV_SCALES", "fp32"),
+    ):
         if flags[flag]:
             pointers[name] = kind
         else:
@@ -69,7 +96,9 @@ CASES = [
 ]
 
 
-def compile_decode(target: str, case: tuple[str, int, int, str], kv_dtype: str | None = None, **changed: Any) -> Any:
+def compile_decode(
+    target: str, case: tuple[str, int, int, str], kv_dtype: str | None = None, **changed: Any
+) -> Any:
     """As `paged_attention` launches it, for 8 kv heads, contiguous pools and one query token."""
     dtype, dim, group, options = case
     pointers, flags = attention_arguments(dtype, dim, group, OPTIONS[options], kv_dtype)
@@ -77,12 +106,28 @@ def compile_decode(target: str, case: tuple[str, int, int, str], kv_dtype: str |
     nvidia, slot = target.startswith("sm"), 8 * dim
     rows = launching.next_power_of_2(group)
     tiles = config.decode_tiles(dim, rows, SIZES.get(kv_dtype or dtype, 1), SIZES[dtype], hip=not nvidia)
-    strides = {f"{name}_{part}": size for name in "KV" for part, size in (("BLOCK", 16 * slot), ("SLOT", slot), ("HEAD", dim))}
+    strides = {
+        f"{name}_{part}": size
+        for name in "KV"
+        for part, size in (("BLOCK", 16 * slot), ("SLOT", slot), ("HEAD", dim))
+    }
     constants = {
-        **flags, **strides, "QUERY_LEN": 1, "NUM_KV_HEADS": 8, "TILE_M": tiles.rows, "TILE_KV": tiles.keys, "SLICES": tiles.slices,
-        "REQS": 128, "ONE_SCAN": True, "LONGEST": 0, "MIN_TILES": tiles.min_tiles, "ROWS": rows, "PARTS": config.merged_parts(dim),
-        "PDL": target in ("sm_90", "sm_100"), **changed,
-    }  # fmt: skip
+        **flags,
+        **strides,
+        "QUERY_LEN": 1,
+        "NUM_KV_HEADS": 8,
+        "TILE_M": tiles.rows,
+        "TILE_KV": tiles.keys,
+        "SLICES": tiles.slices,
+        "REQS": 128,
+        "ONE_SCAN": True,
+        "LONGEST": 0,
+        "MIN_TILES": tiles.min_tiles,
+        "ROWS": rows,
+        "PARTS": config.merged_parts(dim),
+        "PDL": target in ("sm_90", "sm_100"),
+        **changed,
+    }
     launch = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
     if nvidia:
         launch["maxnreg"] = config.max_registers(tiles)
@@ -99,7 +144,9 @@ def test_decode_compiles(target: str, case: tuple[str, int, int, str]) -> None:
         assert "cp.async.cg.shared.global" in compiled.asm["ptx"], "16-byte copies of keys and values"
 
 
-@pytest.mark.parametrize("changed", [{"REQS": 1024, "ONE_SCAN": False}, {"BLOCK_SIZE": 8}, {"BLOCK_SIZE": 64}], ids=str)
+@pytest.mark.parametrize(
+    "changed", [{"REQS": 1024, "ONE_SCAN": False}, {"BLOCK_SIZE": 8}, {"BLOCK_SIZE": 64}], ids=str
+)
 def test_decode_options_compile(changed: dict[str, Any]) -> None:
     check(compile_decode("sm_90", CASES[0], **changed), "sm_90", True)
 
@@ -116,7 +163,8 @@ def innermost_loop(ptx: str) -> str:
 
 @pytest.mark.parametrize("group", [4, 8])
 def test_decode_loop_stays_in_registers(group: int) -> None:
-    """Scores become probabilities without a trip through shared memory; 8 queries fill a product; loads of 16 bytes only."""
+    """Scores become probabilities without a trip through shared memory; 8 queries fill a product; loads of 16
+    bytes only."""
     loop = innermost_loop(compile_decode("sm_90", ("bf16", 128, group, "plain")).asm["ptx"])
     assert "st.shared" not in loop and "ld.shared" not in loop
     assert loop.count("mma.sync") == loop.count("cp.async.cg") == loop.count("ldmatrix.sync") == 2 * 128 // 16
@@ -128,7 +176,8 @@ def test_fp8_caches_compile_for_sm_90() -> None:
 
 
 def early_steps(compiled: Any) -> list[str]:
-    """What orders a cache write and its neighbours in the launch, in the order of the code; each once per run of the same."""
+    """What orders a cache write and its neighbours in the launch, in the order of the code; each once per run
+    of the same."""
     found = re.findall(r"griddepcontrol\.\w+|st\.global|fence\.acq_rel\.gpu", compiled.asm["ptx"])
     return [step for i, step in enumerate(found) if i == 0 or step != found[i - 1]]
 
@@ -139,17 +188,52 @@ READ_WHEN_WRITTEN = ["griddepcontrol.wait", "st.global", "fence.acq_rel.gpu"]
 
 @pytest.mark.parametrize("target", aot.TARGETS)
 def test_small_kernels_compile(target: str) -> None:
-    write = {"NUM_HEADS": 8, "HEADS_PAD": 8, "DIM": 128, "DIM_PAD": 128, "DIM_V": 128, "DIM_V_PAD": 128, "BLOCK_SIZE": 16}
-    write |= {"HAS_SCALE": False, "LIMIT": 0.0, "k_scale_ptr": None, "v_scale_ptr": None, "PDL": target in EARLY}
-    pointers = {"k_ptr": "bf16", "v_ptr": "bf16", "k_cache_ptr": "bf16", "v_cache_ptr": "bf16", "slot_ptr": "i64"}
+    write = {
+        "NUM_HEADS": 8,
+        "HEADS_PAD": 8,
+        "DIM": 128,
+        "DIM_PAD": 128,
+        "DIM_V": 128,
+        "DIM_V_PAD": 128,
+        "BLOCK_SIZE": 16,
+    }
+    write |= {
+        "HAS_SCALE": False,
+        "LIMIT": 0.0,
+        "k_scale_ptr": None,
+        "v_scale_ptr": None,
+        "PDL": target in EARLY,
+    }
+    pointers = {
+        "k_ptr": "bf16",
+        "v_ptr": "bf16",
+        "k_cache_ptr": "bf16",
+        "v_cache_ptr": "bf16",
+        "slot_ptr": "i64",
+    }
     for are_query_tokens in (False, True):
-        written = aot.compile_kernel(write_kv_kernel, target, pointers, write | {"ARE_QUERY_TOKENS": are_query_tokens}, num_warps=4)
+        written = aot.compile_kernel(
+            write_kv_kernel, target, pointers, write | {"ARE_QUERY_TOKENS": are_query_tokens}, num_warps=4
+        )
         check(written, target, True)
         if target in EARLY:
             assert early_steps(written) == (LETS_READ_EARLY if are_query_tokens else READ_WHEN_WRITTEN)
-    pointers = {"a_ptr": "bf16", "lse_a_ptr": "fp32", "b_ptr": "bf16", "lse_b_ptr": "fp32", "out_ptr": "bf16", "lse_ptr": "fp32"}
+    pointers = {
+        "a_ptr": "bf16",
+        "lse_a_ptr": "fp32",
+        "b_ptr": "bf16",
+        "lse_b_ptr": "fp32",
+        "out_ptr": "bf16",
+        "lse_ptr": "fp32",
+    }
     check(
-        aot.compile_kernel(merge_attn_states_kernel, target, pointers, {"DIM": 128, "DIM_PAD": 128, "HAS_LSE": True}, num_warps=1),
+        aot.compile_kernel(
+            merge_attn_states_kernel,
+            target,
+            pointers,
+            {"DIM": 128, "DIM_PAD": 128, "HAS_LSE": True},
+            num_warps=1,
+        ),
         target,
         True,
     )
@@ -159,14 +243,33 @@ def test_small_kernels_compile(target: str) -> None:
     check(copied, target, True)
     if target in EARLY:
         assert early_steps(copied) == ["st.global", "fence.acq_rel.gpu"]
-    pointers = {"sampled_ptr": "i64", "table_ptr": "i32", "ids_ptr": "i64", "positions_ptr": "i64", "lens_ptr": "i32", "slots_ptr": "i64"}
-    check(aot.compile_kernel(advance_step_kernel, target, pointers, {"BLOCK_SIZE": 16, "ROWS": 128}), target, True)
+    pointers = {
+        "sampled_ptr": "i64",
+        "table_ptr": "i32",
+        "ids_ptr": "i64",
+        "positions_ptr": "i64",
+        "lens_ptr": "i32",
+        "slots_ptr": "i64",
+    }
+    check(
+        aot.compile_kernel(advance_step_kernel, target, pointers, {"BLOCK_SIZE": 16, "ROWS": 128}),
+        target,
+        True,
+    )
 
 
 @pytest.mark.parametrize("kind", ["fp8e4nv", "fp8e5"])
 def test_fp8_writes_keep_nan(kind: str) -> None:
     """The clamp into an fp8 dtype's range must not be the kind of minimum and maximum that drops NaN."""
-    write = {"NUM_HEADS": 8, "HEADS_PAD": 8, "DIM": 128, "DIM_PAD": 128, "DIM_V": 128, "DIM_V_PAD": 128, "BLOCK_SIZE": 16}
+    write = {
+        "NUM_HEADS": 8,
+        "HEADS_PAD": 8,
+        "DIM": 128,
+        "DIM_PAD": 128,
+        "DIM_V": 128,
+        "DIM_V_PAD": 128,
+        "BLOCK_SIZE": 16,
+    }
     write |= {"HAS_SCALE": True, "LIMIT": 448.0, "PDL": True, "ARE_QUERY_TOKENS": False}
     pointers = {"k_ptr": "bf16", "v_ptr": "bf16", "k_cache_ptr": kind, "v_cache_ptr": kind, "slot_ptr": "i64"}
     pointers |= {"k_scale_ptr": "fp32", "v_scale_ptr": "fp32"}
@@ -177,10 +280,25 @@ def test_fp8_writes_keep_nan(kind: str) -> None:
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100"])
 def test_e5m2_is_written_by_our_own_rounding(target: str) -> None:
-    """Not by Triton's conversion, which under 3.6 on sm_80 makes -0 of NaN; tests/ops/test_fp8_writes.py checks what ours gives."""
-    write = {"NUM_HEADS": 8, "HEADS_PAD": 8, "DIM": 128, "DIM_PAD": 128, "DIM_V": 128, "DIM_V_PAD": 128, "BLOCK_SIZE": 16}
+    """Not by Triton's conversion, which under 3.6 on sm_80 makes -0 of NaN; tests/ops/test_fp8_writes.py
+    checks what ours gives."""
+    write = {
+        "NUM_HEADS": 8,
+        "HEADS_PAD": 8,
+        "DIM": 128,
+        "DIM_PAD": 128,
+        "DIM_V": 128,
+        "DIM_V_PAD": 128,
+        "BLOCK_SIZE": 16,
+    }
     write |= {"HAS_SCALE": True, "LIMIT": 57344.0, "PDL": target != "sm_80", "ARE_QUERY_TOKENS": False}
-    pointers = {"k_ptr": "bf16", "v_ptr": "bf16", "k_cache_ptr": "fp8e5", "v_cache_ptr": "fp8e5", "slot_ptr": "i64"}
+    pointers = {
+        "k_ptr": "bf16",
+        "v_ptr": "bf16",
+        "k_cache_ptr": "fp8e5",
+        "v_cache_ptr": "fp8e5",
+        "slot_ptr": "i64",
+    }
     pointers |= {"k_scale_ptr": "fp32", "v_scale_ptr": "fp32"}
     ptx = aot.compile_kernel(write_kv_kernel, target, pointers, write, num_warps=4).asm["ptx"]
     assert re.findall(r"\bcvt\.f32\.bf16", ptx) and not re.findall(r"\bcvt[.\w]*(?:f16x?2?\.f32|e5m2)", ptx)
@@ -204,24 +322,46 @@ def test_rope_write_kv_compiles(target: str, case: str) -> None:
     fp8 = options.get("fp8", False)
     if fp8 and target in ("sm_80", "gfx942"):
         pytest.skip("float8_e4m3fn needs compute capability 8.9")
-    pads = {"HALF_PAD": launching.next_power_of_2(rotary // 2), "PASS_PAD": launching.next_power_of_2(dim - rotary)}
+    pads = {
+        "HALF_PAD": launching.next_power_of_2(rotary // 2),
+        "PASS_PAD": launching.next_power_of_2(dim - rotary),
+    }
     width = launching.next_power_of_2(dim)
     tile, num_warps = head_tiles(num_tokens, heads, kv_heads, max(*pads.values(), width // 2), 2)
     constants: dict[str, Any] = {
-        "NUM_HEADS": heads, "NUM_KV_HEADS": kv_heads, "HEADS": tile, "DIM": dim, "ROTARY": rotary, **pads, "DIM_V": dim,
-        "DIM_V_PAD": width, "BLOCK_SIZE": 16, "INTERLEAVED": options.get("INTERLEAVED", False), "LIMIT": 448.0 if fp8 else 0.0,
-        "ARE_QUERY_TOKENS": case != "many_tokens", "PDL": target in EARLY,
-    }  # fmt: skip
+        "NUM_HEADS": heads,
+        "NUM_KV_HEADS": kv_heads,
+        "HEADS": tile,
+        "DIM": dim,
+        "ROTARY": rotary,
+        **pads,
+        "DIM_V": dim,
+        "DIM_V_PAD": width,
+        "BLOCK_SIZE": 16,
+        "INTERLEAVED": options.get("INTERLEAVED", False),
+        "LIMIT": 448.0 if fp8 else 0.0,
+        "ARE_QUERY_TOKENS": case != "many_tokens",
+        "PDL": target in EARLY,
+    }
     pointers = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "q_out_ptr"), "bf16") | {"cos_sin_ptr": "fp32"}
     pointers |= dict.fromkeys(("k_cache_ptr", "v_cache_ptr"), "fp8e4nv" if fp8 else "bf16")
     pointers |= dict.fromkeys(("positions_ptr", "slot_ptr"), "i64")
-    for names, given, kind in ((("q_norm_ptr", "k_norm_ptr"), options.get("norms"), "bf16"), (("k_scale_ptr", "v_scale_ptr"), fp8, "fp32")):
+    for names, given, kind in (
+        (("q_norm_ptr", "k_norm_ptr"), options.get("norms"), "bf16"),
+        (("k_scale_ptr", "v_scale_ptr"), fp8, "fp32"),
+    ):
         (pointers if given else constants).update(dict.fromkeys(names, kind if given else None))
-    compiled = aot.compile_kernel(rope_write_kv_kernel, target, pointers, constants, ("norm_eps", "norm_offset"), num_warps=num_warps)
+    compiled = aot.compile_kernel(
+        rope_write_kv_kernel, target, pointers, constants, ("norm_eps", "norm_offset"), num_warps=num_warps
+    )
     check(compiled, target, no_spills=True)
     if target in EARLY:
         assert early_steps(compiled) == (READ_WHEN_WRITTEN if case == "many_tokens" else LETS_READ_EARLY)
     if target != "gfx942":
-        assert "ld.global.v4" in compiled.asm["ptx"] and "st.global.v4" in compiled.asm["ptx"], "16-byte accesses"
+        assert "ld.global.v4" in compiled.asm["ptx"] and "st.global.v4" in compiled.asm["ptx"], (
+            "16-byte accesses"
+        )
         narrow = re.findall(r"st\.global\.(?:b8|b16|b32)", compiled.asm["ptx"])
-        assert rotary < dim or not narrow, narrow  # a small part of a head does not fill a warp with 16-byte accesses
+        assert rotary < dim or not narrow, (
+            narrow
+        )  # a small part of a head does not fill a warp with 16-byte accesses

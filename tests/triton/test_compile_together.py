@@ -1,4 +1,5 @@
-"""The kernels of one call are compiled side by side, once, and never within a capture; the compiler is a stand-in."""
+"""The kernels of one call are compiled side by side, once, and never within a capture; the compiler is
+a stand-in."""
 
 from __future__ import annotations
 

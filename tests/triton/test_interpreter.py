@@ -1,4 +1,5 @@
-"""The Triton kernels in Triton's interpreter against the float64 oracle. Runs with TRITON_INTERPRET=1 only: see test_run_interpreter.py."""
+"""The Triton kernels in Triton's interpreter against the float64 oracle. Runs with TRITON_INTERPRET=1 only:
+see test_run_interpreter.py."""
 
 from __future__ import annotations
 
@@ -64,8 +65,15 @@ def test_attention_shapes_and_dtypes(spec: str, shape: str, dtype: torch.dtype) 
 
 @pytest.mark.parametrize("options", [{}, {"window_left": 300}, {"logits_soft_cap": 3.0}], ids=str)
 def test_split_kv(options: dict[str, Any]) -> None:
-    """More tiles than programs: runs end inside requests, parts are merged, and the semaphores are zero again."""
-    batch = make_batch(BatchSpec("split", (1500, 1, 0, 257), (1, 1, 1, 1)), head_dim=16, num_heads=4, num_kv_heads=1, sinks=True)
+    """More tiles than programs: runs end inside requests, parts are merged, and the semaphores are
+    zero again."""
+    batch = make_batch(
+        BatchSpec("split", (1500, 1, 0, 257), (1, 1, 1, 1)),
+        head_dim=16,
+        num_heads=4,
+        num_kv_heads=1,
+        sinks=True,
+    )
     batch.extras["semaphore"] = torch.zeros(4, dtype=torch.int32)
     out, lse = run_paged_attention(TRITON, batch, **options)
     assert not batch.extras["semaphore"].any()
@@ -73,14 +81,18 @@ def test_split_kv(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("variant", ATTENTION_VARIANTS)
-@pytest.mark.parametrize("spec", ["prefill_small", "prefill_long", "chunked", "mixed_padded", "left_padded", "left_padded_chunk"])
+@pytest.mark.parametrize(
+    "spec", ["prefill_small", "prefill_long", "chunked", "mixed_padded", "left_padded", "left_padded_chunk"]
+)
 def test_prefill_in_small_tiles(spec: str, variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many tiles per request; decodes too go to the prefill kernel. One spec has blocks larger than tiles."""
     from torchpaged.custom_ops.attention.triton import config
 
     monkeypatch.setattr(config, "prefill_tiles", lambda *_: config.Tiles(16, 16, 4, 1))
     monkeypatch.setattr(config, "MAX_DECODE_QUERY_LEN", 0)
-    batch = make_batch(BATCH_SPECS[spec], head_dim=24, block_size=32 if spec == "chunked" else 8, sinks=variant == "causal")
+    batch = make_batch(
+        BATCH_SPECS[spec], head_dim=24, block_size=32 if spec == "chunked" else 8, sinks=variant == "causal"
+    )
     out, lse = run_paged_attention(TRITON, batch, **ATTENTION_VARIANTS[variant])
     assert_attention_close(out, lse, batch, **ATTENTION_VARIANTS[variant])
 
@@ -88,7 +100,8 @@ def test_prefill_in_small_tiles(spec: str, variant: str, monkeypatch: pytest.Mon
 @pytest.mark.parametrize("skip", [1, 4])
 @pytest.mark.parametrize("spec", ["mixed_padded", "mixed_small", "chunked", "left_padded"])
 def test_prefill_leaves_decodes_alone(spec: str, skip: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a mixed batch split in two launches, the prefill kernel attends longer queries and touches no row of the others."""
+    """In a mixed batch split in two launches, the prefill kernel attends longer queries and touches no row of
+    the others."""
     from torchpaged.custom_ops.attention.triton import config, paged_attention
 
     monkeypatch.setattr(config, "prefill_tiles", lambda *_: config.Tiles(16, 16, 4, 1))
@@ -108,7 +121,8 @@ def test_prefill_leaves_decodes_alone(spec: str, skip: int, monkeypatch: pytest.
 
 
 def test_decodes_of_a_mixed_batch_launch_right_behind_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The decode launch does not wait for the prefill launch before it: buffers, and kernels that fill them, come ahead of both."""
+    """The decode launch does not wait for the prefill launch before it: buffers, and kernels that fill them,
+    come ahead of both."""
     from torchpaged.custom_ops.attention.triton import config, paged_attention
 
     events: list[str] = []
@@ -135,17 +149,27 @@ def test_which_queries_of_mixed_batches_decode() -> None:
 
 
 def test_tiles_of_longer_queries_fit_the_grid() -> None:
-    """Whatever the lengths are: short queries, padding and empty requests take tokens or requests, never tiles."""
+    """Whatever the lengths are: short queries, padding and empty requests take tokens or requests,
+    never tiles."""
     from torchpaged.custom_ops.attention.triton.config import most_tiles_of_longer
 
     generator = random.Random(0)
     for _ in range(3000):
-        skip, tokens, num_reqs = generator.choice((1, 2, 4, 8)), generator.choice((2, 16, 32)), generator.randint(1, 12)
-        lens = [generator.choice((0, 1, skip, skip + 1, tokens, tokens + 1, 5 * tokens, generator.randint(0, 99))) for _ in range(num_reqs)]
+        skip, tokens, num_reqs = (
+            generator.choice((1, 2, 4, 8)),
+            generator.choice((2, 16, 32)),
+            generator.randint(1, 12),
+        )
+        lens = [
+            generator.choice((0, 1, skip, skip + 1, tokens, tokens + 1, 5 * tokens, generator.randint(0, 99)))
+            for _ in range(num_reqs)
+        ]
         num_tokens = sum(lens) + generator.choice((0, 7))
         tiles = sum(-(-n // tokens) for n in lens if n > skip)
         assert tiles <= most_tiles_of_longer(num_reqs, num_tokens, skip, tokens), (lens, skip, tokens)
-    assert most_tiles_of_longer(3, 2, 2, 32) == 1, "an empty grid is no launch, and the decode launch would wait for nothing"
+    assert most_tiles_of_longer(3, 2, 2, 32) == 1, (
+        "an empty grid is no launch, and the decode launch would wait for nothing"
+    )
 
 
 def test_many_short_queries_share_programs() -> None:
@@ -155,17 +179,26 @@ def test_many_short_queries_share_programs() -> None:
     lens = (1, 20, *[3] * 30, 1)
     single, shared = programs_for_longer(len(lens), sum(lens), 2, 32)
     assert shared and len(lens) - 2 > single + 2 * shared
-    assert programs_for_longer(4, 2051, 2, 32) == (67, 0), "few requests: a program for each tile there can be"
-    batch = make_batch(BatchSpec("many_short", tuple(n + 5 for n in lens), lens), head_dim=16, num_heads=4, num_kv_heads=1)
+    assert programs_for_longer(4, 2051, 2, 32) == (67, 0), (
+        "few requests: a program for each tile there can be"
+    )
+    batch = make_batch(
+        BatchSpec("many_short", tuple(n + 5 for n in lens), lens), head_dim=16, num_heads=4, num_kv_heads=1
+    )
     for options in ({}, {"window_left": 8}, {"window_left": 8, "logits_soft_cap": 3.0}):
         out, lse = run_paged_attention(TRITON, batch, **options)
         assert_attention_close(out, lse, batch, **options)
 
 
 @pytest.mark.parametrize("block_size", [1, 16, 64])
-@pytest.mark.parametrize(("window_left", "chunk_size", "soft_cap"), [(300, 0, 5.0), (-1, 256, 5.0), (60, 0, 0.0)])
-def test_prefill_jumps_over_the_keys_that_every_row_sees(window_left: int, chunk_size: int, soft_cap: float, block_size: int) -> None:
-    """With a cap or slopes both masked ends of an interval are one loop: keys of several whole tiles between them, of one, and none."""
+@pytest.mark.parametrize(
+    ("window_left", "chunk_size", "soft_cap"), [(300, 0, 5.0), (-1, 256, 5.0), (60, 0, 0.0)]
+)
+def test_prefill_jumps_over_the_keys_that_every_row_sees(
+    window_left: int, chunk_size: int, soft_cap: float, block_size: int
+) -> None:
+    """With a cap or slopes both masked ends of an interval are one loop: keys of several whole tiles between
+    them, of one, and none."""
     batch = make_batch(
         BatchSpec("ends", (420, 330), (70, 140)),
         head_dim=16,
@@ -180,7 +213,9 @@ def test_prefill_jumps_over_the_keys_that_every_row_sees(window_left: int, chunk
     assert_attention_close(out, lse, batch, **options)
 
 
-@pytest.mark.parametrize("options", [{"window_left": 7}, {"chunk_size": 20}, {"window_left": 7, "logits_soft_cap": 3.0}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"window_left": 7}, {"chunk_size": 20}, {"window_left": 7, "logits_soft_cap": 3.0}], ids=str
+)
 def test_prefill_ignores_forgotten_keys(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys in front of every row's window may be gone: their values are NaN here."""
     from torchpaged.custom_ops.attention.triton import config
@@ -216,9 +251,12 @@ def test_other_ops_match_the_reference(case: str) -> None:
 @pytest.mark.parametrize("heads", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
 def test_fp8_caches(dtype: torch.dtype, heads: int) -> None:
-    """Decode over fp8 pools equals attention over their dequantised values; scales per tensor and per head."""
+    """Decode over fp8 pools equals attention over their dequantised values; scales per tensor and
+    per head."""
     batch = make_batch(BATCH_SPECS["decode_edges"], head_dim=32)
-    batch.k_cache, batch.v_cache = (cache.nan_to_num(0.0).to(dtype) for cache in (batch.k_cache, batch.v_cache))
+    batch.k_cache, batch.v_cache = (
+        cache.nan_to_num(0.0).to(dtype) for cache in (batch.k_cache, batch.v_cache)
+    )
     scales = {"k_scale": torch.rand(heads) + 0.5, "v_scale": torch.rand(heads) + 0.5}
     got, want = (run_paged_attention(ops, batch, **scales) for ops in (TRITON, REFERENCE))
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
@@ -258,20 +296,26 @@ def test_rope_write_kv_with_other_tiles(heads: int, num_warps: int, monkeypatch:
 def test_rope_write_kv_into_fp8_pools(dtype: torch.dtype, scales: int | None) -> None:
     """The bytes of the reference, saturated and scaled, where Triton's interpreter can tell.
 
-    It loses the carry where a number is rounded up to a power of two (1.99 becomes 1) and truncates subnormals; GPUs do not.
+    It loses the carry where a number is rounded up to a power of two (1.99 becomes 1) and truncates
+    subnormals; GPUs do not.
     """
     results = []
     for ops in (TRITON, REFERENCE):
         inputs = make_rope_inputs(cache_dtype=dtype, norms=("k_norm",))
         inputs["v"].mul_(1e5)
         if scales:
-            inputs |= {"k_scale": torch.linspace(0.5, 2.0, scales), "v_scale": torch.linspace(2.0, 0.25, scales)}
+            inputs |= {
+                "k_scale": torch.linspace(0.5, 2.0, scales),
+                "v_scale": torch.linspace(2.0, 0.25, scales),
+            }
         ops.rope_write_kv(**inputs)
         results.append(inputs)
     mantissa = 7 if dtype == torch.float8_e4m3fn else 3
     for name in ("k_cache", "v_cache"):
         got, want = (inputs[name].view(torch.uint8) for inputs in results)
-        compared = ((want & mantissa) != 0) & ((want & 0x7F) > mantissa) & ((want & 0x7F) != 0x7F)  # the last: NaN, never written
+        compared = (
+            ((want & mantissa) != 0) & ((want & 0x7F) > mantissa) & ((want & 0x7F) != 0x7F)
+        )  # the last: NaN, never written
         assert int(compared.sum()) > 150, name
         assert torch.equal(got[compared], want[compared]), name
     assert float(results[0]["v_cache"].float().nan_to_num(0.0).abs().max()) == torch.finfo(dtype).max

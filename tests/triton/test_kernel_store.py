@@ -1,4 +1,5 @@
-"""Kernels of Triton kept and launched by us: what decides which one, what must fit, and when Triton launches instead. No GPU: jit.Kernel is a stand-in."""
+"""Kernels of Triton kept and launched by us: what decides which one, what must fit, and when Triton launches
+instead. No GPU: jit.Kernel is a stand-in."""
 
 from __future__ import annotations
 
@@ -40,7 +41,9 @@ BYTES = {"u64": 8, "b64": 8, "u32": 4, "b32": 4, "s32": 4, "f32": 4}
 @pytest.mark.parametrize("name", REFS)
 def test_a_reference_says_what_the_kernel_says(name: str) -> None:
     ref, parameters = REFS[name], REFS[name].load().params
-    positional = min(p.num for p in parameters if p.name == ("GROUP" if name == "prefill_kernel" else "K_BLOCK"))
+    positional = min(
+        p.num for p in parameters if p.name == ("GROUP" if name == "prefill_kernel" else "K_BLOCK")
+    )
     assert ref.constants == {p.num for p in parameters[:positional] if p.is_constexpr}
     assert ref.unspecialised == {p.num for p in parameters if p.do_not_specialize}
     assert not any(p.do_not_specialize_on_alignment for p in parameters)
@@ -49,7 +52,13 @@ def test_a_reference_says_what_the_kernel_says(name: str) -> None:
 def mixed_launches(**changes: Any) -> list[launched.Launch]:
     """The prefill and the decode kernel of a small mixed batch, with every mask."""
     batch = make_batch(
-        BatchSpec("mixed", (40, 100, 7), (30, 1, 1)), num_heads=8, num_kv_heads=2, dtype=torch.bfloat16, sinks=True, alibi=True, **changes
+        BatchSpec("mixed", (40, 100, 7), (30, 1, 1)),
+        num_heads=8,
+        num_kv_heads=2,
+        dtype=torch.bfloat16,
+        sinks=True,
+        alibi=True,
+        **changes,
     )
     with launched.recorded() as launches:
         run_paged_attention(BACKEND_OPS["triton"], batch, **EVERYTHING)
@@ -66,7 +75,8 @@ def positional(launch: launched.Launch) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("fp8", [False, True])
 def test_what_is_passed_is_what_the_machine_code_takes(fp8: bool) -> None:
-    """Number, order and size of parameters of the real thing; another Triton that passes them otherwise fails here."""
+    """Number, order and size of parameters of the real thing; another Triton that passes them otherwise
+    fails here."""
     changes: dict[str, Any] = {"kv_dtype": torch.float8_e4m3fn, "scales": "per_head"} if fp8 else {}
     launches = mixed_launches(**changes)
     assert [launch.name for launch in launches] == ["prefill_kernel", "decode_kernel"]
@@ -85,11 +95,14 @@ def test_what_is_passed_is_what_the_machine_code_takes(fp8: bool) -> None:
 
 @pytest.mark.parametrize("name", REFS)
 def test_as_fine_as_tritons_own_specialisation(name: str) -> None:
-    """What looks the same to us looks the same to Triton's JIT: or it would compile a kernel where we launch the other's."""
+    """What looks the same to us looks the same to Triton's JIT: or it would compile a kernel where we launch
+    the other's."""
     ref, launch = REFS[name], next(launch for launch in mixed_launches() if launch.name == name)
     jit_function = launch.kernel
     bind = create_function_from_signature(
-        jit_function.signature, jit_function.params, CUDABackend(triton.backends.compiler.GPUTarget("cuda", 90, 32))
+        jit_function.signature,
+        jit_function.params,
+        CUDABackend(triton.backends.compiler.GPUTarget("cuda", 90, 32)),
     )
     arguments = positional(launch)
     names = [p.name for p in jit_function.params]
@@ -98,8 +111,11 @@ def test_as_fine_as_tritons_own_specialisation(name: str) -> None:
     compared = 0
     for place, value in enumerate(arguments):
         if isinstance(value, torch.Tensor):
-            tries: list[Any] = [storage[at:].view(dtype) if at % dtype.itemsize == 0 else None
-                                for at in (0, 4, 8, 16, 24, 32) for dtype in (torch.int32, torch.bfloat16, torch.float32)]  # fmt: skip
+            tries: list[Any] = [
+                storage[at:].view(dtype) if at % dtype.itemsize == 0 else None
+                for at in (0, 4, 8, 16, 24, 32)
+                for dtype in (torch.int32, torch.bfloat16, torch.float32)
+            ]
         elif type(value) is int:
             tries = [0, 1, 2, 8, 15, 16, 17, 24, 32, 48, 2**31 - 1, 2**31, 2**31 + 16, -1, -16, -(2**31) - 1]
         else:
@@ -111,12 +127,14 @@ def test_as_fine_as_tritons_own_specialisation(name: str) -> None:
             theirs = str(bind(*changed, **constants)[1])
             if place in ref.constants:
                 theirs += str(other)
-            assert seen.setdefault(ours, theirs) == theirs, f"{names[place]}: {other!r} is another kernel to Triton"
+            assert seen.setdefault(ours, theirs) == theirs, (
+                f"{names[place]}: {other!r} is another kernel to Triton"
+            )
             compared += 1
     assert compared > 100
 
 
-# ------------------------------------------------------------------------------------------------ finding and keeping
+# ---------------------------------------------------------------------------------------- finding and keeping
 REF = KernelRef("decode", "some_kernel", constants=frozenset({2}), unspecialised=frozenset({3}))
 
 
@@ -138,8 +156,17 @@ class LoadedKernel:
 
 
 def compiled_kernel(**metadata: Any) -> Any:
-    known = {"name": "some_kernel", "shared": 64, "num_warps": 4, "num_ctas": 1, "launch_pdl": True, "launch_cooperative_grid": False,
-             "global_scratch_size": 0, "profile_scratch_size": 0, **metadata}  # fmt: skip
+    known = {
+        "name": "some_kernel",
+        "shared": 64,
+        "num_warps": 4,
+        "num_ctas": 1,
+        "launch_pdl": True,
+        "launch_cooperative_grid": False,
+        "global_scratch_size": 0,
+        "profile_scratch_size": 0,
+        **metadata,
+    }
     source = SimpleNamespace(signature={"a": "*bf16", "b": "i32", "c": "constexpr", "n": "i32", "x": "fp32"})
     return SimpleNamespace(metadata=SimpleNamespace(**known), src=source, asm={"cubin": b"machine\ncode"})
 
@@ -152,7 +179,9 @@ ARGUMENTS = (TENSOR, 32, 7, 5, 0.5)
 def stand_ins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     monkeypatch.setenv("TORCHPAGED_CACHE", str(tmp_path))
     monkeypatch.setattr(jit, "Kernel", LoadedKernel)
-    monkeypatch.setattr(LoadedKernel, "layout", [(0, 8), (8, 4), (12, 4), (16, 4), (24, 8), (32, 8)], raising=False)
+    monkeypatch.setattr(
+        LoadedKernel, "layout", [(0, 8), (8, 4), (12, 4), (16, 4), (24, 8), (32, 8)], raising=False
+    )
     monkeypatch.setattr(LoadedKernel, "made", [], raising=False)
     monkeypatch.setattr(LoadedKernel, "launches", [], raising=False)
     monkeypatch.setattr(kernel_store, "usable", lambda: True)
@@ -182,11 +211,21 @@ def test_the_next_process_launches_it_with_the_same_arguments() -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "options"),
-    [((TENSOR[1:], *ARGUMENTS[1:]), {"TILE": 8}), ((TENSOR.float(), *ARGUMENTS[1:]), {"TILE": 8}), ((TENSOR, 33, 7, 5, 0.5), {"TILE": 8}),
-     ((TENSOR, 1, 7, 5, 0.5), {"TILE": 8}), ((TENSOR, 2**40, 7, 5, 0.5), {"TILE": 8}), ((TENSOR, 32, 8, 5, 0.5), {"TILE": 8}),
-     ((TENSOR, 32, 7, 2**31, 0.5), {"TILE": 8}), ((None, *ARGUMENTS[1:]), {"TILE": 8}), (ARGUMENTS, {"TILE": 16})],
-)  # fmt: skip
-def test_another_specialisation_is_another_kernel(arguments: tuple[Any, ...], options: dict[str, int]) -> None:
+    [
+        ((TENSOR[1:], *ARGUMENTS[1:]), {"TILE": 8}),
+        ((TENSOR.float(), *ARGUMENTS[1:]), {"TILE": 8}),
+        ((TENSOR, 33, 7, 5, 0.5), {"TILE": 8}),
+        ((TENSOR, 1, 7, 5, 0.5), {"TILE": 8}),
+        ((TENSOR, 2**40, 7, 5, 0.5), {"TILE": 8}),
+        ((TENSOR, 32, 8, 5, 0.5), {"TILE": 8}),
+        ((TENSOR, 32, 7, 2**31, 0.5), {"TILE": 8}),
+        ((None, *ARGUMENTS[1:]), {"TILE": 8}),
+        (ARGUMENTS, {"TILE": 16}),
+    ],
+)
+def test_another_specialisation_is_another_kernel(
+    arguments: tuple[Any, ...], options: dict[str, int]
+) -> None:
     kernel_store.keep(REF, ARGUMENTS, {"TILE": 8}, lambda: compiled_kernel())
     assert kernel_store.find(REF, ARGUMENTS, {"TILE": 8}) is not None
     assert kernel_store.find(REF, arguments, options) is None
@@ -214,15 +253,25 @@ def test_a_damaged_file_is_as_good_as_absent() -> None:
 
 
 @pytest.mark.parametrize(
-    "metadata", [{"num_ctas": 2}, {"launch_cooperative_grid": True}, {"global_scratch_size": 4}, {"profile_scratch_size": 4}]
+    "metadata",
+    [
+        {"num_ctas": 2},
+        {"launch_cooperative_grid": True},
+        {"global_scratch_size": 4},
+        {"profile_scratch_size": 4},
+    ],
 )
 def test_what_takes_more_than_arguments_stays_tritons(metadata: dict[str, int]) -> None:
     kernel_store.keep(REF, ARGUMENTS, {}, lambda: compiled_kernel(**metadata))
     assert kernel_store.find(REF, ARGUMENTS, {}) is None and not cubins.folder().exists()
 
 
-@pytest.mark.parametrize("layout", [[(0, 8), (8, 4), (12, 4)], [(0, 8), (8, 8), (16, 4), (20, 4), (24, 8), (32, 8)], []])
-def test_machine_code_with_other_parameters_stays_tritons(layout: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "layout", [[(0, 8), (8, 4), (12, 4)], [(0, 8), (8, 8), (16, 4), (20, 4), (24, 8), (32, 8)], []]
+)
+def test_machine_code_with_other_parameters_stays_tritons(
+    layout: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(LoadedKernel, "layout", layout)
     kernel_store.keep(REF, ARGUMENTS, {}, lambda: compiled_kernel())
     assert kernel_store.find(REF, ARGUMENTS, {}) is None and not cubins.folder().exists()
@@ -245,7 +294,9 @@ def test_nothing_is_loaded_within_a_capture(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("num_ctas", [1, 2])
-def test_a_launch_loads_triton_only_where_nothing_is_stored(num_ctas: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launch_loads_triton_only_where_nothing_is_stored(
+    num_ctas: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     runs: list[Any] = []
 
     class Jit:
@@ -263,7 +314,11 @@ def test_a_launch_loads_triton_only_where_nothing_is_stored(num_ctas: int, monke
     launch()
     launch()
     if num_ctas == 1:
-        assert runs == [("compile", (3,), ARGUMENTS, {"TILE": 8})] and launch.is_stored() and len(LoadedKernel.launches) == 2
+        assert (
+            runs == [("compile", (3,), ARGUMENTS, {"TILE": 8})]
+            and launch.is_stored()
+            and len(LoadedKernel.launches) == 2
+        )
         forget()
         launch()
         assert len(runs) == 1 and len(LoadedKernel.launches) == 3
@@ -271,8 +326,10 @@ def test_a_launch_loads_triton_only_where_nothing_is_stored(num_ctas: int, monke
         assert [run[0] for run in runs] == ["compile", "launch", "launch"] and not LoadedKernel.launches
 
 
-# ------------------------------------------------------------------------------------------------ when it is not used
-@pytest.mark.parametrize("name", ["TRITON_DISABLE_LINE_INFO", "DISABLE_PTXAS_OPT", "MLIR_ENABLE_DUMP", "TRITON_ALWAYS_COMPILE"])
+# ---------------------------------------------------------------------------------------- when it is not used
+@pytest.mark.parametrize(
+    "name", ["TRITON_DISABLE_LINE_INFO", "DISABLE_PTXAS_OPT", "MLIR_ENABLE_DUMP", "TRITON_ALWAYS_COMPILE"]
+)
 def test_variables_of_triton_leave_all_to_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     monkeypatch.setattr(torch.version, "cuda", "13.0")
@@ -287,8 +344,11 @@ def test_variables_of_triton_leave_all_to_it(name: str, monkeypatch: pytest.Monk
     kernel_store._may_be_used.cache_clear()
 
 
-def test_what_was_compiled_from_a_changed_source_is_not_stored(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Somebody edits a kernel while a process runs: its machine code must not lie on the disk under the name of another text."""
+def test_what_was_compiled_from_a_changed_source_is_not_stored(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Somebody edits a kernel while a process runs: its machine code must not lie on the disk under the name
+    of another text."""
     folder = tmp_path / "kernels"
     folder.mkdir()
     (folder / "kernel.py").write_text("old")
@@ -309,7 +369,8 @@ def test_what_was_compiled_from_a_changed_source_is_not_stored(monkeypatch: pyte
 
 
 def test_sources_are_read_when_the_store_is_imported() -> None:
-    """Ahead of the kernels, whose texts Triton reads when they are imported: read at the first launch, they could be newer than those."""
+    """Ahead of the kernels, whose texts Triton reads when they are imported: read at the first launch, they
+    could be newer than those."""
     code = (
         "import pathlib; read = pathlib.Path.read_bytes; seen = []\n"
         "pathlib.Path.read_bytes = lambda self: (seen.append(self.name), read(self))[1]\n"
@@ -320,12 +381,17 @@ def test_sources_are_read_when_the_store_is_imported() -> None:
 
 
 @pytest.mark.parametrize("changed", ["knob", "variable", "pipeline"])
-def test_a_compiler_that_was_changed_meanwhile_stores_nothing(changed: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What Triton's knobs, or a variable set behind the first launch, make of a kernel is nothing for the next process. Reads
-    ``triton.knobs.runtime.add_stages_inspection_hook``; assigned knobs are in the environment, too."""
+def test_a_compiler_that_was_changed_meanwhile_stores_nothing(
+    changed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What Triton's knobs, or a variable set behind the first launch, make of a kernel is nothing for the
+    next process. Reads ``triton.knobs.runtime.add_stages_inspection_hook``; assigned knobs are in the
+    environment, too."""
     with triton.knobs.compilation.scope(), triton.knobs.runtime.scope():
         if changed == "knob":
-            monkeypatch.setenv("TRITON_DISABLE_LINE_INFO", "0")  # what the assignment below changes comes back
+            monkeypatch.setenv(
+                "TRITON_DISABLE_LINE_INFO", "0"
+            )  # what the assignment below changes comes back
             triton.knobs.compilation.disable_line_info = True
         elif changed == "variable":
             monkeypatch.setenv("TRITON_KERNEL_OVERRIDE", "1")
@@ -340,7 +406,9 @@ def test_a_compiler_that_was_changed_meanwhile_stores_nothing(changed: str, monk
 
 
 @pytest.mark.parametrize("home", ["full", "a file", "unset"])
-def test_a_disk_that_takes_nothing_costs_time_alone(home: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_disk_that_takes_nothing_costs_time_alone(
+    home: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     if home == "unset":
         monkeypatch.delenv("TORCHPAGED_CACHE")
         monkeypatch.delenv("HOME", raising=False)
@@ -374,7 +442,10 @@ def test_hooks_around_tritons_launches_are_seen() -> None:
 
 
 def test_the_op_is_imported_without_triton() -> None:
-    code = "import sys; import torchpaged.custom_ops.attention.triton.paged_attention; assert 'triton' not in sys.modules"
+    code = (
+        "import sys; import torchpaged.custom_ops.attention.triton.paged_attention; assert 'triton' not in "
+        "sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -1,4 +1,5 @@
-"""The Triton kernels around attention: compiled ahead of time for every target, and run in the interpreter by a process of its own."""
+"""The Triton kernels around attention: compiled ahead of time for every target, and run in the interpreter by
+a process of its own."""
 
 from __future__ import annotations
 
@@ -25,8 +26,14 @@ interpreting = os.environ.get("TRITON_INTERPRET") == "1"
 def test_kernels_in_the_interpreter(interpreter: None) -> None:
     target = Path(__file__).with_name("test_layers_interpreter.py")
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(target)], cwd=Path(__file__).parents[2],
-                          env=environment, capture_output=True, text=True, timeout=550)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(target)],
+        cwd=Path(__file__).parents[2],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=550,
+    )
     assert done.returncode == 0, done.stdout[-6000:]
     passed = re.search(r"(\d+) passed", done.stdout)
     assert passed and int(passed[1]) >= 58, done.stdout[-500:]
@@ -43,7 +50,9 @@ def test_rms_norm_compiles(target: str, width: int, residuals: bool) -> None:
     optional = ("residual_ptr", "post_ptr")
     pointers |= dict.fromkeys(optional, "bf16") if residuals else {}
     constants |= {} if residuals else dict.fromkeys(optional)
-    compiled = aot.compile_kernel(rms_norm_kernel, target, pointers, constants, ("eps", "offset"), num_warps=num_warps_of(width))
+    compiled = aot.compile_kernel(
+        rms_norm_kernel, target, pointers, constants, ("eps", "offset"), num_warps=num_warps_of(width)
+    )
     found = aot.resources(compiled)
     assert found["spilled"] == 0 and found["shared"] <= 4096, found
     if target != "gfx942":
@@ -55,7 +64,9 @@ def test_rms_norm_compiles(target: str, width: int, residuals: bool) -> None:
 @pytest.mark.parametrize("target", aot.TARGETS)
 def test_act_and_mul_compiles(target: str, activation: str) -> None:
     constants = {"WIDTH": 8192, "PIECE": 1024, "ACTIVATION": activation}
-    compiled = aot.compile_kernel(act_and_mul_kernel, target, {"gate_up_ptr": "bf16", "out_ptr": "bf16"}, constants, num_warps=4)
+    compiled = aot.compile_kernel(
+        act_and_mul_kernel, target, {"gate_up_ptr": "bf16", "out_ptr": "bf16"}, constants, num_warps=4
+    )
     assert aot.resources(compiled)["spilled"] == 0
     if target != "gfx942":
         assert "ld.global.v4" in compiled.asm["ptx"] and "st.global.v4" in compiled.asm["ptx"]

@@ -1,4 +1,5 @@
-"""embedding, rms_norm, act_and_mul and linear of the Triton backend in the interpreter. Runs with TRITON_INTERPRET=1 only: see test_layers.py."""
+"""embedding, rms_norm, act_and_mul and linear of the Triton backend in the interpreter. Runs with
+TRITON_INTERPRET=1 only: see test_layers.py."""
 
 from __future__ import annotations
 
@@ -55,7 +56,9 @@ def test_rms_norm(case: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "gelu"])
 def test_act_and_mul(activation: str, dtype: torch.dtype, width: int) -> None:
-    assert_layer_close(TRITON, "act_and_mul", make_gate_inputs(activation=activation, dtype=dtype, width=width))
+    assert_layer_close(
+        TRITON, "act_and_mul", make_gate_inputs(activation=activation, dtype=dtype, width=width)
+    )
 
 
 def test_no_tokens_and_refusals() -> None:
@@ -65,9 +68,11 @@ def test_no_tokens_and_refusals() -> None:
     TRITON.rms_norm(torch.empty(0, 40), torch.ones(40), torch.empty(0, 40))
     TRITON.act_and_mul(torch.empty(0, 48), out)
     calls: list[tuple[Any, dict[str, Any]]] = [
-        (TRITON.linear, make_linear_inputs(dtype=torch.float64)), (TRITON.rms_norm, make_norm_inputs() | {"weight": torch.ones(3)}),
-        (TRITON.act_and_mul, make_gate_inputs() | {"activation": "tanh"}), (TRITON.embedding, make_embedding_inputs(dtype=torch.float64)),
-    ]  # fmt: skip
+        (TRITON.linear, make_linear_inputs(dtype=torch.float64)),
+        (TRITON.rms_norm, make_norm_inputs() | {"weight": torch.ones(3)}),
+        (TRITON.act_and_mul, make_gate_inputs() | {"activation": "tanh"}),
+        (TRITON.embedding, make_embedding_inputs(dtype=torch.float64)),
+    ]
     for op, inputs in calls:
         with pytest.raises(torchpaged.ArgumentError):
             op(**inputs)

@@ -1,4 +1,5 @@
-"""Heads that lie further apart than 32 bits count, as in one long row of HF's layout. In the interpreter, which a process of its own runs."""
+"""Heads that lie further apart than 32 bits count, as in one long row of HF's layout. In the interpreter,
+which a process of its own runs."""
 
 from __future__ import annotations
 
@@ -19,14 +20,18 @@ pytest.importorskip("triton", reason="triton is not installed")
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 interpreted = pytest.mark.skipif(not INTERPRETING, reason="needs TRITON_INTERPRET=1 before Python starts")
 TRITON, REFERENCE = BACKEND_OPS["triton"], BACKEND_OPS["reference"]
-HEAD = 2**30  # the third head begins at 2**31: past a signed number of 32 bits, while the stride itself is one
+HEAD = (
+    2**30
+)  # the third head begins at 2**31: past a signed number of 32 bits, while the stride itself is one
 
 
 @pytest.mark.skipif(INTERPRETING, reason="already interpreting")
 def test_in_the_interpreter(interpreter: None) -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    done = subprocess.run(command, cwd=Path(__file__).parents[2], env=environment, capture_output=True, text=True, timeout=550)
+    done = subprocess.run(
+        command, cwd=Path(__file__).parents[2], env=environment, capture_output=True, text=True, timeout=550
+    )
     assert done.returncode == 0, done.stdout[-6000:]
     passed = re.search(r"(\d+) passed", done.stdout)
     assert passed and int(passed[1]) == 5, done.stdout[-500:]
@@ -44,7 +49,9 @@ def far_apart(x: Tensor) -> Tensor:
 @interpreted
 @pytest.mark.parametrize("query_lens", [(1, 1), (12, 9)], ids=["decode", "prefill"])
 def test_attention(query_lens: tuple[int, ...]) -> None:
-    batch = make_batch(BatchSpec("far", (40, 20), query_lens), num_heads=3, num_kv_heads=3, head_dim=16, dtype=torch.float16)
+    batch = make_batch(
+        BatchSpec("far", (40, 20), query_lens), num_heads=3, num_kv_heads=3, head_dim=16, dtype=torch.float16
+    )
     arguments = (batch.k_cache, batch.v_cache, batch.block_table, batch.seq_lens, batch.query_start_loc)
     options = {"max_query_len": batch.max_query_len, "scale": batch.scale}
     want, got = torch.zeros_like(batch.q), far_apart(torch.zeros_like(batch.q))

@@ -1,4 +1,5 @@
-"""The screen says which of our kernels Triton compiled: once, not when it came from the disk, and nobody else's."""
+"""The screen says which of our kernels Triton compiled: once, not when it came from the disk, and
+nobody else's."""
 
 from __future__ import annotations
 
@@ -43,7 +44,9 @@ def screen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     machine = SimpleNamespace(stderr=Terminal())  # pytest puts its own stderr in place after this
     monkeypatch.setattr(notice, "sys", machine)
-    monkeypatch.setattr(knobs.compilation, "listener", lambda *, src, cache_hit, **_: heard.append((src.name, cache_hit)))
+    monkeypatch.setattr(
+        knobs.compilation, "listener", lambda *, src, cache_hit, **_: heard.append((src.name, cache_hit))
+    )
     notice.install.cache_clear()
     launching.require_launchable(torch.zeros(1, device="meta"))  # what every launch asks first
     yield machine, heard
@@ -51,7 +54,14 @@ def screen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
 
 def compile_ours(target: str = "sm_90") -> None:
-    pointers = {"sampled_ptr": "i64", "table_ptr": "i32", "ids_ptr": "i64", "positions_ptr": "i64", "lens_ptr": "i32", "slots_ptr": "i64"}
+    pointers = {
+        "sampled_ptr": "i64",
+        "table_ptr": "i32",
+        "ids_ptr": "i64",
+        "positions_ptr": "i64",
+        "lens_ptr": "i32",
+        "slots_ptr": "i64",
+    }
     aot.compile_kernel(advance_step_kernel, target, pointers, {"BLOCK_SIZE": 16, "ROWS": 128}, num_warps=4)
 
 
@@ -65,10 +75,14 @@ def test_a_kernel_of_ours_is_said_once(screen: Any) -> None:
         re.fullmatch(r"torchpaged: compiled advance_step_kernel for \w+ in \d+\.\d s", line) for line in lines
     ), lines
     assert "sm_90" in lines[0] and "gfx942" in lines[1]
-    assert [hit for _, hit in heard] == [False, True, False], "somebody else's listener was there first and still hears"
+    assert [hit for _, hit in heard] == [False, True, False], (
+        "somebody else's listener was there first and still hears"
+    )
 
 
-def test_nobody_elses_and_nothing_where_there_is_no_screen(screen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_elses_and_nothing_where_there_is_no_screen(
+    screen: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     machine, heard = screen
     aot.compile_kernel(foreign_kernel, "sm_90", {"out_ptr": "i32"}, {}, num_warps=1)
     screened = machine.stderr

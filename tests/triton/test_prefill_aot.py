@@ -1,7 +1,9 @@
-"""The prefill kernel compiles for every target with the tiles that config.py chooses; on Hopper it is the kernel it is meant to be.
+"""The prefill kernel compiles for every target with the tiles that config.py chooses; on Hopper it is the
+kernel it is meant to be.
 
-Checked in the code for sm_90: no spills, wgmma, keys and values by cp.async, and products that are not serialised: ptxas puts a
-wait behind every wgmma when it can't prove the registers free, which costs half the speed and shows nowhere else.
+Checked in the code for sm_90: no spills, wgmma, keys and values by cp.async, and products that are not
+serialised: ptxas puts a wait behind every wgmma when it can't prove the registers free, which costs half the
+speed and shows nowhere else.
 """
 
 from __future__ import annotations
@@ -27,7 +29,14 @@ from torchpaged.custom_ops.attention.triton.prefill import prefill_kernel
 from torchpaged.custom_ops.triton import launching
 
 SIZES = {"bf16": 2, "fp16": 2, "fp32": 4}
-EVERYTHING = {"WINDOW_LEFT": 100, "CHUNK": 256, "SOFT_CAP": True, "ALIBI": True, "SINKS": True, "HAS_LSE": True}
+EVERYTHING = {
+    "WINDOW_LEFT": 100,
+    "CHUNK": 256,
+    "SOFT_CAP": True,
+    "ALIBI": True,
+    "SINKS": True,
+    "HAS_LSE": True,
+}
 #: name -> dtype, head_dim, group, block size, max_query_len, max_seq_len, options
 CASES: dict[str, tuple[str, int, int, int, int, int, dict[str, Any]]] = {
     "long_128": ("bf16", 128, 4, 16, 16384, 16384, {}),
@@ -45,26 +54,67 @@ CASES: dict[str, tuple[str, int, int, int, int, int, dict[str, Any]]] = {
 
 
 def compile_prefill(
-    target: str, case: str, kv_dtype: str | None = None, skip_decodes: int = 0, block_size: int | None = None, **changed: Any,
-) -> Any:  # fmt: skip
+    target: str,
+    case: str,
+    kv_dtype: str | None = None,
+    skip_decodes: int = 0,
+    block_size: int | None = None,
+    **changed: Any,
+) -> Any:
     dtype, dim, group, default_block_size, max_query_len, max_seq_len, options = CASES[case]
     block_size = block_size or default_block_size
     padded = launching.next_power_of_2(dim)
     flags: dict[str, Any] = {
-        "GROUP": group, "DIM": dim, "DIM_PAD": padded, "DIM_V": dim, "DIM_V_PAD": padded, "BLOCK_SIZE": block_size, "CAUSAL": True,
-        "WINDOW_LEFT": -1, "WINDOW_RIGHT": -1, "CHUNK": 0, "SOFT_CAP": False, "ALIBI": False, "SINKS": False, "KV_SCALES": False,
-        "HAS_LSE": False, "INTERPRET": False, "PDL": target in ("sm_90", "sm_100"), **options, **changed,
-    }  # fmt: skip
-    flags |= {"k_slot": 8 * dim, "v_slot": 8 * dim, "k_block": block_size * 8 * dim, "v_block": block_size * 8 * dim}
+        "GROUP": group,
+        "DIM": dim,
+        "DIM_PAD": padded,
+        "DIM_V": dim,
+        "DIM_V_PAD": padded,
+        "BLOCK_SIZE": block_size,
+        "CAUSAL": True,
+        "WINDOW_LEFT": -1,
+        "WINDOW_RIGHT": -1,
+        "CHUNK": 0,
+        "SOFT_CAP": False,
+        "ALIBI": False,
+        "SINKS": False,
+        "KV_SCALES": False,
+        "HAS_LSE": False,
+        "INTERPRET": False,
+        "PDL": target in ("sm_90", "sm_100"),
+        **options,
+        **changed,
+    }
+    flags |= {
+        "k_slot": 8 * dim,
+        "v_slot": 8 * dim,
+        "k_block": block_size * 8 * dim,
+        "v_block": block_size * 8 * dim,
+    }
     kv = kv_dtype or dtype
-    pointers = {"table_ptr": "i32", "seq_lens_ptr": "i32", "starts_ptr": "i32", "q_ptr": dtype, "k_ptr": kv, "v_ptr": kv, "out_ptr": dtype}
-    for name, flag, kind in (("lse_ptr", "HAS_LSE", "fp32"), ("slopes_ptr", "ALIBI", "fp32"), ("sinks_ptr", "SINKS", dtype),
-                             ("k_scale_ptr", "KV_SCALES", "fp32"), ("v_scale_ptr", "KV_SCALES", "fp32")):  # fmt: skip
+    pointers = {
+        "table_ptr": "i32",
+        "seq_lens_ptr": "i32",
+        "starts_ptr": "i32",
+        "q_ptr": dtype,
+        "k_ptr": kv,
+        "v_ptr": kv,
+        "out_ptr": dtype,
+    }
+    for name, flag, kind in (
+        ("lse_ptr", "HAS_LSE", "fp32"),
+        ("slopes_ptr", "ALIBI", "fp32"),
+        ("sinks_ptr", "SINKS", dtype),
+        ("k_scale_ptr", "KV_SCALES", "fp32"),
+        ("v_scale_ptr", "KV_SCALES", "fp32"),
+    ):
         if flags[flag]:
             pointers[name] = kind
         else:
             flags[name] = None
-    tiles = config.prefill_tiles(dim, group, SIZES[dtype], max_query_len, max_seq_len, target in ("sm_90", "sm_100"))
+    tiles = config.prefill_tiles(
+        dim, group, SIZES[dtype], max_query_len, max_seq_len, target in ("sm_90", "sm_100")
+    )
     flags |= {
         "TOKENS": tiles.rows // group,
         "TILE_M": tiles.rows,
@@ -72,12 +122,19 @@ def compile_prefill(
         "SKIP_DECODES": skip_decodes,
     }
     return aot.compile_kernel(
-        prefill_kernel, target, pointers, flags, ("scale", "soft_cap"), num_warps=tiles.num_warps, num_stages=tiles.num_stages
+        prefill_kernel,
+        target,
+        pointers,
+        flags,
+        ("scale", "soft_cap"),
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
     )
 
 
 def main_loop(code: str) -> str:
-    """The instructions of the first loop with products that stands in no other: that of a program's one tile."""
+    """The instructions of the first loop with products that stands in no other: that of a program's
+    one tile."""
     labels: dict[str, int] = {}
     lines: list[str] = []
     loops: list[range] = []
@@ -89,7 +146,11 @@ def main_loop(code: str) -> str:
             back = re.search(r"\bBRA\b.*\.(L_x_\d+)", line)
             if back and back[1] in labels:
                 loops.append(range(labels[back[1]], len(lines)))
-    alone = [loop for loop in loops if not any(loop != other and loop[0] in other and loop[-1] in other for other in loops)]
+    alone = [
+        loop
+        for loop in loops
+        if not any(loop != other and loop[0] in other and loop[-1] in other for other in loops)
+    ]
     return next(body for loop in alone if "HGMMA" in (body := "\n".join(lines[loop.start : loop.stop])))
 
 
@@ -101,7 +162,9 @@ def repeated_addresses(loop: str) -> int:
 
 
 OTHER_TARGETS = [
-    (target, case) for target in ("sm_80", "sm_100", "gfx942") for case in ("long_128", "everything_128", "long_256", "fp32_64")
+    (target, case)
+    for target in ("sm_80", "sm_100", "gfx942")
+    for case in ("long_128", "everything_128", "long_256", "fp32_64")
 ]
 
 
@@ -126,18 +189,24 @@ def test_hopper_code(case: str) -> None:
 
 @pytest.mark.parametrize("block_size", [1, 16, 32, 64, 128, 256])
 def test_block_sizes_on_hopper(block_size: int) -> None:
-    """No block size brings spills: 17 reloads in the main loop once cost a third of the speed at block size 64."""
+    """No block size brings spills: 17 reloads in the main loop once cost a third of the speed at block
+    size 64."""
     compiled = compile_prefill("sm_90", "long_128", block_size=block_size, HAS_LSE=True)
     aot.check_spills(compiled)
-    assert repeated_addresses(main_loop(sass.machine_code(compiled))) <= 2, "an address register of its own for each copy"
-    copies = re.findall(r"cp\.async\.c[ag]\.shared\.global \[[^]]*\], \[[^]]*\], 0x(\w+)", compiled.asm["ptx"])
+    assert repeated_addresses(main_loop(sass.machine_code(compiled))) <= 2, (
+        "an address register of its own for each copy"
+    )
+    copies = re.findall(
+        r"cp\.async\.c[ag]\.shared\.global \[[^]]*\], \[[^]]*\], 0x(\w+)", compiled.asm["ptx"]
+    )
     assert copies and set(copies) == {"10"}, "16-byte asynchronous loads only"
 
 
 @pytest.mark.parametrize("case", ["long_128", "everything_128"])
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "gfx942"])
 def test_without_decodes_compiles(target: str, case: str) -> None:
-    """The prefill half of a mixed batch. Surplus tiles in a branch of their own once spilled; narrower tiles of keys there don't."""
+    """The prefill half of a mixed batch. Surplus tiles in a branch of their own once spilled; narrower tiles
+    of keys there don't."""
     compiled = compile_prefill(target, case, skip_decodes=4)
     found = aot.resources(compiled)
     assert found["shared"] <= aot.SHARED_LIMIT[target], found
@@ -147,23 +216,25 @@ def test_without_decodes_compiles(target: str, case: str) -> None:
 
 @pytest.mark.parametrize(("case", "copies"), [("long_128", 4), ("window_128", 6), ("everything_128", 3)])
 def test_copies_of_the_loop_and_their_products(case: str, copies: int) -> None:
-    """Each copy of the loop is paid for when it is compiled: with every mask six took ptxas four times as long as three. In the kernel
-    for mixed batches, too, products are not serialised: the surplus tiles' loop, pipelined, once had ptxas do that in all of them
-    (triton 3.6)."""
+    """Each copy of the loop is paid for when it is compiled: with every mask six took ptxas four times as
+    long as three. In the kernel for mixed batches, too, products are not serialised: the surplus tiles' loop,
+    pipelined, once had ptxas do that in all of them (triton 3.6)."""
     code = sass.machine_code(compile_prefill("sm_90", case, skip_decodes=2))
     program = sass.instructions(code)
     loops = sass._innermost_loops(program, set(range(len(program))))
     with_products = [loop for loop in loops if any(program[at].opcode == "HGMMA" for at in loop)]
     assert len(with_products) == copies
     for loop in with_products:
-        waits, products = (sum(opcode in program[at].text for at in loop) for opcode in ("WARPGROUP.DEPBAR", "HGMMA."))
+        waits, products = (
+            sum(opcode in program[at].text for at in loop) for opcode in ("WARPGROUP.DEPBAR", "HGMMA.")
+        )
         assert 0 < waits < products / 3, f"{waits} waits for {products} products: they are serialised"
 
 
 @pytest.mark.parametrize("skip_decodes", [0, 2])
 def test_copies_have_addresses_of_their_own(skip_decodes: int) -> None:
-    """With a few numbers more alive across the loop ptxas made the addresses one after another in one register, each waiting until the
-    copy before had read its own: 15 % slower, and no spill shows it."""
+    """With a few numbers more alive across the loop ptxas made the addresses one after another in one
+    register, each waiting until the copy before had read its own: 15 % slower, and no spill shows it."""
     loop = main_loop(sass.machine_code(compile_prefill("sm_90", "long_128", skip_decodes=skip_decodes)))
     assert repeated_addresses(loop) <= 2, loop
     assert len(re.findall(r"\bLDG\.", loop)) == 2, "eight block ids in two loads"
@@ -176,7 +247,8 @@ def test_fp8_caches_compile_for_sm_90() -> None:
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])
 def test_nan_in_an_e5m2_cache_stays_nan(target: str) -> None:
-    """Straight to bfloat16 Triton goes by a shift and a product with 2^112, of which NaN and inf come out finite; by float16 they stay."""
+    """Straight to bfloat16 Triton goes by a shift and a product with 2^112, of which NaN and inf come out
+    finite; by float16 they stay."""
     if (
         os.environ.get("ONE_TARGET") != target
     ):  # a process of its own: Triton 3.6 keeps the conversions of the first target that it compiles for
@@ -189,7 +261,9 @@ def test_nan_in_an_e5m2_cache_stays_nan(target: str) -> None:
             "no:cacheprovider",
             f"{__file__}::test_nan_in_an_e5m2_cache_stays_nan[{target}]",
         ]
-        done = subprocess.run(command, env={**os.environ, "ONE_TARGET": target}, capture_output=True, text=True, timeout=300)
+        done = subprocess.run(
+            command, env={**os.environ, "ONE_TARGET": target}, capture_output=True, text=True, timeout=300
+        )
         assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout[-3000:]
         return
     ptx = compile_prefill(target, "short_128", kv_dtype="fp8e5", KV_SCALES=True).asm["ptx"]
@@ -197,13 +271,21 @@ def test_nan_in_an_e5m2_cache_stays_nan(target: str) -> None:
 
 
 def test_an_unchanged_maximum_scales_by_one_exactly() -> None:
-    """What was summed so far is scaled by ``exp2((old - new) * c)``, which is exp2(0) = 1 while the maximum stays. ``old * c - new * c``
-    becomes one fused multiply-add of a rounded product: not 0, so that every tile of a long row adds the same error."""
+    """What was summed so far is scaled by ``exp2((old - new) * c)``, which is exp2(0) = 1 while the maximum
+    stays. ``old * c - new * c`` becomes one fused multiply-add of a rounded product: not 0, so that every
+    tile of a long row adds the same error."""
     ptx = compile_prefill("sm_90", "fp32_64").asm["ptx"]
-    made_by = {m[2]: (m[1], m[3].split(", ")) for m in re.finditer(r"^\s*([a-z][\w.]*)\s+(%\w+), ([^;]*);", ptx, re.MULTILINE)}
+    made_by = {
+        m[2]: (m[1], m[3].split(", "))
+        for m in re.finditer(r"^\s*([a-z][\w.]*)\s+(%\w+), ([^;]*);", ptx, re.MULTILINE)
+    }
     scaled = 0
     for exponent in re.findall(r"ex2\.approx\S*\s+%\w+, (%\w+);", ptx):
         opcode, operands = made_by[exponent]
-        scaled += opcode.startswith("mul.") and any(made_by.get(name, ("",))[0].startswith("sub.") for name in operands)
+        scaled += opcode.startswith("mul.") and any(
+            made_by.get(name, ("",))[0].startswith("sub.") for name in operands
+        )
     loops_of_one_row = len(re.findall(r"ex2\.approx", ptx))
-    assert 0 < scaled < loops_of_one_row, f"{scaled} of {loops_of_one_row} exponentials are of a scaled difference"
+    assert 0 < scaled < loops_of_one_row, (
+        f"{scaled} of {loops_of_one_row} exponentials are of a scaled difference"
+    )

@@ -1,4 +1,5 @@
-"""Runs test_interpreter.py in a process of its own: TRITON_INTERPRET must be set before kernels are defined."""
+"""Runs test_interpreter.py in a process of its own: TRITON_INTERPRET must be set before kernels
+are defined."""
 
 from __future__ import annotations
 
@@ -12,7 +13,9 @@ import pytest
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="already interpreting")
-@pytest.mark.parametrize(("chosen", "at_least"), [("not slow", 160), pytest.param("slow", 90, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("chosen", "at_least"), [("not slow", 160), pytest.param("slow", 90, marks=pytest.mark.slow)]
+)
 def test_kernels_in_the_interpreter(interpreter: None, chosen: str, at_least: int) -> None:
     pytest.importorskip("triton", reason="triton is not installed")
     target = Path(__file__).with_name("test_interpreter.py")
@@ -21,7 +24,12 @@ def test_kernels_in_the_interpreter(interpreter: None, chosen: str, at_least: in
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(target)]
     halves = [
         subprocess.Popen(
-            [*command, "-m", chosen, "-k", half], cwd=root, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            [*command, "-m", chosen, "-k", half],
+            cwd=root,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
         for half in ("matches_the_oracle", "not matches_the_oracle")
     ]
@@ -46,4 +54,6 @@ def test_cpu_tensors_without_the_interpreter_are_refused() -> None:
 
     cache = torch.zeros(2, 4, 1, 8)
     with pytest.raises(BackendUnavailableError, match="TRITON_INTERPRET"):
-        BACKEND_OPS["triton"].write_kv(torch.zeros(1, 1, 8), torch.zeros(1, 1, 8), cache, cache.clone(), torch.tensor([4]))
+        BACKEND_OPS["triton"].write_kv(
+            torch.zeros(1, 1, 8), torch.zeros(1, 1, 8), cache, cache.clone(), torch.tensor([4])
+        )

@@ -1,4 +1,5 @@
-"""The sampling kernels in Triton's interpreter, which a process of its own runs: TRITON_INTERPRET must be set before kernels are defined."""
+"""The sampling kernels in Triton's interpreter, which a process of its own runs: TRITON_INTERPRET must be set
+before kernels are defined."""
 
 from __future__ import annotations
 
@@ -30,23 +31,32 @@ TRITON, REFERENCE = BACKEND_OPS["triton"], BACKEND_OPS["reference"]
 
 
 @pytest.mark.skipif(INTERPRETING, reason="already interpreting")
-@pytest.mark.parametrize(("chosen", "at_least"), [("not slow", 16), pytest.param("slow", 5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("chosen", "at_least"), [("not slow", 16), pytest.param("slow", 5, marks=pytest.mark.slow)]
+)
 def test_in_the_interpreter(interpreter: None, chosen: str, at_least: int) -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", chosen, __file__]
-    done = subprocess.run(command, cwd=Path(__file__).parents[2], env=environment, capture_output=True, text=True, timeout=550)
+    done = subprocess.run(
+        command, cwd=Path(__file__).parents[2], env=environment, capture_output=True, text=True, timeout=550
+    )
     assert done.returncode == 0, done.stdout[-6000:]
     passed = re.search(r"(\d+) passed", done.stdout)
     assert passed and int(passed[1]) >= at_least, done.stdout[-500:]
 
 
 @interpreted
-@pytest.mark.parametrize(("dtype", "vocab_size"), [(torch.float32, 301), (torch.bfloat16, 600), (torch.float16, 33)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "vocab_size"), [(torch.float32, 301), (torch.bfloat16, 600), (torch.float16, 33)], ids=str
+)
 def test_sample_tokens(dtype: torch.dtype, vocab_size: int) -> None:
     """Several tiles and chunks, a vocabulary that is no multiple of anything, one smaller than a group."""
     rows = list(SAMPLING_ROWS.values())
     assert_samples_close(
-        TRITON, make_sampling_inputs(rows if vocab_size < 400 else rows[6::2], vocab_size=vocab_size, dtype=dtype, padding=3)
+        TRITON,
+        make_sampling_inputs(
+            rows if vocab_size < 400 else rows[6::2], vocab_size=vocab_size, dtype=dtype, padding=3
+        ),
     )
 
 
@@ -74,8 +84,21 @@ def test_special_logits(value: float) -> None:
 @interpreted
 @pytest.mark.parametrize("token", [0, 255, 256, 600, 899])
 def test_one_nan_in_any_tile_leaves_no_token(token: int) -> None:
-    """Whether the largest logit is in its tile or in another, and whatever the row asks for; the rows beside it draw."""
-    rows = [SAMPLING_ROWS[name] for name in ("greedy", "plain", "top_20", "top_p", "min_p", "top_k_top_p", "everything", "greedy_penalty")]
+    """Whether the largest logit is in its tile or in another, and whatever the row asks for; the rows beside
+    it draw."""
+    rows = [
+        SAMPLING_ROWS[name]
+        for name in (
+            "greedy",
+            "plain",
+            "top_20",
+            "top_p",
+            "min_p",
+            "top_k_top_p",
+            "everything",
+            "greedy_penalty",
+        )
+    ]
     inputs = make_sampling_inputs(rows * 2, vocab_size=900)
     inputs["logits"][:8, token], inputs["logits"][:, 300] = float("nan"), 50.0
     assert assert_samples_close(TRITON, inputs)[:8].tolist() == [NO_TOKEN] * 8
@@ -113,9 +136,12 @@ def test_accept_tokens_fills_the_ring(num_reqs: int, launch: int, step: int) -> 
 
 
 @interpreted
-@pytest.mark.parametrize(("count", "launch", "step"), [(1, None, 0), (1, 4, 1), (19, 4, 1), (19, 4, 0), (19, -1, 1)])
+@pytest.mark.parametrize(
+    ("count", "launch", "step"), [(1, None, 0), (1, 4, 1), (19, 4, 1), (19, 4, 0), (19, -1, 1)]
+)
 def test_finish_step_is_both_ops(count: int, launch: int | None, step: int) -> None:
-    """To the bit: all kinds of rows, idle ones and such as end among them, one program and several, with a ring and without."""
+    """To the bit: all kinds of rows, idle ones and such as end among them, one program and several, with a
+    ring and without."""
     rows = list(SAMPLING_ROWS.values())[:count]
     inputs = make_finish_inputs(rows, vocab_size=500, dtype=torch.float16, launch=launch, step=step)
     if count > 1:
@@ -134,4 +160,8 @@ def test_opcheck() -> None:
     inputs = make_accept_inputs()
     del inputs["block_size"]
     torch.library.opcheck(TRITON.accept_tokens, tuple(inputs.values()), options)
-    torch.library.opcheck(TRITON.sample_tokens, tuple(make_sampling_inputs([{}, {"temperature": 0.0}], vocab_size=40).values()), {})
+    torch.library.opcheck(
+        TRITON.sample_tokens,
+        tuple(make_sampling_inputs([{}, {"temperature": 0.0}], vocab_size=40).values()),
+        {},
+    )

@@ -1,4 +1,5 @@
-"""The reader of machine code: spills inside innermost loops are found, those before, behind, beside and around them are not."""
+"""The reader of machine code: spills inside innermost loops are found, those before, behind, beside and
+around them are not."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 import sass
 
-#: Two loops, one in the other, a block of the inner one behind the end of the kernel, and the trap that ends every kernel.
+#: Two loops, one in the other, a block of the inner one behind the end of the kernel, and the trap that ends
+#: every kernel.
 CODE = """
 \t.headerflags\t@"EF_CUDA_SM90"
 .text.kernel:
@@ -44,7 +46,10 @@ def code(**instructions: str) -> str:
     return CODE.format(**(dict.fromkeys(PLACES, "NOP") | instructions))
 
 
-@pytest.mark.parametrize("instruction", ["STL [R1+0x8], R7", "LDL.LU.64 R4, [R1]", "@P3 LDL R4, [R1+0x4]", "@!UP0 STL.128 [R1], R8"])
+@pytest.mark.parametrize(
+    "instruction",
+    ["STL [R1+0x8], R7", "LDL.LU.64 R4, [R1]", "@P3 LDL R4, [R1+0x4]", "@!UP0 STL.128 [R1], R8"],
+)
 @pytest.mark.parametrize("place", PLACES)
 def test_spills_in_inner_loops(place: str, instruction: str) -> None:
     inside = place in ("inner", "far")
@@ -52,13 +57,21 @@ def test_spills_in_inner_loops(place: str, instruction: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "instruction", ["LDG.E R4, desc[UR4][R2.64]", "LDSM.16.M88.4 R4, [R8]", "STS [R1], R7", "LDGSTS.E.128 [R9], desc[UR4][R2.64]"]
+    "instruction",
+    [
+        "LDG.E R4, desc[UR4][R2.64]",
+        "LDSM.16.M88.4 R4, [R8]",
+        "STS [R1], R7",
+        "LDGSTS.E.128 [R9], desc[UR4][R2.64]",
+    ],
 )
 def test_other_memory_is_no_spill(instruction: str) -> None:
     assert sass.loop_spills(code(inner=instruction)) == []
 
 
-@pytest.mark.parametrize("text", ["", "kernel:\n", code(inner="BRX R4 -0x50"), code(inner="BRA `(.L_x_9)"), code(inner="BRA 0x40")])
+@pytest.mark.parametrize(
+    "text", ["", "kernel:\n", code(inner="BRX R4 -0x50"), code(inner="BRA `(.L_x_9)"), code(inner="BRA 0x40")]
+)
 def test_what_cannot_be_followed_is_no_proof(text: str) -> None:
     with pytest.raises(ValueError, match="machine code|branch"):
         sass.loop_spills(text)

@@ -1,4 +1,5 @@
-"""Backends: one file each, behind one selector; what one keeps open between calls is a session (session.py)."""
+"""Backends: one file each, behind one selector; what one keeps open between calls is a
+session (session.py)."""
 
 from torchpaged.backends.base import Backend
 from torchpaged.backends.capabilities import Capabilities, Planning

@@ -22,10 +22,12 @@ class Backend:
     Args:
         name: as users type it.
         capabilities: what it declares.
-        ops: handles of all ops, or of those that it serves by name: ``{"paged_attention": mine}`` is enough, and the device's own serve the rest.
+        ops: handles of all ops, or of those that it serves by name: ``{"paged_attention": mine}`` is enough,
+            and the device's own serve the rest.
         unavailable: returns why the backend can't run on this machine at all, or None.
         session: the class of its sessions; `Session` keeps nothing and plans nothing.
-        route: says which of its kernels would serve prompts of a spec, and why where that is not the first choice; None = nothing to say.
+        route: says which of its kernels would serve prompts of a spec, and why where that is not the first
+            choice; None = nothing to say.
 
     Attributes:
         ops: handles of all ops.
@@ -44,13 +46,20 @@ class Backend:
     serves: tuple[str, ...] = field(init=False)
 
     def __init__(
-        self, name: str, capabilities: Capabilities, ops: BackendOps | Mapping[str, Any], unavailable: Callable[[], str | None],
-        session: type[Session] = Session, route: Callable[[AttentionSpec], str] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        name: str,
+        capabilities: Capabilities,
+        ops: BackendOps | Mapping[str, Any],
+        unavailable: Callable[[], str | None],
+        session: type[Session] = Session,
+        route: Callable[[AttentionSpec], str] | None = None,
+    ) -> None:
         given = ops._asdict() if isinstance(ops, BackendOps) else dict(ops)
         unknown = [op for op in given if op not in BackendOps._fields]
         if unknown:
-            raise ValueError(f"ops: expected names of {', '.join(BackendOps._fields)}, got {', '.join(unknown)}")
+            raise ValueError(
+                f"ops: expected names of {', '.join(BackendOps._fields)}, got {', '.join(unknown)}"
+            )
         handles = ops if isinstance(ops, BackendOps) else BACKEND_OPS["default"]._replace(**given)
         values = {
             "name": name,

@@ -17,8 +17,9 @@ FEATURES = ("bidirectional", "window", "logits_soft_cap", "alibi", "sinks", "chu
 class Planning(IntEnum):
     """When a session's `plan` must run.
 
-    Whoever drives a graph calls it outside the graph: before the warm-up and the capture where it is not NEVER, and before every replay where it
-    is EVERY_STEP. Eager code calls it for every batch where it is not NEVER.
+    Whoever drives a graph calls it outside the graph: before the warm-up and the capture where it is not
+    NEVER, and before every replay where it is EVERY_STEP. Eager code calls it for every batch where it is
+    not NEVER.
     """
 
     NEVER = 0  # the op takes everything from its arguments
@@ -30,7 +31,8 @@ class Planning(IntEnum):
 class Capabilities:
     """What a backend can do, as data: `reject` turns it into sentences, the README's table is made from it.
 
-    None means "any". ``head_dims`` and ``block_sizes`` list what is supported. ``planning`` says when its sessions want `Session.plan`.
+    None means "any". ``head_dims`` and ``block_sizes`` list what is supported. ``planning`` says when its
+    sessions want `Session.plan`.
     """
 
     device_types: tuple[str, ...]
@@ -65,7 +67,11 @@ class Capabilities:
             reasons.append(f"head_dim {spec.head_dim} is not one of {self.head_dims}")
         if self.max_head_dim is not None and max(spec.head_dim, spec.head_dim_v or 0) > self.max_head_dim:
             reasons.append(f"head_dim {max(spec.head_dim, spec.head_dim_v or 0)} is over {self.max_head_dim}")
-        if self.block_sizes is not None and spec.block_size is not None and spec.block_size not in self.block_sizes:
+        if (
+            self.block_sizes is not None
+            and spec.block_size is not None
+            and spec.block_size not in self.block_sizes
+        ):
             reasons.append(f"block_size {spec.block_size} is not one of {self.block_sizes}")
         if spec.head_dim_v not in (None, spec.head_dim) and not self.different_head_dim_v:
             reasons.append(f"head_dim_v {spec.head_dim_v} differs from head_dim {spec.head_dim}")
@@ -79,20 +85,32 @@ class Capabilities:
         if dtype not in self.dtypes:
             reasons.append(f"dtype {_short(dtype)} is not one of {', '.join(map(_short, self.dtypes))}")
         if kv_dtype not in self.kv_dtypes:
-            reasons.append(f"kv dtype {_short(kv_dtype)} is not one of {', '.join(map(_short, self.kv_dtypes))}")
+            reasons.append(
+                f"kv dtype {_short(kv_dtype)} is not one of {', '.join(map(_short, self.kv_dtypes))}"
+            )
         lacking = [feature for feature in features if not getattr(self, feature)]
-        return reasons + [f"{'bidirectional attention' if feature == 'bidirectional' else feature} is not supported" for feature in lacking]
+        return reasons + [
+            f"{'bidirectional attention' if feature == 'bidirectional' else feature} is not supported"
+            for feature in lacking
+        ]
 
 
 def features_of(spec: AttentionSpec) -> list[str]:
     """Which of `FEATURES` the attention uses."""
-    return used_features(causal=spec.causal, window=spec.window, soft_cap=spec.logits_soft_cap, alibi=spec.alibi, sinks=spec.sinks,
-                         chunk_size=spec.chunk_size, lse=spec.lse)  # fmt: skip
+    return used_features(
+        causal=spec.causal,
+        window=spec.window,
+        soft_cap=spec.logits_soft_cap,
+        alibi=spec.alibi,
+        sinks=spec.sinks,
+        chunk_size=spec.chunk_size,
+        lse=spec.lse,
+    )
 
 
 def used_features(
     *, causal: bool, window: bool, soft_cap: float, alibi: bool, sinks: bool, chunk_size: int, lse: bool
-) -> list[str]:  # fmt: skip
+) -> list[str]:
     """`features_of`, where sizes may be symbols and there is no spec: in a trace."""
     used = (not causal, window, soft_cap != 0, alibi, sinks, chunk_size > 0, lse)
     return [feature for feature, is_used in zip(FEATURES, used, strict=True) if is_used]

@@ -19,7 +19,9 @@ def _unavailable() -> str | None:
 
 BACKEND = Backend(
     name="cpu",
-    capabilities=Capabilities(device_types=("cpu",), dtypes=_FLOATS, kv_dtypes=_FLOATS, graph_support=GraphSupport.ALWAYS),
+    capabilities=Capabilities(
+        device_types=("cpu",), dtypes=_FLOATS, kv_dtypes=_FLOATS, graph_support=GraphSupport.ALWAYS
+    ),
     ops=BACKEND_OPS["cpu"],
     unavailable=_unavailable,
 )

@@ -1,7 +1,9 @@
-"""The ``cuda`` backend: CUDA C++ kernels for decode on NVIDIA GPUs and for prefill on Hopper, and the Triton kernels for everything else.
+"""The ``cuda`` backend: CUDA C++ kernels for decode on NVIDIA GPUs and for prefill on Hopper, and the Triton
+kernels for everything else.
 
-The kernels are compiled by NVRTC at the first call of a shape. Float32, and shapes that they do not take (``custom_ops/attention/cuda/specialise.py`` and
-``custom_ops/attention/cuda/prefill.py`` list them), run the kernels of the ``triton`` backend, within the same error budget; so do all prompts with
+The kernels are compiled by NVRTC at the first call of a shape. Float32, and shapes that they do not take
+(``custom_ops/attention/cuda/specialise.py`` and ``custom_ops/attention/cuda/prefill.py`` list them), run the
+kernels of the ``triton`` backend, within the same error budget; so do all prompts with
 TORCHPAGED_CUDA_PREFILL=0. `Choice.reason` says which kernel prompts run.
 """
 
@@ -27,21 +29,29 @@ def _unavailable() -> str | None:
 
 
 def _route(spec: AttentionSpec) -> str:
-    """Which kernel prompts of a spec run, as far as the spec tells: strides and scale are seen by each call."""
+    """Which kernel prompts of a spec run, as far as the spec tells: strides and scale are seen by
+    each call."""
     from torchpaged.custom_ops.attention.cuda import prefill
 
     reason: str | None = "TORCHPAGED_CUDA_PREFILL=0"
     if variables.get("TORCHPAGED_CUDA_PREFILL"):
         reason = prefill.refuse(
-            spec.dtype, spec.kv_dtype or spec.dtype, spec.head_dim, spec.head_dim_v or spec.head_dim, spec.num_heads // spec.num_kv_heads,
-            spec.block_size or 16, torch.cuda.get_device_capability(spec.device),
-        )  # fmt: skip
+            spec.dtype,
+            spec.kv_dtype or spec.dtype,
+            spec.head_dim,
+            spec.head_dim_v or spec.head_dim,
+            spec.num_heads // spec.num_kv_heads,
+            spec.block_size or 16,
+            torch.cuda.get_device_capability(spec.device),
+        )
     return "prefill in CUDA C++" if reason is None else f"prefill by Triton: {reason}"
 
 
 BACKEND = Backend(
     name="cuda",
-    capabilities=dataclasses.replace(triton_kernels.CAPABILITIES, device_types=("cuda",)),  # what the kernel does not take, Triton's do
+    capabilities=dataclasses.replace(
+        triton_kernels.CAPABILITIES, device_types=("cuda",)
+    ),  # what the kernel does not take, Triton's do
     ops=BACKEND_OPS["cuda"],
     unavailable=_unavailable,
     session=SemaphoreSession,

@@ -1,4 +1,5 @@
-"""Whose kernels a function of `torchpaged.functional` runs if its caller did not say: what every other door would choose.
+"""Whose kernels a function of `torchpaged.functional` runs if its caller did not say: what every other door
+would choose.
 
 ops = choose_ops(q.device, attention_spec(...))     # an attention, or a write for one
 ops = choose_ops(device)                            # an op that no attention's features bear on
@@ -37,10 +38,12 @@ def choose_ops(device: torch.device, spec: AttentionSpec | None = None) -> Backe
 
     Args:
         device: where the call runs.
-        spec: the attention; None: one that was asked for by name must exist here and know the device, else the device's own kernels run.
+        spec: the attention; None: one that was asked for by name must exist here and know the device, else
+            the device's own kernels run.
 
     Raises:
-        BackendUnavailableError: the backend that was asked for can't serve the call, or none can; with all reasons.
+        BackendUnavailableError: the backend that was asked for can't serve the call, or none can; with
+            all reasons.
     """
     if spec is None or device.type == "meta":  # on meta no kernel runs
         return _named(device.type)
@@ -49,7 +52,9 @@ def choose_ops(device: torch.device, spec: AttentionSpec | None = None) -> Backe
 
 
 @functools.lru_cache(maxsize=1024)
-def _chosen(spec: AttentionSpec, name: str, asker: str, order: tuple[str, ...], registered: tuple[_Same, ...]) -> BackendOps:
+def _chosen(
+    spec: AttentionSpec, name: str, asker: str, order: tuple[str, ...], registered: tuple[_Same, ...]
+) -> BackendOps:
     """Keyed by all that the choice follows from. A refusal is not kept."""
     return selector.select_backend(spec).backend.ops
 
@@ -59,8 +64,14 @@ def _named(device_type: str) -> BackendOps:
     return BACKEND_OPS["default"] if name == "default" else selector.get_backend(name).ops
 
 
-def traced_ops(device_type: str, dtype: torch.dtype | None = None, kv_dtype: torch.dtype | None = None, features: str = "") -> BackendOps:
-    """As `choose_ops`, while a call is traced: the compiled code keeps what was chosen then. Sizes may be symbols there, so they are not asked.
+def traced_ops(
+    device_type: str,
+    dtype: torch.dtype | None = None,
+    kv_dtype: torch.dtype | None = None,
+    features: str = "",
+) -> BackendOps:
+    """As `choose_ops`, while a call is traced: the compiled code keeps what was chosen then. Sizes may be
+    symbols there, so they are not asked.
 
     Args:
         device_type: where the call runs.
@@ -70,7 +81,11 @@ def traced_ops(device_type: str, dtype: torch.dtype | None = None, kv_dtype: tor
     Raises:
         BackendUnavailableError: the backend that was asked for by name declares not to run this.
     """
-    from torchpaged.backends.traced_name import traced_name  # here: its decorator imports the compiler, which a trace has done already
+    from torchpaged.backends.traced_name import (
+        traced_name,
+    )  # here: its decorator imports the compiler, which a trace has done already
 
-    name = traced_name(device_type, dtype, kv_dtype, features)  # handles can't be constants of a trace, names can
+    name = traced_name(
+        device_type, dtype, kv_dtype, features
+    )  # handles can't be constants of a trace, names can
     return BACKEND_OPS[name] if name in BACKEND_OPS else selector._REGISTERED[name].ops

@@ -8,7 +8,12 @@ from torchpaged.backends import selector
 from torchpaged.custom_ops.errors import BackendUnavailableError
 
 
-def requested_name(device_type: str, dtype: torch.dtype | None = None, kv_dtype: torch.dtype | None = None, features: str = "") -> str:
+def requested_name(
+    device_type: str,
+    dtype: torch.dtype | None = None,
+    kv_dtype: torch.dtype | None = None,
+    features: str = "",
+) -> str:
     """The backend that was asked for by name, or "default"; the rest as in `traced_ops`."""
     name, asker = selector.requested(None)
     if name == "auto" or device_type == "meta":

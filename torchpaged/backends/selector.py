@@ -1,7 +1,8 @@
 """Which backend runs, and why.
 
-Order of choice: an explicit argument, then ``with torchpaged.use_backend(name)``, then ``TORCHPAGED_BACKEND``, then the first
-usable one of `AUTOMATIC`. A backend that was named is used or refused with every reason; it is never swapped for another.
+Order of choice: an explicit argument, then ``with torchpaged.use_backend(name)``, then
+``TORCHPAGED_BACKEND``, then the first usable one of `AUTOMATIC`. A backend that was named is used or refused
+with every reason; it is never swapped for another.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ _forced: contextvars.ContextVar[str | None] = contextvars.ContextVar("torchpaged
 
 @dataclass(frozen=True)
 class Choice:
-    """The outcome of a selection: ``name``, ``reason`` in words, and every other backend's ``rejected`` reasons."""
+    """The outcome of a selection: ``name``, ``reason`` in words, and every other backend's ``rejected``
+    reasons."""
 
     name: str
     reason: str
@@ -41,7 +43,8 @@ class Choice:
 
 
 def register_backend(backend: Backend, *, automatic: bool = False) -> None:
-    """Make ``backend`` selectable by its name; ``automatic`` puts it before the built-in ones in the automatic choice."""
+    """Make ``backend`` selectable by its name; ``automatic`` puts it before the built-in ones in the
+    automatic choice."""
     if backend.name in (*_MODULES, "auto", "default"):
         raise ValueError(f"backend.name: expected a new name, got {backend.name!r}, which is built in")
     _REGISTERED[backend.name] = backend
@@ -63,14 +66,17 @@ def get_backend(name: str) -> Backend:
     if name in _REGISTERED:
         return _REGISTERED[name]
     if name not in _MODULES:
-        raise BackendUnavailableError(f"backend: expected one of auto, {', '.join(list_backends())}, got {name!r}")
+        raise BackendUnavailableError(
+            f"backend: expected one of auto, {', '.join(list_backends())}, got {name!r}"
+        )
     backend: Backend = importlib.import_module(_MODULES[name]).BACKEND
     return backend
 
 
 @contextlib.contextmanager
 def use_backend(name: str) -> Iterator[None]:
-    """Within the block, whatever is built without an explicit backend uses ``name`` ("auto" lifts an outer choice).
+    """Within the block, whatever is built without an explicit backend uses ``name`` ("auto" lifts an
+    outer choice).
 
     It holds for this thread, or this task of asyncio, alone: a thread that is started inside chooses anew.
     """
@@ -99,7 +105,8 @@ def select_backend(spec: AttentionSpec | Sequence[AttentionSpec], backend: str |
     """Choose the backend for ``spec``. Call it at construction, never inside a traced call.
 
     Args:
-        spec: the attention to run; several, such as those of a model's layers: one backend that can run them all.
+        spec: the attention to run; several, such as those of a model's layers: one backend that can run
+            them all.
         backend: a name, or None / "auto".
 
     Raises:
@@ -114,20 +121,26 @@ def select_backend(spec: AttentionSpec | Sequence[AttentionSpec], backend: str |
     if name != "auto":
         reasons = _reject(get_backend(name), specs)
         if reasons:
-            raise BackendUnavailableError(f"backend {name!r} ({asker}) cannot run this attention: {'; '.join(reasons)}")
+            raise BackendUnavailableError(
+                f"backend {name!r} ({asker}) cannot run this attention: {'; '.join(reasons)}"
+            )
         return Choice(name, asker + _routes(get_backend(name), specs))
     for candidate in AUTOMATIC:
         reasons = _reject(get_backend(candidate), specs)
         if not reasons:
             place = "first choice" if not rejected else f"after {', '.join(rejected)}"
-            reason = f"automatic for {specs[0].device.type} ({place})" + _routes(get_backend(candidate), specs)
+            reason = f"automatic for {specs[0].device.type} ({place})" + _routes(
+                get_backend(candidate), specs
+            )
             return Choice(candidate, reason, rejected)
         rejected[candidate] = reasons
     lines = "\n".join(f"  {candidate}: {'; '.join(reasons)}" for candidate, reasons in rejected.items())
     raise BackendUnavailableError(f"no backend can run this attention:\n{lines}")
 
 
-def open_session(spec: AttentionSpec | Sequence[AttentionSpec], limits: Limits, backend: str | None = None) -> Session:
+def open_session(
+    spec: AttentionSpec | Sequence[AttentionSpec], limits: Limits, backend: str | None = None
+) -> Session:
     """Choose the backend for ``spec`` and open a session of it: for several layers that share one.
 
     Args:
@@ -143,7 +156,11 @@ def open_session(spec: AttentionSpec | Sequence[AttentionSpec], limits: Limits, 
 
 def _routes(backend: Backend, specs: Sequence[AttentionSpec]) -> str:
     """What the backend says of the kernels that serve these, each once, as the end of a `Choice.reason`."""
-    return "".join(f"; {text}" for text in dict.fromkeys(backend.route(spec) for spec in specs)) if backend.route else ""
+    return (
+        "".join(f"; {text}" for text in dict.fromkeys(backend.route(spec) for spec in specs))
+        if backend.route
+        else ""
+    )
 
 
 def _reject(backend: Backend, specs: Sequence[AttentionSpec]) -> list[str]:
@@ -152,6 +169,7 @@ def _reject(backend: Backend, specs: Sequence[AttentionSpec]) -> list[str]:
 
 
 def backend_of(ops: BackendOps) -> Backend | None:
-    """The backend whose handles ``ops`` are; None for the device's own ("default") and for handles that nobody registered."""
+    """The backend whose handles ``ops`` are; None for the device's own ("default") and for handles that
+    nobody registered."""
     known = [*_REGISTERED.values(), *(get_backend(name) for name in _MODULES)]
     return next((backend for backend in known if backend.ops is ops), None)

@@ -1,6 +1,7 @@
 """SemaphoreSession: where the programs of a GPU kernel that share a request meet, kept from call to call.
 
-A kernel without a semaphore makes its own, which costs a memset per layer. Its numbers are zero before and after each call.
+A kernel without a semaphore makes its own, which costs a memset per layer. Its numbers are zero before and
+after each call.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ def make_semaphore(count: int, device: torch.device | str) -> Tensor:
     """
     with torch.inference_mode(False):  # an inference tensor could not be written under plain no_grad later
         semaphore = torch.zeros(count, dtype=torch.int32, device=device)
-    torch._dynamo.mark_static_address(semaphore, guard=False)  # guard=False: a new session must not recompile the model
+    torch._dynamo.mark_static_address(
+        semaphore, guard=False
+    )  # guard=False: a new session must not recompile the model
     return semaphore
 
 
@@ -40,18 +43,23 @@ class SemaphoreSession(Session):
     def _open(self, specs: Sequence[AttentionSpec]) -> None:
         self._max_num_reqs = self.limits.max_num_reqs or ASSUMED_MAX_NUM_REQS
         self._most_heads = max((spec.num_kv_heads for spec in specs), default=1)
-        self._semaphores: list[Tensor] = []  # the last one is the longest; layers and graphs may know the others
+        self._semaphores: list[
+            Tensor
+        ] = []  # the last one is the longest; layers and graphs may know the others
         self._home = torch.cuda.current_stream(self.device).cuda_stream if self.device.type == "cuda" else 0
         self._elsewhere: dict[tuple[int, int], dict[str, Tensor]] = {}  # by stream and length
 
     def _make_workspace(self, spec: AttentionSpec) -> dict[str, Tensor]:
         self._most_heads = max(self._most_heads, spec.num_kv_heads)
         if not self._semaphores or self._semaphores[-1].shape[0] < self._max_num_reqs * spec.num_kv_heads:
-            self._semaphores.append(make_semaphore(max(self._max_num_reqs * self._most_heads, 2), self.device))
+            self._semaphores.append(
+                make_semaphore(max(self._max_num_reqs * self._most_heads, 2), self.device)
+            )
         return {"semaphore": self._semaphores[-1]}
 
     def workspace_for(self, workspace: dict[str, Tensor], num_reqs: int) -> dict[str, Tensor]:
-        """A semaphore of its own for every stream; none, so that the kernel makes one, for more requests than there is room for."""
+        """A semaphore of its own for every stream; none, so that the kernel makes one, for more requests than
+        there is room for."""
         if num_reqs > self._max_num_reqs:
             return {}
         if self.device.type != "cuda":
@@ -70,7 +78,10 @@ class SemaphoreSession(Session):
 
     def reset(self) -> None:
         """Zero them: a kernel that did not end may have left one set."""
-        for semaphore in (*self._semaphores, *(workspace["semaphore"] for workspace in self._elsewhere.values())):
+        for semaphore in (
+            *self._semaphores,
+            *(workspace["semaphore"] for workspace in self._elsewhere.values()),
+        ):
             semaphore.zero_()
 
     def check(self, launch: str) -> None:
@@ -83,9 +94,12 @@ class SemaphoreSession(Session):
             left = semaphore.nonzero().flatten()[:4].tolist()
             if left:
                 raise SemaphoreError(
-                    f"semaphore: expected zeros after {launch}, got {semaphore[left].tolist()} at {left}; parts of its attention were merged too "
-                    "early or not at all, so that its results are wrong: a launch before it was cut short, or two that share the semaphore ran on "
-                    "two streams at once. Give each stream a session of its own, call reset(), and compute these requests again"
+                    f"semaphore: expected zeros after {launch}, got {semaphore[left].tolist()} at {left}; "
+                    "parts of its attention were merged too "
+                    "early or not at all, so that its results are wrong: a launch before it was cut short, "
+                    "or two that share the semaphore ran on "
+                    "two streams at once. Give each stream a session of its own, call reset(), and compute "
+                    "these requests again"
                 )
 
     def close(self) -> None:

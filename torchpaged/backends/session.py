@@ -2,11 +2,11 @@
 
     session = backend.open([spec], Limits(max_num_reqs=8, block_size=16), device)
     workspace = session.workspace(spec)                       # once per layer, at construction
-    session.plan(metadata)                                    # outside the trace and the graph, where the session plans at all
+    session.plan(metadata)                   # outside the trace and the graph, where the session plans at all
     session.ops.paged_attention(..., **options, **workspace)  # traced and captured: tensors are all it gets
 
-What a session holds reaches its op through these tensors alone. One session serves calls that follow one another: steps that may overlap, on
-different streams, need one each.
+What a session holds reaches its op through these tensors alone. One session serves calls that follow one
+another: steps that may overlap, on different streams, need one each.
 """
 
 from __future__ import annotations
@@ -65,7 +65,11 @@ class Limits:
         """
         for name in names:
             if getattr(self, name) is None:
-                raise ArgumentError(f"limits.{name}", "a number: this backend makes room for it when its session is opened", "None")
+                raise ArgumentError(
+                    f"limits.{name}",
+                    "a number: this backend makes room for it when its session is opened",
+                    "None",
+                )
         return [getattr(self, name) for name in names]
 
     def check(self, num_reqs: int, num_tokens: int = 0, max_blocks_per_req: int = 0) -> None:
@@ -108,8 +112,9 @@ class PlannedBatch(Protocol):
 class Session:
     """What every backend keeps open: nothing, unless a subclass says otherwise.
 
-    A subclass overrides `_open` and `_make_workspace` to give its op tensors, `_plan` if its backend declares `Planning`, and `tensors`, `reset`,
-    `check` and `close` for what it holds. Its op must refuse a batch that it was not planned for, see `assert_planned`.
+    A subclass overrides `_open` and `_make_workspace` to give its op tensors, `_plan` if its backend declares
+    `Planning`, and `tensors`, `reset`, `check` and `close` for what it holds. Its op must refuse a batch that
+    it was not planned for, see `assert_planned`.
 
     Args:
         name, capabilities, ops: the backend's.
@@ -122,41 +127,56 @@ class Session:
         planned: the batch that `plan` was called with last; None before.
 
     Raises:
-        BackendUnavailableError: the backend can't run one of the specs, or can't be captured as ``limits.graphs`` asks; with all reasons.
+        BackendUnavailableError: the backend can't run one of the specs, or can't be captured as
+            ``limits.graphs`` asks; with all reasons.
     """
 
     def __init__(
-        self, name: str, capabilities: Capabilities, ops: BackendOps, specs: Sequence[AttentionSpec], limits: Limits, device: torch.device
+        self,
+        name: str,
+        capabilities: Capabilities,
+        ops: BackendOps,
+        specs: Sequence[AttentionSpec],
+        limits: Limits,
+        device: torch.device,
     ) -> None:
         self.name, self.capabilities, self.ops = name, capabilities, ops
         self.limits, self.device = limits, device
         self.planned: PlannedBatch | None = None
         self._host: HostLengths | None = None
-        self._shapes: set[tuple[int, ...]] = set()  # that were planned: without `plans_every_step` such a plan lasts
+        self._shapes: set[tuple[int, ...]] = (
+            set()
+        )  # that were planned: without `plans_every_step` such a plan lasts
         self._workspaces: dict[AttentionSpec, dict[str, Tensor]] = {}
         self._open(specs)
         if limits.graphs > capabilities.graph_support:
-            raise self._unable([f"graph support {capabilities.graph_support.name} is less than {limits.graphs.name}"])
+            raise self._unable(
+                [f"graph support {capabilities.graph_support.name} is less than {limits.graphs.name}"]
+            )
         for spec in specs:
             self.workspace(spec)
 
-    # ------------------------------------------------------------------------------------------------ a backend's own
+    # ---------------------------------------------------------------------------------------- a backend's own
     def _open(self, specs: Sequence[AttentionSpec]) -> None:
-        """Make what all layers share; ``specs`` are those known at the start. `Limits.need` gives the limits that it takes."""
+        """Make what all layers share; ``specs`` are those known at the start. `Limits.need` gives the limits
+        that it takes."""
 
     def _make_workspace(self, spec: AttentionSpec) -> dict[str, Tensor]:
         """The tensors that the op takes beyond the batch, by argument name, for layers of ``spec``."""
         return {}
 
     def _plan(self, batch: PlannedBatch, host: HostLengths | None) -> None:
-        """Make the plan of ``batch`` for every spec so far, in the tensors that the ops were given: they never move."""
+        """Make the plan of ``batch`` for every spec so far, in the tensors that the ops were given: they
+        never move."""
 
     def tensors(self) -> dict[str, Tensor]:
-        """Everything that a captured step may read or write, by name: a runner checks that it stays where it is."""
+        """Everything that a captured step may read or write, by name: a runner checks that it stays where
+        it is."""
         return {}
 
     def reset(self) -> None:
-        """Make the workspace as new, on the current stream, after calls that may have been cut short. Waits for nothing."""
+        """Make the workspace as new, on the current stream, after calls that may have been cut short. Waits
+        for nothing."""
 
     def check(self, launch: str) -> None:
         """In debug mode, after ``launch`` (a name for the error): waits for it.
@@ -169,7 +189,7 @@ class Session:
         """Give back what the session holds; it is not used afterwards."""
         self._workspaces, self.planned = {}, None
 
-    # ------------------------------------------------------------------------------------------------ the same for all
+    # --------------------------------------------------------------------------------------- the same for all
     @property
     def plans(self) -> bool:
         """Whether eager steps and captures need `plan`."""
@@ -181,7 +201,8 @@ class Session:
         return self.capabilities.planning == Planning.EVERY_STEP
 
     def workspace(self, spec: AttentionSpec) -> dict[str, Tensor]:
-        """What a layer passes to ``ops.paged_attention`` beside the batch: keyword arguments, tensors that stay where they are.
+        """What a layer passes to ``ops.paged_attention`` beside the batch: keyword arguments, tensors that
+        stay where they are.
 
         Call it at construction, or eagerly where a new kind of layer appears; the same for equal specs.
 
@@ -200,13 +221,16 @@ class Session:
         return self._workspaces[spec]
 
     def workspace_for(self, workspace: dict[str, Tensor], num_reqs: int) -> dict[str, Tensor]:
-        """What an eager call of ``num_reqs`` requests passes in ``workspace``'s place; for callers that know nothing of streams and limits."""
+        """What an eager call of ``num_reqs`` requests passes in ``workspace``'s place; for callers that know
+        nothing of streams and limits."""
         return workspace
 
     def plan(self, batch: PlannedBatch, host: HostLengths | None = None) -> None:
-        """Plan the next step. Outside traces and captures, on the stream that the step runs on; nothing to do unless `plans`.
+        """Plan the next step. Outside traces and captures, on the stream that the step runs on; nothing to do
+        unless `plans`.
 
-        A plan that depends on shapes alone lasts: graphs of several shapes stay right, whichever was planned last.
+        A plan that depends on shapes alone lasts: graphs of several shapes stay right, whichever was
+        planned last.
 
         Args:
             batch: the metadata that the step will be given, with this step's lengths.
@@ -223,7 +247,8 @@ class Session:
             self._shapes.add(_shape(batch))
 
     def require(self, batch: PlannedBatch, num_tokens: int = 0) -> None:
-        """Eagerly, before a step: ``batch`` is within the limits and was planned, if it has to be. Host facts only.
+        """Eagerly, before a step: ``batch`` is within the limits and was planned, if it has to be. Host
+        facts only.
 
         Args:
             batch: the step's metadata.
@@ -234,14 +259,21 @@ class Session:
             PlanError: `plan` was not called with it.
         """
         self.limits.check(batch.seq_lens.shape[0], num_tokens)
-        if self.plans and self.planned is not batch and (self.plans_every_step or _shape(batch) not in self._shapes):
+        if (
+            self.plans
+            and self.planned is not batch
+            and (self.plans_every_step or _shape(batch) not in self._shapes)
+        ):
             raise PlanError(
-                f"metadata: expected a batch that was planned, got one that backend {self.name!r} knows nothing of; "
+                f"metadata: expected a batch that was planned, got one that backend {self.name!r} knows "
+                "nothing of; "
                 "call session.plan(metadata) before the step, outside compiled code and graphs"
             )
 
     def _unable(self, reasons: list[str]) -> BackendUnavailableError:
-        return BackendUnavailableError(f"backend {self.name!r} cannot run this attention: {'; '.join(reasons)}")
+        return BackendUnavailableError(
+            f"backend {self.name!r} cannot run this attention: {'; '.join(reasons)}"
+        )
 
 
 def _shape(batch: PlannedBatch) -> tuple[int, ...]:
@@ -249,17 +281,26 @@ def _shape(batch: PlannedBatch) -> tuple[int, ...]:
 
 
 def assert_planned(planned: Sequence[Tensor], live: Sequence[Tensor]) -> None:
-    """For the op of a backend that plans: the plan was made for this batch. On the device, so that a replay without a plan raises, too.
+    """For the op of a backend that plans: the plan was made for this batch. On the device, so that a replay
+    without a plan raises, too.
 
     Args:
-        planned: copies of what the plan was made from, such as lengths and block table: as large as the limits.
+        planned: copies of what the plan was made from, such as lengths and block table: as large as
+            the limits.
         live: the same of the call, which may be smaller.
 
     Raises:
         RuntimeError: they differ; on a GPU a device-side assertion.
     """
-    same = [(old[tuple(slice(size) for size in new.shape)] == new).all() for old, new in zip(planned, live, strict=True)]
+    same = [
+        (old[tuple(slice(size) for size in new.shape)] == new).all()
+        for old, new in zip(planned, live, strict=True)
+    ]
     # torch has no public asynchronous assertion; the tests of a forgotten plan notice if this one goes.
     torch._assert_async(
-        torch.stack(same).all(), "plan: expected one for this batch, got one for another; call session.plan(metadata) before each step"
+        torch.stack(same).all(),
+        (
+            "plan: expected one for this batch, got one for another; call session.plan(metadata) before "
+            "each step"
+        ),
     )

@@ -1,7 +1,9 @@
-"""What an attention asks of a backend: `AttentionSpec`, and `attention_spec`, the one function that makes it from a layer's arguments.
+"""What an attention asks of a backend: `AttentionSpec`, and `attention_spec`, the one function that makes it
+from a layer's arguments.
 
-Every door comes through here: the module from its options, the checked functions from their arguments, a HuggingFace cache and the engine's
-model from what their layers really call with. So a feature that a layer uses and a backend lacks meet in one place.
+Every door comes through here: the module from its options, the checked functions from their arguments, a
+HuggingFace cache and the engine's model from what their layers really call with. So a feature that a layer
+uses and a backend lacks meet in one place.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ import torch
 class GraphSupport(IntEnum):
     """Which batches a backend can serve from a captured CUDA graph whose lengths change between replays.
 
-    Declared support is proved by ``tests/test_graph_conformance.py``: capture at the bucket's maximum, replay with others.
+    Declared support is proved by ``tests/test_graph_conformance.py``: capture at the bucket's maximum, replay
+    with others.
     """
 
     NEVER = 0
@@ -96,15 +99,27 @@ def attention_spec(
     """The spec of a layer that attends with these arguments.
 
     Args:
-        device, dtype, num_heads, num_kv_heads, head_dim, head_dim_v, block_size, kv_dtype, causal, lse: as in `AttentionSpec`.
-        window_size: ``(left, right)``; -1 = open.
+        device, dtype, num_heads, num_kv_heads, head_dim, head_dim_v, block_size, kv_dtype, causal, lse: as in
+        `AttentionSpec`. window_size: ``(left, right)``; -1 = open.
         logits_soft_cap, chunk_size: None or 0 = off.
         alibi_slopes, sinks: None = off; anything else counts as given.
         scale: None = ``head_dim ** -0.5``.
     """
     return AttentionSpec(
-        device=device, dtype=dtype, head_dim=head_dim, num_heads=num_heads, num_kv_heads=num_kv_heads, block_size=block_size,
-        head_dim_v=head_dim if head_dim_v is None else head_dim_v, kv_dtype=dtype if kv_dtype is None else kv_dtype, causal=causal,
-        window_size=(window_size[0], window_size[1]), logits_soft_cap=float(logits_soft_cap or 0.0), alibi=alibi_slopes is not None,
-        sinks=sinks is not None, chunk_size=chunk_size or 0, lse=lse, scale=head_dim**-0.5 if scale is None else float(scale),
-    )  # fmt: skip
+        device=device,
+        dtype=dtype,
+        head_dim=head_dim,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        block_size=block_size,
+        head_dim_v=head_dim if head_dim_v is None else head_dim_v,
+        kv_dtype=dtype if kv_dtype is None else kv_dtype,
+        causal=causal,
+        window_size=(window_size[0], window_size[1]),
+        logits_soft_cap=float(logits_soft_cap or 0.0),
+        alibi=alibi_slopes is not None,
+        sinks=sinks is not None,
+        chunk_size=chunk_size or 0,
+        lse=lse,
+        scale=head_dim**-0.5 if scale is None else float(scale),
+    )

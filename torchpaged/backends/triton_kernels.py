@@ -1,4 +1,5 @@
-"""What the Triton kernels take and need: the ``triton`` backend is made of them, and ``cuda`` runs them for what its own do not take."""
+"""What the Triton kernels take and need: the ``triton`` backend is made of them, and ``cuda`` runs them for
+what its own do not take."""
 
 from __future__ import annotations
 

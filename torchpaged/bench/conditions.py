@@ -40,10 +40,16 @@ def commit() -> str | None:
 
 
 def gpu_state(device: torch.device) -> dict[str, str] | None:
-    """Driver, clocks, power and temperature of the GPU at this moment as nvidia-smi reports them; None without it."""
+    """Driver, clocks, power and temperature of the GPU at this moment as nvidia-smi reports them; None
+    without it."""
     index = device.index if device.index is not None else torch.cuda.current_device()
     uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)  # not on every build
-    values = _output("nvidia-smi", f"--query-gpu={_SMI_FIELDS}", "--format=csv,noheader", f"--id={f'GPU-{uuid}' if uuid else index}")
+    values = _output(
+        "nvidia-smi",
+        f"--query-gpu={_SMI_FIELDS}",
+        "--format=csv,noheader",
+        f"--id={f'GPU-{uuid}' if uuid else index}",
+    )
     return None if values is None else dict(zip(_SMI_FIELDS.split(","), values.split(", "), strict=False))
 
 
@@ -72,5 +78,8 @@ def collect(device: torch.device) -> dict[str, Any]:
     else:
         model = Path("/proc/cpuinfo")
         lines = model.read_text().splitlines() if model.exists() else []
-        conditions["cpu"] = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+        conditions["cpu"] = next(
+            (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")),
+            platform.processor(),
+        )
     return conditions

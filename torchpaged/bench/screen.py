@@ -1,6 +1,8 @@
-"""What a reader sees while the benchmark runs and at its end, on stderr: a progress bar, a line per case, the table.
+"""What a reader sees while the benchmark runs and at its end, on stderr: a progress bar, a line per case,
+the table.
 
-With rich there is a live bar and a table that fits the terminal; without it, plain lines. Stdout is left to the JSON line.
+With rich there is a live bar and a table that fits the terminal; without it, plain lines. Stdout is left to
+the JSON line.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ _WIDTH = 170  # columns of the table where stderr is not a terminal
 
 
 class Screen:
-    """A context manager around a run: `step` before each contender, `row` after each case, `finish` after the last one.
+    """A context manager around a run: `step` before each contender, `row` after each case, `finish` after the
+    last one.
 
     Args:
         total: steps to come.
@@ -30,8 +33,16 @@ class Screen:
             from rich.console import Console
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-            self.console = Console(stderr=True, highlight=False, width=None if sys.stderr.isatty() else _WIDTH)
-            columns = (TextColumn("benchmark"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+            self.console = Console(
+                stderr=True, highlight=False, width=None if sys.stderr.isatty() else _WIDTH
+            )
+            columns = (
+                TextColumn("benchmark"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeElapsedColumn(),
+                TextColumn("{task.description}"),
+            )
             self.bar = Progress(*columns, console=self.console, transient=True)
             self.task = self.bar.add_task("", total=total)
 
@@ -61,7 +72,9 @@ class Screen:
         if "skipped" in row:
             self.say(f"{row['case']}: skipped: {row['skipped']}")
             return
-        times = ", ".join(f"{name} {e['us']:.1f}" for name, e in row["contenders"].items() if e["status"] == "timed")
+        times = ", ".join(
+            f"{name} {e['us']:.1f}" for name, e in row["contenders"].items() if e["status"] == "timed"
+        )
         self.say(f"{row['case']}: ideal {row['ideal_us']:.1f} us; {times or 'nothing timed'}")
         for name, entry in row["contenders"].items():
             if entry["status"] in ("wrong", "failed"):
@@ -107,10 +120,14 @@ def _cell(row: dict[str, Any], entry: dict[str, Any]) -> str:
 def table(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
     """Header and lines; contenders that no case could run have no column (`notes` names them)."""
     entries = [(name, entry) for row in rows for name, entry in row["contenders"].items()]
-    names = list(dict.fromkeys(name for name, entry in entries if entry["status"] not in ("absent", "unsupported")))
+    names = list(
+        dict.fromkeys(name for name, entry in entries if entry["status"] not in ("absent", "unsupported"))
+    )
     lines = []
     for row in rows:
-        cells = [_cell(row, row["contenders"][name]) if name in row["contenders"] else "skipped" for name in names]
+        cells = [
+            _cell(row, row["contenders"][name]) if name in row["contenders"] else "skipped" for name in names
+        ]
         ratio = f"{row['ratio']:.2f}" if row.get("ratio") else "-"
         lines.append([row["case"], f"{row['ideal_us']:.1f}", *cells, ratio])
     return ["case", "ideal", *names, "peer/own"], lines
@@ -120,7 +137,8 @@ def notes(document: dict[str, Any]) -> list[str]:
     """Lines under the table: ceilings, absences, what is unsupported, plan times, the summary."""
     rows, summary, ceilings = document["rows"], document["summary"], document["ceilings"]
     lines = [
-        f"ideal: useful bytes at {ceilings['bytes_per_s'] / 1e12:.3g} TB/s ({ceilings['bytes_per_s_from']}) or FLOPs at "
+        f"ideal: useful bytes at {ceilings['bytes_per_s'] / 1e12:.3g} TB/s "
+        f"({ceilings['bytes_per_s_from']}) or FLOPs at "
         f"{ceilings['flop_per_s'] / 1e12:.3g} TFLOP/s ({ceilings['flop_per_s_from']}), whichever takes longer"
     ]
     reasons: dict[tuple[str, str, str], int] = {}
@@ -132,17 +150,34 @@ def notes(document: dict[str, Any]) -> list[str]:
                 reasons[key] = reasons.get(key, 0) + 1
             if "plan_us" in entry:
                 plans.setdefault(name, []).append(entry["plan_us"])
-    lines += [f"{name} {status} in {count} of {len(rows)} cases: {reason}" for (name, status, reason), count in reasons.items()]
-    lines += [f"{name}: plan takes {min(times):.0f} to {max(times):.0f} us on the host, not included" for name, times in plans.items()]
-    for figure, what in (("mixed_over_parts", "its two parts alone, added up"), ("mixed_over_sequence", "two calls one after the other")):
+    lines += [
+        f"{name} {status} in {count} of {len(rows)} cases: {reason}"
+        for (name, status, reason), count in reasons.items()
+    ]
+    lines += [
+        f"{name}: plan takes {min(times):.0f} to {max(times):.0f} us on the host, not included"
+        for name, times in plans.items()
+    ]
+    for figure, what in (
+        ("mixed_over_parts", "its two parts alone, added up"),
+        ("mixed_over_sequence", "two calls one after the other"),
+    ):
         for case, ratios in summary[figure].items():
-            lines.append(f"{case}, of {what}: " + ", ".join(f"{name} {ratio:.3f}" for name, ratio in ratios.items()))
+            lines.append(
+                f"{case}, of {what}: " + ", ".join(f"{name} {ratio:.3f}" for name, ratio in ratios.items())
+            )
     lines += [f"{case} skipped: {reason}" for case, reason in summary["skipped"].items()]
     lines += summary["wrong_or_failed"]
-    for suite, figures in [*summary["suites"].items(), *([("all", summary)] if len(summary["suites"]) > 1 else [])]:
+    for suite, figures in [
+        *summary["suites"].items(),
+        *([("all", summary)] if len(summary["suites"]) > 1 else []),
+    ]:
         if figures["compared"]:
-            lines.append(f"{suite}: best peer / own: geomean {figures['geomean']:.2f} over {figures['compared']} cases, "
-                         f"worst {figures['worst']:.2f} ({figures['worst_case']})")  # fmt: skip
+            lines.append(
+                f"{suite}: best peer / own: geomean {figures['geomean']:.2f} over {figures['compared']} "
+                "cases, "
+                f"worst {figures['worst']:.2f} ({figures['worst_case']})"
+            )
         else:
             lines.append(f"{suite}: no case with both an own backend and a peer")
     return lines

@@ -1,7 +1,8 @@
 """Timing: a round over all layers' caches per sample, contenders in turns, median with p20 and p80.
 
-On a GPU a round is captured into one CUDA graph and replayed, with an event between replays that are queued back to back, so that
-neither Python nor launch latency is in the figures. On a CPU a round is a plain loop under ``time.perf_counter``.
+On a GPU a round is captured into one CUDA graph and replayed, with an event between replays that are queued
+back to back, so that neither Python nor launch latency is in the figures. On a CPU a round is a plain loop
+under ``time.perf_counter``.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ class CudaSampler:
         self.burst(1)
 
     def burst(self, count: int) -> list[float]:
-        """``count`` replays behind an untimed one, which takes the switch from the last contender and the launch latency."""
+        """``count`` replays behind an untimed one, which takes the switch from the last contender and the
+        launch latency."""
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
         self.graph.replay()
         marks[0].record()
@@ -64,7 +66,9 @@ class CudaSampler:
             self.graph.replay()
             mark.record()
         torch.cuda.synchronize()
-        return [before.elapsed_time(after) * 1e3 / self.num_calls for before, after in itertools.pairwise(marks)]
+        return [
+            before.elapsed_time(after) * 1e3 / self.num_calls for before, after in itertools.pairwise(marks)
+        ]
 
 
 class CpuSampler:
@@ -91,13 +95,15 @@ def make_sampler(calls: Sequence[Call], device: torch.device) -> Sampler:
 
 
 def calls_per_round(num_layers: int, ideal_us: float) -> int:
-    """Whole turns over the layers, enough of them for about 2 ms: a short graph would measure its own launch."""
+    """Whole turns over the layers, enough of them for about 2 ms: a short graph would measure its
+    own launch."""
     wanted = max(1, min(MAX_CALLS, round(2000 / max(ideal_us, 1e-3))))
     return num_layers * -(-wanted // num_layers)
 
 
 def interleave(samplers: dict[str, Sampler], repeats: int) -> dict[str, Timing]:
-    """At least ``repeats`` samples of every sampler, in bursts taken in turns, so that clocks and heat hit all alike."""
+    """At least ``repeats`` samples of every sampler, in bursts taken in turns, so that clocks and heat hit
+    all alike."""
     samples: dict[str, list[float]] = {name: [] for name in samplers}
     for _ in range(-(-repeats // BURST)):
         for name, sampler in samplers.items():
@@ -130,8 +136,11 @@ def _best_seconds(call: Call, device: torch.device, seconds: float = 0.3) -> flo
 
 
 def measure_bandwidth(device: torch.device) -> tuple[float, str]:
-    """Bytes per second of the memory, the best of a read-only sum and a copy (bytes read and written), and which it was."""
-    numel = (min(4 << 30, torch.cuda.mem_get_info(device)[0] // 4) if device.type == "cuda" else 256 << 20) // 4
+    """Bytes per second of the memory, the best of a read-only sum and a copy (bytes read and written), and
+    which it was."""
+    numel = (
+        min(4 << 30, torch.cuda.mem_get_info(device)[0] // 4) if device.type == "cuda" else 256 << 20
+    ) // 4
     source = torch.ones(numel, device=device)
     target = torch.empty_like(source)
     rates = {

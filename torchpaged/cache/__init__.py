@@ -1,4 +1,5 @@
-"""Where keys and values live: `PagedKVCache` (the tensors), `BlockPool` (who owns which block), and the kinds of layers that there are.
+"""Where keys and values live: `PagedKVCache` (the tensors), `BlockPool` (who owns which block), and the kinds
+of layers that there are.
 
 kinds.py       what a kind of layer cache is, and the registry
 kv.py          the usual kind: keys and values

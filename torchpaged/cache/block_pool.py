@@ -1,4 +1,5 @@
-"""BlockPool: which blocks are free, and how many sequences hold each of the others. Host data only, no tensors.
+"""BlockPool: which blocks are free, and how many sequences hold each of the others. Host data only,
+no tensors.
 
     pool = BlockPool(num_blocks=1024)
     blocks = pool.allocate(3)     # [1, 2, 3]; block 0 is the null block and never handed out
@@ -77,7 +78,8 @@ class BlockPool:
         """Share ``blocks`` with one more holder (prefix sharing, beams); returns them as a new list.
 
         Raises:
-            ArgumentError: a block is unknown, free, the null block, or there twice: no sequence has a block twice. Nothing is shared then.
+            ArgumentError: a block is unknown, free, the null block, or there twice: no sequence has a block
+                twice. Nothing is shared then.
         """
         for block in blocks:
             self._check(block)
@@ -91,7 +93,8 @@ class BlockPool:
         """Give up one hold on each of ``blocks``; a block without holders becomes free.
 
         Raises:
-            ArgumentError: a block is unknown, the null block, or freed more often than held; nothing is freed then.
+            ArgumentError: a block is unknown, the null block, or freed more often than held; nothing is
+                freed then.
         """
         leaving: dict[int, int] = {}
         for block in blocks:
@@ -99,7 +102,9 @@ class BlockPool:
             leaving[block] = leaving.get(block, 0) + 1
             if leaving[block] > self._ref_counts[block]:
                 raise ArgumentError(
-                    "blocks", f"block {block} at most {self._ref_counts[block]} times", f"{leaving[block]} times (double free)"
+                    "blocks",
+                    f"block {block} at most {self._ref_counts[block]} times",
+                    f"{leaving[block]} times (double free)",
                 )
         for block in reversed(blocks):
             self._ref_counts[block] -= 1
@@ -113,6 +118,8 @@ class BlockPool:
 
     def _check(self, block: int, held: bool = True) -> None:
         if not NULL_BLOCK < block < self.num_blocks:
-            raise ArgumentError("blocks", f"block ids in [1, {self.num_blocks})", str(block), "block 0 is the null block")
+            raise ArgumentError(
+                "blocks", f"block ids in [1, {self.num_blocks})", str(block), "block 0 is the null block"
+            )
         if held and not self._ref_counts[block]:
             raise ArgumentError("blocks", "blocks that are held", f"block {block}, which is free")

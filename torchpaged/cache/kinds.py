@@ -1,9 +1,11 @@
-"""Kinds of layer cache: what a layer keeps per block, how its pools are made and copied, and how HuggingFace's layers of that kind are cached.
+"""Kinds of layer cache: what a layer keeps per block, how its pools are made and copied, and how
+HuggingFace's layers of that kind are cached.
 
     class LatentSpec(LayerSpec): ...                      # sizes of one layer; a dataclass
     register_layer_kind(LayerKind("latent", LatentSpec, hf_layer=make_layer))
 
-A new kind is a file with these and one registration: `PagedKVCache`, `torchpaged.hf.PagedCache` and the engine take layers of any kind, of several
+A new kind is a file with these and one registration: `PagedKVCache`, `torchpaged.hf.PagedCache` and the
+engine take layers of any kind, of several
 kinds in one model too. They share block ids: block 5 of a request is block 5 in the pools of every layer.
 """
 
@@ -29,7 +31,8 @@ class BlockOps(Protocol):
 
 
 class LayerSpec(ABC):
-    """What one layer stores. Subclasses are frozen dataclasses of its sizes, equal where the layers are alike."""
+    """What one layer stores. Subclasses are frozen dataclasses of its sizes, equal where the layers
+    are alike."""
 
     @abstractmethod
     def bytes_per_block(self, block_size: int, dtype: torch.dtype) -> int:
@@ -37,7 +40,8 @@ class LayerSpec(ABC):
 
     @abstractmethod
     def make_pools(self, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device) -> Any:
-        """The layer's pools: a NamedTuple of tensors, zeros, or None where a field is not used. Called outside inference mode."""
+        """The layer's pools: a NamedTuple of tensors, zeros, or None where a field is not used. Called
+        outside inference mode."""
 
     @abstractmethod
     def block_tensors(self, pools: Any) -> dict[str, Tensor]:
@@ -63,9 +67,10 @@ class LayerKind:
     Attributes:
         name: for messages.
         spec: the class of its layers' specs.
-        hf_layer: makes the layer of a `torchpaged.hf.PagedCache`: called as ``hf_layer(owner, index, config, template)`` with the cache, the layer's
-            index, the model's text config and the layer that transformers' ``StaticCache`` has there. It gives a
-            `torchpaged.hf.layer.PagedLayer`, or None where the layer is of another kind. None: no layer of transformers is of this kind.
+        hf_layer: makes the layer of a `torchpaged.hf.PagedCache`: called as ``hf_layer(owner, index, config,
+            template)`` with the cache, the layer's index, the model's text config and the layer that
+            transformers' ``StaticCache`` has there. It gives a `torchpaged.hf.layer.PagedLayer`, or None
+            where the layer is of another kind. None: no layer of transformers is of this kind.
     """
 
     name: str
@@ -102,5 +107,9 @@ def kind_of(spec: Any) -> LayerKind:
     for kind in _KINDS.values():
         if type(spec) is kind.spec:
             return kind
-    raise ArgumentError("layers", f"specs of registered kinds ({', '.join(_KINDS)})", type(spec).__name__,
-                        "call torchpaged.cache.register_layer_kind")  # fmt: skip
+    raise ArgumentError(
+        "layers",
+        f"specs of registered kinds ({', '.join(_KINDS)})",
+        type(spec).__name__,
+        "call torchpaged.cache.register_layer_kind",
+    )

@@ -31,7 +31,8 @@ class LayerKVCache(NamedTuple):
 
 @dataclass(frozen=True)
 class KVLayerSpec(LayerSpec):
-    """What one layer stores per token: ``num_kv_heads`` keys of ``head_dim`` and values of ``head_dim_v`` numbers."""
+    """What one layer stores per token: ``num_kv_heads`` keys of ``head_dim`` and values of ``head_dim_v``
+    numbers."""
 
     num_kv_heads: int
     head_dim: int
@@ -39,7 +40,11 @@ class KVLayerSpec(LayerSpec):
 
     def __post_init__(self) -> None:
         if min(self.num_kv_heads, self.head_dim, self.value_dim) < 1:
-            raise ArgumentError("num_kv_heads, head_dim", "positive sizes", f"{self.num_kv_heads}, {self.head_dim}, {self.head_dim_v}")
+            raise ArgumentError(
+                "num_kv_heads, head_dim",
+                "positive sizes",
+                f"{self.num_kv_heads}, {self.head_dim}, {self.head_dim_v}",
+            )
 
     @property
     def value_dim(self) -> int:
@@ -54,10 +59,15 @@ class KVLayerSpec(LayerSpec):
         """See `LayerSpec`."""
         return block_size * self.elements_per_token() * dtype.itemsize
 
-    def make_pools(self, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device) -> LayerKVCache:
+    def make_pools(
+        self, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> LayerKVCache:
         """See `LayerSpec`; fp8 pools come with scales of 1.0."""
         shape = (num_blocks, block_size, self.num_kv_heads)
-        k_cache, v_cache = (torch.zeros(*shape, width, dtype=dtype, device=device) for width in (self.head_dim, self.value_dim))
+        k_cache, v_cache = (
+            torch.zeros(*shape, width, dtype=dtype, device=device)
+            for width in (self.head_dim, self.value_dim)
+        )
         if dtype not in FP8_DTYPES:
             return LayerKVCache(k_cache, v_cache)
         k_scale, v_scale = (torch.ones(1, dtype=torch.float32, device=device) for _ in range(2))

@@ -1,10 +1,13 @@
 """PagedKVCache: the block pools of every layer, sized by count or by a memory budget.
 
-    cache = PagedKVCache.uniform(num_layers=30, num_kv_heads=3, head_dim=64, block_size=16, num_blocks=512, dtype=torch.bfloat16)
+    cache = PagedKVCache.uniform(num_layers=30, num_kv_heads=3, head_dim=64, block_size=16, num_blocks=512,
+                                 dtype=torch.bfloat16)
     print(cache.describe())          # 512 blocks of 16 tokens = 8176 tokens, 0.18 GiB (23040 bytes per token)
     k_cache, v_cache = cache[0][:2]  # [num_blocks, block_size, num_kv_heads, head_dim]
 
-What a layer stores is its spec's business (`torchpaged.cache.kinds`); `KVLayerSpec`, keys and values in two pools, is the usual one. Build it outside ``torch.inference_mode()``: an inference tensor cannot be written under plain ``no_grad``.
+What a layer stores is its spec's business (`torchpaged.cache.kinds`); `KVLayerSpec`, keys and values in two
+pools, is the usual one. Build it outside ``torch.inference_mode()``: an inference tensor cannot be written
+under plain ``no_grad``.
 """
 
 from __future__ import annotations
@@ -25,7 +28,8 @@ class PagedKVCache:
 
     Args:
         layers: one spec per layer, each of a registered kind; `KVLayerSpec` for attention.
-        block_size: tokens per block. (Some projects call the context length "block size"; here it is the page.)
+        block_size: tokens per block. (Some projects call the context length "block size"; here it is
+            the page.)
         num_blocks: blocks per layer, the null block 0 included. Give this or ``memory_budget``.
         memory_budget: bytes that all pools together may take.
         dtype: of the pools; an fp8 dtype makes the pools carry scales of 1.0 unless given.
@@ -33,7 +37,8 @@ class PagedKVCache:
         mark_static: tell torch.compile that the addresses never move, so that its CUDA graphs need no copies.
 
     Raises:
-        ArgumentError: neither or both sizes given, the budget holds fewer than 2 blocks, or a spec of no registered kind.
+        ArgumentError: neither or both sizes given, the budget holds fewer than 2 blocks, or a spec of no
+            registered kind.
     """
 
     def __init__(
@@ -56,13 +61,26 @@ class PagedKVCache:
         if not dtype.is_floating_point:
             raise ArgumentError("dtype", "a floating point dtype", str(dtype))
         if (num_blocks is None) == (memory_budget is None):
-            raise ArgumentError("num_blocks", "exactly one of num_blocks and memory_budget", f"{num_blocks} and {memory_budget}")
-        self.layers, self.block_size, self.dtype, self.device = tuple(layers), block_size, dtype, torch.device(device)
+            raise ArgumentError(
+                "num_blocks",
+                "exactly one of num_blocks and memory_budget",
+                f"{num_blocks} and {memory_budget}",
+            )
+        self.layers, self.block_size, self.dtype, self.device = (
+            tuple(layers),
+            block_size,
+            dtype,
+            torch.device(device),
+        )
         if num_blocks is None:
             assert memory_budget is not None
             num_blocks = memory_budget // self.bytes_per_block
             if num_blocks < 2:
-                raise ArgumentError("memory_budget", f"at least {2 * self.bytes_per_block} bytes (2 blocks)", str(memory_budget))
+                raise ArgumentError(
+                    "memory_budget",
+                    f"at least {2 * self.bytes_per_block} bytes (2 blocks)",
+                    str(memory_budget),
+                )
         if num_blocks < 2:
             raise ArgumentError("num_blocks", "at least 2 (block 0 is the null block)", str(num_blocks))
         self.num_blocks, self._marked = num_blocks, mark_static
@@ -112,7 +130,12 @@ class PagedKVCache:
         """A cache whose layers are all alike."""
         spec = KVLayerSpec(num_kv_heads, head_dim, head_dim_v)
         return cls(
-            [spec] * num_layers, block_size=block_size, num_blocks=num_blocks, memory_budget=memory_budget, dtype=dtype, device=device
+            [spec] * num_layers,
+            block_size=block_size,
+            num_blocks=num_blocks,
+            memory_budget=memory_budget,
+            dtype=dtype,
+            device=device,
         )
 
     def _make_layer(self, spec: LayerSpec) -> Any:
@@ -134,7 +157,11 @@ class PagedKVCache:
 
     def tensors(self) -> dict[str, Tensor]:
         """All that hold blocks, by name: ``k_cache[0]``, ``v_cache[0]`` and so on."""
-        return {f"{name}[{layer}]": tensor for layer in range(len(self)) for name, tensor in self._blocks(layer).items()}
+        return {
+            f"{name}[{layer}]": tensor
+            for layer in range(len(self))
+            for name, tensor in self._blocks(layer).items()
+        }
 
     def copy_blocks(self, block_mapping: Tensor, ops: BlockOps) -> None:
         """Copy whole blocks in every layer; arguments as in `LayerSpec.copy_blocks`."""
@@ -148,7 +175,8 @@ class PagedKVCache:
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes one token takes in all layers together, rounded down where a layer's blocks are not made of tokens."""
+        """Bytes one token takes in all layers together, rounded down where a layer's blocks are not made
+        of tokens."""
         return self.bytes_per_block // self.block_size
 
     @property
@@ -164,6 +192,8 @@ class PagedKVCache:
     def describe(self) -> str:
         """The memory arithmetic in one line."""
         return (
-            f"{self.num_blocks} blocks of {self.block_size} tokens = {self.num_tokens} tokens in {len(self)} layers, "
-            f"{self.num_bytes / 2**30:.3f} GiB ({self.bytes_per_token} bytes per token, {str(self.dtype).removeprefix('torch.')})"
+            f"{self.num_blocks} blocks of {self.block_size} tokens = {self.num_tokens} tokens in "
+            f"{len(self)} layers, "
+            f"{self.num_bytes / 2**30:.3f} GiB ({self.bytes_per_token} bytes per token, "
+            f"{str(self.dtype).removeprefix('torch.')})"
         )

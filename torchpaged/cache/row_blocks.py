@@ -1,10 +1,13 @@
-"""RowBlocks: which blocks the rows of a batch hold, every row equally many, and which rows share some. Host data only, no tensors.
+"""RowBlocks: which blocks the rows of a batch hold, every row equally many, and which rows share some. Host
+data only, no tensors.
 
     rows = RowBlocks(pool, block_size=16, blocks_per_row=8)
     rows.allocate(batch=2)
-    copies = rows.reindex([0, 0, 1], lengths=[20, 5])     # row 1 forks row 0: block 0 is shared, the rest of row 1 is its own
+    # row 1 forks row 0: block 0 is shared, the rest of row 1 is its own
+    copies = rows.reindex([0, 0, 1], lengths=[20, 5])
 
-What a change makes necessary on the device, it gives back: ``(source, destination)`` pairs of blocks whose tokens must be copied.
+What a change makes necessary on the device, it gives back: ``(source, destination)`` pairs of blocks whose
+tokens must be copied.
 """
 
 from __future__ import annotations
@@ -50,7 +53,8 @@ class RowBlocks:
         self.rows = []
 
     def unshare(self, kept: Sequence[int]) -> list[tuple[int, int]] | None:
-        """Give every row blocks of its own from its first ``kept`` tokens on: it will write there, and others must not see that.
+        """Give every row blocks of its own from its first ``kept`` tokens on: it will write there, and others
+        must not see that.
 
         Returns:
             The copies that are needed; None if no block changed its place.
@@ -61,7 +65,9 @@ class RowBlocks:
         if all(self.pool.ref_count(block) == 1 for row in self.rows for block in row):
             return None
         taken: Counter[int] = Counter()
-        shared: list[tuple[list[int], int, bool]] = []  # row, place in it, whether tokens before the cut lie there
+        shared: list[
+            tuple[list[int], int, bool]
+        ] = []  # row, place in it, whether tokens before the cut lie there
         for row, length in zip(self.rows, kept, strict=True):
             for place in range(length // self.block_size, len(row)):
                 if self.pool.ref_count(row[place]) - taken[row[place]] > 1:
@@ -76,10 +82,12 @@ class RowBlocks:
         return copies
 
     def reindex(self, parents: Sequence[int], lengths: Sequence[int]) -> list[tuple[int, int]]:
-        """New row ``i`` is a fork of old row ``parents[i]``, which holds ``lengths[parents[i]]`` tokens; gives the copies that are needed.
+        """New row ``i`` is a fork of old row ``parents[i]``, which holds ``lengths[parents[i]]`` tokens;
+        gives the copies that are needed.
 
-        A parent's first child keeps its blocks; every further child shares the full ones and gets blocks of its own from there
-        on. Rows without children are freed first, so that with an unchanged number of rows enough blocks are always free.
+        A parent's first child keeps its blocks; every further child shares the full ones and gets blocks of
+        its own from there on. Rows without children are freed first, so that with an unchanged number of rows
+        enough blocks are always free.
         """
         old_rows, rows, copies = self.rows, [], []
         for row in set(range(len(old_rows))) - set(parents):

@@ -1,6 +1,7 @@
 """The command line: ``torchpaged generate | bench | backends | env``.
 
-typer and rich belong to the ``demo`` and ``bench`` extras; only the command modules and the bench's screen import them.
+typer and rich belong to the ``demo`` and ``bench`` extras; only the command modules and the bench's screen
+import them.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ try:
     from rich.markup import escape
     from rich.table import Table
 except ImportError as _error:  # pragma: no cover - depends on the installation
-    raise SystemExit(f"torchpaged's command line needs {_error.name}; pip install 'torchpaged[demo]'") from None
+    raise SystemExit(
+        f"torchpaged's command line needs {_error.name}; pip install 'torchpaged[demo]'"
+    ) from None
 
 from torchpaged.backends import AttentionSpec, get_backend, list_backends, select_backend
 from torchpaged.cli.bench import app as bench_app
@@ -42,7 +45,9 @@ def _dtype(name: str, option: str, of_caches: bool = False) -> torch.dtype:
     short = short_dtype(name)
     known = [short for short in DTYPES if of_caches or not short.startswith("fp8")]
     if short not in known:
-        raise typer.BadParameter(f"expected one of {', '.join([*known, *LONG_NAMES])}, got {name!r}", param_hint=option)
+        raise typer.BadParameter(
+            f"expected one of {', '.join([*known, *LONG_NAMES])}, got {name!r}", param_hint=option
+        )
     return DTYPES[short]
 
 
@@ -52,57 +57,98 @@ def _sizes(text: str, option: str) -> list[int] | None:
         return None
     words = [word.strip() for word in text.split(",")]
     if not all(word.isdecimal() and int(word) for word in words):
-        raise typer.BadParameter(f"expected numbers of at least 1 such as 1,2,4, got {text!r}", param_hint=option)
+        raise typer.BadParameter(
+            f"expected numbers of at least 1 such as 1,2,4, got {text!r}", param_hint=option
+        )
     return [int(word) for word in words]
 
 
 @app.command()
 def generate(
-    prompts: Annotated[list[str], typer.Argument(help="one or more prompts; they run in one continuous batch")],
-    model: Annotated[str, typer.Option(help="HuggingFace folder or hub id; default: SmolLM2-135M-Instruct, fetched once")] = "",
+    prompts: Annotated[
+        list[str], typer.Argument(help="one or more prompts; they run in one continuous batch")
+    ],
+    model: Annotated[
+        str, typer.Option(help="HuggingFace folder or hub id; default: SmolLM2-135M-Instruct, fetched once")
+    ] = "",
     max_new_tokens: Annotated[int, typer.Option(help="new tokens per prompt at most")] = 64,
     temperature: Annotated[float, typer.Option(help="0 = greedy")] = 0.0,
     top_k: Annotated[int, typer.Option(help="0 = all")] = 0,
     top_p: Annotated[float, typer.Option(help="1 = all")] = 1.0,
-    min_p: Annotated[float, typer.Option(help="least share of the likeliest token's probability; 0 = all")] = 0.0,
+    min_p: Annotated[
+        float, typer.Option(help="least share of the likeliest token's probability; 0 = all")
+    ] = 0.0,
     repetition_penalty: Annotated[float, typer.Option(help="on tokens that occurred; 1 = off")] = 1.0,
     seed: Annotated[int | None, typer.Option(help="seed of the draws; default: a fresh one")] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="end at this text; may be given several times")] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="end at this text; may be given several times")
+    ] = None,
     ignore_eos: Annotated[bool, typer.Option(help="go on past the model's end token")] = False,
     chat: Annotated[bool, typer.Option(help="wrap each prompt in the model's chat template")] = False,
     compile: Annotated[
-        bool | None, typer.Option("--compile/--no-compile", help="torch.compile the decode step; default: on a GPU unless fully fused")
+        bool | None,
+        typer.Option(
+            "--compile/--no-compile",
+            help="torch.compile the decode step; default: on a GPU unless fully fused",
+        ),
     ] = None,
-    fuse: Annotated[bool, typer.Option("--fuse/--no-fuse", help="fewer, larger kernels per layer: torchpaged.hf.fuse")] = False,
+    fuse: Annotated[
+        bool, typer.Option("--fuse/--no-fuse", help="fewer, larger kernels per layer: torchpaged.hf.fuse")
+    ] = False,
     steps_per_launch: Annotated[int, typer.Option(help="decode steps per graph launch")] = 1,
     buckets: Annotated[
         str,
-        typer.Option(help="batch sizes to capture, such as 1,2,4; the largest is how many prompts run at once; default: for all prompts"),
+        typer.Option(
+            help=(
+                "batch sizes to capture, such as 1,2,4; the largest is how many prompts run at once; "
+                "default: for all prompts"
+            )
+        ),
     ] = "",
     prefill_buckets: Annotated[
         str,
         typer.Option(
-            help="numbers of prompt tokens to capture prefills for, such as 64,512; none: launched from Python; default: automatic"
+            help=(
+                "numbers of prompt tokens to capture prefills for, such as 64,512; none: launched from "
+                "Python; default: automatic"
+            )
         ),
     ] = "",
     backend: Annotated[str, typer.Option(help=f"auto, {', '.join(list_backends())}")] = "auto",
     dtype: Annotated[
-        str, typer.Option(help="auto, fp32, bf16, fp16 (or float32, bfloat16, float16); auto: bf16 on a GPU, fp32 on a CPU")
+        str,
+        typer.Option(
+            help="auto, fp32, bf16, fp16 (or float32, bfloat16, float16); auto: bf16 on a GPU, fp32 on a CPU"
+        ),
     ] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1")] = "auto",
-    max_seq_len: Annotated[int, typer.Option(help="tokens per request, prompt included; 0: the model's, at most 2048")] = 0,
+    max_seq_len: Annotated[
+        int, typer.Option(help="tokens per request, prompt included; 0: the model's, at most 2048")
+    ] = 0,
     block_size: Annotated[int, typer.Option(help="tokens per block of the cache")] = 16,
     num_blocks: Annotated[int, typer.Option(help="blocks of the cache; 0: enough for all prompts")] = 0,
     offline: Annotated[bool, typer.Option(help="download nothing")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON document and nothing else")] = False,
     verbose: Annotated[
-        bool, typer.Option("--verbose", help="print decisions with reasons, the fusion report and the table of buckets")
+        bool,
+        typer.Option(
+            "--verbose", help="print decisions with reasons, the fusion report and the table of buckets"
+        ),
     ] = False,
     profile: Annotated[
-        str, typer.Option(help="write a torch.profiler trace of the generation to this file, and list kernels by module")
+        str,
+        typer.Option(
+            help="write a torch.profiler trace of the generation to this file, and list kernels by module"
+        ),
     ] = "",
     compile_cache: Annotated[
-        str, typer.Option(help="keep compiled code in this file: read if it is there, written if not; read only files you trust")
+        str,
+        typer.Option(
+            help=(
+                "keep compiled code in this file: read if it is there, written if not; read only files you "
+                "trust"
+            )
+        ),
     ] = "",
 ) -> None:
     """Generate text, streamed as it comes, with a summary line at the end."""
@@ -117,12 +163,36 @@ def generate(
         os.environ["HF_HUB_OFFLINE"] = os.environ["TRANSFORMERS_OFFLINE"] = "1"
     folder = model or str(ensure_smollm2(offline=offline, progress=not as_json))
     settings = Settings(
-        folder, prompts, place, _dtype(kind, "--dtype"), backend, compile, chat, max_seq_len, block_size, num_blocks, as_json,
-        {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p,
-         "repetition_penalty": repetition_penalty, "seed": seed, "stop": tuple(stop or ()), "ignore_eos": ignore_eos},
-        profile, compile_cache, fuse, steps_per_launch, _sizes(buckets, "--buckets"),
-        [] if prefill_buckets == "none" else _sizes(prefill_buckets, "--prefill-buckets") or "auto", verbose,
-    )  # fmt: skip
+        folder,
+        prompts,
+        place,
+        _dtype(kind, "--dtype"),
+        backend,
+        compile,
+        chat,
+        max_seq_len,
+        block_size,
+        num_blocks,
+        as_json,
+        {
+            "max_new_tokens": max_new_tokens,
+            "temperature": temperature,
+            "top_k": top_k,
+            "top_p": top_p,
+            "min_p": min_p,
+            "repetition_penalty": repetition_penalty,
+            "seed": seed,
+            "stop": tuple(stop or ()),
+            "ignore_eos": ignore_eos,
+        },
+        profile,
+        compile_cache,
+        fuse,
+        steps_per_launch,
+        _sizes(buckets, "--buckets"),
+        [] if prefill_buckets == "none" else _sizes(prefill_buckets, "--prefill-buckets") or "auto",
+        verbose,
+    )
     raise typer.Exit(run(settings))
 
 
@@ -147,13 +217,27 @@ def backends(
 ) -> None:
     """Which backends can run an attention here, and every reason why the others can't."""
     if num_heads % num_kv_heads:
-        raise typer.BadParameter(f"expected a divisor of --num-heads ({num_heads}), got {num_kv_heads}", param_hint="--num-kv-heads")
+        raise typer.BadParameter(
+            f"expected a divisor of --num-heads ({num_heads}), got {num_kv_heads}",
+            param_hint="--num-kv-heads",
+        )
     spec = AttentionSpec(
-        device=device_named(device), dtype=_dtype(dtype, "--dtype", of_caches=True), head_dim=head_dim, num_heads=num_heads, num_kv_heads=num_kv_heads,
-        block_size=block_size, head_dim_v=head_dim_v or None, kv_dtype=_dtype(kv_dtype, "--kv-dtype", of_caches=True) if kv_dtype else None,
-        window_size=(128, -1) if window else (-1, -1), logits_soft_cap=float(soft_cap), alibi=alibi, sinks=sinks,
-        chunk_size=128 if chunked else 0, causal=not bidirectional, lse=lse,
-    )  # fmt: skip
+        device=device_named(device),
+        dtype=_dtype(dtype, "--dtype", of_caches=True),
+        head_dim=head_dim,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        block_size=block_size,
+        head_dim_v=head_dim_v or None,
+        kv_dtype=_dtype(kv_dtype, "--kv-dtype", of_caches=True) if kv_dtype else None,
+        window_size=(128, -1) if window else (-1, -1),
+        logits_soft_cap=float(soft_cap),
+        alibi=alibi,
+        sinks=sinks,
+        chunk_size=128 if chunked else 0,
+        causal=not bidirectional,
+        lse=lse,
+    )
     reasons = {name: get_backend(name).reject(spec) for name in list_backends()}
     try:
         choice = select_backend(spec)
@@ -161,7 +245,11 @@ def backends(
     except TorchpagedError as error:
         chosen, why = "", str(error)
     if as_json:
-        print(json.dumps({"chosen": chosen, "reason": why, "rejected": {name: r for name, r in reasons.items() if r}}))
+        print(
+            json.dumps(
+                {"chosen": chosen, "reason": why, "rejected": {name: r for name, r in reasons.items() if r}}
+            )
+        )
         return
     table = Table("backend", "usable", "graphs", "why not")
     for name, rejected in reasons.items():
@@ -189,7 +277,9 @@ def environment(as_json: Annotated[bool, typer.Option("--json", help="print JSON
         table = Table(title=section, title_justify="left", show_header=False)
         for key, value in content.items():
             shown = (
-                f"{value['value'] or value['default']}  ({value['meaning']})" if isinstance(value, dict) and "meaning" in value else value
+                f"{value['value'] or value['default']}  ({value['meaning']})"
+                if isinstance(value, dict) and "meaning" in value
+                else value
             )
             table.add_row(key, escape(str(shown)))
         console.print(table)

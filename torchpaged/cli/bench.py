@@ -1,4 +1,5 @@
-"""What ``torchpaged bench`` offers: its options, typed; the work is in ``torchpaged.bench``, imported when a benchmark runs."""
+"""What ``torchpaged bench`` offers: its options, typed; the work is in ``torchpaged.bench``, imported when a
+benchmark runs."""
 
 from __future__ import annotations
 
@@ -7,7 +8,10 @@ from typing import Annotated
 
 import typer
 
-app = typer.Typer(no_args_is_help=True, help="Benchmarks; the last line of stdout is one JSON document, all else goes to stderr.")
+app = typer.Typer(
+    no_args_is_help=True,
+    help="Benchmarks; the last line of stdout is one JSON document, all else goes to stderr.",
+)
 
 
 @app.callback()
@@ -20,34 +24,67 @@ def attention(
     suite: Annotated[
         list[str] | None,
         typer.Option(
-            help="all, decode, decode-fp8, speculative, prefill, mixed, block-size, smoke; may be given several times; default: decode"
+            help=(
+                "all, decode, decode-fp8, speculative, prefill, mixed, block-size, smoke; may be given "
+                "several times; default: decode"
+            )
         ),
     ] = None,
     case: Annotated[str, typer.Option(help="keep cases whose name contains this")] = "",
     backends: Annotated[
-        str, typer.Option(help="own backends, separated by commas; default: those for the device, without the reference")
+        str,
+        typer.Option(
+            help="own backends, separated by commas; default: those for the device, without the reference"
+        ),
     ] = "",
-    peers: Annotated[bool, typer.Option("--peers/--no-peers", help="run the peers that are installed; absent ones are reported")] = True,
+    peers: Annotated[
+        bool,
+        typer.Option("--peers/--no-peers", help="run the peers that are installed; absent ones are reported"),
+    ] = True,
     skip: Annotated[str, typer.Option(help="contenders to leave out, separated by commas")] = "",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1")] = "auto",
-    dtype: Annotated[str, typer.Option(help="fp32, bf16, fp16 for queries and caches; default: the cases' own")] = "",
+    dtype: Annotated[
+        str, typer.Option(help="fp32, bf16, fp16 for queries and caches; default: the cases' own")
+    ] = "",
     heads_first: Annotated[
-        bool, typer.Option("--heads-first", help="caches as [num_blocks, num_kv_heads, block_size, head_dim] in memory")
+        bool,
+        typer.Option(
+            "--heads-first", help="caches as [num_blocks, num_kv_heads, block_size, head_dim] in memory"
+        ),
     ] = False,
     repeats: Annotated[int, typer.Option(help="samples per contender at least")] = 24,
     bandwidth: Annotated[float | None, typer.Option(help="memory ceiling in TB/s; default: measured")] = None,
-    flop_rate: Annotated[float | None, typer.Option(help="compute ceiling in TFLOP/s; default: measured")] = None,
+    flop_rate: Annotated[
+        float | None, typer.Option(help="compute ceiling in TFLOP/s; default: measured")
+    ] = None,
     output: Annotated[str, typer.Option(help="write the document to this JSON file, after every case")] = "",
-    plot: Annotated[str, typer.Option(help="write a plot of time against the roofline to this PNG file")] = "",
-    json_only: Annotated[bool, typer.Option("--json-only", help="print the JSON line and nothing else")] = False,
+    plot: Annotated[
+        str, typer.Option(help="write a plot of time against the roofline to this PNG file")
+    ] = "",
+    json_only: Annotated[
+        bool, typer.Option("--json-only", help="print the JSON line and nothing else")
+    ] = False,
 ) -> None:
-    """Paged attention against its peers on this machine: checked against a float32 oracle, then timed in turns."""
+    """Paged attention against its peers on this machine: checked against a float32 oracle, then timed
+    in turns."""
     from torchpaged.bench.attention import Options, exit_code, run, split
 
     options = Options(
-        suites=tuple(suite or ("decode",)), case=case, backends=split(backends) or None, peers=peers, skip=split(skip), device=device,
-        dtype=dtype, heads_first=heads_first, repeats=repeats, bandwidth=bandwidth, flop_rate=flop_rate, output=output, plot=plot, json_only=json_only,
-    )  # fmt: skip
+        suites=tuple(suite or ("decode",)),
+        case=case,
+        backends=split(backends) or None,
+        peers=peers,
+        skip=split(skip),
+        device=device,
+        dtype=dtype,
+        heads_first=heads_first,
+        repeats=repeats,
+        bandwidth=bandwidth,
+        flop_rate=flop_rate,
+        output=output,
+        plot=plot,
+        json_only=json_only,
+    )
     document = run(options)
     print(json.dumps(document), flush=True)
     raise typer.Exit(exit_code(document))

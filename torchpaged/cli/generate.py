@@ -1,4 +1,5 @@
-"""What ``torchpaged generate`` does: load a model, submit the prompts, stream, summarise; with ``--profile`` traced."""
+"""What ``torchpaged generate`` does: load a model, submit the prompts, stream, summarise; with ``--profile``
+traced."""
 
 from __future__ import annotations
 
@@ -20,7 +21,13 @@ from torchpaged.compile.compile_cache import load_compile_cache, save_compile_ca
 from torchpaged.custom_ops.errors import ArgumentError, RequestError
 from torchpaged.engine import Generator, RequestOutput, SamplingParams
 from torchpaged.graphs import bucket_table
-from torchpaged.profiling.kernel_report import KernelReport, kernels_of_generation, module_ranges, read_trace, report_table
+from torchpaged.profiling.kernel_report import (
+    KernelReport,
+    kernels_of_generation,
+    module_ranges,
+    read_trace,
+    report_table,
+)
 
 ERRORS = Console(stderr=True)
 
@@ -45,7 +52,9 @@ class Settings:
     compile_cache: str = ""  # a file of save_compile_cache(): read, or written if it is not there
     fuse: bool = False
     steps_per_launch: int = 1
-    buckets: list[int] | None = None  # the largest is the batch size; None: as many as there are prompts, at most 64
+    buckets: list[int] | None = (
+        None  # the largest is the batch size; None: as many as there are prompts, at most 64
+    )
     prefill_buckets: list[int] | str = "auto"  # []: none
     verbose: bool = False
 
@@ -58,13 +67,16 @@ def load(settings: Settings) -> tuple[Any, Any]:
 
     transformers.utils.logging.disable_progress_bar()
     if not Path(settings.model).exists() and settings.model.startswith((".", "/", "~")):
-        raise FileNotFoundError(f"--model: expected a HuggingFace folder or hub id, got {settings.model!r}, which does not exist")
+        raise FileNotFoundError(
+            f"--model: expected a HuggingFace folder or hub id, got {settings.model!r}, which does not exist"
+        )
     tokenizer = AutoTokenizer.from_pretrained(settings.model)
     try:
         model = AutoModelForCausalLM.from_pretrained(settings.model, dtype=settings.dtype)
     except SafetensorError as error:
         raise ValueError(
-            f"--model: expected whole weights in {settings.model!r}, got a file that is damaged or cut short ({error})"
+            f"--model: expected whole weights in {settings.model!r}, got a file that is damaged or cut "
+            f"short ({error})"
         ) from error
     return model.to(settings.device).eval(), tokenizer
 
@@ -81,16 +93,33 @@ def run(settings: Settings) -> int:
 def _generate(settings: Settings, sampling: SamplingParams) -> int:
     """Load, submit, stream, summarise."""
     model, tokenizer = load(settings)
-    with Progress(TextColumn("capturing"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), console=ERRORS,
-                  transient=True, disable=settings.as_json) as bar:  # fmt: skip
+    with Progress(
+        TextColumn("capturing"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.description}"),
+        console=ERRORS,
+        transient=True,
+        disable=settings.as_json,
+    ) as bar:
         task = bar.add_task("", total=None, visible=False)
         generator = Generator(
-            model, tokenizer, max_batch_size=max(settings.buckets or [min(len(settings.prompts), 64)]), buckets=settings.buckets,
-            max_seq_len=settings.max_seq_len or None, block_size=settings.block_size, num_blocks=settings.num_blocks or None,
-            backend=settings.backend, compile="auto" if settings.compile is None else settings.compile, fuse=settings.fuse,
-            steps_per_launch=settings.steps_per_launch, prefill_buckets=settings.prefill_buckets,
-            progress=lambda done, total, text: bar.update(task, completed=done, total=total, description=text, visible=True),
-        )  # fmt: skip
+            model,
+            tokenizer,
+            max_batch_size=max(settings.buckets or [min(len(settings.prompts), 64)]),
+            buckets=settings.buckets,
+            max_seq_len=settings.max_seq_len or None,
+            block_size=settings.block_size,
+            num_blocks=settings.num_blocks or None,
+            backend=settings.backend,
+            compile="auto" if settings.compile is None else settings.compile,
+            fuse=settings.fuse,
+            steps_per_launch=settings.steps_per_launch,
+            prefill_buckets=settings.prefill_buckets,
+            progress=lambda done, total, text: bar.update(
+                task, completed=done, total=total, description=text, visible=True
+            ),
+        )
     if not settings.as_json:
         print(f"cache: {generator.model.kv_cache.describe()}", file=sys.stderr)
         if settings.verbose:
@@ -109,7 +138,10 @@ def _generate(settings: Settings, sampling: SamplingParams) -> int:
     if settings.as_json:
         document = _document(generator, settings, outputs, refused)
         if settings.profile:
-            document["profile"] = {"trace": settings.profile, "kernels": {phase: report.to_dict() for phase, report in kernels.items()}}
+            document["profile"] = {
+                "trace": settings.profile,
+                "kernels": {phase: report.to_dict() for phase, report in kernels.items()},
+            }
         print(json.dumps(document))
         return 2 if refused or any(output.error for output in outputs.values()) else 0
     if outputs:
@@ -125,14 +157,18 @@ def _generate(settings: Settings, sampling: SamplingParams) -> int:
 
 @contextlib.contextmanager
 def _compile_cache(path: str, quiet: bool) -> Iterator[None]:
-    """With ``--compile-cache``: read the file before anything is compiled; write it at a good end if there was none."""
+    """With ``--compile-cache``: read the file before anything is compiled; write it at a good end if there
+    was none."""
     present = bool(path) and Path(path).exists()
     if path and not present:
         profiling.check_writable(path, "--compile-cache")
     if present:
         report = load_compile_cache(path)  # another version's is left as it is, with a warning
         if report.loaded and not quiet:
-            print(f"compile cache: {path}, {report.num_bytes / 2**20:.1f} MiB read in {report.seconds:.1f} s", file=sys.stderr)
+            print(
+                f"compile cache: {path}, {report.num_bytes / 2**20:.1f} MiB read in {report.seconds:.1f} s",
+                file=sys.stderr,
+            )
     yield
     if path and not present:
         report = save_compile_cache(path)
@@ -142,7 +178,8 @@ def _compile_cache(path: str, quiet: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _profiled(settings: Settings, model: Any) -> Iterator[None]:
-    """With ``--profile``, trace the block with a range per module. The file is written however the block ends."""
+    """With ``--profile``, trace the block with a range per module. The file is written however the
+    block ends."""
     if not settings.profile:
         yield
         return
@@ -153,10 +190,14 @@ def _profiled(settings: Settings, model: Any) -> Iterator[None]:
 
 
 def _kernels(path: str, model: Any, generator: Generator) -> dict[str, KernelReport]:
-    """Kernels of the traced generation by module; replays are matched with steps of the same size run now, on idle rows."""
+    """Kernels of the traced generation by module; replays are matched with steps of the same size run now, on
+    idle rows."""
     decode, prefill = generator.runner, generator.prefill_runner
     return kernels_of_generation(
-        read_trace(path), model, None if decode is None else decode.launch_eager, None if prefill is None else prefill.launch_eager
+        read_trace(path),
+        model,
+        None if decode is None else decode.launch_eager,
+        None if prefill is None else prefill.launch_eager,
     )
 
 
@@ -167,7 +208,9 @@ def _prompt(prompt: str, tokenizer: Any, chat: bool) -> str | list[int]:
         return prompt
     if not getattr(tokenizer, "chat_template", None):
         raise ArgumentError("--chat", "a model with a chat template", "none", "leave --chat out")
-    ids = tokenizer.apply_chat_template([{"role": "user", "content": prompt}], add_generation_prompt=True, return_dict=True)["input_ids"]
+    ids = tokenizer.apply_chat_template(
+        [{"role": "user", "content": prompt}], add_generation_prompt=True, return_dict=True
+    )["input_ids"]
     return [int(token) for token in ids]
 
 
@@ -178,7 +221,8 @@ def _stream(generator: Generator, ids: dict[int, int], settings: Settings) -> di
     tokens: dict[int, list[int]] = {request: [] for request in order}
     reasons: dict[int, str] = {}
     errors: dict[int, RequestError] = {}
-    shown = 0  # requests before order[shown] are printed whole; order[shown] streams, the others are kept until its end
+    # requests before order[shown] are printed whole; order[shown] streams, the others are kept until its end
+    shown = 0
 
     def begin(request: int) -> None:
         if not settings.as_json:
@@ -206,7 +250,10 @@ def _stream(generator: Generator, ids: dict[int, int], settings: Settings) -> di
             shown += 1
             if shown < len(order):
                 begin(order[shown])
-    return {r: RequestOutput(r, [], tokens[r], texts[r], reasons.get(r, "cancelled"), errors.get(r)) for r in order}
+    return {
+        r: RequestOutput(r, [], tokens[r], texts[r], reasons.get(r, "cancelled"), errors.get(r))
+        for r in order
+    }
 
 
 def _rate(tokens: int, seconds: float) -> str:
@@ -216,8 +263,10 @@ def _rate(tokens: int, seconds: float) -> str:
 def _summary(generator: Generator) -> str:
     s = generator.stats
     return (
-        f"\n{s.prompt_tokens} prompt tokens, {s.new_tokens} new tokens | prefill {_rate(s.prefill_tokens, s.prefill_seconds)}, "
-        f"decode {_rate(s.decode_tokens, s.decode_seconds)} | {s.peak_blocks_used} of {s.num_blocks} blocks | "
+        f"\n{s.prompt_tokens} prompt tokens, {s.new_tokens} new tokens | prefill "
+        f"{_rate(s.prefill_tokens, s.prefill_seconds)}, "
+        f"decode {_rate(s.decode_tokens, s.decode_seconds)} | {s.peak_blocks_used} of {s.num_blocks} "
+        "blocks | "
         f"backend {generator.choice.name}: {generator.choice.reason}"
     )
 
@@ -228,10 +277,14 @@ def _decisions(generator: Generator) -> str:
         f"prefill graphs: {generator.prefill_graph_reason}",
         f"compile: {generator.compile_reason}",
     ]
-    return "\n".join(lines if generator.fusion_report is None else [*lines, f"fused: {generator.fusion_report}"])
+    return "\n".join(
+        lines if generator.fusion_report is None else [*lines, f"fused: {generator.fusion_report}"]
+    )
 
 
-def _document(generator: Generator, settings: Settings, outputs: dict[int, RequestOutput], refused: dict[int, str]) -> dict[str, Any]:
+def _document(
+    generator: Generator, settings: Settings, outputs: dict[int, RequestOutput], refused: dict[int, str]
+) -> dict[str, Any]:
     s, results = generator.stats, iter(outputs.values())
     rows: list[dict[str, Any]] = []
     for index, prompt in enumerate(settings.prompts):
@@ -239,15 +292,32 @@ def _document(generator: Generator, settings: Settings, outputs: dict[int, Reque
             rows.append({"prompt": prompt, "error": refused[index]})
         else:
             output = next(results)
-            rows.append({"prompt": prompt, "text": output.text, "token_ids": output.token_ids, "finish_reason": output.finish_reason})
+            rows.append(
+                {
+                    "prompt": prompt,
+                    "text": output.text,
+                    "token_ids": output.token_ids,
+                    "finish_reason": output.finish_reason,
+                }
+            )
             if output.error is not None:
                 rows[-1]["error"] = output.error.reason
     return {
-        "model": settings.model, "device": str(settings.device), "dtype": str(settings.dtype).removeprefix("torch."),
-        "backend": generator.choice.name, "backend_reason": generator.choice.reason, "outputs": rows, "stats": {**vars(s)},
-        "graph_reason": generator.graph_reason, "compile_reason": generator.compile_reason,
-        "buckets": [] if generator.runner is None else [dataclasses.asdict(report) for report in generator.runner.report()],
+        "model": settings.model,
+        "device": str(settings.device),
+        "dtype": str(settings.dtype).removeprefix("torch."),
+        "backend": generator.choice.name,
+        "backend_reason": generator.choice.reason,
+        "outputs": rows,
+        "stats": {**vars(s)},
+        "graph_reason": generator.graph_reason,
+        "compile_reason": generator.compile_reason,
+        "buckets": []
+        if generator.runner is None
+        else [dataclasses.asdict(report) for report in generator.runner.report()],
         "prefill_graph_reason": generator.prefill_graph_reason,
-        "prefill_buckets": [] if generator.prefill_runner is None else [dataclasses.asdict(r) for r in generator.prefill_runner.report()],
+        "prefill_buckets": []
+        if generator.prefill_runner is None
+        else [dataclasses.asdict(r) for r in generator.prefill_runner.report()],
         "fusion": generator.fusion_report and generator.fusion_report.to_dict(),
-    }  # fmt: skip
+    }

@@ -1,4 +1,5 @@
-"""The environment report behind ``torchpaged env``: versions, kernels, devices and variables, every probe guarded."""
+"""The environment report behind ``torchpaged env``: versions, kernels, devices and variables, every
+probe guarded."""
 
 from __future__ import annotations
 
@@ -13,7 +14,18 @@ from torchpaged.backends import get_backend, list_backends
 from torchpaged.custom_ops import native_status
 from torchpaged.custom_ops.variables import VARIABLES
 
-_PACKAGES = ("torchpaged", "torch", "triton", "transformers", "flashinfer-python", "gguf", "nvtx", "numpy", "safetensors", "tokenizers")
+_PACKAGES = (
+    "torchpaged",
+    "torch",
+    "triton",
+    "transformers",
+    "flashinfer-python",
+    "gguf",
+    "nvtx",
+    "numpy",
+    "safetensors",
+    "tokenizers",
+)
 
 
 def _version(package: str) -> str | None:
@@ -30,17 +42,33 @@ def collect() -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": {package: _version(package) for package in _PACKAGES},
-        "torch": {"version": torch.__version__, "cuda": torch.version.cuda, "hip": torch.version.hip, "threads": torch.get_num_threads()},
-        "cpu": {"capability": torch.backends.cpu.get_cpu_capability(), "native_kernels": loaded, "detail": detail},
+        "torch": {
+            "version": torch.__version__,
+            "cuda": torch.version.cuda,
+            "hip": torch.version.hip,
+            "threads": torch.get_num_threads(),
+        },
+        "cpu": {
+            "capability": torch.backends.cpu.get_cpu_capability(),
+            "native_kernels": loaded,
+            "detail": detail,
+        },
         "gpus": [],
         "backends": {name: get_backend(name).unavailable() or "available" for name in list_backends()},
-        "environment": {v.name: {"value": os.environ.get(v.name), "default": v.default, "meaning": v.meaning} for v in VARIABLES},
+        "environment": {
+            v.name: {"value": os.environ.get(v.name), "default": v.default, "meaning": v.meaning}
+            for v in VARIABLES
+        },
     }
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
             properties = torch.cuda.get_device_properties(index)
             report["gpus"].append(
-                {"name": properties.name, "capability": [properties.major, properties.minor], "gib": round(properties.total_memory / 2**30, 1),
-                 "multiprocessors": properties.multi_processor_count}
-            )  # fmt: skip
+                {
+                    "name": properties.name,
+                    "capability": [properties.major, properties.minor],
+                    "gib": round(properties.total_memory / 2**30, 1),
+                    "multiprocessors": properties.multi_processor_count,
+                }
+            )
     return report

@@ -1,13 +1,16 @@
-"""Compiled code as one file: what torch.compile, Triton and NVRTC made in this process, for a start without compiling.
+"""Compiled code as one file: what torch.compile, Triton and NVRTC made in this process, for a start
+without compiling.
 
     report = torchpaged.load_compile_cache("llama.tpc")     # before the first compilation
     ...                                                     # build, capture, generate
     report = torchpaged.save_compile_cache("llama.tpc")     # after it
 
-The file is a zip archive: torch's cache artifacts (Inductor's and AOTAutograd's, with the Triton kernels Inductor generated), the
-machine code of torchpaged's own Triton kernels for this GPU, and that of its CUDA kernels. It fits one version of torch, Triton, torchpaged and
-Python and one GPU model; another's is not loaded, and the report and a warning say why. What it holds for other sources or shapes is not used:
-every part is looked up by the hash of what it was compiled from. Loading runs code from the file: load only files you trust.
+The file is a zip archive: torch's cache artifacts (Inductor's and AOTAutograd's, with the Triton kernels
+Inductor generated), the machine code of torchpaged's own Triton kernels for this GPU, and that of its CUDA
+kernels. It fits one version of torch, Triton, torchpaged and Python and one GPU model; another's is not
+loaded, and the report and a warning say why. What it holds for other sources or shapes is not used: every
+part is looked up by the hash of what it was compiled from. Loading runs code from the file: load only files
+you trust.
 """
 
 from __future__ import annotations
@@ -33,9 +36,17 @@ from torchpaged.custom_ops.errors import TorchpagedError
 from torchpaged.version import __version__
 
 _FORMAT = 1
-_MEMBER = re.compile(r"(cubin|triton/[\w-]+)/([\w.-]+)")  # two safe names: nothing from an archive leaves its folder
-_TRITON_MODULE = re.compile(r"torchpaged\.custom_ops\.(\w+\.)?triton\b")  # the kernels of a family of ops, or of all
-_LAUNCHERS = ("__triton_launcher", "cuda_utils", "hip_utils")  # what Triton compiles with the C compiler, per signature and per machine
+_MEMBER = re.compile(
+    r"(cubin|triton/[\w-]+)/([\w.-]+)"
+)  # two safe names: nothing from an archive leaves its folder
+_TRITON_MODULE = re.compile(
+    r"torchpaged\.custom_ops\.(\w+\.)?triton\b"
+)  # the kernels of a family of ops, or of all
+_LAUNCHERS = (
+    "__triton_launcher",
+    "cuda_utils",
+    "hip_utils",
+)  # what Triton compiles with the C compiler, per signature and per machine
 
 
 class CompileCacheError(TorchpagedError, ValueError):
@@ -76,14 +87,21 @@ def _versions() -> dict[str, Any]:
         import triton
     except ImportError:
         triton = None
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else torch.backends.cpu.get_cpu_capability()
+    device = (
+        torch.cuda.get_device_name() if torch.cuda.is_available() else torch.backends.cpu.get_cpu_capability()
+    )
     return {
-        "format": _FORMAT, "torchpaged": __version__, "torch": torch.__version__, "triton": getattr(triton, "__version__", None),
-        "python": platform.python_version().rsplit(".", 1)[0], "machine": platform.machine(), "device": device,
-    }  # fmt: skip
+        "format": _FORMAT,
+        "torchpaged": __version__,
+        "torch": torch.__version__,
+        "triton": getattr(triton, "__version__", None),
+        "python": platform.python_version().rsplit(".", 1)[0],
+        "machine": platform.machine(),
+        "device": device,
+    }
 
 
-# ---------------------------------------------------------------------------------------------------------------- save
+# ------------------------------------------------------------------------------------------------------- save
 def save_compile_cache(path: str | os.PathLike[str]) -> CompileCacheReport:
     """Write everything compiled so far to ``path``, whole or not at all; an existing file is replaced.
 
@@ -125,8 +143,8 @@ def _cubins() -> list[Path]:
 def _triton_folders() -> list[Path]:
     """Where Triton keeps its cache in this process, now and after Inductor's first GPU kernel.
 
-    Inductor then sets TRITON_CACHE_DIR to a folder of its own unless it is set, and kernels launched later are sought there. That
-    folder's name is only to be had from a private function.
+    Inductor then sets TRITON_CACHE_DIR to a folder of its own unless it is set, and kernels launched later
+    are sought there. That folder's name is only to be had from a private function.
     """
     try:
         import triton
@@ -138,7 +156,8 @@ def _triton_folders() -> list[Path]:
 
 
 def _own_kernels() -> set[str]:
-    """Names of torchpaged's Triton kernels that were imported; Triton names a compiled kernel's files after its function."""
+    """Names of torchpaged's Triton kernels that were imported; Triton names a compiled kernel's files after
+    its function."""
     modules = [module for name, module in list(sys.modules.items()) if _TRITON_MODULE.match(name)]
     found = [value for module in modules for value in vars(module).values()]
     return {value.fn.__name__ for value in found if hasattr(value, "arg_names") and hasattr(value, "fn")}
@@ -147,7 +166,11 @@ def _own_kernels() -> set[str]:
 def _triton_entries() -> Iterator[Path]:
     """Folders of Triton's cache that hold one of our kernels for this GPU, or a launcher."""
     kernels, seen = _own_kernels(), set()
-    target = "".join(str(number) for number in torch.cuda.get_device_capability()) if torch.cuda.is_available() else None
+    target = (
+        "".join(str(number) for number in torch.cuda.get_device_capability())
+        if torch.cuda.is_available()
+        else None
+    )
     for folder in _triton_folders():
         for entry in sorted(folder.iterdir()) if folder.is_dir() else ():
             if entry.name not in seen and entry.is_dir() and _is_wanted(entry, kernels, target):
@@ -165,13 +188,14 @@ def _is_wanted(entry: Path, kernels: set[str], target: str | None) -> bool:
     return False
 
 
-# ---------------------------------------------------------------------------------------------------------------- load
+# ------------------------------------------------------------------------------------------------------- load
 def load_compile_cache(path: str | os.PathLike[str]) -> CompileCacheReport:
-    """Put what ``path`` holds where torch, Triton and torchpaged look before they compile. Call it before anything is compiled.
+    """Put what ``path`` holds where torch, Triton and torchpaged look before they compile. Call it before
+    anything is compiled.
 
     Returns:
-        A report. ``loaded`` is False, and a `CompileCacheWarning` is given, if the file belongs to other versions or another GPU; nothing
-        was changed then, and everything is compiled as usual.
+        A report. ``loaded`` is False, and a `CompileCacheWarning` is given, if the file belongs to other
+        versions or another GPU; nothing was changed then, and everything is compiled as usual.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -184,21 +208,31 @@ def load_compile_cache(path: str | os.PathLike[str]) -> CompileCacheReport:
             found, here = json.loads(archive.read("versions.json")), _versions()
             if not isinstance(found, dict):
                 raise ValueError(f"versions.json holds a {type(found).__name__}")
-            differs = [f"{name} {found.get(name)}, here {here[name]}" for name in here if found.get(name) != here[name]]
+            differs = [
+                f"{name} {found.get(name)}, here {here[name]}"
+                for name in here
+                if found.get(name) != here[name]
+            ]
             if differs:
                 report.loaded, report.reason = False, f"{source}: made with {'; '.join(differs)}"
                 warnings.warn(f"compile cache not loaded: {report.reason}", CompileCacheWarning, stacklevel=2)
                 return report
-            members = {name: archive.read(name) for name in archive.namelist()}  # all of it, checked, before anything is written
+            members = {
+                name: archive.read(name) for name in archive.namelist()
+            }  # all of it, checked, before anything is written
             for name in members:
                 if name.rpartition("/")[2].startswith("__grp__"):
                     _children(members[name])
     except (zipfile.BadZipFile, KeyError, ValueError) as error:
-        raise CompileCacheError(f"{source}: expected a file of save_compile_cache(), got {error}; delete it and save anew") from error
+        raise CompileCacheError(
+            f"{source}: expected a file of save_compile_cache(), got {error}; delete it and save anew"
+        ) from error
     if "torch" in members:
         info = torch.compiler.load_cache_artifacts(members["torch"])
         if info is None:
-            raise CompileCacheError(f"{source}: torch can't read its own artifacts in it; delete it and save anew")
+            raise CompileCacheError(
+                f"{source}: torch can't read its own artifacts in it; delete it and save anew"
+            )
         report.artifacts = {kind: len(keys) for kind, keys in info.artifacts.items()}
     entries: dict[str, dict[str, bytes]] = {}
     for name, content in members.items():
@@ -237,7 +271,8 @@ def _children(group: bytes) -> list[str]:
 
 
 def _write_triton(folder: Path, files: dict[str, bytes]) -> None:
-    """A kernel's entry. Its group file lists the others by their absolute paths, and is what Triton looks for: it comes last."""
+    """A kernel's entry. Its group file lists the others by their absolute paths, and is what Triton looks
+    for: it comes last."""
     groups = {name: content for name, content in files.items() if name.startswith("__grp__")}
     _write_files(folder, {name: content for name, content in files.items() if name not in groups})
     for name, content in groups.items():

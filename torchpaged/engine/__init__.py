@@ -11,4 +11,11 @@ from torchpaged.engine.sampling import SamplingParams
 from torchpaged.engine.sequence import RequestOutput, TokenEvent
 from torchpaged.engine.stats import GeneratorStats
 
-__all__ = ["Generator", "GeneratorStats", "PagedModelProtocol", "RequestOutput", "SamplingParams", "TokenEvent"]
+__all__ = [
+    "Generator",
+    "GeneratorStats",
+    "PagedModelProtocol",
+    "RequestOutput",
+    "SamplingParams",
+    "TokenEvent",
+]

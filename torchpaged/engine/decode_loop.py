@@ -1,14 +1,16 @@
 """DecodeLoop: whole decode steps launched ahead of the host.
 
-The running requests live in rows on the device (`DecodeRows`); a launch replays one graph that runs the model, samples, and makes
-the rows ready for the next step, K times over. The host sends only what the device can't know: new requests, freed rows, blocks
-ahead of need. It reads tokens one launch late, while the next launch runs.
+The running requests live in rows on the device (`DecodeRows`); a launch replays one graph that runs the
+model, samples, and makes the rows ready for the next step, K times over. The host sends only what the device
+can't know: new requests, freed rows, blocks ahead of need. It reads tokens one launch late, while the next
+launch runs.
 
     loop.place(sequence)            # or loop.finish_prefill(sequences, logits)
     loop.launch()                   # K steps; returns at once
     for sequence, tokens in loop.collect(keep=1): ...
 
-Blocks of a finished request may be given away at once: whatever still writes into them was launched earlier on the same stream.
+Blocks of a finished request may be given away at once: whatever still writes into them was launched earlier
+on the same stream.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ MAX_IN_FLIGHT = 4
 
 
 class _Launch(NamedTuple):
-    """Tokens on their way: where they will be, which column is whose, how many steps each column holds, and whether of a prefill.
+    """Tokens on their way: where they will be, which column is whose, how many steps each column holds, and
+    whether of a prefill.
 
     ``place``: the number of a launch in ``rows.ring``, of a prefill the slot of the loop's own ring.
     """
@@ -50,26 +53,44 @@ class DecodeLoop:
         max_batch_size: rows.
         max_blocks_per_req: blocks of a row at most.
         steps_per_launch: K, decode steps per launch.
-        options: further arguments of `WholeStepRunner` (``buckets``, ``compile``, ``progress``, ``capture`` ...).
+        options: further arguments of `WholeStepRunner` (``buckets``, ``compile``, ``progress``, ``capture``
+            ...).
 
     Attributes:
         runner: the graph runner.
         rows: the device's state.
         decoded: tokens of decode steps read so far, those of prefills left out.
-        blocks_added: whether a request with a row may have been given blocks since blocks were last sent; who gives them sets it. The
-            search through all rows costs more than the rest of a launch on the host, and most launches can do without.
+        blocks_added: whether a request with a row may have been given blocks since blocks were last sent; who
+            gives them sets it. The search through all rows costs more than the rest of a launch on the host,
+            and most launches can do without.
     """
 
     def __init__(
-        self, model: PagedModelProtocol, *, max_batch_size: int, max_blocks_per_req: int, steps_per_launch: int, **options: Any
-    ) -> None:  # fmt: skip
+        self,
+        model: PagedModelProtocol,
+        *,
+        max_batch_size: int,
+        max_blocks_per_req: int,
+        steps_per_launch: int,
+        **options: Any,
+    ) -> None:
         device, block_size = torch.device(model.device), model.kv_cache.block_size
         self.rows = DecodeRows(
-            max_batch_size, max_blocks_per_req, block_size, model.vocab_size, device, model.session.ops, steps_per_launch,
+            max_batch_size,
+            max_blocks_per_req,
+            block_size,
+            model.vocab_size,
+            device,
+            model.session.ops,
+            steps_per_launch,
             MAX_IN_FLIGHT,
-        )  # fmt: skip
+        )
         self.runner = WholeStepRunner(
-            lambda input_ids, metadata: model(input_ids, metadata, None), self.rows, ranges=profile_range, session=model.session, **options
+            lambda input_ids, metadata: model(input_ids, metadata, None),
+            self.rows,
+            ranges=profile_range,
+            session=model.session,
+            **options,
         )
         self.steps_per_launch, self._eos_token_ids = steps_per_launch, model.eos_token_ids
         self._prefill_ring = TokenRing(MAX_IN_FLIGHT, max_batch_size, device)
@@ -80,7 +101,9 @@ class DecodeLoop:
         self._to_write: dict[int, RowState] = {}
         self._to_clear: list[int] = []
         self._launches: list[_Launch] = []
-        self._starting: tuple[int, int, list[tuple[int, Sequence]]] | None = None  # till recorded: a launch's number, steps before it, rows
+        self._starting: tuple[int, int, list[tuple[int, Sequence]]] | None = (
+            None  # till recorded: a launch's number, steps before it, rows
+        )
         self._moving = False  # rows change places: what the device holds is known again behind it
         self._step_count = StepCount()
         self.decoded = 0
@@ -105,7 +128,8 @@ class DecodeLoop:
             self._to_clear.append(row)
 
     def finish_prefill(self, sequences: Seq[Sequence], logits: Tensor) -> None:
-        """Place requests whose prompt is computed, and sample their first tokens from ``logits [len(sequences), vocab_size]``."""
+        """Place requests whose prompt is computed, and sample their first tokens from ``logits
+        [len(sequences), vocab_size]``."""
         for sequence in sequences:
             self.place(sequence)
         self._flush()
@@ -116,9 +140,11 @@ class DecodeLoop:
         self._launches.append(_Launch(slot, list(enumerate(sequences)), 1, prefill=True))
 
     def reset(self) -> None:
-        """After a launch that failed or was interrupted: every row idle, nothing in flight. Waits for the device.
+        """After a launch that failed or was interrupted: every row idle, nothing in flight. Waits for
+        the device.
 
-        What the rows were doing is unknown to the host then. Requests that are placed again go on from the tokens that it has read.
+        What the rows were doing is unknown to the host then. Requests that are placed again go on from the
+        tokens that it has read.
         """
         self.runner.reset()
         self.rows.ring.resync()
@@ -132,7 +158,7 @@ class DecodeLoop:
         self._prefill_ring = TokenRing(MAX_IN_FLIGHT, self.rows.max_batch_size, self.rows.device)
         self.rows.clear(range(self.rows.max_batch_size))
 
-    # ------------------------------------------------------------------------------------------------ launches
+    # ----------------------------------------------------------------------------------------------- launches
     @property
     def in_flight(self) -> int:
         """Launches whose tokens were not collected."""
@@ -140,9 +166,11 @@ class DecodeLoop:
         return len(self._launches)
 
     def launch(self) -> bool:
-        """Start K steps over all rows; False, and nothing is started, if every row is idle or has all its tokens on their way.
+        """Start K steps over all rows; False, and nothing is started, if every row is idle or has all its
+        tokens on their way.
 
-        An exception or Ctrl-C in here loses no token: the next call finds out from the device whether the launch was started.
+        An exception or Ctrl-C in here loses no token: the next call finds out from the device whether the
+        launch was started.
         """
         self._settle()
         if not any(len(sequence) + sequence.in_flight < sequence.max_len for _, sequence in self._busy()):
@@ -157,9 +185,13 @@ class DecodeLoop:
         return True
 
     def _settle(self) -> None:
-        """Record the launch that was begun, if the device has it. Wherever this is interrupted, the next call goes on: each line may run twice."""
+        """Record the launch that was begun, if the device has it. Wherever this is interrupted, the next call
+        goes on: each line may run twice."""
         if self._moving:
-            raise TorchpagedError("rows: expected as the host knows them, got an interrupted move between rows; make a new Generator")
+            raise TorchpagedError(
+                "rows: expected as the host knows them, got an interrupted move between rows; make a new "
+                "Generator"
+            )
         if self._starting is None:
             return
         number, started, busy = self._starting
@@ -179,20 +211,24 @@ class DecodeLoop:
         results = []
         while len(self._launches) > keep:
             launch = self._launches.pop(0)
-            live = [(column, sequence) for column, sequence in launch.columns if sequence.finish_reason is None]
+            live = [
+                (column, sequence) for column, sequence in launch.columns if sequence.finish_reason is None
+            ]
             with profile_range("collect", batch=len(live)):
                 if launch.prefill:
                     steps = self._prefill_ring.read(launch.place)
                 else:
                     steps = self.rows.ring.read(launch.place, launch.columns[-1][0] + 1)
             for column, sequence in live:
-                tokens = [step[column] for step in steps if step[column] != -1]  # -1: idle by then; NO_TOKEN is the caller's
+                tokens = [
+                    step[column] for step in steps if step[column] != -1
+                ]  # -1: idle by then; NO_TOKEN is the caller's
                 sequence.steps_read += launch.num_steps
                 self.decoded += 0 if launch.prefill else len(tokens)
                 results.append((sequence, tokens))
         return results
 
-    # ------------------------------------------------------------------------------------------------ to the device
+    # ------------------------------------------------------------------------------------------ to the device
     def _flush(self) -> None:
         """Send what changed since the last launch; nothing in the common case."""
         if self._to_clear:
@@ -202,7 +238,13 @@ class DecodeLoop:
             self.rows.write(self._to_write)
             self._to_write = {}
         if self.blocks_added:
-            self._send_blocks([(row, sequence) for row, sequence in self._busy() if len(sequence.blocks) > sequence.blocks_on_device])
+            self._send_blocks(
+                [
+                    (row, sequence)
+                    for row, sequence in self._busy()
+                    if len(sequence.blocks) > sequence.blocks_on_device
+                ]
+            )
             self.blocks_added = False
         if self._has_idle_rows:
             self._close_up()
@@ -219,7 +261,9 @@ class DecodeLoop:
     def _busy(self) -> list[tuple[int, Sequence]]:
         """Rows that hold a request; kept until one comes, goes or moves."""
         if self._busy_rows is None:
-            self._busy_rows = [(row, sequence) for row, sequence in enumerate(self._sequences) if sequence is not None]
+            self._busy_rows = [
+                (row, sequence) for row, sequence in enumerate(self._sequences) if sequence is not None
+            ]
         return self._busy_rows
 
     def _close_up(self) -> None:
@@ -245,8 +289,17 @@ class DecodeLoop:
         params = sequence.sampling
         stops = [*params.stop_token_ids, *(() if params.ignore_eos else self._eos_token_ids)]
         return RowState(
-            input_id=sequence.token_at(len(sequence) - 1), seq_len=len(sequence), blocks=sequence.blocks, seed=sequence.seed,
-            counter=len(sequence.output), remaining=sequence.max_len - len(sequence), temperature=params.temperature,
-            top_k=params.top_k, top_p=params.top_p, min_p=params.min_p, repetition_penalty=params.repetition_penalty,
-            stop_token_ids=stops, seen=sequence.tokens if params.repetition_penalty != 1.0 else None,
-        )  # fmt: skip
+            input_id=sequence.token_at(len(sequence) - 1),
+            seq_len=len(sequence),
+            blocks=sequence.blocks,
+            seed=sequence.seed,
+            counter=len(sequence.output),
+            remaining=sequence.max_len - len(sequence),
+            temperature=params.temperature,
+            top_k=params.top_k,
+            top_p=params.top_p,
+            min_p=params.min_p,
+            repetition_penalty=params.repetition_penalty,
+            stop_token_ids=stops,
+            seen=sequence.tokens if params.repetition_penalty != 1.0 else None,
+        )

@@ -5,12 +5,13 @@
     for event in generator.stream():
         print(event.text, end="")
 
-With graphs, each step starts a launch of whole decode steps for all running requests (`DecodeLoop`), prefills a chunk of the
-waiting ones, and reads the tokens of the launch before. Without, it decodes, samples and reads, one step at a time. Tokens are the
-same.
+With graphs, each step starts a launch of whole decode steps for all running requests (`DecodeLoop`), prefills
+a chunk of the waiting ones, and reads the tokens of the launch before. Without, it decodes, samples and
+reads, one step at a time. Tokens are the same.
 
-Several threads may use one Generator: one lock lets one call in at a time, and every step moves the requests of all of them. Each call gets
-the events of its own requests; one that breaks off, by an error, Ctrl-C or a ``break``, cancels its own and leaves the others running.
+Several threads may use one Generator: one lock lets one call in at a time, and every step moves the requests
+of all of them. Each call gets the events of its own requests; one that breaks off, by an error, Ctrl-C or a
+``break``, cancels its own and leaves the others running.
 """
 
 from __future__ import annotations
@@ -33,7 +34,14 @@ from torchpaged.engine.device import WholeStepRunner
 from torchpaged.engine.inbox import HandOut, Inbox
 from torchpaged.engine.model import PagedModelProtocol
 from torchpaged.engine.numbers import shown
-from torchpaged.engine.options import check_options, decide_compile, decide_graphs, decide_prefill_buckets, paged_model, tokens_per_request
+from torchpaged.engine.options import (
+    check_options,
+    decide_compile,
+    decide_graphs,
+    decide_prefill_buckets,
+    paged_model,
+    tokens_per_request,
+)
 from torchpaged.engine.prefill_graphs import PrefillGraphs
 from torchpaged.engine.prompts import list_prompts, list_sampling, token_ids
 from torchpaged.engine.sampling import SamplingParams
@@ -48,7 +56,9 @@ if TYPE_CHECKING:
     from torchpaged.fuse import FusionReport
 
 _LOOKAHEAD = 128  # tokens
-_GIVE_WAY_SECONDS = 1e-4  # for threads that wait for the lock: without it the one that steps would take it again and again
+_GIVE_WAY_SECONDS = (
+    1e-4  # for threads that wait for the lock: without it the one that steps would take it again and again
+)
 
 
 class Generator:
@@ -59,28 +69,33 @@ class Generator:
         tokenizer: for string prompts, text and stop strings; None works with token ids.
         max_batch_size: requests that run at once; more wait.
         max_seq_len: tokens of prompt and output per request; default: the model's, at most 2048.
-        block_size: tokens per block; default 16. This, the next two and ``backend`` shape the cache of a transformers model; with a model
-            that is paged already they are refused.
+        block_size: tokens per block; default 16. This, the next two and ``backend`` shape the cache of a
+            transformers model; with a model that is paged already they are refused.
         num_blocks: blocks of the pool; default: enough for ``max_batch_size`` requests of ``max_seq_len``.
         kv_cache_memory: bytes for the pool instead.
         backend: attention backend, or "auto".
         prefill_chunk_size: prompt tokens per step.
-        fuse: call `torchpaged.hf.fuse` on the model first (docs/fusion.md); for transformers models. One that is fused already is
-            taken as it is; the model stays fused afterwards, until `torchpaged.hf.unfuse`.
-        compile: run the decode step through torch.compile, with graphs; "auto": on a GPU, unless the model is fully fused.
-        graphs: decode through the graph runner (CUDA graphs on a GPU, the same code run eagerly on a CPU); "auto": if the backend
-            can; `graph_reason` says what was decided.
-        buckets: batch sizes to capture, the largest of them ``max_batch_size``; default: `torchpaged.graphs.default_buckets`, on a CPU
-            every size (no padding).
-        steps_per_launch: decode steps in one graph, with graphs. More cost the host less per token; a request's tokens come in
-            groups, and one that ends inside a group leaves its row idle until the next.
-        prefill_buckets: numbers of prompt tokens, of all requests of a step together, for which prefills are captured as well; none above
-            ``prefill_chunk_size``. A step of more tokens or of more than 8 requests is launched from Python. None or []: all are; "auto": on
-            a GPU with graphs, up to 1024 tokens (`torchpaged.graphs.default_prefill_buckets`), unless the model's prefill can't be
-            captured or the backend's graphs are for decodes only; `prefill_graph_reason` says what was decided.
-        capture_ahead: capture every bucket now; False: each on first need, in the middle of serving; "auto": now on a GPU.
-        lookahead: tokens ahead of need that a decoding request gets blocks for while the pool is mostly free; default: 128 on a GPU,
-            none on a CPU.
+        fuse: call `torchpaged.hf.fuse` on the model first (docs/fusion.md); for transformers models. One that
+            is fused already is taken as it is; the model stays fused afterwards,
+            until `torchpaged.hf.unfuse`.
+        compile: run the decode step through torch.compile, with graphs; "auto": on a GPU, unless the model is
+            fully fused.
+        graphs: decode through the graph runner (CUDA graphs on a GPU, the same code run eagerly on a CPU);
+            "auto": if the backend can; `graph_reason` says what was decided.
+        buckets: batch sizes to capture, the largest of them ``max_batch_size``; default:
+            `torchpaged.graphs.default_buckets`, on a CPU every size (no padding).
+        steps_per_launch: decode steps in one graph, with graphs. More cost the host less per token; a
+            request's tokens come in groups, and one that ends inside a group leaves its row idle until
+            the next.
+        prefill_buckets: numbers of prompt tokens, of all requests of a step together, for which prefills are
+            captured as well; none above ``prefill_chunk_size``. A step of more tokens or of more than 8
+            requests is launched from Python. None or []: all are; "auto": on a GPU with graphs, up to 1024
+            tokens (`torchpaged.graphs.default_prefill_buckets`), unless the model's prefill can't be captured
+            or the backend's graphs are for decodes only; `prefill_graph_reason` says what was decided.
+        capture_ahead: capture every bucket now; False: each on first need, in the middle of serving; "auto":
+            now on a GPU.
+        lookahead: tokens ahead of need that a decoding request gets blocks for while the pool is mostly free;
+            default: 128 on a GPU, none on a CPU.
         capture: how steps become graphs, as in `torchpaged.graphs.DecodeGraphRunner`.
         progress: called with ``(done, total, text)`` while buckets are captured.
 
@@ -92,7 +107,8 @@ class Generator:
         stats: counters.
 
     Raises:
-        ArgumentError, BackendUnavailableError, UnsupportedModelError: what was asked can't be had; nothing stays allocated then.
+        ArgumentError, BackendUnavailableError, UnsupportedModelError: what was asked can't be had; nothing
+            stays allocated then.
         CaptureError: a bucket could not be captured ahead; names the bucket and the op.
         NotCopyableError: it is copied or pickled: its graphs and rows are places in this process's memory.
     """
@@ -121,67 +137,115 @@ class Generator:
         progress: Callable[[int, int, str], None] | None = None,
     ) -> None:
         check_options(
-            {"max_batch_size": max_batch_size, "prefill_chunk_size": prefill_chunk_size,
-             "block_size": 1 if block_size is None else block_size, "steps_per_launch": steps_per_launch, "lookahead": 1 if lookahead is None else lookahead + 1},
+            {
+                "max_batch_size": max_batch_size,
+                "prefill_chunk_size": prefill_chunk_size,
+                "block_size": 1 if block_size is None else block_size,
+                "steps_per_launch": steps_per_launch,
+                "lookahead": 1 if lookahead is None else lookahead + 1,
+            },
             {"compile": compile, "graphs": graphs, "capture_ahead": capture_ahead},
-        )  # fmt: skip
+        )
         self.max_seq_len = tokens_per_request(model, max_seq_len)
         self.model: PagedModelProtocol = paged_model(
-            model, fuse=fuse, num_blocks=num_blocks, kv_cache_memory=kv_cache_memory, block_size=block_size, backend=backend,
-            max_batch_size=max_batch_size, max_seq_len=self.max_seq_len, prefill_chunk_size=prefill_chunk_size,
-        )  # fmt: skip
-        self.tokenizer, self.choice, self.device = tokenizer, self.model.choice, torch.device(self.model.device)
+            model,
+            fuse=fuse,
+            num_blocks=num_blocks,
+            kv_cache_memory=kv_cache_memory,
+            block_size=block_size,
+            backend=backend,
+            max_batch_size=max_batch_size,
+            max_seq_len=self.max_seq_len,
+            prefill_chunk_size=prefill_chunk_size,
+        )
+        self.tokenizer, self.choice, self.device = (
+            tokenizer,
+            self.model.choice,
+            torch.device(self.model.device),
+        )
         self.fusion_report: FusionReport | None = getattr(self.model, "fusion_report", None)
         cache, on_gpu = self.model.kv_cache, self.device.type == "cuda"
         use_graphs, self.graph_reason = decide_graphs(graphs, self.choice, on_gpu)
-        use_compile, self.compile_reason = decide_compile(compile, on_gpu, use_graphs, self.graph_reason, self.fusion_report)
+        use_compile, self.compile_reason = decide_compile(
+            compile, on_gpu, use_graphs, self.graph_reason, self.fusion_report
+        )
         if not use_graphs and steps_per_launch != 1:
-            raise ArgumentError("steps_per_launch", "1 without graphs", str(steps_per_launch), f"graphs: {self.graph_reason}")
+            raise ArgumentError(
+                "steps_per_launch", "1 without graphs", str(steps_per_launch), f"graphs: {self.graph_reason}"
+            )
         if steps_per_launch != 1 and self.model.session.plans_every_step:
             raise ArgumentError(
-                "steps_per_launch", f"1 with backend {self.choice.name!r}, which plans every step on the host", str(steps_per_launch)
+                "steps_per_launch",
+                f"1 with backend {self.choice.name!r}, which plans every step on the host",
+                str(steps_per_launch),
             )
         prefills, self._prefill_graph_reason = decide_prefill_buckets(
-            prefill_buckets, prefill_chunk_size, on_gpu, use_graphs, self.graph_reason, self.choice.backend.capabilities.graph_support
+            prefill_buckets,
+            prefill_chunk_size,
+            on_gpu,
+            use_graphs,
+            self.graph_reason,
+            self.choice.backend.capabilities.graph_support,
         )
         self.pool = BlockPool(cache.num_blocks)
         self.loop: DecodeLoop | None = None
         self._prefill_graphs: PrefillGraphs | None = None
         if use_graphs:
             shared: dict[str, Any] = {
-                "max_batch_size": max_batch_size, "max_blocks_per_req": -(-self.max_seq_len // cache.block_size), "progress": progress,
+                "max_batch_size": max_batch_size,
+                "max_blocks_per_req": -(-self.max_seq_len // cache.block_size),
+                "progress": progress,
                 "watch": cache.tensors(),
-            }  # fmt: skip
+            }
             self.loop = DecodeLoop(
-                self.model, steps_per_launch=steps_per_launch, capture=capture, compile=use_compile,
-                buckets=buckets if buckets is not None or on_gpu else range(1, max_batch_size + 1), **shared,
-            )  # fmt: skip
+                self.model,
+                steps_per_launch=steps_per_launch,
+                capture=capture,
+                compile=use_compile,
+                buckets=buckets if buckets is not None or on_gpu else range(1, max_batch_size + 1),
+                **shared,
+            )
             ahead = on_gpu if capture_ahead == "auto" else bool(capture_ahead)
             if ahead:
                 self.loop.runner.capture()
             if prefills:
                 runner = self.loop.runner
                 self._prefill_graphs = PrefillGraphs(
-                    self.model, prefills, required=prefill_buckets != "auto", reason=self._prefill_graph_reason,
-                    capture=runner.capture_backend, pool=runner.pool if ahead else None, **shared,
-                )  # fmt: skip  # a pool outlives a failed capture only if it holds another graph
+                    self.model,
+                    prefills,
+                    required=prefill_buckets != "auto",
+                    reason=self._prefill_graph_reason,
+                    capture=runner.capture_backend,
+                    pool=runner.pool if ahead else None,
+                    **shared,
+                )  # a pool outlives a failed capture only if it holds another graph
                 if ahead:
                     self._prefill_graphs.capture()
         if lookahead is None:
             lookahead = _LOOKAHEAD if on_gpu and use_graphs else 0
         self.scheduler = Scheduler(
-            self.pool, cache.block_size, max_batch_size, prefill_chunk_size, steps_per_launch if use_graphs else 0, lookahead
+            self.pool,
+            cache.block_size,
+            max_batch_size,
+            prefill_chunk_size,
+            steps_per_launch if use_graphs else 0,
+            lookahead,
         )
         self._stepper = Stepper(self.model, self.scheduler, self.loop, self._prefill_graphs)
         self._requests, self._next_id = self._stepper.requests, 0
         self.stats: GeneratorStats = self._stepper.stats
-        self._lock, self._holder = threading.RLock(), 0  # the thread that is inside: a little less long than it has the lock
+        self._lock, self._holder = (
+            threading.RLock(),
+            0,
+        )  # the thread that is inside: a little less long than it has the lock
         self._queue: dict[int, None] = {}  # threads that wait for the lock
         self._inbox = Inbox()
         self._stream_of_all: object | None = None  # the mark of the open stream over all requests
-        self._left: deque[list[Sequence] | Inbox] = deque()  # requests of calls that broke off, to be cancelled; of an inbox all
+        self._left: deque[list[Sequence] | Inbox] = (
+            deque()
+        )  # requests of calls that broke off, to be cancelled; of an inbox all
 
-    # ------------------------------------------------------------------------------------------------ requests
+    # ----------------------------------------------------------------------------------------------- requests
     def submit(self, prompt: str | Seq[int], sampling: SamplingParams | None = None) -> int:
         """Queue a request; returns its id. Its events come from `stream` or `step`.
 
@@ -190,8 +254,9 @@ class Generator:
             sampling: default: `SamplingParams()`.
 
         Raises:
-            ArgumentError: an empty prompt, ids that are no integers or outside the vocabulary, a prompt that does not fit ``max_seq_len``
-                or the pool, or strings without a tokenizer. Nothing else is touched.
+            ArgumentError: an empty prompt, ids that are no integers or outside the vocabulary, a prompt that
+                does not fit ``max_seq_len`` or the pool, or strings without a tokenizer. Nothing else
+                is touched.
         """
         sequence = None
         try:
@@ -205,18 +270,21 @@ class Generator:
             raise
 
     def cancel(self, request_id: int) -> None:
-        """End a request now; its blocks are free at once, its event comes to its owner. Unknown and finished ids are refused."""
+        """End a request now; its blocks are free at once, its event comes to its owner. Unknown and finished
+        ids are refused."""
         with self._entered():
             self._stepper.cancel(request_id)
 
     def stream(self, request_ids: Seq[int] | None = None) -> Iterator[TokenEvent]:
         """Step until every request is done, giving events as they come.
 
-        Left early, by an error, Ctrl-C, ``break`` or ``close()``, it cancels its requests; to only pause, keep the iterator.
+        Left early, by an error, Ctrl-C, ``break`` or ``close()``, it cancels its requests; to only pause,
+        keep the iterator.
 
         Args:
-            request_ids: of submitted requests, which then belong to this stream; default: all that were submitted and belong to no other stream,
-                those submitted while it runs included. There can be one such stream at a time; threads name their requests.
+            request_ids: of submitted requests, which then belong to this stream; default: all that were
+                submitted and belong to no other stream, those submitted while it runs included. There can be
+                one such stream at a time; threads name their requests.
 
         Raises:
             ArgumentError: an id that is unknown, finished, or another stream's.
@@ -239,7 +307,8 @@ class Generator:
             sampling: for all of them, or one each.
 
         Returns:
-            One result per prompt. A request that failed alone, of NaN logits for instance, has ``finish_reason`` "error" and an ``error``.
+            One result per prompt. A request that failed alone, of NaN logits for instance, has
+            ``finish_reason`` "error" and an ``error``.
 
         Raises:
             ArgumentError: a prompt or parameter that `submit` refuses; then none of them runs.
@@ -248,7 +317,9 @@ class Generator:
         each = list_sampling(sampling, len(texts))
         inbox = Inbox()
         with self._entered():
-            sequences = [self._sequence(text, params, inbox) for text, params in zip(texts, each, strict=True)]
+            sequences = [
+                self._sequence(text, params, inbox) for text, params in zip(texts, each, strict=True)
+            ]
         try:
             with self._entered():
                 for sequence in sequences:
@@ -264,7 +335,8 @@ class Generator:
         return [sequence.result() for sequence in sequences]
 
     def step(self) -> list[TokenEvent]:
-        """One step of the whole batch; returns the events of submitted requests, those of open streams over some of them left out.
+        """One step of the whole batch; returns the events of submitted requests, those of open streams over
+        some of them left out.
 
         If it is interrupted, the next call or stream gives the events that this one did not return.
         """
@@ -286,7 +358,7 @@ class Generator:
         """Whether a step would do anything."""
         return bool(self._requests or self._inbox.ready)
 
-    # ------------------------------------------------------------------------------------------------ whose requests
+    # ----------------------------------------------------------------------------------------- whose requests
     def _sequence(self, prompt: Any, sampling: SamplingParams | None, inbox: Inbox) -> Sequence:
         """A request that fits, not queued yet."""
         params = SamplingParams() if sampling is None else sampling
@@ -294,23 +366,39 @@ class Generator:
             raise ArgumentError("sampling", "SamplingParams", shown(params))
         if (isinstance(prompt, str) or params.stop) and self.tokenizer is None:
             raise ArgumentError("tokenizer", "a tokenizer for string prompts and stop strings", "None")
-        ids = token_ids(self.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt, self.model.vocab_size)
+        ids = token_ids(
+            self.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt, self.model.vocab_size
+        )
         params.check_vocabulary(self.model.vocab_size)
         room = min(self.max_seq_len, self.pool.num_usable * self.scheduler.block_size)
         if len(ids) >= room:
-            raise ArgumentError("prompt", f"at most {room - 1} tokens (max_seq_len {self.max_seq_len}, {self.pool.num_usable} blocks of "
-                                f"{self.scheduler.block_size})", str(len(ids)), "raise max_seq_len or num_blocks, or shorten the prompt")  # fmt: skip
+            raise ArgumentError(
+                "prompt",
+                f"at most {room - 1} tokens (max_seq_len {self.max_seq_len}, {self.pool.num_usable} blocks "
+                "of "
+                f"{self.scheduler.block_size})",
+                str(len(ids)),
+                "raise max_seq_len or num_blocks, or shorten the prompt",
+            )
         request_id, self._next_id = self._next_id, self._next_id + 1
         seed = secrets.randbits(63) if params.seed is None else params.seed
-        max_len = min(len(ids) + params.max_new_tokens, self.max_seq_len, room + 1)  # the last token is not stored
-        return Sequence(request_id, ids, params, seed, TextStream(self.tokenizer, params.stop), max_len, inbox)
+        max_len = min(
+            len(ids) + params.max_new_tokens, self.max_seq_len, room + 1
+        )  # the last token is not stored
+        return Sequence(
+            request_id, ids, params, seed, TextStream(self.tokenizer, params.stop), max_len, inbox
+        )
 
     def _claim(self, request_ids: list[int]) -> Inbox:
         """An inbox for these submitted requests alone."""
         known = {s.request_id: s for s in (*self._inbox.live, *self._inbox.ready)}
         for request_id in request_ids:
             if request_id not in known:
-                raise ArgumentError("request_ids", "submitted requests that are not done and belong to no other stream", repr(request_id))
+                raise ArgumentError(
+                    "request_ids",
+                    "submitted requests that are not done and belong to no other stream",
+                    repr(request_id),
+                )
         inbox = Inbox()
         for sequence in (known[request_id] for request_id in request_ids):
             for old, new in ((self._inbox.live, inbox.live), (self._inbox.ready, inbox.ready)):
@@ -320,7 +408,8 @@ class Generator:
         return inbox
 
     def _stream(self, inbox: Inbox | None, begin: bool = False) -> Iterator[TokenEvent]:
-        """``begin``: the first ``next`` gives nothing. From then on it cancels its requests if it is dropped: nobody else will take their events."""
+        """``begin``: the first ``next`` gives nothing. From then on it cancels its requests if it is dropped:
+        nobody else will take their events."""
         mark = object()
         try:
             if begin:
@@ -329,7 +418,8 @@ class Generator:
                 with self._entered():
                     if self._stream_of_all is not None:
                         raise TorchpagedError(
-                            "stream(): another stream over all requests is open; close() it, or name the requests: stream(request_ids)"
+                            "stream(): another stream over all requests is open; close() it, or name the "
+                            "requests: stream(request_ids)"
                         )
                     self._stream_of_all, inbox = mark, self._inbox
             while inbox.live or inbox.ready:
@@ -355,7 +445,8 @@ class Generator:
                 pass
 
     def _cancel_left(self) -> None:
-        """What `_leave` was told; may be interrupted, and called again. Only under the lock: a `submit` may be on its way into an inbox."""
+        """What `_leave` was told; may be interrupted, and called again. Only under the lock: a `submit` may
+        be on its way into an inbox."""
         while self._left:
             requests = self._left[0]
             if requests is self._inbox:
@@ -365,21 +456,23 @@ class Generator:
                     self._stepper.cancel(sequence.request_id)
             self._left.popleft()
 
-    # ------------------------------------------------------------------------------------------------ one call at a time
+    # ------------------------------------------------------------------------------------- one call at a time
     def _is_inside(self) -> bool:
-        # _is_owned is not public; threading.Condition relies on it. The note alone is not enough: Ctrl-C may leave an old one behind.
+        # _is_owned is not public; threading.Condition relies on it. The note alone is not enough: Ctrl-C may
+        # leave an old one behind.
         return bool(self._lock._is_owned()) and self._holder == threading.get_ident()  # type: ignore[attr-defined]
 
     @contextlib.contextmanager
     def _entered(self) -> Iterator[None]:
         """Hold the lock, and find nothing half done.
 
-        The lock may be taken again by its thread: the garbage collector may close a stream between the lock and the note of its holder, where
-        nothing is half done either.
+        The lock may be taken again by its thread: the garbage collector may close a stream between the lock
+        and the note of its holder, where nothing is half done either.
         """
         if self._is_inside():
             raise TorchpagedError(
-                "a Generator was called from inside one of its own steps (a callback of the model, tokenizer or progress)"
+                "a Generator was called from inside one of its own steps (a callback of the model, "
+                "tokenizer or progress)"
             )
         thread = threading.get_ident()
         self._queue[thread] = None
@@ -401,10 +494,13 @@ class Generator:
             time.sleep(_GIVE_WAY_SECONDS)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise NotCopyableError("a Generator can't be copied or pickled: its graphs, rows and pools are places in this process's memory; copy or "
-                               "pickle the model, and make a Generator of it where you need one")  # fmt: skip
+        raise NotCopyableError(
+            "a Generator can't be copied or pickled: its graphs, rows and pools are places in this "
+            "process's memory; copy or "
+            "pickle the model, and make a Generator of it where you need one"
+        )
 
-    # ------------------------------------------------------------------------------------------------ what was decided
+    # --------------------------------------------------------------------------------------- what was decided
     @property
     def runner(self) -> WholeStepRunner | None:
         """The graph runner; None without graphs."""

@@ -1,7 +1,7 @@
 """Inbox: the requests that one call owns, and those of them with events that it has not taken.
 
-A request's own `Sequence.log` holds its events; the inbox only says where to look. So nothing is lost when a step breaks off, and
-no call takes events of another one's requests.
+A request's own `Sequence.log` holds its events; the inbox only says where to look. So nothing is lost when a
+step breaks off, and no call takes events of another one's requests.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ class HandOut:
 
     def __init__(self, inbox: Inbox) -> None:
         self._places = {sequence: (sequence.taken, len(sequence.log)) for sequence in inbox.ready}
-        self.events = [event for sequence, (first, end) in self._places.items() for event in sequence.log[first:end]]
+        self.events = [
+            event for sequence, (first, end) in self._places.items() for event in sequence.log[first:end]
+        ]
 
     def take(self) -> None:
         """Nobody else gets them."""
@@ -41,7 +43,8 @@ class HandOut:
             sequence.inbox.ready.pop(sequence, None)
 
     def give_back(self) -> None:
-        """The next call of the requests' owner gets them, unless another thread has taken later ones of a request meanwhile."""
+        """The next call of the requests' owner gets them, unless another thread has taken later ones of a
+        request meanwhile."""
         for sequence, (first, end) in self._places.items():
             if sequence.taken in (first, end):
                 sequence.inbox.ready[sequence] = None

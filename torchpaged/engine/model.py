@@ -27,6 +27,8 @@ class PagedModelProtocol(Protocol):
     def session(self) -> Session:
         """What the backend keeps open for the layers; the engine drives it: plans, resets and checks."""
 
-    def __call__(self, input_ids: Tensor, metadata: AttentionMetadata, logits_indices: Tensor | None = None) -> Tensor:
+    def __call__(
+        self, input_ids: Tensor, metadata: AttentionMetadata, logits_indices: Tensor | None = None
+    ) -> Tensor:
         """``input_ids [num_tokens]`` int64 -> logits of ``logits_indices [num_reqs]``, or of every token."""
         ...

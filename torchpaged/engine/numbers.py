@@ -1,4 +1,5 @@
-"""Numbers as users write them, plain ones and NumPy's, made Python's own; what is no number is not made one."""
+"""Numbers as users write them, plain ones and NumPy's, made Python's own; what is no number is not
+made one."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ def as_integer(value: Any) -> int | None:
 
 
 def as_float(value: Any) -> float | None:
-    """A real number of Python or NumPy as a float; None for all else, booleans and integers beyond its range included."""
+    """A real number of Python or NumPy as a float; None for all else, booleans and integers beyond its
+    range included."""
     if not isinstance(value, numbers.Real) or isinstance(value, bool):
         return None
     try:

@@ -1,6 +1,8 @@
-"""What the options of a Generator come to: checks, the paged model, and whether steps are captured and compiled.
+"""What the options of a Generator come to: checks, the paged model, and whether steps are captured
+and compiled.
 
-Each decision comes with its reason, so that ``generator.graph_reason``, ``prefill_graph_reason`` and ``compile_reason`` can say it.
+Each decision comes with its reason, so that ``generator.graph_reason``, ``prefill_graph_reason`` and
+``compile_reason`` can say it.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ def check_options(sizes: Mapping[str, int], switches: Mapping[str, bool | str]) 
     for name, size in sizes.items():
         number = as_integer(size)
         if number is None or number < 1:
-            raise ArgumentError(name, "at least 1" if number is not None else "an integer of at least 1", shown(size))
+            raise ArgumentError(
+                name, "at least 1" if number is not None else "an integer of at least 1", shown(size)
+            )
     for name, value in switches.items():
         if value not in (True, False, "auto"):
             raise ArgumentError(name, "True, False or 'auto'", repr(value))
@@ -50,30 +54,50 @@ def _max_positions(model: Any) -> int | None:
 
 
 def paged_model(
-    model: Any, *, fuse: bool, num_blocks: int | None, kv_cache_memory: int | None, block_size: int | None, backend: str,
-    max_batch_size: int, max_seq_len: int, prefill_chunk_size: int,
-) -> PagedModelProtocol:  # fmt: skip
+    model: Any,
+    *,
+    fuse: bool,
+    num_blocks: int | None,
+    kv_cache_memory: int | None,
+    block_size: int | None,
+    backend: str,
+    max_batch_size: int,
+    max_seq_len: int,
+    prefill_chunk_size: int,
+) -> PagedModelProtocol:
     """``model`` itself if it is paged, else a `PagedModel` of it, fused first if asked.
 
-    Without ``num_blocks`` and ``kv_cache_memory`` the pool holds ``max_batch_size`` requests of ``max_seq_len`` tokens; blocks hold 16
-    tokens unless ``block_size`` says otherwise. A model that is fused already is taken as it is; one that is fused here stays so, also if it can't be paged.
+    Without ``num_blocks`` and ``kv_cache_memory`` the pool holds ``max_batch_size`` requests of
+    ``max_seq_len`` tokens; blocks hold 16 tokens unless ``block_size`` says otherwise. A model that is fused
+    already is taken as it is; one that is fused here stays so, also if it can't be paged.
 
     Raises:
-        ArgumentError: ``fuse``, or anything that shapes a cache or chooses a backend, with a model that is paged already; or its session is too
-            small for ``max_batch_size``, ``prefill_chunk_size`` or ``max_seq_len``.
+        ArgumentError: ``fuse``, or anything that shapes a cache or chooses a backend, with a model that is
+            paged already; or its session is too small for ``max_batch_size``, ``prefill_chunk_size``
+            or ``max_seq_len``.
         BackendUnavailableError, UnsupportedModelError: from `PagedModel` or `fuse`.
     """
     if isinstance(model, PagedModelProtocol):
         if fuse:
             raise ArgumentError(
-                "fuse", "False, or a transformers model that is not paged yet", f"True with a {type(model).__name__}",
+                "fuse",
+                "False, or a transformers model that is not paged yet",
+                f"True with a {type(model).__name__}",
                 "call torchpaged.hf.fuse(model) on the transformers model before you make the paged one",
-            )  # fmt: skip
-        given = {"num_blocks": num_blocks, "kv_cache_memory": kv_cache_memory, "block_size": block_size,
-                 "backend": None if backend == "auto" else backend}  # fmt: skip
+            )
+        given = {
+            "num_blocks": num_blocks,
+            "kv_cache_memory": kv_cache_memory,
+            "block_size": block_size,
+            "backend": None if backend == "auto" else backend,
+        }
         for name, value in given.items():
             if value is not None:
-                raise ArgumentError(name, f"nothing with a {type(model).__name__}, whose cache and backend are made", repr(value))
+                raise ArgumentError(
+                    name,
+                    f"nothing with a {type(model).__name__}, whose cache and backend are made",
+                    repr(value),
+                )
         limits = model.session.limits
         for name, size, limit in (
             ("max_batch_size", max_batch_size, "max_num_reqs"),
@@ -83,12 +107,19 @@ def paged_model(
             most = getattr(limits, limit)
             if most is not None and most < size:
                 raise ArgumentError(
-                    name, f"at most {most}, the limit of the model's session", str(size), f"give PagedModel limits=Limits({limit}=...)"
+                    name,
+                    f"at most {most}, the limit of the model's session",
+                    str(size),
+                    f"give PagedModel limits=Limits({limit}=...)",
                 )
         most, columns = limits.max_blocks_per_req, -(-max_seq_len // model.kv_cache.block_size)
         if model.session.plans and most is not None and most < columns:
-            raise ArgumentError("max_seq_len", f"at most {most} blocks, as the model's session plans for", f"{max_seq_len} tokens, {columns} blocks",
-                                "give PagedModel limits=Limits(max_blocks_per_req=...)")  # fmt: skip
+            raise ArgumentError(
+                "max_seq_len",
+                f"at most {most} blocks, as the model's session plans for",
+                f"{max_seq_len} tokens, {columns} blocks",
+                "give PagedModel limits=Limits(max_blocks_per_req=...)",
+            )
         return model
     from torchpaged.fuse import fuse as fuse_model
     from torchpaged.hf import PagedModel, fusion_of, require_supported  # transformers is optional
@@ -101,7 +132,14 @@ def paged_model(
         num_blocks = max_batch_size * -(-max_seq_len // block_size) + 1
     budget = None if num_blocks is not None else kv_cache_memory
     limits = Limits(max_batch_size, max(prefill_chunk_size, max_batch_size), -(-max_seq_len // block_size))
-    return PagedModel(model, num_blocks=num_blocks, memory_budget=budget, block_size=block_size, backend=backend, limits=limits)
+    return PagedModel(
+        model,
+        num_blocks=num_blocks,
+        memory_budget=budget,
+        block_size=block_size,
+        backend=backend,
+        limits=limits,
+    )
 
 
 def decide_graphs(graphs: bool | str, choice: Choice, on_gpu: bool) -> tuple[bool, str]:
@@ -114,16 +152,26 @@ def decide_graphs(graphs: bool | str, choice: Choice, on_gpu: bool) -> tuple[boo
         if graphs is True:
             raise BackendUnavailableError(f"graphs=True: {reason}; choose another backend or graphs='auto'")
         return False, reason
-    return True, f"backend {choice.name!r} declares graph support {support.name}" if on_gpu else "eager capture on a CPU"
+    return (
+        True,
+        f"backend {choice.name!r} declares graph support {support.name}"
+        if on_gpu
+        else "eager capture on a CPU",
+    )
 
 
 def decide_prefill_buckets(
-    prefill_buckets: Sequence[int] | str | None, prefill_chunk_size: int, on_gpu: bool, use_graphs: bool, graph_reason: str,
+    prefill_buckets: Sequence[int] | str | None,
+    prefill_chunk_size: int,
+    on_gpu: bool,
+    use_graphs: bool,
+    graph_reason: str,
     support: GraphSupport = GraphSupport.ALWAYS,
-) -> tuple[list[int], str]:  # fmt: skip
+) -> tuple[list[int], str]:
     """Numbers of tokens for which prefills are captured, none = no such graphs, and why.
 
-    ``support``: the backend's. On a GPU anything below ALWAYS rules prefills out: their query lengths differ from replay to replay.
+    ``support``: the backend's. On a GPU anything below ALWAYS rules prefills out: their query lengths differ
+    from replay to replay.
     """
     if isinstance(prefill_buckets, str):
         if prefill_buckets != "auto":
@@ -138,24 +186,37 @@ def decide_prefill_buckets(
     if not prefill_buckets:
         return [], f"switched off by prefill_buckets={prefill_buckets}"
     if not use_graphs:
-        raise ArgumentError("prefill_buckets", "None or 'auto' without graphs", str(list(prefill_buckets)), f"graphs: {graph_reason}")
+        raise ArgumentError(
+            "prefill_buckets",
+            "None or 'auto' without graphs",
+            str(list(prefill_buckets)),
+            f"graphs: {graph_reason}",
+        )
     if on_gpu and support < GraphSupport.ALWAYS:
         raise ArgumentError(
-            "prefill_buckets", "None or 'auto' with this backend", str(list(prefill_buckets)),
+            "prefill_buckets",
+            "None or 'auto' with this backend",
+            str(list(prefill_buckets)),
             f"it declares graph support {support.name}, prefills need ALWAYS",
-        )  # fmt: skip
+        )
     if min(prefill_buckets) < 1 or max(prefill_buckets) > prefill_chunk_size:
         raise ArgumentError(
-            "prefill_buckets", f"numbers of tokens from 1 to {prefill_chunk_size} (prefill_chunk_size)", str(list(prefill_buckets))
+            "prefill_buckets",
+            f"numbers of tokens from 1 to {prefill_chunk_size} (prefill_chunk_size)",
+            str(list(prefill_buckets)),
         )
     return sorted(set(prefill_buckets)), f"prefill_buckets={sorted(set(prefill_buckets))} was given"
 
 
-def decide_compile(compile: bool | str, on_gpu: bool, use_graphs: bool, graph_reason: str, fusion: FusionReport | None) -> tuple[bool, str]:
+def decide_compile(
+    compile: bool | str, on_gpu: bool, use_graphs: bool, graph_reason: str, fusion: FusionReport | None
+) -> tuple[bool, str]:
     """Whether the decode step goes through torch.compile, and why."""
     if not use_graphs:
         if compile is True:
-            raise ArgumentError("compile", "False or 'auto' without graphs", "True", f"graphs: {graph_reason}")
+            raise ArgumentError(
+                "compile", "False or 'auto' without graphs", "True", f"graphs: {graph_reason}"
+            )
         return False, "steps without graphs run eagerly"
     if compile != "auto":
         return bool(compile), f"compile={compile} was given"
@@ -163,4 +224,9 @@ def decide_compile(compile: bool | str, on_gpu: bool, use_graphs: bool, graph_re
         return False, "automatic: eager on a CPU"
     if fusion is not None and fusion.complete:
         return False, "automatic: the model is fully fused, which leaves nothing to compile"
-    return True, "automatic: on a GPU" if fusion is None else "automatic: on a GPU, and fuse() left parts of the model alone"
+    return (
+        True,
+        "automatic: on a GPU"
+        if fusion is None
+        else "automatic: on a GPU, and fuse() left parts of the model alone",
+    )

@@ -1,12 +1,13 @@
-"""PackedSteps: batches of tokens built from host lists, and the model run over them: every prefill, and decodes without graphs.
+"""PackedSteps: batches of tokens built from host lists, and the model run over them: every prefill, and
+decodes without graphs.
 
     steps = PackedSteps(model)
     logits = steps.prefill([(sequence, 512)])    # of the sequences whose prompt ends with the chunk
     logits = steps.decode(sequences)
     tokens = steps.sample(logits, sequences)     # waits for them
 
-Prefills that have a graph (`PrefillGraphs`) are replayed, everything else is launched from Python. Steps never overlap: all share the model's
-session.
+Prefills that have a graph (`PrefillGraphs`) are replayed, everything else is launched from Python. Steps
+never overlap: all share the model's session.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ class PackedSteps:
         """One token each: logits ``[len(sequences), vocab_size]``."""
         ids = [s.token_at(len(s) - 1) for s in sequences]
         with profile_range("decode", batch=len(ids), tokens=len(ids)):
-            metadata = self._metadata([1] * len(ids), [len(s) for s in sequences], [s.blocks for s in sequences])
+            metadata = self._metadata(
+                [1] * len(ids), [len(s) for s in sequences], [s.blocks for s in sequences]
+            )
             return self._model(self._longs(ids), metadata, None)
 
     def reset(self) -> None:
@@ -47,8 +50,8 @@ class PackedSteps:
         self._model.session.reset()
 
     def prefill(self, chunks: list[tuple[Sequence, int]]) -> Tensor:
-        """The next ``count`` tokens of each prompt: logits ``[n, vocab_size]`` of the ``n`` sequences that are complete with them,
-        valid until the next step: they may be a graph's memory."""
+        """The next ``count`` tokens of each prompt: logits ``[n, vocab_size]`` of the ``n`` sequences that
+        are complete with them, valid until the next step: they may be a graph's memory."""
         ids = [token for s, count in chunks for token in s.tokens[s.num_computed : s.num_computed + count]]
         query_lens = [count for _, count in chunks]
         seq_lens, tables = [s.num_computed + count for s, count in chunks], [s.blocks for s, _ in chunks]
@@ -62,7 +65,9 @@ class PackedSteps:
             with profile_range("prefill", batch=len(chunks), tokens=len(ids), padded=bucket):
                 return self._graphs.run(ids, query_lens, seq_lens, tables, ends)
         with profile_range("prefill", batch=len(chunks), tokens=len(ids)):
-            return self._model(self._longs(ids), self._metadata(query_lens, seq_lens, tables), self._longs(ends))
+            return self._model(
+                self._longs(ids), self._metadata(query_lens, seq_lens, tables), self._longs(ends)
+            )
 
     def sample(self, logits: Tensor, sequences: list[Sequence]) -> list[int]:
         """The next token of each sequence from ``logits [len(sequences), vocab_size]``."""
@@ -71,16 +76,25 @@ class PackedSteps:
             penalised = any(p.repetition_penalty != 1.0 for p in params)
             seen = seen_tokens([s.tokens for s in sequences], logits.shape[1]) if penalised else None
             seeds, counters = [s.seed for s in sequences], [len(s.output) for s in sequences]
-            tokens: list[int] = sample(logits, params, seeds, counters, seen, ops=self._model.session.ops).tolist()
+            tokens: list[int] = sample(
+                logits, params, seeds, counters, seen, ops=self._model.session.ops
+            ).tolist()
             return tokens
 
     def _longs(self, numbers: Seq[int]) -> Tensor:
         return to_device(numbers, torch.int64, self._device)
 
-    def _metadata(self, query_lens: list[int], seq_lens: list[int], tables: list[list[int]]) -> AttentionMetadata:
+    def _metadata(
+        self, query_lens: list[int], seq_lens: list[int], tables: list[list[int]]
+    ) -> AttentionMetadata:
         cache = self._model.kv_cache
         metadata = AttentionMetadata.from_lists(
-            query_lens, seq_lens, tables, block_size=cache.block_size, num_blocks=cache.num_blocks, device=self._device
+            query_lens,
+            seq_lens,
+            tables,
+            block_size=cache.block_size,
+            num_blocks=cache.num_blocks,
+            device=self._device,
         )
         if self._model.session.plans:
             self._model.session.plan(metadata, HostLengths(query_lens, seq_lens))

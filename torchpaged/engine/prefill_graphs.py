@@ -1,10 +1,12 @@
 """PrefillGraphs: prefill steps of a model in graphs, as long as they can be had.
 
-    graphs = PrefillGraphs(model, [64, 512], max_num_reqs=8, max_blocks_per_req=128, required=False, reason="automatic")
+    graphs = PrefillGraphs(model, [64, 512], max_num_reqs=8, max_blocks_per_req=128, required=False,
+                           reason="automatic")
     graphs.capture()                                            # or each bucket at its first step
     if graphs.bucket_for(num_reqs=2, num_tokens=37): logits = graphs.run(...)
 
-With ``required=False`` a model whose prefill can't be captured goes on without these graphs, and ``reason`` says which op it was.
+With ``required=False`` a model whose prefill can't be captured goes on without these graphs, and ``reason``
+says which op it was.
 """
 
 from __future__ import annotations
@@ -42,15 +44,29 @@ class PrefillGraphs:
     """
 
     def __init__(
-        self, model: PagedModelProtocol, buckets: Seq[int], *, max_batch_size: int, max_blocks_per_req: int, required: bool, reason: str,
+        self,
+        model: PagedModelProtocol,
+        buckets: Seq[int],
+        *,
+        max_batch_size: int,
+        max_blocks_per_req: int,
+        required: bool,
+        reason: str,
         **options: Any,
-    ) -> None:  # fmt: skip
+    ) -> None:
         cache = model.kv_cache
         self.runner: PackedGraphRunner | None = PackedGraphRunner(
-            model, buckets=buckets, max_num_reqs=min(max_batch_size, MAX_NUM_REQS), max_blocks_per_req=max_blocks_per_req,
-            block_size=cache.block_size, num_blocks=cache.num_blocks, device=torch.device(model.device), ranges=profile_range, session=model.session,
+            model,
+            buckets=buckets,
+            max_num_reqs=min(max_batch_size, MAX_NUM_REQS),
+            max_blocks_per_req=max_blocks_per_req,
+            block_size=cache.block_size,
+            num_blocks=cache.num_blocks,
+            device=torch.device(model.device),
+            ranges=profile_range,
+            session=model.session,
             **options,
-        )  # fmt: skip
+        )
         self.reason, self._required = reason, required
 
     def capture(self) -> None:

@@ -17,11 +17,16 @@ def list_prompts(prompts: Any) -> list[Any]:
     if isinstance(prompts, str):
         return [prompts]
     if isinstance(prompts, (bytes, dict)) or not isinstance(prompts, Iterable):
-        raise ArgumentError("prompts", "a string, or a list of strings or of lists of token ids", shown(prompts))
+        raise ArgumentError(
+            "prompts", "a string, or a list of strings or of lists of token ids", shown(prompts)
+        )
     listed = list(prompts)
     if any(as_integer(prompt) is not None for prompt in listed):
         raise ArgumentError(
-            "prompts", "a string, or a list of strings or of lists of token ids", shown(prompts), "put one prompt's ids in a list: [ids]"
+            "prompts",
+            "a string, or a list of strings or of lists of token ids",
+            shown(prompts),
+            "put one prompt's ids in a list: [ids]",
         )
     return listed
 
@@ -30,8 +35,18 @@ def list_sampling(sampling: Any, count: int) -> list[SamplingParams]:
     """``sampling`` for each of ``count`` prompts."""
     if sampling is None:
         return [SamplingParams()] * count
-    each = [sampling] * count if isinstance(sampling, SamplingParams) else list(sampling) if isinstance(sampling, (list, tuple)) else None
-    wrong = sampling if each is None else next((params for params in each if not isinstance(params, SamplingParams)), None)
+    each = (
+        [sampling] * count
+        if isinstance(sampling, SamplingParams)
+        else list(sampling)
+        if isinstance(sampling, (list, tuple))
+        else None
+    )
+    wrong = (
+        sampling
+        if each is None
+        else next((params for params in each if not isinstance(params, SamplingParams)), None)
+    )
     if each is None or wrong is not None:
         raise ArgumentError("sampling", "SamplingParams, or a list of them", shown(wrong))
     if len(each) != count:
@@ -52,7 +67,9 @@ def token_ids(prompt: Any, vocab_size: int) -> list[int]:
     for value in values:
         token = as_integer(value)
         if token is None:
-            raise ArgumentError("prompt", "token ids, integers of one dimension", f"{shown(value)} ({type(value).__name__})")
+            raise ArgumentError(
+                "prompt", "token ids, integers of one dimension", f"{shown(value)} ({type(value).__name__})"
+            )
         if not 0 <= token < vocab_size:
             raise ArgumentError("prompt", f"token ids in [0, {vocab_size})", shown(token))
         ids.append(token)

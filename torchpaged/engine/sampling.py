@@ -1,6 +1,7 @@
 """Sampling parameters of a request, and drawing tokens for a batch of them with the op ``sample_tokens``.
 
-Token ``t`` of a request is drawn from ``(seed, t)`` alone: batch composition, preemption and recomputation never change it.
+Token ``t`` of a request is drawn from ``(seed, t)`` alone: batch composition, preemption and recomputation
+never change it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ from torchpaged.engine.device import StepOps, token_bits
 from torchpaged.engine.numbers import as_float, as_integer, shown
 from torchpaged.metadata import to_device
 
-_SMALLEST, _LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max  # the device has float32
+_SMALLEST, _LARGEST = (
+    torch.finfo(torch.float32).tiny,
+    torch.finfo(torch.float32).max,
+)  # the device has float32
 
 
 @dataclass(frozen=True)
@@ -27,16 +31,20 @@ class SamplingParams:
         max_new_tokens: tokens at most.
         temperature: 0 = greedy; else logits are divided by it.
         top_k: the k likeliest tokens only; 0 = all.
-        top_p: the likeliest tokens whose probabilities sum to p; 1 = all (nucleus sampling, arXiv:1904.09751).
-        min_p: tokens with at least this share of the likeliest one's probability only; 0 = all (arXiv:2407.01082).
-        repetition_penalty: divides the positive and multiplies the negative logits of tokens that occurred in prompt or output;
-            1 = off (arXiv:1909.05858).
+        top_p: the likeliest tokens whose probabilities sum to p; 1 = all (nucleus
+            sampling, arXiv:1904.09751).
+        min_p: tokens with at least this share of the likeliest one's probability only; 0 =
+            all (arXiv:2407.01082).
+        repetition_penalty: divides the positive and multiplies the negative logits of tokens that occurred in
+            prompt or output; 1 = off (arXiv:1909.05858).
         seed: of this request's draws, 64 bits; None = a fresh one.
         stop: strings that end the text; they are not part of it.
-        stop_token_ids: token ids that end it, besides the model's own end; within the model's vocabulary, which is checked at submission.
+        stop_token_ids: token ids that end it, besides the model's own end; within the model's vocabulary,
+            which is checked at submission.
         ignore_eos: go on past the model's end token.
 
-    Numbers of NumPy become Python's, lists become tuples. Nothing else is converted: True is no number, 2.0 is no integer.
+    Numbers of NumPy become Python's, lists become tuples. Nothing else is converted: True is no number, 2.0
+    is no integer.
 
     Raises:
         ArgumentError: a field of another type, or out of range.
@@ -59,13 +67,21 @@ class SamplingParams:
         self._integer("top_k", "an integer, 0 (off) or 1 to 2**31 - 1", 0, 2**31 - 1)
         self._float("top_p", "a number in (0, 1]", _SMALLEST, 1.0)
         self._float("min_p", "a number in [0, 1]", 0.0, 1.0)
-        self._float("repetition_penalty", "a positive number of float32's range (1 = off)", _SMALLEST, _LARGEST)
+        self._float(
+            "repetition_penalty", "a positive number of float32's range (1 = off)", _SMALLEST, _LARGEST
+        )
         if self.seed is not None:
             self._integer("seed", "None or a signed 64-bit integer", -(2**63), 2**63 - 1)
-        if not isinstance(self.stop, (tuple, list)) or not all(isinstance(text, str) and text for text in self.stop):
+        if not isinstance(self.stop, (tuple, list)) or not all(
+            isinstance(text, str) and text for text in self.stop
+        ):
             raise ArgumentError("stop", "a tuple or list of non-empty strings", shown(self.stop))
         object.__setattr__(self, "stop", tuple(self.stop))
-        stops = [as_integer(token) for token in self.stop_token_ids] if isinstance(self.stop_token_ids, (tuple, list)) else [None]
+        stops = (
+            [as_integer(token) for token in self.stop_token_ids]
+            if isinstance(self.stop_token_ids, (tuple, list))
+            else [None]
+        )
         if any(token is None or not 0 <= token < 2**63 for token in stops):
             raise ArgumentError("stop_token_ids", "a tuple or list of token ids", shown(self.stop_token_ids))
         object.__setattr__(self, "stop_token_ids", tuple(stops))
@@ -99,13 +115,21 @@ def seen_tokens(tokens: Sequence[Sequence[int]], vocab_size: int) -> Tensor:
         vocab_size: tokens of the vocabulary.
 
     Returns:
-        ``[num_rows, ceil(vocab_size / 32)]`` int32; bit ``v % 32`` of word ``v // 32`` says that token ``v`` occurred.
+        ``[num_rows, ceil(vocab_size / 32)]`` int32; bit ``v % 32`` of word ``v // 32`` says that token ``v``
+        occurred.
     """
     return torch.stack([token_bits(occurred, -(-vocab_size // 32)) for occurred in tokens])
 
 
-def sample(logits: Tensor, params: Sequence[SamplingParams], seeds: Sequence[int], counters: Sequence[int],
-           seen: Tensor | None = None, *, ops: StepOps) -> Tensor:  # fmt: skip
+def sample(
+    logits: Tensor,
+    params: Sequence[SamplingParams],
+    seeds: Sequence[int],
+    counters: Sequence[int],
+    seen: Tensor | None = None,
+    *,
+    ops: StepOps,
+) -> Tensor:
     """One token per row.
 
     Args:
@@ -130,14 +154,28 @@ def sample(logits: Tensor, params: Sequence[SamplingParams], seeds: Sequence[int
     penalties = [p.repetition_penalty for p in params]
     if seen is None:
         if any(penalty != 1.0 for penalty in penalties):
-            raise ArgumentError("seen", "a mask of seen tokens, since a row has a repetition penalty", "None", "build it with seen_tokens")
-        seen = torch.zeros(1, -(-logits.shape[1] // 32), dtype=torch.int32, device=device).expand(len(params), -1)  # read by no row
+            raise ArgumentError(
+                "seen",
+                "a mask of seen tokens, since a row has a repetition penalty",
+                "None",
+                "build it with seen_tokens",
+            )
+        seen = torch.zeros(1, -(-logits.shape[1] // 32), dtype=torch.int32, device=device).expand(
+            len(params), -1
+        )  # read by no row
     elif device.type == "cuda" and seen.device.type == "cpu":
         seen = seen.pin_memory()
     out = torch.empty(len(params), dtype=torch.int64, device=device)
     ops.sample_tokens(
-        logits, column([p.temperature for p in params], torch.float32), column([min(p.top_k, logits.shape[1]) for p in params], torch.int32),
-        column([p.top_p for p in params], torch.float32), column([p.min_p for p in params], torch.float32),
-        column(penalties, torch.float32), seen.to(device, non_blocking=True), column(seeds, torch.int64), column(counters, torch.int64), out,
-    )  # fmt: skip
+        logits,
+        column([p.temperature for p in params], torch.float32),
+        column([min(p.top_k, logits.shape[1]) for p in params], torch.int32),
+        column([p.top_p for p in params], torch.float32),
+        column([p.min_p for p in params], torch.float32),
+        column(penalties, torch.float32),
+        seen.to(device, non_blocking=True),
+        column(seeds, torch.int64),
+        column(counters, torch.int64),
+        out,
+    )
     return out

@@ -1,11 +1,12 @@
 """Scheduler: who runs in the next step, and which blocks each one holds.
 
-Continuous batching (Orca, OSDI 2022) over a block pool (vLLM, arXiv:2309.06180): decoding rows always run, prompts are prefilled
-in chunks within a token budget, and when the pool runs dry the youngest request is put back and recomputed later. The oldest
-request is never put back, so that there is always progress.
+Continuous batching (Orca, OSDI 2022) over a block pool (vLLM, arXiv:2309.06180): decoding rows always run,
+prompts are prefilled in chunks within a token budget, and when the pool runs dry the youngest request is put
+back and recomputed later. The oldest request is never put back, so that there is always progress.
 
-Sequences with a row in the decode loop may be further than the host has read: their blocks are counted from the tokens they may
-have, and before one of them is put back the caller reads what is in flight (`short_of_blocks`).
+Sequences with a row in the decode loop may be further than the host has read: their blocks are counted from
+the tokens they may have, and before one of them is put back the caller reads what is in
+flight (`short_of_blocks`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from torchpaged.engine.sequence import Sequence
 
 @dataclass
 class Schedule:
-    """One step: sequences that decode, chunks ``(sequence, tokens)`` to prefill, those put back to wait, and whether any was given blocks."""
+    """One step: sequences that decode, chunks ``(sequence, tokens)`` to prefill, those put back to wait, and
+    whether any was given blocks."""
 
     decodes: list[Sequence] = field(default_factory=list)
     chunks: list[tuple[Sequence, int]] = field(default_factory=list)
@@ -36,14 +38,21 @@ class Scheduler:
         block_size: tokens per block.
         max_batch_size: requests that run at once.
         prefill_chunk_size: prompt tokens per step, of all requests together.
-        ahead: tokens beyond those it may have that a decoding request needs room for: 0 where the host is asked before each step; the
-            steps of a launch, where the device goes on by itself and looks up the slot of the step after them.
-        lookahead: further tokens that every decoding request gets blocks for while the pool is mostly free and nobody waits, so
-            that block tables change rarely.
+        ahead: tokens beyond those it may have that a decoding request needs room for: 0 where the host is
+            asked before each step; the steps of a launch, where the device goes on by itself and looks up the
+            slot of the step after them.
+        lookahead: further tokens that every decoding request gets blocks for while the pool is mostly free
+            and nobody waits, so that block tables change rarely.
     """
 
     def __init__(
-        self, pool: BlockPool, block_size: int, max_batch_size: int, prefill_chunk_size: int, ahead: int = 0, lookahead: int = 0
+        self,
+        pool: BlockPool,
+        block_size: int,
+        max_batch_size: int,
+        prefill_chunk_size: int,
+        ahead: int = 0,
+        lookahead: int = 0,
     ) -> None:
         self.pool, self.block_size = pool, block_size
         self.ahead, self.lookahead = ahead, lookahead
@@ -69,7 +78,8 @@ class Scheduler:
         self._release(sequence)
 
     def reset(self, sequences: Iterable[Sequence]) -> None:
-        """Start over with ``sequences``, whatever was half done: all of them wait, and nobody holds blocks."""
+        """Start over with ``sequences``, whatever was half done: all of them wait, and nobody
+        holds blocks."""
         self.pool.reset()
         self.waiting, self.running = deque(sorted(sequences, key=lambda s: s.request_id)), []
         for sequence in self.waiting:
@@ -98,15 +108,19 @@ class Scheduler:
     def short_of_blocks(self) -> bool:
         """Whether the next `schedule` may have to put a request back."""
         missing = sum(self._missing(s, self._tokens_ahead(s)) for s in self.running if _decodes(s))
-        missing += sum(self._missing(s, self._tokens_after(s, s.remaining)) for s in self.running if not _decodes(s))
+        missing += sum(
+            self._missing(s, self._tokens_after(s, s.remaining)) for s in self.running if not _decodes(s)
+        )
         return missing > self.pool.num_free
 
     def _tokens_ahead(self, sequence: Sequence) -> int:
-        """Tokens that a decoding request needs room for. Keys and values of a request's last token are never stored."""
+        """Tokens that a decoding request needs room for. Keys and values of a request's last token are
+        never stored."""
         return min(len(sequence) + sequence.in_flight + self.ahead, sequence.max_len - 1)
 
     def _tokens_after(self, sequence: Sequence, count: int) -> int:
-        """Tokens that need room when ``count`` more of the prompt are computed; with the last of them decoding begins."""
+        """Tokens that need room when ``count`` more of the prompt are computed; with the last of them
+        decoding begins."""
         if count < sequence.remaining or not self.ahead:
             return sequence.num_computed + count
         return min(len(sequence) + 1 + self.ahead, sequence.max_len - 1)
@@ -120,7 +134,10 @@ class Scheduler:
             return
         if not any(s.row is not None and len(s.blocks) > s.blocks_on_device for s in step.decodes):
             return
-        extra = [(s, self._missing(s, min(self._tokens_ahead(s) + self.lookahead, s.max_len - 1))) for s in step.decodes]
+        extra = [
+            (s, self._missing(s, min(self._tokens_ahead(s) + self.lookahead, s.max_len - 1)))
+            for s in step.decodes
+        ]
         if 2 * sum(count for _, count in extra) <= self.pool.num_free:
             for sequence, count in extra:
                 sequence.blocks += self.pool.allocate(count)
@@ -153,7 +170,9 @@ class Scheduler:
         missing = self._missing(sequence, num_tokens)
         if missing > self.pool.num_free:
             self._trim()
-        while missing > self.pool.num_free:  # never for the oldest alone: `max_len` keeps a request within the pool
+        while (
+            missing > self.pool.num_free
+        ):  # never for the oldest alone: `max_len` keeps a request within the pool
             youngest = self.running[-1]
             self._put_back(youngest)
             step.put_back.append(youngest)

@@ -13,8 +13,9 @@ from torchpaged.engine.text import TextStream
 class TokenEvent:
     """One new token, or the end of a request.
 
-    ``token_id`` is None when a request ends without a further token (cancelled, or an error). ``text`` is what became
-    certain with it. ``finish_reason``: None, "stop", "length", "cancelled" or "error"; then ``error`` says what it was.
+    ``token_id`` is None when a request ends without a further token (cancelled, or an error). ``text`` is
+    what became certain with it. ``finish_reason``: None, "stop", "length", "cancelled" or "error"; then
+    ``error`` says what it was.
     """
 
     request_id: int
@@ -26,7 +27,8 @@ class TokenEvent:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """A finished request. ``finish_reason`` and ``error`` as in `TokenEvent`: with "error" the tokens are those before it."""
+    """A finished request. ``finish_reason`` and ``error`` as in `TokenEvent`: with "error" the tokens are
+    those before it."""
 
     request_id: int
     prompt_token_ids: list[int]
@@ -38,7 +40,8 @@ class RequestOutput:
 
 @dataclass
 class StepCount:
-    """Decode steps that a `DecodeLoop` has started so far, for all its rows: a launch counts them once, not in every sequence."""
+    """Decode steps that a `DecodeLoop` has started so far, for all its rows: a launch counts them once, not
+    in every sequence."""
 
     started: int = 0
 
@@ -60,18 +63,19 @@ class Owner:
 class Sequence:
     """A request's state. ``num_computed`` tokens have their keys and values in ``blocks``.
 
-    A sequence whose only uncomputed token is its last one decodes; one with more prefills. Preemption sets ``num_computed``
-    back to 0 and keeps the tokens.
+    A sequence whose only uncomputed token is its last one decodes; one with more prefills. Preemption sets
+    ``num_computed`` back to 0 and keeps the tokens.
 
-    ``log`` is the truth about what the request was given: an event is in it or isn't, and `restore` makes the rest agree with it after a step
-    that broke off.
+    ``log`` is the truth about what the request was given: an event is in it or isn't, and `restore` makes the
+    rest agree with it after a step that broke off.
 
     Attributes:
         inbox: of the call that owns the request.
         log, taken: its events, and how many of them the owner has taken.
         max_len: tokens at which it ends, prompt included.
         row: its row in the decode loop, None while it has none.
-        step_count, steps_read: the loop's count, and where in it the host is with reading this sequence's tokens.
+        step_count, steps_read: the loop's count, and where in it the host is with reading this
+            sequence's tokens.
         blocks_on_device: how many of ``blocks`` stand in the row's block table.
     """
 
@@ -134,5 +138,10 @@ class Sequence:
     def result(self) -> RequestOutput:
         """What the caller gets."""
         return RequestOutput(
-            self.request_id, list(self.prompt), list(self.output), self.text, self.finish_reason or "cancelled", self.error
+            self.request_id,
+            list(self.prompt),
+            list(self.output),
+            self.text,
+            self.finish_reason or "cancelled",
+            self.error,
         )

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 @dataclass
 class GeneratorStats:
-    """Counters since construction. Seconds are of prefill and of decode; a mixed step is split by its parts' time."""
+    """Counters since construction. Seconds are of prefill and of decode; a mixed step is split by its
+    parts' time."""
 
     num_blocks: int
     peak_blocks_used: int = 0
@@ -25,7 +26,8 @@ class GeneratorStats:
 
         Args:
             seconds: of the whole step.
-            decode_seconds: of its decodes; None where launches return at once, so that a mixed step is shared by tokens.
+            decode_seconds: of its decodes; None where launches return at once, so that a mixed step is shared
+                by tokens.
             decoded, prefilled: tokens.
         """
         if not prefilled:

@@ -4,11 +4,13 @@
     while stepper.requests:
         stepper.step()              # events are in the sequences' logs and inboxes
 
-With a `DecodeLoop`, a step starts a launch of whole decode steps for all running requests, prefills a chunk of the waiting ones, and
-reads the tokens of the launch before. Without, it decodes, prefills, samples and reads. Tokens are the same.
+With a `DecodeLoop`, a step starts a launch of whole decode steps for all running requests, prefills a chunk
+of the waiting ones, and reads the tokens of the launch before. Without, it decodes, prefills, samples and
+reads. Tokens are the same.
 
-A step may break off anywhere: a kernel fails, somebody presses Ctrl-C. `settle` then takes back what was half done: it needs to know only
-what the step was at, and that an event is in a sequence's log or isn't. The requests go on with the next step.
+A step may break off anywhere: a kernel fails, somebody presses Ctrl-C. `settle` then takes back what was half
+done: it needs to know only what the step was at, and that an event is in a sequence's log or isn't. The
+requests go on with the next step.
 """
 
 from __future__ import annotations
@@ -56,7 +58,11 @@ class Stepper:
     """
 
     def __init__(
-        self, model: PagedModelProtocol, scheduler: Scheduler, loop: DecodeLoop | None, prefill_graphs: PrefillGraphs | None = None
+        self,
+        model: PagedModelProtocol,
+        scheduler: Scheduler,
+        loop: DecodeLoop | None,
+        prefill_graphs: PrefillGraphs | None = None,
     ) -> None:
         self._model, self._scheduler, self._loop = model, scheduler, loop
         self._packed = PackedSteps(model, prefill_graphs)
@@ -85,11 +91,12 @@ class Stepper:
             self._emit(sequence, TokenEvent(request_id, None, text, "cancelled"))
 
     def step(self) -> None:
-        """One step of the whole batch. If it raises, its requests can go on: what was half done is taken back."""
+        """One step of the whole batch. If it raises, its requests can go on: what was half done is
+        taken back."""
         with self._at_work(), profile_range("step", self.stats.steps), torch.inference_mode():
             self._step()
 
-    # ------------------------------------------------------------------------------------------------ breaking off
+    # ------------------------------------------------------------------------------------------- breaking off
     @contextlib.contextmanager
     def _at_work(self) -> Iterator[None]:
         self.settle()  # what was interrupted while it settled
@@ -102,7 +109,8 @@ class Stepper:
         self._work = Work.REST
 
     def settle(self) -> None:
-        """Take back what a step left half done; nothing if none did. May itself be interrupted, and called again."""
+        """Take back what a step left half done; nothing if none did. May itself be interrupted, and
+        called again."""
         if self._work is Work.REST:
             return
         with torch.inference_mode():
@@ -140,15 +148,23 @@ class Stepper:
             between = advance(plan)
         elif loop is not None:
             self._collect(loop, keep=0)
-        decoded, prefilled = len(plan.decodes) if loop is None else loop.decoded - read_before, sum(count for _, count in plan.chunks)
+        decoded, prefilled = (
+            len(plan.decodes) if loop is None else loop.decoded - read_before,
+            sum(count for _, count in plan.chunks),
+        )
         if decoded or prefilled:
             decode_seconds = None if self._launches_return_at_once else between - started
             self.stats.add_step(time.perf_counter() - started, decode_seconds, decoded, prefilled)
-            self.stats.preemptions, self.stats.peak_blocks_used = self._scheduler.preemptions, self._scheduler.pool.peak_used
+            self.stats.preemptions, self.stats.peak_blocks_used = (
+                self._scheduler.preemptions,
+                self._scheduler.pool.peak_used,
+            )
 
     def _launch(self, loop: DecodeLoop, plan: Schedule) -> float:
         """Prefill, start a launch, read the one before; returns when the launch began."""
-        loop.blocks_added |= plan.blocks_added  # first: a prefill that raises must not make the next launch go without
+        loop.blocks_added |= (
+            plan.blocks_added
+        )  # first: a prefill that raises must not make the next launch go without
         for sequence in plan.decodes:
             if sequence.row is None:
                 loop.place(sequence)
@@ -174,7 +190,9 @@ class Stepper:
         self._work = Work.BOOKS
         for sequence, tokens in results:
             for token in tokens:
-                if sequence.finish_reason is None:  # what a row produced after a stop that only the host could see is dropped
+                if (
+                    sequence.finish_reason is None
+                ):  # what a row produced after a stop that only the host could see is dropped
                     self._accept(sequence, token)
                     sequence.num_computed = len(sequence) - 1
 
@@ -201,10 +219,19 @@ class Stepper:
     def _accept(self, sequence: Sequence, token: int) -> None:
         """Add a sampled token; end the request if it is its last, or none."""
         if token < 0:
-            return self._fail(sequence, f"its output token {len(sequence.output)} could not be drawn: a logit is NaN, or all are -inf; look at the "
-                              "model's weights and dtype")  # fmt: skip
+            return self._fail(
+                sequence,
+                f"its output token {len(sequence.output)} could not be drawn: a logit is NaN, or all are "
+                "-inf; look at the "
+                "model's weights and dtype",
+            )
         params = sequence.sampling
-        reason = "stop" if token in params.stop_token_ids or (token in self._model.eos_token_ids and not params.ignore_eos) else None
+        reason = (
+            "stop"
+            if token in params.stop_token_ids
+            or (token in self._model.eos_token_ids and not params.ignore_eos)
+            else None
+        )
         try:
             text = "" if reason else sequence.stream.push(token)
             if reason is None and sequence.stream.stopped:
@@ -214,12 +241,17 @@ class Stepper:
             if reason:
                 text += sequence.stream.flush()
         except Exception as error:
-            return self._fail(sequence, f"the tokenizer could not decode token {token}: {type(error).__name__}: {error}")
+            return self._fail(
+                sequence, f"the tokenizer could not decode token {token}: {type(error).__name__}: {error}"
+            )
         self._emit(sequence, TokenEvent(sequence.request_id, token, text, reason))
 
     def _fail(self, sequence: Sequence, reason: str) -> None:
         """End one request with an error."""
-        self._emit(sequence, TokenEvent(sequence.request_id, None, "", "error", RequestError(sequence.request_id, reason)))
+        self._emit(
+            sequence,
+            TokenEvent(sequence.request_id, None, "", "error", RequestError(sequence.request_id, reason)),
+        )
 
     def _emit(self, sequence: Sequence, event: TokenEvent) -> None:
         """Give the owner ``event``, then make everything else agree with it."""

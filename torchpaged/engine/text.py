@@ -22,7 +22,10 @@ class TextStream:
     def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
         self._tokenizer, self._stop = tokenizer, tuple(stop)
         self._ids: list[int] = []
-        self._shown, self._known = 0, 0  # tokens before `_known` are text already; decoding starts at `_shown`, for context
+        self._shown, self._known = (
+            0,
+            0,
+        )  # tokens before `_known` are text already; decoding starts at `_shown`, for context
         self._held = ""
         self.stopped = False
 
@@ -49,7 +52,8 @@ class TextStream:
         return text + rest
 
     def _decode(self, final: bool) -> str:
-        # Two decodes with common context, because a token's text depends on its neighbours (spaces, joined bytes).
+        # Two decodes with common context, because a token's text depends on its neighbours (spaces,
+        # joined bytes).
         before = self._tokenizer.decode(self._ids[self._shown : self._known], skip_special_tokens=True)
         after = self._tokenizer.decode(self._ids[self._shown :], skip_special_tokens=True)
         if not final and after.endswith(_INCOMPLETE):

@@ -1,7 +1,9 @@
 """Whole-model passes for decode: fewer, larger kernels. ``torchpaged.hf`` gives out the same names.
 
-passes.py     fuse and unfuse;  fusible.py: which layers, and why not;  report.py, launch_count.py: what it came to
-layers.py     the forward of a fused layer;  ends.py: before and behind the layers;  stacked.py, rope_table.py: their constants
+passes.py     fuse and unfuse;  fusible.py: which layers, and why not;
+              report.py, launch_count.py: what it came to
+layers.py     the forward of a fused layer;  ends.py: before and behind the layers;
+              stacked.py, rope_table.py: their constants
 """
 
 from torchpaged.fuse.passes import fuse, unfuse

@@ -1,6 +1,8 @@
-"""The ends of a fused step: the embedding before the layers, the final norm and lm_head behind them. `torchpaged.hf.fuse` gives them out.
+"""The ends of a fused step: the embedding before the layers, the final norm and lm_head behind them.
+`torchpaged.hf.fuse` gives them out.
 
-Their forwards run the ops of the backend while a paged forward of the causal LM lasts, and what they did before at any other time.
+Their forwards run the ops of the backend while a paged forward of the causal LM lasts, and what they did
+before at any other time.
 """
 
 from __future__ import annotations
@@ -18,10 +20,11 @@ from torchpaged.hf.layer import PagedOwner
 
 
 class Ends:
-    """What comes before and after the layers: ``owner`` is set for the time of one paged forward, in which the ops of its backend run.
+    """What comes before and after the layers: ``owner`` is set for the time of one paged forward, in which
+    the ops of its backend run.
 
-    The final norm and lm_head become one: the norm hands its input on, and lm_head norms it. Forwards of one model must not overlap in
-    threads.
+    The final norm and lm_head become one: the norm hands its input on, and lm_head norms it. Forwards of one
+    model must not overlap in threads.
     """
 
     def __init__(self) -> None:
@@ -32,17 +35,22 @@ class Ends:
 
 def _embedding_forward(self: Any, input_ids: Tensor) -> Tensor:
     ends: Ends = self._torchpaged_ends
-    # A first forward has no backend until its first keys show device and dtype. With gradients on, the layers must see and refuse them.
+    # A first forward has no backend until its first keys show device and dtype. With gradients on, the layers
+    # must see and refuse them.
     if ends.owner is None or not ends.owner.ready or (torch.is_grad_enabled() and self.weight.requires_grad):
         result: Tensor = type(self).forward(self, input_ids)
         return result
     out = self.weight.new_empty(input_ids.numel(), self.embedding_dim)
-    ends.owner.ops.embedding(input_ids.reshape(-1).long().contiguous(), self.weight, out, scale=getattr(self, "embed_scale", None))
+    ends.owner.ops.embedding(
+        input_ids.reshape(-1).long().contiguous(), self.weight, out, scale=getattr(self, "embed_scale", None)
+    )
     return out.view(*input_ids.shape, self.embedding_dim)
 
 
 def _norm_forward(self: Any, hidden_states: Tensor) -> Tensor:
-    result: Tensor = hidden_states if self._torchpaged_ends.owner is not None else type(self).forward(self, hidden_states)
+    result: Tensor = (
+        hidden_states if self._torchpaged_ends.owner is not None else type(self).forward(self, hidden_states)
+    )
     return result
 
 
@@ -54,12 +62,15 @@ def _head_forward(self: Any, hidden_states: Tensor) -> Tensor:
     weight, eps, offset = norm_of(ends.norm, ends.offset)
     x = hidden_states.reshape(-1, hidden_states.shape[-1])
     out = x.new_empty(x.shape[0], self.out_features)
-    ends.owner.ops.linear(x, self.weight, out, bias=self.bias, norm_weight=weight, norm_eps=eps, norm_offset=offset)
+    ends.owner.ops.linear(
+        x, self.weight, out, bias=self.bias, norm_weight=weight, norm_eps=eps, norm_offset=offset
+    )
     return out.view(*hidden_states.shape[:-1], self.out_features)
 
 
 def _model_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """The causal LM's forward. Asked for hidden states, it keeps the final norm: the last of them is normed."""
+    """The causal LM's forward. Asked for hidden states, it keeps the final norm: the last of them
+    is normed."""
     ends: Ends = self._torchpaged_ends
     wants = kwargs.get("output_hidden_states")
     if wants is None:
@@ -98,7 +109,9 @@ def _why_no_head(model: Any, base: Any) -> str | None:
 def _why_no_embedding(base: Any) -> str | None:
     table: Any = base.get_input_embeddings()
     scaled = {f"{architecture.family}TextScaledWordEmbedding" for architecture in ARCHITECTURES.values()}
-    known = type(table) is nn.Embedding or (type(table).__name__ in scaled and type(table).__module__.startswith("transformers.models."))
+    known = type(table) is nn.Embedding or (
+        type(table).__name__ in scaled and type(table).__module__.startswith("transformers.models.")
+    )
     if not known or type(table.weight.data) is not Tensor:
         return f"the embedding is a {type(table).__name__}, expected a plain one or Gemma's"
     if table.max_norm is not None:
@@ -111,7 +124,9 @@ def _why_no_embedding(base: Any) -> str | None:
 def _why_occupied(what: str, *modules: Any) -> str | None:
     if any(module._forward_hooks or module._forward_pre_hooks for module in modules):
         return f"{what} has forward hooks"
-    return f"{what} has a forward of its own" if any("forward" in vars(module) for module in modules) else None
+    return (
+        f"{what} has a forward of its own" if any("forward" in vars(module) for module in modules) else None
+    )
 
 
 def _wrapped(model: Any) -> Any:
@@ -124,8 +139,11 @@ def _wrapped(model: Any) -> Any:
     return forward
 
 
-def end_forwards(model: Any, base: Any, passes: Sequence[str], report: FusionReport) -> tuple[Ends, list[tuple[nn.Module, Any]]]:
-    """The forwards that "lm_head" and "embedding" of ``passes`` give to modules, none where they don't apply, and what these share.
+def end_forwards(
+    model: Any, base: Any, passes: Sequence[str], report: FusionReport
+) -> tuple[Ends, list[tuple[nn.Module, Any]]]:
+    """The forwards that "lm_head" and "embedding" of ``passes`` give to modules, none where they don't apply,
+    and what these share.
 
     Args:
         model: the causal LM.
@@ -140,7 +158,11 @@ def end_forwards(model: Any, base: Any, passes: Sequence[str], report: FusionRep
         report.note("lm_head", "lm_head", why)
         if why is None:
             ends.norm = base.norm
-            ends.offset = next(a.norm_offset for a in ARCHITECTURES.values() if type(base.norm).__name__ == f"{a.family}RMSNorm")
+            ends.offset = next(
+                a.norm_offset
+                for a in ARCHITECTURES.values()
+                if type(base.norm).__name__ == f"{a.family}RMSNorm"
+            )
             forwards += [(base.norm, _norm_forward), (model.lm_head, _head_forward)]
     if "embedding" in passes:
         why = reason or _why_no_embedding(base)

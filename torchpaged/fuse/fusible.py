@@ -1,7 +1,8 @@
 """Which decoder layers `fuse` knows, and which of its passes each one allows, with the reason where not.
 
-A layer is known by its class name, the class names of its parts and its set of parts: all must be as in transformers 5.17 - 5.23.
-Replaced, quantised, hooked or sharded parts make a layer unknown: it is left alone as a whole. ``PASSES`` names the passes.
+A layer is known by its class name, the class names of its parts and its set of parts: all must be as in
+transformers 5.17 - 5.23. Replaced, quantised, hooked or sharded parts make a layer unknown: it is left alone
+as a whole. ``PASSES`` names the passes.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from torch import Tensor, nn
 
 #: The passes in the order of a layer's step; "lm_head" and "embedding" belong to the model.
 PASSES = ("qkv", "rope", "norm", "gate_up", "lm_head", "embedding")
-#: transformers' activation classes -> the name of `act_and_mul`. One of them with another way of computing it is refused.
+#: transformers' activation classes -> the name of `act_and_mul`. One of them with another way of computing it
+#: is refused.
 ACTIVATIONS = {"SiLUActivation": "silu", "SiLU": "silu", "GELUTanh": "gelu_tanh", "GELUActivation": "gelu"}
 #: Rotations whose table depends on the length of the text: rotary_emb must run.
 _LENGTH_DEPENDENT = ("dynamic", "longrope")
@@ -23,8 +25,10 @@ _LENGTH_DEPENDENT = ("dynamic", "longrope")
 class Architecture(NamedTuple):
     """What one family's decoder layers do, beyond what they are made of.
 
-    ``norm_offset``: added to the norms' weights. ``post_norms``: norms after attention and MLP, before the residual adds.
-    ``soft_cap``: attention caps its logits. ``half_table``: rotary_emb gives each cosine once instead of twice.
+    ``norm_offset``: added to the norms' weights. ``post_norms``: norms after attention and MLP, before the
+        residual adds.
+    ``soft_cap``: attention caps its logits. ``half_table``: rotary_emb gives each cosine once instead
+        of twice.
     """
 
     family: str
@@ -38,11 +42,15 @@ class Architecture(NamedTuple):
 
 
 _FAMILIES = (
-    Architecture("Llama"), Architecture("Mistral"), Architecture("Qwen2"), Architecture("Qwen3", qk_norm=True), Architecture("SmolLM3"),
+    Architecture("Llama"),
+    Architecture("Mistral"),
+    Architecture("Qwen2"),
+    Architecture("Qwen3", qk_norm=True),
+    Architecture("SmolLM3"),
     Architecture("Gemma2", norm_offset=1.0, post_norms=True, soft_cap=True),
     Architecture("Gemma3", norm_offset=1.0, post_norms=True, qk_norm=True),
     Architecture("GptOss", sinks=True, gated_mlp=False, half_table=True),
-)  # fmt: skip
+)
 #: Class name of a decoder layer -> its architecture.
 ARCHITECTURES = {f"{architecture.family}DecoderLayer": architecture for architecture in _FAMILIES}
 
@@ -56,14 +64,20 @@ def norm_of(norm: Any, offset: float) -> tuple[Tensor, float, float]:
 def activation_of(mlp: Any) -> str | None:
     """The activation of a gated MLP by the op's name, or None."""
     act = mlp.act_fn
-    if getattr(getattr(act, "act", None), "__self__", None) is act:  # "gelu_python": the same formula, but not torch's function
+    if (
+        getattr(getattr(act, "act", None), "__self__", None) is act
+    ):  # "gelu_python": the same formula, but not torch's function
         return None
     return ACTIVATIONS.get(type(act).__name__)
 
 
 def _norms(architecture: Architecture) -> list[str]:
     names = ["input_layernorm", "post_attention_layernorm"]
-    return [*names, "pre_feedforward_layernorm", "post_feedforward_layernorm"] if architecture.post_norms else names
+    return (
+        [*names, "pre_feedforward_layernorm", "post_feedforward_layernorm"]
+        if architecture.post_norms
+        else names
+    )
 
 
 def why_unknown(layer: Any) -> str | None:
@@ -73,8 +87,12 @@ def why_unknown(layer: Any) -> str | None:
     if architecture is None or not type(layer).__module__.startswith("transformers.models."):
         return f"{name} is none of the known layers ({', '.join(a.family for a in _FAMILIES)})"
     family, norms = architecture.family, _norms(architecture)
-    attention = ["q_proj", "k_proj", "v_proj", "o_proj"] + (["q_norm", "k_norm"] if architecture.qk_norm else [])
-    parts = {"self_attn": f"{family}Attention", "mlp": f"{family}MLP"} | dict.fromkeys(norms, f"{family}RMSNorm")
+    attention = ["q_proj", "k_proj", "v_proj", "o_proj"] + (
+        ["q_norm", "k_norm"] if architecture.qk_norm else []
+    )
+    parts = {"self_attn": f"{family}Attention", "mlp": f"{family}MLP"} | dict.fromkeys(
+        norms, f"{family}RMSNorm"
+    )
     if set(dict(layer.named_children())) != set(parts):
         return f"its parts are {sorted(dict(layer.named_children()))}, expected {sorted(parts)}"
     for part, class_name in parts.items():
@@ -104,7 +122,12 @@ def _why_changed(layer: Any, architecture: Architecture, linears: Sequence[str])
         return "its weights are of a tensor subclass (quantised or sharded)"
     if len({(p.dtype, p.device) for p in weights}) != 1:
         return "its weights differ in dtype or device"
-    if weights[0].is_meta or weights[0].dtype not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+    if weights[0].is_meta or weights[0].dtype not in (
+        torch.bfloat16,
+        torch.float16,
+        torch.float32,
+        torch.float64,
+    ):
         return f"its weights are {weights[0].dtype} on {weights[0].device}, which the ops do not take"
     norms = [module for module in layer.modules() if type(module).__name__ == f"{architecture.family}RMSNorm"]
     if any(norm.weight.dtype not in (weights[0].dtype, torch.float32) for norm in norms):

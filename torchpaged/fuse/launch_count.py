@@ -3,7 +3,8 @@
     launches = count_launches(model)    # one token over a paged cache
     launches.layers                     # per decoder layer
 
-An op call that makes or writes numbers counts as one launch, whatever its kernel does inside; views and allocations don't count.
+An op call that makes or writes numbers counts as one launch, whatever its kernel does inside; views and
+allocations don't count.
 """
 
 from __future__ import annotations
@@ -22,10 +23,22 @@ from torchpaged.hf.step_cache import StepCache, padding_step
 from torchpaged.hf.support import uses_attention_interface
 
 #: Ops that give memory or another view of it, and launch nothing; views are known by their schema.
-_WITHOUT_KERNEL = frozenset({
-    "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "lift_fresh", "detach", "_local_scalar_dense",
-    "is_same_size", "sym_size", "item",
-})  # fmt: skip
+_WITHOUT_KERNEL = frozenset(
+    {
+        "empty",
+        "empty_like",
+        "empty_strided",
+        "new_empty",
+        "new_empty_strided",
+        "_unsafe_view",
+        "lift_fresh",
+        "detach",
+        "_local_scalar_dense",
+        "is_same_size",
+        "sym_size",
+        "item",
+    }
+)
 
 
 def launches_kernel(func: Any) -> bool:
@@ -51,7 +64,8 @@ class _Counting(TorchDispatchMode):
 
 
 def count_launches(model: PreTrainedModel) -> Launches | None:
-    """Count one decode step of one token over a paged cache, in eager mode; None for models that can't run it."""
+    """Count one decode step of one token over a paged cache, in eager mode; None for models that can't
+    run it."""
     config = model.config.get_text_config(decoder=True)
     if not uses_attention_interface(type(model)) or model.device.type == "meta":
         return None
@@ -73,9 +87,14 @@ def count_launches(model: PreTrainedModel) -> Launches | None:
     model.eval().set_attn_implementation(NAME)
     try:
         with torch.no_grad():
-            model(input_ids=token, position_ids=token, past_key_values=cache, use_cache=True)  # makes the pools
+            model(
+                input_ids=token, position_ids=token, past_key_values=cache, use_cache=True
+            )  # makes the pools
             for index, layer in enumerate(layers):
-                handles += [layer.register_forward_pre_hook(enter(index)), layer.register_forward_hook(enter(-1))]
+                handles += [
+                    layer.register_forward_pre_hook(enter(index)),
+                    layer.register_forward_hook(enter(-1)),
+                ]
             with counting:
                 model(input_ids=token, position_ids=token, past_key_values=cache, use_cache=True)
     finally:

@@ -1,8 +1,10 @@
-"""The forward of a fused decoder layer. `torchpaged.hf.fuse` gives it to the layers; nothing here is called by hand.
+"""The forward of a fused decoder layer. `torchpaged.hf.fuse` gives it to the layers; nothing here is called
+by hand.
 
-A step over a paged cache runs on the ops; anything else (no cache, another one, dense mode, training) runs the layer's own
-forward. What a step needs is looked up once, in a `LayerPlan`: weights, norms, flags. A Llama layer then is six launches:
-linear (norm, qkv), rope_write_kv, paged_attention, linear (o, residual), linear (norm, gate and up, activation), linear (down, residual).
+A step over a paged cache runs on the ops; anything else (no cache, another one, dense mode, training) runs
+the layer's own forward. What a step needs is looked up once, in a `LayerPlan`: weights, norms, flags. A Llama
+layer then is six launches: linear (norm, qkv), rope_write_kv, paged_attention, linear (o, residual), linear
+(norm, gate and up, activation), linear (down, residual).
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ NO_ROTATION = "none"
 
 def paged_layer(cache: Any, index: int) -> PagedLayer | None:
     """Layer ``index`` of ``cache`` if a step over it is paged, else None."""
-    if isinstance(cache, LayerCache):  # within compile_layers(): looking at the index would tie the code to one layer
+    if isinstance(
+        cache, LayerCache
+    ):  # within compile_layers(): looking at the index would tie the code to one layer
         return cache.layer
     layers = getattr(cache, "layers", None)
     if layers is None or index >= len(layers):
@@ -55,31 +59,46 @@ class LayerPlan:
         self.layer_idx: int = self.attn.layer_idx
         self.head_dim: int = self.attn.head_dim
         self.heads = tuple(getattr(self.attn, f"{x}_proj").out_features // self.head_dim for x in "qkv")
-        self.qkv = Stacked([self.attn.q_proj, self.attn.k_proj, self.attn.v_proj]) if "qkv" in passes else None
+        self.qkv = (
+            Stacked([self.attn.q_proj, self.attn.k_proj, self.attn.v_proj]) if "qkv" in passes else None
+        )
         self.gate_up = Stacked([self.mlp.gate_proj, self.mlp.up_proj]) if "gate_up" in passes else None
         self.activation = activation_of(self.mlp) if self.gate_up is not None else None
         self.fuses_norms = "norm" in passes
         before_mlp = "pre_feedforward_layernorm" if architecture.post_norms else "post_attention_layernorm"
         self.norms: list[Any] = [layer.input_layernorm, getattr(layer, before_mlp)]
-        self.post_norms: list[Any] = [layer.post_attention_layernorm, layer.post_feedforward_layernorm] if architecture.post_norms else []
+        self.post_norms: list[Any] = (
+            [layer.post_attention_layernorm, layer.post_feedforward_layernorm]
+            if architecture.post_norms
+            else []
+        )
         self._look_up()
         self.rotate = getattr(sys.modules[type(self.attn).__module__], "apply_rotary_pos_emb")  # noqa: B009
-        window = getattr(self.attn.config, "sliding_window", None) if architecture.family == "Mistral" else None
+        window = (
+            getattr(self.attn.config, "sliding_window", None) if architecture.family == "Mistral" else None
+        )
         self.attention_arguments: dict[str, Any] = {
-            "scaling": self.attn.scaling, "sliding_window": getattr(self.attn, "sliding_window", window),
+            "scaling": self.attn.scaling,
+            "sliding_window": getattr(self.attn, "sliding_window", window),
             "softcap": self.attn.attn_logit_softcapping if architecture.soft_cap else None,
-        }  # fmt: skip
+        }
 
     def _look_up(self) -> None:
         """The norms' weights and numbers, as options of the ops."""
         offset = self.architecture.norm_offset
         self.norm_options: list[dict[str, Any]] = [
-            dict(zip(("norm_weight", "norm_eps", "norm_offset"), norm_of(norm, offset), strict=True)) for norm in self.norms
+            dict(zip(("norm_weight", "norm_eps", "norm_offset"), norm_of(norm, offset), strict=True))
+            for norm in self.norms
         ]
         self.head_norms: dict[str, Any] = {}
         if self.architecture.qk_norm:
             weight, eps, _ = norm_of(self.attn.q_norm, offset)
-            self.head_norms = {"q_norm": weight, "k_norm": self.attn.k_norm.weight, "norm_eps": eps, "norm_offset": offset}
+            self.head_norms = {
+                "q_norm": weight,
+                "k_norm": self.attn.k_norm.weight,
+                "norm_eps": eps,
+                "norm_offset": offset,
+            }
 
     def refresh(self) -> None:
         """After weights were moved or replaced."""
@@ -97,21 +116,34 @@ class LayerPlan:
     def check(self, hidden_states: Tensor) -> None:
         """Refuse what would give wrong results silently."""
         if hidden_states.requires_grad and torch.is_grad_enabled():
-            raise ArgumentError("hidden_states", "no grad with a paged cache (inference only)", "requires_grad=True",
-                                "run under torch.no_grad() or torch.inference_mode()")  # fmt: skip
+            raise ArgumentError(
+                "hidden_states",
+                "no grad with a paged cache (inference only)",
+                "requires_grad=True",
+                "run under torch.no_grad() or torch.inference_mode()",
+            )
         if not torch.compiler.is_compiling() and not self._holds():
             raise TorchpagedError(
-                f"layer {self.layer_idx}: weights were replaced after fuse(); call torchpaged.hf.unfuse(model), then fuse(model) again"
+                f"layer {self.layer_idx}: weights were replaced after fuse(); call "
+                "torchpaged.hf.unfuse(model), then fuse(model) again"
             )
 
     def _holds(self) -> bool:
         """Whether the weights that were looked up are still the layer's."""
-        pairs = [(norm.weight, options["norm_weight"]) for norm, options in zip(self.norms, self.norm_options, strict=True)]
+        pairs = [
+            (norm.weight, options["norm_weight"])
+            for norm, options in zip(self.norms, self.norm_options, strict=True)
+        ]
         if self.head_norms:
-            pairs += [(self.attn.q_norm.weight, self.head_norms["q_norm"]), (self.attn.k_norm.weight, self.head_norms["k_norm"])]
-        return all(now is then for now, then in pairs) and all(x is None or x.holds() for x in (self.qkv, self.gate_up))
+            pairs += [
+                (self.attn.q_norm.weight, self.head_norms["q_norm"]),
+                (self.attn.k_norm.weight, self.head_norms["k_norm"]),
+            ]
+        return all(now is then for now, then in pairs) and all(
+            x is None or x.holds() for x in (self.qkv, self.gate_up)
+        )
 
-    # ------------------------------------------------------------------------------------------- pieces of a step
+    # --------------------------------------------------------------------------------------- pieces of a step
     def linear(self, ops: BackendOps, x: Tensor, weight: Tensor, width: int, **options: Any) -> Tensor:
         """``[T, width]`` of the op ``linear``."""
         out = x.new_empty(x.shape[0], width)
@@ -124,7 +156,9 @@ class LayerPlan:
         ops.rms_norm(x, weight, out, eps=eps, offset=offset, **options)
         return out
 
-    def before(self, ops: BackendOps, x: Tensor, number: int, stacked: Stacked | None) -> tuple[Tensor, dict[str, Any]]:
+    def before(
+        self, ops: BackendOps, x: Tensor, number: int, stacked: Stacked | None
+    ) -> tuple[Tensor, dict[str, Any]]:
         """The norm ahead of a block: an option of its linear if both are fused, else done here."""
         if not self.fuses_norms:
             return self.norms[number](x), {}
@@ -133,7 +167,8 @@ class LayerPlan:
         return x, self.norm_options[number]
 
     def after(self, ops: BackendOps, x: Tensor, y: Tensor, number: int, last: nn.Linear) -> Tensor:
-        """``x +`` the block's last linear layer of ``y``, with the norm in between where the family has one."""
+        """``x +`` the block's last linear layer of ``y``, with the norm in between where the family
+        has one."""
         if not self.fuses_norms:
             y = last(y)
             return x + (self.post_norms[number](y) if self.post_norms else y)
@@ -147,12 +182,26 @@ class LayerPlan:
         x, options = self.before(ops, x, 0, self.qkv)
         if self.qkv is None:
             parts = (self.attn.q_proj(x), self.attn.k_proj(x), self.attn.v_proj(x))
-            return tuple(part.unflatten(-1, (heads, self.head_dim)) for part, heads in zip(parts, self.heads, strict=True))
-        whole = self.linear(ops, x, self.qkv.weight, sum(self.heads) * self.head_dim, bias=self.qkv.bias, **options)
+            return tuple(
+                part.unflatten(-1, (heads, self.head_dim))
+                for part, heads in zip(parts, self.heads, strict=True)
+            )
+        whole = self.linear(
+            ops, x, self.qkv.weight, sum(self.heads) * self.head_dim, bias=self.qkv.bias, **options
+        )
         return whole.unflatten(-1, (sum(self.heads), self.head_dim)).split(self.heads, dim=1)
 
-    def attend(self, ops: BackendOps, x: Tensor, cached: PagedLayer, position_ids: Tensor, rotary: Any, shape: tuple[int, int],
-               mask: Tensor | None, options: dict[str, Any]) -> Tensor:  # fmt: skip
+    def attend(
+        self,
+        ops: BackendOps,
+        x: Tensor,
+        cached: PagedLayer,
+        position_ids: Tensor,
+        rotary: Any,
+        shape: tuple[int, int],
+        mask: Tensor | None,
+        options: dict[str, Any],
+    ) -> Tensor:
         """Attention's output ``[T, num_heads * head_dim]``, before o_proj; writes the new keys and values."""
         q, k, v = self.project(ops, x)
         if self.rope is None:
@@ -163,25 +212,49 @@ class LayerPlan:
         if self.architecture.sinks:
             options = {**options, "s_aux": self.attn.sinks}
         q = q.unflatten(0, shape).transpose(1, 2)
-        out, _ = paged_attention_forward(self.attn, q, keys, values, mask, **self.attention_arguments, **options)
+        out, _ = paged_attention_forward(
+            self.attn, q, keys, values, mask, **self.attention_arguments, **options
+        )
         return out.flatten(2).flatten(0, 1)
 
-    def _rotate(self, ops: BackendOps, cached: PagedLayer, q: Tensor, k: Tensor, v: Tensor, position_ids: Tensor,
-                shape: tuple[int, int]) -> Tensor:  # fmt: skip
+    def _rotate(
+        self,
+        ops: BackendOps,
+        cached: PagedLayer,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        position_ids: Tensor,
+        shape: tuple[int, int],
+    ) -> Tensor:
         slots = cached.owner.advance(cached, *shape)
         if not isinstance(self.rope, RopeTable):
             ops.write_kv(k, v, cached.keys, cached.values, slots, are_query_tokens=cached.writes_query_tokens)
             return q
-        if isinstance(cached.owner, PagedCache):  # the engine's positions end at max_position_embeddings, the table's first length
+        if isinstance(
+            cached.owner, PagedCache
+        ):  # the engine's positions end at max_position_embeddings, the table's first length
             self.rope.ensure(cached.owner.max_seq_len, q.device)
         q_out = torch.empty_like(q, memory_format=torch.contiguous_format)
         positions = position_ids.expand(shape).reshape(-1)
-        ops.rope_write_kv(q, k, v, positions, self.rope.cos_sin, slots, q_out, cached.keys, cached.values,
-                          are_query_tokens=cached.writes_query_tokens, **self.head_norms)  # fmt: skip
+        ops.rope_write_kv(
+            q,
+            k,
+            v,
+            positions,
+            self.rope.cos_sin,
+            slots,
+            q_out,
+            cached.keys,
+            cached.values,
+            are_query_tokens=cached.writes_query_tokens,
+            **self.head_norms,
+        )
         return q_out
 
-    def _rotate_as_the_model(self, cached: PagedLayer, q: Tensor, k: Tensor, v: Tensor, rotary: Any, shape: tuple[int, int]
-                             ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    def _rotate_as_the_model(
+        self, cached: PagedLayer, q: Tensor, k: Tensor, v: Tensor, rotary: Any, shape: tuple[int, int]
+    ) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = (x.unflatten(0, shape).transpose(1, 2) for x in (q, k, v))
         if self.architecture.qk_norm:
             q, k = self.attn.q_norm(q), self.attn.k_norm(k)
@@ -195,28 +268,53 @@ class LayerPlan:
         """``x +`` the MLP of ``x``."""
         h, options = self.before(ops, x, 1, self.gate_up)
         if self.gate_up is not None:
-            h = self.linear(ops, h, self.gate_up.weight, self.mlp.gate_proj.out_features, bias=self.gate_up.bias,
-                            activation=self.activation, **options)  # fmt: skip
+            h = self.linear(
+                ops,
+                h,
+                self.gate_up.weight,
+                self.mlp.gate_proj.out_features,
+                bias=self.gate_up.bias,
+                activation=self.activation,
+                **options,
+            )
             return self.after(ops, x, h, 1, self.mlp.down_proj)
         y = self.mlp(h.unflatten(0, shape))
-        y = (y[0] if isinstance(y, tuple) else y).flatten(0, 1)  # a mixture of experts also gives its router's scores
+        y = (y[0] if isinstance(y, tuple) else y).flatten(
+            0, 1
+        )  # a mixture of experts also gives its router's scores
         if not self.post_norms:
             return x + y
-        return self._normed(ops, y, self.post_norms[1], post_residual=x) if self.fuses_norms else x + self.post_norms[1](y)
+        return (
+            self._normed(ops, y, self.post_norms[1], post_residual=x)
+            if self.fuses_norms
+            else x + self.post_norms[1](y)
+        )
 
 
 def fused_forward(
-    self: Any, hidden_states: Tensor, *, attention_mask: Any = None, position_ids: Tensor | None = None, past_key_values: Any = None,
-    position_embeddings: Any = None, **kwargs: Any,
-) -> Tensor:  # fmt: skip
-    """A decoder layer's forward: the step above if ``past_key_values`` is paged, else what the layer did before."""
+    self: Any,
+    hidden_states: Tensor,
+    *,
+    attention_mask: Any = None,
+    position_ids: Tensor | None = None,
+    past_key_values: Any = None,
+    position_embeddings: Any = None,
+    **kwargs: Any,
+) -> Tensor:
+    """A decoder layer's forward: the step above if ``past_key_values`` is paged, else what the layer
+    did before."""
     plan: LayerPlan = self._torchpaged_plan
     cached = paged_layer(past_key_values, plan.layer_idx)
     if cached is None or position_ids is None or self.training:
         result: Tensor = type(self).forward(
-            self, hidden_states, attention_mask=attention_mask, position_ids=position_ids, past_key_values=past_key_values,
-            position_embeddings=computed(position_embeddings), **kwargs,
-        )  # fmt: skip
+            self,
+            hidden_states,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            position_embeddings=computed(position_embeddings),
+            **kwargs,
+        )
         return result
     plan.check(hidden_states)
     batch, query_len, width = hidden_states.shape
@@ -226,7 +324,9 @@ def fused_forward(
         owner.prepare(like) if cached.is_initialized else cached.lazy_initialization(like, like)
     kwargs.pop("use_cache", None)
     ops, x = owner.ops, hidden_states.reshape(batch * query_len, width)
-    attended = plan.attend(ops, x, cached, position_ids, position_embeddings, (batch, query_len), attention_mask, kwargs)
+    attended = plan.attend(
+        ops, x, cached, position_ids, position_embeddings, (batch, query_len), attention_mask, kwargs
+    )
     if not isinstance(past_key_values, LayerCache):
         cached.complete()
     x = plan.after(ops, x, attended, 0, plan.attn.o_proj)

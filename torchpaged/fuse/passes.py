@@ -5,8 +5,9 @@
     print(report)
     torchpaged.hf.unfuse(model)                                     # as it was, bit for bit
 
-Parameters stay where they are in ``state_dict``; those of one product share memory. Only steps over paged caches change; fuse
-last, after loading, moving, adapters and quantisation. docs/fusion.md has the passes and the launches per layer.
+Parameters stay where they are in ``state_dict``; those of one product share memory. Only steps over paged
+caches change; fuse last, after loading, moving, adapters and quantisation. docs/fusion.md has the passes and
+the launches per layer.
 """
 
 from __future__ import annotations
@@ -40,12 +41,18 @@ class _Fusion:
 
     def give(self, module: nn.Module, name: str, value: Any) -> None:
         """Set an attribute of one instance; functions become methods."""
-        setattr(module, name, types.MethodType(value, module) if isinstance(value, types.FunctionType) else value)
+        setattr(
+            module, name, types.MethodType(value, module) if isinstance(value, types.FunctionType) else value
+        )
         self.changed.append((module, name, value))
 
     def overlaid(self) -> bool:
         """Whether a forward that was given here has another one on top, such as `compile_layers`'."""
-        return any(getattr(vars(m).get(name), "__func__", None) is not value for m, name, value in self.changed if name == "forward")
+        return any(
+            getattr(vars(m).get(name), "__func__", None) is not value
+            for m, name, value in self.changed
+            if name == "forward"
+        )
 
     def refresh(self) -> None:
         """After the model was moved or loaded into."""
@@ -56,7 +63,8 @@ class _Fusion:
 
 
 def _apply_and_refresh(self: Any, fn: Any, recurse: bool = True) -> nn.Module:
-    """``nn.Module._apply``: what ``to()``, ``cuda()`` and ``half()`` call; private, and tests/hf/test_fuse.py notices its change."""
+    """``nn.Module._apply``: what ``to()``, ``cuda()`` and ``half()`` call; private, and tests/hf/test_fuse.py
+    notices its change."""
     result: nn.Module = type(self)._apply(self, fn, recurse)
     self._torchpaged_fusion.refresh()
     return result
@@ -86,7 +94,9 @@ def _rope_of(fusion: _Fusion, layer: Any, config: Any) -> tuple[RopeTable | str 
     return fusion.tables[layer_type], None
 
 
-def _fuse_layer(fusion: _Fusion, layer: nn.Module, name: str, config: Any, passes: Sequence[str], report: FusionReport) -> None:
+def _fuse_layer(
+    fusion: _Fusion, layer: nn.Module, name: str, config: Any, passes: Sequence[str], report: FusionReport
+) -> None:
     reason = why_unknown(layer)
     taken, rope = [], None
     for each in passes:
@@ -106,13 +116,16 @@ def _fuse_layer(fusion: _Fusion, layer: nn.Module, name: str, config: Any, passe
 
 
 def fuse(model: PreTrainedModel, passes: Sequence[str] | None = None, *, count: bool = True) -> FusionReport:
-    """Fuse the decoder layers of ``model`` in place, for steps over paged caches; everything else runs as before.
+    """Fuse the decoder layers of ``model`` in place, for steps over paged caches; everything else runs
+    as before.
 
     Args:
         model: a causal LM of transformers (or its base model), loaded and on its device.
-        passes: some of "qkv" (one product for q, k and v), "rope" (q/k norm, rotation and cache write in one kernel), "norm" (RMSNorm
-            and residual adds inside the products), "gate_up" (gate, up and activation in one product), "lm_head" (the final norm inside
-            lm_head), "embedding" (a kernel that starts early); default: all. One that does not apply to a layer is left out there, and the report says why.
+        passes: some of "qkv" (one product for q, k and v), "rope" (q/k norm, rotation and cache write in one
+            kernel), "norm" (RMSNorm and residual adds inside the products), "gate_up" (gate, up and
+            activation in one product), "lm_head" (the final norm inside lm_head), "embedding" (a kernel that
+            starts early); default: all. One that does not apply to a layer is left out there, and the report
+            says why.
         count: run one token before and after, to count the launches per layer for the report.
 
     Returns:
@@ -130,14 +143,20 @@ def fuse(model: PreTrainedModel, passes: Sequence[str] | None = None, *, count: 
     if not isinstance(getattr(base, "layers", None), nn.ModuleList):
         raise UnsupportedModelError(f"{type(model).__name__} has no decoder layers that fuse() could find")
     if hasattr(base, "_torchpaged_fusion"):
-        raise ArgumentError("model", "a model that is not fused", "a fused one", "call torchpaged.hf.unfuse(model) first")
+        raise ArgumentError(
+            "model", "a model that is not fused", "a fused one", "call torchpaged.hf.unfuse(model) first"
+        )
     config = model.config.get_text_config(decoder=True)
     report = FusionReport(type(model).__name__, len(base.layers), tuple(x for x in PASSES if x in chosen))
     report.before = count_launches(model) if count else None
     fusion = _Fusion(base, report)
     for index, layer in enumerate(base.layers):
         _fuse_layer(fusion, layer, f"layers.{index}", config, report.passes, report)
-    if len(fusion.plans) == len(base.layers) and all(plan.rope is not None for plan in fusion.plans) and fusion.tables:
+    if (
+        len(fusion.plans) == len(base.layers)
+        and all(plan.rope is not None for plan in fusion.plans)
+        and fusion.tables
+    ):
         fusion.give(base.rotary_emb, "forward", lazy_forward)  # nobody needs its result any more
     ends, forwards = end_forwards(model, base, chosen, report)
     for module, forward in forwards:
@@ -162,7 +181,10 @@ def unfuse(model: PreTrainedModel) -> None:
         raise ArgumentError("model", "a fused model", "one that is not fused")
     if fusion.overlaid():
         raise ArgumentError(
-            "model", "forwards as fuse() left them", "forwards changed since", "undo that first, as with uncompile_layers(model)"
+            "model",
+            "forwards as fuse() left them",
+            "forwards changed since",
+            "undo that first, as with uncompile_layers(model)",
         )
     for module, name, _ in fusion.changed:
         delattr(module, name)

@@ -1,4 +1,5 @@
-"""FusionReport: what `fuse` did and did not, and how many kernels a decode step launches before and after (`Launches`)."""
+"""FusionReport: what `fuse` did and did not, and how many kernels a decode step launches before and
+after (`Launches`)."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from torchpaged.fuse.fusible import PASSES
 
 @dataclasses.dataclass(frozen=True)
 class Launches:
-    """Op calls with a kernel in one decode step: ``layers`` per decoder layer, ``rest`` in the remaining model."""
+    """Op calls with a kernel in one decode step: ``layers`` per decoder layer, ``rest`` in the
+    remaining model."""
 
     layers: tuple[int, ...]
     rest: int
@@ -51,9 +53,19 @@ class FusionReport:
 
     def to_dict(self) -> dict[str, Any]:
         """The report for JSON; launches as numbers, without the ops' names."""
-        launches = {name: x and {"layers": list(x.layers), "rest": x.rest} for name, x in (("before", self.before), ("after", self.after))}
-        return {"model": self.model, "num_layers": self.num_layers, "passes": list(self.passes), "complete": self.complete,
-                "replaced": self.replaced, "skipped": self.skipped, "launches": launches}  # fmt: skip
+        launches = {
+            name: x and {"layers": list(x.layers), "rest": x.rest}
+            for name, x in (("before", self.before), ("after", self.after))
+        }
+        return {
+            "model": self.model,
+            "num_layers": self.num_layers,
+            "passes": list(self.passes),
+            "complete": self.complete,
+            "replaced": self.replaced,
+            "skipped": self.skipped,
+            "launches": launches,
+        }
 
     def note(self, name: str, module: str, why: str | None) -> None:
         """Pass ``name`` changed ``module``, or did not because of ``why``."""
@@ -68,14 +80,22 @@ class FusionReport:
         layers, rest = (self.before.per_layer(), self.after.per_layer()), (self.before.rest, self.after.rest)
         total = (sum(self.before.layers) + rest[0], sum(self.after.layers) + rest[1])
         return [
-            f"launches per decode step: layer {layers[0]} -> {layers[1]}, outside the layers {rest[0]} -> {rest[1]}, "
+            f"launches per decode step: layer {layers[0]} -> {layers[1]}, outside the layers {rest[0]} -> "
+            f"{rest[1]}, "
             f"all {total[0]} -> {total[1]}"
         ]
 
     def __str__(self) -> str:
-        lines = [f"{self.model}, {self.num_layers} layers", f"{'pass':<10}{'replaced':>9}{'skipped':>9}  reasons"]
+        lines = [
+            f"{self.model}, {self.num_layers} layers",
+            f"{'pass':<10}{'replaced':>9}{'skipped':>9}  reasons",
+        ]
         for name in self.passes:
             reasons = Counter(self.skipped.get(name, {}).values())
-            text = "; ".join(f"{reason} ({count})" if count > 1 else reason for reason, count in reasons.items())
-            lines.append(f"{name:<10}{len(self.replaced.get(name, ())):>9}{sum(reasons.values()):>9}  {text}".rstrip())
+            text = "; ".join(
+                f"{reason} ({count})" if count > 1 else reason for reason, count in reasons.items()
+            )
+            lines.append(
+                f"{name:<10}{len(self.replaced.get(name, ())):>9}{sum(reasons.values()):>9}  {text}".rstrip()
+            )
         return "\n".join(lines + self._launch_lines())

@@ -1,4 +1,5 @@
-"""The rotation of a model as one table, computed by the model's own ``rotary_emb``: whatever scaling it has, the table has.
+"""The rotation of a model as one table, computed by the model's own ``rotary_emb``: whatever scaling it has,
+the table has.
 
     table = RopeTable(model.model.rotary_emb, None, head_dim, rows=max_position_embeddings)
     table.cos_sin  # [rows, head_dim] float32: cosines in the first half, sines in the second
@@ -17,7 +18,8 @@ from torchpaged.custom_ops.errors import UnsupportedModelError
 
 
 class LazyRotary(NamedTuple):
-    """What ``rotary_emb`` would be asked for: fused layers don't need it, and a layer that falls back calls `compute`."""
+    """What ``rotary_emb`` would be asked for: fused layers don't need it, and a layer that falls back
+    calls `compute`."""
 
     rotary: nn.Module
     x: Tensor
@@ -26,18 +28,25 @@ class LazyRotary(NamedTuple):
 
     def compute(self) -> tuple[Tensor, Tensor]:
         """Cosines and sines, as ``rotary_emb`` gives them."""
-        result: tuple[Tensor, Tensor] = type(self.rotary).forward(self.rotary, self.x, self.position_ids, *self.arguments)
+        result: tuple[Tensor, Tensor] = type(self.rotary).forward(
+            self.rotary, self.x, self.position_ids, *self.arguments
+        )
         return result
 
 
-def lazy_forward(self: nn.Module, x: Tensor, position_ids: Tensor, *arguments: Any, **named: Any) -> LazyRotary:
-    """``rotary_emb.forward`` while every layer is fused; ``layer_type`` is the one argument that any family adds."""
+def lazy_forward(
+    self: nn.Module, x: Tensor, position_ids: Tensor, *arguments: Any, **named: Any
+) -> LazyRotary:
+    """``rotary_emb.forward`` while every layer is fused; ``layer_type`` is the one argument that any
+    family adds."""
     return LazyRotary(self, x, position_ids, (*arguments, *named.values()))
 
 
 def computed(position_embeddings: Any) -> Any:
     """The cosines and sines themselves."""
-    return position_embeddings.compute() if isinstance(position_embeddings, LazyRotary) else position_embeddings
+    return (
+        position_embeddings.compute() if isinstance(position_embeddings, LazyRotary) else position_embeddings
+    )
 
 
 class RopeTable:
@@ -54,7 +63,9 @@ class RopeTable:
         UnsupportedModelError: what the module gives is no rotation of two halves.
     """
 
-    def __init__(self, rotary: nn.Module, layer_type: str | None, head_dim: int, half: bool, rows: int) -> None:
+    def __init__(
+        self, rotary: nn.Module, layer_type: str | None, head_dim: int, half: bool, rows: int
+    ) -> None:
         self.rotary, self.layer_type, self.head_dim, self.half = rotary, layer_type, head_dim, half
         self.cos_sin = torch.empty(0, head_dim)
         self._old: list[Tensor] = []  # captured graphs may still read them
@@ -66,12 +77,15 @@ class RopeTable:
             return
         if torch.compiler.is_compiling():
             raise RuntimeError(
-                f"fused model: a compiled step needs {rows} positions, the table has {self.cos_sin.shape[0]}; run one step eagerly before"
+                f"fused model: a compiled step needs {rows} positions, the table has "
+                f"{self.cos_sin.shape[0]}; run one step eagerly before"
             )
         self._old.append(self.cos_sin)
         with torch.inference_mode(False), torch.no_grad():
             self.cos_sin = self._compute(rows, device)
-        torch._dynamo.mark_static_address(self.cos_sin, guard=False)  # else compiled CUDA graphs would copy it in every replay
+        torch._dynamo.mark_static_address(
+            self.cos_sin, guard=False
+        )  # else compiled CUDA graphs would copy it in every replay
 
     def _compute(self, rows: int, device: torch.device) -> Tensor:
         ones = torch.ones(1, dtype=torch.float32, device=device)
@@ -81,8 +95,11 @@ class RopeTable:
         middle = self.head_dim // 2
         if cos.shape[-1] != (middle if self.half else self.head_dim) or cos.dtype != torch.float32:
             raise UnsupportedModelError(
-                f"{type(self.rotary).__name__} gives {cos.dtype} [{', '.join(map(str, cos.shape))}], expected float32 for {self.head_dim}"
+                f"{type(self.rotary).__name__} gives {cos.dtype} [{', '.join(map(str, cos.shape))}], "
+                f"expected float32 for {self.head_dim}"
             )
-        if not self.half and not (torch.equal(cos[:, :middle], cos[:, middle:]) and torch.equal(sin[:, :middle], sin[:, middle:])):
+        if not self.half and not (
+            torch.equal(cos[:, :middle], cos[:, middle:]) and torch.equal(sin[:, :middle], sin[:, middle:])
+        ):
             raise UnsupportedModelError(f"{type(self.rotary).__name__} does not rotate two equal halves")
         return torch.cat([cos[:, :middle], sin[:, :middle]], dim=-1).contiguous()

@@ -34,13 +34,18 @@ class Stacked:
     def _stack(parameters: Sequence[Tensor]) -> Tensor:
         with torch.inference_mode(False), torch.no_grad():
             whole = torch.cat([p.data for p in parameters])
-            for parameter, rows in zip(parameters, whole.split([p.shape[0] for p in parameters]), strict=True):
+            for parameter, rows in zip(
+                parameters, whole.split([p.shape[0] for p in parameters]), strict=True
+            ):
                 parameter.data = rows
-        torch._dynamo.mark_static_address(whole, guard=False)  # else compiled CUDA graphs would copy it in every replay
+        torch._dynamo.mark_static_address(
+            whole, guard=False
+        )  # else compiled CUDA graphs would copy it in every replay
         return whole
 
     def holds(self) -> bool:
-        """Whether the linear layers still use this memory: nobody replaced their weights. Runs in every eager step."""
+        """Whether the linear layers still use this memory: nobody replaced their weights. Runs in every
+        eager step."""
         return self._addresses() == self._stacked_at
 
     def _addresses(self) -> list[int]:

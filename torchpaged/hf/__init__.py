@@ -28,13 +28,27 @@ if TYPE_CHECKING:
 register()
 
 __all__ = [
-    "NAME", "FusionReport", "PagedCache", "PagedModel", "compile_layers", "fuse", "fusion_of", "kv_layer_specs", "register",
-    "require_supported", "uncompile_layers", "unfuse",
-]  # fmt: skip
+    "NAME",
+    "FusionReport",
+    "PagedCache",
+    "PagedModel",
+    "compile_layers",
+    "fuse",
+    "fusion_of",
+    "kv_layer_specs",
+    "register",
+    "require_supported",
+    "uncompile_layers",
+    "unfuse",
+]
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("FusionReport", "fuse", "unfuse"):  # the passes stand on this package, and are imported when they are asked for
+    if name in (
+        "FusionReport",
+        "fuse",
+        "unfuse",
+    ):  # the passes stand on this package, and are imported when they are asked for
         from torchpaged import fuse
 
         return getattr(fuse, name)

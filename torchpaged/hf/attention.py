@@ -1,7 +1,8 @@
 """The attention and mask functions behind ``set_attn_implementation("torchpaged")``.
 
-A call is paged if its key *and* value are a paged cache's own pools. Anything else (training, encoders, cross attention, another
-cache) goes to SDPA as it would have without torchpaged, except where SDPA would silently drop an argument: then it raises.
+A call is paged if its key *and* value are a paged cache's own pools. Anything else (training, encoders, cross
+attention, another cache) goes to SDPA as it would have without torchpaged, except where SDPA would silently
+drop an argument: then it raises.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from torchpaged.profiling import ranged_attention
 
 #: The name under which the functions are registered.
 NAME = "torchpaged"
-# Arguments of the interface that change which keys are seen, and that no op here knows: refused, never dropped.
+# Arguments of the interface that change which keys are seen, and that no op here knows: refused,
+# never dropped.
 _SPARSE = ("indices", "block_indices")
 
 
@@ -67,7 +69,20 @@ def paged_attention_forward(
     if layer is None or layer_of(value) is not layer:
         if layer is not None or layer_of(value) is not None:
             raise _transformed(module)
-        return _dense(module, query, key, value, attention_mask, scaling, dropout, softcap, sinks, position_bias, is_causal, kwargs)
+        return _dense(
+            module,
+            query,
+            key,
+            value,
+            attention_mask,
+            scaling,
+            dropout,
+            softcap,
+            sinks,
+            position_bias,
+            is_causal,
+            kwargs,
+        )
     key, value = layer.pools_of(key, value)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     window = layer.window if sliding_window is None else sliding_window or None
@@ -75,7 +90,9 @@ def paged_attention_forward(
     batch, num_heads, query_len, head_dim = query.shape
     owner = layer.owner
     metadata = owner.metadata_of(batch, query_len)
-    seen = owner.causality()  # the mask, where the model asks for one, and not the module: some say False and mask by themselves
+    seen = (
+        owner.causality()
+    )  # the mask, where the model asks for one, and not the module: some say False and mask by themselves
     causal = causal if seen is None else seen
     if query_len > 1 and not torch.compiler.is_compiling():
         owner.require_kind(layer, window)
@@ -86,67 +103,113 @@ def paged_attention_forward(
     if not torch.compiler.is_compiling() and is_profiling():
         attend = ranged_attention(attend, layer.index)
     attend(
-        q, key, value, metadata.block_table, metadata.seq_lens, metadata.query_start_loc, out, None,
-        max_query_len=metadata.max_query_len, scale=head_dim**-0.5 if scaling is None else float(scaling), causal=causal,
-        window_left=-1 if window is None else window - 1, logits_soft_cap=0.0 if softcap is None else float(softcap),
-        sinks=sinks, chunk_size=layer.chunk or 0, **layer.workspace,
-    )  # fmt: skip
+        q,
+        key,
+        value,
+        metadata.block_table,
+        metadata.seq_lens,
+        metadata.query_start_loc,
+        out,
+        None,
+        max_query_len=metadata.max_query_len,
+        scale=head_dim**-0.5 if scaling is None else float(scaling),
+        causal=causal,
+        window_left=-1 if window is None else window - 1,
+        logits_soft_cap=0.0 if softcap is None else float(softcap),
+        sinks=sinks,
+        chunk_size=layer.chunk or 0,
+        **layer.workspace,
+    )
     return out.view(batch, query_len, num_heads, value.shape[-1]), None
 
 
 def _transformed(module: nn.Module) -> UnsupportedModelError:
     if torch.compiler.is_compiling() and getattr(module, "is_kv_shared_layer", False):
         return UnsupportedModelError(
-            f"{type(module).__name__} shares another layer's pools and takes them through Tensor.to, behind which compiled code does not know them "
+            f"{type(module).__name__} shares another layer's pools and takes them through Tensor.to, "
+            "behind which compiled code does not know them "
             "(transformers 5.17; not 5.23); run it uncompiled, or use PagedCache(..., dense=True)"
         )
     return UnsupportedModelError(
-        f"{type(module).__name__} changes the cached keys or values before attention, so that they are no longer the paged pools; "
+        f"{type(module).__name__} changes the cached keys or values before attention, so that they are no "
+        "longer the paged pools; "
         "use PagedCache(..., dense=True), which gathers them first"
     )
 
 
 def _sparse(name: str) -> UnsupportedModelError:
     return UnsupportedModelError(
-        f"{name} selects keys sparsely ({' or '.join(_SPARSE)}), which torchpaged does not do yet: the selection would be dropped; "
+        f"{name} selects keys sparsely ({' or '.join(_SPARSE)}), which torchpaged does not do yet: the "
+        "selection would be dropped; "
         "call model.set_attn_implementation('sdpa') and use transformers' own cache"
     )
 
 
 def _refuse(
-    module: nn.Module, layer: PagedLayer, query: Tensor, mask: Tensor | None, dropout: float, bias: Tensor | None, kwargs: dict[str, Any]
+    module: nn.Module,
+    layer: PagedLayer,
+    query: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    bias: Tensor | None,
+    kwargs: dict[str, Any],
 ) -> None:
     """What the paged path would get wrong. Only cheap host facts: this runs in every layer."""
     name = type(module).__name__
     if bias is not None:
         raise UnsupportedModelError(
-            f"{name} adds a position bias to its scores, which paged attention does not take; use PagedCache(..., dense=True)"
+            f"{name} adds a position bias to its scores, which paged attention does not take; use "
+            "PagedCache(..., dense=True)"
         )
     if any(kwargs.get(k) is not None for k in _SPARSE):
         raise _sparse(name)
     if mask is not None:
         own = layer.owner.causality() is not None or layer.owner.keys_of_queries
-        raise ArgumentError("attention_mask", "a 2-D padding mask (left padding) or None with a PagedCache", f"a mask of shape {list(mask.shape)}",
-                            "use PagedCache(..., dense=True) for masks of your own" if own else
-                            "for cross attention to a padded encoder pass EncoderDecoderCache(PagedCache(...), DynamicCache(config=model.config))"
-                            )  # fmt: skip
+        raise ArgumentError(
+            "attention_mask",
+            "a 2-D padding mask (left padding) or None with a PagedCache",
+            f"a mask of shape {list(mask.shape)}",
+            "use PagedCache(..., dense=True) for masks of your own"
+            if own
+            else (
+                "for cross attention to a padded encoder pass EncoderDecoderCache(PagedCache(...), "
+                "DynamicCache(config=model.config))"
+            ),
+        )
     if dropout and module.training:
-        raise ArgumentError("dropout", "0 with a PagedCache (inference only)", str(dropout), "call model.eval()")
+        raise ArgumentError(
+            "dropout", "0 with a PagedCache (inference only)", str(dropout), "call model.eval()"
+        )
     if query.requires_grad and torch.is_grad_enabled():
-        raise ArgumentError("query", "no grad with a PagedCache (inference only)", "requires_grad=True",
-                            "run under torch.no_grad() or torch.inference_mode()")  # fmt: skip
+        raise ArgumentError(
+            "query",
+            "no grad with a PagedCache (inference only)",
+            "requires_grad=True",
+            "run under torch.no_grad() or torch.inference_mode()",
+        )
 
 
 def _dense(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None, dropout: float,
-    softcap: float | None, sinks: Tensor | None, bias: Tensor | None, is_causal: bool | None, kwargs: dict[str, Any],
-) -> tuple[Tensor, None]:  # fmt: skip
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float | None,
+    dropout: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+    bias: Tensor | None,
+    is_causal: bool | None,
+    kwargs: dict[str, Any],
+) -> tuple[Tensor, None]:
     """A call without a paged cache, as SDPA does it."""
     name = type(module).__name__
     for argument, given in (("softcap", softcap), ("s_aux", sinks)):
         if given is not None:
             raise UnsupportedModelError(
-                f"{name} needs {argument}, which SDPA drops; run it with a PagedCache, or set_attn_implementation('eager')"
+                f"{name} needs {argument}, which SDPA drops; run it with a PagedCache, or "
+                "set_attn_implementation('eager')"
             )
     if any(kwargs.get(k) is not None for k in _SPARSE):
         raise _sparse(name)
@@ -154,39 +217,63 @@ def _dense(
         raise _transformed(module)  # blocks of a pool, taken for batch rows
     if bias is not None:
         kwargs["position_bias"] = bias
-    out, _ = sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs)
+    out, _ = sdpa_attention_forward(
+        module, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
+    )
     return out, None
 
 
 def paged_mask(
-    batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: Any = 0, mask_function: Any = None,
-    attention_mask: Tensor | None = None, local_size: int | None = None, allow_is_causal_skip: bool = True, **kwargs: Any,
-) -> Tensor | None:  # fmt: skip
-    """transformers' mask function: SDPA's, unless a paged cache answered `get_mask_sizes` just before (``kv_offset`` carries it).
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: Any = 0,
+    kv_offset: Any = 0,
+    mask_function: Any = None,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    **kwargs: Any,
+) -> Tensor | None:
+    """transformers' mask function: SDPA's, unless a paged cache answered `get_mask_sizes` just before
+    (``kv_offset`` carries it).
 
-    On the paged path there is no mask: the padding is read from the 2-D ``attention_mask`` once, on the host, outside compiled
-    code, and every later mask is checked against it.
+    On the paged path there is no mask: the padding is read from the 2-D ``attention_mask`` once, on the host,
+    outside compiled code, and every later mask is checked against it.
     """
     cache = getattr(kv_offset, "_torchpaged_cache", None)
     if cache is not None and not cache.dense:
-        cache.observe_mask(attention_mask, batch_size, q_length, mask_function, local_size, kwargs.get("device", "cpu"))
+        cache.observe_mask(
+            attention_mask, batch_size, q_length, mask_function, local_size, kwargs.get("device", "cpu")
+        )
         return None
     if cache is not None:
         kv_offset = 0
-    # Attention of a model's own adds the mask, and takes None for no mask at all; T5 of transformers 5.17 adds it to a bias even under SDPA.
+    # Attention of a model's own adds the mask, and takes None for no mask at all; T5 of transformers 5.17
+    # adds it to a bias even under SDPA.
     if cache is not None or has_own_attention(getattr(kwargs.get("config"), "model_type", "")):
         make, options = eager_mask, kwargs
     else:
-        make, options = sdpa_mask, {**kwargs, "local_size": local_size, "allow_is_causal_skip": allow_is_causal_skip}
+        make, options = (
+            sdpa_mask,
+            {**kwargs, "local_size": local_size, "allow_is_causal_skip": allow_is_causal_skip},
+        )
     mask: Tensor | None = make(
-        batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
-        mask_function=mask_function, attention_mask=attention_mask, **options,
-    )  # fmt: skip
+        batch_size=batch_size,
+        q_length=q_length,
+        kv_length=kv_length,
+        q_offset=q_offset,
+        kv_offset=kv_offset,
+        mask_function=mask_function,
+        attention_mask=attention_mask,
+        **options,
+    )
     return mask
 
 
 def register(name: str = NAME) -> None:
-    """Register both functions with transformers, and the name with models that have tables of their own; done at import."""
+    """Register both functions with transformers, and the name with models that have tables of their own; done
+    at import."""
     AttentionInterface.register(name, paged_attention_forward)
     AttentionMaskInterface.register(name, paged_mask)
     fill_class_tables(name)

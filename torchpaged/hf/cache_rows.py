@@ -1,6 +1,8 @@
-"""What generate() does to the rows of a paged cache between forwards: start over, take tokens back, reorder, repeat, select.
+"""What generate() does to the rows of a paged cache between forwards: start over, take tokens back, reorder,
+repeat, select.
 
-`PagedCache` inherits it: transformers looks for these methods on the cache itself. The books of the blocks are kept by `RowBlocks`.
+`PagedCache` inherits it: transformers looks for these methods on the cache itself. The books of the blocks
+are kept by `RowBlocks`.
 """
 
 from __future__ import annotations
@@ -74,7 +76,8 @@ class CacheRows(Cache):
         """What decoders ask an EncoderDecoderCache for.
 
         Raises:
-            UnsupportedModelError: always; this cache holds the keys of self-attention or of cross-attention, not both.
+            UnsupportedModelError: always; this cache holds the keys of self-attention or of cross-attention,
+                not both.
         """
         raise UnsupportedModelError(
             f"{self.name} is an encoder-decoder model and asks its cache for `is_updated`; "
@@ -89,7 +92,8 @@ class CacheRows(Cache):
     def reset(self) -> None:
         """Forget everything; the pools' memory stays. The next forward may have another batch size."""
         for layer in self.layers:
-            layer.reset()  # a paged one has nothing to do, unless it keeps a recurrent state beside its keys and values
+            # a paged one has nothing to do, unless it keeps a recurrent state beside its keys and values
+            layer.reset()
         self.blocks.free()
         self._padding, self.ready = None, False
         self._is_open, self._num_forwards, self._cut_padding = False, 0, False
@@ -100,21 +104,29 @@ class CacheRows(Cache):
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last ``-tokens_to_remove`` tokens of every row, all at most (assisted generation).
 
-        The rule of transformers since 5.18. In 5.17 a positive number is the length to keep, deprecated; here it is refused in either.
+        The rule of transformers since 5.18. In 5.17 a positive number is the length to keep, deprecated; here
+        it is refused in either.
 
         Args:
             tokens_to_remove: 0 or negative.
 
         Raises:
-            ArgumentError: a positive number, no integer, or a forward before that did not complete; nothing is taken back then.
+            ArgumentError: a positive number, no integer, or a forward before that did not complete; nothing
+                is taken back then.
         """
         try:
             count = -operator.index(tokens_to_remove)
         except (TypeError, ValueError):
-            raise ArgumentError("tokens_to_remove", "an integer of at most 0", repr(tokens_to_remove)) from None
+            raise ArgumentError(
+                "tokens_to_remove", "an integer of at most 0", repr(tokens_to_remove)
+            ) from None
         if count < 0:
-            raise ArgumentError("tokens_to_remove", "0, or the number of tokens to take back with a minus", str(-count),
-                                "cache.crop(-n) takes back n tokens")  # fmt: skip
+            raise ArgumentError(
+                "tokens_to_remove",
+                "0, or the number of tokens to take back with a minus",
+                str(-count),
+                "cache.crop(-n) takes back n tokens",
+            )
         if self.ready:
             self._require_complete()
             count = min(count, int(self.total))
@@ -127,7 +139,8 @@ class CacheRows(Cache):
             self._take_back(count)
 
     def _take_back(self, count: int) -> None:
-        """``count`` tokens less in every row. A row whose padding is reached keeps no token, and what is left of its padding."""
+        """``count`` tokens less in every row. A row whose padding is reached keeps no token, and what is left
+        of its padding."""
         for tensor in (self.total, self.written_total):
             tensor.sub_(count)
         self.seq_lens[: len(self.blocks)].sub_(count).clamp_min_(0)
@@ -138,7 +151,9 @@ class CacheRows(Cache):
 
     def _unshare(self, count: int) -> None:
         """Give every row blocks of its own from its last ``count`` tokens on."""
-        copies = self.blocks.unshare([max(length - count, 0) for length in self.seq_lens[: len(self.blocks)].tolist()])
+        copies = self.blocks.unshare(
+            [max(length - count, 0) for length in self.seq_lens[: len(self.blocks)].tolist()]
+        )
         if copies is not None:
             self._upload_rows()
             self._copy_blocks(copies)
@@ -151,7 +166,8 @@ class CacheRows(Cache):
                 layer.copy_blocks(mapping)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Row ``i`` continues row ``beam_idx[i]``: full blocks are shared, only the last partial one is copied."""
+        """Row ``i`` continues row ``beam_idx[i]``: full blocks are shared, only the last partial one
+        is copied."""
         self._reindex(beam_idx.tolist())
         for layer in self.layers:
             layer.reorder_cache(beam_idx)
@@ -172,7 +188,12 @@ class CacheRows(Cache):
         """New row ``i`` is a fork of old row ``parents[i]``, see `RowBlocks.reindex`."""
         self._require_complete()
         if len(parents) > self.max_rows:
-            raise ArgumentError("max_batch_size", f"at least {len(parents)} rows", str(self.max_rows), "build a larger PagedCache")
+            raise ArgumentError(
+                "max_batch_size",
+                f"at least {len(parents)} rows",
+                str(self.max_rows),
+                "build a larger PagedCache",
+            )
         if list(parents) == list(range(len(self.blocks))):
             return
         copies = self.blocks.reindex(parents, self.seq_lens[: len(self.blocks)].tolist())

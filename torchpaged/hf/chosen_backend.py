@@ -1,8 +1,10 @@
-"""The backend of a paged HuggingFace cache, chosen for what its layers really ask, and the session that they share.
+"""The backend of a paged HuggingFace cache, chosen for what its layers really ask, and the session that
+they share.
 
-A config says little about attention: soft cap, sinks, causality and each layer's widths are arguments of the layers' calls. So a first choice
-is made from what is known before anything is written, and every kind of call is then held to what the backend declares. A kind that comes anew
-with an eager forward may change an automatic choice, since all backends write the same cache; a backend that was named is refused.
+A config says little about attention: soft cap, sinks, causality and each layer's widths are arguments of the
+layers' calls. So a first choice is made from what is known before anything is written, and every kind of call
+is then held to what the backend declares. A kind that comes anew with an eager forward may change an
+automatic choice, since all backends write the same cache; a backend that was named is refused.
 """
 
 from __future__ import annotations
@@ -13,20 +15,37 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchpaged.backends import AttentionSpec, Capabilities, Choice, Limits, Session, attention_spec, select_backend
+from torchpaged.backends import (
+    AttentionSpec,
+    Capabilities,
+    Choice,
+    Limits,
+    Session,
+    attention_spec,
+    select_backend,
+)
 from torchpaged.custom_ops import BackendOps
 from torchpaged.custom_ops.errors import BackendUnavailableError
 
 
-def config_spec(config: Any, layer: Any, key_states: Tensor, head_dim_v: int | None, block_size: int) -> AttentionSpec:
-    """What a `PagedLayer` will ask for, as far as the config and the first keys ``[batch, num_kv_heads, *, head_dim]`` tell."""
+def config_spec(
+    config: Any, layer: Any, key_states: Tensor, head_dim_v: int | None, block_size: int
+) -> AttentionSpec:
+    """What a `PagedLayer` will ask for, as far as the config and the first keys ``[batch, num_kv_heads, *,
+    head_dim]`` tell."""
     num_kv_heads, head_dim = key_states.shape[1], key_states.shape[3]
     return attention_spec(
-        device=key_states.device, dtype=key_states.dtype, num_heads=getattr(config, "num_attention_heads", num_kv_heads),
-        num_kv_heads=num_kv_heads, head_dim=head_dim, head_dim_v=head_dim_v, block_size=block_size,
-        window_size=(-1 if layer.window is None else layer.window - 1, -1), chunk_size=layer.chunk,
+        device=key_states.device,
+        dtype=key_states.dtype,
+        num_heads=getattr(config, "num_attention_heads", num_kv_heads),
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
+        block_size=block_size,
+        window_size=(-1 if layer.window is None else layer.window - 1, -1),
+        chunk_size=layer.chunk,
         logits_soft_cap=getattr(config, "attn_logit_softcapping", None),
-    )  # fmt: skip
+    )
 
 
 class ChoosesBackend:
@@ -54,13 +73,19 @@ class ChoosesBackend:
         """Choose for these specs alone.
 
         Raises:
-            BackendUnavailableError: the named backend can't run them all, or none can; the choice before stays.
+            BackendUnavailableError: the named backend can't run them all, or none can; the choice
+                before stays.
         """
         wanted = dict.fromkeys(specs)
         choice = select_backend(list(wanted), self._backend)
         before: Session | None = getattr(self, "session", None)
         device = next(iter(wanted)).device
-        if before is None or before.ops is not choice.backend.ops or before.device != device or before.limits != self.limits:
+        if (
+            before is None
+            or before.ops is not choice.backend.ops
+            or before.device != device
+            or before.limits != self.limits
+        ):
             session = choice.backend.open(wanted, self.limits, device)
             if before is not None and before.planned is not None:  # in the middle of a step
                 session.plan(before.planned)
@@ -88,10 +113,18 @@ class ChoosesBackend:
 
 
 def hold_to_backend(
-    layer: Any, query: Tensor, key: Tensor, value: Tensor, causal: bool, window: int | None, softcap: float | None, sinks: Tensor | None,
+    layer: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    causal: bool,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
     scale: float | None = None,
-) -> None:  # fmt: skip
-    """Hold a layer's call to what the backend of its cache declares; host facts only, and once per layer and kind of call.
+) -> None:
+    """Hold a layer's call to what the backend of its cache declares; host facts only, and once per layer and
+    kind of call.
 
     Args:
         layer: the `PagedLayer`; it remembers the kind.
@@ -112,18 +145,29 @@ def hold_to_backend(
             feature = "bidirectional attention" if not causal and not able.bidirectional else feature
             if feature is not None:
                 raise BackendUnavailableError(
-                    f"backend {owner.choice.name!r} cannot run this attention: {feature} is not supported; run a forward eagerly first"
+                    f"backend {owner.choice.name!r} cannot run this attention: {feature} is not supported; "
+                    "run a forward eagerly first"
                 )
         return
     kind = (query.dtype, query.shape[1], query.shape[3], causal, window, softcap, sinks is None, scale)
     if kind == layer.asked:
         return
     spec = attention_spec(
-        device=query.device, dtype=query.dtype, num_heads=query.shape[1], num_kv_heads=key.shape[2], head_dim=query.shape[3],
-        head_dim_v=value.shape[3], block_size=key.shape[1], kv_dtype=key.dtype, causal=causal,
-        window_size=(-1 if window is None else window - 1, -1), logits_soft_cap=softcap, sinks=sinks, chunk_size=layer.chunk,
+        device=query.device,
+        dtype=query.dtype,
+        num_heads=query.shape[1],
+        num_kv_heads=key.shape[2],
+        head_dim=query.shape[3],
+        head_dim_v=value.shape[3],
+        block_size=key.shape[1],
+        kv_dtype=key.dtype,
+        causal=causal,
+        window_size=(-1 if window is None else window - 1, -1),
+        logits_soft_cap=softcap,
+        sinks=sinks,
+        chunk_size=layer.chunk,
         scale=scale,
-    )  # fmt: skip
+    )
     owner.require(spec)
     owner.give_workspace(layer, spec)
     layer.asked = kind

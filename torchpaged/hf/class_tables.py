@@ -1,7 +1,7 @@
 """Models that look their attention class up by the implementation's name, in a table of their modelling file.
 
-transformers accepts a registered name for any model, and these would raise a bare KeyError. Decoders whose own attention only needs a mask get
-their eager class, as models without a table do; the rest says what to do.
+transformers accepts a registered name for any model, and these would raise a bare KeyError. Decoders whose
+own attention only needs a mask get their eager class, as models without a table do; the rest says what to do.
 
 The tables are not public; ``tests/hf/test_class_tables.py`` notices one that changes, goes or comes.
 """
@@ -33,15 +33,18 @@ TABLES: dict[str, tuple[str, bool]] = {
 def _refusal(module: str, name: str) -> Callable[..., Any]:
     def refuse(*_: Any, **__: Any) -> Any:
         raise UnsupportedModelError(
-            f"{module.split('.')[0]} cannot be built with attn_implementation={name!r}: it has attention classes of its own by name, and none for it; "
-            "build it with 'eager', and of a model of several parts call set_attn_implementation on its language model"
+            f"{module.split('.')[0]} cannot be built with attn_implementation={name!r}: it has attention "
+            "classes of its own by name, and none for it; "
+            "build it with 'eager', and of a model of several parts call set_attn_implementation on its "
+            "language model"
         )
 
     return refuse
 
 
 def fill_class_tables(name: str) -> None:
-    """Enter ``name`` into every table; a model that this transformers lacks, or a table that went, is left alone."""
+    """Enter ``name`` into every table; a model that this transformers lacks, or a table that went, is
+    left alone."""
     for module, (table, takes_eager) in TABLES.items():
         try:
             classes = getattr(importlib.import_module(f"transformers.models.{module}"), table, None)

@@ -1,12 +1,15 @@
-"""Regional compilation: the repeated decoder layer is compiled once, not the whole model; minutes become seconds when cold.
+"""Regional compilation: the repeated decoder layer is compiled once, not the whole model; minutes become
+seconds when cold.
 
     torchpaged.hf.fuse(model)                     # optional, first
-    torchpaged.hf.compile_layers(model)           # before the engine or the graph runner is built, which then take compile=False
+    # before the engine or the graph runner is built, which then take compile=False
+    torchpaged.hf.compile_layers(model)
     generator = Generator(model, compile=False)
     torchpaged.hf.uncompile_layers(model)         # as it was
 
-Only decode steps over paged caches are compiled, once per batch size and kind of layer (a model that alternates sliding and full attention has
-two). Embedding, final norm and lm_head run as they are. See docs/compile.md for what makes layers share one compilation.
+Only decode steps over paged caches are compiled, once per batch size and kind of layer (a model that
+alternates sliding and full attention has two). Embedding, final norm and lm_head run as they are. See
+docs/compile.md for what makes layers share one compilation.
 """
 
 from __future__ import annotations
@@ -29,7 +32,8 @@ Forward = Callable[..., Any]
 
 
 class _Compiler:
-    """The compiled forms of the layers of one model: one per forward function and batch shape, shared by all layers."""
+    """The compiled forms of the layers of one model: one per forward function and batch shape, shared by
+    all layers."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         self._options = options
@@ -38,7 +42,9 @@ class _Compiler:
     def of(self, forward: Forward, hidden_states: Tensor) -> Forward:
         key = forward, hidden_states.shape, hidden_states.dtype
         if key not in self._compiled:
-            self._compiled[key] = torch.compile(_copy(forward, hidden_states.shape), fullgraph=True, dynamic=False, **self._options)
+            self._compiled[key] = torch.compile(
+                _copy(forward, hidden_states.shape), fullgraph=True, dynamic=False, **self._options
+            )
         return self._compiled[key]
 
 
@@ -53,10 +59,16 @@ def _copy(forward: Forward, shape: torch.Size) -> Forward:
 
 
 def _decodes(cache: Any, index: int, hidden_states: Tensor) -> PagedLayer | None:
-    """The paged layer of a decode step, else None. A host decision from shapes and flags that a captured graph may keep."""
+    """The paged layer of a decode step, else None. A host decision from shapes and flags that a captured
+    graph may keep."""
     layers = getattr(cache, "layers", None)
     layer = layers[index] if layers is not None and index < len(layers) else None
-    if not isinstance(layer, PagedLayer) or not layer.is_initialized or not layer.owner.ready or layer.owner.dense:
+    if (
+        not isinstance(layer, PagedLayer)
+        or not layer.is_initialized
+        or not layer.owner.ready
+        or layer.owner.dense
+    ):
         return None
     batch, query_len = hidden_states.shape[:2]
     return layer if layer.owner.metadata_of(batch, query_len).max_query_len == 1 else None
@@ -67,10 +79,14 @@ def _give_forward(layer: Any, index: int, compiler: _Compiler) -> None:
     plain: Forward = type(layer).forward if fused is None else fused.__func__
 
     def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        cached = None if args or self.training else _decodes(kwargs.get("past_key_values"), index, hidden_states)
+        cached = (
+            None if args or self.training else _decodes(kwargs.get("past_key_values"), index, hidden_states)
+        )
         if cached is None:
             return plain(self, hidden_states, *args, **kwargs)
-        result = compiler.of(plain, hidden_states)(self, hidden_states, kwargs | {"past_key_values": LayerCache(cached)})
+        result = compiler.of(plain, hidden_states)(
+            self, hidden_states, kwargs | {"past_key_values": LayerCache(cached)}
+        )
         cached.complete()
         return result
 
@@ -90,22 +106,33 @@ def compile_layers(model: PreTrainedModel, **options: Any) -> int:
 
     Raises:
         ArgumentError: they are prepared already.
-        UnsupportedModelError: no decoder layers were found, or one does not say which layer of the cache is its own.
+        UnsupportedModelError: no decoder layers were found, or one does not say which layer of the cache is
+            its own.
     """
     base: Any = model.get_decoder()
     layers = getattr(base, "layers", None)
     if not isinstance(layers, nn.ModuleList):
-        raise UnsupportedModelError(f"{type(model).__name__} has no decoder layers that compile_layers() could find")
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no decoder layers that compile_layers() could find"
+        )
     if any(hasattr(layer, _MARK) for layer in layers):
         raise ArgumentError(
-            "model", "a model whose layers are not compiled", "one whose layers are", "call torchpaged.hf.uncompile_layers(model) first"
+            "model",
+            "a model whose layers are not compiled",
+            "one whose layers are",
+            "call torchpaged.hf.uncompile_layers(model) first",
         )
     indices = []
     for position, layer in enumerate(layers):
-        found = {index for module in layer.modules() if isinstance(index := getattr(module, "layer_idx", None), int)}
+        found = {
+            index
+            for module in layer.modules()
+            if isinstance(index := getattr(module, "layer_idx", None), int)
+        }
         if len(found) != 1:
             raise UnsupportedModelError(
-                f"{type(model).__name__}: layers.{position} ({type(layer).__name__}) names {len(found)} layers of the cache, expected 1"
+                f"{type(model).__name__}: layers.{position} ({type(layer).__name__}) names {len(found)} "
+                "layers of the cache, expected 1"
             )
         indices.append(found.pop())
     compiler = _Compiler(options)

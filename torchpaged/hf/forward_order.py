@@ -1,6 +1,8 @@
-"""In which order the layers of a cache write: who moves the step on, who completes it, who has not written yet, who writes twice.
+"""In which order the layers of a cache write: who moves the step on, who completes it, who has not written
+yet, who writes twice.
 
-Which layers are the first and the last is seen, not assumed: a config may list layers that never write (recurrent ones, shared ones).
+Which layers are the first and the last is seen, not assumed: a config may list layers that never write
+(recurrent ones, shared ones).
 """
 
 from __future__ import annotations
@@ -21,13 +23,15 @@ class ForwardOrder:
 
     Args:
         name: the model's type, for messages.
-        layers: the paged layers; until a forward has shown which writes first, the first of them is taken for it.
+        layers: the paged layers; until a forward has shown which writes first, the first of them is taken
+            for it.
         has_cross_attention: the model's config says that it attends to an encoder too.
 
     Attributes:
         last: the layer that wrote last; None before the first forward.
         query_len: tokens per row of the forward that runs, or ran last.
-        announced: tokens per row that the model asked a mask for and has not written yet; None = no mask was asked for.
+        announced: tokens per row that the model asked a mask for and has not written yet; None = no mask was
+            asked for.
         masks_asked: the model builds its masks from this cache's sizes.
     """
 
@@ -47,7 +51,8 @@ class ForwardOrder:
         self.last, self.query_len, self.announced = None, 0, None
 
     def use(self, layer: PagedLayer) -> None:
-        """``layer`` gets its pools, or writes for the first time. The one that did so last completes a forward."""
+        """``layer`` gets its pools, or writes for the first time. The one that did so last completes
+        a forward."""
         if self._completes is not None:
             self._completes.is_last = False
         self._completes, layer.is_last = layer, True
@@ -68,10 +73,13 @@ class ForwardOrder:
         if torch.compiler.is_compiling():
             if not self._seen and self.last is None and not layer.is_first:
                 raise UnsupportedModelError(
-                    f"{self.name}: the first forward was compiled, and layer {layer.index} writes before layer 0; run it eagerly"
+                    f"{self.name}: the first forward was compiled, and layer {layer.index} writes before "
+                    "layer 0; run it eagerly"
                 )
             if not self._seen:
-                self.use(layer)  # with pools made ahead: as far as the trace has come, this one completes the forward
+                self.use(
+                    layer
+                )  # with pools made ahead: as far as the trace has come, this one completes the forward
         else:
             if not self._seen:
                 for other in self._layers:
@@ -95,10 +103,13 @@ class ForwardOrder:
             twice = layer is self.last if self.announced is None else self.announced != query_len
         if twice:
             raise UnsupportedModelError(
-                f"{self.name}: layer {layer.index} writes twice in one forward, as a decoder does that keeps its cross-attention's keys in "
-                "the same cache; pass past_key_values=EncoderDecoderCache(PagedCache(...), DynamicCache(config=model.config))"
+                f"{self.name}: layer {layer.index} writes twice in one forward, as a decoder does that "
+                "keeps its cross-attention's keys in "
+                "the same cache; pass past_key_values=EncoderDecoderCache(PagedCache(...), "
+                "DynamicCache(config=model.config))"
             )
 
     def is_behind(self, layer: PagedLayer) -> bool:
-        """Whether the forward that runs has moved the lengths on, and ``layer`` has not written its tokens yet."""
+        """Whether the forward that runs has moved the lengths on, and ``layer`` has not written its
+        tokens yet."""
         return self.last is not None and not layer.is_first and self.last.index < layer.index

@@ -1,7 +1,8 @@
 """PagedLayer: one attention layer of a paged HuggingFace cache.
 
-``update()`` writes the new keys and values and returns *the pools themselves*; they carry the layer they belong to, so that the
-attention function knows a paged call by its key and value alone: no global state, no layer index, no wrapper around generate().
+``update()`` writes the new keys and values and returns *the pools themselves*; they carry the layer they
+belong to, so that the attention function knows a paged call by its key and value alone: no global state, no
+layer index, no wrapper around generate().
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ from torchpaged.hf.chosen_backend import config_spec
 from torchpaged.hf.watched_pool import WatchedPool, watch
 from torchpaged.metadata import AttentionMetadata
 
-#: Why set-up is not traced, and what to do: the reason of a graph break, or of dynamo's error with ``fullgraph=True``.
+#: Why set-up is not traced, and what to do: the reason of a graph break, or of dynamo's error
+#: with ``fullgraph=True``.
 SET_UP = (
-    "PagedCache: the pools can't be made inside compiled code; run the first forward eagerly (generate() does), or call "
+    "PagedCache: the pools can't be made inside compiled code; run the first forward eagerly (generate() "
+    "does), or call "
     "cache.early_initialization(batch_size, num_kv_heads, head_dim, dtype, device) before"
 )
 
@@ -38,10 +41,13 @@ class PagedOwner(Protocol):
     max_seq_len: int
     dense: bool
     ready: bool
-    keys_of_queries: bool  # written tokens are the query tokens of the attention behind; not so in cross attention
+    keys_of_queries: (
+        bool  # written tokens are the query tokens of the attention behind; not so in cross attention
+    )
 
     def prepare(self, key_states: Tensor, head_dim_v: int | None = None) -> None:
-        """Set up everything that depends on the device and the batch, once; ``head_dim_v`` if it is not the keys'."""
+        """Set up everything that depends on the device and the batch, once; ``head_dim_v`` if it is not
+        the keys'."""
 
     def require(self, spec: AttentionSpec) -> None:
         """Hold the backend to what a layer asks."""
@@ -50,8 +56,8 @@ class PagedOwner(Protocol):
         """Give ``layer`` what the session keeps for layers of ``spec``."""
 
     def advance(self, layer: PagedLayer, batch: int, query_len: int) -> Tensor:
-        """Before ``layer`` writes: the first layer of a forward moves the lengths on by ``query_len`` tokens per row. Gives the slot of every
-        new token, ``[batch * query_len]`` int64."""
+        """Before ``layer`` writes: the first layer of a forward moves the lengths on by ``query_len`` tokens
+        per row. Gives the slot of every new token, ``[batch * query_len]`` int64."""
 
     def written(self, layer: PagedLayer) -> None:
         """``layer`` has written this forward's tokens."""
@@ -99,14 +105,22 @@ class PagedLayer(CacheLayerMixin):
     is_croppable = True
     is_sliding = False  # no mask is ever built from it: every layer reports the full length
 
-    def __init__(self, owner: PagedOwner, index: int, window: int | None = None, chunk: int | None = None) -> None:
+    def __init__(
+        self, owner: PagedOwner, index: int, window: int | None = None, chunk: int | None = None
+    ) -> None:
         super().__init__()
         self.owner, self.index, self.window, self.chunk = owner, index, window, chunk
-        self.is_first = self.is_last = False  # of the layers that write, in a forward: the owner's `ForwardOrder` says which
+        self.is_first = self.is_last = (
+            False  # of the layers that write, in a forward: the owner's `ForwardOrder` says which
+        )
         self.has_written = False  # outside of compiled code
-        self.asked: tuple[Any, ...] | None = None  # the kind of call that the backend was held to, see `hold_to_backend`
+        self.asked: tuple[Any, ...] | None = (
+            None  # the kind of call that the backend was held to, see `hold_to_backend`
+        )
         self.spec: AttentionSpec | None = None  # of that call, or before it of the config
-        self.workspace: dict[str, Tensor] = {}  # what the owner's session keeps for such calls, arguments of `paged_attention`
+        self.workspace: dict[
+            str, Tensor
+        ] = {}  # what the owner's session keeps for such calls, arguments of `paged_attention`
         self._watched = False  # whether attention was seen to take the pools as they are
 
     @torch.compiler.disable(reason=SET_UP)
@@ -115,17 +129,23 @@ class PagedLayer(CacheLayerMixin):
         self.owner.first_use(self)
         self.owner.prepare(key_states, value_states.shape[3])
         stored = self.stored_by(key_states, value_states)
-        with torch.inference_mode(False):  # an inference tensor could not be written under plain no_grad later
-            pools = stored.make_pools(self.owner.num_blocks, self.owner.block_size, key_states.dtype, key_states.device)
+        with torch.inference_mode(
+            False
+        ):  # an inference tensor could not be written under plain no_grad later
+            pools = stored.make_pools(
+                self.owner.num_blocks, self.owner.block_size, key_states.dtype, key_states.device
+            )
         self.adopt(stored, pools)
 
-    # What a layer of another kind has of its own, see `torchpaged.cache.kinds`; with `attention_spec`, and `write` if the op ``write_kv`` is not its.
+    # What a layer of another kind has of its own, see `torchpaged.cache.kinds`; with `attention_spec`, and
+    # `write` if the op ``write_kv`` is not its.
     def stored_by(self, key_states: Tensor, value_states: Tensor) -> LayerSpec:
         """What the layer's pools must hold for keys and values of these shapes."""
         return KVLayerSpec(key_states.shape[1], key_states.shape[3], value_states.shape[3])
 
     def keys_and_values(self, pools: Any) -> tuple[Tensor, Tensor]:
-        """What attention reads and `write` fills: ``[num_blocks, block_size, num_kv_heads, head_dim(_v)]`` of ``pools``, or views into them."""
+        """What attention reads and `write` fills: ``[num_blocks, block_size, num_kv_heads, head_dim(_v)]`` of
+        ``pools``, or views into them."""
         return pools.k_cache, pools.v_cache
 
     def attention_spec(self, config: Any, key_states: Tensor, head_dim_v: int | None) -> AttentionSpec:
@@ -139,13 +159,19 @@ class PagedLayer(CacheLayerMixin):
         self.dtype, self.device = self.keys.dtype, self.keys.device
         for pool in (self.keys, self.values):
             pool._torchpaged_layer = self  # type: ignore[attr-defined]
-            torch._dynamo.mark_static_address(pool, guard=False)  # guard=False: a new cache must not recompile the model
+            torch._dynamo.mark_static_address(
+                pool, guard=False
+            )  # guard=False: a new cache must not recompile the model
         self.is_initialized = True
 
     @property
     def num_bytes(self) -> int:
         """Bytes that the pools take; 0 before there are any."""
-        return self.owner.num_blocks * self.stored.bytes_per_block(self.owner.block_size, self.dtype) if self.is_initialized else 0
+        return (
+            self.owner.num_blocks * self.stored.bytes_per_block(self.owner.block_size, self.dtype)
+            if self.is_initialized
+            else 0
+        )
 
     def copy_blocks(self, block_mapping: Tensor) -> None:
         """Copy whole blocks, ``[n, 2]`` int64 of source and destination."""
@@ -154,12 +180,16 @@ class PagedLayer(CacheLayerMixin):
 
     @property
     def writes_query_tokens(self) -> bool:
-        """``are_query_tokens`` of this layer's writes. The first layer moves the step on right in front of its write, by ordinary kernels that the
-        attention must not overtake: its write holds the attention back."""
+        """``are_query_tokens`` of this layer's writes. The first layer moves the step on right in front of
+        its write, by ordinary kernels that the attention must not overtake: its write holds the
+        attention back."""
         return self.owner.keys_of_queries and not self.is_first
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write ``[batch, num_kv_heads, query_len, head_dim]`` and return the pools (or dense copies, in dense mode)."""
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Write ``[batch, num_kv_heads, query_len, head_dim]`` and return the pools (or dense copies, in
+        dense mode)."""
         pools = self.write(key_states, value_states)
         self.complete()
         return pools
@@ -167,7 +197,8 @@ class PagedLayer(CacheLayerMixin):
     def complete(self) -> None:
         """Say that this forward's tokens are written; the last layer's word completes the forward.
 
-        Behind `write` in `update`. A compiled layer leaves it to the caller: being the last one would make it a kind of its own.
+        Behind `write` in `update`. A compiled layer leaves it to the caller: being the last one would make it
+        a kind of its own.
         """
         self.owner.written(self)
 
@@ -179,12 +210,16 @@ class PagedLayer(CacheLayerMixin):
             self.owner.prepare(key_states, value_states.shape[3])
         batch, num_kv_heads, query_len, head_dim = key_states.shape
         k = key_states.transpose(1, 2).reshape(batch * query_len, num_kv_heads, head_dim)
-        v = value_states.transpose(1, 2).reshape(batch * query_len, value_states.shape[1], value_states.shape[3])
+        v = value_states.transpose(1, 2).reshape(
+            batch * query_len, value_states.shape[1], value_states.shape[3]
+        )
         assert self.keys is not None and self.values is not None
         if not torch.compiler.is_compiling():  # a trace has the op's own check
             self._require_own(key_states, value_states)
         slots = self.owner.advance(self, batch, query_len)
-        self.owner.ops.write_kv(k, v, self.keys, self.values, slots, are_query_tokens=self.writes_query_tokens)
+        self.owner.ops.write_kv(
+            k, v, self.keys, self.values, slots, are_query_tokens=self.writes_query_tokens
+        )
         if self.owner.dense:
             return self.owner.gather(self.keys, batch), self.owner.gather(self.values, batch)
         if not torch.compiler.is_compiling() and not self._watched:
@@ -193,15 +228,30 @@ class PagedLayer(CacheLayerMixin):
 
     def _require_own(self, key_states: Tensor, value_states: Tensor) -> None:
         """Refuse what the pools were not made for, before the step moves on."""
-        for name, states, pool in (("key_states", key_states, self.keys), ("value_states", value_states, self.values)):
+        for name, states, pool in (
+            ("key_states", key_states, self.keys),
+            ("value_states", value_states, self.values),
+        ):
             assert pool is not None
             heads, width = pool.shape[2:]
-            if states.shape[1] != heads or states.shape[3] != width or states.dtype != pool.dtype or states.device != pool.device:
+            if (
+                states.shape[1] != heads
+                or states.shape[3] != width
+                or states.dtype != pool.dtype
+                or states.device != pool.device
+            ):
                 raise ArgumentError(
-                    name, f"{heads} heads of {width}, {pool.dtype} on {pool.device}, as this cache's layer {self.index} was made for",
+                    name,
+                    (
+                        f"{heads} heads of {width}, {pool.dtype} on {pool.device}, as this cache's layer "
+                        f"{self.index} was made for"
+                    ),
                     f"{states.shape[1]} heads of {states.shape[3]}, {states.dtype} on {states.device}",
-                    "a cache keeps the layout of the model that used it first: make a new PagedCache of the model's config",
-                )  # fmt: skip
+                    (
+                        "a cache keeps the layout of the model that used it first: make a new PagedCache "
+                        "of the model's config"
+                    ),
+                )
 
     def watch_again(self) -> None:
         """The model computed with the pools: whoever tries again is refused again."""
@@ -213,10 +263,15 @@ class PagedLayer(CacheLayerMixin):
         Raises:
             UnsupportedModelError: keys were passed for values, or the other way round.
         """
-        if not torch.compiler.is_compiling() and isinstance(key, WatchedPool) and isinstance(value, WatchedPool):
+        if (
+            not torch.compiler.is_compiling()
+            and isinstance(key, WatchedPool)
+            and isinstance(value, WatchedPool)
+        ):
             if key.pool is not self.keys or value.pool is not self.values:
                 raise UnsupportedModelError(
-                    f"{self.owner.name}: layer {self.index} attends with other than its cached keys and values in their places; "
+                    f"{self.owner.name}: layer {self.index} attends with other than its cached keys and "
+                    "values in their places; "
                     "use PagedCache(..., dense=True)"
                 )
             self._watched = True
@@ -228,7 +283,8 @@ class PagedLayer(CacheLayerMixin):
         return self.owner.mask_sizes(self, query_length)
 
     def get_seq_length(self) -> int:
-        """Tokens that this layer has seen; a 0-d tensor once initialised, so that no guard ever sees a changing int."""
+        """Tokens that this layer has seen; a 0-d tensor once initialised, so that no guard ever sees a
+        changing int."""
         return self.owner.length(self)  # type: ignore[return-value]
 
     def get_max_length(self) -> int:
@@ -255,14 +311,18 @@ class PagedLayer(CacheLayerMixin):
 class LayerCache:
     """A cache as one decoder layer sees it: the layer's own pools, whatever index it names.
 
-    A compiled layer that is given this instead of the whole cache does not depend on its index, so that all layers share the code.
+    A compiled layer that is given this instead of the whole cache does not depend on its index, so that all
+    layers share the code.
     """
 
     def __init__(self, layer: PagedLayer) -> None:
         self.layer = layer
 
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """`PagedLayer.write`; ``layer_idx`` is not looked at. `compile_layers` completes the layer outside the compiled region."""
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """`PagedLayer.write`; ``layer_idx`` is not looked at. `compile_layers` completes the layer outside
+        the compiled region."""
         return self.layer.write(key_states, value_states)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

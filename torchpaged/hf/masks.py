@@ -1,4 +1,5 @@
-"""Reading HuggingFace's masks on the host: what paging can express (causality, window, chunk, left padding), and refusing the rest."""
+"""Reading HuggingFace's masks on the host: what paging can express (causality, window, chunk, left padding),
+and refusing the rest."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ class MaskKind(NamedTuple):
 
 
 def is_causal(mask_function: Any) -> bool:
-    """Whether transformers' mask function is one of its causal ones; by identity, as compiled code can tell it."""
+    """Whether transformers' mask function is one of its causal ones; by identity, as compiled code can
+    tell it."""
     return mask_function is not bidirectional_mask_function
 
 
@@ -35,14 +37,19 @@ def left_padding(mask: Tensor) -> list[int]:
         ArgumentError: a hole after the first token: right padding, or padding in the middle.
     """
     if mask.dim() != 2:
-        raise ArgumentError("attention_mask", "a 2-D mask [batch, length] with a PagedCache", f"shape {list(mask.shape)}")
+        raise ArgumentError(
+            "attention_mask", "a 2-D mask [batch, length] with a PagedCache", f"shape {list(mask.shape)}"
+        )
     present = mask.bool().cpu()
     padding = (present.cumsum(-1) == 0).sum(-1)
     holes = ~present & (torch.arange(mask.shape[1])[None] >= padding[:, None])
     if bool(holes.any()):
         row, column = holes.nonzero()[0].tolist()
-        raise ArgumentError("attention_mask", "left padding only (tokenizer.padding_side = 'left')",
-                            f"a zero after row {row}'s first token, at position {column}")  # fmt: skip
+        raise ArgumentError(
+            "attention_mask",
+            "left padding only (tokenizer.padding_side = 'left')",
+            f"a zero after row {row}'s first token, at position {column}",
+        )
     return [int(p) for p in padding]
 
 
@@ -54,13 +61,16 @@ def kinds_of(
     layers: Iterable[tuple[int | None, int | None]],
     device: torch.device | str = "cpu",
 ) -> set[MaskKind]:
-    """The kinds of mask that ``mask_function`` may be: one, or several that a prompt this short can't tell apart.
+    """The kinds of mask that ``mask_function`` may be: one, or several that a prompt this short can't
+    tell apart.
 
-    The function is opaque (a causal one, or one with an overlay: bidirectional image tokens, a prefix, packed sequences), so it is
-    asked: on a grid of positions of every row it must agree with a mask that paged attention can apply.
+    The function is opaque (a causal one, or one with an overlay: bidirectional image tokens, a prefix, packed
+    sequences), so it is asked: on a grid of positions of every row it must agree with a mask that paged
+    attention can apply.
 
     Args:
-        mask_function: transformers' ``(batch, head, query, key) -> bool`` over positions, padding included; None = causal.
+        mask_function: transformers' ``(batch, head, query, key) -> bool`` over positions, padding included;
+            None = causal.
         local_size: the window or chunk that transformers gives beside it, in tokens.
         query_length: tokens per row of this forward.
         padding: left padding of each row; its tokens are not looked at.
@@ -75,7 +85,8 @@ def kinds_of(
     candidates = {MaskKind(True, window, chunk) for window, chunk in pairs} | {MaskKind(False)}
     if mask_function is None:
         return {MaskKind()}
-    # Further than the prompt, so that a window shows that is longer than it; a mask over the prompt's own tokens can't be asked there.
+    # Further than the prompt, so that a window shows that is longer than it; a mask over the prompt's own
+    # tokens can't be asked there.
     reach = max([query_length, *(2 * (size or 0) + 2 for pair in pairs for size in pair)])
     for length in dict.fromkeys((reach, query_length)):
         try:
@@ -87,13 +98,18 @@ def kinds_of(
         if kinds:
             return kinds
     raise UnsupportedModelError(
-        "the model combines its causal mask with another one (image tokens, a prefix, packed sequences?), which paged attention "
+        "the model combines its causal mask with another one (image tokens, a prefix, packed sequences?), "
+        "which paged attention "
         f"does not express (local_size={local_size}); use PagedCache(..., dense=True)"
     )
 
 
 def _agreeing(
-    mask_function: Any, length: int, padding: Sequence[int], candidates: set[MaskKind], device: torch.device | str
+    mask_function: Any,
+    length: int,
+    padding: Sequence[int],
+    candidates: set[MaskKind],
+    device: torch.device | str,
 ) -> set[MaskKind]:
     kinds = set(candidates)
     for pad, row in {pad: row for row, pad in enumerate(padding)}.items() if padding else [(0, 0)]:
@@ -107,7 +123,9 @@ def _agreeing(
 def _grid(length: int) -> Tensor:
     """Positions to look at: both ends and an even spread, ``[count]`` int64."""
     count = min(max(length, 0), _PROBE)
-    return torch.tensor(sorted({(length - 1) * i // max(count - 1, 1) for i in range(count)}), dtype=torch.int64)
+    return torch.tensor(
+        sorted({(length - 1) * i // max(count - 1, 1) for i in range(count)}), dtype=torch.int64
+    )
 
 
 def _ask(mask_function: Any, row: int, positions: Tensor) -> Tensor:
@@ -115,9 +133,16 @@ def _ask(mask_function: Any, row: int, positions: Tensor) -> Tensor:
     batch, head = positions.new_tensor(row), positions.new_tensor(0)
     count = len(positions)
     try:
-        got = torch.as_tensor(mask_function(batch, head, positions[:, None], positions[None, :])).expand(count, count)
+        got = torch.as_tensor(mask_function(batch, head, positions[:, None], positions[None, :])).expand(
+            count, count
+        )
     except Exception:  # a function of single positions, as vmap would call it
-        got = torch.stack([torch.stack([torch.as_tensor(mask_function(batch, head, q, k)) for k in positions]) for q in positions])
+        got = torch.stack(
+            [
+                torch.stack([torch.as_tensor(mask_function(batch, head, q, k)) for k in positions])
+                for q in positions
+            ]
+        )
     return got.bool().cpu()
 
 
@@ -125,5 +150,7 @@ def _want(kind: MaskKind, positions: Tensor) -> Tensor:
     if kind.window == 0:  # what some configs make of a window that no layer uses: nothing is seen
         return torch.zeros(len(positions), len(positions), dtype=torch.bool)
     window = -1 if kind.window is None else kind.window - 1
-    seen: Tensor = visible_keys(positions, int(positions[-1]) + 1, kind.causal, window, -1, kind.chunk or 0)[:, positions]
+    seen: Tensor = visible_keys(positions, int(positions[-1]) + 1, kind.causal, window, -1, kind.chunk or 0)[
+        :, positions
+    ]
     return seen

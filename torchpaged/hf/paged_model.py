@@ -1,10 +1,12 @@
-"""PagedModel: a HuggingFace causal LM as a callable over packed tokens: what the engine and the graph runner drive.
+"""PagedModel: a HuggingFace causal LM as a callable over packed tokens: what the engine and the graph
+runner drive.
 
     paged = PagedModel(model, num_blocks=512)
     logits = paged(input_ids, metadata, logits_indices)   # [num_tokens] in, [num_reqs, vocab] out
 
-The model runs as one row ``[1, num_tokens]`` of concatenated requests with explicit positions; each attention layer makes one
-``write_kv`` and one ``paged_attention`` call with the metadata given. No mask is built, nothing is read on the host.
+The model runs as one row ``[1, num_tokens]`` of concatenated requests with explicit positions; each attention
+layer makes one ``write_kv`` and one ``paged_attention`` call with the metadata given. No mask is built,
+nothing is read on the host.
 """
 
 from __future__ import annotations
@@ -37,20 +39,23 @@ class PagedModel:
         memory_budget: bytes for all pools together.
         block_size: tokens per block.
         backend: a name or "auto".
-        limits: the largest batches to come, for the backend's session: ``max_num_reqs``, ``max_num_tokens``, ``max_blocks_per_req``. None, and where
-            one is None: 1024 requests, any number of tokens, as many blocks as there are.
+        limits: the largest batches to come, for the backend's session: ``max_num_reqs``, ``max_num_tokens``,
+            ``max_blocks_per_req``. None, and where one is None: 1024 requests, any number of tokens, as many
+            blocks as there are.
 
-    The pools have the dtype of the model's keys; fp8 pools are for `torchpaged.PagedAttention` and the checked functions so far.
+    The pools have the dtype of the model's keys; fp8 pools are for `torchpaged.PagedAttention` and the
+    checked functions so far.
 
     Attributes:
         kv_cache: the `PagedKVCache`.
         choice: which backend runs and why.
-        session: what it keeps open for the layers, whoever runs them: steps must not overlap on different streams.
+        session: what it keeps open for the layers, whoever runs them: steps must not overlap on
+            different streams.
         vocab_size, max_position_embeddings, eos_token_ids, device: facts of the model.
 
     Raises:
-        UnsupportedModelError: the model ignores the attention interface or keeps states that can't be paged; by name, with the
-            reason.
+        UnsupportedModelError: the model ignores the attention interface or keeps states that can't be paged;
+            by name, with the reason.
     """
 
     def __init__(
@@ -71,16 +76,28 @@ class PagedModel:
         self.vocab_size: int = config.vocab_size
         self.max_position_embeddings: int | None = getattr(config, "max_position_embeddings", None)
         eos = getattr(model.generation_config, "eos_token_id", None)
-        self.eos_token_ids: tuple[int, ...] = () if eos is None else tuple(eos) if isinstance(eos, (list, tuple)) else (int(eos),)
+        self.eos_token_ids: tuple[int, ...] = (
+            () if eos is None else tuple(eos) if isinstance(eos, (list, tuple)) else (int(eos),)
+        )
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         specs, probed = _probe(model, config, block_size)
         dtype = probed.layers[0].keys.dtype
         self.kv_cache = PagedKVCache(
-            specs, block_size=block_size, num_blocks=num_blocks, memory_budget=memory_budget, dtype=dtype, device=self.device
+            specs,
+            block_size=block_size,
+            num_blocks=num_blocks,
+            memory_budget=memory_budget,
+            dtype=dtype,
+            device=self.device,
         )
         said, blocks = Limits() if limits is None else limits, self.kv_cache.num_blocks
-        limits = replace(said, num_blocks=blocks, block_size=block_size, max_num_reqs=said.max_num_reqs or _MAX_NUM_REQS,
-                         max_blocks_per_req=said.max_blocks_per_req or max(blocks - 1, 1))  # fmt: skip
+        limits = replace(
+            said,
+            num_blocks=blocks,
+            block_size=block_size,
+            max_num_reqs=said.max_num_reqs or _MAX_NUM_REQS,
+            max_blocks_per_req=said.max_blocks_per_req or max(blocks - 1, 1),
+        )
         self._cache = StepCache(config, limits, self.kv_cache.num_tokens, backend)
         for layer, pools, before in zip(self._cache.layers, self.kv_cache, probed.layers, strict=True):
             layer.adopt(before.stored, pools)
@@ -98,7 +115,9 @@ class PagedModel:
         """The `FusionReport` of what `torchpaged.hf.fuse` did to the model; None if it is not fused."""
         return fusion_of(self.model)
 
-    def __call__(self, input_ids: Tensor, metadata: AttentionMetadata, logits_indices: Tensor | None = None) -> Tensor:
+    def __call__(
+        self, input_ids: Tensor, metadata: AttentionMetadata, logits_indices: Tensor | None = None
+    ) -> Tensor:
         """Run the packed batch.
 
         Args:
@@ -110,11 +129,17 @@ class PagedModel:
             ``[num_reqs or num_tokens, vocab_size]`` logits.
 
         Raises:
-            ArgumentError: the batch was made for another block size than the cache's, has no positions or slots, or is over the limits.
+            ArgumentError: the batch was made for another block size than the cache's, has no positions or
+                slots, or is over the limits.
         """
         metadata.check_block_size(self.kv_cache.block_size)
         if metadata.positions is None or metadata.slot_mapping is None:
-            raise ArgumentError("metadata", "positions and a slot_mapping", "None", "build it with AttentionMetadata.from_lists")
+            raise ArgumentError(
+                "metadata",
+                "positions and a slot_mapping",
+                "None",
+                "build it with AttentionMetadata.from_lists",
+            )
         if not torch.compiler.is_compiling():
             session = self._cache.session
             if session.planned is not metadata:  # else a graph runner has planned it: this may be a capture
@@ -125,7 +150,11 @@ class PagedModel:
         if logits_indices is not None and self._keeps_logits:
             options["logits_to_keep"] = logits_indices
         logits = self.model(
-            input_ids=input_ids[None], position_ids=metadata.positions[None], past_key_values=self._cache, use_cache=True, **options
+            input_ids=input_ids[None],
+            position_ids=metadata.positions[None],
+            past_key_values=self._cache,
+            use_cache=True,
+            **options,
         ).logits[0]
         self._cache.metadata = None
         if logits_indices is not None and not self._keeps_logits:
@@ -136,7 +165,8 @@ class PagedModel:
 def _probe(model: PreTrainedModel, config: Any, block_size: int) -> tuple[list[LayerSpec], StepCache]:
     """What each layer stores, and the cache that knows it and what the layers ask of a backend.
 
-    Found by one padding token: exact for any architecture, whatever its config calls things. The reference takes every attention.
+    Found by one padding token: exact for any architecture, whatever its config calls things. The reference
+    takes every attention.
     """
     cache = StepCache(config, Limits(1, 1, 1, num_blocks=2, block_size=block_size), block_size, "reference")
     cache.metadata = padding_step(model.device)

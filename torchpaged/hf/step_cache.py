@@ -1,4 +1,5 @@
-"""StepCache: transformers' view of a packed step, whose blocks and lengths somebody else owns, such as the engine."""
+"""StepCache: transformers' view of a packed step, whose blocks and lengths somebody else owns, such as
+the engine."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ class StepCache(ChoosesBackend, Cache):
         for index, layer in enumerate(self.layers):
             if not isinstance(layer, PagedLayer) or isinstance(layer, HybridPagedLayer):
                 raise UnsupportedModelError(
-                    f"{config.model_type}: layer {index} keeps a recurrent state ({type(layer).__name__}), which the packed batches of the "
+                    f"{config.model_type}: layer {index} keeps a recurrent state ({type(layer).__name__}), "
+                    "which the packed batches of the "
                     "engine do not carry yet; use generate() with torchpaged.hf.PagedCache"
                 )
 
@@ -61,7 +63,8 @@ class StepCache(ChoosesBackend, Cache):
         """A step that raises is nobody's state: the engine sets lengths anew for each one."""
 
     def advance(self, layer: PagedLayer, batch: int, query_len: int) -> Tensor:
-        """The step's slots: ``[num_tokens]`` int64, the same for every layer. Lengths were moved on by whoever made the step."""
+        """The step's slots: ``[num_tokens]`` int64, the same for every layer. Lengths were moved on by
+        whoever made the step."""
         assert self.metadata is not None and self.metadata.slot_mapping is not None
         return self.metadata.slot_mapping
 
@@ -74,7 +77,9 @@ class StepCache(ChoosesBackend, Cache):
         """As many keys as fit, and the tensor by which the mask function finds this cache."""
         return self.max_seq_len, self._mask_token
 
-    def observe_mask(self, mask: Tensor | None, batch: int, query_length: int, mask_function: Any, *_: Any) -> None:
+    def observe_mask(
+        self, mask: Tensor | None, batch: int, query_length: int, mask_function: Any, *_: Any
+    ) -> None:
         """Note whether the model is causal; raises UnsupportedModelError if it has a mask of its own."""
         self._causal = is_causal(mask_function)
         if mask is not None:
@@ -89,7 +94,8 @@ class StepCache(ChoosesBackend, Cache):
         return self._causal
 
     def require_kind(self, layer: PagedLayer, window: int | None) -> None:
-        """Nothing is required: a packed row is longer than any request in it, so that its masks say nothing."""
+        """Nothing is required: a packed row is longer than any request in it, so that its masks
+        say nothing."""
 
     def gather(self, pool: Tensor, batch: int) -> Tensor:
         """Raises UnsupportedModelError."""

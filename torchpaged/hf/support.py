@@ -1,4 +1,5 @@
-"""Facts about a model: whether it can run through the attention interface (and the refusal of those that can't), and whether it is fused."""
+"""Facts about a model: whether it can run through the attention interface (and the refusal of those that
+can't), and whether it is fused."""
 
 from __future__ import annotations
 
@@ -19,19 +20,25 @@ from transformers import (
 from torchpaged.custom_ops.errors import UnsupportedModelError
 
 _MAPPINGS: tuple[Any, ...] = (
-    MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING, MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING, MODEL_MAPPING,
-)  # fmt: skip
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING,
+    MODEL_MAPPING,
+)
 _REASON = (
-    "its attention layers do not call transformers' attention interface (ALL_ATTENTION_FUNCTIONS), so that no attention "
-    "implementation can be plugged in; use a model that does, or torchpaged.PagedAttention in a model of your own"
+    "its attention layers do not call transformers' attention interface (ALL_ATTENTION_FUNCTIONS), so that "
+    "no attention "
+    "implementation can be plugged in; use a model that does, or torchpaged.PagedAttention in a model of "
+    "your own"
 )
 
 
 def uses_attention_interface(model_class: type[PreTrainedModel]) -> bool:
     """Whether a model class calls the attention interface.
 
-    transformers tells it only through the private ``_can_set_attn_implementation``; ``set_attn_implementation`` asks the same
-    method but merely warns. ``tests/hf/test_refusals.py`` notices if it changes.
+    transformers tells it only through the private ``_can_set_attn_implementation``;
+    ``set_attn_implementation`` asks the same method but merely warns. ``tests/hf/test_refusals.py`` notices
+    if it changes.
     """
     return bool(model_class._can_set_attn_implementation())
 
@@ -47,7 +54,8 @@ def require_supported(model: PreTrainedModel) -> None:
 
 
 def _class_of(config_class: type) -> type[PreTrainedModel] | None:
-    """A model class that transformers knows for a config; None for a config from elsewhere. One modelling file holds them all."""
+    """A model class that transformers knows for a config; None for a config from elsewhere. One modelling
+    file holds them all."""
     for mapping in _MAPPINGS:
         found = mapping.get(config_class, None)
         found = found[0] if isinstance(found, (tuple, list)) else found
@@ -58,7 +66,8 @@ def _class_of(config_class: type) -> type[PreTrainedModel] | None:
 
 @torch.compiler.assume_constant_result
 def has_own_attention(model_type: str) -> bool:
-    """Whether the models of a type ignore the attention interface, so that they add the mask to scores of their own."""
+    """Whether the models of a type ignore the attention interface, so that they add the mask to scores of
+    their own."""
     return _has_own_attention(model_type)
 
 
@@ -71,9 +80,11 @@ def _has_own_attention(model_type: str) -> bool:
 
 
 def require_supported_config(config: Any) -> None:
-    """The same from a config alone, where transformers knows the model that goes with it; also refuses those with caches of their own.
+    """The same from a config alone, where transformers knows the model that goes with it; also refuses those
+    with caches of their own.
 
-    `_supports_default_dynamic_cache` is private too; ``tests/hf/test_typed_refusals.py`` notices if it changes.
+    `_supports_default_dynamic_cache` is private too; ``tests/hf/test_typed_refusals.py`` notices if
+    it changes.
     """
     model_class = _class_of(type(config))
     if model_class is None:
@@ -82,7 +93,8 @@ def require_supported_config(config: Any) -> None:
         raise UnsupportedModelError(f"{model_class.__name__} cannot run through torchpaged: {_REASON}")
     if not getattr(model_class, "_supports_default_dynamic_cache", lambda: True)():
         raise UnsupportedModelError(
-            f"{model_class.__name__} cannot run with a PagedCache: it keeps a cache of its own kind; call generate() without past_key_values"
+            f"{model_class.__name__} cannot run with a PagedCache: it keeps a cache of its own kind; call "
+            "generate() without past_key_values"
         )
 
 
@@ -100,15 +112,18 @@ def require_paged_layers(config: Any, layers: Sequence[Any]) -> None:
 
 
 def require_made_by_user(options: Mapping[str, Any]) -> None:
-    """Refuse ``options`` that transformers gives to a cache: T5Gemma makes its cross cache itself, of the class that it finds.
+    """Refuse ``options`` that transformers gives to a cache: T5Gemma makes its cross cache itself, of the
+    class that it finds.
 
     Raises:
         UnsupportedModelError: there is one that only transformers gives.
     """
     if "offloading" in options:
         raise UnsupportedModelError(
-            f"{getattr(options.get('config'), 'model_type', 'the model')} makes a cache in the place of this one, without the sizes that a PagedCache "
-            "needs; for cross attention pass EncoderDecoderCache(PagedCache(...), DynamicCache(config=model.config))"
+            f"{getattr(options.get('config'), 'model_type', 'the model')} makes a cache in the place of "
+            "this one, without the sizes that a PagedCache "
+            "needs; for cross attention pass EncoderDecoderCache(PagedCache(...), "
+            "DynamicCache(config=model.config))"
         )
 
 

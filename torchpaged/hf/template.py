@@ -1,7 +1,8 @@
-"""Which layers a cache needs, by HuggingFace's own word: a StaticCache is built from the config and its layers swapped.
+"""Which layers a cache needs, by HuggingFace's own word: a StaticCache is built from the config and its
+layers swapped.
 
-``StaticCache(config)`` knows every architecture's layer kinds (full, sliding, chunked, linear, hybrid); the helper behind it
-changed its signature between transformers 5.17 and 5.23, the class did not.
+``StaticCache(config)`` knows every architecture's layer kinds (full, sliding, chunked, linear, hybrid); the
+helper behind it changed its signature between transformers 5.17 and 5.23, the class did not.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ class HybridPagedLayer(LinearAttentionLayer, PagedLayer):
 
     is_compileable = True
 
-    def __init__(self, owner: PagedOwner, index: int, window: int | None, chunk: int | None, number_of_states: int) -> None:
+    def __init__(
+        self, owner: PagedOwner, index: int, window: int | None, chunk: int | None, number_of_states: int
+    ) -> None:
         PagedLayer.__init__(self, owner, index, window, chunk)
         LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
 
@@ -68,12 +71,15 @@ def window_and_chunk(config: Any, index: int, layer: Any) -> tuple[int | None, i
 
 def _of_registered_kind(owner: PagedOwner, index: int, config: Any, template: Any) -> PagedLayer | None:
     """The layer that a kind other than keys and values makes of ``template``; None if no kind takes it."""
-    made = (kind.hf_layer(owner, index, config, template) for kind in layer_kinds() if kind.hf_layer is not None)
+    made = (
+        kind.hf_layer(owner, index, config, template) for kind in layer_kinds() if kind.hf_layer is not None
+    )
     return next((layer for layer in made if layer is not None), None)
 
 
 def paged_layers(config: Any, max_seq_len: int, owner: PagedOwner) -> list[Any]:
-    """The layers of a paged cache for ``config``: those of a registered kind its own, attention layers paged, linear ones HuggingFace's own.
+    """The layers of a paged cache for ``config``: those of a registered kind its own, attention layers paged,
+    linear ones HuggingFace's own.
 
     Raises:
         UnsupportedModelError: the architecture keeps something in its cache that can be neither.
@@ -84,7 +90,8 @@ def paged_layers(config: Any, max_seq_len: int, owner: PagedOwner) -> list[Any]:
             template = StaticCache(config=config, max_cache_len=max_seq_len).layers
     except Exception as error:  # transformers has no cache of fixed size for it either
         raise UnsupportedModelError(
-            f"{config.model_type}: transformers' StaticCache, from which the layers are read, can't be built for it "
+            f"{config.model_type}: transformers' StaticCache, from which the layers are read, can't be "
+            "built for it "
             f"({type(error).__name__}: {error}); use DynamicCache(config=model.config)"
         ) from error
     for index, layer in enumerate(template):
@@ -94,14 +101,17 @@ def paged_layers(config: Any, max_seq_len: int, owner: PagedOwner) -> list[Any]:
             layers.append(own)
         elif isinstance(layer, StaticIndexedLayer):
             raise UnsupportedModelError(
-                f"{config.model_type}: layer {index} caches an indexer (sparse attention), which is not supported yet"
+                f"{config.model_type}: layer {index} caches an indexer (sparse attention), which is not "
+                "supported yet"
             )
         elif isinstance(layer, LinearAttentionCacheLayerMixin) and isinstance(layer, StaticLayer):
             layers.append(HybridPagedLayer(owner, index, window, chunk, layer.number_of_states))
         elif isinstance(layer, StaticLayer):
             layers.append(PagedLayer(owner, index, window, chunk))
         elif isinstance(layer, CacheLayerMixin):
-            raise UnsupportedModelError(f"{config.model_type}: layer {index} needs a cache of its own kind ({type(layer).__name__})")
+            raise UnsupportedModelError(
+                f"{config.model_type}: layer {index} needs a cache of its own kind ({type(layer).__name__})"
+            )
         else:
             layers.append(layer)
     return layers

@@ -1,7 +1,9 @@
-"""Pools that refuse arithmetic: what a layer's first `update` returns, so that a model that computes with its cached keys is noticed.
+"""Pools that refuse arithmetic: what a layer's first `update` returns, so that a model that computes with its
+cached keys is noticed.
 
-Paged attention reads keys and values where they lie. A model that expands, repeats or re-orders what the cache returned (latent
-attention, repeated heads, a mask computed from the values) would take blocks for batch rows: an error far away, or wrong numbers.
+Paged attention reads keys and values where they lie. A model that expands, repeats or re-orders what the
+cache returned (latent attention, repeated heads, a mask computed from the values) would take blocks for batch
+rows: an error far away, or wrong numbers.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from torchpaged.custom_ops.errors import UnsupportedModelError
 
 
 class WatchedPool(Tensor):
-    """A pool's memory under another Python object: attributes may be read, and whatever makes another tensor of it raises.
+    """A pool's memory under another Python object: attributes may be read, and whatever makes another tensor
+    of it raises.
 
     Attributes:
         pool: the pool itself.
@@ -28,18 +31,26 @@ class WatchedPool(Tensor):
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run ``func``; a result that is the pool itself, or no tensor, passes."""
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
         results = result if isinstance(result, (tuple, list)) else (result,)
         if any(isinstance(x, Tensor) and not any(x is given for given in args) for x in results):
-            watched = next(x for x in (*args, *_flat(args), *(kwargs or {}).values()) if isinstance(x, WatchedPool))
+            watched = next(
+                x for x in (*args, *_flat(args), *(kwargs or {}).values()) if isinstance(x, WatchedPool)
+            )
             watched._torchpaged_layer.watch_again()  # type: ignore[attr-defined]
             raise UnsupportedModelError(
-                f"{watched.model_name} computes with its cached keys or values ({getattr(func, '__name__', func)}) before it attends, where paged "
-                "attention reads the pools themselves; use PagedCache(..., dense=True), which gathers them first"
+                f"{watched.model_name} computes with its cached keys or values "
+                f"({getattr(func, '__name__', func)}) before it attends, where paged "
+                "attention reads the pools themselves; use PagedCache(..., dense=True), which gathers them "
+                "first"
             )
         return result
 

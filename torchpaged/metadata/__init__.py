@@ -9,7 +9,14 @@ batch.py     `AttentionMetadata`, of all these
 
 from torchpaged.metadata.batch import AttentionMetadata, HostLengths
 from torchpaged.metadata.checks import check_batch
-from torchpaged.metadata.fields import FIELDS, METADATA_FIELDS, BatchField, BatchSizes, make_batch_tensors, pad_batch_tensors
+from torchpaged.metadata.fields import (
+    FIELDS,
+    METADATA_FIELDS,
+    BatchField,
+    BatchSizes,
+    make_batch_tensors,
+    pad_batch_tensors,
+)
 from torchpaged.metadata.host import host_block_table, to_device
 from torchpaged.metadata.slots import slot_of, slots_at, slots_between
 

@@ -1,9 +1,11 @@
 """AttentionMetadata: one batch of requests as tensors, in vLLM's words.
 
-    metadata = AttentionMetadata.from_lists(query_lens=[1, 5], seq_lens=[33, 5], block_tables=[[4, 7, 2], [9]], block_size=16)
+    metadata = AttentionMetadata.from_lists(query_lens=[1, 5], seq_lens=[33, 5],
+                                            block_tables=[[4, 7, 2], [9]], block_size=16)
 
-``seq_lens`` counts the KV tokens of a request *including* the ones this step adds, so the new tokens of request ``r`` sit at
-positions ``seq_lens[r] - query_lens[r] ... seq_lens[r] - 1``. The tensors may be slices of static buffers (graphs/).
+``seq_lens`` counts the KV tokens of a request *including* the ones this step adds, so the new tokens of
+request ``r`` sit at positions ``seq_lens[r] - query_lens[r] ... seq_lens[r] - 1``. The tensors may be slices
+of static buffers (graphs/).
 """
 
 from __future__ import annotations
@@ -28,16 +30,18 @@ class AttentionMetadata:
     """What one attention step needs to know about its batch; every layer shares it.
 
     Attributes:
-        block_table: ``[num_reqs, max_blocks_per_req]`` int32; entries past a request's last block may be garbage.
+        block_table: ``[num_reqs, max_blocks_per_req]`` int32; entries past a request's last block may
+            be garbage.
         seq_lens: ``[num_reqs]`` int32, KV tokens including this step's; 0 = padding row.
-        query_start_loc: ``[num_reqs + 1]`` int32, first token of each request in the packed batch (``cu_seqlens_q``
-            elsewhere); the tail repeats the last value.
-        slot_mapping: ``[num_tokens]`` int64, ``block * block_size + offset`` of every token; -1 = write nothing. None where attention alone is
-            described: a `torchpaged.hf.PagedCache` gives each write its slots.
+        query_start_loc: ``[num_reqs + 1]`` int32, first token of each request in the packed batch
+            (``cu_seqlens_q`` elsewhere); the tail repeats the last value.
+        slot_mapping: ``[num_tokens]`` int64, ``block * block_size + offset`` of every token; -1 = write
+            nothing. None where attention alone is described: a `torchpaged.hf.PagedCache` gives each write
+            its slots.
         positions: ``[num_tokens]`` int64, each token's position in its sequence; None likewise.
         max_query_len: host int, an upper bound of the query lengths; 1 marks a decode batch.
-        block_size: host int, the tokens per block that ``slot_mapping`` and ``block_table`` were made for; None = nobody said. A cache of
-            another block size is refused (`check_block_size`).
+        block_size: host int, the tokens per block that ``slot_mapping`` and ``block_table`` were made for;
+            None = nobody said. A cache of another block size is refused (`check_block_size`).
     """
 
     block_table: Tensor
@@ -55,36 +59,52 @@ class AttentionMetadata:
 
     @property
     def num_tokens(self) -> int:
-        """Query tokens in the batch, padding included; raises ValueError where there is no ``slot_mapping``."""
+        """Query tokens in the batch, padding included; raises ValueError where there is
+        no ``slot_mapping``."""
         if self.slot_mapping is None:
-            raise ValueError("slot_mapping: expected the slots of the batch's tokens, got None: this batch describes attention alone")
+            raise ValueError(
+                "slot_mapping: expected the slots of the batch's tokens, got None: this batch describes "
+                "attention alone"
+            )
         return self.slot_mapping.shape[0]
 
     def to(self, device: torch.device | str) -> AttentionMetadata:
         """The same batch on ``device``; copies from pinned memory do not block."""
         held = {name: getattr(self, name) for name in METADATA_FIELDS}
-        moved: dict[str, Any] = {name: tensor.to(device, non_blocking=True) for name, tensor in held.items() if tensor is not None}
+        moved: dict[str, Any] = {
+            name: tensor.to(device, non_blocking=True) for name, tensor in held.items() if tensor is not None
+        }
         return replace(self, **moved)
 
     @classmethod
-    def view(cls, tensors: Mapping[str, Tensor], sizes: BatchSizes, *, max_query_len: int, block_size: int | None) -> AttentionMetadata:
+    def view(
+        cls, tensors: Mapping[str, Tensor], sizes: BatchSizes, *, max_query_len: int, block_size: int | None
+    ) -> AttentionMetadata:
         """The batch that the first requests and tokens of static ``tensors`` hold; slices, no copies."""
         fields: Any = {name: FIELDS[name].view(tensors[name], sizes) for name in METADATA_FIELDS}
         return cls(**fields, max_query_len=max_query_len, block_size=block_size)
 
     def check_block_size(self, block_size: int) -> None:
-        """Refuse a cache whose blocks hold ``block_size`` tokens if the batch was made for another size. Host ints only: it may be traced.
+        """Refuse a cache whose blocks hold ``block_size`` tokens if the batch was made for another size. Host
+        ints only: it may be traced.
 
         Raises:
             ArgumentError: they differ. In a traced call dynamo's own error.
         """
         if self.block_size is not None and self.block_size != block_size:
-            if torch.compiler.is_compiling():  # dynamo can't make an ArgumentError, and its own error quotes this one
+            if (
+                torch.compiler.is_compiling()
+            ):  # dynamo can't make an ArgumentError, and its own error quotes this one
                 raise ValueError(
-                    f"kv_cache: expected blocks of {self.block_size} tokens, as this batch was made for, got blocks of {block_size}"
+                    f"kv_cache: expected blocks of {self.block_size} tokens, as this batch was made for, "
+                    f"got blocks of {block_size}"
                 )
-            raise ArgumentError("kv_cache", f"blocks of {self.block_size} tokens, as this batch's slots and tables were made for",
-                                f"blocks of {block_size}", "build the metadata with the cache's block_size")  # fmt: skip
+            raise ArgumentError(
+                "kv_cache",
+                f"blocks of {self.block_size} tokens, as this batch's slots and tables were made for",
+                f"blocks of {block_size}",
+                "build the metadata with the cache's block_size",
+            )
 
     @classmethod
     def from_lists(
@@ -104,7 +124,8 @@ class AttentionMetadata:
         Args:
             query_lens: new tokens of each request.
             seq_lens: KV tokens of each request, the new ones included.
-            block_tables: the blocks each request owns, in order; at least ``ceil(seq_len / block_size)`` each.
+            block_tables: the blocks each request owns, in order; at least ``ceil(seq_len / block_size)``
+                each.
             block_size: tokens per block.
             num_blocks: blocks in the pool, to check ids against; None skips that check.
             max_blocks_per_req: width of the table; default: the longest row.
@@ -118,7 +139,9 @@ class AttentionMetadata:
         width = max((len(row) for row in block_tables), default=1) or 1
         if max_blocks_per_req is not None:
             if width > max_blocks_per_req:
-                raise ArgumentError("block_tables", f"at most {max_blocks_per_req} blocks per request", str(width))
+                raise ArgumentError(
+                    "block_tables", f"at most {max_blocks_per_req} blocks per request", str(width)
+                )
             width = max_blocks_per_req
         slots: list[int] = []
         positions: list[int] = []
@@ -132,15 +155,20 @@ class AttentionMetadata:
             "slot_mapping": slots,
             "positions": positions,
         }
-        fields: Any = {name: to_device(list(values), FIELDS[name].dtype, device) for name, values in numbers.items()}
+        fields: Any = {
+            name: to_device(list(values), FIELDS[name].dtype, device) for name, values in numbers.items()
+        }
         return cls(
-            host_block_table(block_tables, len(seq_lens), width, pin).to(device, non_blocking=True), **fields,
-            max_query_len=max(1, *query_lens, 1) if max_query_len is None else max_query_len, block_size=block_size,
-        )  # fmt: skip
+            host_block_table(block_tables, len(seq_lens), width, pin).to(device, non_blocking=True),
+            **fields,
+            max_query_len=max(1, *query_lens, 1) if max_query_len is None else max_query_len,
+            block_size=block_size,
+        )
 
 
 class HostLengths(NamedTuple):
-    """Lengths of a batch as the host knows them, for a backend that plans there: without them it would have to read the device."""
+    """Lengths of a batch as the host knows them, for a backend that plans there: without them it would have
+    to read the device."""
 
     query_lens: Sequence[int]
     seq_lens: Sequence[int]

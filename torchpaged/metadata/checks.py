@@ -17,36 +17,55 @@ def check_batch(
 ) -> None:
     """Refuse a batch whose lengths and blocks do not fit together; raises `ArgumentError`.
 
-    That includes a block twice in one request, and two requests that write one slot. Shared blocks that are only read are fine.
+    That includes a block twice in one request, and two requests that write one slot. Shared blocks that are
+    only read are fine.
     """
     if not isinstance(block_size, numbers.Integral) or isinstance(block_size, bool) or block_size < 1:
         raise ArgumentError("block_size", "an int of at least 1 token", repr(block_size))
     if not len(query_lens) == len(seq_lens) == len(block_tables):
         raise ArgumentError(
-            "block_tables", f"one row and one length per request ({len(seq_lens)})",
+            "block_tables",
+            f"one row and one length per request ({len(seq_lens)})",
             f"{len(query_lens)} query_lens, {len(seq_lens)} seq_lens, {len(block_tables)} rows",
-        )  # fmt: skip
+        )
     for row, (query_len, seq_len, blocks) in enumerate(zip(query_lens, seq_lens, block_tables, strict=True)):
         if query_len < 0 or seq_len < 0:
-            raise ArgumentError("seq_lens", "lengths of at least 0", f"query_len {query_len}, seq_len {seq_len} in row {row}")
+            raise ArgumentError(
+                "seq_lens", "lengths of at least 0", f"query_len {query_len}, seq_len {seq_len} in row {row}"
+            )
         needed = -(-seq_len // block_size)
         if len(blocks) < needed:
-            raise ArgumentError("block_tables", f"{needed} blocks of {block_size} for {seq_len} tokens in row {row}", f"{len(blocks)}",
-                                "allocate before building the batch")  # fmt: skip
+            raise ArgumentError(
+                "block_tables",
+                f"{needed} blocks of {block_size} for {seq_len} tokens in row {row}",
+                f"{len(blocks)}",
+                "allocate before building the batch",
+            )
         ids = blocks[:needed]
         if needed and type(ids[0]) is not int:  # of an array or tensor, whose items are no keys to look up
             ids = [int(block) for block in ids]
         low, high = min(ids, default=1), max(ids, default=0)
         if low < 1 or (num_blocks is not None and high >= num_blocks):
-            raise ArgumentError("block_tables", f"block ids in [1, {num_blocks or 'num_blocks'}) (0 is the null block)",
-                                f"ids in [{low}, {high}] in row {row}")  # fmt: skip
+            raise ArgumentError(
+                "block_tables",
+                f"block ids in [1, {num_blocks or 'num_blocks'}) (0 is the null block)",
+                f"ids in [{low}, {high}] in row {row}",
+            )
         if len(set(ids)) < needed:
-            raise ArgumentError("block_tables", "every block once per request", f"a block several times in row {row}: {list(ids)}")
+            raise ArgumentError(
+                "block_tables",
+                "every block once per request",
+                f"a block several times in row {row}: {list(ids)}",
+            )
     _check_one_writer(query_lens, seq_lens, block_tables, block_size)
 
 
-def _check_one_writer(query_lens: Sequence[int], seq_lens: Sequence[int], block_tables: Sequence[Sequence[int]], block_size: int) -> None:
-    writers: dict[int, list[tuple[int, int, int]]] = {}  # block -> (first slot, end, row) of what each request writes into it
+def _check_one_writer(
+    query_lens: Sequence[int], seq_lens: Sequence[int], block_tables: Sequence[Sequence[int]], block_size: int
+) -> None:
+    writers: dict[
+        int, list[tuple[int, int, int]]
+    ] = {}  # block -> (first slot, end, row) of what each request writes into it
     for row, (query_len, seq_len, blocks) in enumerate(zip(query_lens, seq_lens, block_tables, strict=True)):
         first = max(seq_len - query_len, 0)
         for column in range(first // block_size, -(-seq_len // block_size) if seq_len > first else 0):
@@ -54,7 +73,13 @@ def _check_one_writer(query_lens: Sequence[int], seq_lens: Sequence[int], block_
             block = int(blocks[column])
             for other_start, other_end, other in writers.setdefault(block, []):
                 if start < other_end and other_start < end:
-                    raise ArgumentError("block_tables", "one request per slot that is written",
-                                        f"rows {other} and {row}, which both write slot {max(start, other_start)} of block {block}",
-                                        "requests may share blocks they only read; give each a block of its own to write")  # fmt: skip
+                    raise ArgumentError(
+                        "block_tables",
+                        "one request per slot that is written",
+                        (
+                            f"rows {other} and {row}, which both write slot {max(start, other_start)} of "
+                            f"block {block}"
+                        ),
+                        "requests may share blocks they only read; give each a block of its own to write",
+                    )
             writers[block].append((start, end, row))

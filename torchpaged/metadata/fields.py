@@ -1,4 +1,5 @@
-"""Every tensor of a batch, described once: name, dtype, axes and padding. Whoever keeps a batch in tensors of its own allocates, slices and pads by it.
+"""Every tensor of a batch, described once: name, dtype, axes and padding. Whoever keeps a batch in tensors of
+its own allocates, slices and pads by it.
 
 sizes = BatchSizes(num_reqs=8, num_tokens=8, max_blocks_per_req=128)
 tensors = make_batch_tensors(METADATA_FIELDS, sizes, "cuda")     # padding, all of it
@@ -29,7 +30,8 @@ class BatchField(NamedTuple):
         name: as in `AttentionMetadata`.
         dtype: of its numbers.
         axes: the sizes of its dimensions, by name: fields of `BatchSizes`, or ``num_reqs + 1``.
-        padding: the value of requests and tokens that are not there; None: the last value before them, 0 where there is none.
+        padding: the value of requests and tokens that are not there; None: the last value before them, 0
+            where there is none.
     """
 
     name: str
@@ -39,7 +41,9 @@ class BatchField(NamedTuple):
 
     def shape(self, sizes: BatchSizes) -> tuple[int, ...]:
         """Its shape in a batch of ``sizes``."""
-        return tuple(sizes.num_reqs + 1 if axis == "num_reqs + 1" else getattr(sizes, axis) for axis in self.axes)
+        return tuple(
+            sizes.num_reqs + 1 if axis == "num_reqs + 1" else getattr(sizes, axis) for axis in self.axes
+        )
 
     def make(self, sizes: BatchSizes, device: torch.device | str) -> Tensor:
         """A tensor of nothing but padding, for normal use even under inference mode."""
@@ -74,12 +78,15 @@ FIELDS = {
 METADATA_FIELDS = ("block_table", "seq_lens", "query_start_loc", "slot_mapping", "positions")
 
 
-def make_batch_tensors(names: Iterable[str], sizes: BatchSizes, device: torch.device | str) -> dict[str, Tensor]:
+def make_batch_tensors(
+    names: Iterable[str], sizes: BatchSizes, device: torch.device | str
+) -> dict[str, Tensor]:
     """Tensors of a batch of ``sizes``, padding all of it, by name."""
     return {name: FIELDS[name].make(sizes, device) for name in names}
 
 
 def pad_batch_tensors(tensors: Mapping[str, Tensor], sizes: BatchSizes) -> None:
-    """Make the first requests and tokens of ``tensors`` padding, in place: a step over them writes nothing and reads nothing."""
+    """Make the first requests and tokens of ``tensors`` padding, in place: a step over them writes nothing
+    and reads nothing."""
     for name, tensor in tensors.items():
         FIELDS[name].view(tensor, sizes).fill_(FIELDS[name].padding or 0)

@@ -10,14 +10,19 @@ from torch import Tensor
 from torchpaged.metadata.fields import FIELDS
 
 
-def to_device(numbers: Sequence[int] | Sequence[float], dtype: torch.dtype, device: torch.device | str) -> Tensor:
-    """Host numbers as a tensor ``[len(numbers)]`` on ``device``; the copy to a GPU is from pinned memory, so that nothing waits."""
+def to_device(
+    numbers: Sequence[int] | Sequence[float], dtype: torch.dtype, device: torch.device | str
+) -> Tensor:
+    """Host numbers as a tensor ``[len(numbers)]`` on ``device``; the copy to a GPU is from pinned memory, so
+    that nothing waits."""
     if not isinstance(device, torch.device):  # a step on the host calls this often
         device = torch.device(device)
     return torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
-def host_block_table(block_tables: Sequence[Sequence[int]], num_reqs: int, max_blocks_per_req: int, pin: bool = False) -> Tensor:
+def host_block_table(
+    block_tables: Sequence[Sequence[int]], num_reqs: int, max_blocks_per_req: int, pin: bool = False
+) -> Tensor:
     """The block table of a batch on the host, padded to ``[num_reqs, max_blocks_per_req]``."""
     table = torch.zeros(num_reqs, max_blocks_per_req, dtype=FIELDS["block_table"].dtype, pin_memory=pin)
     width = max((len(blocks) for blocks in block_tables), default=0)

@@ -1,4 +1,5 @@
-"""The slot arithmetic: where in a paged cache the token at a position lies, ``block * block_size + offset``; on the host and on the device.
+"""The slot arithmetic: where in a paged cache the token at a position lies, ``block * block_size + offset``;
+on the host and on the device.
 
     slot_of(17, blocks=[4, 7], block_size=16)              # 7 * 16 + 1
     slots_between(14, 18, blocks=[4, 7], block_size=16)    # [78, 79, 112, 113]
@@ -30,7 +31,8 @@ def slots_between(start: int, end: int, blocks: Sequence[int], block_size: int) 
 
 
 def slots_at(positions: Tensor, block_table: Tensor, block_size: int) -> Tensor:
-    """`slot_of` on the device: positions ``[num_reqs, n]`` int64 of each request -> ``[num_reqs, n]`` int64; -1 of those below 0."""
+    """`slot_of` on the device: positions ``[num_reqs, n]`` int64 of each request -> ``[num_reqs, n]`` int64;
+    -1 of those below 0."""
     column = (positions // block_size).clamp(0, block_table.shape[1] - 1)
     slots = block_table.long().gather(1, column) * block_size + positions % block_size
     return torch.where(positions >= 0, slots, -1)

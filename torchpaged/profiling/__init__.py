@@ -1,6 +1,8 @@
-"""Profiling: ranges of the host's work for NVTX and torch.profiler, and kernels per layer in ``kernel_report``.
+"""Profiling: ranges of the host's work for NVTX and torch.profiler, and kernels per layer
+in ``kernel_report``.
 
-docs/profiling.md shows both. The library's code opens ranges by `range`, which does nothing until somebody profiles.
+docs/profiling.md shows both. The library's code opens ranges by `range`, which does nothing until
+somebody profiles.
 """
 
 from torchpaged.profiling.ranges import (

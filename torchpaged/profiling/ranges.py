@@ -1,16 +1,19 @@
-"""Ranges: what the host does, by name, beside the kernels in Nsight Systems (NVTX) and in traces of torch.profiler.
+"""Ranges: what the host does, by name, beside the kernels in Nsight Systems (NVTX) and in traces
+of torch.profiler.
 
-    TORCHPAGED_NVTX=1 nsys profile --trace=cuda,nvtx --cuda-graph-trace=node python serve.py     # the whole process
+    # the whole process
+    TORCHPAGED_NVTX=1 nsys profile --trace=cuda,nvtx --cuda-graph-trace=node python serve.py
 
-    with torchpaged.profiling.enabled():                                                         # NVTX for a part of it
+    with torchpaged.profiling.enabled():                                               # NVTX for a part of it
         generator.step()
-    with torchpaged.profiling.trace("out.json"):                                                 # a Chrome trace of a part of it
+    with torchpaged.profiling.trace("out.json"):                              # a Chrome trace of a part of it
         generator.step()
 
-The NVTX ranges stand in the domain "torchpaged"; docs/profiling.md lists them. The variable is read once, when this module is
-imported. Off, the nvtx package is not even imported, and `range` returns one shared object that does nothing. Host code only:
-a range inside a traced function would break its graph, and inside a captured one it would appear once and never at replay. Attention
-has its ranges inside the op, where compiled code comes by too.
+The NVTX ranges stand in the domain "torchpaged"; docs/profiling.md lists them. The variable is read once,
+when this module is imported. Off, the nvtx package is not even imported, and `range` returns one shared
+object that does nothing. Host code only: a range inside a traced function would break its graph, and inside a
+captured one it would appear once and never at replay. Attention has its ranges inside the op, where compiled
+code comes by too.
 """
 
 from __future__ import annotations
@@ -52,12 +55,16 @@ class _Range:
 
     __slots__ = ("_domain", "_message", "_number", "_record")
 
-    def __init__(self, domain: Any, record: torch.profiler.record_function | None, message: str, number: int | None) -> None:
+    def __init__(
+        self, domain: Any, record: torch.profiler.record_function | None, message: str, number: int | None
+    ) -> None:
         self._domain, self._record, self._message, self._number = domain, record, message, number
 
     def __enter__(self) -> None:
         if self._domain is not None:
-            self._domain.push_range(self._domain.get_event_attributes(message=self._message, payload=self._number))
+            self._domain.push_range(
+                self._domain.get_event_attributes(message=self._message, payload=self._number)
+            )
         if self._record is not None:
             self._record.__enter__()
 
@@ -79,8 +86,9 @@ def range(name: str, number: int | None = None, /, **payload: object) -> Abstrac
     """A context manager around host work.
 
     An NVTX event holds one number, and one of torch.profiler a name only, so that ``payload`` becomes text:
-    ``range("decode", batch=3, tokens=3)`` shows as "decode batch=3 tokens=3". The nvtx package keeps every message it has seen, and
-    tools sum the time per message; what differs in every range, such as the number of a step, therefore goes into ``number``.
+    ``range("decode", batch=3, tokens=3)`` shows as "decode batch=3 tokens=3". The nvtx package keeps every
+    message it has seen, and tools sum the time per message; what differs in every range, such as the number
+    of a step, therefore goes into ``number``.
 
     Args:
         name: what is being done.
@@ -102,7 +110,8 @@ def is_on() -> bool:
 
 
 def ranged_attention(attend: Callable[..., Any], layer: int) -> Callable[..., Any]:
-    """``attend`` inside the range ``attention layer=``: for callers that run as Python, whose op may be C++ and have no range of its own."""
+    """``attend`` inside the range ``attention layer=``: for callers that run as Python, whose op may be C++
+    and have no range of its own."""
 
     def run(*arguments: Any, **options: Any) -> Any:
         with range("attention", layer=layer):
@@ -116,7 +125,8 @@ def ranged_attention(attend: Callable[..., Any], layer: int) -> Callable[..., An
 
 
 def _around_op(op: str, arguments: tuple[Any, ...]) -> AbstractContextManager[None]:
-    """The range of an op written in Python: that of attention, named after the layer whose keys it was given."""
+    """The range of an op written in Python: that of attention, named after the layer whose keys it
+    was given."""
     if op != "paged_attention" or getattr(_here, "named", False):
         return NOTHING
     layer = getattr(arguments[1], "_torchpaged_layer", None)  # set by torchpaged.hf.layer.PagedLayer.adopt
@@ -125,7 +135,8 @@ def _around_op(op: str, arguments: tuple[Any, ...]) -> AbstractContextManager[No
 
 @contextlib.contextmanager
 def enabled() -> Iterator[None]:
-    """NVTX ranges are on inside the block, in every thread; may be nested. Without a tool such as nsys they go nowhere.
+    """NVTX ranges are on inside the block, in every thread; may be nested. Without a tool such as nsys they
+    go nowhere.
 
     Raises:
         ProfilingUnavailableError: the nvtx package is missing or switched off.
@@ -140,7 +151,8 @@ def enabled() -> Iterator[None]:
 
 @contextlib.contextmanager
 def recorded() -> Iterator[None]:
-    """Ranges are also `torch.profiler.record_function` ranges inside the block, for a profiler of your own; may be nested."""
+    """Ranges are also `torch.profiler.record_function` ranges inside the block, for a profiler of your own;
+    may be nested."""
     _switch(_domain, _traces + 1)
     try:
         yield
@@ -150,10 +162,12 @@ def recorded() -> Iterator[None]:
 
 @contextlib.contextmanager
 def trace(path: str | os.PathLike[str]) -> Iterator[torch.profiler.profile]:
-    """Profile the block with torch.profiler and write a Chrome trace that has our ranges in it, also if the block fails.
+    """Profile the block with torch.profiler and write a Chrome trace that has our ranges in it, also if the
+    block fails.
 
     Args:
-        path: the file, for https://ui.perfetto.dev or chrome://tracing; ".gz" at its end compresses it. Overwritten.
+        path: the file, for https://ui.perfetto.dev or chrome://tracing; ".gz" at its end compresses
+            it. Overwritten.
 
     Yields:
         The profiler.
@@ -173,7 +187,8 @@ def trace(path: str | os.PathLike[str]) -> Iterator[torch.profiler.profile]:
 
 
 def check_writable(path: str | os.PathLike[str], argument: str = "path") -> None:
-    """Refuse a path that `trace` could not write to, before the work is done; ``argument`` is its name in the error.
+    """Refuse a path that `trace` could not write to, before the work is done; ``argument`` is its name in
+    the error.
 
     Raises:
         ArgumentError: its folder does not exist, it is a folder, or it may not be written.
@@ -194,11 +209,15 @@ def _switch(domain: Any, traces: int) -> None:
 
 def _open(asked_by: str) -> Any:
     if os.environ.get("NVTX_DISABLE"):
-        raise ProfilingUnavailableError(f"{asked_by}: NVTX_DISABLE is set, which switches the nvtx package off; unset one of them")
+        raise ProfilingUnavailableError(
+            f"{asked_by}: NVTX_DISABLE is set, which switches the nvtx package off; unset one of them"
+        )
     try:
         import nvtx
     except ImportError as error:
-        raise ProfilingUnavailableError(f"{asked_by}: the nvtx package is missing; pip install 'torchpaged[profiling]'") from error
+        raise ProfilingUnavailableError(
+            f"{asked_by}: the nvtx package is missing; pip install 'torchpaged[profiling]'"
+        ) from error
     return nvtx.get_domain(DOMAIN)
 
 

@@ -1,12 +1,14 @@
-"""What a kernel author needs to prove a backend: named batch specs, poisoned inputs, error budgets, an opcheck table.
+"""What a kernel author needs to prove a backend: named batch specs, poisoned inputs, error budgets, an
+opcheck table.
 
     spec = BATCH_SPECS["mixed_small"]
     batch = make_batch(spec, num_heads=8, num_kv_heads=2, head_dim=64, dtype=torch.bfloat16)
     out, lse = run_paged_attention(BACKEND_OPS["triton"], batch, causal=True)
     assert_attention_close(out, lse, batch, causal=True)
 
-``layers``, ``sampling`` and ``rope`` have the inputs of the other ops, ``fuzz`` and ``fuzz_case`` random ones, ``worker`` processes for
-what may hang, ``graph_conformance`` the proof of a declared graph support. Nothing in the library imports this package.
+``layers``, ``sampling`` and ``rope`` have the inputs of the other ops, ``fuzz`` and ``fuzz_case`` random
+ones, ``worker`` processes for what may hang, ``graph_conformance`` the proof of a declared graph support.
+Nothing in the library imports this package.
 """
 
 from torchpaged.testing.batches import BATCH_SPECS, GARBAGE, Batch, BatchSpec, make_batch

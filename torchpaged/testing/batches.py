@@ -1,6 +1,8 @@
-"""Batches for tests of attention: named lengths, shuffled blocks, garbage table tails, NaN in memory that was never written.
+"""Batches for tests of attention: named lengths, shuffled blocks, garbage table tails, NaN in memory that was
+never written.
 
-Part of `torchpaged.testing`, which gives out its names. Where the numbers lie (padding, order, offsets): pools.py.
+Part of `torchpaged.testing`, which gives out its names. Where the numbers lie (padding, order,
+offsets): pools.py.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ class BatchSpec:
 
     def __post_init__(self) -> None:
         if len(self.seq_lens) != len(self.query_lens):
-            raise ValueError(f"{self.name}: {len(self.seq_lens)} seq_lens but {len(self.query_lens)} query_lens")
+            raise ValueError(
+                f"{self.name}: {len(self.seq_lens)} seq_lens but {len(self.query_lens)} query_lens"
+            )
 
 
 _SPECS = (
@@ -51,7 +55,8 @@ BATCH_SPECS: dict[str, BatchSpec] = {spec.name: spec for spec in _SPECS}
 
 @dataclass
 class Batch:
-    """Tensors of one attention call (shapes: ``torchpaged.custom_ops.registry``) and the dense keys/values behind them."""
+    """Tensors of one attention call (shapes: ``torchpaged.custom_ops.registry``) and the dense keys/values
+    behind them."""
 
     spec: BatchSpec
     q: Tensor
@@ -62,7 +67,9 @@ class Batch:
     query_start_loc: Tensor
     max_query_len: int
     scale: float
-    extras: dict[str, Any] = field(default_factory=dict)  # sinks, alibi_slopes, ...: further arguments of the op
+    extras: dict[str, Any] = field(
+        default_factory=dict
+    )  # sinks, alibi_slopes, ...: further arguments of the op
 
     def to(self, device: torch.device | str) -> Batch:
         """The same batch on another device, strides and gaps included."""
@@ -70,24 +77,48 @@ class Batch:
         def move(value: Any) -> Any:
             if not isinstance(value, Tensor) or value.device == torch.device(device):
                 return value
-            return value.to(device) if value.is_contiguous() and not value.storage_offset() else clone_storage(value, device)
+            return (
+                value.to(device)
+                if value.is_contiguous() and not value.storage_offset()
+                else clone_storage(value, device)
+            )
 
-        moved: dict[str, Any] = {name: move(value) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        moved: dict[str, Any] = {
+            name: move(value) for name, value in vars(self).items() if isinstance(value, Tensor)
+        }
         return replace(self, **moved, extras={name: move(value) for name, value in self.extras.items()})
 
 
 def make_batch(
-    spec: BatchSpec, *, num_heads: int = 4, num_kv_heads: int = 2, head_dim: int = 64, head_dim_v: int | None = None,
-    block_size: int = 16, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", seed: int = 0,
-    extra_columns: int = 2, heads_first: bool = False, sinks: bool = False, alibi: bool = False, kv_dtype: torch.dtype | None = None,
-    scales: str = "none", layout: PoolLayout | None = None, q_padding: tuple[int, int, int] = (0, 0, 0), columns: int | None = None,
-    num_blocks: int | None = None, max_query_len: int | None = None, scale: float | None = None,
-) -> Batch:  # fmt: skip
+    spec: BatchSpec,
+    *,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    head_dim: int = 64,
+    head_dim_v: int | None = None,
+    block_size: int = 16,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+    extra_columns: int = 2,
+    heads_first: bool = False,
+    sinks: bool = False,
+    alibi: bool = False,
+    kv_dtype: torch.dtype | None = None,
+    scales: str = "none",
+    layout: PoolLayout | None = None,
+    q_padding: tuple[int, int, int] = (0, 0, 0),
+    columns: int | None = None,
+    num_blocks: int | None = None,
+    max_query_len: int | None = None,
+    scale: float | None = None,
+) -> Batch:
     """Random queries over a shuffled, NaN-poisoned pool.
 
     Args:
         spec: lengths of the requests.
-        num_heads, num_kv_heads, head_dim, head_dim_v, block_size: the model's and the pools' sizes; ``head_dim_v`` None: ``head_dim``.
+        num_heads, num_kv_heads, head_dim, head_dim_v, block_size: the model's and the pools' sizes;
+            ``head_dim_v`` None: ``head_dim``.
         dtype: of q, and of the pools unless ``kv_dtype`` is given.
         device: where all tensors are.
         seed: of the numbers and of the order of the blocks.
@@ -96,7 +127,8 @@ def make_batch(
         sinks: one per head, of ``dtype``, in `Batch.extras`.
         alibi: slopes per head, float32, in `Batch.extras`.
         kv_dtype: of the pools: ``dtype``, ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
-        scales: of an fp8 pool, as ``k_scale`` and ``v_scale`` in `Batch.extras`: "none", "one" or "per_head"; float32.
+        scales: of an fp8 pool, as ``k_scale`` and ``v_scale`` in `Batch.extras`: "none", "one" or
+            "per_head"; float32.
         layout: of both pools.
         q_padding: numbers between tokens of q, between heads, and before the first.
         columns: of the block table, instead of ``extra_columns``.
@@ -105,7 +137,8 @@ def make_batch(
         scale: of the scores; None: ``head_dim**-0.5``.
 
     Raises:
-        ValueError: the requests don't fit ``columns``, ``num_blocks`` or ``max_query_len``, or scales without an fp8 pool.
+        ValueError: the requests don't fit ``columns``, ``num_blocks`` or ``max_query_len``, or scales without
+            an fp8 pool.
     """
     generator = torch.Generator().manual_seed(seed)
     head_dim_v, kv_dtype = head_dim if head_dim_v is None else head_dim_v, kv_dtype or dtype
@@ -116,14 +149,23 @@ def make_batch(
     longest = max(1, *spec.query_lens, 1)
     max_query_len = longest if max_query_len is None else max_query_len
     if max(0, *used, 0) > columns or sum(used) >= num_blocks or longest > max_query_len:
-        raise ValueError(f"{spec} doesn't fit {columns} columns, {num_blocks} blocks of {block_size}, queries of {max_query_len}")
+        raise ValueError(
+            f"{spec} doesn't fit {columns} columns, {num_blocks} blocks of {block_size}, queries of "
+            f"{max_query_len}"
+        )
     if scales not in ("none", "one", "per_head") or (scales != "none" and kv_dtype not in FP8_DTYPES):
-        raise ValueError(f"scales: expected 'none', or 'one' or 'per_head' for an fp8 pool, got {scales!r} for {kv_dtype}")
+        raise ValueError(
+            f"scales: expected 'none', or 'one' or 'per_head' for an fp8 pool, got {scales!r} for {kv_dtype}"
+        )
     ids = torch.randperm(num_blocks - 1, generator=generator) + 1  # block 0 is the null block
     num_reqs = len(spec.seq_lens) + spec.padded_reqs
     block_table = torch.full((num_reqs, columns), GARBAGE, dtype=torch.int32)
-    written = torch.float32 if kv_dtype in FP8_DTYPES else kv_dtype  # numbers can't be put into an fp8 tensor by index
-    k_cache, v_cache = (paged_pool(num_blocks, block_size, num_kv_heads, w, written, layout) for w in (head_dim, head_dim_v))
+    written = (
+        torch.float32 if kv_dtype in FP8_DTYPES else kv_dtype
+    )  # numbers can't be put into an fp8 tensor by index
+    k_cache, v_cache = (
+        paged_pool(num_blocks, block_size, num_kv_heads, w, written, layout) for w in (head_dim, head_dim_v)
+    )
     taken = 0
     for row, length in enumerate(max(n, 0) for n in spec.seq_lens):
         blocks = ids[taken : taken + used[row]]
@@ -131,14 +173,23 @@ def make_batch(
         block_table[row, : used[row]] = blocks.int()
         position = torch.arange(length)
         where = (blocks[position // block_size], position % block_size)
-        k_cache[where] = torch.randn(length, num_kv_heads, head_dim, generator=generator, dtype=torch.float32).to(written)
-        v_cache[where] = torch.randn(length, num_kv_heads, head_dim_v, generator=generator, dtype=torch.float32).to(written)
+        k_cache[where] = torch.randn(
+            length, num_kv_heads, head_dim, generator=generator, dtype=torch.float32
+        ).to(written)
+        v_cache[where] = torch.randn(
+            length, num_kv_heads, head_dim_v, generator=generator, dtype=torch.float32
+        ).to(written)
     if kv_dtype != written:
         k_cache, v_cache = (clone_storage(cache, dtype=kv_dtype) for cache in (k_cache, v_cache))
     starts = torch.tensor([0, *spec.query_lens, *[0] * spec.padded_reqs]).cumsum(0).int()
     num_tokens = int(starts[-1]) + spec.padded_tokens
     head_stride = head_dim + q_padding[1]
-    q = strided((num_tokens, num_heads, head_dim), (num_heads * head_stride + q_padding[0], head_stride, 1), dtype, q_padding[2])
+    q = strided(
+        (num_tokens, num_heads, head_dim),
+        (num_heads * head_stride + q_padding[0], head_stride, 1),
+        dtype,
+        q_padding[2],
+    )
     q.copy_(torch.randn(num_tokens, num_heads, head_dim, generator=generator, dtype=torch.float32))
     extras: dict[str, Any] = {}
     if sinks:
@@ -147,8 +198,21 @@ def make_batch(
         extras["alibi_slopes"] = 2.0 ** -torch.linspace(1, 8, num_heads, dtype=torch.float32)
     if scales != "none":
         for name in ("k_scale", "v_scale"):
-            extras[name] = torch.rand(num_kv_heads if scales == "per_head" else 1, generator=generator, dtype=torch.float32) + 0.25
+            extras[name] = (
+                torch.rand(
+                    num_kv_heads if scales == "per_head" else 1, generator=generator, dtype=torch.float32
+                )
+                + 0.25
+            )
     return Batch(
-        spec, q, k_cache, v_cache, block_table, torch.tensor([*spec.seq_lens, *[0] * spec.padded_reqs], dtype=torch.int32),
-        starts, max_query_len, head_dim**-0.5 if scale is None else scale, extras,
-    ).to(device)  # fmt: skip
+        spec,
+        q,
+        k_cache,
+        v_cache,
+        block_table,
+        torch.tensor([*spec.seq_lens, *[0] * spec.padded_reqs], dtype=torch.int32),
+        starts,
+        max_query_len,
+        head_dim**-0.5 if scale is None else scale,
+        extras,
+    ).to(device)

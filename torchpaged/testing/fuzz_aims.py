@@ -1,7 +1,9 @@
-"""Fuzzed configurations drawn for one kernel: random ones are seldom what a kernel with many conditions takes.
+"""Fuzzed configurations drawn for one kernel: random ones are seldom what a kernel with many
+conditions takes.
 
-``AIMS`` maps a name that ``tests/gpu/fuzz_attention.py --aim`` takes to what makes of a drawn configuration one for that kernel. What a kernel takes
-is written out here, since a seed must mean the same on every machine; tests/test_fuzz_harness.py asks the kernels.
+``AIMS`` maps a name that ``tests/gpu/fuzz_attention.py --aim`` takes to what makes of a drawn configuration
+one for that kernel. What a kernel takes is written out here, since a seed must mean the same on every
+machine; tests/test_fuzz_harness.py asks the kernels.
 """
 
 from __future__ import annotations
@@ -17,15 +19,29 @@ if TYPE_CHECKING:
     from torchpaged.testing.fuzz_configuration import Configuration
 
 PREFILL_WIDTHS = (
-    (32, 32), (64, 64), (64, 64), (96, 96), (128, 128), (128, 128), (128, 128), (192, 192), (256, 256), (192, 128), (128, 64), (64, 128), (96, 32),
-    (64, 256), (256, 64),
-)  # fmt: skip
+    (32, 32),
+    (64, 64),
+    (64, 64),
+    (96, 96),
+    (128, 128),
+    (128, 128),
+    (128, 128),
+    (192, 192),
+    (256, 256),
+    (192, 128),
+    (128, 64),
+    (64, 128),
+    (96, 32),
+    (64, 256),
+    (256, 64),
+)
 _GROUPS = (1, 1, 2, 3, 4, 4, 4, 5, 6, 7, 8, 8, 11, 12, 16, 16, 32, 64, 128)
 _LONGEST = (9, 17, 64, 65, 129, 257, 300, 513, 1100)
 
 
 def for_cuda_prefill(c: Configuration, r: random.Random) -> Configuration:
-    """For prefill.cu: 16-bit numbers, widths in squares of 32 or 64 columns, blocks of 8 to the keys of a step, aligned rows.
+    """For prefill.cu: 16-bit numbers, widths in squares of 32 or 64 columns, blocks of 8 to the keys of a
+    step, aligned rows.
 
     A third may hold short queries beside long ones, which decode.cu takes: those have few enough rows for it.
     """
@@ -36,7 +52,12 @@ def for_cuda_prefill(c: Configuration, r: random.Random) -> Configuration:
     dtype = r.choice(("bfloat16", "float16"))
     block_size = r.choice((8, 16, 16, 16, 32, 64, 64 if dim > 192 or dim_v > 128 else 128))
     heads_first = r.random() < 0.35
-    layout = PoolLayout(heads_first, 8 * r.choice((0, 0, 1, 5)), 0 if heads_first else 64 * r.choice((0, 0, 1)), 8 * r.choice((0, 0, 1, 3)))
+    layout = PoolLayout(
+        heads_first,
+        8 * r.choice((0, 0, 1, 5)),
+        0 if heads_first else 64 * r.choice((0, 0, 1)),
+        8 * r.choice((0, 0, 1, 3)),
+    )
     longest = r.choice(_LONGEST)
     max_query_len = r.choice((longest, longest, longest + r.randint(1, 40)))
     most_rows = min(8192, 2**24 // (kv_heads * group * max(dim, dim_v)))  # of q and out, which padding fills
@@ -50,13 +71,29 @@ def for_cuda_prefill(c: Configuration, r: random.Random) -> Configuration:
     if mixed:
         rows = min(longest * r.choice((1, 2, 3)) + num_reqs * 2, num_reqs * max_query_len - 1)
     return dataclasses.replace(
-        c, backend="cuda", kernel="mixed" if mixed else "prefill", num_heads=kv_heads * group, num_kv_heads=kv_heads, head_dim=dim, head_dim_v=dim_v, dtype=dtype,
-        kv_dtype=dtype, scales="none", block_size=block_size, layout=layout,
-        q_padding=_eights(c.q_padding), out_padding=_eights(c.out_padding),
-        num_reqs=num_reqs, num_tokens=None if varies else rows, max_query_len=max_query_len,
-        longest_query=longest, columns=r.choice((least, -(-1025 // block_size), 1025 + r.randrange(1200))), num_blocks=least + num_reqs + 1,
-        most_scores=2**26, sinks=r.choice(("none", "none", "same")),
-    )  # fmt: skip
+        c,
+        backend="cuda",
+        kernel="mixed" if mixed else "prefill",
+        num_heads=kv_heads * group,
+        num_kv_heads=kv_heads,
+        head_dim=dim,
+        head_dim_v=dim_v,
+        dtype=dtype,
+        kv_dtype=dtype,
+        scales="none",
+        block_size=block_size,
+        layout=layout,
+        q_padding=_eights(c.q_padding),
+        out_padding=_eights(c.out_padding),
+        num_reqs=num_reqs,
+        num_tokens=None if varies else rows,
+        max_query_len=max_query_len,
+        longest_query=longest,
+        columns=r.choice((least, -(-1025 // block_size), 1025 + r.randrange(1200))),
+        num_blocks=least + num_reqs + 1,
+        most_scores=2**26,
+        sinks=r.choice(("none", "none", "same")),
+    )
 
 
 def _eights(paddings: tuple[int, int, int]) -> tuple[int, int, int]:

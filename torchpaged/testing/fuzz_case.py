@@ -1,4 +1,5 @@
-"""One fuzzed configuration: its batches run twice, compared with the oracle and with themselves, eagerly or out of a CUDA graph.
+"""One fuzzed configuration: its batches run twice, compared with the oracle and with themselves, eagerly or
+out of a CUDA graph.
 
 `run_case` is a target of `torchpaged.testing.worker.WorkerPool`.
 """
@@ -23,14 +24,17 @@ from torchpaged.testing.pools import FP8_DTYPES, clone_storage, memory_of, strid
 
 _REFERENCE = BACKEND_OPS["reference"]
 _FAILURES = 3  # of one configuration; then it is given up
-#: Times the same-dtype reference's error. In float32 nothing is rounded to a narrower dtype that would hide in which order sums are made: a
-#: kernel adds a head's products one after the other, whose error grows with their number n as u * n / sqrt(2) times a product, cuBLAS's in at
-#: least 8 independent sums, whose error is smaller by sqrt(8) = 2.8. 2 * sqrt(8), rounded up; a relative error of 1e-4 is over it by far.
+#: Times the same-dtype reference's error. In float32 nothing is rounded to a narrower dtype that would hide
+#: in which order sums are made: a kernel adds a head's products one after the other, whose error grows with
+#: their number n as u * n / sqrt(2) times a product, cuBLAS's in at least 8 independent sums, whose error is
+#: smaller by sqrt(8) = 2.8. 2 * sqrt(8), rounded up; a relative error of 1e-4 is over it by far.
 _FLOAT32_FACTOR = 6.0
 Beat = Callable[..., None]
 
 
-def run_case(case: Mapping[str, Any], beat: Beat, ops: Mapping[str, BackendOps] = BACKEND_OPS) -> dict[str, Any]:
+def run_case(
+    case: Mapping[str, Any], beat: Beat, ops: Mapping[str, BackendOps] = BACKEND_OPS
+) -> dict[str, Any]:
     """Run ``case["batches"]`` batches of configuration ``case["seed"]`` on ``case["device"]``.
 
     Args:
@@ -39,12 +43,16 @@ def run_case(case: Mapping[str, Any], beat: Beat, ops: Mapping[str, BackendOps] 
         ops: where backends are looked up.
 
     Returns:
-        batches, failures (index and message), kernel, captured, seconds launching (with compiling), running and in all, and launches
-        whose host part took more than 0.1 s ("compiles").
+        batches, failures (index and message), kernel, captured, seconds launching (with compiling), running
+        and in all, and launches whose host part took more than 0.1 s ("compiles").
     """
     begin, device = time.monotonic(), torch.device(case["device"])
     configuration = random_configuration(
-        case["seed"], backends=tuple(case["backends"]), captures=case["captures"], small=case["small"], aim=case.get("aim", "")
+        case["seed"],
+        backends=tuple(case["backends"]),
+        captures=case["captures"],
+        small=case["small"],
+        aim=case.get("aim", ""),
     )
     beat("preparing", configuration=configuration.describe(), batch=0)
     runner = _Runner(configuration, ops[configuration.backend], device, beat)
@@ -60,9 +68,16 @@ def run_case(case: Mapping[str, Any], beat: Beat, ops: Mapping[str, BackendOps] 
         done += 1
         if len(failures) == _FAILURES:
             break
-    return {"batches": done, "failures": failures, "kernel": runner.kernel, "captured": configuration.captured,
-            "launching_seconds": round(runner.launching, 3), "running_seconds": round(runner.running, 3),
-            "seconds": round(time.monotonic() - begin, 3), "compiles": runner.compiles}  # fmt: skip
+    return {
+        "batches": done,
+        "failures": failures,
+        "kernel": runner.kernel,
+        "captured": configuration.captured,
+        "launching_seconds": round(runner.launching, 3),
+        "running_seconds": round(runner.running, 3),
+        "seconds": round(time.monotonic() - begin, 3),
+        "compiles": runner.compiles,
+    }
 
 
 def _check_batch(runner: _Runner, batch: Batch, index: int, beat: Beat) -> None:
@@ -71,7 +86,9 @@ def _check_batch(runner: _Runner, batch: Batch, index: int, beat: Beat) -> None:
     again, lse_again = runner.run(batch)
     beat("checking", batch=index)
     assert _same(out, again) and (lse is None or _same(lse, lse_again)), "two runs differ"
-    for name, was, now in zip(("q", "k_cache", "v_cache"), before, (batch.q, batch.k_cache, batch.v_cache), strict=True):
+    for name, was, now in zip(
+        ("q", "k_cache", "v_cache"), before, (batch.q, batch.k_cache, batch.v_cache), strict=True
+    ):
         assert _same(was, memory_of(now)), f"{name} was written to"
     exact_out, exact_lse = _expected(batch, runner.options, torch.float64)
     same_out, same_lse = _expected(batch, runner.options, batch.q.dtype)
@@ -79,7 +96,9 @@ def _check_batch(runner: _Runner, batch: Batch, index: int, beat: Beat) -> None:
     factor = _FLOAT32_FACTOR if dtype == torch.float32 else 2.0
     assert_within_budget("out", out, same_out, exact_out, dtype, factor)
     if lse is not None:
-        assert_within_budget("lse", lse, same_lse, exact_lse, dtype if dtype == torch.float32 else torch.float16, factor)
+        assert_within_budget(
+            "lse", lse, same_lse, exact_lse, dtype if dtype == torch.float32 else torch.float16, factor
+        )
     if index % 4 == 1:
         _check_one_request_alone(runner, batch, out, index)
 
@@ -113,17 +132,27 @@ def _same(a: Tensor, b: Tensor | None) -> bool:
 
 def _expected(batch: Batch, options: dict[str, Any], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The reference in ``dtype``, on the batch's own device. Pools of fp8 are the same for all dtypes."""
-    extras = {name: x.to(dtype) if name == "sinks" and dtype == torch.float64 else x for name, x in batch.extras.items()}
+    extras = {
+        name: x.to(dtype) if name == "sinks" and dtype == torch.float64 else x
+        for name, x in batch.extras.items()
+    }
     extras.pop("semaphore", None)
     pools = (batch.k_cache, batch.v_cache)
     k_cache, v_cache = pools if batch.k_cache.dtype in FP8_DTYPES else (pool.to(dtype) for pool in pools)
-    return run_paged_attention(_REFERENCE, replace(batch, q=batch.q.to(dtype), k_cache=k_cache, v_cache=v_cache, extras=extras), **options)
+    return run_paged_attention(
+        _REFERENCE,
+        replace(batch, q=batch.q.to(dtype), k_cache=k_cache, v_cache=v_cache, extras=extras),
+        **options,
+    )
 
 
 class _Runner:
-    """Runs batches of one configuration, and checks what holds for every run: gaps stay untouched, the semaphore returns to zero."""
+    """Runs batches of one configuration, and checks what holds for every run: gaps stay untouched, the
+    semaphore returns to zero."""
 
-    def __init__(self, configuration: Configuration, ops: BackendOps, device: torch.device, beat: Beat) -> None:
+    def __init__(
+        self, configuration: Configuration, ops: BackendOps, device: torch.device, beat: Beat
+    ) -> None:
         self.configuration, self.options, self.kernel = configuration, configuration.options, ""
         self.launching = self.running = 0.0
         self.compiles = 0
@@ -153,9 +182,19 @@ class _Runner:
 
     def _call(self, batch: Batch, out: Tensor, lse: Tensor | None) -> None:
         self._ops.paged_attention(
-            batch.q, batch.k_cache, batch.v_cache, batch.block_table, batch.seq_lens, batch.query_start_loc, out, lse,
-            max_query_len=batch.max_query_len, scale=batch.scale, **batch.extras, **self.options,
-        )  # fmt: skip
+            batch.q,
+            batch.k_cache,
+            batch.v_cache,
+            batch.block_table,
+            batch.seq_lens,
+            batch.query_start_loc,
+            out,
+            lse,
+            max_query_len=batch.max_query_len,
+            scale=batch.scale,
+            **batch.extras,
+            **self.options,
+        )
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
@@ -176,7 +215,8 @@ class _Runner:
             self._call(batch, out, lse)
 
     def _capture(self, batch: Batch, out: Tensor, lse: Tensor | None) -> Callable[[], None]:
-        """A call into a CUDA graph; on a CPU a replay is the call itself, so that what is copied around it can be tested there."""
+        """A call into a CUDA graph; on a CPU a replay is the call itself, so that what is copied around it
+        can be tested there."""
         if self._device.type != "cuda":
             return lambda: self._call(batch, out, lse)
         graph = torch.cuda.CUDAGraph()
@@ -185,7 +225,8 @@ class _Runner:
         return graph.replay
 
     def _replay(self, batch: Batch) -> tuple[Batch, Tensor, Tensor | None]:
-        """Copy a batch to where the captured one was and replay; the first is captured, after a launch that compiles."""
+        """Copy a batch to where the captured one was and replay; the first is captured, after a launch
+        that compiles."""
         if self._static is None:
             self._static = (batch.to("cpu").to(self._device), *self._outputs(batch))
             self._launch(*self._static)
@@ -222,8 +263,17 @@ def _kernel(c: Configuration, batch: Batch, out: Tensor) -> str:
     if c.backend == "cuda":
         from torchpaged.custom_ops.attention.cuda.paged_attention import route
 
-        taken = route(batch.q, batch.k_cache, batch.v_cache, out, c.num_reqs, c.max_query_len, batch.scale, batch.extras.get("sinks"),
-                      c.columns * c.block_size)  # fmt: skip
+        taken = route(
+            batch.q,
+            batch.k_cache,
+            batch.v_cache,
+            out,
+            c.num_reqs,
+            c.max_query_len,
+            batch.scale,
+            batch.extras.get("sinks"),
+            c.columns * c.block_size,
+        )
         if taken.kernel != "triton":
             return f"cuda {taken.kernel}"
     group = c.num_heads // c.num_kv_heads

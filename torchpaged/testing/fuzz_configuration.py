@@ -11,7 +11,8 @@ from torchpaged.testing.pools import PoolLayout
 
 @dataclass(frozen=True)
 class Configuration:
-    """What one fuzzed kernel is compiled for, and the sizes of its tensors. Widths and paddings in numbers, dtypes by their names in torch.
+    """What one fuzzed kernel is compiled for, and the sizes of its tensors. Widths and paddings in numbers,
+    dtypes by their names in torch.
 
     Attributes:
         seed: all else follows from it, from the backends to choose from and from ``small``.

@@ -1,11 +1,14 @@
-"""Proof of a backend's declared graph support: capture once at the largest batch, replay with other lengths, compare.
+"""Proof of a backend's declared graph support: capture once at the largest batch, replay with other
+lengths, compare.
 
     for case in conformance_cases(backend.capabilities.graph_support):
-        check_replays(backend, case, TapeCapture(), device="cpu", dtype=torch.bfloat16)   # or CudaCapture("cuda"), device="cuda"
-        check_forgotten_plan(backend, case, TapeCapture(), device="cpu")                  # if it plans every step
+        # or CudaCapture("cuda"), device="cuda"
+        check_replays(backend, case, TapeCapture(), device="cpu", dtype=torch.bfloat16)
+        check_forgotten_plan(backend, case, TapeCapture(), device="cpu")              # if it plans every step
 
-Sessions are driven as the runners drive them: `plan` outside the graph, before the capture and before each replay, as far as the backend declares
-`Planning`. A backend that decides anything else from the live lengths on the host fails here.
+Sessions are driven as the runners drive them: `plan` outside the graph, before the capture and before each
+replay, as far as the backend declares `Planning`. A backend that decides anything else from the live lengths
+on the host fails here.
 """
 
 from __future__ import annotations
@@ -71,23 +74,43 @@ def conformance_cases(support: GraphSupport) -> list[Case]:
 class _Static:
     """A session, static tensors for every batch of a case, and the step over them."""
 
-    def __init__(self, backend: Backend, case: Case, device: torch.device | str, shape: dict[str, Any]) -> None:
-        self.case, self.batches = case, [make_batch(spec, seed=i, device=device, **shape) for i, spec in enumerate(case.batches)]
+    def __init__(
+        self, backend: Backend, case: Case, device: torch.device | str, shape: dict[str, Any]
+    ) -> None:
+        self.case, self.batches = (
+            case,
+            [make_batch(spec, seed=i, device=device, **shape) for i, spec in enumerate(case.batches)],
+        )
         first, blocks = self.batches[0], max(b.k_cache.shape[0] for b in self.batches)
         width, block_size = max(b.block_table.shape[1] for b in self.batches), first.k_cache.shape[1]
         with torch.inference_mode(False):
-            self.q, self.lens, self.starts = (torch.zeros_like(x) for x in (first.q, first.seq_lens, first.query_start_loc))
-            self.pools = [torch.zeros(blocks, *c.shape[1:], dtype=c.dtype, device=c.device) for c in (first.k_cache, first.v_cache)]
+            self.q, self.lens, self.starts = (
+                torch.zeros_like(x) for x in (first.q, first.seq_lens, first.query_start_loc)
+            )
+            self.pools = [
+                torch.zeros(blocks, *c.shape[1:], dtype=c.dtype, device=c.device)
+                for c in (first.k_cache, first.v_cache)
+            ]
             self.table = torch.zeros(len(self.lens), width, dtype=torch.int32, device=device)
-            self.out = torch.zeros(*self.q.shape[:2], first.v_cache.shape[-1], dtype=self.q.dtype, device=device)
+            self.out = torch.zeros(
+                *self.q.shape[:2], first.v_cache.shape[-1], dtype=self.q.dtype, device=device
+            )
             self.lse = torch.zeros(self.q.shape[:2], dtype=torch.float32, device=device)
         self.scale, longest = first.scale, max(max(spec.query_lens) for spec in case.batches)
         self.batch = PlannedTensors(self.table, self.lens, self.starts, longest)
         spec = attention_spec(
-            device=self.q.device, dtype=first.q.dtype, num_heads=first.q.shape[1], num_kv_heads=first.k_cache.shape[2], scale=first.scale,
-            head_dim=first.q.shape[2], head_dim_v=first.v_cache.shape[3], block_size=block_size, kv_dtype=first.k_cache.dtype, lse=True,
+            device=self.q.device,
+            dtype=first.q.dtype,
+            num_heads=first.q.shape[1],
+            num_kv_heads=first.k_cache.shape[2],
+            scale=first.scale,
+            head_dim=first.q.shape[2],
+            head_dim_v=first.v_cache.shape[3],
+            block_size=block_size,
+            kv_dtype=first.k_cache.dtype,
+            lse=True,
             window_size=(case.options.get("window_left", -1), -1),
-        )  # fmt: skip
+        )
         limits = Limits(len(self.lens), self.q.shape[0], width, blocks, block_size)
         self.session = backend.open([spec], limits, self.q.device)
         self.workspace = self.session.workspace(spec)
@@ -104,9 +127,18 @@ class _Static:
 
     def step(self) -> Tensor:
         self.session.ops.paged_attention(
-            self.q, *self.pools, self.table, self.lens, self.starts, self.out, self.lse, max_query_len=self.batch.max_query_len,
-            scale=self.scale, **self.case.options, **self.workspace,
-        )  # fmt: skip
+            self.q,
+            *self.pools,
+            self.table,
+            self.lens,
+            self.starts,
+            self.out,
+            self.lse,
+            max_query_len=self.batch.max_query_len,
+            scale=self.scale,
+            **self.case.options,
+            **self.workspace,
+        )
         return self.out
 
     def captured(self, capture: CaptureBackend) -> Captured:
@@ -126,18 +158,23 @@ class PlannedTensors(NamedTuple):
     max_query_len: int
 
 
-def check_replays(backend: Backend, case: Case, capture: CaptureBackend, device: torch.device | str, **shape: Any) -> int:
-    """Capture the case's first batch, replay all of them by changing tensors only; returns how many replays were compared.
+def check_replays(
+    backend: Backend, case: Case, capture: CaptureBackend, device: torch.device | str, **shape: Any
+) -> int:
+    """Capture the case's first batch, replay all of them by changing tensors only; returns how many replays
+    were compared.
 
     Args:
         backend: a session of it is opened.
         case: from `conformance_cases`.
         capture: how the step becomes a graph.
         device: where the tensors are.
-        shape: further arguments of `torchpaged.testing.make_batch`: ``dtype``, ``num_heads``, ``num_kv_heads``, ``head_dim`` ...
+        shape: further arguments of `torchpaged.testing.make_batch`: ``dtype``, ``num_heads``,
+            ``num_kv_heads``, ``head_dim`` ...
 
     Raises:
-        AssertionError: a replay differs from the oracle beyond its error budget, or from its own repetition at all.
+        AssertionError: a replay differs from the oracle beyond its error budget, or from its own repetition
+            at all.
         SemaphoreError: the session's semaphore is not zero after a replay.
     """
     static = _Static(backend, case, device, shape)
@@ -150,13 +187,18 @@ def check_replays(backend: Backend, case: Case, capture: CaptureBackend, device:
         once = static.out.clone()
         assert_attention_close(static.out, static.lse, batch, **case.options)
         graph.replay()
-        assert torch.equal(static.out, once), f"{case.name}[{batch.spec.name}]: a second replay gave other bits"
+        assert torch.equal(static.out, once), (
+            f"{case.name}[{batch.spec.name}]: a second replay gave other bits"
+        )
         session.check(f"{case.name}[{batch.spec.name}]")
     return len(static.batches) + 1
 
 
-def check_forgotten_plan(backend: Backend, case: Case, capture: CaptureBackend, device: torch.device | str, **shape: Any) -> None:
-    """A backend that plans every step raises where a replay was not planned, or gives nothing but NaN; never something that looks right.
+def check_forgotten_plan(
+    backend: Backend, case: Case, capture: CaptureBackend, device: torch.device | str, **shape: Any
+) -> None:
+    """A backend that plans every step raises where a replay was not planned, or gives nothing but NaN; never
+    something that looks right.
 
     On a GPU an assertion of the device ends the process's use of it: call this in a process of its own.
 
@@ -167,7 +209,9 @@ def check_forgotten_plan(backend: Backend, case: Case, capture: CaptureBackend, 
         AssertionError: a replay without a plan went unnoticed.
     """
     static = _Static(backend, case, device, shape)
-    assert static.session.plans_every_step, f"backend {backend.name!r} declares Planning.{backend.capabilities.planning.name}"
+    assert static.session.plans_every_step, (
+        f"backend {backend.name!r} declares Planning.{backend.capabilities.planning.name}"
+    )
     graph = static.captured(capture)
     for batch in static.batches[1:]:
         static.load(batch)

@@ -1,4 +1,5 @@
-"""Inputs of ``embedding``, ``linear``, ``rms_norm`` and ``act_and_mul`` for tests of a backend: named features and shapes, strided rows, NaN outputs.
+"""Inputs of ``embedding``, ``linear``, ``rms_norm`` and ``act_and_mul`` for tests of a backend: named
+features and shapes, strided rows, NaN outputs.
 
     inputs = make_linear_inputs(**LINEAR_CASES["norm_silu"], dtype=torch.bfloat16)
     assert_layer_close(BACKEND_OPS["triton"], "linear", inputs)
@@ -33,61 +34,101 @@ LINEAR_CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def _random(generator: torch.Generator, *size: int, dtype: torch.dtype, device: torch.device | str, strided: bool = False) -> Tensor:
-    """Normal numbers; ``strided``: the left part of a wider tensor, so that rows do not follow one another."""
-    wide = torch.randn(*size[:-1], size[-1] + (8 if strided else 0), generator=generator, dtype=torch.float32).to(device, dtype)
+def _random(
+    generator: torch.Generator,
+    *size: int,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    strided: bool = False,
+) -> Tensor:
+    """Normal numbers; ``strided``: the left part of a wider tensor, so that rows do not follow
+    one another."""
+    wide = torch.randn(
+        *size[:-1], size[-1] + (8 if strided else 0), generator=generator, dtype=torch.float32
+    ).to(device, dtype)
     return wide[..., : size[-1]]
 
 
 def make_embedding_inputs(
-    *, tokens: int = 5, vocab_size: int = 30, width: int = 24, scaled: bool = False, dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu", seed: int = 0,
-) -> dict[str, Any]:  # fmt: skip
-    """The arguments of ``embedding`` by name: the first and the last id among the tokens, strided rows, ``out`` holds NaN."""
+    *,
+    tokens: int = 5,
+    vocab_size: int = 30,
+    width: int = 24,
+    scaled: bool = False,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+) -> dict[str, Any]:
+    """The arguments of ``embedding`` by name: the first and the last id among the tokens, strided rows,
+    ``out`` holds NaN."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, vocab_size, (tokens,), generator=generator)
     ids[:1], ids[1:2] = vocab_size - 1, 0
     options: dict[str, Any] = {"dtype": dtype, "device": device}
     return {
-        "input_ids": ids.to(device), "weight": _random(generator, vocab_size, width, strided=True, **options),
+        "input_ids": ids.to(device),
+        "weight": _random(generator, vocab_size, width, strided=True, **options),
         "out": torch.full((tokens, width), float("nan"), **options),
         "scale": torch.tensor(5.7, dtype=torch.float32, device=device) if scaled else None,
-    }  # fmt: skip
+    }
 
 
 def make_linear_inputs(
-    *, tokens: int = 5, inputs: int = 40, outputs: int = 24, bias: bool = False, residual: bool = False, norm: bool = False,
-    norm_offset: float = 0.0, norm_dtype: torch.dtype | None = None, activation: str = "none", dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu", seed: int = 0,
-) -> dict[str, Any]:  # fmt: skip
+    *,
+    tokens: int = 5,
+    inputs: int = 40,
+    outputs: int = 24,
+    bias: bool = False,
+    residual: bool = False,
+    norm: bool = False,
+    norm_offset: float = 0.0,
+    norm_dtype: torch.dtype | None = None,
+    activation: str = "none",
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+) -> dict[str, Any]:
     """The arguments of ``linear`` by name; x and residual have strided rows, ``out`` holds NaN."""
     generator = torch.Generator().manual_seed(seed)
     options: dict[str, Any] = {"dtype": dtype, "device": device}
     width = outputs if activation == "none" else outputs // 2
     weight = torch.randn(outputs, inputs, generator=generator, dtype=torch.float32) * inputs**-0.5
     return {
-        "x": _random(generator, tokens, inputs, strided=True, **options) * 2, "weight": weight.to(device, dtype),
+        "x": _random(generator, tokens, inputs, strided=True, **options) * 2,
+        "weight": weight.to(device, dtype),
         "out": torch.full((tokens, width), float("nan"), **options),
         "bias": _random(generator, outputs, **options) if bias else None,
         "residual": _random(generator, tokens, width, strided=True, **options) if residual else None,
         "norm_weight": _random(generator, inputs, dtype=norm_dtype or dtype, device=device) if norm else None,
-        "norm_offset": norm_offset, "activation": activation,
-    }  # fmt: skip
+        "norm_offset": norm_offset,
+        "activation": activation,
+    }
 
 
 def make_norm_inputs(
-    *, tokens: int = 5, width: int = 48, offset: float = 0.0, residual: bool = False, post_residual: bool = False,
-    dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", seed: int = 0,
-) -> dict[str, Any]:  # fmt: skip
+    *,
+    tokens: int = 5,
+    width: int = 48,
+    offset: float = 0.0,
+    residual: bool = False,
+    post_residual: bool = False,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+) -> dict[str, Any]:
     """The arguments of ``rms_norm`` by name; rows are strided, ``out`` holds NaN."""
     generator = torch.Generator().manual_seed(seed)
     options: dict[str, Any] = {"dtype": dtype, "device": device}
     return {
-        "x": _random(generator, tokens, width, strided=True, **options) * 3, "weight": _random(generator, width, **options),
-        "out": torch.full((tokens, width), float("nan"), **options), "offset": offset,
+        "x": _random(generator, tokens, width, strided=True, **options) * 3,
+        "weight": _random(generator, width, **options),
+        "out": torch.full((tokens, width), float("nan"), **options),
+        "offset": offset,
         "residual": _random(generator, tokens, width, strided=True, **options) if residual else None,
-        "post_residual": _random(generator, tokens, width, strided=True, **options) if post_residual else None,
-    }  # fmt: skip
+        "post_residual": _random(generator, tokens, width, strided=True, **options)
+        if post_residual
+        else None,
+    }
 
 
 #: Features of `rms_norm`: name -> arguments of `make_norm_inputs`.
@@ -103,29 +144,43 @@ NORM_CASES: dict[str, dict[str, Any]] = {
 
 
 def make_gate_inputs(
-    *, tokens: int = 5, width: int = 40, activation: str = "silu", dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu", seed: int = 0,
-) -> dict[str, Any]:  # fmt: skip
+    *,
+    tokens: int = 5,
+    width: int = 40,
+    activation: str = "silu",
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+) -> dict[str, Any]:
     """The arguments of ``act_and_mul`` by name."""
     generator = torch.Generator().manual_seed(seed)
     gate_up = _random(generator, tokens, 2 * width, dtype=dtype, device=device, strided=True) * 3
-    return {"gate_up": gate_up, "out": torch.full((tokens, width), float("nan"), dtype=dtype, device=device), "activation": activation}
+    return {
+        "gate_up": gate_up,
+        "out": torch.full((tokens, width), float("nan"), dtype=dtype, device=device),
+        "activation": activation,
+    }
 
 
 def assert_layer_close(ops: BackendOps, op: str, arguments: dict[str, Any]) -> None:
     """One backend's ``op`` on ``arguments`` (which it writes into) against the reference in float64.
 
-    The error budget comes from the op done in steps, each rounded to the dtype, as a model without fused ops does it.
+    The error budget comes from the op done in steps, each rounded to the dtype, as a model without fused ops
+    does it.
     """
     wide = {name: x.detach().cpu().double() if isinstance(x, Tensor) else x for name, x in arguments.items()}
-    stepwise = {name: x.detach().cpu().clone() if isinstance(x, Tensor) else x for name, x in arguments.items()}
+    stepwise = {
+        name: x.detach().cpu().clone() if isinstance(x, Tensor) else x for name, x in arguments.items()
+    }
     getattr(BACKEND_OPS["reference"], op)(**wide)
     in_steps = _STEPS[op](stepwise)
     getattr(ops, op)(**arguments)
     dtype = arguments["out"].dtype
     assert_within_budget("out", arguments["out"], in_steps, wide["out"], dtype)
     if op == "rms_norm" and arguments["residual"] is not None:
-        assert_within_budget("residual", arguments["residual"], wide["residual"].to(dtype), wide["residual"], dtype)
+        assert_within_budget(
+            "residual", arguments["residual"], wide["residual"].to(dtype), wide["residual"], dtype
+        )
 
 
 def _norm_in_steps(a: dict[str, Any]) -> Tensor:
@@ -139,13 +194,23 @@ def _gate_in_steps(a: dict[str, Any]) -> Tensor:
     gate, up = a["gate_up"].chunk(2, dim=-1)
     if a["activation"] == "silu":
         return torch.nn.functional.silu(gate) * up
-    return torch.nn.functional.gelu(gate, approximate="tanh" if a["activation"] == "gelu_tanh" else "none") * up
+    return (
+        torch.nn.functional.gelu(gate, approximate="tanh" if a["activation"] == "gelu_tanh" else "none") * up
+    )
 
 
 def _linear_in_steps(a: dict[str, Any]) -> Tensor:
     x = a["x"]
     if a["norm_weight"] is not None:
-        x = _norm_in_steps({"x": x, "weight": a["norm_weight"], "offset": a["norm_offset"], "residual": None, "post_residual": None})
+        x = _norm_in_steps(
+            {
+                "x": x,
+                "weight": a["norm_weight"],
+                "offset": a["norm_offset"],
+                "residual": None,
+                "post_residual": None,
+            }
+        )
     y = torch.nn.functional.linear(x, a["weight"], a["bias"])
     if a["activation"] != "none":
         y = _gate_in_steps({"gate_up": y, "activation": a["activation"]})

@@ -1,6 +1,8 @@
-"""Tensors whose rows do not follow one another: padded strides, heads before slots, addresses aligned to no more than a number.
+"""Tensors whose rows do not follow one another: padded strides, heads before slots, addresses aligned to no
+more than a number.
 
-What lies between the rows holds NaN, like everything that a test did not write, so that a kernel that strays is seen.
+What lies between the rows holds NaN, like everything that a test did not write, so that a kernel that strays
+is seen.
 """
 
 from __future__ import annotations
@@ -16,13 +18,15 @@ FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 @dataclass(frozen=True)
 class PoolLayout:
-    """Where the numbers of a pool ``[num_blocks, block_size, num_kv_heads, head_dim]`` lie; the last dimension is always contiguous.
+    """Where the numbers of a pool ``[num_blocks, block_size, num_kv_heads, head_dim]`` lie; the last
+    dimension is always contiguous.
 
     Attributes:
         heads_first: physically ``[num_blocks, num_kv_heads, block_size, head_dim]``.
         slot_padding: numbers between one slot and the next.
         head_padding: numbers between one head and the next.
-        offset: numbers before the first one; the address is aligned to the dtype's size and, unless by chance, to no more.
+        offset: numbers before the first one; the address is aligned to the dtype's size and, unless by
+            chance, to no more.
     """
 
     heads_first: bool = False
@@ -41,26 +45,44 @@ class PoolLayout:
         return block_size * slot, slot, head, 1
 
 
-def strided(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, offset: int = 0,
-            device: torch.device | str = "cpu") -> Tensor:  # fmt: skip
-    """A tensor of ``shape`` and ``strides`` (in numbers), ``offset`` numbers into memory that holds NaN in ``dtype``."""
-    needed = offset + sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) + 1 if math.prod(shape) else offset
-    memory = torch.full((needed,), float("nan"), dtype=torch.float32 if dtype in FP8_DTYPES else dtype, device=device).to(dtype)
+def strided(
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    dtype: torch.dtype,
+    offset: int = 0,
+    device: torch.device | str = "cpu",
+) -> Tensor:
+    """A tensor of ``shape`` and ``strides`` (in numbers), ``offset`` numbers into memory that holds NaN
+    in ``dtype``."""
+    needed = (
+        offset + sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) + 1
+        if math.prod(shape)
+        else offset
+    )
+    memory = torch.full(
+        (needed,), float("nan"), dtype=torch.float32 if dtype in FP8_DTYPES else dtype, device=device
+    ).to(dtype)
     return memory.as_strided(shape, strides, offset)
 
 
-def paged_pool(num_blocks: int, block_size: int, num_kv_heads: int, width: int, dtype: torch.dtype, layout: PoolLayout) -> Tensor:
+def paged_pool(
+    num_blocks: int, block_size: int, num_kv_heads: int, width: int, dtype: torch.dtype, layout: PoolLayout
+) -> Tensor:
     """A pool ``[num_blocks, block_size, num_kv_heads, width]`` of NaN in this layout, on the CPU."""
     strides = layout.strides(block_size, num_kv_heads, width)
     return strided((num_blocks, block_size, num_kv_heads, width), strides, dtype, layout.offset)
 
 
 def memory_of(tensor: Tensor) -> Tensor:
-    """The whole memory that ``tensor`` is a view of, one-dimensional and of its dtype: what lies before, between and behind included."""
+    """The whole memory that ``tensor`` is a view of, one-dimensional and of its dtype: what lies before,
+    between and behind included."""
     return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())
 
 
-def clone_storage(tensor: Tensor, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Tensor:
-    """A copy with the same strides and offset, and of what lies between the rows; `Tensor.to` would close the gaps."""
+def clone_storage(
+    tensor: Tensor, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+) -> Tensor:
+    """A copy with the same strides and offset, and of what lies between the rows; `Tensor.to` would close
+    the gaps."""
     memory = memory_of(tensor).to(device=device, dtype=dtype, copy=True)
     return memory.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())

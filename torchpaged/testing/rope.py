@@ -1,4 +1,5 @@
-"""Inputs of ``rope_write_kv`` for tests of a backend: named shapes and styles, strided slices, shuffled and skipped slots, NaN pools.
+"""Inputs of ``rope_write_kv`` for tests of a backend: named shapes and styles, strided slices, shuffled and
+skipped slots, NaN pools.
 
     inputs = make_rope_inputs(**ROPE_CASES["qwen3"], dtype=torch.bfloat16)
     assert_rope_close(BACKEND_OPS["triton"], inputs)  # from torchpaged.testing
@@ -13,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-#: Shapes and styles of `rope_write_kv`, named after models that have them: name -> arguments of `make_rope_inputs`.
+#: Shapes and styles of `rope_write_kv`, named after models that have them: name -> arguments
+#: of `make_rope_inputs`.
 ROPE_CASES: dict[str, dict[str, Any]] = {
     "llama": {},
     "smollm2": {"num_heads": 9, "num_kv_heads": 3, "head_dim": 64},
@@ -30,35 +32,70 @@ ROPE_CASES: dict[str, dict[str, Any]] = {
 
 
 def make_rope_inputs(
-    *, num_tokens: int = 7, num_heads: int = 4, num_kv_heads: int = 2, head_dim: int = 32, head_dim_v: int | None = None,
-    rotary_dim: int | None = None, norms: tuple[str, ...] = (), norm_offset: float = 0.0, interleaved: bool = False,
-    block_size: int = 16, heads_first: bool = False, dtype: torch.dtype = torch.float32, cache_dtype: torch.dtype | None = None,
-    device: torch.device | str = "cpu", seed: int = 0,
-) -> dict[str, Any]:  # fmt: skip
-    """The arguments of ``rope_write_kv`` by name: q, k, v are slices of one tensor, slots are shuffled, every third is -1.
+    *,
+    num_tokens: int = 7,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    head_dim: int = 32,
+    head_dim_v: int | None = None,
+    rotary_dim: int | None = None,
+    norms: tuple[str, ...] = (),
+    norm_offset: float = 0.0,
+    interleaved: bool = False,
+    block_size: int = 16,
+    heads_first: bool = False,
+    dtype: torch.dtype = torch.float32,
+    cache_dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+) -> dict[str, Any]:
+    """The arguments of ``rope_write_kv`` by name: q, k, v are slices of one tensor, slots are shuffled, every
+    third is -1.
 
     ``q_out`` and the pools hold NaN. ``norms`` names the weights to give.
     """
     generator = torch.Generator().manual_seed(seed)
-    head_dim_v, rotary_dim = head_dim if head_dim_v is None else head_dim_v, head_dim if rotary_dim is None else rotary_dim
+    head_dim_v, rotary_dim = (
+        head_dim if head_dim_v is None else head_dim_v,
+        head_dim if rotary_dim is None else rotary_dim,
+    )
     widths = (num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim_v)
-    q, k, v = torch.randn(num_tokens, sum(widths), generator=generator, dtype=torch.float32).to(device, dtype).split(widths, dim=1)
+    q, k, v = (
+        torch.randn(num_tokens, sum(widths), generator=generator, dtype=torch.float32)
+        .to(device, dtype)
+        .split(widths, dim=1)
+    )
     max_position, num_blocks = 100, -(-num_tokens // block_size) + 3
-    angles = torch.arange(max_position)[:, None] * 10000.0 ** (-torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim)
+    angles = torch.arange(max_position)[:, None] * 10000.0 ** (
+        -torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
+    )
     slots = torch.randperm((num_blocks - 1) * block_size, generator=generator)[:num_tokens] + block_size
     slots[2::3] = -1
 
     def pool(width: int) -> Tensor:
-        shape = (num_blocks, num_kv_heads, block_size, width) if heads_first else (num_blocks, block_size, num_kv_heads, width)
+        shape = (
+            (num_blocks, num_kv_heads, block_size, width)
+            if heads_first
+            else (num_blocks, block_size, num_kv_heads, width)
+        )
         cache = torch.full(shape, float("nan"), dtype=torch.float32).to(device, cache_dtype or dtype)
         return cache.transpose(1, 2) if heads_first else cache
 
-    weights = {name: torch.randn(head_dim, generator=generator, dtype=torch.float32).to(device, dtype) for name in norms}
+    weights = {
+        name: torch.randn(head_dim, generator=generator, dtype=torch.float32).to(device, dtype)
+        for name in norms
+    }
     return {
-        "q": q.unflatten(1, (num_heads, head_dim)), "k": k.unflatten(1, (num_kv_heads, head_dim)),
+        "q": q.unflatten(1, (num_heads, head_dim)),
+        "k": k.unflatten(1, (num_kv_heads, head_dim)),
         "v": v.unflatten(1, (num_kv_heads, head_dim_v)),
         "positions": torch.randint(max_position, (num_tokens,), generator=generator).to(device),
-        "cos_sin": torch.cat([angles.cos(), angles.sin()], dim=-1).to(device), "slot_mapping": slots.to(device),
+        "cos_sin": torch.cat([angles.cos(), angles.sin()], dim=-1).to(device),
+        "slot_mapping": slots.to(device),
         "q_out": torch.full((num_tokens, num_heads, head_dim), float("nan"), dtype=dtype, device=device),
-        "k_cache": pool(head_dim), "v_cache": pool(head_dim_v), **weights, "norm_offset": norm_offset, "interleaved": interleaved,
-    }  # fmt: skip
+        "k_cache": pool(head_dim),
+        "v_cache": pool(head_dim_v),
+        **weights,
+        "norm_offset": norm_offset,
+        "interleaved": interleaved,
+    }

@@ -3,8 +3,9 @@
     inputs = make_sampling_inputs(SAMPLING_ROWS.values(), vocab_size=1000)
     assert_samples_close(BACKEND_OPS["triton"], inputs)
 
-A kernel rounds differently from the float64 oracle. So its token may be another than the oracle's where a threshold or a score decides
-by less than rounding, and nowhere else: it must be one that may be kept, and no token that must be kept may score higher.
+A kernel rounds differently from the float64 oracle. So its token may be another than the oracle's where a
+threshold or a score decides by less than rounding, and nowhere else: it must be one that may be kept, and no
+token that must be kept may score higher.
 """
 
 from __future__ import annotations
@@ -47,21 +48,33 @@ SAMPLING_ROWS: dict[str, dict[str, float]] = {
 
 
 def make_sampling_inputs(
-    rows: Iterable[dict[str, float]], *, vocab_size: int = 300, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu",
-    seed: int = 0, spread: float = 3.0, padding: int = 0,
-) -> dict[str, Tensor]:  # fmt: skip
+    rows: Iterable[dict[str, float]],
+    *,
+    vocab_size: int = 300,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+    spread: float = 3.0,
+    padding: int = 0,
+) -> dict[str, Tensor]:
     """The op's arguments by name, for rows like those of `SAMPLING_ROWS`.
 
-    Logits are normal with standard deviation ``spread``; ``padding`` NaN lie between rows. A third of the tokens was seen; ``out`` is -7.
+    Logits are normal with standard deviation ``spread``; ``padding`` NaN lie between rows. A third of the
+    tokens was seen; ``out`` is -7.
     """
     parameters = [{**_OFF, **row} for row in rows]
     generator = torch.Generator().manual_seed(seed)
     memory = torch.full((len(parameters), vocab_size + padding), float("nan"), dtype=torch.float32)
-    memory[:, :vocab_size] = torch.randn(len(parameters), vocab_size, generator=generator, dtype=torch.float32) * spread
+    memory[:, :vocab_size] = (
+        torch.randn(len(parameters), vocab_size, generator=generator, dtype=torch.float32) * spread
+    )
     inputs = {"logits": memory.to(dtype)[:, :vocab_size]}
     for name in _OFF:
         inputs[name] = torch.tensor([row[name] for row in parameters], dtype=_DTYPES.get(name, torch.float32))
-    occurred = torch.rand(len(parameters), -(-vocab_size // 32), 32, generator=generator, dtype=torch.float32) < 1 / 3
+    occurred = (
+        torch.rand(len(parameters), -(-vocab_size // 32), 32, generator=generator, dtype=torch.float32)
+        < 1 / 3
+    )
     inputs["seen"] = (occurred * (1 << torch.arange(32))).sum(-1).to(torch.int32)
     for name in ("seeds", "counters"):
         inputs[name] = torch.randint(-(2**62), 2**62, (len(parameters),), generator=generator)
@@ -70,9 +83,11 @@ def make_sampling_inputs(
 
 
 def kept_by_oracle(z: Tensor, row: dict[str, float], slack: float = 0.0) -> Tensor:
-    """Bool ``[V]``: the tokens that sampling keeps of one row of float logits ``z [V]`` without NaN, by sorting in float64.
+    """Bool ``[V]``: the tokens that sampling keeps of one row of float logits ``z [V]`` without NaN, by
+    sorting in float64.
 
-    ``slack`` of probability mass moves the thresholds of top_p and min_p: positive keeps more, negative fewer.
+    ``slack`` of probability mass moves the thresholds of top_p and min_p: positive keeps more,
+    negative fewer.
     """
     tokens = (-z).argsort(stable=True)
     ordered = z[tokens].double()
@@ -104,19 +119,33 @@ def assert_samples_close(ops: BackendOps, inputs: dict[str, Tensor], slack: floa
             continue
         assert 0 <= token < z.shape[1], f"row {index} {row}: token {token}"
         must, may = (kept_by_oracle(z[index], row, s) for s in (-slack, slack))
-        assert bool(may[token]), f"row {index} {row}: token {token} is not among the {int(may.sum())} that may be kept"
+        assert bool(may[token]), (
+            f"row {index} {row}: token {token} is not among the {int(may.sum())} that may be kept"
+        )
         score = z[index].double() + row["temperature"] * noise[index]
         best = float(score[must].max())
         bound = best - slack * max(1.0, row["temperature"]) - 1e-6 * abs(best)
-        assert best == float("inf") or float(score[token]) >= bound, f"row {index} {row}: {token} scores {float(score[token])}, best {best}"
+        assert best == float("inf") or float(score[token]) >= bound, (
+            f"row {index} {row}: {token} scores {float(score[token])}, best {best}"
+        )
     return cpu["out"]
 
 
-def make_accept_inputs(num_reqs: int = 7, *, vocab_size: int = 70, num_stops: int = 3, device: torch.device | str = "cpu",
-                       seed: int = 0, launch: int | None = None, step: int = 0) -> dict[str, Any]:  # fmt: skip
-    """``accept_tokens``' arguments by name: rows that go on, that stop for each reason, without a token, and padding; tables of 3 blocks of 4 tokens.
+def make_accept_inputs(
+    num_reqs: int = 7,
+    *,
+    vocab_size: int = 70,
+    num_stops: int = 3,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+    launch: int | None = None,
+    step: int = 0,
+) -> dict[str, Any]:
+    """``accept_tokens``' arguments by name: rows that go on, that stop for each reason, without a token, and
+    padding; tables of 3 blocks of 4 tokens.
 
-    ``launch``: also a ring of three launches of two steps, -9 in it, and this count of launches; ``step``: which of the two this is.
+    ``launch``: also a ring of three launches of two steps, -9 in it, and this count of launches; ``step``:
+    which of the two this is.
     """
     generator = torch.Generator().manual_seed(seed)
     row = torch.arange(num_reqs)
@@ -132,19 +161,34 @@ def make_accept_inputs(num_reqs: int = 7, *, vocab_size: int = 70, num_stops: in
     inputs: dict[str, Any] = {
         "sampled_token_ids": sampled,
         "block_table": (torch.randperm(3 * num_reqs, generator=generator) + 1).view(num_reqs, 3).int(),
-        "stop_token_ids": stops, "input_ids": row + 100, "positions": row + 200, "seq_lens": lens, "slot_mapping": row + 300,
-        "counters": row + 2**40, "remaining": torch.where(row % 7 == 2, 1, 9).int(),
-        "seen": torch.randint(-(2**31), 2**31, (num_reqs, -(-vocab_size // 32)), generator=generator).int(), "tokens_out": row + 400,
-    }  # fmt: skip
+        "stop_token_ids": stops,
+        "input_ids": row + 100,
+        "positions": row + 200,
+        "seq_lens": lens,
+        "slot_mapping": row + 300,
+        "counters": row + 2**40,
+        "remaining": torch.where(row % 7 == 2, 1, 9).int(),
+        "seen": torch.randint(-(2**31), 2**31, (num_reqs, -(-vocab_size // 32)), generator=generator).int(),
+        "tokens_out": row + 400,
+    }
     if launch is not None:
         inputs |= {"ring": torch.full((4, 3, num_reqs + 2), -9), "launches": torch.tensor([launch, 0])}
     options = {"block_size": 4} | ({} if launch is None else {"step": step})
     return {name: tensor.to(device) for name, tensor in inputs.items()} | options
 
 
-def make_finish_inputs(rows: Iterable[dict[str, float]], *, vocab_size: int = 300, dtype: torch.dtype = torch.float32,
-                       device: torch.device | str = "cpu", seed: int = 0, launch: int | None = None, step: int = 0) -> dict[str, Any]:  # fmt: skip
-    """``finish_step``'s arguments by name: those of `make_sampling_inputs` and `make_accept_inputs`; some rows stop at their token."""
+def make_finish_inputs(
+    rows: Iterable[dict[str, float]],
+    *,
+    vocab_size: int = 300,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+    launch: int | None = None,
+    step: int = 0,
+) -> dict[str, Any]:
+    """``finish_step``'s arguments by name: those of `make_sampling_inputs` and `make_accept_inputs`; some
+    rows stop at their token."""
     sampling = make_sampling_inputs(rows, vocab_size=vocab_size, dtype=dtype, seed=seed, padding=3)
     out = sampling.pop("out")
     BACKEND_OPS["reference"].sample_tokens(**sampling, out=out)
@@ -157,10 +201,15 @@ def make_finish_inputs(rows: Iterable[dict[str, float]], *, vocab_size: int = 30
 
 
 def finished_apart(ops: BackendOps, inputs: dict[str, Any]) -> dict[str, Any]:
-    """What ``finish_step`` must leave of a copy of ``inputs``: `sample_tokens` and `accept_tokens`, one after the other."""
-    inputs = {name: x.clone() if isinstance(x, Tensor) and name != "logits" else x for name, x in inputs.items()}
+    """What ``finish_step`` must leave of a copy of ``inputs``: `sample_tokens` and `accept_tokens`, one after
+    the other."""
+    inputs = {
+        name: x.clone() if isinstance(x, Tensor) and name != "logits" else x for name, x in inputs.items()
+    }
     sampling = ("logits", *_OFF, "seen", "seeds", "counters")
     sampled = torch.empty_like(inputs["counters"])
     ops.sample_tokens(*(inputs[name] for name in sampling), sampled)
-    ops.accept_tokens(sampled, **{name: x for name, x in inputs.items() if name not in ("logits", "seeds", *_OFF)})
+    ops.accept_tokens(
+        sampled, **{name: x for name, x in inputs.items() if name not in ("logits", "seeds", *_OFF)}
+    )
     return inputs

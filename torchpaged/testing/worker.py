@@ -1,12 +1,14 @@
-"""Cases in processes of their own, with a watchdog: a hang or a crash costs its case and its process, not the run.
+"""Cases in processes of their own, with a watchdog: a hang or a crash costs its case and its process, not
+the run.
 
     with WorkerPool("torchpaged.testing.fuzz_case:run_case", workers=4) as pool:
         for outcome in pool.run({"seed": seed} for seed in range(100)):
             print(outcome.kind, outcome.case, outcome.message)
 
-A worker calls the target, ``function(case, beat) -> result``, for one case after the other. Cases, beats and results are JSON, one a line.
-``beat(phase, **facts)`` says what the worker is about to do; each phase has a limit of its own, so that compiling may take long and
-running may not. A worker that passes it is killed with the processes that it started, and the next case gets a new one.
+A worker calls the target, ``function(case, beat) -> result``, for one case after the other. Cases, beats and
+results are JSON, one a line. ``beat(phase, **facts)`` says what the worker is about to do; each phase has a
+limit of its own, so that compiling may take long and running may not. A worker that passes it is killed with
+the processes that it started, and the next case gets a new one.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-#: Seconds that a phase may take. "launching": the host's part of a launch, with all that is compiled; "running": the device's.
+#: Seconds that a phase may take. "launching": the host's part of a launch, with all that is compiled;
+#: "running": the device's.
 LIMITS = {"starting": 180.0, "preparing": 60.0, "launching": 180.0, "running": 60.0, "checking": 60.0}
 _STARTS = 3  # workers in a row that end before their first case: it isn't the case
 
@@ -38,7 +41,8 @@ class Outcome:
     """How a case ended.
 
     Attributes:
-        kind: "done"; "hang": its phase passed the limit; "crash": the process ended; "error": the target raised; "cut": the time was up.
+        kind: "done"; "hang": its phase passed the limit; "crash": the process ended; "error": the target
+            raised; "cut": the time was up.
         result: what the target returned, if done.
         phase, seconds: what it was about to do when it ended, and for how long.
         facts: of all its beats, the later over the earlier.
@@ -58,8 +62,14 @@ class _Worker:
     def __init__(self, target: str, environment: Mapping[str, str], stderr: Path) -> None:
         self.stderr = stderr
         with stderr.open("wb") as file:
-            self.process = subprocess.Popen([sys.executable, "-m", "torchpaged.testing.worker", target], stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE, stderr=file, env={**os.environ, **environment}, start_new_session=True)  # fmt: skip
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "torchpaged.testing.worker", target],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=file,
+                env={**os.environ, **environment},
+                start_new_session=True,
+            )
         self.case: dict[str, Any] | None = None
         self.pending = b""
         self.ready = False
@@ -79,7 +89,14 @@ class _Worker:
 
     def outcome(self, kind: str, **more: Any) -> Outcome:
         case, self.case = self.case, None
-        return Outcome(case or {}, kind, phase=self.phase, seconds=time.monotonic() - self.since, facts=self.facts, **more)
+        return Outcome(
+            case or {},
+            kind,
+            phase=self.phase,
+            seconds=time.monotonic() - self.since,
+            facts=self.facts,
+            **more,
+        )
 
     def last_words(self) -> str:
         return self.stderr.read_bytes()[-4000:].decode(errors="replace")
@@ -95,7 +112,9 @@ class _Worker:
             assert pipe is not None
             with suppress(BrokenPipeError):
                 pipe.close()
-        with suppress(subprocess.TimeoutExpired):  # a process whose kernel never ends may take the driver a while; nobody waits for it
+        with suppress(
+            subprocess.TimeoutExpired
+        ):  # a process whose kernel never ends may take the driver a while; nobody waits for it
             self.process.wait(5)
 
 
@@ -107,8 +126,14 @@ class WorkerPool:
         limits: seconds per phase, over `LIMITS`; a phase of another name has the limit of "preparing".
     """
 
-    def __init__(self, target: str, *, workers: int = 1, limits: Mapping[str, float] | None = None,
-                 environment: Mapping[str, str] | None = None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        target: str,
+        *,
+        workers: int = 1,
+        limits: Mapping[str, float] | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self._target, self._most, self._limits = target, workers, {**LIMITS, **(limits or {})}
         self._environment = dict(environment or {})
         self._workers: list[_Worker] = []
@@ -122,9 +147,11 @@ class WorkerPool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def run(self, cases: Iterable[dict[str, Any]], *, seconds: float | None = None, reserve: float = 0.0) -> Iterator[Outcome]:
-        """The outcomes, in the order in which cases end. After ``seconds - reserve`` no case is given out, after ``seconds`` those that
-        still run are cut.
+    def run(
+        self, cases: Iterable[dict[str, Any]], *, seconds: float | None = None, reserve: float = 0.0
+    ) -> Iterator[Outcome]:
+        """The outcomes, in the order in which cases end. After ``seconds - reserve`` no case is given out,
+        after ``seconds`` those that still run are cut.
 
         Raises:
             RuntimeError: workers end before they take a case.
@@ -133,7 +160,11 @@ class WorkerPool:
         following: dict[str, Any] | None = next(waiting, None)
         while True:
             now = time.monotonic() - begin
-            while following is not None and (seconds is None or now < seconds - reserve) and (worker := self._idle()) is not None:
+            while (
+                following is not None
+                and (seconds is None or now < seconds - reserve)
+                and (worker := self._idle()) is not None
+            ):
                 worker.give(following)
                 following = next(waiting, None)
             busy = [worker for worker in self._workers if worker.case is not None]
@@ -187,7 +218,9 @@ class WorkerPool:
         if not data:
             self._failed_starts = 0 if worker.ready else self._failed_starts + 1
             outcome = worker.outcome("crash") if worker.case is not None else None
-            with suppress(subprocess.TimeoutExpired):  # it closed its end: its own exit status, not that of being killed
+            with suppress(
+                subprocess.TimeoutExpired
+            ):  # it closed its end: its own exit status, not that of being killed
                 worker.process.wait(5)
             self._drop(worker)
             message = f"exit status {worker.process.returncode}; {worker.last_words()}"
@@ -216,7 +249,8 @@ class WorkerPool:
 
 
 def main() -> None:
-    """A worker: cases from stdin, until it ends. What libraries print goes to stderr, since stdout is the pool's."""
+    """A worker: cases from stdin, until it ends. What libraries print goes to stderr, since stdout is
+    the pool's."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     faulthandler.enable()

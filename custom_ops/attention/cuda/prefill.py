@@ -1,6 +1,8 @@
-"""Prefill attention of the ``cuda`` backend on Hopper: which calls ``prefill.cu`` takes, its macros, tensor maps and launch.
+"""Prefill attention of the ``cuda`` backend on Hopper: which calls ``prefill.cu`` takes, its macros, tensor
+maps and launch.
 
-What the copy engine knows of the caches is made once per pool (their addresses, shapes and strides) and kept: pools do not move.
+What the copy engine knows of the caches is made once per pool (their addresses, shapes and strides) and kept:
+pools do not move.
 """
 
 from __future__ import annotations
@@ -64,24 +66,39 @@ def prefill_shape(dim: int, dim_v: int, wide: bool = True) -> PrefillShape:
     keys = 128 if dim <= 192 and dim_v <= 128 else 64
     for q_buffers in (2, 1):
         left, k_stages, v_stages = _SHARED_BYTES - q_buffers * groups * 64 * dim * 2, 0, 0
-        while left >= (need := keys * 2 * (dim if k_stages == v_stages else dim_v)):  # in turns: keys are asked for first
+        while left >= (
+            need := keys * 2 * (dim if k_stages == v_stages else dim_v)
+        ):  # in turns: keys are asked for first
             left -= need
-            k_stages, v_stages = (k_stages + 1, v_stages) if k_stages == v_stages else (k_stages, v_stages + 1)
+            k_stages, v_stages = (
+                (k_stages + 1, v_stages) if k_stages == v_stages else (k_stages, v_stages + 1)
+            )
         if k_stages >= 3 and v_stages >= 2:
             break
     return PrefillShape(groups, keys, k_stages, v_stages, q_buffers)
 
 
 def refuse(
-    dtype: torch.dtype, kv_dtype: torch.dtype, dim: int, dim_v: int, group: int, block_size: int, compute: tuple[int, int], *,
-    scale: float = 1.0, sinks_dtype: torch.dtype | None = None,
-) -> str | None:  # fmt: skip
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    dim: int,
+    dim_v: int,
+    group: int,
+    block_size: int,
+    compute: tuple[int, int],
+    *,
+    scale: float = 1.0,
+    sinks_dtype: torch.dtype | None = None,
+) -> str | None:
     """Why the kernel can't take these numbers, or None. ``compute``: the device's compute capability."""
     if compute != (9, 0):
         return f"compute capability {compute[0]}.{compute[1]}: the kernel is written for 9.0"
     if dtype not in (torch.bfloat16, torch.float16) or kv_dtype != dtype:
         return f"dtypes {dtype} and {kv_dtype}"
-    if any(width % 32 or not 32 <= width <= MAX_DIM or (width % 64 and width > 96) for width in (dim, dim_v)) or dim_v == 160:
+    if (
+        any(width % 32 or not 32 <= width <= MAX_DIM or (width % 64 and width > 96) for width in (dim, dim_v))
+        or dim_v == 160
+    ):
         return f"head_dim {dim}/{dim_v}"
     keys = prefill_shape(dim, dim_v).keys
     if block_size % 8 or keys % block_size:
@@ -96,77 +113,186 @@ def refuse(
 
 
 def refuse_layout(q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor) -> str | None:
-    """Why the kernel can't read or write tensors that lie like these, or None. Shapes, strides and addresses only."""
+    """Why the kernel can't read or write tensors that lie like these, or None. Shapes, strides and
+    addresses only."""
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         if cache.data_ptr() % 16 or cache.stride(3) != 1 or any(stride % 8 for stride in cache.stride()[:3]):
-            return f"{name} with strides {tuple(cache.stride())}: slots that begin at multiples of 16 bytes are needed"
+            return (
+                f"{name} with strides {tuple(cache.stride())}: slots that begin at multiples of 16 bytes "
+                "are needed"
+            )
         box = pool_box(tuple(cache.shape), cache.stride())
         if box is None:
-            return f"{name} with strides {tuple(cache.stride())}: heads side by side, or one behind the other in a block, are needed"
+            return (
+                f"{name} with strides {tuple(cache.stride())}: heads side by side, or one behind the other "
+                "in a block, are needed"
+            )
         if max(box.sizes) > _MAX_COORDINATE or cache.shape[0] * box.where[2] > _MAX_COORDINATE:
             return f"{name} with {cache.shape[0]} blocks"
     for name, rows in (("q", q), ("out", out)):
         if rows.data_ptr() % 16 or rows.stride(0) % 8 or rows.stride(1) % 8 or rows.stride(2) != 1:
-            return f"{name} with strides {tuple(rows.stride())}: heads that begin at multiples of 16 bytes are needed"
+            return (
+                f"{name} with strides {tuple(rows.stride())}: heads that begin at multiples of 16 bytes "
+                "are needed"
+            )
     return None
 
 
-def why_not(q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, *, scale: float, sinks: Tensor | None) -> str | None:
-    """Why the kernel can't take a call with these tensors, or None: `refuse` and `refuse_layout`. Shapes, dtypes, strides and addresses only."""
+def why_not(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, *, scale: float, sinks: Tensor | None
+) -> str | None:
+    """Why the kernel can't take a call with these tensors, or None: `refuse` and `refuse_layout`. Shapes,
+    dtypes, strides and addresses only."""
     block_size, num_kv_heads, dim = k_cache.shape[1:]
     return refuse(
-        q.dtype, k_cache.dtype, dim, v_cache.shape[3], q.shape[1] // num_kv_heads, block_size, gpu.capability(q.device.index or 0),
-        scale=scale, sinks_dtype=None if sinks is None else sinks.dtype) or refuse_layout(q, k_cache, v_cache, out)  # fmt: skip
+        q.dtype,
+        k_cache.dtype,
+        dim,
+        v_cache.shape[3],
+        q.shape[1] // num_kv_heads,
+        block_size,
+        gpu.capability(q.device.index or 0),
+        scale=scale,
+        sinks_dtype=None if sinks is None else sinks.dtype,
+    ) or refuse_layout(q, k_cache, v_cache, out)
 
 
 def is_slower(
-    num_tokens: int, num_reqs: int, num_kv_heads: int, group: int, dim: int, dim_v: int, capacity: int, programs: int
+    num_tokens: int,
+    num_reqs: int,
+    num_kv_heads: int,
+    group: int,
+    dim: int,
+    dim_v: int,
+    capacity: int,
+    programs: int,
 ) -> str | None:
-    """Why Triton's kernel is the faster one for these shapes, or None. ``capacity``: tokens that a row of the block table holds; ``programs``: CTAs."""
+    """Why Triton's kernel is the faster one for these shapes, or None. ``capacity``: tokens that a row of the
+    block table holds; ``programs``: CTAs."""
     shape = prefill_shape(dim, dim_v)
     tiles = (num_tokens // (shape.rows // group) + min(num_reqs, num_tokens)) * num_kv_heads
     if capacity <= shape.keys and tiles * 2 <= programs:
-        return f"at most {capacity} keys and {tiles} tiles: the kernel takes longer to begin and end than Triton's for all"
+        return (
+            f"at most {capacity} keys and {tiles} tiles: the kernel takes longer to begin and end than "
+            "Triton's for all"
+        )
     return None
 
 
 def attend(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, seq_lens: Tensor, query_start_loc: Tensor, out: Tensor,
-    lse: Tensor | None = None, *, scale: float, causal: bool = True, window_left: int = -1, window_right: int = -1, chunk_size: int = 0,
-    logits_soft_cap: float = 0.0, alibi_slopes: Tensor | None = None, sinks: Tensor | None = None, semaphore: Tensor | None = None,
-    short: int = 0, behind: Behind | None = None,
-) -> None:  # fmt: skip
-    """The op's call where `why_not` has nothing against it, on checked arguments as in ``custom_ops/attention/schema.py``; the rest as in `prefill`."""
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    out: Tensor,
+    lse: Tensor | None = None,
+    *,
+    scale: float,
+    causal: bool = True,
+    window_left: int = -1,
+    window_right: int = -1,
+    chunk_size: int = 0,
+    logits_soft_cap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    semaphore: Tensor | None = None,
+    short: int = 0,
+    behind: Behind | None = None,
+) -> None:
+    """The op's call where `why_not` has nothing against it, on checked arguments as in
+    ``custom_ops/attention/schema.py``; the rest as in `prefill`."""
     masks = bounded_masks(window_left, window_right, chunk_size, block_table.shape[1] * k_cache.shape[1])
     if semaphore is None:
         semaphore = torch.zeros(1, dtype=torch.int32, device=q.device)
     prefill(
-        q, k_cache, v_cache, block_table, seq_lens, query_start_loc, out, lse, scale, causal, semaphore, window_left=masks[0],
-        window_right=masks[1], chunk=masks[2], soft_cap=logits_soft_cap, alibi_slopes=alibi_slopes, sinks=sinks, short=short,
+        q,
+        k_cache,
+        v_cache,
+        block_table,
+        seq_lens,
+        query_start_loc,
+        out,
+        lse,
+        scale,
+        causal,
+        semaphore,
+        window_left=masks[0],
+        window_right=masks[1],
+        chunk=masks[2],
+        soft_cap=logits_soft_cap,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        short=short,
         behind=behind,
-    )  # fmt: skip
+    )
 
 
 def prefill_macros(
-    dtype: torch.dtype, dim: int, group: int, num_kv_heads: int, block_size: int, causal: bool, lse: bool, *, dim_v: int = 0,
-    window_left: int = -1, window_right: int = -1, chunk: int = 0, soft_cap: bool = False, alibi: bool = False, sinks: bool = False,
-    clocks: bool = False, patience: int = 0, beside: bool = True, short: int = 0, split: bool = False,
-) -> dict[str, int]:  # fmt: skip
+    dtype: torch.dtype,
+    dim: int,
+    group: int,
+    num_kv_heads: int,
+    block_size: int,
+    causal: bool,
+    lse: bool,
+    *,
+    dim_v: int = 0,
+    window_left: int = -1,
+    window_right: int = -1,
+    chunk: int = 0,
+    soft_cap: bool = False,
+    alibi: bool = False,
+    sinks: bool = False,
+    clocks: bool = False,
+    patience: int = 0,
+    beside: bool = True,
+    short: int = 0,
+    split: bool = False,
+) -> dict[str, int]:
     """The macros of ``prefill.cu``.
 
-    ``dim_v``: width of values, 0: as keys; ``short``: requests of up to so many query tokens are left to a decode launch behind this one;
-    ``split``: few tiles may be cut into parts, for `paged_prefill_merge` behind this one; ``clocks``: count cycles; ``patience``: tries after which a wait is given up, 0: never; ``beside``: hold a step's exponentials in front of the
-    wait for its products (without it, where the compiler puts them: for measurements).
+    ``dim_v``: width of values, 0: as keys; ``short``: requests of up to so many query tokens are left to a
+        decode launch behind this one;
+    ``split``: few tiles may be cut into parts, for `paged_prefill_merge` behind this one; ``clocks``: count
+    cycles; ``patience``: tries after which a wait is given up, 0: never; ``beside``: hold a step's
+    exponentials in front of the wait for its products (without it, where the compiler puts them:
+    for measurements).
     """
     half, dim_v = dtype == torch.float16, dim_v or dim
     shape = shape_for(dim, dim_v, plain=window_left < 0 and not (chunk or soft_cap or alibi))
     macros = {
-        "DIM": dim, "DIM_V": dim_v, "GROUP": group, "NUM_KV_HEADS": num_kv_heads, "BLOCK_SIZE": block_size, "HALF": half, "Q_HALF": half,
-        "KV_BYTES": 2, "E5M2": 0, "CLUSTER": 1, "GROUPS": shape.groups, "KEYS": shape.keys, "K_STAGES": shape.k_stages,
-        "V_STAGES": shape.v_stages, "Q_BUFFERS": shape.q_buffers, "CAUSAL": causal, "WINDOW_LEFT": window_left, "WINDOW_RIGHT": window_right,
-        "CHUNK": chunk, "SOFT_CAP": soft_cap, "ALIBI": alibi, "SINKS": sinks, "LSE": lse, "CLOCKS": clocks, "PATIENCE": patience,
-        "BESIDE": beside, "SHORT": short, "SPLIT": split, "WGMMA": 1,
-    }  # fmt: skip
+        "DIM": dim,
+        "DIM_V": dim_v,
+        "GROUP": group,
+        "NUM_KV_HEADS": num_kv_heads,
+        "BLOCK_SIZE": block_size,
+        "HALF": half,
+        "Q_HALF": half,
+        "KV_BYTES": 2,
+        "E5M2": 0,
+        "CLUSTER": 1,
+        "GROUPS": shape.groups,
+        "KEYS": shape.keys,
+        "K_STAGES": shape.k_stages,
+        "V_STAGES": shape.v_stages,
+        "Q_BUFFERS": shape.q_buffers,
+        "CAUSAL": causal,
+        "WINDOW_LEFT": window_left,
+        "WINDOW_RIGHT": window_right,
+        "CHUNK": chunk,
+        "SOFT_CAP": soft_cap,
+        "ALIBI": alibi,
+        "SINKS": sinks,
+        "LSE": lse,
+        "CLOCKS": clocks,
+        "PATIENCE": patience,
+        "BESIDE": beside,
+        "SHORT": short,
+        "SPLIT": split,
+        "WGMMA": 1,
+    }
     return {name: int(value) for name, value in macros.items()}
 
 
@@ -182,21 +308,42 @@ def shared_bytes(macros: dict[str, int]) -> int:
 
 
 def prefill(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, seq_lens: Tensor, query_start_loc: Tensor, out: Tensor,
-    lse: Tensor | None, scale: float, causal: bool, tickets: Tensor, *, window_left: int = -1, window_right: int = -1, chunk: int = 0,
-    soft_cap: float = 0.0, alibi_slopes: Tensor | None = None, sinks: Tensor | None = None, clocks: Tensor | None = None, patience: int = 0,
-    beside: bool = True, short: int = 0, behind: Behind | None = None,
-) -> None:  # fmt: skip
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    out: Tensor,
+    lse: Tensor | None,
+    scale: float,
+    causal: bool,
+    tickets: Tensor,
+    *,
+    window_left: int = -1,
+    window_right: int = -1,
+    chunk: int = 0,
+    soft_cap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    clocks: Tensor | None = None,
+    patience: int = 0,
+    beside: bool = True,
+    short: int = 0,
+    behind: Behind | None = None,
+) -> None:
     """Launch on checked arguments of shapes that `refuse` and `refuse_layout` let pass.
 
     Args:
-        tickets: ``[1]`` or longer, int32, zeros; the kernel leaves zeros behind. Not shared by launches that may run at the same time.
+        tickets: ``[1]`` or longer, int32, zeros; the kernel leaves zeros behind. Not shared by launches that
+            may run at the same time.
         short: as in `prefill_macros`. Then ``tickets`` is the semaphore of the decode launch.
-        behind: prepares that decode launch, while this kernel is compiled if it has to be. Gives what launches it, and nothing else, and how many
-            numbers of the semaphore a request has: the kernel uses the first one of a request that is its own.
+        behind: prepares that decode launch, while this kernel is compiled if it has to be. Gives what
+            launches it, and nothing else, and how many numbers of the semaphore a request has: the kernel
+            uses the first one of a request that is its own.
         window_left, window_right, chunk: bounded by the table's tokens, as ``bounded_masks`` gives them.
-        clocks: ``[multiprocessors, 5]``, int64, or None; gets each CTA's cycles in all, waiting for tiles, waiting for their first keys and storing,
-            and its steps.
+        clocks: ``[multiprocessors, 5]``, int64, or None; gets each CTA's cycles in all, waiting for tiles,
+            waiting for their first keys and storing, and its steps.
         patience, beside: as in `prefill_macros`.
     """
     index, num_kv_heads, block_size = q.device.index or 0, k_cache.shape[2], k_cache.shape[1]
@@ -205,14 +352,41 @@ def prefill(
         return
     programs, cut = (
         ctas(index, short),
-        shape_for(dim, dim_v, plain=window_left < 0 and not (chunk or soft_cap > 0 or alibi_slopes is not None)),
+        shape_for(
+            dim, dim_v, plain=window_left < 0 and not (chunk or soft_cap > 0 or alibi_slopes is not None)
+        ),
     )
     split = may_split(
-        q.shape[0], block_table.shape[0], short, num_kv_heads, cut.rows // group, block_table.shape[1] * block_size // cut.keys, programs
+        q.shape[0],
+        block_table.shape[0],
+        short,
+        num_kv_heads,
+        cut.rows // group,
+        block_table.shape[1] * block_size // cut.keys,
+        programs,
     )
     specialisation = (
-        index, q.dtype, dim, dim_v, group, num_kv_heads, block_size, causal, window_left, window_right, chunk, soft_cap > 0,
-        alibi_slopes is not None, sinks is not None, lse is not None, clocks is not None, patience, beside, short, split)  # fmt: skip
+        index,
+        q.dtype,
+        dim,
+        dim_v,
+        group,
+        num_kv_heads,
+        block_size,
+        causal,
+        window_left,
+        window_right,
+        chunk,
+        soft_cap > 0,
+        alibi_slopes is not None,
+        sinks is not None,
+        lse is not None,
+        clocks is not None,
+        patience,
+        beside,
+        short,
+        split,
+    )
     decodes, ticket_row = None, 0
     if behind is not None:
         _begin(*specialisation)
@@ -224,12 +398,26 @@ def prefill(
     for cache in (k_cache, v_cache):
         encoded, at = pool_map(cache.data_ptr(), cache.dtype, tuple(cache.shape), cache.stride())
         maps, where = maps + encoded, where + at
-    parts = torch.empty(part_numbers(shape, dim_v, programs), dtype=torch.float32, device=q.device) if split else None
+    parts = (
+        torch.empty(part_numbers(shape, dim_v, programs), dtype=torch.float32, device=q.device)
+        if split
+        else None
+    )
     pointers = (out, lse, block_table, seq_lens, query_start_loc, alibi_slopes, sinks, tickets, parts, clocks)
     arguments = PARAMS.pack(
-        *(0 if t is None else t.data_ptr() for t in pointers), out.stride(0), out.stride(1), *((0, 0) if lse is None else lse.stride()),
-        block_table.stride(0), scale, soft_cap, block_table.shape[0], q.shape[0], k_cache.shape[0], ticket_row, *where,
-    )  # fmt: skip
+        *(0 if t is None else t.data_ptr() for t in pointers),
+        out.stride(0),
+        out.stride(1),
+        *((0, 0) if lse is None else lse.stride()),
+        block_table.stride(0),
+        scale,
+        soft_cap,
+        block_table.shape[0],
+        q.shape[0],
+        k_cache.shape[0],
+        ticket_row,
+        *where,
+    )
     kernel.launch(programs, shape.threads, maps + arguments, early=False)
     if decodes is not None:
         decodes()
@@ -237,17 +425,22 @@ def prefill(
         merge.launch(programs, shape.threads - 128, maps + arguments, early=early)
 
 
-def may_split(num_tokens: int, num_reqs: int, short: int, num_kv_heads: int, tokens: int, steps: int, programs: int) -> bool:
-    """Whether tiles of ``tokens`` query tokens may be so few that they are worth cutting, by shapes: two for each of the ``programs`` are too many.
+def may_split(
+    num_tokens: int, num_reqs: int, short: int, num_kv_heads: int, tokens: int, steps: int, programs: int
+) -> bool:
+    """Whether tiles of ``tokens`` query tokens may be so few that they are worth cutting, by shapes: two for
+    each of the ``programs`` are too many.
 
-    Beside decodes no more than 4 requests are thought to be long; whatever there is, results are right. ``steps``: that the block table has room for.
+    Beside decodes no more than 4 requests are thought to be long; whatever there is, results are right.
+    ``steps``: that the block table has room for.
     """
     tiles = num_tokens // tokens + min(num_reqs, num_tokens, 4 if short else num_reqs)
     return tiles * num_kv_heads * 2 <= programs and steps >= _WORTH_STEPS
 
 
 def part_numbers(shape: PrefillShape, dim_v: int, programs: int) -> int:
-    """Numbers of 4 bytes that parts of tiles take, and what is said of them: PART_FLOATS and struct Cut of prefill_shapes.cuh."""
+    """Numbers of 4 bytes that parts of tiles take, and what is said of them: PART_FLOATS and struct Cut
+    of prefill_shapes.cuh."""
     return programs * (dim_v // 8 + 1) * (shape.threads - 128) * 4 + 4 + programs * 8
 
 
@@ -258,13 +451,48 @@ def ctas(index: int, short: int) -> int:
 
 @functools.cache
 def _macros(
-    index: int, dtype: torch.dtype, dim: int, dim_v: int, group: int, num_kv_heads: int, block_size: int, causal: bool, window_left: int,
-    window_right: int, chunk: int, soft_cap: bool, alibi: bool, sinks: bool, lse: bool, clocks: bool, patience: int, beside: bool, short: int,
+    index: int,
+    dtype: torch.dtype,
+    dim: int,
+    dim_v: int,
+    group: int,
+    num_kv_heads: int,
+    block_size: int,
+    causal: bool,
+    window_left: int,
+    window_right: int,
+    chunk: int,
+    soft_cap: bool,
+    alibi: bool,
+    sinks: bool,
+    lse: bool,
+    clocks: bool,
+    patience: int,
+    beside: bool,
+    short: int,
     split: bool,
-) -> dict[str, int]:  # fmt: skip
+) -> dict[str, int]:
     return prefill_macros(
-        dtype, dim, group, num_kv_heads, block_size, causal, lse, dim_v=dim_v, window_left=window_left, window_right=window_right,
-        chunk=chunk, soft_cap=soft_cap, alibi=alibi, sinks=sinks, clocks=clocks, patience=patience, beside=beside, short=short, split=split)  # fmt: skip
+        dtype,
+        dim,
+        group,
+        num_kv_heads,
+        block_size,
+        causal,
+        lse,
+        dim_v=dim_v,
+        window_left=window_left,
+        window_right=window_right,
+        chunk=chunk,
+        soft_cap=soft_cap,
+        alibi=alibi,
+        sinks=sinks,
+        clocks=clocks,
+        patience=patience,
+        beside=beside,
+        short=short,
+        split=split,
+    )
 
 
 @functools.cache
@@ -277,18 +505,25 @@ def _begin(index: int, *specialisation: Any) -> None:
 
 @functools.cache
 def _specialised(index: int, *specialisation: Any) -> tuple[jit.Kernel, jit.Kernel | None, PrefillShape]:
-    """The kernel of these shapes and features (`_macros`), the one that puts its parts together, and its cut."""
+    """The kernel of these shapes and features (`_macros`), the one that puts its parts together, and
+    its cut."""
     macros, device = _macros(index, *specialisation), torch.device("cuda", index)
     if macros["SPLIT"]:
         jit.compile_ahead("prefill_merge.cu", macros, gpu.capability(index))
     kernel = jit.kernel("prefill.cu", "paged_prefill", macros, device, shared_bytes=shared_bytes(macros))
-    merge = jit.kernel("prefill_merge.cu", "paged_prefill_merge", macros, device, shared_bytes=0) if macros["SPLIT"] else None
+    merge = (
+        jit.kernel("prefill_merge.cu", "paged_prefill_merge", macros, device, shared_bytes=0)
+        if macros["SPLIT"]
+        else None
+    )
     return kernel, merge, shape_of(macros)
 
 
 def shape_of(macros: dict[str, int]) -> PrefillShape:
     """The cut that macros stand for."""
-    return PrefillShape(macros["GROUPS"], macros["KEYS"], macros["K_STAGES"], macros["V_STAGES"], macros["Q_BUFFERS"])
+    return PrefillShape(
+        macros["GROUPS"], macros["KEYS"], macros["K_STAGES"], macros["V_STAGES"], macros["Q_BUFFERS"]
+    )
 
 
 def square_width(dim: int) -> int:
@@ -298,9 +533,11 @@ def square_width(dim: int) -> int:
 
 @dataclass(frozen=True)
 class Box:
-    """A tensor map: sizes, strides of all dimensions but the first, in numbers, and the box that one copy takes.
+    """A tensor map: sizes, strides of all dimensions but the first, in numbers, and the box that one
+    copy takes.
 
-    ``where``: coordinates that a head adds to the third and to the fourth dimension, and a block to the fourth.
+    ``where``: coordinates that a head adds to the third and to the fourth dimension, and a block to
+    the fourth.
     """
 
     sizes: list[int]
@@ -309,22 +546,29 @@ class Box:
     where: tuple[int, int, int] = (0, 0, 0)
 
 
-def queries_box(shape: tuple[int, int, int], token_stride: int, head_stride: int, group: int, rows: int) -> Box:
-    """Queries ``[T, num_heads, head_dim]``: a square's columns of the heads of a group of the tokens of a tile of ``rows``."""
+def queries_box(
+    shape: tuple[int, int, int], token_stride: int, head_stride: int, group: int, rows: int
+) -> Box:
+    """Queries ``[T, num_heads, head_dim]``: a square's columns of the heads of a group of the tokens of a
+    tile of ``rows``."""
     tokens, heads, dim = shape
     return Box([dim, heads, tokens], [head_stride, token_stride], [square_width(dim), group, rows // group])
 
 
 def pool_box(shape: tuple[int, ...], strides: tuple[int, ...]) -> Box | None:
-    """A cache ``[num_blocks, block_size, num_kv_heads, width]``, of which a box is one head of one block; None: not to be seen like this.
+    """A cache ``[num_blocks, block_size, num_kv_heads, width]``, of which a box is one head of one block;
+    None: not to be seen like this.
 
-    Dimensions: a square's columns; 8 slots; squares; groups of 8 slots. So a block comes as groups of 8 tokens, each group one square after the
-    other. Heads are further squares if they lie side by side in a slot, further groups if they lie one behind the other in a block.
+    Dimensions: a square's columns; 8 slots; squares; groups of 8 slots. So a block comes as groups of 8
+    tokens, each group one square after the other. Heads are further squares if they lie side by side in a
+    slot, further groups if they lie one behind the other in a block.
     """
     (blocks, block_size, heads, dim), (block_stride, slot_stride, head_stride, _) = shape, strides
     width, groups = square_width(dim), block_size // 8
     group_stride = 8 * slot_stride
-    if heads == 1 or (head_stride >= dim and head_stride % width == 0 and slot_stride >= head_stride * (heads - 1) + dim):
+    if heads == 1 or (
+        head_stride >= dim and head_stride % width == 0 and slot_stride >= head_stride * (heads - 1) + dim
+    ):
         head_square, head_group = (head_stride // width if heads > 1 else dim // width), 0
     elif head_stride % group_stride == 0:
         head_square, head_group = 0, head_stride // group_stride
@@ -334,25 +578,41 @@ def pool_box(shape: tuple[int, ...], strides: tuple[int, ...]) -> Box | None:
     block_group = block_stride // group_stride if blocks > 1 else in_block
     if (blocks > 1 and block_stride % group_stride) or block_group < in_block:
         return None
-    # the last coordinate of a block's groups ends with the pool: a block id that is one too large lies outside, where the engine reads zeros
+    # the last coordinate of a block's groups ends with the pool: a block id that is one too large lies
+    # outside, where the engine reads zeros
     sizes = [width, 8, (heads - 1) * head_square + dim // width, (blocks - 1) * block_group + in_block]
-    return Box(sizes, [slot_stride, width, group_stride], [width, 8, dim // width, groups], (head_square, head_group, block_group))
+    return Box(
+        sizes,
+        [slot_stride, width, group_stride],
+        [width, 8, dim // width, groups],
+        (head_square, head_group, block_group),
+    )
 
 
 @functools.lru_cache(maxsize=1024)
 def queries_map(
-    address: int, dtype: torch.dtype, shape: tuple[int, int, int], token_stride: int, head_stride: int, group: int, rows: int
+    address: int,
+    dtype: torch.dtype,
+    shape: tuple[int, int, int],
+    token_stride: int,
+    head_stride: int,
+    group: int,
+    rows: int,
 ) -> bytes:
     """The tensor map of queries."""
     return _map(address, dtype, queries_box(shape, token_stride, head_stride, group, rows))
 
 
 @functools.lru_cache(maxsize=4096)
-def pool_map(address: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[bytes, tuple[int, int, int]]:
+def pool_map(
+    address: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...]
+) -> tuple[bytes, tuple[int, int, int]]:
     """The tensor map of one cache of one layer, and ``Box.where``."""
     box = pool_box(shape, strides)
     if box is None:
-        raise ValueError(f"a pool of shape {shape} with strides {strides} has no box for a block: refuse_layout says so")
+        raise ValueError(
+            f"a pool of shape {shape} with strides {strides} has no box for a block: refuse_layout says so"
+        )
     return _map(address, dtype, box), box.where
 
 
@@ -361,15 +621,27 @@ def _map(address: int, dtype: torch.dtype, box: Box) -> bytes:
     from cuda.bindings import driver
 
     kinds = driver.CUtensorMapDataType
-    kind = kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT16 if dtype == torch.float16 else kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+    kind = (
+        kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+        if dtype == torch.float16
+        else kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+    )
     long, short = driver.cuuint64_t, driver.cuuint32_t
     swizzles = driver.CUtensorMapSwizzle
     swizzle = swizzles.CU_TENSOR_MAP_SWIZZLE_128B if box.box[0] == 64 else swizzles.CU_TENSOR_MAP_SWIZZLE_64B
     result: Any = driver.cuTensorMapEncodeTiled(
-        kind, len(box.sizes), address, [long(n) for n in box.sizes], [long(n * 2) for n in box.strides], [short(n) for n in box.box],
-        [short(1)] * len(box.box), driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
+        kind,
+        len(box.sizes),
+        address,
+        [long(n) for n in box.sizes],
+        [long(n * 2) for n in box.strides],
+        [short(n) for n in box.box],
+        [short(1)] * len(box.box),
+        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        swizzle,
         driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
-        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE)  # fmt: skip
+        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )
     error, encoded = result
     if int(error):
         raise RuntimeError(f"cuTensorMapEncodeTiled failed: {error} for {box}")

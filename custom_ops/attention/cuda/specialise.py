@@ -35,7 +35,8 @@ class DecodeShape:
         ctas_per_sm: CTAs on one multiprocessor; the grid is that times the multiprocessors.
         min_tiles: least tiles of a CTA's run; shorter runs cost more to merge than they save.
         cluster: CTAs that can write into each other's shared memory, a power of two; 1 where there are none.
-        prefetch: stages that may be filled with keys before the query tokens' own while the kernels ahead still run.
+        prefetch: stages that may be filled with keys before the query tokens' own while the kernels ahead
+            still run.
         prefetch_l2: tiles behind these that are asked for into L2 meanwhile.
         pair_heads: kv heads of a pair, 1 or 2.
         max_registers: most registers of a thread; 0: as many as leave room for ``ctas_per_sm``.
@@ -54,7 +55,9 @@ class DecodeShape:
 
     def stage_bytes(self, dim: int, dim_v: int, kv_bytes: int) -> int:
         """Shared memory of one warp's stage; as ``STAGE`` in decode.cu."""
-        return self.keys * 16 * sum(_padded(self.pair_heads * width * kv_bytes // 16) for width in (dim, dim_v))
+        return (
+            self.keys * 16 * sum(_padded(self.pair_heads * width * kv_bytes // 16) for width in (dim, dim_v))
+        )
 
     def shared_bytes(self, dim: int, dim_v: int, kv_bytes: int, rows: int) -> int:
         """Dynamic shared memory of a CTA: the stages, and what others of the cluster send."""
@@ -73,15 +76,22 @@ def _preferred(width: int, kv_bytes: int, rows: int, pairs: int, sms: int, heads
         if pairs * 2 <= sms:
             return DecodeShape(warps=4, keys=16, stages=3, ctas_per_sm=2, min_tiles=2)
         return DecodeShape(warps=8, keys=16, stages=3, ctas_per_sm=1, min_tiles=1)
-    cluster = 2 if pairs and sms // pairs in (2, 3) else 1  # two CTAs to a pair meet in shared memory; more gain nothing by it
+    cluster = (
+        2 if pairs and sms // pairs in (2, 3) else 1
+    )  # two CTAs to a pair meet in shared memory; more gain nothing by it
     if kv_bytes == 1:
         return DecodeShape(warps=8, keys=32, stages=2, ctas_per_sm=1, min_tiles=1, cluster=cluster)
-    if pairs <= sms:  # larger tiles where keys are narrow, unless so few pairs had too few tiles to share out among all
+    if (
+        pairs <= sms
+    ):  # larger tiles where keys are narrow, unless so few pairs had too few tiles to share out among all
         keys = 32 if width <= 128 and cluster == 1 and pairs * 8 > sms else 16
-        # One request of a small model: attention is so short that it must begin beside the products ahead, which need the other registers. NVRTC 13.0
-        # takes 220 here. With 3 pairs this gained nothing; wider heads and more pairs were not measured in whole layers (docs/log/decode.md).
+        # One request of a small model: attention is so short that it must begin beside the products ahead,
+        # which need the other registers. NVRTC 13.0 takes 220 here. With 3 pairs this gained nothing; wider
+        # heads and more pairs were not measured in whole layers (docs/log/decode.md).
         beside = 168 if width <= 128 and 8 <= pairs <= sms // 8 and rows <= 4 else 0
-        return DecodeShape(warps=8, keys=keys, stages=3, ctas_per_sm=1, min_tiles=1, cluster=cluster, max_registers=beside)
+        return DecodeShape(
+            warps=8, keys=keys, stages=3, ctas_per_sm=1, min_tiles=1, cluster=cluster, max_registers=beside
+        )
     if width <= 128:
         return DecodeShape(warps=3, keys=32, stages=2, ctas_per_sm=4, min_tiles=1)
     if pairs <= 4 * sms:
@@ -90,30 +100,57 @@ def _preferred(width: int, kv_bytes: int, rows: int, pairs: int, sms: int, heads
 
 
 def pair_heads(
-    head_rows: int, num_kv_heads: int, dim: int, dim_v: int, kv_bytes: int, k_head: int, v_head: int, head_pairs: int, sms: int
+    head_rows: int,
+    num_kv_heads: int,
+    dim: int,
+    dim_v: int,
+    kv_bytes: int,
+    k_head: int,
+    v_head: int,
+    head_pairs: int,
+    sms: int,
 ) -> int:
-    """Kv heads of a pair: two where many narrow heads lie side by side, so that twice the bytes are read in one piece.
+    """Kv heads of a pair: two where many narrow heads lie side by side, so that twice the bytes are read in
+    one piece.
 
-    Their query rows must share the 8 columns of a tensor core's tile, or fill a tile each. ``head_rows``: query rows of a kv head;
-    ``k_head``, ``v_head``: strides of the caches' heads in numbers; ``head_pairs``: (request, kv head) pairs; ``sms``: multiprocessors.
+    Their query rows must share the 8 columns of a tensor core's tile, or fill a tile each. ``head_rows``:
+    query rows of a kv head; ``k_head``, ``v_head``: strides of the caches' heads in numbers; ``head_pairs``:
+    (request, kv head) pairs; ``sms``: multiprocessors.
     """
-    together = num_kv_heads % 2 == 0 and (head_rows <= 4 or head_rows == 8) and k_head == dim and v_head == dim_v
+    together = (
+        num_kv_heads % 2 == 0 and (head_rows <= 4 or head_rows == 8) and k_head == dim and v_head == dim_v
+    )
     return 2 if together and kv_bytes == 2 and max(dim, dim_v) <= 64 and head_pairs * 3 >= sms else 1
 
 
 @functools.cache
 def decode_shape(
-    dim: int, dim_v: int, kv_bytes: int, head_rows: int, head_pairs: int, sms: int, shared_per_sm: int, heads: int = 1
-) -> DecodeShape:  # fmt: skip
-    """The shape for these widths (in numbers), bytes per cached number, query rows per kv head, (request, kv head) pairs, multiprocessors.
+    dim: int,
+    dim_v: int,
+    kv_bytes: int,
+    head_rows: int,
+    head_pairs: int,
+    sms: int,
+    shared_per_sm: int,
+    heads: int = 1,
+) -> DecodeShape:
+    """The shape for these widths (in numbers), bytes per cached number, query rows per kv head, (request, kv
+    head) pairs, multiprocessors.
 
-    The preferred shape, cut down until its CTAs fit the shared memory of a multiprocessor (bytes). ``heads``: `pair_heads`.
+    The preferred shape, cut down until its CTAs fit the shared memory of a multiprocessor (bytes). ``heads``:
+    `pair_heads`.
     """
     rows, pairs = heads * head_rows, head_pairs // heads
-    shape = dataclasses.replace(_preferred(heads * max(dim, dim_v) * kv_bytes, kv_bytes, rows, pairs, sms, heads), pair_heads=heads)
-    while rows * dim_v * 4 > shape.stage_bytes(dim, dim_v, kv_bytes):  # a warp's state meets the others in a stage
+    shape = dataclasses.replace(
+        _preferred(heads * max(dim, dim_v) * kv_bytes, kv_bytes, rows, pairs, sms, heads), pair_heads=heads
+    )
+    while rows * dim_v * 4 > shape.stage_bytes(
+        dim, dim_v, kv_bytes
+    ):  # a warp's state meets the others in a stage
         shape = dataclasses.replace(shape, keys=shape.keys * 2, warps=max(shape.warps // 2, 2))
-    while shape.ctas_per_sm * (shape.shared_bytes(dim, dim_v, kv_bytes, rows) + _OTHER_SHARED) > shared_per_sm:
+    while (
+        shape.ctas_per_sm * (shape.shared_bytes(dim, dim_v, kv_bytes, rows) + _OTHER_SHARED) > shared_per_sm
+    ):
         if shape.cluster > 1:
             shape = dataclasses.replace(shape, cluster=shape.cluster // 2)
         elif shape.stages > 2:
@@ -126,16 +163,26 @@ def decode_shape(
 
 
 def team(pairs: int, ctas: int) -> int:
-    """CTAs that read the pairs of a request in step: the largest divisor of its ``pairs`` that idles at most a twentieth of ``ctas``.
+    """CTAs that read the pairs of a request in step: the largest divisor of its ``pairs`` that idles at most
+    a twentieth of ``ctas``.
 
     Device memory reads neighbouring heads of a block faster at one time than at different times.
     """
-    return max(size for size in range(1, pairs + 1) if pairs % size == 0 and ctas // size * size * 20 >= ctas * 19)
+    return max(
+        size for size in range(1, pairs + 1) if pairs % size == 0 and ctas // size * size * 20 >= ctas * 19
+    )
 
 
 def refuse(
-    dtype: torch.dtype, kv_dtype: torch.dtype, dim: int, dim_v: int, rows: int, block_size: int, compute: tuple[int, int], keys: int
-) -> str | None:  # fmt: skip
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    dim: int,
+    dim_v: int,
+    rows: int,
+    block_size: int,
+    compute: tuple[int, int],
+    keys: int,
+) -> str | None:
     """Why the decode kernel can't take these numbers, or None. ``compute``: the device's compute capability.
 
     ``keys``: of a warp, as `decode_shape` chose them.
@@ -154,9 +201,16 @@ def refuse(
 
 
 def unsupported(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, sinks: Tensor | None, max_query_len: int, num_reqs: int
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    out: Tensor,
+    sinks: Tensor | None,
+    max_query_len: int,
+    num_reqs: int,
 ) -> str | None:
-    """Why the decode kernel can't take this call, or None. Checked arguments; shapes, dtypes, strides and addresses only."""
+    """Why the decode kernel can't take this call, or None. Checked arguments; shapes, dtypes, strides and
+    addresses only."""
     if q.device.type != "cuda":
         return f"device {q.device.type}"
     index, (block_size, num_kv_heads, dim), dim_v = q.device.index or 0, k_cache.shape[1:], v_cache.shape[3]
@@ -165,47 +219,113 @@ def unsupported(
     if reason is not None:
         return reason
     head_pairs, sms = num_reqs * num_kv_heads, gpu.num_sms(index)
-    heads = pair_heads(rows, num_kv_heads, dim, dim_v, k_cache.element_size(), k_cache.stride(2), v_cache.stride(2), head_pairs, sms)
-    shape = decode_shape(dim, dim_v, k_cache.element_size(), rows, head_pairs, sms, gpu.shared_per_sm(index), heads)
+    heads = pair_heads(
+        rows,
+        num_kv_heads,
+        dim,
+        dim_v,
+        k_cache.element_size(),
+        k_cache.stride(2),
+        v_cache.stride(2),
+        head_pairs,
+        sms,
+    )
+    shape = decode_shape(
+        dim, dim_v, k_cache.element_size(), rows, head_pairs, sms, gpu.shared_per_sm(index), heads
+    )
     reason = refuse(q.dtype, k_cache.dtype, dim, dim_v, rows, block_size, gpu.capability(index), shape.keys)
     if reason is not None:
         return reason
     if sinks is not None and sinks.dtype != q.dtype:
         return f"sinks in {sinks.dtype}"
-    aligned = all(t.data_ptr() % 16 == 0 and all(s * t.element_size() % 16 == 0 for s in t.stride()[:-1]) for t in (k_cache, v_cache))
+    aligned = all(
+        t.data_ptr() % 16 == 0 and all(s * t.element_size() % 16 == 0 for s in t.stride()[:-1])
+        for t in (k_cache, v_cache)
+    )
     if not aligned or any(t.data_ptr() % 8 or t.stride(0) % 4 or t.stride(1) % 4 for t in (q, out)):
         return "strides or addresses that are not multiples of 16 bytes (cache) or 8 (q, out)"
     return None
 
 
 def decode_macros(
-    dtype: torch.dtype, kv_dtype: torch.dtype, group: int, max_query_len: int, block_size: int, num_kv_heads: int, dim: int, dim_v: int,
-    k_stride: tuple[int, ...], v_stride: tuple[int, ...], causal: bool, window_left: int, window_right: int, chunk: int,
-    soft_cap: bool, alibi: bool, sinks: bool, scales: bool, lse: bool, early: bool, pairs: int,
-    sms: int, shared_per_sm: int, longest: int = 0,
-) -> tuple[dict[str, int], DecodeShape]:  # fmt: skip
-    """The macros of ``decode.cu`` for a call, and its shape. Strides of the caches in numbers, as torch gives them.
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    group: int,
+    max_query_len: int,
+    block_size: int,
+    num_kv_heads: int,
+    dim: int,
+    dim_v: int,
+    k_stride: tuple[int, ...],
+    v_stride: tuple[int, ...],
+    causal: bool,
+    window_left: int,
+    window_right: int,
+    chunk: int,
+    soft_cap: bool,
+    alibi: bool,
+    sinks: bool,
+    scales: bool,
+    lse: bool,
+    early: bool,
+    pairs: int,
+    sms: int,
+    shared_per_sm: int,
+    longest: int = 0,
+) -> tuple[dict[str, int], DecodeShape]:
+    """The macros of ``decode.cu`` for a call, and its shape. Strides of the caches in numbers, as torch
+    gives them.
 
     ``longest``: requests with more query tokens are left to the prefill launch ahead; 0: there is none.
     """
     query_len = _power_of_2(max_query_len)
-    heads = pair_heads(group * query_len, num_kv_heads, dim, dim_v, kv_dtype.itemsize, k_stride[2], v_stride[2], pairs, sms)
+    heads = pair_heads(
+        group * query_len, num_kv_heads, dim, dim_v, kv_dtype.itemsize, k_stride[2], v_stride[2], pairs, sms
+    )
     shape = decode_shape(dim, dim_v, kv_dtype.itemsize, group * query_len, pairs, sms, shared_per_sm, heads)
     if not early:  # compute capability 9.0 brought clusters, and kernels that begin beside the one ahead
         shape = dataclasses.replace(shape, cluster=1, max_registers=0)
     macros = {
-        "DIM": dim, "DIM_V": dim_v, "GROUP": group, "NUM_KV_HEADS": num_kv_heads, "PAIR_HEADS": shape.pair_heads, "QUERY_LEN": query_len,
-        "BLOCK_SIZE": block_size, "KV_BYTES": kv_dtype.itemsize, "E5M2": kv_dtype == torch.float8_e5m2, "Q_HALF": dtype == torch.float16,
+        "DIM": dim,
+        "DIM_V": dim_v,
+        "GROUP": group,
+        "NUM_KV_HEADS": num_kv_heads,
+        "PAIR_HEADS": shape.pair_heads,
+        "QUERY_LEN": query_len,
+        "BLOCK_SIZE": block_size,
+        "KV_BYTES": kv_dtype.itemsize,
+        "E5M2": kv_dtype == torch.float8_e5m2,
+        "Q_HALF": dtype == torch.float16,
         "HALF": dtype == torch.float16 or kv_dtype in _FP8,
-        "K_BLOCK": k_stride[0], "K_SLOT": k_stride[1], "K_HEAD": k_stride[2],
-        "V_BLOCK": v_stride[0], "V_SLOT": v_stride[1], "V_HEAD": v_stride[2],
-        "CAUSAL": causal, "WINDOW_LEFT": window_left, "WINDOW_RIGHT": window_right, "CHUNK": chunk,
-        "SAME_MASK": query_len == 1, "SOFT_CAP": soft_cap, "ALIBI": alibi, "SINKS": sinks, "SCALES": scales,
-        "LSE": lse, "PDL": early, "LONGEST": longest, "WARPS": shape.warps, "KEYS": shape.keys, "STAGES": shape.stages, "CTAS_PER_SM": shape.ctas_per_sm,
-        "MIN_TILES": shape.min_tiles, "CLUSTER": shape.cluster, "PREFETCH": min(shape.prefetch, shape.stages - 1),
-        "PREFETCH_L2": shape.prefetch_l2, "MAX_REGISTERS": shape.max_registers,
+        "K_BLOCK": k_stride[0],
+        "K_SLOT": k_stride[1],
+        "K_HEAD": k_stride[2],
+        "V_BLOCK": v_stride[0],
+        "V_SLOT": v_stride[1],
+        "V_HEAD": v_stride[2],
+        "CAUSAL": causal,
+        "WINDOW_LEFT": window_left,
+        "WINDOW_RIGHT": window_right,
+        "CHUNK": chunk,
+        "SAME_MASK": query_len == 1,
+        "SOFT_CAP": soft_cap,
+        "ALIBI": alibi,
+        "SINKS": sinks,
+        "SCALES": scales,
+        "LSE": lse,
+        "PDL": early,
+        "LONGEST": longest,
+        "WARPS": shape.warps,
+        "KEYS": shape.keys,
+        "STAGES": shape.stages,
+        "CTAS_PER_SM": shape.ctas_per_sm,
+        "MIN_TILES": shape.min_tiles,
+        "CLUSTER": shape.cluster,
+        "PREFETCH": min(shape.prefetch, shape.stages - 1),
+        "PREFETCH_L2": shape.prefetch_l2,
+        "MAX_REGISTERS": shape.max_registers,
         "TEAM": team(num_kv_heads // shape.pair_heads, shape.ctas_per_sm * sms) if shape.cluster == 1 else 1,
-    }  # fmt: skip
+    }
     return {name: int(value) for name, value in macros.items()}, shape
 
 

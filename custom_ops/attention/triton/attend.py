@@ -13,14 +13,24 @@ import triton.language as tl
 def tanh(x):
     """tanh in float32: a series near 0, where the formula with exp cancels."""
     x2 = x * x
-    series = x * (1.0 + x2 * (-0.33333333333 + x2 * (0.13333333333 + x2 * (-0.05396825397 + x2 * 0.02186948854))))
+    series = x * (
+        1.0 + x2 * (-0.33333333333 + x2 * (0.13333333333 + x2 * (-0.05396825397 + x2 * 0.02186948854)))
+    )
     far = 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0)
     return tl.where(tl.abs(x) < 0.3, series, far)
 
 
 @triton.jit
-def visible_range(position, seq_len, WINDOW_LEFT: tl.constexpr, WINDOW_RIGHT: tl.constexpr, CHUNK: tl.constexpr, CAUSAL: tl.constexpr):
-    """The keys ``[low, end)`` that a query at ``position`` sees: every mask of the op is an interval. Empty below position 0."""
+def visible_range(
+    position,
+    seq_len,
+    WINDOW_LEFT: tl.constexpr,
+    WINDOW_RIGHT: tl.constexpr,
+    CHUNK: tl.constexpr,
+    CAUSAL: tl.constexpr,
+):
+    """The keys ``[low, end)`` that a query at ``position`` sees: every mask of the op is an interval. Empty
+    below position 0."""
     low = tl.zeros_like(position)
     end = tl.zeros_like(position) + seq_len
     if CAUSAL:
@@ -39,7 +49,8 @@ def visible_range(position, seq_len, WINDOW_LEFT: tl.constexpr, WINDOW_RIGHT: tl
 
 @triton.jit
 def slot_offset(slot, stride: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """``slot * stride`` inside a block: in 64 bits where the block's last slot needs them, in 32 where it doesn't."""
+    """``slot * stride`` inside a block: in 64 bits where the block's last slot needs them, in 32 where
+    it doesn't."""
     if BLOCK_SIZE * stride >= 2147483648:
         slot = slot.to(tl.int64)
     return slot * stride
@@ -47,17 +58,41 @@ def slot_offset(slot, stride: tl.constexpr, BLOCK_SIZE: tl.constexpr):
 
 @triton.jit
 def attend(
-    q, position, low, end, slope, first_key, end_key, table_ptr, k_ptr, v_ptr, k_block, k_slot, v_block, v_slot,
-    score_scale, soft_cap,
-    DIM: tl.constexpr, DIM_PAD: tl.constexpr, DIM_V: tl.constexpr, DIM_V_PAD: tl.constexpr, TILE_M: tl.constexpr,
-    TILE_KV: tl.constexpr, BLOCK_SIZE: tl.constexpr, FIRST_KEY_SEEN: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr,
+    q,
+    position,
+    low,
+    end,
+    slope,
+    first_key,
+    end_key,
+    table_ptr,
+    k_ptr,
+    v_ptr,
+    k_block,
+    k_slot,
+    v_block,
+    v_slot,
+    score_scale,
+    soft_cap,
+    DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    DIM_V: tl.constexpr,
+    DIM_V_PAD: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_KV: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    FIRST_KEY_SEEN: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    ALIBI: tl.constexpr,
     INTERPRET: tl.constexpr,
-):  # fmt: skip
-    """Returns ``(maximum [M], total [M], acc [M, DV])``, scores in base 2. FIRST_KEY_SEEN: ``low`` is 0 for all rows.
+):
+    """Returns ``(maximum [M], total [M], acc [M, DV])``, scores in base 2. FIRST_KEY_SEEN: ``low`` is 0 for
+    all rows.
 
-    ``k_ptr`` and ``v_ptr`` point at the kv head; keys at or past ``end_key`` are never read. ``score_scale`` holds the softmax
-    scale and the cache's k_scale. Block ids are read two tiles ahead, so that the loads of keys and values are the only ones
-    behind the software pipeline: a load whose address is itself pipelined would halve its depth.
+    ``k_ptr`` and ``v_ptr`` point at the kv head; keys at or past ``end_key`` are never read. ``score_scale``
+    holds the softmax scale and the cache's k_scale. Block ids are read two tiles ahead, so that the loads of
+    keys and values are the only ones behind the software pipeline: a load whose address is itself pipelined
+    would halve its depth.
     """
     LOG2E: tl.constexpr = 1.4426950408889634
     FP8: tl.constexpr = k_ptr.dtype.element_ty.primitive_bitwidth == 8
@@ -65,14 +100,16 @@ def attend(
     if INTERPRET:  # the interpreter keeps bf16 as integers: arithmetic on it is silently wrong
         q = q.to(tl.float32)
     elif FP8 and q.dtype == tl.bfloat16:
-        # fp8 converts to fp16 in one instruction, to bf16 in several. A power of two per row keeps q inside fp16's range
-        # (numbers below 2^-14 of a row's largest lose bits, no more).
+        # fp8 converts to fp16 in one instruction, to bf16 in several. A power of two per row keeps q inside
+        # fp16's range (numbers below 2^-14 of a row's largest lose bits, no more).
         largest = tl.max(tl.abs(q.to(tl.float32)), 1)
         # Of an infinite q finite, so that it stays infinite.
         fold = tl.exp2(tl.ceil(tl.log2(tl.minimum(tl.maximum(largest, 1e-30), 1e37))))
         q = (q.to(tl.float32) / fold[:, None]).to(tl.float16)
         row_scale *= fold
-    maximum = tl.full([TILE_M], -1.0e30, tl.float32)  # finite, so that a row that sees nothing yet makes no inf - inf
+    maximum = tl.full(
+        [TILE_M], -1.0e30, tl.float32
+    )  # finite, so that a row that sees nothing yet makes no inf - inf
     totals = tl.zeros([TILE_M, TILE_KV], tl.float32)  # summed over keys once, at the end
     acc = tl.zeros([TILE_M, DIM_V_PAD], tl.float32)
     first_seen = first_key
@@ -121,21 +158,50 @@ def attend(
 
 @triton.jit
 def attend_slices(
-    q_ptr, q_mask, block, position, low, end, slope, first_key, end_key, table_ptr, k_ptr, v_ptr, score_scale, soft_cap,
-    DIM: tl.constexpr, DIM_PAD: tl.constexpr, DIM_V: tl.constexpr, DIM_V_PAD: tl.constexpr, TILE_M: tl.constexpr,
-    SLICES: tl.constexpr, SLICE: tl.constexpr, BLOCK_SIZE: tl.constexpr, K_BLOCK: tl.constexpr, K_SLOT: tl.constexpr,
-    V_BLOCK: tl.constexpr, V_SLOT: tl.constexpr, SAME_MASK: tl.constexpr, FIRST_KEY_SEEN: tl.constexpr, SOFT_CAP: tl.constexpr,
-    ALIBI: tl.constexpr, INTERPRET: tl.constexpr,
-):  # fmt: skip
-    """Like `attend`, with a tile of keys cut into SLICES slices of SLICE keys, one per warp, each with a softmax state of its own.
+    q_ptr,
+    q_mask,
+    block,
+    position,
+    low,
+    end,
+    slope,
+    first_key,
+    end_key,
+    table_ptr,
+    k_ptr,
+    v_ptr,
+    score_scale,
+    soft_cap,
+    DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    DIM_V: tl.constexpr,
+    DIM_V_PAD: tl.constexpr,
+    TILE_M: tl.constexpr,
+    SLICES: tl.constexpr,
+    SLICE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    K_BLOCK: tl.constexpr,
+    K_SLOT: tl.constexpr,
+    V_BLOCK: tl.constexpr,
+    V_SLOT: tl.constexpr,
+    SAME_MASK: tl.constexpr,
+    FIRST_KEY_SEEN: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    ALIBI: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
+    """Like `attend`, with a tile of keys cut into SLICES slices of SLICE keys, one per warp, each with a
+    softmax state of its own.
 
-    The dots are batched over slices, so that Triton gives every slice to one warp: no score, probability or maximum crosses a
-    warp until the end of the run, where the states are merged. They are transposed, keys x queries: mma.sync has 16 rows and 8
-    columns, and up to 8 queries fill the columns. Returns ``acc [S, DV, M]``, for `merge_slices`.
+    The dots are batched over slices, so that Triton gives every slice to one warp: no score, probability or
+    maximum crosses a warp until the end of the run, where the states are merged. They are transposed, keys x
+    queries: mma.sync has 16 rows and 8 columns, and up to 8 queries fill the columns. Returns ``acc [S, DV,
+    M]``, for `merge_slices`.
 
-    ``q_ptr [D, M]`` are pointers; SAME_MASK: all rows see the same keys (one query token), from ``low``, a number, on; FIRST_KEY_SEEN:
-    ``low`` is 0 for all. ``block``: ids of the first tile's blocks, one per slice or per key (`slice_blocks`).
-    K_BLOCK ... V_SLOT: strides of the caches, constants, so that the addresses of a tile differ by constants.
+    ``q_ptr [D, M]`` are pointers; SAME_MASK: all rows see the same keys (one query token), from ``low``, a
+    number, on; FIRST_KEY_SEEN: ``low`` is 0 for all. ``block``: ids of the first tile's blocks, one per slice
+    or per key (`slice_blocks`). K_BLOCK ... V_SLOT: strides of the caches, constants, so that the addresses
+    of a tile differ by constants.
     """
     LOG2E: tl.constexpr = 1.4426950408889634
     FLOOR: tl.constexpr = -1.0e30  # finite, so that a slice without keys makes no inf - inf
@@ -234,12 +300,15 @@ def merge_states(maximum, total, other_maximum, other_total):
 def merge_slices(acc, SLICES: tl.constexpr):
     """``[M, DV]`` from the ``acc [S, DV, M]`` of `attend_slices`; that of `attend` (SLICES 0) as it is.
 
-    `tl.sum` over a dimension that lies across warps takes three times the instructions of moving it into threads, as `tl.split` does.
+    `tl.sum` over a dimension that lies across warps takes three times the instructions of moving it into
+    threads, as `tl.split` does.
     """
     if SLICES > 0:
         parts = tl.permute(acc, (2, 1, 0))
         for _ in tl.static_range(SLICES.bit_length() - 1):
-            first, second = tl.split(tl.reshape(parts, [parts.shape[0], parts.shape[1], parts.shape[2] // 2, 2]))
+            first, second = tl.split(
+                tl.reshape(parts, [parts.shape[0], parts.shape[1], parts.shape[2] // 2, 2])
+            )
             parts = first + second
         acc = tl.reshape(parts, [parts.shape[0], parts.shape[1]])
     return acc
@@ -247,7 +316,8 @@ def merge_slices(acc, SLICES: tl.constexpr):
 
 @triton.jit
 def slice_keys(start, end_key, SLICES: tl.constexpr, SLICE: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """First keys of the slices of a tile, ``[S, 1]``, or all keys ``[S, N]`` if slices cross blocks; none is past the last key.
+    """First keys of the slices of a tile, ``[S, 1]``, or all keys ``[S, N]`` if slices cross blocks; none is
+    past the last key.
 
     A slice past the end gives way to the last one that holds keys, whose values are known to be finite.
     """
@@ -260,16 +330,20 @@ def slice_keys(start, end_key, SLICES: tl.constexpr, SLICE: tl.constexpr, BLOCK_
 
 
 @triton.jit
-def slice_blocks(table_ptr, start, end_key, SLICES: tl.constexpr, SLICE: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+def slice_blocks(
+    table_ptr, start, end_key, SLICES: tl.constexpr, SLICE: tl.constexpr, BLOCK_SIZE: tl.constexpr
+):
     """Block ids of the tile of keys at ``start``, ``[S, 1]`` or ``[S, N]`` as `slice_keys`."""
     return tl.load(table_ptr + slice_keys(start, end_key, SLICES, SLICE, BLOCK_SIZE) // BLOCK_SIZE)
 
 
 @triton.jit
 def slice_slots(start, end_key, SLICES: tl.constexpr, SLICE: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Slots in their blocks: of slices ``[S, 1]``, and of keys and of values from there, ``[1, N]`` or ``[S, N]``.
+    """Slots in their blocks: of slices ``[S, 1]``, and of keys and of values from there, ``[1, N]`` or ``[S,
+    N]``.
 
-    In a slice that the end cuts, keys are read on, to the end of the block at most; of values the last one is read again.
+    In a slice that the end cuts, keys are read on, to the end of the block at most; of values the last one is
+    read again.
     """
     n = slice_keys(start, end_key, SLICES, SLICE, BLOCK_SIZE)
     if BLOCK_SIZE % SLICE != 0:
@@ -287,9 +361,11 @@ def slice_slots(start, end_key, SLICES: tl.constexpr, SLICE: tl.constexpr, BLOCK
 
 @triton.jit
 def finish(maximum, total, acc, sink, v_scale, sees, SINKS: tl.constexpr):
-    """``(out [M, DV], lse [M])`` from a finished state; the sink joins the denominator; rows without keys (not ``sees [M]``): 0 and -inf.
+    """``(out [M, DV], lse [M])`` from a finished state; the sink joins the denominator; rows without keys
+    (not ``sees [M]``): 0 and -inf.
 
-    ``total`` does not tell who sees: it is NaN where a score was NaN or +inf, and 0 where all were -inf, which makes 0 / 0.
+    ``total`` does not tell who sees: it is NaN where a score was NaN or +inf, and 0 where all were -inf,
+    which makes 0 / 0.
     """
     LOG2E: tl.constexpr = 1.4426950408889634
     LN2: tl.constexpr = 0.6931471805599453

@@ -1,6 +1,8 @@
-"""Tile shapes and launch parameters, from shapes and dtypes alone: the same for every length, so that a graph serves all.
+"""Tile shapes and launch parameters, from shapes and dtypes alone: the same for every length, so that a graph
+serves all.
 
-No autotuning at run time: it would launch and synchronise inside a capture. Figures behind the choices: docs/log/decode.md, docs/log/prefill.md.
+No autotuning at run time: it would launch and synchronise inside a capture. Figures behind the choices:
+docs/log/decode.md, docs/log/prefill.md.
 """
 
 from __future__ import annotations
@@ -11,18 +13,22 @@ import torch
 
 from torchpaged.custom_ops.triton import launching
 
-#: Longest query that the decode kernel takes (speculative verification); longer ones go to the prefill kernel.
+#: Longest query that the decode kernel takes (speculative verification); longer ones go to the
+#: prefill kernel.
 MAX_DECODE_QUERY_LEN = 8
 #: Most query rows (query tokens x heads of a group) of the decode kernel.
 MAX_DECODE_ROWS = 128
-#: How many requests the decode kernel scans at once (few sizes, few compiles); more are scanned piece by piece.
+#: How many requests the decode kernel scans at once (few sizes, few compiles); more are scanned piece
+#: by piece.
 SCANS = (16, 128, 1024)
 
 
 class DecodeTiles(NamedTuple):
-    """``rows`` and ``keys`` per tile, Triton's launch options, programs per multiprocessor, least tiles of one program.
+    """``rows`` and ``keys`` per tile, Triton's launch options, programs per multiprocessor, least tiles of
+    one program.
 
-    ``slices``: slices that a tile of keys is cut into, one per warp; 0 = the warps share one softmax state (many rows).
+    ``slices``: slices that a tile of keys is cut into, one per warp; 0 = the warps share one softmax state
+    (many rows).
     """
 
     rows: int
@@ -43,8 +49,11 @@ class Tiles(NamedTuple):
     num_stages: int
 
 
-def decode_tiles(head_dim: int, rows: int, kv_itemsize: int, itemsize: int, hip: bool = torch.version.hip is not None) -> DecodeTiles:
-    """Tiles of the decode kernel: rows padded to what mma.sync needs (8 in slices, else 16), since it waits for memory anyway."""
+def decode_tiles(
+    head_dim: int, rows: int, kv_itemsize: int, itemsize: int, hip: bool = torch.version.hip is not None
+) -> DecodeTiles:
+    """Tiles of the decode kernel: rows padded to what mma.sync needs (8 in slices, else 16), since it waits
+    for memory anyway."""
     wide = launching.next_power_of_2(head_dim) * kv_itemsize
     if rows <= 16 and itemsize < 4 and not hip:
         rows = max(8, rows)
@@ -52,35 +61,47 @@ def decode_tiles(head_dim: int, rows: int, kv_itemsize: int, itemsize: int, hip:
             return DecodeTiles(rows, 32, 2, 4, 2, 2, slices=2)
         if kv_itemsize == 1:  # conversions take instructions: many small programs
             return DecodeTiles(rows, 16, 1, 3, 8, 4, slices=1)
-        return DecodeTiles(rows, 64, 4, 3, 2, 1, slices=4) if wide > 128 else DecodeTiles(rows, 64, 4, 4, 2, 2, slices=4)
+        return (
+            DecodeTiles(rows, 64, 4, 3, 2, 1, slices=4)
+            if wide > 128
+            else DecodeTiles(rows, 64, 4, 4, 2, 2, slices=4)
+        )
     rows = max(16, rows)
     if itemsize == 4:
         return DecodeTiles(rows, 16 if head_dim > 128 else 32, 4, 3, 2, 4)
     return DecodeTiles(rows, 32 if wide > 256 else 64, 4, 4 if wide >= 256 else 5, 2, 4)
 
 
-def prefill_tiles(head_dim: int, group: int, itemsize: int, max_query_len: int, max_seq_len: int, large: bool) -> Tiles:
+def prefill_tiles(
+    head_dim: int, group: int, itemsize: int, max_query_len: int, max_seq_len: int, large: bool
+) -> Tiles:
     """Tiles of the prefill kernel.
 
-    ``max_seq_len``: tokens that a row of the block table holds; ``large``: the device has Hopper's shared memory (`has_large_tiles`).
+    ``max_seq_len``: tokens that a row of the block table holds; ``large``: the device has Hopper's shared
+    memory (`has_large_tiles`).
     """
     rows = launching.next_power_of_2(group)
-    if itemsize == 4:  # float32 has no exact tensor-core path: plain FMAs, whose accumulators fill the registers
+    if (
+        itemsize == 4
+    ):  # float32 has no exact tensor-core path: plain FMAs, whose accumulators fill the registers
         return Tiles(max(16, rows), 16 if head_dim > 128 else 32, 4, 1)
     if not large:
         return Tiles(max(32, rows), 32, 4, 2) if head_dim > 128 else Tiles(max(64, rows), 64, 4, 2)
     if head_dim > 128:
         return Tiles(max(128, rows), 32, 8, 3)
-    if max_query_len <= 512 and max_seq_len <= 1024:  # few tiles of keys per program: two small programs per multiprocessor
+    if (
+        max_query_len <= 512 and max_seq_len <= 1024
+    ):  # few tiles of keys per program: two small programs per multiprocessor
         return Tiles(max(64, rows), 64, 4, 2)
     return Tiles(max(128, rows), 128, 8, 3)
 
 
 def decode_len_in_mixed(group: int, num_reqs: int, num_tokens: int, max_query_len: int) -> int:
-    """Longest query of a mixed batch that the decode kernel takes: as many as fill 8 rows, the least that its products have.
+    """Longest query of a mixed batch that the decode kernel takes: as many as fill 8 rows, the least that its
+    products have.
 
-    Twice as many would serve more of speculative verification, but cost plain decodes up to 5 % of a mixed batch.
-    0 where the shapes leave no room for queries shorter than ``max_query_len``.
+    Twice as many would serve more of speculative verification, but cost plain decodes up to 5 % of a mixed
+    batch. 0 where the shapes leave no room for queries shorter than ``max_query_len``.
     """
     if num_reqs == 1 or num_tokens >= num_reqs * max_query_len:
         return 0
@@ -89,29 +110,34 @@ def decode_len_in_mixed(group: int, num_reqs: int, num_tokens: int, max_query_le
 
 
 def most_tiles_of_longer(num_reqs: int, num_tokens: int, skip: int, tokens: int) -> int:
-    """Most tiles of ``tokens`` query tokens that the requests with more than ``skip`` query tokens can have, from shapes alone.
+    """Most tiles of ``tokens`` query tokens that the requests with more than ``skip`` query tokens can have,
+    from shapes alone.
 
-    A query of n tokens has (n - 1) // tokens + 1 tiles; there are no more such requests than ``num_tokens`` suffices for. At least 1:
-    the decode launch counts on this one standing before it.
+    A query of n tokens has (n - 1) // tokens + 1 tiles; there are no more such requests than ``num_tokens``
+    suffices for. At least 1: the decode launch counts on this one standing before it.
     """
     longer = min(num_reqs, num_tokens // (skip + 1))
     return max(1, longer + (num_tokens - longer) // tokens)
 
 
 def programs_for_longer(num_reqs: int, num_tokens: int, skip: int, tokens: int) -> tuple[int, int]:
-    """Programs per kv head of the prefill kernel in a mixed batch: those of a tile each, those that share out the tiles past these.
+    """Programs per kv head of the prefill kernel in a mixed batch: those of a tile each, those that share out
+    the tiles past these.
 
-    A program that finds no tile takes a multiprocessor for about a microsecond, and there would be one for every decode. Rounding up
-    the tiles of 4 to 8 chunks is all that ``num_tokens`` leaves room for; only batches of many queries just too long for the decode
-    kernel have more tiles than that.
+    A program that finds no tile takes a multiprocessor for about a microsecond, and there would be one for
+    every decode. Rounding up the tiles of 4 to 8 chunks is all that ``num_tokens`` leaves room for; only
+    batches of many queries just too long for the decode kernel have more tiles than that.
     """
     most = most_tiles_of_longer(num_reqs, num_tokens, skip, tokens)
     single = min(most, num_tokens // tokens + 4)
     return single, min(most - single, 8)
 
 
-def bounded_masks(window_left: int, window_right: int, chunk_size: int, capacity: int) -> tuple[int, int, int]:
-    """Masks that reach past ``capacity`` tokens as open ones: positions plus a huge window would overflow 32 bits in a kernel."""
+def bounded_masks(
+    window_left: int, window_right: int, chunk_size: int, capacity: int
+) -> tuple[int, int, int]:
+    """Masks that reach past ``capacity`` tokens as open ones: positions plus a huge window would overflow 32
+    bits in a kernel."""
     left, right = (-1 if window >= capacity else window for window in (window_left, window_right))
     return left, right, 0 if chunk_size >= capacity else chunk_size
 
@@ -129,7 +155,8 @@ def num_programs(device: torch.device, tiles: DecodeTiles) -> int:
 
 
 def decode_options(device: torch.device, tiles: DecodeTiles) -> dict[str, Any]:
-    """Launch options of the decode kernel. Without ``maxnreg`` ptxas aims at an occupancy of its own and spills."""
+    """Launch options of the decode kernel. Without ``maxnreg`` ptxas aims at an occupancy of its own
+    and spills."""
     options: dict[str, Any] = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
     if device.type == "cuda" and torch.version.hip is None:
         options["maxnreg"] = max_registers(tiles)
@@ -142,5 +169,6 @@ def max_registers(tiles: DecodeTiles) -> int:
 
 
 def merged_parts(head_dim_v: int) -> int:
-    """Partial results that a merging program of the decode kernel reads at once: as many as fit its registers."""
+    """Partial results that a merging program of the decode kernel reads at once: as many as fit
+    its registers."""
     return 4 if head_dim_v <= 128 else 2

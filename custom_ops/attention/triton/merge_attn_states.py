@@ -12,14 +12,34 @@ from torchpaged.custom_ops.triton.launching import next_power_of_2, require_laun
 
 @triton.jit
 def merge_attn_states_kernel(
-    a_ptr, lse_a_ptr, b_ptr, lse_b_ptr, out_ptr, lse_ptr, a_token, a_head, la_token, la_head, b_token, b_head, lb_token, lb_head,
-    o_token, o_head, l_token, l_head, DIM: tl.constexpr, DIM_PAD: tl.constexpr, HAS_LSE: tl.constexpr,
-):  # fmt: skip
+    a_ptr,
+    lse_a_ptr,
+    b_ptr,
+    lse_b_ptr,
+    out_ptr,
+    lse_ptr,
+    a_token,
+    a_head,
+    la_token,
+    la_head,
+    b_token,
+    b_head,
+    lb_token,
+    lb_head,
+    o_token,
+    o_head,
+    l_token,
+    l_head,
+    DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    HAS_LSE: tl.constexpr,
+):
     """Grid: (num_tokens, num_heads)."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     lse_a = tl.load(lse_a_ptr + token * la_token + head * la_head)
     lse_b = tl.load(lse_b_ptr + token * lb_token + head * lb_head)
-    # A NaN or +inf lives on in its own weight, whatever the maximum makes of it; a side that saw nothing is left out.
+    # A NaN or +inf lives on in its own weight, whatever the maximum makes of it; a side that saw nothing is
+    # left out.
     top = tl.maximum(lse_a, lse_b)
     sees_a, sees_b = lse_a != float("-inf"), lse_b != float("-inf")
     sees = sees_a | sees_b
@@ -32,10 +52,14 @@ def merge_attn_states_kernel(
     out = tl.where(sees_a, a * (weight_a / total), 0.0) + tl.where(sees_b, b * (weight_b / total), 0.0)
     tl.store(out_ptr + token * o_token + head * o_head + d, out.to(out_ptr.dtype.element_ty), mask=d < DIM)
     if HAS_LSE:
-        tl.store(lse_ptr + token * l_token + head * l_head, tl.where(sees, safe + tl.log(total), float("-inf")))
+        tl.store(
+            lse_ptr + token * l_token + head * l_head, tl.where(sees, safe + tl.log(total), float("-inf"))
+        )
 
 
-def merge_attn_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
+def merge_attn_states(
+    out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, out: Tensor, lse: Tensor | None = None
+) -> None:
     """Launch; arguments as in ``custom_ops/attention/schema.py``."""
     require_launchable(out_a)
     check_merge_attn_states(out_a, lse_a, out_b, lse_b, out, lse)
@@ -43,7 +67,20 @@ def merge_attn_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor
     if not num_tokens:
         return
     merge_attn_states_kernel[(num_tokens, num_heads)](
-        out_a, lse_a, out_b, lse_b, out, lse, *out_a.stride()[:2], *lse_a.stride(), *out_b.stride()[:2], *lse_b.stride(),
-        *out.stride()[:2], *(lse.stride() if lse is not None else (0, 0)),
-        DIM=dim, DIM_PAD=next_power_of_2(dim), HAS_LSE=lse is not None, num_warps=1,
-    )  # fmt: skip
+        out_a,
+        lse_a,
+        out_b,
+        lse_b,
+        out,
+        lse,
+        *out_a.stride()[:2],
+        *lse_a.stride(),
+        *out_b.stride()[:2],
+        *lse_b.stride(),
+        *out.stride()[:2],
+        *(lse.stride() if lse is not None else (0, 0)),
+        DIM=dim,
+        DIM_PAD=next_power_of_2(dim),
+        HAS_LSE=lse is not None,
+        num_warps=1,
+    )

@@ -1,13 +1,17 @@
 """Prefill and mixed attention: a program owns a tile of query tokens of one request and one kv head.
 
-The grid comes from shapes; each program finds its request on the device from ``query_start_loc``, so that prefill, chunked
-prefill and decodes share one launch; with SKIP_DECODES short queries are left to the decode kernel. The rows of a tile are query
-tokens x heads of the group: a tile of keys is read once for all of them. Key tiles that every row sees whole take a loop without
-masks; only the tiles at the ends of the rows' intervals are masked. No loop may go around these: what stays alive across it costs
-the copies their registers (docs/log/mixed.md). Programs start with the last tokens, which see the most keys, so that short tiles fill the end.
+The grid comes from shapes; each program finds its request on the device from ``query_start_loc``, so that
+prefill, chunked prefill and decodes share one launch; with SKIP_DECODES short queries are left to the decode
+kernel. The rows of a tile are query tokens x heads of the group: a tile of keys is read once for all of them.
+Key tiles that every row sees whole take a loop without masks; only the tiles at the ends of the rows'
+intervals are masked. No loop may go around these: what stays alive across it costs the copies their registers
+(docs/log/mixed.md). Programs start with the last tokens, which see the most keys, so that short tiles fill
+the end.
 
-Shaped for Hopper: wgmma takes q, k and v from shared memory and p from registers, k and v arrive by cp.async. Warps are ordered by
-Triton's own barriers alone: one placed by hand would depend on where the compiler puts its own (docs/log/prefill.md, tests/triton/ptx.py).
+Shaped for Hopper: wgmma takes q, k and v from shared memory and p from registers, k and v arrive by cp.async.
+Warps are ordered by
+Triton's own barriers alone: one placed by hand would depend on where the compiler puts its own
+(docs/log/prefill.md, tests/triton/ptx.py).
 """
 
 from __future__ import annotations
@@ -21,15 +25,20 @@ from torchpaged.custom_ops.attention.triton.decode import store_padding, store_r
 
 @triton.jit
 def find_request(starts_ptr, tile, num_reqs, TOKENS: tl.constexpr):
-    """The request that query tile ``tile`` belongs to: request r's tiles begin at ``starts[r] // TOKENS + r``.
+    """The request that query tile ``tile`` belongs to: request r's tiles begin at ``starts[r] // TOKENS +
+    r``.
 
-    Counts the requests that begin at or before ``tile``: one round of loads where bisection would wait for seven in a row.
+    Counts the requests that begin at or before ``tile``: one round of loads where bisection would wait for
+    seven in a row.
     """
     LANES: tl.constexpr = 128
     count = 0
     for first in range(0, num_reqs, LANES):
         request = first + tl.arange(0, LANES)
-        begin = tl.load(starts_ptr + request, mask=request < num_reqs, other=0, cache_modifier=".cg") // TOKENS + request
+        begin = (
+            tl.load(starts_ptr + request, mask=request < num_reqs, other=0, cache_modifier=".cg") // TOKENS
+            + request
+        )
         count += tl.sum(((begin <= tile) & (request < num_reqs)).to(tl.int32), 0)
     return count - 1
 
@@ -38,17 +47,21 @@ def find_request(starts_ptr, tile, num_reqs, TOKENS: tl.constexpr):
 def tiles_of_longer(starts_ptr, first, num_reqs, TOKENS: tl.constexpr, SKIPPED: tl.constexpr):
     """Query tiles of the requests ``first + [0, 32)``; those of at most SKIPPED tokens have none.
 
-    As many as a warp has threads: sums over them need no barrier, and their results are known to be the same in all threads.
+    As many as a warp has threads: sums over them need no barrier, and their results are known to be the same
+    in all threads.
     """
     request = first + tl.arange(0, 32)
     start = tl.load(starts_ptr + request, mask=request < num_reqs, other=0, cache_modifier=".cg")
-    query_len = tl.load(starts_ptr + request + 1, mask=request < num_reqs, other=0, cache_modifier=".cg") - start
+    query_len = (
+        tl.load(starts_ptr + request + 1, mask=request < num_reqs, other=0, cache_modifier=".cg") - start
+    )
     return tl.where(query_len > SKIPPED, (query_len + TOKENS - 1) // TOKENS, 0)
 
 
 @triton.jit
 def count_longer_tiles(starts_ptr, num_reqs, TOKENS: tl.constexpr, SKIPPED: tl.constexpr):
-    """All query tiles of requests of more than SKIPPED tokens. A sum alone: what a program without a tile spends its time on."""
+    """All query tiles of requests of more than SKIPPED tokens. A sum alone: what a program without a tile
+    spends its time on."""
     tiles = tl.zeros([32], tl.int32)
     for first in tl.range(0, num_reqs, 32, loop_unroll_factor=4):
         tiles += tiles_of_longer(starts_ptr, first, num_reqs, TOKENS, SKIPPED)
@@ -57,7 +70,8 @@ def count_longer_tiles(starts_ptr, num_reqs, TOKENS: tl.constexpr, SKIPPED: tl.c
 
 @triton.jit
 def find_longer_request(starts_ptr, tile, num_reqs, TOKENS: tl.constexpr, SKIPPED: tl.constexpr):
-    """``(request, its first tile)`` of query tile ``tile``, counting requests of more than SKIPPED tokens only."""
+    """``(request, its first tile)`` of query tile ``tile``, counting requests of more than SKIPPED
+    tokens only."""
     before = 0
     found = tl.zeros([32], tl.int32)
     found_first = tl.zeros([32], tl.int32)
@@ -73,12 +87,15 @@ def find_longer_request(starts_ptr, tile, num_reqs, TOKENS: tl.constexpr, SKIPPE
 
 @triton.jit
 def load_blocks(table_ptr, start, end_key, TILE_KV: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Block ids of the keys ``start + [0, TILE_KV)``, one number if a block holds them all; 0, the null block, at and past ``end_key``."""
+    """Block ids of the keys ``start + [0, TILE_KV)``, one number if a block holds them all; 0, the null
+    block, at and past ``end_key``."""
     if BLOCK_SIZE % TILE_KV == 0:
         blocks = tl.load(table_ptr + start // BLOCK_SIZE, mask=start < end_key, other=0)
     else:
         n = tl.arange(0, TILE_KV)
-        at = start // BLOCK_SIZE + n // BLOCK_SIZE  # start is a multiple of TILE_KV: the division of n leaves the loop
+        at = (
+            start // BLOCK_SIZE + n // BLOCK_SIZE
+        )  # start is a multiple of TILE_KV: the division of n leaves the loop
         if TILE_KV % BLOCK_SIZE != 0:
             at = (start + n) // BLOCK_SIZE
         blocks = tl.load(table_ptr + at, mask=n < end_key - start, other=0)
@@ -87,43 +104,93 @@ def load_blocks(table_ptr, start, end_key, TILE_KV: tl.constexpr, BLOCK_SIZE: tl
 
 @triton.jit
 def load_whole_blocks(table_ptr, start, TILE_KV: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """`load_blocks` of a tile of which every key exists and that holds several whole blocks: without a mask per id."""
+    """`load_blocks` of a tile of which every key exists and that holds several whole blocks: without a mask
+    per id."""
     COUNT: tl.constexpr = TILE_KV // BLOCK_SIZE
     ids = tl.load(table_ptr + start // BLOCK_SIZE + tl.arange(0, COUNT))
     return tl.reshape(tl.broadcast_to(ids[:, None], [COUNT, BLOCK_SIZE]), [TILE_KV])
 
 
 @triton.jit
-def tile_of(cache_ptr, blocks, start, stride_block: tl.constexpr, stride_slot: tl.constexpr, WIDTH: tl.constexpr,
-            TILE_KV: tl.constexpr, BLOCK_SIZE: tl.constexpr):  # fmt: skip
-    """Addresses ``[N, WIDTH]`` of the keys ``start + [0, TILE_KV)``. Constant strides make it two instructions per row."""
+def tile_of(
+    cache_ptr,
+    blocks,
+    start,
+    stride_block: tl.constexpr,
+    stride_slot: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TILE_KV: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+):
+    """Addresses ``[N, WIDTH]`` of the keys ``start + [0, TILE_KV)``. Constant strides make it two
+    instructions per row."""
     key = tl.arange(0, TILE_KV)
     d = tl.arange(0, WIDTH)[None, :]
     if BLOCK_SIZE % TILE_KV == 0:
-        at = cache_ptr + (blocks.to(tl.int64) * stride_block + slot_offset(start % BLOCK_SIZE, stride_slot, BLOCK_SIZE))
+        at = cache_ptr + (
+            blocks.to(tl.int64) * stride_block + slot_offset(start % BLOCK_SIZE, stride_slot, BLOCK_SIZE)
+        )
         at += slot_offset(key, stride_slot, BLOCK_SIZE)[:, None] + d
     else:
         offset = key % BLOCK_SIZE if TILE_KV % BLOCK_SIZE == 0 else (start + key) % BLOCK_SIZE
-        at = cache_ptr + (slot_offset(offset, stride_slot, BLOCK_SIZE)[:, None] + d) + (blocks.to(tl.int64) * stride_block)[:, None]
+        at = (
+            cache_ptr
+            + (slot_offset(offset, stride_slot, BLOCK_SIZE)[:, None] + d)
+            + (blocks.to(tl.int64) * stride_block)[:, None]
+        )
     return at
 
 
 @triton.jit
 def attend_tiles(
-    maximum, total, acc, blocks, q, position, low, end, slope, first, last, gap_at, gap, low_key, end_key,
-    table_ptr, k_ptr, v_ptr, k_block: tl.constexpr, k_slot: tl.constexpr, v_block: tl.constexpr, v_slot: tl.constexpr,
-    score_scale, soft_cap,
-    DIM: tl.constexpr, DIM_PAD: tl.constexpr, DIM_V: tl.constexpr, DIM_V_PAD: tl.constexpr, TILE_KV: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, LOW: tl.constexpr, FOLD: tl.constexpr,
-    MASKED: tl.constexpr, GAP: tl.constexpr, INTERPRET: tl.constexpr, STAGES: tl.constexpr = None,
-):  # fmt: skip
-    """Keys ``[first, last)``, ``first`` a multiple of TILE_KV. Returns the state, its first four arguments, after them.
+    maximum,
+    total,
+    acc,
+    blocks,
+    q,
+    position,
+    low,
+    end,
+    slope,
+    first,
+    last,
+    gap_at,
+    gap,
+    low_key,
+    end_key,
+    table_ptr,
+    k_ptr,
+    v_ptr,
+    k_block: tl.constexpr,
+    k_slot: tl.constexpr,
+    v_block: tl.constexpr,
+    v_slot: tl.constexpr,
+    score_scale,
+    soft_cap,
+    DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    DIM_V: tl.constexpr,
+    DIM_V_PAD: tl.constexpr,
+    TILE_KV: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    ALIBI: tl.constexpr,
+    LOW: tl.constexpr,
+    FOLD: tl.constexpr,
+    MASKED: tl.constexpr,
+    GAP: tl.constexpr,
+    INTERPRET: tl.constexpr,
+    STAGES: tl.constexpr = None,
+):
+    """Keys ``[first, last)``, ``first`` a multiple of TILE_KV. Returns the state, its first four arguments,
+    after them.
 
     GAP: keys at and past ``gap_at`` stand for those ``gap`` further on, both multiples of TILE_KV.
 
-    maximum, total [M], acc [M, DV]: the running softmax; blocks: `load_blocks` of the next tile, loaded one tile ahead, so that
-    the loads of keys and values are pipelined like loads from plain addresses. Unless MASKED, every row must see every key. LOW:
-    rows may not see the first keys. FOLD: ``maximum`` is of raw scores, the scale joins the exponential in one multiply-add.
+    maximum, total [M], acc [M, DV]: the running softmax; blocks: `load_blocks` of the next tile, loaded one
+    tile ahead, so that the loads of keys and values are pipelined like loads from plain addresses. Unless
+    MASKED, every row must see every key. LOW: rows may not see the first keys. FOLD: ``maximum`` is of raw
+    scores, the scale joins the exponential in one multiply-add.
     """
     LOG2E: tl.constexpr = 1.4426950408889634
     to_base_2 = score_scale * LOG2E if FOLD else LOG2E
@@ -153,7 +220,9 @@ def attend_tiles(
         if INTERPRET:  # the interpreter keeps bf16 as integers: arithmetic on it is silently wrong
             k, v = k.to(tl.float32), v.to(tl.float32)
         else:
-            if k.dtype == tl.float8e5:  # straight to bf16 Triton multiplies by 2^112, which makes numbers of inf and NaN
+            if (
+                k.dtype == tl.float8e5
+            ):  # straight to bf16 Triton multiplies by 2^112, which makes numbers of inf and NaN
                 k, v = k.to(tl.float16), v.to(tl.float16)
             k, v = k.to(q.dtype), v.to(q.dtype)
         s = tl.dot(q, tl.trans(k), input_precision="ieee")  # [M, N]
@@ -164,7 +233,11 @@ def attend_tiles(
         if ALIBI:
             s += slope[:, None] * (start + key[None, :] - position[:, None]).to(tl.float32)
         if MASKED:
-            s = tl.where((start + key[None, :] >= low[:, None]) & (start + key[None, :] < end[:, None]), s, float("-inf"))
+            s = tl.where(
+                (start + key[None, :] >= low[:, None]) & (start + key[None, :] < end[:, None]),
+                s,
+                float("-inf"),
+            )
         top = tl.maximum(maximum, tl.max(s, 1))
         p = tl.exp2(s * to_base_2 - (top * to_base_2)[:, None])
         shrink = tl.exp2((maximum - top) * to_base_2)
@@ -176,22 +249,73 @@ def attend_tiles(
 
 @triton.jit
 def attend_query_tile(
-    request, start, query_len, first_query, kv_head,
-    q_ptr, k_ptr, v_ptr, table_ptr, seq_lens_ptr, starts_ptr, out_ptr, lse_ptr, slopes_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr, scale, soft_cap,
-    q_token, q_head, k_block: tl.constexpr, k_slot: tl.constexpr, k_head, v_block: tl.constexpr, v_slot: tl.constexpr, v_head,
-    o_token, o_head, l_token, l_head, table_row, ks_head, vs_head,
-    GROUP: tl.constexpr, TOKENS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, DIM_V: tl.constexpr,
-    DIM_V_PAD: tl.constexpr, TILE_M: tl.constexpr, TILE_KV: tl.constexpr, BLOCK_SIZE: tl.constexpr, CAUSAL: tl.constexpr,
-    WINDOW_LEFT: tl.constexpr, WINDOW_RIGHT: tl.constexpr, CHUNK: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr,
-    SINKS: tl.constexpr, KV_SCALES: tl.constexpr, HAS_LSE: tl.constexpr, ALL_MASKED: tl.constexpr, INTERPRET: tl.constexpr,
-):  # fmt: skip
-    """Attend and store the query tokens ``first_query + [0, TOKENS)`` of a request whose token rows begin at ``start``.
+    request,
+    start,
+    query_len,
+    first_query,
+    kv_head,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    table_ptr,
+    seq_lens_ptr,
+    starts_ptr,
+    out_ptr,
+    lse_ptr,
+    slopes_ptr,
+    sinks_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    scale,
+    soft_cap,
+    q_token,
+    q_head,
+    k_block: tl.constexpr,
+    k_slot: tl.constexpr,
+    k_head,
+    v_block: tl.constexpr,
+    v_slot: tl.constexpr,
+    v_head,
+    o_token,
+    o_head,
+    l_token,
+    l_head,
+    table_row,
+    ks_head,
+    vs_head,
+    GROUP: tl.constexpr,
+    TOKENS: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    DIM_V: tl.constexpr,
+    DIM_V_PAD: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_KV: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW_LEFT: tl.constexpr,
+    WINDOW_RIGHT: tl.constexpr,
+    CHUNK: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    ALIBI: tl.constexpr,
+    SINKS: tl.constexpr,
+    KV_SCALES: tl.constexpr,
+    HAS_LSE: tl.constexpr,
+    ALL_MASKED: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
+    """Attend and store the query tokens ``first_query + [0, TOKENS)`` of a request whose token rows begin
+    at ``start``.
 
-    ALL_MASKED: one loop, with masks, over all keys: with a cap or slopes each copy of the loop costs a second and more to compile.
+    ALL_MASKED: one loop, with masks, over all keys: with a cap or slopes each copy of the loop costs a second
+    and more to compile.
     """
-    FOLD: tl.constexpr = not (SOFT_CAP or ALIBI)  # scales are positive: the largest raw score is the largest score
+    FOLD: tl.constexpr = not (
+        SOFT_CAP or ALIBI
+    )  # scales are positive: the largest raw score is the largest score
     LOW: tl.constexpr = WINDOW_LEFT >= 0 or CHUNK > 0
-    # Without a cap or slopes a copy of the loop is compiled soon, and three loops ran on fewer instructions than two.
+    # Without a cap or slopes a copy of the loop is compiled soon, and three loops ran on fewer instructions
+    # than two.
     ENDS_TOGETHER: tl.constexpr = LOW and not FOLD and not ALL_MASKED
     row = tl.arange(0, TILE_M)
     head = kv_head * GROUP + row % GROUP
@@ -200,7 +324,9 @@ def attend_query_tile(
     valid = (query < query_len) & (row < TOKENS * GROUP)
     d = tl.arange(0, DIM_PAD)
     at = q_ptr + ((start + query).to(tl.int64) * q_token + head.to(tl.int64) * q_head)[:, None] + d[None, :]
-    q = tl.load(at, mask=valid[:, None] & (d < DIM)[None, :], other=0.0)  # [M, D]; untouched, it stays in shared memory
+    q = tl.load(
+        at, mask=valid[:, None] & (d < DIM)[None, :], other=0.0
+    )  # [M, D]; untouched, it stays in shared memory
     if INTERPRET:
         q = q.to(tl.float32)
     position = seq_len - query_len + query
@@ -226,8 +352,8 @@ def attend_query_tile(
     table_ptr += request.to(tl.int64) * table_row
     k_ptr += kv_head.to(tl.int64) * k_head
     v_ptr += kv_head.to(tl.int64) * v_head
-    # Finite for rows that see a key, so that one that has seen none yet makes no inf - inf. That of the others stays -inf: it says so at
-    # the end, where a mask kept alive across the loops would cost registers.
+    # Finite for rows that see a key, so that one that has seen none yet makes no inf - inf. That of the
+    # others stays -inf: it says so at the end, where a mask kept alive across the loops would cost registers.
     maximum = tl.where(sees, -1.0e30, float("-inf"))
     total = tl.zeros([TILE_M], tl.float32)
     acc = tl.zeros([TILE_M, DIM_V_PAD], tl.float32)
@@ -237,30 +363,141 @@ def attend_query_tile(
     if ENDS_TOGETHER:
         gap = (whole_end - whole_first) // TILE_KV * TILE_KV  # so the compiler sees what divides it
     if not ALL_MASKED:
-        blocks = load_blocks(table_ptr, whole_first if ENDS_TOGETHER else first_key, end_key, TILE_KV, BLOCK_SIZE)
+        blocks = load_blocks(
+            table_ptr, whole_first if ENDS_TOGETHER else first_key, end_key, TILE_KV, BLOCK_SIZE
+        )
         if LOW and not ENDS_TOGETHER:
             maximum, total, acc, blocks = attend_tiles(
-                maximum, total, acc, blocks, q, position, low, end, slope, first_key, whole_first, 0, 0, low_key, end_key,
-                table_ptr, k_ptr, v_ptr, k_block, k_slot, v_block, v_slot, score_scale, soft_cap,
-                DIM, DIM_PAD, DIM_V, DIM_V_PAD, TILE_KV, BLOCK_SIZE, SOFT_CAP, ALIBI, LOW, FOLD, True, False, INTERPRET, None,
-            )  # fmt: skip
+                maximum,
+                total,
+                acc,
+                blocks,
+                q,
+                position,
+                low,
+                end,
+                slope,
+                first_key,
+                whole_first,
+                0,
+                0,
+                low_key,
+                end_key,
+                table_ptr,
+                k_ptr,
+                v_ptr,
+                k_block,
+                k_slot,
+                v_block,
+                v_slot,
+                score_scale,
+                soft_cap,
+                DIM,
+                DIM_PAD,
+                DIM_V,
+                DIM_V_PAD,
+                TILE_KV,
+                BLOCK_SIZE,
+                SOFT_CAP,
+                ALIBI,
+                LOW,
+                FOLD,
+                True,
+                False,
+                INTERPRET,
+                None,
+            )
         maximum, total, acc, blocks = attend_tiles(
-            maximum, total, acc, blocks, q, position, low, end, slope, whole_first, whole_end, 0, 0, low_key, end_key,
-            table_ptr, k_ptr, v_ptr, k_block, k_slot, v_block, v_slot, score_scale, soft_cap,
-            DIM, DIM_PAD, DIM_V, DIM_V_PAD, TILE_KV, BLOCK_SIZE, SOFT_CAP, ALIBI, LOW, FOLD, False, False, INTERPRET, None,
-        )  # fmt: skip
+            maximum,
+            total,
+            acc,
+            blocks,
+            q,
+            position,
+            low,
+            end,
+            slope,
+            whole_first,
+            whole_end,
+            0,
+            0,
+            low_key,
+            end_key,
+            table_ptr,
+            k_ptr,
+            v_ptr,
+            k_block,
+            k_slot,
+            v_block,
+            v_slot,
+            score_scale,
+            soft_cap,
+            DIM,
+            DIM_PAD,
+            DIM_V,
+            DIM_V_PAD,
+            TILE_KV,
+            BLOCK_SIZE,
+            SOFT_CAP,
+            ALIBI,
+            LOW,
+            FOLD,
+            False,
+            False,
+            INTERPRET,
+            None,
+        )
     if ENDS_TOGETHER:
-        blocks = load_blocks(table_ptr, first_key + tl.where(first_key >= whole_first, gap, 0), end_key, TILE_KV, BLOCK_SIZE)
-    elif ALL_MASKED or (TILE_KV % BLOCK_SIZE == 0 and BLOCK_SIZE < TILE_KV):  # `attend_tiles` has not looked past its whole tiles
+        blocks = load_blocks(
+            table_ptr, first_key + tl.where(first_key >= whole_first, gap, 0), end_key, TILE_KV, BLOCK_SIZE
+        )
+    elif ALL_MASKED or (
+        TILE_KV % BLOCK_SIZE == 0 and BLOCK_SIZE < TILE_KV
+    ):  # `attend_tiles` has not looked past its whole tiles
         blocks = load_blocks(table_ptr, masked_first, end_key, TILE_KV, BLOCK_SIZE)
     maximum, total, acc, blocks = attend_tiles(
-        maximum, total, acc, blocks, q, position, low, end, slope, masked_first, end_key - gap, whole_first, gap, low_key, end_key,
-        table_ptr, k_ptr, v_ptr, k_block, k_slot, v_block, v_slot, score_scale, soft_cap,
-        DIM, DIM_PAD, DIM_V, DIM_V_PAD, TILE_KV, BLOCK_SIZE, SOFT_CAP, ALIBI, LOW, FOLD, True, ENDS_TOGETHER, INTERPRET,
+        maximum,
+        total,
+        acc,
+        blocks,
+        q,
+        position,
+        low,
+        end,
+        slope,
+        masked_first,
+        end_key - gap,
+        whole_first,
+        gap,
+        low_key,
+        end_key,
+        table_ptr,
+        k_ptr,
+        v_ptr,
+        k_block,
+        k_slot,
+        v_block,
+        v_slot,
+        score_scale,
+        soft_cap,
+        DIM,
+        DIM_PAD,
+        DIM_V,
+        DIM_V_PAD,
+        TILE_KV,
+        BLOCK_SIZE,
+        SOFT_CAP,
+        ALIBI,
+        LOW,
+        FOLD,
+        True,
+        ENDS_TOGETHER,
+        INTERPRET,
         1 if ALL_MASKED else None,
-    )  # fmt: skip
-    # What only the end needs is read again, not kept: across the loops it cost spills, or the copies their registers (docs/log/mixed.md).
-    # Volatile, or the compiler would keep the first reading; it comes from L2, as the first did.
+    )
+    # What only the end needs is read again, not kept: across the loops it cost spills, or the copies their
+    # registers (docs/log/mixed.md). Volatile, or the compiler would keep the first reading; it comes from L2,
+    # as the first did.
     start = tl.load(starts_ptr + request, volatile=True)
     query_len = tl.load(starts_ptr + request + 1, volatile=True) - start
     query = first_query + row // GROUP
@@ -274,31 +511,97 @@ def attend_query_tile(
     LOG2E: tl.constexpr = 1.4426950408889634
     maximum *= score_scale * LOG2E if FOLD else LOG2E
     out, lse = finish(maximum, total, acc, sink, v_scale, maximum != float("-inf"), SINKS)
-    store_rows(out_ptr, lse_ptr, out, lse, start + query, head, valid, o_token, o_head, l_token, l_head, DIM_V, DIM_V_PAD, HAS_LSE)
+    store_rows(
+        out_ptr,
+        lse_ptr,
+        out,
+        lse,
+        start + query,
+        head,
+        valid,
+        o_token,
+        o_head,
+        l_token,
+        l_head,
+        DIM_V,
+        DIM_V_PAD,
+        HAS_LSE,
+    )
 
 
-@triton.jit(do_not_specialize=["num_reqs", "num_tokens", "num_single", "num_sms"])  # one compile for all batch sizes
+@triton.jit(
+    do_not_specialize=["num_reqs", "num_tokens", "num_single", "num_sms"]
+)  # one compile for all batch sizes
 def prefill_kernel(
-    q_ptr, k_ptr, v_ptr, table_ptr, seq_lens_ptr, starts_ptr, out_ptr, lse_ptr, slopes_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr,
-    scale, soft_cap, num_reqs, num_tokens, num_kv_heads, num_single, num_sms,
-    q_token, q_head, k_block: tl.constexpr, k_slot: tl.constexpr, k_head, v_block: tl.constexpr, v_slot: tl.constexpr, v_head,
-    o_token, o_head, l_token, l_head, table_row, ks_head, vs_head,
-    GROUP: tl.constexpr, TOKENS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, DIM_V: tl.constexpr,
-    DIM_V_PAD: tl.constexpr, TILE_M: tl.constexpr, TILE_KV: tl.constexpr, BLOCK_SIZE: tl.constexpr, CAUSAL: tl.constexpr,
-    WINDOW_LEFT: tl.constexpr, WINDOW_RIGHT: tl.constexpr, CHUNK: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr,
-    SINKS: tl.constexpr, KV_SCALES: tl.constexpr, HAS_LSE: tl.constexpr, SKIP_DECODES: tl.constexpr,
-    PDL: tl.constexpr, INTERPRET: tl.constexpr,
-):  # fmt: skip
-    """Grid: (tiles * num_kv_heads,). TOKENS: query tokens per tile, TOKENS * GROUP <= TILE_M; tiles: num_tokens // TOKENS + num_reqs.
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    table_ptr,
+    seq_lens_ptr,
+    starts_ptr,
+    out_ptr,
+    lse_ptr,
+    slopes_ptr,
+    sinks_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    scale,
+    soft_cap,
+    num_reqs,
+    num_tokens,
+    num_kv_heads,
+    num_single,
+    num_sms,
+    q_token,
+    q_head,
+    k_block: tl.constexpr,
+    k_slot: tl.constexpr,
+    k_head,
+    v_block: tl.constexpr,
+    v_slot: tl.constexpr,
+    v_head,
+    o_token,
+    o_head,
+    l_token,
+    l_head,
+    table_row,
+    ks_head,
+    vs_head,
+    GROUP: tl.constexpr,
+    TOKENS: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    DIM_V: tl.constexpr,
+    DIM_V_PAD: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_KV: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW_LEFT: tl.constexpr,
+    WINDOW_RIGHT: tl.constexpr,
+    CHUNK: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    ALIBI: tl.constexpr,
+    SINKS: tl.constexpr,
+    KV_SCALES: tl.constexpr,
+    HAS_LSE: tl.constexpr,
+    SKIP_DECODES: tl.constexpr,
+    PDL: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
+    """Grid: (tiles * num_kv_heads,). TOKENS: query tokens per tile, TOKENS * GROUP <= TILE_M; tiles:
+    num_tokens // TOKENS + num_reqs.
 
-    SKIP_DECODES: requests with at most so many query tokens are neither read nor written: a launch of the decode kernel takes them.
-    Any number of tiles will do then: ``num_single`` of them are one each, as most batches have it; tiles past those, of many short
-    queries, are shared out over the other programs, of which there must be one per kv head or more if shapes allow such tiles; these
-    take half as many keys at a time.
-    0: none is skipped. Programs without a tile come last, where they are no tile's hindrance, as long as ``num_sms`` multiprocessors hold
-    all that have one; first, while the device is full anyway, where they don't: the decode launch begins when all have begun.
-    PDL: the next kernel may be launched once all programs of this one have begun and the kernels before have finished. The decode
-    launch relies on the latter and does not wait: programs without a tile, too, must not end before.
+    SKIP_DECODES: requests with at most so many query tokens are neither read nor written: a launch of the
+        decode kernel takes them.
+    Any number of tiles will do then: ``num_single`` of them are one each, as most batches have it; tiles past
+    those, of many short queries, are shared out over the other programs, of which there must be one per kv
+    head or more if shapes allow such tiles; these take half as many keys at a time.
+    0: none is skipped. Programs without a tile come last, where they are no tile's hindrance, as long as
+    ``num_sms`` multiprocessors hold all that have one; first, while the device is full anyway, where they
+    don't: the decode launch begins when all have begun. PDL: the next kernel may be launched once all
+    programs of this one have begun and the kernels before have finished. The decode launch relies on the
+    latter and does not wait: programs without a tile, too, must not end before.
     """
     programs = tl.num_programs(0) // num_kv_heads
     program = tl.program_id(0) // num_kv_heads
@@ -318,25 +621,75 @@ def prefill_kernel(
     start = tl.load(starts_ptr + request, cache_modifier=".cg")
     query_len = tl.load(starts_ptr + request + 1, cache_modifier=".cg") - start
     first_query = (tile - first_tile) * TOKENS
-    # Up to here query_start_loc alone is read, early (stream_order.py). From L2: an old line in one multiprocessor's L1 would make
-    # programs, or warps of one program, disagree about their tile, and a barrier that some warps never come to does not open.
-    # Everything else is read behind the wait.
-    # Every program waits here for all kernels ahead, and then lets its dependents start: no path leads around it, not even for
-    # programs without a tile, and no program waits for another or for a dependent. The decode launch of a mixed batch (decode.py)
-    # relies on the order of both.
+    # Up to here query_start_loc alone is read, early (stream_order.py). From L2: an old line in one
+    # multiprocessor's L1 would make programs, or warps of one program, disagree about their tile, and a
+    # barrier that some warps never come to does not open. Everything else is read behind the wait.
+    # Every program waits here for all kernels ahead, and then lets its dependents start: no path leads around
+    # it, not even for programs without a tile, and no program waits for another or for a dependent. The
+    # decode launch of a mixed batch (decode.py) relies on the order of both.
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     if exists & (first_query < query_len):
         attend_query_tile(
-            request, start, query_len, first_query, kv_head,
-            q_ptr, k_ptr, v_ptr, table_ptr, seq_lens_ptr, starts_ptr, out_ptr, lse_ptr, slopes_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr,
-            scale, soft_cap, q_token, q_head, k_block, k_slot, k_head, v_block, v_slot, v_head, o_token, o_head, l_token, l_head,
-            table_row, ks_head, vs_head, GROUP, TOKENS, DIM, DIM_PAD, DIM_V, DIM_V_PAD, TILE_M, TILE_KV, BLOCK_SIZE, CAUSAL,
-            WINDOW_LEFT, WINDOW_RIGHT, CHUNK, SOFT_CAP, ALIBI, SINKS, KV_SCALES, HAS_LSE, False, INTERPRET,
-        )  # fmt: skip
+            request,
+            start,
+            query_len,
+            first_query,
+            kv_head,
+            q_ptr,
+            k_ptr,
+            v_ptr,
+            table_ptr,
+            seq_lens_ptr,
+            starts_ptr,
+            out_ptr,
+            lse_ptr,
+            slopes_ptr,
+            sinks_ptr,
+            k_scale_ptr,
+            v_scale_ptr,
+            scale,
+            soft_cap,
+            q_token,
+            q_head,
+            k_block,
+            k_slot,
+            k_head,
+            v_block,
+            v_slot,
+            v_head,
+            o_token,
+            o_head,
+            l_token,
+            l_head,
+            table_row,
+            ks_head,
+            vs_head,
+            GROUP,
+            TOKENS,
+            DIM,
+            DIM_PAD,
+            DIM_V,
+            DIM_V_PAD,
+            TILE_M,
+            TILE_KV,
+            BLOCK_SIZE,
+            CAUSAL,
+            WINDOW_LEFT,
+            WINDOW_RIGHT,
+            CHUNK,
+            SOFT_CAP,
+            ALIBI,
+            SINKS,
+            KV_SCALES,
+            HAS_LSE,
+            False,
+            INTERPRET,
+        )
     elif SKIP_DECODES > 0 and tile >= num_single:
-        # Fewer keys at a time: with as many as above ptxas spilled, and gave all copies in here one address register.
+        # Fewer keys at a time: with as many as above ptxas spilled, and gave all copies in here one
+        # address register.
         NARROW: tl.constexpr = TILE_KV if TILE_KV <= 32 else TILE_KV // 2
         for surplus in range(tile, num_tiles, programs - num_single):
             request, first_tile = find_longer_request(starts_ptr, surplus, num_reqs, TOKENS, SKIP_DECODES)
@@ -344,15 +697,79 @@ def prefill_kernel(
             query_len = tl.load(starts_ptr + request + 1) - start
             first_query = (surplus - first_tile) * TOKENS
             attend_query_tile(
-                request, start, query_len, first_query, kv_head,
-                q_ptr, k_ptr, v_ptr, table_ptr, seq_lens_ptr, starts_ptr, out_ptr, lse_ptr, slopes_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr,
-                scale, soft_cap, q_token, q_head, k_block, k_slot, k_head, v_block, v_slot, v_head, o_token, o_head, l_token, l_head,
-                table_row, ks_head, vs_head, GROUP, TOKENS, DIM, DIM_PAD, DIM_V, DIM_V_PAD, TILE_M, NARROW, BLOCK_SIZE, CAUSAL,
-                WINDOW_LEFT, WINDOW_RIGHT, CHUNK, SOFT_CAP, ALIBI, SINKS, KV_SCALES, HAS_LSE, SOFT_CAP or ALIBI, INTERPRET,
-            )  # fmt: skip
+                request,
+                start,
+                query_len,
+                first_query,
+                kv_head,
+                q_ptr,
+                k_ptr,
+                v_ptr,
+                table_ptr,
+                seq_lens_ptr,
+                starts_ptr,
+                out_ptr,
+                lse_ptr,
+                slopes_ptr,
+                sinks_ptr,
+                k_scale_ptr,
+                v_scale_ptr,
+                scale,
+                soft_cap,
+                q_token,
+                q_head,
+                k_block,
+                k_slot,
+                k_head,
+                v_block,
+                v_slot,
+                v_head,
+                o_token,
+                o_head,
+                l_token,
+                l_head,
+                table_row,
+                ks_head,
+                vs_head,
+                GROUP,
+                TOKENS,
+                DIM,
+                DIM_PAD,
+                DIM_V,
+                DIM_V_PAD,
+                TILE_M,
+                NARROW,
+                BLOCK_SIZE,
+                CAUSAL,
+                WINDOW_LEFT,
+                WINDOW_RIGHT,
+                CHUNK,
+                SOFT_CAP,
+                ALIBI,
+                SINKS,
+                KV_SCALES,
+                HAS_LSE,
+                SOFT_CAP or ALIBI,
+                INTERPRET,
+            )
     row = tl.arange(0, TILE_M)
     head = kv_head * GROUP + row
     store_padding(
-        out_ptr, lse_ptr, starts_ptr, program, programs, num_reqs, num_tokens, head, row < GROUP, o_token, o_head, l_token, l_head,
-        TILE_M, DIM_V, DIM_V_PAD, HAS_LSE,
-    )  # fmt: skip
+        out_ptr,
+        lse_ptr,
+        starts_ptr,
+        program,
+        programs,
+        num_reqs,
+        num_tokens,
+        head,
+        row < GROUP,
+        o_token,
+        o_head,
+        l_token,
+        l_head,
+        TILE_M,
+        DIM_V,
+        DIM_V_PAD,
+        HAS_LSE,
+    )

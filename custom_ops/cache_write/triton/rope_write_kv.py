@@ -1,9 +1,10 @@
 """rope_write_kv: per-head RMSNorm, rotary embedding and the cache write of one step in one launch.
 
-One program takes one token and a few heads, either of q or of k and v: a single token spreads over many multiprocessors, and
-large batches take more heads per program. Everything is computed in float32 in registers; each number is rounded once, when
-it is stored. The two halves of a rotation are loaded as two tiles (NeoX style) or as one tile that is split (GPT-J style),
-so that every access is contiguous and 16 bytes wide where head_dim allows it.
+One program takes one token and a few heads, either of q or of k and v: a single token spreads over many
+multiprocessors, and large batches take more heads per program. Everything is computed in float32 in
+registers; each number is rounded once, when it is stored. The two halves of a rotation are loaded as two
+tiles (NeoX style) or as one tile that is split (GPT-J style), so that every access is contiguous and 16 bytes
+wide where head_dim allows it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,12 @@ from torch import Tensor
 from torchpaged.custom_ops.cache_write.check import check_rope_write_kv
 from torchpaged.custom_ops.checks import check_dtype
 from torchpaged.custom_ops.triton.cache_writes import begin_write, end_write, to_fp8
-from torchpaged.custom_ops.triton.launching import early_launch, next_power_of_2, require_fp8, require_launchable
+from torchpaged.custom_ops.triton.launching import (
+    early_launch,
+    next_power_of_2,
+    require_fp8,
+    require_launchable,
+)
 
 _MANY_PROGRAMS = 2048  # from here on the GPU is full, and a program had better do more than one warp's work
 _MAX_WARPS = 4
@@ -24,7 +30,8 @@ _MAX_WARPS = 4
 
 @triton.jit
 def store_heads(ptr, x, mask, scale, HAS_SCALE: tl.constexpr, LIMIT: tl.constexpr):
-    """Store float32 ``x`` in the target's dtype. LIMIT: the largest finite value of an fp8 cache, 0 for others."""
+    """Store float32 ``x`` in the target's dtype. LIMIT: the largest finite value of an fp8 cache, 0
+    for others."""
     if LIMIT > 0:
         if HAS_SCALE:
             x = x / scale
@@ -34,11 +41,28 @@ def store_heads(ptr, x, mask, scale, HAS_SCALE: tl.constexpr, LIMIT: tl.constexp
 
 @triton.jit
 def rope_heads(
-    source_ptr, source_head, target_ptr, target_head, cos_sin_ptr, norm_ptr, norm_eps, norm_offset, scale_ptr, scale_head, head,
-    NUM_HEADS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, ROTARY: tl.constexpr, HALF_PAD: tl.constexpr,
-    PASS_PAD: tl.constexpr, INTERLEAVED: tl.constexpr, LIMIT: tl.constexpr,
-):  # fmt: skip
-    """Norm, rotate and store ``head [HEADS, 1]`` of one token; the pointers stand at the token's first head."""
+    source_ptr,
+    source_head,
+    target_ptr,
+    target_head,
+    cos_sin_ptr,
+    norm_ptr,
+    norm_eps,
+    norm_offset,
+    scale_ptr,
+    scale_head,
+    head,
+    NUM_HEADS: tl.constexpr,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    ROTARY: tl.constexpr,
+    HALF_PAD: tl.constexpr,
+    PASS_PAD: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    LIMIT: tl.constexpr,
+):
+    """Norm, rotate and store ``head [HEADS, 1]`` of one token; the pointers stand at the token's
+    first head."""
     HALF: tl.constexpr = ROTARY // 2
     here = head < NUM_HEADS
     d = tl.arange(0, HALF_PAD)[None, :]
@@ -87,13 +111,53 @@ def rope_heads(
 
 @triton.jit
 def rope_write_kv_kernel(
-    q_ptr, k_ptr, v_ptr, positions_ptr, cos_sin_ptr, slot_ptr, q_out_ptr, k_cache_ptr, v_cache_ptr, q_norm_ptr, k_norm_ptr,
-    k_scale_ptr, v_scale_ptr, norm_eps, norm_offset, q_token, q_head, k_token, k_head, v_token, v_head, cos_row, out_token,
-    out_head, kc_block, kc_slot, kc_head, vc_block, vc_slot, vc_head, ks_head, vs_head,
-    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, ROTARY: tl.constexpr,
-    HALF_PAD: tl.constexpr, PASS_PAD: tl.constexpr, DIM_V: tl.constexpr, DIM_V_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    INTERLEAVED: tl.constexpr, LIMIT: tl.constexpr, ARE_QUERY_TOKENS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    positions_ptr,
+    cos_sin_ptr,
+    slot_ptr,
+    q_out_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    norm_eps,
+    norm_offset,
+    q_token,
+    q_head,
+    k_token,
+    k_head,
+    v_token,
+    v_head,
+    cos_row,
+    out_token,
+    out_head,
+    kc_block,
+    kc_slot,
+    kc_head,
+    vc_block,
+    vc_slot,
+    vc_head,
+    ks_head,
+    vs_head,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    ROTARY: tl.constexpr,
+    HALF_PAD: tl.constexpr,
+    PASS_PAD: tl.constexpr,
+    DIM_V: tl.constexpr,
+    DIM_V_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    LIMIT: tl.constexpr,
+    ARE_QUERY_TOKENS: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """Grid: (num_tokens, head groups of q, then head groups of k and v)."""
     begin_write(ARE_QUERY_TOKENS, PDL)
     token = tl.program_id(0).to(tl.int64)
@@ -103,9 +167,26 @@ def rope_write_kv_kernel(
     if group < Q_GROUPS:
         head = group * HEADS + tl.arange(0, HEADS)[:, None]
         rope_heads(
-            q_ptr + token * q_token, q_head, q_out_ptr + token * out_token, out_head, cos_sin_ptr, q_norm_ptr, norm_eps, norm_offset,
-            None, 0, head, NUM_HEADS, HEADS, DIM, ROTARY, HALF_PAD, PASS_PAD, INTERLEAVED, 0.0,
-        )  # fmt: skip
+            q_ptr + token * q_token,
+            q_head,
+            q_out_ptr + token * out_token,
+            out_head,
+            cos_sin_ptr,
+            q_norm_ptr,
+            norm_eps,
+            norm_offset,
+            None,
+            0,
+            head,
+            NUM_HEADS,
+            HEADS,
+            DIM,
+            ROTARY,
+            HALF_PAD,
+            PASS_PAD,
+            INTERLEAVED,
+            0.0,
+        )
     else:
         slot = tl.load(slot_ptr + token)
         if slot >= 0:
@@ -113,25 +194,55 @@ def rope_write_kv_kernel(
             block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
             here = head < NUM_KV_HEADS
             d = tl.arange(0, DIM_V_PAD)[None, :]
-            v = tl.load(v_ptr + token * v_token + head.to(tl.int64) * v_head + d, mask=here & (d < DIM_V), other=0.0)  # [HEADS, DIM_V_PAD]
+            v = tl.load(
+                v_ptr + token * v_token + head.to(tl.int64) * v_head + d, mask=here & (d < DIM_V), other=0.0
+            )  # [HEADS, DIM_V_PAD]
             rope_heads(
-                k_ptr + token * k_token, k_head, k_cache_ptr + block * kc_block + offset * kc_slot, kc_head, cos_sin_ptr, k_norm_ptr,
-                norm_eps, norm_offset, k_scale_ptr, ks_head, head, NUM_KV_HEADS, HEADS, DIM, ROTARY, HALF_PAD, PASS_PAD, INTERLEAVED, LIMIT,
-            )  # fmt: skip
-            scale = tl.load(v_scale_ptr + head * vs_head, mask=here, other=1.0) if v_scale_ptr is not None else 1.0
+                k_ptr + token * k_token,
+                k_head,
+                k_cache_ptr + block * kc_block + offset * kc_slot,
+                kc_head,
+                cos_sin_ptr,
+                k_norm_ptr,
+                norm_eps,
+                norm_offset,
+                k_scale_ptr,
+                ks_head,
+                head,
+                NUM_KV_HEADS,
+                HEADS,
+                DIM,
+                ROTARY,
+                HALF_PAD,
+                PASS_PAD,
+                INTERLEAVED,
+                LIMIT,
+            )
+            scale = (
+                tl.load(v_scale_ptr + head * vs_head, mask=here, other=1.0)
+                if v_scale_ptr is not None
+                else 1.0
+            )
             target = v_cache_ptr + block * vc_block + offset * vc_slot + head.to(tl.int64) * vc_head + d
             store_heads(target, v.to(tl.float32), here & (d < DIM_V), scale, v_scale_ptr is not None, LIMIT)
     end_write(ARE_QUERY_TOKENS, PDL)
 
 
-def head_tiles(num_tokens: int, num_heads: int, num_kv_heads: int, widest: int, itemsize: int) -> tuple[int, int]:
-    """``(heads per program, num_warps)``: one warp with one 16-byte access per lane and tile, more once the GPU is full.
+def head_tiles(
+    num_tokens: int, num_heads: int, num_kv_heads: int, widest: int, itemsize: int
+) -> tuple[int, int]:
+    """``(heads per program, num_warps)``: one warp with one 16-byte access per lane and tile, more once the
+    GPU is full.
 
     ``widest``: the padded width of the widest tile, in numbers.
     """
     most = next_power_of_2(max(num_heads, num_kv_heads))
     heads, num_warps = min(max(32 * 16 // (widest * itemsize), 1), most), 1
-    while num_warps < _MAX_WARPS and heads < most and num_tokens * num_groups(num_heads, num_kv_heads, heads) > _MANY_PROGRAMS:
+    while (
+        num_warps < _MAX_WARPS
+        and heads < most
+        and num_tokens * num_groups(num_heads, num_kv_heads, heads) > _MANY_PROGRAMS
+    ):
         heads, num_warps = heads * 2, num_warps * 2
     return heads, num_warps
 
@@ -142,31 +253,101 @@ def num_groups(num_heads: int, num_kv_heads: int, heads: int) -> int:
 
 
 def rope_write_kv(
-    q: Tensor, k: Tensor, v: Tensor, positions: Tensor, cos_sin: Tensor, slot_mapping: Tensor, q_out: Tensor, k_cache: Tensor,
-    v_cache: Tensor, *, q_norm: Tensor | None = None, k_norm: Tensor | None = None, norm_eps: float = 1e-6, norm_offset: float = 0.0,
-    interleaved: bool = False, k_scale: Tensor | None = None, v_scale: Tensor | None = None, are_query_tokens: bool = False,
-) -> None:  # fmt: skip
-    """Launch `rope_write_kv_kernel`; arguments as in ``custom_ops/cache_write/schema.py``, in float32, bfloat16 or float16."""
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor,
+    slot_mapping: Tensor,
+    q_out: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    norm_eps: float = 1e-6,
+    norm_offset: float = 0.0,
+    interleaved: bool = False,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    are_query_tokens: bool = False,
+) -> None:
+    """Launch `rope_write_kv_kernel`; arguments as in ``custom_ops/cache_write/schema.py``, in float32,
+    bfloat16 or float16."""
     require_launchable(q)
     check_dtype("q", q, torch.bfloat16, torch.float16, torch.float32)
     check_rope_write_kv(
-        q, k, v, positions, cos_sin, slot_mapping, q_out, k_cache, v_cache, q_norm=q_norm, k_norm=k_norm, norm_eps=norm_eps,
-        norm_offset=norm_offset, k_scale=k_scale, v_scale=v_scale)  # fmt: skip
+        q,
+        k,
+        v,
+        positions,
+        cos_sin,
+        slot_mapping,
+        q_out,
+        k_cache,
+        v_cache,
+        q_norm=q_norm,
+        k_norm=k_norm,
+        norm_eps=norm_eps,
+        norm_offset=norm_offset,
+        k_scale=k_scale,
+        v_scale=v_scale,
+    )
     require_fp8(k_cache)
     if not q.shape[0]:
         return
-    num_heads, num_kv_heads, dim, dim_v, rotary = q.shape[1], k.shape[1], q.shape[2], v.shape[2], cos_sin.shape[1]
-    half_pad, pass_pad, dim_v_pad = next_power_of_2(rotary // 2), next_power_of_2(dim - rotary), next_power_of_2(dim_v)
+    num_heads, num_kv_heads, dim, dim_v, rotary = (
+        q.shape[1],
+        k.shape[1],
+        q.shape[2],
+        v.shape[2],
+        cos_sin.shape[1],
+    )
+    half_pad, pass_pad, dim_v_pad = (
+        next_power_of_2(rotary // 2),
+        next_power_of_2(dim - rotary),
+        next_power_of_2(dim_v),
+    )
     widest = max(half_pad, pass_pad, dim_v_pad // 2)
     heads, num_warps = head_tiles(q.shape[0], num_heads, num_kv_heads, widest, q.element_size())
     rope_write_kv_kernel[(q.shape[0], num_groups(num_heads, num_kv_heads, heads))](
-        q, k, v, positions.contiguous(), cos_sin, slot_mapping.contiguous(), q_out, k_cache, v_cache, q_norm, k_norm, k_scale, v_scale,
-        norm_eps, norm_offset, *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], cos_sin.stride(0), *q_out.stride()[:2],
-        *k_cache.stride()[:3], *v_cache.stride()[:3],
+        q,
+        k,
+        v,
+        positions.contiguous(),
+        cos_sin,
+        slot_mapping.contiguous(),
+        q_out,
+        k_cache,
+        v_cache,
+        q_norm,
+        k_norm,
+        k_scale,
+        v_scale,
+        norm_eps,
+        norm_offset,
+        *q.stride()[:2],
+        *k.stride()[:2],
+        *v.stride()[:2],
+        cos_sin.stride(0),
+        *q_out.stride()[:2],
+        *k_cache.stride()[:3],
+        *v_cache.stride()[:3],
         0 if k_scale is None or k_scale.numel() == 1 else k_scale.stride(-1),
         0 if v_scale is None or v_scale.numel() == 1 else v_scale.stride(-1),
-        NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEADS=heads, DIM=dim, ROTARY=rotary, HALF_PAD=half_pad,
-        PASS_PAD=pass_pad, DIM_V=dim_v, DIM_V_PAD=dim_v_pad, BLOCK_SIZE=k_cache.shape[1],
-        INTERLEAVED=interleaved, LIMIT=torch.finfo(k_cache.dtype).max if k_cache.element_size() == 1 else 0.0,
-        ARE_QUERY_TOKENS=are_query_tokens, num_warps=num_warps, **early_launch(q.device),
-    )  # fmt: skip
+        NUM_HEADS=num_heads,
+        NUM_KV_HEADS=num_kv_heads,
+        HEADS=heads,
+        DIM=dim,
+        ROTARY=rotary,
+        HALF_PAD=half_pad,
+        PASS_PAD=pass_pad,
+        DIM_V=dim_v,
+        DIM_V_PAD=dim_v_pad,
+        BLOCK_SIZE=k_cache.shape[1],
+        INTERLEAVED=interleaved,
+        LIMIT=torch.finfo(k_cache.dtype).max if k_cache.element_size() == 1 else 0.0,
+        ARE_QUERY_TOKENS=are_query_tokens,
+        num_warps=num_warps,
+        **early_launch(q.device),
+    )

@@ -9,26 +9,58 @@ from torch import Tensor
 
 from torchpaged.custom_ops.cache_write.check import check_write_kv
 from torchpaged.custom_ops.triton.cache_writes import begin_write, end_write, to_fp8
-from torchpaged.custom_ops.triton.launching import early_launch, next_power_of_2, require_fp8, require_launchable
+from torchpaged.custom_ops.triton.launching import (
+    early_launch,
+    next_power_of_2,
+    require_fp8,
+    require_launchable,
+)
 
 _FP8 = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 
 
 @triton.jit
 def write_kv_kernel(
-    k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, slot_ptr, k_scale_ptr, v_scale_ptr,
-    k_token, k_head, v_token, v_head, kc_block, kc_slot, kc_head, vc_block, vc_slot, vc_head, ks_head, vs_head,
-    NUM_HEADS: tl.constexpr, HEADS_PAD: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, DIM_V: tl.constexpr,
-    DIM_V_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, HAS_SCALE: tl.constexpr, LIMIT: tl.constexpr,
-    ARE_QUERY_TOKENS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    k_ptr,
+    v_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    slot_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    k_token,
+    k_head,
+    v_token,
+    v_head,
+    kc_block,
+    kc_slot,
+    kc_head,
+    vc_block,
+    vc_slot,
+    vc_head,
+    ks_head,
+    vs_head,
+    NUM_HEADS: tl.constexpr,
+    HEADS_PAD: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    DIM_V: tl.constexpr,
+    DIM_V_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    LIMIT: tl.constexpr,
+    ARE_QUERY_TOKENS: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """Grid: (num_tokens,). LIMIT: the largest finite value of an fp8 cache, 0 for others."""
     begin_write(ARE_QUERY_TOKENS, PDL)
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_ptr + token)
     if slot >= 0:
         block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
-        head = tl.arange(0, HEADS_PAD)[:, None].to(tl.int64)  # a head's stride may be that of a whole sequence
+        head = tl.arange(0, HEADS_PAD)[:, None].to(
+            tl.int64
+        )  # a head's stride may be that of a whole sequence
         d = tl.arange(0, DIM_PAD)[None, :]
         mask = (head < NUM_HEADS) & (d < DIM)
         k = tl.load(k_ptr + token * k_token + head * k_head + d, mask=mask, other=0.0)  # [HEADS_PAD, DIM_PAD]
@@ -41,7 +73,9 @@ def write_kv_kernel(
         tl.store(target, k.to(k_cache_ptr.dtype.element_ty), mask=mask)
         d = tl.arange(0, DIM_V_PAD)[None, :]
         mask = (head < NUM_HEADS) & (d < DIM_V)
-        v = tl.load(v_ptr + token * v_token + head * v_head + d, mask=mask, other=0.0)  # [HEADS_PAD, DIM_V_PAD]
+        v = tl.load(
+            v_ptr + token * v_token + head * v_head + d, mask=mask, other=0.0
+        )  # [HEADS_PAD, DIM_V_PAD]
         if LIMIT > 0:
             v = v.to(tl.float32)
             if HAS_SCALE:
@@ -52,8 +86,17 @@ def write_kv_kernel(
     end_write(ARE_QUERY_TOKENS, PDL)
 
 
-def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor,
-             k_scale: Tensor | None = None, v_scale: Tensor | None = None, *, are_query_tokens: bool = False) -> None:  # fmt: skip
+def write_kv(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    *,
+    are_query_tokens: bool = False,
+) -> None:
     """Launch `write_kv_kernel`; arguments as in ``custom_ops/cache_write/schema.py``."""
     require_launchable(k)
     check_write_kv(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
@@ -66,12 +109,31 @@ def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
     num_heads, dim, dim_v = k_cache.shape[2], k_cache.shape[3], v_cache.shape[3]
     slot_mapping = slot_mapping.contiguous()
     write_kv_kernel[(k.shape[0],)](
-        k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale,
-        k.stride(0), k.stride(1), v.stride(0), v.stride(1), *k_cache.stride()[:3], *v_cache.stride()[:3],
+        k,
+        v,
+        k_cache,
+        v_cache,
+        slot_mapping,
+        k_scale,
+        v_scale,
+        k.stride(0),
+        k.stride(1),
+        v.stride(0),
+        v.stride(1),
+        *k_cache.stride()[:3],
+        *v_cache.stride()[:3],
         0 if k_scale is None or k_scale.numel() == 1 else k_scale.stride(-1),
         0 if v_scale is None or v_scale.numel() == 1 else v_scale.stride(-1),
-        NUM_HEADS=num_heads, HEADS_PAD=next_power_of_2(num_heads), DIM=dim, DIM_PAD=next_power_of_2(dim), DIM_V=dim_v,
-        DIM_V_PAD=next_power_of_2(dim_v), BLOCK_SIZE=k_cache.shape[1], HAS_SCALE=k_scale is not None,
-        LIMIT=_FP8.get(k_cache.dtype, 0.0), ARE_QUERY_TOKENS=are_query_tokens, num_warps=4,
+        NUM_HEADS=num_heads,
+        HEADS_PAD=next_power_of_2(num_heads),
+        DIM=dim,
+        DIM_PAD=next_power_of_2(dim),
+        DIM_V=dim_v,
+        DIM_V_PAD=next_power_of_2(dim_v),
+        BLOCK_SIZE=k_cache.shape[1],
+        HAS_SCALE=k_scale is not None,
+        LIMIT=_FP8.get(k_cache.dtype, 0.0),
+        ARE_QUERY_TOKENS=are_query_tokens,
+        num_warps=4,
         **early_launch(k.device),
-    )  # fmt: skip
+    )

@@ -1,4 +1,5 @@
-"""Which kernel and specialisation serve a linear layer: macros and launch shape, from shapes and dtypes alone.
+"""Which kernel and specialisation serve a linear layer: macros and launch shape, from shapes and
+dtypes alone.
 
 ``linear.cu`` runs anywhere, ``linear_wide.cu`` on Hopper. Figures behind the choices: docs/log/linear.md.
 """
@@ -16,7 +17,9 @@ ACTIVATIONS = {"none": 0, "silu": 1, "gelu_tanh": 2, "gelu": 3}
 NORM_THREADS = 256  # of a token's norm
 _KEPT = 2048  # bytes of a CTA's shared memory, by the hardware and for small things
 _LINE = 128  # bytes of a chunk's 64 numbers
-_EARLY_ROWS = 384  # of a chunk, times chunks: 48 KB of weights that a wide CTA asks for before the kernels in front have finished
+# of a chunk, times chunks: 48 KB of weights that a wide CTA asks for before the kernels in front
+# have finished
+_EARLY_ROWS = 384
 
 
 @dataclass(frozen=True)
@@ -28,10 +31,12 @@ class LinearShape:
         row_warps: warps that share a chunk of 64 k, each with its own rows; 1 if wide.
         k_warps: such groups per CTA, the chunks go round them; 1 if wide.
         stages: chunks on their way or in use, per group.
-        ctas_per_sm: CTAs that registers must suffice for on one multiprocessor; two, if the next kernel is to start early.
+        ctas_per_sm: CTAs that registers must suffice for on one multiprocessor; two, if the next kernel is to
+            start early.
         cluster: CTAs that share a tile's k, a power of two; 1 where there are no clusters.
         wide: ``linear_wide.cu`` instead of ``linear.cu``.
-        early_stages: if wide, chunks of weights asked for before the kernels in front have finished; the others follow x.
+        early_stages: if wide, chunks of weights asked for before the kernels in front have finished; the
+            others follow x.
     """
 
     row_tiles: int
@@ -58,10 +63,14 @@ class LinearShape:
         return dataclasses.replace(self, stages=stages)
 
     def shared_bytes(self, bucket: int, norm: bool) -> int:
-        """Dynamic shared memory of a CTA: the rings, or the sums that lie there afterwards; if wide, the ring and what other CTAs send."""
+        """Dynamic shared memory of a CTA: the rings, or the sums that lie there afterwards; if wide, the ring
+        and what other CTAs send."""
         tokens = max(bucket, 8)
         if self.wide:
-            return self.stages * (self.rows + tokens) * _LINE + self.rows * tokens * 4 * (self.cluster - 1) // self.cluster
+            return (
+                self.stages * (self.rows + tokens) * _LINE
+                + self.rows * tokens * 4 * (self.cluster - 1) // self.cluster
+            )
         rings = self.k_warps * self.stages * (self.rows + bucket + norm) * _LINE
         return max(rings, self.k_warps * tokens * (self.rows + 4) * 4)
 
@@ -78,20 +87,28 @@ def token_bucket(tokens: int) -> int:
 def norm_is_fused(shape: LinearShape, dtype: torch.dtype, weight_dtype: torch.dtype) -> bool:
     """Whether RMSNorm is part of the kernel; else it is a launch of its own before it.
 
-    float16 is not: the kernel divides by the root mean square last, and the product before might not fit its range. Wide kernels don't:
-    scaling x in shared memory on its way to wgmma cost more than a launch.
+    float16 is not: the kernel divides by the root mean square last, and the product before might not fit its
+    range. Wide kernels don't: scaling x in shared memory on its way to wgmma cost more than a launch.
     """
     return not shape.wide and shape.row_warps == 1 and dtype == weight_dtype == torch.bfloat16
 
 
 @functools.cache
 def linear_shape(
-    bucket: int, out_features: int, in_features: int, sms: int, hopper: bool, clusters: bool, shared_per_sm: int, shared_per_cta: int
-) -> LinearShape:  # fmt: skip
-    """The shape for these tokens and weight [out_features, in_features] on a device of ``sms`` multiprocessors.
+    bucket: int,
+    out_features: int,
+    in_features: int,
+    sms: int,
+    hopper: bool,
+    clusters: bool,
+    shared_per_sm: int,
+    shared_per_cta: int,
+) -> LinearShape:
+    """The shape for these tokens and weight [out_features, in_features] on a device of ``sms``
+    multiprocessors.
 
-    ``hopper``: compute capability 9.0. ``clusters``: 9.0 and later. ``shared_per_sm``, ``shared_per_cta``: bytes of shared memory that a
-    multiprocessor has, and that a CTA may ask for.
+    ``hopper``: compute capability 9.0. ``clusters``: 9.0 and later. ``shared_per_sm``, ``shared_per_cta``:
+    bytes of shared memory that a multiprocessor has, and that a CTA may ask for.
     """
     if bucket <= 16:
         return _narrow(bucket, out_features, sms, shared_per_sm, shared_per_cta)
@@ -102,18 +119,23 @@ def linear_shape(
 
 
 def _clustered(shape: LinearShape, out_features: int, in_features: int, least: int) -> LinearShape:
-    """The shape in clusters of up to 8 CTAs, so that there are ``least`` of them, as long as each has enough of k."""
+    """The shape in clusters of up to 8 CTAs, so that there are ``least`` of them, as long as each has enough
+    of k."""
     chunks = -(-in_features // 64)
-    while shape.cluster < 8 and shape.grid(out_features) < least and chunks >= 4 * shape.cluster * shape.k_warps:
+    while (
+        shape.cluster < 8 and shape.grid(out_features) < least and chunks >= 4 * shape.cluster * shape.k_warps
+    ):
         shape = dataclasses.replace(shape, cluster=shape.cluster * 2)
     return shape
 
 
 def _wide(bucket: int, out_features: int, in_features: int, sms: int) -> LinearShape:
-    """For 17 to 64 tokens on Hopper: where tiles of 64 or 128 rows fill the multiprocessors about once, one CTA on each with a large ring, else two.
+    """For 17 to 64 tokens on Hopper: where tiles of 64 or 128 rows fill the multiprocessors about once, one
+    CTA on each with a large ring, else two.
 
-    A pair may share k. Larger clusters with one CTA per multiprocessor lose: where a part of the chip has no room for another whole cluster,
-    multiprocessors stay empty. Up to 32 tokens their parts are small, and clusters of four, two CTAs per multiprocessor, beat half as many CTAs.
+    A pair may share k. Larger clusters with one CTA per multiprocessor lose: where a part of the chip has no
+    room for another whole cluster, multiprocessors stay empty. Up to 32 tokens their parts are small, and
+    clusters of four, two CTAs per multiprocessor, beat half as many CTAs.
     """
 
     def shape(row_tiles: int, stages: int, ctas_per_sm: int, cluster: int = 1) -> LinearShape:
@@ -130,7 +152,11 @@ def _wide(bucket: int, out_features: int, in_features: int, sms: int) -> LinearS
         return _clustered(shape(1, 8 if bucket == 32 else 6, 2), out_features, in_features, most)
     if bucket == 64 and most <= tall <= sms:
         return shape(2, 5, 1)
-    return shape(2, 4, 2) if bucket == 64 and _evenness(tall, sms * 2) >= _evenness(tiles, sms * 2) else shape(1, 7, 2)
+    return (
+        shape(2, 4, 2)
+        if bucket == 64 and _evenness(tall, sms * 2) >= _evenness(tiles, sms * 2)
+        else shape(1, 7, 2)
+    )
 
 
 def _evenness(ctas: int, places: int) -> float:
@@ -139,9 +165,11 @@ def _evenness(ctas: int, places: int) -> float:
 
 
 def _narrow(bucket: int, out_features: int, sms: int, shared_per_sm: int, shared_per_cta: int) -> LinearShape:
-    """For few tokens: short tiles with 8 warps along k where their CTAs all find a place at once, else taller ones with 4.
+    """For few tokens: short tiles with 8 warps along k where their CTAs all find a place at once, else taller
+    ones with 4.
 
-    Beside the kernel's own CTAs a multiprocessor keeps a place for one of the next kernel, unless they fill all places evenly.
+    Beside the kernel's own CTAs a multiprocessor keeps a place for one of the next kernel, unless they fill
+    all places evenly.
     """
     for row_tiles, k_warps in ((1, 8), (2, 4)):
         shape = LinearShape(row_tiles, 1, k_warps, 2, 2)
@@ -162,28 +190,69 @@ def _narrow(bucket: int, out_features: int, sms: int, shared_per_sm: int, shared
     return shape.with_stages(max(fitting, default=2))
 
 
-def norm_macros(dtype: torch.dtype, weight_dtype: torch.dtype, in_features: int, early: bool) -> dict[str, int]:
+def norm_macros(
+    dtype: torch.dtype, weight_dtype: torch.dtype, in_features: int, early: bool
+) -> dict[str, int]:
     """The macros of ``norm.cu``."""
     half = dtype == torch.float16
-    macros = {"IN_FEATURES": in_features, "WEIGHT_BYTES": weight_dtype.itemsize, "THREADS": NORM_THREADS, "PDL": early, "HALF": half,
-              "Q_HALF": half, "KV_BYTES": 2, "E5M2": 0, "CLUSTER": 1}  # fmt: skip
+    macros = {
+        "IN_FEATURES": in_features,
+        "WEIGHT_BYTES": weight_dtype.itemsize,
+        "THREADS": NORM_THREADS,
+        "PDL": early,
+        "HALF": half,
+        "Q_HALF": half,
+        "KV_BYTES": 2,
+        "E5M2": 0,
+        "CLUSTER": 1,
+    }
     return {name: int(value) for name, value in macros.items()}
 
 
 def linear_macros(
-    dtype: torch.dtype, bucket: int, out_features: int, in_features: int, row_stride: int, activation: str, norm: bool, bias: bool,
-    residual: bool, aligned: bool, early: bool, shape: LinearShape,
-) -> dict[str, int]:  # fmt: skip
-    """The macros of the kernel. ``row_stride`` of the weight in numbers; ``aligned``: four numbers of out are stored at once."""
+    dtype: torch.dtype,
+    bucket: int,
+    out_features: int,
+    in_features: int,
+    row_stride: int,
+    activation: str,
+    norm: bool,
+    bias: bool,
+    residual: bool,
+    aligned: bool,
+    early: bool,
+    shape: LinearShape,
+) -> dict[str, int]:
+    """The macros of the kernel. ``row_stride`` of the weight in numbers; ``aligned``: four numbers of out are
+    stored at once."""
     half = dtype == torch.float16
     macros = {
-        "OUT_FEATURES": out_features, "IN_FEATURES": in_features, "NT": max(bucket // 8, 1), "ACTIVATION": ACTIVATIONS[activation],
-        "NORM": norm, "BIAS": bias, "RESIDUAL": residual, "ALIGNED": aligned, "PDL": early, "HALF": half, "Q_HALF": half, "KV_BYTES": 2,
-        "E5M2": 0, "MT": shape.row_tiles, "STAGES": shape.stages, "CTAS_PER_SM": shape.ctas_per_sm, "CLUSTER": shape.cluster,
+        "OUT_FEATURES": out_features,
+        "IN_FEATURES": in_features,
+        "NT": max(bucket // 8, 1),
+        "ACTIVATION": ACTIVATIONS[activation],
+        "NORM": norm,
+        "BIAS": bias,
+        "RESIDUAL": residual,
+        "ALIGNED": aligned,
+        "PDL": early,
+        "HALF": half,
+        "Q_HALF": half,
+        "KV_BYTES": 2,
+        "E5M2": 0,
+        "MT": shape.row_tiles,
+        "STAGES": shape.stages,
+        "CTAS_PER_SM": shape.ctas_per_sm,
+        "CLUSTER": shape.cluster,
         "LAUNCH_FIRST": bucket <= 8,
-    }  # fmt: skip
+    }
     if shape.wide:
         macros |= {"WGMMA": 1, "EARLY_STAGES": shape.early_stages}
     else:
-        macros |= {"W_ROW": row_stride, "X_ROWS": bucket, "ROW_WARPS": shape.row_warps, "K_WARPS": shape.k_warps}
+        macros |= {
+            "W_ROW": row_stride,
+            "X_ROWS": bucket,
+            "ROW_WARPS": shape.row_warps,
+            "K_WARPS": shape.k_warps,
+        }
     return {name: int(value) for name, value in macros.items()}

@@ -19,7 +19,8 @@ _PIECE = 1024  # numbers per program: 4 warps of 8 per lane
 
 @triton.jit
 def activate(x, ACTIVATION: tl.constexpr):
-    """``silu``, ``gelu_tanh`` or ``gelu`` of float32 ``x``. The tanh of GELU's approximation is written as a sigmoid."""
+    """``silu``, ``gelu_tanh`` or ``gelu`` of float32 ``x``. The tanh of GELU's approximation is written as
+    a sigmoid."""
     if ACTIVATION == "silu":
         y = x * tl.sigmoid(x)
     elif ACTIVATION == "gelu_tanh":
@@ -30,14 +31,26 @@ def activate(x, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def act_and_mul_kernel(gate_up_ptr, out_ptr, gate_up_row, out_row, WIDTH: tl.constexpr, PIECE: tl.constexpr, ACTIVATION: tl.constexpr):
+def act_and_mul_kernel(
+    gate_up_ptr,
+    out_ptr,
+    gate_up_row,
+    out_row,
+    WIDTH: tl.constexpr,
+    PIECE: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+):
     """Grid: (num_tokens, pieces of a row)."""
     token = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * PIECE + tl.arange(0, PIECE)
     here = d < WIDTH
     gate = tl.load(gate_up_ptr + token * gate_up_row + d, mask=here, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + token * gate_up_row + WIDTH + d, mask=here, other=0.0).to(tl.float32)
-    tl.store(out_ptr + token * out_row + d, (activate(gate, ACTIVATION) * up).to(out_ptr.dtype.element_ty), mask=here)
+    tl.store(
+        out_ptr + token * out_row + d,
+        (activate(gate, ACTIVATION) * up).to(out_ptr.dtype.element_ty),
+        mask=here,
+    )
 
 
 def launch(gate_up: Tensor, out: Tensor, activation: str) -> None:
@@ -46,12 +59,20 @@ def launch(gate_up: Tensor, out: Tensor, activation: str) -> None:
     piece = min(_PIECE, next_power_of_2(width))
     if tokens:
         act_and_mul_kernel[(tokens, -(-width // piece))](
-            gate_up, out, gate_up.stride(0), out.stride(0), WIDTH=width, PIECE=piece, ACTIVATION=activation, num_warps=4,
-        )  # fmt: skip
+            gate_up,
+            out,
+            gate_up.stride(0),
+            out.stride(0),
+            WIDTH=width,
+            PIECE=piece,
+            ACTIVATION=activation,
+            num_warps=4,
+        )
 
 
 def act_and_mul(gate_up: Tensor, out: Tensor, *, activation: str = "silu") -> None:
-    """Launch `act_and_mul_kernel`; arguments as in ``custom_ops/layers/schema.py``, in float32, bfloat16 or float16."""
+    """Launch `act_and_mul_kernel`; arguments as in ``custom_ops/layers/schema.py``, in float32, bfloat16
+    or float16."""
     require_launchable(gate_up)
     check_dtype("gate_up", gate_up, torch.bfloat16, torch.float16, torch.float32)
     check_act_and_mul(gate_up, out, activation=activation)

@@ -1,7 +1,7 @@
 """embedding: one program copies the row of one token, and starts early.
 
-As a kernel of torch's it would begin only when the kernel ahead has ended, and keep the first product of a step from reading its weights
-meanwhile. It waits first and lets its dependents start then (stream_order.py).
+As a kernel of torch's it would begin only when the kernel ahead has ended, and keep the first product of a
+step from reading its weights meanwhile. It waits first and lets its dependents start then (stream_order.py).
 """
 
 from __future__ import annotations
@@ -18,9 +18,17 @@ from torchpaged.custom_ops.triton.launching import early_launch, next_power_of_2
 
 @triton.jit
 def embedding_kernel(
-    ids_ptr, weight_ptr, scale_ptr, out_ptr, vocab_size, weight_row, out_row, WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr,
+    ids_ptr,
+    weight_ptr,
+    scale_ptr,
+    out_ptr,
+    vocab_size,
+    weight_row,
+    out_row,
+    WIDTH: tl.constexpr,
+    WIDTH_PAD: tl.constexpr,
     PDL: tl.constexpr,
-):  # fmt: skip
+):
     """Grid: (num_tokens,). An id outside the table gives NaN. scale_ptr may be None."""
     token = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, WIDTH_PAD)
@@ -49,6 +57,15 @@ def embedding(input_ids: Tensor, weight: Tensor, out: Tensor, *, scale: Tensor |
     tokens, width = out.shape
     if tokens:
         embedding_kernel[(tokens,)](
-            input_ids, weight, scale, out, weight.shape[0], weight.stride(0), out.stride(0), WIDTH=width, WIDTH_PAD=next_power_of_2(width),
-            num_warps=num_warps_of(width, weight.element_size()), **early_launch(input_ids.device),
-        )  # fmt: skip
+            input_ids,
+            weight,
+            scale,
+            out,
+            weight.shape[0],
+            weight.stride(0),
+            out.stride(0),
+            WIDTH=width,
+            WIDTH_PAD=next_power_of_2(width),
+            num_warps=num_warps_of(width, weight.element_size()),
+            **early_launch(input_ids.device),
+        )

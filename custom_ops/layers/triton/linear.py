@@ -1,7 +1,8 @@
 """linear, composed: the norm's kernel, torch's matrix product (cuBLAS), the gate's kernel.
 
-At many tokens this is what wins, since the product takes nearly all of the time; the ``cuda`` backend has one kernel for few
-tokens and comes here for the rest. The normed input and the product before a gate are rounded to x's dtype in between.
+At many tokens this is what wins, since the product takes nearly all of the time; the ``cuda`` backend has one
+kernel for few tokens and comes here for the rest. The normed input and the product before a gate are rounded
+to x's dtype in between.
 """
 
 from __future__ import annotations
@@ -16,22 +17,45 @@ from torchpaged.custom_ops.triton.launching import require_launchable
 
 
 def linear(
-    x: Tensor, weight: Tensor, out: Tensor, *, bias: Tensor | None = None, residual: Tensor | None = None,
-    norm_weight: Tensor | None = None, norm_eps: float = 1e-6, norm_offset: float = 0.0, activation: str = "none",
-) -> None:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    *,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    norm_eps: float = 1e-6,
+    norm_offset: float = 0.0,
+    activation: str = "none",
+) -> None:
     """Launch the parts; arguments as in ``custom_ops/layers/schema.py``, in float32, bfloat16 or float16."""
     require_launchable(x)
     check_dtype("x", x, torch.bfloat16, torch.float16, torch.float32)
     check_linear(
-        x, weight, out, bias=bias, residual=residual, norm_weight=norm_weight, norm_eps=norm_eps, norm_offset=norm_offset,
-        activation=activation)  # fmt: skip
+        x,
+        weight,
+        out,
+        bias=bias,
+        residual=residual,
+        norm_weight=norm_weight,
+        norm_eps=norm_eps,
+        norm_offset=norm_offset,
+        activation=activation,
+    )
     compose(x, weight, out, bias, residual, norm_weight, norm_eps, norm_offset, activation)
 
 
 def compose(
-    x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None, residual: Tensor | None, norm_weight: Tensor | None, norm_eps: float,
-    norm_offset: float, activation: str,
-) -> None:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    norm_weight: Tensor | None,
+    norm_eps: float,
+    norm_offset: float,
+    activation: str,
+) -> None:
     """The parts without checks, in order."""
     if not x.shape[0]:
         return

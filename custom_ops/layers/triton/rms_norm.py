@@ -1,7 +1,7 @@
 """rms_norm: one program norms one token's row, with the residual adds before and after it.
 
-A row stays in registers between the sum of squares and the store, so that each number is read and written once. Everything is
-computed in float32 and rounded once.
+A row stays in registers between the sum of squares and the store, so that each number is read and written
+once. Everything is computed in float32 and rounded once.
 """
 
 from __future__ import annotations
@@ -18,9 +18,20 @@ from torchpaged.custom_ops.triton.launching import next_power_of_2, require_laun
 
 @triton.jit
 def rms_norm_kernel(
-    x_ptr, weight_ptr, out_ptr, residual_ptr, post_ptr, eps, offset, x_row, out_row, residual_row, post_row,
-    WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    weight_ptr,
+    out_ptr,
+    residual_ptr,
+    post_ptr,
+    eps,
+    offset,
+    x_row,
+    out_row,
+    residual_row,
+    post_row,
+    WIDTH: tl.constexpr,
+    WIDTH_PAD: tl.constexpr,
+):
     """Grid: (num_tokens,). A pointer that is None leaves its step out."""
     token = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, WIDTH_PAD)
@@ -42,23 +53,47 @@ def num_warps_of(width: int) -> int:
 
 
 def launch(
-    x: Tensor, weight: Tensor, out: Tensor, eps: float, offset: float, residual: Tensor | None = None, post_residual: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    eps: float,
+    offset: float,
+    residual: Tensor | None = None,
+    post_residual: Tensor | None = None,
 ) -> None:
     """Launch without checks: arguments as in ``custom_ops/layers/schema.py``."""
     tokens, width = x.shape
     if tokens:
         rms_norm_kernel[(tokens,)](
-            x, weight, out, residual, post_residual, eps, offset, x.stride(0), out.stride(0),
-            0 if residual is None else residual.stride(0), 0 if post_residual is None else post_residual.stride(0),
-            WIDTH=width, WIDTH_PAD=next_power_of_2(width), num_warps=num_warps_of(width),
-        )  # fmt: skip
+            x,
+            weight,
+            out,
+            residual,
+            post_residual,
+            eps,
+            offset,
+            x.stride(0),
+            out.stride(0),
+            0 if residual is None else residual.stride(0),
+            0 if post_residual is None else post_residual.stride(0),
+            WIDTH=width,
+            WIDTH_PAD=next_power_of_2(width),
+            num_warps=num_warps_of(width),
+        )
 
 
 def rms_norm(
-    x: Tensor, weight: Tensor, out: Tensor, *, eps: float = 1e-6, offset: float = 0.0, residual: Tensor | None = None,
+    x: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    *,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    residual: Tensor | None = None,
     post_residual: Tensor | None = None,
-) -> None:  # fmt: skip
-    """Launch `rms_norm_kernel`; arguments as in ``custom_ops/layers/schema.py``, in float32, bfloat16 or float16."""
+) -> None:
+    """Launch `rms_norm_kernel`; arguments as in ``custom_ops/layers/schema.py``, in float32, bfloat16
+    or float16."""
     require_launchable(x)
     check_dtype("x", x, torch.bfloat16, torch.float16, torch.float32)
     check_rms_norm(x, weight, out, eps=eps, residual=residual, post_residual=post_residual)

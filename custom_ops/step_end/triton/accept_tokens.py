@@ -1,4 +1,5 @@
-"""accept_tokens: one thread per request takes its sampled token and turns this step's buffers into the next one's.
+"""accept_tokens: one thread per request takes its sampled token and turns this step's buffers into the
+next one's.
 
 Dependents are not started early (stream_order.py). `finish_step` has the same functions.
 """
@@ -24,7 +25,8 @@ def rows_per_program(num_reqs: int) -> int:
 
 
 def ring_options(ring: Tensor | None, step: int, alone: bool) -> tuple[tuple[int, int, int], dict[str, Any]]:
-    """``(ring_slot, ring_step, num_slots)`` and the constexprs of a kernel that ends a step: LAST only with a ring; ``alone``: it is one program."""
+    """``(ring_slot, ring_step, num_slots)`` and the constexprs of a kernel that ends a step: LAST only with a
+    ring; ``alone``: it is one program."""
     if ring is None:
         return (0, 0, 0), {"STEP": 0, "LAST": False, "ALONE": True}
     strides = (ring.stride(0), ring.stride(1), ring.shape[0] - 1)
@@ -46,11 +48,25 @@ def is_among(token, stop):
 
 
 @triton.jit
-def load_rows(row, inside, table_ptr, stop_at, lens_ptr, counters_ptr, remaining_ptr, num_stops, capacity, table_row,
-              BLOCK_SIZE: tl.constexpr, STOPS: tl.constexpr):  # fmt: skip
-    """Of each row: length, counter, tokens that remain after this one, block of the next position, the first stop tokens.
+def load_rows(
+    row,
+    inside,
+    table_ptr,
+    stop_at,
+    lens_ptr,
+    counters_ptr,
+    remaining_ptr,
+    num_stops,
+    capacity,
+    table_row,
+    BLOCK_SIZE: tl.constexpr,
+    STOPS: tl.constexpr,
+):
+    """Of each row: length, counter, tokens that remain after this one, block of the next position, the first
+    stop tokens.
 
-    From L2: `finish_step` reads them before the kernels ahead have finished, and a first-level cache may hold an older step's.
+    From L2: `finish_step` reads them before the kernels ahead have finished, and a first-level cache may hold
+    an older step's.
     """
     old = tl.load(lens_ptr + row, mask=inside, other=0, cache_modifier=".cg")
     active = inside & (old > 0)
@@ -63,10 +79,32 @@ def load_rows(row, inside, table_ptr, stop_at, lens_ptr, counters_ptr, remaining
 
 @triton.jit
 def accept_rows(
-    row, inside, token, old, counter, remaining, block, stop, stop_at, ids_ptr, positions_ptr, lens_ptr, slots_ptr, counters_ptr,
-    remaining_ptr, seen_ptr, tokens_ptr, num_stops, num_words, capacity, seen_row, BLOCK_SIZE: tl.constexpr, STOPS: tl.constexpr,
-):  # fmt: skip
-    """Take ``token [ROWS]``, int64, -1 in rows that are not active, another negative one ends the row; the rest of each row is as `load_rows` gave it."""
+    row,
+    inside,
+    token,
+    old,
+    counter,
+    remaining,
+    block,
+    stop,
+    stop_at,
+    ids_ptr,
+    positions_ptr,
+    lens_ptr,
+    slots_ptr,
+    counters_ptr,
+    remaining_ptr,
+    seen_ptr,
+    tokens_ptr,
+    num_stops,
+    num_words,
+    capacity,
+    seen_row,
+    BLOCK_SIZE: tl.constexpr,
+    STOPS: tl.constexpr,
+):
+    """Take ``token [ROWS]``, int64, -1 in rows that are not active, another negative one ends the row; the
+    rest of each row is as `load_rows` gave it."""
     active = inside & (old > 0)
     stops = is_among(token, stop)
     for first in range(STOPS, num_stops, STOPS):
@@ -98,7 +136,8 @@ def find_slot(ring_ptr, launches_ptr, ring_slot, num_slots):
 def end_launch(slot_at, launch, launches_ptr, ring_step, num_steps: tl.constexpr, ALONE: tl.constexpr):
     """Behind a launch's last tokens: its number into its slot, and count it unless it is negative.
 
-    The next one may begin once every program has read the number: the last one to come here counts. ALONE: there is one program.
+    The next one may begin once every program has read the number: the last one to come here counts. ALONE:
+    there is one program.
     """
     tl.debug_barrier()  # every warp has read it
     next_launch = tl.where(launch < 0, launch, launch + 1)
@@ -113,19 +152,57 @@ def end_launch(slot_at, launch, launches_ptr, ring_step, num_steps: tl.constexpr
 
 @triton.jit
 def accept_tokens_kernel(
-    sampled_ptr, table_ptr, stop_ptr, ids_ptr, positions_ptr, lens_ptr, slots_ptr, counters_ptr, remaining_ptr, seen_ptr, tokens_ptr,
-    ring_ptr, launches_ptr, num_reqs, num_stops, num_words, capacity, table_row, stop_row, seen_row, ring_slot, ring_step, num_slots,
-    STEP: tl.constexpr, LAST: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, STOPS: tl.constexpr, ALONE: tl.constexpr,
+    sampled_ptr,
+    table_ptr,
+    stop_ptr,
+    ids_ptr,
+    positions_ptr,
+    lens_ptr,
+    slots_ptr,
+    counters_ptr,
+    remaining_ptr,
+    seen_ptr,
+    tokens_ptr,
+    ring_ptr,
+    launches_ptr,
+    num_reqs,
+    num_stops,
+    num_words,
+    capacity,
+    table_row,
+    stop_row,
+    seen_row,
+    ring_slot,
+    ring_step,
+    num_slots,
+    STEP: tl.constexpr,
+    LAST: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    STOPS: tl.constexpr,
+    ALONE: tl.constexpr,
     PDL: tl.constexpr,
-):  # fmt: skip
-    """Grid: (ceil(num_reqs / ROWS),). STOPS: stop tokens compared at once. ALONE: one program. num_slots: of the ring, without the last."""
+):
+    """Grid: (ceil(num_reqs / ROWS),). STOPS: stop tokens compared at once. ALONE: one program. num_slots: of
+    the ring, without the last."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = row < num_reqs
     if PDL:
         tl.extra.cuda.gdc_wait()
     stop_at = stop_ptr + row.to(tl.int64) * stop_row
     old, counter, remaining, block, stop = load_rows(
-        row, inside, table_ptr, stop_at, lens_ptr, counters_ptr, remaining_ptr, num_stops, capacity, table_row, BLOCK_SIZE, STOPS
+        row,
+        inside,
+        table_ptr,
+        stop_at,
+        lens_ptr,
+        counters_ptr,
+        remaining_ptr,
+        num_stops,
+        capacity,
+        table_row,
+        BLOCK_SIZE,
+        STOPS,
     )
     if ring_ptr is not None:
         launch, slot_at = find_slot(ring_ptr, launches_ptr, ring_slot, num_slots)
@@ -133,30 +210,102 @@ def accept_tokens_kernel(
     if ring_ptr is not None:
         tl.store(slot_at + STEP * ring_step + row, token, mask=inside)
     accept_rows(
-        row, inside, token, old, counter, remaining, block, stop, stop_at, ids_ptr, positions_ptr, lens_ptr, slots_ptr, counters_ptr,
-        remaining_ptr, seen_ptr, tokens_ptr, num_stops, num_words, capacity, seen_row, BLOCK_SIZE, STOPS,
-    )  # fmt: skip
+        row,
+        inside,
+        token,
+        old,
+        counter,
+        remaining,
+        block,
+        stop,
+        stop_at,
+        ids_ptr,
+        positions_ptr,
+        lens_ptr,
+        slots_ptr,
+        counters_ptr,
+        remaining_ptr,
+        seen_ptr,
+        tokens_ptr,
+        num_stops,
+        num_words,
+        capacity,
+        seen_row,
+        BLOCK_SIZE,
+        STOPS,
+    )
     if LAST:
         end_launch(slot_at, launch, launches_ptr, ring_step, STEP + 1, ALONE)
 
 
-def accept_tokens(sampled_token_ids: Tensor, block_table: Tensor, stop_token_ids: Tensor, input_ids: Tensor, positions: Tensor,
-                  seq_lens: Tensor, slot_mapping: Tensor, counters: Tensor, remaining: Tensor, seen: Tensor, tokens_out: Tensor,
-                  *, block_size: int, ring: Tensor | None = None, launches: Tensor | None = None, step: int = 0) -> None:  # fmt: skip
+def accept_tokens(
+    sampled_token_ids: Tensor,
+    block_table: Tensor,
+    stop_token_ids: Tensor,
+    input_ids: Tensor,
+    positions: Tensor,
+    seq_lens: Tensor,
+    slot_mapping: Tensor,
+    counters: Tensor,
+    remaining: Tensor,
+    seen: Tensor,
+    tokens_out: Tensor,
+    *,
+    block_size: int,
+    ring: Tensor | None = None,
+    launches: Tensor | None = None,
+    step: int = 0,
+) -> None:
     """Launch; arguments as in ``custom_ops/step_end/schema.py``."""
     require_launchable(input_ids)
     check_accept_tokens(
-        sampled_token_ids, block_table, stop_token_ids, input_ids, positions, seq_lens, slot_mapping, counters, remaining, seen,
-        tokens_out, block_size=block_size, ring=ring, launches=launches, step=step,
-    )  # fmt: skip
+        sampled_token_ids,
+        block_table,
+        stop_token_ids,
+        input_ids,
+        positions,
+        seq_lens,
+        slot_mapping,
+        counters,
+        remaining,
+        seen,
+        tokens_out,
+        block_size=block_size,
+        ring=ring,
+        launches=launches,
+        step=step,
+    )
     num_reqs = block_table.shape[0]
     if not num_reqs:
         return
     rows = rows_per_program(num_reqs)
     strides, constants = ring_options(ring, step, num_reqs <= rows)
     accept_tokens_kernel[(triton.cdiv(num_reqs, rows),)](
-        sampled_token_ids, block_table, stop_token_ids, input_ids, positions, seq_lens, slot_mapping, counters, remaining, seen, tokens_out,
-        ring, launches, num_reqs, stop_token_ids.shape[1], seen.shape[1], block_table.shape[1] * block_size, block_table.stride(0),
-        stop_token_ids.stride(0), seen.stride(0), *strides, BLOCK_SIZE=block_size, ROWS=rows, STOPS=STOPS, num_warps=rows // 32,
-        **constants, **early_launch(input_ids.device),
-    )  # fmt: skip
+        sampled_token_ids,
+        block_table,
+        stop_token_ids,
+        input_ids,
+        positions,
+        seq_lens,
+        slot_mapping,
+        counters,
+        remaining,
+        seen,
+        tokens_out,
+        ring,
+        launches,
+        num_reqs,
+        stop_token_ids.shape[1],
+        seen.shape[1],
+        block_table.shape[1] * block_size,
+        block_table.stride(0),
+        stop_token_ids.stride(0),
+        seen.stride(0),
+        *strides,
+        BLOCK_SIZE=block_size,
+        ROWS=rows,
+        STOPS=STOPS,
+        num_warps=rows // 32,
+        **constants,
+        **early_launch(input_ids.device),
+    )

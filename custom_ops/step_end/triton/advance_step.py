@@ -14,15 +14,26 @@ _ROWS = 128
 
 @triton.jit
 def advance_step_kernel(
-    sampled_ptr, table_ptr, ids_ptr, positions_ptr, lens_ptr, slots_ptr, num_reqs, capacity, table_row,
-    BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
+    sampled_ptr,
+    table_ptr,
+    ids_ptr,
+    positions_ptr,
+    lens_ptr,
+    slots_ptr,
+    num_reqs,
+    capacity,
+    table_row,
+    BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+):
     """Grid: (ceil(num_reqs / ROWS),)."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = row < num_reqs
     old = tl.load(lens_ptr + row, mask=inside, other=0)
     moves = inside & (old > 0) & (old < capacity)
-    block = tl.load(table_ptr + row.to(tl.int64) * table_row + old // BLOCK_SIZE, mask=moves, other=0).to(tl.int64)
+    block = tl.load(table_ptr + row.to(tl.int64) * table_row + old // BLOCK_SIZE, mask=moves, other=0).to(
+        tl.int64
+    )
     tl.store(slots_ptr + row, tl.where(moves, block * BLOCK_SIZE + old % BLOCK_SIZE, -1), mask=inside)
     token = tl.load(sampled_ptr + row, mask=moves, other=0)
     tl.store(ids_ptr + row, token, mask=moves)
@@ -30,14 +41,33 @@ def advance_step_kernel(
     tl.store(lens_ptr + row, old + 1, mask=moves)
 
 
-def advance_step(sampled_token_ids: Tensor, block_table: Tensor, input_ids: Tensor, positions: Tensor, seq_lens: Tensor,
-                 slot_mapping: Tensor, *, block_size: int) -> None:  # fmt: skip
+def advance_step(
+    sampled_token_ids: Tensor,
+    block_table: Tensor,
+    input_ids: Tensor,
+    positions: Tensor,
+    seq_lens: Tensor,
+    slot_mapping: Tensor,
+    *,
+    block_size: int,
+) -> None:
     """Launch; arguments as in ``custom_ops/step_end/schema.py``."""
     require_launchable(input_ids)
-    check_advance_step(sampled_token_ids, block_table, input_ids, positions, seq_lens, slot_mapping, block_size=block_size)
+    check_advance_step(
+        sampled_token_ids, block_table, input_ids, positions, seq_lens, slot_mapping, block_size=block_size
+    )
     num_reqs = block_table.shape[0]
     if num_reqs:
         advance_step_kernel[(triton.cdiv(num_reqs, _ROWS),)](
-            sampled_token_ids, block_table, input_ids, positions, seq_lens, slot_mapping, num_reqs,
-            block_table.shape[1] * block_size, block_table.stride(0), BLOCK_SIZE=block_size, ROWS=_ROWS,
-        )  # fmt: skip
+            sampled_token_ids,
+            block_table,
+            input_ids,
+            positions,
+            seq_lens,
+            slot_mapping,
+            num_reqs,
+            block_table.shape[1] * block_size,
+            block_table.stride(0),
+            BLOCK_SIZE=block_size,
+            ROWS=_ROWS,
+        )

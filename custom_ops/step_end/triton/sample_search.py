@@ -1,7 +1,9 @@
-"""What a token scores, and which tokens a truncated row keeps: the device functions of `sample_tokens` and `finish_step`.
+"""What a token scores, and which tokens a truncated row keeps: the device functions of `sample_tokens`
+and `finish_step`.
 
-A row with top_k, top_p or min_p has left each group's largest logit. `list_groups` writes the groups that may hold kept tokens, in order;
-`find_threshold` narrows the threshold among their logits; `draw_listed` scores what is kept. The method: `sample_tokens`, steps 1 to 4.
+A row with top_k, top_p or min_p has left each group's largest logit. `list_groups` writes the groups that may
+hold kept tokens, in order; `find_threshold` narrows the threshold among their logits; `draw_listed` scores
+what is kept. The method: `sample_tokens`, steps 1 to 4.
 """
 
 from __future__ import annotations
@@ -12,7 +14,8 @@ import triton.language as tl
 
 @triton.jit
 def load_logits(row_at, seen_at, token, inside, penalty):
-    """Float32 logits of ``token`` after the repetition penalty: -inf for NaN and where not ``inside``, no negative zero. And which were NaN."""
+    """Float32 logits of ``token`` after the repetition penalty: -inf for NaN and where not ``inside``, no
+    negative zero. And which were NaN."""
     z = tl.load(row_at + token, mask=inside, other=float("-inf")).to(tl.float32)
     if penalty != 1.0:
         occurred = (tl.load(seen_at + token // 32, mask=inside, other=0) >> (token % 32)) & 1
@@ -22,10 +25,13 @@ def load_logits(row_at, seen_at, token, inside, penalty):
 
 @triton.jit
 def natural_log(x):
-    """Logarithm of normal positive numbers to float32's precision (Cephes' logf): without the branches of the library's for all others."""
+    """Logarithm of normal positive numbers to float32's precision (Cephes' logf): without the branches of the
+    library's for all others."""
     bits = x.to(tl.int32, bitcast=True) + (0x3F800000 - 0x3F3504F3)
     exponent = ((bits >> 23) - 127).to(tl.float32)
-    f = ((bits & 0x007FFFFF) + 0x3F3504F3).to(tl.float32, bitcast=True) - 1.0  # of a significand in [sqrt(1/2), sqrt(2))
+    f = ((bits & 0x007FFFFF) + 0x3F3504F3).to(
+        tl.float32, bitcast=True
+    ) - 1.0  # of a significand in [sqrt(1/2), sqrt(2))
     p = ((7.0376836292e-2 * f - 1.1514610310e-1) * f + 1.1676998740e-1) * f - 1.2420140846e-1
     p = (((p * f + 1.4249322787e-1) * f - 1.6668057665e-1) * f + 2.0000714765e-1) * f - 2.4999993993e-1
     p = (p * f + 3.3333331174e-1) * f * f * f - 2.12194440e-4 * exponent - 0.5 * f * f
@@ -36,12 +42,19 @@ def natural_log(x):
 def gumbel_noise(seed, counter, quarter):
     """Noise of tokens ``4 * quarter ... 4 * quarter + 3``: ``[N, 4]`` of ``[N]``."""
     zero = tl.zeros_like(quarter).to(tl.uint32)
-    low, high = zero + (counter & 0xFFFFFFFF).to(tl.uint32), zero + ((counter >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    low, high = (
+        zero + (counter & 0xFFFFFFFF).to(tl.uint32),
+        zero + ((counter >> 32) & 0xFFFFFFFF).to(tl.uint32),
+    )
     a, b, c, d = tl.philox(seed, quarter.to(tl.uint32), low, high, zero)
     bits = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [quarter.shape[0], 4])
     v = (bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10
-    series = v * (1.0 + v * (0.5 + v * (0.3333333432674408 + v * 0.25)))  # of -log(1 - v), where 1 - v loses v's bits
-    u = ((bits ^ 0xFFFFFFFF).to(tl.float32) + 0.5) * 2.3283064365386963e-10  # 1 - v, to the last bit where it is small
+    series = v * (
+        1.0 + v * (0.5 + v * (0.3333333432674408 + v * 0.25))
+    )  # of -log(1 - v), where 1 - v loses v's bits
+    u = (
+        (bits ^ 0xFFFFFFFF).to(tl.float32) + 0.5
+    ) * 2.3283064365386963e-10  # 1 - v, to the last bit where it is small
     exponential = tl.where(v < 0.015625, series, -natural_log(u))
     return -natural_log(exponential)
 
@@ -54,7 +67,8 @@ def likelihood(z, maximum, temperature):
 
 @triton.jit
 def midpoint(low, high):
-    """The float in the middle of ``low < high`` in the order of floats, above ``low``. The order's integers: `next_above`."""
+    """The float in the middle of ``low < high`` in the order of floats, above ``low``. The order's
+    integers: `next_above`."""
     a, b = low.to(tl.int32, bitcast=True), high.to(tl.int32, bitcast=True)
     a, b = a ^ ((a >> 31) & 0x7FFFFFFF), b ^ ((b >> 31) & 0x7FFFFFFF)
     middle = ((a.to(tl.int64) + b.to(tl.int64) + 1) >> 1).to(tl.int32)
@@ -63,7 +77,8 @@ def midpoint(low, high):
 
 @triton.jit
 def next_above(z):
-    """The next float: floats in order are their bits as integers, those of negative ones turned round. NaN above +inf."""
+    """The next float: floats in order are their bits as integers, those of negative ones turned round. NaN
+    above +inf."""
     bits = z.to(tl.int32, bitcast=True)
     after = (bits ^ ((bits >> 31) & 0x7FFFFFFF)) + 1
     return (after ^ ((after >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
@@ -77,21 +92,26 @@ def add_min_max(a, b, c, other_a, other_b, other_c):
 
 @triton.jit
 def part(z, weight, pivot):
-    """What `add_min_max` makes a measure of: the weight at and above ``pivot``, the least value there, and the largest value below."""
+    """What `add_min_max` makes a measure of: the weight at and above ``pivot``, the least value there, and
+    the largest value below."""
     above = z >= pivot
     return tl.where(above, weight, 0.0), tl.where(above, z, float("inf")), tl.where(above, float("-inf"), z)
 
 
 @triton.jit
 def narrow(low, high, mass, least_above, largest_below, target):
-    """A step of the search for the largest value at and above which lies ``target``; done where ``low >= high``."""
+    """A step of the search for the largest value at and above which lies ``target``; done where ``low
+    >= high``."""
     enough = mass >= target
-    return tl.where(enough, least_above, low), tl.where(enough, tl.where(mass == target, least_above, high), largest_below)
+    return tl.where(enough, least_above, low), tl.where(
+        enough, tl.where(mass == target, least_above, high), largest_below
+    )
 
 
 @triton.jit
 def group_bound(peaks, weight, target):
-    """The largest of ``peaks`` at and above which ``weight`` sums to ``target``; -inf if all of them don't."""
+    """The largest of ``peaks`` at and above which ``weight`` sums to ``target``; -inf if all of
+    them don't."""
     high = tl.max(peaks, 0)
     low = tl.full([], float("-inf"), tl.float32)
     while low < high:
@@ -101,23 +121,38 @@ def group_bound(peaks, weight, target):
 
 
 @triton.jit
-def load_chunk(row_at, seen_at, list_at, first, listed, penalty, vocab_size, GROUP: tl.constexpr, CHUNK: tl.constexpr):
-    """Logits ``[CHUNK / 4, 4]`` of listed groups from number ``first`` on, in the order of tokens, and their ``quarter [CHUNK / 4]``."""
+def load_chunk(
+    row_at, seen_at, list_at, first, listed, penalty, vocab_size, GROUP: tl.constexpr, CHUNK: tl.constexpr
+):
+    """Logits ``[CHUNK / 4, 4]`` of listed groups from number ``first`` on, in the order of tokens, and their
+    ``quarter [CHUNK / 4]``."""
     place = tl.arange(0, CHUNK // 4)
     number = first + place // (GROUP // 4)
     group = tl.load(list_at + number, mask=number < listed, other=0)
     quarter = group * (GROUP // 4) + place % (GROUP // 4)
     token = quarter[:, None] * 4 + tl.arange(0, 4)[None, :]
     inside = (number < listed)[:, None] & (token < vocab_size)
-    z, _ = load_logits(row_at, seen_at, token, inside, penalty)  # a row with a NaN gets no token, whatever is found here
+    z, _ = load_logits(
+        row_at, seen_at, token, inside, penalty
+    )  # a row with a NaN gets no token, whatever is found here
     return z, quarter
 
 
 @triton.jit
 def measure_row(
-    row_at, seen_at, list_at, listed, penalty, vocab_size, pivot, maximum, temperature,
-    MASS: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
+    row_at,
+    seen_at,
+    list_at,
+    listed,
+    penalty,
+    vocab_size,
+    pivot,
+    maximum,
+    temperature,
+    MASS: tl.constexpr,
+    GROUP: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
     """The measure of the listed groups (see `part`); weights are likelihoods (MASS) or 1."""
     mass = tl.zeros([CHUNK], tl.float32)
     least_above = tl.full([CHUNK], float("inf"), tl.float32)
@@ -135,37 +170,86 @@ def measure_row(
 
 @triton.jit
 def find_threshold(
-    row_at, seen_at, list_at, listed, penalty, vocab_size, target, low, maximum, temperature,
-    MASS: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
-    """``(threshold, weight above it)``: the largest listed logit at and above which lies ``target``, known to be no less than ``low``."""
+    row_at,
+    seen_at,
+    list_at,
+    listed,
+    penalty,
+    vocab_size,
+    target,
+    low,
+    maximum,
+    temperature,
+    MASS: tl.constexpr,
+    GROUP: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """``(threshold, weight above it)``: the largest listed logit at and above which lies ``target``, known to
+    be no less than ``low``."""
     high = maximum
     while low < high:
         mass, least_above, largest_below = measure_row(
-            row_at, seen_at, list_at, listed, penalty, vocab_size, midpoint(low, high), maximum, temperature, MASS, GROUP, CHUNK
+            row_at,
+            seen_at,
+            list_at,
+            listed,
+            penalty,
+            vocab_size,
+            midpoint(low, high),
+            maximum,
+            temperature,
+            MASS,
+            GROUP,
+            CHUNK,
         )
         low, high = narrow(low, high, mass, least_above, largest_below, target)
     mass, _, _ = measure_row(
-        row_at, seen_at, list_at, listed, penalty, vocab_size, next_above(low), maximum, temperature, MASS, GROUP, CHUNK
+        row_at,
+        seen_at,
+        list_at,
+        listed,
+        penalty,
+        vocab_size,
+        next_above(low),
+        maximum,
+        temperature,
+        MASS,
+        GROUP,
+        CHUNK,
     )
     return low, mass
 
 
 @triton.jit
-def list_groups(peaks_at, list_at, maximum, total, temperature, top_k, top_p, min_p, vocab_size, num_groups, GROUPS: tl.constexpr):
+def list_groups(
+    peaks_at,
+    list_at,
+    maximum,
+    total,
+    temperature,
+    top_k,
+    top_p,
+    min_p,
+    vocab_size,
+    num_groups,
+    GROUPS: tl.constexpr,
+):
     """Write the groups that may hold kept tokens, in order; ``(how many, a bound below the threshold)``."""
     group = tl.arange(0, GROUPS)
     peaks = tl.load(peaks_at + group, mask=group < num_groups, other=float("-inf"))
     weight = likelihood(peaks, maximum, temperature)
     limited = (top_k > 0) & (top_k < vocab_size)
     inside = group < num_groups
-    # top_p counts all of top_k's tokens. Selects: the interpreter of Triton 3.9 takes no mask that a scalar comparison is spread into.
+    # top_p counts all of top_k's tokens. Selects: the interpreter of Triton 3.9 takes no mask that a scalar
+    # comparison is spread into.
     listed = tl.where(limited & (top_p < 1.0), inside, inside & (weight >= min_p))
     bound = tl.full([], float("-inf"), tl.float32)
     if limited:
         bound = group_bound(peaks, tl.full([GROUPS], 1.0, tl.float32), top_k.to(tl.float32))
     elif top_p < 1.0:
-        rest = tl.log((1.0 - top_p) * 0.99 * total / vocab_size)  # tokens less likely than this hold less than 1 - p, all together
+        rest = tl.log(
+            (1.0 - top_p) * 0.99 * total / vocab_size
+        )  # tokens less likely than this hold less than 1 - p, all together
         bound = tl.maximum(group_bound(peaks, weight, top_p * total), maximum + temperature * rest)
     listed = listed & (peaks >= bound)
     tl.store(list_at + tl.cumsum(listed.to(tl.int32), 0) - 1, group, mask=listed)
@@ -175,10 +259,24 @@ def list_groups(peaks_at, list_at, maximum, total, temperature, top_k, top_p, mi
 
 @triton.jit
 def draw_listed(
-    row_at, seen_at, list_at, listed, penalty, vocab_size, threshold, allowed, min_p, maximum, temperature, seed, counter,
-    GROUP: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
-    """The token with the best score of those above ``threshold`` and the first ``allowed`` equal to it; 0 if all are -inf."""
+    row_at,
+    seen_at,
+    list_at,
+    listed,
+    penalty,
+    vocab_size,
+    threshold,
+    allowed,
+    min_p,
+    maximum,
+    temperature,
+    seed,
+    counter,
+    GROUP: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """The token with the best score of those above ``threshold`` and the first ``allowed`` equal to it; 0 if
+    all are -inf."""
     best = tl.full([], float("-inf"), tl.float32)
     token = tl.full([], 0, tl.int32)
     ties = tl.full([], 0, tl.int32)

@@ -1,17 +1,22 @@
-"""sample_tokens: Gumbel-max in two launches, with a search for the threshold instead of a sort where a row is truncated.
+"""sample_tokens: Gumbel-max in two launches, with a search for the threshold instead of a sort where a row
+is truncated.
 
-The first kernel cuts the vocabulary into tiles, one or a few per program, and reads every logit once. For a greedy row each program leaves
-its best token, for a plainly drawn one each tile's. For a row with top_k, top_p or min_p it leaves its tile's largest logit and mass,
-and the largest logit of each group of 64 tokens. The second kernel, a program per row, merges the tiles. A truncated row goes on there:
+The first kernel cuts the vocabulary into tiles, one or a few per program, and reads every logit once. For a
+greedy row each program leaves its best token, for a plainly drawn one each tile's. For a row with top_k,
+top_p or min_p it leaves its tile's largest logit and mass, and the largest logit of each group of 64 tokens.
+The second kernel, a program per row, merges the tiles. A truncated row goes on there:
 
-1. The groups' maxima bound the threshold from below: k groups that reach a value hold k tokens that do; the same with masses.
-2. Groups that reach the bound are listed. For usual distributions they fit one chunk, which then stays in the first-level cache.
-3. The threshold is the largest listed logit at and above which lie k tokens (top_k) or the mass p (top_p): bisection over the ordered
-   integer images of floats, in which both ends always jump to logits that occur.
-4. The kept tokens of the listed groups are scored with their noise. Of tokens equal to the threshold the first are kept.
+1. The groups' maxima bound the threshold from below: k groups that reach a value hold k tokens that do; the
+   same with masses.
+2. Groups that reach the bound are listed. For usual distributions they fit one chunk, which then stays in the
+   first-level cache.
+3. The threshold is the largest listed logit at and above which lie k tokens (top_k) or the mass p (top_p):
+   bisection over the ordered integer images of floats, in which both ends always jump to logits that occur.
+4. The kept tokens of the listed groups are scored with their noise. Of tokens equal to the threshold the
+   first are kept.
 
-Which of this a row needs is read from its parameters on the device. Sums run in a fixed order, so that replays agree bit for bit.
-Semantics and noise: `torchpaged.custom_ops.step_end.reference`.
+Which of this a row needs is read from its parameters on the device. Sums run in a fixed order, so that
+replays agree bit for bit. Semantics and noise: `torchpaged.custom_ops.step_end.reference`.
 """
 
 from __future__ import annotations
@@ -35,7 +40,12 @@ from torchpaged.custom_ops.step_end.triton.sample_search import (
     measure_row,
     next_above,
 )
-from torchpaged.custom_ops.triton.launching import INTERPRET, early_launch, next_power_of_2, require_launchable
+from torchpaged.custom_ops.triton.launching import (
+    INTERPRET,
+    early_launch,
+    next_power_of_2,
+    require_launchable,
+)
 
 GROUP = 64
 NO_TOKEN: tl.constexpr = tl.constexpr(check.NO_TOKEN)
@@ -60,7 +70,8 @@ class SampleTiles(NamedTuple):
 
 
 def sample_tiles(num_rows: int, vocab_size: int) -> SampleTiles:
-    """Small tiles while large ones would leave multiprocessors idle; several for a program once there are more programs than fit."""
+    """Small tiles while large ones would leave multiprocessors idle; several for a program once there are
+    more programs than fit."""
     if INTERPRET:
         return SampleTiles(256, 4, 2, 256, 4)
     if num_rows * vocab_size <= 2**21:
@@ -75,23 +86,55 @@ def is_truncated(temperature, top_k, top_p, min_p, vocab_size):
 
 
 @triton.jit
-def load_parameters(row, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, penalty_ptr, seeds_ptr, counters_ptr):
-    """How a row samples. Read before the kernels ahead have finished, perhaps: from L2, since a first-level cache may hold an older step's."""
-    temperature, penalty = tl.load(temperature_ptr + row, cache_modifier=".cg"), tl.load(penalty_ptr + row, cache_modifier=".cg")
-    top_k, top_p = tl.load(top_k_ptr + row, cache_modifier=".cg"), tl.load(top_p_ptr + row, cache_modifier=".cg")
-    min_p, seed = tl.load(min_p_ptr + row, cache_modifier=".cg"), tl.load(seeds_ptr + row, cache_modifier=".cg")
+def load_parameters(
+    row, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, penalty_ptr, seeds_ptr, counters_ptr
+):
+    """How a row samples. Read before the kernels ahead have finished, perhaps: from L2, since a first-level
+    cache may hold an older step's."""
+    temperature, penalty = (
+        tl.load(temperature_ptr + row, cache_modifier=".cg"),
+        tl.load(penalty_ptr + row, cache_modifier=".cg"),
+    )
+    top_k, top_p = (
+        tl.load(top_k_ptr + row, cache_modifier=".cg"),
+        tl.load(top_p_ptr + row, cache_modifier=".cg"),
+    )
+    min_p, seed = (
+        tl.load(min_p_ptr + row, cache_modifier=".cg"),
+        tl.load(seeds_ptr + row, cache_modifier=".cg"),
+    )
     return temperature, top_k, top_p, min_p, penalty, seed, tl.load(counters_ptr + row, cache_modifier=".cg")
 
 
 @triton.jit
 def sample_tiles_kernel(
-    logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, penalty_ptr, seen_ptr, seeds_ptr, counters_ptr, parts_ptr, indices_ptr,
-    vocab_size, logits_row, seen_row, parts_row, indices_row,
-    TILE: tl.constexpr, TILES_EACH: tl.constexpr, GROUP: tl.constexpr, READS_EARLY: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Grid: (programs, rows), of TILES_EACH tiles each. READS_EARLY: of a row's parameters, before the kernels ahead have finished.
+    logits_ptr,
+    temperature_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    min_p_ptr,
+    penalty_ptr,
+    seen_ptr,
+    seeds_ptr,
+    counters_ptr,
+    parts_ptr,
+    indices_ptr,
+    vocab_size,
+    logits_row,
+    seen_row,
+    parts_row,
+    indices_row,
+    TILE: tl.constexpr,
+    TILES_EACH: tl.constexpr,
+    GROUP: tl.constexpr,
+    READS_EARLY: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid: (programs, rows), of TILES_EACH tiles each. READS_EARLY: of a row's parameters, before the
+    kernels ahead have finished.
 
-    Row of parts: best of each tile, of a greedy row of each program; of a truncated row also the mass of each tile and the maximum of
+    Row of parts: best of each tile, of a greedy row of each program; of a truncated row also the mass of each
+        tile and the maximum of
     each group. Row of indices: token of each tile or program.
     """
     program, row = tl.program_id(0), tl.program_id(1)
@@ -105,7 +148,10 @@ def sample_tiles_kernel(
     )
     if PDL and READS_EARLY:
         tl.extra.cuda.gdc_wait()
-    parts_at, indices_at = parts_ptr + row.to(tl.int64) * parts_row, indices_ptr + row.to(tl.int64) * indices_row
+    parts_at, indices_at = (
+        parts_ptr + row.to(tl.int64) * parts_row,
+        indices_ptr + row.to(tl.int64) * indices_row,
+    )
     row_at, seen_at = logits_ptr + row.to(tl.int64) * logits_row, seen_ptr + row.to(tl.int64) * seen_row
     if is_truncated(temperature, top_k, top_p, min_p, vocab_size):
         for i in range(TILES_EACH):
@@ -116,7 +162,9 @@ def sample_tiles_kernel(
             tl.store(parts_at + 2 * num_tiles + tile * (TILE // GROUP) + tl.arange(0, TILE // GROUP), peaks)
             best = tl.max(peaks, 0)
             tl.store(parts_at + tile, best)
-            weight = tl.where(broken, float("inf"), likelihood(z, best, temperature))  # no row has that mass: `merge_row` sees it
+            weight = tl.where(
+                broken, float("inf"), likelihood(z, best, temperature)
+            )  # no row has that mass: `merge_row` sees it
             tl.store(parts_at + num_tiles + tile, tl.sum(tl.reshape(weight, [TILE]), 0))
     elif temperature > 0.0:
         for i in range(TILES_EACH):
@@ -124,21 +172,32 @@ def sample_tiles_kernel(
             quarter = tile * (TILE // 4) + tl.arange(0, TILE // 4)
             token = quarter[:, None] * 4 + tl.arange(0, 4)[None, :]
             z, broken = load_logits(row_at, seen_at, token, token < vocab_size, penalty)
-            score = z + temperature * gumbel_noise(seed, counter, quarter)  # times the temperature: no overflow where it is tiny
-            # Triton 3.6 gives wrong places for tl.max(tl.reshape(...), return_indices=True) of a tile loaded in another shape, so
-            # tokens are looked for by value; reshaped tiles are only reduced, where order does not matter.
+            score = z + temperature * gumbel_noise(
+                seed, counter, quarter
+            )  # times the temperature: no overflow where it is tiny
+            # Triton 3.6 gives wrong places for tl.max(tl.reshape(...), return_indices=True) of a tile loaded
+            # in another shape, so tokens are looked for by value; reshaped tiles are only reduced, where
+            # order does not matter.
             best = tl.max(tl.max(score, 1), 0)
-            drawn = tl.min(tl.min(tl.where(broken, NO_TOKEN, tl.where(score == best, token, 2147483647)), 1), 0)
-            tl.store(parts_at + tile, tl.where(drawn < 0, float("inf"), best))  # of equals the lower token wins: this one
+            drawn = tl.min(
+                tl.min(tl.where(broken, NO_TOKEN, tl.where(score == best, token, 2147483647)), 1), 0
+            )
+            tl.store(
+                parts_at + tile, tl.where(drawn < 0, float("inf"), best)
+            )  # of equals the lower token wins: this one
             tl.store(indices_at + tile, drawn)
     else:
         first = program * (TILES_EACH * TILE) + tl.arange(0, TILE)
         logit, broken = load_logits(row_at, seen_at, first, first < vocab_size, penalty)
         highest, place = tl.where(broken, float("inf"), logit), tl.where(broken, NO_TOKEN, first)
         for i in tl.static_range(1, TILES_EACH):  # unrolled: all loads at once
-            logit, broken = load_logits(row_at, seen_at, first + i * TILE, first + i * TILE < vocab_size, penalty)
+            logit, broken = load_logits(
+                row_at, seen_at, first + i * TILE, first + i * TILE < vocab_size, penalty
+            )
             place = tl.where(broken, NO_TOKEN, tl.where(logit > highest, first + i * TILE, place))
-            highest = tl.where(broken, float("inf"), tl.maximum(highest, logit))  # nothing is above it, and of equals the lower place wins
+            highest = tl.where(
+                broken, float("inf"), tl.maximum(highest, logit)
+            )  # nothing is above it, and of equals the lower place wins
         peak = tl.max(highest, 0)
         tl.store(parts_at + program, peak)
         tl.store(indices_at + program, tl.min(tl.where(highest == peak, place, 2147483647), 0))
@@ -153,17 +212,41 @@ def better(a, token_a, b, token_b):
 
 @triton.jit
 def merge_row(
-    row, temperature, top_k, top_p, min_p, penalty, seed, counter, logits_ptr, seen_ptr, parts_ptr, indices_ptr,
-    vocab_size, num_programs, num_tiles, num_groups, logits_row, seen_row, parts_row, indices_row,
-    TILES: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
-    """A row's token out of what the first launch left, NO_TOKEN if a logit is NaN or all are -inf. The row of indices becomes the list of groups where the row is truncated."""
+    row,
+    temperature,
+    top_k,
+    top_p,
+    min_p,
+    penalty,
+    seed,
+    counter,
+    logits_ptr,
+    seen_ptr,
+    parts_ptr,
+    indices_ptr,
+    vocab_size,
+    num_programs,
+    num_tiles,
+    num_groups,
+    logits_row,
+    seen_row,
+    parts_row,
+    indices_row,
+    TILES: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUP: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """A row's token out of what the first launch left, NO_TOKEN if a logit is NaN or all are -inf. The row of
+    indices becomes the list of groups where the row is truncated."""
     truncated = is_truncated(temperature, top_k, top_p, min_p, vocab_size)
     parts_at, list_at = parts_ptr + row.to(tl.int64) * parts_row, indices_ptr + row.to(tl.int64) * indices_row
     tile = tl.arange(0, TILES)
     written = tile < tl.where(temperature > 0.0, num_tiles, num_programs)
     best = tl.load(parts_at + tile, mask=written, other=float("-inf"))
-    tokens = tl.load(list_at + tile, mask=written, other=2147483647)  # not yet there where the row is truncated
+    tokens = tl.load(
+        list_at + tile, mask=written, other=2147483647
+    )  # not yet there where the row is truncated
     maximum, token = tl.reduce((best, tokens), 0, better)
     if truncated:
         row_at, seen_at = logits_ptr + row.to(tl.int64) * logits_row, seen_ptr + row.to(tl.int64) * seen_row
@@ -172,42 +255,121 @@ def merge_row(
         sound = total < float("inf")  # neither infinite nor, where the tile hardly counts, NaN
         total = tl.where(sound, total, 1.0)
         listed, threshold = list_groups(
-            parts_at + 2 * num_tiles, list_at, maximum, total, temperature, top_k, top_p, min_p, vocab_size, num_groups, GROUPS
+            parts_at + 2 * num_tiles,
+            list_at,
+            maximum,
+            total,
+            temperature,
+            top_k,
+            top_p,
+            min_p,
+            vocab_size,
+            num_groups,
+            GROUPS,
         )
         allowed = vocab_size
         if (top_k > 0) & (top_k < vocab_size):
             threshold, above = find_threshold(
-                row_at, seen_at, list_at, listed, penalty, vocab_size, top_k.to(tl.float32), threshold, maximum, temperature,
-                False, GROUP, CHUNK,
-            )  # fmt: skip
+                row_at,
+                seen_at,
+                list_at,
+                listed,
+                penalty,
+                vocab_size,
+                top_k.to(tl.float32),
+                threshold,
+                maximum,
+                temperature,
+                False,
+                GROUP,
+                CHUNK,
+            )
             allowed = top_k - above.to(tl.int32)
             if top_p < 1.0:
                 heavier, _, _ = measure_row(
-                    row_at, seen_at, list_at, listed, penalty, vocab_size, next_above(threshold), maximum, temperature, True, GROUP, CHUNK
+                    row_at,
+                    seen_at,
+                    list_at,
+                    listed,
+                    penalty,
+                    vocab_size,
+                    next_above(threshold),
+                    maximum,
+                    temperature,
+                    True,
+                    GROUP,
+                    CHUNK,
                 )
                 total = heavier + allowed * likelihood(threshold, maximum, temperature)
         if top_p < 1.0:
             lowest = threshold
             threshold, heavier = find_threshold(
-                row_at, seen_at, list_at, listed, penalty, vocab_size, top_p * total, threshold, maximum, temperature, True, GROUP, CHUNK
+                row_at,
+                seen_at,
+                list_at,
+                listed,
+                penalty,
+                vocab_size,
+                top_p * total,
+                threshold,
+                maximum,
+                temperature,
+                True,
+                GROUP,
+                CHUNK,
             )
             needed = tl.ceil((top_p * total - heavier) / likelihood(threshold, maximum, temperature))
             ties = tl.maximum(tl.minimum(needed, 16777216.0).to(tl.int32), 1)
             allowed = tl.where(threshold > lowest, ties, tl.minimum(ties, allowed))
         token = draw_listed(
-            row_at, seen_at, list_at, listed, penalty, vocab_size, threshold, allowed, min_p, maximum, temperature, seed, counter,
-            GROUP, CHUNK,
-        )  # fmt: skip
+            row_at,
+            seen_at,
+            list_at,
+            listed,
+            penalty,
+            vocab_size,
+            threshold,
+            allowed,
+            min_p,
+            maximum,
+            temperature,
+            seed,
+            counter,
+            GROUP,
+            CHUNK,
+        )
         token = tl.where(sound, token, NO_TOKEN)
     return tl.where(maximum == float("-inf"), NO_TOKEN, token)
 
 
 @triton.jit
 def merge_tiles_kernel(
-    logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, penalty_ptr, seen_ptr, seeds_ptr, counters_ptr, parts_ptr, indices_ptr,
-    out_ptr, vocab_size, num_programs, num_tiles, num_groups, logits_row, seen_row, parts_row, indices_row,
-    TILES: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    logits_ptr,
+    temperature_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    min_p_ptr,
+    penalty_ptr,
+    seen_ptr,
+    seeds_ptr,
+    counters_ptr,
+    parts_ptr,
+    indices_ptr,
+    out_ptr,
+    vocab_size,
+    num_programs,
+    num_tiles,
+    num_groups,
+    logits_row,
+    seen_row,
+    parts_row,
+    indices_row,
+    TILES: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUP: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """Grid: (rows,). TILES, GROUPS: powers of two."""
     row = tl.program_id(0)
     if PDL:
@@ -217,9 +379,31 @@ def merge_tiles_kernel(
         row, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, penalty_ptr, seeds_ptr, counters_ptr
     )
     token = merge_row(
-        row, temperature, top_k, top_p, min_p, penalty, seed, counter, logits_ptr, seen_ptr, parts_ptr, indices_ptr,
-        vocab_size, num_programs, num_tiles, num_groups, logits_row, seen_row, parts_row, indices_row, TILES, GROUPS, GROUP, CHUNK,
-    )  # fmt: skip
+        row,
+        temperature,
+        top_k,
+        top_p,
+        min_p,
+        penalty,
+        seed,
+        counter,
+        logits_ptr,
+        seen_ptr,
+        parts_ptr,
+        indices_ptr,
+        vocab_size,
+        num_programs,
+        num_tiles,
+        num_groups,
+        logits_row,
+        seen_row,
+        parts_row,
+        indices_row,
+        TILES,
+        GROUPS,
+        GROUP,
+        CHUNK,
+    )
     tl.store(out_ptr + row, token.to(tl.int64))
 
 
@@ -237,8 +421,18 @@ class Merge(NamedTuple):
     options: dict[str, Any]
 
 
-def launch_tiles(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, repetition_penalty: Tensor,
-                 seen: Tensor, seeds: Tensor, counters: Tensor, reads_early: bool) -> Merge:  # fmt: skip
+def launch_tiles(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    repetition_penalty: Tensor,
+    seen: Tensor,
+    seeds: Tensor,
+    counters: Tensor,
+    reads_early: bool,
+) -> Merge:
     """The first launch, without checks; ``logits`` has rows. ``reads_early``: see `sample_tiles_kernel`."""
     num_rows, vocab_size = logits.shape
     tiles = sample_tiles(num_rows, vocab_size)
@@ -247,23 +441,70 @@ def launch_tiles(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tens
     num_groups = num_tiles * (tiles.tile // GROUP)
     parts = torch.empty(num_rows, 2 * num_tiles + num_groups, dtype=torch.float32, device=logits.device)
     indices = torch.empty(num_rows, num_groups, dtype=torch.int32, device=logits.device)
-    arguments = (logits, temperature, top_k, top_p, min_p, repetition_penalty, seen, seeds, counters, parts, indices)
+    arguments = (
+        logits,
+        temperature,
+        top_k,
+        top_p,
+        min_p,
+        repetition_penalty,
+        seen,
+        seeds,
+        counters,
+        parts,
+        indices,
+    )
     strides = (logits.stride(0), seen.stride(0), parts.stride(0), indices.stride(0))
     early = early_launch(logits.device)
     sample_tiles_kernel[(num_programs, num_rows)](
-        *arguments, vocab_size, *strides, TILE=tiles.tile, TILES_EACH=tiles.tiles_each, GROUP=GROUP,
-        READS_EARLY=reads_early, num_warps=tiles.tile_warps, **early,
-    )  # fmt: skip
-    options = {"TILES": next_power_of_2(num_tiles), "GROUPS": next_power_of_2(num_groups), "GROUP": GROUP, "CHUNK": tiles.chunk}
+        *arguments,
+        vocab_size,
+        *strides,
+        TILE=tiles.tile,
+        TILES_EACH=tiles.tiles_each,
+        GROUP=GROUP,
+        READS_EARLY=reads_early,
+        num_warps=tiles.tile_warps,
+        **early,
+    )
+    options = {
+        "TILES": next_power_of_2(num_tiles),
+        "GROUPS": next_power_of_2(num_groups),
+        "GROUP": GROUP,
+        "CHUNK": tiles.chunk,
+    }
     sizes = (vocab_size, num_programs, num_tiles, num_groups, *strides)
     return Merge(arguments, sizes, options | {"num_warps": tiles.chunk_warps} | early)
 
 
-def sample_tokens(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, repetition_penalty: Tensor,
-                  seen: Tensor, seeds: Tensor, counters: Tensor, out: Tensor) -> None:  # fmt: skip
+def sample_tokens(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    repetition_penalty: Tensor,
+    seen: Tensor,
+    seeds: Tensor,
+    counters: Tensor,
+    out: Tensor,
+) -> None:
     """Launch; arguments as in ``custom_ops/step_end/schema.py``."""
     require_launchable(logits)
-    check_sample_tokens(logits, temperature, top_k, top_p, min_p, repetition_penalty, seen, seeds, counters, out)
+    check_sample_tokens(
+        logits, temperature, top_k, top_p, min_p, repetition_penalty, seen, seeds, counters, out
+    )
     if logits.shape[0]:
-        merge = launch_tiles(logits, temperature, top_k, top_p, min_p, repetition_penalty, seen, seeds, counters, reads_early=False)
+        merge = launch_tiles(
+            logits,
+            temperature,
+            top_k,
+            top_p,
+            min_p,
+            repetition_penalty,
+            seen,
+            seeds,
+            counters,
+            reads_early=False,
+        )
         merge_tiles_kernel[(logits.shape[0],)](*merge.arguments, out, *merge.sizes, **merge.options)

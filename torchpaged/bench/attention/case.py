@@ -41,20 +41,37 @@ def measure_case(
     heads_first: bool = False,
     step: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
-    """One row: the case, its ideal time, and per contender a ``status``: timed, absent, unsupported, wrong or failed."""
+    """One row: the case, its ideal time, and per contender a ``status``: timed, absent, unsupported, wrong
+    or failed."""
     ideal_us, bound = case.ideal_us(ceilings["bytes_per_s"], ceilings["flop_per_s"])
     calls = timing.calls_per_round(num_layers(case), ideal_us)
     row: dict[str, Any] = {
-        "case": case.name, "suite": case.suite, "num_heads": case.num_heads, "num_kv_heads": case.num_kv_heads, "head_dim": case.head_dim,
-        "num_reqs": len(case.seq_lens), "kv_tokens": sum(case.seq_lens), "max_seq_len": max(case.seq_lens), "num_tokens": case.num_tokens,
-        "block_size": case.block_size, "dtype": _short(case.dtype), "kv_dtype": _short(case.kv_dtype),
-        "useful_bytes": case.useful_bytes(), "flops": case.flops(), "ideal_us": ideal_us, "bound": bound, "calls_per_round": calls,
+        "case": case.name,
+        "suite": case.suite,
+        "num_heads": case.num_heads,
+        "num_kv_heads": case.num_kv_heads,
+        "head_dim": case.head_dim,
+        "num_reqs": len(case.seq_lens),
+        "kv_tokens": sum(case.seq_lens),
+        "max_seq_len": max(case.seq_lens),
+        "num_tokens": case.num_tokens,
+        "block_size": case.block_size,
+        "dtype": _short(case.dtype),
+        "kv_dtype": _short(case.kv_dtype),
+        "useful_bytes": case.useful_bytes(),
+        "flops": case.flops(),
+        "ideal_us": ideal_us,
+        "bound": bound,
+        "calls_per_round": calls,
         "contenders": {},
-    }  # fmt: skip
+    }
     needed, free = needed_bytes(case), free_bytes(device)
     if free is not None and needed > free:
         step(case.name)
-        return row | {"skipped": f"needs {needed / 2**30:.1f} GiB of memory on {device}, {free / 2**30:.1f} GiB are free"}
+        return row | {
+            "skipped": f"needs {needed / 2**30:.1f} GiB of memory on {device}, "
+            f"{free / 2**30:.1f} GiB are free"
+        }
     inputs = make_inputs(case, device, heads_first)
     row["layers"], row["heads_first"] = inputs.num_layers, heads_first
     ends = (0, inputs.num_layers - 1)
@@ -73,10 +90,16 @@ def measure_case(
     for name, result in timing.interleave(samplers, repeats).items():
         us = result.median_us
         row["contenders"][name] |= {
-            "status": "timed", "us": us, "p20_us": result.p20_us, "p80_us": result.p80_us, "samples": result.samples,
-            "us_with_plan": us + row["contenders"][name].get("plan_us", 0.0) / PLAN_LAYERS, "tb_per_s": case.useful_bytes() / us / 1e6,
-            "tflop_per_s": case.flops() / us / 1e6, "of_ideal": ideal_us / us,
-        }  # fmt: skip
+            "status": "timed",
+            "us": us,
+            "p20_us": result.p20_us,
+            "p80_us": result.p80_us,
+            "samples": result.samples,
+            "us_with_plan": us + row["contenders"][name].get("plan_us", 0.0) / PLAN_LAYERS,
+            "tb_per_s": case.useful_bytes() / us / 1e6,
+            "tflop_per_s": case.flops() / us / 1e6,
+            "of_ideal": ideal_us / us,
+        }
     del samplers, inputs, exact
     free_memory(device)
     return row | compare(row["contenders"], [contender.name for contender in everybody if contender.own])
@@ -85,7 +108,8 @@ def measure_case(
 def _admit(
     contender: Contender, case: AttentionCase, inputs: Inputs, device: torch.device, exact: dict[int, Any]
 ) -> tuple[dict[str, Any], Prepared | None]:
-    """The gate: prepare a contender and compare its first and last call with the oracle. None = it is not to be timed."""
+    """The gate: prepare a contender and compare its first and last call with the oracle. None = it is not to
+    be timed."""
     reason = contender.unavailable()
     if reason:
         return {"status": "absent", "reason": reason}, None
@@ -105,7 +129,11 @@ def _admit(
     if prepared.plan_us is not None:
         entry["plan_us"] = prepared.plan_us
     if not max(errors) <= error_limit(case):
-        kind = f"relative error {max(errors):.2e} is over {error_limit(case):.0e}" if entry["error"] else "a row is not finite"
+        kind = (
+            f"relative error {max(errors):.2e} is over {error_limit(case):.0e}"
+            if entry["error"]
+            else "a row is not finite"
+        )
         return entry | {"status": "wrong", "reason": kind}, None
     return entry, prepared
 

@@ -3,8 +3,9 @@
     for case in select_cases(["decode"], "64x4k"):
         print(case.name, case.useful_bytes(), case.flops())
 
-A case is data only; ``inputs.make_inputs`` turns it into tensors. A case's name says everything that sets it apart:
-``heads/kv_heads/head_dim lengths block``, and the KV dtype where it differs. Attention is causal throughout.
+A case is data only; ``inputs.make_inputs`` turns it into tensors. A case's name says everything that sets it
+apart: ``heads/kv_heads/head_dim lengths block``, and the KV dtype where it differs. Attention is
+causal throughout.
 """
 
 from __future__ import annotations
@@ -54,11 +55,15 @@ class AttentionCase:
 
     def __post_init__(self) -> None:
         if len(self.seq_lens) != len(self.query_lens):
-            raise ArgumentError("query_lens", f"one per request ({len(self.seq_lens)})", str(len(self.query_lens)))
+            raise ArgumentError(
+                "query_lens", f"one per request ({len(self.seq_lens)})", str(len(self.query_lens))
+            )
         if any(not 0 < query <= seq for query, seq in zip(self.query_lens, self.seq_lens, strict=True)):
             raise ArgumentError("query_lens", "1 to seq_len tokens for every request", str(self.query_lens))
         if self.num_heads % self.num_kv_heads:
-            raise ArgumentError("num_heads", f"a multiple of num_kv_heads ({self.num_kv_heads})", str(self.num_heads))
+            raise ArgumentError(
+                "num_heads", f"a multiple of num_kv_heads ({self.num_kv_heads})", str(self.num_heads)
+            )
 
     @property
     def num_tokens(self) -> int:
@@ -80,12 +85,17 @@ class AttentionCase:
         return 2 * sum(self.seq_lens) * self.num_kv_heads * self.head_dim * self.kv_dtype.itemsize
 
     def flops(self) -> int:
-        """Multiply-adds times two of both products over the (query, key) pairs that the causal mask leaves visible."""
-        pairs = sum(query * (seq - query) + query * (query + 1) // 2 for query, seq in zip(self.query_lens, self.seq_lens, strict=True))
+        """Multiply-adds times two of both products over the (query, key) pairs that the causal mask
+        leaves visible."""
+        pairs = sum(
+            query * (seq - query) + query * (query + 1) // 2
+            for query, seq in zip(self.query_lens, self.seq_lens, strict=True)
+        )
         return 4 * self.num_heads * self.head_dim * pairs
 
     def ideal_us(self, bandwidth: float, flop_rate: float) -> tuple[float, str]:
-        """The roofline: microseconds at ``bandwidth`` bytes/s or ``flop_rate`` FLOP/s, the longer of the two, and which it is."""
+        """The roofline: microseconds at ``bandwidth`` bytes/s or ``flop_rate`` FLOP/s, the longer of the two,
+        and which it is."""
         memory, compute = self.useful_bytes() / bandwidth * 1e6, self.flops() / flop_rate * 1e6
         return (memory, "memory") if memory >= compute else (compute, "compute")
 
@@ -110,16 +120,21 @@ def _case(
     if kv_dtype is not None:
         name += f" {str(kv_dtype).removeprefix('torch.')}"
     name += "" if shuffled else " sequential"
-    return AttentionCase(name, *heads, tuple(seq_lens), queries, block_size, dtype, kv_dtype or dtype, suite, shuffled)
+    return AttentionCase(
+        name, *heads, tuple(seq_lens), queries, block_size, dtype, kv_dtype or dtype, suite, shuffled
+    )
 
 
 def lognormal_lengths(num_reqs: int = 128) -> list[int]:
-    """Skewed lengths as chat traffic has them: lognormal(6.5, 1.2) cut to 16 ... 16384 tokens, the same in every run."""
+    """Skewed lengths as chat traffic has them: lognormal(6.5, 1.2) cut to 16 ... 16384 tokens, the same in
+    every run."""
     source = random.Random(0)
     return [max(16, min(16384, int(source.lognormvariate(6.5, 1.2)))) for _ in range(num_reqs)]
 
 
-def _uniform(suite: str, heads: tuple[int, int, int], shapes: Sequence[tuple[int, int]], **options: object) -> list[AttentionCase]:
+def _uniform(
+    suite: str, heads: tuple[int, int, int], shapes: Sequence[tuple[int, int]], **options: object
+) -> list[AttentionCase]:
     return [_case(suite, heads, f"{reqs}x{_length(seq)}", [seq] * reqs, **options) for reqs, seq in shapes]  # type: ignore[arg-type]
 
 
@@ -130,29 +145,48 @@ def _decode() -> list[AttentionCase]:
         _case("decode", LLAMA_8B, "1x128k+127x512", [128 * K] + [512] * 127),
         _case("decode", LLAMA_8B, "128-lognormal", lognormal_lengths()),
         *_uniform("decode", LLAMA_8B, [(8, 8 * K), (64, 4 * K)], block_size=64),
-        *(case for heads in (SMOLLM2, GPT_OSS, QWEN25_7B) for case in _uniform("decode", heads, [(8, 8 * K), (64, 4 * K)])),
+        *(
+            case
+            for heads in (SMOLLM2, GPT_OSS, QWEN25_7B)
+            for case in _uniform("decode", heads, [(8, 8 * K), (64, 4 * K)])
+        ),
     ]
 
 
 def _prefill() -> list[AttentionCase]:
     whole = [(reqs, seq) for reqs, seq in ((1, 512), (8, 512), (1, 4 * K), (1, 16 * K))]
     return [
-        *(_case("prefill", LLAMA_8B, f"{reqs}x{_length(seq)} whole", [seq] * reqs, seq) for reqs, seq in whole),
+        *(
+            _case("prefill", LLAMA_8B, f"{reqs}x{_length(seq)} whole", [seq] * reqs, seq)
+            for reqs, seq in whole
+        ),
         _case("prefill", LLAMA_8B, "chunk 512 on 32k", [32 * K + 512], 512),
     ]
 
 
 def _mixed() -> list[AttentionCase]:
-    """Triples: a mixed batch, its decodes alone, its chunks alone. Shapes: decodes x their length, chunks x tokens on earlier tokens."""
-    shapes = [((32, 4 * K), (2, 512, 8 * K)), ((250, K), (1, 512, 8 * K)), ((64, 2 * K), (1, 256, 2 * K)), ((8, 8 * K), (1, 2 * K, 0)),
-              ((63, 4 * K), (1, 128, 0))]  # fmt: skip
+    """Triples: a mixed batch, its decodes alone, its chunks alone. Shapes: decodes x their length, chunks x
+    tokens on earlier tokens."""
+    shapes = [
+        ((32, 4 * K), (2, 512, 8 * K)),
+        ((250, K), (1, 512, 8 * K)),
+        ((64, 2 * K), (1, 256, 2 * K)),
+        ((8, 8 * K), (1, 2 * K, 0)),
+        ((63, 4 * K), (1, 128, 0)),
+    ]
     cases = []
     for (num_decodes, length), (num_chunks, tokens, context) in shapes:
         decodes, chunks = [length] * num_decodes, [context + tokens] * num_chunks
         decode = f"{num_decodes}x{_length(length)} decode"
         chunk = f"{num_chunks} chunk{'s' if num_chunks > 1 else ''} {tokens} on {_length(context)}"
         cases += [
-            _case("mixed", LLAMA_8B, f"{decode} + {chunk}", decodes + chunks, [1] * num_decodes + [tokens] * num_chunks),
+            _case(
+                "mixed",
+                LLAMA_8B,
+                f"{decode} + {chunk}",
+                decodes + chunks,
+                [1] * num_decodes + [tokens] * num_chunks,
+            ),
             _case("mixed", LLAMA_8B, f"{decode} alone", decodes),
             _case("mixed", LLAMA_8B, f"{chunk} alone", chunks, tokens),
         ]
@@ -160,9 +194,14 @@ def _mixed() -> list[AttentionCase]:
 
 
 def _block_size() -> list[AttentionCase]:
-    """What blocks cost: their size, their order, and for a prompt that there are any: its last case is one block, a contiguous cache."""
+    """What blocks cost: their size, their order, and for a prompt that there are any: its last case is one
+    block, a contiguous cache."""
     return [
-        *(case for size in (1, 16, 64, 256) for case in _uniform("block-size", LLAMA_8B, [(64, 4 * K)], block_size=size)),
+        *(
+            case
+            for size in (1, 16, 64, 256)
+            for case in _uniform("block-size", LLAMA_8B, [(64, 4 * K)], block_size=size)
+        ),
         *_uniform("block-size", LLAMA_8B, [(64, 4 * K), (8, 8 * K)], shuffled=False),
         *_uniform("block-size", LLAMA_8B, [(8, 8 * K)]),
         _case("block-size", LLAMA_8B, "1x16k whole", [16 * K], 16 * K),
@@ -183,8 +222,15 @@ def _smoke() -> list[AttentionCase]:
 
 SUITES: dict[str, tuple[AttentionCase, ...]] = {
     "decode": tuple(_decode()),
-    "decode-fp8": tuple(_uniform("decode-fp8", LLAMA_8B, [(64, 4 * K), (8, 8 * K), (16, 32 * K)], kv_dtype=torch.float8_e4m3fn)),
-    "speculative": tuple(_case("speculative", LLAMA_8B, f"{n}x{_length(seq)} q4", [seq] * n, 4) for n, seq in ((8, 8 * K), (64, 4 * K))),
+    "decode-fp8": tuple(
+        _uniform(
+            "decode-fp8", LLAMA_8B, [(64, 4 * K), (8, 8 * K), (16, 32 * K)], kv_dtype=torch.float8_e4m3fn
+        )
+    ),
+    "speculative": tuple(
+        _case("speculative", LLAMA_8B, f"{n}x{_length(seq)} q4", [seq] * n, 4)
+        for n, seq in ((8, 8 * K), (64, 4 * K))
+    ),
     "prefill": tuple(_prefill()),
     "mixed": tuple(_mixed()),
     "block-size": tuple(_block_size()),
@@ -192,25 +238,42 @@ SUITES: dict[str, tuple[AttentionCase, ...]] = {
 }
 
 
-def select_cases(suites: Sequence[str], substring: str = "", dtype: torch.dtype | None = None) -> list[AttentionCase]:
+def select_cases(
+    suites: Sequence[str], substring: str = "", dtype: torch.dtype | None = None
+) -> list[AttentionCase]:
     """The cases of ``suites``, in order, whose name contains ``substring``.
 
     Args:
         suites: names in `SUITES`; "all" stands for every suite but smoke.
         substring: of the case's name, in any letter case; "" keeps every case.
-        dtype: run the queries, and the caches that have the queries' dtype, in this one instead of the case's own.
+        dtype: run the queries, and the caches that have the queries' dtype, in this one instead of the
+            case's own.
 
     Raises:
         ArgumentError: a suite is unknown, or no case is left.
     """
-    names = [name for suite in suites for name in ([s for s in SUITES if s != "smoke"] if suite == "all" else [suite])]
+    names = [
+        name
+        for suite in suites
+        for name in ([s for s in SUITES if s != "smoke"] if suite == "all" else [suite])
+    ]
     unknown = [name for name in names if name not in SUITES]
     if unknown or not names:
-        raise ArgumentError("suite", f"one of all, {', '.join(SUITES)}", repr(unknown[0]) if unknown else "none")
-    chosen = [case for name in dict.fromkeys(names) for case in SUITES[name] if substring.lower() in case.name.lower()]
+        raise ArgumentError(
+            "suite", f"one of all, {', '.join(SUITES)}", repr(unknown[0]) if unknown else "none"
+        )
+    chosen = [
+        case
+        for name in dict.fromkeys(names)
+        for case in SUITES[name]
+        if substring.lower() in case.name.lower()
+    ]
     if not chosen:
         listed = "; ".join(case.name for name in dict.fromkeys(names) for case in SUITES[name])
         raise ArgumentError("case", f"part of a case's name ({listed})", repr(substring))
     if dtype is None:
         return chosen
-    return [replace(case, dtype=dtype, kv_dtype=dtype if case.kv_dtype == case.dtype else case.kv_dtype) for case in chosen]
+    return [
+        replace(case, dtype=dtype, kv_dtype=dtype if case.kv_dtype == case.dtype else case.kv_dtype)
+        for case in chosen
+    ]

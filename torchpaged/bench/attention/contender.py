@@ -1,4 +1,5 @@
-"""`Contender`: a name, the reasons why it can't run, and a way to prepare its calls for a case; `Prepared`: these calls."""
+"""`Contender`: a name, the reasons why it can't run, and a way to prepare its calls for a case; `Prepared`:
+these calls."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from torchpaged.bench.attention.inputs import Inputs
 
 @dataclass(frozen=True)
 class Prepared:
-    """What a contender runs: one call per KV cache, and the host microseconds of its plan, which no timing includes."""
+    """What a contender runs: one call per KV cache, and the host microseconds of its plan, which no
+    timing includes."""
 
     calls: list[Callable[[], Tensor]]
     plan_us: float | None = None
@@ -29,7 +31,8 @@ class Contender:
         own: whether it is one of torchpaged's backends.
         unavailable: why it can't run on this machine at all, or None.
         why_not: why it can't run a case on a device, or None.
-        prepare: ``(case, inputs)`` to its calls; whatever it needs besides the inputs is made here, outside every timing.
+        prepare: ``(case, inputs)`` to its calls; whatever it needs besides the inputs is made here, outside
+            every timing.
     """
 
     name: str

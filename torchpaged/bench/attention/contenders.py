@@ -3,10 +3,11 @@
     for contender in contenders(device, backends=None, peers=True):
         if contender.unavailable() is None and contender.why_not(case, device) is None:
             prepared = contender.prepare(case, inputs)
-            out = prepared.calls[0]()            # one call per KV cache; returns [num_tokens, num_heads, head_dim]
+            out = prepared.calls[0]()       # one call per KV cache; returns [num_tokens, num_heads, head_dim]
 
-Own backends come by their names; plain PyTorch (SDPA, FlexAttention) reads contiguous KV that is gathered before the clock starts,
-which is an easier task than the paged one; FlashInfer and FlashAttention-3 are in ``peers.py``.
+Own backends come by their names; plain PyTorch (SDPA, FlexAttention) reads contiguous KV that is gathered
+before the clock starts, which is an easier task than the paged one; FlashInfer and FlashAttention-3 are
+in ``peers.py``.
 """
 
 from __future__ import annotations
@@ -44,7 +45,11 @@ def contenders(
         ArgumentError: a name in ``skip`` is unknown, or nobody is left.
     """
     if backends is None:
-        backends = [n for n in list_backends() if n != "reference" and device.type in get_backend(n).capabilities.device_types]
+        backends = [
+            n
+            for n in list_backends()
+            if n != "reference" and device.type in get_backend(n).capabilities.device_types
+        ]
     everybody = [*(own_backend(name) for name in backends), *((SDPA, FLEX, *PEERS) if peers else ())]
     names = [contender.name for contender in everybody]
     unknown = [name for name in skip if name not in names]
@@ -56,29 +61,47 @@ def contenders(
     return left
 
 
-# ----------------------------------------------------------------------------------------------------- own backends
+# ----------------------------------------------------------------------------------------------- own backends
 def own_backend(name: str) -> Contender:
-    """The own backend of that name, called as a layer calls it: the op handle with all checks on, and a semaphore per layer."""
+    """The own backend of that name, called as a layer calls it: the op handle with all checks on, and a
+    semaphore per layer."""
     backend = get_backend(name)
 
     def why_not(case: AttentionCase, device: torch.device) -> str | None:
         spec = AttentionSpec(
-            device=device, dtype=case.dtype, head_dim=case.head_dim, num_heads=case.num_heads, num_kv_heads=case.num_kv_heads,
-            block_size=case.block_size, kv_dtype=case.kv_dtype,
-        )  # fmt: skip
+            device=device,
+            dtype=case.dtype,
+            head_dim=case.head_dim,
+            num_heads=case.num_heads,
+            num_kv_heads=case.num_kv_heads,
+            block_size=case.block_size,
+            kv_dtype=case.kv_dtype,
+        )
         return "; ".join(backend.capabilities.reject(spec)) or None
 
     def prepare(case: AttentionCase, inputs: Inputs) -> Prepared:
         out = inputs.poisoned_out()
         count = len(case.seq_lens) * case.num_kv_heads
-        semaphores = [torch.zeros(count, dtype=torch.int32, device=inputs.q.device) for _ in range(inputs.num_layers)]
+        semaphores = [
+            torch.zeros(count, dtype=torch.int32, device=inputs.q.device) for _ in range(inputs.num_layers)
+        ]
 
         def call(layer: int) -> Tensor:
             backend.ops.paged_attention(
-                inputs.q, inputs.k_caches[layer], inputs.v_caches[layer], inputs.block_table, inputs.seq_lens, inputs.query_start_loc,
-                out, None, max_query_len=max(case.query_lens), scale=inputs.scale, k_scale=inputs.k_scale, v_scale=inputs.v_scale,
+                inputs.q,
+                inputs.k_caches[layer],
+                inputs.v_caches[layer],
+                inputs.block_table,
+                inputs.seq_lens,
+                inputs.query_start_loc,
+                out,
+                None,
+                max_query_len=max(case.query_lens),
+                scale=inputs.scale,
+                k_scale=inputs.k_scale,
+                v_scale=inputs.v_scale,
                 semaphore=semaphores[layer],
-            )  # fmt: skip
+            )
             return out
 
         return Prepared([partial(call, layer) for layer in range(inputs.num_layers)])
@@ -86,7 +109,7 @@ def own_backend(name: str) -> Contender:
     return Contender(name, True, backend.unavailable, why_not, prepare)
 
 
-# ------------------------------------------------------------------------------------ plain PyTorch, contiguous KV
+# ------------------------------------------------------------------------------- plain PyTorch, contiguous KV
 def _not_dense(case: AttentionCase) -> str | None:
     """Why a dense batch can't hold the case; None if it can."""
     if len(set(case.seq_lens)) > 1 or len(set(case.query_lens)) > 1:
@@ -110,13 +133,18 @@ def _dense_layers(case: AttentionCase, inputs: Inputs) -> list[tuple[Tensor, Ten
 
 def _sdpa_why_not(case: AttentionCase, device: torch.device) -> str | None:
     if not case.is_decode and set(case.query_lens) != set(case.seq_lens):
-        return _not_dense(case) or "a chunk needs a mask tensor, with which SDPA has no fused kernel for grouped heads"
+        return (
+            _not_dense(case)
+            or "a chunk needs a mask tensor, with which SDPA has no fused kernel for grouped heads"
+        )
     return _not_dense(case)
 
 
 def _sdpa_prepare(case: AttentionCase, inputs: Inputs) -> Prepared:
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=not case.is_decode, scale=inputs.scale, enable_gqa=True)
+        out = F.scaled_dot_product_attention(
+            q, k, v, is_causal=not case.is_decode, scale=inputs.scale, enable_gqa=True
+        )
         return out.transpose(1, 2)
 
     return Prepared([partial(call, *tensors) for tensors in _dense_layers(case, inputs)])
@@ -141,7 +169,11 @@ def _flex_prepare(case: AttentionCase, inputs: Inputs) -> Prepared:
         return kv_index <= q_index + (length - query_len)
 
     torch.compiler.reset()  # one case's graphs must not count against the next one's recompile limit
-    mask = None if case.is_decode else create_block_mask(causal, None, None, query_len, length, device=inputs.q.device)
+    mask = (
+        None
+        if case.is_decode
+        else create_block_mask(causal, None, None, query_len, length, device=inputs.q.device)
+    )
     compiled = torch.compile(flex_attention, dynamic=False)
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

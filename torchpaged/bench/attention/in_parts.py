@@ -2,8 +2,9 @@
 
     contender = in_parts("triton")      # "triton-in-parts", for cases whose decodes come before their chunks
 
-The sum of both parts measured alone is a stricter figure, and one nobody can run: a kernel in a row of its like begins while the one
-before it ends. Here decodes and chunks take turns, as they do in a model that gives each a call of its own.
+The sum of both parts measured alone is a stricter figure, and one nobody can run: a kernel in a row of its
+like begins while the one before it ends. Here decodes and chunks take turns, as they do in a model that gives
+each a call of its own.
 """
 
 from __future__ import annotations
@@ -24,14 +25,19 @@ SUFFIX = "-in-parts"
 
 
 def num_decodes(case: AttentionCase) -> int:
-    """Requests of one query token that come first, if only longer queries follow them; else, and if none follow, 0."""
+    """Requests of one query token that come first, if only longer queries follow them; else, and if none
+    follow, 0."""
     count = sum(query == 1 for query in case.query_lens)
     return count if 0 < count < len(case.query_lens) and max(case.query_lens[:count]) == 1 else 0
 
 
 def in_parts_of(backends: Sequence[Contender], cases: Sequence[AttentionCase]) -> list[Contender]:
     """`in_parts` of the own ones among ``backends``; none if no case is a mixed batch."""
-    return [in_parts(contender.name) for contender in backends if contender.own] if any(map(num_decodes, cases)) else []
+    return (
+        [in_parts(contender.name) for contender in backends if contender.own]
+        if any(map(num_decodes, cases))
+        else []
+    )
 
 
 def in_parts(name: str) -> Contender:
@@ -39,28 +45,49 @@ def in_parts(name: str) -> Contender:
     whole, backend = own_backend(name), get_backend(name)
 
     def why_not(case: AttentionCase, device: torch.device) -> str | None:
-        return whole.why_not(case, device) if num_decodes(case) else "no batch of decodes and, after them, longer queries"
+        return (
+            whole.why_not(case, device)
+            if num_decodes(case)
+            else "no batch of decodes and, after them, longer queries"
+        )
 
     def prepare(case: AttentionCase, inputs: Inputs) -> Prepared:
         count, num_reqs = num_decodes(case), len(case.seq_lens)
         out, starts = inputs.poisoned_out(), inputs.query_start_loc
-        semaphores = torch.zeros(inputs.num_layers, num_reqs * case.num_kv_heads, dtype=torch.int32, device=inputs.q.device)
+        semaphores = torch.zeros(
+            inputs.num_layers, num_reqs * case.num_kv_heads, dtype=torch.int32, device=inputs.q.device
+        )
         parts = []  # a decode has one token row: up to there request and row have one number
-        for requests, rows in ((slice(0, count), slice(0, count)), (slice(count, num_reqs), slice(count, case.num_tokens))):
-            columns = -(-max(case.seq_lens[requests]) // case.block_size)  # as wide as it would be for this part alone
+        for requests, rows in (
+            (slice(0, count), slice(0, count)),
+            (slice(count, num_reqs), slice(count, case.num_tokens)),
+        ):
+            columns = -(
+                -max(case.seq_lens[requests]) // case.block_size
+            )  # as wide as it would be for this part alone
             arguments = (
-                inputs.block_table[requests, :columns].contiguous(), inputs.seq_lens[requests].clone(),
-                starts[requests.start : requests.stop + 1] - starts[requests.start], out[rows],
-            )  # fmt: skip
+                inputs.block_table[requests, :columns].contiguous(),
+                inputs.seq_lens[requests].clone(),
+                starts[requests.start : requests.stop + 1] - starts[requests.start],
+                out[rows],
+            )
             pairs = slice(requests.start * case.num_kv_heads, requests.stop * case.num_kv_heads)
             parts.append((inputs.q[rows], arguments, max(case.query_lens[requests]), pairs))
 
         def call(layer: int) -> Tensor:
             for q, arguments, longest, pairs in parts:
                 backend.ops.paged_attention(
-                    q, inputs.k_caches[layer], inputs.v_caches[layer], *arguments, None, max_query_len=longest, scale=inputs.scale,
-                    k_scale=inputs.k_scale, v_scale=inputs.v_scale, semaphore=semaphores[layer, pairs],
-                )  # fmt: skip
+                    q,
+                    inputs.k_caches[layer],
+                    inputs.v_caches[layer],
+                    *arguments,
+                    None,
+                    max_query_len=longest,
+                    scale=inputs.scale,
+                    k_scale=inputs.k_scale,
+                    v_scale=inputs.v_scale,
+                    semaphore=semaphores[layer, pairs],
+                )
             return out
 
         return Prepared([partial(call, layer) for layer in range(inputs.num_layers)])

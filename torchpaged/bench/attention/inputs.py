@@ -3,8 +3,9 @@
     inputs = make_inputs(case, device)
     worst = relative_error(case, inputs, layer=0, out=contender_output)
 
-KV caches come in as many copies ("layers") as it takes for a round over them to leave nothing in the L2 cache. Blocks are
-shuffled, but for a few cases; block 0 is the null block and stays out of every table. Table tails are 0, because peers may load them.
+KV caches come in as many copies ("layers") as it takes for a round over them to leave nothing in the L2
+cache. Blocks are shuffled, but for a few cases; block 0 is the null block and stays out of every table. Table
+tails are 0, because peers may load them.
 """
 
 from __future__ import annotations
@@ -20,12 +21,20 @@ from torchpaged.metadata import AttentionMetadata
 
 L2_BYTES = 60e6  # of an H200; smaller ones are covered too
 MIN_LAYERS, MAX_LAYERS = 2, 24
-FP8_K_SCALE = 0.5  # not 1, so that a kernel that drops it is found out; folded into the softmax scale by peers
+FP8_K_SCALE = (
+    0.5  # not 1, so that a kernel that drops it is found out; folded into the softmax scale by peers
+)
 _MAX_ORACLE_ROWS = 256  # query rows of a request that the oracle computes
 _ORACLE_ELEMENTS = 1 << 26  # float32 elements of one slice of the oracle's temporaries
 
 #: Largest relative error ||out - exact|| / ||exact|| of any checked request, by the dtype that limits it.
-ERROR_LIMITS = {torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float16: 1e-2, torch.float8_e4m3fn: 5e-2, torch.float8_e5m2: 5e-2}
+ERROR_LIMITS = {
+    torch.float32: 1e-4,
+    torch.bfloat16: 1e-2,
+    torch.float16: 1e-2,
+    torch.float8_e4m3fn: 5e-2,
+    torch.float8_e5m2: 5e-2,
+}
 
 
 @dataclass
@@ -34,13 +43,15 @@ class Inputs:
 
     Attributes:
         q: ``[num_tokens, num_heads, head_dim]``.
-        k_caches, v_caches: one ``[num_blocks, block_size, num_kv_heads, head_dim]`` per layer, the case's ``kv_dtype``.
+        k_caches, v_caches: one ``[num_blocks, block_size, num_kv_heads, head_dim]`` per layer, the
+            case's ``kv_dtype``.
         block_table: ``[num_reqs, max_blocks_per_req]`` int32.
         seq_lens: ``[num_reqs]`` int32.
         query_start_loc: ``[num_reqs + 1]`` int32.
         scale: softmax scale.
         k_scale, v_scale: float32 ``[1]`` for fp8 caches, else None.
-        heads_first: whether the caches lie in memory as ``[num_blocks, num_kv_heads, block_size, head_dim]``, behind the same shape.
+        heads_first: whether the caches lie in memory as ``[num_blocks, num_kv_heads, block_size, head_dim]``,
+            behind the same shape.
     """
 
     q: Tensor
@@ -76,10 +87,22 @@ def num_layers(case: AttentionCase) -> int:
 
 
 def needed_bytes(case: AttentionCase) -> int:
-    """Device memory of a case: caches, their dense copies for the contiguous contenders, one more layer and 1 GiB of workspaces."""
-    pool = 2 * (case.num_blocks + 1) * case.block_size * case.num_kv_heads * case.head_dim * case.kv_dtype.itemsize
+    """Device memory of a case: caches, their dense copies for the contiguous contenders, one more layer and 1
+    GiB of workspaces."""
+    pool = (
+        2
+        * (case.num_blocks + 1)
+        * case.block_size
+        * case.num_kv_heads
+        * case.head_dim
+        * case.kv_dtype.itemsize
+    )
     workspaces = 1 << 30 if case.useful_bytes() > 1 << 26 else 0
-    return pool * (2 * num_layers(case) + 1) + 4 * case.num_tokens * case.num_heads * case.head_dim * 4 + workspaces
+    return (
+        pool * (2 * num_layers(case) + 1)
+        + 4 * case.num_tokens * case.num_heads * case.head_dim * 4
+        + workspaces
+    )
 
 
 def free_bytes(device: torch.device) -> int | None:
@@ -92,7 +115,9 @@ def free_bytes(device: torch.device) -> int | None:
         return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
 
 
-def make_inputs(case: AttentionCase, device: torch.device, heads_first: bool = False, seed: int = 0) -> Inputs:
+def make_inputs(
+    case: AttentionCase, device: torch.device, heads_first: bool = False, seed: int = 0
+) -> Inputs:
     """Random inputs of ``case``, made on ``device`` in their own dtype; ``heads_first``: see `Inputs`."""
     generator = torch.Generator(device=device).manual_seed(seed)
     used = [-(-length // case.block_size) for length in case.seq_lens]
@@ -103,7 +128,9 @@ def make_inputs(case: AttentionCase, device: torch.device, heads_first: bool = F
     )
     ids = (order + 1).int()
     tables = [blocks.tolist() for blocks in ids.split(used)]
-    batch = AttentionMetadata.from_lists(case.query_lens, case.seq_lens, tables, block_size=case.block_size, device=device)
+    batch = AttentionMetadata.from_lists(
+        case.query_lens, case.seq_lens, tables, block_size=case.block_size, device=device
+    )
     inner = (case.num_kv_heads, case.block_size) if heads_first else (case.block_size, case.num_kv_heads)
     shape = (case.num_blocks + 1, *inner, case.head_dim)
     fp8 = case.kv_dtype.itemsize == 1
@@ -115,7 +142,14 @@ def make_inputs(case: AttentionCase, device: torch.device, heads_first: bool = F
 
     layers = num_layers(case)
     return Inputs(
-        q=torch.randn(case.num_tokens, case.num_heads, case.head_dim, generator=generator, device=device, dtype=case.dtype),
+        q=torch.randn(
+            case.num_tokens,
+            case.num_heads,
+            case.head_dim,
+            generator=generator,
+            device=device,
+            dtype=case.dtype,
+        ),
         k_caches=[pool() for _ in range(layers)],
         v_caches=[pool() for _ in range(layers)],
         block_table=batch.block_table,
@@ -147,7 +181,9 @@ def _oracle(case: AttentionCase, inputs: Inputs, layer: int, request: int, rows:
             scores = torch.einsum("qgd,nd->qgn", q, keys) * inputs.scale
             hidden = position > (length - query_len + part)[:, None]
             scores.masked_fill_(hidden[:, None], float("-inf"))
-            out[at : at + step, head * group : (head + 1) * group] = torch.einsum("qgn,nd->qgd", scores.softmax(-1), values)
+            out[at : at + step, head * group : (head + 1) * group] = torch.einsum(
+                "qgn,nd->qgd", scores.softmax(-1), values
+            )
     return out
 
 
@@ -159,17 +195,24 @@ def checked_requests(case: AttentionCase) -> list[int]:
 
 
 def exact_outputs(case: AttentionCase, inputs: Inputs, layer: int) -> dict[int, tuple[Tensor, Tensor]]:
-    """Request -> (query rows, their exact outputs); of a long query an even choice of rows, the first and the last included."""
+    """Request -> (query rows, their exact outputs); of a long query an even choice of rows, the first and the
+    last included."""
     exact: dict[int, tuple[Tensor, Tensor]] = {}
     for request in checked_requests(case):
         count = min(case.query_lens[request], _MAX_ORACLE_ROWS)
-        rows = torch.linspace(0, case.query_lens[request] - 1, count, dtype=torch.float64).round().long().to(inputs.q.device)
+        rows = (
+            torch.linspace(0, case.query_lens[request] - 1, count, dtype=torch.float64)
+            .round()
+            .long()
+            .to(inputs.q.device)
+        )
         exact[request] = (rows, _oracle(case, inputs, layer, request, rows))
     return exact
 
 
 def relative_error(case: AttentionCase, out: Tensor, exact: dict[int, tuple[Tensor, Tensor]]) -> float:
-    """The worst ``||out - exact|| / ||exact||`` over the checked requests; infinite if any row of ``out`` is not finite."""
+    """The worst ``||out - exact|| / ||exact||`` over the checked requests; infinite if any row of ``out`` is
+    not finite."""
     out = out.reshape(case.num_tokens, case.num_heads, case.head_dim)
     if not bool(out.isfinite().all()):
         return float("inf")

@@ -1,8 +1,9 @@
 """The paged peers: FlashInfer and FlashAttention-3, each called in the way that is fastest for it.
 
-FlashInfer plans on the host; its plan and the conversion of the block table to CSR happen outside every timing, and the plan's time is
-reported apart. Single-token batches go to the decode wrapper with tensor cores (its CUDA-core decode is a weak peer), all others to
-the prefill wrapper. FlashAttention-3 gets scheduler metadata computed beforehand. Both take torchpaged's cache layout uncopied.
+FlashInfer plans on the host; its plan and the conversion of the block table to CSR happen outside every
+timing, and the plan's time is reported apart. Single-token batches go to the decode wrapper with tensor cores
+(its CUDA-core decode is a weak peer), all others to the prefill wrapper. FlashAttention-3 gets scheduler
+metadata computed beforehand. Both take torchpaged's cache layout uncopied.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ _PLAN_REPEATS = 5
 
 
 def _import_failure(module: str, package: str) -> str | None:
-    """Why ``module`` can't be imported, or None. A broken installation raises all sorts of things, hence Exception."""
+    """Why ``module`` can't be imported, or None. A broken installation raises all sorts of things,
+    hence Exception."""
     try:
         importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -44,9 +46,10 @@ def _gpu_only(case: AttentionCase, device: torch.device) -> str | None:
     return None
 
 
-# ------------------------------------------------------------------------------------------------------- FlashInfer
+# ------------------------------------------------------------------------------------------------- FlashInfer
 def _csr(case: AttentionCase, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
-    """The block table in FlashInfer's form: indptr (host), indices (device), last_page_len (host), all int32."""
+    """The block table in FlashInfer's form: indptr (host), indices (device), last_page_len (host),
+    all int32."""
     used = [-(-length // case.block_size) for length in case.seq_lens]
     indptr = torch.tensor([0, *used]).cumsum(0).int()
     indices = torch.cat([inputs.block_table[row, :count] for row, count in enumerate(used)])
@@ -72,7 +75,11 @@ def _flashinfer_prepare(backend: str, case: AttentionCase, inputs: Inputs) -> Pr
 
     workspace = torch.zeros(_FLASHINFER_WORKSPACE, dtype=torch.uint8, device=device)
     k_scale = FP8_K_SCALE if inputs.k_scale is not None else 1.0
-    common = {"q_data_type": case.dtype, "kv_data_type": case.kv_dtype, "sm_scale": inputs.scale * k_scale}  # v_scale is 1
+    common = {
+        "q_data_type": case.dtype,
+        "kv_data_type": case.kv_dtype,
+        "sm_scale": inputs.scale * k_scale,
+    }  # v_scale is 1
     heads = (case.num_heads, case.num_kv_heads, case.head_dim, case.block_size)
     layout = "HND" if inputs.heads_first else "NHD"
     pairs = list(zip(inputs.k_caches, inputs.v_caches, strict=True))
@@ -80,23 +87,38 @@ def _flashinfer_prepare(backend: str, case: AttentionCase, inputs: Inputs) -> Pr
         pairs = [(k.transpose(1, 2), v.transpose(1, 2)) for k, v in pairs]
     if case.is_decode:
         wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-            workspace, layout, use_cuda_graph=True, use_tensor_cores=True, backend=backend, paged_kv_indptr_buffer=buffer(num_reqs + 1),
-            paged_kv_indices_buffer=buffer(len(indices)), paged_kv_last_page_len_buffer=buffer(num_reqs),
-        )  # fmt: skip
+            workspace,
+            layout,
+            use_cuda_graph=True,
+            use_tensor_cores=True,
+            backend=backend,
+            paged_kv_indptr_buffer=buffer(num_reqs + 1),
+            paged_kv_indices_buffer=buffer(len(indices)),
+            paged_kv_last_page_len_buffer=buffer(num_reqs),
+        )
         plan = partial(wrapper.plan, indptr, indices, last, *heads, **common)
     else:
         wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
-            workspace, layout, use_cuda_graph=True, backend=backend, qo_indptr_buf=buffer(num_reqs + 1),
-            paged_kv_indptr_buf=buffer(num_reqs + 1), paged_kv_indices_buf=buffer(len(indices)),
+            workspace,
+            layout,
+            use_cuda_graph=True,
+            backend=backend,
+            qo_indptr_buf=buffer(num_reqs + 1),
+            paged_kv_indptr_buf=buffer(num_reqs + 1),
+            paged_kv_indices_buf=buffer(len(indices)),
             paged_kv_last_page_len_buf=buffer(num_reqs),
-        )  # fmt: skip
-        plan = partial(wrapper.plan, inputs.query_start_loc.cpu(), indptr, indices, last, *heads, causal=True, **common)
+        )
+        plan = partial(
+            wrapper.plan, inputs.query_start_loc.cpu(), indptr, indices, last, *heads, causal=True, **common
+        )
     plan()  # compiles
     plan_us = _plan_us(plan, device)
     out = inputs.poisoned_out()
 
     def call(layer: int) -> Tensor:
-        wrapper.run(inputs.q, pairs[layer], out=out)  # without out the wrapper would zero a new one at each call
+        wrapper.run(
+            inputs.q, pairs[layer], out=out
+        )  # without out the wrapper would zero a new one at each call
         return out
 
     return Prepared([partial(call, layer) for layer in range(inputs.num_layers)], plan_us)
@@ -114,7 +136,7 @@ def _plan_us(plan: Callable[[], Any], device: torch.device) -> float:
     return statistics.median(times)
 
 
-# ------------------------------------------------------------------------------------------------- FlashAttention-3
+# ------------------------------------------------------------------------------------------- FlashAttention-3
 def _fa3_why_not(case: AttentionCase, device: torch.device) -> str | None:
     if case.kv_dtype != case.dtype:
         return "reads fp8 caches with fp8 queries only, which would be another computation"
@@ -130,16 +152,32 @@ def _fa3_prepare(case: AttentionCase, inputs: Inputs) -> Prepared:
     starts = inputs.query_start_loc if ragged else None
     q = inputs.q if ragged else inputs.q.view(num_reqs, query_len, case.num_heads, case.head_dim)
     metadata = module.get_scheduler_metadata(
-        num_reqs, query_len, max(case.seq_lens), case.num_heads, case.num_kv_heads, case.head_dim, inputs.seq_lens,
-        qkv_dtype=case.dtype, cu_seqlens_q=starts, page_size=case.block_size, causal=True,
-    )  # fmt: skip
+        num_reqs,
+        query_len,
+        max(case.seq_lens),
+        case.num_heads,
+        case.num_kv_heads,
+        case.head_dim,
+        inputs.seq_lens,
+        qkv_dtype=case.dtype,
+        cu_seqlens_q=starts,
+        page_size=case.block_size,
+        causal=True,
+    )
     options = {"cu_seqlens_q": starts, "max_seqlen_q": query_len} if ragged else {}
 
     def call(layer: int) -> Tensor:
         out = module.flash_attn_with_kvcache(
-            q, inputs.k_caches[layer], inputs.v_caches[layer], cache_seqlens=inputs.seq_lens, page_table=inputs.block_table,
-            softmax_scale=inputs.scale, causal=True, scheduler_metadata=metadata, **options,
-        )  # fmt: skip
+            q,
+            inputs.k_caches[layer],
+            inputs.v_caches[layer],
+            cache_seqlens=inputs.seq_lens,
+            page_table=inputs.block_table,
+            softmax_scale=inputs.scale,
+            causal=True,
+            scheduler_metadata=metadata,
+            **options,
+        )
         first: Tensor = out[0] if isinstance(out, tuple) else out
         return first
 
@@ -148,13 +186,22 @@ def _fa3_prepare(case: AttentionCase, inputs: Inputs) -> Prepared:
 
 def _flashinfer(name: str, backend: str) -> Contender:
     return Contender(
-        name, False, partial(_import_failure, "flashinfer", "flashinfer-python"), partial(_flashinfer_why_not, backend),
+        name,
+        False,
+        partial(_import_failure, "flashinfer", "flashinfer-python"),
+        partial(_flashinfer_why_not, backend),
         partial(_flashinfer_prepare, backend),
-    )  # fmt: skip
+    )
 
 
 PEERS = (
     _flashinfer("flashinfer", "fa2"),
     _flashinfer("flashinfer-fa3", "fa3"),
-    Contender("fa3", False, partial(_import_failure, "flash_attn_interface", "tokenspeed-fa3"), _fa3_why_not, _fa3_prepare),
+    Contender(
+        "fa3",
+        False,
+        partial(_import_failure, "flash_attn_interface", "tokenspeed-fa3"),
+        _fa3_why_not,
+        _fa3_prepare,
+    ),
 )

@@ -1,10 +1,12 @@
-"""Attention against its peers, as one function and as ``python -m torchpaged.bench.attention`` (needs torch only).
+"""Attention against its peers, as one function and as ``python -m torchpaged.bench.attention`` (needs
+torch only).
 
     document = run(Options(suites=("decode",), peers=True))
 
-For every case: inputs on the device, each contender checked against the float32 oracle, those that pass timed in turns. A contender
-that can't run, is wrong or fails is reported as that and never left out. ``document`` holds the conditions, one row per case and a
-summary; `main` prints it as one JSON line on stdout, and everything else goes to stderr.
+For every case: inputs on the device, each contender checked against the float32 oracle, those that pass timed
+in turns. A contender that can't run, is wrong or fails is reported as that and never left out. ``document``
+holds the conditions, one row per case and a summary; `main` prints it as one JSON line on stdout, and
+everything else goes to stderr.
 """
 
 from __future__ import annotations
@@ -45,7 +47,8 @@ class Options:
         skip: contenders to leave out.
         device: "auto", "cpu", "cuda", "cuda:1".
         dtype: fp32, bf16, fp16 for queries and caches (fp8 caches stay fp8); "" = the case's own.
-        heads_first: lay the caches out as ``[num_blocks, num_kv_heads, block_size, head_dim]`` instead of tokens first.
+        heads_first: lay the caches out as ``[num_blocks, num_kv_heads, block_size, head_dim]`` instead of
+            tokens first.
         repeats: samples per contender at least, each a round over all layers' caches.
         bandwidth: memory ceiling in TB/s; None = measured.
         flop_rate: compute ceiling in TFLOP/s; None = measured.
@@ -96,13 +99,25 @@ def run(options: Options, extra: Sequence[Contender] = ()) -> dict[str, Any]:
     cases = select_cases(options.suites, options.case, DTYPES.get(dtype))
     known = contenders(device, options.backends, options.peers, options.skip)
     everybody = [*known, *extra, *in_parts_of(known, cases)]
-    document: dict[str, Any] = {"benchmark": "attention", "conditions": conditions.collect(device), "ceilings": _ceilings(options, device)}
+    document: dict[str, Any] = {
+        "benchmark": "attention",
+        "conditions": conditions.collect(device),
+        "ceilings": _ceilings(options, device),
+    }
     document["rows"] = []
     free_memory(device)
     with Screen(len(cases) * len(everybody), enabled=not options.json_only) as screen:
         for case in cases:
             document["rows"].append(
-                measure_case(case, everybody, device, document["ceilings"], options.repeats, options.heads_first, screen.step)
+                measure_case(
+                    case,
+                    everybody,
+                    device,
+                    document["ceilings"],
+                    options.repeats,
+                    options.heads_first,
+                    screen.step,
+                )
             )
             screen.row(document["rows"][-1])
             document["summary"] = summarise(document["rows"])
@@ -122,22 +137,41 @@ def run(options: Options, extra: Sequence[Contender] = ()) -> dict[str, Any]:
 
 def _ceilings(options: Options, device: torch.device) -> dict[str, Any]:
     given = "given"
-    bandwidth, how = (options.bandwidth * 1e12, given) if options.bandwidth else timing.measure_bandwidth(device)
-    flop_rate, how_flops = (options.flop_rate * 1e12, given) if options.flop_rate else timing.measure_flop_rate(device)
-    return {"bytes_per_s": bandwidth, "bytes_per_s_from": how, "flop_per_s": flop_rate, "flop_per_s_from": how_flops}
+    bandwidth, how = (
+        (options.bandwidth * 1e12, given) if options.bandwidth else timing.measure_bandwidth(device)
+    )
+    flop_rate, how_flops = (
+        (options.flop_rate * 1e12, given) if options.flop_rate else timing.measure_flop_rate(device)
+    )
+    return {
+        "bytes_per_s": bandwidth,
+        "bytes_per_s_from": how,
+        "flop_per_s": flop_rate,
+        "flop_per_s_from": how_flops,
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line without typer; returns the exit code."""
-    parser = argparse.ArgumentParser(description="Paged attention against its peers; the last line of stdout is JSON.")
-    parser.add_argument("--suite", action="append", help=f"all, {', '.join(SUITES)}; may be given several times; default: decode")
+    parser = argparse.ArgumentParser(
+        description="Paged attention against its peers; the last line of stdout is JSON."
+    )
+    parser.add_argument(
+        "--suite",
+        action="append",
+        help=f"all, {', '.join(SUITES)}; may be given several times; default: decode",
+    )
     parser.add_argument("--case", default="", help="keep cases whose name contains this")
     parser.add_argument("--backends", help="own backends, separated by commas; default: those for the device")
     parser.add_argument("--peers", action=argparse.BooleanOptionalAction, default=True, help="run the peers")
     parser.add_argument("--skip", default="", help="contenders to leave out, separated by commas")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1")
     parser.add_argument("--dtype", default="", help="fp32, bf16, fp16 instead of the cases' own")
-    parser.add_argument("--heads-first", action="store_true", help="caches as [num_blocks, num_kv_heads, block_size, head_dim] in memory")
+    parser.add_argument(
+        "--heads-first",
+        action="store_true",
+        help="caches as [num_blocks, num_kv_heads, block_size, head_dim] in memory",
+    )
     parser.add_argument("--repeats", type=int, default=24, help="samples per contender at least")
     parser.add_argument("--bandwidth", type=float, help="memory ceiling in TB/s; default: measured")
     parser.add_argument("--flop-rate", type=float, help="compute ceiling in TFLOP/s; default: measured")
@@ -148,10 +182,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         document = run(
             Options(
-                given.suite or ("decode",), given.case, split(given.backends) or None, given.peers, split(given.skip), given.device,
-                given.dtype, given.heads_first, given.repeats, given.bandwidth, given.flop_rate, given.output, given.plot, given.json_only,
+                given.suite or ("decode",),
+                given.case,
+                split(given.backends) or None,
+                given.peers,
+                split(given.skip),
+                given.device,
+                given.dtype,
+                given.heads_first,
+                given.repeats,
+                given.bandwidth,
+                given.flop_rate,
+                given.output,
+                given.plot,
+                given.json_only,
             )
-        )  # fmt: skip
+        )
     except TorchpagedError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

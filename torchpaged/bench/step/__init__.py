@@ -1,7 +1,9 @@
 """A whole decode step of a model: ours in its variants beside HuggingFace's.
 
-cases.py, options.py   what is measured;  own.py, peers.py: who;  gate.py: what must be right before anything is timed
-shape.py               one shape;  run.py: one run;  cold.py: the start of a process;  trace.py, screen.py: what a reader sees
+cases.py, options.py   what is measured;  own.py, peers.py: who;
+                       gate.py: what must be right before anything is timed
+shape.py               one shape;  run.py: one run;  cold.py: the start of a process;
+                       trace.py, screen.py: what a reader sees
 """
 
 from torchpaged.bench.step.run import exit_code, main, run

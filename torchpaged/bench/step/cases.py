@@ -1,6 +1,8 @@
-"""What `torchpaged.bench.step` runs: model shapes with random weights, their rooflines, and the targets set for one H200.
+"""What `torchpaged.bench.step` runs: model shapes with random weights, their rooflines, and the targets set
+for one H200.
 
-    model = build_model(SHAPES["llama-1b"], torch.device("cuda"), torch.bfloat16)   # on the device from the start
+    # on the device from the start
+    model = build_model(SHAPES["llama-1b"], torch.device("cuda"), torch.bfloat16)
 
 Needs transformers.
 """
@@ -31,7 +33,8 @@ class ModelShape:
     tied: bool
 
     def weights_read(self) -> int:
-        """Weights that a decode step reads: all layers and the lm_head once; of the embedding, a row per token, which is not counted."""
+        """Weights that a decode step reads: all layers and the lm_head once; of the embedding, a row per
+        token, which is not counted."""
         heads = self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
         layer = self.hidden_size * (heads + 3 * self.intermediate_size + 2)
         return self.num_layers * layer + self.hidden_size * (self.vocab_size + 1)
@@ -41,7 +44,8 @@ class ModelShape:
         return self.num_layers * 2 * self.num_kv_heads * self.head_dim * itemsize
 
     def bytes_read(self, batch: int, context: int, itemsize: int) -> int:
-        """Bytes a decode step can't avoid: weights once, and the keys and values of ``batch`` requests of ``context`` tokens."""
+        """Bytes a decode step can't avoid: weights once, and the keys and values of ``batch`` requests of
+        ``context`` tokens."""
         return self.weights_read() * itemsize + batch * context * self.kv_bytes_per_token(itemsize)
 
 
@@ -55,9 +59,14 @@ SHAPES = {
 }
 #: Milliseconds per step aimed at on one H200 in bf16 at a context of 2048, by shape and batch.
 TARGETS_MS = {
-    ("llama-1b", 1): 0.75, ("llama-1b", 8): 0.90, ("llama-1b", 64): 1.85, ("llama-8b", 1): 3.95, ("llama-8b", 8): 4.5,
-    ("llama-8b", 32): 6.1, ("llama-8b", 64): 8.1,
-}  # fmt: skip
+    ("llama-1b", 1): 0.75,
+    ("llama-1b", 8): 0.90,
+    ("llama-1b", 64): 1.85,
+    ("llama-8b", 1): 3.95,
+    ("llama-8b", 8): 4.5,
+    ("llama-8b", 32): 6.1,
+    ("llama-8b", 64): 8.1,
+}
 
 
 def select_shapes(names: Sequence[str]) -> list[ModelShape]:
@@ -73,20 +82,30 @@ def select_shapes(names: Sequence[str]) -> list[ModelShape]:
 
 
 def build_model(shape: ModelShape, device: torch.device, dtype: torch.dtype) -> Any:
-    """A HuggingFace Llama of that shape with normal weights, made on ``device`` itself; the same ones every time.
+    """A HuggingFace Llama of that shape with normal weights, made on ``device`` itself; the same ones
+    every time.
 
-    Their deviation is 0.9 / sqrt(hidden_size), 0.02 for 2048: a layer's output is then about as large as its normalised input at any size,
-    so that an error in any layer shows in the logits.
+    Their deviation is 0.9 / sqrt(hidden_size), 0.02 for 2048: a layer's output is then about as large as its
+    normalised input at any size, so that an error in any layer shows in the logits.
     """
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     config = LlamaConfig(
-        hidden_size=shape.hidden_size, intermediate_size=shape.intermediate_size, num_hidden_layers=shape.num_layers,
-        num_attention_heads=shape.num_heads, num_key_value_heads=shape.num_kv_heads, head_dim=shape.head_dim,
-        vocab_size=shape.vocab_size, tie_word_embeddings=shape.tied, max_position_embeddings=131072,
-        rope_parameters={"rope_type": "default", "rope_theta": 500000.0}, bos_token_id=0, eos_token_id=None, pad_token_id=0,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_hidden_layers=shape.num_layers,
+        num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        vocab_size=shape.vocab_size,
+        tie_word_embeddings=shape.tied,
+        max_position_embeddings=131072,
+        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
+        bos_token_id=0,
+        eos_token_id=None,
+        pad_token_id=0,
         initializer_range=0.9 * shape.hidden_size**-0.5,
-    )  # fmt: skip
+    )
     torch.manual_seed(0)
     with device:
         model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()

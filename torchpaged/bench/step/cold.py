@@ -1,9 +1,15 @@
-"""From a loaded model to the first token, in a process that has compiled nothing yet: one contender, one shape, one batch size.
+"""From a loaded model to the first token, in a process that has compiled nothing yet: one contender, one
+shape, one batch size.
 
-    PYTHONPATH=. python -m torchpaged.bench.step.cold --shape llama-8b --contender k1+fuse+layers --save cache.tpc      # cold
-    PYTHONPATH=. python -m torchpaged.bench.step.cold --shape llama-8b --contender k1+fuse+layers --load cache.tpc      # warm
+    # cold
+    PYTHONPATH=. python -m torchpaged.bench.step.cold --shape llama-8b --contender k1+fuse+layers \\
+        --save cache.tpc
+    # warm
+    PYTHONPATH=. python -m torchpaged.bench.step.cold --shape llama-8b --contender k1+fuse+layers \\
+        --load cache.tpc
 
-Empty cache folders make "cold" true: set TORCHINDUCTOR_CACHE_DIR, TRITON_CACHE_DIR and TORCHPAGED_CACHE to new ones for each run. The last line of
+Empty cache folders make "cold" true: set TORCHINDUCTOR_CACHE_DIR, TRITON_CACHE_DIR and TORCHPAGED_CACHE to
+new ones for each run. The last line of
 stdout is one JSON document: seconds of every part, their sum, and torch's cache counters.
 """
 
@@ -33,8 +39,14 @@ _FOLDERS = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHPAGED_CACHE")
 
 
 def cold_start(
-    shape: str, contender: str, batch: int, device: torch.device, dtype: torch.dtype, load: str = "", save: str = ""
-) -> dict[str, Any]:  # fmt: skip
+    shape: str,
+    contender: str,
+    batch: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    load: str = "",
+    save: str = "",
+) -> dict[str, Any]:
     """Measure once; the process is warm afterwards.
 
     Args:
@@ -46,8 +58,9 @@ def cold_start(
         save: a compile cache to write afterwards, outside the time.
 
     Returns:
-        ``seconds`` in all and by part (``load``, ``change``: fuse and compile_layers, ``generator``: pools, compilation and capture,
-        ``first_token``: prefill and its token, ``second_token``, not in the sum), ``counters``, ``compile_cache`` reports.
+        ``seconds`` in all and by part (``load``, ``change``: fuse and compile_layers, ``generator``: pools,
+        compilation and capture, ``first_token``: prefill and its token, ``second_token``, not in the sum),
+        ``counters``, ``compile_cache`` reports.
     """
     from torchpaged.fuse import fuse
     from torchpaged.hf import compile_layers
@@ -78,20 +91,39 @@ def cold_start(
     if load:
         reports["loaded"] = vars(timed("load", lambda: load_compile_cache(load)))
     timed("change", change)
-    generator = timed("generator", lambda: Generator(
-        model, max_batch_size=batch, max_seq_len=2048, block_size=BLOCK_SIZE, buckets=[batch], compile=variant.compile == "compile",
-        steps_per_launch=variant.steps_per_launch, graphs=True,
-    ))  # fmt: skip
+    generator = timed(
+        "generator",
+        lambda: Generator(
+            model,
+            max_batch_size=batch,
+            max_seq_len=2048,
+            block_size=BLOCK_SIZE,
+            buckets=[batch],
+            compile=variant.compile == "compile",
+            steps_per_launch=variant.steps_per_launch,
+            graphs=True,
+        ),
+    )
     for row in range(batch):
         prompt = [(7 * row + token) % (model.config.vocab_size - 1) + 1 for token in range(PROMPT_TOKENS)]
-        generator.submit(prompt, SamplingParams(max_new_tokens=2 + 2 * variant.steps_per_launch, ignore_eos=True))
+        generator.submit(
+            prompt, SamplingParams(max_new_tokens=2 + 2 * variant.steps_per_launch, ignore_eos=True)
+        )
     timed("first_token", lambda: _until(generator, batch))
     seconds = sum(parts.values())
     timed("second_token", lambda: _until(generator, batch))
     if save:
         reports["saved"] = vars(save_compile_cache(save))
-    kept = {group: dict(counters[group]) for group in ("stats", "aot_autograd", "inductor") if group in counters}
-    return {"seconds": seconds, "parts": parts, "counters": kept, "compile_cache": reports, "backend": generator.choice.name}
+    kept = {
+        group: dict(counters[group]) for group in ("stats", "aot_autograd", "inductor") if group in counters
+    }
+    return {
+        "seconds": seconds,
+        "parts": parts,
+        "counters": kept,
+        "compile_cache": reports,
+        "backend": generator.choice.name,
+    }
 
 
 def _until(generator: Generator, tokens: int) -> None:
@@ -102,7 +134,9 @@ def _until(generator: Generator, tokens: int) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code."""
-    parser = argparse.ArgumentParser(description="From a loaded model to the first token; the last line of stdout is JSON.")
+    parser = argparse.ArgumentParser(
+        description="From a loaded model to the first token; the last line of stdout is JSON."
+    )
     parser.add_argument("--shape", default="llama-8b")
     parser.add_argument("--contender", default="k1+fuse", help="k1, k4 ..., with +fuse, +compile or +layers")
     parser.add_argument("--batch", type=int, default=1)
@@ -113,15 +147,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     device = torch.device(given.device)
     try:
-        result = cold_start(given.shape, given.contender, given.batch, device, DTYPES[given.dtype], given.load, given.save)
+        result = cold_start(
+            given.shape, given.contender, given.batch, device, DTYPES[given.dtype], given.load, given.save
+        )
     except TorchpagedError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     result = {
-        "benchmark": "cold start", "conditions": conditions.collect(device), "options": vars(given),
-        "own_cache_folders": {name: name in os.environ for name in _FOLDERS}, **result,
-    }  # fmt: skip
-    print(f"{result['seconds']:.1f} s: " + ", ".join(f"{name} {seconds:.2f}" for name, seconds in result["parts"].items()), file=sys.stderr)
+        "benchmark": "cold start",
+        "conditions": conditions.collect(device),
+        "options": vars(given),
+        "own_cache_folders": {name: name in os.environ for name in _FOLDERS},
+        **result,
+    }
+    print(
+        f"{result['seconds']:.1f} s: "
+        + ", ".join(f"{name} {seconds:.2f}" for name, seconds in result["parts"].items()),
+        file=sys.stderr,
+    )
     print(json.dumps(result), flush=True)
     return 0
 

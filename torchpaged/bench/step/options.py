@@ -30,8 +30,8 @@ class Options:
         idle_steps: steps whose kernels are traced for the idle share; 0 = none.
         idle_batches: batches for which that is done; empty: the smallest and the largest.
         idle_only: contenders for which that is done; empty: the last of ``only``.
-        trace: count kernels and measure idle shares by torch.profiler. From the first trace on, launches cost the host more: host figures of
-            later rows are marked ``host_after_trace``.
+        trace: count kernels and measure idle shares by torch.profiler. From the first trace on, launches cost
+            the host more: host figures of later rows are marked ``host_after_trace``.
         time_wrong: measure a contender that fails the gate all the same; its row stays "wrong".
         new_tokens: tokens a peer generates per request.
         bandwidth: memory ceiling in TB/s; None = measured.

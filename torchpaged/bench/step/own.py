@@ -1,7 +1,9 @@
-"""The own contenders of the decode-step benchmark: a paged model captured per batch, with whole steps in the graph or without.
+"""The own contenders of the decode-step benchmark: a paged model captured per batch, with whole steps in the
+graph or without.
 
-A contender's name says what runs: ``k4+fuse+compile`` is four whole steps per launch (model, sampling, bookkeeping) of the fused
-model through torch.compile; ``logits`` is the model alone, one step per launch, without sampling. `ours` builds one.
+A contender's name says what runs: ``k4+fuse+compile`` is four whole steps per launch (model, sampling,
+bookkeeping) of the fused model through torch.compile; ``logits`` is the model alone, one step per launch,
+without sampling. `ours` builds one.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ class Variant:
         name: ``logits`` or ``k1``, ``k2`` ..., then ``+fuse``, then ``+compile`` or ``+layers``.
         steps_per_launch: whole steps per launch; 0 = the model alone, without sampling.
         fuse: whether the model went through `torchpaged.hf.fuse`.
-        compile: "" = as it is, "compile" = torch.compile of the whole step, "layers" = `torchpaged.hf.compile_layers`.
+        compile: "" = as it is, "compile" = torch.compile of the whole step, "layers"
+            = `torchpaged.hf.compile_layers`.
     """
 
     name: str
@@ -50,7 +53,9 @@ class Variant:
         """The variant of that name; raises ArgumentError."""
         match = _NAME.fullmatch(name)
         if match is None:
-            raise ArgumentError("only", "names such as logits, k1, k4+fuse, k1+fuse+compile, k1+layers", repr(name))
+            raise ArgumentError(
+                "only", "names such as logits, k1, k4+fuse, k1+fuse+compile, k1+layers", repr(name)
+            )
         kind, fuse, how = match.groups()
         return cls(name, 0 if kind == "logits" else int(kind[1:]), fuse is not None, (how or "").lstrip("+"))
 
@@ -59,8 +64,10 @@ class OwnStep:
     """One contender over one paged model: ``capture`` a batch, ``load`` requests, ``replay``.
 
     Args:
-        model: `torchpaged.hf.PagedModel`; its pools must hold ``max(batches)`` requests of ``blocks_per_row`` blocks.
-        variant: what to build. ``variant.fuse`` and "layers" are properties of ``model``, which the caller has prepared.
+        model: `torchpaged.hf.PagedModel`; its pools must hold ``max(batches)`` requests of ``blocks_per_row``
+            blocks.
+        variant: what to build. ``variant.fuse`` and "layers" are properties of ``model``, which the caller
+            has prepared.
         batches: batch sizes, a bucket each.
         blocks_per_row: blocks of a request.
     """
@@ -72,29 +79,45 @@ class OwnStep:
         blocks = random.Random(0).sample(range(1, model.kv_cache.num_blocks), most * blocks_per_row)
         self.tables = [blocks[row * blocks_per_row : (row + 1) * blocks_per_row] for row in range(most)]
         self.loop: DecodeLoop | None = None
-        self._step: Callable[[Tensor, AttentionMetadata], Tensor] = lambda input_ids, metadata: model(input_ids, metadata, None)
+        self._step: Callable[[Tensor, AttentionMetadata], Tensor] = lambda input_ids, metadata: model(
+            input_ids, metadata, None
+        )
         if variant.steps_per_launch:
             self.loop = DecodeLoop(
-                model, max_batch_size=most, max_blocks_per_req=blocks_per_row, steps_per_launch=self.steps, buckets=batches, compile=compile
+                model,
+                max_batch_size=most,
+                max_blocks_per_req=blocks_per_row,
+                steps_per_launch=self.steps,
+                buckets=batches,
+                compile=compile,
             )
             self.runner: WholeStepRunner | DecodeGraphRunner = self.loop.runner
         else:
             self.runner = self._host_runner = DecodeGraphRunner(
-                self._step, max_batch_size=most, max_blocks_per_req=blocks_per_row, block_size=model.kv_cache.block_size,
-                num_blocks=model.kv_cache.num_blocks, buckets=batches, device=self.device, compile=compile,
-            )  # fmt: skip
+                self._step,
+                max_batch_size=most,
+                max_blocks_per_req=blocks_per_row,
+                block_size=model.kv_cache.block_size,
+                num_blocks=model.kv_cache.num_blocks,
+                buckets=batches,
+                device=self.device,
+                compile=compile,
+            )
 
     # ------------------------------------------------------------------------------------------------ capture
     def capture(self, batch: int) -> dict[str, Any]:
         """Warm up, capture, replay once.
 
         Returns:
-            ``ready_s``, seconds until the first replay was done, compilation included; ``warmup_and_capture_ms`` and ``capture_ms`` as the
-            runner reports them; ``reserved_mib`` and ``device_mib``, what torch reserved and what the device had less of afterwards.
+            ``ready_s``, seconds until the first replay was done, compilation included;
+            ``warmup_and_capture_ms`` and ``capture_ms`` as the runner reports them; ``reserved_mib`` and
+            ``device_mib``, what torch reserved and what the device had less of afterwards.
         """
         started = time.perf_counter()
         with torch.inference_mode(), self.runner.inputs.padding(batch):
-            self._step(*self.runner.inputs.view(batch))  # loads kernels, which would count as the capture's memory otherwise
+            self._step(
+                *self.runner.inputs.view(batch)
+            )  # loads kernels, which would count as the capture's memory otherwise
         before = self._memory()
         self.runner.capture_for(batch)
         after = self._memory()
@@ -103,9 +126,12 @@ class OwnStep:
         self.replay(batch)
         self.synchronize()
         return {
-            "ready_s": time.perf_counter() - started, "warmup_and_capture_ms": report.capture_ms, "capture_ms": report.record_ms,
-            "reserved_mib": (after[0] - before[0]) / 2**20, "device_mib": (after[1] - before[1]) / 2**20,
-        }  # fmt: skip
+            "ready_s": time.perf_counter() - started,
+            "warmup_and_capture_ms": report.capture_ms,
+            "capture_ms": report.record_ms,
+            "reserved_mib": (after[0] - before[0]) / 2**20,
+            "device_mib": (after[1] - before[1]) / 2**20,
+        }
 
     def _memory(self) -> tuple[int, int]:
         """Bytes that torch has reserved, and bytes of the device in use."""
@@ -117,7 +143,8 @@ class OwnStep:
 
     # ------------------------------------------------------------------------------------------------ steps
     def load(self, input_ids: Sequence[int], seq_lens: Sequence[int]) -> None:
-        """Requests into the first rows: newest token, and tokens with that one included. Greedy, without an end token."""
+        """Requests into the first rows: newest token, and tokens with that one included. Greedy, without an
+        end token."""
         if self.loop is not None:
             states = {
                 row: RowState(token, length, self.tables[row], seed=row, counter=0, remaining=1 << 30)
@@ -144,23 +171,31 @@ class OwnStep:
     # ------------------------------------------------------------------------------------------------ gate
     @torch.inference_mode()
     def check(self, reference: Reference, batch: int) -> dict[str, Any]:
-        """Prefill through the model, then teacher-forced launches of the captured graph: `torchpaged.bench.step.gate.verdict`.
+        """Prefill through the model, then teacher-forced launches of the captured
+        graph: `torchpaged.bench.step.gate.verdict`.
 
-        The graph's first token of each launch is checked; the logits are the graph's own, or, where the graph ends in a token, those
-        of the same step run without it.
+        The graph's first token of each launch is checked; the logits are the graph's own, or, where the graph
+        ends in a token, those of the same step run without it.
         """
         rows = min(batch, len(reference.prompt_lens))
         lens, tokens = reference.prompt_lens[:rows], reference.tokens[:rows]
         metadata = AttentionMetadata.from_lists(
-            lens, lens, self.tables[:rows], block_size=self.model.kv_cache.block_size, num_blocks=self.model.kv_cache.num_blocks,
+            lens,
+            lens,
+            self.tables[:rows],
+            block_size=self.model.kv_cache.block_size,
+            num_blocks=self.model.kv_cache.num_blocks,
             device=self.device,
-        )  # fmt: skip
+        )
         packed = torch.cat([tokens[row, :length] for row, length in enumerate(lens)])
         last = torch.tensor(lens).cumsum(0) - 1
         self.model(packed.to(self.device), metadata, last.to(self.device))
         logits, chosen = [], []
         for step in range(STEPS):
-            self.load([int(tokens[row, length + step]) for row, length in enumerate(lens)], [length + step + 1 for length in lens])
+            self.load(
+                [int(tokens[row, length + step]) for row, length in enumerate(lens)],
+                [length + step + 1 for length in lens],
+            )
             if self.loop is None:
                 out = self.replay(batch)[:rows].clone()
                 chosen.append(out.argmax(-1))
@@ -172,7 +207,8 @@ class OwnStep:
 
     # ------------------------------------------------------------------------------------------------ host
     def host_us(self, batch: int, launches: int) -> list[float]:
-        """Host microseconds of each of ``launches`` replays. At most two are under way: a full launch queue would make the host wait."""
+        """Host microseconds of each of ``launches`` replays. At most two are under way: a full launch queue
+        would make the host wait."""
         times = []
         for launch in range(launches):
             if launch % 2 == 0:
@@ -194,9 +230,17 @@ class OwnStep:
             return self.host_us(batch, launches)
         room = context + launches * self.steps + 1
         requests = [
-            Request(row, [1] * context, SamplingParams(max_new_tokens=room, ignore_eos=True), row, TextStream(None, ()), room, blocks=blocks)
+            Request(
+                row,
+                [1] * context,
+                SamplingParams(max_new_tokens=room, ignore_eos=True),
+                row,
+                TextStream(None, ()),
+                room,
+                blocks=blocks,
+            )
             for row, blocks in enumerate(self.tables[:batch])
-        ]  # fmt: skip
+        ]
         for request in requests:
             loop.place(request)
         times = []

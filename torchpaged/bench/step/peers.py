@@ -1,9 +1,11 @@
-"""The peers of the decode-step benchmark: HuggingFace's own two ways to decode fast, on the same model object.
+"""The peers of the decode-step benchmark: HuggingFace's own two ways to decode fast, on the same
+model object.
 
-``hf_static``: ``generate()`` with a static cache, whose decode transformers compiles by itself on a GPU. ``hf_cb``: continuous batching
-(``generate_batch``) with FlashAttention-3 where transformers finds it, else SDPA. Both receive random prompts of ``context`` tokens, once to
-compile, capture and warm up, once to be timed. A step is the time from token to token on the host while all requests decode, so that prefill
-and set-up stay out: ``hf_static`` waits for each token, and of ``hf_cb`` these are transformers' own timestamps.
+``hf_static``: ``generate()`` with a static cache, whose decode transformers compiles by itself on a GPU.
+``hf_cb``: continuous batching (``generate_batch``) with FlashAttention-3 where transformers finds it, else
+SDPA. Both receive random prompts of ``context`` tokens, once to compile, capture and warm up, once to be
+timed. A step is the time from token to token on the host while all requests decode, so that prefill and
+set-up stay out: ``hf_static`` waits for each token, and of ``hf_cb`` these are transformers' own timestamps.
 """
 
 from __future__ import annotations
@@ -48,7 +50,13 @@ def common_steps_ms(stamps: Sequence[Sequence[float]]) -> list[float]:
 
 def _figures(steps: list[float], first_run_s: float) -> dict[str, Any]:
     cuts = statistics.quantiles(steps, n=5, method="inclusive")
-    return {"ms": statistics.median(steps), "p20_ms": cuts[0], "p80_ms": cuts[3], "samples": len(steps), "first_run_s": first_run_s}
+    return {
+        "ms": statistics.median(steps),
+        "p20_ms": cuts[0],
+        "p80_ms": cuts[3],
+        "samples": len(steps),
+        "first_run_s": first_run_s,
+    }
 
 
 def hf_static(model: Any, batch: int, context: int, new_tokens: int) -> dict[str, Any]:
@@ -67,21 +75,33 @@ def hf_static(model: Any, batch: int, context: int, new_tokens: int) -> dict[str
     def run() -> Any:
         stamps.clear()
         model.generate(
-            prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=new_tokens, min_new_tokens=new_tokens, do_sample=False,
-            cache_implementation="static", pad_token_id=0, logits_processor=LogitsProcessorList([stamp]),
-        )  # fmt: skip
+            prompts,
+            attention_mask=torch.ones_like(prompts),
+            max_new_tokens=new_tokens,
+            min_new_tokens=new_tokens,
+            do_sample=False,
+            cache_implementation="static",
+            pad_token_id=0,
+            logits_processor=LogitsProcessorList([stamp]),
+        )
 
     try:
         first = _seconds(run, device)
         run()
         entry = _figures(common_steps_ms([stamps]), first)
-        return entry | {"new_tokens": new_tokens, "attention": "sdpa", "compiled_by": "generate()" if device.type == "cuda" else "nobody"}
+        return entry | {
+            "new_tokens": new_tokens,
+            "attention": "sdpa",
+            "compiled_by": "generate()" if device.type == "cuda" else "nobody",
+        }
     finally:
-        torch.compiler.reset()  # the next batch size gets static shapes of its own, and the CUDA graphs' memory comes back
+        # the next batch size gets static shapes of its own, and the CUDA graphs' memory comes back
+        torch.compiler.reset()
 
 
 def hf_cb(model: Any, batch: int, context: int, new_tokens: int) -> dict[str, Any]:
-    """``generate_batch()``, transformers' continuous batching; its cache holds twice what the requests need."""
+    """``generate_batch()``, transformers' continuous batching; its cache holds twice what the
+    requests need."""
     from transformers import ContinuousBatchingConfig, GenerationConfig
     from transformers.utils import is_flash_attn_3_available
 
@@ -90,14 +110,22 @@ def hf_cb(model: Any, batch: int, context: int, new_tokens: int) -> dict[str, An
     model.set_attn_implementation(attention)
     prompts = torch.randint(1, model.config.vocab_size, (batch, context)).tolist()
     config = ContinuousBatchingConfig(
-        block_size=block_size, num_blocks=2 * batch * -(-(context + new_tokens) // block_size), max_batch_tokens=min(8192, batch * context)
+        block_size=block_size,
+        num_blocks=2 * batch * -(-(context + new_tokens) // block_size),
+        max_batch_tokens=min(8192, batch * context),
     )
-    generation = GenerationConfig(do_sample=False, max_new_tokens=new_tokens, eos_token_id=-1, pad_token_id=0, use_cache=False)
+    generation = GenerationConfig(
+        do_sample=False, max_new_tokens=new_tokens, eos_token_id=-1, pad_token_id=0, use_cache=False
+    )
     stamps: list[list[float]] = []
 
     def run() -> None:
         out = model.generate_batch(
-            inputs=prompts, persistent_manager=True, continuous_batching_config=config, generation_config=generation, record_timestamps=True
+            inputs=prompts,
+            persistent_manager=True,
+            continuous_batching_config=config,
+            generation_config=generation,
+            record_timestamps=True,
         )
         produced = sum(len(request.generated_tokens) for request in out.values())
         if produced != batch * new_tokens:

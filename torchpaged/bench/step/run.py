@@ -1,9 +1,12 @@
-"""A whole decode step of a model: ours in its variants beside HuggingFace's, as one function and as a command line.
+"""A whole decode step of a model: ours in its variants beside HuggingFace's, as one function and as a
+command line.
 
-    document = run(Options(shapes=("llama-1b",), batches=(1, 8)))        # or: python benchmarks/bench_step.py --shapes llama-1b
+    # or: python benchmarks/bench_step.py --shapes llama-1b
+    document = run(Options(shapes=("llama-1b",), batches=(1, 8)))
 
-Per shape a random-weight model is made on the device; every own contender passes the gate (`torchpaged.bench.step.gate`) before it is
-timed, at a context of random keys and values. Whatever fails becomes a row that says why. Needs transformers.
+Per shape a random-weight model is made on the device; every own contender passes the gate
+(`torchpaged.bench.step.gate`) before it is timed, at a context of random keys and values. Whatever fails
+becomes a row that says why. Needs transformers.
 """
 
 from __future__ import annotations
@@ -31,7 +34,8 @@ from torchpaged.custom_ops.errors import ArgumentError, TorchpagedError
 
 
 def run(options: Options) -> dict[str, Any]:
-    """Run the benchmark; returns ``conditions``, ``options``, ``ceilings`` and ``rows``, a row per shape, contender and batch.
+    """Run the benchmark; returns ``conditions``, ``options``, ``ceilings`` and ``rows``, a row per shape,
+    contender and batch.
 
     Raises:
         ArgumentError: an option names something unknown; nothing has run then.
@@ -39,13 +43,23 @@ def run(options: Options) -> dict[str, Any]:
     shapes = select_shapes(options.shapes)
     variants = [Variant.parse(name) for name in options.only if name not in options.skip]
     _check(options)
-    device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if options.device == "auto" else options.device)
-    bandwidth, source = measure_bandwidth(device) if options.bandwidth is None else (options.bandwidth * 1e12, "given")
+    device = torch.device(
+        ("cuda" if torch.cuda.is_available() else "cpu") if options.device == "auto" else options.device
+    )
+    bandwidth, source = (
+        measure_bandwidth(device) if options.bandwidth is None else (options.bandwidth * 1e12, "given")
+    )
     document: dict[str, Any] = {
-        "benchmark": "step", "conditions": conditions.collect(device), "options": asdict(options),
-        "ceilings": {"bytes_per_s": bandwidth, "bytes_per_s_from": source}, "rows": [],
-    }  # fmt: skip
-    started, total = time.perf_counter(), len(shapes) * len(options.batches) * (len(variants) + len(options.peers))
+        "benchmark": "step",
+        "conditions": conditions.collect(device),
+        "options": asdict(options),
+        "ceilings": {"bytes_per_s": bandwidth, "bytes_per_s_from": source},
+        "rows": [],
+    }
+    started, total = (
+        time.perf_counter(),
+        len(shapes) * len(options.batches) * (len(variants) + len(options.peers)),
+    )
     with StepScreen(total, enabled=not options.json_only) as screen:
         for shape in shapes:
             for row in measure_shape(shape, options, variants, device, bandwidth, screen, started):
@@ -68,7 +82,11 @@ def _check(options: Options) -> None:
         raise ArgumentError("dtype", f"one of {', '.join(DTYPES)}", repr(options.dtype))
     if not options.batches or min(options.batches) < 1:
         raise ArgumentError("batches", "batch sizes of at least 1", str(list(options.batches)))
-    for name, value, least in (("context", options.context, 32), ("repeats", options.repeats, 1), ("new_tokens", options.new_tokens, 2)):
+    for name, value, least in (
+        ("context", options.context, 32),
+        ("repeats", options.repeats, 1),
+        ("new_tokens", options.new_tokens, 2),
+    ):
         if value < least:
             raise ArgumentError(name, f"at least {least}", str(value))
 
@@ -96,25 +114,60 @@ def _numbers(text: str) -> tuple[int, ...]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code. The last line of stdout is the document."""
     default = Options()
-    parser = argparse.ArgumentParser(description="Time of a whole decode step; the last line of stdout is JSON, all else goes to stderr.")
-    parser.add_argument("--shapes", type=_names, default=default.shapes, help=f"some of {', '.join(SHAPES)}, separated by commas")
-    parser.add_argument("--batches", type=_numbers, default=default.batches, help="batch sizes, separated by commas")
+    parser = argparse.ArgumentParser(
+        description="Time of a whole decode step; the last line of stdout is JSON, all else goes to stderr."
+    )
+    parser.add_argument(
+        "--shapes",
+        type=_names,
+        default=default.shapes,
+        help=f"some of {', '.join(SHAPES)}, separated by commas",
+    )
+    parser.add_argument(
+        "--batches", type=_numbers, default=default.batches, help="batch sizes, separated by commas"
+    )
     parser.add_argument("--context", type=int, default=default.context, help="KV tokens per request")
-    parser.add_argument("--only", type=_names, default=default.only, help="own contenders: logits or k1, k4 ..., with +fuse, +compile or +layers; "
-                        f"'' for none; default: {','.join(VARIANTS)}")  # fmt: skip
+    parser.add_argument(
+        "--only",
+        type=_names,
+        default=default.only,
+        help="own contenders: logits or k1, k4 ..., with +fuse, +compile or +layers; "
+        f"'' for none; default: {','.join(VARIANTS)}",
+    )
     parser.add_argument("--skip", type=_names, default=(), help="contenders to leave out")
-    parser.add_argument("--peers", type=_names, default=(), help=f"some of {', '.join(PEERS)}; minutes for the larger shapes")
+    parser.add_argument(
+        "--peers", type=_names, default=(), help=f"some of {', '.join(PEERS)}; minutes for the larger shapes"
+    )
     parser.add_argument("--device", default=default.device, help="auto, cpu, cuda")
     parser.add_argument("--dtype", default=default.dtype, help=", ".join(DTYPES))
     parser.add_argument("--backend", default=default.backend, help="attention backend of the own contenders")
     parser.add_argument("--repeats", type=int, default=default.repeats, help="steps timed at least")
-    parser.add_argument("--idle-steps", type=int, default=default.idle_steps, help="steps traced for the idle share; 0: none")
-    parser.add_argument("--idle-batches", type=_numbers, default=(), help="for these batches; default: the smallest and the largest")
-    parser.add_argument("--idle-only", type=_names, default=(), help="for these contenders; default: the last one")
-    parser.add_argument("--no-trace", dest="trace", action="store_false", help="no torch.profiler: no kernels, no idle share; host times as they "
-                        "are without one")  # fmt: skip
-    parser.add_argument("--time-wrong", action="store_true", help="measure what fails the gate all the same; its row stays 'wrong'")
-    parser.add_argument("--new-tokens", type=int, default=default.new_tokens, help="tokens a peer generates per request")
+    parser.add_argument(
+        "--idle-steps", type=int, default=default.idle_steps, help="steps traced for the idle share; 0: none"
+    )
+    parser.add_argument(
+        "--idle-batches",
+        type=_numbers,
+        default=(),
+        help="for these batches; default: the smallest and the largest",
+    )
+    parser.add_argument(
+        "--idle-only", type=_names, default=(), help="for these contenders; default: the last one"
+    )
+    parser.add_argument(
+        "--no-trace",
+        dest="trace",
+        action="store_false",
+        help="no torch.profiler: no kernels, no idle share; host times as they are without one",
+    )
+    parser.add_argument(
+        "--time-wrong",
+        action="store_true",
+        help="measure what fails the gate all the same; its row stays 'wrong'",
+    )
+    parser.add_argument(
+        "--new-tokens", type=int, default=default.new_tokens, help="tokens a peer generates per request"
+    )
     parser.add_argument("--bandwidth", type=float, help="memory ceiling in TB/s; default: measured")
     parser.add_argument("--time-limit", type=float, help="seconds after which no further case is begun")
     parser.add_argument("--output", default="", help="write the document to this JSON file, after every row")

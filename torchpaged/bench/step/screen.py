@@ -1,4 +1,5 @@
-"""What a reader of the decode-step benchmark sees, on stderr: progress, a line per row, the table at the end."""
+"""What a reader of the decode-step benchmark sees, on stderr: progress, a line per row, the table at
+the end."""
 
 from __future__ import annotations
 
@@ -46,8 +47,10 @@ class StepScreen(Screen):
         self.table("a decode step", _HEADER, lines)
         ceiling = document["ceilings"]
         self.say(
-            f"roofline: weights once and keys and values at {ceiling['bytes_per_s'] / 1e12:.3g} TB/s ({ceiling['bytes_per_s_from']}); "
-            "kernels: per step / per layer; idle: between launches / between kernels, as profiled; host: replay call / the loop's launch; "
+            f"roofline: weights once and keys and values at {ceiling['bytes_per_s'] / 1e12:.3g} TB/s "
+            f"({ceiling['bytes_per_s_from']}); "
+            "kernels: per step / per layer; idle: between launches / between kernels, as profiled; host: "
+            "replay call / the loop's launch; "
             f"MiB: of one bucket, reserved / device; {document['seconds']:.0f} s in all"
         )
 
@@ -61,8 +64,17 @@ def line(row: dict[str, Any]) -> list[str]:
 
     idle = [row.get("idle_between_launches"), row.get("idle_between_kernels")]
     return [
-        row["case"] + (" (wrong)" if row["status"] == "wrong" else ""), f"{row['ms']:.3f}", cell("{:.3f}-{:.3f}", "p20_ms", "p80_ms"), f"{row['roofline_ms']:.2f} ({row['of_roofline']:.0%})",
-        cell("{:.2f}", "target_ms"), f"{row['tokens_per_s']:.0f}", cell("{:.0f} / {}", "kernels_per_step", "kernels_per_layer"),
-        "-" if None in idle else " / ".join(f"{share:.2%}" for share in idle), cell("{:.0f} / {:.0f}", "host_replay_us", "host_launch_us"),
-        cell("{:.0f}", "capture_ms"), cell("{:.0f} / {:.0f}", "reserved_mib", "device_mib"), cell("{:.1e}", "error"), cell("{:.1f}", "ready_s"),
-    ]  # fmt: skip
+        row["case"] + (" (wrong)" if row["status"] == "wrong" else ""),
+        f"{row['ms']:.3f}",
+        cell("{:.3f}-{:.3f}", "p20_ms", "p80_ms"),
+        f"{row['roofline_ms']:.2f} ({row['of_roofline']:.0%})",
+        cell("{:.2f}", "target_ms"),
+        f"{row['tokens_per_s']:.0f}",
+        cell("{:.0f} / {}", "kernels_per_step", "kernels_per_layer"),
+        "-" if None in idle else " / ".join(f"{share:.2%}" for share in idle),
+        cell("{:.0f} / {:.0f}", "host_replay_us", "host_launch_us"),
+        cell("{:.0f}", "capture_ms"),
+        cell("{:.0f} / {:.0f}", "reserved_mib", "device_mib"),
+        cell("{:.1e}", "error"),
+        cell("{:.1f}", "ready_s"),
+    ]

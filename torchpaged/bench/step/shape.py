@@ -1,7 +1,10 @@
-"""One model shape of the decode-step benchmark: every contender and batch becomes a row, whatever happens to it.
+"""One model shape of the decode-step benchmark: every contender and batch becomes a row, whatever happens
+to it.
 
-Order: own contenders whose model is changed (fused, or its layers compiled), each such group on a fresh model with the same weights, then own
-ones on the plain model, and peers on the same one: a run that is cut short in a peer has ours. Contenders of a group share the KV pools.
+Order: own contenders whose model is changed (fused, or its layers compiled), each such group on a fresh model
+with the same weights, then own
+ones on the plain model, and peers on the same one: a run that is cut short in a peer has ours. Contenders of
+a group share the KV pools.
 """
 
 from __future__ import annotations
@@ -29,23 +32,37 @@ HOST_LAUNCHES = 20
 
 
 def measure_shape(
-    shape: ModelShape, options: Options, variants: Sequence[Variant], device: torch.device, bandwidth: float, screen: StepScreen,
+    shape: ModelShape,
+    options: Options,
+    variants: Sequence[Variant],
+    device: torch.device,
+    bandwidth: float,
+    screen: StepScreen,
     started: float,
-) -> Iterator[dict[str, Any]]:  # fmt: skip
-    """Rows of ``shape``, as they are measured. ``bandwidth`` in bytes per second; ``started``: when the run began, for the time limit."""
+) -> Iterator[dict[str, Any]]:
+    """Rows of ``shape``, as they are measured. ``bandwidth`` in bytes per second; ``started``: when the run
+    began, for the time limit."""
     return _Shape(shape, options, variants, device, bandwidth, screen, started).rows()
 
 
 class _Shape:
     def __init__(
-        self, shape: ModelShape, options: Options, variants: Sequence[Variant], device: torch.device, bandwidth: float, screen: StepScreen,
+        self,
+        shape: ModelShape,
+        options: Options,
+        variants: Sequence[Variant],
+        device: torch.device,
+        bandwidth: float,
+        screen: StepScreen,
         started: float,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.shape, self.options, self.variants, self.device = shape, options, variants, device
         self.bandwidth, self.screen, self.started = bandwidth, screen, started
         self.batches, self.dtype = sorted(set(options.batches)), DTYPES[options.dtype]
         most_steps = max((variant.steps_per_launch for variant in variants), default=0)
-        longest = options.context + max(options.idle_steps, HOST_LAUNCHES * most_steps) + most_steps + BURST_STEPS
+        longest = (
+            options.context + max(options.idle_steps, HOST_LAUNCHES * most_steps) + most_steps + BURST_STEPS
+        )
         self.blocks_per_row = max(-(-longest // BLOCK_SIZE), 8)  # 8: for the gate
 
     # ------------------------------------------------------------------------------------------------ in turn
@@ -72,13 +89,18 @@ class _Shape:
                 yield from self._own(model, variants, reference, fused, layers)
                 torch.compiler.reset()  # compiled steps keep their pools alive
                 _free(self.device)
-            # the smallest and the largest batch first: minutes may pass in a peer's compiler, and a time limit cuts the others
-            for name, batch in itertools.product(peers if plain else [], sorted(self.batches, key=self.batches[1:-1].__contains__)):
+            # the smallest and the largest batch first: minutes may pass in a peer's compiler, and a time
+            # limit cuts the others
+            for name, batch in itertools.product(
+                peers if plain else [], sorted(self.batches, key=self.batches[1:-1].__contains__)
+            ):
                 yield self._peer(model, name, batch)
             del model
             _free(self.device)
 
-    def _own(self, model: Any, variants: Sequence[Variant], reference: Reference, fused: bool, layers: bool) -> Iterator[dict[str, Any]]:
+    def _own(
+        self, model: Any, variants: Sequence[Variant], reference: Reference, fused: bool, layers: bool
+    ) -> Iterator[dict[str, Any]]:
         """The own contenders of one group, over one paged model."""
         begun = time.perf_counter()
         try:
@@ -107,9 +129,14 @@ class _Shape:
                 pool.normal_()
         return paged
 
-    def _variant(self, paged: Any, variant: Variant, reference: Reference, prepare_s: float) -> Iterator[dict[str, Any]]:
-        """A contender: all batches captured, the largest first as the engine does it, then measured one by one."""
-        entries: dict[int, dict[str, Any]] = {batch: self._row(variant.name, batch) | {"prepare_s": prepare_s} for batch in self.batches}
+    def _variant(
+        self, paged: Any, variant: Variant, reference: Reference, prepare_s: float
+    ) -> Iterator[dict[str, Any]]:
+        """A contender: all batches captured, the largest first as the engine does it, then measured one
+        by one."""
+        entries: dict[int, dict[str, Any]] = {
+            batch: self._row(variant.name, batch) | {"prepare_s": prepare_s} for batch in self.batches
+        }
         own: OwnStep | None = None
         for batch in reversed(self.batches):
             entry = entries[batch]
@@ -146,7 +173,9 @@ class _Shape:
         if not self.options.trace:
             return
         self._load(own, batch)
-        entry |= step_trace.kernels_per_step(step_trace.record(lambda: own.replay(batch), self.device), self.shape.num_layers, steps)
+        entry |= step_trace.kernels_per_step(
+            step_trace.record(lambda: own.replay(batch), self.device), self.shape.num_layers, steps
+        )
         if self._wants_idle(own.variant.name, batch):
             launches = max(2, self.options.idle_steps // steps)
             if own.loop is None:
@@ -157,32 +186,48 @@ class _Shape:
     def _wants_idle(self, name: str, batch: int) -> bool:
         names = self.options.idle_only or [variant.name for variant in self.variants[-1:]]
         batches = self.options.idle_batches or (self.batches[0], self.batches[-1])
-        return self.options.idle_steps > 0 and self.device.type == "cuda" and name in names and batch in batches
+        return (
+            self.options.idle_steps > 0 and self.device.type == "cuda" and name in names and batch in batches
+        )
 
     def _load(self, own: OwnStep, batch: int) -> None:
         own.load([1 + row for row in range(batch)], [self.options.context] * batch)
 
     def _time(self, own: OwnStep, batch: int) -> dict[str, Any]:
-        """Milliseconds per step over bursts of replays queued back to back; the first replay of a burst is not counted."""
+        """Milliseconds per step over bursts of replays queued back to back; the first replay of a burst is
+        not counted."""
         launches, samples = max(1, BURST_STEPS // own.steps), []
         for _ in range(-(-self.options.repeats // (launches * own.steps))):
             self._load(own, batch)
             samples += _burst(lambda: own.replay(batch), launches, self.device)
         per_step = [ms / own.steps for ms in samples]
         cuts = statistics.quantiles(per_step, n=5, method="inclusive") if len(per_step) > 1 else per_step * 4
-        return self._figures(batch, statistics.median(per_step)) | {"p20_ms": cuts[0], "p80_ms": cuts[3], "samples": len(per_step)}
+        return self._figures(batch, statistics.median(per_step)) | {
+            "p20_ms": cuts[0],
+            "p80_ms": cuts[3],
+            "samples": len(per_step),
+        }
 
     # ------------------------------------------------------------------------------------------------ rows
     def _row(self, contender: str, batch: int) -> dict[str, Any]:
         read = self.shape.bytes_read(batch, self.options.context, self.dtype.itemsize)
         return {
-            "case": f"{self.shape.name} b{batch} {contender}", "shape": self.shape.name, "batch": batch, "context": self.options.context,
-            "contender": contender, "own": contender not in PEERS, "roofline_ms": read / self.bandwidth * 1e3,
-            "target_ms": TARGETS_MS.get((self.shape.name, batch)) if (self.options.context, self.options.dtype) == (2048, "bf16") else None,
-        }  # fmt: skip
+            "case": f"{self.shape.name} b{batch} {contender}",
+            "shape": self.shape.name,
+            "batch": batch,
+            "context": self.options.context,
+            "contender": contender,
+            "own": contender not in PEERS,
+            "roofline_ms": read / self.bandwidth * 1e3,
+            "target_ms": TARGETS_MS.get((self.shape.name, batch))
+            if (self.options.context, self.options.dtype) == (2048, "bf16")
+            else None,
+        }
 
     def _figures(self, batch: int, ms: float) -> dict[str, Any]:
-        roofline = self.shape.bytes_read(batch, self.options.context, self.dtype.itemsize) / self.bandwidth * 1e3
+        roofline = (
+            self.shape.bytes_read(batch, self.options.context, self.dtype.itemsize) / self.bandwidth * 1e3
+        )
         return {"ms": ms, "of_roofline": roofline / ms, "tokens_per_s": batch / ms * 1e3}
 
     def _peer(self, model: Any, name: str, batch: int) -> dict[str, Any]:
@@ -232,7 +277,11 @@ def _burst(replay: Callable[[], Any], launches: int, device: torch.device) -> li
 
 def _failure(error: Exception) -> dict[str, Any]:
     where = traceback.extract_tb(error.__traceback__)[-1]
-    return {"status": "failed", "reason": f"{type(error).__name__}: {' '.join(str(error).split())[:400]} ({where.name}:{where.lineno})"}
+    return {
+        "status": "failed",
+        "reason": f"{type(error).__name__}: {' '.join(str(error).split())[:400]} "
+        f"({where.name}:{where.lineno})",
+    }
 
 
 def _free(device: torch.device) -> None:

@@ -5,9 +5,10 @@
     launch = ring.take()                    # an event behind the launch; the host goes on
     tokens = ring.read(launch, num_rows)    # waits for that event only
 
-A copy from the device to the host would need the copy engine, microseconds away from the kernels before and behind it, and as many of
-the host. Which slot a launch writes is counted on the device, so that one graph serves all; the host counts along, and each slot holds
-the number of its launch, so that tokens of another one are never taken for it.
+A copy from the device to the host would need the copy engine, microseconds away from the kernels before and
+behind it, and as many of the host. Which slot a launch writes is counted on the device, so that one graph
+serves all; the host counts along, and each slot holds the number of its launch, so that tokens of another one
+are never taken for it.
 """
 
 from __future__ import annotations
@@ -22,17 +23,23 @@ from torchpaged.engine.device.prefill_tokens import RingFullError
 
 
 class _Memory:
-    """Host memory by the CUDA array interface (version 3), which torch turns into a tensor of the GPU without a copy."""
+    """Host memory by the CUDA array interface (version 3), which torch turns into a tensor of the GPU without
+    a copy."""
 
     def __init__(self, host: Tensor) -> None:
         self._host = host  # the tensor made of this keeps it
         self.__cuda_array_interface__ = {
-            "shape": tuple(host.shape), "typestr": "<i8", "data": (host.data_ptr(), False), "strides": None, "version": 3,
-        }  # fmt: skip
+            "shape": tuple(host.shape),
+            "typestr": "<i8",
+            "data": (host.data_ptr(), False),
+            "strides": None,
+            "version": 3,
+        }
 
 
 _ATTEMPTS = 8
-#: Memory of rings that are gone, by device: a launch may still be writing it, which torch's allocator of pinned memory does not know of.
+#: Memory of rings that are gone, by device: a launch may still be writing it, which torch's allocator of
+#: pinned memory does not know of.
 _retired: list[tuple[torch.device, Tensor]] = []
 
 
@@ -44,24 +51,30 @@ def _free_retired() -> None:
 
 
 def shared_memory(shape: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Pinned int64 memory of -1, as a tensor of the host and as one of ``device``. Needs NumPy, by which torch reads the array interface.
+    """Pinned int64 memory of -1, as a tensor of the host and as one of ``device``. Needs NumPy, by which
+    torch reads the array interface.
 
     Raises:
         TorchpagedError: the device does not share the host's addresses, or NumPy is not installed.
     """
     _free_retired()
-    foreign = []  # blocks that torch had pinned for another GPU and kept: held, until a new one is pinned for this one
+    # blocks that torch had pinned for another GPU and kept: held, until a new one is pinned for this one
+    foreign = []
     with torch.cuda.device(device):
         for _ in range(_ATTEMPTS):
             host = torch.full(shape, -1, dtype=torch.int64, pin_memory=True)
             try:
                 tensor = torch.as_tensor(_Memory(host), device=device)
             except RuntimeError as error:
-                raise TorchpagedError(f"no view of pinned memory on {device} ({error}); whole steps in a graph need NumPy") from error
+                raise TorchpagedError(
+                    f"no view of pinned memory on {device} ({error}); whole steps in a graph need NumPy"
+                ) from error
             if tensor.data_ptr() == host.data_ptr():
                 return host, tensor
             foreign.append(host)
-    raise TorchpagedError(f"{device} can't write pinned host memory at its own address, which whole steps in a graph need")
+    raise TorchpagedError(
+        f"{device} can't write pinned host memory at its own address, which whole steps in a graph need"
+    )
 
 
 class LaunchRing:
@@ -74,9 +87,11 @@ class LaunchRing:
         device: where the launches run; on a CPU everything is immediate.
 
     Attributes:
-        slots: ``[depth + 1, num_steps + 1, num_rows]`` int64, pinned, as a tensor of ``device``; ``slots[i, num_steps, 0]`` is the number
-            of the launch whose tokens slot i holds, the last slot is for warm-ups.
-        launches: ``[2]`` int64 on the device: launches so far, and 0. Negative: a warm-up, which goes to the last slot and is not counted.
+        slots: ``[depth + 1, num_steps + 1, num_rows]`` int64, pinned, as a tensor of ``device``; ``slots[i,
+            num_steps, 0]`` is the number of the launch whose tokens slot i holds, the last slot is
+            for warm-ups.
+        launches: ``[2]`` int64 on the device: launches so far, and 0. Negative: a warm-up, which goes to the
+        last slot and is not counted.
     """
 
     def __init__(self, depth: int, num_steps: int, num_rows: int, device: torch.device | str) -> None:
@@ -91,7 +106,8 @@ class LaunchRing:
             else:
                 self._host = self.slots = torch.full(shape, -1, dtype=torch.int64)
             self.launches = torch.zeros(2, dtype=torch.int64, device=device)
-        # torch.Event finds the current stream in C++: 0.5 us to record; torch.cuda.Event makes a Python object of it, 4.5 us
+        # torch.Event finds the current stream in C++: 0.5 us to record; torch.cuda.Event makes a Python
+        # object of it, 4.5 us
         self._events = [torch.Event(device) for _ in range(depth)] if on_gpu else None
         self._launched = 0
         self._starting = False  # between `begin` and `count`
@@ -113,7 +129,10 @@ class LaunchRing:
         self.settle()
         if self._unread and self._unread[0] <= self._launched - self._depth:
             launch = self._unread[0]
-            raise RingFullError(f"launch {launch} was taken and not read, and the next one needs its slot; read({launch}, ...) first")
+            raise RingFullError(
+                f"launch {launch} was taken and not read, and the next one needs its slot; read({launch}, "
+                "...) first"
+            )
 
     def begin(self) -> None:
         """Right before a launch: until `count`, only the device knows whether it was started."""
@@ -125,10 +144,12 @@ class LaunchRing:
         self._starting = False
 
     def settle(self) -> int:
-        """Count what was begun and not counted, because an exception or Ctrl-C came between; how many launches that were, 0 or 1.
+        """Count what was begun and not counted, because an exception or Ctrl-C came between; how many
+        launches that were, 0 or 1.
 
-        Waits for the device, whose number is taken over, but only if there is something to settle. The next launch does this by itself; who
-        needs the tokens of the launch that was interrupted calls it, and `take` if the answer is 1.
+        Waits for the device, whose number is taken over, but only if there is something to settle. The next
+        launch does this by itself; who needs the tokens of the launch that was interrupted calls it, and
+        `take` if the answer is 1.
         """
         if not self._starting:
             return 0
@@ -141,24 +162,32 @@ class LaunchRing:
         return started
 
     def resync(self) -> None:
-        """After a launch that failed or was interrupted: forget the launches that were taken, and count on from where the device is. Waits."""
+        """After a launch that failed or was interrupted: forget the launches that were taken, and count on
+        from where the device is. Waits."""
         self.settle()
         self._unread.clear()
         self._launched = int(self.launches[0])
 
     def take(self) -> int:
-        """The number of the newest launch, whose tokens will be read; nothing may have been launched on another stream since."""
+        """The number of the newest launch, whose tokens will be read; nothing may have been launched on
+        another stream since."""
         self.settle()
         launch = self._launched - 1
         if launch < 0 or launch in self._unread:
-            raise ArgumentError("take", "a launch since the last call", "none", "take() once behind each launch whose tokens you want")
+            raise ArgumentError(
+                "take",
+                "a launch since the last call",
+                "none",
+                "take() once behind each launch whose tokens you want",
+            )
         if self._events is not None:
             self._events[launch % self._depth].record()
         self._unread.append(launch)
         return launch
 
     def read(self, launch: int, num_rows: int) -> list[list[int]]:
-        """Tokens of a launch that was taken, as ``[steps][rows]``; waits until they are there, and frees the slot.
+        """Tokens of a launch that was taken, as ``[steps][rows]``; waits until they are there, and frees
+        the slot.
 
         Raises:
             ArgumentError: the launch was not taken, or read before.
@@ -174,6 +203,9 @@ class LaunchRing:
             view = self._views[slot, num_rows] = self._host[slot, :, :num_rows]
         *tokens, (number, *_) = view.tolist()
         if number != launch:
-            raise TorchpagedError(f"the slot of launch {launch} holds launch {number}: LaunchRing.count() was called without a launch")
+            raise TorchpagedError(
+                f"the slot of launch {launch} holds launch {number}: LaunchRing.count() was called without "
+                "a launch"
+            )
         self._unread.remove(launch)
         return tokens

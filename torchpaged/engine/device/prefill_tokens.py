@@ -1,6 +1,7 @@
 """TokenRing: sampled tokens on their way to the host, read one launch late.
 
-    slot = ring.push(rows.tokens_out)       # after a replay: a copy to pinned memory and an event; the host goes on
+    # after a replay: a copy to pinned memory and an event; the host goes on
+    slot = ring.push(rows.tokens_out)
     ...                                     # the next launch is on its way meanwhile
     tokens = ring.read(slot)                # waits for that event only
 
@@ -32,15 +33,21 @@ class TokenRing:
         device = torch.device(device)
         on_gpu = device.type == "cuda"
         self._host = torch.zeros(depth, num_tokens, dtype=torch.int64, pin_memory=on_gpu)
-        # torch.Event finds the current stream in C++: 0.5 us to record; torch.cuda.Event makes a Python object of it, 4.5 us
+        # torch.Event finds the current stream in C++: 0.5 us to record; torch.cuda.Event makes a Python
+        # object of it, 4.5 us
         self._events = [torch.Event(device) for _ in range(depth)] if on_gpu else None
         self._shapes: list[torch.Size | None] = [None] * depth  # of what a slot holds
-        self._places: dict[tuple[int, torch.Size], Tensor] = {}  # a slot as a tensor of some shape: made once, since a push is host time
+        self._places: dict[
+            tuple[int, torch.Size], Tensor
+        ] = {}  # a slot as a tensor of some shape: made once, since a push is host time
 
     def push(self, tokens: Tensor) -> int:
         """Start copying ``tokens``, int64 and contiguous; returns the slot to read."""
         if None not in self._shapes:
-            raise RingFullError(f"{len(self._shapes)} launches are in flight and none was read; read the oldest before the next launch")
+            raise RingFullError(
+                f"{len(self._shapes)} launches are in flight and none was read; read the oldest before the "
+                "next launch"
+            )
         slot, shape = self._shapes.index(None), tokens.shape
         self._shapes[slot] = shape
         place = self._places.get((slot, shape))

@@ -1,12 +1,16 @@
 """DecodeRows: the running requests of a decode batch, kept on the device from step to step.
 
-    rows = DecodeRows(max_batch_size=64, max_blocks_per_req=128, block_size=16, vocab_size=32000, device="cuda", ops=backend.ops)
+    rows = DecodeRows(max_batch_size=64, max_blocks_per_req=128, block_size=16, vocab_size=32000,
+                      device="cuda", ops=backend.ops)
     rows.write({0: RowState(input_id=5, seq_len=17, blocks=[1, 2], seed=7, counter=0, remaining=64)})
-    logits = model(*rows.view(8)); rows.finish_step(logits, 8, step=0)     # inside the graph: sample, accept, move on
-    rows.tokens_out[0]                                                     # [max_batch_size] int64, -1 in idle rows
+    # inside the graph: sample, accept, move on
+    logits = model(*rows.view(8)); rows.finish_step(logits, 8, step=0)
+    rows.tokens_out[0]                                               # [max_batch_size] int64, -1 in idle rows
 
-A row holds one request: its token, length and blocks, how it samples and when it ends. An idle row has seq_len 0 and slot -1; idle
-rows may lie between busy ones. Updates are stream-ordered: one copy from pinned memory, then device kernels; nothing waits.
+A row holds one request: its token, length and blocks, how it samples and when it ends. An idle row has
+seq_len 0 and slot -1; idle
+rows may lie between busy ones. Updates are stream-ordered: one copy from pinned memory, then device kernels;
+nothing waits.
 """
 
 from __future__ import annotations
@@ -20,8 +24,23 @@ from torch import Tensor
 
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.engine.device.launch_tokens import LaunchRing
-from torchpaged.engine.device.request_state import HEAD_WORDS, MAX_STOP_TOKEN_IDS, NUM_FLOATS, NUM_INTS, NUM_LONGS, RowState, token_bits
-from torchpaged.metadata import FIELDS, METADATA_FIELDS, AttentionMetadata, BatchSizes, pad_batch_tensors, to_device
+from torchpaged.engine.device.request_state import (
+    HEAD_WORDS,
+    MAX_STOP_TOKEN_IDS,
+    NUM_FLOATS,
+    NUM_INTS,
+    NUM_LONGS,
+    RowState,
+    token_bits,
+)
+from torchpaged.metadata import (
+    FIELDS,
+    METADATA_FIELDS,
+    AttentionMetadata,
+    BatchSizes,
+    pad_batch_tensors,
+    to_device,
+)
 
 #: What makes a row idle: its length and slot are a padding row's.
 _IDLE = {name: FIELDS[name].padding for name in ("seq_lens", "slot_mapping")}
@@ -59,24 +78,50 @@ class DecodeRows:
         stop_token_ids: ``[max_batch_size, 16]`` int64, -1 = none.
         block_table: ``[max_batch_size, max_blocks_per_req]`` int32.
         seen: ``[max_batch_size, ceil(vocab_size / 32)]`` int32, a bit per token.
-        query_start_loc: ``[max_batch_size + 1]`` int32, 0, 1, 2 ...: every row has one query token, idle ones too.
-        tokens_out: ``[steps_per_launch, max_batch_size]`` int64, what the last launch produced; -1 where a row was idle.
+        query_start_loc: ``[max_batch_size + 1]`` int32, 0, 1, 2 ...: every row has one query token, idle
+            ones too.
+        tokens_out: ``[steps_per_launch, max_batch_size]`` int64, what the last launch produced; -1 where a
+            row was idle.
         ring: the same on the host, a launch after another: `LaunchRing`.
     """
 
     def __init__(
-        self, max_batch_size: int, max_blocks_per_req: int, block_size: int, vocab_size: int, device: torch.device | str, ops: StepOps,
-        steps_per_launch: int = 1, launches_in_flight: int = 4,
-    ) -> None:  # fmt: skip
-        sizes = {"max_batch_size": max_batch_size, "max_blocks_per_req": max_blocks_per_req, "block_size": block_size,
-                 "vocab_size": vocab_size, "steps_per_launch": steps_per_launch, "launches_in_flight": launches_in_flight}  # fmt: skip
+        self,
+        max_batch_size: int,
+        max_blocks_per_req: int,
+        block_size: int,
+        vocab_size: int,
+        device: torch.device | str,
+        ops: StepOps,
+        steps_per_launch: int = 1,
+        launches_in_flight: int = 4,
+    ) -> None:
+        sizes = {
+            "max_batch_size": max_batch_size,
+            "max_blocks_per_req": max_blocks_per_req,
+            "block_size": block_size,
+            "vocab_size": vocab_size,
+            "steps_per_launch": steps_per_launch,
+            "launches_in_flight": launches_in_flight,
+        }
         for name, size in sizes.items():
             if size < 1:
                 raise ArgumentError(name, "at least 1", str(size))
-        self.max_batch_size, self.max_blocks_per_req, self.block_size = max_batch_size, max_blocks_per_req, block_size
-        self.vocab_size, self.device, self.steps_per_launch = vocab_size, torch.device(device), steps_per_launch
+        self.max_batch_size, self.max_blocks_per_req, self.block_size = (
+            max_batch_size,
+            max_blocks_per_req,
+            block_size,
+        )
+        self.vocab_size, self.device, self.steps_per_launch = (
+            vocab_size,
+            torch.device(device),
+            steps_per_launch,
+        )
         self._ops, self._pin = ops, self.device.type == "cuda"
-        rows, padded = max_batch_size, -(-max_batch_size // 16) * 16  # each field starts at a multiple of 64 bytes
+        rows, padded = (
+            max_batch_size,
+            -(-max_batch_size // 16) * 16,
+        )  # each field starts at a multiple of 64 bytes
         with torch.inference_mode(False):
             self._longs = torch.zeros(NUM_LONGS, padded, dtype=torch.int64, device=device)
             self._ints = torch.zeros(NUM_INTS, padded, dtype=torch.int32, device=device)
@@ -86,7 +131,9 @@ class DecodeRows:
             self.seen = torch.zeros(rows, -(-vocab_size // 32), dtype=torch.int32, device=device)
             self.query_start_loc = torch.arange(rows + 1, dtype=torch.int32, device=device)
             self.tokens_out = torch.full((steps_per_launch, padded), -1, dtype=torch.int64, device=device)
-        self.input_ids, self.positions, self.slot_mapping, self.seeds, self.counters = (x[:rows] for x in self._longs)
+        self.input_ids, self.positions, self.slot_mapping, self.seeds, self.counters = (
+            x[:rows] for x in self._longs
+        )
         self.seq_lens, self.remaining, self.top_k = (x[:rows] for x in self._ints)
         self.temperature, self.top_p, self.min_p, self.repetition_penalty = (x[:rows] for x in self._floats)
         self.slot_mapping.fill_(_IDLE["slot_mapping"])
@@ -97,8 +144,25 @@ class DecodeRows:
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything a captured step reads or writes, by name."""
-        names = ("input_ids", "positions", "slot_mapping", "seeds", "counters", "seq_lens", "remaining", "top_k", "temperature", "top_p",
-                 "min_p", "repetition_penalty", "stop_token_ids", "block_table", "seen", "query_start_loc", "tokens_out")  # fmt: skip
+        names = (
+            "input_ids",
+            "positions",
+            "slot_mapping",
+            "seeds",
+            "counters",
+            "seq_lens",
+            "remaining",
+            "top_k",
+            "temperature",
+            "top_p",
+            "min_p",
+            "repetition_penalty",
+            "stop_token_ids",
+            "block_table",
+            "seen",
+            "query_start_loc",
+            "tokens_out",
+        )
         ring = {"ring": self.ring.slots, "launches": self.ring.launches}
         return {name: getattr(self, name) for name in names} | ring
 
@@ -106,13 +170,17 @@ class DecodeRows:
         """The first ``num_rows`` rows as ``(input_ids, metadata)``; slices, no copies."""
         tensors = {name: getattr(self, name) for name in METADATA_FIELDS}
         sizes = BatchSizes(num_rows, num_rows, self.max_blocks_per_req)
-        return self.input_ids[:num_rows], AttentionMetadata.view(tensors, sizes, max_query_len=1, block_size=self.block_size)
+        return self.input_ids[:num_rows], AttentionMetadata.view(
+            tensors, sizes, max_query_len=1, block_size=self.block_size
+        )
 
-    # ------------------------------------------------------------------------------------------------ on the device
+    # ------------------------------------------------------------------------------------------ on the device
     def finish_step(self, logits: Tensor, num_rows: int, step: int) -> None:
-        """End a step of the first ``num_rows`` rows: sample a token each and make the rows ready for the next step.
+        """End a step of the first ``num_rows`` rows: sample a token each and make the rows ready for the
+        next step.
 
-        The last step of a launch ends it for ``ring``: who calls this by hand calls ``ring.count()`` then, as the runner does.
+        The last step of a launch ends it for ``ring``: who calls this by hand calls ``ring.count()`` then, as
+        the runner does.
 
         Args:
             logits: ``[num_rows, vocab_size]``.
@@ -121,14 +189,32 @@ class DecodeRows:
         """
         n = slice(num_rows)
         self._ops.finish_step(
-            logits, self.temperature[n], self.top_k[n], self.top_p[n], self.min_p[n], self.repetition_penalty[n], self.seeds[n],
-            self.block_table[n], self.stop_token_ids[n], self.input_ids[n], self.positions[n], self.seq_lens[n],
-            self.slot_mapping[n], self.counters[n], self.remaining[n], self.seen[n], self.tokens_out[step, n],
-            block_size=self.block_size, ring=self.ring.slots, launches=self.ring.launches, step=step,
-        )  # fmt: skip
+            logits,
+            self.temperature[n],
+            self.top_k[n],
+            self.top_p[n],
+            self.min_p[n],
+            self.repetition_penalty[n],
+            self.seeds[n],
+            self.block_table[n],
+            self.stop_token_ids[n],
+            self.input_ids[n],
+            self.positions[n],
+            self.seq_lens[n],
+            self.slot_mapping[n],
+            self.counters[n],
+            self.remaining[n],
+            self.seen[n],
+            self.tokens_out[step, n],
+            block_size=self.block_size,
+            ring=self.ring.slots,
+            launches=self.ring.launches,
+            step=step,
+        )
 
     def finish_rows(self, logits: Tensor, rows: Sequence[int]) -> Tensor:
-        """As `finish_step` for chosen rows, whose logits come from a prefill. Not for captures: it reads a host list.
+        """As `finish_step` for chosen rows, whose logits come from a prefill. Not for captures: it reads a
+        host list.
 
         Args:
             logits: ``[len(rows), vocab_size]``.
@@ -140,22 +226,41 @@ class DecodeRows:
         self.restore()
         index = to_device(rows, torch.int64, self.device)
         longs, ints, floats = (x.index_select(1, index) for x in (self._longs, self._ints, self._floats))
-        # `seen` last: of what finish_step takes it alone is not read early, so that it may be written right in front of it
-        table, stops, seen = (x.index_select(0, index) for x in (self.block_table, self.stop_token_ids, self.seen))
+        # `seen` last: of what finish_step takes it alone is not read early, so that it may be written right
+        # in front of it
+        table, stops, seen = (
+            x.index_select(0, index) for x in (self.block_table, self.stop_token_ids, self.seen)
+        )
         tokens = torch.empty_like(longs[0])
         input_ids, positions, slots, seeds, counters = longs
         lens, remaining, top_k = ints
         temperature, top_p, min_p, penalty = floats
         self._ops.finish_step(
-            logits, temperature, top_k, top_p, min_p, penalty, seeds, table, stops, input_ids, positions, lens, slots, counters, remaining,
-            seen, tokens, block_size=self.block_size,
-        )  # fmt: skip
+            logits,
+            temperature,
+            top_k,
+            top_p,
+            min_p,
+            penalty,
+            seeds,
+            table,
+            stops,
+            input_ids,
+            positions,
+            lens,
+            slots,
+            counters,
+            remaining,
+            seen,
+            tokens,
+            block_size=self.block_size,
+        )
         self._longs.index_copy_(1, index, longs)
         self._ints.index_copy_(1, index, ints)
         self.seen.index_copy_(0, index, seen)
         return tokens
 
-    # ------------------------------------------------------------------------------------------------ from the host
+    # ------------------------------------------------------------------------------------------ from the host
     def write(self, states: Mapping[int, RowState]) -> None:
         """Put requests into rows.
 
@@ -171,11 +276,20 @@ class DecodeRows:
         self.restore()
         words = HEAD_WORDS + self.max_blocks_per_req
         with_seen = any(state.seen is not None for state in states.values())
-        staged = torch.zeros(len(states), 2 + words + (self.seen.shape[1] if with_seen else 0), dtype=torch.int32, pin_memory=self._pin)
+        staged = torch.zeros(
+            len(states),
+            2 + words + (self.seen.shape[1] if with_seen else 0),
+            dtype=torch.int32,
+            pin_memory=self._pin,
+        )
         for line, (row, state) in zip(staged, states.items(), strict=True):
             line[0] = row
-            line[2 : 2 + HEAD_WORDS] = torch.frombuffer(bytearray(state.packed(self.block_size)), dtype=torch.int32)
-            line[2 + HEAD_WORDS : 2 + HEAD_WORDS + len(state.blocks)] = torch.tensor(state.blocks, dtype=torch.int32)
+            line[2 : 2 + HEAD_WORDS] = torch.frombuffer(
+                bytearray(state.packed(self.block_size)), dtype=torch.int32
+            )
+            line[2 + HEAD_WORDS : 2 + HEAD_WORDS + len(state.blocks)] = torch.tensor(
+                state.blocks, dtype=torch.int32
+            )
             if state.seen is not None:
                 line[2 + words :] = token_bits(state.seen, self.seen.shape[1])
         data = staged.to(self.device, non_blocking=True)
@@ -185,7 +299,9 @@ class DecodeRows:
         self._longs.index_copy_(1, index, longs[:, :NUM_LONGS].t())
         self.stop_token_ids.index_copy_(0, index, longs[:, NUM_LONGS:])
         self._ints.index_copy_(1, index, rest[:, :NUM_INTS].t())
-        self._floats.index_copy_(1, index, _copied(rest[:, NUM_INTS : NUM_INTS + NUM_FLOATS]).view(torch.float32).t())
+        self._floats.index_copy_(
+            1, index, _copied(rest[:, NUM_INTS : NUM_INTS + NUM_FLOATS]).view(torch.float32).t()
+        )
         self.block_table.index_copy_(0, index, data[:, HEAD_WORDS:words])
         if with_seen:
             self.seen.index_copy_(0, index, data[:, words:])
@@ -199,12 +315,22 @@ class DecodeRows:
         for row, column, block in blocks:
             if not (0 <= row < self.max_batch_size and 0 <= column < self.max_blocks_per_req and block > 0):
                 raise ArgumentError(
-                    "blocks", f"rows in [0, {self.max_batch_size}), columns in [0, {self.max_blocks_per_req}), blocks from 1 on",
-                    f"row {row}, column {column}, block {block}", "make max_blocks_per_req hold the longest request",
-                )  # fmt: skip
+                    "blocks",
+                    (
+                        f"rows in [0, {self.max_batch_size}), columns in [0, {self.max_blocks_per_req}), "
+                        "blocks from 1 on"
+                    ),
+                    f"row {row}, column {column}, block {block}",
+                    "make max_blocks_per_req hold the longest request",
+                )
         if blocks:
             data = to_device(
-                [*(row * self.max_blocks_per_req + column for row, column, _ in blocks), *(x[2] for x in blocks)], torch.int64, self.device
+                [
+                    *(row * self.max_blocks_per_req + column for row, column, _ in blocks),
+                    *(x[2] for x in blocks),
+                ],
+                torch.int64,
+                self.device,
             )
             self.block_table.view(-1).index_copy_(0, data[: len(blocks)], data[len(blocks) :].int())
 
@@ -219,7 +345,9 @@ class DecodeRows:
         """Move rows ``(from, to)``, without the host knowing what they hold; the old places become idle."""
         if pairs:
             self.restore()
-            data = to_device([*(old for old, _ in pairs), *(new for _, new in pairs)], torch.int64, self.device)
+            data = to_device(
+                [*(old for old, _ in pairs), *(new for _, new in pairs)], torch.int64, self.device
+            )
             old, new = data[: len(pairs)], data[len(pairs) :]
             for fields in (self._longs, self._ints, self._floats):
                 fields.index_copy_(1, new, fields.index_select(1, old))
@@ -233,20 +361,25 @@ class DecodeRows:
 
     @contextlib.contextmanager
     def padding(self, num_rows: int) -> Iterator[None]:
-        """The first ``num_rows`` rows are idle inside the block, for a warm-up or a capture, and as they were afterwards."""
+        """The first ``num_rows`` rows are idle inside the block, for a warm-up or a capture, and as they
+        were afterwards."""
         self.settle()
         self._put_aside()
         try:
             self.ring.launches[:1].fill_(-1)  # tokens of launches in flight stay where they are
             names = (*_IDLE, "input_ids", "positions")
-            pad_batch_tensors({name: getattr(self, name) for name in names}, BatchSizes(num_rows, num_rows, self.max_blocks_per_req))
+            pad_batch_tensors(
+                {name: getattr(self, name) for name in names},
+                BatchSizes(num_rows, num_rows, self.max_blocks_per_req),
+            )
             yield
         finally:
             self.restore()
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
-        """A launch in the block whose steps run one by one, not as a graph: if it ends in an exception, the rows are as before it."""
+        """A launch in the block whose steps run one by one, not as a graph: if it ends in an exception, the
+        rows are as before it."""
         self.restore()
         self._put_aside()
         try:
@@ -261,8 +394,8 @@ class DecodeRows:
         self._set_aside = [(tensor, tensor.clone()) for tensor in state]
 
     def restore(self) -> None:
-        """Put back what `padding` or `whole` set aside, if that has not happened: its own attempt may have been interrupted. Whatever else
-        writes rows does so first, or it would be overwritten later."""
+        """Put back what `padding` or `whole` set aside, if that has not happened: its own attempt may have
+        been interrupted. Whatever else writes rows does so first, or it would be overwritten later."""
         if self._set_aside:
             for tensor, old in self._set_aside:
                 tensor.copy_(old)
@@ -270,14 +403,17 @@ class DecodeRows:
             self._set_aside = []
 
     def settle(self) -> None:
-        """Count a launch that the device began and the host did not (`LaunchRing.settle`); nothing is waited for where there is none."""
+        """Count a launch that the device began and the host did not (`LaunchRing.settle`); nothing is waited
+        for where there is none."""
         self.restore()
         self.ring.settle()
 
     def reset(self) -> None:
-        """Make host and device agree again after a launch or capture that failed or was interrupted; requests stay in their rows.
+        """Make host and device agree again after a launch or capture that failed or was interrupted; requests
+        stay in their rows.
 
-        Waits for the device. Puts back what `padding` set aside, and counts a launch that the device began and the host did not.
+        Waits for the device. Puts back what `padding` set aside, and counts a launch that the device began
+        and the host did not.
         """
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)

@@ -4,7 +4,8 @@
     state.check(block_size=16, max_blocks_per_req=128)
     state.packed(block_size=16)     # HEAD_WORDS words of 4 bytes; blocks and seen bits travel beside them
 
-Numbers that do not fit their fields are refused by whoever takes them from a user (`torchpaged.engine.SamplingParams`).
+Numbers that do not fit their fields are refused by whoever takes them from a
+user (`torchpaged.engine.SamplingParams`).
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ class RowState:
         remaining: tokens it may still produce.
         temperature, top_k, top_p, min_p, repetition_penalty: as in ``sample_tokens``.
         stop_token_ids: ids that end it; the first `MAX_STOP_TOKEN_IDS` are seen on the device.
-        seen: ids that a repetition penalty applies to; None with a penalty of 1: the row's bits are of no meaning then.
+        seen: ids that a repetition penalty applies to; None with a penalty of 1: the row's bits are of no
+            meaning then.
     """
 
     input_id: int
@@ -62,24 +64,47 @@ class RowState:
         """Refuse, with an `ArgumentError`, what a row can't hold."""
         need = -(-self.seq_len // block_size)
         if self.seq_len < 1 or not need <= len(self.blocks) <= max_blocks_per_req:
-            raise ArgumentError("states", f"seq_len of at least 1 within its blocks, at most {max_blocks_per_req} of them",
-                                f"seq_len {self.seq_len}, {len(self.blocks)} blocks")  # fmt: skip
+            raise ArgumentError(
+                "states",
+                f"seq_len of at least 1 within its blocks, at most {max_blocks_per_req} of them",
+                f"seq_len {self.seq_len}, {len(self.blocks)} blocks",
+            )
         if min(self.blocks) < 1:
-            raise ArgumentError("states", "blocks from 1 on (block 0 is the null block)", f"block {min(self.blocks)}")
+            raise ArgumentError(
+                "states", "blocks from 1 on (block 0 is the null block)", f"block {min(self.blocks)}"
+            )
         if len(set(self.blocks)) < len(self.blocks):
             raise ArgumentError("states", "every block once", f"a block several times: {list(self.blocks)}")
         if self.repetition_penalty != 1.0 and self.seen is None:
-            raise ArgumentError("states", "seen with a repetition penalty", "seen=None", "give the tokens that occurred, () for none")
+            raise ArgumentError(
+                "states",
+                "seen with a repetition penalty",
+                "seen=None",
+                "give the tokens that occurred, () for none",
+            )
 
     def packed(self, block_size: int) -> bytes:
-        """The row's fields as `HEAD_WORDS` words: longs, stop ids, ints, floats, each in the order of `DecodeRows`."""
+        """The row's fields as `HEAD_WORDS` words: longs, stop ids, ints, floats, each in the order
+        of `DecodeRows`."""
         last = self.seq_len - 1
         stops = list(self.stop_token_ids)[:MAX_STOP_TOKEN_IDS]
         seed = (self.seed + 2**63) % 2**64 - 2**63
         return _HEAD.pack(
-            self.input_id, last, slot_of(last, self.blocks, block_size), seed, self.counter, *stops, *([-1] * (MAX_STOP_TOKEN_IDS - len(stops))), self.seq_len,
-            self.remaining, self.top_k, self.temperature, self.top_p, self.min_p, self.repetition_penalty,
-        )  # fmt: skip
+            self.input_id,
+            last,
+            slot_of(last, self.blocks, block_size),
+            seed,
+            self.counter,
+            *stops,
+            *([-1] * (MAX_STOP_TOKEN_IDS - len(stops))),
+            self.seq_len,
+            self.remaining,
+            self.top_k,
+            self.temperature,
+            self.top_p,
+            self.min_p,
+            self.repetition_penalty,
+        )
 
 
 def token_bits(tokens: Sequence[int], num_words: int) -> Tensor:

@@ -1,11 +1,13 @@
-"""WholeStepRunner: whole decode steps in one graph per batch bucket, sampling and bookkeeping included, several per launch.
+"""WholeStepRunner: whole decode steps in one graph per batch bucket, sampling and bookkeeping included,
+several per launch.
 
     runner = WholeStepRunner(step, rows)
     runner.capture()
     runner.launch(num_rows); launch = rows.ring.take()      # the host goes on
     tokens = rows.ring.read(launch, num_rows)               # a launch later
 
-A launch runs ``rows.steps_per_launch`` steps and takes nothing from the host: `DecodeRows` hold what it needs.
+A launch runs ``rows.steps_per_launch`` steps and takes nothing from the host: `DecodeRows` hold what
+it needs.
 """
 
 from __future__ import annotations
@@ -29,12 +31,14 @@ class WholeStepRunner(BucketedGraphs):
     """Captures whole steps over `DecodeRows` per bucket and replays them.
 
     Args:
-        step: ``step(input_ids [n] int64, metadata) -> logits [n, vocab_size]``; must not read device values on the host.
+        step: ``step(input_ids [n] int64, metadata) -> logits [n, vocab_size]``; must not read device values
+            on the host.
         rows: the requests; their sampling and bookkeeping become part of the graph.
         buckets: batch sizes to capture; default `torchpaged.graphs.default_buckets`.
         capture: "auto" (CUDA graphs on a GPU, eager elsewhere) or a `CaptureBackend`.
         compile: run the step through ``torch.compile(fullgraph=True)``, once per bucket.
-        session: the `torchpaged.Session` that the step's layers share, as in `torchpaged.graphs.DecodeGraphRunner`.
+        session: the `torchpaged.Session` that the step's layers share, as
+            in `torchpaged.graphs.DecodeGraphRunner`.
         options: ``warmup_iters``, ``progress``, ``watch``, ``debug`` and ``ranges``, as there.
 
     Attributes:
@@ -47,19 +51,38 @@ class WholeStepRunner(BucketedGraphs):
     STEP, BUCKET, ADVICE = "decode step", "batch", "; launch_eager() still works"
 
     def __init__(
-        self, step: Step, rows: DecodeRows, *, buckets: Sequence[int] | None = None, capture: str | CaptureBackend = "auto", compile: bool = True,
-        session: StepSession | None = None, **options: Any,
-    ) -> None:  # fmt: skip
+        self,
+        step: Step,
+        rows: DecodeRows,
+        *,
+        buckets: Sequence[int] | None = None,
+        capture: str | CaptureBackend = "auto",
+        compile: bool = True,
+        session: StepSession | None = None,
+        **options: Any,
+    ) -> None:
         if session is not None and rows.steps_per_launch > 1 and session.plans_every_step:
-            raise ArgumentError("rows", "steps_per_launch=1 with a backend that plans every step on the host", str(rows.steps_per_launch))
+            raise ArgumentError(
+                "rows",
+                "steps_per_launch=1 with a backend that plans every step on the host",
+                str(rows.steps_per_launch),
+            )
         self.rows, self._step, most = rows, step, rows.max_batch_size
         sizes = check_buckets(default_buckets(most) if buckets is None else buckets, most)
         steps = decode_steps(step, sizes, compile, capture)
         super().__init__(
-            rows, lambda bucket: self._whole(steps(bucket), bucket), eager=lambda bucket: self._whole(step, bucket), buckets=sizes,
-            device=rows.device, capture=capture, session=session, **options,
-        )  # fmt: skip
-        self._stepwise = isinstance(self.capture_backend, EagerCapture)  # Python at each replay, which may be interrupted between steps
+            rows,
+            lambda bucket: self._whole(steps(bucket), bucket),
+            eager=lambda bucket: self._whole(step, bucket),
+            buckets=sizes,
+            device=rows.device,
+            capture=capture,
+            session=session,
+            **options,
+        )
+        self._stepwise = isinstance(
+            self.capture_backend, EagerCapture
+        )  # Python at each replay, which may be interrupted between steps
 
     def _whole(self, step: Step, num_rows: int) -> BucketStep:
         """What one launch does over the first ``num_rows`` rows."""
@@ -72,19 +95,22 @@ class WholeStepRunner(BucketedGraphs):
         return launch
 
     def launch(self, num_rows: int) -> None:
-        """Start ``rows.steps_per_launch`` steps of the first ``num_rows`` rows; their bucket is captured first if it is not.
+        """Start ``rows.steps_per_launch`` steps of the first ``num_rows`` rows; their bucket is captured
+        first if it is not.
 
         Raises:
             RingFullError: ``rows.ring`` has no place for the tokens; nothing is launched then.
             CaptureError: the bucket can't be captured, or a captured address moved (debug mode).
-            SemaphoreError: the session's semaphore is not zero behind the launch (debug mode): its results are wrong.
+            SemaphoreError: the session's semaphore is not zero behind the launch (debug mode): its results
+                are wrong.
         """
         self.recover()
         self.rows.ring.check_room()
         self.start(num_rows, capture=True)
 
     def replay(self, num_rows: int) -> Tensor:
-        """`launch` of a bucket that is captured, and ``rows.tokens_out [steps_per_launch, num_rows]`` int64: a view costs as much as the launch.
+        """`launch` of a bucket that is captured, and ``rows.tokens_out [steps_per_launch, num_rows]`` int64:
+        a view costs as much as the launch.
 
         Raises:
             CaptureError: the bucket is not captured; otherwise as `launch`.
@@ -106,7 +132,8 @@ class WholeStepRunner(BucketedGraphs):
     def launch_eager(self, num_rows: int) -> Tensor:
         """What `replay` does, without graph, padding or compilation.
 
-        If it is interrupted between its steps, the rows are as before it on a CPU, and of no known state on a GPU: write them again.
+        If it is interrupted between its steps, the rows are as before it on a CPU, and of no known state on a
+        GPU: write them again.
         """
         self.recover()
         self.rows.ring.check_room()
@@ -118,7 +145,9 @@ class WholeStepRunner(BucketedGraphs):
 
         def counted(*arguments: Any) -> Tensor:
             self.rows.ring.begin()
-            with self.rows.whole() if self.device.type == "cpu" else contextlib.nullcontext():  # its copies are no part of the step
+            with (
+                self.rows.whole() if self.device.type == "cpu" else contextlib.nullcontext()
+            ):  # its copies are no part of the step
                 tokens = launch(*arguments)
             self.rows.ring.count()
             return tokens

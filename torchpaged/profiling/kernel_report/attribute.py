@@ -9,7 +9,13 @@ from typing import Any
 from torch import nn
 
 from torchpaged.custom_ops.errors import ArgumentError
-from torchpaged.profiling.kernel_report.data import COMPILED, Between, KernelTime, ModuleKernels, UnmatchedKernels
+from torchpaged.profiling.kernel_report.data import (
+    COMPILED,
+    Between,
+    KernelTime,
+    ModuleKernels,
+    UnmatchedKernels,
+)
 from torchpaged.profiling.kernel_report.match import match_kernels
 from torchpaged.profiling.kernel_report.report import KernelReport
 from torchpaged.profiling.kernel_report.trace import Activity, Trace, module_ranges, profiled
@@ -19,12 +25,17 @@ Reference = Callable[[tuple[str, ...]], Sequence[Activity]]
 
 
 def kernels_per_layer(
-    step: Callable[[], Any], model: nn.Module, replay: Callable[[], Any] | None = None, *, warmup_iters: int = 1
+    step: Callable[[], Any],
+    model: nn.Module,
+    replay: Callable[[], Any] | None = None,
+    *,
+    warmup_iters: int = 1,
 ) -> KernelReport:
     """Count and time the kernels of one step, module by module.
 
     Args:
-        step: the step, run eagerly: modules inside compiled code are not seen. Under inference mode if the replay's capture was.
+        step: the step, run eagerly: modules inside compiled code are not seen. Under inference mode if the
+            replay's capture was.
         model: whose modules, under the names of ``named_modules()``.
         replay: the same step as a captured graph; counts and times are then the replay's.
         warmup_iters: calls of each before the one that counts.
@@ -35,27 +46,37 @@ def kernels_per_layer(
     eager = _run(step, model, warmup_iters)
     if replay is None:
         return _report(eager.activities, _kind(eager))
-    again = _run(replay, model, warmup_iters)  # with the ranges: an eager capture runs the modules again, and needs no matching
+    again = _run(
+        replay, model, warmup_iters
+    )  # with the ranges: an eager capture runs the modules again, and needs no matching
     without_modules = all(activity.module is None for activity in again.activities)
     return _report(again.activities, _kind(again), 1, lambda _: eager.activities, one_launch=without_modules)
 
 
 def kernels_of_generation(
-    trace: Trace, model: nn.Module, launch_eager: Callable[[int], Any] | None = None, prefill_eager: Callable[[int], Any] | None = None
+    trace: Trace,
+    model: nn.Module,
+    launch_eager: Callable[[int], Any] | None = None,
+    prefill_eager: Callable[[int], Any] | None = None,
 ) -> dict[str, KernelReport]:
-    """Kernels of a traced generation, by what the engine was doing: "prefill", "decode", "other"; captures are left out.
+    """Kernels of a traced generation, by what the engine was doing: "prefill", "decode", "other"; captures
+    are left out.
 
     Args:
-        trace: of a run of `torchpaged.engine.Generator` with the engine's ranges (`torchpaged.profiling.recorded`) and `module_ranges`.
+        trace: of a run of `torchpaged.engine.Generator` with the engine's ranges
+            (`torchpaged.profiling.recorded`) and `module_ranges`.
         model: whose modules.
-        launch_eager: runs a decode step of so many rows without a graph, to match the replays of that bucket with.
+        launch_eager: runs a decode step of so many rows without a graph, to match the replays of that
+            bucket with.
         prefill_eager: the same for prefills of so many tokens.
     """
     launches = {"replay": launch_eager, "prefill": prefill_eager}
     eager: dict[tuple[str, int], Sequence[Activity]] = {}
 
     def reference(ranges: tuple[str, ...]) -> Sequence[Activity]:
-        found = re.search(r"^(replay|prefill) batch=\d+ (?:tokens=\d+ )?padded=(\d+)$", "\n".join(ranges), re.MULTILINE)
+        found = re.search(
+            r"^(replay|prefill) batch=\d+ (?:tokens=\d+ )?padded=(\d+)$", "\n".join(ranges), re.MULTILINE
+        )
         launch = launches[found[1]] if found else None
         if found is None or launch is None:
             return ()
@@ -70,11 +91,15 @@ def kernels_of_generation(
         if phase is not None:
             phases.setdefault(phase, []).append(activity)
     first_words = [name.split(" ", 1)[0] for name in trace.ranges]
-    steps = {"prefill": first_words.count("prefill"), "decode": first_words.count("replay") or first_words.count("decode")}
+    steps = {
+        "prefill": first_words.count("prefill"),
+        "decode": first_words.count("replay") or first_words.count("decode"),
+    }
     return {
         phase: _report(phases[phase], _kind(trace), steps.get(phase) or 1, reference)
-        for phase in ("prefill", "decode", "other") if phase in phases
-    }  # fmt: skip
+        for phase in ("prefill", "decode", "other")
+        if phase in phases
+    }
 
 
 def _phase(ranges: tuple[str, ...]) -> str | None:
@@ -99,9 +124,14 @@ def _kind(trace: Trace) -> str:
 
 
 def _report(
-    activities: Iterable[Activity], kind: str, steps: int = 1, reference: Reference | None = None, one_launch: bool = False
+    activities: Iterable[Activity],
+    kind: str,
+    steps: int = 1,
+    reference: Reference | None = None,
+    one_launch: bool = False,
 ) -> KernelReport:
-    """Activities by module; those of one graph launch are matched together. ``one_launch``: all are of one launch."""
+    """Activities by module; those of one graph launch are matched together. ``one_launch``: all are of
+    one launch."""
     totals = _Totals(KernelReport(kind, steps))
     launches: dict[int | None, list[Activity]] = {}
     for activity in activities:
@@ -138,7 +168,9 @@ class _Totals:
     def add_unmatched(self, activity: Activity, between: Between) -> None:
         self._count(self.report.unmatched, UnmatchedKernels, between, activity)
 
-    def add_launch(self, launch: Sequence[Activity], partners: Sequence[int | None], eager: Sequence[Activity]) -> None:
+    def add_launch(
+        self, launch: Sequence[Activity], partners: Sequence[int | None], eager: Sequence[Activity]
+    ) -> None:
         modules = ["" if partner is None else eager[partner].module for partner in partners]
         before = [""] * len(launch)  # module of the next matched kernel
         following: Any = ""

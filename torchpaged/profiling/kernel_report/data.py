@@ -38,13 +38,15 @@ class ModuleKernels(_Sums):
 
 
 class Between(NamedTuple):
-    """Where an unmatched kernel ran: the module of the last matched kernel before it and of the next one; "" where there is none."""
+    """Where an unmatched kernel ran: the module of the last matched kernel before it and of the next one; ""
+    where there is none."""
 
     after: str | None
     before: str | None
 
 
-#: In place of ``after``: compiled code launched it, called by the module that ``before`` names, or from outside the model.
+#: In place of ``after``: compiled code launched it, called by the module that ``before`` names, or from
+#: outside the model.
 COMPILED = "(compiled code)"
 
 

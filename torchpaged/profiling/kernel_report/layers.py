@@ -6,7 +6,13 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from torchpaged.profiling.kernel_report.data import Between, KernelTime, ModuleKernels, Totals, UnmatchedKernels
+from torchpaged.profiling.kernel_report.data import (
+    Between,
+    KernelTime,
+    ModuleKernels,
+    Totals,
+    UnmatchedKernels,
+)
 
 #: The layer's own module, in the names relative to a layer.
 ITSELF = "(itself)"
@@ -18,10 +24,12 @@ class LayerGroup(Totals):
     """Layers with the same kernels in the same modules, or a single module outside the layers.
 
     Attributes:
-        prefix: what the layers have in common, such as "model.layers"; a module's own name if there is no layer.
+        prefix: what the layers have in common, such as "model.layers"; a module's own name if there is
+            no layer.
         indices: the layers; empty outside them.
         modules: kernels by module, named relative to the layer; added up over the layers.
-        unmatched: kernels between two matched ones of the same layer: the layer's, though no module of it is known.
+        unmatched: kernels between two matched ones of the same layer: the layer's, though no module of it
+            is known.
         steps: of the report.
     """
 
@@ -34,7 +42,9 @@ class LayerGroup(Totals):
     @property
     def name(self) -> str:
         """Such as "model.layers.0-2,4"."""
-        return f"{self.prefix}.{_ranges(self.indices)}" if self.indices else self.prefix or "(outside the model)"
+        return (
+            f"{self.prefix}.{_ranges(self.indices)}" if self.indices else self.prefix or "(outside the model)"
+        )
 
     @property
     def kernels_each(self) -> float:
@@ -48,17 +58,21 @@ class LayerGroup(Totals):
 
 
 def layer_of(module: str | None) -> tuple[str, int, str] | None:
-    """``("model.layers", 3, "mlp.up_proj")`` of "model.layers.3.mlp.up_proj"; None outside a numbered layer."""
+    """``("model.layers", 3, "mlp.up_proj")`` of "model.layers.3.mlp.up_proj"; None outside a
+    numbered layer."""
     found = _LAYER.fullmatch(module or "")
     return (found[1], int(found[2]), found[3] or "") if found else None
 
 
 def layer_groups(report: Totals) -> list[LayerGroup]:
-    """The report's modules, in their order, with equal layers as one group. Unmatched kernels outside layers are left out."""
+    """The report's modules, in their order, with equal layers as one group. Unmatched kernels outside layers
+    are left out."""
     layers: dict[tuple[str | None, int], LayerGroup] = {}
     for entry in report.modules:
         prefix, index, rest = layer_of(entry.module) or (entry.module, -1, "")
-        group = layers.setdefault((prefix, index), LayerGroup(prefix, [index] if index >= 0 else [], steps=report.steps))
+        group = layers.setdefault(
+            (prefix, index), LayerGroup(prefix, [index] if index >= 0 else [], steps=report.steps)
+        )
         group.modules.append(ModuleKernels(rest or ITSELF, entry.kernels))
     for unplaced in report.unmatched:
         place = home_of(unplaced.between)
@@ -84,7 +98,8 @@ def home_of(between: Between) -> tuple[str, int] | None:
 
 
 def unmatched_groups(report: Totals) -> list[UnmatchedKernels]:
-    """Unmatched kernels outside layers; those between one layer and the next folded over layers with the same ones."""
+    """Unmatched kernels outside layers; those between one layer and the next folded over layers with the
+    same ones."""
     folded: dict[object, tuple[list[int], UnmatchedKernels]] = {}
     for row in report.unmatched:
         if home_of(row.between) is not None:
@@ -99,13 +114,18 @@ def unmatched_groups(report: Totals) -> list[UnmatchedKernels]:
         if after is not None and before is not None and key != row.between:
             indices.append(after[1])
             names = [f".{rest}" if rest else "" for rest in (after[2], before[2])]
-            first.between = Between(f"{after[0]}.{_ranges(indices)}{names[0]}", f"the next layer's {names[1] or 'own'}")
+            first.between = Between(
+                f"{after[0]}.{_ranges(indices)}{names[0]}", f"the next layer's {names[1] or 'own'}"
+            )
     return [row for _, row in folded.values()]
 
 
 def _kernels(rows: Iterable[ModuleKernels | UnmatchedKernels]) -> tuple[object, ...]:
     return tuple(
-        (row.module if isinstance(row, ModuleKernels) else row.between, *((kernel.name, kernel.count) for kernel in row.kernels))
+        (
+            row.module if isinstance(row, ModuleKernels) else row.between,
+            *((kernel.name, kernel.count) for kernel in row.kernels),
+        )
         for row in rows
     )
 
@@ -118,7 +138,10 @@ def _fold(group: LayerGroup, other: LayerGroup) -> None:
 
 
 def _added(kernels: list[KernelTime], more: list[KernelTime]) -> list[KernelTime]:
-    return [KernelTime(a.name, a.count + b.count, a.total_us + b.total_us) for a, b in zip(kernels, more, strict=True)]
+    return [
+        KernelTime(a.name, a.count + b.count, a.total_us + b.total_us)
+        for a, b in zip(kernels, more, strict=True)
+    ]
 
 
 def _ranges(indices: list[int]) -> str:

@@ -1,9 +1,10 @@
 """Two runs of the same work, kernel by kernel: which kernel of a graph's replay is which of the eager run.
 
-A kernel in a replayed graph carries its name and nothing of where it came from. Pairs are therefore made by order and name, and
-only where both runs leave no choice: a name that occurs as often here as there pairs first with first, second with second, as long
-as no pair crosses another; between neighbouring pairs the same is asked again of what lies between. Everything else stays open.
-That a replay dropped a kernel and gained another of the same name at another place can't be seen from names.
+A kernel in a replayed graph carries its name and nothing of where it came from. Pairs are therefore made by
+order and name, and only where both runs leave no choice: a name that occurs as often here as there pairs
+first with first, second with second, as long as no pair crosses another; between neighbouring pairs the same
+is asked again of what lies between. Everything else stays open. That a replay dropped a kernel and gained
+another of the same name at another place can't be seen from names.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ def _certain(eager: Sequence[str], replay: Sequence[str]) -> list[tuple[int, int
         for index, name in enumerate(names):
             places.setdefault(name, ([], []))[side].append(index)
     equal = {name: sides for name, sides in places.items() if len(sides[0]) == len(sides[1])}
-    pairs = sorted(((b, a, name) for name, (here, there) in equal.items() for a, b in zip(here, there, strict=True)))
+    pairs = sorted(
+        ((b, a, name) for name, (here, there) in equal.items() for a, b in zip(here, there, strict=True))
+    )
     crossing: set[str] = set()
     highest = -1
     for _, a, name in pairs:

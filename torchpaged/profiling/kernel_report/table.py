@@ -15,9 +15,13 @@ from torchpaged.profiling.kernel_report.report import KernelReport
 
 
 def report_table(report: KernelReport, title: str = "") -> Table:
-    """Columns: module, kernels, count, total us, share. Long kernel names are shortened; ``report.to_dict()`` has them whole."""
+    """Columns: module, kernels, count, total us, share. Long kernel names are shortened; ``report.to_dict()``
+    has them whole."""
     total = report.total_us
-    head = f"{title}{': ' if title else ''}{_number(report.count / report.steps)} {report.kind}s, {total / report.steps:.1f} us"
+    head = (
+        f"{title}{': ' if title else ''}{_number(report.count / report.steps)} {report.kind}s, "
+        f"{total / report.steps:.1f} us"
+    )
     head += f" a step, {report.steps} steps" if report.steps > 1 else ""
     table = Table(title=escape(head), title_justify="left")
     table.add_column("module", no_wrap=True)
@@ -31,21 +35,51 @@ def report_table(report: KernelReport, title: str = "") -> Table:
 
     for group in layer_groups(report):
         if not group.indices:
-            row(group.name, _names(kernel for entry in group.modules for kernel in entry.kernels), group.count, group.total_us)
+            row(
+                group.name,
+                _names(kernel for entry in group.modules for kernel in entry.kernels),
+                group.count,
+                group.total_us,
+            )
             continue
-        row(group.name, f"{_number(group.kernels_each)} {report.kind}s each", group.count, group.total_us, "bold")
+        row(
+            group.name,
+            f"{_number(group.kernels_each)} {report.kind}s each",
+            group.count,
+            group.total_us,
+            "bold",
+        )
         for entry in group.modules:
-            row(f"  {entry.module}" if entry.module == ITSELF else f"  .{entry.module}", _names(entry.kernels), entry.count, entry.total_us)
+            row(
+                f"  {entry.module}" if entry.module == ITSELF else f"  .{entry.module}",
+                _names(entry.kernels),
+                entry.count,
+                entry.total_us,
+            )
         for unplaced in group.unmatched:
-            row(f"  unmatched, {_between(unplaced)}", _names(unplaced.kernels), unplaced.count, unplaced.total_us, "yellow")
+            row(
+                f"  unmatched, {_between(unplaced)}",
+                _names(unplaced.kernels),
+                unplaced.count,
+                unplaced.total_us,
+                "yellow",
+            )
     for unplaced in unmatched_groups(report):
-        row(f"unmatched, {_between(unplaced)}", _names(unplaced.kernels), unplaced.count, unplaced.total_us, "yellow")
+        row(
+            f"unmatched, {_between(unplaced)}",
+            _names(unplaced.kernels),
+            unplaced.count,
+            unplaced.total_us,
+            "yellow",
+        )
     if report.missing:
         missing = Counter({kernel.name: 0 for entry in report.missing for kernel in entry.kernels})
         for entry in report.missing:
             missing.update({kernel.name: kernel.count for kernel in entry.kernels})
         names = _names(KernelTime(name, count) for name, count in missing.items())
-        table.caption = escape(f"not in the replay, though in the eager step: {sum(missing.values())} {report.kind}s: {names}")
+        table.caption = escape(
+            f"not in the replay, though in the eager step: {sum(missing.values())} {report.kind}s: {names}"
+        )
     return table
 
 

@@ -2,11 +2,13 @@
 
     with module_ranges(model):
         trace = profiled(lambda: model(input_ids))
-    trace.activities[0].name, trace.activities[0].module        # "ampere_sgemm_...", "model.layers.0.self_attn.q_proj"
+    # "ampere_sgemm_...", "model.layers.0.self_attn.q_proj"
+    trace.activities[0].name, trace.activities[0].module
 
-The trace is the profiler's documented output and the only one with a category per event; the event list of `prof.events()` has no
-launch record for kernels that start outside an op, as Triton's do. Where no GPU took part, ops of the CPU stand for kernels: the
-outermost ones, such as ``aten::linear``. Host work is expected on one thread.
+The trace is the profiler's documented output and the only one with a category per event; the event list of
+`prof.events()` has no launch record for kernels that start outside an op, as Triton's do. Where no GPU took
+part, ops of the CPU stand for kernels: the outermost ones, such as ``aten::linear``. Host work is expected on
+one thread.
 """
 
 from __future__ import annotations
@@ -54,12 +56,24 @@ class Activity:
     @property
     def module(self) -> str | None:
         """The innermost module, by its qualified name; None outside `module_ranges`."""
-        return next((name.removeprefix(MODULE_PREFIX) for name in reversed(self.ranges) if name.startswith(MODULE_PREFIX)), None)
+        return next(
+            (
+                name.removeprefix(MODULE_PREFIX)
+                for name in reversed(self.ranges)
+                if name.startswith(MODULE_PREFIX)
+            ),
+            None,
+        )
 
     @property
     def is_compiled(self) -> bool:
-        """Whether compiled code launched it, so that ``module`` is at best the module that called that code."""
-        kinds = (name.startswith(_COMPILED_PREFIX) for name in reversed(self.ranges) if name.startswith((MODULE_PREFIX, _COMPILED_PREFIX)))
+        """Whether compiled code launched it, so that ``module`` is at best the module that called
+        that code."""
+        kinds = (
+            name.startswith(_COMPILED_PREFIX)
+            for name in reversed(self.ranges)
+            if name.startswith((MODULE_PREFIX, _COMPILED_PREFIX))
+        )
         return next(kinds, False)
 
 
@@ -98,10 +112,14 @@ def read_trace(path: str | os.PathLike[str]) -> Trace:
 
 def parse(events: Sequence[dict[str, Any]]) -> Trace:
     """The ``traceEvents`` of a Chrome trace."""
-    timed = sorted((e for e in events if e.get("ph") == "X" and "ts" in e), key=lambda e: (e["ts"], -e["dur"]))
+    timed = sorted(
+        (e for e in events if e.get("ph") == "X" and "ts" in e), key=lambda e: (e["ts"], -e["dur"])
+    )
     host: dict[Any, list[dict[str, Any]]] = {}
     for event in timed:
-        if event.get("cat") == "user_annotation" or (event.get("cat") == "cpu_op" and event["name"].startswith(_COMPILED_PREFIX)):
+        if event.get("cat") == "user_annotation" or (
+            event.get("cat") == "cpu_op" and event["name"].startswith(_COMPILED_PREFIX)
+        ):
             host.setdefault(event["tid"], []).append(event)
     nests = {thread: _Nest(ranges) for thread, ranges in host.items()}
     names = tuple(e["name"] for e in timed if e.get("cat") == "user_annotation")
@@ -111,10 +129,11 @@ def parse(events: Sequence[dict[str, Any]]) -> Trace:
 
 @contextlib.contextmanager
 def module_ranges(model: nn.Module) -> Iterator[None]:
-    """Inside the block every call of a module of ``model`` is a `record_function` range with the module's qualified name.
+    """Inside the block every call of a module of ``model`` is a `record_function` range with the module's
+    qualified name.
 
-    Forward hooks, removed at the end; the root goes by the name of its class. Compiled code is left alone: a module that is
-    compiled inside the block has no range.
+    Forward hooks, removed at the end; the root goes by the name of its class. Compiled code is left alone: a
+    module that is compiled inside the block has no range.
     """
     open_ranges: list[torch.profiler.record_function] = []
     handles = []
@@ -170,7 +189,11 @@ def _path(nests: dict[Any, _Nest], event: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _kernels(timed: Sequence[dict[str, Any]], nests: dict[Any, _Nest]) -> Iterator[Activity]:
-    launches = {e["args"]["correlation"]: e for e in timed if e.get("cat") in _LAUNCHES and "correlation" in e.get("args", {})}
+    launches = {
+        e["args"]["correlation"]: e
+        for e in timed
+        if e.get("cat") in _LAUNCHES and "correlation" in e.get("args", {})
+    }
     for event in timed:
         if event.get("cat") not in _ON_DEVICE:
             continue
@@ -179,13 +202,22 @@ def _kernels(timed: Sequence[dict[str, Any]], nests: dict[Any, _Nest]) -> Iterat
         if launch is None:
             yield Activity(event["name"], event["dur"], recorded=False)
         else:
-            yield Activity(event["name"], event["dur"], _path(nests, launch), correlation if "GraphLaunch" in launch["name"] else None)
+            yield Activity(
+                event["name"],
+                event["dur"],
+                _path(nests, launch),
+                correlation if "GraphLaunch" in launch["name"] else None,
+            )
 
 
 def _ops(timed: Sequence[dict[str, Any]], nests: dict[Any, _Nest]) -> Iterator[Activity]:
     ends: dict[Any, float] = {}  # by thread: end of the outermost op so far
     for event in timed:
-        if event.get("cat") != "cpu_op" or "::" not in event["name"] or event["name"].startswith("profiler::"):
+        if (
+            event.get("cat") != "cpu_op"
+            or "::" not in event["name"]
+            or event["name"].startswith("profiler::")
+        ):
             continue
         if event["ts"] >= ends.get(event["tid"], float("-inf")):
             ends[event["tid"]] = event["ts"] + event["dur"]

@@ -1,4 +1,5 @@
-"""Attention as FlashAttention's and torch's documentation describe it, for one request, in float32: what the compat doors are held against.
+"""Attention as FlashAttention's and torch's documentation describe it, for one request, in float32: what the
+compat doors are held against.
 
 Written from the documented behaviour alone, and without the library's own reference or masks.
 """
@@ -12,13 +13,26 @@ from torch import Tensor
 
 
 def documented_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, causal: bool = False, window: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0, slopes: Tensor | None = None, sinks: Tensor | None = None, chunk: int = 0,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """``q [S, H, D]``, ``k [L, H_kv, D]``, ``v [L, H_kv, D_v]`` -> ``out [S, H, D_v]``, ``lse [H, S]``; rows that see nothing: 0 and -inf."""
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float | None = None,
+    causal: bool = False,
+    window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    chunk: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """``q [S, H, D]``, ``k [L, H_kv, D]``, ``v [L, H_kv, D_v]`` -> ``out [S, H, D_v]``, ``lse [H, S]``; rows
+    that see nothing: 0 and -inf."""
     num_queries, num_heads, dim = q.shape
     num_keys, num_kv_heads = k.shape[:2]
-    out, lse = torch.zeros(num_queries, num_heads, v.shape[-1]), torch.full((num_heads, num_queries), float("-inf"))
+    out, lse = (
+        torch.zeros(num_queries, num_heads, v.shape[-1]),
+        torch.full((num_heads, num_queries), float("-inf")),
+    )
     scale = dim**-0.5 if scale is None else scale
     for i in range(num_queries):
         at = i + num_keys - num_queries  # bottom right
@@ -47,12 +61,21 @@ def documented_attention(
 
 
 class Pools:
-    """Keys and values of some requests in shuffled blocks, block 0 among them; what no request owns is NaN, and so are table entries' blocks."""
+    """Keys and values of some requests in shuffled blocks, block 0 among them; what no request owns is NaN,
+    and so are table entries' blocks."""
 
     def __init__(
-        self, lens: list[int], *, num_kv_heads: int = 2, head_dim: int = 16, head_dim_v: int | None = None, block_size: int = 8, room: int = 0,
-        dtype: torch.dtype = torch.float32, seed: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        lens: list[int],
+        *,
+        num_kv_heads: int = 2,
+        head_dim: int = 16,
+        head_dim_v: int | None = None,
+        block_size: int = 8,
+        room: int = 0,
+        dtype: torch.dtype = torch.float32,
+        seed: int = 0,
+    ) -> None:
         rng = random.Random(seed)
         torch.manual_seed(seed)
         dim_v = head_dim if head_dim_v is None else head_dim_v
@@ -83,7 +106,9 @@ class Pools:
         """The first ``n`` keys and values of a request, read back out of the pools."""
         size = self.k_cache.shape[1]
         at = [(int(self.table[row, j // size]), j % size) for j in range(n)]
-        return torch.stack([self.k_cache[b, o] for b, o in at]), torch.stack([self.v_cache[b, o] for b, o in at])
+        return torch.stack([self.k_cache[b, o] for b, o in at]), torch.stack(
+            [self.v_cache[b, o] for b, o in at]
+        )
 
 
 def starts_of(lens: list[int]) -> Tensor:

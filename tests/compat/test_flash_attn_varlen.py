@@ -29,19 +29,29 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "sinks": {"causal": True, "s_aux": torch.tensor([0.3, -1.0, 2.0, 0.0])},
     "full_sinks": {"s_aux": torch.tensor([0.3, -1.0, 2.0, 0.0])},
 }
-#: queries and keys of each request: decode, chunked prefill, prefill, more queries than keys, no query, no key
+#: queries and keys of each request: decode, chunked prefill, prefill, more queries than keys, no query, no
+# key
 QUERY_LENS, KEY_LENS = [1, 3, 9, 0, 6], [11, 8, 9, 5, 2]
 NO_KEYS = ([2, 1, 1], [0, 3, 0])
 
 
-def expected(queries: list[Tensor], keys: list[Tensor], values: list[Tensor], options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+def expected(
+    queries: list[Tensor], keys: list[Tensor], values: list[Tensor], options: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
     slopes = options.get("alibi_slopes")
     outs, lses = [], []
     for q, k, v in zip(queries, keys, values, strict=True):
         out, lse = documented_attention(
-            q, k, v, scale=options.get("softmax_scale"), causal=options.get("causal", False), window=tuple(options.get("window_size") or (-1, -1)),
-            softcap=options.get("softcap", 0.0), slopes=slopes if slopes is None or slopes.dim() == 1 else slopes[0], sinks=options.get("s_aux"),
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            scale=options.get("softmax_scale"),
+            causal=options.get("causal", False),
+            window=tuple(options.get("window_size") or (-1, -1)),
+            softcap=options.get("softcap", 0.0),
+            slopes=slopes if slopes is None or slopes.dim() == 1 else slopes[0],
+            sinks=options.get("s_aux"),
+        )
         outs.append(out)
         lses.append(lse)
     return torch.cat(outs), torch.cat(lses, 1)
@@ -58,9 +68,17 @@ def test_paged(variant: str) -> None:
     options = VARIANTS[variant]
     pools, q, queries = batch(QUERY_LENS, KEY_LENS)
     out, lse = flash_attn_varlen_func(
-        q, pools.k_cache, pools.v_cache, max_seqlen_q=max(QUERY_LENS), cu_seqlens_q=starts_of(QUERY_LENS), max_seqlen_k=max(KEY_LENS),
-        seqused_k=pools.lens, block_table=pools.table, return_softmax_lse=True, **options,
-    )  # fmt: skip
+        q,
+        pools.k_cache,
+        pools.v_cache,
+        max_seqlen_q=max(QUERY_LENS),
+        cu_seqlens_q=starts_of(QUERY_LENS),
+        max_seqlen_k=max(KEY_LENS),
+        seqused_k=pools.lens,
+        block_table=pools.table,
+        return_softmax_lse=True,
+        **options,
+    )
     want, want_lse = expected(queries, pools.k, pools.v, options)
     torch.testing.assert_close(out, want, rtol=2e-5, atol=2e-5)
     torch.testing.assert_close(lse, want_lse, rtol=2e-5, atol=2e-5)
@@ -73,9 +91,16 @@ def test_packed(variant: str) -> None:
     options = VARIANTS[variant]
     pools, q, queries = batch(QUERY_LENS, KEY_LENS)
     out, lse = flash_attn_varlen_func(
-        q, torch.cat(pools.k), torch.cat(pools.v), max(QUERY_LENS), starts_of(QUERY_LENS), max(KEY_LENS), starts_of(KEY_LENS),
-        return_softmax_lse=True, **options,
-    )  # fmt: skip
+        q,
+        torch.cat(pools.k),
+        torch.cat(pools.v),
+        max(QUERY_LENS),
+        starts_of(QUERY_LENS),
+        max(KEY_LENS),
+        starts_of(KEY_LENS),
+        return_softmax_lse=True,
+        **options,
+    )
     want, want_lse = expected(queries, pools.k, pools.v, options)
     torch.testing.assert_close(out, want, rtol=2e-5, atol=2e-5)
     torch.testing.assert_close(lse, want_lse, rtol=2e-5, atol=2e-5)
@@ -85,9 +110,17 @@ def test_packed(variant: str) -> None:
 def test_rows_without_keys(causal: bool) -> None:
     pools, q, queries = batch(*NO_KEYS)
     out, lse = flash_attn_varlen_func(
-        q, pools.k_cache, pools.v_cache, max_seqlen_q=2, cu_seqlens_q=starts_of(NO_KEYS[0]), max_seqlen_k=3, seqused_k=pools.lens,
-        block_table=pools.table, causal=causal, return_softmax_lse=True,
-    )  # fmt: skip
+        q,
+        pools.k_cache,
+        pools.v_cache,
+        max_seqlen_q=2,
+        cu_seqlens_q=starts_of(NO_KEYS[0]),
+        max_seqlen_k=3,
+        seqused_k=pools.lens,
+        block_table=pools.table,
+        causal=causal,
+        return_softmax_lse=True,
+    )
     want, want_lse = expected(queries, pools.k, pools.v, {"causal": causal})
     torch.testing.assert_close(out, want)
     torch.testing.assert_close(lse, want_lse)
@@ -100,24 +133,53 @@ def test_out_and_padding() -> None:
     q = torch.cat([q, torch.full((3, 4, 16), float("nan"))])
     out = torch.full((8, 4, 24), float("nan"))
     got = flash_attn_varlen_func(
-        q, pools.k_cache, pools.v_cache, 3, starts_of([2, 3]), 4, seqused_k=pools.lens, block_table=pools.table, causal=True, out=out
+        q,
+        pools.k_cache,
+        pools.v_cache,
+        3,
+        starts_of([2, 3]),
+        4,
+        seqused_k=pools.lens,
+        block_table=pools.table,
+        causal=True,
+        out=out,
     )
     assert got is out
-    torch.testing.assert_close(out[:5], expected(queries, pools.k, pools.v, {"causal": True})[0], rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(
+        out[:5], expected(queries, pools.k, pools.v, {"causal": True})[0], rtol=2e-5, atol=2e-5
+    )
     assert bool((out[5:] == 0).all())
 
 
 def test_fp8_descales() -> None:
-    """Of one number, expanded over requests as vLLM does it, per head, and different for each request; and fp8 queries."""
+    """Of one number, expanded over requests as vLLM does it, per head, and different for each request; and
+    fp8 queries."""
     query_lens, key_lens = [1, 4, 2], [9, 4, 7]
     pools, q, queries = batch(query_lens, key_lens, dtype=torch.float8_e4m3fn)
-    common = dict(max_seqlen_q=4, cu_seqlens_q=starts_of(query_lens), max_seqlen_k=9, seqused_k=pools.lens, block_table=pools.table, causal=True)
+    common = {
+        "max_seqlen_q": 4,
+        "cu_seqlens_q": starts_of(query_lens),
+        "max_seqlen_k": 9,
+        "seqused_k": pools.lens,
+        "block_table": pools.table,
+        "causal": True,
+    }
     one, per_head = torch.tensor([0.5]), torch.tensor([0.5, 2.0])
     each = torch.tensor([[0.5, 2.0], [1.5, 0.25], [1.0, 0.75]])
-    for k_descale, full in ((one, one.expand(3, 2)), (one.expand(3, 2), one.expand(3, 2)), (per_head.expand(3, 2), per_head.expand(3, 2)), (each, each)):
-        wide = [(x.float(), k.float() * s[:, None], v.float() * s[:, None]) for x, k, v, s in zip(queries, pools.k, pools.v, full, strict=True)]
+    for k_descale, full in (
+        (one, one.expand(3, 2)),
+        (one.expand(3, 2), one.expand(3, 2)),
+        (per_head.expand(3, 2), per_head.expand(3, 2)),
+        (each, each),
+    ):
+        wide = [
+            (x.float(), k.float() * s[:, None], v.float() * s[:, None])
+            for x, k, v, s in zip(queries, pools.k, pools.v, full, strict=True)
+        ]
         want, _ = expected(*map(list, zip(*wide, strict=True)), {"causal": True})
-        got = flash_attn_varlen_func(q.float(), pools.k_cache, pools.v_cache, k_descale=k_descale, v_descale=k_descale, **common)
+        got = flash_attn_varlen_func(
+            q.float(), pools.k_cache, pools.v_cache, k_descale=k_descale, v_descale=k_descale, **common
+        )
         torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-5)
     fp8 = flash_attn_varlen_func(q, pools.k_cache, pools.v_cache, q_descale=each, **common)
     assert fp8.dtype == torch.bfloat16
@@ -128,7 +190,8 @@ def test_fp8_descales() -> None:
 
 @pytest.mark.parametrize("variant", ["causal", "window_both"])
 def test_compiled_once_for_all_lengths(variant: str) -> None:
-    """fullgraph, and one graph for other lengths of the same shapes; the second with more queries than keys, that the first has nowhere."""
+    """fullgraph, and one graph for other lengths of the same shapes; the second with more queries than keys,
+    that the first has nowhere."""
     options = {**VARIANTS[variant], "return_softmax_lse": True}
     graphs = 0
 
@@ -137,15 +200,30 @@ def test_compiled_once_for_all_lengths(variant: str) -> None:
         graphs += 1
         return graph.forward
 
-    def call(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, lens: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
-        return flash_attn_varlen_func(q, k, v, max_seqlen_q=9, cu_seqlens_q=starts, max_seqlen_k=32, seqused_k=lens, block_table=table, **options)
+    def call(
+        q: Tensor, k: Tensor, v: Tensor, starts: Tensor, lens: Tensor, table: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        return flash_attn_varlen_func(
+            q,
+            k,
+            v,
+            max_seqlen_q=9,
+            cu_seqlens_q=starts,
+            max_seqlen_k=32,
+            seqused_k=lens,
+            block_table=table,
+            **options,
+        )
 
     torch.compiler.reset()
     compiled = torch.compile(call, backend=count, fullgraph=True)
     for query_lens, key_lens in (([2, 9, 1], [30, 12, 20]), ([9, 2, 1], [3, 31, 7])):
         pools, q, queries = batch(query_lens, key_lens, room=1)
         table = torch.nn.functional.pad(pools.table, (0, 8 - pools.table.shape[1]), value=-1)
-        k_cache, v_cache = (torch.nn.functional.pad(pool, (0, 0, 0, 0, 0, 0, 0, 16 - pool.shape[0])) for pool in (pools.k_cache, pools.v_cache))
+        k_cache, v_cache = (
+            torch.nn.functional.pad(pool, (0, 0, 0, 0, 0, 0, 0, 16 - pool.shape[0]))
+            for pool in (pools.k_cache, pools.v_cache)
+        )
         out, lse = compiled(q, k_cache, v_cache, starts_of(query_lens), pools.lens, table)
         want, want_lse = expected(queries, pools.k, pools.v, options)
         torch.testing.assert_close(out, want, rtol=2e-5, atol=2e-5)
@@ -181,7 +259,14 @@ def test_compiled_once_for_all_lengths(variant: str) -> None:
 )
 def test_refused_by_its_name(argument: str, value: Any) -> None:
     pools, q, _ = batch([2, 3], [4, 3])
-    options: dict[str, Any] = dict(max_seqlen_q=3, cu_seqlens_q=starts_of([2, 3]), max_seqlen_k=99, seqused_k=pools.lens, block_table=pools.table, causal=True)
+    options: dict[str, Any] = {
+        "max_seqlen_q": 3,
+        "cu_seqlens_q": starts_of([2, 3]),
+        "max_seqlen_k": 99,
+        "seqused_k": pools.lens,
+        "block_table": pools.table,
+        "causal": True,
+    }
     flash_attn_varlen_func(q, pools.k_cache, pools.v_cache, **options)
     with pytest.raises(torchpaged.ArgumentError) as error:
         flash_attn_varlen_func(q, pools.k_cache, pools.v_cache, **{**options, argument: value})
@@ -192,7 +277,15 @@ def test_slopes_of_later_keys_are_refused() -> None:
     pools, q, _ = batch([2], [4])
     with pytest.raises(torchpaged.ArgumentError, match="alibi_slopes: .*wrong sign"):
         flash_attn_varlen_func(
-            q, pools.k_cache, pools.v_cache, 2, starts_of([2]), 4, seqused_k=pools.lens, block_table=pools.table, alibi_slopes=torch.ones(4)
+            q,
+            pools.k_cache,
+            pools.v_cache,
+            2,
+            starts_of([2]),
+            4,
+            seqused_k=pools.lens,
+            block_table=pools.table,
+            alibi_slopes=torch.ones(4),
         )
 
 
@@ -201,6 +294,18 @@ def test_hints_are_told_of(caplog: pytest.LogCaptureFixture, monkeypatch: pytest
     pools, q, _ = batch([2], [4])
     with caplog.at_level(logging.INFO, logger="torchpaged.compat"):
         for _ in range(2):
-            flash_attn_varlen_func(q, pools.k_cache, pools.v_cache, 2, starts_of([2]), 4, seqused_k=pools.lens, block_table=pools.table, num_splits=32,
-                                   fa_version=3)  # fmt: skip
-    assert [record.getMessage().split(" tunes")[0] for record in caplog.records] == ["flash_attn_varlen_func: num_splits"]
+            flash_attn_varlen_func(
+                q,
+                pools.k_cache,
+                pools.v_cache,
+                2,
+                starts_of([2]),
+                4,
+                seqused_k=pools.lens,
+                block_table=pools.table,
+                num_splits=32,
+                fa_version=3,
+            )
+    assert [record.getMessage().split(" tunes")[0] for record in caplog.records] == [
+        "flash_attn_varlen_func: num_splits"
+    ]

@@ -1,4 +1,5 @@
-"""varlen_attn against torch's documentation of it, and its signature against torch's own where the installed torch has it."""
+"""varlen_attn against torch's documentation of it, and its signature against torch's own where the installed
+torch has it."""
 
 from __future__ import annotations
 
@@ -17,9 +18,14 @@ from torchpaged import compat
 LSE = SimpleNamespace(lse=True)
 
 
-def expected(queries: list[Tensor], pools: Pools, window: tuple[int, int], scale: float | None = None) -> tuple[Tensor, Tensor]:
+def expected(
+    queries: list[Tensor], pools: Pools, window: tuple[int, int], scale: float | None = None
+) -> tuple[Tensor, Tensor]:
     """torch's windows: the right side 0 is causal."""
-    pairs = [documented_attention(q, k, v, window=window, scale=scale) for q, k, v in zip(queries, pools.k, pools.v, strict=True)]
+    pairs = [
+        documented_attention(q, k, v, window=window, scale=scale)
+        for q, k, v in zip(queries, pools.k, pools.v, strict=True)
+    ]
     return torch.cat([out for out, _ in pairs]), torch.cat([lse for _, lse in pairs], 1)
 
 
@@ -31,17 +37,41 @@ def test_grid(window: tuple[int, int], paged: bool) -> None:
     queries = [torch.randn(n, 4, 16) for n in query_lens]
     q = torch.cat(queries)
     if paged:
-        keys: dict[str, Any] = dict(key=pools.k_cache, value=pools.v_cache, cu_seq_k=None, seqused_k=pools.lens, block_table=pools.table)
+        keys: dict[str, Any] = {
+            "key": pools.k_cache,
+            "value": pools.v_cache,
+            "cu_seq_k": None,
+            "seqused_k": pools.lens,
+            "block_table": pools.table,
+        }
     else:
-        keys = dict(key=torch.cat(pools.k), value=torch.cat(pools.v), cu_seq_k=starts_of(key_lens))
+        keys = {"key": torch.cat(pools.k), "value": torch.cat(pools.v), "cu_seq_k": starts_of(key_lens)}
     out, lse = compat.varlen_attn(
-        q, cu_seq_q=starts_of(query_lens), max_q=9, max_k=10, window_size=window, enable_gqa=True, scale=0.3, return_aux=LSE, **keys
+        q,
+        cu_seq_q=starts_of(query_lens),
+        max_q=9,
+        max_k=10,
+        window_size=window,
+        enable_gqa=True,
+        scale=0.3,
+        return_aux=LSE,
+        **keys,
     )
     want, want_lse = expected(queries, pools, window, 0.3)
     torch.testing.assert_close(out, want, rtol=2e-5, atol=2e-5)
     torch.testing.assert_close(lse, want_lse, rtol=2e-5, atol=2e-5)
     room = torch.full_like(q, float("nan"))
-    again = compat.varlen_attn_out(room, q, cu_seq_q=starts_of(query_lens), max_q=9, max_k=10, window_size=window, enable_gqa=True, scale=0.3, **keys)
+    again = compat.varlen_attn_out(
+        room,
+        q,
+        cu_seq_q=starts_of(query_lens),
+        max_q=9,
+        max_k=10,
+        window_size=window,
+        enable_gqa=True,
+        scale=0.3,
+        **keys,
+    )
     assert again is room and torch.equal(room, out)
 
 
@@ -50,8 +80,17 @@ def test_fewer_keys_count_than_lie_there() -> None:
     pools = Pools([6, 5])
     queries = [torch.randn(2, 2, 16), torch.randn(1, 2, 16)]
     used = torch.tensor([4, 3], dtype=torch.int32)
-    got = compat.varlen_attn(torch.cat(queries), torch.cat(pools.k), torch.cat(pools.v), starts_of([2, 1]), starts_of([6, 5]), 2, 6,
-                             seqused_k=used, window_size=(-1, 0))  # fmt: skip
+    got = compat.varlen_attn(
+        torch.cat(queries),
+        torch.cat(pools.k),
+        torch.cat(pools.v),
+        starts_of([2, 1]),
+        starts_of([6, 5]),
+        2,
+        6,
+        seqused_k=used,
+        window_size=(-1, 0),
+    )
     pools.k, pools.v = [pools.k[0][:4], pools.k[1][:3]], [pools.v[0][:4], pools.v[1][:3]]
     torch.testing.assert_close(got, expected(queries, pools, (-1, 0))[0], rtol=2e-5, atol=2e-5)
 
@@ -66,14 +105,32 @@ def test_compiled_with_other_numbers_of_requests() -> None:
         return graph.forward
 
     def call(q: Tensor, pools: Any, starts: Tensor, lens: Tensor, table: Tensor) -> Tensor:
-        return compat.varlen_attn(q, *pools, starts, None, 8, 64, window_size=(-1, 0), seqused_k=lens, block_table=table, enable_gqa=True)
+        return compat.varlen_attn(
+            q,
+            *pools,
+            starts,
+            None,
+            8,
+            64,
+            window_size=(-1, 0),
+            seqused_k=lens,
+            block_table=table,
+            enable_gqa=True,
+        )
 
     torch.compiler.reset()
     compiled = torch.compile(call, backend=count, fullgraph=True)
-    for query_lens, key_lens in (([2, 5], [9, 12]), ([1, 8, 3], [30, 8, 20]), ([1, 1, 1, 4, 2], [5, 6, 7, 8, 9]), ([7, 2, 2, 2, 2, 2], [9] * 6)):
+    for query_lens, key_lens in (
+        ([2, 5], [9, 12]),
+        ([1, 8, 3], [30, 8, 20]),
+        ([1, 1, 1, 4, 2], [5, 6, 7, 8, 9]),
+        ([7, 2, 2, 2, 2, 2], [9] * 6),
+    ):
         pools = Pools(key_lens)
         queries = [torch.randn(n, 4, 16) for n in query_lens]
-        got = compiled(torch.cat(queries), (pools.k_cache, pools.v_cache), starts_of(query_lens), pools.lens, pools.table)
+        got = compiled(
+            torch.cat(queries), (pools.k_cache, pools.v_cache), starts_of(query_lens), pools.lens, pools.table
+        )
         torch.testing.assert_close(got, expected(queries, pools, (-1, 0))[0], rtol=2e-5, atol=2e-5)
     assert graphs == 2
 
@@ -96,10 +153,18 @@ def test_compiled_with_other_numbers_of_requests() -> None:
 )
 def test_refused_by_its_name(argument: str, options: dict[str, Any]) -> None:
     pools = Pools([4])
-    given: dict[str, Any] = dict(
-        query=torch.randn(2, 4, 16), key=pools.k_cache, value=pools.v_cache, cu_seq_q=starts_of([2]), cu_seq_k=None, max_q=2, max_k=4,
-        seqused_k=pools.lens, block_table=pools.table, enable_gqa=True,
-    )  # fmt: skip
+    given: dict[str, Any] = {
+        "query": torch.randn(2, 4, 16),
+        "key": pools.k_cache,
+        "value": pools.v_cache,
+        "cu_seq_q": starts_of([2]),
+        "cu_seq_k": None,
+        "max_q": 2,
+        "max_k": 4,
+        "seqused_k": pools.lens,
+        "block_table": pools.table,
+        "enable_gqa": True,
+    }
     compat.varlen_attn(**given)
     with pytest.raises(torchpaged.ArgumentError) as error:
         compat.varlen_attn(**{**given, **options})
@@ -111,5 +176,10 @@ def test_the_signature_is_torchs() -> None:
     if "block_table" not in inspect.signature(varlen.varlen_attn).parameters:
         pytest.skip("torch's own has no block_table yet (before 2.12)")
     theirs, ours = (inspect.signature(f).parameters for f in (varlen.varlen_attn, compat.varlen_attn))
-    assert [(n, p.kind, p.default) for n, p in theirs.items()] == [(n, p.kind, p.default) for n, p in ours.items() if n != "out"]
-    assert list(inspect.signature(varlen.varlen_attn_out).parameters)[:8] == list(inspect.signature(compat.varlen_attn_out).parameters)[:8]
+    assert [(n, p.kind, p.default) for n, p in theirs.items()] == [
+        (n, p.kind, p.default) for n, p in ours.items() if n != "out"
+    ]
+    assert (
+        list(inspect.signature(varlen.varlen_attn_out).parameters)[:8]
+        == list(inspect.signature(compat.varlen_attn_out).parameters)[:8]
+    )

@@ -1,4 +1,5 @@
-"""What the doors of this package share: arguments of other libraries checked under their own names, and put into our words."""
+"""What the doors of this package share: arguments of other libraries checked under their own names, and put
+into our words."""
 
 from __future__ import annotations
 
@@ -23,28 +24,38 @@ def is_eager() -> bool:
 
 
 def refuse(function: str, fix: str = "", **given: Any) -> None:
-    """Raise for the first argument that was given: one that changes the result, and that no kernel of ours honours."""
+    """Raise for the first argument that was given: one that changes the result, and that no kernel of ours
+    honours."""
     for name, value in given.items():
         if value is not None:
             text = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
-            raise argument_error(name, f"None ({function} of torchpaged.compat has no kernel that honours it)", text, fix)
+            raise argument_error(
+                name, f"None ({function} of torchpaged.compat has no kernel that honours it)", text, fix
+            )
 
 
 def check_zero(function: str, **given: float) -> None:
     """Raise for the first number that is not zero, likewise."""
     for name, value in given.items():
         if value:
-            raise argument_error(name, f"0 ({function} of torchpaged.compat has no kernel that honours it)", repr(value))
+            raise argument_error(
+                name, f"0 ({function} of torchpaged.compat has no kernel that honours it)", repr(value)
+            )
 
 
 def note_hints(function: str, **given: Any) -> None:
-    """Say once that an argument was given which can change the speed of the original and no result, and that nothing follows from it."""
+    """Say once that an argument was given which can change the speed of the original and no result, and that
+    nothing follows from it."""
     if not is_eager():
         return
     for name, value in given.items():
         if value is not None and (function, name) not in _TOLD:
             _TOLD.add((function, name))
-            _LOG.info("%s: %s tunes the kernels it was made for; torchpaged's choose by themselves, with the same result", function, name)
+            _LOG.info(
+                "%s: %s tunes the kernels it was made for; torchpaged's choose by themselves, same result",
+                function,
+                name,
+            )
 
 
 def argument_error(name: str, expected: str, got: str, fix: str = "") -> Exception:
@@ -55,7 +66,8 @@ def argument_error(name: str, expected: str, got: str, fix: str = "") -> Excepti
 
 
 def window_of(causal: bool, window_size: Any) -> tuple[bool, tuple[int, int]]:
-    """FlashAttention's ``causal`` and ``window_size`` -> ours. Causal closes the right side, whatever the window says; None is open.
+    """FlashAttention's ``causal`` and ``window_size`` -> ours. Causal closes the right side, whatever the
+    window says; None is open.
 
     Returns:
         Whether no key after the query is seen, and the window.
@@ -63,10 +75,14 @@ def window_of(causal: bool, window_size: Any) -> tuple[bool, tuple[int, int]]:
     if window_size is None:
         window_size = (-1, -1)
     if not (isinstance(window_size, (tuple, list)) and len(window_size) == 2):
-        raise argument_error("window_size", "None or a pair (left, right) of numbers of keys, -1 = open", repr(window_size))
+        raise argument_error(
+            "window_size", "None or a pair (left, right) of numbers of keys, -1 = open", repr(window_size)
+        )
     left, right = window_size
     if is_eager() and any(not is_int(side) or side < -1 for side in (left, right)):
-        raise ArgumentError("window_size", "a pair (left, right) of ints, numbers of keys or -1 (open)", repr(window_size))
+        raise ArgumentError(
+            "window_size", "a pair (left, right) of ints, numbers of keys or -1 (open)", repr(window_size)
+        )
     if causal or right == 0:
         return True, (left, -1)
     return False, (left, right)
@@ -76,29 +92,38 @@ def slopes_of(alibi_slopes: Tensor | None, num_reqs: int, causal: bool) -> Tenso
     """FlashAttention's slopes ``[num_heads]`` or ``[num_reqs, num_heads]`` -> ours ``[num_heads]``.
 
     Raises:
-        ArgumentError: slopes of each request its own, or keys after the query are seen: FlashAttention takes the distance's absolute value
-            there, and our kernels its sign.
+        ArgumentError: slopes of each request its own, or keys after the query are seen: FlashAttention takes
+            the distance's absolute value there, and our kernels its sign.
     """
     if alibi_slopes is None:
         return None
     if not causal:
-        raise argument_error("alibi_slopes", "None unless causal (the bias of keys after the query would have the wrong sign)", "slopes")
+        raise argument_error(
+            "alibi_slopes",
+            "None unless causal (the bias of keys after the query would have the wrong sign)",
+            "slopes",
+        )
     if alibi_slopes.dim() == 2:
         if alibi_slopes.shape[0] != 1 and alibi_slopes.stride(0) != 0:
             raise argument_error(
-                "alibi_slopes", "one slope per head, the same for all requests", f"shape {list(alibi_slopes.shape)}",
+                "alibi_slopes",
+                "one slope per head, the same for all requests",
+                f"shape {list(alibi_slopes.shape)}",
                 "pass alibi_slopes[0] if the rows are equal",
-            )  # fmt: skip
+            )
         return alibi_slopes[0]
     return alibi_slopes
 
 
-def scale_of(name: str, descale: Tensor | None, num_reqs: int, num_kv_heads: int, pool: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """A descale of FlashAttention, float32 of one number or ``[num_reqs, num_kv_heads]`` -> what the kernels take, and what they don't.
+def scale_of(
+    name: str, descale: Tensor | None, num_reqs: int, num_kv_heads: int, pool: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
+    """A descale of FlashAttention, float32 of one number or ``[num_reqs, num_kv_heads]`` -> what the kernels
+    take, and what they don't.
 
     Returns:
-        ``(scale, per_request)``: a float32 ``[1]`` or ``[num_kv_heads]`` for the kernels, or the descale itself, which is different for each
-        request. Both None where there is none.
+        ``(scale, per_request)``: a float32 ``[1]`` or ``[num_kv_heads]`` for the kernels, or the descale
+        itself, which is different for each request. Both None where there is none.
     """
     if descale is None:
         return None, None
@@ -109,7 +134,9 @@ def scale_of(name: str, descale: Tensor | None, num_reqs: int, num_kv_heads: int
         if descale.numel() != 1 or descale.dim() == 2:
             check_dims(name, descale, num_reqs, num_kv_heads)
         if pool.dtype not in FP8:
-            raise ArgumentError(name, f"None for a cache of {pool.dtype}", "a tensor", "descales belong to fp8 caches")
+            raise ArgumentError(
+                name, f"None for a cache of {pool.dtype}", "a tensor", "descales belong to fp8 caches"
+            )
     if descale.dim() < 2:
         return descale.reshape(1), None
     if descale.stride(0) == 0 or descale.shape[0] == 1:  # expanded over the requests, as vLLM does it

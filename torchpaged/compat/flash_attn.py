@@ -73,39 +73,48 @@ def flash_attn_varlen_func(
 ) -> Any:
     """Attention of packed queries over paged or packed keys and values. Inference only.
 
-    Causal alignment is bottom-right: query ``i`` of a request with S queries and L keys stands at position ``L - S + i``. A query that sees
-    no key gives zeros and LSE -inf, as do tokens of ``q`` behind ``cu_seqlens_q[-1]``. (Some builds of FlashAttention give LSE +inf there.)
-    The window is ``[position - left, position + right]``, both ends seen; -1 is open. Causal closes the right side whatever the window says.
+    Causal alignment is bottom-right: query ``i`` of a request with S queries and L keys stands at position
+    ``L - S + i``. A query that sees no key gives zeros and LSE -inf, as do tokens of ``q`` behind
+    ``cu_seqlens_q[-1]``. (Some builds of FlashAttention give LSE +inf there.) The window is ``[position -
+    left, position + right]``, both ends seen; -1 is open. Causal closes the right side whatever the window
+    says.
 
     Args:
         q: ``[total_q, num_heads, head_dim]``; float8_e4m3fn is computed and returned in bfloat16.
-        k: ``[num_blocks, block_size, num_kv_heads, head_dim]`` with a ``block_table``, else ``[total_k, num_kv_heads, head_dim]``.
+        k: ``[num_blocks, block_size, num_kv_heads, head_dim]`` with a ``block_table``, else ``[total_k,
+            num_kv_heads, head_dim]``.
         v: as ``k``; its last dimension, head_dim_v, may differ.
         max_seqlen_q: host int, an upper bound of the queries of a request; 1 chooses the decode kernels.
         cu_seqlens_q: ``[num_reqs + 1]`` int32.
-        max_seqlen_k: host int, an upper bound of the keys of a request. With a block table the kernels read the lengths on the device, and
-            only a CPU, where values are checked, looks at it.
-        cu_seqlens_k: ``[num_reqs + 1]`` int32, where each request's keys lie in packed ``k``; only without a block table.
-        seqused_k: ``[num_reqs]`` int32, keys of each request. Needed with a block table, instead of ``cu_seqlens_k``.
+        max_seqlen_k: host int, an upper bound of the keys of a request. With a block table the kernels read
+            the lengths on the device, and only a CPU, where values are checked, looks at it.
+        cu_seqlens_k: ``[num_reqs + 1]`` int32, where each request's keys lie in packed ``k``; only without a
+            block table.
+        seqused_k: ``[num_reqs]`` int32, keys of each request. Needed with a block table, instead of
+            ``cu_seqlens_k``.
         q_v: refused.
         dropout_p: must be 0.
         softmax_scale: default ``head_dim ** -0.5``.
         causal, window_size, softcap: as above; softcap 0 is off.
-        alibi_slopes: float32 ``[num_heads]``, or ``[num_reqs, num_heads]`` with equal rows (one, or expanded). Refused unless causal.
+        alibi_slopes: float32 ``[num_heads]``, or ``[num_reqs, num_heads]`` with equal rows (one, or
+            expanded). Refused unless causal.
         deterministic: accepted: the forward pass always is.
         return_attn_probs: refused; `return_softmax_lse` returns the LSE.
         block_table: ``[num_reqs, max_blocks_per_req]`` int32. Block 0 is a block like any other.
         return_softmax_lse: also return the LSE.
         out: ``[total_q, num_heads, head_dim_v]`` to write into, which is returned.
-        q_descale, k_descale, v_descale: float32 of one number or ``[num_reqs, num_kv_heads]``; those of keys and values with fp8 ``k`` and
-            ``v`` only, that of queries with fp8 ``q`` only. Ones that differ between requests cost one more rounding of ``q`` or ``out``.
-        scheduler_metadata, num_splits, fa_version: tune the original and change no result; they change nothing here. ``num_splits=1``, which
-            asks for results that do not depend on the batch's other requests, is refused.
+        q_descale, k_descale, v_descale: float32 of one number or ``[num_reqs, num_kv_heads]``; those of keys
+            and values with fp8 ``k`` and ``v`` only, that of queries with fp8 ``q`` only. Ones that differ
+            between requests cost one more rounding of ``q`` or ``out``.
+        scheduler_metadata, num_splits, fa_version: tune the original and change no result; they change
+            nothing here. ``num_splits=1``, which asks for results that do not depend on the batch's other
+            requests, is refused.
         s_aux: ``[num_heads]``, one logit per head that takes part in the softmax without a value.
         cp_world_size, cp_rank, cp_tot_seqused_k: refused unless 1, 0 and None.
 
     Returns:
-        ``[total_q, num_heads, head_dim_v]``; with ``return_softmax_lse`` a pair of it and float32 ``[num_heads, total_q]``, natural logarithm.
+        ``[total_q, num_heads, head_dim_v]``; with ``return_softmax_lse`` a pair of it and float32
+        ``[num_heads, total_q]``, natural logarithm.
 
     Raises:
         ArgumentError: an argument does not fit or is not honoured. In a traced call dynamo's own error.
@@ -113,7 +122,11 @@ def flash_attn_varlen_func(
     """
     name = "flash_attn_varlen_func"
     refuse(name, q_v=q_v, cp_tot_seqused_k=cp_tot_seqused_k)
-    refuse(name, "pass return_softmax_lse=True for the LSE", return_attn_probs=True if return_attn_probs else None)
+    refuse(
+        name,
+        "pass return_softmax_lse=True for the LSE",
+        return_attn_probs=True if return_attn_probs else None,
+    )
     check_zero(name, dropout_p=dropout_p, cp_rank=cp_rank, cp_world_size=cp_world_size - 1)
     refuse_invariant_splits(num_splits)
     note_hints(name, scheduler_metadata=scheduler_metadata, num_splits=num_splits or None)
@@ -123,11 +136,14 @@ def flash_attn_varlen_func(
             raise ArgumentError("fa_version", "2, 3, 4 or None", repr(fa_version))
     num_reqs = cu_seqlens_q.shape[0] - 1
     if block_table is None:
-        assert cu_seqlens_k is not None  # _check has said so
+        if cu_seqlens_k is None:
+            expected = "where each request's keys lie, since k is packed"
+            raise argument_error("cu_seqlens_k", expected, "None", "or pass block_table and seqused_k")
         lens = cu_seqlens_k.diff() if seqused_k is None else seqused_k
         k_cache, v_cache, table = packed_pools(k, v, cu_seqlens_k[:-1], max_seqlen_k)
     else:
-        assert seqused_k is not None
+        if seqused_k is None:
+            raise argument_error("seqused_k", "the keys of each request, beside a block_table", "None")
         k_cache, v_cache, table, lens = k, v, block_table, seqused_k
     is_causal, window = window_of(causal, window_size)
     options = {
@@ -139,9 +155,17 @@ def flash_attn_varlen_func(
         "sinks": s_aux,
     }
     call = packed_call(
-        q, k_cache, v_cache, table, lens, cu_seqlens_q, max_seqlen_q, options, (q_descale, k_descale, v_descale),
+        q,
+        k_cache,
+        v_cache,
+        table,
+        lens,
+        cu_seqlens_q,
+        max_seqlen_q,
+        options,
+        (q_descale, k_descale, v_descale),
         same_lens=cu_seqlens_k is cu_seqlens_q and seqused_k is None,
-    )  # fmt: skip
+    )
     if out is not None and is_eager():
         check_out(out, q, v.shape[-1], torch.bfloat16 if q.dtype in FP8 else q.dtype)
     result, lse = by_their_names(_NAMES, lambda: call.run(out, return_softmax_lse))
@@ -149,9 +173,18 @@ def flash_attn_varlen_func(
 
 
 def packed_call(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, seq_lens: Tensor, query_start_loc: Tensor, max_query_len: int,
-    options: dict[str, Any], descales: tuple[Tensor | None, Tensor | None, Tensor | None], *, same_lens: bool = False,
-) -> PackedCall:  # fmt: skip
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    max_query_len: int,
+    options: dict[str, Any],
+    descales: tuple[Tensor | None, Tensor | None, Tensor | None],
+    *,
+    same_lens: bool = False,
+) -> PackedCall:
     """A `PackedCall` whose descales of queries, keys and values are with the kernels where these take them.
 
     Raises:
@@ -165,21 +198,43 @@ def packed_call(
         q_each = q_scale.expand(num_reqs, num_kv_heads)
     longest = max(max_query_len, 1) if type(max_query_len) is int else max_query_len
     return PackedCall(
-        q, k_cache, v_cache, block_table, seq_lens, query_start_loc, longest, {**options, "k_scale": k_scale, "v_scale": v_scale},
-        q_each, k_each, v_each, same_lens,
-    )  # fmt: skip
+        q,
+        k_cache,
+        v_cache,
+        block_table,
+        seq_lens,
+        query_start_loc,
+        longest,
+        {**options, "k_scale": k_scale, "v_scale": v_scale},
+        q_each,
+        k_each,
+        v_each,
+        same_lens,
+    )
 
 
 def refuse_invariant_splits(num_splits: int | None) -> None:
-    """Raise for ``num_splits=1``: with it FlashAttention promises the same bits for a request in any company, and we don't yet."""
+    """Raise for ``num_splits=1``: with it FlashAttention promises the same bits for a request in any company,
+    and we don't yet."""
     if type(num_splits) is int and num_splits == 1:
-        raise argument_error("num_splits", "0 or None (results that do not depend on the batch's other requests are not promised)", "1")
+        raise argument_error(
+            "num_splits",
+            "0 or None (results that do not depend on the batch's other requests are not promised)",
+            "1",
+        )
 
 
 def _check(
-    q: Tensor, k: Tensor, v: Tensor, max_seqlen_q: int, cu_seqlens_q: Tensor, max_seqlen_k: int, cu_seqlens_k: Tensor | None,
-    seqused_k: Tensor | None, block_table: Tensor | None,
-) -> None:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    max_seqlen_q: int,
+    cu_seqlens_q: Tensor,
+    max_seqlen_k: int,
+    cu_seqlens_k: Tensor | None,
+    seqused_k: Tensor | None,
+    block_table: Tensor | None,
+) -> None:
     """What only this door asks; the rest is checked with the op's arguments."""
     check_tensors(q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q)
     check_dims("q", q, None, None, None)
@@ -197,16 +252,14 @@ def _check(
     if block_table is None:
         check_dims("k", k, None, q.shape[2] and None, None)
         check_dims("v", v, k.shape[0], k.shape[1], None)
-        if cu_seqlens_k is None:
-            raise ArgumentError("cu_seqlens_k", "where each request's keys lie, since k is packed", "None", "or pass block_table and seqused_k")
         if seqused_k is not None:
             raise ArgumentError("seqused_k", "None beside cu_seqlens_k", "both")
     else:
         check_tensors(block_table=block_table)
-        if seqused_k is None:
-            raise ArgumentError("seqused_k", "the keys of each request, since there is a block_table", "None")
         if cu_seqlens_k is not None:
             raise ArgumentError("cu_seqlens_k", "None beside block_table and seqused_k", "a tensor")
     lens = seqused_k if seqused_k is not None else cu_seqlens_k.diff() if cu_seqlens_k is not None else None
     if lens is not None and lens.numel() and reads_values(q.device) and int(lens.max()) > max_seqlen_k:
-        raise ArgumentError("max_seqlen_k", f"at least the longest request's keys ({int(lens.max())})", str(max_seqlen_k))
+        raise ArgumentError(
+            "max_seqlen_k", f"at least the longest request's keys ({int(lens.max())})", str(max_seqlen_k)
+        )

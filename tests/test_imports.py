@@ -34,7 +34,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "profiling": ("custom_ops",),
     "kernel_report": ("profiling",),
     "graphs": ("compile", "custom_ops", "metadata"),
-    "hf": ("attention", "backends", "cache", "compile", "custom_ops", "functional", "metadata", "profiling"),
+    "hf": ("attention", "backends", "cache", "compat", "compile", "custom_ops", "functional", "metadata", "profiling"),
     "fuse": ("backends", "custom_ops", "hf", "metadata"),
     "engine": ("backends", "cache", "custom_ops", "fuse", "graphs", "hf", "metadata", "profiling"),
     "testing": ENGINE,

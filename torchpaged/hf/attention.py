@@ -205,6 +205,10 @@ def _dense(
 ) -> tuple[Tensor, None]:
     """A call without a paged cache, as SDPA does it."""
     name = type(module).__name__
+    if kwargs.get("cache") is not None:
+        raise UnsupportedModelError(
+            f"{name} got a cache of continuous batching, which only model.generate_batch runs this attention with"
+        )
     for argument, given in (("softcap", softcap), ("s_aux", sinks)):
         if given is not None:
             raise UnsupportedModelError(

@@ -136,9 +136,7 @@ def _layer_of(module: nn.Module, cache: Any) -> _Layer:
         rows, page = allocator.block_physical_stride, allocator.tokens_per_page
         every = rows // page
         window = getattr(allocator, "sliding_window", None)
-        return _Layer(
-            allocator.index, allocator.layer_type, k_pages[::every], v_pages[::every], rows, window
-        )
+        return _Layer(allocator.index, allocator.layer_type, k_pages[::every], v_pages[::every], rows, window)
     group, place = cache.layer_index_to_group_indices[index]  # transformers 5.17
     shape = (-1, cache.block_size, cache.num_key_value_heads, cache.head_dim)
     pools = cache.key_cache[place].view(shape), cache.value_cache[place].view(shape)
@@ -175,7 +173,9 @@ def _refuse(
     if any(kwargs.get(sparse) is not None for sparse in ("indices", "block_indices")):
         raise UnsupportedModelError(f"{name} selects keys sparsely; the selection would be dropped")
     if kwargs.get("block_table") is not None:
-        raise ArgumentError("block_table", "None: transformers makes one for FlashAttention alone", "a tensor")
+        raise ArgumentError(
+            "block_table", "None: transformers makes one for FlashAttention alone", "a tensor"
+        )
 
 
 def _of_kind(kwargs: dict[str, Any], kind: str) -> tuple[Tensor, int]:

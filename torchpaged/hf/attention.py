@@ -207,7 +207,8 @@ def _dense(
     name = type(module).__name__
     if kwargs.get("cache") is not None:
         raise UnsupportedModelError(
-            f"{name} got a cache of continuous batching, which only model.generate_batch runs this attention with"
+            f"{name} got a cache of continuous batching outside of it; call model.generate_batch, which "
+            "runs an attention function of its own"
         )
     for argument, given in (("softcap", softcap), ("s_aux", sinks)):
         if given is not None:

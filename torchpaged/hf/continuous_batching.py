@@ -32,13 +32,14 @@ from torchpaged.hf.support import has_own_attention
 
 #: What a user asks for, with transformers 5.17; 5.23 strips the prefix, so that "torchpaged" is left.
 PAGED_NAME = "paged|torchpaged"
-#: What a model runs as inside ``generate_batch`` where the prefix is stripped. No mask function has this name:
-#: transformers makes no mask then.
+#: What a model runs as inside ``generate_batch`` where the prefix is stripped. No mask function has this
+# name: : transformers makes no mask then.
 BATCH_NAME = "torchpaged_continuous_batching"
 
 
 class _Layer(NamedTuple):
-    """One layer's place in transformers' cache. An index i of its own lies in block ``i // rows_per_block``."""
+    """One layer's place in transformers' cache. An index i of its own lies in block ``i //
+    rows_per_block``."""
 
     group: int
     kind: str  # "full_attention" or "sliding_attention"
@@ -179,7 +180,8 @@ def _refuse(
 
 
 def _of_kind(kwargs: dict[str, Any], kind: str) -> tuple[Tensor, int]:
-    """``[num_reqs + 1]`` int32 starts of the keys of that kind of layer, and an upper bound of their number."""
+    """``[num_reqs + 1]`` int32 starts of the keys of that kind of layer, and an upper bound of their
+    number."""
     ends = kwargs["cu_seq_lens_k"]
     longest = kwargs["max_length_k"] if "max_length_k" in kwargs else kwargs["max_seqlen_k"]
     if isinstance(ends, dict):

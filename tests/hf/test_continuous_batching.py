@@ -45,10 +45,8 @@ def make_model(name: str) -> Any:
     torch.manual_seed(0)
     config = getattr(transformers, f"{name}Config")(**SIZES, **MODELS[name][0])
     model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
-    for (
-        parameter
-    ) in model.parameters():  # away from the small weights of a new model, whose tokens say little
-        parameter.data.mul_(1.5)
+    for key, parameter in model.named_parameters():  # a new model's attention hardly bears on its tokens
+        parameter.data.mul_(20 if "_proj.weight" in key and "self_attn" in key else 1.5)
     if name == "GptOss":
         for layer in model.model.layers:
             layer.self_attn.sinks.data.normal_()

@@ -33,13 +33,12 @@ from torchpaged.hf.support import has_own_attention
 #: What a user asks for, with transformers 5.17; 5.23 strips the prefix, so that "torchpaged" is left.
 PAGED_NAME = "paged|torchpaged"
 #: What a model runs as inside ``generate_batch`` where the prefix is stripped. No mask function has this
-# name: : transformers makes no mask then.
+#: name: transformers makes no mask then.
 BATCH_NAME = "torchpaged_continuous_batching"
 
 
 class _Layer(NamedTuple):
-    """One layer's place in transformers' cache. An index i of its own lies in block ``i //
-    rows_per_block``."""
+    """One layer's place in transformers' cache. Its index i lies in block ``i // rows_per_block``."""
 
     group: int
     kind: str  # "full_attention" or "sliding_attention"

@@ -385,7 +385,7 @@ def _check_new(
     if cu_seqlens_k_new is None:
         check_dims("k", k, num_reqs, None, heads, k_cache.shape[3])
         check_dims("v", v, num_reqs, k.shape[1], heads, v_cache.shape[3])
-        most = k.shape[1]
+        most: Any = k.shape[1]
     else:
         check_dims("k", k, None, heads, k_cache.shape[3])
         check_dims("v", v, k.shape[0], heads, v_cache.shape[3])

@@ -29,6 +29,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "backends": ("custom_ops", "metadata"),
     "functional": ("backends", "custom_ops", "metadata"),
     "attention": ("backends", "cache", "custom_ops", "functional", "metadata"),
+    "cascade": ("custom_ops", "functional", "metadata"),
     "compat": ("backends", "custom_ops", "functional"),
     "compile": ("custom_ops", "version"),
     "profiling": ("custom_ops",),

@@ -56,7 +56,7 @@ class TorchpagedMetadata:
     causal: bool = True
 
 
-class TorchpagedMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
+class TorchpagedMetadataBuilder(AttentionMetadataBuilder):
     """Takes vLLM's tensors as they are: the kernels read lengths and tables on the device, nothing is
     planned."""
 
@@ -105,7 +105,7 @@ class TorchpagedMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
         return TorchpagedMetadata(**fields)
 
 
-class TorchpagedAttentionBackend(AttentionBackend):  # type: ignore[misc]
+class TorchpagedAttentionBackend(AttentionBackend):
     """What vLLM's selector asks."""
 
     accept_output_buffer: bool = True
@@ -182,7 +182,7 @@ class TorchpagedAttentionBackend(AttentionBackend):  # type: ignore[misc]
         return None
 
 
-class TorchpagedAttentionImpl(AttentionImpl):  # type: ignore[misc]
+class TorchpagedAttentionImpl(AttentionImpl):
     """A layer's attention: writes its keys and values, then attends."""
 
     def __init__(

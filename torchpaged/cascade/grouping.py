@@ -37,8 +37,8 @@ def find_prefix_groups(
     """The groups of one level that save the most reads.
 
     Requests that share a short prefix, and some of them a longer one, are one group or several, whichever
-    saves more; a request is in one group at most. A group's query tokens are at most as many as its prefix has tokens: more of them, or a
-    request with more of its own, make several groups, or none.
+    saves more; a request is in one group at most. A group's query tokens are at most as many as its prefix
+    has tokens: more of them, or a request with more of its own, make several groups, or none.
 
     Args:
         block_tables: the blocks of each request, in order.

@@ -39,10 +39,11 @@ def test_a_longer_prefix_of_some() -> None:
     lens = [4 * 12 + 2] * 3 + [10, 11]
     assert find(long + short, lens) == [PrefixGroup((0, 1, 2), 12), PrefixGroup((3, 4), 2)]
     many = [[*base, 70 + i] for i in range(30)]
-    two = [
-        [*base, 10, 50 + i] for i in range(2)
-    ]  # one block more, which saves less than a group of their own costs
-    assert find(two + many, [14] * 2 + [10] * 30) == [PrefixGroup(tuple(range(32)), 2)]
+    # one block more for two of them saves less than it costs; 32 query tokens are 4 parts over 8 tokens
+    two = [[*base, 10, 50 + i] for i in range(2)]
+    groups = find(two + many, [14] * 2 + [10] * 30)
+    assert [row for group in groups for row in group.rows] == list(range(32))
+    assert [(len(group.rows), group.num_blocks) for group in groups] == [(8, 2)] * 4
 
 
 def test_more_queries_than_a_prefix_has_tokens() -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 import torch
 from documented import Pools, documented_attention, starts_of
 from torch import Tensor
+from torch._inductor.utils import run_and_get_code
 
 import torchpaged
 from torchpaged.compat import flash_attn_with_kvcache
@@ -249,6 +251,31 @@ def test_compiled_once_for_all_lengths(paged: bool) -> None:
         )
         torch.testing.assert_close(held, again, equal_nan=True)
     assert len(graphs) == 1
+
+
+@pytest.mark.parametrize("seqlen_cache", [48, 13])
+def test_compiled_code_copies_no_cache(seqlen_cache: int) -> None:
+    """Rows cut into blocks by a view, and stored into without it: Inductor allocates nothing of their
+    size."""
+    torch.compiler.reset()
+    caches = [torch.randn(37, seqlen_cache, 2, 16) for _ in range(2)]
+    again = [cache.clone() for cache in caches]
+    q, k, v = (torch.randn(3, 1, heads, 16) for heads in (4, 2, 2))
+    lens = torch.tensor([3, 9, 5], dtype=torch.int32)
+
+    def call(q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, lens: Tensor) -> Tensor:
+        return flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=lens, causal=True)
+
+    got, codes = run_and_get_code(torch.compile(call, fullgraph=True), q, k, v, *caches, lens)
+    torch.testing.assert_close(got, call(q, k, v, *again, lens), rtol=2e-5, atol=2e-5)
+    assert all(map(torch.equal, caches, again))
+    own = [
+        line
+        for line in codes[0].splitlines()
+        if "assert_size_stride" not in line and "rand_strided" not in line
+    ]
+    assert not [line for line in own if re.search(r"\(\(37, |clone|copy_\b", line)]
+    assert len(re.findall(r"torchpaged\.(?:write_kv|paged_attention)\.", codes[0])) == 2
 
 
 @pytest.mark.parametrize(

@@ -83,6 +83,18 @@ def test_paged(variant: str) -> None:
     torch.testing.assert_close(out, want, rtol=2e-5, atol=2e-5)
     torch.testing.assert_close(lse, want_lse, rtol=2e-5, atol=2e-5)
     assert lse.shape == (4, sum(QUERY_LENS)) and lse.is_contiguous()
+    again = flash_attn_varlen_func(  # as upstream says it
+        q,
+        pools.k_cache,
+        pools.v_cache,
+        max(QUERY_LENS),
+        starts_of(QUERY_LENS),
+        max(KEY_LENS),
+        starts_of(KEY_LENS),
+        block_table=pools.table,
+        **options,
+    )
+    assert torch.equal(again, out)
 
 
 @pytest.mark.parametrize("variant", ["full", "causal", "window_both", "full_sinks"])

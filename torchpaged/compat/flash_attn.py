@@ -88,9 +88,9 @@ def flash_attn_varlen_func(
         cu_seqlens_q: ``[num_reqs + 1]`` int32.
         max_seqlen_k: host int, an upper bound of the keys of a request. With a block table the kernels read
             the lengths on the device, and only a CPU, where values are checked, looks at it.
-        cu_seqlens_k: ``[num_reqs + 1]`` int32, where each request's keys lie in packed ``k``; only without a
-            block table.
-        seqused_k: ``[num_reqs]`` int32, keys of each request. Needed with a block table, instead of
+        cu_seqlens_k: ``[num_reqs + 1]`` int32, where each request's keys lie in packed ``k``; with a block
+            table, as upstream calls it, their differences are the keys of each request.
+        seqused_k: ``[num_reqs]`` int32, keys of each request; with a block table, instead of
             ``cu_seqlens_k``.
         q_v: refused.
         dropout_p: must be 0.
@@ -139,12 +139,16 @@ def flash_attn_varlen_func(
         if cu_seqlens_k is None:
             expected = "where each request's keys lie, since k is packed"
             raise argument_error("cu_seqlens_k", expected, "None", "or pass block_table and seqused_k")
-        lens = cu_seqlens_k.diff() if seqused_k is None else seqused_k
+        lens = cu_seqlens_k.diff()
         k_cache, v_cache, table = packed_pools(k, v, cu_seqlens_k[:-1], max_seqlen_k)
     else:
-        if seqused_k is None:
+        if seqused_k is not None:
+            lens = seqused_k
+        elif cu_seqlens_k is not None:
+            lens = cu_seqlens_k.diff()
+        else:
             raise argument_error("seqused_k", "the keys of each request, beside a block_table", "None")
-        k_cache, v_cache, table, lens = k, v, block_table, seqused_k
+        k_cache, v_cache, table = k, v, block_table
     is_causal, window = window_of(causal, window_size)
     options = {
         "scale": softmax_scale,
@@ -250,14 +254,12 @@ def _check(
             check_dims(name, lens, size)
             check_dtype(name, lens, torch.int32)
     if block_table is None:
-        check_dims("k", k, None, q.shape[2] and None, None)
+        check_dims("k", k, None, None, None)
         check_dims("v", v, k.shape[0], k.shape[1], None)
-        if seqused_k is not None:
-            raise ArgumentError("seqused_k", "None beside cu_seqlens_k", "both")
     else:
         check_tensors(block_table=block_table)
-        if cu_seqlens_k is not None:
-            raise ArgumentError("cu_seqlens_k", "None beside block_table and seqused_k", "a tensor")
+    if cu_seqlens_k is not None and seqused_k is not None:
+        raise ArgumentError("cu_seqlens_k", "None beside seqused_k", "both")
     lens = seqused_k if seqused_k is not None else cu_seqlens_k.diff() if cu_seqlens_k is not None else None
     if lens is not None and lens.numel() and reads_values(q.device) and int(lens.max()) > max_seqlen_k:
         raise ArgumentError(

@@ -27,7 +27,7 @@ from vllm.v1.attention.backend import (
     MultipleOf,
 )
 
-from torchpaged.backends import Backend, attention_spec, select_backend
+from torchpaged.backends import AttentionSpec, Backend, Limits, Session, attention_spec, select_backend
 from torchpaged.backends.capabilities import Planning
 from torchpaged.compat.vllm_ops import FP8_NAMES
 from torchpaged.custom_ops.errors import BackendUnavailableError
@@ -218,7 +218,7 @@ class TorchpagedAttentionImpl(AttentionImpl):
         self.writes = kv_sharing_target_layer_name is None
         self.sinks = sinks
         self.alibi_slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
-        self._backends: dict[tuple[Any, ...], Backend] = {}
+        self._sessions: dict[tuple[Any, ...], tuple[Session, dict[str, Tensor]]] = {}
 
     def forward(
         self,
@@ -262,7 +262,8 @@ class TorchpagedAttentionImpl(AttentionImpl):
         batch, k_cache, v_cache = attn_metadata, *self._pools(kv_cache)
         num_tokens = batch.num_actual_tokens
         q = query.view(-1, self.num_heads, self.head_size)[:num_tokens]
-        ops = self._backend_of(q, k_cache, batch.causal).ops
+        session, workspace = self._session_of(q, k_cache, batch.causal)
+        ops = session.ops
         scales: tuple[Any, Any] = (None, None)
         if self.kv_cache_dtype in FP8_NAMES:
             scales = layer._k_scale.reshape(-1), layer._v_scale.reshape(-1)
@@ -289,6 +290,7 @@ class TorchpagedAttentionImpl(AttentionImpl):
             sinks=self.sinks,
             k_scale=scales[0],
             v_scale=scales[1],
+            **session.workspace_for(workspace, batch.seq_lens.shape[0]),
         )
         return output
 
@@ -308,12 +310,12 @@ class TorchpagedAttentionImpl(AttentionImpl):
             self.alibi_slopes = self.alibi_slopes.to(device)  # once: before any graph is captured
         return self.alibi_slopes
 
-    def _backend_of(self, q: Tensor, k_cache: Tensor, causal: bool) -> Backend:
-        """Chosen once for a kind of call; vLLM's op is opaque to its compiler, so that this runs in no
-        trace."""
+    def _session_of(self, q: Tensor, k_cache: Tensor, causal: bool) -> tuple[Session, dict[str, Tensor]]:
+        """Opened once for a kind of call, before any capture: vLLM warms up first. Its op is opaque to its
+        compiler, so that this runs in no trace."""
         kind = (q.device, q.dtype, k_cache.dtype, k_cache.shape[1], causal)
-        if kind not in self._backends:
-            self._backends[kind] = _choose(
+        if kind not in self._sessions:
+            backend, spec = _choose(
                 q.device,
                 q.dtype,
                 self.num_heads,
@@ -328,7 +330,9 @@ class TorchpagedAttentionImpl(AttentionImpl):
                 sinks=self.sinks,
                 scale=self.scale,
             )
-        return self._backends[kind]
+            session = backend.open([spec], Limits(), q.device)
+            self._sessions[kind] = session, session.workspace(spec)
+        return self._sessions[kind]
 
 
 def _device() -> torch.device:
@@ -344,8 +348,8 @@ def _choose(
     block_size: int | None,
     kv_dtype: torch.dtype | None,
     **options: Any,
-) -> Backend:
-    """The backend that torchpaged's selector chooses.
+) -> tuple[Backend, AttentionSpec]:
+    """The attention, and the backend that torchpaged's selector chooses for it.
 
     Raises:
         BackendUnavailableError: none can run it, or one that plans every batch was asked for, which vLLM's
@@ -366,4 +370,4 @@ def _choose(
         raise BackendUnavailableError(
             f"backend {chosen.name!r} plans its batches, which vLLM's layers can't do"
         )
-    return chosen
+    return chosen, spec

@@ -28,10 +28,13 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The class that vLLM finds, by its own registry."""
     for name, module in fake_vllm.modules().items():
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.delitem(sys.modules, "torchpaged.compat.vllm", raising=False)
+    ours = ("torchpaged.compat.vllm", "torchpaged.compat.vllm_layer")
+    for name in ours:
+        monkeypatch.delitem(sys.modules, name, raising=False)
     vllm_plugin.register()
     yield fake_vllm.AttentionBackendEnum.CUSTOM.get_class()
-    sys.modules.pop("torchpaged.compat.vllm", None)
+    for name in ours:
+        sys.modules.pop(name, None)
 
 
 def batch(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,9 +20,9 @@ from torchpaged.compat.arguments import (
 )
 from torchpaged.compat.dense import rows_as_pools
 from torchpaged.compat.flash_attn import packed_call, refuse_invariant_splits
-from torchpaged.compat.rotary import check_rotary, rotate
-from torchpaged.custom_ops.checks import check_dims, check_dtype, check_tensors, is_int, reads_values
-from torchpaged.custom_ops.errors import ArgumentError
+from torchpaged.compat.kvcache_check import check_kvcache
+from torchpaged.compat.rotary import check_rotary
+from torchpaged.compat.tokens import rotated, slots_of, tokens_of
 from torchpaged.custom_ops.pools import FP8
 from torchpaged.functional import write_kv
 
@@ -38,18 +38,6 @@ _NAMES = {
     "v_scale": "v_descale",
     "slot_mapping": "cache_seqlens",
 }
-
-
-class _Tokens(NamedTuple):
-    """Packed tokens: ``[num_tokens, heads, width]``, the request of each, its place among that request's, and
-    how many each request has."""
-
-    x: Tensor
-    request: Tensor  # [num_tokens] int64
-    place: Tensor  # [num_tokens] int32
-    are_real: Tensor | None  # [num_tokens] bool; None: all
-    counts: Tensor  # [num_reqs] int32
-    starts: Tensor  # [num_reqs + 1] int32
 
 
 def flash_attn_with_kvcache(
@@ -157,7 +145,7 @@ def flash_attn_with_kvcache(
     if not is_causal:
         check_zero(name, attention_chunk=attention_chunk)
     if is_eager():
-        _check(
+        check_kvcache(
             q,
             k_cache,
             v_cache,
@@ -173,7 +161,7 @@ def flash_attn_with_kvcache(
             max_seqlen_q,
             rotary_seqlens,
         )
-    queries = _tokens(q, cu_seqlens_q)
+    queries = tokens_of(q, cu_seqlens_q)
     num_reqs = queries.counts.shape[0]
     pools = (k_cache, v_cache)
     if table is None:
@@ -193,7 +181,7 @@ def flash_attn_with_kvcache(
     packed, seq_lens = queries.x, lens
     new = None
     if k is not None and v is not None:
-        new = _tokens(k, cu_seqlens_k_new), _tokens(v, cu_seqlens_k_new)
+        new = tokens_of(k, cu_seqlens_k_new), tokens_of(v, cu_seqlens_k_new)
         seq_lens = lens + new[0].counts
         if rotary_cos is not None and rotary_sin is not None:
             first = lens if rotary_seqlens is None else rotary_seqlens
@@ -202,9 +190,9 @@ def flash_attn_with_kvcache(
                 check_rotary(
                     new[0].x, rotary_cos, rotary_sin, first + torch.maximum(new[0].counts, queries.counts) - 1
                 )
-            packed = _rotated(queries, rotary_cos, rotary_sin, first, rotary_interleaved, all_first)
+            packed = rotated(queries, rotary_cos, rotary_sin, first, rotary_interleaved, all_first)
             new = (
-                new[0]._replace(x=_rotated(new[0], rotary_cos, rotary_sin, first, rotary_interleaved, False)),
+                new[0]._replace(x=rotated(new[0], rotary_cos, rotary_sin, first, rotary_interleaved, False)),
                 new[1],
             )
     longest = (q.shape[1] if cu_seqlens_q is None else max_seqlen_q) or 1
@@ -233,7 +221,7 @@ def flash_attn_with_kvcache(
             )
         if is_eager():
             by_their_names(_NAMES, lambda: call.check(flat_out))
-        slots = _slots(new[0], lens, table, k_pool.shape[1])
+        slots = slots_of(new[0], lens, table, k_pool.shape[1])
         scales = (call.options["k_scale"], call.options["v_scale"])
         by_their_names(_NAMES, lambda: write_kv(new[0].x, new[1].x, *pools, slots, *scales))
     result, lse = by_their_names(_NAMES, lambda: call.run(flat_out, return_softmax_lse))
@@ -252,22 +240,6 @@ def _one_of(name: str, value: Tensor | None, other: str, other_value: Tensor | N
     return other_value if value is None else value
 
 
-def _tokens(x: Tensor, starts: Tensor | None) -> _Tokens:
-    if starts is None:
-        num_reqs, each = x.shape[:2]
-        index = torch.arange(num_reqs * each, device=x.device)
-        counts = torch.full((num_reqs,), each, dtype=torch.int32, device=x.device)
-        bounds = torch.arange(num_reqs + 1, dtype=torch.int32, device=x.device) * each
-        return _Tokens(
-            x.reshape(-1, *x.shape[2:]), index // each, (index % each).to(torch.int32), None, counts, bounds
-        )
-    index = torch.arange(x.shape[0], dtype=torch.int32, device=x.device)
-    request = torch.searchsorted(starts[1:], index, right=True)
-    are_real = index < starts[-1]
-    request = request.clamp(max=starts.shape[0] - 2)
-    return _Tokens(x, request, index - starts[:-1][request], are_real, starts.diff(), starts)
-
-
 def _cached(cache_seqlens: int | Tensor | None, num_reqs: int, capacity: int, device: torch.device) -> Tensor:
     """``[num_reqs]`` int32: the tokens in the cache."""
     if isinstance(cache_seqlens, Tensor):
@@ -275,129 +247,3 @@ def _cached(cache_seqlens: int | Tensor | None, num_reqs: int, capacity: int, de
     return torch.full(
         (num_reqs,), capacity if cache_seqlens is None else cache_seqlens, dtype=torch.int32, device=device
     )
-
-
-def _rotated(
-    tokens: _Tokens, cos: Tensor, sin: Tensor, first: Tensor, interleaved: bool, all_first: bool
-) -> Tensor:
-    positions = first[tokens.request]
-    return rotate(tokens.x, cos, sin, positions if all_first else positions + tokens.place, interleaved)
-
-
-def _slots(new: _Tokens, lens: Tensor, table: Tensor, block_size: int) -> Tensor:
-    """``[num_tokens]`` int64: where each new token is stored; -1 of padding and of what has no place in the
-    table."""
-    position = lens[new.request] + new.place
-    column = position // block_size
-    block = table[new.request, column.clamp(0, table.shape[1] - 1)].long()
-    has_place = column < table.shape[1] if new.are_real is None else (column < table.shape[1]) & new.are_real
-    return torch.where(has_place, block * block_size + position % block_size, -1)
-
-
-def _check(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    k: Tensor | None,
-    v: Tensor | None,
-    rotary_cos: Tensor | None,
-    rotary_sin: Tensor | None,
-    cache_seqlens: int | Tensor | None,
-    cache_batch_idx: Tensor | None,
-    table: Tensor | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k_new: Tensor | None,
-    max_seqlen_q: int | None,
-    rotary_seqlens: Tensor | None,
-) -> None:
-    """What only this door asks; the rest is checked with the ops' arguments."""
-    check_tensors(q=q, k_cache=k_cache, v_cache=v_cache)
-    check_dims("k_cache", k_cache, None, None, None, None)
-    check_dims("v_cache", v_cache, None, None, None, None)
-    if cu_seqlens_q is None:
-        check_dims("q", q, None, None, None, None)
-        num_reqs = q.shape[0]
-        if max_seqlen_q is not None and max_seqlen_q < q.shape[1]:
-            raise ArgumentError(
-                "max_seqlen_q", f"None or at least seqlen_q ({q.shape[1]})", repr(max_seqlen_q)
-            )
-    else:
-        check_tensors(cu_seqlens_q=cu_seqlens_q)
-        check_dims("q", q, None, None, None)
-        check_dims("cu_seqlens_q", cu_seqlens_q, None)
-        check_dtype("cu_seqlens_q", cu_seqlens_q, torch.int32)
-        num_reqs = cu_seqlens_q.shape[0] - 1
-        if not is_int(max_seqlen_q):
-            raise ArgumentError(
-                "max_seqlen_q", "an int with cu_seqlens_q, an upper bound of the lengths", repr(max_seqlen_q)
-            )
-    for name, tensor in (
-        ("cache_batch_idx", cache_batch_idx),
-        ("rotary_seqlens", rotary_seqlens),
-        ("cache_seqlens", cache_seqlens),
-    ):
-        if isinstance(tensor, Tensor):
-            check_dims(name, tensor, num_reqs)
-            check_dtype(name, tensor, torch.int32)
-    if (
-        not isinstance(cache_seqlens, Tensor)
-        and cache_seqlens is not None
-        and (not is_int(cache_seqlens) or cache_seqlens < 0)
-    ):
-        raise ArgumentError("cache_seqlens", "None, an int of at least 0 or a tensor", repr(cache_seqlens))
-    if table is not None and cache_batch_idx is not None:
-        raise ArgumentError("cache_batch_idx", "None beside page_table, which has a row per request", "both")
-    if table is None and cache_batch_idx is not None and num_reqs and reads_values(q.device):
-        low, high = (int(x) for x in torch.aminmax(cache_batch_idx))
-        if low < 0 or high >= k_cache.shape[0]:
-            raise ArgumentError(
-                "cache_batch_idx", f"rows in [0, {k_cache.shape[0]})", f"values in [{low}, {high}]"
-            )
-    if (rotary_cos is None) != (rotary_sin is None) or (rotary_cos is not None and k is None):
-        raise ArgumentError(
-            "rotary_cos, rotary_sin", "both or neither, and with k and v only", "one of them, or no k"
-        )
-    if rotary_seqlens is not None and rotary_cos is None:
-        raise ArgumentError("rotary_seqlens", "None without rotary_cos", "a tensor")
-    if cu_seqlens_k_new is not None and k is None:
-        raise ArgumentError("cu_seqlens_k_new", "None without k and v", "a tensor")
-    if (k is None) != (v is None):
-        raise ArgumentError("k, v", "both or neither", f"k {'None' if k is None else 'given'}")
-    if k is not None and v is not None:
-        _check_new(k, v, k_cache, v_cache, cache_seqlens, table, num_reqs, cu_seqlens_k_new)
-
-
-def _check_new(
-    k: Tensor,
-    v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    cache_seqlens: int | Tensor | None,
-    table: Tensor | None,
-    num_reqs: int,
-    cu_seqlens_k_new: Tensor | None,
-) -> None:
-    if cache_seqlens is None:
-        raise ArgumentError(
-            "cache_seqlens", "the tokens that are in the cache, since new ones are stored", "None"
-        )
-    heads = k_cache.shape[2]
-    if cu_seqlens_k_new is None:
-        check_dims("k", k, num_reqs, None, heads, k_cache.shape[3])
-        check_dims("v", v, num_reqs, k.shape[1], heads, v_cache.shape[3])
-        most: Any = k.shape[1]
-    else:
-        check_dims("k", k, None, heads, k_cache.shape[3])
-        check_dims("v", v, k.shape[0], heads, v_cache.shape[3])
-        check_dims("cu_seqlens_k_new", cu_seqlens_k_new, num_reqs + 1)
-        check_dtype("cu_seqlens_k_new", cu_seqlens_k_new, torch.int32)
-        most = cu_seqlens_k_new.diff() if reads_values(k.device) else 0
-    if num_reqs and reads_values(k.device):
-        width = 1 if table is None else table.shape[1]
-        longest = int(torch.as_tensor(cache_seqlens + most).max())
-        if longest > width * k_cache.shape[1]:
-            raise ArgumentError(
-                "cache_seqlens",
-                f"room for the new tokens in {width * k_cache.shape[1]} of each request",
-                str(longest),
-            )

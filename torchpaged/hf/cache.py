@@ -37,8 +37,7 @@ from torchpaged.hf.cache_masks import CacheMasks
 from torchpaged.hf.cache_rows import CacheRows, incomplete
 from torchpaged.hf.chosen_backend import ChosenBackend
 from torchpaged.hf.forward_order import ForwardOrder
-from torchpaged.hf.layer import SET_UP, PagedLayer
-from torchpaged.hf.masks import mask_token
+from torchpaged.hf.layer import SET_UP, PagedLayer, mask_token
 from torchpaged.hf.row_changes import RowChanges
 from torchpaged.hf.support import require_made_by_user, require_paged_layers, require_supported_config
 from torchpaged.hf.template import paged_layers
@@ -195,9 +194,8 @@ class PagedCache(Cache):
             )
         specs = [layer.attention_spec(self._text_config, key_states, head_dim_v) for layer in self.paged]
         like = (key_states.device, key_states.dtype)
-        known = [
-            spec for spec in self.backend.specs if (spec.device, spec.dtype) == like
-        ]  # asked before a reset
+        # Asked before a reset.
+        known = [spec for spec in self.backend.specs if (spec.device, spec.dtype) == like]
         self.backend.choose([*specs, *known])
         for layer, spec in zip(self.paged, specs, strict=True):
             if layer.asked is None:
@@ -229,7 +227,7 @@ class PagedCache(Cache):
                 "forward moves the lengths on inside; run the model eagerly, through "
                 "torchpaged.engine.Generator, or on another backend"
             )
-        self.session.plan(self.metadata_of(batch, query_len))
+        self.session.plan(self.metadata_of(batch, query_len), self.rows.host_lengths(batch, query_len))
 
     def written(self, layer: PagedLayer) -> None:
         """The last layer's word completes the forward."""

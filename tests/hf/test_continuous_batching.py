@@ -109,9 +109,13 @@ def test_mixed_batches_read_the_block_table(monkeypatch: pytest.MonkeyPatch) -> 
     made: list[torch.Tensor] = []
     make = continuous_batching._make_step
 
-    def count(layer: Any, starts: torch.Tensor, kwargs: dict[str, Any]) -> Any:
+    tables = 0
+
+    def count(layer: Any, starts: torch.Tensor, num_tokens: int, kwargs: dict[str, Any]) -> Any:
+        nonlocal tables
         made.append(starts.diff())
-        return make(layer, starts, kwargs)
+        tables += kwargs["block_table"] is not None
+        return make(layer, starts, num_tokens, kwargs)
 
     def gathers(*_: Any, **__: Any) -> Any:
         raise AssertionError("the keys were gathered")
@@ -129,11 +133,13 @@ def test_mixed_batches_read_the_block_table(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(PagedAttentionCache, "update", gathers)
     assert generate(model, "torchpaged") == want
     assert len(made) == calls > 5
+    assert tables == sum(bool((lens == 1).all()) for lens in made) > 0  # the host lists no tokens for decodes
     assert any(bool((lens == 1).any()) and bool((lens > 1).any()) for lens in made), "no batch was mixed"
 
 
 def test_one_graph_for_all_steps() -> None:
-    """fullgraph, where transformers' own layers break it, and traced once for all lengths and mixtures."""
+    """fullgraph, where transformers' own layers break it, and traced once for all lengths and mixtures; steps
+    of decodes alone, padded to powers of two, once more."""
     model = make_model("Llama")
     want = expected(model, "Llama")
     graphs = 0
@@ -145,8 +151,9 @@ def test_one_graph_for_all_steps() -> None:
 
     torch.compiler.reset()
     compiled = CompileConfig(backend=count, fullgraph=True, mode=None, dynamic=True)
-    assert generate(model, "torchpaged", varlen_compile_config=compiled) == want
-    assert graphs == 1
+    both = {"varlen_compile_config": compiled, "decode_compile_config": compiled}
+    assert generate(model, "torchpaged", **both) == want
+    assert graphs == 3  # steps with prefills; decodes alone; one decode alone, a size that dynamo keeps apart
 
 
 def test_outside_of_a_batch() -> None:
@@ -177,8 +184,6 @@ def test_refusals_in_a_batch() -> None:
             refuse(module, layer._replace(window=kept), None, None, 0.0, window, {})
     with pytest.raises(UnsupportedModelError, match="sparsely"):
         refuse(module, layer, None, None, 0.0, None, {"indices": torch.zeros(1)})
-    with pytest.raises(ArgumentError, match="block_table"):
-        refuse(module, layer, None, None, 0.0, None, {"block_table": torch.zeros(1)})
 
 
 def test_a_model_that_ignores_the_interface() -> None:
@@ -190,12 +195,17 @@ def test_a_model_that_ignores_the_interface() -> None:
         model.generate_batch(inputs=[[5, 6]])
 
 
-def test_the_method_that_is_asked_first() -> None:
-    """transformers' manager still has it, and calls it with itself and the model; ours wraps it once."""
+def test_what_is_asked_first() -> None:
+    """transformers still has both, and calls them with what ours look at; ours wrap them once."""
     switch = ContinuousBatchingManager.switch_to_cb_friendly_attn
     theirs = switch.__wrapped__  # type: ignore[attr-defined]
     assert list(inspect.signature(theirs).parameters)[:2] == ["self", "model"]
     assert "switch_to_cb_friendly_attn(model" in inspect.getsource(ContinuousBatchingManager.__init__)
     assert "_original_attn_impl" in inspect.getsource(ContinuousBatchingManager.stop)
+    ensure = continuous_batching.initialization.ensure_decode_fast_path_is_available
+    assert list(inspect.signature(ensure.__wrapped__).parameters)[:2] == ["config", "cb_config"]
+    resolve = inspect.getsource(continuous_batching.initialization.resolve_continuous_batching_config)
+    assert "ensure_decode_fast_path_is_available(config, cb_config" in resolve
     continuous_batching.register_continuous_batching()
+    assert continuous_batching.initialization.ensure_decode_fast_path_is_available is ensure
     assert ContinuousBatchingManager.switch_to_cb_friendly_attn is switch

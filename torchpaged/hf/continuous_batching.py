@@ -6,23 +6,25 @@
 
 transformers keeps its own cache, scheduler and sampling. Its steps are packed: prefills, chunks of them and
 decodes in one row of tokens. Full-attention layers write into that cache and read it through a block table,
-whatever the mixture, where transformers' own attention gathers all keys and values first. The block table is
-made on the device from the indices that transformers sends along, once per step. Sliding-window layers keep
-a ring of tokens, which new tokens overwrite; their keys are gathered as transformers does it.
+whatever the mixture, where transformers' own attention gathers all keys and values first. Steps of decodes
+alone get transformers' block table; for others one is made on the device from the indices that transformers
+sends along, once per step. Sliding-window layers keep a ring of tokens, which new tokens overwrite; their
+keys are gathered as transformers does it.
 
-Only CUDA graphs and ``torch.compile`` need a GPU here; transformers itself turns graphs off without one.
+CUDA graphs need a GPU: transformers itself turns them off without one.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
-from transformers.generation.continuous_batching import ContinuousBatchingManager
+from transformers.generation.continuous_batching import ContinuousBatchingManager, initialization
 
 from torchpaged.compat.dense import packed_pools
 from torchpaged.custom_ops.checks import reads_values
@@ -82,7 +84,7 @@ def continuous_attention_forward(
         scaling, sliding_window, softcap, s_aux, sinks: as in `torchpaged.hf.attention`.
         cache: transformers' ``PagedAttentionCache``.
         kwargs: of the step: ``cu_seq_lens_q``, ``cu_seq_lens_k``, ``max_length_q``, ``max_length_k``
-            (``max_seqlen_q``, ``max_seqlen_k`` in 5.17), ``read_index``, ``write_index``.
+            (``max_seqlen_q``, ``max_seqlen_k`` in 5.17), ``read_index``, ``write_index``, ``block_table``.
 
     Returns:
         ``([1, num_tokens, num_heads, head_dim_v], None)``.
@@ -106,7 +108,7 @@ def continuous_attention_forward(
         "sinks": s_aux if sinks is None else sinks,
     }
     if layer.window is None:
-        step = _step_of(cache, layer, starts, kwargs)
+        step = _step_of(cache, layer, starts, q.shape[0], kwargs)
         write_kv(k, v, layer.k_pool, layer.v_pool, step.slots)
         out = paged_attention(
             q, layer.k_pool, layer.v_pool, step.block_table, step.seq_lens, starts, **options
@@ -172,10 +174,6 @@ def _refuse(
         )
     if any(kwargs.get(sparse) is not None for sparse in ("indices", "block_indices")):
         raise UnsupportedModelError(f"{name} selects keys sparsely; the selection would be dropped")
-    if kwargs.get("block_table") is not None:
-        raise ArgumentError(
-            "block_table", "None: transformers makes one for FlashAttention alone", "a tensor"
-        )
 
 
 def _of_kind(kwargs: dict[str, Any], kind: str) -> tuple[Tensor, int]:
@@ -188,14 +186,14 @@ def _of_kind(kwargs: dict[str, Any], kind: str) -> tuple[Tensor, int]:
     return ends, longest
 
 
-def _step_of(cache: Any, layer: _Layer, starts: Tensor, kwargs: dict[str, Any]) -> _Step:
+def _step_of(cache: Any, layer: _Layer, starts: Tensor, num_tokens: int, kwargs: dict[str, Any]) -> _Step:
     """Table, lengths and slots of the layer's group, made by the first layer of each step.
 
     They are kept beside the step's own list of indices, which transformers makes anew for every step. What
     a graph captures is made within it: a replay must make it again. A trace keeps nothing.
     """
     if torch.compiler.is_compiling():
-        return _make_step(layer, starts, kwargs)
+        return _make_step(layer, starts, num_tokens, kwargs)
     indices = kwargs["write_index"]
     captured = indices[0].is_cuda and torch.cuda.is_current_stream_capturing()
     kept = getattr(cache, "_torchpaged_steps", None)
@@ -204,11 +202,28 @@ def _step_of(cache: Any, layer: _Layer, starts: Tensor, kwargs: dict[str, Any]) 
         cache._torchpaged_steps = kept
     steps: dict[int, _Step] = kept[2]
     if layer.group not in steps:
-        steps[layer.group] = _make_step(layer, starts, kwargs)
+        steps[layer.group] = _make_step(layer, starts, num_tokens, kwargs)
     return steps[layer.group]
 
 
-def _make_step(layer: _Layer, starts: Tensor, kwargs: dict[str, Any]) -> _Step:
+def _make_step(layer: _Layer, starts: Tensor, num_tokens: int, kwargs: dict[str, Any]) -> _Step:
+    if kwargs.get("block_table") is not None:
+        return _decode_step(layer, num_tokens, kwargs)
+    return _index_step(layer, starts, kwargs)
+
+
+def _decode_step(layer: _Layer, num_tokens: int, kwargs: dict[str, Any]) -> _Step:
+    """A step of one token per request, for which transformers fills a block table, in pages of all layers."""
+    block_size = layer.k_pool.shape[1]
+    lens = _of_kind(kwargs, layer.kind)[0].diff()
+    table = kwargs["block_table"][layer.group] // (layer.rows_per_block // block_size)
+    last = lens - 1
+    block = table.gather(1, (last.clamp(min=0) // block_size)[:, None].long())[:, 0].long()
+    slots = torch.where(lens > 0, block * block_size + last % block_size, -1)
+    return _Step(table, lens, F.pad(slots, [0, num_tokens - slots.shape[0]], value=-1))
+
+
+def _index_step(layer: _Layer, starts: Tensor, kwargs: dict[str, Any]) -> _Step:
     """The block table out of token indices: the first token of each of a request's blocks tells the block.
 
     Without keys of earlier steps transformers sends no indices to read, and those to write name them all.
@@ -245,16 +260,24 @@ def _gathered(
 def register_continuous_batching() -> None:
     """Register the attention function, and have ``generate_batch`` take our names; done at import.
 
-    transformers knows which implementations its continuous batching runs: 5.23 refuses all others, and 5.17
-    puts FlashAttention in the place of one without the prefix. Both happen in one method of its manager,
-    which is therefore asked about ours first.
+    transformers knows by name which implementations its continuous batching runs, at two places that are no
+    interface. The manager's method that switches implementations refuses all others in 5.23, and puts
+    FlashAttention in the place of one without the prefix in 5.17. The function that turns block tables off
+    leaves them to FlashAttention alone, so that the host would list every token of the cache in every decode
+    step. Both are asked about our names first.
     """
     for name in (PAGED_NAME, BATCH_NAME):
         AttentionInterface.register(name, continuous_attention_forward)
-    theirs = ContinuousBatchingManager.switch_to_cb_friendly_attn
-    if getattr(theirs, "_torchpaged", False):
-        return
+    if not hasattr(ContinuousBatchingManager.switch_to_cb_friendly_attn, "_torchpaged"):
+        ContinuousBatchingManager.switch_to_cb_friendly_attn = _switching(
+            ContinuousBatchingManager.switch_to_cb_friendly_attn
+        )
+        initialization.ensure_decode_fast_path_is_available = _with_block_tables(
+            initialization.ensure_decode_fast_path_is_available
+        )
 
+
+def _switching(theirs: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(theirs)
     def switch(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         name = model.config._attn_implementation
@@ -270,4 +293,18 @@ def register_continuous_batching() -> None:
         return None
 
     switch._torchpaged = True  # type: ignore[attr-defined]
-    ContinuousBatchingManager.switch_to_cb_friendly_attn = switch
+    return switch
+
+
+def _with_block_tables(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(theirs)
+    def ensure(config: Any, cb_config: Any, *args: Any, **kwargs: Any) -> Any:
+        if config._attn_implementation not in (PAGED_NAME, BATCH_NAME):
+            return theirs(config, cb_config, *args, **kwargs)
+        kinds = getattr(config, "layer_types", None)
+        rings = "sliding_attention" in kinds if kinds else getattr(config, "sliding_window", None) is not None
+        if rings:  # a ring of tokens has no block table
+            cb_config.max_blocks_per_request = 0
+        return None
+
+    return ensure

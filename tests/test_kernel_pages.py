@@ -126,6 +126,21 @@ def test_prefill() -> None:
         assert numbers(shared) == [prefill.shared_bytes(config)], widths
 
 
+def test_prefill_over_fp8() -> None:
+    found, e4m3 = rows("prefill.md", "head_dim with fp8"), torch.float8_e4m3fn
+    assert len(found) >= 5
+    for widths, threads, keys, raw, buffers, shared in found:
+        dim, dim_v = numbers(widths)
+        shape = prefill.prefill_shape_fp8(dim, dim_v)
+        cut = [shape.threads, shape.keys, shape.raw_stages, shape.q_buffers]
+        assert [int(threads), int(keys), int(raw), int(buffers)] == cut, widths
+        assert (shape.groups, shape.k_stages, shape.v_stages) == (2, 2, 2), widths
+        config = prefill.prefill_config(
+            torch.bfloat16, dim, 4, 8, 16, True, False, dim_v=dim_v, kv_dtype=e4m3
+        )
+        assert numbers(shared) == [prefill.shared_bytes(config)], widths
+
+
 def test_numbers_of_the_drawings() -> None:
     """What the drawing of each page starts from."""
     shape = specialise.decode_shape(128, 128, 2, 4, 64 * 8, SMS, PER_SM)

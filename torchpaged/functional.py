@@ -8,21 +8,22 @@ the automatic choice; one that was asked for and can't serve a call raises with 
 ``ops=BACKEND_OPS[name]`` runs one backend's kernels whatever was asked for.
 
 Under ``torch.compile`` they trace to one op call (and one allocation). The backend is chosen when the call is
-traced, as a module's is at its construction, and the compiled code keeps it; the checks run in eager mode
-only. Inference only: they refuse inputs that require grad.
+traced, by the same rules, and the compiled code keeps it; heads, widths and block size are constants of it.
+``ops`` are held to what their backend declares there, too; a backend that plans needs a workspace. The checks
+of tensors run in eager mode only. Inference only: they refuse inputs that require grad.
 """
 
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from torchpaged.backends import AttentionSpec, Backend, Limits, attention_spec, backend_of
-from torchpaged.backends.capabilities import used_features
+from torchpaged.backends import AttentionSpec, Backend, Limits, Session, attention_spec, backend_of
 from torchpaged.backends.ops_choice import choose_ops, traced_ops
 from torchpaged.custom_ops import BACKEND_OPS, BackendOps, check_native_dtype
 from torchpaged.custom_ops.attention.check import (
@@ -90,7 +91,7 @@ def write_kv(
         ops = choose_ops(k.device, _written_for(k, v, k_cache)) if ops is None else ops
         check_native_dtype(ops.write_kv, k_cache=k_cache)
     elif ops is None:
-        ops = traced_ops(k.device.type)
+        ops = traced_ops(k.device, _traced(k, k_cache, v), planned=True)
     ops.write_kv(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale, are_query_tokens=are_query_tokens)
 
 
@@ -188,7 +189,7 @@ def rope_write_kv(
         )
         ops = choose_ops(q.device, _written_for(k, v, k_cache)) if ops is None else ops
     elif ops is None:
-        ops = traced_ops(q.device.type)
+        ops = traced_ops(q.device, _traced(k, k_cache, v), planned=True)
     ops.rope_write_kv(
         q,
         k,
@@ -231,6 +232,7 @@ def paged_attention(
     chunk_size: int | None = None,
     workspace: Mapping[str, Tensor] | None = None,
     return_lse: bool = False,
+    out: Tensor | None = None,
     ops: BackendOps | None = None,
 ) -> Any:
     """Attention of packed queries over paged keys and values: prefill, decode, chunked prefill and mixed
@@ -259,6 +261,8 @@ def paged_attention(
             is kept: a GPU kernel makes its semaphore anew, which costs a memset, and a backend that plans
             plans for this call alone, which compiled code can't.
         return_lse: also return the log-sum-exp.
+        out: ``[num_tokens, num_heads, head_dim_v]`` in q's dtype to write into, which is returned; apart from
+            q and the pools, any strides with a contiguous last dimension. None: a new one.
         ops: whose kernels to run; default: those of the backend that every other door would choose.
 
     Returns:
@@ -296,7 +300,7 @@ def paged_attention(
             block_table=block_table,
             seq_lens=seq_lens,
             query_start_loc=query_start_loc,
-            **_given(alibi_slopes=alibi_slopes, sinks=sinks, k_scale=k_scale, v_scale=v_scale),
+            **_given(alibi_slopes=alibi_slopes, sinks=sinks, k_scale=k_scale, v_scale=v_scale, out=out),
             **kept,
         )
         for name, tensor in (
@@ -306,7 +310,7 @@ def paged_attention(
         ):  # of these the outputs take their shape
             if not tensor.dim() == (3 if name == "q" else 4):
                 raise ArgumentError(name, f"{3 if name == 'q' else 4} dimensions", str(list(tensor.shape)))
-    out = q.new_empty(q.shape[0], q.shape[1], v_cache.shape[3])
+    out = q.new_empty(q.shape[0], q.shape[1], v_cache.shape[3]) if out is None else out
     lse = q.new_empty(q.shape[0], q.shape[1], dtype=torch.float32) if return_lse else None
     scale = max(q.shape[-1], 1) ** -0.5 if scale is None else scale
     soft_cap = 0.0 if logits_soft_cap is None else logits_soft_cap
@@ -359,20 +363,18 @@ def paged_attention(
         if ops is not _DEFAULT:
             backend = _able(_Handles(ops), spec)
             if backend is not None and workspace is None and backend.capabilities.planning:
-                kept = _planned_once(
-                    backend, spec, block_table, seq_lens, query_start_loc, max_query_len, k_cache
-                )
-    elif ops is None:
-        features = used_features(
-            causal=causal,
-            window=tuple(window_size) != (-1, -1),
-            soft_cap=soft_cap,
-            alibi=alibi_slopes is not None,
-            sinks=sinks is not None,
-            chunk_size=chunk,
-            lse=return_lse,
-        )
-        ops = traced_ops(q.device.type, q.dtype, k_cache.dtype, " ".join(features))
+                batch = _OneCall(block_table, seq_lens, query_start_loc, max_query_len)
+                # a variable of this function, since it must live until the op has run
+                session = _planned_once(backend, spec, batch, q.shape[0], k_cache)
+                kept = session.workspace(spec)
+    else:
+        window = operator.index(window_size[0]), operator.index(window_size[1])
+        has_soft_cap = False
+        if soft_cap != 0:  # a symbol perhaps, which a branch makes a constant
+            has_soft_cap = True
+        given = has_soft_cap, alibi_slopes is not None, sinks is not None, return_lse
+        attention = (*_traced(q, k_cache, v_cache), causal, window, operator.index(chunk), *given)
+        ops = traced_ops(q.device, attention, ops, workspace is not None)
     ops.paged_attention(
         q,
         k_cache,
@@ -413,6 +415,13 @@ def _written_for(k: Tensor, v: Tensor, k_cache: Tensor) -> AttentionSpec:
     )
 
 
+def _traced(x: Tensor, k_cache: Tensor, v: Tensor) -> tuple[Any, ...]:
+    """In a trace, the first fields of `TracedAttention` for queries like ``x``, or for the keys ``x`` that
+    are written, and values like ``v``; sizes are made constants."""
+    sizes = (x.shape[1], k_cache.shape[2], x.shape[2], v.shape[-1], k_cache.shape[1])
+    return (x.dtype, k_cache.dtype, *(operator.index(size) for size in sizes))
+
+
 class _Handles:
     """A backend's handles as a dictionary's key: the same only if they are the same object."""
 
@@ -449,23 +458,16 @@ class _OneCall(NamedTuple):
 
 
 def _planned_once(
-    backend: Backend,
-    spec: AttentionSpec,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    query_start_loc: Tensor,
-    max_query_len: int,
-    pool: Tensor,
-) -> dict[str, Tensor]:
-    """The workspace of a session for one call. The op is launched behind the plan, on the same stream, and
-    its tensors are freed there."""
-    num_reqs, width = block_table.shape
-    limits = Limits(
-        max(num_reqs, 1), max(num_reqs * max_query_len, 1), max(width, 1), pool.shape[0], pool.shape[1]
-    )
+    backend: Backend, spec: AttentionSpec, batch: _OneCall, num_tokens: int, pool: Tensor
+) -> Session:
+    """A session for one call. The op is launched behind the plan, on the same stream, and its tensors are
+    freed there."""
+    num_reqs, width = batch.block_table.shape
+    most_tokens = max(num_reqs * batch.max_query_len, num_tokens, 1)
+    limits = Limits(max(num_reqs, 1), most_tokens, max(width, 1), pool.shape[0], pool.shape[1])
     session = backend.open([spec], limits, spec.device)
-    session.plan(_OneCall(block_table, seq_lens, query_start_loc, max_query_len))
-    return session.workspace(spec)
+    session.plan(batch)
+    return session
 
 
 def merge_attn_states(
@@ -496,7 +498,7 @@ def merge_attn_states(
         ops = choose_ops(out_a.device) if ops is None else ops
         check_native_dtype(ops.merge_attn_states, out_a=out_a)
     elif ops is None:
-        ops = traced_ops(out_a.device.type)
+        ops = traced_ops(out_a.device)
     ops.merge_attn_states(out_a, lse_a, out_b, lse_b, out, lse)
     return out, lse
 
@@ -529,7 +531,7 @@ def copy_blocks(
     elif not torch.compiler.is_compiling():
         check_copy_blocks(k_cache, v_cache, block_mapping)
     if ops is None:
-        ops = traced_ops(k_cache.device.type) if torch.compiler.is_compiling() else choose_ops(k_cache.device)
+        ops = traced_ops(k_cache.device) if torch.compiler.is_compiling() else choose_ops(k_cache.device)
     ops.copy_blocks(k_cache, v_cache, block_mapping)
 
 
@@ -545,6 +547,10 @@ def advance_step(
     ops: BackendOps | None = None,
 ) -> None:
     """Turn the buffers of one decode step into those of the next, in place and on the device.
+
+    The step that ended may have been a prefill or a mixed one: a row's next token stands behind its
+    ``seq_lens`` tokens, whatever was computed of them just now. `AttentionMetadata.decodes_after` makes the
+    buffers of the step to come.
 
     Rows with seq_len 0 (padding) and rows whose table is full keep their values and get slot -1.
 
@@ -580,7 +586,7 @@ def advance_step(
         )
         ops = choose_ops(seq_lens.device) if ops is None else ops
     elif ops is None:
-        ops = traced_ops(seq_lens.device.type)
+        ops = traced_ops(seq_lens.device)
     ops.advance_step(
         sampled_token_ids, block_table, input_ids, positions, seq_lens, slot_mapping, block_size=block_size
     )

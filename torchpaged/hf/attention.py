@@ -16,9 +16,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
 
 from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
-from torchpaged.hf.chosen_backend import hold_to_backend
 from torchpaged.hf.class_tables import fill_class_tables
-from torchpaged.hf.layer import PagedLayer, layer_of
+from torchpaged.hf.layer import PagedLayer, cache_of, layer_of
 from torchpaged.hf.support import has_own_attention
 from torchpaged.profiling import is_on as is_profiling
 from torchpaged.profiling import ranged_attention
@@ -90,16 +89,14 @@ def paged_attention_forward(
     batch, num_heads, query_len, head_dim = query.shape
     owner = layer.owner
     metadata = owner.metadata_of(batch, query_len)
-    seen = (
-        owner.causality()
-    )  # the mask, where the model asks for one, and not the module: some say False and mask by themselves
-    causal = causal if seen is None else seen
+    # The mask's, where the model asks for one: modules may say False and mask by themselves.
+    causal = causal if owner.masks.causal is None else owner.masks.causal
     if query_len > 1 and not torch.compiler.is_compiling():
-        owner.require_kind(layer, window)
+        owner.masks.require_kind(layer, window)
     q = query.transpose(1, 2).reshape(batch * query_len, num_heads, head_dim)
     out = q.new_empty(batch * query_len, num_heads, value.shape[-1])
-    hold_to_backend(layer, query, key, value, causal, window, softcap, sinks, scaling)
-    attend = owner.ops.paged_attention
+    owner.backend.hold(layer, query, key, value, causal, window, softcap, sinks, scaling)
+    attend = owner.backend.ops.paged_attention
     if not torch.compiler.is_compiling() and is_profiling():
         attend = ranged_attention(attend, layer.index)
     attend(
@@ -132,8 +129,7 @@ def _transformed(module: nn.Module) -> UnsupportedModelError:
         )
     return UnsupportedModelError(
         f"{type(module).__name__} changes the cached keys or values before attention, so that they are no "
-        "longer the paged pools; "
-        "use PagedCache(..., dense=True), which gathers them first"
+        "longer the paged pools; use PagedCache(..., dense=True), which gathers them first"
     )
 
 
@@ -164,7 +160,7 @@ def _refuse(
     if any(kwargs.get(k) is not None for k in _SPARSE):
         raise _sparse(name)
     if mask is not None:
-        own = layer.owner.causality() is not None or layer.owner.keys_of_queries
+        own = layer.owner.masks.causal is not None or layer.owner.keys_of_queries
         raise ArgumentError(
             "attention_mask",
             "a 2-D padding mask (left padding) or None with a PagedCache",
@@ -205,6 +201,11 @@ def _dense(
 ) -> tuple[Tensor, None]:
     """A call without a paged cache, as SDPA does it."""
     name = type(module).__name__
+    if kwargs.get("cache") is not None:
+        raise UnsupportedModelError(
+            f"{name} got a cache of continuous batching outside of it; call model.generate_batch, which "
+            "runs an attention function of its own"
+        )
     for argument, given in (("softcap", softcap), ("s_aux", sinks)):
         if given is not None:
             raise UnsupportedModelError(
@@ -241,9 +242,9 @@ def paged_mask(
     On the paged path there is no mask: the padding is read from the 2-D ``attention_mask`` once, on the host,
     outside compiled code, and every later mask is checked against it.
     """
-    cache = getattr(kv_offset, "_torchpaged_cache", None)
+    cache = cache_of(kv_offset)
     if cache is not None and not cache.dense:
-        cache.observe_mask(
+        cache.masks.observe(
             attention_mask, batch_size, q_length, mask_function, local_size, kwargs.get("device", "cpu")
         )
         return None

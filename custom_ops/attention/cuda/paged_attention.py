@@ -159,6 +159,8 @@ def paged_attention(
         logits_soft_cap=logits_soft_cap,
         alibi_slopes=alibi_slopes,
         sinks=sinks,
+        k_scale=k_scale,
+        v_scale=v_scale,
         semaphore=semaphore,
         short=short,
         behind=None if kernel == "prefill" else decodes,

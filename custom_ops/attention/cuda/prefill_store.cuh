@@ -47,6 +47,7 @@ __device__ __forceinline__ void store_rows(const Params &p, const Job &job, int 
       }
     }
     weight[r] = mine / total;
+    if constexpr (SCALES) weight[r] *= load_l2(p.v_scale + job.head * p.vs_head);
     at[r] = p.out + (line * p.o_token + head * p.o_head + lane % 4 * 8) * 2;
     if (LSE && block == 0 && token[r] < job.query_len && lane % 4 == 0)
       p.lse[line * p.l_token + head * p.l_head] = sees[r] ? (top + log2_(total)) * LN2 : -INF;

@@ -4,10 +4,9 @@ namespace of its own.
     OPS = attention_op("torchpaged_flex", _attend)
     OPS = attention_op("torchpaged_flash_attn", _attend, handle="Tensor?")
 
-It traces as one call, captures as what it launches, and is held to the same facts by its fake kernel.
-What its
-session keeps reaches it through the further arguments: tensors, or a handle, an int64 tensor on the CPU that
-`Held` turns into the session.
+It traces as one call, captures as what it launches, and is held to the same facts by its fake kernel. What
+its session keeps reaches it through the further arguments: tensors, or a handle, an int64 tensor on the CPU
+that `Held` turns into the session.
 """
 
 from __future__ import annotations

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from architectures import LEFT_OUT, model_of
 from families import logits_of
 from models import padded_prompts
 from torch import Tensor
@@ -23,7 +22,9 @@ from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from torchpaged import UnsupportedModelError
-from torchpaged.hf import PagedCache
+from torchpaged.hf import PagedCache, attach
+from torchpaged.hf.known_models import OWN_ATTENTION
+from torchpaged.testing.coverage.architectures import LEFT_OUT, model_of
 
 MODES = ["paged", "dense", "none"]
 TABLE: dict[str, list[str]] = json.loads((Path(__file__).parents[1] / "data/architectures.json").read_text())
@@ -44,7 +45,10 @@ REFUSALS = {
 
 def run(model_type: str, implementation: str, mode: str = "none") -> Tensor:
     """Logits of every new token ``[tokens, rows, vocab]``."""
-    model = model_of(model_type, implementation)
+    if implementation == "torchpaged" and model_type in OWN_ATTENTION:
+        model = attach(model_of(model_type, "eager"))
+    else:
+        model = model_of(model_type, implementation)
     cache = None if mode == "none" else PagedCache(model.config, 2, 32, block_size=4, dense=mode == "dense")
     return logits_of(model, padded_prompts(), cache, eos_token_id=None)
 

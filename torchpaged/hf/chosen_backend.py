@@ -122,6 +122,7 @@ def hold_to_backend(
     softcap: float | None,
     sinks: Tensor | None,
     scale: float | None = None,
+    alibi_slopes: Tensor | None = None,
 ) -> None:
     """Hold a layer's call to what the backend of its cache declares; host facts only, and once per layer and
     kind of call.
@@ -130,7 +131,7 @@ def hold_to_backend(
         layer: the `PagedLayer`; it remembers the kind.
         query: ``[batch, num_heads, query_len, head_dim]``.
         key, value: its pools ``[num_blocks, block_size, num_kv_heads, head_dim(_v)]``.
-        causal, window, softcap, sinks, scale: the call's arguments.
+        causal, window, softcap, sinks, scale, alibi_slopes: the call's arguments.
 
     Raises:
         BackendUnavailableError: with all reasons.
@@ -141,6 +142,7 @@ def hold_to_backend(
             able, feature = owner.capabilities, None
             feature = "window" if window is not None and not able.window else feature
             feature = "logits_soft_cap" if softcap and not able.logits_soft_cap else feature
+            feature = "ALiBi" if alibi_slopes is not None and not able.alibi else feature
             feature = "sinks" if sinks is not None and not able.sinks else feature
             feature = "bidirectional attention" if not causal and not able.bidirectional else feature
             if feature is not None:
@@ -149,7 +151,17 @@ def hold_to_backend(
                     "run a forward eagerly first"
                 )
         return
-    kind = (query.dtype, query.shape[1], query.shape[3], causal, window, softcap, sinks is None, scale)
+    kind = (
+        query.dtype,
+        query.shape[1],
+        query.shape[3],
+        causal,
+        window,
+        softcap,
+        sinks is None,
+        scale,
+        alibi_slopes is None,
+    )
     if kind == layer.asked:
         return
     spec = attention_spec(
@@ -167,6 +179,7 @@ def hold_to_backend(
         sinks=sinks,
         chunk_size=layer.chunk,
         scale=scale,
+        alibi_slopes=alibi_slopes,
     )
     owner.require(spec)
     owner.give_workspace(layer, spec)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from torchpaged.custom_ops.errors import UnsupportedModelError
+from torchpaged.hf.known_models import OWN_ATTENTION
 
 
 class WatchedPool(Tensor):
@@ -46,6 +47,11 @@ class WatchedPool(Tensor):
                 x for x in (*args, *_flat(args), *(kwargs or {}).values()) if isinstance(x, WatchedPool)
             )
             watched._torchpaged_layer.watch_again()  # type: ignore[attr-defined]
+            if watched.model_name in OWN_ATTENTION:
+                raise UnsupportedModelError(
+                    f"{watched.model_name} ignores transformers' attention interface; call "
+                    "torchpaged.hf.attach(model), or run it within `with torchpaged.hf.paged(model)`"
+                )
             raise UnsupportedModelError(
                 f"{watched.model_name} computes with its cached keys or values "
                 f"({getattr(func, '__name__', func)}) before it attends, where paged "

@@ -1,0 +1,50 @@
+"""What is known of models by their type, where neither their config nor their class says it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torchpaged.custom_ops.errors import UnsupportedModelError
+
+#: Models whose attention modules ignore transformers' attention interface, and are given functions of ours by
+#: `torchpaged.hf.attach`.
+OWN_ATTENTION = frozenset(
+    {
+        "big_bird",
+        "bloom",
+        "codegen",
+        "falcon",
+        "gpt_neo",
+        "gpt_neox_japanese",
+        "gptj",
+        "megatron-bert",
+        "mpt",
+        "mvp",
+        "rembert",
+        "roformer",
+        "trocr",
+        "xglm",
+    }
+)
+#: Models that take a mask for granted where transformers' mask function may return None; theirs is a
+#: placeholder that nothing looks at.
+TAKES_NO_NONE = frozenset({"mpt"})
+
+
+def require_expressible(config: Any) -> None:
+    """Refuse what a model of `OWN_ATTENTION` may ask for and paged attention does not express.
+
+    Raises:
+        UnsupportedModelError: with the option and the reason.
+    """
+    if config.model_type == "falcon" and config.alibi:
+        raise UnsupportedModelError(
+            "falcon with alibi=True cannot run through torchpaged: transformers rounds each product of slope "
+            "and position to bfloat16, in any dtype, which no slope per head expresses; call generate() "
+            "without past_key_values"
+        )
+    if config.model_type == "big_bird" and config.attention_type != "original_full":
+        raise UnsupportedModelError(
+            f"big_bird with attention_type={config.attention_type!r} selects blocks of keys at random; load "
+            "it with attention_type='original_full'"
+        )

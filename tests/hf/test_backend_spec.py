@@ -118,7 +118,7 @@ def test_causality_is_the_one_that_attention_uses(masks: bool, held_to: list[boo
     with torch.no_grad():
         for tokens in (4, 1):
             model(torch.randint(3, 99, (1, tokens)), past_key_values=cache)
-    assert [spec.causal for spec in cache.specs] == held_to
+    assert [spec.causal for spec in cache.backend.specs] == held_to
 
 
 @pytest.mark.parametrize(

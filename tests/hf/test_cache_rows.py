@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from models import padded_prompts, tiny
-from transformers import DynamicCache, FalconH1Config, FalconH1ForCausalLM, PreTrainedModel
+from transformers import Cache, DynamicCache, FalconH1Config, FalconH1ForCausalLM, PreTrainedModel
 
 from torchpaged import ArgumentError
 from torchpaged.hf import PagedCache, compile_layers, fuse
@@ -31,6 +31,18 @@ def filled(
     with torch.no_grad():
         model(ids, past_key_values=cache)
     return cache, ids
+
+
+def test_a_cache_is_made_of_objects() -> None:
+    """What transformers calls is on the cache, and all state in its parts, each of which stands alone."""
+    from torchpaged.hf.step_cache import StepCache
+
+    cache, _ = filled(paged())
+    assert PagedCache.__bases__ == StepCache.__bases__ == (Cache,)
+    parts = (cache.rows, cache.masks, cache.backend, cache.order, cache._changes)
+    assert all(type(part).__bases__ == (object,) for part in parts)
+    held = {name for name, value in vars(cache).items() if isinstance(value, torch.Tensor)}
+    assert held == {"_mask_token"}
 
 
 # ------------------------------------------------------------------------------------------------------- crop
@@ -55,7 +67,7 @@ def test_crop_refuses_what_is_no_number_of_tokens_to_take_back(bad: Any) -> None
     cache, _ = filled(paged())
     with pytest.raises(ArgumentError, match="tokens_to_remove"):
         cache.crop(bad)
-    assert int(cache.get_seq_length()) == 8 and cache.seq_lens.tolist() == [8]
+    assert int(cache.get_seq_length()) == 8 and cache.rows.seq_lens.tolist() == [8]
 
 
 def test_crop_takes_a_tensor_and_an_empty_cache() -> None:
@@ -89,7 +101,10 @@ def test_crop_of_rows_of_different_lengths(removed: int, next_mask: list[int] | 
             past_key_values=cache,
         )
         cache.crop(removed)
-        assert int(cache.get_seq_length()) == kept and cache.seq_lens.tolist() == [max(kept - 7, 0), kept]
+        assert int(cache.get_seq_length()) == kept and cache.rows.seq_lens.tolist() == [
+            max(kept - 7, 0),
+            kept,
+        ]
         got = model(
             ids[:, kept:], attention_mask=mask, position_ids=positions[:, kept:], past_key_values=cache
         ).logits
@@ -127,11 +142,11 @@ def test_a_cut_into_padding_is_asked_about_once(still_padding: int) -> None:
             mask[0, : 4 + min(new, still_padding)] = 0
             OnADevice.reads = 0
             for size in (None, 8):
-                cache.observe_mask(mask.as_subclass(OnADevice), 2, 1, None, size)
+                cache.masks.observe(mask.as_subclass(OnADevice), 2, 1, None, size)
             reads.append(OnADevice.reads)
             model(torch.randint(3, 99, (2, 1)), past_key_values=cache)
     assert reads[still_padding + 1 :] == [0] * (4 - still_padding) and all(reads[: still_padding + 1])
-    assert cache.seq_lens.tolist() == [5 - still_padding, 9]
+    assert cache.rows.seq_lens.tolist() == [5 - still_padding, 9]
 
 
 def test_rows_cut_to_nothing_take_a_padded_prompt() -> None:

@@ -41,9 +41,9 @@ def test_a_bidirectional_decoder() -> None:
 
 def test_a_model_that_asks_for_both() -> None:
     cache = PagedCache(tiny("Llama").config, 1, 32)
-    cache.observe_mask(None, 1, 4, causal_mask_function, None)
+    cache.masks.observe(None, 1, 4, causal_mask_function, None)
     with pytest.raises(UnsupportedModelError, match="causal and .*bidirectional"):
-        cache.observe_mask(None, 1, 4, bidirectional_mask_function, None)
+        cache.masks.observe(None, 1, 4, bidirectional_mask_function, None)
 
 
 class _NoAttention(nn.Module):

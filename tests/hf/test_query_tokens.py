@@ -16,7 +16,7 @@ from transformers import BartConfig, BartForConditionalGeneration, EncoderDecode
 
 from torchpaged.backends import selector as selector_module
 from torchpaged.hf import PagedCache, query_starts
-from torchpaged.hf import cache as cache_module
+from torchpaged.hf import cache_rows as rows_module
 
 BART: dict[str, Any] = {
     "vocab_size": 99,
@@ -112,7 +112,7 @@ class Writers(TorchDispatchMode):
 
 def test_short_queries_of_the_decode_kernels() -> None:
     config = pytest.importorskip("torchpaged.custom_ops.attention.triton.config")
-    assert cache_module._SHORT_QUERY_LEN == config.MAX_DECODE_QUERY_LEN
+    assert rows_module._SHORT_QUERY_LEN == config.MAX_DECODE_QUERY_LEN
 
 
 @pytest.mark.parametrize("query_len", [1, 2, 8, 9])
@@ -182,7 +182,7 @@ def test_compiled_code_keeps_the_kernel_in_between(crosses: bool) -> None:
             if not crosses:
                 cache.update(states, states, index)
             step, out = cache.metadata_of(2, 9), torch.empty_like(q)
-            cache.ops.paged_attention(
+            cache.backend.ops.paged_attention(
                 q,
                 k,
                 v,
@@ -202,8 +202,17 @@ def test_compiled_code_keeps_the_kernel_in_between(crosses: bool) -> None:
         starts = torch.tensor([0, 9, 18], dtype=torch.int32)
         for out, (k, v) in zip(got, pools, strict=True):
             want = torch.empty_like(q)
-            cache.ops.paged_attention(
-                q, k, v, cache.block_table, cache.seq_lens, starts, want, None, max_query_len=9, scale=0.25
+            cache.backend.ops.paged_attention(
+                q,
+                k,
+                v,
+                cache.rows.block_table,
+                cache.rows.seq_lens,
+                starts,
+                want,
+                None,
+                max_query_len=9,
+                scale=0.25,
             )
             torch.testing.assert_close(out, want)
     code = "\n".join(codes)

@@ -135,8 +135,8 @@ def test_a_decoder_with_an_encoder(broken_first: bool) -> None:
 def test_a_copy_knows_of_no_forward() -> None:
     _, cache, _ = broken("OPT", "generate")
     assert (
-        copy.deepcopy(cache)._pending.padding is None
-        and pickle.loads(pickle.dumps(cache))._pending.padding is None
+        copy.deepcopy(cache).masks.pending.padding is None
+        and pickle.loads(pickle.dumps(cache)).masks.pending.padding is None
     )
 
 
@@ -155,9 +155,9 @@ def test_inputs_prepared_by_hand(stem: str) -> None:
 def test_masks_that_differ_within_a_forward() -> None:
     """Padding in one kind of mask and none in the other one is nothing that rows of one length can hold."""
     cache = PagedCache(build("Gemma3").config, 2, 32)
-    cache.observe_mask(padded_prompts()["attention_mask"], 2, 20, None, None)
+    cache.masks.observe(padded_prompts()["attention_mask"], 2, 20, None, None)
     with pytest.raises(UnsupportedModelError, match="masks the padding of some layers"):
-        cache.observe_mask(None, 2, 20, None, 8)
+        cache.masks.observe(None, 2, 20, None, 8)
 
 
 def test_a_forward_longer_than_prepared() -> None:
@@ -166,13 +166,13 @@ def test_a_forward_longer_than_prepared() -> None:
     cache = PagedCache(build("OPT").config, 2, 32)
 
     def prepare_inputs_for_generation() -> None:
-        cache.observe_mask(padded_prompts()["attention_mask"], 2, 20, None, None)
+        cache.masks.observe(padded_prompts()["attention_mask"], 2, 20, None, None)
 
     def generate() -> None:
         prepare_inputs_for_generation()
         with pytest.raises(UnsupportedModelError, match="24 tokens per row where 20 were prepared"):
-            cache.observe_mask(None, 2, 24, None, None)
+            cache.masks.observe(None, 2, 24, None, None)
 
     generate()
-    cache.observe_mask(None, 2, 24, None, None)  # of another forward
-    assert cache._pending.take() is None
+    cache.masks.observe(None, 2, 24, None, None)  # of another forward
+    assert cache.masks.pending.take() is None

@@ -41,7 +41,7 @@ def _embedding_forward(self: Any, input_ids: Tensor) -> Tensor:
         result: Tensor = type(self).forward(self, input_ids)
         return result
     out = self.weight.new_empty(input_ids.numel(), self.embedding_dim)
-    ends.owner.ops.embedding(
+    ends.owner.backend.ops.embedding(
         input_ids.reshape(-1).long().contiguous(), self.weight, out, scale=getattr(self, "embed_scale", None)
     )
     return out.view(*input_ids.shape, self.embedding_dim)
@@ -62,7 +62,7 @@ def _head_forward(self: Any, hidden_states: Tensor) -> Tensor:
     weight, eps, offset = norm_of(ends.norm, ends.offset)
     x = hidden_states.reshape(-1, hidden_states.shape[-1])
     out = x.new_empty(x.shape[0], self.out_features)
-    ends.owner.ops.linear(
+    ends.owner.backend.ops.linear(
         x, self.weight, out, bias=self.bias, norm_weight=weight, norm_eps=eps, norm_offset=offset
     )
     return out.view(*hidden_states.shape[:-1], self.out_features)

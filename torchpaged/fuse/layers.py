@@ -323,7 +323,7 @@ def fused_forward(
         like = hidden_states.new_empty(batch, plan.heads[1], 0, plan.head_dim)
         owner.prepare(like) if cached.is_initialized else cached.lazy_initialization(like, like)
     kwargs.pop("use_cache", None)
-    ops, x = owner.ops, hidden_states.reshape(batch * query_len, width)
+    ops, x = owner.backend.ops, hidden_states.reshape(batch * query_len, width)
     attended = plan.attend(
         ops, x, cached, position_ids, position_embeddings, (batch, query_len), attention_mask, kwargs
     )

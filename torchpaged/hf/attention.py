@@ -16,10 +16,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
 
 from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
-from torchpaged.hf.chosen_backend import hold_to_backend
 from torchpaged.hf.class_tables import fill_class_tables
 from torchpaged.hf.known_models import TAKES_NO_NONE
 from torchpaged.hf.layer import PagedLayer, layer_of
+from torchpaged.hf.masks import cache_of
 from torchpaged.hf.support import has_own_attention
 from torchpaged.profiling import is_on as is_profiling
 from torchpaged.profiling import ranged_attention
@@ -96,15 +96,15 @@ def paged_attention_forward(
     owner = layer.owner
     metadata = owner.metadata_of(batch, query_len)
     seen = (
-        owner.causality()
-    )  # the mask, where the model asks for one, and not the module: some say False and mask by themselves
+        owner.masks.causal
+    )  # the mask's, where the model asks for one: modules may say False and mask by themselves
     causal = causal if seen is None else seen
     if query_len > 1 and not masks_itself and not torch.compiler.is_compiling():
-        owner.require_kind(layer, window)
+        owner.masks.require_kind(layer, window)
     q = query.transpose(1, 2).reshape(batch * query_len, num_heads, head_dim)
     out = q.new_empty(batch * query_len, num_heads, value.shape[-1])
-    hold_to_backend(layer, query, key, value, causal, window, softcap, sinks, scaling, alibi_slopes)
-    attend = owner.ops.paged_attention
+    owner.backend.hold(layer, query, key, value, causal, window, softcap, sinks, scaling, alibi_slopes)
+    attend = owner.backend.ops.paged_attention
     if not torch.compiler.is_compiling() and is_profiling():
         attend = ranged_attention(attend, layer.index)
     attend(
@@ -170,7 +170,7 @@ def _refuse(
     if any(kwargs.get(k) is not None for k in _SPARSE):
         raise _sparse(name)
     if mask is not None:
-        own = layer.owner.causality() is not None or layer.owner.keys_of_queries
+        own = layer.owner.masks.causal is not None or layer.owner.keys_of_queries
         raise ArgumentError(
             "attention_mask",
             "a 2-D padding mask (left padding) or None with a PagedCache",
@@ -247,9 +247,9 @@ def paged_mask(
     On the paged path there is no mask: the padding is read from the 2-D ``attention_mask`` once, on the host,
     outside compiled code, and every later mask is checked against it.
     """
-    cache = getattr(kv_offset, "_torchpaged_cache", None)
+    cache = cache_of(kv_offset)
     if cache is not None and not cache.dense:
-        cache.observe_mask(
+        cache.masks.observe(
             attention_mask, batch_size, q_length, mask_function, local_size, kwargs.get("device", "cpu")
         )
         if cache.name in TAKES_NO_NONE:

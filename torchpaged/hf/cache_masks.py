@@ -9,11 +9,11 @@ padding. `PendingPadding` keeps what was read until it is written.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
 from torchpaged.hf.cache_rows import CacheRows
@@ -22,39 +22,33 @@ from torchpaged.hf.masks import MaskKind, is_causal, kinds_of, left_padding
 from torchpaged.hf.pending_padding import PendingPadding
 
 
-class CacheMasks(CacheRows):
+class CacheMasks:
     """The masks of a `PagedCache`.
 
+    Args:
+        name: the model's type, for messages.
+        rows: the cache's rows, whose padding the masks tell.
+        layers: its paged layers.
+
     Attributes:
-        dense: keys and values are gathered, and transformers' own masks apply.
+        causal: whether the masks that the model asked for are causal; None if it asked for none (cross
+            attention does not).
+        pending: the padding of the first forward, until it writes.
     """
 
-    dense: bool
-    _kinds: set[MaskKind]  # that the model asked for, as far as they were looked at
-    _causal: bool | None
-    _mask_seen: bool  # a mask came, so that decode steps on a device need not look at theirs
-    _pending: PendingPadding  # of the first forward, until it writes
+    def __init__(self, name: str, rows: CacheRows, layers: Sequence[PagedLayer]) -> None:
+        self._name, self._rows, self._layers = name, rows, layers
+        self.pending = PendingPadding(name)
+        self.forget()
 
-    @property
-    def is_compileable(self) -> bool:
-        """Whether generate() may make the masks outside the forward, and compile a decode step.
+    def forget(self) -> None:
+        """Before another conversation."""
+        self.causal: bool | None = None
+        self._kinds: set[MaskKind] = set()  # that the model asked for, as far as they were looked at
+        self._mask_seen = False  # a mask came, so that decode steps on a device need not look at theirs
+        self.pending.forget()
 
-        Not in dense mode where a layer has both a recurrent state and a window: there transformers makes a
-        mask without the window. Not with chunked attention: transformers 5.17 cannot make that mask outside
-        the forward, and never compiles those models.
-        """
-        hybrid = any(
-            layer.window is not None and isinstance(layer, LinearAttentionCacheLayerMixin)
-            for layer in self.paged
-        )
-        chunked = any(layer.chunk is not None for layer in self.paged)
-        return bool(super().is_compileable) and not chunked and not (self.dense and hybrid)
-
-    def _forget_masks(self) -> None:
-        self._kinds, self._causal, self._mask_seen = set(), None, False
-        self._pending = PendingPadding(self.name)
-
-    def observe_mask(
+    def observe(
         self,
         mask: Tensor | None,
         batch: int,
@@ -63,59 +57,51 @@ class CacheMasks(CacheRows):
         local_size: int | None,
         device: Any = "cpu",
     ) -> None:
-        """Learn the left padding from the first mask, check later ones; refuse masks that paging
-        can't express.
+        """Learn the left padding from the first mask, check later ones; refuse masks that paging can't
+        express.
 
         Args:
             mask: 2-D ``[batch, length]``, or None.
             batch, query_length: rows, and new tokens per row.
             mask_function, local_size, device: as transformers gives them to a mask function.
+
+        Raises:
+            ArgumentError: padding that rows can't have, or can't have any more.
+            UnsupportedModelError: a mask that paged attention would not apply.
         """
         if torch.compiler.is_compiling():
             if mask is not None and query_length > 1:
                 raise RuntimeError(
                     "PagedCache: a prefill with an attention mask was compiled, where its padding can't be "
-                    "read; "
-                    "run the prefill eagerly, as generate() does"
+                    "read; run the prefill eagerly, as generate() does"
                 )
             if query_length > 1:
-                self._causal = is_causal(mask_function)
+                self.causal = is_causal(mask_function)
             return
-        if (
-            self.ready
-            and self._mask_seen
-            and query_length == 1
-            and (mask is None or mask.device.type != "cpu")
-            and not self._cut_padding
-        ):
+        ready, on_device = self._rows.ready, mask is None or mask.device.type != "cpu"
+        if ready and self._mask_seen and query_length == 1 and on_device and not self._rows.cut_padding:
             return  # a decode step of generate() appends ones; checking would synchronise
         self._mask_seen = self._mask_seen or mask is not None
         padding = [] if mask is None else left_padding(mask)
         if query_length > 1:
-            self._learn_kinds(
-                kinds_of(
-                    mask_function,
-                    local_size,
-                    query_length,
-                    padding,
-                    [(x.window, x.chunk) for x in self.paged],
-                    device,
-                )
-            )
-        if not self.ready:
-            self._pending.learn(padding, batch, query_length, local_size)
+            sizes = [(layer.window, layer.chunk) for layer in self._layers]
+            self._learn_kinds(kinds_of(mask_function, local_size, query_length, padding, sizes, device))
+        if not ready:
+            self.pending.learn(padding, batch, query_length, local_size)
         elif mask is not None:
             if any(padding):
                 self._learn_padding(padding, query_length)
-            self._cut_padding &= (
-                max(padding) >= mask.shape[1]
-            )  # a row of nothing but padding: the next mask may say more
+            # A row of nothing but padding: the next mask may say more.
+            self._rows.cut_padding &= max(padding) >= mask.shape[1]
 
     def _learn_padding(self, padding: list[int], query_length: int) -> None:
-        before = self._padding or [0] * len(self.blocks)
-        if padding == before or (
-            (query_length > 1 or self._cut_padding) and self._grow_padding(before, padding)
-        ):
+        rows = self._rows
+        before = rows.padding or [0] * len(rows.blocks)
+        if padding == before:
+            return
+        if (query_length > 1 or rows.cut_padding) and self._may_grow(before, padding):
+            rows.add_padding([new - old for old, new in zip(before, padding, strict=True)])
+            rows.padding = padding
             return
         raise ArgumentError(
             "attention_mask",
@@ -124,64 +110,36 @@ class CacheMasks(CacheRows):
             "rows can't be padded again later: generate them apart, or call cache.reset()",
         )
 
-    def _grow_padding(self, before: list[int], padding: list[int]) -> bool:
+    def _may_grow(self, before: list[int], padding: list[int]) -> bool:
         """Chunked prefill: a row of which only padding was seen so far may turn out to have more."""
-        seen = int(self.total)
-        if len(padding) != len(before):
-            return False
-        more = [new - old for old, new in zip(before, padding, strict=True)]
-        if any(extra and not (extra > 0 and old >= seen) for extra, old in zip(more, before, strict=True)):
-            return False
-        self.seq_lens[: len(more)] -= torch.tensor(more, dtype=torch.int32).to(self.seq_lens.device)
-        self._padding = padding
-        return True
+        seen = int(self._rows.total)
+        return len(padding) == len(before) and all(
+            new == old or (new > old and old >= seen) for old, new in zip(before, padding, strict=True)
+        )
 
     def _learn_kinds(self, kinds: set[MaskKind]) -> None:
         """Remember what the model asked for; one cache is causal or it is not."""
         causal = {kind.causal for kind in kinds}
-        if self._causal is not None:
-            causal &= {self._causal}
+        if self.causal is not None:
+            causal &= {self.causal}
         if not causal:
             raise UnsupportedModelError(
-                f"{self.name} asks for causal and for bidirectional masks over one cache, which paged "
-                "attention does not tell apart; "
-                "use PagedCache(..., dense=True)"
+                f"{self._name} asks for causal and for bidirectional masks over one cache, which paged "
+                "attention does not tell apart; use PagedCache(..., dense=True)"
             )
-        self._causal = True in causal
-        self._kinds |= {kind for kind in kinds if kind.causal == self._causal}
-
-    def causality(self) -> bool | None:
-        """Whether the masks that the model asked for are causal; None if it asked for none (cross attention
-        does not)."""
-        return self._causal
+        self.causal = True in causal
+        self._kinds |= {kind for kind in kinds if kind.causal == self.causal}
 
     def require_kind(self, layer: PagedLayer, window: int | None) -> None:
         """Refuse a layer whose window or chunk is in none of the masks that the model asked for.
 
         Raises:
-            UnsupportedModelError: the model's masks and its layers do not agree, so that one of them would
-                be dropped.
+            UnsupportedModelError: the model's masks and its layers do not agree, so that one of them would be
+                dropped.
         """
-        if self._kinds and MaskKind(bool(self._causal), window, layer.chunk) not in self._kinds:
+        if self._kinds and MaskKind(bool(self.causal), window, layer.chunk) not in self._kinds:
             raise UnsupportedModelError(
-                f"{self.name}: layer {layer.index} attends with window {window} and chunk {layer.chunk}, "
-                "and the model's masks are "
-                f"{sorted(map(str, self._kinds))}: a mask that paged attention would drop; use "
-                "PagedCache(..., dense=True)"
-            )
-
-    def require_mask_of_own(self) -> None:
-        """Dense keys reach to ``max_seq_len``; without a mask made to that length, what lies behind the last
-        token would be seen.
-
-        Raises:
-            UnsupportedModelError: the model attends without asking this cache for its sizes, as cross
-                attention does.
-        """
-        if not self.order.masks_asked:
-            raise UnsupportedModelError(
-                f"{self.name} builds no mask from the sizes of this dense cache, as in cross attention: "
-                "the keys behind the last token would "
-                "be seen; for cross attention pass EncoderDecoderCache(PagedCache(...), "
-                "DynamicCache(config=model.config))"
+                f"{self._name}: layer {layer.index} attends with window {window} and chunk {layer.chunk}, "
+                f"and the model's masks are {sorted(map(str, self._kinds))}: a mask that paged attention "
+                "would drop; use PagedCache(..., dense=True)"
             )

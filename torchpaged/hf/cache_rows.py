@@ -1,205 +1,272 @@
-"""What generate() does to the rows of a paged cache between forwards: start over, take tokens back, reorder,
-repeat, select.
+"""The rows of a paged cache: the blocks, the length and the padding of each, and how a forward moves them on.
 
-`PagedCache` inherits it: transformers looks for these methods on the cache itself. The books of the blocks
-are kept by `RowBlocks`.
+The device's tensors move on in place, inside compiled code too. The host counts beside them as far as it sees
+the forwards: a compiled step has no hook there. What generate() does to the rows between forwards:
+row_changes.py.
 """
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache
 
-from torchpaged.cache import RowBlocks
-from torchpaged.custom_ops import BackendOps
-from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
-from torchpaged.hf.forward_order import ForwardOrder
-from torchpaged.hf.layer import PagedLayer
+from torchpaged.backends import Limits
+from torchpaged.cache import BlockPool, RowBlocks
+from torchpaged.custom_ops.errors import ArgumentError
+from torchpaged.hf.query_starts import fill_query_starts
+from torchpaged.metadata import AttentionMetadata, BatchSizes, host_block_table, make_batch_tensors, slots_at
+
+# Tokens per row that the decode kernels take at most: MAX_DECODE_QUERY_LEN of
+# custom_ops/attention/triton/config.py.
+_SHORT_QUERY_LEN = 8
 
 
-class CacheRows(Cache):
-    """The rows of a `PagedCache`, as blocks and lengths.
+class CacheRows:
+    """The rows of a `PagedCache`.
+
+    Args:
+        limits: rows at most, blocks of a row, and the blocks that there are.
+        max_seq_len: tokens per row at most, padding included.
 
     Attributes:
-        blocks: which blocks each row holds.
-        paged: the paged layers.
-        max_rows: rows at most.
-        ready: whether rows have blocks and the tensors below are filled.
+        pool, blocks: who has which block.
+        ready: whether the rows have blocks, and the tensors below are filled.
+        block_table: ``[max_rows, blocks_per_row]`` int32.
         seq_lens: ``[max_rows]`` int32, tokens of each row without padding.
         total: int64 scalar tensor, tokens per row with padding.
         written_total: likewise, without a forward that has not completed.
-        ops: the backend's op handles.
-        name: the model's type, for messages.
-        order: which layer writes first, and which wrote last.
+        padding: left padding of each row, in tokens; None before a mask told any.
+        cut_padding: whether padding was taken back, so that the next mask says how much there is.
+        num_forwards: that began since the last reset, as far as the host knows.
     """
 
-    blocks: RowBlocks
-    paged: list[PagedLayer]
-    max_rows: int
-    ready: bool
+    block_table: Tensor
     seq_lens: Tensor
     total: Tensor
     written_total: Tensor
-    ops: BackendOps
-    name: str
-    order: ForwardOrder
-    _padding: list[int] | None  # of each row, once a mask was seen
-    _cut_padding: bool  # whether `crop` took back padding, so that the next mask says how much there is
-    _is_open: bool  # whether a forward began and did not complete
-    _num_forwards: int  # that began since the last reset, as far as the host knows
-    _bound: int  # tokens per row at most, as far as the host knows: compiled steps do not count on the host
 
-    def _forget_masks(self) -> None:
-        """Before another conversation."""
-        raise NotImplementedError
+    def __init__(self, limits: Limits, max_seq_len: int) -> None:
+        sizes = limits.need("max_num_reqs", "max_blocks_per_req", "num_blocks", "block_size")
+        self.max_rows, self.blocks_per_row, num_blocks, self.block_size = sizes
+        self.max_seq_len = max_seq_len
+        self.pool = BlockPool(num_blocks)
+        self.blocks = RowBlocks(self.pool, self.block_size, self.blocks_per_row)
+        self._device: torch.device | None = None  # of the tensors; None before there are any
+        self.forget()
 
-    def _upload_rows(self) -> None:
-        """Block ids of all rows to the device's table."""
-        raise NotImplementedError
+    def forget(self) -> None:
+        """Before another batch. The tensors stay where compiled code knows them; `begin` fills them again."""
+        self.blocks.free()
+        self.ready = False
+        self.padding: list[int] | None = None
+        self.cut_padding = False
+        self.num_forwards = 0
+        self._is_open = False  # whether a forward began and did not complete
+        self._bound = 0  # tokens per row at most, as far as the host knows
 
-    def _require_complete(self) -> None:
-        """Refuse rows of which some layers hold more tokens than others."""
-        raise NotImplementedError
-
-    @property
-    def batch_size(self) -> int:
-        """Rows of the current batch; -1 before the first."""
-        return len(self.blocks) or -1
-
-    @property
-    def is_updated(self) -> Any:
-        """What decoders ask an EncoderDecoderCache for.
+    def begin(self, batch: int, device: torch.device, padding: list[int] | None) -> None:
+        """Give ``batch`` rows their blocks and an empty start behind their ``padding``; none had any before.
 
         Raises:
-            UnsupportedModelError: always; this cache holds the keys of self-attention or of cross-attention,
-                not both.
+            BlockPoolExhaustedError: there are too few blocks.
         """
-        raise UnsupportedModelError(
-            f"{self.name} is an encoder-decoder model and asks its cache for `is_updated`; "
-            "pass past_key_values=EncoderDecoderCache(PagedCache(...), DynamicCache(config=model.config))"
+        if self._device != device:
+            self._make_tensors(device)
+        self.blocks.allocate(batch)
+        with torch.inference_mode(False):
+            self.seq_lens.zero_()
+            self.total.zero_()
+            self.written_total.zero_()
+            self.upload()
+            if padding is not None:
+                self.add_padding(padding)
+        self.padding = padding
+        self.ready = True
+
+    def _make_tensors(self, device: torch.device) -> None:
+        with torch.inference_mode(
+            False
+        ):  # an inference tensor could not be advanced under plain no_grad later
+            names = (
+                "block_table",
+                "seq_lens",
+                "slot_mapping",
+            )  # lengths without padding, slots of a decode step
+            sizes = BatchSizes(self.max_rows, self.max_rows, self.blocks_per_row)
+            self.block_table, self.seq_lens, self._decode_slots = make_batch_tensors(
+                names, sizes, device
+            ).values()
+            self._row_starts = torch.arange(self.max_rows + 1, dtype=torch.int32, device=device)
+            # Of a forward of more tokens per row than below.
+            self._query_starts = torch.zeros(self.max_rows + 1, dtype=torch.int32, device=device)
+            # Query starts of short forwards, by tokens per row, made once: attention reads them before the
+            # kernels ahead have ended, so that none may write them right in front of it, in compiled code
+            # either. Rows of whole 16 bytes.
+            width = -(-(self.max_rows + 1) // 4) * 4
+            counts, rows = (
+                torch.arange(n, dtype=torch.int32, device=device) for n in (_SHORT_QUERY_LEN + 1, width)
+            )
+            self._short_starts = counts[:, None] * rows[None]
+            self.total = torch.zeros((), dtype=torch.int64, device=device)
+            self.written_total = torch.zeros((), dtype=torch.int64, device=device)
+            self._limit = torch.full((), self.max_seq_len, dtype=torch.int64, device=device)
+        tables = (self.block_table, self.seq_lens, self._decode_slots)
+        starts = (self._row_starts, self._query_starts, self._short_starts)
+        for tensor in (*tables, *starts, self.total, self.written_total, self._limit):
+            torch._dynamo.mark_static_address(
+                tensor, guard=False
+            )  # guard=False: a new cache must not recompile the model
+        self._device = device
+
+    def upload(self) -> None:
+        """Block ids of all rows to the device's table."""
+        table = host_block_table(self.blocks.rows, len(self.blocks), self.blocks_per_row)
+        self.block_table[: len(self.blocks)].copy_(table)
+
+    def add_padding(self, more: Sequence[int]) -> None:
+        """So many of each row's tokens are padding, beside those that were known to be."""
+        self.seq_lens[: len(more)] -= torch.tensor(more, dtype=torch.int32).to(self.seq_lens.device)
+
+    # ------------------------------------------------------------------------------------------- one forward
+    def advance(self, batch: int, query_len: int) -> None:
+        """A forward begins: every row is ``query_len`` tokens longer (in place, in the graph).
+
+        Raises:
+            ArgumentError: other rows than this batch's, more tokens than fit, or rows of a broken forward.
+        """
+        if not torch.compiler.is_compiling():
+            if batch != len(self.blocks):
+                raise ArgumentError(
+                    "input_ids",
+                    f"{len(self.blocks)} rows, as in this cache's first batch",
+                    f"{batch} rows",
+                    "call cache.reset() before another batch",
+                )
+            self.require_room(query_len)
+            self.require_complete()
+            self._is_open = True
+            self.num_forwards += 1
+        # Compiled by hand, a step has no host hook at all; there this assertion fires instead (on a GPU:
+        # device-side). torch has no public asynchronous assertion; tests/hf/test_refusals.py notices if this
+        # one goes.
+        fits = (self.total + query_len <= self._limit) & (self.total == self.written_total)
+        torch._assert_async(
+            fits,
+            "PagedCache: more tokens than max_seq_len, or a forward before did not complete; call "
+            "cache.reset()",
+        )
+        self.total.add_(query_len)
+        self.seq_lens[:batch].add_(query_len)
+        if query_len == 1:
+            self._decode_slots[:batch].copy_(self._slots_of(batch, 1))
+        elif query_len > _SHORT_QUERY_LEN:
+            self.fill_query_starts(query_len)
+
+    def complete(self) -> None:
+        """The forward's tokens are in every layer: noted on the device, which compiled steps look at, and on
+        the host."""
+        self.written_total.copy_(self.total)
+        if not torch.compiler.is_compiling():
+            self._is_open = False
+
+    def slots(self, batch: int, query_len: int) -> Tensor:
+        """The slots of the forward's tokens, ``[batch * query_len]`` int64."""
+        if query_len == 1:
+            return self._decode_slots[:batch]
+        return self._slots_of(batch, query_len)
+
+    def _slots_of(self, batch: int, query_len: int) -> Tensor:
+        first = self.seq_lens[:batch, None].long() - query_len
+        positions = first + torch.arange(query_len, device=self.seq_lens.device)[None]
+        return slots_at(positions, self.block_table[:batch], self.block_size).reshape(-1)
+
+    def fill_query_starts(self, query_len: int) -> None:
+        """Write the query starts of a forward of more than a few tokens per row; short ones have theirs."""
+        if query_len > _SHORT_QUERY_LEN:
+            fill_query_starts(self._query_starts, self._row_starts, query_len)
+
+    def metadata(self, batch: int, query_len: int) -> AttentionMetadata:
+        """The forward as a batch of ``batch`` requests of ``query_len`` queries each, for attention alone."""
+        if query_len == 1:
+            starts = self._row_starts
+        elif query_len <= _SHORT_QUERY_LEN:
+            starts = self._short_starts[query_len]
+        else:
+            starts = self._query_starts
+        return AttentionMetadata(
+            self.block_table[:batch], self.seq_lens[:batch], starts[: batch + 1], None, None, query_len
         )
 
-    @property
-    def is_croppable(self) -> bool:
-        """Whether tokens can be taken back: yes, unless a layer of HuggingFace's own says no."""
-        return all(getattr(layer, "is_croppable", True) for layer in self.layers)
+    def gather(self, pool: Tensor, batch: int) -> Tensor:
+        """Dense mode: every row's tokens by position (padding included), ``[batch, num_kv_heads, max_seq_len,
+        head_dim]``."""
+        rows = pool[self.block_table[:batch].long()].flatten(1, 2)[:, : self.max_seq_len]
+        padding = (self.total - self.seq_lens[:batch]).long()
+        index = torch.arange(self.max_seq_len, device=pool.device)[None] - padding[:, None]
+        index = index.clamp_min(0)[:, :, None, None].expand_as(rows)
+        return rows.gather(1, index).transpose(1, 2)
 
-    def reset(self) -> None:
-        """Forget everything; the pools' memory stays. The next forward may have another batch size."""
-        for layer in self.layers:
-            # a paged one has nothing to do, unless it keeps a recurrent state beside its keys and values
-            layer.reset()
-        self.blocks.free()
-        self._padding, self.ready = None, False
-        self._is_open, self._num_forwards, self._cut_padding = False, 0, False
-        self.order.reset()
-        self._forget_masks()
-        self._bound = 0  # the tensors stay where compiled code knows them; `prepare` fills them again
+    # --------------------------------------------------------------------------------------- between forwards
+    def lengths(self) -> list[int]:
+        """Tokens of each row without padding; reads the device."""
+        lengths: list[int] = self.seq_lens[: len(self.blocks)].tolist()
+        return lengths
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """Take back the last ``-tokens_to_remove`` tokens of every row, all at most (assisted generation).
-
-        The rule of transformers since 5.18. In 5.17 a positive number is the length to keep, deprecated; here
-        it is refused in either.
-
-        Args:
-            tokens_to_remove: 0 or negative.
-
-        Raises:
-            ArgumentError: a positive number, no integer, or a forward before that did not complete; nothing
-                is taken back then.
-        """
-        try:
-            count = -operator.index(tokens_to_remove)
-        except (TypeError, ValueError):
-            raise ArgumentError(
-                "tokens_to_remove", "an integer of at most 0", repr(tokens_to_remove)
-            ) from None
-        if count < 0:
-            raise ArgumentError(
-                "tokens_to_remove",
-                "0, or the number of tokens to take back with a minus",
-                str(-count),
-                "cache.crop(-n) takes back n tokens",
-            )
-        if self.ready:
-            self._require_complete()
-            count = min(count, int(self.total))
-            if count:
-                self._unshare(count)
-        for layer in self.layers:
-            if hasattr(layer, "crop"):
-                layer.crop(-count)  # a recurrent state may refuse: before the rows change
-        if count and self.ready:
-            self._take_back(count)
-
-    def _take_back(self, count: int) -> None:
+    def take_back(self, count: int) -> None:
         """``count`` tokens less in every row. A row whose padding is reached keeps no token, and what is left
-        of its padding."""
+        of it."""
         for tensor in (self.total, self.written_total):
             tensor.sub_(count)
         self.seq_lens[: len(self.blocks)].sub_(count).clamp_min_(0)
         self._bound = int(self.total)
-        if self._padding is not None:
-            self._cut_padding |= max(self._padding) > self._bound
-            self._padding = [min(padding, self._bound) for padding in self._padding]
+        if self.padding is not None:
+            self.cut_padding |= max(self.padding) > self._bound
+            self.padding = [min(padding, self._bound) for padding in self.padding]
 
-    def _unshare(self, count: int) -> None:
-        """Give every row blocks of its own from its last ``count`` tokens on."""
-        copies = self.blocks.unshare(
-            [max(length - count, 0) for length in self.seq_lens[: len(self.blocks)].tolist()]
-        )
-        if copies is not None:
-            self._upload_rows()
-            self._copy_blocks(copies)
-
-    def _copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
-        """``(source, destination)`` pairs in every layer's pools."""
-        if copies:
-            mapping = torch.tensor(copies, dtype=torch.int64, device=self.seq_lens.device)
-            for layer in self.paged:
-                layer.copy_blocks(mapping)
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Row ``i`` continues row ``beam_idx[i]``: full blocks are shared, only the last partial one
-        is copied."""
-        self._reindex(beam_idx.tolist())
-        for layer in self.layers:
-            layer.reorder_cache(beam_idx)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Each row ``repeats`` times, neighbours."""
-        self._reindex([row for row in range(len(self.blocks)) for _ in range(repeats)])
-        for layer in self.layers:
-            layer.batch_repeat_interleave(repeats)
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep these rows."""
-        self._reindex(indices.tolist())
-        for layer in self.layers:
-            layer.batch_select_indices(indices)
-
-    def _reindex(self, parents: Sequence[int]) -> None:
-        """New row ``i`` is a fork of old row ``parents[i]``, see `RowBlocks.reindex`."""
-        self._require_complete()
-        if len(parents) > self.max_rows:
-            raise ArgumentError(
-                "max_batch_size",
-                f"at least {len(parents)} rows",
-                str(self.max_rows),
-                "build a larger PagedCache",
-            )
-        if list(parents) == list(range(len(self.blocks))):
-            return
-        copies = self.blocks.reindex(parents, self.seq_lens[: len(self.blocks)].tolist())
+    def select(self, parents: Sequence[int]) -> None:
+        """Row ``i`` has the length and the padding of old row ``parents[i]``; its blocks are changed
+        already."""
         index = torch.tensor(list(parents), device=self.seq_lens.device)
         self.seq_lens[: len(parents)] = self.seq_lens[index]
-        if self._padding is not None:
-            self._padding = [self._padding[parent] for parent in parents]
-        self._upload_rows()
-        self._copy_blocks(copies)
+        if self.padding is not None:
+            self.padding = [self.padding[parent] for parent in parents]
+        self.upload()
+
+    # ------------------------------------------------------------------------------------ what the host knows
+    def require_room(self, query_len: int) -> None:
+        """Refuse tokens past ``max_seq_len``.
+
+        Every call counts its tokens, so that compiled steps, which do not count on the host, stay covered by
+        the hook before them. A step may be counted twice: then the bound passes the limit early, and one read
+        of ``total`` settles it.
+        """
+        exact = self.ready and self.total.device.type == "cpu"
+        if exact or self._bound + query_len > self.max_seq_len:
+            self._bound = int(self.total) if self.ready else 0
+        if self._bound + query_len > self.max_seq_len:
+            raise ArgumentError(
+                "max_seq_len",
+                f"room for {self._bound + query_len} tokens per row (padding included)",
+                str(self.max_seq_len),
+                "build a PagedCache with a larger max_seq_len, or generate fewer tokens",
+            )
+        self._bound += query_len
+
+    def require_complete(self) -> None:
+        """Refuse rows whose last forward raised between two layers. On a GPU a compiled one is found by
+        `advance`'s assertion."""
+        lost = self.ready and self.total.device.type == "cpu" and int(self.total) != int(self.written_total)
+        if self._is_open or lost:
+            raise incomplete()
+
+
+def incomplete() -> ArgumentError:
+    """The error of rows of which some layers hold more tokens than others."""
+    return ArgumentError(
+        "past_key_values",
+        "a PagedCache whose forwards all completed",
+        "one whose last forward raised, or still runs, between two layers",
+        "its layers hold different tokens: call cache.reset() and start from the prompt",
+    )

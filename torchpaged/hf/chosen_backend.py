@@ -1,5 +1,5 @@
-"""The backend of a paged HuggingFace cache, chosen for what its layers really ask, and the session that
-they share.
+"""The backend of a paged HuggingFace cache, chosen for what its layers really ask, and the session that they
+share.
 
 A config says little about attention: soft cap, sinks, causality and each layer's widths are arguments of the
 layers' calls. So a first choice is made from what is known before anything is written, and every kind of call
@@ -9,7 +9,7 @@ automatic choice, since all backends write the same cache; a backend that was na
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from torchpaged.backends import (
     attention_spec,
     select_backend,
 )
+from torchpaged.backends.capabilities import used_features
 from torchpaged.custom_ops import BackendOps
 from torchpaged.custom_ops.errors import BackendUnavailableError
 
@@ -48,51 +49,49 @@ def config_spec(
     )
 
 
-class ChoosesBackend:
-    """A cache that chooses a backend.
+class ChosenBackend:
+    """The backend of one cache: none until `choose` was called.
+
+    Args:
+        asked: a name or "auto".
+        limits: the largest batches of the session.
+        layers: the cache's `PagedLayer`s; each is given its ``workspace``.
 
     Attributes:
         choice: which backend runs and why.
-        ops, capabilities: its op handles, and what it declares.
-        specs: what the layers ask of it, as keys.
         session: what it keeps open for the layers.
-        limits: the largest batches of the session.
-        paged: the layers that attend; each is given its `workspace`.
+        ops, capabilities: the session's op handles, and what its backend declares.
+        specs: what the layers ask of it, as keys.
     """
 
     choice: Choice
+    session: Session
     ops: BackendOps
     capabilities: Capabilities
-    specs: dict[AttentionSpec, None]
-    session: Session
-    limits: Limits
-    paged: list[Any]
-    _backend: str  # a name or "auto"
 
-    def choose_backend(self, specs: Iterable[AttentionSpec]) -> None:
+    def __init__(self, asked: str, limits: Limits, layers: Sequence[Any]) -> None:
+        self._asked, self._limits, self._layers = asked, limits, layers
+        self.specs: dict[AttentionSpec, None] = {}
+
+    def choose(self, specs: Iterable[AttentionSpec]) -> None:
         """Choose for these specs alone.
 
         Raises:
-            BackendUnavailableError: the named backend can't run them all, or none can; the choice
-                before stays.
+            BackendUnavailableError: the named backend can't run them all, or none can; the choice before
+                stays.
         """
         wanted = dict.fromkeys(specs)
-        choice = select_backend(list(wanted), self._backend)
+        choice = select_backend(list(wanted), self._asked)
         before: Session | None = getattr(self, "session", None)
         device = next(iter(wanted)).device
-        if (
-            before is None
-            or before.ops is not choice.backend.ops
-            or before.device != device
-            or before.limits != self.limits
-        ):
-            session = choice.backend.open(wanted, self.limits, device)
+        if before is None or before.ops is not choice.backend.ops or before.device != device:
+            session = choice.backend.open(wanted, self._limits, device)
             if before is not None and before.planned is not None:  # in the middle of a step
                 session.plan(before.planned)
             self.session = session
         self.choice, self.specs = choice, wanted
         self.ops, self.capabilities = self.session.ops, self.session.capabilities
-        for layer in self.paged:
+        for layer in self._layers:
             if layer.spec in wanted:
                 layer.workspace = self.session.workspace(layer.spec)
             else:
@@ -106,81 +105,99 @@ class ChoosesBackend:
         """Hold the choice to one more spec; eager calls only.
 
         Raises:
-            BackendUnavailableError: as `choose_backend`.
+            BackendUnavailableError: as `choose`.
         """
         if spec not in self.specs:
-            self.choose_backend([*self.specs, spec])
+            self.choose([*self.specs, spec])
 
+    def hold(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        causal: bool,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+        scale: float | None = None,
+        alibi_slopes: Tensor | None = None,
+    ) -> None:
+        """Hold a layer's call to what the backend declares; host facts only, and once per layer and kind of
+        call.
 
-def hold_to_backend(
-    layer: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    causal: bool,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-    scale: float | None = None,
-    alibi_slopes: Tensor | None = None,
-) -> None:
-    """Hold a layer's call to what the backend of its cache declares; host facts only, and once per layer and
-    kind of call.
+        Args:
+            layer: the `PagedLayer`; it remembers the kind.
+            query: ``[batch, num_heads, query_len, head_dim]``.
+            key, value: its pools ``[num_blocks, block_size, num_kv_heads, head_dim(_v)]``.
+            causal, window, softcap, sinks, scale, alibi_slopes: the call's arguments.
 
-    Args:
-        layer: the `PagedLayer`; it remembers the kind.
-        query: ``[batch, num_heads, query_len, head_dim]``.
-        key, value: its pools ``[num_blocks, block_size, num_kv_heads, head_dim(_v)]``.
-        causal, window, softcap, sinks, scale, alibi_slopes: the call's arguments.
-
-    Raises:
-        BackendUnavailableError: with all reasons.
-    """
-    owner = layer.owner
-    if torch.compiler.is_compiling():  # a layer that no eager forward has held yet: the pools were made ahead
-        if layer.asked is None:
-            able, feature = owner.capabilities, None
-            feature = "window" if window is not None and not able.window else feature
-            feature = "logits_soft_cap" if softcap and not able.logits_soft_cap else feature
-            feature = "ALiBi" if alibi_slopes is not None and not able.alibi else feature
-            feature = "sinks" if sinks is not None and not able.sinks else feature
-            feature = "bidirectional attention" if not causal and not able.bidirectional else feature
-            if feature is not None:
-                raise BackendUnavailableError(
-                    f"backend {owner.choice.name!r} cannot run this attention: {feature} is not supported; "
-                    "run a forward eagerly first"
+        Raises:
+            BackendUnavailableError: with all reasons.
+        """
+        if torch.compiler.is_compiling():
+            if layer.asked is None:  # no eager forward has held it yet: the pools were made ahead
+                self._hold_traced(
+                    query.dtype, key.dtype, causal, window, softcap, sinks, layer.chunk, alibi_slopes
                 )
-        return
-    kind = (
-        query.dtype,
-        query.shape[1],
-        query.shape[3],
-        causal,
-        window,
-        softcap,
-        sinks is None,
-        scale,
-        alibi_slopes is None,
-    )
-    if kind == layer.asked:
-        return
-    spec = attention_spec(
-        device=query.device,
-        dtype=query.dtype,
-        num_heads=query.shape[1],
-        num_kv_heads=key.shape[2],
-        head_dim=query.shape[3],
-        head_dim_v=value.shape[3],
-        block_size=key.shape[1],
-        kv_dtype=key.dtype,
-        causal=causal,
-        window_size=(-1 if window is None else window - 1, -1),
-        logits_soft_cap=softcap,
-        sinks=sinks,
-        chunk_size=layer.chunk,
-        scale=scale,
-        alibi_slopes=alibi_slopes,
-    )
-    owner.require(spec)
-    owner.give_workspace(layer, spec)
-    layer.asked = kind
+            return
+        kind = (
+            query.dtype,
+            query.shape[1],
+            query.shape[3],
+            causal,
+            window,
+            softcap,
+            sinks is None,
+            scale,
+            alibi_slopes is None,
+        )
+        if kind == layer.asked:
+            return
+        spec = attention_spec(
+            device=query.device,
+            dtype=query.dtype,
+            num_heads=query.shape[1],
+            num_kv_heads=key.shape[2],
+            head_dim=query.shape[3],
+            head_dim_v=value.shape[3],
+            block_size=key.shape[1],
+            kv_dtype=key.dtype,
+            causal=causal,
+            window_size=(-1 if window is None else window - 1, -1),
+            logits_soft_cap=softcap,
+            sinks=sinks,
+            chunk_size=layer.chunk,
+            scale=scale,
+            alibi_slopes=alibi_slopes,
+        )
+        self.require(spec)
+        self.give_workspace(layer, spec)
+        layer.asked = kind
+
+    def _hold_traced(
+        self,
+        dtype: torch.dtype,
+        kv_dtype: torch.dtype,
+        causal: bool,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+        chunk: int | None,
+        alibi_slopes: Tensor | None,
+    ) -> None:
+        used = used_features(
+            causal=causal,
+            window=window is not None,
+            soft_cap=softcap or 0.0,
+            alibi=alibi_slopes is not None,
+            sinks=sinks is not None,
+            chunk_size=chunk or 0,
+            lse=False,
+        )
+        reasons = self.capabilities.reject_kind(dtype, kv_dtype, used)
+        if reasons:
+            raise BackendUnavailableError(
+                f"backend {self.choice.name!r} cannot run this attention: {'; '.join(reasons)}; "
+                "run a forward eagerly first"
+            )

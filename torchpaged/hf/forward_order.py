@@ -64,6 +64,21 @@ class ForwardOrder:
         if not self.masks_asked:
             self.masks_asked = True
 
+    def require_masks_asked(self) -> None:
+        """Dense keys reach to ``max_seq_len``; without a mask made to that length, what lies behind the last
+        token would be seen.
+
+        Raises:
+            UnsupportedModelError: the model attends without asking this cache for its sizes, as cross
+                attention does.
+        """
+        if not self.masks_asked:
+            raise UnsupportedModelError(
+                f"{self.name} builds no mask from the sizes of this dense cache, as in cross attention: the "
+                "keys behind the last token would be seen; for cross attention pass "
+                "EncoderDecoderCache(PagedCache(...), DynamicCache(config=model.config))"
+            )
+
     def enter(self, layer: PagedLayer, query_len: int) -> None:
         """``layer`` is about to write ``query_len`` tokens per row.
 
@@ -77,15 +92,15 @@ class ForwardOrder:
                     "layer 0; run it eagerly"
                 )
             if not self._seen:
-                self.use(
-                    layer
-                )  # with pools made ahead: as far as the trace has come, this one completes the forward
+                # With pools made ahead: as far as the trace has come, this one completes the forward.
+                self.use(layer)
         else:
             if not self._seen:
                 for other in self._layers:
                     other.is_first = other is layer
                 self._seen = True
-            self._require_first_write(layer, query_len)
+            if layer.is_first or layer is self.last:
+                self._require_first_write(layer, query_len)
 
     def leave(self, layer: PagedLayer, query_len: int) -> None:
         """``layer`` writes: nothing refused it, and if it is the first one, it moved the lengths on."""

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from torchpaged.backends import AttentionSpec, Choice
+from torchpaged.backends import AttentionSpec
 from torchpaged.cache import KVLayerSpec, LayerSpec
-from torchpaged.custom_ops import BackendOps
 from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
-from torchpaged.hf.chosen_backend import config_spec
+from torchpaged.hf.chosen_backend import ChosenBackend, config_spec
 from torchpaged.hf.watched_pool import WatchedPool, watch
 from torchpaged.metadata import AttentionMetadata
 
@@ -30,11 +29,31 @@ SET_UP = (
 )
 
 
+class Masks(Protocol):
+    """What a cache learns from transformers' masks."""
+
+    causal: bool | None  # whether the masks that the model asked for are causal; None if it asked for none
+
+    def observe(
+        self,
+        mask: Tensor | None,
+        batch: int,
+        query_length: int,
+        mask_function: Any,
+        local_size: int | None,
+        device: Any = "cpu",
+    ) -> None:
+        """transformers wants a mask: the arguments of its mask function."""
+
+    def require_kind(self, layer: PagedLayer, window: int | None) -> None:
+        """Refuse a layer whose window or chunk is in none of the masks that the model asked for."""
+
+
 class PagedOwner(Protocol):
     """The cache a layer belongs to: it owns the blocks and knows the step."""
 
-    choice: Choice
-    ops: BackendOps
+    backend: ChosenBackend
+    masks: Masks
     name: str  # the model's type, for messages
     num_blocks: int
     block_size: int
@@ -48,12 +67,6 @@ class PagedOwner(Protocol):
     def prepare(self, key_states: Tensor, head_dim_v: int | None = None) -> None:
         """Set up everything that depends on the device and the batch, once; ``head_dim_v`` if it is not
         the keys'."""
-
-    def require(self, spec: AttentionSpec) -> None:
-        """Hold the backend to what a layer asks."""
-
-    def give_workspace(self, layer: PagedLayer, spec: AttentionSpec) -> None:
-        """Give ``layer`` what the session keeps for layers of ``spec``."""
 
     def advance(self, layer: PagedLayer, batch: int, query_len: int) -> Tensor:
         """Before ``layer`` writes: the first layer of a forward moves the lengths on by ``query_len`` tokens
@@ -73,12 +86,6 @@ class PagedOwner(Protocol):
 
     def length(self, layer: PagedLayer) -> Tensor | int:
         """Tokens per row that ``layer`` has written, padding included."""
-
-    def causality(self) -> bool | None:
-        """Whether the masks that the model asked for are causal; None if it asked for none."""
-
-    def require_kind(self, layer: PagedLayer, window: int | None) -> None:
-        """Refuse a layer whose window or chunk is in none of the masks that the model asked for."""
 
     def gather(self, pool: Tensor, batch: int) -> Tensor:
         """Dense keys or values of all rows, ``[batch, num_kv_heads, max_seq_len, head_dim]``."""
@@ -110,17 +117,14 @@ class PagedLayer(CacheLayerMixin):
     ) -> None:
         super().__init__()
         self.owner, self.index, self.window, self.chunk = owner, index, window, chunk
-        self.is_first = self.is_last = (
-            False  # of the layers that write, in a forward: the owner's `ForwardOrder` says which
-        )
+        # Of the layers that write, in a forward: the owner's `ForwardOrder` says which.
+        self.is_first = self.is_last = False
         self.has_written = False  # outside of compiled code
-        self.asked: tuple[Any, ...] | None = (
-            None  # the kind of call that the backend was held to, see `hold_to_backend`
-        )
+        # The kind of call that the backend was held to, see `ChosenBackend.hold`.
+        self.asked: tuple[Any, ...] | None = None
         self.spec: AttentionSpec | None = None  # of that call, or before it of the config
-        self.workspace: dict[
-            str, Tensor
-        ] = {}  # what the owner's session keeps for such calls, arguments of `paged_attention`
+        # What the backend's session keeps for such calls: arguments of `paged_attention`.
+        self.workspace: dict[str, Tensor] = {}
         self._watched = False  # whether attention was seen to take the pools as they are
 
     @torch.compiler.disable(reason=SET_UP)
@@ -129,12 +133,11 @@ class PagedLayer(CacheLayerMixin):
         self.owner.first_use(self)
         self.owner.prepare(key_states, value_states.shape[3])
         stored = self.stored_by(key_states, value_states)
+        sizes = (self.owner.num_blocks, self.owner.block_size)
         with torch.inference_mode(
             False
         ):  # an inference tensor could not be written under plain no_grad later
-            pools = stored.make_pools(
-                self.owner.num_blocks, self.owner.block_size, key_states.dtype, key_states.device
-            )
+            pools = stored.make_pools(*sizes, key_states.dtype, key_states.device)
         self.adopt(stored, pools)
 
     # What a layer of another kind has of its own, see `torchpaged.cache.kinds`; with `attention_spec`, and
@@ -176,7 +179,7 @@ class PagedLayer(CacheLayerMixin):
     def copy_blocks(self, block_mapping: Tensor) -> None:
         """Copy whole blocks, ``[n, 2]`` int64 of source and destination."""
         if self.is_initialized:
-            self.stored.copy_blocks(self.pools, block_mapping, self.owner.ops)
+            self.stored.copy_blocks(self.pools, block_mapping, self.owner.backend.ops)
 
     @property
     def writes_query_tokens(self) -> bool:
@@ -214,15 +217,16 @@ class PagedLayer(CacheLayerMixin):
             batch * query_len, value_states.shape[1], value_states.shape[3]
         )
         assert self.keys is not None and self.values is not None
-        if not torch.compiler.is_compiling():  # a trace has the op's own check
+        traced = torch.compiler.is_compiling()
+        if not traced:  # a trace has the op's own check
             self._require_own(key_states, value_states)
         slots = self.owner.advance(self, batch, query_len)
-        self.owner.ops.write_kv(
+        self.owner.backend.ops.write_kv(
             k, v, self.keys, self.values, slots, are_query_tokens=self.writes_query_tokens
         )
         if self.owner.dense:
             return self.owner.gather(self.keys, batch), self.owner.gather(self.values, batch)
-        if not torch.compiler.is_compiling() and not self._watched:
+        if not traced and not self._watched:
             return watch(self.keys, self.owner.name), watch(self.values, self.owner.name)
         return self.keys, self.values
 

@@ -102,13 +102,13 @@ class PagedModel:
         for layer, pools, before in zip(self._cache.layers, self.kv_cache, probed.layers, strict=True):
             layer.adopt(before.stored, pools)
             layer.asked, layer.spec = before.asked, before.spec
-        self._cache.prepare_for(probed.specs)
-        self.choice: Choice = self._cache.choice
+        self._cache.prepare_for(probed.backend.specs)
+        self.choice: Choice = self._cache.backend.choice
 
     @property
     def session(self) -> Session:
         """The session of the layers."""
-        return self._cache.session
+        return self._cache.backend.session
 
     @property
     def fusion_report(self) -> Any:
@@ -141,7 +141,7 @@ class PagedModel:
                 "build it with AttentionMetadata.from_lists",
             )
         if not torch.compiler.is_compiling():
-            session = self._cache.session
+            session = self._cache.backend.session
             if session.planned is not metadata:  # else a graph runner has planned it: this may be a capture
                 session.plan(metadata)
             session.require(metadata, input_ids.numel())

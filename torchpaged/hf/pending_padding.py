@@ -47,6 +47,10 @@ class PendingPadding:
         self.name = name
         self.forget()
 
+    def __reduce__(self) -> tuple[type[PendingPadding], tuple[str]]:
+        """A copy knows of no forward: a frame is of its own process and thread."""
+        return PendingPadding, (self.name,)
+
     def forget(self) -> None:
         """Before another conversation, and once a forward wrote."""
         self.padding: list[int] | None = None

@@ -12,14 +12,36 @@ from transformers.cache_utils import Cache
 
 from torchpaged.backends import AttentionSpec, Limits
 from torchpaged.custom_ops.errors import UnsupportedModelError
-from torchpaged.hf.chosen_backend import ChoosesBackend
+from torchpaged.hf.chosen_backend import ChosenBackend
 from torchpaged.hf.layer import PagedLayer
-from torchpaged.hf.masks import is_causal
+from torchpaged.hf.masks import is_causal, mask_token
 from torchpaged.hf.template import HybridPagedLayer, paged_layers
 from torchpaged.metadata import METADATA_FIELDS, AttentionMetadata, BatchSizes, make_batch_tensors
 
 
-class StepCache(ChoosesBackend, Cache):
+class PackedMasks:
+    """The masks of a packed step: none.
+
+    Attributes:
+        causal: whether the model is; None before it asked for a mask.
+    """
+
+    causal: bool | None = None
+
+    def observe(
+        self, mask: Tensor | None, batch: int, query_length: int, mask_function: Any, *_: Any
+    ) -> None:
+        """Note whether the model is causal; raises UnsupportedModelError if it has a mask of its own."""
+        self.causal = is_causal(mask_function)
+        if mask is not None:
+            raise UnsupportedModelError("the packed path takes no attention mask")
+
+    def require_kind(self, layer: PagedLayer, window: int | None) -> None:
+        """Nothing is required: a packed row is longer than any request in it, so that its masks say
+        nothing."""
+
+
+class StepCache(Cache):
     """A cache whose step is set from outside: the engine owns blocks and lengths."""
 
     dense = False
@@ -28,14 +50,13 @@ class StepCache(ChoosesBackend, Cache):
     def __init__(self, config: Any, limits: Limits, max_seq_len: int, backend: str) -> None:
         super().__init__(layers=paged_layers(config, max_seq_len, self))
         self.name = str(config.model_type)
-        self._config, self._backend = config, backend
+        self._config = config
         self.num_blocks, self.block_size = limits.need("num_blocks", "block_size")
-        self.limits, self.max_seq_len, self.paged = limits, max_seq_len, self.layers
+        self.max_seq_len = max_seq_len
+        self.backend, self.masks = ChosenBackend(backend, limits, self.layers), PackedMasks()
         self.metadata: AttentionMetadata | None = None
-        self.ready, self.specs = False, {}
-        self._causal: bool | None = None
-        self._mask_token = torch.zeros((), dtype=torch.int64)
-        self._mask_token._torchpaged_cache = self  # type: ignore[attr-defined]
+        self.ready = False
+        self._mask_token = mask_token(self)
         for index, layer in enumerate(self.layers):
             if not isinstance(layer, PagedLayer) or isinstance(layer, HybridPagedLayer):
                 raise UnsupportedModelError(
@@ -49,11 +70,11 @@ class StepCache(ChoosesBackend, Cache):
         specs = [layer.attention_spec(self._config, key_states, head_dim_v) for layer in self.layers]
         self.prepare_for(specs)
         for layer, spec in zip(self.layers, specs, strict=True):
-            self.give_workspace(layer, spec)
+            self.backend.give_workspace(layer, spec)
 
     def prepare_for(self, specs: Iterable[AttentionSpec]) -> None:
         """Choose the backend for what the layers are known to ask."""
-        self.choose_backend(specs)
+        self.backend.choose(specs)
         self.ready = True
 
     def first_use(self, layer: PagedLayer) -> None:
@@ -77,25 +98,9 @@ class StepCache(ChoosesBackend, Cache):
         """As many keys as fit, and the tensor by which the mask function finds this cache."""
         return self.max_seq_len, self._mask_token
 
-    def observe_mask(
-        self, mask: Tensor | None, batch: int, query_length: int, mask_function: Any, *_: Any
-    ) -> None:
-        """Note whether the model is causal; raises UnsupportedModelError if it has a mask of its own."""
-        self._causal = is_causal(mask_function)
-        if mask is not None:
-            raise UnsupportedModelError("the packed path takes no attention mask")
-
     def length(self, layer: PagedLayer) -> int:
         """0: positions are given, none is counted."""
         return 0
-
-    def causality(self) -> bool | None:
-        """What `observe_mask` saw; None before."""
-        return self._causal
-
-    def require_kind(self, layer: PagedLayer, window: int | None) -> None:
-        """Nothing is required: a packed row is longer than any request in it, so that its masks
-        say nothing."""
 
     def gather(self, pool: Tensor, batch: int) -> Tensor:
         """Raises UnsupportedModelError."""

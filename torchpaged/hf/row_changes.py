@@ -1,0 +1,93 @@
+"""What generate() does to the rows of a paged cache between forwards: take tokens back, reorder, repeat,
+select.
+
+`PagedCache` holds it: transformers looks for these methods on the cache itself.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from torchpaged.custom_ops.errors import ArgumentError
+from torchpaged.hf.cache_rows import CacheRows
+from torchpaged.hf.layer import PagedLayer
+
+
+class RowChanges:
+    """Changes of the rows of one cache.
+
+    Args:
+        rows: the cache's rows.
+        layers: all of the cache's layers, of which transformers' own may keep states of their own.
+    """
+
+    def __init__(self, rows: CacheRows, layers: Sequence[Any]) -> None:
+        self._rows, self._layers = rows, layers
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """`PagedCache.crop`."""
+        try:
+            count = -operator.index(tokens_to_remove)
+        except (TypeError, ValueError):
+            raise ArgumentError(
+                "tokens_to_remove", "an integer of at most 0", repr(tokens_to_remove)
+            ) from None
+        if count < 0:
+            raise ArgumentError(
+                "tokens_to_remove",
+                "0, or the number of tokens to take back with a minus",
+                str(-count),
+                "cache.crop(-n) takes back n tokens",
+            )
+        rows = self._rows
+        if rows.ready:
+            rows.require_complete()
+            count = min(count, int(rows.total))
+            if count:
+                self._unshare(count)
+        for layer in self._layers:
+            if hasattr(layer, "crop"):
+                layer.crop(-count)  # a recurrent state may refuse: before the rows change
+        if count and rows.ready:
+            rows.take_back(count)
+
+    def _unshare(self, count: int) -> None:
+        """Give every row blocks of its own from its last ``count`` tokens on."""
+        rows = self._rows
+        copies = rows.blocks.unshare([max(length - count, 0) for length in rows.lengths()])
+        if copies is not None:
+            rows.upload()
+            self._copy_blocks(copies)
+
+    def reindex(self, parents: Sequence[int]) -> None:
+        """New row ``i`` is a fork of old row ``parents[i]``, see `RowBlocks.reindex`.
+
+        Raises:
+            ArgumentError: more rows than there is room for, or a forward before that did not complete.
+        """
+        rows = self._rows
+        rows.require_complete()
+        if len(parents) > rows.max_rows:
+            raise ArgumentError(
+                "max_batch_size",
+                f"at least {len(parents)} rows",
+                str(rows.max_rows),
+                "build a larger PagedCache",
+            )
+        if list(parents) == list(range(len(rows.blocks))):
+            return
+        copies = rows.blocks.reindex(parents, rows.lengths())
+        rows.select(parents)
+        self._copy_blocks(copies)
+
+    def _copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        """``(source, destination)`` pairs in every layer's pools."""
+        if copies:
+            mapping = torch.tensor(copies, dtype=torch.int64, device=self._rows.seq_lens.device)
+            for layer in self._layers:
+                if isinstance(layer, PagedLayer):
+                    layer.copy_blocks(mapping)

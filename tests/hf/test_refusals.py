@@ -52,7 +52,10 @@ def test_a_model_that_changes_cached_values_needs_dense() -> None:
     model.set_attn_implementation("torchpaged")
     with pytest.raises(UnsupportedModelError, match="dense=True"):
         model.generate(
-            **inputs, max_new_tokens=6, do_sample=False, past_key_values=PagedCache(model.config, 2, 32)
+            **inputs,
+            max_new_tokens=6,
+            do_sample=False,
+            past_key_values=PagedCache(model.config, 2, 32, dense=False),
         )
     if getattr(model, "_supports_sdpa", True):  # the dense path needs an attention the model can take
         model.set_attn_implementation("eager")

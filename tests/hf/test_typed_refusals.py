@@ -24,7 +24,7 @@ COMPUTING = ["DeepseekV2", "DeepseekV3", "MiniCPM3", "Youtu", "Glm4MoeLite", "Di
 def test_models_that_compute_with_their_cache(stem: str) -> None:
     """Latent attention expands the cached keys, JetMoe repeats them, Doge makes a mask of the values."""
     model = build(stem, implementation="torchpaged")
-    cache = PagedCache(model.config, 2, 32, block_size=4)
+    cache = PagedCache(model.config, 2, 32, block_size=4, dense=False)
     for _ in range(2):  # whoever tries again is refused again
         with pytest.raises(
             UnsupportedModelError,

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
 
 from torchpaged.backends import Choice, Limits, Session
@@ -35,8 +36,10 @@ from torchpaged.custom_ops.errors import (
 )
 from torchpaged.hf.cache_masks import CacheMasks
 from torchpaged.hf.cache_rows import CacheRows, incomplete
+from torchpaged.hf.call_sizes import sizes_of_call
 from torchpaged.hf.chosen_backend import ChosenBackend
 from torchpaged.hf.forward_order import ForwardOrder
+from torchpaged.hf.known_models import NEEDS_DENSE, OWN_ATTENTION
 from torchpaged.hf.layer import SET_UP, PagedLayer
 from torchpaged.hf.masks import mask_token
 from torchpaged.hf.row_changes import RowChanges
@@ -57,9 +60,12 @@ class PagedCache(Cache):
             rows. A row takes its ``ceil(max_seq_len / block_size)`` blocks when its batch arrives.
         backend: a name or "auto"; chosen when the first keys arrive (device and dtype are known then).
         dense: gather keys and values and let SDPA attend: slower, for models that change cached values before
-            attention.
+            attention. None: for those that are known to (`torchpaged.hf.known_models.NEEDS_DENSE`), and for
+            no others.
 
     Attributes:
+        dense: whether keys and values are gathered.
+        dense_reason: why, if nobody asked for it; else empty.
         rows, masks, backend, order: what it is made of.
         paged: the paged ones of its ``layers``.
 
@@ -85,7 +91,7 @@ class PagedCache(Cache):
         block_size: int = 16,
         num_blocks: int | None = None,
         backend: str = "auto",
-        dense: bool = False,
+        dense: bool | None = None,
     ) -> None:
         sizes = {"max_batch_size": max_batch_size, "max_seq_len": max_seq_len, "block_size": block_size}
         for name, size in sizes.items():
@@ -102,7 +108,9 @@ class PagedCache(Cache):
         crosses = any(getattr(c, flag, False) for c in (config, text_config) for flag in flags)
         self._config, self._text_config = config, text_config
         self.name = str(text_config.model_type)
-        self.dense, self.keys_of_queries = dense, not dense and not crosses
+        self.dense_reason = NEEDS_DENSE.get(self.name, "") if dense is None else ""
+        self.dense = bool(self.dense_reason) if dense is None else dense
+        self.keys_of_queries = not self.dense and not crosses
         self.max_seq_len, self.block_size = max_seq_len, block_size
         blocks_per_row = -(-max_seq_len // block_size)
         self.num_blocks = max_batch_size * blocks_per_row + 1 if num_blocks is None else num_blocks
@@ -115,6 +123,43 @@ class PagedCache(Cache):
         self.order = ForwardOrder(self.name, self.paged, crosses)
         self._changes = RowChanges(self.rows, self.layers)
         self._mask_token = mask_token(self)
+
+    @classmethod
+    def for_inputs(
+        cls,
+        model: PreTrainedModel,
+        *,
+        block_size: int = 16,
+        num_blocks: int | None = None,
+        backend: str = "auto",
+        dense: bool | None = None,
+        **call: Any,
+    ) -> PagedCache:
+        """A cache as large as one call of generate() needs.
+
+            call = {**tokenizer(prompts, return_tensors="pt", padding=True), "max_new_tokens": 64,
+            "num_beams": 4} out = model.generate(**call, past_key_values=PagedCache.for_inputs(model, **call))
+
+        Args:
+            model: the model.
+            block_size, num_blocks, backend, dense: as for `PagedCache`.
+            call: generate()'s arguments; what they leave out is taken from ``generation_config`` and from the
+                model's. Of an encoder-decoder model, the decoder's prompt must be among them.
+
+        Raises:
+            ArgumentError: the prompt is missing, or nothing says how many tokens may come.
+            UnsupportedModelError: as `PagedCache`.
+        """
+        rows, tokens = sizes_of_call(model, call)
+        return cls(
+            model.config,
+            rows,
+            tokens,
+            block_size=block_size,
+            num_blocks=num_blocks,
+            backend=backend,
+            dense=dense,
+        )
 
     @property
     def choice(self) -> Choice:
@@ -191,7 +236,9 @@ class PagedCache(Cache):
                 "attn_implementation",
                 "'torchpaged' for a model with a PagedCache",
                 repr(implementation),
-                "call model.set_attn_implementation('torchpaged')",
+                "call torchpaged.hf.attach(model)"
+                if self.name in OWN_ATTENTION
+                else "call model.set_attn_implementation('torchpaged')",
             )
         specs = [layer.attention_spec(self._text_config, key_states, head_dim_v) for layer in self.paged]
         like = (key_states.device, key_states.dtype)
@@ -358,4 +405,5 @@ class PagedCache(Cache):
         return (
             f"{self.num_blocks} blocks of {self.block_size} tokens = {tokens} tokens in {len(self.paged)} "
             f"paged layers, {num_bytes / 2**30:.3f} GiB ({per_token} bytes per token)"
+            + (f"; gathered: {self.name} {self.dense_reason}" if self.dense_reason else "")
         )

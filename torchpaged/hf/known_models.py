@@ -26,6 +26,28 @@ OWN_ATTENTION = frozenset(
         "xglm",
     }
 )
+_LATENT = "expands its cached latents to keys and values before it attends"
+_BIAS = "adds a bias by positions to its scores"
+#: Models that do with their cached keys or values what pools don't allow, and what that is: a `PagedCache`
+#: gathers for them unless it is told otherwise.
+NEEDS_DENSE: dict[str, str] = {
+    "axk1": _LATENT,
+    "bailing_hybrid": _LATENT,
+    "deepseek_v2": _LATENT,
+    "deepseek_v3": _LATENT,
+    "glm4_moe_lite": _LATENT,
+    "kimi_linear": _LATENT,
+    "longcat_flash": _LATENT,
+    "minicpm3": _LATENT,
+    "youtu": _LATENT,
+    "diffllama": "regroups its cached values before it attends",
+    "doge": "makes a mask of its cached values",
+    "jetmoe": "repeats its cached keys and values before it attends",
+    "inkling_text": _BIAS,
+    "mt5": _BIAS,
+    "t5": _BIAS,
+    "umt5": _BIAS,
+}
 #: Models that take a mask for granted where transformers' mask function may return None; theirs is a
 #: placeholder that nothing looks at.
 TAKES_NO_NONE = frozenset({"mpt"})

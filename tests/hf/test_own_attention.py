@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from models import padded_prompts
+from torch._dynamo.exc import Unsupported
 from transformers import StaticCache
 from transformers.models.bloom import modeling_bloom
 from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
@@ -142,3 +143,22 @@ def test_a_static_cache_runs_as_before(name: str) -> None:
 def test_packed_tokens_are_refused() -> None:
     with pytest.raises(UnsupportedModelError, match="BloomForCausalLM ignores.*not as packed tokens"):
         PagedModel(model_of("bloom", "eager"), num_blocks=4)
+
+
+@pytest.mark.parametrize("attached", [False, True])
+def test_a_first_forward_that_is_compiled(attached: bool) -> None:
+    """With as many heads as a block has tokens, a model that was not attached could multiply with the
+    pools."""
+    torch._dynamo.reset()
+    model = model_of("gptj", "torchpaged")
+    if attached:
+        attach(model)
+    cache = PagedCache(model.config, 1, 32, block_size=4)
+    cache.early_initialization(1, 4, 16, torch.float32, torch.device("cpu"))
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    ids = torch.randint(3, 99, (1, 1))
+    with (
+        torch.no_grad(),
+        pytest.raises(Unsupported, match="gptj: the first forward of its cache was compiled"),
+    ):
+        compiled(ids, position_ids=torch.zeros_like(ids), past_key_values=cache)

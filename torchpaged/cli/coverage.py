@@ -43,7 +43,7 @@ def run(
 
     Args:
         names: model types; empty: all.
-        output: JSON file; rows of these versions in it are kept unless ``fresh``.
+        output: JSON file; rows of these versions in it are kept; ``fresh``: but not those of ``names``.
         pages: Markdown file to write at the end, of ``output`` and the tables in ``beside``.
         workers, seconds, compiled: as for `torchpaged.testing.coverage.cover`.
         as_json: print one JSON document and nothing else.
@@ -55,7 +55,7 @@ def run(
 
     console = Console(stderr=as_json)
     chosen, table = _chosen(names), Table()
-    if output.exists() and not fresh:
+    if output.exists():
         before = Table.load(output)
         if before.versions == table.versions:
             table = before

@@ -110,6 +110,12 @@ class PagedCache(Cache):
         self.name = str(text_config.model_type)
         self.dense_reason = NEEDS_DENSE.get(self.name, "") if dense is None else ""
         self.dense = bool(self.dense_reason) if dense is None else dense
+        if self.dense and self.name in OWN_ATTENTION:
+            raise UnsupportedModelError(
+                f"{self.name} masks by the lengths of its own keys, which dense=True makes max_seq_len; "
+                "leave dense "
+                "out, and call torchpaged.hf.attach(model)"
+            )
         self.keys_of_queries = not self.dense and not crosses
         self.max_seq_len, self.block_size = max_seq_len, block_size
         blocks_per_row = -(-max_seq_len // block_size)

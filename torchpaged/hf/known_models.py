@@ -48,6 +48,8 @@ NEEDS_DENSE: dict[str, str] = {
     "t5": _BIAS,
     "umt5": _BIAS,
 }
+#: Models that do arithmetic on what their cache returns, as long as nothing keeps them from it.
+COMPUTES_WITH_KEYS = OWN_ATTENTION | NEEDS_DENSE.keys()
 #: Models that take a mask for granted where transformers' mask function may return None; theirs is a
 #: placeholder that nothing looks at.
 TAKES_NO_NONE = frozenset({"mpt"})

@@ -17,6 +17,7 @@ from torchpaged.backends import AttentionSpec
 from torchpaged.cache import KVLayerSpec, LayerSpec
 from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
 from torchpaged.hf.chosen_backend import ChosenBackend, config_spec
+from torchpaged.hf.known_models import COMPUTES_WITH_KEYS
 from torchpaged.hf.watched_pool import WatchedPool, watch
 from torchpaged.metadata import AttentionMetadata
 
@@ -226,8 +227,10 @@ class PagedLayer(CacheLayerMixin):
         )
         if self.owner.dense:
             return self.owner.gather(self.keys, batch), self.owner.gather(self.values, batch)
-        if not traced and not self._watched:
-            return watch(self.keys, self.owner.name), watch(self.values, self.owner.name)
+        if not self._watched:
+            if not traced:
+                return watch(self.keys, self.owner.name), watch(self.values, self.owner.name)
+            self._require_attended()
         return self.keys, self.values
 
     def _require_own(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -256,6 +259,16 @@ class PagedLayer(CacheLayerMixin):
                         "of the model's config"
                     ),
                 )
+
+    def _require_attended(self) -> None:
+        """In a trace nothing is watched: a model that is known to compute with its keys must have
+        attended."""
+        if self.owner.name in COMPUTES_WITH_KEYS:
+            raise UnsupportedModelError(
+                f"{self.owner.name}: the first forward of its cache was compiled, where torchpaged can't "
+                "see that "
+                "attention takes the pools as they are; run it eagerly, as generate() does"
+            )
 
     def watch_again(self) -> None:
         """The model computed with the pools: whoever tries again is refused again."""

@@ -193,8 +193,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "gemma3n_text": {**_SHARING, "laurel_rank": 8, "activation_sparsity_pattern": [0.0] * 6},
     "gemma4_text": {**_SHARING, "global_head_dim": 32},
     "gemma4_unified_text": {**_SHARING, "global_head_dim": 32},
-    "gemma2": {**_FOUR, "query_pre_attn_scalar": 16},
-    "vaultgemma": {**_FOUR, "query_pre_attn_scalar": 16},
+    "gemma2": {**_FOUR, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 0.5},  # as small as the scores
+    "vaultgemma": {**_FOUR, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 0.5},
     "gemma3_text": {**_TWO_SLIDING, "query_pre_attn_scalar": 16},
     "jamba": {
         **_FOUR,

@@ -124,6 +124,7 @@ def paged_attention_forward(
         logits_soft_cap=0.0 if softcap is None else float(softcap),
         sinks=sinks,
         chunk_size=layer.chunk or 0,
+        **layer.scales,
         **layer.workspace,
     )
     return out.view(batch, query_len, num_heads, value.shape[-1]), None

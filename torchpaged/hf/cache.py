@@ -40,12 +40,17 @@ from torchpaged.hf.call_sizes import sizes_of_call
 from torchpaged.hf.chosen_backend import ChosenBackend
 from torchpaged.hf.forward_order import ForwardOrder
 from torchpaged.hf.known_models import NEEDS_DENSE, OWN_ATTENTION
+from torchpaged.hf.kv_scales import KVScales, Scales, require_paged
 from torchpaged.hf.layer import SET_UP, PagedLayer
 from torchpaged.hf.masks import mask_token
 from torchpaged.hf.row_changes import RowChanges
 from torchpaged.hf.support import require_made_by_user, require_paged_layers, require_supported_config
-from torchpaged.hf.template import paged_layers
+from torchpaged.hf.template import HybridPagedLayer, paged_layers
 from torchpaged.metadata import AttentionMetadata
+
+
+def _keeps_kv(layer: PagedLayer) -> bool:
+    return type(layer) in (PagedLayer, HybridPagedLayer)
 
 
 class PagedCache(Cache):
@@ -63,17 +68,19 @@ class PagedCache(Cache):
             attention. None: for those that are known to (`torchpaged.hf.known_models.NEEDS_DENSE`), and for
             no others.
 
+        kv_dtype: of the pools: "fp8_e4m3" or "fp8_e5m2", or torch's dtype of that name; None: the keys'.
+        kv_scales: of fp8 pools: "head" or "tensor", found in the first forward's keys and values, one per kv
+            head or one per layer, and kept until the cache is gone; or for each paged layer ``(k_scale,
+            v_scale)``, as the attribute of this name holds them.
+
     Attributes:
         dense: whether keys and values are gathered.
         dense_reason: why, if nobody asked for it; else empty.
         rows, masks, backend, order: what it is made of.
         paged: the paged ones of its ``layers``.
 
-    The pools have the dtype of the keys; fp8 pools are for `torchpaged.PagedAttention` and the checked
-    functions so far.
-
     Raises:
-        ArgumentError: a size below 1.
+        ArgumentError: a size below 1, or another ``kv_dtype`` or form of ``kv_scales``.
         UnsupportedModelError: the config's model ignores the attention interface.
     """
 
@@ -92,6 +99,8 @@ class PagedCache(Cache):
         num_blocks: int | None = None,
         backend: str = "auto",
         dense: bool | None = None,
+        kv_dtype: str | torch.dtype | None = None,
+        kv_scales: str | Scales = "head",
     ) -> None:
         sizes = {"max_batch_size": max_batch_size, "max_seq_len": max_seq_len, "block_size": block_size}
         for name, size in sizes.items():
@@ -120,6 +129,9 @@ class PagedCache(Cache):
         self.max_seq_len, self.block_size = max_seq_len, block_size
         blocks_per_row = -(-max_seq_len // block_size)
         self.num_blocks = max_batch_size * blocks_per_row + 1 if num_blocks is None else num_blocks
+        self.kv = KVScales(kv_dtype, kv_scales, len(self.paged))
+        if self.kv.dtype is not None:
+            require_paged(self.name, self._not_of_fp8())
         limits = Limits(
             max_batch_size, max_batch_size * max_seq_len, blocks_per_row, self.num_blocks, block_size
         )
@@ -139,6 +151,8 @@ class PagedCache(Cache):
         num_blocks: int | None = None,
         backend: str = "auto",
         dense: bool | None = None,
+        kv_dtype: str | torch.dtype | None = None,
+        kv_scales: str | Scales = "head",
         **call: Any,
     ) -> PagedCache:
         """A cache as large as one call of generate() needs.
@@ -148,7 +162,7 @@ class PagedCache(Cache):
 
         Args:
             model: the model.
-            block_size, num_blocks, backend, dense: as for `PagedCache`.
+            block_size, num_blocks, backend, dense, kv_dtype, kv_scales: as for `PagedCache`.
             call: generate()'s arguments; what they leave out is taken from ``generation_config`` and from the
                 model's. Of an encoder-decoder model, the decoder's prompt must be among them.
 
@@ -165,7 +179,24 @@ class PagedCache(Cache):
             num_blocks=num_blocks,
             backend=backend,
             dense=dense,
+            kv_dtype=kv_dtype,
+            kv_scales=kv_scales,
         )
+
+    def _not_of_fp8(self) -> set[str]:
+        own = {
+            f"layer {layer.index} is a {type(layer).__name__}" for layer in self.paged if not _keeps_kv(layer)
+        }
+        return own | (
+            {f"its keys are gathered ({self.dense_reason or 'dense=True'})"} if self.dense else set()
+        )
+
+    @property
+    def kv_scales(self) -> list[tuple[Tensor, Tensor]]:
+        """``(k_scale, v_scale)`` of each paged layer, float32 ``[1]`` or ``[num_kv_heads]``: for a file, and
+        for the next cache's argument of this name. Empty where there are none, or none yet."""
+        found = [layer.scales for layer in self.paged]
+        return [(scales["k_scale"], scales["v_scale"]) for scales in found] if all(found) else []
 
     @property
     def choice(self) -> Choice:
@@ -264,6 +295,12 @@ class PagedCache(Cache):
         graph)."""
         if self.dense:
             self.order.require_masks_asked()
+        if self.kv.dtype is not None and not layer.scales:
+            raise UnsupportedModelError(
+                f"{self.name}: the first keys of a cache with fp8 pools come in compiled or fused code, "
+                "where no "
+                "scales can be found; run a forward eagerly and unfused before, or give kv_scales"
+            )
         self.order.enter(layer, query_len)
         if not torch.compiler.is_compiling() and not layer.has_written:
             self.first_use(layer)

@@ -30,7 +30,12 @@ from torchpaged.custom_ops.errors import BackendUnavailableError
 
 
 def config_spec(
-    config: Any, layer: Any, key_states: Tensor, head_dim_v: int | None, block_size: int
+    config: Any,
+    layer: Any,
+    key_states: Tensor,
+    head_dim_v: int | None,
+    block_size: int,
+    kv_dtype: torch.dtype | None = None,
 ) -> AttentionSpec:
     """What a `PagedLayer` will ask for, as far as the config and the first keys ``[batch, num_kv_heads, *,
     head_dim]`` tell."""
@@ -43,6 +48,7 @@ def config_spec(
         head_dim=head_dim,
         head_dim_v=head_dim_v,
         block_size=block_size,
+        kv_dtype=kv_dtype,
         window_size=(-1 if layer.window is None else layer.window - 1, -1),
         chunk_size=layer.chunk,
         logits_soft_cap=getattr(config, "attn_logit_softcapping", None),

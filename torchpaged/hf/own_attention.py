@@ -60,7 +60,7 @@ def _attn(scaling: Callable[[Any], float], window: Callable[[Any], int | None]) 
     """`_attn` of a module: ``(query, key, value, attention_mask) -> (out [batch, heads, query_len, head_dim],
     weights)``."""
 
-    def make(module: nn.Module) -> tuple[str, Callable[..., Any]]:
+    def make(module: Any) -> tuple[str, Callable[..., Any]]:
         plain, factor, size = module._attn, scaling(module), window(module)
 
         def attn(
@@ -104,7 +104,7 @@ def _roformer(module: Any, hidden_states: Tensor, given: dict[str, Any]) -> Head
     if positions is None:
         return query, key, value
     if module.rotary_value:
-        return module.apply_rotary_position_embeddings(positions, query, key, value)  # type: ignore[no-any-return]
+        return module.apply_rotary_position_embeddings(positions, query, key, value)
     return (*module.apply_rotary_position_embeddings(positions, query, key), value)
 
 
@@ -121,7 +121,7 @@ def _bart(module: Any, hidden_states: Tensor, given: dict[str, Any]) -> Heads:
 
 
 def _bloom(module: Any, hidden_states: Tensor, given: dict[str, Any]) -> Heads:
-    return module._reshape(module.query_key_value(hidden_states))  # type: ignore[no-any-return]
+    return module._reshape(module.query_key_value(hidden_states))
 
 
 def _mpt(module: Any, hidden_states: Tensor, given: dict[str, Any]) -> Heads:
@@ -143,7 +143,7 @@ def _falcon_split(module: Any, fused: Tensor) -> Heads:
     """``[batch, query_len, heads, head_dim]`` each, keys and values once per group, as the pools keep
     them."""
     if not module.new_decoder_architecture:
-        return module._split_heads(fused)  # type: ignore[no-any-return]
+        return module._split_heads(fused)
     groups = fused.unflatten(-1, (-1, module.num_heads // module.num_kv_heads + 2, module.head_dim))
     return groups[..., :-2, :].flatten(2, 3), groups[..., -2, :], groups[..., -1, :]
 

@@ -95,7 +95,8 @@ def rows() -> list[Row]:
     right = {"generate": "right", "compiled": "right"}
     return [
         Row("llama", "full", "paged", right, 1, "", 1.5),
-        Row("zaya", "linear", "refused", {}, None, "a | b", 0.1),
+        Row("zaya", "linear", "refused", {}, None, "zaya: a | b", 0.1),
+        Row("jamba", "linear", "refused", {}, None, "JambaForCausalLM a | b", 0.1),
     ]
 
 
@@ -107,7 +108,7 @@ def test_the_table_as_a_file(tmp_path: Path) -> None:
         "paged": 1,
         "dense": 0,
         "no cache": 0,
-        "refused": 1,
+        "refused": 2,
         "wrong": 0,
         "broken": 0,
         "one graph": 1,
@@ -120,8 +121,9 @@ def test_the_table_as_a_file(tmp_path: Path) -> None:
 def test_the_table_as_a_page() -> None:
     table = Table(rows={row.model_type: row for row in rows()})
     lines = markdown([table]).splitlines()
-    assert "| llama | full | paged | 1 |  |" in lines and "| zaya | linear | refused |  | a / b |" in lines
-    assert any(line.endswith("| 2 | 1 | 0 | 0 | 1 | 0 | 0 | 1 |") for line in lines)
+    assert "| llama | full | paged | 1 |" in lines and "| zaya | linear | refused |  |" in lines
+    assert lines[-1] == "- jamba, zaya: `a | b`" and max(map(len, lines)) <= 110
+    assert any(line.endswith("| 3 | 1 | 0 | 0 | 2 | 0 | 0 | 1 |") for line in lines)
 
 
 def test_the_command_goes_on_where_it_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import textwrap
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -85,9 +87,20 @@ def _cells(row: Row | None) -> tuple[str, str]:
     ) else ""
 
 
-def _short(text: str, length: int = 160) -> str:
-    text = text.replace("|", "/").replace("<", "(").replace(">", ")")
-    return text if len(text) <= length else text[: length - 1].rsplit(" ", 1)[0] + " …"
+def _reasons(table: Table) -> list[str]:
+    """Those of a table as items of a list, architectures of one reason together."""
+    found: dict[str, list[str]] = {}
+    for name, row in sorted(table.rows.items()):
+        if row.reason:
+            # What names the model itself is not a reason of several.
+            text = re.sub(rf"^(\w+ForCausalLM|{re.escape(name)}:?) ", "", " ".join(row.reason.split()))
+            found.setdefault(textwrap.shorten(text, 240, placeholder=" …"), []).append(name)
+    items = [f"- {', '.join(names)}: `{text.replace('`', '')}`" for text, names in found.items()]
+    return [
+        line
+        for item in items
+        for line in textwrap.wrap(item, 110, subsequent_indent="  ", break_on_hyphens=False)
+    ]
 
 
 def _line(cells: Iterable[object]) -> str:
@@ -95,8 +108,7 @@ def _line(cells: Iterable[object]) -> str:
 
 
 def markdown(tables: Sequence[Table]) -> str:
-    """The page of one or several tables; the first one's reasons are shown, another's where the first has
-    none.
+    """The page of one or several tables: counts, a line for each architecture, and the reasons.
 
     Args:
         tables: of different versions of transformers.
@@ -107,36 +119,18 @@ def markdown(tables: Sequence[Table]) -> str:
     ]
     lines = [
         _HEAD.format(tolerance=TOLERANCE),
-        _line(["", "architectures", *MODES, "one graph"]),
+        _line(["", "all", *MODES, "one graph"]),
         _line(["---"] + ["--:"] * (len(MODES) + 2)),
     ]
     for name, table in zip(names, tables, strict=True):
         lines.append(_line([name, len(table.rows), *table.counts().values()]))
     short = [table.versions["transformers"].rsplit(".", 1)[0] for table in tables]
-    lines += [
-        "",
-        _line(
-            [
-                "architecture",
-                "layers",
-                *(f"{head} {s}" for s in short for head in ("mode", "graphs")),
-                "reason",
-            ]
-        ),
-    ]
-    lines.append(_line(["---"] * (3 + 2 * len(tables))))
+    heads = [f"{head} {version}" for version in short for head in ("mode", "graphs")]
+    lines += ["", _line(["architecture", "layers", *heads]), _line(["---"] * (2 + 2 * len(tables)))]
     for model_type in sorted({name for table in tables for name in table.rows}):
         rows = [table.rows.get(model_type) for table in tables]
-        reasons = [row.reason for row in rows if row is not None and row.reason]
         kind = next(row.kind for row in rows if row is not None)
-        lines.append(
-            _line(
-                [
-                    model_type,
-                    kind,
-                    *(cell for row in rows for cell in _cells(row)),
-                    _short(reasons[0] if reasons else ""),
-                ]
-            )
-        )
+        lines.append(_line([model_type, kind, *(cell for row in rows for cell in _cells(row))]))
+    for name, table in zip(names, tables, strict=True):
+        lines += ["", f"## Why not paged, or not compiled: {name}", *_reasons(table)]
     return "\n".join(lines) + "\n"

@@ -28,7 +28,7 @@ CALLS: dict[str, tuple[dict[str, Any], tuple[int, int]]] = {
         {"generation_config": GenerationConfig(max_new_tokens=4, do_sample=False), "max_new_tokens": 6},
         (2, 26),
     ),
-    "assisted": ({**GREEDY, "prompt_lookup_num_tokens": 3}, (1, 25)),
+    "assisted": ({**GREEDY, "prompt_lookup_num_tokens": 3}, (1, 28)),
 }
 
 

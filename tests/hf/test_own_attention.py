@@ -162,3 +162,25 @@ def test_a_first_forward_that_is_compiled(attached: bool) -> None:
         pytest.raises(Unsupported, match="gptj: the first forward of its cache was compiled"),
     ):
         compiled(ids, position_ids=torch.zeros_like(ids), past_key_values=cache)
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "beams": {"num_beams": 3},
+    "a prompt in chunks": {"prefill_chunk_size": 6},
+    "prompt lookup": {"prompt_lookup_num_tokens": 3},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", ["bloom", "falcon", "gpt_neo", "mpt", "trocr"])
+def test_other_ways_to_generate(name: str, way: str) -> None:
+    """Left-padded, where more than one row may be; rows that copy blocks, and tokens that are taken back."""
+    model, inputs = model_of(name, "eager"), padded_prompts()
+    if way == "prompt lookup":
+        inputs = {key: value[1:] for key, value in inputs.items()}
+    greedy: dict[str, Any] = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": None}
+    call = {**inputs, **greedy, **WAYS[way]}
+    want = model.generate(**{key: value for key, value in call.items() if key != "prefill_chunk_size"})
+    attach(model)
+    cache = PagedCache.for_inputs(model, **call, block_size=4)
+    assert torch.equal(model.generate(**call, past_key_values=cache), want)

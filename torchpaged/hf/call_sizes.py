@@ -57,4 +57,5 @@ def sizes_of_call(model: PreTrainedModel, call: Mapping[str, Any]) -> tuple[int,
             "give it here and to generate() alike",
         )
     tokens = length + new if new is not None else max(most or 0, length)
-    return batch * copies, tokens
+    # Prompt lookup proposes that many tokens at the end, too, and takes back what is too much.
+    return batch * copies, tokens + (_option(model, call, "prompt_lookup_num_tokens") or 0)

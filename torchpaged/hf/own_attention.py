@@ -50,6 +50,7 @@ def _slopes(module: Any, num_heads: int, device: torch.device) -> Tensor:
     if slopes is None or slopes.device != device:
         with torch.inference_mode(False):
             slopes = torch.tensor(alibi_slopes(num_heads), dtype=torch.float32, device=device)
+        torch._dynamo.mark_static_address(slopes, guard=False)
         setattr(module, _SLOPES, slopes)
     return slopes
 

@@ -1,4 +1,5 @@
-"""Attached models and fp8 caches on a GPU: logits of eager attention, one compiled graph, no skipped CUDA graphs."""
+"""Attached models and fp8 caches on a GPU: logits of eager attention, one compiled graph, no skipped CUDA
+graphs."""
 
 from __future__ import annotations
 

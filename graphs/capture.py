@@ -91,9 +91,8 @@ class CudaCapture:
         cause: BaseException | None = None
         try:
             with (
-                torch.cuda.stream(
-                    current
-                ),  # the next one leaves its stream current where it ends in an error
+                # The next one leaves its stream current where it ends in an error.
+                torch.cuda.stream(current),
                 torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode=self._error_mode),
             ):
                 try:
@@ -175,11 +174,8 @@ def synchronises(func: Any, args: tuple[Any, ...]) -> bool:
     name = func._schema.name
     if name in _SYNCHRONISING or (name == "aten::repeat_interleave" and "Tensor" in func._overloadname):
         return True
-    if name in (
-        "aten::index",
-        "aten::index_put",
-        "aten::index_put_",
-    ):  # a boolean index counts its true values
+    # A boolean index counts its true values.
+    if name in ("aten::index", "aten::index_put", "aten::index_put_"):
         return any(
             isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8) for index in args[1] or ()
         )

@@ -149,8 +149,7 @@ class PackedBuffers:
         for query_len, seq_len, blocks in zip(query_lens, seq_lens, block_tables, strict=True):
             positions += range(seq_len - query_len, seq_len)
             slots += slots_between(seq_len - query_len, seq_len, blocks, self.block_size)
-            table += blocks
-            table += [0] * (self.max_blocks_per_req - len(blocks))
+            table += FIELDS["block_table"].pad(blocks, self.max_blocks_per_req)
         values = (
             input_ids,
             positions,

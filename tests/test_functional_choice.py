@@ -13,7 +13,7 @@ import torch
 
 import torchpaged
 from torchpaged import ArgumentError, BackendUnavailableError, PagedAttention, use_backend
-from torchpaged.backends import Backend, get_backend, register_backend
+from torchpaged.backends import Backend, Planning, get_backend, register_backend
 from torchpaged.backends import selector as selector_module
 from torchpaged.custom_ops import BACKEND_OPS, BackendOps
 
@@ -178,40 +178,83 @@ def test_what_the_choice_declares_is_asked(mine: Counting) -> None:
         ({"alibi": False}, {"alibi_slopes": torch.ones(4)}, "alibi"),
         ({"dtypes": (torch.bfloat16,)}, {}, "dtype float32"),
         ({"kv_dtypes": (torch.bfloat16,)}, {}, "kv dtype float32"),
+        ({"head_dims": (64,)}, {}, "head_dim 16 is not one of"),
+        ({"block_sizes": (16,)}, {}, "block_size 4 is not one of"),
+        ({"planning": Planning.EVERY_STEP}, {}, r"plans.*workspace=session.workspace\(spec\)"),
     ],
 )
 @pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("by", ["use_backend", "ops"])
 def test_what_the_choice_declares_is_asked_while_a_call_is_traced(
-    declared: dict[str, Any], asked: dict[str, Any], reason: str, dynamic: bool, mine: Counting
+    declared: dict[str, Any], asked: dict[str, Any], reason: str, dynamic: bool, by: str, mine: Counting
 ) -> None:
     """Compiled code would hand the feature to a backend that does not look at it."""
     called = mine(**declared)
+    given = {"ops": get_backend("mine").ops} if by == "ops" else {}
     torch._dynamo.reset()
 
     @torch.compile(fullgraph=True, dynamic=dynamic, backend="eager")
-    def call(given: dict[str, Any], options: dict[str, Any]) -> Any:
-        return torchpaged.paged_attention(**given, **options)
+    def call(arguments: dict[str, Any], options: dict[str, Any]) -> Any:
+        return torchpaged.paged_attention(**arguments, **options, **given)
 
-    with use_backend("mine"), pytest.raises(Exception, match=reason):
+    with use_backend("auto" if by == "ops" else "mine"), pytest.raises(Exception, match=reason):
         call(arguments()["paged_attention"], asked)
     assert not called
 
 
-def test_the_automatic_choice_is_the_modules(mine: Counting) -> None:
-    """A registered one that comes first; on to the next where it declares a feature away; fp8 pools on a CPU
-    as the module has them."""
-    called = mine(automatic=True, window=False)
-    torchpaged.paged_attention(**arguments()["paged_attention"])
-    assert called == ["paged_attention"]
-    torchpaged.paged_attention(**arguments()["paged_attention"], window_size=(1, -1))
+def test_ops_of_two_backends_run_what_one_of_them_declares(mine: Counting) -> None:
+    """Handles do not say whose they are, once they are in a trace; and those that nobody registered are not
+    asked at all."""
+    torch._dynamo.reset()
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def call(given: dict[str, Any], ops: BackendOps) -> Any:
+        return torchpaged.paged_attention(**given, window_size=(1, -1), ops=ops)
+
+    given, called = arguments()["paged_attention"], mine(window=False)
+    able, foreign = get_backend("reference"), get_backend("mine").ops._replace(linear=print)
+    unable = dataclasses.replace(able.capabilities, window=False)
+    register_backend(Backend("other", unable, able.ops, lambda: None))
+    expected = torchpaged.paged_attention(**given, window_size=(1, -1))
+    for ops in (able.ops, foreign):
+        torch.testing.assert_close(call(given, ops), expected)
     assert called == ["paged_attention"]
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("function", ["write_kv", "rope_write_kv", "paged_attention"])
-def test_fp8_pools_on_a_cpu_run_where_the_module_runs_them(function: str) -> None:
+def test_the_automatic_choice_is_the_modules(function: str, compiled: bool, mine: Counting) -> None:
+    """A registered one that comes first; on to the next where it declares something away."""
+    torch._dynamo.reset()
+    call = getattr(torchpaged, function)
+    if compiled:
+        call = torch.compile(call, fullgraph=True, dynamic=True, backend="eager")
+    called = mine(automatic=True, window=False, block_sizes=(4,))
+    module = PagedAttention(4, 16, 2, block_size=4, dtype=torch.float32)
+    assert module.choice.name == "mine"
+    call(**arguments()[function])
+    assert called == [function]
+    if function == "paged_attention":
+        call(**arguments()[function], window_size=(1, -1))
+    other = arguments()[function]
+    for name in ("k_cache", "v_cache"):
+        other[name] = torch.zeros(4, 8, 2, 16)
+    if "slot_mapping" in other:
+        other["slot_mapping"] = other["slot_mapping"] + 8
+    call(**other)
+    assert called == [function], "it declares neither windows nor blocks of 8"
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("function", ["write_kv", "rope_write_kv", "paged_attention"])
+def test_fp8_pools_on_a_cpu_run_where_the_module_runs_them(function: str, compiled: bool) -> None:
+    torch._dynamo.reset()
     module = PagedAttention(4, 16, 2, kv_dtype=torch.float8_e4m3fn, dtype=torch.float32)
     assert module.choice.name == "reference"
     call, given = getattr(torchpaged, function), arguments(kv_dtype=torch.float8_e4m3fn)[function]
+    if compiled:
+        torch.compile(call, fullgraph=True, backend="eager")(**given)
+        return
     if get_backend("cpu").unavailable() is None:
         with (
             use_backend("cpu"),

@@ -43,7 +43,15 @@ from torchpaged import (
     PagedAttention,
     PlanError,
 )
-from torchpaged.backends import Backend, GraphSupport, Planning, Session, get_backend, register_backend
+from torchpaged.backends import (
+    Backend,
+    GraphSupport,
+    HostLengths,
+    Planning,
+    Session,
+    get_backend,
+    register_backend,
+)
 from torchpaged.backends import selector as selector_module
 from torchpaged.backends import semaphore as semaphore_module
 from torchpaged.custom_ops import BACKEND_OPS
@@ -200,6 +208,33 @@ def test_a_plan_of_shapes_alone_is_made_once_at_each_capture() -> None:
         gpt(fed([1] * 3, [7] * 3), batch([1] * 3, [7] * 3))
 
 
+def test_a_layer_that_comes_later_is_planned_for_every_shape() -> None:
+    """Plans of shapes that were made before it do not know it: they are refused, not run."""
+
+    class OfShapes(Session):
+        seen: ClassVar[list[tuple[int, int]]] = []
+
+        def _plan(self, planned: Any, host: Any) -> None:
+            self.seen.append((planned.seq_lens.shape[0], len(self._workspaces)))
+
+    reference = get_backend("reference")
+    able = dataclasses.replace(reference.capabilities, planning=Planning.AT_CAPTURE)
+    backend = Backend("shapes", able, reference.ops, lambda: None, OfShapes)
+    session, spec = backend.open([], LIMITS, "cpu"), PagedAttention(HEADS, DIM, KV_HEADS).spec
+    session.workspace(spec)
+    one, two = batch([1], [3]), batch([1, 1], [3, 3])
+    session.plan(one)
+    session.plan(two)
+    session.require(one)
+    session.workspace(dataclasses.replace(spec, head_dim=2 * spec.head_dim))
+    assert OfShapes.seen == [(1, 1), (2, 1), (2, 2)]
+    session.require(two)
+    with pytest.raises(PlanError):
+        session.require(one)
+    session.plan(one)
+    session.require(one)
+
+
 def test_packed_prefills_are_captured(session: PlanningSession) -> None:
     gpt = GPT(session)
 
@@ -237,6 +272,22 @@ def test_a_forgotten_plan_raises_before_anything_is_written(session: PlanningSes
     first.seq_lens[0] = 1  # in place: the host can't see it
     with pytest.raises(RuntimeError, match="plan: expected one for this batch"):
         gpt(fed([2, 2], [2, 2]), first)
+
+
+def test_lengths_of_the_host_that_are_not_the_batch_s(
+    session: PlanningSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    metadata = batch([2, 1], [5, 3])
+    monkeypatch.setenv("TORCHPAGED_CHECK", "1")
+    session.plan(metadata, HostLengths([2, 1], [5, 3]))
+    for host, said in (
+        (HostLengths([2, 1], [5, 4]), r"host\.seq_lens: expected \[5, 3\], as the batch says, got \[5, 4\]"),
+        (HostLengths([1, 2], [5, 3]), r"host\.query_lens: expected \[2, 1\]"),
+        (HostLengths([2], [5]), r"host\.seq_lens"),
+    ):
+        with pytest.raises(ArgumentError, match=said):
+            session.plan(metadata, host)
+    assert session.planned is metadata and session.plans_made == 1, "the plan before it stays"
 
 
 def test_a_runner_that_does_not_know_the_session_can_not_capture(session: PlanningSession) -> None:
@@ -316,8 +367,8 @@ def test_several_steps_per_launch_can_not_be_planned(
 
 
 def test_a_huggingface_cache(planning: str, make_llama: Any) -> None:
-    """`generate()` plans by itself, once per forward; a forward that is compiled by hand has no place for a
-    plan, and says so."""
+    """`generate()` plans by itself, once per forward and from the host's lengths, which the session compares
+    with the device's; a forward that is compiled by hand has no place for a plan, and says so."""
     from torchpaged.hf import PagedCache
 
     torch._dynamo.reset()
@@ -331,7 +382,13 @@ def test_a_huggingface_cache(planning: str, make_llama: Any) -> None:
     model.set_attn_implementation("torchpaged")
     cache: Any = PagedCache(model.config, 2, 32, block_size=4, backend=planning)
     assert torch.equal(model.generate(**inputs, **options, past_key_values=cache), want)
-    assert cache.session.plans_made == 8, "one for each forward"
+    assert cache.session.plans_made == cache.session.plans_from_host == 8, "one for each forward"
+    with torch.no_grad():
+        for removed, more in ((-2, 1), (-9, 3)):  # the second one takes back padding too
+            cache.crop(removed)
+            cache.reorder_cache(torch.tensor([1, 0]))
+            model(want[:, -more:], past_key_values=cache)
+    assert cache.session.plans_made == cache.session.plans_from_host == 10
     step = torch.compile(model, backend="eager", fullgraph=True)
     with torch.no_grad(), pytest.raises(Exception, match="plans every step outside compiled code"):
         step(want[:, -1:], position_ids=torch.tensor([[10], [12]]), past_key_values=cache)

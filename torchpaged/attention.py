@@ -21,14 +21,39 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchpaged.backends import Choice, Limits, Session, attention_spec, select_backend
+from torchpaged.backends import (
+    Capabilities,
+    Choice,
+    GraphSupport,
+    Limits,
+    Session,
+    attention_spec,
+    get_backend,
+    select_backend,
+)
 from torchpaged.cache import LayerKVCache
-from torchpaged.custom_ops import check_native_dtype
+from torchpaged.custom_ops import BACKEND_OPS, check_native_dtype
 from torchpaged.custom_ops.attention.check import check_options, check_paged_attention
 from torchpaged.custom_ops.cache_write.check import check_write_kv
 from torchpaged.custom_ops.checks import check_tensors, is_int, refuse_grad
 from torchpaged.custom_ops.errors import ArgumentError, BackendUnavailableError
+from torchpaged.custom_ops.pools import FLOATS, FP8
 from torchpaged.metadata import AttentionMetadata
+
+#: What shapes may be tried with on the meta device: everything.
+_META = Capabilities(
+    device_types=("meta",),
+    dtypes=FLOATS,
+    kv_dtypes=(*FLOATS, *FP8),
+    graph_support=GraphSupport.ALWAYS,
+)
+
+
+def _numbers(values: Sequence[float] | Tensor | None) -> list[float] | None:
+    """On the host; None where there are none."""
+    if isinstance(values, Tensor):
+        return None if values.is_meta else [float(value) for value in values.flatten().tolist()]
+    return None if values is None else [float(value) for value in values]
 
 
 class PagedAttention(nn.Module):
@@ -57,10 +82,12 @@ class PagedAttention(nn.Module):
             ones, which take the session as it is, must not.
         session: an open one that several modules share, in place of ``backend`` and ``limits``; their calls
             must not overlap on different streams.
-        device, dtype: as for any module; default torch's.
+        device, dtype: as for any module; default torch's. On the meta device no backend is chosen, until the
+            module gets a real one: by ``to_empty``, or, where loaders assign its tensors one by one, at its
+            first eager forward. ``alibi_slopes`` and ``sinks`` that were given as numbers are filled in then.
 
     Attributes:
-        choice: the `Choice`: which backend runs and why.
+        choice: the `Choice`: which backend runs and why; named "meta" where there is none yet.
         spec: what the module asks of it.
         session: what that backend keeps open for it.
 
@@ -134,6 +161,9 @@ class PagedAttention(nn.Module):
         self._limits, self._given = Limits() if limits is None else limits, session
         # an empty buffer that knows where the module lives, since there may be no parameter to ask
         self.register_buffer("_home", torch.empty(0, device=device, dtype=dtype), persistent=False)
+        # numbers that a buffer on the meta device can't hold
+        per_head = {"sinks": sinks, "alibi_slopes": alibi_slopes} if self._home.is_meta else {}
+        self._numbers = {name: _numbers(values) for name, values in per_head.items()}
         self.register_buffer("sinks", self._per_head("sinks", sinks, self._home.dtype))
         self.register_buffer("alibi_slopes", self._per_head("alibi_slopes", alibi_slopes, torch.float32))
         self._choose()
@@ -166,8 +196,14 @@ class PagedAttention(nn.Module):
             chunk_size=self.chunk_size,
             scale=self.scale,
         )
-        if self._given is None:
-            self.choice: Choice = select_backend(spec, self.requested_backend)
+        self._on_meta = self._home.is_meta
+        if self._on_meta:
+            if self.requested_backend != "auto":
+                get_backend(self.requested_backend)
+            self.choice: Choice = Choice("meta", "none yet: chosen when the module gets a real device")
+            self._use(Session("meta", _META, BACKEND_OPS["default"], [spec], self._limits, spec.device))
+        elif self._given is None:
+            self.choice = select_backend(spec, self.requested_backend)
             self._use(self.choice.backend.open([spec], self._limits, self._home.device))
         else:
             self.choice = Choice(self._given.name, "session= was given")
@@ -193,18 +229,46 @@ class PagedAttention(nn.Module):
         chosen_on = state.pop("_chosen_on")
         super().__setstate__(state)
         self._given = None
-        backend = self.choice.backend
-        if self._home.device.type == chosen_on and backend.unavailable() is None:
-            self._use(backend.open([self.spec], self._limits, self._home.device))
-        else:
+        if self._on_meta or self._home.device.type != chosen_on or self.choice.backend.unavailable():
             self._choose()
+        else:
+            self._use(self.choice.backend.open([self.spec], self._limits, self._home.device))
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> PagedAttention:
-        super()._apply(fn, recurse)
+        home, was_meta = self._home, [name for name in self._numbers if self._is_meta(name)]
+        self._buffers["_home"] = None
+        try:
+            super()._apply(fn, recurse)
+        finally:
+            self._buffers["_home"] = home
+        try:
+            self._home = fn(home)
+        except NotImplementedError:  # there is nothing in it that could be lost with the meta device
+            self._home = fn(torch.empty(0, dtype=home.dtype, device="cpu"))
         if self.alibi_slopes is not None:  # slopes stay float32 when the module becomes bf16
             self.alibi_slopes = self.alibi_slopes.float()
+        self._fill(was_meta)
         self._choose()
         return self
+
+    def _is_meta(self, name: str) -> bool:
+        buffer = getattr(self, name)
+        return buffer is not None and buffer.is_meta
+
+    def _fill(self, names: Sequence[str]) -> None:
+        """Numbers that were given, into buffers that left the meta device without them."""
+        for name in names:
+            if self._numbers[name] is not None and not self._home.is_meta:
+                dtype = torch.float32 if name == "alibi_slopes" else self._home.dtype
+                setattr(self, name, self._per_head(name, self._numbers[name], dtype))
+
+    def _settle(self, query: Tensor) -> None:
+        """Choose where nobody told the module that it left the meta device: loaders replace tensors one by
+        one, and do not know those that are in no state dict."""
+        if self._home.is_meta:
+            self._home = torch.empty(0, device=query.device, dtype=query.dtype)
+        self._fill([name for name in self._numbers if self._is_meta(name)])
+        self._choose()
 
     def forward(
         self,
@@ -238,6 +302,13 @@ class PagedAttention(nn.Module):
         pools = kv_cache if isinstance(kv_cache, LayerKVCache) else LayerKVCache(*kv_cache)
         if (key is None) != (value is None):
             raise ArgumentError("key, value", "both or neither", f"key {'None' if key is None else 'given'}")
+        if self._on_meta and query.device.type != "meta":
+            if torch.compiler.is_compiling():  # dynamo can't make an ArgumentError
+                raise ValueError(
+                    "PagedAttention: expected a backend, got a module that was built on the meta device and "
+                    "whose tensors were assigned; call model.to(device), or one forward, before compiling it"
+                )
+            self._settle(query)
         if not torch.compiler.is_compiling():
             check_tensors(query=query, k_cache=pools.k_cache, v_cache=pools.v_cache)
             if key is not None:

@@ -8,13 +8,15 @@ the automatic choice; one that was asked for and can't serve a call raises with 
 ``ops=BACKEND_OPS[name]`` runs one backend's kernels whatever was asked for.
 
 Under ``torch.compile`` they trace to one op call (and one allocation). The backend is chosen when the call is
-traced, as a module's is at its construction, and the compiled code keeps it; the checks run in eager mode
-only. Inference only: they refuse inputs that require grad.
+traced, by the same rules, and the compiled code keeps it; heads, widths and block size are constants of it.
+``ops`` are held to what their backend declares there, too; a backend that plans needs a workspace. The checks
+of tensors run in eager mode only. Inference only: they refuse inputs that require grad.
 """
 
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -22,7 +24,6 @@ import torch
 from torch import Tensor
 
 from torchpaged.backends import AttentionSpec, Backend, Limits, attention_spec, backend_of
-from torchpaged.backends.capabilities import used_features
 from torchpaged.backends.ops_choice import choose_ops, traced_ops
 from torchpaged.custom_ops import BACKEND_OPS, BackendOps, check_native_dtype
 from torchpaged.custom_ops.attention.check import (
@@ -90,7 +91,7 @@ def write_kv(
         ops = choose_ops(k.device, _written_for(k, v, k_cache)) if ops is None else ops
         check_native_dtype(ops.write_kv, k_cache=k_cache)
     elif ops is None:
-        ops = traced_ops(k.device.type)
+        ops = traced_ops(k.device, _traced(k, k_cache, v), planned=True)
     ops.write_kv(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale, are_query_tokens=are_query_tokens)
 
 
@@ -188,7 +189,7 @@ def rope_write_kv(
         )
         ops = choose_ops(q.device, _written_for(k, v, k_cache)) if ops is None else ops
     elif ops is None:
-        ops = traced_ops(q.device.type)
+        ops = traced_ops(q.device, _traced(k, k_cache, v), planned=True)
     ops.rope_write_kv(
         q,
         k,
@@ -362,17 +363,14 @@ def paged_attention(
                 kept = _planned_once(
                     backend, spec, block_table, seq_lens, query_start_loc, max_query_len, k_cache
                 )
-    elif ops is None:
-        features = used_features(
-            causal=causal,
-            window=tuple(window_size) != (-1, -1),
-            soft_cap=soft_cap,
-            alibi=alibi_slopes is not None,
-            sinks=sinks is not None,
-            chunk_size=chunk,
-            lse=return_lse,
-        )
-        ops = traced_ops(q.device.type, q.dtype, k_cache.dtype, " ".join(features))
+    else:
+        window = operator.index(window_size[0]), operator.index(window_size[1])
+        has_soft_cap = False
+        if soft_cap != 0:  # a symbol perhaps, which a branch makes a constant
+            has_soft_cap = True
+        given = has_soft_cap, alibi_slopes is not None, sinks is not None, return_lse
+        attention = (*_traced(q, k_cache, v_cache), causal, window, operator.index(chunk), *given)
+        ops = traced_ops(q.device, attention, ops, workspace is not None)
     ops.paged_attention(
         q,
         k_cache,
@@ -411,6 +409,13 @@ def _written_for(k: Tensor, v: Tensor, k_cache: Tensor) -> AttentionSpec:
         block_size=k_cache.shape[1],
         kv_dtype=k_cache.dtype,
     )
+
+
+def _traced(x: Tensor, k_cache: Tensor, v: Tensor) -> tuple[Any, ...]:
+    """In a trace, the first fields of `TracedAttention` for queries like ``x``, or for the keys ``x`` that
+    are written, and values like ``v``; sizes are made constants."""
+    sizes = (x.shape[1], k_cache.shape[2], x.shape[2], v.shape[-1], k_cache.shape[1])
+    return (x.dtype, k_cache.dtype, *(operator.index(size) for size in sizes))
 
 
 class _Handles:
@@ -496,7 +501,7 @@ def merge_attn_states(
         ops = choose_ops(out_a.device) if ops is None else ops
         check_native_dtype(ops.merge_attn_states, out_a=out_a)
     elif ops is None:
-        ops = traced_ops(out_a.device.type)
+        ops = traced_ops(out_a.device)
     ops.merge_attn_states(out_a, lse_a, out_b, lse_b, out, lse)
     return out, lse
 
@@ -529,7 +534,7 @@ def copy_blocks(
     elif not torch.compiler.is_compiling():
         check_copy_blocks(k_cache, v_cache, block_mapping)
     if ops is None:
-        ops = traced_ops(k_cache.device.type) if torch.compiler.is_compiling() else choose_ops(k_cache.device)
+        ops = traced_ops(k_cache.device) if torch.compiler.is_compiling() else choose_ops(k_cache.device)
     ops.copy_blocks(k_cache, v_cache, block_mapping)
 
 
@@ -580,7 +585,7 @@ def advance_step(
         )
         ops = choose_ops(seq_lens.device) if ops is None else ops
     elif ops is None:
-        ops = traced_ops(seq_lens.device.type)
+        ops = traced_ops(seq_lens.device)
     ops.advance_step(
         sampled_token_ids, block_table, input_ids, positions, seq_lens, slot_mapping, block_size=block_size
     )

@@ -75,7 +75,9 @@ class KernelRef:
 
     def load(self) -> Any:
         """The kernel itself; imports Triton."""
-        return getattr(importlib.import_module(f"torchpaged.custom_ops.{self.module}"), self.name)
+        kernel = getattr(importlib.import_module(f"torchpaged.custom_ops.{self.module}"), self.name)
+        launching.watch_compiles()
+        return kernel
 
 
 class StoredKernel:

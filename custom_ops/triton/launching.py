@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 from typing import Any
 
 import torch
@@ -71,6 +72,12 @@ def require_launchable(tensor: Tensor) -> None:
             "'reference', or set "
             "TRITON_INTERPRET=1 before Python starts to run them in Triton's interpreter"
         )
+    if "triton" in sys.modules:  # else what is launched was stored, and needs no import of it
+        watch_compiles()
+
+
+def watch_compiles() -> None:
+    """Have the screen told what Triton compiles from now on; imports Triton."""
     if not INTERPRET:
         notice.install()
 

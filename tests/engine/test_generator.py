@@ -85,13 +85,13 @@ def test_every_step_carries_a_kept_semaphore(
     """Prefill, decode and mixed steps: no call is left to make its own, and no step makes a new one."""
     monkeypatch.setattr(selector_module, "_REGISTERED", {"kept": KEPT})
     generator = Generator(model, max_batch_size=3, graphs=graphs, prefill_chunk_size=5, backend="kept")
-    ops, seen = generator.model._cache.ops, []  # type: ignore[attr-defined]
+    ops, seen = generator.model._cache.backend.ops, []  # type: ignore[attr-defined]
 
     def attend(*args: Any, **options: Any) -> None:
         seen.append(options["semaphore"])
         ops.paged_attention(*args, **options)
 
-    monkeypatch.setattr(generator.model._cache, "ops", ops._replace(paged_attention=attend))  # type: ignore[attr-defined]
+    monkeypatch.setattr(generator.model._cache.backend, "ops", ops._replace(paged_attention=attend))  # type: ignore[attr-defined]
     generator.generate(PROMPTS, SamplingParams(max_new_tokens=4))
     assert seen and not any(x is None for x in seen)
     assert {x.data_ptr() for x in seen} == {semaphore_of(generator.model.session).data_ptr()} and not any(

@@ -24,6 +24,7 @@ import torchpaged
 from torchpaged import ArgumentError
 from torchpaged.custom_ops.errors import NotCopyableError, RequestError, TorchpagedError
 from torchpaged.engine import Generator, SamplingParams
+from torchpaged.engine.calls import Calls
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 pytestmark = pytest.mark.timeout(120)  # a hang is a failure
@@ -350,20 +351,20 @@ def test_a_stream_collected_as_garbage_while_the_lock_changes_hands(
     def collect(here: str) -> None:
         if here == place and not left:
             left.append(here)
-            generator._leave([])
+            generator._calls.leave([])
 
     class Queue(dict[int, None]):
         def pop(self, *arguments: Any) -> Any:
             collect("behind acquire")
             return super().pop(*arguments)
 
-    class Traced(Generator):
+    class Traced(Calls):
         def __setattr__(self, name: str, value: Any) -> None:
             super().__setattr__(name, value)
             if name == "_holder" and value == 0:
                 collect("ahead of release")
 
-    generator._queue, generator.__class__ = Queue(), Traced
+    generator._calls._queue, generator._calls.__class__ = Queue(), Traced
     other = threading.Thread(target=generator.step, daemon=True)
     other.start()
     other.join(20)
@@ -398,10 +399,12 @@ def test_a_request_submitted_while_a_stream_breaks_off_has_an_owner(
     other = threading.Thread(target=lambda: ids.append(generator.submit("hello", EACH[1])))
     other.start()
     assert inside.wait(60)
-    generator._queue = Noticed()
+    generator._calls._queue = Noticed()
     stream.close()  # type: ignore[attr-defined]
     other.join(60)
-    owned = {sequence.request_id for sequence in (*generator._inbox.live, *generator._inbox.ready)}
+    owned = {
+        sequence.request_id for sequence in (*generator._calls.inbox.live, *generator._calls.inbox.ready)
+    }
     assert len(ids) == 1 and (ids[0] in owned or ids[0] not in generator._stepper.requests)
     generator.tokenizer = None
     for _ in generator.stream():
@@ -458,10 +461,10 @@ def test_a_thread_that_was_interrupted_while_it_waited_is_not_waited_for(
 
     generator = engine(model)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(generator, "_lock", Interrupted())
+        patch.setattr(generator._calls, "_lock", Interrupted())
         generator.step()
     naps: list[float] = []
-    monkeypatch.setattr("torchpaged.engine.generator.time.sleep", naps.append)
+    monkeypatch.setattr("torchpaged.engine.calls.time.sleep", naps.append)
     other = threading.Thread(target=generator.generate, args=(PROMPTS[:1], EACH[0]))
     other.start()
     other.join(100)
@@ -533,7 +536,8 @@ def test_events_of_a_step_interrupted_while_it_hands_them_out_come_with_the_next
     lost, points = [], 0
     generator = engine(model, graphs=False)
     files = tuple(
-        str(Path(torchpaged.__file__).parent / "engine" / name) for name in ("generator.py", "inbox.py")
+        str(Path(torchpaged.__file__).parent / "engine" / name)
+        for name in ("generator.py", "calls.py", "inbox.py")
     )
     while True:
         ids = [generator.submit(PROMPTS[i], dataclasses.replace(EACH[i], max_new_tokens=2)) for i in (0, 3)]

@@ -365,3 +365,25 @@ def test_two_threads_on_one_cache() -> None:
         torch.testing.assert_close(
             model(ids[:, 7:], past_key_values=cache).logits, want[:, 7:], rtol=1e-4, atol=1e-4
         )
+
+
+def test_lengths_that_the_host_knows() -> None:
+    """As long as it has seen every forward: a compiled one moves them on where the host does not look."""
+    model = paged()
+    inputs = padded_prompts()
+    cache = PagedCache(model.config, 2, 40, block_size=4)
+    step = torch.compile(model, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        model(**inputs, past_key_values=cache)
+        model(torch.tensor([[5], [6]]), past_key_values=cache)
+        known = cache.rows.host_lengths(2, 1)
+        assert known is not None and list(known.seq_lens) == cache.rows.seq_lens.tolist()
+        assert list(known.query_lens) == [1, 1] and known.seq_lens[0] != known.seq_lens[1]
+        for _ in range(2):
+            step(torch.tensor([[7], [8]]), past_key_values=cache)
+            assert cache.rows.host_lengths(2, 1) is None
+            model(torch.tensor([[7], [8]]), past_key_values=cache)
+            assert cache.rows.host_lengths(2, 1) is None
+        cache.crop(-1)
+        known = cache.rows.host_lengths(2, 1)
+        assert known is not None and list(known.seq_lens) == cache.rows.seq_lens.tolist()

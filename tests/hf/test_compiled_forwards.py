@@ -13,6 +13,7 @@ from models import padded_prompts, tiny
 from torch._dynamo.exc import Unsupported
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import (
+    Cache,
     Gemma3nForCausalLM,
     Gemma3nTextConfig,
     Gemma4ForCausalLM,
@@ -133,3 +134,15 @@ def test_a_first_forward_in_one_graph_says_what_to_do() -> None:
         cache.early_initialization(1, 2, 16, torch.float32, torch.device("cpu"))
         got = compiled(ids, position_ids=positions, past_key_values=cache).logits
         torch.testing.assert_close(got, model(ids, use_cache=False).logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("layers", [True, False], ids=["compileable", "not"])
+def test_whether_a_step_may_be_compiled_is_asked_of_the_layers(
+    layers: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers' own rule, written out in the cache: torch 2.11 traces no property through ``super()``."""
+    cache = PagedCache(tiny("Llama").config, 2, 32)
+    monkeypatch.setattr(type(cache.layers[-1]), "is_compileable", layers)
+    assert cache.is_compileable is layers
+    assert Cache.is_compileable.fget(cache) is layers
+    assert "super" not in type(cache).is_compileable.fget.__code__.co_names

@@ -128,27 +128,28 @@ def test_options_of_a_compilation_reach_the_fake_kernels(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """What the test above relies on, with an op of a CPU: fake kernels run again while the options of
-    ``torch.compile`` hold."""
+    ``torch.compile`` hold, ahead of the C++ compiler."""
     monkeypatch.setenv(
         "TORCHINDUCTOR_CACHE_DIR", str(tmp_path)
     )  # a graph from the disk is not traced again; a refused one is not there
-    seen: list[bool] = []
     library = torch.library.Library("torchpaged_test_options", "DEF")
     library.define("touch(Tensor(a!) x) -> ()")
     library.impl("touch", lambda x: None, "CPU")
-    torch.library.register_fake(
-        "torchpaged_test_options::touch",
-        lambda x: seen.append(inductor_config.triton.enable_pdl),
-        lib=library,
-    )
+
+    def fake(x: torch.Tensor) -> None:
+        if inductor_config.triton.enable_pdl:
+            raise RuntimeError("the option is seen")
+
+    torch.library.register_fake("torchpaged_test_options::touch", fake, lib=library)
 
     def step(x: torch.Tensor) -> torch.Tensor:
         y = x + 1
         torch.ops.torchpaged_test_options.touch(y)
         return y * 2
 
-    torch.compile(step, options={"triton.enable_pdl": True}, fullgraph=True)(torch.ones(3))
-    assert True in seen and not inductor_config.triton.enable_pdl
+    with pytest.raises(Exception, match="the option is seen"):
+        torch.compile(step, options={"triton.enable_pdl": True}, fullgraph=True)(torch.ones(3))
+    assert not inductor_config.triton.enable_pdl
 
 
 def test_nothing_is_imported_to_ask() -> None:

@@ -6,6 +6,8 @@ from __future__ import annotations
 import io
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -91,3 +93,20 @@ def test_nobody_elses_and_nothing_where_there_is_no_screen(
     machine.stderr = None
     compile_ours("sm_80")
     assert screened.getvalue() == "" and len(heard) == 3
+
+
+def test_a_process_that_needs_no_triton_does_not_import_it_for_the_notice() -> None:
+    """Stored kernels are launched without Triton: its import would be most of their first call. Whoever
+    imports it to compile is listened to."""
+    code = (
+        "import sys, torch\n"
+        "from torchpaged.custom_ops.attention.triton import paged_attention\n"
+        "from torchpaged.custom_ops.triton import launching\n"
+        "launching.require_launchable(torch.zeros(1, device='meta'))\n"
+        "print('triton' in sys.modules)\n"
+        "paged_attention._DECODE.load()\n"
+        "from triton import knobs\n"
+        "print(getattr(knobs.compilation.listener, '__module__', None))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.stdout.split() == ["False", notice.__name__], done.stdout + done.stderr[-2000:]

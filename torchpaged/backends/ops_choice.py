@@ -3,13 +3,14 @@ would choose.
 
 ops = choose_ops(q.device, attention_spec(...))     # an attention, or a write for one
 ops = choose_ops(device)                            # an op that no attention's features bear on
-ops = traced_ops(device.type)                       # the same, while a call is traced
-ops = traced_ops(device.type, q.dtype, k_cache.dtype, "window lse")  # an attention with these features
+ops = traced_ops(device)                            # the same, while a call is traced
+ops = traced_ops(q.device, (dtype, ...))            # an attention
 """
 
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 
@@ -65,27 +66,28 @@ def _named(device_type: str) -> BackendOps:
 
 
 def traced_ops(
-    device_type: str,
-    dtype: torch.dtype | None = None,
-    kv_dtype: torch.dtype | None = None,
-    features: str = "",
+    device: torch.device,
+    attention: tuple[Any, ...] | None = None,
+    ops: BackendOps | None = None,
+    planned: bool = False,
 ) -> BackendOps:
-    """As `choose_ops`, while a call is traced: the compiled code keeps what was chosen then. Sizes may be
-    symbols there, so they are not asked.
+    """As `choose_ops`, while a call is traced: the compiled code keeps what was chosen then.
 
     Args:
-        device_type: where the call runs.
-        dtype, kv_dtype: of an attention's queries and pools; None for other ops.
-        features: what the attention uses of `capabilities.FEATURES`, with spaces between.
+        device: where the call runs.
+        attention: fields of `TracedAttention` in their order, all constants; None as in `choose_ops`.
+        ops: handles that were given, to be held to what their backend declares; None: choose.
+        planned: whether a session's workspace is given, or nothing needs a plan.
 
     Raises:
-        BackendUnavailableError: the backend that was asked for by name declares not to run this.
+        BackendUnavailableError: as `choose_ops`; or a backend that plans, and no workspace.
     """
-    from torchpaged.backends.traced_name import (
-        traced_name,
-    )  # here: its decorator imports the compiler, which a trace has done already
+    # Here: its decorators import the compiler, which a trace has done already.
+    from torchpaged.backends.traced_name import refuse_traced, traced_name
 
-    name = traced_name(
-        device_type, dtype, kv_dtype, features
-    )  # handles can't be constants of a trace, names can
+    if ops is not None:
+        if attention is not None:
+            refuse_traced(ops, device, attention, planned)
+        return ops
+    name = traced_name(device, attention, planned)  # names can be constants of a trace
     return BACKEND_OPS[name] if name in BACKEND_OPS else selector._REGISTERED[name].ops

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import torch
-
 from torchpaged.backends import selector
 from torchpaged.custom_ops.errors import BackendUnavailableError
 
 
-def requested_name(
-    device_type: str,
-    dtype: torch.dtype | None = None,
-    kv_dtype: torch.dtype | None = None,
-    features: str = "",
-) -> str:
-    """The backend that was asked for by name, or "default"; the rest as in `traced_ops`."""
+def requested_name(device_type: str) -> str:
+    """The backend that was asked for by name, or "default".
+
+    Raises:
+        BackendUnavailableError: it is not usable here, or doesn't know the device; with all reasons.
+    """
     name, asker = selector.requested(None)
     if name == "auto" or device_type == "meta":
         return "default"
@@ -23,8 +20,6 @@ def requested_name(
     reasons = [missing] if missing else []
     if device_type not in known:
         reasons.append(f"device {device_type} is not one of {', '.join(known)}")
-    if dtype is not None and kv_dtype is not None:
-        reasons += backend.capabilities.reject_kind(dtype, kv_dtype, features.split())
     if reasons:
         raise BackendUnavailableError(f"backend {name!r} ({asker}) cannot run this: {'; '.join(reasons)}")
     return name

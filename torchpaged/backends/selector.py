@@ -45,7 +45,7 @@ class Choice:
 def register_backend(backend: Backend, *, automatic: bool = False) -> None:
     """Make ``backend`` selectable by its name; ``automatic`` puts it before the built-in ones in the
     automatic choice."""
-    if backend.name in (*_MODULES, "auto", "default"):
+    if backend.name in (*_MODULES, "auto", "default", "meta"):
         raise ValueError(f"backend.name: expected a new name, got {backend.name!r}, which is built in")
     _REGISTERED[backend.name] = backend
     if automatic and backend.name not in AUTOMATIC:
@@ -171,5 +171,13 @@ def _reject(backend: Backend, specs: Sequence[AttentionSpec]) -> list[str]:
 def backend_of(ops: BackendOps) -> Backend | None:
     """The backend whose handles ``ops`` are; None for the device's own ("default") and for handles that
     nobody registered."""
-    known = [*_REGISTERED.values(), *(get_backend(name) for name in _MODULES)]
-    return next((backend for backend in known if backend.ops is ops), None)
+    return next((backend for backend in _all() if backend.ops is ops), None)
+
+
+def backends_with(ops: BackendOps) -> list[Backend]:
+    """Every backend with handles equal to ``ops``."""
+    return [backend for backend in _all() if backend.ops == ops]
+
+
+def _all() -> list[Backend]:
+    return [*_REGISTERED.values(), *(get_backend(name) for name in _MODULES)]

@@ -31,9 +31,8 @@ def make_semaphore(count: int, device: torch.device | str) -> Tensor:
     """
     with torch.inference_mode(False):  # an inference tensor could not be written under plain no_grad later
         semaphore = torch.zeros(count, dtype=torch.int32, device=device)
-    torch._dynamo.mark_static_address(
-        semaphore, guard=False
-    )  # guard=False: a new session must not recompile the model
+    # guard=False: a new session must not recompile the model.
+    torch._dynamo.mark_static_address(semaphore, guard=False)
     return semaphore
 
 
@@ -43,9 +42,8 @@ class SemaphoreSession(Session):
     def _open(self, specs: Sequence[AttentionSpec]) -> None:
         self._max_num_reqs = self.limits.max_num_reqs or ASSUMED_MAX_NUM_REQS
         self._most_heads = max((spec.num_kv_heads for spec in specs), default=1)
-        self._semaphores: list[
-            Tensor
-        ] = []  # the last one is the longest; layers and graphs may know the others
+        # The last one is the longest; layers and graphs may know the others.
+        self._semaphores: list[Tensor] = []
         self._home = torch.cuda.current_stream(self.device).cuda_stream if self.device.type == "cuda" else 0
         self._elsewhere: dict[tuple[int, int], dict[str, Tensor]] = {}  # by stream and length
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from torchpaged.backends.capabilities import Capabilities, Planning
 from torchpaged.backends.spec import AttentionSpec, GraphSupport
 from torchpaged.custom_ops import BackendOps
-from torchpaged.custom_ops.checks import is_int
+from torchpaged.custom_ops.checks import checks_device_values, is_int
 from torchpaged.custom_ops.errors import ArgumentError, BackendUnavailableError, PlanError
 from torchpaged.metadata import HostLengths
 
@@ -144,9 +144,8 @@ class Session:
         self.limits, self.device = limits, device
         self.planned: PlannedBatch | None = None
         self._host: HostLengths | None = None
-        self._shapes: set[tuple[int, ...]] = (
-            set()
-        )  # that were planned: without `plans_every_step` such a plan lasts
+        # That were planned: without `plans_every_step` such a plan lasts.
+        self._shapes: set[tuple[int, ...]] = set()
         self._workspaces: dict[AttentionSpec, dict[str, Tensor]] = {}
         self._open(specs)
         if limits.graphs > capabilities.graph_support:
@@ -216,8 +215,9 @@ class Session:
             if reasons:
                 raise self._unable(reasons)
             self._workspaces[spec] = self._make_workspace(spec)
+            self._shapes.clear()  # their plans don't know it
             if self.planned is not None:
-                self._plan(self.planned, self._host)
+                self.plan(self.planned, self._host)
         return self._workspaces[spec]
 
     def workspace_for(self, workspace: dict[str, Tensor], num_reqs: int) -> dict[str, Tensor]:
@@ -234,13 +234,17 @@ class Session:
 
         Args:
             batch: the metadata that the step will be given, with this step's lengths.
-            host: its lengths, where the host knows them.
+            host: its lengths, where the host knows them; with ``TORCHPAGED_CHECK=1`` they are compared with
+                the batch's, which waits for the device.
 
         Raises:
-            ArgumentError: the batch is over the limits.
+            ArgumentError: the batch is over the limits, or ``host`` was seen to tell other lengths than it
+                has.
         """
         if self.plans:
             self.limits.check(batch.seq_lens.shape[0], max_blocks_per_req=batch.block_table.shape[1])
+            if host is not None and checks_device_values():
+                _require_same(batch, host)
             self.planned = None
             self._plan(batch, host)
             self.planned, self._host = batch, host
@@ -266,14 +270,23 @@ class Session:
         ):
             raise PlanError(
                 f"metadata: expected a batch that was planned, got one that backend {self.name!r} knows "
-                "nothing of; "
-                "call session.plan(metadata) before the step, outside compiled code and graphs"
+                "nothing of; call session.plan(metadata) before the step, outside compiled code and graphs"
             )
 
     def _unable(self, reasons: list[str]) -> BackendUnavailableError:
         return BackendUnavailableError(
             f"backend {self.name!r} cannot run this attention: {'; '.join(reasons)}"
         )
+
+
+def _require_same(batch: PlannedBatch, host: HostLengths) -> None:
+    """Refuse lengths of the host that are not the batch's; reads the device."""
+    for name, told, lengths in (
+        ("seq_lens", host.seq_lens, batch.seq_lens),
+        ("query_lens", host.query_lens, batch.query_start_loc.diff()),
+    ):
+        if list(told) != lengths.tolist():
+            raise ArgumentError(f"host.{name}", f"{lengths.tolist()}, as the batch says", str(list(told)))
 
 
 def _shape(batch: PlannedBatch) -> tuple[int, ...]:

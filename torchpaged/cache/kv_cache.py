@@ -193,7 +193,6 @@ class PagedKVCache:
         """The memory arithmetic in one line."""
         return (
             f"{self.num_blocks} blocks of {self.block_size} tokens = {self.num_tokens} tokens in "
-            f"{len(self)} layers, "
-            f"{self.num_bytes / 2**30:.3f} GiB ({self.bytes_per_token} bytes per token, "
+            f"{len(self)} layers, {self.num_bytes / 2**30:.3f} GiB ({self.bytes_per_token} bytes per token, "
             f"{str(self.dtype).removeprefix('torch.')})"
         )

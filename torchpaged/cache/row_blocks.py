@@ -65,9 +65,8 @@ class RowBlocks:
         if all(self.pool.ref_count(block) == 1 for row in self.rows for block in row):
             return None
         taken: Counter[int] = Counter()
-        shared: list[
-            tuple[list[int], int, bool]
-        ] = []  # row, place in it, whether tokens before the cut lie there
+        # Row, place in it, whether tokens before the cut lie there.
+        shared: list[tuple[list[int], int, bool]] = []
         for row, length in zip(self.rows, kept, strict=True):
             for place in range(length // self.block_size, len(row)):
                 if self.pool.ref_count(row[place]) - taken[row[place]] > 1:

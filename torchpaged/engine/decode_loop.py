@@ -101,9 +101,8 @@ class DecodeLoop:
         self._to_write: dict[int, RowState] = {}
         self._to_clear: list[int] = []
         self._launches: list[_Launch] = []
-        self._starting: tuple[int, int, list[tuple[int, Sequence]]] | None = (
-            None  # till recorded: a launch's number, steps before it, rows
-        )
+        # Till recorded: a launch's number, steps before it, rows.
+        self._starting: tuple[int, int, list[tuple[int, Sequence]]] | None = None
         self._moving = False  # rows change places: what the device holds is known again behind it
         self._step_count = StepCount()
         self.decoded = 0
@@ -220,9 +219,8 @@ class DecodeLoop:
                 else:
                     steps = self.rows.ring.read(launch.place, launch.columns[-1][0] + 1)
             for column, sequence in live:
-                tokens = [
-                    step[column] for step in steps if step[column] != -1
-                ]  # -1: idle by then; NO_TOKEN is the caller's
+                # -1: idle by then; NO_TOKEN is the caller's.
+                tokens = [step[column] for step in steps if step[column] != -1]
                 sequence.steps_read += launch.num_steps
                 self.decoded += 0 if launch.prefill else len(tokens)
                 results.append((sequence, tokens))

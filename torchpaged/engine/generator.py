@@ -16,11 +16,7 @@ of all of them. Each call gets the events of its own requests; one that breaks o
 
 from __future__ import annotations
 
-import contextlib
 import secrets
-import threading
-import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -28,7 +24,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from torchpaged.cache import BlockPool
-from torchpaged.custom_ops.errors import ArgumentError, NotCopyableError, TorchpagedError
+from torchpaged.custom_ops.errors import ArgumentError, NotCopyableError
+from torchpaged.engine.calls import Calls
 from torchpaged.engine.decode_loop import DecodeLoop
 from torchpaged.engine.device import WholeStepRunner
 from torchpaged.engine.inbox import HandOut, Inbox
@@ -56,9 +53,6 @@ if TYPE_CHECKING:
     from torchpaged.fuse import FusionReport
 
 _LOOKAHEAD = 128  # tokens
-_GIVE_WAY_SECONDS = (
-    1e-4  # for threads that wait for the lock: without it the one that steps would take it again and again
-)
 
 
 class Generator:
@@ -158,11 +152,8 @@ class Generator:
             max_seq_len=self.max_seq_len,
             prefill_chunk_size=prefill_chunk_size,
         )
-        self.tokenizer, self.choice, self.device = (
-            tokenizer,
-            self.model.choice,
-            torch.device(self.model.device),
-        )
+        self.tokenizer = tokenizer
+        self.choice, self.device = self.model.choice, torch.device(self.model.device)
         self.fusion_report: FusionReport | None = getattr(self.model, "fusion_report", None)
         cache, on_gpu = self.model.kv_cache, self.device.type == "cuda"
         use_graphs, self.graph_reason = decide_graphs(graphs, self.choice, on_gpu)
@@ -216,9 +207,10 @@ class Generator:
                     required=prefill_buckets != "auto",
                     reason=self._prefill_graph_reason,
                     capture=runner.capture_backend,
+                    # A pool outlives a failed capture only if it holds another graph.
                     pool=runner.pool if ahead else None,
                     **shared,
-                )  # a pool outlives a failed capture only if it holds another graph
+                )
                 if ahead:
                     self._prefill_graphs.capture()
         if lookahead is None:
@@ -234,16 +226,7 @@ class Generator:
         self._stepper = Stepper(self.model, self.scheduler, self.loop, self._prefill_graphs)
         self._requests, self._next_id = self._stepper.requests, 0
         self.stats: GeneratorStats = self._stepper.stats
-        self._lock, self._holder = (
-            threading.RLock(),
-            0,
-        )  # the thread that is inside: a little less long than it has the lock
-        self._queue: dict[int, None] = {}  # threads that wait for the lock
-        self._inbox = Inbox()
-        self._stream_of_all: object | None = None  # the mark of the open stream over all requests
-        self._left: deque[list[Sequence] | Inbox] = (
-            deque()
-        )  # requests of calls that broke off, to be cancelled; of an inbox all
+        self._calls = Calls(self._stepper)
 
     # ----------------------------------------------------------------------------------------------- requests
     def submit(self, prompt: str | Seq[int], sampling: SamplingParams | None = None) -> int:
@@ -255,24 +238,24 @@ class Generator:
 
         Raises:
             ArgumentError: an empty prompt, ids that are no integers or outside the vocabulary, a prompt that
-                does not fit ``max_seq_len`` or the pool, or strings without a tokenizer. Nothing else
-                is touched.
+                does not fit ``max_seq_len`` or the pool, or strings without a tokenizer. Nothing is queued
+                then.
         """
         sequence = None
         try:
-            with self._entered():
-                sequence = self._sequence(prompt, sampling, self._inbox)
+            with self._calls.entered():
+                sequence = self._sequence(prompt, sampling, self._calls.inbox)
                 self._stepper.add(sequence)
             return sequence.request_id
         except BaseException:
             if sequence is not None:  # interrupted: nobody knows its id
-                self._leave([sequence])
+                self._calls.leave([sequence])
             raise
 
     def cancel(self, request_id: int) -> None:
         """End a request now; its blocks are free at once, its event comes to its owner. Unknown and finished
         ids are refused."""
-        with self._entered():
+        with self._calls.entered():
             self._stepper.cancel(request_id)
 
     def stream(self, request_ids: Seq[int] | None = None) -> Iterator[TokenEvent]:
@@ -291,9 +274,9 @@ class Generator:
             TorchpagedError: a second stream over all requests.
         """
         if request_ids is None:
-            return self._stream(None)
-        with self._entered():
-            stream = self._stream(self._claim(list(request_ids)), begin=True)
+            return self._calls.stream(None)
+        with self._calls.entered():
+            stream = self._calls.stream(self._calls.claim(list(request_ids)), begin=True)
             next(stream)
         return stream
 
@@ -316,21 +299,21 @@ class Generator:
         texts = list_prompts(prompts)
         each = list_sampling(sampling, len(texts))
         inbox = Inbox()
-        with self._entered():
+        with self._calls.entered():
             sequences = [
                 self._sequence(text, params, inbox) for text, params in zip(texts, each, strict=True)
             ]
         try:
-            with self._entered():
+            with self._calls.entered():
                 for sequence in sequences:
                     self._stepper.add(sequence)
             while inbox.live:
-                with self._entered():
+                with self._calls.entered():
                     if inbox.live:  # nobody else finished them meanwhile
                         self._stepper.step()
-                self._give_way()
+                self._calls.give_way()
         except BaseException:
-            self._leave(sequences)
+            self._calls.leave(sequences)
             raise
         return [sequence.result() for sequence in sequences]
 
@@ -342,23 +325,22 @@ class Generator:
         """
         handed: HandOut | None = None
         try:
-            with self._entered():
+            with self._calls.entered():
                 self._stepper.step()
-                handed = self._inbox.hand_out()
+                handed = self._calls.inbox.hand_out()
                 handed.take()
             return handed.events
         except BaseException:
             if handed is not None:
-                with self._entered():
+                with self._calls.entered():
                     handed.give_back()
             raise
 
     @property
     def has_unfinished(self) -> bool:
         """Whether a step would do anything."""
-        return bool(self._requests or self._inbox.ready)
+        return bool(self._requests or self._calls.inbox.ready)
 
-    # ----------------------------------------------------------------------------------------- whose requests
     def _sequence(self, prompt: Any, sampling: SamplingParams | None, inbox: Inbox) -> Sequence:
         """A request that fits, not queued yet."""
         params = SamplingParams() if sampling is None else sampling
@@ -375,129 +357,22 @@ class Generator:
             raise ArgumentError(
                 "prompt",
                 f"at most {room - 1} tokens (max_seq_len {self.max_seq_len}, {self.pool.num_usable} blocks "
-                "of "
-                f"{self.scheduler.block_size})",
+                f"of {self.scheduler.block_size})",
                 str(len(ids)),
                 "raise max_seq_len or num_blocks, or shorten the prompt",
             )
         request_id, self._next_id = self._next_id, self._next_id + 1
         seed = secrets.randbits(63) if params.seed is None else params.seed
-        max_len = min(
-            len(ids) + params.max_new_tokens, self.max_seq_len, room + 1
-        )  # the last token is not stored
+        # The last token is not stored, hence room for one more.
+        max_len = min(len(ids) + params.max_new_tokens, self.max_seq_len, room + 1)
         return Sequence(
             request_id, ids, params, seed, TextStream(self.tokenizer, params.stop), max_len, inbox
         )
 
-    def _claim(self, request_ids: list[int]) -> Inbox:
-        """An inbox for these submitted requests alone."""
-        known = {s.request_id: s for s in (*self._inbox.live, *self._inbox.ready)}
-        for request_id in request_ids:
-            if request_id not in known:
-                raise ArgumentError(
-                    "request_ids",
-                    "submitted requests that are not done and belong to no other stream",
-                    repr(request_id),
-                )
-        inbox = Inbox()
-        for sequence in (known[request_id] for request_id in request_ids):
-            for old, new in ((self._inbox.live, inbox.live), (self._inbox.ready, inbox.ready)):
-                if sequence in old:
-                    new[sequence] = old.pop(sequence)
-            sequence.inbox = inbox
-        return inbox
-
-    def _stream(self, inbox: Inbox | None, begin: bool = False) -> Iterator[TokenEvent]:
-        """``begin``: the first ``next`` gives nothing. From then on it cancels its requests if it is dropped:
-        nobody else will take their events."""
-        mark = object()
-        try:
-            if begin:
-                yield  # type: ignore[misc]
-            if inbox is None:
-                with self._entered():
-                    if self._stream_of_all is not None:
-                        raise TorchpagedError(
-                            "stream(): another stream over all requests is open; close() it, or name the "
-                            "requests: stream(request_ids)"
-                        )
-                    self._stream_of_all, inbox = mark, self._inbox
-            while inbox.live or inbox.ready:
-                with self._entered():
-                    if not inbox.ready:
-                        self._stepper.step()
-                    events = inbox.take()
-                self._give_way()
-                yield from events
-        except BaseException:
-            if inbox is not None:
-                self._leave(inbox)
-            raise
-        finally:
-            if self._stream_of_all is mark:
-                self._stream_of_all = None
-
-    def _leave(self, requests: list[Sequence] | Inbox) -> None:
-        """Cancel the requests of a call that broke off."""
-        self._left.append(requests)
-        if not self._is_inside():  # else, collected as garbage within a step, the next call does it
-            with self._entered():
-                pass
-
-    def _cancel_left(self) -> None:
-        """What `_leave` was told; may be interrupted, and called again. Only under the lock: a `submit` may
-        be on its way into an inbox."""
-        while self._left:
-            requests = self._left[0]
-            if requests is self._inbox:
-                self._inbox = Inbox()  # what was not taken is of no use to a later call
-            for sequence in list(requests.live if isinstance(requests, Inbox) else requests):
-                if sequence.request_id in self._requests:
-                    self._stepper.cancel(sequence.request_id)
-            self._left.popleft()
-
-    # ------------------------------------------------------------------------------------- one call at a time
-    def _is_inside(self) -> bool:
-        # _is_owned is not public; threading.Condition relies on it. The note alone is not enough: Ctrl-C may
-        # leave an old one behind.
-        return bool(self._lock._is_owned()) and self._holder == threading.get_ident()  # type: ignore[attr-defined]
-
-    @contextlib.contextmanager
-    def _entered(self) -> Iterator[None]:
-        """Hold the lock, and find nothing half done.
-
-        The lock may be taken again by its thread: the garbage collector may close a stream between the lock
-        and the note of its holder, where nothing is half done either.
-        """
-        if self._is_inside():
-            raise TorchpagedError(
-                "a Generator was called from inside one of its own steps (a callback of the model, "
-                "tokenizer or progress)"
-            )
-        thread = threading.get_ident()
-        self._queue[thread] = None
-        try:
-            with self._lock:
-                self._queue.pop(thread, None)
-                self._holder = thread
-                try:
-                    self._stepper.settle()
-                    self._cancel_left()
-                    yield
-                finally:
-                    self._holder = 0
-        finally:
-            self._queue.pop(thread, None)  # interrupted while it waited
-
-    def _give_way(self) -> None:
-        if self._queue:
-            time.sleep(_GIVE_WAY_SECONDS)
-
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise NotCopyableError(
             "a Generator can't be copied or pickled: its graphs, rows and pools are places in this "
-            "process's memory; copy or "
-            "pickle the model, and make a Generator of it where you need one"
+            "process's memory; copy or pickle the model, and make a Generator of it where you need one"
         )
 
     # --------------------------------------------------------------------------------------- what was decided

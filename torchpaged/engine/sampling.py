@@ -17,10 +17,8 @@ from torchpaged.engine.device import StepOps, token_bits
 from torchpaged.engine.numbers import as_float, as_integer, shown
 from torchpaged.metadata import to_device
 
-_SMALLEST, _LARGEST = (
-    torch.finfo(torch.float32).tiny,
-    torch.finfo(torch.float32).max,
-)  # the device has float32
+# The device has float32.
+_SMALLEST, _LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True)
@@ -160,9 +158,8 @@ def sample(
                 "None",
                 "build it with seen_tokens",
             )
-        seen = torch.zeros(1, -(-logits.shape[1] // 32), dtype=torch.int32, device=device).expand(
-            len(params), -1
-        )  # read by no row
+        unread = torch.zeros(1, -(-logits.shape[1] // 32), dtype=torch.int32, device=device)
+        seen = unread.expand(len(params), -1)
     elif device.type == "cuda" and seen.device.type == "cpu":
         seen = seen.pin_memory()
     out = torch.empty(len(params), dtype=torch.int64, device=device)

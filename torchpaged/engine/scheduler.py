@@ -170,9 +170,8 @@ class Scheduler:
         missing = self._missing(sequence, num_tokens)
         if missing > self.pool.num_free:
             self._trim()
-        while (
-            missing > self.pool.num_free
-        ):  # never for the oldest alone: `max_len` keeps a request within the pool
+        # Never for the oldest alone: `max_len` keeps a request within the pool.
+        while missing > self.pool.num_free:
             youngest = self.running[-1]
             self._put_back(youngest)
             step.put_back.append(youngest)

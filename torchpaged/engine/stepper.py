@@ -148,23 +148,18 @@ class Stepper:
             between = advance(plan)
         elif loop is not None:
             self._collect(loop, keep=0)
-        decoded, prefilled = (
-            len(plan.decodes) if loop is None else loop.decoded - read_before,
-            sum(count for _, count in plan.chunks),
-        )
+        decoded = len(plan.decodes) if loop is None else loop.decoded - read_before
+        prefilled = sum(count for _, count in plan.chunks)
         if decoded or prefilled:
             decode_seconds = None if self._launches_return_at_once else between - started
             self.stats.add_step(time.perf_counter() - started, decode_seconds, decoded, prefilled)
-            self.stats.preemptions, self.stats.peak_blocks_used = (
-                self._scheduler.preemptions,
-                self._scheduler.pool.peak_used,
-            )
+            self.stats.preemptions = self._scheduler.preemptions
+            self.stats.peak_blocks_used = self._scheduler.pool.peak_used
 
     def _launch(self, loop: DecodeLoop, plan: Schedule) -> float:
         """Prefill, start a launch, read the one before; returns when the launch began."""
-        loop.blocks_added |= (
-            plan.blocks_added
-        )  # first: a prefill that raises must not make the next launch go without
+        # First: a prefill that raises must not make the next launch go without.
+        loop.blocks_added |= plan.blocks_added
         for sequence in plan.decodes:
             if sequence.row is None:
                 loop.place(sequence)
@@ -190,9 +185,8 @@ class Stepper:
         self._work = Work.BOOKS
         for sequence, tokens in results:
             for token in tokens:
-                if (
-                    sequence.finish_reason is None
-                ):  # what a row produced after a stop that only the host could see is dropped
+                # What a row produced after a stop that only the host could see is dropped.
+                if sequence.finish_reason is None:
                     self._accept(sequence, token)
                     sequence.num_computed = len(sequence) - 1
 
@@ -222,8 +216,7 @@ class Stepper:
             return self._fail(
                 sequence,
                 f"its output token {len(sequence.output)} could not be drawn: a logit is NaN, or all are "
-                "-inf; look at the "
-                "model's weights and dtype",
+                "-inf; look at the model's weights and dtype",
             )
         params = sequence.sampling
         reason = (

@@ -22,10 +22,8 @@ class TextStream:
     def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
         self._tokenizer, self._stop = tokenizer, tuple(stop)
         self._ids: list[int] = []
-        self._shown, self._known = (
-            0,
-            0,
-        )  # tokens before `_known` are text already; decoding starts at `_shown`, for context
+        # Tokens before `_known` are text already; decoding starts at `_shown`, for context.
+        self._shown, self._known = 0, 0
         self._held = ""
         self.stopped = False
 

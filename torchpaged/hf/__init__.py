@@ -48,11 +48,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in (
-        "FusionReport",
-        "fuse",
-        "unfuse",
-    ):  # the passes stand on this package, and are imported when they are asked for
+    # The passes stand on this package, and are imported when they are asked for.
+    if name in ("FusionReport", "fuse", "unfuse"):
         from torchpaged import fuse
 
         return getattr(fuse, name)

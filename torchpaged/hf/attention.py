@@ -18,8 +18,7 @@ from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_
 from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
 from torchpaged.hf.class_tables import fill_class_tables
 from torchpaged.hf.known_models import TAKES_NO_NONE
-from torchpaged.hf.layer import PagedLayer, layer_of
-from torchpaged.hf.masks import cache_of
+from torchpaged.hf.layer import PagedLayer, cache_of, layer_of
 from torchpaged.hf.support import has_own_attention
 from torchpaged.profiling import is_on as is_profiling
 from torchpaged.profiling import ranged_attention
@@ -95,10 +94,8 @@ def paged_attention_forward(
     batch, num_heads, query_len, head_dim = query.shape
     owner = layer.owner
     metadata = owner.metadata_of(batch, query_len)
-    seen = (
-        owner.masks.causal
-    )  # the mask's, where the model asks for one: modules may say False and mask by themselves
-    causal = causal if seen is None else seen
+    # The mask's, where the model asks for one: modules may say False and mask by themselves.
+    causal = causal if owner.masks.causal is None else owner.masks.causal
     if query_len > 1 and not masks_itself and not torch.compiler.is_compiling():
         owner.masks.require_kind(layer, window)
     q = query.transpose(1, 2).reshape(batch * query_len, num_heads, head_dim)
@@ -139,8 +136,7 @@ def _transformed(module: nn.Module) -> UnsupportedModelError:
         )
     return UnsupportedModelError(
         f"{type(module).__name__} changes the cached keys or values before attention, so that they are no "
-        "longer the paged pools; "
-        "use PagedCache(..., dense=True), which gathers them first"
+        "longer the paged pools; use PagedCache(..., dense=True), which gathers them first"
     )
 
 

@@ -16,7 +16,14 @@ from torchpaged.backends import Limits
 from torchpaged.cache import BlockPool, RowBlocks
 from torchpaged.custom_ops.errors import ArgumentError, BlockPoolExhaustedError
 from torchpaged.hf.query_starts import fill_query_starts
-from torchpaged.metadata import AttentionMetadata, BatchSizes, host_block_table, make_batch_tensors, slots_at
+from torchpaged.metadata import (
+    AttentionMetadata,
+    BatchSizes,
+    HostLengths,
+    host_block_table,
+    make_batch_tensors,
+    slots_at,
+)
 
 # Tokens per row that the decode kernels take at most: MAX_DECODE_QUERY_LEN of
 # custom_ops/attention/triton/config.py.
@@ -65,6 +72,7 @@ class CacheRows:
         self.num_forwards = 0
         self._is_open = False  # whether a forward began and did not complete
         self._bound = 0  # tokens per row at most, as far as the host knows
+        self._counted: int | None = None  # exactly, while the host has seen every forward
 
     def begin(self, batch: int, device: torch.device, padding: list[int] | None) -> None:
         """Give ``batch`` rows their blocks and an empty start behind their ``padding``; none had any before.
@@ -83,7 +91,7 @@ class CacheRows:
             self.upload()
             if padding is not None:
                 self.add_padding(padding)
-        self.padding = padding
+        self.padding, self._counted = padding, 0
         self.ready = True
 
     def _require_blocks(self, batch: int) -> None:
@@ -100,21 +108,14 @@ class CacheRows:
             )
 
     def _make_tensors(self, device: torch.device) -> None:
-        with torch.inference_mode(
-            False
-        ):  # an inference tensor could not be advanced under plain no_grad later
-            names = (
-                "block_table",
-                "seq_lens",
-                "slot_mapping",
-            )  # lengths without padding, slots of a decode step
-            sizes = BatchSizes(self.max_rows, self.max_rows, self.blocks_per_row)
-            self.block_table, self.seq_lens, self._decode_slots = make_batch_tensors(
-                names, sizes, device
-            ).values()
+        # Lengths without padding; slots of a decode step; query starts of a forward of many tokens per row.
+        names = ("block_table", "seq_lens", "slot_mapping", "query_start_loc")
+        tensors = make_batch_tensors(
+            names, BatchSizes(self.max_rows, self.max_rows, self.blocks_per_row), device
+        )
+        self.block_table, self.seq_lens, self._decode_slots, self._query_starts = tensors.values()
+        with torch.inference_mode(False):  # an inference tensor could not be advanced under no_grad later
             self._row_starts = torch.arange(self.max_rows + 1, dtype=torch.int32, device=device)
-            # Of a forward of more tokens per row than below.
-            self._query_starts = torch.zeros(self.max_rows + 1, dtype=torch.int32, device=device)
             # Query starts of short forwards, by tokens per row, made once: attention reads them before the
             # kernels ahead have ended, so that none may write them right in front of it, in compiled code
             # either. Rows of whole 16 bytes.
@@ -126,12 +127,9 @@ class CacheRows:
             self.total = torch.zeros((), dtype=torch.int64, device=device)
             self.written_total = torch.zeros((), dtype=torch.int64, device=device)
             self._limit = torch.full((), self.max_seq_len, dtype=torch.int64, device=device)
-        tables = (self.block_table, self.seq_lens, self._decode_slots)
-        starts = (self._row_starts, self._query_starts, self._short_starts)
-        for tensor in (*tables, *starts, self.total, self.written_total, self._limit):
-            torch._dynamo.mark_static_address(
-                tensor, guard=False
-            )  # guard=False: a new cache must not recompile the model
+        others = (self._row_starts, self._short_starts, self.total, self.written_total, self._limit)
+        for tensor in (*tensors.values(), *others):  # guard=False: a new cache must not recompile the model
+            torch._dynamo.mark_static_address(tensor, guard=False)
         self._device = device
 
     def upload(self) -> None:
@@ -162,6 +160,9 @@ class CacheRows:
             self.require_complete()
             self._is_open = True
             self.num_forwards += 1
+            self._counted = None if self._counted is None else self._counted + query_len
+        else:
+            self._counted = None  # a trace does it again at each run, the counting above it would do once
         # Compiled by hand, a step has no host hook at all; there this assertion fires instead (on a GPU:
         # device-side). torch has no public asynchronous assertion; tests/hf/test_refusals.py notices if this
         # one goes.
@@ -213,6 +214,14 @@ class CacheRows:
             self.block_table[:batch], self.seq_lens[:batch], starts[: batch + 1], None, None, query_len
         )
 
+    def host_lengths(self, batch: int, query_len: int) -> HostLengths | None:
+        """The lengths of `metadata` without reading the device; None where a compiled forward moved them
+        on."""
+        if self._counted is None:
+            return None
+        padding = self.padding or [0] * batch
+        return HostLengths([query_len] * batch, [self._counted - left for left in padding])
+
     def gather(self, pool: Tensor, batch: int) -> Tensor:
         """Dense mode: every row's tokens by position (padding included), ``[batch, num_kv_heads, max_seq_len,
         head_dim]``."""
@@ -234,7 +243,7 @@ class CacheRows:
         for tensor in (self.total, self.written_total):
             tensor.sub_(count)
         self.seq_lens[: len(self.blocks)].sub_(count).clamp_min_(0)
-        self._bound = int(self.total)
+        self._bound = self._counted = int(self.total)
         if self.padding is not None:
             self.cut_padding |= max(self.padding) > self._bound
             self.padding = [min(padding, self._bound) for padding in self.padding]

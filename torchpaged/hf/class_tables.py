@@ -3,6 +3,12 @@
 transformers accepts a registered name for any model, and these would raise a bare KeyError. Decoders whose
 own attention only needs a mask get their eager class, as models without a table do; the rest says what to do.
 
+The tables are filled when `torchpaged.hf` is imported, which imports their modelling files: a tenth of what
+importing transformers takes. There is no later place. A table is read in a layer's constructor, before any
+attention or mask function runs; until then transformers only looks whether the name is a key of
+``AttentionInterface``, which calls nothing of ours, in 5.17 and in 5.23. What is left, wrapping
+``PreTrainedModel``'s own methods or Python's import, would change models that never ask for this name.
+
 The tables are not public; ``tests/hf/test_class_tables.py`` notices one that changes, goes or comes.
 """
 

@@ -26,8 +26,7 @@ from torchpaged.metadata import AttentionMetadata
 #: with ``fullgraph=True``.
 SET_UP = (
     "PagedCache: the pools can't be made inside compiled code; run the first forward eagerly (generate() "
-    "does), or call "
-    "cache.early_initialization(batch_size, num_kv_heads, head_dim, dtype, device) before"
+    "does), or call cache.early_initialization(batch_size, num_kv_heads, head_dim, dtype, device) before"
 )
 
 
@@ -64,9 +63,7 @@ class PagedOwner(Protocol):
     max_seq_len: int
     dense: bool
     ready: bool
-    keys_of_queries: (
-        bool  # written tokens are the query tokens of the attention behind; not so in cross attention
-    )
+    keys_of_queries: bool  # written tokens are the queries of the attention behind; not in cross attention
 
     def prepare(self, key_states: Tensor, head_dim_v: int | None = None) -> None:
         """Set up everything that depends on the device and the batch, once; ``head_dim_v`` if it is not
@@ -98,6 +95,18 @@ class PagedOwner(Protocol):
 def layer_of(tensor: Any) -> PagedLayer | None:
     """The layer whose pool ``tensor`` is, or None."""
     return getattr(tensor, "_torchpaged_layer", None)
+
+
+def mask_token(cache: Any) -> Tensor:
+    """The ``kv_offset`` of a paged cache, a scalar int64 0: it carries the cache to the mask function."""
+    token = torch.zeros((), dtype=torch.int64)
+    token._torchpaged_cache = cache  # type: ignore[attr-defined]
+    return token
+
+
+def cache_of(kv_offset: Any) -> Any:
+    """The paged cache whose `mask_token` this is, or None."""
+    return getattr(kv_offset, "_torchpaged_cache", None)
 
 
 class PagedLayer(CacheLayerMixin):
@@ -140,9 +149,7 @@ class PagedLayer(CacheLayerMixin):
         self.owner.prepare(key_states, value_states.shape[3])
         stored = self.stored_by(key_states, value_states)
         sizes = (self.owner.num_blocks, self.owner.block_size)
-        with torch.inference_mode(
-            False
-        ):  # an inference tensor could not be written under plain no_grad later
+        with torch.inference_mode(False):  # an inference tensor could not be written under no_grad later
             pools = stored.make_pools(*sizes, self.owner.kv.dtype or key_states.dtype, key_states.device)
         self.adopt(stored, pools)
         self.states_dtype = key_states.dtype
@@ -179,9 +186,8 @@ class PagedLayer(CacheLayerMixin):
         self.states_dtype = self.dtype
         for pool in (self.keys, self.values):
             pool._torchpaged_layer = self  # type: ignore[attr-defined]
-            torch._dynamo.mark_static_address(
-                pool, guard=False
-            )  # guard=False: a new cache must not recompile the model
+            # guard=False: a new cache must not recompile the model.
+            torch._dynamo.mark_static_address(pool, guard=False)
         self.is_initialized = True
 
     @property
@@ -307,8 +313,7 @@ class PagedLayer(CacheLayerMixin):
             if key.pool is not self.keys or value.pool is not self.values:
                 raise UnsupportedModelError(
                     f"{self.owner.name}: layer {self.index} attends with other than its cached keys and "
-                    "values in their places; "
-                    "use PagedCache(..., dense=True)"
+                    "values in their places; use PagedCache(..., dense=True)"
                 )
             self._watched = True
             return key.pool, value.pool

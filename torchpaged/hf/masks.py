@@ -30,18 +30,6 @@ def is_causal(mask_function: Any) -> bool:
     return mask_function is not bidirectional_mask_function
 
 
-def mask_token(cache: Any) -> Tensor:
-    """The ``kv_offset`` of a paged cache, a scalar int64 0: it carries the cache to the mask function."""
-    token = torch.zeros((), dtype=torch.int64)
-    token._torchpaged_cache = cache  # type: ignore[attr-defined]
-    return token
-
-
-def cache_of(kv_offset: Any) -> Any:
-    """The paged cache whose `mask_token` this is, or None."""
-    return getattr(kv_offset, "_torchpaged_cache", None)
-
-
 def left_padding(mask: Tensor) -> list[int]:
     """Padding tokens at the start of each row of a 2-D mask ``[batch, length]`` (nonzero = token).
 

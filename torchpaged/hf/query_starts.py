@@ -1,8 +1,9 @@
 """The query starts of a forward of many tokens per row, behind which an attention may start early.
 
-An attention kernel reads its query starts before the kernels ahead of it have ended (custom_ops/registry.py),
-so that the kernel that writes them must not be the last one ahead of it. A second kernel in between is seen
-to by an op: a compiler moves single kernels, and drops one that changes nothing.
+An attention kernel reads its query starts before the kernels ahead of it have ended
+(custom_ops/stream_order.py), so that the kernel that writes them must not be the last one ahead of it. A
+second kernel in between is seen to by an op: a compiler moves single kernels, and drops one that changes
+nothing.
 """
 
 from __future__ import annotations
@@ -10,9 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_LIBRARY = torch.library.Library(
-    "torchpaged", "FRAGMENT"
-)  # kept for the life of the process: dropping it deregisters the op
+# Kept for the life of the process: dropping it deregisters the op.
+_LIBRARY = torch.library.Library("torchpaged", "FRAGMENT")
 _LIBRARY.define("_fill_query_starts(Tensor(a!) query_starts, Tensor row_starts, SymInt query_len) -> ()")
 
 

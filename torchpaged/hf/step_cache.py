@@ -14,8 +14,8 @@ from torchpaged.backends import AttentionSpec, Limits
 from torchpaged.custom_ops.errors import UnsupportedModelError
 from torchpaged.hf.chosen_backend import ChosenBackend
 from torchpaged.hf.kv_scales import KVScales
-from torchpaged.hf.layer import PagedLayer
-from torchpaged.hf.masks import is_causal, mask_token
+from torchpaged.hf.layer import PagedLayer, mask_token
+from torchpaged.hf.masks import is_causal
 from torchpaged.hf.template import HybridPagedLayer, paged_layers
 from torchpaged.metadata import METADATA_FIELDS, AttentionMetadata, BatchSizes, make_batch_tensors
 

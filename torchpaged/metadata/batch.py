@@ -92,9 +92,8 @@ class AttentionMetadata:
             ArgumentError: they differ. In a traced call dynamo's own error.
         """
         if self.block_size is not None and self.block_size != block_size:
-            if (
-                torch.compiler.is_compiling()
-            ):  # dynamo can't make an ArgumentError, and its own error quotes this one
+            # Dynamo can't make an ArgumentError, and its own error quotes this one.
+            if torch.compiler.is_compiling():
                 raise ValueError(
                     f"kv_cache: expected blocks of {self.block_size} tokens, as this batch was made for, "
                     f"got blocks of {block_size}"

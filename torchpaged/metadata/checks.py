@@ -63,9 +63,8 @@ def check_batch(
 def _check_one_writer(
     query_lens: Sequence[int], seq_lens: Sequence[int], block_tables: Sequence[Sequence[int]], block_size: int
 ) -> None:
-    writers: dict[
-        int, list[tuple[int, int, int]]
-    ] = {}  # block -> (first slot, end, row) of what each request writes into it
+    # Block -> (first slot, end, row) of what each request writes into it.
+    writers: dict[int, list[tuple[int, int, int]]] = {}
     for row, (query_len, seq_len, blocks) in enumerate(zip(query_lens, seq_lens, block_tables, strict=True)):
         first = max(seq_len - query_len, 0)
         for column in range(first // block_size, -(-seq_len // block_size) if seq_len > first else 0):

@@ -24,10 +24,10 @@ def host_block_table(
     block_tables: Sequence[Sequence[int]], num_reqs: int, max_blocks_per_req: int, pin: bool = False
 ) -> Tensor:
     """The block table of a batch on the host, padded to ``[num_reqs, max_blocks_per_req]``."""
-    table = torch.zeros(num_reqs, max_blocks_per_req, dtype=FIELDS["block_table"].dtype, pin_memory=pin)
+    field, size = FIELDS["block_table"], (num_reqs, max_blocks_per_req)
+    table = torch.full(size, field.padding or 0, dtype=field.dtype, pin_memory=pin)
     width = max((len(blocks) for blocks in block_tables), default=0)
     if width:
-        table[: len(block_tables), :width] = torch.tensor(
-            [[*blocks, *[0] * (width - len(blocks))] for blocks in block_tables], dtype=table.dtype
-        )
+        rows = [field.pad(blocks, width) for blocks in block_tables]
+        table[: len(block_tables), :width] = torch.tensor(rows, dtype=table.dtype)
     return table

@@ -37,9 +37,8 @@ class TokenRing:
         # object of it, 4.5 us
         self._events = [torch.Event(device) for _ in range(depth)] if on_gpu else None
         self._shapes: list[torch.Size | None] = [None] * depth  # of what a slot holds
-        self._places: dict[
-            tuple[int, torch.Size], Tensor
-        ] = {}  # a slot as a tensor of some shape: made once, since a push is host time
+        # A slot as a tensor of some shape: made once, since a push is host time.
+        self._places: dict[tuple[int, torch.Size], Tensor] = {}
 
     def push(self, tokens: Tensor) -> int:
         """Start copying ``tokens``, int64 and contiguous; returns the slot to read."""

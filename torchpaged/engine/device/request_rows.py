@@ -8,9 +8,8 @@
     rows.tokens_out[0]                                               # [max_batch_size] int64, -1 in idle rows
 
 A row holds one request: its token, length and blocks, how it samples and when it ends. An idle row has
-seq_len 0 and slot -1; idle
-rows may lie between busy ones. Updates are stream-ordered: one copy from pinned memory, then device kernels;
-nothing waits.
+seq_len 0 and slot -1; idle rows may lie between busy ones. Updates are stream-ordered: one copy from pinned
+memory, then device kernels; nothing waits.
 """
 
 from __future__ import annotations
@@ -107,21 +106,12 @@ class DecodeRows:
         for name, size in sizes.items():
             if size < 1:
                 raise ArgumentError(name, "at least 1", str(size))
-        self.max_batch_size, self.max_blocks_per_req, self.block_size = (
-            max_batch_size,
-            max_blocks_per_req,
-            block_size,
-        )
-        self.vocab_size, self.device, self.steps_per_launch = (
-            vocab_size,
-            torch.device(device),
-            steps_per_launch,
-        )
+        self.max_batch_size, self.max_blocks_per_req = max_batch_size, max_blocks_per_req
+        self.block_size, self.vocab_size, self.device = block_size, vocab_size, torch.device(device)
+        self.steps_per_launch = steps_per_launch
         self._ops, self._pin = ops, self.device.type == "cuda"
-        rows, padded = (
-            max_batch_size,
-            -(-max_batch_size // 16) * 16,
-        )  # each field starts at a multiple of 64 bytes
+        rows = max_batch_size
+        padded = -(-rows // 16) * 16  # each field starts at a multiple of 64 bytes
         with torch.inference_mode(False):
             self._longs = torch.zeros(NUM_LONGS, padded, dtype=torch.int64, device=device)
             self._ints = torch.zeros(NUM_INTS, padded, dtype=torch.int32, device=device)

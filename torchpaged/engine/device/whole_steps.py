@@ -80,9 +80,8 @@ class WholeStepRunner(BucketedGraphs):
             session=session,
             **options,
         )
-        self._stepwise = isinstance(
-            self.capture_backend, EagerCapture
-        )  # Python at each replay, which may be interrupted between steps
+        # Python at each replay, which may be interrupted between steps.
+        self._stepwise = isinstance(self.capture_backend, EagerCapture)
 
     def _whole(self, step: Step, num_rows: int) -> BucketStep:
         """What one launch does over the first ``num_rows`` rows."""
@@ -145,9 +144,8 @@ class WholeStepRunner(BucketedGraphs):
 
         def counted(*arguments: Any) -> Tensor:
             self.rows.ring.begin()
-            with (
-                self.rows.whole() if self.device.type == "cpu" else contextlib.nullcontext()
-            ):  # its copies are no part of the step
+            # Its copies are no part of the step.
+            with self.rows.whole() if self.device.type == "cpu" else contextlib.nullcontext():
                 tokens = launch(*arguments)
             self.rows.ring.count()
             return tokens

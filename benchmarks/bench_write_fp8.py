@@ -1,0 +1,154 @@
+"""What fp8 pools cost the kernels that write them, and our own rounding to e5m2 in place of the compiler's.
+
+    PYTHONPATH=. python benchmarks/bench_write_fp8.py [--heads 32 --kv-heads 8 --head-dim 128] [--tokens 1,64]
+
+Needs a GPU. Contenders, for `write_kv` and for `rope_write_kv`: pools in bf16, e4m3 and e5m2; for `write_kv`
+also ``e5m2_converted``, the same kernel with Triton's conversion (Hopper has an instruction for it) where
+ours rounds from the bits. A gate compares each with the reference before it is timed; of it the
+numbers that differ are counted, not refused. Each round is one CUDA graph over several sets of tokens and
+pools, the contenders in turns; figures are microseconds per call. The last line is one JSON document.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import types
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from torchpaged.bench import conditions
+from torchpaged.bench.timing import CudaSampler, Sampler, interleave
+from torchpaged.custom_ops import BACKEND_OPS
+from torchpaged.custom_ops.cache_write.triton import write_kv as kernels
+from torchpaged.custom_ops.triton.cache_writes import saturate
+from torchpaged.testing import make_rope_inputs
+
+DTYPES = {
+    "bf16": torch.bfloat16,
+    "e4m3": torch.float8_e4m3fn,
+    "e5m2": torch.float8_e5m2,
+    "e5m2_converted": torch.float8_e5m2,
+}
+ROUND_BYTES, MAX_SETS = 192 << 20, 64
+
+
+@triton.jit
+def converted(x, LIMIT: tl.constexpr, dtype: tl.constexpr):
+    """`to_fp8` as the compiler converts."""
+    return saturate(x, LIMIT).to(dtype)
+
+
+def variant(kernel: Any) -> Any:
+    """The kernel with `converted` where it calls `to_fp8`."""
+    code = kernel.fn
+    copy = types.FunctionType(code.__code__, {**code.__globals__, "to_fp8": converted}, code.__name__)
+    copy.__module__, copy.__annotations__ = code.__module__, code.__annotations__
+    copy.__qualname__ = "converted_" + code.__name__
+    return triton.jit(copy)
+
+
+OWN, CONVERTED = kernels.write_kv_kernel, variant(kernels.write_kv_kernel)
+
+
+def call(op: str, name: str, backend: str, inputs: dict[str, Any]) -> None:
+    """One call of a contender."""
+    if op == "rope_write_kv":
+        BACKEND_OPS[backend].rope_write_kv(**inputs)
+        return
+    kernels.write_kv_kernel = CONVERTED if name == "e5m2_converted" else OWN
+    try:
+        names = ("k", "v", "k_cache", "v_cache", "slot_mapping")
+        BACKEND_OPS[backend].write_kv(*(inputs[each] for each in names))
+    finally:
+        kernels.write_kv_kernel = OWN
+
+
+def differing(op: str, name: str, shape: dict[str, Any]) -> int:
+    """Numbers in the pools that the reference stores otherwise: of the values, which no op computes with."""
+    pools = []
+    for backend in ("reference", "triton"):
+        inputs = make_rope_inputs(**shape, cache_dtype=DTYPES[name])
+        for pool in (inputs["k_cache"], inputs["v_cache"]):
+            pool.view(torch.uint8).zero_()
+        inputs["v"].mul_(20000.0)  # to subnormal numbers, ties and beyond the range
+        inputs["v"][::2].mul_(2.0**-30)
+        call(op, name, backend, inputs)
+        pools.append(inputs["v_cache"].view(torch.uint8).clone())
+    return int((pools[0] != pools[1]).sum())
+
+
+@torch.no_grad()
+def measure(tokens: int, args: argparse.Namespace) -> dict[str, Any]:
+    """One row: the figures of every contender at one batch size."""
+    shape: dict[str, Any] = {
+        "num_tokens": tokens,
+        "num_heads": args.heads,
+        "num_kv_heads": args.kv_heads,
+        "head_dim": args.head_dim,
+        "dtype": torch.bfloat16,
+        "device": "cuda",
+    }
+    row: dict[str, Any] = {"num_tokens": tokens, "differing": {}, "timings": {}}
+    written = 2 * 2 * tokens * args.kv_heads * args.head_dim
+    for op in ("write_kv", "rope_write_kv"):
+        samplers: dict[str, Sampler] = {}
+        for name, dtype in DTYPES.items():
+            if name == "e5m2_converted" and op == "rope_write_kv":
+                continue
+            row["differing"][f"{op}/{name}"] = wrong = differing(op, name, shape)
+            assert name == "e5m2_converted" or not wrong, (
+                f"{op} into {name}: {wrong} numbers differ from the reference's"
+            )
+            calls: list[Callable[[], Any]] = []
+            for seed in range(max(4, min(MAX_SETS, ROUND_BYTES // (4 * written)))):
+                inputs = make_rope_inputs(**shape, cache_dtype=dtype, seed=seed)
+                num_slots = inputs["k_cache"].shape[0] * inputs["k_cache"].shape[1]
+                inputs["slot_mapping"] = torch.randperm(num_slots, device="cuda")[
+                    :tokens
+                ]  # every token is written
+                calls.append(partial(call, op, name, "triton", inputs))
+            samplers[f"{op}/{name}"] = CudaSampler(calls)
+        row["timings"] |= {
+            name: asdict(timing) for name, timing in interleave(samplers, args.repeats).items()
+        }
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--heads", type=int, default=32)
+    parser.add_argument("--kv-heads", type=int, default=8)
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument(
+        "--tokens", type=lambda text: [int(n) for n in text.split(",")], default=[1, 64, 512, 4096]
+    )
+    parser.add_argument("--repeats", type=int, default=60)
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("this benchmark needs a GPU")
+    result: dict[str, Any] = {
+        "conditions": conditions.collect(torch.device("cuda")),
+        "shape": f"{args.heads}/{args.kv_heads}/{args.head_dim}",
+        "rows": [],
+    }
+    for tokens in args.tokens:
+        row = measure(tokens, args)
+        result["rows"].append(row)
+        figures = "  ".join(f"{name} {timing['median_us']:.2f}" for name, timing in row["timings"].items())
+        print(
+            f"T={tokens:<5} {figures}  differing: {row['differing']['write_kv/e5m2_converted']}", flush=True
+        )
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""The choice of a backend for a call that is being traced: what `select_backend` would choose, or refuse.
+
+The compiled code keeps what was chosen. Constants alone can be asked of in a trace: sizes become constants
+by that, which they are in any model; numbers that an attention is given, such as its scale, need not be.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from torchpaged.backends import selector
+from torchpaged.backends.base import Backend
+from torchpaged.backends.capabilities import Planning
+from torchpaged.backends.requested_name import requested_name
+from torchpaged.backends.spec import AttentionSpec
+from torchpaged.custom_ops import BackendOps
+from torchpaged.custom_ops.errors import BackendUnavailableError
+
+
+class TracedAttention(NamedTuple):
+    """An attention as far as constants of a trace tell: `AttentionSpec` with the cap as a yes or no, and no
+    scale."""
+
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    head_dim_v: int
+    block_size: int
+    causal: bool = True
+    window_size: tuple[int, int] = (-1, -1)
+    chunk_size: int = 0
+    has_soft_cap: bool = False
+    alibi: bool = False
+    sinks: bool = False
+    lse: bool = False
+
+    def spec(self, device: torch.device) -> AttentionSpec:
+        """The spec; a cap that is on is 1 in it."""
+        same = self._asdict()
+        soft_cap = float(same.pop("has_soft_cap"))
+        return AttentionSpec(device=device, logits_soft_cap=soft_cap, **same)
+
+
+def choose_name(device: torch.device, attention: TracedAttention | None, planned: bool) -> str:
+    """The name of the backend to run, or "default" where the device's own kernels are what was chosen.
+
+    Args:
+        device: where the call runs.
+        attention: what is asked; None: an op that no attention's features bear on.
+        planned: whether a session's workspace is given, or nothing needs a plan.
+
+    Raises:
+        BackendUnavailableError: the backend that was asked for can't run this, or none can, or the one that
+            was chosen plans each batch, which a trace can't; with all reasons.
+    """
+    if attention is None or device.type == "meta":
+        return requested_name(device.type)
+    choice = selector.select_backend(attention.spec(device))
+    if not planned:
+        _require_no_plan(choice.backend)
+    by_name = selector.requested(None)[0] != "auto"
+    own = {"cpu": ("cpu",), "cuda": ("cuda", "triton")}.get(device.type, ())
+    return choice.name if by_name or choice.name not in own else "default"
+
+
+def refuse_unable(ops: BackendOps, device: torch.device, attention: TracedAttention, planned: bool) -> None:
+    """Refuse handles that were given where every backend that has them declares not to run ``attention``.
+
+    Equal handles count, since a trace does not tell the same object from an equal one.
+
+    Raises:
+        BackendUnavailableError: with the reasons of each.
+    """
+    backends = selector.backends_with(ops)
+    reasons = {backend.name: backend.capabilities.reject(attention.spec(device)) for backend in backends}
+    if device.type == "meta" or not backends:
+        return
+    if all(reasons.values()):
+        why = "; ".join(reason for each in reasons.values() for reason in each)
+        name = " or ".join(map(repr, reasons))
+        raise BackendUnavailableError(f"backend {name} (its ops were given) cannot run this attention: {why}")
+    if not planned:
+        _require_no_plan(next(backend for backend in backends if not reasons[backend.name]))
+
+
+def _require_no_plan(backend: Backend) -> None:
+    if backend.capabilities.planning > Planning.NEVER:
+        raise BackendUnavailableError(
+            f"backend {backend.name!r} plans its batches, which compiled code can't: open a session, call "
+            "session.plan(batch) before the compiled call, and give it workspace=session.workspace(spec)"
+        )

@@ -1,0 +1,170 @@
+"""Calls: one call at a time into one `Generator`, and whose requests are whose.
+
+    calls = Calls(stepper)
+    with calls.entered():           # nothing is half done, and no other thread is inside
+        stepper.step()
+    calls.give_way()
+    for event in calls.stream(calls.claim([7])):
+        ...
+
+A call owns requests by an `Inbox`. One that breaks off cancels them (`leave`); where it can't at once,
+because the garbage collector closed it in the middle of a step, the next call does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+
+from torchpaged.custom_ops.errors import ArgumentError, TorchpagedError
+from torchpaged.engine.inbox import Inbox
+from torchpaged.engine.sequence import Sequence, TokenEvent
+from torchpaged.engine.stepper import Stepper
+
+# For threads that wait for the lock: without it the one that steps would take it again and again.
+_GIVE_WAY_SECONDS = 1e-4
+
+
+class Calls:
+    """The calls into one generator, of any number of threads.
+
+    Args:
+        stepper: moves the requests of all of them.
+
+    Attributes:
+        inbox: of the submitted requests that belong to no stream over some of them. Another one after a
+            stream over all of them broke off.
+    """
+
+    def __init__(self, stepper: Stepper) -> None:
+        self._stepper = stepper
+        self.inbox = Inbox()
+        self._lock = threading.RLock()
+        self._holder = 0  # the thread that is inside: a little less long than it has the lock
+        self._queue: dict[int, None] = {}  # threads that wait for the lock
+        self._left: deque[list[Sequence] | Inbox] = deque()  # requests to be cancelled; of an inbox all
+        self._stream_of_all: object | None = None  # the mark of the open stream over all requests
+
+    # ------------------------------------------------------------------------------------- one call at a time
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Hold the lock, and find nothing half done.
+
+        The lock may be taken again by its thread: the garbage collector may close a stream between the lock
+        and the note of its holder, where nothing is half done either.
+
+        Raises:
+            TorchpagedError: this thread is inside already.
+        """
+        if self._is_inside():
+            raise TorchpagedError(
+                "a Generator was called from inside one of its own steps (a callback of the model, "
+                "tokenizer or progress)"
+            )
+        thread = threading.get_ident()
+        self._queue[thread] = None
+        try:
+            with self._lock:
+                self._queue.pop(thread, None)
+                self._holder = thread
+                try:
+                    self._stepper.settle()
+                    self._cancel_left()
+                    yield
+                finally:
+                    self._holder = 0
+        finally:
+            self._queue.pop(thread, None)  # interrupted while it waited
+
+    def _is_inside(self) -> bool:
+        # _is_owned is not public; threading.Condition relies on it. The note alone is not enough: Ctrl-C may
+        # leave an old one behind.
+        return bool(self._lock._is_owned()) and self._holder == threading.get_ident()  # type: ignore[attr-defined]
+
+    def give_way(self) -> None:
+        """Between two steps of one call: let in a thread that waits."""
+        if self._queue:
+            time.sleep(_GIVE_WAY_SECONDS)
+
+    # ----------------------------------------------------------------------------------------- whose requests
+    def claim(self, request_ids: list[int]) -> Inbox:
+        """An inbox for these submitted requests alone; from inside.
+
+        Raises:
+            ArgumentError: an id that is unknown, finished, or another stream's.
+        """
+        known = {s.request_id: s for s in (*self.inbox.live, *self.inbox.ready)}
+        for request_id in request_ids:
+            if request_id not in known:
+                raise ArgumentError(
+                    "request_ids",
+                    "submitted requests that are not done and belong to no other stream",
+                    repr(request_id),
+                )
+        inbox = Inbox()
+        for sequence in (known[request_id] for request_id in request_ids):
+            for old, new in ((self.inbox.live, inbox.live), (self.inbox.ready, inbox.ready)):
+                if sequence in old:
+                    new[sequence] = old.pop(sequence)
+            sequence.inbox = inbox
+        return inbox
+
+    def stream(self, inbox: Inbox | None, begin: bool = False) -> Iterator[TokenEvent]:
+        """Step until the requests of ``inbox`` are done, giving events as they come.
+
+        Args:
+            inbox: whose requests; None: all submitted ones.
+            begin: the first ``next`` gives nothing. From then on it cancels its requests if it is dropped:
+                nobody else will take their events.
+
+        Raises:
+            TorchpagedError: a second stream over all requests.
+        """
+        mark = object()
+        try:
+            if begin:
+                yield  # type: ignore[misc]
+            if inbox is None:
+                with self.entered():
+                    if self._stream_of_all is not None:
+                        raise TorchpagedError(
+                            "stream(): another stream over all requests is open; close() it, or name the "
+                            "requests: stream(request_ids)"
+                        )
+                    self._stream_of_all, inbox = mark, self.inbox
+            while inbox.live or inbox.ready:
+                with self.entered():
+                    if not inbox.ready:
+                        self._stepper.step()
+                    events = inbox.take()
+                self.give_way()
+                yield from events
+        except BaseException:
+            if inbox is not None:
+                self.leave(inbox)
+            raise
+        finally:
+            if self._stream_of_all is mark:
+                self._stream_of_all = None
+
+    def leave(self, requests: list[Sequence] | Inbox) -> None:
+        """Cancel the requests of a call that broke off."""
+        self._left.append(requests)
+        if not self._is_inside():  # else, collected as garbage within a step, the next call does it
+            with self.entered():
+                pass
+
+    def _cancel_left(self) -> None:
+        """What `leave` was told; may be interrupted, and called again. Only under the lock: a `submit` may be
+        on its way into an inbox."""
+        while self._left:
+            requests = self._left[0]
+            if requests is self.inbox:
+                self.inbox = Inbox()  # what was not taken is of no use to a later call
+            for sequence in list(requests.live if isinstance(requests, Inbox) else requests):
+                if sequence.request_id in self._stepper.requests:
+                    self._stepper.cancel(sequence.request_id)
+            self._left.popleft()

@@ -179,6 +179,44 @@ def prefill_kernel() -> list[str]:
     ]
 
 
+def mixed_late() -> list[str]:
+    """Mixed batches with prefill's CTAs before the decode launch, and with a third of them behind it."""
+    document, lines, ratios = load("h200_prefill_late_fp8"), [], []
+    for row in document["rows"]:
+        if kept := document["kept"].get(row["case"]):
+            us = row["us"]
+            ratios.append(us["fa3"] / us[kept])
+            cells = [figure(us[name]) for name in ("none late", "44 late", "66 late", "fa3")]
+            lines.append([short(row["case"]), *cells, kept.removesuffix(" late"), ratio(ratios[-1])])
+    return [
+        *table(["batch", "none late", "44 late", "66 late", "FA3", "kept", "×"], lines),
+        "",
+        f"Geometric mean of × over {len(ratios)} batches: **{geomean(ratios):.2f}**.",
+    ]
+
+
+def prefill_parts() -> list[str]:
+    """Tiles in parts: before and since, and the same without the second launch, which is not right."""
+    lines = []
+    for row in load("h200_prefill_chosen_ctas")["rows"]:
+        us = row["us"]
+        if "old bound" in us:
+            before = max(us["old bound"], us["4 ahead"])
+            cells = [figure(x) for x in (before, us["new"], us["no merge"], us["fa3"])]
+            lines.append([short(row["case"]), *cells, ratio(us["fa3"] / us["new"])])
+    return table(["case", "before", "now", "without the merge", "FA3", "×"], lines)
+
+
+def prefill_fp8() -> list[str]:
+    lines = []
+    for row in load("h200_prefill_late_fp8")["rows"]:
+        if "float8" in row["case"]:
+            us = row["us"]
+            name = short(row["case"].replace(" b16", ""))
+            lines.append([name, *best_bold([us["cuda"], us["triton"]]), ratio(us["triton"] / us["cuda"])])
+    return table(["case", "`cuda`", "`triton`", "×"], lines)
+
+
 def mixed() -> list[str]:
     document, lines = load("h200_attention_mixed"), []
     summary = document["summary"]

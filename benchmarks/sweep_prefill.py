@@ -38,7 +38,7 @@ CASES = {
     "8x512": (8, 512, 512),
     "chunk_512_on_32k": (1, 512, 32768),
 }
-#: The chosen tiles first, what could beat them after. Predictions and figures: docs/log/prefill.md.
+#: The chosen tiles first, what could beat them after. Predictions and figures: docs/log/prefill_triton.md.
 CANDIDATES = [
     Tiles(128, 128, 8, 3),
     Tiles(128, 128, 8, 2),

@@ -116,6 +116,16 @@ STREAM_ORDER: dict[str, tuple[Launch, ...]] = {
             case="cuda, a mixed batch's decode half",
             why="begins when all ahead of the prefill half has ended",
         ),
+        Launch(
+            "prefill.cu:paged_prefill",
+            True,
+            ("out", "lse"),
+            "start",
+            ("everything",),
+            waits="last",
+            case="cuda, a mixed batch's late prefill CTAs",
+            why="begin when every CTA of the decode half runs; one waits for it at its end",
+        ),
         Launch("decode.py:decode_kernel", True, ("out", "lse"), "wait", case="triton, decode"),
         Launch(
             "prefill.py:prefill_kernel",

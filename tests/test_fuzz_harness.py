@@ -315,8 +315,9 @@ def test_a_third_of_a_gpus_configurations_are_for_the_cuda_decode_kernel(
     assert 20 <= taken <= 34
 
 
+@pytest.mark.parametrize("aim", ["cuda-prefill", "cuda-prefill-fp8"])
 def test_all_configurations_aimed_at_the_cuda_prefill_kernel_are_taken_by_it(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, aim: str
 ) -> None:
     """By the kernel's own word on tensors that say they are an H100's; with every feature that it has."""
     from torchpaged.custom_ops.attention.cuda import paged_attention
@@ -327,7 +328,7 @@ def test_all_configurations_aimed_at_the_cuda_prefill_kernel_are_taken_by_it(
     monkeypatch.setattr(gpu, "shared_per_sm", lambda index: 228 * 1024)
     monkeypatch.setattr(paged_attention, "_prefill_is_on", lambda: True)
     for seed in range(24):
-        c = random_configuration(seed, aim="cuda-prefill")
+        c = random_configuration(seed, aim=aim)
         batch, (token, head, offset) = random_batch(c, 0), c.out_padding
         strides = (c.num_heads * (c.head_dim_v + head) + token, c.head_dim_v + head, 1)
         out = strided(
@@ -343,13 +344,16 @@ def test_all_configurations_aimed_at_the_cuda_prefill_kernel_are_taken_by_it(
             c.columns * c.block_size,
         )
         assert taken.kernel == ("prefill" if c.kernel == "prefill" else "prefill and decode"), (c, taken)
-    configurations = [random_configuration(seed, aim="cuda-prefill") for seed in range(600)]
+    configurations = [random_configuration(seed, aim=aim) for seed in range(600)]
     assert {(c.head_dim, c.head_dim_v) for c in configurations} == set(PREFILL_WIDTHS)
     assert {c.block_size for c in configurations} == {8, 16, 32, 64, 128} and {
         c.dtype for c in configurations
     } == {"bfloat16", "float16"}
     assert {1, 7, 16, 32, 64, 128} <= {c.num_heads // c.num_kv_heads for c in configurations}
     assert 150 < sum(c.kernel == "mixed" for c in configurations) < 300
+    fp8 = aim == "cuda-prefill-fp8"
+    assert {c.scales for c in configurations} == ({"none", "one", "per_head"} if fp8 else {"none"})
+    assert all((c.kv_dtype in ("float8_e4m3fn", "float8_e5m2")) == fp8 for c in configurations)
     features: dict[str, Callable[[Any], bool]] = {
         "window": lambda c: "window_left" in c.options,
         "window right": lambda c: "window_right" in c.options,

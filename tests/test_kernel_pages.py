@@ -48,7 +48,7 @@ def test_decode() -> None:
         )
         kv_dtype = torch.float8_e4m3fn if "fp8" in name else torch.bfloat16
         strides = (16 * kv_heads * dim, kv_heads * dim, dim, 1)
-        macros, shape = specialise.decode_macros(
+        config, shape = specialise.decode_config(
             torch.bfloat16,
             kv_dtype,
             heads // kv_heads,
@@ -73,12 +73,12 @@ def test_decode() -> None:
             SMS,
             PER_SM,
         )
-        query_rows = macros["PAIR_HEADS"] * macros["GROUP"] * macros["QUERY_LEN"]
+        query_rows = config["PAIR_HEADS"] * config["GROUP"] * config["QUERY_LEN"]
         assert numbers(cut) == [shape.warps, shape.keys, shape.stages], name
         assert (
             numbers(ctas_per_sm) == [shape.ctas_per_sm]
             and numbers(cluster) == [shape.cluster]
-            and numbers(team) == [macros["TEAM"]]
+            and numbers(team) == [config["TEAM"]]
         ), name
         assert numbers(stage) == [shape.stage_bytes(dim, dim, kv_dtype.itemsize)], name
         assert numbers(shared) == [shape.shared_bytes(dim, dim, kv_dtype.itemsize, query_rows)], name
@@ -122,8 +122,23 @@ def test_prefill() -> None:
             shape.v_stages,
             shape.q_buffers,
         ], widths
-        macros = prefill.prefill_macros(torch.bfloat16, dim, 4, 8, 16, True, False, dim_v=dim_v)
-        assert numbers(shared) == [prefill.shared_bytes(macros)], widths
+        config = prefill.prefill_config(torch.bfloat16, dim, 4, 8, 16, True, False, dim_v=dim_v)
+        assert numbers(shared) == [prefill.shared_bytes(config)], widths
+
+
+def test_prefill_over_fp8() -> None:
+    found, e4m3 = rows("prefill.md", "head_dim with fp8"), torch.float8_e4m3fn
+    assert len(found) >= 5
+    for widths, threads, keys, raw, buffers, shared in found:
+        dim, dim_v = numbers(widths)
+        shape = prefill.prefill_shape_fp8(dim, dim_v)
+        cut = [shape.threads, shape.keys, shape.raw_stages, shape.q_buffers]
+        assert [int(threads), int(keys), int(raw), int(buffers)] == cut, widths
+        assert (shape.groups, shape.k_stages, shape.v_stages) == (2, 2, 2), widths
+        config = prefill.prefill_config(
+            torch.bfloat16, dim, 4, 8, 16, True, False, dim_v=dim_v, kv_dtype=e4m3
+        )
+        assert numbers(shared) == [prefill.shared_bytes(config)], widths
 
 
 def test_numbers_of_the_drawings() -> None:

@@ -342,18 +342,18 @@ def test_linear_ptx(tmp_path: Path, tokens: int) -> None:
     import torch
 
     from torchpaged.custom_ops.cuda import jit
-    from torchpaged.custom_ops.layers.cuda.linear_shape import linear_macros, linear_shape
+    from torchpaged.custom_ops.layers.cuda.linear_shape import linear_config, linear_shape
 
     shape = linear_shape(tokens, 4096, 4096, 132, True, True, 228 << 10, 227 << 10)
-    macros = linear_macros(
+    config = linear_config(
         torch.bfloat16, tokens, 4096, 4096, 4096, "none", False, False, True, True, True, shape
     )
     name = "linear_wide" if shape.wide else "linear"
     expected = row("linear", name, {8: "1 to 8 tokens", 16: "no wgmma", 64: "on Hopper"}[tokens])
     target = tmp_path / "linear.ptx"
-    source = source_of(expected.kernel)
+    source = jit.write_sources(tmp_path, source_of(expected.kernel).name, config)
     subprocess.run(
-        ["nvcc", "-ptx", "-o", str(target), *jit.options(macros, (9, 0)), str(source)],
+        ["nvcc", "-ptx", "-o", str(target), *jit.options(config, (9, 0)), str(source)],
         check=True,
         timeout=300,
     )

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from torchpaged.custom_ops.attention.cuda import prefill as native
+from torchpaged.custom_ops.cuda.config import Config
 
 PATIENCE = 1 << 20  # tries of the loader's waits in checks
 
@@ -34,8 +35,8 @@ class Case:
     sinks: bool = False
     layout: str = "NHD"  # of the pools; HND: heads outside of slots; both: keys and values in one allocation
 
-    def macros(self, **options: Any) -> dict[str, int]:
-        return native.prefill_macros(
+    def config(self, **options: Any) -> Config:
+        return native.prefill_config(
             self.dtype,
             self.dim,
             self.heads[0] // self.heads[1],

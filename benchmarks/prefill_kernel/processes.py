@@ -19,6 +19,7 @@ import torch
 from prefill_kernel.cases import CHECKS, CYCLES, GRAPH, PATIENCE, POWER, TIMES
 from prefill_kernel.parts import PARTS
 from torchpaged.custom_ops.cuda import jit
+from torchpaged.custom_ops.cuda.config import Config
 
 SILENCE_S = 40.0
 SCRIPT = Path(__file__).resolve().parent.parent / "bench_prefill_kernel.py"
@@ -37,39 +38,39 @@ def work(part: str, cases: list[str]) -> None:
             raise SystemExit(3)  # the context is lost
 
 
-def specialisations() -> dict[tuple[str, str], list[tuple[tuple[str, int], ...]]]:
-    """Part and case -> the macros of what it launches."""
-    needed = {("check", name): [case.macros(patience=PATIENCE)] for name, case in CHECKS.items()}
-    needed["check", "graph"] = [GRAPH.macros(patience=PATIENCE)]
-    needed |= {("time", name): [case.macros()] for name, case in TIMES.items()}
-    needed |= {("power", name): [case.macros()] for name, case in POWER.items()}
+def specialisations() -> dict[tuple[str, str], list[Config]]:
+    """Part and case -> the constants of what it launches."""
+    needed = {("check", name): [case.config(patience=PATIENCE)] for name, case in CHECKS.items()}
+    needed["check", "graph"] = [GRAPH.config(patience=PATIENCE)]
+    needed |= {("time", name): [case.config()] for name, case in TIMES.items()}
+    needed |= {("power", name): [case.config()] for name, case in POWER.items()}
     needed |= {
-        ("cycles", name): [case.macros(clocks=True, beside=beside) for beside in (True, False)]
+        ("cycles", name): [case.config(clocks=True, beside=beside) for beside in (True, False)]
         for name, case in CYCLES.items()
     }
-    return {key: [tuple(sorted(macros.items())) for macros in values] for key, values in needed.items()}
+    return needed
 
 
 def compile_ahead(parts: list[str]) -> dict[tuple[str, str], str]:
     """Specialisations into the cache on disk, side by side: a case's 40 seconds are not for compilers. Part
     and case -> why it can't run."""
     needed = {key: values for key, values in specialisations().items() if key[0] in parts}
-    distinct = list(dict.fromkeys(macros for values in needed.values() for macros in values))
+    distinct = list(dict.fromkeys(config for values in needed.values() for config in values))
     begin = time.monotonic()
     with ProcessPoolExecutor(min(16, os.cpu_count() or 1), multiprocessing.get_context("fork")) as pool:
         errors = dict(zip(distinct, pool.map(compile_one, distinct), strict=True))
     print(f"{len(distinct)} specialisations compiled in {time.monotonic() - begin:.1f} s", flush=True)
     found = {
-        key: next((error for macros in values if (error := errors[macros])), "")
+        key: next((error for config in values if (error := errors[config])), "")
         for key, values in needed.items()
     }
     return {key: error for key, error in found.items() if error}
 
 
-def compile_one(macros: tuple[tuple[str, int], ...]) -> str:
+def compile_one(config: Config) -> str:
     """The compiler's first complaint, or nothing."""
     try:
-        jit.machine_code("prefill.cu", dict(macros), (9, 0))
+        jit.machine_code("prefill.cu", config, (9, 0))
     except Exception as problem:
         lines = str(problem).splitlines() or [type(problem).__name__]
         return next((line for line in lines if "error" in line), lines[0])[:300]

@@ -17,13 +17,11 @@ __device__ __forceinline__ void barrier_arrive(u32 at) { asm volatile("mbarrier.
 __device__ __forceinline__ void barrier_wait(u32 at, int parity) {
   asm volatile("{.reg .pred done; again%=: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1; @!done bra again%=;}" ::"r"(at), "r"(parity) : "memory");
 }
-#if CLUSTER > 1
 // Four numbers into shared memory of any CTA of the cluster, which tells that CTA's barrier of 16 bytes.
 __device__ __forceinline__ void send_async(u32 to, const float (&x)[4], u32 barrier) {
   asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1,%2,%3,%4}, [%5];"
                ::"r"(to), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]), "r"(barrier) : "memory");
 }
-#endif
 // A box of `map` from column k and row on, into shared memory.
 __device__ __forceinline__ void copy_box(u32 to, const void *map, int k, int row, u32 barrier) {
   asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"

@@ -1,10 +1,10 @@
 """CUDA C++ to a kernel that can be launched: NVRTC, a cache on disk, the driver's launch call.
 
-    kernel = jit.kernel("decode.cu", "paged_decode", {"DIM": 128, ...}, device, shared_bytes=104448)
+    kernel = jit.kernel("decode.cu", "paged_decode", config, device, shared_bytes=104448)
     kernel.launch(grid, threads, packed_arguments, early=True)
 
 Machine code is kept in ``TORCHPAGED_CACHE`` (default ``~/.cache/torchpaged``) under the hash of source,
-macros, architecture and compiler build; the driver is no part of it, since what is kept is for one
+constants, architecture and compiler build; the driver is no part of it, since what is kept is for one
 architecture and needs no translation. The first launch of a specialisation compiles for a second or two, says
 so where stderr is a terminal, and must not happen inside a capture.
 """
@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from torchpaged.custom_ops.cuda import cubins, gpu
+from torchpaged.custom_ops.cuda.config import Config
 from torchpaged.custom_ops.errors import BackendUnavailableError
 
 _HERE = Path(__file__).parent
@@ -66,24 +67,22 @@ def _check(result: Any, what: str) -> Any:
     return values[0] if len(values) == 1 else values
 
 
-def options(macros: dict[str, int], capability: tuple[int, int]) -> list[str]:
-    """The compiler's arguments; the same for NVRTC and nvcc. The macro WGMMA asks for what only this one
-    architecture has."""
-    only = "a" if macros.get("WGMMA") else ""
-    return [
-        f"-arch=sm_{capability[0]}{capability[1]}{only}",
-        "-std=c++17",
-        *(f"-D{name}={value}" for name, value in sorted(macros.items())),
-    ]
+def options(config: Config, capability: tuple[int, int]) -> list[str]:
+    """The compiler's arguments; the same for NVRTC and nvcc. Everything else that a kernel is compiled for
+    stands in its header of constants."""
+    return [f"-arch=sm_{capability[0]}{capability[1]}{'a' if config.exact else ''}", "-std=c++17"]
 
 
 @functools.cache
 def files() -> dict[str, Path]:
     """The sources and headers by name: those of this folder, and of the folder ``cuda`` of every family of
-    ops. No name is there twice."""
+    ops. No name is there twice. Headers of constants are left out: those on the disk are examples."""
     folders = (_HERE, *sorted(_HERE.parent.glob("*/cuda")))
     paths = [
-        path for folder in folders for path in sorted(folder.iterdir()) if path.suffix in (".cu", ".cuh")
+        path
+        for folder in folders
+        for path in sorted(folder.iterdir())
+        if path.suffix in (".cu", ".cuh") and not path.name.endswith("_config.cuh")
     ]
     found = {path.name: path for path in paths}
     if len(found) < len(paths):
@@ -145,28 +144,36 @@ def _compile(source: str, included: dict[str, str], arguments: list[str], kind: 
     return code
 
 
-def compile_source(source: str, arguments: list[str]) -> bytes:
-    """Machine code of ``source``, which may include the headers of `files`; raises RuntimeError with the
-    compiler's messages."""
-    headers = {name: text for name, text in sources().items() if name.endswith(".cuh")}
-    return _compile(source, headers, arguments, "CUBIN")
+def headers(config: Config) -> dict[str, str]:
+    """All that a source may include, by name: the headers of `files`, and its constants."""
+    found = {name: text for name, text in sources().items() if name.endswith(".cuh")}
+    return {**found, config.table.header: config.text()}
 
 
-def cache_name(file: str, arguments: list[str]) -> str:
+def compile_source(source: str, config: Config, capability: tuple[int, int]) -> bytes:
+    """Machine code of ``source``, which may include `headers`; raises RuntimeError with the compiler's
+    messages."""
+    return _compile(source, headers(config), options(config, capability), "CUBIN")
+
+
+def write_sources(folder: Path, file: str, config: Config) -> Path:
+    """What NVRTC gets, as files in an empty ``folder`` for nvcc; the path of ``file`` there."""
+    for name, text in {**headers(config), file: sources()[file]}.items():
+        (folder / name).write_text(text)
+    return folder / file
+
+
+def cache_name(file: str, config: Config, capability: tuple[int, int]) -> str:
     """The file in the cache: a hash of all that the machine code follows from."""
-    headers = {name: text for name, text in sources().items() if name.endswith(".cuh")}
-    return (
-        hashlib.sha256(repr((sources()[file], headers, arguments, compiler_build())).encode()).hexdigest()[
-            :32
-        ]
-        + ".cubin"
-    )
+    follows = sources()[file], headers(config), options(config, capability), compiler_build()
+    return hashlib.sha256(repr(follows).encode()).hexdigest()[:32] + ".cubin"
 
 
-def machine_code(file: str, macros: dict[str, int], capability: tuple[int, int]) -> bytes:
+def machine_code(file: str, config: Config, capability: tuple[int, int]) -> bytes:
     """Machine code of one of `files`, from the cache or compiled now."""
-    arguments = options(macros, capability)
-    name = cache_name(file, arguments)
+    if file not in config.table.kernels:
+        raise ValueError(f"{config.table.header} is for {config.table.kernels}, not for {file}")
+    name = cache_name(file, config, capability)
     code = cubins.load(name)
     if code is None:
         if sys.stderr is not None and sys.stderr.isatty():
@@ -175,22 +182,22 @@ def machine_code(file: str, macros: dict[str, int], capability: tuple[int, int])
                 file=sys.stderr,
                 flush=True,
             )
-        code = compile_source(sources()[file], arguments)
+        code = compile_source(sources()[file], config, capability)
         cubins.store(name, code)
     return code
 
 
-_Key = tuple[str, tuple[tuple[str, int], ...], tuple[int, int]]
+_Key = tuple[str, Config, tuple[int, int]]
 _ahead: dict[_Key, Future[bytes]] = {}
 _ahead_lock = threading.Lock()
 
 
-def compile_ahead(file: str, macros: dict[str, int], capability: tuple[int, int]) -> None:
+def compile_ahead(file: str, config: Config, capability: tuple[int, int]) -> None:
     """Begin, in a thread, to make the machine code that `kernel` will soon be asked for: several kernels of
     one call then take the time of the slowest one. Does nothing where the thread runs already. What fails
     there is raised by `kernel`.
     """
-    key = file, tuple(sorted(macros.items())), capability
+    key = file, config, capability
     future: Future[bytes] = Future()
     with _ahead_lock:
         if key in _ahead:
@@ -199,18 +206,18 @@ def compile_ahead(file: str, macros: dict[str, int], capability: tuple[int, int]
 
     def run() -> None:
         try:
-            future.set_result(machine_code(file, macros, capability))
+            future.set_result(machine_code(file, config, capability))
         except BaseException as error:
             future.set_exception(error)
 
     threading.Thread(target=run, name=f"torchpaged compiles {file}", daemon=True).start()
 
 
-def _code(file: str, macros: tuple[tuple[str, int], ...], capability: tuple[int, int]) -> bytes:
+def _code(file: str, config: Config, capability: tuple[int, int]) -> bytes:
     """Machine code: from a thread that began ahead, from the cache, or compiled now."""
     with _ahead_lock:
-        future = _ahead.pop((file, macros, capability), None)
-    return machine_code(file, dict(macros), capability) if future is None else future.result()
+        future = _ahead.pop((file, config, capability), None)
+    return machine_code(file, config, capability) if future is None else future.result()
 
 
 class Kernel:
@@ -318,9 +325,7 @@ class Kernel:
 
 
 @functools.cache
-def _kernel(
-    file: str, name: str, macros: tuple[tuple[str, int], ...], index: int, shared_bytes: int
-) -> Kernel:
+def _kernel(file: str, name: str, config: Config, index: int, shared_bytes: int) -> Kernel:
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             f"backend 'cuda': {file} is not compiled for this shape yet, which can't be done inside a CUDA "
@@ -331,13 +336,11 @@ def _kernel(
         capability = torch.cuda.get_device_capability(index)
         # no second try: a damaged file in the cache was found by its checksum, so what fails here is refused
         # by the device
-        return Kernel(_code(file, macros, capability), name, shared_bytes)
+        return Kernel(_code(file, config, capability), name, shared_bytes)
 
 
-def kernel(
-    file: str, name: str, macros: dict[str, int], device: torch.device, *, shared_bytes: int
-) -> Kernel:
-    """Kernel ``name`` of ``file`` (one of `files`), compiled with ``macros`` for ``device``; the same object
+def kernel(file: str, name: str, config: Config, device: torch.device, *, shared_bytes: int) -> Kernel:
+    """Kernel ``name`` of ``file`` (one of `files`), compiled with ``config`` for ``device``; the same object
     for the same arguments.
 
     Raises:
@@ -347,4 +350,4 @@ def kernel(
     missing = unavailable()
     if missing:
         raise BackendUnavailableError(f"backend 'cuda': {missing}")
-    return _kernel(file, name, tuple(sorted(macros.items())), device.index or 0, shared_bytes)
+    return _kernel(file, name, config, device.index or 0, shared_bytes)

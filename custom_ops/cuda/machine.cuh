@@ -1,12 +1,15 @@
-// The instructions that C++ has no words for. Macros: HALF, Q_HALF, KV_BYTES, E5M2, CLUSTER.
+// The instructions that C++ has no words for. FP16: 16-bit numbers are float16, else bfloat16.
 //
 // Who waits for whom, in all kernels here. Each wait says beside it why it ends; these hold for every one:
-// - A CTA waits for warps of its own, for CTAs of its cluster, and for whole kernels ahead (griddepcontrol.wait); never for another CTA of its
-//   grid, for a kernel behind it, or for the host. The hardware places a cluster whole or refuses the launch, under MPS and MIG as well, so that
-//   no wait needs room for a CTA which is not there. Work shared by CTAs of different clusters is finished by whoever comes last.
-// - griddepcontrol.wait ends because a kernel is placed early only when all CTAs of the one ahead run or have ended: one that waits keeps no room
-//   from one it waits for. Every kernel here waits for those ahead before it ends, so that "the one ahead has ended" holds for all further ahead.
-// - Loading a module, lazily or not, may wait for the device. No kernel waits for one that is launched later, so that this ends too.
+// - A CTA waits for warps of its own, for CTAs of its cluster, and for whole kernels ahead (griddepcontrol.wait);
+//   never for another CTA of its grid, for a kernel behind it, or for the host. The hardware places a cluster whole
+//   or refuses the launch, under MPS and MIG as well, so that no wait needs room for a CTA which is not there. Work
+//   shared by CTAs of different clusters is finished by whoever comes last.
+// - griddepcontrol.wait ends because a kernel is placed early only when all CTAs of the one ahead run or have ended:
+//   one that waits keeps no room from one it waits for. Every kernel here waits for those ahead before it ends, so
+//   that "the one ahead has ended" holds for all further ahead.
+// - Loading a module, lazily or not, may wait for the device. No kernel waits for one that is launched later, so
+//   that this ends too.
 // - nvcc and NVRTC put no barrier of a CTA into code by themselves: the order of barriers is that of the source.
 #pragma once
 
@@ -17,7 +20,7 @@ typedef long long i64;
 
 constexpr float LOG2E = 1.4426950408889634f;
 [[maybe_unused]] constexpr float LN2 = 0.6931471805599453f;
-constexpr float FLOOR = -1.0e30f;                   // finite, so that a warp without keys makes no inf - inf
+constexpr float FLOOR = -1.0e30f;  // finite, so that a warp without keys makes no inf - inf
 #define INF __int_as_float(0x7f800000)
 #define ALL 0xffffffffu
 
@@ -26,8 +29,8 @@ __device__ __forceinline__ u32 shared_address(const void *p) { return (u32)__cvt
 __device__ __forceinline__ void copy16_or_zero(u32 to, const char *from, bool real) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(real ? 16 : 0) : "memory");
 }
-// Weights, keys and values are read once per step: they leave L2 first, what other CTAs still need stays. On Ampere, where this was not measured,
-// the policy's registers make a kernel spill.
+// Weights, keys and values are read once per step: they leave L2 first, what other CTAs still need stays. On Ampere,
+// where this was not measured, the policy's registers make a kernel spill.
 #if __CUDA_ARCH__ >= 900
 __device__ __forceinline__ u64 read_once() {
   u64 policy;
@@ -60,51 +63,39 @@ __device__ __forceinline__ u32 transpose8x8(u32 x) {
   asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
   return y;
 }
-#if HALF
-#define MMA "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32"
-#define PACK "cvt.rn.f16x2.f32"
-#else
-#define MMA "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
-#define PACK "cvt.rn.bf16x2.f32"
-#endif
-__device__ __forceinline__ void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-  asm(MMA " {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+template <bool FP16> __device__ __forceinline__ void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  if constexpr (FP16)
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  else
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
-__device__ __forceinline__ u32 pack(float low, float high) {  // to what the tensor cores compute in
+template <bool FP16> __device__ __forceinline__ u32 pack(float low, float high) {
   u32 r;
-  asm(PACK " %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+  if constexpr (FP16) asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+  else asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
   return r;
 }
-__device__ __forceinline__ u32 pack_out(float low, float high) {  // to the dtype of q and out
-  u32 r;
-#if Q_HALF
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
-#else
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
-#endif
-  return r;
+template <bool FP16> __device__ __forceinline__ float to_float(u16 x) {
+  if constexpr (FP16) {
+    float r;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(r) : "h"(x));
+    return r;
+  } else {
+    return __int_as_float((u32)x << 16);
+  }
 }
-__device__ __forceinline__ float to_float(u16 x) {  // from the dtype of q
-#if Q_HALF
-  float r;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(r) : "h"(x));
-  return r;
-#else
-  return __int_as_float((u32)x << 16);
-#endif
+template <bool E5M2> __device__ __forceinline__ void unpack_fp8(u32 x, u32 &low, u32 &high) {  // to float16
+  if constexpr (E5M2)
+    asm("{.reg .b16 l, h; mov.b32 {l, h}, %2; cvt.rn.f16x2.e5m2x2 %0, l; cvt.rn.f16x2.e5m2x2 %1, h;}"
+        : "=r"(low), "=r"(high) : "r"(x));
+  else
+    asm("{.reg .b16 l, h; mov.b32 {l, h}, %2; cvt.rn.f16x2.e4m3x2 %0, l; cvt.rn.f16x2.e4m3x2 %1, h;}"
+        : "=r"(low), "=r"(high) : "r"(x));
 }
-#if KV_BYTES == 1
-#if E5M2
-#define UNPACK "cvt.rn.f16x2.e5m2x2"
-#else
-#define UNPACK "cvt.rn.f16x2.e4m3x2"
-#endif
-__device__ __forceinline__ void unpack(u32 x, u32 &low, u32 &high) {
-  asm("{.reg .b16 l, h; mov.b32 {l, h}, %2; " UNPACK " %0, l; " UNPACK " %1, h;}" : "=r"(low), "=r"(high) : "r"(x));
-}
-#endif
 __device__ __forceinline__ float exp2_(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -117,13 +108,15 @@ __device__ __forceinline__ float log2_(float x) {
 }
 __device__ __forceinline__ float tanh_(float x) {  // a series near 0, where the formula with exp cancels
   const float x2 = x * x;
-  const float series = x * (1.f + x2 * (-0.33333333333f + x2 * (0.13333333333f + x2 * (-0.05396825397f + x2 * 0.02186948854f))));
+  const float tail = -0.33333333333f + x2 * (0.13333333333f + x2 * (-0.05396825397f + x2 * 0.02186948854f));
+  const float series = x * (1.f + x2 * tail);
   const float far = 1.f - 2.f / (exp2_(2.f * LOG2E * x) + 1.f);
   return fabsf(x) < 0.3f ? series : far;
 }
-// Lengths, query starts and block tables are read before griddepcontrol.wait, where this multiprocessor's L1 may still hold an older step's: a
-// program that starts early is not known to find L1 emptied. Nobody writes them while the kernel runs. So the first reads come from L2, and the
-// last of them is an acquire, which empties L1: what a thread reads behind its own is as new, at the price of L1.
+// Lengths, query starts and block tables are read before griddepcontrol.wait, where this multiprocessor's L1 may still
+// hold an older step's: a program that starts early is not known to find L1 emptied. Nobody writes them while the
+// kernel runs. So the first reads come from L2, and the last of them is an acquire, which empties L1: what a thread
+// reads behind its own is as new, at the price of L1.
 __device__ __forceinline__ int load_l2(const int *p) {
   int x;
 #if __CUDA_ARCH__ >= 900
@@ -154,7 +147,6 @@ __device__ __forceinline__ float4 load_l2(const float4 *p) {
 }
 
 // CTAs of a cluster write into each other's shared memory: parts of a pair then meet without a trip through L2.
-#if CLUSTER > 1
 __device__ __forceinline__ u32 in_cta(u32 mine, int rank) {  // the address of `mine` in CTA `rank` of the cluster
   u32 theirs;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(theirs) : "r"(mine), "r"(rank));
@@ -176,4 +168,3 @@ __device__ __forceinline__ void await(const u32 *counter, u32 wanted) {  // a sp
 __device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 __device__ __forceinline__ void cluster_arrive_relaxed() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
-#endif

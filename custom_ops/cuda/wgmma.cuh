@@ -1,38 +1,46 @@
-// Hopper's warpgroup products: 64 weight rows times NT * 8 tokens, both from shared memory; what orders products of any shape.
-// Macros: NT (none: only the latter), HALF. Needs sm_90a.
+// Hopper's warpgroup products, and what orders them. Needs sm_90a. FP16: numbers are float16, else bfloat16.
 #pragma once
 
 #include "machine.cuh"
 
-// Rows of 128 bytes, 16-byte columns swizzled by the row modulo 8, 8 rows = 1024 bytes; `at` is a multiple of 1024 plus the k's offset.
-__device__ __forceinline__ u64 matrix(u32 at) { return (u64)(at >> 4 & 0x3fff) | (u64)1 << 16 | (u64)64 << 32 | (u64)1 << 62; }
+// One instruction; `shape` and what follows the types, operands included. A macro, since its text must be a literal.
+#define WGMMA(FP16, shape, ...)                                                                    \
+  do {                                                                                             \
+    if constexpr (FP16)                                                                            \
+      asm volatile("wgmma.mma_async.sync.aligned." shape ".f32.f16.f16 " __VA_ARGS__);             \
+    else                                                                                           \
+      asm volatile("wgmma.mma_async.sync.aligned." shape ".f32.bf16.bf16 " __VA_ARGS__);           \
+  } while (0)
 
-#if HALF
-#define WGMMA_TYPES "f32.f16.f16"
-#else
-#define WGMMA_TYPES "f32.bf16.bf16"
-#endif
-#ifdef NT
-#define D4(n) "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])
-// d += a @ b.T for 16 k; d[n] is the fragment of tokens n * 8 .. n * 8 + 7, as mma.m16n8k16 has it, warp w of the four with rows w * 16 ...
-__device__ __forceinline__ void wgmma(float (&d)[NT][4], u64 a, u64 b) {
-#if NT == 1
-  asm volatile("wgmma.mma_async.sync.aligned.m64n8k16." WGMMA_TYPES " {%0,%1,%2,%3}, %4, %5, 1, 1, 1, 0, 0;" : D4(0) : "l"(a), "l"(b));
-#elif NT == 2
-  asm volatile("wgmma.mma_async.sync.aligned.m64n16k16." WGMMA_TYPES " {%0,%1,%2,%3,%4,%5,%6,%7}, %8, %9, 1, 1, 1, 0, 0;"
-               : D4(0), D4(1) : "l"(a), "l"(b));
-#elif NT == 4
-  asm volatile("wgmma.mma_async.sync.aligned.m64n32k16." WGMMA_TYPES
-               " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, %16, %17, 1, 1, 1, 0, 0;"
-               : D4(0), D4(1), D4(2), D4(3) : "l"(a), "l"(b));
-#else
-  asm volatile("wgmma.mma_async.sync.aligned.m64n64k16." WGMMA_TYPES
-               " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31},"
-               " %32, %33, 1, 1, 1, 0, 0;"
-               : D4(0), D4(1), D4(2), D4(3), D4(4), D4(5), D4(6), D4(7) : "l"(a), "l"(b));
-#endif
+// Descriptor of rows of 128 bytes: 16-byte columns swizzled by the row modulo 8, 8 rows = 1024 bytes. `at` is a
+// multiple of 1024 plus the k's offset.
+__device__ __forceinline__ u64 matrix(u32 at) {
+  return (u64)(at >> 4 & 0x3fff) | (u64)1 << 16 | (u64)64 << 32 | (u64)1 << 62;
 }
-#endif
+
+// d += a @ b.T for 16 k of 64 rows, both from shared memory; d[n] is the fragment of b's rows n * 8 .. n * 8 + 7, as
+// mma.m16n8k16 has it, warp w of the four with rows w * 16 ... of a.
+#define D4(n) "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])
+template <bool FP16> __device__ __forceinline__ void wgmma(float (&d)[1][4], u64 a, u64 b) {
+  WGMMA(FP16, "m64n8k16", "{%0,%1,%2,%3}, %4, %5, 1, 1, 1, 0, 0;" : D4(0) : "l"(a), "l"(b));
+}
+template <bool FP16> __device__ __forceinline__ void wgmma(float (&d)[2][4], u64 a, u64 b) {
+  WGMMA(FP16, "m64n16k16", "{%0,%1,%2,%3,%4,%5,%6,%7}, %8, %9, 1, 1, 1, 0, 0;" : D4(0), D4(1) : "l"(a), "l"(b));
+}
+template <bool FP16> __device__ __forceinline__ void wgmma(float (&d)[4][4], u64 a, u64 b) {
+  WGMMA(FP16, "m64n32k16",
+        "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, %16, %17, 1, 1, 1, 0, 0;"
+        : D4(0), D4(1), D4(2), D4(3) : "l"(a), "l"(b));
+}
+template <bool FP16> __device__ __forceinline__ void wgmma(float (&d)[8][4], u64 a, u64 b) {
+  WGMMA(FP16, "m64n64k16",
+        "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
+        "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, %32, %33, 1, 1, 1, 0, 0;"
+        : D4(0), D4(1), D4(2), D4(3), D4(4), D4(5), D4(6), D4(7) : "l"(a), "l"(b));
+}
+#undef D4
 __device__ __forceinline__ void wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int N> __device__ __forceinline__ void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory"); }
+template <int N> __device__ __forceinline__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
+}

@@ -14,14 +14,14 @@ import torch
 
 from torchpaged.custom_ops.attention.cuda import specialise
 from torchpaged.custom_ops.cuda import jit
+from torchpaged.custom_ops.cuda.config import Config
 
 NVCC = shutil.which("nvcc")
-SOURCE = jit.files()["decode.cu"]
 SHARED = {(8, 0): 167936, (9, 0): 233472, (10, 0): 233472}  # bytes of a multiprocessor
 
 
-def macros(capability: tuple[int, int], **spec: Any) -> tuple[dict[str, int], specialise.DecodeShape]:
-    """The macros of a spec: heads (group, num_kv_heads, dim[, dim_v]), dtype, kv_dtype, query_len,
+def config(capability: tuple[int, int], **spec: Any) -> tuple[Config, specialise.DecodeShape]:
+    """The constants of a spec: heads (group, num_kv_heads, dim[, dim_v]), dtype, kv_dtype, query_len,
     block_size, pairs, features."""
     group, heads, dim, dim_v = (*spec["heads"], spec["heads"][2])[:4]
     dtype = spec.get("dtype", torch.bfloat16)
@@ -38,7 +38,7 @@ def macros(capability: tuple[int, int], **spec: Any) -> tuple[dict[str, int], sp
         "lse": False,
         **spec.get("features", {}),
     }
-    return specialise.decode_macros(
+    return specialise.decode_config(
         dtype,
         spec.get("kv_dtype", dtype),
         group,
@@ -95,7 +95,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 
 
 def compile_with_nvcc(
-    tmp_path: Path, capability: tuple[int, int], values: dict[str, int], kind: str
+    tmp_path: Path, capability: tuple[int, int], values: Config, kind: str
 ) -> tuple[str, str]:
     """``(code or "", ptxas report)``; ``kind``: "cubin" or "ptx"."""
     assert NVCC
@@ -108,7 +108,7 @@ def compile_with_nvcc(
         "-o",
         str(target),
         *jit.options(values, capability),
-        str(SOURCE),
+        str(jit.write_sources(tmp_path, "decode.cu", values)),
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -127,7 +127,7 @@ def spilled(report: str) -> int:
 @pytest.mark.skipif(NVCC is None, reason="nvcc is not installed")
 @pytest.mark.parametrize("name", [*TUNED, *OTHERS])
 def test_compiles_for_sm_90(tmp_path: Path, name: str) -> None:
-    values, shape = macros((9, 0), **{**TUNED, **OTHERS}[name])
+    values, shape = config((9, 0), **{**TUNED, **OTHERS}[name])
     _, report = compile_with_nvcc(tmp_path, (9, 0), values, "cubin")
     if name in TUNED:
         assert spilled(report) == 0, report
@@ -139,7 +139,7 @@ def test_compiles_for_sm_90(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("capability", [(8, 0), (10, 0)], ids=str)
 @pytest.mark.parametrize("name", ["llama clusters", "smollm", "odd widths"])
 def test_compiles_for_others(tmp_path: Path, name: str, capability: tuple[int, int]) -> None:
-    values, _ = macros(capability, **{**TUNED, **OTHERS}[name])
+    values, _ = config(capability, **{**TUNED, **OTHERS}[name])
     _, report = compile_with_nvcc(tmp_path, capability, values, "cubin")
     if name in TUNED:
         assert spilled(report) == 0, report
@@ -160,7 +160,7 @@ def test_compiles_for_others(tmp_path: Path, name: str, capability: tuple[int, i
 def test_one_request_of_a_small_model_leaves_registers_to_the_products(
     tmp_path: Path, capability: tuple[int, int], features: dict[str, Any]
 ) -> None:
-    values, shape = macros(capability, **TUNED["llama 1b one request"], features=features)
+    values, shape = config(capability, **TUNED["llama 1b one request"], features=features)
     _, report = compile_with_nvcc(tmp_path, capability, values, "cubin")
     registers = int(re.search(r"Used (\d+) registers", report)[1])  # type: ignore[index]
     assert shape.max_registers == values["MAX_REGISTERS"] == (168 if capability >= (9, 0) else 0), (
@@ -171,7 +171,7 @@ def test_one_request_of_a_small_model_leaves_registers_to_the_products(
 
 @pytest.mark.skipif(NVCC is None, reason="nvcc is not installed")
 def test_keys_and_values_are_copied_16_bytes_at_a_time(tmp_path: Path) -> None:
-    values, _ = macros((9, 0), **TUNED["llama clusters"])
+    values, _ = config((9, 0), **TUNED["llama clusters"])
     text, _ = compile_with_nvcc(tmp_path, (9, 0), values, "ptx")
     copies = re.findall(
         r"cp\.async\.\w+\.shared\.global(?:\.L2::cache_hint)? \[[^\]]+\], \[[^\]]+\], (\d+)", text
@@ -183,7 +183,7 @@ def test_keys_and_values_are_copied_16_bytes_at_a_time(tmp_path: Path) -> None:
 @pytest.mark.skipif(NVCC is None, reason="nvcc is not installed")
 def test_where_it_waits_for_the_launch_before(tmp_path: Path) -> None:
     """Before it reads queries, and all keys but the first; the next may start after that."""
-    values, _ = macros((9, 0), **TUNED["llama clusters"])
+    values, _ = config((9, 0), **TUNED["llama clusters"])
     text, _ = compile_with_nvcc(tmp_path, (9, 0), values, "ptx")
     steps = re.findall(
         r"griddepcontrol\.\w+|ld\.global|cp\.async\.cg|atom\.global",
@@ -205,7 +205,7 @@ def test_where_it_waits_for_the_launch_before(tmp_path: Path) -> None:
 def test_beside_prefill_it_waits_at_its_end_alone(tmp_path: Path) -> None:
     """What it reads was complete before the prefill launch ahead began; kernels behind wait for this one,
     which must not end before that one."""
-    values, _ = macros((9, 0), **TUNED["llama beside prefill"])
+    values, _ = config((9, 0), **TUNED["llama beside prefill"])
     text, _ = compile_with_nvcc(tmp_path, (9, 0), values, "ptx")
     steps = re.findall(
         r"griddepcontrol\.\w+|ld\.acquire|ld\.global|st\.global|cp\.async\.cg|atom\.global",
@@ -230,7 +230,7 @@ def metadata_loads(ptx: str) -> list[tuple[str, str]]:
     loads = set()
     for function in re.split(r"^(?:\.visible \.entry|\.func)", ptx, flags=re.M)[1:]:
         name = re.match(r"\s*(\w+)\(", function)[1]  # type: ignore[index]
-        params: dict[str, int] = {}  # registers that point into Params, and where
+        params: Config = {}  # registers that point into Params, and where
         pointers: dict[str, str] = {}  # registers that point into a tensor
         lines = [line.strip().rstrip(";").split(None, 1) for line in function.splitlines()]
         instructions = [
@@ -274,7 +274,7 @@ def metadata_loads(ptx: str) -> list[tuple[str, str]]:
 def test_metadata_comes_from_l2(tmp_path: Path, name: str) -> None:
     """It is read before the kernels ahead have ended: a line of a first-level cache may be a step old, a
     read-only one older still."""
-    values, _ = macros((9, 0), **{**TUNED, **OTHERS}[name])
+    values, _ = config((9, 0), **{**TUNED, **OTHERS}[name])
     text, _ = compile_with_nvcc(tmp_path, (9, 0), values, "ptx")
     loads = metadata_loads(text)
     assert {tensor for tensor, _ in loads} == set(METADATA.values()), loads

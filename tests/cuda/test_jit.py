@@ -18,9 +18,12 @@ import torch
 
 from torchpaged.custom_ops.attention.cuda import specialise
 from torchpaged.custom_ops.cuda import cubins, gpu, jit
+from torchpaged.custom_ops.cuda.config import Config, Constant, Table
 from torchpaged.custom_ops.layers.cuda.linear_shape import linear_shape, norm_is_fused, token_bucket
 
 CODE = bytes(range(256)) * 40
+TABLE = Table("decode_config.cuh", ("decode.cu",), "a test", (Constant("DIM", "int", "width of a key"),))
+CONFIG = TABLE.config({"DIM": 64})
 BANNER = (
     "//\n// Compiler Build ID: CL-1\n// Cuda compilation tools, release 13.0, V13.0.{}\n//\n.version 9.0\n"
 )
@@ -100,14 +103,14 @@ HEAD = len(cubins._MAGIC)
     [0, 1, HEAD - 1, HEAD, HEAD + 1, HEAD + 31, HEAD + 32, HEAD + 33, HEAD + 32 + len(CODE) // 2, -1],
 )
 def test_a_cut_file_is_as_good_as_none(length: int, folder: Path, nvrtc: Nvrtc) -> None:
-    assert jit.machine_code("decode.cu", {"DIM": 64}, (9, 0)) == CODE
+    assert jit.machine_code("decode.cu", CONFIG, (9, 0)) == CODE
     (path,) = folder.iterdir()
     whole = path.read_bytes()
     path.write_bytes(whole[:length])
     assert cubins.load(path.name) is None
-    assert jit.machine_code("decode.cu", {"DIM": 64}, (9, 0)) == CODE
+    assert jit.machine_code("decode.cu", CONFIG, (9, 0)) == CODE
     assert nvrtc.compiled == 2 and path.read_bytes() == whole, "compiled anew and whole again"
-    assert jit.machine_code("decode.cu", {"DIM": 64}, (9, 0)) == CODE and nvrtc.compiled == 2
+    assert jit.machine_code("decode.cu", CONFIG, (9, 0)) == CODE and nvrtc.compiled == 2
 
 
 @pytest.mark.parametrize("at", [0, HEAD, HEAD + 32, -1])
@@ -137,8 +140,8 @@ def test_a_folder_that_cannot_be_written_costs_time_only(
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("TORCHPAGED_CACHE", str(tmp_path / "file"))
     assert (
-        jit.machine_code("decode.cu", {}, (9, 0)) == CODE
-        and jit.machine_code("decode.cu", {}, (9, 0)) == CODE
+        jit.machine_code("decode.cu", CONFIG, (9, 0)) == CODE
+        and jit.machine_code("decode.cu", CONFIG, (9, 0)) == CODE
     )
     assert nvrtc.compiled == 2
 
@@ -171,16 +174,18 @@ def test_the_patch_level_belongs_to_the_key(nvrtc: Nvrtc, monkeypatch: pytest.Mo
         and "CL-1" in jit.compiler_build()
         and ".version" not in jit.compiler_build()
     )
-    names = [jit.cache_name("decode.cu", ["-arch=sm_90"])]
+    names = [jit.cache_name("decode.cu", CONFIG, (9, 0))]
     nvrtc.patch = 88
     names += [
-        jit.cache_name("decode.cu", ["-arch=sm_90"]),
-        jit.cache_name("linear.cu", ["-arch=sm_90"]),
-        jit.cache_name("decode.cu", ["-arch=sm_80"]),
+        jit.cache_name("decode.cu", CONFIG, (9, 0)),
+        jit.cache_name("linear.cu", CONFIG, (9, 0)),
+        jit.cache_name("decode.cu", CONFIG, (8, 0)),
+        jit.cache_name("decode.cu", TABLE.config({"DIM": 128}), (9, 0)),
+        jit.cache_name("decode.cu", TABLE.config({"DIM": 64}, exact=True), (9, 0)),
     ]
     changed = {**jit.sources(), "machine.cuh": "// changed"}
     monkeypatch.setattr(jit, "sources", lambda: changed)
-    assert len({*names, jit.cache_name("decode.cu", ["-arch=sm_90"])}) == 5
+    assert len({*names, jit.cache_name("decode.cu", CONFIG, (9, 0))}) == 7
 
 
 def test_sources_are_read_once(nvrtc: Nvrtc, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,15 +195,15 @@ def test_sources_are_read_once(nvrtc: Nvrtc, monkeypatch: pytest.MonkeyPatch) ->
         Path, "read_text", lambda path, *a, **k: (read.append(path.name), read_text(path, *a, **k))[1]
     )
     jit.sources.cache_clear()
-    for macros in ({"DIM": 64}, {"DIM": 128}):
-        jit.machine_code("decode.cu", macros, (9, 0))
+    for dim in (64, 128):
+        jit.machine_code("decode.cu", TABLE.config({"DIM": dim}), (9, 0))
     assert nvrtc.compiled == 2 and len(read) == len(set(read)) and {"decode.cu", "attend.cuh"} <= set(read)
 
 
 def test_a_failed_compile_is_told_and_leaves_nothing(nvrtc: Nvrtc, folder: Path) -> None:
     nvrtc.fails = True
     with pytest.raises(RuntimeError, match="NVRTC: 6 for -arch=sm_90"):
-        jit.machine_code("decode.cu", {}, (9, 0))
+        jit.machine_code("decode.cu", CONFIG, (9, 0))
     assert not folder.exists() and nvrtc.destroyed == 2, "the build's and this one's"
 
 
@@ -209,9 +214,8 @@ def test_a_terminal_is_told_what_is_compiled(nvrtc: Nvrtc, monkeypatch: pytest.M
 
     for stream, said in ((Terminal(), True), (io.StringIO(), False), (Terminal(), False)):
         monkeypatch.setattr(sys, "stderr", stream)
-        jit.machine_code(
-            "decode.cu", {"DIM": 64, "SAID": int(said)}, (9, 0)
-        )  # the third finds what the second compiled
+        # the third finds what the second compiled
+        jit.machine_code("decode.cu", TABLE.config({"DIM": 64 + said}), (9, 0))
         assert ("compiling decode.cu for sm_90" in stream.getvalue()) == said
 
 
@@ -241,7 +245,7 @@ def test_a_refused_kernel_is_no_damaged_file(nvrtc: Nvrtc, monkeypatch: pytest.M
     with pytest.raises(
         RuntimeError, match="linear asks for 112128 bytes of dynamic shared memory.*may have 101376"
     ):
-        jit._kernel.__wrapped__("linear.cu", "linear", (), 0, 112128)
+        jit._kernel.__wrapped__("decode.cu", "linear", CONFIG, 0, 112128)
     assert nvrtc.compiled == 1
 
 
@@ -308,20 +312,28 @@ def test_the_real_compiler_names_its_build() -> None:
 def test_what_began_ahead_is_compiled_once_and_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[str] = []
 
-    def machine_code(file: str, macros: dict[str, int], capability: tuple[int, int]) -> bytes:
+    good, bad = CONFIG, TABLE.config({"DIM": 0})
+
+    def machine_code(file: str, config: Config, capability: tuple[int, int]) -> bytes:
         compiled.append(threading.current_thread().name)
-        if macros["BAD"]:
+        if config is bad:
             raise RuntimeError("NVRTC: no")
-        return f"{file} {macros} {capability}".encode()
+        return f"{file} {config['DIM']} {capability}".encode()
 
     monkeypatch.setattr(jit, "machine_code", machine_code)
     for _ in range(2):  # the second one finds the first
-        jit.compile_ahead("a.cu", {"BAD": 0}, (9, 0))
-    assert jit._code("a.cu", (("BAD", 0),), (9, 0)) == b"a.cu {'BAD': 0} (9, 0)"
+        jit.compile_ahead("a.cu", good, (9, 0))
+    assert jit._code("a.cu", TABLE.config({"DIM": 64}), (9, 0)) == b"a.cu 64 (9, 0)"
     assert compiled == ["torchpaged compiles a.cu"]
-    jit._code("a.cu", (("BAD", 0),), (9, 0))  # nothing began
+    jit._code("a.cu", good, (9, 0))  # nothing began
     assert compiled[1:] == [threading.current_thread().name]
-    jit.compile_ahead("a.cu", {"BAD": 1}, (9, 0))
+    jit.compile_ahead("a.cu", bad, (9, 0))
     with pytest.raises(RuntimeError, match="NVRTC: no"):
-        jit._code("a.cu", (("BAD", 1),), (9, 0))
+        jit._code("a.cu", bad, (9, 0))
     assert not jit._ahead
+
+
+def test_constants_of_another_kernel_are_refused(nvrtc: Nvrtc) -> None:
+    with pytest.raises(ValueError, match=r"decode_config.cuh is for .*decode.cu.*, not for linear.cu"):
+        jit.machine_code("linear.cu", CONFIG, (9, 0))
+    assert not nvrtc.compiled

@@ -12,12 +12,13 @@ import pytest
 import torch
 
 from torchpaged.custom_ops.cuda import jit
+from torchpaged.custom_ops.cuda.config import Config
 from torchpaged.custom_ops.layers.cuda.linear_shape import (
     LinearShape,
-    linear_macros,
+    linear_config,
     linear_shape,
+    norm_config,
     norm_is_fused,
-    norm_macros,
     token_bucket,
 )
 
@@ -35,24 +36,22 @@ LAYERS = {
 needs_nvcc = pytest.mark.skipif(NVCC is None, reason="nvcc is not installed")
 
 
-def specialised(
-    name: str, tokens: int, capability: tuple[int, int]
-) -> tuple[str, dict[str, int], LinearShape]:
-    """File, macros and shape."""
+def specialised(name: str, tokens: int, capability: tuple[int, int]) -> tuple[str, Config, LinearShape]:
+    """File, constants and shape."""
     n, k, activation, norm, residual, dtype = LAYERS[name]
     bucket, recent = token_bucket(tokens), capability >= (9, 0)
     shape = linear_shape(
         bucket, n, k, 132, capability == (9, 0), recent, PER_SM[capability], SHARED[capability]
     )
     norm = norm and norm_is_fused(shape, dtype, dtype)
-    macros = linear_macros(
+    config = linear_config(
         dtype, bucket, n, k, k, activation, norm, name == "odd", residual, n % 8 == 0, recent, shape
     )
-    return "linear_wide" if shape.wide else "linear", macros, shape
+    return "linear_wide" if shape.wide else "linear", config, shape
 
 
 def compile_with_nvcc(
-    tmp_path: Path, file: str, values: dict[str, int], capability: tuple[int, int], kind: str = "cubin"
+    tmp_path: Path, file: str, values: Config, capability: tuple[int, int], kind: str = "cubin"
 ) -> tuple[str, str]:
     """``(PTX or "", ptxas report)``."""
     assert NVCC
@@ -67,7 +66,7 @@ def compile_with_nvcc(
         "-o",
         str(target),
         *jit.options(values, capability),
-        str(jit.files()[f"{file}.cu"]),
+        str(jit.write_sources(tmp_path, f"{file}.cu", values)),
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -107,7 +106,7 @@ def test_compiles_for_others(tmp_path: Path, name: str, tokens: int, capability:
 @pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_norm_compiles(tmp_path: Path, weight_dtype: torch.dtype) -> None:
     _, report = compile_with_nvcc(
-        tmp_path, "norm", norm_macros(torch.bfloat16, weight_dtype, 14336, True), (9, 0)
+        tmp_path, "norm", norm_config(torch.bfloat16, weight_dtype, 14336, True), (9, 0)
     )
     check_report(report, 256, 1)
 

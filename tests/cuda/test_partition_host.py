@@ -10,7 +10,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 
+from torchpaged.custom_ops.attention.cuda import specialise
+from torchpaged.custom_ops.attention.cuda.decode_constants import DECODE
 from torchpaged.custom_ops.cuda import jit
 
 GXX = shutil.which("g++")
@@ -206,11 +209,37 @@ int main() {
 """  # noqa: E501
 
 
-def build(folder: Path, program: str, **macros: int) -> Path:
+def build(folder: Path, program: str, **constants: int) -> Path:
     """``program`` beside copies of the kernel's headers and the machine above."""
     assert GXX
-    for name in ("shapes.cuh", "requests.cuh"):
-        (folder / name).write_text(jit.sources()[name])
+    config, _ = specialise.decode_config(
+        torch.bfloat16,
+        torch.bfloat16,
+        group=4,
+        max_query_len=1,
+        block_size=16,
+        num_kv_heads=8,
+        dim=128,
+        dim_v=128,
+        k_stride=(16384, 1024, 128, 1),
+        v_stride=(16384, 1024, 128, 1),
+        causal=True,
+        window_left=-1,
+        window_right=-1,
+        chunk=0,
+        soft_cap=False,
+        alibi=False,
+        sinks=False,
+        scales=False,
+        lse=False,
+        early=True,
+        pairs=64,
+        sms=132,
+        shared_per_sm=233472,
+    )
+    cut = {"WARPS": 4, "KEYS": 16, "STAGES": 3, "TEAM": 8, "CLUSTER": 1, "MIN_TILES": 2}
+    values = {name: config[name] for name in DECODE.names()} | cut | constants
+    jit.write_sources(folder, "decode.cu", DECODE.config(values))
     kernel = jit.sources()["decode.cu"]
     assert kernel.count(BEGIN) == kernel.count(END) == 1, (
         "the lines of decode.cu that this test takes have moved"
@@ -218,29 +247,6 @@ def build(folder: Path, program: str, **macros: int) -> Path:
     (folder / "find.cuh").write_text(FIND % kernel[kernel.index(BEGIN) : kernel.index(END)])
     (folder / "machine.cuh").write_text(MACHINE)
     (folder / "main.cpp").write_text(program)
-    values = {
-        "DIM": 128,
-        "DIM_V": 128,
-        "GROUP": 4,
-        "NUM_KV_HEADS": 8,
-        "PAIR_HEADS": 1,
-        "QUERY_LEN": 1,
-        "KV_BYTES": 2,
-        "WARPS": 4,
-        "KEYS": 16,
-        "STAGES": 3,
-        "TEAM": 8,
-        "CLUSTER": 1,
-        "MIN_TILES": 2,
-        "CAUSAL": 1,
-        "WINDOW_LEFT": -1,
-        "WINDOW_RIGHT": -1,
-        "CHUNK": 0,
-        "LONGEST": 0,
-        "K_HEAD": 128,
-        "V_HEAD": 128,
-    } | macros
-    options = [f"-D{name}={value}" for name, value in values.items()]
     command = [
         GXX,
         "-std=c++17",
@@ -248,7 +254,6 @@ def build(folder: Path, program: str, **macros: int) -> Path:
         "-Wall",
         "-Wno-unknown-pragmas",
         "-Wno-unused",
-        *options,
         "main.cpp",
         "-o",
         "main",
@@ -297,7 +302,7 @@ def batches(seed: int) -> list[tuple[list[int], list[int]]]:
 
 
 @pytest.mark.parametrize(
-    "macros",
+    "constants",
     [
         {},
         {"TEAM": 1, "WARPS": 8, "MIN_TILES": 1},
@@ -308,14 +313,16 @@ def batches(seed: int) -> list[tuple[list[int], list[int]]]:
     ],
     ids=str,
 )
-def test_every_tile_has_one_owner_and_sharers_know_each_other(tmp_path: Path, macros: dict[str, int]) -> None:
-    program, text, count = build(tmp_path, WALK, **macros), "", 0
+def test_every_tile_has_one_owner_and_sharers_know_each_other(
+    tmp_path: Path, constants: dict[str, int]
+) -> None:
+    program, text, count = build(tmp_path, WALK, **constants), "", 0
     for ctas in (264, 9):
-        for query_lens, seq_lens in batches(len(macros) + ctas):
+        for query_lens, seq_lens in batches(len(constants) + ctas):
             starts = [sum(query_lens[:i]) for i in range(len(query_lens) + 1)]
             text += (
                 " ".join(
-                    map(str, (ctas - ctas % macros.get("CLUSTER", 1), len(seq_lens), *starts, *seq_lens))
+                    map(str, (ctas - ctas % constants.get("CLUSTER", 1), len(seq_lens), *starts, *seq_lens))
                 )
                 + "\n"
             )

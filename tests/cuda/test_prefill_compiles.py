@@ -4,6 +4,7 @@ products, the order that overlaps them."""
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import re
 import shutil
 import subprocess
@@ -15,13 +16,13 @@ import torch
 
 from torchpaged.custom_ops.attention.cuda import prefill
 from torchpaged.custom_ops.cuda import jit
+from torchpaged.custom_ops.cuda.config import Config
 
 NVCC = shutil.which("nvcc")
 _TRITON = importlib.util.find_spec("triton")
 NVDISASM = shutil.which("nvdisasm") or shutil.which(
     "nvdisasm", path=str(Path(_TRITON.origin or "").parent / "backends/nvidia/bin") if _TRITON else None
 )
-SOURCE = jit.files()["prefill.cu"]
 needs_nvcc = pytest.mark.skipif(NVCC is None, reason="nvcc is not installed")
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -68,10 +69,31 @@ SHAPES: dict[str, dict[str, Any]] = {
         "lse": True,
         "split": True,
     },
+    "e4m3": {"kv_dtype": torch.float8_e4m3fn, "scales": True},
+    "e4m3, fp16": {"kv_dtype": torch.float8_e4m3fn, "dtype": torch.float16},
+    "e5m2, blocks of 8": {"kv_dtype": torch.float8_e5m2, "block_size": 8},
+    "e4m3, width 64": {"kv_dtype": torch.float8_e4m3fn, "dim": 64, "scales": True},
+    "e4m3, width 96": {"kv_dtype": torch.float8_e4m3fn, "dim": 96, "scales": True},
+    "e5m2, width 256": {"kv_dtype": torch.float8_e5m2, "dim": 256, "group": 2, "scales": True},
+    "e4m3, width 192/128": {"kv_dtype": torch.float8_e4m3fn, "dim": 192, "dim_v": 128, "group": 1},
+    "e4m3, beside decode": {"kv_dtype": torch.float8_e4m3fn, "scales": True, "short": 2},
+    "e4m3, in parts": {"kv_dtype": torch.float8_e4m3fn, "scales": True, "split": True},
+    "e4m3, all of it": {
+        "kv_dtype": torch.float8_e4m3fn,
+        "scales": True,
+        "window_left": 100,
+        "chunk": 77,
+        "soft_cap": True,
+        "alibi": True,
+        "sinks": True,
+        "lse": True,
+        "split": True,
+        "short": 2,
+    },
 }
 
 
-def macros(
+def config(
     dtype: torch.dtype = torch.bfloat16,
     dim: int = 128,
     group: int = 4,
@@ -80,13 +102,11 @@ def macros(
     causal: bool = True,
     lse: bool = False,
     **options: Any,
-) -> dict[str, int]:
-    return prefill.prefill_macros(dtype, dim, group, num_kv_heads, block_size, causal, lse, **options)
+) -> Config:
+    return prefill.prefill_config(dtype, dim, group, num_kv_heads, block_size, causal, lse, **options)
 
 
-def compile_with_nvcc(
-    tmp_path: Path, values: dict[str, int], kind: str, source: Path = SOURCE
-) -> tuple[str, str]:
+def compile_with_nvcc(tmp_path: Path, values: Config, kind: str, file: str = "prefill.cu") -> tuple[str, str]:
     """``(PTX or "", ptxas report)``."""
     assert NVCC
     target = tmp_path / f"prefill.{kind}"
@@ -98,7 +118,7 @@ def compile_with_nvcc(
         "-o",
         str(target),
         *jit.options(values, (9, 0)),
-        str(source),
+        str(jit.write_sources(tmp_path, file, values)),
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -108,7 +128,7 @@ def compile_with_nvcc(
 @needs_nvcc
 @pytest.mark.parametrize("name", SHAPES)
 def test_no_spills_and_no_serialised_products(tmp_path: Path, name: str) -> None:
-    values = macros(**SHAPES[name])
+    values = config(**SHAPES[name])
     _, report = compile_with_nvcc(tmp_path, values, "cubin")
     assert re.findall(r"(\d+) bytes spill stores", report) == ["0"], report
     assert not re.findall(r"C75\d\d|serialized", report), report
@@ -124,8 +144,8 @@ def test_no_spills_and_no_serialised_products(tmp_path: Path, name: str) -> None
 @pytest.mark.parametrize("name", [name for name in SHAPES if "in parts" in name])
 def test_the_merge_kernel(tmp_path: Path, name: str) -> None:
     """No spills; it waits before it reads anything, and reads what the launch before wrote from L2."""
-    values = macros(**SHAPES[name])
-    text, report = compile_with_nvcc(tmp_path, values, "ptx", SOURCE.with_name("prefill_merge.cu"))
+    values = config(**SHAPES[name])
+    text, report = compile_with_nvcc(tmp_path, values, "ptx", "prefill_merge.cu")
     size = int(re.search(r"paged_prefill_merge_param_0\[(\d+)\]", text)[1])  # type: ignore[index]
     assert 3 * 128 + prefill.PARAMS.size == size
     steps = re.findall(r"griddepcontrol\.\w+|ld\.global\S*|st\.global", text)
@@ -136,9 +156,10 @@ def test_the_merge_kernel(tmp_path: Path, name: str) -> None:
     assert {step for step in steps if step.startswith("ld.global")} <= {
         "ld.global.cg.s32",
         "ld.global.cg.v4.f32",
+        *["ld.global.cg.f32"] * values["SCALES"],
         *["ld.global.nc.b16", "ld.global.nc.u16", "ld.global.b16", "ld.global.u16"] * values["SINKS"],
     }
-    _, report = compile_with_nvcc(tmp_path, values, "cubin", SOURCE.with_name("prefill_merge.cu"))
+    _, report = compile_with_nvcc(tmp_path, values, "cubin", "prefill_merge.cu")
     assert re.findall(r"(\d+) bytes spill stores", report) == ["0"], report
 
 
@@ -157,6 +178,16 @@ def test_when_tiles_may_be_cut() -> None:
     for changed in ({"num_tokens": 512}, {"steps": 7}, {"num_kv_heads": 40}, {"num_reqs": 20}):
         assert not prefill.may_split(**{**llama, **changed}), changed
     assert prefill.may_split(**{**llama, "num_tokens": 80, "num_reqs": 64, "short": 2})
+    assert prefill.may_split(**{**llama, "num_tokens": 256})
+    assert not prefill.may_split(**{**llama, "num_tokens": 257})
+
+
+@pytest.mark.parametrize(("num_tokens", "num_reqs", "tokens"), [(7, 3, 2), (8, 3, 3), (5, 9, 2), (9, 1, 4)])
+def test_most_tiles_is_reached_and_never_passed(num_tokens: int, num_reqs: int, tokens: int) -> None:
+    """Against every way to share the tokens out."""
+    lengths = itertools.product(range(num_tokens + 1), repeat=min(num_reqs, 5))
+    found = [sum(-(-n // tokens) for n in each) for each in lengths if sum(each) == num_tokens]
+    assert max(found) == prefill.most_tiles(num_tokens, num_reqs, tokens)
 
 
 def test_nothing_that_older_nvrtcs_take_for_a_host_function() -> None:
@@ -171,12 +202,12 @@ def test_nothing_that_older_nvrtcs_take_for_a_host_function() -> None:
 
 @needs_nvcc
 @pytest.mark.skipif(NVDISASM is None, reason="nvdisasm is not installed")
-@pytest.mark.parametrize("name", ["llama", "width 64", "width 256", "window", "patience"])
+@pytest.mark.parametrize("name", ["llama", "width 64", "width 256", "window", "patience", "e4m3"])
 def test_exponentials_stand_between_the_scores_and_the_end_of_the_products(tmp_path: Path, name: str) -> None:
     """In every loop of steps: products, wait for the scores, all exponentials, wait for the rest. Nothing in
     the source alone holds them there."""
     assert NVDISASM
-    values = macros(**SHAPES[name])
+    values = config(**SHAPES[name])
     compile_with_nvcc(tmp_path, values, "cubin")
     text = subprocess.run(
         [NVDISASM, "-c", str(tmp_path / "prefill.cubin")],
@@ -206,7 +237,7 @@ def test_exponentials_stand_between_the_scores_and_the_end_of_the_products(tmp_p
 
 @needs_nvcc
 def test_no_barrier_across_ctas_and_boxes_of_whole_blocks(tmp_path: Path) -> None:
-    text, _ = compile_with_nvcc(tmp_path, macros(), "ptx")
+    text, _ = compile_with_nvcc(tmp_path, config(), "ptx")
     assert "cp.async.bulk.tensor.4d" in text and "membar" not in text
     size = int(re.search(r"paged_prefill_param_0\[(\d+)\]", text)[1])  # type: ignore[index]
     assert 3 * 128 + prefill.PARAMS.size == size, "the launch copies as many bytes as the kernel declares"
@@ -294,7 +325,11 @@ def test_a_cut_fits_shared_memory_with_what_is_read_and_what_is_filled(dim: int,
     for wide in (True, False):
         shape = prefill.prefill_shape(dim, dim_v, wide)
         assert shape.k_stages >= 2 and shape.v_stages >= 2 and shape.q_buffers in (1, 2)
-    values = macros(dim=dim, dim_v=dim_v)
+    shape = prefill.prefill_shape_fp8(dim, dim_v)
+    assert (shape.k_stages, shape.v_stages) == (2, 2) and 2 <= shape.raw_stages <= 8
+    fp8 = config(dim=dim, dim_v=dim_v, kv_dtype=torch.float8_e4m3fn)
+    assert prefill.shared_bytes(fp8) <= 226 * 1024 and prefill.shape_of(fp8) == shape
+    values = config(dim=dim, dim_v=dim_v)
     assert prefill.shared_bytes(values) <= 226 * 1024
 
 
@@ -309,11 +344,17 @@ def test_what_it_leaves_to_triton() -> None:
         "compute": (9, 0),
     }
     assert prefill.refuse(**good) is None
+    for kv_dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        fp8 = {**good, "kv_dtype": kv_dtype}
+        assert prefill.refuse(**fp8) is None and prefill.refuse(**{**fp8, "dtype": torch.float16}) is None
+        narrow = {"dim": 192, "dim_v": 128}  # 64 keys in a step of fp8, 128 in one of 16 bits
+        assert "block_size 128" in str(prefill.refuse(**{**fp8, **narrow, "block_size": 128}))
+        assert prefill.refuse(**{**good, **narrow, "block_size": 128}) is None
     for changed, reason in (
         ({"compute": (8, 0)}, "compute capability 8.0"),
         ({"compute": (10, 0)}, "compute capability 10.0"),
         ({"dtype": torch.float32, "kv_dtype": torch.float32}, "dtypes"),
-        ({"kv_dtype": torch.float8_e4m3fn}, "dtypes"),
+        ({"kv_dtype": torch.float16}, "dtypes"),
         ({"dim": 80}, "head_dim"),
         ({"dim_v": 512}, "head_dim"),
         ({"block_size": 4}, "block_size 4"),
@@ -337,6 +378,10 @@ def test_which_layouts_it_leaves_to_triton() -> None:
         assert prefill.refuse_layout(q, make(4, 16, 8, 128), make(4, 16, 8, 128), q) is None
     padded_heads = torch.empty(4, 16, 8, 136, dtype=torch.bfloat16)[..., :128]
     overlapping = torch.empty(40000, dtype=torch.bfloat16).as_strided((4, 16, 8, 128), (1024, 1024, 128, 1))
+    narrow = torch.empty(4, 16, 1, 24, dtype=torch.float8_e4m3fn)  # slots of 24 bytes
+    assert "multiples of 16 bytes" in str(prefill.refuse_layout(q, narrow, narrow, q))
+    fp8 = torch.empty(4, 16, 8, 128, dtype=torch.float8_e4m3fn)
+    assert prefill.refuse_layout(q, fp8, fp8, q) is None
     for name, tensors in {
         "k_cache": (q, padded_heads, cache, q),
         "v_cache": (q, cache, overlapping, q),

@@ -3,6 +3,7 @@ against a model that lists them all."""
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import subprocess
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from torchpaged.custom_ops.attention.cuda import prefill
 from torchpaged.custom_ops.attention.mask import visible_keys
 from torchpaged.custom_ops.cuda import jit
 
@@ -50,24 +52,27 @@ def build(
     chunk: int = 0,
     short: int = 0,
     split: bool = False,
+    text: str = PROGRAM,
 ) -> Path:
     assert GXX
-    (folder / "line.cpp").write_text(PROGRAM)
-    macros = {
-        "TOKENS": tokens,
-        "KEYS": KEYS,
-        "NUM_KV_HEADS": heads,
-        "CAUSAL": int(causal),
-        "HEAD_BYTES": 512,
-        "WINDOW_LEFT": left,
-        "WINDOW_RIGHT": right,
-        "CHUNK": chunk,
-        "SHORT": short,
-        "SPLIT": int(split),
-    }
-    options = [f"-D{name}={value}" for name, value in macros.items()]
-    include = f"-I{jit.files()['prefill_tiles.cuh'].parent}"
-    command = [GXX, "-std=c++17", "-O1", "-Wall", "-Werror", include, *options, "line.cpp", "-o", "line"]
+    (folder / "line.cpp").write_text(text)
+    config = prefill.prefill_config(
+        torch.bfloat16,
+        128,
+        128 // tokens,
+        heads,
+        16,
+        causal,
+        False,
+        window_left=left,
+        window_right=right,
+        chunk=chunk,
+        short=short,
+        split=split,
+    )
+    assert (config["KEYS"], config["GROUPS"]) == (KEYS, 2), "128 query rows in a tile"
+    jit.write_sources(folder, "prefill.cu", config)
+    command = [GXX, "-std=c++17", "-O1", "-Wall", "-Werror", "line.cpp", "-o", "line"]
     subprocess.run(command, cwd=folder, check=True, timeout=120)
     return folder / "line"
 
@@ -202,6 +207,47 @@ def test_how_often_a_tile_is_cut(
         [program, *map(str, numbers)], capture_output=True, text=True, check=True, timeout=60
     ).stdout
     assert int(text.split()[4]) == parts
+
+
+TICKETS = """
+#include <cstdio>
+#include <cstdlib>
+#include "prefill_tiles.cuh"
+// arguments: tickets, early CTAs, late CTAs, seed; in random order each CTA begins, then draws with a tile
+int main(int, char **argv) {
+  const int total = atoi(argv[1]), early = atoi(argv[2]), late = atoi(argv[3]);
+  srand(atoi(argv[4]));
+  unsigned counter = 0;
+  const Tickets tickets = {&counter, total, early, late};
+  static int has[512];
+  for (int &x : has) x = -1;  // not begun
+  for (int ended = 0; ended < early + late;) {
+    const int cta = rand() % (early + late);
+    if (has[cta] == -2) continue;
+    if (has[cta] == -1) {
+      has[cta] = tickets.begin(cta, cta >= early);
+    } else if (has[cta] < total) {
+      printf("%d\\n", has[cta]);
+      has[cta] = tickets.draw();
+    } else {
+      has[cta] = -2;
+      ++ended;
+    }
+  }
+  printf("%u\\n", counter);
+}
+"""
+
+
+def test_every_ticket_is_given_once_and_the_counter_returns_to_zero(tmp_path: Path) -> None:
+    """Whoever comes first; with CTAs of a second launch and without, more or fewer of them than tiles."""
+    program = build(tmp_path, 32, 8, causal=True, text=TICKETS)
+    cases = itertools.product((0, 1, 9, 66, 67, 131, 132, 133, 500), (1, 66, 132), (0, 3, 66))
+    for seed, (total, early, late) in enumerate(cases):
+        numbers = map(str, (total, early, late, seed))
+        lines = subprocess.run([program, *numbers], capture_output=True, text=True, check=True, timeout=60)
+        *given, counter = map(int, lines.stdout.split())
+        assert sorted(given) == list(range(total)) and counter == 0, (total, early, late)
 
 
 def test_a_section_of_heads_fits_l2(tmp_path: Path) -> None:

@@ -185,14 +185,21 @@ def test_which_kernels_serve_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_mixed_batch_is_prepared_before_prefill_and_launched_right_behind_it(
     monkeypatch: pytest.MonkeyPatch, split: bool
 ) -> None:
-    """Prefill is compiled in a thread while decode is made ready; between the two launches there is nothing,
-    and parts are put together last."""
+    """Prefill is compiled in a thread while decode is made ready; between the two launches there is nothing.
+    A third of prefill's CTAs come behind decode, but not where tiles are cut: parts are put together last."""
     from torchpaged.custom_ops.attention.cuda import prefill
 
     events: list[str] = []
 
     def kernel(name: str) -> Any:
-        return SimpleNamespace(launch=lambda *_, **__: events.append(name))
+        def launch(grid: int, threads: int, arguments: bytes, *, early: bool) -> None:
+            packed = prefill.PARAMS.unpack(arguments)
+            events.append(f"{name} of {grid}{', early' if early else ''}")
+            if name == "prefill":
+                late = 0 if split else 44
+                assert packed[-3:] == (132, late, int(early)), "CTAs in all, late ones, whether it is these"
+
+        return SimpleNamespace(launch=launch)
 
     def specialised(*_: Any) -> Any:
         events.append("loaded")
@@ -204,7 +211,7 @@ def test_a_mixed_batch_is_prepared_before_prefill_and_launched_right_behind_it(
 
     monkeypatch.setattr(prefill, "_begin", lambda *_: events.append("compiler begins"))
     monkeypatch.setattr(prefill, "_specialised", specialised)
-    monkeypatch.setattr(prefill, "ctas", lambda *_: 132)
+    monkeypatch.setattr(prefill.gpu, "num_sms", lambda index: 132)
     monkeypatch.setattr(prefill, "may_split", lambda *_: split)
     monkeypatch.setattr(prefill.gpu, "launches_early", lambda index: True)
     monkeypatch.setattr(prefill, "queries_map", lambda *_: b"")
@@ -221,7 +228,6 @@ def test_a_mixed_batch_is_prepared_before_prefill_and_launched_right_behind_it(
         "compiler begins",
         "decode made ready",
         "loaded",
-        "prefill",
-        "decode",
-        *(["merge"] if split else []),
+        *(["prefill of 132", "decode", "merge of 132, early"] if split else []),
+        *(["prefill of 88", "decode", "prefill of 44, early"] if not split else []),
     ]

@@ -47,6 +47,64 @@ CONFIGURATIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "no_mask": ({"num_heads": 8, "num_kv_heads": 2, "head_dim": 128, "block_size": 128}, {"causal": False}),
     "alibi": ({"num_heads": 8, "num_kv_heads": 2, "head_dim": 128, "alibi": True, "sinks": True}, {}),
+    "e4m3": (
+        {
+            "num_heads": 32,
+            "num_kv_heads": 8,
+            "head_dim": 128,
+            "kv_dtype": torch.float8_e4m3fn,
+            "scales": "per_head",
+        },
+        {},
+    ),
+    "e5m2_heads_first": (
+        {
+            "num_heads": 8,
+            "num_kv_heads": 4,
+            "head_dim": 128,
+            "heads_first": True,
+            "kv_dtype": torch.float8_e5m2,
+            "dtype": torch.float16,
+        },
+        {"window_left": 200},
+    ),
+    "e4m3_width_64": (
+        {
+            "num_heads": 8,
+            "num_kv_heads": 2,
+            "head_dim": 64,
+            "kv_dtype": torch.float8_e4m3fn,
+            "scales": "one",
+            "sinks": True,
+        },
+        {},
+    ),
+    "e4m3_width_96": (
+        {"num_heads": 8, "num_kv_heads": 4, "head_dim": 96, "kv_dtype": torch.float8_e4m3fn},
+        {"causal": False},
+    ),
+    "e5m2_width_256": (
+        {
+            "num_heads": 8,
+            "num_kv_heads": 4,
+            "head_dim": 256,
+            "kv_dtype": torch.float8_e5m2,
+            "scales": "per_head",
+        },
+        {"logits_soft_cap": 4.0, "window_left": 300},
+    ),
+    "e4m3_width_192_128": (
+        {
+            "num_heads": 4,
+            "num_kv_heads": 4,
+            "head_dim": 192,
+            "head_dim_v": 128,
+            "kv_dtype": torch.float8_e4m3fn,
+            "scales": "one",
+            "block_size": 8,
+        },
+        {"chunk_size": 200},
+    ),
 }
 
 
@@ -109,13 +167,9 @@ def check(name: str, seed: int) -> None:
     assert torch.equal(out, captured), "other bits from a graph"
     reference = BACKEND_OPS["reference"]
     extras = {key: x.double() if key == "sinks" else x for key, x in batch.extras.items()}
-    wide = replace(
-        batch,
-        q=batch.q.double(),
-        k_cache=batch.k_cache.double(),
-        v_cache=batch.v_cache.double(),
-        extras=extras,
-    )
+    pools = {"k_cache": batch.k_cache, "v_cache": batch.v_cache}  # of fp8 they stay, for their scales
+    wide_pools = {name: x.double() if x.itemsize > 1 else x for name, x in pools.items()}
+    wide = replace(batch, q=batch.q.double(), extras=extras, **wide_pools)
     exact, exact_lse = run_paged_attention(reference, wide, **options)
     nearly, _ = run_paged_attention(reference, batch, **options)
     assert_within_budget("out", out, nearly, exact, batch.q.dtype)

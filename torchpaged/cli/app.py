@@ -25,6 +25,7 @@ except ImportError as _error:  # pragma: no cover - depends on the installation
     ) from None
 
 from torchpaged.backends import AttentionSpec, get_backend, list_backends, select_backend
+from torchpaged.backends.table import capability_tables, declared
 from torchpaged.cli.bench import app as bench_app
 from torchpaged.custom_ops import variables
 from torchpaged.custom_ops.errors import TorchpagedError
@@ -214,6 +215,7 @@ def backends(
     bidirectional: Annotated[bool, typer.Option(help="attention without causality")] = False,
     lse: Annotated[bool, typer.Option(help="the log-sum-exp is returned, too")] = False,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda")] = "auto",
+    table: Annotated[bool, typer.Option("--table", help="print what they declare, in Markdown")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
     """Which backends can run an attention here, and every reason why the others can't."""
@@ -239,6 +241,9 @@ def backends(
         causal=not bidirectional,
         lse=lse,
     )
+    if table:
+        print(capability_tables(), end="")
+        return
     reasons = {name: get_backend(name).reject(spec) for name in list_backends()}
     try:
         choice = select_backend(spec)
@@ -246,18 +251,20 @@ def backends(
     except TorchpagedError as error:
         chosen, why = "", str(error)
     if as_json:
-        print(
-            json.dumps(
-                {"chosen": chosen, "reason": why, "rejected": {name: r for name, r in reasons.items() if r}}
-            )
-        )
+        report = {
+            "chosen": chosen,
+            "reason": why,
+            "rejected": {name: r for name, r in reasons.items() if r},
+            "declared": {name: declared(name) for name in reasons},
+        }
+        print(json.dumps(report))
         return
-    table = Table("backend", "usable", "graphs", "why not")
+    shown = Table("backend", "usable", "graphs", "why not")
     for name, rejected in reasons.items():
         support = get_backend(name).capabilities.graph_support.name
-        table.add_row(name, "no" if rejected else "yes", support, escape("\n".join(rejected)))
+        shown.add_row(name, "no" if rejected else "yes", support, escape("\n".join(rejected)))
     console = Console()
-    console.print(table)
+    console.print(shown)
     console.print(f"chosen: {chosen or 'none'} ({why})", markup=False)
 
 

@@ -25,8 +25,8 @@ def attention(
         list[str] | None,
         typer.Option(
             help=(
-                "all, decode, decode-fp8, speculative, prefill, mixed, block-size, smoke; may be given "
-                "several times; default: decode"
+                "all, decode, decode-fp8, speculative, prefill, prefill-fp8, mixed, block-size, smoke; may "
+                "be given several times; default: decode"
             )
         ),
     ] = None,

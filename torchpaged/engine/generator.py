@@ -45,6 +45,7 @@ from torchpaged.engine.sampling import SamplingParams
 from torchpaged.engine.scheduler import Scheduler
 from torchpaged.engine.sequence import RequestOutput, Sequence, TokenEvent
 from torchpaged.engine.stats import GeneratorStats
+from torchpaged.engine.step_graphs import make_step_graphs
 from torchpaged.engine.stepper import Stepper
 from torchpaged.engine.text import TextStream
 from torchpaged.graphs import CaptureBackend, PackedGraphRunner
@@ -182,37 +183,20 @@ class Generator:
         self.loop: DecodeLoop | None = None
         self._prefill_graphs: PrefillGraphs | None = None
         if use_graphs:
-            shared: dict[str, Any] = {
-                "max_batch_size": max_batch_size,
-                "max_blocks_per_req": -(-self.max_seq_len // cache.block_size),
-                "progress": progress,
-                "watch": cache.tensors(),
-            }
-            self.loop = DecodeLoop(
+            self.loop, self._prefill_graphs = make_step_graphs(
                 self.model,
+                max_batch_size=max_batch_size,
+                max_seq_len=self.max_seq_len,
                 steps_per_launch=steps_per_launch,
-                capture=capture,
                 compile=use_compile,
                 buckets=buckets if buckets is not None or on_gpu else range(1, max_batch_size + 1),
-                **shared,
+                prefill_buckets=prefills,
+                prefill_required=prefill_buckets != "auto",
+                prefill_reason=self._prefill_graph_reason,
+                capture=capture,
+                ahead=on_gpu if capture_ahead == "auto" else bool(capture_ahead),
+                progress=progress,
             )
-            ahead = on_gpu if capture_ahead == "auto" else bool(capture_ahead)
-            if ahead:
-                self.loop.runner.capture()
-            if prefills:
-                runner = self.loop.runner
-                self._prefill_graphs = PrefillGraphs(
-                    self.model,
-                    prefills,
-                    required=prefill_buckets != "auto",
-                    reason=self._prefill_graph_reason,
-                    capture=runner.capture_backend,
-                    # A pool outlives a failed capture only if it holds another graph.
-                    pool=runner.pool if ahead else None,
-                    **shared,
-                )
-                if ahead:
-                    self._prefill_graphs.capture()
         if lookahead is None:
             lookahead = _LOOKAHEAD if on_gpu and use_graphs else 0
         self.scheduler = Scheduler(

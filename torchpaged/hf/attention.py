@@ -208,6 +208,11 @@ def _dense(
 ) -> tuple[Tensor, None]:
     """A call without a paged cache, as SDPA does it."""
     name = type(module).__name__
+    if kwargs.get("cache") is not None:
+        raise UnsupportedModelError(
+            f"{name} got a cache of continuous batching outside of it; call model.generate_batch, which "
+            "runs an attention function of its own"
+        )
     for argument, given in (("softcap", softcap), ("s_aux", sinks)):
         if given is not None:
             raise UnsupportedModelError(

@@ -96,9 +96,27 @@ def for_cuda_prefill(c: Configuration, r: random.Random) -> Configuration:
     )
 
 
+def for_cuda_prefill_fp8(c: Configuration, r: random.Random) -> Configuration:
+    """The same over caches of either fp8 format, with and without scales; slots that begin at multiples of 16
+    numbers; blocks of at most 64 where a step has 64 keys."""
+    c = for_cuda_prefill(c, r)
+    layout = dataclasses.replace(c.layout, slot_padding=2 * c.layout.slot_padding, offset=2 * c.layout.offset)
+    narrow = c.head_dim == 192 and c.block_size == 128
+    return dataclasses.replace(
+        c,
+        head_dim=128 if narrow else c.head_dim,
+        layout=layout,
+        kv_dtype=r.choice(("float8_e4m3fn", "float8_e5m2")),
+        scales=r.choice(("none", "one", "per_head")),
+    )
+
+
 def _eights(paddings: tuple[int, int, int]) -> tuple[int, int, int]:
     between_tokens, between_heads, before = paddings
     return between_tokens // 8 * 8, between_heads // 8 * 8, before // 8 * 8
 
 
-AIMS: dict[str, Callable[[Configuration, random.Random], Configuration]] = {"cuda-prefill": for_cuda_prefill}
+AIMS: dict[str, Callable[[Configuration, random.Random], Configuration]] = {
+    "cuda-prefill": for_cuda_prefill,
+    "cuda-prefill-fp8": for_cuda_prefill_fp8,
+}

@@ -80,15 +80,9 @@ struct State {
 struct Queries {
   u32 b[DIM / 16][COLS][2];
   float scale[COLS][2];
-#if !SAME_MASK
-  int low[COLS][2], end[COLS][2];
-#endif
-#if ALIBI || !SAME_MASK
-  int position[COLS][2];
-#endif
-#if ALIBI
-  float slope[COLS][2];
-#endif
+  int low[COLS][2], end[COLS][2];  // not SAME_MASK
+  int position[COLS][2];           // ALIBI or not SAME_MASK
+  float slope[COLS][2];            // ALIBI
 
   __device__ __forceinline__ void load(const Params &p, const Cursor &c, int lane) {
     const int quad = lane % 4;
@@ -99,55 +93,50 @@ struct Queries {
       const char *at = p.q + ((c.r.start + query_of(row)) * p.q_token + (kv_head_of(c.pair, row) * GROUP + row % GROUP) * p.q_head) * 2;
 #pragma unroll
       for (int s = 0; s < DIM / 16; ++s) {
-#if KV_BYTES == 1  // the order of columns in which fp8 keys unpack
-        const u64 x = real ? *(const u64 *)(at + (s * 16 + quad * 4) * 2) : 0;
-        b[s][n][0] = (u32)x;
-        b[s][n][1] = (u32)(x >> 32);
-#else
-        b[s][n][0] = real ? *(const u32 *)(at + (s * 16 + quad * 2) * 2) : 0;
-        b[s][n][1] = real ? *(const u32 *)(at + (s * 16 + quad * 2 + 8) * 2) : 0;
-#endif
+        if constexpr (KV_BYTES == 1) {  // the order of columns in which fp8 keys unpack
+          const u64 x = real ? *(const u64 *)(at + (s * 16 + quad * 4) * 2) : 0;
+          b[s][n][0] = (u32)x;
+          b[s][n][1] = (u32)(x >> 32);
+        } else {
+          b[s][n][0] = real ? *(const u32 *)(at + (s * 16 + quad * 2) * 2) : 0;
+          b[s][n][1] = real ? *(const u32 *)(at + (s * 16 + quad * 2 + 8) * 2) : 0;
+        }
       }
       float fold = 1.f;
-#if KV_BYTES == 1 && !Q_HALF
-      // fp8 converts to fp16 only: a power of two per row brings q into fp16's range; numbers below 2^-14 of a row's largest lose bits.
-      float largest = 1e-30f;
+      if constexpr (KV_BYTES == 1 && !Q_HALF) {
+        // fp8 converts to fp16 only: a power of two per row brings q into fp16's range; numbers below 2^-14 of a row's largest lose bits.
+        float largest = 1e-30f;
 #pragma unroll
-      for (int s = 0; s < DIM / 16; ++s)
+        for (int s = 0; s < DIM / 16; ++s)
 #pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          largest = fmaxf(largest, fabsf(to_float((u16)b[s][n][h])));
-          largest = fmaxf(largest, fabsf(to_float((u16)(b[s][n][h] >> 16))));
-        }
-      largest = fmaxf(largest, __shfl_xor_sync(ALL, largest, 1));
-      largest = fmaxf(largest, __shfl_xor_sync(ALL, largest, 2));
-      largest = fminf(largest, 1e37f);  // of an infinite q: finite, so that it stays infinite
-      fold = __int_as_float((__float_as_int(largest) & 0x7f800000) + 0x00800000);  // the next power of two
-      const float shrink = 1.f / fold;
+          for (int h = 0; h < 2; ++h) {
+            largest = fmaxf(largest, fabsf(to_float<Q_HALF>((u16)b[s][n][h])));
+            largest = fmaxf(largest, fabsf(to_float<Q_HALF>((u16)(b[s][n][h] >> 16))));
+          }
+        largest = fmaxf(largest, __shfl_xor_sync(ALL, largest, 1));
+        largest = fmaxf(largest, __shfl_xor_sync(ALL, largest, 2));
+        largest = fminf(largest, 1e37f);  // of an infinite q: finite, so that it stays infinite
+        fold = __int_as_float((__float_as_int(largest) & 0x7f800000) + 0x00800000);  // the next power of two
+        const float shrink = 1.f / fold;
 #pragma unroll
-      for (int s = 0; s < DIM / 16; ++s)
+        for (int s = 0; s < DIM / 16; ++s)
 #pragma unroll
-        for (int h = 0; h < 2; ++h) b[s][n][h] = pack(to_float((u16)b[s][n][h]) * shrink, to_float((u16)(b[s][n][h] >> 16)) * shrink);
-#endif
+          for (int h = 0; h < 2; ++h) b[s][n][h] = pack<HALF>(to_float<Q_HALF>((u16)b[s][n][h]) * shrink, to_float<Q_HALF>((u16)(b[s][n][h] >> 16)) * shrink);
+      }
 #pragma unroll
       for (int i = 0; i < 2; ++i) {  // from here on rows as in the scores: two per thread
-        [[maybe_unused]] const int mine = n * 8 + quad * 2 + i;
+        const int mine = n * 8 + quad * 2 + i;
         float k_scale = 1.f;
-#if SCALES
-        if (mine < ROWS) k_scale = p.k_scale[kv_head_of(c.pair, mine) * p.ks_head];
-#endif
+        if (SCALES && mine < ROWS) k_scale = p.k_scale[kv_head_of(c.pair, mine) * p.ks_head];
         const float row_fold = KV_BYTES == 1 && !Q_HALF ? __shfl_sync(ALL, fold, (quad * 2 + i) * 4) : 1.f;
         scale[n][i] = p.scale * k_scale * row_fold * (SOFT_CAP || ALIBI ? 1.f : LOG2E);
-#if ALIBI || !SAME_MASK
-        position[n][i] = c.r.seq_len - c.r.query_len + query_of(mine);
-#endif
-#if !SAME_MASK
-        visible(position[n][i], c.r.seq_len, low[n][i], end[n][i]);
-        if (query_of(mine) >= c.r.query_len || mine >= ROWS) end[n][i] = low[n][i];
-#endif
-#if ALIBI
-        slope[n][i] = mine < ROWS ? p.slopes[kv_head_of(c.pair, mine) * GROUP + mine % GROUP] : 0.f;
-#endif
+        if constexpr (ALIBI || !SAME_MASK) position[n][i] = c.r.seq_len - c.r.query_len + query_of(mine);
+        if constexpr (!SAME_MASK) {
+          visible(position[n][i], c.r.seq_len, low[n][i], end[n][i]);
+          if (query_of(mine) >= c.r.query_len || mine >= ROWS) end[n][i] = low[n][i];
+        }
+        if constexpr (ALIBI)
+          slope[n][i] = mine < ROWS ? p.slopes[kv_head_of(c.pair, mine) * GROUP + mine % GROUP] : 0.f;
       }
     }
   }
@@ -165,36 +154,36 @@ __device__ __forceinline__ void attend(State &state, const Queries &queries, con
 #pragma unroll
       for (int j = 0; j < 4; ++j) s[m][n][j] = other[n][j] = 0.f;
     const u32 at = stage + (m * 16 + lane % 16) * K_ROW, odd = (lane / 16 ^ swizzle<K_PADDED>(lane % 16)) * 16;
-#if KV_BYTES == 1
+    if constexpr (KV_BYTES == 1) {
 #pragma unroll
-    for (int d = 0; d < (DIM + 31) / 32; ++d) {
-      u32 raw[4], a[4];
-      load_matrices(raw, chunk_pair<K_PADDED>(at, odd, d));
-      unpack(raw[0], a[0], a[2]);
-      unpack(raw[1], a[1], a[3]);
+      for (int d = 0; d < (DIM + 31) / 32; ++d) {
+        u32 raw[4], a[4];
+        load_matrices(raw, chunk_pair<K_PADDED>(at, odd, d));
+        unpack_fp8<E5M2>(raw[0], a[0], a[2]);
+        unpack_fp8<E5M2>(raw[1], a[1], a[3]);
 #pragma unroll
-      for (int n = 0; n < COLS; ++n) mma(s[m][n], a, queries.b[2 * d][n][0], queries.b[2 * d][n][1]);
-      if (2 * d + 1 < DIM / 16) {
-        unpack(raw[2], a[0], a[2]);
-        unpack(raw[3], a[1], a[3]);
+        for (int n = 0; n < COLS; ++n) mma<HALF>(s[m][n], a, queries.b[2 * d][n][0], queries.b[2 * d][n][1]);
+        if (2 * d + 1 < DIM / 16) {
+          unpack_fp8<E5M2>(raw[2], a[0], a[2]);
+          unpack_fp8<E5M2>(raw[3], a[1], a[3]);
 #pragma unroll
-        for (int n = 0; n < COLS; ++n) {
-          const u32(&b)[2] = queries.b[(2 * d + 1) % (DIM / 16)][n];
-          mma(other[n], a, b[0], b[1]);
+          for (int n = 0; n < COLS; ++n) {
+            const u32(&b)[2] = queries.b[(2 * d + 1) % (DIM / 16)][n];
+            mma<HALF>(other[n], a, b[0], b[1]);
+          }
         }
       }
-    }
-#else
+    } else {
 #pragma unroll
-    for (int d = 0; d < PAIR_HEADS * DIM / 16; ++d) {
-      u32 a[4];
-      load_matrices(a, chunk_pair<K_PADDED>(at, odd, d));
-      const int head = d / (DIM / 16), at_d = d % (DIM / 16);
+      for (int d = 0; d < PAIR_HEADS * DIM / 16; ++d) {
+        u32 a[4];
+        load_matrices(a, chunk_pair<K_PADDED>(at, odd, d));
+        const int head = d / (DIM / 16), at_d = d % (DIM / 16);
 #pragma unroll
-      for (int n = 0; n < COLS; ++n)
-        if (holds(n, head)) mma((SHARED ? head : d % 2) ? other[n] : s[m][n], a, queries.b[at_d][n][0], queries.b[at_d][n][1]);
+        for (int n = 0; n < COLS; ++n)
+          if (holds(n, head)) mma<HALF>((SHARED ? head : d % 2) ? other[n] : s[m][n], a, queries.b[at_d][n][0], queries.b[at_d][n][1]);
+      }
     }
-#endif
 #pragma unroll
     for (int n = 0; n < COLS; ++n)
 #pragma unroll
@@ -202,7 +191,7 @@ __device__ __forceinline__ void attend(State &state, const Queries &queries, con
         if (!SHARED) s[m][n][j] += other[n][j];
         else if (kv_head_of(0, lane % 4 * 2 + j % 2)) s[m][n][j] = other[n][j];
   }
-  [[maybe_unused]] const bool whole = SAME_MASK && key + KEYS <= c.r.end && key >= c.r.low;  // no key of these is masked
+  const bool whole = SAME_MASK && key + KEYS <= c.r.end && key >= c.r.low;  // no key of these is masked
   bool moved = false;
   float top[COLS][2];
 #pragma unroll
@@ -215,21 +204,12 @@ __device__ __forceinline__ void attend(State &state, const Queries &queries, con
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           float x = s[m][n][2 * h + i] * queries.scale[n][i];
-          [[maybe_unused]] const int at = key + m * 16 + h * 8 + lane / 4;
-#if SOFT_CAP
-          x = p.soft_cap * tanh_(x / p.soft_cap);
-#endif
-#if ALIBI
-          x += queries.slope[n][i] * (float)(at - queries.position[n][i]);
-#endif
-#if SOFT_CAP || ALIBI
-          x *= LOG2E;
-#endif
-#if SAME_MASK
-          if (!whole) x = at < c.r.end && at >= c.r.low ? x : -INF;
-#else
-          x = at < queries.end[n][i] && at >= queries.low[n][i] ? x : -INF;
-#endif
+          const int at = key + m * 16 + h * 8 + lane / 4;
+          if constexpr (SOFT_CAP) x = p.soft_cap * tanh_(x / p.soft_cap);
+          if constexpr (ALIBI) x += queries.slope[n][i] * (float)(at - queries.position[n][i]);
+          if constexpr (SOFT_CAP || ALIBI) x *= LOG2E;
+          if constexpr (!SAME_MASK) x = at < queries.end[n][i] && at >= queries.low[n][i] ? x : -INF;
+          else if (!whole) x = at < c.r.end && at >= c.r.low ? x : -INF;
           s[m][n][2 * h + i] = x;
           most = fmaxf(most, x);
         }
@@ -263,41 +243,41 @@ __device__ __forceinline__ void attend(State &state, const Queries &queries, con
       for (int j = 0; j < 4; ++j) s[m][n][j] = exp2_(s[m][n][j] - state.top[n][j % 2]);
       state.total[n][0] += s[m][n][0] + s[m][n][2];
       state.total[n][1] += s[m][n][1] + s[m][n][3];
-      b[n][0] = transpose8x8(pack(s[m][n][0], s[m][n][1]));
-      b[n][1] = transpose8x8(pack(s[m][n][2], s[m][n][3]));
+      b[n][0] = transpose8x8(pack<HALF>(s[m][n][0], s[m][n][1]));
+      b[n][1] = transpose8x8(pack<HALF>(s[m][n][2], s[m][n][3]));
     }
     const u32 values = stage + KEYS * K_ROW;
-#if KV_BYTES == 1
-    const u32 at = values + (m * 16 + lane % 16) * V_ROW, odd = (lane / 16 ^ swizzle<V_PADDED>(lane % 16)) * 16;
+    if constexpr (KV_BYTES == 1) {
+      const u32 at = values + (m * 16 + lane % 16) * V_ROW, odd = (lane / 16 ^ swizzle<V_PADDED>(lane % 16)) * 16;
 #pragma unroll
-    for (int d = 0; d < DIM_V / 16; d += 2) {
-      u32 raw[4], a[4];
-      load_transposed(raw, chunk_pair<V_PADDED>(at, odd, d / 2));
+      for (int d = 0; d < DIM_V / 16; d += 2) {
+        u32 raw[4], a[4];
+        load_transposed(raw, chunk_pair<V_PADDED>(at, odd, d / 2));
 #pragma unroll
-      for (int i = 0; i < 4; ++i) raw[i] = __byte_perm(raw[i], 0, 0x3120);
-      unpack(raw[0], a[0], a[1]);
-      unpack(raw[1], a[2], a[3]);
+        for (int i = 0; i < 4; ++i) raw[i] = __byte_perm(raw[i], 0, 0x3120);
+        unpack_fp8<E5M2>(raw[0], a[0], a[1]);
+        unpack_fp8<E5M2>(raw[1], a[2], a[3]);
 #pragma unroll
-      for (int n = 0; n < COLS; ++n) mma(state.acc[d][n], a, b[n][0], b[n][1]);
-      if (d + 1 < DIM_V / 16) {
-        unpack(raw[2], a[0], a[1]);
-        unpack(raw[3], a[2], a[3]);
+        for (int n = 0; n < COLS; ++n) mma<HALF>(state.acc[d][n], a, b[n][0], b[n][1]);
+        if (d + 1 < DIM_V / 16) {
+          unpack_fp8<E5M2>(raw[2], a[0], a[1]);
+          unpack_fp8<E5M2>(raw[3], a[2], a[3]);
 #pragma unroll
-        for (int n = 0; n < COLS; ++n) mma(state.acc[(d + 1) % (DIM_V / 16)][n], a, b[n][0], b[n][1]);
+          for (int n = 0; n < COLS; ++n) mma<HALF>(state.acc[(d + 1) % (DIM_V / 16)][n], a, b[n][0], b[n][1]);
+        }
+      }
+    } else {
+      const int value = lane % 8 + lane / 16 * 8;
+      const u32 at = values + (m * 16 + value) * V_ROW, odd = (lane / 8 % 2 ^ swizzle<V_PADDED>(value)) * 16;
+#pragma unroll
+      for (int d = 0; d < V_SLICES; ++d) {
+        u32 a[4];
+        load_transposed(a, chunk_pair<V_PADDED>(at, odd, d));
+#pragma unroll
+        for (int n = 0; n < COLS; ++n)
+          if (holds(n, d / (DIM_V / 16))) mma<HALF>(state.acc[d][n], a, b[n][0], b[n][1]);
       }
     }
-#else
-    const int value = lane % 8 + lane / 16 * 8;
-    const u32 at = values + (m * 16 + value) * V_ROW, odd = (lane / 8 % 2 ^ swizzle<V_PADDED>(value)) * 16;
-#pragma unroll
-    for (int d = 0; d < V_SLICES; ++d) {
-      u32 a[4];
-      load_transposed(a, chunk_pair<V_PADDED>(at, odd, d));
-#pragma unroll
-      for (int n = 0; n < COLS; ++n)
-        if (holds(n, d / (DIM_V / 16))) mma(state.acc[d][n], a, b[n][0], b[n][1]);
-    }
-#endif
   }
 }
 

@@ -10,7 +10,7 @@
 // (query tokens x heads of the group) as its 8 columns. A group of 4 or 8 heads wastes half or nothing instead of 12 or 8 of 16 rows; two
 // heads of a pair share the 8 columns, each of which keeps what belongs to its own head.
 //
-// Compiled at run time by NVRTC, one specialisation per model shape; every macro below comes from custom_ops/attention/cuda/specialise.py.
+// Compiled at run time by NVRTC, one specialisation per model shape: decode_config.cuh.
 // No headers but ours, so that it builds wherever NVRTC is. Sources: Stream-K (arXiv:2301.03598), split-KV merging (arXiv:2501.01005, 2.2).
 
 #include "attend.cuh"
@@ -21,32 +21,27 @@ __device__ __forceinline__ void finish(const Params &p, const Request &r, int pa
   if (query >= r.query_len) return;
   const int head = kv_head_of(pair, row), q_head = head * GROUP + row % GROUP;
   // `total` does not tell: it is NaN where a score was NaN or +inf, and 0 where all were -inf, which makes 0 / 0.
-#if SAME_MASK
-  constexpr bool sees = true;  // a request whose query sees nothing has no tiles
-#else
-  int low, end;
-  visible(r.seq_len - r.query_len + query, r.seq_len, low, end);
-  const bool sees = end > low;
-#endif
-#if SINKS
-  const float sink = to_float(p.sinks[q_head]) * LOG2E;
-  const float most = fmaxf(top, sink);
-  const float shrink = exp2_(top - most);
-  total = total * shrink + exp2_(sink - most);
-  top = most;
-#else
-  const float shrink = 1.f;
-#endif
+  bool sees = true;  // SAME_MASK: a request whose query sees nothing has no tiles
+  if constexpr (!SAME_MASK) {
+    int low, end;
+    visible(r.seq_len - r.query_len + query, r.seq_len, low, end);
+    sees = end > low;
+  }
+  float shrink = 1.f;
+  if constexpr (SINKS) {
+    const float sink = to_float<Q_HALF>(p.sinks[q_head]) * LOG2E;
+    const float most = fmaxf(top, sink);
+    shrink = exp2_(top - most);
+    total = total * shrink + exp2_(sink - most);
+    top = most;
+  }
   float weight = sees ? shrink / total : 0.f;
-#if SCALES
-  weight *= p.v_scale[head * p.vs_head];
-#endif
+  if constexpr (SCALES) weight *= p.v_scale[head * p.vs_head];
   if (!sees) x = make_float4(0.f, 0.f, 0.f, 0.f);
-  uint2 packed = make_uint2(pack_out(x.x * weight, x.y * weight), pack_out(x.z * weight, x.w * weight));
+  uint2 packed = make_uint2(pack<Q_HALF>(x.x * weight, x.y * weight), pack<Q_HALF>(x.z * weight, x.w * weight));
   *(uint2 *)(p.out + ((r.start + query) * p.o_token + q_head * p.o_head + column * 4) * 2) = packed;
-#if LSE
-  if (column == 0) p.lse[(r.start + query) * p.l_token + q_head * p.l_head] = sees ? (top + log2_(total)) * LN2 : -INF;
-#endif
+  if (LSE && column == 0)
+    p.lse[(r.start + query) * p.l_token + q_head * p.l_head] = sees ? (top + log2_(total)) * LN2 : -INF;
 }
 
 // Combine the parts of a pair, left by its CTAs in teams first ...: slot 1 of the first, slot 0 of the others; always in this order.
@@ -105,9 +100,7 @@ __device__ __noinline__ void store_empty(const Params &p) {
     for (int e = threadIdx.x; e < (last - first) * HEADS * VECTORS; e += THREADS) {
       const int token = first + e / (HEADS * VECTORS), head = e / VECTORS % HEADS, column = e % VECTORS;
       *(uint2 *)(p.out + (token * p.o_token + head * p.o_head + column * 4) * 2) = make_uint2(0, 0);
-#if LSE
-      if (column == 0) p.lse[token * p.l_token + head * p.l_head] = -INF;
-#endif
+      if (LSE && column == 0) p.lse[token * p.l_token + head * p.l_head] = -INF;
     }
   }
 }
@@ -126,18 +119,12 @@ __device__ __noinline__ void store_empty(const Params &p) {
 // of it had ended, and lets this one begin when each of its CTAs runs: so nobody waits here, and whatever is read was complete before. What an older
 // kernel left in L1 is gone by load_and_forget_l1, which stands before every plain load. The last CTA waits at its end.
 __device__ __forceinline__ void finish_waiting() {
-#if PDL
-#if LONGEST == 0
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
+  if constexpr (PDL && LONGEST == 0) asm volatile("griddepcontrol.wait;" ::: "memory");
+  if constexpr (PDL) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 // Kernels behind wait for this launch alone: it must not end before the prefill launch. That waits for none of its dependents, so it ends.
 __device__ __forceinline__ void finish_behind_prefill() {
-#if PDL && LONGEST > 0
-  if (blockIdx.x == gridDim.x - 1) asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
+  if (PDL && LONGEST > 0 && blockIdx.x == gridDim.x - 1) asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 
 #if CLUSTER > 1
@@ -249,11 +236,11 @@ extern "C" __global__ void CLUSTERED BOUNDED paged_decode(const __grid_constant_
     };
 
     int filled = 0;
-#if PDL && PREFETCH > 0 && LONGEST == 0
+    if constexpr (PDL && PREFETCH > 0 && LONGEST == 0) {
 #pragma unroll 1
-    for (; filled < PREFETCH && is_context(ahead, warp); ++filled) load(filled);
-    if (filled == PREFETCH) ask_for_tiles(p, ahead, ids, to_load, warp, lane);
-#endif
+      for (; filled < PREFETCH && is_context(ahead, warp); ++filled) load(filled);
+      if (filled == PREFETCH) ask_for_tiles(p, ahead, ids, to_load, warp, lane);
+    }
     finish_waiting();
     Queries queries;
     queries.load(p, c, lane);

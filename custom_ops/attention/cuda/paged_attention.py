@@ -159,6 +159,8 @@ def paged_attention(
         logits_soft_cap=logits_soft_cap,
         alibi_slopes=alibi_slopes,
         sinks=sinks,
+        k_scale=k_scale,
+        v_scale=v_scale,
         semaphore=semaphore,
         short=short,
         behind=None if kernel == "prefill" else decodes,
@@ -262,7 +264,7 @@ def prepare_decode(
     """What launches the decode kernel on checked arguments, and how many numbers of the semaphore a
     request has.
 
-    ``longest``: as in `specialise.decode_macros`; then nothing may be launched between the prefill kernel
+    ``longest``: as in `specialise.decode_config`; then nothing may be launched between the prefill kernel
     and this.
     """
     num_reqs, num_kv_heads, dim_v, index = (
@@ -368,7 +370,7 @@ def _specialised(
 ) -> tuple[jit.Kernel, specialise.DecodeShape, int]:
     """The kernel of these shapes and features, its launch shape and its query rows per pair."""
     block_size, num_kv_heads, dim = cache_shape
-    macros, shape = specialise.decode_macros(
+    config, shape = specialise.decode_config(
         dtype,
         kv_dtype,
         group,
@@ -394,7 +396,7 @@ def _specialised(
         gpu.shared_per_sm(index),
         longest,
     )
-    rows = macros["PAIR_HEADS"] * macros["GROUP"] * macros["QUERY_LEN"]
+    rows = config["PAIR_HEADS"] * config["GROUP"] * config["QUERY_LEN"]
     shared = shape.shared_bytes(dim, dim_v, kv_dtype.itemsize, rows)
-    kernel = jit.kernel("decode.cu", "paged_decode", macros, torch.device("cuda", index), shared_bytes=shared)
+    kernel = jit.kernel("decode.cu", "paged_decode", config, torch.device("cuda", index), shared_bytes=shared)
     return kernel, shape, rows

@@ -15,8 +15,9 @@
 // pass the turn on. (3) All warpgroups take the same turns: steps - 1 of every tile. (4) A tile of queries is waited for in the order in which the
 // loader sends them, and released by its last scores, for which (1) holds. Every wait names its arrival beside it.
 //
-// Compiled by NVRTC for sm_90a; macros: custom_ops/attention/cuda/prefill.py. Sources: FlashAttention-3 (arXiv:2407.08608, 3.1 and 3.2).
+// Compiled by NVRTC for sm_90a; its constants: prefill_config.cuh. Sources: FlashAttention-3 (arXiv:2407.08608, 3.1 and 3.2).
 
+#include "prefill_convert.cuh"
 #include "prefill_products.cuh"
 #include "prefill_shapes.cuh"
 #include "prefill_store.cuh"
@@ -29,12 +30,11 @@ __device__ __forceinline__ void meet(int group) { asm volatile("bar.sync %0, 128
 // The loader's waits. With PATIENCE it gives up after so many tries and ends the kernel with an error: for tests. Whoever waits for ever, the
 // loader soon waits too; in the math warps the way out would cost registers.
 __device__ __forceinline__ void wait_or_give_up(u32 at, int parity) {
-#if PATIENCE
-  asm volatile("{.reg .pred done, out; .reg .u32 left; mov.u32 left, %2; again%=: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1; @done bra there%=;"
-               " sub.u32 left, left, 1; setp.eq.u32 out, left, 0; @!out bra again%=; trap; there%=:}" ::"r"(at), "r"(parity), "n"(PATIENCE) : "memory");
-#else
-  barrier_wait(at, parity);
-#endif
+  if constexpr (PATIENCE > 0)
+    asm volatile("{.reg .pred done, out; .reg .u32 left; mov.u32 left, %2; again%=: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1; @done bra there%=;"
+                 " sub.u32 left, left, 1; setp.eq.u32 out, left, 0; @!out bra again%=; trap; there%=:}" ::"r"(at), "r"(parity), "n"(PATIENCE) : "memory");
+  else
+    barrier_wait(at, parity);
 }
 
 // A wait that begins only when `x`, which is not negative, is there. Without it the compiler puts the exponentials behind the wait for the
@@ -51,8 +51,10 @@ __device__ __forceinline__ Job uniform(const Job &x) {
 struct Loader {
   const Params &p;
   const Plan &plan;
+  int *kinds;  // fp8: of each raw stage, what is in it
   Place<K_STAGES> k;
   Place<V_STAGES> v;
+  Place<RAW_STAGES> raw;
   int lane;
 
   // The lane's block of a step. Blocks past the request's last key, and those before the first that the tile sees, are no block at all: the copy
@@ -63,36 +65,55 @@ struct Loader {
     return seen ? p.table[tile.request * p.table_row + index] : p.num_blocks;
   }
 
-  template <int STAGE, class Ring>
-  __device__ __forceinline__ void load(Ring &place, u32 stages, u32 full, u32 empty, const Map *map, const Where &at, int head, int block) {
-    const u32 to = stages + place.slot * STAGE, filled = full + place.slot * 8;
-    wait_or_give_up(empty + place.slot * 8, place.round ^ 1);  // arrive: release() of every math warp, a round ago
-    if (lane == 0) barrier_expect(filled, STAGE);
+  // `ring`: the place in it; `kind`: what the stage is said to hold, of those that are converted.
+  template <int BYTES, int STAGE, class Ring>
+  __device__ __forceinline__ void load(Ring &ring, u32 stages, u32 full, u32 empty, const Map *map, const Where &at, int head, int block, [[maybe_unused]] int kind) {
+    const u32 to = stages + ring.slot * STAGE, filled = full + ring.slot * 8;
+    wait_or_give_up(empty + ring.slot * 8, ring.round ^ 1);  // arrive: release() of every math warp, or Converter::convert of every converter, a round ago
+    if (lane == 0) {
+      if constexpr (FP8) kinds[ring.slot] = kind;
+      barrier_expect(filled, BYTES);
+    }
     __syncwarp();  // expected before anything can arrive
-    if (lane < PAGES) copy_box4(to + lane * (STAGE / PAGES), map, 0, 0, head * at.head_square, head * at.head_group + block * at.block_group, filled);
-    place.advance();
+    if (lane < PAGES) copy_box4(to + lane * (BYTES / PAGES), map, 0, 0, head * at.head_square, head * at.head_group + block * at.block_group, filled);
+    ring.advance();
   }
   __device__ __forceinline__ void load_keys(int head, int block) {
-    load<K_STAGE>(k, plan.k, plan.k_full, plan.k_empty, &p.k, p.k_at, head, block);
+    if constexpr (FP8) load<KEYS * DIM, RAW_STAGE>(raw, plan.raw, plan.raw_full, plan.raw_empty, &p.k, p.k_at, head, block, KEYS_COME);
+    else load<K_STAGE, K_STAGE>(k, plan.k, plan.k_full, plan.k_empty, &p.k, p.k_at, head, block, KEYS_COME);
   }
   __device__ __forceinline__ void load_values(int head, int block) {
-    load<V_STAGE>(v, plan.v, plan.v_full, plan.v_empty, &p.v, p.v_at, head, block);
+    if constexpr (FP8) load<KEYS * DIM_V, RAW_STAGE>(raw, plan.raw, plan.raw_full, plan.raw_empty, &p.v, p.v_at, head, block, VALUES_COME);
+    else load<V_STAGE, V_STAGE>(v, plan.v, plan.v_full, plan.v_empty, &p.v, p.v_at, head, block, VALUES_COME);
+  }
+  __device__ __forceinline__ void end_conversion() {
+    wait_or_give_up(plan.raw_empty + raw.slot * 8, raw.round ^ 1);  // arrive: Converter::convert of every converter, a round ago
+    if (lane == 0) {
+      kinds[raw.slot] = NOTHING_COMES;
+      barrier_arrive(plan.raw_full + raw.slot * 8);
+    }
   }
 
-  __device__ __forceinline__ void run(Job *jobs) {
-    Line line;
-    line.open(p.starts, p.seq_lens, p.num_reqs, p.num_tokens, gridDim.x);
+  // Kernels behind wait for the late launch alone: it must not end before the decode launch, which does not before the first launch of tiles.
+  __device__ __forceinline__ void finish_behind_decode() {
+    if (SHORT > 0 && p.is_late && blockIdx.x == 0) asm volatile("griddepcontrol.wait;" ::: "memory");
+  }
+
+  __device__ __forceinline__ void run(Line line, Job *jobs) {
     const int total = line.total();
-#if SPLIT
-    Cut &cut = *(Cut *)(p.parts + (i64)gridDim.x * PART_FLOATS);
-    if (blockIdx.x == 0 && lane == 0) {
-      cut.tiles = line.live * NUM_KV_HEADS;
-      cut.parts = line.parts;
+    [[maybe_unused]] Cut *cut = nullptr;
+    if constexpr (SPLIT) {
+      cut = (Cut *)(p.parts + (i64)p.ctas * PART_FLOATS);
+      if (blockIdx.x == 0 && lane == 0 && !p.is_late) {
+        cut->tiles = line.live * NUM_KV_HEADS;
+        cut->parts = line.parts;
+      }
     }
-#endif
     // Beside a decode launch: a counter of a request that has tiles here, which that launch does not touch.
-    u32 *tickets = (u32 *)p.tickets + (SHORT > 0 ? line.owner * p.ticket_row : 0);
-    int ticket = blockIdx.x;
+    const Tickets tickets = {(u32 *)p.tickets + (SHORT > 0 ? line.owner * p.ticket_row : 0), total, p.ctas - p.late, p.late};
+    int ticket = 0;
+    if (lane == 0) ticket = tickets.begin(blockIdx.x, SHORT > 0 && p.is_late);
+    ticket = __shfl_sync(ALL, ticket, 0);
     Tile tile = {};
     if (ticket < total) tile = line.find(ticket);
     for (int turn = 0;; ++turn) {
@@ -104,28 +125,29 @@ struct Loader {
           jobs[buffer].steps = -1;
           barrier_arrive(q_full);
         }
+        if constexpr (FP8) end_conversion();
+        finish_behind_decode();
         return;
       }
-      int next = 0;  // comes while this tile is loaded; every tile takes one ticket, so that the last tile's puts the counter back to zero
-      if (lane == 0) next = gridDim.x + atomicInc(tickets, total - 1);
+      int next = 0;  // comes while this tile is loaded
+      if (lane == 0) next = tickets.draw();
       const int level = tile.span.level(tile.index), first_seen = LOW ? tile.span.first_seen(tile.index) : 0;
       int first = first_seen / KEYS, last = level - 1;
       bool whole = true;
-#if SPLIT
-      whole = line.parts == 1 || ticket >= line.live_total();
-      if (!whole) {
-        const int all = max(level - first, 0);
-        last = first + all * (tile.part + 1) / line.parts - 1;
-        first += all * tile.part / line.parts;
+      if constexpr (SPLIT) {
+        whole = line.parts == 1 || ticket >= line.live_total();
+        if (!whole) {
+          const int all = max(level - first, 0);
+          last = first + all * (tile.part + 1) / line.parts - 1;
+          first += all * tile.part / line.parts;
+        }
       }
-#endif
       const int steps = last < 0 ? 0 : max(last - first + 1, 0);
       if (lane == 0) {
         const Job job = {steps, last, tile.index, tile.span.start, tile.span.query_len, tile.span.seq_len, tile.head, whole ? -1 : ticket};
         jobs[buffer] = job;
-#if SPLIT
-        if (!whole && tile.part == 0) cut.jobs[ticket / line.parts] = job;
-#endif
+        if constexpr (SPLIT)
+          if (!whole && tile.part == 0) cut->jobs[ticket / line.parts] = job;
         if (steps > 0) {
           barrier_expect(q_full, Q_BYTES);  // the job is written before: a wait for q_full sees it
 #pragma unroll 1
@@ -232,7 +254,7 @@ struct Softmax {
 
   __device__ __forceinline__ void convert() {
 #pragma unroll
-    for (int i = 0; i < KEYS / 2; i += 2) weights[i / 2] = pack(s[i], s[i + 1]);
+    for (int i = 0; i < KEYS / 2; i += 2) weights[i / 2] = pack<HALF>(s[i], s[i + 1]);
   }
 
   __device__ __forceinline__ void rescale(const float (&shrink)[2]) {
@@ -246,6 +268,7 @@ struct Softmax {
 struct Rows {
   int low[2], end[2], position[2];
   float slope[2];
+  float scale;  // of scores, in which the keys' scale is
 };
 
 struct Math {
@@ -321,7 +344,7 @@ struct Math {
     const int first = key + lane % 4 * 2;
     if (ADJUST) {
       const int to_key[2] = {first - rows.position[0], first - rows.position[1]};
-      x.adjust(p.scale, p.soft_cap, rows.slope, to_key);
+      x.adjust(SCALES ? rows.scale : p.scale, p.soft_cap, rows.slope, to_key);
     }
     if (MASKED) x.mask(rows.low, rows.end, first);
   }
@@ -357,9 +380,11 @@ struct Math {
 
   // One tile; `queries`: where they lie, `q_empty`: the barrier that gives them back.
   __device__ __forceinline__ void attend(Softmax &x, const Job &job, u32 queries, u32 q_empty) {
-    const float scale = ADJUST ? 1.f : p.scale * LOG2E;
-    const int before = job.seq_len - job.query_len;
     Rows rows;
+    rows.scale = p.scale;
+    if constexpr (SCALES) rows.scale *= p.k_scale[job.head * p.ks_head];
+    const float scale = ADJUST ? 1.f : rows.scale * LOG2E;
+    const int before = job.seq_len - job.query_len;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = group * 64 + warp * 16 + r * 8 + lane / 4;
@@ -367,9 +392,7 @@ struct Math {
       rows.position[r] = position;
       rows.low[r] = first_key(position);
       rows.end[r] = end_key(position, job.seq_len);
-#if ALIBI
-      rows.slope[r] = p.slopes[job.head * GROUP + row % GROUP];
-#endif
+      if constexpr (ALIBI) rows.slope[r] = p.slopes[job.head * GROUP + row % GROUP];
     }
     // Keys that all rows of the warpgroup see: of rows behind the request as well, which mask more than is needed.
     const int all_low = first_key(before + job.tile * TOKENS + (group * 64 + 63) / GROUP);
@@ -448,22 +471,30 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) paged_prefill(const __g
   extern __shared__ __align__(1024) char shared[];
   __shared__ __align__(8) u64 barriers[BARRIERS];
   __shared__ __align__(16) Job jobs[Q_BUFFERS];
+  __shared__ int kinds[FP8 ? RAW_STAGES : 1];
   const Plan plan(shared, barriers);
-#if SHORT > 0 || SPLIT
   // The decode launch behind this one waits for nothing that is written here, but for its end at its own (decode.cu); the merge launch waits for all of
-  // it at once. This kernel itself began when all ahead of it had ended: it is not launched early.
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
+  // it at once. This kernel itself began when all ahead of it had ended: it is not launched early, but for the late CTAs, which wait for decode at their
+  // end. All CTAs run when they let the next kernel go.
+  if constexpr (SHORT > 0 || SPLIT) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #if CLOCKS
   const i64 begin = clock64();
 #endif
-  if (threadIdx.x == 0) {
-    const u32 full[3] = {plan.k_full, plan.v_full, plan.q_full}, empty[3] = {plan.k_empty, plan.v_empty, plan.q_empty};
-    const int count[3] = {K_STAGES, V_STAGES, Q_BUFFERS};
-    for (int kind = 0; kind < 3; ++kind)
+  // The late launch begins before those ahead have ended. What it reads was complete when the first one began, but this multiprocessor's L1 may be older.
+  if (SHORT > 0 && p.is_late) load_and_forget_l1(p.starts);
+  __shared__ Line opened;
+  if (threadIdx.x < 32) {  // here, where it may have more registers than the loader
+    Line line;
+    line.open(p.starts, p.seq_lens, p.num_reqs, p.num_tokens, p.ctas);
+    if (threadIdx.x == 0) opened = line;
+  }
+  if (threadIdx.x == 32) {
+    const u32 full[4] = {plan.k_full, plan.v_full, plan.q_full, plan.raw_full}, empty[4] = {plan.k_empty, plan.v_empty, plan.q_empty, plan.raw_empty};
+    const int count[4] = {K_STAGES, V_STAGES, Q_BUFFERS, RAW_STAGES};
+    for (int kind = 0; kind < 4; ++kind)
       for (int i = 0; i < count[kind]; ++i) {
-        barrier_init(full[kind] + i * 8, 1);
-        barrier_init(empty[kind] + i * 8, MATH_WARPS);
+        barrier_init(full[kind] + i * 8, FP8 && kind < 2 ? CONVERTERS : 1);
+        barrier_init(empty[kind] + i * 8, kind < 3 ? MATH_WARPS : CONVERTERS);
       }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");  // the copy engine sees them
     prefetch_map(&p.q);
@@ -473,9 +504,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) paged_prefill(const __g
   __syncthreads();
   if (threadIdx.x < 128) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(LOADER_REGISTERS));
-    if (threadIdx.x < 32) {
-      Loader loader{p, plan, {}, {}, (int)threadIdx.x};
-      loader.run(jobs);
+    const int warp = uniform(threadIdx.x / 32);  // known to be the same in all lanes: otherwise the loader spills
+    if (warp == 0) {
+      Loader loader{p, plan, kinds, {}, {}, {}, (int)threadIdx.x};
+      loader.run(opened, jobs);
+    } else if constexpr (FP8) {
+      Converter{plan, {}, {}, {}, (int)threadIdx.x - 32}.run(kinds);
     }
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MATH_REGISTERS));

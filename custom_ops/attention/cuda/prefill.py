@@ -1,5 +1,5 @@
-"""Prefill attention of the ``cuda`` backend on Hopper: which calls ``prefill.cu`` takes, its macros, tensor
-maps and launch.
+"""Prefill attention of the ``cuda`` backend on Hopper: which calls ``prefill.cu`` takes, its constants,
+tensor maps and launch.
 
 What the copy engine knows of the caches is made once per pool (their addresses, shapes and strides) and kept:
 pools do not move.
@@ -17,13 +17,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchpaged.custom_ops.attention.cuda.prefill_constants import PREFILL
 from torchpaged.custom_ops.attention.triton.config import bounded_masks
 from torchpaged.custom_ops.cuda import gpu, jit
+from torchpaged.custom_ops.cuda.config import Config
+from torchpaged.custom_ops.pools import FP8
 
-PARAMS = struct.Struct("10Q5q2f10i24x")  # struct Params of prefill_shapes.cuh behind its three maps
+PARAMS = struct.Struct("12Q5q2f15i52x")  # struct Params of prefill_shapes.cuh behind its three maps
 MAX_DIM = 256
 _SHARED_BYTES = 226 << 10
 _MAX_COORDINATE = 2**31 - 1
+_MOST_RAW_STAGES = 8
 _WORTH_STEPS = 8  # WORTH of prefill_tiles.cuh
 
 
@@ -40,6 +44,7 @@ class PrefillShape:
         keys: of a step.
         k_stages, v_stages: steps of keys and of values that are on their way or in use.
         q_buffers: tiles of queries; 2 where there is room.
+        raw_stages: steps of keys or of values of an fp8 cache that are on their way or being converted.
     """
 
     groups: int
@@ -47,6 +52,7 @@ class PrefillShape:
     k_stages: int
     v_stages: int
     q_buffers: int
+    raw_stages: int = 0
 
     @property
     def rows(self) -> int:
@@ -78,6 +84,19 @@ def prefill_shape(dim: int, dim_v: int, wide: bool = True) -> PrefillShape:
     return PrefillShape(groups, keys, k_stages, v_stages, q_buffers)
 
 
+@functools.cache
+def prefill_shape_fp8(dim: int, dim_v: int) -> PrefillShape:
+    """The same over an fp8 cache, whose numbers come as they are and are converted into the stages: two of
+    each, and as many more that still come."""
+    for keys in (128, 64) if dim <= 192 and dim_v <= 128 else (64,):
+        left = _SHARED_BYTES - keys * 4 * (dim + dim_v)
+        for q_buffers in (2, 1):
+            raw = (left - q_buffers * 128 * dim * 2) // (keys * max(dim, dim_v))
+            if raw >= 3 or (keys == 64 and q_buffers == 1):
+                return PrefillShape(2, keys, 2, 2, q_buffers, min(raw, _MOST_RAW_STAGES))
+    raise AssertionError("the last cut is taken")
+
+
 def refuse(
     dtype: torch.dtype,
     kv_dtype: torch.dtype,
@@ -93,14 +112,14 @@ def refuse(
     """Why the kernel can't take these numbers, or None. ``compute``: the device's compute capability."""
     if compute != (9, 0):
         return f"compute capability {compute[0]}.{compute[1]}: the kernel is written for 9.0"
-    if dtype not in (torch.bfloat16, torch.float16) or kv_dtype != dtype:
+    if dtype not in (torch.bfloat16, torch.float16) or kv_dtype not in (dtype, *FP8):
         return f"dtypes {dtype} and {kv_dtype}"
     if (
         any(width % 32 or not 32 <= width <= MAX_DIM or (width % 64 and width > 96) for width in (dim, dim_v))
         or dim_v == 160
     ):
         return f"head_dim {dim}/{dim_v}"
-    keys = prefill_shape(dim, dim_v).keys
+    keys = shape_for(dim, dim_v, kv_dtype, plain=True).keys
     if block_size % 8 or keys % block_size:
         return f"block_size {block_size}: not a divisor of {keys} that is a multiple of 8"
     if not 1 <= group <= prefill_shape(dim, dim_v, wide=False).rows:
@@ -116,7 +135,8 @@ def refuse_layout(q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor) -> s
     """Why the kernel can't read or write tensors that lie like these, or None. Shapes, strides and
     addresses only."""
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        if cache.data_ptr() % 16 or cache.stride(3) != 1 or any(stride % 8 for stride in cache.stride()[:3]):
+        unaligned = any(stride * cache.element_size() % 16 for stride in cache.stride()[:3])
+        if cache.data_ptr() % 16 or cache.stride(3) != 1 or unaligned:
             return (
                 f"{name} with strides {tuple(cache.stride())}: slots that begin at multiples of 16 bytes "
                 "are needed"
@@ -170,7 +190,7 @@ def is_slower(
     """Why Triton's kernel is the faster one for these shapes, or None. ``capacity``: tokens that a row of the
     block table holds; ``programs``: CTAs."""
     shape = prefill_shape(dim, dim_v)
-    tiles = (num_tokens // (shape.rows // group) + min(num_reqs, num_tokens)) * num_kv_heads
+    tiles = most_tiles(num_tokens, num_reqs, shape.rows // group) * num_kv_heads
     if capacity <= shape.keys and tiles * 2 <= programs:
         return (
             f"at most {capacity} keys and {tiles} tiles: the kernel takes longer to begin and end than "
@@ -197,6 +217,8 @@ def attend(
     logits_soft_cap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     semaphore: Tensor | None = None,
     short: int = 0,
     behind: Behind | None = None,
@@ -224,12 +246,14 @@ def attend(
         soft_cap=logits_soft_cap,
         alibi_slopes=alibi_slopes,
         sinks=sinks,
+        k_scale=k_scale,
+        v_scale=v_scale,
         short=short,
         behind=behind,
     )
 
 
-def prefill_macros(
+def prefill_config(
     dtype: torch.dtype,
     dim: int,
     group: int,
@@ -239,6 +263,8 @@ def prefill_macros(
     lse: bool,
     *,
     dim_v: int = 0,
+    kv_dtype: torch.dtype | None = None,
+    scales: bool = False,
     window_left: int = -1,
     window_right: int = -1,
     chunk: int = 0,
@@ -250,34 +276,34 @@ def prefill_macros(
     beside: bool = True,
     short: int = 0,
     split: bool = False,
-) -> dict[str, int]:
-    """The macros of ``prefill.cu``.
+) -> Config:
+    """The constants of ``prefill.cu``.
 
-    ``dim_v``: width of values, 0: as keys; ``short``: requests of up to so many query tokens are left to a
-        decode launch behind this one;
-    ``split``: few tiles may be cut into parts, for `paged_prefill_merge` behind this one; ``clocks``: count
-    cycles; ``patience``: tries after which a wait is given up, 0: never; ``beside``: hold a step's
+    ``dim_v``: width of values, 0: as keys; ``kv_dtype``: of the cache, None: ``dtype``; ``scales``: of fp8
+    keys and values; ``short``: requests of up to so many query tokens are left to a decode launch behind this
+    one; ``split``: few tiles may be cut into parts, for `paged_prefill_merge` behind this one; ``clocks``:
+    count cycles; ``patience``: tries after which a wait is given up, 0: never; ``beside``: hold a step's
     exponentials in front of the wait for its products (without it, where the compiler puts them:
     for measurements).
     """
-    half, dim_v = dtype == torch.float16, dim_v or dim
-    shape = shape_for(dim, dim_v, plain=window_left < 0 and not (chunk or soft_cap or alibi))
-    macros = {
+    half, dim_v, kv_dtype = dtype == torch.float16, dim_v or dim, kv_dtype or dtype
+    shape = shape_for(dim, dim_v, kv_dtype, plain=window_left < 0 and not (chunk or soft_cap or alibi))
+    values = {
         "DIM": dim,
         "DIM_V": dim_v,
         "GROUP": group,
         "NUM_KV_HEADS": num_kv_heads,
         "BLOCK_SIZE": block_size,
         "HALF": half,
-        "Q_HALF": half,
-        "KV_BYTES": 2,
-        "E5M2": 0,
-        "CLUSTER": 1,
+        "KV_BYTES": kv_dtype.itemsize,
+        "E5M2": kv_dtype == torch.float8_e5m2,
+        "SCALES": scales,
         "GROUPS": shape.groups,
         "KEYS": shape.keys,
         "K_STAGES": shape.k_stages,
         "V_STAGES": shape.v_stages,
         "Q_BUFFERS": shape.q_buffers,
+        "RAW_STAGES": shape.raw_stages,
         "CAUSAL": causal,
         "WINDOW_LEFT": window_left,
         "WINDOW_RIGHT": window_right,
@@ -291,20 +317,22 @@ def prefill_macros(
         "BESIDE": beside,
         "SHORT": short,
         "SPLIT": split,
-        "WGMMA": 1,
     }
-    return {name: int(value) for name, value in macros.items()}
+    return PREFILL.config(values, exact=True)
 
 
-def shape_for(dim: int, dim_v: int, *, plain: bool) -> PrefillShape:
+def shape_for(dim: int, dim_v: int, kv_dtype: torch.dtype, *, plain: bool) -> PrefillShape:
     """The cut of a specialisation; not ``plain``: with masks or scores that cost registers."""
+    if kv_dtype in FP8:
+        return prefill_shape_fp8(dim, dim_v)
     return prefill_shape(dim, dim_v, wide=plain)
 
 
-def shared_bytes(macros: dict[str, int]) -> int:
-    """Dynamic shared memory of a CTA: the stages and the tiles of queries."""
-    stages = macros["KEYS"] * (macros["K_STAGES"] * macros["DIM"] + macros["V_STAGES"] * macros["DIM_V"])
-    return (stages + macros["Q_BUFFERS"] * macros["GROUPS"] * 64 * macros["DIM"]) * 2
+def shared_bytes(config: Config) -> int:
+    """Dynamic shared memory of a CTA: the stages, the tiles of queries and what waits to be converted."""
+    stages = config["KEYS"] * (config["K_STAGES"] * config["DIM"] + config["V_STAGES"] * config["DIM_V"])
+    raw = config["RAW_STAGES"] * config["KEYS"] * max(config["DIM"], config["DIM_V"])
+    return (stages + config["Q_BUFFERS"] * config["GROUPS"] * 64 * config["DIM"]) * 2 + raw
 
 
 def prefill(
@@ -326,6 +354,8 @@ def prefill(
     soft_cap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     clocks: Tensor | None = None,
     patience: int = 0,
     beside: bool = True,
@@ -337,25 +367,25 @@ def prefill(
     Args:
         tickets: ``[1]`` or longer, int32, zeros; the kernel leaves zeros behind. Not shared by launches that
             may run at the same time.
-        short: as in `prefill_macros`. Then ``tickets`` is the semaphore of the decode launch.
+        short: as in `prefill_config`. Then ``tickets`` is the semaphore of the decode launch.
         behind: prepares that decode launch, while this kernel is compiled if it has to be. Gives what
             launches it, and nothing else, and how many numbers of the semaphore a request has: the kernel
             uses the first one of a request that is its own.
         window_left, window_right, chunk: bounded by the table's tokens, as ``bounded_masks`` gives them.
         clocks: ``[multiprocessors, 5]``, int64, or None; gets each CTA's cycles in all, waiting for tiles,
             waiting for their first keys and storing, and its steps.
-        patience, beside: as in `prefill_macros`.
+        patience, beside: as in `prefill_config`.
     """
     index, num_kv_heads, block_size = q.device.index or 0, k_cache.shape[2], k_cache.shape[1]
     group, dim, dim_v = q.shape[1] // num_kv_heads, q.shape[2], v_cache.shape[3]
     if not q.shape[0]:
         return
-    programs, cut = (
-        ctas(index, short),
-        shape_for(
-            dim, dim_v, plain=window_left < 0 and not (chunk or soft_cap > 0 or alibi_slopes is not None)
-        ),
-    )
+    programs = gpu.num_sms(index)
+    plain = window_left < 0 and not (chunk or soft_cap > 0 or alibi_slopes is not None)
+    cut = shape_for(dim, dim_v, k_cache.dtype, plain=plain)
+    if (k_scale is None) != (v_scale is None):  # one flag serves both
+        one = torch.ones(1, dtype=torch.float32, device=q.device)
+        k_scale, v_scale = one if k_scale is None else k_scale, one if v_scale is None else v_scale
     split = may_split(
         q.shape[0],
         block_table.shape[0],
@@ -365,9 +395,11 @@ def prefill(
         block_table.shape[1] * block_size // cut.keys,
         programs,
     )
+    late = late_ctas(programs, short, split)
     specialisation = (
         index,
         q.dtype,
+        k_cache.dtype,
         dim,
         dim_v,
         group,
@@ -380,6 +412,7 @@ def prefill(
         soft_cap > 0,
         alibi_slopes is not None,
         sinks is not None,
+        k_scale is not None,
         lse is not None,
         clocks is not None,
         patience,
@@ -392,7 +425,7 @@ def prefill(
         _begin(*specialisation)
         decodes, ticket_row = behind()
     kernel, merge, shape = _specialised(*specialisation)
-    early = merge is not None and gpu.launches_early(index)
+    early = (merge is not None or late > 0) and gpu.launches_early(index)
     maps = queries_map(q.data_ptr(), q.dtype, tuple(q.shape), q.stride(0), q.stride(1), group, shape.rows)
     where: tuple[int, ...] = ()
     for cache in (k_cache, v_cache):
@@ -403,26 +436,50 @@ def prefill(
         if split
         else None
     )
-    pointers = (out, lse, block_table, seq_lens, query_start_loc, alibi_slopes, sinks, tickets, parts, clocks)
-    arguments = PARAMS.pack(
-        *(0 if t is None else t.data_ptr() for t in pointers),
-        out.stride(0),
-        out.stride(1),
-        *((0, 0) if lse is None else lse.stride()),
-        block_table.stride(0),
-        scale,
-        soft_cap,
-        block_table.shape[0],
-        q.shape[0],
-        k_cache.shape[0],
-        ticket_row,
-        *where,
+    lengths = (block_table, seq_lens, query_start_loc)
+    pointers = (out, lse, *lengths, alibi_slopes, sinks, k_scale, v_scale, tickets, parts, clocks)
+    arguments, late_arguments = (
+        maps
+        + PARAMS.pack(
+            *(0 if t is None else t.data_ptr() for t in pointers),
+            out.stride(0),
+            out.stride(1),
+            *((0, 0) if lse is None else lse.stride()),
+            block_table.stride(0),
+            scale,
+            soft_cap,
+            block_table.shape[0],
+            q.shape[0],
+            k_cache.shape[0],
+            ticket_row,
+            *where,
+            head_stride(k_scale),
+            head_stride(v_scale),
+            programs,
+            late,
+            is_late,
+        )
+        for is_late in (0, 1)
     )
-    kernel.launch(programs, shape.threads, maps + arguments, early=False)
+    kernel.launch(programs - late, shape.threads, arguments, early=False)
     if decodes is not None:
         decodes()
+    if late:
+        kernel.launch(late, shape.threads, late_arguments, early=early)
     if merge is not None:
-        merge.launch(programs, shape.threads - 128, maps + arguments, early=early)
+        merge.launch(programs, shape.threads - 128, arguments, early=early)
+
+
+def head_stride(scale: Tensor | None) -> int:
+    """Numbers from one kv head's scale to the next: 0 where there is one for all."""
+    return 0 if scale is None or scale.numel() == 1 else scale.stride(-1)
+
+
+def most_tiles(num_tokens: int, num_reqs: int, tokens: int) -> int:
+    """Tiles of ``tokens`` query tokens of one kv head that so many query tokens of so many requests take at
+    most."""
+    begun = min(num_reqs, num_tokens)
+    return (num_tokens - begun) // tokens + begun
 
 
 def may_split(
@@ -434,7 +491,7 @@ def may_split(
     Beside decodes no more than 4 requests are thought to be long; whatever there is, results are right.
     ``steps``: that the block table has room for.
     """
-    tiles = num_tokens // tokens + min(num_reqs, num_tokens, 4 if short else num_reqs)
+    tiles = most_tiles(num_tokens, min(num_reqs, 4) if short else num_reqs, tokens)
     return tiles * num_kv_heads * 2 <= programs and steps >= _WORTH_STEPS
 
 
@@ -444,15 +501,18 @@ def part_numbers(shape: PrefillShape, dim_v: int, programs: int) -> int:
     return programs * (dim_v // 8 + 1) * (shape.threads - 128) * 4 + 4 + programs * 8
 
 
-def ctas(index: int, short: int) -> int:
-    """CTAs of a launch: one on every multiprocessor. ``short``: as in `prefill_macros`."""
-    return gpu.num_sms(index)
+def late_ctas(programs: int, short: int, split: bool) -> int:
+    """How many of the ``programs`` CTAs are launched behind decode, where there is one (``short``: as in
+    `prefill_config`): a third. So decode has multiprocessors from its start, whatever the lengths are, and
+    prefill takes them when decode no longer needs them. Parts of tiles do not wait for that."""
+    return programs // 3 if short and not split else 0
 
 
 @functools.cache
-def _macros(
+def _config(
     index: int,
     dtype: torch.dtype,
+    kv_dtype: torch.dtype,
     dim: int,
     dim_v: int,
     group: int,
@@ -465,14 +525,15 @@ def _macros(
     soft_cap: bool,
     alibi: bool,
     sinks: bool,
+    scales: bool,
     lse: bool,
     clocks: bool,
     patience: int,
     beside: bool,
     short: int,
     split: bool,
-) -> dict[str, int]:
-    return prefill_macros(
+) -> Config:
+    return prefill_config(
         dtype,
         dim,
         group,
@@ -481,6 +542,8 @@ def _macros(
         causal,
         lse,
         dim_v=dim_v,
+        kv_dtype=kv_dtype,
+        scales=scales,
         window_left=window_left,
         window_right=window_right,
         chunk=chunk,
@@ -498,32 +561,31 @@ def _macros(
 @functools.cache
 def _begin(index: int, *specialisation: Any) -> None:
     """Compile in threads what `_specialised` will load."""
-    macros = _macros(index, *specialisation)
-    for file in ("prefill.cu", "prefill_merge.cu") if macros["SPLIT"] else ("prefill.cu",):
-        jit.compile_ahead(file, macros, gpu.capability(index))
+    config = _config(index, *specialisation)
+    for file in ("prefill.cu", "prefill_merge.cu") if config["SPLIT"] else ("prefill.cu",):
+        jit.compile_ahead(file, config, gpu.capability(index))
 
 
 @functools.cache
 def _specialised(index: int, *specialisation: Any) -> tuple[jit.Kernel, jit.Kernel | None, PrefillShape]:
-    """The kernel of these shapes and features (`_macros`), the one that puts its parts together, and
+    """The kernel of these shapes and features (`_config`), the one that puts its parts together, and
     its cut."""
-    macros, device = _macros(index, *specialisation), torch.device("cuda", index)
-    if macros["SPLIT"]:
-        jit.compile_ahead("prefill_merge.cu", macros, gpu.capability(index))
-    kernel = jit.kernel("prefill.cu", "paged_prefill", macros, device, shared_bytes=shared_bytes(macros))
+    config, device = _config(index, *specialisation), torch.device("cuda", index)
+    if config["SPLIT"]:
+        jit.compile_ahead("prefill_merge.cu", config, gpu.capability(index))
+    kernel = jit.kernel("prefill.cu", "paged_prefill", config, device, shared_bytes=shared_bytes(config))
     merge = (
-        jit.kernel("prefill_merge.cu", "paged_prefill_merge", macros, device, shared_bytes=0)
-        if macros["SPLIT"]
+        jit.kernel("prefill_merge.cu", "paged_prefill_merge", config, device, shared_bytes=0)
+        if config["SPLIT"]
         else None
     )
-    return kernel, merge, shape_of(macros)
+    return kernel, merge, shape_of(config)
 
 
-def shape_of(macros: dict[str, int]) -> PrefillShape:
-    """The cut that macros stand for."""
-    return PrefillShape(
-        macros["GROUPS"], macros["KEYS"], macros["K_STAGES"], macros["V_STAGES"], macros["Q_BUFFERS"]
-    )
+def shape_of(config: Config) -> PrefillShape:
+    """The cut that constants stand for."""
+    names = ("GROUPS", "KEYS", "K_STAGES", "V_STAGES", "Q_BUFFERS", "RAW_STAGES")
+    return PrefillShape(*(config[name] for name in names))
 
 
 def square_width(dim: int) -> int:
@@ -617,24 +679,26 @@ def pool_map(
 
 
 def _map(address: int, dtype: torch.dtype, box: Box) -> bytes:
-    """128 bytes for the copy engine: swizzled as wgmma reads it, zeros outside."""
+    """128 bytes for the copy engine: zeros outside, swizzled as wgmma reads it; of an fp8 cache in order,
+    since it is read to be converted."""
     from cuda.bindings import driver
 
     kinds = driver.CUtensorMapDataType
-    kind = (
-        kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT16
-        if dtype == torch.float16
-        else kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
-    )
+    kind = {
+        torch.float16: kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+        torch.bfloat16: kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+    }.get(dtype, kinds.CU_TENSOR_MAP_DATA_TYPE_UINT8)
     long, short = driver.cuuint64_t, driver.cuuint32_t
     swizzles = driver.CUtensorMapSwizzle
     swizzle = swizzles.CU_TENSOR_MAP_SWIZZLE_128B if box.box[0] == 64 else swizzles.CU_TENSOR_MAP_SWIZZLE_64B
+    if dtype.itemsize == 1:
+        swizzle = swizzles.CU_TENSOR_MAP_SWIZZLE_NONE
     result: Any = driver.cuTensorMapEncodeTiled(
         kind,
         len(box.sizes),
         address,
         [long(n) for n in box.sizes],
-        [long(n * 2) for n in box.strides],
+        [long(n * dtype.itemsize) for n in box.strides],
         [short(n) for n in box.box],
         [short(1)] * len(box.box),
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,

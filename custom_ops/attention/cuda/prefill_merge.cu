@@ -4,12 +4,12 @@
 // Launched early, it waits for the prefill launch, or for the decode launch behind that one, which does not end before it (decode.cu). What it reads
 // behind its wait comes from L2: this multiprocessor's L1 may hold what an older launch left at the same place.
 //
-// Compiled by NVRTC with prefill.cu's macros. Sources: merging of attention states (arXiv:2501.01005, 2.2).
+// Compiled by NVRTC with prefill.cu's constants. Sources: merging of attention states (arXiv:2501.01005, 2.2).
 
 #include "prefill_store.cuh"
 
 constexpr int SLICE = 4, SLICES = DIM_V / 8 / SLICE;  // blocks of 8 columns
-constexpr int AHEAD = 4;                              // parts asked for at once: a trip to L2 takes longer than all else here
+constexpr int AHEAD = GROUPS == 2 ? 8 : 4;            // parts asked for at once: a trip to L2 takes longer than all else here
 
 __device__ __forceinline__ Job load_job(const Job *from) {
   const int *p = (const int *)from;
@@ -20,13 +20,15 @@ extern "C" __global__ void __launch_bounds__(MATH_THREADS) paged_prefill_merge(c
   // Every CTA waits, with work or without, and lets the next kernel go only then: to an attention behind this one the ends of those ahead count.
   asm volatile("griddepcontrol.wait;" ::: "memory");
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-  const Cut *cut = (const Cut *)(p.parts + (i64)gridDim.x * PART_FLOATS);  // as many CTAs as the prefill launch has
-  const int parts = load_l2(&cut->parts);
+  const Cut *cut = (const Cut *)(p.parts + (i64)p.ctas * PART_FLOATS);
+  int item = blockIdx.x;
+  Job job = load_job(cut->jobs + item / SLICES);  // of no tile perhaps; asked for together with what says so
+  const int items = load_l2(&cut->tiles) * SLICES, parts = load_l2(&cut->parts);
   if (parts == 1) return;
-  const int thread = threadIdx.x, lane = thread % 32, items = load_l2(&cut->tiles) * SLICES;
-  for (int item = blockIdx.x; item < items; item += gridDim.x) {
+  const int thread = threadIdx.x, lane = thread % 32;
+  for (; item < items; item += gridDim.x) {
     const int tile = item / SLICES, block = item % SLICES * SLICE;
-    const Job job = load_job(cut->jobs + tile);
+    if (item != blockIdx.x) job = load_job(cut->jobs + tile);
     const float4 *from = part_of(p, tile * parts) + thread;
     constexpr int STEP = PART_VECTORS * MATH_THREADS;
     float top[2] = {FLOOR, FLOOR}, total[2] = {}, acc[SLICE * 4] = {};

@@ -3,10 +3,11 @@
 // A tile of keys or values in shared memory: groups of 8 tokens, in a group one square of 8 tokens x WIDTH columns after the other (WIDTH: 64, or 32
 // where a head is no multiple of that), in a square a token's WIDTH * 2 bytes swizzled. So the distance of groups is the same within a block of the
 // cache and across blocks, and one descriptor covers all tokens of the tile although every block came in a box of its own.
-// Sources: PTX ISA, "asynchronous warpgroup level matrix", shared memory layouts. Macros: HALF. Needs sm_90a.
+// Sources: PTX ISA, "asynchronous warpgroup level matrix", shared memory layouts. Needs sm_90a.
 #pragma once
 
 #include "../../cuda/wgmma.cuh"
+#include "prefill_config.cuh"
 
 // `groups`: bytes from one group of 8 tokens (or query rows) to the next; `columns`: from one square of columns to the next, which only the second
 // product uses: the first one's 16 columns lie in one square.
@@ -28,33 +29,33 @@ template <int WIDTH> __device__ __forceinline__ u64 matrix(u32 at, int columns, 
 
 // d (+)= a @ b.T for 16 columns: 64 query rows of `a`, as many keys of `b` as d is twice long, both with contiguous columns. ADD: 0 starts from zeros.
 template <int ADD> __device__ __forceinline__ void scores16(float (&d)[32], u64 a, u64 b) {
-  asm volatile("wgmma.mma_async.sync.aligned.m64n64k16." WGMMA_TYPES " {" R32 "}, %32, %33, %34, 1, 1, 0, 0;" : F32(0) : "l"(a), "l"(b), "n"(ADD));
+  WGMMA(HALF, "m64n64k16", "{" R32 "}, %32, %33, %34, 1, 1, 0, 0;" : F32(0) : "l"(a), "l"(b), "n"(ADD));
 }
 template <int ADD> __device__ __forceinline__ void scores16(float (&d)[64], u64 a, u64 b) {
-  asm volatile("wgmma.mma_async.sync.aligned.m64n128k16." WGMMA_TYPES " {" R64 "}, %64, %65, %66, 1, 1, 0, 0;" : F64(0) : "l"(a), "l"(b), "n"(ADD));
+  WGMMA(HALF, "m64n128k16", "{" R64 "}, %64, %65, %66, 1, 1, 0, 0;" : F64(0) : "l"(a), "l"(b), "n"(ADD));
 }
 // d += a @ b for 16 keys: weights of 64 query rows as mma.m16n8k16 has them; value columns, twice as many as d is long, contiguous in `b`.
 __device__ __forceinline__ void values16(float (&d)[16], const u32 *a, u64 b) {
-  asm volatile("wgmma.mma_async.sync.aligned.m64n32k16." WGMMA_TYPES " {" R16 "}, {%16,%17,%18,%19}, %20, 1, 1, 1, 1;"
+  WGMMA(HALF, "m64n32k16", "{" R16 "}, {%16,%17,%18,%19}, %20, 1, 1, 1, 1;"
                : F16(0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 __device__ __forceinline__ void values16(float (&d)[32], const u32 *a, u64 b) {
-  asm volatile("wgmma.mma_async.sync.aligned.m64n64k16." WGMMA_TYPES " {" R32 "}, {%32,%33,%34,%35}, %36, 1, 1, 1, 1;"
+  WGMMA(HALF, "m64n64k16", "{" R32 "}, {%32,%33,%34,%35}, %36, 1, 1, 1, 1;"
                : F32(0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 __device__ __forceinline__ void values16(float (&d)[48], const u32 *a, u64 b) {
-  asm volatile("wgmma.mma_async.sync.aligned.m64n96k16." WGMMA_TYPES " {" R48 "}, {%48,%49,%50,%51}, %52, 1, 1, 1, 1;"
+  WGMMA(HALF, "m64n96k16", "{" R48 "}, {%48,%49,%50,%51}, %52, 1, 1, 1, 1;"
                : F32(0), F16(32) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 __device__ __forceinline__ void values16(float (&d)[64], const u32 *a, u64 b) {
-  asm volatile("wgmma.mma_async.sync.aligned.m64n128k16." WGMMA_TYPES " {" R64 "}, {%64,%65,%66,%67}, %68, 1, 1, 1, 1;"
+  WGMMA(HALF, "m64n128k16", "{" R64 "}, {%64,%65,%66,%67}, %68, 1, 1, 1, 1;"
                : F64(0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 __device__ __forceinline__ void values16(float (&d)[96], const u32 *a, u64 b) {
-  asm volatile("wgmma.mma_async.sync.aligned.m64n192k16." WGMMA_TYPES " {" R96 "}, {%96,%97,%98,%99}, %100, 1, 1, 1, 1;"
+  WGMMA(HALF, "m64n192k16", "{" R96 "}, {%96,%97,%98,%99}, %100, 1, 1, 1, 1;"
                : F64(0), F32(64) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 __device__ __forceinline__ void values16(float (&d)[128], const u32 *a, u64 b) {
-  asm volatile("wgmma.mma_async.sync.aligned.m64n256k16." WGMMA_TYPES " {" R128 "}, {%128,%129,%130,%131}, %132, 1, 1, 1, 1;"
+  WGMMA(HALF, "m64n256k16", "{" R128 "}, {%128,%129,%130,%131}, %132, 1, 1, 1, 1;"
                : F64(0), F64(64) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }

@@ -1,10 +1,9 @@
-// Sizes that follow from a prefill specialisation's macros, the kernel's parameters, and the plan of its shared memory.
+// Sizes that follow from prefill's configuration, the kernel's parameters, and the plan of its shared memory.
 #pragma once
 #include "../../cuda/bulk.cuh"
 #include "prefill_products.cuh"
+#include "prefill_tiles.cuh"
 
-constexpr int ROWS = GROUPS * 64;               // packed query rows of a tile: token * GROUP + head of the group
-constexpr int TOKENS = ROWS / GROUP;            // query tokens of a tile; rows behind TOKENS * GROUP are idle
 constexpr int THREADS = (GROUPS + 1) * 128;     // warpgroup 0 loads
 constexpr int LOADER_REGISTERS = GROUPS == 2 ? 40 : 32, MATH_REGISTERS = GROUPS == 2 ? 232 : 160;
 constexpr int MATH_WARPS = GROUPS * 4, MATH_THREADS = GROUPS * 128;
@@ -15,14 +14,17 @@ constexpr int K_SQUARE = K_WIDTH * 16, V_SQUARE = V_WIDTH * 16;          // byte
 constexpr int K_STAGE = KEYS * DIM * 2, V_STAGE = KEYS * DIM_V * 2;      // bytes of a step's keys, and of its values
 constexpr int Q_TILE = ROWS * DIM * 2;
 constexpr int Q_BYTES = TOKENS * GROUP * DIM * 2;  // what the copy engine brings of it
-constexpr int HEAD_BYTES = (DIM + DIM_V) * 2;      // a token's keys and values in one kv head
+constexpr bool FP8 = KV_BYTES == 1;
+constexpr int RAW_STAGE = KEYS * (DIM > DIM_V ? DIM : DIM_V);  // fp8: bytes of a step's keys, or of its values, as they come
+constexpr int CONVERTERS = 3;                                  // fp8: warps that convert them, those beside the loader's
 constexpr bool LOW = WINDOW_LEFT >= 0 || CHUNK > 0;  // some rows do not see the first keys
 constexpr bool ADJUST = SOFT_CAP || ALIBI;           // scores are more than scaled products
 static_assert(GROUPS == 2 || GROUPS == 3, "registers");
 static_assert(DIM % 32 == 0 && DIM_V % 32 == 0 && BLOCK_SIZE % 8 == 0 && KEYS % BLOCK_SIZE == 0 && GROUP <= ROWS && PAGES <= 16, "squares, boxes, one a lane");
 static_assert(K_STAGE % 1024 == 0 && V_STAGE % 1024 == 0 && Q_TILE % 1024 == 0, "swizzles repeat");
 static_assert(K_STAGES >= 2 && V_STAGES >= 2, "one that is read, one that is filled");
-static_assert(K_STAGES * K_STAGE + V_STAGES * V_STAGE + Q_BUFFERS * Q_TILE <= 226 * 1024, "shared memory");
+static_assert(K_STAGES * K_STAGE + V_STAGES * V_STAGE + Q_BUFFERS * Q_TILE + RAW_STAGES * RAW_STAGE <= 226 * 1024, "shared memory");
+static_assert(KV_BYTES == 2 ? RAW_STAGES == 0 : RAW_STAGES >= 2 && GROUPS == 2, "one that is read, one that is filled; registers of the converters");
 
 struct Where {  // what of a cache's map is where: coordinates of head 0 and block 0 plus these for each head and block
   int head_square, head_group, block_group;
@@ -35,6 +37,7 @@ struct Params {  // packed by custom_ops/attention/cuda/prefill.py, in this orde
   const int *table, *seq_lens, *starts;
   const float *slopes;
   const u16 *sinks;
+  const float *k_scale, *v_scale;  // with SCALES, one or one per kv head
   int *tickets;  // one zero between launches, ticket_row numbers from here per request before the first with tiles: tickets given out
   float *parts;  // with SPLIT, PART_FLOATS for each CTA, then struct Cut
   i64 *clocks;   // [CTAs, 5] with CLOCKS: cycles in all, waiting for tiles, waiting for their first keys, storing; steps
@@ -42,26 +45,33 @@ struct Params {  // packed by custom_ops/attention/cuda/prefill.py, in this orde
   float scale, soft_cap;
   int num_reqs, num_tokens, num_blocks, ticket_row;
   Where k_at, v_at;
+  int ks_head, vs_head;  // strides of scales: 0 where there is one for all
+  int ctas, late;        // of both launches, and of those the ones of the second launch, behind decode: prefill.py
+  int is_late;           // whether this is the second one
 };
-static_assert(sizeof(Params) == 3 * sizeof(Map) + 192, "as custom_ops/attention/cuda/prefill.py packs it behind the maps");
+static_assert(sizeof(Params) == 3 * sizeof(Map) + 256, "as custom_ops/attention/cuda/prefill.py packs it behind the maps");
 
-// Shared memory: the stages of keys, those of values, tiles of queries; barriers, 8 bytes each, that say of these whether they are full or empty.
+// Shared memory: the stages of keys, those of values, tiles of queries, with fp8 the stages that keys and values come through; barriers, 8 bytes each,
+// that say of these whether they are full or empty.
 struct Plan {
-  u32 k, v, q, k_full, k_empty, v_full, v_empty, q_full, q_empty;
+  u32 k, v, q, raw, k_full, k_empty, v_full, v_empty, q_full, q_empty, raw_full, raw_empty;
 
   __device__ __forceinline__ Plan(const char *dynamic, const u64 *barriers) {
     k = shared_address(dynamic);
     v = k + K_STAGES * K_STAGE;
     q = v + V_STAGES * V_STAGE;
+    raw = q + Q_BUFFERS * Q_TILE;
     k_full = shared_address(barriers);
     k_empty = k_full + K_STAGES * 8;
     v_full = k_empty + K_STAGES * 8;
     v_empty = v_full + V_STAGES * 8;
     q_full = v_empty + V_STAGES * 8;
     q_empty = q_full + Q_BUFFERS * 8;
+    raw_full = q_empty + Q_BUFFERS * 8;
+    raw_empty = raw_full + RAW_STAGES * 8;
   }
 };
-constexpr int BARRIERS = 2 * (K_STAGES + V_STAGES + Q_BUFFERS);
+constexpr int BARRIERS = 2 * (K_STAGES + V_STAGES + Q_BUFFERS + RAW_STAGES);
 
 // A place in a ring of stages. `round` is the parity of full's phase that fills the slot this time: 0 in the first round. The loader waits for
 // the phase of `empty` before, parity round ^ 1; of a barrier that never completed a phase, that wait returns at once.

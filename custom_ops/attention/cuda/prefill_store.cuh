@@ -2,7 +2,6 @@
 #pragma once
 
 #include "prefill_shapes.cuh"
-#include "prefill_tiles.cuh"
 
 // Word `lane % 4` of four lanes' blocks of columns for word 0..3 of this lane's block: afterwards the lane holds 16 contiguous bytes.
 __device__ __forceinline__ void transpose_quad(u32 (&w)[4], int lane) {
@@ -37,22 +36,21 @@ __device__ __forceinline__ void store_rows(const Params &p, const Job &job, int 
     const i64 line = job.start + token[r], head = job.head * GROUP + row % GROUP;
     const int position = job.seq_len - job.query_len + token[r];
     sees[r] = end_key(position, job.seq_len) > first_key(position);
-    [[maybe_unused]] float top = tops[r];
+    float top = tops[r];
     float mine = 1.f;
-#if SINKS
-    if (sees[r]) {
-      const float sink = to_float(p.sinks[head]) * LOG2E;
-      top = fmaxf(tops[r], sink);
-      mine = exp2_(tops[r] - top);
-      total = fmaf(total, mine, exp2_(sink - top));
+    if constexpr (SINKS) {
+      if (sees[r]) {
+        const float sink = to_float<HALF>(p.sinks[head]) * LOG2E;
+        top = fmaxf(tops[r], sink);
+        mine = exp2_(tops[r] - top);
+        total = fmaf(total, mine, exp2_(sink - top));
+      }
     }
-#endif
     weight[r] = mine / total;
+    if constexpr (SCALES) weight[r] *= load_l2(p.v_scale + job.head * p.vs_head);
     at[r] = p.out + (line * p.o_token + head * p.o_head + lane % 4 * 8) * 2;
-#if LSE
-    if (block == 0 && token[r] < job.query_len && lane % 4 == 0)
+    if (LSE && block == 0 && token[r] < job.query_len && lane % 4 == 0)
       p.lse[line * p.l_token + head * p.l_head] = sees[r] ? (top + log2_(total)) * LN2 : -INF;
-#endif
   }
 #pragma unroll
   for (int n = 0; n < N; n += 4)
@@ -62,7 +60,7 @@ __device__ __forceinline__ void store_rows(const Params &p, const Job &job, int 
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float *pair = acc + (n + i) * 4 + r * 2;
-        w[i] = sees[r] ? pack_out(pair[0] * weight[r], pair[1] * weight[r]) : 0;
+        w[i] = sees[r] ? pack<HALF>(pair[0] * weight[r], pair[1] * weight[r]) : 0;
       }
       transpose_quad(w, lane);
       if (token[r] < job.query_len) *(uint4 *)(at[r] + (block + n) * 16) = make_uint4(w[0], w[1], w[2], w[3]);

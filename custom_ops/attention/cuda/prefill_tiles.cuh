@@ -6,11 +6,11 @@
 // Tiles without keys come last. The token rows behind the last request are one more request, without keys: they get zeros.
 //
 // SPLIT: where tiles with keys are few, each is cut into `parts` of about as many steps, a ticket each, so that all CTAs have work. Every CTA works out
-// the same number of parts. All of these tickets then are first ones: there are no more of them than CTAs.
+// the same number of parts. There are no more of these tickets than CTAs.
 // SHORT > 0: requests of up to SHORT query tokens, and the rows behind the last request, are another launch's: they have no tiles here.
-// Macros: TOKENS, KEYS, NUM_KV_HEADS, CAUSAL, WINDOW_LEFT, WINDOW_RIGHT (-1: open), CHUNK (0: none), HEAD_BYTES (bytes of a token's keys and values in
-// one kv head), SHORT (0: none), SPLIT.
 #pragma once
+
+#include "prefill_config.cuh"
 
 #ifdef __CUDACC__
 #define BOTH __device__ __forceinline__
@@ -29,6 +29,7 @@ BOTH int warp_sum_upto(int x) {  // of this lane and those before it
 }
 BOTH int warp_first(bool x) { return __ffs(__ballot_sync(0xffffffffu, x)) - 1; }  // lane, or -1
 BOTH int warp_take(int x, int lane) { return __shfl_sync(0xffffffffu, x, lane); }
+BOTH unsigned count_up(unsigned *counter, unsigned last) { return atomicInc(counter, last); }  // 0 behind `last`
 #else
 #define BOTH inline
 constexpr int LANES = 1;
@@ -39,10 +40,18 @@ BOTH int warp_min(int x) { return x; }
 BOTH int warp_sum_upto(int x) { return x; }
 BOTH int warp_first(bool x) { return x ? 0 : -1; }
 BOTH int warp_take(int x, int) { return x; }
+BOTH unsigned count_up(unsigned *counter, unsigned last) {
+  const unsigned x = *counter;
+  *counter = x >= last ? 0 : x + 1;
+  return x;
+}
 BOTH int min(int a, int b) { return a < b ? a : b; }
 BOTH int max(int a, int b) { return a > b ? a : b; }
 #endif
 
+constexpr int ROWS = GROUPS * 64;              // packed query rows of a tile: token * GROUP + head of the group
+constexpr int TOKENS = ROWS / GROUP;           // query tokens of a tile; rows behind TOKENS * GROUP are idle
+constexpr int HEAD_BYTES = (DIM + DIM_V) * KV_BYTES;  // a token's keys and values in one kv head
 constexpr int L2_KEYS = 32 << 20;  // bytes of keys and values of a section that one request may have
 constexpr int WORTH = 8, LEAST = 3;  // steps of a tile that is worth cutting, and of its parts at least
 
@@ -90,6 +99,16 @@ struct Span {  // a request
     const int hidden = first_to_see(before) - position(0);
     return hidden <= 0 ? 0 : min(hidden / TOKENS, tiles() - 1);
   }
+};
+
+// Who gets which ticket. Each CTA of the first launch begins with the ticket of its number. All others are drawn: one with every tile, for the CTA's
+// next, and by each of the `late` CTAs of a second launch one to begin with. So the last of total + late draws puts the counter back to zero.
+struct Tickets {
+  unsigned *counter;
+  int total, early, late;  // tickets, and CTAs of the two launches; of numbers that are not below `total` there is no tile
+
+  BOTH int begin(int cta, bool is_late) const { return !is_late ? cta : total > 0 ? draw() : total; }
+  BOTH int draw() const { return early + (int)count_up(counter, total + late - 1); }
 };
 
 struct Tile {

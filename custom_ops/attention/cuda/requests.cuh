@@ -6,20 +6,14 @@
 __device__ __forceinline__ void visible(int position, int seq_len, int &low, int &end) {
   low = 0;
   end = seq_len;
-#if CAUSAL
-  end = min(end, position + 1);
-#endif
-#if WINDOW_LEFT >= 0
-  low = max(low, position - (WINDOW_LEFT));
-#endif
-#if WINDOW_RIGHT >= 0
-  end = min(end, position + (WINDOW_RIGHT) + 1);
-#endif
-#if CHUNK > 0
-  const int chunk = position / CHUNK * CHUNK;
-  low = max(low, chunk);
-  end = min(end, chunk + CHUNK);
-#endif
+  if constexpr (CAUSAL) end = min(end, position + 1);
+  if constexpr (WINDOW_LEFT >= 0) low = max(low, position - WINDOW_LEFT);
+  if constexpr (WINDOW_RIGHT >= 0) end = min(end, position + WINDOW_RIGHT + 1);
+  if constexpr (CHUNK > 0) {
+    const int chunk = position / max(CHUNK, 1) * CHUNK;
+    low = max(low, chunk);
+    end = min(end, chunk + CHUNK);
+  }
   if (position < 0) end = 0;
   end = max(end, low);
 }

@@ -1,6 +1,7 @@
-// Sizes that follow from a specialisation's macros, the kernel's parameters, and how keys lie in shared memory.
+// Sizes that follow from a specialisation's constants, the kernel's parameters, and how keys lie in shared memory.
 #pragma once
 #include "../../cuda/machine.cuh"
+#include "decode_config.cuh"
 
 constexpr int PAIRS = NUM_KV_HEADS / PAIR_HEADS;    // of a request
 constexpr int LINES = PAIRS / TEAM;                 // of a request, each of TEAM pairs side by side

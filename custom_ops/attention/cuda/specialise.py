@@ -1,4 +1,4 @@
-"""Which specialisation of ``decode.cu`` serves a call: macros and launch shape, from shapes and dtypes alone.
+"""Which specialisation of ``decode.cu`` serves a call: constants and launch shape, from shapes and dtypes.
 
 The same for every length, so that a graph serves all of them. Figures behind the choices: docs/log/decode.md.
 """
@@ -12,7 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from torchpaged.custom_ops.attention.cuda.decode_constants import DECODE
 from torchpaged.custom_ops.cuda import gpu
+from torchpaged.custom_ops.cuda.config import Config
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _FLOATS = (torch.bfloat16, torch.float16)
@@ -247,7 +249,7 @@ def unsupported(
     return None
 
 
-def decode_macros(
+def decode_config(
     dtype: torch.dtype,
     kv_dtype: torch.dtype,
     group: int,
@@ -272,8 +274,8 @@ def decode_macros(
     sms: int,
     shared_per_sm: int,
     longest: int = 0,
-) -> tuple[dict[str, int], DecodeShape]:
-    """The macros of ``decode.cu`` for a call, and its shape. Strides of the caches in numbers, as torch
+) -> tuple[Config, DecodeShape]:
+    """The constants of ``decode.cu`` for a call, and its shape. Strides of the caches in numbers, as torch
     gives them.
 
     ``longest``: requests with more query tokens are left to the prefill launch ahead; 0: there is none.
@@ -285,7 +287,7 @@ def decode_macros(
     shape = decode_shape(dim, dim_v, kv_dtype.itemsize, group * query_len, pairs, sms, shared_per_sm, heads)
     if not early:  # compute capability 9.0 brought clusters, and kernels that begin beside the one ahead
         shape = dataclasses.replace(shape, cluster=1, max_registers=0)
-    macros = {
+    values = {
         "DIM": dim,
         "DIM_V": dim_v,
         "GROUP": group,
@@ -326,7 +328,7 @@ def decode_macros(
         "MAX_REGISTERS": shape.max_registers,
         "TEAM": team(num_kv_heads // shape.pair_heads, shape.ctas_per_sm * sms) if shape.cluster == 1 else 1,
     }
-    return {name: int(value) for name, value in macros.items()}, shape
+    return DECODE.config(values), shape
 
 
 def _power_of_2(n: int) -> int:

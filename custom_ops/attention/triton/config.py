@@ -2,7 +2,7 @@
 serves all.
 
 No autotuning at run time: it would launch and synchronise inside a capture. Figures behind the choices:
-docs/log/decode.md, docs/log/prefill.md.
+docs/log/decode.md, docs/log/prefill_triton.md.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ the end.
 Shaped for Hopper: wgmma takes q, k and v from shared memory and p from registers, k and v arrive by cp.async.
 Warps are ordered by
 Triton's own barriers alone: one placed by hand would depend on where the compiler puts its own
-(docs/log/prefill.md, tests/triton/ptx.py).
+(docs/log/prefill_triton.md, tests/triton/ptx.py).
 """
 
 from __future__ import annotations

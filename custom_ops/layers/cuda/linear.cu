@@ -10,7 +10,9 @@
 // RMSNorm: x is scaled by the norm's weight between shared memory and the tensor cores, whose products of x with itself give the sums of squares
 // (on the diagonal); 1 / rms is one factor per token, applied to the sums. Activation, bias and residual come after it, all in float32.
 //
-// Compiled at run time by NVRTC, one specialisation per layer shape; macros: custom_ops/layers/cuda/linear_shape.py.
+// Compiled at run time by NVRTC, one specialisation per layer shape: linear_config.cuh.
+
+#include "linear_config.cuh"
 
 constexpr int THREADS = ROW_WARPS * K_WARPS * 32, ROWS = ROW_WARPS * MT * 16;
 #include "linear_finish.cuh"
@@ -33,7 +35,7 @@ __device__ __forceinline__ uint4 load_l2(const uint4 *p) {
 }
 // Two numbers of x times theirs of the norm's weight.
 __device__ __forceinline__ u32 scale(u32 x, float low, float high) {
-  return pack(to_float((u16)x) * low, to_float((u16)(x >> 16)) * high);
+  return pack<HALF>(to_float<HALF>((u16)x) * low, to_float<HALF>((u16)(x >> 16)) * high);
 }
 
 extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, CTAS_PER_SM) linear(const __grid_constant__ Params p) {
@@ -44,9 +46,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, CTAS_PER_SM) lin
   const int rank = blockIdx.x % CLUSTER, tile = blockIdx.x / CLUSTER;
   const int first = rank * CHUNKS / CLUSTER + group, end = (rank + 1) * CHUNKS / CLUSTER;  // this group's chunks: every K_WARPS-th
   const int count = first < end ? (end - first + K_WARPS - 1) / K_WARPS : 0;
-#if PDL && LAUNCH_FIRST
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
+  if constexpr (PDL && LAUNCH_FIRST) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 
   // Thread `member` copies 16 bytes, column `member % 8` of a line, of every STEP-th row, to a place swizzled by the row.
   const int copy_row = member / 8, column = member % 8;
@@ -81,10 +81,10 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, CTAS_PER_SM) lin
       const int token = m * STEP + copy_row;
       if (token < p.tokens) copy16_or_zero(to + place_of(m), from + (i64)m * STEP * p.x_token * 2, in_k(i));
     }
-#if NORM
-    if (member < 8)
-      copy16_or_zero(to + X_ROWS * LINE + member * 16, p.norm_weight + ((first + i * K_WARPS) * 64 + member * 8) * 2, in_k(i));
-#endif
+    if (NORM && member < 8) {
+      const char *norm_weight = p.norm_weight + ((first + i * K_WARPS) * 64 + member * 8) * 2;
+      copy16_or_zero(to + X_ROWS * LINE + member * 16, norm_weight, in_k(i));
+    }
   };
 
 #pragma unroll
@@ -93,12 +93,8 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, CTAS_PER_SM) lin
     commit();
     if (PDL && s < STAGES - 1) wait_groups<0>();  // one by one: a flood of them would hold up the x of the kernel that still runs
   }
-#if PDL
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-#if PDL && !LAUNCH_FIRST
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
+  if constexpr (PDL) asm volatile("griddepcontrol.wait;" ::: "memory");
+  if constexpr (PDL && !LAUNCH_FIRST) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
   {  // not by cp.async: its groups complete in order, and these would wait for all weights on their way
     uint4 early[STAGES][X_COPIES];
     [[maybe_unused]] uint4 early_norm[STAGES];
@@ -110,24 +106,27 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, CTAS_PER_SM) lin
         if (s < count && m * STEP + copy_row < p.tokens && in_k(s))
           early[s][m] = load_l2((const uint4 *)(x + s * (K_WARPS * LINE) + (i64)m * STEP * p.x_token * 2));
       }
-#if NORM
+    if constexpr (NORM) {
 #pragma unroll
-    for (int s = 0; s < STAGES; ++s) {
-      early_norm[s] = make_uint4(0, 0, 0, 0);
-      if (s < count && member < 8 && in_k(s)) early_norm[s] = load_l2((const uint4 *)(p.norm_weight + ((first + s * K_WARPS) * 64 + member * 8) * 2));
+      for (int s = 0; s < STAGES; ++s) {
+        early_norm[s] = make_uint4(0, 0, 0, 0);
+        if (s < count && member < 8 && in_k(s)) {
+          const char *from = p.norm_weight + ((first + s * K_WARPS) * 64 + member * 8) * 2;
+          early_norm[s] = load_l2((const uint4 *)from);
+        }
+      }
     }
-#endif
 #pragma unroll
     for (int s = 0; s < STAGES; ++s)
 #pragma unroll
       for (int m = 0; m < X_COPIES; ++m)
         if (m * STEP + copy_row < X_ROWS)
           *(uint4 *)(x_ring + s * X_STAGE + place_of(m)) = early[s][m];
-#if NORM
+    if constexpr (NORM) {
 #pragma unroll
-    for (int s = 0; s < STAGES; ++s)
-      if (member < 8) *(uint4 *)(x_ring + s * X_STAGE + X_ROWS * LINE + member * 16) = early_norm[s];
-#endif
+      for (int s = 0; s < STAGES; ++s)
+        if (member < 8) *(uint4 *)(x_ring + s * X_STAGE + X_ROWS * LINE + member * 16) = early_norm[s];
+    }
   }
 
   // The warps of a group: all go through the same `count` chunks and meet twice in each, at a barrier of the group's own. Groups may have different
@@ -162,27 +161,25 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, CTAS_PER_SM) lin
           b[n * 2][0] = both[0]; b[n * 2][1] = both[1]; b[n * 2 + 1 < NT ? n * 2 + 1 : 0][0] = both[2]; b[n * 2 + 1 < NT ? n * 2 + 1 : 0][1] = both[3];
         }
       }
-#if NORM
-      {
+      if constexpr (NORM) {
         const char *line = x_ring + slot * X_STAGE + X_ROWS * LINE + (step * 16 + lane % 4 * 2) * 2;
         const u32 w0 = *(const u32 *)line, w1 = *(const u32 *)(line + 16);
-        const float f0 = to_float((u16)w0) + p.offset, f1 = to_float((u16)(w0 >> 16)) + p.offset;
-        const float f2 = to_float((u16)w1) + p.offset, f3 = to_float((u16)(w1 >> 16)) + p.offset;
+        const float f0 = to_float<HALF>((u16)w0) + p.offset, f1 = to_float<HALF>((u16)(w0 >> 16)) + p.offset;
+        const float f2 = to_float<HALF>((u16)w1) + p.offset, f3 = to_float<HALF>((u16)(w1 >> 16)) + p.offset;
 #pragma unroll
         for (int n = 0; n < NT; ++n) {
           const u32 a[4] = {b[n][0], 0, b[n][1], 0};
-          mma(square[n], a, b[n][0], b[n][1]);
+          mma<HALF>(square[n], a, b[n][0], b[n][1]);
           b[n][0] = scale(b[n][0], f0, f1);
           b[n][1] = scale(b[n][1], f2, f3);
         }
       }
-#endif
 #pragma unroll
       for (int m = 0; m < MT; ++m) {
         u32 a[4];
         load_matrices(a, at + a_row + m * 16 * LINE + (((step * 2 + lane / 16) ^ (lane & 7)) * 16));
 #pragma unroll
-        for (int n = 0; n < NT; ++n) mma(sums[step % CHAINS][m][n], a, b[n][0], b[n][1]);
+        for (int n = 0; n < NT; ++n) mma<HALF>(sums[step % CHAINS][m][n], a, b[n][0], b[n][1]);
       }
     }
     meet();  // the slot is free again
@@ -203,10 +200,11 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, CTAS_PER_SM) lin
 #pragma unroll
       for (int j = 0; j < 4; ++j) part[(n * 8 + lane % 4 * 2 + j % 2) * PITCH + m * 16 + j / 2 * 8] =
             CHAINS == 1 ? sums[0][m][n][j] : sums[0][m][n][j] + sums[CHAINS - 1][m][n][j];
-#if NORM
+  if constexpr (NORM) {
 #pragma unroll
-  for (int n = 0; n < NT; ++n)
-    if (row_warp == 0 && lane / 8 == lane % 4) squares[group][n * 8 + lane / 4] = lane / 4 % 2 ? square[n][1] : square[n][0];
-#endif
+    for (int n = 0; n < NT; ++n)
+      if (row_warp == 0 && lane / 8 == lane % 4)
+        squares[group][n * 8 + lane / 4] = lane / 4 % 2 ? square[n][1] : square[n][0];
+  }
   finish(p, (const float *)shared, squares, tile, rank);
 }

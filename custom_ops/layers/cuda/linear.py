@@ -21,10 +21,10 @@ from torchpaged.custom_ops.layers.cuda.linear_shape import (
     MAX_TOKENS,
     NORM_THREADS,
     LinearShape,
-    linear_macros,
+    linear_config,
     linear_shape,
+    norm_config,
     norm_is_fused,
-    norm_macros,
     token_bucket,
 )
 from torchpaged.custom_ops.layers.triton.linear import compose
@@ -149,7 +149,7 @@ def _specialised(
     shape: LinearShape,
 ) -> jit.Kernel:
     """The kernel of these shapes and features."""
-    macros = linear_macros(
+    config = linear_config(
         dtype,
         bucket,
         out_features,
@@ -165,7 +165,7 @@ def _specialised(
     )
     name = "linear_wide" if shape.wide else "linear"
     return jit.kernel(
-        f"{name}.cu", name, macros, torch.device("cuda", index), shared_bytes=shape.shared_bytes(bucket, norm)
+        f"{name}.cu", name, config, torch.device("cuda", index), shared_bytes=shape.shared_bytes(bucket, norm)
     )
 
 
@@ -216,8 +216,8 @@ def _normed(x: Tensor, norm_weight: Tensor, eps: float, offset: float) -> Tensor
     """RMSNorm of ``x [T, K]`` by a launch of its own."""
     index, out = x.device.index or 0, torch.empty(x.shape, dtype=x.dtype, device=x.device)
     early = gpu.launches_early(index)
-    macros = norm_macros(x.dtype, norm_weight.dtype, x.shape[1], early)
-    kernel = jit.kernel("norm.cu", "rms_norm", macros, x.device, shared_bytes=0)
+    config = norm_config(x.dtype, norm_weight.dtype, x.shape[1], early)
+    kernel = jit.kernel("norm.cu", "rms_norm", config, x.device, shared_bytes=0)
     arguments = _NORM_PARAMS.pack(
         x.data_ptr(), norm_weight.data_ptr(), out.data_ptr(), x.stride(0), out.stride(0), eps, offset
     )

@@ -10,46 +10,43 @@ constexpr int SPREAD = 16;       // neighbouring elements that one CTA of a clus
 
 // `real` of four numbers; the others 0.
 __device__ __forceinline__ void load_four(float (&to)[4], const char *p, int real) {
-#if ALIGNED
-  u32 x, y;
-  asm volatile("ld.global.cg.v2.u32 {%0,%1}, [%2];" : "=r"(x), "=r"(y) : "l"(p) : "memory");
-  to[0] = to_float((u16)x); to[1] = to_float((u16)(x >> 16)); to[2] = to_float((u16)y); to[3] = to_float((u16)(y >> 16));
-#else
+  if constexpr (ALIGNED) {
+    u32 x, y;
+    asm volatile("ld.global.cg.v2.u32 {%0,%1}, [%2];" : "=r"(x), "=r"(y) : "l"(p) : "memory");
+    to[0] = to_float<HALF>((u16)x); to[1] = to_float<HALF>((u16)(x >> 16));
+    to[2] = to_float<HALF>((u16)y); to[3] = to_float<HALF>((u16)(y >> 16));
+  } else {
 #pragma unroll
-  for (int j = 0; j < 4; ++j) {
-    u16 x = 0;
-    if (j < real) asm volatile("ld.global.cg.u16 %0, [%1];" : "=h"(x) : "l"(p + j * 2) : "memory");
-    to[j] = to_float(x);
+    for (int j = 0; j < 4; ++j) {
+      u16 x = 0;
+      if (j < real) asm volatile("ld.global.cg.u16 %0, [%1];" : "=h"(x) : "l"(p + j * 2) : "memory");
+      to[j] = to_float<HALF>(x);
+    }
   }
-#endif
 }
 // Four sums of a part: of warp group `group` of CTA `rank` of the cluster.
 __device__ __forceinline__ float4 load_part(const float *at, int rank) {
-#if CLUSTER > 1
+  if constexpr (CLUSTER == 1) return *(const float4 *)at;
   float4 x;
-  asm volatile("ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "r"(in_cta(at, rank)) : "memory");
+  asm volatile("ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [%4];"
+               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "r"(in_cta(at, rank)) : "memory");
   return x;
-#else
-  return *(const float4 *)at;
-#endif
 }
 __device__ __forceinline__ float load_square(const float *at, int rank) {
-#if CLUSTER > 1
+  if constexpr (CLUSTER == 1) return *at;
   float x;
   asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(x) : "r"(in_cta(at, rank)) : "memory");
   return x;
-#else
-  return *at;
-#endif
 }
 // Add the parts, apply norm, bias, activation and residual, store. All threads; the parts are in place when the first call is made.
 __device__ __forceinline__ void finish(const Params &p, const float *parts, [[maybe_unused]] const float (*squares)[TOKENS], int tile, int rank) {
-#if CLUSTER > 1
-  cluster_arrive();  // every thread of every CTA comes here and to the end of this function, whatever tokens and rows it has
-  cluster_wait();
-#else
-  __syncthreads();
-#endif
+  if constexpr (CLUSTER > 1) {
+    // every thread of every CTA comes here and to the end of this function, whatever tokens and rows it has
+    cluster_arrive();
+    cluster_wait();
+  } else {
+    __syncthreads();
+  }
   // The CTAs of a cluster share out the elements, four columns of a token at a time. A thread asks for BATCH elements before it adds any up.
   constexpr int PARTS = CLUSTER * K_WARPS, HALVES = GATED ? 2 : 1, ROUNDS = (TOKENS * OUT_ROWS / 4 + THREADS * CLUSTER - 1) / (THREADS * CLUSTER);
   constexpr int AHEAD = PARTS < 8 ? PARTS : 8, ROOM = 16 / (AHEAD * HALVES), BATCH = ROUNDS < ROOM ? ROUNDS : ROOM;
@@ -66,12 +63,9 @@ __device__ __forceinline__ void finish(const Params &p, const float *parts, [[ma
       [[maybe_unused]] const int n = tile * OUT_ROWS + rows[u], real = OUT_WIDTH - n;
       mine[u] = tokens[u] < p.tokens && (!EDGE_N || real > 0);
       if (!mine[u]) continue;
-#if RESIDUAL
-      load_four(residual[u], p.residual + (tokens[u] * p.residual_token + n) * 2, real);
-#endif
-#if BIAS
-      for (int h = 0; h < HALVES; ++h) load_four(bias[u][h], p.bias + (h * OUT_WIDTH + n) * 2, real);
-#endif
+      if constexpr (RESIDUAL) load_four(residual[u], p.residual + (tokens[u] * p.residual_token + n) * 2, real);
+      if constexpr (BIAS)
+        for (int h = 0; h < HALVES; ++h) load_four(bias[u][h], p.bias + (h * OUT_WIDTH + n) * 2, real);
     }
 #pragma unroll
     for (int begin = 0; begin < PARTS; begin += AHEAD) {
@@ -81,14 +75,18 @@ __device__ __forceinline__ void finish(const Params &p, const float *parts, [[ma
         for (int h = 0; h < HALVES; ++h)
 #pragma unroll
           for (int i = 0; i < AHEAD; ++i)
-            if (mine[u]) got[u][h][i] = load_part(parts + (begin + i) % K_WARPS * TOKENS * PITCH + tokens[u] * PITCH + rows[u] + h * OUT_ROWS, (begin + i) / K_WARPS);
-#if NORM
+            if (mine[u]) {
+              const float *group = parts + (begin + i) % K_WARPS * TOKENS * PITCH;
+              got[u][h][i] = load_part(group + tokens[u] * PITCH + rows[u] + h * OUT_ROWS, (begin + i) / K_WARPS);
+            }
+      if constexpr (NORM) {
 #pragma unroll
-      for (int u = 0; u < BATCH; ++u)
+        for (int u = 0; u < BATCH; ++u)
 #pragma unroll
-        for (int i = 0; i < AHEAD; ++i)
-          if (mine[u]) squared[u] += load_square(&squares[(begin + i) % K_WARPS][tokens[u]], (begin + i) / K_WARPS);
-#endif
+          for (int i = 0; i < AHEAD; ++i)
+            if (mine[u])
+              squared[u] += load_square(&squares[(begin + i) % K_WARPS][tokens[u]], (begin + i) / K_WARPS);
+      }
 #pragma unroll
       for (int u = 0; u < BATCH; ++u)
 #pragma unroll
@@ -105,35 +103,31 @@ __device__ __forceinline__ void finish(const Params &p, const float *parts, [[ma
       if (!mine[u]) continue;
       const float4 gate = sums[u][0], up = sums[u][HALVES - 1];
       float y[4] = {gate.x, gate.y, gate.z, gate.w}, z[4] = {up.x, up.y, up.z, up.w}, factor = 1.f;
-#if NORM
-      factor = rsqrtf(squared[u] / IN_FEATURES + p.eps);
-#endif
+      if constexpr (NORM) factor = rsqrtf(squared[u] / IN_FEATURES + p.eps);
 #pragma unroll
       for (int c = 0; c < 4; ++c) {
         y[c] *= factor;
         z[c] *= factor;
-#if BIAS
-        y[c] += bias[u][0][c];
-        z[c] += bias[u][HALVES - 1][c];
-#endif
+        if constexpr (BIAS) {
+          y[c] += bias[u][0][c];
+          z[c] += bias[u][HALVES - 1][c];
+        }
         if (GATED) y[c] = activate(y[c]) * z[c];
-#if RESIDUAL
-        y[c] += residual[u][c];
-#endif
+        if constexpr (RESIDUAL) y[c] += residual[u][c];
       }
       const int n = tile * OUT_ROWS + rows[u];
       char *out = p.out + (tokens[u] * p.out_token + n) * 2;
-#if ALIGNED
-      *(uint2 *)out = make_uint2(pack_out(y[0], y[1]), pack_out(y[2], y[3]));
-#else
+      if constexpr (ALIGNED) {
+        *(uint2 *)out = make_uint2(pack<HALF>(y[0], y[1]), pack<HALF>(y[2], y[3]));
+      } else {
 #pragma unroll
-      for (int c = 0; c < 4; ++c)
-        if (n + c < OUT_WIDTH) *(u16 *)(out + c * 2) = (u16)pack_out(y[c], 0.f);
-#endif
+        for (int c = 0; c < 4; ++c)
+          if (n + c < OUT_WIDTH) *(u16 *)(out + c * 2) = (u16)pack<HALF>(y[c], 0.f);
+      }
     }
   }
-#if CLUSTER > 1
-  cluster_arrive();  // nobody's shared memory goes before all have read it
-  cluster_wait();
-#endif
+  if constexpr (CLUSTER > 1) {
+    cluster_arrive();  // nobody's shared memory goes before all have read it
+    cluster_wait();
+  }
 }

@@ -43,48 +43,49 @@ __device__ __forceinline__ u32 from_out(u32 x, int lane) { return transpose8x8(n
 // Two numbers from global memory; what is not real is 0.
 __device__ __forceinline__ u32 load_two(const char *p, bool first, bool second) {
   u32 x = 0;
-#if ALIGNED
-  if (first) asm volatile("ld.global.cg.u32 %0, [%1];" : "=r"(x) : "l"(p) : "memory");
-#else
-  u16 low = 0, high = 0;
-  if (first) asm volatile("ld.global.cg.u16 %0, [%1];" : "=h"(low) : "l"(p) : "memory");
-  if (second) asm volatile("ld.global.cg.u16 %0, [%1];" : "=h"(high) : "l"(p + 2) : "memory");
-  x = low | (u32)high << 16;
-#endif
+  if constexpr (ALIGNED) {
+    if (first) asm volatile("ld.global.cg.u32 %0, [%1];" : "=r"(x) : "l"(p) : "memory");
+  } else {
+    u16 low = 0, high = 0;
+    if (first) asm volatile("ld.global.cg.u16 %0, [%1];" : "=h"(low) : "l"(p) : "memory");
+    if (second) asm volatile("ld.global.cg.u16 %0, [%1];" : "=h"(high) : "l"(p + 2) : "memory");
+    x = low | (u32)high << 16;
+  }
   return x;
 }
 
 // Residual and bias of what a warp finishes, asked for before the products.
 struct Addends {
-#if RESIDUAL
   u32 residual[OWN][GATED ? 1 : 2];
-#endif
-#if BIAS
   float bias[2];  // of a lane's two rows; GATED: of its gate and its up
-#endif
 
-  __device__ __forceinline__ void load([[maybe_unused]] const Place &place, [[maybe_unused]] int tile, [[maybe_unused]] int warp, [[maybe_unused]] int lane) {
-#if RESIDUAL
+  __device__ __forceinline__ void load([[maybe_unused]] const Place &place, [[maybe_unused]] int tile,
+                                       [[maybe_unused]] int warp, [[maybe_unused]] int lane) {
+    if constexpr (RESIDUAL) {
 #pragma unroll
-    for (int g = 0; g < OWN; ++g)
+      for (int g = 0; g < OWN; ++g)
 #pragma unroll
-      for (int half = 0; half < (GATED ? 1 : 2); ++half)
-        residual[g][half] = load_two(place.p.residual + place.offset(g, half, place.p.residual_token), place.real(g, half), place.real(g, half, 1));
-#endif
-#if BIAS
-    const int row = lane / 4, column = tile * OUT_ROWS + warp * WARP_ROWS + (GATED ? row / 2 + row % 2 * 4 : row);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int at = column + (GATED ? 0 : half * 8);
-      u16 x = 0;
-      if (at < OUT_WIDTH) asm volatile("ld.global.cg.u16 %0, [%1];" : "=h"(x) : "l"(place.p.bias + (at + (GATED ? half * OUT_WIDTH : 0)) * 2) : "memory");
-      bias[half] = to_float(x);
+        for (int half = 0; half < (GATED ? 1 : 2); ++half) {
+          const char *from = place.p.residual + place.offset(g, half, place.p.residual_token);
+          residual[g][half] = load_two(from, place.real(g, half), place.real(g, half, 1));
+        }
     }
-#endif
+    if constexpr (BIAS) {
+      const int row = lane / 4, column = tile * OUT_ROWS + warp * WARP_ROWS + (GATED ? row / 2 + row % 2 * 4 : row);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int at = column + (GATED ? 0 : half * 8);
+        u16 x = 0;
+        if (at < OUT_WIDTH) {
+          const char *from = place.p.bias + (at + (GATED ? half * OUT_WIDTH : 0)) * 2;
+          asm volatile("ld.global.cg.u16 %0, [%1];" : "=h"(x) : "l"(from) : "memory");
+        }
+        bias[half] = to_float<HALF>(x);
+      }
+    }
   }
 };
 
-#if CLUSTER > 1
 __device__ __forceinline__ float4 load_shared(u32 at) {
   float4 x;
   asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "r"(at) : "memory");
@@ -92,7 +93,8 @@ __device__ __forceinline__ float4 load_shared(u32 at) {
 }
 // Send what others finish; true if this warp finishes something, then `own` is all parts' sum. `letters`: WARP_LETTERS bytes for each of CONSUMERS / SPLIT
 // warps; `barriers`: one for each of CONSUMERS.
-__device__ __forceinline__ bool exchange(const float (&sums)[NT][4], float (&own)[OWN][4], u32 letters, u32 barriers, int rank, int warp, int lane) {
+__device__ __forceinline__ bool exchange(const float (&sums)[NT][4], float (&own)[OWN][4], u32 letters, u32 barriers,
+                                         int rank, int warp, int lane) {
   const u32 place = letters + warp / SPLIT * WARP_LETTERS + lane * 16, barrier = barriers + warp * 8;
 #pragma unroll
   for (int n = 0; n < NT; ++n) {
@@ -123,7 +125,6 @@ __device__ __forceinline__ bool exchange(const float (&sums)[NT][4], float (&own
     for (int j = 0; j < 4; ++j) own[g][j] = total[g][j];
   return true;
 }
-#endif
 
 // Apply bias, activation and residual, and store.
 __device__ __forceinline__ void finish(const float (&own)[OWN][4], const Place &place, [[maybe_unused]] const Addends &addends, int lane) {
@@ -133,40 +134,40 @@ __device__ __forceinline__ void finish(const float (&own)[OWN][4], const Place &
 #pragma unroll
     for (int half = 0; half < (GATED ? 1 : 2); ++half) {
       float y[2];
-#if ACTIVATION
-      // Even rows have gates, odd rows ups. Each lane keeps one of its two, the even row the first, and gets that one's counterpart.
-      const bool up_row = lane / 4 % 2;
+      if constexpr (GATED) {
+        // Even rows have gates, odd rows ups. Each lane keeps one of its two, the even row the first, and gets that
+        // one's counterpart.
+        const bool up_row = lane / 4 % 2;
 #pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        const float got = __shfl_xor_sync(ALL, up_row ? own[g][c] : own[g][2 + c], 4), kept = up_row ? own[g][2 + c] : own[g][c];
-        float gate = up_row ? got : kept, up = up_row ? kept : got;
-#if BIAS
-        gate += addends.bias[0];
-        up += addends.bias[1];
-#endif
-        y[c] = activate(gate) * up;
-      }
-#else
+        for (int c = 0; c < 2; ++c) {
+          const float got = __shfl_xor_sync(ALL, up_row ? own[g][c] : own[g][2 + c], 4);
+          const float kept = up_row ? own[g][2 + c] : own[g][c];
+          float gate = up_row ? got : kept, up = up_row ? kept : got;
+          if constexpr (BIAS) {
+            gate += addends.bias[0];
+            up += addends.bias[1];
+          }
+          y[c] = activate(gate) * up;
+        }
+      } else {
 #pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        y[c] = own[g][half * 2 + c];
-#if BIAS
-        y[c] += addends.bias[half];
-#endif
+        for (int c = 0; c < 2; ++c) {
+          y[c] = own[g][half * 2 + c];
+          if constexpr (BIAS) y[c] += addends.bias[half];
+        }
       }
-#endif
-#if RESIDUAL
-      const u32 residual = from_out(addends.residual[g][half], lane);
-      y[0] += to_float((u16)residual);
-      y[1] += to_float((u16)(residual >> 16));
-#endif
-      const u32 packed = to_out(pack_out(y[0], y[1]), lane);
+      if constexpr (RESIDUAL) {
+        const u32 residual = from_out(addends.residual[g][half], lane);
+        y[0] += to_float<HALF>((u16)residual);
+        y[1] += to_float<HALF>((u16)(residual >> 16));
+      }
+      const u32 packed = to_out(pack<HALF>(y[0], y[1]), lane);
       char *out = p.out + place.offset(g, half, p.out_token);
-#if ALIGNED
-      if (place.real(g, half)) *(u32 *)out = packed;
-#else
-      if (place.real(g, half)) *(u16 *)out = (u16)packed;
-      if (place.real(g, half, 1)) *(u16 *)(out + 2) = (u16)(packed >> 16);
-#endif
+      if constexpr (ALIGNED) {
+        if (place.real(g, half)) *(u32 *)out = packed;
+      } else {
+        if (place.real(g, half)) *(u16 *)out = (u16)packed;
+        if (place.real(g, half, 1)) *(u16 *)(out + 2) = (u16)(packed >> 16);
+      }
     }
 }

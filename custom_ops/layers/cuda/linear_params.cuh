@@ -1,7 +1,8 @@
-// What the linear kernels share: arguments, sizes that follow from the macros, activations.
+// What the linear kernels share: arguments, sizes that follow from their configuration, activations.
 #pragma once
 
 #include "../../cuda/machine.cuh"
+#include "linear_config.cuh"
 
 struct Params {
   const char *x, *weight, *bias, *residual, *norm_weight;
@@ -26,13 +27,12 @@ constexpr int LINE = 128;                                 // bytes of a chunk's 
 #endif
 
 __device__ __forceinline__ float activate(float x) {
-#if ACTIVATION == 1
-  return __fdividef(x, 1.f + exp2_(fminf(-x * LOG2E, 126.f)));  // beyond 2^126 the fast division gives 0 for any x
-#elif ACTIVATION == 2
-  return 0.5f * x * (1.f + tanh_(0.7978845608028654f * (x + 0.044715f * x * x * x)));
-#elif ACTIVATION == 3
-  return 0.5f * x * (1.f + erff(x * 0.7071067811865476f));
-#else
-  return x;
-#endif
+  if constexpr (ACTIVATION == 1)
+    return __fdividef(x, 1.f + exp2_(fminf(-x * LOG2E, 126.f)));  // beyond 2^126 the fast division gives 0 for any x
+  else if constexpr (ACTIVATION == 2)
+    return 0.5f * x * (1.f + tanh_(0.7978845608028654f * (x + 0.044715f * x * x * x)));
+  else if constexpr (ACTIVATION == 3)
+    return 0.5f * x * (1.f + erff(x * 0.7071067811865476f));
+  else
+    return x;
 }

@@ -1,4 +1,4 @@
-"""Which kernel and specialisation serve a linear layer: macros and launch shape, from shapes and
+"""Which kernel and specialisation serve a linear layer: constants and launch shape, from shapes and
 dtypes alone.
 
 ``linear.cu`` runs anywhere, ``linear_wide.cu`` on Hopper. Figures behind the choices: docs/log/linear.md.
@@ -11,6 +11,9 @@ import functools
 from dataclasses import dataclass
 
 import torch
+
+from torchpaged.custom_ops.cuda.config import Config
+from torchpaged.custom_ops.layers.cuda.linear_constants import LINEAR, NORM
 
 MAX_TOKENS = 64
 ACTIVATIONS = {"none": 0, "silu": 1, "gelu_tanh": 2, "gelu": 3}
@@ -190,26 +193,21 @@ def _narrow(bucket: int, out_features: int, sms: int, shared_per_sm: int, shared
     return shape.with_stages(max(fitting, default=2))
 
 
-def norm_macros(
-    dtype: torch.dtype, weight_dtype: torch.dtype, in_features: int, early: bool
-) -> dict[str, int]:
-    """The macros of ``norm.cu``."""
-    half = dtype == torch.float16
-    macros = {
-        "IN_FEATURES": in_features,
-        "WEIGHT_BYTES": weight_dtype.itemsize,
-        "THREADS": NORM_THREADS,
-        "PDL": early,
-        "HALF": half,
-        "Q_HALF": half,
-        "KV_BYTES": 2,
-        "E5M2": 0,
-        "CLUSTER": 1,
-    }
-    return {name: int(value) for name, value in macros.items()}
+@functools.cache
+def norm_config(dtype: torch.dtype, weight_dtype: torch.dtype, in_features: int, early: bool) -> Config:
+    """The constants of ``norm.cu``."""
+    return NORM.config(
+        {
+            "IN_FEATURES": in_features,
+            "WEIGHT_BYTES": weight_dtype.itemsize,
+            "THREADS": NORM_THREADS,
+            "HALF": dtype == torch.float16,
+            "PDL": early,
+        }
+    )
 
 
-def linear_macros(
+def linear_config(
     dtype: torch.dtype,
     bucket: int,
     out_features: int,
@@ -222,37 +220,29 @@ def linear_macros(
     aligned: bool,
     early: bool,
     shape: LinearShape,
-) -> dict[str, int]:
-    """The macros of the kernel. ``row_stride`` of the weight in numbers; ``aligned``: four numbers of out are
-    stored at once."""
-    half = dtype == torch.float16
-    macros = {
+) -> Config:
+    """The constants of the kernel. ``row_stride`` of the weight in numbers; ``aligned``: four numbers of out
+    are stored at once."""
+    values = {
         "OUT_FEATURES": out_features,
         "IN_FEATURES": in_features,
-        "NT": max(bucket // 8, 1),
+        "W_ROW": row_stride,
+        "HALF": dtype == torch.float16,
         "ACTIVATION": ACTIVATIONS[activation],
         "NORM": norm,
         "BIAS": bias,
         "RESIDUAL": residual,
         "ALIGNED": aligned,
         "PDL": early,
-        "HALF": half,
-        "Q_HALF": half,
-        "KV_BYTES": 2,
-        "E5M2": 0,
+        "LAUNCH_FIRST": bucket <= 8,
+        "X_ROWS": bucket,
+        "NT": max(bucket // 8, 1),
         "MT": shape.row_tiles,
+        "ROW_WARPS": shape.row_warps,
+        "K_WARPS": shape.k_warps,
         "STAGES": shape.stages,
+        "EARLY_STAGES": shape.early_stages,
         "CTAS_PER_SM": shape.ctas_per_sm,
         "CLUSTER": shape.cluster,
-        "LAUNCH_FIRST": bucket <= 8,
     }
-    if shape.wide:
-        macros |= {"WGMMA": 1, "EARLY_STAGES": shape.early_stages}
-    else:
-        macros |= {
-            "W_ROW": row_stride,
-            "X_ROWS": bucket,
-            "ROW_WARPS": shape.row_warps,
-            "K_WARPS": shape.k_warps,
-        }
-    return {name: int(value) for name, value in macros.items()}
+    return LINEAR.config(values, exact=shape.wide)

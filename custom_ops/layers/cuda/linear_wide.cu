@@ -6,7 +6,9 @@
 // As in linear.cu weights are asked for before griddepcontrol.wait, but only EARLY_STAGES chunks: more of them hold up what the kernel before still
 // reads, and then x. The next kernel may start when this one has asked for all of its own.
 //
-// Compiled by NVRTC for sm_90a; macros: custom_ops/layers/cuda/linear_shape.py. Swizzle and descriptors: PTX ISA, "asynchronous warpgroup level matrix".
+// Compiled by NVRTC for sm_90a; its constants: linear_config.cuh. Swizzle and descriptors: PTX ISA, "asynchronous warpgroup level matrix".
+
+#include "linear_config.cuh"
 
 constexpr int CONSUMERS = MT * 4, THREADS = (CONSUMERS + 1) * 32;  // warps that multiply; one that fetches
 constexpr int ROWS = MT * 64;
@@ -35,9 +37,8 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, CTAS_PER_SM) lin
         barrier_init(full + s * 8, 1);
         barrier_init(empty + s * 8, CONSUMERS);
       }
-#if CLUSTER > 1
-      for (int w = 0; w < CONSUMERS; ++w) barrier_init(received + w * 8, 1);
-#endif
+      if constexpr (CLUSTER > 1)
+        for (int w = 0; w < CONSUMERS; ++w) barrier_init(received + w * 8, 1);
       asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncwarp();
@@ -51,18 +52,13 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, CTAS_PER_SM) lin
   auto load_x = [&](int i, int slot) { copy_box(ring + slot * STAGE + ROWS * LINE, &all.x, (first + i) * 64, 0, full + slot * 8); };
   if (warp == CONSUMERS && lane == 0) {
     for (int i = 0; i < min(count, EARLY_STAGES); ++i) load_weights(i, i);
-#if CLUSTER > 1
-    for (int w = rank % SPLIT; w < CONSUMERS; w += SPLIT) barrier_expect(received + w * 8, WARP_LETTERS);
-#endif
+    if constexpr (CLUSTER > 1)
+      for (int w = rank % SPLIT; w < CONSUMERS; w += SPLIT) barrier_expect(received + w * 8, WARP_LETTERS);
   }
   __syncthreads();  // barriers are ready
-#if CLUSTER > 1
   // Nothing but the barriers, fenced above, need be seen. Every thread arrives here and waits once further down, the fetching warp too.
-  cluster_arrive_relaxed();
-#endif
-#if PDL
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
+  if constexpr (CLUSTER > 1) cluster_arrive_relaxed();
+  if constexpr (PDL) asm volatile("griddepcontrol.wait;" ::: "memory");
   if (warp == CONSUMERS) {
     if (lane == 0) {
       for (int i = 0; i < min(count, STAGES); ++i) load_x(i, i);
@@ -78,22 +74,17 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, CTAS_PER_SM) lin
           round ^= 1;
         }
       }
-#if PDL  // all is asked for: the next kernel's weights come while these parts are put together
-      asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
+      // all is asked for: the next kernel's weights come while these parts are put together
+      if constexpr (PDL) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     }
     __syncwarp();
-#if CLUSTER > 1
-    cluster_wait();  // a CTA that leaves has started the others
-#endif
+    if constexpr (CLUSTER > 1) cluster_wait();  // a CTA that leaves has started the others
     return;
   }
   const Place place(all.p, tile, rank / SPLIT * OWN, warp, lane);
   Addends addends;
   addends.load(place, tile, warp, lane);
-#if CLUSTER > 1
-  cluster_wait();  // while x is on its way
-#endif
+  if constexpr (CLUSTER > 1) cluster_wait();  // while x is on its way
   float sums[NT][4] = {};
   int slot = 0, round = 0, last = 0;
   for (int i = 0; i < count; ++i) {
@@ -102,7 +93,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, CTAS_PER_SM) lin
     wgmma_begin();
 #pragma unroll
     for (int step = 0; step < 4; ++step)
-      wgmma(sums, matrix(at + warp / 4 * 64 * LINE + step * 32), matrix(at + ROWS * LINE + step * 32));
+      wgmma<HALF>(sums, matrix(at + warp / 4 * 64 * LINE + step * 32), matrix(at + ROWS * LINE + step * 32));
     wgmma_commit();
     wgmma_wait<1>();  // the last chunk's products are done: its slot is free
     if (i > 0 && lane == 0) barrier_arrive(empty + last * 8);
@@ -113,10 +104,10 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, CTAS_PER_SM) lin
     }
   }
   wgmma_wait<0>();
-#if CLUSTER > 1
-  float own[OWN][4];
-  if (exchange(sums, own, letters, received, rank, warp, lane)) finish(own, place, addends, lane);
-#else
-  finish(sums, place, addends, lane);
-#endif
+  if constexpr (CLUSTER > 1) {
+    float own[OWN][4];
+    if (exchange(sums, own, letters, received, rank, warp, lane)) finish(own, place, addends, lane);
+  } else {
+    finish((const float(&)[OWN][4])sums, place, addends, lane);  // all of them are its own
+  }
 }

@@ -2,6 +2,7 @@
 // It is written here, and not taken from Triton, for programmatic dependent launch: linear.cu behind it may read weights meanwhile.
 
 #include "../../cuda/machine.cuh"
+#include "norm_config.cuh"
 
 struct Params {
   const char *x, *weight;
@@ -17,16 +18,15 @@ __device__ __forceinline__ void unpack8(float (&to)[8], uint4 x) {
   const u32 words[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    to[i * 2] = to_float((u16)words[i]);
-    to[i * 2 + 1] = to_float((u16)(words[i] >> 16));
+    to[i * 2] = to_float<HALF>((u16)words[i]);
+    to[i * 2 + 1] = to_float<HALF>((u16)(words[i] >> 16));
   }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) rms_norm(const __grid_constant__ Params p) {
   __shared__ float sums[THREADS / 32];
-#if PDL
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");  // what starts waits for this kernel, and so for those that it waits for
-#endif
+  // what starts waits for this kernel, and so for those that it waits for
+  if constexpr (PDL) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
   uint4 weight[EACH][WEIGHT_BYTES / 2];  // a constant, so it may come early
 #pragma unroll
   for (int i = 0; i < EACH; ++i)
@@ -39,9 +39,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) rms_norm(const __grid_cons
                      : "=r"(weight[i][j].x), "=r"(weight[i][j].y), "=r"(weight[i][j].z), "=r"(weight[i][j].w)
                      : "l"((const uint4 *)p.weight + at * (WEIGHT_BYTES / 2) + j));
     }
-#if PDL
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
+  if constexpr (PDL) asm volatile("griddepcontrol.wait;" ::: "memory");
   const uint4 *x = (const uint4 *)(p.x + blockIdx.x * p.x_token * 2);
   float numbers[EACH][8], total = 0.f;
 #pragma unroll
@@ -70,16 +68,18 @@ extern "C" __global__ void __launch_bounds__(THREADS) rms_norm(const __grid_cons
     const int at = i * THREADS + threadIdx.x;
     if (at >= VECTORS) break;
     float w[8], *y = numbers[i];
-#if WEIGHT_BYTES == 4
-    const uint4 low = weight[i][0], high = weight[i][1];
-    w[0] = __uint_as_float(low.x); w[1] = __uint_as_float(low.y); w[2] = __uint_as_float(low.z); w[3] = __uint_as_float(low.w);
-    w[4] = __uint_as_float(high.x); w[5] = __uint_as_float(high.y); w[6] = __uint_as_float(high.z); w[7] = __uint_as_float(high.w);
-#else
-    unpack8(w, weight[i][0]);
-#endif
+    if constexpr (WEIGHT_BYTES == 4) {
+      const uint4 low = weight[i][0], high = weight[i][WEIGHT_BYTES / 2 - 1];
+      w[0] = __uint_as_float(low.x); w[1] = __uint_as_float(low.y);
+      w[2] = __uint_as_float(low.z); w[3] = __uint_as_float(low.w);
+      w[4] = __uint_as_float(high.x); w[5] = __uint_as_float(high.y);
+      w[6] = __uint_as_float(high.z); w[7] = __uint_as_float(high.w);
+    } else {
+      unpack8(w, weight[i][0]);
+    }
 #pragma unroll
     for (int j = 0; j < 8; ++j) y[j] *= factor * (w[j] + p.offset);
     ((uint4 *)(p.out + blockIdx.x * p.out_token * 2))[at] =
-        make_uint4(pack_out(y[0], y[1]), pack_out(y[2], y[3]), pack_out(y[4], y[5]), pack_out(y[6], y[7]));
+        make_uint4(pack<HALF>(y[0], y[1]), pack<HALF>(y[2], y[3]), pack<HALF>(y[4], y[5]), pack<HALF>(y[6], y[7]));
   }
 }

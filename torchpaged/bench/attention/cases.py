@@ -153,14 +153,45 @@ def _decode() -> list[AttentionCase]:
     ]
 
 
-def _prefill() -> list[AttentionCase]:
-    whole = [(reqs, seq) for reqs, seq in ((1, 512), (8, 512), (1, 4 * K), (1, 16 * K))]
+def _whole(
+    suite: str,
+    heads: tuple[int, int, int],
+    shapes: Sequence[tuple[int, int]],
+    kv_dtype: torch.dtype | None = None,
+) -> list[AttentionCase]:
     return [
-        *(
-            _case("prefill", LLAMA_8B, f"{reqs}x{_length(seq)} whole", [seq] * reqs, seq)
-            for reqs, seq in whole
-        ),
-        _case("prefill", LLAMA_8B, "chunk 512 on 32k", [32 * K + 512], 512),
+        _case(suite, heads, f"{reqs}x{_length(seq)} whole", [seq] * reqs, seq, kv_dtype=kv_dtype)
+        for reqs, seq in shapes
+    ]
+
+
+def _chunks(
+    suite: str, shapes: Sequence[tuple[int, int]], kv_dtype: torch.dtype | None = None
+) -> list[AttentionCase]:
+    """One request's chunk each: its tokens, and the tokens before them."""
+    return [
+        _case(suite, LLAMA_8B, f"chunk {n} on {_length(before)}", [before + n], n, kv_dtype=kv_dtype)
+        for n, before in shapes
+    ]
+
+
+def _prefill() -> list[AttentionCase]:
+    """Whole prompts, other widths of heads, and chunks from those that are cut to those that fill a GPU."""
+    return [
+        *_whole("prefill", LLAMA_8B, [(1, 512), (8, 512), (6, 700), (1, 3000)]),
+        *_whole("prefill", LLAMA_8B, [(1, 4 * K), (1, 8 * K), (1, 16 * K)]),
+        *_whole("prefill", (32, 8, 64), [(1, 4 * K)]),
+        *_whole("prefill", (32, 32, 96), [(1, 4 * K)]),
+        *_whole("prefill", (16, 8, 256), [(1, 4 * K)]),
+        *_chunks("prefill", [(16, 4 * K), (64, 32 * K), (256, 8 * K), (512, 32 * K)]),
+    ]
+
+
+def _prefill_fp8() -> list[AttentionCase]:
+    e4m3 = torch.float8_e4m3fn
+    return [
+        *_whole("prefill-fp8", LLAMA_8B, [(8, 512), (1, 4 * K), (1, 16 * K)], e4m3),
+        *_chunks("prefill-fp8", [(64, 32 * K), (512, 32 * K)], e4m3),
     ]
 
 
@@ -232,6 +263,7 @@ SUITES: dict[str, tuple[AttentionCase, ...]] = {
         for n, seq in ((8, 8 * K), (64, 4 * K))
     ),
     "prefill": tuple(_prefill()),
+    "prefill-fp8": tuple(_prefill_fp8()),
     "mixed": tuple(_mixed()),
     "block-size": tuple(_block_size()),
     "smoke": tuple(_smoke()),

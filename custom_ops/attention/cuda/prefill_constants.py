@@ -1,0 +1,45 @@
+"""The constants of ``prefill.cu`` and ``prefill_merge.cu``."""
+
+from __future__ import annotations
+
+from torchpaged.custom_ops.cuda.config import Constant, Table
+
+PREFILL = Table(
+    "prefill_config.cuh",
+    ("prefill.cu", "prefill_merge.cu"),
+    "a causal Llama 3 8B",
+    (
+        Constant("DIM", "int", "width of a query and of a key"),
+        Constant("DIM_V", "int", "width of a value"),
+        Constant("GROUP", "int", "query heads of a kv head"),
+        Constant("NUM_KV_HEADS", "int", "of a layer"),
+        Constant("BLOCK_SIZE", "int", "tokens of a block of the cache"),
+        Constant("HALF", "bool", "q, out and what is multiplied are float16, else bfloat16"),
+        Constant("KV_BYTES", "int", "of a cached number; 1: fp8, which is converted"),
+        Constant("E5M2", "bool", "fp8 is e5m2, else e4m3"),
+        Constant("SCALES", "bool", "keys and values of fp8 have scales"),
+        Constant("GROUPS", "int", "warpgroups that multiply, 64 query rows each"),
+        Constant("KEYS", "int", "keys of a step"),
+        Constant("K_STAGES", "int", "steps' keys on their way or in use"),
+        Constant("V_STAGES", "int", "steps' values on their way or in use"),
+        Constant("Q_BUFFERS", "int", "tiles of queries on their way or in use"),
+        Constant("RAW_STAGES", "int", "fp8: steps of keys or values that come or are converted; 0: no fp8"),
+        Constant("CAUSAL", "bool", "no key behind a query's own position is seen"),
+        Constant("WINDOW_LEFT", "int", "keys before a query's own position that it sees; -1: all"),
+        Constant("WINDOW_RIGHT", "int", "keys behind it; -1: all"),
+        Constant("CHUNK", "int", "positions of a chunk, whose keys alone a query sees; 0: none"),
+        Constant("SOFT_CAP", "bool", "scores are bent by soft_cap * tanh(score / soft_cap)"),
+        Constant("ALIBI", "bool", "scores fall by a head's slope times the distance"),
+        Constant("SINKS", "bool", "a head's sink has a share in the softmax"),
+        Constant("LSE", "bool", "log-sum-exp is stored"),
+        Constant("PATIENCE", "int", "tries before the loader gives up, for tests; 0: never"),
+        Constant("BESIDE", "bool", "exponentials stand before the wait for the products"),
+        Constant("SHORT", "int", "up to so many query tokens: the decode launch's; 0: none"),
+        Constant("SPLIT", "bool", "few tiles are cut into parts, for prefill_merge.cu"),
+        Constant(
+            "CLOCKS",
+            "macro",
+            "1: cycles are counted; idle counters would move registers",
+        ),
+    ),
+)

@@ -50,7 +50,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "engine": ("backends", "cache", "custom_ops", "fuse", "graphs", "hf", "metadata", "profiling"),
     "testing": ENGINE,
     "bench": ENGINE,
-    "cli": (*ENGINE, "bench"),
+    "cli": (*ENGINE, "bench", "testing"),
     "": ("attention", "backends", "cache", "compile", "custom_ops", "functional", "metadata", "version"),
     "__main__": ("cli",),
 }

@@ -112,7 +112,7 @@ def decode_others() -> list[str]:
 
 
 def decode_since() -> list[str]:
-    rows = load("h200_decode_before_after")["decode"]
+    rows = load("h200_decode_before_after_2")["decode"]
     return table(
         ["case", "before", "after", "change"],
         (

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import result_tables as tables
-from result_tables import RESULTS, geomean, load, prefill_rows, ratio, step_times, table, times
+from result_tables import RESULTS, geomean, load, prefill_rows, ratio, step_times, table
 
 ROOT = Path(__file__).parents[1]
 PAGES = ("README.md", "docs/results.md", "docs/stream_order.md")
@@ -54,11 +54,11 @@ def summary() -> list[str]:
     )
     late = load("h200_prefill_late_fp8")
     batches = [
-        row["us"]["fa3"] / row["us"][kept]
-        for row in late["rows"]
-        if (kept := late["kept"].get(row["case"]))
+        row["us"]["fa3"] / row["us"][kept] for row in late["rows"] if (kept := late["kept"].get(row["case"]))
     ]
-    lines.append([f"mixed batches, {len(batches)} cases", "FA3", ratio(geomean(batches)), ratio(min(batches))])
+    lines.append(
+        [f"mixed batches, {len(batches)} cases", "FA3", ratio(geomean(batches)), ratio(min(batches))]
+    )
     for shape, file in (("1B", "h200_step_peers_1b"), ("8B", "h200_step_peers_8b")):
         rows, found = step_times(file), []
         for batch in sorted({key[1] for key in rows}):

@@ -32,6 +32,12 @@ def _folder(text: str) -> Path:
     return Path(text).expanduser()
 
 
+def _flex_compiler(text: str) -> str:
+    if text not in ("inductor", "eager"):
+        raise ValueError("inductor or eager")
+    return text
+
+
 @dataclass(frozen=True)
 class Variable:
     """One environment variable: its default, what it means, and how its text is read."""
@@ -46,7 +52,7 @@ VARIABLES = (
     Variable(
         "TORCHPAGED_BACKEND",
         "auto",
-        "backend of whatever is built without an explicit one: auto, cuda, triton, cpu, reference",
+        "backend of whatever is built without an explicit one: auto, or one that `torchpaged backends` lists",
         _name,
     ),
     Variable(
@@ -68,6 +74,12 @@ VARIABLES = (
         _flag,
     ),
     Variable("TORCHPAGED_DEBUG", "0", "1: the command line shows tracebacks", _flag),
+    Variable(
+        "TORCHPAGED_FLEX_COMPILER",
+        "inductor",
+        "how backend flex runs FlexAttention: inductor, fused; eager, unfused over the whole pool",
+        _flex_compiler,
+    ),
     Variable("TORCHPAGED_NATIVE", "1", "0: do not load the native CPU kernels", _flag),
     Variable(
         "TORCHPAGED_NVTX",

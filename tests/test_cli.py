@@ -168,7 +168,7 @@ def test_one_bad_prompt_among_good_ones(folder: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--backend", "nope"), "expected one of auto, cuda, triton, cpu, reference, got 'nope'"),
+        (("--backend", "nope"), "expected one of auto, cuda, triton, cpu, flex, torch_sdpa, reference"),
         (("--max-new-tokens", "0"), "max_new_tokens: expected an integer of at least 1, got 0"),
         (("--max-seq-len", "100"), "max_seq_len: expected 2 to 64"),
         (("--chat",), "chat template"),
@@ -198,6 +198,8 @@ def test_backends_explains() -> None:
     assert report["chosen"] == "" and all(
         "dtype float8_e4m3fn is not one of" in " ".join(r) for r in report["rejected"].values()
     )
+    assert report["declared"]["flash_attn"]["planning"] == "EVERY_STEP"
+    assert report["declared"]["flash_attn"]["other_names"] == ["FLASH_ATTN"]
     text = run("backends", "--dtype", "fp32").stdout
     assert "chosen:" in text and "reference" in text
 
@@ -448,7 +450,7 @@ def test_backends_asks_for_every_feature(monkeypatch: pytest.MonkeyPatch) -> Non
     }
     able = get_backend("reference").capabilities
     assert options.keys() == {
-        field.name for field in dataclasses.fields(able) if isinstance(getattr(able, field.name), bool)
+        field.name for field in dataclasses.fields(able) if getattr(able, field.name) is True
     }
     monkeypatch.setattr(selector_module, "_REGISTERED", {})
     nothing = dataclasses.replace(able, **dict.fromkeys(options, False))

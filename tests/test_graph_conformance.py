@@ -13,7 +13,9 @@ from wrapper_backend import WRAPPER
 
 from torchpaged.backends import AttentionSpec, Backend, GraphSupport, Planning, get_backend, list_backends
 from torchpaged.custom_ops import BACKEND_OPS
-from torchpaged.graphs import CudaCapture, TapeCapture
+from torchpaged.custom_ops.errors import BackendUnavailableError
+from torchpaged.graphs import CudaCapture, EagerCapture, TapeCapture
+from torchpaged.testing import check_graph_support
 from torchpaged.testing.graph_conformance import Case, check_forgotten_plan, check_replays, conformance_cases
 
 ON_GPU = torch.cuda.is_available()
@@ -37,7 +39,9 @@ def backend_of(name: str) -> Backend:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bf16"])
 @pytest.mark.parametrize("case", conformance_cases(GraphSupport.ALWAYS), ids=lambda c: c.name)
 @pytest.mark.parametrize("name", [*list_backends(), "planning", "wrapper", "kept"])
-def test_declared_support_holds(name: str, case: Case, dtype: torch.dtype) -> None:
+def test_declared_support_holds(
+    name: str, case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     backend = backend_of(name)
     spec = AttentionSpec(device=DEVICE, dtype=dtype, **SHAPE)
     reasons = backend.reject(spec)
@@ -48,7 +52,10 @@ def test_declared_support_holds(name: str, case: Case, dtype: torch.dtype) -> No
         wanted = dataclasses.replace(spec, graphs=GraphSupport.ALWAYS)
         assert any("graph support" in reason for reason in backend.reject(wanted))
         return
-    capture = CudaCapture(DEVICE) if ON_GPU else TapeCapture()
+    capture: Any = CudaCapture(DEVICE) if ON_GPU else TapeCapture()
+    if name == "flex" and not ON_GPU:  # compiled, it would take minutes; unfused, it can't run below the tape
+        monkeypatch.setenv("TORCHPAGED_FLEX_COMPILER", "eager")
+        capture = EagerCapture()
     assert check_replays(backend, case, capture, DEVICE, dtype=dtype, **SHAPE) == len(case.batches) + 1
 
 
@@ -128,3 +135,47 @@ def test_the_suite_catches_a_host_decision() -> None:
     case = conformance_cases(GraphSupport.SINGLE_TOKEN_DECODE)[0]
     with pytest.raises(AssertionError, match="budget"):
         check_replays(backend, case, TapeCapture(), "cpu", head_dim=32)
+
+
+# ----------------------------------------------------------------------------- all of it, as authors call it
+def test_what_was_proved_is_told() -> None:
+    report = check_graph_support(PLANNING, device="cpu", dtypes=(torch.float32, torch.float64), **SHAPE)
+    assert report.replays.keys() == {
+        f"{case.name}[float32]" for case in conformance_cases(GraphSupport.ALWAYS)
+    }
+    assert report.forgotten_plans and "planning: ALWAYS, proved by 40 replays of decode[float32], " in str(
+        report
+    )
+    none = check_graph_support(get_backend("reference"), device="cpu")
+    assert str(none) == "reference: NEVER, nothing to prove"
+
+
+@pytest.mark.parametrize("held", [GraphSupport.NEVER, GraphSupport.SINGLE_TOKEN_DECODE])
+def test_a_liar_is_found_out(held: GraphSupport) -> None:
+    """It declares ALWAYS, and freezes the longest length that it has seen first: in any step, or in all but
+    decode steps. A backend that declares what it holds passes."""
+    reference, frozen = get_backend("reference"), []
+
+    def attend(
+        q: Any, k: Any, v: Any, table: Any, lens: Any, starts: Any, out: Any, lse: Any, **options: Any
+    ) -> None:
+        if held == GraphSupport.NEVER or options["max_query_len"] > 1:
+            frozen.append(int(lens.max()))
+            lens = lens.clamp_max(frozen[0] // 2)
+        reference.ops.paged_attention(q, k, v, table, lens, starts, out, lse, **options)
+
+    def declaring(support: GraphSupport) -> Backend:
+        capabilities = dataclasses.replace(reference.capabilities, graph_support=support)
+        return Backend("liar", capabilities, {"paged_attention": attend}, lambda: None)
+
+    with pytest.raises(
+        AssertionError, match=f"'liar' declares graph support ALWAYS and holds {held.name}: case"
+    ):
+        check_graph_support(declaring(GraphSupport.ALWAYS), device="cpu", dtypes=(torch.float32,), **SHAPE)
+    frozen.clear()
+    check_graph_support(declaring(held), device="cpu", dtypes=(torch.float32,), **SHAPE)
+
+
+def test_a_backend_that_can_not_run_here() -> None:
+    with pytest.raises(BackendUnavailableError, match="'triton' cannot run this attention: .*device cpu"):
+        check_graph_support(get_backend("triton"), device="cpu")

@@ -35,7 +35,7 @@ from torchpaged.cache import LayerKVCache
 from torchpaged.custom_ops import BACKEND_OPS, check_native_dtype
 from torchpaged.custom_ops.attention.check import check_options, check_paged_attention
 from torchpaged.custom_ops.cache_write.check import check_write_kv
-from torchpaged.custom_ops.checks import check_tensors, is_int, refuse_grad
+from torchpaged.custom_ops.checks import check_apart, check_dims, check_tensors, is_int, refuse_grad
 from torchpaged.custom_ops.errors import ArgumentError, BackendUnavailableError
 from torchpaged.custom_ops.pools import FLOATS, FP8
 from torchpaged.metadata import AttentionMetadata
@@ -277,6 +277,8 @@ class PagedAttention(nn.Module):
         value: Tensor | None,
         kv_cache: LayerKVCache | tuple[Tensor, ...],
         metadata: AttentionMetadata,
+        *,
+        out: Tensor | None = None,
     ) -> Tensor:
         """Attend.
 
@@ -289,6 +291,8 @@ class PagedAttention(nn.Module):
             metadata: the batch; its slots are those of the query tokens. Requests may share a prefix that is
                 computed in this same step, but not in a step of one query token each: there the GPU kernels
                 read what lies before the query tokens while ``key`` and ``value`` are still written.
+            out: ``[..., num_heads, head_dim_v]`` in query's dtype to write into, which is returned: apart
+                from the other tensors, and its leading dimensions flatten without a copy. None: a new one.
 
         Returns:
             ``[..., num_heads, head_dim_v]`` in query's dtype.
@@ -315,7 +319,10 @@ class PagedAttention(nn.Module):
                 check_tensors(key=key, value=value)
         self._check_pools(pools, metadata)
         q = query.reshape(-1, self.num_heads, self.head_dim)
-        out = q.new_empty(q.shape[0], self.num_heads, self.head_dim_v)
+        result = q.new_empty(*query.shape[:-1], self.head_dim_v) if out is None else out
+        if out is not None and not torch.compiler.is_compiling():
+            _check_out(out, query, self.head_dim_v, key, value)
+        flat = result.view(-1, self.num_heads, self.head_dim_v)
         attend = (
             q,
             pools.k_cache,
@@ -323,7 +330,7 @@ class PagedAttention(nn.Module):
             metadata.block_table,
             metadata.seq_lens,
             metadata.query_start_loc,
-            out,
+            flat,
         )
         options: dict[str, Any] = {
             "max_query_len": metadata.max_query_len,
@@ -365,7 +372,7 @@ class PagedAttention(nn.Module):
             # early start
             self._ops.write_kv(*write, are_query_tokens=metadata.max_query_len == 1)
         self._ops.paged_attention(*attend, **options, **workspace)
-        return out.view(*query.shape[:-1], self.head_dim_v)
+        return result
 
     def _check_pools(self, pools: LayerKVCache, metadata: AttentionMetadata) -> None:
         """What shapes and dtypes alone tell, and no check of an op can: it runs in traced calls too."""
@@ -421,3 +428,23 @@ class PagedAttention(nn.Module):
             f"num_heads={self.num_heads}, head_dim={self.head_dim}, num_kv_heads={self.num_kv_heads}, "
             f"scale={self.scale:.4g}, backend={self.choice.name!r}"
         )
+
+
+def _check_out(out: Tensor, query: Tensor, head_dim_v: int, key: Tensor | None, value: Tensor | None) -> None:
+    """What the op's own checks can't tell of the caller's ``out``: that it is one of the result's shape, and
+    apart."""
+    check_tensors(out=out)
+    check_dims("out", out, *query.shape[:-1], head_dim_v)
+    strides = out.stride()
+    for size, stride, inner, step in zip(
+        out.shape[1:-2], strides[1:-2], out.shape[:-3], strides[:-3], strict=True
+    ):
+        if inner > 1 and step != size * stride:
+            raise ArgumentError(
+                "out", "leading dimensions that flatten to tokens without a copy", f"strides {strides}"
+            )
+    # an attention that starts early may write while keys and values are still read
+    read = {"key": key, "value": value}
+    check_apart(
+        {"out": out}, {name: x for name, x in read.items() if x is not None}, "allocate out by itself"
+    )

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchpaged.backends import AttentionSpec, Backend, Limits, attention_spec, backend_of
+from torchpaged.backends import AttentionSpec, Backend, Limits, Session, attention_spec, backend_of
 from torchpaged.backends.ops_choice import choose_ops, traced_ops
 from torchpaged.custom_ops import BACKEND_OPS, BackendOps, check_native_dtype
 from torchpaged.custom_ops.attention.check import (
@@ -232,6 +232,7 @@ def paged_attention(
     chunk_size: int | None = None,
     workspace: Mapping[str, Tensor] | None = None,
     return_lse: bool = False,
+    out: Tensor | None = None,
     ops: BackendOps | None = None,
 ) -> Any:
     """Attention of packed queries over paged keys and values: prefill, decode, chunked prefill and mixed
@@ -260,6 +261,8 @@ def paged_attention(
             is kept: a GPU kernel makes its semaphore anew, which costs a memset, and a backend that plans
             plans for this call alone, which compiled code can't.
         return_lse: also return the log-sum-exp.
+        out: ``[num_tokens, num_heads, head_dim_v]`` in q's dtype to write into, which is returned; apart from
+            q and the pools, any strides with a contiguous last dimension. None: a new one.
         ops: whose kernels to run; default: those of the backend that every other door would choose.
 
     Returns:
@@ -297,7 +300,7 @@ def paged_attention(
             block_table=block_table,
             seq_lens=seq_lens,
             query_start_loc=query_start_loc,
-            **_given(alibi_slopes=alibi_slopes, sinks=sinks, k_scale=k_scale, v_scale=v_scale),
+            **_given(alibi_slopes=alibi_slopes, sinks=sinks, k_scale=k_scale, v_scale=v_scale, out=out),
             **kept,
         )
         for name, tensor in (
@@ -307,7 +310,7 @@ def paged_attention(
         ):  # of these the outputs take their shape
             if not tensor.dim() == (3 if name == "q" else 4):
                 raise ArgumentError(name, f"{3 if name == 'q' else 4} dimensions", str(list(tensor.shape)))
-    out = q.new_empty(q.shape[0], q.shape[1], v_cache.shape[3])
+    out = q.new_empty(q.shape[0], q.shape[1], v_cache.shape[3]) if out is None else out
     lse = q.new_empty(q.shape[0], q.shape[1], dtype=torch.float32) if return_lse else None
     scale = max(q.shape[-1], 1) ** -0.5 if scale is None else scale
     soft_cap = 0.0 if logits_soft_cap is None else logits_soft_cap
@@ -360,9 +363,10 @@ def paged_attention(
         if ops is not _DEFAULT:
             backend = _able(_Handles(ops), spec)
             if backend is not None and workspace is None and backend.capabilities.planning:
-                kept = _planned_once(
-                    backend, spec, block_table, seq_lens, query_start_loc, max_query_len, k_cache
-                )
+                batch = _OneCall(block_table, seq_lens, query_start_loc, max_query_len)
+                # a variable of this function, since it must live until the op has run
+                session = _planned_once(backend, spec, batch, q.shape[0], k_cache)
+                kept = session.workspace(spec)
     else:
         window = operator.index(window_size[0]), operator.index(window_size[1])
         has_soft_cap = False
@@ -454,23 +458,16 @@ class _OneCall(NamedTuple):
 
 
 def _planned_once(
-    backend: Backend,
-    spec: AttentionSpec,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    query_start_loc: Tensor,
-    max_query_len: int,
-    pool: Tensor,
-) -> dict[str, Tensor]:
-    """The workspace of a session for one call. The op is launched behind the plan, on the same stream, and
-    its tensors are freed there."""
-    num_reqs, width = block_table.shape
-    limits = Limits(
-        max(num_reqs, 1), max(num_reqs * max_query_len, 1), max(width, 1), pool.shape[0], pool.shape[1]
-    )
+    backend: Backend, spec: AttentionSpec, batch: _OneCall, num_tokens: int, pool: Tensor
+) -> Session:
+    """A session for one call. The op is launched behind the plan, on the same stream, and its tensors are
+    freed there."""
+    num_reqs, width = batch.block_table.shape
+    most_tokens = max(num_reqs * batch.max_query_len, num_tokens, 1)
+    limits = Limits(max(num_reqs, 1), most_tokens, max(width, 1), pool.shape[0], pool.shape[1])
     session = backend.open([spec], limits, spec.device)
-    session.plan(_OneCall(block_table, seq_lens, query_start_loc, max_query_len))
-    return session.workspace(spec)
+    session.plan(batch)
+    return session
 
 
 def merge_attn_states(
@@ -550,6 +547,10 @@ def advance_step(
     ops: BackendOps | None = None,
 ) -> None:
     """Turn the buffers of one decode step into those of the next, in place and on the device.
+
+    The step that ended may have been a prefill or a mixed one: a row's next token stands behind its
+    ``seq_lens`` tokens, whatever was computed of them just now. `AttentionMetadata.decodes_after` makes the
+    buffers of the step to come.
 
     Rows with seq_len 0 (padding) and rows whose table is full keep their values and get slot -1.
 

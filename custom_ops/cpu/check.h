@@ -1,4 +1,5 @@
-// Argument checks in the words of custom_ops/attention/check.py: name, expected, got. All run before anything is written.
+// Argument checks in the words of custom_ops/attention/check.py: name, expected, got. All run before anything
+// is written.
 #pragma once
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -41,17 +42,21 @@ inline void check_dtype(const char* name, const Tensor& t, ScalarType dtype, con
 }
 
 inline void check_last_dim(const char* name, const Tensor& t) {
-  STD_TORCH_CHECK(t.size(t.dim() - 1) <= 1 || t.stride(t.dim() - 1) == 1, name, ": expected a contiguous last dimension (stride 1), got stride ",
-                  t.stride(t.dim() - 1), "; call .contiguous()");
+  STD_TORCH_CHECK(t.size(t.dim() - 1) <= 1 || t.stride(t.dim() - 1) == 1, name,
+                  ": expected a contiguous last dimension (stride 1), got stride ", t.stride(t.dim() - 1),
+                  "; call .contiguous()");
 }
 
-inline void check_cpu(const char* name, const Tensor& t) { STD_TORCH_CHECK(t.is_cpu(), name, ": expected device cpu, got another device"); }
+inline void check_cpu(const char* name, const Tensor& t) {
+  STD_TORCH_CHECK(t.is_cpu(), name, ": expected device cpu, got another device");
+}
 
 inline void check_float(const char* name, const Tensor& t) {
   const ScalarType s = t.scalar_type();
-  STD_TORCH_CHECK(s == ScalarType::Float || s == ScalarType::BFloat16 || s == ScalarType::Half, name,
-                  ": expected torch.float32, torch.bfloat16 or torch.float16 for the cpu backend, got another dtype; "
-                  "the reference backend takes every dtype");
+  STD_TORCH_CHECK(
+      s == ScalarType::Float || s == ScalarType::BFloat16 || s == ScalarType::Half, name,
+      ": expected torch.float32, torch.bfloat16 or torch.float16 for the cpu backend, got another dtype; "
+      "the reference backend takes every dtype");
 }
 
 // The range of a tensor's addresses; empty if it holds nothing.
@@ -67,11 +72,14 @@ struct Span {
 };
 
 inline void check_apart(const char* name, const Tensor& t, const char* written, const Tensor& target) {
-  STD_TORCH_CHECK(!Span(t).meets(Span(target)), name, ": expected memory apart from ", written, "'s, which the op writes, got overlapping tensors");
+  STD_TORCH_CHECK(!Span(t).meets(Span(target)), name, ": expected memory apart from ", written,
+                  "'s, which the op writes, got overlapping tensors");
 }
 
-// Whether two pools of the same strides share an element, `distance` elements apart: see pools_meet in custom_ops/checks.py.
-inline bool meet(const int64_t* strides, const int64_t* sizes, int dims, int64_t distance, int64_t width_k, int64_t width_v) {
+// Whether two pools of the same strides share an element, `distance` elements apart: see pools_meet in
+// custom_ops/checks.py.
+inline bool meet(const int64_t* strides, const int64_t* sizes, int dims, int64_t distance, int64_t width_k,
+                 int64_t width_v) {
   if (dims == 0) return 1 - width_v <= distance && distance <= width_k - 1;
   int64_t reach = std::max(width_k, width_v) - 1;
   for (int i = 1; i < dims; ++i) reach += (sizes[i] - 1) * strides[i];
@@ -92,29 +100,41 @@ inline bool pools_meet(const Tensor& k_cache, const Tensor& v_cache) {
     if (k_cache.stride(i) != v_cache.stride(i)) return true;
     if (k_cache.size(i) < 2 || k_cache.stride(i) == 0) continue;
     int at = dims++;
-    for (; at > 0 && strides[at - 1] < k_cache.stride(i); --at) { strides[at] = strides[at - 1]; sizes[at] = sizes[at - 1]; }
+    for (; at > 0 && strides[at - 1] < k_cache.stride(i); --at) {
+      strides[at] = strides[at - 1];
+      sizes[at] = sizes[at - 1];
+    }
     strides[at] = k_cache.stride(i);
     sizes[at] = k_cache.size(i);
   }
-  return meet(strides, sizes, dims, (v.begin - k.begin) / int64_t(k_cache.element_size()), k_cache.size(3), v_cache.size(3));
+  return meet(strides, sizes, dims, (v.begin - k.begin) / int64_t(k_cache.element_size()), k_cache.size(3),
+              v_cache.size(3));
 }
 
-// `stores`: the op writes tokens. Values that are the first columns of the keys may then not be given, else they may.
+// `stores`: the op writes tokens. Values that are the first columns of the keys may then not be given, else
+// they may.
 inline void check_pools(const Tensor& k_cache, const Tensor& v_cache, bool stores = false) {
-  STD_TORCH_CHECK(k_cache.dim() == 4, "k_cache: expected shape [num_blocks, block_size, num_kv_heads, head_dim], got ", shape_of(k_cache));
+  STD_TORCH_CHECK(k_cache.dim() == 4,
+                  "k_cache: expected shape [num_blocks, block_size, num_kv_heads, head_dim], got ",
+                  shape_of(k_cache));
   check_dims("v_cache", v_cache, {k_cache.size(0), k_cache.size(1), k_cache.size(2), -1});
-  STD_TORCH_CHECK(k_cache.scalar_type() == v_cache.scalar_type(), "v_cache: expected the dtype of k_cache, got another");
+  STD_TORCH_CHECK(k_cache.scalar_type() == v_cache.scalar_type(),
+                  "v_cache: expected the dtype of k_cache, got another");
   check_cpu("k_cache", k_cache);
   check_cpu("v_cache", v_cache);
   check_last_dim("k_cache", k_cache);
   check_last_dim("v_cache", v_cache);
   for (int i = 0; i < 4; ++i)
-    STD_TORCH_CHECK(k_cache.size(i) > 0 && v_cache.size(i) > 0, "k_cache, v_cache: expected at least one block, token per block, head and column, got ",
+    STD_TORCH_CHECK(k_cache.size(i) > 0 && v_cache.size(i) > 0,
+                    "k_cache, v_cache: expected at least one block, token per block, head and column, got ",
                     shape_of(k_cache), " and ", shape_of(v_cache));
   if (!pools_meet(k_cache, v_cache)) return;
-  bool latent = !stores && k_cache.const_data_ptr() == v_cache.const_data_ptr() && v_cache.size(3) < k_cache.size(3);
+  bool latent =
+      !stores && k_cache.const_data_ptr() == v_cache.const_data_ptr() && v_cache.size(3) < k_cache.size(3);
   for (int i = 0; i < 3; ++i) latent = latent && k_cache.stride(i) == v_cache.stride(i);
-  STD_TORCH_CHECK(latent, "v_cache: expected memory apart from k_cache's, got pools that share memory; allocate one pool for each");
+  STD_TORCH_CHECK(latent,
+                  "v_cache: expected memory apart from k_cache's, got pools that share memory; allocate one "
+                  "pool for each");
 }
 
 template <typename T>

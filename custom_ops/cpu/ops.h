@@ -4,16 +4,18 @@
 
 namespace torchpaged {
 
-void write_kv(Tensor k, Tensor v, Tensor k_cache, Tensor v_cache, Tensor slot_mapping, std::optional<Tensor> k_scale, std::optional<Tensor> v_scale,
-              bool are_query_tokens);
-void paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor seq_lens, Tensor query_start_loc, Tensor out,
-                     std::optional<Tensor> lse, int64_t max_query_len, double scale, bool causal, int64_t window_left, int64_t window_right,
-                     double logits_soft_cap, std::optional<Tensor> alibi_slopes, std::optional<Tensor> sinks, std::optional<Tensor> k_scale,
-                     std::optional<Tensor> v_scale, int64_t chunk_size,
+void write_kv(Tensor k, Tensor v, Tensor k_cache, Tensor v_cache, Tensor slot_mapping,
+              std::optional<Tensor> k_scale, std::optional<Tensor> v_scale, bool are_query_tokens);
+void paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor seq_lens,
+                     Tensor query_start_loc, Tensor out, std::optional<Tensor> lse, int64_t max_query_len,
+                     double scale, bool causal, int64_t window_left, int64_t window_right,
+                     double logits_soft_cap, std::optional<Tensor> alibi_slopes, std::optional<Tensor> sinks,
+                     std::optional<Tensor> k_scale, std::optional<Tensor> v_scale, int64_t chunk_size,
                      std::optional<Tensor> /*semaphore: for kernels that merge on a device*/);
-void merge_attn_states(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b, Tensor out, std::optional<Tensor> lse);
+void merge_attn_states(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b, Tensor out,
+                       std::optional<Tensor> lse);
 void copy_blocks(Tensor k_cache, Tensor v_cache, Tensor block_mapping);
-void advance_step(Tensor sampled_token_ids, Tensor block_table, Tensor input_ids, Tensor positions, Tensor seq_lens, Tensor slot_mapping,
-                  int64_t block_size);
+void advance_step(Tensor sampled_token_ids, Tensor block_table, Tensor input_ids, Tensor positions,
+                  Tensor seq_lens, Tensor slot_mapping, int64_t block_size);
 
 }  // namespace torchpaged

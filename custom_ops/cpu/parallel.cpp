@@ -9,5 +9,7 @@ extern "C" {
 __attribute__((visibility("default"))) int64_t torchpaged_workers_for(int64_t work, int64_t threads) {
   return torchpaged::workers_for(work, threads);
 }
-__attribute__((visibility("default"))) int64_t torchpaged_parallel_regions() { return torchpaged::parallel_regions.load(); }
+__attribute__((visibility("default"))) int64_t torchpaged_parallel_regions() {
+  return torchpaged::parallel_regions.load();
+}
 }

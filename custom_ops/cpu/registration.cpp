@@ -1,5 +1,5 @@
-// Binds the CPU kernels to the default and the .cpu overload of every op. Schemas, tags and fakes live in Python (custom_ops/*/schema.py):
-// with a 2.11 target the stable ABI can set neither.
+// Binds the CPU kernels to the default and the .cpu overload of every op. Schemas, tags and fakes live in
+// Python (custom_ops/*/schema.py): with a 2.11 target the stable ABI can set neither.
 #include "ops.h"
 
 STABLE_TORCH_LIBRARY_IMPL(torchpaged, CPU, m) {

@@ -10,21 +10,26 @@ namespace torchpaged {
 namespace {
 
 template <typename T>
-void merge(const Tensor& out_a, const Tensor& lse_a, const Tensor& out_b, const Tensor& lse_b, const Tensor& out, const Tensor* lse) {
+void merge(const Tensor& out_a, const Tensor& lse_a, const Tensor& out_b, const Tensor& lse_b,
+           const Tensor& out, const Tensor* lse) {
   const int64_t heads = out.size(1), dim = out.size(2);
   auto row = [](const Tensor& t, int64_t i, int64_t h) { return i * t.stride(0) + h * t.stride(1); };
   auto body = [&](int64_t begin, int64_t end) {
     for (int64_t w = begin; w < end; ++w) {
       const int64_t i = w / heads, h = w % heads;
       const float a = data<float>(lse_a)[row(lse_a, i, h)], b = data<float>(lse_b)[row(lse_b, i, h)];
-      // A NaN or +inf lives on in its own weight, whatever the maximum makes of it; a side that saw nothing is not read.
+      // A NaN or +inf lives on in its own weight, whatever the maximum makes of it; a side that saw nothing
+      // is not read.
       const bool empty_a = a == -INFINITY, empty_b = b == -INFINITY, empty = empty_a && empty_b;
       const float top = empty_a ? b : empty_b ? a : std::max(a, b);
-      const float ea = empty_a ? 0.0f : std::exp(a - top), eb = empty_b ? 0.0f : std::exp(b - top), total = ea + eb;
+      const float ea = empty_a ? 0.0f : std::exp(a - top), eb = empty_b ? 0.0f : std::exp(b - top),
+                  total = ea + eb;
       const T *xa = data<T>(out_a) + row(out_a, i, h), *xb = data<T>(out_b) + row(out_b, i, h);
       T* y = mutable_data<T>(out) + row(out, i, h);
       for (int64_t d = 0; d < dim; ++d)
-        from_float((empty_a ? 0.0f : (ea / total) * to_float(xa[d])) + (empty_b ? 0.0f : (eb / total) * to_float(xb[d])), y + d);
+        from_float((empty_a ? 0.0f : (ea / total) * to_float(xa[d])) +
+                       (empty_b ? 0.0f : (eb / total) * to_float(xb[d])),
+                   y + d);
       if (lse) mutable_data<float>(*lse)[row(*lse, i, h)] = empty ? -INFINITY : top + std::log(total);
     }
   };
@@ -33,7 +38,8 @@ void merge(const Tensor& out_a, const Tensor& lse_a, const Tensor& out_b, const 
 
 }  // namespace
 
-void merge_attn_states(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b, Tensor out, std::optional<Tensor> lse) {
+void merge_attn_states(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b, Tensor out,
+                       std::optional<Tensor> lse) {
   check_dims("out_a", out_a, {-1, -1, -1});
   check_float("out_a", out_a);
   const int64_t tokens = out_a.size(0), heads = out_a.size(1);
@@ -41,7 +47,8 @@ void merge_attn_states(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b, T
   const char* out_names[] = {"out_a", "out_b", "out"};
   for (int i = 0; i < 3; ++i) {
     check_dims(out_names[i], *outs[i], {tokens, heads, out_a.size(2)});
-    STD_TORCH_CHECK(outs[i]->scalar_type() == out_a.scalar_type(), out_names[i], ": expected the dtype of out_a, got another");
+    STD_TORCH_CHECK(outs[i]->scalar_type() == out_a.scalar_type(), out_names[i],
+                    ": expected the dtype of out_a, got another");
     check_cpu(out_names[i], *outs[i]);
     check_last_dim(out_names[i], *outs[i]);
   }
@@ -61,8 +68,8 @@ void merge_attn_states(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b, T
   }
 }
 
-void advance_step(Tensor sampled_token_ids, Tensor block_table, Tensor input_ids, Tensor positions, Tensor seq_lens, Tensor slot_mapping,
-                  int64_t block_size) {
+void advance_step(Tensor sampled_token_ids, Tensor block_table, Tensor input_ids, Tensor positions,
+                  Tensor seq_lens, Tensor slot_mapping, int64_t block_size) {
   check_dims("block_table", block_table, {-1, -1});
   check_dtype("block_table", block_table, ScalarType::Int, "torch.int32");
   check_last_dim("block_table", block_table);
@@ -82,7 +89,8 @@ void advance_step(Tensor sampled_token_ids, Tensor block_table, Tensor input_ids
   STD_TORCH_CHECK(block_size >= 1, "block_size: expected at least 1 token, got ", block_size);
   const int64_t* sampled = data<int64_t>(sampled_token_ids);
   const int32_t* table = data<int32_t>(block_table);
-  int64_t *ids = mutable_data<int64_t>(input_ids), *pos = mutable_data<int64_t>(positions), *slots = mutable_data<int64_t>(slot_mapping);
+  int64_t *ids = mutable_data<int64_t>(input_ids), *pos = mutable_data<int64_t>(positions),
+          *slots = mutable_data<int64_t>(slot_mapping);
   int32_t* lens = mutable_data<int32_t>(seq_lens);
   for (int64_t i = 0; i < rows; ++i) {
     const int64_t old = lens[i];

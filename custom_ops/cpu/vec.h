@@ -1,5 +1,6 @@
 // SIMD in the compiler's own vector extensions: one source, compiled per instruction set (see kernel_*.cpp).
-// VEC_WIDTH floats per register; every translation unit that includes this file defines its own, in its own namespace.
+// VEC_WIDTH floats per register; every translation unit that includes this file defines its own, in its own
+// namespace.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -23,7 +24,8 @@ inline uint32_t float_to_bits(float f) { uint32_t u; std::memcpy(&u, &f, 4); ret
 inline float to_float(float x) { return x; }
 inline float to_float(bf16 x) { return bits_to_float(uint32_t(x.bits) << 16); }
 inline float to_float(fp16 x) {
-  // Exponent rebias by multiplication also turns subnormals into normals; infinities and NaN are restored after it.
+  // Exponent rebias by multiplication also turns subnormals into normals; infinities and NaN are restored
+  // after it.
   const uint32_t sign = uint32_t(x.bits & 0x8000) << 16, rest = uint32_t(x.bits & 0x7fff) << 13;
   if (rest >= 0x0f800000) return bits_to_float(sign | 0x7f800000 | (rest & 0x007fffff));
   return bits_to_float(sign | float_to_bits(bits_to_float(rest) * bits_to_float(0x77800000)));
@@ -32,7 +34,8 @@ inline float to_float(fp16 x) {
 inline void from_float(float x, float* out) { *out = x; }
 inline void from_float(float x, bf16* out) {
   const uint32_t u = float_to_bits(x);
-  out->bits = (u & 0x7fffffff) > 0x7f800000 ? uint16_t((u >> 16) | 0x40) : uint16_t((u + 0x7fff + ((u >> 16) & 1)) >> 16);
+  out->bits = (u & 0x7fffffff) > 0x7f800000 ? uint16_t((u >> 16) | 0x40)
+                                            : uint16_t((u + 0x7fff + ((u >> 16) & 1)) >> 16);
 }
 inline void from_float(float x, fp16* out) {
   const uint32_t u = float_to_bits(x), sign = (u >> 16) & 0x8000, a = u & 0x7fffffff;
@@ -94,7 +97,8 @@ inline void sum4(vf a, vf b, vf c, vf d, float* out) {
 #endif
 }
 
-// exp(x) to about 1 ulp for x <= 0 (Cephes' expf: Cody-Waite reduction, degree-6 polynomial); 0 below -87.3, NaN of NaN.
+// exp(x) to about 1 ulp for x <= 0 (Cephes' expf: Cody-Waite reduction, degree-6 polynomial); 0 below -87.3,
+// NaN of NaN.
 inline vf exp_vec(vf x) {
   const vi alive = ~(x <= splat(-87.3f));
   const vf clipped = (vf)(((vi)x & alive) | ((vi)splat(-87.3f) & ~alive));

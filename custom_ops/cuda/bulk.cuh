@@ -12,38 +12,64 @@ __device__ __forceinline__ void barrier_init(u32 at, int arrivals) {
 __device__ __forceinline__ void barrier_expect(u32 at, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(bytes) : "memory");
 }
-__device__ __forceinline__ void barrier_arrive(u32 at) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(at) : "memory"); }
-// Waits for a phase of a barrier in this CTA's memory, completed by copies that this CTA asked for, its warps, or CTAs of its cluster.
+__device__ __forceinline__ void barrier_arrive(u32 at) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(at) : "memory");
+}
+// Waits for a phase of a barrier in this CTA's memory, completed by copies that this CTA asked for, its
+// warps, or CTAs of its cluster.
 __device__ __forceinline__ void barrier_wait(u32 at, int parity) {
-  asm volatile("{.reg .pred done; again%=: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1; @!done bra again%=;}" ::"r"(at), "r"(parity) : "memory");
+  asm volatile(
+      "{.reg .pred done; again%=: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1; @!done bra "
+      "again%=;}" ::"r"(at),
+      "r"(parity)
+      : "memory");
 }
 // Four numbers into shared memory of any CTA of the cluster, which tells that CTA's barrier of 16 bytes.
-__device__ __forceinline__ void send_async(u32 to, const float (&x)[4], u32 barrier) {
+__device__ __forceinline__ void st_async(u32 to, const float (&x)[4], u32 barrier) {
   asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1,%2,%3,%4}, [%5];"
                ::"r"(to), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]), "r"(barrier) : "memory");
 }
 // A box of `map` from column k and row on, into shared memory.
-__device__ __forceinline__ void copy_box(u32 to, const void *map, int k, int row, u32 barrier) {
-  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
-               ::"r"(to), "l"(map), "r"(k), "r"(row), "r"(barrier) : "memory");
+__device__ __forceinline__ void tma_load_2d(u32 to, const void *map, int k, int row, u32 barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], "
+      "[%4];" ::"r"(to),
+      "l"(map), "r"(k), "r"(row), "r"(barrier)
+      : "memory");
 }
 // The same with a policy of L2.
-__device__ __forceinline__ void copy_box_once(u32 to, const void *map, int k, int row, u32 barrier, u64 policy) {
-  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5;"
-               ::"r"(to), "l"(map), "r"(k), "r"(row), "r"(barrier), "l"(policy) : "memory");
+__device__ __forceinline__ void tma_load_2d(u32 to, const void *map, int k, int row, u32 barrier,
+                                            u64 policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, "
+      "{%2, %3}], [%4], %5;" ::"r"(to),
+      "l"(map), "r"(k), "r"(row), "r"(barrier), "l"(policy)
+      : "memory");
 }
 // The same in three dimensions: two boxes `apart` in the middle one, whose rows take turns.
-__device__ __forceinline__ void copy_pairs_once(u32 to, const void *map, int k, int row, u32 barrier, u64 policy) {
-  asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, 0, %3}], [%4], %5;"
-               ::"r"(to), "l"(map), "r"(k), "r"(row), "r"(barrier), "l"(policy) : "memory");
+__device__ __forceinline__ void tma_load_2d_pairs(u32 to, const void *map, int k, int row, u32 barrier,
+                                                  u64 policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, "
+      "{%2, 0, %3}], [%4], %5;" ::"r"(to),
+      "l"(map), "r"(k), "r"(row), "r"(barrier), "l"(policy)
+      : "memory");
 }
 // Boxes of three and four dimensions, from a place given for each.
 __device__ __forceinline__ void copy_box3(u32 to, const void *map, int x, int y, int z, u32 barrier) {
-  asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];"
-               ::"r"(to), "l"(map), "r"(x), "r"(y), "r"(z), "r"(barrier) : "memory");
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], "
+      "[%5];" ::"r"(to),
+      "l"(map), "r"(x), "r"(y), "r"(z), "r"(barrier)
+      : "memory");
 }
 __device__ __forceinline__ void copy_box4(u32 to, const void *map, int x, int y, int z, int w, u32 barrier) {
-  asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], [%6];"
-               ::"r"(to), "l"(map), "r"(x), "r"(y), "r"(z), "r"(w), "r"(barrier) : "memory");
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, "
+      "%5}], [%6];" ::"r"(to),
+      "l"(map), "r"(x), "r"(y), "r"(z), "r"(w), "r"(barrier)
+      : "memory");
 }
-__device__ __forceinline__ void prefetch_map(const void *map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
+__device__ __forceinline__ void prefetch_map(const void *map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}

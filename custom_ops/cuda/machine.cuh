@@ -1,16 +1,18 @@
 // The instructions that C++ has no words for. FP16: 16-bit numbers are float16, else bfloat16.
 //
 // Who waits for whom, in all kernels here. Each wait says beside it why it ends; these hold for every one:
-// - A CTA waits for warps of its own, for CTAs of its cluster, and for whole kernels ahead (griddepcontrol.wait);
-//   never for another CTA of its grid, for a kernel behind it, or for the host. The hardware places a cluster whole
-//   or refuses the launch, under MPS and MIG as well, so that no wait needs room for a CTA which is not there. Work
-//   shared by CTAs of different clusters is finished by whoever comes last.
-// - griddepcontrol.wait ends because a kernel is placed early only when all CTAs of the one ahead run or have ended:
-//   one that waits keeps no room from one it waits for. Every kernel here waits for those ahead before it ends, so
-//   that "the one ahead has ended" holds for all further ahead.
-// - Loading a module, lazily or not, may wait for the device. No kernel waits for one that is launched later, so
-//   that this ends too.
-// - nvcc and NVRTC put no barrier of a CTA into code by themselves: the order of barriers is that of the source.
+// - A CTA waits for warps of its own, for CTAs of its cluster, and for whole kernels ahead
+//   (griddepcontrol.wait); never for another CTA of its grid, for a kernel behind it, or for the host. The
+//   hardware places a cluster whole or refuses the launch, under MPS and MIG as well, so that no wait needs
+//   room for a CTA which is not there. Work shared by CTAs of different clusters is finished by whoever comes
+//   last.
+// - griddepcontrol.wait ends because a kernel is placed early only when all CTAs of the one ahead run or have
+//   ended: one that waits keeps no room from one it waits for. Every kernel here waits for those ahead before
+//   it ends, so that "the one ahead has ended" holds for all further ahead.
+// - Loading a module, lazily or not, may wait for the device. No kernel waits for one that is launched later,
+//   so that this ends too.
+// - nvcc and NVRTC put no barrier of a CTA into code by themselves: the order of barriers is that of the
+//   source.
 #pragma once
 
 typedef unsigned int u32;
@@ -26,50 +28,59 @@ constexpr float FLOOR = -1.0e30f;  // finite, so that a warp without keys makes 
 
 __device__ __forceinline__ u32 shared_address(const void *p) { return (u32)__cvta_generic_to_shared(p); }
 
-__device__ __forceinline__ void copy16_or_zero(u32 to, const char *from, bool real) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(real ? 16 : 0) : "memory");
+__device__ __forceinline__ void cp_async_or_zero(u32 to, const char *from, bool real) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(real ? 16 : 0)
+               : "memory");
 }
-// Weights, keys and values are read once per step: they leave L2 first, what other CTAs still need stays. On Ampere,
-// where this was not measured, the policy's registers make a kernel spill.
+// Weights, keys and values are read once per step: they leave L2 first, what other CTAs still need stays. On
+// Ampere, where this was not measured, the policy's registers make a kernel spill.
 #if __CUDA_ARCH__ >= 900
 __device__ __forceinline__ u64 read_once() {
   u64 policy;
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   return policy;
 }
-__device__ __forceinline__ void copy16_once(u32 to, const char *from, u64 policy) {
-  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "l"(policy) : "memory");
+__device__ __forceinline__ void cp_async_once(u32 to, const char *from, u64 policy) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
+               "l"(policy)
+               : "memory");
 }
 #else
 __device__ __forceinline__ u64 read_once() { return 0; }
-__device__ __forceinline__ void copy16_once(u32 to, const char *from, u64) {
+__device__ __forceinline__ void cp_async_once(u32 to, const char *from, u64) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
 #endif
-__device__ __forceinline__ void prefetch_l2(const char *at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
-__device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int N> __device__ __forceinline__ void wait_groups() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
+__device__ __forceinline__ void prefetch_l2(const char *at) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(at));
+}
+__device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int N> __device__ __forceinline__ void cp_async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+}
 
-__device__ __forceinline__ void load_matrices(u32 (&r)[4], u32 at) {
+__device__ __forceinline__ void ldmatrix_x4(u32 (&r)[4], u32 at) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
 }
-__device__ __forceinline__ void load_transposed(u32 (&r)[4], u32 at) {
+__device__ __forceinline__ void ldmatrix_x4_trans(u32 (&r)[4], u32 at) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
 }
-__device__ __forceinline__ u32 transpose8x8(u32 x) {
+__device__ __forceinline__ u32 movmatrix_trans(u32 x) {
   u32 y;
   asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
   return y;
 }
 template <bool FP16> __device__ __forceinline__ void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
   if constexpr (FP16)
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+        "{%0,%1,%2,%3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
   else
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+        "{%0,%1,%2,%3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
@@ -113,10 +124,10 @@ __device__ __forceinline__ float tanh_(float x) {  // a series near 0, where the
   const float far = 1.f - 2.f / (exp2_(2.f * LOG2E * x) + 1.f);
   return fabsf(x) < 0.3f ? series : far;
 }
-// Lengths, query starts and block tables are read before griddepcontrol.wait, where this multiprocessor's L1 may still
-// hold an older step's: a program that starts early is not known to find L1 emptied. Nobody writes them while the
-// kernel runs. So the first reads come from L2, and the last of them is an acquire, which empties L1: what a thread
-// reads behind its own is as new, at the price of L1.
+// Lengths, query starts and block tables are read before griddepcontrol.wait, where this multiprocessor's L1
+// may still hold an older step's: a program that starts early is not known to find L1 emptied. Nobody writes
+// them while the kernel runs. So the first reads come from L2, and the last of them is an acquire, which
+// empties L1: what a thread reads behind its own is as new, at the price of L1.
 __device__ __forceinline__ int load_l2(const int *p) {
   int x;
 #if __CUDA_ARCH__ >= 900
@@ -142,29 +153,49 @@ __device__ __forceinline__ float load_l2(const float *p) {  // other CTAs wrote 
 }
 __device__ __forceinline__ float4 load_l2(const float4 *p) {
   float4 x;
-  asm volatile("ld.global.cg.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "l"(p) : "memory");
+  asm volatile("ld.global.cg.v4.f32 {%0,%1,%2,%3}, [%4];"
+               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+               : "l"(p)
+               : "memory");
   return x;
 }
 
-// CTAs of a cluster write into each other's shared memory: parts of a pair then meet without a trip through L2.
-__device__ __forceinline__ u32 in_cta(u32 mine, int rank) {  // the address of `mine` in CTA `rank` of the cluster
+// CTAs of a cluster write into each other's shared memory: parts of a pair then meet without a trip through
+// L2.
+// the address of `mine` in CTA `rank` of the cluster
+__device__ __forceinline__ u32 mapa(u32 mine, int rank) {
   u32 theirs;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(theirs) : "r"(mine), "r"(rank));
   return theirs;
 }
-__device__ __forceinline__ u32 in_cta(const void *mine, int rank) { return in_cta(shared_address(mine), rank); }
-__device__ __forceinline__ void send(u32 to, float4 x) {
-  asm volatile("st.shared::cluster.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(to), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w) : "memory");
+__device__ __forceinline__ u32 mapa(const void *mine, int rank) { return mapa(shared_address(mine), rank); }
+__device__ __forceinline__ void st_cluster(u32 to, float4 x) {
+  asm volatile("st.shared::cluster.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(to), "f"(x.x), "f"(x.y), "f"(x.z),
+               "f"(x.w)
+               : "memory");
 }
-__device__ __forceinline__ void send(u32 to, float x) { asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(to), "f"(x) : "memory"); }
-__device__ __forceinline__ void announce(u32 counter) {
+__device__ __forceinline__ void st_cluster(u32 to, float x) {
+  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(to), "f"(x) : "memory");
+}
+__device__ __forceinline__ void red_release_cluster(u32 counter) {
   asm volatile("red.release.cluster.shared::cluster.add.u32 [%0], 1;" ::"r"(counter) : "memory");
 }
-__device__ __forceinline__ void await(const u32 *counter, u32 wanted) {  // a spin; decode.cu, where it stands, says who comes
+// a spin; decode.cu, where it stands, says who comes
+__device__ __forceinline__ void wait_for_count(const u32 *counter, u32 wanted) {
   u32 seen;
-  do asm volatile("ld.acquire.cluster.shared::cta.u32 %0, [%1];" : "=r"(seen) : "r"(shared_address(counter)) : "memory");
+  do
+    asm volatile("ld.acquire.cluster.shared::cta.u32 %0, [%1];"
+                 : "=r"(seen)
+                 : "r"(shared_address(counter))
+                 : "memory");
   while (seen != wanted);
 }
-__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
-__device__ __forceinline__ void cluster_arrive_relaxed() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
-__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_arrive() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void cluster_arrive_relaxed() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void cluster_wait() {
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}

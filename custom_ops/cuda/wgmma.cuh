@@ -3,7 +3,8 @@
 
 #include "machine.cuh"
 
-// One instruction; `shape` and what follows the types, operands included. A macro, since its text must be a literal.
+// One instruction; `shape` and what follows the types, operands included. A macro, since its text must be a
+// literal.
 #define WGMMA(FP16, shape, ...)                                                                    \
   do {                                                                                             \
     if constexpr (FP16)                                                                            \
@@ -12,20 +13,21 @@
       asm volatile("wgmma.mma_async.sync.aligned." shape ".f32.bf16.bf16 " __VA_ARGS__);           \
   } while (0)
 
-// Descriptor of rows of 128 bytes: 16-byte columns swizzled by the row modulo 8, 8 rows = 1024 bytes. `at` is a
-// multiple of 1024 plus the k's offset.
+// Descriptor of rows of 128 bytes: 16-byte columns swizzled by the row modulo 8, 8 rows = 1024 bytes. `at` is
+// a multiple of 1024 plus the k's offset.
 __device__ __forceinline__ u64 matrix(u32 at) {
   return (u64)(at >> 4 & 0x3fff) | (u64)1 << 16 | (u64)64 << 32 | (u64)1 << 62;
 }
 
-// d += a @ b.T for 16 k of 64 rows, both from shared memory; d[n] is the fragment of b's rows n * 8 .. n * 8 + 7, as
-// mma.m16n8k16 has it, warp w of the four with rows w * 16 ... of a.
+// d += a @ b.T for 16 k of 64 rows, both from shared memory; d[n] is the fragment of b's rows n * 8 .. n * 8
+// + 7, as mma.m16n8k16 has it, warp w of the four with rows w * 16 ... of a.
 #define D4(n) "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])
 template <bool FP16> __device__ __forceinline__ void wgmma(float (&d)[1][4], u64 a, u64 b) {
   WGMMA(FP16, "m64n8k16", "{%0,%1,%2,%3}, %4, %5, 1, 1, 1, 0, 0;" : D4(0) : "l"(a), "l"(b));
 }
 template <bool FP16> __device__ __forceinline__ void wgmma(float (&d)[2][4], u64 a, u64 b) {
-  WGMMA(FP16, "m64n16k16", "{%0,%1,%2,%3,%4,%5,%6,%7}, %8, %9, 1, 1, 1, 0, 0;" : D4(0), D4(1) : "l"(a), "l"(b));
+  WGMMA(FP16, "m64n16k16", "{%0,%1,%2,%3,%4,%5,%6,%7}, %8, %9, 1, 1, 1, 0, 0;" : D4(0), D4(1) : "l"(a),
+        "l"(b));
 }
 template <bool FP16> __device__ __forceinline__ void wgmma(float (&d)[4][4], u64 a, u64 b) {
   WGMMA(FP16, "m64n32k16",
@@ -40,7 +42,9 @@ template <bool FP16> __device__ __forceinline__ void wgmma(float (&d)[8][4], u64
 }
 #undef D4
 __device__ __forceinline__ void wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
 template <int N> __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
 }

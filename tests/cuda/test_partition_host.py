@@ -1,4 +1,4 @@
-"""How decode cuts its work (decode.cu, requests.cuh) and where keys lie in shared memory (shapes.cuh),
+"""How decode cuts its work (run.cuh, requests.cuh) and where keys lie in shared memory (shapes.cuh),
 compiled for the host and run for every CTA of many batches: a warp is 32 coroutines that meet at its
 shuffles, so that the kernel's own source is what runs."""
 
@@ -83,34 +83,22 @@ template <class F> void warp(F f) {  // f(lane), which ends in the same turn for
 }
 """  # noqa: E501
 
-#: A CTA's run as decode.cu finds it, between these two lines of the kernel.
-BEGIN, END = (
-    "  // The run of this CTA; every warp works it out for itself.",
-    "    const u32 stages = shared_address(shared)",
-)
-FIND = """
-struct Run {
-  bool works;
-  int busy, used, total, teams, team, unit, unit_end;
-  Cursor c;
-};
-inline Run find(const Params &p, int lane) {
-%s
-    return {true, busy, used, total, teams, team, unit, unit_end, c};
-  }
-  return {false, busy, used, total, teams, team, unit, unit_end, c};
-}
-"""
-
 #: Reads batches "ctas requests starts... lengths..." and walks the runs of all CTAs.
 WALK = """
-#include "requests.cuh"
-#include "find.cuh"
+#include "run.cuh"
 #include <map>
 #include <set>
 #include <tuple>
 #include <vector>
 #define CHECK(x) do { if (!(x)) { printf("batch %d, CTA %d: %s\\n", batch, cta, #x); exit(1); } } while (0)
+struct Found : Run { Cursor c; bool works; };
+Found find(const Params &p, int lane) {  // as paged_decode does
+  Found run = {};
+  run.plan(p, lane, run.c);
+  run.works = run.unit < run.unit_end;
+  if (run.works) run.begin(p, run.c);
+  return run;
+}
 struct Piece { int team, begin, end, first, count; bool whole; };
 int main() {
   int ctas, reqs, batch = 0;
@@ -130,7 +118,7 @@ int main() {
       busy += x.num_tiles > 0;
     }
     for (cta = 0; cta < ctas; ++cta) {
-      static Run run[32];
+      static Found run[32];
       blockIdx.x = cta, gridDim.x = ctas;
       warp([&](int lane) { run[lane] = find(p, lane); });
       for (int i = 0; i < 32; ++i) {  // what barriers rely on
@@ -142,7 +130,7 @@ int main() {
       }
       if (!run[0].works) continue;
       Cursor c = run[0].c;
-      Ahead ahead(p, c);
+      LoadCursor ahead(p, c);
       const int unit_end = run[0].unit_end;
       int unit = run[0].unit;
       CHECK(unit < unit_end && unit_end <= total);
@@ -240,11 +228,6 @@ def build(folder: Path, program: str, **constants: int) -> Path:
     cut = {"WARPS": 4, "KEYS": 16, "STAGES": 3, "TEAM": 8, "CLUSTER": 1, "MIN_TILES": 2}
     values = {name: config[name] for name in DECODE.names()} | cut | constants
     jit.write_sources(folder, "decode.cu", DECODE.config(values))
-    kernel = jit.sources()["decode.cu"]
-    assert kernel.count(BEGIN) == kernel.count(END) == 1, (
-        "the lines of decode.cu that this test takes have moved"
-    )
-    (folder / "find.cuh").write_text(FIND % kernel[kernel.index(BEGIN) : kernel.index(END)])
     (folder / "machine.cuh").write_text(MACHINE)
     (folder / "main.cpp").write_text(program)
     command = [

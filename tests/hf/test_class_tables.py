@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from architectures import model_of
 from families import logits_of
 from models import padded_prompts
 from transformers import Data2VecVisionConfig, Data2VecVisionModel, GitConfig, GitForCausalLM
@@ -18,6 +17,7 @@ from transformers import Data2VecVisionConfig, Data2VecVisionModel, GitConfig, G
 from torchpaged import UnsupportedModelError
 from torchpaged.hf import PagedCache
 from torchpaged.hf.class_tables import TABLES
+from torchpaged.testing.coverage.architectures import model_of
 
 
 def test_every_table_is_known() -> None:
@@ -39,15 +39,13 @@ def test_every_table_is_known() -> None:
 
 @pytest.mark.parametrize("model_type", ["falcon", "gpt_neo", "gptj"])
 def test_decoders_run_their_own_attention(model_type: str) -> None:
-    """With their mask, without a PagedCache; with one they are refused as every model that ignores
-    the interface."""
+    """With their mask, without a PagedCache; with one they ask to be attached."""
     inputs = padded_prompts()
     want, got = (logits_of(model_of(model_type, name), inputs) for name in ("eager", "torchpaged"))
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5 * float(want.abs().max()))
     model = model_of(model_type, "torchpaged")
-    with pytest.raises(UnsupportedModelError, match="attention interface"):
-        PagedCache(model.config, 2, 32)
-    model.set_attn_implementation("eager")
+    with pytest.raises(UnsupportedModelError, match=r"attach\(model\)"):
+        logits_of(model, inputs, PagedCache(model.config, 2, 32))
     torch.testing.assert_close(logits_of(model, inputs), want, rtol=1e-5, atol=1e-5)
 
 

@@ -14,6 +14,7 @@ from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 
 from torchpaged import ArgumentError, UnsupportedModelError
 from torchpaged.hf import PagedCache
+from torchpaged.hf import paged as attached
 
 HEAD = "ForConditionalGeneration"
 
@@ -49,14 +50,18 @@ def test_logits_equal_eager(stem: str, caches: str) -> None:
 
 @pytest.mark.parametrize("stem", ["T5", "UMT5"])
 def test_position_bias_needs_dense(stem: str) -> None:
-    """Their layers ask for their own length between the first layer's write and their own."""
+    """Their layers ask for their own length between the first layer's write and their own. The cache knows
+    that of their type, and must be told to page all the same."""
     model = build(stem, HEAD)
     prompt = {**inputs(padded=True), "decoder_attention_mask": torch.ones(2, 9, dtype=torch.int64)}
-    same(model, prompt, lambda: CACHES["dense"](model))
+    for caches in ("dense", "paged"):
+        same(model, prompt, lambda caches=caches: CACHES[caches](model))  # type: ignore[misc]
     with pytest.raises(
         UnsupportedModelError, match="(position bias|computes with its cached keys).*dense=True"
     ):
-        logits_of(model, inputs(), CACHES["paged"](model))
+        logits_of(
+            model, inputs(), EncoderDecoderCache(paged(model, dense=False), DynamicCache(config=model.config))
+        )
 
 
 def test_a_padded_source() -> None:
@@ -129,7 +134,7 @@ def test_t5gemma_makes_its_cross_cache_itself() -> None:
         PagedCache(model.config, 1, 8, offloadings=True)  # type: ignore[call-arg]
 
 
-@pytest.mark.parametrize("stem", ["LED", "FSMT", "Mvp"])
+@pytest.mark.parametrize("stem", ["LED", "FSMT"])
 def test_attention_of_its_own(stem: str) -> None:
     """Refused with a PagedCache; without one, and loaded under the implementation's name, their logits are
     their own."""
@@ -140,3 +145,15 @@ def test_attention_of_its_own(stem: str) -> None:
     want = logits_of(model, inputs(padded=True))
     got = logits_of(build(stem, head, "torchpaged"), inputs(padded=True))
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5 * float(want.abs().max()))
+
+
+def test_attention_of_its_own_that_is_known() -> None:
+    """The decoder's own keys paged, behind a padded source, and everything but them as it was."""
+    given, model = inputs(padded=True), build("Mvp", HEAD)
+    want = logits_of(model, given)
+    with pytest.raises(ArgumentError, match=r"torchpaged.hf.attach\(model\)"):
+        logits_of(model, given, CACHES["paged"](model))
+    with attached(model):
+        for cache in (CACHES["paged"](model), None):
+            got = logits_of(model, given, cache)
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4 * float(want.abs().max()))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from models import padded_prompts, tiny
-from transformers import BloomConfig, BloomForCausalLM, DiffLlamaConfig, DiffLlamaForCausalLM
+from transformers import CpmAntConfig, CpmAntForCausalLM, DiffLlamaConfig, DiffLlamaForCausalLM
 
 from torchpaged import ArgumentError, BlockPoolExhaustedError, UnsupportedModelError
 from torchpaged.hf import PagedCache, PagedModel, require_supported
@@ -32,12 +32,13 @@ def paged(name: str = "Llama", **options: Any) -> Any:
 
 
 def test_a_model_that_ignores_the_interface() -> None:
-    model = BloomForCausalLM(BloomConfig(vocab_size=99, hidden_size=32, n_layer=1, n_head=2))
-    with pytest.raises(UnsupportedModelError, match="BloomForCausalLM.*attention interface"):
+    config = CpmAntConfig(vocab_size=99, hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
+    model = CpmAntForCausalLM(config)
+    with pytest.raises(UnsupportedModelError, match="CpmAntForCausalLM.*attention interface"):
         require_supported(model)
-    with pytest.raises(UnsupportedModelError, match="BloomForCausalLM"):
+    with pytest.raises(UnsupportedModelError, match="CpmAntForCausalLM"):
         PagedModel(model, num_blocks=4)
-    with pytest.raises(UnsupportedModelError, match="BloomForCausalLM"):
+    with pytest.raises(UnsupportedModelError, match="CpmAntForCausalLM"):
         PagedCache(model.config, 1, 16)
     require_supported(tiny("Llama"))
 
@@ -51,7 +52,10 @@ def test_a_model_that_changes_cached_values_needs_dense() -> None:
     model.set_attn_implementation("torchpaged")
     with pytest.raises(UnsupportedModelError, match="dense=True"):
         model.generate(
-            **inputs, max_new_tokens=6, do_sample=False, past_key_values=PagedCache(model.config, 2, 32)
+            **inputs,
+            max_new_tokens=6,
+            do_sample=False,
+            past_key_values=PagedCache(model.config, 2, 32, dense=False),
         )
     if getattr(model, "_supports_sdpa", True):  # the dense path needs an attention the model can take
         model.set_attn_implementation("eager")

@@ -4,6 +4,7 @@ session (session.py)."""
 from torchpaged.backends.base import Backend
 from torchpaged.backends.capabilities import Capabilities, Planning
 from torchpaged.backends.selector import (
+    ALIASES,
     Choice,
     backend_of,
     get_backend,
@@ -19,6 +20,7 @@ from torchpaged.backends.spec import AttentionSpec, GraphSupport, attention_spec
 from torchpaged.metadata import HostLengths
 
 __all__ = [
+    "ALIASES",
     "AttentionSpec",
     "Backend",
     "Capabilities",

@@ -25,7 +25,7 @@ class Backend:
         ops: handles of all ops, or of those that it serves by name: ``{"paged_attention": mine}`` is enough,
             and the device's own serve the rest.
         unavailable: returns why the backend can't run on this machine at all, or None.
-        session: the class of its sessions; `Session` keeps nothing and plans nothing.
+        session: makes its sessions: a class, or anything called as one; `Session` keeps and plans nothing.
         route: says which of its kernels would serve prompts of a spec, and why where that is not the first
             choice; None = nothing to say.
 
@@ -41,7 +41,7 @@ class Backend:
     capabilities: Capabilities
     ops: BackendOps
     unavailable: Callable[[], str | None]
-    session: type[Session] = Session
+    session: Callable[..., Session] = Session
     route: Callable[[AttentionSpec], str] | None = None
     serves: tuple[str, ...] = field(init=False)
 
@@ -51,7 +51,7 @@ class Backend:
         capabilities: Capabilities,
         ops: BackendOps | Mapping[str, Any],
         unavailable: Callable[[], str | None],
-        session: type[Session] = Session,
+        session: Callable[..., Session] = Session,
         route: Callable[[AttentionSpec], str] | None = None,
     ) -> None:
         given = ops._asdict() if isinstance(ops, BackendOps) else dict(ops)

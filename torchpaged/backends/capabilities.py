@@ -29,10 +29,12 @@ class Planning(IntEnum):
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a backend can do, as data: `reject` turns it into sentences, the README's table is made from it.
+    """What a backend can do, as data: `reject` turns it into sentences.
 
     None means "any". ``head_dims`` and ``block_sizes`` list what is supported. ``planning`` says when its
-    sessions want `Session.plan`.
+    sessions want `Session.plan`. ``finite_pools``: whatever lies in a pool must be finite, also where nobody
+    has written or may look, since what a query must not see is multiplied by 0; zeros, as `PagedKVCache` has,
+    are.
     """
 
     device_types: tuple[str, ...]
@@ -52,6 +54,7 @@ class Capabilities:
     chunked: bool = True
     lse: bool = True
     planning: Planning = Planning.NEVER
+    finite_pools: bool = False
 
     def reject(self, spec: AttentionSpec) -> list[str]:
         """Every reason why ``spec`` can't run; empty if it can."""

@@ -90,4 +90,6 @@ def traced_ops(
             refuse_traced(ops, device, attention, planned)
         return ops
     name = traced_name(device, attention, planned)  # names can be constants of a trace
-    return BACKEND_OPS[name] if name in BACKEND_OPS else selector._REGISTERED[name].ops
+    if name in BACKEND_OPS:
+        return BACKEND_OPS[name]
+    return (selector._REGISTERED if name in selector._REGISTERED else selector._LOADED)[name].ops

@@ -19,11 +19,27 @@ from torchpaged.backends.spec import AttentionSpec
 from torchpaged.custom_ops import BackendOps, variables
 from torchpaged.custom_ops.errors import ArgumentError, BackendUnavailableError
 
-#: Backend name -> module with a ``BACKEND``; `register_backend` adds to it.
-_MODULES = {name: f"torchpaged.backends.{name}" for name in ("cuda", "triton", "cpu", "reference")}
-_REGISTERED: dict[str, Backend] = {}
 #: Preference of the automatic choice.
-AUTOMATIC = ["cuda", "triton", "cpu", "reference"]
+AUTOMATIC = ["cuda", "triton", "cpu", "flex", "torch_sdpa", "reference"]
+#: Backend name -> module with a ``BACKEND``; `register_backend` adds to it.
+_MODULES = {
+    name: f"torchpaged.backends.{name}" for name in (*AUTOMATIC, "flash_attn", "flashinfer", "torch_varlen")
+}
+_REGISTERED: dict[str, Backend] = {}
+_LOADED: dict[str, Backend] = {}  # of _MODULES, those that were asked for: for a trace, which imports nothing
+#: Devices on which a backend is chosen without being named, where these are not all of its own, and why.
+_AUTOMATIC_ON = {
+    "flex": ("cuda", "it compiles each shape for tens of seconds there"),
+    "torch_sdpa": ("cuda", "it gathers as many blocks as the block table is wide"),
+}
+#: What others call what a backend here is made of.
+ALIASES = {
+    "FLASHINFER": "flashinfer",
+    "FLASH_ATTN": "flash_attn",
+    "FLEX_ATTENTION": "flex",
+    "TORCH_SDPA": "torch_sdpa",
+    "TRITON_ATTN": "triton",
+}
 _forced: contextvars.ContextVar[str | None] = contextvars.ContextVar("torchpaged_backend", default=None)
 
 
@@ -45,7 +61,7 @@ class Choice:
 def register_backend(backend: Backend, *, automatic: bool = False) -> None:
     """Make ``backend`` selectable by its name; ``automatic`` puts it before the built-in ones in the
     automatic choice."""
-    if backend.name in (*_MODULES, "auto", "default", "meta"):
+    if backend.name in (*_MODULES, *ALIASES, "auto", "default", "meta"):
         raise ValueError(f"backend.name: expected a new name, got {backend.name!r}, which is built in")
     _REGISTERED[backend.name] = backend
     if automatic and backend.name not in AUTOMATIC:
@@ -58,19 +74,21 @@ def list_backends() -> list[str]:
 
 
 def get_backend(name: str) -> Backend:
-    """The backend of that name, whether or not it can run here.
+    """The backend of that name, one of `list_backends` or of `ALIASES`, whether or not it can run here.
 
     Raises:
         BackendUnavailableError: no backend has that name.
     """
     if name in _REGISTERED:
         return _REGISTERED[name]
+    name = _own_name(name)
     if name not in _MODULES:
         raise BackendUnavailableError(
             f"backend: expected one of auto, {', '.join(list_backends())}, got {name!r}"
         )
-    backend: Backend = importlib.import_module(_MODULES[name]).BACKEND
-    return backend
+    if name not in _LOADED:
+        _LOADED[name] = importlib.import_module(_MODULES[name]).BACKEND
+    return _LOADED[name]
 
 
 @contextlib.contextmanager
@@ -93,12 +111,17 @@ def requested(backend: str | None) -> tuple[str, str]:
     """The name asked for and who asked."""
     if backend not in (None, "auto"):
         assert backend is not None
-        return backend, f"backend={backend!r} was given"
+        return _own_name(backend), f"backend={backend!r} was given"
     forced = _forced.get()
     if forced is not None:
-        return forced, f"torchpaged.use_backend({forced!r}) is active"
+        return _own_name(forced), f"torchpaged.use_backend({forced!r}) is active"
     variable = variables.get("TORCHPAGED_BACKEND")
-    return variable, f"TORCHPAGED_BACKEND={variable} is set"
+    return _own_name(variable), f"TORCHPAGED_BACKEND={variable} is set"
+
+
+def _own_name(name: str) -> str:
+    """Of a backend that was asked for by the name that others have for it; a registered one keeps its own."""
+    return name if name in _REGISTERED else ALIASES.get(name, name)
 
 
 def select_backend(spec: AttentionSpec | Sequence[AttentionSpec], backend: str | None = None) -> Choice:
@@ -126,7 +149,7 @@ def select_backend(spec: AttentionSpec | Sequence[AttentionSpec], backend: str |
             )
         return Choice(name, asker + _routes(get_backend(name), specs))
     for candidate in AUTOMATIC:
-        reasons = _reject(get_backend(candidate), specs)
+        reasons = _by_name_alone(candidate, specs) + _reject(get_backend(candidate), specs)
         if not reasons:
             place = "first choice" if not rejected else f"after {', '.join(rejected)}"
             reason = f"automatic for {specs[0].device.type} ({place})" + _routes(
@@ -161,6 +184,13 @@ def _routes(backend: Backend, specs: Sequence[AttentionSpec]) -> str:
         if backend.route
         else ""
     )
+
+
+def _by_name_alone(name: str, specs: Sequence[AttentionSpec]) -> list[str]:
+    """Why the automatic choice passes a backend over on these devices, though it may be able to run there."""
+    device, why = _AUTOMATIC_ON.get(name, ("", ""))
+    others = dict.fromkeys(spec.device.type for spec in specs if device and spec.device.type != device)
+    return [f"on device {other} it runs where it is named alone: {why}" for other in others]
 
 
 def _reject(backend: Backend, specs: Sequence[AttentionSpec]) -> list[str]:

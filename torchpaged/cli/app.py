@@ -1,4 +1,4 @@
-"""The command line: ``torchpaged generate | bench | backends | env``.
+"""The command line: ``torchpaged generate | bench | backends | coverage | env``.
 
 typer and rich belong to the ``demo`` and ``bench`` extras; only the command modules and the bench's screen
 import them.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -24,6 +25,7 @@ except ImportError as _error:  # pragma: no cover - depends on the installation
     ) from None
 
 from torchpaged.backends import AttentionSpec, get_backend, list_backends, select_backend
+from torchpaged.backends.table import capability_tables, declared
 from torchpaged.cli.bench import app as bench_app
 from torchpaged.custom_ops import variables
 from torchpaged.custom_ops.errors import TorchpagedError
@@ -213,6 +215,7 @@ def backends(
     bidirectional: Annotated[bool, typer.Option(help="attention without causality")] = False,
     lse: Annotated[bool, typer.Option(help="the log-sum-exp is returned, too")] = False,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda")] = "auto",
+    table: Annotated[bool, typer.Option("--table", help="print what they declare, in Markdown")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
     """Which backends can run an attention here, and every reason why the others can't."""
@@ -238,6 +241,9 @@ def backends(
         causal=not bidirectional,
         lse=lse,
     )
+    if table:
+        print(capability_tables(), end="")
+        return
     reasons = {name: get_backend(name).reject(spec) for name in list_backends()}
     try:
         choice = select_backend(spec)
@@ -245,19 +251,62 @@ def backends(
     except TorchpagedError as error:
         chosen, why = "", str(error)
     if as_json:
-        print(
-            json.dumps(
-                {"chosen": chosen, "reason": why, "rejected": {name: r for name, r in reasons.items() if r}}
-            )
-        )
+        report = {
+            "chosen": chosen,
+            "reason": why,
+            "rejected": {name: r for name, r in reasons.items() if r},
+            "declared": {name: declared(name) for name in reasons},
+        }
+        print(json.dumps(report))
         return
-    table = Table("backend", "usable", "graphs", "why not")
+    shown = Table("backend", "usable", "graphs", "why not")
     for name, rejected in reasons.items():
         support = get_backend(name).capabilities.graph_support.name
-        table.add_row(name, "no" if rejected else "yes", support, escape("\n".join(rejected)))
+        shown.add_row(name, "no" if rejected else "yes", support, escape("\n".join(rejected)))
     console = Console()
-    console.print(table)
+    console.print(shown)
     console.print(f"chosen: {chosen or 'none'} ({why})", markup=False)
+
+
+@app.command()
+def coverage(
+    arch: Annotated[
+        list[str] | None,
+        typer.Option(help="a model type of transformers; may be given several times; default: all"),
+    ] = None,
+    output: Annotated[
+        str, typer.Option(help="JSON file of the rows; a run goes on from it")
+    ] = "coverage.json",
+    page: Annotated[str, typer.Option(help="write the rows as a Markdown page to this file")] = "",
+    beside: Annotated[
+        list[str] | None, typer.Option(help="another version's JSON file to show on the page, too")
+    ] = None,
+    workers: Annotated[int, typer.Option(help="processes at a time", min=1)] = 1,
+    seconds: Annotated[float | None, typer.Option(help="begin nothing new after so long")] = None,
+    compiled: Annotated[
+        bool,
+        typer.Option("--compiled/--no-compiled", help="check the compiled decode step, and count its graphs"),
+    ] = True,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="examine again what the output holds already")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+) -> None:
+    """Which architectures of transformers run right through a paged cache, tiny and random."""
+    from torchpaged.cli.coverage import run
+
+    code = run(
+        arch or [],
+        Path(output),
+        Path(page) if page else None,
+        [Path(path) for path in beside or []],
+        workers=workers,
+        seconds=seconds,
+        compiled=compiled,
+        fresh=fresh,
+        as_json=as_json,
+    )
+    raise typer.Exit(code)
 
 
 @app.command(name="env")

@@ -229,7 +229,15 @@ class LayerPlan:
     ) -> Tensor:
         slots = cached.owner.advance(cached, *shape)
         if not isinstance(self.rope, RopeTable):
-            ops.write_kv(k, v, cached.keys, cached.values, slots, are_query_tokens=cached.writes_query_tokens)
+            ops.write_kv(
+                k,
+                v,
+                cached.keys,
+                cached.values,
+                slots,
+                are_query_tokens=cached.writes_query_tokens,
+                **cached.scales,
+            )
             return q
         if isinstance(
             cached.owner, PagedCache
@@ -248,6 +256,7 @@ class LayerPlan:
             cached.keys,
             cached.values,
             are_query_tokens=cached.writes_query_tokens,
+            **cached.scales,
             **self.head_norms,
         )
         return q_out

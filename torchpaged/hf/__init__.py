@@ -19,23 +19,29 @@ except ImportError as error:
 from torchpaged.hf.attention import NAME, register
 from torchpaged.hf.cache import PagedCache
 from torchpaged.hf.compile_layers import compile_layers, uncompile_layers
+from torchpaged.hf.continuous_batching import register_continuous_batching
 from torchpaged.hf.paged_model import PagedModel, kv_layer_specs
 from torchpaged.hf.support import fusion_of, require_supported
+from torchpaged.hf.switch import attach, detach, paged
 
 if TYPE_CHECKING:
     from torchpaged.fuse import FusionReport, fuse, unfuse
 
 register()
+register_continuous_batching()
 
 __all__ = [
     "NAME",
     "FusionReport",
     "PagedCache",
     "PagedModel",
+    "attach",
     "compile_layers",
+    "detach",
     "fuse",
     "fusion_of",
     "kv_layer_specs",
+    "paged",
     "register",
     "require_supported",
     "uncompile_layers",

@@ -17,6 +17,7 @@ from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_
 
 from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
 from torchpaged.hf.class_tables import fill_class_tables
+from torchpaged.hf.known_models import TAKES_NO_NONE
 from torchpaged.hf.layer import PagedLayer, cache_of, layer_of
 from torchpaged.hf.support import has_own_attention
 from torchpaged.profiling import is_on as is_profiling
@@ -43,6 +44,8 @@ def paged_attention_forward(
     sinks: Tensor | None = None,
     position_bias: Tensor | None = None,
     is_causal: bool | None = None,
+    alibi_slopes: Tensor | None = None,
+    masks_itself: bool = False,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention function.
@@ -55,6 +58,8 @@ def paged_attention_forward(
         scaling: softmax scale; None = ``head_dim ** -0.5``.
         sliding_window: keys visible, the own one included; overrides the cache layer's.
         softcap, s_aux, sinks: soft cap and sink logits (``sinks`` is the newer name of ``s_aux``).
+        alibi_slopes: ``[num_heads]`` float32; for `torchpaged.hf.own_attention`, on the paged path only.
+        masks_itself: the module's window is in none of the masks that its model asks for.
 
     Returns:
         ``([batch, query_len, num_heads, head_dim_v], None)``.
@@ -91,11 +96,11 @@ def paged_attention_forward(
     metadata = owner.metadata_of(batch, query_len)
     # The mask's, where the model asks for one: modules may say False and mask by themselves.
     causal = causal if owner.masks.causal is None else owner.masks.causal
-    if query_len > 1 and not torch.compiler.is_compiling():
+    if query_len > 1 and not masks_itself and not torch.compiler.is_compiling():
         owner.masks.require_kind(layer, window)
     q = query.transpose(1, 2).reshape(batch * query_len, num_heads, head_dim)
     out = q.new_empty(batch * query_len, num_heads, value.shape[-1])
-    owner.backend.hold(layer, query, key, value, causal, window, softcap, sinks, scaling)
+    owner.backend.hold(layer, query, key, value, causal, window, softcap, sinks, scaling, alibi_slopes)
     attend = owner.backend.ops.paged_attention
     if not torch.compiler.is_compiling() and is_profiling():
         attend = ranged_attention(attend, layer.index)
@@ -112,9 +117,11 @@ def paged_attention_forward(
         scale=head_dim**-0.5 if scaling is None else float(scaling),
         causal=causal,
         window_left=-1 if window is None else window - 1,
+        alibi_slopes=alibi_slopes,
         logits_soft_cap=0.0 if softcap is None else float(softcap),
         sinks=sinks,
         chunk_size=layer.chunk or 0,
+        **layer.scales,
         **layer.workspace,
     )
     return out.view(batch, query_len, num_heads, value.shape[-1]), None
@@ -201,6 +208,11 @@ def _dense(
 ) -> tuple[Tensor, None]:
     """A call without a paged cache, as SDPA does it."""
     name = type(module).__name__
+    if kwargs.get("cache") is not None:
+        raise UnsupportedModelError(
+            f"{name} got a cache of continuous batching outside of it; call model.generate_batch, which "
+            "runs an attention function of its own"
+        )
     for argument, given in (("softcap", softcap), ("s_aux", sinks)):
         if given is not None:
             raise UnsupportedModelError(
@@ -242,6 +254,8 @@ def paged_mask(
         cache.masks.observe(
             attention_mask, batch_size, q_length, mask_function, local_size, kwargs.get("device", "cpu")
         )
+        if cache.name in TAKES_NO_NONE:
+            return torch.zeros((1, 1, 1, 1), dtype=torch.bool, device=kwargs.get("device", "cpu"))
         return None
     if cache is not None:
         kv_offset = 0

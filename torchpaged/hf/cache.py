@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
 
 from torchpaged.backends import Choice, Limits, Session
@@ -35,13 +36,20 @@ from torchpaged.custom_ops.errors import (
 )
 from torchpaged.hf.cache_masks import CacheMasks
 from torchpaged.hf.cache_rows import CacheRows, incomplete
+from torchpaged.hf.call_sizes import sizes_of_call
 from torchpaged.hf.chosen_backend import ChosenBackend
 from torchpaged.hf.forward_order import ForwardOrder
+from torchpaged.hf.known_models import NEEDS_DENSE, OWN_ATTENTION
+from torchpaged.hf.kv_scales import KVScales, Scales, require_paged
 from torchpaged.hf.layer import SET_UP, PagedLayer, mask_token
 from torchpaged.hf.row_changes import RowChanges
 from torchpaged.hf.support import require_made_by_user, require_paged_layers, require_supported_config
-from torchpaged.hf.template import paged_layers
+from torchpaged.hf.template import HybridPagedLayer, paged_layers
 from torchpaged.metadata import AttentionMetadata
+
+
+def _keeps_kv(layer: PagedLayer) -> bool:
+    return type(layer) in (PagedLayer, HybridPagedLayer)
 
 
 class PagedCache(Cache):
@@ -56,17 +64,22 @@ class PagedCache(Cache):
             rows. A row takes its ``ceil(max_seq_len / block_size)`` blocks when its batch arrives.
         backend: a name or "auto"; chosen when the first keys arrive (device and dtype are known then).
         dense: gather keys and values and let SDPA attend: slower, for models that change cached values before
-            attention.
+            attention. None: for those that are known to (`torchpaged.hf.known_models.NEEDS_DENSE`), and for
+            no others.
+
+        kv_dtype: of the pools: "fp8_e4m3" or "fp8_e5m2", or torch's dtype of that name; None: the keys'.
+        kv_scales: of fp8 pools: "head" or "tensor", found in the first forward's keys and values, one per kv
+            head or one per layer, and kept until the cache is gone; or for each paged layer ``(k_scale,
+            v_scale)``, as the attribute of this name holds them.
 
     Attributes:
+        dense: whether keys and values are gathered.
+        dense_reason: why, if nobody asked for it; else empty.
         rows, masks, backend, order: what it is made of.
         paged: the paged ones of its ``layers``.
 
-    The pools have the dtype of the keys; fp8 pools are for `torchpaged.PagedAttention` and the checked
-    functions so far.
-
     Raises:
-        ArgumentError: a size below 1.
+        ArgumentError: a size below 1, or another ``kv_dtype`` or form of ``kv_scales``.
         UnsupportedModelError: the config's model ignores the attention interface.
     """
 
@@ -84,7 +97,9 @@ class PagedCache(Cache):
         block_size: int = 16,
         num_blocks: int | None = None,
         backend: str = "auto",
-        dense: bool = False,
+        dense: bool | None = None,
+        kv_dtype: str | torch.dtype | None = None,
+        kv_scales: str | Scales = "head",
     ) -> None:
         sizes = {"max_batch_size": max_batch_size, "max_seq_len": max_seq_len, "block_size": block_size}
         for name, size in sizes.items():
@@ -101,10 +116,21 @@ class PagedCache(Cache):
         crosses = any(getattr(c, flag, False) for c in (config, text_config) for flag in flags)
         self._config, self._text_config = config, text_config
         self.name = str(text_config.model_type)
-        self.dense, self.keys_of_queries = dense, not dense and not crosses
+        self.dense_reason = NEEDS_DENSE.get(self.name, "") if dense is None else ""
+        self.dense = bool(self.dense_reason) if dense is None else dense
+        if self.dense and self.name in OWN_ATTENTION:
+            raise UnsupportedModelError(
+                f"{self.name} masks by the lengths of its own keys, which dense=True makes max_seq_len; "
+                "leave dense "
+                "out, and call torchpaged.hf.attach(model)"
+            )
+        self.keys_of_queries = not self.dense and not crosses
         self.max_seq_len, self.block_size = max_seq_len, block_size
         blocks_per_row = -(-max_seq_len // block_size)
         self.num_blocks = max_batch_size * blocks_per_row + 1 if num_blocks is None else num_blocks
+        self.kv = KVScales(kv_dtype, kv_scales, len(self.paged))
+        if self.kv.dtype is not None:
+            require_paged(self.name, self._not_of_fp8())
         limits = Limits(
             max_batch_size, max_batch_size * max_seq_len, blocks_per_row, self.num_blocks, block_size
         )
@@ -114,6 +140,62 @@ class PagedCache(Cache):
         self.order = ForwardOrder(self.name, self.paged, crosses)
         self._changes = RowChanges(self.rows, self.layers)
         self._mask_token = mask_token(self)
+
+    @classmethod
+    def for_inputs(
+        cls,
+        model: PreTrainedModel,
+        *,
+        block_size: int = 16,
+        num_blocks: int | None = None,
+        backend: str = "auto",
+        dense: bool | None = None,
+        kv_dtype: str | torch.dtype | None = None,
+        kv_scales: str | Scales = "head",
+        **call: Any,
+    ) -> PagedCache:
+        """A cache as large as one call of generate() needs.
+
+            call = {**tokenizer(prompts, return_tensors="pt", padding=True), "max_new_tokens": 64,
+            "num_beams": 4} out = model.generate(**call, past_key_values=PagedCache.for_inputs(model, **call))
+
+        Args:
+            model: the model.
+            block_size, num_blocks, backend, dense, kv_dtype, kv_scales: as for `PagedCache`.
+            call: generate()'s arguments; what they leave out is taken from ``generation_config`` and from the
+                model's. Of an encoder-decoder model, the decoder's prompt must be among them.
+
+        Raises:
+            ArgumentError: the prompt is missing, or nothing says how many tokens may come.
+            UnsupportedModelError: as `PagedCache`.
+        """
+        rows, tokens = sizes_of_call(model, call)
+        return cls(
+            model.config,
+            rows,
+            tokens,
+            block_size=block_size,
+            num_blocks=num_blocks,
+            backend=backend,
+            dense=dense,
+            kv_dtype=kv_dtype,
+            kv_scales=kv_scales,
+        )
+
+    def _not_of_fp8(self) -> set[str]:
+        own = {
+            f"layer {layer.index} is a {type(layer).__name__}" for layer in self.paged if not _keeps_kv(layer)
+        }
+        return own | (
+            {f"its keys are gathered ({self.dense_reason or 'dense=True'})"} if self.dense else set()
+        )
+
+    @property
+    def kv_scales(self) -> list[tuple[Tensor, Tensor]]:
+        """``(k_scale, v_scale)`` of each paged layer, float32 ``[1]`` or ``[num_kv_heads]``: for a file, and
+        for the next cache's argument of this name. Empty where there are none, or none yet."""
+        found = [layer.scales for layer in self.paged]
+        return [(scales["k_scale"], scales["v_scale"]) for scales in found] if all(found) else []
 
     @property
     def choice(self) -> Choice:
@@ -190,7 +272,9 @@ class PagedCache(Cache):
                 "attn_implementation",
                 "'torchpaged' for a model with a PagedCache",
                 repr(implementation),
-                "call model.set_attn_implementation('torchpaged')",
+                "call torchpaged.hf.attach(model)"
+                if self.name in OWN_ATTENTION
+                else "call model.set_attn_implementation('torchpaged')",
             )
         specs = [layer.attention_spec(self._text_config, key_states, head_dim_v) for layer in self.paged]
         like = (key_states.device, key_states.dtype)
@@ -209,6 +293,12 @@ class PagedCache(Cache):
         graph)."""
         if self.dense:
             self.order.require_masks_asked()
+        if self.kv.dtype is not None and not layer.scales:
+            raise UnsupportedModelError(
+                f"{self.name}: the first keys of a cache with fp8 pools come in compiled or fused code, "
+                "where no "
+                "scales can be found; run a forward eagerly and unfused before, or give kv_scales"
+            )
         self.order.enter(layer, query_len)
         if not torch.compiler.is_compiling() and not layer.has_written:
             self.first_use(layer)
@@ -359,4 +449,5 @@ class PagedCache(Cache):
         return (
             f"{self.num_blocks} blocks of {self.block_size} tokens = {tokens} tokens in {len(self.paged)} "
             f"paged layers, {num_bytes / 2**30:.3f} GiB ({per_token} bytes per token)"
+            + (f"; gathered: {self.name} {self.dense_reason}" if self.dense_reason else "")
         )

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from torchpaged.backends import Limits
 from torchpaged.cache import BlockPool, RowBlocks
-from torchpaged.custom_ops.errors import ArgumentError
+from torchpaged.custom_ops.errors import ArgumentError, BlockPoolExhaustedError
 from torchpaged.hf.query_starts import fill_query_starts
 from torchpaged.metadata import (
     AttentionMetadata,
@@ -82,6 +82,7 @@ class CacheRows:
         """
         if self._device != device:
             self._make_tensors(device)
+        self._require_blocks(batch)
         self.blocks.allocate(batch)
         with torch.inference_mode(False):
             self.seq_lens.zero_()
@@ -92,6 +93,19 @@ class CacheRows:
                 self.add_padding(padding)
         self.padding, self._counted = padding, 0
         self.ready = True
+
+    def _require_blocks(self, batch: int) -> None:
+        """Say which number to raise, before the pool says only that it is empty."""
+        need, pool = batch * self.blocks_per_row, self.pool
+        if need > pool.num_free:
+            raise BlockPoolExhaustedError(
+                need,
+                pool.num_free,
+                pool.num_usable,
+                f"{batch} rows of max_seq_len={self.max_seq_len} take {need} blocks and the null block: "
+                "build the "
+                f"PagedCache with num_blocks={need + 1}, or without num_blocks",
+            )
 
     def _make_tensors(self, device: torch.device) -> None:
         # Lengths without padding; slots of a decode step; query starts of a forward of many tokens per row.

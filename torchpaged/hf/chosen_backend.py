@@ -30,7 +30,12 @@ from torchpaged.custom_ops.errors import BackendUnavailableError
 
 
 def config_spec(
-    config: Any, layer: Any, key_states: Tensor, head_dim_v: int | None, block_size: int
+    config: Any,
+    layer: Any,
+    key_states: Tensor,
+    head_dim_v: int | None,
+    block_size: int,
+    kv_dtype: torch.dtype | None = None,
 ) -> AttentionSpec:
     """What a `PagedLayer` will ask for, as far as the config and the first keys ``[batch, num_kv_heads, *,
     head_dim]`` tell."""
@@ -43,6 +48,7 @@ def config_spec(
         head_dim=head_dim,
         head_dim_v=head_dim_v,
         block_size=block_size,
+        kv_dtype=kv_dtype,
         window_size=(-1 if layer.window is None else layer.window - 1, -1),
         chunk_size=layer.chunk,
         logits_soft_cap=getattr(config, "attn_logit_softcapping", None),
@@ -121,6 +127,7 @@ class ChosenBackend:
         softcap: float | None,
         sinks: Tensor | None,
         scale: float | None = None,
+        alibi_slopes: Tensor | None = None,
     ) -> None:
         """Hold a layer's call to what the backend declares; host facts only, and once per layer and kind of
         call.
@@ -129,16 +136,28 @@ class ChosenBackend:
             layer: the `PagedLayer`; it remembers the kind.
             query: ``[batch, num_heads, query_len, head_dim]``.
             key, value: its pools ``[num_blocks, block_size, num_kv_heads, head_dim(_v)]``.
-            causal, window, softcap, sinks, scale: the call's arguments.
+            causal, window, softcap, sinks, scale, alibi_slopes: the call's arguments.
 
         Raises:
             BackendUnavailableError: with all reasons.
         """
         if torch.compiler.is_compiling():
             if layer.asked is None:  # no eager forward has held it yet: the pools were made ahead
-                self._hold_traced(query.dtype, key.dtype, causal, window, softcap, sinks, layer.chunk)
+                self._hold_traced(
+                    query.dtype, key.dtype, causal, window, softcap, sinks, layer.chunk, alibi_slopes
+                )
             return
-        kind = (query.dtype, query.shape[1], query.shape[3], causal, window, softcap, sinks is None, scale)
+        kind = (
+            query.dtype,
+            query.shape[1],
+            query.shape[3],
+            causal,
+            window,
+            softcap,
+            sinks is None,
+            scale,
+            alibi_slopes is None,
+        )
         if kind == layer.asked:
             return
         spec = attention_spec(
@@ -156,6 +175,7 @@ class ChosenBackend:
             sinks=sinks,
             chunk_size=layer.chunk,
             scale=scale,
+            alibi_slopes=alibi_slopes,
         )
         self.require(spec)
         self.give_workspace(layer, spec)
@@ -170,12 +190,13 @@ class ChosenBackend:
         softcap: float | None,
         sinks: Tensor | None,
         chunk: int | None,
+        alibi_slopes: Tensor | None,
     ) -> None:
         used = used_features(
             causal=causal,
             window=window is not None,
             soft_cap=softcap or 0.0,
-            alibi=False,
+            alibi=alibi_slopes is not None,
             sinks=sinks is not None,
             chunk_size=chunk or 0,
             lse=False,

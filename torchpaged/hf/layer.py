@@ -17,6 +17,8 @@ from torchpaged.backends import AttentionSpec
 from torchpaged.cache import KVLayerSpec, LayerSpec
 from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
 from torchpaged.hf.chosen_backend import ChosenBackend, config_spec
+from torchpaged.hf.known_models import COMPUTES_WITH_KEYS
+from torchpaged.hf.kv_scales import KVScales
 from torchpaged.hf.watched_pool import WatchedPool, watch
 from torchpaged.metadata import AttentionMetadata
 
@@ -53,6 +55,8 @@ class PagedOwner(Protocol):
 
     backend: ChosenBackend
     masks: Masks
+    kv: KVScales
+    paged: list[PagedLayer]
     name: str  # the model's type, for messages
     num_blocks: int
     block_size: int
@@ -134,6 +138,8 @@ class PagedLayer(CacheLayerMixin):
         self.spec: AttentionSpec | None = None  # of that call, or before it of the config
         # What the backend's session keeps for such calls: arguments of `paged_attention`.
         self.workspace: dict[str, Tensor] = {}
+        self.scales: dict[str, Tensor] = {}  # ``k_scale`` and ``v_scale`` of fp8 pools, once they are known
+        self.states_dtype: torch.dtype | None = None  # of keys and values as they come
         self._watched = False  # whether attention was seen to take the pools as they are
 
     @torch.compiler.disable(reason=SET_UP)
@@ -144,8 +150,17 @@ class PagedLayer(CacheLayerMixin):
         stored = self.stored_by(key_states, value_states)
         sizes = (self.owner.num_blocks, self.owner.block_size)
         with torch.inference_mode(False):  # an inference tensor could not be written under no_grad later
-            pools = stored.make_pools(*sizes, key_states.dtype, key_states.device)
+            pools = stored.make_pools(*sizes, self.owner.kv.dtype or key_states.dtype, key_states.device)
         self.adopt(stored, pools)
+        self.states_dtype = key_states.dtype
+        self._find_scales(key_states, value_states)
+
+    def _find_scales(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Of fp8 pools; from tokens, if they are not given, and so not from none."""
+        if self.owner.kv.dtype is not None:
+            position = [layer is self for layer in self.owner.paged].index(True)
+            with torch.inference_mode(False):
+                self.scales = self.owner.kv.of(position, key_states, value_states)
 
     # What a layer of another kind has of its own, see `torchpaged.cache.kinds`; with `attention_spec`, and
     # `write` if the op ``write_kv`` is not its.
@@ -160,13 +175,15 @@ class PagedLayer(CacheLayerMixin):
 
     def attention_spec(self, config: Any, key_states: Tensor, head_dim_v: int | None) -> AttentionSpec:
         """What the layer will ask of a backend, as far as the config and the first keys say."""
-        return config_spec(config, self, key_states, head_dim_v, self.owner.block_size)
+        kv_dtype = self.owner.kv.dtype
+        return config_spec(config, self, key_states, head_dim_v, self.owner.block_size, kv_dtype)
 
     def adopt(self, stored: LayerSpec, pools: Any) -> None:
         """Take existing pools of ``stored``, and mark what attention reads as this layer's."""
         self.stored, self.pools = stored, pools
         self.keys, self.values = self.keys_and_values(pools)
         self.dtype, self.device = self.keys.dtype, self.keys.device
+        self.states_dtype = self.dtype
         for pool in (self.keys, self.values):
             pool._torchpaged_layer = self  # type: ignore[attr-defined]
             # guard=False: a new cache must not recompile the model.
@@ -226,14 +243,18 @@ class PagedLayer(CacheLayerMixin):
         traced = torch.compiler.is_compiling()
         if not traced:  # a trace has the op's own check
             self._require_own(key_states, value_states)
+        if not traced and self.owner.kv.dtype is not None and not self.scales:
+            self._find_scales(key_states, value_states)
         slots = self.owner.advance(self, batch, query_len)
         self.owner.backend.ops.write_kv(
-            k, v, self.keys, self.values, slots, are_query_tokens=self.writes_query_tokens
+            k, v, self.keys, self.values, slots, are_query_tokens=self.writes_query_tokens, **self.scales
         )
         if self.owner.dense:
             return self.owner.gather(self.keys, batch), self.owner.gather(self.values, batch)
-        if not traced and not self._watched:
-            return watch(self.keys, self.owner.name), watch(self.values, self.owner.name)
+        if not self._watched:
+            if not traced:
+                return watch(self.keys, self.owner.name), watch(self.values, self.owner.name)
+            self._require_attended()
         return self.keys, self.values
 
     def _require_own(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -247,13 +268,14 @@ class PagedLayer(CacheLayerMixin):
             if (
                 states.shape[1] != heads
                 or states.shape[3] != width
-                or states.dtype != pool.dtype
+                or states.dtype != self.states_dtype
                 or states.device != pool.device
             ):
                 raise ArgumentError(
                     name,
                     (
-                        f"{heads} heads of {width}, {pool.dtype} on {pool.device}, as this cache's layer "
+                        f"{heads} heads of {width}, {self.states_dtype} on {pool.device}, as this cache's "
+                        "layer "
                         f"{self.index} was made for"
                     ),
                     f"{states.shape[1]} heads of {states.shape[3]}, {states.dtype} on {states.device}",
@@ -262,6 +284,16 @@ class PagedLayer(CacheLayerMixin):
                         "of the model's config"
                     ),
                 )
+
+    def _require_attended(self) -> None:
+        """In a trace nothing is watched: a model that is known to compute with its keys must have
+        attended."""
+        if self.owner.name in COMPUTES_WITH_KEYS:
+            raise UnsupportedModelError(
+                f"{self.owner.name}: the first forward of its cache was compiled, where torchpaged can't "
+                "see that "
+                "attention takes the pools as they are; run it eagerly, as generate() does"
+            )
 
     def watch_again(self) -> None:
         """The model computed with the pools: whoever tries again is refused again."""

@@ -13,6 +13,7 @@ from transformers.cache_utils import Cache
 from torchpaged.backends import AttentionSpec, Limits
 from torchpaged.custom_ops.errors import UnsupportedModelError
 from torchpaged.hf.chosen_backend import ChosenBackend
+from torchpaged.hf.kv_scales import KVScales
 from torchpaged.hf.layer import PagedLayer, mask_token
 from torchpaged.hf.masks import is_causal
 from torchpaged.hf.template import HybridPagedLayer, paged_layers
@@ -54,6 +55,7 @@ class StepCache(Cache):
         self.num_blocks, self.block_size = limits.need("num_blocks", "block_size")
         self.max_seq_len = max_seq_len
         self.backend, self.masks = ChosenBackend(backend, limits, self.layers), PackedMasks()
+        self.kv, self.paged = KVScales(None, "head", 0), self.layers  # pools of the keys' dtype
         self.metadata: AttentionMetadata | None = None
         self.ready = False
         self._mask_token = mask_token(self)

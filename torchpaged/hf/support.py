@@ -18,6 +18,7 @@ from transformers import (
 )
 
 from torchpaged.custom_ops.errors import UnsupportedModelError
+from torchpaged.hf.known_models import OWN_ATTENTION, require_expressible
 
 _MAPPINGS: tuple[Any, ...] = (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -49,6 +50,11 @@ def require_supported(model: PreTrainedModel) -> None:
     Raises:
         UnsupportedModelError: with the model's class and the reason.
     """
+    if model.config.model_type in OWN_ATTENTION:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} ignores transformers' attention interface: it runs with a PagedCache "
+            "behind torchpaged.hf.attach(model), and not as packed tokens"
+        )
     if not uses_attention_interface(type(model)):
         raise UnsupportedModelError(f"{type(model).__name__} cannot run through torchpaged: {_REASON}")
 
@@ -89,7 +95,9 @@ def require_supported_config(config: Any) -> None:
     model_class = _class_of(type(config))
     if model_class is None:
         return
-    if not uses_attention_interface(model_class):
+    if config.model_type in OWN_ATTENTION:
+        require_expressible(config)
+    elif not uses_attention_interface(model_class):
         raise UnsupportedModelError(f"{model_class.__name__} cannot run through torchpaged: {_REASON}")
     if not getattr(model_class, "_supports_default_dynamic_cache", lambda: True)():
         raise UnsupportedModelError(

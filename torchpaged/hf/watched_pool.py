@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from torchpaged.custom_ops.errors import UnsupportedModelError
+from torchpaged.hf.known_models import OWN_ATTENTION
 
 
 class WatchedPool(Tensor):
@@ -39,20 +40,30 @@ class WatchedPool(Tensor):
     ) -> Any:
         """Run ``func``; a result that is the pool itself, or no tensor, passes."""
         with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **(kwargs or {}))
+            try:
+                result = func(*args, **(kwargs or {}))
+            except (RuntimeError, IndexError) as error:  # such as a shape that only dense keys have
+                raise _refusal(func, args, kwargs) from error
         results = result if isinstance(result, (tuple, list)) else (result,)
         if any(isinstance(x, Tensor) and not any(x is given for given in args) for x in results):
-            watched = next(
-                x for x in (*args, *_flat(args), *(kwargs or {}).values()) if isinstance(x, WatchedPool)
-            )
-            watched._torchpaged_layer.watch_again()  # type: ignore[attr-defined]
-            raise UnsupportedModelError(
-                f"{watched.model_name} computes with its cached keys or values "
-                f"({getattr(func, '__name__', func)}) before it attends, where paged "
-                "attention reads the pools themselves; use PagedCache(..., dense=True), which gathers them "
-                "first"
-            )
+            raise _refusal(func, args, kwargs)
         return result
+
+
+def _refusal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> UnsupportedModelError:
+    """Of ``func`` over a pool; whoever tries again is refused again."""
+    watched = next(x for x in (*args, *_flat(args), *(kwargs or {}).values()) if isinstance(x, WatchedPool))
+    watched._torchpaged_layer.watch_again()  # type: ignore[attr-defined]
+    if watched.model_name in OWN_ATTENTION:
+        return UnsupportedModelError(
+            f"{watched.model_name} ignores transformers' attention interface; call "
+            "torchpaged.hf.attach(model), or run it within `with torchpaged.hf.paged(model)`"
+        )
+    return UnsupportedModelError(
+        f"{watched.model_name} computes with its cached keys or values ({getattr(func, '__name__', func)}) "
+        "before it attends, where paged attention reads the pools themselves; use PagedCache(..., "
+        "dense=True), which gathers them first"
+    )
 
 
 def _flat(args: tuple[Any, ...]) -> list[Any]:

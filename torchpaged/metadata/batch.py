@@ -22,6 +22,7 @@ from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.metadata.checks import check_batch
 from torchpaged.metadata.fields import FIELDS, METADATA_FIELDS, BatchSizes
 from torchpaged.metadata.host import host_block_table, to_device
+from torchpaged.metadata.parts import PartCounts, count_parts, first_prefill, known_query_lens
 from torchpaged.metadata.slots import slots_between
 
 
@@ -42,6 +43,8 @@ class AttentionMetadata:
         max_query_len: host int, an upper bound of the query lengths; 1 marks a decode batch.
         block_size: host int, the tokens per block that ``slot_mapping`` and ``block_table`` were made for;
             None = nobody said. A cache of another block size is refused (`check_block_size`).
+        query_lens: the query length of each request as the host knows it; None = the host does not. Counts
+            and parts of the batch come from it.
     """
 
     block_table: Tensor
@@ -51,6 +54,7 @@ class AttentionMetadata:
     positions: Tensor | None
     max_query_len: int
     block_size: int | None = None
+    query_lens: tuple[int, ...] | None = None
 
     @property
     def num_reqs(self) -> int:
@@ -67,6 +71,93 @@ class AttentionMetadata:
                 "attention alone"
             )
         return self.slot_mapping.shape[0]
+
+    def _parts(self) -> PartCounts:
+        return count_parts(self.query_lens, self.num_reqs)
+
+    @property
+    def num_decodes(self) -> int:
+        """Requests of one query token; raises ValueError where the host does not know the query lengths."""
+        return self._parts().num_decodes
+
+    @property
+    def num_decode_tokens(self) -> int:
+        """Query tokens of the requests that have one each; raises as `num_decodes` does."""
+        return self._parts().num_decode_tokens
+
+    @property
+    def num_prefills(self) -> int:
+        """Requests of more than one query token; raises as `num_decodes` does."""
+        return self._parts().num_prefills
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        """Query tokens of the requests that have more than one; raises as `num_decodes` does."""
+        return self._parts().num_prefill_tokens
+
+    def split_decodes_and_prefills(self) -> tuple[AttentionMetadata | None, AttentionMetadata | None]:
+        """The batch as two, each for the kernels that are best at it: no copies but of the prefills' starts.
+
+        Padding rows stay with their neighbours, padding tokens with the prefills. The first part's tokens are
+        the first ``num_decode_tokens`` of the batch's queries.
+
+        Returns:
+            ``(decodes, prefills)``; None for a part without requests.
+
+        Raises:
+            ArgumentError: a request of one query token stands behind one of more.
+            ValueError: the host does not know the query lengths.
+        """
+        lens = known_query_lens(self.query_lens, self.num_reqs)
+        first = first_prefill(lens)
+        if first == 0 or first == len(lens):
+            return (None, self) if first < len(lens) else (self if lens else None, None)
+        cut = sum(lens[:first])
+        last = cut + sum(lens[first:]) if self.slot_mapping is None else self.num_tokens
+        return self._rows(0, first, 0, cut), self._rows(first, len(lens), cut, last)
+
+    def _rows(self, start: int, end: int, first_token: int, last_token: int) -> AttentionMetadata:
+        """The batch of some of the rows, whose tokens are these; ``query_lens`` are known."""
+        lens = known_query_lens(self.query_lens, self.num_reqs)[start:end]
+        starts, tokens = self.query_start_loc[start : end + 1], slice(first_token, last_token)
+        return AttentionMetadata(
+            self.block_table[start:end],
+            self.seq_lens[start:end],
+            starts - first_token if first_token else starts,
+            None if self.slot_mapping is None else self.slot_mapping[tokens],
+            None if self.positions is None else self.positions[tokens],
+            self.max_query_len if max(lens) > 1 else 1,
+            self.block_size,
+            lens,
+        )
+
+    def decodes_after(self, unfinished: Sequence[int] = ()) -> AttentionMetadata:
+        """The buffers of the decode step that follows this one, for `torchpaged.advance_step` to fill: a row
+        per request, of this step's lengths. Rows whose prefill has just ended are rows like any other::
+
+            batch = mixed.decodes_after(unfinished=[2])
+            advance_step(sampled, batch.block_table, input_ids, batch.positions, batch.seq_lens,
+                         batch.slot_mapping, block_size=16)
+
+        Args:
+            unfinished: rows that have no token yet, since their prompt goes on in a later step; they become
+                padding rows.
+
+        Raises:
+            ArgumentError: a row that is not there.
+        """
+        bad = [row for row in unfinished if not 0 <= row < self.num_reqs]
+        if bad:
+            raise ArgumentError("unfinished", f"rows in [0, {self.num_reqs})", str(bad))
+        sizes = BatchSizes(self.num_reqs, self.num_reqs, 0)
+        names = ("query_start_loc", "slot_mapping", "positions")
+        fields: Any = {name: FIELDS[name].make(sizes, self.seq_lens.device) for name in names}
+        torch.arange(self.num_reqs + 1, out=fields["query_start_loc"])
+        seq_lens = self.seq_lens.clone()
+        if unfinished:
+            seq_lens[to_device(list(unfinished), torch.int64, seq_lens.device)] = 0
+        fields |= {"max_query_len": 1, "block_size": self.block_size, "query_lens": (1,) * self.num_reqs}
+        return AttentionMetadata(self.block_table, seq_lens, **fields)
 
     def to(self, device: torch.device | str) -> AttentionMetadata:
         """The same batch on ``device``; copies from pinned memory do not block."""
@@ -162,6 +253,7 @@ class AttentionMetadata:
             **fields,
             max_query_len=max(1, *query_lens, 1) if max_query_len is None else max_query_len,
             block_size=block_size,
+            query_lens=tuple(int(n) for n in query_lens),
         )
 
 

@@ -6,12 +6,15 @@ opcheck table.
     out, lse = run_paged_attention(BACKEND_OPS["triton"], batch, causal=True)
     assert_attention_close(out, lse, batch, causal=True)
 
+    check_graph_support(MY_BACKEND)  # it holds what it declares, or an AssertionError says what it does hold
+
 ``layers``, ``sampling`` and ``rope`` have the inputs of the other ops, ``fuzz`` and ``fuzz_case`` random
 ones, ``worker`` processes for what may hang, ``graph_conformance`` the proof of a declared graph support.
 Nothing in the library imports this package.
 """
 
 from torchpaged.testing.batches import BATCH_SPECS, GARBAGE, Batch, BatchSpec, make_batch
+from torchpaged.testing.graph_support import GraphSupportReport, check_graph_support
 from torchpaged.testing.oracle import (
     ATTENTION_VARIANTS,
     assert_attention_close,
@@ -30,9 +33,11 @@ __all__ = [
     "ROPE_CASES",
     "Batch",
     "BatchSpec",
+    "GraphSupportReport",
     "assert_attention_close",
     "assert_rope_close",
     "assert_within_budget",
+    "check_graph_support",
     "make_batch",
     "make_rope_inputs",
     "opcheck_cases",

@@ -13,6 +13,7 @@ on the host fails here.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -40,6 +41,7 @@ _DECODE = (
     BatchSpec("padded", (50, 17, 0, 0), (1, 1, 0, 0), padded_tokens=2),
     BatchSpec("empty_row", (0, 96, 0, 5), _ONE),
     BatchSpec("block_edges", (15, 16, 17, 64), _ONE),
+    BatchSpec("nobody", (0, 0, 0, 0), (0, 0, 0, 0), padded_tokens=4),
 )
 _UNIFORM = (
     BatchSpec("full", (96, 96, 96), (4, 4, 4)),
@@ -48,6 +50,7 @@ _UNIFORM = (
     BatchSpec("padded", (40, 0, 0), (4, 0, 0), padded_tokens=8),
     BatchSpec("block_edges", (15, 16, 17), (4, 4, 4)),
     BatchSpec("left_padded", (2, 16, 90), (4, 4, 4)),
+    BatchSpec("nobody", (0, 0, 0), (0, 0, 0), padded_tokens=12),
 )
 _MIXED = (
     BatchSpec("full", (96, 96, 96), (1, 20, 11)),
@@ -56,6 +59,7 @@ _MIXED = (
     BatchSpec("padded", (40, 12, 0), (9, 12, 0), padded_tokens=11),
     BatchSpec("even", (16, 17, 32), (10, 11, 11)),
     BatchSpec("contexts", (96, 33, 60), (2, 25, 5)),
+    BatchSpec("nobody", (0, 0, 0), (0, 0, 0), padded_tokens=32),
 )
 
 
@@ -95,7 +99,7 @@ class _Static:
             self.out = torch.zeros(
                 *self.q.shape[:2], first.v_cache.shape[-1], dtype=self.q.dtype, device=device
             )
-            self.lse = torch.zeros(self.q.shape[:2], dtype=torch.float32, device=device)
+            self.lse: Tensor | None = torch.zeros(self.q.shape[:2], dtype=torch.float32, device=device)
         self.scale, longest = first.scale, max(max(spec.query_lens) for spec in case.batches)
         self.batch = PlannedTensors(self.table, self.lens, self.starts, longest)
         spec = attention_spec(
@@ -111,6 +115,9 @@ class _Static:
             lse=True,
             window_size=(case.options.get("window_left", -1), -1),
         )
+        if backend.capabilities.reject(spec) and not backend.capabilities.reject(replace(spec, lse=False)):
+            spec, self.lse = replace(spec, lse=False), None
+        self.finite = backend.capabilities.finite_pools
         limits = Limits(len(self.lens), self.q.shape[0], width, blocks, block_size)
         self.session = backend.open([spec], limits, self.q.device)
         self.workspace = self.session.workspace(spec)
@@ -118,12 +125,14 @@ class _Static:
     def load(self, batch: Batch) -> None:
         self.q.copy_(batch.q)
         for pool, source in zip(self.pools, (batch.k_cache, batch.v_cache), strict=True):
-            pool[: source.shape[0]].copy_(source)
+            pool[: source.shape[0]].copy_(source.nan_to_num(0.0) if self.finite else source)
         self.table.zero_()
         self.table[:, : batch.block_table.shape[1]].copy_(batch.block_table)
         self.lens.copy_(batch.seq_lens)
         self.starts.copy_(batch.query_start_loc)
-        self.out.fill_(float("nan")), self.lse.fill_(float("nan"))
+        self.out.fill_(float("nan"))
+        if self.lse is not None:
+            self.lse.fill_(float("nan"))
 
     def step(self) -> Tensor:
         self.session.ops.paged_attention(

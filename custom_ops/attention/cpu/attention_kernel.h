@@ -16,22 +16,27 @@ struct Problem {
   const int32_t *block_table, *seq_lens, *query_start_loc;
   const float *alibi_slopes, *sinks;  // may be null
   int64_t num_reqs, num_tokens, num_heads, num_kv_heads, head_dim, head_dim_v, block_size;
-  int64_t q_token, q_head, k_block, k_slot, k_head, v_block, v_slot, v_head, o_token, o_head, lse_token, lse_head, table_row;
+  int64_t q_token, q_head, k_block, k_slot, k_head, v_block, v_slot, v_head, o_token, o_head, lse_token,
+      lse_head, table_row;
   float scale, soft_cap;
   bool causal;
   int64_t window_left, window_right, chunk_size;
 };
 
-// Rows are (query token, head of the group) pairs: row r is token first_token + r / group, head kv_head * group + r % group.
+// Rows are (query token, head of the group) pairs: row r is token first_token + r / group, head kv_head *
+// group + r % group.
 struct WorkItem {
-  int64_t request, kv_head, first_token, num_query_tokens;  // first_token counts from the request's first query
+  // first_token counts from the request's first query
+  int64_t request, kv_head, first_token, num_query_tokens;
   int64_t first_key, end_key;
-  float* partial;  // null: write the result; else [rows, head_dim_v + 2] floats: accumulator, running maximum, running sum
+  // null: write the result; else [rows, head_dim_v + 2] floats: accumulator, running maximum, running sum
+  float* partial;
 };
 
 constexpr int64_t MAX_ROWS = 64;  // rows of a work item
 constexpr int64_t TILE_KV = 64;   // keys per softmax step
-constexpr float FLOOR = -1e30f;   // where a row's maximum begins: finite, so that a row that has seen nothing makes no inf - inf
+// where a row's maximum begins: finite, so that a row that has seen nothing makes no inf - inf
+constexpr float FLOOR = -1e30f;
 
 // The visible keys of the query at `position`: every mask of the op is an interval.
 inline void visible_range(const Problem& p, int64_t position, int64_t seq_len, int64_t* low, int64_t* end) {
@@ -49,9 +54,11 @@ inline void visible_range(const Problem& p, int64_t position, int64_t seq_len, i
   *end = hi > lo ? hi : lo;
 }
 
-// Divide an accumulator by its sum, add the sink's term, write out and lse of one row; zeros and -inf unless it `sees` any key.
-// The sum does not tell: it is NaN where a score was NaN or +inf, and 0 where all were -inf, which makes 0 / 0.
-using FinishRow = void (*)(const Problem&, int64_t token, int64_t head, bool sees, const float* acc, float maximum, float sum);
+// Divide an accumulator by its sum, add the sink's term, write out and lse of one row; zeros and -inf unless
+// it `sees` any key. The sum does not tell: it is NaN where a score was NaN or +inf, and 0 where all were
+// -inf, which makes 0 / 0.
+using FinishRow = void (*)(const Problem&, int64_t token, int64_t head, bool sees, const float* acc,
+                           float maximum, float sum);
 using RunItem = void (*)(const Problem&, const WorkItem&);
 struct Kernels { RunItem run; FinishRow finish; };
 

@@ -1,5 +1,5 @@
-// The kernel behind attention_kernel.h; include once per translation unit after defining VEC_WIDTH and ROW_TILE.
-// ROW_TILE x 4 accumulators must fit the register file (16 of 32 with AVX-512, 8 of 16 with AVX2).
+// The kernel behind attention_kernel.h; include once per translation unit after defining VEC_WIDTH and
+// ROW_TILE. ROW_TILE x 4 accumulators must fit the register file (16 of 32 with AVX-512, 8 of 16 with AVX2).
 #include <algorithm>
 #include <cmath>
 #include <type_traits>
@@ -22,9 +22,11 @@ struct Scratch {
 thread_local Scratch scratch;
 
 template <typename T>
-const T* row_at(const void* base, const Problem& p, const int32_t* table, int64_t key, int64_t head, bool values) {
+const T* row_at(const void* base, const Problem& p, const int32_t* table, int64_t key, int64_t head,
+                bool values) {
   const int64_t block = table[key / p.block_size], slot = key % p.block_size;
-  const int64_t at = values ? block * p.v_block + slot * p.v_slot + head * p.v_head : block * p.k_block + slot * p.k_slot + head * p.k_head;
+  const int64_t at = values ? block * p.v_block + slot * p.v_slot + head * p.v_head
+                            : block * p.k_block + slot * p.k_slot + head * p.k_head;
   return static_cast<const T*>(base) + at;
 }
 
@@ -42,7 +44,8 @@ void dot_tile(const float* q, int64_t q_stride, const T* const* keys, int64_t he
   }
   if (d < head_dim) {
     const int n = int(head_dim - d);
-    const vf k0 = load_tail(keys[0] + d, n), k1 = load_tail(keys[1] + d, n), k2 = load_tail(keys[2] + d, n), k3 = load_tail(keys[3] + d, n);
+    const vf k0 = load_tail(keys[0] + d, n), k1 = load_tail(keys[1] + d, n), k2 = load_tail(keys[2] + d, n),
+             k3 = load_tail(keys[3] + d, n);
     for (int r = 0; r < ROWS; ++r) {
       const vf x = load(q + r * q_stride + d);
       acc[r][0] += x * k0; acc[r][1] += x * k1; acc[r][2] += x * k2; acc[r][3] += x * k3;
@@ -53,13 +56,16 @@ void dot_tile(const float* q, int64_t q_stride, const T* const* keys, int64_t he
 
 // acc[r] += sum over keys of weight[r][key] * v[key], for ROWS rows and VECS vectors of the value's width.
 template <typename T, int ROWS, int VECS>
-void weigh_tile(const float* weights, const T* const* values, int64_t num_keys, float* acc, int64_t acc_stride, int tail) {
+void weigh_tile(const float* weights, const T* const* values, int64_t num_keys, float* acc,
+                int64_t acc_stride, int tail) {
   vf sums[ROWS][VECS];
   for (int r = 0; r < ROWS; ++r)
     for (int c = 0; c < VECS; ++c) sums[r][c] = load(acc + r * acc_stride + c * VEC_WIDTH);
   for (int64_t key = 0; key < num_keys; ++key) {
     vf v[VECS];
-    for (int c = 0; c < VECS; ++c) v[c] = tail && c == VECS - 1 ? load_tail(values[key] + c * VEC_WIDTH, tail) : load(values[key] + c * VEC_WIDTH);
+    for (int c = 0; c < VECS; ++c)
+      v[c] = tail && c == VECS - 1 ? load_tail(values[key] + c * VEC_WIDTH, tail)
+                                   : load(values[key] + c * VEC_WIDTH);
     for (int r = 0; r < ROWS; ++r) {
       const vf w = splat(weights[r * TILE_KV + key]);
       for (int c = 0; c < VECS; ++c) sums[r][c] += w * v[c];
@@ -70,20 +76,24 @@ void weigh_tile(const float* weights, const T* const* values, int64_t num_keys, 
 }
 
 template <typename T, int ROWS>
-void weigh_rows(const float* weights, const T* const* values, int64_t num_keys, float* acc, int64_t stride, int64_t head_dim_v) {
+void weigh_rows(const float* weights, const T* const* values, int64_t num_keys, float* acc, int64_t stride,
+                int64_t head_dim_v) {
   const T* shifted[TILE_KV];
   int64_t c = 0;
   auto at = [&](int64_t column) {
     for (int64_t key = 0; key < num_keys; ++key) shifted[key] = values[key] + column;
     return static_cast<const T* const*>(shifted);
   };
-  for (; c + 4 * VEC_WIDTH <= head_dim_v; c += 4 * VEC_WIDTH) weigh_tile<T, ROWS, 4>(weights, at(c), num_keys, acc + c, stride, 0);
-  for (; c + VEC_WIDTH <= head_dim_v; c += VEC_WIDTH) weigh_tile<T, ROWS, 1>(weights, at(c), num_keys, acc + c, stride, 0);
+  for (; c + 4 * VEC_WIDTH <= head_dim_v; c += 4 * VEC_WIDTH)
+    weigh_tile<T, ROWS, 4>(weights, at(c), num_keys, acc + c, stride, 0);
+  for (; c + VEC_WIDTH <= head_dim_v; c += VEC_WIDTH)
+    weigh_tile<T, ROWS, 1>(weights, at(c), num_keys, acc + c, stride, 0);
   if (c < head_dim_v) weigh_tile<T, ROWS, 1>(weights, at(c), num_keys, acc + c, stride, int(head_dim_v - c));
 }
 
 template <typename T>
-void finish_row(const Problem& p, int64_t token, int64_t head, bool sees, const float* acc, float maximum, float total) {
+void finish_row(const Problem& p, int64_t token, int64_t head, bool sees, const float* acc, float maximum,
+                float total) {
   T* out = static_cast<T*>(p.out) + token * p.o_token + head * p.o_head;
   float shrink = 1.0f;
   if (p.sinks) {
@@ -102,7 +112,8 @@ template <typename T>
 bool any_nonfinite(const T* const* values, int64_t count, int64_t head_dim_v) {
   bool bad = false;
   for (int64_t key = 0; key < count; ++key)
-    for (int64_t d = 0; d < head_dim_v; ++d) bad |= (float_to_bits(to_float(values[key][d])) & 0x7f800000) == 0x7f800000;
+    for (int64_t d = 0; d < head_dim_v; ++d)
+      bad |= (float_to_bits(to_float(values[key][d])) & 0x7f800000) == 0x7f800000;
   return bad;
 }
 
@@ -142,7 +153,8 @@ void run_item(const Problem& p, const WorkItem& w) {
     for (int64_t i = count; i < count + 3; ++i) keys[i] = keys[count - 1];
     for (int64_t r = 0; r < padded_rows; r += ROW_TILE)
       for (int64_t i = 0; i < count; i += 4)
-        dot_tile<T, ROW_TILE>(s.q.data() + r * padded_dim, padded_dim, keys + i, p.head_dim, s.scores.data() + r * TILE_KV + i);
+        dot_tile<T, ROW_TILE>(s.q.data() + r * padded_dim, padded_dim, keys + i, p.head_dim,
+                              s.scores.data() + r * TILE_KV + i);
     for (int64_t r = 0; r < padded_rows; ++r) {
       float* x = s.scores.data() + r * TILE_KV;
       if (r < rows) {
@@ -162,7 +174,8 @@ void run_item(const Problem& p, const WorkItem& w) {
       std::fill(x, x + from[r], NEG_INF);
       std::fill(x + to[r], x + TILE_KV, NEG_INF);
       float top = s.maximum[r];
-      for (int64_t i = from[r]; i < to[r]; ++i) top = std::max(top, x[i]);  // passes over NaN, which the sum below keeps
+      // passes over NaN, which the sum below keeps
+      for (int64_t i = from[r]; i < to[r]; ++i) top = std::max(top, x[i]);
       vf sums = {};
       for (int64_t i = 0; i < TILE_KV; i += VEC_WIDTH) {
         const vf e = exp_vec(load(x + i) - top);
@@ -172,12 +185,14 @@ void run_item(const Problem& p, const WorkItem& w) {
       const float shrink = std::exp(s.maximum[r] - top);
       s.total[r] = s.total[r] * shrink + sum(sums);
       if (shrink != 1.0f)
-        for (int64_t d = 0; d < stride; d += VEC_WIDTH) store(&s.acc[r * stride + d], load(&s.acc[r * stride + d]) * shrink);
+        for (int64_t d = 0; d < stride; d += VEC_WIDTH)
+          store(&s.acc[r * stride + d], load(&s.acc[r * stride + d]) * shrink);
       s.maximum[r] = top;
     }
     for (int64_t r = 0; r < rows; r += ROW_TILE) {
       const int64_t last = std::min<int64_t>(r + ROW_TILE, rows);
-      int64_t first = count, upto = 0, all_from = 0, all_to = count;  // keys that any of these rows sees, and that all of them see
+      // keys that any of these rows sees, and that all of them see
+      int64_t first = count, upto = 0, all_from = 0, all_to = count;
       for (int64_t i = r; i < last; ++i) {
         if (from[i] < to[i]) { first = std::min(first, from[i]); upto = std::max(upto, to[i]); }
         all_from = std::max(all_from, from[i]);
@@ -185,12 +200,14 @@ void run_item(const Problem& p, const WorkItem& w) {
       }
       if (first >= upto) continue;
       auto weigh = [&](int64_t row, int64_t begin, int64_t end_at, auto rows_at_once) {
-        weigh_rows<T, decltype(rows_at_once)::value>(s.scores.data() + row * TILE_KV + begin, values + begin, end_at - begin,
-                                                     s.acc.data() + row * stride, stride, p.head_dim_v);
+        weigh_rows<T, decltype(rows_at_once)::value>(s.scores.data() + row * TILE_KV + begin, values + begin,
+                                                     end_at - begin, s.acc.data() + row * stride, stride,
+                                                     p.head_dim_v);
       };
       all_to = std::max(all_from, all_to);
       const bool uneven = first < all_from || upto > all_to;
-      if (uneven && any_nonfinite<T>(values + first, upto - first, p.head_dim_v)) {  // 0 * NaN is NaN: no row may touch what it does not see
+      // 0 * NaN is NaN: no row may touch what it does not see
+      if (uneven && any_nonfinite<T>(values + first, upto - first, p.head_dim_v)) {
         for (int64_t i = r; i < last; ++i)
           if (from[i] < to[i]) weigh(i, from[i], to[i], std::integral_constant<int, 1>{});
       } else {
@@ -205,8 +222,8 @@ void run_item(const Problem& p, const WorkItem& w) {
       state[p.head_dim_v] = s.maximum[r];
       state[p.head_dim_v + 1] = s.total[r];
     } else {
-      finish_row<T>(p, start + w.first_token + r / group, w.kv_head * group + r % group, low[r] < end[r], s.acc.data() + r * stride,
-                    s.maximum[r], s.total[r]);
+      finish_row<T>(p, start + w.first_token + r / group, w.kv_head * group + r % group, low[r] < end[r],
+                    s.acc.data() + r * stride, s.maximum[r], s.total[r]);
     }
   }
 }

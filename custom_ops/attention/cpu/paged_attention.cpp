@@ -18,8 +18,8 @@ Kernels choose(Dtype dtype) {
 #if defined(__x86_64__)
   static const int level = [] {
     __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-        __builtin_cpu_supports("avx512dq"))
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
       return 2;
     return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? 1 : 0;
   }();
@@ -32,7 +32,8 @@ Kernels choose(Dtype dtype) {
 // Items of one query tile: `splits` of them, their partial states one after the other.
 struct Tile { int64_t first_item, splits; };
 
-// The last request in which each block was met, counted over all calls of the thread: no memory to clear between them.
+// The last request in which each block was met, counted over all calls of the thread: no memory to clear
+// between them.
 struct Met {
   std::vector<uint64_t> when;
   uint64_t now = 0;
@@ -43,18 +44,23 @@ void check_values(const Problem& p, int64_t max_query_len, int64_t width, int64_
   if (int64_t(met.when.size()) < num_blocks) met.when.resize(num_blocks, 0);
   STD_TORCH_CHECK(p.query_start_loc[0] == 0, "query_start_loc: expected 0 first, got ", p.query_start_loc[0]);
   for (int64_t r = 0; r < p.num_reqs; ++r) {
-    const int64_t query_len = int64_t(p.query_start_loc[r + 1]) - p.query_start_loc[r], seq_len = p.seq_lens[r];
-    STD_TORCH_CHECK(query_len >= 0 && p.query_start_loc[r + 1] <= p.num_tokens, "query_start_loc: expected not decreasing, at most ", p.num_tokens,
-                    " tokens, got ", p.query_start_loc[r + 1], " in row ", r + 1);
-    STD_TORCH_CHECK(query_len <= max_query_len, "max_query_len: expected at least the longest query (", query_len, "), got ", max_query_len);
-    STD_TORCH_CHECK(seq_len <= width * p.block_size, "seq_lens: expected at most ", width * p.block_size, " tokens, got ", seq_len,
-                    "; give block_table more columns");
+    const int64_t query_len = int64_t(p.query_start_loc[r + 1]) - p.query_start_loc[r],
+                  seq_len = p.seq_lens[r];
+    STD_TORCH_CHECK(query_len >= 0 && p.query_start_loc[r + 1] <= p.num_tokens,
+                    "query_start_loc: expected not decreasing, at most ", p.num_tokens, " tokens, got ",
+                    p.query_start_loc[r + 1], " in row ", r + 1);
+    STD_TORCH_CHECK(query_len <= max_query_len, "max_query_len: expected at least the longest query (",
+                    query_len, "), got ", max_query_len);
+    STD_TORCH_CHECK(seq_len <= width * p.block_size, "seq_lens: expected at most ", width * p.block_size,
+                    " tokens, got ", seq_len, "; give block_table more columns");
     ++met.now;
     for (int64_t b = 0; b * p.block_size < seq_len; ++b) {
       const int64_t block = p.block_table[r * p.table_row + b];
-      STD_TORCH_CHECK(block >= 0 && block < num_blocks, "block_table: expected block ids in [0, ", num_blocks, "), got ", block, " in row ", r,
-                      ", column ", b);
-      STD_TORCH_CHECK(block == 0 || met.when[block] != met.now, "block_table: expected every block once per request (block 0, the null block, excepted), got block ",
+      STD_TORCH_CHECK(block >= 0 && block < num_blocks, "block_table: expected block ids in [0, ", num_blocks,
+                      "), got ", block, " in row ", r, ", column ", b);
+      STD_TORCH_CHECK(block == 0 || met.when[block] != met.now,
+                      "block_table: expected every block once per request (block 0, the null block, "
+                      "excepted), got block ",
                       block, " several times in row ", r);
       met.when[block] = met.now;
     }
@@ -63,7 +69,8 @@ void check_values(const Problem& p, int64_t max_query_len, int64_t width, int64_
 
 // The keys that any query of the tile sees.
 void tile_range(const Problem& p, const WorkItem& w, int64_t* low, int64_t* end) {
-  const int64_t seq_len = p.seq_lens[w.request], query_len = p.query_start_loc[w.request + 1] - p.query_start_loc[w.request];
+  const int64_t seq_len = p.seq_lens[w.request],
+                query_len = p.query_start_loc[w.request + 1] - p.query_start_loc[w.request];
   *low = std::max<int64_t>(seq_len, 0);  // negative: left padding longer than what was seen so far
   *end = 0;
   for (int64_t t = 0; t < w.num_query_tokens; ++t) {
@@ -76,14 +83,17 @@ void tile_range(const Problem& p, const WorkItem& w, int64_t* low, int64_t* end)
   if (*end < *low) *low = *end = 0;
 }
 
-void merge_splits(const Problem& p, const Kernels& kernels, const std::vector<WorkItem>& items, const Tile& tile) {
+void merge_splits(const Problem& p, const Kernels& kernels, const std::vector<WorkItem>& items,
+                  const Tile& tile) {
   const WorkItem& w = items[tile.first_item];
   const int64_t group = p.num_heads / p.num_kv_heads, width = p.head_dim_v + 2;
-  const int64_t seq_len = p.seq_lens[w.request], first_position = seq_len - (p.query_start_loc[w.request + 1] - p.query_start_loc[w.request]);
+  const int64_t seq_len = p.seq_lens[w.request],
+                first_position = seq_len - (p.query_start_loc[w.request + 1] - p.query_start_loc[w.request]);
   std::vector<float> acc(p.head_dim_v);
   for (int64_t r = 0; r < w.num_query_tokens * group; ++r) {
     float top = FLOOR, total = 0;
-    for (int64_t s = 0; s < tile.splits; ++s) top = std::max(top, items[tile.first_item + s].partial[r * width + p.head_dim_v]);
+    for (int64_t s = 0; s < tile.splits; ++s)
+      top = std::max(top, items[tile.first_item + s].partial[r * width + p.head_dim_v]);
     std::fill(acc.begin(), acc.end(), 0.0f);
     for (int64_t s = 0; s < tile.splits; ++s) {
       const float* state = items[tile.first_item + s].partial + r * width;
@@ -93,14 +103,16 @@ void merge_splits(const Problem& p, const Kernels& kernels, const std::vector<Wo
     }
     int64_t low, end;
     visible_range(p, first_position + w.first_token + r / group, seq_len, &low, &end);
-    kernels.finish(p, p.query_start_loc[w.request] + w.first_token + r / group, w.kv_head * group + r % group, low < end, acc.data(), top, total);
+    kernels.finish(p, p.query_start_loc[w.request] + w.first_token + r / group, w.kv_head * group + r % group,
+                   low < end, acc.data(), top, total);
   }
 }
 
 void run(const Problem& p) {
   const Kernels kernels = choose(p.dtype);
   const int64_t group = p.num_heads / p.num_kv_heads;
-  // Query tiles, each with its range of keys; heads of a group beyond MAX_ROWS are impossible (checked by the caller).
+  // Query tiles, each with its range of keys; heads of a group beyond MAX_ROWS are impossible (checked by the
+  // caller).
   const int64_t tile_tokens = std::max<int64_t>(1, std::min<int64_t>(MAX_ROWS, 32) / group);
   std::vector<WorkItem> whole;
   int64_t total_keys = 0, work = 0;
@@ -115,7 +127,8 @@ void run(const Problem& p) {
       }
   const int64_t threads = workers_for(work, torch::stable::get_num_threads());
   // Split long ranges so that every thread gets about four items' worth of keys.
-  const int64_t chunk = threads == 1 ? total_keys + 1 : std::max(MIN_SPLIT_KEYS, total_keys / (4 * threads) + 1);
+  const int64_t chunk =
+      threads == 1 ? total_keys + 1 : std::max(MIN_SPLIT_KEYS, total_keys / (4 * threads) + 1);
   std::vector<WorkItem> items;
   std::vector<Tile> split;
   std::vector<int64_t> offsets;
@@ -157,7 +170,8 @@ void run(const Problem& p) {
 }
 
 // Small per-head tensors come in any float dtype; the kernels read floats.
-const float* as_floats(const char* name, const std::optional<Tensor>& t, int64_t count, std::optional<Tensor>* keep) {
+const float* as_floats(const char* name, const std::optional<Tensor>& t, int64_t count,
+                       std::optional<Tensor>* keep) {
   if (!t) return nullptr;
   check_dims(name, *t, {count});
   check_cpu(name, *t);
@@ -168,20 +182,25 @@ const float* as_floats(const char* name, const std::optional<Tensor>& t, int64_t
 
 }  // namespace
 
-void paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor seq_lens, Tensor query_start_loc, Tensor out,
-                     std::optional<Tensor> lse, int64_t max_query_len, double scale, bool causal, int64_t window_left, int64_t window_right,
-                     double logits_soft_cap, std::optional<Tensor> alibi_slopes, std::optional<Tensor> sinks, std::optional<Tensor> k_scale,
-                     std::optional<Tensor> v_scale, int64_t chunk_size,
+void paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor seq_lens,
+                     Tensor query_start_loc, Tensor out, std::optional<Tensor> lse, int64_t max_query_len,
+                     double scale, bool causal, int64_t window_left, int64_t window_right,
+                     double logits_soft_cap, std::optional<Tensor> alibi_slopes, std::optional<Tensor> sinks,
+                     std::optional<Tensor> k_scale, std::optional<Tensor> v_scale, int64_t chunk_size,
                      std::optional<Tensor> /*semaphore: for kernels that merge on a device*/) {
   check_pools(k_cache, v_cache);
-  STD_TORCH_CHECK(!k_scale && !v_scale, "k_scale, v_scale: expected None (the cpu backend has no fp8 pools), got a tensor");
+  STD_TORCH_CHECK(!k_scale && !v_scale,
+                  "k_scale, v_scale: expected None (the cpu backend has no fp8 pools), got a tensor");
   check_dims("q", q, {-1, -1, k_cache.size(3)});
   check_float("q", q);
   const int64_t num_kv_heads = k_cache.size(2), group = q.size(1) / num_kv_heads;
-  STD_TORCH_CHECK(q.size(1) > 0 && q.size(1) % num_kv_heads == 0, "q: expected num_heads a multiple of num_kv_heads (", num_kv_heads, "), got ",
-                  q.size(1), " heads");
-  STD_TORCH_CHECK(group <= MAX_ROWS, "q: expected at most ", MAX_ROWS, " query heads per kv head, got ", group);
-  STD_TORCH_CHECK(k_cache.scalar_type() == q.scalar_type(), "k_cache: expected the dtype of q (the cpu backend has no fp8 pools), got another");
+  STD_TORCH_CHECK(q.size(1) > 0 && q.size(1) % num_kv_heads == 0,
+                  "q: expected num_heads a multiple of num_kv_heads (", num_kv_heads, "), got ", q.size(1),
+                  " heads");
+  STD_TORCH_CHECK(group <= MAX_ROWS, "q: expected at most ", MAX_ROWS, " query heads per kv head, got ",
+                  group);
+  STD_TORCH_CHECK(k_cache.scalar_type() == q.scalar_type(),
+                  "k_cache: expected the dtype of q (the cpu backend has no fp8 pools), got another");
   check_dims("out", out, {q.size(0), q.size(1), v_cache.size(3)});
   STD_TORCH_CHECK(out.scalar_type() == q.scalar_type(), "out: expected the dtype of q, got another");
   check_dims("block_table", block_table, {-1, -1});
@@ -202,23 +221,35 @@ void paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_tabl
     check_cpu("lse", *lse);
   }
   STD_TORCH_CHECK(max_query_len >= 1, "max_query_len: expected at least 1, got ", max_query_len);
-  check_apart("q", q, "out", out); check_apart("k_cache", k_cache, "out", out); check_apart("v_cache", v_cache, "out", out);
+  check_apart("q", q, "out", out);
+  check_apart("k_cache", k_cache, "out", out);
+  check_apart("v_cache", v_cache, "out", out);
   STD_TORCH_CHECK(scale > 0 && std::isfinite(scale), "scale: expected a positive finite number, got ", scale);
-  STD_TORCH_CHECK(window_left >= -1, "window_left: expected -1 (open) or a number of keys >= 0, got ", window_left);
-  STD_TORCH_CHECK(window_right >= -1, "window_right: expected -1 (open) or a number of keys >= 0, got ", window_right);
-  STD_TORCH_CHECK(logits_soft_cap >= 0 && std::isfinite(logits_soft_cap), "logits_soft_cap: expected 0 (off) or a positive finite number, got ",
-                  logits_soft_cap);
-  STD_TORCH_CHECK(chunk_size >= 0, "chunk_size: expected 0 (off) or a positive number of tokens, got ", chunk_size);
+  STD_TORCH_CHECK(window_left >= -1, "window_left: expected -1 (open) or a number of keys >= 0, got ",
+                  window_left);
+  STD_TORCH_CHECK(window_right >= -1, "window_right: expected -1 (open) or a number of keys >= 0, got ",
+                  window_right);
+  STD_TORCH_CHECK(logits_soft_cap >= 0 && std::isfinite(logits_soft_cap),
+                  "logits_soft_cap: expected 0 (off) or a positive finite number, got ", logits_soft_cap);
+  STD_TORCH_CHECK(chunk_size >= 0, "chunk_size: expected 0 (off) or a positive number of tokens, got ",
+                  chunk_size);
   std::optional<Tensor> slopes, sink_values;
   Problem p{};
-  p.dtype = q.scalar_type() == ScalarType::BFloat16 ? Dtype::BFloat16 : q.scalar_type() == ScalarType::Half ? Dtype::Half : Dtype::Float;
+  p.dtype = q.scalar_type() == ScalarType::BFloat16 ? Dtype::BFloat16
+            : q.scalar_type() == ScalarType::Half   ? Dtype::Half
+                                                    : Dtype::Float;
   p.alibi_slopes = as_floats("alibi_slopes", alibi_slopes, q.size(1), &slopes);
   p.sinks = as_floats("sinks", sinks, q.size(1), &sink_values);
   p.q = q.const_data_ptr(); p.k_cache = k_cache.const_data_ptr(); p.v_cache = v_cache.const_data_ptr();
   p.out = out.mutable_data_ptr();
   p.lse = lse ? mutable_data<float>(*lse) : nullptr;
-  p.block_table = data<int32_t>(block_table); p.seq_lens = data<int32_t>(seq_lens); p.query_start_loc = data<int32_t>(query_start_loc);
-  p.num_reqs = block_table.size(0); p.num_tokens = q.size(0); p.num_heads = q.size(1); p.num_kv_heads = num_kv_heads;
+  p.block_table = data<int32_t>(block_table);
+  p.seq_lens = data<int32_t>(seq_lens);
+  p.query_start_loc = data<int32_t>(query_start_loc);
+  p.num_reqs = block_table.size(0);
+  p.num_tokens = q.size(0);
+  p.num_heads = q.size(1);
+  p.num_kv_heads = num_kv_heads;
   p.head_dim = q.size(2); p.head_dim_v = v_cache.size(3); p.block_size = k_cache.size(1);
   p.q_token = q.stride(0); p.q_head = q.stride(1);
   p.k_block = k_cache.stride(0); p.k_slot = k_cache.stride(1); p.k_head = k_cache.stride(2);

@@ -1,15 +1,18 @@
 // What one warp does: copy its keys of a tile, score them, fold them into its softmax state.
 #pragma once
-#include "requests.cuh"
+#include "run.cuh"
 
-// One warp's keys of a tile to shared memory. `ids`: lane i holds the i-th block id of the current batch of tiles.
+// One warp's keys of a tile to shared memory. `ids`: lane i holds the i-th block id of the current batch of
+// tiles.
 constexpr int IDS = BLOCK_SIZE >= KEYS ? 1 : KEYS / BLOCK_SIZE;  // block ids of a warp's keys
-constexpr int BATCH = 32 / IDS;                                  // tiles whose ids one register per lane holds
+// tiles whose ids one register per lane holds
+constexpr int BATCH = 32 / IDS;
 static_assert(IDS <= 32, "a lane holds one block id: at most 32 blocks per warp's keys");
 constexpr int IN_BLOCK = BLOCK_SIZE >= KEYS ? KEYS : BLOCK_SIZE;
 
 __device__ __forceinline__ int load_ids(const Params &p, const Cursor &c, int warp, int lane) {
-  const int key = ((c.r.first_tile + c.tile / BATCH * BATCH + lane / IDS) * WARPS + warp) * KEYS + lane % IDS * IN_BLOCK;
+  const int key =
+      ((c.r.first_tile + c.tile / BATCH * BATCH + lane / IDS) * WARPS + warp) * KEYS + lane % IDS * IN_BLOCK;
   return key < c.r.end && key + IN_BLOCK > c.r.low ? p.table[c.request * p.table_row + key / BLOCK_SIZE] : 0;
 }
 
@@ -20,50 +23,61 @@ __device__ __forceinline__ bool is_context(const Cursor &c, int warp) {
 }
 
 template <int CHUNKS, int PADDED, i64 BLOCK_STRIDE, i64 SLOT_STRIDE>
-__device__ __forceinline__ void copy_rows(u32 to, const char *from, int ids, int batch_tile, int first_slot, int skip, int real, int lane) {
+__device__ __forceinline__ void copy_rows(u32 to, const char *from, int ids, int batch_tile, int first_slot,
+                                          int skip, int real, int lane) {
   constexpr int STEPS = (KEYS * CHUNKS + 31) / 32;
 #pragma unroll
   for (int i = 0; i < STEPS; ++i) {
     const int chunk = i * 32 + lane;
     const int row = chunk / CHUNKS, column = chunk % CHUNKS;
-    const int id = IDS == 1 ? __shfl_sync(ALL, ids, batch_tile) : __shfl_sync(ALL, ids, batch_tile * IDS + (row / IN_BLOCK) % IDS);
+    const int id = IDS == 1 ? __shfl_sync(ALL, ids, batch_tile)
+                            : __shfl_sync(ALL, ids, batch_tile * IDS + (row / IN_BLOCK) % IDS);
     const int slot = IDS == 1 ? first_slot + row : row % IN_BLOCK;
     const char *at = from + ((i64)id * BLOCK_STRIDE + (i64)slot * SLOT_STRIDE) * KV_BYTES + column * 16;
     const u32 target = to + row * (PADDED * 16) + (column ^ swizzle<PADDED>(row)) * 16;
     if (KEYS * CHUNKS % 32 && row >= KEYS) continue;
-    if (skip <= 0 && real >= KEYS) copy16_once(target, at, read_once());
-    else copy16_or_zero(target, at, row >= skip && row < real);  // a value that nobody sees may be NaN, and 0 * NaN is NaN
+    if (skip <= 0 && real >= KEYS) cp_async_once(target, at, read_once());
+    // a value that nobody sees may be NaN, and 0 * NaN is NaN
+    else cp_async_or_zero(target, at, row >= skip && row < real);
   }
 }
 
 // The same rows on their way to L2.
 template <int CHUNKS, i64 BLOCK_STRIDE, i64 SLOT_STRIDE>
-__device__ __forceinline__ void ask_for_rows(const char *from, int ids, int batch_tile, int first_slot, int lane) {
+__device__ __forceinline__ void prefetch_rows(const char *from, int ids, int batch_tile, int first_slot,
+                                              int lane) {
   constexpr int ROW_LINES = (CHUNKS + 7) / 8;
 #pragma unroll
   for (int i = 0; i < (KEYS * ROW_LINES + 31) / 32; ++i) {
     const int row = (i * 32 + lane) / ROW_LINES, line = (i * 32 + lane) % ROW_LINES;
-    const int id = IDS == 1 ? __shfl_sync(ALL, ids, batch_tile) : __shfl_sync(ALL, ids, batch_tile * IDS + (row / IN_BLOCK) % IDS);
+    const int id = IDS == 1 ? __shfl_sync(ALL, ids, batch_tile)
+                            : __shfl_sync(ALL, ids, batch_tile * IDS + (row / IN_BLOCK) % IDS);
     const int slot = IDS == 1 ? first_slot + row : row % IN_BLOCK;
-    if (row < KEYS) prefetch_l2(from + ((i64)id * BLOCK_STRIDE + (i64)slot * SLOT_STRIDE) * KV_BYTES + line * 128);
+    if (row < KEYS)
+      prefetch_l2(from + ((i64)id * BLOCK_STRIDE + (i64)slot * SLOT_STRIDE) * KV_BYTES + line * 128);
   }
 }
 
-// The warp's keys and values of the next PREFETCH_L2 tiles, as far as their block ids are here. Nothing is read: they may still be written.
-__device__ __forceinline__ void ask_for_tiles(const Params &p, const Cursor &c, int ids, int to_load, int warp, int lane) {
+// The warp's keys and values of the next PREFETCH_L2 tiles, as far as their block ids are here. Nothing is
+// read: they may still be written.
+__device__ __forceinline__ void prefetch_tiles(const Params &p, const Cursor &c, int ids, int to_load,
+                                               int warp, int lane) {
   const int end = min(min(c.tile + min(PREFETCH_L2, to_load), c.r.num_tiles), (c.tile / BATCH + 1) * BATCH);
 #pragma unroll 1
   for (int tile = c.tile; tile < end; ++tile) {
-    const int key = ((c.r.first_tile + tile) * WARPS + warp) * KEYS, first_slot = BLOCK_SIZE >= KEYS ? key % BLOCK_SIZE : 0;
+    const int key = ((c.r.first_tile + tile) * WARPS + warp) * KEYS,
+              first_slot = BLOCK_SIZE >= KEYS ? key % BLOCK_SIZE : 0;
     if (key >= c.r.end || key + KEYS <= c.r.low) continue;
-    ask_for_rows<K_CHUNKS, K_BLOCK, K_SLOT>(keys_of(p, c), ids, tile % BATCH, first_slot, lane);
-    ask_for_rows<V_CHUNKS, V_BLOCK, V_SLOT>(values_of(p, c), ids, tile % BATCH, first_slot, lane);
+    prefetch_rows<K_CHUNKS, K_BLOCK, K_SLOT>(keys_of(p, c), ids, tile % BATCH, first_slot, lane);
+    prefetch_rows<V_CHUNKS, V_BLOCK, V_SLOT>(values_of(p, c), ids, tile % BATCH, first_slot, lane);
   }
 }
 
 struct State {
-  float top[COLS][2], total[COLS][2];      // of query rows 8 * c + 2 * (lane % 4) + {0, 1}; total: this thread's keys only
-  float acc[V_SLICES][COLS][4];            // O^T: value columns x query rows; of two heads' columns, a row's own are the result
+  // of query rows 8 * c + 2 * (lane % 4) + {0, 1}; total: this thread's keys only
+  float top[COLS][2], total[COLS][2];
+  // O^T: value columns x query rows; of two heads' columns, a row's own are the result
+  float acc[V_SLICES][COLS][4];
 
   __device__ __forceinline__ void clear() {
 #pragma unroll
@@ -76,7 +90,8 @@ struct State {
   }
 };
 
-// The queries of a pair as the B operand of S^T = K Q^T, with what turns a dot into a score in base 2, and each row's keys.
+// The queries of a pair as the B operand of S^T = K Q^T, with what turns a dot into a score in base 2, and
+// each row's keys.
 struct Queries {
   u32 b[DIM / 16][COLS][2];
   float scale[COLS][2];
@@ -90,7 +105,9 @@ struct Queries {
     for (int n = 0; n < COLS; ++n) {
       const int row = n * 8 + lane / 4;
       const bool real = row < ROWS && query_of(row) < c.r.query_len;
-      const char *at = p.q + ((c.r.start + query_of(row)) * p.q_token + (kv_head_of(c.pair, row) * GROUP + row % GROUP) * p.q_head) * 2;
+      const char *at = p.q + ((c.r.start + query_of(row)) * p.q_token +
+                              (kv_head_of(c.pair, row) * GROUP + row % GROUP) * p.q_head) *
+                                 2;
 #pragma unroll
       for (int s = 0; s < DIM / 16; ++s) {
         if constexpr (KV_BYTES == 1) {  // the order of columns in which fp8 keys unpack
@@ -104,7 +121,8 @@ struct Queries {
       }
       float fold = 1.f;
       if constexpr (KV_BYTES == 1 && !Q_HALF) {
-        // fp8 converts to fp16 only: a power of two per row brings q into fp16's range; numbers below 2^-14 of a row's largest lose bits.
+        // fp8 converts to fp16 only: a power of two per row brings q into fp16's range; numbers below 2^-14
+        // of a row's largest lose bits.
         float largest = 1e-30f;
 #pragma unroll
         for (int s = 0; s < DIM / 16; ++s)
@@ -121,7 +139,9 @@ struct Queries {
 #pragma unroll
         for (int s = 0; s < DIM / 16; ++s)
 #pragma unroll
-          for (int h = 0; h < 2; ++h) b[s][n][h] = pack<HALF>(to_float<Q_HALF>((u16)b[s][n][h]) * shrink, to_float<Q_HALF>((u16)(b[s][n][h] >> 16)) * shrink);
+          for (int h = 0; h < 2; ++h)
+            b[s][n][h] = pack<HALF>(to_float<Q_HALF>((u16)b[s][n][h]) * shrink,
+                                    to_float<Q_HALF>((u16)(b[s][n][h] >> 16)) * shrink);
       }
 #pragma unroll
       for (int i = 0; i < 2; ++i) {  // from here on rows as in the scores: two per thread
@@ -143,8 +163,8 @@ struct Queries {
 };
 
 // One warp's KEYS keys at `key`: scores, softmax, weighted values.
-__device__ __forceinline__ void attend(State &state, const Queries &queries, const Params &p, const Cursor &c, u32 stage, int key,
-                                       int lane) {
+__device__ __forceinline__ void attend(State &state, const Queries &queries, const Params &p, const Cursor &c,
+                                       u32 stage, int key, int lane) {
   float s[SUBS][COLS][4];
 #pragma unroll
   for (int m = 0; m < SUBS; ++m) {
@@ -153,12 +173,13 @@ __device__ __forceinline__ void attend(State &state, const Queries &queries, con
     for (int n = 0; n < COLS; ++n)
 #pragma unroll
       for (int j = 0; j < 4; ++j) s[m][n][j] = other[n][j] = 0.f;
-    const u32 at = stage + (m * 16 + lane % 16) * K_ROW, odd = (lane / 16 ^ swizzle<K_PADDED>(lane % 16)) * 16;
+    const u32 at = stage + (m * 16 + lane % 16) * K_ROW_BYTES,
+              odd = (lane / 16 ^ swizzle<K_PADDED>(lane % 16)) * 16;
     if constexpr (KV_BYTES == 1) {
 #pragma unroll
       for (int d = 0; d < (DIM + 31) / 32; ++d) {
         u32 raw[4], a[4];
-        load_matrices(raw, chunk_pair<K_PADDED>(at, odd, d));
+        ldmatrix_x4(raw, chunk_pair<K_PADDED>(at, odd, d));
         unpack_fp8<E5M2>(raw[0], a[0], a[2]);
         unpack_fp8<E5M2>(raw[1], a[1], a[3]);
 #pragma unroll
@@ -177,11 +198,13 @@ __device__ __forceinline__ void attend(State &state, const Queries &queries, con
 #pragma unroll
       for (int d = 0; d < PAIR_HEADS * DIM / 16; ++d) {
         u32 a[4];
-        load_matrices(a, chunk_pair<K_PADDED>(at, odd, d));
+        ldmatrix_x4(a, chunk_pair<K_PADDED>(at, odd, d));
         const int head = d / (DIM / 16), at_d = d % (DIM / 16);
 #pragma unroll
         for (int n = 0; n < COLS; ++n)
-          if (holds(n, head)) mma<HALF>((SHARED ? head : d % 2) ? other[n] : s[m][n], a, queries.b[at_d][n][0], queries.b[at_d][n][1]);
+          if (holds(n, head))
+            mma<HALF>((SHARED ? head : d % 2) ? other[n] : s[m][n], a, queries.b[at_d][n][0],
+                      queries.b[at_d][n][1]);
       }
     }
 #pragma unroll
@@ -243,16 +266,17 @@ __device__ __forceinline__ void attend(State &state, const Queries &queries, con
       for (int j = 0; j < 4; ++j) s[m][n][j] = exp2_(s[m][n][j] - state.top[n][j % 2]);
       state.total[n][0] += s[m][n][0] + s[m][n][2];
       state.total[n][1] += s[m][n][1] + s[m][n][3];
-      b[n][0] = transpose8x8(pack<HALF>(s[m][n][0], s[m][n][1]));
-      b[n][1] = transpose8x8(pack<HALF>(s[m][n][2], s[m][n][3]));
+      b[n][0] = movmatrix_trans(pack<HALF>(s[m][n][0], s[m][n][1]));
+      b[n][1] = movmatrix_trans(pack<HALF>(s[m][n][2], s[m][n][3]));
     }
-    const u32 values = stage + KEYS * K_ROW;
+    const u32 values = stage + KEYS * K_ROW_BYTES;
     if constexpr (KV_BYTES == 1) {
-      const u32 at = values + (m * 16 + lane % 16) * V_ROW, odd = (lane / 16 ^ swizzle<V_PADDED>(lane % 16)) * 16;
+      const u32 at = values + (m * 16 + lane % 16) * V_ROW_BYTES,
+                odd = (lane / 16 ^ swizzle<V_PADDED>(lane % 16)) * 16;
 #pragma unroll
       for (int d = 0; d < DIM_V / 16; d += 2) {
         u32 raw[4], a[4];
-        load_transposed(raw, chunk_pair<V_PADDED>(at, odd, d / 2));
+        ldmatrix_x4_trans(raw, chunk_pair<V_PADDED>(at, odd, d / 2));
 #pragma unroll
         for (int i = 0; i < 4; ++i) raw[i] = __byte_perm(raw[i], 0, 0x3120);
         unpack_fp8<E5M2>(raw[0], a[0], a[1]);
@@ -268,11 +292,12 @@ __device__ __forceinline__ void attend(State &state, const Queries &queries, con
       }
     } else {
       const int value = lane % 8 + lane / 16 * 8;
-      const u32 at = values + (m * 16 + value) * V_ROW, odd = (lane / 8 % 2 ^ swizzle<V_PADDED>(value)) * 16;
+      const u32 at = values + (m * 16 + value) * V_ROW_BYTES,
+                odd = (lane / 8 % 2 ^ swizzle<V_PADDED>(value)) * 16;
 #pragma unroll
       for (int d = 0; d < V_SLICES; ++d) {
         u32 a[4];
-        load_transposed(a, chunk_pair<V_PADDED>(at, odd, d));
+        ldmatrix_x4_trans(a, chunk_pair<V_PADDED>(at, odd, d));
 #pragma unroll
         for (int n = 0; n < COLS; ++n)
           if (holds(n, d / (DIM_V / 16))) mma<HALF>(state.acc[d][n], a, b[n][0], b[n][1]);
@@ -281,8 +306,9 @@ __device__ __forceinline__ void attend(State &state, const Queries &queries, con
   }
 }
 
-// A warp's state to shared memory: acc [ROWS][OUT_ROW] into a stage of its own, top [ROWS] and total [ROWS] beside it.
-__device__ __forceinline__ void park(State &state, float *to, float *tops, float *totals, int lane) {
+// A warp's state to shared memory: acc [ROWS][STATE_ROW] into a stage of its own, top [ROWS] and total [ROWS]
+// beside it.
+__device__ __forceinline__ void leave_state(State &state, float *to, float *tops, float *totals, int lane) {
   const int quad = lane % 4, r = lane / 4;
 #pragma unroll
   for (int n = 0; n < COLS; ++n)
@@ -299,8 +325,9 @@ __device__ __forceinline__ void park(State &state, float *to, float *tops, float
           // fp8 values unpack in pairs of neighbours, 16-bit ones as columns r and r + 8
           const bool second = kv_head_of(0, row);
           const float(&acc)[4] = state.acc[d][n], (&others)[4] = state.acc[V_SLICES - DIM_V / 16 + d][n];
-          to[row * OUT_ROW + d * 16 + (KV_BYTES == 1 ? 2 * r : r)] = second ? others[i] : acc[i];
-          to[row * OUT_ROW + d * 16 + (KV_BYTES == 1 ? 2 * r + 1 : r + 8)] = second ? others[i + 2] : acc[i + 2];
+          to[row * STATE_ROW + d * 16 + (KV_BYTES == 1 ? 2 * r : r)] = second ? others[i] : acc[i];
+          to[row * STATE_ROW + d * 16 + (KV_BYTES == 1 ? 2 * r + 1 : r + 8)] =
+              second ? others[i + 2] : acc[i + 2];
         }
         if (r == 0) {
           tops[row] = state.top[n][i];

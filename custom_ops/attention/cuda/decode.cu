@@ -1,26 +1,31 @@
 // Decode attention over a paged cache: stream-K on a fixed grid, one launch, merged by the last arriver.
 //
-// A pair is a request and one kv head, or two narrow ones side by side (PAIR_HEADS). The keys of all requests are cut into tiles of
-// WARPS * KEYS keys and lined up; every team of TEAM CTAs takes an equal run of that line, whatever the lengths are, each CTA for a pair of
-// its own: device memory answers faster when the heads of a block are read at about one time. Inside a CTA each warp owns KEYS keys of a
-// tile: it copies them to shared memory itself (cp.async, STAGES deep, across the borders of pairs), so that no barrier stands in the loop;
-// the warps' softmax states meet once per pair.
+// A pair is a request and one kv head, or two narrow ones side by side (PAIR_HEADS). The keys of all requests
+// are cut into tiles of WARPS * KEYS keys and lined up; every team of TEAM CTAs takes an equal run of that
+// line, whatever the lengths are, each CTA for a pair of its own: device memory answers faster when the heads
+// of a block are read at about one time. Inside a CTA each warp owns KEYS keys of a tile: it copies them to
+// shared memory itself (cp.async, STAGES deep, across the borders of pairs), so that no barrier stands in the
+// loop; the warps' softmax states meet once per pair.
 //
-// The dots are transposed: S^T = K Q^T and O^T = V^T P^T, keys and value columns as the 16 rows of mma.m16n8k16, query rows
-// (query tokens x heads of the group) as its 8 columns. A group of 4 or 8 heads wastes half or nothing instead of 12 or 8 of 16 rows; two
-// heads of a pair share the 8 columns, each of which keeps what belongs to its own head.
+// The dots are transposed: S^T = K Q^T and O^T = V^T P^T, keys and value columns as the 16 rows of
+// mma.m16n8k16, query rows (query tokens x heads of the group) as its 8 columns. A group of 4 or 8 heads
+// wastes half or nothing instead of 12 or 8 of 16 rows; two heads of a pair share the 8 columns, each of
+// which keeps what belongs to its own head.
 //
-// Compiled at run time by NVRTC, one specialisation per model shape: decode_config.cuh.
-// No headers but ours, so that it builds wherever NVRTC is. Sources: Stream-K (arXiv:2301.03598), split-KV merging (arXiv:2501.01005, 2.2).
+// Compiled at run time by NVRTC, one specialisation per model shape: decode_config.cuh. No headers but ours,
+// so that it builds wherever NVRTC is. Sources: Stream-K (arXiv:2301.03598), split-KV merging
+// (arXiv:2501.01005, 2.2).
 
 #include "attend.cuh"
 
 // Normalise four columns of a row and store them; the first thread of a row stores the LSE.
-__device__ __forceinline__ void finish(const Params &p, const Request &r, int pair, int row, int column, float top, float total, float4 x) {
+__device__ __forceinline__ void store_output(const Params &p, const Request &r, int pair, int row, int column,
+                                             float top, float total, float4 x) {
   const int query = query_of(row);
   if (query >= r.query_len) return;
   const int head = kv_head_of(pair, row), q_head = head * GROUP + row % GROUP;
-  // `total` does not tell: it is NaN where a score was NaN or +inf, and 0 where all were -inf, which makes 0 / 0.
+  // `total` does not tell: it is NaN where a score was NaN or +inf, and 0 where all were -inf, which makes 0
+  // / 0.
   bool sees = true;  // SAME_MASK: a request whose query sees nothing has no tiles
   if constexpr (!SAME_MASK) {
     int low, end;
@@ -38,18 +43,20 @@ __device__ __forceinline__ void finish(const Params &p, const Request &r, int pa
   float weight = sees ? shrink / total : 0.f;
   if constexpr (SCALES) weight *= p.v_scale[head * p.vs_head];
   if (!sees) x = make_float4(0.f, 0.f, 0.f, 0.f);
-  uint2 packed = make_uint2(pack<Q_HALF>(x.x * weight, x.y * weight), pack<Q_HALF>(x.z * weight, x.w * weight));
+  uint2 packed =
+      make_uint2(pack<Q_HALF>(x.x * weight, x.y * weight), pack<Q_HALF>(x.z * weight, x.w * weight));
   *(uint2 *)(p.out + ((r.start + query) * p.o_token + q_head * p.o_head + column * 4) * 2) = packed;
   if (LSE && column == 0)
     p.lse[(r.start + query) * p.l_token + q_head * p.l_head] = sees ? (top + log2_(total)) * LN2 : -INF;
 }
 
-// Combine the parts of a pair, left by its CTAs in teams first ...: slot 1 of the first, slot 0 of the others; always in this order.
-// AHEAD: parts asked for at once; a trip to L2 takes longer than everything else here.
-template <int AHEAD>
-__device__ __forceinline__ void merge(const Params &p, const Cursor &c, int first, int parts, int thread) {
-  for (int e = thread; e < ROWS * VECTORS; e += THREADS) {
-    const int row = e / VECTORS, column = e % VECTORS;
+// Combine the parts of a pair, left by its CTAs in teams first ...: slot 1 of the first, slot 0 of the
+// others; always in this order. AHEAD: parts asked for at once; a trip to L2 takes longer than everything
+// else here.
+template <int AHEAD> __device__ __forceinline__ void merge_parts(const Params &p, const Cursor &c, int first,
+                                                                 int parts, int thread) {
+  for (int e = thread; e < ROWS * V_VECTORS; e += THREADS) {
+    const int row = e / V_VECTORS, column = e % V_VECTORS;
     float top = FLOOR, total = 0.f;
     float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
     for (int begin = 0; begin < parts; begin += AHEAD) {
@@ -57,11 +64,12 @@ __device__ __forceinline__ void merge(const Params &p, const Cursor &c, int firs
       float4 x[AHEAD];
 #pragma unroll
       for (int j = 0; j < AHEAD; ++j) {
-        const int part = min(begin + j, parts - 1);  // past the end: the last one again, with no weight; no branch between loads
+        // past the end: the last one again, with no weight; no branch between loads
+        const int part = min(begin + j, parts - 1);
         const i64 slot = (i64)((first + part) * TEAM + blockIdx.x % TEAM) * 2 + (part == 0);
         part_top[j] = load_l2(p.part_state + slot * 2 * ROWS + row);
         part_total[j] = load_l2(p.part_state + slot * 2 * ROWS + ROWS + row);
-        x[j] = load_l2((const float4 *)p.part_acc + slot * ROWS * VECTORS + e);
+        x[j] = load_l2((const float4 *)p.part_acc + slot * ROWS * V_VECTORS + e);
       }
 #pragma unroll
       for (int j = 0; j < AHEAD; ++j)
@@ -77,14 +85,18 @@ __device__ __forceinline__ void merge(const Params &p, const Cursor &c, int firs
       for (int j = 0; j < AHEAD; ++j) {
         const float weight = exp2_(part_top[j] - most);
         total += part_total[j] * weight;
-        sum.x += x[j].x * weight; sum.y += x[j].y * weight; sum.z += x[j].z * weight; sum.w += x[j].w * weight;
+        sum.x += x[j].x * weight;
+        sum.y += x[j].y * weight;
+        sum.z += x[j].z * weight;
+        sum.w += x[j].w * weight;
       }
     }
-    finish(p, c.r, c.pair, row, column, top, total, sum);
+    store_output(p, c.r, c.pair, row, column, top, total, sum);
   }
 }
 
-// Zeros and -inf for what no run covers: requests whose queries see nothing, and token rows after the last request's.
+// Zeros and -inf for what no run covers: requests whose queries see nothing, and token rows after the last
+// request's.
 __device__ __noinline__ void store_empty(const Params &p) {
   constexpr int HEADS = NUM_KV_HEADS * GROUP;
   const int used = p.starts[p.num_reqs];
@@ -97,34 +109,246 @@ __device__ __noinline__ void store_empty(const Params &p) {
       first = r.start;
       last = r.start + r.query_len;
     }
-    for (int e = threadIdx.x; e < (last - first) * HEADS * VECTORS; e += THREADS) {
-      const int token = first + e / (HEADS * VECTORS), head = e / VECTORS % HEADS, column = e % VECTORS;
+    for (int e = threadIdx.x; e < (last - first) * HEADS * V_VECTORS; e += THREADS) {
+      const int token = first + e / (HEADS * V_VECTORS), head = e / V_VECTORS % HEADS, column = e % V_VECTORS;
       *(uint2 *)(p.out + (token * p.o_token + head * p.o_head + column * 4) * 2) = make_uint2(0, 0);
       if (LSE && column == 0) p.lse[token * p.l_token + head * p.l_head] = -INF;
     }
   }
 }
 
-// Lengths, tables and query starts are read before this point, and PREFETCH stages of keys and values before the query tokens' own:
-// what writes those does not let its dependents start early (stream_order.py), so that they are complete when this kernel begins.
-// Everything else is read behind it, when all kernels before have finished. PREFETCH_L2 tiles more are only asked for into L2.
+// Lengths, tables and query starts are read before this point, and PREFETCH stages of keys and values before
+// the query tokens' own: what writes those does not let its dependents start early (stream_order.py), so that
+// they are complete when this kernel begins. Everything else is read behind it, when all kernels before have
+// finished. PREFETCH_L2 tiles more are only asked for into L2.
 //
-// Every thread comes here exactly once, with work or without, before it ends: a kernel that ended without waiting could end before those
-// ahead of it, and the one behind would take them for finished.
+// Every thread comes here exactly once, with work or without, before it ends: a kernel that ended without
+// waiting could end before those ahead of it, and the one behind would take them for finished.
 //
-// The next kernel may be launched from here on, not earlier: whoever wrote the query tokens' keys did let its dependents start early, and
-// to an attention behind this one they are keys to be read before its wait.
+// The next kernel may be launched from here on, not earlier: whoever wrote the query tokens' keys did let its
+// dependents start early, and to an attention behind this one they are keys to be read before its wait.
 //
-// LONGEST > 0: a prefill launch (prefill.cu) stands right before this one, and neither writes what the other reads. It began when all kernels ahead
-// of it had ended, and lets this one begin when each of its CTAs runs: so nobody waits here, and whatever is read was complete before. What an older
-// kernel left in L1 is gone by load_and_forget_l1, which stands before every plain load. The last CTA waits at its end.
-__device__ __forceinline__ void finish_waiting() {
+// LONGEST > 0: a prefill launch (prefill.cu) stands right before this one, and neither writes what the other
+// reads. It began when all kernels ahead of it had ended, and lets this one begin when each of its CTAs runs:
+// so nobody waits here, and whatever is read was complete before. What an older kernel left in L1 is gone by
+// load_and_forget_l1, which stands before every plain load. The last CTA waits at its end.
+__device__ __forceinline__ void wait_and_launch_next() {
   if constexpr (PDL && LONGEST == 0) asm volatile("griddepcontrol.wait;" ::: "memory");
   if constexpr (PDL) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
-// Kernels behind wait for this launch alone: it must not end before the prefill launch. That waits for none of its dependents, so it ends.
-__device__ __forceinline__ void finish_behind_prefill() {
+// Kernels behind wait for this launch alone: it must not end before the prefill launch. That waits for none
+// of its dependents, so it ends.
+__device__ __forceinline__ void wait_for_prefill() {
   if (PDL && LONGEST > 0 && blockIdx.x == gridDim.x - 1) asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
+// What the warps of a CTA share.
+struct Shared {
+  char *stages;                                  // [WARPS][STAGES]; where a warp's keys were, its state is left
+  float (*all_tops)[ROWS], (*all_totals)[ROWS];  // [WARPS], of these states
+  int *is_last;                                  // whether this CTA is the last of a pair's to arrive
+  u32 *arrived_parts;                            // CLUSTER > 1: parts of others that are in the inbox
+  float *inbox, *inbox_states;                   // CLUSTER > 1: [CLUSTER - 1][PART], [CLUSTER - 1][2][ROWS]
+};
+
+// The producer's side of a warp's pipeline: it runs ahead of the warp over the same tiles.
+struct Producer {
+  LoadCursor &at;
+  int to_load, ids;
+  u32 stages;  // the warp's
+
+  // The next tile's keys and values on their way to a stage; an empty group of copies if there is none, which
+  // keeps the count.
+  __device__ __forceinline__ void load(const Params &p, int stage, int warp, int lane) {
+    if (to_load > 0) {
+      const int key = ((at.r.first_tile + at.tile) * WARPS + warp) * KEYS;
+      const int skip = at.r.low - key, real = at.r.end - key;
+      const int batch_tile = at.tile % BATCH, first_slot = BLOCK_SIZE >= KEYS ? key % BLOCK_SIZE : 0;
+      const u32 to = stages + stage * STAGE_BYTES;
+      if (real > 0 && skip < KEYS) {
+        const char *k = keys_of(p, at), *v = values_of(p, at);
+        copy_rows<K_CHUNKS, K_PADDED, K_BLOCK, K_SLOT>(to, k, ids, batch_tile, first_slot, skip, real, lane);
+        copy_rows<V_CHUNKS, V_PADDED, V_BLOCK, V_SLOT>(to + KEYS * K_ROW_BYTES, v, ids, batch_tile,
+                                                       first_slot, skip, real, lane);
+      }
+      if (--to_load > 0) {
+        const int old = at.request;
+        if (++at.tile == at.r.num_tiles) at.next_pair(p);
+        if (at.tile % BATCH == 0 && (at.r.num_tiles > BATCH || at.request != old))
+          ids = load_ids(p, at, warp, lane);
+      }
+    }
+    cp_async_commit();
+  }
+};
+
+// Fill all stages but one, and read the queries: as many keys as may be read before the kernels ahead have
+// ended, the wait, everything else.
+__device__ __forceinline__ void prologue(const Params &p, const Cursor &c, Producer &producer,
+                                         Queries &queries, int warp, int lane) {
+  int filled = 0;
+  if constexpr (PDL && PREFETCH > 0 && LONGEST == 0) {
+#pragma unroll 1
+    for (; filled < PREFETCH && is_context(producer.at, warp); ++filled) producer.load(p, filled, warp, lane);
+    if (filled == PREFETCH) prefetch_tiles(p, producer.at, producer.ids, producer.to_load, warp, lane);
+  }
+  wait_and_launch_next();
+  queries.load(p, c, lane);
+#pragma unroll 1
+  for (; filled < STAGES - 1; ++filled) producer.load(p, filled, warp, lane);
+}
+
+// The warps' states of a pair, which lie in the stages they have used last, become one part: it is stored as
+// output if the pair has no others or the others' have come in, else it is sent or stored for whoever
+// finishes the pair. `sender`: this CTA's place among those that send to the pair's first CTA; -1: that is
+// this one.
+__device__ __forceinline__ void hand_over(const Params &p, const Cursor &c, const Parts &parts,
+                                          const Shared &shared, int used_stage, i64 part,
+                                          [[maybe_unused]] int sender) {
+  for (int e = threadIdx.x; e < ROWS * V_VECTORS; e += THREADS) {
+    const int row = e / V_VECTORS, column = e % V_VECTORS;
+    float tops[WARPS], top = FLOOR, sum = 0.f;
+#pragma unroll
+    for (int w = 0; w < WARPS; ++w) top = fmaxf(top, tops[w] = shared.all_tops[w][row]);
+    float4 x = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll
+    for (int w = 0; w < WARPS; ++w) {
+      const float *from = (float *)(shared.stages + (w * STAGES + used_stage) * STAGE_BYTES);
+      const float weight = exp2_(tops[w] - top);
+      const float4 y = *(const float4 *)(from + row * STATE_ROW + column * 4);
+      sum += shared.all_totals[w][row] * weight;
+      x.x += y.x * weight; x.y += y.y * weight; x.z += y.z * weight; x.w += y.w * weight;
+    }
+#if CLUSTER > 1
+    if (parts.near && sender < 0) {  // fold in the others, always in this order
+      const float mine = top;
+      for (int i = 0; i < parts.count - 1; ++i) top = fmaxf(top, shared.inbox_states[i * 2 * ROWS + row]);
+      const float shrink = exp2_(mine - top);
+      sum *= shrink;
+      x.x *= shrink; x.y *= shrink; x.z *= shrink; x.w *= shrink;
+#pragma unroll 4
+      for (int i = 0; i < parts.count - 1; ++i) {
+        const float weight = exp2_(shared.inbox_states[i * 2 * ROWS + row] - top);
+        const float4 y = ((const float4 *)shared.inbox)[i * (PART / 4) + e];
+        sum += shared.inbox_states[i * 2 * ROWS + ROWS + row] * weight;
+        x.x += y.x * weight; x.y += y.y * weight; x.z += y.z * weight; x.w += y.w * weight;
+      }
+    }
+    if (parts.near && sender >= 0) {
+      st_cluster(mapa((float4 *)shared.inbox + sender * (PART / 4) + e, parts.first % CLUSTER), x);
+      if (column == 0) {
+        st_cluster(mapa(shared.inbox_states + sender * 2 * ROWS + row, parts.first % CLUSTER), top);
+        st_cluster(mapa(shared.inbox_states + sender * 2 * ROWS + ROWS + row, parts.first % CLUSTER), sum);
+      }
+    } else
+#endif
+    if (parts.whole || parts.near) {
+      store_output(p, c.r, c.pair, row, column, top, sum, x);
+    } else {
+      ((float4 *)p.part_acc)[part * ROWS * V_VECTORS + e] = x;
+      if (column == 0) {
+        p.part_state[part * 2 * ROWS + row] = top;
+        p.part_state[part * 2 * ROWS + ROWS + row] = sum;
+      }
+    }
+  }
+}
+
+// Say that this CTA's part of a pair is stored; the last one to say so merges them all. Nobody waits here,
+// whether the others run at the same time or have ended. It needs a 0 at the start. A number left by a launch
+// that was cut short, or two launches on two streams that share it, make a merge come early or never, not
+// hang.
+__device__ __forceinline__ void merge_if_last(const Params &p, const Cursor &c, const Parts &parts,
+                                              int *is_last) {
+  __syncthreads();  // all threads' parts are stored before one thread says so
+  if (threadIdx.x == 0) {
+    int old;
+    int *semaphore = p.semaphore + c.request * PAIRS + c.pair;
+    asm volatile("atom.global.acq_rel.gpu.add.s32 %0, [%1], 1;" : "=r"(old) : "l"(semaphore) : "memory");
+    *is_last = old == parts.count - 1;
+    // A plain store: each CTA of the pair arrives once, and this is the last of them, so that nobody looks at
+    // the number any more but the next launch, which counts only when this one has ended.
+    if (*is_last) *semaphore = 0;
+  }
+  __syncthreads();
+  if (*is_last) {
+    if (parts.count <= 8) merge_parts<8>(p, c, parts.first, parts.count, threadIdx.x);
+    else merge_parts<16>(p, c, parts.first, parts.count, threadIdx.x);
+  }
+}
+
+// All tiles of a run that is not empty: the loop, and what comes at the end of each pair. `met`: whether this
+// CTA has waited for those of its cluster to have started.
+__device__ __forceinline__ void attend_run(const Params &p, Cursor c, const Run &run, const Shared &shared,
+                                           [[maybe_unused]] bool &met, int warp, int lane) {
+  int unit = run.unit;
+  const int unit_end = run.unit_end, total = run.total, teams = run.teams, team = run.team;
+  const u32 stages = shared_address(shared.stages) + warp * STAGES * STAGE_BYTES;
+  LoadCursor ahead(p, c);
+  Producer producer = {ahead, unit_end - unit, 0, stages};
+  producer.ids = load_ids(p, producer.at, warp, lane);
+  int stage = 0;
+  Queries queries;
+  prologue(p, c, producer, queries, warp, lane);
+  State state;
+  state.clear();
+  int pair_begin = c.tile;  // first tile of this run in the pair
+  Parts parts;
+  parts.find(c, unit, unit_end, total, teams);
+
+  while (true) {
+    cp_async_wait<STAGES - 2>();
+    __syncwarp();
+    const int key = ((c.r.first_tile + c.tile) * WARPS + warp) * KEYS;
+    producer.load(p, stage == 0 ? STAGES - 1 : stage - 1, warp, lane);  // into what the last round used up
+    if (key < c.r.end && key + KEYS > c.r.low)
+      attend(state, queries, p, c, stages + stage * STAGE_BYTES, key, lane);
+    const int used_stage = stage;
+    stage = stage == STAGES - 1 ? 0 : stage + 1;
+    ++c.tile;
+    ++unit;
+    if (c.tile < c.r.num_tiles && unit < unit_end) {
+      __syncwarp();
+      continue;
+    }
+
+    // The end of a pair, or of the run: the warps' states meet in the stage they have just used.
+    __syncwarp();
+    leave_state(state, (float *)(shared.stages + (warp * STAGES + used_stage) * STAGE_BYTES),
+                shared.all_tops[warp], shared.all_totals[warp], lane);
+    __syncthreads();
+    const i64 part = (i64)blockIdx.x * 2 + (pair_begin == 0);
+    // -1: the pair begins here, the others' parts come to this CTA
+    [[maybe_unused]] const int sender = team - parts.first - 1;
+#if CLUSTER > 1
+    if (!met) cluster_wait();
+    met = true;
+    if (parts.near && sender < 0) {
+      // Waits for the next CTAs of this cluster, all of which run. Each has sent its part before it waits
+      // itself: it sends at the end of its run's first pair, receives at the end of the last, and does one of
+      // the two where these are the same. So a CTA is sent parts of one pair only, and `arrived_parts` counts
+      // that pair's.
+      if (threadIdx.x == 0) wait_for_count(shared.arrived_parts, parts.count - 1);
+      __syncthreads();
+    }
+#endif
+    hand_over(p, c, parts, shared, used_stage, part, sender);
+#if CLUSTER > 1
+    if (parts.near && sender >= 0) {
+      __syncthreads();  // all threads' parts are sent before one thread says so
+      // The receiver can't have ended: it leaves its last pair, this one, only when all parts have arrived.
+      if (threadIdx.x == 0) red_release_cluster(mapa(shared.arrived_parts, parts.first % CLUSTER));
+    }
+#endif
+    if (!parts.whole && !parts.near) merge_if_last(p, c, parts, shared.is_last);
+    if (unit == unit_end) break;
+    __syncthreads();  // the stage is free again
+    c.next_pair(p);
+    pair_begin = 0;
+    queries.load(p, c, lane);
+    parts.find(c, unit, unit_end, total, teams);
+    state.clear();
+  }
 }
 
 #if CLUSTER > 1
@@ -138,235 +362,35 @@ __device__ __forceinline__ void finish_behind_prefill() {
 #define BOUNDED __launch_bounds__(THREADS, CTAS_PER_SM)
 #endif
 extern "C" __global__ void CLUSTERED BOUNDED paged_decode(const __grid_constant__ Params p) {
-  extern __shared__ __align__(128) char shared[];
-  __shared__ int arrived;
+  extern __shared__ __align__(128) char stages[];
+  __shared__ int is_last;
   __shared__ float all_tops[WARPS][ROWS], all_totals[WARPS][ROWS];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-#if CLUSTER > 1
-  __shared__ u32 letters;                                             // parts that have come in
-  float *inbox = (float *)(shared + WARPS * STAGES * STAGE);          // [CLUSTER - 1][LETTER]
-  float *inbox_states = inbox + (CLUSTER - 1) * LETTER;               // [CLUSTER - 1][2][ROWS]
-  if (threadIdx.x == 0) letters = 0;
-  // Nobody writes to another CTA before all have come this far. Every thread arrives here and waits once: at the end of its first pair, or,
-  // without one, before it leaves (`met` is the same in all warps). Nothing that could wait stands between the start and this line.
-  cluster_arrive();
+  Shared shared = {stages, all_tops, all_totals, &is_last};
   bool met = false;
+#if CLUSTER > 1
+  __shared__ u32 arrived_parts;
+  shared.arrived_parts = &arrived_parts;
+  shared.inbox = (float *)(stages + WARPS * STAGES * STAGE_BYTES);
+  shared.inbox_states = shared.inbox + (CLUSTER - 1) * PART;
+  if (threadIdx.x == 0) arrived_parts = 0;
+  // Nobody writes to another CTA before all have come this far. Every thread arrives here and waits once: at
+  // the end of its first pair, or, without one, before it leaves (`met` is the same in all warps). Nothing
+  // that could wait stands between the start and this line.
+  cluster_arrive();
 #endif
-
-  // The run of this CTA; every warp works it out for itself. All barriers below rely on the warps agreeing, and the counts of parts on the CTAs
-  // agreeing: what they read, lengths and query starts, comes from L2, and nobody writes it while this kernel runs. Lane i counts the i-th share of the requests.
-  const int share = (p.num_reqs + 31) / 32, first = lane * share;
-  int tiles = 0, busy = 0;
   Cursor c = {};
-  Request one, two;  // the first two in one trip to memory
-  one.load_first(p, min(first, p.num_reqs - 1));
-  two.load_first(p, min(first + 1, p.num_reqs - 1));
-  const int used = load_and_forget_l1(p.starts + p.num_reqs);  // token rows of requests; those after it are padding
-  one.cut();
-  two.cut();
-  auto look_at = [&](int r) {
-    if (r < first + 2) c.r = r == first ? one : two;
-    else c.r.load(p, r);
-  };
-  for (int r = first; r < min(first + share, p.num_reqs); ++r) {
-    look_at(r);
-    tiles += c.r.num_tiles;
-    busy += c.r.num_tiles > 0;
-  }
-  busy = __reduce_add_sync(ALL, busy);
-  int upto = tiles;
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    const int below = __shfl_up_sync(ALL, upto, step);
-    if (lane >= step) upto += below;
-  }
-  const int total = __shfl_sync(ALL, upto, 31) * LINES;
-  const int lines = max(busy * LINES, 1);
-  const int wanted = max(min((int)gridDim.x / TEAM, total / MIN_TILES), 1);
-  int teams = wanted;
-  if (lines <= wanted) {  // equal lengths: let runs end where pairs end, unless that idles a quarter of the CTAs
-    const int each = wanted / lines, even = 1 << (31 - __clz(each));  // a power of two keeps a pair's CTAs in one cluster
-    if (CLUSTER > 1 && even <= CLUSTER && even * lines * 10 >= wanted * 7) teams = even * lines;
-    else if (each * lines * 4 >= wanted * 3) teams = each * lines;
-  }
-  const int team = (int)blockIdx.x / TEAM, member = (int)blockIdx.x % TEAM;
-  const int base = total / teams, extra = total % teams;
-  int unit = team * base + team * extra / teams;
-  const int unit_end = team < teams ? (team + 1) * base + (team + 1) * extra / teams : unit;
-
-  if (unit < unit_end) {
-    const int home = __ffs(__ballot_sync(ALL, upto * LINES > unit)) - 1;
-    int before = (upto - tiles) * LINES, request = first;
-    if (share > 1 && lane == home) {
-      for (;; ++request) {
-        look_at(request);
-        if (before + c.r.num_tiles * LINES > unit) break;
-        before += c.r.num_tiles * LINES;
-      }
-    }
-    c.request = __shfl_sync(ALL, request, home);
-    before = __shfl_sync(ALL, before, home);
-    c.r.take(home);
-    const int line = LINES == 1 ? 0 : (unit - before) / c.r.num_tiles;
-    c.pair = line * TEAM + member;
-    c.tile = unit - before - line * c.r.num_tiles;
-
-    const u32 stages = shared_address(shared) + warp * STAGES * STAGE;
-    Ahead ahead(p, c);
-    int to_load = unit_end - unit, ids = load_ids(p, ahead, warp, lane), slot = 0;
-
-    auto load = [&](int into) {
-      if (to_load > 0) {
-        const int key = ((ahead.r.first_tile + ahead.tile) * WARPS + warp) * KEYS;
-        const int skip = ahead.r.low - key, real = ahead.r.end - key;
-        const int batch_tile = ahead.tile % BATCH, first_slot = BLOCK_SIZE >= KEYS ? key % BLOCK_SIZE : 0;
-        const u32 to = stages + into * STAGE;
-        if (real > 0 && skip < KEYS) {
-          const char *k = keys_of(p, ahead), *v = values_of(p, ahead);
-          copy_rows<K_CHUNKS, K_PADDED, K_BLOCK, K_SLOT>(to, k, ids, batch_tile, first_slot, skip, real, lane);
-          copy_rows<V_CHUNKS, V_PADDED, V_BLOCK, V_SLOT>(to + KEYS * K_ROW, v, ids, batch_tile, first_slot, skip, real, lane);
-        }
-        if (--to_load > 0) {
-          const int old = ahead.request;
-          if (++ahead.tile == ahead.r.num_tiles) ahead.next_pair(p);
-          if (ahead.tile % BATCH == 0 && (ahead.r.num_tiles > BATCH || ahead.request != old)) ids = load_ids(p, ahead, warp, lane);
-        }
-      }
-      commit();  // an empty group keeps the count
-    };
-
-    int filled = 0;
-    if constexpr (PDL && PREFETCH > 0 && LONGEST == 0) {
-#pragma unroll 1
-      for (; filled < PREFETCH && is_context(ahead, warp); ++filled) load(filled);
-      if (filled == PREFETCH) ask_for_tiles(p, ahead, ids, to_load, warp, lane);
-    }
-    finish_waiting();
-    Queries queries;
-    queries.load(p, c, lane);
-#pragma unroll 1
-    for (; filled < STAGES - 1; ++filled) load(filled);
-    State state;
-    state.clear();
-    int pair_begin = c.tile;  // first tile of this run in the pair
-    Parts parts;
-    parts.find(c, unit, unit_end, total, teams);
-
-    while (true) {
-      wait_groups<STAGES - 2>();
-      __syncwarp();
-      const int key = ((c.r.first_tile + c.tile) * WARPS + warp) * KEYS;
-      load(slot == 0 ? STAGES - 1 : slot - 1);  // into what the last round used up
-      if (key < c.r.end && key + KEYS > c.r.low) attend(state, queries, p, c, stages + slot * STAGE, key, lane);
-      const int used_slot = slot;
-      slot = slot == STAGES - 1 ? 0 : slot + 1;
-      ++c.tile;
-      ++unit;
-      if (c.tile < c.r.num_tiles && unit < unit_end) {
-        __syncwarp();
-        continue;
-      }
-
-      // The end of a pair, or of the run: the warps' states meet in the stage they have just used.
-      __syncwarp();
-      park(state, (float *)(shared + (warp * STAGES + used_slot) * STAGE), all_tops[warp], all_totals[warp], lane);
-      __syncthreads();
-      const i64 part = (i64)blockIdx.x * 2 + (pair_begin == 0);
-      [[maybe_unused]] const int sender = team - parts.first - 1;  // -1: the pair begins here, the others' parts come to this CTA
-#if CLUSTER > 1
-      if (!met) cluster_wait();
-      met = true;
-      if (parts.near && sender < 0) {
-        // Waits for the next CTAs of this cluster, all of which run. Each has sent its part before it waits itself: it sends at the end of its
-        // run's first pair, receives at the end of the last, and does one of the two where these are the same. So `letters` counts one pair.
-        if (threadIdx.x == 0) await(&letters, parts.count - 1);
-        __syncthreads();
-      }
-#endif
-      for (int e = threadIdx.x; e < ROWS * VECTORS; e += THREADS) {
-        const int row = e / VECTORS, column = e % VECTORS;
-        float tops[WARPS], top = FLOOR, sum = 0.f;
-#pragma unroll
-        for (int w = 0; w < WARPS; ++w) top = fmaxf(top, tops[w] = all_tops[w][row]);
-        float4 x = make_float4(0.f, 0.f, 0.f, 0.f);
-#pragma unroll
-        for (int w = 0; w < WARPS; ++w) {
-          const float *from = (float *)(shared + (w * STAGES + used_slot) * STAGE);
-          const float weight = exp2_(tops[w] - top);
-          const float4 y = *(const float4 *)(from + row * OUT_ROW + column * 4);
-          sum += all_totals[w][row] * weight;
-          x.x += y.x * weight; x.y += y.y * weight; x.z += y.z * weight; x.w += y.w * weight;
-        }
-#if CLUSTER > 1
-        if (parts.near && sender < 0) {  // fold in the others, always in this order
-          const float mine = top;
-          for (int i = 0; i < parts.count - 1; ++i) top = fmaxf(top, inbox_states[i * 2 * ROWS + row]);
-          const float shrink = exp2_(mine - top);
-          sum *= shrink;
-          x.x *= shrink; x.y *= shrink; x.z *= shrink; x.w *= shrink;
-#pragma unroll 4
-          for (int i = 0; i < parts.count - 1; ++i) {
-            const float weight = exp2_(inbox_states[i * 2 * ROWS + row] - top);
-            const float4 y = ((const float4 *)inbox)[i * (LETTER / 4) + e];
-            sum += inbox_states[i * 2 * ROWS + ROWS + row] * weight;
-            x.x += y.x * weight; x.y += y.y * weight; x.z += y.z * weight; x.w += y.w * weight;
-          }
-        }
-        if (parts.near && sender >= 0) {
-          send(in_cta((float4 *)inbox + sender * (LETTER / 4) + e, parts.first % CLUSTER), x);
-          if (column == 0) {
-            send(in_cta(inbox_states + sender * 2 * ROWS + row, parts.first % CLUSTER), top);
-            send(in_cta(inbox_states + sender * 2 * ROWS + ROWS + row, parts.first % CLUSTER), sum);
-          }
-        } else
-#endif
-        if (parts.whole || parts.near) {
-          finish(p, c.r, c.pair, row, column, top, sum, x);
-        } else {
-          ((float4 *)p.part_acc)[part * ROWS * VECTORS + e] = x;
-          if (column == 0) {
-            p.part_state[part * 2 * ROWS + row] = top;
-            p.part_state[part * 2 * ROWS + ROWS + row] = sum;
-          }
-        }
-      }
-#if CLUSTER > 1
-      if (parts.near && sender >= 0) {
-        __syncthreads();  // all threads' parts are sent before one thread says so
-        if (threadIdx.x == 0) announce(in_cta(&letters, parts.first % CLUSTER));
-      }
-#endif
-      if (!parts.whole && !parts.near) {
-        __syncthreads();  // all threads' parts are stored before one thread says so
-        // Nobody waits here: the last to arrive merges, whether the others run at the same time or have ended. It needs a 0 at the start. A number
-        // left by a launch that was cut short, or two launches on two streams that share it, make a merge come early or never, not hang.
-        if (threadIdx.x == 0) {
-          int old;
-          int *semaphore = p.semaphore + c.request * PAIRS + c.pair;
-          asm volatile("atom.global.acq_rel.gpu.add.s32 %0, [%1], 1;" : "=r"(old) : "l"(semaphore) : "memory");
-          arrived = old == parts.count - 1;
-          if (arrived) *semaphore = 0;
-        }
-        __syncthreads();
-        if (arrived) {
-          if (parts.count <= 8) merge<8>(p, c, parts.first, parts.count, threadIdx.x);
-          else merge<16>(p, c, parts.first, parts.count, threadIdx.x);
-        }
-      }
-      if (unit == unit_end) break;
-      __syncthreads();  // the stage is free again
-      c.next_pair(p);
-      pair_begin = 0;
-      queries.load(p, c, lane);
-      parts.find(c, unit, unit_end, total, teams);
-      state.clear();
-    }
+  Run run;
+  run.plan(p, lane, c);
+  if (run.unit < run.unit_end) {
+    run.begin(p, c);
+    attend_run(p, c, run, shared, met, warp, lane);
   } else {
-    finish_waiting();
+    wait_and_launch_next();
   }
 #if CLUSTER > 1
   if (!met) cluster_wait();  // a CTA without work stays until the others run: none of them writes to it
 #endif
-  if (busy < p.num_reqs || used < p.num_tokens) store_empty(p);
-  finish_behind_prefill();
+  if (run.busy < p.num_reqs || run.used < p.num_tokens) store_empty(p);
+  wait_for_prefill();
 }

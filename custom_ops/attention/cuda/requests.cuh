@@ -18,7 +18,8 @@ __device__ __forceinline__ void visible(int position, int seq_len, int &low, int
   end = max(end, low);
 }
 
-// A request as a run of key tiles: what any of its queries sees. LONGEST > 0: requests with more query tokens have none, they are the prefill launch's.
+// A request as a run of key tiles: what any of its queries sees. LONGEST > 0: requests with more query tokens
+// have none, they are the prefill launch's.
 struct Request {
   int start, query_len, seq_len, first_tile, num_tiles, low, end;
 
@@ -73,11 +74,12 @@ struct Cursor {
   }
 };
 
-// The cursor that copies run after. The next request's lengths are asked for one request ahead: a trip to L2 would let the copies run dry.
-struct Ahead : Cursor {
+// The cursor that copies run after. The next request's lengths are asked for one request ahead: a trip to L2
+// would let the copies run dry.
+struct LoadCursor : Cursor {
   int next_start, next_end, next_len;
 
-  __device__ __forceinline__ Ahead(const Params &p, const Cursor &c) : Cursor(c) { ask(p); }
+  __device__ __forceinline__ LoadCursor(const Params &p, const Cursor &c) : Cursor(c) { ask(p); }
 
   __device__ __forceinline__ void ask(const Params &p) {
     const int next = min(request + 1, p.num_reqs - 1);

@@ -1,4 +1,5 @@
-// Sizes that follow from a specialisation's constants, the kernel's parameters, and how keys lie in shared memory.
+// Sizes that follow from a specialisation's constants, the kernel's parameters, and how keys lie in shared
+// memory.
 #pragma once
 #include "../../cuda/machine.cuh"
 #include "decode_config.cuh"
@@ -13,23 +14,28 @@ constexpr int TILE = WARPS * KEYS;                  // keys of one unit of work
 constexpr int SUBS = KEYS / 16;                     // m-tiles of keys per warp
 constexpr int K_CHUNKS = PAIR_HEADS * DIM * KV_BYTES / 16;  // 16-byte chunks of a key, of all heads of a pair
 constexpr int V_CHUNKS = PAIR_HEADS * DIM_V * KV_BYTES / 16;
-// A key in shared memory: its chunks, padded so that 8 rows fill whole 128-byte lines, and swizzled within a line. The 8 rows of an
-// ldmatrix then meet 8 different banks, and a line of device memory stays a line: rows padded by 16 bytes made cp.async ask L2 for
-// 1.5 times the bytes.
-__host__ __device__ constexpr int padded(int chunks) { return chunks >= 8 ? (chunks + 7) / 8 * 8 : chunks > 4 ? 8 : chunks > 2 ? 4 : 2; }
+// A key in shared memory: its chunks, padded so that 8 rows fill whole 128-byte lines, and swizzled within a
+// line. The 8 rows of an ldmatrix then meet 8 different banks, and a line of device memory stays a line: rows
+// padded by 16 bytes made cp.async ask L2 for 1.5 times the bytes.
+__host__ __device__ constexpr int padded(int chunks) {
+  return chunks >= 8 ? (chunks + 7) / 8 * 8 : chunks > 4 ? 8 : chunks > 2 ? 4 : 2;
+}
 constexpr int K_PADDED = padded(K_CHUNKS), V_PADDED = padded(V_CHUNKS);
-constexpr int K_ROW = K_PADDED * 16, V_ROW = V_PADDED * 16;  // bytes
-constexpr int STAGE = KEYS * (K_ROW + V_ROW);                // bytes of one warp's stage
-constexpr int OUT_ROW = ROWS * (DIM_V + 4) * 4 <= STAGE ? DIM_V + 4 : DIM_V;  // floats of a query row when states meet, in a stage
+constexpr int K_ROW_BYTES = K_PADDED * 16, V_ROW_BYTES = V_PADDED * 16;  // bytes
+constexpr int STAGE_BYTES = KEYS * (K_ROW_BYTES + V_ROW_BYTES);                // bytes of one warp's stage
+// floats of a query row when states meet, in a stage
+constexpr int STATE_ROW = ROWS * (DIM_V + 4) * 4 <= STAGE_BYTES ? DIM_V + 4 : DIM_V;
 constexpr int V_SLICES = PAIR_HEADS * DIM_V / 16;   // m-tiles of value columns
-constexpr int VECTORS = DIM_V / 4;
+constexpr int V_VECTORS = DIM_V / 4;
 constexpr int THREADS = WARPS * 32;
-constexpr int LETTER = ROWS * DIM_V;                // floats of a part that a CTA sends to another of its cluster
-static_assert(ROWS * OUT_ROW * 4 <= STAGE, "a stage must hold a warp's state");
-static_assert(PAIRS % TEAM == 0 && (TEAM == 1 || CLUSTER == 1), "whole teams; CTAs of a cluster share a pair");
+constexpr int PART = ROWS * DIM_V;                  // floats of a part of a pair, without its maxima and sums
+static_assert(ROWS * STATE_ROW * 4 <= STAGE_BYTES, "a stage must hold a warp's state");
+static_assert(PAIRS % TEAM == 0 && (TEAM == 1 || CLUSTER == 1),
+              "whole teams; CTAs of a cluster share a pair");
 static_assert(NUM_KV_HEADS % PAIR_HEADS == 0 && (PAIR_HEADS == 1 || KV_BYTES == 2) && (!SHARED || ROWS <= 8),
               "two heads in one n-tile, or in tiles of their own");
-static_assert(DIM % 16 == 0 && DIM_V % 16 == 0 && KEYS % 16 == 0 && STAGES >= 2, "sizes in multiples of 16, two stages");
+static_assert(DIM % 16 == 0 && DIM_V % 16 == 0 && KEYS % 16 == 0 && STAGES >= 2,
+              "sizes in multiples of 16, two stages");
 
 struct Params {  // packed by custom_ops/attention/cuda/paged_attention.py, in this order
   const char *q, *k, *v;
@@ -53,9 +59,12 @@ __device__ __forceinline__ int kv_head_of(int pair, int row) { return pair * PAI
 // Whether any row of n-tile `n` belongs to the `head`-th kv head of a pair.
 __host__ __device__ constexpr bool holds(int n, int head) { return SHARED || n * 8 / HEAD_ROWS == head; }
 
-template <int PADDED> __device__ __forceinline__ int swizzle(int row) { return PADDED >= 8 ? row % 8 : row / (8 / PADDED) % PADDED; }
+template <int PADDED> __device__ __forceinline__ int swizzle(int row) {
+  return PADDED >= 8 ? row % 8 : row / (8 / PADDED) % PADDED;
+}
 
-// Address of chunk `2 * pair + odd` of a row, given that of chunk `odd`: the swizzle is an exclusive or below 128 bytes.
+// Address of chunk `2 * pair + odd` of a row, given that of chunk `odd`: the swizzle is an exclusive or below
+// 128 bytes.
 template <int PADDED> __device__ __forceinline__ u32 chunk_pair(u32 row, u32 odd, int pair) {
   constexpr int LINE = PADDED >= 8 ? 127 : PADDED * 16 - 1;
   return row + (odd ^ (pair * 32 & LINE)) + (pair * 32 & ~LINE);

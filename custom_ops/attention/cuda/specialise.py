@@ -56,7 +56,7 @@ class DecodeShape:
     max_registers: int = 0
 
     def stage_bytes(self, dim: int, dim_v: int, kv_bytes: int) -> int:
-        """Shared memory of one warp's stage; as ``STAGE`` in decode.cu."""
+        """Shared memory of one warp's stage; as ``STAGE_BYTES`` in shapes.cuh."""
         return (
             self.keys * 16 * sum(_padded(self.pair_heads * width * kv_bytes // 16) for width in (dim, dim_v))
         )

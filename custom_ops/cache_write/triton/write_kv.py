@@ -20,6 +20,41 @@ _FP8 = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 
 
 @triton.jit
+def write_heads(
+    source_ptr,
+    source_token,
+    source_head,
+    cache_ptr,
+    cache_block,
+    cache_slot,
+    cache_head,
+    scale_ptr,
+    scale_head,
+    token,
+    block,
+    offset,
+    head,
+    NUM_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    LIMIT: tl.constexpr,
+):
+    """Store the keys, or the values, of one token: ``head [HEADS_PAD, 1]`` of it."""
+    d = tl.arange(0, DIM_PAD)[None, :]
+    mask = (head < NUM_HEADS) & (d < DIM)
+    # [HEADS_PAD, DIM_PAD]
+    x = tl.load(source_ptr + token * source_token + head * source_head + d, mask=mask, other=0.0)
+    if LIMIT > 0:
+        x = x.to(tl.float32)
+        if HAS_SCALE:
+            x = x / tl.load(scale_ptr + head * scale_head, mask=head < NUM_HEADS, other=1.0)
+        x = to_fp8(x, LIMIT, cache_ptr.dtype.element_ty)
+    target = cache_ptr + block * cache_block + offset * cache_slot + head * cache_head + d
+    tl.store(target, x.to(cache_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def write_kv_kernel(
     k_ptr,
     v_ptr,
@@ -58,31 +93,48 @@ def write_kv_kernel(
     slot = tl.load(slot_ptr + token)
     if slot >= 0:
         block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
-        head = tl.arange(0, HEADS_PAD)[:, None].to(
-            tl.int64
-        )  # a head's stride may be that of a whole sequence
-        d = tl.arange(0, DIM_PAD)[None, :]
-        mask = (head < NUM_HEADS) & (d < DIM)
-        k = tl.load(k_ptr + token * k_token + head * k_head + d, mask=mask, other=0.0)  # [HEADS_PAD, DIM_PAD]
-        if LIMIT > 0:
-            k = k.to(tl.float32)
-            if HAS_SCALE:
-                k = k / tl.load(k_scale_ptr + head * ks_head, mask=head < NUM_HEADS, other=1.0)
-            k = to_fp8(k, LIMIT, k_cache_ptr.dtype.element_ty)
-        target = k_cache_ptr + block * kc_block + offset * kc_slot + head * kc_head + d
-        tl.store(target, k.to(k_cache_ptr.dtype.element_ty), mask=mask)
-        d = tl.arange(0, DIM_V_PAD)[None, :]
-        mask = (head < NUM_HEADS) & (d < DIM_V)
-        v = tl.load(
-            v_ptr + token * v_token + head * v_head + d, mask=mask, other=0.0
-        )  # [HEADS_PAD, DIM_V_PAD]
-        if LIMIT > 0:
-            v = v.to(tl.float32)
-            if HAS_SCALE:
-                v = v / tl.load(v_scale_ptr + head * vs_head, mask=head < NUM_HEADS, other=1.0)
-            v = to_fp8(v, LIMIT, v_cache_ptr.dtype.element_ty)
-        target = v_cache_ptr + block * vc_block + offset * vc_slot + head * vc_head + d
-        tl.store(target, v.to(v_cache_ptr.dtype.element_ty), mask=mask)
+        # int64: a head's stride may be that of a whole sequence
+        head = tl.arange(0, HEADS_PAD)[:, None].to(tl.int64)
+        write_heads(
+            source_ptr=k_ptr,
+            source_token=k_token,
+            source_head=k_head,
+            cache_ptr=k_cache_ptr,
+            cache_block=kc_block,
+            cache_slot=kc_slot,
+            cache_head=kc_head,
+            scale_ptr=k_scale_ptr,
+            scale_head=ks_head,
+            token=token,
+            block=block,
+            offset=offset,
+            head=head,
+            NUM_HEADS=NUM_HEADS,
+            DIM=DIM,
+            DIM_PAD=DIM_PAD,
+            HAS_SCALE=HAS_SCALE,
+            LIMIT=LIMIT,
+        )
+        write_heads(
+            source_ptr=v_ptr,
+            source_token=v_token,
+            source_head=v_head,
+            cache_ptr=v_cache_ptr,
+            cache_block=vc_block,
+            cache_slot=vc_slot,
+            cache_head=vc_head,
+            scale_ptr=v_scale_ptr,
+            scale_head=vs_head,
+            token=token,
+            block=block,
+            offset=offset,
+            head=head,
+            NUM_HEADS=NUM_HEADS,
+            DIM=DIM_V,
+            DIM_PAD=DIM_V_PAD,
+            HAS_SCALE=HAS_SCALE,
+            LIMIT=LIMIT,
+        )
     end_write(ARE_QUERY_TOKENS, PDL)
 
 

@@ -1,6 +1,7 @@
 // linear.cu's sums on their way from shared memory to out.
 //
-// A CTA's sums lie there as K_WARPS parts [token][row] of pitch PITCH; those of a cluster's CTAs are parts too. They are added in a fixed order.
+// A CTA's sums lie there as K_WARPS parts [token][row] of pitch PITCH; those of a cluster's CTAs are parts
+// too. They are added in a fixed order.
 #pragma once
 
 #include "linear_params.cuh"
@@ -29,17 +30,20 @@ __device__ __forceinline__ float4 load_part(const float *at, int rank) {
   if constexpr (CLUSTER == 1) return *(const float4 *)at;
   float4 x;
   asm volatile("ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [%4];"
-               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "r"(in_cta(at, rank)) : "memory");
+               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "r"(mapa(at, rank)) : "memory");
   return x;
 }
 __device__ __forceinline__ float load_square(const float *at, int rank) {
   if constexpr (CLUSTER == 1) return *at;
   float x;
-  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(x) : "r"(in_cta(at, rank)) : "memory");
+  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(x) : "r"(mapa(at, rank)) : "memory");
   return x;
 }
-// Add the parts, apply norm, bias, activation and residual, store. All threads; the parts are in place when the first call is made.
-__device__ __forceinline__ void finish(const Params &p, const float *parts, [[maybe_unused]] const float (*squares)[TOKENS], int tile, int rank) {
+// Add the parts, apply norm, bias, activation and residual, store. All threads; the parts are in place when
+// the first call is made.
+__device__ __forceinline__ void store_output(const Params &p, const float *parts,
+                                             [[maybe_unused]] const float (*squares)[TOKENS], int tile,
+                                             int rank) {
   if constexpr (CLUSTER > 1) {
     // every thread of every CTA comes here and to the end of this function, whatever tokens and rows it has
     cluster_arrive();
@@ -47,9 +51,12 @@ __device__ __forceinline__ void finish(const Params &p, const float *parts, [[ma
   } else {
     __syncthreads();
   }
-  // The CTAs of a cluster share out the elements, four columns of a token at a time. A thread asks for BATCH elements before it adds any up.
-  constexpr int PARTS = CLUSTER * K_WARPS, HALVES = GATED ? 2 : 1, ROUNDS = (TOKENS * OUT_ROWS / 4 + THREADS * CLUSTER - 1) / (THREADS * CLUSTER);
-  constexpr int AHEAD = PARTS < 8 ? PARTS : 8, ROOM = 16 / (AHEAD * HALVES), BATCH = ROUNDS < ROOM ? ROUNDS : ROOM;
+  // The CTAs of a cluster share out the elements, four columns of a token at a time. A thread asks for BATCH
+  // elements before it adds any up.
+  constexpr int PARTS = CLUSTER * K_WARPS, HALVES = GATED ? 2 : 1,
+                ROUNDS = (TOKENS * OUT_ROWS / 4 + THREADS * CLUSTER - 1) / (THREADS * CLUSTER);
+  constexpr int AHEAD = PARTS < 8 ? PARTS : 8, ROOM = 16 / (AHEAD * HALVES),
+                BATCH = ROUNDS < ROOM ? ROUNDS : ROOM;
   for (int round = 0; round < ROUNDS; round += BATCH) {
     float4 sums[BATCH][HALVES] = {}, got[BATCH][HALVES][AHEAD];
     [[maybe_unused]] float residual[BATCH][4], bias[BATCH][HALVES][4], squared[BATCH] = {};
@@ -57,13 +64,15 @@ __device__ __forceinline__ void finish(const Params &p, const float *parts, [[ma
     bool mine[BATCH];
 #pragma unroll
     for (int u = 0; u < BATCH; ++u) {
-      const int j = (round + u) * THREADS + threadIdx.x, e = (j / SPREAD * CLUSTER + rank) * SPREAD + j % SPREAD;
+      const int j = (round + u) * THREADS + threadIdx.x,
+                e = (j / SPREAD * CLUSTER + rank) * SPREAD + j % SPREAD;
       tokens[u] = e / (OUT_ROWS / 4);
       rows[u] = e % (OUT_ROWS / 4) * 4;
       [[maybe_unused]] const int n = tile * OUT_ROWS + rows[u], real = OUT_WIDTH - n;
       mine[u] = tokens[u] < p.tokens && (!EDGE_N || real > 0);
       if (!mine[u]) continue;
-      if constexpr (RESIDUAL) load_four(residual[u], p.residual + (tokens[u] * p.residual_token + n) * 2, real);
+      if constexpr (RESIDUAL)
+        load_four(residual[u], p.residual + (tokens[u] * p.residual_token + n) * 2, real);
       if constexpr (BIAS)
         for (int h = 0; h < HALVES; ++h) load_four(bias[u][h], p.bias + (h * OUT_WIDTH + n) * 2, real);
     }
@@ -77,7 +86,8 @@ __device__ __forceinline__ void finish(const Params &p, const float *parts, [[ma
           for (int i = 0; i < AHEAD; ++i)
             if (mine[u]) {
               const float *group = parts + (begin + i) % K_WARPS * TOKENS * PITCH;
-              got[u][h][i] = load_part(group + tokens[u] * PITCH + rows[u] + h * OUT_ROWS, (begin + i) / K_WARPS);
+              got[u][h][i] =
+                  load_part(group + tokens[u] * PITCH + rows[u] + h * OUT_ROWS, (begin + i) / K_WARPS);
             }
       if constexpr (NORM) {
 #pragma unroll

@@ -1,44 +1,55 @@
 // linear_wide.cu's sums on their way from registers to out.
 //
-// A warp has 16 rows of a tile, as fragments of 8 tokens: sums[n] of a lane are rows lane / 4 and lane / 4 + 8 of tokens lane % 4 * 2 and the next.
-// GATED: gate and up rows take turns, so that a gate and its up are in lanes four apart.
+// A warp has 16 rows of a tile, as fragments of 8 tokens: sums[n] of a lane are rows lane / 4 and lane / 4 +
+// 8 of tokens lane % 4 * 2 and the next. GATED: gate and up rows take turns, so that a gate and its up are in
+// lanes four apart.
 //
-// The CTAs of a cluster share out the tokens. A warp sends what others finish into their shared memory, and its own share waits for the same warp of
-// the others; no barrier of a CTA or of the cluster stands here. Parts are added in the order of ranks.
+// The CTAs of a cluster share out the tokens. A warp sends what others finish into their shared memory, and
+// its own share waits for the same warp of the others; no barrier of a CTA or of the cluster stands here.
+// Parts are added in the order of ranks.
 #pragma once
 
 #include "../../cuda/bulk.cuh"
 #include "linear_params.cuh"
 
 constexpr int OWN = CLUSTER > NT ? 1 : NT / CLUSTER;    // groups of 8 tokens that a warp finishes
-constexpr int SPLIT = CLUSTER > NT ? CLUSTER / NT : 1;  // more CTAs than groups: so many have the same one, each finishes every SPLIT-th warp's rows
-constexpr int LETTER = OWN * 512;                       // bytes that a warp sends to, or gets from, another CTA
-constexpr int WARP_LETTERS = (CLUSTER - 1) * LETTER;
+// more CTAs than groups: so many have the same one, each finishes every SPLIT-th warp's rows
+constexpr int SPLIT = CLUSTER > NT ? CLUSTER / NT : 1;
+// bytes that a warp sends to, or gets from, another CTA
+constexpr int PART_BYTES = OWN * 512;
+constexpr int WARP_PARTS_BYTES = (CLUSTER - 1) * PART_BYTES;
 constexpr int WARP_ROWS = GATED ? 8 : 16;               // columns of out of a warp
 
-// Where a lane's numbers of out are, once a fragment is transposed: token lane / 4 of a group, two neighbouring columns, and if not GATED two more 8 further on.
-struct Place {
+// Where a lane's numbers of out are, once a fragment is transposed: token lane / 4 of a group, two
+// neighbouring columns, and if not GATED two more 8 further on.
+struct OutPlace {
   const Params &p;
   int token, column;  // of the first group; column of out
 
-  __device__ __forceinline__ Place(const Params &p, int tile, int group, int warp, int lane) : p(p), token(group * 8 + lane / 4) {
+  __device__ __forceinline__ OutPlace(const Params &p, int tile, int group, int warp, int lane)
+      : p(p), token(group * 8 + lane / 4) {
     const int pair = lane % 4;
     column = tile * OUT_ROWS + warp * WARP_ROWS + (!GATED ? pair * 2 : pair % 2 ? pair + 3 : pair);
   }
   __device__ __forceinline__ bool real(int g, int half, int c = 0) const {
     return token + g * 8 < p.tokens && (!EDGE_N || column + half * 8 + c < OUT_WIDTH);
   }
-  __device__ __forceinline__ i64 offset(int g, int half, i64 stride) const { return ((token + g * 8) * stride + column + half * 8) * 2; }
+  __device__ __forceinline__ i64 offset(int g, int half, i64 stride) const {
+    return ((token + g * 8) * stride + column + half * 8) * 2;
+  }
 };
 
-// 8 x 8 numbers of a fragment, transposed. GATED: rows are columns 0, 4, 1, 5, ... of out; lanes exchange numbers until each has two neighbours.
+// 8 x 8 numbers of a fragment, transposed. GATED: rows are columns 0, 4, 1, 5, ... of out; lanes exchange
+// numbers until each has two neighbours.
 __device__ __forceinline__ u32 neighbours(u32 x, int lane) {
   if (!GATED) return x;
   const u32 other = __shfl_xor_sync(ALL, x, 1);
   return lane % 2 ? other >> 16 | (x & 0xffff0000u) : (x & 0xffffu) | other << 16;
 }
-__device__ __forceinline__ u32 to_out(u32 fragment, int lane) { return neighbours(transpose8x8(fragment), lane); }
-__device__ __forceinline__ u32 from_out(u32 x, int lane) { return transpose8x8(neighbours(x, lane)); }
+__device__ __forceinline__ u32 to_out(u32 fragment, int lane) {
+  return neighbours(movmatrix_trans(fragment), lane);
+}
+__device__ __forceinline__ u32 from_out(u32 x, int lane) { return movmatrix_trans(neighbours(x, lane)); }
 
 // Two numbers from global memory; what is not real is 0.
 __device__ __forceinline__ u32 load_two(const char *p, bool first, bool second) {
@@ -59,7 +70,7 @@ struct Addends {
   u32 residual[OWN][GATED ? 1 : 2];
   float bias[2];  // of a lane's two rows; GATED: of its gate and its up
 
-  __device__ __forceinline__ void load([[maybe_unused]] const Place &place, [[maybe_unused]] int tile,
+  __device__ __forceinline__ void load([[maybe_unused]] const OutPlace &place, [[maybe_unused]] int tile,
                                        [[maybe_unused]] int warp, [[maybe_unused]] int lane) {
     if constexpr (RESIDUAL) {
 #pragma unroll
@@ -71,7 +82,8 @@ struct Addends {
         }
     }
     if constexpr (BIAS) {
-      const int row = lane / 4, column = tile * OUT_ROWS + warp * WARP_ROWS + (GATED ? row / 2 + row % 2 * 4 : row);
+      const int row = lane / 4,
+                column = tile * OUT_ROWS + warp * WARP_ROWS + (GATED ? row / 2 + row % 2 * 4 : row);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int at = column + (GATED ? 0 : half * 8);
@@ -88,14 +100,17 @@ struct Addends {
 
 __device__ __forceinline__ float4 load_shared(u32 at) {
   float4 x;
-  asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "r"(at) : "memory");
+  asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];"
+               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+               : "r"(at)
+               : "memory");
   return x;
 }
-// Send what others finish; true if this warp finishes something, then `own` is all parts' sum. `letters`: WARP_LETTERS bytes for each of CONSUMERS / SPLIT
-// warps; `barriers`: one for each of CONSUMERS.
-__device__ __forceinline__ bool exchange(const float (&sums)[NT][4], float (&own)[OWN][4], u32 letters, u32 barriers,
-                                         int rank, int warp, int lane) {
-  const u32 place = letters + warp / SPLIT * WARP_LETTERS + lane * 16, barrier = barriers + warp * 8;
+// Send what others finish; true if this warp finishes something, then `own` is all parts' sum. `parts`:
+// WARP_PARTS_BYTES bytes for each of CONSUMERS / SPLIT warps; `barriers`: one for each of CONSUMERS.
+__device__ __forceinline__ bool exchange(const float (&sums)[NT][4], float (&own)[OWN][4], u32 parts,
+                                         u32 barriers, int rank, int warp, int lane) {
+  const u32 place = parts + warp / SPLIT * WARP_PARTS_BYTES + lane * 16, barrier = barriers + warp * 8;
 #pragma unroll
   for (int n = 0; n < NT; ++n) {
     const int owner = n / OWN * SPLIT + warp % SPLIT;
@@ -103,12 +118,14 @@ __device__ __forceinline__ bool exchange(const float (&sums)[NT][4], float (&own
 #pragma unroll
       for (int j = 0; j < 4; ++j) own[n % OWN][j] = sums[n][j];
     } else {
-      send_async(in_cta(place + (rank - (rank > owner)) * LETTER + n % OWN * 512, owner), sums[n], in_cta(barrier, owner));
+      st_async(mapa(place + (rank - (rank > owner)) * PART_BYTES + n % OWN * 512, owner), sums[n],
+               mapa(barrier, owner));
     }
   }
   if (warp % SPLIT != rank % SPLIT) return false;
-  // For the same warp of the other CTAs of the cluster. All run, since each has passed the cluster's barrier, and send before they wait. The
-  // bytes are expected since before that barrier. A CTA's memory outlives what comes in: whoever is written to waits for it here.
+  // For the same warp of the other CTAs of the cluster. All run, since each has passed the cluster's barrier,
+  // and send before they wait. The bytes are expected since before that barrier. A CTA's memory outlives what
+  // comes in: whoever is written to waits for it here.
   barrier_wait(barrier, 0);
   float total[OWN][4] = {};
 #pragma unroll
@@ -116,7 +133,7 @@ __device__ __forceinline__ bool exchange(const float (&sums)[NT][4], float (&own
 #pragma unroll
     for (int g = 0; g < OWN; ++g) {
       float4 part = make_float4(own[g][0], own[g][1], own[g][2], own[g][3]);
-      if (from != rank) part = load_shared(place + (from - (from > rank)) * LETTER + g * 512);
+      if (from != rank) part = load_shared(place + (from - (from > rank)) * PART_BYTES + g * 512);
       total[g][0] += part.x; total[g][1] += part.y; total[g][2] += part.z; total[g][3] += part.w;
     }
 #pragma unroll
@@ -127,7 +144,8 @@ __device__ __forceinline__ bool exchange(const float (&sums)[NT][4], float (&own
 }
 
 // Apply bias, activation and residual, and store.
-__device__ __forceinline__ void finish(const float (&own)[OWN][4], const Place &place, [[maybe_unused]] const Addends &addends, int lane) {
+__device__ __forceinline__ void store_output(const float (&own)[OWN][4], const OutPlace &place,
+                                             [[maybe_unused]] const Addends &addends, int lane) {
   const Params &p = place.p;
 #pragma unroll
   for (int g = 0; g < OWN; ++g)
@@ -135,8 +153,8 @@ __device__ __forceinline__ void finish(const float (&own)[OWN][4], const Place &
     for (int half = 0; half < (GATED ? 1 : 2); ++half) {
       float y[2];
       if constexpr (GATED) {
-        // Even rows have gates, odd rows ups. Each lane keeps one of its two, the even row the first, and gets that
-        // one's counterpart.
+        // Even rows have gates, odd rows ups. Each lane keeps one of its two, the even row the first, and
+        // gets that one's counterpart.
         const bool up_row = lane / 4 % 2;
 #pragma unroll
         for (int c = 0; c < 2; ++c) {

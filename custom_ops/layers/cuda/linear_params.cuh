@@ -15,7 +15,8 @@ static_assert(sizeof(Params) == 88, "as custom_ops/layers/cuda/linear.py packs i
 
 constexpr bool GATED = ACTIVATION != 0;
 constexpr int TOKENS = NT * 8;
-constexpr int OUT_ROWS = GATED ? ROWS / 2 : ROWS;         // columns of out per tile; GATED: each has a gate row and an up row
+// columns of out per tile; GATED: each has a gate row and an up row
+constexpr int OUT_ROWS = GATED ? ROWS / 2 : ROWS;
 constexpr int OUT_WIDTH = GATED ? OUT_FEATURES / 2 : OUT_FEATURES;
 constexpr bool EDGE_N = OUT_WIDTH % OUT_ROWS != 0;
 constexpr int CHUNKS = (IN_FEATURES + 63) / 64;
@@ -28,7 +29,8 @@ constexpr int LINE = 128;                                 // bytes of a chunk's 
 
 __device__ __forceinline__ float activate(float x) {
   if constexpr (ACTIVATION == 1)
-    return __fdividef(x, 1.f + exp2_(fminf(-x * LOG2E, 126.f)));  // beyond 2^126 the fast division gives 0 for any x
+    // beyond 2^126 the fast division gives 0 for any x
+    return __fdividef(x, 1.f + exp2_(fminf(-x * LOG2E, 126.f)));
   else if constexpr (ACTIVATION == 2)
     return 0.5f * x * (1.f + tanh_(0.7978845608028654f * (x + 0.044715f * x * x * x)));
   else if constexpr (ACTIVATION == 3)

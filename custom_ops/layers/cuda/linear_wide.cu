@@ -1,12 +1,15 @@
-// linear.cu's work on Hopper for more tokens: one thread has the bulk copy engine fetch weights and x, warpgroups multiply them.
+// linear.cu's work on Hopper for more tokens: one thread has the bulk copy engine fetch weights and x,
+// warpgroups multiply them.
 //
-// ROWS weight rows are MT times the 64 rows of a wgmma, tokens its columns. x is most of the traffic beside the weights: a CTA reads it once for
-// all of its rows, and the CTAs of a cluster share out k, so that there are enough of them. Their parts meet in distributed shared memory.
-// GATED: a tile's rows are a gate row, its up row, the next gate row ...
-// As in linear.cu weights are asked for before griddepcontrol.wait, but only EARLY_STAGES chunks: more of them hold up what the kernel before still
-// reads, and then x. The next kernel may start when this one has asked for all of its own.
+// ROWS weight rows are MT times the 64 rows of a wgmma, tokens its columns. x is most of the traffic beside
+// the weights: a CTA reads it once for all of its rows, and the CTAs of a cluster share out k, so that there
+// are enough of them. Their parts meet in distributed shared memory. GATED: a tile's rows are a gate row, its
+// up row, the next gate row ... As in linear.cu weights are asked for before griddepcontrol.wait, but only
+// EARLY_STAGES chunks: more of them hold up what the kernel before still reads, and then x. The next kernel
+// may start when this one has asked for all of its own.
 //
-// Compiled by NVRTC for sm_90a; its constants: linear_config.cuh. Swizzle and descriptors: PTX ISA, "asynchronous warpgroup level matrix".
+// Compiled by NVRTC for sm_90a; its constants: linear_config.cuh. Swizzle and descriptors: PTX ISA,
+// "asynchronous warpgroup level matrix".
 
 #include "linear_config.cuh"
 
@@ -19,16 +22,18 @@ struct BulkParams {
   Map weight, x;
   Params p;
 };
-constexpr int STAGE = (ROWS + TOKENS) * LINE;
+constexpr int STAGE_BYTES = (ROWS + TOKENS) * LINE;
 
-extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, CTAS_PER_SM) linear_wide(const __grid_constant__ BulkParams all) {
+extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, CTAS_PER_SM)
+    linear_wide(const __grid_constant__ BulkParams all) {
   extern __shared__ __align__(1024) char shared[];
   __shared__ __align__(8) u64 barriers[2 * STAGES + CONSUMERS];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int rank = blockIdx.x % CLUSTER, tile = blockIdx.x / CLUSTER;
   const int first = rank * CHUNKS / CLUSTER, count = (rank + 1) * CHUNKS / CLUSTER - first;
   const u32 ring = shared_address(shared), full = shared_address(barriers), empty = full + STAGES * 8;
-  [[maybe_unused]] const u32 received = empty + STAGES * 8, letters = ring + STAGES * STAGE;  // what other CTAs of the cluster send: nobody's ring
+  // what other CTAs of the cluster send: nobody's ring
+  [[maybe_unused]] const u32 received = empty + STAGES * 8, parts = ring + STAGES * STAGE_BYTES;
 
   const u64 policy = read_once();
   if (warp == CONSUMERS) {
@@ -44,19 +49,23 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, CTAS_PER_SM) lin
     __syncwarp();
   }
   auto load_weights = [&](int i, int slot) {
-    const u32 to = ring + slot * STAGE, barrier = full + slot * 8;
-    barrier_expect(barrier, STAGE);  // x is counted too
-    if (GATED) copy_pairs_once(to, &all.weight, (first + i) * 64, tile * OUT_ROWS, barrier, policy);
-    else copy_box_once(to, &all.weight, (first + i) * 64, tile * OUT_ROWS, barrier, policy);
+    const u32 to = ring + slot * STAGE_BYTES, barrier = full + slot * 8;
+    barrier_expect(barrier, STAGE_BYTES);  // x is counted too
+    if (GATED) tma_load_2d_pairs(to, &all.weight, (first + i) * 64, tile * OUT_ROWS, barrier, policy);
+    else tma_load_2d(to, &all.weight, (first + i) * 64, tile * OUT_ROWS, barrier, policy);
   };
-  auto load_x = [&](int i, int slot) { copy_box(ring + slot * STAGE + ROWS * LINE, &all.x, (first + i) * 64, 0, full + slot * 8); };
+  auto load_x = [&](int i, int slot) {
+    tma_load_2d(ring + slot * STAGE_BYTES + ROWS * LINE, &all.x, (first + i) * 64, 0, full + slot * 8);
+  };
   if (warp == CONSUMERS && lane == 0) {
     for (int i = 0; i < min(count, EARLY_STAGES); ++i) load_weights(i, i);
     if constexpr (CLUSTER > 1)
-      for (int w = rank % SPLIT; w < CONSUMERS; w += SPLIT) barrier_expect(received + w * 8, WARP_LETTERS);
+      for (int w = rank % SPLIT; w < CONSUMERS; w += SPLIT)
+        barrier_expect(received + w * 8, WARP_PARTS_BYTES);
   }
   __syncthreads();  // barriers are ready
-  // Nothing but the barriers, fenced above, need be seen. Every thread arrives here and waits once further down, the fetching warp too.
+  // Nothing but the barriers, fenced above, need be seen. Every thread arrives here and waits once further
+  // down, the fetching warp too.
   if constexpr (CLUSTER > 1) cluster_arrive_relaxed();
   if constexpr (PDL) asm volatile("griddepcontrol.wait;" ::: "memory");
   if (warp == CONSUMERS) {
@@ -64,8 +73,8 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, CTAS_PER_SM) lin
       for (int i = 0; i < min(count, STAGES); ++i) load_x(i, i);
       for (int i = EARLY_STAGES; i < min(count, STAGES); ++i) load_weights(i, i);
       for (int i = STAGES, slot = 0, round = 0; i < count; ++i) {
-        // For the multiplying warps, which arrive for every chunk but the last and are behind by STAGES: they wait for `full` of chunks that were
-        // asked for already, never for this one.
+        // For the multiplying warps, which arrive for every chunk but the last and are behind by STAGES: they
+        // wait for `full` of chunks that were asked for already, never for this one.
         barrier_wait(empty + slot * 8, round);
         load_weights(i, slot);
         load_x(i, slot);
@@ -81,15 +90,16 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, CTAS_PER_SM) lin
     if constexpr (CLUSTER > 1) cluster_wait();  // a CTA that leaves has started the others
     return;
   }
-  const Place place(all.p, tile, rank / SPLIT * OWN, warp, lane);
+  const OutPlace place(all.p, tile, rank / SPLIT * OWN, warp, lane);
   Addends addends;
   addends.load(place, tile, warp, lane);
   if constexpr (CLUSTER > 1) cluster_wait();  // while x is on its way
   float sums[NT][4] = {};
   int slot = 0, round = 0, last = 0;
   for (int i = 0; i < count; ++i) {
-    barrier_wait(full + slot * 8, round);  // for the copy engine; the fetching warp asks for chunk i once chunk i - STAGES is used up
-    const u32 at = ring + slot * STAGE;
+    // for the copy engine; the fetching warp asks for chunk i once chunk i - STAGES is used up
+    barrier_wait(full + slot * 8, round);
+    const u32 at = ring + slot * STAGE_BYTES;
     wgmma_begin();
 #pragma unroll
     for (int step = 0; step < 4; ++step)
@@ -106,8 +116,8 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, CTAS_PER_SM) lin
   wgmma_wait<0>();
   if constexpr (CLUSTER > 1) {
     float own[OWN][4];
-    if (exchange(sums, own, letters, received, rank, warp, lane)) finish(own, place, addends, lane);
+    if (exchange(sums, own, parts, received, rank, warp, lane)) store_output(own, place, addends, lane);
   } else {
-    finish((const float(&)[OWN][4])sums, place, addends, lane);  // all of them are its own
+    store_output((const float(&)[OWN][4])sums, place, addends, lane);  // all of them are its own
   }
 }

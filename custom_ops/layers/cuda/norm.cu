@@ -1,5 +1,6 @@
-// out = x / rms(x) * (weight + offset), one CTA per token: the norm before linear.cu where that has none of its own.
-// It is written here, and not taken from Triton, for programmatic dependent launch: linear.cu behind it may read weights meanwhile.
+// out = x / rms(x) * (weight + offset), one CTA per token: the norm before linear.cu where that has none of
+// its own. It is written here, and not taken from Triton, for programmatic dependent launch: linear.cu behind
+// it may read weights meanwhile.
 
 #include "../../cuda/machine.cuh"
 #include "norm_config.cuh"
@@ -12,7 +13,8 @@ struct Params {
 };
 static_assert(sizeof(Params) == 48, "as custom_ops/layers/cuda/linear.py packs it");
 
-constexpr int VECTORS = IN_FEATURES / 8, EACH = (VECTORS + THREADS - 1) / THREADS;  // of 8 numbers, per row and per thread
+// of 8 numbers, per row and per thread
+constexpr int VECTORS = IN_FEATURES / 8, EACH = (VECTORS + THREADS - 1) / THREADS;
 
 __device__ __forceinline__ void unpack8(float (&to)[8], uint4 x) {
   const u32 words[4] = {x.x, x.y, x.z, x.w};
@@ -79,7 +81,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) rms_norm(const __grid_cons
     }
 #pragma unroll
     for (int j = 0; j < 8; ++j) y[j] *= factor * (w[j] + p.offset);
-    ((uint4 *)(p.out + blockIdx.x * p.out_token * 2))[at] =
-        make_uint4(pack<HALF>(y[0], y[1]), pack<HALF>(y[2], y[3]), pack<HALF>(y[4], y[5]), pack<HALF>(y[6], y[7]));
+    ((uint4 *)(p.out + blockIdx.x * p.out_token * 2))[at] = make_uint4(
+        pack<HALF>(y[0], y[1]), pack<HALF>(y[2], y[3]), pack<HALF>(y[4], y[5]), pack<HALF>(y[6], y[7]));
   }
 }

@@ -15,18 +15,29 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchpaged.backends import AttentionSpec, get_backend, list_backends
+from torchpaged.backends import (
+    AttentionSpec,
+    Backend,
+    HostLengths,
+    Limits,
+    Session,
+    get_backend,
+    list_backends,
+)
 from torchpaged.bench.attention.cases import AttentionCase
 from torchpaged.bench.attention.contender import Contender, Prepared
 from torchpaged.bench.attention.inputs import Inputs
 from torchpaged.bench.attention.peers import PEERS
 from torchpaged.custom_ops.errors import ArgumentError
+
+#: Backends around other libraries: a peer each, so that they run where they are named alone.
+_AROUND_LIBRARIES = ("flash_attn", "flashinfer", "flex", "torch_sdpa", "torch_varlen")
 
 
 def contenders(
@@ -36,7 +47,8 @@ def contenders(
 
     Args:
         device: where.
-        backends: names of own backends; None = those made for the device's type, without the reference.
+        backends: names of own backends; None = those made for the device's type, without the reference and
+            those around other libraries, which are peers.
         peers: whether to list the peers, absent ones included.
         skip: names to leave out.
 
@@ -48,7 +60,8 @@ def contenders(
         backends = [
             n
             for n in list_backends()
-            if n != "reference" and device.type in get_backend(n).capabilities.device_types
+            if n not in ("reference", *_AROUND_LIBRARIES)
+            and device.type in get_backend(n).capabilities.device_types
         ]
     everybody = [*(own_backend(name) for name in backends), *((SDPA, FLEX, *PEERS) if peers else ())]
     names = [contender.name for contender in everybody]
@@ -64,11 +77,11 @@ def contenders(
 # ----------------------------------------------------------------------------------------------- own backends
 def own_backend(name: str) -> Contender:
     """The own backend of that name, called as a layer calls it: the op handle with all checks on, and a
-    semaphore per layer."""
+    semaphore per layer, or what a session planned for all layers."""
     backend = get_backend(name)
 
-    def why_not(case: AttentionCase, device: torch.device) -> str | None:
-        spec = AttentionSpec(
+    def spec_of(case: AttentionCase, device: torch.device) -> AttentionSpec:
+        return AttentionSpec(
             device=device,
             dtype=case.dtype,
             head_dim=case.head_dim,
@@ -77,16 +90,23 @@ def own_backend(name: str) -> Contender:
             block_size=case.block_size,
             kv_dtype=case.kv_dtype,
         )
-        return "; ".join(backend.capabilities.reject(spec)) or None
+
+    def why_not(case: AttentionCase, device: torch.device) -> str | None:
+        return "; ".join(backend.capabilities.reject(spec_of(case, device))) or None
 
     def prepare(case: AttentionCase, inputs: Inputs) -> Prepared:
         out = inputs.poisoned_out()
-        count = len(case.seq_lens) * case.num_kv_heads
-        semaphores = [
-            torch.zeros(count, dtype=torch.int32, device=inputs.q.device) for _ in range(inputs.num_layers)
-        ]
+        session: Session | None = None  # lives as long as the calls
+        if name in _AROUND_LIBRARIES:
+            session = _planned(backend, spec_of(case, inputs.q.device), case, inputs)
+            kept = [session.workspace(spec_of(case, inputs.q.device))] * inputs.num_layers
+        else:
+            ints: Any = {"dtype": torch.int32, "device": inputs.q.device}
+            count = len(case.seq_lens) * case.num_kv_heads
+            kept = [{"semaphore": torch.zeros(count, **ints)} for _ in range(inputs.num_layers)]
 
         def call(layer: int) -> Tensor:
+            assert session is None or session.planned is not None or not session.plans
             backend.ops.paged_attention(
                 inputs.q,
                 inputs.k_caches[layer],
@@ -100,13 +120,38 @@ def own_backend(name: str) -> Contender:
                 scale=inputs.scale,
                 k_scale=inputs.k_scale,
                 v_scale=inputs.v_scale,
-                semaphore=semaphores[layer],
+                **kept[layer],
             )
             return out
 
         return Prepared([partial(call, layer) for layer in range(inputs.num_layers)])
 
-    return Contender(name, True, backend.unavailable, why_not, prepare)
+    # the library itself may be among the peers, by its own name
+    shown = f"{name}_backend" if name in _AROUND_LIBRARIES else name
+    return Contender(shown, True, backend.unavailable, why_not, prepare)
+
+
+class _Planned(NamedTuple):
+    """A batch as a session plans it."""
+
+    block_table: Tensor
+    seq_lens: Tensor
+    query_start_loc: Tensor
+    max_query_len: int
+
+
+def _planned(backend: Backend, spec: AttentionSpec, case: AttentionCase, inputs: Inputs) -> Session:
+    """A session that has planned the batch."""
+    rows, width = inputs.block_table.shape
+    num_blocks, block_size = inputs.k_caches[0].shape[:2]
+    session = backend.open(
+        [spec], Limits(rows, len(inputs.q), width, num_blocks, block_size), inputs.q.device
+    )
+    session.plan(
+        _Planned(inputs.block_table, inputs.seq_lens, inputs.query_start_loc, max(case.query_lens)),
+        HostLengths(case.query_lens, case.seq_lens),
+    )
+    return session
 
 
 # ------------------------------------------------------------------------------- plain PyTorch, contiguous KV

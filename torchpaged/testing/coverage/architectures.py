@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 #: Not built here: what they need beyond tokens, or under which other name they are.
 LEFT_OUT: dict[str, str] = {
@@ -192,8 +193,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "gemma3n_text": {**_SHARING, "laurel_rank": 8, "activation_sparsity_pattern": [0.0] * 6},
     "gemma4_text": {**_SHARING, "global_head_dim": 32},
     "gemma4_unified_text": {**_SHARING, "global_head_dim": 32},
-    "gemma2": {**_FOUR, "query_pre_attn_scalar": 16},
-    "vaultgemma": {**_FOUR, "query_pre_attn_scalar": 16},
+    "gemma2": {**_FOUR, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 0.5},  # as small as the scores
+    "vaultgemma": {**_FOUR, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 0.5},
     "gemma3_text": {**_TWO_SLIDING, "query_pre_attn_scalar": 16},
     "jamba": {
         **_FOUR,
@@ -257,6 +258,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "ffn_config": {"hidden_size": 64, "ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
     },
     "doge": {"num_experts": 4, "keep_window_size": 16},
+    "mpt": {"use_cache": True},  # off by default
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "opt": {"word_embed_proj_dim": 64},
     "xlm": {"causal": True, "asm": False},
@@ -310,6 +312,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "make_ngram_vocab_size_divisible_by": 8,
     },
 }
+
+
+def model_types() -> list[str]:
+    """Every architecture that this transformers has and that is built here, sorted."""
+    return sorted(
+        name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name not in LEFT_OUT and name in CONFIG_MAPPING
+    )
 
 
 def config_of(model_type: str) -> PretrainedConfig:

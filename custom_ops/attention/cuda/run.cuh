@@ -1,0 +1,89 @@
+// The run of a CTA: which tiles of the line of work are its own. Compiles for the host, too, where a test
+// walks them.
+#pragma once
+#include "requests.cuh"
+
+// The line of work is cut into runs of equal length, one for each team. A unit of it is a tile of a line of
+// TEAM pairs: one tile for each CTA of the team.
+//
+// Every warp works its CTA's run out for itself. All barriers rely on the warps agreeing, and the counts of
+// parts on the CTAs agreeing: what they read, lengths and query starts, comes from L2, and nobody writes it
+// while this kernel runs. Lane i counts the i-th share of the requests.
+struct Run {
+  int first;               // of a lane: its first request,
+  Request one, two;        // the first two of them, read in one trip to memory,
+  int lane, share, tiles;  // its number, its requests and their tiles,
+  int upto;                // and tiles with those of the lanes before it
+  int busy, used;          // requests with tiles; token rows of requests, behind which there is padding
+  int total;               // units in all
+  int team, teams;         // this CTA's, and how many have runs
+  int member;              // this CTA's place in its team
+  int unit, unit_end;      // its units; unit == unit_end: none
+
+  // Only lengths and query starts are read. `c` is used up.
+  __device__ __forceinline__ void plan(const Params &p, int lane, Cursor &c) {
+    const int share = (p.num_reqs + 31) / 32;
+    first = lane * share;
+    int r = first, busy = 0, tiles = 0;
+    one.load_first(p, min(first, p.num_reqs - 1));
+    two.load_first(p, min(first + 1, p.num_reqs - 1));
+    const int used = load_and_forget_l1(p.starts + p.num_reqs);
+    one.cut();
+    two.cut();
+    for (; r < min(first + share, p.num_reqs); ++r) {
+      look_at(p, r, c);
+      tiles += c.r.num_tiles;
+      busy += c.r.num_tiles > 0;
+    }
+    busy = __reduce_add_sync(ALL, busy);
+    int upto = tiles;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+      const int below = __shfl_up_sync(ALL, upto, step);
+      if (lane >= step) upto += below;
+    }
+    const int total = __shfl_sync(ALL, upto, 31) * LINES;
+    const int lines = max(busy * LINES, 1);
+    const int wanted = max(min((int)gridDim.x / TEAM, total / MIN_TILES), 1);
+    int teams = wanted;
+    // equal lengths: let runs end where pairs end, unless that idles a quarter of the CTAs
+    if (lines <= wanted) {
+      // a power of two keeps a pair's CTAs in one cluster
+      const int each = wanted / lines, even = 1 << (31 - __clz(each));
+      if (CLUSTER > 1 && even <= CLUSTER && even * lines * 10 >= wanted * 7) teams = even * lines;
+      else if (each * lines * 4 >= wanted * 3) teams = each * lines;
+    }
+    const int team = (int)blockIdx.x / TEAM;
+    member = (int)blockIdx.x % TEAM;
+    const int base = total / teams, extra = total % teams;
+    unit = team * base + team * extra / teams;
+    unit_end = team < teams ? (team + 1) * base + (team + 1) * extra / teams : unit;
+    this->lane = lane, this->share = share, this->tiles = tiles, this->upto = upto;
+    this->busy = busy, this->used = used;
+    this->total = total, this->team = team, this->teams = teams;
+  }
+
+  // The cursor of the first unit, if there is one.
+  __device__ __forceinline__ void begin(const Params &p, Cursor &c) {
+    const int home = __ffs(__ballot_sync(ALL, upto * LINES > unit)) - 1;
+    int before = (upto - tiles) * LINES, request = first;
+    if (share > 1 && lane == home) {
+      for (;; ++request) {
+        look_at(p, request, c);
+        if (before + c.r.num_tiles * LINES > unit) break;
+        before += c.r.num_tiles * LINES;
+      }
+    }
+    c.request = __shfl_sync(ALL, request, home);
+    before = __shfl_sync(ALL, before, home);
+    c.r.take(home);
+    const int line = LINES == 1 ? 0 : (unit - before) / c.r.num_tiles;
+    c.pair = line * TEAM + member;
+    c.tile = unit - before - line * c.r.num_tiles;
+  }
+
+  __device__ __forceinline__ void look_at(const Params &p, int r, Cursor &c) {
+    if (r < first + 2) c.r = r == first ? one : two;
+    else c.r.load(p, r);
+  }
+};

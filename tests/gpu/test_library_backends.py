@@ -1,0 +1,46 @@
+"""FlashInfer, FlashAttention-3, FlexAttention and torch's attention behind the seam, on a GPU: eagerly,
+compiled, captured.
+
+Each in a process of its own, library_worker.py; the first use of FlashInfer and of a shape of FlexAttention
+compiles.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from torchpaged.backends import get_backend
+
+pytestmark = pytest.mark.gpu
+TESTS = Path(__file__).parents[1]
+PARTS = [
+    ("flash_attn", "all"),
+    ("flashinfer", "decode"),
+    ("flashinfer", "prefill"),
+    ("flex", "all"),
+    ("torch_sdpa", "all"),
+]
+
+
+@pytest.mark.parametrize(("name", "part"), PARTS)
+def test_it_conforms(name: str, part: str) -> None:
+    missing = get_backend(name).unavailable()
+    if missing:
+        pytest.skip(missing)
+    path = os.pathsep.join([str(TESTS.parent), str(TESTS / "ops"), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, str(TESTS / "gpu/library_worker.py"), name, part],
+        capture_output=True,
+        text=True,
+        timeout=590,
+        env=os.environ | {"PYTHONPATH": path},
+    )
+    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    failed = [row for row in rows if row["error"]]
+    assert not done.returncode and rows and not failed, (failed, done.stderr[-2000:])

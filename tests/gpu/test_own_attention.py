@@ -1,0 +1,85 @@
+"""Attached models and fp8 caches on a GPU: logits of eager attention, one compiled graph, no skipped CUDA
+graphs."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+pytestmark = pytest.mark.gpu
+
+
+def greedy(model: Any, cache: Any = None, **options: Any) -> torch.Tensor:
+    """Logits of 12 new tokens ``[tokens, rows, vocab]`` behind a left-padded prompt."""
+    from torchpaged.testing.coverage.checks import prompts
+
+    given = {} if cache is None else {"past_key_values": cache}
+    inputs = {key: value.to("cuda") for key, value in prompts().items()}
+    out = model.generate(
+        **inputs,
+        max_new_tokens=12,
+        do_sample=False,
+        eos_token_id=None,
+        return_dict_in_generate=True,
+        output_logits=True,
+        **given,
+        **options,
+    )
+    return torch.stack(out.logits)
+
+
+def once_compiled(model: Any, make_cache: Any, caplog: pytest.LogCaptureFixture) -> torch.Tensor:
+    """The second of two automatically compiled runs, each with a cache of its own; both are alike."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    with caplog.at_level(logging.WARNING):
+        first, second = (greedy(model, make_cache()) for _ in range(2))
+    assert torch.equal(first, second) and "skipping cudagraphs" not in caplog.text
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert torch._dynamo.utils.counters["inductor"]["cudagraph_skips"] == 0
+    return second
+
+
+@pytest.mark.parametrize("name", ["bloom", "falcon", "gpt_neo", "gptj", "mpt"])
+def test_attached(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    import torchpaged.hf as hf
+    from torchpaged.testing.coverage.architectures import model_of
+
+    model = model_of(name, "eager").to("cuda")
+    want = greedy(model, disable_compile=True)
+    with hf.paged(model):
+
+        def make_cache() -> Any:
+            return hf.PagedCache(model.config, 2, 64)
+
+        eager = greedy(model, make_cache(), disable_compile=True)
+        compiled = once_compiled(model, make_cache, caplog)
+    for got in (eager, compiled):
+        assert torch.equal(got.argmax(-1), want.argmax(-1))
+        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3 * float(want.abs().max()))
+
+
+@pytest.mark.parametrize("kv_dtype", ["fp8_e4m3", "fp8_e5m2"])
+@pytest.mark.parametrize("scales", ["head", "tensor"])
+def test_fp8_cache(kv_dtype: str, scales: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Against the reference backend over the same scales; rounding is the same, sums are in another order."""
+    import torchpaged.hf as hf
+    from torchpaged.testing.coverage.architectures import model_of
+
+    model = model_of("llama", "torchpaged").to("cuda", torch.bfloat16)
+    first = hf.PagedCache(model.config, 2, 64, kv_dtype=kv_dtype, kv_scales=scales)
+    greedy(model, first, disable_compile=True)
+
+    def make_cache(backend: str = "auto") -> Any:
+        return hf.PagedCache(
+            model.config, 2, 64, backend=backend, kv_dtype=kv_dtype, kv_scales=first.kv_scales
+        )
+
+    want = greedy(model, make_cache("reference"), disable_compile=True).float()
+    compiled = once_compiled(model, make_cache, caplog).float()
+    assert float((compiled[0] - want[0]).abs().max()) <= 0.05 * float(want.abs().max())
+    assert first.choice.name in ("cuda", "triton") and first.paged[0].keys.dtype.itemsize == 1

@@ -1,0 +1,197 @@
+"""``torchpaged coverage``: 25 architectures that stand for the rest, what a row says of a fault, and the
+table as file, page and command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from torchpaged import ArgumentError
+from torchpaged.cli.app import app
+from torchpaged.hf import attention
+from torchpaged.testing import coverage
+from torchpaged.testing.coverage import Row, Table, examine, markdown
+from torchpaged.testing.coverage.architectures import LEFT_OUT, model_types
+from torchpaged.testing.coverage.table import versions
+
+DOCS = Path(__file__).parents[2] / "docs"
+COMMITTED = sorted(DOCS.glob("architectures-*.json"), reverse=True)
+#: One of each kind: masks, widths, positions, states, and each way not to be paged.
+REPRESENTATIVE = (
+    *(
+        "llama",
+        "qwen3",
+        "qwen3_moe",
+        "gpt2",
+        "opt",
+        "phi3",
+        "olmo2",
+        "bert",
+        "whisper",
+        "bloom",
+        "falcon",
+        "gptj",
+    ),
+    *("mistral", "gemma2", "gemma3_text", "gemma3n_text", "gemma4_text", "gpt_oss", "llama4_text"),
+    *("qwen3_next", "jamba", "deepseek_v3", "diffllama", "mamba", "deepseek_v32"),
+)
+
+
+def committed_row(model_type: str) -> Row:
+    """Of this transformers; of the newest one if it has no table."""
+    version = versions()["transformers"].rsplit(".", 1)[0]
+    own = [path for path in COMMITTED if path.stem == f"architectures-{version}"]
+    return Table.load((own or COMMITTED)[0]).rows[model_type]
+
+
+@pytest.mark.parametrize("model_type", REPRESENTATIVE)
+def test_architecture(model_type: str) -> None:
+    """As the committed table says."""
+    row, want = examine(model_type), committed_row(model_type)
+    assert (row.mode, row.graphs, row.kind) == (want.mode, want.graphs, want.kind), row
+    assert row.checks.get("compiled", "")[:5] == want.checks.get("compiled", "")[:5]
+
+
+def test_they_are_25() -> None:
+    """And stand for every mode but those that are faults."""
+    assert len(set(REPRESENTATIVE)) == 25 and set(REPRESENTATIVE) <= set(model_types())
+    modes = {committed_row(model_type).mode for model_type in REPRESENTATIVE}
+    assert modes == {"paged", "dense", "no cache", "refused"}
+
+
+FAULTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "a scale": ("llama", {"scaling": 0.3}),
+    "no window": ("mistral", {"sliding_window": 100}),
+    "no soft cap": ("gemma2", {"softcap": None}),
+    "no sinks": ("gpt_oss", {"s_aux": None}),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_seen(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model_type, wrong = FAULTS[fault]
+    plain = attention.paged_attention_forward
+
+    def faulty(*args: Any, **given: Any) -> Any:
+        return plain(*args, **{**given, **wrong}, masks_itself=True)
+
+    monkeypatch.setitem(attention.AttentionInterface._global_mapping, attention.NAME, faulty)
+    row = examine(model_type, compiled=False)
+    assert row.mode == "wrong" and row.reason.startswith("wrong: off by"), row
+
+
+def test_an_error_is_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("no kernel")
+
+    monkeypatch.setitem(attention.AttentionInterface._global_mapping, attention.NAME, broken)
+    row = examine("llama", compiled=False)
+    assert (row.mode, row.reason) == ("broken", "error: RuntimeError: no kernel")
+
+
+@pytest.mark.parametrize(
+    ("changed", "outcome"),
+    [
+        (lambda x: x, "right"),
+        (lambda x: x + 1e-5, "right"),
+        (lambda x: x + 1e-2, "wrong: off by 5.0e-03 of the logits' scale"),
+        (lambda x: x * float("nan"), "wrong: off by nan of the logits' scale"),
+        (lambda x: x[:1], "wrong: [1, 2] logits instead of [2, 2]"),
+        (lambda x: x + torch.tensor([[0, 2e-5], [0, 0]]), "wrong: other tokens"),
+    ],
+)
+def test_difference(changed: Any, outcome: str) -> None:
+    want = torch.tensor([[1.00001, 1.0], [2.0, -1.0]])
+    assert coverage.checks.difference(changed(want), want) == outcome
+
+
+def rows() -> list[Row]:
+    right = {"generate": "right", "compiled": "right"}
+    return [
+        Row("llama", "full", "paged", right, 1, "", 1.5),
+        Row("zaya", "linear", "refused", {}, None, "zaya: a | b", 0.1),
+        Row("jamba", "linear", "refused", {}, None, "JambaForCausalLM a | b", 0.1),
+    ]
+
+
+def test_the_table_as_a_file(tmp_path: Path) -> None:
+    table = Table(rows={row.model_type: row for row in rows()})
+    table.save(tmp_path / "x.json")
+    assert Table.load(tmp_path / "x.json") == table
+    assert table.counts() == {
+        "paged": 1,
+        "dense": 0,
+        "no cache": 0,
+        "refused": 2,
+        "wrong": 0,
+        "broken": 0,
+        "one graph": 1,
+    }
+    (tmp_path / "y.json").write_text('{"rows": []}')
+    with pytest.raises(ArgumentError, match="output: expected a JSON file that torchpaged coverage wrote"):
+        Table.load(tmp_path / "y.json")
+
+
+def test_the_table_as_a_page() -> None:
+    table = Table(rows={row.model_type: row for row in rows()})
+    lines = markdown([table]).splitlines()
+    assert "| llama | full | paged | 1 |" in lines and "| zaya | linear | refused |  |" in lines
+    assert lines[-1] == "- jamba, zaya: `a | b`" and max(map(len, lines)) <= 110
+    assert any(line.endswith("| 3 | 1 | 0 | 0 | 2 | 0 | 0 | 1 |") for line in lines)
+
+
+def test_the_command_goes_on_where_it_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def cover(names: list[str], **_: Any) -> Any:
+        for name in names:
+            asked.append(name)
+            yield Row(name, "full", "wrong" if name == "opt" else "paged", {}, None, "", 0.1)
+
+    monkeypatch.setattr(coverage, "cover", cover)
+    output, page = tmp_path / "out.json", tmp_path / "page.md"
+    command = ["coverage", "--output", str(output), "--page", str(page), "--json"]
+    first = CliRunner().invoke(app, [*command, "--arch", "llama"])
+    assert first.exit_code == 0 and json.loads(first.stdout.splitlines()[-1])["counts"]["paged"] == 1
+    second = CliRunner().invoke(app, [*command, "--arch", "llama", "--arch", "opt"])
+    assert second.exit_code == 1 and asked == ["llama", "opt"] and "| opt |" in page.read_text()
+    CliRunner().invoke(app, [*command, "--arch", "llama", "--fresh"])
+    assert asked == ["llama", "opt", "llama"] and set(Table.load(output).rows) == {"llama", "opt"}
+    document = json.loads(output.read_text())
+    document["versions"]["transformers"] = "5.0.0"
+    output.write_text(json.dumps(document))
+    CliRunner().invoke(app, [*command, "--arch", "opt"])
+    assert Table.load(output).versions == versions() and set(Table.load(output).rows) == {"opt"}
+
+
+def test_an_architecture_that_is_not_there(tmp_path: Path) -> None:
+    for name, why in (("lama", "no decoder of this transformers"), ("llama4", LEFT_OUT["llama4"])):
+        done = CliRunner().invoke(app, ["coverage", "--arch", name, "--output", str(tmp_path / "x.json")])
+        assert isinstance(done.exception, ArgumentError) and why in str(done.exception)
+
+
+def test_workers_give_rows() -> None:
+    """In processes of their own, one of which gets a case that can't be run."""
+    found = {row.model_type: row for row in coverage.cover(["llama", "nothing"], compiled=False)}
+    assert found["llama"].mode == "paged" and found["llama"].checks["window"] == "right"
+    assert found["nothing"].mode == "broken" and "KeyError: 'nothing'" in found["nothing"].reason
+
+
+@pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.stem)
+def test_the_committed_table(path: Path) -> None:
+    """Nothing wrong, nothing broken, and no fewer than there were: paged, gathered, in one graph."""
+    least = {"architectures-5.23": (134, 13, 143), "architectures-5.17": (125, 12, 129)}[path.stem]
+    counts = Table.load(path).counts()
+    assert counts["wrong"] == counts["broken"] == 0
+    assert all(counts[name] >= n for name, n in zip(("paged", "dense", "one graph"), least, strict=True))
+
+
+def test_the_committed_page() -> None:
+    assert COMMITTED and (DOCS / "architectures.md").read_text() == markdown(
+        [Table.load(p) for p in COMMITTED]
+    )

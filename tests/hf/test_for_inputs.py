@@ -1,0 +1,95 @@
+"""A cache sized by the call that it is for, the choice to gather that nobody had to make, and which number to
+raise."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from families import build
+from models import padded_prompts, tiny
+from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig
+
+from torchpaged import ArgumentError, BlockPoolExhaustedError
+from torchpaged.hf import PagedCache
+from torchpaged.hf.known_models import NEEDS_DENSE
+from torchpaged.testing.coverage import examine
+
+GREEDY: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False}
+CALLS: dict[str, tuple[dict[str, Any], tuple[int, int]]] = {
+    "greedy": (GREEDY, (2, 25)),
+    "max_length": ({"max_length": 29, "do_sample": False}, (2, 29)),
+    "beams": ({**GREEDY, "num_beams": 3}, (6, 25)),
+    "sequences": ({"max_new_tokens": 5, "do_sample": True, "num_return_sequences": 2}, (4, 25)),
+    "beams and sequences": ({**GREEDY, "num_beams": 4, "num_return_sequences": 2}, (8, 25)),
+    "a generation config": ({"generation_config": GenerationConfig(num_beams=2, max_new_tokens=4)}, (4, 24)),
+    "an argument over it": (
+        {"generation_config": GenerationConfig(max_new_tokens=4, do_sample=False), "max_new_tokens": 6},
+        (2, 26),
+    ),
+    "assisted": ({**GREEDY, "prompt_lookup_num_tokens": 3}, (1, 28)),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_sizes(name: str) -> None:
+    """Neither a row nor a token too few, and no block too many: the pool is taken whole."""
+    options, sizes = CALLS[name]
+    model, inputs = tiny("Llama"), padded_prompts(rows=1 if name == "assisted" else 2)
+    call = {**inputs, **options}
+    torch.manual_seed(0)
+    want = model.generate(**call)
+    model.set_attn_implementation("torchpaged")
+    cache = PagedCache.for_inputs(model, **call, block_size=4)
+    assert (cache.rows.max_rows, cache.max_seq_len, cache.block_size) == (*sizes, 4)
+    torch.manual_seed(0)
+    assert torch.equal(model.generate(**call, past_key_values=cache), want)
+    assert cache.pool.peak_used <= cache.pool.num_usable == sizes[0] * -(-sizes[1] // 4)
+
+
+def test_sizes_of_a_decoder_behind_an_encoder() -> None:
+    model = build("Bart", "ForConditionalGeneration", "torchpaged")
+    ids = torch.randint(3, 99, (2, 12), generator=torch.Generator().manual_seed(1))
+    call = {"input_ids": ids, "decoder_input_ids": ids[:, :3], **GREEDY}
+    cache = PagedCache.for_inputs(model, **call)
+    assert (cache.rows.max_rows, cache.max_seq_len) == (2, 9)
+    both = EncoderDecoderCache(cache, DynamicCache(config=model.config))
+    assert model.generate(**call, past_key_values=both).shape == (2, 9)  # it starts with a token of its own
+    with pytest.raises(ArgumentError, match=r"decoder_input_ids: expected a tensor \[batch, length\]"):
+        PagedCache.for_inputs(model, input_ids=ids, **GREEDY)
+
+
+def test_the_model_s_own_generation_config() -> None:
+    model, inputs = tiny("Llama"), padded_prompts()
+    with pytest.raises(ArgumentError, match="max_new_tokens: expected the number of tokens.*generate"):
+        PagedCache.for_inputs(model, **inputs)
+    model.generation_config.max_new_tokens = 7
+    assert PagedCache.for_inputs(model, **inputs).max_seq_len == 27
+    with pytest.raises(ArgumentError, match="input_ids: expected a tensor.*got list"):
+        PagedCache.for_inputs(model, input_ids=[[1, 2]])
+
+
+def test_a_full_pool_says_which_number_to_raise() -> None:
+    model, inputs = tiny("Llama"), padded_prompts()
+    model.set_attn_implementation("torchpaged")
+    cache = PagedCache.for_inputs(model, **inputs, **GREEDY, block_size=4, num_blocks=9)
+    with pytest.raises(BlockPoolExhaustedError, match=r"2 rows of max_seq_len=25 take 14 .*num_blocks=15"):
+        model.generate(**inputs, **GREEDY, past_key_values=cache)
+    cache = PagedCache.for_inputs(model, **inputs, **GREEDY, block_size=4, num_blocks=15)
+    model.generate(**inputs, **GREEDY, past_key_values=cache)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "diffllama", "doge", "jetmoe", "inkling_text"])
+def test_models_that_need_dense_get_it(name: str) -> None:
+    row = examine(name, compiled=False)
+    assert (row.mode, row.reason) == ("dense", NEEDS_DENSE[name])
+
+
+def test_dense_is_said() -> None:
+    config = build("DiffLlama").config
+    cache = PagedCache(config, 2, 32)
+    assert cache.dense and "gathered: diffllama regroups its cached values" in cache.describe()
+    cache = PagedCache(config, 2, 32, dense=False)
+    assert not cache.dense and not cache.dense_reason and "gathered" not in cache.describe()
+    assert not PagedCache(tiny("Llama").config, 2, 32).dense

@@ -1,0 +1,186 @@
+"""Models that ignore the attention interface, with functions of ours in their modules: right, in every form
+of their configs that paged attention expresses, and refused in the others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from models import padded_prompts
+from torch._dynamo.exc import Unsupported
+from transformers import StaticCache
+from transformers.models.bloom import modeling_bloom
+from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
+
+from torchpaged import UnsupportedModelError
+from torchpaged.hf import PagedCache, PagedModel, attach, own_attention
+from torchpaged.hf.known_models import OWN_ATTENTION
+from torchpaged.testing.coverage import checks, examine
+from torchpaged.testing.coverage.architectures import OPTIONS, model_of
+
+
+def with_options(monkeypatch: pytest.MonkeyPatch, name: str, **options: Any) -> None:
+    monkeypatch.setitem(OPTIONS, name, {**OPTIONS.get(name, {}), **options})
+
+
+def require_causal(name: str) -> None:
+    """What torchpaged refuses, and why, is what the test says that was skipped."""
+    model = model_of(name, "eager")
+    ids = torch.randint(3, 99, (1, 8))
+    with torch.no_grad():
+        seen = not torch.allclose(model(ids).logits[:, :4], model(ids[:, :4]).logits, rtol=1e-4, atol=1e-4)
+    if seen:
+        with pytest.raises(
+            UnsupportedModelError, match="makes no causal mask: its prompts see tokens behind"
+        ):
+            attach(model)
+        pytest.skip("this transformers runs it without a causal mask, and torchpaged says so")
+
+
+@pytest.mark.parametrize("name", sorted(OWN_ATTENTION))
+def test_family(name: str) -> None:
+    require_causal(name)
+    row = examine(name, compiled=False)
+    assert (row.mode, row.reason) == ("paged", "")
+    assert row.checks == dict.fromkeys(("attach", "generate", "window", "forward"), "right")
+
+
+FORMS: dict[str, tuple[str, dict[str, Any]]] = {
+    "falcon, one key head": ("falcon", {"new_decoder_architecture": False, "multi_query": True}),
+    "falcon, a key head each": (
+        "falcon",
+        {"new_decoder_architecture": False, "multi_query": False, "num_kv_heads": 4},
+    ),
+    "falcon, parallel": ("falcon", {"new_decoder_architecture": False, "parallel_attn": True, "bias": True}),
+    "bloom, six heads": ("bloom", {"n_head": 6, "hidden_size": 48}),
+    "mpt, six heads": ("mpt", {"n_heads": 6, "d_model": 48}),
+    "mpt, clipped and scaled": ("mpt", {"attn_config": {"clip_qkv": 0.5, "softmax_scale": 0.3}}),
+    "roformer, values too": ("roformer", {"rotary_value": True}),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_form(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, options = FORMS[form]
+    require_causal(name)
+    with_options(monkeypatch, name, **options)
+    row = examine(name, compiled=False)
+    assert (row.mode, row.reason) == ("paged", "")
+
+
+WRONG: dict[str, tuple[str, str, Any]] = {
+    "slopes": ("bloom", "alibi_slopes", lambda num_heads: [0.1] * num_heads),
+    "no rotation": ("falcon", "_rotate", lambda states, cos, sin: states),
+}
+
+
+@pytest.mark.parametrize("fault", WRONG)
+def test_the_checks_notice(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, function, instead = WRONG[fault]
+    monkeypatch.setattr(own_attention, function, instead)
+    row = examine(name, compiled=False)
+    assert row.mode == "wrong" and row.reason.startswith("wrong: off by")
+
+
+def test_the_checks_notice_a_window_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = own_attention._attn(lambda module: 1.0, lambda module: None)
+    monkeypatch.setitem(own_attention.MAKERS, "GPTNeoSelfAttention", module)
+    row = examine("gpt_neo", compiled=False)
+    assert row.mode == "wrong" and row.checks["window"].startswith("wrong")
+
+
+@pytest.mark.parametrize("num_heads", [1, 2, 3, 6, 8, 12, 16, 71])
+def test_slopes_are_those_of_the_models(num_heads: int) -> None:
+    """Also for numbers of heads that are no power of two, where bloom and mpt write them down differently."""
+    got = torch.tensor(own_attention.alibi_slopes(num_heads))
+    biases = modeling_bloom.build_alibi_tensor(torch.ones(1, 2), num_heads, torch.float32)
+    torch.testing.assert_close(got, biases[:, 0, 1], rtol=1e-6, atol=0)
+    torch.testing.assert_close(got, -build_mpt_alibi_tensor(num_heads, 2)[:, 0, 0], rtol=1e-6, atol=0)
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "rounded biases": ("falcon", {"alibi": True}, "falcon with alibi=True.*rounds"),
+    "random blocks": (
+        "big_bird",
+        {"attention_type": "block_sparse"},
+        "attention_type='block_sparse'.*original_full",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, options, message = REFUSED[case]
+    with_options(monkeypatch, name, **options)
+    model = model_of(name, "eager")
+    with pytest.raises(UnsupportedModelError, match=message):
+        attach(model)
+    with pytest.raises(UnsupportedModelError, match=message):
+        PagedCache(model.config, 2, 32)
+
+
+@pytest.mark.parametrize("name", ["gptj", "bloom"])
+def test_a_model_that_was_not_attached_says_so(name: str) -> None:
+    model = model_of(name, "torchpaged")
+    cache = PagedCache(model.config, 2, 32)
+    with pytest.raises(UnsupportedModelError, match=rf"{name} ignores.*torchpaged.hf.attach\(model\)"):
+        checks._generate(model, padded_prompts(padding=0), cache)
+
+
+@pytest.mark.parametrize("name", ["gptj", "bloom", "gpt_neox_japanese"])
+def test_a_static_cache_runs_as_before(name: str) -> None:
+    """In an attached model, another cache than ours gets what the modules did before."""
+    model, inputs = model_of(name, "eager"), padded_prompts()
+    if name == "bloom" and not hasattr(model, "create_masks_for_generate"):
+        pytest.skip("bloom of transformers 5.17 does not run with a StaticCache")
+    want, _ = checks._generate(model, inputs, StaticCache(model.config, 32))
+    attach(model)
+    got, _ = checks._generate(model, inputs, StaticCache(model.config, 32))
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_packed_tokens_are_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="BloomForCausalLM ignores.*not as packed tokens"):
+        PagedModel(model_of("bloom", "eager"), num_blocks=4)
+
+
+@pytest.mark.parametrize("attached", [False, True])
+def test_a_first_forward_that_is_compiled(attached: bool) -> None:
+    """With as many heads as a block has tokens, a model that was not attached could multiply with the
+    pools."""
+    torch._dynamo.reset()
+    model = model_of("gptj", "torchpaged")
+    if attached:
+        attach(model)
+    cache = PagedCache(model.config, 1, 32, block_size=4)
+    cache.early_initialization(1, 4, 16, torch.float32, torch.device("cpu"))
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    ids = torch.randint(3, 99, (1, 1))
+    with (
+        torch.no_grad(),
+        pytest.raises(Unsupported, match="gptj: the first forward of its cache was compiled"),
+    ):
+        compiled(ids, position_ids=torch.zeros_like(ids), past_key_values=cache)
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "beams": {"num_beams": 3},
+    "a prompt in chunks": {"prefill_chunk_size": 6},
+    "prompt lookup": {"prompt_lookup_num_tokens": 3},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", ["bloom", "falcon", "gpt_neo", "mpt", "trocr"])
+def test_other_ways_to_generate(name: str, way: str) -> None:
+    """Left-padded, where more than one row may be; rows that copy blocks, and tokens that are taken back."""
+    model, inputs = model_of(name, "eager"), padded_prompts()
+    if way == "prompt lookup":
+        inputs = {key: value[1:] for key, value in inputs.items()}
+    greedy: dict[str, Any] = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": None}
+    call = {**inputs, **greedy, **WAYS[way]}
+    want = model.generate(**{key: value for key, value in call.items() if key != "prefill_chunk_size"})
+    attach(model)
+    cache = PagedCache.for_inputs(model, **call, block_size=4)
+    assert torch.equal(model.generate(**call, past_key_values=cache), want)

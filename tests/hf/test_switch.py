@@ -1,0 +1,78 @@
+"""Switching a model to paged attention and back leaves nothing behind, whatever the model and however it
+ends."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from models import padded_prompts, tiny
+from transformers import LlavaConfig, LlavaForConditionalGeneration, PreTrainedModel
+
+from torchpaged import ArgumentError, UnsupportedModelError
+from torchpaged.hf import PagedCache, attach, detach, paged
+from torchpaged.testing.coverage.architectures import model_of
+
+GREEDY: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+
+
+def everything_of(model: PreTrainedModel) -> list[tuple[int, list[str], Any]]:
+    """What could have been left on a module: its own attributes, and its config's implementation."""
+    parts = [(id(m), sorted(vars(m)), getattr(m, "config", None)) for m in model.modules()]
+    return [(i, names, getattr(config, "_attn_implementation", None)) for i, names, config in parts]
+
+
+@pytest.mark.parametrize("name", ["llama", "gptj", "bloom", "trocr"])
+def test_there_and_back(name: str) -> None:
+    model, inputs = model_of(name, "eager"), padded_prompts()
+    before, want = everything_of(model), model.generate(**inputs, **GREEDY)
+    for _ in range(2):
+        with paged(model) as same:
+            assert same is model and model.config._attn_implementation == "torchpaged"
+            cache = PagedCache(model.config, 2, 32, block_size=4)
+            assert torch.equal(model.generate(**inputs, **GREEDY, past_key_values=cache), want)
+            assert torch.equal(model.generate(**inputs, **GREEDY), want)  # with a cache of transformers' own
+        assert everything_of(model) == before
+    assert torch.equal(model.generate(**inputs, **GREEDY), want)
+
+
+def test_an_exception_restores_too() -> None:
+    model = model_of("gptj", "eager")
+    before = everything_of(model)
+    with pytest.raises(ZeroDivisionError), paged(model):
+        raise ZeroDivisionError
+    assert everything_of(model) == before
+
+
+def test_the_parts_of_a_model_keep_implementations_of_their_own() -> None:
+    text = {"model_type": "llama", "vocab_size": 99, "hidden_size": 32, "intermediate_size": 48}
+    vision = {"model_type": "clip_vision_model", "hidden_size": 32, "intermediate_size": 48, "image_size": 8}
+    few = {"num_hidden_layers": 1, "num_attention_heads": 2}
+    config = LlavaConfig(text_config={**text, **few}, vision_config={**vision, **few, "patch_size": 4})
+    model = LlavaForConditionalGeneration._from_config(config, attn_implementation="sdpa")
+    model.set_attn_implementation({"text_config": "eager"})
+    before = everything_of(model)
+    with paged(model):
+        assert model.config.text_config._attn_implementation == "torchpaged"
+    assert everything_of(model) == before and model.config.text_config._attn_implementation == "eager"
+    assert model.config.vision_config._attn_implementation == "sdpa"
+
+
+def test_attached_once() -> None:
+    model = tiny("Llama")
+    with pytest.raises(ArgumentError, match=r"model: expected a model that attach\(\) was called on"):
+        detach(model)
+    assert attach(model) is model
+    with pytest.raises(ArgumentError, match=r"call torchpaged.hf.detach\(model\) first"):
+        attach(model)
+    detach(model)
+    assert model.config._attn_implementation == "eager"
+
+
+def test_a_refused_model_is_left_as_it_was() -> None:
+    model = model_of("cpmant", "eager")
+    before = everything_of(model)
+    with pytest.raises(UnsupportedModelError, match="CpmAntForCausalLM.*attention interface"):
+        attach(model)
+    assert everything_of(model) == before

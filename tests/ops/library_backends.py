@@ -1,0 +1,119 @@
+"""Backends around FlashInfer and FlashAttention-3 on a CPU: the files of the package, the stand-ins of
+tests/ops/peers
+behind them. And one call of any backend as a layer makes it."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchpaged import Limits
+from torchpaged.backends import (
+    AttentionSpec,
+    Backend,
+    HostLengths,
+    Session,
+    attention_spec,
+    flashinfer,
+    get_backend,
+)
+from torchpaged.testing import Batch
+
+PEERS = Path(__file__).parent / "peers"
+LIBRARIES = {"flash_attn": ("flash_attn_interface", "flash_attn_config"), "flashinfer": ("flashinfer",)}
+
+
+@contextmanager
+def stand_in(name: str) -> Iterator[Backend]:
+    """The backend of that name with its library's stand-in, declared for CPUs."""
+    real = get_backend(name)
+    capabilities = dataclasses.replace(real.capabilities, device_types=("cpu",), min_compute_capability=None)
+    modules = [key for key in sys.modules if key.split(".")[0] in LIBRARIES[name]]
+    kept = {key: sys.modules.pop(key) for key in modules}
+    sys.path.insert(0, str(PEERS))
+    room, flashinfer.WORKSPACE_BYTES = flashinfer.WORKSPACE_BYTES, 1 << 10
+    try:
+        yield Backend(name, capabilities, real.ops, lambda: None, real.session)
+    finally:
+        sys.path.remove(str(PEERS))
+        flashinfer.WORKSPACE_BYTES = room
+        for key in [key for key in sys.modules if key.split(".")[0] in LIBRARIES[name]]:
+            del sys.modules[key]
+        sys.modules.update(kept)
+
+
+class Step(NamedTuple):
+    """A batch as a session plans it."""
+
+    block_table: Tensor
+    seq_lens: Tensor
+    query_start_loc: Tensor
+    max_query_len: int
+
+
+def step_of(batch: Batch) -> Step:
+    return Step(batch.block_table, batch.seq_lens, batch.query_start_loc, batch.max_query_len)
+
+
+def host_of(batch: Batch) -> HostLengths:
+    return HostLengths(batch.query_start_loc.diff().tolist(), batch.seq_lens.tolist())
+
+
+def spec_of(batch: Batch, lse: bool = True, **options: Any) -> AttentionSpec:
+    """What a layer that attends with these options of the op asks for."""
+    return attention_spec(
+        device=batch.q.device,
+        dtype=batch.q.dtype,
+        num_heads=batch.q.shape[1],
+        num_kv_heads=batch.k_cache.shape[2],
+        head_dim=batch.q.shape[2],
+        head_dim_v=batch.v_cache.shape[3],
+        block_size=batch.k_cache.shape[1],
+        kv_dtype=batch.k_cache.dtype,
+        causal=options.get("causal", True),
+        window_size=(options.get("window_left", -1), options.get("window_right", -1)),
+        logits_soft_cap=options.get("logits_soft_cap", 0.0),
+        chunk_size=options.get("chunk_size", 0),
+        alibi_slopes=batch.extras.get("alibi_slopes"),
+        sinks=batch.extras.get("sinks"),
+        lse=lse,
+        scale=batch.scale,
+    )
+
+
+def limits_of(batch: Batch) -> Limits:
+    rows, width = batch.block_table.shape
+    return Limits(rows, max(len(batch.q), 1), width, *batch.k_cache.shape[:2])
+
+
+def attend(session: Session, batch: Batch, lse: bool = True, **options: Any) -> tuple[Tensor, Tensor | None]:
+    """One planned call; the outputs start as NaN."""
+    spec = spec_of(batch, lse, **options)
+    workspace = session.workspace(spec)
+    if session.plans:
+        session.plan(step_of(batch), host_of(batch))
+    shape = (*batch.q.shape[:2], batch.v_cache.shape[-1])
+    out = torch.full(shape, float("nan"), dtype=batch.q.dtype, device=batch.q.device)
+    total = torch.full(shape[:2], float("nan"), device=batch.q.device) if lse else None
+    session.ops.paged_attention(
+        batch.q,
+        batch.k_cache,
+        batch.v_cache,
+        batch.block_table,
+        batch.seq_lens,
+        batch.query_start_loc,
+        out,
+        total,
+        max_query_len=batch.max_query_len,
+        scale=batch.scale,
+        **{**batch.extras, **options},
+        **workspace,
+    )
+    return out, total

@@ -1,0 +1,5 @@
+"""A stand-in for FlashInfer: the same signatures, the reference's numbers, log-sum-exps in base 2."""
+
+from .decode import BatchDecodeWithPagedKVCacheWrapper as BatchDecodeWithPagedKVCacheWrapper
+from .prefill import BatchPrefillWithPagedKVCacheWrapper as BatchPrefillWithPagedKVCacheWrapper
+from .prefill import MultiLevelCascadeAttentionWrapper as MultiLevelCascadeAttentionWrapper

@@ -1,0 +1,625 @@
+"""Backends around other people's libraries: on a CPU with stand-ins of FlashInfer and FlashAttention-3,
+torch's own for real.
+
+The stand-ins have the libraries' signatures, give NaN where these leave what they find, and refuse what they
+fail at.
+On a GPU the libraries themselves: tests/gpu/test_library_backends.py.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from library_backends import attend, host_of, limits_of, spec_of, stand_in, step_of
+
+import torchpaged
+from torchpaged import BackendUnavailableError, Limits, PagedAttention, PlanError
+from torchpaged.backends import (
+    ALIASES,
+    Backend,
+    GraphSupport,
+    HostLengths,
+    get_backend,
+    list_backends,
+    planned_batch,
+    select_backend,
+    selector,
+    torch_varlen,
+)
+from torchpaged.backends import flash_attn as flash_attn_backend
+from torchpaged.backends import flashinfer as flashinfer_backend
+from torchpaged.graphs import TapeCapture
+from torchpaged.testing import (
+    ATTENTION_VARIANTS,
+    BATCH_SPECS,
+    Batch,
+    BatchSpec,
+    assert_attention_close,
+    check_graph_support,
+    make_batch,
+)
+
+BF16 = torch.bfloat16
+SHAPE: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 64, "dtype": BF16}
+
+
+@pytest.fixture
+def flash_attn() -> Iterator[Backend]:
+    with stand_in("flash_attn") as backend:
+        yield backend
+
+
+@pytest.fixture
+def flashinfer() -> Iterator[Backend]:
+    with stand_in("flashinfer") as backend:
+        yield backend
+
+
+@pytest.fixture(params=["torch_sdpa", "flash_attn", "flashinfer"])
+def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
+    if request.param == "torch_sdpa":
+        yield get_backend("torch_sdpa")
+        return
+    with stand_in(request.param) as found:
+        yield found
+
+
+def batch_of(name: str, **options: Any) -> Batch:
+    return make_batch(BATCH_SPECS[name], **SHAPE | options)
+
+
+# ---------------------------------------------------------------------------------------------- right results
+@pytest.mark.parametrize("variant", ATTENTION_VARIANTS)
+def test_every_batch_and_option_that_is_declared(backend: Backend, variant: str) -> None:
+    options, ran = ATTENTION_VARIANTS[variant], 0
+    for name in BATCH_SPECS:
+        for extra in ({}, {"sinks": True}, {"alibi": True}):
+            batch = batch_of(name, **extra)
+            if backend.reject(spec_of(batch, **options)):
+                with pytest.raises(BackendUnavailableError, match="cannot run this attention"):
+                    attend(backend.open([], limits_of(batch), "cpu"), batch, **options)
+                continue
+            session = backend.open([], limits_of(batch), "cpu")
+            if backend.name == "flashinfer" and name.startswith("left_padded"):
+                with pytest.raises(PlanError, match="it has no left padding"):
+                    attend(session, batch, **options)
+                continue
+            for lse in (True, False):
+                out, total = attend(session, batch, lse, **options)
+                assert_attention_close(out, total, batch, **options)
+                ran += 1
+    unable = {"flash_attn": ("soft_cap", "chunked_local"), "flashinfer": ("window_both", "chunked_local")}
+    assert bool(ran) == (variant not in unable.get(backend.name, ()))
+
+
+def test_fewer_tokens_than_requests_and_none(backend: Backend) -> None:
+    for seq_lens, query_lens in (((40, 7, 0), (1, 1, 0)), ((0, 0), (0, 0))):
+        batch = make_batch(BatchSpec("few", seq_lens, query_lens), **SHAPE)
+        out, lse = attend(backend.open([], limits_of(batch), "cpu"), batch)
+        assert_attention_close(out, lse, batch)
+
+
+def test_the_op_keeps_its_contract() -> None:
+    """No undeclared mutation, a fake that fits, one trace for sizes that vary."""
+    batch = make_batch(BATCH_SPECS["mixed_padded"], sinks=True)
+    batch.k_cache.nan_to_num_(0.5), batch.v_cache.nan_to_num_(0.5)  # opcheck compares pools for equality
+    options = {"max_query_len": batch.max_query_len, "scale": batch.scale, "window_left": 9, **batch.extras}
+    arguments = (*_arguments(batch), torch.zeros(batch.q.shape[:2]))
+    torch.library.opcheck(get_backend("torch_sdpa").ops.paged_attention, arguments, options)
+
+
+@pytest.mark.parametrize("scales", ["none", "one", "per_head"])
+@pytest.mark.parametrize("name", ["decode_skewed", "mixed_small"])
+def test_fp8_pools(flashinfer: Backend, name: str, scales: str) -> None:
+    for found in (flashinfer, get_backend("torch_sdpa")):
+        batch = batch_of(name, kv_dtype=torch.float8_e4m3fn, scales=scales)
+        out, lse = attend(found.open([], limits_of(batch), "cpu"), batch)
+        assert_attention_close(out, lse, batch)
+
+
+def test_declared_graph_support_holds(backend: Backend) -> None:
+    report = check_graph_support(backend, device="cpu", dtypes=(BF16,), head_dim=64)
+    assert report.replays and report.forgotten_plans == (backend.name != "torch_sdpa")
+
+
+@pytest.mark.parametrize("name", ["decode_padded", "mixed_padded"])
+def test_one_op_in_a_trace(backend: Backend, name: str) -> None:
+    torch._dynamo.reset()
+    batch, graphs = batch_of(name), []
+    session = backend.open([], limits_of(batch), "cpu")
+    workspace = session.workspace(spec_of(batch))
+    session.plan(step_of(batch))
+
+    def compiler(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    def call(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
+        session.ops.paged_attention(
+            q,
+            batch.k_cache,
+            batch.v_cache,
+            batch.block_table,
+            batch.seq_lens,
+            batch.query_start_loc,
+            out,
+            lse,
+            max_query_len=batch.max_query_len,
+            scale=batch.scale,
+            **workspace,
+        )
+        return out, lse
+
+    out, lse = torch.compile(call, fullgraph=True, backend=compiler)(batch.q)
+    assert_attention_close(out, lse, batch)
+    (graph,) = graphs
+    assert sum("paged_attention" in str(node.target) for node in graph.graph.nodes) == 1
+
+
+@pytest.mark.parametrize("name", ["decode_padded", "mixed_padded"])
+def test_a_function_opens_a_session_that_lives_as_long_as_its_call(
+    backend: Backend, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(selector, "_REGISTERED", {"here": Backend("here", *_parts(backend))})
+    batch = batch_of(name)
+    out, lse = torchpaged.paged_attention(
+        *_arguments(batch)[:-1],
+        max_query_len=batch.max_query_len,
+        scale=batch.scale,
+        return_lse=True,
+        ops=get_backend("here").ops,
+    )
+    assert_attention_close(out, lse, batch)
+
+
+def _parts(backend: Backend) -> tuple[Any, ...]:
+    return backend.capabilities, backend.ops, lambda: None, backend.session
+
+
+def test_a_layer_and_its_pools(backend: Backend) -> None:
+    """Writes by the device's own op, attends by the library, plans once for two layers; nothing is written
+    without a plan."""
+    limits = Limits(3, 16, 4, 16, 16)
+    session = backend.open([], limits, "cpu")
+    layers = [PagedAttention(4, 64, 2, session=session, dtype=BF16) for _ in range(2)]
+    reference = PagedAttention(4, 64, 2, backend="reference", dtype=BF16)
+    caches = [
+        torchpaged.PagedKVCache.uniform(2, 2, 64, block_size=16, num_blocks=16, dtype=BF16) for _ in range(2)
+    ]
+    tables = [[3, 1], [2, 9], [4, 5]]
+    with torch.inference_mode():
+        for query_lens, seq_lens in (
+            ([5, 9, 1], [5, 9, 1]),
+            ([1, 1, 1], [6, 10, 2]),
+            ([1, 12, 2], [7, 22, 4]),
+        ):
+            metadata = torchpaged.AttentionMetadata.from_lists(query_lens, seq_lens, tables, block_size=16)
+            q, k, v = (torch.randn(sum(query_lens), heads, 64).to(BF16) for heads in (4, 2, 2))
+            if session.plans:
+                before = caches[0][0].k_cache.clone()
+                with pytest.raises(PlanError):
+                    layers[0](q, k, v, caches[0][0], metadata)
+                assert torch.equal(caches[0][0].k_cache, before)
+            session.plan(metadata)
+            for layer, pools, same in zip(layers, *caches, strict=True):
+                want = reference(q, k, v, same, metadata)
+                torch.testing.assert_close(layer(q, k, v, pools, metadata), want, rtol=0.02, atol=0.02)
+
+
+# ------------------------------------------------------------------------------ plans, and buffers that stay
+def addresses(session: Any) -> dict[str, int]:
+    return {name: tensor.data_ptr() for name, tensor in session.tensors().items()}
+
+
+@pytest.mark.parametrize("name", ["flash_attn", "flashinfer"])
+def test_buffers_stay_where_they_are(name: str) -> None:
+    with stand_in(name) as found:
+        first, other = batch_of("decode_edges"), batch_of("decode_skewed")
+        limits = Limits(7, 7, first.block_table.shape[1] + 40, 64, 16)
+        session = found.open([spec_of(first), spec_of(first, window_left=7)], limits, "cpu")
+        before = addresses(session)
+        for batch in (first, other, first):
+            attend(session, batch)
+        assert addresses(session) == before
+
+
+def test_a_schedule_per_kind_of_layer_with_a_tail_of_zeros(flash_attn: Backend) -> None:
+    """Layers of a kind share it; a smaller batch leaves nothing of a larger one behind."""
+    large, small = batch_of("decode_edges"), batch_of("decode_one")
+    kinds = [spec_of(large), spec_of(large, window_left=7), spec_of(large, lse=False)]
+    session: Any = flash_attn.open(kinds, Limits(7, 7, 6, 64, 16), "cpu")
+    library = importlib.import_module("flash_attn_interface")
+    session.plan(step_of(large))
+    assert len(library.SCHEDULES) == 2, "with and without a window"
+    assert [made["window_size"] for made in library.SCHEDULES] == [(-1, -1), (7, 0)]
+    session.plan(step_of(small))
+    schedule = next(iter(session._schedules.values()))
+    assert schedule[:3].tolist() == [33, 2, 1] and not schedule[3:].any()
+    attend(session, small)
+    call, made = library.CALLS[-1], library.SCHEDULES[-1]
+    assert (
+        call["num_splits"] == made["num_splits"]
+        and call["scheduler_metadata"].data_ptr() == schedule.data_ptr()
+    )
+    assert call["max_seqlen_q"] == made["max_seqlen_q"] == 1 and made["max_seqlen_k"] == 3 * 16
+    assert call["page_table"].max() < 64, "garbage behind the last block is not handed on"
+
+
+def test_splits_follow_from_shapes_alone() -> None:
+    splits = flash_attn_backend.num_splits
+    assert splits(1, 1, 32, 128) == 32 and splits(64, 1, 32, 128) == 32
+    assert splits(4, 2048, 32, 128) == 1, "partial results of prompts would take gigabytes"
+    assert 1 < splits(512, 1, 64, 128) < 32
+
+
+def test_a_wrapper_per_number_of_requests_and_a_short_plan_from_then_on(flashinfer: Backend) -> None:
+    first, other = batch_of("decode_edges"), batch_of("decode_skewed")
+    session: Any = flashinfer.open([spec_of(first)], Limits(7, 7, 40, 64, 16), "cpu")
+    decode = importlib.import_module("flashinfer.decode")
+    for batch in (first, other, first, other):
+        attend(session, batch)
+    assert decode.PLANS == ["plan", "plan", "fast", "fast"]
+    assert decode.BatchDecodeWithPagedKVCacheWrapper.made == 2
+
+
+def test_lengths_of_the_host_are_not_read_from_the_device(
+    flashinfer: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, where values are not checked unless TORCHPAGED_CHECK=1 asks for it."""
+    batch = batch_of("decode_edges")
+    session = flashinfer.open([spec_of(batch)], limits_of(batch), "cpu")
+    host = host_of(batch)
+    wrong = HostLengths(host.query_lens, [length + 1 for length in host.seq_lens])
+    with pytest.raises(torchpaged.ArgumentError, match="host: expected the batch's lengths"):
+        session.plan(step_of(batch), wrong)
+
+    def read(self: torch.Tensor) -> Any:
+        raise AssertionError("a length was read from the device")
+
+    monkeypatch.setattr(flashinfer_backend, "reads_values", lambda device: False)
+    session.plan(step_of(batch), host)
+    decode = importlib.import_module("flashinfer.decode")
+    monkeypatch.setattr(decode, "fast_decode_plan", lambda *_, **__: None)
+    for method in ("item", "tolist", "__bool__", "__int__"):
+        monkeypatch.setattr(torch.Tensor, method, read)
+    session.plan(step_of(batch), host)
+    with pytest.raises(AssertionError, match="read from the device"):
+        session.plan(step_of(batch))
+
+
+def test_eager_wrappers_are_few_and_captured_ones_stay(flashinfer: Backend) -> None:
+    specs = [BatchSpec("b", (5,) * rows, (1,) * rows) for rows in range(1, 14)]
+    batches = [make_batch(spec, **SHAPE) for spec in specs]
+    session: Any = flashinfer.open([spec_of(batches[0])], Limits(13, 13, 3, 64, 16), "cpu")
+    with torch.inference_mode():
+        session.plan(step_of(batches[0]), host_of(batches[0]))
+        TapeCapture().capture(lambda: attend_again(session, batches[0]), None)
+        for batch in batches[1:]:
+            attend(session, batch)
+    rows = [rows for _, rows in session._decoders]
+    assert sorted(rows) == [1, *range(6, 14)]
+
+
+def attend_again(session: Any, batch: Batch) -> torch.Tensor:
+    """A call of what was planned."""
+    out = torch.empty_like(batch.q)
+    session.ops.paged_attention(
+        batch.q,
+        batch.k_cache,
+        batch.v_cache,
+        batch.block_table,
+        batch.seq_lens,
+        batch.query_start_loc,
+        out,
+        max_query_len=batch.max_query_len,
+        scale=batch.scale,
+        **session.workspace(spec_of(batch)),
+    )
+    return out
+
+
+def test_a_plan_of_other_integers_than_the_captured_ones_is_refused(flashinfer: Backend) -> None:
+    batch = batch_of("decode_edges")
+    session: Any = flashinfer.open([spec_of(batch)], limits_of(batch), "cpu")
+    decode = importlib.import_module("flashinfer.decode")
+    with torch.inference_mode():
+        session.plan(step_of(batch))
+        graph = TapeCapture().capture(lambda: attend_again(session, batch), None)
+        session.plan(step_of(batch))
+        graph.replay()
+
+        class Other(decode.BatchDecodeWithPagedKVCacheWrapper):  # type: ignore[name-defined,misc]
+            def _schedule(self, *arguments: Any) -> None:
+                super()._schedule(*arguments)
+                self._plan_info = [7, 8]
+
+        next(iter(session._decoders.values())).wrapper.__class__ = Other
+        with pytest.raises(
+            PlanError, match=r"expected the integers .* captured with, \(7, 7\), got \(7, 8\)"
+        ):
+            session.plan(step_of(batch))
+
+
+def test_what_flashinfer_can_not_plan(flashinfer: Backend) -> None:
+    hole = make_batch(BatchSpec("hole", (5, 9, 7), (1, 0, 1)), **SHAPE)
+    with pytest.raises(
+        PlanError, match=r"without a query token behind all others .* got query lengths \[1, 0, 1\]"
+    ):
+        attend(flashinfer.open([], limits_of(hole), "cpu"), hole)
+    prompt = batch_of("prefill_small")
+    session = flashinfer.open([spec_of(prompt)], limits_of(prompt), "cpu")
+    session.plan(step_of(prompt))
+    with torch.inference_mode(), pytest.raises(Exception, match="Capture decode batches alone"):
+        TapeCapture().capture(lambda: attend_again(session, prompt), None)
+
+
+def test_the_first_layer_of_a_captured_step_compares_for_all(
+    flash_attn: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eager layers compare each: between them somebody may change the batch in place."""
+    layers = [batch_of("decode_edges", seed=0)] * 3
+    pools = [(b.k_cache.clone(), b.v_cache.clone()) for b in layers]
+    layers = [replace(b, k_cache=k, v_cache=v) for b, (k, v) in zip(layers, pools, strict=True)]
+    session = flash_attn.open([spec_of(layers[0])], limits_of(layers[0]), "cpu")
+    session.plan(step_of(layers[0]))
+    compared: list[int] = []
+    monkeypatch.setattr(planned_batch, "assert_planned", lambda planned, live: compared.append(1))
+
+    def step() -> torch.Tensor:
+        return torch.stack([attend_again(session, layer) for layer in layers])
+
+    with torch.inference_mode():
+        step()
+        assert len(compared) == 3
+        for steps, more in ((1, 1), (2, 2), (1, 1)):
+            compared.clear()
+            TapeCapture().capture(lambda steps=steps: [step() for _ in range(steps)][-1], None)
+            assert len(compared) == more
+        betweens = (lambda: session.plan(step_of(layers[0])), lambda: attend_again(session, layers[0]))
+        for between, other in zip(betweens, layers[1:], strict=True):
+            TapeCapture().capture(lambda: attend_again(session, layers[0]), None)
+            between()
+            compared.clear()
+            TapeCapture().capture(lambda other=other: attend_again(session, other), None)
+            assert len(compared) == 1, "the step of another model"
+
+
+@pytest.mark.parametrize("name", ["flash_attn", "flashinfer"])
+def test_a_batch_that_was_not_planned(name: str) -> None:
+    with stand_in(name) as found:
+        batch, other = batch_of("decode_edges"), batch_of("decode_edges", seed=1)
+        session = found.open([spec_of(batch)], limits_of(batch), "cpu")
+        with pytest.raises(PlanError, match=r"call session\.plan\(metadata\) before the step"):
+            attend_again(session, batch)
+        session.plan(step_of(batch))
+        with pytest.raises(RuntimeError, match="plan: expected one for this batch"):
+            attend_again(session, other)
+        with pytest.raises(RuntimeError, match="handle: expected that of an open session, got None"):
+            session.ops.paged_attention(*_arguments(batch), max_query_len=1, scale=1.0)
+
+
+def _arguments(batch: Batch) -> tuple[torch.Tensor, ...]:
+    pools = (batch.k_cache, batch.v_cache)
+    return (
+        batch.q,
+        *pools,
+        batch.block_table,
+        batch.seq_lens,
+        batch.query_start_loc,
+        torch.empty_like(batch.q),
+    )
+
+
+def test_a_shared_prefix_in_flashinfers_cascade(flashinfer: Backend) -> None:
+    whole = make_batch(BatchSpec("shared", (40, 51, 33), (1, 1, 1)), **SHAPE)
+    shared = whole.block_table[0, :2].clone()
+    whole.block_table[:, :2] = shared
+    batch_rest, rest_lens = whole.block_table[:, 2:].contiguous(), whole.seq_lens - 32
+    whole.k_cache.nan_to_num_(0.0), whole.v_cache.nan_to_num_(0.0)
+    out = flashinfer_backend.shared_prefix_attention(
+        whole.q, whole.k_cache, whole.v_cache, shared, batch_rest, rest_lens, scale=whole.scale
+    )
+    assert_attention_close(out, None, whole)
+    with pytest.raises(
+        torchpaged.ArgumentError, match="seq_lens: expected at least one key behind the prefix"
+    ):
+        flashinfer_backend.shared_prefix_attention(
+            whole.q, whole.k_cache, whole.v_cache, shared, batch_rest, rest_lens * 0
+        )
+
+
+# ------------------------------------------------------------------------------- names, absence and refusals
+@pytest.mark.parametrize("alias", ALIASES)
+def test_names_that_others_have(alias: str) -> None:
+    assert get_backend(alias) is get_backend(ALIASES[alias])
+    spec = spec_of(batch_of("decode_one"))
+    if alias == "TORCH_SDPA":
+        choice = select_backend(spec, alias)
+        assert choice.name == "torch_sdpa" and choice.reason == "backend='TORCH_SDPA' was given"
+        assert PagedAttention(4, 64, 2, backend=alias).choice.name == "torch_sdpa"
+        with torchpaged.use_backend(alias):
+            assert select_backend(spec).name == "torch_sdpa"
+    elif get_backend(alias).unavailable():
+        with pytest.raises(BackendUnavailableError, match=ALIASES[alias]):
+            select_backend(spec, alias)
+
+
+def test_a_traced_function_runs_a_built_in_backend_that_was_named() -> None:
+    torch._dynamo.reset()
+    batch = batch_of("decode_edges")
+    arguments = _arguments(batch)[:-1]
+
+    def call() -> torch.Tensor:
+        return torchpaged.paged_attention(*arguments, max_query_len=1, scale=batch.scale)
+
+    with torchpaged.use_backend("TORCH_SDPA"):
+        out = torch.compile(call, fullgraph=True, backend="eager")()
+    assert_attention_close(out, None, batch)
+
+
+def test_what_is_absent_says_why_and_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert "flashinfer is not installed; pip install 'flashinfer-python>=" in str(
+        flashinfer_backend.unavailable()
+    )
+    assert "not installed; pip install tokenspeed-fa3" in str(flash_attn_backend.unavailable())
+    monkeypatch.undo()
+    for version in ("0.6.12", "0.8.0", "1.0"):
+        with stand_in("flashinfer"):
+            monkeypatch.setattr(importlib.metadata, "version", lambda name, version=version: version)
+            reason = flashinfer_backend.missing()
+            assert f"flashinfer {version} is installed, 0.6.13 to 0.7 are supported" in str(reason)
+            with pytest.raises(BackendUnavailableError, match=r"0\.6\.13 to 0\.7 are supported; pip install"):
+                flashinfer_backend.load()
+    for version in ("0.6.13", "0.7.2.post1", "0.7.9+cu130"):
+        with stand_in("flashinfer"):
+            monkeypatch.setattr(importlib.metadata, "version", lambda name, version=version: version)
+            assert flashinfer_backend.missing() is None
+
+
+def test_a_package_of_that_name_that_is_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    with stand_in("flash_attn"):
+        library = importlib.import_module("flash_attn_interface")
+        monkeypatch.setattr(library, "flash_attn_with_kvcache", lambda q, k_cache, cache_seqlens: None)
+        with pytest.raises(
+            BackendUnavailableError, match="lacks page_table, .*so that it is no FlashAttention-3"
+        ):
+            flash_attn_backend.load()
+        config = importlib.import_module("flash_attn_config").CONFIG["build_flags"]
+        monkeypatch.setitem(config, "FLASHATTENTION_DISABLE_PAGEDKV", True)
+        assert "built without paged keys and values; pip install" in str(flash_attn_backend.missing())
+
+
+def test_what_a_wheel_was_built_without(flash_attn: Backend) -> None:
+    def reasons(**options: Any) -> str:
+        head_dim = options.pop("head_dim", 64)
+        return "; ".join(flash_attn.reject(spec_of(batch_of("decode_one", head_dim=head_dim), **options)))
+
+    assert "logits_soft_cap is not in this wheel" in reasons(logits_soft_cap=5.0)
+    assert reasons() == reasons(window_left=5) == reasons(head_dim=96) == ""
+    assert "head_dim 264 is over 256" in reasons(head_dim=264)
+    assert "head_dim 100 is no multiple of 8" in reasons(head_dim=100)
+    fp8 = spec_of(batch_of("decode_one", kv_dtype=torch.float8_e4m3fn, scales="one"))
+    assert "reads fp8 keys with fp8 queries alone" in "; ".join(flash_attn.reject(fp8))
+
+
+def test_what_flashinfer_is_refused(flashinfer: Backend) -> None:
+    def reasons(**options: Any) -> str:
+        head_dim = options.pop("head_dim", 64)
+        return "; ".join(flashinfer.reject(spec_of(batch_of("decode_one", head_dim=head_dim), **options)))
+
+    assert reasons() == reasons(logits_soft_cap=5.0) == reasons(causal=False) == ""
+    assert "decode kernel reads memory that is not its own" in reasons(head_dim=96)
+    assert "chunked is not supported" in reasons(chunk_size=4)
+    assert "a window to the right is not supported" in reasons(causal=False, window_right=3)
+
+
+def test_torchs_own_varlen_function() -> None:
+    reason = str(torch_varlen.unavailable())
+    assert "pip install 'torch>=2.12'" in reason or "activate_flash_attention_impl('FA3')" in reason
+    assert get_backend("torch_varlen").capabilities.graph_support == GraphSupport.NEVER
+
+
+def test_a_gpu_that_the_kernels_do_not_know_gets_flex(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Turing: by itself, and with the reasons why not the others; blocks that FlexAttention's kernels can't
+    tile go to torch's attention. What is around a library that may be absent is named, or not chosen."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
+    spec = replace(spec_of(batch_of("decode_one")), device=torch.device("cuda"), dtype=torch.float16)
+    spec = replace(spec, kv_dtype=torch.float16)
+    choice = select_backend(spec)
+    assert choice.name == "flex" and list(choice.rejected) == ["cuda", "triton", "cpu"]
+    assert "compute capability (7, 5) is below (8, 0)" in choice.rejected["triton"]
+    assert select_backend(replace(spec, block_size=8)).name == "torch_sdpa"
+    for name in ("flash_attn", "flashinfer", "torch_varlen"):
+        assert any("compute capability (7, 5)" in reason for reason in get_backend(name).reject(spec)), name
+
+
+def test_a_name_of_others_can_not_be_taken() -> None:
+    cpu = get_backend("cpu")
+    for name in ("FLASHINFER", "flex"):
+        with pytest.raises(ValueError, match=f"expected a new name, got '{name}'"):
+            torchpaged.backends.register_backend(Backend(name, *_parts(cpu)))
+
+
+def test_the_benchmark_runs_one_that_is_named() -> None:
+    """By a name of its own, since the library itself may be a peer; not where nobody is named."""
+    from torchpaged.bench.attention.cases import AttentionCase
+    from torchpaged.bench.attention.contenders import contenders
+    from torchpaged.bench.attention.inputs import exact_outputs, make_inputs, relative_error
+
+    device, f32 = torch.device("cpu"), torch.float32
+    assert {contender.name for contender in contenders(device, peers=False)} == {"cpu"}
+    named = contenders(device, backends=["torch_sdpa", "flex"])
+    assert len({contender.name for contender in named}) == len(named)
+    case = AttentionCase("small", 4, 2, 64, (40, 16, 3), (1, 1, 1), 16, f32, f32, "smoke")
+    inputs = make_inputs(case, device)
+    (sdpa,) = (contender for contender in named if contender.name == "torch_sdpa_backend")
+    assert sdpa.why_not(case, device) is None
+    out = sdpa.prepare(case, inputs).calls[0]()
+    assert relative_error(case, out, exact_outputs(case, inputs, 0)) < 1e-5
+
+
+def test_no_automatic_choice_on_a_cpu_is_one_of_these() -> None:
+    assert list_backends()[:3] == ["cuda", "triton", "cpu"]
+    rejected = select_backend(spec_of(batch_of("decode_one"))).rejected
+    assert select_backend(spec_of(batch_of("decode_one"))).name in ("cpu", "reference"), rejected
+
+
+# ---------------------------------------------------------------------------------------- what they declare
+def test_the_page_has_the_tables_that_the_data_makes() -> None:
+    from torchpaged.backends.table import capability_tables
+
+    if "cpu" in get_backend("triton").capabilities.device_types:
+        pytest.skip("TRITON_INTERPRET=1 changes what triton declares")
+    page = (Path(__file__).parents[1] / "docs" / "backends.md").read_text()
+    before, _, rest = page.partition("<!-- made: torchpaged backends --table -->\n")
+    made, _, after = rest.partition("<!-- end -->")
+    assert made == capability_tables(), "put what `torchpaged backends --table` prints there"
+    for name in list_backends():
+        assert f"| `{name}` |" in made and f"`{name}`" in before + after
+
+
+def test_what_is_declared_is_plain_data() -> None:
+    import json
+
+    from torchpaged.backends.table import declared
+
+    rows = json.loads(json.dumps({name: declared(name) for name in list_backends()}))
+    assert rows["flashinfer"]["head_dims"] == [64, 128, 256] and rows["flashinfer"]["alibi"] is False
+    assert rows["flex"]["finite_pools"] and rows["flex"]["other_names"] == ["FLEX_ATTENTION"]
+    assert {name for name, row in rows.items() if row["planning"] != "NEVER"} == {"flash_attn", "flashinfer"}
+
+
+def test_the_engine_and_a_huggingface_cache(make_llama: Any) -> None:
+    """On torch's own attention, captured, compared with the device's own kernels."""
+    import copy
+
+    from torchpaged.engine import Generator, SamplingParams
+    from torchpaged.hf import PagedCache
+
+    model = make_llama(vocab_size=99, hidden_size=64, intermediate_size=96, max_position_embeddings=256)
+    params, prompts = SamplingParams(max_new_tokens=8, ignore_eos=True), [[5, 9, 11, 20, 3], [8, 30]]
+    sizes: dict[str, Any] = {"max_batch_size": 2, "max_seq_len": 64, "prefill_chunk_size": 4}
+    want, got = (
+        [out.token_ids for out in Generator(copy.deepcopy(model), **sizes, **named).generate(prompts, params)]
+        for named in ({}, {"backend": "TORCH_SDPA", "prefill_buckets": [2, 4], "capture": TapeCapture()})
+    )
+    assert got == want
+    ids = torch.tensor([[5, 9, 11, 20, 3]])
+    dense = model.generate(input_ids=ids, max_new_tokens=6, min_new_tokens=6, do_sample=False)
+    model.set_attn_implementation("torchpaged")
+    cache = PagedCache(model.config, 1, 32, block_size=4, backend="torch_sdpa")
+    paged = model.generate(
+        input_ids=ids, max_new_tokens=6, min_new_tokens=6, do_sample=False, past_key_values=cache
+    )
+    assert torch.equal(paged, dense)

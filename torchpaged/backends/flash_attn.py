@@ -1,0 +1,299 @@
+"""The ``flash_attn`` backend: FlashAttention-3 over the paged pool, by whichever wheel provides
+``flash_attn_interface``.
+
+Prompts, decode steps and mixed batches are one call, ``flash_attn_with_kvcache`` with packed queries and a
+page table. Its schedule is made once per step and kind of layer by ``get_scheduler_metadata``, a kernel, and
+kept in a tensor that never moves and whose tail is zeroed; the number of splits follows from shapes alone, so
+that one graph serves all lengths. Nothing waits for the device.
+
+The library's own fake kernel refuses what is needed here, and its call declares no schema for a trace; the op
+around it does. Its result is copied once, since its public function takes no ``out``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchpaged.backends.base import Backend
+from torchpaged.backends.capabilities import Capabilities, Planning
+from torchpaged.backends.library_op import Call, Held, Options, attention_op
+from torchpaged.backends.planned_batch import PlannedBatchBuffers
+from torchpaged.backends.session import PlannedBatch, Session
+from torchpaged.backends.spec import AttentionSpec, GraphSupport
+from torchpaged.custom_ops.errors import BackendUnavailableError, PlanError
+from torchpaged.metadata import HostLengths
+
+MODULE = "flash_attn_interface"
+INSTALL = "pip install tokenspeed-fa3 (Hopper, CUDA 13), or build FlashAttention's hopper/ folder"
+#: Parameters of ``flash_attn_with_kvcache`` without which the package is another one, or too old.
+NEEDED = (
+    "cache_seqlens",
+    "page_table",
+    "cu_seqlens_q",
+    "max_seqlen_q",
+    "scheduler_metadata",
+    "num_splits",
+    "return_softmax_lse",
+)
+_MOST_SPLITS = 32
+_MOST_BYTES = 1 << 28  # of partial results, which the library allocates for every call
+_DTYPES = (torch.bfloat16, torch.float16)
+
+
+class _Kind(NamedTuple):
+    """What a schedule depends on besides the batch: layers of one kind share it."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    causal: bool
+    window: tuple[int, int]
+    soft_cap: bool
+
+
+def _kind(num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, options: Options) -> _Kind:
+    """The kind of a call; a causal query sees nothing to its right, whatever the window says."""
+    window = (options.window_left, options.window_right)
+    if options.causal:
+        window = (options.window_left, 0) if options.window_left >= 0 else (-1, -1)
+    return _Kind(
+        num_heads, num_kv_heads, head_dim, dtype, options.causal, window, options.logits_soft_cap > 0
+    )
+
+
+def num_splits(num_reqs: int, max_query_len: int, num_heads: int, head_dim: int) -> int:
+    """The most parts of one request's keys: a number of shapes alone, the same in the schedule and in the
+    call."""
+    partial = num_reqs * max_query_len * num_heads * (head_dim + 1) * 4
+    return max(1, min(_MOST_SPLITS, _MOST_BYTES // partial))
+
+
+# ----------------------------------------------------------------------------------------------- the session
+class FlashAttnSession(Session):
+    """Schedules of the kinds of layers that came, for the batch that was planned last."""
+
+    def _open(self, specs: Sequence[AttentionSpec]) -> None:
+        self._library = load()
+        self.batch = PlannedBatchBuffers(self.limits, self.device)
+        self._handle = _SESSIONS.add(self)
+        self._schedules: dict[_Kind, Tensor] = {}
+        self._lengths: dict[
+            tuple[_Kind, int, int, int], int
+        ] = {}  # of a schedule, by kind, requests, columns, query length
+
+    def _make_workspace(self, spec: AttentionSpec) -> dict[str, Tensor]:
+        left, right = spec.window_size
+        options = Options(1, 1.0, spec.causal, left, right, spec.logits_soft_cap)
+        kind = _kind(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.dtype, options)
+        if kind not in self._schedules:
+            rows = self.limits.need("max_num_reqs")[0]
+            # a head and four numbers for each request, rounded up, with room for later versions
+            with torch.inference_mode(False):
+                self._schedules[kind] = torch.zeros(
+                    64 + 8 * (-(-rows // 4) * 4), dtype=torch.int32, device=self.device
+                )
+        return {"handle": self._handle}
+
+    def _plan(self, batch: PlannedBatch, host: HostLengths | None) -> None:
+        self.batch.write(batch)
+        rows, width = batch.block_table.shape
+        block_size = self.limits.need("block_size")[0]
+        for kind, schedule in self._schedules.items():
+            with torch.inference_mode():
+                made = self._library.get_scheduler_metadata(
+                    rows,
+                    batch.max_query_len,
+                    width * block_size,
+                    kind.num_heads,
+                    kind.num_kv_heads,
+                    kind.head_dim,
+                    self.batch.lens[:rows],
+                    qkv_dtype=kind.dtype,
+                    headdim_v=kind.head_dim,
+                    cu_seqlens_q=self.batch.starts[: rows + 1],
+                    page_size=block_size,
+                    causal=kind.causal,
+                    window_size=kind.window,
+                    has_softcap=kind.soft_cap,
+                    num_splits=num_splits(rows, batch.max_query_len, kind.num_heads, kind.head_dim),
+                )
+                length = made.numel()
+                if length > schedule.numel():
+                    raise PlanError(
+                        f"plan: expected a schedule of at most {schedule.numel()} numbers, "
+                        f"got {length} from {MODULE}; "
+                        "this version is not supported"
+                    )
+                schedule[:length].copy_(made.flatten())
+                schedule[length:].zero_()  # what is left of a larger batch would be worked off, too
+            self._lengths[kind, rows, width, batch.max_query_len] = length
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Batch and schedules."""
+        return self.batch.tensors() | {
+            f"schedule[{i}]": schedule for i, schedule in enumerate(self._schedules.values())
+        }
+
+    def attend(self, call: Call, options: Options) -> None:
+        """One layer."""
+        q, rows, width = call.q, *call.block_table.shape
+        kind = _kind(q.shape[1], call.k_cache.shape[2], q.shape[2], q.dtype, options)
+        length = self._lengths.get((kind, rows, width, options.max_query_len))
+        if length is None:
+            raise PlanError(
+                f"metadata: expected a batch that was planned, got {rows} requests of at most "
+                f"{options.max_query_len} tokens that backend {self.name!r} knows nothing of; "
+                "call session.plan(metadata) before the step"
+            )
+        self.batch.check(call)
+        y, y_lse, *_ = self._library.flash_attn_with_kvcache(
+            q,
+            call.k_cache,
+            call.v_cache,
+            cache_seqlens=self.batch.lens[:rows],
+            page_table=self.batch.table[:rows, :width],
+            cu_seqlens_q=self.batch.starts[: rows + 1],
+            max_seqlen_q=options.max_query_len,
+            softmax_scale=options.scale,
+            causal=options.causal,
+            window_size=kind.window,
+            softcap=options.logits_soft_cap,
+            scheduler_metadata=self._schedules[kind][:length],
+            num_splits=num_splits(rows, options.max_query_len, q.shape[1], q.shape[2]),
+            return_softmax_lse=True,
+        )
+        self.batch.finish(call, y, y_lse.transpose(0, 1), options.sinks)  # its own is [H, T]
+
+    def close(self) -> None:
+        """Give everything back."""
+        super().close()
+        self._schedules, self._lengths = {}, {}
+
+
+_SESSIONS: Held[FlashAttnSession] = Held("session")
+
+
+def _attend(call: Call, options: Options, handle: Tensor | None) -> None:
+    if options.alibi_slopes is not None or options.chunk_size:
+        raise BackendUnavailableError(
+            "backend 'flash_attn' cannot run this attention: alibi and chunked are not supported"
+        )
+    _SESSIONS.of(handle).attend(call, options)
+
+
+# ----------------------------------------------------------------------------------------------- the package
+def load() -> Any:
+    """The package, whose kernels this loads.
+
+    Raises:
+        BackendUnavailableError: it is not here, or not of the interface that is needed; with the reason.
+    """
+    why = missing()
+    if why:
+        raise BackendUnavailableError(f"backend 'flash_attn' is not usable here: {why}")
+    try:
+        library = importlib.import_module(MODULE)
+    except Exception as error:  # a library of another CUDA or torch version fails in ways of its own
+        raise BackendUnavailableError(
+            f"backend 'flash_attn' is not usable here: {MODULE} does not load: {error}; {INSTALL}"
+        ) from error
+    call = getattr(library, "flash_attn_with_kvcache", None)
+    known = inspect.signature(call).parameters if call is not None else ()
+    lacking = [name for name in NEEDED if name not in known]
+    if lacking or not hasattr(library, "get_scheduler_metadata"):
+        raise BackendUnavailableError(
+            f"backend 'flash_attn' is not usable here: {MODULE} lacks "
+            f"{', '.join(lacking) or 'get_scheduler_metadata'}, "
+            f"so that it is no FlashAttention-3 with a paged cache; {INSTALL}"
+        )
+    return library
+
+
+def unavailable() -> str | None:
+    """Why the backend can't run here, or None. Does not load the package's kernels."""
+    return missing() or (None if torch.cuda.is_available() else "no CUDA device is visible")
+
+
+def missing() -> str | None:
+    """What keeps the package from being used, or None. Does not load its kernels."""
+    if importlib.util.find_spec(MODULE) is None:
+        return f"the package of {MODULE} (FlashAttention-3) is not installed; {INSTALL}"
+    if "FLASHATTENTION_DISABLE_PAGEDKV" in built_without():
+        return f"{MODULE} was built without paged keys and values; {INSTALL}"
+    return None
+
+
+def built_without() -> tuple[str, ...]:
+    """Flags of what the wheel was built without, as its ``flash_attn_config`` names them; none if it does not
+    say."""
+    if importlib.util.find_spec("flash_attn_config") is None:
+        return ()
+    flags = importlib.import_module("flash_attn_config").CONFIG["build_flags"]
+    return tuple(name for name, is_off in flags.items() if is_off and "DISABLE" in name)
+
+
+class FlashAttnCapabilities(Capabilities):
+    """What depends on how the wheel was built, and on more than one thing at once."""
+
+    def reject(self, spec: AttentionSpec) -> list[str]:
+        """Every reason why ``spec`` can't run; empty if it can."""
+        reasons = super().reject(spec)
+        if spec.kv_dtype not in (None, spec.dtype):
+            reasons.append(
+                f"kv dtype {spec.kv_dtype} is not the queries' {spec.dtype}: "
+                "FlashAttention-3 reads fp8 keys with fp8 queries alone"
+            )
+        if spec.head_dim % 8:
+            reasons.append(f"head_dim {spec.head_dim} is no multiple of 8")
+        if (
+            spec.device.type == "cuda"
+            and torch.cuda.is_available()
+            and torch.cuda.get_device_capability(spec.device)[0] != 9
+        ):
+            have = torch.cuda.get_device_capability(spec.device)
+            reasons.append(f"compute capability {have} is not (9, 0), which its kernels are made for")
+        if importlib.util.find_spec(MODULE) is not None:
+            without = built_without()
+            if spec.logits_soft_cap and "FLASHATTENTION_DISABLE_SOFTCAP" in without:
+                reasons.append("logits_soft_cap is not in this wheel (FLASHATTENTION_DISABLE_SOFTCAP)")
+            if spec.window and "FLASHATTENTION_DISABLE_LOCAL" in without:
+                reasons.append("window is not in this wheel (FLASHATTENTION_DISABLE_LOCAL)")
+            if spec.dtype == torch.float16 and "FLASHATTENTION_DISABLE_FP16" in without:
+                reasons.append("float16 is not in this wheel (FLASHATTENTION_DISABLE_FP16)")
+            sizes = [
+                size
+                for size in (64, 96, 128, 192, 256)
+                if f"FLASHATTENTION_DISABLE_HDIM{size}" not in without
+            ]
+            if spec.head_dim > max(sizes, default=0):
+                reasons.append(
+                    f"head_dim {spec.head_dim} is over the widest of this wheel, {max(sizes, default=0)}"
+                )
+        return reasons
+
+
+BACKEND = Backend(
+    name="flash_attn",
+    capabilities=FlashAttnCapabilities(
+        device_types=("cuda",),
+        dtypes=_DTYPES,
+        kv_dtypes=_DTYPES,
+        graph_support=GraphSupport.ALWAYS,
+        max_head_dim=256,
+        different_head_dim_v=False,
+        alibi=False,
+        chunked=False,
+        planning=Planning.EVERY_STEP,
+    ),
+    ops=attention_op("torchpaged_flash_attn", _attend, handle="Tensor?"),
+    unavailable=unavailable,
+    session=FlashAttnSession,
+)

@@ -1,0 +1,526 @@
+"""The ``flashinfer`` backend: FlashInfer's wrappers over the paged pool, planned once per step for all
+layers.
+
+    decode steps      BatchDecodeWithPagedKVCacheWrapper on tensor cores (fa2), one for each number of
+                      requests, which is fixed in what a graph captures
+    prompts, mixed    BatchPrefillWithPagedKVCacheWrapper, eagerly: fa3 on Hopper where it has the width
+    shared prefixes   MultiLevelCascadeAttentionWrapper: `shared_prefix_attention`
+
+Its plan runs on the host and needs lengths there: a caller that knows them passes them to ``session.plan``,
+else they are read from the device, which waits. The page table as FlashInfer wants it, one request's pages
+after the other's, is made on the device in buffers that never move. A second plan of a wrapper takes its
+short way, ``fast_decode_plan``.
+
+Integers of a plan are baked into a captured launch, so that a replay whose plan has other ones is refused. A
+wrapper's staging memory is one pinned buffer, reused: the next plan waits until the last one's copy has
+ended. The log-sum-exp comes in base 2. Scales of fp8 pools go into queries and results, since the library
+takes them as host numbers.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchpaged.backends.base import Backend
+from torchpaged.backends.capabilities import Capabilities, Planning
+from torchpaged.backends.library_op import Call, Held, Options, attention_op
+from torchpaged.backends.planned_batch import PlannedBatchBuffers, is_capturing
+from torchpaged.backends.session import PlannedBatch, Session
+from torchpaged.backends.spec import AttentionSpec, GraphSupport
+from torchpaged.custom_ops.checks import reads_values
+from torchpaged.custom_ops.errors import ArgumentError, BackendUnavailableError, PlanError
+from torchpaged.metadata import HostLengths
+
+PACKAGE = "flashinfer"
+OLDEST, NEWEST = (0, 6, 13), (0, 8)  # the first one that is not supported any more
+INSTALL = "pip install 'flashinfer-python>=0.6.13,<0.8'"
+WORKSPACE_BYTES = (
+    256 << 20
+)  # of partial results, one for all wrappers of a session: their calls follow one another
+_EAGER_WRAPPERS = 8  # decode wrappers that no graph captured and that are kept; each has 8 MiB of its own
+_FLOATS = (torch.bfloat16, torch.float16)
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+class _Kind(NamedTuple):
+    """What a plan depends on besides the batch: layers of one kind share it."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    causal: bool
+    window_left: int
+    soft_cap: float
+    scale: float
+
+
+@dataclass
+class _Decoder:
+    """A decode wrapper of one number of requests, and what a graph knows of it."""
+
+    wrapper: Any
+    planned: bool = False
+    copied: torch.cuda.Event | None = None
+    captured: tuple[int, ...] | None = None  # the plan's integers at its capture
+
+
+# ----------------------------------------------------------------------------------------------- the session
+class FlashInferSession(Session):
+    """Wrappers of the kinds of layers that came, and the page table of the batch that was planned last."""
+
+    def _open(self, specs: Sequence[AttentionSpec]) -> None:
+        self._library = load()
+        self.batch = PlannedBatchBuffers(self.limits, self.device)
+        rows, width = self.limits.need("max_num_reqs", "max_blocks_per_req")
+        ints: Any = {"dtype": torch.int32, "device": self.device}
+        with torch.inference_mode(False):
+            self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=self.device)
+            self._indptr, self._last = torch.zeros(rows + 1, **ints), torch.zeros(rows, **ints)
+            self._indices = torch.zeros(rows * width + 1, **ints)  # the last one: where nobody's columns go
+        self._handle = _SESSIONS.add(self)
+        self._kinds: list[_Kind] = []
+        self._decoders: dict[tuple[_Kind, int], _Decoder] = {}
+        self._prefills: dict[_Kind, Any] = {}
+        self._planned_rows = 0
+
+    def _make_workspace(self, spec: AttentionSpec) -> dict[str, Tensor]:
+        scale = spec.head_dim**-0.5 if spec.scale is None else spec.scale
+        kind = _Kind(
+            spec.num_heads,
+            spec.num_kv_heads,
+            spec.head_dim,
+            spec.dtype,
+            spec.kv_dtype or spec.dtype,
+            spec.causal,
+            spec.window_size[0],
+            spec.logits_soft_cap,
+            scale,
+        )
+        if kind not in self._kinds:
+            self._kinds.append(kind)
+        return {"handle": self._handle}
+
+    def _plan(self, batch: PlannedBatch, host: HostLengths | None) -> None:
+        self.batch.write(batch)
+        rows = batch.block_table.shape[0]
+        self._write_pages(rows)
+        if host is None:  # waits
+            lens, query_lens = batch.seq_lens.tolist(), batch.query_start_loc.diff().tolist()
+        else:
+            lens, query_lens = list(host.seq_lens), list(host.query_lens)
+            self._check_host(batch, lens, query_lens)
+        pages = _host_pages(lens, self.batch.block_size, self.device)
+        for kind in self._kinds:
+            if batch.max_query_len == 1:
+                self._plan_decode(kind, rows, pages, query_lens)
+            else:
+                self._plan_prefill(kind, rows, pages, lens, query_lens)
+
+    def _check_host(self, batch: PlannedBatch, lens: list[int], query_lens: list[int]) -> None:
+        """Where values are checked at all: what the host says is what the tensors hold."""
+        if reads_values(self.device):
+            held = batch.seq_lens.tolist(), batch.query_start_loc.diff().tolist()
+            if held != (lens, query_lens):
+                raise ArgumentError(
+                    "host",
+                    f"the batch's lengths {held[0]}, queries {held[1]}",
+                    f"{lens}, queries {query_lens}",
+                )
+
+    def _write_pages(self, rows: int) -> None:
+        """The page table of the planned batch, on the device: rows of different lengths, one after the
+        other."""
+        block_size, width = self.batch.block_size, self.batch.table.shape[1]
+        with torch.inference_mode():
+            lens, table = self.batch.lens[:rows], self.batch.table[:rows]
+            count = (lens + block_size - 1) // block_size
+            self._indptr[1 : rows + 1].copy_(count.cumsum(0))
+            self._last[:rows].copy_(torch.where(lens > 0, (lens - 1) % block_size + 1, 0))
+            nobody, column = self._indices.numel() - 1, torch.arange(width, device=self.device)
+            at = torch.where(column < count[:, None], self._indptr[:rows, None] + column, nobody)
+            self._indices.scatter_(0, at.flatten().long(), table.flatten())
+
+    def _plan_decode(self, kind: _Kind, rows: int, pages: _Pages, query_lens: list[int]) -> None:
+        queries = sum(query_lens)
+        if query_lens != [1] * queries + [0] * (rows - queries):
+            raise PlanError(
+                "metadata: expected requests without a query token behind all others in a decode batch "
+                f"for backend {self.name!r}, got query lengths {query_lens}; "
+                "sort them, or state max_query_len=2"
+            )
+        decoder = self._decoder(kind, rows)
+        if decoder.copied is not None:
+            decoder.copied.synchronize()
+        arguments = self._arguments(kind)
+        arguments.update(
+            indptr=pages.indptr,
+            indices=self._indices[: pages.total],
+            last_page_len=pages.last,
+            head_dim=kind.head_dim,
+        )
+        fast = getattr(self._library.decode, "fast_decode_plan", None) if decoder.planned else None
+        if fast is None:
+            decoder.wrapper.plan(**arguments)
+        else:  # the buffers on the device have this batch's pages already
+            fast(decoder.wrapper, **arguments, global_override_indptr_cpu=pages.indptr)
+        decoder.planned = True
+        if self.device.type == "cuda":
+            decoder.copied = torch.cuda.Event()
+            decoder.copied.record()
+        if decoder.captured is not None and decoder.captured != _integers(decoder.wrapper):
+            raise PlanError(
+                f"plan: expected the integers that the graph of {rows} requests was captured with, "
+                f"{decoder.captured}, got {_integers(decoder.wrapper)}; capture it again"
+            )
+
+    def _plan_prefill(
+        self, kind: _Kind, rows: int, pages: _Pages, lens: list[int], query_lens: list[int]
+    ) -> None:
+        if any(query > max(length, 0) for query, length in zip(query_lens, lens, strict=True)):
+            raise PlanError(
+                f"metadata: expected no more query tokens than keys for backend {self.name!r}, got "
+                f"query lengths {query_lens} of {lens} keys; it has no left padding"
+            )
+        if kind not in self._prefills:
+            self._prefills[kind] = self._library.BatchPrefillWithPagedKVCacheWrapper(
+                self._workspace, "NHD", backend=prefill_kernels(kind.head_dim, kind.kv_dtype, self.device)
+            )
+        arguments = self._arguments(kind)
+        arguments.update(
+            qo_indptr=_cumulated(query_lens, self.device),
+            paged_kv_indptr=pages.indptr,
+            paged_kv_indices=self._indices[: pages.total],
+            paged_kv_last_page_len=pages.last,
+            head_dim_qk=kind.head_dim,
+            causal=kind.causal,
+        )
+        self._prefills[kind].plan(**arguments)
+        self._planned_rows = sum(query_lens)
+
+    def _arguments(self, kind: _Kind) -> dict[str, Any]:
+        """What every plan takes."""
+        return {
+            "num_qo_heads": kind.num_heads,
+            "num_kv_heads": kind.num_kv_heads,
+            "page_size": self.batch.block_size,
+            "pos_encoding_mode": "NONE",
+            "window_left": kind.window_left,
+            "logits_soft_cap": kind.soft_cap,
+            "q_data_type": kind.dtype,
+            "kv_data_type": kind.kv_dtype,
+            "sm_scale": kind.scale,
+            "non_blocking": True,
+        }
+
+    def _decoder(self, kind: _Kind, rows: int) -> _Decoder:
+        """The wrapper of so many requests; of those that no graph knows, the ones that were planned last are
+        kept."""
+        decoder = self._decoders.pop((kind, rows), None)
+        if decoder is None:
+            eager = [key for key, known in self._decoders.items() if known.captured is None]
+            for key in eager[: max(len(eager) - _EAGER_WRAPPERS * len(self._kinds) + 1, 0)]:
+                del self._decoders[key]
+            decoder = _Decoder(
+                self._library.BatchDecodeWithPagedKVCacheWrapper(
+                    self._workspace,
+                    "NHD",
+                    use_cuda_graph=True,
+                    use_tensor_cores=True,
+                    paged_kv_indptr_buffer=self._indptr[: rows + 1],
+                    paged_kv_indices_buffer=self._indices[:-1],
+                    paged_kv_last_page_len_buffer=self._last[:rows],
+                    backend="fa2",
+                )
+            )
+        self._decoders[kind, rows] = decoder  # behind all others
+        return decoder
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The batch, its pages and the workspace of partial results."""
+        pages = {"indptr": self._indptr, "indices": self._indices, "last_page_len": self._last}
+        return self.batch.tensors() | pages | {"workspace": self._workspace}
+
+    def close(self) -> None:
+        """Give wrappers and buffers back."""
+        super().close()
+        self._decoders, self._prefills = {}, {}
+
+    # ------------------------------------------------------------------------------------------- one layer
+    def attend(self, call: Call, options: Options) -> None:
+        """The planned batch's attention; ``call.q`` may have padding behind the batch's tokens."""
+        q, k_cache, v_cache, rows = call.q, call.k_cache, call.v_cache, call.block_table.shape[0]
+        kind = _Kind(
+            q.shape[1],
+            k_cache.shape[2],
+            q.shape[2],
+            q.dtype,
+            k_cache.dtype,
+            options.causal,
+            options.window_left,
+            options.logits_soft_cap,
+            options.scale,
+        )
+        capturing = is_capturing(q.device)
+        if options.max_query_len == 1:
+            decoder = self._decoders.get((kind, rows))
+            if decoder is None:
+                raise self._not_planned(rows, options)
+            if capturing:
+                decoder.captured = _integers(decoder.wrapper)
+            wrapper, tokens = decoder.wrapper, rows
+        else:
+            if capturing:
+                raise PlanError(
+                    f"backend {self.name!r}: graph support is SINGLE_TOKEN_DECODE; a plan for longer queries "
+                    "would be frozen in the graph. Capture decode batches alone (max_query_len=1)"
+                )
+            wrapper, tokens = self._prefills.get(kind), self._planned_rows
+            if wrapper is None:
+                raise self._not_planned(rows, options)
+        self.batch.check(call)
+        with_lse = call.lse is not None or options.sinks is not None
+        given = _scaled(q, options.k_scale, k_cache.shape[2])
+        if tokens == len(q) and not with_lse and options.v_scale is None:
+            wrapper.run(given, (k_cache, v_cache), out=call.out)
+            self.batch.finish(call, call.out, None)
+            return
+        if len(q) < tokens:
+            given = torch.cat([given, given.new_zeros(tokens - len(q), *q.shape[1:])])
+        y, y_lse = wrapper.run(given[:tokens], (k_cache, v_cache), return_lse=True)
+        y = _scaled(y, options.v_scale, k_cache.shape[2])
+        if tokens < len(q):
+            y = torch.cat([y, y.new_zeros(len(q) - tokens, *y.shape[1:])])
+            y_lse = torch.cat([y_lse, y_lse.new_zeros(len(q) - tokens, y_lse.shape[1])])
+        natural = y_lse[: len(q)] * math.log(2.0)
+        self.batch.finish(call, y[: len(q)], natural, options.sinks)
+
+    def _not_planned(self, rows: int, options: Options) -> PlanError:
+        return PlanError(
+            f"metadata: expected a batch that was planned, got {rows} requests of at most "
+            f"{options.max_query_len} tokens that backend {self.name!r} knows nothing of; "
+            "call session.plan(metadata) before the step"
+        )
+
+
+class _Pages(NamedTuple):
+    """The page table's host part: ``indptr [B + 1]``, ``last [B]``, int32, and the number of pages."""
+
+    indptr: Tensor
+    last: Tensor
+    total: int
+
+
+def _host_pages(lens: list[int], block_size: int, device: torch.device) -> _Pages:
+    count = [-(-max(length, 0) // block_size) for length in lens]
+    indptr = _cumulated(count, device)
+    last = [(length - 1) % block_size + 1 if length > 0 else 0 for length in lens]
+    return _Pages(indptr, torch.tensor(last, dtype=torch.int32, pin_memory=device.type == "cuda"), sum(count))
+
+
+def _cumulated(numbers: list[int], device: torch.device) -> Tensor:
+    """``[len(numbers) + 1]`` int32 on the host, from 0; pinned by torch's allocator, which waits for
+    copies."""
+    sums = [0]
+    for number in numbers:
+        sums.append(sums[-1] + number)
+    return torch.tensor(sums, dtype=torch.int32, pin_memory=device.type == "cuda")
+
+
+def _scaled(x: Tensor, scale: Tensor | None, num_kv_heads: int) -> Tensor:
+    """``x [T, H, D]`` times the scale of its kv head, ``[1]`` or ``[num_kv_heads]``."""
+    if scale is None:
+        return x
+    of_head = scale.float().expand(num_kv_heads).repeat_interleave(x.shape[1] // num_kv_heads)
+    return (x.float() * of_head[:, None]).to(x.dtype)
+
+
+def _integers(wrapper: Any) -> tuple[int, ...]:
+    """The numbers of a wrapper's plan that a captured launch keeps. FlashInfer has no public name for them.
+
+    Raises:
+        PlanError: this version keeps them elsewhere, so that replays can't be checked.
+    """
+    plan = getattr(wrapper, "_plan_info", None)
+    if plan is None:
+        raise PlanError(
+            f"{PACKAGE}: expected a wrapper with a plan to compare replays with, got none; {INSTALL}"
+        )
+    return tuple(int(number) for number in plan)
+
+
+_SESSIONS: Held[FlashInferSession] = Held("session")
+
+
+def _attend(call: Call, options: Options, handle: Tensor | None) -> None:
+    used = {"alibi": options.alibi_slopes is not None, "chunked": options.chunk_size > 0}
+    lacking = [name for name, is_used in used.items() if is_used]
+    if not options.causal and options.window_right >= 0:
+        lacking.append("a window to the right")
+    if lacking:
+        raise BackendUnavailableError(
+            f"backend 'flashinfer' cannot run this attention: {', '.join(lacking)} is not supported"
+        )
+    _SESSIONS.of(handle).attend(call, options)
+
+
+# ------------------------------------------------------------------------------------------ shared prefixes
+def shared_prefix_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    shared_blocks: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    *,
+    scale: float | None = None,
+) -> Tensor:
+    """Attention of one query token per request, all of whose sequences begin with the same blocks, by
+    FlashInfer's two-level cascade (arXiv:2501.01005): the prefix once for all, each rest alone. Eager; reads
+    lengths on the host.
+
+    Args:
+        q: ``[B, num_heads, head_dim]``, bf16 or fp16.
+        k_cache, v_cache: ``[num_blocks, block_size, num_kv_heads, head_dim]``.
+        shared_blocks: ``[n]`` int32, the full blocks of the prefix, in order.
+        block_table: ``[B, width]`` int32, the blocks behind the prefix.
+        seq_lens: ``[B]`` int32, keys behind the prefix; at least 1.
+        scale: softmax scale; None = ``head_dim ** -0.5``.
+
+    Returns:
+        ``[B, num_heads, head_dim]`` in q's dtype.
+
+    Raises:
+        ArgumentError: an empty prefix, or a request without keys of its own.
+        BackendUnavailableError: FlashInfer is not usable here.
+    """
+    library, lens, block_size = load(), seq_lens.tolist(), k_cache.shape[1]
+    if not len(shared_blocks):
+        raise ArgumentError("shared_blocks", "at least one block", "none")
+    if min(lens, default=0) < 1:
+        raise ArgumentError("seq_lens", "at least one key behind the prefix for every request", str(lens))
+    device, rows = q.device, len(lens)
+    workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+    wrapper = library.MultiLevelCascadeAttentionWrapper(2, workspace, "NHD")
+    pages = _host_pages(lens, block_size, torch.device("cpu"))
+    own = torch.cat([block_table[row, : -(-length // block_size)] for row, length in enumerate(lens)])
+    prefix = [
+        torch.tensor(numbers, dtype=torch.int32)
+        for numbers in ([0, rows], [0, len(shared_blocks)], [block_size])
+    ]
+    wrapper.plan(
+        [prefix[0].to(device), torch.arange(rows + 1, dtype=torch.int32, device=device)],
+        [prefix[1].to(device), pages.indptr.to(device)],
+        [shared_blocks, own],
+        [prefix[2].to(device), pages.last.to(device)],
+        q.shape[1],
+        k_cache.shape[2],
+        q.shape[2],
+        block_size,
+        causal=True,
+        sm_scale=q.shape[2] ** -0.5 if scale is None else scale,
+        q_data_type=q.dtype,
+        kv_data_type=k_cache.dtype,
+    )
+    result: Tensor = wrapper.run(q, (k_cache, v_cache))
+    return result
+
+
+# ---------------------------------------------------------------------------------------------- the package
+def prefill_kernels(head_dim: int, kv_dtype: torch.dtype, device: torch.device) -> str:
+    """Which of its prefill kernels serve prompts: "fa3" on Hopper where they have the width, else "fa2"."""
+    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+    return "fa3" if hopper and head_dim in (64, 128, 256) and kv_dtype not in _FP8 else "fa2"
+
+
+def installed() -> tuple[int, ...] | None:
+    """The version of the package, or None. Does not import it."""
+    if importlib.util.find_spec(PACKAGE) is None:
+        return None
+    try:
+        text = importlib.metadata.version("flashinfer-python")
+    except importlib.metadata.PackageNotFoundError:
+        return ()
+    return tuple(int(part) for part in text.split("+")[0].split(".")[:3] if part.isdecimal())
+
+
+def unavailable() -> str | None:
+    """Why the backend can't run here, or None. Does not import the package."""
+    return missing() or (None if torch.cuda.is_available() else "no CUDA device is visible")
+
+
+def missing() -> str | None:
+    """What keeps the package from being used, or None. Does not import it."""
+    version = installed()
+    if version is None:
+        return f"flashinfer is not installed; {INSTALL}"
+    if not OLDEST <= version < NEWEST:
+        shown = ".".join(map(str, version)) or "of an unknown version"
+        return f"flashinfer {shown} is installed, 0.6.13 to 0.7 are supported; {INSTALL}"
+    return None
+
+
+def load() -> Any:
+    """The package.
+
+    Raises:
+        BackendUnavailableError: it is not here, of another version, or does not import; with the reason.
+    """
+    why = missing()
+    if why:
+        raise BackendUnavailableError(f"backend 'flashinfer' is not usable here: {why}")
+    try:
+        library = importlib.import_module(PACKAGE)
+        importlib.import_module(f"{PACKAGE}.decode")
+    except Exception as error:  # what it needs besides may be missing, or be of another CUDA version
+        raise BackendUnavailableError(
+            f"backend 'flashinfer' is not usable here: it does not import: {error}; {INSTALL}"
+        ) from error
+    return library
+
+
+class FlashInferCapabilities(Capabilities):
+    """What depends on more than one thing at once, and what is known to fail."""
+
+    def reject(self, spec: AttentionSpec) -> list[str]:
+        """Every reason why ``spec`` can't run; empty if it can."""
+        reasons = super().reject(spec)
+        if spec.head_dim == 96:
+            reasons.append(
+                "head_dim 96: FlashInfer's decode kernel reads memory that is not its own (0.7.2, sm_90)"
+            )
+        if spec.kv_dtype in _FLOATS and spec.kv_dtype != spec.dtype:
+            reasons.append(f"kv dtype {spec.kv_dtype} is neither the queries' {spec.dtype} nor fp8")
+        if not spec.causal and spec.window_size[1] >= 0:
+            reasons.append("a window to the right is not supported")
+        return reasons
+
+
+BACKEND = Backend(
+    name="flashinfer",
+    capabilities=FlashInferCapabilities(
+        device_types=("cuda",),
+        dtypes=_FLOATS,
+        kv_dtypes=(*_FLOATS, *_FP8),
+        graph_support=GraphSupport.SINGLE_TOKEN_DECODE,
+        min_compute_capability=(8, 0),
+        head_dims=(64, 128, 256),
+        different_head_dim_v=False,
+        alibi=False,
+        chunked=False,
+        planning=Planning.EVERY_STEP,
+    ),
+    ops=attention_op("torchpaged_flashinfer", _attend, handle="Tensor?"),
+    unavailable=unavailable,
+    session=FlashInferSession,
+)

@@ -1,0 +1,110 @@
+"""The ``torch_varlen`` backend: torch's own ``varlen_attn`` with a block table, from torch 2.12 on.
+
+torch runs FlashAttention-3 or -4 behind it, whichever was activated before::
+
+    torch.nn.attention.activate_flash_attention_impl("FA3")     # its package must be installed
+
+Graph support is declared as NEVER: host numbers of the first call stay in a captured graph, and no GPU with
+such a torch has proved otherwise here. Its log-sum-exp is documented in another layout than its kernels
+return, so that neither it nor sinks, which need it, are offered.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+
+from torchpaged.backends.base import Backend
+from torchpaged.backends.capabilities import Capabilities
+from torchpaged.backends.library_op import Call, Options, attention_op
+from torchpaged.backends.planned_batch import blocks_in_use, finish, hidden_queries
+from torchpaged.backends.spec import AttentionSpec, GraphSupport
+from torchpaged.custom_ops.errors import BackendUnavailableError
+
+_DTYPES = (torch.bfloat16, torch.float16)
+
+
+def _attend(call: Call, options: Options) -> None:
+    if options.alibi_slopes is not None or options.sinks is not None or call.lse is not None:
+        raise _unable("alibi, sinks and lse are not supported")
+    if options.logits_soft_cap or options.chunk_size:
+        raise _unable("logits_soft_cap and chunked are not supported")
+    if call.q.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise _unable("graph support is NEVER")
+    from torch.nn.attention.varlen import varlen_attn
+
+    q, k_cache, v_cache, block_table, seq_lens, query_start_loc, out, _ = call
+    block_size, right = k_cache.shape[1], 0 if options.causal else options.window_right
+    y: Any = varlen_attn(
+        q,
+        k_cache,
+        v_cache,
+        query_start_loc,
+        None,
+        options.max_query_len,
+        block_table.shape[1] * block_size,
+        scale=options.scale,
+        window_size=(options.window_left, right),
+        enable_gqa=q.shape[1] != k_cache.shape[2],
+        seqused_k=seq_lens.clamp_min(0),
+        block_table=blocks_in_use(block_table, seq_lens, block_size),
+    )
+    finish(hidden_queries(seq_lens, query_start_loc, len(q)), out, None, y, None)
+
+
+def _unable(reason: str) -> BackendUnavailableError:
+    return BackendUnavailableError(f"backend 'torch_varlen' cannot run this attention: {reason}")
+
+
+def unavailable() -> str | None:
+    """Why torch's function can't be used here, or None."""
+    try:
+        from torch.nn.attention import current_flash_attention_impl
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return f"torch {torch.__version__} has no varlen_attn with a block table; pip install 'torch>=2.12'"
+    known = inspect.signature(varlen_attn).parameters
+    if "block_table" not in known or "seqused_k" not in known:
+        return f"torch {torch.__version__} has no varlen_attn with a block table; pip install 'torch>=2.12'"
+    if current_flash_attention_impl() is None:
+        return (
+            "torch's own FlashAttention-2 takes no block table; install FlashAttention-3 and call "
+            "torch.nn.attention.activate_flash_attention_impl('FA3')"
+        )
+    return None if torch.cuda.is_available() else "no CUDA device is visible"
+
+
+class VarlenCapabilities(Capabilities):
+    """What depends on more than one thing at once."""
+
+    def reject(self, spec: AttentionSpec) -> list[str]:
+        """Every reason why ``spec`` can't run; empty if it can."""
+        reasons = super().reject(spec)
+        if spec.kv_dtype not in (None, spec.dtype):
+            reasons.append(f"kv dtype {spec.kv_dtype} is not the queries' {spec.dtype}")
+        if spec.head_dim % 8:
+            reasons.append(f"head_dim {spec.head_dim} is no multiple of 8")
+        return reasons
+
+
+BACKEND = Backend(
+    name="torch_varlen",
+    capabilities=VarlenCapabilities(
+        device_types=("cuda",),
+        dtypes=_DTYPES,
+        kv_dtypes=_DTYPES,
+        graph_support=GraphSupport.NEVER,
+        min_compute_capability=(9, 0),
+        max_head_dim=256,
+        different_head_dim_v=False,
+        logits_soft_cap=False,
+        alibi=False,
+        sinks=False,
+        chunked=False,
+        lse=False,
+    ),
+    ops=attention_op("torchpaged_varlen", _attend),
+    unavailable=unavailable,
+)

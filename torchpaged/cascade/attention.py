@@ -1,0 +1,116 @@
+"""cascade_attention: prefixes once, the rest of each request, and both merged."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchpaged.cascade.prefixes import SharedPrefixes
+from torchpaged.custom_ops import BackendOps
+from torchpaged.custom_ops.checks import check_dims, check_tensors, reads_values
+from torchpaged.custom_ops.errors import ArgumentError
+from torchpaged.functional import merge_attn_states, paged_attention
+
+
+def cascade_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    prefixes: SharedPrefixes,
+    *,
+    max_query_len: int,
+    suffix: tuple[Tensor, Tensor] | None = None,
+    scale: float | None = None,
+    logits_soft_cap: float | None = None,
+    sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    return_lse: bool = False,
+    ops: BackendOps | None = None,
+) -> Any:
+    """Causal attention as `torchpaged.paged_attention` computes it, with shared prefixes read once.
+
+    Args:
+        q, k_cache, v_cache, block_table, seq_lens, query_start_loc: as in `torchpaged.paged_attention`.
+        prefixes: the groups of this batch.
+        max_query_len: upper bound of the query lengths.
+        suffix: what ``prefixes.suffix(block_table, seq_lens)`` gave; None: computed here. Layers of a step
+            share it.
+        scale, logits_soft_cap, k_scale, v_scale, ops: as in `torchpaged.paged_attention`.
+        sinks: ``[num_heads]``; they count once, in the second pass.
+        return_lse: also return the log-sum-exp.
+
+    No windows, chunks or ALiBi: a prefix is seen alike by all queries of its group.
+
+    Returns:
+        A tensor ``[num_tokens, num_heads, head_dim_v]`` in q's dtype; with ``return_lse`` a pair of it and
+        float32 ``[num_tokens, num_heads]``.
+
+    Raises:
+        ArgumentError: arguments don't fit, or, where values are checked, the groups are another batch's.
+        BackendUnavailableError: the backend that was asked for can't serve it.
+    """
+    if not torch.compiler.is_compiling():
+        _check(q, block_table, seq_lens, query_start_loc, k_cache, prefixes)
+    table, lens = prefixes.suffix(block_table, seq_lens) if suffix is None else suffix
+    options: dict[str, Any] = {
+        "scale": scale,
+        "logits_soft_cap": logits_soft_cap,
+        "k_scale": k_scale,
+        "v_scale": v_scale,
+        "return_lse": True,
+        "ops": ops,
+    }
+    shared, shared_lse = paged_attention(
+        q[prefixes.order],
+        k_cache,
+        v_cache,
+        prefixes.block_table,
+        prefixes.lens,
+        prefixes.query_start_loc,
+        max_query_len=max(q.shape[0], 1),
+        causal=False,  # all of a prefix lies before all queries
+        **options,
+    )
+    own, own_lse = paged_attention(
+        q, k_cache, v_cache, table, lens, query_start_loc, max_query_len=max_query_len, sinks=sinks, **options
+    )
+    place = prefixes.inverse
+    out, lse = merge_attn_states(shared[place], shared_lse[place], own, own_lse, ops=ops)
+    return (out, lse) if return_lse else out
+
+
+def _check(
+    q: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    k_cache: Tensor,
+    prefixes: SharedPrefixes,
+) -> None:
+    check_tensors(q=q, block_table=block_table, seq_lens=seq_lens, query_start_loc=query_start_loc)
+    check_dims("q", q, prefixes.order.shape[0], None, None)
+    check_dims("block_table", block_table, prefixes.shift.shape[0], prefixes.block_table.shape[1])
+    check_dims("seq_lens", seq_lens, prefixes.shift.shape[0])
+    if k_cache.dim() == 4 and k_cache.shape[1] != prefixes.block_size:
+        raise ArgumentError("prefixes", f"blocks of {k_cache.shape[1]} tokens", str(prefixes.block_size))
+    if not reads_values(q.device):
+        return
+    shift = prefixes.shift[:, None]
+    columns = torch.arange(block_table.shape[1], device=q.device)
+    theirs = prefixes.block_table[prefixes.group_of_row]
+    wrong = ((block_table != theirs) & (columns < shift)).any(1)
+    wrong |= shift[:, 0] * prefixes.block_size > (seq_lens - query_start_loc.diff()).clamp(min=0)
+    if bool(wrong.any()):
+        row = int(wrong.nonzero()[0])
+        raise ArgumentError(
+            "prefixes",
+            "the groups of this batch",
+            f"shared blocks that row {row} of block_table has not, or not before its queries",
+            "call prefixes.set for every batch whose groups change",
+        )

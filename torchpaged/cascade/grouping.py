@@ -1,0 +1,125 @@
+"""Which requests share a prefix, on the host, by the identity of their blocks."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torchpaged.custom_ops.errors import ArgumentError
+
+
+class PrefixGroup(NamedTuple):
+    """Requests whose first ``num_blocks`` blocks are the same ones.
+
+    Attributes:
+        rows: of the batch, ascending.
+        num_blocks: full blocks that all of them share, each before the first query token of every one.
+    """
+
+    rows: tuple[int, ...]
+    num_blocks: int
+
+    @property
+    def saved_blocks(self) -> int:
+        """Blocks of keys that need not be read again."""
+        return (len(self.rows) - 1) * self.num_blocks
+
+
+def find_prefix_groups(
+    block_tables: Sequence[Sequence[int]],
+    query_lens: Sequence[int],
+    seq_lens: Sequence[int],
+    *,
+    block_size: int,
+    min_saved_blocks: int = 1,
+) -> list[PrefixGroup]:
+    """The groups of one level that save the most reads.
+
+    Requests that share a short prefix, and some of them a longer one, are one group or several, whichever
+    saves more; a request is in one group at most. A group's query tokens are at most as many as its prefix
+    has tokens: more of them, or a request with more of its own, make several groups, or none.
+
+    Args:
+        block_tables: the blocks of each request, in order.
+        query_lens: new tokens of each.
+        seq_lens: KV tokens of each, the new ones included.
+        block_size: tokens per block.
+        min_saved_blocks: groups that save fewer blocks are left out: below some number the second pass costs
+            more than it saves, which is a matter of the GPU and the model.
+
+    Raises:
+        ArgumentError: not as many of each as there are requests.
+    """
+    if not len(block_tables) == len(query_lens) == len(seq_lens):
+        got = f"{len(block_tables)} rows, {len(query_lens)} query_lens, {len(seq_lens)} seq_lens"
+        raise ArgumentError("block_tables", "one row and one length of each kind per request", got)
+    shareable = [max(n - q, 0) // block_size for q, n in zip(query_lens, seq_lens, strict=True)]
+    rows = [row for row in range(len(seq_lens)) if query_lens[row] > 0 and shareable[row] > 0]
+    groups = [
+        part
+        for group in _best(rows, 0, block_tables, shareable)
+        for part in _with_room(group, query_lens, block_size)
+    ]
+    return sorted(group for group in groups if group.saved_blocks >= max(min_saved_blocks, 1))
+
+
+def _best(
+    rows: Sequence[int], depth: int, tables: Sequence[Sequence[int]], shareable: Sequence[int]
+) -> list[PrefixGroup]:
+    """The best groups of rows that share their first ``depth`` blocks."""
+    if len(rows) < 2:
+        return []
+    depth = _shared(rows, depth, tables, shareable)
+    whole = [PrefixGroup(tuple(rows), depth)]
+    longer = sorted((row for row in rows if shareable[row] > depth), key=lambda row: tables[row][depth])
+    parts = [
+        group
+        for _, same in itertools.groupby(longer, key=lambda row: tables[row][depth])
+        for group in _best(sorted(same), depth + 1, tables, shareable)
+    ]
+    taken = {row for group in parts for row in group.rows}
+    rest = tuple(row for row in rows if row not in taken)
+    if parts and len(rest) > 1:
+        parts.append(PrefixGroup(rest, depth))
+    return max(whole, parts, key=lambda groups: sum(group.saved_blocks for group in groups))
+
+
+def _shared(
+    rows: Sequence[int], depth: int, tables: Sequence[Sequence[int]], shareable: Sequence[int]
+) -> int:
+    """How many blocks all of these rows share, ``depth`` of them known. Slices are compared: rows are
+    long."""
+    limit = min(shareable[row] for row in rows)
+    first = list(tables[rows[0]][:limit])
+    for row in rows[1:]:
+        other = list(tables[row][:limit])
+        low, high = depth, limit  # the first ``low`` are shared; more than ``high`` are not
+        while low < high:
+            middle = (low + high + 1) // 2
+            if other[low:middle] == first[low:middle]:
+                low = middle
+            else:
+                high = middle - 1
+        limit = low
+        first = first[:limit]
+    return limit
+
+
+def _with_room(group: PrefixGroup, query_lens: Sequence[int], block_size: int) -> list[PrefixGroup]:
+    """The group in parts of at most as many query tokens as the prefix has; rows of more are left out.
+
+    The op counts a query's position back from the last key, and shows one before the first key nothing.
+    """
+    room = group.num_blocks * block_size
+    parts: list[list[int]] = [[]]
+    tokens = 0
+    for row in group.rows:
+        if query_lens[row] > room:
+            continue
+        if tokens + query_lens[row] > room:
+            parts.append([])
+            tokens = 0
+        parts[-1].append(row)
+        tokens += query_lens[row]
+    return [PrefixGroup(tuple(rows), group.num_blocks) for rows in parts]

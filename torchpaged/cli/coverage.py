@@ -1,0 +1,85 @@
+"""``torchpaged coverage``: which architectures of transformers run right through a `PagedCache`; the work is
+in ``torchpaged.testing.coverage``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from torchpaged.custom_ops.errors import ArgumentError
+
+_BAD = ("wrong", "broken")
+
+
+def _chosen(names: Sequence[str]) -> list[str]:
+    from torchpaged.testing.coverage.architectures import LEFT_OUT, model_types
+
+    known = model_types()
+    for name in names:
+        if name not in known:
+            why = LEFT_OUT.get(name, "no decoder of this transformers has that model type")
+            raise ArgumentError("--arch", "a model type of transformers such as llama", f"{name!r} ({why})")
+    return list(names) or known
+
+
+def run(
+    names: Sequence[str],
+    output: Path,
+    pages: Path | None,
+    beside: Sequence[Path],
+    *,
+    workers: int,
+    seconds: float | None,
+    compiled: bool,
+    fresh: bool,
+    as_json: bool,
+) -> int:
+    """Examine what is missing in ``output``, and write it there after each architecture.
+
+    Args:
+        names: model types; empty: all.
+        output: JSON file; rows of these versions in it are kept; ``fresh``: but not those of ``names``.
+        pages: Markdown file to write at the end, of ``output`` and the tables in ``beside``.
+        workers, seconds, compiled: as for `torchpaged.testing.coverage.cover`.
+        as_json: print one JSON document and nothing else.
+
+    Returns:
+        1 if a row is wrong or broken, else 0.
+    """
+    from torchpaged.testing.coverage import Table, cover, markdown
+
+    console = Console(stderr=as_json)
+    chosen, table = _chosen(names), Table()
+    if output.exists():
+        before = Table.load(output)
+        if before.versions == table.versions:
+            table = before
+        else:
+            console.print(f"{output} is of {before.versions}; starting anew", markup=False)
+    missing = [name for name in chosen if fresh or name not in table.rows]
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, disable=as_json or not sys.stderr.isatty()) as progress:
+        task = progress.add_task("architectures", total=len(chosen), completed=len(chosen) - len(missing))
+        for row in cover(missing, workers=workers, compiled=compiled, seconds=seconds):
+            table.rows[row.model_type] = row
+            table.save(output)
+            progress.advance(task)
+            graphs = "" if row.graphs is None else f", {row.graphs} graph{'s' * (row.graphs != 1)}"
+            console.print(
+                f"{row.model_type}: {row.mode}{graphs} ({row.seconds} s) {row.reason}",
+                markup=False,
+                highlight=False,
+            )
+    if pages is not None:
+        pages.write_text(markdown([table, *(Table.load(path) for path in beside)]))
+    counts = table.counts()
+    if as_json:
+        print(json.dumps({"versions": table.versions, "counts": counts, "output": str(output)}))
+    else:
+        console.print(", ".join(f"{count} {mode}" for mode, count in counts.items()), markup=False)
+    return int(any(table.rows[name].mode in _BAD for name in chosen if name in table.rows))

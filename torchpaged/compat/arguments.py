@@ -1,0 +1,171 @@
+"""What the doors of this package share: arguments of other libraries checked under their own names, and put
+into our words."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchpaged.custom_ops.checks import check_device, check_dims, check_dtype, check_tensors, is_int
+from torchpaged.custom_ops.errors import ArgumentError
+from torchpaged.custom_ops.pools import FP8
+
+_LOG = logging.getLogger("torchpaged.compat")
+_TOLD: set[tuple[str, str]] = set()
+
+
+def is_eager() -> bool:
+    """Whether arguments are checked: not while a call is traced, as everywhere in torchpaged."""
+    return not torch.compiler.is_compiling()
+
+
+def refuse(function: str, fix: str = "", **given: Any) -> None:
+    """Raise for the first argument that was given: one that changes the result, and that no kernel of ours
+    honours."""
+    for name, value in given.items():
+        if value is not None:
+            text = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
+            raise argument_error(
+                name, f"None ({function} of torchpaged.compat has no kernel that honours it)", text, fix
+            )
+
+
+def check_zero(function: str, **given: float) -> None:
+    """Raise for the first number that is not zero, likewise."""
+    for name, value in given.items():
+        if value:
+            raise argument_error(
+                name, f"0 ({function} of torchpaged.compat has no kernel that honours it)", repr(value)
+            )
+
+
+def note_hints(function: str, **given: Any) -> None:
+    """Say once that an argument was given which can change the speed of the original and no result, and that
+    nothing follows from it."""
+    if not is_eager():
+        return
+    for name, value in given.items():
+        if value is not None and (function, name) not in _TOLD:
+            _TOLD.add((function, name))
+            _LOG.info(
+                "%s: %s tunes the kernels it was made for; torchpaged's choose by themselves, same result",
+                function,
+                name,
+            )
+
+
+def argument_error(name: str, expected: str, got: str, fix: str = "") -> Exception:
+    """An `ArgumentError`; in a trace a ValueError, which dynamo quotes: it can't make one of ours."""
+    if is_eager():
+        return ArgumentError(name, expected, got, fix)
+    return ValueError(f"{name}: expected {expected}, got {got}")
+
+
+def window_of(causal: bool, window_size: Any) -> tuple[bool, tuple[int, int]]:
+    """FlashAttention's ``causal`` and ``window_size`` -> ours. Causal closes the right side, whatever the
+    window says; None is open.
+
+    Returns:
+        Whether no key after the query is seen, and the window.
+    """
+    if window_size is None:
+        window_size = (-1, -1)
+    if not (isinstance(window_size, (tuple, list)) and len(window_size) == 2):
+        raise argument_error(
+            "window_size", "None or a pair (left, right) of numbers of keys, -1 = open", repr(window_size)
+        )
+    left, right = window_size
+    if is_eager() and any(not is_int(side) or side < -1 for side in (left, right)):
+        raise ArgumentError(
+            "window_size", "a pair (left, right) of ints, numbers of keys or -1 (open)", repr(window_size)
+        )
+    if causal or right == 0:
+        return True, (left, -1)
+    return False, (left, right)
+
+
+def slopes_of(alibi_slopes: Tensor | None, num_reqs: int, causal: bool) -> Tensor | None:
+    """FlashAttention's slopes ``[num_heads]`` or ``[num_reqs, num_heads]`` -> ours ``[num_heads]``.
+
+    Raises:
+        ArgumentError: slopes of each request its own, or keys after the query are seen: FlashAttention takes
+            the distance's absolute value there, and our kernels its sign.
+    """
+    if alibi_slopes is None:
+        return None
+    if not causal:
+        raise argument_error(
+            "alibi_slopes",
+            "None unless causal (the bias of keys after the query would have the wrong sign)",
+            "slopes",
+        )
+    if alibi_slopes.dim() == 2:
+        if alibi_slopes.shape[0] != 1 and alibi_slopes.stride(0) != 0:
+            raise argument_error(
+                "alibi_slopes",
+                "one slope per head, the same for all requests",
+                f"shape {list(alibi_slopes.shape)}",
+                "pass alibi_slopes[0] if the rows are equal",
+            )
+        return alibi_slopes[0]
+    return alibi_slopes
+
+
+def scale_of(
+    name: str, descale: Tensor | None, num_reqs: int, num_kv_heads: int, pool: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
+    """A descale of FlashAttention, float32 of one number or ``[num_reqs, num_kv_heads]`` -> what the kernels
+    take, and what they don't.
+
+    Returns:
+        ``(scale, per_request)``: a float32 ``[1]`` or ``[num_kv_heads]`` for the kernels, or the descale
+        itself, which is different for each request. Both None where there is none.
+    """
+    if descale is None:
+        return None, None
+    if is_eager():
+        check_tensors(**{name: descale})
+        check_dtype(name, descale, torch.float32)
+        check_device(pool.device, **{name: descale})
+        if descale.numel() != 1 or descale.dim() == 2:
+            check_dims(name, descale, num_reqs, num_kv_heads)
+        if pool.dtype not in FP8:
+            raise ArgumentError(
+                name, f"None for a cache of {pool.dtype}", "a tensor", "descales belong to fp8 caches"
+            )
+    if descale.dim() < 2:
+        return descale.reshape(1), None
+    if descale.stride(0) == 0 or descale.shape[0] == 1:  # expanded over the requests, as vLLM does it
+        row = descale[0]
+        return (row[:1] if row.stride(0) == 0 else row.contiguous()), None
+    return None, descale
+
+
+def check_out(out: Tensor, like: Tensor, width: int, dtype: torch.dtype) -> None:
+    """``out`` can be written into: the result's shape ``[*like.shape[:-1], width]`` and dtype."""
+    check_tensors(out=out)
+    check_dims("out", out, *like.shape[:-1], width)
+    check_dtype("out", out, dtype)
+    check_device(like.device, out=out)
+
+
+def by_their_names(names: dict[str, str], call: Callable[[], Any]) -> Any:
+    """``call()``, whose `ArgumentError` speaks of the caller's arguments: ours -> theirs in ``names``."""
+    if not is_eager():
+        return call()
+    try:
+        return call()
+    except ArgumentError as error:
+        theirs = names.get(error.argument)
+        if theirs is None or theirs == error.argument:
+            raise
+        raise ArgumentError(theirs, *_parts(error)) from error
+
+
+def _parts(error: ArgumentError) -> tuple[str, str]:
+    expected, _, got = str(error).partition(": expected ")[2].rpartition(", got ")
+    return expected, got

@@ -1,0 +1,157 @@
+"""The one call below every door of this package: FlashAttention's conventions met with our op."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchpaged.custom_ops.attention.check import check_options, check_paged_attention
+from torchpaged.custom_ops.checks import reads_values
+from torchpaged.custom_ops.pools import FP8
+from torchpaged.functional import paged_attention
+
+
+@dataclass
+class PackedCall:
+    """Attention of packed queries over pools, in our words, with what FlashAttention knows beside them.
+
+    Attributes:
+        q: ``[num_tokens, num_heads, head_dim]``, a float dtype, or float8_e4m3fn: computed and returned in
+            bfloat16 then.
+        k_cache: ``[num_blocks, block_size, num_kv_heads, head_dim]``.
+        v_cache: ``[num_blocks, block_size, num_kv_heads, head_dim_v]``.
+        block_table: ``[num_reqs, max_blocks_per_req]`` int32; block 0 is a block like any other.
+        seq_lens: ``[num_reqs]`` int32.
+        query_start_loc: ``[num_reqs + 1]`` int32.
+        max_query_len: host int, an upper bound.
+        options: arguments of `torchpaged.paged_attention`: scale, causal, window_size, logits_soft_cap,
+            alibi_slopes, sinks, k_scale, v_scale, chunk_size.
+        q_descale, k_descale, v_descale: float32 ``[num_reqs, num_kv_heads]``, different for each request. The
+            kernels don't take these: keys' are multiplied into the queries, values' into the output; each is
+            rounded once more to its dtype.
+        same_lens: promises that no request has more queries than keys.
+    """
+
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    block_table: Tensor
+    seq_lens: Tensor
+    query_start_loc: Tensor
+    max_query_len: int
+    options: dict[str, Any]
+    q_descale: Tensor | None = None
+    k_descale: Tensor | None = None
+    v_descale: Tensor | None = None
+    same_lens: bool = False
+
+    def run(self, out: Tensor | None, return_lse: bool) -> tuple[Tensor, Tensor | None]:
+        """Attend. ``out``: ``[num_tokens, num_heads, head_dim_v]`` to write into. Returns it and the LSE
+        ``[num_tokens, num_heads]``."""
+        q = self._descaled_queries()
+        tensors = (q, self.k_cache, self.v_cache, self.block_table, self.seq_lens, self.query_start_loc)
+        got = paged_attention(
+            *tensors, max_query_len=self.max_query_len, out=out, return_lse=return_lse, **self.options
+        )
+        result, lse = got if return_lse else (got, None)
+        if self._may_overhang():
+            self._attend_overhang(q, result, lse)
+        if self.v_descale is not None:
+            result.copy_(result.float() * self._per_token(self.v_descale))
+        return result, lse
+
+    def check(self, out: Tensor | None) -> None:
+        """Refuse now what `run` would refuse: before something is stored."""
+        options = {**self.options}
+        check_options(
+            options["scale"], options["window_size"], options["logits_soft_cap"], options.get("chunk_size")
+        )
+        q, width = self.q, self.v_cache.shape[3]
+        if self.q.dtype in FP8:
+            q = self.q.to(torch.bfloat16)
+        scale, (left, right) = options.pop("scale"), options.pop("window_size")
+        check_paged_attention(
+            q,
+            self.k_cache,
+            self.v_cache,
+            self.block_table,
+            self.seq_lens,
+            self.query_start_loc,
+            q.new_empty(*q.shape[:2], width) if out is None else out,
+            max_query_len=self.max_query_len,
+            scale=q.shape[-1] ** -0.5 if scale is None else scale,
+            window_left=left,
+            window_right=right,
+            **options,
+        )
+
+    def _descaled_queries(self) -> Tensor:
+        q = self.q.to(torch.bfloat16) if self.q.dtype in FP8 else self.q
+        for descale in (self.q_descale, self.k_descale):
+            if descale is not None:
+                q = (q.float() * self._per_token(descale)).to(q.dtype)
+        return q
+
+    def _request_of_tokens(self) -> Tensor:
+        """``[num_tokens]`` int64; tokens behind the last request count as its own."""
+        tokens = torch.arange(self.q.shape[0], dtype=torch.int32, device=self.q.device)
+        return torch.searchsorted(self.query_start_loc[1:], tokens, right=True).clamp(
+            max=self.seq_lens.shape[0] - 1
+        )
+
+    def _per_token(self, descale: Tensor) -> Tensor:
+        """``[num_reqs, num_kv_heads]`` -> ``[num_tokens, num_heads, 1]``."""
+        return (
+            descale[self._request_of_tokens()]
+            .repeat_interleave(self.q.shape[1] // self.k_cache.shape[2], dim=1)
+            .unsqueeze(-1)
+        )
+
+    def _may_overhang(self) -> bool:
+        """Whether a query may lie before the first key and see keys all the same: more queries than keys, and
+        not causal."""
+        if (
+            self.options["causal"]
+            or self.same_lens
+            or (type(self.max_query_len) is int and self.max_query_len <= 1)
+        ):
+            return False
+        if not torch.compiler.is_compiling() and reads_values(self.q.device):
+            return bool((self.query_start_loc.diff() > self.seq_lens).any())
+        return True
+
+    def _attend_overhang(self, q: Tensor, out: Tensor, lse: Tensor | None) -> None:
+        """Queries before the first key, which our op shows no key at all: each a request of its own, over the
+        keys that its window leaves.
+
+        Their positions are below 0, so that no window's left side bears on them: they see the first
+        ``position + right + 1`` keys, or all.
+        """
+        tokens = torch.arange(q.shape[0], dtype=torch.int32, device=q.device)
+        request = self._request_of_tokens()
+        starts, ends = self.query_start_loc[:-1][request], self.query_start_loc[1:][request]
+        lens, right = self.seq_lens[request], self.options["window_size"][1]
+        position = lens - ends + tokens  # bottom right: the last query stands at the last key
+        over = (position < 0) & (tokens >= starts) & (tokens < ends)
+        seen = lens if right < 0 else torch.minimum((position + right + 1).clamp(min=0), lens)
+        # such a request has fewer keys than queries, hence no more blocks than this
+        width = min(self.block_table.shape[1], -(-self.max_query_len // self.k_cache.shape[1]))
+        options = {**self.options, "window_size": (-1, -1)}
+        got = paged_attention(
+            q,
+            self.k_cache,
+            self.v_cache,
+            self.block_table[:, :width][request],
+            torch.where(over, seen, 0),
+            torch.arange(q.shape[0] + 1, dtype=torch.int32, device=q.device),
+            max_query_len=1,
+            return_lse=lse is not None,
+            **options,
+        )
+        extra, extra_lse = got if lse is not None else (got, None)
+        out.copy_(torch.where(over[:, None, None], extra, out))
+        if lse is not None and extra_lse is not None:
+            lse.copy_(torch.where(over[:, None], extra_lse, lse))

@@ -1,0 +1,61 @@
+"""Which cache a call of generate() needs: its rows, beams included, and its tokens per row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from torchpaged.custom_ops.errors import ArgumentError
+
+
+def _option(model: PreTrainedModel, call: Mapping[str, Any], name: str) -> int | None:
+    """An option as generate() takes it: its own argument, then its ``generation_config``, then the
+    model's."""
+    for holder in (call, vars(call.get("generation_config") or object), vars(model.generation_config)):
+        value: int | None = holder.get(name)
+        if value is not None:
+            return value
+    return None
+
+
+def _prompt(model: PreTrainedModel, call: Mapping[str, Any]) -> Tensor:
+    crosses = model.config.is_encoder_decoder
+    names = ("decoder_input_ids",) if crosses else ("input_ids", "inputs", "inputs_embeds")
+    found = next((call[name] for name in names if call.get(name) is not None), None)
+    if not isinstance(found, Tensor) or found.dim() < 2:
+        got = f"a tensor of shape {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+        raise ArgumentError(names[0], "a tensor [batch, length], as generate() takes it", got)
+    return found
+
+
+def sizes_of_call(model: PreTrainedModel, call: Mapping[str, Any]) -> tuple[int, int]:
+    """Rows, and tokens per row, that a PagedCache needs for ``model.generate(**call)``.
+
+    Args:
+        model: the model.
+        call: generate()'s arguments. Of an encoder-decoder model, the decoder's prompt must be among them.
+
+    Returns:
+        ``max_batch_size`` and ``max_seq_len``.
+
+    Raises:
+        ArgumentError: the prompt is missing, or nothing says how many tokens may come.
+    """
+    prompt = _prompt(model, call)
+    batch, length = prompt.shape[:2]
+    length += int(model.config.is_encoder_decoder)  # the decoder's start token, where the prompt lacks it
+    copies = max(_option(model, call, "num_beams") or 1, _option(model, call, "num_return_sequences") or 1)
+    new, most = _option(model, call, "max_new_tokens"), _option(model, call, "max_length")
+    if new is None and most is None:
+        raise ArgumentError(
+            "max_new_tokens",
+            "the number of tokens that generate() may add",
+            "neither max_new_tokens nor max_length",
+            "give it here and to generate() alike",
+        )
+    tokens = length + new if new is not None else max(most or 0, length)
+    # Prompt lookup proposes that many tokens at the end, too, and takes back what is too much.
+    return batch * copies, tokens + (_option(model, call, "prompt_lookup_num_tokens") or 0)

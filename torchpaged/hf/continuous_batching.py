@@ -1,0 +1,310 @@
+"""transformers' continuous batching (``generate_batch``) on the kernels of torchpaged.
+
+    import torchpaged.hf
+    model.set_attn_implementation("paged|torchpaged")       # or "torchpaged"
+    outputs = model.generate_batch(inputs, generation_config=...)
+
+transformers keeps its own cache, scheduler and sampling. Its steps are packed: prefills, chunks of them and
+decodes in one row of tokens. Full-attention layers write into that cache and read it through a block table,
+whatever the mixture, where transformers' own attention gathers all keys and values first. Steps of decodes
+alone get transformers' block table; for others one is made on the device from the indices that transformers
+sends along, once per step. Sliding-window layers keep a ring of tokens, which new tokens overwrite; their
+keys are gathered as transformers does it.
+
+CUDA graphs need a GPU: transformers itself turns them off without one.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.generation.continuous_batching import ContinuousBatchingManager, initialization
+
+from torchpaged.compat.dense import packed_pools
+from torchpaged.custom_ops.checks import reads_values
+from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
+from torchpaged.functional import paged_attention, write_kv
+from torchpaged.hf.support import has_own_attention
+
+#: What a user asks for, with transformers 5.17; 5.23 strips the prefix, so that "torchpaged" is left.
+PAGED_NAME = "paged|torchpaged"
+#: What a model runs as inside ``generate_batch`` where the prefix is stripped. No mask function has this
+#: name: transformers makes no mask then.
+BATCH_NAME = "torchpaged_continuous_batching"
+
+
+class _Layer(NamedTuple):
+    """One layer's place in transformers' cache. Its index i lies in block ``i // rows_per_block``."""
+
+    group: int
+    kind: str  # "full_attention" or "sliding_attention"
+    k_pool: Tensor  # [num_blocks, block_size, num_kv_heads, head_dim], strided
+    v_pool: Tensor
+    rows_per_block: int
+    window: int | None
+
+
+class _Step(NamedTuple):
+    """What the layers of a group share in one step."""
+
+    block_table: Tensor
+    seq_lens: Tensor
+    slots: Tensor
+
+
+def continuous_attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    sinks: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    cache: Any = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention function inside ``generate_batch``.
+
+    Args:
+        module: the attention layer that calls; its ``layer_idx`` names the layer of the cache.
+        query: ``[1, num_heads, num_tokens, head_dim]``, requests one behind the other.
+        key, value: ``[1, num_kv_heads, num_tokens, head_dim(_v)]``, those of this step.
+        attention_mask: None.
+        scaling, sliding_window, softcap, s_aux, sinks: as in `torchpaged.hf.attention`.
+        cache: transformers' ``PagedAttentionCache``.
+        kwargs: of the step: ``cu_seq_lens_q``, ``cu_seq_lens_k``, ``max_length_q``, ``max_length_k``
+            (``max_seqlen_q``, ``max_seqlen_k`` in 5.17), ``read_index``, ``write_index``, ``block_table``.
+
+    Returns:
+        ``([1, num_tokens, num_heads, head_dim_v], None)``.
+
+    Raises:
+        ArgumentError: there is no cache, or a mask.
+        UnsupportedModelError: the layer needs something that would be dropped.
+    """
+    layer = _layer_of(module, cache)
+    _refuse(module, layer, attention_mask, position_bias, dropout, sliding_window, kwargs)
+    head_dim, width = query.shape[-1], value.shape[-1]
+    if width < layer.v_pool.shape[-1]:  # such as DeepSeek's; the cache has one width for both
+        value = F.pad(value, [0, layer.v_pool.shape[-1] - width])
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    starts = kwargs["cu_seq_lens_q"]
+    longest = max(kwargs["max_length_q"] if "max_length_q" in kwargs else kwargs["max_seqlen_q"], 1)
+    options: dict[str, Any] = {
+        "max_query_len": longest,
+        "scale": head_dim**-0.5 if scaling is None else float(scaling),
+        "logits_soft_cap": softcap,
+        "sinks": s_aux if sinks is None else sinks,
+    }
+    if layer.window is None:
+        step = _step_of(cache, layer, starts, q.shape[0], kwargs)
+        write_kv(k, v, layer.k_pool, layer.v_pool, step.slots)
+        out = paged_attention(
+            q, layer.k_pool, layer.v_pool, step.block_table, step.seq_lens, starts, **options
+        )
+    else:
+        keys, values = _gathered(cache, module.layer_idx, layer, k, v, kwargs)
+        ends, max_len = _of_kind(kwargs, layer.kind)
+        pools = packed_pools(keys, values, ends[:-1], max_len)
+        window = (layer.window - 1, -1)
+        out = paged_attention(q, *pools, ends.diff(), starts, window_size=window, **options)
+    return out[None, :, :, :width], None
+
+
+def _layer_of(module: nn.Module, cache: Any) -> _Layer:
+    if cache is None:
+        raise ArgumentError(
+            "cache",
+            "the cache of continuous batching",
+            "None",
+            "call model.generate_batch; for generate and forward use the name 'torchpaged'",
+        )
+    index: Any = module.layer_idx
+    if hasattr(cache, "layer_to_allocator"):  # transformers 5.23
+        allocator = cache.layer_to_allocator[index]
+        # Views of one tensor, in which pages of all layers alternate; every n-th is the layer's own.
+        k_pages, v_pages = allocator._kv_page_views[index]  # private: a ring has no get_cache_for_block_table
+        rows, page = allocator.block_physical_stride, allocator.tokens_per_page
+        every = rows // page
+        window = getattr(allocator, "sliding_window", None)
+        return _Layer(allocator.index, allocator.layer_type, k_pages[::every], v_pages[::every], rows, window)
+    group, place = cache.layer_index_to_group_indices[index]  # transformers 5.17
+    shape = (-1, cache.block_size, cache.num_key_value_heads, cache.head_dim)
+    pools = cache.key_cache[place].view(shape), cache.value_cache[place].view(shape)
+    window = cache.sliding_windows[index]
+    if window == 1:  # transformers' mark of full attention
+        return _Layer(group, "full_attention", *pools, cache.block_size, None)
+    return _Layer(group, "sliding_attention", *pools, cache.block_size, window)
+
+
+def _refuse(
+    module: nn.Module,
+    layer: _Layer,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    dropout: float,
+    sliding_window: int | None,
+    kwargs: dict[str, Any],
+) -> None:
+    name = type(module).__name__
+    if mask is not None:
+        raise ArgumentError("attention_mask", "None in continuous batching", f"shape {list(mask.shape)}")
+    if bias is not None:
+        raise UnsupportedModelError(f"{name} adds a position bias to its scores; paged attention takes none")
+    if dropout and module.training:
+        raise ArgumentError("dropout", "0 (inference only)", str(dropout), "call model.eval()")
+    if sliding_window and layer.window is not None and sliding_window != layer.window:
+        raise UnsupportedModelError(
+            f"{name} has a window of {sliding_window} keys, and its cache keeps {layer.window} of them"
+        )
+    if sliding_window and layer.window is None:
+        raise UnsupportedModelError(
+            f"{name} has a window of {sliding_window} keys that its configuration's layer_types don't tell of"
+        )
+    if any(kwargs.get(sparse) is not None for sparse in ("indices", "block_indices")):
+        raise UnsupportedModelError(f"{name} selects keys sparsely; the selection would be dropped")
+
+
+def _of_kind(kwargs: dict[str, Any], kind: str) -> tuple[Tensor, int]:
+    """``[num_reqs + 1]`` int32 starts of the keys of that kind of layer, and an upper bound of their
+    number."""
+    ends = kwargs["cu_seq_lens_k"]
+    longest = kwargs["max_length_k"] if "max_length_k" in kwargs else kwargs["max_seqlen_k"]
+    if isinstance(ends, dict):
+        return ends[kind], longest[kind]
+    return ends, longest
+
+
+def _step_of(cache: Any, layer: _Layer, starts: Tensor, num_tokens: int, kwargs: dict[str, Any]) -> _Step:
+    """Table, lengths and slots of the layer's group, made by the first layer of each step.
+
+    They are kept beside the step's own list of indices, which transformers makes anew for every step. What
+    a graph captures is made within it: a replay must make it again. A trace keeps nothing.
+    """
+    if torch.compiler.is_compiling():
+        return _make_step(layer, starts, num_tokens, kwargs)
+    indices = kwargs["write_index"]
+    captured = indices[0].is_cuda and torch.cuda.is_current_stream_capturing()
+    kept = getattr(cache, "_torchpaged_steps", None)
+    if kept is None or kept[0] is not indices or kept[1] != captured:
+        kept = (indices, captured, {})
+        cache._torchpaged_steps = kept
+    steps: dict[int, _Step] = kept[2]
+    if layer.group not in steps:
+        steps[layer.group] = _make_step(layer, starts, num_tokens, kwargs)
+    return steps[layer.group]
+
+
+def _make_step(layer: _Layer, starts: Tensor, num_tokens: int, kwargs: dict[str, Any]) -> _Step:
+    if kwargs.get("block_table") is not None:
+        return _decode_step(layer, num_tokens, kwargs)
+    return _index_step(layer, starts, kwargs)
+
+
+def _decode_step(layer: _Layer, num_tokens: int, kwargs: dict[str, Any]) -> _Step:
+    """A step of one token per request, for which transformers fills a block table, in pages of all layers."""
+    block_size = layer.k_pool.shape[1]
+    lens = _of_kind(kwargs, layer.kind)[0].diff()
+    table = kwargs["block_table"][layer.group] // (layer.rows_per_block // block_size)
+    last = lens - 1
+    block = table.gather(1, (last.clamp(min=0) // block_size)[:, None].long())[:, 0].long()
+    slots = torch.where(lens > 0, block * block_size + last % block_size, -1)
+    return _Step(table, lens, F.pad(slots, [0, num_tokens - slots.shape[0]], value=-1))
+
+
+def _index_step(layer: _Layer, starts: Tensor, kwargs: dict[str, Any]) -> _Step:
+    """The block table out of token indices: the first token of each of a request's blocks tells the block.
+
+    Without keys of earlier steps transformers sends no indices to read, and those to write name them all.
+    """
+    ends, max_len = _of_kind(kwargs, layer.kind)
+    read, write = kwargs["read_index"][layer.group], kwargs["write_index"][layer.group]
+    block_size = layer.k_pool.shape[1]
+    index, first = (read, ends[:-1]) if read.numel() else (write, starts[:-1])
+    columns = torch.arange(0, max(max_len, 1), block_size, device=index.device)
+    at = (first[:, None] + columns).clamp(max=index.shape[0] - 1)
+    table = (index[at] // layer.rows_per_block).to(torch.int32)
+    rows = layer.rows_per_block
+    slots = write if rows == block_size else write // rows * block_size + write % rows
+    if reads_values(slots.device):  # padding of one place for all, which a check would refuse
+        slots = torch.where(torch.arange(slots.shape[0], device=slots.device) < starts[-1], slots, -1)
+    return _Step(table, ends.diff(), slots)
+
+
+def _gathered(
+    cache: Any, index: Any, layer: _Layer, k: Tensor, v: Tensor, kwargs: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """``[total_k, num_kv_heads, head_dim]`` twice: the keys and values in the ring and the new ones, which
+    are stored in it."""
+    if hasattr(cache, "layer_to_allocator"):  # transformers 5.23
+        read, write = kwargs["read_index"][layer.group], kwargs["write_index"][layer.group]
+        keys, values = cache.layer_to_allocator[index].update(k, v, index, read, write)
+    else:
+        rows = (x.transpose(0, 1)[None] for x in (k, v))
+        indices = {name: kwargs[name] for name in ("read_index", "write_index")}
+        keys, values = cache.update(*rows, layer_idx=index, **indices)
+    return keys, values
+
+
+def register_continuous_batching() -> None:
+    """Register the attention function, and have ``generate_batch`` take our names; done at import.
+
+    transformers knows by name which implementations its continuous batching runs, at two places that are no
+    interface. The manager's method that switches implementations refuses all others in 5.23, and puts
+    FlashAttention in the place of one without the prefix in 5.17. The function that turns block tables off
+    leaves them to FlashAttention alone, so that the host would list every token of the cache in every decode
+    step. Both are asked about our names first.
+    """
+    for name in (PAGED_NAME, BATCH_NAME):
+        AttentionInterface.register(name, continuous_attention_forward)
+    if not hasattr(ContinuousBatchingManager.switch_to_cb_friendly_attn, "_torchpaged"):
+        ContinuousBatchingManager.switch_to_cb_friendly_attn = _switching(
+            ContinuousBatchingManager.switch_to_cb_friendly_attn
+        )
+        initialization.ensure_decode_fast_path_is_available = _with_block_tables(
+            initialization.ensure_decode_fast_path_is_available
+        )
+
+
+def _switching(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(theirs)
+    def switch(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        name = model.config._attn_implementation
+        if name not in ("torchpaged", PAGED_NAME, BATCH_NAME):
+            return theirs(self, model, *args, **kwargs)
+        if has_own_attention(getattr(model.config, "model_type", "")):
+            raise UnsupportedModelError(
+                f"{type(model).__name__} has attention of its own, which knows no paged cache"
+            )
+        if name == "torchpaged":
+            model.set_attn_implementation(BATCH_NAME)
+            self._original_attn_impl = name  # the manager sets it back when it stops
+        return None
+
+    switch._torchpaged = True  # type: ignore[attr-defined]
+    return switch
+
+
+def _with_block_tables(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(theirs)
+    def ensure(config: Any, cb_config: Any, *args: Any, **kwargs: Any) -> Any:
+        if config._attn_implementation not in (PAGED_NAME, BATCH_NAME):
+            return theirs(config, cb_config, *args, **kwargs)
+        kinds = getattr(config, "layer_types", None)
+        rings = "sliding_attention" in kinds if kinds else getattr(config, "sliding_window", None) is not None
+        if rings:  # a ring of tokens has no block table
+            cb_config.max_blocks_per_request = 0
+        return None
+
+    return ensure

@@ -1,0 +1,74 @@
+"""What is known of models by their type, where neither their config nor their class says it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torchpaged.custom_ops.errors import UnsupportedModelError
+
+#: Models whose attention modules ignore transformers' attention interface, and are given functions of ours by
+#: `torchpaged.hf.attach`.
+OWN_ATTENTION = frozenset(
+    {
+        "big_bird",
+        "bloom",
+        "codegen",
+        "falcon",
+        "gpt_neo",
+        "gpt_neox_japanese",
+        "gptj",
+        "megatron-bert",
+        "mpt",
+        "mvp",
+        "rembert",
+        "roformer",
+        "trocr",
+        "xglm",
+    }
+)
+_LATENT = "expands its cached latents to keys and values before it attends"
+_BIAS = "adds a bias by positions to its scores"
+#: Models that do with their cached keys or values what pools don't allow, and what that is: a `PagedCache`
+#: gathers for them unless it is told otherwise.
+NEEDS_DENSE: dict[str, str] = {
+    "axk1": _LATENT,
+    "bailing_hybrid": _LATENT,
+    "deepseek_v2": _LATENT,
+    "deepseek_v3": _LATENT,
+    "glm4_moe_lite": _LATENT,
+    "kimi_linear": _LATENT,
+    "longcat_flash": _LATENT,
+    "minicpm3": _LATENT,
+    "youtu": _LATENT,
+    "diffllama": "regroups its cached values before it attends",
+    "doge": "makes a mask of its cached values",
+    "jetmoe": "repeats its cached keys and values before it attends",
+    "inkling_text": _BIAS,
+    "mt5": _BIAS,
+    "t5": _BIAS,
+    "umt5": _BIAS,
+}
+#: Models that do arithmetic on what their cache returns, as long as nothing keeps them from it.
+COMPUTES_WITH_KEYS = OWN_ATTENTION | NEEDS_DENSE.keys()
+#: Models that take a mask for granted where transformers' mask function may return None; theirs is a
+#: placeholder that nothing looks at.
+TAKES_NO_NONE = frozenset({"mpt"})
+
+
+def require_expressible(config: Any) -> None:
+    """Refuse what a model of `OWN_ATTENTION` may ask for and paged attention does not express.
+
+    Raises:
+        UnsupportedModelError: with the option and the reason.
+    """
+    if config.model_type == "falcon" and config.alibi:
+        raise UnsupportedModelError(
+            "falcon with alibi=True cannot run through torchpaged: transformers rounds each product of slope "
+            "and position to bfloat16, in any dtype, which no slope per head expresses; call generate() "
+            "without past_key_values"
+        )
+    if config.model_type == "big_bird" and config.attention_type != "original_full":
+        raise UnsupportedModelError(
+            f"big_bird with attention_type={config.attention_type!r} selects blocks of keys at random; load "
+            "it with attention_type='original_full'"
+        )

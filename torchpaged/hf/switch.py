@@ -1,0 +1,129 @@
+"""Switching a model to paged attention and back.
+
+    with torchpaged.hf.paged(model):
+        cache = torchpaged.hf.PagedCache(model.config, max_batch_size=4, max_seq_len=512)
+        out = model.generate(**inputs, past_key_values=cache)
+
+For most models that is ``model.set_attn_implementation("torchpaged")`` and the name before; those whose
+attention modules ignore the interface and are known to `torchpaged.hf.own_attention` get their modules'
+functions replaced, too.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import transformers
+from transformers import PreTrainedModel
+
+from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
+from torchpaged.hf.attention import NAME
+from torchpaged.hf.known_models import OWN_ATTENTION, require_expressible
+from torchpaged.hf.own_attention import replace_attention, restore_attention
+from torchpaged.hf.support import require_supported, uses_attention_interface
+
+_BEFORE = "_torchpaged_before"
+
+
+def _configs(model: PreTrainedModel) -> list[Any]:
+    """The configs of the model and of its parts, each once."""
+    found = {id(part.config): part.config for part in model.modules() if isinstance(part, PreTrainedModel)}
+    waiting = list(found.values())
+    while waiting:
+        config = waiting.pop()
+        parts = [getattr(config, name, None) for name in getattr(config, "sub_configs", {})]
+        new = [part for part in parts if part is not None and id(part) not in found]
+        found.update((id(part), part) for part in new)
+        waiting += new
+    return list(found.values())
+
+
+def _require_causal(model: PreTrainedModel) -> None:
+    """Refuse a model whose modelling file makes no causal mask: big_bird, megatron-bert, rembert and roformer
+    of transformers 5.17, whose prompts see tokens behind their own, in a prefill and not in the steps after
+    it."""
+    if not hasattr(sys.modules[type(model).__module__], "create_causal_mask"):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} of transformers {transformers.__version__} makes no causal mask: its "
+            "prompts see "
+            "tokens behind their own; a newer transformers mends it"
+        )
+
+
+def attach(model: PreTrainedModel) -> PreTrainedModel:
+    """Make ``model`` attend through torchpaged, until `detach`.
+
+    Args:
+        model: a model of transformers, in any attention implementation.
+
+    Returns:
+        The model itself.
+
+    Raises:
+        ArgumentError: it is attached already.
+        UnsupportedModelError: its attention can't be paged; nothing was changed.
+    """
+    if hasattr(model, _BEFORE):
+        raise ArgumentError(
+            "model", "a model that is not attached", "one that is", "call torchpaged.hf.detach(model) first"
+        )
+    own = not uses_attention_interface(type(model)) and model.config.model_type in OWN_ATTENTION
+    if own:
+        require_expressible(model.config)
+        _require_causal(model)
+    else:
+        require_supported(model)
+    before = [(config, config._attn_implementation) for config in _configs(model)]
+    if own:
+        if not replace_attention(model):
+            raise UnsupportedModelError(
+                f"{type(model).__name__} has no attention modules that torchpaged knows (built with a flash"
+                " implementation?); "
+                "load it with attn_implementation='eager'"
+            )
+        # What set_attn_implementation sets, which leaves these models alone. Not public;
+        # tests/hf/test_switch.py notices if it goes.
+        model.config._attn_implementation = NAME
+    else:
+        model.set_attn_implementation(NAME)
+    setattr(model, _BEFORE, before)
+    return model
+
+
+def detach(model: PreTrainedModel) -> None:
+    """Undo `attach`: the attention implementations of all parts, and the modules' own functions.
+
+    Raises:
+        ArgumentError: the model is not attached.
+    """
+    if not hasattr(model, _BEFORE):
+        raise ArgumentError("model", "a model that attach() was called on", "one that it was not called on")
+    for config, implementation in getattr(model, _BEFORE):
+        config._attn_implementation_internal = (
+            implementation  # of this config alone; the setter goes on to its parts
+        )
+    restore_attention(model)
+    delattr(model, _BEFORE)
+
+
+@contextmanager
+def paged(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
+    """`attach` on entry, `detach` on exit, whatever happened in between.
+
+    Args:
+        model: a model of transformers.
+
+    Yields:
+        The model.
+
+    Raises:
+        ArgumentError, UnsupportedModelError: as `attach`.
+    """
+    attach(model)
+    try:
+        yield model
+    finally:
+        detach(model)

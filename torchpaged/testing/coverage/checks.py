@@ -1,0 +1,289 @@
+"""One architecture, checked: what a `PagedCache` made without further arguments gives, against transformers'
+eager attention in float32.
+
+Four checks, each over logits, and so over greedy tokens:
+
+    generate   a left-padded batch through generate(); one row is longer than the window, the other crosses
+               it while it decodes
+    window     an even batch shorter than the window, decoded past it
+    forward    one forward over the left-padded batch, called directly; every position that is a token
+    compiled   ``generate`` again, its decode step under ``fullgraph=True``; ``window`` by direct forwards for
+               models that generate() does not compile; counted in graphs
+
+Logits agree if they differ by 1e-4 of their scale at most (the largest magnitude, at least 1), and if they
+name the same tokens.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from transformers import CompileConfig, PreTrainedModel
+
+from torchpaged.custom_ops.errors import UnsupportedModelError
+from torchpaged.hf import PagedCache, attach
+from torchpaged.testing.coverage.architectures import model_of
+
+TOLERANCE = 1e-4
+NEW_TOKENS = 8
+MODES = ("paged", "dense", "no cache", "refused", "wrong", "broken")
+_MAX_SEQ_LEN = 32
+
+Beat = Callable[..., None]
+Wants = dict[str, Tensor]
+
+
+@dataclass
+class Row:
+    """What came out for one architecture.
+
+    Attributes:
+        model_type: transformers' name of it.
+        kind: what its layers are made of, in words.
+        mode: "paged" or "dense" (every check but the compiled one is right), "no cache" (it keeps no keys and
+            values, and runs as without torchpaged), "refused", "wrong" (numbers differ, and nothing said so),
+            "broken" (an error that is not a refusal).
+        checks: name -> "right", or what happened.
+        graphs: of the compiled decode; None if it did not run.
+        reason: why it is not paged, or not compiled; empty if it is both.
+        seconds: that the checks took.
+    """
+
+    model_type: str
+    kind: str = ""
+    mode: str = ""
+    checks: dict[str, str] = field(default_factory=dict)
+    graphs: int | None = None
+    reason: str = ""
+    seconds: float = 0.0
+
+    @property
+    def is_one_graph(self) -> bool:
+        """Whether the compiled check is right, with one graph."""
+        return self.checks.get("compiled") == "right" and self.graphs == 1
+
+
+def prompts(rows: int = 2, length: int = 20, padding: int = 7) -> dict[str, Tensor]:
+    """Token ids ``[rows, length]`` int64 and their mask; the first row has ``padding`` tokens of left
+    padding."""
+    ids = torch.randint(3, 99, (rows, length), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    ids[0, :padding], mask[0, :padding] = 0, 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def _generate(
+    model: PreTrainedModel, inputs: dict[str, Tensor], cache: Any = None, **options: Any
+) -> tuple[Tensor, Any]:
+    """Logits of every new token ``[tokens, rows, vocab]``, and the cache behind them."""
+    given = {} if cache is None else {"past_key_values": cache}
+    out = model.generate(
+        **inputs,
+        max_new_tokens=NEW_TOKENS,
+        do_sample=False,
+        return_dict_in_generate=True,
+        output_logits=True,
+        eos_token_id=None,
+        **{"disable_compile": True, **given, **options},
+    )
+    return torch.stack(out.logits), getattr(out, "past_key_values", None)
+
+
+def _forward(model: PreTrainedModel, inputs: dict[str, Tensor], **options: Any) -> Tensor:
+    """Logits of all positions that are tokens, ``[tokens, vocab]``."""
+    with torch.no_grad():
+        logits: Tensor = model(**inputs, **options).logits
+    return logits[inputs["attention_mask"].bool()]
+
+
+def difference(got: Tensor, want: Tensor) -> str:
+    """ "right", or how far off."""
+    if got.shape != want.shape:
+        return f"wrong: {list(got.shape)} logits instead of {list(want.shape)}"
+    scale = max(float(want.abs().max()), 1.0)
+    error = float((got - want).abs().max()) / scale
+    if not error <= TOLERANCE:
+        return f"wrong: off by {error:.1e} of the logits' scale"
+    return "right" if torch.equal(got.argmax(-1), want.argmax(-1)) else "wrong: other tokens"
+
+
+def _keeps_keys(cache: Any) -> bool:
+    cache = getattr(cache, "self_attention_cache", cache)
+    return any(isinstance(getattr(layer, "keys", None), Tensor) for layer in getattr(cache, "layers", ()))
+
+
+def _sentence(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return (text or type(error).__name__)[:300]
+
+
+def _outcome(check: Callable[[], str]) -> str:
+    """What ``check`` says, or how it ended."""
+    try:
+        return check()
+    except UnsupportedModelError as error:
+        return f"refused: {_sentence(error)}"
+    except Exception as error:
+        cause = error.__cause__
+        if isinstance(cause, UnsupportedModelError):
+            return f"refused: {_sentence(cause)}"
+        return f"error: {type(error).__name__}: {_sentence(error)}"
+
+
+def kind_of(model: PreTrainedModel) -> str:
+    """What the layers are made of, as far as the config and the parameters say."""
+    config = model.config.get_text_config(decoder=True)
+    layers = [str(kind) for kind in getattr(config, "layer_types", None) or ()]
+    words = sorted({kind.removesuffix("_attention").replace("_", " ") for kind in layers} or {"full"})
+    if not layers and getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
+        words = ["sliding"]
+    names = " ".join(name for name, _ in model.named_parameters())
+    facts = {
+        "latent": getattr(config, "kv_lora_rank", None),
+        "soft cap": getattr(config, "attn_logit_softcapping", None),
+        "sinks": "sinks" in names or "sink_bias" in names,
+        "shared keys": getattr(config, "num_kv_shared_layers", None),
+        "ALiBi": getattr(config, "alibi", False) or config.model_type in ("bloom", "mpt"),
+        "experts": any(getattr(config, f"num_{name}", None) for name in ("experts", "local_experts"))
+        or getattr(config, "n_routed_experts", None),
+        "own attention": not type(model)._can_set_attn_implementation(),
+    }
+    return ", ".join([*words, *(word for word, fact in facts.items() if fact)])
+
+
+def _compiled(model: PreTrainedModel, make_cache: Callable[[], PagedCache], wants: Wants, row: Row) -> str:
+    """The decode step of generate() as one graph; called directly where transformers does not compile it."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    # generate() copies an object; a function stays the same.
+    config = CompileConfig(backend=lambda graph, inputs: counter(graph, inputs), mode=None, fullgraph=True)
+    config._compile_all_devices = True  # transformers' own switch for testing the path on a CPU
+    try:
+        got, _ = _generate(model, prompts(), make_cache(), compile_config=config, disable_compile=False)
+        want = wants["generate"]
+        if not counter.frame_count:
+            want = wants["window"]
+            got = _decode(model, torch.compile(model, fullgraph=True, backend=counter), make_cache(), want)
+    finally:
+        row.graphs = counter.frame_count
+        torch._dynamo.reset()
+    return difference(got, want) if counter.frame_count else "error: nothing was compiled"
+
+
+def _decode(model: PreTrainedModel, step: Callable[..., Any], cache: PagedCache, want: Tensor) -> Tensor:
+    """The ``window`` check again with forwards of our own: ``step`` decodes what ``want`` says."""
+    ids, tokens = prompts(length=12, padding=0)["input_ids"], want.argmax(-1)
+    with torch.no_grad():
+        found = [model(input_ids=ids, past_key_values=cache).logits[:, -1]]
+        for position, token in enumerate(tokens[:-1], ids.shape[1]):
+            where = torch.full((len(token), 1), position)
+            found.append(
+                step(input_ids=token[:, None], position_ids=where, past_key_values=cache).logits[:, -1]
+            )
+    return torch.stack(found)
+
+
+def examine(model_type: str, *, compiled: bool = True, beat: Beat | None = None) -> Row:
+    """Run all checks of one architecture.
+
+    Args:
+        model_type: a key of transformers' CausalLM mapping that is not in `architectures.LEFT_OUT`.
+        compiled: whether to run the compiled check.
+        beat: told what comes next, by name.
+
+    Returns:
+        The `Row`; no check raises.
+    """
+    say = beat or (lambda phase, **_: None)
+    begin, row = time.monotonic(), Row(model_type)
+    torch.set_num_threads(1)
+    try:
+        say("building")
+        model = model_of(model_type, "eager")
+        row.kind = kind_of(model)
+        say("eager")
+        padded, even = prompts(), prompts(length=12, padding=0)
+        want, cache = _generate(model, padded)
+    except Exception as error:
+        row.mode, row.reason = (
+            "broken",
+            f"transformers' own eager attention: {type(error).__name__}: {_sentence(error)}",
+        )
+        return row
+    if not _keeps_keys(cache):
+        _pass_through(model_type, want, row)
+        row.seconds = round(time.monotonic() - begin, 1)
+        return row
+    wants = {
+        "generate": want,
+        "window": _generate(model, even)[0],
+        "forward": _forward(model, padded, use_cache=False),
+    }
+    made: list[PagedCache] = []
+
+    def make_cache() -> PagedCache:
+        made.append(PagedCache(model.config, 2, _MAX_SEQ_LEN, block_size=4))
+        return made[-1]
+
+    runs: dict[str, Callable[[], Tensor]] = {
+        "generate": lambda: _generate(model, padded, make_cache())[0],
+        "window": lambda: _generate(model, even, make_cache())[0],
+        "forward": lambda: _forward(model, padded, past_key_values=make_cache()),
+    }
+    row.checks["attach"] = _outcome(lambda: "right" if attach(model) is model else "")
+    for name, run in runs.items():
+        if row.checks["attach"] == "right":
+            say(name)
+            row.checks[name] = _outcome(lambda run=run, name=name: difference(run(), wants[name]))  # type: ignore[misc]
+    _judge(row, made)
+    if compiled and row.mode in ("paged", "dense"):
+        say("compiling")
+        row.checks["compiled"] = _outcome(lambda: _compiled(model, make_cache, wants, row))
+        if row.checks["compiled"].startswith("wrong"):
+            row.mode = "wrong"
+        if row.checks["compiled"] != "right":
+            row.reason = "; ".join(filter(None, (row.reason, f"compiled: {row.checks['compiled']}")))
+    row.seconds = round(time.monotonic() - begin, 1)
+    return row
+
+
+def _judge(row: Row, made: list[PagedCache]) -> None:
+    """Mode and reason, from the checks that ran."""
+    bad = {name: outcome for name, outcome in row.checks.items() if outcome != "right"}
+    kinds = {outcome.partition(":")[0] for outcome in bad.values()}
+    if not bad:
+        row.mode = "dense" if made[-1].dense else "paged"
+        row.reason = getattr(made[-1], "dense_reason", "") if row.mode == "dense" else ""
+        return
+    row.mode = "wrong" if "wrong" in kinds else "broken" if "error" in kinds else "refused"
+    row.reason = next(
+        outcome if row.mode != "refused" else outcome.partition(": ")[2]
+        for outcome in bad.values()
+        if outcome.partition(":")[0] == {"broken": "error"}.get(row.mode, row.mode)
+    )
+
+
+def _pass_through(model_type: str, want: Tensor, row: Row) -> None:
+    """A model that keeps no keys and values: built with our name it must run as before."""
+    row.checks["generate"] = _outcome(
+        lambda: difference(_generate(model_of(model_type, "torchpaged"), prompts())[0], want)
+    )
+    row.mode = (
+        "no cache"
+        if row.checks["generate"] == "right"
+        else "wrong"
+        if row.checks["generate"].startswith("wrong")
+        else "broken"
+    )
+    row.reason = "keeps no keys and values" if row.mode == "no cache" else row.checks["generate"]
+
+
+def run_case(case: dict[str, Any], beat: Beat) -> dict[str, Any]:
+    """A worker's case: ``model_type`` and ``compiled`` in, the row as a dictionary out."""
+    return asdict(examine(case["model_type"], compiled=case["compiled"], beat=beat))

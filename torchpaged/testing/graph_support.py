@@ -1,0 +1,115 @@
+"""`check_graph_support`: whether a backend holds the graph support that it declares.
+
+report = check_graph_support(MY_BACKEND)            # raises where it declares more than it holds
+print(report)                                       # my_backend: ALWAYS, proved by 45 replays of 5 cases
+...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from torchpaged.backends import AttentionSpec, Backend, GraphSupport, Planning
+from torchpaged.custom_ops.errors import BackendUnavailableError
+from torchpaged.graphs import CaptureBackend, CudaCapture, TapeCapture
+from torchpaged.testing.graph_conformance import check_forgotten_plan, check_replays, conformance_cases
+
+
+@dataclass
+class GraphSupportReport:
+    """What was proved.
+
+    Attributes:
+        backend: its name.
+        declared: its graph support.
+        replays: how many replays were compared, by case and dtype.
+        forgotten_plans: whether replays without a plan were tried, too.
+    """
+
+    backend: str
+    declared: GraphSupport
+    replays: dict[str, int] = field(default_factory=dict)
+    forgotten_plans: bool = False
+
+    def __str__(self) -> str:
+        if not self.replays:
+            return f"{self.backend}: {self.declared.name}, nothing to prove"
+        also = "; a forgotten plan is noticed" if self.forgotten_plans else ""
+        return (
+            f"{self.backend}: {self.declared.name}, proved by {sum(self.replays.values())} replays of "
+            f"{', '.join(self.replays)}{also}"
+        )
+
+
+def check_graph_support(
+    backend: Backend,
+    *,
+    device: torch.device | str | None = None,
+    capture: CaptureBackend | None = None,
+    dtypes: Sequence[torch.dtype] = (torch.float32, torch.bfloat16),
+    **shape: Any,
+) -> GraphSupportReport:
+    """Capture one step of each declared kind at its bucket's maximum, and replay it with other lengths, block
+    tables, padding, blocks of the pool, and with nobody in the batch; every replay is compared with the
+    float64 oracle.
+
+    Args:
+        backend: sessions of it are opened.
+        device: where; None = a GPU if there is one and the backend runs on it, else the CPU.
+        capture: how a step becomes a graph; None = CUDA graphs on a GPU, on a CPU the recorded tape of its
+            ops.
+        dtypes: of queries and pools; those that the backend does not take are left out.
+        shape: further arguments of `torchpaged.testing.make_batch`: ``num_heads``, ``num_kv_heads``,
+            ``head_dim``, ``block_size`` ...
+
+    Returns:
+        What was proved. On a GPU a forgotten plan is not tried, since the assertion ends the process's use of
+        it: call `torchpaged.testing.graph_conformance.check_forgotten_plan` in a process of its own.
+
+    Raises:
+        AssertionError: the backend declares more than it holds; with the level that it does hold.
+        BackendUnavailableError: it can't run here at all; with all reasons.
+    """
+    if device is None:
+        on_gpu = torch.cuda.is_available() and "cuda" in backend.capabilities.device_types
+        device = "cuda" if on_gpu else "cpu"
+    device = torch.device(device)
+    capture = capture or (CudaCapture(device) if device.type == "cuda" else TapeCapture())
+    sizes = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 64} | shape
+    taken = [dtype for dtype in dtypes if not _reasons(backend, device, dtype, sizes)]
+    if not taken:
+        raise BackendUnavailableError(
+            f"backend {backend.name!r} cannot run this attention: "
+            f"{'; '.join(_reasons(backend, device, dtypes[0], sizes))}"
+        )
+    declared = backend.capabilities.graph_support
+    report = GraphSupportReport(backend.name, declared)
+    held = GraphSupport.NEVER
+    for level in (level for level in GraphSupport if GraphSupport.NEVER < level <= declared):
+        new = [case for case in conformance_cases(level) if case not in conformance_cases(held)]
+        for case in new:
+            for dtype in taken:
+                try:
+                    done = check_replays(backend, case, capture, device, dtype=dtype, **sizes)
+                    if device.type == "cpu" and backend.capabilities.planning == Planning.EVERY_STEP:
+                        check_forgotten_plan(backend, case, capture, device, dtype=dtype, **sizes)
+                        report.forgotten_plans = True
+                except Exception as error:
+                    raise AssertionError(
+                        f"backend {backend.name!r} declares graph support {declared.name} and holds "
+                        f"{held.name}: case {case.name!r} in {str(dtype).removeprefix('torch.')}: {error}"
+                    ) from error
+                report.replays[f"{case.name}[{str(dtype).removeprefix('torch.')}]"] = done
+        held = level
+    return report
+
+
+def _reasons(backend: Backend, device: torch.device, dtype: torch.dtype, sizes: dict[str, Any]) -> list[str]:
+    wanted = {name: sizes[name] for name in ("num_heads", "num_kv_heads", "head_dim")}
+    return backend.reject(
+        AttentionSpec(device=device, dtype=dtype, block_size=sizes.get("block_size", 16), **wanted)
+    )

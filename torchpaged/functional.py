@@ -303,11 +303,12 @@ def paged_attention(
             **_given(alibi_slopes=alibi_slopes, sinks=sinks, k_scale=k_scale, v_scale=v_scale, out=out),
             **kept,
         )
+        # of these the outputs take their shape
         for name, tensor in (
             ("q", q),
             ("k_cache", k_cache),
             ("v_cache", v_cache),
-        ):  # of these the outputs take their shape
+        ):
             if not tensor.dim() == (3 if name == "q" else 4):
                 raise ArgumentError(name, f"{3 if name == 'q' else 4} dimensions", str(list(tensor.shape)))
     out = q.new_empty(q.shape[0], q.shape[1], v_cache.shape[3]) if out is None else out

@@ -94,9 +94,8 @@ def test_a_gpt_is_one_graph_for_all_batches(session: PlanningSession) -> None:
         metadata.max_query_len = 9  # an upper bound: a constant of the trace
         session.plan(metadata)
         close_to_dense(gpt, compiled(fed(query_lens, seq_lens), metadata), query_lens, seq_lens)
-        frames.add(
-            counter.frame_count
-        )  # the first compile may trace twice: dynamo starts again where it has seen a symbolic float
+        # the first compile may trace twice: dynamo starts again where it has seen a symbolic float
+        frames.add(counter.frame_count)
     assert len(frames) == 1, "a later batch was compiled anew"
     with pytest.raises(RuntimeError, match="plan: expected one for this batch"):
         compiled(fed([1, 1], [18, 12]), batch([1, 1], [18, 12]))
@@ -124,9 +123,8 @@ def test_a_gpt_is_captured(session: PlanningSession, compile: bool) -> None:
     for length in range(1, 20):
         rows = 1 + length % 3
         logits = runner.run(TOKENS[:rows, length - 1], [length] * rows, TABLES[:rows]).clone()
-        torch.testing.assert_close(
-            logits[:1], gpt.dense(TOKENS[0, :length])[-1:], rtol=1e-4, atol=1e-4
-        )  # row 0 is in every step
+        # row 0 is in every step
+        torch.testing.assert_close(logits[:1], gpt.dense(TOKENS[0, :length])[-1:], rtol=1e-4, atol=1e-4)
     assert session.plans_made == 2 + 19 and session.plans_from_host == 19
     torch.testing.assert_close(
         runner.run_eager(TOKENS[:1, 19], [20], TABLES[:1]),

@@ -3,6 +3,7 @@ rows its layers disagree on."""
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ from models import padded_prompts, tiny
 from transformers import Cache, DynamicCache, FalconH1Config, FalconH1ForCausalLM, PreTrainedModel
 
 from torchpaged import ArgumentError
+from torchpaged.custom_ops.errors import NotCopyableError
 from torchpaged.hf import PagedCache, compile_layers, fuse
 
 
@@ -429,3 +431,11 @@ def test_rows_of_a_cache_that_holds_nothing_stay_as_they_are(used: bool) -> None
     cache.batch_select_indices(torch.tensor([1]))
     cache.batch_repeat_interleave(2)
     assert not cache.ready and cache.get_seq_length() == 0 and len(cache.rows.blocks) == 0
+
+
+def test_a_shallow_copy_is_refused() -> None:
+    """It would share rows and blocks with its original: one conversation would go on in the other's."""
+    cache = PagedCache(paged().config, 1, 32)
+    with pytest.raises(NotCopyableError, match="deepcopy"):
+        copy.copy(cache)
+    assert copy.deepcopy(cache).rows is not cache.rows

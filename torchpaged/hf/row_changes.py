@@ -71,6 +71,7 @@ class RowChanges:
         Raises:
             ArgumentError: rows that there are not, none at all, or more than there is room for; a forward
                 before that did not complete. Nothing is changed then.
+            BlockPoolExhaustedError: there are too few blocks; nothing is changed then.
         """
         rows = self._rows
         rows.require_complete()

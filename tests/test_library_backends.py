@@ -274,19 +274,20 @@ def test_a_wrapper_per_number_of_requests_and_a_short_plan_from_then_on(flashinf
 def test_lengths_of_the_host_are_not_read_from_the_device(
     flashinfer: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a GPU, where values are not checked unless TORCHPAGED_CHECK=1 asks for it."""
+    """TORCHPAGED_CHECK=1 does, to compare them."""
     batch = batch_of("decode_edges")
     session = flashinfer.open([spec_of(batch)], limits_of(batch), "cpu")
     host = host_of(batch)
+    session.plan(step_of(batch), host)
     wrong = HostLengths(host.query_lens, [length + 1 for length in host.seq_lens])
-    with pytest.raises(torchpaged.ArgumentError, match="host: expected the batch's lengths"):
-        session.plan(step_of(batch), wrong)
+    with monkeypatch.context() as checking:
+        checking.setenv("TORCHPAGED_CHECK", "1")
+        with pytest.raises(torchpaged.ArgumentError, match="host.seq_lens: expected"):
+            session.plan(step_of(batch), wrong)
 
     def read(self: torch.Tensor) -> Any:
         raise AssertionError("a length was read from the device")
 
-    monkeypatch.setattr(flashinfer_backend, "reads_values", lambda device: False)
-    session.plan(step_of(batch), host)
     decode = importlib.import_module("flashinfer.decode")
     monkeypatch.setattr(decode, "fast_decode_plan", lambda *_, **__: None)
     for method in ("item", "tolist", "__bool__", "__int__"):

@@ -6,18 +6,18 @@
 struct alignas(64) Map {  // of a matrix in global memory; cuTensorMapEncodeTiled makes it
   char opaque[128];
 };
-__device__ __forceinline__ void barrier_init(u32 at, int arrivals) {
+__device__ __forceinline__ void mbarrier_init(u32 at, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(at), "r"(arrivals) : "memory");
 }
-__device__ __forceinline__ void barrier_expect(u32 at, int bytes) {
+__device__ __forceinline__ void mbarrier_arrive_expect_tx(u32 at, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(bytes) : "memory");
 }
-__device__ __forceinline__ void barrier_arrive(u32 at) {
+__device__ __forceinline__ void mbarrier_arrive(u32 at) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(at) : "memory");
 }
 // Waits for a phase of a barrier in this CTA's memory, completed by copies that this CTA asked for, its
 // warps, or CTAs of its cluster.
-__device__ __forceinline__ void barrier_wait(u32 at, int parity) {
+__device__ __forceinline__ void mbarrier_wait(u32 at, int parity) {
   asm volatile(
       "{.reg .pred done; again%=: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1; @!done bra "
       "again%=;}" ::"r"(at),
@@ -56,20 +56,21 @@ __device__ __forceinline__ void tma_load_2d_pairs(u32 to, const void *map, int k
       : "memory");
 }
 // Boxes of three and four dimensions, from a place given for each.
-__device__ __forceinline__ void copy_box3(u32 to, const void *map, int x, int y, int z, u32 barrier) {
+__device__ __forceinline__ void tma_load_3d(u32 to, const void *map, int x, int y, int z, u32 barrier) {
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], "
       "[%5];" ::"r"(to),
       "l"(map), "r"(x), "r"(y), "r"(z), "r"(barrier)
       : "memory");
 }
-__device__ __forceinline__ void copy_box4(u32 to, const void *map, int x, int y, int z, int w, u32 barrier) {
+__device__ __forceinline__ void tma_load_4d(u32 to, const void *map, int x, int y, int z, int w,
+                                            u32 barrier) {
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, "
       "%5}], [%6];" ::"r"(to),
       "l"(map), "r"(x), "r"(y), "r"(z), "r"(w), "r"(barrier)
       : "memory");
 }
-__device__ __forceinline__ void prefetch_map(const void *map) {
+__device__ __forceinline__ void prefetch_tensormap(const void *map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }

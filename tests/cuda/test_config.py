@@ -158,6 +158,14 @@ def test_the_header_is_typed_and_says_what_each_constant_is() -> None:
         table.config({"WIDE": 0, "IS": 0, "N": 0, "X": 0})
 
 
+def test_no_line_of_c_or_cuda_is_longer_than_a_line_of_python() -> None:
+    root, kinds = Path(jit.__file__).parents[1], {".cu", ".cuh", ".cpp", ".h"}
+    paths = [path for path in root.rglob("*") if path.suffix in kinds]
+    assert {path.suffix for path in paths} == kinds
+    lines = [(path.name, n, line) for path in paths for n, line in enumerate(path.read_text().split("\n"), 1)]
+    assert not [(name, n) for name, n, line in lines if len(line) > 110]
+
+
 @pytest.mark.skipif(NVCC is None, reason="nvcc is not installed")
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_a_source_compiles_as_it_lies(tmp_path: Path, kernel: str) -> None:

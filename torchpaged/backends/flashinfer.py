@@ -36,7 +36,6 @@ from torchpaged.backends.library_op import Call, Held, Options, attention_op
 from torchpaged.backends.planned_batch import PlannedBatchBuffers, is_capturing
 from torchpaged.backends.session import PlannedBatch, Session
 from torchpaged.backends.spec import AttentionSpec, GraphSupport
-from torchpaged.custom_ops.checks import reads_values
 from torchpaged.custom_ops.errors import ArgumentError, BackendUnavailableError, PlanError
 from torchpaged.metadata import HostLengths
 
@@ -119,24 +118,12 @@ class FlashInferSession(Session):
             lens, query_lens = batch.seq_lens.tolist(), batch.query_start_loc.diff().tolist()
         else:
             lens, query_lens = list(host.seq_lens), list(host.query_lens)
-            self._check_host(batch, lens, query_lens)
         pages = _host_pages(lens, self.batch.block_size, self.device)
         for kind in self._kinds:
             if batch.max_query_len == 1:
                 self._plan_decode(kind, rows, pages, query_lens)
             else:
                 self._plan_prefill(kind, rows, pages, lens, query_lens)
-
-    def _check_host(self, batch: PlannedBatch, lens: list[int], query_lens: list[int]) -> None:
-        """Where values are checked at all: what the host says is what the tensors hold."""
-        if reads_values(self.device):
-            held = batch.seq_lens.tolist(), batch.query_start_loc.diff().tolist()
-            if held != (lens, query_lens):
-                raise ArgumentError(
-                    "host",
-                    f"the batch's lengths {held[0]}, queries {held[1]}",
-                    f"{lens}, queries {query_lens}",
-                )
 
     def _write_pages(self, rows: int) -> None:
         """The page table of the planned batch, on the device: rows of different lengths, one after the

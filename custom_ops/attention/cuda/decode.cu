@@ -144,7 +144,8 @@ __device__ __forceinline__ void wait_for_prefill() {
 
 // What the warps of a CTA share.
 struct Shared {
-  char *stages;                                  // [WARPS][STAGES]; where a warp's keys were, its state is left
+  // [WARPS][STAGES]; where a warp's keys were, its state is left
+  char *stages;
   float (*all_tops)[ROWS], (*all_totals)[ROWS];  // [WARPS], of these states
   int *is_last;                                  // whether this CTA is the last of a pair's to arrive
   u32 *arrived_parts;                            // CLUSTER > 1: parts of others that are in the inbox

@@ -1,50 +1,73 @@
-// Prefill attention over a paged cache on Hopper: one warp has the copy engine fetch blocks, two or three warpgroups multiply and exponentiate.
+// Prefill attention over a paged cache on Hopper: one warp has the copy engine fetch blocks, two or three
+// warpgroups multiply and exponentiate.
 //
-// A tile is 64 packed query rows per warpgroup (query tokens x heads of the group) of one kv head; CTAs stay, and take the next tile of a line
-// that each of them finds by itself (prefill_tiles.cuh). Keys and values come through a ring of stages each, filled in the order K K V K V ... V,
-// each block of the cache in one box; the loader runs on over the borders of tiles.
+// A tile is 64 packed query rows per warpgroup (query tokens x heads of the group) of one kv head; CTAs stay,
+// and take the next tile of a line that each of them finds by itself (prefill_tiles.cuh). Keys and values
+// come through a ring of stages each, filled in the order K K V K V ... V, each block of the cache in one
+// box; the loader runs on over the borders of tiles.
 //
-// A warpgroup asks for the scores of the next step before the softmax of this one is applied to the values, so that its exponentials run beside
-// its own products; the warpgroups issue products in turns, so that one's exponentials run beside the others'. The accumulator is rescaled
-// only if a row maximum of the warp rose, which is exact.
+// A warpgroup asks for the scores of the next step before the softmax of this one is applied to the values,
+// so that its exponentials run beside its own products; the warpgroups issue products in turns, so that one's
+// exponentials run beside the others'. The accumulator is rescaled only if a row maximum of the warp rose,
+// which is exact.
 //
-// Why nothing here waits for ever. (1) Stages are filled and used in one order by all warpgroups; the loader waits for a stage only until each
-// math warp has released what was in it before. The warpgroup that is furthest behind holds at most one stage of each ring, and never the one that
-// what it waits for is to go into: in every ring of two stages or more that stage has been released by it, and by those ahead of it. (2) A
-// warpgroup that waits for its turn holds no stage. Those before it in the round have all that they need or get it by (1), issue their products and
-// pass the turn on. (3) All warpgroups take the same turns: steps - 1 of every tile. (4) A tile of queries is waited for in the order in which the
-// loader sends them, and released by its last scores, for which (1) holds. Every wait names its arrival beside it.
+// Why nothing here waits for ever. (1) Stages are filled and used in one order by all warpgroups; the loader
+// waits for a stage only until each math warp has released what was in it before. The warpgroup that is
+// furthest behind holds at most one stage of each ring, and never the one that what it waits for is to go
+// into: in every ring of two stages or more that stage has been released by it, and by those ahead of it. (2)
+// A warpgroup that waits for its turn holds no stage. Those before it in the round have all that they need or
+// get it by (1), issue their products and pass the turn on. (3) All warpgroups take the same turns: steps - 1
+// of every tile. (4) A tile of queries is waited for in the order in which the loader sends them, and
+// released by its last scores, for which (1) holds. Every wait names its arrival beside it.
 //
-// Compiled by NVRTC for sm_90a; its constants: prefill_config.cuh. Sources: FlashAttention-3 (arXiv:2407.08608, 3.1 and 3.2).
+// Compiled by NVRTC for sm_90a; its constants: prefill_config.cuh. Sources: FlashAttention-3
+// (arXiv:2407.08608, 3.1 and 3.2).
 
 #include "prefill_convert.cuh"
 #include "prefill_products.cuh"
 #include "prefill_shapes.cuh"
 #include "prefill_store.cuh"
 
-// Turns: barrier 1 is warpgroup 0's, 2 is warpgroup 1's ...; 256 threads: who waits and who gives the turn. Behind them: the warps of one warpgroup.
-__device__ __forceinline__ void await_turn(int group) { asm volatile("bar.sync %0, 256;" ::"r"(1 + group) : "memory"); }
-__device__ __forceinline__ void give_turn(int group) { asm volatile("bar.arrive %0, 256;" ::"r"(1 + (group + 1) % GROUPS) : "memory"); }
-__device__ __forceinline__ void meet(int group) { asm volatile("bar.sync %0, 128;" ::"r"(1 + GROUPS + group) : "memory"); }
-
-// The loader's waits. With PATIENCE it gives up after so many tries and ends the kernel with an error: for tests. Whoever waits for ever, the
-// loader soon waits too; in the math warps the way out would cost registers.
-__device__ __forceinline__ void wait_or_give_up(u32 at, int parity) {
-  if constexpr (PATIENCE > 0)
-    asm volatile("{.reg .pred done, out; .reg .u32 left; mov.u32 left, %2; again%=: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1; @done bra there%=;"
-                 " sub.u32 left, left, 1; setp.eq.u32 out, left, 0; @!out bra again%=; trap; there%=:}" ::"r"(at), "r"(parity), "n"(PATIENCE) : "memory");
-  else
-    barrier_wait(at, parity);
+// Turns: barrier 1 is warpgroup 0's, 2 is warpgroup 1's ...; 256 threads: who waits and who gives the turn.
+// Behind them: the warps of one warpgroup.
+__device__ __forceinline__ void await_turn(int group) {
+  asm volatile("bar.sync %0, 256;" ::"r"(1 + group) : "memory");
+}
+__device__ __forceinline__ void give_turn(int group) {
+  asm volatile("bar.arrive %0, 256;" ::"r"(1 + (group + 1) % GROUPS) : "memory");
+}
+__device__ __forceinline__ void meet(int group) {
+  asm volatile("bar.sync %0, 128;" ::"r"(1 + GROUPS + group) : "memory");
 }
 
-// A wait that begins only when `x`, which is not negative, is there. Without it the compiler puts the exponentials behind the wait for the
-// products that they should run beside: nothing else holds them in front of it.
-__device__ __forceinline__ void barrier_wait_after(u32 at, int parity, float x) { barrier_wait(at, parity ^ (BESIDE && x < -1.f)); }
+// The loader's waits. With PATIENCE it gives up after so many tries and ends the kernel with an error: for
+// tests. Whoever waits for ever, the loader soon waits too; in the math warps the way out would cost
+// registers.
+__device__ __forceinline__ void wait_or_give_up(u32 at, int parity) {
+  if constexpr (PATIENCE > 0)
+    asm volatile(
+        "{.reg .pred done, out; .reg .u32 left; mov.u32 left, %2; again%=: "
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1; @done bra there%=;"
+        " sub.u32 left, left, 1; setp.eq.u32 out, left, 0; @!out bra again%=; trap; there%=:}" ::"r"(at),
+        "r"(parity), "n"(PATIENCE)
+        : "memory");
+  else
+    mbarrier_wait(at, parity);
+}
 
-// The same number in all lanes, known as such to the compiler: products in a branch that might part a warp are put one behind the other.
+// A wait that begins only when `x`, which is not negative, is there. Without it the compiler puts the
+// exponentials behind the wait for the products that they should run beside: nothing else holds them in front
+// of it.
+__device__ __forceinline__ void barrier_wait_after(u32 at, int parity, float x) {
+  mbarrier_wait(at, parity ^ (BESIDE && x < -1.f));
+}
+
+// The same number in all lanes, known as such to the compiler: products in a branch that might part a warp
+// are put one behind the other.
 __device__ __forceinline__ int uniform(int x) { return __shfl_sync(ALL, x, 0); }
 __device__ __forceinline__ Job uniform(const Job &x) {
-  return {uniform(x.steps), uniform(x.last), uniform(x.tile), uniform(x.start), uniform(x.query_len), uniform(x.seq_len), uniform(x.head), uniform(x.unit)};
+  return {uniform(x.steps),     uniform(x.last),    uniform(x.tile), uniform(x.start),
+          uniform(x.query_len), uniform(x.seq_len), uniform(x.head), uniform(x.unit)};
 }
 
 // The loader: one warp.
@@ -57,44 +80,55 @@ struct Loader {
   Place<RAW_STAGES> raw;
   int lane;
 
-  // The lane's block of a step. Blocks past the request's last key, and those before the first that the tile sees, are no block at all: the copy
-  // engine fills them with zeros.
+  // The lane's block of a step. Blocks past the request's last key, and those before the first that the tile
+  // sees, are no block at all: the copy engine fills them with zeros.
   __device__ __forceinline__ int block_of(const Tile &tile, int first_seen, int step) const {
     const int index = step * PAGES + lane;
-    const bool seen = lane < PAGES && index * BLOCK_SIZE < tile.span.seq_len && (!LOW || (index + 1) * BLOCK_SIZE > first_seen);
+    const bool seen = lane < PAGES && index * BLOCK_SIZE < tile.span.seq_len &&
+                      (!LOW || (index + 1) * BLOCK_SIZE > first_seen);
     return seen ? p.table[tile.request * p.table_row + index] : p.num_blocks;
   }
 
   // `ring`: the place in it; `kind`: what the stage is said to hold, of those that are converted.
   template <int BYTES, int STAGE, class Ring>
-  __device__ __forceinline__ void load(Ring &ring, u32 stages, u32 full, u32 empty, const Map *map, const Where &at, int head, int block, [[maybe_unused]] int kind) {
+  __device__ __forceinline__ void load(Ring &ring, u32 stages, u32 full, u32 empty, const Map *map,
+                                       const Where &at, int head, int block, [[maybe_unused]] int kind) {
     const u32 to = stages + ring.slot * STAGE, filled = full + ring.slot * 8;
-    wait_or_give_up(empty + ring.slot * 8, ring.round ^ 1);  // arrive: release() of every math warp, or Converter::convert of every converter, a round ago
+    // arrive: release() of every math warp, or Converter::convert of every converter, a round ago
+    wait_or_give_up(empty + ring.slot * 8, ring.round ^ 1);
     if (lane == 0) {
       if constexpr (FP8) kinds[ring.slot] = kind;
-      barrier_expect(filled, BYTES);
+      mbarrier_arrive_expect_tx(filled, BYTES);
     }
     __syncwarp();  // expected before anything can arrive
-    if (lane < PAGES) copy_box4(to + lane * (BYTES / PAGES), map, 0, 0, head * at.head_square, head * at.head_group + block * at.block_group, filled);
+    if (lane < PAGES)
+      tma_load_4d(to + lane * (BYTES / PAGES), map, 0, 0, head * at.head_square,
+                  head * at.head_group + block * at.block_group, filled);
     ring.advance();
   }
   __device__ __forceinline__ void load_keys(int head, int block) {
-    if constexpr (FP8) load<KEYS * DIM, RAW_STAGE>(raw, plan.raw, plan.raw_full, plan.raw_empty, &p.k, p.k_at, head, block, KEYS_COME);
+    if constexpr (FP8)
+      load<KEYS * DIM, RAW_STAGE>(raw, plan.raw, plan.raw_full, plan.raw_empty, &p.k, p.k_at, head, block,
+                                  KEYS_COME);
     else load<K_STAGE, K_STAGE>(k, plan.k, plan.k_full, plan.k_empty, &p.k, p.k_at, head, block, KEYS_COME);
   }
   __device__ __forceinline__ void load_values(int head, int block) {
-    if constexpr (FP8) load<KEYS * DIM_V, RAW_STAGE>(raw, plan.raw, plan.raw_full, plan.raw_empty, &p.v, p.v_at, head, block, VALUES_COME);
+    if constexpr (FP8)
+      load<KEYS * DIM_V, RAW_STAGE>(raw, plan.raw, plan.raw_full, plan.raw_empty, &p.v, p.v_at, head, block,
+                                    VALUES_COME);
     else load<V_STAGE, V_STAGE>(v, plan.v, plan.v_full, plan.v_empty, &p.v, p.v_at, head, block, VALUES_COME);
   }
   __device__ __forceinline__ void end_conversion() {
-    wait_or_give_up(plan.raw_empty + raw.slot * 8, raw.round ^ 1);  // arrive: Converter::convert of every converter, a round ago
+    // arrive: Converter::convert of every converter, a round ago
+    wait_or_give_up(plan.raw_empty + raw.slot * 8, raw.round ^ 1);
     if (lane == 0) {
       kinds[raw.slot] = NOTHING_COMES;
-      barrier_arrive(plan.raw_full + raw.slot * 8);
+      mbarrier_arrive(plan.raw_full + raw.slot * 8);
     }
   }
 
-  // Kernels behind wait for the late launch alone: it must not end before the decode launch, which does not before the first launch of tiles.
+  // Kernels behind wait for the late launch alone: it must not end before the decode launch, which does not
+  // before the first launch of tiles.
   __device__ __forceinline__ void finish_behind_decode() {
     if (SHORT > 0 && p.is_late && blockIdx.x == 0) asm volatile("griddepcontrol.wait;" ::: "memory");
   }
@@ -110,7 +144,8 @@ struct Loader {
       }
     }
     // Beside a decode launch: a counter of a request that has tiles here, which that launch does not touch.
-    const Tickets tickets = {(u32 *)p.tickets + (SHORT > 0 ? line.owner * p.ticket_row : 0), total, p.ctas - p.late, p.late};
+    const Tickets tickets = {(u32 *)p.tickets + (SHORT > 0 ? line.owner * p.ticket_row : 0), total,
+                             p.ctas - p.late, p.late};
     int ticket = 0;
     if (lane == 0) ticket = tickets.begin(blockIdx.x, SHORT > 0 && p.is_late);
     ticket = __shfl_sync(ALL, ticket, 0);
@@ -119,11 +154,12 @@ struct Loader {
     for (int turn = 0;; ++turn) {
       const int buffer = turn % Q_BUFFERS, parity = turn / Q_BUFFERS & 1;
       const u32 q_full = plan.q_full + buffer * 8;
-      wait_or_give_up(plan.q_empty + buffer * 8, parity ^ 1);  // arrive: release() of every math warp, Q_BUFFERS tiles ago
+      // arrive: release() of every math warp, Q_BUFFERS tiles ago
+      wait_or_give_up(plan.q_empty + buffer * 8, parity ^ 1);
       if (ticket >= total) {
         if (lane == 0) {
           jobs[buffer].steps = -1;
-          barrier_arrive(q_full);
+          mbarrier_arrive(q_full);
         }
         if constexpr (FP8) end_conversion();
         finish_behind_decode();
@@ -144,18 +180,25 @@ struct Loader {
       }
       const int steps = last < 0 ? 0 : max(last - first + 1, 0);
       if (lane == 0) {
-        const Job job = {steps, last, tile.index, tile.span.start, tile.span.query_len, tile.span.seq_len, tile.head, whole ? -1 : ticket};
+        const Job job = {steps,
+                         last,
+                         tile.index,
+                         tile.span.start,
+                         tile.span.query_len,
+                         tile.span.seq_len,
+                         tile.head,
+                         whole ? -1 : ticket};
         jobs[buffer] = job;
         if constexpr (SPLIT)
           if (!whole && tile.part == 0) cut->jobs[ticket / line.parts] = job;
         if (steps > 0) {
-          barrier_expect(q_full, Q_BYTES);  // the job is written before: a wait for q_full sees it
+          mbarrier_arrive_expect_tx(q_full, Q_BYTES);  // the job is written before: a wait for q_full sees it
 #pragma unroll 1
           for (int s = 0; s < K_SQUARES; ++s)
-            copy_box3(plan.q + buffer * Q_TILE + s * (Q_TILE / K_SQUARES), &p.q, s * K_WIDTH, tile.head * GROUP,
-                      tile.span.start + tile.index * TOKENS, q_full);
+            tma_load_3d(plan.q + buffer * Q_TILE + s * (Q_TILE / K_SQUARES), &p.q, s * K_WIDTH,
+                        tile.head * GROUP, tile.span.start + tile.index * TOKENS, q_full);
         } else {
-          barrier_arrive(q_full);
+          mbarrier_arrive(q_full);
         }
       }
       __syncwarp();
@@ -184,8 +227,8 @@ struct Loader {
   }
 };
 
-// One thread's share of a warpgroup's 64 rows: rows lane / 4 and lane / 4 + 8 of its warp's 16; columns 8 * n + lane % 4 * 2 + {0, 1}.
-// Element i of a product: n = i / 4, row i / 2 % 2, column i % 2.
+// One thread's share of a warpgroup's 64 rows: rows lane / 4 and lane / 4 + 8 of its warp's 16; columns 8 * n
+// + lane % 4 * 2 + {0, 1}. Element i of a product: n = i / 4, row i / 2 % 2, column i % 2.
 struct Softmax {
   float s[KEYS / 2];        // scores, then weights
   u32 weights[KEYS / 4];    // in 16 bits, as the second product reads them
@@ -199,8 +242,10 @@ struct Softmax {
     for (int i = 0; i < DIM_V / 2; ++i) acc[i] = 0.f;
   }
 
-  // Scores that are more than scaled products, in base 2. `to_key`: this thread's first key minus its rows' positions.
-  __device__ __forceinline__ void adjust(float scale, float cap, const float (&slope)[2], const int (&to_key)[2]) {
+  // Scores that are more than scaled products, in base 2. `to_key`: this thread's first key minus its rows'
+  // positions.
+  __device__ __forceinline__ void adjust(float scale, float cap, const float (&slope)[2],
+                                         const int (&to_key)[2]) {
 #pragma unroll
     for (int i = 0; i < KEYS / 2; ++i) {
       float x = s[i] * scale;
@@ -291,8 +336,9 @@ struct Math {
 #endif
   }
 
-  __device__ __forceinline__ void release(u32 barrier) {  // what this warp's products have read: they are waited for before
-    if (lane == 0) barrier_arrive(barrier);
+  // what this warp's products have read: they are waited for before
+  __device__ __forceinline__ void release(u32 barrier) {
+    if (lane == 0) mbarrier_arrive(barrier);
   }
 
   __device__ __forceinline__ void ask_scores(Softmax &x, u32 queries, int slot) {
@@ -302,29 +348,35 @@ struct Math {
     scores16<0>(x.s, a, b);
 #pragma unroll
     for (int i = 1; i < DIM / 16; ++i)
-      scores16<1>(x.s, a + (i / IN_SQUARE * (Q_TILE / K_SQUARES) + i % IN_SQUARE * 32) / 16, b + (i / IN_SQUARE * K_SQUARE + i % IN_SQUARE * 32) / 16);
+      scores16<1>(x.s, a + (i / IN_SQUARE * (Q_TILE / K_SQUARES) + i % IN_SQUARE * 32) / 16,
+                  b + (i / IN_SQUARE * K_SQUARE + i % IN_SQUARE * 32) / 16);
     wgmma_commit();
   }
 
   __device__ __forceinline__ void ask_values(Softmax &x, int slot) {
     const u64 b = matrix<V_WIDTH>(plan.v + slot * V_STAGE, V_SQUARE, V_SQUARES * V_SQUARE);
 #pragma unroll
-    for (int i = 0; i < KEYS / 16; ++i) values16(x.acc, x.weights + i * 4, b + i * 2 * V_SQUARES * V_SQUARE / 16);
+    for (int i = 0; i < KEYS / 16; ++i)
+      values16(x.acc, x.weights + i * 4, b + i * 2 * V_SQUARES * V_SQUARE / 16);
     wgmma_commit();
   }
 
-  // A value that nobody sees may be NaN, and 0 * NaN is NaN: zeros for `count` slots from `first` on. All warpgroups write them, each before its
-  // own products.
+  // A value that nobody sees may be NaN, and 0 * NaN is NaN: zeros for `count` slots from `first` on. All
+  // warpgroups write them, each before its own products.
   __device__ __forceinline__ void clear_values(int slot, int first, int count) {
-    constexpr int CHUNKS = DIM_V / 8, IN_SQUARE = V_WIDTH / 8;  // of 16 bytes; their order within a token's line of a square is of no account
+    // of 16 bytes; their order within a token's line of a square is of no account
+    constexpr int CHUNKS = DIM_V / 8, IN_SQUARE = V_WIDTH / 8;
     const u32 values = plan.v + slot * V_STAGE;
     for (int e = threadIdx.x % 128; e < count * CHUNKS; e += 128) {
       const int token = first + e / CHUNKS, chunk = e % CHUNKS;
-      const u32 at = values + (token / 8 * V_SQUARES + chunk / IN_SQUARE) * V_SQUARE + token % 8 * (V_WIDTH * 2) + chunk % IN_SQUARE * 16;
+      const u32 at = values + (token / 8 * V_SQUARES + chunk / IN_SQUARE) * V_SQUARE +
+                     token % 8 * (V_WIDTH * 2) + chunk % IN_SQUARE * 16;
       asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(at), "r"(0) : "memory");
     }
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // the tensor cores read what ordinary stores wrote
-    meet(group);                                                  // arrive: the other warps of this warpgroup, here
+    // the tensor cores read what ordinary stores wrote
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    // arrive: the other warps of this warpgroup, here
+    meet(group);
   }
 
   __device__ __forceinline__ void store(const Softmax &x, const Job &job) {
@@ -335,12 +387,14 @@ struct Math {
   __device__ __forceinline__ void store_part(const Softmax &x, int unit) {
     float4 *to = part_of(p, unit) + threadIdx.x - 128;
 #pragma unroll
-    for (int n = 0; n < DIM_V / 8; ++n) to[n * MATH_THREADS] = make_float4(x.acc[n * 4], x.acc[n * 4 + 1], x.acc[n * 4 + 2], x.acc[n * 4 + 3]);
+    for (int n = 0; n < DIM_V / 8; ++n)
+      to[n * MATH_THREADS] = make_float4(x.acc[n * 4], x.acc[n * 4 + 1], x.acc[n * 4 + 2], x.acc[n * 4 + 3]);
     to[DIM_V / 8 * MATH_THREADS] = make_float4(x.top[0], x.top[1], x.total[0], x.total[1]);
   }
 
   // Scores that have just come, of the keys from `key` on.
-  template <bool MASKED> __device__ __forceinline__ void finish_scores(Softmax &x, const Rows &rows, int key) {
+  template <bool MASKED>
+  __device__ __forceinline__ void finish_scores(Softmax &x, const Rows &rows, int key) {
     const int first = key + lane % 4 * 2;
     if (ADJUST) {
       const int to_key[2] = {first - rows.position[0], first - rows.position[1]};
@@ -349,19 +403,23 @@ struct Math {
     if (MASKED) x.mask(rows.low, rows.end, first);
   }
 
-  // Scores of the step before `key`, products with the values of the step at `key`. MASKED: some row of the warpgroup does not see all its keys.
-  template <bool MASKED> __device__ __forceinline__ void step(Softmax &x, const Rows &rows, int &key, int begin, float scale, u32 queries, u32 q_empty) {
+  // Scores of the step before `key`, products with the values of the step at `key`. MASKED: some row of the
+  // warpgroup does not see all its keys.
+  template <bool MASKED>
+  __device__ __forceinline__ void step(Softmax &x, const Rows &rows, int &key, int begin, float scale,
+                                       u32 queries, u32 q_empty) {
     float shrink[2];
-    const u32 values = v.slot, v_full = plan.v_full + values * 8, v_empty = plan.v_empty + values * 8, k_empty = plan.k_empty + k.slot * 8;
+    const u32 values = v.slot, v_full = plan.v_full + values * 8, v_empty = plan.v_empty + values * 8,
+              k_empty = plan.k_empty + k.slot * 8;
     const int round = v.round;
     key -= KEYS;
     await_turn(group);  // arrive: give_turn of the warpgroup before this one, or at the start of the kernel
-    wgmma_begin();
+    wgmma_fence();
     ask_scores(x, queries, k.slot);
     k.advance();
     v.advance();
-    barrier_wait(v_full, round);  // arrive: Loader::load's expect and the bytes of its copies
-    wgmma_begin();                // the compiler asks for one behind every loop
+    mbarrier_wait(v_full, round);  // arrive: Loader::load's expect and the bytes of its copies
+    wgmma_fence();                // the compiler asks for one behind every loop
     ask_values(x, values);
     give_turn(group);
     wgmma_wait<1>();  // the scores are here
@@ -371,7 +429,8 @@ struct Math {
     x.raise(scale, shrink);
     x.exponentiate(scale, shrink);
     // arrive: as above; the next step's keys, or this one's values if it was the last
-    barrier_wait_after(key > begin ? plan.k_full + k.slot * 8 : plan.v_full + v.slot * 8, key > begin ? k.round : v.round, x.total[0] + x.total[1]);
+    barrier_wait_after(key > begin ? plan.k_full + k.slot * 8 : plan.v_full + v.slot * 8,
+                       key > begin ? k.round : v.round, x.total[0] + x.total[1]);
     wgmma_wait<0>();
     release(v_empty);
     x.convert();
@@ -394,7 +453,8 @@ struct Math {
       rows.end[r] = end_key(position, job.seq_len);
       if constexpr (ALIBI) rows.slope[r] = p.slopes[job.head * GROUP + row % GROUP];
     }
-    // Keys that all rows of the warpgroup see: of rows behind the request as well, which mask more than is needed.
+    // Keys that all rows of the warpgroup see: of rows behind the request as well, which mask more than is
+    // needed.
     const int all_low = first_key(before + job.tile * TOKENS + (group * 64 + 63) / GROUP);
     const int all_end = end_key(before + job.tile * TOKENS + group * 64 / GROUP, job.seq_len);
     x.clear();
@@ -402,9 +462,10 @@ struct Math {
     int key = job.last * KEYS;
     const int begin = key - (job.steps - 1) * KEYS;
     begin_clock();
-    barrier_wait(plan.k_full + k.slot * 8, k.round);  // arrive: Loader::load's expect and the bytes of its copies
+    // arrive: Loader::load's expect and the bytes of its copies
+    mbarrier_wait(plan.k_full + k.slot * 8, k.round);
     end_clock(2);
-    wgmma_begin();
+    wgmma_fence();
     ask_scores(x, queries, k.slot);
     wgmma_wait<0>();
     release(plan.k_empty + k.slot * 8);
@@ -416,22 +477,26 @@ struct Math {
     x.exponentiate(scale, shrink);
     x.convert();
     if (key + KEYS > job.seq_len && job.seq_len % BLOCK_SIZE) {
-      barrier_wait(plan.v_full + v.slot * 8, v.round);  // arrive: as above
+      mbarrier_wait(plan.v_full + v.slot * 8, v.round);  // arrive: as above
       clear_values(v.slot, job.seq_len - key, BLOCK_SIZE - job.seq_len % BLOCK_SIZE);
     }
     // arrive: as above; the next step's keys, or this one's values if it was the last
-    barrier_wait(job.steps > 1 ? plan.k_full + k.slot * 8 : plan.v_full + v.slot * 8, job.steps > 1 ? k.round : v.round);
+    mbarrier_wait(job.steps > 1 ? plan.k_full + k.slot * 8 : plan.v_full + v.slot * 8,
+                  job.steps > 1 ? k.round : v.round);
 #pragma unroll 1
     while (key > max(all_end, begin)) step<true>(x, rows, key, begin, scale, queries, q_empty);
 #pragma unroll 1
-    while (key > (LOW ? max(begin, all_low + KEYS - 1) : begin)) step<false>(x, rows, key, begin, scale, queries, q_empty);
+    while (key > (LOW ? max(begin, all_low + KEYS - 1) : begin))
+      step<false>(x, rows, key, begin, scale, queries, q_empty);
 #pragma unroll 1
     while (LOW && key > begin) step<true>(x, rows, key, begin, scale, queries, q_empty);
-    if (LOW) {  // the tile's first block holds keys that none of its rows sees; blocks before it came as zeros
+    // the tile's first block holds keys that none of its rows sees; blocks before it came as zeros
+    if (LOW) {
       const int skipped = first_key(max(before + job.tile * TOKENS, 0)) - begin;
-      if (skipped > 0 && skipped % BLOCK_SIZE) clear_values(v.slot, skipped / BLOCK_SIZE * BLOCK_SIZE, skipped % BLOCK_SIZE);
+      if (skipped > 0 && skipped % BLOCK_SIZE)
+        clear_values(v.slot, skipped / BLOCK_SIZE * BLOCK_SIZE, skipped % BLOCK_SIZE);
     }
-    wgmma_begin();
+    wgmma_fence();
     ask_values(x, v.slot);
     wgmma_wait<0>();
     release(plan.v_empty + v.slot * 8);
@@ -445,7 +510,8 @@ struct Math {
     for (int turn = 0;; ++turn) {
       const int buffer = turn % Q_BUFFERS;
       begin_clock();
-      barrier_wait(plan.q_full + buffer * 8, turn / Q_BUFFERS & 1);  // arrive: Loader::run, with the bytes of the queries where there are any
+      // arrive: Loader::run, with the bytes of the queries where there are any
+      mbarrier_wait(plan.q_full + buffer * 8, turn / Q_BUFFERS & 1);
       end_clock(1);
       const Job job = uniform(jobs[buffer]);
       if (job.steps < 0) break;
@@ -462,7 +528,8 @@ struct Math {
       end_clock(3);
       steps += job.steps;
     }
-    if (group == 0) await_turn(group);  // arrive: the last warpgroup's last turn, or its start; the barrier is left as it was found
+    // arrive: the last warpgroup's last turn, or its start; the barrier is left as it was found
+    if (group == 0) await_turn(group);
     return steps;
   }
 };
@@ -473,14 +540,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) paged_prefill(const __g
   __shared__ __align__(16) Job jobs[Q_BUFFERS];
   __shared__ int kinds[FP8 ? RAW_STAGES : 1];
   const Plan plan(shared, barriers);
-  // The decode launch behind this one waits for nothing that is written here, but for its end at its own (decode.cu); the merge launch waits for all of
-  // it at once. This kernel itself began when all ahead of it had ended: it is not launched early, but for the late CTAs, which wait for decode at their
-  // end. All CTAs run when they let the next kernel go.
+  // The decode launch behind this one waits for nothing that is written here, but for its end at its own
+  // (decode.cu); the merge launch waits for all of it at once. This kernel itself began when all ahead of it
+  // had ended: it is not launched early, but for the late CTAs, which wait for decode at their end. All CTAs
+  // run when they let the next kernel go.
   if constexpr (SHORT > 0 || SPLIT) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #if CLOCKS
   const i64 begin = clock64();
 #endif
-  // The late launch begins before those ahead have ended. What it reads was complete when the first one began, but this multiprocessor's L1 may be older.
+  // The late launch begins before those ahead have ended. What it reads was complete when the first one
+  // began, but this multiprocessor's L1 may be older.
   if (SHORT > 0 && p.is_late) load_and_forget_l1(p.starts);
   __shared__ Line opened;
   if (threadIdx.x < 32) {  // here, where it may have more registers than the loader
@@ -489,22 +558,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) paged_prefill(const __g
     if (threadIdx.x == 0) opened = line;
   }
   if (threadIdx.x == 32) {
-    const u32 full[4] = {plan.k_full, plan.v_full, plan.q_full, plan.raw_full}, empty[4] = {plan.k_empty, plan.v_empty, plan.q_empty, plan.raw_empty};
+    const u32 full[4] = {plan.k_full, plan.v_full, plan.q_full, plan.raw_full},
+              empty[4] = {plan.k_empty, plan.v_empty, plan.q_empty, plan.raw_empty};
     const int count[4] = {K_STAGES, V_STAGES, Q_BUFFERS, RAW_STAGES};
     for (int kind = 0; kind < 4; ++kind)
       for (int i = 0; i < count[kind]; ++i) {
-        barrier_init(full[kind] + i * 8, FP8 && kind < 2 ? CONVERTERS : 1);
-        barrier_init(empty[kind] + i * 8, kind < 3 ? MATH_WARPS : CONVERTERS);
+        mbarrier_init(full[kind] + i * 8, FP8 && kind < 2 ? CONVERTERS : 1);
+        mbarrier_init(empty[kind] + i * 8, kind < 3 ? MATH_WARPS : CONVERTERS);
       }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");  // the copy engine sees them
-    prefetch_map(&p.q);
-    prefetch_map(&p.k);
-    prefetch_map(&p.v);
+    prefetch_tensormap(&p.q);
+    prefetch_tensormap(&p.k);
+    prefetch_tensormap(&p.v);
   }
   __syncthreads();
   if (threadIdx.x < 128) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(LOADER_REGISTERS));
-    const int warp = uniform(threadIdx.x / 32);  // known to be the same in all lanes: otherwise the loader spills
+    // known to be the same in all lanes: otherwise the loader spills
+    const int warp = uniform(threadIdx.x / 32);
     if (warp == 0) {
       Loader loader{p, plan, kinds, {}, {}, {}, (int)threadIdx.x};
       loader.run(opened, jobs);
@@ -513,7 +584,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) paged_prefill(const __g
     }
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MATH_REGISTERS));
-    Math math{p, plan, {}, {}, uniform(threadIdx.x / 128) - 1, uniform(threadIdx.x / 32 % 4), (int)threadIdx.x % 32};
+    Math math{p,
+              plan,
+              {},
+              {},
+              uniform(threadIdx.x / 128) - 1,
+              uniform(threadIdx.x / 32 % 4),
+              (int)threadIdx.x % 32};
     [[maybe_unused]] const int steps = math.run(jobs);
 #if CLOCKS
     if (threadIdx.x == 128) {

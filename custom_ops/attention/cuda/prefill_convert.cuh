@@ -1,5 +1,6 @@
-// Keys and values of an fp8 cache on their way to the tensor cores: warps beside the loader's make 16-bit numbers of them, swizzled as the copy engine
-// would have left them. Every number of either fp8 format is one of bf16 and of fp16, so that nothing is rounded; NaN and inf stay what they are.
+// Keys and values of an fp8 cache on their way to the tensor cores: warps beside the loader's make 16-bit
+// numbers of them, swizzled as the copy engine would have left them. Every number of either fp8 format is one
+// of bf16 and of fp16, so that nothing is rounded; NaN and inf stay what they are.
 #pragma once
 
 #include "prefill_shapes.cuh"
@@ -10,25 +11,37 @@ enum Kind { KEYS_COME, VALUES_COME, NOTHING_COMES };
 template <bool FP16> __device__ __forceinline__ u32 from_halves(u32 x) {
   if constexpr (FP16) return x;
   u32 y;
-  asm("{.reg .b16 l, h; .reg .f32 a, b; mov.b32 {l, h}, %1; cvt.f32.f16 a, l; cvt.f32.f16 b, h; cvt.rn.bf16x2.f32 %0, b, a;}" : "=r"(y) : "r"(x));
+  asm("{.reg .b16 l, h; .reg .f32 a, b; mov.b32 {l, h}, %1; cvt.f32.f16 a, l; cvt.f32.f16 b, h; "
+      "cvt.rn.bf16x2.f32 %0, b, a;}"
+      : "=r"(y)
+      : "r"(x));
   return y;
 }
 
-// A step's keys or values of WIDTH_ALL columns, in squares of WIDTH. They lie in the order of their 16-bit stage, but for its swizzle: the 16 bytes at
-// `at` become the 32 at 2 * at, of which both halves are swizzled alike. `thread`: of CONVERTERS * 32.
-template <int WIDTH_ALL, int WIDTH> __device__ __forceinline__ void convert_step(u32 from, u32 to, int thread) {
+// A step's keys or values of WIDTH_ALL columns, in squares of WIDTH. They lie in the order of their 16-bit
+// stage, but for its swizzle: the 16 bytes at `at` become the 32 at 2 * at, of which both halves are swizzled
+// alike. `thread`: of CONVERTERS * 32.
+template <int WIDTH_ALL, int WIDTH>
+__device__ __forceinline__ void convert_step(u32 from, u32 to, int thread) {
   constexpr u32 SWIZZLE = WIDTH == 64 ? 0x70 : 0x30;
 #pragma unroll 2
   for (u32 at = thread * 16; at < KEYS * WIDTH_ALL; at += CONVERTERS * 512) {
     u32 x[4], y[8];
-    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(from + at) : "memory");
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+                 : "r"(from + at)
+                 : "memory");
 #pragma unroll
     for (int i = 0; i < 4; ++i) unpack_fp8<E5M2>(x[i], y[i * 2], y[i * 2 + 1]);
 #pragma unroll
     for (int i = 0; i < 8; ++i) y[i] = from_halves<HALF>(y[i]);
     const u32 place = to + (at * 2 ^ (at * 2 >> 3 & SWIZZLE));
-    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(place), "r"(y[0]), "r"(y[1]), "r"(y[2]), "r"(y[3]) : "memory");
-    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(place ^ 16), "r"(y[4]), "r"(y[5]), "r"(y[6]), "r"(y[7]) : "memory");
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(place), "r"(y[0]), "r"(y[1]), "r"(y[2]),
+                 "r"(y[3])
+                 : "memory");
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(place ^ 16), "r"(y[4]), "r"(y[5]),
+                 "r"(y[6]), "r"(y[7])
+                 : "memory");
   }
 }
 
@@ -39,14 +52,17 @@ struct Converter {
   Place<RAW_STAGES> raw;
   int thread;
 
-  template <int WIDTH_ALL, int WIDTH, class Ring> __device__ __forceinline__ void convert(Ring &place, u32 stages, int stage, u32 full, u32 empty) {
-    barrier_wait(empty + place.slot * 8, place.round ^ 1);  // arrive: Math::release of every math warp, a round ago
+  template <int WIDTH_ALL, int WIDTH, class Ring>
+  __device__ __forceinline__ void convert(Ring &place, u32 stages, int stage, u32 full, u32 empty) {
+    // arrive: Math::release of every math warp, a round ago
+    mbarrier_wait(empty + place.slot * 8, place.round ^ 1);
     convert_step<WIDTH_ALL, WIDTH>(plan.raw + raw.slot * RAW_STAGE, stages + place.slot * stage, thread);
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // the tensor cores read what ordinary stores wrote
+    // the tensor cores read what ordinary stores wrote
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     __syncwarp();
     if (thread % 32 == 0) {
-      barrier_arrive(full + place.slot * 8);
-      barrier_arrive(plan.raw_empty + raw.slot * 8);
+      mbarrier_arrive(full + place.slot * 8);
+      mbarrier_arrive(plan.raw_empty + raw.slot * 8);
     }
     place.advance();
     raw.advance();
@@ -55,7 +71,8 @@ struct Converter {
   // What comes, in the order in which it comes: the loader says of each stage what is in it.
   __device__ __forceinline__ void run(const int *kinds) {
     for (;;) {
-      barrier_wait(plan.raw_full + raw.slot * 8, raw.round);  // arrive: Loader::load's expect and the bytes of its copies, or Loader::run at its end
+      // arrive: Loader::load's expect and the bytes of its copies, or Loader::run at its end
+      mbarrier_wait(plan.raw_full + raw.slot * 8, raw.round);
       const int kind = kinds[raw.slot];
       if (kind == NOTHING_COMES) return;
       if (kind == KEYS_COME) convert<DIM, K_WIDTH>(k, plan.k, K_STAGE, plan.k_full, plan.k_empty);

@@ -1,23 +1,30 @@
-// Puts together the tiles that prefill.cu cut into parts: one launch behind it, in which each CTA takes 32 columns of a tile.
+// Puts together the tiles that prefill.cu cut into parts: one launch behind it, in which each CTA takes 32
+// columns of a tile.
 //
-// A thread reads what the thread of the same place stored in each part, always in the same order, so that results are the same bits every time.
-// Launched early, it waits for the prefill launch, or for the decode launch behind that one, which does not end before it (decode.cu). What it reads
-// behind its wait comes from L2: this multiprocessor's L1 may hold what an older launch left at the same place.
+// A thread reads what the thread of the same place stored in each part, always in the same order, so that
+// results are the same bits every time. Launched early, it waits for the prefill launch, or for the decode
+// launch behind that one, which does not end before it (decode.cu). What it reads behind its wait comes from
+// L2: this multiprocessor's L1 may hold what an older launch left at the same place.
 //
-// Compiled by NVRTC with prefill.cu's constants. Sources: merging of attention states (arXiv:2501.01005, 2.2).
+// Compiled by NVRTC with prefill.cu's constants. Sources: merging of attention states (arXiv:2501.01005,
+// 2.2).
 
 #include "prefill_store.cuh"
 
 constexpr int SLICE = 4, SLICES = DIM_V / 8 / SLICE;  // blocks of 8 columns
-constexpr int AHEAD = GROUPS == 2 ? 8 : 4;            // parts asked for at once: a trip to L2 takes longer than all else here
+// parts asked for at once: a trip to L2 takes longer than all else here
+constexpr int AHEAD = GROUPS == 2 ? 8 : 4;
 
 __device__ __forceinline__ Job load_job(const Job *from) {
   const int *p = (const int *)from;
-  return {load_l2(p), load_l2(p + 1), load_l2(p + 2), load_l2(p + 3), load_l2(p + 4), load_l2(p + 5), load_l2(p + 6), load_l2(p + 7)};
+  return {load_l2(p),     load_l2(p + 1), load_l2(p + 2), load_l2(p + 3),
+          load_l2(p + 4), load_l2(p + 5), load_l2(p + 6), load_l2(p + 7)};
 }
 
-extern "C" __global__ void __launch_bounds__(MATH_THREADS) paged_prefill_merge(const __grid_constant__ Params p) {
-  // Every CTA waits, with work or without, and lets the next kernel go only then: to an attention behind this one the ends of those ahead count.
+extern "C" __global__ void __launch_bounds__(MATH_THREADS)
+    paged_prefill_merge(const __grid_constant__ Params p) {
+  // Every CTA waits, with work or without, and lets the next kernel go only then: to an attention behind this
+  // one the ends of those ahead count.
   asm volatile("griddepcontrol.wait;" ::: "memory");
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
   const Cut *cut = (const Cut *)(p.parts + (i64)p.ctas * PART_FLOATS);
@@ -36,7 +43,8 @@ extern "C" __global__ void __launch_bounds__(MATH_THREADS) paged_prefill_merge(c
       float4 state[AHEAD], x[AHEAD][SLICE];
 #pragma unroll
       for (int j = 0; j < AHEAD; ++j) {
-        const float4 *at = from + (i64)min(begin + j, parts - 1) * STEP;  // past the end: the last one again, with no weight
+        // past the end: the last one again, with no weight
+        const float4 *at = from + (i64)min(begin + j, parts - 1) * STEP;
         state[j] = load_l2(at + DIM_V / 8 * MATH_THREADS);
 #pragma unroll
         for (int n = 0; n < SLICE; ++n) x[j][n] = load_l2(at + (block + n) * MATH_THREADS);

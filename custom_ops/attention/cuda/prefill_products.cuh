@@ -1,19 +1,22 @@
-// Prefill's two warpgroup products of 64 query rows: scores (both operands in shared memory) and weighted values (weights in registers).
+// Prefill's two warpgroup products of 64 query rows: scores (both operands in shared memory) and weighted
+// values (weights in registers).
 //
-// A tile of keys or values in shared memory: groups of 8 tokens, in a group one square of 8 tokens x WIDTH columns after the other (WIDTH: 64, or 32
-// where a head is no multiple of that), in a square a token's WIDTH * 2 bytes swizzled. So the distance of groups is the same within a block of the
-// cache and across blocks, and one descriptor covers all tokens of the tile although every block came in a box of its own.
-// Sources: PTX ISA, "asynchronous warpgroup level matrix", shared memory layouts. Needs sm_90a.
+// A tile of keys or values in shared memory: groups of 8 tokens, in a group one square of 8 tokens x WIDTH
+// columns after the other (WIDTH: 64, or 32 where a head is no multiple of that), in a square a token's WIDTH
+// * 2 bytes swizzled. So the distance of groups is the same within a block of the cache and across blocks,
+// and one descriptor covers all tokens of the tile although every block came in a box of its own. Sources:
+// PTX ISA, "asynchronous warpgroup level matrix", shared memory layouts. Needs sm_90a.
 #pragma once
 
 #include "../../cuda/wgmma.cuh"
 #include "prefill_config.cuh"
 
-// `groups`: bytes from one group of 8 tokens (or query rows) to the next; `columns`: from one square of columns to the next, which only the second
-// product uses: the first one's 16 columns lie in one square.
+// `groups`: bytes from one group of 8 tokens (or query rows) to the next; `columns`: from one square of
+// columns to the next, which only the second product uses: the first one's 16 columns lie in one square.
 template <int WIDTH> __device__ __forceinline__ u64 matrix(u32 at, int columns, int groups) {
   static_assert(WIDTH == 64 || WIDTH == 32, "swizzles of 128 and of 64 bytes");
-  return (u64)(at >> 4 & 0x3fff) | (u64)(columns >> 4) << 16 | (u64)(groups >> 4) << 32 | (u64)(WIDTH == 64 ? 1 : 2) << 62;
+  return (u64)(at >> 4 & 0x3fff) | (u64)(columns >> 4) << 16 | (u64)(groups >> 4) << 32 |
+         (u64)(WIDTH == 64 ? 1 : 2) << 62;
 }
 
 #define F4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
@@ -24,17 +27,23 @@ template <int WIDTH> __device__ __forceinline__ u64 matrix(u32 at, int columns, 
 #define R32 R16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
 #define R48 R32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
 #define R64 R48 ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
-#define R96 R64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
-#define R128 R96 ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
+#define R96 R64 \
+  ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79" \
+  ",%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
+#define R128 R96 \
+  ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111" \
+  ",%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
 
-// d (+)= a @ b.T for 16 columns: 64 query rows of `a`, as many keys of `b` as d is twice long, both with contiguous columns. ADD: 0 starts from zeros.
+// d (+)= a @ b.T for 16 columns: 64 query rows of `a`, as many keys of `b` as d is twice long, both with
+// contiguous columns. ADD: 0 starts from zeros.
 template <int ADD> __device__ __forceinline__ void scores16(float (&d)[32], u64 a, u64 b) {
   WGMMA(HALF, "m64n64k16", "{" R32 "}, %32, %33, %34, 1, 1, 0, 0;" : F32(0) : "l"(a), "l"(b), "n"(ADD));
 }
 template <int ADD> __device__ __forceinline__ void scores16(float (&d)[64], u64 a, u64 b) {
   WGMMA(HALF, "m64n128k16", "{" R64 "}, %64, %65, %66, 1, 1, 0, 0;" : F64(0) : "l"(a), "l"(b), "n"(ADD));
 }
-// d += a @ b for 16 keys: weights of 64 query rows as mma.m16n8k16 has them; value columns, twice as many as d is long, contiguous in `b`.
+// d += a @ b for 16 keys: weights of 64 query rows as mma.m16n8k16 has them; value columns, twice as many as
+// d is long, contiguous in `b`.
 __device__ __forceinline__ void values16(float (&d)[16], const u32 *a, u64 b) {
   WGMMA(HALF, "m64n32k16", "{" R16 "}, {%16,%17,%18,%19}, %20, 1, 1, 1, 1;"
                : F16(0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));

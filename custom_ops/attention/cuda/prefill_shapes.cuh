@@ -8,25 +8,35 @@ constexpr int THREADS = (GROUPS + 1) * 128;     // warpgroup 0 loads
 constexpr int LOADER_REGISTERS = GROUPS == 2 ? 40 : 32, MATH_REGISTERS = GROUPS == 2 ? 232 : 160;
 constexpr int MATH_WARPS = GROUPS * 4, MATH_THREADS = GROUPS * 128;
 constexpr int PAGES = KEYS / BLOCK_SIZE;        // blocks of a step
-constexpr int K_WIDTH = DIM % 64 ? 32 : 64, V_WIDTH = DIM_V % 64 ? 32 : 64;  // columns of a square, 8 tokens high
+// columns of a square, 8 tokens high
+constexpr int K_WIDTH = DIM % 64 ? 32 : 64, V_WIDTH = DIM_V % 64 ? 32 : 64;
 constexpr int K_SQUARES = DIM / K_WIDTH, V_SQUARES = DIM_V / V_WIDTH;    // of a token's keys and values
 constexpr int K_SQUARE = K_WIDTH * 16, V_SQUARE = V_WIDTH * 16;          // bytes
-constexpr int K_STAGE = KEYS * DIM * 2, V_STAGE = KEYS * DIM_V * 2;      // bytes of a step's keys, and of its values
+// bytes of a step's keys, and of its values
+constexpr int K_STAGE = KEYS * DIM * 2, V_STAGE = KEYS * DIM_V * 2;
 constexpr int Q_TILE = ROWS * DIM * 2;
 constexpr int Q_BYTES = TOKENS * GROUP * DIM * 2;  // what the copy engine brings of it
 constexpr bool FP8 = KV_BYTES == 1;
-constexpr int RAW_STAGE = KEYS * (DIM > DIM_V ? DIM : DIM_V);  // fp8: bytes of a step's keys, or of its values, as they come
-constexpr int CONVERTERS = 3;                                  // fp8: warps that convert them, those beside the loader's
+// fp8: bytes of a step's keys, or of its values, as they come
+constexpr int RAW_STAGE = KEYS * (DIM > DIM_V ? DIM : DIM_V);
+// fp8: warps that convert them, those beside the loader's
+constexpr int CONVERTERS = 3;
 constexpr bool LOW = WINDOW_LEFT >= 0 || CHUNK > 0;  // some rows do not see the first keys
 constexpr bool ADJUST = SOFT_CAP || ALIBI;           // scores are more than scaled products
 static_assert(GROUPS == 2 || GROUPS == 3, "registers");
-static_assert(DIM % 32 == 0 && DIM_V % 32 == 0 && BLOCK_SIZE % 8 == 0 && KEYS % BLOCK_SIZE == 0 && GROUP <= ROWS && PAGES <= 16, "squares, boxes, one a lane");
+static_assert(DIM % 32 == 0 && DIM_V % 32 == 0 && BLOCK_SIZE % 8 == 0 && KEYS % BLOCK_SIZE == 0 &&
+                  GROUP <= ROWS && PAGES <= 16,
+              "squares, boxes, one a lane");
 static_assert(K_STAGE % 1024 == 0 && V_STAGE % 1024 == 0 && Q_TILE % 1024 == 0, "swizzles repeat");
 static_assert(K_STAGES >= 2 && V_STAGES >= 2, "one that is read, one that is filled");
-static_assert(K_STAGES * K_STAGE + V_STAGES * V_STAGE + Q_BUFFERS * Q_TILE + RAW_STAGES * RAW_STAGE <= 226 * 1024, "shared memory");
-static_assert(KV_BYTES == 2 ? RAW_STAGES == 0 : RAW_STAGES >= 2 && GROUPS == 2, "one that is read, one that is filled; registers of the converters");
+static_assert(K_STAGES * K_STAGE + V_STAGES * V_STAGE + Q_BUFFERS * Q_TILE + RAW_STAGES * RAW_STAGE <=
+                  226 * 1024,
+              "shared memory");
+static_assert(KV_BYTES == 2 ? RAW_STAGES == 0 : RAW_STAGES >= 2 && GROUPS == 2,
+              "one that is read, one that is filled; registers of the converters");
 
-struct Where {  // what of a cache's map is where: coordinates of head 0 and block 0 plus these for each head and block
+// what of a cache's map is where: coordinates of head 0 and block 0 plus these for each head and block
+struct Where {
   int head_square, head_group, block_group;
 };
 
@@ -38,21 +48,26 @@ struct Params {  // packed by custom_ops/attention/cuda/prefill.py, in this orde
   const float *slopes;
   const u16 *sinks;
   const float *k_scale, *v_scale;  // with SCALES, one or one per kv head
-  int *tickets;  // one zero between launches, ticket_row numbers from here per request before the first with tiles: tickets given out
+  // one zero between launches, ticket_row numbers from here per request before the first with tiles: tickets
+  // given out
+  int *tickets;
   float *parts;  // with SPLIT, PART_FLOATS for each CTA, then struct Cut
-  i64 *clocks;   // [CTAs, 5] with CLOCKS: cycles in all, waiting for tiles, waiting for their first keys, storing; steps
+  // [CTAs, 5] with CLOCKS: cycles in all, waiting for tiles, waiting for their first keys, storing; steps
+  i64 *clocks;
   i64 o_token, o_head, l_token, l_head, table_row;  // strides in elements
   float scale, soft_cap;
   int num_reqs, num_tokens, num_blocks, ticket_row;
   Where k_at, v_at;
   int ks_head, vs_head;  // strides of scales: 0 where there is one for all
-  int ctas, late;        // of both launches, and of those the ones of the second launch, behind decode: prefill.py
+  // of both launches, and of those the ones of the second launch, behind decode: prefill.py
+  int ctas, late;
   int is_late;           // whether this is the second one
 };
-static_assert(sizeof(Params) == 3 * sizeof(Map) + 256, "as custom_ops/attention/cuda/prefill.py packs it behind the maps");
+static_assert(sizeof(Params) == 3 * sizeof(Map) + 256,
+              "as custom_ops/attention/cuda/prefill.py packs it behind the maps");
 
-// Shared memory: the stages of keys, those of values, tiles of queries, with fp8 the stages that keys and values come through; barriers, 8 bytes each,
-// that say of these whether they are full or empty.
+// Shared memory: the stages of keys, those of values, tiles of queries, with fp8 the stages that keys and
+// values come through; barriers, 8 bytes each, that say of these whether they are full or empty.
 struct Plan {
   u32 k, v, q, raw, k_full, k_empty, v_full, v_empty, q_full, q_empty, raw_full, raw_empty;
 
@@ -73,8 +88,9 @@ struct Plan {
 };
 constexpr int BARRIERS = 2 * (K_STAGES + V_STAGES + Q_BUFFERS + RAW_STAGES);
 
-// A place in a ring of stages. `round` is the parity of full's phase that fills the slot this time: 0 in the first round. The loader waits for
-// the phase of `empty` before, parity round ^ 1; of a barrier that never completed a phase, that wait returns at once.
+// A place in a ring of stages. `round` is the parity of full's phase that fills the slot this time: 0 in the
+// first round. The loader waits for the phase of `empty` before, parity round ^ 1; of a barrier that never
+// completed a phase, that wait returns at once.
 template <int STAGES> struct Place {
   int slot = 0, round = 0;
   __device__ __forceinline__ void advance() {
@@ -93,9 +109,12 @@ struct Job {
   int unit;  // the ticket, of a tile in parts; -1: the tile is whole
 };
 
-// What is left of a part of a tile: each math thread's accumulators, four at a time, then its maxima and sums of two rows.
+// What is left of a part of a tile: each math thread's accumulators, four at a time, then its maxima and sums
+// of two rows.
 constexpr int PART_VECTORS = DIM_V / 8 + 1, PART_FLOATS = PART_VECTORS * MATH_THREADS * 4;
-__device__ __forceinline__ float4 *part_of(const Params &p, int unit) { return (float4 *)p.parts + (i64)unit * PART_VECTORS * MATH_THREADS; }
+__device__ __forceinline__ float4 *part_of(const Params &p, int unit) {
+  return (float4 *)p.parts + (i64)unit * PART_VECTORS * MATH_THREADS;
+}
 
 struct Cut {  // the tiles in parts, of which tickets tile * parts ... are the parts
   int tiles, parts, unused[2];

@@ -1,9 +1,11 @@
-// The end of a tile of prefill: a thread's two rows are weighed and stored, with the sink's share and the LSE.
+// The end of a tile of prefill: a thread's two rows are weighed and stored, with the sink's share and the
+// LSE.
 #pragma once
 
 #include "prefill_shapes.cuh"
 
-// Word `lane % 4` of four lanes' blocks of columns for word 0..3 of this lane's block: afterwards the lane holds 16 contiguous bytes.
+// Word `lane % 4` of four lanes' blocks of columns for word 0..3 of this lane's block: afterwards the lane
+// holds 16 contiguous bytes.
 __device__ __forceinline__ void transpose_quad(u32 (&w)[4], int lane) {
 #pragma unroll
   for (int step = 1; step < 4; step *= 2)
@@ -17,14 +19,18 @@ __device__ __forceinline__ void transpose_quad(u32 (&w)[4], int lane) {
     }
 }
 
-// N blocks of 8 columns from block `block` on, of rows `first` and `first` + 8 of a tile. `tops`: maxima in base 2; `totals`: of this thread's columns;
-// `acc`: as the second product leaves it (struct Softmax in prefill.cu). Block 0 brings the LSE along.
+// N blocks of 8 columns from block `block` on, of rows `first` and `first` + 8 of a tile. `tops`: maxima in
+// base 2; `totals`: of this thread's columns; `acc`: as the second product leaves it (struct Softmax in
+// prefill.cu). Block 0 brings the LSE along.
 template <int N>
-__device__ __forceinline__ void store_rows(const Params &p, const Job &job, int first, int lane, const float (&tops)[2], const float (&totals)[2],
+__device__ __forceinline__ void store_rows(const Params &p, const Job &job, int first, int lane,
+                                           const float (&tops)[2], const float (&totals)[2],
                                            const float (&acc)[N * 4], int block) {
   float weight[2];
   int token[2];
-  bool sees[2];  // the sum does not tell: it is NaN where a score was NaN or +inf, and 0 where all were -inf, which makes 0 / 0
+  // the sum does not tell: it is NaN where a score was NaN or +inf, and 0 where all were -inf, which makes 0
+  // / 0
+  bool sees[2];
   char *at[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {

@@ -1,13 +1,16 @@
-// The line of work of prefill: which tile of query rows the n-th ticket stands for. Compiles for the host too, where a "warp" has one lane.
+// The line of work of prefill: which tile of query rows the n-th ticket stands for. Compiles for the host
+// too, where a "warp" has one lane.
 //
-// A tile is TOKENS query tokens of a request times the heads of one kv head. Its level is the number of key tiles up to the last key it sees.
-// Tickets go through the kv heads a section at a time, so that the keys and values in use fit L2; in a section from the highest level down,
-// so that the longest tiles begin first; in a level by request, kv head, tile: neighbours read the same keys at about the same time.
-// Tiles without keys come last. The token rows behind the last request are one more request, without keys: they get zeros.
+// A tile is TOKENS query tokens of a request times the heads of one kv head. Its level is the number of key
+// tiles up to the last key it sees. Tickets go through the kv heads a section at a time, so that the keys and
+// values in use fit L2; in a section from the highest level down, so that the longest tiles begin first; in a
+// level by request, kv head, tile: neighbours read the same keys at about the same time. Tiles without keys
+// come last. The token rows behind the last request are one more request, without keys: they get zeros.
 //
-// SPLIT: where tiles with keys are few, each is cut into `parts` of about as many steps, a ticket each, so that all CTAs have work. Every CTA works out
-// the same number of parts. There are no more of these tickets than CTAs.
-// SHORT > 0: requests of up to SHORT query tokens, and the rows behind the last request, are another launch's: they have no tiles here.
+// SPLIT: where tiles with keys are few, each is cut into `parts` of about as many steps, a ticket each, so
+// that all CTAs have work. Every CTA works out the same number of parts. There are no more of these tickets
+// than CTAs. SHORT > 0: requests of up to SHORT query tokens, and the rows behind the last request, are
+// another launch's: they have no tiles here.
 #pragma once
 
 #include "prefill_config.cuh"
@@ -29,7 +32,8 @@ BOTH int warp_sum_upto(int x) {  // of this lane and those before it
 }
 BOTH int warp_first(bool x) { return __ffs(__ballot_sync(0xffffffffu, x)) - 1; }  // lane, or -1
 BOTH int warp_take(int x, int lane) { return __shfl_sync(0xffffffffu, x, lane); }
-BOTH unsigned count_up(unsigned *counter, unsigned last) { return atomicInc(counter, last); }  // 0 behind `last`
+// 0 behind `last`
+BOTH unsigned count_up(unsigned *counter, unsigned last) { return atomicInc(counter, last); }
 #else
 #define BOTH inline
 constexpr int LANES = 1;
@@ -49,13 +53,15 @@ BOTH int min(int a, int b) { return a < b ? a : b; }
 BOTH int max(int a, int b) { return a > b ? a : b; }
 #endif
 
-constexpr int ROWS = GROUPS * 64;              // packed query rows of a tile: token * GROUP + head of the group
+// packed query rows of a tile: token * GROUP + head of the group
+constexpr int ROWS = GROUPS * 64;
 constexpr int TOKENS = ROWS / GROUP;           // query tokens of a tile; rows behind TOKENS * GROUP are idle
 constexpr int HEAD_BYTES = (DIM + DIM_V) * KV_BYTES;  // a token's keys and values in one kv head
 constexpr int L2_KEYS = 32 << 20;  // bytes of keys and values of a section that one request may have
 constexpr int WORTH = 8, LEAST = 3;  // steps of a tile that is worth cutting, and of its parts at least
 
-// Every mask is an interval of keys, [first_key, end_key) for the query at `position`; both ends rise with the position.
+// Every mask is an interval of keys, [first_key, end_key) for the query at `position`; both ends rise with
+// the position.
 BOTH int first_key(int position) {
   int low = 0;
   if (position < 0) return 0;
@@ -101,11 +107,13 @@ struct Span {  // a request
   }
 };
 
-// Who gets which ticket. Each CTA of the first launch begins with the ticket of its number. All others are drawn: one with every tile, for the CTA's
-// next, and by each of the `late` CTAs of a second launch one to begin with. So the last of total + late draws puts the counter back to zero.
+// Who gets which ticket. Each CTA of the first launch begins with the ticket of its number. All others are
+// drawn: one with every tile, for the CTA's next, and by each of the `late` CTAs of a second launch one to
+// begin with. So the last of total + late draws puts the counter back to zero.
 struct Tickets {
   unsigned *counter;
-  int total, early, late;  // tickets, and CTAs of the two launches; of numbers that are not below `total` there is no tile
+  // tickets, and CTAs of the two launches; of numbers that are not below `total` there is no tile
+  int total, early, late;
 
   BOTH int begin(int cta, bool is_late) const { return !is_late ? cta : total > 0 ? draw() : total; }
   BOTH int draw() const { return early + (int)count_up(counter, total + late - 1); }
@@ -139,7 +147,8 @@ struct Line {
   // Most steps of a tile, or a few more.
   BOTH int most_steps() const {
     int keys = top * KEYS;
-    if (WINDOW_LEFT >= 0 && (CAUSAL || WINDOW_RIGHT >= 0)) keys = min(keys, WINDOW_LEFT + max(WINDOW_RIGHT, 0) + TOKENS + 2 * KEYS);
+    if (WINDOW_LEFT >= 0 && (CAUSAL || WINDOW_RIGHT >= 0))
+      keys = min(keys, WINDOW_LEFT + max(WINDOW_RIGHT, 0) + TOKENS + 2 * KEYS);
     if (CHUNK > 0) keys = min(keys, CHUNK + TOKENS + 2 * KEYS);
     return keys / KEYS;
   }
@@ -165,7 +174,8 @@ struct Line {
     while (heads % 2 == 0 && (long long)top * KEYS * HEAD_BYTES * heads > L2_KEYS) heads /= 2;
     section = 0;
     parts = 1;
-    if (SPLIT && live > 0 && most_steps() >= WORTH) parts = max(min(ctas / (live * NUM_KV_HEADS), most_steps() / LEAST), 1);
+    if (SPLIT && live > 0 && most_steps() >= WORTH)
+      parts = max(min(ctas / (live * NUM_KV_HEADS), most_steps() / LEAST), 1);
   }
 
   // Tiles of one kv head at `floor` or above.
@@ -182,11 +192,13 @@ struct Line {
   BOTH Tile find(int ticket) {
     Tile tile;
     tile.part = 0;
-    int left = ticket - live_total(), before = 0, together = NUM_KV_HEADS;  // tiles before this one in its level; kv heads: the first, how many
+    // tiles before this one in its level; kv heads: the first, how many
+    int left = ticket - live_total(), before = 0, together = NUM_KV_HEADS;
     if (left >= 0) {
       level = 0;
     } else {
-      const int in_section = live * heads * parts, here = ticket / in_section, place = (ticket - here * in_section) / parts;
+      const int in_section = live * heads * parts, here = ticket / in_section,
+                place = (ticket - here * in_section) / parts;
       tile.part = (ticket - here * in_section) % parts;
       if (here != section) level = top;
       section = here;

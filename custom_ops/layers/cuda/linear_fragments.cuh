@@ -126,7 +126,7 @@ __device__ __forceinline__ bool exchange(const float (&sums)[NT][4], float (&own
   // For the same warp of the other CTAs of the cluster. All run, since each has passed the cluster's barrier,
   // and send before they wait. The bytes are expected since before that barrier. A CTA's memory outlives what
   // comes in: whoever is written to waits for it here.
-  barrier_wait(barrier, 0);
+  mbarrier_wait(barrier, 0);
   float total[OWN][4] = {};
 #pragma unroll
   for (int from = 0; from < CLUSTER; ++from)

@@ -39,18 +39,18 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, CTAS_PER_SM)
   if (warp == CONSUMERS) {
     if (lane == 0) {
       for (int s = 0; s < STAGES; ++s) {
-        barrier_init(full + s * 8, 1);
-        barrier_init(empty + s * 8, CONSUMERS);
+        mbarrier_init(full + s * 8, 1);
+        mbarrier_init(empty + s * 8, CONSUMERS);
       }
       if constexpr (CLUSTER > 1)
-        for (int w = 0; w < CONSUMERS; ++w) barrier_init(received + w * 8, 1);
+        for (int w = 0; w < CONSUMERS; ++w) mbarrier_init(received + w * 8, 1);
       asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncwarp();
   }
   auto load_weights = [&](int i, int slot) {
     const u32 to = ring + slot * STAGE_BYTES, barrier = full + slot * 8;
-    barrier_expect(barrier, STAGE_BYTES);  // x is counted too
+    mbarrier_arrive_expect_tx(barrier, STAGE_BYTES);  // x is counted too
     if (GATED) tma_load_2d_pairs(to, &all.weight, (first + i) * 64, tile * OUT_ROWS, barrier, policy);
     else tma_load_2d(to, &all.weight, (first + i) * 64, tile * OUT_ROWS, barrier, policy);
   };
@@ -61,7 +61,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, CTAS_PER_SM)
     for (int i = 0; i < min(count, EARLY_STAGES); ++i) load_weights(i, i);
     if constexpr (CLUSTER > 1)
       for (int w = rank % SPLIT; w < CONSUMERS; w += SPLIT)
-        barrier_expect(received + w * 8, WARP_PARTS_BYTES);
+        mbarrier_arrive_expect_tx(received + w * 8, WARP_PARTS_BYTES);
   }
   __syncthreads();  // barriers are ready
   // Nothing but the barriers, fenced above, need be seen. Every thread arrives here and waits once further
@@ -75,7 +75,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, CTAS_PER_SM)
       for (int i = STAGES, slot = 0, round = 0; i < count; ++i) {
         // For the multiplying warps, which arrive for every chunk but the last and are behind by STAGES: they
         // wait for `full` of chunks that were asked for already, never for this one.
-        barrier_wait(empty + slot * 8, round);
+        mbarrier_wait(empty + slot * 8, round);
         load_weights(i, slot);
         load_x(i, slot);
         if (++slot == STAGES) {
@@ -98,15 +98,15 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, CTAS_PER_SM)
   int slot = 0, round = 0, last = 0;
   for (int i = 0; i < count; ++i) {
     // for the copy engine; the fetching warp asks for chunk i once chunk i - STAGES is used up
-    barrier_wait(full + slot * 8, round);
+    mbarrier_wait(full + slot * 8, round);
     const u32 at = ring + slot * STAGE_BYTES;
-    wgmma_begin();
+    wgmma_fence();
 #pragma unroll
     for (int step = 0; step < 4; ++step)
       wgmma<HALF>(sums, matrix(at + warp / 4 * 64 * LINE + step * 32), matrix(at + ROWS * LINE + step * 32));
     wgmma_commit();
     wgmma_wait<1>();  // the last chunk's products are done: its slot is free
-    if (i > 0 && lane == 0) barrier_arrive(empty + last * 8);
+    if (i > 0 && lane == 0) mbarrier_arrive(empty + last * 8);
     last = slot;
     if (++slot == STAGES) {
       slot = 0;

@@ -593,3 +593,17 @@ def test_the_example_of_the_page() -> None:
     names: dict[str, Any] = {}
     exec(code, names)
     assert [tuple(x.shape) for x in names["outputs"]] == [(4, 4, 16)] * 2
+
+
+def test_a_session_that_is_opened_in_inference_mode_is_planned_outside_of_it(planning: str) -> None:
+    """What it holds are no inference tensors, which nothing could be written into later: a cache opens it
+    within the first forward."""
+    with torch.inference_mode():
+        session = PLANNING.open([], LIMITS, "cpu")
+        layer = PagedAttention(HEADS, DIM, KV_HEADS, block_size=BLOCK, session=session)
+    assert not any(tensor.is_inference() for tensor in session.tensors().values())
+    metadata, pools = batch([1], [3]), [torch.zeros(BLOCKS, BLOCK, KV_HEADS, DIM) for _ in range(2)]
+    with torch.no_grad():
+        session.plan(metadata)
+        out = layer(torch.randn(1, HEADS, DIM), *torch.randn(2, 1, KV_HEADS, DIM), tuple(pools), metadata)
+    assert out.shape == (1, HEADS, DIM)

@@ -29,7 +29,7 @@ from torch import Tensor
 from torchpaged.backends.base import Backend
 from torchpaged.backends.capabilities import Capabilities
 from torchpaged.backends.library_op import Call, Held, Options, attention_op
-from torchpaged.backends.query_tiles import Mask, QueryTiles, query_tiles, visible_blocks
+from torchpaged.backends.query_tiles import Mask, query_tiles, visible_blocks
 from torchpaged.backends.session import Session
 from torchpaged.backends.spec import AttentionSpec, GraphSupport
 from torchpaged.custom_ops import variables
@@ -64,20 +64,13 @@ class _Shape(NamedTuple):
     lse: bool
 
 
-class _Compiled(NamedTuple):
-    """The two parts of a call of one shape."""
-
-    tiles: Callable[[Tensor, Tensor], tuple[QueryTiles, Tensor, Tensor]]
-    attend: Callable[..., tuple[Tensor, Tensor | None]]
-
-
 @dataclass(eq=False)
 class Mods:
     """What a user adds to the attention, and the calls that were compiled with it."""
 
     score_mod: ScoreMod | None = None
     mask_mod: MaskMod | None = None
-    compiled: dict[_Shape, _Compiled] = field(default_factory=dict)
+    compiled: dict[_Shape, Callable[..., tuple[Tensor, Tensor | None]]] = field(default_factory=dict)
 
 
 _PLAIN = Mods()
@@ -96,6 +89,9 @@ def _attend(call: Call, options: Options, own: Mods = _PLAIN) -> None:
     lens = _padded(seq_lens, reqs, 0)
     starts = torch.cat([query_start_loc, query_start_loc[-1:].expand(reqs - num_reqs)])
     tile_q = _tile_q(options.max_query_len, group)
+    tiles = query_tiles(lens, starts, tokens, tile_q)
+    first, count = visible_blocks(tiles, mask, k_cache.shape[1])
+    listed, logical = _lists(block_table, tiles.request, first, count, reqs, k_cache.shape[0], compiler)
     shape = _Shape(
         compiler,
         q.device,
@@ -117,10 +113,8 @@ def _attend(call: Call, options: Options, own: Mods = _PLAIN) -> None:
                 "flex: this shape has not been compiled, and can't be while a graph is captured; "
                 "run the step once before"
             )
-        compiled = own.compiled[shape] = _Compiled(_compile_tiles(shape), _compile(shape, own))
-    tiles, first, count = compiled.tiles(lens, starts)
-    listed, logical = _lists(block_table, tiles.request, first, count, reqs, k_cache.shape[0], compiler)
-    result, result_lse = compiled.attend(
+        compiled = own.compiled[shape] = _compile(shape, own)
+    result, result_lse = compiled(
         q,
         k_cache,
         v_cache,
@@ -238,26 +232,6 @@ def _check_pools(k_cache: Tensor, v_cache: Tensor, block_table: Tensor, seq_lens
 
 
 # ------------------------------------------------------------------------------------------ what is compiled
-def _compile_tiles(shape: _Shape) -> Callable[[Tensor, Tensor], tuple[QueryTiles, Tensor, Tensor]]:
-    """Tiles and the blocks that they see, in few kernels."""
-    tokens, tile_q, mask, block_size = shape.sizes[0], shape.tile_q, shape.mask, shape.block_size
-
-    def tiles_of(lens: Tensor, starts: Tensor) -> tuple[QueryTiles, Tensor, Tensor]:
-        tiles = query_tiles(lens, starts, tokens, tile_q)
-        return tiles, *visible_blocks(tiles, mask, block_size)
-
-    return tiles_of if shape.compiler == "eager" else _compiled(tiles_of, shape.compiler)
-
-
-def _compiled(call: Any, compiler: str) -> Any:
-    """``call``, compiled when it first runs. dynamo counts compilations per code object and gives up at a
-    few, so that each shape has one of its own."""
-    own = types.FunctionType(
-        call.__code__.replace(), call.__globals__, call.__name__, call.__defaults__, call.__closure__
-    )
-    return torch.compile(own, fullgraph=True, dynamic=False, backend=compiler)
-
-
 def _compile(shape: _Shape, mods: Mods) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """The call of this shape, which compiles when it first runs."""
     from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
@@ -342,7 +316,11 @@ def _compile(shape: _Shape, mods: Mods) -> Callable[..., tuple[Tensor, Tensor | 
             total = with_sink
         return torch.where(nothing[..., None], 0.0, y), torch.where(nothing, float("-inf"), total)
 
-    return _compiled(call, shape.compiler)
+    # dynamo counts compilations per code object, and gives up at a few: each shape has one of its own
+    own = types.FunctionType(
+        call.__code__.replace(), call.__globals__, "flex_call", call.__defaults__, call.__closure__
+    )
+    return torch.compile(own, fullgraph=True, dynamic=False, backend=shape.compiler)
 
 
 # ----------------------------------------------------------------------------------------------- the backend

@@ -20,16 +20,16 @@ from torchpaged.custom_ops import BackendOps, variables
 from torchpaged.custom_ops.errors import ArgumentError, BackendUnavailableError
 
 #: Preference of the automatic choice.
-AUTOMATIC = ["cuda", "triton", "cpu", "flex", "torch_sdpa", "reference"]
+AUTOMATIC = ["cuda", "triton", "cpu", "torch_sdpa", "reference"]
 #: Backend name -> module with a ``BACKEND``; `register_backend` adds to it.
 _MODULES = {
-    name: f"torchpaged.backends.{name}" for name in (*AUTOMATIC, "flash_attn", "flashinfer", "torch_varlen")
+    name: f"torchpaged.backends.{name}"
+    for name in (*AUTOMATIC, "flex", "flash_attn", "flashinfer", "torch_varlen")
 }
 _REGISTERED: dict[str, Backend] = {}
 _LOADED: dict[str, Backend] = {}  # of _MODULES, those that were asked for: for a trace, which imports nothing
 #: Devices on which a backend is chosen without being named, where these are not all of its own, and why.
 _AUTOMATIC_ON = {
-    "flex": ("cuda", "it compiles each shape for tens of seconds there"),
     "torch_sdpa": ("cuda", "it gathers as many blocks as the block table is wide"),
 }
 #: What others call what a backend here is made of.

@@ -48,9 +48,8 @@ def main() -> None:
         for (of, name), error in refused.items():
             if of == part:
                 report.add({"part": part, "case": name, "ok": False, "does not compile": error})
-        end = time.monotonic() + (stop - time.monotonic()) * SHARES.get(
-            part, 1.0
-        )  # cases that hang leave time for the other parts
+        # cases that hang leave time for the other parts
+        end = time.monotonic() + (stop - time.monotonic()) * SHARES.get(part, 1.0)
         supervise(part, [name for name in PARTS[part] if (part, name) not in refused], end, report)
     bad = [f"{r['part']}: {r['case']}" for r in report.results if not r["ok"]]
     print(

@@ -110,9 +110,8 @@ def measure(tokens: int, args: argparse.Namespace) -> dict[str, Any]:
             for seed in range(max(4, min(MAX_SETS, ROUND_BYTES // (4 * written)))):
                 inputs = make_rope_inputs(**shape, cache_dtype=dtype, seed=seed)
                 num_slots = inputs["k_cache"].shape[0] * inputs["k_cache"].shape[1]
-                inputs["slot_mapping"] = torch.randperm(num_slots, device="cuda")[
-                    :tokens
-                ]  # every token is written
+                # every token is written
+                inputs["slot_mapping"] = torch.randperm(num_slots, device="cuda")[:tokens]
                 calls.append(partial(call, op, name, "triton", inputs))
             samplers[f"{op}/{name}"] = CudaSampler(calls)
         row["timings"] |= {

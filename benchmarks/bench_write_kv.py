@@ -109,9 +109,8 @@ def measure(tokens: int, args: argparse.Namespace) -> dict[str, Any]:
     torch.compiler.reset()
     compiled = torch.compile(unfused, fullgraph=True, dynamic=False)
     check(shape, compiled, args.tiles)
-    q_bytes, kv_bytes = (
-        2 * 2 * tokens * n * args.head_dim for n in (args.heads, 2 * args.kv_heads)
-    )  # read and written, 2 bytes a number
+    # read and written, 2 bytes a number
+    q_bytes, kv_bytes = (2 * 2 * tokens * n * args.head_dim for n in (args.heads, 2 * args.kv_heads))
     cos_bytes = 4 * tokens * args.head_dim
     sets = []
     for seed in range(max(4, min(MAX_SETS, ROUND_BYTES // (q_bytes + kv_bytes)))):

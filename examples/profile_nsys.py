@@ -45,9 +45,8 @@ def main() -> None:
 
     with contextlib.ExitStack() as stack:
         try:
-            stack.enter_context(
-                profiling.enabled()
-            )  # the captures are inside, so that they are on the timeline too
+            # the captures are inside, so that they are on the timeline too
+            stack.enter_context(profiling.enabled())
         except profiling.ProfilingUnavailableError as error:
             print(f"no NVTX ranges: {error}")
         generator = Generator(model, max_batch_size=options.batch_size, max_seq_len=256, compile=False)

@@ -65,9 +65,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="needs a CUDA or ROCm device"))
         if "slow" in item.keywords and "slow" not in chosen:
             item.add_marker(pytest.mark.skip(reason="slow; run with -m slow"))
-    items.sort(
-        key=lambda item: "in_the_interpreter" not in item.name
-    )  # a process of its own, minutes long: begun last it would be waited for
+    # a process of its own, minutes long: begun last it would be waited for
+    items.sort(key=lambda item: "in_the_interpreter" not in item.name)
 
 
 @pytest.fixture(autouse=True)

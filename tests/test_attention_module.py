@@ -144,9 +144,8 @@ def test_one_compile_for_all_batches_and_lengths_and_no_copy_of_a_pool() -> None
     assert [c for c in calls if c in ("write_kv", "paged_attention")] == ["write_kv", "paged_attention"] * 3
     pool_sized = rf"empty_strided\w*\(\({BLOCKS}, |(?:clone|copy_)\b.*\({BLOCKS}, "
     assert not [x for x in code.splitlines() if re.search(pool_sized, x) and "assert_size_stride" not in x]
-    semaphores = re.findall(
-        r"semaphore=(\w+)", code
-    )  # the graph's own input in every layer, neither cloned nor copied back
+    # the graph's own input in every layer, neither cloned nor copied back
+    semaphores = re.findall(r"semaphore=(\w+)", code)
     assert len(semaphores) == 3 and len(set(semaphores)) == 1 and re.fullmatch(r"arg\d+_1", semaphores[0]), (
         semaphores
     )

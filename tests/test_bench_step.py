@@ -65,9 +65,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         assert row["of_roofline"] == pytest.approx(row["roofline_ms"] / row["ms"])
         assert row["host_replay_us"] > 0 and row["host_launch_us"] > 0 and row["ready_s"] > 0
         assert row["host_after_trace"] is False
-        assert (
-            "kernels_per_step" not in row and "idle_between_launches" not in row
-        )  # nothing is invented on a CPU
+        # nothing is invented on a CPU
+        assert "kernels_per_step" not in row and "idle_between_launches" not in row
     assert document["conditions"]["torch"] == torch.__version__
     assert "ms/step" in seen.err and "tiny b3 k2" in seen.err
 

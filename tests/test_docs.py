@@ -73,9 +73,8 @@ def run_page(page: Path, space: dict[str, Any]) -> int:
     ran = 0
     for block in blocks_of(page.read_text()):
         if block.language == "python":
-            code = compile(
-                "\n" * (block.line - 1) + block.code, str(page), "exec"
-            )  # so that a traceback names the page's line
+            # so that a traceback names the page's line
+            code = compile("\n" * (block.line - 1) + block.code, str(page), "exec")
             if not block.needs:
                 exec(code, space)
                 ran += 1

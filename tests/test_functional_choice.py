@@ -287,3 +287,48 @@ def test_a_compiled_call_keeps_what_was_chosen_when_it_was_traced(function: str)
     torch._dynamo.reset()
     with use_backend("triton"), pytest.raises(Exception, match="device cpu is not one of cuda"):
         torch.compile(call, fullgraph=True, backend=backend)(arguments()[function])
+
+
+def test_handles_are_held_to_their_backend_as_soon_as_it_is_registered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Handles may run before anybody registered what they can't do."""
+    monkeypatch.setattr(selector_module, "_REGISTERED", {})
+    own = lambda *args, **options: BACKEND_OPS["reference"].paged_attention(*args, **options)  # noqa: E731
+    ops = BACKEND_OPS["reference"]._replace(paged_attention=own)
+    given = arguments()["paged_attention"]
+    torchpaged.paged_attention(**given, logits_soft_cap=5.0, ops=ops)
+    able = get_backend("reference").capabilities
+    for lacking, refused in (({"logits_soft_cap": False}, True), ({}, False)):
+        register_backend(Backend("lesser", dataclasses.replace(able, **lacking), ops, lambda: None))
+        if refused:
+            with pytest.raises(BackendUnavailableError, match="logits_soft_cap is not supported"):
+                torchpaged.paged_attention(**given, logits_soft_cap=5.0, ops=ops)
+        else:
+            torchpaged.paged_attention(**given, logits_soft_cap=5.0, ops=ops)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_module_that_is_given_queries_of_another_dtype_than_it_was_built_for(
+    compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when its model's weights were replaced by others: its backend runs what it declares, or refuses."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(selector_module, "_REGISTERED", {})
+    reference = get_backend("reference")
+    able = dataclasses.replace(reference.capabilities, dtypes=(torch.float32,))
+    register_backend(Backend("float32", able, reference.ops, lambda: None))
+    for name in ("float32", "reference"):
+        layer = PagedAttention(4, 16, 2, backend=name)
+        call: Any = torch.compile(layer, fullgraph=True, backend="eager") if compiled else layer
+        given = arguments(torch.bfloat16)
+        q, pools = given["paged_attention"]["q"], [given["write_kv"][pool] for pool in ("k_cache", "v_cache")]
+        batch = torchpaged.AttentionMetadata.from_lists([3], [3], [[1]], block_size=4)
+        args = (q, given["write_kv"]["k"], given["write_kv"]["v"], tuple(pools), batch)
+        if name == "float32":
+            refusal = Exception if compiled else BackendUnavailableError
+            with pytest.raises(refusal, match="dtype bfloat16 is not"):
+                call(*args)
+            assert not pools[0].any(), "nothing is written"
+        else:
+            assert call(*args).dtype == torch.bfloat16

@@ -11,17 +11,19 @@ from torchpaged.custom_ops.attention.cuda import prefill, specialise
 from torchpaged.custom_ops.layers.cuda import linear_shape
 
 PAGES = Path(__file__).parents[1] / "docs" / "kernels"
+# an H200: multiprocessors, bytes of shared memory of each and of a CTA
 SMS, PER_SM, PER_CTA = (
     132,
     228 << 10,
     227 << 10,
-)  # an H200: multiprocessors, bytes of shared memory of each and of a CTA
+)
+# of an 8B Llama
 LAYERS = {
     "qkv": (6144, 4096),
     "o": (4096, 4096),
     "gate_up": (28672, 4096),
     "down": (4096, 14336),
-}  # of an 8B Llama
+}
 
 
 def rows(page: str, first: str) -> list[list[str]]:

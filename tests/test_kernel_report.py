@@ -36,11 +36,12 @@ N = None
         ("abc", "abxc", [0, 1, N, 2]),  # gained one
         ("abxc", "abc", [0, 1, 3]),  # lost one
         ("aab", "ab", [N, 2]),  # which of the two is it?
+        # before A and after B there is one on both sides; between them one is gone
         (
             "gAgBg",
             "gABg",
             [0, 1, 3, 4],
-        ),  # before A and after B there is one on both sides; between them one is gone
+        ),
         ("ab", "ba", [N, N]),  # order and name contradict each other
         ("abc", "cab", [N, N, N]),
         ("xabyc", "xbayc", [0, N, N, 3, 4]),
@@ -113,9 +114,8 @@ def test_kernels_go_to_the_innermost_module_around_their_launch() -> None:
     assert trace.on_device and trace.activities[0].ranges[0] == "prefill batch=1 tokens=3"
     report = kernels_of_generation(trace, nn.Identity())
     assert [m.module for m in report["prefill"].modules] == ["model.layers.0.mlp", "model.layers.0", None]
-    assert [u.kernels[0].name for u in report["other"].unmatched] == [
-        "stray"
-    ]  # nobody knows where it was launched
+    # nobody knows where it was launched
+    assert [u.kernels[0].name for u in report["other"].unmatched] == ["stray"]
 
 
 class Toy(nn.Module):

@@ -170,3 +170,14 @@ def test_copies_and_shapes() -> None:
     )
     meta_pools = (pools.k_cache.to("meta"), pools.v_cache.to("meta"))
     assert layer(x.to("meta"), meta_pools, shapes).shape == (8, HEADS, DIM)
+
+
+def test_memory_found_in_inference_mode_takes_a_state_dict_later(built: Layer) -> None:
+    """What the first forward fills in is no inference tensor, which nothing could be loaded into."""
+    layer = on_meta(**GIVEN)
+    layer.load_state_dict(built.qkv.state_dict(prefix="qkv."), assign=True, strict=False)
+    with torch.inference_mode():
+        torch.testing.assert_close(layer(*batch()), built(*batch()), rtol=0, atol=0)
+    layer.load_state_dict(built.state_dict())
+    with torch.no_grad():
+        torch.testing.assert_close(layer(*batch()), built(*batch()), rtol=0, atol=0)

@@ -156,22 +156,23 @@ def test_ranges_of_the_engine_arrive_nested(tool: Path) -> None:
     nodes = record(tool, ENGINE + GENERATE, TORCHPAGED_NVTX="1")
     steps = [node for node in nodes if node[0] == "step"]
     assert [number for _, number, _ in steps] == [str(i) for i in range(len(steps))]
+    # attention outside a step: the model's layers are tried at the start
     assert {text for text, _, _ in nodes} == {
         "step",
         *LAYERS,
-    }  # attention outside a step: the model's layers are tried at the start
+    }
     assert all(inner[0][0].startswith("admission waiting=") for _, _, inner in steps)
     assert only(nodes, "prefill") == ["prefill batch=1 tokens=3", "prefill batch=1 tokens=2"]
     assert only(steps, "admission")[0] == "admission waiting=2"
     captured = ("capture padded=2", LAYERS * 3)  # twice to warm up
-    first, *later = only(steps, "decode", "capture", "replay", "attention")[
-        2:
-    ]  # after the attention of the first prefill
+    # after the attention of the first prefill
+    first, *later = only(steps, "decode", "capture", "replay", "attention")[2:]
     assert isinstance(first, tuple) and first[0].startswith("decode batch=1 tokens=1")
+    # on a CPU a replay runs the model again
     assert first[1] == [
         captured,
         ("replay batch=1 padded=2", LAYERS),
-    ]  # on a CPU a replay runs the model again
+    ]
     assert ("decode batch=2 tokens=2", [("replay batch=2 padded=2", LAYERS)]) in later
     assert all(node in LAYERS or node[0].startswith("decode") for node in later)
 

@@ -77,3 +77,17 @@ def test_a_pool_that_is_too_small_changes_nothing() -> None:
     assert len(rows) == 0 and rows.pool.num_used == 0
     rows.allocate(1)
     assert rows.unshare([2]) is None
+
+
+@pytest.mark.parametrize("parents", [[0, 0, 0], [1, 1, 1], [0, 1, 1]])
+def test_forks_that_find_no_room_change_nothing(parents: list[int]) -> None:
+    rows = RowBlocks(BlockPool(2 * PER_ROW + 1), BLOCK, PER_ROW)
+    rows.allocate(2)
+    before, pool = [list(row) for row in rows.rows], rows.pool
+    counts = [pool.ref_count(block) for row in before for block in row]
+    with pytest.raises(BlockPoolExhaustedError):
+        rows.reindex(parents, [BLOCK - 1, 2 * BLOCK - 1])
+    assert rows.rows == before and [pool.ref_count(block) for row in before for block in row] == counts
+    assert pool.num_free == 0
+    rows.free()
+    assert pool.num_used == 0

@@ -94,9 +94,8 @@ def test_a_gpt_is_one_graph_for_all_batches(session: PlanningSession) -> None:
         metadata.max_query_len = 9  # an upper bound: a constant of the trace
         session.plan(metadata)
         close_to_dense(gpt, compiled(fed(query_lens, seq_lens), metadata), query_lens, seq_lens)
-        frames.add(
-            counter.frame_count
-        )  # the first compile may trace twice: dynamo starts again where it has seen a symbolic float
+        # the first compile may trace twice: dynamo starts again where it has seen a symbolic float
+        frames.add(counter.frame_count)
     assert len(frames) == 1, "a later batch was compiled anew"
     with pytest.raises(RuntimeError, match="plan: expected one for this batch"):
         compiled(fed([1, 1], [18, 12]), batch([1, 1], [18, 12]))
@@ -124,9 +123,8 @@ def test_a_gpt_is_captured(session: PlanningSession, compile: bool) -> None:
     for length in range(1, 20):
         rows = 1 + length % 3
         logits = runner.run(TOKENS[:rows, length - 1], [length] * rows, TABLES[:rows]).clone()
-        torch.testing.assert_close(
-            logits[:1], gpt.dense(TOKENS[0, :length])[-1:], rtol=1e-4, atol=1e-4
-        )  # row 0 is in every step
+        # row 0 is in every step
+        torch.testing.assert_close(logits[:1], gpt.dense(TOKENS[0, :length])[-1:], rtol=1e-4, atol=1e-4)
     assert session.plans_made == 2 + 19 and session.plans_from_host == 19
     torch.testing.assert_close(
         runner.run_eager(TOKENS[:1, 19], [20], TABLES[:1]),
@@ -595,3 +593,17 @@ def test_the_example_of_the_page() -> None:
     names: dict[str, Any] = {}
     exec(code, names)
     assert [tuple(x.shape) for x in names["outputs"]] == [(4, 4, 16)] * 2
+
+
+def test_a_session_that_is_opened_in_inference_mode_is_planned_outside_of_it(planning: str) -> None:
+    """What it holds are no inference tensors, which nothing could be written into later: a cache opens it
+    within the first forward."""
+    with torch.inference_mode():
+        session = PLANNING.open([], LIMITS, "cpu")
+        layer = PagedAttention(HEADS, DIM, KV_HEADS, block_size=BLOCK, session=session)
+    assert not any(tensor.is_inference() for tensor in session.tensors().values())
+    metadata, pools = batch([1], [3]), [torch.zeros(BLOCKS, BLOCK, KV_HEADS, DIM) for _ in range(2)]
+    with torch.no_grad():
+        session.plan(metadata)
+        out = layer(torch.randn(1, HEADS, DIM), *torch.randn(2, 1, KV_HEADS, DIM), tuple(pools), metadata)
+    assert out.shape == (1, HEADS, DIM)

@@ -265,9 +265,10 @@ class PagedAttention(nn.Module):
     def _settle(self, query: Tensor) -> None:
         """Choose where nobody told the module that it left the meta device: loaders replace tensors one by
         one, and do not know those that are in no state dict."""
-        if self._home.is_meta:
-            self._home = torch.empty(0, device=query.device, dtype=query.dtype)
-        self._fill([name for name in self._numbers if self._is_meta(name)])
+        with torch.inference_mode(False):  # an inference tensor could not be loaded into later
+            if self._home.is_meta:
+                self._home = torch.empty(0, device=query.device, dtype=query.dtype)
+            self._fill([name for name in self._numbers if self._is_meta(name)])
         self._choose()
 
     def forward(
@@ -367,6 +368,12 @@ class PagedAttention(nn.Module):
             self.session.require(metadata, q.shape[0])
             workspace = self.session.workspace_for(workspace, metadata.num_reqs)
             check_native_dtype(self._ops.paged_attention, query=query, k_cache=pools.k_cache)
+        if query.dtype not in self._capabilities.dtypes:
+            raise BackendUnavailableError(
+                f"backend {self.choice.name!r} cannot run this attention: dtype "
+                f"{str(query.dtype).removeprefix('torch.')} is not one of {self._capabilities.dtypes}; give "
+                "PagedAttention dtype, or call module.to(dtype), so that it chooses with it"
+            )
         if write is not None:
             # longer queries may be another request's context, see above; they gain little from the
             # early start
@@ -381,9 +388,8 @@ class PagedAttention(nn.Module):
         size, able = pools.k_cache.shape[1], self._capabilities
         metadata.check_block_size(size)
         if self.block_size is not None and size != self.block_size:
-            if (
-                torch.compiler.is_compiling()
-            ):  # dynamo can't make an ArgumentError, and its own error quotes this one
+            # dynamo can't make an ArgumentError, and its own error quotes this one
+            if torch.compiler.is_compiling():
                 raise ValueError(
                     f"kv_cache: expected blocks of {self.block_size} tokens, as this module was built for, "
                     f"got blocks of {size}"

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from torchpaged.backends import AttentionSpec, Backend, Limits, Session, attention_spec, backend_of
-from torchpaged.backends.ops_choice import choose_ops, traced_ops
+from torchpaged.backends.ops_choice import choose_ops, registered, traced_ops
 from torchpaged.custom_ops import BACKEND_OPS, BackendOps, check_native_dtype
 from torchpaged.custom_ops.attention.check import (
     check_merge_attn_states,
@@ -303,11 +303,12 @@ def paged_attention(
             **_given(alibi_slopes=alibi_slopes, sinks=sinks, k_scale=k_scale, v_scale=v_scale, out=out),
             **kept,
         )
+        # of these the outputs take their shape
         for name, tensor in (
             ("q", q),
             ("k_cache", k_cache),
             ("v_cache", v_cache),
-        ):  # of these the outputs take their shape
+        ):
             if not tensor.dim() == (3 if name == "q" else 4):
                 raise ArgumentError(name, f"{3 if name == 'q' else 4} dimensions", str(list(tensor.shape)))
     out = q.new_empty(q.shape[0], q.shape[1], v_cache.shape[3]) if out is None else out
@@ -361,7 +362,7 @@ def paged_attention(
             ops = choose_ops(q.device, spec)
         check_native_dtype(ops.paged_attention, q=q, k_cache=k_cache)
         if ops is not _DEFAULT:
-            backend = _able(_Handles(ops), spec)
+            backend = _able(_Handles(ops), spec, registered())
             if backend is not None and workspace is None and backend.capabilities.planning:
                 batch = _OneCall(block_table, seq_lens, query_start_loc, max_query_len)
                 # a variable of this function, since it must live until the op has run
@@ -436,9 +437,9 @@ class _Handles:
 
 
 @functools.lru_cache(maxsize=1024)
-def _able(handles: _Handles, spec: AttentionSpec) -> Backend | None:
-    """The backend of these handles, if one has them, and if it can run ``spec``. Runs once per kind of call:
-    a refusal is not kept."""
+def _able(handles: _Handles, spec: AttentionSpec, registered: tuple[Any, ...]) -> Backend | None:
+    """The backend of these handles, if one has them, and if it can run ``spec``. Runs once per kind of call
+    and set of registered backends: a refusal is not kept."""
     backend = backend_of(handles.ops)
     reasons = [] if backend is None else backend.capabilities.reject(spec)
     if backend is not None and reasons:

@@ -86,9 +86,8 @@ class StoredKernel:
     def __init__(self, header: Mapping[str, Any], code: bytes, specialisation: tuple[object, ...]) -> None:
         places, types = parameters(specialisation)
         self._places = places
-        self._struct = struct.Struct(
-            "@" + "".join(_LETTERS.get(kind, "Q") for kind in types) + "QQ"
-        )  # Triton's two scratch pointers
+        # Triton's two scratch pointers
+        self._struct = struct.Struct("@" + "".join(_LETTERS.get(kind, "Q") for kind in types) + "QQ")
         self._threads, self._early = 32 * int(header["num_warps"]), bool(header["launch_pdl"])
         self._kernel = jit.Kernel(code, header["name"], int(header["shared"]), prefer_shared=True)
         expected = _layout(types)
@@ -276,9 +275,8 @@ def keep(
     if key not in _known:
         content = pack(compile(), key[2])  # type: ignore[arg-type]
         _known[key] = None if content is None else _load(content, key)
-        if (
-            content is not None and _known[key] is not None and _read_sources() == _sources()
-        ):  # else it may be another text's
+        # else it may be another text's
+        if content is not None and _known[key] is not None and _read_sources() == _sources():
             cubins.store(_file(key), content)
     return _known[key]
 

@@ -33,9 +33,8 @@ def install() -> None:
 
 
 def _say(src: Any, metadata: dict[str, Any], times: Any, cache_hit: bool) -> None:
-    module = str(
-        getattr(getattr(src, "fn", None), "__module__", "")
-    )  # a source read from a file has no function
+    # a source read from a file has no function
+    module = str(getattr(getattr(src, "fn", None), "__module__", ""))
     if cache_hit or not module.startswith(_OURS) or sys.stderr is None or not sys.stderr.isatty():
         return
     architecture = metadata["target"].arch

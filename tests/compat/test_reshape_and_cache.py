@@ -17,9 +17,8 @@ TOKENS = [0, 1, 3, 4]  # those that are stored
 
 def tokens(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
     torch.manual_seed(0)
-    return torch.randn(7, 2, 16).to(dtype), torch.randn(7, 2, 8).to(
-        dtype
-    )  # two more than there are slots: padding
+    # two more than there are slots: padding
+    return torch.randn(7, 2, 16).to(dtype), torch.randn(7, 2, 8).to(dtype)
 
 
 @pytest.mark.parametrize(

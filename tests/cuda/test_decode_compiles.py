@@ -190,14 +190,12 @@ def test_where_it_waits_for_the_launch_before(tmp_path: Path) -> None:
         text[text.index(".entry paged_decode") :],
     )
     waits = [i for i, step in enumerate(steps) if step == "griddepcontrol.wait"]
-    assert len(waits) == 2 and all(steps[i + 1] == "griddepcontrol.launch_dependents" for i in waits), (
-        steps
-    )  # with work, and without
+    # with work, and without
+    assert len(waits) == 2 and all(steps[i + 1] == "griddepcontrol.launch_dependents" for i in waits), steps
     assert steps.count("griddepcontrol.launch_dependents") == 2, steps
     copies = [i for i, step in enumerate(steps) if step == "cp.async.cg"]
-    before = [
-        sum(i < wait for i in copies) for wait in waits
-    ]  # `load` stands in the code three times: before, after, in the loop
+    # `load` stands in the code three times: before, after, in the loop
+    before = [sum(i < wait for i in copies) for wait in waits]
     assert any(0 < count <= len(copies) / 3 for count in before), steps
 
 
@@ -217,11 +215,12 @@ def test_beside_prefill_it_waits_at_its_end_alone(tmp_path: Path) -> None:
     ) < steps.index("cp.async.cg")
 
 
+# by their offset in struct Params of shapes.cuh
 METADATA = {
     24: "block_table",
     32: "seq_lens",
     40: "query_start_loc",
-}  # by their offset in struct Params of shapes.cuh
+}
 
 
 def metadata_loads(ptx: str) -> list[tuple[str, str]]:
@@ -239,9 +238,8 @@ def metadata_loads(ptx: str) -> list[tuple[str, str]]:
             if len(line) == 2 and re.match(r"(?:ld|mov|add|sub|cvta|mad|selp)\.", line[0])
         ]
         known = -1
-        while known != len(params) + len(
-            pointers
-        ):  # to a fixed point: registers of a loop are written further down
+        # to a fixed point: registers of a loop are written further down
+        while known != len(params) + len(pointers):
             known = len(params) + len(pointers)
             for line, (op, rest) in enumerate(instructions):
                 target, *sources = re.findall(r"%\w+|\w+_param_0|(?<=[,+ ])-?\d+", rest)
@@ -280,7 +278,6 @@ def test_metadata_comes_from_l2(tmp_path: Path, name: str) -> None:
     assert {tensor for tensor, _ in loads} == set(METADATA.values()), loads
     acquires = [i for i, (_, op) in enumerate(loads) if op.startswith("ld.acquire.gpu.global")]
     assert len(acquires) == 1, loads
-    assert all(op.startswith("ld.global.cg.") for _, op in loads[: acquires[0]]), (
-        loads
-    )  # behind it L1 holds nothing old
+    # behind it L1 holds nothing old
+    assert all(op.startswith("ld.global.cg.") for _, op in loads[: acquires[0]]), loads
     assert ".nc" not in text

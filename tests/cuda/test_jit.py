@@ -239,9 +239,8 @@ def test_a_refused_kernel_is_no_damaged_file(nvrtc: Nvrtc, monkeypatch: pytest.M
         ("get_device_properties", lambda index: SimpleNamespace(shared_memory_per_block_optin=101376)),
     ):
         monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(
-        gpu, "shared_per_cta", gpu.shared_per_cta.__wrapped__
-    )  # nothing of this device is remembered
+    # nothing of this device is remembered
+    monkeypatch.setattr(gpu, "shared_per_cta", gpu.shared_per_cta.__wrapped__)
     with pytest.raises(
         RuntimeError, match="linear asks for 112128 bytes of dynamic shared memory.*may have 101376"
     ):
@@ -279,12 +278,13 @@ def test_linear_fits_the_device(tokens: int, capability: tuple[int, int]) -> Non
                     per_cta,
                 )
                 norm = norm_is_fused(shape, torch.bfloat16, torch.bfloat16)
+                # 1 KiB beside the rings
                 assert shape.shared_bytes(token_bucket(tokens), norm) + 1024 <= per_cta, (
                     sms,
                     n,
                     k,
                     shape,
-                )  # 1 KiB beside the rings
+                )
 
 
 @pytest.mark.parametrize("capability", DEVICES, ids=str)

@@ -40,9 +40,8 @@ def test_python_packs_what_the_source_declares(file: str) -> None:
     source, packed = jit.files()[file].read_text(), PACKED[file]
     letters = re.sub(r"(\d+)(\w)", lambda m: "" if m[2] == "x" else int(m[1]) * m[2], packed.format)
     assert declared(source) == letters
-    (asserted,) = re.findall(
-        r"static_assert\(sizeof\(Params\) == (?:3 \* sizeof\(Map\) \+ )?(\d+),", source
-    )  # compiled with every kernel
+    # compiled with every kernel
+    (asserted,) = re.findall(r"static_assert\(sizeof\(Params\) == (?:3 \* sizeof\(Map\) \+ )?(\d+),", source)
     assert packed.size == int(asserted) and packed.size == struct.calcsize("@" + packed.format)
 
 

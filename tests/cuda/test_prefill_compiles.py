@@ -132,9 +132,8 @@ def test_no_spills_and_no_serialised_products(tmp_path: Path, name: str) -> None
     _, report = compile_with_nvcc(tmp_path, values, "cubin")
     assert re.findall(r"(\d+) bytes spill stores", report) == ["0"], report
     assert not re.findall(r"C75\d\d|serialized", report), report
-    registers = {384: 168, 512: 128}[
-        prefill.shape_of(values).threads
-    ]  # at the start; then they are shared out
+    # at the start; then they are shared out
+    registers = {384: 168, 512: 128}[prefill.shape_of(values).threads]
     assert int(re.search(r"Used (\d+) registers", report)[1]) == registers, report  # type: ignore[index]
     static = int(re.search(r"(\d+) bytes smem", report)[1])  # type: ignore[index]
     assert static + prefill.shared_bytes(values) <= 227 * 1024

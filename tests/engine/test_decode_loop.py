@@ -72,10 +72,11 @@ def want(model: Any, params: list[SamplingParams]) -> list[tuple[list[int], str]
     eager = generator(model, graphs=False)
     assert eager.runner is None
     results = outcomes(eager.generate(prompts(9), params))
+    # both ends occur, else the tests below prove less
     assert {reason for _, reason in results} == {
         "length",
         "stop",
-    }  # both ends occur, else the tests below prove less
+    }
     return results
 
 

@@ -52,9 +52,8 @@ class Steps:
         )
         self.queries = [torch.empty_like(batch.q) for _ in range(num_steps)]
         self.outs = [torch.empty_like(batch.q) for _ in range(num_steps)]
-        self.semaphore = make_semaphore(
-            num_reqs * 4, torch.device("cuda")
-        )  # an op that makes its own has a memset in front of it
+        # an op that makes its own has a memset in front of it
+        self.semaphore = make_semaphore(num_reqs * 4, torch.device("cuda"))
         self.slow = (
             torch.randn(1, 131072, **shape),
             torch.randn(16, 131072, **shape),

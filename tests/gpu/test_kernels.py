@@ -121,9 +121,8 @@ def test_fp8_caches(backend: str, dtype: torch.dtype) -> None:
     for ops, (k_cache, v_cache) in ((BACKEND_OPS[backend], pools[:2]), (REFERENCE, pools[2:])):
         ops.write_kv(k, v, k_cache, v_cache, slots, *scales)
     for got, want in zip(pools[:2], pools[2:], strict=True):
-        torch.testing.assert_close(
-            got.float(), want.float(), rtol=0.13, atol=1e-3
-        )  # at most one fp8 step apart
+        # at most one fp8 step apart
+        torch.testing.assert_close(got.float(), want.float(), rtol=0.13, atol=1e-3)
     batch = make_batch(BATCH_SPECS["decode_edges"], dtype=torch.bfloat16, device="cuda")
     batch.k_cache, batch.v_cache = (c.nan_to_num(0.0).to(dtype) for c in (batch.k_cache, batch.v_cache))
     options = {"k_scale": scales[0], "v_scale": scales[1]}

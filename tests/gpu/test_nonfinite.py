@@ -20,9 +20,8 @@ SPECS = {
     "long_decode": BatchSpec("long_decode", (5, 9000), (1, 1)),  # parts that are merged
     "speculative": BatchSpec("speculative", (40, 370, 3), (4, 4, 3)),
     "prefill": BatchSpec("prefill", (30, 370, 5), (30, 370, 5), padded_tokens=2),
-    "padded_prefill": BatchSpec(
-        "padded_prefill", (30, 370, 5), (30, 370, 5), padded_tokens=3 * 370 - 405
-    ),  # no room for short queries
+    # no room for short queries
+    "padded_prefill": BatchSpec("padded_prefill", (30, 370, 5), (30, 370, 5), padded_tokens=3 * 370 - 405),
     "mixed": BatchSpec("mixed", (200, 370, 90), (1, 200, 1)),
 }
 SHAPE: dict[str, Any] = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 64, "dtype": torch.bfloat16}

@@ -22,9 +22,8 @@ def test_sanitizer_is_clean(backend: str, tool: str) -> None:
     root = Path(__file__).parents[2]
     script = [sys.executable, str(Path(__file__).with_name("sanitize_cases.py")), backend]
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": str(root)}
-    subprocess.run(
-        script, cwd=root, env=environment, check=True, capture_output=True, timeout=300
-    )  # compiles outside the tool
+    # compiles outside the tool
+    subprocess.run(script, cwd=root, env=environment, check=True, capture_output=True, timeout=300)
     # torch's and cuda-bindings' probing for driver symbols would count as API errors
     command = [
         sanitizer,

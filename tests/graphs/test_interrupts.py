@@ -55,9 +55,8 @@ class Interrupted(TapeCapture):
         return captured
 
 
-SESSION = (
-    kept_session()
-)  # of the steps here, which have no attention: what is in its semaphore is a test's doing
+# of the steps here, which have no attention: what is in its semaphore is a test's doing
+SESSION = kept_session()
 
 
 def make(point: str, steps: int = 2) -> tuple[DecodeRows, WholeStepRunner]:

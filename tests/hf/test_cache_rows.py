@@ -3,6 +3,7 @@ rows its layers disagree on."""
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ from models import padded_prompts, tiny
 from transformers import Cache, DynamicCache, FalconH1Config, FalconH1ForCausalLM, PreTrainedModel
 
 from torchpaged import ArgumentError
+from torchpaged.custom_ops.errors import NotCopyableError
 from torchpaged.hf import PagedCache, compile_layers, fuse
 
 
@@ -387,3 +389,53 @@ def test_lengths_that_the_host_knows() -> None:
         cache.crop(-1)
         known = cache.rows.host_lengths(2, 1)
         assert known is not None and list(known.seq_lens) == cache.rows.seq_lens.tolist()
+
+
+# ------------------------------------------------------------------------------------------- rows of a batch
+@pytest.mark.parametrize(
+    "rows", [[-1, 0, 1], [3, 0, 1], [True, True, True], [True, False, True], [0.0, 1.0, 2.0], []]
+)
+@pytest.mark.parametrize("method", ["reorder_cache", "batch_select_indices"])
+def test_rows_that_there_are_not_are_refused_before_anything_changes(method: str, rows: list[Any]) -> None:
+    """A negative number would take blocks that were just given back, a mask of ones would make every row the
+    second one."""
+    model = paged()
+    cache, ids = filled(model, rows=3)
+    more, free = torch.randint(3, 99, (3, 1)), cache.pool.num_free
+    with pytest.raises(ArgumentError, match="expected row numbers from 0 to 2"):
+        getattr(cache, method)(torch.tensor(rows))
+    assert cache.pool.num_free == free
+    with torch.no_grad():
+        got = model(more, past_key_values=cache).logits[:, -1]
+        want = model(torch.cat([ids, more], 1), past_key_values=PagedCache(model.config, 3, 32)).logits[:, -1]
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)
+
+
+def test_repeats_that_leave_no_row_are_refused() -> None:
+    cache, _ = filled(paged(), rows=2)
+    with pytest.raises(ArgumentError, match="expected row numbers"):
+        cache.batch_repeat_interleave(0)
+
+
+@pytest.mark.parametrize("used", [False, True])
+def test_rows_of_a_cache_that_holds_nothing_stay_as_they_are(used: bool) -> None:
+    """As transformers' caches: unused, or after a reset, there is nothing to reorder."""
+    model = paged()
+    cache = PagedCache(model.config, 3, 32, block_size=4)
+    ids = torch.randint(3, 99, (2, 8))
+    if used:
+        with torch.no_grad():
+            model(ids, past_key_values=cache)
+        cache.reset()
+    cache.reorder_cache(torch.tensor([1, 0]))
+    cache.batch_select_indices(torch.tensor([1]))
+    cache.batch_repeat_interleave(2)
+    assert not cache.ready and cache.get_seq_length() == 0 and len(cache.rows.blocks) == 0
+
+
+def test_a_shallow_copy_is_refused() -> None:
+    """It would share rows and blocks with its original: one conversation would go on in the other's."""
+    cache = PagedCache(paged().config, 1, 32)
+    with pytest.raises(NotCopyableError, match="deepcopy"):
+        copy.copy(cache)
+    assert copy.deepcopy(cache).rows is not cache.rows

@@ -87,9 +87,8 @@ def test_scales_cover_the_first_forward() -> None:
     for (k_scale, v_scale), layer in zip(cache.kv_scales, plain.paged, strict=True):
         for scale, pool in ((k_scale, layer.keys), (v_scale, layer.values)):
             most = pool.abs().amax((0, 1, 3)) * HEADROOM / 448
-            assert (scale >= 0.9 * most).all() and torch.allclose(
-                scale, most, rtol=0.3
-            )  # padding was looked at, too
+            # padding was looked at, too
+            assert (scale >= 0.9 * most).all() and torch.allclose(scale, most, rtol=0.3)
     assert cache.paged[0].num_bytes * 4 == plain.paged[0].num_bytes
 
 

@@ -297,11 +297,12 @@ def test_a_copy_is_fused_and_independent() -> None:
     assert torch.equal(logits(other), want) and not torch.equal(logits(model), want)
     for each in (model, other):
         plan: Any = each.get_decoder().layers[0]._torchpaged_plan  # type: ignore[union-attr, index]
+        # torch's mark has no public reader
         for tensor in (
             plan.qkv.weight,
             plan.gate_up.weight,
             plan.rope.cos_sin,
-        ):  # torch's mark has no public reader
+        ):
             assert tensor._dynamo_static_input_type == "unguarded", (
                 "compiled CUDA graphs would copy it in every replay"
             )
@@ -364,9 +365,8 @@ def test_positions_beyond_the_table_and_gradients() -> None:
     cache = PagedCache(model.config, 1, 8)
     with torch.no_grad():
         model(input_ids=torch.tensor([[5]]), past_key_values=cache)
-    with pytest.raises(
-        ArgumentError, match="no_grad"
-    ):  # in a second forward, whose embedding could be the op
+    # in a second forward, whose embedding could be the op
+    with pytest.raises(ArgumentError, match="no_grad"):
         model(input_ids=torch.tensor([[5]]), past_key_values=cache)
 
 

@@ -172,9 +172,8 @@ def test_a_compiled_model_is_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
             model.set_attn_implementation("torchpaged")
             torch.testing.assert_close(logits, want, rtol=1e-4, atol=1e-4)
     assert counter.frame_count == 1
-    semaphores = re.findall(
-        r"semaphore=(\w+)", codes[0]
-    )  # the cache's own tensor in every layer, not a clone of it
+    # the cache's own tensor in every layer, not a clone of it
+    semaphores = re.findall(r"semaphore=(\w+)", codes[0])
     assert len(semaphores) == model.config.num_hidden_layers and len(set(semaphores)) == 1, semaphores
     assert re.fullmatch(r"arg\d+_1", semaphores[0]) and not semaphore_of(cache.session).any()
     copied = [x for x in codes[0].splitlines() if re.search(rf"(copy_|clone)\b.*\b{semaphores[0]}\b", x)]

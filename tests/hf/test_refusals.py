@@ -134,9 +134,8 @@ def test_more_tokens_than_max_seq_len(compiled: bool) -> None:
     with pytest.raises(ArgumentError, match="room for 20 tokens"):
         model.generate(**inputs, **options, past_key_values=cache)
     assert not cache.ready
-    model.generate(
-        **inputs, **options, past_key_values=PagedCache(model.config, 2, 29)
-    )  # the last token is never written
+    # the last token is never written
+    model.generate(**inputs, **options, past_key_values=PagedCache(model.config, 2, 29))
 
 
 def test_rows_and_blocks() -> None:

@@ -88,9 +88,8 @@ def attend(
         seq_lengths=(num_tokens, num_blocks * block_size),
         compute_q_blocks=False,
     )
-    query = q.transpose(0, 1)[None].clone(
-        memory_format=torch.contiguous_format
-    )  # Inductor's CPU lowering takes no view of another rank
+    # Inductor's CPU lowering takes no view of another rank
+    query = q.transpose(0, 1)[None].clone(memory_format=torch.contiguous_format)
     keys, values = (cache.flatten(0, 1).transpose(0, 1)[None] for cache in (k_cache, v_cache))
     y: Any = flex_attention(
         query,
@@ -138,10 +137,11 @@ class FlexSession(Session):
         with torch.inference_mode():
             held["planned_lens"][:rows].copy_(batch.seq_lens)
             held["planned_table"][:rows, : batch.block_table.shape[1]].copy_(batch.block_table)
+            # on a GPU a kernel of its own would do this
             lens, starts = (
                 batch.seq_lens.tolist(),
                 batch.query_start_loc.tolist(),
-            )  # on a GPU a kernel of its own would do this
+            )
             for name in ("logical_block", "position_of_token"):
                 held[name].fill_(-1)
             for row, (length, start, end) in enumerate(zip(lens, starts, starts[1:], strict=False)):

@@ -107,9 +107,8 @@ class PlanningSession(Session):
 
     def _open(self, specs: Any) -> None:
         rows, width = self.limits.need("max_num_reqs", "max_blocks_per_req")
-        with torch.inference_mode(False):
-            self.table = torch.zeros(rows, width, dtype=torch.int32, device=self.device)
-            self.lens = torch.full((rows,), -1, dtype=torch.int32, device=self.device)
+        self.table = torch.zeros(rows, width, dtype=torch.int32, device=self.device)
+        self.lens = torch.full((rows,), -1, dtype=torch.int32, device=self.device)
         for tensor in (self.table, self.lens):
             torch._dynamo.mark_static_address(tensor, guard=False)
         self.plans_made, self.plans_from_host = 0, 0
@@ -120,9 +119,8 @@ class PlanningSession(Session):
     def _plan(self, batch: PlannedBatch, host: HostLengths | None) -> None:
         assert not torch.compiler.is_compiling()
         rows, width = batch.block_table.shape
-        with torch.inference_mode():
-            self.table[:rows, :width].copy_(batch.block_table)
-            self.lens[:rows].copy_(batch.seq_lens)
+        self.table[:rows, :width].copy_(batch.block_table)
+        self.lens[:rows].copy_(batch.seq_lens)
         self.plans_made += 1
         if host is not None:
             self.plans_from_host += 1

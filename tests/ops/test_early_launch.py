@@ -129,9 +129,8 @@ def test_options_of_a_compilation_reach_the_fake_kernels(
 ) -> None:
     """What the test above relies on, with an op of a CPU: fake kernels run again while the options of
     ``torch.compile`` hold, ahead of the C++ compiler."""
-    monkeypatch.setenv(
-        "TORCHINDUCTOR_CACHE_DIR", str(tmp_path)
-    )  # a graph from the disk is not traced again; a refused one is not there
+    # a graph from the disk is not traced again; a refused one is not there
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     library = torch.library.Library("torchpaged_test_options", "DEF")
     library.define("touch(Tensor(a!) x) -> ()")
     library.impl("touch", lambda x: None, "CPU")

@@ -52,9 +52,8 @@ def assert_saturated(stored: Tensor, x: Tensor, scale: float) -> None:
     assert torch.equal(got[high], exact[high].sign() * largest)
     inside = ~high & ~exact.isnan()
     step = exact.abs().clamp_min(torch.finfo(dtype).smallest_normal) * torch.finfo(dtype).eps
-    most = (
-        1.01 if BACKEND == "triton" else 0.51
-    )  # the interpreter's own conversions do not round as a GPU does
+    # the interpreter's own conversions do not round as a GPU does
+    most = 1.01 if BACKEND == "triton" else 0.51
     assert bool(((got - exact).abs() <= most * step)[inside].all())
 
 
@@ -65,9 +64,8 @@ def assert_saturated(stored: Tensor, x: Tensor, scale: float) -> None:
 def test_writes_saturate(op: str, dtype: torch.dtype, source: torch.dtype, scale: float | None) -> None:
     x = edges(dtype, source)[:, None]  # [T, 1, 8]
     if BACKEND == "triton" and (dtype, source) != (torch.float8_e5m2, torch.float32):
-        x = x.nan_to_num(
-            2.0, posinf=math.inf, neginf=-math.inf
-        )  # the interpreter's own conversions make other numbers of NaN
+        # the interpreter's own conversions make other numbers of NaN
+        x = x.nan_to_num(2.0, posinf=math.inf, neginf=-math.inf)
     tokens = x.shape[0]
     caches = [torch.zeros(3, 4, 1, 8, dtype=dtype) for _ in range(2)]
     slots = torch.arange(tokens) + 4
@@ -83,9 +81,8 @@ def test_writes_saturate(op: str, dtype: torch.dtype, source: torch.dtype, scale
             q, x, x.clone(), torch.arange(tokens), table, slots, torch.empty_like(q), *caches, **scales
         )
     for name, cache in zip("kv", caches, strict=True):
-        columns = (
-            slice(2, 8) if op == "rope_write_kv" and name == "k" else slice(0, 8)
-        )  # inf * 0 is NaN in a rotation
+        # inf * 0 is NaN in a rotation
+        columns = slice(2, 8) if op == "rope_write_kv" and name == "k" else slice(0, 8)
         assert_saturated(cache.view(-1, 8)[4 : 4 + tokens, columns], x[:, 0, columns].clone(), scale or 1.0)
 
 

@@ -109,9 +109,8 @@ def test_draws_follow_the_probabilities(row: dict[str, float], kept: int) -> Non
     assert not bool(counts[~keep].any())
     want = (logits[keep].double() / row.get("temperature", 1.0)).softmax(-1) * count
     statistic = float(((counts[keep] - want) ** 2 / want).sum())
-    assert (
-        statistic < kept - 1 + 4 * (2 * (kept - 1)) ** 0.5
-    )  # four standard deviations of a chi-square over its mean
+    # four standard deviations of a chi-square over its mean
+    assert statistic < kept - 1 + 4 * (2 * (kept - 1)) ** 0.5
 
 
 ROWS = {

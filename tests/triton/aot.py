@@ -42,9 +42,8 @@ def compile_kernel(
             continue
         signature[name] = "*" + pointers[name] if name in pointers else "fp32" if name in floats else "i32"
         if name in pointers or ("_" in name and not name.startswith("num") and name not in floats):
-            attributes[(index,)] = [
-                ["tt.divisibility", 16]
-            ]  # what the JIT would see: aligned pointers and strides
+            # what the JIT would see: aligned pointers and strides
+            attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=attributes)
     return triton.compile(source, target=TARGETS[target], options=options)
 

@@ -362,6 +362,5 @@ def test_rope_write_kv_compiles(target: str, case: str) -> None:
             "16-byte accesses"
         )
         narrow = re.findall(r"st\.global\.(?:b8|b16|b32)", compiled.asm["ptx"])
-        assert rotary < dim or not narrow, (
-            narrow
-        )  # a small part of a head does not fill a warp with 16-byte accesses
+        # a small part of a head does not fill a warp with 16-byte accesses
+        assert rotary < dim or not narrow, narrow

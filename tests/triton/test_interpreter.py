@@ -313,9 +313,8 @@ def test_rope_write_kv_into_fp8_pools(dtype: torch.dtype, scales: int | None) ->
     mantissa = 7 if dtype == torch.float8_e4m3fn else 3
     for name in ("k_cache", "v_cache"):
         got, want = (inputs[name].view(torch.uint8) for inputs in results)
-        compared = (
-            ((want & mantissa) != 0) & ((want & 0x7F) > mantissa) & ((want & 0x7F) != 0x7F)
-        )  # the last: NaN, never written
+        # the last: NaN, never written
+        compared = ((want & mantissa) != 0) & ((want & 0x7F) > mantissa) & ((want & 0x7F) != 0x7F)
         assert int(compared.sum()) > 150, name
         assert torch.equal(got[compared], want[compared]), name
     assert float(results[0]["v_cache"].float().nan_to_num(0.0).abs().max()) == torch.finfo(dtype).max

@@ -389,9 +389,8 @@ def test_a_compiler_that_was_changed_meanwhile_stores_nothing(
     environment, too."""
     with triton.knobs.compilation.scope(), triton.knobs.runtime.scope():
         if changed == "knob":
-            monkeypatch.setenv(
-                "TRITON_DISABLE_LINE_INFO", "0"
-            )  # what the assignment below changes comes back
+            # what the assignment below changes comes back
+            monkeypatch.setenv("TRITON_DISABLE_LINE_INFO", "0")
             triton.knobs.compilation.disable_line_info = True
         elif changed == "variable":
             monkeypatch.setenv("TRITON_KERNEL_OVERRIDE", "1")

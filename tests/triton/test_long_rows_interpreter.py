@@ -20,9 +20,8 @@ pytest.importorskip("triton", reason="triton is not installed")
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 interpreted = pytest.mark.skipif(not INTERPRETING, reason="needs TRITON_INTERPRET=1 before Python starts")
 TRITON, REFERENCE = BACKEND_OPS["triton"], BACKEND_OPS["reference"]
-HEAD = (
-    2**30
-)  # the third head begins at 2**31: past a signed number of 32 bits, while the stride itself is one
+# the third head begins at 2**31: past a signed number of 32 bits, while the stride itself is one
+HEAD = 2**30
 
 
 @pytest.mark.skipif(INTERPRETING, reason="already interpreting")

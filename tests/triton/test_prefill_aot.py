@@ -249,9 +249,8 @@ def test_fp8_caches_compile_for_sm_90() -> None:
 def test_nan_in_an_e5m2_cache_stays_nan(target: str) -> None:
     """Straight to bfloat16 Triton goes by a shift and a product with 2^112, of which NaN and inf come out
     finite; by float16 they stay."""
-    if (
-        os.environ.get("ONE_TARGET") != target
-    ):  # a process of its own: Triton 3.6 keeps the conversions of the first target that it compiles for
+    # a process of its own: Triton 3.6 keeps the conversions of the first target that it compiles for
+    if os.environ.get("ONE_TARGET") != target:
         command = [
             sys.executable,
             "-m",

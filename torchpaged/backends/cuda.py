@@ -49,9 +49,8 @@ def _route(spec: AttentionSpec) -> str:
 
 BACKEND = Backend(
     name="cuda",
-    capabilities=dataclasses.replace(
-        triton_kernels.CAPABILITIES, device_types=("cuda",)
-    ),  # what the kernel does not take, Triton's do
+    # what the kernel does not take, Triton's do
+    capabilities=dataclasses.replace(triton_kernels.CAPABILITIES, device_types=("cuda",)),
     ops=BACKEND_OPS["cuda"],
     unavailable=_unavailable,
     session=SemaphoreSession,

@@ -48,13 +48,17 @@ def choose_ops(device: torch.device, spec: AttentionSpec | None = None) -> Backe
     """
     if spec is None or device.type == "meta":  # on meta no kernel runs
         return _named(device.type)
-    registered = tuple(map(_Same, list(selector._REGISTERED.values())))  # another thread may register one
-    return _chosen(spec, *selector.requested(None), tuple(selector.AUTOMATIC), registered)
+    return _chosen(spec, *selector.requested(None), tuple(selector.AUTOMATIC), registered())
+
+
+def registered() -> tuple[_Same, ...]:
+    """The backends that were registered until now, as a part of a dictionary's key."""
+    return tuple(map(_Same, list(selector._REGISTERED.values())))  # another thread may register one
 
 
 @functools.lru_cache(maxsize=1024)
 def _chosen(
-    spec: AttentionSpec, name: str, asker: str, order: tuple[str, ...], registered: tuple[_Same, ...]
+    spec: AttentionSpec, name: str, asker: str, order: tuple[str, ...], others: tuple[_Same, ...]
 ) -> BackendOps:
     """Keyed by all that the choice follows from. A refusal is not kept."""
     return selector.select_backend(spec).backend.ops

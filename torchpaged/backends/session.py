@@ -147,7 +147,8 @@ class Session:
         # That were planned: without `plans_every_step` such a plan lasts.
         self._shapes: set[tuple[int, ...]] = set()
         self._workspaces: dict[AttentionSpec, dict[str, Tensor]] = {}
-        self._open(specs)
+        with torch.inference_mode(False):  # an inference tensor could not be written under no_grad later
+            self._open(specs)
         if limits.graphs > capabilities.graph_support:
             raise self._unable(
                 [f"graph support {capabilities.graph_support.name} is less than {limits.graphs.name}"]
@@ -214,7 +215,8 @@ class Session:
                 reasons.append(f"the session was opened on {self.device}, the attention is on {spec.device}")
             if reasons:
                 raise self._unable(reasons)
-            self._workspaces[spec] = self._make_workspace(spec)
+            with torch.inference_mode(False):
+                self._workspaces[spec] = self._make_workspace(spec)
             self._shapes.clear()  # their plans don't know it
             if self.planned is not None:
                 self.plan(self.planned, self._host)

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from torchpaged.cache.block_pool import BlockPool
+from torchpaged.custom_ops.errors import BlockPoolExhaustedError
 
 
 class RowBlocks:
@@ -87,9 +88,21 @@ class RowBlocks:
         A parent's first child keeps its blocks; every further child shares the full ones and gets blocks of
         its own from there on. Rows without children are freed first, so that with an unchanged number of rows
         enough blocks are always free.
+
+        Raises:
+            BlockPoolExhaustedError: the pool has too few; nothing is changed then.
         """
         old_rows, rows, copies = self.rows, [], []
-        for row in set(range(len(old_rows))) - set(parents):
+        childless = set(range(len(old_rows))) - set(parents)
+        leaving = Counter(block for row in childless for block in old_rows[row])
+        room = self.pool.num_free + sum(self.pool.ref_count(block) == n for block, n in leaving.items())
+        wanted = sum(
+            (children - 1) * (self.blocks_per_row - max(lengths[parent], 0) // self.block_size)
+            for parent, children in Counter(parents).items()
+        )
+        if wanted > room:
+            raise BlockPoolExhaustedError(wanted, room, self.pool.num_usable)
+        for row in childless:
             self.pool.free(old_rows[row])
         seen: set[int] = set()
         for parent in parents:

@@ -218,6 +218,17 @@ class PagedCache(Cache):
         """Whether the current batch has its blocks: from its first keys on, until `reset`."""
         return self.rows.ready
 
+    def __copy__(self) -> PagedCache:
+        """Refuse: a shallow copy would write into its original's rows.
+
+        Raises:
+            NotCopyableError: always.
+        """
+        raise NotCopyableError(
+            "copy.copy of a PagedCache would share its rows and blocks; make a new PagedCache, or use "
+            "copy.deepcopy on an unused one"
+        )
+
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles of an unused cache.
 
@@ -424,19 +435,19 @@ class PagedCache(Cache):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row ``i`` continues row ``beam_idx[i]``: full blocks are shared, only the last partial one is
-        copied."""
+        copied. Raises as `RowChanges.reindex` does, before anything is changed."""
         self._changes.reindex(beam_idx.tolist())
         for layer in self.layers:
             layer.reorder_cache(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Each row ``repeats`` times, neighbours."""
+        """Each row ``repeats`` times, neighbours; raises as `reorder_cache`."""
         self._changes.reindex([row for row in range(len(self.rows.blocks)) for _ in range(repeats)])
         for layer in self.layers:
             layer.batch_repeat_interleave(repeats)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep these rows."""
+        """Keep these rows, by their numbers; raises as `reorder_cache`."""
         self._changes.reindex(indices.tolist())
         for layer in self.layers:
             layer.batch_select_indices(indices)

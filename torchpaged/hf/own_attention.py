@@ -280,9 +280,8 @@ MAKERS: dict[str, Callable[[nn.Module], tuple[str, Callable[..., Any]]]] = {
 def _masks_of_bloom(model: Any) -> tuple[str, Callable[..., Any]]:
     """Bloom gives generate() a 2-D mask as long as its cache, zeros behind the last token, to build biases
     from, which the pools don't need."""
-    plain = getattr(
-        model, "create_masks_for_generate", create_masks_for_generate
-    )  # transformers 5.17 has none
+    # transformers 5.17 has none
+    plain = getattr(model, "create_masks_for_generate", create_masks_for_generate)
 
     def create_masks(self: Any, *args: Any, **given: Any) -> Any:
         paged = _paged_cache(given.get("past_key_values"), 0) is not None

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from torchpaged.custom_ops.checks import is_int
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.hf.cache_rows import CacheRows
 from torchpaged.hf.layer import PagedLayer
@@ -64,13 +65,26 @@ class RowChanges:
             self._copy_blocks(copies)
 
     def reindex(self, parents: Sequence[int]) -> None:
-        """New row ``i`` is a fork of old row ``parents[i]``, see `RowBlocks.reindex`.
+        """New row ``i`` is a fork of old row ``parents[i]``, see `RowBlocks.reindex`. Nothing to do for rows
+        that hold nothing, as in transformers' caches.
 
         Raises:
-            ArgumentError: more rows than there is room for, or a forward before that did not complete.
+            ArgumentError: rows that there are not, none at all, or more than there is room for; a forward
+                before that did not complete. Nothing is changed then.
+            BlockPoolExhaustedError: there are too few blocks; nothing is changed then.
         """
         rows = self._rows
         rows.require_complete()
+        if not rows.ready:
+            return
+        num_rows = len(rows.blocks)
+        if not parents or not all(is_int(parent) and 0 <= parent < num_rows for parent in parents):
+            raise ArgumentError(
+                "rows",
+                f"row numbers from 0 to {num_rows - 1}, one at least",
+                str(list(parents)),
+                "of a mask give mask.nonzero().flatten()",
+            )
         if len(parents) > rows.max_rows:
             raise ArgumentError(
                 "max_batch_size",

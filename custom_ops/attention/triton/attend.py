@@ -107,9 +107,8 @@ def attend(
         fold = tl.exp2(tl.ceil(tl.log2(tl.minimum(tl.maximum(largest, 1e-30), 1e37))))
         q = (q.to(tl.float32) / fold[:, None]).to(tl.float16)
         row_scale *= fold
-    maximum = tl.full(
-        [TILE_M], -1.0e30, tl.float32
-    )  # finite, so that a row that sees nothing yet makes no inf - inf
+    # finite, so that a row that sees nothing yet makes no inf - inf
+    maximum = tl.full([TILE_M], -1.0e30, tl.float32)
     totals = tl.zeros([TILE_M, TILE_KV], tl.float32)  # summed over keys once, at the end
     acc = tl.zeros([TILE_M, DIM_V_PAD], tl.float32)
     first_seen = first_key

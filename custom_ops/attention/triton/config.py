@@ -81,17 +81,15 @@ def prefill_tiles(
     memory (`has_large_tiles`).
     """
     rows = launching.next_power_of_2(group)
-    if (
-        itemsize == 4
-    ):  # float32 has no exact tensor-core path: plain FMAs, whose accumulators fill the registers
+    # float32 has no exact tensor-core path: plain FMAs, whose accumulators fill the registers
+    if itemsize == 4:
         return Tiles(max(16, rows), 16 if head_dim > 128 else 32, 4, 1)
     if not large:
         return Tiles(max(32, rows), 32, 4, 2) if head_dim > 128 else Tiles(max(64, rows), 64, 4, 2)
     if head_dim > 128:
         return Tiles(max(128, rows), 32, 8, 3)
-    if (
-        max_query_len <= 512 and max_seq_len <= 1024
-    ):  # few tiles of keys per program: two small programs per multiprocessor
+    # few tiles of keys per program: two small programs per multiprocessor
+    if max_query_len <= 512 and max_seq_len <= 1024:
         return Tiles(max(64, rows), 64, 4, 2)
     return Tiles(max(128, rows), 128, 8, 3)
 

@@ -457,9 +457,8 @@ def decode_kernel(
                 ALIBI=ALIBI,
                 INTERPRET=INTERPRET,
             )
-        if (
-            count == num_tiles
-        ):  # slices are merged in either branch: their layouts differ, and the compiler would prepare both
+        # slices are merged in either branch: their layouts differ, and the compiler would prepare both
+        if count == num_tiles:
             sink = tl.zeros([TILE_M], tl.float32)
             if SINKS:
                 sink = tl.load(sinks_ptr + head, mask=valid, other=0.0).to(tl.float32)
@@ -696,9 +695,8 @@ def merge_parts(
     acc = tl.load(part_acc_ptr + slot * DIM_V_PAD + at, cache_modifier=".cg")  # [ROWS, DV]
     for begin in range(1, num_parts, PARTS):
         for step in tl.static_range(PARTS):
-            inside = (
-                tl.zeros([ROWS, 1], tl.int32) + (begin + step) < num_parts
-            )  # a mask of a mask's shape and type, in the interpreter too
+            # a mask of a mask's shape and type, in the interpreter too
+            inside = tl.zeros([ROWS, 1], tl.int32) + (begin + step) < num_parts
             slot = ((first_part + begin + step) * 2).to(tl.int64) * ROWS
             state = part_state_ptr + slot * 2 + row[:, None]
             part_max = tl.load(state, mask=inside, other=-1.0e30, cache_modifier=".cg")

@@ -93,9 +93,8 @@ def load_blocks(table_ptr, start, end_key, TILE_KV: tl.constexpr, BLOCK_SIZE: tl
         blocks = tl.load(table_ptr + start // BLOCK_SIZE, mask=start < end_key, other=0)
     else:
         n = tl.arange(0, TILE_KV)
-        at = (
-            start // BLOCK_SIZE + n // BLOCK_SIZE
-        )  # start is a multiple of TILE_KV: the division of n leaves the loop
+        # start is a multiple of TILE_KV: the division of n leaves the loop
+        at = start // BLOCK_SIZE + n // BLOCK_SIZE
         if TILE_KV % BLOCK_SIZE != 0:
             at = (start + n) // BLOCK_SIZE
         blocks = tl.load(table_ptr + at, mask=n < end_key - start, other=0)
@@ -220,9 +219,8 @@ def attend_tiles(
         if INTERPRET:  # the interpreter keeps bf16 as integers: arithmetic on it is silently wrong
             k, v = k.to(tl.float32), v.to(tl.float32)
         else:
-            if (
-                k.dtype == tl.float8e5
-            ):  # straight to bf16 Triton multiplies by 2^112, which makes numbers of inf and NaN
+            # straight to bf16 Triton multiplies by 2^112, which makes numbers of inf and NaN
+            if k.dtype == tl.float8e5:
                 k, v = k.to(tl.float16), v.to(tl.float16)
             k, v = k.to(q.dtype), v.to(q.dtype)
         s = tl.dot(q, tl.trans(k), input_precision="ieee")  # [M, N]
@@ -310,9 +308,8 @@ def attend_query_tile(
     ALL_MASKED: one loop, with masks, over all keys: with a cap or slopes each copy of the loop costs a second
     and more to compile.
     """
-    FOLD: tl.constexpr = not (
-        SOFT_CAP or ALIBI
-    )  # scales are positive: the largest raw score is the largest score
+    # scales are positive: the largest raw score is the largest score
+    FOLD: tl.constexpr = not (SOFT_CAP or ALIBI)
     LOW: tl.constexpr = WINDOW_LEFT >= 0 or CHUNK > 0
     # Without a cap or slopes a copy of the loop is compiled soon, and three loops ran on fewer instructions
     # than two.
@@ -324,9 +321,8 @@ def attend_query_tile(
     valid = (query < query_len) & (row < TOKENS * GROUP)
     d = tl.arange(0, DIM_PAD)
     at = q_ptr + ((start + query).to(tl.int64) * q_token + head.to(tl.int64) * q_head)[:, None] + d[None, :]
-    q = tl.load(
-        at, mask=valid[:, None] & (d < DIM)[None, :], other=0.0
-    )  # [M, D]; untouched, it stays in shared memory
+    # [M, D]; untouched, it stays in shared memory
+    q = tl.load(at, mask=valid[:, None] & (d < DIM)[None, :], other=0.0)
     if INTERPRET:
         q = q.to(tl.float32)
     position = seq_len - query_len + query
@@ -451,9 +447,8 @@ def attend_query_tile(
         blocks = load_blocks(
             table_ptr, first_key + tl.where(first_key >= whole_first, gap, 0), end_key, TILE_KV, BLOCK_SIZE
         )
-    elif ALL_MASKED or (
-        TILE_KV % BLOCK_SIZE == 0 and BLOCK_SIZE < TILE_KV
-    ):  # `attend_tiles` has not looked past its whole tiles
+    elif ALL_MASKED or (TILE_KV % BLOCK_SIZE == 0 and BLOCK_SIZE < TILE_KV):
+        # `attend_tiles` has not looked past its whole tiles
         blocks = load_blocks(table_ptr, masked_first, end_key, TILE_KV, BLOCK_SIZE)
     maximum, total, acc, blocks = attend_tiles(
         maximum=maximum,
@@ -529,9 +524,8 @@ def attend_query_tile(
     )
 
 
-@triton.jit(
-    do_not_specialize=["num_reqs", "num_tokens", "num_single", "num_sms"]
-)  # one compile for all batch sizes
+# one compile for all batch sizes
+@triton.jit(do_not_specialize=["num_reqs", "num_tokens", "num_single", "num_sms"])
 def prefill_kernel(
     q_ptr,
     k_ptr,

@@ -194,9 +194,10 @@ def rope_write_kv_kernel(
             block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
             here = head < NUM_KV_HEADS
             d = tl.arange(0, DIM_V_PAD)[None, :]
+            # [HEADS, DIM_V_PAD]
             v = tl.load(
                 v_ptr + token * v_token + head.to(tl.int64) * v_head + d, mask=here & (d < DIM_V), other=0.0
-            )  # [HEADS, DIM_V_PAD]
+            )
             rope_heads(
                 source_ptr=k_ptr + token * k_token,
                 source_head=k_head,

@@ -49,9 +49,8 @@ def gumbel_noise(seed, counter, quarter):
     a, b, c, d = tl.philox(seed, quarter.to(tl.uint32), low, high, zero)
     bits = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [quarter.shape[0], 4])
     v = (bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10
-    series = v * (
-        1.0 + v * (0.5 + v * (0.3333333432674408 + v * 0.25))
-    )  # of -log(1 - v), where 1 - v loses v's bits
+    # of -log(1 - v), where 1 - v loses v's bits
+    series = v * (1.0 + v * (0.5 + v * (0.3333333432674408 + v * 0.25)))
     u = (
         (bits ^ 0xFFFFFFFF).to(tl.float32) + 0.5
     ) * 2.3283064365386963e-10  # 1 - v, to the last bit where it is small
@@ -132,9 +131,8 @@ def load_chunk(
     quarter = group * (GROUP // 4) + place % (GROUP // 4)
     token = quarter[:, None] * 4 + tl.arange(0, 4)[None, :]
     inside = (number < listed)[:, None] & (token < vocab_size)
-    z, _ = load_logits(
-        row_at, seen_at, token, inside, penalty
-    )  # a row with a NaN gets no token, whatever is found here
+    # a row with a NaN gets no token, whatever is found here
+    z, _ = load_logits(row_at, seen_at, token, inside, penalty)
     return z, quarter
 
 
@@ -247,9 +245,8 @@ def list_groups(
     if limited:
         bound = group_bound(peaks, tl.full([GROUPS], 1.0, tl.float32), top_k.to(tl.float32))
     elif top_p < 1.0:
-        rest = tl.log(
-            (1.0 - top_p) * 0.99 * total / vocab_size
-        )  # tokens less likely than this hold less than 1 - p, all together
+        # tokens less likely than this hold less than 1 - p, all together
+        rest = tl.log((1.0 - top_p) * 0.99 * total / vocab_size)
         bound = tl.maximum(group_bound(peaks, weight, top_p * total), maximum + temperature * rest)
     listed = listed & (peaks >= bound)
     tl.store(list_at + tl.cumsum(listed.to(tl.int32), 0) - 1, group, mask=listed)

@@ -78,8 +78,8 @@ def _flashinfer_prepare(backend: str, case: AttentionCase, inputs: Inputs) -> Pr
     common = {
         "q_data_type": case.dtype,
         "kv_data_type": case.kv_dtype,
-        "sm_scale": inputs.scale * k_scale,
-    }  # v_scale is 1
+        "sm_scale": inputs.scale * k_scale,  # v_scale is 1
+    }
     heads = (case.num_heads, case.num_kv_heads, case.head_dim, case.block_size)
     layout = "HND" if inputs.heads_first else "NHD"
     pairs = list(zip(inputs.k_caches, inputs.v_caches, strict=True))
@@ -116,9 +116,8 @@ def _flashinfer_prepare(backend: str, case: AttentionCase, inputs: Inputs) -> Pr
     out = inputs.poisoned_out()
 
     def call(layer: int) -> Tensor:
-        wrapper.run(
-            inputs.q, pairs[layer], out=out
-        )  # without out the wrapper would zero a new one at each call
+        # without out the wrapper would zero a new one at each call
+        wrapper.run(inputs.q, pairs[layer], out=out)
         return out
 
     return Prepared([partial(call, layer) for layer in range(inputs.num_layers)], plan_us)

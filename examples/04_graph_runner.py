@@ -51,9 +51,8 @@ def main() -> None:
     tables = [pool.allocate(7) for _ in starts]
     rows = [[token] for token in starts]
     for step in range(24):
-        live = (
-            range(3) if step < 12 else range(2, 3)
-        )  # two requests leave half way: a smaller bucket takes over
+        # two requests leave half way: a smaller bucket takes over
+        live = range(3) if step < 12 else range(2, 3)
         logits = runner.run(
             [rows[i][-1] for i in live], [len(rows[i]) for i in live], [tables[i] for i in live]
         )

@@ -1,5 +1,4 @@
-"""A small random Llama through the engine with NVTX ranges, for Nsight Systems: how to call it stands
-in profile_nsys.md.
+"""A small random Llama through the engine with NVTX ranges, for Nsight Systems; profile_nsys.md says how.
 
 On a CPU it runs as well, and prints the kernels (there: ops) per layer; without the nvtx package it says so
 and goes on.
@@ -45,9 +44,8 @@ def main() -> None:
 
     with contextlib.ExitStack() as stack:
         try:
-            stack.enter_context(
-                profiling.enabled()
-            )  # the captures are inside, so that they are on the timeline too
+            # the captures are inside, so that they are on the timeline too
+            stack.enter_context(profiling.enabled())
         except profiling.ProfilingUnavailableError as error:
             print(f"no NVTX ranges: {error}")
         generator = Generator(model, max_batch_size=options.batch_size, max_seq_len=256, compile=False)

@@ -28,8 +28,8 @@ Rules every kernel keeps (``B`` requests, ``T`` tokens):
 * numbers beyond an fp8 cache's range are stored as its largest, NaN as NaN;
 * no two tokens have one slot (-1 and block 0 excepted), no block is twice in a row of the table (block
   0 excepted);
-* LSE is the natural logarithm of the softmax denominator (the sink's term included), float32, ``[T,
-  num_heads]``.
+* LSE is the natural logarithm of the softmax denominator (the sink's term included), float32,
+  ``[T, num_heads]``.
 
 The reasons for void ops, for ``Library.define`` rather than ``custom_op`` and for explicit
 tensors: docs/ops.md.
@@ -55,9 +55,8 @@ from torchpaged.custom_ops.layers.schema import SCHEMAS as LAYERS
 from torchpaged.custom_ops.step_end.fake import FAKES as STEP_END_FAKES
 from torchpaged.custom_ops.step_end.schema import SCHEMAS as STEP_END
 
-LIBRARY = torch.library.Library(
-    "torchpaged", "DEF"
-)  # kept for the life of the process: dropping it deregisters the ops
+# kept for the life of the process: dropping it deregisters the ops
+LIBRARY = torch.library.Library("torchpaged", "DEF")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 
 #: Overload names, i.e. the backends that have kernels of their own. "" is the device's default kernel.
@@ -112,9 +111,8 @@ def _lazy(module: str, function: str) -> Any:
         if foreign or launches.around is not None:
             with contextlib.ExitStack() as stack:
                 if foreign:
-                    stack.enter_context(
-                        torch.cuda.device(device)
-                    )  # Python kernels get no device guard from the dispatcher
+                    # Python kernels get no device guard from the dispatcher
+                    stack.enter_context(torch.cuda.device(device))
                 if launches.around is not None:
                     stack.enter_context(launches.around(function, args))
                 cached(*args, **kwargs)

@@ -381,9 +381,8 @@ class PagedAttention(nn.Module):
         size, able = pools.k_cache.shape[1], self._capabilities
         metadata.check_block_size(size)
         if self.block_size is not None and size != self.block_size:
-            if (
-                torch.compiler.is_compiling()
-            ):  # dynamo can't make an ArgumentError, and its own error quotes this one
+            if torch.compiler.is_compiling():
+                # dynamo can't make an ArgumentError, and its own error quotes this one
                 raise ValueError(
                     f"kv_cache: expected blocks of {self.block_size} tokens, as this module was built for, "
                     f"got blocks of {size}"

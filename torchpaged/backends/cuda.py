@@ -29,8 +29,7 @@ def _unavailable() -> str | None:
 
 
 def _route(spec: AttentionSpec) -> str:
-    """Which kernel prompts of a spec run, as far as the spec tells: strides and scale are seen by
-    each call."""
+    """Which kernel prompts of a spec run, as far as the spec tells: each call sees strides and scale."""
     from torchpaged.custom_ops.attention.cuda import prefill
 
     reason: str | None = "TORCHPAGED_CUDA_PREFILL=0"
@@ -49,9 +48,8 @@ def _route(spec: AttentionSpec) -> str:
 
 BACKEND = Backend(
     name="cuda",
-    capabilities=dataclasses.replace(
-        triton_kernels.CAPABILITIES, device_types=("cuda",)
-    ),  # what the kernel does not take, Triton's do
+    # what its own kernels do not take, Triton's do
+    capabilities=dataclasses.replace(triton_kernels.CAPABILITIES, device_types=("cuda",)),
     ops=BACKEND_OPS["cuda"],
     unavailable=_unavailable,
     session=SemaphoreSession,

@@ -223,8 +223,11 @@ class CacheRows:
         return HostLengths([query_len] * batch, [self._counted - left for left in padding])
 
     def gather(self, pool: Tensor, batch: int) -> Tensor:
-        """Dense mode: every row's tokens by position (padding included), ``[batch, num_kv_heads, max_seq_len,
-        head_dim]``."""
+        """Dense mode: every row's tokens by position (padding included).
+
+        Returns:
+            ``[batch, num_kv_heads, max_seq_len, head_dim]``.
+        """
         rows = pool[self.block_table[:batch].long()].flatten(1, 2)[:, : self.max_seq_len]
         padding = (self.total - self.seq_lens[:batch]).long()
         index = torch.arange(self.max_seq_len, device=pool.device)[None] - padding[:, None]

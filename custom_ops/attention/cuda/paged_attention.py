@@ -111,9 +111,8 @@ def paged_attention(
     if kernel != "prefill" and semaphore is None:
         semaphore = torch.zeros(num_reqs * k_cache.shape[2], dtype=torch.int32, device=q.device)
 
-    def decodes() -> tuple[
-        Callable[[], None], int
-    ]:  # all that the launch needs is made here: beside prefill's it has to follow that one at once
+    # all that the launch needs is made here: beside prefill's it has to follow that one at once
+    def decodes() -> tuple[Callable[[], None], int]:
         assert semaphore is not None
         return prepare_decode(
             q,

@@ -72,9 +72,8 @@ def prefill_shape(dim: int, dim_v: int, wide: bool = True) -> PrefillShape:
     keys = 128 if dim <= 192 and dim_v <= 128 else 64
     for q_buffers in (2, 1):
         left, k_stages, v_stages = _SHARED_BYTES - q_buffers * groups * 64 * dim * 2, 0, 0
-        while left >= (
-            need := keys * 2 * (dim if k_stages == v_stages else dim_v)
-        ):  # in turns: keys are asked for first
+        # in turns: keys are asked for first
+        while left >= (need := keys * 2 * (dim if k_stages == v_stages else dim_v)):
             left -= need
             k_stages, v_stages = (
                 (k_stages + 1, v_stages) if k_stages == v_stages else (k_stages, v_stages + 1)

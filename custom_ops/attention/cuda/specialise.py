@@ -78,14 +78,12 @@ def _preferred(width: int, kv_bytes: int, rows: int, pairs: int, sms: int, heads
         if pairs * 2 <= sms:
             return DecodeShape(warps=4, keys=16, stages=3, ctas_per_sm=2, min_tiles=2)
         return DecodeShape(warps=8, keys=16, stages=3, ctas_per_sm=1, min_tiles=1)
-    cluster = (
-        2 if pairs and sms // pairs in (2, 3) else 1
-    )  # two CTAs to a pair meet in shared memory; more gain nothing by it
+    # two CTAs to a pair meet in shared memory; more gain nothing by it
+    cluster = 2 if pairs and sms // pairs in (2, 3) else 1
     if kv_bytes == 1:
         return DecodeShape(warps=8, keys=32, stages=2, ctas_per_sm=1, min_tiles=1, cluster=cluster)
-    if (
-        pairs <= sms
-    ):  # larger tiles where keys are narrow, unless so few pairs had too few tiles to share out among all
+    if pairs <= sms:
+        # larger tiles where keys are narrow, unless so few pairs had too few tiles to share out among all
         keys = 32 if width <= 128 and cluster == 1 and pairs * 8 > sms else 16
         # One request of a small model: attention is so short that it must begin beside the products ahead,
         # which need the other registers. NVRTC 13.0 takes 220 here. With 3 pairs this gained nothing; wider
@@ -146,9 +144,8 @@ def decode_shape(
     shape = dataclasses.replace(
         _preferred(heads * max(dim, dim_v) * kv_bytes, kv_bytes, rows, pairs, sms, heads), pair_heads=heads
     )
-    while rows * dim_v * 4 > shape.stage_bytes(
-        dim, dim_v, kv_bytes
-    ):  # a warp's state meets the others in a stage
+    # a warp's state meets the others in a stage
+    while rows * dim_v * 4 > shape.stage_bytes(dim, dim_v, kv_bytes):
         shape = dataclasses.replace(shape, keys=shape.keys * 2, warps=max(shape.warps // 2, 2))
     while (
         shape.ctas_per_sm * (shape.shared_bytes(dim, dim_v, kv_bytes, rows) + _OTHER_SHARED) > shared_per_sm

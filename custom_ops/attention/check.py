@@ -207,9 +207,8 @@ def _is_good_batch(
         used = row[: -(-seq_len // block_size)]
         if seq_len > len(row) * block_size or (used and (min(used) < 0 or max(used) >= num_blocks)):
             return False
-        if len(set(used)) != len(used) and len(set(used)) - 1 + used.count(0) != len(
-            used
-        ):  # block 0 may stand there several times
+        # block 0 may stand there several times
+        if len(set(used)) != len(used) and len(set(used)) - 1 + used.count(0) != len(used):
             return False
     return True
 

@@ -39,9 +39,8 @@ def _weigh(weights: Tensor, values: Tensor, mask: Tensor) -> Tensor:
     finite = values.isfinite()
     result = torch.einsum("hsl,lhd->shd", weights, torch.where(finite, values, 0.0))
     for key in (~finite).flatten(1).any(-1).nonzero()[:, 0].tolist():
-        bad = torch.where(
-            finite[key], 0.0, values[key]
-        )  # [H, D]; times a weight of 0 only where the key is seen
+        # [H, D]; times a weight of 0 only where the key is seen
+        bad = torch.where(finite[key], 0.0, values[key])
         term = torch.where(finite[key], 0.0, weights[:, :, key].T[..., None] * bad)
         result = result + torch.where(mask[:, key, None, None], term, 0.0)
     return result
@@ -123,9 +122,8 @@ def paged_attention(
         if sinks is not None:
             logits = torch.cat([scores, sinks.to(dtype).view(-1, 1, 1).expand(-1, end - start, 1)], dim=-1)
         denominator = torch.logsumexp(logits, dim=-1)  # [H, S]
-        denominator = denominator.masked_fill(
-            denominator == float("inf"), float("nan")
-        )  # inf / inf, as softmax has it
+        # inf / inf, as softmax has it
+        denominator = denominator.masked_fill(denominator == float("inf"), float("nan"))
         sees = mask.any(-1)  # [S]: rows without a key stay zero and -inf
         weights = torch.exp(scores - denominator[..., None]).masked_fill(~mask, 0.0)
         result = _weigh(weights, values, mask)

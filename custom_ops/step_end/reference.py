@@ -162,9 +162,8 @@ def _draw(
     counters: Tensor,
 ) -> Tensor:
     noise = gumbel_noise(random_bits(seeds, counters, z.shape[1]))
-    score = (
-        z.double() + temperature[:, None].double() * noise
-    )  # times the temperature: no overflow where it is tiny
+    # times the temperature: no overflow where it is tiny
+    score = z.double() + temperature[:, None].double() * noise
     truncated = (top_k > 0) | (top_p < 1) | (min_p > 0)
     if z.device.type != "cpu" or bool(truncated.any()):
         score = score.masked_fill(~kept_tokens(z, temperature, top_k, top_p, min_p), float("-inf"))

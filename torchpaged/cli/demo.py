@@ -226,9 +226,8 @@ def _write_config(folder: Path, meta: dict[str, Any], tied: bool) -> None:
         "dtype": "bfloat16",
         **ids,
     }
-    config["rms_norm_eps"] = round(
-        config["rms_norm_eps"], 9
-    )  # stored as float32: 1e-5 comes back as 9.99999974e-06
+    # stored as float32: 1e-5 comes back as 9.99999974e-06
+    config["rms_norm_eps"] = round(config["rms_norm_eps"], 9)
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     (folder / "generation_config.json").write_text(json.dumps(ids, indent=2))
 

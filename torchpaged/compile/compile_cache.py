@@ -36,17 +36,16 @@ from torchpaged.custom_ops.errors import TorchpagedError
 from torchpaged.version import __version__
 
 _FORMAT = 1
-_MEMBER = re.compile(
-    r"(cubin|triton/[\w-]+)/([\w.-]+)"
-)  # two safe names: nothing from an archive leaves its folder
-_TRITON_MODULE = re.compile(
-    r"torchpaged\.custom_ops\.(\w+\.)?triton\b"
-)  # the kernels of a family of ops, or of all
+# two safe names: nothing from an archive leaves its folder
+_MEMBER = re.compile(r"(cubin|triton/[\w-]+)/([\w.-]+)")
+# the kernels of a family of ops, or of all
+_TRITON_MODULE = re.compile(r"torchpaged\.custom_ops\.(\w+\.)?triton\b")
+# what Triton compiles with the C compiler, per signature and per machine
 _LAUNCHERS = (
     "__triton_launcher",
     "cuda_utils",
     "hip_utils",
-)  # what Triton compiles with the C compiler, per signature and per machine
+)
 
 
 class CompileCacheError(TorchpagedError, ValueError):
@@ -217,9 +216,8 @@ def load_compile_cache(path: str | os.PathLike[str]) -> CompileCacheReport:
                 report.loaded, report.reason = False, f"{source}: made with {'; '.join(differs)}"
                 warnings.warn(f"compile cache not loaded: {report.reason}", CompileCacheWarning, stacklevel=2)
                 return report
-            members = {
-                name: archive.read(name) for name in archive.namelist()
-            }  # all of it, checked, before anything is written
+            # all of it, checked, before anything is written
+            members = {name: archive.read(name) for name in archive.namelist()}
             for name in members:
                 if name.rpartition("/")[2].startswith("__grp__"):
                     _children(members[name])

@@ -64,9 +64,8 @@ def norm_of(norm: Any, offset: float) -> tuple[Tensor, float, float]:
 def activation_of(mlp: Any) -> str | None:
     """The activation of a gated MLP by the op's name, or None."""
     act = mlp.act_fn
-    if (
-        getattr(getattr(act, "act", None), "__self__", None) is act
-    ):  # "gelu_python": the same formula, but not torch's function
+    # "gelu_python": the same formula, but not torch's function
+    if getattr(getattr(act, "act", None), "__self__", None) is act:
         return None
     return ACTIVATIONS.get(type(act).__name__)
 

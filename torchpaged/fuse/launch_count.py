@@ -87,9 +87,8 @@ def count_launches(model: PreTrainedModel) -> Launches | None:
     model.eval().set_attn_implementation(NAME)
     try:
         with torch.no_grad():
-            model(
-                input_ids=token, position_ids=token, past_key_values=cache, use_cache=True
-            )  # makes the pools
+            # makes the pools
+            model(input_ids=token, position_ids=token, past_key_values=cache, use_cache=True)
             for index, layer in enumerate(layers):
                 handles += [
                     layer.register_forward_pre_hook(enter(index)),

@@ -31,9 +31,8 @@ NO_ROTATION = "none"
 
 def paged_layer(cache: Any, index: int) -> PagedLayer | None:
     """Layer ``index`` of ``cache`` if a step over it is paged, else None."""
-    if isinstance(
-        cache, LayerCache
-    ):  # within compile_layers(): looking at the index would tie the code to one layer
+    # within compile_layers(): looking at the index would tie the code to one layer
+    if isinstance(cache, LayerCache):
         return cache.layer
     layers = getattr(cache, "layers", None)
     if layers is None or index >= len(layers):
@@ -239,9 +238,8 @@ class LayerPlan:
                 **cached.scales,
             )
             return q
-        if isinstance(
-            cached.owner, PagedCache
-        ):  # the engine's positions end at max_position_embeddings, the table's first length
+        # the engine's positions end at max_position_embeddings, the table's first length
+        if isinstance(cached.owner, PagedCache):
             self.rope.ensure(cached.owner.max_seq_len, q.device)
         q_out = torch.empty_like(q, memory_format=torch.contiguous_format)
         positions = position_ids.expand(shape).reshape(-1)
@@ -288,9 +286,8 @@ class LayerPlan:
             )
             return self.after(ops, x, h, 1, self.mlp.down_proj)
         y = self.mlp(h.unflatten(0, shape))
-        y = (y[0] if isinstance(y, tuple) else y).flatten(
-            0, 1
-        )  # a mixture of experts also gives its router's scores
+        # a mixture of experts also gives its router's scores
+        y = (y[0] if isinstance(y, tuple) else y).flatten(0, 1)
         if not self.post_norms:
             return x + y
         return (

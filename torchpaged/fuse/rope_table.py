@@ -83,9 +83,8 @@ class RopeTable:
         self._old.append(self.cos_sin)
         with torch.inference_mode(False), torch.no_grad():
             self.cos_sin = self._compute(rows, device)
-        torch._dynamo.mark_static_address(
-            self.cos_sin, guard=False
-        )  # else compiled CUDA graphs would copy it in every replay
+        # else compiled CUDA graphs would copy it in every replay
+        torch._dynamo.mark_static_address(self.cos_sin, guard=False)
 
     def _compute(self, rows: int, device: torch.device) -> Tensor:
         ones = torch.ones(1, dtype=torch.float32, device=device)

@@ -38,9 +38,8 @@ class Stacked:
                 parameters, whole.split([p.shape[0] for p in parameters]), strict=True
             ):
                 parameter.data = rows
-        torch._dynamo.mark_static_address(
-            whole, guard=False
-        )  # else compiled CUDA graphs would copy it in every replay
+        # else compiled CUDA graphs would copy it in every replay
+        torch._dynamo.mark_static_address(whole, guard=False)
         return whole
 
     def holds(self) -> bool:

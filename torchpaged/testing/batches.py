@@ -67,9 +67,8 @@ class Batch:
     query_start_loc: Tensor
     max_query_len: int
     scale: float
-    extras: dict[str, Any] = field(
-        default_factory=dict
-    )  # sinks, alibi_slopes, ...: further arguments of the op
+    # sinks, alibi_slopes, ...: further arguments of the op
+    extras: dict[str, Any] = field(default_factory=dict)
 
     def to(self, device: torch.device | str) -> Batch:
         """The same batch on another device, strides and gaps included."""
@@ -160,9 +159,8 @@ def make_batch(
     ids = torch.randperm(num_blocks - 1, generator=generator) + 1  # block 0 is the null block
     num_reqs = len(spec.seq_lens) + spec.padded_reqs
     block_table = torch.full((num_reqs, columns), GARBAGE, dtype=torch.int32)
-    written = (
-        torch.float32 if kv_dtype in FP8_DTYPES else kv_dtype
-    )  # numbers can't be put into an fp8 tensor by index
+    # numbers can't be put into an fp8 tensor by index
+    written = torch.float32 if kv_dtype in FP8_DTYPES else kv_dtype
     k_cache, v_cache = (
         paged_pool(num_blocks, block_size, num_kv_heads, w, written, layout) for w in (head_dim, head_dim_v)
     )

@@ -234,9 +234,8 @@ def random_spec(c: Configuration, r: random.Random) -> BatchSpec:
     order = list(range(live))
     long_one = r.choice(order)
     for row in order:
-        reserved = (
-            0 if row >= long_one or c.num_tokens is None else c.longest_query
-        )  # the longest may stand anywhere
+        # the longest may stand anywhere
+        reserved = 0 if row >= long_one or c.num_tokens is None else c.longest_query
         query = uniform or _query_len(r, c, row == long_one)
         query = 0 if r.random() < 0.05 else min(query, max(tokens - reserved, 0))
         if row == long_one and c.kernel != "decode":

@@ -112,9 +112,8 @@ class _Worker:
             assert pipe is not None
             with suppress(BrokenPipeError):
                 pipe.close()
-        with suppress(
-            subprocess.TimeoutExpired
-        ):  # a process whose kernel never ends may take the driver a while; nobody waits for it
+        # a process whose kernel never ends may take the driver a while; nobody waits for it
+        with suppress(subprocess.TimeoutExpired):
             self.process.wait(5)
 
 
@@ -218,9 +217,8 @@ class WorkerPool:
         if not data:
             self._failed_starts = 0 if worker.ready else self._failed_starts + 1
             outcome = worker.outcome("crash") if worker.case is not None else None
-            with suppress(
-                subprocess.TimeoutExpired
-            ):  # it closed its end: its own exit status, not that of being killed
+            # it closed its end: its own exit status, not that of being killed
+            with suppress(subprocess.TimeoutExpired):
                 worker.process.wait(5)
             self._drop(worker)
             message = f"exit status {worker.process.returncode}; {worker.last_words()}"

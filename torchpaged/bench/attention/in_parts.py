@@ -62,9 +62,8 @@ def in_parts(name: str) -> Contender:
             (slice(0, count), slice(0, count)),
             (slice(count, num_reqs), slice(count, case.num_tokens)),
         ):
-            columns = -(
-                -max(case.seq_lens[requests]) // case.block_size
-            )  # as wide as it would be for this part alone
+            # as wide as it would be for this part alone
+            columns = -(-max(case.seq_lens[requests]) // case.block_size)
             arguments = (
                 inputs.block_table[requests, :columns].contiguous(),
                 inputs.seq_lens[requests].clone(),

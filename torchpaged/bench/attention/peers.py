@@ -75,11 +75,12 @@ def _flashinfer_prepare(backend: str, case: AttentionCase, inputs: Inputs) -> Pr
 
     workspace = torch.zeros(_FLASHINFER_WORKSPACE, dtype=torch.uint8, device=device)
     k_scale = FP8_K_SCALE if inputs.k_scale is not None else 1.0
+    # v_scale is 1
     common = {
         "q_data_type": case.dtype,
         "kv_data_type": case.kv_dtype,
         "sm_scale": inputs.scale * k_scale,
-    }  # v_scale is 1
+    }
     heads = (case.num_heads, case.num_kv_heads, case.head_dim, case.block_size)
     layout = "HND" if inputs.heads_first else "NHD"
     pairs = list(zip(inputs.k_caches, inputs.v_caches, strict=True))
@@ -116,9 +117,8 @@ def _flashinfer_prepare(backend: str, case: AttentionCase, inputs: Inputs) -> Pr
     out = inputs.poisoned_out()
 
     def call(layer: int) -> Tensor:
-        wrapper.run(
-            inputs.q, pairs[layer], out=out
-        )  # without out the wrapper would zero a new one at each call
+        # without out the wrapper would zero a new one at each call
+        wrapper.run(inputs.q, pairs[layer], out=out)
         return out
 
     return Prepared([partial(call, layer) for layer in range(inputs.num_layers)], plan_us)

@@ -115,9 +115,8 @@ class OwnStep:
         """
         started = time.perf_counter()
         with torch.inference_mode(), self.runner.inputs.padding(batch):
-            self._step(
-                *self.runner.inputs.view(batch)
-            )  # loads kernels, which would count as the capture's memory otherwise
+            # loads kernels, which would count as the capture's memory otherwise
+            self._step(*self.runner.inputs.view(batch))
         before = self._memory()
         self.runner.capture_for(batch)
         after = self._memory()

@@ -54,9 +54,8 @@ def record(call: Callable[[], Any], device: torch.device) -> list[Activity]:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         call()
         torch.cuda.synchronize()
-    with (
-        tempfile.TemporaryDirectory() as folder
-    ):  # the trace file holds the launch of each kernel; the public event list does not
+    # the trace file holds the launch of each kernel; the public event list does not
+    with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
         events = json.loads(path.read_text())["traceEvents"]

@@ -46,9 +46,8 @@ def kernels_per_layer(
     eager = _run(step, model, warmup_iters)
     if replay is None:
         return _report(eager.activities, _kind(eager))
-    again = _run(
-        replay, model, warmup_iters
-    )  # with the ranges: an eager capture runs the modules again, and needs no matching
+    # with the ranges: an eager capture runs the modules again, and needs no matching
+    again = _run(replay, model, warmup_iters)
     without_modules = all(activity.module is None for activity in again.activities)
     return _report(again.activities, _kind(again), 1, lambda _: eager.activities, one_launch=without_modules)
 

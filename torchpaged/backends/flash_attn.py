@@ -209,8 +209,8 @@ def load() -> Any:
     if lacking or not hasattr(library, "get_scheduler_metadata"):
         raise BackendUnavailableError(
             f"backend 'flash_attn' is not usable here: {MODULE} lacks "
-            f"{', '.join(lacking) or 'get_scheduler_metadata'}, "
-            f"so that it is no FlashAttention-3 with a paged cache; {INSTALL}"
+            f"{', '.join(lacking) or 'get_scheduler_metadata'}, so that it is no FlashAttention-3 with a "
+            f"paged cache; {INSTALL}"
         )
     return library
 

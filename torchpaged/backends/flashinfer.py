@@ -140,9 +140,8 @@ class FlashInferSession(Session):
         queries = sum(query_lens)
         if query_lens != [1] * queries + [0] * (rows - queries):
             raise PlanError(
-                "metadata: expected requests without a query token behind all others in a decode batch "
-                f"for backend {self.name!r}, got query lengths {query_lens}; "
-                "sort them, or state max_query_len=2"
+                "metadata: expected requests without a query token behind all others in a decode batch for "
+                f"backend {self.name!r}, got query lengths {query_lens}; sort them, or state max_query_len=2"
             )
         decoder = self._decoder(kind, rows)
         if decoder.copied is not None:

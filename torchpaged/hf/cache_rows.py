@@ -103,8 +103,7 @@ class CacheRows:
                 pool.num_free,
                 pool.num_usable,
                 f"{batch} rows of max_seq_len={self.max_seq_len} take {need} blocks and the null block: "
-                "build the "
-                f"PagedCache with num_blocks={need + 1}, or without num_blocks",
+                f"build the PagedCache with num_blocks={need + 1}, or without num_blocks",
             )
 
     def _make_tensors(self, device: torch.device) -> None:

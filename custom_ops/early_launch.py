@@ -42,7 +42,6 @@ def refuse_inductors() -> None:
     if config is not None and getattr(config.triton, "enable_pdl", False):
         raise BackendUnavailableError(
             "torch._inductor.config.triton.enable_pdl: expected False while torchpaged's kernels start "
-            "before the kernels ahead of them "
-            "have ended, got True; unset TORCHINDUCTOR_ENABLE_PDL or set the option to False before "
-            "anything is compiled"
+            "before the kernels ahead of them have ended, got True; unset TORCHINDUCTOR_ENABLE_PDL or set "
+            "the option to False before anything is compiled"
         )

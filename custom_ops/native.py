@@ -47,9 +47,8 @@ def load() -> bool:
         return False
     try:
         torch.ops.load_library(str(found[0]))
-    except (
-        OSError
-    ) as error:  # built against another libtorch or CPU: say so, keep the pure-Python package alive
+    except OSError as error:
+        # built against another libtorch or CPU: say so, keep the pure-Python package alive
         _state = (False, f"{found[0].name} could not be loaded ({error}); " + _HOW)
         return False
     _state = (True, str(found[0]))

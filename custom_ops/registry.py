@@ -28,8 +28,8 @@ Rules every kernel keeps (``B`` requests, ``T`` tokens):
 * numbers beyond an fp8 cache's range are stored as its largest, NaN as NaN;
 * no two tokens have one slot (-1 and block 0 excepted), no block is twice in a row of the table (block
   0 excepted);
-* LSE is the natural logarithm of the softmax denominator (the sink's term included), float32, ``[T,
-  num_heads]``.
+* LSE is the natural logarithm of the softmax denominator (the sink's term included), float32,
+  ``[T, num_heads]``.
 
 The reasons for void ops, for ``Library.define`` rather than ``custom_op`` and for explicit
 tensors: docs/ops.md.

@@ -30,29 +30,25 @@ def main() -> None:
     )
     model = LlamaForCausalLM(config).eval().to(DEVICE)
     prompts = [[5, 9, 2], [77], list(range(100, 130))]
-    greedy, drawn = (
-        SamplingParams(max_new_tokens=18),
-        SamplingParams(max_new_tokens=11, temperature=0.8, top_p=0.9, seed=7),
-    )
+    greedy = SamplingParams(max_new_tokens=18)
+    drawn = SamplingParams(max_new_tokens=11, temperature=0.8, top_p=0.9, seed=7)
     sampling = [greedy, drawn, greedy]
     one_by_one = Generator(model, max_batch_size=4, graphs=False).generate(prompts, sampling)
 
     generator = Generator(model, max_batch_size=4, buckets=[1, 2, 4], fuse=True, steps_per_launch=4)
     outputs = generator.generate(prompts, sampling)
     for output, want in zip(outputs, one_by_one, strict=True):
-        assert output.token_ids == want.token_ids, (
-            "the same tokens as without graphs, fusion and launches ahead"
-        )
+        # the same tokens as without graphs, fusion and launches ahead
+        assert output.token_ids == want.token_ids
         print(output.prompt_token_ids[:3], "->", output.token_ids)
 
     print("\ngraphs:", generator.graph_reason, "\ncompile:", generator.compile_reason)
     assert generator.runner is not None
     print("\n" + bucket_table(generator.runner.report()))
     print(f"\n{generator.fusion_report}")
+    # several tokens of a request per launch
     launches = sum(report.hits for report in generator.runner.report())
-    assert launches < max(len(output.token_ids) for output in outputs), (
-        "several tokens of a request per launch"
-    )
+    assert launches < max(len(output.token_ids) for output in outputs)
 
 
 if __name__ == "__main__":

@@ -65,8 +65,8 @@ def declare(support: GraphSupport) -> Backend:
 OPS = attention_op("mine", attend)
 MINE = declare(GraphSupport.NEVER)
 
-# 1. It is right: every batch of the suite, blocks shuffled, NaN where nobody wrote, against the float64
-# oracle.
+# 1. It is right: every batch of the suite, blocks shuffled, NaN where nobody wrote, against the
+# float64 oracle.
 for spec in BATCH_SPECS.values():
     batch = make_batch(spec, dtype=torch.bfloat16)
     out = torch.full_like(batch.q, float("nan"))
@@ -85,8 +85,7 @@ for spec in BATCH_SPECS.values():
 print(f"right on {len(BATCH_SPECS)} batches")
 
 # 2. It holds what it declares, and one that declares more does not pass. Here on a CPU: a kernel that runs
-# Python again
-#    in each replay can't freeze anything, so the liar has to do it by hand.
+# Python again in each replay can't freeze anything, so the liar has to do it by hand.
 print(check_graph_support(MINE))
 frozen: list[torch.Tensor] = []
 

@@ -1,5 +1,4 @@
-"""A small random Llama through the engine with NVTX ranges, for Nsight Systems: how to call it stands
-in profile_nsys.md.
+"""A small random Llama through the engine with NVTX ranges, for Nsight Systems; profile_nsys.md says how.
 
 On a CPU it runs as well, and prints the kernels (there: ops) per layer; without the nvtx package it says so
 and goes on.

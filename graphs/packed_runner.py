@@ -37,8 +37,8 @@ class PackedGraphRunner(BucketedGraphs):
     """Captures a prefill step per bucket of tokens and replays it.
 
     Args:
-        step: ``step(input_ids [n] int64, metadata, logits_indices [max_num_reqs] int64) -> [max_num_reqs,
-            ...]``; must not read device values on the host.
+        step: ``step(input_ids, metadata, logits_indices) -> [max_num_reqs, ...]``, with ``input_ids [n]`` and
+            ``logits_indices [max_num_reqs]`` int64; must not read device values on the host.
         buckets: numbers of tokens to capture.
         max_num_reqs: requests of a step at most.
         max_blocks_per_req: columns of the block table.

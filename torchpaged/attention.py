@@ -423,9 +423,8 @@ class PagedAttention(nn.Module):
             )
         if pools.k_cache.dtype not in able.kv_dtypes:
             raise BackendUnavailableError(
-                f"backend {self.choice.name!r} cannot run this attention: kv dtype {pools.k_cache.dtype} "
-                "is not one of "
-                f"{able.kv_dtypes}; give PagedAttention kv_dtype, so that it chooses with it"
+                f"backend {self.choice.name!r} cannot run this attention: kv dtype {pools.k_cache.dtype} is "
+                f"not one of {able.kv_dtypes}; give PagedAttention kv_dtype, so that it chooses with it"
             )
 
     def extra_repr(self) -> str:

@@ -65,8 +65,8 @@ def write_kv(
             last dimension.
         v_cache: ``[num_blocks, block_size, num_kv_heads, head_dim_v]``.
         slot_mapping: ``[num_tokens]`` int64, ``block * block_size + offset``; -1 skips the token.
-        k_scale, v_scale: float32 ``[1]`` or ``[num_kv_heads]``, for fp8 pools: what is stored is ``x
-            / scale``.
+        k_scale, v_scale: float32 ``[1]`` or ``[num_kv_heads]``, for fp8 pools: what is stored is
+            ``x / scale``.
         are_query_tokens: promises that the next `paged_attention` over these pools has exactly these tokens
             as its query tokens, and that none of them is context of a request in it. It may then start while
             this write runs, which saves a microsecond or two on Hopper. Without the promise any call
@@ -139,10 +139,10 @@ def rope_write_kv(
         q_norm, k_norm: ``[head_dim]`` weights in q's dtype or float32; None = no norm.
         norm_eps: added to the mean of squares.
         norm_offset: added to the weights.
-        interleaved: the pairs that turn together are ``(2i, 2i + 1)`` (GPT-J) instead of ``(i, i + rotary_dim
-            // 2)`` (NeoX, Llama).
-        k_scale, v_scale: float32 ``[1]`` or ``[num_kv_heads]``, for fp8 pools: what is stored is ``x /
-            scale``, saturated.
+        interleaved: the pairs that turn together are ``(2i, 2i + 1)`` (GPT-J) instead of
+            ``(i, i + rotary_dim // 2)`` (NeoX, Llama).
+        k_scale, v_scale: float32 ``[1]`` or ``[num_kv_heads]``, for fp8 pools: what is stored is
+            ``x / scale``, saturated.
         are_query_tokens: as in `write_kv`.
         ops: whose kernels to run; default: as the module docstring says (backend ``cpu`` runs the reference
             here: there is no native kernel).

@@ -242,8 +242,7 @@ class Kernel:
             most = gpu.shared_per_cta(torch.cuda.current_device())
             raise RuntimeError(
                 f"backend 'cuda': {name} asks for {shared_bytes} bytes of dynamic shared memory, the "
-                f"device refuses ({error}); "
-                f"a thread block may have {most} in all"
+                f"device refuses ({error}); a thread block may have {most} in all"
             )
         if prefer_shared and shared_bytes > 48 * 1024:
             _check(
@@ -329,8 +328,7 @@ def _kernel(file: str, name: str, config: Config, index: int, shared_bytes: int)
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             f"backend 'cuda': {file} is not compiled for this shape yet, which can't be done inside a CUDA "
-            "graph capture; "
-            "run the same call once before capturing"
+            "graph capture; run the same call once before capturing"
         )
     with torch.cuda.device(index):
         capability = torch.cuda.get_device_capability(index)

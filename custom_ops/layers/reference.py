@@ -27,8 +27,8 @@ def _exact(x: Tensor) -> Tensor:
 
 
 def _normed(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
-    """RMSNorm (arXiv:1910.07467) of ``x [T, K]``, whose dtype is the accumulation's; the weight is ``offset +
-    weight``."""
+    """RMSNorm (arXiv:1910.07467) of ``x [T, K]``, whose dtype is the accumulation's; the weight is
+    ``offset + weight``."""
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * (offset + weight.detach().to(x.dtype))
 
 

@@ -1,5 +1,4 @@
-"""Backends: one file each, behind one selector; what one keeps open between calls is a
-session (session.py)."""
+"""Backends: one file each, behind one selector; what one keeps open between calls is a `Session`."""
 
 from torchpaged.backends.base import Backend
 from torchpaged.backends.capabilities import Capabilities, Planning

@@ -85,9 +85,8 @@ class FlashAttnSession(Session):
         self.batch = PlannedBatchBuffers(self.limits, self.device)
         self._handle = _SESSIONS.add(self)
         self._schedules: dict[_Kind, Tensor] = {}
-        self._lengths: dict[
-            tuple[_Kind, int, int, int], int
-        ] = {}  # of a schedule, by kind, requests, columns, query length
+        # of a schedule, by kind, requests, columns, query length
+        self._lengths: dict[tuple[_Kind, int, int, int], int] = {}
 
     def _make_workspace(self, spec: AttentionSpec) -> dict[str, Tensor]:
         left, right = spec.window_size
@@ -129,8 +128,7 @@ class FlashAttnSession(Session):
                 if length > schedule.numel():
                     raise PlanError(
                         f"plan: expected a schedule of at most {schedule.numel()} numbers, "
-                        f"got {length} from {MODULE}; "
-                        "this version is not supported"
+                        f"got {length} from {MODULE}; this version is not supported"
                     )
                 schedule[:length].copy_(made.flatten())
                 schedule[length:].zero_()  # what is left of a larger batch would be worked off, too
@@ -211,8 +209,8 @@ def load() -> Any:
     if lacking or not hasattr(library, "get_scheduler_metadata"):
         raise BackendUnavailableError(
             f"backend 'flash_attn' is not usable here: {MODULE} lacks "
-            f"{', '.join(lacking) or 'get_scheduler_metadata'}, "
-            f"so that it is no FlashAttention-3 with a paged cache; {INSTALL}"
+            f"{', '.join(lacking) or 'get_scheduler_metadata'}, so that it is no FlashAttention-3 with a "
+            f"paged cache; {INSTALL}"
         )
     return library
 

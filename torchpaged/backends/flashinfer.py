@@ -1,5 +1,4 @@
-"""The ``flashinfer`` backend: FlashInfer's wrappers over the paged pool, planned once per step for all
-layers.
+"""The ``flashinfer`` backend: FlashInfer's wrappers over the paged pool, one plan per step for all layers.
 
     decode steps      BatchDecodeWithPagedKVCacheWrapper on tensor cores (fa2), one for each number of
                       requests, which is fixed in what a graph captures
@@ -40,11 +39,10 @@ from torchpaged.custom_ops.errors import ArgumentError, BackendUnavailableError,
 from torchpaged.metadata import HostLengths
 
 PACKAGE = "flashinfer"
-OLDEST, NEWEST = (0, 6, 13), (0, 8)  # the first one that is not supported any more
+OLDEST, NEWEST = (0, 6, 13), (0, 8)  # NEWEST: the first one that is not supported any more
 INSTALL = "pip install 'flashinfer-python>=0.6.13,<0.8'"
-WORKSPACE_BYTES = (
-    256 << 20
-)  # of partial results, one for all wrappers of a session: their calls follow one another
+#: Of partial results, one for all wrappers of a session: their calls follow one another.
+WORKSPACE_BYTES = 256 << 20
 _EAGER_WRAPPERS = 8  # decode wrappers that no graph captured and that are kept; each has 8 MiB of its own
 _FLOATS = (torch.bfloat16, torch.float16)
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -142,9 +140,8 @@ class FlashInferSession(Session):
         queries = sum(query_lens)
         if query_lens != [1] * queries + [0] * (rows - queries):
             raise PlanError(
-                "metadata: expected requests without a query token behind all others in a decode batch "
-                f"for backend {self.name!r}, got query lengths {query_lens}; "
-                "sort them, or state max_query_len=2"
+                "metadata: expected requests without a query token behind all others in a decode batch for "
+                f"backend {self.name!r}, got query lengths {query_lens}; sort them, or state max_query_len=2"
             )
         decoder = self._decoder(kind, rows)
         if decoder.copied is not None:

@@ -1,7 +1,7 @@
 """The ``flex`` backend: torch's FlexAttention over the paged pool, with block masks made from the batch's own
 metadata.
 
-    torchpaged.select_backend(spec, "flex")                 # any head_dim; GPUs that the kernels don't know
+    torchpaged.select_backend(spec, "flex")                 # runs only where it is named; any head_dim
     mine = flex_backend("tanh_bias", score_mod=function)    # what no paged kernel takes: functions of yours
     layer = PagedAttention(8, 64, session=mine.open([], Limits(), "cuda"))
 
@@ -188,9 +188,8 @@ def _lists(
     column = torch.arange(width, device=device)
     at = (first[:, None] + column).clamp_max(block_table.shape[1] - 1)
     is_listed = column < count[:, None]
-    block = torch.where(
-        is_listed, block_table[request[:, None], at], num_blocks
-    ).long()  # [N, width]; num_blocks: of nobody
+    # [N, width]; num_blocks: of nobody
+    block = torch.where(is_listed, block_table[request[:, None], at], num_blocks).long()
     listed = torch.empty(len(request), num_blocks, dtype=torch.int32, device=device)
     if not fused:
         listed.zero_()
@@ -401,9 +400,8 @@ def flex_backend(
     """A backend whose attention is changed by functions of one's own, as torch's FlexAttention takes them.
 
     The functions get and give tensors without dimensions, and are traced once: what they read may change in
-        place between calls. They come after scale, soft cap and ALiBi, and hide keys beside what causality,
-        window, chunks and lengths hide. Positions are those of the sequence, not of the packed batch or the
-        pool.
+    place between calls. They come after scale, soft cap and ALiBi, and hide keys beside what causality,
+    window, chunks and lengths hide. Positions are those of the sequence, not of the packed batch or the pool.
 
     Args:
         name: of the backend, for `torchpaged.register_backend` and messages.

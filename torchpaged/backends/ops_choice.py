@@ -1,10 +1,10 @@
 """Whose kernels a function of `torchpaged.functional` runs if its caller did not say: what every other door
 would choose.
 
-ops = choose_ops(q.device, attention_spec(...))     # an attention, or a write for one
-ops = choose_ops(device)                            # an op that no attention's features bear on
-ops = traced_ops(device)                            # the same, while a call is traced
-ops = traced_ops(q.device, (dtype, ...))            # an attention
+    ops = choose_ops(q.device, attention_spec(...))     # an attention, or a write for one
+    ops = choose_ops(device)                            # an op that no attention's features bear on
+    ops = traced_ops(device)                            # the same, while a call is traced
+    ops = traced_ops(q.device, (dtype, ...))            # an attention
 """
 
 from __future__ import annotations

@@ -60,9 +60,8 @@ def query_tiles(seq_lens: Tensor, query_start_loc: Tensor, num_tokens: int, tile
     request = torch.searchsorted(tiles_end, tile, right=True)
     exists = request <= last
     request = request.clamp_max(last)
-    offset = (tile - tiles_begin[request])[:, None] * tile_q + torch.arange(
-        tile_q, device=device
-    )  # in the request's queries
+    row = torch.arange(tile_q, device=device)
+    offset = (tile - tiles_begin[request])[:, None] * tile_q + row  # in the request's queries
     is_row = exists[:, None] & (offset < query_lens[request, None])
     token = torch.where(is_row, starts[request, None] + offset, 0)
     position = torch.where(is_row, (lens - query_lens)[request, None] + offset, -1)

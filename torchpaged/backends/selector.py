@@ -93,8 +93,8 @@ def get_backend(name: str) -> Backend:
 
 @contextlib.contextmanager
 def use_backend(name: str) -> Iterator[None]:
-    """Within the block, whatever is built without an explicit backend uses ``name`` ("auto" lifts an
-    outer choice).
+    """Within the block, whatever is built without an explicit backend uses ``name`` ("auto" lifts an outer
+    choice).
 
     It holds for this thread, or this task of asyncio, alone: a thread that is started inside chooses anew.
     """

@@ -1,8 +1,8 @@
 """Sessions: what a backend keeps open between calls for one user of it, and its plan of each batch.
 
     session = backend.open([spec], Limits(max_num_reqs=8, block_size=16), device)
-    workspace = session.workspace(spec)                       # once per layer, at construction
-    session.plan(metadata)                   # outside the trace and the graph, where the session plans at all
+    workspace = session.workspace(spec)  # once per layer, at construction
+    session.plan(metadata)  # outside the trace and the graph; most backends do nothing
     session.ops.paged_attention(..., **options, **workspace)  # traced and captured: tensors are all it gets
 
 What a session holds reaches its op through these tensors alone. One session serves calls that follow one
@@ -144,7 +144,7 @@ class Session:
         self.limits, self.device = limits, device
         self.planned: PlannedBatch | None = None
         self._host: HostLengths | None = None
-        # That were planned: without `plans_every_step` such a plan lasts.
+        # Those that were planned: without `plans_every_step` such a plan lasts.
         self._shapes: set[tuple[int, ...]] = set()
         self._workspaces: dict[AttentionSpec, dict[str, Tensor]] = {}
         with torch.inference_mode(False):  # an inference tensor could not be written under no_grad later

@@ -100,7 +100,8 @@ def attention_spec(
 
     Args:
         device, dtype, num_heads, num_kv_heads, head_dim, head_dim_v, block_size, kv_dtype, causal, lse: as in
-        `AttentionSpec`. window_size: ``(left, right)``; -1 = open.
+            `AttentionSpec`.
+        window_size: ``(left, right)``; -1 = open.
         logits_soft_cap, chunk_size: None or 0 = off.
         alibi_slopes, sinks: None = off; anything else counts as given.
         scale: None = ``head_dim ** -0.5``.

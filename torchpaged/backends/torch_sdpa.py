@@ -38,9 +38,8 @@ def _attend(call: Call, options: Options) -> None:
     tiles = query_tiles(seq_lens, query_start_loc, num_tokens, tile_q)
     first, count = visible_blocks(tiles, mask, block_size)
     blocks = listed_blocks(block_table, tiles, first, count, width)
-    key = (first[:, None] * block_size + torch.arange(width * block_size, device=q.device))[
-        :, None
-    ]  # [N, 1, L], positions
+    column = torch.arange(width * block_size, device=q.device)
+    key = (first[:, None] * block_size + column)[:, None]  # [N, 1, L], positions
     exists = key < (torch.minimum((first + count) * block_size, tiles.seq_lens))[:, None, None]
     scores = _Scores(options.scale, options.logits_soft_cap, alibi_slopes, sinks)
     bytes_of_tile = (
@@ -55,9 +54,8 @@ def _attend(call: Call, options: Options) -> None:
         part = slice(begin, begin + step)
         query = tiles.position[part, :, None]
         seen = exists[part] & _sees(mask, query, key[part])
-        nobodys = ~exists[
-            part, 0, :, None, None
-        ]  # slots that may hold NaN, which neither a bias of -inf nor a weight of 0 hides
+        # slots that may hold NaN, which neither a bias of -inf nor a weight of 0 hides
+        nobodys = ~exists[part, 0, :, None, None]
         k, v = (
             _gathered(cache, blocks[part], q.dtype, of_fp8).masked_fill(nobodys, 0.0).transpose(1, 2)
             for cache, of_fp8 in ((k_cache, options.k_scale), (v_cache, options.v_scale))
@@ -86,8 +84,10 @@ def _gathered(cache: Tensor, blocks: Tensor, dtype: torch.dtype, scale: Tensor |
 
 
 def _sees(mask: Mask, query: Tensor, key: Tensor) -> Tensor:
-    """Which keys each row sees, ``[N, TILE_Q, L]`` bool, of positions ``[N, TILE_Q, 1]`` and ``[N, 1,
-    L]``."""
+    """Which keys each row sees, ``[N, TILE_Q, L]`` bool.
+
+    ``query [N, TILE_Q, 1]``, ``key [N, 1, L]``: positions.
+    """
     seen = query >= 0
     if mask.causal:
         seen = seen & (key <= query)
@@ -110,8 +110,10 @@ class _Scores(NamedTuple):
 
 
 def _by_torch(scores: _Scores, q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> tuple[Tensor, Tensor | None]:
-    """``[N, H, TILE_Q, head_dim_v]``, by torch's function. ``q [N, H, TILE_Q, D]``, ``k, v [N, num_kv_heads,
-    L, *]``."""
+    """``[N, H, TILE_Q, head_dim_v]``, by torch's function.
+
+    ``q [N, H, TILE_Q, D]``; ``k, v [N, num_kv_heads, L, *]``.
+    """
     bias = seen
     if scores.sinks is not None:
         bias = torch.where(seen, 0.0, float("-inf")).to(q.dtype)

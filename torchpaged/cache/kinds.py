@@ -67,10 +67,11 @@ class LayerKind:
     Attributes:
         name: for messages.
         spec: the class of its layers' specs.
-        hf_layer: makes the layer of a `torchpaged.hf.PagedCache`: called as ``hf_layer(owner, index, config,
-            template)`` with the cache, the layer's index, the model's text config and the layer that
-            transformers' ``StaticCache`` has there. It gives a `torchpaged.hf.layer.PagedLayer`, or None
-            where the layer is of another kind. None: no layer of transformers is of this kind.
+        hf_layer: makes the layer of a `torchpaged.hf.PagedCache`: called as
+            ``hf_layer(owner, index, config, template)`` with the cache, the layer's index, the model's text
+            config and the layer that transformers' ``StaticCache`` has there. It gives a
+            `torchpaged.hf.layer.PagedLayer`, or None where the layer is of another kind. None: no layer of
+            transformers is of this kind.
     """
 
     name: str

@@ -1,10 +1,10 @@
 """Attention of requests that share a prefix: the prefix's keys are read once for all of them.
 
-    groups = find_prefix_groups(block_tables, query_lens, seq_lens, block_size=16)      # on the host
-    prefixes = SharedPrefixes.allocate(limits..., device="cuda")                        # once
-    prefixes.set(groups, block_tables, query_lens)                                      # when they change
-    out = cascade_attention(q, k_cache, v_cache, block_table, seq_lens, query_start_loc, prefixes,
-                            max_query_len=1)
+    groups = find_prefix_groups(block_tables, query_lens, seq_lens, block_size=16)  # on the host
+    prefixes = SharedPrefixes.allocate(**sizes, device="cuda")  # once
+    prefixes.set(groups, block_tables, query_lens)  # when they change
+    batch = block_table, seq_lens, query_start_loc
+    out = cascade_attention(q, k_cache, v_cache, *batch, prefixes, max_query_len=1)
 
 Two passes of ``paged_attention``, the prefixes' without sinks, and ``merge_attn_states`` (arXiv:2402.05099).
 Every launch depends on sizes alone, so that one graph serves all lengths and all groups that fit the buffers.

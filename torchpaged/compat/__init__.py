@@ -1,7 +1,7 @@
 """Other libraries' call shapes on the kernels of torchpaged, so that code written for them runs unchanged.
 
-    from torchpaged.compat import flash_attn_varlen_func, flash_attn_with_kvcache, reshape_and_cache_flash,
-    varlen_attn
+    from torchpaged.compat import flash_attn_varlen_func, flash_attn_with_kvcache
+    from torchpaged.compat import reshape_and_cache_flash, varlen_attn, varlen_attn_out
 
 - `flash_attn_varlen_func`, `flash_attn_with_kvcache`: FlashAttention's (vLLM's build of it, and version 3).
 - `reshape_and_cache_flash`: vLLM's.

@@ -75,14 +75,14 @@ def flash_attn_varlen_func(
 
     Causal alignment is bottom-right: query ``i`` of a request with S queries and L keys stands at position
     ``L - S + i``. A query that sees no key gives zeros and LSE -inf, as do tokens of ``q`` behind
-    ``cu_seqlens_q[-1]``. (Some builds of FlashAttention give LSE +inf there.) The window is ``[position -
-    left, position + right]``, both ends seen; -1 is open. Causal closes the right side whatever the window
-    says.
+    ``cu_seqlens_q[-1]``. (Some builds of FlashAttention give LSE +inf there.) The window is
+    ``[position - left, position + right]``, both ends seen; -1 is open. Causal closes the right side whatever
+    the window says.
 
     Args:
         q: ``[total_q, num_heads, head_dim]``; float8_e4m3fn is computed and returned in bfloat16.
-        k: ``[num_blocks, block_size, num_kv_heads, head_dim]`` with a ``block_table``, else ``[total_k,
-            num_kv_heads, head_dim]``.
+        k: ``[num_blocks, block_size, num_kv_heads, head_dim]`` with a ``block_table``, else
+            ``[total_k, num_kv_heads, head_dim]``.
         v: as ``k``; its last dimension, head_dim_v, may differ.
         max_seqlen_q: host int, an upper bound of the queries of a request; 1 chooses the decode kernels.
         cu_seqlens_q: ``[num_reqs + 1]`` int32.
@@ -99,7 +99,7 @@ def flash_attn_varlen_func(
         alibi_slopes: float32 ``[num_heads]``, or ``[num_reqs, num_heads]`` with equal rows (one, or
             expanded). Refused unless causal.
         deterministic: accepted: the forward pass always is.
-        return_attn_probs: refused; `return_softmax_lse` returns the LSE.
+        return_attn_probs: refused; ``return_softmax_lse`` returns the LSE.
         block_table: ``[num_reqs, max_blocks_per_req]`` int32. Block 0 is a block like any other.
         return_softmax_lse: also return the LSE.
         out: ``[total_q, num_heads, head_dim_v]`` to write into, which is returned.

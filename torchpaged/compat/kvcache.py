@@ -89,8 +89,8 @@ def flash_attn_with_kvcache(
         k_cache: ``[num_blocks, block_size, num_kv_heads, head_dim]`` with a ``page_table``, else a row per
             request: ``[batch_size_cache, seqlen_cache, num_kv_heads, head_dim]``.
         v_cache: as ``k_cache``; its last dimension, head_dim_v, may differ.
-        k, v: ``[num_reqs, seqlen_new, num_kv_heads, head_dim(_v)]``, or ``[total_new, num_kv_heads,
-            head_dim(_v)]`` with ``cu_seqlens_k_new``: stored behind the first ``cache_seqlens`` tokens of
+        k, v: ``[num_reqs, seqlen_new, num_kv_heads, head_dim(_v)]``, or with ``cu_seqlens_k_new``
+            ``[total_new, num_kv_heads, head_dim(_v)]``: stored behind the first ``cache_seqlens`` tokens of
             each request, in place, before anything is attended.
         qv: refused.
         rotary_cos, rotary_sin: ``[max_position, rotary_dim // 2]``, with ``k`` only: new keys are turned by

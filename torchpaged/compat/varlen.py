@@ -70,8 +70,8 @@ def varlen_attn(
             `varlen_attn_out`.
 
     Returns:
-        ``[total_q, num_heads, head_dim_v]``; with ``return_aux.lse`` a pair of it and float32 ``[num_heads,
-        total_q]``, natural logarithm.
+        ``[total_q, num_heads, head_dim_v]``; with ``return_aux.lse`` a pair of it and float32
+        ``[num_heads, total_q]``, natural logarithm.
 
     Raises:
         ArgumentError: an argument does not fit or is not honoured. In a traced call dynamo's own error.

@@ -127,8 +127,8 @@ class DecodeLoop:
             self._to_clear.append(row)
 
     def finish_prefill(self, sequences: Seq[Sequence], logits: Tensor) -> None:
-        """Place requests whose prompt is computed, and sample their first tokens from ``logits
-        [len(sequences), vocab_size]``."""
+        """Place requests whose prompt is computed, and sample their first tokens from
+        ``logits [len(sequences), vocab_size]``."""
         for sequence in sequences:
             self.place(sequence)
         self._flush()

@@ -1,9 +1,10 @@
-"""The HuggingFace door: ``import torchpaged.hf``, then nothing else to write.
+"""The HuggingFace door: two lines around unmodified ``generate()``.
 
     model.set_attn_implementation("torchpaged")
     cache = torchpaged.hf.PagedCache(model.config, max_batch_size=4, max_seq_len=512)
     out = model.generate(**inputs, past_key_values=cache)
 
+`paged`, a context manager, and `attach` also switch models that ignore the attention interface, and back.
 Importing registers the attention and mask functions under the name "torchpaged". Needs transformers >= 5.17.
 """
 

@@ -25,8 +25,8 @@ from torchpaged.profiling import ranged_attention
 
 #: The name under which the functions are registered.
 NAME = "torchpaged"
-# Arguments of the interface that change which keys are seen, and that no op here knows: refused,
-# never dropped.
+# Arguments of the interface that change which keys are seen, and that no op here knows: refused, never
+# dropped.
 _SPARSE = ("indices", "block_indices")
 
 
@@ -131,8 +131,8 @@ def _transformed(module: nn.Module) -> UnsupportedModelError:
     if torch.compiler.is_compiling() and getattr(module, "is_kv_shared_layer", False):
         return UnsupportedModelError(
             f"{type(module).__name__} shares another layer's pools and takes them through Tensor.to, "
-            "behind which compiled code does not know them "
-            "(transformers 5.17; not 5.23); run it uncompiled, or use PagedCache(..., dense=True)"
+            "behind which compiled code does not know them (transformers 5.17; not 5.23); run it "
+            "uncompiled, or use PagedCache(..., dense=True)"
         )
     return UnsupportedModelError(
         f"{type(module).__name__} changes the cached keys or values before attention, so that they are no "
@@ -143,8 +143,8 @@ def _transformed(module: nn.Module) -> UnsupportedModelError:
 def _sparse(name: str) -> UnsupportedModelError:
     return UnsupportedModelError(
         f"{name} selects keys sparsely ({' or '.join(_SPARSE)}), which torchpaged does not do yet: the "
-        "selection would be dropped; "
-        "call model.set_attn_implementation('sdpa') and use transformers' own cache"
+        "selection would be dropped; call model.set_attn_implementation('sdpa') and use transformers' own "
+        "cache"
     )
 
 

@@ -66,11 +66,10 @@ class PagedCache(Cache):
         dense: gather keys and values and let SDPA attend: slower, for models that change cached values before
             attention. None: for those that are known to (`torchpaged.hf.known_models.NEEDS_DENSE`), and for
             no others.
-
         kv_dtype: of the pools: "fp8_e4m3" or "fp8_e5m2", or torch's dtype of that name; None: the keys'.
         kv_scales: of fp8 pools: "head" or "tensor", found in the first forward's keys and values, one per kv
-            head or one per layer, and kept until the cache is gone; or for each paged layer ``(k_scale,
-            v_scale)``, as the attribute of this name holds them.
+            head or one per layer, and kept until the cache is gone; or for each paged layer
+            ``(k_scale, v_scale)``, as the attribute of this name holds them.
 
     Attributes:
         dense: whether keys and values are gathered.
@@ -121,8 +120,7 @@ class PagedCache(Cache):
         if self.dense and self.name in OWN_ATTENTION:
             raise UnsupportedModelError(
                 f"{self.name} masks by the lengths of its own keys, which dense=True makes max_seq_len; "
-                "leave dense "
-                "out, and call torchpaged.hf.attach(model)"
+                "leave dense out, and call torchpaged.hf.attach(model)"
             )
         self.keys_of_queries = not self.dense and not crosses
         self.max_seq_len, self.block_size = max_seq_len, block_size
@@ -156,8 +154,9 @@ class PagedCache(Cache):
     ) -> PagedCache:
         """A cache as large as one call of generate() needs.
 
-            call = {**tokenizer(prompts, return_tensors="pt", padding=True), "max_new_tokens": 64,
-            "num_beams": 4} out = model.generate(**call, past_key_values=PagedCache.for_inputs(model, **call))
+            call = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left")
+            call = {**call, "max_new_tokens": 64, "num_beams": 4}
+            out = model.generate(**call, past_key_values=PagedCache.for_inputs(model, **call))
 
         Args:
             model: the model.
@@ -307,8 +306,7 @@ class PagedCache(Cache):
         if self.kv.dtype is not None and not layer.scales:
             raise UnsupportedModelError(
                 f"{self.name}: the first keys of a cache with fp8 pools come in compiled or fused code, "
-                "where no "
-                "scales can be found; run a forward eagerly and unfused before, or give kv_scales"
+                "where no scales can be found; run a forward eagerly and unfused before, or give kv_scales"
             )
         self.order.enter(layer, query_len)
         if not torch.compiler.is_compiling() and not layer.has_written:

@@ -103,8 +103,7 @@ class CacheRows:
                 pool.num_free,
                 pool.num_usable,
                 f"{batch} rows of max_seq_len={self.max_seq_len} take {need} blocks and the null block: "
-                "build the "
-                f"PagedCache with num_blocks={need + 1}, or without num_blocks",
+                f"build the PagedCache with num_blocks={need + 1}, or without num_blocks",
             )
 
     def _make_tensors(self, device: torch.device) -> None:
@@ -223,8 +222,11 @@ class CacheRows:
         return HostLengths([query_len] * batch, [self._counted - left for left in padding])
 
     def gather(self, pool: Tensor, batch: int) -> Tensor:
-        """Dense mode: every row's tokens by position (padding included), ``[batch, num_kv_heads, max_seq_len,
-        head_dim]``."""
+        """Dense mode: every row's tokens by position (padding included).
+
+        Returns:
+            ``[batch, num_kv_heads, max_seq_len, head_dim]``.
+        """
         rows = pool[self.block_table[:batch].long()].flatten(1, 2)[:, : self.max_seq_len]
         padding = (self.total - self.seq_lens[:batch]).long()
         index = torch.arange(self.max_seq_len, device=pool.device)[None] - padding[:, None]

@@ -37,8 +37,10 @@ def config_spec(
     block_size: int,
     kv_dtype: torch.dtype | None = None,
 ) -> AttentionSpec:
-    """What a `PagedLayer` will ask for, as far as the config and the first keys ``[batch, num_kv_heads, *,
-    head_dim]`` tell."""
+    """What a `PagedLayer` will ask for, as far as the config and the first keys tell.
+
+    ``key_states [batch, num_kv_heads, *, head_dim]``.
+    """
     num_kv_heads, head_dim = key_states.shape[1], key_states.shape[3]
     return attention_spec(
         device=key_states.device,

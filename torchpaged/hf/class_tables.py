@@ -40,17 +40,16 @@ def _refusal(module: str, name: str) -> Callable[..., Any]:
     def refuse(*_: Any, **__: Any) -> Any:
         raise UnsupportedModelError(
             f"{module.split('.')[0]} cannot be built with attn_implementation={name!r}: it has attention "
-            "classes of its own by name, and none for it; "
-            "build it with 'eager', and of a model of several parts call set_attn_implementation on its "
-            "language model"
+            "classes of its own by name, and none for it; build it with 'eager', and of a model of several "
+            "parts call set_attn_implementation on its language model"
         )
 
     return refuse
 
 
 def fill_class_tables(name: str) -> None:
-    """Enter ``name`` into every table; a model that this transformers lacks, or a table that went, is
-    left alone."""
+    """Enter ``name`` into every table; a model that this transformers lacks, or a table that went, is left
+    alone."""
     for module, (table, takes_eager) in TABLES.items():
         try:
             classes = getattr(importlib.import_module(f"transformers.models.{module}"), table, None)

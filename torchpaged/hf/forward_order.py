@@ -118,10 +118,9 @@ class ForwardOrder:
             twice = layer is self.last if self.announced is None else self.announced != query_len
         if twice:
             raise UnsupportedModelError(
-                f"{self.name}: layer {layer.index} writes twice in one forward, as a decoder does that "
-                "keeps its cross-attention's keys in "
-                "the same cache; pass past_key_values=EncoderDecoderCache(PagedCache(...), "
-                "DynamicCache(config=model.config))"
+                f"{self.name}: layer {layer.index} writes twice in one forward, as a decoder does that keeps "
+                "its cross-attention's keys in the same cache; pass "
+                "past_key_values=EncoderDecoderCache(PagedCache(...), DynamicCache(config=model.config))"
             )
 
     def is_behind(self, layer: PagedLayer) -> bool:

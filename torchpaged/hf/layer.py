@@ -275,8 +275,7 @@ class PagedLayer(CacheLayerMixin):
                     name,
                     (
                         f"{heads} heads of {width}, {self.states_dtype} on {pool.device}, as this cache's "
-                        "layer "
-                        f"{self.index} was made for"
+                        f"layer {self.index} was made for"
                     ),
                     f"{states.shape[1]} heads of {states.shape[3]}, {states.dtype} on {states.device}",
                     (
@@ -290,9 +289,8 @@ class PagedLayer(CacheLayerMixin):
         attended."""
         if self.owner.name in COMPUTES_WITH_KEYS:
             raise UnsupportedModelError(
-                f"{self.owner.name}: the first forward of its cache was compiled, where torchpaged can't "
-                "see that "
-                "attention takes the pools as they are; run it eagerly, as generate() does"
+                f"{self.owner.name}: the first forward of its cache was compiled, where torchpaged can't see "
+                "that attention takes the pools as they are; run it eagerly, as generate() does"
             )
 
     def watch_again(self) -> None:

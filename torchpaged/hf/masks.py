@@ -99,8 +99,7 @@ def kinds_of(
             return kinds
     raise UnsupportedModelError(
         "the model combines its causal mask with another one (image tokens, a prefix, packed sequences?), "
-        "which paged attention "
-        f"does not express (local_size={local_size}); use PagedCache(..., dense=True)"
+        f"which paged attention does not express (local_size={local_size}); use PagedCache(..., dense=True)"
     )
 
 

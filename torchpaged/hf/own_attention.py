@@ -55,11 +55,12 @@ def _slopes(module: Any, num_heads: int, device: torch.device) -> Tensor:
     return slopes
 
 
-# ------------------------------------------------------------------------------------------- modules with
-# `_attn`
+# --------------------------------------------------------------------------------------- modules with `_attn`
 def _attn(scaling: Callable[[Any], float], window: Callable[[Any], int | None]) -> Callable[..., Any]:
-    """`_attn` of a module: ``(query, key, value, attention_mask) -> (out [batch, heads, query_len, head_dim],
-    weights)``."""
+    """`_attn` of a module: ``(query, key, value, attention_mask) -> (out, weights)``.
+
+    ``out [batch, heads, query_len, head_dim]``.
+    """
 
     def make(module: Any) -> tuple[str, Callable[..., Any]]:
         plain, factor, size = module._attn, scaling(module), window(module)
@@ -86,8 +87,7 @@ def _attn(scaling: Callable[[Any], float], window: Callable[[Any], int | None]) 
     return make
 
 
-# ----------------------------------------------------------------------------------- modules that inline
-# everything
+# ----------------------------------------------------------------------------- modules that inline everything
 def _split(states: Tensor, head_dim: int) -> Tensor:
     return states.unflatten(-1, (-1, head_dim)).transpose(1, 2)
 
@@ -160,8 +160,8 @@ class _Family(NamedTuple):
     Attributes:
         heads: ``(module, hidden_states, further arguments) -> Heads``.
         scaling: of the scores.
-        end: ``(module, out [batch, query_len, heads * head_dim], further arguments) -> what forward returns
-            first``.
+        end: ``(module, out, further arguments)`` -> what forward returns first; ``out`` is
+            ``[batch, query_len, heads * head_dim]``.
         cache: the argument's name.
         crosses: the argument that holds an encoder's states in cross attention.
         alibi: whether the scores have linear biases.

@@ -43,8 +43,8 @@ class PagedModel:
             ``max_blocks_per_req``. None, and where one is None: 1024 requests, any number of tokens, as many
             blocks as there are.
 
-    The pools have the dtype of the model's keys; fp8 pools are for `torchpaged.PagedAttention` and the
-    checked functions so far.
+    The pools have the dtype of the model's keys; fp8 pools are for `PagedCache`, `torchpaged.PagedAttention`
+    and the checked functions so far.
 
     Attributes:
         kv_cache: the `PagedKVCache`.

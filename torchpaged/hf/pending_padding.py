@@ -77,8 +77,8 @@ class PendingPadding:
             if self.padding is not None and self._shape is not None and self._is_running():
                 raise UnsupportedModelError(
                     f"{self.name} runs {query_length} tokens per row where {self._shape[1]} were prepared, "
-                    f"with left padding {self.padding}, so that "
-                    "it is not known which of them are padding; generate without padding, row by row"
+                    f"with left padding {self.padding}, so that it is not known which of them are padding; "
+                    "generate without padding, row by row"
                 )
         same_forward = (
             by is self._by and self._shape == (batch, query_length) and local_size not in self._kinds
@@ -88,8 +88,8 @@ class PendingPadding:
         elif found != self.padding:
             raise UnsupportedModelError(
                 f"{self.name} masks the padding of some layers and not, or not alike, that of others "
-                f"({self.padding}, then {found}), "
-                "which rows of one length can't hold; generate without padding, row by row"
+                f"({self.padding}, then {found}), which rows of one length can't hold; generate without "
+                "padding, row by row"
             )
         self._kinds.add(local_size)
 

@@ -63,8 +63,8 @@ class StepCache(Cache):
             if not isinstance(layer, PagedLayer) or isinstance(layer, HybridPagedLayer):
                 raise UnsupportedModelError(
                     f"{config.model_type}: layer {index} keeps a recurrent state ({type(layer).__name__}), "
-                    "which the packed batches of the "
-                    "engine do not carry yet; use generate() with torchpaged.hf.PagedCache"
+                    "which the packed batches of the engine do not carry yet; use generate() with "
+                    "torchpaged.hf.PagedCache"
                 )
 
     def prepare(self, key_states: Tensor, head_dim_v: int | None = None) -> None:

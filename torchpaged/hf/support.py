@@ -28,9 +28,8 @@ _MAPPINGS: tuple[Any, ...] = (
 )
 _REASON = (
     "its attention layers do not call transformers' attention interface (ALL_ATTENTION_FUNCTIONS), so that "
-    "no attention "
-    "implementation can be plugged in; use a model that does, or torchpaged.PagedAttention in a model of "
-    "your own"
+    "no attention implementation can be plugged in; use a model that does, or torchpaged.PagedAttention in a "
+    "model of your own"
 )
 
 
@@ -89,8 +88,8 @@ def require_supported_config(config: Any) -> None:
     """The same from a config alone, where transformers knows the model that goes with it; also refuses those
     with caches of their own.
 
-    `_supports_default_dynamic_cache` is private too; ``tests/hf/test_typed_refusals.py`` notices if
-    it changes.
+    `_supports_default_dynamic_cache` is private too; ``tests/hf/test_typed_refusals.py`` notices if it
+    changes.
     """
     model_class = _class_of(type(config))
     if model_class is None:
@@ -129,9 +128,8 @@ def require_made_by_user(options: Mapping[str, Any]) -> None:
     if "offloading" in options:
         raise UnsupportedModelError(
             f"{getattr(options.get('config'), 'model_type', 'the model')} makes a cache in the place of "
-            "this one, without the sizes that a PagedCache "
-            "needs; for cross attention pass EncoderDecoderCache(PagedCache(...), "
-            "DynamicCache(config=model.config))"
+            "this one, without the sizes that a PagedCache needs; for cross attention pass "
+            "EncoderDecoderCache(PagedCache(...), DynamicCache(config=model.config))"
         )
 
 

@@ -48,8 +48,7 @@ def _require_causal(model: PreTrainedModel) -> None:
     if not hasattr(sys.modules[type(model).__module__], "create_causal_mask"):
         raise UnsupportedModelError(
             f"{type(model).__name__} of transformers {transformers.__version__} makes no causal mask: its "
-            "prompts see "
-            "tokens behind their own; a newer transformers mends it"
+            "prompts see tokens behind their own; a newer transformers mends it"
         )
 
 
@@ -80,9 +79,8 @@ def attach(model: PreTrainedModel) -> PreTrainedModel:
     if own:
         if not replace_attention(model):
             raise UnsupportedModelError(
-                f"{type(model).__name__} has no attention modules that torchpaged knows (built with a flash"
-                " implementation?); "
-                "load it with attn_implementation='eager'"
+                f"{type(model).__name__} has no attention modules that torchpaged knows (built with a flash "
+                "implementation?); load it with attn_implementation='eager'"
             )
         # What set_attn_implementation sets, which leaves these models alone. Not public;
         # tests/hf/test_switch.py notices if it goes.
@@ -102,9 +100,8 @@ def detach(model: PreTrainedModel) -> None:
     if not hasattr(model, _BEFORE):
         raise ArgumentError("model", "a model that attach() was called on", "one that it was not called on")
     for config, implementation in getattr(model, _BEFORE):
-        config._attn_implementation_internal = (
-            implementation  # of this config alone; the setter goes on to its parts
-        )
+        # of this config alone; the setter goes on to its parts
+        config._attn_implementation_internal = implementation
     restore_attention(model)
     delattr(model, _BEFORE)
 

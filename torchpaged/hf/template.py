@@ -90,9 +90,8 @@ def paged_layers(config: Any, max_seq_len: int, owner: PagedOwner) -> list[Any]:
             template = StaticCache(config=config, max_cache_len=max_seq_len).layers
     except Exception as error:  # transformers has no cache of fixed size for it either
         raise UnsupportedModelError(
-            f"{config.model_type}: transformers' StaticCache, from which the layers are read, can't be "
-            "built for it "
-            f"({type(error).__name__}: {error}); use DynamicCache(config=model.config)"
+            f"{config.model_type}: transformers' StaticCache, from which the layers are read, can't be built "
+            f"for it ({type(error).__name__}: {error}); use DynamicCache(config=model.config)"
         ) from error
     for index, layer in enumerate(template):
         window, chunk = window_and_chunk(config, index, layer)

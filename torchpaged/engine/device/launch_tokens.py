@@ -87,11 +87,11 @@ class LaunchRing:
         device: where the launches run; on a CPU everything is immediate.
 
     Attributes:
-        slots: ``[depth + 1, num_steps + 1, num_rows]`` int64, pinned, as a tensor of ``device``; ``slots[i,
-            num_steps, 0]`` is the number of the launch whose tokens slot i holds, the last slot is
+        slots: ``[depth + 1, num_steps + 1, num_rows]`` int64, pinned, as a tensor of ``device``;
+            ``slots[i, num_steps, 0]`` is the number of the launch whose tokens slot i holds, the last slot is
             for warm-ups.
         launches: ``[2]`` int64 on the device: launches so far, and 0. Negative: a warm-up, which goes to the
-        last slot and is not counted.
+            last slot and is not counted.
     """
 
     def __init__(self, depth: int, num_steps: int, num_rows: int, device: torch.device | str) -> None:

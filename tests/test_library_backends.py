@@ -530,17 +530,18 @@ def test_torchs_own_varlen_function() -> None:
     assert get_backend("torch_varlen").capabilities.graph_support == GraphSupport.NEVER
 
 
-def test_a_gpu_that_the_kernels_do_not_know_gets_flex(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Turing: by itself, and with the reasons why not the others; blocks that FlexAttention's kernels can't
-    tile go to torch's attention. What is around a library that may be absent is named, or not chosen."""
+def test_a_gpu_that_the_kernels_do_not_know_gets_torchs_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Turing: by itself, and with the reasons why not the others. FlexAttention, and what is around a library
+    that may be absent, are named or not chosen."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
     spec = replace(spec_of(batch_of("decode_one")), device=torch.device("cuda"), dtype=torch.float16)
     spec = replace(spec, kv_dtype=torch.float16)
     choice = select_backend(spec)
-    assert choice.name == "flex" and list(choice.rejected) == ["cuda", "triton", "cpu"]
+    assert choice.name == "torch_sdpa" and list(choice.rejected) == ["cuda", "triton", "cpu"]
     assert "compute capability (7, 5) is below (8, 0)" in choice.rejected["triton"]
-    assert select_backend(replace(spec, block_size=8)).name == "torch_sdpa"
+    assert select_backend(spec, "flex").name == "flex"
+    assert get_backend("flex").reject(replace(spec, block_size=8))
     for name in ("flash_attn", "flashinfer", "torch_varlen"):
         assert any("compute capability (7, 5)" in reason for reason in get_backend(name).reject(spec)), name
 

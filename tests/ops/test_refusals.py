@@ -435,7 +435,7 @@ def test_pools_and_caches() -> None:
 
 @pytest.mark.parametrize("name", ["one_pool_twice", "keys_from_the_cache", "integers"])
 def test_what_is_static_is_refused_while_tracing(name: str) -> None:
-    """Under torch.compile the fakes say it, or the choice of a backend: aliasing and dtypes need no values."""
+    """Under torch.compile the fakes say it, or the choice of a backend: neither needs values."""
 
     def step(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
         if name == "keys_from_the_cache":

@@ -16,6 +16,7 @@ name the same tokens.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -118,8 +119,14 @@ def _keeps_keys(cache: Any) -> bool:
     return any(isinstance(getattr(layer, "keys", None), Tensor) for layer in getattr(cache, "layers", ()))
 
 
+def without_folders(text: str) -> str:
+    """Files in it by their package, or by name alone: a table is the same wherever Python is installed."""
+    text = re.sub(r"(?<![\w.:/])/[^\s\"']*/(?:site|dist)-packages/", "", text)
+    return re.sub(r"(?<![\w.:/])/(?:[\w.+-]+/)+", "", text)
+
+
 def _sentence(error: BaseException) -> str:
-    text = " ".join(str(error).split())
+    text = without_folders(" ".join(str(error).split()))
     return (text or type(error).__name__)[:300]
 
 

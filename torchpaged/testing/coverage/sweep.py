@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from torchpaged.testing.coverage.checks import Row
+from torchpaged.testing.coverage.checks import Row, without_folders
 from torchpaged.testing.worker import Outcome, WorkerPool
 
 #: Seconds that a phase may take before its worker is ended.
@@ -24,7 +24,8 @@ def _row(outcome: Outcome) -> Row:
         return Row(**outcome.result)
     last = [line for line in outcome.message.splitlines() if line.strip()][-1:]
     reason = (
-        f"{outcome.kind} while {outcome.phase or 'starting'} after {outcome.seconds:.0f} s: {' '.join(last)}"
+        f"{outcome.kind} while {outcome.phase or 'starting'} after {outcome.seconds:.0f} s: "
+        f"{without_folders(' '.join(last))}"
     )
     return Row(
         outcome.case["model_type"], mode="broken", reason=reason[:300], seconds=round(outcome.seconds, 1)

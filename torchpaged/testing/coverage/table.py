@@ -132,5 +132,5 @@ def markdown(tables: Sequence[Table]) -> str:
         kind = next(row.kind for row in rows if row is not None)
         lines.append(_line([model_type, kind, *(cell for row in rows for cell in _cells(row))]))
     for name, table in zip(names, tables, strict=True):
-        lines += ["", f"## Why not paged, or not compiled: {name}", *_reasons(table)]
+        lines += ["", f"## Why not paged, or not compiled: {name}", "", *_reasons(table)]
     return "\n".join(lines) + "\n"

@@ -65,14 +65,17 @@ def test_position_bias_needs_dense(stem: str) -> None:
 
 
 @pytest.mark.parametrize("padded", [False, True])
-def test_causality_that_only_the_mask_carries_without_a_cache(padded: bool) -> None:
-    """BigBird-Pegasus: its decoder calls itself not causal, its encoder adds the mask to scores of its own,
-    and it does not claim SDPA, so that no mask may be left out or be one of booleans."""
+@pytest.mark.parametrize(
+    ("stem", "head"), [("BigBirdPegasus", HEAD), ("BigBirdPegasus", "ForCausalLM"), ("UMT5", HEAD)]
+)
+def test_causality_that_only_the_mask_carries_without_a_cache(stem: str, head: str, padded: bool) -> None:
+    """Decoders that call themselves not causal (UMT5's in transformers 5.17), and an encoder that adds the
+    mask to scores of its own: no mask may be left out, or be one of booleans."""
     assert not transformers.BigBirdPegasusPreTrainedModel._supports_sdpa
-    given = {key: value for key, value in inputs(padded).items() if padded or "mask" not in key}
-    for head in (HEAD, "ForCausalLM"):
-        given = given if head == HEAD else {"input_ids": given["decoder_input_ids"]}
-        same(build("BigBirdPegasus", head), {**given, "use_cache": False}, lambda: None)
+    given = inputs(padded)
+    if head == "ForCausalLM":
+        given = {"input_ids": given["decoder_input_ids"]}
+    same(build(stem, head), {**given, "use_cache": False}, lambda: None)
 
 
 def test_a_padded_source() -> None:

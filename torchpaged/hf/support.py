@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from torchpaged.custom_ops.errors import UnsupportedModelError
-from torchpaged.hf.known_models import OWN_ATTENTION, require_expressible
+from torchpaged.hf.known_models import ADDS_BIAS, OWN_ATTENTION, require_expressible
 
 _MAPPINGS: tuple[Any, ...] = (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -94,7 +94,8 @@ def needs_eager_mask(model_type: str) -> bool:
 
     Those that ignore the attention interface, and those that do not claim SDPA: BigBird-Pegasus' decoder
     calls itself not causal and leaves causality to a mask that SDPA's mask function would leave out, and its
-    encoder adds the mask to scores of its own. ``_supports_sdpa`` is private;
+    encoder adds the mask to scores of its own. And those with a bias by positions, a mask in floating point
+    anyway: UMT5's decoder calls itself not causal in transformers 5.17. ``_supports_sdpa`` is private;
     ``tests/hf/test_encoder_decoder.py`` notices if it changes.
     """
     return _needs_eager_mask(model_type)
@@ -102,6 +103,8 @@ def needs_eager_mask(model_type: str) -> bool:
 
 @functools.cache
 def _needs_eager_mask(model_type: str) -> bool:
+    if model_type in ADDS_BIAS:
+        return True
     model_class = _class_of_type(model_type)
     return model_class is not None and not (
         uses_attention_interface(model_class) and getattr(model_class, "_supports_sdpa", False)

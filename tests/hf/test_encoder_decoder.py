@@ -75,7 +75,11 @@ def test_causality_that_only_the_mask_carries_without_a_cache(stem: str, head: s
     given = inputs(padded)
     if head == "ForCausalLM":
         given = {"input_ids": given["decoder_input_ids"]}
-    same(build(stem, head), {**given, "use_cache": False}, lambda: None)
+    with torch.no_grad():
+        want, got = (
+            build(stem, head, name)(**given, use_cache=False).logits for name in ("eager", "torchpaged")
+        )
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4 * float(want.abs().max()))
 
 
 def test_a_padded_source() -> None:

@@ -70,7 +70,9 @@ def test_attention_of_its_own_gets_its_mask(stem: str) -> None:
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5 * float(want.abs().max()))
     model = build(stem, implementation="torchpaged")
     for padding in (0, 7):  # Bloom widens a mask that has zeros, before it ignores the interface
-        with pytest.raises((UnsupportedModelError, ArgumentError), match=r"call torchpaged.hf.attach\(model\)"):
+        with pytest.raises(
+            (UnsupportedModelError, ArgumentError), match=r"call torchpaged.hf.attach\(model\)"
+        ):
             logits_of(model, padded_prompts(padding=padding), PagedCache(model.config, 2, 32))
 
 

@@ -1,8 +1,8 @@
 """Scales of the fp8 pools behind a `PagedModel`: tensors that graphs hold, filled once.
 
 They are made before any step, so that a captured or compiled step has their addresses. Those that are not
-given are found in the first prompt's keys and values, by a forward over pools of the keys' own dtype: no layer
-reads rounded keys in it, while a `PagedCache` finds a layer's scales behind layers that do.
+given are found in the first prompt's keys and values, by a forward over pools of the keys' own dtype: no
+layer reads rounded keys in it, while a `PagedCache` finds a layer's scales behind layers that do.
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ class PackedScales:
 
     @property
     def found(self) -> list[tuple[Tensor, Tensor]]:
-        """``(k_scale, v_scale)`` of each layer, float32 ``[1]`` or ``[num_kv_heads]``, to be saved and given to
-        another model; empty before they are known, and without fp8 pools."""
+        """``(k_scale, v_scale)`` of each layer, float32 ``[1]`` or ``[num_kv_heads]``, to be saved and given
+        to another model; empty before they are known, and without fp8 pools."""
         if self.dtype is None or self.missing:
             return []
         return [(layer.scales["k_scale"], layer.scales["v_scale"]) for layer in self._layers]

@@ -16,6 +16,7 @@ from torchpaged.custom_ops.checks import (
     check_dims,
     check_dtype,
     check_last_dim,
+    check_own_elements,
     is_int,
     reads_values,
     shape_of,
@@ -96,6 +97,7 @@ def check_paged_attention(
     if lse is not None:
         check_dims("lse", lse, q.shape[0], q.shape[1])
         check_dtype("lse", lse, torch.float32)
+        check_own_elements("lse", lse)
     for name, per_head in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
         if per_head is not None:
             check_dims(name, per_head, q.shape[1])
@@ -282,6 +284,9 @@ def check_merge_attn_states(
             check_dtype(name, state, torch.float32)
     check_device(out_a.device, lse_a=lse_a, out_b=out_b, lse_b=lse_b, out=out, lse=lse)
     check_last_dim(out_a=out_a, out_b=out_b, out=out)
+    check_own_elements("out", out)
+    if lse is not None:
+        check_own_elements("lse", lse)
 
 
 def check_options(

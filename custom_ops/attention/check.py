@@ -299,9 +299,9 @@ def check_options(
         raise ArgumentError(
             "window_size", "a pair (left, right) of ints, numbers of keys or -1 (open)", repr(window_size)
         )
-    if scale is not None and not 0 < scale < INF:
+    if scale is not None and (isinstance(scale, str) or not 0 < scale < INF):
         raise ArgumentError("scale", "a positive finite number", repr(scale))
-    if logits_soft_cap is not None and not 0 <= logits_soft_cap < INF:
+    if logits_soft_cap is not None and (isinstance(logits_soft_cap, str) or not 0 <= logits_soft_cap < INF):
         raise ArgumentError(
             "logits_soft_cap", "None or 0 (off), or a positive finite number", repr(logits_soft_cap)
         )

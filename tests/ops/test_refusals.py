@@ -382,6 +382,8 @@ def test_scales_of_fp8_pools(bad: float) -> None:
         ("logits_soft_cap", {"logits_soft_cap": NAN}),
         ("scale", {"scale": NAN}),
         ("scale", {"scale": -1.0}),
+        ("scale", {"scale": "0.5"}),
+        ("logits_soft_cap", {"logits_soft_cap": "50"}),
     ],
     ids=str,
 )

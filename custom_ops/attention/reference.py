@@ -110,7 +110,9 @@ def paged_attention(
         keys = _gather(k_cache, blocks, length, group, dtype, k_scale)  # [L, H, D]
         values = _gather(v_cache, blocks, length, group, dtype, v_scale)
         positions = torch.arange(length - (end - start), length, device=q.device)
-        scores = torch.einsum("shd,lhd->hsl", q[start:end].to(dtype), keys) * scale
+        # A copy: products give other bits at other alignments, and who comes before must not matter.
+        queries = q[start:end].to(dtype, copy=True)
+        scores = torch.einsum("shd,lhd->hsl", queries, keys) * scale
         if logits_soft_cap > 0:
             scores = logits_soft_cap * torch.tanh(scores / logits_soft_cap)
         if alibi_slopes is not None:

@@ -23,8 +23,7 @@ from torchpaged.custom_ops.errors import ArgumentError, BackendUnavailableError
 AUTOMATIC = ["cuda", "triton", "cpu", "torch_sdpa", "flex", "reference"]
 #: Backend name -> module with a ``BACKEND``; `register_backend` adds to it.
 _MODULES = {
-    name: f"torchpaged.backends.{name}"
-    for name in (*AUTOMATIC, "flash_attn", "flashinfer", "torch_varlen")
+    name: f"torchpaged.backends.{name}" for name in (*AUTOMATIC, "flash_attn", "flashinfer", "torch_varlen")
 }
 _REGISTERED: dict[str, Backend] = {}
 _LOADED: dict[str, Backend] = {}  # of _MODULES, those that were asked for: for a trace, which imports nothing

@@ -7,12 +7,19 @@ opcheck table.
     assert_attention_close(out, lse, batch, causal=True)
 
     check_graph_support(MY_BACKEND)  # it holds what it declares, or an AssertionError says what it does hold
+    check_batch_invariance(MY_BACKEND)  # a request has the same bits in any company, or an AssertionError
 
 ``layers``, ``sampling`` and ``rope`` have the inputs of the other ops, ``fuzz`` and ``fuzz_case`` random
 ones, ``worker`` processes for what may hang, ``graph_conformance`` the proof of a declared graph support.
 Nothing in the library imports this package.
 """
 
+from torchpaged.testing.batch_invariance import (
+    COMPANIES,
+    BatchInvarianceReport,
+    Company,
+    check_batch_invariance,
+)
 from torchpaged.testing.batches import BATCH_SPECS, GARBAGE, Batch, BatchSpec, make_batch
 from torchpaged.testing.graph_support import GraphSupportReport, check_graph_support
 from torchpaged.testing.oracle import (
@@ -29,14 +36,18 @@ from torchpaged.testing.rope import ROPE_CASES, make_rope_inputs
 __all__ = [
     "ATTENTION_VARIANTS",
     "BATCH_SPECS",
+    "COMPANIES",
     "GARBAGE",
     "ROPE_CASES",
     "Batch",
+    "BatchInvarianceReport",
     "BatchSpec",
+    "Company",
     "GraphSupportReport",
     "assert_attention_close",
     "assert_rope_close",
     "assert_within_budget",
+    "check_batch_invariance",
     "check_graph_support",
     "make_batch",
     "make_rope_inputs",

@@ -25,6 +25,8 @@ PARTS = [
     ("flashinfer", "prefill"),
     ("flex", "all"),
     ("torch_sdpa", "all"),
+    ("flex", "special"),
+    *((name, "declared") for name in ("flash_attn", "flashinfer", "flex", "torch_sdpa")),
 ]
 
 

@@ -77,8 +77,8 @@ class Mods:
 
 _PLAIN = Mods()
 _MODS: Held[Mods] = Held("session of a backend with mods")
-#: One per functions and kind, for as long as a session holds it. The functions live as long as it does, so that
-#: no other has their id.
+#: One per functions and kind, for as long as a session holds it. The functions live as long as it does, so
+#: that no other has their id.
 _SHARED: weakref.WeakValueDictionary[tuple[int, int, bool], Mods] = weakref.WeakValueDictionary()
 
 
@@ -167,9 +167,13 @@ def _kernel_options(shape: _Shape) -> Any:
     alone."""
     if shape.device.type != "cuda":
         return None
-    group, options = shape.sizes[2] // shape.sizes[6], {"BLOCK_N": min(shape.block_size, 64)}
+    group, wide = shape.sizes[2] // shape.sizes[6], max(shape.sizes[3], shape.sizes[-1]) > 256
+    options: dict[str, Any] = {"BLOCK_N": 16 if wide else min(shape.block_size, 64)}
+    if wide:  # few rows fill an SM's registers and shared memory
+        options |= {"num_warps": 8, "num_stages": 1}
     if shape.tile_q == _WIDE or group & (group - 1):
-        return options | {"FORCE_USE_FLEX_ATTENTION": True, "BLOCK_M": max(shape.tile_q, 16), "num_warps": 4}
+        rows = min(max(shape.tile_q, 16), 32 if wide else _WIDE)
+        return {"num_warps": 4, "FORCE_USE_FLEX_ATTENTION": True, "BLOCK_M": rows} | options
     return options
 
 
@@ -359,6 +363,9 @@ class FlexCapabilities(Capabilities):
                 f"block_size {spec.block_size} is not a power of two of at least 16, "
                 "the least tile of its GPU kernels"
             )
+        narrowest = min(spec.head_dim, spec.head_dim_v or spec.head_dim)
+        if spec.device.type == "cuda" and narrowest < 16:
+            reasons.append(f"head_dim {narrowest} is below 16, the least of its GPU kernels")
         if (
             spec.device.type == "cpu"
             and variables.get("TORCHPAGED_FLEX_COMPILER") == "inductor"
@@ -435,9 +442,10 @@ def flex_backend(
     mask_mod: MaskMod | None = None,
     graph_support: GraphSupport = GraphSupport.ALWAYS,
 ) -> Backend:
-    """A backend whose attention is changed by functions of one's own, as torch's FlexAttention takes them: for
-    all layers of its sessions, whatever door they come through. A single layer's functions are arguments of
-    `torchpaged.PagedAttention`.
+    """A backend whose attention is changed by functions of one's own, as torch's FlexAttention takes them.
+
+    They hold for all layers of its sessions, whatever door they come through. A single layer's functions are
+    arguments of `torchpaged.PagedAttention`.
 
     The functions get and give tensors without dimensions, and are traced once: what they read may change in
     place between calls. They come after scale, soft cap and ALiBi, and hide keys beside what causality,

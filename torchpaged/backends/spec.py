@@ -54,7 +54,7 @@ class AttentionSpec:
         logits_soft_cap: scores become ``cap * tanh(score / cap)``; 0 = off.
         chunk_size: keys of the query's own chunk of that many positions only; 0 = off.
         scale: softmax scale; None = ``head_dim ** -0.5``.
-        alibi, sinks, lse: features it uses.
+        alibi, sinks, lse, tree_mask: features it uses.
         graphs: the least graph support it needs.
         score_mod, mask_mod: functions that change scores and hide keys, as `ScoreMod` and `MaskMod`; None =
             none. Specs with the same functions are equal.
@@ -81,6 +81,7 @@ class AttentionSpec:
     score_mod: ScoreMod | None = None
     mask_mod: MaskMod | None = None
     batch_invariant: bool = False
+    tree_mask: bool = False
 
     @property
     def window(self) -> bool:
@@ -119,6 +120,7 @@ def attention_spec(
     score_mod: ScoreMod | None = None,
     mask_mod: MaskMod | None = None,
     batch_invariant: bool = False,
+    tree_mask: Any = None,
 ) -> AttentionSpec:
     """The spec of a layer that attends with these arguments.
 
@@ -127,7 +129,7 @@ def attention_spec(
             `AttentionSpec`.
         window_size: ``(left, right)``; -1 = open.
         logits_soft_cap, chunk_size: None or 0 = off.
-        alibi_slopes, sinks: None = off; anything else counts as given.
+        alibi_slopes, sinks, tree_mask: None = off; anything else counts as given.
         scale: None = ``head_dim ** -0.5``.
         score_mod, mask_mod: functions as `ScoreMod` and `MaskMod`; None = none.
         batch_invariant: as in `AttentionSpec`.
@@ -156,6 +158,7 @@ def attention_spec(
         score_mod=score_mod,
         mask_mod=mask_mod,
         batch_invariant=bool(batch_invariant),
+        tree_mask=tree_mask is not None,
     )
 
 

@@ -33,6 +33,7 @@ from torchpaged.backends import (
     select_backend,
     selector,
     torch_varlen,
+    use_backend,
 )
 from torchpaged.backends import flash_attn as flash_attn_backend
 from torchpaged.backends import flashinfer as flashinfer_backend
@@ -531,15 +532,19 @@ def test_torchs_own_varlen_function() -> None:
 
 
 def test_a_gpu_that_the_kernels_do_not_know_gets_torchs_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Turing: by itself, and with the reasons why not the others. FlexAttention, and what is around a library
-    that may be absent, are named or not chosen."""
+    """Turing: FlexAttention by itself, SDPA where that can't, each with the reasons why not those before.
+    What is around a library that may be absent is named or not chosen."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
     spec = replace(spec_of(batch_of("decode_one")), device=torch.device("cuda"), dtype=torch.float16)
     spec = replace(spec, kv_dtype=torch.float16)
+    monkeypatch.setattr(torch.version, "hip", None)
     choice = select_backend(spec)
-    assert choice.name == "torch_sdpa" and list(choice.rejected) == ["cuda", "triton", "cpu"]
-    assert "compute capability (7, 5) is below (8, 0)" in choice.rejected["triton"]
+    assert choice.name == "flex" and choice.rejected == {} and "Turing: not verified here" in choice.reason
+    fp8 = select_backend(replace(spec, kv_dtype=torch.float8_e4m3fn))
+    assert fp8.name == "torch_sdpa" and list(fp8.rejected) == ["flex"]
+    with use_backend("triton"), pytest.raises(BackendUnavailableError, match=r"\(7, 5\) is below \(8, 0\)"):
+        select_backend(spec)
     assert select_backend(spec, "flex").name == "flex"
     assert get_backend("flex").reject(replace(spec, block_size=8))
     for name in ("flash_attn", "flashinfer", "torch_varlen"):

@@ -46,6 +46,8 @@ class AttentionSpec:
         scale: softmax scale; None = ``head_dim ** -0.5``.
         alibi, sinks, lse: features it uses.
         graphs: the least graph support it needs.
+        max_query_len: the most query tokens of a request; None = any number.
+        deterministic: whether equal calls must give equal bits.
     """
 
     device: torch.device
@@ -65,6 +67,8 @@ class AttentionSpec:
     lse: bool = False
     graphs: GraphSupport = GraphSupport.NEVER
     scale: float | None = None
+    max_query_len: int | None = None
+    deterministic: bool = False
 
     @property
     def window(self) -> bool:

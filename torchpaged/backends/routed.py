@@ -202,19 +202,19 @@ class RouteCapabilities(Capabilities):
     prefill backend's decides about everything else.
     """
 
-    parts: tuple[Backend, ...] = ()
+    parts: tuple[tuple[str, Capabilities], ...] = ()
 
     def reject(self, spec: AttentionSpec) -> list[str]:
         """Every reason of each backend why ``spec`` can't run, with its name; empty if it can."""
         asked = _without_graphs(spec)
         of_parts = ("decode", replace(asked, max_query_len=1)), ("prefill", asked)
         reasons = [
-            f"{part} by {backend.name!r}: {reason}"
-            for (part, one), backend in zip(of_parts, self.parts, strict=True)
-            for reason in backend.capabilities.reject(one)
+            f"{part} by {name!r}: {reason}"
+            for (part, one), (name, can) in zip(of_parts, self.parts, strict=True)
+            for reason in can.reject(one)
         ]
         if spec.graphs > self.graph_support:
-            each = ", ".join(f"{b.name!r} {b.capabilities.graph_support.name}" for b in self.parts)
+            each = ", ".join(f"{name!r} {can.graph_support.name}" for name, can in self.parts)
             reasons.append(
                 f"graph support {self.graph_support.name} (of {each}) is less than {spec.graphs.name}"
             )
@@ -244,7 +244,7 @@ def _capabilities(decode: Backend, prefill: Backend) -> RouteCapabilities:
         max_head_dim=min(widths, default=None),
         min_compute_capability=max(least, default=None),
         planning=Planning(max(a.planning, b.planning)),
-        parts=(decode, prefill),
+        parts=((decode.name, a), (prefill.name, b)),
     )
 
 
@@ -285,6 +285,6 @@ def route_of(backend: Backend | Session) -> Route:
     """Which backend runs which part of a batch; both are the same unless it is a route's."""
     can = backend.capabilities
     if isinstance(can, RouteCapabilities):
-        decode, prefill = can.parts
-        return Route(decode.name, prefill.name)
+        (decode, _), (prefill, _) = can.parts
+        return Route(decode, prefill)
     return Route(backend.name, backend.name)

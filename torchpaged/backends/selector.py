@@ -23,7 +23,7 @@ from torchpaged.backends.base import Backend
 from torchpaged.backends.capabilities import Planning
 from torchpaged.backends.platforms import platform_of
 from torchpaged.backends.route import Route, is_route, parse_route
-from torchpaged.backends.routed import RouteCapabilities, route_backend, route_of
+from torchpaged.backends.routed import route_backend, route_of
 from torchpaged.backends.session import Limits, Session
 from torchpaged.backends.spec import AttentionSpec
 from torchpaged.backends.tuned import tuned_for
@@ -41,6 +41,7 @@ _MODULES = {
 _REGISTERED: dict[str, Backend] = {}
 # Of _MODULES and of routes, those that were asked for: for a trace, which imports nothing.
 _LOADED: dict[str, Backend] = {}
+_PARTS: dict[str, tuple[Backend, Backend]] = {}  # of routes: what they were made of
 #: Devices on which a backend is chosen without being named, where these are not all of its own, and why.
 _AUTOMATIC_ON = {
     "torch_sdpa": ("cuda", "it gathers as many blocks as the block table is wide"),
@@ -122,12 +123,10 @@ def _routed(route: Route) -> Backend:
     if route.decode == route.prefill:
         return get_backend(route.decode)
     parts, name = (get_backend(route.decode), get_backend(route.prefill)), str(route)
-    known = _LOADED.get(name)
-    can = None if known is None else known.capabilities
-    same = isinstance(can, RouteCapabilities) and all(a is b for a, b in zip(can.parts, parts, strict=True))
-    if known is None or not same:
-        known = _LOADED[name] = route_backend(*parts)
-    return known
+    known = _PARTS.get(name)
+    if known is None or any(a is not b for a, b in zip(known, parts, strict=True)):
+        _PARTS[name], _LOADED[name] = parts, route_backend(*parts)
+    return _LOADED[name]
 
 
 @contextlib.contextmanager

@@ -26,9 +26,11 @@ from torchpaged.backends import (
     Choice,
     GraphSupport,
     Limits,
+    Route,
     Session,
     attention_spec,
     get_backend,
+    route_of,
     select_backend,
 )
 from torchpaged.backends.spec import MaskMod, ScoreMod, check_mods
@@ -88,8 +90,8 @@ class PagedAttention(nn.Module):
             can't take are refused.
         tree_mask: whether batches with a ``tree_mask`` will come, so that it counts in the choice of a
             backend. Batches with one are refused where the backend takes none.
-        backend: a name or "auto". Chosen here and again when the module moves (``.to``), never
-            in ``forward``.
+        backend: a name, a `Route` or its text ("decode=NAME,prefill=NAME"), or "auto". Chosen here and again
+            when the module moves (``.to``), never in ``forward``.
         limits: the largest batches to come, for a session of the module's own. None: not said; a backend may
             refuse that. Eager calls of one module may overlap on different streams; compiled or captured
             ones, which take the session as it is, must not.
@@ -133,7 +135,7 @@ class PagedAttention(nn.Module):
         block_size: int | None = None,
         kv_dtype: torch.dtype | None = None,
         tree_mask: bool = False,
-        backend: str = "auto",
+        backend: str | Route = "auto",
         limits: Limits | None = None,
         session: Session | None = None,
         device: torch.device | str | None = None,
@@ -224,13 +226,15 @@ class PagedAttention(nn.Module):
         if self._on_meta:
             if self.requested_backend != "auto":
                 get_backend(self.requested_backend)
-            self.choice: Choice = Choice("meta", "none yet: chosen when the module gets a real device")
+            self.choice: Choice = Choice(
+                "meta", Route("meta", "meta"), "none yet: chosen when the module gets a real device"
+            )
             self._use(Session("meta", _META, BACKEND_OPS["default"], [spec], self._limits, spec.device))
         elif self._given is None:
             self.choice = select_backend(spec, self.requested_backend)
             self._use(self.choice.backend.open([spec], self._limits, self._home.device))
         else:
-            self.choice = Choice(self._given.name, "session= was given")
+            self.choice = Choice(self._given.name, route_of(self._given), "session= was given")
             self._use(self._given)
 
     def _use(self, session: Session) -> None:

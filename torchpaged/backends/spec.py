@@ -59,6 +59,8 @@ class AttentionSpec:
         score_mod, mask_mod: functions that change scores and hide keys, as `ScoreMod` and `MaskMod`; None =
             none. Specs with the same functions are equal.
         batch_invariant: a request must get the same bits whoever is in the batch with it.
+        max_query_len: the most query tokens of a request; None = any number.
+        deterministic: whether equal calls must give equal bits.
     """
 
     device: torch.device
@@ -82,6 +84,8 @@ class AttentionSpec:
     mask_mod: MaskMod | None = None
     batch_invariant: bool = False
     tree_mask: bool = False
+    max_query_len: int | None = None
+    deterministic: bool = False
 
     @property
     def window(self) -> bool:

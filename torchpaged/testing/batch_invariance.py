@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchpaged.backends import Backend, HostLengths, Limits, attention_spec
+from torchpaged.backends import AttentionSpec, Backend, HostLengths, Limits, attention_spec
 from torchpaged.custom_ops.errors import BackendUnavailableError
 from torchpaged.testing.batches import Batch, BatchSpec, make_batch
 from torchpaged.testing.graph_conformance import PlannedTensors
@@ -192,8 +192,8 @@ def _batch(
     return replace(batch, extras=alone.extras).to(device), rows
 
 
-def _spec(batch: Batch, backend: Backend, options: dict[str, Any], declared: bool) -> Any:
-    return attention_spec(
+def _spec(batch: Batch, backend: Backend, options: dict[str, Any], declared: bool) -> AttentionSpec:
+    spec = attention_spec(
         device=batch.q.device,
         dtype=batch.q.dtype,
         num_heads=batch.q.shape[1],
@@ -212,10 +212,11 @@ def _spec(batch: Batch, backend: Backend, options: dict[str, Any], declared: boo
         scale=batch.scale,
         batch_invariant=declared,
     )
+    return replace(spec, max_query_len=batch.max_query_len)
 
 
 def _attend(
-    backend: Backend, spec: Any, batch: Batch, options: dict[str, Any]
+    backend: Backend, spec: AttentionSpec, batch: Batch, options: dict[str, Any]
 ) -> tuple[Tensor, Tensor | None]:
     """One eager call of a session of its own."""
     rows, width = batch.block_table.shape

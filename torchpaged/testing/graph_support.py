@@ -127,6 +127,7 @@ def check_graph_support(
 
 def _reasons(backend: Backend, device: torch.device, dtype: torch.dtype, sizes: dict[str, Any]) -> list[str]:
     wanted = {name: sizes[name] for name in ("num_heads", "num_kv_heads", "head_dim")}
+    wanted["max_query_len"] = backend.capabilities.max_query_len
     return backend.reject(
         AttentionSpec(device=device, dtype=dtype, block_size=sizes.get("block_size", 16), **wanted)
     )

@@ -70,7 +70,7 @@ def xqa() -> Iterator[Backend]:
         yield backend
 
 
-@pytest.fixture(params=["torch_sdpa", "flash_attn", "flashinfer"])
+@pytest.fixture(params=["torch_sdpa", "flash_attn", "flash_attn_4", "flashinfer"])
 def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
     if request.param == "torch_sdpa":
         yield get_backend("torch_sdpa")
@@ -103,7 +103,11 @@ def test_every_batch_and_option_that_is_declared(backend: Backend, variant: str)
                 out, total = attend(session, batch, lse, **options)
                 assert_attention_close(out, total, batch, **options)
                 ran += 1
-    unable = {"flash_attn": ("soft_cap", "chunked_local"), "flashinfer": ("window_both", "chunked_local")}
+    unable = {
+        "flash_attn": ("soft_cap", "chunked_local"),
+        "flash_attn_4": ("chunked_local",),
+        "flashinfer": ("window_both", "chunked_local"),
+    }
     assert bool(ran) == (variant not in unable.get(backend.name, ()))
 
 
@@ -134,7 +138,10 @@ def test_fp8_pools(flashinfer: Backend, name: str, scales: str) -> None:
 
 def test_declared_graph_support_holds(backend: Backend) -> None:
     report = check_graph_support(backend, device="cpu", dtypes=(BF16,), head_dim=64)
-    assert report.replays and report.forgotten_plans == (backend.name != "torch_sdpa")
+    if report.declared == GraphSupport.NEVER:
+        assert report.eager == 35 and not report.replays
+    else:
+        assert report.replays and report.forgotten_plans == backend.name.startswith("flash")
 
 
 @pytest.mark.parametrize("name", ["decode_padded", "mixed_padded"])
@@ -539,6 +546,9 @@ def test_what_is_absent_says_why_and_what_to_install(monkeypatch: pytest.MonkeyP
         flashinfer_backend.unavailable()
     )
     assert "not installed; pip install tokenspeed-fa3" in str(flash_attn_backend.unavailable())
+    assert "flashinfer is not installed" in str(get_backend("flashinfer_xqa").unavailable())
+    with pytest.raises(BackendUnavailableError, match="'flashinfer_xqa' .*is not installed; pip install"):
+        select_backend(spec_of(batch_of("decode_one"), lse=False), "flashinfer_xqa")
     monkeypatch.undo()
     for version in ("0.6.12", "0.8.0", "1.0"):
         with stand_in("flashinfer"):
@@ -551,6 +561,29 @@ def test_what_is_absent_says_why_and_what_to_install(monkeypatch: pytest.MonkeyP
         with stand_in("flashinfer"):
             monkeypatch.setattr(importlib.metadata, "version", lambda name, version=version: version)
             assert flashinfer_backend.missing() is None
+
+
+def test_flash_attention_4_is_not_2(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The folder of its package may be that of another one, whose import loads kernels."""
+    from torchpaged.backends import flash_attn_4
+
+    assert "flash-attn-4[cu13]' (about 100 MB" in str(flash_attn_4.missing())
+    (tmp_path / "flash_attn").mkdir()
+    (tmp_path / "flash_attn/__init__.py").write_text("raise AssertionError('it was imported')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert "(FlashAttention-4) is not installed" in str(flash_attn_4.unavailable())
+    with pytest.raises(BackendUnavailableError, match="not installed; pip install --pre 'flash-attn-4"):
+        flash_attn_4.load()
+    monkeypatch.undo()
+    with stand_in("flash_attn_4") as found:
+        assert flash_attn_4.missing() is None
+        library = flash_attn_4.load()
+        monkeypatch.setattr(library, "flash_attn_varlen_func", lambda q, k, v, page_table: None)
+        with pytest.raises(BackendUnavailableError, match="lacks cu_seqlens_q, .*pip install --pre"):
+            flash_attn_4.load()
+        assert "graph support NEVER is less than" in str(
+            found.reject(replace(spec_of(batch_of("decode_one")), graphs=GraphSupport.ALWAYS))
+        )
 
 
 def test_a_package_of_that_name_that_is_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -612,7 +645,7 @@ def test_a_gpu_that_the_kernels_do_not_know_gets_torchs_attention(monkeypatch: p
         select_backend(spec)
     assert select_backend(spec, "flex").name == "flex"
     assert get_backend("flex").reject(replace(spec, block_size=8))
-    for name in ("flash_attn", "flashinfer", "torch_varlen"):
+    for name in ("flash_attn", "flash_attn_4", "flashinfer", "flashinfer_xqa", "torch_varlen"):
         assert any("compute capability (7, 5)" in reason for reason in get_backend(name).reject(spec)), name
 
 

@@ -30,6 +30,7 @@ from torchpaged.testing import Batch
 PEERS = Path(__file__).parent / "peers"
 LIBRARIES = {
     "flash_attn": ("flash_attn_interface", "flash_attn_config"),
+    "flash_attn_4": ("flash_attn",),
     "flashinfer": ("flashinfer",),
     "flashinfer_xqa": ("flashinfer",),
 }

@@ -36,7 +36,7 @@ AUTOMATIC = ["cuda", "triton", "cpu", "torch_sdpa", "flex", "reference"]
 #: Backend name -> module with a ``BACKEND``; `register_backend` adds to it.
 _MODULES = {
     name: f"torchpaged.backends.{name}"
-    for name in (*AUTOMATIC, "flash_attn", "flashinfer", "flashinfer_xqa", "torch_varlen")
+    for name in (*AUTOMATIC, "flash_attn", "flash_attn_4", "flashinfer", "flashinfer_xqa", "torch_varlen")
 }
 _REGISTERED: dict[str, Backend] = {}
 # Of _MODULES and of routes, those that were asked for: for a trace, which imports nothing.

@@ -1,6 +1,6 @@
 """What a backend's plan of a step costs the host, for those that plan.
 
-    PYTHONPATH=. python benchmarks/bench_plans.py [--backends flashinfer,flash_attn] [--output plans.json]
+    PYTHONPATH=. python benchmarks/bench_plans.py [--backends flash_attn,flashinfer] [--output plans.json]
 
 Needs a GPU and the libraries. A step is planned once for all layers of a kind. Per batch: the first plan of a
 session, which makes its wrappers; the next ones, where only lengths have advanced, with lengths that the host
@@ -128,7 +128,7 @@ def row_of(backend: Backend, sizes: tuple[int, int, int], repeats: int, layers: 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--backends", default="flashinfer,flash_attn")
+    parser.add_argument("--backends", default="flash_attn,flashinfer")
     parser.add_argument("--repeats", type=int, default=32)
     parser.add_argument("--layers", type=int, default=32, help="of the captured step")
     parser.add_argument("--prompts", action="store_true", help="plans of prompts, too")

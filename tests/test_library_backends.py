@@ -44,6 +44,7 @@ from torchpaged.testing import (
     Batch,
     BatchSpec,
     assert_attention_close,
+    check_batch_invariance,
     check_graph_support,
     make_batch,
 )
@@ -325,6 +326,28 @@ def test_a_schedule_per_kind_of_layer_with_a_tail_of_zeros(flash_attn: Backend) 
     )
     assert call["max_seqlen_q"] == made["max_seqlen_q"] == 1 and made["max_seqlen_k"] == 3 * 16
     assert call["page_table"].max() < 64, "garbage behind the last block is not handed on"
+
+
+def test_no_splits_where_bits_must_not_depend_on_the_batch(flash_attn: Backend) -> None:
+    """In the schedule and in the call, for all layers of the session; and blocks that are read in one way."""
+    batch = batch_of("decode_edges")
+    spec = spec_of(batch)
+    asks = replace(spec, batch_invariant=True)
+    library = importlib.import_module("flash_attn_interface")
+    for specs, splits in (([spec], 32), ([asks], 1), ([spec, asks], 1)):
+        session = flash_attn.open(specs, limits_of(batch), "cpu")
+        attend(session, batch)
+        assert library.CALLS[-1]["num_splits"] == library.SCHEDULES[-1]["num_splits"] == splits
+    (reason,) = flash_attn.reject(replace(asks, block_size=64))
+    assert "batch_invariant with blocks of 64: above 32 tokens" in reason
+    assert "blocks of unknown size" in "; ".join(flash_attn.reject(replace(asks, block_size=None)))
+    few: dict[str, Any] = {
+        "requests": ((1, 37), (20, 90)),
+        "options": ({},),
+        "dtypes": (BF16,),
+        "head_dim": 64,
+    }
+    assert check_batch_invariance(flash_attn, device="cpu", **few).calls == 14
 
 
 def test_splits_follow_from_shapes_alone() -> None:

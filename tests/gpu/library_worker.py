@@ -4,6 +4,7 @@ process its device.
     python tests/gpu/library_worker.py flashinfer decode      # or prefill; flash_attn, flex, torch_sdpa
     python tests/gpu/library_worker.py flashinfer prefill 'window|soft_cap'     # checks of that name alone
     python tests/gpu/library_worker.py flash_attn declared    # graph support and batch invariance
+    python tests/gpu/library_worker.py flashinfer_xqa suite   # batches x features x eager, compiled, captured
     python tests/gpu/library_worker.py flash_attn,cuda time 10    # no new case after 10 seconds of one
 
 Prints a line of JSON per check: its name, and its error if there was one; "time" prints microseconds per call
@@ -36,6 +37,7 @@ from torchpaged.testing import (
     assert_attention_close,
     check_batch_invariance,
     check_graph_support,
+    conformance_checks,
     make_batch,
 )
 from torchpaged.testing.graph_conformance import Case, check_replays, conformance_cases
@@ -150,9 +152,12 @@ def with_mods(name: str, how: str) -> None:
 def declared_checks(backend: Backend) -> Iterator[tuple[str, Callable[[], Any]]]:
     """What it declares, held to it; and whether those that do not declare batch invariance might."""
     few = backend.name == "flex"
+    heads: dict[str, Any] = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 128}
+    if backend.name not in SUITES:
+        heads["head_dim"] = 64
     yield (
         "graph support",
-        lambda: print(check_graph_support(backend, device=DEVICE, dtypes=(torch.bfloat16,), head_dim=64)),
+        lambda: print(check_graph_support(backend, device=DEVICE, dtypes=(torch.bfloat16,), **heads)),
     )
     if backend.capabilities.graph_support == GraphSupport.ALWAYS and few:
         shape: dict[str, Any] = {
@@ -176,6 +181,26 @@ def declared_checks(backend: Backend) -> Iterator[tuple[str, Callable[[], Any]]]
     )
 
 
+#: Parts of the suite, where all of it would compile for too long.
+SUITES: dict[str, dict[str, Any]] = {
+    "flashinfer_xqa": {
+        "variants": {name: ATTENTION_VARIANTS[name] for name in ("causal", "window")},
+        "lse": (False,),
+        "batches": DECODE,
+    }
+}
+
+
+def suite_checks(backend: Backend) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """All batches and features eagerly, some captured, few compiled. What is refused is right, too."""
+    given = {"device": DEVICE, **SHAPE} | SUITES.get(backend.name, {})
+    some = {"batches": ("decode_edges", "decode_padded", "speculative", "mixed_padded")}
+    few = {"batches": ("decode_edges",), "variants": {"window": ATTENTION_VARIANTS["window"]}}
+    yield from conformance_checks(backend, modes=("eager",), **given)
+    yield from conformance_checks(backend, modes=("captured",), **given | some)
+    yield from conformance_checks(backend, modes=("compiled",), **given | few)
+
+
 def flex_checks(backend: Backend) -> Iterator[tuple[str, Callable[[], Any]]]:
     for how, name in (("eager", "mixed_padded"), ("compiled", "decode_edges"), ("captured", "decode_edges")):
         yield f"{how} {name} mods", lambda how=how, name=name: with_mods(name, how)
@@ -192,8 +217,9 @@ def flex_checks(backend: Backend) -> Iterator[tuple[str, Callable[[], Any]]]:
 
 def checks(backend: Backend, part: str) -> Iterator[tuple[str, Callable[[], Any]]]:
     """The checks of a backend, cheap ones first, by name."""
-    if part in ("declared", "special"):
-        yield from declared_checks(backend) if part == "declared" else flex_checks(backend)
+    parts = {"declared": declared_checks, "special": flex_checks, "suite": suite_checks}
+    if part in parts:
+        yield from parts[part](backend)
         return
     few = backend.name == "flex"  # which compiles every shape and option
     decodes, prompts = (("decode_edges",), ("mixed_padded", "speculative")) if few else (DECODE, PROMPTS)

@@ -26,7 +26,8 @@ PARTS = [
     ("flex", "all"),
     ("torch_sdpa", "all"),
     ("flex", "special"),
-    *((name, "declared") for name in ("flash_attn", "flashinfer", "flex", "torch_sdpa")),
+    *((name, "declared") for name in ("flash_attn", "flashinfer", "flashinfer_xqa", "flex", "torch_sdpa")),
+    *((name, "suite") for name in ("cuda", "triton", "flash_attn", "flashinfer_xqa", "torch_sdpa")),
 ]
 
 

@@ -253,9 +253,9 @@ def attend_slices(
     M]``, for `merge_slices`.
 
     ``q_ptr [D, M]`` are pointers; SAME_MASK: all rows see the same keys (one query token), from ``low``, a
-    number, on; FIRST_KEY_SEEN: ``low`` is 0 for all; TREE: as in `attend`. ``block``: ids of the first tile's blocks, one per slice
-    or per key (`slice_blocks`). K_BLOCK ... V_SLOT: strides of the caches, constants, so that the addresses
-    of a tile differ by constants.
+    number, on; FIRST_KEY_SEEN: ``low`` is 0 for all; TREE: as in `attend`. ``block``: ids of the first tile's
+    blocks, one per slice or per key (`slice_blocks`). K_BLOCK ... V_SLOT: strides of the caches, constants,
+    so that the addresses of a tile differ by constants.
     """
     LOG2E: tl.constexpr = 1.4426950408889634
     FLOOR: tl.constexpr = -1.0e30  # finite, so that a slice without keys makes no inf - inf

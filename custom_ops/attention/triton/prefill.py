@@ -199,8 +199,9 @@ def attend_tiles(
 
     maximum, total [M], acc [M, DV]: the running softmax; blocks: `load_blocks` of the next tile, loaded one
     tile ahead, so that the loads of keys and values are pipelined like loads from plain addresses. Unless
-    MASKED, every row must see every key, and with TREE all lie before ``context`` (`branch_sees`). LOW: rows may not see the first keys. FOLD: ``maximum`` is of raw
-    scores, the scale joins the exponential in one multiply-add.
+    MASKED, every row must see every key, and with TREE all of them lie before ``context`` (`branch_sees`).
+    LOW: rows may not see the first keys. FOLD: ``maximum`` is of raw scores, the scale joins the exponential
+    in one multiply-add.
     """
     LOG2E: tl.constexpr = 1.4426950408889634
     to_base_2 = score_scale * LOG2E if FOLD else LOG2E

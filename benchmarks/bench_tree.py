@@ -69,7 +69,7 @@ def main() -> None:
     parser.add_argument("--backends", nargs="+", default=["cuda"])
     parser.add_argument("--context", type=int, default=4096)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--tokens", type=int, nargs="+", default=[4, 8, 16, 32, 64])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[8, 16, 32, 64])
     parser.add_argument("--repeats", type=int, default=40)
     parser.add_argument("--json", type=Path, default=None)
     arguments = parser.parse_args()

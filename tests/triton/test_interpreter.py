@@ -15,11 +15,13 @@ from torchpaged.testing import (
     ATTENTION_VARIANTS,
     BATCH_SPECS,
     ROPE_CASES,
+    TREE_SPECS,
     BatchSpec,
     assert_attention_close,
     assert_rope_close,
     make_batch,
     make_rope_inputs,
+    make_tree_batch,
     opcheck_cases,
     run_paged_attention,
 )
@@ -46,6 +48,15 @@ CASES = [
 @pytest.mark.parametrize(("spec", "variant"), CASES)
 def test_attention_matches_the_oracle(spec: str, variant: str) -> None:
     batch = make_batch(BATCH_SPECS[spec], head_dim=32, sinks=variant == "window", alibi=variant == "soft_cap")
+    out, lse = run_paged_attention(TRITON, batch, **ATTENTION_VARIANTS[variant])
+    assert_attention_close(out, lse, batch, **ATTENTION_VARIANTS[variant])
+
+
+@pytest.mark.parametrize("variant", ["causal", "window", "soft_cap", "chunked_local"])
+@pytest.mark.parametrize("spec", TREE_SPECS)
+def test_trees_match_the_oracle(spec: str, variant: str) -> None:
+    alibi = variant in ("window", "soft_cap")
+    batch = make_tree_batch(TREE_SPECS[spec], head_dim=16, sinks=alibi, alibi=alibi)
     out, lse = run_paged_attention(TRITON, batch, **ATTENTION_VARIANTS[variant])
     assert_attention_close(out, lse, batch, **ATTENTION_VARIANTS[variant])
 

@@ -22,7 +22,6 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from torchpaged.custom_ops.attention.check import MAX_TREE_TOKENS
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.metadata import (
     FIELDS,
@@ -32,7 +31,7 @@ from torchpaged.metadata import (
     pad_batch_tensors,
     slots_between,
 )
-from torchpaged.metadata.tree import depths_of, known_trees, words_of
+from torchpaged.metadata.tree import MAX_TREE_TOKENS, depths_of, known_trees, words_of
 
 _ALIGN = 64  # bytes that every field starts at a multiple of
 #: Fields as they lie, one behind the other, and how `array` calls numbers of their dtypes.

@@ -19,7 +19,7 @@ from torchpaged.custom_ops.errors import ArgumentError, BackendUnavailableError,
 from torchpaged.hf.class_tables import fill_class_tables
 from torchpaged.hf.known_models import TAKES_NO_NONE
 from torchpaged.hf.layer import PagedLayer, cache_of, layer_of
-from torchpaged.hf.support import has_own_attention
+from torchpaged.hf.support import needs_eager_mask
 from torchpaged.profiling import is_on as is_profiling
 from torchpaged.profiling import ranged_attention
 
@@ -265,9 +265,9 @@ def paged_mask(
         return None
     if cache is not None:
         kv_offset = 0
-    # Attention of a model's own adds the mask, and takes None for no mask at all; T5 of transformers 5.17
-    # adds it to a bias even under SDPA.
-    if cache is not None or has_own_attention(getattr(kwargs.get("config"), "model_type", "")):
+    # Attention of a model's own adds the mask, and takes None for no mask at all, and so does a module that
+    # leaves causality to its mask; T5 of transformers 5.17 adds it to a bias even under SDPA.
+    if cache is not None or needs_eager_mask(getattr(kwargs.get("config"), "model_type", "")):
         make, options = eager_mask, kwargs
     else:
         make, options = (

@@ -447,6 +447,7 @@ def test_backends_asks_for_every_feature(monkeypatch: pytest.MonkeyPatch) -> Non
         "bidirectional": "--bidirectional",
         "lse": "--lse",
         "different_head_dim_v": "--head-dim-v=64",
+        "deterministic": "--deterministic",
     }
     able = get_backend("reference").capabilities
     assert options.keys() == {

@@ -1,7 +1,9 @@
-"""Shared prefixes by themselves: when they pay, in layers, traces and graphs; and where they are left alone."""
+"""Shared prefixes by themselves: when they pay, in layers, traces and graphs, and where nothing is shared."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,8 +26,9 @@ from torchpaged.cascade import attention as cascade_module
 from torchpaged.cascade.rule import saved_us
 from torchpaged.graphs import DecodeGraphRunner, TapeCapture
 
+ROOT = Path(__file__).parents[2]
 LLAMA = LayerShape(32, 8, 128, 128, 2)
-FREE = CascadeCosts(0.0, 1.0, 1e9, "whatever is shared pays")
+FREE = CascadeCosts(0.0, 0.0, 1.0, 1e9, "whatever is shared pays")
 HOPPER = COSTS[9, 0]
 
 
@@ -35,16 +38,24 @@ def tables(shared: int, rows: int, own: int = 4) -> list[list[int]]:
     return [first + list(range(1 + shared + own * row, 1 + shared + own * (row + 1))) for row in range(rows)]
 
 
-# ---------------------------------------------------------------------------------------------------- the rule
-@pytest.mark.parametrize(
-    ("shared", "rows", "pays"),
-    [(2048, 32, True), (512, 64, True), (16, 8, False), (4, 256, False), (64, 2, False)],
-)
-def test_what_pays_on_hopper(shared: int, rows: int, pays: bool) -> None:
-    """Blocks of 16 tokens; what was measured by benchmarks/bench_cascade.py, far from where both are equal."""
-    lens = [16 * (shared + 4)] * rows
-    groups = groups_that_pay(tables(shared, rows), [1] * rows, lens, LLAMA, block_size=16, costs=HOPPER)
-    assert bool(groups) == pays
+# --------------------------------------------------------------------------------------------------- the rule
+def test_the_rule_is_right_about_what_was_measured() -> None:
+    """Of all measured cases: what it chooses is at most 5 % slower than the better of both ways, 1 % on
+    average."""
+    rows = json.loads((ROOT / "benchmarks/results/h200_cascade.json").read_text())["rows"]
+    late = []
+    for row in rows:
+        heads, kv_heads, dim = row["heads"]
+        count, blocks = row["requests"], row["shared"] // 16
+        lens = [16 * (blocks + 4)] * count
+        layer = LayerShape(heads, kv_heads, dim, dim, 2)
+        batch = tables(blocks, count), [1] * count, lens
+        groups = groups_that_pay(*batch, layer, block_size=16, costs=HOPPER)
+        us = row["us"]["cascade" if groups else "plain"]
+        late.append(us / min(row["us"]["cascade"], row["us"]["plain"]))
+    assert len(late) > 50 and max(late) < 1.05 and sum(late) / len(late) < 1.01
+    both = [row["us"]["plain"] < row["us"]["cascade"] for row in rows]
+    assert 10 < sum(both) < len(both) - 10, "one way is always the better one: nothing to choose"
 
 
 def test_groups_pay_together_or_not_at_all() -> None:
@@ -139,7 +150,7 @@ def test_nothing_pays_and_nothing_is_touched() -> None:
         automatic(block_size=0)
 
 
-# --------------------------------------------------------------------------------------------------- in graphs
+# -------------------------------------------------------------------------------------------------- in graphs
 def test_a_runner_takes_the_graph_that_pays(passes: list[int], native: None) -> None:
     """Two graphs per bucket for all lengths and groups: requests share blocks in some steps, in others they
     don't, and the tokens are those of each alone."""

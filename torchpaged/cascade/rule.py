@@ -23,12 +23,14 @@ class CascadeCosts(NamedTuple):
 
     Attributes:
         launch_us: microseconds of the second pass and the merge, whatever they compute.
+        number_us: microseconds per number of queries and outputs, which are copied and merged.
         bytes_per_us: rate at which the plain path reads blocks that many requests share.
         flop_per_us: rate of the products in the prefix pass.
         evidence: where the numbers come from.
     """
 
     launch_us: float
+    number_us: float
     bytes_per_us: float
     flop_per_us: float
     evidence: str
@@ -46,8 +48,10 @@ class LayerShape(NamedTuple):
 
 #: By compute capability; None: any other GPU, and CPUs, which have no launches but the same reads.
 COSTS: dict[tuple[int, int] | None, CascadeCosts] = {
-    (9, 0): CascadeCosts(30.0, 7.0e6, 6.0e8, "fitted on an H200: benchmarks/results/h200_cascade.json"),
-    None: CascadeCosts(60.0, 2.0e6, 1.0e8, "not verified here: Hopper's, on the safe side"),
+    (9, 0): CascadeCosts(
+        16.0, 1.5e-5, 9.0e6, 4.0e8, "fitted on an H200: benchmarks/results/h200_cascade.json"
+    ),
+    None: CascadeCosts(32.0, 3.0e-5, 2.0e6, 1.0e8, "not verified here: Hopper's, on the safe side"),
 }
 
 
@@ -73,9 +77,10 @@ def saved_us(
         costs: of the device.
     """
     width = layer.head_dim + layer.head_dim_v
+    copied = num_tokens * layer.num_heads * width
     read = group.saved_blocks * block_size * layer.num_kv_heads * width * layer.kv_itemsize
     products = 2 * num_tokens * group.num_blocks * block_size * layer.num_heads * width
-    return read / costs.bytes_per_us - products / costs.flop_per_us
+    return read / costs.bytes_per_us - products / costs.flop_per_us - copied * costs.number_us
 
 
 def groups_that_pay(

@@ -33,6 +33,7 @@ from torchpaged.backends import (
     route_of,
     select_backend,
 )
+from torchpaged.backends.spec import MaskMod, ScoreMod, check_mods
 from torchpaged.cache import LayerKVCache
 from torchpaged.cascade import attend_in_groups
 from torchpaged.custom_ops import BACKEND_OPS, check_native_dtype
@@ -49,6 +50,8 @@ _META = Capabilities(
     dtypes=FLOATS,
     kv_dtypes=(*FLOATS, *FP8),
     graph_support=GraphSupport.ALWAYS,
+    mods=True,
+    batch_invariant=True,
     tree_mask=True,
 )
 
@@ -75,6 +78,13 @@ class PagedAttention(nn.Module):
         head_dim_v: width of values; default ``head_dim``.
         causal: hide keys after the query.
         chunk_size: attend within chunks of that many positions only; None or 0 = off.
+        score_mod: a function ``(score, request, head, query_position, key_position) -> score`` of tensors
+            without dimensions, positions of the sequence, behind scale, soft cap and ALiBi. It is traced
+            once: tensors that it reads may change in place, Python values are kept. Backend "flex" runs it.
+        mask_mod: ``(request, head, query_position, key_position) -> bool``, which hides keys beside those
+            that causality, window, chunks and lengths hide; likewise.
+        batch_invariant: give a request the same bits whoever is in the batch with it; a backend that does
+            not declare that is refused.
         block_size: tokens per block, if that shall count in the choice of a backend; a cache of another size
             is refused then. None: the cache says it.
         kv_dtype: the pools' dtype, for choosing a backend; default: the module's. Pools that the backend
@@ -120,6 +130,9 @@ class PagedAttention(nn.Module):
         head_dim_v: int | None = None,
         causal: bool = True,
         chunk_size: int | None = None,
+        score_mod: ScoreMod | None = None,
+        mask_mod: MaskMod | None = None,
+        batch_invariant: bool = False,
         block_size: int | None = None,
         kv_dtype: torch.dtype | None = None,
         tree_mask: bool = False,
@@ -153,6 +166,8 @@ class PagedAttention(nn.Module):
             causal,
             chunk_size,
         )
+        check_mods(score_mod, mask_mod)
+        self.score_mod, self.mask_mod, self.batch_invariant = score_mod, mask_mod, batch_invariant
         self.block_size, self.kv_dtype, self.requested_backend = block_size, kv_dtype, backend
         self.tree_mask = tree_mask
         if not isinstance(session, (Session, NoneType)):
@@ -203,6 +218,9 @@ class PagedAttention(nn.Module):
             sinks=self.sinks,
             chunk_size=self.chunk_size,
             scale=self.scale,
+            score_mod=self.score_mod,
+            mask_mod=self.mask_mod,
+            batch_invariant=self.batch_invariant,
             tree_mask=self.tree_mask or None,
         )
         self._on_meta = self._home.is_meta

@@ -28,11 +28,11 @@ from torchpaged.custom_ops import BackendOps, variables
 from torchpaged.custom_ops.errors import ArgumentError, BackendUnavailableError
 
 #: Preference of the automatic choice behind the order of the device; registered ones go before that.
-AUTOMATIC = ["cuda", "triton", "cpu", "torch_sdpa", "reference"]
+AUTOMATIC = ["cuda", "triton", "cpu", "torch_sdpa", "flex", "reference"]
 #: Backend name -> module with a ``BACKEND``; `register_backend` adds to it.
 _MODULES = {
     name: f"torchpaged.backends.{name}"
-    for name in (*AUTOMATIC, "flex", "flash_attn", "flashinfer", "torch_varlen")
+    for name in (*AUTOMATIC, "flash_attn", "flash_attn_4", "flashinfer", "flashinfer_xqa", "torch_varlen")
 }
 _REGISTERED: dict[str, Backend] = {}
 # Of _MODULES and of routes, those that were asked for: for a trace, which imports nothing.
@@ -276,7 +276,10 @@ def _by_name_alone(name: str, specs: Sequence[AttentionSpec]) -> list[str]:
     """Why the automatic choice passes a backend over on these devices, though it may be able to run there."""
     device, why = _AUTOMATIC_ON.get(name, ("", ""))
     others = dict.fromkeys(spec.device.type for spec in specs if device and spec.device.type != device)
-    return [f"on device {other} it runs where it is named alone: {why}" for other in others]
+    reasons = [f"on device {other} it runs where it is named alone: {why}" for other in others]
+    if name == "flex" and not any(spec.mods or spec.batch_invariant for spec in specs):
+        reasons.append("it runs where it is named, or where score_mod, mask_mod or batch_invariant need it")
+    return reasons
 
 
 def _not_planned(name: str, plans: bool) -> list[str]:

@@ -225,6 +225,12 @@ def backends(
     chunked: Annotated[bool, typer.Option(help="attention within chunks of positions")] = False,
     bidirectional: Annotated[bool, typer.Option(help="attention without causality")] = False,
     lse: Annotated[bool, typer.Option(help="the log-sum-exp is returned, too")] = False,
+    tree: Annotated[
+        bool, typer.Option(help="query tokens that see some of their request's, not all")
+    ] = False,
+    batch_invariant: Annotated[
+        bool, typer.Option(help="a request gets the same bits in any company")
+    ] = False,
     query_len: Annotated[int, typer.Option(help="query tokens of a request at most; 0: any", min=0)] = 0,
     deterministic: Annotated[bool, typer.Option(help="equal calls must give equal bits")] = False,
     graphs: Annotated[
@@ -266,6 +272,8 @@ def backends(
         chunk_size=128 if chunked else 0,
         causal=not bidirectional,
         lse=lse,
+        tree_mask=tree,
+        batch_invariant=batch_invariant,
         max_query_len=query_len or None,
         deterministic=deterministic,
         graphs=GraphSupport[graphs.upper()],

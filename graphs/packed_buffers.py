@@ -170,10 +170,9 @@ class PackedBuffers:
             positions += range(seq_len - query_len, seq_len)
             slots += slots_between(seq_len - query_len, seq_len, blocks, self.block_size)
             table += FIELDS["block_table"].pad(blocks, self.max_blocks_per_req)
-        trees = (
-            known_trees(tree_parents or [None] * len(query_lens), query_lens, seq_lens) if self.trees else []
-        )
-        if trees:
+        trees: list[list[int]] = []
+        if self.trees:
+            trees = known_trees(tree_parents or [None] * len(query_lens), query_lens, seq_lens)
             contexts = [seq_len - query_len for seq_len, query_len in zip(seq_lens, query_lens, strict=True)]
             positions = [
                 context + depth

@@ -11,7 +11,7 @@ import torch
 from torchpaged.backends.spec import AttentionSpec, GraphSupport
 
 #: What a backend may lack, by the names of its fields below.
-FEATURES = ("bidirectional", "window", "logits_soft_cap", "alibi", "sinks", "chunked", "lse")
+FEATURES = ("bidirectional", "window", "logits_soft_cap", "alibi", "sinks", "chunked", "lse", "latent")
 
 
 class Planning(IntEnum):
@@ -34,7 +34,8 @@ class Capabilities:
     None means "any". ``head_dims`` and ``block_sizes`` list what is supported. ``planning`` says when its
     sessions want `Session.plan`. ``finite_pools``: whatever lies in a pool must be finite, also where nobody
     has written or may look, since what a query must not see is multiplied by 0; zeros, as `PagedKVCache` has,
-    are.
+    are. ``latent``: it runs ``mla_attention``, whose widths are ``max_latent``, of latents and of rotated keys,
+    at most; ``head_dims`` and ``max_head_dim`` are those of ``paged_attention``.
     """
 
     device_types: tuple[str, ...]
@@ -53,6 +54,8 @@ class Capabilities:
     sinks: bool = True
     chunked: bool = True
     lse: bool = True
+    latent: bool = False
+    max_latent: tuple[int, int] | None = None
     planning: Planning = Planning.NEVER
     finite_pools: bool = False
 
@@ -66,20 +69,35 @@ class Capabilities:
             if torch.version.hip is None and have < self.min_compute_capability:
                 reasons.append(f"compute capability {have} is below {self.min_compute_capability}")
         reasons += self.reject_kind(spec.dtype, spec.kv_dtype or spec.dtype, features_of(spec))
-        if self.head_dims is not None and spec.head_dim not in self.head_dims:
-            reasons.append(f"head_dim {spec.head_dim} is not one of {self.head_dims}")
-        if self.max_head_dim is not None and max(spec.head_dim, spec.head_dim_v or 0) > self.max_head_dim:
-            reasons.append(f"head_dim {max(spec.head_dim, spec.head_dim_v or 0)} is over {self.max_head_dim}")
+        reasons += self._reject_latent(spec) if spec.latent else self._reject_widths(spec)
         if (
             self.block_sizes is not None
             and spec.block_size is not None
             and spec.block_size not in self.block_sizes
         ):
             reasons.append(f"block_size {spec.block_size} is not one of {self.block_sizes}")
-        if spec.head_dim_v not in (None, spec.head_dim) and not self.different_head_dim_v:
-            reasons.append(f"head_dim_v {spec.head_dim_v} differs from head_dim {spec.head_dim}")
         if spec.graphs > self.graph_support:
             reasons.append(f"graph support {self.graph_support.name} is less than {spec.graphs.name}")
+        return reasons
+
+    def _reject_widths(self, spec: AttentionSpec) -> list[str]:
+        reasons = []
+        if self.head_dims is not None and spec.head_dim not in self.head_dims:
+            reasons.append(f"head_dim {spec.head_dim} is not one of {self.head_dims}")
+        if self.max_head_dim is not None and max(spec.head_dim, spec.head_dim_v or 0) > self.max_head_dim:
+            reasons.append(f"head_dim {max(spec.head_dim, spec.head_dim_v or 0)} is over {self.max_head_dim}")
+        if spec.head_dim_v not in (None, spec.head_dim) and not self.different_head_dim_v:
+            reasons.append(f"head_dim_v {spec.head_dim_v} differs from head_dim {spec.head_dim}")
+        return reasons
+
+    def _reject_latent(self, spec: AttentionSpec) -> list[str]:
+        rank = spec.head_dim_v or spec.head_dim
+        sizes, most = (rank, spec.head_dim - rank), self.max_latent
+        reasons = []
+        if most is not None and (sizes[0] > most[0] or sizes[1] > most[1]):
+            reasons.append(f"a latent of {sizes[0]} + {sizes[1]} is over {most[0]} + {most[1]}")
+        if (spec.kv_dtype or spec.dtype) != spec.dtype:
+            reasons.append(f"a latent cache of {_short(spec.kv_dtype or spec.dtype)} is not supported")
         return reasons
 
     def reject_kind(self, dtype: torch.dtype, kv_dtype: torch.dtype, features: Iterable[str]) -> list[str]:
@@ -108,14 +126,23 @@ def features_of(spec: AttentionSpec) -> list[str]:
         sinks=spec.sinks,
         chunk_size=spec.chunk_size,
         lse=spec.lse,
+        latent=spec.latent,
     )
 
 
 def used_features(
-    *, causal: bool, window: bool, soft_cap: float, alibi: bool, sinks: bool, chunk_size: int, lse: bool
+    *,
+    causal: bool,
+    window: bool,
+    soft_cap: float,
+    alibi: bool,
+    sinks: bool,
+    chunk_size: int,
+    lse: bool,
+    latent: bool = False,
 ) -> list[str]:
     """`features_of`, where sizes may be symbols and there is no spec: in a trace."""
-    used = (not causal, window, soft_cap != 0, alibi, sinks, chunk_size > 0, lse)
+    used = (not causal, window, soft_cap != 0, alibi, sinks, chunk_size > 0, lse, latent)
     return [feature for feature, is_used in zip(FEATURES, used, strict=True) if is_used]
 
 

@@ -45,6 +45,8 @@ class AttentionSpec:
         chunk_size: keys of the query's own chunk of that many positions only; 0 = off.
         scale: softmax scale; None = ``head_dim ** -0.5``.
         alibi, sinks, lse: features it uses.
+        latent: it is ``mla_attention``, over one latent of ``head_dim`` numbers per token, the first
+            ``head_dim_v`` of which are the value.
         graphs: the least graph support it needs.
     """
 
@@ -65,6 +67,7 @@ class AttentionSpec:
     lse: bool = False
     graphs: GraphSupport = GraphSupport.NEVER
     scale: float | None = None
+    latent: bool = False
 
     @property
     def window(self) -> bool:
@@ -95,12 +98,13 @@ def attention_spec(
     chunk_size: int | None = None,
     lse: bool = False,
     scale: float | None = None,
+    latent: bool = False,
 ) -> AttentionSpec:
     """The spec of a layer that attends with these arguments.
 
     Args:
-        device, dtype, num_heads, num_kv_heads, head_dim, head_dim_v, block_size, kv_dtype, causal, lse: as in
-            `AttentionSpec`.
+        device, dtype, num_heads, num_kv_heads, head_dim, head_dim_v, block_size, kv_dtype, causal, lse,
+            latent: as in `AttentionSpec`.
         window_size: ``(left, right)``; -1 = open.
         logits_soft_cap, chunk_size: None or 0 = off.
         alibi_slopes, sinks: None = off; anything else counts as given.
@@ -123,4 +127,5 @@ def attention_spec(
         chunk_size=chunk_size or 0,
         lse=lse,
         scale=head_dim**-0.5 if scale is None else float(scale),
+        latent=latent,
     )

@@ -3,6 +3,7 @@ of layers that there are.
 
 kinds.py       what a kind of layer cache is, and the registry
 kv.py          the usual kind: keys and values
+latent.py      the latents of multi-head latent attention
 kv_cache.py    the pools of a model, of layers of any kind
 block_pool.py  free blocks and holders, host data only
 row_blocks.py  the blocks of a batch's rows, and what they share
@@ -11,6 +12,7 @@ row_blocks.py  the blocks of a batch's rows, and what they share
 from torchpaged.cache.block_pool import NULL_BLOCK, BlockPool
 from torchpaged.cache.kinds import LayerKind, LayerSpec, layer_kinds, register_layer_kind
 from torchpaged.cache.kv import KVLayerSpec, LayerKVCache
+from torchpaged.cache.latent import LatentLayerSpec, LayerLatentCache
 from torchpaged.cache.kv_cache import PagedKVCache
 from torchpaged.cache.row_blocks import RowBlocks
 
@@ -18,8 +20,10 @@ __all__ = [
     "NULL_BLOCK",
     "BlockPool",
     "KVLayerSpec",
+    "LatentLayerSpec",
     "LayerKVCache",
     "LayerKind",
+    "LayerLatentCache",
     "LayerSpec",
     "PagedKVCache",
     "RowBlocks",

@@ -8,16 +8,21 @@ from torch import Tensor
 
 from torchpaged.custom_ops.attention.check import check_paged_attention
 from torchpaged.custom_ops.cache_write.check import check_write_kv
-from torchpaged.custom_ops.checks import check_apart, check_device, check_dims, check_dtype, check_last_dim, shape_of
+from torchpaged.custom_ops.checks import (
+    check_apart,
+    check_device,
+    check_dims,
+    check_dtype,
+    check_last_dim,
+    shape_of,
+)
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.custom_ops.pools import FLOATS
 
 
 def _check_pool(kv_cache: Tensor) -> None:
     if kv_cache.dim() != 4 or kv_cache.shape[2] != 1:
-        raise ArgumentError(
-            "kv_cache", "shape [num_blocks, block_size, 1, rank + rope]", shape_of(kv_cache)
-        )
+        raise ArgumentError("kv_cache", "shape [num_blocks, block_size, 1, rank + rope]", shape_of(kv_cache))
     if min(kv_cache.shape) < 1:
         raise ArgumentError("kv_cache", "at least one block, token per block and column", shape_of(kv_cache))
     check_dtype("kv_cache", kv_cache, *FLOATS)

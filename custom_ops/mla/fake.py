@@ -65,7 +65,8 @@ def _write_latent(kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Te
     )
     for name, x in (("kv_c", kv_c), ("k_pe", k_pe)):
         torch._check(
-            x.dtype == kv_cache.dtype, lambda name=name, x=x: f"{name}: expected {kv_cache.dtype}, got {x.dtype}"
+            x.dtype == kv_cache.dtype,
+            lambda name=name, x=x: f"{name}: expected {kv_cache.dtype}, got {x.dtype}",
         )
         torch._check(
             x.shape[0] == slot_mapping.shape[0],

@@ -15,6 +15,7 @@ Nothing in the library imports this package.
 
 from torchpaged.testing.batches import BATCH_SPECS, GARBAGE, Batch, BatchSpec, make_batch
 from torchpaged.testing.graph_support import GraphSupportReport, check_graph_support
+from torchpaged.testing.latent import assert_latent_close, make_latent_batch, run_mla_attention
 from torchpaged.testing.oracle import (
     ATTENTION_VARIANTS,
     assert_attention_close,
@@ -35,12 +36,15 @@ __all__ = [
     "BatchSpec",
     "GraphSupportReport",
     "assert_attention_close",
+    "assert_latent_close",
     "assert_rope_close",
     "assert_within_budget",
     "check_graph_support",
     "make_batch",
+    "make_latent_batch",
     "make_rope_inputs",
     "opcheck_cases",
     "oracle",
+    "run_mla_attention",
     "run_paged_attention",
 ]

@@ -3,7 +3,6 @@ public functions."""
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from torchpaged.custom_ops.attention.check import check_paged_attention

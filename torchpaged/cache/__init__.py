@@ -12,8 +12,8 @@ row_blocks.py  the blocks of a batch's rows, and what they share
 from torchpaged.cache.block_pool import NULL_BLOCK, BlockPool
 from torchpaged.cache.kinds import LayerKind, LayerSpec, layer_kinds, register_layer_kind
 from torchpaged.cache.kv import KVLayerSpec, LayerKVCache
-from torchpaged.cache.latent import LatentLayerSpec, LayerLatentCache
 from torchpaged.cache.kv_cache import PagedKVCache
+from torchpaged.cache.latent import LatentLayerSpec, LayerLatentCache
 from torchpaged.cache.row_blocks import RowBlocks
 
 __all__ = [

@@ -195,7 +195,7 @@ def latent_functions(model: PreTrainedModel) -> dict[nn.Module, tuple[str, Calla
     modules = [module for module in model.modules() if hasattr(module, "expand_kv")]
     if any("expand_kv" in vars(module) or _not_plain(module.kv_b_proj) for module in modules):
         return {}
-    return {module: ("expand_kv", _pass_pools) for module in modules}
+    return dict.fromkeys(modules, ("expand_kv", _pass_pools))
 
 
 def _text_config(model: PreTrainedModel) -> Any:

@@ -41,7 +41,7 @@ def merge_kernel(
     weights = tl.where(maxima < -1.5e30, 0.0, tl.exp2(maxima - top))
     total = tl.sum(totals * weights, 0)
     acc = tl.zeros([RANK_PAD], tl.float32)
-    for i in range(0, written):
+    for i in range(written):
         maximum = tl.load(part_state_ptr + (at + i) * 2)
         columns = tl.where(maximum < -1.5e30, 0, RANK)
         weight = tl.where(columns > 0, tl.exp2(maximum - top), 0.0)

@@ -56,7 +56,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
 }
 #: Arrows that are allowed though they lead up: inside functions, for names that are given out where users
 #: look for them.
-LAZY = {("torchpaged.hf", "torchpaged.fuse")}
+LAZY = {("torchpaged.hf", "torchpaged.fuse"), ("torchpaged.hf", "torchpaged.engine")}
 #: Of custom_ops, what graphs may know.
 OF_GRAPHS = (f"{OPS}.errors", f"{OPS}.checks")
 #: Who outside custom_ops names a kernel's or a reference's module: the compiler's own users, tests
@@ -67,7 +67,7 @@ NAMES_KERNELS = (
     "torchpaged.testing",
     "torchpaged.bench",
 )
-FAMILIES = ("attention", "block_ops", "cache_write", "layers", "step_end")
+FAMILIES = ("attention", "block_ops", "cache_write", "layers", "mla", "step_end")
 #: Part of a family -> the parts of its own family, and the folders shared by all, that it may import; the
 #: files of custom_ops itself always.
 PARTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -76,6 +76,7 @@ PARTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "check": ((), ()),
     "fake": ((), ()),
     "reference": (("check", "mask"), ()),
+    "cpu": (("check",), ()),
     "triton": (("check", "mask", "triton"), ("triton",)),
     "cuda": (
         ("check", "mask", "triton", "cuda"),

@@ -3,13 +3,12 @@ functions; pieces: checks.py."""
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchpaged.custom_ops import pools
+from torchpaged.custom_ops.batch_values import check_batch_values
 from torchpaged.custom_ops.checks import (
     check_apart,
     check_device,
@@ -22,6 +21,9 @@ from torchpaged.custom_ops.checks import (
 )
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.custom_ops.pools import FLOATS, INF, check_cache_dtype, check_pools
+
+#: Query tokens of a request that the words of a tree_mask have bits for.
+MAX_TREE_TOKENS = 64
 
 
 def _check_semaphore(semaphore: Tensor, least: int, device: torch.device) -> None:
@@ -63,6 +65,7 @@ def check_paged_attention(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     chunk_size: int = 0,
+    tree_mask: Tensor | None = None,
     semaphore: Tensor | None = None,
 ) -> None:
     """Every argument of ``paged_attention``; raises `ArgumentError` before anything is written."""
@@ -126,91 +129,55 @@ def check_paged_attention(
         raise ArgumentError("chunk_size", "0 (off) or a positive number of tokens", str(chunk_size))
     if semaphore is not None:
         _check_semaphore(semaphore, block_table.shape[0] * num_kv_heads, q.device)
+    if tree_mask is not None:
+        _check_tree_mask(tree_mask, q, causal, max_query_len)
     if reads_values(q.device):
-        _check_batch_values(q.shape[0], k_cache, block_table, seq_lens, query_start_loc, max_query_len)
+        check_batch_values(q.shape[0], k_cache, block_table, seq_lens, query_start_loc, max_query_len)
+        if tree_mask is not None:
+            _check_tree_values(tree_mask, seq_lens, query_start_loc)
 
 
-def _check_batch_values(
-    num_tokens: int,
-    k_cache: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    query_start_loc: Tensor,
-    max_query_len: int,
-) -> None:
-    num_blocks, block_size = k_cache.shape[:2]
-    if block_table.numel() <= pools.FEW and block_table.shape[0] and block_table.device.type == "cpu":
-        batch = block_table.tolist(), seq_lens.tolist(), query_start_loc.tolist()
-        if _is_good_batch(*batch, num_tokens, num_blocks, block_size, max_query_len):
-            return
+def _check_tree_mask(tree_mask: Tensor, q: Tensor, causal: bool, max_query_len: int) -> None:
+    check_dims("tree_mask", tree_mask, q.shape[0])
+    check_dtype("tree_mask", tree_mask, torch.int64)
+    check_device(q.device, tree_mask=tree_mask)
+    check_last_dim(tree_mask=tree_mask)
+    if not causal:
+        raise ArgumentError(
+            "causal", "True with a tree_mask: no query token sees a later one of its request", "False"
+        )
+    if max_query_len > MAX_TREE_TOKENS:
+        raise ArgumentError(
+            "max_query_len",
+            f"at most {MAX_TREE_TOKENS} with a tree_mask, which has a bit for each query token of a request",
+            str(max_query_len),
+            "attend to longer queries in a call of their own",
+        )
+
+
+def _check_tree_values(tree_mask: Tensor, seq_lens: Tensor, query_start_loc: Tensor) -> None:
     query_lens = query_start_loc.diff()
-    if int(query_start_loc[0]) != 0 or bool((query_lens < 0).any()) or int(query_start_loc[-1]) > num_tokens:
-        raise ArgumentError(
-            "query_start_loc",
-            f"0 first, not decreasing, at most {num_tokens} tokens",
-            str(query_start_loc.tolist()),
-        )
-    if not block_table.shape[0]:
-        return
-    if int(query_lens.max()) > max_query_len:
-        raise ArgumentError(
-            "max_query_len", f"at least the longest query ({int(query_lens.max())})", str(max_query_len)
-        )
-    capacity = block_table.shape[1] * block_size
-    if int(seq_lens.max()) > capacity:
+    short = (seq_lens > 0) & (seq_lens < query_lens)
+    if bool(short.any()):
+        row = int(short.nonzero()[0])
         raise ArgumentError(
             "seq_lens",
-            f"at most {capacity} tokens ({block_table.shape[1]} blocks of {block_size} per request)",
-            str(int(seq_lens.max())),
-            "give block_table more columns",
+            f"at least the query length ({int(query_lens[row])}) with a tree_mask, or 0 for a padding row",
+            f"{int(seq_lens[row])} in row {row}",
         )
-    used = (seq_lens.clamp_min(0)[:, None] + block_size - 1) // block_size > torch.arange(
-        block_table.shape[1], device=seq_lens.device
-    )
-    bad = used & ((block_table < 0) | (block_table >= num_blocks))
-    if bool(bad.any()):
-        row, column = (int(x) for x in bad.nonzero()[0])
+    used = int(query_start_loc[-1])
+    token = torch.arange(used, device=tree_mask.device)
+    index = token - torch.repeat_interleave(query_start_loc[:-1].long(), query_lens.long())
+    # arithmetic shifts: of token 63 nothing is left but the sign, which is its own bit
+    later = (tree_mask[:used] >> index >> 1) * (index < MAX_TREE_TOKENS - 1)
+    if bool(later.any()):
+        at = int(later.nonzero()[0])
         raise ArgumentError(
-            "block_table",
-            f"block ids in [0, {num_blocks})",
-            f"{int(block_table[row, column])} in row {row}, column {column}",
+            "tree_mask",
+            "bits of the token itself and of tokens before it in its request",
+            f"a bit of a later one in row {at}, its request's query token {int(index[at])}",
+            "give parents smaller numbers than their children",
         )
-    shown = torch.where(used, block_table, 0).sort(-1).values
-    twice = (shown[:, 1:] == shown[:, :-1]) & (shown[:, 1:] > 0)
-    if bool(twice.any()):
-        row, column = (int(x) for x in twice.nonzero()[0])
-        raise ArgumentError(
-            "block_table",
-            "every block once per request (block 0, the null block, excepted)",
-            f"block {int(shown[row, column])} several times in row {row}",
-        )
-
-
-def _is_good_batch(
-    block_table: list[list[int]],
-    seq_lens: list[int],
-    query_start_loc: list[int],
-    num_tokens: int,
-    num_blocks: int,
-    block_size: int,
-    max_query_len: int,
-) -> bool:
-    """Whether all is right; if not, the ops of torch in `_check_batch_values` say what is wrong."""
-    if query_start_loc[0] != 0 or query_start_loc[-1] > num_tokens:
-        return False
-    for begin, end in itertools.pairwise(query_start_loc):
-        if not 0 <= end - begin <= max_query_len:
-            return False
-    for row, seq_len in zip(block_table, seq_lens, strict=True):
-        if seq_len <= 0:
-            continue
-        used = row[: -(-seq_len // block_size)]
-        if seq_len > len(row) * block_size or (used and (min(used) < 0 or max(used) >= num_blocks)):
-            return False
-        # block 0 may stand there several times
-        if len(set(used)) != len(used) and len(set(used)) - 1 + used.count(0) != len(used):
-            return False
-    return True
 
 
 def check_merge_attn_states(

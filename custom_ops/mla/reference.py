@@ -8,10 +8,9 @@ sum of up-projected values is the projection of the weighted sum of latents.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from torchpaged.custom_ops.attention.reference import paged_attention
-from torchpaged.custom_ops.cache_write.reference import write_kv
 from torchpaged.custom_ops.mla.check import as_keys_and_values, check_mla_attention, check_write_latent
 
 
@@ -32,10 +31,12 @@ def mla_attention(
     options = {"max_query_len": max_query_len, "scale": scale, "causal": causal}
     check_mla_attention(q, kv_cache, block_table, seq_lens, query_start_loc, out, lse, **options)
     values = kv_cache[..., : out.shape[2]]
-    paged_attention(q, kv_cache, values, block_table, seq_lens, query_start_loc, out, lse, **options)
+    torch.ops.torchpaged.paged_attention.reference(
+        q, kv_cache, values, block_table, seq_lens, query_start_loc, out, lse, **options
+    )
 
 
 def write_latent(kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
     """Store each token's latent and rotated key in its row of the pool; slot -1 skips."""
     check_write_latent(kv_c, k_pe, kv_cache, slot_mapping)
-    write_kv(*as_keys_and_values(kv_c, k_pe, kv_cache), slot_mapping)
+    torch.ops.torchpaged.write_kv.reference(*as_keys_and_values(kv_c, k_pe, kv_cache), slot_mapping)

@@ -1,4 +1,4 @@
-"""Latent attention on a GPU: the float64 oracle, capture once and replay with other lengths, a model's latents."""
+"""Latent attention on a GPU: the float64 oracle, one capture for other lengths, a model."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def test_parts_of_a_context_are_merged(query_lens: tuple[int, ...], monkeypatch:
 
 @pytest.mark.parametrize("parts", [1, 4])
 def test_nan_and_inf_are_those_of_softmax(parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A query of NaN, one whose scores are +inf, one whose scores are all -inf; the others stay as they are."""
+    """A query of NaN, one whose scores are +inf, one whose scores are all -inf; the others stay."""
     monkeypatch.setattr(config, "num_parts", lambda *_: parts)
     batch = make_latent_batch(BatchSpec("decode", (20,) * 3, (1,) * 3), num_heads=2, rank=16, rope=8)
     first = batch.q.abs()
@@ -73,7 +73,7 @@ def test_nan_and_inf_are_those_of_softmax(parts: int, monkeypatch: pytest.Monkey
 
 
 def test_requests_are_found_wherever_they_begin() -> None:
-    """One long prompt among many short ones and empty ones: too many tiles per request to lay out all of them."""
+    """One long prompt among many short ones and empty ones: too many tiles per request to lay all out."""
     query_lens = (1, 0, 0, 40, 1, 1, 0, 5, 1)
     batch = make_latent_batch(
         BatchSpec("search", tuple(n + 3 if n else 0 for n in query_lens), query_lens, padded_tokens=1),

@@ -11,7 +11,17 @@ import torch
 from torchpaged.backends.spec import AttentionSpec, GraphSupport
 
 #: What a backend may lack, by the names of its fields below.
-FEATURES = ("bidirectional", "window", "logits_soft_cap", "alibi", "sinks", "chunked", "lse", "latent")
+FEATURES = (
+    "bidirectional",
+    "window",
+    "logits_soft_cap",
+    "alibi",
+    "sinks",
+    "chunked",
+    "lse",
+    "tree_mask",
+    "latent",
+)
 
 
 class Planning(IntEnum):
@@ -34,8 +44,9 @@ class Capabilities:
     None means "any". ``head_dims`` and ``block_sizes`` list what is supported. ``planning`` says when its
     sessions want `Session.plan`. ``finite_pools``: whatever lies in a pool must be finite, also where nobody
     has written or may look, since what a query must not see is multiplied by 0; zeros, as `PagedKVCache` has,
-    are. ``latent``: it runs ``mla_attention``, whose widths are ``max_latent``, of latents and of rotated keys,
-    at most; ``head_dims`` and ``max_head_dim`` are those of ``paged_attention``.
+    are. A backend that does not say ``tree_mask`` takes none: its op is never given one. ``latent``: it runs
+    ``mla_attention``, whose widths are ``max_latent`` at most, of latents and of rotated keys; ``head_dims``
+    and ``max_head_dim`` are those of ``paged_attention``.
     """
 
     device_types: tuple[str, ...]
@@ -54,6 +65,7 @@ class Capabilities:
     sinks: bool = True
     chunked: bool = True
     lse: bool = True
+    tree_mask: bool = False
     latent: bool = False
     max_latent: tuple[int, int] | None = None
     planning: Planning = Planning.NEVER
@@ -126,6 +138,7 @@ def features_of(spec: AttentionSpec) -> list[str]:
         sinks=spec.sinks,
         chunk_size=spec.chunk_size,
         lse=spec.lse,
+        tree_mask=spec.tree_mask,
         latent=spec.latent,
     )
 
@@ -139,10 +152,11 @@ def used_features(
     sinks: bool,
     chunk_size: int,
     lse: bool,
+    tree_mask: bool = False,
     latent: bool = False,
 ) -> list[str]:
     """`features_of`, where sizes may be symbols and there is no spec: in a trace."""
-    used = (not causal, window, soft_cap != 0, alibi, sinks, chunk_size > 0, lse, latent)
+    used = (not causal, window, soft_cap != 0, alibi, sinks, chunk_size > 0, lse, tree_mask, latent)
     return [feature for feature, is_used in zip(FEATURES, used, strict=True) if is_used]
 
 

@@ -24,6 +24,7 @@ BACKEND = Backend(
         dtypes=_FLOATS,
         kv_dtypes=_FLOATS,
         graph_support=GraphSupport.ALWAYS,
+        tree_mask=True,
         latent=True,
     ),
     ops=BACKEND_OPS["cpu"],

@@ -16,8 +16,8 @@ class LayerLatentCache(NamedTuple):
     """The pool of one layer, as the op ``mla_attention`` takes it.
 
     Attributes:
-        kv_cache: ``[num_blocks, block_size, 1, kv_lora_rank + qk_rope_head_dim]``: a token's normalised latent,
-            then its rotated key.
+        kv_cache: ``[num_blocks, block_size, 1, kv_lora_rank + qk_rope_head_dim]``: a token's
+            normalised latent, then its rotated key.
     """
 
     kv_cache: Tensor

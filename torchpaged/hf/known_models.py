@@ -26,8 +26,8 @@ OWN_ATTENTION = frozenset(
         "xglm",
     }
 )
-#: Models of multi-head latent attention, whose layers a `PagedCache` keeps as latents once the model is attached:
-#: their modules expand cached latents in a method of their own.
+#: Models of multi-head latent attention, whose layers a `PagedCache` keeps as latents once the model is
+#: attached: their modules expand cached latents in a method of their own.
 CACHES_LATENTS = frozenset(
     {
         "axk1",

@@ -113,7 +113,7 @@ def latent_attention(
     for name, value in further.items():
         if value is not None:
             raise UnsupportedModelError(
-                f"{type(module).__name__} attends over latents with {name}, which mla_attention does not take; "
+                f"{type(module).__name__} attends over latents by {name}, which mla_attention does not take; "
                 "use PagedCache(..., dense=True)"
             )
     up_keys, up_values = up_projections(module, query)
@@ -151,17 +151,17 @@ def up_projections(module: Any, query: Tensor) -> tuple[Tensor, Tensor]:
     rank]``, views of its weight.
 
     Raises:
-        UnsupportedModelError: it is more than a product with that weight (an adapter, a quantised or offloaded
-            weight, a bias), so that its halves would not be the whole of it.
+        UnsupportedModelError: it is more than a product with that weight (an adapter, a quantised or
+            offloaded weight, a bias), so that its halves would not be the whole of it.
     """
     why = _not_plain(module.kv_b_proj)
     weight: Tensor = module.kv_b_proj.weight
     if not why and (weight.dtype != query.dtype or weight.device != query.device):
-        why = f"has a weight of {weight.dtype} on {weight.device}, for queries of {query.dtype} on {query.device}"
+        why = f"has a weight of {weight.dtype} on {weight.device}, not {query.dtype} on {query.device}"
     if why:
         raise UnsupportedModelError(
-            f"{type(module).__name__} attends over latents by the halves of kv_b_proj's weight, and kv_b_proj "
-            f"{why}; use PagedCache(..., dense=True)"
+            f"{type(module).__name__} attends over latents by the halves of kv_b_proj's weight, and that "
+            f"projection {why}; use PagedCache(..., dense=True)"
         )
     halves = weight.view(-1, module.qk_nope_head_dim + module.v_head_dim, weight.shape[1])
     up_keys, up_values = halves.split([module.qk_nope_head_dim, module.v_head_dim], dim=1)

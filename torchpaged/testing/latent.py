@@ -1,4 +1,4 @@
-"""Batches, runs and the oracle of ``mla_attention``; part of `torchpaged.testing`, which gives out its names."""
+"""Batches, runs and the oracle of ``mla_attention``; part of `torchpaged.testing`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def make_latent_batch(
 
 
 def run_mla_attention(ops: BackendOps, batch: Batch, **options: Any) -> tuple[Tensor, Tensor]:
-    """Call one backend's op on a batch of `make_latent_batch`; outputs start as NaN. Returns ``(out, lse)``."""
+    """Call one backend's op on a `make_latent_batch`; outputs start as NaN; returns ``(out, lse)``."""
     shape = (*batch.q.shape[:2], batch.v_cache.shape[-1])
     out = torch.full(shape, float("nan"), dtype=batch.q.dtype, device=batch.q.device)
     lse = torch.full(shape[:2], float("nan"), dtype=torch.float32, device=batch.q.device)

@@ -25,8 +25,8 @@ def request_of(
     tiles_per_req,
     TOKENS: tl.constexpr,
 ):
-    """``(request, tile in it)``: every request has ``tiles_per_req`` tiles, or, if that is 0, one more than its
-    first token's number / TOKENS says, counted from the batch's first; some are empty."""
+    """``(request, tile in it)``: every request has ``tiles_per_req`` tiles; if that is 0, request ``r``
+    begins at tile ``r + starts[r] // TOKENS``. Some tiles are empty either way."""
     low = tile // tl.maximum(tiles_per_req, 1)
     first = low * tiles_per_req
     if tiles_per_req == 0:

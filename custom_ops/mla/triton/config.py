@@ -51,8 +51,8 @@ def tiles(
 
 
 def num_parts(programs: int, capacity: int, device: torch.device, chosen: Tiles) -> int:
-    """Parts of each context, a power of two: as many as fill the device, of at least `MIN_KEYS` keys if the rows
-    of the block table are full."""
+    """Parts of each context, a power of two: as many as fill the device, of at least `MIN_KEYS` keys if
+    the rows of the block table are full."""
     most = min(MAX_PARTS, max(1, capacity // MIN_KEYS))
     fits = chosen.programs_per_sm * launching.num_sms(device) // max(programs, 1)
     wanted = max(1, min(most, fits))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from torchpaged.custom_ops.cache_write.triton.write_kv import write_kv
 from torchpaged.custom_ops.mla.check import as_keys_and_values, check_write_latent
 from torchpaged.custom_ops.triton.launching import require_launchable
 
@@ -13,4 +13,4 @@ def write_latent(kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Ten
     """Launch; arguments as in ``custom_ops/mla/schema.py``."""
     require_launchable(kv_c)
     check_write_latent(kv_c, k_pe, kv_cache, slot_mapping)
-    write_kv(*as_keys_and_values(kv_c, k_pe, kv_cache), slot_mapping)
+    torch.ops.torchpaged.write_kv.triton(*as_keys_and_values(kv_c, k_pe, kv_cache), slot_mapping)

@@ -48,9 +48,9 @@ class Row:
     Attributes:
         model_type: transformers' name of it.
         kind: what its layers are made of, in words.
-        mode: "paged", "latent" or "dense" (every check but the compiled one is right), "no cache" (it keeps no
-            keys and values, and runs as without torchpaged), "refused", "wrong" (numbers differ, and nothing said so),
-            "broken" (an error that is not a refusal).
+        mode: "paged", "latent" or "dense" (every check but the compiled one is right), "no cache" (it
+            keeps no keys and values, and runs as without torchpaged), "refused", "wrong" (numbers differ, and
+            nothing said so), "broken" (an error that is not a refusal).
         checks: name -> "right", or what happened.
         graphs: of the compiled decode; None if it did not run.
         reason: why it is not paged, or not compiled; empty if it is both.

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from torchpaged.custom_ops.errors import UnsupportedModelError
-from torchpaged.hf.known_models import OWN_ATTENTION
+from torchpaged.hf.known_models import CACHES_LATENTS, OWN_ATTENTION
 
 
 class WatchedPool(Tensor):
@@ -58,6 +58,11 @@ def _refusal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) ->
         return UnsupportedModelError(
             f"{watched.model_name} ignores transformers' attention interface; call "
             "torchpaged.hf.attach(model), or run it within `with torchpaged.hf.paged(model)`"
+        )
+    if watched.model_name in CACHES_LATENTS:
+        return UnsupportedModelError(
+            f"{watched.model_name} expands its cached latents; call torchpaged.hf.attach(model) before its "
+            "PagedCache is made, so that it attends over them, or use PagedCache(..., dense=True)"
         )
     return UnsupportedModelError(
         f"{watched.model_name} computes with its cached keys or values ({getattr(func, '__name__', func)}) "

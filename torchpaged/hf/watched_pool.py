@@ -59,14 +59,14 @@ def _refusal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) ->
             f"{watched.model_name} ignores transformers' attention interface; call "
             "torchpaged.hf.attach(model), or run it within `with torchpaged.hf.paged(model)`"
         )
-    if watched.model_name in CACHES_LATENTS:
-        return UnsupportedModelError(
-            f"{watched.model_name} expands its cached latents; call torchpaged.hf.attach(model) before its "
-            "PagedCache is made, so that it attends over them, or use PagedCache(..., dense=True)"
-        )
+    attach = (
+        "call torchpaged.hf.attach(model) before its PagedCache is made, so that it attends over its latents, or "
+        if watched.model_name in CACHES_LATENTS
+        else ""
+    )
     return UnsupportedModelError(
         f"{watched.model_name} computes with its cached keys or values ({getattr(func, '__name__', func)}) "
-        "before it attends, where paged attention reads the pools themselves; use PagedCache(..., "
+        f"before it attends, where paged attention reads the pools themselves; {attach}use PagedCache(..., "
         "dense=True), which gathers them first"
     )
 

@@ -81,14 +81,16 @@ def mla_kernel(
     TILE_KV: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
-    """Grid: (tiles of query tokens x tiles of heads, parts). SPLIT: parts is over 1."""
+    """Grid: (tiles of query tokens x parts x tiles of heads,), the last of which share their keys. SPLIT:
+    ``parts`` is over 1."""
     LOG2E: tl.constexpr = 1.4426950408889634
     TOKENS: tl.constexpr = TILE_M // TILE_HEADS
     HEAD_TILES: tl.constexpr = (NUM_HEADS + TILE_HEADS - 1) // TILE_HEADS
-    program, part = tl.program_id(0), tl.program_id(1)
+    program = tl.program_id(0)
     row = tl.arange(0, TILE_M)
     head = program % HEAD_TILES * TILE_HEADS + row % TILE_HEADS
-    program = program // HEAD_TILES
+    part = program // HEAD_TILES % parts
+    program = program // HEAD_TILES // parts
     d = tl.arange(0, RANK_PAD)
     if not SPLIT:  # else the merge writes all rows
         used = tl.load(starts_ptr + num_reqs)

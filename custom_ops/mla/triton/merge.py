@@ -25,9 +25,9 @@ def merge_kernel(
     MAX_PARTS: tl.constexpr,
     HAS_LSE: tl.constexpr,
 ):
-    """Grid: (num_tokens, NUM_HEADS). A row of no request, or that no part holds a key for: zeros and -inf."""
+    """Grid: (num_tokens x NUM_HEADS,). A row of no request, or without keys in any part: zeros and -inf."""
     LN2: tl.constexpr = 0.6931471805599453
-    token, head = tl.program_id(0), tl.program_id(1)
+    token, head = tl.program_id(0) // NUM_HEADS, tl.program_id(0) % NUM_HEADS
     inside = token < tl.load(starts_ptr + num_reqs)
     token, head = token.to(tl.int64), head.to(tl.int64)
     part, d = tl.arange(0, MAX_PARTS), tl.arange(0, RANK_PAD)

@@ -99,7 +99,7 @@ def mla_attention(
     )
     Launch(
         _ATTEND,
-        (programs, parts),
+        (programs * parts,),
         arguments,
         {
             **sizes,
@@ -119,7 +119,10 @@ def mla_attention(
     if parts > 1:
         merged = (part_acc, part_state, query_start_loc, out, lse, num_reqs, parts, *out_strides)
         Launch(
-            _MERGE, (num_tokens, num_heads), merged, {**sizes, "MAX_PARTS": config.MAX_PARTS, "num_warps": 4}
+            _MERGE,
+            (num_tokens * num_heads,),
+            merged,
+            {**sizes, "MAX_PARTS": config.MAX_PARTS, "num_warps": 4},
         )()
 
 

@@ -197,7 +197,7 @@ def test_a_mixed_batch_is_prepared_before_prefill_and_launched_right_behind_it(
             events.append(f"{name} of {grid}{', early' if early else ''}")
             if name == "prefill":
                 late = 0 if split else 44
-                assert packed[-3:] == (132, late, int(early)), "CTAs in all, late ones, whether it is these"
+                assert packed[-4:-1] == (132, late, int(early)), "CTAs in all, late ones, whether it is these"
 
         return SimpleNamespace(launch=launch)
 

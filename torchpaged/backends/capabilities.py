@@ -44,9 +44,12 @@ class Capabilities:
     None means "any". ``head_dims`` and ``block_sizes`` list what is supported. ``planning`` says when its
     sessions want `Session.plan`. ``finite_pools``: whatever lies in a pool must be finite, also where nobody
     has written or may look, since what a query must not see is multiplied by 0; zeros, as `PagedKVCache` has,
-    are. A backend that does not say ``tree_mask`` takes none: its op is never given one. ``latent``: it runs
-    ``mla_attention``, whose widths are ``max_latent`` at most, of latents and of rotated keys; ``head_dims``
-    and ``max_head_dim`` are those of ``paged_attention``.
+    are. A backend that does not say ``tree_mask`` takes none: its op is never given one. ``mods``: functions
+    of the user's, `AttentionSpec.score_mod` and ``mask_mod``. ``batch_invariant``: a request gets the same
+    bits in any company, where its spec asks for that; `torchpaged.testing.check_batch_invariance` proves it.
+    ``max_query_len``: the most query tokens of one request. ``deterministic``: equal calls give equal bits.
+    ``latent``: it runs ``mla_attention``, whose widths are ``max_latent`` at most, of latents and of rotated
+    keys; ``head_dims`` and ``max_head_dim`` are those of ``paged_attention``.
     """
 
     device_types: tuple[str, ...]
@@ -70,6 +73,10 @@ class Capabilities:
     max_latent: tuple[int, int] | None = None
     planning: Planning = Planning.NEVER
     finite_pools: bool = False
+    mods: bool = False
+    batch_invariant: bool = False
+    max_query_len: int | None = None
+    deterministic: bool = True
 
     def reject(self, spec: AttentionSpec) -> list[str]:
         """Every reason why ``spec`` can't run; empty if it can."""
@@ -88,8 +95,17 @@ class Capabilities:
             and spec.block_size not in self.block_sizes
         ):
             reasons.append(f"block_size {spec.block_size} is not one of {self.block_sizes}")
+        if self.max_query_len is not None and (spec.max_query_len or 1 << 62) > self.max_query_len:
+            wanted = "any length" if spec.max_query_len is None else f"{spec.max_query_len} tokens"
+            reasons.append(f"queries of {wanted} are over {self.max_query_len}")
+        if spec.deterministic and not self.deterministic:
+            reasons.append("equal calls may give other bits, and deterministic was asked for")
         if spec.graphs > self.graph_support:
             reasons.append(f"graph support {self.graph_support.name} is less than {spec.graphs.name}")
+        if spec.mods and not self.mods:
+            reasons.append("score_mod and mask_mod are not supported: its kernels take no functions")
+        if spec.batch_invariant and not self.batch_invariant:
+            reasons.append("batch_invariant is not declared: a request's bits may depend on the others")
         return reasons
 
     def _reject_widths(self, spec: AttentionSpec) -> list[str]:
@@ -110,7 +126,10 @@ class Capabilities:
             reasons.append(f"a latent of {sizes[0]} + {sizes[1]} is over {most[0]} + {most[1]}")
         if (spec.kv_dtype or spec.dtype) != spec.dtype:
             reasons.append(f"a latent cache of {_short(spec.kv_dtype or spec.dtype)} is not supported")
-        return reasons
+        used = [name for name in features_of(spec) if name not in ("bidirectional", "lse", "latent")]
+        asked = (("score_mod or mask_mod", spec.mods), ("batch_invariant", spec.batch_invariant))
+        used += [name for name, is_asked in asked if is_asked]
+        return reasons + [f"{name} is not supported over latents" for name in used]
 
     def reject_kind(self, dtype: torch.dtype, kv_dtype: torch.dtype, features: Iterable[str]) -> list[str]:
         """What of `reject` needs no sizes, which a trace may have as symbols; ``features``: of `FEATURES`."""

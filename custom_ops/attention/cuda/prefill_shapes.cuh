@@ -62,6 +62,7 @@ struct Params {  // packed by custom_ops/attention/cuda/prefill.py, in this orde
   // of both launches, and of those the ones of the second launch, behind decode: prefill.py
   int ctas, late;
   int is_late;           // whether this is the second one
+  const i64 *tree;       // with TREE, a word for each token row
 };
 static_assert(sizeof(Params) == 3 * sizeof(Map) + 256,
               "as custom_ops/attention/cuda/prefill.py packs it behind the maps");

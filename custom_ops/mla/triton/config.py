@@ -29,12 +29,12 @@ class Tiles(NamedTuple):
 
 
 def tiles(
-    rank: int, rows: int, itemsize: int, hopper: bool, hip: bool = torch.version.hip is not None
+    width: int, rows: int, itemsize: int, hopper: bool, hip: bool = torch.version.hip is not None
 ) -> Tiles:
-    """Tiles for latents of ``rank`` columns.
+    """Tiles for a pool of ``width`` columns.
 
     Args:
-        rank: columns of a latent.
+        width: columns of a latent and of a rotated key, each padded to a power of two.
         rows: query tokens times heads of a request, rounded up to powers of two.
         itemsize: bytes of a number.
         hopper: the device has compute capability 9.0: products of 64 rows, and 227 KiB of shared memory.
@@ -44,10 +44,9 @@ def tiles(
         return Tiles(16, 16, 4 if hip else 8, 1)
     if rows <= 16 or hip:
         return Tiles(16, 32, 4, 1 if hip else 2, 2)
-    warps = 8 if rank > 256 else 4
     if rows <= 32 or not hopper:
-        return Tiles(32, 32, warps, 2)
-    return Tiles(64, 32, warps, 2)
+        return Tiles(32, 32, 8 if width > 320 else 4, 2)
+    return Tiles(64, 64 if width <= 576 else 32, 8, 2)  # three tiles: queries, and two of keys
 
 
 def num_parts(programs: int, capacity: int, device: torch.device, chosen: Tiles) -> int:

@@ -55,7 +55,8 @@ def mla_attention(
     if not num_tokens:
         return
     rows = launching.next_power_of_2(num_heads) * launching.next_power_of_2(min(max_query_len, num_tokens))
-    chosen = config.tiles(rank, rows, q.element_size(), _is_hopper(q.device))
+    rank_pad, rope_pad = (max(16, launching.next_power_of_2(size)) for size in (rank, rope))
+    chosen = config.tiles(rank_pad + rope_pad, rows, q.element_size(), _is_hopper(q.device))
     tile_heads = min(chosen.rows, launching.next_power_of_2(num_heads))
     tokens, head_tiles = chosen.rows // tile_heads, -(-num_heads // tile_heads)
     per_req = -(-max_query_len // tokens)
@@ -73,7 +74,7 @@ def mla_attention(
     sizes = {
         "NUM_HEADS": num_heads,
         "RANK": rank,
-        "RANK_PAD": max(16, launching.next_power_of_2(rank)),
+        "RANK_PAD": rank_pad,
         "HAS_LSE": lse is not None,
     }
     arguments = (
@@ -104,7 +105,7 @@ def mla_attention(
         {
             **sizes,
             "ROPE": rope,
-            "ROPE_PAD": max(16, launching.next_power_of_2(rope)),
+            "ROPE_PAD": rope_pad,
             "BLOCK_SIZE": block_size,
             "CAUSAL": causal,
             "SPLIT": parts > 1,

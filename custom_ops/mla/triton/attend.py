@@ -92,25 +92,6 @@ def mla_kernel(
     part = program // HEAD_TILES % parts
     program = program // HEAD_TILES // parts
     d = tl.arange(0, RANK_PAD)
-    if not SPLIT:  # else the merge writes all rows
-        used = tl.load(starts_ptr + num_reqs)
-        for behind in range(used + program, num_tokens, num_tiles):
-            store(
-                out_ptr=out_ptr,
-                lse_ptr=lse_ptr,
-                out=tl.zeros([TILE_M, RANK_PAD], tl.float32),
-                lse=tl.full([TILE_M], float("-inf"), tl.float32),
-                token=tl.zeros([TILE_M], tl.int32) + behind,
-                head=head,
-                valid=(row < TILE_HEADS) & (head < NUM_HEADS),
-                o_token=o_token,
-                o_head=o_head,
-                l_token=l_token,
-                l_head=l_head,
-                RANK=RANK,
-                RANK_PAD=RANK_PAD,
-                HAS_LSE=HAS_LSE,
-            )
     request, tile = request_of(program, starts_ptr, num_reqs, tiles_per_req, TOKENS)
     start = tl.load(starts_ptr + request)
     query_len = tl.load(starts_ptr + request + 1) - start
@@ -162,7 +143,7 @@ def mla_kernel(
             store(
                 out_ptr=out_ptr,
                 lse_ptr=lse_ptr,
-                out=tl.where(sees[:, None], acc / divisor[:, None], 0.0),
+                out=tl.where(sees[:, None], acc * (1.0 / divisor)[:, None], 0.0),
                 lse=tl.where(sees, (maximum + tl.log2(divisor)) / LOG2E, float("-inf")),
                 token=token,
                 head=head,
@@ -185,6 +166,25 @@ def mla_kernel(
                 part_acc_ptr + at[:, None] * RANK + d[None, :],
                 acc,
                 mask=(valid & sees)[:, None] & (d < RANK)[None, :],
+            )
+    if not SPLIT:  # else the merge writes all rows
+        used = tl.load(starts_ptr + num_reqs)
+        for behind in range(used + program, num_tokens, num_tiles):
+            store(
+                out_ptr=out_ptr,
+                lse_ptr=lse_ptr,
+                out=tl.zeros([TILE_M, RANK_PAD], tl.float32),
+                lse=tl.full([TILE_M], float("-inf"), tl.float32),
+                token=tl.zeros([TILE_M], tl.int32) + behind,
+                head=head,
+                valid=(row < TILE_HEADS) & (head < NUM_HEADS),
+                o_token=o_token,
+                o_head=o_head,
+                l_token=l_token,
+                l_head=l_head,
+                RANK=RANK,
+                RANK_PAD=RANK_PAD,
+                HAS_LSE=HAS_LSE,
             )
 
 

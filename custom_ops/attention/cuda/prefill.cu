@@ -62,6 +62,15 @@ __device__ __forceinline__ void barrier_wait_after(u32 at, int parity, float x) 
   mbarrier_wait(at, parity ^ (BESIDE && x < -1.f));
 }
 
+// Without a decode launch behind it this kernel may begin while the ones ahead still run. Lengths, query starts
+// and block tables may be read before this, as machine.cuh says; all else is read and written behind it. The
+// loader and the math warps pass it once, with work or without, so that no CTA ends before the kernels ahead.
+// The kernel behind may begin then; a merge launch, which waits for this kernel's end, already at its start.
+__device__ __forceinline__ void wait_for_kernels_ahead() {
+  if constexpr (SHORT == 0) asm volatile("griddepcontrol.wait;" ::: "memory");
+  if constexpr (SHORT == 0 && !SPLIT) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
 // The same number in all lanes, known as such to the compiler: products in a branch that might part a warp
 // are put one behind the other.
 __device__ __forceinline__ int uniform(int x) { return __shfl_sync(ALL, x, 0); }
@@ -135,14 +144,6 @@ struct Loader {
 
   __device__ __forceinline__ void run(Line line, Job *jobs) {
     const int total = line.total();
-    [[maybe_unused]] Cut *cut = nullptr;
-    if constexpr (SPLIT) {
-      cut = (Cut *)(p.parts + (i64)p.ctas * PART_FLOATS);
-      if (blockIdx.x == 0 && lane == 0 && !p.is_late) {
-        cut->tiles = line.live * NUM_KV_HEADS;
-        cut->parts = line.parts;
-      }
-    }
     // Beside a decode launch: a counter of a request that has tiles here, which that launch does not touch.
     const Tickets tickets = {(u32 *)p.tickets + (SHORT > 0 ? line.owner * p.ticket_row : 0), total,
                              p.ctas - p.late, p.late};
@@ -151,6 +152,15 @@ struct Loader {
     ticket = __shfl_sync(ALL, ticket, 0);
     Tile tile = {};
     if (ticket < total) tile = line.find(ticket);
+    wait_for_kernels_ahead();
+    [[maybe_unused]] Cut *cut = nullptr;
+    if constexpr (SPLIT) {
+      cut = (Cut *)(p.parts + (i64)p.ctas * PART_FLOATS);
+      if (blockIdx.x == 0 && lane == 0 && !p.is_late) {
+        cut->tiles = line.live * NUM_KV_HEADS;
+        cut->parts = line.parts;
+      }
+    }
     for (int turn = 0;; ++turn) {
       const int buffer = turn % Q_BUFFERS, parity = turn / Q_BUFFERS & 1;
       const u32 q_full = plan.q_full + buffer * 8;
@@ -503,9 +513,41 @@ struct Math {
     v.advance();
   }
 
+  // Whether no row of the warpgroup stands for a query: a short chunk fills some of a tile's warpgroups.
+  __device__ __forceinline__ bool is_idle(const Job &job) const {
+    return SPLIT && job.tile * TOKENS + group * 64 / GROUP >= job.query_len;
+  }
+
+  // A tile without rows for this warpgroup: the waits, turns and releases of `attend` in its order, without
+  // its products. So what holds for `attend` holds here.
+  __device__ __forceinline__ void pass(int steps, u32 q_empty) {
+    // arrive, here and below: Loader::load's expect and the bytes of its copies
+    mbarrier_wait(plan.k_full + k.slot * 8, k.round);
+    release(plan.k_empty + k.slot * 8);
+    k.advance();
+    if (steps == 1) release(q_empty);
+#pragma unroll 1
+    for (int left = steps - 1; left > 0; --left) {
+      const u32 k_empty = plan.k_empty + k.slot * 8, v_empty = plan.v_empty + v.slot * 8;
+      mbarrier_wait(plan.k_full + k.slot * 8, k.round);
+      await_turn(group);  // arrive: as in step
+      mbarrier_wait(plan.v_full + v.slot * 8, v.round);
+      give_turn(group);
+      k.advance();
+      v.advance();
+      release(k_empty);
+      if (left == 1) release(q_empty);
+      release(v_empty);
+    }
+    mbarrier_wait(plan.v_full + v.slot * 8, v.round);
+    release(plan.v_empty + v.slot * 8);
+    v.advance();
+  }
+
   __device__ __forceinline__ int run(const Job *jobs) {
     Softmax x;
     int steps = 0;
+    wait_for_kernels_ahead();
     if (group == GROUPS - 1) give_turn(group);  // warpgroup 0 begins
     for (int turn = 0;; ++turn) {
       const int buffer = turn % Q_BUFFERS;
@@ -516,6 +558,10 @@ struct Math {
       const Job job = uniform(jobs[buffer]);
       if (job.steps < 0) break;
       const u32 q_empty = plan.q_empty + buffer * 8;
+      if (job.steps > 0 && is_idle(job)) {
+        pass(job.steps, q_empty);
+        continue;
+      }
       if (job.steps > 0) {
         attend(x, job, plan.q + buffer * Q_TILE, q_empty);
       } else {
@@ -541,9 +587,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) paged_prefill(const __g
   __shared__ int kinds[FP8 ? RAW_STAGES : 1];
   const Plan plan(shared, barriers);
   // The decode launch behind this one waits for nothing that is written here, but for its end at its own
-  // (decode.cu); the merge launch waits for all of it at once. This kernel itself began when all ahead of it
-  // had ended: it is not launched early, but for the late CTAs, which wait for decode at their end. All CTAs
-  // run when they let the next kernel go.
+  // (decode.cu); with it this kernel began when all ahead of it had ended: it is not launched early, but for
+  // the late CTAs, which wait for decode at their end. The merge launch waits for all of this one at once. All
+  // CTAs run when they let the next kernel go.
   if constexpr (SHORT > 0 || SPLIT) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #if CLOCKS
   const i64 begin = clock64();
@@ -580,6 +626,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) paged_prefill(const __g
       Loader loader{p, plan, kinds, {}, {}, {}, (int)threadIdx.x};
       loader.run(opened, jobs);
     } else if constexpr (FP8) {
+      wait_for_kernels_ahead();
       Converter{plan, {}, {}, {}, (int)threadIdx.x - 32}.run(kinds);
     }
   } else {

@@ -424,7 +424,7 @@ def prefill(
         _begin(*specialisation)
         decodes, ticket_row = behind()
     kernel, merge, shape = _specialised(*specialisation)
-    early = (merge is not None or late > 0) and gpu.launches_early(index)
+    early = gpu.launches_early(index)
     maps = queries_map(q.data_ptr(), q.dtype, tuple(q.shape), q.stride(0), q.stride(1), group, shape.rows)
     where: tuple[int, ...] = ()
     for cache in (k_cache, v_cache):
@@ -460,13 +460,15 @@ def prefill(
         )
         for is_late in (0, 1)
     )
-    kernel.launch(programs - late, shape.threads, arguments, early=False)
+    # beside a decode launch, which waits for nothing, all ahead must have ended
+    kernel.launch(programs - late, shape.threads, arguments, early=early and not short)
     if decodes is not None:
         decodes()
     if late:
         kernel.launch(late, shape.threads, late_arguments, early=early)
     if merge is not None:
-        merge.launch(programs, shape.threads - 128, arguments, early=early)
+        tiles = most_tiles(q.shape[0], block_table.shape[0], shape.rows // group) * num_kv_heads
+        merge.launch(min(merge_items(shape, dim_v) * tiles, 2 * programs), 128, arguments, early=early)
 
 
 def head_stride(scale: Tensor | None) -> int:
@@ -498,6 +500,11 @@ def part_numbers(shape: PrefillShape, dim_v: int, programs: int) -> int:
     """Numbers of 4 bytes that parts of tiles take, and what is said of them: PART_FLOATS and struct Cut
     of prefill_shapes.cuh."""
     return programs * (dim_v // 8 + 1) * (shape.threads - 128) * 4 + 4 + programs * 8
+
+
+def merge_items(shape: PrefillShape, dim_v: int) -> int:
+    """CTAs of the merge launch that a tile in parts keeps busy: ITEMS of prefill_merge.cu."""
+    return shape.groups * dim_v // 32
 
 
 def late_ctas(programs: int, short: int, split: bool) -> int:

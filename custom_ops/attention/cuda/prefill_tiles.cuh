@@ -16,6 +16,7 @@
 #include "prefill_config.cuh"
 
 #ifdef __CUDACC__
+#include "../../cuda/machine.cuh"
 #define BOTH __device__ __forceinline__
 constexpr int LANES = 32;
 BOTH int warp_lane() { return threadIdx.x % 32; }
@@ -37,6 +38,8 @@ BOTH unsigned count_up(unsigned *counter, unsigned last) { return atomicInc(coun
 #else
 #define BOTH inline
 constexpr int LANES = 1;
+BOTH int load_l2(const int *p) { return *p; }
+BOTH int load_and_forget_l1(const int *p) { return *p; }
 BOTH int warp_lane() { return 0; }
 BOTH int warp_sum(int x) { return x; }
 BOTH int warp_max(int x) { return x; }
@@ -141,6 +144,18 @@ struct Line {
     return s;
   }
 
+  // The lane's first request, as `load` gives it; the launch may have begun before the kernels ahead have ended
+  // (prefill.cu). Before this thread's load_and_forget_l1.
+  BOTH Span load_first() const {
+    const int request = min(warp_lane(), num_reqs);
+    const bool real = request < num_reqs;
+    Span s;
+    s.start = load_l2(starts + request);
+    s.query_len = (real ? load_l2(starts + request + 1) : num_tokens) - s.start;
+    s.seq_len = real ? load_l2(seq_lens + request) : 0;
+    return s;
+  }
+
   BOTH int live_total() const { return live * NUM_KV_HEADS * parts; }
   BOTH int total() const { return live_total() + (tiles - live) * NUM_KV_HEADS; }
 
@@ -159,8 +174,13 @@ struct Line {
     num_reqs = requests;
     num_tokens = tokens;
     int count = 0, seeing = 0, longest = 0, mine = num_reqs;
+    Span first = {0, 0, 0};
+    if (SHORT == 0) {
+      first = load_first();
+      load_and_forget_l1(starts);
+    }
     for (int r = warp_lane(); r <= num_reqs; r += LANES) {
-      const Span s = load(r);
+      const Span s = SHORT == 0 && r < LANES ? first : load(r);
       if (count == 0 && s.tiles() > 0) mine = r;
       count += s.tiles();
       seeing += s.tiles() - s.first(1);

@@ -56,6 +56,7 @@ WAITS = ("first", "launch", "last")
 #: ``never``: the kernel behind begins when this one has ended.
 TRIGGERS = ("start", "wait", "issued", "never")
 
+LENGTHS = ("seq_lens", "query_start_loc")
 METADATA = ("seq_lens", "query_start_loc", "block_table")
 CONTEXT = "context KV"  # keys and values at positions below seq_len - query_len
 QUERY_TOKENS = "query tokens' KV"
@@ -79,14 +80,19 @@ STREAM_ORDER: dict[str, tuple[Launch, ...]] = {
             why="a query token of this step is context in the next",
         ),
         Launch(
-            "prefill.cu:paged_prefill", False, ("out", "lse"), waits="launch", case="cuda, prefill on Hopper"
+            "prefill.cu:paged_prefill",
+            True,
+            ("out", "lse"),
+            "wait",
+            LENGTHS,
+            case="cuda, prefill on Hopper",
         ),
         Launch(
             "prefill.cu:paged_prefill",
-            False,
+            True,
             ("out", "lse"),
             "start",
-            waits="launch",
+            LENGTHS,
             case="cuda, prefill on Hopper, tiles in parts",
             why="the merge launch behind it waits for all of it",
         ),

@@ -62,10 +62,10 @@ __device__ __forceinline__ void barrier_wait_after(u32 at, int parity, float x) 
   mbarrier_wait(at, parity ^ (BESIDE && x < -1.f));
 }
 
-// Without a decode launch behind it this kernel may begin while the ones ahead still run. Lengths, query starts
-// and block tables may be read before this, as machine.cuh says; all else is read and written behind it. The
-// loader and the math warps pass it once, with work or without, so that no CTA ends before the kernels ahead.
-// The kernel behind may begin then; a merge launch, which waits for this kernel's end, already at its start.
+// Without a decode launch behind it this kernel may begin while the ones ahead still run. Lengths and query
+// starts are read before this, as machine.cuh says; all else is read and written behind it. Whatever warp
+// stays passes it once, with work or without, so that no CTA ends before the kernels ahead. The kernel behind
+// may begin then; a merge launch, which waits for this kernel's end, already at its start.
 __device__ __forceinline__ void wait_for_kernels_ahead() {
   if constexpr (SHORT == 0) asm volatile("griddepcontrol.wait;" ::: "memory");
   if constexpr (SHORT == 0 && !SPLIT) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -587,9 +587,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) paged_prefill(const __g
   __shared__ int kinds[FP8 ? RAW_STAGES : 1];
   const Plan plan(shared, barriers);
   // The decode launch behind this one waits for nothing that is written here, but for its end at its own
-  // (decode.cu); with it this kernel began when all ahead of it had ended: it is not launched early, but for
-  // the late CTAs, which wait for decode at their end. The merge launch waits for all of this one at once. All
-  // CTAs run when they let the next kernel go.
+  // (decode.cu). With it this kernel began when all ahead of it had ended: it is not launched early, but for
+  // the late CTAs, which wait for decode at their end. The merge launch waits for all of this one at once.
+  // All CTAs run when they let the next kernel go.
   if constexpr (SHORT > 0 || SPLIT) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #if CLOCKS
   const i64 begin = clock64();

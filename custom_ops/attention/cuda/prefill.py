@@ -460,8 +460,10 @@ def prefill(
         )
         for is_late in (0, 1)
     )
-    # beside a decode launch, which waits for nothing, all ahead must have ended
-    kernel.launch(programs - late, shape.threads, arguments, early=early and not short)
+    if short:  # the decode launch behind waits for nothing: all ahead must have ended when this one begins
+        kernel.launch(programs - late, shape.threads, arguments, early=False)
+    else:
+        kernel.launch(programs, shape.threads, arguments, early=early)
     if decodes is not None:
         decodes()
     if late:

@@ -144,8 +144,8 @@ struct Line {
     return s;
   }
 
-  // The lane's first request, as `load` gives it; the launch may have begun before the kernels ahead have ended
-  // (prefill.cu). Before this thread's load_and_forget_l1.
+  // The lane's first request as `load` gives it, in a kernel that may have begun before those ahead have
+  // ended (prefill.cu). Before this thread's load_and_forget_l1.
   BOTH Span load_first() const {
     const int request = min(warp_lane(), num_reqs);
     const bool real = request < num_reqs;

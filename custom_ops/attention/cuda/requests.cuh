@@ -123,8 +123,8 @@ struct Parts {
     return (int)(((u64)(unit + 1) * teams - 1) / total);
   }
 
-  // `near`: how far borders move to ends of pairs. One that comes to `begin` was at begin + near or before it, one
-  // that comes to the end was not before last + 1 - near, and a shared pair has a border that stays between.
+  // `near`: how far borders move to ends of pairs. One that comes to `begin` was at begin + near or before
+  // it; one that comes to the end was not before last + 1 - near; a shared pair has one that stays between.
   __device__ __forceinline__ void find(const Cursor &c, int unit, int unit_end, int total, int teams,
                                        int near) {
     const int begin = unit - c.tile, last = begin + c.r.num_tiles - 1;

@@ -3,9 +3,9 @@
 #pragma once
 #include "requests.cuh"
 
-// The line of work is cut into runs of equal length, one for each team; with NEAR, a border that is so near an
-// end of a pair moves there, which leaves fewer pairs to share. A unit of it is a tile of a line of
-// TEAM pairs: one tile for each CTA of the team.
+// The line of work is cut into runs of equal length, one for each team. A unit of it is a tile of a line of
+// TEAM pairs: one tile for each CTA of the team. With NEAR, a border that is so near an end of a pair moves
+// there, which leaves fewer pairs to share.
 //
 // Every warp works its CTA's run out for itself. All barriers rely on the warps agreeing, and the counts of
 // parts on the CTAs agreeing: what they read, lengths and query starts, comes from L2, and nobody writes it

@@ -56,7 +56,6 @@ WAITS = ("first", "launch", "last")
 #: ``never``: the kernel behind begins when this one has ended.
 TRIGGERS = ("start", "wait", "issued", "never")
 
-LENGTHS = ("seq_lens", "query_start_loc")
 METADATA = ("seq_lens", "query_start_loc", "block_table")
 CONTEXT = "context KV"  # keys and values at positions below seq_len - query_len
 QUERY_TOKENS = "query tokens' KV"
@@ -84,7 +83,7 @@ STREAM_ORDER: dict[str, tuple[Launch, ...]] = {
             True,
             ("out", "lse"),
             "wait",
-            LENGTHS,
+            METADATA,
             case="cuda, prefill on Hopper",
         ),
         Launch(
@@ -92,7 +91,7 @@ STREAM_ORDER: dict[str, tuple[Launch, ...]] = {
             True,
             ("out", "lse"),
             "start",
-            LENGTHS,
+            METADATA,
             case="cuda, prefill on Hopper, tiles in parts",
             why="the merge launch behind it waits for all of it",
         ),

@@ -62,10 +62,10 @@ __device__ __forceinline__ void barrier_wait_after(u32 at, int parity, float x) 
   mbarrier_wait(at, parity ^ (BESIDE && x < -1.f));
 }
 
-// Without a decode launch behind it this kernel may begin while the ones ahead still run. Lengths and query
-// starts are read before this, as machine.cuh says; all else is read and written behind it. Whatever warp
-// stays passes it once, with work or without, so that no CTA ends before the kernels ahead. The kernel behind
-// may begin then; a merge launch, which waits for this kernel's end, already at its start.
+// Without a decode launch behind it this kernel may begin while the ones ahead still run. Lengths, query
+// starts and block tables are read before this, as machine.cuh says; all else is read and written behind it.
+// Whatever warp stays passes it once, with work or without, so that no CTA ends before the kernels ahead. The
+// kernel behind may begin then; a merge launch, which waits for this kernel's end, already at its start.
 __device__ __forceinline__ void wait_for_kernels_ahead() {
   if constexpr (SHORT == 0) asm volatile("griddepcontrol.wait;" ::: "memory");
   if constexpr (SHORT == 0 && !SPLIT) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -136,6 +136,28 @@ struct Loader {
     }
   }
 
+  // Which steps a ticket's tile goes through: [first, last]; whether it is all of the tile.
+  struct Steps {
+    int first, last, first_seen;
+    bool whole;
+    __device__ __forceinline__ int count() const { return last < 0 ? 0 : max(last - first + 1, 0); }
+  };
+  __device__ __forceinline__ Steps steps_of(const Line &line, const Tile &tile, int ticket) const {
+    Steps s;
+    s.first_seen = LOW ? tile.span.first_seen(tile.index) : 0;
+    s.first = s.first_seen / KEYS, s.last = tile.span.level(tile.index) - 1;
+    s.whole = true;
+    if constexpr (SPLIT) {
+      s.whole = line.parts == 1 || ticket >= line.live_total();
+      if (!s.whole) {
+        const int all = max(s.last + 1 - s.first, 0);
+        s.last = s.first + all * (tile.part + 1) / line.parts - 1;
+        s.first += all * tile.part / line.parts;
+      }
+    }
+    return s;
+  }
+
   // Kernels behind wait for the late launch alone: it must not end before the decode launch, which does not
   // before the first launch of tiles.
   __device__ __forceinline__ void finish_behind_decode() {
@@ -151,7 +173,13 @@ struct Loader {
     if (lane == 0) ticket = tickets.begin(blockIdx.x, SHORT > 0 && p.is_late);
     ticket = __shfl_sync(ALL, ticket, 0);
     Tile tile = {};
-    if (ticket < total) tile = line.find(ticket);
+    int block = 0, block_before = 0;  // of a tile's last step and of the one before, asked for ahead
+    if (ticket < total) {
+      tile = line.find(ticket);
+      const Steps steps = steps_of(line, tile, ticket);
+      if (steps.count() > 0) block = block_of(tile, steps.first_seen, steps.last);
+      if (steps.count() > 1) block_before = block_of(tile, steps.first_seen, steps.last - 1);
+    }
     wait_for_kernels_ahead();
     [[maybe_unused]] Cut *cut = nullptr;
     if constexpr (SPLIT) {
@@ -177,18 +205,9 @@ struct Loader {
       }
       int next = 0;  // comes while this tile is loaded
       if (lane == 0) next = tickets.draw();
-      const int level = tile.span.level(tile.index), first_seen = LOW ? tile.span.first_seen(tile.index) : 0;
-      int first = first_seen / KEYS, last = level - 1;
-      bool whole = true;
-      if constexpr (SPLIT) {
-        whole = line.parts == 1 || ticket >= line.live_total();
-        if (!whole) {
-          const int all = max(level - first, 0);
-          last = first + all * (tile.part + 1) / line.parts - 1;
-          first += all * tile.part / line.parts;
-        }
-      }
-      const int steps = last < 0 ? 0 : max(last - first + 1, 0);
+      const Steps reach = steps_of(line, tile, ticket);
+      const int steps = reach.count(), first = reach.first, last = reach.last, first_seen = reach.first_seen;
+      const bool whole = reach.whole;
       if (lane == 0) {
         const Job job = {steps,
                          last,
@@ -212,10 +231,8 @@ struct Loader {
         }
       }
       __syncwarp();
-      int block = 0, block_before = 0, block_ahead = 0;
+      int block_ahead = 0;
       if (steps > 0) {
-        block = block_of(tile, first_seen, last);
-        if (steps > 1) block_before = block_of(tile, first_seen, last - 1);
         load_keys(tile.head, block);
         if (steps > 1) load_keys(tile.head, block_before);
         if (steps > 2) block_ahead = block_of(tile, first_seen, last - 2);
@@ -224,7 +241,13 @@ struct Loader {
       // The next tile is sought while the stages are full, so that nothing waits for it at the border.
       ticket = __shfl_sync(ALL, next, 0);
       Tile coming = {};
-      if (ticket < total) coming = line.find(ticket);
+      int coming_block = 0, coming_before = 0;
+      if (ticket < total) {
+        coming = line.find(ticket);
+        const Steps steps = steps_of(line, coming, ticket);
+        if (steps.count() > 0) coming_block = block_of(coming, steps.first_seen, steps.last);
+        if (steps.count() > 1) coming_before = block_of(coming, steps.first_seen, steps.last - 1);
+      }
       for (int step = last - 1; step >= first; --step) {
         block = block_before;
         block_before = block_ahead;
@@ -232,7 +255,7 @@ struct Loader {
         if (step > first) load_keys(tile.head, block_before);
         load_values(tile.head, block);
       }
-      tile = coming;
+      tile = coming, block = coming_block, block_before = coming_before;
     }
   }
 };

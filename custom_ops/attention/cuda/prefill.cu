@@ -89,11 +89,15 @@ struct Loader {
   Place<RAW_STAGES> raw;
   int lane;
 
+  // PAIRED: the first block of a step that this CTA brings both.
+  static constexpr int MY_PAGES = PAGES / SHARERS;
+  __device__ __forceinline__ int first_page() const { return PAIRED ? blockIdx.x % 2 * MY_PAGES : 0; }
+
   // The lane's block of a step. Blocks past the request's last key, and those before the first that the tile
   // sees, are no block at all: the copy engine fills them with zeros.
   __device__ __forceinline__ int block_of(const Tile &tile, int first_seen, int step) const {
-    const int index = step * PAGES + lane;
-    const bool seen = lane < PAGES && index * BLOCK_SIZE < tile.span.seq_len &&
+    const int index = step * PAGES + first_page() + lane;
+    const bool seen = lane < MY_PAGES && index * BLOCK_SIZE < tile.span.seq_len &&
                       (!LOW || (index + 1) * BLOCK_SIZE > first_seen);
     return seen ? p.table[tile.request * p.table_row + index] : p.num_blocks;
   }
@@ -103,16 +107,24 @@ struct Loader {
   __device__ __forceinline__ void load(Ring &ring, u32 stages, u32 full, u32 empty, const Map *map,
                                        const Where &at, int head, int block, [[maybe_unused]] int kind) {
     const u32 to = stages + ring.slot * STAGE, filled = full + ring.slot * 8;
-    // arrive: release() of every math warp, or Converter::convert of every converter, a round ago
+    // arrive: give_back() of every math warp, of both CTAs if PAIRED, or Converter::convert of every
+    // converter, a round ago
     wait_or_give_up(empty + ring.slot * 8, ring.round ^ 1);
     if (lane == 0) {
       if constexpr (FP8) kinds[ring.slot] = kind;
       mbarrier_arrive_expect_tx(filled, BYTES);
     }
     __syncwarp();  // expected before anything can arrive
-    if (lane < PAGES)
+    if constexpr (PAIRED) {
+      // The other CTA's stage is empty too: its math warps are among those waited for. Its barrier may be
+      // told before it expects anything; its phase does not end before that.
+      if (lane < MY_PAGES)
+        tma_load_4d_shared(to + (first_page() + lane) * (BYTES / PAGES), map, 0, 0, head * at.head_square,
+                           head * at.head_group + block * at.block_group, filled, 3);
+    } else if (lane < PAGES) {
       tma_load_4d(to + lane * (BYTES / PAGES), map, 0, 0, head * at.head_square,
                   head * at.head_group + block * at.block_group, filled);
+    }
     ring.advance();
   }
   __device__ __forceinline__ void load_keys(int head, int block) {
@@ -158,19 +170,39 @@ struct Loader {
     return s;
   }
 
+  // PAIRED: the first CTA of a cluster draws tickets for both and tells the other one, through one of two
+  // places in its memory. `turn`: messages before.
+  __device__ __forceinline__ int share(const Mail &mail, int ticket, int turn) {
+    const int slot = turn % 2, round = turn / 2 & 1;
+    if (blockIdx.x % 2 == 0) {
+      if (lane == 0) {
+        wait_or_give_up(mail.empty + slot * 8, round ^ 1);  // arrive: below, two messages ago
+        st_async(mapa(mail.place + slot * 4, 1), ticket, mapa(mail.full + slot * 8, 1));
+      }
+      __syncwarp();
+      return ticket;
+    }
+    if (lane == 0) mbarrier_arrive_expect_tx(mail.full + slot * 8, 4);
+    wait_or_give_up(mail.full + slot * 8, round);  // arrive: the line above, and the 4 bytes from above it
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(ticket) : "r"(mail.place + slot * 4) : "memory");
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive_cluster(mapa(mail.empty + slot * 8, 0));
+    return ticket;
+  }
+
   // Kernels behind wait for the late launch alone: it must not end before the decode launch, which does not
   // before the first launch of tiles.
   __device__ __forceinline__ void finish_behind_decode() {
     if (SHORT > 0 && p.is_late && blockIdx.x == 0) asm volatile("griddepcontrol.wait;" ::: "memory");
   }
 
-  __device__ __forceinline__ void run(Line line, Job *jobs) {
+  __device__ __forceinline__ void run(Line line, Job *jobs, [[maybe_unused]] const Mail &mail) {
     const int total = line.total();
     // Beside a decode launch: a counter of a request that has tiles here, which that launch does not touch.
     const Tickets tickets = {(u32 *)p.tickets + (SHORT > 0 ? line.owner * p.ticket_row : 0), total,
-                             p.ctas - p.late, p.late};
+                             (p.ctas - p.late) / SHARERS, p.late};
     int ticket = 0;
-    if (lane == 0) ticket = tickets.begin(blockIdx.x, SHORT > 0 && p.is_late);
+    if (lane == 0) ticket = tickets.begin(blockIdx.x / SHARERS, SHORT > 0 && p.is_late);
     ticket = __shfl_sync(ALL, ticket, 0);
     Tile tile = {};
     int block = 0, block_before = 0;  // of a tile's last step and of the one before, asked for ahead
@@ -204,14 +236,14 @@ struct Loader {
         return;
       }
       int next = 0;  // comes while this tile is loaded
-      if (lane == 0) next = tickets.draw();
+      if (lane == 0 && (!PAIRED || blockIdx.x % 2 == 0)) next = tickets.draw();
       const Steps reach = steps_of(line, tile, ticket);
       const int steps = reach.count(), first = reach.first, last = reach.last, first_seen = reach.first_seen;
       const bool whole = reach.whole;
       if (lane == 0) {
         const Job job = {steps,
                          last,
-                         tile.index,
+                         PAIRED ? tile.index * 2 + blockIdx.x % 2 : tile.index,
                          tile.span.start,
                          tile.span.query_len,
                          tile.span.seq_len,
@@ -225,7 +257,7 @@ struct Loader {
 #pragma unroll 1
           for (int s = 0; s < K_SQUARES; ++s)
             tma_load_3d(plan.q + buffer * Q_TILE + s * (Q_TILE / K_SQUARES), &p.q, s * K_WIDTH,
-                        tile.head * GROUP, tile.span.start + tile.index * TOKENS, q_full);
+                        tile.head * GROUP, tile.span.start + job.tile * TOKENS, q_full);
         } else {
           mbarrier_arrive(q_full);
         }
@@ -240,6 +272,7 @@ struct Loader {
       }
       // The next tile is sought while the stages are full, so that nothing waits for it at the border.
       ticket = __shfl_sync(ALL, next, 0);
+      if constexpr (PAIRED) ticket = share(mail, ticket, turn);
       Tile coming = {};
       int coming_block = 0, coming_before = 0;
       if (ticket < total) {
@@ -373,6 +406,14 @@ struct Math {
   __device__ __forceinline__ void release(u32 barrier) {
     if (lane == 0) mbarrier_arrive(barrier);
   }
+  // A stage. PAIRED: the other CTA fills half of it, too.
+  __device__ __forceinline__ void give_back(u32 barrier) {
+    if constexpr (PAIRED) {
+      if (lane < 2) mbarrier_arrive_cluster(mapa(barrier, (blockIdx.x ^ lane) % 2));
+    } else {
+      release(barrier);
+    }
+  }
 
   __device__ __forceinline__ void ask_scores(Softmax &x, u32 queries, int slot) {
     const u64 a = matrix<K_WIDTH>(queries + group * 64 * K_WIDTH * 2, 16, K_SQUARE);
@@ -456,7 +497,7 @@ struct Math {
     ask_values(x, values);
     give_turn(group);
     wgmma_wait<1>();  // the scores are here
-    release(k_empty);
+    give_back(k_empty);
     if (key == begin) release(q_empty);
     finish_scores<MASKED>(x, rows, key);
     x.raise(scale, shrink);
@@ -465,7 +506,7 @@ struct Math {
     barrier_wait_after(key > begin ? plan.k_full + k.slot * 8 : plan.v_full + v.slot * 8,
                        key > begin ? k.round : v.round, x.total[0] + x.total[1]);
     wgmma_wait<0>();
-    release(v_empty);
+    give_back(v_empty);
     x.convert();
     x.rescale(shrink);
   }
@@ -501,7 +542,7 @@ struct Math {
     wgmma_fence();
     ask_scores(x, queries, k.slot);
     wgmma_wait<0>();
-    release(plan.k_empty + k.slot * 8);
+    give_back(plan.k_empty + k.slot * 8);
     k.advance();
     if (job.steps == 1) release(q_empty);
     if (key + KEYS > all_end || (LOW && key < all_low)) finish_scores<true>(x, rows, key);
@@ -532,13 +573,14 @@ struct Math {
     wgmma_fence();
     ask_values(x, v.slot);
     wgmma_wait<0>();
-    release(plan.v_empty + v.slot * 8);
+    give_back(plan.v_empty + v.slot * 8);
     v.advance();
   }
 
-  // Whether no row of the warpgroup stands for a query: a short chunk fills some of a tile's warpgroups.
+  // Whether no row of the warpgroup stands for a query: a short chunk fills some of a tile's warpgroups, a
+  // pair's second tile may be empty.
   __device__ __forceinline__ bool is_idle(const Job &job) const {
-    return SPLIT && job.tile * TOKENS + group * 64 / GROUP >= job.query_len;
+    return (SPLIT || PAIRED) && job.tile * TOKENS + group * 64 / GROUP >= job.query_len;
   }
 
   // A tile without rows for this warpgroup: the waits, turns and releases of `attend` in its order, without
@@ -546,7 +588,7 @@ struct Math {
   __device__ __forceinline__ void pass(int steps, u32 q_empty) {
     // arrive, here and below: Loader::load's expect and the bytes of its copies
     mbarrier_wait(plan.k_full + k.slot * 8, k.round);
-    release(plan.k_empty + k.slot * 8);
+    give_back(plan.k_empty + k.slot * 8);
     k.advance();
     if (steps == 1) release(q_empty);
 #pragma unroll 1
@@ -558,12 +600,12 @@ struct Math {
       give_turn(group);
       k.advance();
       v.advance();
-      release(k_empty);
+      give_back(k_empty);
       if (left == 1) release(q_empty);
-      release(v_empty);
+      give_back(v_empty);
     }
     mbarrier_wait(plan.v_full + v.slot * 8, v.round);
-    release(plan.v_empty + v.slot * 8);
+    give_back(plan.v_empty + v.slot * 8);
     v.advance();
   }
 
@@ -583,6 +625,7 @@ struct Math {
       const u32 q_empty = plan.q_empty + buffer * 8;
       if (job.steps > 0 && is_idle(job)) {
         pass(job.steps, q_empty);
+        steps += job.steps;
         continue;
       }
       if (job.steps > 0) {
@@ -603,12 +646,25 @@ struct Math {
   }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) paged_prefill(const __grid_constant__ Params p) {
+#if PAIRED
+#define CLUSTERED __cluster_dims__(2, 1, 1)
+#else
+#define CLUSTERED
+#endif
+extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1)
+    paged_prefill(const __grid_constant__ Params p) {
   extern __shared__ __align__(1024) char shared[];
   __shared__ __align__(8) u64 barriers[BARRIERS];
   __shared__ __align__(16) Job jobs[Q_BUFFERS];
   __shared__ int kinds[FP8 ? RAW_STAGES : 1];
   const Plan plan(shared, barriers);
+  [[maybe_unused]] Mail mail = {};
+#if PAIRED
+  __shared__ __align__(8) u64 mails[5];
+  mail = {shared_address(mails), shared_address(mails) + 16, shared_address(mails) + 32};
+  if (threadIdx.x == 0)
+    for (int i = 0; i < 4; ++i) mbarrier_init(mail.full + i * 8, 1);
+#endif
   // The decode launch behind this one waits for nothing that is written here, but for its end at its own
   // (decode.cu). With it this kernel began when all ahead of it had ended: it is not launched early, but for
   // the late CTAs, which wait for decode at their end. The merge launch waits for all of this one at once.
@@ -633,7 +689,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) paged_prefill(const __g
     for (int kind = 0; kind < 4; ++kind)
       for (int i = 0; i < count[kind]; ++i) {
         mbarrier_init(full[kind] + i * 8, FP8 && kind < 2 ? CONVERTERS : 1);
-        mbarrier_init(empty[kind] + i * 8, kind < 3 ? MATH_WARPS : CONVERTERS);
+        mbarrier_init(empty[kind] + i * 8,
+                      kind == 3 ? CONVERTERS : MATH_WARPS * (kind < 2 ? SHARERS : 1));
       }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");  // the copy engine sees them
     prefetch_tensormap(&p.q);
@@ -641,13 +698,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) paged_prefill(const __g
     prefetch_tensormap(&p.v);
   }
   __syncthreads();
+#if PAIRED
+  // Nobody tells the other CTA's barriers, or copies into its memory, before they are made.
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  cluster_arrive();
+  cluster_wait();
+#endif
   if (threadIdx.x < 128) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(LOADER_REGISTERS));
     // known to be the same in all lanes: otherwise the loader spills
     const int warp = uniform(threadIdx.x / 32);
     if (warp == 0) {
       Loader loader{p, plan, kinds, {}, {}, {}, (int)threadIdx.x};
-      loader.run(opened, jobs);
+      loader.run(opened, jobs, mail);
     } else if constexpr (FP8) {
       wait_for_kernels_ahead();
       Converter{plan, {}, {}, {}, (int)threadIdx.x - 32}.run(kinds);
@@ -670,4 +733,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) paged_prefill(const __g
     }
 #endif
   }
+#if PAIRED
+  // A CTA stays until the other one sends and tells it nothing more.
+  __syncwarp();
+  cluster_arrive();
+  cluster_wait();
+#endif
 }

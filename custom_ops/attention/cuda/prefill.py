@@ -275,13 +275,14 @@ def prefill_config(
     beside: bool = True,
     short: int = 0,
     split: bool = False,
+    paired: bool = False,
 ) -> Config:
     """The constants of ``prefill.cu``.
 
     ``dim_v``: width of values, 0: as keys; ``kv_dtype``: of the cache, None: ``dtype``; ``scales``: of fp8
     keys and values; ``short``: requests of up to so many query tokens are left to a decode launch behind this
-    one; ``split``: few tiles may be cut into parts, for `paged_prefill_merge` behind this one; ``clocks``:
-    count cycles; ``patience``: tries after which a wait is given up, 0: never; ``beside``: hold a step's
+    one; ``split``: few tiles may be cut into parts, for `paged_prefill_merge` behind this one; ``paired``:
+    clusters of two CTAs share the copies of keys and values (`may_pair`); ``clocks``: count cycles; ``patience``: tries after which a wait is given up, 0: never; ``beside``: hold a step's
     exponentials in front of the wait for its products (without it, where the compiler puts them:
     for measurements).
     """
@@ -316,6 +317,7 @@ def prefill_config(
         "BESIDE": beside,
         "SHORT": short,
         "SPLIT": split,
+        "PAIRED": paired,
     }
     return PREFILL.config(values, exact=True)
 
@@ -360,6 +362,7 @@ def prefill(
     beside: bool = True,
     short: int = 0,
     behind: Behind | None = None,
+    paired: bool = False,
 ) -> None:
     """Launch on checked arguments of shapes that `refuse` and `refuse_layout` let pass.
 
@@ -374,6 +377,7 @@ def prefill(
         clocks: ``[multiprocessors, 5]``, int64, or None; gets each CTA's cycles in all, waiting for tiles,
             waiting for their first keys and storing, and its steps.
         patience, beside: as in `prefill_config`.
+        paired: whether CTAs share copies in clusters of two, where `may_pair` says that they can.
     """
     index, num_kv_heads, block_size = q.device.index or 0, k_cache.shape[2], k_cache.shape[1]
     group, dim, dim_v = q.shape[1] // num_kv_heads, q.shape[2], v_cache.shape[3]
@@ -395,6 +399,7 @@ def prefill(
         programs,
     )
     late = late_ctas(programs, short, split)
+    paired = paired and plain and not (short or split) and may_pair(cut, block_size, k_cache.dtype)
     specialisation = (
         index,
         q.dtype,
@@ -418,6 +423,7 @@ def prefill(
         beside,
         short,
         split,
+        paired,
     )
     decodes, ticket_row = None, 0
     if behind is not None:
@@ -425,6 +431,7 @@ def prefill(
         decodes, ticket_row = behind()
     kernel, merge, shape = _specialised(*specialisation)
     early = gpu.launches_early(index)
+    ctas = kernel.resident(shape.threads, 2, programs) if paired else programs
     maps = queries_map(q.data_ptr(), q.dtype, tuple(q.shape), q.stride(0), q.stride(1), group, shape.rows)
     where: tuple[int, ...] = ()
     for cache in (k_cache, v_cache):
@@ -454,7 +461,7 @@ def prefill(
             *where,
             head_stride(k_scale),
             head_stride(v_scale),
-            programs,
+            ctas,
             late,
             is_late,
         )
@@ -463,7 +470,7 @@ def prefill(
     if short:  # the decode launch behind waits for nothing: all ahead must have ended when this one begins
         kernel.launch(programs - late, shape.threads, arguments, early=False)
     else:
-        kernel.launch(programs, shape.threads, arguments, early=early)
+        kernel.launch(ctas, shape.threads, arguments, early=early)
     if decodes is not None:
         decodes()
     if late:
@@ -496,6 +503,12 @@ def may_split(
     """
     tiles = most_tiles(num_tokens, min(num_reqs, 4) if short else num_reqs, tokens)
     return tiles * num_kv_heads * 2 <= programs and steps >= _WORTH_STEPS
+
+
+def may_pair(shape: PrefillShape, block_size: int, kv_dtype: torch.dtype) -> bool:
+    """Whether two CTAs can bring half of a step's blocks each, for both; not with masks at the low end, parts
+    or a decode launch, for which this was not thought through."""
+    return shape.groups == 2 and shape.keys // block_size >= 2 and kv_dtype not in FP8
 
 
 def part_numbers(shape: PrefillShape, dim_v: int, programs: int) -> int:
@@ -540,6 +553,7 @@ def _config(
     beside: bool,
     short: int,
     split: bool,
+    paired: bool,
 ) -> Config:
     return prefill_config(
         dtype,
@@ -563,6 +577,7 @@ def _config(
         beside=beside,
         short=short,
         split=split,
+        paired=paired,
     )
 
 

@@ -31,4 +31,6 @@ inline constexpr int PATIENCE = 0;             // tries before the loader gives 
 inline constexpr bool BESIDE = true;           // exponentials stand before the wait for the products
 inline constexpr int SHORT = 0;                // up to so many query tokens: the decode launch's; 0: none
 inline constexpr bool SPLIT = false;           // few tiles are cut into parts, for prefill_merge.cu
+// 1: clusters of 2 CTAs share copies of keys and values; an attribute
+#define PAIRED 0
 #define CLOCKS 0                               // 1: cycles are counted; idle counters would move registers

@@ -5,7 +5,8 @@
 #include "prefill_tiles.cuh"
 
 constexpr int THREADS = (GROUPS + 1) * 128;     // warpgroup 0 loads
-constexpr int LOADER_REGISTERS = GROUPS == 2 ? 40 : 32, MATH_REGISTERS = GROUPS == 2 ? 232 : 160;
+constexpr int LOADER_REGISTERS = GROUPS == 3 ? 32 : PAIRED ? 56 : 40;
+constexpr int MATH_REGISTERS = GROUPS == 3 ? 160 : PAIRED ? 224 : 232;
 constexpr int MATH_WARPS = GROUPS * 4, MATH_THREADS = GROUPS * 128;
 constexpr int PAGES = KEYS / BLOCK_SIZE;        // blocks of a step
 // columns of a square, 8 tokens high
@@ -28,6 +29,8 @@ static_assert(DIM % 32 == 0 && DIM_V % 32 == 0 && BLOCK_SIZE % 8 == 0 && KEYS % 
                   GROUP <= ROWS && PAGES <= 16,
               "squares, boxes, one a lane");
 static_assert(K_STAGE % 1024 == 0 && V_STAGE % 1024 == 0 && Q_TILE % 1024 == 0, "swizzles repeat");
+static_assert(!PAIRED || (PAGES % 2 == 0 && GROUPS == 2 && !LOW && !FP8 && !SPLIT && SHORT == 0),
+              "each CTA brings half of the blocks; registers; what was thought through");
 static_assert(K_STAGES >= 2 && V_STAGES >= 2, "one that is read, one that is filled");
 static_assert(K_STAGES * K_STAGE + V_STAGES * V_STAGE + Q_BUFFERS * Q_TILE + RAW_STAGES * RAW_STAGE <=
                   226 * 1024,
@@ -115,6 +118,12 @@ constexpr int PART_VECTORS = DIM_V / 8 + 1, PART_FLOATS = PART_VECTORS * MATH_TH
 __device__ __forceinline__ float4 *part_of(const Params &p, int unit) {
   return (float4 *)p.parts + (i64)unit * PART_VECTORS * MATH_THREADS;
 }
+
+// PAIRED, addresses in the memory of a cluster's second CTA, but for `empty`, which the first one's is: two
+// places for tickets, and two barriers each that say of them whether they are full or empty.
+struct Mail {
+  u32 full, empty, place;
+};
 
 struct Cut {  // the tiles in parts, of which tickets tile * parts ... are the parts
   int tiles, parts, unused[2];

@@ -82,9 +82,10 @@ STREAM_ORDER: dict[str, tuple[Launch, ...]] = {
             "prefill.cu:paged_prefill",
             True,
             ("out", "lse"),
-            "wait",
+            "issued",
             METADATA,
             case="cuda, prefill on Hopper",
+            why="the kernel behind begins beside its last tiles",
         ),
         Launch(
             "prefill.cu:paged_prefill",

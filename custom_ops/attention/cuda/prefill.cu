@@ -65,9 +65,12 @@ __device__ __forceinline__ void barrier_wait_after(u32 at, int parity, float x) 
 // Without a decode launch behind it this kernel may begin while the ones ahead still run. Lengths, query
 // starts and block tables are read before this, as machine.cuh says; all else is read and written behind it.
 // Whatever warp stays passes it once, with work or without, so that no CTA ends before the kernels ahead. The
-// kernel behind may begin then; a merge launch, which waits for this kernel's end, already at its start.
+// kernel behind may begin when every loader has issued its last copies, or ended; a merge launch, which waits
+// for this kernel's end, already at its start.
 __device__ __forceinline__ void wait_for_kernels_ahead() {
   if constexpr (SHORT == 0) asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+__device__ __forceinline__ void launch_next() {
   if constexpr (SHORT == 0 && !SPLIT) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
@@ -222,6 +225,7 @@ struct Loader {
       }
     }
     for (int turn = 0;; ++turn) {
+      if (ticket >= total) launch_next();
       const int buffer = turn % Q_BUFFERS, parity = turn / Q_BUFFERS & 1;
       const u32 q_full = plan.q_full + buffer * 8;
       // arrive: release() of every math warp, Q_BUFFERS tiles ago
@@ -243,7 +247,7 @@ struct Loader {
       if (lane == 0) {
         const Job job = {steps,
                          last,
-                         PAIRED ? tile.index * 2 + blockIdx.x % 2 : tile.index,
+                         PAIRED ? tile.index * 2 + (int)(blockIdx.x % 2) : tile.index,
                          tile.span.start,
                          tile.span.query_len,
                          tile.span.seq_len,
@@ -402,9 +406,9 @@ struct Math {
 #endif
   }
 
-  // what this warp's products have read: they are waited for before
+  // What this warp's products and loads have read: they are waited for, their values are there.
   __device__ __forceinline__ void release(u32 barrier) {
-    if (lane == 0) mbarrier_arrive(barrier);
+    if (EVERY_LANE || lane == 0) mbarrier_arrive(barrier);
   }
   // A stage. PAIRED: the other CTA fills half of it, too.
   __device__ __forceinline__ void give_back(u32 barrier) {
@@ -688,9 +692,9 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1)
     const int count[4] = {K_STAGES, V_STAGES, Q_BUFFERS, RAW_STAGES};
     for (int kind = 0; kind < 4; ++kind)
       for (int i = 0; i < count[kind]; ++i) {
-        mbarrier_init(full[kind] + i * 8, FP8 && kind < 2 ? CONVERTERS : 1);
+        mbarrier_init(full[kind] + i * 8, FP8 && kind < 2 ? CONVERTERS * ARRIVING : 1);
         mbarrier_init(empty[kind] + i * 8,
-                      kind == 3 ? CONVERTERS : MATH_WARPS * (kind < 2 ? SHARERS : 1));
+                      (kind == 3 ? CONVERTERS : MATH_WARPS * (kind < 2 ? SHARERS : 1)) * ARRIVING);
       }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");  // the copy engine sees them
     prefetch_tensormap(&p.q);

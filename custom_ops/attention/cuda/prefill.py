@@ -276,6 +276,7 @@ def prefill_config(
     short: int = 0,
     split: bool = False,
     paired: bool = False,
+    every_lane: bool = False,
 ) -> Config:
     """The constants of ``prefill.cu``.
 
@@ -284,7 +285,8 @@ def prefill_config(
     one; ``split``: few tiles may be cut into parts, for `paged_prefill_merge` behind this one; ``paired``:
     clusters of two CTAs share the copies of keys and values (`may_pair`); ``clocks``: count cycles; ``patience``: tries after which a wait is given up, 0: never; ``beside``: hold a step's
     exponentials in front of the wait for its products (without it, where the compiler puts them:
-    for measurements).
+    for measurements); ``every_lane``: all lanes of a warp arrive at barriers, where one does for its warp: so
+    that racecheck, which follows each lane for itself, sees the order.
     """
     half, dim_v, kv_dtype = dtype == torch.float16, dim_v or dim, kv_dtype or dtype
     shape = shape_for(dim, dim_v, kv_dtype, plain=window_left < 0 and not (chunk or soft_cap or alibi))
@@ -314,6 +316,7 @@ def prefill_config(
         "LSE": lse,
         "CLOCKS": clocks,
         "PATIENCE": patience,
+        "EVERY_LANE": every_lane,
         "BESIDE": beside,
         "SHORT": short,
         "SPLIT": split,
@@ -363,6 +366,7 @@ def prefill(
     short: int = 0,
     behind: Behind | None = None,
     paired: bool = False,
+    every_lane: bool = False,
 ) -> None:
     """Launch on checked arguments of shapes that `refuse` and `refuse_layout` let pass.
 
@@ -376,7 +380,7 @@ def prefill(
         window_left, window_right, chunk: bounded by the table's tokens, as ``bounded_masks`` gives them.
         clocks: ``[multiprocessors, 5]``, int64, or None; gets each CTA's cycles in all, waiting for tiles,
             waiting for their first keys and storing, and its steps.
-        patience, beside: as in `prefill_config`.
+        patience, beside, every_lane: as in `prefill_config`.
         paired: whether CTAs share copies in clusters of two, where `may_pair` says that they can.
     """
     index, num_kv_heads, block_size = q.device.index or 0, k_cache.shape[2], k_cache.shape[1]
@@ -424,6 +428,7 @@ def prefill(
         short,
         split,
         paired,
+        every_lane,
     )
     decodes, ticket_row = None, 0
     if behind is not None:
@@ -554,6 +559,7 @@ def _config(
     short: int,
     split: bool,
     paired: bool,
+    every_lane: bool,
 ) -> Config:
     return prefill_config(
         dtype,
@@ -578,6 +584,7 @@ def _config(
         short=short,
         split=split,
         paired=paired,
+        every_lane=every_lane,
     )
 
 

@@ -22,6 +22,9 @@ constexpr bool FP8 = KV_BYTES == 1;
 constexpr int RAW_STAGE = KEYS * (DIM > DIM_V ? DIM : DIM_V);
 // fp8: warps that convert them, those beside the loader's
 constexpr int CONVERTERS = 3;
+// lanes of a warp that arrive at a barrier: one, behind what all have read or written; compute-sanitizer's
+// racecheck follows each lane for itself
+constexpr int ARRIVING = EVERY_LANE ? 32 : 1;
 constexpr bool LOW = WINDOW_LEFT >= 0 || CHUNK > 0;  // some rows do not see the first keys
 constexpr bool ADJUST = SOFT_CAP || ALIBI;           // scores are more than scaled products
 static_assert(GROUPS == 2 || GROUPS == 3, "registers");
@@ -31,6 +34,7 @@ static_assert(DIM % 32 == 0 && DIM_V % 32 == 0 && BLOCK_SIZE % 8 == 0 && KEYS % 
 static_assert(K_STAGE % 1024 == 0 && V_STAGE % 1024 == 0 && Q_TILE % 1024 == 0, "swizzles repeat");
 static_assert(!PAIRED || (PAGES % 2 == 0 && GROUPS == 2 && !LOW && !FP8 && !SPLIT && SHORT == 0),
               "each CTA brings half of the blocks; registers; what was thought through");
+static_assert(!PAIRED || !EVERY_LANE, "counts");
 static_assert(K_STAGES >= 2 && V_STAGES >= 2, "one that is read, one that is filled");
 static_assert(K_STAGES * K_STAGE + V_STAGES * V_STAGE + Q_BUFFERS * Q_TILE + RAW_STAGES * RAW_STAGE <=
                   226 * 1024,

@@ -98,9 +98,10 @@ def _preferred(width: int, kv_bytes: int, rows: int, pairs: int, sms: int, heads
         )
     if width <= 128:
         return DecodeShape(warps=3, keys=32, stages=2, ctas_per_sm=4, min_tiles=1)
+    # runs of several pairs: fewer of them shared, and no wait for queries between them
     if pairs <= 4 * sms:
-        return DecodeShape(warps=4, keys=16, stages=3, ctas_per_sm=2, min_tiles=2)
-    return DecodeShape(warps=4, keys=16, stages=2, ctas_per_sm=3, min_tiles=2)
+        return DecodeShape(warps=4, keys=16, stages=3, ctas_per_sm=2, min_tiles=2, near=1, ask_early=True)
+    return DecodeShape(warps=4, keys=16, stages=2, ctas_per_sm=3, min_tiles=2, near=1, ask_early=True)
 
 
 def pair_heads(

@@ -58,7 +58,7 @@ VARIABLES = (
     Variable(
         "TORCHPAGED_CACHE",
         "~/.cache/torchpaged",
-        "folder of downloaded and converted models, and of compiled kernels",
+        "folder of downloaded and converted models, compiled kernels, and what `torchpaged tune` measured",
         _folder,
     ),
     Variable(
@@ -85,6 +85,12 @@ VARIABLES = (
         "TORCHPAGED_NVTX",
         "0",
         "1: NVTX ranges around the engine's host work (needs torchpaged[profiling])",
+        _flag,
+    ),
+    Variable(
+        "TORCHPAGED_TUNED",
+        "1",
+        "0: choose backends without what `torchpaged tune` measured on this device",
         _flag,
     ),
 )

@@ -26,11 +26,14 @@ from torchpaged.backends import (
     Choice,
     GraphSupport,
     Limits,
+    Route,
     Session,
     attention_spec,
     get_backend,
+    route_of,
     select_backend,
 )
+from torchpaged.backends.spec import MaskMod, ScoreMod, check_mods
 from torchpaged.cache import LayerKVCache
 from torchpaged.custom_ops import BACKEND_OPS, check_native_dtype
 from torchpaged.custom_ops.attention.check import check_options, check_paged_attention
@@ -46,6 +49,8 @@ _META = Capabilities(
     dtypes=FLOATS,
     kv_dtypes=(*FLOATS, *FP8),
     graph_support=GraphSupport.ALWAYS,
+    mods=True,
+    batch_invariant=True,
     tree_mask=True,
 )
 
@@ -72,14 +77,21 @@ class PagedAttention(nn.Module):
         head_dim_v: width of values; default ``head_dim``.
         causal: hide keys after the query.
         chunk_size: attend within chunks of that many positions only; None or 0 = off.
+        score_mod: a function ``(score, request, head, query_position, key_position) -> score`` of tensors
+            without dimensions, positions of the sequence, behind scale, soft cap and ALiBi. It is traced
+            once: tensors that it reads may change in place, Python values are kept. Backend "flex" runs it.
+        mask_mod: ``(request, head, query_position, key_position) -> bool``, which hides keys beside those
+            that causality, window, chunks and lengths hide; likewise.
+        batch_invariant: give a request the same bits whoever is in the batch with it; a backend that does
+            not declare that is refused.
         block_size: tokens per block, if that shall count in the choice of a backend; a cache of another size
             is refused then. None: the cache says it.
         kv_dtype: the pools' dtype, for choosing a backend; default: the module's. Pools that the backend
             can't take are refused.
         tree_mask: whether batches with a ``tree_mask`` will come, so that it counts in the choice of a
             backend. Batches with one are refused where the backend takes none.
-        backend: a name or "auto". Chosen here and again when the module moves (``.to``), never
-            in ``forward``.
+        backend: a name, a `Route` or its text ("decode=NAME,prefill=NAME"), or "auto". Chosen here and again
+            when the module moves (``.to``), never in ``forward``.
         limits: the largest batches to come, for a session of the module's own. None: not said; a backend may
             refuse that. Eager calls of one module may overlap on different streams; compiled or captured
             ones, which take the session as it is, must not.
@@ -117,10 +129,13 @@ class PagedAttention(nn.Module):
         head_dim_v: int | None = None,
         causal: bool = True,
         chunk_size: int | None = None,
+        score_mod: ScoreMod | None = None,
+        mask_mod: MaskMod | None = None,
+        batch_invariant: bool = False,
         block_size: int | None = None,
         kv_dtype: torch.dtype | None = None,
         tree_mask: bool = False,
-        backend: str = "auto",
+        backend: str | Route = "auto",
         limits: Limits | None = None,
         session: Session | None = None,
         device: torch.device | str | None = None,
@@ -150,6 +165,8 @@ class PagedAttention(nn.Module):
             causal,
             chunk_size,
         )
+        check_mods(score_mod, mask_mod)
+        self.score_mod, self.mask_mod, self.batch_invariant = score_mod, mask_mod, batch_invariant
         self.block_size, self.kv_dtype, self.requested_backend = block_size, kv_dtype, backend
         self.tree_mask = tree_mask
         if not isinstance(session, (Session, NoneType)):
@@ -200,19 +217,24 @@ class PagedAttention(nn.Module):
             sinks=self.sinks,
             chunk_size=self.chunk_size,
             scale=self.scale,
+            score_mod=self.score_mod,
+            mask_mod=self.mask_mod,
+            batch_invariant=self.batch_invariant,
             tree_mask=self.tree_mask or None,
         )
         self._on_meta = self._home.is_meta
         if self._on_meta:
             if self.requested_backend != "auto":
                 get_backend(self.requested_backend)
-            self.choice: Choice = Choice("meta", "none yet: chosen when the module gets a real device")
+            self.choice: Choice = Choice(
+                "meta", Route("meta", "meta"), "none yet: chosen when the module gets a real device"
+            )
             self._use(Session("meta", _META, BACKEND_OPS["default"], [spec], self._limits, spec.device))
         elif self._given is None:
             self.choice = select_backend(spec, self.requested_backend)
             self._use(self.choice.backend.open([spec], self._limits, self._home.device))
         else:
-            self.choice = Choice(self._given.name, "session= was given")
+            self.choice = Choice(self._given.name, route_of(self._given), "session= was given")
             self._use(self._given)
 
     def _use(self, session: Session) -> None:

@@ -34,7 +34,10 @@ class Capabilities:
     None means "any". ``head_dims`` and ``block_sizes`` list what is supported. ``planning`` says when its
     sessions want `Session.plan`. ``finite_pools``: whatever lies in a pool must be finite, also where nobody
     has written or may look, since what a query must not see is multiplied by 0; zeros, as `PagedKVCache` has,
-    are. A backend that does not say ``tree_mask`` takes none: its op is never given one.
+    are. A backend that does not say ``tree_mask`` takes none: its op is never given one. ``mods``: functions
+    of the user's, `AttentionSpec.score_mod` and ``mask_mod``. ``batch_invariant``: a request gets the same
+    bits in any company, where its spec asks for that; `torchpaged.testing.check_batch_invariance` proves it.
+    ``max_query_len``: the most query tokens of one request. ``deterministic``: equal calls give equal bits.
     """
 
     device_types: tuple[str, ...]
@@ -56,6 +59,10 @@ class Capabilities:
     tree_mask: bool = False
     planning: Planning = Planning.NEVER
     finite_pools: bool = False
+    mods: bool = False
+    batch_invariant: bool = False
+    max_query_len: int | None = None
+    deterministic: bool = True
 
     def reject(self, spec: AttentionSpec) -> list[str]:
         """Every reason why ``spec`` can't run; empty if it can."""
@@ -79,8 +86,17 @@ class Capabilities:
             reasons.append(f"block_size {spec.block_size} is not one of {self.block_sizes}")
         if spec.head_dim_v not in (None, spec.head_dim) and not self.different_head_dim_v:
             reasons.append(f"head_dim_v {spec.head_dim_v} differs from head_dim {spec.head_dim}")
+        if self.max_query_len is not None and (spec.max_query_len or 1 << 62) > self.max_query_len:
+            wanted = "any length" if spec.max_query_len is None else f"{spec.max_query_len} tokens"
+            reasons.append(f"queries of {wanted} are over {self.max_query_len}")
+        if spec.deterministic and not self.deterministic:
+            reasons.append("equal calls may give other bits, and deterministic was asked for")
         if spec.graphs > self.graph_support:
             reasons.append(f"graph support {self.graph_support.name} is less than {spec.graphs.name}")
+        if spec.mods and not self.mods:
+            reasons.append("score_mod and mask_mod are not supported: its kernels take no functions")
+        if spec.batch_invariant and not self.batch_invariant:
+            reasons.append("batch_invariant is not declared: a request's bits may depend on the others")
         return reasons
 
     def reject_kind(self, dtype: torch.dtype, kv_dtype: torch.dtype, features: Iterable[str]) -> list[str]:

@@ -48,7 +48,7 @@ def choose_ops(device: torch.device, spec: AttentionSpec | None = None) -> Backe
     """
     if spec is None or device.type == "meta":  # on meta no kernel runs
         return _named(device.type)
-    return _chosen(spec, *selector.requested(None), tuple(selector.AUTOMATIC), registered())
+    return _chosen(spec, *selector.requested(None), selector.ranking(spec.device), registered())
 
 
 def registered() -> tuple[_Same, ...]:
@@ -58,7 +58,7 @@ def registered() -> tuple[_Same, ...]:
 
 @functools.lru_cache(maxsize=1024)
 def _chosen(
-    spec: AttentionSpec, name: str, asker: str, order: tuple[str, ...], others: tuple[_Same, ...]
+    spec: AttentionSpec, name: str, asker: str, order: selector.Ranking, others: tuple[_Same, ...]
 ) -> BackendOps:
     """Keyed by all that the choice follows from. A refusal is not kept."""
     return selector.select_backend(spec).backend.ops

@@ -25,10 +25,9 @@ import torch
 
 from torchpaged.cache import BlockPool
 from torchpaged.custom_ops.errors import ArgumentError, NotCopyableError
-from torchpaged.engine.calls import Calls
+from torchpaged.engine.calls import Calls, HandOut, Inbox
 from torchpaged.engine.decode_loop import DecodeLoop
 from torchpaged.engine.device import WholeStepRunner
-from torchpaged.engine.inbox import HandOut, Inbox
 from torchpaged.engine.model import PagedModelProtocol
 from torchpaged.engine.numbers import shown
 from torchpaged.engine.options import (

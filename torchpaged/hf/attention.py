@@ -15,11 +15,11 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
 
-from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
+from torchpaged.custom_ops.errors import ArgumentError, BackendUnavailableError, UnsupportedModelError
 from torchpaged.hf.class_tables import fill_class_tables
 from torchpaged.hf.known_models import TAKES_NO_NONE
 from torchpaged.hf.layer import PagedLayer, cache_of, layer_of
-from torchpaged.hf.support import has_own_attention
+from torchpaged.hf.support import needs_eager_mask
 from torchpaged.profiling import is_on as is_profiling
 from torchpaged.profiling import ranged_attention
 
@@ -101,6 +101,11 @@ def paged_attention_forward(
     q = query.transpose(1, 2).reshape(batch * query_len, num_heads, head_dim)
     out = q.new_empty(batch * query_len, num_heads, value.shape[-1])
     owner.backend.hold(layer, query, key, value, causal, window, softcap, sinks, scaling, alibi_slopes)
+    trees = {} if metadata.tree_mask is None else {"tree_mask": metadata.tree_mask}
+    if trees and not owner.backend.capabilities.tree_mask:
+        raise BackendUnavailableError(
+            f"backend {owner.backend.choice.name!r} cannot run this attention: tree_mask is not supported"
+        )
     attend = owner.backend.ops.paged_attention
     if not torch.compiler.is_compiling() and is_profiling():
         attend = ranged_attention(attend, layer.index)
@@ -121,6 +126,7 @@ def paged_attention_forward(
         logits_soft_cap=0.0 if softcap is None else float(softcap),
         sinks=sinks,
         chunk_size=layer.chunk or 0,
+        **trees,
         **layer.scales,
         **layer.workspace,
     )
@@ -259,9 +265,9 @@ def paged_mask(
         return None
     if cache is not None:
         kv_offset = 0
-    # Attention of a model's own adds the mask, and takes None for no mask at all; T5 of transformers 5.17
-    # adds it to a bias even under SDPA.
-    if cache is not None or has_own_attention(getattr(kwargs.get("config"), "model_type", "")):
+    # Attention of a model's own adds the mask, and takes None for no mask at all, and so does a module that
+    # leaves causality to its mask; T5 of transformers 5.17 adds it to a bias even under SDPA.
+    if cache is not None or needs_eager_mask(getattr(kwargs.get("config"), "model_type", "")):
         make, options = eager_mask, kwargs
     else:
         make, options = (

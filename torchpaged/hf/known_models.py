@@ -48,6 +48,8 @@ NEEDS_DENSE: dict[str, str] = {
     "t5": _BIAS,
     "umt5": _BIAS,
 }
+#: Models that add a bias by positions to their scores.
+ADDS_BIAS = frozenset(model_type for model_type, why in NEEDS_DENSE.items() if why == _BIAS)
 #: Models that do arithmetic on what their cache returns, as long as nothing keeps them from it.
 COMPUTES_WITH_KEYS = OWN_ATTENTION | NEEDS_DENSE.keys()
 #: Models that take a mask for granted where transformers' mask function may return None; theirs is a

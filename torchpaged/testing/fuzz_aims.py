@@ -151,6 +151,23 @@ def for_cuda_decode(c: Configuration, r: random.Random) -> Configuration:
     )
 
 
+def for_trees(c: Configuration, r: random.Random) -> Configuration:
+    """For trees of up to 64 query tokens: half of them as drawn, where those are decodes, half for prefill.cu
+    with either kind of cache; a quarter on Triton's kernels."""
+    if c.kernel != "decode" or r.random() < 0.5:
+        c = r.choice((for_cuda_prefill, for_cuda_prefill, for_cuda_prefill_fp8))(c, r)
+    longest = min(c.longest_query, 64)
+    options = {name: value for name, value in c.options.items() if name != "causal"}
+    return dataclasses.replace(
+        c,
+        backend=r.choice(("cuda", "cuda", "cuda", "triton")),
+        max_query_len=min(c.max_query_len, 64),
+        longest_query=longest,
+        options=options,
+        tree=True,
+    )
+
+
 def _eights(paddings: tuple[int, int, int]) -> tuple[int, int, int]:
     between_tokens, between_heads, before = paddings
     return between_tokens // 8 * 8, between_heads // 8 * 8, before // 8 * 8
@@ -160,4 +177,5 @@ AIMS: dict[str, Callable[[Configuration, random.Random], Configuration]] = {
     "cuda-prefill": for_cuda_prefill,
     "cuda-prefill-fp8": for_cuda_prefill_fp8,
     "cuda-decode": for_cuda_decode,
+    "tree": for_trees,
 }

@@ -19,6 +19,9 @@ from torchpaged.metadata.tree import words_of
 from torchpaged.testing.batches import Batch, BatchSpec, make_batch
 from torchpaged.testing.pools import clone_storage
 
+#: Kinds of trees that `random_parents` draws.
+TREE_KINDS = ("random", "chain", "star", "deep")
+
 
 def random_parents(count: int, seed: int, kind: str = "random") -> tuple[int, ...]:
     """Parents of a tree of ``count`` tokens.

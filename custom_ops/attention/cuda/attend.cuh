@@ -98,6 +98,7 @@ struct Queries {
   int low[COLS][2], end[COLS][2];  // not SAME_MASK
   int position[COLS][2];           // ALIBI or not SAME_MASK
   float slope[COLS][2];            // ALIBI
+  u32 word[COLS][2];               // TREE: of the query tokens that the row sees
 
   __device__ __forceinline__ void load(const Params &p, const Cursor &c, int lane) {
     const int quad = lane % 4;
@@ -151,7 +152,14 @@ struct Queries {
         const float row_fold = KV_BYTES == 1 && !Q_HALF ? __shfl_sync(ALL, fold, (quad * 2 + i) * 4) : 1.f;
         scale[n][i] = p.scale * k_scale * row_fold * (SOFT_CAP || ALIBI ? 1.f : LOG2E);
         if constexpr (ALIBI || !SAME_MASK) position[n][i] = c.r.seq_len - c.r.query_len + query_of(mine);
-        if constexpr (!SAME_MASK) {
+        if constexpr (TREE) {
+          // Positions are counted over what the row sees: the context, and the tokens of its word.
+          const bool is_row = mine < ROWS && query_of(mine) < c.r.query_len;
+          const u32 own = 1u << query_of(mine);
+          word[n][i] = is_row ? ((u32)p.tree[c.r.start + query_of(mine)] & (own - 1)) | own : 0;
+          position[n][i] = c.r.seq_len - c.r.query_len + __popc(word[n][i] & (own - 1));
+          visible(position[n][i], c.r.seq_len, low[n][i], end[n][i]);
+        } else if constexpr (!SAME_MASK) {
           visible(position[n][i], c.r.seq_len, low[n][i], end[n][i]);
           if (query_of(mine) >= c.r.query_len || mine >= ROWS) end[n][i] = low[n][i];
         }
@@ -161,6 +169,16 @@ struct Queries {
     }
   }
 };
+
+// TREE: where the key at `at` counts as being for a row of this word, of a request whose query tokens follow
+// `context` keys; and whether the row sees it.
+__device__ __forceinline__ int branch_position(u32 word, int context, int at) {
+  return at < context ? at : context + __popc(word & ((1u << min(at - context, 31)) - 1));
+}
+__device__ __forceinline__ bool branch_sees(u32 word, int context, int low, int at) {
+  if (at >= context && !(word >> min(at - context, 31) & 1)) return false;
+  return (WINDOW_LEFT < 0 && CHUNK <= 0) || branch_position(word, context, at) >= low;
+}
 
 // One warp's KEYS keys at `key`: scores, softmax, weighted values.
 __device__ __forceinline__ void attend(State &state, const Queries &queries, const Params &p, const Cursor &c,
@@ -215,6 +233,9 @@ __device__ __forceinline__ void attend(State &state, const Queries &queries, con
         else if (kv_head_of(0, lane % 4 * 2 + j % 2)) s[m][n][j] = other[n][j];
   }
   const bool whole = SAME_MASK && key + KEYS <= c.r.end && key >= c.r.low;  // no key of these is masked
+  [[maybe_unused]] const int context = c.r.seq_len - c.r.query_len;
+  // TREE: all rows see all of these; what idle rows see is of no account
+  [[maybe_unused]] const bool before_tree = WINDOW_LEFT < 0 && CHUNK <= 0 && key + KEYS <= context;
   bool moved = false;
   float top[COLS][2];
 #pragma unroll
@@ -229,9 +250,14 @@ __device__ __forceinline__ void attend(State &state, const Queries &queries, con
           float x = s[m][n][2 * h + i] * queries.scale[n][i];
           const int at = key + m * 16 + h * 8 + lane / 4;
           if constexpr (SOFT_CAP) x = p.soft_cap * tanh_(x / p.soft_cap);
-          if constexpr (ALIBI) x += queries.slope[n][i] * (float)(at - queries.position[n][i]);
+          if constexpr (ALIBI && TREE)
+            x += queries.slope[n][i] *
+                 (float)(branch_position(queries.word[n][i], context, at) - queries.position[n][i]);
+          else if constexpr (ALIBI) x += queries.slope[n][i] * (float)(at - queries.position[n][i]);
           if constexpr (SOFT_CAP || ALIBI) x *= LOG2E;
-          if constexpr (!SAME_MASK) x = at < queries.end[n][i] && at >= queries.low[n][i] ? x : -INF;
+          if constexpr (TREE)
+            x = before_tree || branch_sees(queries.word[n][i], context, queries.low[n][i], at) ? x : -INF;
+          else if constexpr (!SAME_MASK) x = at < queries.end[n][i] && at >= queries.low[n][i] ? x : -INF;
           else if (!whole) x = at < c.r.end && at >= c.r.low ? x : -INF;
           s[m][n][2 * h + i] = x;
           most = fmaxf(most, x);

@@ -24,6 +24,8 @@ inline constexpr bool CAUSAL = true;           // no key behind a query's own po
 inline constexpr int WINDOW_LEFT = -1;         // keys before a query's own position that it sees; -1: all
 inline constexpr int WINDOW_RIGHT = -1;        // keys behind it; -1: all
 inline constexpr int CHUNK = 0;                // positions of a chunk, whose keys alone a query sees; 0: none
+// of its request's query tokens a row sees those of its word (tree mask)
+inline constexpr bool TREE = false;
 inline constexpr bool SAME_MASK = true;        // all query rows of a request see the same keys
 inline constexpr bool SOFT_CAP = false;        // scores are bent by soft_cap * tanh(score / soft_cap)
 inline constexpr bool ALIBI = false;           // scores fall by a head's slope times the distance

@@ -30,6 +30,7 @@ DECODE = Table(
         Constant("WINDOW_LEFT", "int", "keys before a query's own position that it sees; -1: all"),
         Constant("WINDOW_RIGHT", "int", "keys behind it; -1: all"),
         Constant("CHUNK", "int", "positions of a chunk, whose keys alone a query sees; 0: none"),
+        Constant("TREE", "bool", "of its request's query tokens a row sees those of its word (tree mask)"),
         Constant("SAME_MASK", "bool", "all query rows of a request see the same keys"),
         Constant("SOFT_CAP", "bool", "scores are bent by soft_cap * tanh(score / soft_cap)"),
         Constant("ALIBI", "bool", "scores fall by a head's slope times the distance"),

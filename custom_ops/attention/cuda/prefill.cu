@@ -297,6 +297,24 @@ struct Loader {
   }
 };
 
+// TREE: what a row sees of its request's query tokens, whose keys begin at `context`. It counts positions
+// over these and the context.
+struct Branch {
+  u64 word;
+  int context;
+
+  // query tokens before the one at `key` that the row does not see
+  __device__ __forceinline__ int hidden(int key) const {
+    const int token = key - context;
+    return token <= 0 ? 0 : token - __popcll(token > 63 ? word : word & ((1ull << token) - 1));
+  }
+  // of a key that is not behind the row's own
+  __device__ __forceinline__ bool sees(int key, int low) const {
+    if (key >= context && !(word >> min(key - context, 63) & 1)) return false;
+    return !LOW || key - hidden(key) >= low;
+  }
+};
+
 // One thread's share of a warpgroup's 64 rows: rows lane / 4 and lane / 4 + 8 of its warp's 16; columns 8 * n
 // + lane % 4 * 2 + {0, 1}. Element i of a product: n = i / 4, row i / 2 % 2, column i % 2.
 struct Softmax {
@@ -315,21 +333,28 @@ struct Softmax {
   // Scores that are more than scaled products, in base 2. `to_key`: this thread's first key minus its rows'
   // positions.
   __device__ __forceinline__ void adjust(float scale, float cap, const float (&slope)[2],
-                                         const int (&to_key)[2]) {
+                                         const int (&to_key)[2], [[maybe_unused]] const Branch (&branch)[2],
+                                         [[maybe_unused]] int first) {
 #pragma unroll
     for (int i = 0; i < KEYS / 2; ++i) {
       float x = s[i] * scale;
       if (SOFT_CAP) x = cap * tanh_(x / cap);
-      if (ALIBI) x = fmaf(slope[i / 2 % 2], (float)(to_key[i / 2 % 2] + i / 4 * 8 + i % 2), x);
+      if constexpr (ALIBI && TREE) {
+        const int r = i / 2 % 2, key = i / 4 * 8 + i % 2;
+        x = fmaf(slope[r], (float)(to_key[r] + key - branch[r].hidden(first + key)), x);
+      } else if (ALIBI) x = fmaf(slope[i / 2 % 2], (float)(to_key[i / 2 % 2] + i / 4 * 8 + i % 2), x);
       s[i] = x * LOG2E;
     }
   }
 
-  __device__ __forceinline__ void mask(const int (&low)[2], const int (&end)[2], int first) {
+  __device__ __forceinline__ void mask(const int (&low)[2], const int (&end)[2],
+                                       [[maybe_unused]] const Branch (&branch)[2], int first) {
 #pragma unroll
     for (int i = 0; i < KEYS / 2; ++i) {
       const int r = i / 2 % 2, key = i / 4 * 8 + i % 2;
-      if (key >= end[r] - first || (LOW && key < low[r] - first)) s[i] = -INF;
+      if constexpr (TREE) {
+        if (key >= end[r] - first || !branch[r].sees(first + key, low[r])) s[i] = -INF;
+      } else if (key >= end[r] - first || (LOW && key < low[r] - first)) s[i] = -INF;
     }
   }
 
@@ -383,6 +408,7 @@ struct Softmax {
 struct Rows {
   int low[2], end[2], position[2];
   float slope[2];
+  Branch branch[2];
   float scale;  // of scores, in which the keys' scale is
 };
 
@@ -476,9 +502,9 @@ struct Math {
     const int first = key + lane % 4 * 2;
     if (ADJUST) {
       const int to_key[2] = {first - rows.position[0], first - rows.position[1]};
-      x.adjust(SCALES ? rows.scale : p.scale, p.soft_cap, rows.slope, to_key);
+      x.adjust(SCALES ? rows.scale : p.scale, p.soft_cap, rows.slope, to_key, rows.branch, first);
     }
-    if (MASKED) x.mask(rows.low, rows.end, first);
+    if (MASKED) x.mask(rows.low, rows.end, rows.branch, first);
   }
 
   // Scores of the step before `key`, products with the values of the step at `key`. MASKED: some row of the
@@ -529,12 +555,21 @@ struct Math {
       rows.position[r] = position;
       rows.low[r] = first_key(position);
       rows.end[r] = end_key(position, job.seq_len);
+      if constexpr (TREE) {
+        const int token = job.tile * TOKENS + row / GROUP;
+        const u64 own = 1ull << min(token, 63);
+        const u64 word = token < job.query_len ? (u64)p.tree[job.start + token] & (own - 1) : 0;
+        rows.branch[r] = {word | own, before};
+        rows.position[r] = before + __popcll(word);
+        rows.low[r] = first_key(rows.position[r]);
+      }
       if constexpr (ALIBI) rows.slope[r] = p.slopes[job.head * GROUP + row % GROUP];
     }
     // Keys that all rows of the warpgroup see: of rows behind the request as well, which mask more than is
     // needed.
     const int all_low = first_key(before + job.tile * TOKENS + (group * 64 + 63) / GROUP);
-    const int all_end = end_key(before + job.tile * TOKENS + group * 64 / GROUP, job.seq_len);
+    const int all_end =
+        TREE ? max(before, 0) : end_key(before + job.tile * TOKENS + group * 64 / GROUP, job.seq_len);
     x.clear();
     float shrink[2];
     int key = job.last * KEYS;
@@ -570,7 +605,7 @@ struct Math {
     while (LOW && key > begin) step<true>(x, rows, key, begin, scale, queries, q_empty);
     // the tile's first block holds keys that none of its rows sees; blocks before it came as zeros
     if (LOW) {
-      const int skipped = first_key(max(before + job.tile * TOKENS, 0)) - begin;
+      const int skipped = first_key(max(before + (TREE ? 0 : job.tile * TOKENS), 0)) - begin;
       if (skipped > 0 && skipped % BLOCK_SIZE)
         clear_values(v.slot, skipped / BLOCK_SIZE * BLOCK_SIZE, skipped % BLOCK_SIZE);
     }

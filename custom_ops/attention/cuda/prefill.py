@@ -23,7 +23,7 @@ from torchpaged.custom_ops.cuda import gpu, jit
 from torchpaged.custom_ops.cuda.config import Config
 from torchpaged.custom_ops.pools import FP8
 
-PARAMS = struct.Struct("12Q5q2f15i52x")  # struct Params of prefill_shapes.cuh behind its three maps
+PARAMS = struct.Struct("12Q5q2f15i4xQ40x")  # struct Params of prefill_shapes.cuh behind its three maps
 MAX_DIM = 256
 _SHARED_BYTES = 226 << 10
 _MAX_COORDINATE = 2**31 - 1
@@ -218,6 +218,7 @@ def attend(
     sinks: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    tree_mask: Tensor | None = None,
     semaphore: Tensor | None = None,
     short: int = 0,
     behind: Behind | None = None,
@@ -247,6 +248,7 @@ def attend(
         sinks=sinks,
         k_scale=k_scale,
         v_scale=v_scale,
+        tree_mask=tree_mask,
         short=short,
         behind=behind,
     )
@@ -270,6 +272,7 @@ def prefill_config(
     soft_cap: bool = False,
     alibi: bool = False,
     sinks: bool = False,
+    tree: bool = False,
     clocks: bool = False,
     patience: int = 0,
     beside: bool = True,
@@ -283,13 +286,15 @@ def prefill_config(
     ``dim_v``: width of values, 0: as keys; ``kv_dtype``: of the cache, None: ``dtype``; ``scales``: of fp8
     keys and values; ``short``: requests of up to so many query tokens are left to a decode launch behind this
     one; ``split``: few tiles may be cut into parts, for `paged_prefill_merge` behind this one; ``paired``:
-    clusters of two CTAs share the copies of keys and values (`may_pair`); ``clocks``: count cycles; ``patience``: tries after which a wait is given up, 0: never; ``beside``: hold a step's
-    exponentials in front of the wait for its products (without it, where the compiler puts them:
-    for measurements); ``every_lane``: all lanes of a warp arrive at barriers, where one does for its warp: so
-    that racecheck, which follows each lane for itself, sees the order.
+    clusters of two CTAs share the copies of keys and values (`may_pair`); ``clocks``: count cycles;
+    ``patience``: tries after which a wait is given up, 0: never; ``beside``: hold a step's exponentials in
+    front of the wait for its products (without it, where the compiler puts them: for measurements);
+    ``every_lane``: all lanes of a warp arrive at barriers, where one does for its warp: so that racecheck,
+    which follows each lane for itself, sees the order.
     """
     half, dim_v, kv_dtype = dtype == torch.float16, dim_v or dim, kv_dtype or dtype
-    shape = shape_for(dim, dim_v, kv_dtype, plain=window_left < 0 and not (chunk or soft_cap or alibi))
+    plain = window_left < 0 and not (chunk or soft_cap or alibi or tree)
+    shape = shape_for(dim, dim_v, kv_dtype, plain=plain)
     values = {
         "DIM": dim,
         "DIM_V": dim_v,
@@ -310,6 +315,7 @@ def prefill_config(
         "WINDOW_LEFT": window_left,
         "WINDOW_RIGHT": window_right,
         "CHUNK": chunk,
+        "TREE": tree,
         "SOFT_CAP": soft_cap,
         "ALIBI": alibi,
         "SINKS": sinks,
@@ -360,6 +366,7 @@ def prefill(
     sinks: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    tree_mask: Tensor | None = None,
     clocks: Tensor | None = None,
     patience: int = 0,
     beside: bool = True,
@@ -388,7 +395,8 @@ def prefill(
     if not q.shape[0]:
         return
     programs = gpu.num_sms(index)
-    plain = window_left < 0 and not (chunk or soft_cap > 0 or alibi_slopes is not None)
+    tree = tree_mask is not None
+    plain = window_left < 0 and not (chunk or soft_cap > 0 or alibi_slopes is not None or tree)
     cut = shape_for(dim, dim_v, k_cache.dtype, plain=plain)
     if (k_scale is None) != (v_scale is None):  # one flag serves both
         one = torch.ones(1, dtype=torch.float32, device=q.device)
@@ -420,6 +428,7 @@ def prefill(
         soft_cap > 0,
         alibi_slopes is not None,
         sinks is not None,
+        tree,
         k_scale is not None,
         lse is not None,
         clocks is not None,
@@ -469,6 +478,7 @@ def prefill(
             ctas,
             late,
             is_late,
+            0 if tree_mask is None else tree_mask.data_ptr(),
         )
         for is_late in (0, 1)
     )
@@ -551,6 +561,7 @@ def _config(
     soft_cap: bool,
     alibi: bool,
     sinks: bool,
+    tree: bool,
     scales: bool,
     lse: bool,
     clocks: bool,
@@ -578,6 +589,7 @@ def _config(
         soft_cap=soft_cap,
         alibi=alibi,
         sinks=sinks,
+        tree=tree,
         clocks=clocks,
         patience=patience,
         beside=beside,

@@ -32,7 +32,7 @@ static_assert(DIM % 32 == 0 && DIM_V % 32 == 0 && BLOCK_SIZE % 8 == 0 && KEYS % 
                   GROUP <= ROWS && PAGES <= 16,
               "squares, boxes, one a lane");
 static_assert(K_STAGE % 1024 == 0 && V_STAGE % 1024 == 0 && Q_TILE % 1024 == 0, "swizzles repeat");
-static_assert(!PAIRED || (PAGES % 2 == 0 && GROUPS == 2 && !LOW && !FP8 && !SPLIT && SHORT == 0),
+static_assert(!PAIRED || (PAGES % 2 == 0 && GROUPS == 2 && !LOW && !FP8 && !TREE && !SPLIT && SHORT == 0),
               "each CTA brings half of the blocks; registers; what was thought through");
 static_assert(!PAIRED || !EVERY_LANE, "counts");
 static_assert(K_STAGES >= 2 && V_STAGES >= 2, "one that is read, one that is filled");
@@ -69,6 +69,7 @@ struct Params {  // packed by custom_ops/attention/cuda/prefill.py, in this orde
   // of both launches, and of those the ones of the second launch, behind decode: prefill.py
   int ctas, late;
   int is_late;           // whether this is the second one
+  const i64 *tree;       // with TREE, a word for each token row
 };
 static_assert(sizeof(Params) == 3 * sizeof(Map) + 256,
               "as custom_ops/attention/cuda/prefill.py packs it behind the maps");

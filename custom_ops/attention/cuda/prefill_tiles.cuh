@@ -97,7 +97,8 @@ struct Span {  // a request
   BOTH int position(int token) const { return seq_len - query_len + token; }
 
   // The first key that a token of the tile sees, and one past the last.
-  BOTH int first_seen(int tile) const { return first_key(position(tile * LINE_TOKENS)); }
+  // TREE: any token of a tree may stand right behind the context.
+  BOTH int first_seen(int tile) const { return first_key(position(TREE ? 0 : tile * LINE_TOKENS)); }
   BOTH int end(int tile) const {
     return end_key(position(min((tile + 1) * LINE_TOKENS, query_len) - 1), seq_len);
   }

@@ -276,11 +276,13 @@ def decode_config(
     sms: int,
     shared_per_sm: int,
     longest: int = 0,
+    tree: bool = False,
 ) -> tuple[Config, DecodeShape]:
     """The constants of ``decode.cu`` for a call, and its shape. Strides of the caches in numbers, as torch
     gives them.
 
     ``longest``: requests with more query tokens are left to the prefill launch ahead; 0: there is none.
+    ``tree``: there is a tree mask, which changes nothing for requests of one query token.
     """
     query_len = _power_of_2(max_query_len)
     heads = pair_heads(
@@ -311,6 +313,7 @@ def decode_config(
         "WINDOW_LEFT": window_left,
         "WINDOW_RIGHT": window_right,
         "CHUNK": chunk,
+        "TREE": tree and query_len > 1,
         "SAME_MASK": query_len == 1,
         "SOFT_CAP": soft_cap,
         "ALIBI": alibi,

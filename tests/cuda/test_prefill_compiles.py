@@ -73,6 +73,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "paired, lse": {"paired": True, "lse": True},
     "paired, width 256": {"paired": True, "dim": 256, "group": 2},
     "e4m3": {"kv_dtype": torch.float8_e4m3fn, "scales": True},
+    "e4m3, for racecheck": {"kv_dtype": torch.float8_e4m3fn, "every_lane": True},
     "e4m3, fp16": {"kv_dtype": torch.float8_e4m3fn, "dtype": torch.float16},
     "e5m2, blocks of 8": {"kv_dtype": torch.float8_e5m2, "block_size": 8},
     "e4m3, width 64": {"kv_dtype": torch.float8_e4m3fn, "dim": 64, "scales": True},

@@ -82,10 +82,9 @@ STREAM_ORDER: dict[str, tuple[Launch, ...]] = {
             "prefill.cu:paged_prefill",
             True,
             ("out", "lse"),
-            "issued",
+            "wait",
             METADATA,
             case="cuda, prefill on Hopper",
-            why="the kernel behind begins beside its last tiles",
         ),
         Launch(
             "prefill.cu:paged_prefill",

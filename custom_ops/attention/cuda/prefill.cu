@@ -65,12 +65,9 @@ __device__ __forceinline__ void barrier_wait_after(u32 at, int parity, float x) 
 // Without a decode launch behind it this kernel may begin while the ones ahead still run. Lengths, query
 // starts and block tables are read before this, as machine.cuh says; all else is read and written behind it.
 // Whatever warp stays passes it once, with work or without, so that no CTA ends before the kernels ahead. The
-// kernel behind may begin when every loader has issued its last copies, or ended; a merge launch, which waits
-// for this kernel's end, already at its start.
+// kernel behind may begin then; a merge launch, which waits for this kernel's end, already at its start.
 __device__ __forceinline__ void wait_for_kernels_ahead() {
   if constexpr (SHORT == 0) asm volatile("griddepcontrol.wait;" ::: "memory");
-}
-__device__ __forceinline__ void launch_next() {
   if constexpr (SHORT == 0 && !SPLIT) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
@@ -225,7 +222,6 @@ struct Loader {
       }
     }
     for (int turn = 0;; ++turn) {
-      if (ticket >= total) launch_next();
       const int buffer = turn % Q_BUFFERS, parity = turn / Q_BUFFERS & 1;
       const u32 q_full = plan.q_full + buffer * 8;
       // arrive: release() of every math warp, Q_BUFFERS tiles ago

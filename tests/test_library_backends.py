@@ -39,7 +39,6 @@ from torchpaged.backends import flash_attn as flash_attn_backend
 from torchpaged.backends import flashinfer as flashinfer_backend
 from torchpaged.graphs import TapeCapture
 from torchpaged.testing import (
-    ATTENTION_VARIANTS,
     BATCH_SPECS,
     Batch,
     BatchSpec,
@@ -85,33 +84,6 @@ def batch_of(name: str, **options: Any) -> Batch:
 
 
 # ---------------------------------------------------------------------------------------------- right results
-@pytest.mark.parametrize("variant", ATTENTION_VARIANTS)
-def test_every_batch_and_option_that_is_declared(backend: Backend, variant: str) -> None:
-    options, ran = ATTENTION_VARIANTS[variant], 0
-    for name in BATCH_SPECS:
-        for extra in ({}, {"sinks": True}, {"alibi": True}):
-            batch = batch_of(name, **extra)
-            if backend.reject(spec_of(batch, **options)):
-                with pytest.raises(BackendUnavailableError, match="cannot run this attention"):
-                    attend(backend.open([], limits_of(batch), "cpu"), batch, **options)
-                continue
-            session = backend.open([], limits_of(batch), "cpu")
-            if backend.name == "flashinfer" and name.startswith("left_padded"):
-                with pytest.raises(PlanError, match="it has no left padding"):
-                    attend(session, batch, **options)
-                continue
-            for lse in (True, False):
-                out, total = attend(session, batch, lse, **options)
-                assert_attention_close(out, total, batch, **options)
-                ran += 1
-    unable = {
-        "flash_attn": ("soft_cap", "chunked_local"),
-        "flash_attn_4": ("chunked_local",),
-        "flashinfer": ("window_both", "chunked_local"),
-    }
-    assert bool(ran) == (variant not in unable.get(backend.name, ()))
-
-
 def test_fewer_tokens_than_requests_and_none(backend: Backend) -> None:
     for seq_lens, query_lens in (((40, 7, 0), (1, 1, 0)), ((0, 0), (0, 0))):
         batch = make_batch(BatchSpec("few", seq_lens, query_lens), **SHAPE)

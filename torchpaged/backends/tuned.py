@@ -89,10 +89,18 @@ def save(tuned: Tuned, device: torch.device, evidence: dict[str, Any]) -> Path:
         file.write(text)
     os.replace(file.name, path)
     _FOUND.clear()
+    _SAVED.append(path)
     return path
 
 
 _FOUND: dict[tuple[str, str], Tuned | None] = {}  # by path and device: read once in a process
+_SAVED: list[Path] = []  # by this process
+
+
+def state() -> tuple[str, str, int]:
+    """What `tuned_for` follows from besides the device, for keys: cheap, and other where it may say other
+    things. A file that another process writes is not noticed."""
+    return variables.text_of("TORCHPAGED_TUNED"), variables.text_of("TORCHPAGED_CACHE"), len(_SAVED)
 
 
 def tuned_for(device: torch.device) -> Tuned | None:

@@ -49,7 +49,8 @@ class DecodeGraphRunner(BucketedGraphs):
             inside the step.
         session: the `torchpaged.Session` that the step's layers share. Its `plan` is called outside the
             graph, before a capture and, if it plans every step, before each replay; it is made as new after
-            what was cut short, and checked with ``debug``. None: the layers have sessions of their own, which
+            what was cut short, and checked with ``debug``. Refused where its backend declares no graphs of
+            decode steps. None: the layers have sessions of their own, which
             need no plan.
 
     Attributes:
@@ -97,6 +98,7 @@ class DecodeGraphRunner(BucketedGraphs):
             ranges=ranges,
             session=session,
         )
+        self._require_graphs(1)
 
     def run(
         self,

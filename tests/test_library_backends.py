@@ -27,6 +27,7 @@ from torchpaged.backends import (
     Backend,
     GraphSupport,
     HostLengths,
+    flashinfer_package,
     get_backend,
     list_backends,
     planned_batch,
@@ -538,7 +539,7 @@ def test_a_traced_function_runs_a_built_in_backend_that_was_named() -> None:
 def test_what_is_absent_says_why_and_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert "flashinfer is not installed; pip install 'flashinfer-python>=" in str(
-        flashinfer_backend.unavailable()
+        flashinfer_package.unavailable()
     )
     assert "not installed; pip install tokenspeed-fa3" in str(flash_attn_backend.unavailable())
     assert "flashinfer is not installed" in str(get_backend("flashinfer_xqa").unavailable())
@@ -548,14 +549,14 @@ def test_what_is_absent_says_why_and_what_to_install(monkeypatch: pytest.MonkeyP
     for version in ("0.6.12", "0.8.0", "1.0"):
         with stand_in("flashinfer"):
             monkeypatch.setattr(importlib.metadata, "version", lambda name, version=version: version)
-            reason = flashinfer_backend.missing()
+            reason = flashinfer_package.missing()
             assert f"flashinfer {version} is installed, 0.6.13 to 0.7 are supported" in str(reason)
             with pytest.raises(BackendUnavailableError, match=r"0\.6\.13 to 0\.7 are supported; pip install"):
-                flashinfer_backend.load()
+                flashinfer_package.load()
     for version in ("0.6.13", "0.7.2.post1", "0.7.9+cu130"):
         with stand_in("flashinfer"):
             monkeypatch.setattr(importlib.metadata, "version", lambda name, version=version: version)
-            assert flashinfer_backend.missing() is None
+            assert flashinfer_package.missing() is None
 
 
 def test_flash_attention_4_is_not_2(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -18,9 +18,6 @@ takes them as host numbers.
 
 from __future__ import annotations
 
-import importlib
-import importlib.metadata
-import importlib.util
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,6 +28,7 @@ from torch import Tensor
 
 from torchpaged.backends.base import Backend
 from torchpaged.backends.capabilities import Capabilities, Planning
+from torchpaged.backends.flashinfer_package import INSTALL, PACKAGE, load, unavailable
 from torchpaged.backends.library_op import Call, Held, Options, attention_op
 from torchpaged.backends.planned_batch import PlannedBatchBuffers, is_capturing
 from torchpaged.backends.session import PlannedBatch, Session
@@ -38,9 +36,6 @@ from torchpaged.backends.spec import AttentionSpec, GraphSupport
 from torchpaged.custom_ops.errors import ArgumentError, BackendUnavailableError, PlanError
 from torchpaged.metadata import HostLengths
 
-PACKAGE = "flashinfer"
-OLDEST, NEWEST = (0, 6, 13), (0, 8)  # NEWEST: the first one that is not supported any more
-INSTALL = "pip install 'flashinfer-python>=0.6.13,<0.8'"
 #: Of partial results, one for all wrappers of a session: their calls follow one another.
 WORKSPACE_BYTES = 256 << 20
 _EAGER_WRAPPERS = 8  # decode wrappers that no graph captured and that are kept; each has 8 MiB of its own
@@ -425,52 +420,6 @@ def prefill_kernels(head_dim: int, kv_dtype: torch.dtype, device: torch.device) 
     """Which of its prefill kernels serve prompts: "fa3" on Hopper where they have the width, else "fa2"."""
     hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
     return "fa3" if hopper and head_dim in (64, 128, 256) and kv_dtype not in _FP8 else "fa2"
-
-
-def installed() -> tuple[int, ...] | None:
-    """The version of the package, or None. Does not import it."""
-    if importlib.util.find_spec(PACKAGE) is None:
-        return None
-    try:
-        text = importlib.metadata.version("flashinfer-python")
-    except importlib.metadata.PackageNotFoundError:
-        return ()
-    return tuple(int(part) for part in text.split("+")[0].split(".")[:3] if part.isdecimal())
-
-
-def unavailable() -> str | None:
-    """Why the backend can't run here, or None. Does not import the package."""
-    return missing() or (None if torch.cuda.is_available() else "no CUDA device is visible")
-
-
-def missing() -> str | None:
-    """What keeps the package from being used, or None. Does not import it."""
-    version = installed()
-    if version is None:
-        return f"flashinfer is not installed; {INSTALL}"
-    if not OLDEST <= version < NEWEST:
-        shown = ".".join(map(str, version)) or "of an unknown version"
-        return f"flashinfer {shown} is installed, 0.6.13 to 0.7 are supported; {INSTALL}"
-    return None
-
-
-def load() -> Any:
-    """The package.
-
-    Raises:
-        BackendUnavailableError: it is not here, of another version, or does not import; with the reason.
-    """
-    why = missing()
-    if why:
-        raise BackendUnavailableError(f"backend 'flashinfer' is not usable here: {why}")
-    try:
-        library = importlib.import_module(PACKAGE)
-        importlib.import_module(f"{PACKAGE}.decode")
-    except Exception as error:  # what it needs besides may be missing, or be of another CUDA version
-        raise BackendUnavailableError(
-            f"backend 'flashinfer' is not usable here: it does not import: {error}; {INSTALL}"
-        ) from error
-    return library
 
 
 class FlashInferCapabilities(Capabilities):

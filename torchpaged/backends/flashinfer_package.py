@@ -1,4 +1,4 @@
-"""The package behind the backends ``flashinfer`` and ``flashinfer_xqa``: whether it is here, of which version."""
+"""FlashInfer's package, for ``flashinfer`` and ``flashinfer_xqa``: whether it is here, and of which version."""
 
 from __future__ import annotations
 

@@ -251,6 +251,14 @@ def test_what_a_capture_may_have_kept(what: str) -> None:
         check_replays(liar(attend, GraphSupport.ALWAYS), case, EagerCapture(), "cpu", **SHAPE)
 
 
+def test_what_it_does_not_declare_is_not_asked_of_it() -> None:
+    """No windows: the others prove its graphs."""
+    narrow = dataclasses.replace(PLANNING.capabilities, window=False, lse=False)
+    backend = Backend("narrow", narrow, PLANNING.ops, lambda: None, PLANNING.session)
+    report = check_graph_support(backend, device="cpu", dtypes=(torch.float32,), **SHAPE)
+    assert list(report.replays) == ["decode[float32]", "uniform[float32]", "mixed[float32]"]
+
+
 def test_a_backend_that_can_not_run_here() -> None:
     with pytest.raises(BackendUnavailableError, match="'triton' cannot run this attention: .*device cpu"):
         check_graph_support(get_backend("triton"), device="cpu")

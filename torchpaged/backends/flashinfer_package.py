@@ -1,4 +1,4 @@
-"""FlashInfer's package, for ``flashinfer`` and ``flashinfer_xqa``: whether it is here, and of which version."""
+"""FlashInfer's package, for ``flashinfer`` and ``flashinfer_xqa``: whether it is here, and its version."""
 
 from __future__ import annotations
 

@@ -40,6 +40,10 @@ class StepSession(Protocol):
     def require_graphs(self, max_query_len: int) -> None:
         """Raise if graphs of steps with up to so many query tokens per request are beyond its backend."""
 
+    @property
+    def plans_every_decode(self) -> bool:
+        """Whether a replay of one query token per request does."""
+
     def plan(self, batch: AttentionMetadata, host: HostLengths | None = None) -> None:
         """Plan the next step."""
 
@@ -57,7 +61,7 @@ class NoSession:
     """The session of steps that keep nothing, or whose layers have sessions of their own that need
     no plan."""
 
-    plans = plans_every_step = False
+    plans = plans_every_step = plans_every_decode = False
 
     def require_graphs(self, max_query_len: int) -> None:
         """Nobody knows."""

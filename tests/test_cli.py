@@ -452,6 +452,9 @@ def test_backends_asks_for_every_feature(monkeypatch: pytest.MonkeyPatch) -> Non
         "bidirectional": "--bidirectional",
         "lse": "--lse",
         "different_head_dim_v": "--head-dim-v=64",
+        "deterministic": "--deterministic",
+        "tree_mask": "--tree",
+        "batch_invariant": "--batch-invariant",
     }
     able = get_backend("reference").capabilities
     assert options.keys() == {

@@ -28,7 +28,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "cache": ("custom_ops", "metadata"),
     "backends": ("custom_ops", "metadata"),
     "functional": ("backends", "custom_ops", "metadata"),
-    "attention": ("backends", "cache", "custom_ops", "functional", "metadata"),
+    "attention": ("backends", "cache", "cascade", "custom_ops", "functional", "metadata"),
     "cascade": ("custom_ops", "functional", "metadata"),
     "compat": ("backends", "custom_ops", "functional"),
     "compile": ("custom_ops", "version"),

@@ -35,6 +35,7 @@ from torchpaged.backends import (
 )
 from torchpaged.backends.spec import MaskMod, ScoreMod, check_mods
 from torchpaged.cache import LayerKVCache
+from torchpaged.cascade import attend_in_groups
 from torchpaged.custom_ops import BACKEND_OPS, check_native_dtype
 from torchpaged.custom_ops.attention.check import check_options, check_paged_attention
 from torchpaged.custom_ops.cache_write.check import check_write_kv
@@ -405,12 +406,26 @@ class PagedAttention(nn.Module):
                 f"{str(query.dtype).removeprefix('torch.')} is not one of {self._capabilities.dtypes}; give "
                 "PagedAttention dtype, or call module.to(dtype), so that it chooses with it"
             )
+        together = metadata.prefixes is not None and self._can_read_prefixes_once(metadata)
         if write is not None:
             # longer queries may be another request's context, see above; they gain little from the
             # early start
-            self._ops.write_kv(*write, are_query_tokens=metadata.max_query_len == 1)
-        self._ops.paged_attention(*attend, **options, **workspace)
+            self._ops.write_kv(*write, are_query_tokens=metadata.max_query_len == 1 and not together)
+        if together:
+            same = {name: options[name] for name in ("scale", "logits_soft_cap", "k_scale", "v_scale")}
+            both = pools.k_cache, pools.v_cache
+            attend_in_groups(q, both, metadata, flat, self._ops, self.sinks, **same)
+        else:
+            self._ops.paged_attention(*attend, **options, **workspace)
         return result
+
+    def _can_read_prefixes_once(self, metadata: AttentionMetadata) -> bool:
+        """Whether a prefix looks alike to all queries of its group in this layer, and the backend can merge;
+        if not, requests are read alone, with the same results."""
+        alike = self.causal and self.window_size == (-1, -1) and not self.chunk_size
+        alike = alike and self.alibi_slopes is None and metadata.tree_mask is None
+        able = self._capabilities
+        return alike and able.lse and able.bidirectional and not self.session.plans
 
     def _check_pools(self, pools: LayerKVCache, metadata: AttentionMetadata) -> None:
         """What shapes and dtypes alone tell, and no check of an op can: it runs in traced calls too."""

@@ -114,13 +114,13 @@ def tuned_for(device: torch.device) -> Tuned | None:
 def _read(device: torch.device) -> Tuned | None:
     path = path_for(device)
     try:
-        text = path.read_text()
+        content = path.read_bytes()
     except FileNotFoundError:
         return None
     except OSError as error:
         return _refuse(path, f"it can't be read: {error}")
     try:
-        tuned = _parsed(json.loads(text))
+        tuned = _parsed(json.loads(content))
     except (ValueError, TypeError, KeyError) as error:
         return _refuse(path, f"it is no file of this format: {error}")
     here = device_name(device), versions()

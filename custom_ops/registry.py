@@ -28,6 +28,8 @@ Rules every kernel keeps (``B`` requests, ``T`` tokens):
 * numbers beyond an fp8 cache's range are stored as its largest, NaN as NaN;
 * no two tokens have one slot (-1 and block 0 excepted), no block is twice in a row of the table (block
   0 excepted);
+* with a ``tree_mask`` a query token sees the context and, of its request's query tokens, itself and those
+  before it whose bits its word has; it counts positions over these alone (docs/ops.md);
 * LSE is the natural logarithm of the softmax denominator (the sink's term included), float32,
   ``[T, num_heads]``.
 

@@ -54,6 +54,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         "sinks": True,
         "lse": True,
     },
+    "tree": {"tree": True, "split": True},
+    "tree, alibi": {"tree": True, "alibi": True},
     "patience": {"patience": 1 << 20},
     "beside decode": {"short": 2},
     "in parts": {"split": True},

@@ -82,7 +82,9 @@ def test_each_token_is_what_its_branch_alone_is(backend: str, spec: str) -> None
     torch.testing.assert_close(lse[: len(rows)], alone_lse[rows], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("spec", ["tree_small", "tree_mixed", *(["tree_full", LONG.name] if HOPPER else [])])
+@pytest.mark.parametrize(
+    "spec", ["tree_small", "tree_mixed", *(["tree_full", "tree_uneven", LONG.name] if HOPPER else [])]
+)
 def test_the_cuda_kernels_take_trees(no_triton: Any, spec: str) -> None:  # noqa: F811
     """Decode's up to 8 query tokens, prefill's above."""
     batch = _batch(spec, "32/8/128", columns=256)

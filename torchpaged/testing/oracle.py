@@ -162,7 +162,7 @@ def opcheck_cases(
     )
     out = torch.zeros_like(batch.q)
     common = {"max_query_len": batch.max_query_len, "scale": batch.scale}
-    trees = make_tree_batch(TREE_SPECS["tree_mixed"], dtype=dtype, device=device)
+    trees = make_tree_batch(TREE_SPECS["tree_chain"], head_dim=16, dtype=dtype, device=device)
     trees.k_cache.nan_to_num_(0.5), trees.v_cache.nan_to_num_(0.5)
     tree = (
         trees.q,

@@ -73,7 +73,7 @@ _SPECS = (
         padded_tokens=2,
         padded_reqs=1,
     ),
-    tree_spec("tree_long", (50, 130), ((17, 4, "random"), (33, 5, "deep"))),
+    tree_spec("tree_uneven", (50, 21, 130), ((17, 4, "random"), (3, 9, "random"), (33, 5, "deep"))),
     tree_spec("tree_full", (100, 5), ((64, 6, "random"), (64, 7, "deep"))),
 )
 TREE_SPECS: dict[str, TreeSpec] = {spec.name: spec for spec in _SPECS}

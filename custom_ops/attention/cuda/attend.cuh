@@ -170,15 +170,25 @@ struct Queries {
   }
 };
 
-// TREE: where the key at `at` counts as being for a row of this word, of a request whose query tokens follow
-// `context` keys; and whether the row sees it.
-__device__ __forceinline__ int branch_position(u32 word, int context, int at) {
-  return at < context ? at : context + __popc(word & ((1u << min(at - context, 31)) - 1));
-}
-__device__ __forceinline__ bool branch_sees(u32 word, int context, int low, int at) {
-  if (at >= context && !(word >> min(at - context, 31) & 1)) return false;
-  return (WINDOW_LEFT < 0 && CHUNK <= 0) || branch_position(word, context, at) >= low;
-}
+// TREE: of the 64 keys from `from` on, which a row of this word sees, a bit each, in a request whose query
+// tokens follow `context` keys; and the position at which the first of them counts. Positions are counted
+// over what the row sees.
+struct Seen {
+  u64 bits;
+  int first;
+
+  __device__ __forceinline__ void find(u32 word, int context, int from) {
+    const int token = from - context;
+    bits = ~0ull;
+    if (token >= 0) bits = word >> min(token, 31);
+    else if (token > -64) bits = (u64)word << -token | ((1ull << -token) - 1);
+    first = token <= 0 ? from : context + __popc(word & ((1u << min(token, 31)) - 1));
+  }
+  __device__ __forceinline__ bool sees(int key) const { return bits >> key & 1; }
+  __device__ __forceinline__ int position(int key) const {
+    return first + __popcll(bits & ((1ull << key) - 1));
+  }
+};
 
 // One warp's KEYS keys at `key`: scores, softmax, weighted values.
 __device__ __forceinline__ void attend(State &state, const Queries &queries, const Params &p, const Cursor &c,
@@ -233,9 +243,10 @@ __device__ __forceinline__ void attend(State &state, const Queries &queries, con
         else if (kv_head_of(0, lane % 4 * 2 + j % 2)) s[m][n][j] = other[n][j];
   }
   const bool whole = SAME_MASK && key + KEYS <= c.r.end && key >= c.r.low;  // no key of these is masked
+  constexpr bool LOW = WINDOW_LEFT >= 0 || CHUNK > 0;  // rows may not see the first keys
   [[maybe_unused]] const int context = c.r.seq_len - c.r.query_len;
   // TREE: all rows see all of these; what idle rows see is of no account
-  [[maybe_unused]] const bool before_tree = WINDOW_LEFT < 0 && CHUNK <= 0 && key + KEYS <= context;
+  [[maybe_unused]] const bool before_tree = !LOW && key + KEYS <= context;
   bool moved = false;
   float top[COLS][2];
 #pragma unroll
@@ -243,6 +254,8 @@ __device__ __forceinline__ void attend(State &state, const Queries &queries, con
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       float most = state.top[n][i];
+      [[maybe_unused]] Seen seen;
+      if constexpr (TREE) seen.find(queries.word[n][i], context, key + lane / 4);
 #pragma unroll
       for (int m = 0; m < SUBS; ++m)
 #pragma unroll
@@ -251,13 +264,14 @@ __device__ __forceinline__ void attend(State &state, const Queries &queries, con
           const int at = key + m * 16 + h * 8 + lane / 4;
           if constexpr (SOFT_CAP) x = p.soft_cap * tanh_(x / p.soft_cap);
           if constexpr (ALIBI && TREE)
-            x += queries.slope[n][i] *
-                 (float)(branch_position(queries.word[n][i], context, at) - queries.position[n][i]);
+            x += queries.slope[n][i] * (float)(seen.position(m * 16 + h * 8) - queries.position[n][i]);
           else if constexpr (ALIBI) x += queries.slope[n][i] * (float)(at - queries.position[n][i]);
           if constexpr (SOFT_CAP || ALIBI) x *= LOG2E;
-          if constexpr (TREE)
-            x = before_tree || branch_sees(queries.word[n][i], context, queries.low[n][i], at) ? x : -INF;
-          else if constexpr (!SAME_MASK) x = at < queries.end[n][i] && at >= queries.low[n][i] ? x : -INF;
+          if constexpr (TREE) {
+            const bool sees = seen.sees(m * 16 + h * 8) &&
+                              (!LOW || seen.position(m * 16 + h * 8) >= queries.low[n][i]);
+            x = before_tree || sees ? x : -INF;
+          } else if constexpr (!SAME_MASK) x = at < queries.end[n][i] && at >= queries.low[n][i] ? x : -INF;
           else if (!whole) x = at < c.r.end && at >= c.r.low ? x : -INF;
           s[m][n][2 * h + i] = x;
           most = fmaxf(most, x);

@@ -227,21 +227,33 @@ struct Loader {
   }
 };
 
+// TREE: of 128 keys, which a row sees, a bit each, and the position at which the first of them counts.
+struct Seen {
+  u64 bits[2];
+  int first;
+
+  __device__ __forceinline__ bool sees(int key) const { return bits[key / 64] >> key % 64 & 1; }
+  __device__ __forceinline__ int position(int key) const {
+    return first + (key < 64 ? 0 : __popcll(bits[0])) + __popcll(bits[key / 64] & ((1ull << key % 64) - 1));
+  }
+};
+
 // TREE: what a row sees of its request's query tokens, whose keys begin at `context`. It counts positions
 // over these and the context.
 struct Branch {
   u64 word;
   int context;
 
-  // query tokens before the one at `key` that the row does not see
-  __device__ __forceinline__ int hidden(int key) const {
+  // of the 64 keys from `key` on
+  __device__ __forceinline__ u64 bits(int key) const {
     const int token = key - context;
-    return token <= 0 ? 0 : token - __popcll(token > 63 ? word : word & ((1ull << token) - 1));
+    if (token >= 0) return token < 64 ? word >> token : 0;
+    return token > -64 ? word << -token | ((1ull << -token) - 1) : ~0ull;
   }
-  // of a key that is not behind the row's own
-  __device__ __forceinline__ bool sees(int key, int low) const {
-    if (key >= context && !(word >> min(key - context, 63) & 1)) return false;
-    return !LOW || key - hidden(key) >= low;
+  __device__ __forceinline__ Seen from(int key) const {
+    const int token = key - context;
+    const int before = token <= 0 ? token : __popcll(token > 63 ? word : word & ((1ull << token) - 1));
+    return {{bits(key), bits(key + 64)}, context + before};
   }
 };
 
@@ -262,28 +274,29 @@ struct Softmax {
 
   // Scores that are more than scaled products, in base 2. `to_key`: this thread's first key minus its rows'
   // positions.
+  template <bool MASKED>
   __device__ __forceinline__ void adjust(float scale, float cap, const float (&slope)[2],
-                                         const int (&to_key)[2], [[maybe_unused]] const Branch (&branch)[2],
+                                         const int (&to_key)[2], [[maybe_unused]] const Seen (&seen)[2],
                                          [[maybe_unused]] int first) {
 #pragma unroll
     for (int i = 0; i < KEYS / 2; ++i) {
       float x = s[i] * scale;
       if (SOFT_CAP) x = cap * tanh_(x / cap);
-      if constexpr (ALIBI && TREE) {
-        const int r = i / 2 % 2, key = i / 4 * 8 + i % 2;
-        x = fmaf(slope[r], (float)(to_key[r] + key - branch[r].hidden(first + key)), x);
+      if constexpr (ALIBI && TREE && MASKED) {
+        const int r = i / 2 % 2, distance = to_key[r] - first + seen[r].position(i / 4 * 8 + i % 2);
+        x = fmaf(slope[r], (float)distance, x);
       } else if (ALIBI) x = fmaf(slope[i / 2 % 2], (float)(to_key[i / 2 % 2] + i / 4 * 8 + i % 2), x);
       s[i] = x * LOG2E;
     }
   }
 
   __device__ __forceinline__ void mask(const int (&low)[2], const int (&end)[2],
-                                       [[maybe_unused]] const Branch (&branch)[2], int first) {
+                                       [[maybe_unused]] const Seen (&seen)[2], int first) {
 #pragma unroll
     for (int i = 0; i < KEYS / 2; ++i) {
       const int r = i / 2 % 2, key = i / 4 * 8 + i % 2;
       if constexpr (TREE) {
-        if (key >= end[r] - first || !branch[r].sees(first + key, low[r])) s[i] = -INF;
+        if (!seen[r].sees(key) || (LOW && seen[r].position(key) < low[r])) s[i] = -INF;
       } else if (key >= end[r] - first || (LOW && key < low[r] - first)) s[i] = -INF;
     }
   }
@@ -422,11 +435,16 @@ struct Math {
   template <bool MASKED>
   __device__ __forceinline__ void finish_scores(Softmax &x, const Rows &rows, int key) {
     const int first = key + lane % 4 * 2;
+    Seen seen[2];
+    if constexpr (TREE && MASKED) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) seen[r] = rows.branch[r].from(first);
+    }
     if (ADJUST) {
       const int to_key[2] = {first - rows.position[0], first - rows.position[1]};
-      x.adjust(SCALES ? rows.scale : p.scale, p.soft_cap, rows.slope, to_key, rows.branch, first);
+      x.adjust<MASKED>(SCALES ? rows.scale : p.scale, p.soft_cap, rows.slope, to_key, seen, first);
     }
-    if (MASKED) x.mask(rows.low, rows.end, rows.branch, first);
+    if (MASKED) x.mask(rows.low, rows.end, seen, first);
   }
 
   // Scores of the step before `key`, products with the values of the step at `key`. MASKED: some row of the

@@ -26,7 +26,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
 
-from torchpaged.backends import Choice, Limits, Session
+from torchpaged.backends import Choice, Limits, Planning, Session
 from torchpaged.cache import BlockPool
 from torchpaged.custom_ops.errors import (
     ArgumentError,
@@ -313,7 +313,7 @@ class PagedCache(Cache):
             self.first_use(layer)
         if layer.is_first:
             self.rows.advance(batch, query_len)
-            if self.session.plans:
+            if self.session.planning_of(query_len) > Planning.NEVER:
                 self._plan(batch, query_len)
         self.order.leave(layer, query_len)
         return self.rows.slots(batch, query_len)

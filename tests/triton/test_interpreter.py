@@ -15,11 +15,13 @@ from torchpaged.testing import (
     ATTENTION_VARIANTS,
     BATCH_SPECS,
     ROPE_CASES,
+    TREE_SPECS,
     BatchSpec,
     assert_attention_close,
     assert_rope_close,
     make_batch,
     make_rope_inputs,
+    make_tree_batch,
     opcheck_cases,
     run_paged_attention,
 )
@@ -46,6 +48,25 @@ CASES = [
 @pytest.mark.parametrize(("spec", "variant"), CASES)
 def test_attention_matches_the_oracle(spec: str, variant: str) -> None:
     batch = make_batch(BATCH_SPECS[spec], head_dim=32, sinks=variant == "window", alibi=variant == "soft_cap")
+    out, lse = run_paged_attention(TRITON, batch, **ATTENTION_VARIANTS[variant])
+    assert_attention_close(out, lse, batch, **ATTENTION_VARIANTS[variant])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("spec", "variant"),
+    [
+        ("tree_small", "window"),
+        ("tree_mixed", "causal"),
+        ("tree_uneven", "chunked_local"),
+        ("tree_chain", "soft_cap"),
+        ("tree_full", "window"),
+    ],
+)
+def test_trees_match_the_oracle(spec: str, variant: str, dtype: torch.dtype) -> None:
+    """By the decode kernel, in slices and not, by the prefill kernel, and by both."""
+    alibi = variant in ("window", "soft_cap")
+    batch = make_tree_batch(TREE_SPECS[spec], head_dim=16, sinks=alibi, alibi=alibi, dtype=dtype)
     out, lse = run_paged_attention(TRITON, batch, **ATTENTION_VARIANTS[variant])
     assert_attention_close(out, lse, batch, **ATTENTION_VARIANTS[variant])
 

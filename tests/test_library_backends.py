@@ -28,6 +28,7 @@ from torchpaged.backends import (
     GraphSupport,
     HostLengths,
     flashinfer_package,
+    flashinfer_prefix,
     get_backend,
     list_backends,
     planned_batch,
@@ -37,7 +38,6 @@ from torchpaged.backends import (
     use_backend,
 )
 from torchpaged.backends import flash_attn as flash_attn_backend
-from torchpaged.backends import flashinfer as flashinfer_backend
 from torchpaged.graphs import TapeCapture
 from torchpaged.testing import (
     BATCH_SPECS,
@@ -495,14 +495,14 @@ def test_a_shared_prefix_in_flashinfers_cascade(flashinfer: Backend) -> None:
     whole.block_table[:, :2] = shared
     batch_rest, rest_lens = whole.block_table[:, 2:].contiguous(), whole.seq_lens - 32
     whole.k_cache.nan_to_num_(0.0), whole.v_cache.nan_to_num_(0.0)
-    out = flashinfer_backend.shared_prefix_attention(
+    out = flashinfer_prefix.shared_prefix_attention(
         whole.q, whole.k_cache, whole.v_cache, shared, batch_rest, rest_lens, scale=whole.scale
     )
     assert_attention_close(out, None, whole)
     with pytest.raises(
         torchpaged.ArgumentError, match="seq_lens: expected at least one key behind the prefix"
     ):
-        flashinfer_backend.shared_prefix_attention(
+        flashinfer_prefix.shared_prefix_attention(
             whole.q, whole.k_cache, whole.v_cache, shared, batch_rest, rest_lens * 0
         )
 

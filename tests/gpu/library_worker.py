@@ -26,7 +26,7 @@ import torch
 from library_backends import attend, host_of, limits_of, spec_of, step_of
 
 from torchpaged import Limits, PlanError
-from torchpaged.backends import Backend, GraphSupport, flashinfer, get_backend
+from torchpaged.backends import Backend, GraphSupport, flashinfer_prefix, get_backend
 from torchpaged.graphs import CudaCapture, TapeCapture
 from torchpaged.testing import (
     ATTENTION_VARIANTS,
@@ -95,7 +95,7 @@ def cascade() -> None:
     whole.block_table[:, :2] = shared
     whole.k_cache.nan_to_num_(0.0), whole.v_cache.nan_to_num_(0.0)
     rest, lens = whole.block_table[:, 2:].contiguous(), whole.seq_lens - 32
-    out = flashinfer.shared_prefix_attention(
+    out = flashinfer_prefix.shared_prefix_attention(
         whole.q, whole.k_cache, whole.v_cache, shared, rest, lens, scale=whole.scale
     )
     assert_attention_close(out, None, whole)

@@ -19,7 +19,7 @@ _SHORT = {
     torch.float8_e5m2: "e5m2",
 }
 _HEADS = {
-    "bidirectional": "not causal",
+    "bidirectional": "full",
     "logits_soft_cap": "soft cap",
     "alibi": "ALiBi",
     "lse": "LSE",
@@ -56,7 +56,7 @@ def capability_tables(names: Sequence[str] | None = None) -> str:
     """
     names = list_backends() if names is None else list(names)
     where = [("backend", "device", "dtype", "cached", "head_dim", "CUDA graphs", "plan")]
-    own = ("mods", "inv.", "head_dim_v")
+    own = ("mods", "inv.", "dim_v")
     what = [("backend", *(_HEADS.get(feature, feature) for feature in FEATURES), *own)]
     for name in names:
         can = get_backend(name).capabilities

@@ -19,11 +19,12 @@ _SHORT = {
     torch.float8_e5m2: "e5m2",
 }
 _HEADS = {
-    "bidirectional": "full",
-    "logits_soft_cap": "soft cap",
+    "bidirectional": "not causal",
+    "logits_soft_cap": "softcap",
     "alibi": "ALiBi",
     "lse": "LSE",
     "tree_mask": "tree",
+    "latent": "MLA",
 }
 
 

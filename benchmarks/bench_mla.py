@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -127,7 +128,7 @@ def main() -> None:
         for num_reqs in map(int, options.batches.split(",")):
             if time.monotonic() - begin < options.seconds:
                 rows.append(measure(num_reqs, num_heads, tiles, options))
-                print(json.dumps(rows[-1]), flush=True)
+                print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
     document = json.dumps({"rows": rows, "conditions": conditions.collect(torch.device("cuda"))})
     if options.output:
         with open(options.output, "w") as file:

@@ -21,8 +21,8 @@ class MLAAttention(nn.Module):
     """Write this step's latents into the paged cache, then attend over it.
 
     The module owns the projection from latents to keys and values, and never runs it on the cache: its half
-    for keys goes into the queries, its half for values into what comes out. The other projections, the norm of
-    the latents and the rotary embedding are the caller's. Source: DeepSeek-AI, "DeepSeek-V2"
+    for keys goes into the queries, its half for values into what comes out. The other projections, the norm
+    of the latents and the rotary embedding are the caller's. Source: DeepSeek-AI, "DeepSeek-V2"
     (arXiv:2405.04434), section 2.1.
 
     Args:

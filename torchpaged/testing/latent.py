@@ -12,6 +12,9 @@ from torchpaged.custom_ops import BACKEND_OPS, BackendOps
 from torchpaged.testing.batches import Batch, BatchSpec, make_batch
 from torchpaged.testing.oracle import assert_within_budget
 
+#: As in `torchpaged.testing.fuzz_case`: in float32 nothing hides in which order products are summed.
+_FLOAT32_FACTOR = 6.0
+
 
 def make_latent_batch(
     spec: BatchSpec, *, rank: int = 32, rope: int = 16, num_heads: int = 4, **options: Any
@@ -75,7 +78,8 @@ def assert_latent_close(out: Tensor, lse: Tensor | None, batch: Batch, **options
         **options,
     )
     same, _ = run_mla_attention(BACKEND_OPS["reference"], cpu, **options)
-    assert_within_budget(f"out[{batch.spec.name}]", out, same, exact, batch.q.dtype)
+    factor = _FLOAT32_FACTOR if batch.q.dtype == torch.float32 else 2.0
+    assert_within_budget(f"out[{batch.spec.name}]", out, same, exact, batch.q.dtype, factor)
     if lse is not None:
         rounding = torch.float16 if batch.q.dtype != torch.float32 else torch.float32
         assert_within_budget(f"lse[{batch.spec.name}]", lse, exact_lse, exact_lse, rounding)

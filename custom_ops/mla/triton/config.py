@@ -43,7 +43,7 @@ def tiles(
     if itemsize == 4:  # plain FMAs, whose operands fill the registers
         return Tiles(16, 16, 4 if hip else 8, 1)
     if rows <= 16 or hip:
-        return Tiles(16, 32, 4, 1 if hip else 2, 2)
+        return Tiles(16, 32, 4, 1 if hip else 3, 2)
     if rows <= 32 or not hopper:
         return Tiles(32, 32, 8 if width > 320 else 4, 2)
     return Tiles(64, 64 if width <= 576 else 32, 8, 2)  # three tiles: queries, and two of keys

@@ -61,8 +61,8 @@ void check_values(const Problem& p, int64_t max_query_len, int64_t width, int64_
       for (int64_t t = 0; t < query_len; ++t) {
         const uint64_t word = p.tree_mask[p.query_start_loc[r] + t];
         STD_TORCH_CHECK(!(word >> t >> 1),
-                        "tree_mask: expected bits of the token itself and of tokens before it in its request, "
-                        "got a bit of a later one in row ",
+                        "tree_mask: expected bits of the token itself and of tokens before it in its "
+                        "request, got a bit of a later one in row ",
                         p.query_start_loc[r] + t, ", its request's query token ", t,
                         "; give parents smaller numbers than their children");
       }

@@ -377,6 +377,36 @@ def test_all_configurations_aimed_at_the_cuda_prefill_kernel_are_taken_by_it(
     ]
 
 
+def test_all_configurations_aimed_at_the_cuda_decode_kernel_are_taken_by_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With runs of several pairs, whose borders move, in many of them, and pairs of many parts in some."""
+    from torchpaged.custom_ops.attention.cuda import specialise
+    from torchpaged.custom_ops.cuda import gpu
+
+    monkeypatch.setattr(gpu, "capability", lambda index: (9, 0))
+    monkeypatch.setattr(gpu, "num_sms", lambda index: 132)
+    monkeypatch.setattr(gpu, "shared_per_sm", lambda index: 228 * 1024)
+    configurations = [random_configuration(seed, aim="cuda-decode") for seed in range(60)]
+    for c in configurations[:8]:
+        batch, (token, head, offset) = random_batch(c, 0), c.out_padding
+        strides = (c.num_heads * (c.head_dim_v + head) + token, c.head_dim_v + head, 1)
+        out = strided(
+            (batch.q.shape[0], c.num_heads, c.head_dim_v), strides, batch.q.dtype, offset, torch.device("cpu")
+        )
+        tensors: list[Any] = [_OnHopper(tensor) for tensor in (batch.q, batch.k_cache, batch.v_cache, out)]
+        refused = specialise.unsupported(*tensors, batch.extras.get("sinks"), c.max_query_len, c.num_reqs)
+        assert refused is None, (c, refused)
+    moving = grouped = 0
+    for c in configurations:
+        rows = c.num_heads // c.num_kv_heads * c.max_query_len
+        pairs = c.num_reqs * c.num_kv_heads
+        shape = specialise.decode_shape(c.head_dim, c.head_dim_v, 2, rows, pairs, 132, 228 * 1024)
+        moving += shape.near > 0 and shape.ask_early
+        grouped += shape.grouped
+    assert moving > 25 and grouped > 8
+
+
 @pytest.mark.parametrize("first", range(0, 120, 20))
 def test_generated_batches_are_accepted_and_the_reference_passes(first: int) -> None:
     for seed in range(first, first + 20):

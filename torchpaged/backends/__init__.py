@@ -3,12 +3,12 @@
 from torchpaged.backends.base import Backend
 from torchpaged.backends.capabilities import Capabilities, Planning
 from torchpaged.backends.platforms import PLATFORMS, Platform, platform_of
+from torchpaged.backends.ranking import Ranking
 from torchpaged.backends.route import Route, parse_route
 from torchpaged.backends.routed import route_of
 from torchpaged.backends.selector import (
     ALIASES,
     Choice,
-    Ranking,
     backend_of,
     get_backend,
     list_backends,

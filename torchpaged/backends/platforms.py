@@ -35,7 +35,7 @@ class Platform(NamedTuple):
     hip: bool = False
 
 
-_MEASURED = "measured on an H200: benchmarks/results/h200_attention_{decode,mixed,prefill}.json"
+_MEASURED = "measured on an H200: benchmarks/results/h200_routing.json"
 
 #: The first row that fits a device counts.
 PLATFORMS = (
@@ -46,7 +46,7 @@ PLATFORMS = (
         "cuda",
         ((7, 0), (7, 5)),
         ("flex", "torch_sdpa"),
-        f"{UNVERIFIED}: own kernels need 8.0; FlexAttention where torch still compiles for them",
+        f"{UNVERIFIED}: own kernels need 8.0",
     ),
     Platform("Ampere", "cuda", ((8, 0), (8, 8)), ("cuda", "triton"), f"{UNVERIFIED}: run `torchpaged tune`"),
     Platform(

@@ -83,7 +83,9 @@ def _attention(decode: Callable[..., None], prefill: Callable[..., None]) -> Cal
         one = q.index_select(0, token)
         one_out = out.new_empty(num_reqs, out.shape[1], out.shape[2])
         one_lse = None if lse is None else lse.new_empty(num_reqs, lse.shape[1])
-        decode(one, *pools, *decodes[:3], one_out, one_lse, max_query_len=1, **shared, **for_decode)
+        # of each token, and nothing to a request's only one
+        of_all = {name: value for name, value in shared.items() if name != "tree_mask"}
+        decode(one, *pools, *decodes[:3], one_out, one_lse, max_query_len=1, **of_all, **for_decode)
         prefill(q, *pools, *rest[:3], out, lse, max_query_len=max_query_len, **shared, **for_prefill)
         tokens = torch.arange(num_tokens, dtype=torch.int32, device=q.device)
         row = torch.searchsorted(query_start_loc[1:], tokens, right=True)  # num_reqs: padding
@@ -145,6 +147,10 @@ class RouteSession(Session):
             for part, session in self._parts()
             for name, tensor in session.workspace_for(kept[part], num_reqs).items()
         }
+
+    def planning_of(self, max_query_len: int) -> Planning:
+        """Single query tokens are the decode backend's alone."""
+        return self._decode.capabilities.planning if max_query_len == 1 else self.capabilities.planning
 
     def _plan(self, batch: PlannedBatch, host: HostLengths | None) -> None:
         if batch.max_query_len == 1:

@@ -10,27 +10,23 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import functools
 import importlib
-import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 import torch
 
 from torchpaged.backends.base import Backend
 from torchpaged.backends.capabilities import Planning
-from torchpaged.backends.platforms import platform_of
+from torchpaged.backends.choice_log import logged
+from torchpaged.backends.ranking import Ranking, ranking_of
 from torchpaged.backends.route import Route, is_route, parse_route
 from torchpaged.backends.routed import route_backend, route_of
 from torchpaged.backends.session import Limits, Session
 from torchpaged.backends.spec import AttentionSpec
-from torchpaged.backends.tuned import tuned_for
 from torchpaged.custom_ops import BackendOps, variables
 from torchpaged.custom_ops.errors import ArgumentError, BackendUnavailableError
 
-_LOG = logging.getLogger("torchpaged.backends")
 #: Preference of the automatic choice behind the order of the device; registered ones go before that.
 AUTOMATIC = ["cuda", "triton", "cpu", "torch_sdpa", "flex", "reference"]
 #: Backend name -> module with a ``BACKEND``; `register_backend` adds to it.
@@ -168,30 +164,14 @@ def _own_route(route: str | Route) -> Route:
     return Route(_own_name(asked.decode), _own_name(asked.prefill))
 
 
-class Ranking(NamedTuple):
-    """The order of the automatic choice on a device, for each part of a batch, and where it comes from."""
-
-    decode: tuple[str, ...]
-    prefill: tuple[str, ...]
-    evidence: str
-
-
 def ranking(device: torch.device) -> Ranking:
-    """Registered backends, then what was measured on this device or its row of the table, then the rest.
+    """The order of the automatic choice on ``device``: registered backends, those that a measurement or the
+    table names for it, the rest of `AUTOMATIC`.
 
     Warns:
         TunedFileWarning: a measurement that can't be used.
     """
-    first = tuple(name for name in AUTOMATIC if name not in _MODULES)
-    tuned, row = tuned_for(device), platform_of(device)
-    if tuned is None:
-        whole = tuple(dict.fromkeys((*first, *row.order, *AUTOMATIC)))
-        return Ranking(whole, whole, f"{row.name}: {row.evidence}")
-    decode, prefill = (
-        tuple(dict.fromkeys((*first, *(name for name in part if name in _MODULES), *AUTOMATIC)))
-        for part in (tuned.decode, tuned.prefill)
-    )
-    return Ranking(decode, prefill, f"measured on this {tuned.device} on {tuned.measured}")
+    return ranking_of(device, tuple(AUTOMATIC), tuple(_MODULES), tuple(_REGISTERED))
 
 
 def select_backend(
@@ -215,14 +195,18 @@ def select_backend(
         raise ArgumentError("spec", "at least one AttentionSpec", "none")
     name, asker = requested(backend)
     if name == "auto":
-        return _logged(_automatic(specs, plans), specs)
+        choice = _automatic(specs, plans)
+        logged(choice.name, choice.reason, specs)
+        return choice
     found = get_backend(name)
     reasons = _reject(found, specs)
     if reasons:
         raise BackendUnavailableError(
             f"backend {name!r} ({asker}) cannot run this attention: {'; '.join(reasons)}"
         )
-    return _logged(Choice(name, route_of(found), asker + _routes(found, specs)), specs)
+    choice = Choice(name, route_of(found), asker + _routes(found, specs))
+    logged(choice.name, choice.reason, specs)
+    return choice
 
 
 def _automatic(specs: Sequence[AttentionSpec], plans: bool) -> Choice:
@@ -231,7 +215,8 @@ def _automatic(specs: Sequence[AttentionSpec], plans: bool) -> Choice:
 
     def first(candidates: tuple[str, ...], part: Sequence[AttentionSpec]) -> str | None:
         for name in candidates:
-            why = _by_name_alone(name, specs, plans) + _reject(get_backend(name), part)
+            why = [] if name in order.preferred else _by_name_alone(name, specs)
+            why += _not_planned(name, plans) + _reject(get_backend(name), part)
             if not why:
                 return name
             rejected[name] = why
@@ -255,21 +240,6 @@ def _automatic(specs: Sequence[AttentionSpec], plans: bool) -> Choice:
     place = "first choice" if not rejected else f"after {', '.join(rejected)}"
     reason = f"automatic for {specs[0].device.type} ({place}; {order.evidence})"
     return Choice(chosen.name, route_of(chosen), reason + _routes(chosen, specs), rejected)
-
-
-def _logged(choice: Choice, specs: Sequence[AttentionSpec]) -> Choice:
-    """The choice, said in one line: once for all layers of a model."""
-    kinds = dict.fromkeys(
-        f"{spec.num_heads}/{spec.num_kv_heads} heads of {spec.head_dim} in {str(spec.dtype)[6:]}"
-        for spec in specs
-    )
-    _log_once(f"backend {choice.name} for {', '.join(kinds)} on {specs[0].device}: {choice.reason}")
-    return choice
-
-
-@functools.lru_cache(maxsize=256)
-def _log_once(text: str) -> None:
-    _LOG.info(text)
 
 
 def open_session(
@@ -302,19 +272,20 @@ def _routes(backend: Backend, specs: Sequence[AttentionSpec]) -> str:
     )
 
 
-def _by_name_alone(name: str, specs: Sequence[AttentionSpec], plans: bool) -> list[str]:
+def _by_name_alone(name: str, specs: Sequence[AttentionSpec]) -> list[str]:
     """Why the automatic choice passes a backend over on these devices, though it may be able to run there."""
     device, why = _AUTOMATIC_ON.get(name, ("", ""))
     others = dict.fromkeys(spec.device.type for spec in specs if device and spec.device.type != device)
     reasons = [f"on device {other} it runs where it is named alone: {why}" for other in others]
-    asked_for = any(spec.mods or spec.batch_invariant for spec in specs)
-    if name == "flex" and not asked_for and name not in platform_of(specs[0].device).order:
+    if name == "flex" and not any(spec.mods or spec.batch_invariant for spec in specs):
         reasons.append("it runs where it is named, or where score_mod, mask_mod or batch_invariant need it")
-    if get_backend(name).capabilities.planning > Planning.NEVER and not plans:
-        reasons.append(
-            "it plans each batch, which nobody does here: open_session with all limits, or name it"
-        )
     return reasons
+
+
+def _not_planned(name: str, plans: bool) -> list[str]:
+    if plans or get_backend(name).capabilities.planning == Planning.NEVER:
+        return []
+    return ["it plans each batch, and nobody does so here: open_session with limits, or name it"]
 
 
 def _reject(backend: Backend, specs: Sequence[AttentionSpec]) -> list[str]:

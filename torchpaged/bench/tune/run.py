@@ -31,6 +31,11 @@ from torchpaged.names import device_named
 
 #: What is measured where nothing else is said: on a CPU the cases of a GPU take hours.
 SUITES = {"cuda": ("decode", "mixed", "prefill"), "cpu": ("smoke",)}
+#: Backends that are measured where they are named, by device type, and why.
+_BY_NAME = {
+    "cpu": {"flex": "each shape compiles for up to a minute on a CPU; name it"},
+    "cuda": {},
+}
 
 
 @dataclass(frozen=True)
@@ -75,6 +80,8 @@ def _candidates(options: TuneOptions, device: torch.device) -> dict[str, str | N
     for name in options.backends or [name for name in list_backends() if name != "reference"]:
         backend = get_backend(name)
         reason = backend.unavailable()
+        if not options.backends:
+            reason = reason or _BY_NAME[device.type].get(name)
         if device.type not in backend.capabilities.device_types:
             reason = f"device {device.type} is not one of {', '.join(backend.capabilities.device_types)}"
         if reason and options.backends:

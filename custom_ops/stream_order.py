@@ -79,14 +79,19 @@ STREAM_ORDER: dict[str, tuple[Launch, ...]] = {
             why="a query token of this step is context in the next",
         ),
         Launch(
-            "prefill.cu:paged_prefill", False, ("out", "lse"), waits="launch", case="cuda, prefill on Hopper"
+            "prefill.cu:paged_prefill",
+            True,
+            ("out", "lse"),
+            "wait",
+            METADATA,
+            case="cuda, prefill on Hopper",
         ),
         Launch(
             "prefill.cu:paged_prefill",
-            False,
+            True,
             ("out", "lse"),
             "start",
-            waits="launch",
+            METADATA,
             case="cuda, prefill on Hopper, tiles in parts",
             why="the merge launch behind it waits for all of it",
         ),

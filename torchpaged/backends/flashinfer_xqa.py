@@ -19,7 +19,7 @@ from torch import Tensor
 
 from torchpaged.backends.base import Backend
 from torchpaged.backends.capabilities import Capabilities
-from torchpaged.backends.flashinfer import PACKAGE, load, unavailable
+from torchpaged.backends.flashinfer_package import PACKAGE, load, unavailable
 from torchpaged.backends.library_op import Call, Options, attention_op
 from torchpaged.backends.session import Session
 from torchpaged.backends.spec import AttentionSpec, GraphSupport

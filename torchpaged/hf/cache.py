@@ -26,8 +26,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
 
-from torchpaged.backends import Choice, Limits, Session
+from torchpaged.backends import Choice, Limits, Planning, Session
 from torchpaged.cache import BlockPool
+from torchpaged.custom_ops.checks import is_int
 from torchpaged.custom_ops.errors import (
     ArgumentError,
     BackendUnavailableError,
@@ -104,8 +105,14 @@ class PagedCache(Cache):
     ) -> None:
         sizes = {"max_batch_size": max_batch_size, "max_seq_len": max_seq_len, "block_size": block_size}
         for name, size in sizes.items():
-            if size < 1:
-                raise ArgumentError(name, "at least 1", str(size))
+            if not is_int(size) or size < 1:
+                raise ArgumentError(name, "an int of at least 1", repr(size))
+        if num_blocks is not None and (not is_int(num_blocks) or num_blocks < 2):
+            raise ArgumentError(
+                "num_blocks", "None or an int of at least 2 (block 0 is the null block)", repr(num_blocks)
+            )
+        if dense not in (None, True, False):
+            raise ArgumentError("dense", "None, True or False", repr(dense))
         require_supported_config(config)
         text_config = config.get_text_config(decoder=True)
         self.name = str(text_config.model_type)
@@ -317,7 +324,7 @@ class PagedCache(Cache):
             self.first_use(layer)
         if layer.is_first:
             self.rows.advance(batch, query_len)
-            if self.session.plans:
+            if self.session.planning_of(query_len) > Planning.NEVER:
                 self._plan(batch, query_len)
         self.order.leave(layer, query_len)
         return self.rows.slots(batch, query_len)

@@ -284,6 +284,7 @@ __device__ __forceinline__ void attend_run(const Params &p, Cursor c, const Run 
                                            [[maybe_unused]] bool &met, int warp, int lane) {
   int unit = run.unit;
   const int unit_end = run.unit_end, total = run.total, teams = run.teams, team = run.team;
+  const int near = NEAR > 0 && run.moves ? NEAR : 0;
   const u32 stages = shared_address(shared.stages) + warp * STAGES * STAGE_BYTES;
   LoadCursor ahead(p, c);
   Producer producer = {ahead, unit_end - unit, 0, stages};
@@ -295,7 +296,7 @@ __device__ __forceinline__ void attend_run(const Params &p, Cursor c, const Run 
   state.clear();
   int pair_begin = c.tile;  // first tile of this run in the pair
   Parts parts;
-  parts.find(c, unit, unit_end, total, teams);
+  parts.find(c, unit, unit_end, total, teams, near);
 
   while (true) {
     cp_async_wait<STAGES - 2>();
@@ -314,6 +315,14 @@ __device__ __forceinline__ void attend_run(const Params &p, Cursor c, const Run 
     }
 
     // The end of a pair, or of the run: the warps' states meet in the stage they have just used.
+    [[maybe_unused]] Cursor next;
+    if constexpr (ASK_EARLY) {
+      next = c;
+      if (unit < unit_end) {  // the next queries come while the states meet
+        next.next_pair(p);
+        queries.load(p, next, lane);
+      }
+    }
     __syncwarp();
     leave_state(state, (float *)(shared.stages + (warp * STAGES + used_stage) * STAGE_BYTES),
                 shared.all_tops[warp], shared.all_totals[warp], lane);
@@ -344,10 +353,14 @@ __device__ __forceinline__ void attend_run(const Params &p, Cursor c, const Run 
     if (!parts.whole && !parts.near) merge_if_last(p, c, parts, shared.is_last);
     if (unit == unit_end) break;
     __syncthreads();  // the stage is free again
-    c.next_pair(p);
+    if constexpr (ASK_EARLY) {
+      c = next;
+    } else {
+      c.next_pair(p);
+    }
     pair_begin = 0;
-    queries.load(p, c, lane);
-    parts.find(c, unit, unit_end, total, teams);
+    if constexpr (!ASK_EARLY) queries.load(p, c, lane);
+    parts.find(c, unit, unit_end, total, teams, near);
     state.clear();
   }
 }

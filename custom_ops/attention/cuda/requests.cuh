@@ -123,14 +123,17 @@ struct Parts {
     return (int)(((u64)(unit + 1) * teams - 1) / total);
   }
 
-  __device__ __forceinline__ void find(const Cursor &c, int unit, int unit_end, int total, int teams) {
+  // `near`: how far borders move to ends of pairs. One that comes to `begin` was at begin + near or before
+  // it; one that comes to the end was not before last + 1 - near; a shared pair has one that stays between.
+  __device__ __forceinline__ void find(const Cursor &c, int unit, int unit_end, int total, int teams,
+                                       int near) {
     const int begin = unit - c.tile, last = begin + c.r.num_tiles - 1;
     whole = c.tile == 0 && last < unit_end;
-    near = false;
+    this->near = false;
     if (!whole) {
-      first = owner(begin, total, teams);
-      count = owner(last, total, teams) - first + 1;
-      near = CLUSTER > 1 && first / CLUSTER == (first + count - 1) / CLUSTER;
+      first = owner(begin + near, total, teams);
+      count = owner(last - near, total, teams) - first + 1;
+      this->near = CLUSTER > 1 && first / CLUSTER == (first + count - 1) / CLUSTER;
     }
   }
 };

@@ -42,6 +42,8 @@ class DecodeShape:
         prefetch_l2: tiles behind these that are asked for into L2 meanwhile.
         pair_heads: kv heads of a pair, 1 or 2.
         max_registers: most registers of a thread; 0: as many as leave room for ``ctas_per_sm``.
+        near: tiles that a border of two runs may move to an end of a pair.
+        ask_early: a run's next queries are asked for while the warps' states of the last pair meet.
     """
 
     warps: int
@@ -54,6 +56,8 @@ class DecodeShape:
     prefetch_l2: int = 1
     pair_heads: int = 1
     max_registers: int = 0
+    near: int = 0
+    ask_early: bool = False
 
     def stage_bytes(self, dim: int, dim_v: int, kv_bytes: int) -> int:
         """Shared memory of one warp's stage; as ``STAGE_BYTES`` in shapes.cuh."""
@@ -94,9 +98,10 @@ def _preferred(width: int, kv_bytes: int, rows: int, pairs: int, sms: int, heads
         )
     if width <= 128:
         return DecodeShape(warps=3, keys=32, stages=2, ctas_per_sm=4, min_tiles=1)
+    # runs of several pairs: fewer of them shared, and no wait for queries between them
     if pairs <= 4 * sms:
-        return DecodeShape(warps=4, keys=16, stages=3, ctas_per_sm=2, min_tiles=2)
-    return DecodeShape(warps=4, keys=16, stages=2, ctas_per_sm=3, min_tiles=2)
+        return DecodeShape(warps=4, keys=16, stages=3, ctas_per_sm=2, min_tiles=2, near=1, ask_early=True)
+    return DecodeShape(warps=4, keys=16, stages=2, ctas_per_sm=3, min_tiles=2, near=1, ask_early=True)
 
 
 def pair_heads(
@@ -323,6 +328,8 @@ def decode_config(
         "CTAS_PER_SM": shape.ctas_per_sm,
         "MIN_TILES": shape.min_tiles,
         "CLUSTER": shape.cluster,
+        "NEAR": shape.near,
+        "ASK_EARLY": shape.ask_early,
         "PREFETCH": min(shape.prefetch, shape.stages - 1),
         "PREFETCH_L2": shape.prefetch_l2,
         "MAX_REGISTERS": shape.max_registers,

@@ -1,4 +1,4 @@
-"""FlashInfer's package: whether one that is supported is here, and its import."""
+"""FlashInfer's package, for ``flashinfer`` and ``flashinfer_xqa``: whether it is here, and its version."""
 
 from __future__ import annotations
 
@@ -43,20 +43,20 @@ def missing() -> str | None:
     return None
 
 
-def load() -> Any:
-    """The package.
+def load(name: str = PACKAGE) -> Any:
+    """The package, for the backend ``name``.
 
     Raises:
         BackendUnavailableError: it is not here, of another version, or does not import; with the reason.
     """
     why = missing()
     if why:
-        raise BackendUnavailableError(f"backend 'flashinfer' is not usable here: {why}")
+        raise BackendUnavailableError(f"backend {name!r} is not usable here: {why}")
     try:
         library = importlib.import_module(PACKAGE)
         importlib.import_module(f"{PACKAGE}.decode")
     except Exception as error:  # what it needs besides may be missing, or be of another CUDA version
         raise BackendUnavailableError(
-            f"backend 'flashinfer' is not usable here: it does not import: {error}; {INSTALL}"
+            f"backend {name!r} is not usable here: it does not import: {error}; {INSTALL}"
         ) from error
     return library

@@ -184,6 +184,12 @@ STREAM_ORDER: dict[str, tuple[Launch, ...]] = {
             why="as write_kv",
         ),
     ),
+    "mla_attention": (
+        Launch("attend.py:mla_kernel", False, ("out", "lse"), waits="launch", case="one part per request"),
+        Launch("attend.py:mla_kernel", False, ("scratch",), waits="launch", case="parts of the context"),
+        Launch("merge.py:merge_kernel", False, ("out", "lse"), waits="launch", case="merge of the parts"),
+    ),
+    "write_latent": (Launch("write_kv.py:write_kv_kernel", True, (CONTEXT,), fence=True),),
     "merge_attn_states": (
         Launch("merge_attn_states.py:merge_attn_states_kernel", False, ("out", "lse"), waits="launch"),
     ),

@@ -97,6 +97,11 @@ VARIABLES = (
 _BY_NAME = {variable.name: variable for variable in VARIABLES}
 
 
+def text_of(name: str) -> str:
+    """The text of a variable of the table, for keys of what follows from it; `get` reads it."""
+    return os.environ.get(name, _BY_NAME[name].default)
+
+
 def get(name: str) -> Any:
     """The parsed value of a variable of the table.
 

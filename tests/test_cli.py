@@ -193,7 +193,7 @@ def test_one_bad_prompt_among_good_ones(folder: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--backend", "nope"), "expected one of auto, cuda, triton, cpu, torch_sdpa, reference, flex"),
+        (("--backend", "nope"), "expected one of auto, cuda, triton, cpu, torch_sdpa, flex, reference"),
         (("--max-new-tokens", "0"), "max_new_tokens: expected an integer of at least 1, got 0"),
         (("--max-seq-len", "100"), "max_seq_len: expected 2 to 64"),
         (("--chat",), "chat template"),

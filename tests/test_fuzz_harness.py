@@ -380,7 +380,7 @@ def test_all_configurations_aimed_at_the_cuda_prefill_kernel_are_taken_by_it(
 def test_all_configurations_aimed_at_the_cuda_decode_kernel_are_taken_by_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With runs of several pairs, whose borders move, in most of them."""
+    """With runs of several pairs, whose borders move, in many of them, and pairs of many parts in some."""
     from torchpaged.custom_ops.attention.cuda import specialise
     from torchpaged.custom_ops.cuda import gpu
 
@@ -397,13 +397,14 @@ def test_all_configurations_aimed_at_the_cuda_decode_kernel_are_taken_by_it(
         tensors: list[Any] = [_OnHopper(tensor) for tensor in (batch.q, batch.k_cache, batch.v_cache, out)]
         refused = specialise.unsupported(*tensors, batch.extras.get("sinks"), c.max_query_len, c.num_reqs)
         assert refused is None, (c, refused)
-    moving = 0
+    moving = grouped = 0
     for c in configurations:
         rows = c.num_heads // c.num_kv_heads * c.max_query_len
         pairs = c.num_reqs * c.num_kv_heads
         shape = specialise.decode_shape(c.head_dim, c.head_dim_v, 2, rows, pairs, 132, 228 * 1024)
         moving += shape.near > 0 and shape.ask_early
-    assert moving > 40
+        grouped += shape.grouped
+    assert moving > 25 and grouped > 8
 
 
 @pytest.mark.parametrize("first", range(0, 120, 20))
@@ -504,3 +505,39 @@ def test_a_replay_that_ignores_the_new_batch_is_seen(monkeypatch: pytest.MonkeyP
     assert not run_case({**CASE, "seed": seed}, lambda *_, **__: None)["failures"]
     monkeypatch.setattr("torchpaged.testing.fuzz_case._Runner._capture", lambda *_: lambda: None)
     assert run_case({**CASE, "seed": seed}, lambda *_, **__: None)["failures"]
+
+
+def test_configurations_aimed_at_trees() -> None:
+    """On all kernels, with every feature that goes with a tree; words of garbage behind the last request."""
+    configurations = [random_configuration(seed, aim="tree") for seed in range(300)]
+    assert all(c.tree and c.max_query_len <= 64 and "causal" not in c.options for c in configurations)
+    kernels = {(c.backend, c.kernel) for c in configurations}
+    assert kernels == {(b, k) for b in ("cuda", "triton") for k in ("decode", "prefill", "mixed")}
+    for holds in (
+        lambda c: c.alibi,
+        lambda c: c.captured,
+        lambda c: "window_left" in c.options,
+        lambda c: "chunk_size" in c.options,
+        lambda c: c.kv_dtype != c.dtype,
+        lambda c: c.kernel != "decode" and c.longest_query == 64,
+    ):
+        assert sum(map(holds, configurations)) > 15
+    for c in configurations[:12]:
+        batch = random_batch(c, 3)
+        words, used = batch.extras["tree_mask"], int(batch.query_start_loc[-1])
+        assert words.shape[0] == batch.q.shape[0]
+        short = [n < q for n, q in zip(batch.spec.seq_lens, batch.spec.query_lens, strict=True) if n > 0]
+        assert not any(short) and (used == 0 or bool((words[:used] != 0).all()))
+
+
+def test_a_fuzzed_tree_runs_and_a_wrong_one_is_seen() -> None:
+    case = {**CASE, "seed": 5, "aim": "tree", "backends": ["cuda"]}
+    beat = lambda *_, **__: None  # noqa: E731
+    done = run_case(case, beat, {"cuda": REFERENCE, "triton": REFERENCE})
+    assert done["batches"] == 2 and not done["failures"]
+
+    def blind(*arguments: Any, tree_mask: Any, **options: Any) -> None:
+        REFERENCE.paged_attention(*arguments, **options)
+
+    ops = REFERENCE._replace(paged_attention=blind)
+    assert run_case({**case, "batches": 6}, beat, {"cuda": ops, "triton": ops})["failures"]

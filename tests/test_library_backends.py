@@ -27,6 +27,8 @@ from torchpaged.backends import (
     Backend,
     GraphSupport,
     HostLengths,
+    flashinfer_package,
+    flashinfer_prefix,
     get_backend,
     list_backends,
     planned_batch,
@@ -36,7 +38,6 @@ from torchpaged.backends import (
     use_backend,
 )
 from torchpaged.backends import flash_attn as flash_attn_backend
-from torchpaged.backends import flashinfer as flashinfer_backend
 from torchpaged.graphs import TapeCapture
 from torchpaged.testing import (
     BATCH_SPECS,
@@ -494,14 +495,14 @@ def test_a_shared_prefix_in_flashinfers_cascade(flashinfer: Backend) -> None:
     whole.block_table[:, :2] = shared
     batch_rest, rest_lens = whole.block_table[:, 2:].contiguous(), whole.seq_lens - 32
     whole.k_cache.nan_to_num_(0.0), whole.v_cache.nan_to_num_(0.0)
-    out = flashinfer_backend.shared_prefix_attention(
+    out = flashinfer_prefix.shared_prefix_attention(
         whole.q, whole.k_cache, whole.v_cache, shared, batch_rest, rest_lens, scale=whole.scale
     )
     assert_attention_close(out, None, whole)
     with pytest.raises(
         torchpaged.ArgumentError, match="seq_lens: expected at least one key behind the prefix"
     ):
-        flashinfer_backend.shared_prefix_attention(
+        flashinfer_prefix.shared_prefix_attention(
             whole.q, whole.k_cache, whole.v_cache, shared, batch_rest, rest_lens * 0
         )
 
@@ -538,7 +539,7 @@ def test_a_traced_function_runs_a_built_in_backend_that_was_named() -> None:
 def test_what_is_absent_says_why_and_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert "flashinfer is not installed; pip install 'flashinfer-python>=" in str(
-        flashinfer_backend.unavailable()
+        flashinfer_package.unavailable()
     )
     assert "not installed; pip install tokenspeed-fa3" in str(flash_attn_backend.unavailable())
     assert "flashinfer is not installed" in str(get_backend("flashinfer_xqa").unavailable())
@@ -548,14 +549,14 @@ def test_what_is_absent_says_why_and_what_to_install(monkeypatch: pytest.MonkeyP
     for version in ("0.6.12", "0.8.0", "1.0"):
         with stand_in("flashinfer"):
             monkeypatch.setattr(importlib.metadata, "version", lambda name, version=version: version)
-            reason = flashinfer_backend.missing()
+            reason = flashinfer_package.missing()
             assert f"flashinfer {version} is installed, 0.6.13 to 0.7 are supported" in str(reason)
             with pytest.raises(BackendUnavailableError, match=r"0\.6\.13 to 0\.7 are supported; pip install"):
-                flashinfer_backend.load()
+                flashinfer_package.load()
     for version in ("0.6.13", "0.7.2.post1", "0.7.9+cu130"):
         with stand_in("flashinfer"):
             monkeypatch.setattr(importlib.metadata, "version", lambda name, version=version: version)
-            assert flashinfer_backend.missing() is None
+            assert flashinfer_package.missing() is None
 
 
 def test_flash_attention_4_is_not_2(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

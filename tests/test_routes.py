@@ -212,6 +212,23 @@ def test_a_gpt_on_a_route(planning_route: str, native: None, compile: bool) -> N
         step(fed([1, 1], [18, 12]), batch([1, 1], [18, 12]))
 
 
+@torch.no_grad()
+def test_decodes_need_no_plan_of_the_other_part(monkeypatch: pytest.MonkeyPatch, native: None) -> None:
+    """Prompts are planned, steps of single tokens are not."""
+    monkeypatch.setattr(selector_module, "_REGISTERED", {})
+    register_backend(PLANNING)
+    session = get_backend("decode=cpu,prefill=planning").open([], LIMITS, "cpu")
+    assert session.plans_every_step and not session.plans_every_decode
+    gpt = GPT(session)
+    prompt, decode = batch([5, 4], [5, 4]), batch([1, 1], [6, 5])
+    with pytest.raises(torchpaged.PlanError):
+        gpt(fed([5, 4], [5, 4]), prompt)
+    session.plan(prompt)
+    gpt(fed([5, 4], [5, 4]), prompt)
+    close_to_dense(gpt, gpt(fed([1, 1], [6, 5]), decode), [1, 1], [6, 5])
+    assert get_backend("decode=planning,prefill=cpu").open([], LIMITS, "cpu").plans_every_decode
+
+
 def test_a_gpt_is_captured_on_a_route(planning_route: str, native: None) -> None:
     """Mixed steps of all lengths, one graph per number of tokens."""
     session = get_backend(planning_route).open([], LIMITS, "cpu")
@@ -282,8 +299,9 @@ def test_fp16_pools_or_float64_are_what_both_can(monkeypatch: pytest.MonkeyPatch
     assert select_backend(SPEC).reason == f"TORCHPAGED_BACKEND={NAME} is set"
 
 
-def test_the_engine_and_generate_on_a_route(make_llama: Any) -> None:
-    """Prompts beside decodes in one batch, chunked and captured; and transformers' own generate()."""
+def test_the_engine_and_generate_on_a_route(make_llama: Any, planning_route: str, native: None) -> None:
+    """Prompts beside decodes in one batch, chunked and captured; and transformers' own generate(). Several
+    steps per launch where decodes need no plan."""
     from torchpaged.engine import Generator, SamplingParams
     from torchpaged.hf import PagedCache
 
@@ -293,6 +311,9 @@ def test_the_engine_and_generate_on_a_route(make_llama: Any) -> None:
     for prompt in prompts:
         out = model.generate(torch.tensor([prompt]), max_new_tokens=6, do_sample=False, eos_token_id=None)
         tokens.append(out[0, len(prompt) :].tolist())
+    with pytest.raises(ArgumentError, match="steps_per_launch: expected 1 with"):
+        Generator(model, backend="decode=planning,prefill=cpu", steps_per_launch=2, graphs=True)
+    Generator(model, backend="decode=cpu,prefill=planning", steps_per_launch=2, graphs=True)
     generator = Generator(model, backend=NAME, max_batch_size=3, prefill_chunk_size=5, max_seq_len=48)
     assert generator.choice.route == Route("reference", "torch_sdpa")
     done = generator.generate(prompts, SamplingParams(max_new_tokens=6, ignore_eos=True))

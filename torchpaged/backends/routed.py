@@ -148,6 +148,10 @@ class RouteSession(Session):
             for name, tensor in session.workspace_for(kept[part], num_reqs).items()
         }
 
+    def planning_of(self, max_query_len: int) -> Planning:
+        """Single query tokens are the decode backend's alone."""
+        return self._decode.capabilities.planning if max_query_len == 1 else self.capabilities.planning
+
     def _plan(self, batch: PlannedBatch, host: HostLengths | None) -> None:
         if batch.max_query_len == 1:
             self._decode.plan(batch, host)

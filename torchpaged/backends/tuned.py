@@ -89,10 +89,18 @@ def save(tuned: Tuned, device: torch.device, evidence: dict[str, Any]) -> Path:
         file.write(text)
     os.replace(file.name, path)
     _FOUND.clear()
+    _SAVED.append(path)
     return path
 
 
 _FOUND: dict[tuple[str, str], Tuned | None] = {}  # by path and device: read once in a process
+_SAVED: list[Path] = []  # by this process
+
+
+def state() -> tuple[str, str, int]:
+    """What `tuned_for` follows from besides the device, for keys: cheap, and other where it may say other
+    things. A file that another process writes is not noticed."""
+    return variables.text_of("TORCHPAGED_TUNED"), variables.text_of("TORCHPAGED_CACHE"), len(_SAVED)
 
 
 def tuned_for(device: torch.device) -> Tuned | None:
@@ -118,21 +126,21 @@ def _read(device: torch.device) -> Tuned | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        return _refuse(path, f"it can't be read: {error}")
+        return _refused(path, f"it can't be read: {error}")
     try:
         tuned = _parsed(json.loads(content))
     except (ValueError, TypeError, KeyError) as error:
-        return _refuse(path, f"it is no file of this format: {error}")
+        return _refused(path, f"it is no file of this format: {error}")
     here = device_name(device), versions()
     if tuned.device != here[0]:
-        return _refuse(path, f"it was measured on {tuned.device}, this is {here[0]}")
+        return _refused(path, f"it was measured on {tuned.device}, this is {here[0]}")
     other = [
         f"{name} {tuned.versions.get(name)}, here {now}"
         for name, now in here[1].items()
         if tuned.versions.get(name) != now
     ]
     if other:
-        return _refuse(path, f"it was measured with other versions: {'; '.join(other)}")
+        return _refused(path, f"it was measured with other versions: {'; '.join(other)}")
     return tuned
 
 
@@ -150,9 +158,10 @@ def _parsed(content: Any) -> Tuned:
     return Tuned(str(content["device"]), content["versions"], measured=str(content["measured"]), **orders)
 
 
-def _refuse(path: Path, why: str) -> None:
+def _refused(path: Path, why: str) -> Tuned | None:
     warnings.warn(
         f"{path} is not used to choose backends: {why}; run `torchpaged tune` again, or remove it",
         TunedFileWarning,
         stacklevel=2,
     )
+    return None

@@ -41,7 +41,12 @@ from torchpaged.custom_ops import variables
 from torchpaged.custom_ops.errors import TorchpagedError
 from torchpaged.names import LONG_NAMES, device_named, short_dtype
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__, pretty_exceptions_enable=False)
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    help="Paged-KV attention: text out of a model, what runs here and why, and benchmarks.",
+    pretty_exceptions_enable=False,
+)
 app.add_typer(bench_app, name="bench")
 app.command()(tune)
 DTYPES = {

@@ -171,7 +171,7 @@ class Generator:
             raise ArgumentError(
                 "steps_per_launch", "1 without graphs", str(steps_per_launch), f"graphs: {self.graph_reason}"
             )
-        if steps_per_launch != 1 and self.model.session.plans_every_step:
+        if steps_per_launch != 1 and self.model.session.plans_every_decode:
             raise ArgumentError(
                 "steps_per_launch",
                 f"1 with backend {self.choice.name!r}, which plans every step on the host",

@@ -170,23 +170,27 @@ struct Queries {
   }
 };
 
-// TREE: of the 64 keys from `from` on, which a row of this word sees, a bit each, in a request whose query
-// tokens follow `context` keys; and the position at which the first of them counts. Positions are counted
-// over what the row sees.
-struct Seen {
-  u64 bits;
-  int first;
+// TREE: the KEYS keys from `from` on, of a request whose query tokens' keys begin at `context`. The keys' bits
+// are a row's word, shifted to where its first key lies, and set for those of the context.
+template <bool WIDE> struct KeyBits { using type = u32; };
+template <> struct KeyBits<true> { using type = u64; };
+struct Branches {
+  using Bits = KeyBits<(KEYS > 32)>::type;
+  int from, token;  // the query token of the key at `from`, negative before the first
+  int right, left;  // that words are shifted
+  Bits set;
 
-  __device__ __forceinline__ void find(u32 word, int context, int from) {
-    const int token = from - context;
-    bits = ~0ull;
-    if (token >= 0) bits = word >> min(token, 31);
-    else if (token > -64) bits = (u64)word << -token | ((1ull << -token) - 1);
-    first = token <= 0 ? from : context + __popc(word & ((1u << min(token, 31)) - 1));
+  __device__ __forceinline__ Branches(int context, int from) : from(from), token(from - context) {
+    constexpr int MOST = sizeof(Bits) * 8 - 1;
+    right = min(max(token, 0), 31);
+    left = min(max(-token, 0), MOST);
+    set = token < -MOST ? ~(Bits)0 : ((Bits)1 << left) - 1;
   }
-  __device__ __forceinline__ bool sees(int key) const { return bits >> key & 1; }
-  __device__ __forceinline__ int position(int key) const {
-    return first + __popcll(bits & ((1ull << key) - 1));
+  __device__ __forceinline__ Bits seen(u32 word) const { return (Bits)(word >> right) << left | set; }
+  // Where the key `key` places behind `from` counts: positions are counted over what the row sees.
+  __device__ __forceinline__ int position(u32 word, int key) const {
+    return from - max(token, 0) + __popc(word & ((1u << right) - 1)) +
+           __popcll(seen(word) & (((Bits)1 << key) - 1));
   }
 };
 
@@ -244,9 +248,7 @@ __device__ __forceinline__ void attend(State &state, const Queries &queries, con
   }
   const bool whole = SAME_MASK && key + KEYS <= c.r.end && key >= c.r.low;  // no key of these is masked
   constexpr bool LOW = WINDOW_LEFT >= 0 || CHUNK > 0;  // rows may not see the first keys
-  [[maybe_unused]] const int context = c.r.seq_len - c.r.query_len;
-  // TREE: all rows see all of these; what idle rows see is of no account
-  [[maybe_unused]] const bool before_tree = !LOW && key + KEYS <= context;
+  [[maybe_unused]] const Branches branches(c.r.seq_len - c.r.query_len, key + lane / 4);
   bool moved = false;
   float top[COLS][2];
 #pragma unroll
@@ -254,8 +256,6 @@ __device__ __forceinline__ void attend(State &state, const Queries &queries, con
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       float most = state.top[n][i];
-      [[maybe_unused]] Seen seen;
-      if constexpr (TREE) seen.find(queries.word[n][i], context, key + lane / 4);
 #pragma unroll
       for (int m = 0; m < SUBS; ++m)
 #pragma unroll
@@ -264,13 +264,14 @@ __device__ __forceinline__ void attend(State &state, const Queries &queries, con
           const int at = key + m * 16 + h * 8 + lane / 4;
           if constexpr (SOFT_CAP) x = p.soft_cap * tanh_(x / p.soft_cap);
           if constexpr (ALIBI && TREE)
-            x += queries.slope[n][i] * (float)(seen.position(m * 16 + h * 8) - queries.position[n][i]);
+            x += queries.slope[n][i] * (float)(branches.position(queries.word[n][i], m * 16 + h * 8) -
+                                               queries.position[n][i]);
           else if constexpr (ALIBI) x += queries.slope[n][i] * (float)(at - queries.position[n][i]);
           if constexpr (SOFT_CAP || ALIBI) x *= LOG2E;
           if constexpr (TREE) {
-            const bool sees = seen.sees(m * 16 + h * 8) &&
-                              (!LOW || seen.position(m * 16 + h * 8) >= queries.low[n][i]);
-            x = before_tree || sees ? x : -INF;
+            const u32 word = queries.word[n][i];
+            const bool sees = branches.seen(word) >> (m * 16 + h * 8) & 1;
+            x = sees && (!LOW || branches.position(word, m * 16 + h * 8) >= queries.low[n][i]) ? x : -INF;
           } else if constexpr (!SAME_MASK) x = at < queries.end[n][i] && at >= queries.low[n][i] ? x : -INF;
           else if (!whole) x = at < c.r.end && at >= c.r.low ? x : -INF;
           s[m][n][2 * h + i] = x;

@@ -293,7 +293,7 @@ def prefill_config(
     which follows each lane for itself, sees the order.
     """
     half, dim_v, kv_dtype = dtype == torch.float16, dim_v or dim, kv_dtype or dtype
-    plain = window_left < 0 and not (chunk or soft_cap or alibi or tree)
+    plain = window_left < 0 and not (chunk or soft_cap or alibi)
     shape = shape_for(dim, dim_v, kv_dtype, plain=plain)
     values = {
         "DIM": dim,
@@ -396,7 +396,7 @@ def prefill(
         return
     programs = gpu.num_sms(index)
     tree = tree_mask is not None
-    plain = window_left < 0 and not (chunk or soft_cap > 0 or alibi_slopes is not None or tree)
+    plain = window_left < 0 and not (chunk or soft_cap > 0 or alibi_slopes is not None)
     cut = shape_for(dim, dim_v, k_cache.dtype, plain=plain)
     if (k_scale is None) != (v_scale is None):  # one flag serves both
         one = torch.ones(1, dtype=torch.float32, device=q.device)

@@ -30,7 +30,8 @@ def unfit(rows: Iterable[dict[str, Any]]) -> dict[str, str]:
 
 def losses(rows: Sequence[dict[str, Any]], among: Iterable[str]) -> dict[str, dict[str, float]]:
     """Per backend and case, its time over that of the best one of ``among``; 1 = it is the best."""
-    names, found = list(among), {}
+    names = list(among)
+    found: dict[str, dict[str, float]] = {}
     for row in rows:
         timed = {name: us for name, us in times(row).items() if name in names}
         for name, us in timed.items():

@@ -263,6 +263,31 @@ def routing() -> list[str]:
     return table(["case", *(f"`{name}`" for name in names), "×"], lines)
 
 
+def plans() -> list[str]:
+    """Host microseconds of one plan, which all layers of a step share; beside it the step of 32 layers."""
+    lines = []
+    for row in load("h200_plans")["rows"]:
+        case = f"{row['requests']} requests, {row['query_tokens']} on {row['keys']:,}"
+        step = "–" if "replay" not in row else f"{row['replay']:,.0f}"
+        lines.append(
+            [
+                f"`{row['backend']}`",
+                case,
+                *(f"{row[name]:,}" for name in ("first", "again", "lengths_read")),
+                step,
+            ]
+        )
+    head = [
+        "backend",
+        "batch",
+        "first",
+        "lengths advanced",
+        "lengths read from the device",
+        "32 calls, device",
+    ]
+    return table(head, lines)
+
+
 def cascade() -> list[str]:
     """The plain path and the cascade, and which of them the rule takes."""
     lines = []

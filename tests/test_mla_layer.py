@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
+import re
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._inductor.utils import run_and_get_code
 
 from torchpaged import ArgumentError, AttentionMetadata, BackendUnavailableError, PagedKVCache
 from torchpaged.cache import LatentLayerSpec
@@ -128,3 +131,18 @@ def test_one_graph() -> None:
         got = compiled(query, kv_c, k_pe, pools[0], metadata)
         assert torch.equal(got, module(query, kv_c, k_pe, others[0], metadata))
     assert torch.equal(pools[0].kv_cache, others[0].kv_cache) and counter.frame_count == 1
+
+
+def test_no_copy_of_the_pool() -> None:
+    """The ops of Inductor's code take the pool that was given, and nothing of its size is made."""
+    module, pools = layer(), cache()
+    query, kv_c, k_pe, metadata = step()
+    compiled = torch.compile(module, fullgraph=True)
+    out, sources = run_and_get_code(compiled, query, kv_c, k_pe, pools[0], metadata)
+    assert torch.equal(out, module(query, kv_c, k_pe, cache()[0], metadata)) and pools[0].kv_cache.any()
+    calls = re.findall(r"torch\.ops\.torchpaged\.(\w+)\.cpu\((.*)\)", "\n".join(sources))
+    (write, written), (attend, read) = calls
+    assert (write, attend) == ("write_latent", "mla_attention")
+    assert written.split(", ")[2] == read.split(", ")[1] != "" and written.split(", ")[2].startswith("arg")
+    made = re.findall(r"empty_strided_cpu\(\(([\d, ]+)\)", "\n".join(sources))
+    assert made and all(math.prod(map(int, re.findall(r"\d+", shape))) < 9 * 4 * 20 for shape in made)

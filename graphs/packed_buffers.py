@@ -22,7 +22,6 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from torchpaged.custom_ops.attention.check import MAX_TREE_TOKENS
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.metadata import (
     FIELDS,
@@ -32,7 +31,7 @@ from torchpaged.metadata import (
     pad_batch_tensors,
     slots_between,
 )
-from torchpaged.metadata.tree import depths_of, known_trees, words_of
+from torchpaged.metadata.tree import MAX_TREE_TOKENS, depths_of, known_trees, words_of
 
 _ALIGN = 64  # bytes that every field starts at a multiple of
 #: Fields as they lie, one behind the other, and how `array` calls numbers of their dtypes.
@@ -171,10 +170,9 @@ class PackedBuffers:
             positions += range(seq_len - query_len, seq_len)
             slots += slots_between(seq_len - query_len, seq_len, blocks, self.block_size)
             table += FIELDS["block_table"].pad(blocks, self.max_blocks_per_req)
-        trees = (
-            known_trees(tree_parents or [None] * len(query_lens), query_lens, seq_lens) if self.trees else []
-        )
-        if trees:
+        trees: list[list[int]] = []
+        if self.trees:
+            trees = known_trees(tree_parents or [None] * len(query_lens), query_lens, seq_lens)
             contexts = [seq_len - query_len for seq_len, query_len in zip(seq_lens, query_lens, strict=True)]
             positions = [
                 context + depth

@@ -106,6 +106,7 @@ class PackedGraphRunner(BucketedGraphs):
             ranges=ranges,
             session=session,
         )
+        self._require_graphs(self.buffers.max_query_len)
         self._step = step
 
     def fits(self, num_reqs: int, num_tokens: int) -> bool:

@@ -51,8 +51,8 @@ class DecodeGraphRunner(BucketedGraphs):
             inside the step.
         session: the `torchpaged.Session` that the step's layers share. Its `plan` is called outside the
             graph, before a capture and, if it plans every step, before each replay; it is made as new after
-            what was cut short, and checked with ``debug``. None: the layers have sessions of their own, which
-            need no plan.
+            what was cut short, and checked with ``debug``. Refused where its backend declares no graphs of
+            decode steps. None: the layers have sessions of their own, which need no plan.
         prefixes: a `torchpaged.cascade.AutomaticPrefixes`: steps whose requests share blocks that are worth a
             pass of their own take a second graph of their bucket, over ``metadata.prefixes``; for layers of
             `torchpaged.PagedAttention`, and no session that plans. None: one graph per bucket.
@@ -105,6 +105,7 @@ class DecodeGraphRunner(BucketedGraphs):
             ranges=ranges,
             session=session,
         )
+        self._require_graphs(1)
         self._prefixes = prefixes
         self._in_groups: BucketedGraphs | None = None
         if prefixes is not None:

@@ -37,6 +37,9 @@ class StepSession(Protocol):
     def plans_every_step(self) -> bool:
         """Whether every replay needs `plan`."""
 
+    def require_graphs(self, max_query_len: int) -> None:
+        """Raise if graphs of steps with up to so many query tokens per request are beyond its backend."""
+
     @property
     def plans_every_decode(self) -> bool:
         """Whether a replay of one query token per request does."""
@@ -59,6 +62,9 @@ class NoSession:
     no plan."""
 
     plans = plans_every_step = plans_every_decode = False
+
+    def require_graphs(self, max_query_len: int) -> None:
+        """Nobody knows."""
 
     def plan(self, batch: AttentionMetadata, host: HostLengths | None = None) -> None:
         """Nothing to plan."""

@@ -15,6 +15,7 @@ from torchpaged.backends import (
     AttentionSpec,
     Backend,
     GraphSupport,
+    Limits,
     Planning,
     Session,
     get_backend,
@@ -22,7 +23,7 @@ from torchpaged.backends import (
 )
 from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.custom_ops.errors import BackendUnavailableError
-from torchpaged.graphs import CudaCapture, EagerCapture, TapeCapture
+from torchpaged.graphs import CudaCapture, DecodeGraphRunner, EagerCapture, PackedGraphRunner, TapeCapture
 from torchpaged.testing import check_graph_support
 from torchpaged.testing.graph_conformance import Case, check_forgotten_plan, check_replays, conformance_cases
 
@@ -250,6 +251,53 @@ def test_what_a_capture_may_have_kept(what: str) -> None:
         check_replays(liar(attend, GraphSupport.ALWAYS), case, EagerCapture(), "cpu", **SHAPE)
 
 
+def test_what_it_does_not_declare_is_not_asked_of_it() -> None:
+    """No windows: the others prove its graphs."""
+    narrow = dataclasses.replace(PLANNING.capabilities, window=False, lse=False)
+    backend = Backend("narrow", narrow, PLANNING.ops, lambda: None, PLANNING.session)
+    report = check_graph_support(backend, device="cpu", dtypes=(torch.float32,), **SHAPE)
+    assert list(report.replays) == ["decode[float32]", "uniform[float32]", "mixed[float32]"]
+
+
 def test_a_backend_that_can_not_run_here() -> None:
     with pytest.raises(BackendUnavailableError, match="'triton' cannot run this attention: .*device cpu"):
         check_graph_support(get_backend("triton"), device="cpu")
+
+
+@pytest.mark.parametrize("declared", LEVELS, ids=lambda level: level.name)
+def test_a_runner_goes_by_the_declared_level(declared: GraphSupport) -> None:
+    """It refuses graphs beyond it when it is made, before a capture; an eager capture and a tape, which run
+    ops again, are none."""
+
+    class Frozen:
+        """As CUDA graphs are: no part of the others."""
+
+        def new_pool(self) -> None:
+            return None
+
+    session = liar(get_backend("reference").ops.paged_attention, declared).open([], Limits(), "cpu")
+    sizes: dict[str, Any] = {"max_blocks_per_req": 2, "block_size": 4, "session": session}
+
+    def decode(capture: Any) -> None:
+        DecodeGraphRunner(
+            lambda ids, metadata: ids, max_batch_size=2, compile=False, capture=capture, **sizes
+        )
+
+    def packed(capture: Any, **more: Any) -> None:
+        runner: Any = PackedGraphRunner
+        runner(lambda *given: given[0], buckets=[4], max_num_reqs=2, capture=capture, **sizes, **more)
+
+    for make, needed, what in (
+        (decode, GraphSupport.SINGLE_TOKEN_DECODE, "decode steps"),
+        (packed, GraphSupport.ALWAYS, "steps of up to 4 tokens per request"),
+    ):
+        make(EagerCapture())
+        make(TapeCapture())
+        if declared >= needed:
+            make(Frozen())
+            continue
+        why = f"graph support {declared.name} is less than {needed.name}, which graphs of {what} need"
+        with pytest.raises(BackendUnavailableError, match=why):
+            make(Frozen())
+    if declared == GraphSupport.SINGLE_TOKEN_DECODE:
+        packed(Frozen(), max_query_len=1)

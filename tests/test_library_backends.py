@@ -27,6 +27,8 @@ from torchpaged.backends import (
     Backend,
     GraphSupport,
     HostLengths,
+    flashinfer_package,
+    flashinfer_prefix,
     get_backend,
     list_backends,
     planned_batch,
@@ -36,10 +38,8 @@ from torchpaged.backends import (
     use_backend,
 )
 from torchpaged.backends import flash_attn as flash_attn_backend
-from torchpaged.backends import flashinfer as flashinfer_backend
 from torchpaged.graphs import TapeCapture
 from torchpaged.testing import (
-    ATTENTION_VARIANTS,
     BATCH_SPECS,
     Batch,
     BatchSpec,
@@ -85,33 +85,6 @@ def batch_of(name: str, **options: Any) -> Batch:
 
 
 # ---------------------------------------------------------------------------------------------- right results
-@pytest.mark.parametrize("variant", ATTENTION_VARIANTS)
-def test_every_batch_and_option_that_is_declared(backend: Backend, variant: str) -> None:
-    options, ran = ATTENTION_VARIANTS[variant], 0
-    for name in BATCH_SPECS:
-        for extra in ({}, {"sinks": True}, {"alibi": True}):
-            batch = batch_of(name, **extra)
-            if backend.reject(spec_of(batch, **options)):
-                with pytest.raises(BackendUnavailableError, match="cannot run this attention"):
-                    attend(backend.open([], limits_of(batch), "cpu"), batch, **options)
-                continue
-            session = backend.open([], limits_of(batch), "cpu")
-            if backend.name == "flashinfer" and name.startswith("left_padded"):
-                with pytest.raises(PlanError, match="it has no left padding"):
-                    attend(session, batch, **options)
-                continue
-            for lse in (True, False):
-                out, total = attend(session, batch, lse, **options)
-                assert_attention_close(out, total, batch, **options)
-                ran += 1
-    unable = {
-        "flash_attn": ("soft_cap", "chunked_local"),
-        "flash_attn_4": ("chunked_local",),
-        "flashinfer": ("window_both", "chunked_local"),
-    }
-    assert bool(ran) == (variant not in unable.get(backend.name, ()))
-
-
 def test_fewer_tokens_than_requests_and_none(backend: Backend) -> None:
     for seq_lens, query_lens in (((40, 7, 0), (1, 1, 0)), ((0, 0), (0, 0))):
         batch = make_batch(BatchSpec("few", seq_lens, query_lens), **SHAPE)
@@ -258,6 +231,34 @@ def test_xqa_is_captured_and_compiled(xqa: Backend) -> None:
         lambda: attend_again(session, batch, lse=False), fullgraph=True, backend="aot_eager"
     )
     assert_attention_close(whole(), None, batch)
+
+
+def test_a_route_gives_xqa_the_decodes(xqa: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alone it can be chosen for no layer that gets prompts; in a route each step's decodes are its own."""
+    monkeypatch.setattr(selector, "_REGISTERED", {"xqa": Backend("xqa", *_parts(xqa))})
+    sizes: dict[str, Any] = {"num_heads": 4, "head_dim": 64, "num_kv_heads": 2, "dtype": BF16}
+    with pytest.raises(BackendUnavailableError, match="queries of any length are over 1"):
+        PagedAttention(**sizes, backend="xqa")
+    layer = PagedAttention(**sizes, backend=torchpaged.backends.Route("xqa", "torch_sdpa"), block_size=16)
+    reference = PagedAttention(**sizes, backend="reference")
+    pools, same = (
+        torchpaged.PagedKVCache.uniform(1, 2, 64, block_size=16, num_blocks=16, dtype=BF16) for _ in range(2)
+    )
+    calls = importlib.import_module("flashinfer.decode").XQA_CALLS
+    with torch.inference_mode():
+        for query_lens, seq_lens in (
+            ([5, 20, 1], [5, 20, 1]),
+            ([1, 1, 1], [6, 21, 2]),
+            ([1, 7, 1], [7, 28, 3]),
+        ):
+            metadata = torchpaged.AttentionMetadata.from_lists(
+                query_lens, seq_lens, [[3, 1], [2, 9], [4, 5]], block_size=16
+            )
+            q, k, v = (torch.randn(sum(query_lens), heads, 64).to(BF16) for heads in (4, 2, 2))
+            calls.clear()
+            out, want = layer(q, k, v, pools[0], metadata), reference(q, k, v, same[0], metadata)
+            torch.testing.assert_close(out, want, rtol=0.02, atol=0.02)
+            assert len(calls) == 1
 
 
 def test_what_xqa_is_refused(xqa: Backend) -> None:
@@ -522,14 +523,14 @@ def test_a_shared_prefix_in_flashinfers_cascade(flashinfer: Backend) -> None:
     whole.block_table[:, :2] = shared
     batch_rest, rest_lens = whole.block_table[:, 2:].contiguous(), whole.seq_lens - 32
     whole.k_cache.nan_to_num_(0.0), whole.v_cache.nan_to_num_(0.0)
-    out = flashinfer_backend.shared_prefix_attention(
+    out = flashinfer_prefix.shared_prefix_attention(
         whole.q, whole.k_cache, whole.v_cache, shared, batch_rest, rest_lens, scale=whole.scale
     )
     assert_attention_close(out, None, whole)
     with pytest.raises(
         torchpaged.ArgumentError, match="seq_lens: expected at least one key behind the prefix"
     ):
-        flashinfer_backend.shared_prefix_attention(
+        flashinfer_prefix.shared_prefix_attention(
             whole.q, whole.k_cache, whole.v_cache, shared, batch_rest, rest_lens * 0
         )
 
@@ -566,7 +567,7 @@ def test_a_traced_function_runs_a_built_in_backend_that_was_named() -> None:
 def test_what_is_absent_says_why_and_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert "flashinfer is not installed; pip install 'flashinfer-python>=" in str(
-        flashinfer_backend.unavailable()
+        flashinfer_package.unavailable()
     )
     assert "not installed; pip install tokenspeed-fa3" in str(flash_attn_backend.unavailable())
     assert "flashinfer is not installed" in str(get_backend("flashinfer_xqa").unavailable())
@@ -576,14 +577,14 @@ def test_what_is_absent_says_why_and_what_to_install(monkeypatch: pytest.MonkeyP
     for version in ("0.6.12", "0.8.0", "1.0"):
         with stand_in("flashinfer"):
             monkeypatch.setattr(importlib.metadata, "version", lambda name, version=version: version)
-            reason = flashinfer_backend.missing()
+            reason = flashinfer_package.missing()
             assert f"flashinfer {version} is installed, 0.6.13 to 0.7 are supported" in str(reason)
             with pytest.raises(BackendUnavailableError, match=r"0\.6\.13 to 0\.7 are supported; pip install"):
-                flashinfer_backend.load()
+                flashinfer_package.load()
     for version in ("0.6.13", "0.7.2.post1", "0.7.9+cu130"):
         with stand_in("flashinfer"):
             monkeypatch.setattr(importlib.metadata, "version", lambda name, version=version: version)
-            assert flashinfer_backend.missing() is None
+            assert flashinfer_package.missing() is None
 
 
 def test_flash_attention_4_is_not_2(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -644,6 +645,16 @@ def test_what_flashinfer_is_refused(flashinfer: Backend) -> None:
     assert "decode kernel reads memory that is not its own" in reasons(head_dim=96)
     assert "chunked is not supported" in reasons(chunk_size=4)
     assert "a window to the right is not supported" in reasons(causal=False, window_right=3)
+
+
+def test_a_torch_without_what_flex_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch.nn.attention.flex_attention as theirs
+
+    monkeypatch.delattr(theirs, "AuxRequest")
+    with pytest.raises(
+        BackendUnavailableError, match=r"no flex_attention with AuxRequest; pip install 'torch>=2"
+    ):
+        PagedAttention(4, 64, backend="flex", dtype=BF16)
 
 
 def test_torchs_own_varlen_function() -> None:

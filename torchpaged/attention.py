@@ -33,13 +33,14 @@ from torchpaged.backends import (
     route_of,
     select_backend,
 )
+from torchpaged.backends.fit import check_out, require_fit
 from torchpaged.backends.spec import MaskMod, ScoreMod, check_mods
 from torchpaged.cache import LayerKVCache
 from torchpaged.cascade import attend_in_groups
 from torchpaged.custom_ops import BACKEND_OPS, check_native_dtype
 from torchpaged.custom_ops.attention.check import check_options, check_paged_attention
 from torchpaged.custom_ops.cache_write.check import check_write_kv
-from torchpaged.custom_ops.checks import check_apart, check_dims, check_tensors, is_int, refuse_grad
+from torchpaged.custom_ops.checks import check_tensors, is_int, refuse_grad
 from torchpaged.custom_ops.errors import ArgumentError, BackendUnavailableError
 from torchpaged.custom_ops.pools import FLOATS, FP8
 from torchpaged.metadata import AttentionMetadata
@@ -348,11 +349,13 @@ class PagedAttention(nn.Module):
             check_tensors(query=query, k_cache=pools.k_cache, v_cache=pools.v_cache)
             if key is not None:
                 check_tensors(key=key, value=value)
-        self._check_pools(pools, metadata)
+        require_fit(
+            pools.k_cache, metadata, self.session, self._capabilities, self.choice.name, self.block_size
+        )
         q = query.reshape(-1, self.num_heads, self.head_dim)
         result = q.new_empty(*query.shape[:-1], self.head_dim_v) if out is None else out
         if out is not None and not torch.compiler.is_compiling():
-            _check_out(out, query, self.head_dim_v, key, value)
+            check_out(out, query, self.head_dim_v, key, value)
         flat = result.view(-1, self.num_heads, self.head_dim_v)
         attend = (
             q,
@@ -427,80 +430,9 @@ class PagedAttention(nn.Module):
         able = self._capabilities
         return alike and able.lse and able.bidirectional and not self.session.plans
 
-    def _check_pools(self, pools: LayerKVCache, metadata: AttentionMetadata) -> None:
-        """What shapes and dtypes alone tell, and no check of an op can: it runs in traced calls too."""
-        if pools.k_cache.dim() != 4:
-            return  # the op's own check says what is wrong
-        size, able = pools.k_cache.shape[1], self._capabilities
-        metadata.check_block_size(size)
-        if self.block_size is not None and size != self.block_size:
-            # dynamo can't make an ArgumentError, and its own error quotes this one
-            if torch.compiler.is_compiling():
-                raise ValueError(
-                    f"kv_cache: expected blocks of {self.block_size} tokens, as this module was built for, "
-                    f"got blocks of {size}"
-                )
-            raise ArgumentError(
-                "kv_cache",
-                f"blocks of {self.block_size} tokens, as this module was built for",
-                f"blocks of {size}",
-                "build both with one block_size, or PagedAttention without it",
-            )
-        limits, num_blocks = self.session.limits, pools.k_cache.shape[0]
-        expected, got = "", ""
-        if limits.block_size is not None and size != limits.block_size:
-            expected, got = (
-                f"blocks of block_size={limits.block_size} tokens, as the session's limits say",
-                f"blocks of {size}",
-            )
-        elif limits.num_blocks is not None and num_blocks > limits.num_blocks:
-            expected, got = (
-                f"at most num_blocks={limits.num_blocks}, as the session's limits say",
-                f"{num_blocks} blocks",
-            )
-        if expected:
-            if torch.compiler.is_compiling():
-                raise ValueError(f"kv_cache: expected {expected}, got {got}")
-            raise ArgumentError("kv_cache", expected, got, "open the session with the Limits of the pools")
-        if able.block_sizes is not None and size not in able.block_sizes:
-            raise BackendUnavailableError(
-                f"backend {self.choice.name!r} cannot run this attention: block_size {size} is not one of "
-                f"{able.block_sizes}; give PagedAttention block_size={size}, so that it chooses with it"
-            )
-        if pools.k_cache.dtype not in able.kv_dtypes:
-            raise BackendUnavailableError(
-                f"backend {self.choice.name!r} cannot run this attention: kv dtype {pools.k_cache.dtype} is "
-                f"not one of {able.kv_dtypes}; give PagedAttention kv_dtype, so that it chooses with it"
-            )
-        if metadata.tree_mask is not None and not able.tree_mask:
-            raise BackendUnavailableError(
-                f"backend {self.choice.name!r} cannot run this attention: tree_mask is not supported; give "
-                "PagedAttention tree_mask=True, so that it chooses with it"
-            )
-
     def extra_repr(self) -> str:
         """What ``print(module)`` shows."""
         return (
             f"num_heads={self.num_heads}, head_dim={self.head_dim}, num_kv_heads={self.num_kv_heads}, "
             f"scale={self.scale:.4g}, backend={self.choice.name!r}"
         )
-
-
-def _check_out(out: Tensor, query: Tensor, head_dim_v: int, key: Tensor | None, value: Tensor | None) -> None:
-    """What the op's own checks can't tell of the caller's ``out``: that it is one of the result's shape, and
-    apart."""
-    check_tensors(out=out)
-    check_dims("out", out, *query.shape[:-1], head_dim_v)
-    strides = out.stride()
-    for size, stride, inner, step in zip(
-        out.shape[1:-2], strides[1:-2], out.shape[:-3], strides[:-3], strict=True
-    ):
-        if inner > 1 and step != size * stride:
-            raise ArgumentError(
-                "out", "leading dimensions that flatten to tokens without a copy", f"strides {strides}"
-            )
-    # an attention that starts early may write while keys and values are still read
-    read = {"key": key, "value": value}
-    check_apart(
-        {"out": out}, {name: x for name, x in read.items() if x is not None}, "allocate out by itself"
-    )

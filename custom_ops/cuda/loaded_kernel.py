@@ -33,7 +33,8 @@ class Kernel:
     def __init__(self, code: bytes, name: str, shared_bytes: int, *, prefer_shared: bool = False) -> None:
         from cuda.bindings import driver
 
-        torch.empty(1, device="cuda")  # the device's context exists and is current from here on
+        # The device's context exists and is current from here on.
+        torch.empty(1, dtype=torch.uint8, device="cuda")
         self._driver = driver
         self._module = checked(driver.cuModuleLoadData(code), "cuModuleLoadData")
         self._function = checked(

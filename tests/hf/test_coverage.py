@@ -61,7 +61,7 @@ def test_they_are_25() -> None:
     """And stand for every mode but those that are faults."""
     assert len(set(REPRESENTATIVE)) == 25 and set(REPRESENTATIVE) <= set(model_types())
     modes = {committed_row(model_type).mode for model_type in REPRESENTATIVE}
-    assert modes == {"paged", "dense", "no cache", "refused"}
+    assert modes == {"paged", "latent", "dense", "no cache", "refused"}
 
 
 FAULTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -119,6 +119,7 @@ def rows() -> list[Row]:
     right = {"generate": "right", "compiled": "right"}
     return [
         Row("llama", "full", "paged", right, 1, "", 1.5),
+        Row("youtu", "full, latent", "latent", right, 1, "", 1.5),
         Row("zaya", "linear", "refused", {}, None, "zaya: a | b", 0.1),
         Row("jamba", "linear", "refused", {}, None, "JambaForCausalLM a | b", 0.1),
     ]
@@ -130,12 +131,13 @@ def test_the_table_as_a_file(tmp_path: Path) -> None:
     assert Table.load(tmp_path / "x.json") == table
     assert table.counts() == {
         "paged": 1,
+        "latent": 1,
         "dense": 0,
         "no cache": 0,
         "refused": 2,
         "wrong": 0,
         "broken": 0,
-        "one graph": 1,
+        "one graph": 2,
     }
     (tmp_path / "y.json").write_text('{"rows": []}')
     with pytest.raises(ArgumentError, match="output: expected a JSON file that torchpaged coverage wrote"):
@@ -147,7 +149,7 @@ def test_the_table_as_a_page() -> None:
     lines = markdown([table]).splitlines()
     assert "| llama | full | paged | 1 |" in lines and "| zaya | linear | refused |  |" in lines
     assert lines[-1] == "- jamba, zaya: `a | b`" and max(map(len, lines)) <= 110
-    assert any(line.endswith("| 3 | 1 | 0 | 0 | 2 | 0 | 0 | 1 |") for line in lines)
+    assert any(line.endswith("| 4 | 1 | 1 | 0 | 0 | 2 | 0 | 0 | 2 |") for line in lines)
 
 
 def test_the_command_goes_on_where_it_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,13 +191,15 @@ def test_workers_give_rows() -> None:
 
 @pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.stem)
 def test_the_committed_table(path: Path) -> None:
-    """Nothing wrong, nothing broken, and no fewer than there were: paged, gathered, in one graph."""
-    least = {"architectures-5.23": (134, 13, 143), "architectures-5.17": (125, 12, 129)}[path.stem]
+    """Nothing wrong, nothing broken, and no fewer than there were: paged, latents, gathered, in one graph."""
+    least = {"architectures-5.23": (134, 9, 4, 143), "architectures-5.17": (125, 8, 4, 129)}[path.stem]
     text = path.read_text()
     assert "-packages/" not in text and "/lib/" not in text
     counts = Table.load(path).counts()
     assert counts["wrong"] == counts["broken"] == 0
-    assert all(counts[name] >= n for name, n in zip(("paged", "dense", "one graph"), least, strict=True))
+    assert all(
+        counts[name] >= n for name, n in zip(("paged", "latent", "dense", "one graph"), least, strict=True)
+    )
 
 
 def test_the_committed_page() -> None:

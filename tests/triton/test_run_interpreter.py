@@ -23,6 +23,7 @@ PARTS = {
         [
             "tests/triton/test_sampling_interpreter.py",
             "tests/triton/test_layers_interpreter.py",
+            "tests/triton/test_mla_interpreter.py",
             "tests/ops/test_nonfinite.py",
             "tests/ops/test_fuzz.py",
             "tests/ops/test_fp8_writes.py",

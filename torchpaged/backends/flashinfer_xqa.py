@@ -19,7 +19,7 @@ from torch import Tensor
 
 from torchpaged.backends.base import Backend
 from torchpaged.backends.capabilities import Capabilities
-from torchpaged.backends.flashinfer import PACKAGE, load, unavailable
+from torchpaged.backends.flashinfer_package import PACKAGE, load, unavailable
 from torchpaged.backends.library_op import Call, Options, attention_op
 from torchpaged.backends.session import Session
 from torchpaged.backends.spec import AttentionSpec, GraphSupport
@@ -35,7 +35,7 @@ class XqaSession(Session):
     """Keeps the kernel's workspace: calls on different streams need sessions of their own."""
 
     def _open(self, specs: Sequence[AttentionSpec]) -> None:
-        load()
+        load(self.name)
         self._buffer = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=self.device)
 
     def _make_workspace(self, spec: AttentionSpec) -> dict[str, Tensor]:
@@ -62,7 +62,7 @@ def _attend(call: Call, options: Options, workspace: Tensor | None) -> None:
     # A request of no keys gets one of block 0, so that no row is without any; its result is not taken.
     is_empty = seq_lens <= 0
     has_query = (query_start_loc.diff() > 0) & ~is_empty
-    library = sys.modules.get(f"{PACKAGE}.decode") or load().decode
+    library = sys.modules.get(f"{PACKAGE}.decode") or load("flashinfer_xqa").decode
     y = library.xqa_batch_decode_with_kv_cache(
         q[starts.clamp_max(num_tokens - 1)],
         (k_cache, v_cache),

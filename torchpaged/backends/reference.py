@@ -20,6 +20,7 @@ BACKEND = Backend(
         graph_support=GraphSupport.NEVER,  # it reads lengths on the host
         batch_invariant=True,  # one request after the other, in tensors of its own
         tree_mask=True,
+        latent=True,
     ),
     ops=BACKEND_OPS["reference"],
     unavailable=lambda: None,

@@ -134,8 +134,8 @@ class RouteSession(Session):
             replace(limits, graphs=never),
         )
         self._decode, self._prefill = (
-            backend.open([_without_graphs(spec) for spec in specs], each, self.device)
-            for backend, each in zip(self._backends, both, strict=True)
+            backend.open([of_part(spec) for spec in specs], each, self.device)
+            for backend, of_part, each in zip(self._backends, _OF_PARTS, both, strict=True)
         )
 
     def _parts(self) -> tuple[tuple[str, Session], tuple[str, Session]]:
@@ -144,8 +144,8 @@ class RouteSession(Session):
     def _make_workspace(self, spec: AttentionSpec) -> dict[str, Tensor]:
         return {
             part + name: tensor
-            for part, session in self._parts()
-            for name, tensor in session.workspace(_without_graphs(spec)).items()
+            for (part, session), of_part in zip(self._parts(), _OF_PARTS, strict=True)
+            for name, tensor in session.workspace(of_part(spec)).items()
         }
 
     def workspace_for(self, workspace: dict[str, Tensor], num_reqs: int) -> dict[str, Tensor]:
@@ -200,6 +200,15 @@ class RouteSession(Session):
 
 def _without_graphs(spec: AttentionSpec) -> AttentionSpec:
     return replace(spec, graphs=GraphSupport.NEVER)
+
+
+def _decodes_alone(spec: AttentionSpec) -> AttentionSpec:
+    """For backends that take no longer queries."""
+    return replace(_without_graphs(spec), max_query_len=1)
+
+
+#: What each part's session is asked for, in the order of `RouteSession._parts`.
+_OF_PARTS = (_decodes_alone, _without_graphs)
 
 
 def _cut_host(host: HostLengths) -> tuple[HostLengths, HostLengths]:

@@ -200,6 +200,22 @@ class Session:
         """Whether every replay needs `plan` too."""
         return self.capabilities.planning == Planning.EVERY_STEP
 
+    def require_graphs(self, max_query_len: int) -> None:
+        """For a graph runner, at its construction: captured steps of up to so many query tokens per request,
+        whose lengths change between replays, are within the declared graph support.
+
+        Raises:
+            BackendUnavailableError: they are not.
+        """
+        needed = GraphSupport.SINGLE_TOKEN_DECODE if max_query_len == 1 else GraphSupport.ALWAYS
+        if needed > self.capabilities.graph_support:
+            steps = f"steps of up to {max_query_len} tokens per request"
+            what = "decode steps" if max_query_len == 1 else steps
+            declared = self.capabilities.graph_support.name
+            raise self._unable(
+                [f"graph support {declared} is less than {needed.name}, which graphs of {what} need"]
+            )
+
     def planning_of(self, max_query_len: int) -> Planning:
         """When `plan` must run for batches of queries of at most that many tokens; less than the backend
         declares where such batches need none of what it plans."""

@@ -55,6 +55,8 @@ class AttentionSpec:
         chunk_size: keys of the query's own chunk of that many positions only; 0 = off.
         scale: softmax scale; None = ``head_dim ** -0.5``.
         alibi, sinks, lse, tree_mask: features it uses.
+        latent: it is ``mla_attention``, over one latent of ``head_dim`` numbers per token, the first
+            ``head_dim_v`` of which are the value.
         graphs: the least graph support it needs.
         score_mod, mask_mod: functions that change scores and hide keys, as `ScoreMod` and `MaskMod`; None =
             none. Specs with the same functions are equal.
@@ -86,6 +88,7 @@ class AttentionSpec:
     tree_mask: bool = False
     max_query_len: int | None = None
     deterministic: bool = False
+    latent: bool = False
 
     @property
     def window(self) -> bool:
@@ -125,12 +128,13 @@ def attention_spec(
     mask_mod: MaskMod | None = None,
     batch_invariant: bool = False,
     tree_mask: Any = None,
+    latent: bool = False,
 ) -> AttentionSpec:
     """The spec of a layer that attends with these arguments.
 
     Args:
-        device, dtype, num_heads, num_kv_heads, head_dim, head_dim_v, block_size, kv_dtype, causal, lse: as in
-            `AttentionSpec`.
+        device, dtype, num_heads, num_kv_heads, head_dim, head_dim_v, block_size, kv_dtype, causal, lse,
+            latent: as in `AttentionSpec`.
         window_size: ``(left, right)``; -1 = open.
         logits_soft_cap, chunk_size: None or 0 = off.
         alibi_slopes, sinks, tree_mask: None = off; anything else counts as given.
@@ -163,6 +167,7 @@ def attention_spec(
         mask_mod=mask_mod,
         batch_invariant=bool(batch_invariant),
         tree_mask=tree_mask is not None,
+        latent=latent,
     )
 
 

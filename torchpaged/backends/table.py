@@ -20,10 +20,11 @@ _SHORT = {
 }
 _HEADS = {
     "bidirectional": "not causal",
-    "logits_soft_cap": "soft cap",
+    "logits_soft_cap": "softcap",
     "alibi": "ALiBi",
     "lse": "LSE",
     "tree_mask": "tree",
+    "latent": "MLA",
 }
 
 
@@ -56,7 +57,7 @@ def capability_tables(names: Sequence[str] | None = None) -> str:
     """
     names = list_backends() if names is None else list(names)
     where = [("backend", "device", "dtype", "cached", "head_dim", "CUDA graphs", "plan")]
-    own = ("mods", "inv.", "head_dim_v")
+    own = ("mods", "inv.", "dim_v")
     what = [("backend", *(_HEADS.get(feature, feature) for feature in FEATURES), *own)]
     for name in names:
         can = get_backend(name).capabilities

@@ -32,4 +32,6 @@ CAPABILITIES = Capabilities(
     min_compute_capability=(8, 0),
     max_head_dim=256,
     tree_mask=True,
+    latent=True,
+    max_latent=(512, 128),
 )

@@ -41,7 +41,12 @@ from torchpaged.custom_ops import variables
 from torchpaged.custom_ops.errors import TorchpagedError
 from torchpaged.names import LONG_NAMES, device_named, short_dtype
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__, pretty_exceptions_enable=False)
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    help="Paged-KV attention: text out of a model, what runs here and why, and benchmarks.",
+    pretty_exceptions_enable=False,
+)
 app.add_typer(bench_app, name="bench")
 app.command()(tune)
 DTYPES = {
@@ -228,6 +233,9 @@ def backends(
     tree: Annotated[
         bool, typer.Option(help="query tokens that see some of their request's, not all")
     ] = False,
+    latent: Annotated[
+        bool, typer.Option(help="mla_attention: latents of head_dim numbers, the first head_dim_v the values")
+    ] = False,
     batch_invariant: Annotated[
         bool, typer.Option(help="a request gets the same bits in any company")
     ] = False,
@@ -273,6 +281,7 @@ def backends(
         causal=not bidirectional,
         lse=lse,
         tree_mask=tree,
+        latent=latent,
         batch_invariant=batch_invariant,
         max_query_len=query_len or None,
         deterministic=deterministic,

@@ -18,6 +18,7 @@ from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_
 from torchpaged.custom_ops.errors import ArgumentError, BackendUnavailableError, UnsupportedModelError
 from torchpaged.hf.class_tables import fill_class_tables
 from torchpaged.hf.known_models import TAKES_NO_NONE
+from torchpaged.hf.latent import LatentLayer, latent_attention
 from torchpaged.hf.layer import PagedLayer, cache_of, layer_of
 from torchpaged.hf.support import needs_eager_mask
 from torchpaged.profiling import is_on as is_profiling
@@ -98,6 +99,11 @@ def paged_attention_forward(
     causal = causal if owner.masks.causal is None else owner.masks.causal
     if query_len > 1 and not masks_itself and not torch.compiler.is_compiling():
         owner.masks.require_kind(layer, window)
+    scale = head_dim**-0.5 if scaling is None else float(scaling)
+    if isinstance(layer, LatentLayer):
+        further = {"sliding_window": window, "softcap": softcap, "sinks": sinks, "alibi_slopes": alibi_slopes}
+        further["tree_mask"] = metadata.tree_mask
+        return latent_attention(module, layer, query, metadata, causal, scale, further), None
     q = query.transpose(1, 2).reshape(batch * query_len, num_heads, head_dim)
     out = q.new_empty(batch * query_len, num_heads, value.shape[-1])
     owner.backend.hold(layer, query, key, value, causal, window, softcap, sinks, scaling, alibi_slopes)
@@ -119,7 +125,7 @@ def paged_attention_forward(
         out,
         None,
         max_query_len=metadata.max_query_len,
-        scale=head_dim**-0.5 if scaling is None else float(scaling),
+        scale=scale,
         causal=causal,
         window_left=-1 if window is None else window - 1,
         alibi_slopes=alibi_slopes,

@@ -22,7 +22,8 @@ from transformers import PreTrainedModel
 from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
 from torchpaged.hf.attention import NAME
 from torchpaged.hf.known_models import OWN_ATTENTION, require_expressible
-from torchpaged.hf.own_attention import replace_attention, restore_attention
+from torchpaged.hf.latent import forget, latent_functions, remember
+from torchpaged.hf.own_attention import put_in, replace_attention, restore_attention
 from torchpaged.hf.support import require_supported, uses_attention_interface
 
 _BEFORE = "_torchpaged_before"
@@ -87,6 +88,10 @@ def attach(model: PreTrainedModel) -> PreTrainedModel:
         model.config._attn_implementation = NAME
     else:
         model.set_attn_implementation(NAME)
+        functions = latent_functions(model)
+        if functions:
+            put_in(functions)
+            remember(model)
     setattr(model, _BEFORE, before)
     return model
 
@@ -103,6 +108,7 @@ def detach(model: PreTrainedModel) -> None:
         # of this config alone; the setter goes on to its parts
         config._attn_implementation_internal = implementation
     restore_attention(model)
+    forget(model)
     delattr(model, _BEFORE)
 
 

@@ -24,6 +24,7 @@ from torchpaged.testing.batch_invariance import (
 from torchpaged.testing.batches import BATCH_SPECS, GARBAGE, Batch, BatchSpec, make_batch
 from torchpaged.testing.conformance import Check, ConformanceReport, check_conformance, conformance_checks
 from torchpaged.testing.graph_support import GraphSupportReport, check_graph_support
+from torchpaged.testing.latent import assert_latent_close, make_latent_batch, run_mla_attention
 from torchpaged.testing.oracle import (
     ATTENTION_VARIANTS,
     assert_attention_close,
@@ -59,6 +60,7 @@ __all__ = [
     "GraphSupportReport",
     "TreeSpec",
     "assert_attention_close",
+    "assert_latent_close",
     "assert_rope_close",
     "assert_within_budget",
     "branches_of",
@@ -67,11 +69,13 @@ __all__ = [
     "check_graph_support",
     "conformance_checks",
     "make_batch",
+    "make_latent_batch",
     "make_rope_inputs",
     "make_tree_batch",
     "opcheck_cases",
     "oracle",
     "random_parents",
+    "run_mla_attention",
     "run_paged_attention",
     "tree_spec",
 ]

@@ -17,6 +17,7 @@ from torchpaged.backends import AttentionSpec, Backend, GraphSupport, Planning
 from torchpaged.custom_ops.errors import BackendUnavailableError
 from torchpaged.graphs import CaptureBackend, CudaCapture, TapeCapture
 from torchpaged.testing.graph_conformance import (
+    Case,
     check_eager,
     check_forgotten_plan,
     check_replays,
@@ -98,7 +99,7 @@ def check_graph_support(
     report = GraphSupportReport(backend.name, declared)
     held = GraphSupport.NEVER
     for level in (level for level in GraphSupport if GraphSupport.NEVER < level <= declared):
-        new = [case for case in conformance_cases(level) if case not in conformance_cases(held)]
+        new = [case for case in _cases(backend, level) if case not in conformance_cases(held)]
         for case in new:
             for dtype in taken:
                 try:
@@ -113,7 +114,7 @@ def check_graph_support(
                     ) from error
                 report.replays[f"{case.name}[{str(dtype).removeprefix('torch.')}]"] = done
         held = level
-    for case in conformance_cases(GraphSupport.ALWAYS):
+    for case in _cases(backend, GraphSupport.ALWAYS):
         for dtype in taken if case not in conformance_cases(declared) else ():
             try:
                 report.eager += check_eager(backend, case, device, dtype=dtype, **sizes)
@@ -123,6 +124,12 @@ def check_graph_support(
                     f"a graph: case {case.name!r} in {str(dtype).removeprefix('torch.')}: {error}"
                 ) from error
     return report
+
+
+def _cases(backend: Backend, level: GraphSupport) -> list[Case]:
+    """Of `conformance_cases`, those whose features the backend declares."""
+    windows = backend.capabilities.window
+    return [case for case in conformance_cases(level) if windows or "window_left" not in case.options]
 
 
 def _reasons(backend: Backend, device: torch.device, dtype: torch.dtype, sizes: dict[str, Any]) -> list[str]:

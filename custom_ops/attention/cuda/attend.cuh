@@ -170,15 +170,29 @@ struct Queries {
   }
 };
 
-// TREE: where the key at `at` counts as being for a row of this word, of a request whose query tokens follow
-// `context` keys; and whether the row sees it.
-__device__ __forceinline__ int branch_position(u32 word, int context, int at) {
-  return at < context ? at : context + __popc(word & ((1u << min(at - context, 31)) - 1));
-}
-__device__ __forceinline__ bool branch_sees(u32 word, int context, int low, int at) {
-  if (at >= context && !(word >> min(at - context, 31) & 1)) return false;
-  return (WINDOW_LEFT < 0 && CHUNK <= 0) || branch_position(word, context, at) >= low;
-}
+// TREE: the KEYS keys from `from` on, of a request whose query tokens' keys begin at `context`. The keys'
+// bits are a row's word, shifted to where its first key lies, and set for those of the context.
+template <bool WIDE> struct KeyBits { using type = u32; };
+template <> struct KeyBits<true> { using type = u64; };
+struct Branches {
+  using Bits = KeyBits<(KEYS > 32)>::type;
+  int from, token;  // the query token of the key at `from`, negative before the first
+  int right, left;  // that words are shifted
+  Bits set;
+
+  __device__ __forceinline__ Branches(int context, int from) : from(from), token(from - context) {
+    constexpr int MOST = sizeof(Bits) * 8 - 1;
+    right = min(max(token, 0), 31);
+    left = min(max(-token, 0), MOST);
+    set = token < -MOST ? ~(Bits)0 : ((Bits)1 << left) - 1;
+  }
+  __device__ __forceinline__ Bits seen(u32 word) const { return (Bits)(word >> right) << left | set; }
+  // Where the key `key` places behind `from` counts: positions are counted over what the row sees.
+  __device__ __forceinline__ int position(u32 word, int key) const {
+    return from - max(token, 0) + __popc(word & ((1u << right) - 1)) +
+           __popcll(seen(word) & (((Bits)1 << key) - 1));
+  }
+};
 
 // One warp's KEYS keys at `key`: scores, softmax, weighted values.
 __device__ __forceinline__ void attend(State &state, const Queries &queries, const Params &p, const Cursor &c,
@@ -233,9 +247,8 @@ __device__ __forceinline__ void attend(State &state, const Queries &queries, con
         else if (kv_head_of(0, lane % 4 * 2 + j % 2)) s[m][n][j] = other[n][j];
   }
   const bool whole = SAME_MASK && key + KEYS <= c.r.end && key >= c.r.low;  // no key of these is masked
-  [[maybe_unused]] const int context = c.r.seq_len - c.r.query_len;
-  // TREE: all rows see all of these; what idle rows see is of no account
-  [[maybe_unused]] const bool before_tree = WINDOW_LEFT < 0 && CHUNK <= 0 && key + KEYS <= context;
+  constexpr bool LOW = WINDOW_LEFT >= 0 || CHUNK > 0;  // rows may not see the first keys
+  [[maybe_unused]] const Branches branches(c.r.seq_len - c.r.query_len, key + lane / 4);
   bool moved = false;
   float top[COLS][2];
 #pragma unroll
@@ -251,13 +264,15 @@ __device__ __forceinline__ void attend(State &state, const Queries &queries, con
           const int at = key + m * 16 + h * 8 + lane / 4;
           if constexpr (SOFT_CAP) x = p.soft_cap * tanh_(x / p.soft_cap);
           if constexpr (ALIBI && TREE)
-            x += queries.slope[n][i] *
-                 (float)(branch_position(queries.word[n][i], context, at) - queries.position[n][i]);
+            x += queries.slope[n][i] * (float)(branches.position(queries.word[n][i], m * 16 + h * 8) -
+                                               queries.position[n][i]);
           else if constexpr (ALIBI) x += queries.slope[n][i] * (float)(at - queries.position[n][i]);
           if constexpr (SOFT_CAP || ALIBI) x *= LOG2E;
-          if constexpr (TREE)
-            x = before_tree || branch_sees(queries.word[n][i], context, queries.low[n][i], at) ? x : -INF;
-          else if constexpr (!SAME_MASK) x = at < queries.end[n][i] && at >= queries.low[n][i] ? x : -INF;
+          if constexpr (TREE) {
+            const u32 word = queries.word[n][i];
+            const bool sees = branches.seen(word) >> (m * 16 + h * 8) & 1;
+            x = sees && (!LOW || branches.position(word, m * 16 + h * 8) >= queries.low[n][i]) ? x : -INF;
+          } else if constexpr (!SAME_MASK) x = at < queries.end[n][i] && at >= queries.low[n][i] ? x : -INF;
           else if (!whole) x = at < c.r.end && at >= c.r.low ? x : -INF;
           s[m][n][2 * h + i] = x;
           most = fmaxf(most, x);

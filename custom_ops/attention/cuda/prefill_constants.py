@@ -34,9 +34,11 @@ PREFILL = Table(
         Constant("SINKS", "bool", "a head's sink has a share in the softmax"),
         Constant("LSE", "bool", "log-sum-exp is stored"),
         Constant("PATIENCE", "int", "tries before the loader gives up, for tests; 0: never"),
+        Constant("EVERY_LANE", "bool", "all lanes arrive at barriers, not one for its warp; for racecheck"),
         Constant("BESIDE", "bool", "exponentials stand before the wait for the products"),
         Constant("SHORT", "int", "up to so many query tokens: the decode launch's; 0: none"),
         Constant("SPLIT", "bool", "few tiles are cut into parts, for prefill_merge.cu"),
+        Constant("PAIRED", "macro", "1: clusters of 2 CTAs share copies of keys and values; an attribute"),
         Constant(
             "CLOCKS",
             "macro",

@@ -34,7 +34,8 @@ static_assert(PAIRS % TEAM == 0 && (TEAM == 1 || CLUSTER == 1),
               "whole teams; CTAs of a cluster share a pair");
 static_assert(NUM_KV_HEADS % PAIR_HEADS == 0 && (PAIR_HEADS == 1 || KV_BYTES == 2) && (!SHARED || ROWS <= 8),
               "two heads in one n-tile, or in tiles of their own");
-static_assert(!TREE || (CAUSAL && QUERY_LEN > 1 && QUERY_LEN < 32), "a word's bits, one of them never set");
+static_assert(!TREE || (CAUSAL && QUERY_LEN > 1 && QUERY_LEN < 32 && KEYS <= 64),
+              "a word's bits, one of them never set; those of a warp's keys");
 static_assert(DIM % 16 == 0 && DIM_V % 16 == 0 && KEYS % 16 == 0 && STAGES >= 2,
               "sizes in multiples of 16, two stages");
 

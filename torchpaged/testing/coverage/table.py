@@ -16,7 +16,7 @@ import torch
 import transformers
 
 from torchpaged.custom_ops.errors import ArgumentError
-from torchpaged.testing.coverage.checks import MODES, TOLERANCE, Row
+from torchpaged.testing.coverage.checks import MODES, RUNS, TOLERANCE, Row
 
 _HEAD = """# Architectures
 
@@ -25,7 +25,8 @@ Every decoder architecture that transformers maps to a causal LM, tiny and rando
 logits within {tolerance} of their scale, and the same greedy tokens. `torchpaged coverage` made this page;
 `--help` says how to run it again, and `torchpaged/testing/coverage/checks.py` what each check does.
 
-- **paged**: attention reads the block pools. **dense**: keys and values are gathered first, and SDPA attends.
+- **paged**: attention reads the block pools. **latent**: it reads pools of latents, one row per token for all
+  heads. **dense**: keys and values are gathered first, and SDPA attends.
 - **no cache**: the model keeps no keys and values; it runs as without torchpaged.
 - **refused**: an `UnsupportedModelError` names the reason. **wrong**: numbers differ and nothing said so.
   **broken**: another error.
@@ -81,10 +82,8 @@ class Table:
 def _cells(row: Row | None) -> tuple[str, str]:
     if row is None:
         return "", ""
-    return row.mode, str(row.graphs) if row.checks.get("compiled") == "right" else "–" if row.mode in (
-        "paged",
-        "dense",
-    ) else ""
+    uncompiled = "–" if row.mode in RUNS else ""
+    return row.mode, str(row.graphs) if row.checks.get("compiled") == "right" else uncompiled
 
 
 def _reasons(table: Table) -> list[str]:

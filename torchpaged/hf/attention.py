@@ -1,8 +1,9 @@
 """The attention and mask functions behind ``set_attn_implementation("torchpaged")``.
 
-A call is paged if its key *and* value are a paged cache's own pools. Anything else (training, encoders, cross
-attention, another cache) goes to SDPA as it would have without torchpaged, except where SDPA would silently
-drop an argument: then it raises.
+A call is paged if its key *and* value are a paged cache's own pools. Calls without a cache (encoders, vision
+towers) run on the same kernels where `torchpaged.hf.uncached` gives what SDPA gives. Anything else (training,
+another cache) goes to SDPA as it would have without torchpaged, except where SDPA would silently drop an
+argument: then it raises.
 """
 
 from __future__ import annotations
@@ -17,9 +18,13 @@ from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_
 
 from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
 from torchpaged.hf.class_tables import fill_class_tables
+from torchpaged.hf.cross import cross_batch, require_no_plan
 from torchpaged.hf.known_models import TAKES_NO_NONE
 from torchpaged.hf.layer import PagedLayer, cache_of, layer_of
+from torchpaged.hf.mask_rows import describe
 from torchpaged.hf.support import has_own_attention
+from torchpaged.hf.uncached import attend as attend_uncached
+from torchpaged.hf.uncached import takes
 from torchpaged.profiling import is_on as is_profiling
 from torchpaged.profiling import ranged_attention
 
@@ -90,12 +95,18 @@ def paged_attention_forward(
     key, value = layer.pools_of(key, value)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     window = layer.window if sliding_window is None else sliding_window or None
-    _refuse(module, layer, query, attention_mask, dropout, position_bias, kwargs)
     batch, num_heads, query_len, head_dim = query.shape
     owner = layer.owner
-    metadata = owner.metadata_of(batch, query_len)
-    # The mask's, where the model asks for one: modules may say False and mask by themselves.
+    # The mask's, where the model asks for one: modules may say False and mask by themselves. No mask is asked
+    # of a cache for cross attention.
+    crosses = owner.masks.causal is None and not causal
     causal = causal if owner.masks.causal is None else owner.masks.causal
+    _refuse(module, layer, query, None if crosses else attention_mask, dropout, position_bias, kwargs)
+    metadata = owner.metadata_of(batch, 1 if crosses else query_len)
+    requests = metadata.block_table, metadata.seq_lens, metadata.query_start_loc
+    if crosses:
+        require_no_plan(owner.backend.session)
+        requests = cross_batch(metadata, attention_mask, query_len)
     if query_len > 1 and not masks_itself and not torch.compiler.is_compiling():
         owner.masks.require_kind(layer, window)
     q = query.transpose(1, 2).reshape(batch * query_len, num_heads, head_dim)
@@ -108,9 +119,7 @@ def paged_attention_forward(
         q,
         key,
         value,
-        metadata.block_table,
-        metadata.seq_lens,
-        metadata.query_start_loc,
+        *requests,
         out,
         None,
         max_query_len=metadata.max_query_len,
@@ -206,21 +215,26 @@ def _dense(
     is_causal: bool | None,
     kwargs: dict[str, Any],
 ) -> tuple[Tensor, None]:
-    """A call without a paged cache, as SDPA does it."""
+    """A call without a paged cache: on our kernels where they give what SDPA gives, else as SDPA does it."""
     name = type(module).__name__
+    if any(kwargs.get(k) is not None for k in _SPARSE):
+        raise _sparse(name)
     if kwargs.get("cache") is not None:
         raise UnsupportedModelError(
             f"{name} got a cache of continuous batching outside of it; call model.generate_batch, which "
             "runs an attention function of its own"
         )
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    causal = bool(causal) and query.shape[2] > 1
+    if bias is None and takes(module, query, key, value, mask, causal, dropout):
+        options = {"scale": scaling, "logits_soft_cap": softcap, "sinks": sinks}
+        return attend_uncached(query, key, value, mask, causal, **options), None
     for argument, given in (("softcap", softcap), ("s_aux", sinks)):
         if given is not None:
             raise UnsupportedModelError(
                 f"{name} needs {argument}, which SDPA drops; run it with a PagedCache, or "
                 "set_attn_implementation('eager')"
             )
-    if any(kwargs.get(k) is not None for k in _SPARSE):
-        raise _sparse(name)
     if key.shape[0] != query.shape[0] and 1 not in (key.shape[0], query.shape[0]):
         raise _transformed(module)  # blocks of a pool, taken for batch rows
     if bias is not None:
@@ -278,6 +292,15 @@ def paged_mask(
         attention_mask=attention_mask,
         **options,
     )
+    if mask is not None and make is sdpa_mask and not kwargs.get("use_vmap"):
+        describe(
+            mask,
+            attention_mask,
+            mask_function,
+            local_size,
+            (q_offset, kv_offset),
+            getattr(kwargs.get("config"), "model_type", ""),
+        )
     return mask
 
 

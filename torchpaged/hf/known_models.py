@@ -48,6 +48,10 @@ NEEDS_DENSE: dict[str, str] = {
     "t5": _BIAS,
     "umt5": _BIAS,
 }
+#: Models with encoders whose attention modules tell whether they attend to their own tokens -> whether one
+#: that has no ``is_decoder`` attends to something else: `torchpaged.hf.uncached` leaves out padding queries of
+#: the others alone.
+ENCODERS: dict[str, bool] = {}
 #: Models that do arithmetic on what their cache returns, as long as nothing keeps them from it.
 COMPUTES_WITH_KEYS = OWN_ATTENTION | NEEDS_DENSE.keys()
 #: Models that take a mask for granted where transformers' mask function may return None; theirs is a

@@ -22,7 +22,7 @@ from torchpaged.hf.cross import cross_batch, require_no_plan
 from torchpaged.hf.known_models import TAKES_NO_NONE
 from torchpaged.hf.layer import PagedLayer, cache_of, layer_of
 from torchpaged.hf.mask_rows import describe
-from torchpaged.hf.support import has_own_attention
+from torchpaged.hf.support import has_own_attention, supports_sdpa
 from torchpaged.hf.uncached import attend as attend_uncached
 from torchpaged.hf.uncached import takes
 from torchpaged.profiling import is_on as is_profiling
@@ -275,12 +275,19 @@ def paged_mask(
         kv_offset = 0
     # Attention of a model's own adds the mask, and takes None for no mask at all; T5 of transformers 5.17
     # adds it to a bias even under SDPA.
-    if cache is not None or has_own_attention(getattr(kwargs.get("config"), "model_type", "")):
+    model_type = getattr(kwargs.get("config"), "model_type", "")
+    if cache is not None or has_own_attention(model_type):
         make, options = eager_mask, kwargs
     else:
+        skips = supports_sdpa(model_type)
         make, options = (
             sdpa_mask,
-            {**kwargs, "local_size": local_size, "allow_is_causal_skip": allow_is_causal_skip},
+            {
+                **kwargs,
+                "local_size": local_size,
+                "allow_is_causal_skip": allow_is_causal_skip and skips,
+                "allow_is_bidirectional_skip": kwargs.get("allow_is_bidirectional_skip", False) and skips,
+            },
         )
     mask: Tensor | None = make(
         batch_size=batch_size,
@@ -293,14 +300,7 @@ def paged_mask(
         **options,
     )
     if mask is not None and make is sdpa_mask and not kwargs.get("use_vmap"):
-        describe(
-            mask,
-            attention_mask,
-            mask_function,
-            local_size,
-            (q_offset, kv_offset),
-            getattr(kwargs.get("config"), "model_type", ""),
-        )
+        describe(mask, attention_mask, mask_function, local_size, (q_offset, kv_offset), model_type)
     return mask
 
 

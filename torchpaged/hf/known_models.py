@@ -48,10 +48,56 @@ NEEDS_DENSE: dict[str, str] = {
     "t5": _BIAS,
     "umt5": _BIAS,
 }
-#: Models with encoders whose attention modules tell whether they attend to their own tokens -> whether one
-#: that has no ``is_decoder`` attends to something else: `torchpaged.hf.uncached` leaves out padding queries of
-#: the others alone.
-ENCODERS: dict[str, bool] = {}
+_ENCODER_ONLY = (
+    "albert",
+    "bert",
+    "bert-generation",
+    "camembert",
+    "clip_text_model",
+    "data2vec-text",
+    "distilbert",
+    "electra",
+    "ernie",
+    "esm",
+    "eurobert",
+    "gte",
+    "jina_embeddings_v3",
+    "mobilebert",
+    "modernbert",
+    "nomic_bert",
+    "roberta",
+    "roberta-prelayernorm",
+    "roc_bert",
+    "siglip_text_model",
+    "splinter",
+    "xlm-roberta",
+    "xlm-roberta-xl",
+    "xmod",
+)
+_WITH_DECODER = (
+    "bart",
+    "bigbird_pegasus",
+    "blenderbot",
+    "blenderbot-small",
+    "data2vec-audio",
+    "hubert",
+    "m2m_100",
+    "marian",
+    "mbart",
+    "nllb-moe",
+    "pegasus",
+    "pegasus_x",
+    "plbart",
+    "speech_to_text",
+    "unispeech",
+    "unispeech-sat",
+    "wav2vec2",
+    "whisper",
+)
+#: Models with encoders whose attention modules tell by ``is_decoder`` whether they attend to their own tokens
+#: -> whether one without that attribute may attend to others: `torchpaged.hf.uncached` leaves out padding
+#: queries where they attend to their own. The modules of encoders alone have it where they can be decoders.
+ENCODERS: dict[str, bool] = {**dict.fromkeys(_ENCODER_ONLY, False), **dict.fromkeys(_WITH_DECODER, True)}
 #: Models that do arithmetic on what their cache returns, as long as nothing keeps them from it.
 COMPUTES_WITH_KEYS = OWN_ATTENTION | NEEDS_DENSE.keys()
 #: Models that take a mask for granted where transformers' mask function may return None; theirs is a

@@ -84,6 +84,22 @@ def _has_own_attention(model_type: str) -> bool:
     return model_class is not None and not uses_attention_interface(model_class)
 
 
+@torch.compiler.assume_constant_result
+def supports_sdpa(model_type: str) -> bool:
+    """Whether the models of a type were made for SDPA: where no mask is needed they take None for one, and
+    their modules say whether they are causal. Others may be read wrong without a mask."""
+    return _supports_sdpa(model_type)
+
+
+@functools.cache
+def _supports_sdpa(model_type: str) -> bool:
+    if model_type not in CONFIG_MAPPING:
+        return False
+    model_class = _class_of(CONFIG_MAPPING[model_type])
+    # Not public; tests/hf/test_encoders.py notices if it goes.
+    return bool(getattr(model_class, "_supports_sdpa", False))
+
+
 def require_supported_config(config: Any) -> None:
     """The same from a config alone, where transformers knows the model that goes with it; also refuses those
     with caches of their own.

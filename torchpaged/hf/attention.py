@@ -24,7 +24,7 @@ from torchpaged.hf.layer import PagedLayer, cache_of, layer_of
 from torchpaged.hf.mask_rows import describe
 from torchpaged.hf.support import has_own_attention, supports_sdpa
 from torchpaged.hf.uncached import attend as attend_uncached
-from torchpaged.hf.uncached import takes
+from torchpaged.hf.uncached import type_of_encoder, way_of
 from torchpaged.profiling import is_on as is_profiling
 from torchpaged.profiling import ranged_attention
 
@@ -101,7 +101,11 @@ def paged_attention_forward(
     # of a cache for cross attention.
     crosses = owner.masks.causal is None and not causal
     causal = causal if owner.masks.causal is None else owner.masks.causal
-    _refuse(module, layer, query, None if crosses else attention_mask, dropout, position_bias, kwargs)
+    bias, mask = position_bias, attention_mask
+    if crosses:
+        # T5's cross attention has no bias, and comes with zeros for one. The mask is read below.
+        bias, mask = None if getattr(module, "has_relative_attention_bias", bias) is False else bias, None
+    _refuse(module, layer, query, mask, dropout, bias, kwargs)
     metadata = owner.metadata_of(batch, 1 if crosses else query_len)
     requests = metadata.block_table, metadata.seq_lens, metadata.query_start_loc
     if crosses:
@@ -226,9 +230,11 @@ def _dense(
         )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     causal = bool(causal) and query.shape[2] > 1
-    if bias is None and takes(module, query, key, value, mask, causal, dropout):
+    needs_kernel = softcap is not None or sinks is not None
+    way = None if bias is not None else way_of(module, query, key, value, mask, causal, dropout, needs_kernel)
+    if way is not None:
         options = {"scale": scaling, "logits_soft_cap": softcap, "sinks": sinks}
-        return attend_uncached(query, key, value, mask, causal, **options), None
+        return attend_uncached(query, key, value, mask, causal, way, **options), None
     for argument, given in (("softcap", softcap), ("s_aux", sinks)):
         if given is not None:
             raise UnsupportedModelError(
@@ -273,21 +279,19 @@ def paged_mask(
         return None
     if cache is not None:
         kv_offset = 0
-    # Attention of a model's own adds the mask, and takes None for no mask at all; T5 of transformers 5.17
-    # adds it to a bias even under SDPA.
-    model_type = getattr(kwargs.get("config"), "model_type", "")
+    # Attention of a model's own, of some parts or all of it, adds the mask, and takes None for no mask at all;
+    # T5 of transformers 5.17 adds it to a bias even under SDPA. A mask to add serves SDPA, too. Models that were
+    # not made for SDPA may say nothing of causality where they get none.
+    config = kwargs.get("config")
+    model_type = getattr(config, "model_type", "")
     if cache is not None or has_own_attention(model_type):
         make, options = eager_mask, kwargs
+    elif not supports_sdpa(model_type):
+        make, options = eager_mask, {**kwargs, "allow_is_bidirectional_skip": False}
     else:
-        skips = supports_sdpa(model_type)
         make, options = (
             sdpa_mask,
-            {
-                **kwargs,
-                "local_size": local_size,
-                "allow_is_causal_skip": allow_is_causal_skip and skips,
-                "allow_is_bidirectional_skip": kwargs.get("allow_is_bidirectional_skip", False) and skips,
-            },
+            {**kwargs, "local_size": local_size, "allow_is_causal_skip": allow_is_causal_skip},
         )
     mask: Tensor | None = make(
         batch_size=batch_size,
@@ -299,8 +303,9 @@ def paged_mask(
         attention_mask=attention_mask,
         **options,
     )
-    if mask is not None and make is sdpa_mask and not kwargs.get("use_vmap"):
-        describe(mask, attention_mask, mask_function, local_size, (q_offset, kv_offset), model_type)
+    if mask is not None and cache is None and not kwargs.get("use_vmap"):
+        offsets = q_offset, kv_offset
+        describe(mask, attention_mask, mask_function, local_size, offsets, type_of_encoder(config))
     return mask
 
 

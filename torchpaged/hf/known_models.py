@@ -44,7 +44,9 @@ NEEDS_DENSE: dict[str, str] = {
     "doge": "makes a mask of its cached values",
     "jetmoe": "repeats its cached keys and values before it attends",
     "inkling_text": _BIAS,
+    "longt5": _BIAS,
     "mt5": _BIAS,
+    "switch_transformers": _BIAS,
     "t5": _BIAS,
     "umt5": _BIAS,
 }
@@ -84,7 +86,6 @@ _WITH_DECODER = (
     "m2m_100",
     "marian",
     "mbart",
-    "nllb-moe",
     "pegasus",
     "pegasus_x",
     "plbart",
@@ -96,7 +97,7 @@ _WITH_DECODER = (
 )
 #: Models with encoders whose attention modules tell by ``is_decoder`` whether they attend to their own tokens
 #: -> whether one without that attribute may attend to others: `torchpaged.hf.uncached` leaves out padding
-#: queries where they attend to their own. The modules of encoders alone have it where they can be decoders.
+#: queries where they attend to their own. Not nllb-moe, where padding takes part in the experts' capacity.
 ENCODERS: dict[str, bool] = {**dict.fromkeys(_ENCODER_ONLY, False), **dict.fromkeys(_WITH_DECODER, True)}
 #: Models that do arithmetic on what their cache returns, as long as nothing keeps them from it.
 COMPUTES_WITH_KEYS = OWN_ATTENTION | NEEDS_DENSE.keys()

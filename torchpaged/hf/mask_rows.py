@@ -94,13 +94,13 @@ def describe(
     """Hang the rows on a mask that transformers made, if they say the same; else leave it as it is.
 
     Args:
-        mask: ``[batch, 1, query_len, kv_len]`` bool.
+        mask: ``[batch, 1, query_len, kv_len]``, bool or to add.
         padding: ``[batch, kv_len]``, nonzero = token; None = no padding.
         mask_function, local_size: as transformers gives them to a mask function.
         offsets: ``(q_offset, kv_offset)``; only masks without offsets are described.
         model_type: of the config.
     """
-    if mask.dim() != 4 or mask.dtype != torch.bool or any(not isinstance(x, int) or x for x in offsets):
+    if mask.dim() != 4 or any(not isinstance(x, int) or x for x in offsets):
         return
     query_len, kv_len = mask.shape[-2:]
     kind = _kind(mask_function, local_size, query_len, kv_len)

@@ -19,12 +19,9 @@ _LIBRARY.define(
 
 @torch.library.impl(_LIBRARY, "_pin_batch", "CompositeExplicitAutograd")
 def _pin(block_table: Tensor, seq_lens: Tensor, query_start_loc: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    contiguous = torch.contiguous_format
-    pinned = tuple(
-        x.clone(memory_format=contiguous) for x in (block_table, seq_lens, query_start_loc)
-    )
-    if seq_lens.is_cuda:
-        _ = pinned[2][:1] + 1  # the kernel in between
+    tensors = block_table, seq_lens, query_start_loc
+    pinned = tuple(x.clone(memory_format=torch.contiguous_format) for x in tensors)
+    _ = pinned[2][:1] + 1  # the kernel in between
     table, lens, starts = pinned
     return table, lens, starts
 

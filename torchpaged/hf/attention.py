@@ -303,7 +303,7 @@ def paged_mask(
         attention_mask=attention_mask,
         **options,
     )
-    if mask is not None and cache is None and not kwargs.get("use_vmap"):
+    if mask is not None and cache is None:
         offsets = q_offset, kv_offset
         describe(mask, attention_mask, mask_function, local_size, offsets, type_of_encoder(config))
     return mask

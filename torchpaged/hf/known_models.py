@@ -72,6 +72,7 @@ _ENCODER_ONLY = (
     "roc_bert",
     "siglip_text_model",
     "splinter",
+    "t5_gemma_module",
     "xlm-roberta",
     "xlm-roberta-xl",
     "xmod",

@@ -37,7 +37,7 @@ from torchpaged.functional import (
     rope_write_kv,
     write_kv,
 )
-from torchpaged.metadata import AttentionMetadata
+from torchpaged.metadata import AttentionMetadata, tree_mask_from_parents, tree_token_positions
 from torchpaged.version import __version__ as __version__
 
 __all__ = [
@@ -70,6 +70,8 @@ __all__ = [
     "rope_write_kv",
     "save_compile_cache",
     "select_backend",
+    "tree_mask_from_parents",
+    "tree_token_positions",
     "use_backend",
     "write_kv",
 ]

@@ -46,6 +46,7 @@ _META = Capabilities(
     dtypes=FLOATS,
     kv_dtypes=(*FLOATS, *FP8),
     graph_support=GraphSupport.ALWAYS,
+    tree_mask=True,
 )
 
 
@@ -75,6 +76,8 @@ class PagedAttention(nn.Module):
             is refused then. None: the cache says it.
         kv_dtype: the pools' dtype, for choosing a backend; default: the module's. Pools that the backend
             can't take are refused.
+        tree_mask: whether batches with a ``tree_mask`` will come, so that it counts in the choice of a
+            backend. Batches with one are refused where the backend takes none.
         backend: a name or "auto". Chosen here and again when the module moves (``.to``), never
             in ``forward``.
         limits: the largest batches to come, for a session of the module's own. None: not said; a backend may
@@ -116,6 +119,7 @@ class PagedAttention(nn.Module):
         chunk_size: int | None = None,
         block_size: int | None = None,
         kv_dtype: torch.dtype | None = None,
+        tree_mask: bool = False,
         backend: str = "auto",
         limits: Limits | None = None,
         session: Session | None = None,
@@ -147,6 +151,7 @@ class PagedAttention(nn.Module):
             chunk_size,
         )
         self.block_size, self.kv_dtype, self.requested_backend = block_size, kv_dtype, backend
+        self.tree_mask = tree_mask
         if not isinstance(session, (Session, NoneType)):
             raise ArgumentError("session", "a Session, such as open_session gives", repr(session))
         if not isinstance(limits, (Limits, NoneType)):
@@ -195,6 +200,7 @@ class PagedAttention(nn.Module):
             sinks=self.sinks,
             chunk_size=self.chunk_size,
             scale=self.scale,
+            tree_mask=self.tree_mask or None,
         )
         self._on_meta = self._home.is_meta
         if self._on_meta:
@@ -301,7 +307,8 @@ class PagedAttention(nn.Module):
         Raises:
             ArgumentError: shapes, dtypes, devices or values don't fit, the cache's block size is not the
                 metadata's, or the batch is over the session's limits; nothing is written then.
-            BackendUnavailableError: the backend can't take pools of this dtype or block size.
+            BackendUnavailableError: the backend can't take pools of this dtype or block size, or no batch
+                with a ``tree_mask``.
             PlanError: the backend plans every batch, and ``session.plan(metadata)`` was not called.
         """
         pools = kv_cache if isinstance(kv_cache, LayerKVCache) else LayerKVCache(*kv_cache)
@@ -346,6 +353,8 @@ class PagedAttention(nn.Module):
             "v_scale": pools.v_scale,
             "chunk_size": self.chunk_size or 0,
         }
+        if metadata.tree_mask is not None:  # a backend that does not take one need not know the argument
+            options["tree_mask"] = metadata.tree_mask
         workspace = self._workspace
         write = None
         if key is not None and value is not None:
@@ -425,6 +434,11 @@ class PagedAttention(nn.Module):
             raise BackendUnavailableError(
                 f"backend {self.choice.name!r} cannot run this attention: kv dtype {pools.k_cache.dtype} is "
                 f"not one of {able.kv_dtypes}; give PagedAttention kv_dtype, so that it chooses with it"
+            )
+        if metadata.tree_mask is not None and not able.tree_mask:
+            raise BackendUnavailableError(
+                f"backend {self.choice.name!r} cannot run this attention: tree_mask is not supported; give "
+                "PagedAttention tree_mask=True, so that it chooses with it"
             )
 
     def extra_repr(self) -> str:

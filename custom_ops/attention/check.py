@@ -23,6 +23,9 @@ from torchpaged.custom_ops.checks import (
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.custom_ops.pools import FLOATS, INF, check_cache_dtype, check_pools
 
+#: Query tokens of a request that the words of a tree_mask have bits for.
+MAX_TREE_TOKENS = 64
+
 
 def _check_semaphore(semaphore: Tensor, least: int, device: torch.device) -> None:
     check_dims("semaphore", semaphore, None)
@@ -63,6 +66,7 @@ def check_paged_attention(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     chunk_size: int = 0,
+    tree_mask: Tensor | None = None,
     semaphore: Tensor | None = None,
 ) -> None:
     """Every argument of ``paged_attention``; raises `ArgumentError` before anything is written."""
@@ -126,8 +130,55 @@ def check_paged_attention(
         raise ArgumentError("chunk_size", "0 (off) or a positive number of tokens", str(chunk_size))
     if semaphore is not None:
         _check_semaphore(semaphore, block_table.shape[0] * num_kv_heads, q.device)
+    if tree_mask is not None:
+        _check_tree_mask(tree_mask, q, causal, max_query_len)
     if reads_values(q.device):
         _check_batch_values(q.shape[0], k_cache, block_table, seq_lens, query_start_loc, max_query_len)
+        if tree_mask is not None:
+            _check_tree_values(tree_mask, seq_lens, query_start_loc)
+
+
+def _check_tree_mask(tree_mask: Tensor, q: Tensor, causal: bool, max_query_len: int) -> None:
+    check_dims("tree_mask", tree_mask, q.shape[0])
+    check_dtype("tree_mask", tree_mask, torch.int64)
+    check_device(q.device, tree_mask=tree_mask)
+    check_last_dim(tree_mask=tree_mask)
+    if not causal:
+        raise ArgumentError(
+            "causal", "True with a tree_mask: no query token sees a later one of its request", "False"
+        )
+    if max_query_len > MAX_TREE_TOKENS:
+        raise ArgumentError(
+            "max_query_len",
+            f"at most {MAX_TREE_TOKENS} with a tree_mask, which has a bit for each query token of a request",
+            str(max_query_len),
+            "attend to longer queries in a call of their own",
+        )
+
+
+def _check_tree_values(tree_mask: Tensor, seq_lens: Tensor, query_start_loc: Tensor) -> None:
+    query_lens = query_start_loc.diff()
+    short = (seq_lens > 0) & (seq_lens < query_lens)
+    if bool(short.any()):
+        row = int(short.nonzero()[0])
+        raise ArgumentError(
+            "seq_lens",
+            f"at least the query length ({int(query_lens[row])}) with a tree_mask, or 0 for a padding row",
+            f"{int(seq_lens[row])} in row {row}",
+        )
+    used = int(query_start_loc[-1])
+    token = torch.arange(used, device=tree_mask.device)
+    index = token - torch.repeat_interleave(query_start_loc[:-1].long(), query_lens.long())
+    # arithmetic shifts: of token 63 nothing is left but the sign, which is its own bit
+    later = (tree_mask[:used] >> index >> 1) * (index < MAX_TREE_TOKENS - 1)
+    if bool(later.any()):
+        at = int(later.nonzero()[0])
+        raise ArgumentError(
+            "tree_mask",
+            "bits of the token itself and of tokens before it in its request",
+            f"a bit of a later one in row {at}, its request's query token {int(index[at])}",
+            "give parents smaller numbers than their children",
+        )
 
 
 def _check_batch_values(

@@ -26,6 +26,8 @@ def _paged_attention(
     query_start_loc: Tensor,
     out: Tensor,
     lse: Tensor | None = None,
+    *,
+    tree_mask: Tensor | None = None,
     **_: Any,
 ) -> None:
     refuse_inductors_for(q)
@@ -50,6 +52,12 @@ def _paged_attention(
     torch._check(
         block_table.shape[0] == seq_lens.shape[0], lambda: "seq_lens: expected one length per table row"
     )
+    if tree_mask is not None:
+        torch._check(
+            tree_mask.dtype == torch.int64, lambda: f"tree_mask: expected int64, got {tree_mask.dtype}"
+        )
+        torch._check(tree_mask.dim() == 1, lambda: f"tree_mask: expected 1 dimension, got {tree_mask.dim()}")
+        torch._check(tree_mask.shape[0] == q.shape[0], lambda: "tree_mask: expected one word per query token")
 
 
 FAKES: dict[str, Callable[..., None]] = {"paged_attention": _paged_attention}

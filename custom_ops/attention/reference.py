@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from torchpaged.custom_ops.attention.check import check_merge_attn_states, check_paged_attention
-from torchpaged.custom_ops.attention.mask import visible_keys
+from torchpaged.custom_ops.attention.mask import in_reach, tree_positions
 
 
 def _gather(
@@ -67,12 +67,15 @@ def paged_attention(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     chunk_size: int = 0,
+    tree_mask: Tensor | None = None,
     semaphore: Tensor | None = None,
 ) -> None:
     """Softmax attention of packed queries over paged keys and values, one request after the other.
 
     Scores: ``s = scale * q.k``, then ``cap * tanh(s / cap)``, then ``+ slope * (key_pos - query_pos)``, then
-    the mask; a sink is one more logit of its head with no value (gpt-oss, arXiv:2309.17453).
+    the mask; a sink is one more logit of its head with no value (gpt-oss, arXiv:2309.17453). With a
+    ``tree_mask`` (tree attention, arXiv:2305.09781) positions are as each query counts them, see
+    `tree_positions`.
     """
     check_paged_attention(
         q,
@@ -94,6 +97,7 @@ def paged_attention(
         k_scale=k_scale,
         v_scale=v_scale,
         chunk_size=chunk_size,
+        tree_mask=tree_mask,
         semaphore=semaphore,
     )
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -109,14 +113,19 @@ def paged_attention(
         blocks = block_table[request, : -(-length // block_size)].long()
         keys = _gather(k_cache, blocks, length, group, dtype, k_scale)  # [L, H, D]
         values = _gather(v_cache, blocks, length, group, dtype, v_scale)
-        positions = torch.arange(length - (end - start), length, device=q.device)
+        order = torch.arange(length - (end - start), length, device=q.device)
+        queries, keys_at, hidden = order, torch.arange(length, device=q.device), None
+        if tree_mask is not None:
+            queries, keys_at, hidden = tree_positions(tree_mask[start:end], length)
         scores = torch.einsum("shd,lhd->hsl", q[start:end].to(dtype), keys) * scale
         if logits_soft_cap > 0:
             scores = logits_soft_cap * torch.tanh(scores / logits_soft_cap)
         if alibi_slopes is not None:
-            distance = torch.arange(length, device=q.device)[None, :] - positions[:, None]
-            scores = scores + alibi_slopes.to(dtype)[:, None, None] * distance
-        mask = visible_keys(positions, length, causal, window_left, window_right, chunk_size)
+            scores = scores + alibi_slopes.to(dtype)[:, None, None] * (keys_at - queries[:, None])
+        mask = in_reach(queries[:, None], keys_at, causal, window_left, window_right, chunk_size)
+        mask = mask & (order >= 0)[:, None]
+        if hidden is not None:
+            mask = mask & ~hidden
         scores = scores.masked_fill(~mask, float("-inf"))
         logits = scores
         if sinks is not None:

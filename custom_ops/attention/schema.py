@@ -9,13 +9,16 @@ SCHEMAS = {
     # window_left/right: keys visible beside the own one, -1 = open. chunk_size: keys of the own chunk only,
     # 0 = off. Metadata and the context's keys and values may be read before the kernels ahead on the stream
     # have ended; stream_order.py says by whom, and what that asks of whoever writes them.
+    # tree_mask [T] int64: bit j of a token's word says that it sees query token j of its request, one before
+    # it; itself it always sees. A query then counts positions from the context on over what it sees alone.
+    # Needs causal and at most 64 query tokens per request.
     # semaphore: int32 zeros, at least B * num_kv_heads, zeros again afterwards; calls that may overlap need
     # one each. Without it a kernel that needs one makes its own, which costs a memset.
     "paged_attention": """(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor seq_lens,
         Tensor query_start_loc, Tensor(a!) out, Tensor(b!)? lse=None, *, SymInt max_query_len, float scale,
         bool causal=True, int window_left=-1, int window_right=-1, float logits_soft_cap=0.0,
         Tensor? alibi_slopes=None, Tensor? sinks=None, Tensor? k_scale=None, Tensor? v_scale=None,
-        int chunk_size=0, Tensor(c!)? semaphore=None) -> ()""",
+        int chunk_size=0, Tensor? tree_mask=None, Tensor(c!)? semaphore=None) -> ()""",
     # out_a, out_b, out [T, num_heads, head_dim_v]; lse_a, lse_b, lse [T, num_heads] float32. LSE -inf: that
     # side saw nothing, its out is not read. NaN or +inf on either side: NaN.
     "merge_attn_states": """(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b, Tensor(a!) out,

@@ -41,15 +41,12 @@ def to_fp8(x, LIMIT: tl.constexpr, dtype: tl.constexpr):
         bits = x.to(tl.uint32, bitcast=True)
         size = bits & 0x7FFFFFFF
         normal = ((size + 0xFFFFF + ((size >> 21) & 1)) >> 21) - ((127 - 15) << 2)
-        steps = (tl.abs(x) + 128.0).to(
-            tl.uint32, bitcast=True
-        ) - 0x43000000  # neighbours of 128.0 are 2^-16 apart, as e5m2's subnormals
-        small = tl.where(size < 0x38800000, steps, normal)  # 2^-14, the smallest normal number
-        fp8 = (
-            (tl.where(size > 0x7F800000, 0x7F, small) | ((bits >> 24) & 0x80))
-            .to(tl.uint8)
-            .to(tl.float8e5, bitcast=True)
-        )
+        # Below 2^-14, e5m2's smallest normal number, the addition rounds: neighbours of 128.0 are 2^-16
+        # apart, as e5m2's subnormals are.
+        steps = (tl.abs(x) + 128.0).to(tl.uint32, bitcast=True) - 0x43000000
+        small = tl.where(size < 0x38800000, steps, normal)
+        code = tl.where(size > 0x7F800000, 0x7F, small) | ((bits >> 24) & 0x80)
+        fp8 = code.to(tl.uint8).to(tl.float8e5, bitcast=True)
     else:
         fp8 = x.to(dtype)
     return fp8

@@ -11,7 +11,7 @@ import torch
 from torchpaged.backends.spec import AttentionSpec, GraphSupport
 
 #: What a backend may lack, by the names of its fields below.
-FEATURES = ("bidirectional", "window", "logits_soft_cap", "alibi", "sinks", "chunked", "lse")
+FEATURES = ("bidirectional", "window", "logits_soft_cap", "alibi", "sinks", "chunked", "lse", "tree_mask")
 
 
 class Planning(IntEnum):
@@ -34,7 +34,7 @@ class Capabilities:
     None means "any". ``head_dims`` and ``block_sizes`` list what is supported. ``planning`` says when its
     sessions want `Session.plan`. ``finite_pools``: whatever lies in a pool must be finite, also where nobody
     has written or may look, since what a query must not see is multiplied by 0; zeros, as `PagedKVCache` has,
-    are.
+    are. A backend that does not say ``tree_mask`` takes none: its op is never given one.
     """
 
     device_types: tuple[str, ...]
@@ -53,6 +53,7 @@ class Capabilities:
     sinks: bool = True
     chunked: bool = True
     lse: bool = True
+    tree_mask: bool = False
     planning: Planning = Planning.NEVER
     finite_pools: bool = False
 
@@ -108,14 +109,23 @@ def features_of(spec: AttentionSpec) -> list[str]:
         sinks=spec.sinks,
         chunk_size=spec.chunk_size,
         lse=spec.lse,
+        tree_mask=spec.tree_mask,
     )
 
 
 def used_features(
-    *, causal: bool, window: bool, soft_cap: float, alibi: bool, sinks: bool, chunk_size: int, lse: bool
+    *,
+    causal: bool,
+    window: bool,
+    soft_cap: float,
+    alibi: bool,
+    sinks: bool,
+    chunk_size: int,
+    lse: bool,
+    tree_mask: bool = False,
 ) -> list[str]:
     """`features_of`, where sizes may be symbols and there is no spec: in a trace."""
-    used = (not causal, window, soft_cap != 0, alibi, sinks, chunk_size > 0, lse)
+    used = (not causal, window, soft_cap != 0, alibi, sinks, chunk_size > 0, lse, tree_mask)
     return [feature for feature, is_used in zip(FEATURES, used, strict=True) if is_used]
 
 

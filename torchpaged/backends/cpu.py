@@ -20,7 +20,11 @@ def _unavailable() -> str | None:
 BACKEND = Backend(
     name="cpu",
     capabilities=Capabilities(
-        device_types=("cpu",), dtypes=_FLOATS, kv_dtypes=_FLOATS, graph_support=GraphSupport.ALWAYS
+        device_types=("cpu",),
+        dtypes=_FLOATS,
+        kv_dtypes=_FLOATS,
+        graph_support=GraphSupport.ALWAYS,
+        tree_mask=True,
     ),
     ops=BACKEND_OPS["cpu"],
     unavailable=_unavailable,

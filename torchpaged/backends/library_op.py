@@ -21,6 +21,7 @@ from torch import Tensor
 from torchpaged.custom_ops.attention.check import check_paged_attention
 from torchpaged.custom_ops.attention.fake import FAKES
 from torchpaged.custom_ops.attention.schema import SCHEMAS
+from torchpaged.custom_ops.errors import ArgumentError
 
 #: Kept for the life of the process: dropping one deregisters its op.
 _LIBRARIES: dict[str, torch.library.Library] = {}
@@ -43,7 +44,7 @@ class Call(NamedTuple):
 
 
 class Options(NamedTuple):
-    """The options of a call, without the contract's ``semaphore``."""
+    """The options of a call, without the contract's ``semaphore`` and ``tree_mask``, which is refused."""
 
     max_query_len: int
     scale: float
@@ -79,6 +80,7 @@ def attention_op(namespace: str, kernel: Callable[..., None], **further: str) ->
 
     def launch(*arguments: Any, **keywords: Any) -> None:
         call, kept = Call(*arguments), {name: keywords.pop(name, None) for name in further}
+        refuse_tree(namespace, keywords.pop("tree_mask", None))
         options = Options(**keywords)
         check_paged_attention(*call, **options._asdict())
         if not call.q.shape[0] or not call.block_table.numel():
@@ -96,6 +98,17 @@ def attention_op(namespace: str, kernel: Callable[..., None], **further: str) ->
     library.impl("paged_attention", launch, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{namespace}::paged_attention", FAKES["paged_attention"], lib=library)
     return {"paged_attention": getattr(torch.ops, namespace).paged_attention.default}
+
+
+def refuse_tree(name: str, tree_mask: Tensor | None) -> None:
+    """Refuse a tree mask for the op of a backend that declares to take none; raises `ArgumentError`."""
+    if tree_mask is not None:
+        raise ArgumentError(
+            "tree_mask",
+            f"None: {name} attends without one",
+            "a tensor",
+            "choose a backend that declares tree_mask (torchpaged backends)",
+        )
 
 
 class Held(Generic[Kept]):

@@ -18,6 +18,7 @@ BACKEND = Backend(
         dtypes=_FLOATS,
         kv_dtypes=(*_FLOATS, torch.float8_e4m3fn, torch.float8_e5m2),
         graph_support=GraphSupport.NEVER,  # it reads lengths on the host
+        tree_mask=True,
     ),
     ops=BACKEND_OPS["reference"],
     unavailable=lambda: None,

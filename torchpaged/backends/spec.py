@@ -44,7 +44,7 @@ class AttentionSpec:
         logits_soft_cap: scores become ``cap * tanh(score / cap)``; 0 = off.
         chunk_size: keys of the query's own chunk of that many positions only; 0 = off.
         scale: softmax scale; None = ``head_dim ** -0.5``.
-        alibi, sinks, lse: features it uses.
+        alibi, sinks, lse, tree_mask: features it uses.
         graphs: the least graph support it needs.
     """
 
@@ -65,6 +65,7 @@ class AttentionSpec:
     lse: bool = False
     graphs: GraphSupport = GraphSupport.NEVER
     scale: float | None = None
+    tree_mask: bool = False
 
     @property
     def window(self) -> bool:
@@ -95,6 +96,7 @@ def attention_spec(
     chunk_size: int | None = None,
     lse: bool = False,
     scale: float | None = None,
+    tree_mask: Any = None,
 ) -> AttentionSpec:
     """The spec of a layer that attends with these arguments.
 
@@ -103,7 +105,7 @@ def attention_spec(
             `AttentionSpec`.
         window_size: ``(left, right)``; -1 = open.
         logits_soft_cap, chunk_size: None or 0 = off.
-        alibi_slopes, sinks: None = off; anything else counts as given.
+        alibi_slopes, sinks, tree_mask: None = off; anything else counts as given.
         scale: None = ``head_dim ** -0.5``.
     """
     return AttentionSpec(
@@ -123,4 +125,5 @@ def attention_spec(
         chunk_size=chunk_size or 0,
         lse=lse,
         scale=head_dim**-0.5 if scale is None else float(scale),
+        tree_mask=tree_mask is not None,
     )

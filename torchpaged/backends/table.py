@@ -18,7 +18,13 @@ _SHORT = {
     torch.float8_e4m3fn: "e4m3",
     torch.float8_e5m2: "e5m2",
 }
-_HEADS = {"bidirectional": "not causal", "logits_soft_cap": "soft cap", "alibi": "ALiBi", "lse": "LSE"}
+_HEADS = {
+    "bidirectional": "not causal",
+    "logits_soft_cap": "soft cap",
+    "alibi": "ALiBi",
+    "lse": "LSE",
+    "tree_mask": "tree",
+}
 
 
 def declared(name: str) -> dict[str, Any]:

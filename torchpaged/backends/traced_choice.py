@@ -37,6 +37,7 @@ class TracedAttention(NamedTuple):
     alibi: bool = False
     sinks: bool = False
     lse: bool = False
+    tree_mask: bool = False
 
     def spec(self, device: torch.device) -> AttentionSpec:
         """The spec; a cap that is on is 1 in it."""

@@ -5,6 +5,7 @@ generator = Generator(model, tokenizer)
 outputs = generator.generate(["The capital of France is"], SamplingParams(max_new_tokens=16))
 """
 
+from torchpaged.engine.generate_call import accelerate, unaccelerate
 from torchpaged.engine.generator import Generator
 from torchpaged.engine.model import PagedModelProtocol
 from torchpaged.engine.sampling import SamplingParams
@@ -18,4 +19,6 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "TokenEvent",
+    "accelerate",
+    "unaccelerate",
 ]

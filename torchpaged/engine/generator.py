@@ -69,6 +69,9 @@ class Generator:
         num_blocks: blocks of the pool; default: enough for ``max_batch_size`` requests of ``max_seq_len``.
         kv_cache_memory: bytes for the pool instead.
         backend: attention backend, or "auto".
+        kv_dtype, kv_scales: of the pool, as for `torchpaged.hf.PagedCache`: "fp8_e4m3" or "fp8_e5m2" for
+            half the memory, with scales given, or found in the first prompt by a forward of its own
+            (``generator.model.kv_scales`` has them). Refused, too, with a model that is paged already.
         prefill_chunk_size: prompt tokens per step.
         fuse: call `torchpaged.hf.fuse` on the model first (docs/fusion.md); for transformers models. One that
             is fused already is taken as it is; the model stays fused afterwards,
@@ -119,6 +122,8 @@ class Generator:
         num_blocks: int | None = None,
         kv_cache_memory: int | None = None,
         backend: str = "auto",
+        kv_dtype: str | torch.dtype | None = None,
+        kv_scales: Any = "head",
         prefill_chunk_size: int = 512,
         fuse: bool = False,
         compile: bool | str = "auto",
@@ -152,6 +157,8 @@ class Generator:
             max_batch_size=max_batch_size,
             max_seq_len=self.max_seq_len,
             prefill_chunk_size=prefill_chunk_size,
+            kv_dtype=kv_dtype,
+            kv_scales=kv_scales,
         )
         self.tokenizer = tokenizer
         self.choice, self.device = self.model.choice, torch.device(self.model.device)

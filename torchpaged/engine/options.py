@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from torchpaged.backends import Choice, GraphSupport, Limits
 from torchpaged.custom_ops.errors import ArgumentError, BackendUnavailableError
 from torchpaged.engine.model import PagedModelProtocol
@@ -64,6 +66,8 @@ def paged_model(
     max_batch_size: int,
     max_seq_len: int,
     prefill_chunk_size: int,
+    kv_dtype: str | torch.dtype | None = None,
+    kv_scales: Any = "head",
 ) -> PagedModelProtocol:
     """``model`` itself if it is paged, else a `PagedModel` of it, fused first if asked.
 
@@ -90,6 +94,8 @@ def paged_model(
             "kv_cache_memory": kv_cache_memory,
             "block_size": block_size,
             "backend": None if backend == "auto" else backend,
+            "kv_dtype": kv_dtype,
+            "kv_scales": None if isinstance(kv_scales, str) and kv_scales == "head" else kv_scales,
         }
         for name, value in given.items():
             if value is not None:
@@ -139,6 +145,8 @@ def paged_model(
         block_size=block_size,
         backend=backend,
         limits=limits,
+        kv_dtype=kv_dtype,
+        kv_scales=kv_scales,
     )
 
 

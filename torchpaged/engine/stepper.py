@@ -72,7 +72,9 @@ class Stepper:
         self.stats = GeneratorStats(num_blocks=scheduler.pool.num_usable)
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a new request."""
+        """Queue a new request; the first one's prompt gives fp8 pools the scales that nobody gave."""
+        if getattr(self._model, "needs_scales", False):
+            self._model.find_scales(sequence.prompt)  # type: ignore[attr-defined]
         with self._at_work():
             self.requests[sequence.request_id] = sequence
             sequence.inbox.live[sequence] = None

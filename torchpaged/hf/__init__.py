@@ -27,6 +27,7 @@ from torchpaged.hf.support import fusion_of, require_supported
 from torchpaged.hf.switch import attach, detach, paged
 
 if TYPE_CHECKING:
+    from torchpaged.engine import accelerate, unaccelerate
     from torchpaged.fuse import FusionReport, fuse, unfuse
 
 register()
@@ -38,6 +39,7 @@ __all__ = [
     "PagedCache",
     "PagedEncoderDecoderCache",
     "PagedModel",
+    "accelerate",
     "attach",
     "compile_layers",
     "detach",
@@ -47,6 +49,7 @@ __all__ = [
     "paged",
     "register",
     "require_supported",
+    "unaccelerate",
     "uncompile_layers",
     "unfuse",
 ]
@@ -58,4 +61,8 @@ def __getattr__(name: str) -> Any:
         from torchpaged import fuse
 
         return getattr(fuse, name)
+    if name in ("accelerate", "unaccelerate"):
+        from torchpaged import engine
+
+        return getattr(engine, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

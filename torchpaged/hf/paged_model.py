@@ -12,6 +12,7 @@ nothing is read on the host.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +24,8 @@ from torchpaged.backends import Choice, Limits, Session
 from torchpaged.cache import LayerSpec, PagedKVCache
 from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
 from torchpaged.hf.attention import NAME
+from torchpaged.hf.kv_scales import KVScales, Scales
+from torchpaged.hf.packed_scales import PackedScales, run_once
 from torchpaged.hf.step_cache import StepCache, padding_step
 from torchpaged.hf.support import fusion_of, require_supported
 from torchpaged.metadata import AttentionMetadata
@@ -43,8 +46,8 @@ class PagedModel:
             ``max_blocks_per_req``. None, and where one is None: 1024 requests, any number of tokens, as many
             blocks as there are.
 
-    The pools have the dtype of the model's keys; fp8 pools are for `PagedCache`, `torchpaged.PagedAttention`
-    and the checked functions so far.
+        kv_dtype, kv_scales: of the pools, as for `torchpaged.hf.PagedCache`: None, the keys' dtype, or
+            "fp8_e4m3" or "fp8_e5m2" with scales given, or found by `find_scales` in the first prompt.
 
     Attributes:
         kv_cache: the `PagedKVCache`.
@@ -67,6 +70,8 @@ class PagedModel:
         block_size: int = 16,
         backend: str = "auto",
         limits: Limits | None = None,
+        kv_dtype: str | torch.dtype | None = None,
+        kv_scales: str | Scales = "head",
     ) -> None:
         require_supported(model)
         model.set_attn_implementation(NAME)
@@ -80,7 +85,10 @@ class PagedModel:
             () if eos is None else tuple(eos) if isinstance(eos, (list, tuple)) else (int(eos),)
         )
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
-        specs, probed = _probe(model, config, block_size)
+        pools = KVScales(kv_dtype, "head", 0).dtype
+        specs, probed = _probe(model, config, block_size, pools)
+        self._config, self._asked, self._specs = config, backend, specs
+        self._scales = PackedScales(kv_dtype, kv_scales, specs, str(config.model_type))
         dtype = probed.layers[0].keys.dtype
         self.kv_cache = PagedKVCache(
             specs,
@@ -98,10 +106,12 @@ class PagedModel:
             max_num_reqs=said.max_num_reqs or _MAX_NUM_REQS,
             max_blocks_per_req=said.max_blocks_per_req or max(blocks - 1, 1),
         )
-        self._cache = StepCache(config, limits, self.kv_cache.num_tokens, backend)
+        self._cache = StepCache(config, limits, self.kv_cache.num_tokens, backend, pools)
         for layer, pools, before in zip(self._cache.layers, self.kv_cache, probed.layers, strict=True):
             layer.adopt(before.stored, pools)
             layer.asked, layer.spec = before.asked, before.spec
+            layer.states_dtype = before.states_dtype
+        self._scales.give(self._cache.layers)
         self._cache.prepare_for(probed.backend.specs)
         self.choice: Choice = self._cache.backend.choice
 
@@ -109,6 +119,33 @@ class PagedModel:
     def session(self) -> Session:
         """The session of the layers."""
         return self._cache.backend.session
+
+    @property
+    def needs_scales(self) -> bool:
+        """Whether `find_scales` must be called before the first step."""
+        return self._scales.missing
+
+    @property
+    def kv_scales(self) -> list[tuple[Tensor, Tensor]]:
+        """``(k_scale, v_scale)`` of each layer, float32 ``[1]`` or ``[num_kv_heads]``: for torch.save and for
+        ``kv_scales`` of another model; empty before they are known, and without fp8 pools."""
+        return self._scales.found
+
+    def find_scales(self, token_ids: Sequence[int]) -> None:
+        """Find the scales of fp8 pools in a prompt's keys and values; nothing to do where they are known.
+
+        One forward over the prompt's first 2,048 tokens, with pools of its own in the keys' dtype.
+
+        Args:
+            token_ids: the prompt.
+
+        Raises:
+            ArgumentError: no token.
+        """
+        if self.needs_scales:
+            arguments = (self._specs, token_ids, self.kv_cache.block_size, self._asked)
+            filled, num_tokens = run_once(self.model, self._config, *arguments)
+            self._scales.find(filled.layers, num_tokens)
 
     @property
     def fusion_report(self) -> Any:
@@ -162,13 +199,16 @@ class PagedModel:
         return logits
 
 
-def _probe(model: PreTrainedModel, config: Any, block_size: int) -> tuple[list[LayerSpec], StepCache]:
+def _probe(
+    model: PreTrainedModel, config: Any, block_size: int, kv_dtype: torch.dtype | None = None
+) -> tuple[list[LayerSpec], StepCache]:
     """What each layer stores, and the cache that knows it and what the layers ask of a backend.
 
     Found by one padding token: exact for any architecture, whatever its config calls things. The reference
     takes every attention.
     """
-    cache = StepCache(config, Limits(1, 1, 1, num_blocks=2, block_size=block_size), block_size, "reference")
+    limits = Limits(1, 1, 1, num_blocks=2, block_size=block_size)
+    cache = StepCache(config, limits, block_size, "reference", kv_dtype)
     cache.metadata = padding_step(model.device)
     token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
     with torch.no_grad():

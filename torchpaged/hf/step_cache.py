@@ -48,14 +48,23 @@ class StepCache(Cache):
     dense = False
     keys_of_queries = True
 
-    def __init__(self, config: Any, limits: Limits, max_seq_len: int, backend: str) -> None:
+    def __init__(
+        self,
+        config: Any,
+        limits: Limits,
+        max_seq_len: int,
+        backend: str,
+        kv_dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__(layers=paged_layers(config, max_seq_len, self))
         self.name = str(config.model_type)
         self._config = config
         self.num_blocks, self.block_size = limits.need("num_blocks", "block_size")
         self.max_seq_len = max_seq_len
         self.backend, self.masks = ChosenBackend(backend, limits, self.layers), PackedMasks()
-        self.kv, self.paged = KVScales(None, "head", 0), self.layers  # pools of the keys' dtype
+        # Scales of 1 for pools made here: `torchpaged.hf.packed_scales` gives adopted ones theirs.
+        ones = "head" if kv_dtype is None else [(1.0, 1.0)] * len(self.layers)
+        self.kv, self.paged = KVScales(kv_dtype, ones, len(self.layers)), self.layers
         self.metadata: AttentionMetadata | None = None
         self.ready = False
         self._mask_token = mask_token(self)

@@ -4,6 +4,7 @@ fields.py    every tensor of a batch: name, dtype, axes, padding
 slots.py     where the token at a position lies, on the host and on the device
 checks.py    what a batch of host lists must keep to
 host.py      host numbers on their way to the device
+tree.py      trees of draft tokens as words of bits
 batch.py     `AttentionMetadata`, of all these
 """
 
@@ -19,6 +20,7 @@ from torchpaged.metadata.fields import (
 )
 from torchpaged.metadata.host import host_block_table, to_device
 from torchpaged.metadata.slots import slot_of, slots_at, slots_between
+from torchpaged.metadata.tree import tree_mask_from_parents, tree_token_positions
 
 __all__ = [
     "FIELDS",
@@ -35,4 +37,6 @@ __all__ = [
     "slots_at",
     "slots_between",
     "to_device",
+    "tree_mask_from_parents",
+    "tree_token_positions",
 ]

@@ -24,6 +24,7 @@ from torchpaged.metadata.fields import FIELDS, METADATA_FIELDS, BatchSizes
 from torchpaged.metadata.host import host_block_table, to_device
 from torchpaged.metadata.parts import PartCounts, count_parts, first_prefill, known_query_lens
 from torchpaged.metadata.slots import slots_between
+from torchpaged.metadata.tree import depths_of, known_trees, words_of
 
 
 @dataclass
@@ -45,6 +46,9 @@ class AttentionMetadata:
             None = nobody said. A cache of another block size is refused (`check_block_size`).
         query_lens: the query length of each request as the host knows it; None = the host does not. Counts
             and parts of the batch come from it.
+        tree_mask: ``[num_tokens]`` int64, bit j of a token's word: it sees query token j of its request, one
+            before it, as `torchpaged.tree_mask_from_parents` gives it. None: every query token sees all those
+            before it.
     """
 
     block_table: Tensor
@@ -55,6 +59,7 @@ class AttentionMetadata:
     max_query_len: int
     block_size: int | None = None
     query_lens: tuple[int, ...] | None = None
+    tree_mask: Tensor | None = None
 
     @property
     def num_reqs(self) -> int:
@@ -129,6 +134,7 @@ class AttentionMetadata:
             self.max_query_len if max(lens) > 1 else 1,
             self.block_size,
             lens,
+            None if self.tree_mask is None else self.tree_mask[tokens],
         )
 
     def decodes_after(self, unfinished: Sequence[int] = ()) -> AttentionMetadata:
@@ -161,7 +167,7 @@ class AttentionMetadata:
 
     def to(self, device: torch.device | str) -> AttentionMetadata:
         """The same batch on ``device``; copies from pinned memory do not block."""
-        held = {name: getattr(self, name) for name in METADATA_FIELDS}
+        held = {name: getattr(self, name) for name in (*METADATA_FIELDS, "tree_mask")}
         moved: dict[str, Any] = {
             name: tensor.to(device, non_blocking=True) for name, tensor in held.items() if tensor is not None
         }
@@ -171,8 +177,10 @@ class AttentionMetadata:
     def view(
         cls, tensors: Mapping[str, Tensor], sizes: BatchSizes, *, max_query_len: int, block_size: int | None
     ) -> AttentionMetadata:
-        """The batch that the first requests and tokens of static ``tensors`` hold; slices, no copies."""
-        fields: Any = {name: FIELDS[name].view(tensors[name], sizes) for name in METADATA_FIELDS}
+        """The batch that the first requests and tokens of static ``tensors`` hold, a ``tree_mask`` among them
+        or not; slices, no copies."""
+        names = (*METADATA_FIELDS, "tree_mask") if "tree_mask" in tensors else METADATA_FIELDS
+        fields: Any = {name: FIELDS[name].view(tensors[name], sizes) for name in names}
         return cls(**fields, max_query_len=max_query_len, block_size=block_size)
 
     def check_block_size(self, block_size: int) -> None:
@@ -207,6 +215,7 @@ class AttentionMetadata:
         num_blocks: int | None = None,
         max_blocks_per_req: int | None = None,
         max_query_len: int | None = None,
+        tree_parents: Sequence[Sequence[int] | None] | None = None,
         device: torch.device | str = "cpu",
     ) -> AttentionMetadata:
         """Build the batch on the host, check it, and move it to ``device`` in one go.
@@ -220,12 +229,17 @@ class AttentionMetadata:
             num_blocks: blocks in the pool, to check ids against; None skips that check.
             max_blocks_per_req: width of the table; default: the longest row.
             max_query_len: upper bound to state; default: the longest query of this batch.
+            tree_parents: of each request, the parents of its new tokens, as
+                `torchpaged.tree_mask_from_parents` has them, or None where each continues the one before it.
+                Then positions are those of branches: the context's length plus a token's depth. Slots stay in
+                the order of the tokens.
             device: where the tensors go.
 
         Raises:
             ArgumentError: lengths, blocks or ids do not fit together.
         """
         check_batch(query_lens, seq_lens, block_tables, block_size, num_blocks)
+        trees = None if tree_parents is None else known_trees(tree_parents, query_lens, seq_lens)
         width = max((len(row) for row in block_tables), default=1) or 1
         if max_blocks_per_req is not None:
             if width > max_blocks_per_req:
@@ -238,6 +252,13 @@ class AttentionMetadata:
         for query_len, seq_len, blocks in zip(query_lens, seq_lens, block_tables, strict=True):
             slots += slots_between(seq_len - query_len, seq_len, blocks, block_size)
             positions += [max(position, 0) for position in range(seq_len - query_len, seq_len)]
+        if trees is not None:
+            contexts = [seq_len - query_len for query_len, seq_len in zip(query_lens, seq_lens, strict=True)]
+            positions = [
+                context + depth
+                for context, parents in zip(contexts, trees, strict=True)
+                for depth in depths_of(parents)
+            ]
         pin = torch.device(device).type == "cuda"  # a copy from other memory waits for everything before it
         numbers = {
             "seq_lens": seq_lens,
@@ -245,6 +266,8 @@ class AttentionMetadata:
             "slot_mapping": slots,
             "positions": positions,
         }
+        if trees is not None:
+            numbers["tree_mask"] = [word for parents in trees for word in words_of(parents)]
         fields: Any = {
             name: to_device(list(values), FIELDS[name].dtype, device) for name, values in numbers.items()
         }

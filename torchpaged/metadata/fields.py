@@ -62,7 +62,8 @@ class BatchField(NamedTuple):
         return padded
 
 
-#: The tensors of a batch: those of `AttentionMetadata`, in its order, and what a step takes beside it.
+#: The tensors of a batch: those of `AttentionMetadata`, in its order, and what a step takes beside it. Every
+#: batch has those of `METADATA_FIELDS`; ``tree_mask`` only one with trees.
 FIELDS = {
     field.name: field
     for field in (
@@ -71,6 +72,7 @@ FIELDS = {
         BatchField("query_start_loc", torch.int32, ("num_reqs + 1",), None),
         BatchField("slot_mapping", torch.int64, ("num_tokens",), -1),
         BatchField("positions", torch.int64, ("num_tokens",), 0),
+        BatchField("tree_mask", torch.int64, ("num_tokens",), 0),
         BatchField("input_ids", torch.int64, ("num_tokens",), 0),
         BatchField("logits_indices", torch.int64, ("num_reqs",), 0),
     )

@@ -25,22 +25,36 @@ from torchpaged.testing.oracle import (
     run_paged_attention,
 )
 from torchpaged.testing.rope import ROPE_CASES, make_rope_inputs
+from torchpaged.testing.trees import (
+    TREE_SPECS,
+    TreeSpec,
+    branches_of,
+    make_tree_batch,
+    random_parents,
+    tree_spec,
+)
 
 __all__ = [
     "ATTENTION_VARIANTS",
     "BATCH_SPECS",
     "GARBAGE",
     "ROPE_CASES",
+    "TREE_SPECS",
     "Batch",
     "BatchSpec",
     "GraphSupportReport",
+    "TreeSpec",
     "assert_attention_close",
     "assert_rope_close",
     "assert_within_budget",
+    "branches_of",
     "check_graph_support",
     "make_batch",
     "make_rope_inputs",
+    "make_tree_batch",
     "opcheck_cases",
     "oracle",
+    "random_parents",
     "run_paged_attention",
+    "tree_spec",
 ]

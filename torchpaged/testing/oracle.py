@@ -24,6 +24,7 @@ from torchpaged.testing.batches import GARBAGE as GARBAGE
 from torchpaged.testing.batches import BatchSpec as BatchSpec
 from torchpaged.testing.pools import FP8_DTYPES
 from torchpaged.testing.rope import ROPE_CASES, make_rope_inputs
+from torchpaged.testing.trees import TREE_SPECS, make_tree_batch
 
 
 def run_paged_attention(ops: BackendOps, batch: Batch, **options: Any) -> tuple[Tensor, Tensor]:
@@ -161,6 +162,17 @@ def opcheck_cases(
     )
     out = torch.zeros_like(batch.q)
     common = {"max_query_len": batch.max_query_len, "scale": batch.scale}
+    trees = make_tree_batch(TREE_SPECS["tree_mixed"], dtype=dtype, device=device)
+    trees.k_cache.nan_to_num_(0.5), trees.v_cache.nan_to_num_(0.5)
+    tree = (
+        trees.q,
+        trees.k_cache,
+        trees.v_cache,
+        trees.block_table,
+        trees.seq_lens,
+        trees.query_start_loc,
+    )
+    tree_options = {"max_query_len": trees.max_query_len, "scale": trees.scale, **trees.extras}
     ids = torch.arange(4, device=device)
     table = torch.tensor([[3, 1], [2, 9], [4, 5], [0, 0]], dtype=torch.int32, device=device)
     lens = torch.tensor([17, 4, 32, 0], dtype=torch.int32, device=device)
@@ -191,6 +203,7 @@ def opcheck_cases(
             (*attention, out),
             {**common, **batch.extras, "window_left": 9, "logits_soft_cap": 8.0},
         ),
+        "attention_tree": ("paged_attention", (*tree, torch.zeros_like(tree[0])), tree_options),
         "attention_semaphore": ("paged_attention", (*attention, out), {**common, "semaphore": semaphore}),
         "merge": (
             "merge_attn_states",

@@ -21,6 +21,7 @@ struct Problem {
   float scale, soft_cap;
   bool causal;
   int64_t window_left, window_right, chunk_size;
+  const int64_t* tree_mask;  // may be null
 };
 
 // Rows are (query token, head of the group) pairs: row r is token first_token + r / group, head kv_head *
@@ -52,6 +53,33 @@ inline void visible_range(const Problem& p, int64_t position, int64_t seq_len, i
   }
   *low = lo;
   *end = hi > lo ? hi : lo;
+}
+
+// What a query token sees under a tree mask: the context, whose keys are those before `context`, and of the
+// request's query tokens those of `word`, its own among them. It counts positions over what it sees.
+struct Branch {
+  int64_t context;
+  uint64_t word;
+
+  // of query token `t` of a request that begins at token row `start`
+  Branch(const Problem& p, int64_t start, int64_t context, int64_t t) : context(context) {
+    word = (uint64_t(p.tree_mask[start + t]) & before(t)) | (uint64_t(1) << t);
+  }
+  static uint64_t before(int64_t t) { return (uint64_t(1) << t) - 1; }
+  bool sees(int64_t key) const { return key < context || (word >> (key - context) & 1); }
+  int64_t position(int64_t key) const {
+    return key < context ? key : context + __builtin_popcountll(word & before(key - context));
+  }
+};
+
+// The keys between the first and the last that query token `t` sees, whose request begins at token row
+// `start`; under a tree mask some in between are not seen (struct Branch).
+inline void query_range(const Problem& p, int64_t start, int64_t t, int64_t query_len, int64_t seq_len,
+                        int64_t* low, int64_t* end) {
+  const int64_t context = seq_len - query_len, position = context + t;
+  if (!p.tree_mask || position < 0) return visible_range(p, position, seq_len, low, end);
+  visible_range(p, Branch(p, start, context, t).position(position), seq_len, low, end);
+  *end = position + 1;
 }
 
 // Divide an accumulator by its sum, add the sink's term, write out and lse of one row; zeros and -inf unless

@@ -133,16 +133,24 @@ void run_item(const Problem& p, const WorkItem& w) {
   s.maximum.assign(padded_rows, FLOOR);
   s.total.assign(padded_rows, 0.0f);
   int64_t low[MAX_ROWS], end[MAX_ROWS], from[MAX_ROWS], to[MAX_ROWS];  // visible keys; the same within a tile
+  int64_t low_position[MAX_ROWS];  // tree: of keys as the row counts them
   float slopes[MAX_ROWS];
   for (int64_t r = 0; r < rows; ++r) {
     const int64_t token = w.first_token + r / group, head = w.kv_head * group + r % group;
     const T* x = static_cast<const T*>(p.q) + (start + token) * p.q_token + head * p.q_head;
     for (int64_t d = 0; d < p.head_dim; ++d) s.q[r * padded_dim + d] = to_float(x[d]) * p.scale;
-    visible_range(p, seq_len - query_len + token, seq_len, &low[r], &end[r]);
+    query_range(p, start, token, query_len, seq_len, &low[r], &end[r]);
+    low_position[r] = low[r];
     low[r] = std::max(low[r], w.first_key);
     end[r] = std::min(end[r], w.end_key);
     slopes[r] = p.alibi_slopes ? p.alibi_slopes[head] : 0.0f;
   }
+  // of keys in [low, end)
+  auto sees = [&](int64_t row, int64_t key) {
+    if (!p.tree_mask || key < seq_len - query_len) return true;
+    const Branch branch(p, start, seq_len - query_len, w.first_token + row / group);
+    return branch.sees(key) && branch.position(key) >= low_position[row];
+  };
   const T *keys[TILE_KV + 3], *values[TILE_KV];
   for (int64_t tile = w.first_key; tile < w.end_key; tile += TILE_KV) {
     const int64_t count = std::min(TILE_KV, w.end_key - tile);
@@ -169,10 +177,19 @@ void run_item(const Problem& p, const WorkItem& w) {
         for (int64_t i = from[r]; i < to[r]; ++i) x[i] = p.soft_cap * std::tanh(x[i] / p.soft_cap);
       if (p.alibi_slopes) {
         const int64_t position = seq_len - query_len + w.first_token + r / group;
-        for (int64_t i = from[r]; i < to[r]; ++i) x[i] += slopes[r] * float(tile + i - position);
+        if (p.tree_mask) {
+          const Branch branch(p, start, seq_len - query_len, w.first_token + r / group);
+          for (int64_t i = from[r]; i < to[r]; ++i)
+            x[i] += slopes[r] * float(branch.position(tile + i) - branch.position(position));
+        } else {
+          for (int64_t i = from[r]; i < to[r]; ++i) x[i] += slopes[r] * float(tile + i - position);
+        }
       }
       std::fill(x, x + from[r], NEG_INF);
       std::fill(x + to[r], x + TILE_KV, NEG_INF);
+      if (p.tree_mask)
+        for (int64_t i = from[r]; i < to[r]; ++i)
+          if (!sees(r, tile + i)) x[i] = NEG_INF;
       float top = s.maximum[r];
       // passes over NaN, which the sum below keeps
       for (int64_t i = from[r]; i < to[r]; ++i) top = std::max(top, x[i]);
@@ -205,11 +222,15 @@ void run_item(const Problem& p, const WorkItem& w) {
                                                      p.head_dim_v);
       };
       all_to = std::max(all_from, all_to);
-      const bool uneven = first < all_from || upto > all_to;
+      const bool uneven =
+          first < all_from || upto > all_to || (p.tree_mask && tile + upto > seq_len - query_len);
       // 0 * NaN is NaN: no row may touch what it does not see
       if (uneven && any_nonfinite<T>(values + first, upto - first, p.head_dim_v)) {
         for (int64_t i = r; i < last; ++i)
-          if (from[i] < to[i]) weigh(i, from[i], to[i], std::integral_constant<int, 1>{});
+          for (int64_t begin = from[i], stop; begin < to[i]; begin = stop + 1) {
+            for (stop = begin; stop < to[i] && sees(i, tile + stop); ++stop) {}
+            if (begin < stop) weigh(i, begin, stop, std::integral_constant<int, 1>{});
+          }
       } else {
         weigh(r, first, upto, std::integral_constant<int, ROW_TILE>{});
       }

@@ -13,6 +13,7 @@ namespace {
 
 // A split costs a merge of its rows; below this many keys it costs more than it balances.
 constexpr int64_t MIN_SPLIT_KEYS = 256;
+constexpr int64_t MAX_TREE_TOKENS = 64;  // bits of a word of a tree mask
 
 Kernels choose(Dtype dtype) {
 #if defined(__x86_64__)
@@ -53,6 +54,18 @@ void check_values(const Problem& p, int64_t max_query_len, int64_t width, int64_
                     query_len, "), got ", max_query_len);
     STD_TORCH_CHECK(seq_len <= width * p.block_size, "seq_lens: expected at most ", width * p.block_size,
                     " tokens, got ", seq_len, "; give block_table more columns");
+    if (p.tree_mask) {
+      STD_TORCH_CHECK(seq_len <= 0 || seq_len >= query_len, "seq_lens: expected at least the query length (",
+                      query_len, ") with a tree_mask, or 0 for a padding row, got ", seq_len, " in row ", r);
+      for (int64_t t = 0; t < query_len; ++t) {
+        const uint64_t word = p.tree_mask[p.query_start_loc[r] + t];
+        STD_TORCH_CHECK(!(word >> t >> 1),
+                        "tree_mask: expected bits of the token itself and of tokens before it in its request, "
+                        "got a bit of a later one in row ",
+                        p.query_start_loc[r] + t, ", its request's query token ", t,
+                        "; give parents smaller numbers than their children");
+      }
+    }
     ++met.now;
     for (int64_t b = 0; b * p.block_size < seq_len; ++b) {
       const int64_t block = p.block_table[r * p.table_row + b];
@@ -69,13 +82,13 @@ void check_values(const Problem& p, int64_t max_query_len, int64_t width, int64_
 
 // The keys that any query of the tile sees.
 void tile_range(const Problem& p, const WorkItem& w, int64_t* low, int64_t* end) {
-  const int64_t seq_len = p.seq_lens[w.request],
-                query_len = p.query_start_loc[w.request + 1] - p.query_start_loc[w.request];
+  const int64_t start = p.query_start_loc[w.request], seq_len = p.seq_lens[w.request],
+                query_len = p.query_start_loc[w.request + 1] - start;
   *low = std::max<int64_t>(seq_len, 0);  // negative: left padding longer than what was seen so far
   *end = 0;
   for (int64_t t = 0; t < w.num_query_tokens; ++t) {
     int64_t lo, hi;
-    visible_range(p, seq_len - query_len + w.first_token + t, seq_len, &lo, &hi);
+    query_range(p, start, w.first_token + t, query_len, seq_len, &lo, &hi);
     if (lo >= hi) continue;
     *low = std::min(*low, lo);
     *end = std::max(*end, hi);
@@ -87,8 +100,8 @@ void merge_splits(const Problem& p, const Kernels& kernels, const std::vector<Wo
                   const Tile& tile) {
   const WorkItem& w = items[tile.first_item];
   const int64_t group = p.num_heads / p.num_kv_heads, width = p.head_dim_v + 2;
-  const int64_t seq_len = p.seq_lens[w.request],
-                first_position = seq_len - (p.query_start_loc[w.request + 1] - p.query_start_loc[w.request]);
+  const int64_t start = p.query_start_loc[w.request], seq_len = p.seq_lens[w.request],
+                query_len = p.query_start_loc[w.request + 1] - start;
   std::vector<float> acc(p.head_dim_v);
   for (int64_t r = 0; r < w.num_query_tokens * group; ++r) {
     float top = FLOOR, total = 0;
@@ -102,8 +115,8 @@ void merge_splits(const Problem& p, const Kernels& kernels, const std::vector<Wo
       for (int64_t d = 0; d < p.head_dim_v; ++d) acc[d] += state[d] * factor;
     }
     int64_t low, end;
-    visible_range(p, first_position + w.first_token + r / group, seq_len, &low, &end);
-    kernels.finish(p, p.query_start_loc[w.request] + w.first_token + r / group, w.kv_head * group + r % group,
+    query_range(p, start, w.first_token + r / group, query_len, seq_len, &low, &end);
+    kernels.finish(p, start + w.first_token + r / group, w.kv_head * group + r % group,
                    low < end, acc.data(), top, total);
   }
 }
@@ -187,6 +200,7 @@ void paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_tabl
                      double scale, bool causal, int64_t window_left, int64_t window_right,
                      double logits_soft_cap, std::optional<Tensor> alibi_slopes, std::optional<Tensor> sinks,
                      std::optional<Tensor> k_scale, std::optional<Tensor> v_scale, int64_t chunk_size,
+                     std::optional<Tensor> tree_mask,
                      std::optional<Tensor> /*semaphore: for kernels that merge on a device*/) {
   check_pools(k_cache, v_cache);
   STD_TORCH_CHECK(!k_scale && !v_scale,
@@ -233,6 +247,17 @@ void paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_tabl
                   "logits_soft_cap: expected 0 (off) or a positive finite number, got ", logits_soft_cap);
   STD_TORCH_CHECK(chunk_size >= 0, "chunk_size: expected 0 (off) or a positive number of tokens, got ",
                   chunk_size);
+  if (tree_mask) {
+    check_dims("tree_mask", *tree_mask, {q.size(0)});
+    check_dtype("tree_mask", *tree_mask, ScalarType::Long, "torch.int64");
+    check_cpu("tree_mask", *tree_mask);
+    check_last_dim("tree_mask", *tree_mask);
+    STD_TORCH_CHECK(causal, "causal: expected True with a tree_mask: no query token sees a later one of its "
+                            "request, got False");
+    STD_TORCH_CHECK(max_query_len <= MAX_TREE_TOKENS, "max_query_len: expected at most ", MAX_TREE_TOKENS,
+                    " with a tree_mask, which has a bit for each query token of a request, got ",
+                    max_query_len, "; attend to longer queries in a call of their own");
+  }
   std::optional<Tensor> slopes, sink_values;
   Problem p{};
   p.dtype = q.scalar_type() == ScalarType::BFloat16 ? Dtype::BFloat16
@@ -259,6 +284,7 @@ void paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_tabl
   p.table_row = block_table.stride(0);
   p.scale = float(scale); p.soft_cap = float(logits_soft_cap); p.causal = causal;
   p.window_left = window_left; p.window_right = window_right; p.chunk_size = chunk_size;
+  p.tree_mask = tree_mask ? data<int64_t>(*tree_mask) : nullptr;
   check_values(p, max_query_len, block_table.size(1), k_cache.size(0));
   run(p);
 }

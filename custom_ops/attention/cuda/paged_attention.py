@@ -50,6 +50,7 @@ def paged_attention(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     chunk_size: int = 0,
+    tree_mask: Tensor | None = None,
     semaphore: Tensor | None = None,
 ) -> None:
     """Launch; arguments as in ``custom_ops/attention/schema.py``. Every choice here depends on shapes, never
@@ -78,8 +79,11 @@ def paged_attention(
         k_scale=k_scale,
         v_scale=v_scale,
         chunk_size=chunk_size,
+        tree_mask=tree_mask,
         semaphore=semaphore,
     )
+    if tree_mask is not None:
+        raise BackendUnavailableError("tree_mask: expected None, these kernels attend without one")
     num_reqs = block_table.shape[0]
     capacity = block_table.shape[1] * k_cache.shape[1]
     window_left, window_right, chunk_size = bounded_masks(window_left, window_right, chunk_size, capacity)

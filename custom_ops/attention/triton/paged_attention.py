@@ -9,6 +9,7 @@ from torch import Tensor
 
 from torchpaged.custom_ops.attention.check import check_paged_attention
 from torchpaged.custom_ops.attention.triton import config
+from torchpaged.custom_ops.errors import BackendUnavailableError
 from torchpaged.custom_ops.triton import launching
 from torchpaged.custom_ops.triton.compile_together import Launch, compile_together
 from torchpaged.custom_ops.triton.kernel_store import KernelRef
@@ -43,6 +44,7 @@ def paged_attention(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     chunk_size: int = 0,
+    tree_mask: Tensor | None = None,
     semaphore: Tensor | None = None,
 ) -> None:
     """Launch; arguments as in ``custom_ops/attention/schema.py``. Every choice here depends on shapes, never
@@ -68,8 +70,11 @@ def paged_attention(
         k_scale=k_scale,
         v_scale=v_scale,
         chunk_size=chunk_size,
+        tree_mask=tree_mask,
         semaphore=semaphore,
     )
+    if tree_mask is not None:
+        raise BackendUnavailableError("tree_mask: expected None, these kernels attend without one")
     launching.require_fp8(k_cache)
     num_tokens, num_heads, dim = q.shape
     num_reqs, (block_size, num_kv_heads, dim_v) = (

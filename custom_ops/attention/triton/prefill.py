@@ -308,11 +308,11 @@ def attend_query_tile(
     ALL_MASKED: one loop, with masks, over all keys: with a cap or slopes each copy of the loop costs a second
     and more to compile.
     """
-    # scales are positive: the largest raw score is the largest score
+    # Scales are positive: the largest raw score is the largest score, and the scale goes into the exponents.
     FOLD: tl.constexpr = not (SOFT_CAP or ALIBI)
     LOW: tl.constexpr = WINDOW_LEFT >= 0 or CHUNK > 0
-    # Without a cap or slopes a copy of the loop is compiled soon, and three loops ran on fewer instructions
-    # than two.
+    # With a cap or slopes one loop takes the masked keys of both ends, since each copy of it takes long to
+    # compile. Without, a copy is compiled soon, and three loops ran on fewer instructions than two.
     ENDS_TOGETHER: tl.constexpr = LOW and not FOLD and not ALL_MASKED
     row = tl.arange(0, TILE_M)
     head = kv_head * GROUP + row % GROUP

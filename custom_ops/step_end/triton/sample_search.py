@@ -29,9 +29,8 @@ def natural_log(x):
     library's for all others."""
     bits = x.to(tl.int32, bitcast=True) + (0x3F800000 - 0x3F3504F3)
     exponent = ((bits >> 23) - 127).to(tl.float32)
-    f = ((bits & 0x007FFFFF) + 0x3F3504F3).to(
-        tl.float32, bitcast=True
-    ) - 1.0  # of a significand in [sqrt(1/2), sqrt(2))
+    significand = (bits & 0x007FFFFF) + 0x3F3504F3
+    f = significand.to(tl.float32, bitcast=True) - 1.0  # in [sqrt(1/2) - 1, sqrt(2) - 1)
     p = ((7.0376836292e-2 * f - 1.1514610310e-1) * f + 1.1676998740e-1) * f - 1.2420140846e-1
     p = (((p * f + 1.4249322787e-1) * f - 1.6668057665e-1) * f + 2.0000714765e-1) * f - 2.4999993993e-1
     p = (p * f + 3.3333331174e-1) * f * f * f - 2.12194440e-4 * exponent - 0.5 * f * f
@@ -49,11 +48,10 @@ def gumbel_noise(seed, counter, quarter):
     a, b, c, d = tl.philox(seed, quarter.to(tl.uint32), low, high, zero)
     bits = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [quarter.shape[0], 4])
     v = (bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10
-    # of -log(1 - v), where 1 - v loses v's bits
+    # -log(1 - v) is exponential noise. Where v is small, 1 - v would lose its bits: the first terms of the
+    # series are taken there. Elsewhere 1 - v comes from the bits, exact to its last one where it is small.
     series = v * (1.0 + v * (0.5 + v * (0.3333333432674408 + v * 0.25)))
-    u = (
-        (bits ^ 0xFFFFFFFF).to(tl.float32) + 0.5
-    ) * 2.3283064365386963e-10  # 1 - v, to the last bit where it is small
+    u = ((bits ^ 0xFFFFFFFF).to(tl.float32) + 0.5) * 2.3283064365386963e-10
     exponential = tl.where(v < 0.015625, series, -natural_log(u))
     return -natural_log(exponential)
 

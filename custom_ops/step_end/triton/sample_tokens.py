@@ -162,7 +162,7 @@ def sample_tiles_kernel(
             tl.store(parts_at + 2 * num_tiles + tile * (TILE // GROUP) + tl.arange(0, TILE // GROUP), peaks)
             best = tl.max(peaks, 0)
             tl.store(parts_at + tile, best)
-            # no row has that mass: `merge_row` sees it
+            # A NaN's mass is inf, which no row has otherwise: `merge_row` sees it.
             weight = tl.where(broken, float("inf"), likelihood(z, best, temperature))
             tl.store(parts_at + num_tiles + tile, tl.sum(tl.reshape(weight, [TILE]), 0))
     elif temperature > 0.0:
@@ -171,7 +171,7 @@ def sample_tiles_kernel(
             quarter = tile * (TILE // 4) + tl.arange(0, TILE // 4)
             token = quarter[:, None] * 4 + tl.arange(0, 4)[None, :]
             z, broken = load_logits(row_at, seen_at, token, token < vocab_size, penalty)
-            # times the temperature: no overflow where it is tiny
+            # Noise times the temperature, not logits by it, which overflow where it is tiny.
             score = z + temperature * gumbel_noise(seed, counter, quarter)
             # Triton 3.6 gives wrong places for tl.max(tl.reshape(...), return_indices=True) of a tile loaded
             # in another shape, so tokens are looked for by value; reshaped tiles are only reduced, where
@@ -180,7 +180,8 @@ def sample_tiles_kernel(
             drawn = tl.min(
                 tl.min(tl.where(broken, NO_TOKEN, tl.where(score == best, token, 2147483647)), 1), 0
             )
-            # of equals the lower token wins: this one
+            # With a NaN in it NO_TOKEN was drawn: the best is inf, which nothing is above, and of equals the
+            # lower token wins, which this is.
             tl.store(parts_at + tile, tl.where(drawn < 0, float("inf"), best))
             tl.store(indices_at + tile, drawn)
     else:
@@ -192,7 +193,7 @@ def sample_tiles_kernel(
                 row_at, seen_at, first + i * TILE, first + i * TILE < vocab_size, penalty
             )
             place = tl.where(broken, NO_TOKEN, tl.where(logit > highest, first + i * TILE, place))
-            # nothing is above it, and of equals the lower place wins
+            # So for NaN here: nothing is above inf, and of equals the lower place wins.
             highest = tl.where(broken, float("inf"), tl.maximum(highest, logit))
         peak = tl.max(highest, 0)
         tl.store(parts_at + program, peak)
@@ -240,7 +241,7 @@ def merge_row(
     tile = tl.arange(0, TILES)
     written = tile < tl.where(temperature > 0.0, num_tiles, num_programs)
     best = tl.load(parts_at + tile, mask=written, other=float("-inf"))
-    # not yet there where the row is truncated
+    # Of a truncated row these are no tokens yet.
     tokens = tl.load(list_at + tile, mask=written, other=2147483647)
     maximum, token = tl.reduce((best, tokens), 0, better)
     if truncated:

@@ -1,0 +1,177 @@
+"""What ``generate()`` costs per token, by the host's clock: transformers' own fast path, our caches, the
+accelerated model.
+
+    PYTHONPATH=. python benchmarks/bench_generate.py --output generate.json
+    # any machine
+    PYTHONPATH=. python benchmarks/bench_generate.py --shape tiny --batches 1,2 --prompt 32 --new 8 \\
+        --dtype fp32
+
+Random weights. Of each way two calls are timed, of one new token and of ``--new``; their difference over the
+tokens between them is the figure, the best of ``--repeats``. Compiling and capturing stay out. In float32 the
+tokens of every way must be those of the first one; in bfloat16 their share is in the document. The last line
+is one JSON document.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import torchpaged.hf as hf
+from torchpaged.bench import conditions
+from torchpaged.bench.step.cases import build_model, select_shapes
+from torchpaged.bench.step.options import DTYPES
+
+Call = Callable[[Tensor, int], Tensor]
+
+
+def plain(model: Any, **options: Any) -> Call:
+    """``generate()`` as it is, greedy, without an end."""
+
+    def call(prompts: Tensor, new: int) -> Tensor:
+        return model.generate(
+            prompts,
+            attention_mask=torch.ones_like(prompts),
+            max_new_tokens=new,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+            **{name: value(prompts) if callable(value) else value for name, value in options.items()},
+        )
+
+    return call
+
+
+def with_paged_cache(model: Any, most: int) -> Call:
+    """With one `PagedCache` for all calls of a batch size; the decode step is compiled by generate()."""
+    caches: dict[int, Any] = {}
+
+    def cache(prompts: Tensor) -> Any:
+        made = caches.setdefault(
+            len(prompts), hf.PagedCache(model.config, max_batch_size=len(prompts), max_seq_len=most)
+        )
+        made.reset()
+        return made
+
+    return plain(model, past_key_values=cache)
+
+
+def measure(call: Call, prompts: Tensor, new: int, repeats: int) -> dict[str, Any]:
+    """Milliseconds per token; and the tokens."""
+
+    def seconds(tokens: int) -> float:
+        if prompts.is_cuda:
+            torch.cuda.synchronize()
+        started = time.perf_counter()
+        call(prompts, tokens)
+        if prompts.is_cuda:
+            torch.cuda.synchronize()
+        return time.perf_counter() - started
+
+    first = seconds(new)
+    call(prompts, 1)
+    out = call(prompts, new)
+    ones = [seconds(1) for _ in range(repeats)]
+    manys = [seconds(new) for _ in range(repeats)]
+    return {
+        "ms": (min(manys) - min(ones)) / (new - 1) * 1e3,
+        "ms_first_token": min(ones) * 1e3,
+        "ms_whole_call": min(manys) * 1e3,
+        "first_run_s": first,
+        "tokens": out[:, prompts.shape[1] :].tolist(),
+    }
+
+
+def ways(model: Any, most: int, batches: list[int]) -> list[tuple[str, Callable[[], Call]]]:
+    """Name and set-up of each way, in an order in which each finds the model as it needs it."""
+
+    def static() -> Call:
+        model.set_attn_implementation("sdpa")
+        return plain(model, cache_implementation="static")
+
+    def paged(fused: bool) -> Call:
+        torch.compiler.reset()
+        model.set_attn_implementation("torchpaged")
+        if fused:
+            hf.fuse(model, count=False)
+        return with_paged_cache(model, most)
+
+    def accelerated() -> Call:
+        torch.compiler.reset()
+        hf.accelerate(model, max_batch_size=max(batches), max_seq_len=most)
+        return plain(model)
+
+    return [
+        ("static cache", static),
+        ("PagedCache", lambda: paged(False)),
+        ("PagedCache, fused", lambda: paged(True)),
+        ("accelerate", accelerated),
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shape", default="llama-1b")
+    parser.add_argument("--dtype", default="bf16", help=", ".join(DTYPES))
+    parser.add_argument("--batches", type=lambda text: [int(n) for n in text.split(",")], default=[1, 8])
+    parser.add_argument("--prompt", type=int, default=1024)
+    parser.add_argument("--new", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument(
+        "--only", type=lambda text: text.split(";"), default=None, help="names, by semicolons"
+    )
+    parser.add_argument("--output", default="")
+    args = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = build_model(select_shapes([args.shape])[0], device, DTYPES[args.dtype])
+    rows: list[dict[str, Any]] = []
+    result: dict[str, Any] = {
+        "benchmark": "generate",
+        "conditions": conditions.collect(device),
+        "shape": args.shape,
+        "dtype": args.dtype,
+        "prompt": args.prompt,
+        "new": args.new,
+        "rows": rows,
+    }
+    torch.manual_seed(0)
+    prompts = {
+        n: torch.randint(1, model.config.vocab_size, (n, args.prompt), device=device) for n in args.batches
+    }
+    wanted: dict[int, list[list[int]]] = {}
+    most = args.prompt + args.new
+    for name, make in ways(model, most, args.batches):
+        if args.only is not None and name not in args.only:
+            continue
+        call = make()
+        for batch, inputs in prompts.items():
+            row = {"way": name, "batch": batch, **measure(call, inputs, args.new, args.repeats)}
+            tokens = row.pop("tokens")
+            want = wanted.setdefault(batch, tokens)
+            pairs = [
+                (a, b)
+                for got, expected in zip(tokens, want, strict=True)
+                for a, b in zip(got, expected, strict=True)
+            ]
+            row["same_tokens"] = sum(a == b for a, b in pairs) / len(pairs)
+            if args.dtype == "fp32" and row["same_tokens"] != 1.0:
+                raise SystemExit(f"{name}, batch {batch}: other tokens than {rows[0]['way']}")
+            rows.append(row)
+            print(f"{name}, batch {batch}: {row['ms']:.3f} ms per token", file=sys.stderr, flush=True)
+            if args.output:
+                Path(args.output).write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,228 @@
+"""generate() of an accelerated model: transformers' own tokens, and what the engine's loop refuses."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from transformers import RepetitionPenaltyLogitsProcessor
+
+import torchpaged.hf as hf
+from torchpaged.custom_ops.errors import ArgumentError, NotCopyableError, RequestError, UnsupportedModelError
+
+
+@pytest.fixture(scope="module")
+def pair(make_llama: Callable[..., Any]) -> Iterator[tuple[Any, Any]]:
+    """A model as transformers runs it, and an accelerated one of the same weights."""
+    made = [
+        make_llama(vocab_size=99, hidden_size=64, intermediate_size=96, max_position_embeddings=256)
+        for _ in range(2)
+    ]
+    plain, fast = made
+    fast.load_state_dict(plain.state_dict())
+    for model in made:
+        model.generation_config.pad_token_id = 0
+    plain.set_attn_implementation("eager")
+    hf.accelerate(fast, max_batch_size=3, max_seq_len=64, block_size=8)
+    yield plain, fast
+
+
+def padded(lengths: list[int], seed: int = 0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    width = max(lengths)
+    ids = torch.randint(1, 99, (len(lengths), width), generator=generator)
+    mask = torch.ones_like(ids)
+    for row, length in enumerate(lengths):
+        ids[row, : width - length] = 0
+        mask[row, : width - length] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def both(pair: tuple[Any, Any], inputs: dict[str, torch.Tensor], **options: Any) -> tuple[Any, Any]:
+    options = {"do_sample": False, "max_new_tokens": 12, "eos_token_id": None, **options}
+    return pair[0].generate(**inputs, **options), pair[1].generate(**inputs, **options)
+
+
+@pytest.mark.parametrize("lengths", [[5], [9, 9], [3, 17, 8, 1, 12]], ids=str)
+def test_greedy_tokens_are_transformers_own(pair: tuple[Any, Any], lengths: list[int]) -> None:
+    want, got = both(pair, padded(lengths))
+    assert got.dtype == torch.int64 and torch.equal(got, want)
+
+
+def test_rows_end_at_their_end_tokens(pair: tuple[Any, Any]) -> None:
+    inputs = padded([4, 11, 7])
+    free = both(pair, inputs)[0][:, 11:]
+    ends = [int(free[0, 2]), int(free[1, 5])]
+    want, got = both(pair, inputs, eos_token_id=ends, pad_token_id=98)
+    assert torch.equal(got, want) and 98 in got[0].tolist()
+
+
+def test_repetition_penalty(pair: tuple[Any, Any]) -> None:
+    inputs = padded([9, 9])
+    want, got = both(pair, inputs, repetition_penalty=1.7)
+    assert torch.equal(got, want) and not torch.equal(got, both(pair, inputs)[0])
+
+
+def test_repetition_penalty_of_padded_rows(pair: tuple[Any, Any]) -> None:
+    """transformers 5.23 leaves the padding out, as we do; 5.17 counts it as a token that occurred."""
+    inputs = padded([3, 9])
+    takes = inspect.signature(RepetitionPenaltyLogitsProcessor).parameters["prompt_ignore_length"]
+    if "Tensor" in str(takes.annotation):
+        want, got = both(pair, inputs, repetition_penalty=1.7)
+        assert torch.equal(got, want)
+    else:
+        with pytest.raises(ArgumentError, match="none of its padding"):
+            both(pair, inputs, repetition_penalty=1.7)
+
+
+def test_sampling_follows_the_options_and_torchs_seed(pair: tuple[Any, Any]) -> None:
+    _, fast = pair
+    inputs = padded([6])
+
+    def draw(seed: int, **options: Any) -> torch.Tensor:
+        torch.manual_seed(seed)
+        options = {"do_sample": True, "max_new_tokens": 12, "eos_token_id": None, "top_k": 0, **options}
+        return fast.generate(**inputs, **options)
+
+    assert torch.equal(draw(0), draw(0)) and not torch.equal(draw(0), draw(1))
+    several = draw(0, num_return_sequences=4)
+    assert several.shape == (4, 18) and len({tuple(row) for row in several.tolist()}) == 4
+    greedy = fast.generate(**inputs, do_sample=False, max_new_tokens=12, eos_token_id=None)
+    for narrow in ({"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}, {"temperature": 1e-4}):
+        assert torch.equal(draw(3, **narrow), greedy), narrow
+
+
+def test_a_streamer_gets_every_token(pair: tuple[Any, Any]) -> None:
+    class Streamer:
+        def __init__(self) -> None:
+            self.tokens: list[int] = []
+            self.ended = 0
+
+        def put(self, value: torch.Tensor) -> None:
+            self.tokens += value.flatten().tolist()
+
+        def end(self) -> None:
+            self.ended += 1
+
+    streams = [Streamer(), Streamer()]
+    for model, streamer in zip(pair, streams, strict=True):
+        model.generate(**padded([7]), do_sample=False, max_new_tokens=6, eos_token_id=None, streamer=streamer)
+    assert streams[1].tokens == streams[0].tokens and len(streams[1].tokens) == 13
+    assert streams[1].ended == streams[0].ended == 1
+    with pytest.raises(ArgumentError, match="streamer: expected one row"):
+        pair[1].generate(**padded([7, 3]), max_new_tokens=6, streamer=Streamer())
+
+
+def test_a_dictionary_is_returned_when_asked(pair: tuple[Any, Any]) -> None:
+    want, got = both(pair, padded([4, 6]), return_dict_in_generate=True)
+    assert type(got) is type(want) and torch.equal(got.sequences, want.sequences)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("num_beams", {"num_beams": 2}),
+        ("logits_processor", {"logits_processor": [lambda ids, scores: scores]}),
+        ("logits_processor", {"no_repeat_ngram_size": 2}),
+        ("logits_processor", {"min_new_tokens": 3, "eos_token_id": 5}),
+        ("stopping_criteria", {"max_time": 9.0}),
+        (
+            "stopping_criteria",
+            {"stopping_criteria": [lambda ids, scores: torch.zeros(len(ids), dtype=torch.bool)]},
+        ),
+        ("output_scores", {"output_scores": True, "return_dict_in_generate": True}),
+        ("use_cache", {"use_cache": False}),
+        ("cache_implementation", {"cache_implementation": "static"}),
+        ("assistant_model", {"assistant_model": "pair"}),
+        ("prompt_lookup_num_tokens", {"prompt_lookup_num_tokens": 3}),
+        ("position_ids", {"position_ids": torch.arange(7)[None] + 1}),
+        ("max_new_tokens", {"max_new_tokens": 60}),
+    ],
+)
+def test_what_the_loop_cant_do_is_refused(pair: tuple[Any, Any], name: str, options: dict[str, Any]) -> None:
+    if options.get("assistant_model") == "pair":
+        options = {"assistant_model": pair[0]}
+    options = {"do_sample": False, "max_new_tokens": 4, "eos_token_id": None, **options}
+    with pytest.raises(ArgumentError, match=f"^{name}: expected"):
+        pair[1].generate(**padded([7]), **options)
+    assert not pair[1].generate.generator.has_unfinished
+    want, got = both(pair, padded([7]))
+    assert torch.equal(got, want)
+
+
+def test_right_padding_and_caches_of_the_caller_are_refused(pair: tuple[Any, Any]) -> None:
+    inputs = padded([4, 7])
+    with pytest.raises(ArgumentError, match="padding_side='left'"):
+        pair[1].generate(inputs["input_ids"].flip(1), attention_mask=inputs["attention_mask"].flip(1))
+    cache = hf.PagedCache(pair[1].config, max_batch_size=1, max_seq_len=32)
+    with pytest.raises(ArgumentError, match="past_key_values: expected None"):
+        pair[1].generate(**padded([4]), past_key_values=cache)
+    with pytest.raises(ArgumentError, match="inputs_embeds: expected None"):
+        pair[1].generate(inputs_embeds=torch.zeros(1, 3, 64))
+
+
+def test_a_loop_of_the_callers_runs(pair: tuple[Any, Any]) -> None:
+    ids = padded([4])["input_ids"]
+    assert pair[1].generate(ids, custom_generate=lambda model, input_ids, **_: input_ids + 1).equal(ids + 1)
+
+
+def test_a_failing_row_raises_and_the_model_goes_on(
+    pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, fast = pair
+    weight = fast.lm_head.weight.data
+    kept = weight.clone()
+    weight.fill_(float("nan"))
+    try:
+        with pytest.raises(RequestError):
+            fast.generate(**padded([4, 6]), max_new_tokens=4)
+    finally:
+        weight.copy_(kept)
+    want, got = both(pair, padded([4, 6]))
+    assert torch.equal(got, want)
+
+
+def test_threads_get_their_own_tokens(pair: tuple[Any, Any]) -> None:
+    wanted, found = {}, {}
+    for seed in range(3):
+        wanted[seed] = both(pair, padded([3 + seed], seed))[0]
+
+    def run(seed: int) -> None:
+        found[seed] = pair[1].generate(
+            **padded([3 + seed], seed), do_sample=False, max_new_tokens=12, eos_token_id=None
+        )
+
+    threads = [threading.Thread(target=run, args=(seed,)) for seed in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(torch.equal(found[seed], wanted[seed]) for seed in range(3))
+
+
+def test_the_model_gets_its_own_generate_back(make_llama: Callable[..., Any]) -> None:
+    model = make_llama(vocab_size=99, hidden_size=64, intermediate_size=96, max_position_embeddings=256)
+    with pytest.raises(ArgumentError, match="accelerate\\(\\) was called on"):
+        hf.unaccelerate(model)
+    assert hf.accelerate(model, max_seq_len=32) is model
+    with pytest.raises(ArgumentError, match="not accelerated"):
+        hf.accelerate(model)
+    with pytest.raises(NotCopyableError, match="unaccelerate"):
+        copy.deepcopy(model)
+    hf.unaccelerate(model)
+    assert "generate" not in vars(model)
+    ids = torch.tensor([[3, 4]])
+    assert model.generate(ids, max_new_tokens=2, num_beams=2, eos_token_id=None).shape == (1, 4)
+
+
+def test_an_encoder_decoder_model_is_refused() -> None:
+    import transformers
+
+    config = transformers.T5Config(vocab_size=9, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
+    with pytest.raises(UnsupportedModelError, match="causal LMs"):
+        hf.accelerate(transformers.T5ForConditionalGeneration(config))

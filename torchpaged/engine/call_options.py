@@ -1,0 +1,191 @@
+"""What a call of transformers' ``generate()`` asks of the engine's loop, and what of it the engine can't do.
+
+transformers turns its options into logits processors and stopping criteria. Those the engine knows are read
+back exactly; any other is refused by name: none is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchpaged.custom_ops.errors import ArgumentError
+
+_LEAVE = "call torchpaged.hf.unaccelerate(model) first, or leave it out"
+# Arguments of generate() that go to loops of transformers' own, by which they never reach a caller's loop.
+_OTHER_LOOPS = ("assistant_model", "assistant_tokenizer", "synced_gpus")
+# What generate() itself adds to a call.
+_KNOWN_INPUTS = ("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep")
+_OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
+
+
+@dataclass(frozen=True)
+class CallSampling:
+    """Fields of `SamplingParams`, and the token behind a row's end; None without one."""
+
+    max_new_tokens: int
+    stop_token_ids: tuple[int, ...]
+    padding_token: int | None
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+
+def _refuse(name: str, expected: str, got: Any) -> ArgumentError:
+    return ArgumentError(name, expected, str(got), _LEAVE)
+
+
+def require_plain_call(call: Mapping[str, Any]) -> None:
+    """Refuse arguments of generate() which it gives to loops of its own.
+
+    Raises:
+        ArgumentError: there is one.
+    """
+    for name in _OTHER_LOOPS:
+        if call.get(name) not in (None, False):
+            raise _refuse(name, "None on an accelerated model", type(call[name]).__name__)
+    for name in ("past_key_values", "cache_implementation"):
+        if call.get(name) is not None:
+            shown = call[name] if isinstance(call[name], str) else type(call[name]).__name__
+            raise _refuse(name, "None on an accelerated model, whose engine keeps its own cache", repr(shown))
+    if call.get("inputs_embeds") is not None:
+        raise _refuse("inputs_embeds", "None on an accelerated model, which takes input_ids", "a tensor")
+
+
+def call_sampling(
+    logits_processor: Any,
+    stopping_criteria: Any,
+    config: Any,
+    model_kwargs: Mapping[str, Any],
+    input_ids: Tensor,
+) -> CallSampling:
+    """The call in the engine's terms.
+
+    Args:
+        logits_processor, stopping_criteria: lists as generate() prepared them.
+        config: the call's ``GenerationConfig``.
+        model_kwargs: the model's inputs, as generate() prepared them.
+        input_ids: ``[rows, length]`` int64, left-padded.
+
+    Raises:
+        ArgumentError: something the engine's loop can't do; names it.
+    """
+    _require_known_inputs(model_kwargs, input_ids)
+    for name in _OUTPUTS:
+        if getattr(config, name, None):
+            raise _refuse(name, "False on an accelerated model, which returns tokens alone", True)
+    if (config.num_beams or 1) != 1:
+        raise _refuse("num_beams", "1 on an accelerated model", config.num_beams)
+    mode = config.get_generation_mode().value
+    if mode not in ("greedy_search", "sample"):
+        name = (
+            "prompt_lookup_num_tokens" if config.prompt_lookup_num_tokens is not None else "generation_config"
+        )
+        raise _refuse(name, "greedy decoding or sampling on an accelerated model", mode)
+    if config.use_cache is False:
+        raise _refuse("use_cache", "True on an accelerated model", False)
+    if config.cache_implementation is not None:
+        raise _refuse("cache_implementation", "None on an accelerated model", config.cache_implementation)
+    max_length, stops = _ends(stopping_criteria)
+    new = max_length - input_ids.shape[1]
+    if new < 1:
+        raise ArgumentError(
+            "max_length", f"more than the prompt's {input_ids.shape[1]} tokens", str(max_length)
+        )
+    padding = config.pad_token_id if config.pad_token_id is not None else (stops[0] if stops else None)
+    drawn = _drawing(logits_processor, model_kwargs.get("attention_mask"))
+    if config.do_sample:
+        drawn.setdefault("temperature", 1.0)
+    elif extra := [name for name in drawn if name != "repetition_penalty"]:
+        raise _refuse(extra[0], "no such logits processor without do_sample", drawn[extra[0]])
+    return CallSampling(new, stops, padding, **drawn)
+
+
+def _require_known_inputs(model_kwargs: Mapping[str, Any], input_ids: Tensor) -> None:
+    for name, value in model_kwargs.items():
+        if name not in _KNOWN_INPUTS and value is not None:
+            raise _refuse(
+                name, "None on an accelerated model, whose engine takes tokens alone", type(value).__name__
+            )
+    cache = model_kwargs.get("past_key_values")
+    if cache is not None and cache.get_seq_length() != 0:
+        raise _refuse("past_key_values", "None on an accelerated model", type(cache).__name__)
+    given, mask = model_kwargs.get("position_ids"), model_kwargs.get("attention_mask")
+    if given is not None:
+        ones = torch.ones_like(input_ids) if mask is None else mask.to(torch.int64)
+        real = ones != 0
+        if given.shape != input_ids.shape or bool(((given != ones.cumsum(-1) - 1) & real).any()):
+            raise _refuse("position_ids", "the places of the tokens in their prompts", "others")
+
+
+def _ends(criteria: Any) -> tuple[int, tuple[int, ...]]:
+    """Tokens at most, padded prompt included, and the tokens that end a row."""
+    from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+
+    lengths, stops = [], []
+    for one in criteria:
+        if type(one) is MaxLengthCriteria:
+            lengths.append(int(one.max_length))
+        elif type(one) is EosTokenCriteria:
+            stops += one.eos_token_id.flatten().tolist()
+        else:
+            raise _refuse(
+                "stopping_criteria", "a length and end tokens on an accelerated model", type(one).__name__
+            )
+    if not lengths:
+        raise ArgumentError("max_new_tokens", "the number of tokens that generate() may add", "None")
+    return min(lengths), tuple(dict.fromkeys(stops))
+
+
+def _drawing(processors: Any, attention_mask: Tensor | None) -> dict[str, Any]:
+    """Fields of `SamplingParams` that the processors stand for.
+
+    The engine applies them in transformers' own order: penalty, temperature, top-k, top-p, min-p.
+    """
+    from transformers.generation import logits_process as known
+
+    names = {
+        known.RepetitionPenaltyLogitsProcessor: ("repetition_penalty", "penalty"),
+        known.TemperatureLogitsWarper: ("temperature", "temperature"),
+        known.TopKLogitsWarper: ("top_k", "top_k"),
+        known.TopPLogitsWarper: ("top_p", "top_p"),
+        known.MinPLogitsWarper: ("min_p", "min_p"),
+    }
+    order, found, last = list(names), {}, -1
+    for one in processors:
+        entry = names.get(type(one))
+        if entry is None or entry[0] in found or order.index(type(one)) < last:
+            raise _refuse(
+                "logits_processor",
+                "repetition penalty, temperature, top-k, top-p and min-p, each once and in this order, on an "
+                "accelerated model",
+                type(one).__name__,
+            )
+        last = order.index(type(one))
+        found[entry[0]] = getattr(one, entry[1])
+        if getattr(one, "filter_value", -float("inf")) != -float("inf"):
+            raise _refuse("filter_value", "-inf on an accelerated model", one.filter_value)
+        if getattr(one, "min_tokens_to_keep", 1) != 1:
+            raise _refuse("min_tokens_to_keep", "1 on an accelerated model", one.min_tokens_to_keep)
+        if entry[0] == "repetition_penalty":
+            _require_whole_prompts(one, attention_mask)
+    return found
+
+
+def _require_whole_prompts(processor: Any, attention_mask: Tensor | None) -> None:
+    """Refuse a repetition penalty for other tokens than those of the prompt and the output: for padding, as
+    transformers 5.17 has it, or for a part of the prompt."""
+    padding = 0 if attention_mask is None else (attention_mask == 0).sum(-1)
+    ignored = 0 if processor.prompt_ignore_length is None else processor.prompt_ignore_length
+    if bool((torch.as_tensor(ignored) != torch.as_tensor(padding)).any()):
+        raise _refuse(
+            "repetition_penalty",
+            "one over all tokens of the prompt and none of its padding, on an accelerated model",
+            f"{ignored} tokens left out, {padding} of them padding",
+        )

@@ -1,0 +1,230 @@
+"""``generate()`` of a transformers model, run by the engine.
+
+    torchpaged.hf.accelerate(model, max_batch_size=8, max_seq_len=4096)
+    out = model.generate(**inputs, max_new_tokens=128)      # as before
+
+transformers prepares the call as it always does (`generation_config`, padding, stopping criteria) and hands
+the loop over; a `Generator` that belongs to the model runs it. What its loop can't do is refused, with the
+reason, before anything runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from torchpaged.custom_ops.errors import ArgumentError, NotCopyableError, UnsupportedModelError
+from torchpaged.engine.call_options import call_sampling, require_plain_call
+from torchpaged.engine.generator import Generator
+from torchpaged.engine.sampling import SamplingParams
+
+
+class _Generate:
+    """``model.generate`` of an accelerated model; its ``generator`` runs the loop."""
+
+    def __init__(self, model: Any, generator: Generator) -> None:
+        self._model, self.generator = model, generator
+        self.before = vars(model).get("generate")  # of the instance; normally none
+        functools.update_wrapper(self, type(model).generate)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        own = self.before or functools.partial(type(self._model).generate, self._model)
+        if kwargs.get("custom_generate") is not None:  # the caller brings a loop
+            return own(*args, **kwargs)
+        require_plain_call(kwargs)
+        # transformers hands a streamer on to its own loops only.
+        loop = _Loop(self.generator, kwargs.get("streamer"))
+        return own(*args, **kwargs, custom_generate=loop.run)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise NotCopyableError(
+            "an accelerated model can't be copied or pickled: its graphs, rows and pools are places in this "
+            "process's memory; call torchpaged.hf.unaccelerate(model) first, or save its state_dict()"
+        )
+
+
+class _Loop:
+    """One call's decoding loop, as transformers calls it."""
+
+    def __init__(self, generator: Generator, streamer: Any) -> None:
+        self._generator, self._streamer = generator, streamer
+
+    def run(
+        self,
+        model: Any,
+        input_ids: Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        **model_kwargs: Any,
+    ) -> Any:
+        """What transformers' loops give: prompts, new tokens and padding, ``[rows, length]`` int64."""
+        if self._streamer is not None and len(input_ids) != 1:
+            raise ArgumentError("streamer", "one row", f"{len(input_ids)} rows", "stream them one by one")
+        prompts = _without_padding(input_ids, model_kwargs.get("attention_mask"))
+        call = call_sampling(logits_processor, stopping_criteria, generation_config, model_kwargs, input_ids)
+        for ids in prompts:
+            self._require_room(len(ids), call.max_new_tokens)
+        # Seeds from torch's own generator: torch.manual_seed repeats a call.
+        draws = call.temperature > 0
+        seeds = torch.randint(2**62, (len(prompts),)).tolist() if draws else [0] * len(prompts)
+        each = [
+            SamplingParams(
+                max_new_tokens=call.max_new_tokens,
+                temperature=call.temperature,
+                top_k=call.top_k,
+                top_p=call.top_p,
+                min_p=call.min_p,
+                repetition_penalty=call.repetition_penalty,
+                seed=seed,
+                stop_token_ids=call.stop_token_ids,
+                ignore_eos=True,  # the call's own ends are in stop_token_ids
+            )
+            for seed in seeds
+        ]
+        rows = self._stream(prompts[0], each) if self._streamer is not None else self._generate(prompts, each)
+        width = max(len(row) for row in rows)
+        padding = call.padding_token if call.padding_token is not None else 0  # rows of one length have none
+        new = torch.tensor([row + [padding] * (width - len(row)) for row in rows], dtype=torch.int64)
+        sequences = torch.cat([input_ids, new.to(input_ids.device)], dim=1)
+        if generation_config.return_dict_in_generate:
+            from transformers.generation import GenerateDecoderOnlyOutput
+
+            return GenerateDecoderOnlyOutput(sequences=sequences)
+        return sequences
+
+    def _require_room(self, prompt: int, new: int) -> None:
+        generator = self._generator
+        room = min(generator.max_seq_len, generator.pool.num_usable * generator.scheduler.block_size)
+        if prompt + new > room:
+            raise ArgumentError(
+                "max_new_tokens",
+                f"at most {room - prompt} for a prompt of {prompt} tokens (accelerate's max_seq_len: "
+                f"{generator.max_seq_len})",
+                str(new),
+                "give accelerate() a larger max_seq_len",
+            )
+
+    def _generate(self, prompts: list[list[int]], each: list[SamplingParams]) -> list[list[int]]:
+        outputs = self._generator.generate(prompts, each)
+        error = next((output.error for output in outputs if output.error is not None), None)
+        if error is not None:
+            raise error
+        return [output.token_ids for output in outputs]
+
+    def _stream(self, prompt: list[int], each: list[SamplingParams]) -> list[list[int]]:
+        tokens: list[int] = []
+        request = self._generator.submit(prompt, each[0])
+        for event in self._generator.stream([request]):
+            if event.error is not None:
+                raise event.error
+            if event.token_id is not None:
+                tokens.append(event.token_id)
+                self._streamer.put(torch.tensor([event.token_id]))
+        self._streamer.end()
+        return [tokens]
+
+
+def _without_padding(input_ids: Tensor, attention_mask: Tensor | None) -> list[list[int]]:
+    """The prompts of left-padded rows."""
+    rows: list[list[int]] = input_ids.tolist()
+    if attention_mask is None:
+        return rows
+    if attention_mask.shape != input_ids.shape:
+        raise ArgumentError(
+            "attention_mask", f"a tensor of shape {list(input_ids.shape)}", str(list(attention_mask.shape))
+        )
+    masks: list[list[int]] = attention_mask.to(torch.int64).tolist()
+    prompts = []
+    for ids, mask in zip(rows, masks, strict=True):
+        start = mask.index(1) if 1 in mask else len(mask)
+        if start == len(mask) or mask != [0] * start + [1] * (len(mask) - start):
+            raise ArgumentError(
+                "attention_mask",
+                "0 on padding at the left of a row and 1 on its prompt, of one token at least",
+                "a row of another kind",
+                "give the tokenizer padding_side='left'",
+            )
+        prompts.append(ids[start:])
+    return prompts
+
+
+def accelerate(
+    model: Any,
+    *,
+    max_batch_size: int = 8,
+    max_seq_len: int | None = None,
+    fuse: bool | str = "auto",
+    **options: Any,
+) -> Any:
+    """Let the engine run ``model.generate``, until `unaccelerate`.
+
+    The engine keeps its own paged cache and graphs; on a GPU they are captured here, which takes seconds.
+    ``generate()`` keeps its arguments: greedy decoding and sampling (temperature, top-k, top-p, min-p,
+    repetition penalty), left padding, several end tokens, ``num_return_sequences``, one row's ``streamer``.
+    Greedy tokens are those of transformers' own loop. Sampled ones follow the same distribution, with other
+    random numbers; ``torch.manual_seed`` repeats them. Beams, assistants, other logits processors and
+    stopping criteria, scores and caches of the caller are refused.
+
+    Args:
+        model: a causal LM of transformers, in eval mode from now on; its attention implementation becomes
+            "torchpaged".
+        max_batch_size: rows that run at once; a larger batch runs in turns.
+        max_seq_len: tokens of prompt and output per row; default: the model's, at most 2048.
+        fuse: `torchpaged.hf.fuse` the model, which stays so afterwards; "auto": on a GPU.
+        options: further ones of `Generator`, for instance ``steps_per_launch`` or ``backend``.
+
+    Returns:
+        The model itself.
+
+    Raises:
+        ArgumentError: it is accelerated already, or an option of `Generator` is refused.
+        BackendUnavailableError, UnsupportedModelError: the engine can't run it.
+    """
+    if isinstance(getattr(model, "generate", None), _Generate):
+        raise ArgumentError(
+            "model",
+            "a model that is not accelerated",
+            "one that is",
+            "call torchpaged.hf.unaccelerate(model) first",
+        )
+    if fuse not in (True, False, "auto"):
+        raise ArgumentError("fuse", "True, False or 'auto'", repr(fuse))
+    takes = inspect.signature(type(model).generate).parameters if hasattr(type(model), "generate") else {}
+    if "custom_generate" not in takes:
+        raise UnsupportedModelError(
+            f"{type(model).__name__}.generate takes no custom_generate, by which the engine gets the loop; "
+            "use torchpaged.engine.Generator"
+        )
+    if model.config.is_encoder_decoder:
+        raise UnsupportedModelError(
+            f"{type(model).__name__}: the engine runs causal LMs; use PagedCache.for_inputs with generate()"
+        )
+    fuses = model.device.type == "cuda" if fuse == "auto" else bool(fuse)
+    generator = Generator(
+        model, max_batch_size=max_batch_size, max_seq_len=max_seq_len, fuse=fuses, **options
+    )
+    model.generate = _Generate(model, generator)
+    return model
+
+
+def unaccelerate(model: Any) -> None:
+    """Give ``model`` its own ``generate`` back and free the engine's cache and graphs. A model that was fused
+    stays fused (`torchpaged.hf.unfuse`).
+
+    Raises:
+        ArgumentError: the model is not accelerated.
+    """
+    generate = getattr(model, "generate", None)
+    if not isinstance(generate, _Generate):
+        raise ArgumentError(
+            "model", "a model that accelerate() was called on", "one that it was not called on"
+        )
+    if generate.before is None:
+        del model.generate
+    else:
+        model.generate = generate.before

@@ -1,0 +1,206 @@
+"""Attention over the pools: `paged_attention`."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchpaged.backends import attention_spec
+from torchpaged.backends.ops_choice import choose_ops, traced_ops
+from torchpaged.custom_ops import BACKEND_OPS, BackendOps, check_native_dtype
+from torchpaged.custom_ops.attention.check import check_options, check_paged_attention
+from torchpaged.custom_ops.checks import check_tensors, is_int, refuse_grad
+from torchpaged.custom_ops.errors import ArgumentError
+from torchpaged.functional.arguments import given, traced_sizes
+from torchpaged.functional.one_call import OneCall, able_backend, planned_once
+
+_DEFAULT = BACKEND_OPS["default"]
+
+
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    *,
+    max_query_len: int,
+    scale: float | None = None,
+    causal: bool = True,
+    window_size: tuple[int, int] = (-1, -1),
+    logits_soft_cap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    chunk_size: int | None = None,
+    workspace: Mapping[str, Tensor] | None = None,
+    return_lse: bool = False,
+    out: Tensor | None = None,
+    ops: BackendOps | None = None,
+) -> Any:
+    """Attention of packed queries over paged keys and values: prefill, decode, chunked prefill and mixed
+    batches alike.
+
+    Query ``i`` of a request sees keys up to ``seq_len - query_len + i`` (bottom-right causal alignment).
+
+    Args:
+        q: ``[num_tokens, num_heads, head_dim]``, requests one after the other.
+        k_cache: ``[num_blocks, block_size, num_kv_heads, head_dim]``.
+        v_cache: ``[num_blocks, block_size, num_kv_heads, head_dim_v]``.
+        block_table: ``[num_reqs, max_blocks_per_req]`` int32.
+        seq_lens: ``[num_reqs]`` int32, this step's tokens included; 0 = padding row.
+        query_start_loc: ``[num_reqs + 1]`` int32.
+        max_query_len: upper bound of the query lengths.
+        scale: softmax scale; default ``head_dim ** -0.5``.
+        causal: hide keys after the query.
+        window_size: ``(left, right)`` keys visible beside the own one; -1 = open.
+        logits_soft_cap: scores become ``cap * tanh(score / cap)``; None or 0 = off.
+        alibi_slopes: ``[num_heads]`` float32.
+        sinks: ``[num_heads]``, one logit per head that takes part in the softmax without a value.
+        k_scale, v_scale: float32 ``[1]`` or ``[num_kv_heads]``, for fp8 pools.
+        chunk_size: keys of the query's own chunk of that many positions only; None or 0 = off.
+        workspace: what a session of the backend of ``ops`` keeps for this kind of call:
+            ``session.workspace(spec)``; the session has planned the batch if it plans at all. None: nothing
+            is kept: a GPU kernel makes its semaphore anew, which costs a memset, and a backend that plans
+            plans for this call alone, which compiled code can't.
+        return_lse: also return the log-sum-exp.
+        out: ``[num_tokens, num_heads, head_dim_v]`` in q's dtype to write into, which is returned; apart from
+            q and the pools, any strides with a contiguous last dimension. None: a new one.
+        ops: whose kernels to run; default: those of the backend that every other door would choose.
+
+    Returns:
+        A tensor ``[num_tokens, num_heads, head_dim_v]`` in q's dtype; with ``return_lse`` a pair of it and
+        float32 ``[num_tokens, num_heads]``.
+
+    Raises:
+        ArgumentError: shapes, dtypes, devices, strides, block ids, lengths or options don't fit.
+        BackendUnavailableError: ``ops``, or the backend that was asked for, declare not to run this; with
+            all reasons.
+    """
+    kept: Mapping[str, Any] = {} if workspace is None else workspace
+    if not torch.compiler.is_compiling():
+        if not isinstance(kept, Mapping):
+            raise ArgumentError(
+                "workspace",
+                "tensors by argument name",
+                type(workspace).__name__,
+                "pass session.workspace(spec)",
+            )
+        if ops is not None and not isinstance(ops, BackendOps):
+            raise ArgumentError(
+                "ops",
+                "handles of a backend's ops",
+                repr(ops),
+                "pass BACKEND_OPS[name], or choose by use_backend(name)",
+            )
+        if not (is_int(max_query_len) or isinstance(max_query_len, torch.SymInt)):
+            raise ArgumentError("max_query_len", "an int of at least 1", repr(max_query_len))
+        check_options(scale, window_size, logits_soft_cap, chunk_size)
+        check_tensors(
+            q=q,
+            k_cache=k_cache,
+            v_cache=v_cache,
+            block_table=block_table,
+            seq_lens=seq_lens,
+            query_start_loc=query_start_loc,
+            **given(alibi_slopes=alibi_slopes, sinks=sinks, k_scale=k_scale, v_scale=v_scale, out=out),
+            **kept,
+        )
+        # of these the outputs take their shape
+        for name, tensor, dims in (("q", q, 3), ("k_cache", k_cache, 4), ("v_cache", v_cache, 4)):
+            if tensor.dim() != dims:
+                raise ArgumentError(name, f"{dims} dimensions", str(list(tensor.shape)))
+    out = q.new_empty(q.shape[0], q.shape[1], v_cache.shape[3]) if out is None else out
+    lse = q.new_empty(q.shape[0], q.shape[1], dtype=torch.float32) if return_lse else None
+    scale = max(q.shape[-1], 1) ** -0.5 if scale is None else scale
+    soft_cap = 0.0 if logits_soft_cap is None else logits_soft_cap
+    chunk = 0 if chunk_size is None else chunk_size
+    if not torch.compiler.is_compiling():
+        refuse_grad(q=q, sinks=sinks, alibi_slopes=alibi_slopes)
+        check_paged_attention(
+            q,
+            k_cache,
+            v_cache,
+            block_table,
+            seq_lens,
+            query_start_loc,
+            out,
+            lse,
+            max_query_len=max_query_len,
+            scale=scale,
+            causal=causal,
+            window_left=window_size[0],
+            window_right=window_size[1],
+            logits_soft_cap=soft_cap,
+            alibi_slopes=alibi_slopes,
+            sinks=sinks,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            chunk_size=chunk,
+            semaphore=kept.get("semaphore"),
+        )
+        spec = attention_spec(
+            device=q.device,
+            dtype=q.dtype,
+            num_heads=q.shape[1],
+            num_kv_heads=k_cache.shape[2],
+            head_dim=q.shape[2],
+            head_dim_v=v_cache.shape[3],
+            block_size=k_cache.shape[1],
+            kv_dtype=k_cache.dtype,
+            causal=causal,
+            window_size=window_size,
+            logits_soft_cap=logits_soft_cap,
+            alibi_slopes=alibi_slopes,
+            sinks=sinks,
+            chunk_size=chunk_size,
+            lse=return_lse,
+            scale=scale,
+        )
+        if ops is None:
+            ops = choose_ops(q.device, spec)
+        check_native_dtype(ops.paged_attention, q=q, k_cache=k_cache)
+        if ops is not _DEFAULT:
+            backend = able_backend(ops, spec)
+            if backend is not None and workspace is None and backend.capabilities.planning:
+                batch = OneCall(block_table, seq_lens, query_start_loc, max_query_len)
+                # a variable of this function, since it must live until the op has run
+                session = planned_once(backend, spec, batch, q.shape[0], k_cache)
+                kept = session.workspace(spec)
+    else:
+        window = operator.index(window_size[0]), operator.index(window_size[1])
+        has_soft_cap = False
+        if soft_cap != 0:  # a symbol perhaps, which a branch makes a constant
+            has_soft_cap = True
+        features = has_soft_cap, alibi_slopes is not None, sinks is not None, return_lse
+        attention = (*traced_sizes(q, k_cache, v_cache), causal, window, operator.index(chunk), *features)
+        ops = traced_ops(q.device, attention, ops, workspace is not None)
+    ops.paged_attention(
+        q,
+        k_cache,
+        v_cache,
+        block_table,
+        seq_lens,
+        query_start_loc,
+        out,
+        lse,
+        max_query_len=max_query_len,
+        scale=scale,
+        causal=causal,
+        window_left=window_size[0],
+        window_right=window_size[1],
+        logits_soft_cap=soft_cap,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        chunk_size=chunk,
+        **kept,
+    )
+    return out if lse is None else (out, lse)

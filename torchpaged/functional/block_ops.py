@@ -1,0 +1,45 @@
+"""Whole blocks inside the pools: `copy_blocks`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from torchpaged.backends.ops_choice import choose_ops, traced_ops
+from torchpaged.custom_ops import BackendOps
+from torchpaged.custom_ops.block_ops.check import check_copy_blocks
+from torchpaged.custom_ops.checks import check_tensors
+
+
+def copy_blocks(
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_mapping: Tensor | Sequence[tuple[int, int]],
+    *,
+    ops: BackendOps | None = None,
+) -> None:
+    """Copy whole blocks inside a pair of pools, in place.
+
+    Args:
+        k_cache, v_cache: the pools, as in `write_kv`.
+        block_mapping: ``[num_pairs, 2]`` int64 of (source, destination), or a list of pairs; negative ids
+            skip the pair. No block may be a destination twice, or source and destination.
+        ops: whose kernels to run; default: those of the backend that every other door would choose.
+
+    Raises:
+        ArgumentError: an id is out of range, or destinations collide; nothing is copied then.
+        BackendUnavailableError: the backend that was asked for is not usable here; with all reasons.
+    """
+    if not torch.compiler.is_compiling():
+        check_tensors(k_cache=k_cache, v_cache=v_cache)
+    if not isinstance(block_mapping, Tensor):
+        host = torch.tensor(list(block_mapping), dtype=torch.int64).reshape(-1, 2)
+        check_copy_blocks(k_cache, v_cache, host.to(k_cache.device))
+        block_mapping = host.to(k_cache.device)
+    elif not torch.compiler.is_compiling():
+        check_copy_blocks(k_cache, v_cache, block_mapping)
+    if ops is None:
+        ops = traced_ops(k_cache.device) if torch.compiler.is_compiling() else choose_ops(k_cache.device)
+    ops.copy_blocks(k_cache, v_cache, block_mapping)

@@ -1,0 +1,44 @@
+"""Attention over two sets of keys, put together: `merge_attn_states`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torchpaged.backends.ops_choice import choose_ops, traced_ops
+from torchpaged.custom_ops import BackendOps, check_native_dtype
+from torchpaged.custom_ops.attention.check import check_merge_attn_states
+from torchpaged.custom_ops.checks import check_tensors, refuse_grad
+
+
+def merge_attn_states(
+    out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, *, ops: BackendOps | None = None
+) -> tuple[Tensor, Tensor]:
+    """Combine attention over two disjoint sets of keys (arXiv:2501.01005, section 2.2).
+
+    Args:
+        out_a, out_b: ``[num_tokens, num_heads, head_dim_v]``.
+        lse_a, lse_b: ``[num_tokens, num_heads]`` float32, natural logarithm; -inf = that side saw no key and
+            its ``out`` is not read. NaN or +inf on either side makes the row NaN: an LSE of +inf, with which
+            some libraries mark empty rows, is none to us.
+        ops: whose kernels to run; default: those of the backend that every other door would choose.
+
+    Returns:
+        ``(out, lse)`` of attention over both sets.
+
+    Raises:
+        ArgumentError: shapes, dtypes or devices don't fit.
+        BackendUnavailableError: the backend that was asked for is not usable here; with all reasons.
+    """
+    if not torch.compiler.is_compiling():
+        check_tensors(out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
+    out, lse = torch.empty_like(out_a), torch.empty_like(lse_a)
+    if not torch.compiler.is_compiling():
+        refuse_grad(out_a=out_a, out_b=out_b)
+        check_merge_attn_states(out_a, lse_a, out_b, lse_b, out, lse)
+        ops = choose_ops(out_a.device) if ops is None else ops
+        check_native_dtype(ops.merge_attn_states, out_a=out_a)
+    elif ops is None:
+        ops = traced_ops(out_a.device)
+    ops.merge_attn_states(out_a, lse_a, out_b, lse_b, out, lse)
+    return out, lse

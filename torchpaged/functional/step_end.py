@@ -1,0 +1,68 @@
+"""From one decode step's buffers to the next one's: `advance_step`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torchpaged.backends.ops_choice import choose_ops, traced_ops
+from torchpaged.custom_ops import BackendOps
+from torchpaged.custom_ops.checks import check_tensors
+from torchpaged.custom_ops.step_end.check import check_advance_step
+
+
+def advance_step(
+    sampled_token_ids: Tensor,
+    block_table: Tensor,
+    input_ids: Tensor,
+    positions: Tensor,
+    seq_lens: Tensor,
+    slot_mapping: Tensor,
+    *,
+    block_size: int,
+    ops: BackendOps | None = None,
+) -> None:
+    """Turn the buffers of one decode step into those of the next, in place and on the device.
+
+    The step that ended may have been a prefill or a mixed one: a row's next token stands behind its
+    ``seq_lens`` tokens, whatever was computed of them just now. `AttentionMetadata.decodes_after` makes the
+    buffers of the step to come.
+
+    Rows with seq_len 0 (padding) and rows whose table is full keep their values and get slot -1.
+
+    Args:
+        sampled_token_ids: ``[num_reqs]`` int64, the tokens just sampled.
+        block_table: ``[num_reqs, max_blocks_per_req]`` int32; the next token's block must already be there.
+        input_ids, positions, slot_mapping: ``[num_reqs]`` int64, rewritten.
+        seq_lens: ``[num_reqs]`` int32, one longer afterwards.
+        block_size: tokens per block.
+        ops: whose kernels to run; default: those of the backend that every other door would choose.
+
+    Raises:
+        ArgumentError: shapes, dtypes or devices don't fit.
+        BackendUnavailableError: the backend that was asked for is not usable here; with all reasons.
+    """
+    if not torch.compiler.is_compiling():
+        check_tensors(
+            sampled_token_ids=sampled_token_ids,
+            block_table=block_table,
+            input_ids=input_ids,
+            positions=positions,
+            seq_lens=seq_lens,
+            slot_mapping=slot_mapping,
+        )
+        check_advance_step(
+            sampled_token_ids,
+            block_table,
+            input_ids,
+            positions,
+            seq_lens,
+            slot_mapping,
+            block_size=block_size,
+        )
+        ops = choose_ops(seq_lens.device) if ops is None else ops
+    elif ops is None:
+        ops = traced_ops(seq_lens.device)
+    ops.advance_step(
+        sampled_token_ids, block_table, input_ids, positions, seq_lens, slot_mapping, block_size=block_size
+    )

@@ -1,0 +1,144 @@
+"""Scales of the fp8 pools behind a `PagedModel`: tensors that graphs hold, filled once.
+
+They are made before any step, so that a captured or compiled step has their addresses. Those that are not
+given are found in the first prompt's keys and values, by a forward over pools of the keys' own dtype: no
+layer reads rounded keys in it, while a `PagedCache` finds a layer's scales behind layers that do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchpaged.backends import Limits
+from torchpaged.cache import KVLayerSpec, LayerSpec
+from torchpaged.custom_ops.errors import ArgumentError
+from torchpaged.hf.kv_scales import KVScales, Scales, require_paged
+from torchpaged.hf.layer import PagedLayer
+from torchpaged.hf.step_cache import StepCache
+from torchpaged.metadata import AttentionMetadata
+
+_MOST_TOKENS = 2048  # of the first prompt: enough to find scales in
+
+
+class PackedScales:
+    """Scales of a `StepCache`'s layers.
+
+    Args:
+        kv_dtype, kv_scales: as for `torchpaged.hf.PagedCache`.
+        stored: what each layer stores.
+        name: of the model's type, for messages.
+
+    Attributes:
+        dtype: of the pools; None: the keys'.
+        missing: whether scales are still to be found.
+
+    Raises:
+        ArgumentError: as `KVScales`.
+        UnsupportedModelError: a layer stores something else than keys and values.
+    """
+
+    def __init__(
+        self,
+        kv_dtype: str | torch.dtype | None,
+        kv_scales: str | Scales,
+        stored: Sequence[LayerSpec],
+        name: str,
+    ) -> None:
+        self._scales = KVScales(kv_dtype, kv_scales, len(stored))
+        self.dtype = self._scales.dtype
+        self.missing = self.dtype is not None and isinstance(kv_scales, str)
+        self._by_head = kv_scales == "head"
+        self._layers: list[PagedLayer] = []
+        if self.dtype is not None:
+            require_paged(name, {type(spec).__name__ for spec in stored if not isinstance(spec, KVLayerSpec)})
+
+    def give(self, layers: Iterable[PagedLayer]) -> None:
+        """Give ``layers``, which have their pools, their scales; 1 where they are still to be found."""
+        self._layers = list(layers)
+        for position, layer in enumerate(self._layers):
+            if self.dtype is None:
+                continue
+            assert layer.keys is not None and layer.values is not None
+            heads = layer.keys.shape[2]
+            empty = torch.empty(1, heads, 0, 1, device=layer.keys.device)
+            if self.missing:
+                count = heads if self._by_head else 1
+                layer.scales = {
+                    name: torch.ones(count, device=empty.device) for name in ("k_scale", "v_scale")
+                }
+                for scale in layer.scales.values():
+                    torch._dynamo.mark_static_address(scale, guard=False)
+            else:
+                layer.scales = self._scales.of(position, empty, empty)
+
+    def find(self, filled: Iterable[PagedLayer], num_tokens: int) -> None:
+        """Fill the scales from pools of the keys' dtype.
+
+        Args:
+            filled: as many layers, whose tokens stand from slot ``block_size`` on, behind the null block.
+            num_tokens: of them.
+        """
+        for position, (layer, source) in enumerate(zip(self._layers, filled, strict=True)):
+            assert source.keys is not None and source.values is not None
+            first = source.keys.shape[1]
+            states = [
+                pool.flatten(0, 1)[first : first + num_tokens].transpose(0, 1)[None]
+                for pool in (source.keys, source.values)
+            ]
+            found = self._scales.of(position, *states)
+            for name, scale in layer.scales.items():
+                scale.copy_(found[name])
+        self.missing = False
+
+    @property
+    def found(self) -> list[tuple[Tensor, Tensor]]:
+        """``(k_scale, v_scale)`` of each layer, float32 ``[1]`` or ``[num_kv_heads]``, to be saved and given
+        to another model; empty before they are known, and without fp8 pools."""
+        if self.dtype is None or self.missing:
+            return []
+        return [(layer.scales["k_scale"], layer.scales["v_scale"]) for layer in self._layers]
+
+
+def run_once(
+    model: Any,
+    config: Any,
+    stored: Sequence[LayerSpec],
+    token_ids: Sequence[int],
+    block_size: int,
+    backend: str,
+) -> tuple[StepCache, int]:
+    """A forward over a prompt's first tokens, into pools of the keys' own dtype in blocks 1, 2 and so on.
+
+    Args:
+        model: the model of transformers, attached.
+        config: of its text part.
+        stored: what each layer stores.
+        token_ids: the prompt.
+        block_size: tokens per block.
+        backend: as for `PagedModel`.
+
+    Returns:
+        The cache with its pools, and the number of tokens in them.
+
+    Raises:
+        ArgumentError: no token.
+    """
+    ids = list(token_ids)[:_MOST_TOKENS]
+    if not ids:
+        raise ArgumentError("token_ids", "at least one token", "none")
+    blocks = -(-len(ids) // block_size)
+    limits = Limits(1, len(ids), blocks, num_blocks=blocks + 1, block_size=block_size)
+    cache = StepCache(config, limits, blocks * block_size, backend)
+    metadata = AttentionMetadata.from_lists(
+        [len(ids)], [len(ids)], [list(range(1, blocks + 1))], block_size=block_size, device=model.device
+    )
+    cache.metadata = metadata
+    tokens = torch.tensor([ids], dtype=torch.int64, device=model.device)
+    assert metadata.positions is not None
+    with torch.no_grad():
+        model(input_ids=tokens, position_ids=metadata.positions[None], past_key_values=cache, use_cache=True)
+    return cache, len(ids)

@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 OPS = "torchpaged.custom_ops"
 LIBRARY = ("attention", "functional", "backends", "cache", "metadata", "custom_ops", "names", "version")
-ENGINE = (*LIBRARY, "compile", "engine", "fuse", "graphs", "hf", "profiling")
+ENGINE = (*LIBRARY, "compile", "engine", "fuse", "graphs", "hf", "layers", "profiling")
 
 #: Room -> the rooms that it may import besides itself. A room is a module or package of torchpaged; ""
 #: is torchpaged/__init__.py.
@@ -29,6 +29,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "backends": ("custom_ops", "metadata"),
     "functional": ("backends", "custom_ops", "metadata"),
     "attention": ("backends", "cache", "custom_ops", "functional", "metadata"),
+    "layers": ("attention", "cache", "custom_ops", "metadata"),
     "cascade": ("custom_ops", "functional", "metadata"),
     "compat": ("backends", "custom_ops", "functional"),
     "compile": ("custom_ops", "version"),

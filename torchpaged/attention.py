@@ -102,6 +102,7 @@ class PagedAttention(nn.Module):
     alibi_slopes: Tensor | None
     sinks: Tensor | None
     _home: Tensor
+    _writes_query_tokens = True  # not in cross attention, where they are the encoder's
 
     def __init__(
         self,
@@ -386,7 +387,9 @@ class PagedAttention(nn.Module):
         if write is not None:
             # longer queries may be another request's context, see above; they gain little from the
             # early start
-            self._ops.write_kv(*write, are_query_tokens=metadata.max_query_len == 1)
+            self._ops.write_kv(
+                *write, are_query_tokens=self._writes_query_tokens and metadata.max_query_len == 1
+            )
         self._ops.paged_attention(*attend, **options, **workspace)
         return result
 

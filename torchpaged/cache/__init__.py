@@ -5,6 +5,7 @@ kinds.py       what a kind of layer cache is, and the registry
 kv.py          the usual kind: keys and values
 kv_cache.py    the pools of a model, of layers of any kind
 block_pool.py  free blocks and holders, host data only
+requests.py    requests that grow, and the metadata of their steps
 row_blocks.py  the blocks of a batch's rows, and what they share
 """
 
@@ -12,11 +13,13 @@ from torchpaged.cache.block_pool import NULL_BLOCK, BlockPool
 from torchpaged.cache.kinds import LayerKind, LayerSpec, layer_kinds, register_layer_kind
 from torchpaged.cache.kv import KVLayerSpec, LayerKVCache
 from torchpaged.cache.kv_cache import PagedKVCache
+from torchpaged.cache.requests import CacheRequests
 from torchpaged.cache.row_blocks import RowBlocks
 
 __all__ = [
     "NULL_BLOCK",
     "BlockPool",
+    "CacheRequests",
     "KVLayerSpec",
     "LayerKVCache",
     "LayerKind",

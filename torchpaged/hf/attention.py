@@ -279,9 +279,9 @@ def paged_mask(
         return None
     if cache is not None:
         kv_offset = 0
-    # Attention of a model's own, of some parts or all of it, adds the mask, and takes None for no mask at all;
-    # T5 of transformers 5.17 adds it to a bias even under SDPA. A mask to add serves SDPA, too. Models that were
-    # not made for SDPA may say nothing of causality where they get none.
+    # Attention of a model's own, of some parts or all of it, adds the mask, and takes None for no mask at
+    # all; T5 of transformers 5.17 adds it to a bias even under SDPA. A mask to add serves SDPA, too. Models
+    # that were not made for SDPA may say nothing of causality where they get none.
     config = kwargs.get("config")
     model_type = getattr(config, "model_type", "")
     if cache is not None or has_own_attention(model_type):

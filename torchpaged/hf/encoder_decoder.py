@@ -57,9 +57,7 @@ class CrossPagedCache(PagedCache):
         self._make(config, 1 if max_encoder_len is None else max_encoder_len)
 
     def _make(self, config: Any, max_encoder_len: int) -> None:
-        PagedCache.__init__(
-            self, config, self._rows_at_most, max_encoder_len, dense=False, **self._options
-        )
+        PagedCache.__init__(self, config, self._rows_at_most, max_encoder_len, dense=False, **self._options)
         self.keys_of_queries = False
         for layer in self.paged:  # those of the decoder's own keys
             layer.window = layer.chunk = None

@@ -1,4 +1,5 @@
-"""What a mask of transformers says in words that a kernel takes: one span of keys per row, causality, a window.
+"""What a mask of transformers says in words that a kernel takes: one span of keys per row, causality, a
+window.
 
 The mask function hangs a `MaskRows` on the mask that it makes. The tensor stays what it would have been, so
 that a model may do with it as it likes; attention that is given the very same tensor need not look into it.
@@ -37,9 +38,10 @@ class MaskRows:
     Attributes:
         causal, window, model_type, sizes: as given.
         batches: what was made of the rows for attention, by what it depends on: one mask serves all layers.
-        starts, lens: ``[batch]`` int32, the first key of each row and how many there are, once `are_spans` was
-            asked; None where no row has padding.
-        all_at_zero: likewise, whether every row's keys start at 0; None where nobody could look, as in a trace.
+        starts, lens: ``[batch]`` int32, the first key of each row and how many there are, once `are_spans`
+            was asked; None where no row has padding.
+        all_at_zero: likewise, whether every row's keys start at 0; None where nobody could look, as in a
+            trace.
     """
 
     def __init__(
@@ -59,8 +61,8 @@ class MaskRows:
         return self._present is not None
 
     def are_spans(self) -> bool:
-        """Whether each row's keys stand side by side; looks at the mask once, and in a trace asserts it on the
-        device."""
+        """Whether each row's keys stand side by side; looks at the mask once, and in a trace asserts it on
+        the device."""
         if self._are_spans is None and self._present is not None:
             present = self._present
             spans = ((present[:, 1:] & ~present[:, :-1]).sum(-1) + present[:, 0].int() <= 1).all()
@@ -70,8 +72,8 @@ class MaskRows:
                 self._are_spans, self.all_at_zero = True, None
                 torch._assert_async(
                     spans,
-                    "attention_mask: expected rows whose tokens stand side by side, got a hole between two; run "
-                    "the model uncompiled, where such masks go another way",
+                    "attention_mask: expected rows whose tokens stand side by side, got a hole between two; "
+                    "run the model uncompiled, where such masks go another way",
                 )
             else:
                 self._are_spans, self.all_at_zero = bool(spans), not bool(self.starts.any())
@@ -112,9 +114,7 @@ def describe(
 
 def _is_traced(tensor: Tensor) -> bool:
     """Whether values can't be looked at: in a trace, or in a capture."""
-    return torch.compiler.is_compiling() or (
-        tensor.is_cuda and torch.cuda.is_current_stream_capturing()
-    )
+    return torch.compiler.is_compiling() or (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def _kind(mask_function: Any, local_size: int | None, query_len: int, kv_len: int) -> MaskKind | None:

@@ -35,7 +35,9 @@ def _fake(block_table: Tensor, seq_lens: Tensor, query_start_loc: Tensor) -> tup
     )
 
 
-def pin_batch(block_table: Tensor, seq_lens: Tensor, query_start_loc: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def pin_batch(
+    block_table: Tensor, seq_lens: Tensor, query_start_loc: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """Copies of a batch's tensors, and an ordinary kernel behind those that write them.
 
     Args:

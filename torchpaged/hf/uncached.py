@@ -23,9 +23,9 @@ from torchpaged.hf.pinned_batch import pin_batch
 class Way(Enum):
     """How a batch becomes requests of the op.
 
-    ``ROWS``: a request for each row, which has no padding. ``TOKENS``: of each row its tokens, and its padding
-    before and behind as requests without keys; for queries that are the rows' own tokens. ``QUERIES``: a
-    request for each query, over its row's keys; for any queries of which none is behind the other.
+    ``ROWS``: a request for each row, which has no padding. ``TOKENS``: of each row its tokens, and its
+    padding before and behind as requests without keys; for queries that are the rows' own tokens.
+    ``QUERIES``: a request for each query, over all of its row's keys.
     """
 
     ROWS = 1

@@ -127,6 +127,7 @@ def without_folders(text: str) -> str:
 
 
 def sentence(error: BaseException) -> str:
+    """What an error says, on one line."""
     text = without_folders(" ".join(str(error).split()))
     return (text or type(error).__name__)[:300]
 

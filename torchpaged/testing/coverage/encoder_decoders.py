@@ -1,5 +1,5 @@
-"""Encoder-decoder models of transformers, tiny and random, through a `PagedEncoderDecoderCache` without further
-arguments, against transformers' own eager attention in float32.
+"""Encoder-decoder models of transformers, tiny and random, through a `PagedEncoderDecoderCache` without
+further arguments, against transformers' own eager attention in float32.
 
 Four checks, each over logits, and so over greedy tokens:
 
@@ -12,7 +12,8 @@ Four checks, each over logits, and so over greedy tokens:
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -39,7 +40,7 @@ class Family(NamedTuple):
     """One family: what its config says over `architectures.SIZES`, and the shape of one row of an encoder's
     input that is no text."""
 
-    options: dict[str, Any] = {}
+    options: Mapping[str, Any] = MappingProxyType({})
     shape: tuple[int, ...] = ()
 
 
@@ -112,7 +113,9 @@ FAMILIES: dict[str, Family] = {
         },
         (64, 16),
     ),
-    "switch_transformers": Family({**_T5.options, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1}),
+    "switch_transformers": Family(
+        {**_T5.options, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1}
+    ),
     "t5": _T5,
     "t5gemma": Family({"encoder": _GEMMA, "decoder": _GEMMA, "vocab_size": 128}),
     "umt5": _T5,

@@ -12,7 +12,8 @@ Four checks, over the last hidden states of all positions that are no padding:
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -50,7 +51,7 @@ class Family(NamedTuple):
     """
 
     inputs: str = "text"
-    options: dict[str, Any] = {}
+    options: Mapping[str, Any] = MappingProxyType({})
     part: str = ""
     shape: tuple[int, ...] = (3, 32, 32)
 
@@ -101,7 +102,9 @@ FAMILIES: dict[str, Family] = {
     "siglip_text_model": Family(part="SiglipTextModel"),
     "siglip_vision_model": _IMAGE,
     "splinter": Family(),
-    "t5": Family(options={"d_kv": 16, "d_ff": 96, "num_heads": 4, "is_encoder_decoder": False}, part="T5EncoderModel"),
+    "t5": Family(
+        options={"d_kv": 16, "d_ff": 96, "num_heads": 4, "is_encoder_decoder": False}, part="T5EncoderModel"
+    ),
     "unispeech": _WAVE,
     "videomae": Family("image", {**_PIXELS, "num_frames": 4}, shape=(4, 3, 32, 32)),
     "vit": _IMAGE,
@@ -110,7 +113,10 @@ FAMILIES: dict[str, Family] = {
     "wav2vec2": _WAVE,
     "wavlm": _WAVE,
     "whisper": Family(
-        "audio", {"num_mel_bins": 16, "max_source_positions": 32}, "models.whisper.modeling_whisper.WhisperEncoder", (16, 64)
+        "audio",
+        {"num_mel_bins": 16, "max_source_positions": 32},
+        "models.whisper.modeling_whisper.WhisperEncoder",
+        (16, 64),
     ),
     "xlm-roberta": Family(),
     "xlm-roberta-xl": Family(),
@@ -135,7 +141,9 @@ def model_of(model_type: str, implementation: str) -> PreTrainedModel:
         found = _named(family.part)
     found = found[0] if isinstance(found, (tuple, list)) else found
     torch.manual_seed(0)
-    return with_random_weights(found._from_config(config, dtype=torch.float32, attn_implementation=implementation))
+    return with_random_weights(
+        found._from_config(config, dtype=torch.float32, attn_implementation=implementation)
+    )
 
 
 def _named(name: str) -> Any:
@@ -146,7 +154,9 @@ def _named(name: str) -> Any:
     return getattr(importlib.import_module(f"transformers.{module}" if module else "transformers"), plain)
 
 
-def inputs_of(model: PreTrainedModel, model_type: str, padding: str, lens: tuple[int, ...]) -> dict[str, Tensor]:
+def inputs_of(
+    model: PreTrainedModel, model_type: str, padding: str, lens: tuple[int, ...]
+) -> dict[str, Tensor]:
     """A batch of ``len(lens)`` rows.
 
     Args:

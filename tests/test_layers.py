@@ -66,7 +66,7 @@ def make_cache(head_dim_v: int = DIM_V, num_blocks: int = 32) -> PagedKVCache:
     )
 
 
-# ---------------------------------------------------------------------------------------------------- encoders
+# ------------------------------------------------------------------------------------------------ encoders
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("cap", [0.0, 0.5])
 def test_an_encoder(window: int | None, cap: float) -> None:
@@ -141,7 +141,7 @@ def test_refused_of_an_encoder(call: Callable[[], Any], words: str) -> None:
         call()
 
 
-# --------------------------------------------------------------------------------------------- cross attention
+# ----------------------------------------------------------------------------------------- cross attention
 def test_cross_attention() -> None:
     """The encoder's keys are written once; a row may have more queries than keys, and none at all."""
     layer, cache = CrossAttention(HEADS, DIM, KV_HEADS, head_dim_v=DIM_V), make_cache()
@@ -228,7 +228,7 @@ def test_rows_of_cross_metadata() -> None:
         CrossMetadata.from_lists([1], [2, 3], [[1], [2]], block_size=4)
 
 
-# -------------------------------------------------------------------------------------------- chunks and types
+# ---------------------------------------------------------------------------------------- chunks and types
 def test_chunks() -> None:
     """A prefill that ends in a chunk, and steps across its border."""
     layer, cache = ChunkedLocalAttention(HEADS, DIM, KV_HEADS, chunk_size=4, head_dim_v=DIM_V), make_cache()
@@ -279,7 +279,7 @@ def test_a_backend_that_can_not_is_refused_at_construction(
     PagedAttention(HEADS, DIM, backend="poor")
 
 
-# ------------------------------------------------------------------------------------------ requests of a cache
+# -------------------------------------------------------------------------------------- requests of a cache
 def test_requests_grow_and_shrink() -> None:
     cache = make_cache(num_blocks=6)
     rows = cache.allocate(2, max_seq_len=12)

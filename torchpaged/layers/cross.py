@@ -23,8 +23,8 @@ class CrossAttention(PagedAttention):
             ``limits``, ``session``, ``device``, ``dtype``.
 
     Raises:
-        ArgumentError: sizes that don't fit together, or an option that depends on how far apart a query and
-            a key are: they stand in different sequences.
+        ArgumentError: sizes that don't fit together, or an option that depends on how far apart a query
+            and a key are: they stand in different sequences.
         BackendUnavailableError: the named backend can't run this attention; the message has every reason.
     """
 

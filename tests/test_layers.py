@@ -178,7 +178,7 @@ def test_cross_attention_in_one_graph_and_captured() -> None:
 
 
 def test_keys_of_an_encoder_are_no_query_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a step of one query per row, too: the attention reads all of them, so that it must not start early."""
+    """Of a step of one query per row, too: the attention reads all of them, and must not start early."""
     seen = []
     for layer_class in (CrossAttention, PagedAttention):
         layer, cache = layer_class(HEADS, DIM, KV_HEADS), make_cache(DIM)

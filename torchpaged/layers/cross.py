@@ -19,8 +19,8 @@ class CrossAttention(PagedAttention):
 
     Args:
         num_heads, head_dim, num_kv_heads, scale: as for `PagedAttention`.
-        options: its ``logits_soft_cap``, ``sinks``, ``head_dim_v``, ``block_size``, ``kv_dtype``, ``backend``,
-            ``limits``, ``session``, ``device``, ``dtype``.
+        options: its ``logits_soft_cap``, ``sinks``, ``head_dim_v``, ``block_size``, ``kv_dtype``,
+            ``backend``, ``limits``, ``session``, ``device``, ``dtype``.
 
     Raises:
         ArgumentError: sizes that don't fit together, or an option that depends on how far apart a query

@@ -19,7 +19,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -291,8 +291,3 @@ def _pass_through(model_type: str, want: Tensor, row: Row) -> None:
         else "broken"
     )
     row.reason = "keeps no keys and values" if row.mode == "no cache" else row.checks["generate"]
-
-
-def run_case(case: dict[str, Any], beat: Beat) -> dict[str, Any]:
-    """A worker's case: ``model_type`` and ``compiled`` in, the row as a dictionary out."""
-    return asdict(examine(case["model_type"], compiled=case["compiled"], beat=beat))

@@ -197,7 +197,7 @@ def test_the_way_of_a_call() -> None:
 
 @pytest.mark.parametrize("num_keys", [6, 14, 20])
 def test_a_request_for_each_query(num_keys: int) -> None:
-    """A soft cap in cross attention without a cache, over padded keys: more, as many and fewer than queries."""
+    """A soft cap in cross attention without a cache, over padded keys: fewer than queries, as many, more."""
     from transformers import BartConfig
 
     from torchpaged.hf.attention import paged_attention_forward

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 from transformers import EncoderDecoderCache, PreTrainedModel
 
-from torchpaged.custom_ops.errors import ArgumentError
+from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
 from torchpaged.hf.cache import PagedCache
 from torchpaged.hf.call_sizes import sizes_of_encoder_decoder_call
+from torchpaged.hf.known_models import OWN_ATTENTION
 from torchpaged.hf.kv_scales import Scales
 
 
@@ -58,6 +59,11 @@ class CrossPagedCache(PagedCache):
 
     def _make(self, config: Any, max_encoder_len: int) -> None:
         PagedCache.__init__(self, config, self._rows_at_most, max_encoder_len, dense=False, **self._options)
+        if self.name in OWN_ATTENTION:
+            raise UnsupportedModelError(
+                f"{self.name} attends to its encoder in modules of its own, which torchpaged does not page; "
+                "pass EncoderDecoderCache(PagedCache(...), DynamicCache(config=model.config))"
+            )
         self.keys_of_queries = False
         for layer in self.paged:  # those of the decoder's own keys
             layer.window = layer.chunk = None

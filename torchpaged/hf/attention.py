@@ -19,7 +19,7 @@ from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_
 from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
 from torchpaged.hf.class_tables import fill_class_tables
 from torchpaged.hf.cross import cross_batch, require_no_plan
-from torchpaged.hf.known_models import TAKES_NO_NONE
+from torchpaged.hf.known_models import NEEDS_DENSE, TAKES_NO_NONE
 from torchpaged.hf.layer import PagedLayer, cache_of, layer_of
 from torchpaged.hf.mask_rows import describe
 from torchpaged.hf.support import has_own_attention, supports_sdpa
@@ -281,12 +281,13 @@ def paged_mask(
         kv_offset = 0
     # Attention of a model's own, of some parts or all of it, adds the mask, and takes None for no mask at
     # all; T5 of transformers 5.17 adds it to a bias even under SDPA. A mask to add serves SDPA, too. Models
-    # that were not made for SDPA may say nothing of causality where they get none.
+    # that were not made for SDPA, or not rightly (UMT5 of 5.17), may say nothing of causality where they get
+    # none.
     config = kwargs.get("config")
     model_type = getattr(config, "model_type", "")
     if cache is not None or has_own_attention(model_type):
         make, options = eager_mask, kwargs
-    elif not supports_sdpa(model_type):
+    elif model_type in NEEDS_DENSE or not supports_sdpa(model_type):
         make, options = eager_mask, {**kwargs, "allow_is_bidirectional_skip": False}
     else:
         make, options = (

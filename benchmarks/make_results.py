@@ -165,6 +165,8 @@ TABLES: dict[str, Callable[[], list[str]]] = {
         tables.prefill_fp8,
         tables.mixed,
         tables.mixed_late,
+        tables.routing,
+        tables.cascade,
         tables.block_size,
         tables.write_kv,
         tables.step,

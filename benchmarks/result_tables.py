@@ -251,6 +251,35 @@ def mixed() -> list[str]:
     return table(header, lines)
 
 
+def routing() -> list[str]:
+    """Each backend alone, a plan's share per layer included; × is the best other one's time over that of what
+    the automatic choice runs."""
+    document, lines = load("h200_routing"), []
+    names = list(dict.fromkeys(document["decode"] + document["prefill"]))
+    for row in document["rows"]:
+        us = times(row, "us_with_plan")
+        chosen = document["decode" if row["num_tokens"] == row["num_reqs"] else "prefill"][0]
+        best = min(value for name, value in us.items() if name != chosen)
+        lines.append([row["case"], *best_bold([us.get(name) for name in names]), ratio(best / us[chosen])])
+    return table(["case", *(f"`{name}`" for name in names), "×"], lines)
+
+
+def cascade() -> list[str]:
+    """The plain path and the cascade, and which of them the rule takes."""
+    lines = []
+    for row in load("h200_cascade")["rows"]:
+        us, heads = row["us"], "/".join(map(str, row["heads"]))
+        if row["requests"] in (4, 16, 64, 256):
+            lines.append(
+                [
+                    f"{heads}, {row['shared']:,} shared + {row['own']:,}, × {row['requests']}",
+                    *best_bold([us["plain"], us["cascade"]]),
+                    figure(us["plain"] / us["cascade"], 2),
+                ]
+            )
+    return table(["tokens × requests", "plain", "cascade", "×"], lines)
+
+
 def block_size() -> list[str]:
     rows = load("h200_attention_block_size")["rows"]
     return table(

@@ -28,6 +28,8 @@ Rules every kernel keeps (``B`` requests, ``T`` tokens):
 * numbers beyond an fp8 cache's range are stored as its largest, NaN as NaN;
 * no two tokens have one slot (-1 and block 0 excepted), no block is twice in a row of the table (block
   0 excepted);
+* with a ``tree_mask`` a query token sees the context and, of its request's query tokens, itself and those
+  before it whose bits its word has; it counts positions over these alone (docs/ops.md);
 * LSE is the natural logarithm of the softmax denominator (the sink's term included), float32,
   ``[T, num_heads]``.
 
@@ -52,6 +54,8 @@ from torchpaged.custom_ops.cache_write.schema import SCHEMAS as CACHE_WRITE
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.custom_ops.layers.fake import FAKES as LAYERS_FAKES
 from torchpaged.custom_ops.layers.schema import SCHEMAS as LAYERS
+from torchpaged.custom_ops.mla.fake import FAKES as MLA_FAKES
+from torchpaged.custom_ops.mla.schema import SCHEMAS as MLA
 from torchpaged.custom_ops.step_end.fake import FAKES as STEP_END_FAKES
 from torchpaged.custom_ops.step_end.schema import SCHEMAS as STEP_END
 
@@ -68,15 +72,19 @@ _SCHEMAS = {
     "block_ops": BLOCK_OPS,
     "step_end": STEP_END,
     "layers": LAYERS,
+    "mla": MLA,
 }
 #: The family that an op belongs to: its folder.
 _FAMILY = {op: family for family, schemas in _SCHEMAS.items() for op in schemas}
-_FAKES = ATTENTION_FAKES | CACHE_WRITE_FAKES | STEP_END_FAKES | LAYERS_FAKES
+_FAKES = ATTENTION_FAKES | CACHE_WRITE_FAKES | STEP_END_FAKES | LAYERS_FAKES | MLA_FAKES
 SCHEMAS = {op: text for family in _SCHEMAS.values() for op, text in family.items()}
 
 #: Ops with a native C++ kernel. The others run their reference on a CPU, as the default and as the
-#: .cpu overload.
+#: .cpu overload, but for those of `_ON_NATIVE_OPS`.
 NATIVE_OPS = frozenset({"write_kv", "paged_attention", "merge_attn_states", "copy_blocks", "advance_step"})
+
+#: Ops that a file ``cpu.py`` of their family makes of native ones.
+_ON_NATIVE_OPS = frozenset({"mla_attention", "write_latent"})
 
 
 class BackendOps(NamedTuple):
@@ -95,6 +103,8 @@ class BackendOps(NamedTuple):
     rms_norm: Any
     act_and_mul: Any
     linear: Any
+    mla_attention: Any
+    write_latent: Any
 
 
 # -------------------------------------------------------------------------------------------- implementations
@@ -173,8 +183,10 @@ def _register() -> None:
             LIBRARY.impl(op, reference, "CPU")
             LIBRARY.impl(f"{op}.cpu", native.raise_absent, "CompositeExplicitAutograd")
         elif op not in NATIVE_OPS:
-            LIBRARY.impl(op, reference, "CPU")
-            LIBRARY.impl(f"{op}.cpu", reference, "CPU")
+            module = f"torchpaged.custom_ops.{_FAMILY[op]}.cpu"
+            kernel = _lazy(module, op) if op in _ON_NATIVE_OPS else reference
+            LIBRARY.impl(op, kernel, "CPU")
+            LIBRARY.impl(f"{op}.cpu", kernel, "CPU")
 
 
 _register()

@@ -79,14 +79,19 @@ STREAM_ORDER: dict[str, tuple[Launch, ...]] = {
             why="a query token of this step is context in the next",
         ),
         Launch(
-            "prefill.cu:paged_prefill", False, ("out", "lse"), waits="launch", case="cuda, prefill on Hopper"
+            "prefill.cu:paged_prefill",
+            True,
+            ("out", "lse"),
+            "wait",
+            METADATA,
+            case="cuda, prefill on Hopper",
         ),
         Launch(
             "prefill.cu:paged_prefill",
-            False,
+            True,
             ("out", "lse"),
             "start",
-            waits="launch",
+            METADATA,
             case="cuda, prefill on Hopper, tiles in parts",
             why="the merge launch behind it waits for all of it",
         ),
@@ -179,6 +184,12 @@ STREAM_ORDER: dict[str, tuple[Launch, ...]] = {
             why="as write_kv",
         ),
     ),
+    "mla_attention": (
+        Launch("attend.py:mla_kernel", False, ("out", "lse"), waits="launch", case="one part per request"),
+        Launch("attend.py:mla_kernel", False, ("scratch",), waits="launch", case="parts of the context"),
+        Launch("merge.py:merge_kernel", False, ("out", "lse"), waits="launch", case="merge of the parts"),
+    ),
+    "write_latent": (Launch("write_kv.py:write_kv_kernel", True, (CONTEXT,), fence=True),),
     "merge_attn_states": (
         Launch("merge_attn_states.py:merge_attn_states_kernel", False, ("out", "lse"), waits="launch"),
     ),

@@ -14,7 +14,7 @@ import torchpaged
 from torchpaged import PagedAttention
 from torchpaged.backends import Backend, Capabilities, GraphSupport, register_backend
 from torchpaged.backends.library_op import Call, Options, attention_op
-from torchpaged.testing import BATCH_SPECS, assert_attention_close, check_graph_support, make_batch
+from torchpaged.testing import check_conformance, check_graph_support
 
 
 def attend(call: Call, options: Options) -> None:
@@ -65,24 +65,11 @@ def declare(support: GraphSupport) -> Backend:
 OPS = attention_op("mine", attend)
 MINE = declare(GraphSupport.NEVER)
 
-# 1. It is right: every batch of the suite, blocks shuffled, NaN where nobody wrote, against the
-# float64 oracle.
-for spec in BATCH_SPECS.values():
-    batch = make_batch(spec, dtype=torch.bfloat16)
-    out = torch.full_like(batch.q, float("nan"))
-    pools = (batch.k_cache, batch.v_cache)
-    MINE.ops.paged_attention(
-        batch.q,
-        *pools,
-        batch.block_table,
-        batch.seq_lens,
-        batch.query_start_loc,
-        out,
-        max_query_len=batch.max_query_len,
-        scale=batch.scale,
-    )
-    assert_attention_close(out, None, batch)
-print(f"right on {len(BATCH_SPECS)} batches")
+# 1. It is right on every batch of the suite, eagerly and in a compiled call (blocks shuffled, NaN where
+# nobody wrote, against the float64 oracle), and refuses every feature that it does not declare.
+batches = ("decode_edges", "mixed_padded", "left_padded")
+print(check_conformance(MINE, dtype=torch.bfloat16, modes=("eager",)))
+print(check_conformance(MINE, dtype=torch.bfloat16, modes=("compiled",), batches=batches, compiler="eager"))
 
 # 2. It holds what it declares, and one that declares more does not pass. Here on a CPU: a kernel that runs
 # Python again in each replay can't freeze anything, so the liar has to do it by hand.

@@ -24,7 +24,7 @@ from torchpaged.custom_ops.checks import checks_device_values
 from torchpaged.custom_ops.errors import ArgumentError, CaptureError
 from torchpaged.graphs.addresses import CapturedAddresses, Watch
 from torchpaged.graphs.buckets import bucket_for
-from torchpaged.graphs.capture import CaptureBackend, Captured, CudaCapture, EagerCapture
+from torchpaged.graphs.capture import CaptureBackend, Captured, CudaCapture, EagerCapture, TapeCapture
 from torchpaged.graphs.capture_bucket import capture_bucket
 from torchpaged.graphs.report import BucketReport, describe_bucket
 from torchpaged.graphs.step import NoSession, Ranges, StepSession, no_range
@@ -134,6 +134,12 @@ class BucketedGraphs:
         self._views: dict[int, tuple[Any, ...]] = {}
         self._reports = {n: BucketReport(n) for n in buckets}
         self._seen: dict[int, int] = {}
+
+    def _require_graphs(self, max_query_len: int) -> None:
+        """Refuse a session whose backend declares less than graphs of such steps need. An eager capture runs
+        Python again and a tape runs ops again, whole, so that what they make is none."""
+        if not isinstance(self.capture_backend, EagerCapture | TapeCapture):
+            self.session.require_graphs(max_query_len)
 
     # ----------------------------------------------------------------------------------------------- captures
     def capture(self) -> None:

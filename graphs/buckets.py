@@ -40,7 +40,8 @@ def default_prefill_buckets(max_num_tokens: int) -> list[int]:
 
 def check_buckets(buckets: Sequence[int], max_batch_size: int) -> list[int]:
     """``buckets`` sorted and without duplicates; the largest must hold ``max_batch_size`` rows."""
-    sizes = sorted(set(buckets))
+    whole = all(isinstance(size, int) and not isinstance(size, bool) for size in buckets)
+    sizes = sorted(set(buckets)) if whole else []
     if not sizes or sizes[0] < 1 or sizes[-1] != max_batch_size:
         raise ArgumentError(
             "buckets",

@@ -31,6 +31,7 @@ from torchpaged.metadata import (
     pad_batch_tensors,
     slots_between,
 )
+from torchpaged.metadata.tree import MAX_TREE_TOKENS, depths_of, known_trees, words_of
 
 _ALIGN = 64  # bytes that every field starts at a multiple of
 #: Fields as they lie, one behind the other, and how `array` calls numbers of their dtypes.
@@ -43,6 +44,7 @@ _ORDER = (
     "query_start_loc",
     "block_table",
 )
+Trees = Sequence[Sequence[int] | None]
 _CODES = {torch.int64: "q", torch.int32: "i"}
 
 
@@ -56,6 +58,9 @@ class PackedBuffers:
         block_size: tokens per block.
         device: where the tensors live.
         num_blocks: blocks in the pools, to check ids against; None skips that check.
+        max_query_len: most tokens of a request in a step; None: all of a bucket.
+        trees: whether a request's tokens may be a tree (`torchpaged.tree_mask_from_parents`), at most 64 of
+            them.
     """
 
     def __init__(
@@ -66,6 +71,8 @@ class PackedBuffers:
         block_size: int,
         device: torch.device | str,
         num_blocks: int | None = None,
+        max_query_len: int | None = None,
+        trees: bool = False,
     ) -> None:
         for name, size in (
             ("max_num_reqs", max_num_reqs),
@@ -80,6 +87,11 @@ class PackedBuffers:
             max_blocks_per_req,
         )
         self.block_size, self.num_blocks, self.device = block_size, num_blocks, torch.device(device)
+        if max_query_len is not None and max_query_len < 1:
+            raise ArgumentError("max_query_len", "at least 1 token, or None", str(max_query_len))
+        most = MAX_TREE_TOKENS if trees else self.buckets[-1]
+        self.trees, self.max_query_len = trees, most if max_query_len is None else min(max_query_len, most)
+        self._order = (*_ORDER, "tree_mask") if trees else _ORDER
         with torch.inference_mode(False):
             self._bytes = torch.zeros(
                 sum(self._num_bytes(self.buckets[-1])), dtype=torch.uint8, device=device
@@ -90,11 +102,14 @@ class PackedBuffers:
         return {"packed": self._bytes}
 
     def view(self, bucket: int) -> tuple[Tensor, AttentionMetadata, Tensor]:
-        """``(input_ids, metadata, logits_indices)`` of a bucket; slices, no copies. ``max_query_len`` is the
-        bucket: one request may have all its tokens."""
+        """``(input_ids, metadata, logits_indices)`` of a bucket; slices, no copies. Unless less was said,
+        ``max_query_len`` is the bucket: one request may have all its tokens."""
         fields = self._fields(bucket)
         metadata = AttentionMetadata.view(
-            fields, self._sizes(bucket), max_query_len=bucket, block_size=self.block_size
+            fields,
+            self._sizes(bucket),
+            max_query_len=min(bucket, self.max_query_len),
+            block_size=self.block_size,
         )
         return fields["input_ids"], metadata, fields["logits_indices"]
 
@@ -110,6 +125,7 @@ class PackedBuffers:
         block_tables: Sequence[Sequence[int]],
         logits_indices: Sequence[int],
         padded_to: int,
+        tree_parents: Trees | None = None,
     ) -> None:
         """Put one step into the tensors of the bucket ``padded_to``, and nothing waits for it.
 
@@ -120,12 +136,15 @@ class PackedBuffers:
             block_tables: each request's blocks.
             logits_indices: the tokens whose logits are wanted, at most ``max_num_reqs``.
             padded_to: the bucket.
+            tree_parents: of each request the parents of its tokens, or None where each continues the one
+                before it; as `AttentionMetadata.from_lists` takes them.
 
         Raises:
             ArgumentError: lengths, tokens, blocks or sizes don't fit; nothing is written then.
         """
-        self.check(input_ids, query_lens, seq_lens, block_tables, logits_indices, padded_to)
-        packed = self._packed(input_ids, query_lens, seq_lens, block_tables, logits_indices, padded_to)
+        step = (input_ids, query_lens, seq_lens, block_tables, logits_indices, padded_to)
+        self.check(*step, tree_parents)
+        packed = self._packed(*step, tree_parents)
         # Fresh pinned memory each step: torch's host allocator keeps it until the copy is done, so nothing is
         # overwritten early.
         staged = torch.empty(len(packed), dtype=torch.uint8, pin_memory=self.device.type == "cuda")
@@ -140,6 +159,7 @@ class PackedBuffers:
         block_tables: Sequence[Sequence[int]],
         logits_indices: Sequence[int],
         bucket: int,
+        tree_parents: Trees | None,
     ) -> bytearray:
         """A step as the bytes of a bucket's fields, built from lists: a tensor operation each would cost the
         host several times as much."""
@@ -150,6 +170,15 @@ class PackedBuffers:
             positions += range(seq_len - query_len, seq_len)
             slots += slots_between(seq_len - query_len, seq_len, blocks, self.block_size)
             table += FIELDS["block_table"].pad(blocks, self.max_blocks_per_req)
+        trees: list[list[int]] = []
+        if self.trees:
+            trees = known_trees(tree_parents or [None] * len(query_lens), query_lens, seq_lens)
+            contexts = [seq_len - query_len for seq_len, query_len in zip(seq_lens, query_lens, strict=True)]
+            positions = [
+                context + depth
+                for context, parents in zip(contexts, trees, strict=True)
+                for depth in depths_of(parents)
+            ]
         values = (
             input_ids,
             positions,
@@ -158,9 +187,10 @@ class PackedBuffers:
             seq_lens,
             [0, *itertools.accumulate(query_lens)],
             table,
+            *([[word for parents in trees for word in words_of(parents)]] if self.trees else []),
         )
         packed = bytearray()
-        for name, numbers, num_bytes in zip(_ORDER, values, self._num_bytes(bucket), strict=True):
+        for name, numbers, num_bytes in zip(self._order, values, self._num_bytes(bucket), strict=True):
             field = FIELDS[name]
             packed += array(_CODES[field.dtype], field.pad(numbers, num_bytes // field.dtype.itemsize))
         return packed
@@ -186,6 +216,7 @@ class PackedBuffers:
         block_tables: Sequence[Sequence[int]],
         logits_indices: Sequence[int],
         padded_to: int,
+        tree_parents: Trees | None = None,
     ) -> None:
         """Refuse what `load` could not put into the tensors; raises `ArgumentError`."""
         if padded_to not in self.buckets:
@@ -219,6 +250,16 @@ class PackedBuffers:
                 "at least the tokens of this step",
                 f"{list(seq_lens)} for {list(query_lens)} tokens",
             )
+        if max(query_lens) > self.max_query_len:
+            raise ArgumentError(
+                "query_lens", f"at most {self.max_query_len} tokens per request", str(max(query_lens))
+            )
+        if tree_parents is not None:
+            if not self.trees:
+                raise ArgumentError(
+                    "tree_parents", "None: these buffers were made without trees", "trees", "pass trees=True"
+                )
+            known_trees(tree_parents, query_lens, seq_lens)
         check_batch(query_lens, seq_lens, block_tables, self.block_size, self.num_blocks)
         widest = max(len(blocks) for blocks in block_tables)
         if widest > self.max_blocks_per_req:
@@ -232,7 +273,7 @@ class PackedBuffers:
     def _num_bytes(self, bucket: int) -> list[int]:
         """Bytes of each field of a bucket, with the gap behind it."""
         sizes = self._sizes(bucket)
-        fields = [FIELDS[name] for name in _ORDER]
+        fields = [FIELDS[name] for name in self._order]
         return [
             -(-math.prod(field.shape(sizes)) * field.dtype.itemsize // _ALIGN) * _ALIGN for field in fields
         ]
@@ -241,7 +282,7 @@ class PackedBuffers:
         """The tensors of a bucket by name."""
         sizes, fields = self._sizes(bucket), {}
         parts = self._bytes[: sum(self._num_bytes(bucket))].split(self._num_bytes(bucket))
-        for name, part in zip(_ORDER, parts, strict=True):
+        for name, part in zip(self._order, parts, strict=True):
             shape = FIELDS[name].shape(sizes)
             fields[name] = part.view(FIELDS[name].dtype)[: math.prod(shape)].view(shape)
         return fields

@@ -26,7 +26,7 @@ from torchpaged.graphs.addresses import Watch
 from torchpaged.graphs.bucketed import BucketedGraphs, Progress
 from torchpaged.graphs.buckets import bucket_for, check_buckets
 from torchpaged.graphs.capture import CaptureBackend
-from torchpaged.graphs.packed_buffers import PackedBuffers
+from torchpaged.graphs.packed_buffers import PackedBuffers, Trees
 from torchpaged.graphs.step import Ranges, StepSession
 from torchpaged.metadata import AttentionMetadata
 
@@ -44,6 +44,11 @@ class PackedGraphRunner(BucketedGraphs):
         max_blocks_per_req: columns of the block table.
         block_size: tokens per block.
         num_blocks: blocks in the pools, to check ids against; None skips that check.
+        max_query_len: most tokens of a request in a step; None: all of a bucket. Attention kernels are chosen
+            by it.
+        trees: whether a request's tokens may be a tree of drafts, at most 64 of them. Words of bits are then
+            an input of the graph like positions, so that one capture serves all trees of a bucket. The step's
+            layers need a backend that takes ``tree_mask``.
         device: where the step runs.
         capture: "auto" (CUDA graphs on a GPU, eager elsewhere) or a `CaptureBackend`.
         pool: memory pool of ``capture`` to share with another runner whose replays never overlap with these,
@@ -71,6 +76,8 @@ class PackedGraphRunner(BucketedGraphs):
         max_blocks_per_req: int,
         block_size: int,
         num_blocks: int | None = None,
+        max_query_len: int | None = None,
+        trees: bool = False,
         device: torch.device | str = "cpu",
         capture: str | CaptureBackend = "auto",
         pool: Any = None,
@@ -82,7 +89,9 @@ class PackedGraphRunner(BucketedGraphs):
         session: StepSession | None = None,
     ) -> None:
         sizes = check_buckets(buckets, max(buckets, default=0))
-        self.buffers = PackedBuffers(sizes, max_num_reqs, max_blocks_per_req, block_size, device, num_blocks)
+        self.buffers = PackedBuffers(
+            sizes, max_num_reqs, max_blocks_per_req, block_size, device, num_blocks, max_query_len, trees
+        )
         super().__init__(
             self.buffers,
             lambda bucket: step,
@@ -97,6 +106,7 @@ class PackedGraphRunner(BucketedGraphs):
             ranges=ranges,
             session=session,
         )
+        self._require_graphs(self.buffers.max_query_len)
         self._step = step
 
     def fits(self, num_reqs: int, num_tokens: int) -> bool:
@@ -110,6 +120,7 @@ class PackedGraphRunner(BucketedGraphs):
         seq_lens: Sequence[int],
         block_tables: Sequence[Sequence[int]],
         logits_indices: Sequence[int],
+        tree_parents: Trees | None = None,
     ) -> Tensor:
         """One step; its bucket is captured first if it is not.
 
@@ -119,6 +130,8 @@ class PackedGraphRunner(BucketedGraphs):
             seq_lens: KV tokens of each request, this step's included.
             block_tables: each request's blocks.
             logits_indices: the tokens whose logits are wanted.
+            tree_parents: of each request the parents of its tokens, or None where each continues the one
+                before it; as `AttentionMetadata.from_lists` takes them.
 
         Returns:
             ``[len(logits_indices), ...]``: a slice of the graph's own memory, valid until the next replay of
@@ -135,10 +148,14 @@ class PackedGraphRunner(BucketedGraphs):
         num_tokens = len(input_ids)
         bucket = bucket_for(self.buckets, num_tokens)
         if not self.is_captured(bucket):
-            self.buffers.check(input_ids, query_lens, seq_lens, block_tables, logits_indices, bucket)
+            self.buffers.check(
+                input_ids, query_lens, seq_lens, block_tables, logits_indices, bucket, tree_parents
+            )
             self.capture_for(num_tokens)
         with torch.inference_mode():
-            self.buffers.load(input_ids, query_lens, seq_lens, block_tables, logits_indices, bucket)
+            self.buffers.load(
+                input_ids, query_lens, seq_lens, block_tables, logits_indices, bucket, tree_parents
+            )
             host = self.host_lengths(query_lens, seq_lens, self.buffers.max_num_reqs)
             return self.start(num_tokens, host=host).output[: len(logits_indices)]
 

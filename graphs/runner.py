@@ -12,17 +12,20 @@ eager capture.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.graphs.addresses import Watch
 from torchpaged.graphs.bucketed import BucketedGraphs, Progress
 from torchpaged.graphs.buckets import bucket_for, check_buckets, default_buckets
 from torchpaged.graphs.buffers import DecodeBuffers
 from torchpaged.graphs.capture import CaptureBackend
+from torchpaged.graphs.shared_prefixes import Prefixes, StepsInGroups
 from torchpaged.graphs.step import Ranges, Step, StepSession, decode_steps
-from torchpaged.metadata import HostLengths
+from torchpaged.metadata import AttentionMetadata, HostLengths
 
 
 class DecodeGraphRunner(BucketedGraphs):
@@ -49,8 +52,11 @@ class DecodeGraphRunner(BucketedGraphs):
             inside the step.
         session: the `torchpaged.Session` that the step's layers share. Its `plan` is called outside the
             graph, before a capture and, if it plans every step, before each replay; it is made as new after
-            what was cut short, and checked with ``debug``. None: the layers have sessions of their own, which
-            need no plan.
+            what was cut short, and checked with ``debug``. Refused where its backend declares no graphs of
+            decode steps. None: the layers have sessions of their own, which need no plan.
+        prefixes: a `torchpaged.cascade.AutomaticPrefixes`: steps whose requests share blocks that are worth a
+            pass of their own take a second graph of their bucket, over ``metadata.prefixes``; for layers of
+            `torchpaged.PagedAttention`, and no session that plans. None: one graph per bucket.
 
     Attributes:
         buffers: the `DecodeBuffers` that the graphs read.
@@ -79,7 +85,10 @@ class DecodeGraphRunner(BucketedGraphs):
         debug: bool | None = None,
         ranges: Ranges | None = None,
         session: StepSession | None = None,
+        prefixes: Prefixes | None = None,
     ) -> None:
+        if prefixes is not None and session is not None and session.plans:
+            raise ArgumentError("prefixes", "None with a session that plans", "prefixes")
         self.buffers = DecodeBuffers(max_batch_size, max_blocks_per_req, block_size, device, num_blocks)
         sizes = check_buckets(default_buckets(max_batch_size) if buckets is None else buckets, max_batch_size)
         self._eager_step = step
@@ -97,6 +106,30 @@ class DecodeGraphRunner(BucketedGraphs):
             ranges=ranges,
             session=session,
         )
+        self._require_graphs(1)
+        self._prefixes = prefixes
+        self._in_groups: BucketedGraphs | None = None
+        if prefixes is not None:
+
+            def in_groups(input_ids: Tensor, metadata: AttentionMetadata, shared: Any) -> Tensor:
+                return step(input_ids, shared.of(metadata))
+
+            step_in_groups: Any = in_groups  # of one argument more than a runner's step
+
+            self._in_groups = BucketedGraphs(
+                StepsInGroups(self.buffers, prefixes),
+                decode_steps(step_in_groups, sizes, compile, capture),
+                eager=lambda bucket: step_in_groups,
+                buckets=sizes,
+                device=device,
+                capture=self.capture_backend,
+                pool=self.pool,
+                warmup_iters=warmup_iters,
+                watch=watch,
+                debug=debug,
+                ranges=ranges,
+                session=session,
+            )
 
     def run(
         self,
@@ -125,9 +158,24 @@ class DecodeGraphRunner(BucketedGraphs):
             if isinstance(input_ids, Tensor):
                 input_ids = input_ids.clone()  # it may be a slice of the buffers, which a capture overwrites
             self.capture_for(rows)
+        graphs = self._graphs_for(rows, bucket, seq_lens, block_tables)
         with torch.inference_mode():
             self.buffers.load(input_ids, seq_lens, block_tables, bucket)
-            return self.start(rows, host=self.host_lengths([1] * rows, seq_lens, bucket)).output[:rows]
+            return graphs.start(rows, host=self.host_lengths([1] * rows, seq_lens, bucket)).output[:rows]
+
+    def _graphs_for(
+        self, rows: int, bucket: int, seq_lens: Sequence[int], block_tables: Sequence[Sequence[int]]
+    ) -> BucketedGraphs:
+        """Whose graph runs this step; that of steps in groups is captured when it is first needed."""
+        if self._prefixes is None or self._in_groups is None:
+            return self
+        batch = bucket, bucket, block_tables, [1] * rows, seq_lens
+        if self._prefixes.update(*batch) is None:
+            return self
+        if not self._in_groups.is_captured(bucket):
+            self._in_groups.capture_for(rows)  # without groups
+            self._prefixes.update(*batch)
+        return self._in_groups
 
     def replay(self, num_rows: int) -> Tensor:
         """Replay the bucket of ``num_rows`` rows on the buffers as they are.

@@ -37,6 +37,13 @@ class StepSession(Protocol):
     def plans_every_step(self) -> bool:
         """Whether every replay needs `plan`."""
 
+    def require_graphs(self, max_query_len: int) -> None:
+        """Raise if graphs of steps with up to so many query tokens per request are beyond its backend."""
+
+    @property
+    def plans_every_decode(self) -> bool:
+        """Whether a replay of one query token per request does."""
+
     def plan(self, batch: AttentionMetadata, host: HostLengths | None = None) -> None:
         """Plan the next step."""
 
@@ -54,7 +61,10 @@ class NoSession:
     """The session of steps that keep nothing, or whose layers have sessions of their own that need
     no plan."""
 
-    plans = plans_every_step = False
+    plans = plans_every_step = plans_every_decode = False
+
+    def require_graphs(self, max_query_len: int) -> None:
+        """Nobody knows."""
 
     def plan(self, batch: AttentionMetadata, host: HostLengths | None = None) -> None:
         """Nothing to plan."""

@@ -152,13 +152,14 @@ def test_copies_hold_the_same(again: Callable[[PagedKVCache], PagedKVCache]) -> 
 
 
 def test_what_is_not_registered_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert [kind.name for kind in layer_kinds()] == ["kv", "joint", "state"]
+    assert [kind.name for kind in layer_kinds()] == ["kv", "latent", "joint", "state"]
     for kind in (LayerKind("kv", StateSpec), LayerKind("mine", JointSpec)):
         with pytest.raises(ArgumentError, match="kind: expected a name and a class"):
             register_layer_kind(kind)
     monkeypatch.delitem(kinds._KINDS, "state")
     with pytest.raises(
-        ArgumentError, match=r"layers: expected specs of registered kinds \(kv, joint\), got StateSpec"
+        ArgumentError,
+        match=r"layers: expected specs of registered kinds \(kv, latent, joint\), got StateSpec",
     ):
         PagedKVCache(SPECS, num_blocks=4)
 

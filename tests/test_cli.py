@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
 import sys
+import traceback
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -16,22 +19,43 @@ for _package in ("typer", "rich", "transformers", "gguf"):
 ROOT = Path(__file__).parents[1]
 
 
-def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    settings = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "COLUMNS": "200",
-        **environment,
-    }
+class Done(NamedTuple):
+    """What a command left behind."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def run_process(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """A process of its own, seconds of imports long."""
+    settings = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "200"}
     return subprocess.run(
         [sys.executable, "-m", "torchpaged", *arguments],
-        env=settings,
+        env={**os.environ, **settings},
         capture_output=True,
         text=True,
         timeout=300,
     )
+
+
+def run(*arguments: str, **environment: str) -> Done:
+    """The entry point in this process, with what Python would print of an exception that leaves it."""
+    from torchpaged.cli import main
+
+    out, errors, code = io.StringIO(), io.StringIO(), 0
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(errors):
+        patch.setattr(sys, "argv", ["torchpaged", *arguments])
+        for name, value in {"HF_HUB_OFFLINE": "1", "COLUMNS": "200", **environment}.items():
+            patch.setenv(name, value)
+        try:
+            main()
+        except SystemExit as ended:
+            code = int(ended.code or 0)
+        except Exception:
+            traceback.print_exc()
+            code = 1
+    return Done(code, out.getvalue(), errors.getvalue())
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +88,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_json_has_everything_and_nothing_else(folder: str) -> None:
-    done = run("generate", "hello", "a longer prompt", "--model", folder, "--max-new-tokens", "5", "--json")
+    arguments = ("generate", "hello", "a longer prompt", "--model", folder, "--max-new-tokens", "5", "--json")
+    done = run_process(*arguments)
     assert done.returncode == 0, done.stderr
     document: dict[str, Any] = json.loads(done.stdout)
     assert [len(o["token_ids"]) for o in document["outputs"]] == [5, 5] and document["outputs"][0][
@@ -168,7 +193,7 @@ def test_one_bad_prompt_among_good_ones(folder: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--backend", "nope"), "expected one of auto, cuda, triton, cpu, torch_sdpa, reference, flex"),
+        (("--backend", "nope"), "expected one of auto, cuda, triton, cpu, torch_sdpa, flex, reference"),
         (("--max-new-tokens", "0"), "max_new_tokens: expected an integer of at least 1, got 0"),
         (("--max-seq-len", "100"), "max_seq_len: expected 2 to 64"),
         (("--chat",), "chat template"),
@@ -231,7 +256,7 @@ def test_compile_cache_is_written_then_read(folder: str, tmp_path: Path) -> None
         "--compile-cache",
         str(path),
     ]
-    first, second = run(*arguments), run(*arguments)
+    first, second = run_process(*arguments), run_process(*arguments)
     assert first.returncode == second.returncode == 0, first.stderr + second.stderr
     assert "MiB written" in first.stderr and "MiB read in" in second.stderr and path.stat().st_size > 0
     path.write_bytes(b"damaged")
@@ -295,25 +320,21 @@ def test_profile_prints_a_table(folder: str, tmp_path: Path) -> None:
     assert f"trace: {path}" in done.stderr and "model.layers.0-1" in done.stderr and "lm_head" in done.stderr
 
 
-def test_profile_is_written_when_generation_fails(folder: str, tmp_path: Path) -> None:
-    code = """
-import sys
-from torchpaged import cli
-from torchpaged.engine.stepper import Stepper
-step = Stepper.step
-def failing(self):
-    if self.stats.steps == 2:
-        raise ValueError("midway")
-    return step(self)
-Stepper.step = failing
-cli.main()
-"""
+def test_profile_is_written_when_generation_fails(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torchpaged.engine.stepper import Stepper
+
+    step = Stepper.step
+
+    def failing(self: Stepper) -> Any:
+        if self.stats.steps == 2:
+            raise ValueError("midway")
+        return step(self)
+
+    monkeypatch.setattr(Stepper, "step", failing)
     path = tmp_path / "out.json"
-    arguments = ["generate", "hello", "--model", folder, "--profile", str(path)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", code, *arguments], env=environment, capture_output=True, text=True, timeout=300
-    )
+    done = run("generate", "hello", "--model", folder, "--profile", str(path))
     assert done.returncode == 2 and "error: midway" in done.stderr and "Traceback" not in done.stderr
     assert "prefill batch=1 tokens=5" in path.read_text()
     refused = run("generate", "hello", "--model", folder, "--profile", str(tmp_path / "no" / "out.json"))
@@ -322,16 +343,6 @@ cli.main()
         and "--profile: expected a file in a folder that exists" in refused.stderr
         and refused.stdout == ""
     )
-
-
-def in_process(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    """The exit code of the entry point, without a process of its own."""
-    from torchpaged.cli import main
-
-    monkeypatch.setattr(sys, "argv", ["torchpaged", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    return int(ended.value.code or 0)
 
 
 @pytest.mark.parametrize(
@@ -356,14 +367,13 @@ def test_a_device_that_is_not_there_is_one_line(
     device: str,
     words: str,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
 ) -> None:
     import torch
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert in_process(monkeypatch, *command, "--device", device) == 2
-    said = capsys.readouterr()
-    assert said.err.startswith(f"error: {words}") and said.err.count("\n") == 1 and not said.out
+    said = run(*command, "--device", device)
+    assert said.returncode == 2 and not said.stdout
+    assert said.stderr.startswith(f"error: {words}") and said.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -376,9 +386,7 @@ def test_a_device_that_is_not_there_is_one_line(
         ("bf16", "bfloat16"),
     ],
 )
-def test_dtypes_by_their_long_names(
-    folder: str, name: str, dtype: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_dtypes_by_their_long_names(folder: str, name: str, dtype: str) -> None:
     arguments = (
         "generate",
         "hello",
@@ -392,13 +400,10 @@ def test_dtypes_by_their_long_names(
         "--dtype",
         name,
     )
-    assert in_process(monkeypatch, *arguments) == 0
-    assert json.loads(capsys.readouterr().out)["dtype"] == dtype
+    assert json.loads(run(*arguments).stdout)["dtype"] == dtype
 
 
-def test_a_request_that_fails_is_said_and_the_others_go_on(
-    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_request_that_fails_is_said_and_the_others_go_on(folder: str, tmp_path: Path) -> None:
     """NaN in the embedding of one letter."""
     import torch
     from transformers import AutoTokenizer, LlamaForCausalLM
@@ -420,11 +425,11 @@ def test_a_request_that_fails_is_said_and_the_others_go_on(
         "2",
         "--json",
     )
-    assert in_process(monkeypatch, *arguments) == 2
-    said = capsys.readouterr()
-    bad, good = json.loads(said.out)["outputs"]
+    said = run(*arguments)
+    assert said.returncode == 2
+    bad, good = json.loads(said.stdout)["outputs"]
     assert bad["finish_reason"] == "error" and "NaN" in bad["error"] and good["finish_reason"] == "length"
-    assert "error: prompt 1: its output token 0 could not be drawn" in said.err
+    assert "error: prompt 1: its output token 0 could not be drawn" in said.stderr
 
 
 def test_backends_asks_for_every_feature(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -447,6 +452,9 @@ def test_backends_asks_for_every_feature(monkeypatch: pytest.MonkeyPatch) -> Non
         "bidirectional": "--bidirectional",
         "lse": "--lse",
         "different_head_dim_v": "--head-dim-v=64",
+        "deterministic": "--deterministic",
+        "tree_mask": "--tree",
+        "batch_invariant": "--batch-invariant",
     }
     able = get_backend("reference").capabilities
     assert options.keys() == {

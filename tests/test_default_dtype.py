@@ -3,7 +3,9 @@ it means."""
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -51,8 +53,8 @@ def test_long_prompts_through_the_huggingface_door(model: Any, default_dtype: to
     assert cache.paged[0].keys.dtype == torch.float32
 
 
-@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
-def test_engine(model: Any, default_dtype: torch.dtype, fused: bool) -> None:
+@pytest.mark.parametrize("how", ["plain", "fused", "fp8"])
+def test_engine(model: Any, default_dtype: torch.dtype, how: str) -> None:
     from torchpaged.engine import Generator, SamplingParams
 
     torch.set_default_dtype(torch.float32)
@@ -63,14 +65,32 @@ def test_engine(model: Any, default_dtype: torch.dtype, fused: bool) -> None:
     ]
 
     def tokens() -> list[list[list[int]]]:
-        generator = Generator(model, max_batch_size=2, max_seq_len=64, steps_per_launch=2)
+        kv_dtype = "fp8_e4m3" if how == "fp8" else None
+        generator = Generator(model, max_batch_size=2, max_seq_len=64, steps_per_launch=2, kv_dtype=kv_dtype)
         return [[output.token_ids for output in generator.generate(prompts, params)] for params in sampling]
 
     want = tokens()
     torch.set_default_dtype(default_dtype)
-    if fused:
+    if how == "fused":
         torchpaged.hf.fuse(model, count=False)
     assert tokens() == want
+
+
+def test_every_tensor_of_the_library_says_its_dtype() -> None:
+    """Where it is made and holds no integers. Benchmarks and tests may follow the default."""
+    root, unsaid = Path(torchpaged.__file__).parent, []
+    for path in (*root.rglob("*.py"), *(root / "custom_ops").rglob("*.py"), *(root / "graphs").rglob("*.py")):
+        if path.relative_to(root).parts[0] in ("bench", "testing"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+                continue
+            makes = ast.unparse(node.func) in {
+                f"torch.{name}" for name in ("zeros", "ones", "empty", "rand", "randn")
+            }
+            if makes and not {"dtype", None} & {keyword.arg for keyword in node.keywords}:
+                unsaid.append(f"{path.relative_to(root)}:{node.lineno}: {ast.unparse(node)}")
+    assert not unsaid, unsaid
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from typing import Any
 
 import pytest
@@ -9,12 +11,13 @@ import torch
 from library_backends import attend, limits_of, spec_of
 
 import torchpaged
-from torchpaged import ArgumentError, BackendUnavailableError, Limits, PagedAttention
+from torchpaged import ArgumentError, BackendUnavailableError, Limits, PagedAttention, open_session
 from torchpaged.backends import GraphSupport, get_backend
 from torchpaged.backends import flex as flex_module
 from torchpaged.backends.flex import flex_backend
 from torchpaged.backends.query_tiles import Mask, num_tiles, query_tiles, visible_blocks
 from torchpaged.custom_ops.attention.mask import visible_keys
+from torchpaged.graphs import EagerCapture
 from torchpaged.testing import (
     ATTENTION_VARIANTS,
     BATCH_SPECS,
@@ -121,6 +124,106 @@ def test_a_layer_on_a_backend_with_mods() -> None:
         soft.ops.paged_attention(*tensors, max_query_len=1, scale=1.0)
     with pytest.raises(BackendUnavailableError, match="graph support NEVER is less than ALWAYS"):
         soft.open([], Limits(graphs=GraphSupport.ALWAYS), "cpu")
+
+
+SLOPES = 2.0 ** -torch.linspace(1, 8, 4)
+OWN: dict[str, Any] = {
+    "score_mod": lambda score, request, head, query, key: score + SLOPES[head] * (key - query),
+    "mask_mod": lambda request, head, query, key: key >= query - 3,
+}
+
+
+@pytest.mark.parametrize("how", ["eager", "compiled", "captured"])
+def test_functions_at_the_layer(how: str) -> None:
+    """They are ALiBi and a window, in layers that share a session with a plain one. Replays read other
+    lengths."""
+    torch._dynamo.reset()
+    shape: dict[str, Any] = {"num_heads": 4, "head_dim": 32, "num_kv_heads": 2, "dtype": torch.float32}
+    session = open_session(PagedAttention(**shape, **OWN).spec, Limits())
+    assert session.name == "flex"
+    mine, plain = (PagedAttention(**shape, session=session, **given) for given in (OWN, {}))
+    same = PagedAttention(**shape, backend="cpu", alibi_slopes=SLOPES, window_size=(3, -1))
+    whole = PagedAttention(**shape, backend="cpu")
+    cache = torchpaged.PagedKVCache.uniform(1, 2, 32, block_size=4, num_blocks=8, dtype=torch.float32)
+    metadata = torchpaged.AttentionMetadata.from_lists([1, 1], [7, 12], [[1, 4], [2, 3, 5]], block_size=4)
+    q, k, v = (torch.randn(2, heads, 32) for heads in (4, 2, 2))
+    for pool in cache[0][:2]:
+        pool.copy_(torch.randn(pool.shape))
+
+    def step() -> torch.Tensor:
+        return torch.stack([mine(q, k, v, cache[0], metadata), plain(q, None, None, cache[0], metadata)])
+
+    run: Any = step
+    if how == "compiled":
+        run = torch.compile(step, fullgraph=True, backend="eager")
+    with torch.inference_mode():
+        if how == "captured":
+            graph = EagerCapture().capture(step, None)
+
+            def run() -> torch.Tensor:
+                graph.replay()
+                return graph.output
+
+        for shorter in (0, 2):
+            metadata.seq_lens -= shorter
+            got = run()
+            want = [layer(q, None, None, cache[0], metadata) for layer in (same, whole)]
+            torch.testing.assert_close(got, torch.stack(want))
+
+
+def test_a_layer_with_functions_runs_nowhere_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape: dict[str, Any] = {"num_heads": 4, "head_dim": 32, "dtype": torch.float32}
+    layer, again = PagedAttention(**shape, **OWN), PagedAttention(**shape, **OWN)
+    assert layer.choice.name == "flex" and "take no functions" in str(layer.choice.rejected["cpu"])
+    assert flex_module._MODS.of(layer._workspace["mods"]) is flex_module._MODS.of(again._workspace["mods"])
+    other = PagedAttention(**shape, score_mod=OWN["score_mod"])
+    assert flex_module._MODS.of(other._workspace["mods"]) is not flex_module._MODS.of(
+        layer._workspace["mods"]
+    )
+    moved = copy.deepcopy(layer).half().float()
+    assert moved.choice.name == "flex" and moved.score_mod is OWN["score_mod"]
+    why = "score_mod and mask_mod are not supported: its kernels take no functions"
+    with pytest.raises(BackendUnavailableError, match=rf"backend 'cpu' \(backend='cpu' was given\) .*{why}"):
+        PagedAttention(**shape, **OWN, backend="cpu")
+    with torchpaged.use_backend("torch_sdpa"), pytest.raises(BackendUnavailableError, match=why):
+        PagedAttention(**shape, **OWN)
+    with pytest.raises(BackendUnavailableError, match=why):
+        PagedAttention(**shape, **OWN, session=get_backend("cpu").open([], Limits(), "cpu"))
+    mine = flex_backend("mine", **OWN)
+    with pytest.raises(BackendUnavailableError, match=why):  # it has its own
+        PagedAttention(**shape, **OWN, session=mine.open([], Limits(), "cpu"))
+    with pytest.raises(ArgumentError, match="mask_mod: expected a function, or None, got 3"):
+        PagedAttention(**shape, mask_mod=3)  # type: ignore[arg-type]
+
+
+def test_heads_that_its_gpu_kernels_do_not_take() -> None:
+    """Wide ones get tiles that fit."""
+    spec = dataclasses.replace(spec_of(batch_of("decode_one"), lse=False), device=torch.device("cuda"))
+    assert (
+        FLEX.capabilities.reject(spec)
+        == []
+        == FLEX.capabilities.reject(dataclasses.replace(spec, head_dim=512))
+    )
+    (reason,) = FLEX.capabilities.reject(dataclasses.replace(spec, head_dim_v=8))
+    assert reason == "head_dim 8 is below 16, the least of its GPU kernels"
+
+    def options(width: int, tile_q: int) -> Any:
+        sizes = (8, 8, 8, width, 9, 16, 2, width, width)
+        mask = Mask(True, -1, -1, 0)
+        f32 = torch.float32
+        shape = flex_module._Shape(
+            "inductor", torch.device("cuda"), f32, tile_q, sizes, 16, mask, 1.0, 0.0, False, False, False
+        )
+        return flex_module._kernel_options(shape)
+
+    assert options(128, 1) == {"BLOCK_N": 16}
+    assert options(128, 64) == {
+        "BLOCK_N": 16,
+        "num_warps": 4,
+        "FORCE_USE_FLEX_ATTENTION": True,
+        "BLOCK_M": 64,
+    }
+    assert options(512, 64)["BLOCK_M"] == 32 and options(512, 64)["num_warps"] == 8
 
 
 def test_functions_that_are_none() -> None:

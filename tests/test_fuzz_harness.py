@@ -377,6 +377,36 @@ def test_all_configurations_aimed_at_the_cuda_prefill_kernel_are_taken_by_it(
     ]
 
 
+def test_all_configurations_aimed_at_the_cuda_decode_kernel_are_taken_by_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With runs of several pairs, whose borders move, in many of them, and pairs of many parts in some."""
+    from torchpaged.custom_ops.attention.cuda import specialise
+    from torchpaged.custom_ops.cuda import gpu
+
+    monkeypatch.setattr(gpu, "capability", lambda index: (9, 0))
+    monkeypatch.setattr(gpu, "num_sms", lambda index: 132)
+    monkeypatch.setattr(gpu, "shared_per_sm", lambda index: 228 * 1024)
+    configurations = [random_configuration(seed, aim="cuda-decode") for seed in range(60)]
+    for c in configurations[:8]:
+        batch, (token, head, offset) = random_batch(c, 0), c.out_padding
+        strides = (c.num_heads * (c.head_dim_v + head) + token, c.head_dim_v + head, 1)
+        out = strided(
+            (batch.q.shape[0], c.num_heads, c.head_dim_v), strides, batch.q.dtype, offset, torch.device("cpu")
+        )
+        tensors: list[Any] = [_OnHopper(tensor) for tensor in (batch.q, batch.k_cache, batch.v_cache, out)]
+        refused = specialise.unsupported(*tensors, batch.extras.get("sinks"), c.max_query_len, c.num_reqs)
+        assert refused is None, (c, refused)
+    moving = grouped = 0
+    for c in configurations:
+        rows = c.num_heads // c.num_kv_heads * c.max_query_len
+        pairs = c.num_reqs * c.num_kv_heads
+        shape = specialise.decode_shape(c.head_dim, c.head_dim_v, 2, rows, pairs, 132, 228 * 1024)
+        moving += shape.near > 0 and shape.ask_early
+        grouped += shape.grouped
+    assert moving > 25 and grouped > 8
+
+
 @pytest.mark.parametrize("first", range(0, 120, 20))
 def test_generated_batches_are_accepted_and_the_reference_passes(first: int) -> None:
     for seed in range(first, first + 20):
@@ -475,3 +505,39 @@ def test_a_replay_that_ignores_the_new_batch_is_seen(monkeypatch: pytest.MonkeyP
     assert not run_case({**CASE, "seed": seed}, lambda *_, **__: None)["failures"]
     monkeypatch.setattr("torchpaged.testing.fuzz_case._Runner._capture", lambda *_: lambda: None)
     assert run_case({**CASE, "seed": seed}, lambda *_, **__: None)["failures"]
+
+
+def test_configurations_aimed_at_trees() -> None:
+    """On all kernels, with every feature that goes with a tree; words of garbage behind the last request."""
+    configurations = [random_configuration(seed, aim="tree") for seed in range(300)]
+    assert all(c.tree and c.max_query_len <= 64 and "causal" not in c.options for c in configurations)
+    kernels = {(c.backend, c.kernel) for c in configurations}
+    assert kernels == {(b, k) for b in ("cuda", "triton") for k in ("decode", "prefill", "mixed")}
+    for holds in (
+        lambda c: c.alibi,
+        lambda c: c.captured,
+        lambda c: "window_left" in c.options,
+        lambda c: "chunk_size" in c.options,
+        lambda c: c.kv_dtype != c.dtype,
+        lambda c: c.kernel != "decode" and c.longest_query == 64,
+    ):
+        assert sum(map(holds, configurations)) > 15
+    for c in configurations[:12]:
+        batch = random_batch(c, 3)
+        words, used = batch.extras["tree_mask"], int(batch.query_start_loc[-1])
+        assert words.shape[0] == batch.q.shape[0]
+        short = [n < q for n, q in zip(batch.spec.seq_lens, batch.spec.query_lens, strict=True) if n > 0]
+        assert not any(short) and (used == 0 or bool((words[:used] != 0).all()))
+
+
+def test_a_fuzzed_tree_runs_and_a_wrong_one_is_seen() -> None:
+    case = {**CASE, "seed": 5, "aim": "tree", "backends": ["cuda"]}
+    beat = lambda *_, **__: None  # noqa: E731
+    done = run_case(case, beat, {"cuda": REFERENCE, "triton": REFERENCE})
+    assert done["batches"] == 2 and not done["failures"]
+
+    def blind(*arguments: Any, tree_mask: Any, **options: Any) -> None:
+        REFERENCE.paged_attention(*arguments, **options)
+
+    ops = REFERENCE._replace(paged_attention=blind)
+    assert run_case({**case, "batches": 6}, beat, {"cuda": ops, "triton": ops})["failures"]

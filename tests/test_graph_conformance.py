@@ -11,10 +11,19 @@ import torch
 from sessions import KEPT, PLANNING, PlanningSession
 from wrapper_backend import WRAPPER
 
-from torchpaged.backends import AttentionSpec, Backend, GraphSupport, Planning, get_backend, list_backends
+from torchpaged.backends import (
+    AttentionSpec,
+    Backend,
+    GraphSupport,
+    Limits,
+    Planning,
+    Session,
+    get_backend,
+    list_backends,
+)
 from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.custom_ops.errors import BackendUnavailableError
-from torchpaged.graphs import CudaCapture, EagerCapture, TapeCapture
+from torchpaged.graphs import CudaCapture, DecodeGraphRunner, EagerCapture, PackedGraphRunner, TapeCapture
 from torchpaged.testing import check_graph_support
 from torchpaged.testing.graph_conformance import Case, check_forgotten_plan, check_replays, conformance_cases
 
@@ -147,35 +156,148 @@ def test_what_was_proved_is_told() -> None:
         report
     )
     none = check_graph_support(get_backend("reference"), device="cpu")
-    assert str(none) == "reference: NEVER, nothing to prove"
+    assert str(none) == "reference: NEVER; 70 batches right without a graph"
 
 
-@pytest.mark.parametrize("held", [GraphSupport.NEVER, GraphSupport.SINGLE_TOKEN_DECODE])
-def test_a_liar_is_found_out(held: GraphSupport) -> None:
-    """It declares ALWAYS, and freezes the longest length that it has seen first: in any step, or in all but
-    decode steps. A backend that declares what it holds passes."""
+LEVELS = list(GraphSupport)
+
+
+def liar(attend: Any, declared: GraphSupport, session: Any = Session) -> Backend:
+    """The reference with ``attend`` in its place."""
+    capabilities = dataclasses.replace(get_backend("reference").capabilities, graph_support=declared)
+    return Backend("liar", capabilities, {"paged_attention": attend}, lambda: None, session)
+
+
+def freezing(held: GraphSupport) -> Any:
+    """Right for what ``held`` says; in all other steps half of the longest length that it saw first is the
+    longest for good."""
+    longest_query = {
+        GraphSupport.NEVER: 0,
+        GraphSupport.SINGLE_TOKEN_DECODE: 1,
+        GraphSupport.UNIFORM_BATCH: 4,
+    }
     reference, frozen = get_backend("reference"), []
 
     def attend(
         q: Any, k: Any, v: Any, table: Any, lens: Any, starts: Any, out: Any, lse: Any, **options: Any
     ) -> None:
-        if held == GraphSupport.NEVER or options["max_query_len"] > 1:
+        if options["max_query_len"] > longest_query.get(held, 99):
             frozen.append(int(lens.max()))
             lens = lens.clamp_max(frozen[0] // 2)
         reference.ops.paged_attention(q, k, v, table, lens, starts, out, lse, **options)
 
-    def declaring(support: GraphSupport) -> Backend:
-        capabilities = dataclasses.replace(reference.capabilities, graph_support=support)
-        return Backend("liar", capabilities, {"paged_attention": attend}, lambda: None)
+    return attend
 
+
+@pytest.mark.parametrize(
+    ("held", "declared"), [(held, declared) for held in LEVELS for declared in LEVELS if held < declared]
+)
+def test_a_liar_is_found_out(held: GraphSupport, declared: GraphSupport) -> None:
+    """Of every level, told which one it holds."""
     with pytest.raises(
-        AssertionError, match=f"'liar' declares graph support ALWAYS and holds {held.name}: case"
+        AssertionError, match=f"'liar' declares graph support {declared.name} and holds {held.name}: case"
     ):
-        check_graph_support(declaring(GraphSupport.ALWAYS), device="cpu", dtypes=(torch.float32,), **SHAPE)
-    frozen.clear()
-    check_graph_support(declaring(held), device="cpu", dtypes=(torch.float32,), **SHAPE)
+        check_graph_support(
+            liar(freezing(held), declared),
+            device="cpu",
+            dtypes=(torch.float32,),
+            capture=EagerCapture(),
+            **SHAPE,
+        )
+
+
+def test_who_declares_no_graphs_is_right_without_them() -> None:
+    """And does not open sessions for them."""
+
+    class Willing(Session):
+        def __init__(self, name: Any, can: Any, ops: Any, specs: Any, limits: Any, device: Any) -> None:
+            super().__init__(
+                name, can, ops, specs, dataclasses.replace(limits, graphs=GraphSupport.NEVER), device
+            )
+
+    can = {"device": "cpu", "dtypes": (torch.float32,), **SHAPE}
+    with pytest.raises(
+        AssertionError, match="'liar' declares graph support NEVER, and is wrong without a graph"
+    ):
+        check_graph_support(liar(freezing(GraphSupport.NEVER), GraphSupport.NEVER), **can)
+    right = get_backend("reference").ops.paged_attention
+    with pytest.raises(AssertionError, match="a session was opened for graphs of level SINGLE_TOKEN_DECODE"):
+        check_graph_support(liar(right, GraphSupport.NEVER, Willing), **can)
+    assert check_graph_support(liar(right, GraphSupport.NEVER), **can).eager == 35
+
+
+@pytest.mark.parametrize("what", ["blocks", "window", "starts"])
+def test_what_a_capture_may_have_kept(what: str) -> None:
+    """Blocks of the first batch, the part of the pool that it used, its queries' places: kept on the host at
+    the first call, as somebody does who plans too early."""
+    kept: dict[str, Any] = {}
+
+    def attend(
+        q: Any, k: Any, v: Any, table: Any, lens: Any, starts: Any, out: Any, lse: Any, **options: Any
+    ) -> None:
+        first = not kept
+        if first:
+            used = table[table < k.shape[0]]
+            kept.update(blocks=table.clone(), starts=starts.clone(), window=slice(0, int(used.max()) + 1))
+        if what == "window":
+            k, v = k[kept["window"]], v[kept["window"]]
+            table = torch.where(table < len(k), table, 0)
+        table = kept["blocks"] if what == "blocks" else table
+        starts = kept["starts"] if what == "starts" else starts
+        get_backend("reference").ops.paged_attention(q, k, v, table, lens, starts, out, lse, **options)
+
+    case = next(case for case in conformance_cases(GraphSupport.ALWAYS) if case.name == "mixed")
+    with pytest.raises(AssertionError, match="budget|finite"):
+        check_replays(liar(attend, GraphSupport.ALWAYS), case, EagerCapture(), "cpu", **SHAPE)
+
+
+def test_what_it_does_not_declare_is_not_asked_of_it() -> None:
+    """No windows: the others prove its graphs."""
+    narrow = dataclasses.replace(PLANNING.capabilities, window=False, lse=False)
+    backend = Backend("narrow", narrow, PLANNING.ops, lambda: None, PLANNING.session)
+    report = check_graph_support(backend, device="cpu", dtypes=(torch.float32,), **SHAPE)
+    assert list(report.replays) == ["decode[float32]", "uniform[float32]", "mixed[float32]"]
 
 
 def test_a_backend_that_can_not_run_here() -> None:
     with pytest.raises(BackendUnavailableError, match="'triton' cannot run this attention: .*device cpu"):
         check_graph_support(get_backend("triton"), device="cpu")
+
+
+@pytest.mark.parametrize("declared", LEVELS, ids=lambda level: level.name)
+def test_a_runner_goes_by_the_declared_level(declared: GraphSupport) -> None:
+    """It refuses graphs beyond it when it is made, before a capture; an eager capture and a tape, which run
+    ops again, are none."""
+
+    class Frozen:
+        """As CUDA graphs are: no part of the others."""
+
+        def new_pool(self) -> None:
+            return None
+
+    session = liar(get_backend("reference").ops.paged_attention, declared).open([], Limits(), "cpu")
+    sizes: dict[str, Any] = {"max_blocks_per_req": 2, "block_size": 4, "session": session}
+
+    def decode(capture: Any) -> None:
+        DecodeGraphRunner(
+            lambda ids, metadata: ids, max_batch_size=2, compile=False, capture=capture, **sizes
+        )
+
+    def packed(capture: Any, **more: Any) -> None:
+        runner: Any = PackedGraphRunner
+        runner(lambda *given: given[0], buckets=[4], max_num_reqs=2, capture=capture, **sizes, **more)
+
+    for make, needed, what in (
+        (decode, GraphSupport.SINGLE_TOKEN_DECODE, "decode steps"),
+        (packed, GraphSupport.ALWAYS, "steps of up to 4 tokens per request"),
+    ):
+        make(EagerCapture())
+        make(TapeCapture())
+        if declared >= needed:
+            make(Frozen())
+            continue
+        why = f"graph support {declared.name} is less than {needed.name}, which graphs of {what} need"
+        with pytest.raises(BackendUnavailableError, match=why):
+            make(Frozen())
+    if declared == GraphSupport.SINGLE_TOKEN_DECODE:
+        packed(Frozen(), max_query_len=1)

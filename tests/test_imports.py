@@ -28,8 +28,8 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "cache": ("custom_ops", "metadata"),
     "backends": ("custom_ops", "metadata"),
     "functional": ("backends", "custom_ops", "metadata"),
-    "attention": ("backends", "cache", "custom_ops", "functional", "metadata"),
-    "layers": ("attention", "cache", "custom_ops", "metadata"),
+    "attention": ("backends", "cache", "cascade", "custom_ops", "functional", "metadata"),
+    "layers": ("attention", "backends", "cache", "custom_ops", "metadata"),
     "cascade": ("custom_ops", "functional", "metadata"),
     "compat": ("backends", "custom_ops", "functional"),
     "compile": ("custom_ops", "version"),
@@ -68,7 +68,7 @@ NAMES_KERNELS = (
     "torchpaged.testing",
     "torchpaged.bench",
 )
-FAMILIES = ("attention", "block_ops", "cache_write", "layers", "step_end")
+FAMILIES = ("attention", "block_ops", "cache_write", "layers", "mla", "step_end")
 #: Part of a family -> the parts of its own family, and the folders shared by all, that it may import; the
 #: files of custom_ops itself always.
 PARTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -77,6 +77,7 @@ PARTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "check": ((), ()),
     "fake": ((), ()),
     "reference": (("check", "mask"), ()),
+    "cpu": (("check",), ()),
     "triton": (("check", "mask", "triton"), ("triton",)),
     "cuda": (
         ("check", "mask", "triton", "cuda"),

@@ -27,22 +27,24 @@ from torchpaged.backends import (
     Backend,
     GraphSupport,
     HostLengths,
+    flashinfer_package,
+    flashinfer_prefix,
     get_backend,
     list_backends,
     planned_batch,
     select_backend,
     selector,
     torch_varlen,
+    use_backend,
 )
 from torchpaged.backends import flash_attn as flash_attn_backend
-from torchpaged.backends import flashinfer as flashinfer_backend
 from torchpaged.graphs import TapeCapture
 from torchpaged.testing import (
-    ATTENTION_VARIANTS,
     BATCH_SPECS,
     Batch,
     BatchSpec,
     assert_attention_close,
+    check_batch_invariance,
     check_graph_support,
     make_batch,
 )
@@ -63,7 +65,13 @@ def flashinfer() -> Iterator[Backend]:
         yield backend
 
 
-@pytest.fixture(params=["torch_sdpa", "flash_attn", "flashinfer"])
+@pytest.fixture
+def xqa() -> Iterator[Backend]:
+    with stand_in("flashinfer_xqa") as backend:
+        yield backend
+
+
+@pytest.fixture(params=["torch_sdpa", "flash_attn", "flash_attn_4", "flashinfer"])
 def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
     if request.param == "torch_sdpa":
         yield get_backend("torch_sdpa")
@@ -77,29 +85,6 @@ def batch_of(name: str, **options: Any) -> Batch:
 
 
 # ---------------------------------------------------------------------------------------------- right results
-@pytest.mark.parametrize("variant", ATTENTION_VARIANTS)
-def test_every_batch_and_option_that_is_declared(backend: Backend, variant: str) -> None:
-    options, ran = ATTENTION_VARIANTS[variant], 0
-    for name in BATCH_SPECS:
-        for extra in ({}, {"sinks": True}, {"alibi": True}):
-            batch = batch_of(name, **extra)
-            if backend.reject(spec_of(batch, **options)):
-                with pytest.raises(BackendUnavailableError, match="cannot run this attention"):
-                    attend(backend.open([], limits_of(batch), "cpu"), batch, **options)
-                continue
-            session = backend.open([], limits_of(batch), "cpu")
-            if backend.name == "flashinfer" and name.startswith("left_padded"):
-                with pytest.raises(PlanError, match="it has no left padding"):
-                    attend(session, batch, **options)
-                continue
-            for lse in (True, False):
-                out, total = attend(session, batch, lse, **options)
-                assert_attention_close(out, total, batch, **options)
-                ran += 1
-    unable = {"flash_attn": ("soft_cap", "chunked_local"), "flashinfer": ("window_both", "chunked_local")}
-    assert bool(ran) == (variant not in unable.get(backend.name, ()))
-
-
 def test_fewer_tokens_than_requests_and_none(backend: Backend) -> None:
     for seq_lens, query_lens in (((40, 7, 0), (1, 1, 0)), ((0, 0), (0, 0))):
         batch = make_batch(BatchSpec("few", seq_lens, query_lens), **SHAPE)
@@ -127,7 +112,10 @@ def test_fp8_pools(flashinfer: Backend, name: str, scales: str) -> None:
 
 def test_declared_graph_support_holds(backend: Backend) -> None:
     report = check_graph_support(backend, device="cpu", dtypes=(BF16,), head_dim=64)
-    assert report.replays and report.forgotten_plans == (backend.name != "torch_sdpa")
+    if report.declared == GraphSupport.NEVER:
+        assert report.eager == 35 and not report.replays
+    else:
+        assert report.replays and report.forgotten_plans == backend.name.startswith("flash")
 
 
 @pytest.mark.parametrize("name", ["decode_padded", "mixed_padded"])
@@ -215,6 +203,65 @@ def test_a_layer_and_its_pools(backend: Backend) -> None:
                 torch.testing.assert_close(layer(q, k, v, pools, metadata), want, rtol=0.02, atol=0.02)
 
 
+# ------------------------------------------------------------------------------------ decode without a plan
+@pytest.mark.parametrize(
+    "options", [{}, {"window_left": 7}, {"causal": False}], ids=["plain", "window", "all"]
+)
+@pytest.mark.parametrize("sinks", [False, True])
+def test_xqa_decodes(xqa: Backend, options: dict[str, Any], sinks: bool) -> None:
+    """Also where requests without a query, or without keys, stand between others."""
+    hole = BatchSpec("hole", (40, 9, 0, 7, 33), (1, 0, 1, 1, 1), padded_tokens=2)
+    for spec in (*(BATCH_SPECS[name] for name in BATCH_SPECS if name.startswith("decode")), hole):
+        batch = make_batch(spec, **SHAPE, sinks=sinks)
+        batch.k_cache.nan_to_num_(0.0), batch.v_cache.nan_to_num_(0.0)
+        session = xqa.open([spec_of(batch, lse=False)], limits_of(batch), "cpu")
+        assert not session.plans
+        out, _ = attend(session, batch, lse=False, **options)
+        assert_attention_close(out, None, batch, **options)
+
+
+def test_xqa_is_captured_and_compiled(xqa: Backend) -> None:
+    report = check_graph_support(xqa, device="cpu", dtypes=(BF16,), head_dim=64)
+    assert report.declared == GraphSupport.SINGLE_TOKEN_DECODE and report.replays
+    torch._dynamo.reset()
+    batch = batch_of("decode_padded")
+    batch.k_cache.nan_to_num_(0.0), batch.v_cache.nan_to_num_(0.0)
+    session = xqa.open([spec_of(batch, lse=False)], limits_of(batch), "cpu")
+    whole = torch.compile(
+        lambda: attend_again(session, batch, lse=False), fullgraph=True, backend="aot_eager"
+    )
+    assert_attention_close(whole(), None, batch)
+
+
+def test_what_xqa_is_refused(xqa: Backend) -> None:
+    def reasons(**options: Any) -> str:
+        shape = {
+            name: options.pop(name) for name in ("head_dim", "block_size", "num_heads") if name in options
+        }
+        return "; ".join(
+            xqa.reject(spec_of(batch_of("decode_one", **shape), lse=options.pop("lse", False), **options))
+        )
+
+    assert reasons() == reasons(window_left=5) == reasons(head_dim=256) == ""
+    assert "lse is not supported" in reasons(lse=True)
+    assert "logits_soft_cap is not supported" in reasons(logits_soft_cap=5.0)
+    assert "block_size 8 is not one of (16, 32, 64, 128)" in reasons(block_size=8)
+    assert "head_dim 96 is not one of (64, 128, 256)" in reasons(head_dim=96)
+    assert "66 query heads per kv head are over 32" in reasons(num_heads=132)
+    prompt = spec_of(batch_of("prefill_small"), lse=False)
+    assert "queries of 33 tokens are over 1" in "; ".join(xqa.reject(prompt))
+    assert "queries of any length are over 1" in "; ".join(xqa.reject(replace(prompt, max_query_len=None)))
+    fp8 = batch_of("decode_one", kv_dtype=torch.float8_e4m3fn, scales="one")
+    assert "kv dtype float8_e4m3fn is not one of" in "; ".join(xqa.reject(spec_of(fp8, lse=False)))
+    for batch, named in ((batch_of("prefill_small"), "queries of up to 33 tokens"), (fp8, "an fp8 pool")):
+        session = xqa.open([], limits_of(batch), "cpu")
+        arguments = dict(max_query_len=batch.max_query_len, scale=1.0, **batch.extras)
+        with pytest.raises(BackendUnavailableError, match=f"'flashinfer_xqa' cannot .*{named}"):
+            session.ops.paged_attention(*_arguments(batch), **arguments, **session.tensors())
+    with pytest.raises(BackendUnavailableError, match="it needs a workspace"):
+        xqa.ops.paged_attention(*_arguments(batch_of("decode_one")), max_query_len=1, scale=1.0)
+
+
 # ------------------------------------------------------------------------------ plans, and buffers that stay
 def addresses(session: Any) -> dict[str, int]:
     return {name: tensor.data_ptr() for name, tensor in session.tensors().items()}
@@ -252,6 +299,28 @@ def test_a_schedule_per_kind_of_layer_with_a_tail_of_zeros(flash_attn: Backend) 
     )
     assert call["max_seqlen_q"] == made["max_seqlen_q"] == 1 and made["max_seqlen_k"] == 3 * 16
     assert call["page_table"].max() < 64, "garbage behind the last block is not handed on"
+
+
+def test_no_splits_where_bits_must_not_depend_on_the_batch(flash_attn: Backend) -> None:
+    """In the schedule and in the call, for all layers of the session; and blocks that are read in one way."""
+    batch = batch_of("decode_edges")
+    spec = spec_of(batch)
+    asks = replace(spec, batch_invariant=True)
+    library = importlib.import_module("flash_attn_interface")
+    for specs, splits in (([spec], 32), ([asks], 1), ([spec, asks], 1)):
+        session = flash_attn.open(specs, limits_of(batch), "cpu")
+        attend(session, batch)
+        assert library.CALLS[-1]["num_splits"] == library.SCHEDULES[-1]["num_splits"] == splits
+    (reason,) = flash_attn.reject(replace(asks, block_size=64))
+    assert "batch_invariant with blocks of 64: above 32 tokens" in reason
+    assert "blocks of unknown size" in "; ".join(flash_attn.reject(replace(asks, block_size=None)))
+    few: dict[str, Any] = {
+        "requests": ((1, 37), (20, 90)),
+        "options": ({},),
+        "dtypes": (BF16,),
+        "head_dim": 64,
+    }
+    assert check_batch_invariance(flash_attn, device="cpu", **few).calls == 14
 
 
 def test_splits_follow_from_shapes_alone() -> None:
@@ -310,7 +379,7 @@ def test_eager_wrappers_are_few_and_captured_ones_stay(flashinfer: Backend) -> N
     assert sorted(rows) == [1, *range(6, 14)]
 
 
-def attend_again(session: Any, batch: Batch) -> torch.Tensor:
+def attend_again(session: Any, batch: Batch, lse: bool = True) -> torch.Tensor:
     """A call of what was planned."""
     out = torch.empty_like(batch.q)
     session.ops.paged_attention(
@@ -323,7 +392,7 @@ def attend_again(session: Any, batch: Batch) -> torch.Tensor:
         out,
         max_query_len=batch.max_query_len,
         scale=batch.scale,
-        **session.workspace(spec_of(batch)),
+        **session.workspace(spec_of(batch, lse)),
     )
     return out
 
@@ -426,14 +495,14 @@ def test_a_shared_prefix_in_flashinfers_cascade(flashinfer: Backend) -> None:
     whole.block_table[:, :2] = shared
     batch_rest, rest_lens = whole.block_table[:, 2:].contiguous(), whole.seq_lens - 32
     whole.k_cache.nan_to_num_(0.0), whole.v_cache.nan_to_num_(0.0)
-    out = flashinfer_backend.shared_prefix_attention(
+    out = flashinfer_prefix.shared_prefix_attention(
         whole.q, whole.k_cache, whole.v_cache, shared, batch_rest, rest_lens, scale=whole.scale
     )
     assert_attention_close(out, None, whole)
     with pytest.raises(
         torchpaged.ArgumentError, match="seq_lens: expected at least one key behind the prefix"
     ):
-        flashinfer_backend.shared_prefix_attention(
+        flashinfer_prefix.shared_prefix_attention(
             whole.q, whole.k_cache, whole.v_cache, shared, batch_rest, rest_lens * 0
         )
 
@@ -470,21 +539,47 @@ def test_a_traced_function_runs_a_built_in_backend_that_was_named() -> None:
 def test_what_is_absent_says_why_and_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert "flashinfer is not installed; pip install 'flashinfer-python>=" in str(
-        flashinfer_backend.unavailable()
+        flashinfer_package.unavailable()
     )
     assert "not installed; pip install tokenspeed-fa3" in str(flash_attn_backend.unavailable())
+    assert "flashinfer is not installed" in str(get_backend("flashinfer_xqa").unavailable())
+    with pytest.raises(BackendUnavailableError, match="'flashinfer_xqa' .*is not installed; pip install"):
+        select_backend(spec_of(batch_of("decode_one"), lse=False), "flashinfer_xqa")
     monkeypatch.undo()
     for version in ("0.6.12", "0.8.0", "1.0"):
         with stand_in("flashinfer"):
             monkeypatch.setattr(importlib.metadata, "version", lambda name, version=version: version)
-            reason = flashinfer_backend.missing()
+            reason = flashinfer_package.missing()
             assert f"flashinfer {version} is installed, 0.6.13 to 0.7 are supported" in str(reason)
             with pytest.raises(BackendUnavailableError, match=r"0\.6\.13 to 0\.7 are supported; pip install"):
-                flashinfer_backend.load()
+                flashinfer_package.load()
     for version in ("0.6.13", "0.7.2.post1", "0.7.9+cu130"):
         with stand_in("flashinfer"):
             monkeypatch.setattr(importlib.metadata, "version", lambda name, version=version: version)
-            assert flashinfer_backend.missing() is None
+            assert flashinfer_package.missing() is None
+
+
+def test_flash_attention_4_is_not_2(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The folder of its package may be that of another one, whose import loads kernels."""
+    from torchpaged.backends import flash_attn_4
+
+    assert "flash-attn-4[cu13]' (about 100 MB" in str(flash_attn_4.missing())
+    (tmp_path / "flash_attn").mkdir()
+    (tmp_path / "flash_attn/__init__.py").write_text("raise AssertionError('it was imported')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert "(FlashAttention-4) is not installed" in str(flash_attn_4.unavailable())
+    with pytest.raises(BackendUnavailableError, match="not installed; pip install --pre 'flash-attn-4"):
+        flash_attn_4.load()
+    monkeypatch.undo()
+    with stand_in("flash_attn_4") as found:
+        assert flash_attn_4.missing() is None
+        library = flash_attn_4.load()
+        monkeypatch.setattr(library, "flash_attn_varlen_func", lambda q, k, v, page_table: None)
+        with pytest.raises(BackendUnavailableError, match="lacks cu_seqlens_q, .*pip install --pre"):
+            flash_attn_4.load()
+        assert "graph support NEVER is less than" in str(
+            found.reject(replace(spec_of(batch_of("decode_one")), graphs=GraphSupport.ALWAYS))
+        )
 
 
 def test_a_package_of_that_name_that_is_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -531,18 +626,22 @@ def test_torchs_own_varlen_function() -> None:
 
 
 def test_a_gpu_that_the_kernels_do_not_know_gets_torchs_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Turing: by itself, and with the reasons why not the others. FlexAttention, and what is around a library
-    that may be absent, are named or not chosen."""
+    """Turing: FlexAttention by itself, SDPA where that can't, each with the reasons why not those before.
+    What is around a library that may be absent is named or not chosen."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
     spec = replace(spec_of(batch_of("decode_one")), device=torch.device("cuda"), dtype=torch.float16)
     spec = replace(spec, kv_dtype=torch.float16)
+    monkeypatch.setattr(torch.version, "hip", None)
     choice = select_backend(spec)
-    assert choice.name == "torch_sdpa" and list(choice.rejected) == ["cuda", "triton", "cpu"]
-    assert "compute capability (7, 5) is below (8, 0)" in choice.rejected["triton"]
+    assert choice.name == "flex" and choice.rejected == {} and "Turing: not verified here" in choice.reason
+    fp8 = select_backend(replace(spec, kv_dtype=torch.float8_e4m3fn))
+    assert fp8.name == "torch_sdpa" and list(fp8.rejected) == ["flex"]
+    with use_backend("triton"), pytest.raises(BackendUnavailableError, match=r"\(7, 5\) is below \(8, 0\)"):
+        select_backend(spec)
     assert select_backend(spec, "flex").name == "flex"
     assert get_backend("flex").reject(replace(spec, block_size=8))
-    for name in ("flash_attn", "flashinfer", "torch_varlen"):
+    for name in ("flash_attn", "flash_attn_4", "flashinfer", "flashinfer_xqa", "torch_varlen"):
         assert any("compute capability (7, 5)" in reason for reason in get_backend(name).reject(spec)), name
 
 

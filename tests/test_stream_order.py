@@ -271,6 +271,8 @@ def case_of(op: str, arguments: dict[str, Any]) -> str:
         return f"are_query_tokens={bool(arguments['ARE_QUERY_TOKENS'])}"
     if op == "paged_attention" and "LONGEST" in arguments:
         return "decode half" if arguments["LONGEST"] else "triton, decode"
+    if op == "mla_attention" and "SPLIT" in arguments:
+        return "parts of the context" if arguments["SPLIT"] else "one part per request"
     return ""
 
 
@@ -283,7 +285,13 @@ def triton_launches() -> list[tuple[str, Any]]:
     from hanging_batches import SEEN, Case, make_hanging_batch
 
     from torchpaged.custom_ops import BACKEND_OPS
-    from torchpaged.testing import opcheck_cases, run_paged_attention
+    from torchpaged.testing import (
+        BATCH_SPECS,
+        make_latent_batch,
+        opcheck_cases,
+        run_mla_attention,
+        run_paged_attention,
+    )
     from torchpaged.testing.layers import make_embedding_inputs, make_gate_inputs, make_norm_inputs
     from torchpaged.testing.sampling import make_accept_inputs, make_finish_inputs, make_sampling_inputs
 
@@ -307,6 +315,13 @@ def triton_launches() -> list[tuple[str, Any]]:
     record("accept_tokens", **make_accept_inputs())
     record("sample_tokens", **make_sampling_inputs([sampled, {}], vocab_size=600))
     record("finish_step", **make_finish_inputs([sampled, {}], vocab_size=600))
+    for columns in (5, 64):  # few keys in one part, many in several
+        latents = make_latent_batch(BATCH_SPECS["decode_one"], dtype=torch.bfloat16, columns=columns)
+        with launched.recorded() as launches:
+            run_mla_attention(ops, latents)
+        found.extend(("mla_attention", launch) for launch in launches)
+    kv_c, k_pe = latents.q[0].split((32, 16), dim=-1)
+    record("write_latent", kv_c, k_pe, latents.k_cache, torch.arange(16, 20))
     decode = Case(8, 2, 64, (1000, 33), (1, 1))
     for case in (decode, Case(8, 2, 64, (300, 400, 33), (120, 1, 1)), next(iter(SEEN.values()))):
         with launched.recorded() as launches:

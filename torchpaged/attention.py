@@ -26,16 +26,21 @@ from torchpaged.backends import (
     Choice,
     GraphSupport,
     Limits,
+    Route,
     Session,
     attention_spec,
     get_backend,
+    route_of,
     select_backend,
 )
+from torchpaged.backends.fit import check_out, require_fit
+from torchpaged.backends.spec import MaskMod, ScoreMod, check_mods
 from torchpaged.cache import LayerKVCache
+from torchpaged.cascade import attend_in_groups
 from torchpaged.custom_ops import BACKEND_OPS, check_native_dtype
 from torchpaged.custom_ops.attention.check import check_options, check_paged_attention
 from torchpaged.custom_ops.cache_write.check import check_write_kv
-from torchpaged.custom_ops.checks import check_apart, check_dims, check_tensors, is_int, refuse_grad
+from torchpaged.custom_ops.checks import check_tensors, is_int, refuse_grad
 from torchpaged.custom_ops.errors import ArgumentError, BackendUnavailableError
 from torchpaged.custom_ops.pools import FLOATS, FP8
 from torchpaged.metadata import AttentionMetadata
@@ -46,6 +51,8 @@ _META = Capabilities(
     dtypes=FLOATS,
     kv_dtypes=(*FLOATS, *FP8),
     graph_support=GraphSupport.ALWAYS,
+    mods=True,
+    batch_invariant=True,
     tree_mask=True,
 )
 
@@ -72,14 +79,21 @@ class PagedAttention(nn.Module):
         head_dim_v: width of values; default ``head_dim``.
         causal: hide keys after the query.
         chunk_size: attend within chunks of that many positions only; None or 0 = off.
+        score_mod: a function ``(score, request, head, query_position, key_position) -> score`` of tensors
+            without dimensions, positions of the sequence, behind scale, soft cap and ALiBi. It is traced
+            once: tensors that it reads may change in place, Python values are kept. Backend "flex" runs it.
+        mask_mod: ``(request, head, query_position, key_position) -> bool``, which hides keys beside those
+            that causality, window, chunks and lengths hide; likewise.
+        batch_invariant: give a request the same bits whoever is in the batch with it; a backend that does
+            not declare that is refused.
         block_size: tokens per block, if that shall count in the choice of a backend; a cache of another size
             is refused then. None: the cache says it.
         kv_dtype: the pools' dtype, for choosing a backend; default: the module's. Pools that the backend
             can't take are refused.
         tree_mask: whether batches with a ``tree_mask`` will come, so that it counts in the choice of a
             backend. Batches with one are refused where the backend takes none.
-        backend: a name or "auto". Chosen here and again when the module moves (``.to``), never
-            in ``forward``.
+        backend: a name, a `Route` or its text ("decode=NAME,prefill=NAME"), or "auto". Chosen here and again
+            when the module moves (``.to``), never in ``forward``.
         limits: the largest batches to come, for a session of the module's own. None: not said; a backend may
             refuse that. Eager calls of one module may overlap on different streams; compiled or captured
             ones, which take the session as it is, must not.
@@ -118,10 +132,13 @@ class PagedAttention(nn.Module):
         head_dim_v: int | None = None,
         causal: bool = True,
         chunk_size: int | None = None,
+        score_mod: ScoreMod | None = None,
+        mask_mod: MaskMod | None = None,
+        batch_invariant: bool = False,
         block_size: int | None = None,
         kv_dtype: torch.dtype | None = None,
         tree_mask: bool = False,
-        backend: str = "auto",
+        backend: str | Route = "auto",
         limits: Limits | None = None,
         session: Session | None = None,
         device: torch.device | str | None = None,
@@ -151,6 +168,8 @@ class PagedAttention(nn.Module):
             causal,
             chunk_size,
         )
+        check_mods(score_mod, mask_mod)
+        self.score_mod, self.mask_mod, self.batch_invariant = score_mod, mask_mod, batch_invariant
         self.block_size, self.kv_dtype, self.requested_backend = block_size, kv_dtype, backend
         self.tree_mask = tree_mask
         if not isinstance(session, (Session, NoneType)):
@@ -201,19 +220,24 @@ class PagedAttention(nn.Module):
             sinks=self.sinks,
             chunk_size=self.chunk_size,
             scale=self.scale,
+            score_mod=self.score_mod,
+            mask_mod=self.mask_mod,
+            batch_invariant=self.batch_invariant,
             tree_mask=self.tree_mask or None,
         )
         self._on_meta = self._home.is_meta
         if self._on_meta:
             if self.requested_backend != "auto":
                 get_backend(self.requested_backend)
-            self.choice: Choice = Choice("meta", "none yet: chosen when the module gets a real device")
+            self.choice: Choice = Choice(
+                "meta", Route("meta", "meta"), "none yet: chosen when the module gets a real device"
+            )
             self._use(Session("meta", _META, BACKEND_OPS["default"], [spec], self._limits, spec.device))
         elif self._given is None:
             self.choice = select_backend(spec, self.requested_backend)
             self._use(self.choice.backend.open([spec], self._limits, self._home.device))
         else:
-            self.choice = Choice(self._given.name, "session= was given")
+            self.choice = Choice(self._given.name, route_of(self._given), "session= was given")
             self._use(self._given)
 
     def _use(self, session: Session) -> None:
@@ -326,11 +350,13 @@ class PagedAttention(nn.Module):
             check_tensors(query=query, k_cache=pools.k_cache, v_cache=pools.v_cache)
             if key is not None:
                 check_tensors(key=key, value=value)
-        self._check_pools(pools, metadata)
+        require_fit(
+            pools.k_cache, metadata, self.session, self._capabilities, self.choice.name, self.block_size
+        )
         q = query.reshape(-1, self.num_heads, self.head_dim)
         result = q.new_empty(*query.shape[:-1], self.head_dim_v) if out is None else out
         if out is not None and not torch.compiler.is_compiling():
-            _check_out(out, query, self.head_dim_v, key, value)
+            check_out(out, query, self.head_dim_v, key, value)
         flat = result.view(-1, self.num_heads, self.head_dim_v)
         attend = (
             q,
@@ -384,65 +410,27 @@ class PagedAttention(nn.Module):
                 f"{str(query.dtype).removeprefix('torch.')} is not one of {self._capabilities.dtypes}; give "
                 "PagedAttention dtype, or call module.to(dtype), so that it chooses with it"
             )
+        together = metadata.prefixes is not None and self._can_read_prefixes_once(metadata)
         if write is not None:
             # longer queries may be another request's context, see above; they gain little from the
             # early start
-            self._ops.write_kv(
-                *write, are_query_tokens=self._writes_query_tokens and metadata.max_query_len == 1
-            )
-        self._ops.paged_attention(*attend, **options, **workspace)
+            keys_of_queries = self._writes_query_tokens and metadata.max_query_len == 1
+            self._ops.write_kv(*write, are_query_tokens=keys_of_queries and not together)
+        if together:
+            same = {name: options[name] for name in ("scale", "logits_soft_cap", "k_scale", "v_scale")}
+            both = pools.k_cache, pools.v_cache
+            attend_in_groups(q, both, metadata, flat, self._ops, self.sinks, **same)
+        else:
+            self._ops.paged_attention(*attend, **options, **workspace)
         return result
 
-    def _check_pools(self, pools: LayerKVCache, metadata: AttentionMetadata) -> None:
-        """What shapes and dtypes alone tell, and no check of an op can: it runs in traced calls too."""
-        if pools.k_cache.dim() != 4:
-            return  # the op's own check says what is wrong
-        size, able = pools.k_cache.shape[1], self._capabilities
-        metadata.check_block_size(size)
-        if self.block_size is not None and size != self.block_size:
-            # dynamo can't make an ArgumentError, and its own error quotes this one
-            if torch.compiler.is_compiling():
-                raise ValueError(
-                    f"kv_cache: expected blocks of {self.block_size} tokens, as this module was built for, "
-                    f"got blocks of {size}"
-                )
-            raise ArgumentError(
-                "kv_cache",
-                f"blocks of {self.block_size} tokens, as this module was built for",
-                f"blocks of {size}",
-                "build both with one block_size, or PagedAttention without it",
-            )
-        limits, num_blocks = self.session.limits, pools.k_cache.shape[0]
-        expected, got = "", ""
-        if limits.block_size is not None and size != limits.block_size:
-            expected, got = (
-                f"blocks of block_size={limits.block_size} tokens, as the session's limits say",
-                f"blocks of {size}",
-            )
-        elif limits.num_blocks is not None and num_blocks > limits.num_blocks:
-            expected, got = (
-                f"at most num_blocks={limits.num_blocks}, as the session's limits say",
-                f"{num_blocks} blocks",
-            )
-        if expected:
-            if torch.compiler.is_compiling():
-                raise ValueError(f"kv_cache: expected {expected}, got {got}")
-            raise ArgumentError("kv_cache", expected, got, "open the session with the Limits of the pools")
-        if able.block_sizes is not None and size not in able.block_sizes:
-            raise BackendUnavailableError(
-                f"backend {self.choice.name!r} cannot run this attention: block_size {size} is not one of "
-                f"{able.block_sizes}; give PagedAttention block_size={size}, so that it chooses with it"
-            )
-        if pools.k_cache.dtype not in able.kv_dtypes:
-            raise BackendUnavailableError(
-                f"backend {self.choice.name!r} cannot run this attention: kv dtype {pools.k_cache.dtype} is "
-                f"not one of {able.kv_dtypes}; give PagedAttention kv_dtype, so that it chooses with it"
-            )
-        if metadata.tree_mask is not None and not able.tree_mask:
-            raise BackendUnavailableError(
-                f"backend {self.choice.name!r} cannot run this attention: tree_mask is not supported; give "
-                "PagedAttention tree_mask=True, so that it chooses with it"
-            )
+    def _can_read_prefixes_once(self, metadata: AttentionMetadata) -> bool:
+        """Whether a prefix looks alike to all queries of its group in this layer, and the backend can merge;
+        if not, requests are read alone, with the same results."""
+        alike = self.causal and self.window_size == (-1, -1) and not self.chunk_size
+        alike = alike and self.alibi_slopes is None and metadata.tree_mask is None
+        able = self._capabilities
+        return alike and able.lse and able.bidirectional and not self.session.plans
 
     def extra_repr(self) -> str:
         """What ``print(module)`` shows."""
@@ -450,23 +438,3 @@ class PagedAttention(nn.Module):
             f"num_heads={self.num_heads}, head_dim={self.head_dim}, num_kv_heads={self.num_kv_heads}, "
             f"scale={self.scale:.4g}, backend={self.choice.name!r}"
         )
-
-
-def _check_out(out: Tensor, query: Tensor, head_dim_v: int, key: Tensor | None, value: Tensor | None) -> None:
-    """What the op's own checks can't tell of the caller's ``out``: that it is one of the result's shape, and
-    apart."""
-    check_tensors(out=out)
-    check_dims("out", out, *query.shape[:-1], head_dim_v)
-    strides = out.stride()
-    for size, stride, inner, step in zip(
-        out.shape[1:-2], strides[1:-2], out.shape[:-3], strides[:-3], strict=True
-    ):
-        if inner > 1 and step != size * stride:
-            raise ArgumentError(
-                "out", "leading dimensions that flatten to tokens without a copy", f"strides {strides}"
-            )
-    # an attention that starts early may write while keys and values are still read
-    read = {"key": key, "value": value}
-    check_apart(
-        {"out": out}, {name: x for name, x in read.items() if x is not None}, "allocate out by itself"
-    )

@@ -3,13 +3,12 @@ functions; pieces: checks.py."""
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchpaged.custom_ops import pools
+from torchpaged.custom_ops.batch_values import check_batch_values
 from torchpaged.custom_ops.checks import (
     check_apart,
     check_device,
@@ -133,7 +132,7 @@ def check_paged_attention(
     if tree_mask is not None:
         _check_tree_mask(tree_mask, q, causal, max_query_len)
     if reads_values(q.device):
-        _check_batch_values(q.shape[0], k_cache, block_table, seq_lens, query_start_loc, max_query_len)
+        check_batch_values(q.shape[0], k_cache, block_table, seq_lens, query_start_loc, max_query_len)
         if tree_mask is not None:
             _check_tree_values(tree_mask, seq_lens, query_start_loc)
 
@@ -179,89 +178,6 @@ def _check_tree_values(tree_mask: Tensor, seq_lens: Tensor, query_start_loc: Ten
             f"a bit of a later one in row {at}, its request's query token {int(index[at])}",
             "give parents smaller numbers than their children",
         )
-
-
-def _check_batch_values(
-    num_tokens: int,
-    k_cache: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    query_start_loc: Tensor,
-    max_query_len: int,
-) -> None:
-    num_blocks, block_size = k_cache.shape[:2]
-    if block_table.numel() <= pools.FEW and block_table.shape[0] and block_table.device.type == "cpu":
-        batch = block_table.tolist(), seq_lens.tolist(), query_start_loc.tolist()
-        if _is_good_batch(*batch, num_tokens, num_blocks, block_size, max_query_len):
-            return
-    query_lens = query_start_loc.diff()
-    if int(query_start_loc[0]) != 0 or bool((query_lens < 0).any()) or int(query_start_loc[-1]) > num_tokens:
-        raise ArgumentError(
-            "query_start_loc",
-            f"0 first, not decreasing, at most {num_tokens} tokens",
-            str(query_start_loc.tolist()),
-        )
-    if not block_table.shape[0]:
-        return
-    if int(query_lens.max()) > max_query_len:
-        raise ArgumentError(
-            "max_query_len", f"at least the longest query ({int(query_lens.max())})", str(max_query_len)
-        )
-    capacity = block_table.shape[1] * block_size
-    if int(seq_lens.max()) > capacity:
-        raise ArgumentError(
-            "seq_lens",
-            f"at most {capacity} tokens ({block_table.shape[1]} blocks of {block_size} per request)",
-            str(int(seq_lens.max())),
-            "give block_table more columns",
-        )
-    used = (seq_lens.clamp_min(0)[:, None] + block_size - 1) // block_size > torch.arange(
-        block_table.shape[1], device=seq_lens.device
-    )
-    bad = used & ((block_table < 0) | (block_table >= num_blocks))
-    if bool(bad.any()):
-        row, column = (int(x) for x in bad.nonzero()[0])
-        raise ArgumentError(
-            "block_table",
-            f"block ids in [0, {num_blocks})",
-            f"{int(block_table[row, column])} in row {row}, column {column}",
-        )
-    shown = torch.where(used, block_table, 0).sort(-1).values
-    twice = (shown[:, 1:] == shown[:, :-1]) & (shown[:, 1:] > 0)
-    if bool(twice.any()):
-        row, column = (int(x) for x in twice.nonzero()[0])
-        raise ArgumentError(
-            "block_table",
-            "every block once per request (block 0, the null block, excepted)",
-            f"block {int(shown[row, column])} several times in row {row}",
-        )
-
-
-def _is_good_batch(
-    block_table: list[list[int]],
-    seq_lens: list[int],
-    query_start_loc: list[int],
-    num_tokens: int,
-    num_blocks: int,
-    block_size: int,
-    max_query_len: int,
-) -> bool:
-    """Whether all is right; if not, the ops of torch in `_check_batch_values` say what is wrong."""
-    if query_start_loc[0] != 0 or query_start_loc[-1] > num_tokens:
-        return False
-    for begin, end in itertools.pairwise(query_start_loc):
-        if not 0 <= end - begin <= max_query_len:
-            return False
-    for row, seq_len in zip(block_table, seq_lens, strict=True):
-        if seq_len <= 0:
-            continue
-        used = row[: -(-seq_len // block_size)]
-        if seq_len > len(row) * block_size or (used and (min(used) < 0 or max(used) >= num_blocks)):
-            return False
-        # block 0 may stand there several times
-        if len(set(used)) != len(used) and len(set(used)) - 1 + used.count(0) != len(used):
-            return False
-    return True
 
 
 def check_merge_attn_states(

@@ -117,7 +117,9 @@ def paged_attention(
         queries, keys_at, hidden = order, torch.arange(length, device=q.device), None
         if tree_mask is not None:
             queries, keys_at, hidden = tree_positions(tree_mask[start:end], length)
-        scores = torch.einsum("shd,lhd->hsl", q[start:end].to(dtype), keys) * scale
+        # A copy: products give other bits at other alignments, and who comes before must not matter.
+        own = q[start:end].to(dtype, copy=True)
+        scores = torch.einsum("shd,lhd->hsl", own, keys) * scale
         if logits_soft_cap > 0:
             scores = logits_soft_cap * torch.tanh(scores / logits_soft_cap)
         if alibi_slopes is not None:

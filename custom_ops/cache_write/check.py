@@ -6,7 +6,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchpaged.custom_ops import pools
 from torchpaged.custom_ops.checks import (
     check_apart,
     check_device,
@@ -19,6 +18,7 @@ from torchpaged.custom_ops.checks import (
 )
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.custom_ops.pools import FLOATS, INF, check_cache_dtype, check_pools
+from torchpaged.custom_ops.slots import check_slots
 
 
 def check_write_kv(
@@ -42,48 +42,7 @@ def check_write_kv(
     check_last_dim(k=k, v=v)
     check_cache_dtype(k, k_cache, k_scale, v_scale)
     check_apart({"k_cache": k_cache, "v_cache": v_cache}, {"k": k, "v": v}, "pass a copy: .clone()")
-    if (
-        slot_mapping.numel()
-        and reads_values(k_cache.device)
-        and not _are_few_good_slots(slot_mapping, k_cache)
-    ):
-        low, high = (int(x) for x in torch.aminmax(slot_mapping))
-        num_slots = k_cache.shape[0] * k_cache.shape[1]
-        if low < -1 or high >= num_slots:
-            raise ArgumentError(
-                "slot_mapping",
-                f"slots in [-1, {num_slots})",
-                f"values in [{low}, {high}]",
-                "the pool is too small or the block table wrong",
-            )
-        _check_distinct_slots(slot_mapping, k_cache.shape[1])
-
-
-def _are_few_good_slots(slot_mapping: Tensor, k_cache: Tensor) -> bool:
-    """Whether these slots are so few that Python can look at them, and all right; if not, the ops of torch
-    say what is wrong."""
-    if slot_mapping.shape[0] > pools.FEW or slot_mapping.device.type != "cpu":
-        return False
-    num_blocks, block_size = k_cache.shape[:2]
-    slots = slot_mapping.tolist()
-    own = [slot for slot in slots if slot >= block_size]
-    return min(slots) >= -1 and max(slots) < num_blocks * block_size and len(set(own)) == len(own)
-
-
-def _check_distinct_slots(slot_mapping: Tensor, block_size: int) -> None:
-    """No two tokens have one slot, but for -1 and the slots of block 0, which hold nobody's tokens."""
-    if slot_mapping.shape[0] < 2:
-        return
-    slots = slot_mapping.sort().values
-    twice = (slots[1:] == slots[:-1]) & (slots[1:] >= block_size)
-    if bool(twice.any()):
-        slot = int(slots[1:][twice][0])
-        raise ArgumentError(
-            "slot_mapping",
-            "one token per slot",
-            f"slot {slot} (block {slot // block_size}) several times",
-            "two requests share a block that is still written: give each its own",
-        )
+    check_slots(slot_mapping, k_cache)
 
 
 def check_rope_write_kv(

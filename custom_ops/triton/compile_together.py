@@ -20,7 +20,7 @@ _compiled: set[Hashable] = set()
 
 
 class Launch(NamedTuple):
-    """A kernel and all that it is launched with."""
+    """A kernel and all that it is launched with; ``grid`` has one dimension, as stored ones need."""
 
     kernel: KernelRef
     grid: tuple[int, ...]
@@ -28,7 +28,13 @@ class Launch(NamedTuple):
     options: dict[str, Any]
 
     def __call__(self) -> None:
-        """Launch, on the current device and stream: what is stored, else by Triton."""
+        """Launch, on the current device and stream: what is stored, else by Triton.
+
+        Raises:
+            ValueError: ``grid`` has more than one dimension.
+        """
+        if len(self.grid) != 1:
+            raise ValueError(f"grid: expected one dimension, got {self.grid}")
         stored = self._stored()
         if stored is None and self._on_cuda():
             stored = kernel_store.keep(self.kernel, self.arguments, self.options, self._compiled)

@@ -36,7 +36,7 @@ from typing import Any
 
 import torch
 
-from torchpaged.custom_ops.cuda import cubins, jit
+from torchpaged.custom_ops.cuda import cubins, loaded_kernel
 from torchpaged.custom_ops.triton import launching
 
 _HERE = Path(__file__).parent
@@ -89,7 +89,7 @@ class StoredKernel:
         # Triton's two scratch pointers
         self._struct = struct.Struct("@" + "".join(_LETTERS.get(kind, "Q") for kind in types) + "QQ")
         self._threads, self._early = 32 * int(header["num_warps"]), bool(header["launch_pdl"])
-        self._kernel = jit.Kernel(code, header["name"], int(header["shared"]), prefer_shared=True)
+        self._kernel = loaded_kernel.Kernel(code, header["name"], int(header["shared"]), prefer_shared=True)
         expected = _layout(types)
         self._offsets = tuple(offset for offset, _ in self._kernel.parameters())
         if self._kernel.parameters() not in (expected, expected[:-1], expected[:-2]):

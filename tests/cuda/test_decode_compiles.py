@@ -83,6 +83,11 @@ OTHERS: dict[str, dict[str, Any]] = {
     "odd widths": {"heads": (5, 2, 80, 112), "block_size": 4},
     "192/128": {"heads": (16, 1, 192, 128), "block_size": 1},
     "speculative": {"heads": (4, 8, 128), "query_len": 8},
+    "tree": {
+        "heads": (4, 8, 128),
+        "query_len": 2,
+        "features": {"tree": True, "window_left": 100, "chunk": 256, "alibi": True},
+    },
     "two heads, everything": {
         "heads": (2, 2, 48, 32),
         "features": EVERYTHING,

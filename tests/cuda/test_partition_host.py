@@ -101,7 +101,7 @@ Found find(const Params &p, int lane) {  // as paged_decode does
 }
 struct Piece { int team, begin, end, first, count; bool whole; };
 int main() {
-  int ctas, reqs, batch = 0;
+  int ctas, reqs, batch = 0, moved = 0;
   for (; scanf("%d %d", &ctas, &reqs) == 2; ++batch) {
     std::vector<int> starts(reqs + 1), lens(reqs);
     for (int &x : starts) scanf("%d", &x);
@@ -109,6 +109,7 @@ int main() {
     Params p = {};
     p.starts = starts.data(), p.seq_lens = lens.data(), p.num_reqs = reqs;
     std::map<std::pair<int, int>, std::vector<Piece>> pairs;
+    bool moves = false;
     int total = 0, busy = 0, cta = -1, shortest_run = 1 << 30, longest_run = 0;
     std::vector<int> tiles(reqs);
     for (int r = 0; r < reqs; ++r) {
@@ -126,9 +127,10 @@ int main() {
         CHECK(run[i].teams == run[0].teams && run[i].unit == run[0].unit && run[i].unit_end == run[0].unit_end);
         if (!run[0].works) continue;
         CHECK(run[i].c.request == run[0].c.request && run[i].c.pair == run[0].c.pair && run[i].c.tile == run[0].c.tile);
-        CHECK(run[i].c.r.start == run[0].c.r.start && run[i].c.r.end == run[0].c.r.end && run[i].c.r.low == run[0].c.r.low);
+        CHECK(run[i].moves == run[0].moves && run[i].c.r.start == run[0].c.r.start && run[i].c.r.end == run[0].c.r.end && run[i].c.r.low == run[0].c.r.low);
       }
       if (!run[0].works) continue;
+      moves = NEAR > 0 && run[0].moves;
       Cursor c = run[0].c;
       LoadCursor ahead(p, c);
       const int unit_end = run[0].unit_end;
@@ -140,7 +142,7 @@ int main() {
         CHECK(c.request < reqs && c.pair < PAIRS && c.pair % TEAM == cta % TEAM && c.tile < tiles[c.request] && c.r.start == starts[c.request]);
         CHECK(c.r.query_len == starts[c.request + 1] - c.r.start && c.r.seq_len == lens[c.request] && c.r.num_tiles == tiles[c.request]);
         Parts parts = {};
-        parts.find(c, unit, unit_end, run[0].total, run[0].teams);
+        parts.find(c, unit, unit_end, run[0].total, run[0].teams, NEAR > 0 && run[0].moves ? NEAR : 0);
         const int end = min(c.tile + unit_end - unit, c.r.num_tiles);
         pairs[{c.request, c.pair}].push_back({run[0].team, c.tile, end, parts.first, parts.count, parts.whole});
         unit += end - c.tile;
@@ -154,6 +156,7 @@ int main() {
       for (int pair = 0; pair < PAIRS; ++pair) {
         const auto &pieces = pairs[{r, pair}];  // in the order of teams
         int at = 0;
+        if (moves && pieces.size() > 1) CHECK(pieces[0].end > NEAR && tiles[r] - pieces.back().begin > NEAR);
         for (size_t i = 0; i < pieces.size(); ++i) {
           const Piece &x = pieces[i];
           CHECK(x.begin == at && x.whole == (pieces.size() == 1));
@@ -162,11 +165,34 @@ int main() {
         }
         CHECK(at == tiles[r]);
       }
-    if (longest_run) CHECK(longest_run - shortest_run <= 1);
+    if (longest_run) CHECK(longest_run - shortest_run <= 1 + (moves ? 4 * NEAR : 0));
+    moved += moves;
   }
-  printf("%d\\n", batch);
+  printf("%d %d\\n", batch, moved);
 }
 """  # noqa: E501
+
+#: Every part is in one group, whose counter holds its parts; what groups make lies where nothing else does.
+GROUPS = """
+#include "run.cuh"
+#include <set>
+#define CHECK(x) do { if (!(x)) { printf("%d parts: %s\\n", parts, #x); exit(1); } } while (0)
+int main() {
+  for (int parts = Groups::FROM; parts <= 600; ++parts) {
+    const Groups groups(parts);
+    CHECK(groups.number > 1 && groups.number < 16 && groups.number * groups.bits <= Groups::DONE);
+    int part = 0;
+    std::set<int> keepers;
+    for (int group = 0; group < groups.number; ++group) {
+      CHECK(groups.begin(group) == part && groups.size(group) >= 2 && groups.size(group) < 1 << groups.bits);
+      for (int i = 0; i < groups.size(group); ++i) CHECK(groups.of(part++) == group);
+      const int keeper = groups.keeper(group);
+      CHECK(keeper > 0 && keeper < parts - 1 && groups.of(keeper) == group && keepers.insert(keeper).second);
+    }
+    CHECK(part == parts);
+  }
+}
+"""
 
 #: `copy_rows` of attend.cuh puts chunk `column` of a row at row * line + (column ^ swizzle(row)) * 16.
 SWIZZLE = """
@@ -293,6 +319,8 @@ def batches(seed: int) -> list[tuple[list[int], list[int]]]:
         {"TEAM": 1, "CLUSTER": 2, "WARPS": 8, "MIN_TILES": 1},
         {"NUM_KV_HEADS": 1, "TEAM": 1, "WARPS": 8, "MIN_TILES": 1, "WINDOW_LEFT": 500},
         {"TEAM": 2, "QUERY_LEN": 4, "CHUNK": 256, "GROUP": 2},
+        {"NEAR": 1, "STAGES": 2},
+        {"NEAR": 2, "TEAM": 1, "WARPS": 3, "KEYS": 32},
     ],
     ids=str,
 )
@@ -311,7 +339,13 @@ def test_every_tile_has_one_owner_and_sharers_know_each_other(
             )
             count += 1
     done = subprocess.run([program], input=text, capture_output=True, text=True, timeout=300)
-    assert done.stdout.split() == [str(count)], done.stdout + done.stderr
+    assert done.stdout.split()[:1] == [str(count)], done.stdout + done.stderr
+    assert (int(done.stdout.split()[1]) > count // 8) == ("NEAR" in constants), "batches whose borders move"
+
+
+def test_groups_of_a_pair_of_many_parts(tmp_path: Path) -> None:
+    done = subprocess.run([build(tmp_path, GROUPS)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and not done.stdout, done.stdout
 
 
 def test_keys_in_shared_memory_meet_different_banks(tmp_path: Path) -> None:

@@ -54,6 +54,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         "sinks": True,
         "lse": True,
     },
+    "tree": {"tree": True, "split": True},
+    "tree, alibi": {"tree": True, "alibi": True},
     "patience": {"patience": 1 << 20},
     "beside decode": {"short": 2},
     "in parts": {"split": True},
@@ -69,7 +71,11 @@ SHAPES: dict[str, dict[str, Any]] = {
         "lse": True,
         "split": True,
     },
+    "paired": {"paired": True},
+    "paired, lse": {"paired": True, "lse": True},
+    "paired, width 256": {"paired": True, "dim": 256, "group": 2},
     "e4m3": {"kv_dtype": torch.float8_e4m3fn, "scales": True},
+    "e4m3, for racecheck": {"kv_dtype": torch.float8_e4m3fn, "every_lane": True},
     "e4m3, fp16": {"kv_dtype": torch.float8_e4m3fn, "dtype": torch.float16},
     "e5m2, blocks of 8": {"kv_dtype": torch.float8_e5m2, "block_size": 8},
     "e4m3, width 64": {"kv_dtype": torch.float8_e4m3fn, "dim": 64, "scales": True},
@@ -201,7 +207,7 @@ def test_nothing_that_older_nvrtcs_take_for_a_host_function() -> None:
 
 @needs_nvcc
 @pytest.mark.skipif(NVDISASM is None, reason="nvdisasm is not installed")
-@pytest.mark.parametrize("name", ["llama", "width 64", "width 256", "window", "patience", "e4m3"])
+@pytest.mark.parametrize("name", ["llama", "width 64", "width 256", "window", "patience", "paired", "e4m3"])
 def test_exponentials_stand_between_the_scores_and_the_end_of_the_products(tmp_path: Path, name: str) -> None:
     """In every loop of steps: products, wait for the scores, all exponentials, wait for the rest. Nothing in
     the source alone holds them there."""

@@ -53,6 +53,7 @@ def build(
     short: int = 0,
     split: bool = False,
     text: str = PROGRAM,
+    paired: bool = False,
 ) -> Path:
     assert GXX
     (folder / "line.cpp").write_text(text)
@@ -69,6 +70,7 @@ def build(
         chunk=chunk,
         short=short,
         split=split,
+        paired=paired,
     )
     assert (config["KEYS"], config["GROUPS"]) == (KEYS, 2), "128 query rows in a tile"
     jit.write_sources(folder, "prefill.cu", config)
@@ -124,7 +126,7 @@ MASKS = {
 
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize(
-    ("tokens", "heads", "short", "split"),
+    ("tokens", "heads", "short", "cut"),
     [
         (32, 8, 0, False),
         (128, 1, 0, False),
@@ -133,14 +135,18 @@ MASKS = {
         (18, 6, 1, False),
         (128, 1, 0, True),
         (32, 8, 5, True),
+        (36, 6, 0, "pairs"),
     ],
 )
 def test_every_tile_once_and_the_longest_first(
-    tmp_path: Path, tokens: int, heads: int, short: int, split: bool, mask: str
+    tmp_path: Path, tokens: int, heads: int, short: int, cut: bool | str, mask: str
 ) -> None:
     """``short``: requests of up to so many query tokens, and the rows of padding, belong to another launch.
-    ``split``: in parts where few see keys."""
-    program = build(tmp_path, tokens, heads, *MASKS[mask], short, split)
+    ``cut``: in parts where few see keys; "pairs": two tiles of half as many tokens are one in the line."""
+    split, paired = cut is True, cut == "pairs"
+    program = build(
+        tmp_path, tokens // 2 if paired else tokens, heads, *MASKS[mask], short, split, paired=paired
+    )
     for name, (query_lens, seq_lens, padding) in BATCHES.items():
         starts = [sum(query_lens[:i]) for i in range(len(query_lens) + 1)]
         numbers = [len(seq_lens), starts[-1] + padding, *starts, *seq_lens]

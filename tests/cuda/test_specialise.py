@@ -190,14 +190,16 @@ def test_a_mixed_batch_is_prepared_before_prefill_and_launched_right_behind_it(
     from torchpaged.custom_ops.attention.cuda import prefill
 
     events: list[str] = []
+    mixed = True
 
     def kernel(name: str) -> Any:
         def launch(grid: int, threads: int, arguments: bytes, *, early: bool) -> None:
             packed = prefill.PARAMS.unpack(arguments)
             events.append(f"{name} of {grid}{', early' if early else ''}")
             if name == "prefill":
-                late = 0 if split else 44
-                assert packed[-3:] == (132, late, int(early)), "CTAs in all, late ones, whether it is these"
+                late = 44 if mixed and not split else 0
+                these = int(mixed and early)
+                assert packed[-4:-1] == (132, late, these), "CTAs in all, late ones, whether it is these"
 
         return SimpleNamespace(launch=launch)
 
@@ -228,6 +230,10 @@ def test_a_mixed_batch_is_prepared_before_prefill_and_launched_right_behind_it(
         "compiler begins",
         "decode made ready",
         "loaded",
-        *(["prefill of 132", "decode", "merge of 132, early"] if split else []),
+        *(["prefill of 132", "decode", "merge of 12, early"] if split else []),
         *(["prefill of 88", "decode", "prefill of 44, early"] if not split else []),
     ]
+    events.clear()
+    mixed = False
+    prefill.prefill(q, cache, cache, ints.view(1, 9), ints, ints, q, None, 0.125, True, ints)
+    assert events == ["loaded", "prefill of 132, early", *["merge of 12, early"] * split], "alone"

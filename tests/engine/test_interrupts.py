@@ -12,11 +12,11 @@ import pytest
 
 from torchpaged.custom_ops.errors import TorchpagedError
 from torchpaged.engine import Generator, SamplingParams, decode_loop
-from torchpaged.engine.device import launch_tokens, prefill_tokens, request_rows, whole_steps
+from torchpaged.engine.device import launch_tokens, prefill_tokens, request_rows, row_tensors, whole_steps
 from torchpaged.graphs import bucketed
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-DEVICE = (launch_tokens, prefill_tokens, request_rows, whole_steps)
+DEVICE = (launch_tokens, prefill_tokens, request_rows, row_tensors, whole_steps)
 TRACED = {str(Path(module.__file__)) for module in (decode_loop, *DEVICE, bucketed) if module.__file__}
 PROMPTS = [[11, 12, 13], [40, 41, 42, 43, 44, 45, 46], [70], [15, 16]]
 LENGTHS = [9, 4, 13, 7]

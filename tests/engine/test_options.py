@@ -157,6 +157,11 @@ def bad_options() -> Iterator[tuple[dict[str, Any], str]]:
     )
     yield {"block_size": 0}, "block_size: expected at least 1"
     yield {"max_seq_len": 500}, "max_seq_len: expected 2 to 128"
+    yield {"max_seq_len": "64"}, "max_seq_len: expected None or an integer"
+    yield {"num_blocks": 9.5}, "num_blocks: expected None or an integer"
+    yield {"buckets": "8"}, "buckets: expected batch sizes"
+    yield {"buckets": [1.5, 8]}, "buckets: expected batch sizes"
+    yield {"prefill_buckets": [3.5]}, "prefill_buckets: expected numbers of tokens from 1"
     yield {"buckets": [1, 2]}, "buckets: expected .* the largest 8"
 
 

@@ -2,6 +2,9 @@
 process its device.
 
     python tests/gpu/library_worker.py flashinfer decode      # or prefill; flash_attn, flex, torch_sdpa
+    python tests/gpu/library_worker.py flashinfer prefill 'window|soft_cap'     # checks of that name alone
+    python tests/gpu/library_worker.py flash_attn declared    # graph support and batch invariance
+    python tests/gpu/library_worker.py flashinfer_xqa suite   # batches x features x eager, compiled, captured
     python tests/gpu/library_worker.py flash_attn,cuda time 10    # no new case after 10 seconds of one
 
 Prints a line of JSON per check: its name, and its error if there was one; "time" prints microseconds per call
@@ -10,7 +13,9 @@ and per plan.
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import re
 import sys
 import time
 import traceback
@@ -20,15 +25,19 @@ from typing import Any
 import torch
 from library_backends import attend, host_of, limits_of, spec_of, step_of
 
-from torchpaged import Limits
-from torchpaged.backends import Backend, get_backend
+from torchpaged import Limits, PlanError
+from torchpaged.backends import Backend, GraphSupport, flashinfer_prefix, get_backend
 from torchpaged.graphs import CudaCapture, TapeCapture
 from torchpaged.testing import (
     ATTENTION_VARIANTS,
     BATCH_SPECS,
+    COMPANIES,
     Batch,
     BatchSpec,
     assert_attention_close,
+    check_batch_invariance,
+    check_graph_support,
+    conformance_checks,
     make_batch,
 )
 from torchpaged.testing.graph_conformance import Case, check_replays, conformance_cases
@@ -79,13 +88,152 @@ def compiled(backend: Backend, name: str) -> None:
     assert_attention_close(torch.compile(call, fullgraph=True)(batch.q), None, batch)
 
 
+def cascade() -> None:
+    """FlashInfer's own wrapper of two levels: three requests that begin with the same two blocks."""
+    whole = make_batch(BatchSpec("shared", (40, 51, 33), (1, 1, 1)), **SHAPE)
+    shared = whole.block_table[0, :2].clone()
+    whole.block_table[:, :2] = shared
+    whole.k_cache.nan_to_num_(0.0), whole.v_cache.nan_to_num_(0.0)
+    rest, lens = whole.block_table[:, 2:].contiguous(), whole.seq_lens - 32
+    out = flashinfer_prefix.shared_prefix_attention(
+        whole.q, whole.k_cache, whole.v_cache, shared, rest, lens, scale=whole.scale
+    )
+    assert_attention_close(out, None, whole)
+
+
+def refused(backend: Backend, name: str) -> None:
+    try:
+        close(backend, name, {})
+    except PlanError:
+        return
+    raise AssertionError("a batch with left padding was planned")
+
+
 def captured(backend: Backend, case: Case) -> None:
     capture = CudaCapture(DEVICE) if DEVICE.type == "cuda" else TapeCapture()
     check_replays(backend, case, capture, **SHAPE)
 
 
+# what a user adds to FlexAttention: a bias that fades with the distance, and a window by hand
+SLOPES = 2.0 ** -torch.linspace(1, 8, 8, device=DEVICE)
+MODS: dict[str, Any] = {
+    "score_mod": lambda score, request, head, query, key: score + SLOPES[head] * (key - query),
+    "mask_mod": lambda request, head, query, key: key >= query - 20,
+}
+
+
+def with_mods(name: str, how: str) -> None:
+    """They are ALiBi and a window: eagerly, compiled whole, and captured with other lengths replayed."""
+    batch = batch_of(get_backend("flex"), name)
+    batch.extras["alibi_slopes"] = SLOPES
+    plain = get_backend("flex").open([], limits_of(batch), DEVICE)
+    spec = dataclasses.replace(spec_of(batch, lse=False), alibi=False, **MODS)
+    workspace = plain.workspace(spec)
+
+    def call(q: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(q)
+        plain.ops.paged_attention(
+            q + 0.0,
+            batch.k_cache,
+            batch.v_cache,
+            batch.block_table,
+            batch.seq_lens,
+            batch.query_start_loc,
+            out,
+            max_query_len=batch.max_query_len,
+            scale=batch.scale,
+            **workspace,
+        )
+        return out
+
+    if how == "compiled":
+        out = torch.compile(call, fullgraph=True)(batch.q)
+    elif how == "captured":
+        capture = CudaCapture(DEVICE) if DEVICE.type == "cuda" else TapeCapture()
+        capture.warmup(lambda: call(batch.q), 2)
+        graph = capture.capture(lambda: call(batch.q), capture.new_pool())
+        graph.replay()
+        assert_attention_close(graph.output, None, batch, window_left=20)
+        batch.seq_lens.copy_((batch.seq_lens - 3).clamp_min(1))
+        graph.replay()
+        out = graph.output
+    else:
+        out = call(batch.q)
+    assert_attention_close(out, None, batch, window_left=20)
+
+
+def declared_checks(backend: Backend) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """What it declares, held to it; and whether those that do not declare batch invariance might."""
+    few = backend.name == "flex"
+    heads: dict[str, Any] = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 128}
+    if backend.name not in SUITES:
+        heads["head_dim"] = 64
+    yield (
+        "graph support",
+        lambda: print(check_graph_support(backend, device=DEVICE, dtypes=(torch.bfloat16,), **heads)),
+    )
+    if backend.capabilities.graph_support == GraphSupport.ALWAYS and few:
+        shape: dict[str, Any] = {
+            "num_heads": 6,
+            "num_kv_heads": 2,
+            "head_dim": 80,
+            "dtypes": (torch.float32,),
+        }
+        yield "graph support 6/2/80 float32", lambda: check_graph_support(backend, device=DEVICE, **shape)
+    declared = backend.capabilities.batch_invariant
+    asked: dict[str, Any] = {"device": DEVICE, "declared": declared, "dtypes": (torch.bfloat16,)}
+    asked |= {"num_heads": 8, "num_kv_heads": 2, "head_dim": 128}
+    if few:  # each shape compiles
+        asked |= {"requests": ((1, 700), (20, 150)), "options": ({},)}
+        asked["companies"] = [
+            company for company in COMPANIES if company.name not in ("a short one", "padding")
+        ]
+    yield (
+        f"batch invariance{'' if declared else ', undeclared'}",
+        lambda: print(check_batch_invariance(backend, **asked)),
+    )
+
+
+#: Parts of the suite, where all of it would compile for too long.
+SUITES: dict[str, dict[str, Any]] = {
+    "flashinfer_xqa": {
+        "variants": {name: ATTENTION_VARIANTS[name] for name in ("causal", "window")},
+        "lse": (False,),
+        "batches": DECODE,
+    }
+}
+
+
+def suite_checks(backend: Backend) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """All batches and features eagerly, some captured, few compiled. What is refused is right, too."""
+    given = {"device": DEVICE, **SHAPE} | SUITES.get(backend.name, {})
+    some = {"batches": ("decode_edges", "decode_padded", "speculative", "mixed_padded")}
+    few = {"batches": ("decode_edges",), "variants": {"window": ATTENTION_VARIANTS["window"]}}
+    yield from conformance_checks(backend, modes=("eager",), **given)
+    yield from conformance_checks(backend, modes=("captured",), **given | some)
+    yield from conformance_checks(backend, modes=("compiled",), **given | few)
+
+
+def flex_checks(backend: Backend) -> Iterator[tuple[str, Callable[[], Any]]]:
+    for how, name in (("eager", "mixed_padded"), ("compiled", "decode_edges"), ("captured", "decode_edges")):
+        yield f"{how} {name} mods", lambda how=how, name=name: with_mods(name, how)
+    for width in (16, 80, 320, 512):
+        for dtype in (torch.bfloat16, torch.float32):
+            for name in ("decode_edges", "mixed_padded"):
+                yield (
+                    f"eager {name} head_dim {width} {dtype}",
+                    lambda name=name, width=width, dtype=dtype: close(
+                        backend, name, {}, lse=False, head_dim=width, dtype=dtype
+                    ),
+                )
+
+
 def checks(backend: Backend, part: str) -> Iterator[tuple[str, Callable[[], Any]]]:
     """The checks of a backend, cheap ones first, by name."""
+    parts = {"declared": declared_checks, "special": flex_checks, "suite": suite_checks}
+    if part in parts:
+        yield from parts[part](backend)
+        return
     few = backend.name == "flex"  # which compiles every shape and option
     decodes, prompts = (("decode_edges",), ("mixed_padded", "speculative")) if few else (DECODE, PROMPTS)
     for name in (*(decodes if part != "prefill" else ()), *(prompts if part != "decode" else ())):
@@ -127,11 +275,25 @@ def checks(backend: Backend, part: str) -> Iterator[tuple[str, Callable[[], Any]
             "eager decode_edges fp8",
             lambda: close(backend, "decode_edges", {}, kv_dtype=torch.float8_e4m3fn, scales="per_head"),
         )
+    if backend.name == "flashinfer" and part == "prefill":
+        for name in PROMPTS:
+            yield (
+                f"eager {name} fp8",
+                lambda name=name: close(backend, name, {}, kv_dtype=torch.float8_e4m3fn, scales="per_head"),
+            )
+        yield "eager mixed_padded sinks", lambda: close(backend, "mixed_padded", {}, sinks=True)
+        yield "eager mixed_padded without lse", lambda: close(backend, "mixed_padded", {}, lse=False)
+        yield "eager mixed_padded heads first", lambda: close(backend, "mixed_padded", {}, heads_first=True)
+        for name in LEFT:
+            yield f"refused {name}", lambda name=name: refused(backend, name)
+        yield "cascade of two levels", cascade
 
 
-def prove(name: str, part: str) -> None:
+def prove(name: str, part: str, only: str = "") -> None:
     backend = get_backend(name)
     for check, run in checks(backend, part):
+        if not re.search(only, check):
+            continue
         began, error = time.time(), ""
         try:
             run()
@@ -243,4 +405,4 @@ if __name__ == "__main__":
         for name in sys.argv[1].split(","):
             measure(name, float(sys.argv[3]))
     else:
-        prove(*sys.argv[1:3])
+        prove(*sys.argv[1:4])

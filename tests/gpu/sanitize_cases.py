@@ -2,16 +2,21 @@
 tests/gpu/sanitize_cases.py BACKEND.
 
 Run with PYTORCH_NO_CUDA_MEMORY_CACHING=1, so that every tensor is an allocation of its own and a step outside
-it is seen.
+it is seen. With ``every-lane`` behind the backend's name all lanes of the CUDA prefill kernel arrive at its
+barriers. As it is launched otherwise, one lane arrives for its warp, behind what all lanes have read (their
+values went through a shuffle) or written (behind ``__syncwarp`` or a barrier of the warpgroup); racecheck
+follows each lane for itself and takes the others' reads and writes for races.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 
 import torch
 
 from torchpaged.custom_ops import BACKEND_OPS
+from torchpaged.custom_ops.attention.cuda import prefill
 from torchpaged.testing import BATCH_SPECS, BatchSpec, make_batch, run_paged_attention
 
 
@@ -27,6 +32,7 @@ def main(backend: str) -> None:
         BatchSpec("split", (3000, 1, 0, 257), (1, 1, 1, 1)),
         BatchSpec("prefill", (300, 200, 0), (300, 150, 0), padded_tokens=3),
         BatchSpec("parts", (1500,), (40,)),
+        BatchSpec("parts, a warpgroup idle", (1300,), (10,)),
         BatchSpec("mixed", (900, 700, 40, 513), (300, 1, 1, 1)),
     ]
     for shape in (
@@ -53,4 +59,6 @@ def main(backend: str) -> None:
 
 
 if __name__ == "__main__":
+    if "every-lane" in sys.argv[2:]:
+        prefill.prefill = functools.partial(prefill.prefill, every_lane=True)
     main(sys.argv[1])

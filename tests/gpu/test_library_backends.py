@@ -25,6 +25,9 @@ PARTS = [
     ("flashinfer", "prefill"),
     ("flex", "all"),
     ("torch_sdpa", "all"),
+    ("flex", "special"),
+    *((name, "declared") for name in ("flash_attn", "flashinfer", "flashinfer_xqa", "flex", "torch_sdpa")),
+    *((name, "suite") for name in ("cuda", "triton", "flash_attn", "flashinfer_xqa", "torch_sdpa")),
 ]
 
 

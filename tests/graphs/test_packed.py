@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -237,3 +238,58 @@ def test_default_buckets() -> None:
     assert default_prefill_buckets(512) == [16, 32, 64, 128, 192, 256, 384, 512]
     assert default_prefill_buckets(100) == [16, 32, 64, 100] and default_prefill_buckets(7) == [7]
     assert default_prefill_buckets(100_000)[-1] == 1024
+
+
+TREES = {
+    "two": ([(5, 9), (3, 30)], [[-1, 0, 0, 1, 1], None]),
+    "one": ([(7, 7)], [[-1, -1, 0, 1, 2, 2, 5]]),
+    "three": ([(4, 25), (1, 12), (8, 20)], [[-1, 0, 1, 0], [-1], [-1, 0, 0, 0, 1, 2, 3, 3]]),
+}
+
+
+def test_one_capture_serves_all_trees() -> None:
+    """Words of bits are an input of the graph: on a tape, which runs no Python again, tree after tree gives
+    what a step without buffers gives."""
+    toy = Toy()
+    fresh = [pool.clone() for pool in toy.cache[0][:2]]
+    r = runner(toy, TapeCapture(), trees=True, max_query_len=8)
+    r.capture()
+    calls = toy.calls
+    for name in ("two", "one", "three", "two"):
+        lens, parents = TREES[name]
+        batch, other = batch_of(lens), Toy()
+        for pool, old in zip(toy.cache[0][:2], fresh, strict=True):
+            pool.copy_(old)
+        metadata = AttentionMetadata.from_lists(
+            batch["query_lens"],
+            batch["seq_lens"],
+            batch["block_tables"],
+            block_size=BLOCK,
+            tree_parents=parents,
+        )
+        ids, indices = torch.tensor(batch["input_ids"]), torch.tensor(batch["logits_indices"])
+        with torch.inference_mode():
+            want = other(ids, metadata, indices)
+            plain = Toy()(ids, replace(metadata, tree_mask=None), indices)
+        got = r.run(**batch, tree_parents=parents)
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+        assert not torch.allclose(want, plain, rtol=1e-3, atol=1e-3), "the tree matters"
+    assert toy.calls == calls and r.buffers.view(16)[1].max_query_len == 8
+
+
+@pytest.mark.parametrize(
+    ("options", "change", "words"),
+    [
+        ({}, {"tree_parents": [[-1, 0, 0], None, None]}, "tree_parents: expected None"),
+        ({"trees": True}, {"tree_parents": [[-1, 0, 0]]}, "tree_parents: expected a tree per request"),
+        ({"trees": True}, {"tree_parents": [[-1, 0], None, None]}, "a parent for each of the 3"),
+        ({"trees": True}, {"tree_parents": [[-1, 1, 0], None, None]}, "parents: expected -1, or a token"),
+        ({"trees": True, "max_query_len": 4}, {}, "query_lens: expected at most 4 tokens per request"),
+    ],
+)
+def test_trees_that_do_not_fit_are_refused(options: Any, change: Any, words: str) -> None:
+    r = runner(Toy(), **options)
+    before = r.buffers.tensors()["packed"].clone()
+    with pytest.raises(ArgumentError, match=words):
+        r.run(**{**batch_of(BATCHES["several"]), **change})
+    assert torch.equal(before, r.buffers.tensors()["packed"])

@@ -28,7 +28,7 @@ SHARED: dict[str, Any] = {
     "vocab_size": 99,
     "hidden_size": 64,
     "intermediate_size": 96,
-    "num_hidden_layers": 6,
+    "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 16,
@@ -37,7 +37,7 @@ SHARED: dict[str, Any] = {
     "max_position_embeddings": 256,
     "vocab_size_per_layer_input": 99,
     "hidden_size_per_layer_input": 8,
-    "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
     "pad_token_id": 0,
     "eos_token_id": None,
 }
@@ -46,7 +46,7 @@ SHARED: dict[str, Any] = {
 def gemma3n() -> PreTrainedModel:
     torch.manual_seed(0)
     return Gemma3nForCausalLM(
-        Gemma3nTextConfig(**SHARED, altup_num_inputs=2, laurel_rank=4, activation_sparsity_pattern=[0.0] * 6)
+        Gemma3nTextConfig(**SHARED, altup_num_inputs=2, laurel_rank=4, activation_sparsity_pattern=[0.0] * 4)
     ).eval()
 
 
@@ -57,7 +57,7 @@ def gemma4() -> PreTrainedModel:
 
 
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {
-    "Llama": lambda: tiny("Llama"),
+    "Llama": lambda: tiny("Llama", num_hidden_layers=2),
     "Gemma3n": gemma3n,
     "Gemma4": gemma4,
 }

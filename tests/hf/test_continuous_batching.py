@@ -137,6 +137,36 @@ def test_mixed_batches_read_the_block_table(monkeypatch: pytest.MonkeyPatch) -> 
     assert any(bool((lens == 1).any()) and bool((lens > 1).any()) for lens in made), "no batch was mixed"
 
 
+@pytest.mark.parametrize("window", [8, 24, 9], ids=str)
+def test_decodes_read_the_ring(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one page or several, full or not yet; steps with prompts gather, as do all where the last of several
+    pages is cut short."""
+    monkeypatch.setitem(MODELS, "Mistral", ({"sliding_window": window}, "sdpa"))
+    model = make_model("Mistral")
+    want = expected(model, "Mistral")
+    gather, ring = continuous_batching._gathered, continuous_batching._ring_step
+    longest: list[int] = []
+    rings: list[list[int]] = []
+
+    def gathers(cache: Any, index: Any, layer: Any, k: Any, v: Any, kwargs: dict[str, Any]) -> Any:
+        longest.append(int(kwargs["cu_seq_lens_q"].diff().max()))
+        return gather(cache, index, layer, k, v, kwargs)
+
+    def rings_of(*arguments: Any) -> Any:
+        step = ring(*arguments)
+        rings.append(step.seq_lens.tolist())
+        return step
+
+    monkeypatch.setattr(continuous_batching, "_gathered", gathers)
+    monkeypatch.setattr(continuous_batching, "_ring_step", rings_of)
+    assert generate(model, "torchpaged") == want
+    if window == 9:
+        assert 1 in longest and not rings
+    else:
+        assert min(longest) > 1 and max(map(max, rings)) == window
+        assert window == 8 or min(map(min, rings)) < window
+
+
 def test_one_graph_for_all_steps() -> None:
     """fullgraph, where transformers' own layers break it, and traced once for all lengths and mixtures; steps
     of decodes alone, padded to powers of two, once more."""

@@ -65,6 +65,24 @@ def test_position_bias_needs_dense(stem: str) -> None:
         )
 
 
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(
+    ("stem", "head"), [("BigBirdPegasus", HEAD), ("BigBirdPegasus", "ForCausalLM"), ("UMT5", HEAD)]
+)
+def test_causality_that_only_the_mask_carries_without_a_cache(stem: str, head: str, padded: bool) -> None:
+    """Decoders that call themselves not causal (UMT5's in transformers 5.17), and an encoder that adds the
+    mask to scores of its own: no mask may be left out, or be one of booleans."""
+    assert not transformers.BigBirdPegasusPreTrainedModel._supports_sdpa
+    given = inputs(padded)
+    if head == "ForCausalLM":
+        given = {"input_ids": given["decoder_input_ids"]}
+    with torch.no_grad():
+        want, got = (
+            build(stem, head, name)(**given, use_cache=False).logits for name in ("eager", "torchpaged")
+        )
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4 * float(want.abs().max()))
+
+
 def test_a_padded_source() -> None:
     model = build("Bart", HEAD)
     for caches in ("paged", "paged, cross too", "one"):

@@ -17,7 +17,7 @@ from transformers.masking_utils import create_bidirectional_mask, create_causal_
 from torchpaged.hf import pinned_batch
 from torchpaged.hf.known_models import ENCODERS
 from torchpaged.hf.mask_rows import rows_of
-from torchpaged.hf.support import supports_sdpa
+from torchpaged.hf.support import needs_eager_mask
 from torchpaged.hf.uncached import Way, way_of
 from torchpaged.testing.coverage import encoders, examine
 from torchpaged.testing.coverage.checks import Row
@@ -232,7 +232,7 @@ def test_masks_that_are_not_described() -> None:
 
 def test_who_was_made_for_sdpa() -> None:
     """By a flag of transformers' own, which is not public: bert was, splinter was not."""
-    assert supports_sdpa("bert") and not supports_sdpa("splinter") and not supports_sdpa("no such type")
+    assert needs_eager_mask("splinter") and not needs_eager_mask("bert")
 
 
 def test_a_pinned_batch_is_followed_by_a_kernel() -> None:

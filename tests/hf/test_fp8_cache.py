@@ -154,6 +154,16 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"kv_dtype": "fp8_e4m3", "kv_scales": "row"},
         "kv_scales: expected 'head', 'tensor' or scales",
     ),
+    "nothing": (
+        {"kv_dtype": "fp8_e4m3", "kv_scales": None},
+        "kv_scales: expected 'head', 'tensor' or .k_scale",
+    ),
+    "one number": (
+        {"kv_dtype": "fp8_e4m3", "kv_scales": 0.5},
+        "kv_scales: expected 'head', 'tensor' or .k_scale",
+    ),
+    "no pairs": ({"kv_dtype": "fp8_e4m3", "kv_scales": [(1.0,)] * 3}, "kv_scales: .* for each paged layer"),
+    "words": ({"kv_dtype": "fp8_e4m3", "kv_scales": [("a", 1.0)] * 3}, "kv_scales: expected numbers"),
     "no dtype": ({"kv_scales": [(1.0, 1.0)] * 3}, "kv_scales: expected None without a kv_dtype"),
     "layers": (
         {"kv_dtype": "fp8_e4m3", "kv_scales": [(1.0, 1.0)]},

@@ -222,3 +222,23 @@ def test_describe() -> None:
         cache.describe().startswith("3 blocks of 16 tokens = 32 tokens in 3 paged layers")
         and "768 bytes per token" in cache.describe()
     )
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"max_batch_size": "2"}, "max_batch_size: expected an int of at least 1, got '2'"),
+        ({"max_batch_size": True}, "max_batch_size: expected an int"),
+        ({"max_seq_len": 32.0}, "max_seq_len: expected an int of at least 1, got 32.0"),
+        ({"max_seq_len": None}, "max_seq_len: expected an int"),
+        ({"block_size": 3.5}, "block_size: expected an int"),
+        ({"num_blocks": 2.5}, "num_blocks: expected None or an int of at least 2"),
+        ({"num_blocks": 1}, "num_blocks: expected None or an int of at least 2"),
+        ({"dense": "yes"}, "dense: expected None, True or False, got 'yes'"),
+    ],
+    ids=str,
+)
+def test_sizes_of_another_type(options: dict[str, Any], words: str) -> None:
+    """By the names that the caller gave."""
+    with pytest.raises(ArgumentError, match=f"^{words}"):
+        PagedCache(tiny("Llama").config, **{"max_batch_size": 2, "max_seq_len": 32, **options})

@@ -13,7 +13,7 @@ from families import build, logits_of
 from models import padded_prompts
 from transformers import GenerationMixin
 
-from torchpaged import UnsupportedModelError
+from torchpaged import ArgumentError, UnsupportedModelError
 from torchpaged.hf import PagedCache
 from torchpaged.hf.attention import paged_attention_forward
 
@@ -68,9 +68,12 @@ def test_attention_of_its_own_gets_its_mask(stem: str) -> None:
     inputs = padded_prompts()
     want, got = (logits_of(build(stem, implementation=name), inputs) for name in ("eager", "torchpaged"))
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5 * float(want.abs().max()))
-    with pytest.raises(UnsupportedModelError, match=r"ignores.*attach\(model\)"):
-        model = build(stem, implementation="torchpaged")
-        logits_of(model, padded_prompts(padding=0), PagedCache(model.config, 2, 32))
+    model = build(stem, implementation="torchpaged")
+    for padding in (0, 7):  # Bloom widens a mask that has zeros, before it ignores the interface
+        with pytest.raises(
+            (UnsupportedModelError, ArgumentError), match=r"call torchpaged.hf.attach\(model\)"
+        ):
+            logits_of(model, padded_prompts(padding=padding), PagedCache(model.config, 2, 32))
 
 
 def test_attention_of_its_own_compiled() -> None:

@@ -22,12 +22,18 @@ from torchpaged.backends import (
     Session,
     attention_spec,
     flashinfer,
+    flashinfer_xqa,
     get_backend,
 )
 from torchpaged.testing import Batch
 
 PEERS = Path(__file__).parent / "peers"
-LIBRARIES = {"flash_attn": ("flash_attn_interface", "flash_attn_config"), "flashinfer": ("flashinfer",)}
+LIBRARIES = {
+    "flash_attn": ("flash_attn_interface", "flash_attn_config"),
+    "flash_attn_4": ("flash_attn",),
+    "flashinfer": ("flashinfer",),
+    "flashinfer_xqa": ("flashinfer",),
+}
 
 
 @contextmanager
@@ -38,12 +44,16 @@ def stand_in(name: str) -> Iterator[Backend]:
     modules = [key for key in sys.modules if key.split(".")[0] in LIBRARIES[name]]
     kept = {key: sys.modules.pop(key) for key in modules}
     sys.path.insert(0, str(PEERS))
-    room, flashinfer.WORKSPACE_BYTES = flashinfer.WORKSPACE_BYTES, 1 << 10
+    sized = (flashinfer, flashinfer_xqa)
+    room = [module.WORKSPACE_BYTES for module in sized]
+    for module in sized:
+        module.WORKSPACE_BYTES = 1 << 10
     try:
         yield Backend(name, capabilities, real.ops, lambda: None, real.session)
     finally:
         sys.path.remove(str(PEERS))
-        flashinfer.WORKSPACE_BYTES = room
+        for module, size in zip(sized, room, strict=True):
+            module.WORKSPACE_BYTES = size
         for key in [key for key in sys.modules if key.split(".")[0] in LIBRARIES[name]]:
             del sys.modules[key]
         sys.modules.update(kept)
@@ -68,7 +78,7 @@ def host_of(batch: Batch) -> HostLengths:
 
 def spec_of(batch: Batch, lse: bool = True, **options: Any) -> AttentionSpec:
     """What a layer that attends with these options of the op asks for."""
-    return attention_spec(
+    spec = attention_spec(
         device=batch.q.device,
         dtype=batch.q.dtype,
         num_heads=batch.q.shape[1],
@@ -86,6 +96,7 @@ def spec_of(batch: Batch, lse: bool = True, **options: Any) -> AttentionSpec:
         lse=lse,
         scale=batch.scale,
     )
+    return dataclasses.replace(spec, max_query_len=batch.max_query_len)
 
 
 def limits_of(batch: Batch) -> Limits:

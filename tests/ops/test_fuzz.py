@@ -9,9 +9,6 @@ from __future__ import annotations
 
 import os
 import random
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -194,32 +191,3 @@ def test_random_batches(backend: str) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_ten_thousand_random_batches(backend: str, share: int) -> None:
     run_share(backend, share, SHARE)
-
-
-@pytest.mark.skipif(INTERPRETED, reason="already interpreting")
-@pytest.mark.parametrize("chosen", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
-def test_triton_in_the_interpreter(interpreter: None, chosen: str) -> None:
-    """This file's share, NaN and inf, and fp8 writes by the Triton kernels, in a process of its own."""
-    here = Path(__file__)
-    files = ["test_nonfinite.py"] + (["test_fuzz.py", "test_fp8_writes.py"] if chosen == "not slow" else [])
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "--no-showlocals",
-        "-m",
-        chosen,
-    ]
-    done = subprocess.run(
-        [*command, *(str(here.with_name(name)) for name in files)],
-        cwd=here.parents[2],
-        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=550,
-    )
-    assert done.returncode == 0, done.stdout[-6000:]
-    assert " passed" in done.stdout

@@ -235,6 +235,37 @@ def test_the_module_takes_trees_from_the_metadata_eagerly_and_compiled() -> None
     assert torch.equal(out, compiled)
 
 
+def test_the_function_takes_trees_eagerly_and_compiled() -> None:
+    batch = make_tree_batch(TREE_SPECS["tree_mixed"], head_dim=16)
+    tensors = (
+        batch.q,
+        batch.k_cache,
+        batch.v_cache,
+        batch.block_table,
+        batch.seq_lens,
+        batch.query_start_loc,
+    )
+
+    def attend(tree_mask: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = torchpaged.paged_attention(*tensors, max_query_len=8, tree_mask=tree_mask)
+        return out
+
+    with torch.inference_mode():
+        out = attend(batch.extras["tree_mask"])
+        assert_attention_close(out, None, batch)
+        torch._dynamo.reset()
+        compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+        assert torch.equal(out, compiled(batch.extras["tree_mask"]))
+        with torchpaged.use_backend("torch_sdpa"):
+            with pytest.raises(BackendUnavailableError, match="tree_mask is not supported"):
+                attend(batch.extras["tree_mask"])
+            torch._dynamo.reset()
+            with pytest.raises(Exception, match="tree_mask is not supported"):
+                compiled(batch.extras["tree_mask"])
+    with pytest.raises(ArgumentError, match="tree_mask"):
+        attend([1])  # type: ignore[arg-type]
+
+
 def test_the_module_refuses_trees_that_its_backend_does_not_take() -> None:
     batch = make_tree_batch(TREE_SPECS["tree_mixed"])
     layer = PagedAttention(4, 64, 2, backend="torch_sdpa")

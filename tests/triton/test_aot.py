@@ -60,6 +60,7 @@ def attention_arguments(
         "SINKS": False,
         "KV_SCALES": False,
         "HAS_LSE": False,
+        "TREE": False,
         "INTERPRET": False,
         **options,
     }
@@ -71,6 +72,7 @@ def attention_arguments(
         ("sinks_ptr", "SINKS", dtype),
         ("k_scale_ptr", "KV_SCALES", "fp32"),
         ("v_scale_ptr", "KV_SCALES", "fp32"),
+        ("tree_ptr", "TREE", "i64"),
     ):
         if flags[flag]:
             pointers[name] = kind

@@ -103,3 +103,11 @@ def test_a_kernel_alone_is_compiled_by_its_launch() -> None:
     kernel = Kernel()
     compile_together("key", DEVICE, *launches(kernel))
     assert not kernel.compiled
+
+
+def test_a_grid_of_two_dimensions_is_refused() -> None:
+    """A stored kernel would be launched over the first one alone."""
+    kernel = Kernel()
+    with pytest.raises(ValueError, match="grid: expected one dimension"):
+        Launch(kernel, (4, 2), (torch.zeros(1),), {})()  # type: ignore[arg-type]
+    assert not kernel.launched

@@ -15,11 +15,13 @@ from torchpaged.testing import (
     ATTENTION_VARIANTS,
     BATCH_SPECS,
     ROPE_CASES,
+    TREE_SPECS,
     BatchSpec,
     assert_attention_close,
     assert_rope_close,
     make_batch,
     make_rope_inputs,
+    make_tree_batch,
     opcheck_cases,
     run_paged_attention,
 )
@@ -31,10 +33,40 @@ TRITON, REFERENCE = BACKEND_OPS["triton"], BACKEND_OPS["reference"]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-@pytest.mark.parametrize("variant", ATTENTION_VARIANTS)
-@pytest.mark.parametrize("spec", BATCH_SPECS)
+#: Every mask over one batch of each kind; of the others the plain mask and one more, in turn. The fuzz mixes
+#: them all.
+VARIANTS = list(ATTENTION_VARIANTS)
+CASES = [
+    (spec, variant)
+    for i, spec in enumerate(BATCH_SPECS)
+    for variant in VARIANTS
+    if spec in ("decode_edges", "mixed_padded", "prefill_small")
+    or variant in (VARIANTS[0], VARIANTS[1 + i % (len(VARIANTS) - 1)])
+]
+
+
+@pytest.mark.parametrize(("spec", "variant"), CASES)
 def test_attention_matches_the_oracle(spec: str, variant: str) -> None:
     batch = make_batch(BATCH_SPECS[spec], head_dim=32, sinks=variant == "window", alibi=variant == "soft_cap")
+    out, lse = run_paged_attention(TRITON, batch, **ATTENTION_VARIANTS[variant])
+    assert_attention_close(out, lse, batch, **ATTENTION_VARIANTS[variant])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("spec", "variant"),
+    [
+        ("tree_small", "window"),
+        ("tree_mixed", "causal"),
+        ("tree_uneven", "chunked_local"),
+        ("tree_chain", "soft_cap"),
+        ("tree_full", "window"),
+    ],
+)
+def test_trees_match_the_oracle(spec: str, variant: str, dtype: torch.dtype) -> None:
+    """By the decode kernel, in slices and not, by the prefill kernel, and by both."""
+    alibi = variant in ("window", "soft_cap")
+    batch = make_tree_batch(TREE_SPECS[spec], head_dim=16, sinks=alibi, alibi=alibi, dtype=dtype)
     out, lse = run_paged_attention(TRITON, batch, **ATTENTION_VARIANTS[variant])
     assert_attention_close(out, lse, batch, **ATTENTION_VARIANTS[variant])
 
@@ -232,8 +264,11 @@ def test_prefill_ignores_forgotten_keys(options: dict[str, Any], monkeypatch: py
 
 @pytest.mark.parametrize("case", opcheck_cases())
 def test_opcheck(case: str) -> None:
+    """What the kernels write is what the schema says and has the shapes of the fakes; how a trace carries the
+    op does not depend on its kernel, and tests/ops shows it."""
     op, args, kwargs = opcheck_cases()[case]
-    torch.library.opcheck(getattr(TRITON, op), args, kwargs)
+    utils = ("test_schema", "test_faketensor")
+    torch.library.opcheck(getattr(TRITON, op), args, kwargs, test_utils=utils)
 
 
 @pytest.mark.parametrize("case", ["write", "rope", "rope_norm", "merge", "copy", "advance"])

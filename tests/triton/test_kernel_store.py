@@ -1,5 +1,5 @@
 """Kernels of Triton kept and launched by us: what decides which one, what must fit, and when Triton launches
-instead. No GPU: jit.Kernel is a stand-in."""
+instead. No GPU: loaded_kernel.Kernel is a stand-in."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from triton.runtime.jit import create_function_from_signature
 
 from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.custom_ops.attention.triton import paged_attention
-from torchpaged.custom_ops.cuda import cubins, jit
+from torchpaged.custom_ops.cuda import cubins, loaded_kernel
 from torchpaged.custom_ops.triton import compile_together, kernel_store
 from torchpaged.custom_ops.triton.compile_together import Launch
 from torchpaged.custom_ops.triton.kernel_store import KernelRef
@@ -139,7 +139,7 @@ REF = KernelRef("decode", "some_kernel", constants=frozenset({2}), unspecialised
 
 
 class LoadedKernel:
-    """Stands in for jit.Kernel."""
+    """Stands in for loaded_kernel.Kernel."""
 
     layout: list[tuple[int, int]]
     made: list[bytes]
@@ -178,7 +178,7 @@ ARGUMENTS = (TENSOR, 32, 7, 5, 0.5)
 @pytest.fixture(autouse=True)
 def stand_ins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     monkeypatch.setenv("TORCHPAGED_CACHE", str(tmp_path))
-    monkeypatch.setattr(jit, "Kernel", LoadedKernel)
+    monkeypatch.setattr(loaded_kernel, "Kernel", LoadedKernel)
     monkeypatch.setattr(
         LoadedKernel, "layout", [(0, 8), (8, 4), (12, 4), (16, 4), (24, 8), (32, 8)], raising=False
     )

@@ -86,7 +86,7 @@ def attention(query_lens: tuple[int, ...]) -> Case:
     seq_lens, query_start_loc = ints(200, 19, 22), ints(*starts)
     slopes, sinks = torch.rand(heads), torch.rand(heads).to(torch.bfloat16)
     k_scale, v_scale = spread(torch.ones(kv_heads), 11), spread(torch.ones(kv_heads), 13)
-    semaphore = torch.zeros(64, dtype=torch.int32)
+    semaphore, tree_mask = torch.zeros(64, dtype=torch.int32), torch.ones(tokens, dtype=torch.int64)
     both: Expected = {
         "q_ptr": q,
         "k_ptr": k_cache,
@@ -100,6 +100,7 @@ def attention(query_lens: tuple[int, ...]) -> Case:
         "sinks_ptr": sinks,
         "k_scale_ptr": k_scale,
         "v_scale_ptr": v_scale,
+        "tree_ptr": tree_mask,
         "scale": 0.11,
         "soft_cap": 31.0,
         "num_reqs": 3,
@@ -143,6 +144,7 @@ def attention(query_lens: tuple[int, ...]) -> Case:
             sinks=sinks,
             k_scale=k_scale,
             v_scale=v_scale,
+            tree_mask=tree_mask,
             semaphore=semaphore,
         )
 
@@ -435,7 +437,7 @@ def activated() -> Case:
 
 CASES: dict[str, Callable[[], Case]] = {
     "decode": lambda: attention((2, 1, 1)),
-    "mixed": lambda: attention((199, 1, 1)),
+    "mixed": lambda: attention((60, 1, 1)),
     "merge_attn_states": states,
     "copy_blocks": blocks,
     "write_kv": writes,

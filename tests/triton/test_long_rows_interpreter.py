@@ -1,13 +1,9 @@
-"""Heads that lie further apart than 32 bits count, as in one long row of HF's layout. In the interpreter,
-which a process of its own runs."""
+"""Heads that lie further apart than 32 bits count, as in one long row of HF's layout. In the interpreter:
+see test_run_interpreter.py."""
 
 from __future__ import annotations
 
 import os
-import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,18 +18,6 @@ interpreted = pytest.mark.skipif(not INTERPRETING, reason="needs TRITON_INTERPRE
 TRITON, REFERENCE = BACKEND_OPS["triton"], BACKEND_OPS["reference"]
 # the third head begins at 2**31: past a signed number of 32 bits, while the stride itself is one
 HEAD = 2**30
-
-
-@pytest.mark.skipif(INTERPRETING, reason="already interpreting")
-def test_in_the_interpreter(interpreter: None) -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    done = subprocess.run(
-        command, cwd=Path(__file__).parents[2], env=environment, capture_output=True, text=True, timeout=550
-    )
-    assert done.returncode == 0, done.stdout[-6000:]
-    passed = re.search(r"(\d+) passed", done.stdout)
-    assert passed and int(passed[1]) == 5, done.stdout[-500:]
 
 
 def far_apart(x: Tensor) -> Tensor:

@@ -80,6 +80,7 @@ def compile_prefill(
         "SINKS": False,
         "KV_SCALES": False,
         "HAS_LSE": False,
+        "TREE": False,
         "INTERPRET": False,
         "PDL": target in ("sm_90", "sm_100"),
         **options,
@@ -107,6 +108,7 @@ def compile_prefill(
         ("sinks_ptr", "SINKS", dtype),
         ("k_scale_ptr", "KV_SCALES", "fp32"),
         ("v_scale_ptr", "KV_SCALES", "fp32"),
+        ("tree_ptr", "TREE", "i64"),
     ):
         if flags[flag]:
             pointers[name] = kind

@@ -1,13 +1,8 @@
-"""The sampling kernels in Triton's interpreter, which a process of its own runs: TRITON_INTERPRET must be set
-before kernels are defined."""
+"""The sampling kernels in Triton's interpreter, which test_run_interpreter.py runs."""
 
 from __future__ import annotations
 
 import os
-import re
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,21 +23,6 @@ pytest.importorskip("triton", reason="triton is not installed")
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 interpreted = pytest.mark.skipif(not INTERPRETING, reason="needs TRITON_INTERPRET=1 before Python starts")
 TRITON, REFERENCE = BACKEND_OPS["triton"], BACKEND_OPS["reference"]
-
-
-@pytest.mark.skipif(INTERPRETING, reason="already interpreting")
-@pytest.mark.parametrize(
-    ("chosen", "at_least"), [("not slow", 16), pytest.param("slow", 5, marks=pytest.mark.slow)]
-)
-def test_in_the_interpreter(interpreter: None, chosen: str, at_least: int) -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", chosen, __file__]
-    done = subprocess.run(
-        command, cwd=Path(__file__).parents[2], env=environment, capture_output=True, text=True, timeout=550
-    )
-    assert done.returncode == 0, done.stdout[-6000:]
-    passed = re.search(r"(\d+) passed", done.stdout)
-    assert passed and int(passed[1]) >= at_least, done.stdout[-500:]
 
 
 @interpreted
@@ -82,7 +62,7 @@ def test_special_logits(value: float) -> None:
 
 
 @interpreted
-@pytest.mark.parametrize("token", [0, 255, 256, 600, 899])
+@pytest.mark.parametrize("token", [0, 255, 256, 599])
 def test_one_nan_in_any_tile_leaves_no_token(token: int) -> None:
     """Whether the largest logit is in its tile or in another, and whatever the row asks for; the rows beside
     it draw."""
@@ -99,7 +79,7 @@ def test_one_nan_in_any_tile_leaves_no_token(token: int) -> None:
             "greedy_penalty",
         )
     ]
-    inputs = make_sampling_inputs(rows * 2, vocab_size=900)
+    inputs = make_sampling_inputs(rows + rows[1:4], vocab_size=600)
     inputs["logits"][:8, token], inputs["logits"][:, 300] = float("nan"), 50.0
     assert assert_samples_close(TRITON, inputs)[:8].tolist() == [NO_TOKEN] * 8
 

@@ -11,7 +11,17 @@ import torch
 from torchpaged.backends.spec import AttentionSpec, GraphSupport
 
 #: What a backend may lack, by the names of its fields below.
-FEATURES = ("bidirectional", "window", "logits_soft_cap", "alibi", "sinks", "chunked", "lse", "tree_mask")
+FEATURES = (
+    "bidirectional",
+    "window",
+    "logits_soft_cap",
+    "alibi",
+    "sinks",
+    "chunked",
+    "lse",
+    "tree_mask",
+    "latent",
+)
 
 
 class Planning(IntEnum):
@@ -34,7 +44,12 @@ class Capabilities:
     None means "any". ``head_dims`` and ``block_sizes`` list what is supported. ``planning`` says when its
     sessions want `Session.plan`. ``finite_pools``: whatever lies in a pool must be finite, also where nobody
     has written or may look, since what a query must not see is multiplied by 0; zeros, as `PagedKVCache` has,
-    are. A backend that does not say ``tree_mask`` takes none: its op is never given one.
+    are. A backend that does not say ``tree_mask`` takes none: its op is never given one. ``mods``: functions
+    of the user's, `AttentionSpec.score_mod` and ``mask_mod``. ``batch_invariant``: a request gets the same
+    bits in any company, where its spec asks for that; `torchpaged.testing.check_batch_invariance` proves it.
+    ``max_query_len``: the most query tokens of one request. ``deterministic``: equal calls give equal bits.
+    ``latent``: it runs ``mla_attention``, whose widths are ``max_latent`` at most, of latents and of rotated
+    keys; ``head_dims`` and ``max_head_dim`` are those of ``paged_attention``.
     """
 
     device_types: tuple[str, ...]
@@ -54,8 +69,14 @@ class Capabilities:
     chunked: bool = True
     lse: bool = True
     tree_mask: bool = False
+    latent: bool = False
+    max_latent: tuple[int, int] | None = None
     planning: Planning = Planning.NEVER
     finite_pools: bool = False
+    mods: bool = False
+    batch_invariant: bool = False
+    max_query_len: int | None = None
+    deterministic: bool = True
 
     def reject(self, spec: AttentionSpec) -> list[str]:
         """Every reason why ``spec`` can't run; empty if it can."""
@@ -67,21 +88,48 @@ class Capabilities:
             if torch.version.hip is None and have < self.min_compute_capability:
                 reasons.append(f"compute capability {have} is below {self.min_compute_capability}")
         reasons += self.reject_kind(spec.dtype, spec.kv_dtype or spec.dtype, features_of(spec))
-        if self.head_dims is not None and spec.head_dim not in self.head_dims:
-            reasons.append(f"head_dim {spec.head_dim} is not one of {self.head_dims}")
-        if self.max_head_dim is not None and max(spec.head_dim, spec.head_dim_v or 0) > self.max_head_dim:
-            reasons.append(f"head_dim {max(spec.head_dim, spec.head_dim_v or 0)} is over {self.max_head_dim}")
+        reasons += self._reject_latent(spec) if spec.latent else self._reject_widths(spec)
         if (
             self.block_sizes is not None
             and spec.block_size is not None
             and spec.block_size not in self.block_sizes
         ):
             reasons.append(f"block_size {spec.block_size} is not one of {self.block_sizes}")
-        if spec.head_dim_v not in (None, spec.head_dim) and not self.different_head_dim_v:
-            reasons.append(f"head_dim_v {spec.head_dim_v} differs from head_dim {spec.head_dim}")
+        if self.max_query_len is not None and (spec.max_query_len or 1 << 62) > self.max_query_len:
+            wanted = "any length" if spec.max_query_len is None else f"{spec.max_query_len} tokens"
+            reasons.append(f"queries of {wanted} are over {self.max_query_len}")
+        if spec.deterministic and not self.deterministic:
+            reasons.append("equal calls may give other bits, and deterministic was asked for")
         if spec.graphs > self.graph_support:
             reasons.append(f"graph support {self.graph_support.name} is less than {spec.graphs.name}")
+        if spec.mods and not self.mods:
+            reasons.append("score_mod and mask_mod are not supported: its kernels take no functions")
+        if spec.batch_invariant and not self.batch_invariant:
+            reasons.append("batch_invariant is not declared: a request's bits may depend on the others")
         return reasons
+
+    def _reject_widths(self, spec: AttentionSpec) -> list[str]:
+        reasons = []
+        if self.head_dims is not None and spec.head_dim not in self.head_dims:
+            reasons.append(f"head_dim {spec.head_dim} is not one of {self.head_dims}")
+        if self.max_head_dim is not None and max(spec.head_dim, spec.head_dim_v or 0) > self.max_head_dim:
+            reasons.append(f"head_dim {max(spec.head_dim, spec.head_dim_v or 0)} is over {self.max_head_dim}")
+        if spec.head_dim_v not in (None, spec.head_dim) and not self.different_head_dim_v:
+            reasons.append(f"head_dim_v {spec.head_dim_v} differs from head_dim {spec.head_dim}")
+        return reasons
+
+    def _reject_latent(self, spec: AttentionSpec) -> list[str]:
+        rank = spec.head_dim_v or spec.head_dim
+        sizes, most = (rank, spec.head_dim - rank), self.max_latent
+        reasons = []
+        if most is not None and (sizes[0] > most[0] or sizes[1] > most[1]):
+            reasons.append(f"a latent of {sizes[0]} + {sizes[1]} is over {most[0]} + {most[1]}")
+        if (spec.kv_dtype or spec.dtype) != spec.dtype:
+            reasons.append(f"a latent cache of {_short(spec.kv_dtype or spec.dtype)} is not supported")
+        used = [name for name in features_of(spec) if name not in ("bidirectional", "lse", "latent")]
+        asked = (("score_mod or mask_mod", spec.mods), ("batch_invariant", spec.batch_invariant))
+        used += [name for name, is_asked in asked if is_asked]
+        return reasons + [f"{name} is not supported over latents" for name in used]
 
     def reject_kind(self, dtype: torch.dtype, kv_dtype: torch.dtype, features: Iterable[str]) -> list[str]:
         """What of `reject` needs no sizes, which a trace may have as symbols; ``features``: of `FEATURES`."""
@@ -110,6 +158,7 @@ def features_of(spec: AttentionSpec) -> list[str]:
         chunk_size=spec.chunk_size,
         lse=spec.lse,
         tree_mask=spec.tree_mask,
+        latent=spec.latent,
     )
 
 
@@ -123,9 +172,10 @@ def used_features(
     chunk_size: int,
     lse: bool,
     tree_mask: bool = False,
+    latent: bool = False,
 ) -> list[str]:
     """`features_of`, where sizes may be symbols and there is no spec: in a trace."""
-    used = (not causal, window, soft_cap != 0, alibi, sinks, chunk_size > 0, lse, tree_mask)
+    used = (not causal, window, soft_cap != 0, alibi, sinks, chunk_size > 0, lse, tree_mask, latent)
     return [feature for feature, is_used in zip(FEATURES, used, strict=True) if is_used]
 
 

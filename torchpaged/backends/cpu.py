@@ -25,6 +25,7 @@ BACKEND = Backend(
         kv_dtypes=_FLOATS,
         graph_support=GraphSupport.ALWAYS,
         tree_mask=True,
+        latent=True,
     ),
     ops=BACKEND_OPS["cpu"],
     unavailable=_unavailable,

@@ -6,6 +6,9 @@ page table. Its schedule is made once per step and kind of layer by ``get_schedu
 kept in a tensor that never moves and whose tail is zeroed; the number of splits follows from shapes alone, so
 that one graph serves all lengths. Nothing waits for the device.
 
+Where a spec asks for batch invariance, nobody's keys are split: a request's sums then run in one order, with
+blocks of up to 32 tokens, which the library reads in one way whatever the queries are.
+
 The library's own fake kernel refuses what is needed here, and its call declares no schema for a trace; the op
 around it does. Its result is copied once, since its public function takes no ``out``.
 """
@@ -84,6 +87,7 @@ class FlashAttnSession(Session):
         self._library = load()
         self.batch = PlannedBatchBuffers(self.limits, self.device)
         self._handle = _SESSIONS.add(self)
+        self._most_splits = _MOST_SPLITS
         self._schedules: dict[_Kind, Tensor] = {}
         # of a schedule, by kind, requests, columns, query length
         self._lengths: dict[tuple[_Kind, int, int, int], int] = {}
@@ -92,6 +96,8 @@ class FlashAttnSession(Session):
         left, right = spec.window_size
         options = Options(1, 1.0, spec.causal, left, right, spec.logits_soft_cap)
         kind = _kind(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.dtype, options)
+        if spec.batch_invariant:
+            self._most_splits = 1  # for all layers of the session: a schedule and its call must agree
         if kind not in self._schedules:
             rows = self.limits.need("max_num_reqs")[0]
             # a head and four numbers for each request, rounded up, with room for later versions
@@ -122,7 +128,7 @@ class FlashAttnSession(Session):
                     causal=kind.causal,
                     window_size=kind.window,
                     has_softcap=kind.soft_cap,
-                    num_splits=num_splits(rows, batch.max_query_len, kind.num_heads, kind.head_dim),
+                    num_splits=self._splits(rows, batch.max_query_len, kind.num_heads, kind.head_dim),
                 )
                 length = made.numel()
                 if length > schedule.numel():
@@ -133,6 +139,9 @@ class FlashAttnSession(Session):
                 schedule[:length].copy_(made.flatten())
                 schedule[length:].zero_()  # what is left of a larger batch would be worked off, too
             self._lengths[kind, rows, width, batch.max_query_len] = length
+
+    def _splits(self, num_reqs: int, max_query_len: int, num_heads: int, head_dim: int) -> int:
+        return min(self._most_splits, num_splits(num_reqs, max_query_len, num_heads, head_dim))
 
     def tensors(self) -> dict[str, Tensor]:
         """Batch and schedules."""
@@ -165,7 +174,7 @@ class FlashAttnSession(Session):
             window_size=kind.window,
             softcap=options.logits_soft_cap,
             scheduler_metadata=self._schedules[kind][:length],
-            num_splits=num_splits(rows, options.max_query_len, q.shape[1], q.shape[2]),
+            num_splits=self._splits(rows, options.max_query_len, q.shape[1], q.shape[2]),
             return_softmax_lse=True,
         )
         self.batch.finish(call, y, y_lse.transpose(0, 1), options.sinks)  # its own is [H, T]
@@ -251,6 +260,11 @@ class FlashAttnCapabilities(Capabilities):
             )
         if spec.head_dim % 8:
             reasons.append(f"head_dim {spec.head_dim} is no multiple of 8")
+        if spec.batch_invariant and (spec.block_size is None or spec.block_size > 32):
+            reasons.append(
+                f"batch_invariant with blocks of {spec.block_size or 'unknown size'}: above 32 tokens the "
+                "library reads short and long queries' keys in different ways"
+            )
         if (
             spec.device.type == "cuda"
             and torch.cuda.is_available()
@@ -290,6 +304,7 @@ BACKEND = Backend(
         alibi=False,
         chunked=False,
         planning=Planning.EVERY_STEP,
+        batch_invariant=True,
     ),
     ops=attention_op("torchpaged_flash_attn", _attend, handle="Tensor?"),
     unavailable=unavailable,

@@ -3,7 +3,7 @@
     decode steps      BatchDecodeWithPagedKVCacheWrapper on tensor cores (fa2), one for each number of
                       requests, which is fixed in what a graph captures
     prompts, mixed    BatchPrefillWithPagedKVCacheWrapper, eagerly: fa3 on Hopper where it has the width
-    shared prefixes   MultiLevelCascadeAttentionWrapper: `shared_prefix_attention`
+    shared prefixes   MultiLevelCascadeAttentionWrapper: flashinfer_prefix.py
 
 Its plan runs on the host and needs lengths there: a caller that knows them passes them to ``session.plan``,
 else they are read from the device, which waits. The page table as FlashInfer wants it, one request's pages
@@ -18,9 +18,6 @@ takes them as host numbers.
 
 from __future__ import annotations
 
-import importlib
-import importlib.metadata
-import importlib.util
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,18 +28,15 @@ from torch import Tensor
 
 from torchpaged.backends.base import Backend
 from torchpaged.backends.capabilities import Capabilities, Planning
+from torchpaged.backends.flashinfer_package import INSTALL, PACKAGE, load, unavailable
+from torchpaged.backends.flashinfer_prefix import WORKSPACE_BYTES, Pages, cumulated, host_pages
 from torchpaged.backends.library_op import Call, Held, Options, attention_op
 from torchpaged.backends.planned_batch import PlannedBatchBuffers, is_capturing
 from torchpaged.backends.session import PlannedBatch, Session
 from torchpaged.backends.spec import AttentionSpec, GraphSupport
-from torchpaged.custom_ops.errors import ArgumentError, BackendUnavailableError, PlanError
+from torchpaged.custom_ops.errors import BackendUnavailableError, PlanError
 from torchpaged.metadata import HostLengths
 
-PACKAGE = "flashinfer"
-OLDEST, NEWEST = (0, 6, 13), (0, 8)  # NEWEST: the first one that is not supported any more
-INSTALL = "pip install 'flashinfer-python>=0.6.13,<0.8'"
-#: Of partial results, one for all wrappers of a session: their calls follow one another.
-WORKSPACE_BYTES = 256 << 20
 _EAGER_WRAPPERS = 8  # decode wrappers that no graph captured and that are kept; each has 8 MiB of its own
 _FLOATS = (torch.bfloat16, torch.float16)
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -116,7 +110,7 @@ class FlashInferSession(Session):
             lens, query_lens = batch.seq_lens.tolist(), batch.query_start_loc.diff().tolist()
         else:
             lens, query_lens = list(host.seq_lens), list(host.query_lens)
-        pages = _host_pages(lens, self.batch.block_size, self.device)
+        pages = host_pages(lens, self.batch.block_size, self.device)
         for kind in self._kinds:
             if batch.max_query_len == 1:
                 self._plan_decode(kind, rows, pages, query_lens)
@@ -136,7 +130,7 @@ class FlashInferSession(Session):
             at = torch.where(column < count[:, None], self._indptr[:rows, None] + column, nobody)
             self._indices.scatter_(0, at.flatten().long(), table.flatten())
 
-    def _plan_decode(self, kind: _Kind, rows: int, pages: _Pages, query_lens: list[int]) -> None:
+    def _plan_decode(self, kind: _Kind, rows: int, pages: Pages, query_lens: list[int]) -> None:
         queries = sum(query_lens)
         if query_lens != [1] * queries + [0] * (rows - queries):
             raise PlanError(
@@ -169,7 +163,7 @@ class FlashInferSession(Session):
             )
 
     def _plan_prefill(
-        self, kind: _Kind, rows: int, pages: _Pages, lens: list[int], query_lens: list[int]
+        self, kind: _Kind, rows: int, pages: Pages, lens: list[int], query_lens: list[int]
     ) -> None:
         if any(query > max(length, 0) for query, length in zip(query_lens, lens, strict=True)):
             raise PlanError(
@@ -182,7 +176,7 @@ class FlashInferSession(Session):
             )
         arguments = self._arguments(kind)
         arguments.update(
-            qo_indptr=_cumulated(query_lens, self.device),
+            qo_indptr=cumulated(query_lens, self.device),
             paged_kv_indptr=pages.indptr,
             paged_kv_indices=self._indices[: pages.total],
             paged_kv_last_page_len=pages.last,
@@ -297,30 +291,6 @@ class FlashInferSession(Session):
         )
 
 
-class _Pages(NamedTuple):
-    """The page table's host part: ``indptr [B + 1]``, ``last [B]``, int32, and the number of pages."""
-
-    indptr: Tensor
-    last: Tensor
-    total: int
-
-
-def _host_pages(lens: list[int], block_size: int, device: torch.device) -> _Pages:
-    count = [-(-max(length, 0) // block_size) for length in lens]
-    indptr = _cumulated(count, device)
-    last = [(length - 1) % block_size + 1 if length > 0 else 0 for length in lens]
-    return _Pages(indptr, torch.tensor(last, dtype=torch.int32, pin_memory=device.type == "cuda"), sum(count))
-
-
-def _cumulated(numbers: list[int], device: torch.device) -> Tensor:
-    """``[len(numbers) + 1]`` int32 on the host, from 0; pinned by torch's allocator, which waits for
-    copies."""
-    sums = [0]
-    for number in numbers:
-        sums.append(sums[-1] + number)
-    return torch.tensor(sums, dtype=torch.int32, pin_memory=device.type == "cuda")
-
-
 def _scaled(x: Tensor, scale: Tensor | None, num_kv_heads: int) -> Tensor:
     """``x [T, H, D]`` times the scale of its kv head, ``[1]`` or ``[num_kv_heads]``."""
     if scale is None:
@@ -358,119 +328,10 @@ def _attend(call: Call, options: Options, handle: Tensor | None) -> None:
     _SESSIONS.of(handle).attend(call, options)
 
 
-# ------------------------------------------------------------------------------------------ shared prefixes
-def shared_prefix_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    shared_blocks: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    *,
-    scale: float | None = None,
-) -> Tensor:
-    """Attention of one query token per request, all of whose sequences begin with the same blocks, by
-    FlashInfer's two-level cascade (arXiv:2501.01005): the prefix once for all, each rest alone. Eager; reads
-    lengths on the host.
-
-    Args:
-        q: ``[B, num_heads, head_dim]``, bf16 or fp16.
-        k_cache, v_cache: ``[num_blocks, block_size, num_kv_heads, head_dim]``.
-        shared_blocks: ``[n]`` int32, the full blocks of the prefix, in order.
-        block_table: ``[B, width]`` int32, the blocks behind the prefix.
-        seq_lens: ``[B]`` int32, keys behind the prefix; at least 1.
-        scale: softmax scale; None = ``head_dim ** -0.5``.
-
-    Returns:
-        ``[B, num_heads, head_dim]`` in q's dtype.
-
-    Raises:
-        ArgumentError: an empty prefix, or a request without keys of its own.
-        BackendUnavailableError: FlashInfer is not usable here.
-    """
-    library, lens, block_size = load(), seq_lens.tolist(), k_cache.shape[1]
-    if not len(shared_blocks):
-        raise ArgumentError("shared_blocks", "at least one block", "none")
-    if min(lens, default=0) < 1:
-        raise ArgumentError("seq_lens", "at least one key behind the prefix for every request", str(lens))
-    device, rows = q.device, len(lens)
-    workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-    wrapper = library.MultiLevelCascadeAttentionWrapper(2, workspace, "NHD")
-    pages = _host_pages(lens, block_size, torch.device("cpu"))
-    own = torch.cat([block_table[row, : -(-length // block_size)] for row, length in enumerate(lens)])
-    prefix = [
-        torch.tensor(numbers, dtype=torch.int32)
-        for numbers in ([0, rows], [0, len(shared_blocks)], [block_size])
-    ]
-    wrapper.plan(
-        [prefix[0].to(device), torch.arange(rows + 1, dtype=torch.int32, device=device)],
-        [prefix[1].to(device), pages.indptr.to(device)],
-        [shared_blocks, own],
-        [prefix[2].to(device), pages.last.to(device)],
-        q.shape[1],
-        k_cache.shape[2],
-        q.shape[2],
-        block_size,
-        causal=True,
-        sm_scale=q.shape[2] ** -0.5 if scale is None else scale,
-        q_data_type=q.dtype,
-        kv_data_type=k_cache.dtype,
-    )
-    result: Tensor = wrapper.run(q, (k_cache, v_cache))
-    return result
-
-
-# ---------------------------------------------------------------------------------------------- the package
 def prefill_kernels(head_dim: int, kv_dtype: torch.dtype, device: torch.device) -> str:
     """Which of its prefill kernels serve prompts: "fa3" on Hopper where they have the width, else "fa2"."""
     hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
     return "fa3" if hopper and head_dim in (64, 128, 256) and kv_dtype not in _FP8 else "fa2"
-
-
-def installed() -> tuple[int, ...] | None:
-    """The version of the package, or None. Does not import it."""
-    if importlib.util.find_spec(PACKAGE) is None:
-        return None
-    try:
-        text = importlib.metadata.version("flashinfer-python")
-    except importlib.metadata.PackageNotFoundError:
-        return ()
-    return tuple(int(part) for part in text.split("+")[0].split(".")[:3] if part.isdecimal())
-
-
-def unavailable() -> str | None:
-    """Why the backend can't run here, or None. Does not import the package."""
-    return missing() or (None if torch.cuda.is_available() else "no CUDA device is visible")
-
-
-def missing() -> str | None:
-    """What keeps the package from being used, or None. Does not import it."""
-    version = installed()
-    if version is None:
-        return f"flashinfer is not installed; {INSTALL}"
-    if not OLDEST <= version < NEWEST:
-        shown = ".".join(map(str, version)) or "of an unknown version"
-        return f"flashinfer {shown} is installed, 0.6.13 to 0.7 are supported; {INSTALL}"
-    return None
-
-
-def load() -> Any:
-    """The package.
-
-    Raises:
-        BackendUnavailableError: it is not here, of another version, or does not import; with the reason.
-    """
-    why = missing()
-    if why:
-        raise BackendUnavailableError(f"backend 'flashinfer' is not usable here: {why}")
-    try:
-        library = importlib.import_module(PACKAGE)
-        importlib.import_module(f"{PACKAGE}.decode")
-    except Exception as error:  # what it needs besides may be missing, or be of another CUDA version
-        raise BackendUnavailableError(
-            f"backend 'flashinfer' is not usable here: it does not import: {error}; {INSTALL}"
-        ) from error
-    return library
 
 
 class FlashInferCapabilities(Capabilities):

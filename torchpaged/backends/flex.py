@@ -1,9 +1,9 @@
 """The ``flex`` backend: torch's FlexAttention over the paged pool, with block masks made from the batch's own
 metadata.
 
-    torchpaged.select_backend(spec, "flex")                 # runs only where it is named; any head_dim
-    mine = flex_backend("tanh_bias", score_mod=function)    # what no paged kernel takes: functions of yours
-    layer = PagedAttention(8, 64, session=mine.open([], Limits(), "cuda"))
+    torchpaged.select_backend(spec, "flex")                 # any head_dim; runs where it is named
+    layer = PagedAttention(8, 64, score_mod=function)       # what no paged kernel takes: functions of yours
+    mine = flex_backend("tanh_bias", score_mod=function)    # the same as a backend, with a name of its own
 
 Queries are cut into tiles of one request each (query_tiles.py), the batch of the higher-order op. Keys and
 values are the pool itself, not gathered: the block mask lists the blocks of each tile's request that the tile
@@ -11,13 +11,19 @@ can see. Mask and lists are made on the device in each call, in shapes that foll
 there is nothing to plan, and one graph serves all lengths.
 
 The op is compiled once per kind and shape of call; in eager calls tokens and requests are padded to powers of
-two, so that there are few. TORCHPAGED_FLEX_COMPILER=eager runs the higher-order op unfused, over the whole
+two, so that there are few. Layers with the same functions share what was compiled.
+
+Where a spec asks for batch invariance, tiles are of one size and run in the kernel that goes through a
+request's blocks one after the other: who else is in the batch changes neither.
+
+TORCHPAGED_FLEX_COMPILER=eager runs the higher-order op unfused, over the whole
 pool: for tests and for debugging a mod.
 """
 
 from __future__ import annotations
 
 import types
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -31,19 +37,14 @@ from torchpaged.backends.capabilities import Capabilities
 from torchpaged.backends.library_op import Call, Held, Options, attention_op
 from torchpaged.backends.query_tiles import Mask, query_tiles, visible_blocks
 from torchpaged.backends.session import Session
-from torchpaged.backends.spec import AttentionSpec, GraphSupport
+from torchpaged.backends.spec import AttentionSpec, GraphSupport, MaskMod, ScoreMod, check_mods
 from torchpaged.custom_ops import variables
 from torchpaged.custom_ops.checks import reads_values
 from torchpaged.custom_ops.errors import ArgumentError
 
-#: ``score_mod(score, request, head, query_position, key_position)``: tensors without dimensions, positions in
-#: the sequence.
-ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
-#: ``mask_mod(request, head, query_position, key_position)``: whether the query sees the key.
-MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-
 #: Of a tile, with the query heads of one kv head, in FlexAttention's decode kernel: more spill registers.
 _MOST_ROWS = 64
+_WIDE = 64  # rows of a tile of the kernel for prompts
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -66,15 +67,27 @@ class _Shape(NamedTuple):
 
 @dataclass(eq=False)
 class Mods:
-    """What a user adds to the attention, and the calls that were compiled with it."""
+    """What a layer asks for beyond the op's arguments, and the calls that were compiled with it."""
 
     score_mod: ScoreMod | None = None
     mask_mod: MaskMod | None = None
+    batch_invariant: bool = False
     compiled: dict[_Shape, Callable[..., tuple[Tensor, Tensor | None]]] = field(default_factory=dict)
 
 
 _PLAIN = Mods()
 _MODS: Held[Mods] = Held("session of a backend with mods")
+#: One per functions and kind, for as long as a session holds it. The functions live as long as it does, so
+#: that no other has their id.
+_SHARED: weakref.WeakValueDictionary[tuple[int, int, bool], Mods] = weakref.WeakValueDictionary()
+
+
+def _shared(score_mod: ScoreMod | None, mask_mod: MaskMod | None, batch_invariant: bool) -> Mods:
+    key = (id(score_mod), id(mask_mod), batch_invariant)
+    mods = _SHARED.get(key)
+    if mods is None:
+        mods = _SHARED[key] = Mods(score_mod, mask_mod, batch_invariant)
+    return mods
 
 
 # -------------------------------------------------------------------------------------------------- one call
@@ -88,7 +101,7 @@ def _attend(call: Call, options: Options, own: Mods = _PLAIN) -> None:
     q = _padded(q, tokens, 0)
     lens = _padded(seq_lens, reqs, 0)
     starts = torch.cat([query_start_loc, query_start_loc[-1:].expand(reqs - num_reqs)])
-    tile_q = _tile_q(options.max_query_len, group)
+    tile_q = _WIDE if own.batch_invariant else _tile_q(options.max_query_len, group)
     tiles = query_tiles(lens, starts, tokens, tile_q)
     first, count = visible_blocks(tiles, mask, k_cache.shape[1])
     listed, logical = _lists(block_table, tiles.request, first, count, reqs, k_cache.shape[0], compiler)
@@ -135,6 +148,10 @@ def _attend(call: Call, options: Options, own: Mods = _PLAIN) -> None:
         lse.copy_(result_lse[:num_tokens])
 
 
+def _attend_plain(call: Call, options: Options, mods: Tensor | None) -> None:
+    _attend(call, options, _PLAIN if mods is None else _MODS.of(mods))
+
+
 def _attend_with_mods(call: Call, options: Options, mods: Tensor | None) -> None:
     _attend(call, options, _MODS.of(mods))
 
@@ -142,7 +159,7 @@ def _attend_with_mods(call: Call, options: Options, mods: Tensor | None) -> None
 def _tile_q(max_query_len: int, group: int) -> int:
     """Rows of a tile: all queries of a request in FlexAttention's decode kernel, or 64 in the other one."""
     rows = _power_of_two(max_query_len)
-    return rows if rows == 1 or rows * group <= _MOST_ROWS else 64
+    return rows if rows == 1 or rows * group <= _MOST_ROWS else _WIDE
 
 
 def _kernel_options(shape: _Shape) -> Any:
@@ -150,9 +167,13 @@ def _kernel_options(shape: _Shape) -> Any:
     alone."""
     if shape.device.type != "cuda":
         return None
-    group, options = shape.sizes[2] // shape.sizes[6], {"BLOCK_N": min(shape.block_size, 64)}
-    if shape.tile_q == 64 or group & (group - 1):
-        return options | {"FORCE_USE_FLEX_ATTENTION": True, "BLOCK_M": max(shape.tile_q, 16), "num_warps": 4}
+    group, wide = shape.sizes[2] // shape.sizes[6], max(shape.sizes[3], shape.sizes[-1]) > 256
+    options: dict[str, Any] = {"BLOCK_N": 16 if wide else min(shape.block_size, 64)}
+    if wide:  # few rows fill an SM's registers and shared memory
+        options |= {"num_warps": 8, "num_stages": 1}
+    if shape.tile_q == _WIDE or group & (group - 1):
+        rows = min(max(shape.tile_q, 16), 32 if wide else _WIDE)
+        return {"num_warps": 4, "FORCE_USE_FLEX_ATTENTION": True, "BLOCK_M": rows} | options
     return options
 
 
@@ -342,12 +363,17 @@ class FlexCapabilities(Capabilities):
                 f"block_size {spec.block_size} is not a power of two of at least 16, "
                 "the least tile of its GPU kernels"
             )
+        narrowest = min(spec.head_dim, spec.head_dim_v or spec.head_dim)
+        if spec.device.type == "cuda" and narrowest < 16:
+            reasons.append(f"head_dim {narrowest} is below 16, the least of its GPU kernels")
         if (
             spec.device.type == "cpu"
             and variables.get("TORCHPAGED_FLEX_COMPILER") == "inductor"
             and (spec.lse or spec.sinks)
         ):
             reasons.append("lse and sinks: torch's compiled FlexAttention returns no log-sum-exp on a CPU")
+        if spec.device.type == "cpu" and spec.batch_invariant and self.batch_invariant:
+            reasons.append("batch_invariant: torch's FlexAttention on a CPU reads keys in the pool's order")
         return reasons
 
 
@@ -358,6 +384,8 @@ CAPABILITIES = FlexCapabilities(
     graph_support=GraphSupport.ALWAYS,
     min_compute_capability=(7, 0),
     finite_pools=True,
+    mods=True,
+    batch_invariant=True,
 )
 
 
@@ -369,25 +397,42 @@ def _unavailable() -> str | None:
     return None
 
 
-BACKEND = Backend(
-    name="flex",
-    capabilities=CAPABILITIES,
-    ops=attention_op("torchpaged_flex", _attend),
-    unavailable=_unavailable,
-)
-#: Of backends with mods: without their session's handle it refuses, where the plain one has nothing to add.
-OPS_WITH_MODS = attention_op("torchpaged_flex_mods", _attend_with_mods, mods="Tensor?")
+class FlexSession(Session):
+    """Gives the op what its other arguments don't tell: a layer's functions, and whether it is to be
+    batch-invariant.
 
+    Args:
+        own: functions of the backend's, for all its layers; None: each layer's spec has its own, or none.
+        arguments: as `Session` takes them.
+    """
 
-class _ModsSession(Session):
-    """Gives the op a handle of the mods."""
-
-    def __init__(self, mods: Mods, *arguments: Any) -> None:
-        self._mods, self._handle = mods, _MODS.add(mods)
+    def __init__(self, own: tuple[ScoreMod | None, MaskMod | None] | None, *arguments: Any) -> None:
+        self._own = own
+        self._mods: list[Mods] = []  # that the handles stand for
         super().__init__(*arguments)
 
     def _make_workspace(self, spec: AttentionSpec) -> dict[str, Tensor]:
-        return {"mods": self._handle}
+        score_mod, mask_mod = self._own or (spec.score_mod, spec.mask_mod)
+        if score_mod is None and mask_mod is None and not spec.batch_invariant:
+            return {}
+        self._mods.append(_shared(score_mod, mask_mod, spec.batch_invariant))
+        return {"mods": _MODS.add(self._mods[-1])}
+
+    def close(self) -> None:
+        """Forget the functions."""
+        super().close()
+        self._mods = []
+
+
+BACKEND = Backend(
+    name="flex",
+    capabilities=CAPABILITIES,
+    ops=attention_op("torchpaged_flex", _attend_plain, mods="Tensor?"),
+    unavailable=_unavailable,
+    session=partial(FlexSession, None),
+)
+#: Of backends with mods: without their session's handle it refuses, where the plain one has nothing to add.
+OPS_WITH_MODS = attention_op("torchpaged_flex_mods", _attend_with_mods, mods="Tensor?")
 
 
 def flex_backend(
@@ -398,6 +443,9 @@ def flex_backend(
     graph_support: GraphSupport = GraphSupport.ALWAYS,
 ) -> Backend:
     """A backend whose attention is changed by functions of one's own, as torch's FlexAttention takes them.
+
+    They hold for all layers of its sessions, whatever door they come through. A single layer's functions are
+    arguments of `torchpaged.PagedAttention`.
 
     The functions get and give tensors without dimensions, and are traced once: what they read may change in
     place between calls. They come after scale, soft cap and ALiBi, and hide keys beside what causality,
@@ -417,9 +465,7 @@ def flex_backend(
     Raises:
         ArgumentError: neither function was given, or one that can't be called.
     """
-    for what, mod in (("score_mod", score_mod), ("mask_mod", mask_mod)):
-        if mod is not None and not callable(mod):
-            raise ArgumentError(what, "a function, or None", repr(mod))
+    check_mods(score_mod, mask_mod)
     if score_mod is None and mask_mod is None:
         raise ArgumentError(
             "score_mod, mask_mod",
@@ -427,11 +473,10 @@ def flex_backend(
             "none",
             "without them, backend 'flex' does the same",
         )
-    mods = Mods(score_mod, mask_mod)
     return Backend(
         name=name,
-        capabilities=replace(CAPABILITIES, graph_support=graph_support),
+        capabilities=replace(CAPABILITIES, graph_support=graph_support, mods=False),
         ops=OPS_WITH_MODS,
         unavailable=_unavailable,
-        session=partial(_ModsSession, mods),
+        session=partial(FlexSession, (score_mod, mask_mod)),
     )

@@ -18,6 +18,7 @@ from torchpaged.backends import selector
 from torchpaged.backends.base import Backend
 from torchpaged.backends.requested_name import requested_name
 from torchpaged.backends.spec import AttentionSpec
+from torchpaged.backends.tuned import state
 from torchpaged.custom_ops import BACKEND_OPS, BackendOps
 
 
@@ -48,7 +49,7 @@ def choose_ops(device: torch.device, spec: AttentionSpec | None = None) -> Backe
     """
     if spec is None or device.type == "meta":  # on meta no kernel runs
         return _named(device.type)
-    return _chosen(spec, *selector.requested(None), tuple(selector.AUTOMATIC), registered())
+    return _chosen(spec, *selector.requested(None), tuple(selector.AUTOMATIC), registered(), state())
 
 
 def registered() -> tuple[_Same, ...]:
@@ -58,7 +59,12 @@ def registered() -> tuple[_Same, ...]:
 
 @functools.lru_cache(maxsize=1024)
 def _chosen(
-    spec: AttentionSpec, name: str, asker: str, order: tuple[str, ...], others: tuple[_Same, ...]
+    spec: AttentionSpec,
+    name: str,
+    asker: str,
+    order: tuple[str, ...],
+    others: tuple[_Same, ...],
+    tuned: tuple[str, str, int],
 ) -> BackendOps:
     """Keyed by all that the choice follows from. A refusal is not kept."""
     return selector.select_backend(spec).backend.ops

@@ -18,7 +18,9 @@ BACKEND = Backend(
         dtypes=_FLOATS,
         kv_dtypes=(*_FLOATS, torch.float8_e4m3fn, torch.float8_e5m2),
         graph_support=GraphSupport.NEVER,  # it reads lengths on the host
+        batch_invariant=True,  # one request after the other, in tensors of its own
         tree_mask=True,
+        latent=True,
     ),
     ops=BACKEND_OPS["reference"],
     unavailable=lambda: None,

@@ -200,6 +200,32 @@ class Session:
         """Whether every replay needs `plan` too."""
         return self.capabilities.planning == Planning.EVERY_STEP
 
+    def require_graphs(self, max_query_len: int) -> None:
+        """For a graph runner, at its construction: captured steps of up to so many query tokens per request,
+        whose lengths change between replays, are within the declared graph support.
+
+        Raises:
+            BackendUnavailableError: they are not.
+        """
+        needed = GraphSupport.SINGLE_TOKEN_DECODE if max_query_len == 1 else GraphSupport.ALWAYS
+        if needed > self.capabilities.graph_support:
+            steps = f"steps of up to {max_query_len} tokens per request"
+            what = "decode steps" if max_query_len == 1 else steps
+            declared = self.capabilities.graph_support.name
+            raise self._unable(
+                [f"graph support {declared} is less than {needed.name}, which graphs of {what} need"]
+            )
+
+    def planning_of(self, max_query_len: int) -> Planning:
+        """When `plan` must run for batches of queries of at most that many tokens; less than the backend
+        declares where such batches need none of what it plans."""
+        return self.capabilities.planning
+
+    @property
+    def plans_every_decode(self) -> bool:
+        """`plans_every_step`, for steps of one query token per request."""
+        return self.planning_of(1) == Planning.EVERY_STEP
+
     def workspace(self, spec: AttentionSpec) -> dict[str, Tensor]:
         """What a layer passes to ``ops.paged_attention`` beside the batch: keyword arguments, tensors that
         stay where they are.
@@ -265,11 +291,9 @@ class Session:
             PlanError: `plan` was not called with it.
         """
         self.limits.check(batch.seq_lens.shape[0], num_tokens)
-        if (
-            self.plans
-            and self.planned is not batch
-            and (self.plans_every_step or _shape(batch) not in self._shapes)
-        ):
+        planning = self.planning_of(batch.max_query_len)
+        lasts = planning < Planning.EVERY_STEP and _shape(batch) in self._shapes
+        if planning > Planning.NEVER and self.planned is not batch and not lasts:
             raise PlanError(
                 f"metadata: expected a batch that was planned, got one that backend {self.name!r} knows "
                 "nothing of; call session.plan(metadata) before the step, outside compiled code and graphs"

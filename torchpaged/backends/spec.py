@@ -8,11 +8,21 @@ uses and a backend lacks meet in one place.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
 import torch
+from torch import Tensor
+
+from torchpaged.custom_ops.errors import ArgumentError
+
+#: ``score_mod(score, request, head, query_position, key_position)``: tensors without dimensions, positions in
+#: the sequence.
+ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+#: ``mask_mod(request, head, query_position, key_position)``: whether the query sees the key.
+MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class GraphSupport(IntEnum):
@@ -45,7 +55,14 @@ class AttentionSpec:
         chunk_size: keys of the query's own chunk of that many positions only; 0 = off.
         scale: softmax scale; None = ``head_dim ** -0.5``.
         alibi, sinks, lse, tree_mask: features it uses.
+        latent: it is ``mla_attention``, over one latent of ``head_dim`` numbers per token, the first
+            ``head_dim_v`` of which are the value.
         graphs: the least graph support it needs.
+        score_mod, mask_mod: functions that change scores and hide keys, as `ScoreMod` and `MaskMod`; None =
+            none. Specs with the same functions are equal.
+        batch_invariant: a request must get the same bits whoever is in the batch with it.
+        max_query_len: the most query tokens of a request; None = any number.
+        deterministic: whether equal calls must give equal bits.
     """
 
     device: torch.device
@@ -65,7 +82,13 @@ class AttentionSpec:
     lse: bool = False
     graphs: GraphSupport = GraphSupport.NEVER
     scale: float | None = None
+    score_mod: ScoreMod | None = None
+    mask_mod: MaskMod | None = None
+    batch_invariant: bool = False
     tree_mask: bool = False
+    max_query_len: int | None = None
+    deterministic: bool = False
+    latent: bool = False
 
     @property
     def window(self) -> bool:
@@ -76,6 +99,11 @@ class AttentionSpec:
     def chunked(self) -> bool:
         """Whether keys are hidden by chunks."""
         return self.chunk_size > 0
+
+    @property
+    def mods(self) -> bool:
+        """Whether functions of the user's change scores or hide keys."""
+        return self.score_mod is not None or self.mask_mod is not None
 
 
 def attention_spec(
@@ -96,18 +124,28 @@ def attention_spec(
     chunk_size: int | None = None,
     lse: bool = False,
     scale: float | None = None,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
+    batch_invariant: bool = False,
     tree_mask: Any = None,
+    latent: bool = False,
 ) -> AttentionSpec:
     """The spec of a layer that attends with these arguments.
 
     Args:
-        device, dtype, num_heads, num_kv_heads, head_dim, head_dim_v, block_size, kv_dtype, causal, lse: as in
-            `AttentionSpec`.
+        device, dtype, num_heads, num_kv_heads, head_dim, head_dim_v, block_size, kv_dtype, causal, lse,
+            latent: as in `AttentionSpec`.
         window_size: ``(left, right)``; -1 = open.
         logits_soft_cap, chunk_size: None or 0 = off.
         alibi_slopes, sinks, tree_mask: None = off; anything else counts as given.
         scale: None = ``head_dim ** -0.5``.
+        score_mod, mask_mod: functions as `ScoreMod` and `MaskMod`; None = none.
+        batch_invariant: as in `AttentionSpec`.
+
+    Raises:
+        ArgumentError: a ``score_mod`` or ``mask_mod`` that can't be called.
     """
+    check_mods(score_mod, mask_mod)
     return AttentionSpec(
         device=device,
         dtype=dtype,
@@ -125,5 +163,16 @@ def attention_spec(
         chunk_size=chunk_size or 0,
         lse=lse,
         scale=head_dim**-0.5 if scale is None else float(scale),
+        score_mod=score_mod,
+        mask_mod=mask_mod,
+        batch_invariant=bool(batch_invariant),
         tree_mask=tree_mask is not None,
+        latent=latent,
     )
+
+
+def check_mods(score_mod: Any, mask_mod: Any) -> None:
+    """Refuse what is neither a function nor None; raises `ArgumentError`."""
+    for name, mod in (("score_mod", score_mod), ("mask_mod", mask_mod)):
+        if mod is not None and not callable(mod):
+            raise ArgumentError(name, "a function, or None", repr(mod))

@@ -20,10 +20,11 @@ _SHORT = {
 }
 _HEADS = {
     "bidirectional": "not causal",
-    "logits_soft_cap": "soft cap",
+    "logits_soft_cap": "softcap",
     "alibi": "ALiBi",
     "lse": "LSE",
     "tree_mask": "tree",
+    "latent": "MLA",
 }
 
 
@@ -41,6 +42,8 @@ def declared(name: str) -> dict[str, Any]:
         "graph_support": can.graph_support.name,
         "planning": can.planning.name,
         "finite_pools": can.finite_pools,
+        "mods": can.mods,
+        "batch_invariant": can.batch_invariant,
         "other_names": [alias for alias, own in ALIASES.items() if own == name],
     }
     return row | {feature: getattr(can, feature) for feature in (*FEATURES, "different_head_dim_v")}
@@ -54,14 +57,15 @@ def capability_tables(names: Sequence[str] | None = None) -> str:
     """
     names = list_backends() if names is None else list(names)
     where = [("backend", "device", "dtype", "cached", "head_dim", "CUDA graphs", "plan")]
-    what = [("backend", *(_HEADS.get(feature, feature) for feature in FEATURES), "head_dim_v")]
+    own = ("mods", "inv.", "dim_v")
+    what = [("backend", *(_HEADS.get(feature, feature) for feature in FEATURES), *own)]
     for name in names:
         can = get_backend(name).capabilities
         dtypes, cached = (" ".join(_SHORT[dtype] for dtype in of) for of in (can.dtypes, can.kv_dtypes))
         plan = can.planning.name.lower().replace("_", " ")
         graphs = can.graph_support.name.lower().replace("_", " ")
         where.append((f"`{name}`", _device(can), dtypes, cached, _widths(can), graphs, plan))
-        has = [getattr(can, feature) for feature in FEATURES]
+        has = [getattr(can, feature) for feature in (*FEATURES, "mods", "batch_invariant")]
         what.append(
             (f"`{name}`", *("yes" if one else "–" for one in has), "any" if can.different_head_dim_v else "=")
         )

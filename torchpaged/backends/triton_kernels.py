@@ -31,4 +31,7 @@ CAPABILITIES = Capabilities(
     graph_support=GraphSupport.ALWAYS,
     min_compute_capability=(8, 0),
     max_head_dim=256,
+    tree_mask=True,
+    latent=True,
+    max_latent=(512, 128),
 )

@@ -3,6 +3,7 @@ of layers that there are.
 
 kinds.py       what a kind of layer cache is, and the registry
 kv.py          the usual kind: keys and values
+latent.py      the latents of multi-head latent attention
 kv_cache.py    the pools of a model, of layers of any kind
 block_pool.py  free blocks and holders, host data only
 requests.py    requests that grow, and the metadata of their steps
@@ -13,6 +14,7 @@ from torchpaged.cache.block_pool import NULL_BLOCK, BlockPool
 from torchpaged.cache.kinds import LayerKind, LayerSpec, layer_kinds, register_layer_kind
 from torchpaged.cache.kv import KVLayerSpec, LayerKVCache
 from torchpaged.cache.kv_cache import PagedKVCache
+from torchpaged.cache.latent import LatentLayerSpec, LayerLatentCache
 from torchpaged.cache.requests import CacheRequests
 from torchpaged.cache.row_blocks import RowBlocks
 
@@ -21,8 +23,10 @@ __all__ = [
     "BlockPool",
     "CacheRequests",
     "KVLayerSpec",
+    "LatentLayerSpec",
     "LayerKVCache",
     "LayerKind",
+    "LayerLatentCache",
     "LayerSpec",
     "PagedKVCache",
     "RowBlocks",

@@ -6,12 +6,30 @@
     batch = block_table, seq_lens, query_start_loc
     out = cascade_attention(q, k_cache, v_cache, *batch, prefixes, max_query_len=1)
 
+`AutomaticPrefixes` does the host's part where it pays (rule.py), for `torchpaged.PagedAttention` through
+``metadata.prefixes`` and for `torchpaged.graphs.DecodeGraphRunner`.
+
 Two passes of ``paged_attention``, the prefixes' without sinks, and ``merge_attn_states`` (arXiv:2402.05099).
 Every launch depends on sizes alone, so that one graph serves all lengths and all groups that fit the buffers.
 """
 
-from torchpaged.cascade.attention import cascade_attention
+from torchpaged.cascade.attention import attend_in_groups, cascade_attention
+from torchpaged.cascade.automatic import AutomaticPrefixes
 from torchpaged.cascade.grouping import PrefixGroup, find_prefix_groups
-from torchpaged.cascade.prefixes import SharedPrefixes
+from torchpaged.cascade.prefixes import CascadeBatch, SharedPrefixes
+from torchpaged.cascade.rule import COSTS, CascadeCosts, LayerShape, costs_of, groups_that_pay
 
-__all__ = ["PrefixGroup", "SharedPrefixes", "cascade_attention", "find_prefix_groups"]
+__all__ = [
+    "COSTS",
+    "AutomaticPrefixes",
+    "CascadeBatch",
+    "CascadeCosts",
+    "LayerShape",
+    "PrefixGroup",
+    "SharedPrefixes",
+    "attend_in_groups",
+    "cascade_attention",
+    "costs_of",
+    "find_prefix_groups",
+    "groups_that_pay",
+]

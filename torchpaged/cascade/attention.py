@@ -12,6 +12,7 @@ from torchpaged.custom_ops import BackendOps
 from torchpaged.custom_ops.checks import check_dims, check_tensors, reads_values
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.functional import merge_attn_states, paged_attention
+from torchpaged.metadata import AttentionMetadata
 
 
 def cascade_attention(
@@ -55,21 +56,73 @@ def cascade_attention(
         ArgumentError: arguments don't fit, or, where values are checked, the groups are another batch's.
         BackendUnavailableError: the backend that was asked for can't serve it.
     """
+    passes = _two_passes(
+        q,
+        (k_cache, v_cache),
+        (block_table, seq_lens, query_start_loc),
+        prefixes,
+        prefixes.suffix(block_table, seq_lens) if suffix is None else suffix,
+        max_query_len,
+        sinks,
+        {
+            "scale": scale,
+            "logits_soft_cap": logits_soft_cap,
+            "k_scale": k_scale,
+            "v_scale": v_scale,
+            "return_lse": True,
+            "ops": ops,
+        },
+    )
+    out, lse = merge_attn_states(*passes, ops=ops)
+    return (out, lse) if return_lse else out
+
+
+def attend_in_groups(
+    q: Tensor,
+    pools: tuple[Tensor, Tensor],
+    metadata: AttentionMetadata,
+    out: Tensor,
+    ops: BackendOps,
+    sinks: Tensor | None,
+    **options: Any,
+) -> None:
+    """`cascade_attention` for a layer: over the groups of ``metadata.prefixes``, into ``out``.
+
+    Args:
+        q, out: as in `cascade_attention`; ``out`` is written.
+        pools: ``(k_cache, v_cache)``.
+        metadata: with `CascadeBatch`.
+        ops: the layer's.
+        sinks: as there.
+        options: ``scale``, ``logits_soft_cap``, ``k_scale``, ``v_scale``.
+
+    Raises:
+        ArgumentError: as `cascade_attention`.
+    """
+    batch = metadata.block_table, metadata.seq_lens, metadata.query_start_loc
+    shared, *suffix = metadata.prefixes
+    options = {**options, "return_lse": True, "ops": ops}
+    longest = metadata.max_query_len
+    passes = _two_passes(q, pools, batch, shared, (suffix[0], suffix[1]), longest, sinks, options)
+    ops.merge_attn_states(*passes, out)
+
+
+def _two_passes(
+    q: Tensor,
+    pools: tuple[Tensor, Tensor],
+    batch: tuple[Tensor, Tensor, Tensor],
+    prefixes: SharedPrefixes,
+    suffix: tuple[Tensor, Tensor],
+    max_query_len: int,
+    sinks: Tensor | None,
+    options: dict[str, Any],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Outputs and LSE over the prefixes, in the batch's order, and over the rest."""
     if not torch.compiler.is_compiling():
-        _check(q, block_table, seq_lens, query_start_loc, k_cache, prefixes)
-    table, lens = prefixes.suffix(block_table, seq_lens) if suffix is None else suffix
-    options: dict[str, Any] = {
-        "scale": scale,
-        "logits_soft_cap": logits_soft_cap,
-        "k_scale": k_scale,
-        "v_scale": v_scale,
-        "return_lse": True,
-        "ops": ops,
-    }
+        _check(q, *batch, pools[0], prefixes)
     shared, shared_lse = paged_attention(
         q[prefixes.order],
-        k_cache,
-        v_cache,
+        *pools,
         prefixes.block_table,
         prefixes.lens,
         prefixes.query_start_loc,
@@ -78,11 +131,10 @@ def cascade_attention(
         **options,
     )
     own, own_lse = paged_attention(
-        q, k_cache, v_cache, table, lens, query_start_loc, max_query_len=max_query_len, sinks=sinks, **options
+        q, *pools, *suffix, batch[2], max_query_len=max_query_len, sinks=sinks, **options
     )
     place = prefixes.inverse
-    out, lse = merge_attn_states(shared[place], shared_lse[place], own, own_lse, ops=ops)
-    return (out, lse) if return_lse else out
+    return shared[place], shared_lse[place], own, own_lse
 
 
 def _check(

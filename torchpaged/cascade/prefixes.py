@@ -4,15 +4,30 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from torchpaged.cascade.grouping import PrefixGroup
 from torchpaged.custom_ops.errors import ArgumentError
-from torchpaged.metadata import to_device
+from torchpaged.metadata import AttentionMetadata, to_device
 from torchpaged.metadata.host import host_block_table
+
+
+class CascadeBatch(NamedTuple):
+    """A step's groups, and what of each request its group has not: `AttentionMetadata.prefixes`.
+
+    Attributes:
+        shared: the groups.
+        block_table: ``[num_reqs, max_blocks_per_req]`` int32, the blocks behind the shared ones.
+        seq_lens: ``[num_reqs]`` int32, the tokens behind them.
+    """
+
+    shared: SharedPrefixes
+    block_table: Tensor
+    seq_lens: Tensor
 
 
 @dataclass
@@ -117,6 +132,20 @@ class SharedPrefixes:
             (self.group_of_row, group_of_row),
         ):
             buffer.copy_(to_device(numbers, buffer.dtype, device))
+
+    def of(self, metadata: AttentionMetadata) -> AttentionMetadata:
+        """The batch with these groups, for layers of `torchpaged.PagedAttention`; computed on the device, so
+        that a captured step calls it within its graph."""
+        own = self.suffix(metadata.block_table, metadata.seq_lens)
+        return replace(metadata, prefixes=CascadeBatch(self, *own))
+
+    def clear(self) -> None:
+        """No groups: all requests are read alone."""
+        self.set([], [], [])
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All buffers by name."""
+        return {name: tensor for name, tensor in vars(self).items() if isinstance(tensor, Tensor)}
 
     def suffix(self, block_table: Tensor, seq_lens: Tensor) -> tuple[Tensor, Tensor]:
         """What of each request its group has not: ``(block_table, seq_lens)`` of the second pass.

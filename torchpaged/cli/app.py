@@ -1,4 +1,4 @@
-"""The command line: ``torchpaged generate | bench | backends | coverage | env``.
+"""The command line: ``torchpaged generate | bench | tune | backends | coverage | env``.
 
 typer and rich belong to the ``demo`` and ``bench`` extras; only the command modules and the bench's screen
 import them.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,15 +25,30 @@ except ImportError as _error:  # pragma: no cover - depends on the installation
         f"torchpaged's command line needs {_error.name}; pip install 'torchpaged[demo]'"
     ) from None
 
-from torchpaged.backends import AttentionSpec, get_backend, list_backends, select_backend
+from torchpaged.backends import (
+    AttentionSpec,
+    GraphSupport,
+    get_backend,
+    list_backends,
+    ranking,
+    select_backend,
+)
+from torchpaged.backends.platforms import platform_table
 from torchpaged.backends.table import capability_tables, declared
 from torchpaged.cli.bench import app as bench_app
+from torchpaged.cli.tune import tune
 from torchpaged.custom_ops import variables
 from torchpaged.custom_ops.errors import TorchpagedError
 from torchpaged.names import LONG_NAMES, device_named, short_dtype
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__, pretty_exceptions_enable=False)
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    help="Paged-KV attention: text out of a model, what runs here and why, and benchmarks.",
+    pretty_exceptions_enable=False,
+)
 app.add_typer(bench_app, name="bench")
+app.command()(tune)
 DTYPES = {
     "fp32": torch.float32,
     "bf16": torch.bfloat16,
@@ -214,7 +230,25 @@ def backends(
     chunked: Annotated[bool, typer.Option(help="attention within chunks of positions")] = False,
     bidirectional: Annotated[bool, typer.Option(help="attention without causality")] = False,
     lse: Annotated[bool, typer.Option(help="the log-sum-exp is returned, too")] = False,
+    tree: Annotated[
+        bool, typer.Option(help="query tokens that see some of their request's, not all")
+    ] = False,
+    batch_invariant: Annotated[
+        bool, typer.Option(help="a request gets the same bits in any company")
+    ] = False,
+    query_len: Annotated[int, typer.Option(help="query tokens of a request at most; 0: any", min=0)] = 0,
+    deterministic: Annotated[bool, typer.Option(help="equal calls must give equal bits")] = False,
+    graphs: Annotated[
+        str, typer.Option(help="least graph support: never, single_token_decode, uniform_batch, always")
+    ] = "never",
+    plans: Annotated[bool, typer.Option(help="the caller plans each batch, as open_session asks")] = False,
+    backend: Annotated[
+        str, typer.Option(help="a name, or a route such as decode=cuda,prefill=flash_attn")
+    ] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda")] = "auto",
+    platforms: Annotated[
+        bool, typer.Option("--platforms", help="print the order on each kind of device, in Markdown")
+    ] = False,
     table: Annotated[bool, typer.Option("--table", help="print what they declare, in Markdown")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
@@ -224,6 +258,9 @@ def backends(
             f"expected a divisor of --num-heads ({num_heads}), got {num_kv_heads}",
             param_hint="--num-kv-heads",
         )
+    if graphs.upper() not in GraphSupport.__members__:
+        known = ", ".join(level.name.lower() for level in GraphSupport)
+        raise typer.BadParameter(f"expected one of {known}, got {graphs!r}", param_hint="--graphs")
     spec = AttentionSpec(
         device=device_named(device),
         dtype=_dtype(dtype, "--dtype", of_caches=True),
@@ -240,20 +277,29 @@ def backends(
         chunk_size=128 if chunked else 0,
         causal=not bidirectional,
         lse=lse,
+        tree_mask=tree,
+        batch_invariant=batch_invariant,
+        max_query_len=query_len or None,
+        deterministic=deterministic,
+        graphs=GraphSupport[graphs.upper()],
     )
-    if table:
-        print(capability_tables(), end="")
+    if table or platforms:
+        print(capability_tables() if table else platform_table(), end="")
         return
     reasons = {name: get_backend(name).reject(spec) for name in list_backends()}
+    route = None
     try:
-        choice = select_backend(spec)
-        chosen, why = choice.name, choice.reason
+        choice = select_backend(spec, backend, plans=plans)
+        chosen, why, route = choice.name, choice.reason, asdict(choice.route)
     except TorchpagedError as error:
         chosen, why = "", str(error)
     if as_json:
+        order = ranking(spec.device)
         report = {
             "chosen": chosen,
+            "route": route,
             "reason": why,
+            "order": {"decode": order.decode, "prefill": order.prefill, "evidence": order.evidence},
             "rejected": {name: r for name, r in reasons.items() if r},
             "declared": {name: declared(name) for name in reasons},
         }

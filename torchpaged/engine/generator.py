@@ -25,10 +25,9 @@ import torch
 
 from torchpaged.cache import BlockPool
 from torchpaged.custom_ops.errors import ArgumentError, NotCopyableError
-from torchpaged.engine.calls import Calls
+from torchpaged.engine.calls import Calls, HandOut, Inbox
 from torchpaged.engine.decode_loop import DecodeLoop
 from torchpaged.engine.device import WholeStepRunner
-from torchpaged.engine.inbox import HandOut, Inbox
 from torchpaged.engine.model import PagedModelProtocol
 from torchpaged.engine.numbers import shown
 from torchpaged.engine.options import (
@@ -172,7 +171,7 @@ class Generator:
             raise ArgumentError(
                 "steps_per_launch", "1 without graphs", str(steps_per_launch), f"graphs: {self.graph_reason}"
             )
-        if steps_per_launch != 1 and self.model.session.plans_every_step:
+        if steps_per_launch != 1 and self.model.session.plans_every_decode:
             raise ArgumentError(
                 "steps_per_launch",
                 f"1 with backend {self.choice.name!r}, which plans every step on the host",

@@ -40,6 +40,8 @@ def check_options(sizes: Mapping[str, int], switches: Mapping[str, bool | str]) 
 def tokens_per_request(model: Any, max_seq_len: int | None) -> int:
     """``max_seq_len`` if the model allows it; None: the model's, at most 2048."""
     limit = _max_positions(model)
+    if max_seq_len is not None and as_integer(max_seq_len) is None:
+        raise ArgumentError("max_seq_len", "None or an integer of at least 2", repr(max_seq_len))
     chosen = min(limit or DEFAULT_MAX_SEQ_LEN, DEFAULT_MAX_SEQ_LEN) if max_seq_len is None else max_seq_len
     if chosen < 2 or (limit is not None and chosen > limit):
         allowed = "at least 2 tokens" if limit is None else f"2 to {limit} tokens (the model's maximum)"
@@ -81,6 +83,10 @@ def paged_model(
             or ``max_seq_len``.
         BackendUnavailableError, UnsupportedModelError: from `PagedModel` or `fuse`.
     """
+    if num_blocks is not None and as_integer(num_blocks) is None:
+        raise ArgumentError(
+            "num_blocks", "None or an integer of at least 2 (block 0 is the null block)", repr(num_blocks)
+        )
     if isinstance(model, PagedModelProtocol):
         if fuse:
             raise ArgumentError(
@@ -207,7 +213,8 @@ def decide_prefill_buckets(
             str(list(prefill_buckets)),
             f"it declares graph support {support.name}, prefills need ALWAYS",
         )
-    if min(prefill_buckets) < 1 or max(prefill_buckets) > prefill_chunk_size:
+    wrong = any(as_integer(bucket) is None for bucket in prefill_buckets)
+    if wrong or min(prefill_buckets) < 1 or max(prefill_buckets) > prefill_chunk_size:
         raise ArgumentError(
             "prefill_buckets",
             f"numbers of tokens from 1 to {prefill_chunk_size} (prefill_chunk_size)",

@@ -39,6 +39,7 @@ def paged_attention(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     chunk_size: int | None = None,
+    tree_mask: Tensor | None = None,
     workspace: Mapping[str, Tensor] | None = None,
     return_lse: bool = False,
     out: Tensor | None = None,
@@ -65,6 +66,9 @@ def paged_attention(
         sinks: ``[num_heads]``, one logit per head that takes part in the softmax without a value.
         k_scale, v_scale: float32 ``[1]`` or ``[num_kv_heads]``, for fp8 pools.
         chunk_size: keys of the query's own chunk of that many positions only; None or 0 = off.
+        tree_mask: ``[num_tokens]`` int64: of its request's query tokens a token sees itself and those before
+            it whose bits its word has; needs ``causal`` and at most 64 query tokens per request. See
+            `tree_mask_from_parents`. None: it sees all those before it.
         workspace: what a session of the backend of ``ops`` keeps for this kind of call:
             ``session.workspace(spec)``; the session has planned the batch if it plans at all. None: nothing
             is kept: a GPU kernel makes its semaphore anew, which costs a memset, and a backend that plans
@@ -84,6 +88,7 @@ def paged_attention(
             all reasons.
     """
     kept: Mapping[str, Any] = {} if workspace is None else workspace
+    trees = given(tree_mask=tree_mask)  # a backend that does not take one need not know the argument
     if not torch.compiler.is_compiling():
         if not isinstance(kept, Mapping):
             raise ArgumentError(
@@ -110,6 +115,7 @@ def paged_attention(
             seq_lens=seq_lens,
             query_start_loc=query_start_loc,
             **given(alibi_slopes=alibi_slopes, sinks=sinks, k_scale=k_scale, v_scale=v_scale, out=out),
+            **trees,
             **kept,
         )
         # of these the outputs take their shape
@@ -143,6 +149,7 @@ def paged_attention(
             k_scale=k_scale,
             v_scale=v_scale,
             chunk_size=chunk,
+            tree_mask=tree_mask,
             semaphore=kept.get("semaphore"),
         )
         spec = attention_spec(
@@ -162,6 +169,7 @@ def paged_attention(
             chunk_size=chunk_size,
             lse=return_lse,
             scale=scale,
+            tree_mask=tree_mask,
         )
         if ops is None:
             ops = choose_ops(q.device, spec)
@@ -178,7 +186,8 @@ def paged_attention(
         has_soft_cap = False
         if soft_cap != 0:  # a symbol perhaps, which a branch makes a constant
             has_soft_cap = True
-        features = has_soft_cap, alibi_slopes is not None, sinks is not None, return_lse
+        given_ones = alibi_slopes is not None, sinks is not None, return_lse, tree_mask is not None
+        features = (has_soft_cap, *given_ones)
         attention = (*traced_sizes(q, k_cache, v_cache), causal, window, operator.index(chunk), *features)
         ops = traced_ops(q.device, attention, ops, workspace is not None)
     ops.paged_attention(
@@ -201,6 +210,7 @@ def paged_attention(
         k_scale=k_scale,
         v_scale=v_scale,
         chunk_size=chunk,
+        **trees,
         **kept,
     )
     return out if lse is None else (out, lse)

@@ -16,13 +16,14 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
 
-from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
+from torchpaged.custom_ops.errors import ArgumentError, BackendUnavailableError, UnsupportedModelError
 from torchpaged.hf.class_tables import fill_class_tables
 from torchpaged.hf.cross import cross_batch, require_no_plan
-from torchpaged.hf.known_models import NEEDS_DENSE, TAKES_NO_NONE
+from torchpaged.hf.known_models import TAKES_NO_NONE
+from torchpaged.hf.latent import LatentLayer, latent_attention
 from torchpaged.hf.layer import PagedLayer, cache_of, layer_of
 from torchpaged.hf.mask_rows import describe
-from torchpaged.hf.support import has_own_attention, supports_sdpa
+from torchpaged.hf.support import needs_eager_mask
 from torchpaged.hf.uncached import attend as attend_uncached
 from torchpaged.hf.uncached import type_of_encoder, way_of
 from torchpaged.profiling import is_on as is_profiling
@@ -113,9 +114,18 @@ def paged_attention_forward(
         requests = cross_batch(metadata, attention_mask, query_len)
     if query_len > 1 and not masks_itself and not torch.compiler.is_compiling():
         owner.masks.require_kind(layer, window)
+    scale = head_dim**-0.5 if scaling is None else float(scaling)
+    if isinstance(layer, LatentLayer):
+        further = {"sliding_window": window, "softcap": softcap, "sinks": sinks, "alibi_slopes": alibi_slopes}
+        return latent_attention(module, layer, query, metadata, causal, scale, further), None
     q = query.transpose(1, 2).reshape(batch * query_len, num_heads, head_dim)
     out = q.new_empty(batch * query_len, num_heads, value.shape[-1])
     owner.backend.hold(layer, query, key, value, causal, window, softcap, sinks, scaling, alibi_slopes)
+    trees = {} if metadata.tree_mask is None else {"tree_mask": metadata.tree_mask}
+    if trees and not owner.backend.capabilities.tree_mask:
+        raise BackendUnavailableError(
+            f"backend {owner.backend.choice.name!r} cannot run this attention: tree_mask is not supported"
+        )
     attend = owner.backend.ops.paged_attention
     if not torch.compiler.is_compiling() and is_profiling():
         attend = ranged_attention(attend, layer.index)
@@ -127,13 +137,14 @@ def paged_attention_forward(
         out,
         None,
         max_query_len=metadata.max_query_len,
-        scale=head_dim**-0.5 if scaling is None else float(scaling),
+        scale=scale,
         causal=causal,
         window_left=-1 if window is None else window - 1,
         alibi_slopes=alibi_slopes,
         logits_soft_cap=0.0 if softcap is None else float(softcap),
         sinks=sinks,
         chunk_size=layer.chunk or 0,
+        **trees,
         **layer.scales,
         **layer.workspace,
     )
@@ -279,15 +290,14 @@ def paged_mask(
         return None
     if cache is not None:
         kv_offset = 0
-    # Attention of a model's own, of some parts or all of it, adds the mask, and takes None for no mask at
-    # all; T5 of transformers 5.17 adds it to a bias even under SDPA. A mask to add serves SDPA, too. Models
-    # that were not made for SDPA, or not rightly (UMT5 of 5.17), may say nothing of causality where they get
-    # none.
+    # Attention of a model's own adds the mask, and takes None for no mask at all, and so does a module that
+    # leaves causality to its mask; T5 of transformers 5.17 adds it to a bias even under SDPA. Without a
+    # cache, such a module gets a mask of all keys, too: Splinter's says nothing of causality.
     config = kwargs.get("config")
     model_type = getattr(config, "model_type", "")
-    if cache is not None or has_own_attention(model_type):
+    if cache is not None:
         make, options = eager_mask, kwargs
-    elif model_type in NEEDS_DENSE or not supports_sdpa(model_type):
+    elif needs_eager_mask(model_type):
         make, options = eager_mask, {**kwargs, "allow_is_bidirectional_skip": False}
     else:
         make, options = (

@@ -26,8 +26,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
 
-from torchpaged.backends import Choice, Limits, Session
+from torchpaged.backends import Choice, Limits, Planning, Session
 from torchpaged.cache import BlockPool
+from torchpaged.custom_ops.checks import is_int
 from torchpaged.custom_ops.errors import (
     ArgumentError,
     BackendUnavailableError,
@@ -41,6 +42,7 @@ from torchpaged.hf.chosen_backend import ChosenBackend
 from torchpaged.hf.forward_order import ForwardOrder
 from torchpaged.hf.known_models import NEEDS_DENSE, OWN_ATTENTION
 from torchpaged.hf.kv_scales import KVScales, Scales, require_paged
+from torchpaged.hf.latent import keeps_latents
 from torchpaged.hf.layer import SET_UP, PagedLayer, mask_token
 from torchpaged.hf.row_changes import RowChanges
 from torchpaged.hf.support import require_made_by_user, require_paged_layers, require_supported_config
@@ -65,7 +67,8 @@ class PagedCache(Cache):
         backend: a name or "auto"; chosen when the first keys arrive (device and dtype are known then).
         dense: gather keys and values and let SDPA attend: slower, for models that change cached values before
             attention. None: for those that are known to (`torchpaged.hf.known_models.NEEDS_DENSE`), and for
-            no others.
+            no others. Models of multi-head latent attention are not among them once they are attached
+            (`torchpaged.hf.attach`): their layers keep latents.
         kv_dtype: of the pools: "fp8_e4m3" or "fp8_e5m2", or torch's dtype of that name; None: the keys'.
         kv_scales: of fp8 pools: "head" or "tensor", found in the first forward's keys and values, one per kv
             head or one per layer, and kept until the cache is gone; or for each paged layer
@@ -102,11 +105,22 @@ class PagedCache(Cache):
     ) -> None:
         sizes = {"max_batch_size": max_batch_size, "max_seq_len": max_seq_len, "block_size": block_size}
         for name, size in sizes.items():
-            if size < 1:
-                raise ArgumentError(name, "at least 1", str(size))
+            if not is_int(size) or size < 1:
+                raise ArgumentError(name, "an int of at least 1", repr(size))
+        if num_blocks is not None and (not is_int(num_blocks) or num_blocks < 2):
+            raise ArgumentError(
+                "num_blocks", "None or an int of at least 2 (block 0 is the null block)", repr(num_blocks)
+            )
+        if dense not in (None, True, False):
+            raise ArgumentError("dense", "None, True or False", repr(dense))
         require_supported_config(config)
         text_config = config.get_text_config(decoder=True)
-        super().__init__(layers=paged_layers(text_config, max_seq_len, self))
+        self.name = str(text_config.model_type)
+        attached = keeps_latents(text_config)
+        self.dense_reason = NEEDS_DENSE.get(self.name, "") if dense is None and not attached else ""
+        self.dense = bool(self.dense_reason) if dense is None else dense
+        latent = attached and not self.dense
+        super().__init__(layers=paged_layers(text_config, max_seq_len, self, latent))
         self.paged = [layer for layer in self.layers if isinstance(layer, PagedLayer)]
         require_paged_layers(text_config, self.paged)
         # An encoder's keys, in a cache for cross attention, are context of the first query and must be
@@ -114,9 +128,6 @@ class PagedCache(Cache):
         flags = ("is_encoder_decoder", "add_cross_attention")
         crosses = any(getattr(c, flag, False) for c in (config, text_config) for flag in flags)
         self._config, self._text_config = config, text_config
-        self.name = str(text_config.model_type)
-        self.dense_reason = NEEDS_DENSE.get(self.name, "") if dense is None else ""
-        self.dense = bool(self.dense_reason) if dense is None else dense
         if self.dense and self.name in OWN_ATTENTION:
             raise UnsupportedModelError(
                 f"{self.name} masks by the lengths of its own keys, which dense=True makes max_seq_len; "
@@ -313,7 +324,7 @@ class PagedCache(Cache):
             self.first_use(layer)
         if layer.is_first:
             self.rows.advance(batch, query_len)
-            if self.session.plans:
+            if self.session.planning_of(query_len) > Planning.NEVER:
                 self._plan(batch, query_len)
         self.order.leave(layer, query_len)
         return self.rows.slots(batch, query_len)

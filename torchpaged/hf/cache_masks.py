@@ -17,6 +17,7 @@ from torch import Tensor
 
 from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
 from torchpaged.hf.cache_rows import CacheRows
+from torchpaged.hf.known_models import OWN_ATTENTION
 from torchpaged.hf.layer import PagedLayer
 from torchpaged.hf.masks import MaskKind, is_causal, kinds_of, left_padding
 from torchpaged.hf.pending_padding import PendingPadding
@@ -39,6 +40,8 @@ class CacheMasks:
     def __init__(self, name: str, rows: CacheRows, layers: Sequence[PagedLayer]) -> None:
         self._name, self._rows, self._layers = name, rows, layers
         self.pending = PendingPadding(name)
+        # Bloom widens its mask to a fixed cache's length with zeros, unless it is attached.
+        self._todo = "call torchpaged.hf.attach(model) first" if name in OWN_ATTENTION else ""
         self.forget()
 
     def forget(self) -> None:
@@ -82,7 +85,7 @@ class CacheMasks:
         if ready and self._mask_seen and query_length == 1 and on_device and not self._rows.cut_padding:
             return  # a decode step of generate() appends ones; checking would synchronise
         self._mask_seen = self._mask_seen or mask is not None
-        padding = [] if mask is None else left_padding(mask)
+        padding = [] if mask is None else left_padding(mask, self._todo)
         if query_length > 1:
             sizes = [(layer.window, layer.chunk) for layer in self._layers]
             self._learn_kinds(kinds_of(mask_function, local_size, query_length, padding, sizes, device))

@@ -146,7 +146,15 @@ class ChosenBackend:
         if torch.compiler.is_compiling():
             if layer.asked is None:  # no eager forward has held it yet: the pools were made ahead
                 self._hold_traced(
-                    query.dtype, key.dtype, causal, window, softcap, sinks, layer.chunk, alibi_slopes
+                    query.dtype,
+                    key.dtype,
+                    causal,
+                    window,
+                    softcap,
+                    sinks,
+                    layer.chunk,
+                    alibi_slopes,
+                    layer.latent,
                 )
             return
         kind = (
@@ -178,6 +186,7 @@ class ChosenBackend:
             chunk_size=layer.chunk,
             scale=scale,
             alibi_slopes=alibi_slopes,
+            latent=layer.latent,
         )
         self.require(spec)
         self.give_workspace(layer, spec)
@@ -193,6 +202,7 @@ class ChosenBackend:
         sinks: Tensor | None,
         chunk: int | None,
         alibi_slopes: Tensor | None,
+        latent: bool,
     ) -> None:
         used = used_features(
             causal=causal,
@@ -202,6 +212,7 @@ class ChosenBackend:
             sinks=sinks is not None,
             chunk_size=chunk or 0,
             lse=False,
+            latent=latent,
         )
         reasons = self.capabilities.reject_kind(dtype, kv_dtype, used)
         if reasons:

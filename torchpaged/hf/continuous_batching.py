@@ -8,8 +8,9 @@ transformers keeps its own cache, scheduler and sampling. Its steps are packed: 
 decodes in one row of tokens. Full-attention layers write into that cache and read it through a block table,
 whatever the mixture, where transformers' own attention gathers all keys and values first. Steps of decodes
 alone get transformers' block table; for others one is made on the device from the indices that transformers
-sends along, once per step. Sliding-window layers keep a ring of tokens, which new tokens overwrite; their
-keys are gathered as transformers does it.
+sends along, once per step. Sliding-window layers keep a ring of tokens, which new tokens overwrite. A single
+token's window is the whole ring, in whatever order, so that steps of decodes alone read the ring's pages as a
+block table, too; prompts still need what they overwrite, and their keys are gathered as transformers does it.
 
 CUDA graphs need a GPU: transformers itself turns them off without one.
 """
@@ -113,6 +114,12 @@ def continuous_attention_forward(
         out = paged_attention(
             q, layer.k_pool, layer.v_pool, step.block_table, step.seq_lens, starts, **options
         )
+    elif longest == 1 and (ring := _ring_of(cache, layer, starts, kwargs)) is not None:
+        write_kv(k, v, layer.k_pool, layer.v_pool, ring.slots)
+        # all keys that are there are in the window; rotated keys have no order
+        out = paged_attention(
+            q, layer.k_pool, layer.v_pool, ring.block_table, ring.seq_lens, starts, **options
+        )
     else:
         keys, values = _gathered(cache, module.layer_idx, layer, k, v, kwargs)
         ends, max_len = _of_kind(kwargs, layer.kind)
@@ -187,13 +194,28 @@ def _of_kind(kwargs: dict[str, Any], kind: str) -> tuple[Tensor, int]:
 
 
 def _step_of(cache: Any, layer: _Layer, starts: Tensor, num_tokens: int, kwargs: dict[str, Any]) -> _Step:
-    """Table, lengths and slots of the layer's group, made by the first layer of each step.
+    """`_make_step`, by the first layer of each step."""
+    return _once_per_step(cache, layer, kwargs, lambda: _make_step(layer, starts, num_tokens, kwargs))
+
+
+def _ring_of(cache: Any, layer: _Layer, starts: Tensor, kwargs: dict[str, Any]) -> _Step | None:
+    """`_ring_step`, by the first layer of each step; None where the ring's pages are no block table: one page
+    of several is not full, or transformers sends no indices to read."""
+    page, window = layer.k_pool.shape[1], layer.window
+    assert window is not None
+    if (window > page and window % page) or not kwargs["read_index"][layer.group].numel():
+        return None
+    return _once_per_step(cache, layer, kwargs, lambda: _ring_step(layer, window, starts, kwargs))
+
+
+def _once_per_step(cache: Any, layer: _Layer, kwargs: dict[str, Any], make: Callable[[], _Step]) -> _Step:
+    """Table, lengths and slots of the layer's group.
 
     They are kept beside the step's own list of indices, which transformers makes anew for every step. What
     a graph captures is made within it: a replay must make it again. A trace keeps nothing.
     """
     if torch.compiler.is_compiling():
-        return _make_step(layer, starts, num_tokens, kwargs)
+        return make()
     indices = kwargs["write_index"]
     captured = indices[0].is_cuda and torch.cuda.is_current_stream_capturing()
     kept = getattr(cache, "_torchpaged_steps", None)
@@ -202,7 +224,7 @@ def _step_of(cache: Any, layer: _Layer, starts: Tensor, num_tokens: int, kwargs:
         cache._torchpaged_steps = kept
     steps: dict[int, _Step] = kept[2]
     if layer.group not in steps:
-        steps[layer.group] = _make_step(layer, starts, num_tokens, kwargs)
+        steps[layer.group] = make()
     return steps[layer.group]
 
 
@@ -240,6 +262,31 @@ def _index_step(layer: _Layer, starts: Tensor, kwargs: dict[str, Any]) -> _Step:
     if reads_values(slots.device):  # padding of one place for all, which a check would refuse
         slots = torch.where(torch.arange(slots.shape[0], device=slots.device) < starts[-1], slots, -1)
     return _Step(table, ends.diff(), slots)
+
+
+def _ring_step(layer: _Layer, window: int, starts: Tensor, kwargs: dict[str, Any]) -> _Step:
+    """A step of one token per request, in a ring of ``window`` tokens: its pages as a block table, in
+    whatever order, and how many tokens there will be.
+
+    Indices to read name the tokens before this one, the oldest first, and then a place for this one. So in a
+    ring that is not full its page k begins with token ``k * page``; in a full one with the token that stands
+    as far behind the oldest as that is from the next page.
+    """
+    ends, _ = _of_kind(kwargs, layer.kind)
+    read, write = kwargs["read_index"][layer.group], kwargs["write_index"][layer.group]
+    rows, page, lens = layer.rows_per_block, layer.k_pool.shape[1], ends.diff()
+    own = write[starts[:-1].clamp(max=write.shape[0] - 1)]
+    if window <= page:
+        table = own[:, None]
+    else:
+        offset = torch.where(lens == window, page - 1 - own % rows, 0)
+        token = offset[:, None] + torch.arange(0, window, page, device=own.device)
+        at = (ends[:-1, None] + token).clamp(max=read.shape[0] - 1)
+        table = torch.where(token >= lens[:, None] - 1, own[:, None], read[at])
+    slots = write if rows == page else write // rows * page + write % rows
+    if reads_values(slots.device):
+        slots = torch.where(torch.arange(slots.shape[0], device=slots.device) < starts[-1], slots, -1)
+    return _Step((table // rows).to(torch.int32), lens, slots)
 
 
 def _gathered(

@@ -26,20 +26,30 @@ OWN_ATTENTION = frozenset(
         "xglm",
     }
 )
-_LATENT = "expands its cached latents to keys and values before it attends"
+#: Models of multi-head latent attention, whose layers a `PagedCache` keeps as latents once the model is
+#: attached: their modules expand cached latents in a method of their own.
+CACHES_LATENTS = frozenset(
+    {
+        "axk1",
+        "bailing_hybrid",
+        "deepseek_v2",
+        "deepseek_v3",
+        "glm4_moe_lite",
+        "kimi_linear",
+        "longcat_flash",
+        "minicpm3",
+        "youtu",
+    }
+)
+_LATENT = (
+    "expands its cached latents to keys and values before it attends; torchpaged.hf.attach(model) makes it "
+    "attend over the latents"
+)
 _BIAS = "adds a bias by positions to its scores"
 #: Models that do with their cached keys or values what pools don't allow, and what that is: a `PagedCache`
 #: gathers for them unless it is told otherwise.
 NEEDS_DENSE: dict[str, str] = {
-    "axk1": _LATENT,
-    "bailing_hybrid": _LATENT,
-    "deepseek_v2": _LATENT,
-    "deepseek_v3": _LATENT,
-    "glm4_moe_lite": _LATENT,
-    "kimi_linear": _LATENT,
-    "longcat_flash": _LATENT,
-    "minicpm3": _LATENT,
-    "youtu": _LATENT,
+    **dict.fromkeys(sorted(CACHES_LATENTS), _LATENT),
     "diffllama": "regroups its cached values before it attends",
     "doge": "makes a mask of its cached values",
     "jetmoe": "repeats its cached keys and values before it attends",
@@ -100,6 +110,8 @@ _WITH_DECODER = (
 #: -> whether one without that attribute may attend to others: `torchpaged.hf.uncached` leaves out padding
 #: queries where they attend to their own. Not nllb-moe, where padding takes part in the experts' capacity.
 ENCODERS: dict[str, bool] = {**dict.fromkeys(_ENCODER_ONLY, False), **dict.fromkeys(_WITH_DECODER, True)}
+#: Models that add a bias by positions to their scores.
+ADDS_BIAS = frozenset(model_type for model_type, why in NEEDS_DENSE.items() if why == _BIAS)
 #: Models that do arithmetic on what their cache returns, as long as nothing keeps them from it.
 COMPUTES_WITH_KEYS = OWN_ATTENTION | NEEDS_DENSE.keys()
 #: Models that take a mask for granted where transformers' mask function may return None; theirs is a

@@ -51,10 +51,18 @@ class KVScales:
                     "kv_scales", "'head', 'tensor' or scales for each paged layer", repr(scales)
                 )
             return
-        self._given = [(_scale(k), _scale(v)) for k, v in scales]
+        try:
+            pairs = [tuple(pair) for pair in scales]
+        except TypeError:
+            pairs = [()]
+        if any(len(pair) != 2 for pair in pairs):
+            raise ArgumentError(
+                "kv_scales", "'head', 'tensor' or (k_scale, v_scale) for each paged layer", repr(scales)
+            )
+        self._given = [(_scale(k), _scale(v)) for k, v in pairs]
         if self.dtype is None:
             raise ArgumentError(
-                "kv_scales", "None without a kv_dtype", f"{len(scales)} pairs", "give kv_dtype too"
+                "kv_scales", "None without a kv_dtype", f"{len(pairs)} pairs", "give kv_dtype too"
             )
         if len(self._given) != num_layers:
             raise ArgumentError(
@@ -99,7 +107,10 @@ class KVScales:
 
 
 def _scale(value: Any) -> Tensor:
-    scale = torch.as_tensor(value, dtype=torch.float32).detach().clone().reshape(-1)
+    try:
+        scale = torch.as_tensor(value, dtype=torch.float32).detach().clone().reshape(-1)
+    except (TypeError, ValueError):
+        raise ArgumentError("kv_scales", "numbers, or float32 tensors", repr(value)) from None
     if not scale.numel() or not bool(((scale > 0) & scale.isfinite()).all()):
         raise ArgumentError("kv_scales", "positive finite numbers", str(value))
     return scale

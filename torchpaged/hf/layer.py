@@ -119,6 +119,7 @@ class PagedLayer(CacheLayerMixin):
         chunk: chunked attention's chunk in tokens; None = off.
     """
 
+    latent = False  # whether it keeps latents, and attention is ``mla_attention``
     stored: LayerSpec  # with the pools of that spec, once there are any
     pools: Any
     is_compileable = True
@@ -163,7 +164,7 @@ class PagedLayer(CacheLayerMixin):
                 self.scales = self.owner.kv.of(position, key_states, value_states)
 
     # What a layer of another kind has of its own, see `torchpaged.cache.kinds`; with `attention_spec`, and
-    # `write` if the op ``write_kv`` is not its.
+    # `widths` and `store` if the op ``write_kv`` is not its.
     def stored_by(self, key_states: Tensor, value_states: Tensor) -> LayerSpec:
         """What the layer's pools must hold for keys and values of these shapes."""
         return KVLayerSpec(key_states.shape[1], key_states.shape[3], value_states.shape[3])
@@ -172,6 +173,22 @@ class PagedLayer(CacheLayerMixin):
         """What attention reads and `write` fills: ``[num_blocks, block_size, num_kv_heads, head_dim(_v)]`` of
         ``pools``, or views into them."""
         return pools.k_cache, pools.v_cache
+
+    def widths(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Heads and width of the keys and of the values that it stores."""
+        assert self.keys is not None and self.values is not None
+        return (self.keys.shape[2], self.keys.shape[3]), (self.values.shape[2], self.values.shape[3])
+
+    def store(self, key_states: Tensor, value_states: Tensor, slots: Tensor) -> None:
+        """Put ``[batch, num_kv_heads, query_len, head_dim(_v)]`` into ``slots [batch * query_len]``."""
+        batch, num_kv_heads, query_len, head_dim = key_states.shape
+        k = key_states.transpose(1, 2).reshape(batch * query_len, num_kv_heads, head_dim)
+        v = value_states.transpose(1, 2).reshape(
+            batch * query_len, value_states.shape[1], value_states.shape[3]
+        )
+        self.owner.backend.ops.write_kv(
+            k, v, self.keys, self.values, slots, are_query_tokens=self.writes_query_tokens, **self.scales
+        )
 
     def attention_spec(self, config: Any, key_states: Tensor, head_dim_v: int | None) -> AttentionSpec:
         """What the layer will ask of a backend, as far as the config and the first keys say."""
@@ -234,21 +251,14 @@ class PagedLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         if not self.owner.ready:
             self.owner.prepare(key_states, value_states.shape[3])
-        batch, num_kv_heads, query_len, head_dim = key_states.shape
-        k = key_states.transpose(1, 2).reshape(batch * query_len, num_kv_heads, head_dim)
-        v = value_states.transpose(1, 2).reshape(
-            batch * query_len, value_states.shape[1], value_states.shape[3]
-        )
+        batch, _, query_len, _ = key_states.shape
         assert self.keys is not None and self.values is not None
         traced = torch.compiler.is_compiling()
         if not traced:  # a trace has the op's own check
             self._require_own(key_states, value_states)
         if not traced and self.owner.kv.dtype is not None and not self.scales:
             self._find_scales(key_states, value_states)
-        slots = self.owner.advance(self, batch, query_len)
-        self.owner.backend.ops.write_kv(
-            k, v, self.keys, self.values, slots, are_query_tokens=self.writes_query_tokens, **self.scales
-        )
+        self.store(key_states, value_states, self.owner.advance(self, batch, query_len))
         if self.owner.dense:
             return self.owner.gather(self.keys, batch), self.owner.gather(self.values, batch)
         if not self._watched:
@@ -259,22 +269,21 @@ class PagedLayer(CacheLayerMixin):
 
     def _require_own(self, key_states: Tensor, value_states: Tensor) -> None:
         """Refuse what the pools were not made for, before the step moves on."""
-        for name, states, pool in (
-            ("key_states", key_states, self.keys),
-            ("value_states", value_states, self.values),
+        of_keys, of_values = self.widths()
+        for name, states, (heads, width) in (
+            ("key_states", key_states, of_keys),
+            ("value_states", value_states, of_values),
         ):
-            assert pool is not None
-            heads, width = pool.shape[2:]
             if (
                 states.shape[1] != heads
                 or states.shape[3] != width
                 or states.dtype != self.states_dtype
-                or states.device != pool.device
+                or states.device != self.device
             ):
                 raise ArgumentError(
                     name,
                     (
-                        f"{heads} heads of {width}, {self.states_dtype} on {pool.device}, as this cache's "
+                        f"{heads} heads of {width}, {self.states_dtype} on {self.device}, as this cache's "
                         f"layer {self.index} was made for"
                     ),
                     f"{states.shape[1]} heads of {states.shape[3]}, {states.dtype} on {states.device}",

@@ -30,8 +30,10 @@ def is_causal(mask_function: Any) -> bool:
     return mask_function is not bidirectional_mask_function
 
 
-def left_padding(mask: Tensor) -> list[int]:
+def left_padding(mask: Tensor, todo: str = "") -> list[int]:
     """Padding tokens at the start of each row of a 2-D mask ``[batch, length]`` (nonzero = token).
+
+    ``todo``: what to do about a hole, for the message.
 
     Raises:
         ArgumentError: a hole after the first token: right padding, or padding in the middle.
@@ -49,6 +51,7 @@ def left_padding(mask: Tensor) -> list[int]:
             "attention_mask",
             "left padding only (tokenizer.padding_side = 'left')",
             f"a zero after row {row}'s first token, at position {column}",
+            todo,
         )
     return [int(p) for p in padding]
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import inspect
 import math
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -335,6 +335,12 @@ def replace_attention(model: PreTrainedModel) -> int:
         if helper is not None:
             _replace(module, *helper(module))
     return len(modules)
+
+
+def put_in(functions: Mapping[nn.Module, tuple[str, Callable[..., Any]]]) -> None:
+    """Give each module its function, by the name it has there."""
+    for module, (name, function) in functions.items():
+        _replace(module, name, function)
 
 
 def _replace(module: nn.Module, name: str, function: Callable[..., Any]) -> None:

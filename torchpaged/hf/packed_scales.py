@@ -64,11 +64,12 @@ class PackedScales:
                 continue
             assert layer.keys is not None and layer.values is not None
             heads = layer.keys.shape[2]
-            empty = torch.empty(1, heads, 0, 1, device=layer.keys.device)
+            empty = torch.empty(1, heads, 0, 1, dtype=torch.float32, device=layer.keys.device)
             if self.missing:
                 count = heads if self._by_head else 1
                 layer.scales = {
-                    name: torch.ones(count, device=empty.device) for name in ("k_scale", "v_scale")
+                    name: torch.ones(count, dtype=torch.float32, device=empty.device)
+                    for name in ("k_scale", "v_scale")
                 }
                 for scale in layer.scales.values():
                     torch._dynamo.mark_static_address(scale, guard=False)

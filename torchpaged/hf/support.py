@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from torchpaged.custom_ops.errors import UnsupportedModelError
-from torchpaged.hf.known_models import OWN_ATTENTION, require_expressible
+from torchpaged.hf.known_models import ADDS_BIAS, OWN_ATTENTION, require_expressible
 
 _MAPPINGS: tuple[Any, ...] = (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -69,6 +69,11 @@ def _class_of(config_class: type) -> type[PreTrainedModel] | None:
     return None
 
 
+def _class_of_type(model_type: str) -> type[PreTrainedModel] | None:
+    """The same for a model type."""
+    return _class_of(CONFIG_MAPPING[model_type]) if model_type in CONFIG_MAPPING else None
+
+
 @torch.compiler.assume_constant_result
 def has_own_attention(model_type: str) -> bool:
     """Whether the models of a type ignore the attention interface, so that they add the mask to scores of
@@ -78,26 +83,32 @@ def has_own_attention(model_type: str) -> bool:
 
 @functools.cache
 def _has_own_attention(model_type: str) -> bool:
-    if model_type not in CONFIG_MAPPING:
-        return False
-    model_class = _class_of(CONFIG_MAPPING[model_type])
+    model_class = _class_of_type(model_type)
     return model_class is not None and not uses_attention_interface(model_class)
 
 
 @torch.compiler.assume_constant_result
-def supports_sdpa(model_type: str) -> bool:
-    """Whether the models of a type were made for SDPA: where no mask is needed they take None for one, and
-    their modules say whether they are causal. Others may be read wrong without a mask."""
-    return _supports_sdpa(model_type)
+def needs_eager_mask(model_type: str) -> bool:
+    """Whether the models of a type are right only with the mask that eager attention adds to scores: one for
+    every forward, in floating point.
+
+    Those that ignore the attention interface, and those that do not claim SDPA: BigBird-Pegasus' decoder
+    calls itself not causal and leaves causality to a mask that SDPA's mask function would leave out, and its
+    encoder adds the mask to scores of its own. And those with a bias by positions, a mask in floating point
+    anyway: UMT5's decoder calls itself not causal in transformers 5.17. ``_supports_sdpa`` is private;
+    ``tests/hf/test_encoder_decoder.py`` notices if it changes.
+    """
+    return _needs_eager_mask(model_type)
 
 
 @functools.cache
-def _supports_sdpa(model_type: str) -> bool:
-    if model_type not in CONFIG_MAPPING:
-        return False
-    model_class = _class_of(CONFIG_MAPPING[model_type])
-    # Not public; tests/hf/test_encoders.py notices if it goes.
-    return bool(getattr(model_class, "_supports_sdpa", False))
+def _needs_eager_mask(model_type: str) -> bool:
+    if model_type in ADDS_BIAS:
+        return True
+    model_class = _class_of_type(model_type)
+    return model_class is not None and not (
+        uses_attention_interface(model_class) and getattr(model_class, "_supports_sdpa", False)
+    )
 
 
 def require_supported_config(config: Any) -> None:

@@ -22,7 +22,8 @@ from transformers import PreTrainedModel
 from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
 from torchpaged.hf.attention import NAME
 from torchpaged.hf.known_models import OWN_ATTENTION, require_expressible
-from torchpaged.hf.own_attention import replace_attention, restore_attention
+from torchpaged.hf.latent import forget, latent_functions, remember
+from torchpaged.hf.own_attention import put_in, replace_attention, restore_attention
 from torchpaged.hf.support import require_supported, uses_attention_interface
 
 _BEFORE = "_torchpaged_before"
@@ -42,13 +43,17 @@ def _configs(model: PreTrainedModel) -> list[Any]:
 
 
 def _reach_copies(model: PreTrainedModel) -> None:
-    """Switch parts that have a copy of the model's config, as T5's stacks: transformers 5.17 takes them for the
-    model itself, and passes them by."""
+    """Switch parts that have a copy of the model's config, as T5's stacks: transformers 5.17 takes them for
+    the model itself, and passes them by."""
     for part in model.modules():
-        copied = isinstance(part, PreTrainedModel) and part.config is not model.config
-        if copied and part.config._attn_implementation != NAME and uses_attention_interface(type(part)):
-            if type(part.config) is type(model.config):
-                part.set_attn_implementation(NAME)
+        if (
+            isinstance(part, PreTrainedModel)
+            and part.config is not model.config
+            and type(part.config) is type(model.config)
+            and part.config._attn_implementation != NAME
+            and uses_attention_interface(type(part))
+        ):
+            part.set_attn_implementation(NAME)
 
 
 def _require_causal(model: PreTrainedModel) -> None:
@@ -98,6 +103,10 @@ def attach(model: PreTrainedModel) -> PreTrainedModel:
     else:
         model.set_attn_implementation(NAME)
         _reach_copies(model)
+        functions = latent_functions(model)
+        if functions:
+            put_in(functions)
+            remember(model)
     setattr(model, _BEFORE, before)
     return model
 
@@ -114,6 +123,7 @@ def detach(model: PreTrainedModel) -> None:
         # of this config alone; the setter goes on to its parts
         config._attn_implementation_internal = implementation
     restore_attention(model)
+    forget(model)
     delattr(model, _BEFORE)
 
 

@@ -22,6 +22,7 @@ from transformers.cache_utils import (
 
 from torchpaged.cache import layer_kinds
 from torchpaged.custom_ops.errors import UnsupportedModelError
+from torchpaged.hf.latent import LatentLayer
 from torchpaged.hf.layer import PagedLayer, PagedOwner
 
 
@@ -77,9 +78,9 @@ def _of_registered_kind(owner: PagedOwner, index: int, config: Any, template: An
     return next((layer for layer in made if layer is not None), None)
 
 
-def paged_layers(config: Any, max_seq_len: int, owner: PagedOwner) -> list[Any]:
+def paged_layers(config: Any, max_seq_len: int, owner: PagedOwner, keeps_latents: bool = False) -> list[Any]:
     """The layers of a paged cache for ``config``: those of a registered kind its own, attention layers paged,
-    linear ones HuggingFace's own.
+    as latents if it ``keeps_latents``, linear ones HuggingFace's own.
 
     Raises:
         UnsupportedModelError: the architecture keeps something in its cache that can be neither.
@@ -105,6 +106,8 @@ def paged_layers(config: Any, max_seq_len: int, owner: PagedOwner) -> list[Any]:
             )
         elif isinstance(layer, LinearAttentionCacheLayerMixin) and isinstance(layer, StaticLayer):
             layers.append(HybridPagedLayer(owner, index, window, chunk, layer.number_of_states))
+        elif isinstance(layer, StaticLayer) and keeps_latents:
+            layers.append(LatentLayer(owner, index, window, chunk))
         elif isinstance(layer, StaticLayer):
             layers.append(PagedLayer(owner, index, window, chunk))
         elif isinstance(layer, CacheLayerMixin):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from torchpaged.custom_ops.errors import UnsupportedModelError
-from torchpaged.hf.known_models import OWN_ATTENTION
+from torchpaged.hf.known_models import CACHES_LATENTS, OWN_ATTENTION
 
 
 class WatchedPool(Tensor):
@@ -59,9 +59,14 @@ def _refusal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) ->
             f"{watched.model_name} ignores transformers' attention interface; call "
             "torchpaged.hf.attach(model), or run it within `with torchpaged.hf.paged(model)`"
         )
+    attach = (
+        "call torchpaged.hf.attach(model) before its PagedCache is made, so that it keeps latents, or "
+        if watched.model_name in CACHES_LATENTS
+        else ""
+    )
     return UnsupportedModelError(
         f"{watched.model_name} computes with its cached keys or values ({getattr(func, '__name__', func)}) "
-        "before it attends, where paged attention reads the pools themselves; use PagedCache(..., "
+        f"before it attends, where paged attention reads the pools themselves; {attach}use PagedCache(..., "
         "dense=True), which gathers them first"
     )
 

@@ -9,6 +9,10 @@
     out = cross(query, key, value, cache[0], rows.cross([1, 1], written=rows.append([7, 3])))
     out = cross(query, None, None, cache[0], rows.cross([1, 1]))     # later steps
 
+    cache = PagedKVCache([LatentLayerSpec(512, 64)] * num_layers, num_blocks=1024)
+    attention = MLAAttention(128, 128, 64, 128, kv_lora_rank=512)
+    out = attention(query, kv_c, k_pe, cache[layer], metadata)
+
 A backend that can't do what a layer needs is refused where the layer is made.
 """
 
@@ -16,6 +20,7 @@ from torchpaged.layers.attention_type import AttentionType
 from torchpaged.layers.chunked import ChunkedLocalAttention
 from torchpaged.layers.cross import CrossAttention
 from torchpaged.layers.encoder import EncoderAttention, EncoderOnlyAttention
+from torchpaged.layers.mla import MLAAttention
 from torchpaged.layers.of_type import attention_layer
 from torchpaged.metadata import CrossMetadata, encoder_metadata
 
@@ -26,6 +31,7 @@ __all__ = [
     "CrossMetadata",
     "EncoderAttention",
     "EncoderOnlyAttention",
+    "MLAAttention",
     "attention_layer",
     "encoder_metadata",
 ]

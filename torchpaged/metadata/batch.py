@@ -49,6 +49,9 @@ class AttentionMetadata:
         tree_mask: ``[num_tokens]`` int64, bit j of a token's word: it sees query token j of its request, one
             before it, as `torchpaged.tree_mask_from_parents` gives it. None: every query token sees all those
             before it.
+        prefixes: a `torchpaged.cascade.CascadeBatch`: groups of requests whose first blocks are the same
+            ones, read once for a group by layers that can. None: each request is read alone. The batch's
+            parts and copies elsewhere have none.
     """
 
     block_table: Tensor
@@ -60,6 +63,7 @@ class AttentionMetadata:
     block_size: int | None = None
     query_lens: tuple[int, ...] | None = None
     tree_mask: Tensor | None = None
+    prefixes: Any = None
 
     @property
     def num_reqs(self) -> int:
@@ -171,7 +175,7 @@ class AttentionMetadata:
         moved: dict[str, Any] = {
             name: tensor.to(device, non_blocking=True) for name, tensor in held.items() if tensor is not None
         }
-        return replace(self, **moved)
+        return replace(self, **moved, prefixes=None)
 
     @classmethod
     def view(

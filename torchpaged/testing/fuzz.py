@@ -15,10 +15,12 @@ from typing import Any
 
 import torch
 
+from torchpaged.metadata.tree import words_of
 from torchpaged.testing.batches import Batch, BatchSpec, make_batch
 from torchpaged.testing.fuzz_aims import AIMS
 from torchpaged.testing.fuzz_configuration import Configuration
 from torchpaged.testing.pools import FP8_DTYPES, PoolLayout
+from torchpaged.testing.trees import TREE_KINDS, random_parents
 
 WIDTHS = (
     (40, 40),
@@ -242,6 +244,8 @@ def random_spec(c: Configuration, r: random.Random) -> BatchSpec:
             query = min(max(query, 9), tokens)
         kind = r.choices(LENGTHS, weights)[0]
         length = _seq_len(r, c, max(query, 1), kind, min(c.columns, blocks) * c.block_size)
+        if c.tree and length > 0:  # a tree stands whole behind its context
+            query = min(query, length)
         tokens, blocks = tokens - query, blocks - (-(-max(length, 0) // c.block_size))
         query_lens.append(query)
         seq_lens.append(length)
@@ -278,6 +282,14 @@ def random_batch(c: Configuration, index: int, device: torch.device | str = "cpu
     if c.sinks == "float32":
         batch.extras["sinks"] = batch.extras["sinks"].float()
     assert kv_dtype == dtype or kv_dtype in FP8_DTYPES
+    if c.tree:
+        words = [
+            word
+            for count in batch.spec.query_lens
+            for word in words_of(random_parents(count, r.randrange(2**31), r.choice(TREE_KINDS)))
+        ]
+        words += [r.randrange(-(2**63), 2**63) for _ in range(batch.q.shape[0] - len(words))]
+        batch.extras["tree_mask"] = torch.tensor(words, dtype=torch.int64)
     if c.semaphore:
         batch.extras["semaphore"] = torch.zeros(
             c.num_reqs * c.num_kv_heads + r.choice((0, 0, 7)) * (not c.captured), dtype=torch.int32

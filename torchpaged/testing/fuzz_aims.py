@@ -111,6 +111,64 @@ def for_cuda_prefill_fp8(c: Configuration, r: random.Random) -> Configuration:
     )
 
 
+def for_cuda_decode(c: Configuration, r: random.Random) -> Configuration:
+    """For decode.cu, with so many requests that a CTA goes through several of them, or a third with so few
+    that a pair has many parts; most heads are 96 numbers wide or more."""
+    dim, dim_v = r.choice(((128, 128), (128, 128), (128, 128), (96, 96), (192, 128), (256, 256), (64, 64)))
+    longest = r.choice((1, 1, 1, 1, 2, 4))
+    group = r.choice(
+        [n for n in (1, 2, 3, 4, 4, 5, 7, 8) if n * longest <= 16 and -(-n * longest // 8) * dim_v <= 512]
+    )
+    few = r.random() < 0.35
+    kv_heads = r.choice((1, 1, 2, 3) if few else (2, 3, 4, 5, 8))
+    num_reqs = r.choice((1, 1, 2, 3) if few else [n for n in (40, 70, 130, 200, 300) if n * kv_heads > 132])
+    dtype = r.choice(("bfloat16", "float16"))
+    block_size = r.choice((8, 16, 16, 32, 64))
+    heads_first = r.random() < 0.35
+    layout = PoolLayout(heads_first, 16 * r.choice((0, 0, 1)), 0, 16 * r.choice((0, 0, 1)))
+    least = -(-min(12_000, 2**23 // (kv_heads * max(dim, dim_v))) // block_size)
+    return dataclasses.replace(
+        c,
+        backend="cuda",
+        kernel="decode",
+        num_heads=kv_heads * group,
+        num_kv_heads=kv_heads,
+        head_dim=dim,
+        head_dim_v=dim_v,
+        dtype=dtype,
+        kv_dtype=dtype,
+        scales="none",
+        block_size=block_size,
+        layout=layout,
+        q_padding=_eights(c.q_padding),
+        out_padding=_eights(c.out_padding),
+        num_reqs=num_reqs,
+        num_tokens=num_reqs * longest + r.choice((0, 3)),
+        max_query_len=longest,
+        longest_query=longest,
+        columns=r.choice((least, -(-1025 // block_size))),
+        num_blocks=least + num_reqs + 1,
+        sinks=r.choice(("none", "none", "same")),
+    )
+
+
+def for_trees(c: Configuration, r: random.Random) -> Configuration:
+    """For trees of up to 64 query tokens: half of them as drawn, where those are decodes, half for prefill.cu
+    with either kind of cache; a quarter on Triton's kernels."""
+    if c.kernel != "decode" or r.random() < 0.5:
+        c = r.choice((for_cuda_prefill, for_cuda_prefill, for_cuda_prefill_fp8))(c, r)
+    longest = min(c.longest_query, 64)
+    options = {name: value for name, value in c.options.items() if name != "causal"}
+    return dataclasses.replace(
+        c,
+        backend=r.choice(("cuda", "cuda", "cuda", "triton")),
+        max_query_len=min(c.max_query_len, 64),
+        longest_query=longest,
+        options=options,
+        tree=True,
+    )
+
+
 def _eights(paddings: tuple[int, int, int]) -> tuple[int, int, int]:
     between_tokens, between_heads, before = paddings
     return between_tokens // 8 * 8, between_heads // 8 * 8, before // 8 * 8
@@ -119,4 +177,6 @@ def _eights(paddings: tuple[int, int, int]) -> tuple[int, int, int]:
 AIMS: dict[str, Callable[[Configuration, random.Random], Configuration]] = {
     "cuda-prefill": for_cuda_prefill,
     "cuda-prefill-fp8": for_cuda_prefill_fp8,
+    "cuda-decode": for_cuda_decode,
+    "tree": for_trees,
 }

@@ -24,6 +24,7 @@ class Configuration:
         num_blocks: of the pools.
         most_scores: bounds queries x keys x heads of a request, so that the oracle stays fast.
         captured: into a CUDA graph that is replayed with every batch.
+        tree: query tokens are trees, at most 64 of a request.
     """
 
     seed: int
@@ -54,6 +55,7 @@ class Configuration:
     semaphore: bool
     scale: float | None
     captured: bool
+    tree: bool = False
 
     def describe(self) -> dict[str, Any]:
         """As JSON takes it."""

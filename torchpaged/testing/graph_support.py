@@ -16,7 +16,13 @@ import torch
 from torchpaged.backends import AttentionSpec, Backend, GraphSupport, Planning
 from torchpaged.custom_ops.errors import BackendUnavailableError
 from torchpaged.graphs import CaptureBackend, CudaCapture, TapeCapture
-from torchpaged.testing.graph_conformance import check_forgotten_plan, check_replays, conformance_cases
+from torchpaged.testing.graph_conformance import (
+    Case,
+    check_eager,
+    check_forgotten_plan,
+    check_replays,
+    conformance_cases,
+)
 
 
 @dataclass
@@ -27,17 +33,19 @@ class GraphSupportReport:
         backend: its name.
         declared: its graph support.
         replays: how many replays were compared, by case and dtype.
+        eager: how many batches beyond the declared support were compared, without a graph.
         forgotten_plans: whether replays without a plan were tried, too.
     """
 
     backend: str
     declared: GraphSupport
     replays: dict[str, int] = field(default_factory=dict)
+    eager: int = 0
     forgotten_plans: bool = False
 
     def __str__(self) -> str:
         if not self.replays:
-            return f"{self.backend}: {self.declared.name}, nothing to prove"
+            return f"{self.backend}: {self.declared.name}; {self.eager} batches right without a graph"
         also = "; a forgotten plan is noticed" if self.forgotten_plans else ""
         return (
             f"{self.backend}: {self.declared.name}, proved by {sum(self.replays.values())} replays of "
@@ -54,8 +62,9 @@ def check_graph_support(
     **shape: Any,
 ) -> GraphSupportReport:
     """Capture one step of each declared kind at its bucket's maximum, and replay it with other lengths, block
-    tables, padding, blocks of the pool, and with nobody in the batch; every replay is compared with the
-    float64 oracle.
+    tables, padding, windows of the pool, and with nobody in the batch; every replay is compared with the
+    float64 oracle. What is beyond the declared support runs without a graph and is compared likewise, and no
+    session may be opened for it.
 
     Args:
         backend: sessions of it are opened.
@@ -90,7 +99,7 @@ def check_graph_support(
     report = GraphSupportReport(backend.name, declared)
     held = GraphSupport.NEVER
     for level in (level for level in GraphSupport if GraphSupport.NEVER < level <= declared):
-        new = [case for case in conformance_cases(level) if case not in conformance_cases(held)]
+        new = [case for case in _cases(backend, level) if case not in conformance_cases(held)]
         for case in new:
             for dtype in taken:
                 try:
@@ -105,11 +114,27 @@ def check_graph_support(
                     ) from error
                 report.replays[f"{case.name}[{str(dtype).removeprefix('torch.')}]"] = done
         held = level
+    for case in _cases(backend, GraphSupport.ALWAYS):
+        for dtype in taken if case not in conformance_cases(declared) else ():
+            try:
+                report.eager += check_eager(backend, case, device, dtype=dtype, **sizes)
+            except Exception as error:
+                raise AssertionError(
+                    f"backend {backend.name!r} declares graph support {declared.name}, and is wrong without "
+                    f"a graph: case {case.name!r} in {str(dtype).removeprefix('torch.')}: {error}"
+                ) from error
     return report
+
+
+def _cases(backend: Backend, level: GraphSupport) -> list[Case]:
+    """Of `conformance_cases`, those whose features the backend declares."""
+    windows = backend.capabilities.window
+    return [case for case in conformance_cases(level) if windows or "window_left" not in case.options]
 
 
 def _reasons(backend: Backend, device: torch.device, dtype: torch.dtype, sizes: dict[str, Any]) -> list[str]:
     wanted = {name: sizes[name] for name in ("num_heads", "num_kv_heads", "head_dim")}
+    wanted["max_query_len"] = backend.capabilities.max_query_len
     return backend.reject(
         AttentionSpec(device=device, dtype=dtype, block_size=sizes.get("block_size", 16), **wanted)
     )

@@ -162,7 +162,7 @@ def opcheck_cases(
     )
     out = torch.zeros_like(batch.q)
     common = {"max_query_len": batch.max_query_len, "scale": batch.scale}
-    trees = make_tree_batch(TREE_SPECS["tree_mixed"], dtype=dtype, device=device)
+    trees = make_tree_batch(TREE_SPECS["tree_chain"], head_dim=16, dtype=dtype, device=device)
     trees.k_cache.nan_to_num_(0.5), trees.v_cache.nan_to_num_(0.5)
     tree = (
         trees.q,
@@ -173,6 +173,11 @@ def opcheck_cases(
         trees.query_start_loc,
     )
     tree_options = {"max_query_len": trees.max_query_len, "scale": trees.scale, **trees.extras}
+    latents = make_batch(
+        BATCH_SPECS["mixed_padded"], num_kv_heads=1, head_dim=24, head_dim_v=16, dtype=dtype, device=device
+    )
+    rows = latents.k_cache.nan_to_num_(0.5)
+    latent = (latents.q, rows, latents.block_table, latents.seq_lens, latents.query_start_loc)
     ids = torch.arange(4, device=device)
     table = torch.tensor([[3, 1], [2, 9], [4, 5], [0, 0]], dtype=torch.int32, device=device)
     lens = torch.tensor([17, 4, 32, 0], dtype=torch.int32, device=device)
@@ -205,6 +210,16 @@ def opcheck_cases(
         ),
         "attention_tree": ("paged_attention", (*tree, torch.zeros_like(tree[0])), tree_options),
         "attention_semaphore": ("paged_attention", (*attention, out), {**common, "semaphore": semaphore}),
+        "latent": (
+            "mla_attention",
+            (*latent, torch.zeros_like(latents.q[..., :16])),
+            {"max_query_len": latents.max_query_len, "scale": latents.scale},
+        ),
+        "write_latent": (
+            "write_latent",
+            (kv[:, 0, :16].contiguous(), kv[:, 0, :8].contiguous(), rows, slots),
+            {},
+        ),
         "merge": (
             "merge_attn_states",
             (state, lse, state.clone(), lse.clone(), torch.empty_like(state), torch.empty_like(lse)),

@@ -19,6 +19,9 @@ from torchpaged.metadata.tree import words_of
 from torchpaged.testing.batches import Batch, BatchSpec, make_batch
 from torchpaged.testing.pools import clone_storage
 
+#: Kinds of trees that `random_parents` draws.
+TREE_KINDS = ("random", "chain", "star", "deep")
+
 
 def random_parents(count: int, seed: int, kind: str = "random") -> tuple[int, ...]:
     """Parents of a tree of ``count`` tokens.
@@ -70,7 +73,7 @@ _SPECS = (
         padded_tokens=2,
         padded_reqs=1,
     ),
-    tree_spec("tree_long", (50, 130), ((17, 4, "random"), (33, 5, "deep"))),
+    tree_spec("tree_uneven", (50, 21, 130), ((17, 4, "random"), (3, 9, "random"), (33, 5, "deep"))),
     tree_spec("tree_full", (100, 5), ((64, 6, "random"), (64, 7, "deep"))),
 )
 TREE_SPECS: dict[str, TreeSpec] = {spec.name: spec for spec in _SPECS}
@@ -126,14 +129,12 @@ def branches_of(batch: Batch) -> tuple[Batch, Tensor]:
     # numbers can't be put into an fp8 tensor by index
     own = tuple(clone_storage(pool, dtype=torch.float32) for pool in (alone.k_cache, alone.v_cache))
     for row, (request, first, path) in enumerate(paths):
-        keys = [*range(contexts[request]), *(contexts[request] + token for token in path)]
+        keys = torch.tensor([*range(contexts[request]), *(contexts[request] + token for token in path)])
+        at = torch.arange(len(keys))
+        read = cpu.block_table[request].long()[keys // size], keys % size
+        written = alone.block_table[row].long()[at // size], at % size
         for pool, copy in zip(pools, own, strict=True):
-            for at, key in enumerate(keys):
-                from_block, to_block = (
-                    cpu.block_table[request, key // size],
-                    alone.block_table[row, at // size],
-                )
-                copy[to_block, at % size] = pool[from_block, key % size].float()
+            copy[written] = pool[read].float()
         begin = int(alone.query_start_loc[row])
         alone.q[begin : begin + len(path)] = cpu.q[[first + token for token in path]]
     k_cache, v_cache = (clone_storage(copy, dtype=cpu.k_cache.dtype) for copy in own)

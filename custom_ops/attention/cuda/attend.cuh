@@ -98,6 +98,7 @@ struct Queries {
   int low[COLS][2], end[COLS][2];  // not SAME_MASK
   int position[COLS][2];           // ALIBI or not SAME_MASK
   float slope[COLS][2];            // ALIBI
+  u32 word[COLS][2];               // TREE: of the query tokens that the row sees
 
   __device__ __forceinline__ void load(const Params &p, const Cursor &c, int lane) {
     const int quad = lane % 4;
@@ -151,7 +152,14 @@ struct Queries {
         const float row_fold = KV_BYTES == 1 && !Q_HALF ? __shfl_sync(ALL, fold, (quad * 2 + i) * 4) : 1.f;
         scale[n][i] = p.scale * k_scale * row_fold * (SOFT_CAP || ALIBI ? 1.f : LOG2E);
         if constexpr (ALIBI || !SAME_MASK) position[n][i] = c.r.seq_len - c.r.query_len + query_of(mine);
-        if constexpr (!SAME_MASK) {
+        if constexpr (TREE) {
+          // Positions are counted over what the row sees: the context, and the tokens of its word.
+          const bool is_row = mine < ROWS && query_of(mine) < c.r.query_len;
+          const u32 own = 1u << query_of(mine);
+          word[n][i] = is_row ? ((u32)p.tree[c.r.start + query_of(mine)] & (own - 1)) | own : 0;
+          position[n][i] = c.r.seq_len - c.r.query_len + __popc(word[n][i] & (own - 1));
+          visible(position[n][i], c.r.seq_len, low[n][i], end[n][i]);
+        } else if constexpr (!SAME_MASK) {
           visible(position[n][i], c.r.seq_len, low[n][i], end[n][i]);
           if (query_of(mine) >= c.r.query_len || mine >= ROWS) end[n][i] = low[n][i];
         }
@@ -159,6 +167,30 @@ struct Queries {
           slope[n][i] = mine < ROWS ? p.slopes[kv_head_of(c.pair, mine) * GROUP + mine % GROUP] : 0.f;
       }
     }
+  }
+};
+
+// TREE: the KEYS keys from `from` on, of a request whose query tokens' keys begin at `context`. The keys' bits
+// are a row's word, shifted to where its first key lies, and set for those of the context.
+template <bool WIDE> struct KeyBits { using type = u32; };
+template <> struct KeyBits<true> { using type = u64; };
+struct Branches {
+  using Bits = KeyBits<(KEYS > 32)>::type;
+  int from, token;  // the query token of the key at `from`, negative before the first
+  int right, left;  // that words are shifted
+  Bits set;
+
+  __device__ __forceinline__ Branches(int context, int from) : from(from), token(from - context) {
+    constexpr int MOST = sizeof(Bits) * 8 - 1;
+    right = min(max(token, 0), 31);
+    left = min(max(-token, 0), MOST);
+    set = token < -MOST ? ~(Bits)0 : ((Bits)1 << left) - 1;
+  }
+  __device__ __forceinline__ Bits seen(u32 word) const { return (Bits)(word >> right) << left | set; }
+  // Where the key `key` places behind `from` counts: positions are counted over what the row sees.
+  __device__ __forceinline__ int position(u32 word, int key) const {
+    return from - max(token, 0) + __popc(word & ((1u << right) - 1)) +
+           __popcll(seen(word) & (((Bits)1 << key) - 1));
   }
 };
 
@@ -215,6 +247,8 @@ __device__ __forceinline__ void attend(State &state, const Queries &queries, con
         else if (kv_head_of(0, lane % 4 * 2 + j % 2)) s[m][n][j] = other[n][j];
   }
   const bool whole = SAME_MASK && key + KEYS <= c.r.end && key >= c.r.low;  // no key of these is masked
+  constexpr bool LOW = WINDOW_LEFT >= 0 || CHUNK > 0;  // rows may not see the first keys
+  [[maybe_unused]] const Branches branches(c.r.seq_len - c.r.query_len, key + lane / 4);
   bool moved = false;
   float top[COLS][2];
 #pragma unroll
@@ -229,9 +263,16 @@ __device__ __forceinline__ void attend(State &state, const Queries &queries, con
           float x = s[m][n][2 * h + i] * queries.scale[n][i];
           const int at = key + m * 16 + h * 8 + lane / 4;
           if constexpr (SOFT_CAP) x = p.soft_cap * tanh_(x / p.soft_cap);
-          if constexpr (ALIBI) x += queries.slope[n][i] * (float)(at - queries.position[n][i]);
+          if constexpr (ALIBI && TREE)
+            x += queries.slope[n][i] * (float)(branches.position(queries.word[n][i], m * 16 + h * 8) -
+                                               queries.position[n][i]);
+          else if constexpr (ALIBI) x += queries.slope[n][i] * (float)(at - queries.position[n][i]);
           if constexpr (SOFT_CAP || ALIBI) x *= LOG2E;
-          if constexpr (!SAME_MASK) x = at < queries.end[n][i] && at >= queries.low[n][i] ? x : -INF;
+          if constexpr (TREE) {
+            const u32 word = queries.word[n][i];
+            const bool sees = branches.seen(word) >> (m * 16 + h * 8) & 1;
+            x = sees && (!LOW || branches.position(word, m * 16 + h * 8) >= queries.low[n][i]) ? x : -INF;
+          } else if constexpr (!SAME_MASK) x = at < queries.end[n][i] && at >= queries.low[n][i] ? x : -INF;
           else if (!whole) x = at < c.r.end && at >= c.r.low ? x : -INF;
           s[m][n][2 * h + i] = x;
           most = fmaxf(most, x);

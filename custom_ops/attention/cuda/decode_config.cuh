@@ -24,6 +24,8 @@ inline constexpr bool CAUSAL = true;           // no key behind a query's own po
 inline constexpr int WINDOW_LEFT = -1;         // keys before a query's own position that it sees; -1: all
 inline constexpr int WINDOW_RIGHT = -1;        // keys behind it; -1: all
 inline constexpr int CHUNK = 0;                // positions of a chunk, whose keys alone a query sees; 0: none
+// of its request's query tokens a row sees those of its word (tree mask)
+inline constexpr bool TREE = false;
 inline constexpr bool SAME_MASK = true;        // all query rows of a request see the same keys
 inline constexpr bool SOFT_CAP = false;        // scores are bent by soft_cap * tanh(score / soft_cap)
 inline constexpr bool ALIBI = false;           // scores fall by a head's slope times the distance
@@ -39,6 +41,12 @@ inline constexpr int STAGES = 3;               // tiles on their way or in use, 
 inline constexpr int CTAS_PER_SM = 1;          // that registers must suffice for
 inline constexpr int MIN_TILES = 1;            // least tiles of a CTA's run
 inline constexpr int TEAM = 1;                 // CTAs that read neighbouring pairs of a request side by side
+// tiles that a border of runs may move to an end of a pair; 0: none moves
+inline constexpr int NEAR = 0;
+// a run's next queries are asked for while states of warps meet
+inline constexpr bool ASK_EARLY = false;
+// pairs may have so many parts that they are merged in two steps
+inline constexpr bool GROUPED = false;
 inline constexpr int PREFETCH = 2;             // stages that may be filled while the kernels ahead still run
 inline constexpr int PREFETCH_L2 = 1;          // tiles behind these that are asked for into L2 meanwhile
 #define CLUSTER 2                              // CTAs of a cluster, a power of two; chooses an attribute

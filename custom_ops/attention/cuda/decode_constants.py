@@ -30,6 +30,7 @@ DECODE = Table(
         Constant("WINDOW_LEFT", "int", "keys before a query's own position that it sees; -1: all"),
         Constant("WINDOW_RIGHT", "int", "keys behind it; -1: all"),
         Constant("CHUNK", "int", "positions of a chunk, whose keys alone a query sees; 0: none"),
+        Constant("TREE", "bool", "of its request's query tokens a row sees those of its word (tree mask)"),
         Constant("SAME_MASK", "bool", "all query rows of a request see the same keys"),
         Constant("SOFT_CAP", "bool", "scores are bent by soft_cap * tanh(score / soft_cap)"),
         Constant("ALIBI", "bool", "scores fall by a head's slope times the distance"),
@@ -44,6 +45,9 @@ DECODE = Table(
         Constant("CTAS_PER_SM", "int", "that registers must suffice for"),
         Constant("MIN_TILES", "int", "least tiles of a CTA's run"),
         Constant("TEAM", "int", "CTAs that read neighbouring pairs of a request side by side"),
+        Constant("NEAR", "int", "tiles that a border of runs may move to an end of a pair; 0: none moves"),
+        Constant("ASK_EARLY", "bool", "a run's next queries are asked for while states of warps meet"),
+        Constant("GROUPED", "bool", "pairs may have so many parts that they are merged in two steps"),
         Constant("PREFETCH", "int", "stages that may be filled while the kernels ahead still run"),
         Constant("PREFETCH_L2", "int", "tiles behind these that are asked for into L2 meanwhile"),
         Constant(

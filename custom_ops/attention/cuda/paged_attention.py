@@ -26,7 +26,7 @@ from torchpaged.custom_ops.attention.triton.config import (
 from torchpaged.custom_ops.cuda import gpu, jit
 from torchpaged.custom_ops.errors import BackendUnavailableError
 
-_PARAMS = struct.Struct("15Q7q2f4i")  # struct Params of shapes.cuh
+_PARAMS = struct.Struct("15Q7q2f4iQ")  # struct Params of shapes.cuh
 
 
 def paged_attention(
@@ -82,8 +82,8 @@ def paged_attention(
         tree_mask=tree_mask,
         semaphore=semaphore,
     )
-    if tree_mask is not None:
-        raise BackendUnavailableError("tree_mask: expected None, these kernels attend without one")
+    if max_query_len == 1:  # a query token that is alone in its request sees itself, whatever its word says
+        tree_mask = None
     num_reqs = block_table.shape[0]
     capacity = block_table.shape[1] * k_cache.shape[1]
     window_left, window_right, chunk_size = bounded_masks(window_left, window_right, chunk_size, capacity)
@@ -109,6 +109,7 @@ def paged_attention(
             k_scale=k_scale,
             v_scale=v_scale,
             chunk_size=chunk_size,
+            tree_mask=tree_mask,
             semaphore=semaphore,
         )
         return
@@ -140,6 +141,7 @@ def paged_attention(
             chunk_size,
             semaphore,
             longest=short,
+            tree_mask=tree_mask,
         )
 
     if kernel == "decode":
@@ -164,6 +166,7 @@ def paged_attention(
         sinks=sinks,
         k_scale=k_scale,
         v_scale=v_scale,
+        tree_mask=tree_mask,
         semaphore=semaphore,
         short=short,
         behind=None if kernel == "prefill" else decodes,
@@ -263,6 +266,7 @@ def prepare_decode(
     semaphore: Tensor,
     *,
     longest: int = 0,
+    tree_mask: Tensor | None = None,
 ) -> tuple[Callable[[], None], int]:
     """What launches the decode kernel on checked arguments, and how many numbers of the semaphore a
     request has.
@@ -300,6 +304,7 @@ def prepare_decode(
         lse is not None,
         num_reqs * num_kv_heads,
         longest,
+        tree_mask is not None,
     )
     programs = kernel.resident(shape.warps * 32, shape.cluster, shape.ctas_per_sm * gpu.num_sms(index))
     scratch = torch.empty(programs * 2 * rows * (dim_v + 2), dtype=torch.float32, device=q.device)
@@ -335,6 +340,7 @@ def prepare_decode(
         q.shape[0],
         _head_stride(k_scale),
         _head_stride(v_scale),
+        0 if tree_mask is None else tree_mask.data_ptr(),
     )
     early = gpu.launches_early(index)
 
@@ -370,6 +376,7 @@ def _specialised(
     lse: bool,
     pairs: int,
     longest: int,
+    tree: bool,
 ) -> tuple[jit.Kernel, specialise.DecodeShape, int]:
     """The kernel of these shapes and features, its launch shape and its query rows per pair."""
     block_size, num_kv_heads, dim = cache_shape
@@ -398,6 +405,7 @@ def _specialised(
         gpu.num_sms(index),
         gpu.shared_per_sm(index),
         longest,
+        tree,
     )
     rows = config["PAIR_HEADS"] * config["GROUP"] * config["QUERY_LEN"]
     shared = shape.shared_bytes(dim, dim_v, kv_dtype.itemsize, rows)

@@ -62,6 +62,15 @@ __device__ __forceinline__ void barrier_wait_after(u32 at, int parity, float x) 
   mbarrier_wait(at, parity ^ (BESIDE && x < -1.f));
 }
 
+// Without a decode launch behind it this kernel may begin while the ones ahead still run. Lengths, query
+// starts and block tables are read before this, as machine.cuh says; all else is read and written behind it.
+// Whatever warp stays passes it once, with work or without, so that no CTA ends before the kernels ahead. The
+// kernel behind may begin then; a merge launch, which waits for this kernel's end, already at its start.
+__device__ __forceinline__ void wait_for_kernels_ahead() {
+  if constexpr (SHORT == 0) asm volatile("griddepcontrol.wait;" ::: "memory");
+  if constexpr (SHORT == 0 && !SPLIT) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
 // The same number in all lanes, known as such to the compiler: products in a branch that might part a warp
 // are put one behind the other.
 __device__ __forceinline__ int uniform(int x) { return __shfl_sync(ALL, x, 0); }
@@ -80,11 +89,15 @@ struct Loader {
   Place<RAW_STAGES> raw;
   int lane;
 
+  // PAIRED: the first block of a step that this CTA brings both.
+  static constexpr int MY_PAGES = PAGES / SHARERS;
+  __device__ __forceinline__ int first_page() const { return PAIRED ? blockIdx.x % 2 * MY_PAGES : 0; }
+
   // The lane's block of a step. Blocks past the request's last key, and those before the first that the tile
   // sees, are no block at all: the copy engine fills them with zeros.
   __device__ __forceinline__ int block_of(const Tile &tile, int first_seen, int step) const {
-    const int index = step * PAGES + lane;
-    const bool seen = lane < PAGES && index * BLOCK_SIZE < tile.span.seq_len &&
+    const int index = step * PAGES + first_page() + lane;
+    const bool seen = lane < MY_PAGES && index * BLOCK_SIZE < tile.span.seq_len &&
                       (!LOW || (index + 1) * BLOCK_SIZE > first_seen);
     return seen ? p.table[tile.request * p.table_row + index] : p.num_blocks;
   }
@@ -94,16 +107,24 @@ struct Loader {
   __device__ __forceinline__ void load(Ring &ring, u32 stages, u32 full, u32 empty, const Map *map,
                                        const Where &at, int head, int block, [[maybe_unused]] int kind) {
     const u32 to = stages + ring.slot * STAGE, filled = full + ring.slot * 8;
-    // arrive: release() of every math warp, or Converter::convert of every converter, a round ago
+    // arrive: give_back() of every math warp, of both CTAs if PAIRED, or Converter::convert of every
+    // converter, a round ago
     wait_or_give_up(empty + ring.slot * 8, ring.round ^ 1);
     if (lane == 0) {
       if constexpr (FP8) kinds[ring.slot] = kind;
       mbarrier_arrive_expect_tx(filled, BYTES);
     }
     __syncwarp();  // expected before anything can arrive
-    if (lane < PAGES)
+    if constexpr (PAIRED) {
+      // The other CTA's stage is empty too: its math warps are among those waited for. Its barrier may be
+      // told before it expects anything; its phase does not end before that.
+      if (lane < MY_PAGES)
+        tma_load_4d_shared(to + (first_page() + lane) * (BYTES / PAGES), map, 0, 0, head * at.head_square,
+                           head * at.head_group + block * at.block_group, filled, 3);
+    } else if (lane < PAGES) {
       tma_load_4d(to + lane * (BYTES / PAGES), map, 0, 0, head * at.head_square,
                   head * at.head_group + block * at.block_group, filled);
+    }
     ring.advance();
   }
   __device__ __forceinline__ void load_keys(int head, int block) {
@@ -127,14 +148,71 @@ struct Loader {
     }
   }
 
+  // Which steps a ticket's tile goes through: [first, last]; whether it is all of the tile.
+  struct Steps {
+    int first, last, first_seen;
+    bool whole;
+    __device__ __forceinline__ int count() const { return last < 0 ? 0 : max(last - first + 1, 0); }
+  };
+  __device__ __forceinline__ Steps steps_of(const Line &line, const Tile &tile, int ticket) const {
+    Steps s;
+    s.first_seen = LOW ? tile.span.first_seen(tile.index) : 0;
+    s.first = s.first_seen / KEYS, s.last = tile.span.level(tile.index) - 1;
+    s.whole = true;
+    if constexpr (SPLIT) {
+      s.whole = line.parts == 1 || ticket >= line.live_total();
+      if (!s.whole) {
+        const int all = max(s.last + 1 - s.first, 0);
+        s.last = s.first + all * (tile.part + 1) / line.parts - 1;
+        s.first += all * tile.part / line.parts;
+      }
+    }
+    return s;
+  }
+
+  // PAIRED: the first CTA of a cluster draws tickets for both and tells the other one, through one of two
+  // places in its memory. `turn`: messages before.
+  __device__ __forceinline__ int share(const Mail &mail, int ticket, int turn) {
+    const int slot = turn % 2, round = turn / 2 & 1;
+    if (blockIdx.x % 2 == 0) {
+      if (lane == 0) {
+        wait_or_give_up(mail.empty + slot * 8, round ^ 1);  // arrive: below, two messages ago
+        st_async(mapa(mail.place + slot * 4, 1), ticket, mapa(mail.full + slot * 8, 1));
+      }
+      __syncwarp();
+      return ticket;
+    }
+    if (lane == 0) mbarrier_arrive_expect_tx(mail.full + slot * 8, 4);
+    wait_or_give_up(mail.full + slot * 8, round);  // arrive: the line above, and the 4 bytes from above it
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(ticket) : "r"(mail.place + slot * 4) : "memory");
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive_cluster(mapa(mail.empty + slot * 8, 0));
+    return ticket;
+  }
+
   // Kernels behind wait for the late launch alone: it must not end before the decode launch, which does not
   // before the first launch of tiles.
   __device__ __forceinline__ void finish_behind_decode() {
     if (SHORT > 0 && p.is_late && blockIdx.x == 0) asm volatile("griddepcontrol.wait;" ::: "memory");
   }
 
-  __device__ __forceinline__ void run(Line line, Job *jobs) {
+  __device__ __forceinline__ void run(Line line, Job *jobs, [[maybe_unused]] const Mail &mail) {
     const int total = line.total();
+    // Beside a decode launch: a counter of a request that has tiles here, which that launch does not touch.
+    const Tickets tickets = {(u32 *)p.tickets + (SHORT > 0 ? line.owner * p.ticket_row : 0), total,
+                             (p.ctas - p.late) / SHARERS, p.late};
+    int ticket = 0;
+    if (lane == 0) ticket = tickets.begin(blockIdx.x / SHARERS, SHORT > 0 && p.is_late);
+    ticket = __shfl_sync(ALL, ticket, 0);
+    Tile tile = {};
+    int block = 0, block_before = 0;  // of a tile's last step and of the one before, asked for ahead
+    if (ticket < total) {
+      tile = line.find(ticket);
+      const Steps steps = steps_of(line, tile, ticket);
+      if (steps.count() > 0) block = block_of(tile, steps.first_seen, steps.last);
+      if (steps.count() > 1) block_before = block_of(tile, steps.first_seen, steps.last - 1);
+    }
+    wait_for_kernels_ahead();
     [[maybe_unused]] Cut *cut = nullptr;
     if constexpr (SPLIT) {
       cut = (Cut *)(p.parts + (i64)p.ctas * PART_FLOATS);
@@ -143,14 +221,6 @@ struct Loader {
         cut->parts = line.parts;
       }
     }
-    // Beside a decode launch: a counter of a request that has tiles here, which that launch does not touch.
-    const Tickets tickets = {(u32 *)p.tickets + (SHORT > 0 ? line.owner * p.ticket_row : 0), total,
-                             p.ctas - p.late, p.late};
-    int ticket = 0;
-    if (lane == 0) ticket = tickets.begin(blockIdx.x, SHORT > 0 && p.is_late);
-    ticket = __shfl_sync(ALL, ticket, 0);
-    Tile tile = {};
-    if (ticket < total) tile = line.find(ticket);
     for (int turn = 0;; ++turn) {
       const int buffer = turn % Q_BUFFERS, parity = turn / Q_BUFFERS & 1;
       const u32 q_full = plan.q_full + buffer * 8;
@@ -166,23 +236,14 @@ struct Loader {
         return;
       }
       int next = 0;  // comes while this tile is loaded
-      if (lane == 0) next = tickets.draw();
-      const int level = tile.span.level(tile.index), first_seen = LOW ? tile.span.first_seen(tile.index) : 0;
-      int first = first_seen / KEYS, last = level - 1;
-      bool whole = true;
-      if constexpr (SPLIT) {
-        whole = line.parts == 1 || ticket >= line.live_total();
-        if (!whole) {
-          const int all = max(level - first, 0);
-          last = first + all * (tile.part + 1) / line.parts - 1;
-          first += all * tile.part / line.parts;
-        }
-      }
-      const int steps = last < 0 ? 0 : max(last - first + 1, 0);
+      if (lane == 0 && (!PAIRED || blockIdx.x % 2 == 0)) next = tickets.draw();
+      const Steps reach = steps_of(line, tile, ticket);
+      const int steps = reach.count(), first = reach.first, last = reach.last, first_seen = reach.first_seen;
+      const bool whole = reach.whole;
       if (lane == 0) {
         const Job job = {steps,
                          last,
-                         tile.index,
+                         PAIRED ? tile.index * 2 + (int)(blockIdx.x % 2) : tile.index,
                          tile.span.start,
                          tile.span.query_len,
                          tile.span.seq_len,
@@ -196,16 +257,14 @@ struct Loader {
 #pragma unroll 1
           for (int s = 0; s < K_SQUARES; ++s)
             tma_load_3d(plan.q + buffer * Q_TILE + s * (Q_TILE / K_SQUARES), &p.q, s * K_WIDTH,
-                        tile.head * GROUP, tile.span.start + tile.index * TOKENS, q_full);
+                        tile.head * GROUP, tile.span.start + job.tile * TOKENS, q_full);
         } else {
           mbarrier_arrive(q_full);
         }
       }
       __syncwarp();
-      int block = 0, block_before = 0, block_ahead = 0;
+      int block_ahead = 0;
       if (steps > 0) {
-        block = block_of(tile, first_seen, last);
-        if (steps > 1) block_before = block_of(tile, first_seen, last - 1);
         load_keys(tile.head, block);
         if (steps > 1) load_keys(tile.head, block_before);
         if (steps > 2) block_ahead = block_of(tile, first_seen, last - 2);
@@ -213,8 +272,15 @@ struct Loader {
       }
       // The next tile is sought while the stages are full, so that nothing waits for it at the border.
       ticket = __shfl_sync(ALL, next, 0);
+      if constexpr (PAIRED) ticket = share(mail, ticket, turn);
       Tile coming = {};
-      if (ticket < total) coming = line.find(ticket);
+      int coming_block = 0, coming_before = 0;
+      if (ticket < total) {
+        coming = line.find(ticket);
+        const Steps steps = steps_of(line, coming, ticket);
+        if (steps.count() > 0) coming_block = block_of(coming, steps.first_seen, steps.last);
+        if (steps.count() > 1) coming_before = block_of(coming, steps.first_seen, steps.last - 1);
+      }
       for (int step = last - 1; step >= first; --step) {
         block = block_before;
         block_before = block_ahead;
@@ -222,8 +288,38 @@ struct Loader {
         if (step > first) load_keys(tile.head, block_before);
         load_values(tile.head, block);
       }
-      tile = coming;
+      tile = coming, block = coming_block, block_before = coming_before;
     }
+  }
+};
+
+// TREE: of 128 keys, which a row sees, a bit each, and the position at which the first of them counts.
+struct Seen {
+  u64 bits[2];
+  int first;
+
+  __device__ __forceinline__ bool sees(int key) const { return bits[key / 64] >> key % 64 & 1; }
+  __device__ __forceinline__ int position(int key) const {
+    return first + (key < 64 ? 0 : __popcll(bits[0])) + __popcll(bits[key / 64] & ((1ull << key % 64) - 1));
+  }
+};
+
+// TREE: what a row sees of its request's query tokens, whose keys begin at `context`. It counts positions
+// over these and the context.
+struct Branch {
+  u64 word;
+  int context;
+
+  // of the 64 keys from `key` on
+  __device__ __forceinline__ u64 bits(int key) const {
+    const int token = key - context;
+    if (token >= 0) return token < 64 ? word >> token : 0;
+    return token > -64 ? word << -token | ((1ull << -token) - 1) : ~0ull;
+  }
+  __device__ __forceinline__ Seen from(int key) const {
+    const int token = key - context;
+    const int before = token <= 0 ? token : __popcll(token > 63 ? word : word & ((1ull << token) - 1));
+    return {{bits(key), bits(key + 64)}, context + before};
   }
 };
 
@@ -244,22 +340,30 @@ struct Softmax {
 
   // Scores that are more than scaled products, in base 2. `to_key`: this thread's first key minus its rows'
   // positions.
+  template <bool MASKED>
   __device__ __forceinline__ void adjust(float scale, float cap, const float (&slope)[2],
-                                         const int (&to_key)[2]) {
+                                         const int (&to_key)[2], [[maybe_unused]] const Seen (&seen)[2],
+                                         [[maybe_unused]] int first) {
 #pragma unroll
     for (int i = 0; i < KEYS / 2; ++i) {
       float x = s[i] * scale;
       if (SOFT_CAP) x = cap * tanh_(x / cap);
-      if (ALIBI) x = fmaf(slope[i / 2 % 2], (float)(to_key[i / 2 % 2] + i / 4 * 8 + i % 2), x);
+      if constexpr (ALIBI && TREE && MASKED) {
+        const int r = i / 2 % 2, distance = to_key[r] - first + seen[r].position(i / 4 * 8 + i % 2);
+        x = fmaf(slope[r], (float)distance, x);
+      } else if (ALIBI) x = fmaf(slope[i / 2 % 2], (float)(to_key[i / 2 % 2] + i / 4 * 8 + i % 2), x);
       s[i] = x * LOG2E;
     }
   }
 
-  __device__ __forceinline__ void mask(const int (&low)[2], const int (&end)[2], int first) {
+  __device__ __forceinline__ void mask(const int (&low)[2], const int (&end)[2],
+                                       [[maybe_unused]] const Seen (&seen)[2], int first) {
 #pragma unroll
     for (int i = 0; i < KEYS / 2; ++i) {
       const int r = i / 2 % 2, key = i / 4 * 8 + i % 2;
-      if (key >= end[r] - first || (LOW && key < low[r] - first)) s[i] = -INF;
+      if constexpr (TREE) {
+        if (!seen[r].sees(key) || (LOW && seen[r].position(key) < low[r])) s[i] = -INF;
+      } else if (key >= end[r] - first || (LOW && key < low[r] - first)) s[i] = -INF;
     }
   }
 
@@ -313,6 +417,7 @@ struct Softmax {
 struct Rows {
   int low[2], end[2], position[2];
   float slope[2];
+  Branch branch[2];
   float scale;  // of scores, in which the keys' scale is
 };
 
@@ -336,9 +441,17 @@ struct Math {
 #endif
   }
 
-  // what this warp's products have read: they are waited for before
+  // What this warp's products and loads have read: they are waited for, their values are there.
   __device__ __forceinline__ void release(u32 barrier) {
-    if (lane == 0) mbarrier_arrive(barrier);
+    if (EVERY_LANE || lane == 0) mbarrier_arrive(barrier);
+  }
+  // A stage. PAIRED: the other CTA fills half of it, too.
+  __device__ __forceinline__ void give_back(u32 barrier) {
+    if constexpr (PAIRED) {
+      if (lane < 2) mbarrier_arrive_cluster(mapa(barrier, (blockIdx.x ^ lane) % 2));
+    } else {
+      release(barrier);
+    }
   }
 
   __device__ __forceinline__ void ask_scores(Softmax &x, u32 queries, int slot) {
@@ -396,11 +509,16 @@ struct Math {
   template <bool MASKED>
   __device__ __forceinline__ void finish_scores(Softmax &x, const Rows &rows, int key) {
     const int first = key + lane % 4 * 2;
+    Seen seen[2];
+    if constexpr (TREE && MASKED) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) seen[r] = rows.branch[r].from(first);
+    }
     if (ADJUST) {
       const int to_key[2] = {first - rows.position[0], first - rows.position[1]};
-      x.adjust(SCALES ? rows.scale : p.scale, p.soft_cap, rows.slope, to_key);
+      x.adjust<MASKED>(SCALES ? rows.scale : p.scale, p.soft_cap, rows.slope, to_key, seen, first);
     }
-    if (MASKED) x.mask(rows.low, rows.end, first);
+    if (MASKED) x.mask(rows.low, rows.end, seen, first);
   }
 
   // Scores of the step before `key`, products with the values of the step at `key`. MASKED: some row of the
@@ -423,7 +541,7 @@ struct Math {
     ask_values(x, values);
     give_turn(group);
     wgmma_wait<1>();  // the scores are here
-    release(k_empty);
+    give_back(k_empty);
     if (key == begin) release(q_empty);
     finish_scores<MASKED>(x, rows, key);
     x.raise(scale, shrink);
@@ -432,7 +550,7 @@ struct Math {
     barrier_wait_after(key > begin ? plan.k_full + k.slot * 8 : plan.v_full + v.slot * 8,
                        key > begin ? k.round : v.round, x.total[0] + x.total[1]);
     wgmma_wait<0>();
-    release(v_empty);
+    give_back(v_empty);
     x.convert();
     x.rescale(shrink);
   }
@@ -451,12 +569,21 @@ struct Math {
       rows.position[r] = position;
       rows.low[r] = first_key(position);
       rows.end[r] = end_key(position, job.seq_len);
+      if constexpr (TREE) {
+        const int token = job.tile * TOKENS + row / GROUP;
+        const u64 own = 1ull << min(token, 63);
+        const u64 word = token < job.query_len ? (u64)p.tree[job.start + token] & (own - 1) : 0;
+        rows.branch[r] = {word | own, before};
+        rows.position[r] = before + __popcll(word);
+        rows.low[r] = first_key(rows.position[r]);
+      }
       if constexpr (ALIBI) rows.slope[r] = p.slopes[job.head * GROUP + row % GROUP];
     }
     // Keys that all rows of the warpgroup see: of rows behind the request as well, which mask more than is
     // needed.
     const int all_low = first_key(before + job.tile * TOKENS + (group * 64 + 63) / GROUP);
-    const int all_end = end_key(before + job.tile * TOKENS + group * 64 / GROUP, job.seq_len);
+    const int all_end =
+        TREE ? max(before, 0) : end_key(before + job.tile * TOKENS + group * 64 / GROUP, job.seq_len);
     x.clear();
     float shrink[2];
     int key = job.last * KEYS;
@@ -468,7 +595,7 @@ struct Math {
     wgmma_fence();
     ask_scores(x, queries, k.slot);
     wgmma_wait<0>();
-    release(plan.k_empty + k.slot * 8);
+    give_back(plan.k_empty + k.slot * 8);
     k.advance();
     if (job.steps == 1) release(q_empty);
     if (key + KEYS > all_end || (LOW && key < all_low)) finish_scores<true>(x, rows, key);
@@ -492,20 +619,53 @@ struct Math {
     while (LOW && key > begin) step<true>(x, rows, key, begin, scale, queries, q_empty);
     // the tile's first block holds keys that none of its rows sees; blocks before it came as zeros
     if (LOW) {
-      const int skipped = first_key(max(before + job.tile * TOKENS, 0)) - begin;
+      const int skipped = first_key(max(before + (TREE ? 0 : job.tile * TOKENS), 0)) - begin;
       if (skipped > 0 && skipped % BLOCK_SIZE)
         clear_values(v.slot, skipped / BLOCK_SIZE * BLOCK_SIZE, skipped % BLOCK_SIZE);
     }
     wgmma_fence();
     ask_values(x, v.slot);
     wgmma_wait<0>();
-    release(plan.v_empty + v.slot * 8);
+    give_back(plan.v_empty + v.slot * 8);
+    v.advance();
+  }
+
+  // Whether no row of the warpgroup stands for a query: a short chunk fills some of a tile's warpgroups, a
+  // pair's second tile may be empty.
+  __device__ __forceinline__ bool is_idle(const Job &job) const {
+    return (SPLIT || PAIRED) && job.tile * TOKENS + group * 64 / GROUP >= job.query_len;
+  }
+
+  // A tile without rows for this warpgroup: the waits, turns and releases of `attend` in its order, without
+  // its products. So what holds for `attend` holds here.
+  __device__ __forceinline__ void pass(int steps, u32 q_empty) {
+    // arrive, here and below: Loader::load's expect and the bytes of its copies
+    mbarrier_wait(plan.k_full + k.slot * 8, k.round);
+    give_back(plan.k_empty + k.slot * 8);
+    k.advance();
+    if (steps == 1) release(q_empty);
+#pragma unroll 1
+    for (int left = steps - 1; left > 0; --left) {
+      const u32 k_empty = plan.k_empty + k.slot * 8, v_empty = plan.v_empty + v.slot * 8;
+      mbarrier_wait(plan.k_full + k.slot * 8, k.round);
+      await_turn(group);  // arrive: as in step
+      mbarrier_wait(plan.v_full + v.slot * 8, v.round);
+      give_turn(group);
+      k.advance();
+      v.advance();
+      give_back(k_empty);
+      if (left == 1) release(q_empty);
+      give_back(v_empty);
+    }
+    mbarrier_wait(plan.v_full + v.slot * 8, v.round);
+    give_back(plan.v_empty + v.slot * 8);
     v.advance();
   }
 
   __device__ __forceinline__ int run(const Job *jobs) {
     Softmax x;
     int steps = 0;
+    wait_for_kernels_ahead();
     if (group == GROUPS - 1) give_turn(group);  // warpgroup 0 begins
     for (int turn = 0;; ++turn) {
       const int buffer = turn % Q_BUFFERS;
@@ -516,6 +676,11 @@ struct Math {
       const Job job = uniform(jobs[buffer]);
       if (job.steps < 0) break;
       const u32 q_empty = plan.q_empty + buffer * 8;
+      if (job.steps > 0 && is_idle(job)) {
+        pass(job.steps, q_empty);
+        steps += job.steps;
+        continue;
+      }
       if (job.steps > 0) {
         attend(x, job, plan.q + buffer * Q_TILE, q_empty);
       } else {
@@ -534,16 +699,29 @@ struct Math {
   }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) paged_prefill(const __grid_constant__ Params p) {
+#if PAIRED
+#define CLUSTERED __cluster_dims__(2, 1, 1)
+#else
+#define CLUSTERED
+#endif
+extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1)
+    paged_prefill(const __grid_constant__ Params p) {
   extern __shared__ __align__(1024) char shared[];
   __shared__ __align__(8) u64 barriers[BARRIERS];
   __shared__ __align__(16) Job jobs[Q_BUFFERS];
   __shared__ int kinds[FP8 ? RAW_STAGES : 1];
   const Plan plan(shared, barriers);
+  [[maybe_unused]] Mail mail = {};
+#if PAIRED
+  __shared__ __align__(8) u64 mails[5];
+  mail = {shared_address(mails), shared_address(mails) + 16, shared_address(mails) + 32};
+  if (threadIdx.x == 0)
+    for (int i = 0; i < 4; ++i) mbarrier_init(mail.full + i * 8, 1);
+#endif
   // The decode launch behind this one waits for nothing that is written here, but for its end at its own
-  // (decode.cu); the merge launch waits for all of it at once. This kernel itself began when all ahead of it
-  // had ended: it is not launched early, but for the late CTAs, which wait for decode at their end. All CTAs
-  // run when they let the next kernel go.
+  // (decode.cu). With it this kernel began when all ahead of it had ended: it is not launched early, but for
+  // the late CTAs, which wait for decode at their end. The merge launch waits for all of this one at once.
+  // All CTAs run when they let the next kernel go.
   if constexpr (SHORT > 0 || SPLIT) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #if CLOCKS
   const i64 begin = clock64();
@@ -563,8 +741,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) paged_prefill(const __g
     const int count[4] = {K_STAGES, V_STAGES, Q_BUFFERS, RAW_STAGES};
     for (int kind = 0; kind < 4; ++kind)
       for (int i = 0; i < count[kind]; ++i) {
-        mbarrier_init(full[kind] + i * 8, FP8 && kind < 2 ? CONVERTERS : 1);
-        mbarrier_init(empty[kind] + i * 8, kind < 3 ? MATH_WARPS : CONVERTERS);
+        mbarrier_init(full[kind] + i * 8, FP8 && kind < 2 ? CONVERTERS * ARRIVING : 1);
+        mbarrier_init(empty[kind] + i * 8,
+                      (kind == 3 ? CONVERTERS : MATH_WARPS * (kind < 2 ? SHARERS : 1)) * ARRIVING);
       }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");  // the copy engine sees them
     prefetch_tensormap(&p.q);
@@ -572,14 +751,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) paged_prefill(const __g
     prefetch_tensormap(&p.v);
   }
   __syncthreads();
+#if PAIRED
+  // Nobody tells the other CTA's barriers, or copies into its memory, before they are made.
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  cluster_arrive();
+  cluster_wait();
+#endif
   if (threadIdx.x < 128) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(LOADER_REGISTERS));
     // known to be the same in all lanes: otherwise the loader spills
     const int warp = uniform(threadIdx.x / 32);
     if (warp == 0) {
       Loader loader{p, plan, kinds, {}, {}, {}, (int)threadIdx.x};
-      loader.run(opened, jobs);
+      loader.run(opened, jobs, mail);
     } else if constexpr (FP8) {
+      wait_for_kernels_ahead();
       Converter{plan, {}, {}, {}, (int)threadIdx.x - 32}.run(kinds);
     }
   } else {
@@ -600,4 +786,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) paged_prefill(const __g
     }
 #endif
   }
+#if PAIRED
+  // A CTA stays until the other one sends and tells it nothing more.
+  __syncwarp();
+  cluster_arrive();
+  cluster_wait();
+#endif
 }

@@ -23,7 +23,7 @@ from torchpaged.custom_ops.cuda import gpu, jit
 from torchpaged.custom_ops.cuda.config import Config
 from torchpaged.custom_ops.pools import FP8
 
-PARAMS = struct.Struct("12Q5q2f15i52x")  # struct Params of prefill_shapes.cuh behind its three maps
+PARAMS = struct.Struct("12Q5q2f15i4xQ40x")  # struct Params of prefill_shapes.cuh behind its three maps
 MAX_DIM = 256
 _SHARED_BYTES = 226 << 10
 _MAX_COORDINATE = 2**31 - 1
@@ -218,6 +218,7 @@ def attend(
     sinks: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    tree_mask: Tensor | None = None,
     semaphore: Tensor | None = None,
     short: int = 0,
     behind: Behind | None = None,
@@ -247,6 +248,7 @@ def attend(
         sinks=sinks,
         k_scale=k_scale,
         v_scale=v_scale,
+        tree_mask=tree_mask,
         short=short,
         behind=behind,
     )
@@ -270,23 +272,29 @@ def prefill_config(
     soft_cap: bool = False,
     alibi: bool = False,
     sinks: bool = False,
+    tree: bool = False,
     clocks: bool = False,
     patience: int = 0,
     beside: bool = True,
     short: int = 0,
     split: bool = False,
+    paired: bool = False,
+    every_lane: bool = False,
 ) -> Config:
     """The constants of ``prefill.cu``.
 
     ``dim_v``: width of values, 0: as keys; ``kv_dtype``: of the cache, None: ``dtype``; ``scales``: of fp8
     keys and values; ``short``: requests of up to so many query tokens are left to a decode launch behind this
-    one; ``split``: few tiles may be cut into parts, for `paged_prefill_merge` behind this one; ``clocks``:
-    count cycles; ``patience``: tries after which a wait is given up, 0: never; ``beside``: hold a step's
-    exponentials in front of the wait for its products (without it, where the compiler puts them:
-    for measurements).
+    one; ``split``: few tiles may be cut into parts, for `paged_prefill_merge` behind this one; ``paired``:
+    clusters of two CTAs share the copies of keys and values (`may_pair`); ``clocks``: count cycles;
+    ``patience``: tries after which a wait is given up, 0: never; ``beside``: hold a step's exponentials in
+    front of the wait for its products (without it, where the compiler puts them: for measurements);
+    ``every_lane``: all lanes of a warp arrive at barriers, where one does for its warp: so that racecheck,
+    which follows each lane for itself, sees the order.
     """
     half, dim_v, kv_dtype = dtype == torch.float16, dim_v or dim, kv_dtype or dtype
-    shape = shape_for(dim, dim_v, kv_dtype, plain=window_left < 0 and not (chunk or soft_cap or alibi))
+    plain = window_left < 0 and not (chunk or soft_cap or alibi)
+    shape = shape_for(dim, dim_v, kv_dtype, plain=plain)
     values = {
         "DIM": dim,
         "DIM_V": dim_v,
@@ -307,15 +315,18 @@ def prefill_config(
         "WINDOW_LEFT": window_left,
         "WINDOW_RIGHT": window_right,
         "CHUNK": chunk,
+        "TREE": tree,
         "SOFT_CAP": soft_cap,
         "ALIBI": alibi,
         "SINKS": sinks,
         "LSE": lse,
         "CLOCKS": clocks,
         "PATIENCE": patience,
+        "EVERY_LANE": every_lane,
         "BESIDE": beside,
         "SHORT": short,
         "SPLIT": split,
+        "PAIRED": paired,
     }
     return PREFILL.config(values, exact=True)
 
@@ -355,11 +366,14 @@ def prefill(
     sinks: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    tree_mask: Tensor | None = None,
     clocks: Tensor | None = None,
     patience: int = 0,
     beside: bool = True,
     short: int = 0,
     behind: Behind | None = None,
+    paired: bool = False,
+    every_lane: bool = False,
 ) -> None:
     """Launch on checked arguments of shapes that `refuse` and `refuse_layout` let pass.
 
@@ -373,13 +387,15 @@ def prefill(
         window_left, window_right, chunk: bounded by the table's tokens, as ``bounded_masks`` gives them.
         clocks: ``[multiprocessors, 5]``, int64, or None; gets each CTA's cycles in all, waiting for tiles,
             waiting for their first keys and storing, and its steps.
-        patience, beside: as in `prefill_config`.
+        patience, beside, every_lane: as in `prefill_config`.
+        paired: whether CTAs share copies in clusters of two, where `may_pair` says that they can.
     """
     index, num_kv_heads, block_size = q.device.index or 0, k_cache.shape[2], k_cache.shape[1]
     group, dim, dim_v = q.shape[1] // num_kv_heads, q.shape[2], v_cache.shape[3]
     if not q.shape[0]:
         return
     programs = gpu.num_sms(index)
+    tree = tree_mask is not None
     plain = window_left < 0 and not (chunk or soft_cap > 0 or alibi_slopes is not None)
     cut = shape_for(dim, dim_v, k_cache.dtype, plain=plain)
     if (k_scale is None) != (v_scale is None):  # one flag serves both
@@ -395,6 +411,7 @@ def prefill(
         programs,
     )
     late = late_ctas(programs, short, split)
+    paired = paired and plain and not (short or split) and may_pair(cut, block_size, k_cache.dtype)
     specialisation = (
         index,
         q.dtype,
@@ -411,6 +428,7 @@ def prefill(
         soft_cap > 0,
         alibi_slopes is not None,
         sinks is not None,
+        tree,
         k_scale is not None,
         lse is not None,
         clocks is not None,
@@ -418,13 +436,16 @@ def prefill(
         beside,
         short,
         split,
+        paired,
+        every_lane,
     )
     decodes, ticket_row = None, 0
     if behind is not None:
         _begin(*specialisation)
         decodes, ticket_row = behind()
     kernel, merge, shape = _specialised(*specialisation)
-    early = (merge is not None or late > 0) and gpu.launches_early(index)
+    early = gpu.launches_early(index)
+    ctas = kernel.resident(shape.threads, 2, programs) if paired else programs
     maps = queries_map(q.data_ptr(), q.dtype, tuple(q.shape), q.stride(0), q.stride(1), group, shape.rows)
     where: tuple[int, ...] = ()
     for cache in (k_cache, v_cache):
@@ -454,19 +475,24 @@ def prefill(
             *where,
             head_stride(k_scale),
             head_stride(v_scale),
-            programs,
+            ctas,
             late,
             is_late,
+            0 if tree_mask is None else tree_mask.data_ptr(),
         )
         for is_late in (0, 1)
     )
-    kernel.launch(programs - late, shape.threads, arguments, early=False)
+    if short:  # the decode launch behind waits for nothing: all ahead must have ended when this one begins
+        kernel.launch(programs - late, shape.threads, arguments, early=False)
+    else:
+        kernel.launch(ctas, shape.threads, arguments, early=early)
     if decodes is not None:
         decodes()
     if late:
         kernel.launch(late, shape.threads, late_arguments, early=early)
     if merge is not None:
-        merge.launch(programs, shape.threads - 128, arguments, early=early)
+        tiles = most_tiles(q.shape[0], block_table.shape[0], shape.rows // group) * num_kv_heads
+        merge.launch(min(merge_items(shape, dim_v) * tiles, 2 * programs), 128, arguments, early=early)
 
 
 def head_stride(scale: Tensor | None) -> int:
@@ -494,10 +520,21 @@ def may_split(
     return tiles * num_kv_heads * 2 <= programs and steps >= _WORTH_STEPS
 
 
+def may_pair(shape: PrefillShape, block_size: int, kv_dtype: torch.dtype) -> bool:
+    """Whether two CTAs can bring half of a step's blocks each, for both; not with masks at the low end, parts
+    or a decode launch, for which this was not thought through."""
+    return shape.groups == 2 and shape.keys // block_size >= 2 and kv_dtype not in FP8
+
+
 def part_numbers(shape: PrefillShape, dim_v: int, programs: int) -> int:
     """Numbers of 4 bytes that parts of tiles take, and what is said of them: PART_FLOATS and struct Cut
     of prefill_shapes.cuh."""
     return programs * (dim_v // 8 + 1) * (shape.threads - 128) * 4 + 4 + programs * 8
+
+
+def merge_items(shape: PrefillShape, dim_v: int) -> int:
+    """CTAs of the merge launch that a tile in parts keeps busy: ITEMS of prefill_merge.cu."""
+    return shape.groups * dim_v // 32
 
 
 def late_ctas(programs: int, short: int, split: bool) -> int:
@@ -524,6 +561,7 @@ def _config(
     soft_cap: bool,
     alibi: bool,
     sinks: bool,
+    tree: bool,
     scales: bool,
     lse: bool,
     clocks: bool,
@@ -531,6 +569,8 @@ def _config(
     beside: bool,
     short: int,
     split: bool,
+    paired: bool,
+    every_lane: bool,
 ) -> Config:
     return prefill_config(
         dtype,
@@ -549,11 +589,14 @@ def _config(
         soft_cap=soft_cap,
         alibi=alibi,
         sinks=sinks,
+        tree=tree,
         clocks=clocks,
         patience=patience,
         beside=beside,
         short=short,
         split=split,
+        paired=paired,
+        every_lane=every_lane,
     )
 
 

@@ -23,12 +23,18 @@ inline constexpr bool CAUSAL = true;           // no key behind a query's own po
 inline constexpr int WINDOW_LEFT = -1;         // keys before a query's own position that it sees; -1: all
 inline constexpr int WINDOW_RIGHT = -1;        // keys behind it; -1: all
 inline constexpr int CHUNK = 0;                // positions of a chunk, whose keys alone a query sees; 0: none
+// of its request's query tokens a row sees those of its word (tree mask)
+inline constexpr bool TREE = false;
 inline constexpr bool SOFT_CAP = false;        // scores are bent by soft_cap * tanh(score / soft_cap)
 inline constexpr bool ALIBI = false;           // scores fall by a head's slope times the distance
 inline constexpr bool SINKS = false;           // a head's sink has a share in the softmax
 inline constexpr bool LSE = false;             // log-sum-exp is stored
 inline constexpr int PATIENCE = 0;             // tries before the loader gives up, for tests; 0: never
+// all lanes arrive at barriers, not one for its warp; for racecheck
+inline constexpr bool EVERY_LANE = false;
 inline constexpr bool BESIDE = true;           // exponentials stand before the wait for the products
 inline constexpr int SHORT = 0;                // up to so many query tokens: the decode launch's; 0: none
 inline constexpr bool SPLIT = false;           // few tiles are cut into parts, for prefill_merge.cu
+// 1: clusters of 2 CTAs share copies of keys and values; an attribute
+#define PAIRED 0
 #define CLOCKS 0                               // 1: cycles are counted; idle counters would move registers

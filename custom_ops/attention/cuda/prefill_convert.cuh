@@ -60,7 +60,7 @@ struct Converter {
     // the tensor cores read what ordinary stores wrote
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     __syncwarp();
-    if (thread % 32 == 0) {
+    if (EVERY_LANE || thread % 32 == 0) {
       mbarrier_arrive(full + place.slot * 8);
       mbarrier_arrive(plan.raw_empty + raw.slot * 8);
     }

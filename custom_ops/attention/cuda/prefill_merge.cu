@@ -1,5 +1,5 @@
 // Puts together the tiles that prefill.cu cut into parts: one launch behind it, in which each CTA takes 32
-// columns of a tile.
+// columns of a warpgroup's 64 rows of a tile.
 //
 // A thread reads what the thread of the same place stored in each part, always in the same order, so that
 // results are the same bits every time. Launched early, it waits for the prefill launch, or for the decode
@@ -12,6 +12,7 @@
 #include "prefill_store.cuh"
 
 constexpr int SLICE = 4, SLICES = DIM_V / 8 / SLICE;  // blocks of 8 columns
+constexpr int ITEMS = SLICES * GROUPS;                // of a tile, one for a CTA; prefill.py counts them
 // parts asked for at once: a trip to L2 takes longer than all else here
 constexpr int AHEAD = GROUPS == 2 ? 8 : 4;
 
@@ -21,21 +22,22 @@ __device__ __forceinline__ Job load_job(const Job *from) {
           load_l2(p + 4), load_l2(p + 5), load_l2(p + 6), load_l2(p + 7)};
 }
 
-extern "C" __global__ void __launch_bounds__(MATH_THREADS)
-    paged_prefill_merge(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(128) paged_prefill_merge(const __grid_constant__ Params p) {
   // Every CTA waits, with work or without, and lets the next kernel go only then: to an attention behind this
   // one the ends of those ahead count.
   asm volatile("griddepcontrol.wait;" ::: "memory");
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
   const Cut *cut = (const Cut *)(p.parts + (i64)p.ctas * PART_FLOATS);
   int item = blockIdx.x;
-  Job job = load_job(cut->jobs + item / SLICES);  // of no tile perhaps; asked for together with what says so
-  const int items = load_l2(&cut->tiles) * SLICES, parts = load_l2(&cut->parts);
+  Job job = load_job(cut->jobs + item / ITEMS);  // of no tile perhaps; asked for together with what says so
+  const int items = load_l2(&cut->tiles) * ITEMS, parts = load_l2(&cut->parts);
   if (parts == 1) return;
-  const int thread = threadIdx.x, lane = thread % 32;
   for (; item < items; item += gridDim.x) {
-    const int tile = item / SLICES, block = item % SLICES * SLICE;
+    const int tile = item / ITEMS, group = item / SLICES % GROUPS, block = item % SLICES * SLICE;
     if (item != blockIdx.x) job = load_job(cut->jobs + tile);
+    // no row of the warpgroup stands for a query: it left no part (Math::is_idle)
+    if (job.tile * TOKENS + group * 64 / GROUP >= job.query_len) continue;
+    const int thread = group * 128 + threadIdx.x, lane = thread % 32;
     const float4 *from = part_of(p, tile * parts) + thread;
     constexpr int STEP = PART_VECTORS * MATH_THREADS;
     float top[2] = {FLOOR, FLOOR}, total[2] = {}, acc[SLICE * 4] = {};
@@ -43,8 +45,8 @@ extern "C" __global__ void __launch_bounds__(MATH_THREADS)
       float4 state[AHEAD], x[AHEAD][SLICE];
 #pragma unroll
       for (int j = 0; j < AHEAD; ++j) {
-        // past the end: the last one again, with no weight
-        const float4 *at = from + (i64)min(begin + j, parts - 1) * STEP;
+        if (begin + j >= parts) break;
+        const float4 *at = from + (i64)(begin + j) * STEP;
         state[j] = load_l2(at + DIM_V / 8 * MATH_THREADS);
 #pragma unroll
         for (int n = 0; n < SLICE; ++n) x[j][n] = load_l2(at + (block + n) * MATH_THREADS);

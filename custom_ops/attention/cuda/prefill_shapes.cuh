@@ -5,7 +5,8 @@
 #include "prefill_tiles.cuh"
 
 constexpr int THREADS = (GROUPS + 1) * 128;     // warpgroup 0 loads
-constexpr int LOADER_REGISTERS = GROUPS == 2 ? 40 : 32, MATH_REGISTERS = GROUPS == 2 ? 232 : 160;
+constexpr int LOADER_REGISTERS = GROUPS == 3 ? 32 : PAIRED ? 56 : 40;
+constexpr int MATH_REGISTERS = GROUPS == 3 ? 160 : PAIRED ? 224 : 232;
 constexpr int MATH_WARPS = GROUPS * 4, MATH_THREADS = GROUPS * 128;
 constexpr int PAGES = KEYS / BLOCK_SIZE;        // blocks of a step
 // columns of a square, 8 tokens high
@@ -21,6 +22,9 @@ constexpr bool FP8 = KV_BYTES == 1;
 constexpr int RAW_STAGE = KEYS * (DIM > DIM_V ? DIM : DIM_V);
 // fp8: warps that convert them, those beside the loader's
 constexpr int CONVERTERS = 3;
+// lanes of a warp that arrive at a barrier: one, behind what all have read or written; compute-sanitizer's
+// racecheck follows each lane for itself
+constexpr int ARRIVING = EVERY_LANE ? 32 : 1;
 constexpr bool LOW = WINDOW_LEFT >= 0 || CHUNK > 0;  // some rows do not see the first keys
 constexpr bool ADJUST = SOFT_CAP || ALIBI;           // scores are more than scaled products
 static_assert(GROUPS == 2 || GROUPS == 3, "registers");
@@ -28,6 +32,9 @@ static_assert(DIM % 32 == 0 && DIM_V % 32 == 0 && BLOCK_SIZE % 8 == 0 && KEYS % 
                   GROUP <= ROWS && PAGES <= 16,
               "squares, boxes, one a lane");
 static_assert(K_STAGE % 1024 == 0 && V_STAGE % 1024 == 0 && Q_TILE % 1024 == 0, "swizzles repeat");
+static_assert(!PAIRED || (PAGES % 2 == 0 && GROUPS == 2 && !LOW && !FP8 && !TREE && !SPLIT && SHORT == 0),
+              "each CTA brings half of the blocks; registers; what was thought through");
+static_assert(!PAIRED || !EVERY_LANE, "counts");
 static_assert(K_STAGES >= 2 && V_STAGES >= 2, "one that is read, one that is filled");
 static_assert(K_STAGES * K_STAGE + V_STAGES * V_STAGE + Q_BUFFERS * Q_TILE + RAW_STAGES * RAW_STAGE <=
                   226 * 1024,
@@ -62,6 +69,7 @@ struct Params {  // packed by custom_ops/attention/cuda/prefill.py, in this orde
   // of both launches, and of those the ones of the second launch, behind decode: prefill.py
   int ctas, late;
   int is_late;           // whether this is the second one
+  const i64 *tree;       // with TREE, a word for each token row
 };
 static_assert(sizeof(Params) == 3 * sizeof(Map) + 256,
               "as custom_ops/attention/cuda/prefill.py packs it behind the maps");
@@ -115,6 +123,12 @@ constexpr int PART_VECTORS = DIM_V / 8 + 1, PART_FLOATS = PART_VECTORS * MATH_TH
 __device__ __forceinline__ float4 *part_of(const Params &p, int unit) {
   return (float4 *)p.parts + (i64)unit * PART_VECTORS * MATH_THREADS;
 }
+
+// PAIRED, addresses in the memory of a cluster's second CTA, but for `empty`, which the first one's is: two
+// places for tickets, and two barriers each that say of them whether they are full or empty.
+struct Mail {
+  u32 full, empty, place;
+};
 
 struct Cut {  // the tiles in parts, of which tickets tile * parts ... are the parts
   int tiles, parts, unused[2];

@@ -9,13 +9,15 @@
 //
 // SPLIT: where tiles with keys are few, each is cut into `parts` of about as many steps, a ticket each, so
 // that all CTAs have work. Every CTA works out the same number of parts. There are no more of these tickets
-// than CTAs. SHORT > 0: requests of up to SHORT query tokens, and the rows behind the last request, are
+// than CTAs. PAIRED: a ticket stands for two tiles, side by side, of the two CTAs of a cluster; here they are
+// one tile. SHORT > 0: requests of up to SHORT query tokens, and the rows behind the last request, are
 // another launch's: they have no tiles here.
 #pragma once
 
 #include "prefill_config.cuh"
 
 #ifdef __CUDACC__
+#include "../../cuda/machine.cuh"
 #define BOTH __device__ __forceinline__
 constexpr int LANES = 32;
 BOTH int warp_lane() { return threadIdx.x % 32; }
@@ -37,6 +39,8 @@ BOTH unsigned count_up(unsigned *counter, unsigned last) { return atomicInc(coun
 #else
 #define BOTH inline
 constexpr int LANES = 1;
+BOTH int load_l2(const int *p) { return *p; }
+BOTH int load_and_forget_l1(const int *p) { return *p; }
 BOTH int warp_lane() { return 0; }
 BOTH int warp_sum(int x) { return x; }
 BOTH int warp_max(int x) { return x; }
@@ -56,6 +60,8 @@ BOTH int max(int a, int b) { return a > b ? a : b; }
 // packed query rows of a tile: token * GROUP + head of the group
 constexpr int ROWS = GROUPS * 64;
 constexpr int TOKENS = ROWS / GROUP;           // query tokens of a tile; rows behind TOKENS * GROUP are idle
+constexpr int SHARERS = PAIRED ? 2 : 1;        // CTAs that take a ticket together, a tile each
+constexpr int LINE_TOKENS = TOKENS * SHARERS;  // query tokens of a ticket
 constexpr int HEAD_BYTES = (DIM + DIM_V) * KV_BYTES;  // a token's keys and values in one kv head
 constexpr int L2_KEYS = 32 << 20;  // bytes of keys and values of a section that one request may have
 constexpr int WORTH = 8, LEAST = 3;  // steps of a tile that is worth cutting, and of its parts at least
@@ -87,12 +93,15 @@ BOTH int first_to_see(int key) {
 struct Span {  // a request
   int start, query_len, seq_len;
 
-  BOTH int tiles() const { return (query_len + TOKENS - 1) / TOKENS; }
+  BOTH int tiles() const { return (query_len + LINE_TOKENS - 1) / LINE_TOKENS; }
   BOTH int position(int token) const { return seq_len - query_len + token; }
 
   // The first key that a token of the tile sees, and one past the last.
-  BOTH int first_seen(int tile) const { return first_key(position(tile * TOKENS)); }
-  BOTH int end(int tile) const { return end_key(position(min((tile + 1) * TOKENS, query_len) - 1), seq_len); }
+  // TREE: any token of a tree may stand right behind the context.
+  BOTH int first_seen(int tile) const { return first_key(position(TREE ? 0 : tile * LINE_TOKENS)); }
+  BOTH int end(int tile) const {
+    return end_key(position(min((tile + 1) * LINE_TOKENS, query_len) - 1), seq_len);
+  }
 
   // Key tiles up to the last one seen.
   BOTH int level(int tile) const { return (max(end(tile), 0) + KEYS - 1) / KEYS; }
@@ -103,7 +112,7 @@ struct Span {  // a request
     const int before = (level - 1) * KEYS;  // keys that a tile must see more than
     if (query_len <= 0 || seq_len <= before) return tiles();
     const int hidden = first_to_see(before) - position(0);
-    return hidden <= 0 ? 0 : min(hidden / TOKENS, tiles() - 1);
+    return hidden <= 0 ? 0 : min(hidden / LINE_TOKENS, tiles() - 1);
   }
 };
 
@@ -141,6 +150,18 @@ struct Line {
     return s;
   }
 
+  // The lane's first request as `load` gives it, in a kernel that may have begun before those ahead have
+  // ended (prefill.cu). Before this thread's load_and_forget_l1.
+  BOTH Span load_first() const {
+    const int request = min(warp_lane(), num_reqs);
+    const bool real = request < num_reqs;
+    Span s;
+    s.start = load_l2(starts + request);
+    s.query_len = (real ? load_l2(starts + request + 1) : num_tokens) - s.start;
+    s.seq_len = real ? load_l2(seq_lens + request) : 0;
+    return s;
+  }
+
   BOTH int live_total() const { return live * NUM_KV_HEADS * parts; }
   BOTH int total() const { return live_total() + (tiles - live) * NUM_KV_HEADS; }
 
@@ -148,8 +169,8 @@ struct Line {
   BOTH int most_steps() const {
     int keys = top * KEYS;
     if (WINDOW_LEFT >= 0 && (CAUSAL || WINDOW_RIGHT >= 0))
-      keys = min(keys, WINDOW_LEFT + max(WINDOW_RIGHT, 0) + TOKENS + 2 * KEYS);
-    if (CHUNK > 0) keys = min(keys, CHUNK + TOKENS + 2 * KEYS);
+      keys = min(keys, WINDOW_LEFT + max(WINDOW_RIGHT, 0) + LINE_TOKENS + 2 * KEYS);
+    if (CHUNK > 0) keys = min(keys, CHUNK + LINE_TOKENS + 2 * KEYS);
     return keys / KEYS;
   }
 
@@ -159,8 +180,13 @@ struct Line {
     num_reqs = requests;
     num_tokens = tokens;
     int count = 0, seeing = 0, longest = 0, mine = num_reqs;
+    Span first = {0, 0, 0};
+    if (SHORT == 0) {
+      first = load_first();
+      load_and_forget_l1(starts);
+    }
     for (int r = warp_lane(); r <= num_reqs; r += LANES) {
-      const Span s = load(r);
+      const Span s = SHORT == 0 && r < LANES ? first : load(r);
       if (count == 0 && s.tiles() > 0) mine = r;
       count += s.tiles();
       seeing += s.tiles() - s.first(1);

@@ -111,6 +111,25 @@ __device__ __forceinline__ const char *values_of(const Params &p, const Cursor &
   return p.v + (i64)c.pair * PAIR_HEADS * V_HEAD * KV_BYTES;
 }
 
+// A pair of many parts is merged in two steps, so that no CTA reads them all: those of a group, then what the
+// groups made. Its semaphore counts both: `bits` bits for each group's parts, the highest four for groups.
+struct Groups {
+  static constexpr int FROM = 17, DONE = 28;  // parts from which there are groups; bit
+  int count, number, bits;                    // parts, groups, bits of a group's counter
+
+  __device__ __forceinline__ explicit Groups(int parts) : count(parts), number(1), bits(4) {
+    while (((1 << bits) - 1) * (DONE / bits) < parts) ++bits;
+    number = DONE / bits;
+  }
+  // its first part
+  __device__ __forceinline__ int begin(int group) const { return (group * count + number - 1) / number; }
+  __device__ __forceinline__ int size(int group) const { return begin(group + 1) - begin(group); }
+  __device__ __forceinline__ int of(int part) const { return part * number / count; }
+  // The part whose CTA has room for what a group made: neither the pair's first nor its last, so that it
+  // begins no pair.
+  __device__ __forceinline__ int keeper(int group) const { return max(begin(group), 1); }
+};
+
 // The teams that share the pair a cursor has reached; found while its first keys are on their way.
 struct Parts {
   int first, count;
@@ -123,14 +142,17 @@ struct Parts {
     return (int)(((u64)(unit + 1) * teams - 1) / total);
   }
 
-  __device__ __forceinline__ void find(const Cursor &c, int unit, int unit_end, int total, int teams) {
+  // `near`: how far borders move to ends of pairs. One that comes to `begin` was at begin + near or before
+  // it; one that comes to the end was not before last + 1 - near; a shared pair has one that stays between.
+  __device__ __forceinline__ void find(const Cursor &c, int unit, int unit_end, int total, int teams,
+                                       int near) {
     const int begin = unit - c.tile, last = begin + c.r.num_tiles - 1;
     whole = c.tile == 0 && last < unit_end;
-    near = false;
+    this->near = false;
     if (!whole) {
-      first = owner(begin, total, teams);
-      count = owner(last, total, teams) - first + 1;
-      near = CLUSTER > 1 && first / CLUSTER == (first + count - 1) / CLUSTER;
+      first = owner(begin + near, total, teams);
+      count = owner(last - near, total, teams) - first + 1;
+      this->near = CLUSTER > 1 && first / CLUSTER == (first + count - 1) / CLUSTER;
     }
   }
 };

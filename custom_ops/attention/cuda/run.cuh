@@ -4,7 +4,8 @@
 #include "requests.cuh"
 
 // The line of work is cut into runs of equal length, one for each team. A unit of it is a tile of a line of
-// TEAM pairs: one tile for each CTA of the team.
+// TEAM pairs: one tile for each CTA of the team. With NEAR, a border that is so near an end of a pair moves
+// there, which leaves fewer pairs to share.
 //
 // Every warp works its CTA's run out for itself. All barriers rely on the warps agreeing, and the counts of
 // parts on the CTAs agreeing: what they read, lengths and query starts, comes from L2, and nobody writes it
@@ -19,6 +20,7 @@ struct Run {
   int team, teams;         // this CTA's, and how many have runs
   int member;              // this CTA's place in its team
   int unit, unit_end;      // its units; unit == unit_end: none
+  bool moves;              // whether borders move to ends of pairs
 
   // Only lengths and query starts are read. `c` is used up.
   __device__ __forceinline__ void plan(const Params &p, int lane, Cursor &c) {
@@ -58,13 +60,14 @@ struct Run {
     const int base = total / teams, extra = total % teams;
     unit = team * base + team * extra / teams;
     unit_end = team < teams ? (team + 1) * base + (team + 1) * extra / teams : unit;
+    moves = NEAR > 0 && base >= 4 * NEAR;
     this->lane = lane, this->share = share, this->tiles = tiles, this->upto = upto;
     this->busy = busy, this->used = used;
     this->total = total, this->team = team, this->teams = teams;
   }
 
-  // The cursor of the first unit, if there is one.
-  __device__ __forceinline__ void begin(const Params &p, Cursor &c) {
+  // The request that has `unit`, and the units before it.
+  __device__ __forceinline__ int find(const Params &p, int unit, Cursor &c) {
     const int home = __ffs(__ballot_sync(ALL, upto * LINES > unit)) - 1;
     int before = (upto - tiles) * LINES, request = first;
     if (share > 1 && lane == home) {
@@ -77,9 +80,33 @@ struct Run {
     c.request = __shfl_sync(ALL, request, home);
     before = __shfl_sync(ALL, before, home);
     c.r.take(home);
-    const int line = LINES == 1 ? 0 : (unit - before) / c.r.num_tiles;
+    return before;
+  }
+
+  // How far a border at `tile` of a pair moves, to an end that is NEAR: what a run saves by such a tile, the
+  // exchange of a shared pair costs. Runs stay longer than 4 * NEAR - 2 * NEAR.
+  static __device__ __forceinline__ int shift(int tile, int num_tiles) {
+    const int left = num_tiles - tile;
+    return tile <= left ? (tile <= NEAR ? -tile : 0) : left <= NEAR ? left : 0;
+  }
+
+  // The cursor of the first unit, if there is one; borders come to where they stay.
+  __device__ __forceinline__ void begin(const Params &p, Cursor &c) {
+    if (NEAR > 0 && moves && unit_end < total) {
+      const Request mine = c.r;  // with share == 1 the lane's own
+      const int before = find(p, unit_end, c);
+      unit_end += shift((unit_end - before) % c.r.num_tiles, c.r.num_tiles);
+      c.r = mine;
+    }
+    const int before = find(p, unit, c), line = LINES == 1 ? 0 : (unit - before) / c.r.num_tiles;
     c.pair = line * TEAM + member;
     c.tile = unit - before - line * c.r.num_tiles;
+    if (NEAR > 0 && moves) {
+      const int far = shift(c.tile, c.r.num_tiles);
+      unit += far;
+      if (far > 0) c.next_pair(p);
+      else c.tile += far;
+    }
   }
 
   __device__ __forceinline__ void look_at(const Params &p, int r, Cursor &c) {

@@ -34,6 +34,8 @@ static_assert(PAIRS % TEAM == 0 && (TEAM == 1 || CLUSTER == 1),
               "whole teams; CTAs of a cluster share a pair");
 static_assert(NUM_KV_HEADS % PAIR_HEADS == 0 && (PAIR_HEADS == 1 || KV_BYTES == 2) && (!SHARED || ROWS <= 8),
               "two heads in one n-tile, or in tiles of their own");
+static_assert(!TREE || (CAUSAL && QUERY_LEN > 1 && QUERY_LEN < 32 && KEYS <= 64),
+              "a word's bits, one of them never set; those of a warp's keys");
 static_assert(DIM % 16 == 0 && DIM_V % 16 == 0 && KEYS % 16 == 0 && STAGES >= 2,
               "sizes in multiples of 16, two stages");
 
@@ -50,8 +52,9 @@ struct Params {  // packed by custom_ops/attention/cuda/paged_attention.py, in t
   i64 q_token, q_head, o_token, o_head, l_token, l_head, table_row;  // strides in elements
   float scale, soft_cap;
   int num_reqs, num_tokens, ks_head, vs_head;
+  const i64 *tree;  // with TREE, a word for each token row
 };
-static_assert(sizeof(Params) == 200, "as custom_ops/attention/cuda/paged_attention.py packs it");
+static_assert(sizeof(Params) == 208, "as custom_ops/attention/cuda/paged_attention.py packs it");
 
 // Query rows of a pair: heads of the group within query tokens within kv heads.
 __device__ __forceinline__ int query_of(int row) { return row / GROUP % QUERY_LEN; }

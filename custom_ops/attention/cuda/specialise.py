@@ -42,6 +42,9 @@ class DecodeShape:
         prefetch_l2: tiles behind these that are asked for into L2 meanwhile.
         pair_heads: kv heads of a pair, 1 or 2.
         max_registers: most registers of a thread; 0: as many as leave room for ``ctas_per_sm``.
+        near: tiles that a border of two runs may move to an end of a pair.
+        grouped: pairs may have so many parts that they are merged in two steps.
+        ask_early: a run's next queries are asked for while the warps' states of the last pair meet.
     """
 
     warps: int
@@ -54,6 +57,9 @@ class DecodeShape:
     prefetch_l2: int = 1
     pair_heads: int = 1
     max_registers: int = 0
+    near: int = 0
+    ask_early: bool = False
+    grouped: bool = False
 
     def stage_bytes(self, dim: int, dim_v: int, kv_bytes: int) -> int:
         """Shared memory of one warp's stage; as ``STAGE_BYTES`` in shapes.cuh."""
@@ -66,6 +72,9 @@ class DecodeShape:
         stages = self.warps * self.stages * self.stage_bytes(dim, dim_v, kv_bytes)
         return stages + (self.cluster - 1) * rows * (dim_v + 2) * 4
 
+
+#: Parts of a pair from which they are merged in two steps; as ``Groups::FROM`` in requests.cuh.
+_GROUPED_FROM = 17
 
 #: What a CTA needs beside its stages (the warps' states), and what the hardware keeps per CTA.
 _OTHER_SHARED = 2304 + 1024
@@ -90,13 +99,21 @@ def _preferred(width: int, kv_bytes: int, rows: int, pairs: int, sms: int, heads
         # heads and more pairs were not measured in whole layers (docs/log/decode.md).
         beside = 168 if width <= 128 and 8 <= pairs <= sms // 8 and rows <= 4 else 0
         return DecodeShape(
-            warps=8, keys=keys, stages=3, ctas_per_sm=1, min_tiles=1, cluster=cluster, max_registers=beside
+            warps=8,
+            keys=keys,
+            stages=3,
+            ctas_per_sm=1,
+            min_tiles=1,
+            cluster=cluster,
+            max_registers=beside,
+            grouped=pairs * _GROUPED_FROM <= sms,
         )
     if width <= 128:
         return DecodeShape(warps=3, keys=32, stages=2, ctas_per_sm=4, min_tiles=1)
+    # runs of several pairs: fewer of them shared, and no wait for queries between them
     if pairs <= 4 * sms:
-        return DecodeShape(warps=4, keys=16, stages=3, ctas_per_sm=2, min_tiles=2)
-    return DecodeShape(warps=4, keys=16, stages=2, ctas_per_sm=3, min_tiles=2)
+        return DecodeShape(warps=4, keys=16, stages=3, ctas_per_sm=2, min_tiles=2, near=1, ask_early=True)
+    return DecodeShape(warps=4, keys=16, stages=2, ctas_per_sm=3, min_tiles=2, near=1, ask_early=True)
 
 
 def pair_heads(
@@ -271,11 +288,13 @@ def decode_config(
     sms: int,
     shared_per_sm: int,
     longest: int = 0,
+    tree: bool = False,
 ) -> tuple[Config, DecodeShape]:
     """The constants of ``decode.cu`` for a call, and its shape. Strides of the caches in numbers, as torch
     gives them.
 
     ``longest``: requests with more query tokens are left to the prefill launch ahead; 0: there is none.
+    ``tree``: there is a tree mask, which changes nothing for requests of one query token.
     """
     query_len = _power_of_2(max_query_len)
     heads = pair_heads(
@@ -306,6 +325,7 @@ def decode_config(
         "WINDOW_LEFT": window_left,
         "WINDOW_RIGHT": window_right,
         "CHUNK": chunk,
+        "TREE": tree and query_len > 1,
         "SAME_MASK": query_len == 1,
         "SOFT_CAP": soft_cap,
         "ALIBI": alibi,
@@ -320,6 +340,9 @@ def decode_config(
         "CTAS_PER_SM": shape.ctas_per_sm,
         "MIN_TILES": shape.min_tiles,
         "CLUSTER": shape.cluster,
+        "NEAR": shape.near,
+        "ASK_EARLY": shape.ask_early,
+        "GROUPED": shape.grouped,
         "PREFETCH": min(shape.prefetch, shape.stages - 1),
         "PREFETCH_L2": shape.prefetch_l2,
         "MAX_REGISTERS": shape.max_registers,

@@ -48,6 +48,46 @@ def visible_range(
 
 
 @triton.jit
+def count_bits(x):
+    """Set bits of int64 numbers that are not negative."""
+    x = x - ((x >> 1) & 0x5555555555555555)
+    x = (x & 0x3333333333333333) + ((x >> 2) & 0x3333333333333333)
+    x = (x + (x >> 4)) & 0x0F0F0F0F0F0F0F0F
+    x = x + (x >> 8)
+    x = x + (x >> 16)
+    x = x + (x >> 32)
+    return (x & 127).to(tl.int32)
+
+
+@triton.jit
+def branch_of(tree_ptr, start, query, context, valid):
+    """Of rows ``query [M]`` of a request whose token rows begin at ``start``: what they see of its query
+    tokens under a tree mask, a bit each, and their positions, counted over that and the context."""
+    own = (tl.zeros_like(query) + 1).to(tl.int64) << tl.minimum(query, 63)
+    word = tl.load(tree_ptr + (start + query), mask=valid, other=0) & (own - 1)
+    return word | own, context + count_bits(word)
+
+
+@triton.jit
+def branch_position(word, context, key):
+    """Where a key counts as being for a row of this word; its own key at the furthest."""
+    token = tl.minimum(tl.maximum(key - context, 0), 63)
+    before = ((tl.zeros_like(token) + 1).to(tl.int64) << token) - 1
+    return tl.where(key < context, key, context + count_bits(word & before))
+
+
+@triton.jit
+def branch_sees(word, context, low, key, LOW: tl.constexpr):
+    """Whether a row of this word sees a key that is not behind its own. LOW: rows may not see the first
+    positions."""
+    token = tl.minimum(tl.maximum(key - context, 0), 63)
+    seen = (key < context) | (((word >> token) & 1) != 0)
+    if LOW:
+        seen = seen & (branch_position(word, context, key) >= low)
+    return seen
+
+
+@triton.jit
 def slot_offset(slot, stride: tl.constexpr, BLOCK_SIZE: tl.constexpr):
     """``slot * stride`` inside a block: in 64 bits where the block's last slot needs them, in 32 where
     it doesn't."""
@@ -62,6 +102,8 @@ def attend(
     position,
     low,
     end,
+    word,
+    context,
     slope,
     first_key,
     end_key,
@@ -84,10 +126,11 @@ def attend(
     FIRST_KEY_SEEN: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     ALIBI: tl.constexpr,
+    TREE: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
     """Returns ``(maximum [M], total [M], acc [M, DV])``, scores in base 2. FIRST_KEY_SEEN: ``low`` is 0 for
-    all rows.
+    all rows. TREE: ``word [M]`` and ``context`` are as in `branch_sees`.
 
     ``k_ptr`` and ``v_ptr`` point at the kv head; keys at or past ``end_key`` are never read. ``score_scale``
     holds the softmax scale and the cache's k_scale. Block ids are read two tiles ahead, so that the loads of
@@ -134,8 +177,17 @@ def attend(
         if SOFT_CAP:
             s = soft_cap * tanh(s / soft_cap)
         if ALIBI:
-            s += slope[:, None] * (n[None, :] - position[:, None]).to(tl.float32)
-        s = tl.where((n[None, :] >= low[:, None]) & (n[None, :] < end[:, None]), s * LOG2E, float("-inf"))
+            if TREE:
+                key = branch_position(word[:, None], context, n[None, :])
+                s += slope[:, None] * (key - position[:, None]).to(tl.float32)
+            else:
+                s += slope[:, None] * (n[None, :] - position[:, None]).to(tl.float32)
+        seen_by = (n[None, :] >= low[:, None]) & (n[None, :] < end[:, None])
+        if TREE:
+            seen_by = seen_by & branch_sees(
+                word[:, None], context, low[:, None], n[None, :], not FIRST_KEY_SEEN
+            )
+        s = tl.where(seen_by, s * LOG2E, float("-inf"))
         top = tl.maximum(maximum, tl.max(s, 1))
         p = tl.exp2(s - top[:, None])
         shrink = tl.exp2(maximum - top)
@@ -163,6 +215,8 @@ def attend_slices(
     position,
     low,
     end,
+    word,
+    context,
     slope,
     first_key,
     end_key,
@@ -187,6 +241,7 @@ def attend_slices(
     FIRST_KEY_SEEN: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     ALIBI: tl.constexpr,
+    TREE: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
     """Like `attend`, with a tile of keys cut into SLICES slices of SLICE keys, one per warp, each with a
@@ -198,9 +253,9 @@ def attend_slices(
     M]``, for `merge_slices`.
 
     ``q_ptr [D, M]`` are pointers; SAME_MASK: all rows see the same keys (one query token), from ``low``, a
-    number, on; FIRST_KEY_SEEN: ``low`` is 0 for all. ``block``: ids of the first tile's blocks, one per slice
-    or per key (`slice_blocks`). K_BLOCK ... V_SLOT: strides of the caches, constants, so that the addresses
-    of a tile differ by constants.
+    number, on; FIRST_KEY_SEEN: ``low`` is 0 for all; TREE: as in `attend`. ``block``: ids of the first tile's
+    blocks, one per slice or per key (`slice_blocks`). K_BLOCK ... V_SLOT: strides of the caches, constants,
+    so that the addresses of a tile differ by constants.
     """
     LOG2E: tl.constexpr = 1.4426950408889634
     FLOOR: tl.constexpr = -1.0e30  # finite, so that a slice without keys makes no inf - inf
@@ -254,7 +309,11 @@ def attend_slices(
         if SOFT_CAP:
             s = soft_cap * tanh(s / soft_cap)
         if ALIBI:
-            s += slope[None, None, :] * (n[:, :, None] - position[None, None, :]).to(tl.float32)
+            if TREE:
+                key = branch_position(word[None, None, :], context, n[:, :, None])
+                s += slope[None, None, :] * (key - position[None, None, :]).to(tl.float32)
+            else:
+                s += slope[None, None, :] * (n[:, :, None] - position[None, None, :]).to(tl.float32)
         if SOFT_CAP or ALIBI:
             s *= LOG2E
         if SAME_MASK:
@@ -266,6 +325,10 @@ def attend_slices(
             visible = n[:, :, None] < end[None, None, :]
             if not FIRST_KEY_SEEN:
                 visible = visible & (n[:, :, None] >= low[None, None, :])
+            if TREE:
+                visible = visible & branch_sees(
+                    word[None, None, :], context, low[None, None, :], n[:, :, None], not FIRST_KEY_SEEN
+                )
         s = tl.where(visible, s, float("-inf"))
         top = tl.maximum(maximum, tl.max(s, 1))
         p = tl.exp2(s - top[:, None, :])

@@ -19,6 +19,7 @@ import triton.language as tl
 from torchpaged.custom_ops.attention.triton.attend import (
     attend,
     attend_slices,
+    branch_of,
     finish,
     merge_slices,
     slice_blocks,
@@ -192,6 +193,7 @@ def decode_kernel(
     sinks_ptr,
     k_scale_ptr,
     v_scale_ptr,
+    tree_ptr,
     part_acc_ptr,
     part_state_ptr,
     semaphore_ptr,
@@ -239,6 +241,7 @@ def decode_kernel(
     SINKS: tl.constexpr,
     KV_SCALES: tl.constexpr,
     HAS_LSE: tl.constexpr,
+    TREE: tl.constexpr,
     PDL: tl.constexpr,
     LONGEST: tl.constexpr,
     INTERPRET: tl.constexpr,
@@ -369,6 +372,11 @@ def decode_kernel(
             valid = row < GROUP  # a request that sees keys has its one query
         position = seq_len - query_len + query
         low, end = visible_range(position, seq_len, WINDOW_LEFT, WINDOW_RIGHT, CHUNK, CAUSAL)
+        word = position
+        context = seq_len - query_len
+        if TREE:  # low bounds positions, of which a key's is never above its place
+            word, position = branch_of(tree_ptr, start, query, context, valid)
+            low, _ = visible_range(position, seq_len, WINDOW_LEFT, WINDOW_RIGHT, CHUNK, CAUSAL)
         end = tl.where(valid, end, low)
         last_key = tl.minimum(first_key + count * TILE_KV, end_key)
         table_at = table_ptr + request.to(tl.int64) * table_row
@@ -400,6 +408,8 @@ def decode_kernel(
                 position=position,
                 low=low,
                 end=end,
+                word=word,
+                context=context,
                 slope=slope,
                 first_key=first_key,
                 end_key=last_key,
@@ -424,6 +434,7 @@ def decode_kernel(
                 FIRST_KEY_SEEN=WINDOW_LEFT < 0 and CHUNK <= 0,
                 SOFT_CAP=SOFT_CAP,
                 ALIBI=ALIBI,
+                TREE=TREE,
                 INTERPRET=INTERPRET,
             )
         else:
@@ -433,6 +444,8 @@ def decode_kernel(
                 position=position,
                 low=low,
                 end=end,
+                word=word,
+                context=context,
                 slope=slope,
                 first_key=first_key,
                 end_key=last_key,
@@ -455,6 +468,7 @@ def decode_kernel(
                 FIRST_KEY_SEEN=WINDOW_LEFT < 0 and CHUNK <= 0,
                 SOFT_CAP=SOFT_CAP,
                 ALIBI=ALIBI,
+                TREE=TREE,
                 INTERPRET=INTERPRET,
             )
         # slices are merged in either branch: their layouts differ, and the compiler would prepare both

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from torchpaged.custom_ops.attention.check import check_paged_attention
 from torchpaged.custom_ops.attention.triton import config
-from torchpaged.custom_ops.errors import BackendUnavailableError
 from torchpaged.custom_ops.triton import launching
 from torchpaged.custom_ops.triton.compile_together import Launch, compile_together
 from torchpaged.custom_ops.triton.kernel_store import KernelRef
@@ -17,10 +16,10 @@ from torchpaged.custom_ops.triton.kernel_store import KernelRef
 _PREFILL = KernelRef(
     "attention.triton.prefill",
     "prefill_kernel",
-    constants=frozenset({21, 22, 24, 25}),
-    unspecialised=frozenset({14, 15, 17, 18}),
+    constants=frozenset({22, 23, 25, 26}),
+    unspecialised=frozenset({15, 16, 18, 19}),
 )
-_DECODE = KernelRef("attention.triton.decode", "decode_kernel", unspecialised=frozenset({17, 18, 25}))
+_DECODE = KernelRef("attention.triton.decode", "decode_kernel", unspecialised=frozenset({18, 19, 26}))
 
 
 def paged_attention(
@@ -73,8 +72,8 @@ def paged_attention(
         tree_mask=tree_mask,
         semaphore=semaphore,
     )
-    if tree_mask is not None:
-        raise BackendUnavailableError("tree_mask: expected None, these kernels attend without one")
+    if max_query_len == 1:  # a query token that is alone in its request sees itself, whatever its word says
+        tree_mask = None
     launching.require_fp8(k_cache)
     num_tokens, num_heads, dim = q.shape
     num_reqs, (block_size, num_kv_heads, dim_v) = (
@@ -109,6 +108,7 @@ def paged_attention(
         sinks,
         k_scale,
         v_scale,
+        tree_mask,
     )
     out_strides = (*out.stride()[:2], *(lse.stride() if lse is not None else (0, 0)))
     strides = (
@@ -136,6 +136,7 @@ def paged_attention(
         "SINKS": sinks is not None,
         "KV_SCALES": k_scale is not None,
         "HAS_LSE": lse is not None,
+        "TREE": tree_mask is not None,
         "INTERPRET": launching.INTERPRET,
     }
     if max_query_len <= config.MAX_DECODE_QUERY_LEN and max_query_len * group <= config.MAX_DECODE_ROWS:

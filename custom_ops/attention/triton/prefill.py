@@ -19,7 +19,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from torchpaged.custom_ops.attention.triton.attend import finish, slot_offset, tanh, visible_range
+from torchpaged.custom_ops.attention.triton.attend import (
+    branch_of,
+    branch_position,
+    branch_sees,
+    finish,
+    slot_offset,
+    tanh,
+    visible_range,
+)
 from torchpaged.custom_ops.attention.triton.decode import store_padding, store_rows
 
 
@@ -150,6 +158,8 @@ def attend_tiles(
     position,
     low,
     end,
+    word,
+    context,
     slope,
     first,
     last,
@@ -174,6 +184,7 @@ def attend_tiles(
     BLOCK_SIZE: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     ALIBI: tl.constexpr,
+    TREE: tl.constexpr,
     LOW: tl.constexpr,
     FOLD: tl.constexpr,
     MASKED: tl.constexpr,
@@ -188,8 +199,9 @@ def attend_tiles(
 
     maximum, total [M], acc [M, DV]: the running softmax; blocks: `load_blocks` of the next tile, loaded one
     tile ahead, so that the loads of keys and values are pipelined like loads from plain addresses. Unless
-    MASKED, every row must see every key. LOW: rows may not see the first keys. FOLD: ``maximum`` is of raw
-    scores, the scale joins the exponential in one multiply-add.
+    MASKED, every row must see every key, and with TREE all of them lie before ``context`` (`branch_sees`).
+    LOW: rows may not see the first keys. FOLD: ``maximum`` is of raw scores, the scale joins the exponential
+    in one multiply-add.
     """
     LOG2E: tl.constexpr = 1.4426950408889634
     to_base_2 = score_scale * LOG2E if FOLD else LOG2E
@@ -229,13 +241,18 @@ def attend_tiles(
         if SOFT_CAP:
             s = soft_cap * tanh(s / soft_cap)
         if ALIBI:
-            s += slope[:, None] * (start + key[None, :] - position[:, None]).to(tl.float32)
+            if TREE and MASKED:
+                key_at = branch_position(word[:, None], context, start + key[None, :])
+                s += slope[:, None] * (key_at - position[:, None]).to(tl.float32)
+            else:
+                s += slope[:, None] * (start + key[None, :] - position[:, None]).to(tl.float32)
         if MASKED:
-            s = tl.where(
-                (start + key[None, :] >= low[:, None]) & (start + key[None, :] < end[:, None]),
-                s,
-                float("-inf"),
-            )
+            seen_by = (start + key[None, :] >= low[:, None]) & (start + key[None, :] < end[:, None])
+            if TREE:
+                seen_by = seen_by & branch_sees(
+                    word[:, None], context, low[:, None], start + key[None, :], LOW
+                )
+            s = tl.where(seen_by, s, float("-inf"))
         top = tl.maximum(maximum, tl.max(s, 1))
         p = tl.exp2(s * to_base_2 - (top * to_base_2)[:, None])
         shrink = tl.exp2((maximum - top) * to_base_2)
@@ -264,6 +281,7 @@ def attend_query_tile(
     sinks_ptr,
     k_scale_ptr,
     v_scale_ptr,
+    tree_ptr,
     scale,
     soft_cap,
     q_token,
@@ -299,6 +317,7 @@ def attend_query_tile(
     SINKS: tl.constexpr,
     KV_SCALES: tl.constexpr,
     HAS_LSE: tl.constexpr,
+    TREE: tl.constexpr,
     ALL_MASKED: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
@@ -327,6 +346,11 @@ def attend_query_tile(
         q = q.to(tl.float32)
     position = seq_len - query_len + query
     low, end = visible_range(position, seq_len, WINDOW_LEFT, WINDOW_RIGHT, CHUNK, CAUSAL)
+    word = position
+    context = seq_len - query_len
+    if TREE:  # low bounds positions, of which a key's is never above its place
+        word, position = branch_of(tree_ptr, start, query, context, valid)
+        low, _ = visible_range(position, seq_len, WINDOW_LEFT, WINDOW_RIGHT, CHUNK, CAUSAL)
     end = tl.where(valid, end, low)
     sees = end > low
     end_key = tl.max(tl.where(sees, end, 0), 0)
@@ -334,6 +358,8 @@ def attend_query_tile(
     first_key = low_key // TILE_KV * TILE_KV
     # Every valid row sees all of [whole_first, whole_end), multiples of TILE_KV.
     whole_end = tl.min(tl.where(valid, end, 2147483647), 0) // TILE_KV * TILE_KV
+    if TREE:
+        whole_end = tl.minimum(whole_end, tl.maximum(context, 0) // TILE_KV * TILE_KV)
     whole_first = first_key
     if LOW:
         whole_first = (tl.max(tl.where(valid, low, 0), 0) + TILE_KV - 1) // TILE_KV * TILE_KV
@@ -372,6 +398,8 @@ def attend_query_tile(
                 position=position,
                 low=low,
                 end=end,
+                word=word,
+                context=context,
                 slope=slope,
                 first=first_key,
                 last=whole_first,
@@ -396,6 +424,7 @@ def attend_query_tile(
                 BLOCK_SIZE=BLOCK_SIZE,
                 SOFT_CAP=SOFT_CAP,
                 ALIBI=ALIBI,
+                TREE=TREE,
                 LOW=LOW,
                 FOLD=FOLD,
                 MASKED=True,
@@ -412,6 +441,8 @@ def attend_query_tile(
             position=position,
             low=low,
             end=end,
+            word=word,
+            context=context,
             slope=slope,
             first=whole_first,
             last=whole_end,
@@ -436,6 +467,7 @@ def attend_query_tile(
             BLOCK_SIZE=BLOCK_SIZE,
             SOFT_CAP=SOFT_CAP,
             ALIBI=ALIBI,
+            TREE=TREE,
             LOW=LOW,
             FOLD=FOLD,
             MASKED=False,
@@ -459,6 +491,8 @@ def attend_query_tile(
         position=position,
         low=low,
         end=end,
+        word=word,
+        context=context,
         slope=slope,
         first=masked_first,
         last=end_key - gap,
@@ -483,6 +517,7 @@ def attend_query_tile(
         BLOCK_SIZE=BLOCK_SIZE,
         SOFT_CAP=SOFT_CAP,
         ALIBI=ALIBI,
+        TREE=TREE,
         LOW=LOW,
         FOLD=FOLD,
         MASKED=True,
@@ -539,6 +574,7 @@ def prefill_kernel(
     sinks_ptr,
     k_scale_ptr,
     v_scale_ptr,
+    tree_ptr,
     scale,
     soft_cap,
     num_reqs,
@@ -579,6 +615,7 @@ def prefill_kernel(
     SINKS: tl.constexpr,
     KV_SCALES: tl.constexpr,
     HAS_LSE: tl.constexpr,
+    TREE: tl.constexpr,
     SKIP_DECODES: tl.constexpr,
     PDL: tl.constexpr,
     INTERPRET: tl.constexpr,
@@ -643,6 +680,7 @@ def prefill_kernel(
             sinks_ptr=sinks_ptr,
             k_scale_ptr=k_scale_ptr,
             v_scale_ptr=v_scale_ptr,
+            tree_ptr=tree_ptr,
             scale=scale,
             soft_cap=soft_cap,
             q_token=q_token,
@@ -678,6 +716,7 @@ def prefill_kernel(
             SINKS=SINKS,
             KV_SCALES=KV_SCALES,
             HAS_LSE=HAS_LSE,
+            TREE=TREE,
             ALL_MASKED=False,
             INTERPRET=INTERPRET,
         )
@@ -708,6 +747,7 @@ def prefill_kernel(
                 sinks_ptr=sinks_ptr,
                 k_scale_ptr=k_scale_ptr,
                 v_scale_ptr=v_scale_ptr,
+                tree_ptr=tree_ptr,
                 scale=scale,
                 soft_cap=soft_cap,
                 q_token=q_token,
@@ -743,6 +783,7 @@ def prefill_kernel(
                 SINKS=SINKS,
                 KV_SCALES=KV_SCALES,
                 HAS_LSE=HAS_LSE,
+                TREE=TREE,
                 ALL_MASKED=SOFT_CAP or ALIBI,
                 INTERPRET=INTERPRET,
             )

@@ -30,10 +30,11 @@ from torchpaged.backends import (
     get_backend,
     list_backends,
 )
+from torchpaged.backends.route import is_route
 from torchpaged.bench.attention.cases import AttentionCase
 from torchpaged.bench.attention.contender import Contender, Prepared
 from torchpaged.bench.attention.inputs import Inputs
-from torchpaged.bench.attention.peers import PEERS
+from torchpaged.bench.attention.peers import PEERS, plan_us
 from torchpaged.custom_ops.errors import ArgumentError
 
 #: Backends around other libraries: a peer each, so that they run where they are named alone.
@@ -75,10 +76,11 @@ def contenders(
 
 
 # ----------------------------------------------------------------------------------------------- own backends
-def own_backend(name: str) -> Contender:
-    """The own backend of that name, called as a layer calls it: the op handle with all checks on, and a
-    semaphore per layer, or what a session planned for all layers."""
+def own_backend(name: str, shown: str = "") -> Contender:
+    """The own backend of that name, or the route, called as a layer calls it: the op handle with all checks
+    on, and a semaphore per layer, or what a session planned for all layers. ``shown``: its name in tables."""
     backend = get_backend(name)
+    in_session = name in _AROUND_LIBRARIES or is_route(name)
 
     def spec_of(case: AttentionCase, device: torch.device) -> AttentionSpec:
         return AttentionSpec(
@@ -97,8 +99,9 @@ def own_backend(name: str) -> Contender:
     def prepare(case: AttentionCase, inputs: Inputs) -> Prepared:
         out = inputs.poisoned_out()
         session: Session | None = None  # lives as long as the calls
-        if name in _AROUND_LIBRARIES:
-            session = _planned(backend, spec_of(case, inputs.q.device), case, inputs)
+        of_plan: float | None = None
+        if in_session:
+            session, of_plan = _planned(backend, spec_of(case, inputs.q.device), case, inputs)
             kept = [session.workspace(spec_of(case, inputs.q.device))] * inputs.num_layers
         else:
             ints: Any = {"dtype": torch.int32, "device": inputs.q.device}
@@ -124,10 +127,10 @@ def own_backend(name: str) -> Contender:
             )
             return out
 
-        return Prepared([partial(call, layer) for layer in range(inputs.num_layers)])
+        return Prepared([partial(call, layer) for layer in range(inputs.num_layers)], of_plan)
 
     # the library itself may be among the peers, by its own name
-    shown = f"{name}_backend" if name in _AROUND_LIBRARIES else name
+    shown = shown or (f"{name}_backend" if name in _AROUND_LIBRARIES else name)
     return Contender(shown, True, backend.unavailable, why_not, prepare)
 
 
@@ -140,18 +143,19 @@ class _Planned(NamedTuple):
     max_query_len: int
 
 
-def _planned(backend: Backend, spec: AttentionSpec, case: AttentionCase, inputs: Inputs) -> Session:
-    """A session that has planned the batch."""
+def _planned(
+    backend: Backend, spec: AttentionSpec, case: AttentionCase, inputs: Inputs
+) -> tuple[Session, float | None]:
+    """A session that has planned the batch, and the host microseconds of a plan where it makes any."""
     rows, width = inputs.block_table.shape
     num_blocks, block_size = inputs.k_caches[0].shape[:2]
     session = backend.open(
         [spec], Limits(rows, len(inputs.q), width, num_blocks, block_size), inputs.q.device
     )
-    session.plan(
-        _Planned(inputs.block_table, inputs.seq_lens, inputs.query_start_loc, max(case.query_lens)),
-        HostLengths(case.query_lens, case.seq_lens),
-    )
-    return session
+    batch = _Planned(inputs.block_table, inputs.seq_lens, inputs.query_start_loc, max(case.query_lens))
+    plan = partial(session.plan, batch, HostLengths(case.query_lens, case.seq_lens))
+    plan()  # compiles
+    return session, plan_us(plan, inputs.q.device) if session.plans else None
 
 
 # ------------------------------------------------------------------------------- plain PyTorch, contiguous KV

@@ -112,7 +112,7 @@ def _flashinfer_prepare(backend: str, case: AttentionCase, inputs: Inputs) -> Pr
             wrapper.plan, inputs.query_start_loc.cpu(), indptr, indices, last, *heads, causal=True, **common
         )
     plan()  # compiles
-    plan_us = _plan_us(plan, device)
+    of_plan = plan_us(plan, device)
     out = inputs.poisoned_out()
 
     def call(layer: int) -> Tensor:
@@ -120,10 +120,10 @@ def _flashinfer_prepare(backend: str, case: AttentionCase, inputs: Inputs) -> Pr
         wrapper.run(inputs.q, pairs[layer], out=out)
         return out
 
-    return Prepared([partial(call, layer) for layer in range(inputs.num_layers)], plan_us)
+    return Prepared([partial(call, layer) for layer in range(inputs.num_layers)], of_plan)
 
 
-def _plan_us(plan: Callable[[], Any], device: torch.device) -> float:
+def plan_us(plan: Callable[[], Any], device: torch.device) -> float:
     """Host microseconds of a plan, until the device has what it copied: the pinned buffer is not fenced."""
     times = []
     for _ in range(_PLAN_REPEATS):

@@ -1,8 +1,9 @@
 """What the engine keeps on the device from step to step, and runs there: requests in rows, whole steps over
 them, tokens on their way to the host.
 
-rows = DecodeRows(max_batch_size=64, max_blocks_per_req=128, block_size=16, vocab_size=32000, device="cuda",
-ops=session.ops) runner = WholeStepRunner(step, rows)
+    rows = DecodeRows(max_batch_size=64, max_blocks_per_req=128, block_size=16, vocab_size=32000,
+                      device="cuda", ops=session.ops)
+    runner = WholeStepRunner(step, rows)
 """
 
 from torchpaged.engine.device.launch_tokens import LaunchRing

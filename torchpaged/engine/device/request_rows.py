@@ -30,19 +30,10 @@ from torchpaged.engine.device.request_state import (
     NUM_INTS,
     NUM_LONGS,
     RowState,
-    token_bits,
+    packed_rows,
 )
-from torchpaged.metadata import (
-    FIELDS,
-    METADATA_FIELDS,
-    AttentionMetadata,
-    BatchSizes,
-    pad_batch_tensors,
-    to_device,
-)
-
-#: What makes a row idle: its length and slot are a padding row's.
-_IDLE = {name: FIELDS[name].padding for name in ("seq_lens", "slot_mapping")}
+from torchpaged.engine.device.row_tensors import IDLE, RowTensors
+from torchpaged.metadata import BatchSizes, pad_batch_tensors, to_device
 
 
 class StepOps(Protocol):
@@ -57,8 +48,8 @@ class StepOps(Protocol):
         """One token per row out of logits, and rows made ready for the next step."""
 
 
-class DecodeRows:
-    """Static tensors of up to ``max_batch_size`` requests.
+class DecodeRows(RowTensors):
+    """`RowTensors`, and what is done to them: by captured steps, and by the host between launches.
 
     Args:
         max_batch_size: rows.
@@ -71,17 +62,7 @@ class DecodeRows:
         launches_in_flight: launches whose tokens may be unread at once, for ``ring``.
 
     Attributes:
-        input_ids, positions, slot_mapping, seeds, counters: ``[max_batch_size]`` int64.
-        seq_lens, remaining, top_k: ``[max_batch_size]`` int32.
-        temperature, top_p, min_p, repetition_penalty: ``[max_batch_size]`` float32.
-        stop_token_ids: ``[max_batch_size, 16]`` int64, -1 = none.
-        block_table: ``[max_batch_size, max_blocks_per_req]`` int32.
-        seen: ``[max_batch_size, ceil(vocab_size / 32)]`` int32, a bit per token.
-        query_start_loc: ``[max_batch_size + 1]`` int32, 0, 1, 2 ...: every row has one query token, idle
-            ones too.
-        tokens_out: ``[steps_per_launch, max_batch_size]`` int64, what the last launch produced; -1 where a
-            row was idle.
-        ring: the same on the host, a launch after another: `LaunchRing`.
+        ring: the launches' tokens on the host: `LaunchRing`.
     """
 
     def __init__(
@@ -95,74 +76,16 @@ class DecodeRows:
         steps_per_launch: int = 1,
         launches_in_flight: int = 4,
     ) -> None:
-        sizes = {
-            "max_batch_size": max_batch_size,
-            "max_blocks_per_req": max_blocks_per_req,
-            "block_size": block_size,
-            "vocab_size": vocab_size,
-            "steps_per_launch": steps_per_launch,
-            "launches_in_flight": launches_in_flight,
-        }
-        for name, size in sizes.items():
-            if size < 1:
-                raise ArgumentError(name, "at least 1", str(size))
-        self.max_batch_size, self.max_blocks_per_req = max_batch_size, max_blocks_per_req
-        self.block_size, self.vocab_size, self.device = block_size, vocab_size, torch.device(device)
-        self.steps_per_launch = steps_per_launch
+        if launches_in_flight < 1:
+            raise ArgumentError("launches_in_flight", "at least 1", str(launches_in_flight))
+        super().__init__(max_batch_size, max_blocks_per_req, block_size, vocab_size, device, steps_per_launch)
         self._ops, self._pin = ops, self.device.type == "cuda"
-        rows = max_batch_size
-        padded = -(-rows // 16) * 16  # each field starts at a multiple of 64 bytes
-        with torch.inference_mode(False):
-            self._longs = torch.zeros(NUM_LONGS, padded, dtype=torch.int64, device=device)
-            self._ints = torch.zeros(NUM_INTS, padded, dtype=torch.int32, device=device)
-            self._floats = torch.zeros(NUM_FLOATS, padded, dtype=torch.float32, device=device)
-            self.stop_token_ids = torch.full((rows, MAX_STOP_TOKEN_IDS), -1, dtype=torch.int64, device=device)
-            self.block_table = FIELDS["block_table"].make(BatchSizes(rows, rows, max_blocks_per_req), device)
-            self.seen = torch.zeros(rows, -(-vocab_size // 32), dtype=torch.int32, device=device)
-            self.query_start_loc = torch.arange(rows + 1, dtype=torch.int32, device=device)
-            self.tokens_out = torch.full((steps_per_launch, padded), -1, dtype=torch.int64, device=device)
-        self.input_ids, self.positions, self.slot_mapping, self.seeds, self.counters = (
-            x[:rows] for x in self._longs
-        )
-        self.seq_lens, self.remaining, self.top_k = (x[:rows] for x in self._ints)
-        self.temperature, self.top_p, self.min_p, self.repetition_penalty = (x[:rows] for x in self._floats)
-        self.slot_mapping.fill_(_IDLE["slot_mapping"])
-        self.repetition_penalty.fill_(1.0)
-        self.top_p.fill_(1.0)
-        self.ring = LaunchRing(launches_in_flight, steps_per_launch, rows, device)
+        self.ring = LaunchRing(launches_in_flight, steps_per_launch, max_batch_size, device)
         self._set_aside: list[tuple[Tensor, Tensor]] = []  # by `padding`: tensors and what they held
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything a captured step reads or writes, by name."""
-        names = (
-            "input_ids",
-            "positions",
-            "slot_mapping",
-            "seeds",
-            "counters",
-            "seq_lens",
-            "remaining",
-            "top_k",
-            "temperature",
-            "top_p",
-            "min_p",
-            "repetition_penalty",
-            "stop_token_ids",
-            "block_table",
-            "seen",
-            "query_start_loc",
-            "tokens_out",
-        )
-        ring = {"ring": self.ring.slots, "launches": self.ring.launches}
-        return {name: getattr(self, name) for name in names} | ring
-
-    def view(self, num_rows: int) -> tuple[Tensor, AttentionMetadata]:
-        """The first ``num_rows`` rows as ``(input_ids, metadata)``; slices, no copies."""
-        tensors = {name: getattr(self, name) for name in METADATA_FIELDS}
-        sizes = BatchSizes(num_rows, num_rows, self.max_blocks_per_req)
-        return self.input_ids[:num_rows], AttentionMetadata.view(
-            tensors, sizes, max_query_len=1, block_size=self.block_size
-        )
+        return super().tensors() | {"ring": self.ring.slots, "launches": self.ring.launches}
 
     # ------------------------------------------------------------------------------------------ on the device
     def finish_step(self, logits: Tensor, num_rows: int, step: int) -> None:
@@ -264,24 +187,9 @@ class DecodeRows:
                 raise ArgumentError("states", f"rows in [0, {self.max_batch_size})", str(row))
             state.check(self.block_size, self.max_blocks_per_req)
         self.restore()
-        words = HEAD_WORDS + self.max_blocks_per_req
         with_seen = any(state.seen is not None for state in states.values())
-        staged = torch.zeros(
-            len(states),
-            2 + words + (self.seen.shape[1] if with_seen else 0),
-            dtype=torch.int32,
-            pin_memory=self._pin,
-        )
-        for line, (row, state) in zip(staged, states.items(), strict=True):
-            line[0] = row
-            line[2 : 2 + HEAD_WORDS] = torch.frombuffer(
-                bytearray(state.packed(self.block_size)), dtype=torch.int32
-            )
-            line[2 + HEAD_WORDS : 2 + HEAD_WORDS + len(state.blocks)] = torch.tensor(
-                state.blocks, dtype=torch.int32
-            )
-            if state.seen is not None:
-                line[2 + words :] = token_bits(state.seen, self.seen.shape[1])
+        num_words = self.seen.shape[1] if with_seen else 0
+        staged = packed_rows(states, self.block_size, self.max_blocks_per_req, num_words, self._pin)
         data = staged.to(self.device, non_blocking=True)
         index, data = data[:, 0].long(), data[:, 2:]
         longs = _copied(data[:, : 2 * (NUM_LONGS + MAX_STOP_TOKEN_IDS)]).view(torch.int64)
@@ -292,6 +200,7 @@ class DecodeRows:
         self._floats.index_copy_(
             1, index, _copied(rest[:, NUM_INTS : NUM_INTS + NUM_FLOATS]).view(torch.float32).t()
         )
+        words = HEAD_WORDS + self.max_blocks_per_req
         self.block_table.index_copy_(0, index, data[:, HEAD_WORDS:words])
         if with_seen:
             self.seen.index_copy_(0, index, data[:, words:])
@@ -346,7 +255,7 @@ class DecodeRows:
             self._make_idle(old)
 
     def _make_idle(self, index: Tensor) -> None:
-        for name, padding in _IDLE.items():
+        for name, padding in IDLE.items():
             getattr(self, name).index_fill_(0, index, padding)
 
     @contextlib.contextmanager
@@ -357,7 +266,7 @@ class DecodeRows:
         self._put_aside()
         try:
             self.ring.launches[:1].fill_(-1)  # tokens of launches in flight stay where they are
-            names = (*_IDLE, "input_ids", "positions")
+            names = (*IDLE, "input_ids", "positions")
             pad_batch_tensors(
                 {name: getattr(self, name) for name in names},
                 BatchSizes(num_rows, num_rows, self.max_blocks_per_req),

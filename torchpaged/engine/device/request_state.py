@@ -3,6 +3,7 @@
     state = RowState(input_id=5, seq_len=17, blocks=[1, 2], seed=7, counter=0, remaining=64)
     state.check(block_size=16, max_blocks_per_req=128)
     state.packed(block_size=16)     # HEAD_WORDS words of 4 bytes; blocks and seen bits travel beside them
+    packed_rows({3: state}, block_size=16, max_blocks_per_req=128, num_seen_words=0)    # all of them
 
 Numbers that do not fit their fields are refused by whoever takes them from a
 user (`torchpaged.engine.SamplingParams`).
@@ -11,7 +12,7 @@ user (`torchpaged.engine.SamplingParams`).
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -112,3 +113,27 @@ def token_bits(tokens: Sequence[int], num_words: int) -> Tensor:
     flags = torch.zeros(num_words * 32, dtype=torch.int64)
     flags[torch.tensor(tokens, dtype=torch.int64)] = 1
     return (flags.view(-1, 32) << torch.arange(32)).sum(-1).to(torch.int32)
+
+
+def packed_rows(
+    states: Mapping[int, RowState],
+    block_size: int,
+    max_blocks_per_req: int,
+    num_seen_words: int,
+    pin_memory: bool = False,
+) -> Tensor:
+    """Rows on their way to the device, a line each: ``[len(states), words]`` int32 on the host.
+
+    A line holds the row's number in two words, `RowState.packed`, ``max_blocks_per_req`` blocks, those past
+    the request's own 0, and ``num_seen_words`` of `token_bits`, 0 where the state has no ``seen``.
+    """
+    begin = 2 + HEAD_WORDS
+    words = begin + max_blocks_per_req + num_seen_words
+    lines = torch.zeros(len(states), words, dtype=torch.int32, pin_memory=pin_memory)
+    for line, (row, state) in zip(lines, states.items(), strict=True):
+        line[0] = row
+        line[2:begin] = torch.frombuffer(bytearray(state.packed(block_size)), dtype=torch.int32)
+        line[begin : begin + len(state.blocks)] = torch.tensor(state.blocks, dtype=torch.int32)
+        if state.seen is not None:
+            line[begin + max_blocks_per_req :] = token_bits(state.seen, num_seen_words)
+    return lines

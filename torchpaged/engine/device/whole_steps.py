@@ -61,7 +61,7 @@ class WholeStepRunner(BucketedGraphs):
         session: StepSession | None = None,
         **options: Any,
     ) -> None:
-        if session is not None and rows.steps_per_launch > 1 and session.plans_every_step:
+        if session is not None and rows.steps_per_launch > 1 and session.plans_every_decode:
             raise ArgumentError(
                 "rows",
                 "steps_per_launch=1 with a backend that plans every step on the host",

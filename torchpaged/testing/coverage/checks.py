@@ -33,7 +33,8 @@ from torchpaged.testing.coverage.architectures import model_of
 
 TOLERANCE = 1e-4
 NEW_TOKENS = 8
-MODES = ("paged", "dense", "no cache", "refused", "wrong", "broken")
+MODES = ("paged", "latent", "dense", "no cache", "refused", "wrong", "broken")
+RUNS = ("paged", "latent", "dense")  # the modes in which torchpaged attends
 _MAX_SEQ_LEN = 32
 
 Beat = Callable[..., None]
@@ -47,9 +48,9 @@ class Row:
     Attributes:
         model_type: transformers' name of it.
         kind: what its layers are made of, in words.
-        mode: "paged" or "dense" (every check but the compiled one is right), "no cache" (it keeps no keys and
-            values, and runs as without torchpaged), "refused", "wrong" (numbers differ, and nothing said so),
-            "broken" (an error that is not a refusal).
+        mode: "paged", "latent" or "dense" (every check but the compiled one is right), "no cache" (it
+            keeps no keys and values, and runs as without torchpaged), "refused", "wrong" (numbers differ, and
+            nothing said so), "broken" (an error that is not a refusal).
         checks: name -> "right", or what happened.
         graphs: of the compiled decode; None if it did not run.
         reason: why it is not paged, or not compiled; empty if it is both.
@@ -251,7 +252,7 @@ def examine(model_type: str, *, compiled: bool = True, beat: Beat | None = None)
             say(name)
             row.checks[name] = outcome_of(lambda run=run, name=name: difference(run(), wants[name]))  # type: ignore[misc]
     _judge(row, made)
-    if compiled and row.mode in ("paged", "dense"):
+    if compiled and row.mode in RUNS:
         say("compiling")
         row.checks["compiled"] = outcome_of(lambda: _compiled(model, make_cache, wants, row))
         if row.checks["compiled"].startswith("wrong"):
@@ -267,7 +268,8 @@ def _judge(row: Row, made: list[PagedCache]) -> None:
     bad = {name: outcome for name, outcome in row.checks.items() if outcome != "right"}
     kinds = {outcome.partition(":")[0] for outcome in bad.values()}
     if not bad:
-        row.mode = "dense" if made[-1].dense else "paged"
+        latent = any(layer.latent for layer in made[-1].paged)
+        row.mode = "dense" if made[-1].dense else "latent" if latent else "paged"
         row.reason = getattr(made[-1], "dense_reason", "") if row.mode == "dense" else ""
         return
     row.mode = "wrong" if "wrong" in kinds else "broken" if "error" in kinds else "refused"

@@ -17,7 +17,8 @@ Every decoder architecture that transformers maps to a causal LM, tiny and rando
 logits within {tolerance} of their scale, and the same greedy tokens. `torchpaged coverage` made this page;
 `--help` says how to run it again, and `torchpaged/testing/coverage/checks.py` what each check does.
 
-- **paged**: attention reads the block pools. **dense**: keys and values are gathered first, and SDPA attends.
+- **paged**: attention reads the block pools. **latent**: it reads pools of latents, one row per token for all
+  heads. **dense**: keys and values are gathered first, and SDPA attends.
 - **no cache**: the model keeps no keys and values; it runs as without torchpaged.
 - **refused**: an `UnsupportedModelError` names the reason. **wrong**: numbers differ and nothing said so.
   **broken**: another error.

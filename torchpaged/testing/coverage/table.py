@@ -16,7 +16,7 @@ import torch
 import transformers
 
 from torchpaged.custom_ops.errors import ArgumentError
-from torchpaged.testing.coverage.checks import Row
+from torchpaged.testing.coverage.checks import RUNS, Row
 from torchpaged.testing.coverage.kinds import KINDS
 
 
@@ -69,7 +69,7 @@ class Table:
 
 
 #: Modes whose rows are compiled, or say why not.
-_COMPILED = ("paged", "dense", "varlen", "own attention")
+_COMPILED = (*RUNS, "varlen", "own attention")
 
 
 def _cells(row: Row | None) -> tuple[str, str]:

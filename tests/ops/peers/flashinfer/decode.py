@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchpaged.custom_ops import BACKEND_OPS
+
 from .pages import attend, seq_lens_of
 
 PLANS: list[str] = []
@@ -138,3 +140,50 @@ def fast_decode_plan(
     assert self._paged_kv_last_page_len_buf.tolist() == last_page_len.tolist()
     assert not len(indices) or indices.data_ptr() == self._paged_kv_indices_buf.data_ptr()
     self._schedule(indptr, last_page_len, page_size, window_left, logits_soft_cap, sm_scale, q_data_type)
+
+
+XQA_CALLS: list[dict[str, Any]] = []
+
+
+def xqa_batch_decode_with_kv_cache(
+    query,
+    kv_cache,
+    workspace_buffer,
+    block_tables,
+    seq_lens,
+    max_seq_len,
+    bmm1_scale=1.0,
+    bmm2_scale=1.0,
+    window_left=-1,
+    out=None,
+    sinks=None,
+    kv_layout="NHD",
+    enable_pdl=None,
+    q_len_per_req=1,
+    o_scale=1.0,
+    mask=None,
+    kv_cache_sf=None,
+    q_cu_seq_lens=None,
+):
+    """Reads the table and the lengths where they are; a request without keys is undefined."""
+    XQA_CALLS.append(dict(locals()))
+    k_cache, v_cache = kv_cache
+    assert query.is_contiguous() and block_tables.is_contiguous() and seq_lens.dtype == torch.int32
+    assert k_cache.stride() == v_cache.stride() and k_cache.dtype == query.dtype and bmm2_scale == 1.0
+    assert not workspace_buffer.any() and kv_layout == "NHD" and max_seq_len % k_cache.shape[1] == 0
+    y = torch.empty_like(query)
+    assert sinks is None or sinks.dtype == torch.float32
+    BACKEND_OPS["reference"].paged_attention(
+        query,
+        k_cache,
+        v_cache,
+        block_tables,
+        seq_lens,
+        torch.arange(len(query) + 1, dtype=torch.int32),
+        y,
+        max_query_len=1,
+        scale=bmm1_scale,
+        window_left=window_left,
+        sinks=sinks,
+    )
+    return y.masked_fill((seq_lens <= 0)[:, None, None], float("nan"))

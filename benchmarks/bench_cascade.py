@@ -1,0 +1,196 @@
+"""Decode steps of requests that share a prefix: the plain path, `cascade_attention`, FlashInfer's cascade.
+
+    python benchmarks/bench_cascade.py --output benchmarks/results/h200_cascade.json
+
+Rounds over the pools of several layers, so that nothing stays in the L2 cache, each in a CUDA graph, without
+the host's share: groups and plans are made once. Microseconds per call. The rule of torchpaged/cascade is
+fitted to the rows. Needs a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchpaged import merge_attn_states, paged_attention
+from torchpaged.bench import conditions
+from torchpaged.bench.timing import CudaSampler, interleave
+from torchpaged.cascade import SharedPrefixes, cascade_attention, find_prefix_groups
+
+BLOCK = 16
+SHAPES = ((32, 8, 128), (9, 3, 64))
+#: Shared tokens, own tokens, requests: the goal's case first, then what the rule is fitted to.
+GRID = (
+    (32768, 256, 256),
+    *(
+        (shared, own, rows)
+        for rows in (2, 4, 8, 16, 32, 64, 256)
+        for shared in (256, 1024, 4096, 16384)
+        for own in (256, 2048)
+    ),
+)
+
+
+Calls = list[Callable[[], Tensor]]
+
+
+def layers(kv_heads: int, dim: int, num_blocks: int) -> list[tuple[Tensor, Tensor]]:
+    """Pools of as many layers as fill the L2 cache twice, eight at most."""
+    size = (num_blocks, BLOCK, kv_heads, dim)
+    count = min(8, 1 + 120_000_000 // (4 * num_blocks * BLOCK * kv_heads * dim))
+    return [
+        tuple(torch.randn(size, dtype=torch.bfloat16, device="cuda") for _ in range(2)) for _ in range(count)
+    ]
+
+
+def case(shape: tuple[int, int, int], shared: int, own: int, rows: int, more: bool) -> dict[str, Calls]:
+    heads, kv_heads, dim = shape
+    n, m = shared // BLOCK, own // BLOCK
+    tables = [[*range(1, n + 1), *range(1 + n + m * row, 1 + n + m * (row + 1))] for row in range(rows)]
+    pools = layers(kv_heads, dim, 1 + n + m * rows)
+    q = torch.randn(rows, heads, dim, dtype=torch.bfloat16, device="cuda")
+    lens = torch.full((rows,), shared + own, dtype=torch.int32, device="cuda")
+    starts = torch.arange(rows + 1, dtype=torch.int32, device="cuda")
+    table = torch.tensor(tables, dtype=torch.int32, device="cuda")
+    prefixes = SharedPrefixes.allocate(
+        max_num_groups=1,
+        num_reqs=rows,
+        num_tokens=rows,
+        max_blocks_per_req=n + m,
+        block_size=BLOCK,
+        device="cuda",
+    )
+    groups = find_prefix_groups(tables, [1] * rows, [shared + own] * rows, block_size=BLOCK)
+    prefixes.set(groups, tables, [1] * rows)
+    suffix = prefixes.suffix(table, lens)
+    batch = table, lens, starts
+    found = {
+        "plain": [partial(paged_attention, q, *pool, *batch, max_query_len=1) for pool in pools],
+        "cascade": [
+            partial(cascade_attention, q, *pool, *batch, prefixes, max_query_len=1, suffix=suffix)
+            for pool in pools
+        ],
+    }
+    if more:
+        found |= {
+            name: [partial(variant, q, pool, prefixes, suffix, starts) for pool in pools]
+            for name, variant in (("two streams", two_streams), ("in order", in_order))
+        }
+    return found
+
+
+_SIDE: list[torch.cuda.Stream] = []
+
+
+def two_streams(q: Tensor, pool: Any, prefixes: SharedPrefixes, suffix: Any, starts: Tensor) -> Tensor:
+    """The second pass beside the first: products bound one, memory the other."""
+    side, here = _SIDE[0], torch.cuda.current_stream()
+    side.wait_stream(here)
+    with torch.cuda.stream(side):
+        own = paged_attention(q, *pool, *suffix, starts, max_query_len=1, return_lse=True)
+    shared = prefix_pass(q[prefixes.order], pool, prefixes)
+    here.wait_stream(side)
+    place = prefixes.inverse
+    return merge_attn_states(shared[0][place], shared[1][place], *own)[0]
+
+
+def in_order(q: Tensor, pool: Any, prefixes: SharedPrefixes, suffix: Any, starts: Tensor) -> Tensor:
+    """Without the copies that bring groups together: right where one group is the whole batch."""
+    own = paged_attention(q, *pool, *suffix, starts, max_query_len=1, return_lse=True)
+    return merge_attn_states(*prefix_pass(q, pool, prefixes), *own)[0]
+
+
+def prefix_pass(q: Tensor, pool: Any, prefixes: SharedPrefixes) -> Any:
+    batch = prefixes.block_table, prefixes.lens, prefixes.query_start_loc
+    return paged_attention(q, *pool, *batch, max_query_len=q.shape[0], causal=False, return_lse=True)
+
+
+def flashinfer_case(shape: tuple[int, int, int], shared: int, own: int, rows: int) -> Calls:
+    """FlashInfer's two-level cascade over the same layout; compiles at its first use."""
+    import flashinfer
+
+    heads, kv_heads, dim = shape
+    n, m = shared // BLOCK, own // BLOCK
+    pools = layers(kv_heads, dim, 1 + n + m * rows)
+    q = torch.randn(rows, heads, dim, dtype=torch.bfloat16, device="cuda")
+    ints: Any = {"dtype": torch.int32, "device": "cuda"}
+    wrapper = flashinfer.MultiLevelCascadeAttentionWrapper(
+        2, torch.zeros(256 << 20, dtype=torch.uint8, device="cuda"), "NHD"
+    )
+    wrapper.plan(
+        [torch.tensor([0, rows], **ints), torch.arange(rows + 1, **ints)],
+        [torch.tensor([0, n], **ints), torch.arange(rows + 1, **ints) * m],
+        [torch.arange(1, n + 1, **ints), torch.arange(1 + n, 1 + n + m * rows, **ints)],
+        [torch.full((1,), BLOCK, **ints), torch.full((rows,), BLOCK, **ints)],
+        heads,
+        kv_heads,
+        dim,
+        BLOCK,
+        causal=True,
+        q_data_type=torch.bfloat16,
+        kv_data_type=torch.bfloat16,
+    )
+    return [partial(wrapper.run, q, pool) for pool in pools]
+
+
+def measure(calls: dict[str, Calls], repeats: int) -> dict[str, Any]:
+    samplers, failed = {}, {}
+    for name, call in calls.items():
+        try:
+            samplers[name] = CudaSampler(call * max(1, 4 // len(call)))
+        except Exception as error:
+            failed[name] = f"{type(error).__name__}: {error}"[:300]
+    timed = interleave(samplers, repeats)
+    return {name: round(timing.median_us, 2) for name, timing in timed.items()} | failed
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", default="")
+    parser.add_argument("--seconds", type=float, default=600.0, help="begin no case after so long")
+    parser.add_argument("--repeats", type=int, default=8)
+    parser.add_argument("--flashinfer", action="store_true", help="measure FlashInfer's cascade alone")
+    parser.add_argument("--variants", action="store_true", help="measure what is not in use, too")
+    parser.add_argument("--first", type=int, help="only so many cases of each shape")
+    given = parser.parse_args()
+    _SIDE.append(torch.cuda.Stream())
+    end = time.monotonic() + given.seconds
+    document: dict[str, Any] = {
+        "benchmark": "cascade",
+        "conditions": conditions.collect(torch.device("cuda")),
+        "rows": [],
+    }
+    for shape in SHAPES:
+        for shared, own, rows in GRID[: given.first]:
+            if time.monotonic() > end:
+                break
+            row: dict[str, Any] = {"heads": list(shape), "shared": shared, "own": own, "requests": rows}
+            if given.flashinfer:
+                if (shared, own, rows) != GRID[0] and own != 256:
+                    continue
+                row["us"] = measure({"flashinfer": flashinfer_case(shape, shared, own, rows)}, given.repeats)
+            else:
+                calls = case(shape, shared, own, rows, given.variants)
+                outs = {name: of_layers[0]() for name, of_layers in calls.items()}
+                row["difference"] = max(float((out - outs["plain"]).abs().max()) for out in outs.values())
+                assert row["difference"] < 1e-2, row  # of outputs of about 0.1, in bf16
+                row["us"] = measure(calls, given.repeats)
+            document["rows"].append(row)
+            print(json.dumps(row), file=sys.stderr, flush=True)
+            torch.cuda.empty_cache()
+            if given.output:
+                Path(given.output).write_text(json.dumps(document) + "\n")
+    print(json.dumps(document))
+
+
+if __name__ == "__main__":
+    main()

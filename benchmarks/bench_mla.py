@@ -1,0 +1,140 @@
+"""mla_attention's decode by the Triton kernel on a GPU, at DeepSeek's sizes.
+
+    PYTHONPATH=. python benchmarks/bench_mla.py [--heads 128,16] [--batches 8,64] [--context 4096]
+        [--block-size 64] [--tiles 64x32x8x2x1,...] [--seconds 60] [--output FILE]
+
+A correctness gate runs before every timing. Each round is one CUDA graph over several pools, together larger
+than the L2 cache; contenders, the kernel's own tiles and those of ``--tiles`` (rows x keys x warps x stages x
+programs per multiprocessor), are replayed in turns; figures are microseconds per call. ``gb_per_s`` counts
+every cached row once, ``tflop_per_s`` both products. The last line is one JSON document.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from torchpaged.bench import conditions
+from torchpaged.bench.timing import Call, CudaSampler, interleave
+from torchpaged.custom_ops import BACKEND_OPS
+from torchpaged.custom_ops.mla.triton import config
+
+TRITON, CPU = BACKEND_OPS["triton"], BACKEND_OPS["reference"]
+RANK, ROPE = 512, 64
+ROUND_BYTES, CALLS = 256 << 20, 8
+
+
+def inputs_of(num_reqs: int, num_heads: int, context: int, block_size: int, seed: int) -> dict[str, Any]:
+    """One decode step of bf16 latents; blocks are shuffled."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    columns = -(-context // block_size)
+    num_blocks = num_reqs * columns + 1
+    make = {"dtype": torch.bfloat16, "device": "cuda", "generator": generator}
+    blocks = torch.randperm(num_blocks - 1, device="cuda", generator=generator).to(torch.int32) + 1
+    return {
+        "q": torch.randn(num_reqs, num_heads, RANK + ROPE, **make),
+        "kv_cache": torch.randn(num_blocks, block_size, 1, RANK + ROPE, **make),
+        "block_table": blocks.view(num_reqs, columns),
+        "seq_lens": torch.full((num_reqs,), context, dtype=torch.int32, device="cuda"),
+        "query_start_loc": torch.arange(num_reqs + 1, dtype=torch.int32, device="cuda"),
+        "out": torch.empty(num_reqs, num_heads, RANK, dtype=torch.bfloat16, device="cuda"),
+    }
+
+
+def attend(inputs: dict[str, Any]) -> None:
+    TRITON.mla_attention(**inputs, max_query_len=1, scale=192**-0.5)
+
+
+def dense(inputs: dict[str, Any]) -> torch.Tensor:
+    """What comes out of the first request, in float32."""
+    count = int(inputs["seq_lens"][0])
+    rows = inputs["kv_cache"][inputs["block_table"][0].long()].flatten(0, 2)[:count].float()
+    weights = torch.softmax(inputs["q"][0].float() @ rows.T * 192**-0.5, dim=-1)
+    return weights @ rows[:, :RANK]
+
+
+def with_tiles(tiles: config.Tiles | None, call: Callable[[], None]) -> Callable[[], None]:
+    """``call`` with tiles in place of the kernel's own choice."""
+
+    def changed() -> None:
+        own = config.tiles
+        config.tiles = own if tiles is None else lambda *_: tiles  # type: ignore[assignment]
+        try:
+            call()
+        finally:
+            config.tiles = own
+
+    return changed
+
+
+def measure(
+    num_reqs: int, num_heads: int, tiles: dict[str, config.Tiles | None], options: Any
+) -> dict[str, Any]:
+    """Microseconds of every contender for one batch."""
+    row_bytes = num_reqs * options.context * (RANK + ROPE) * 2
+    sets = [
+        inputs_of(num_reqs, num_heads, options.context, options.block_size, seed)
+        for seed in range(max(1, -(-ROUND_BYTES // row_bytes)))
+    ]
+    samplers, failed = {}, {}
+    for name, chosen in tiles.items():
+        try:
+            run = with_tiles(chosen, lambda: attend(sets[0]))
+            run()
+            error = float((sets[0]["out"][0].float() - dense(sets[0])).abs().max())
+            if not error < 2e-2:
+                raise AssertionError(f"off by {error}")
+            calls: list[Call] = [
+                with_tiles(chosen, lambda i=i: attend(sets[i % len(sets)]))
+                for i in range(max(CALLS, len(sets)))
+            ]
+            samplers[name] = CudaSampler(calls)
+        except Exception as error:  # too much shared memory, for one
+            failed[name] = f"{type(error).__name__}: {error}"[:200]
+    found = interleave(samplers, options.repeats)
+    flops = num_reqs * options.context * num_heads * 2 * (2 * RANK + ROPE)
+    return {
+        "requests": num_reqs,
+        "heads": num_heads,
+        "context": options.context,
+        "block_size": options.block_size,
+        "us": {name: round(timing.median_us, 1) for name, timing in found.items()},
+        "gb_per_s": {name: round(row_bytes / timing.median_us / 1e3) for name, timing in found.items()},
+        "tflop_per_s": {name: round(flops / timing.median_us / 1e6, 1) for name, timing in found.items()},
+        "failed": failed,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    for name, default in (("heads", "128,16"), ("batches", "8,64"), ("tiles", "")):
+        parser.add_argument(f"--{name}", default=default)
+    for name, number in (("context", 4096), ("block-size", 64), ("repeats", 20)):
+        parser.add_argument(f"--{name}", type=int, default=number)
+    parser.add_argument("--seconds", type=float, default=1e9, help="after which no further case begins")
+    parser.add_argument("--output")
+    options = parser.parse_args()
+    tiles: dict[str, config.Tiles | None] = {"own": None}
+    for text in filter(None, options.tiles.split(",")):
+        tiles[text] = config.Tiles(*map(int, text.split("x")))
+    begin, rows = time.monotonic(), []
+    for num_heads in map(int, options.heads.split(",")):
+        for num_reqs in map(int, options.batches.split(",")):
+            if time.monotonic() - begin < options.seconds:
+                rows.append(measure(num_reqs, num_heads, tiles, options))
+                print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+    document = json.dumps({"rows": rows, "conditions": conditions.collect(torch.device("cuda"))})
+    if options.output:
+        with open(options.output, "w") as file:
+            file.write(document)
+    print(document)
+
+
+if __name__ == "__main__":
+    main()

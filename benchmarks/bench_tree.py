@@ -1,0 +1,96 @@
+"""Verifying a tree of draft tokens against as many plain query tokens: time of one attention layer, a GPU.
+
+    PYTHONPATH=. python benchmarks/bench_tree.py --json tree.json
+
+Llama 3 8B's heads, bfloat16, behind a context of 4,096 tokens; rounds go over several layers' caches, from
+one CUDA graph each, in turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchpaged.bench.timing import CudaSampler, interleave
+from torchpaged.custom_ops import BACKEND_OPS
+from torchpaged.metadata.tree import words_of
+from torchpaged.testing.trees import random_parents
+
+HEADS, KV_HEADS, DIM, BLOCK = 32, 8, 128, 16
+
+
+def round_of(backend: str, batch: int, context: int, tokens: int, layers: int) -> dict[str, list[Any]]:
+    """The calls of a round, by contender: one per layer."""
+    length = context + tokens
+    width = -(-length // BLOCK)
+    table = (torch.randperm(batch * width, device="cuda") + 1).int().view(batch, width)
+    pools = [
+        torch.randn(2, batch * width + 1, BLOCK, KV_HEADS, DIM, device="cuda", dtype=torch.bfloat16)
+        for _ in range(layers)
+    ]
+    q = torch.randn(batch * tokens, HEADS, DIM, device="cuda", dtype=torch.bfloat16)
+    out = torch.empty_like(q)
+    lens = torch.full((batch,), length, dtype=torch.int32, device="cuda")
+    starts = torch.arange(batch + 1, dtype=torch.int32, device="cuda") * tokens
+    words = [w for row in range(batch) for w in words_of(random_parents(tokens, row, "deep"))]
+    tree = torch.tensor(words, dtype=torch.int64, device="cuda")
+    semaphore = torch.zeros(batch * KV_HEADS, dtype=torch.int32, device="cuda")
+    op = BACKEND_OPS[backend].paged_attention
+
+    def call(pool: torch.Tensor, **options: Any) -> Any:
+        return lambda: op(
+            q,
+            pool[0],
+            pool[1],
+            table,
+            lens,
+            starts,
+            out,
+            max_query_len=tokens,
+            scale=DIM**-0.5,
+            semaphore=semaphore,
+            **options,
+        )
+
+    return {
+        "plain": [call(pool) for pool in pools],
+        "tree": [call(pool, tree_mask=tree) for pool in pools],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--backends", nargs="+", default=["cuda"])
+    parser.add_argument("--context", type=int, default=4096)
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[8, 16, 32, 64])
+    parser.add_argument("--repeats", type=int, default=40)
+    parser.add_argument("--json", type=Path, default=None)
+    arguments = parser.parse_args()
+    rows = []
+    for backend in arguments.backends:
+        for batch in arguments.batches:
+            for tokens in arguments.tokens:
+                layers = max(2, 12 // batch)
+                calls = round_of(backend, batch, arguments.context, tokens, layers)
+                samplers = {name: CudaSampler(each * max(1, 8 // layers)) for name, each in calls.items()}
+                timings = interleave(samplers, arguments.repeats)
+                row = {"backend": backend, "batch": batch, "context": arguments.context, "tokens": tokens}
+                row |= {f"{name}_us": round(timing.median_us, 2) for name, timing in timings.items()}
+                row["plain_over_tree"] = round(timings["plain"].median_us / timings["tree"].median_us, 3)
+                rows.append(row)
+                print(json.dumps(row), flush=True)
+                del calls, samplers
+    document = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "results": rows}
+    if arguments.json:
+        arguments.json.write_text(json.dumps(document, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

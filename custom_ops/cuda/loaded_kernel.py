@@ -1,0 +1,127 @@
+"""A kernel's machine code on one device: loaded by the driver, and launched.
+
+kernel = Kernel(cubin, "paged_decode", shared_bytes=104448)
+kernel.launch(grid, threads, packed_arguments, early=True)
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from typing import Any
+
+import torch
+
+from torchpaged.custom_ops.cuda import gpu
+
+
+def checked(result: Any, what: str) -> Any:
+    """The values of a cuda.bindings call, or its error as an exception."""
+    error, *values = result
+    if int(error):
+        raise RuntimeError(f"{what} failed: {error}")
+    return values[0] if len(values) == 1 else values
+
+
+class Kernel:
+    """A loaded kernel of one device.
+
+    ``prefer_shared``: cut the memory beside a multiprocessor in favour of shared memory, if the kernel has
+    more than 48 KiB of it.
+    """
+
+    def __init__(self, code: bytes, name: str, shared_bytes: int, *, prefer_shared: bool = False) -> None:
+        from cuda.bindings import driver
+
+        # The device's context exists and is current from here on.
+        torch.empty(1, dtype=torch.uint8, device="cuda")
+        self._driver = driver
+        self._module = checked(driver.cuModuleLoadData(code), "cuModuleLoadData")
+        self._function = checked(
+            driver.cuModuleGetFunction(self._module, name.encode()), "cuModuleGetFunction"
+        )
+        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        (error,) = driver.cuFuncSetAttribute(self._function, attribute, shared_bytes)
+        if int(error):
+            most = gpu.shared_per_cta(torch.cuda.current_device())
+            raise RuntimeError(
+                f"backend 'cuda': {name} asks for {shared_bytes} bytes of dynamic shared memory, the "
+                f"device refuses ({error}); a thread block may have {most} in all"
+            )
+        if prefer_shared and shared_bytes > 48 * 1024:
+            checked(
+                driver.cuFuncSetCacheConfig(self._function, driver.CUfunc_cache.CU_FUNC_CACHE_PREFER_SHARED),
+                "cuFuncSetCacheConfig",
+            )
+        self._resident: dict[tuple[int, int, int], int] = {}
+        self._early = driver.CUlaunchAttribute()
+        self._early.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        self._early.value.programmaticStreamSerializationAllowed = 1
+        self._shared_bytes = shared_bytes
+        self._local = threading.local()  # a launch fills in a configuration: threads must not share one
+
+    def _config(self) -> Any:
+        if not hasattr(self._local, "config"):
+            config = self._driver.CUlaunchConfig()
+            config.gridDimY = config.gridDimZ = config.blockDimY = config.blockDimZ = 1
+            config.sharedMemBytes = self._shared_bytes
+            self._local.config = config
+        return self._local.config
+
+    def parameters(self) -> list[tuple[int, int]]:
+        """Offset and bytes of each parameter, as the machine code has them."""
+        found: list[tuple[int, int]] = []
+        while True:
+            error, offset, size = self._driver.cuFuncGetParamInfo(self._function, len(found))
+            if int(error):
+                break
+            found.append((int(offset), int(size)))
+        return found
+
+    def resident(self, threads: int, cluster: int, wanted: int) -> int:
+        """CTAs that run at once: ``wanted``, or for clusters (a power of two CTAs each) as many as the device
+        places together."""
+        if cluster == 1:
+            return wanted
+        key = threads, cluster, wanted
+        if key not in self._resident:
+            driver, config = self._driver, self._driver.CUlaunchConfig()
+            if cluster > 8:
+                allowed = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
+                checked(driver.cuFuncSetAttribute(self._function, allowed, 1), "cuFuncSetAttribute")
+            config.gridDimX, config.gridDimY, config.gridDimZ = wanted // cluster * cluster, 1, 1
+            config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+            config.sharedMemBytes = self._shared_bytes
+            dimension = driver.CUlaunchAttribute()
+            dimension.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+            dimension.value.clusterDim.x, dimension.value.clusterDim.y, dimension.value.clusterDim.z = (
+                cluster,
+                1,
+                1,
+            )
+            config.attrs, config.numAttrs = [dimension], 1
+            most = checked(
+                driver.cuOccupancyMaxActiveClusters(self._function, config), "cuOccupancyMaxActiveClusters"
+            )
+            if most < 1:
+                raise RuntimeError(
+                    f"cuOccupancyMaxActiveClusters: no cluster of {cluster} CTAs fits the device"
+                )
+            self._resident[key] = min(most * cluster, wanted // cluster * cluster)
+        return self._resident[key]
+
+    def launch(
+        self, grid: int, threads: int, arguments: bytes, *, early: bool, offsets: tuple[int, ...] = (0,)
+    ) -> None:
+        """Launch on the current stream. ``arguments``: the parameters, at ``offsets``; one struct by default.
+        ``early``: programmatic dependent launch."""
+        config = self._config()
+        config.gridDimX, config.blockDimX = grid, threads
+        config.hStream = torch.cuda.current_stream().cuda_stream
+        config.attrs, config.numAttrs = ([self._early], 1) if early else ([], 0)
+        packed = ctypes.create_string_buffer(arguments, len(arguments))
+        begin = ctypes.addressof(packed)
+        pointers = (ctypes.c_void_p * len(offsets))(*(begin + offset for offset in offsets))
+        (error,) = self._driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(pointers), 0)
+        if int(error):
+            raise RuntimeError(f"cuLaunchKernelEx failed: {error}")

@@ -1,0 +1,108 @@
+"""Argument checks of ``mla_attention`` and ``write_latent``, shared by the reference, the kernels and the
+public functions."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torchpaged.custom_ops.batch_values import check_batch_values
+from torchpaged.custom_ops.checks import (
+    check_apart,
+    check_device,
+    check_dims,
+    check_dtype,
+    check_last_dim,
+    reads_values,
+    shape_of,
+)
+from torchpaged.custom_ops.errors import ArgumentError
+from torchpaged.custom_ops.pools import FLOATS, INF
+from torchpaged.custom_ops.slots import check_slots
+
+
+def _check_pool(kv_cache: Tensor) -> None:
+    if kv_cache.dim() != 4 or kv_cache.shape[2] != 1:
+        raise ArgumentError("kv_cache", "shape [num_blocks, block_size, 1, rank + rope]", shape_of(kv_cache))
+    if min(kv_cache.shape) < 1:
+        raise ArgumentError("kv_cache", "at least one block, token per block and column", shape_of(kv_cache))
+    check_dtype("kv_cache", kv_cache, *FLOATS)
+    check_last_dim(kv_cache=kv_cache)
+
+
+def check_mla_attention(
+    q: Tensor,
+    kv_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    out: Tensor,
+    lse: Tensor | None = None,
+    *,
+    max_query_len: int,
+    scale: float,
+    causal: bool = True,
+) -> None:
+    """Every argument of ``mla_attention``; raises `ArgumentError` before anything is written."""
+    _check_pool(kv_cache)
+    check_dims("q", q, None, None, kv_cache.shape[3])
+    if not q.shape[1]:
+        raise ArgumentError("q", "at least one head", shape_of(q))
+    check_dtype("q", q, kv_cache.dtype)
+    check_dims("out", out, q.shape[0], q.shape[1], None)
+    check_dtype("out", out, q.dtype)
+    rank = out.shape[2]
+    if not 0 < rank < kv_cache.shape[3]:
+        raise ArgumentError(
+            "out",
+            f"rank columns, at least 1 and fewer than the pool's {kv_cache.shape[3]} (rank + rope)",
+            f"{rank} columns",
+        )
+    check_apart({"out": out}, {"q": q, "kv_cache": kv_cache}, "allocate out with torch.empty")
+    if lse is not None:
+        check_dims("lse", lse, q.shape[0], q.shape[1])
+        check_dtype("lse", lse, torch.float32)
+        check_apart({"lse": lse}, {"q": q, "kv_cache": kv_cache, "out": out}, "allocate lse with torch.empty")
+    check_dims("block_table", block_table, None, None)
+    check_dims("seq_lens", seq_lens, block_table.shape[0])
+    check_dims("query_start_loc", query_start_loc, block_table.shape[0] + 1)
+    batch = {"block_table": block_table, "seq_lens": seq_lens, "query_start_loc": query_start_loc}
+    for name, tensor in batch.items():
+        check_dtype(name, tensor, torch.int32)
+        check_last_dim(**{name: tensor})
+    check_last_dim(q=q, out=out)
+    check_device(kv_cache.device, q=q, out=out, lse=lse, **batch)
+    if max_query_len < 1:
+        raise ArgumentError("max_query_len", "at least 1", str(max_query_len))
+    if not 0 < scale < INF:
+        raise ArgumentError("scale", "a positive finite number", str(scale))
+    if reads_values(q.device):
+        check_batch_values(q.shape[0], kv_cache, block_table, seq_lens, query_start_loc, max_query_len)
+
+
+def check_write_latent(kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+    """Every argument of ``write_latent``; raises `ArgumentError` before anything is written."""
+    _check_pool(kv_cache)
+    check_dims("slot_mapping", slot_mapping, None)
+    check_dtype("slot_mapping", slot_mapping, torch.int64)
+    width = kv_cache.shape[3]
+    for name, x in (("kv_c", kv_c), ("k_pe", k_pe)):
+        check_dims(name, x, slot_mapping.shape[0], None)
+        check_dtype(name, x, kv_cache.dtype)
+        check_last_dim(**{name: x})
+    if kv_c.shape[1] + k_pe.shape[1] != width or not kv_c.shape[1] or not k_pe.shape[1]:
+        raise ArgumentError(
+            "kv_c, k_pe",
+            f"at least one column each, {width} together, as the pool has",
+            f"{kv_c.shape[1]} and {k_pe.shape[1]} columns",
+        )
+    check_device(kv_cache.device, kv_c=kv_c, k_pe=k_pe, slot_mapping=slot_mapping)
+    check_apart({"kv_cache": kv_cache}, {"kv_c": kv_c, "k_pe": k_pe}, "pass a copy: .clone()")
+    check_slots(slot_mapping, kv_cache)
+
+
+def as_keys_and_values(kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``k, v, k_cache, v_cache`` of ``write_kv``: latents and rotated keys, one head each, and the columns
+    of the pool where either belongs. They share no element."""
+    rank = kv_c.shape[1]
+    return kv_c[:, None], k_pe[:, None], kv_cache[..., :rank], kv_cache[..., rank:]

@@ -1,0 +1,81 @@
+"""Fake kernels of latent attention: they state what must fit and compute nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchpaged.custom_ops.early_launch import refuse_inductors_for
+
+
+def _expect_pool(kv_cache: Tensor) -> None:
+    torch._check(kv_cache.dim() == 4, lambda: f"kv_cache: expected 4 dimensions, got {kv_cache.dim()}")
+    torch._check(kv_cache.shape[2] == 1, lambda: f"kv_cache: expected 1 kv head, got {kv_cache.shape[2]}")
+
+
+def _mla_attention(
+    q: Tensor,
+    kv_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    out: Tensor,
+    lse: Tensor | None = None,
+    **_: Any,
+) -> None:
+    torch._check(
+        q.dim() == 3 and out.dim() == 3, lambda: f"q, out: expected 3 dimensions, got {q.dim()}, {out.dim()}"
+    )
+    _expect_pool(kv_cache)
+    for name, dtype in (("kv_cache", kv_cache.dtype), ("out", out.dtype)):
+        torch._check(q.dtype == dtype, lambda name=name, got=dtype: f"{name}: expected {q.dtype}, got {got}")
+    torch._check(
+        block_table.dim() == 2, lambda: f"block_table: expected 2 dimensions, got {block_table.dim()}"
+    )
+    batch = {"block_table": block_table, "seq_lens": seq_lens, "query_start_loc": query_start_loc}
+    for name, t in batch.items():
+        torch._check(t.dtype == torch.int32, lambda name=name, t=t: f"{name}: expected int32, got {t.dtype}")
+    torch._check(
+        q.shape[2] == kv_cache.shape[3],
+        lambda: f"q: expected the pool's width {kv_cache.shape[3]}, got {q.shape[2]}",
+    )
+    torch._check(
+        out.shape[2] <= kv_cache.shape[3],
+        lambda: f"out: expected at most the pool's width {kv_cache.shape[3]}, got {out.shape[2]}",
+    )
+    torch._check(q.shape[0] == out.shape[0], lambda: "out: expected as many rows as q")
+    torch._check(q.shape[1] == out.shape[1], lambda: "out: expected as many heads as q")
+    torch._check(
+        block_table.shape[0] == seq_lens.shape[0], lambda: "seq_lens: expected one length per table row"
+    )
+
+
+def _write_latent(kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+    refuse_inductors_for(kv_c)
+    torch._check(
+        kv_c.dim() == 2 and k_pe.dim() == 2,
+        lambda: f"kv_c, k_pe: expected 2 dimensions, got {kv_c.dim()} and {k_pe.dim()}",
+    )
+    _expect_pool(kv_cache)
+    torch._check(
+        slot_mapping.dtype == torch.int64, lambda: f"slot_mapping: expected int64, got {slot_mapping.dtype}"
+    )
+    for name, x in (("kv_c", kv_c), ("k_pe", k_pe)):
+        torch._check(
+            x.dtype == kv_cache.dtype,
+            lambda name=name, x=x: f"{name}: expected {kv_cache.dtype}, got {x.dtype}",
+        )
+        torch._check(
+            x.shape[0] == slot_mapping.shape[0],
+            lambda name=name: f"{name}, slot_mapping: expected as many slots as tokens",
+        )
+    torch._check(
+        kv_c.shape[1] + k_pe.shape[1] == kv_cache.shape[3],
+        lambda: f"kv_c, k_pe: expected {kv_cache.shape[3]} columns, got {kv_c.shape[1]} and {k_pe.shape[1]}",
+    )
+
+
+FAKES: dict[str, Callable[..., None]] = {"mla_attention": _mla_attention, "write_latent": _write_latent}

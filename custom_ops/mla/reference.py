@@ -1,0 +1,42 @@
+"""The specification of latent attention in plain torch: `paged_attention`'s, with one kv head, and values
+that are the first columns of the keys.
+
+Source: DeepSeek-AI, "DeepSeek-V2" (arXiv:2405.04434), section 2.1 and appendix C: a query's product with an
+up-projected key is the product of the query, multiplied by that projection, with the latent; and the weighted
+sum of up-projected values is the projection of the weighted sum of latents.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torchpaged.custom_ops.mla.check import as_keys_and_values, check_mla_attention, check_write_latent
+
+
+def mla_attention(
+    q: Tensor,
+    kv_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    out: Tensor,
+    lse: Tensor | None = None,
+    *,
+    max_query_len: int,
+    scale: float,
+    causal: bool = True,
+) -> None:
+    """Arguments: ``custom_ops/mla/schema.py``."""
+    options = {"max_query_len": max_query_len, "scale": scale, "causal": causal}
+    check_mla_attention(q, kv_cache, block_table, seq_lens, query_start_loc, out, lse, **options)
+    values = kv_cache[..., : out.shape[2]]
+    torch.ops.torchpaged.paged_attention.reference(
+        q, kv_cache, values, block_table, seq_lens, query_start_loc, out, lse, **options
+    )
+
+
+def write_latent(kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+    """Store each token's latent and rotated key in its row of the pool; slot -1 skips."""
+    check_write_latent(kv_c, k_pe, kv_cache, slot_mapping)
+    torch.ops.torchpaged.write_kv.reference(*as_keys_and_values(kv_c, k_pe, kv_cache), slot_mapping)

@@ -1,0 +1,18 @@
+"""Schemas of ``mla_attention`` and ``write_latent``. The rules that every op keeps: registry.py."""
+
+from __future__ import annotations
+
+SCHEMAS = {
+    # Attention whose heads share one key of rank + rope numbers per token, the first rank of which are its
+    # value too: multi-head latent attention with the key's up-projection absorbed into the query, and the
+    # value's left to the caller. q [T, num_heads, rank + rope], kv_cache [num_blocks, block_size, 1,
+    # rank + rope], out [T, num_heads, rank]; scale: of the scores, never guessed from a width. Everything
+    # else as in paged_attention.
+    "mla_attention": """(Tensor q, Tensor kv_cache, Tensor block_table, Tensor seq_lens,
+        Tensor query_start_loc, Tensor(a!) out, Tensor(b!)? lse=None, *, SymInt max_query_len, float scale,
+        bool causal=True) -> ()""",
+    # kv_c [T, rank], the normalised latents; k_pe [T, rope], the rotated keys that all heads share; they
+    # stand behind each other in a row of kv_cache [num_blocks, block_size, 1, rank + rope]. slot_mapping [T]
+    # int64 = block * block_size + offset, -1 = skip.
+    "write_latent": "(Tensor kv_c, Tensor k_pe, Tensor(a!) kv_cache, Tensor slot_mapping) -> ()",
+}

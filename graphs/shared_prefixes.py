@@ -1,0 +1,68 @@
+"""Decode steps of requests that share blocks: their static inputs, and what a runner asks of whoever finds
+the groups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from torchpaged.graphs.buffers import DecodeBuffers
+
+
+class Prefixes(Protocol):
+    """`torchpaged.cascade.AutomaticPrefixes`: groups in tensors that never move."""
+
+    def buffers(self, num_reqs: int, num_tokens: int, /) -> Any:
+        """Those of batches of these sizes: an object with ``tensors()``, ``clear()``, and ``of(metadata)``,
+        which gives the batch with them."""
+
+    def update(
+        self,
+        num_reqs: int,
+        num_tokens: int,
+        block_tables: Sequence[Sequence[int]],
+        query_lens: Sequence[int],
+        seq_lens: Sequence[int],
+        /,
+    ) -> Any | None:
+        """Write the groups of a batch into them; None where the batch is better off without."""
+
+
+class StepsInGroups:
+    """`StaticInputs` of decode steps: ``(input_ids, metadata, groups)``.
+
+    Args:
+        batch: the step's own inputs.
+        prefixes: who has the groups.
+    """
+
+    def __init__(self, batch: DecodeBuffers, prefixes: Prefixes) -> None:
+        self._batch, self._prefixes = batch, prefixes
+        self._seen: set[int] = set()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Of the batch, and of the groups of every size that was viewed."""
+        found = self._batch.tensors()
+        for size in sorted(self._seen):
+            groups = self._prefixes.buffers(size, size).tensors()
+            found |= {f"prefixes[{size}].{name}": tensor for name, tensor in groups.items()}
+        return found
+
+    def view(self, bucket: int) -> tuple[Any, ...]:
+        """The step's arguments."""
+        self._seen.add(bucket)
+        return (*self._batch.view(bucket), self._prefixes.buffers(bucket, bucket))
+
+    @contextmanager
+    def padding(self, bucket: int) -> Iterator[None]:
+        """Requests that are not there are in no group; whoever has groups writes them anew afterwards."""
+        self._prefixes.buffers(bucket, bucket).clear()
+        with self._batch.padding(bucket):
+            yield
+
+    def reset(self) -> None:
+        """As the batch."""
+        self._batch.reset()

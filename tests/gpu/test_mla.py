@@ -1,0 +1,98 @@
+"""Latent attention on a GPU: the float64 oracle, one capture for other lengths, a model."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from torchpaged.custom_ops import BACKEND_OPS
+from torchpaged.testing import (
+    BATCH_SPECS,
+    BatchSpec,
+    assert_latent_close,
+    make_latent_batch,
+    run_mla_attention,
+)
+
+pytestmark = pytest.mark.gpu
+TRITON, REFERENCE = BACKEND_OPS["triton"], BACKEND_OPS["reference"]
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+LONG = BatchSpec("long", (2000, 3, 700, 0), (1, 1, 1, 1), padded_tokens=1)
+CHUNKS = BatchSpec("chunks", (600, 90, 3, 41), (200, 1, 3, 40))
+#: heads, latent, rotated key
+SIZES = {
+    "128/512/64": (128, 512, 64),
+    "16/512/64": (16, 512, 64),
+    "40/256/32": (40, 256, 32),
+    "3/50/6": (3, 50, 6),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("spec", BATCH_SPECS)
+def test_matches_the_oracle(spec: str, dtype: torch.dtype) -> None:
+    batch = make_latent_batch(BATCH_SPECS[spec], num_heads=5, rank=64, rope=16, dtype=dtype, device="cuda")
+    for causal in (True, False):
+        assert_latent_close(*run_mla_attention(TRITON, batch, causal=causal), batch, causal=causal)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("sizes", SIZES)
+def test_models_sizes(sizes: str, dtype: torch.dtype) -> None:
+    """Long contexts in parts, and prompts."""
+    num_heads, rank, rope = SIZES[sizes]
+    for spec in (LONG, CHUNKS):
+        batch = make_latent_batch(
+            spec, num_heads=num_heads, rank=rank, rope=rope, dtype=dtype, device="cuda", block_size=64
+        )
+        assert_latent_close(*run_mla_attention(BACKEND_OPS["cuda"], batch), batch)
+
+
+def test_one_capture_serves_other_lengths() -> None:
+    """Of a batch at its longest; a row ends, another is padding."""
+    longest = BatchSpec("longest", (1500, 1500, 1500), (1, 1, 1))
+    batch = make_latent_batch(longest, num_heads=16, rank=512, rope=64, dtype=torch.bfloat16, device="cuda")
+    batch.k_cache.nan_to_num_()
+    out, lse = run_mla_attention(TRITON, batch)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = run_mla_attention(TRITON, batch)
+    for seq_lens in ((1500, 3, 700), (0, 129, 1), (1, 1, 0)):
+        batch.seq_lens.copy_(torch.tensor(seq_lens, dtype=torch.int32))
+        graph.replay()
+        assert_latent_close(out, lse, batch)
+
+
+def test_write_latent() -> None:
+    pool, want = (torch.zeros(5, 16, 1, 576, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    kv_c, k_pe = (torch.randn(4, n, dtype=torch.bfloat16, device="cuda") for n in (512, 64))
+    slots = torch.tensor([17, -1, 79, 30], device="cuda")
+    TRITON.write_latent(kv_c, k_pe, pool, slots)
+    REFERENCE.write_latent(kv_c, k_pe, want, slots)
+    assert torch.equal(pool, want) and pool.any()
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "auto_compiled"])
+def test_a_model_attends_over_latents(compiled: bool, caplog: pytest.LogCaptureFixture) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    from torchpaged.hf import PagedCache, attach
+    from torchpaged.testing.coverage.architectures import model_of
+    from torchpaged.testing.coverage.checks import prompts
+
+    model = model_of("youtu", "eager").to("cuda")
+    inputs = {name: tensor.to("cuda") for name, tensor in prompts().items()}
+    options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    want = model.generate(**inputs, **options)
+    attach(model)
+    torch._dynamo.reset()
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            cache = PagedCache(model.config, 2, 64)
+            got = model.generate(**inputs, **options, past_key_values=cache, disable_compile=not compiled)
+            assert torch.equal(got, want)
+    assert cache.paged[0].latent and cache.choice.name == "cuda"
+    assert "skipping cudagraphs" not in caplog.text
+    if compiled:
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1

@@ -1,0 +1,174 @@
+"""Latents in a `PagedCache`: every family's tokens, what a token costs, and when a model does without."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from torchpaged import ArgumentError, UnsupportedModelError
+from torchpaged.cache import LatentLayerSpec
+from torchpaged.hf import PagedCache, attach, detach, paged
+from torchpaged.hf.known_models import CACHES_LATENTS
+from torchpaged.testing.coverage.architectures import model_of, model_types
+from torchpaged.testing.coverage.checks import difference, prompts
+
+
+def greedy(model: Any, cache: PagedCache | None = None, **options: Any) -> torch.Tensor:
+    """Logits of 6 new tokens behind a left-padded prompt."""
+    given = {} if cache is None else {"past_key_values": cache}
+    out = model.generate(
+        **prompts(),
+        max_new_tokens=6,
+        do_sample=False,
+        eos_token_id=None,
+        disable_compile=True,
+        return_dict_in_generate=True,
+        output_logits=True,
+        **given,
+        **options,
+    )
+    return torch.stack(out.logits)
+
+
+def cache_of(model: Any, **options: Any) -> PagedCache:
+    return PagedCache(model.config, 2, 32, block_size=4, **options)
+
+
+@pytest.fixture(scope="module")
+def built() -> tuple[Any, torch.Tensor]:
+    """The smallest of the families, and what it says by itself."""
+    model = model_of("youtu", "eager")
+    return model, greedy(model)
+
+
+@pytest.fixture
+def youtu(built: tuple[Any, torch.Tensor]) -> Any:
+    return copy.deepcopy(built[0])
+
+
+@pytest.fixture
+def want(built: tuple[Any, torch.Tensor]) -> torch.Tensor:
+    return built[1]
+
+
+@pytest.mark.parametrize("model_type", sorted(CACHES_LATENTS))
+def test_every_family(model_type: str) -> None:
+    """Its logits, rows of rank + rope numbers and nothing else, and its own expansion once it is detached."""
+    if model_type not in model_types():
+        pytest.skip(f"not in transformers {transformers.__version__}")
+    model = model_of(model_type, "eager")
+    by_itself = greedy(model)
+    config = model.config.get_text_config(decoder=True)
+    width = config.kv_lora_rank + config.qk_rope_head_dim
+    with paged(model):
+        cache = cache_of(model)
+        assert difference(greedy(model, cache), by_itself) == "right"
+    assert not cache.dense and all(layer.latent for layer in cache.paged)
+    for layer in cache.paged:
+        assert layer.keys is layer.values and layer.keys.shape == (cache.num_blocks, 4, 1, width)
+        assert layer.num_bytes == layer.keys.nbytes == cache.num_blocks * 4 * width * 4
+    assert f"({4 * width * len(cache.paged)} bytes per token)" in cache.describe()
+    assert torch.equal(greedy(model), by_itself)
+
+
+def test_unattached_it_gathers(youtu: Any, want: torch.Tensor) -> None:
+    youtu.set_attn_implementation("torchpaged")
+    cache = cache_of(youtu)
+    assert cache.dense and "torchpaged.hf.attach(model)" in cache.dense_reason
+    assert difference(greedy(youtu, cache), want) == "right"
+    with pytest.raises(UnsupportedModelError, match=r"torchpaged\.hf\.attach\(model\)"):
+        greedy(youtu, cache_of(youtu, dense=False))
+
+
+def test_attached_it_may_gather_all_the_same(youtu: Any, want: torch.Tensor) -> None:
+    """In one model, in turns; so does a copy of the config, which nobody attached."""
+    attach(youtu)
+    other = PagedCache(copy.deepcopy(youtu.config), 2, 32, block_size=4)
+    assert other.dense
+    for cache in (cache_of(youtu), cache_of(youtu, dense=True), other, cache_of(youtu)):
+        assert difference(greedy(youtu, cache), want) == "right"
+
+
+def test_a_copy_attends_by_its_own_weights(youtu: Any, want: torch.Tensor) -> None:
+    attach(youtu)
+    twin = copy.deepcopy(youtu)
+    with torch.no_grad():
+        for module in youtu.modules():
+            if hasattr(module, "kv_b_proj"):
+                module.kv_b_proj.weight.zero_()
+    for dense in (None, True):
+        assert difference(greedy(twin, cache_of(twin, dense=dense)), want) == "right"
+
+
+def test_a_cache_of_latents_is_for_attached_models(youtu: Any) -> None:
+    attach(youtu)
+    cache = cache_of(youtu)
+    greedy(youtu, cache)
+    cache.reset()
+    detach(youtu)
+    youtu.set_attn_implementation("torchpaged")
+    with pytest.raises((RuntimeError, UnsupportedModelError)):
+        greedy(youtu, cache)
+    assert cache_of(youtu).dense
+
+
+def adapted(projection: nn.Linear) -> nn.Module:
+    class Adapter(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * 2
+
+    made = Adapter(projection.in_features, projection.out_features, bias=False)
+    made.weight = projection.weight
+    return made
+
+
+def test_projections_that_are_more_than_their_weight(youtu: Any) -> None:
+    """Halves of the weight would drop an adapter: before attach() it gathers, later it is refused."""
+    attach(youtu)
+    cache = cache_of(youtu)
+    module = next(module for module in youtu.modules() if hasattr(module, "kv_b_proj"))
+    module.kv_b_proj = adapted(module.kv_b_proj)
+    with pytest.raises(UnsupportedModelError, match=r"kv_b_proj.*is a Adapter.*dense=True"):
+        greedy(youtu, cache)
+    detach(youtu)
+    by_itself = greedy(youtu)
+    with paged(youtu):
+        cache = cache_of(youtu)
+        assert cache.dense and difference(greedy(youtu, cache), by_itself) == "right"
+
+
+def test_what_a_layer_of_latents_does_not_do(youtu: Any) -> None:
+    attach(youtu)
+    with pytest.raises(UnsupportedModelError, match="LatentLayer"):
+        cache_of(youtu, kv_dtype="fp8_e4m3")
+    with pytest.raises(ArgumentError, match="key_states: expected 1 heads of"):
+        cache = cache_of(youtu)
+        greedy(youtu, cache)
+        layer = cache.paged[0]
+        layer.update(torch.zeros(2, 1, 1, 3), torch.zeros(2, 1, 1, 8))
+
+
+def test_beams_and_taking_back(youtu: Any) -> None:
+    """Rows are forked, and their last blocks copied; assisted decoding takes tokens back."""
+    even = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "disable_compile": True}
+    beams = youtu.generate(**prompts(), **even, num_beams=3)
+    lookup = youtu.generate(prompts()["input_ids"][1:], **even)
+    attach(youtu)
+    cache = PagedCache(youtu.config, 6, 32, block_size=4)
+    assert torch.equal(youtu.generate(**prompts(), **even, num_beams=3, past_key_values=cache), beams)
+    cache = PagedCache(youtu.config, 1, 64, block_size=4)
+    given = {"prompt_lookup_num_tokens": 3, "past_key_values": cache}
+    assert torch.equal(youtu.generate(prompts()["input_ids"][1:], **even, **given), lookup)
+
+
+def test_the_kind() -> None:
+    spec = LatentLayerSpec(16, 8)
+    pools = spec.make_pools(5, 4, torch.bfloat16, torch.device("cpu"))
+    assert spec.bytes_per_block(4, torch.bfloat16) * 5 == pools.kv_cache.nbytes == 5 * 4 * 24 * 2
+    with pytest.raises(ArgumentError, match="kv_lora_rank"):
+        LatentLayerSpec(16, 0)

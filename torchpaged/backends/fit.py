@@ -1,0 +1,106 @@
+"""What a call of `torchpaged.PagedAttention` is held to beside the checks of its ops: pools and batches that
+its session was opened for, and an output that can be written into."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torchpaged.backends.capabilities import Capabilities
+from torchpaged.backends.session import Session
+from torchpaged.custom_ops.checks import check_apart, check_dims, check_tensors
+from torchpaged.custom_ops.errors import ArgumentError, BackendUnavailableError
+from torchpaged.metadata import AttentionMetadata
+
+
+def require_fit(
+    k_cache: Tensor,
+    metadata: AttentionMetadata,
+    session: Session,
+    able: Capabilities,
+    name: str,
+    block_size: int | None,
+) -> None:
+    """Refuse pools and a batch that a module's session was not opened for. It looks at shapes and dtypes
+    alone, so that it runs in traced calls too.
+
+    Args:
+        k_cache: ``[num_blocks, block_size, num_kv_heads, head_dim]``, the keys' pool.
+        metadata: the batch.
+        session: the module's.
+        able: what its backend declares.
+        name: of the choice, for messages.
+        block_size: that the module was built for; None: not said.
+
+    Raises:
+        ArgumentError: another block size, or more blocks than the limits say; ValueError in a trace.
+        BackendUnavailableError: the backend does not take such pools, or such a batch.
+    """
+    if k_cache.dim() != 4:
+        return  # the op's own check says what is wrong
+    size = k_cache.shape[1]
+    metadata.check_block_size(size)
+    if block_size is not None and size != block_size:
+        # dynamo can't make an ArgumentError, and its own error quotes this one
+        if torch.compiler.is_compiling():
+            raise ValueError(
+                f"kv_cache: expected blocks of {block_size} tokens, as this module was built for, "
+                f"got blocks of {size}"
+            )
+        raise ArgumentError(
+            "kv_cache",
+            f"blocks of {block_size} tokens, as this module was built for",
+            f"blocks of {size}",
+            "build both with one block_size, or PagedAttention without it",
+        )
+    limits, num_blocks = session.limits, k_cache.shape[0]
+    expected, got = "", ""
+    if limits.block_size is not None and size != limits.block_size:
+        expected, got = (
+            f"blocks of block_size={limits.block_size} tokens, as the session's limits say",
+            f"blocks of {size}",
+        )
+    elif limits.num_blocks is not None and num_blocks > limits.num_blocks:
+        expected, got = (
+            f"at most num_blocks={limits.num_blocks}, as the session's limits say",
+            f"{num_blocks} blocks",
+        )
+    if expected:
+        if torch.compiler.is_compiling():
+            raise ValueError(f"kv_cache: expected {expected}, got {got}")
+        raise ArgumentError("kv_cache", expected, got, "open the session with the Limits of the pools")
+    if able.block_sizes is not None and size not in able.block_sizes:
+        raise BackendUnavailableError(
+            f"backend {name!r} cannot run this attention: block_size {size} is not one of "
+            f"{able.block_sizes}; give PagedAttention block_size={size}, so that it chooses with it"
+        )
+    if k_cache.dtype not in able.kv_dtypes:
+        raise BackendUnavailableError(
+            f"backend {name!r} cannot run this attention: kv dtype {k_cache.dtype} is "
+            f"not one of {able.kv_dtypes}; give PagedAttention kv_dtype, so that it chooses with it"
+        )
+    if metadata.tree_mask is not None and not able.tree_mask:
+        raise BackendUnavailableError(
+            f"backend {name!r} cannot run this attention: tree_mask is not supported; give "
+            "PagedAttention tree_mask=True, so that it chooses with it"
+        )
+
+
+def check_out(out: Tensor, query: Tensor, head_dim_v: int, key: Tensor | None, value: Tensor | None) -> None:
+    """What the op's own checks can't tell of the caller's ``out``: that it is one of the result's shape, and
+    apart."""
+    check_tensors(out=out)
+    check_dims("out", out, *query.shape[:-1], head_dim_v)
+    strides = out.stride()
+    for size, stride, inner, step in zip(
+        out.shape[1:-2], strides[1:-2], out.shape[:-3], strides[:-3], strict=True
+    ):
+        if inner > 1 and step != size * stride:
+            raise ArgumentError(
+                "out", "leading dimensions that flatten to tokens without a copy", f"strides {strides}"
+            )
+    # an attention that starts early may write while keys and values are still read
+    read = {"key": key, "value": value}
+    check_apart(
+        {"out": out}, {name: x for name, x in read.items() if x is not None}, "allocate out by itself"
+    )

@@ -1,0 +1,149 @@
+"""The ``flashinfer_xqa`` backend: FlashInfer's XQA kernel for decode steps, which needs no plan.
+
+    PagedAttention(32, 128, 8, backend=Route(decode="flashinfer_xqa", prefill="flash_attn"))
+
+The kernel takes the block table and the lengths on the device, and how it splits keys follows from shapes:
+one graph serves all lengths, and nothing runs on the host between replays. It takes one query token per
+request and gives no log-sum-exp. Pools of fp8 are refused: over them the library rounds queries to fp8, too.
+
+Its kernels are compiled at first use, one per width, group of heads, block size, and with or without window.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from torchpaged.backends.base import Backend
+from torchpaged.backends.capabilities import Capabilities
+from torchpaged.backends.flashinfer_package import PACKAGE, load, unavailable
+from torchpaged.backends.library_op import Call, Options, attention_op
+from torchpaged.backends.session import Session
+from torchpaged.backends.spec import AttentionSpec, GraphSupport
+from torchpaged.custom_ops.errors import ArgumentError, BackendUnavailableError
+
+#: Semaphores, 8 MiB that start as zeros and are left as zeros, and partial results behind them.
+WORKSPACE_BYTES = 128 << 20
+_FLOATS = (torch.bfloat16, torch.float16)
+_MOST_GROUP = 32  # query heads of one kv head
+
+
+class XqaSession(Session):
+    """Keeps the kernel's workspace: calls on different streams need sessions of their own."""
+
+    def _open(self, specs: Sequence[AttentionSpec]) -> None:
+        load(self.name)
+        self._buffer = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=self.device)
+
+    def _make_workspace(self, spec: AttentionSpec) -> dict[str, Tensor]:
+        return {"workspace": self._buffer}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The workspace."""
+        return {"workspace": self._buffer}
+
+    def reset(self) -> None:
+        """Semaphores as new."""
+        self._buffer.zero_()
+
+
+def _attend(call: Call, options: Options, workspace: Tensor | None) -> None:
+    _refuse(call, options)
+    if workspace is None:
+        raise BackendUnavailableError(
+            "backend 'flashinfer_xqa' cannot run this attention: it needs a workspace; pass "
+            "**session.workspace(spec)"
+        )
+    q, k_cache, v_cache, block_table, seq_lens, query_start_loc, out, _ = call
+    num_tokens, starts = q.shape[0], query_start_loc[:-1]
+    # A request of no keys gets one of block 0, so that no row is without any; its result is not taken.
+    is_empty = seq_lens <= 0
+    has_query = (query_start_loc.diff() > 0) & ~is_empty
+    library = sys.modules.get(f"{PACKAGE}.decode") or load("flashinfer_xqa").decode
+    y = library.xqa_batch_decode_with_kv_cache(
+        q[starts.clamp_max(num_tokens - 1)],
+        (k_cache, v_cache),
+        workspace,
+        block_table.masked_fill(is_empty[:, None], 0),
+        seq_lens.clamp_min(1),
+        block_table.shape[1] * k_cache.shape[1],
+        bmm1_scale=options.scale,
+        bmm2_scale=1.0,
+        window_left=options.window_left,
+        sinks=None if options.sinks is None else options.sinks.float(),
+        kv_layout="NHD",
+        enable_pdl=False,
+    )
+    # by token: a request without one writes into a row behind the last
+    packed = y.new_zeros(num_tokens + 1, *y.shape[1:])
+    packed.index_copy_(0, torch.where(has_query, starts.long(), num_tokens), y)
+    out.copy_(packed[:num_tokens])
+
+
+def _refuse(call: Call, options: Options) -> None:
+    used = {
+        f"queries of up to {options.max_query_len} tokens": options.max_query_len > 1,
+        "lse": call.lse is not None,
+        "logits_soft_cap": bool(options.logits_soft_cap),
+        "alibi": options.alibi_slopes is not None,
+        "chunked": options.chunk_size > 0,
+        "an fp8 pool": call.k_cache.dtype != call.q.dtype,
+    }
+    lacking = [name for name, is_used in used.items() if is_used]
+    if lacking:
+        raise BackendUnavailableError(
+            f"backend 'flashinfer_xqa' cannot run this attention: {', '.join(lacking)} is not supported"
+        )
+    if call.k_cache.stride() != call.v_cache.stride():  # the kernel is told one of them
+        raise ArgumentError(
+            "v_cache", f"the strides of k_cache, {call.k_cache.stride()}", str(call.v_cache.stride())
+        )
+
+
+class XqaCapabilities(Capabilities):
+    """What depends on more than one thing at once."""
+
+    def reject(self, spec: AttentionSpec) -> list[str]:
+        """Every reason why ``spec`` can't run; empty if it can."""
+        reasons = super().reject(spec)
+        if (
+            spec.device.type == "cuda"
+            and torch.cuda.is_available()
+            and torch.cuda.get_device_capability(spec.device)[0] not in (9, 10, 12)
+        ):
+            have = torch.cuda.get_device_capability(spec.device)
+            reasons.append(f"compute capability {have} is none of 9, 10 and 12, which XQA is made for")
+        if spec.kv_dtype in _FLOATS and spec.kv_dtype != spec.dtype:
+            reasons.append(f"kv dtype {spec.kv_dtype} is not the queries' {spec.dtype}")
+        if spec.num_heads // spec.num_kv_heads > _MOST_GROUP:
+            reasons.append(
+                f"{spec.num_heads // spec.num_kv_heads} query heads per kv head are over {_MOST_GROUP}"
+            )
+        return reasons
+
+
+BACKEND = Backend(
+    name="flashinfer_xqa",
+    capabilities=XqaCapabilities(
+        device_types=("cuda",),
+        dtypes=_FLOATS,
+        kv_dtypes=_FLOATS,
+        graph_support=GraphSupport.SINGLE_TOKEN_DECODE,
+        min_compute_capability=(9, 0),
+        head_dims=(64, 128, 256),
+        block_sizes=(16, 32, 64, 128),
+        different_head_dim_v=False,
+        logits_soft_cap=False,
+        alibi=False,
+        chunked=False,
+        lse=False,
+        finite_pools=True,
+        max_query_len=1,
+    ),
+    ops=attention_op("torchpaged_xqa", _attend, workspace="Tensor(c!)?"),
+    unavailable=unavailable,
+    session=XqaSession,
+)

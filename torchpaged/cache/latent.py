@@ -1,0 +1,67 @@
+"""The kind ``latent``: one row per token that all heads share, of multi-head latent attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchpaged.cache.kinds import BlockOps, LayerKind, LayerSpec, register_layer_kind
+from torchpaged.custom_ops.errors import ArgumentError
+
+
+class LayerLatentCache(NamedTuple):
+    """The pool of one layer, as the op ``mla_attention`` takes it.
+
+    Attributes:
+        kv_cache: ``[num_blocks, block_size, 1, kv_lora_rank + qk_rope_head_dim]``: a token's
+            normalised latent, then its rotated key.
+    """
+
+    kv_cache: Tensor
+
+
+@dataclass(frozen=True)
+class LatentLayerSpec(LayerSpec):
+    """What one layer stores per token: a latent of ``kv_lora_rank`` numbers and a rotated key of
+    ``qk_rope_head_dim``, whatever the number of heads is."""
+
+    kv_lora_rank: int
+    qk_rope_head_dim: int
+
+    def __post_init__(self) -> None:
+        if min(self.kv_lora_rank, self.qk_rope_head_dim) < 1:
+            raise ArgumentError(
+                "kv_lora_rank, qk_rope_head_dim",
+                "positive sizes",
+                f"{self.kv_lora_rank}, {self.qk_rope_head_dim}",
+            )
+
+    def elements_per_token(self) -> int:
+        """Numbers stored for one token in this layer."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+    def bytes_per_block(self, block_size: int, dtype: torch.dtype) -> int:
+        """See `LayerSpec`."""
+        return block_size * self.elements_per_token() * dtype.itemsize
+
+    def make_pools(
+        self, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> LayerLatentCache:
+        """See `LayerSpec`."""
+        shape = (num_blocks, block_size, 1, self.elements_per_token())
+        return LayerLatentCache(torch.zeros(shape, dtype=dtype, device=device))
+
+    def block_tensors(self, pools: LayerLatentCache) -> dict[str, Tensor]:
+        """See `LayerSpec`."""
+        return {"kv_cache": pools.kv_cache}
+
+    def copy_blocks(self, pools: LayerLatentCache, block_mapping: Tensor, ops: BlockOps) -> None:
+        """See `LayerSpec`; by the op ``copy_blocks``, latents and rotated keys as a pair of pools."""
+        rank = self.kv_lora_rank
+        ops.copy_blocks(pools.kv_cache[..., :rank], pools.kv_cache[..., rank:], block_mapping)
+
+
+register_layer_kind(LayerKind("latent", LatentLayerSpec))

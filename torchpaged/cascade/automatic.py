@@ -1,0 +1,118 @@
+"""AutomaticPrefixes: the groups of each batch, where they pay, in buffers that graphs know."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from torchpaged.cascade.prefixes import SharedPrefixes
+from torchpaged.cascade.rule import CascadeCosts, LayerShape, costs_of, groups_that_pay
+from torchpaged.custom_ops.errors import ArgumentError
+from torchpaged.metadata import AttentionMetadata
+
+
+class AutomaticPrefixes:
+    """Finds on the host which requests of a batch share blocks, and whether to read these once.
+
+    Args:
+        num_heads, num_kv_heads, head_dim: of the layers.
+        head_dim_v: default ``head_dim``.
+        kv_dtype: of the pools.
+        max_num_groups: groups of a batch at most.
+        max_blocks_per_req: columns of the block table.
+        block_size: tokens per block.
+        device: where the batches are.
+        costs: when it pays; default: `costs_of` the device.
+
+    Attributes:
+        costs: as given.
+
+    Raises:
+        ArgumentError: a size below 1.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        head_dim_v: int | None = None,
+        kv_dtype: torch.dtype,
+        max_num_groups: int = 8,
+        max_blocks_per_req: int,
+        block_size: int,
+        device: torch.device | str = "cpu",
+        costs: CascadeCosts | None = None,
+    ) -> None:
+        width = head_dim if head_dim_v is None else head_dim_v
+        self._layer = LayerShape(num_heads, num_kv_heads, head_dim, width, kv_dtype.itemsize)
+        sizes = {"max_num_groups": max_num_groups, "max_blocks_per_req": max_blocks_per_req}
+        for name, size in {**self._layer._asdict(), **sizes, "block_size": block_size}.items():
+            if size < 1:
+                raise ArgumentError(name, "at least 1", str(size))
+        self.costs = costs_of(device) if costs is None else costs
+        self._sizes, self.block_size, self._device = sizes, block_size, torch.device(device)
+        self._buffers: dict[tuple[int, int], SharedPrefixes] = {}
+
+    def buffers(self, num_reqs: int, num_tokens: int) -> SharedPrefixes:
+        """The groups of batches of exactly these sizes, padding included; the same tensors each time."""
+        if (num_reqs, num_tokens) not in self._buffers:
+            with torch.inference_mode(False):
+                self._buffers[num_reqs, num_tokens] = SharedPrefixes.allocate(
+                    **self._sizes,
+                    num_reqs=num_reqs,
+                    num_tokens=num_tokens,
+                    block_size=self.block_size,
+                    device=self._device,
+                )
+        return self._buffers[num_reqs, num_tokens]
+
+    def update(
+        self,
+        num_reqs: int,
+        num_tokens: int,
+        block_tables: Sequence[Sequence[int]],
+        query_lens: Sequence[int],
+        seq_lens: Sequence[int],
+    ) -> SharedPrefixes | None:
+        """The groups of a batch, in the buffers of its size; None where none pays, and nothing is written.
+
+        Args:
+            num_reqs, num_tokens: sizes of the batch, padding included.
+            block_tables, query_lens, seq_lens: of its requests, without padding.
+
+        Raises:
+            ArgumentError: lists that don't fit together, or are longer than the batch.
+        """
+        groups = groups_that_pay(
+            block_tables,
+            query_lens,
+            seq_lens,
+            self._layer,
+            block_size=self.block_size,
+            costs=self.costs,
+            max_num_groups=self._sizes["max_num_groups"],
+        )
+        if not groups:
+            return None
+        shared = self.buffers(num_reqs, num_tokens)
+        shared.set(groups, block_tables, query_lens)
+        return shared
+
+    def attach(self, metadata: AttentionMetadata, block_tables: Sequence[Sequence[int]]) -> AttentionMetadata:
+        """The batch with its groups, if they pay; else as it is.
+
+        Args:
+            metadata: with ``query_lens``, and lengths that the host may read: on a GPU this waits for it.
+                `update` takes lengths of the host's own.
+            block_tables: of its requests.
+
+        Raises:
+            ArgumentError: as `update`.
+        """
+        lens = metadata.query_lens or metadata.query_start_loc.diff().tolist()
+        sizes = metadata.num_reqs, metadata.num_tokens
+        shared = self.update(*sizes, block_tables, lens, metadata.seq_lens.tolist())
+        return metadata if shared is None else shared.of(metadata)

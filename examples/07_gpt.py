@@ -1,7 +1,4 @@
-"""A GPT of your own on a paged cache: prompts of any lengths in one batch, and no block table built by hand.
-
-`PagedKVCache.allocate` gives rows that grow; `append` gives the batch of the next step.
-"""
+"""A GPT of your own on a paged cache: `allocate` gives rows that grow, `append` the batch of a step."""
 
 from __future__ import annotations
 

@@ -11,10 +11,12 @@ import torch
 import transformers
 from families import GEMMA, IDS, build, logits_of, same
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
+from transformers.masking_utils import create_bidirectional_mask
 
 from torchpaged import ArgumentError, BackendUnavailableError, UnsupportedModelError
 from torchpaged.hf import PagedCache, PagedEncoderDecoderCache
 from torchpaged.hf import paged as attached
+from torchpaged.hf.encoder_decoder import CrossPagedCache
 
 HEAD = "ForConditionalGeneration"
 
@@ -289,3 +291,23 @@ def test_a_fault_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "cross_batch", lambda batch, mask, n: plain(batch, None, n))
     row = encoder_decoders.examine("bart", compiled=False)
     assert row.mode == "wrong" and row.checks["forward"] == "right", row
+
+
+def test_one_mask_for_several_forwards() -> None:
+    """A mask of ours that the caller keeps: it says how long the rows are, and not where they lie."""
+    model, given = build("Bart", HEAD, "torchpaged"), inputs(padded=True)
+    encoded = model.get_encoder()(given["input_ids"], attention_mask=given["attention_mask"])
+    mask = create_bidirectional_mask(
+        model.config, encoded[0][:, :9], given["attention_mask"], encoder_hidden_states=encoded[0]
+    )
+    call = {"decoder_input_ids": given["decoder_input_ids"], "encoder_outputs": encoded}
+    found = []
+    with torch.no_grad():
+        for _ in range(2):
+            cache = PagedEncoderDecoderCache(model.config, 2, 32, block_size=4)
+            cache.cross_attention_cache = CrossPagedCache(model.config, 2, 12, block_size=4, num_blocks=30)
+            cache.cross_attention_cache.pool.allocate(1 + 6 * len(found))
+            found.append(model(**call, attention_mask=mask, past_key_values=cache).logits)
+        want = model(**call, attention_mask=given["attention_mask"], use_cache=False).logits
+    for got in found:
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-3)

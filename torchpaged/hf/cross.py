@@ -13,11 +13,14 @@ from torchpaged.hf.pinned_batch import pin_batch
 from torchpaged.metadata import AttentionMetadata
 
 
-def cross_batch(metadata: AttentionMetadata, mask: Tensor | None, query_len: int) -> tuple[Tensor, ...]:
-    """Block table, lengths and query starts of cross attention, and the longest query.
+def cross_batch(
+    metadata: AttentionMetadata, mask: Tensor | None, query_len: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Block table, lengths and query starts of cross attention.
 
     An op's queries are the last ones of their sequence, and those before its first key see none. A prompt may
-    be longer than the encoder's row, so that each query is a request of its own; a decode step is anyway.
+    be longer than the encoder's row, so that each query is a request of its own; a decode step is anyway, and
+    takes the cache's tensors as they are.
 
     Args:
         metadata: one query for each of the rows that hold the encoder's keys.
@@ -25,19 +28,12 @@ def cross_batch(metadata: AttentionMetadata, mask: Tensor | None, query_len: int
         query_len: queries per row.
     """
     rows = encoder_rows(mask, metadata.num_reqs)
-    table, lens, starts = metadata.block_table, metadata.seq_lens, metadata.query_start_loc
-    if query_len == 1 and rows is None:
+    table, starts = metadata.block_table, metadata.query_start_loc
+    lens = metadata.seq_lens if rows is None else rows.pinned_lens()
+    if query_len == 1:
         return table, lens, starts
-    if rows is not None and query_len in rows.batches:
-        return rows.batches[query_len]
-    lens = lens if rows is None or rows.lens is None else rows.lens
-    if query_len > 1:
-        table, lens = (x.repeat_interleave(query_len, 0) for x in (table, lens))
-        starts = torch.arange(lens.shape[0] + 1, dtype=torch.int32, device=lens.device)
-    described = pin_batch(table, lens, starts)
-    if rows is not None:
-        rows.batches[query_len] = described
-    return described
+    table, lens = (x.repeat_interleave(query_len, 0) for x in (table, lens))
+    return pin_batch(table, lens, torch.arange(lens.shape[0] + 1, dtype=torch.int32, device=lens.device))
 
 
 def require_no_plan(session: Session) -> None:

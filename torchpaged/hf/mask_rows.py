@@ -15,6 +15,7 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 
 from torchpaged.custom_ops.attention.mask import visible_keys
 from torchpaged.custom_ops.errors import ArgumentError
+from torchpaged.hf.pinned_batch import pin_batch
 
 _QUERIES = 64  # positions at which an unknown mask function is asked for its keys, at most
 
@@ -37,7 +38,8 @@ class MaskRows:
 
     Attributes:
         causal, window, model_type, sizes: as given.
-        batches: what was made of the rows for attention, by what it depends on: one mask serves all layers.
+        batches: what was made of the rows for attention without a cache, by what it depends on: one mask
+            serves all layers.
         starts, lens: ``[batch]`` int32, the first key of each row and how many there are, once `are_spans`
             was asked; None where no row has padding.
         all_at_zero: likewise, whether every row's keys start at 0; None where nobody could look, as in a
@@ -53,6 +55,7 @@ class MaskRows:
         self.starts: Tensor | None = None
         self.lens: Tensor | None = None
         self.all_at_zero: bool | None = True
+        self._pinned: Tensor | None = None
         self._are_spans: bool | None = True if present is None else None
 
     @property
@@ -78,6 +81,13 @@ class MaskRows:
             else:
                 self._are_spans, self.all_at_zero = bool(spans), not bool(self.starts.any())
         return bool(self._are_spans)
+
+    def pinned_lens(self) -> Tensor:
+        """``lens`` for a kernel that may read them early, of rows that `are_spans` was asked of."""
+        if self._pinned is None:
+            assert self.lens is not None and self.starts is not None
+            self._pinned = pin_batch(self.starts, self.lens, self.starts)[1]
+        return self._pinned
 
 
 def rows_of(mask: Tensor | None) -> MaskRows | None:

@@ -116,6 +116,7 @@ class PagedAttention(nn.Module):
     alibi_slopes: Tensor | None
     sinks: Tensor | None
     _home: Tensor
+    _writes_query_tokens = True  # not in cross attention, where they are the encoder's
 
     def __init__(
         self,
@@ -413,7 +414,8 @@ class PagedAttention(nn.Module):
         if write is not None:
             # longer queries may be another request's context, see above; they gain little from the
             # early start
-            self._ops.write_kv(*write, are_query_tokens=metadata.max_query_len == 1 and not together)
+            keys_of_queries = self._writes_query_tokens and metadata.max_query_len == 1
+            self._ops.write_kv(*write, are_query_tokens=keys_of_queries and not together)
         if together:
             same = {name: options[name] for name in ("scale", "logits_soft_cap", "k_scale", "v_scale")}
             both = pools.k_cache, pools.v_cache

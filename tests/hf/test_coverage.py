@@ -21,6 +21,10 @@ from torchpaged.testing.coverage.table import versions
 
 DOCS = Path(__file__).parents[2] / "docs"
 COMMITTED = sorted(DOCS.glob("architectures-*.json"), reverse=True)
+#: Pages of the other kinds, by name: tables of the newest transformers first.
+OTHERS = {
+    name: sorted(DOCS.glob(f"{name}-[0-9]*.json"), reverse=True) for name in ("encoders", "encoder-decoders")
+}
 #: One of each kind: masks, widths, positions, states, and each way not to be paged.
 REPRESENTATIVE = (
     *(
@@ -42,11 +46,11 @@ REPRESENTATIVE = (
 )
 
 
-def committed_row(model_type: str) -> Row:
+def committed_row(model_type: str, name: str = "architectures") -> Row:
     """Of this transformers; of the newest one if it has no table."""
-    version = versions()["transformers"].rsplit(".", 1)[0]
-    own = [path for path in COMMITTED if path.stem == f"architectures-{version}"]
-    return Table.load((own or COMMITTED)[0]).rows[model_type]
+    version, tables = versions()["transformers"].rsplit(".", 1)[0], OTHERS.get(name, COMMITTED)
+    own = [path for path in tables if path.stem == f"{name}-{version}"]
+    return Table.load((own or tables)[0]).rows[model_type]
 
 
 @pytest.mark.parametrize("model_type", REPRESENTATIVE)
@@ -200,6 +204,34 @@ def test_the_committed_table(path: Path) -> None:
     assert all(
         counts[name] >= n for name, n in zip(("paged", "latent", "dense", "one graph"), least, strict=True)
     )
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_the_committed_tables_of_other_kinds(name: str) -> None:
+    """Nothing wrong, nothing broken; the right ones and the graphs are no fewer than there were."""
+    least = {
+        "encoders-5.23": {"varlen": 42, "dense": 2, "own attention": 7, "one graph": 51},
+        "encoders-5.17": {"varlen": 41, "dense": 2, "own attention": 7, "one graph": 50},
+        "encoder-decoders-5.23": {"paged": 15, "dense": 5, "one graph": 18},
+        "encoder-decoders-5.17": {"paged": 15, "dense": 5, "one graph": 17},
+    }
+    for path in OTHERS[name]:
+        counts, text = Table.load(path).counts(), path.read_text()
+        assert counts["wrong"] == counts["broken"] == 0
+        assert all(counts[mode] >= n for mode, n in least[path.stem].items()), counts
+        assert "-packages/" not in text and "/lib/" not in text
+    assert OTHERS[name] and (DOCS / f"{name}.md").read_text() == markdown(
+        [Table.load(path) for path in OTHERS[name]]
+    )
+
+
+def test_tables_of_kinds_are_not_mixed(tmp_path: Path) -> None:
+    output = tmp_path / "x.json"
+    Table(kind="encoder", rows={"bert": Row("bert", "text", "varlen")}).save(output)
+    assert Table.load(output).kind == "encoder" and Table.load(output).counts()["varlen"] == 1
+    for options, words in (((), "of kind encoder"), (("--kind", "coder"), "one of decoder, encoder")):
+        done = CliRunner().invoke(app, ["coverage", *options, "--output", str(output)])
+        assert isinstance(done.exception, ArgumentError) and words in str(done.exception)
 
 
 def test_the_committed_page() -> None:

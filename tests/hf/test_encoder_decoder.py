@@ -11,10 +11,12 @@ import torch
 import transformers
 from families import GEMMA, IDS, build, logits_of, same
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
+from transformers.masking_utils import create_bidirectional_mask
 
-from torchpaged import ArgumentError, UnsupportedModelError
-from torchpaged.hf import PagedCache
+from torchpaged import ArgumentError, BackendUnavailableError, UnsupportedModelError
+from torchpaged.hf import PagedCache, PagedEncoderDecoderCache
 from torchpaged.hf import paged as attached
+from torchpaged.hf.encoder_decoder import CrossPagedCache
 
 HEAD = "ForConditionalGeneration"
 
@@ -38,6 +40,7 @@ CACHES: dict[str, Callable[[PreTrainedModel], EncoderDecoderCache]] = {
     "paged": lambda m: EncoderDecoderCache(paged(m), DynamicCache(config=m.config)),
     "dense": lambda m: EncoderDecoderCache(paged(m, dense=True), DynamicCache(config=m.config)),
     "paged, cross too": lambda m: EncoderDecoderCache(paged(m), paged(m)),
+    "one": lambda m: PagedEncoderDecoderCache(m.config, 2, 32, block_size=4),
 }
 
 
@@ -84,9 +87,8 @@ def test_causality_that_only_the_mask_carries_without_a_cache(stem: str, head: s
 
 def test_a_padded_source() -> None:
     model = build("Bart", HEAD)
-    same(model, inputs(padded=True), lambda: CACHES["paged"](model))
-    with pytest.raises(ArgumentError, match="EncoderDecoderCache"):
-        logits_of(model, inputs(padded=True), CACHES["paged, cross too"](model))
+    for caches in ("paged", "paged, cross too", "one"):
+        same(model, inputs(padded=True), lambda caches=caches: CACHES[caches](model))  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("stem", ["Bart", "T5"])
@@ -175,3 +177,137 @@ def test_attention_of_its_own_that_is_known() -> None:
         for cache in (CACHES["paged"](model), None):
             got = logits_of(model, given, cache)
             torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4 * float(want.abs().max()))
+
+
+# -------------------------------------------------------------------------------------------- both of them
+def short(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Sources of 5 tokens behind a decoder's prompt of 9."""
+    given = inputs()
+    return {**given, **{name: given[name][:, :5] for name in ("input_ids", "attention_mask")}}
+
+
+@pytest.mark.parametrize("caches", ["paged, cross too", "one"])
+def test_more_queries_than_keys(caches: str) -> None:
+    model = build("Bart", HEAD)
+    same(model, short(model), lambda: CACHES[caches](model))
+
+
+def test_beams_share_a_source() -> None:
+    """Their rows are reordered; the encoder's rows are copied once per beam before they are written."""
+    model, given = build("Bart", HEAD), inputs(padded=True)
+    options = {"max_new_tokens": 6, "num_beams": 3, "do_sample": False, "disable_compile": True}
+    want = model.generate(**given, **options)
+    with attached(model):
+        cache = PagedEncoderDecoderCache.for_inputs(model, **given, **options)
+        got = model.generate(**given, **options, past_key_values=cache)
+    assert torch.equal(got, want) and len(want.unique(dim=0)) == 2
+    assert cache.cross_attention_cache.rows.max_rows == 6
+
+
+def test_one_cache_for_several_batches() -> None:
+    """The first sizes the encoder's part; a shorter source fits behind `reset`, a longer one is refused."""
+    model, given = build("Bart", HEAD, "torchpaged"), inputs(padded=True)
+    cache = PagedEncoderDecoderCache(model.config, 2, 32, block_size=4)
+    want = logits_of(model, given, cache)
+    assert cache.cross_attention_cache.max_seq_len == 12 and "encoder: 7 blocks of 4" in cache.describe()
+    cache.reset()
+    eager = build("Bart", HEAD)
+    torch.testing.assert_close(
+        logits_of(model, short(model), cache), logits_of(eager, short(eager)), rtol=1e-4, atol=1e-3
+    )
+    cache.reset()
+    torch.testing.assert_close(logits_of(model, given, cache), want)
+    cache.reset()
+    long = {**given, **{name: torch.cat([given[name]] * 2, 1) for name in ("input_ids", "attention_mask")}}
+    with pytest.raises(ArgumentError, match="max_encoder_len: expected room for 24 tokens.*got 12"):
+        logits_of(model, long, cache)
+
+
+def test_a_source_padded_on_the_left() -> None:
+    model, given = build("Bart", HEAD, "torchpaged"), inputs()
+    given["attention_mask"][0, :3] = 0
+    with pytest.raises(ArgumentError, match="one with padding on the left.*on the right, or pass"):
+        logits_of(model, given, PagedEncoderDecoderCache(model.config, 2, 32))
+
+
+def test_a_mask_of_ones_own() -> None:
+    model, given = build("Bart", HEAD, "torchpaged"), inputs()
+    own = torch.ones(2, 1, 9, 12, dtype=torch.bool)
+    encoded = model.get_encoder()(given["input_ids"])
+    with pytest.raises(ArgumentError, match=r"another one of shape \[2, 1, 9, 12\]"), torch.no_grad():
+        model(
+            decoder_input_ids=given["decoder_input_ids"],
+            encoder_outputs=encoded,
+            attention_mask=own,
+            past_key_values=PagedEncoderDecoderCache(model.config, 2, 32),
+        )
+
+
+def test_sizes_of_a_call() -> None:
+    model, given = build("Bart", HEAD), inputs()
+    cache = PagedEncoderDecoderCache.for_inputs(model, **given, max_new_tokens=7)
+    assert cache.self_attention_cache.max_seq_len == 17 and cache.self_attention_cache.rows.max_rows == 2
+    del given["decoder_input_ids"]  # a start token, and one that generate() may force
+    assert PagedEncoderDecoderCache.for_inputs(model, **given, max_new_tokens=7).get_max_length() == 9
+    with pytest.raises(ArgumentError, match="input_ids: expected the encoder's input"):
+        PagedEncoderDecoderCache.for_inputs(model, max_new_tokens=7)
+
+
+def test_what_is_refused_at_once() -> None:
+    with pytest.raises(UnsupportedModelError, match="mvp attends to its encoder in modules of its own"):
+        PagedEncoderDecoderCache(build("Mvp", HEAD).config, 2, 32)
+
+
+def test_a_backend_that_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It plans for the queries of the batch; cross attention never tells it of any."""
+    model = build("Bart", HEAD, "torchpaged")
+    cache = PagedEncoderDecoderCache(model.config, 2, 32)
+    logits_of(model, inputs(), cache)
+    session = type(cache.cross_attention_cache.session)
+    monkeypatch.setattr(session, "plans", property(lambda self: self is cache.cross_attention_cache.session))
+    monkeypatch.setattr(session, "plan", lambda *_: None)
+    cache.reset()
+    with pytest.raises(BackendUnavailableError, match="cross attention comes without one"):
+        logits_of(model, inputs(), cache)
+
+
+@pytest.mark.parametrize("model_type", ["bart", "encoder-decoder", "led", "t5", "whisper"])
+def test_a_family(model_type: str) -> None:
+    """As the committed table says: one graph for a decode step."""
+    from test_coverage import committed_row
+
+    from torchpaged.testing.coverage import encoder_decoders
+
+    row, want = encoder_decoders.examine(model_type), committed_row(model_type, "encoder-decoders")
+    assert (row.mode, row.graphs, row.kind) == (want.mode, want.graphs, want.kind), row
+
+
+def test_a_fault_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cross attention that sees the source's padding."""
+    from torchpaged.hf import attention
+    from torchpaged.testing.coverage import encoder_decoders
+
+    plain = attention.cross_batch
+    monkeypatch.setattr(attention, "cross_batch", lambda batch, mask, n: plain(batch, None, n))
+    row = encoder_decoders.examine("bart", compiled=False)
+    assert row.mode == "wrong" and row.checks["forward"] == "right", row
+
+
+def test_one_mask_for_several_forwards() -> None:
+    """A mask of ours that the caller keeps: it says how long the rows are, and not where they lie."""
+    model, given = build("Bart", HEAD, "torchpaged"), inputs(padded=True)
+    encoded = model.get_encoder()(given["input_ids"], attention_mask=given["attention_mask"])
+    mask = create_bidirectional_mask(
+        model.config, encoded[0][:, :9], given["attention_mask"], encoder_hidden_states=encoded[0]
+    )
+    call = {"decoder_input_ids": given["decoder_input_ids"], "encoder_outputs": encoded}
+    found = []
+    with torch.no_grad():
+        for _ in range(2):
+            cache = PagedEncoderDecoderCache(model.config, 2, 32, block_size=4)
+            cache.cross_attention_cache = CrossPagedCache(model.config, 2, 12, block_size=4, num_blocks=30)
+            cache.cross_attention_cache.pool.allocate(1 + 6 * len(found))
+            found.append(model(**call, attention_mask=mask, past_key_values=cache).logits)
+        want = model(**call, attention_mask=given["attention_mask"], use_cache=False).logits
+    for got in found:
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-3)

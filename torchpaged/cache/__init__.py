@@ -6,6 +6,7 @@ kv.py          the usual kind: keys and values
 latent.py      the latents of multi-head latent attention
 kv_cache.py    the pools of a model, of layers of any kind
 block_pool.py  free blocks and holders, host data only
+requests.py    requests that grow, and the metadata of their steps
 row_blocks.py  the blocks of a batch's rows, and what they share
 """
 
@@ -14,11 +15,13 @@ from torchpaged.cache.kinds import LayerKind, LayerSpec, layer_kinds, register_l
 from torchpaged.cache.kv import KVLayerSpec, LayerKVCache
 from torchpaged.cache.kv_cache import PagedKVCache
 from torchpaged.cache.latent import LatentLayerSpec, LayerLatentCache
+from torchpaged.cache.requests import CacheRequests
 from torchpaged.cache.row_blocks import RowBlocks
 
 __all__ = [
     "NULL_BLOCK",
     "BlockPool",
+    "CacheRequests",
     "KVLayerSpec",
     "LatentLayerSpec",
     "LayerKVCache",

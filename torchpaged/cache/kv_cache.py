@@ -18,8 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchpaged.cache.block_pool import BlockPool
 from torchpaged.cache.kinds import BlockOps, LayerSpec, kind_of
 from torchpaged.cache.kv import KVLayerSpec
+from torchpaged.cache.requests import CacheRequests
 from torchpaged.custom_ops.errors import ArgumentError
 
 
@@ -84,6 +86,7 @@ class PagedKVCache:
         if num_blocks < 2:
             raise ArgumentError("num_blocks", "at least 2 (block 0 is the null block)", str(num_blocks))
         self.num_blocks, self._marked = num_blocks, mark_static
+        self._pool: BlockPool | None = None
         self._pools = [self._make_layer(spec) for spec in self.layers]
         self._mark_static()
 
@@ -141,6 +144,29 @@ class PagedKVCache:
     def _make_layer(self, spec: LayerSpec) -> Any:
         with torch.inference_mode(False):
             return spec.make_pools(self.num_blocks, self.block_size, self.dtype, self.device)
+
+    @property
+    def pool(self) -> BlockPool:
+        """Which blocks are free, as far as `allocate` gave them out; one for the life of the cache. Whoever
+        keeps a `BlockPool` of their own for these pools must not use both."""
+        if self._pool is None:
+            self._pool = BlockPool(self.num_blocks)
+        return self._pool
+
+    def allocate(self, num_reqs: int, max_seq_len: int | None = None) -> CacheRequests:
+        """Requests that take their blocks as they grow.
+
+            rows = cache.allocate(2)
+            metadata = rows.append([7, 3])
+
+        Args:
+            num_reqs: how many.
+            max_seq_len: tokens of a request at most, and with that the width of the block tables.
+
+        Raises:
+            ArgumentError: a number below 1.
+        """
+        return CacheRequests(self.pool, num_reqs, self.block_size, max_seq_len, self.device)
 
     def __getitem__(self, layer: int) -> Any:
         """The pools of a layer, of its kind: a `LayerKVCache` where its spec is a `KVLayerSpec`."""

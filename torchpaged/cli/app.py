@@ -324,6 +324,7 @@ def coverage(
         list[str] | None,
         typer.Option(help="a model type of transformers; may be given several times; default: all"),
     ] = None,
+    kind: Annotated[str, typer.Option(help="decoder, encoder or encoder-decoder")] = "decoder",
     output: Annotated[
         str, typer.Option(help="JSON file of the rows; a run goes on from it")
     ] = "coverage.json",
@@ -342,7 +343,8 @@ def coverage(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
-    """Which architectures of transformers run right through a paged cache, tiny and random."""
+    """Which architectures of transformers run right through a paged cache, or without one if they are
+    encoders; tiny and random."""
     from torchpaged.cli.coverage import run
 
     code = run(
@@ -355,6 +357,7 @@ def coverage(
         compiled=compiled,
         fresh=fresh,
         as_json=as_json,
+        kind=kind,
     )
     raise typer.Exit(code)
 

@@ -1,5 +1,5 @@
-"""``torchpaged coverage``: which architectures of transformers run right through a `PagedCache`; the work is
-in ``torchpaged.testing.coverage``."""
+"""``torchpaged coverage``: which architectures of transformers run right through a `PagedCache`, and which
+encoders without one; the work is in ``torchpaged.testing.coverage``."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ from torchpaged.custom_ops.errors import ArgumentError
 _BAD = ("wrong", "broken")
 
 
-def _chosen(names: Sequence[str]) -> list[str]:
-    from torchpaged.testing.coverage.architectures import LEFT_OUT, model_types
+def _chosen(names: Sequence[str], kind: str) -> list[str]:
+    from torchpaged.testing.coverage.kinds import KINDS
 
-    known = model_types()
+    if kind not in KINDS:
+        raise ArgumentError("--kind", f"one of {', '.join(KINDS)}", repr(kind))
+    known = KINDS[kind].model_types()
     for name in names:
         if name not in known:
-            why = LEFT_OUT.get(name, "no decoder of this transformers has that model type")
+            why = KINDS[kind].left_out.get(name, f"no {kind} of this transformers has that model type")
             raise ArgumentError("--arch", "a model type of transformers such as llama", f"{name!r} ({why})")
     return list(names) or known
 
@@ -38,6 +40,7 @@ def run(
     compiled: bool,
     fresh: bool,
     as_json: bool,
+    kind: str = "decoder",
 ) -> int:
     """Examine what is missing in ``output``, and write it there after each architecture.
 
@@ -47,6 +50,7 @@ def run(
         pages: Markdown file to write at the end, of ``output`` and the tables in ``beside``.
         workers, seconds, compiled: as for `torchpaged.testing.coverage.cover`.
         as_json: print one JSON document and nothing else.
+        kind: "decoder", "encoder" or "encoder-decoder".
 
     Returns:
         1 if a row is wrong or broken, else 0.
@@ -54,9 +58,13 @@ def run(
     from torchpaged.testing.coverage import Table, cover, markdown
 
     console = Console(stderr=as_json)
-    chosen, table = _chosen(names), Table()
+    chosen, table = _chosen(names, kind), Table(kind=kind)
     if output.exists():
         before = Table.load(output)
+        if before.kind != kind:
+            raise ArgumentError(
+                "--output", f"a file of kind {kind}", f"{output}, which is of kind {before.kind}"
+            )
         if before.versions == table.versions:
             table = before
         else:
@@ -65,7 +73,7 @@ def run(
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, disable=as_json or not sys.stderr.isatty()) as progress:
         task = progress.add_task("architectures", total=len(chosen), completed=len(chosen) - len(missing))
-        for row in cover(missing, workers=workers, compiled=compiled, seconds=seconds):
+        for row in cover(missing, workers=workers, compiled=compiled, seconds=seconds, kind=kind):
             table.rows[row.model_type] = row
             table.save(output)
             progress.advance(task)

@@ -21,6 +21,7 @@ from torchpaged.hf.attention import NAME, register
 from torchpaged.hf.cache import PagedCache
 from torchpaged.hf.compile_layers import compile_layers, uncompile_layers
 from torchpaged.hf.continuous_batching import register_continuous_batching
+from torchpaged.hf.encoder_decoder import PagedEncoderDecoderCache
 from torchpaged.hf.paged_model import PagedModel, kv_layer_specs
 from torchpaged.hf.support import fusion_of, require_supported
 from torchpaged.hf.switch import attach, detach, paged
@@ -36,6 +37,7 @@ __all__ = [
     "NAME",
     "FusionReport",
     "PagedCache",
+    "PagedEncoderDecoderCache",
     "PagedModel",
     "accelerate",
     "attach",

@@ -1,8 +1,9 @@
 """The attention and mask functions behind ``set_attn_implementation("torchpaged")``.
 
-A call is paged if its key *and* value are a paged cache's own pools. Anything else (training, encoders, cross
-attention, another cache) goes to SDPA as it would have without torchpaged, except where SDPA would silently
-drop an argument: then it raises.
+A call is paged if its key *and* value are a paged cache's own pools. Calls without a cache (encoders, vision
+towers) run on the same kernels where `torchpaged.hf.uncached` gives what SDPA gives. Anything else (training,
+another cache) goes to SDPA as it would have without torchpaged, except where SDPA would silently drop an
+argument: then it raises.
 """
 
 from __future__ import annotations
@@ -17,10 +18,14 @@ from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_
 
 from torchpaged.custom_ops.errors import ArgumentError, BackendUnavailableError, UnsupportedModelError
 from torchpaged.hf.class_tables import fill_class_tables
+from torchpaged.hf.cross import cross_batch, require_no_plan
 from torchpaged.hf.known_models import TAKES_NO_NONE
 from torchpaged.hf.latent import LatentLayer, latent_attention
 from torchpaged.hf.layer import PagedLayer, cache_of, layer_of
+from torchpaged.hf.mask_rows import describe
 from torchpaged.hf.support import needs_eager_mask
+from torchpaged.hf.uncached import attend as attend_uncached
+from torchpaged.hf.uncached import type_of_encoder, way_of
 from torchpaged.profiling import is_on as is_profiling
 from torchpaged.profiling import ranged_attention
 
@@ -91,12 +96,22 @@ def paged_attention_forward(
     key, value = layer.pools_of(key, value)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     window = layer.window if sliding_window is None else sliding_window or None
-    _refuse(module, layer, query, attention_mask, dropout, position_bias, kwargs)
     batch, num_heads, query_len, head_dim = query.shape
     owner = layer.owner
-    metadata = owner.metadata_of(batch, query_len)
-    # The mask's, where the model asks for one: modules may say False and mask by themselves.
+    # The mask's, where the model asks for one: modules may say False and mask by themselves. No mask is asked
+    # of a cache for cross attention.
+    crosses = owner.masks.causal is None and not causal
     causal = causal if owner.masks.causal is None else owner.masks.causal
+    bias, mask = position_bias, attention_mask
+    if crosses:
+        # T5's cross attention has no bias, and comes with zeros for one. The mask is read below.
+        bias, mask = None if getattr(module, "has_relative_attention_bias", bias) is False else bias, None
+    _refuse(module, layer, query, mask, dropout, bias, kwargs)
+    metadata = owner.metadata_of(batch, 1 if crosses else query_len)
+    requests = metadata.block_table, metadata.seq_lens, metadata.query_start_loc
+    if crosses:
+        require_no_plan(owner.backend.session)
+        requests = cross_batch(metadata, attention_mask, query_len)
     if query_len > 1 and not masks_itself and not torch.compiler.is_compiling():
         owner.masks.require_kind(layer, window)
     scale = head_dim**-0.5 if scaling is None else float(scaling)
@@ -119,9 +134,7 @@ def paged_attention_forward(
         q,
         key,
         value,
-        metadata.block_table,
-        metadata.seq_lens,
-        metadata.query_start_loc,
+        *requests,
         out,
         None,
         max_query_len=metadata.max_query_len,
@@ -218,21 +231,28 @@ def _dense(
     is_causal: bool | None,
     kwargs: dict[str, Any],
 ) -> tuple[Tensor, None]:
-    """A call without a paged cache, as SDPA does it."""
+    """A call without a paged cache: on our kernels where they give what SDPA gives, else as SDPA does it."""
     name = type(module).__name__
+    if any(kwargs.get(k) is not None for k in _SPARSE):
+        raise _sparse(name)
     if kwargs.get("cache") is not None:
         raise UnsupportedModelError(
             f"{name} got a cache of continuous batching outside of it; call model.generate_batch, which "
             "runs an attention function of its own"
         )
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    causal = bool(causal) and query.shape[2] > 1
+    needs_kernel = softcap is not None or sinks is not None
+    way = None if bias is not None else way_of(module, query, key, value, mask, causal, dropout, needs_kernel)
+    if way is not None:
+        options = {"scale": scaling, "logits_soft_cap": softcap, "sinks": sinks}
+        return attend_uncached(query, key, value, mask, causal, way, **options), None
     for argument, given in (("softcap", softcap), ("s_aux", sinks)):
         if given is not None:
             raise UnsupportedModelError(
                 f"{name} needs {argument}, which SDPA drops; run it with a PagedCache, or "
                 "set_attn_implementation('eager')"
             )
-    if any(kwargs.get(k) is not None for k in _SPARSE):
-        raise _sparse(name)
     if key.shape[0] != query.shape[0] and 1 not in (key.shape[0], query.shape[0]):
         raise _transformed(module)  # blocks of a pool, taken for batch rows
     if bias is not None:
@@ -272,9 +292,14 @@ def paged_mask(
     if cache is not None:
         kv_offset = 0
     # Attention of a model's own adds the mask, and takes None for no mask at all, and so does a module that
-    # leaves causality to its mask; T5 of transformers 5.17 adds it to a bias even under SDPA.
-    if cache is not None or needs_eager_mask(getattr(kwargs.get("config"), "model_type", "")):
+    # leaves causality to its mask; T5 of transformers 5.17 adds it to a bias even under SDPA. Without a
+    # cache, such a module gets a mask of all keys, too: Splinter's says nothing of causality.
+    config = kwargs.get("config")
+    model_type = getattr(config, "model_type", "")
+    if cache is not None:
         make, options = eager_mask, kwargs
+    elif needs_eager_mask(model_type):
+        make, options = eager_mask, {**kwargs, "allow_is_bidirectional_skip": False}
     else:
         make, options = (
             sdpa_mask,
@@ -290,6 +315,9 @@ def paged_mask(
         attention_mask=attention_mask,
         **options,
     )
+    if mask is not None and cache is None:
+        offsets = q_offset, kv_offset
+        describe(mask, attention_mask, mask_function, local_size, offsets, type_of_encoder(config))
     return mask
 
 

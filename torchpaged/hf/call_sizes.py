@@ -46,7 +46,12 @@ def sizes_of_call(model: PreTrainedModel, call: Mapping[str, Any]) -> tuple[int,
     """
     prompt = _prompt(model, call)
     batch, length = prompt.shape[:2]
-    length += int(model.config.is_encoder_decoder)  # the decoder's start token, where the prompt lacks it
+    # the decoder's start token, where the prompt lacks it
+    return _sizes(model, call, batch, length + int(model.config.is_encoder_decoder))
+
+
+def _sizes(model: PreTrainedModel, call: Mapping[str, Any], batch: int, length: int) -> tuple[int, int]:
+    """Rows and tokens per row behind a prompt of ``length`` tokens."""
     copies = max(_option(model, call, "num_beams") or 1, _option(model, call, "num_return_sequences") or 1)
     new, most = _option(model, call, "max_new_tokens"), _option(model, call, "max_length")
     if new is None and most is None:
@@ -59,3 +64,25 @@ def sizes_of_call(model: PreTrainedModel, call: Mapping[str, Any]) -> tuple[int,
     tokens = length + new if new is not None else max(most or 0, length)
     # Prompt lookup proposes that many tokens at the end, too, and takes back what is too much.
     return batch * copies, tokens + (_option(model, call, "prompt_lookup_num_tokens") or 0)
+
+
+def sizes_of_encoder_decoder_call(model: PreTrainedModel, call: Mapping[str, Any]) -> tuple[int, int]:
+    """As `sizes_of_call`, of a call that may leave the decoder's prompt to generate().
+
+    Raises:
+        ArgumentError: there is no input for the encoder, or nothing says how many tokens may come.
+    """
+    if isinstance(call.get("decoder_input_ids"), Tensor):
+        return sizes_of_call(model, call)
+    names = ("inputs", model.main_input_name, "inputs_embeds", "input_ids", "input_features", "input_values")
+    found = next((call[name] for name in names if isinstance(call.get(name), Tensor)), None)
+    if found is None and call.get("encoder_outputs") is not None:
+        found = call["encoder_outputs"][0]
+    if found is None:
+        raise ArgumentError(
+            model.main_input_name, "the encoder's input, as generate() takes it", f"only {sorted(call)}"
+        )
+    rows, tokens = _sizes(model, call, found.shape[0], 2)  # a start token, and a forced one
+    # Speech models prepend tokens of their own to the prompt, and know how many fit at most.
+    most = getattr(model.config, "max_target_positions", None)
+    return rows, most if isinstance(most, int) else tokens

@@ -54,10 +54,62 @@ NEEDS_DENSE: dict[str, str] = {
     "doge": "makes a mask of its cached values",
     "jetmoe": "repeats its cached keys and values before it attends",
     "inkling_text": _BIAS,
+    "longt5": _BIAS,
     "mt5": _BIAS,
+    "switch_transformers": _BIAS,
     "t5": _BIAS,
     "umt5": _BIAS,
 }
+_ENCODER_ONLY = (
+    "albert",
+    "bert",
+    "bert-generation",
+    "camembert",
+    "clip_text_model",
+    "data2vec-text",
+    "distilbert",
+    "electra",
+    "ernie",
+    "esm",
+    "eurobert",
+    "gte",
+    "jina_embeddings_v3",
+    "mobilebert",
+    "modernbert",
+    "nomic_bert",
+    "roberta",
+    "roberta-prelayernorm",
+    "roc_bert",
+    "siglip_text_model",
+    "splinter",
+    "t5_gemma_module",
+    "xlm-roberta",
+    "xlm-roberta-xl",
+    "xmod",
+)
+_WITH_DECODER = (
+    "bart",
+    "bigbird_pegasus",
+    "blenderbot",
+    "blenderbot-small",
+    "data2vec-audio",
+    "hubert",
+    "m2m_100",
+    "marian",
+    "mbart",
+    "pegasus",
+    "pegasus_x",
+    "plbart",
+    "speech_to_text",
+    "unispeech",
+    "unispeech-sat",
+    "wav2vec2",
+    "whisper",
+)
+#: Models with encoders whose attention modules tell by ``is_decoder`` whether they attend to their own tokens
+#: -> whether one without that attribute may attend to others: `torchpaged.hf.uncached` leaves out padding
+#: queries where they attend to their own. Not nllb-moe, where padding takes part in the experts' capacity.
+ENCODERS: dict[str, bool] = {**dict.fromkeys(_ENCODER_ONLY, False), **dict.fromkeys(_WITH_DECODER, True)}
 #: Models that add a bias by positions to their scores.
 ADDS_BIAS = frozenset(model_type for model_type, why in NEEDS_DENSE.items() if why == _BIAS)
 #: Models that do arithmetic on what their cache returns, as long as nothing keeps them from it.

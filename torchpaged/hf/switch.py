@@ -42,6 +42,20 @@ def _configs(model: PreTrainedModel) -> list[Any]:
     return list(found.values())
 
 
+def _reach_copies(model: PreTrainedModel) -> None:
+    """Switch parts that have a copy of the model's config, as T5's stacks: transformers 5.17 takes them for
+    the model itself, and passes them by."""
+    for part in model.modules():
+        if (
+            isinstance(part, PreTrainedModel)
+            and part.config is not model.config
+            and type(part.config) is type(model.config)
+            and part.config._attn_implementation != NAME
+            and uses_attention_interface(type(part))
+        ):
+            part.set_attn_implementation(NAME)
+
+
 def _require_causal(model: PreTrainedModel) -> None:
     """Refuse a model whose modelling file makes no causal mask: big_bird, megatron-bert, rembert and roformer
     of transformers 5.17, whose prompts see tokens behind their own, in a prefill and not in the steps after
@@ -88,6 +102,7 @@ def attach(model: PreTrainedModel) -> PreTrainedModel:
         model.config._attn_implementation = NAME
     else:
         model.set_attn_implementation(NAME)
+        _reach_copies(model)
         functions = latent_functions(model)
         if functions:
             put_in(functions)

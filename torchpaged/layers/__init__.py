@@ -1,11 +1,37 @@
 """Attention layers for models of your own, one class for each kind of attention;
 `torchpaged.PagedAttention` is the decoder's.
 
+    encoder = EncoderOnlyAttention(num_heads=8, head_dim=64)
+    out = encoder(query, key, value, encoder_metadata([7, 3]))       # packed rows, no cache, no padding
+
+    cross = CrossAttention(num_heads=8, head_dim=64)
+    rows = cache.allocate(2)                                         # a PagedKVCache of the encoder's keys
+    out = cross(query, key, value, cache[0], rows.cross([1, 1], written=rows.append([7, 3])))
+    out = cross(query, None, None, cache[0], rows.cross([1, 1]))     # later steps
+
     cache = PagedKVCache([LatentLayerSpec(512, 64)] * num_layers, num_blocks=1024)
     attention = MLAAttention(128, 128, 64, 128, kv_lora_rank=512)
     out = attention(query, kv_c, k_pe, cache[layer], metadata)
+
+A backend that can't do what a layer needs is refused where the layer is made.
 """
 
+from torchpaged.layers.attention_type import AttentionType
+from torchpaged.layers.chunked import ChunkedLocalAttention
+from torchpaged.layers.cross import CrossAttention
+from torchpaged.layers.encoder import EncoderAttention, EncoderOnlyAttention
 from torchpaged.layers.mla import MLAAttention
+from torchpaged.layers.of_type import attention_layer
+from torchpaged.metadata import CrossMetadata, encoder_metadata
 
-__all__ = ["MLAAttention"]
+__all__ = [
+    "AttentionType",
+    "ChunkedLocalAttention",
+    "CrossAttention",
+    "CrossMetadata",
+    "EncoderAttention",
+    "EncoderOnlyAttention",
+    "MLAAttention",
+    "attention_layer",
+    "encoder_metadata",
+]

@@ -6,10 +6,12 @@ checks.py    what a batch of host lists must keep to
 host.py      host numbers on their way to the device
 tree.py      trees of draft tokens as words of bits
 batch.py     `AttentionMetadata`, of all these
+encoder.py   batches of encoders, and of cross attention
 """
 
 from torchpaged.metadata.batch import AttentionMetadata, HostLengths
 from torchpaged.metadata.checks import check_batch
+from torchpaged.metadata.encoder import CrossMetadata, encoder_metadata
 from torchpaged.metadata.fields import (
     FIELDS,
     METADATA_FIELDS,
@@ -28,8 +30,10 @@ __all__ = [
     "AttentionMetadata",
     "BatchField",
     "BatchSizes",
+    "CrossMetadata",
     "HostLengths",
     "check_batch",
+    "encoder_metadata",
     "host_block_table",
     "make_batch_tensors",
     "pad_batch_tensors",

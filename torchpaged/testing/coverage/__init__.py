@@ -3,7 +3,8 @@ own eager attention.
 
     rows = {row.model_type: row for row in cover(["llama", "bloom"], workers=2)}
 
-``architectures`` builds the models, ``checks`` runs one, ``sweep`` runs many in processes of their own,
+``architectures`` builds the models, ``checks`` runs one, ``encoders`` and ``encoder_decoders`` do both for
+theirs, ``kinds`` lists the three, ``sweep`` runs many in processes of their own,
 ``table`` keeps what came out and writes it down. ``torchpaged coverage`` is the command.
 """
 

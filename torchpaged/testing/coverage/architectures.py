@@ -321,8 +321,8 @@ def model_types() -> list[str]:
     )
 
 
-def config_of(model_type: str) -> PretrainedConfig:
-    """The tiny config of an architecture."""
+def config_of(model_type: str, options: dict[str, Any] | None = None) -> PretrainedConfig:
+    """The tiny config of an architecture; ``options`` in the place of its `OPTIONS`."""
     config_class = CONFIG_MAPPING[model_type]
     fields = (
         {field.name for field in dataclasses.fields(config_class)}
@@ -335,7 +335,7 @@ def config_of(model_type: str) -> PretrainedConfig:
         own = name if name in fields else aliases.get(name)
         if own in fields and (own == name or own not in given):
             given[own] = size
-    for name, value in OPTIONS.get(model_type, {}).items():
+    for name, value in (OPTIONS.get(model_type, {}) if options is None else options).items():
         given.pop(name, None)
         if value is not None:
             given[name] = value
@@ -351,7 +351,12 @@ def model_of(model_type: str, implementation: str | None = None) -> PreTrainedMo
     model_class = found[0] if isinstance(found, (tuple, list)) else found
     torch.manual_seed(0)
     options = {} if implementation is None else {"attn_implementation": implementation}
-    model: PreTrainedModel = model_class._from_config(config, dtype=torch.float32, **options).eval()
+    return with_random_weights(model_class._from_config(config, dtype=torch.float32, **options))
+
+
+def with_random_weights(model: PreTrainedModel) -> PreTrainedModel:
+    """The model in eval mode with the same weights every time, wide enough that outputs differ."""
+    model.eval()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

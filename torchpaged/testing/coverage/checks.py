@@ -19,7 +19,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -104,15 +104,16 @@ def _forward(model: PreTrainedModel, inputs: dict[str, Tensor], **options: Any) 
     return logits[inputs["attention_mask"].bool()]
 
 
-def difference(got: Tensor, want: Tensor) -> str:
-    """ "right", or how far off."""
+def difference(got: Tensor, want: Tensor, names_tokens: bool = True) -> str:
+    """ "right", or how far off; ``names_tokens``: the largest one of each row must be the same, too."""
     if got.shape != want.shape:
         return f"wrong: {list(got.shape)} logits instead of {list(want.shape)}"
     scale = max(float(want.abs().max()), 1.0)
     error = float((got - want).abs().max()) / scale
     if not error <= TOLERANCE:
         return f"wrong: off by {error:.1e} of the logits' scale"
-    return "right" if torch.equal(got.argmax(-1), want.argmax(-1)) else "wrong: other tokens"
+    same = not names_tokens or torch.equal(got.argmax(-1), want.argmax(-1))
+    return "right" if same else "wrong: other tokens"
 
 
 def _keeps_keys(cache: Any) -> bool:
@@ -126,22 +127,23 @@ def without_folders(text: str) -> str:
     return re.sub(r"(?<![\w.:/])/(?:[\w.+-]+/)+", "", text)
 
 
-def _sentence(error: BaseException) -> str:
+def sentence(error: BaseException) -> str:
+    """What an error says, on one line."""
     text = without_folders(" ".join(str(error).split()))
     return (text or type(error).__name__)[:300]
 
 
-def _outcome(check: Callable[[], str]) -> str:
+def outcome_of(check: Callable[[], str]) -> str:
     """What ``check`` says, or how it ended."""
     try:
         return check()
     except UnsupportedModelError as error:
-        return f"refused: {_sentence(error)}"
+        return f"refused: {sentence(error)}"
     except Exception as error:
         cause = error.__cause__
         if isinstance(cause, UnsupportedModelError):
-            return f"refused: {_sentence(cause)}"
-        return f"error: {type(error).__name__}: {_sentence(error)}"
+            return f"refused: {sentence(cause)}"
+        return f"error: {type(error).__name__}: {sentence(error)}"
 
 
 def kind_of(model: PreTrainedModel) -> str:
@@ -221,7 +223,7 @@ def examine(model_type: str, *, compiled: bool = True, beat: Beat | None = None)
     except Exception as error:
         row.mode, row.reason = (
             "broken",
-            f"transformers' own eager attention: {type(error).__name__}: {_sentence(error)}",
+            f"transformers' own eager attention: {type(error).__name__}: {sentence(error)}",
         )
         return row
     if not _keeps_keys(cache):
@@ -244,15 +246,15 @@ def examine(model_type: str, *, compiled: bool = True, beat: Beat | None = None)
         "window": lambda: _generate(model, even, make_cache())[0],
         "forward": lambda: _forward(model, padded, past_key_values=make_cache()),
     }
-    row.checks["attach"] = _outcome(lambda: "right" if attach(model) is model else "")
+    row.checks["attach"] = outcome_of(lambda: "right" if attach(model) is model else "")
     for name, run in runs.items():
         if row.checks["attach"] == "right":
             say(name)
-            row.checks[name] = _outcome(lambda run=run, name=name: difference(run(), wants[name]))  # type: ignore[misc]
+            row.checks[name] = outcome_of(lambda run=run, name=name: difference(run(), wants[name]))  # type: ignore[misc]
     _judge(row, made)
     if compiled and row.mode in RUNS:
         say("compiling")
-        row.checks["compiled"] = _outcome(lambda: _compiled(model, make_cache, wants, row))
+        row.checks["compiled"] = outcome_of(lambda: _compiled(model, make_cache, wants, row))
         if row.checks["compiled"].startswith("wrong"):
             row.mode = "wrong"
         if row.checks["compiled"] != "right":
@@ -280,7 +282,7 @@ def _judge(row: Row, made: list[PagedCache]) -> None:
 
 def _pass_through(model_type: str, want: Tensor, row: Row) -> None:
     """A model that keeps no keys and values: built with our name it must run as before."""
-    row.checks["generate"] = _outcome(
+    row.checks["generate"] = outcome_of(
         lambda: difference(_generate(model_of(model_type, "torchpaged"), prompts())[0], want)
     )
     row.mode = (
@@ -291,8 +293,3 @@ def _pass_through(model_type: str, want: Tensor, row: Row) -> None:
         else "broken"
     )
     row.reason = "keeps no keys and values" if row.mode == "no cache" else row.checks["generate"]
-
-
-def run_case(case: dict[str, Any], beat: Beat) -> dict[str, Any]:
-    """A worker's case: ``model_type`` and ``compiled`` in, the row as a dictionary out."""
-    return asdict(examine(case["model_type"], compiled=case["compiled"], beat=beat))

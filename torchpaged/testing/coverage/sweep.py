@@ -15,6 +15,10 @@ LIMITS = {
     "generate": 120.0,
     "window": 120.0,
     "forward": 120.0,
+    "prompt": 120.0,
+    "even": 120.0,
+    "right": 120.0,
+    "left": 120.0,
     "compiling": 400.0,
 }
 
@@ -33,7 +37,12 @@ def _row(outcome: Outcome) -> Row:
 
 
 def cover(
-    model_types: Iterable[str], *, workers: int = 1, compiled: bool = True, seconds: float | None = None
+    model_types: Iterable[str],
+    *,
+    workers: int = 1,
+    compiled: bool = True,
+    seconds: float | None = None,
+    kind: str = "decoder",
 ) -> Iterator[Row]:
     """Examine architectures; their rows come in the order in which they end.
 
@@ -42,12 +51,15 @@ def cover(
         workers: processes at a time.
         compiled: whether to run the compiled check, which takes most of the time.
         seconds: after which no further one begins; those that run then get another minute. None: no limit.
+        kind: of `kinds.KINDS`.
     """
-    cases: Iterable[dict[str, Any]] = ({"model_type": name, "compiled": compiled} for name in model_types)
+    cases: Iterable[dict[str, Any]] = (
+        {"model_type": name, "kind": kind, "compiled": compiled} for name in model_types
+    )
     environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
     limit = None if seconds is None else seconds + 60
     with WorkerPool(
-        "torchpaged.testing.coverage.checks:run_case", workers=workers, limits=LIMITS, environment=environment
+        "torchpaged.testing.coverage.kinds:run_case", workers=workers, limits=LIMITS, environment=environment
     ) as pool:
         for outcome in pool.run(cases, seconds=limit, reserve=0.0 if seconds is None else 60.0):
             if outcome.kind != "cut":

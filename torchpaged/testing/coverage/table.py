@@ -16,23 +16,8 @@ import torch
 import transformers
 
 from torchpaged.custom_ops.errors import ArgumentError
-from torchpaged.testing.coverage.checks import MODES, RUNS, TOLERANCE, Row
-
-_HEAD = """# Architectures
-
-Every decoder architecture that transformers maps to a causal LM, tiny and random, through
-`torchpaged.hf.PagedCache` without further arguments, against transformers' own eager attention in float32:
-logits within {tolerance} of their scale, and the same greedy tokens. `torchpaged coverage` made this page;
-`--help` says how to run it again, and `torchpaged/testing/coverage/checks.py` what each check does.
-
-- **paged**: attention reads the block pools. **latent**: it reads pools of latents, one row per token for all
-  heads. **dense**: keys and values are gathered first, and SDPA attends.
-- **no cache**: the model keeps no keys and values; it runs as without torchpaged.
-- **refused**: an `UnsupportedModelError` names the reason. **wrong**: numbers differ and nothing said so.
-  **broken**: another error.
-- **graphs**: that a compiled decode takes, under `fullgraph=True`; a dash where it is not compiled, for the
-  reason given.
-"""
+from torchpaged.testing.coverage.checks import RUNS, Row
+from torchpaged.testing.coverage.kinds import KINDS
 
 
 def versions() -> dict[str, str]:
@@ -42,10 +27,11 @@ def versions() -> dict[str, str]:
 
 @dataclass
 class Table:
-    """Rows by architecture, of one pair of versions."""
+    """Rows by architecture, of one pair of versions and one of `KINDS`."""
 
     versions: dict[str, str] = field(default_factory=versions)
     rows: dict[str, Row] = field(default_factory=dict)
+    kind: str = "decoder"
 
     @classmethod
     def load(cls, path: Path) -> Table:
@@ -56,7 +42,8 @@ class Table:
         """
         try:
             document: dict[str, Any] = json.loads(path.read_text())
-            return cls(document["versions"], {row["model_type"]: Row(**row) for row in document["rows"]})
+            rows = {row["model_type"]: Row(**row) for row in document["rows"]}
+            return cls(document["versions"], rows, document.get("kind", "decoder"))
         except (ValueError, KeyError, TypeError) as error:
             raise ArgumentError(
                 "output", "a JSON file that torchpaged coverage wrote", f"{path}: {error}"
@@ -67,23 +54,29 @@ class Table:
         rows = [asdict(self.rows[name]) for name in sorted(self.rows)]
         lines = ",\n".join(f"    {json.dumps(row)}" for row in rows)
         beside = path.with_name(path.name + ".new")
-        beside.write_text(f'{{\n  "versions": {json.dumps(self.versions)},\n  "rows": [\n{lines}\n  ]\n}}\n')
+        head = "" if self.kind == "decoder" else f'  "kind": {json.dumps(self.kind)},\n'
+        head += f'  "versions": {json.dumps(self.versions)},\n'
+        beside.write_text(f'{{\n{head}  "rows": [\n{lines}\n  ]\n}}\n')
         os.replace(beside, path)
 
     def counts(self) -> dict[str, int]:
         """How many rows there are of each mode, and "one graph"."""
         found = Counter(row.mode for row in self.rows.values())
         return {
-            **{mode: found[mode] for mode in MODES},
+            **{mode: found[mode] for mode in KINDS[self.kind].modes},
             "one graph": sum(row.is_one_graph for row in self.rows.values()),
         }
+
+
+#: Modes whose rows are compiled, or say why not.
+_COMPILED = (*RUNS, "varlen", "own attention")
 
 
 def _cells(row: Row | None) -> tuple[str, str]:
     if row is None:
         return "", ""
-    uncompiled = "–" if row.mode in RUNS else ""
-    return row.mode, str(row.graphs) if row.checks.get("compiled") == "right" else uncompiled
+    compiled = row.checks.get("compiled")
+    return row.mode, str(row.graphs) if compiled == "right" else "–" if row.mode in _COMPILED else ""
 
 
 def _reasons(table: Table) -> list[str]:
@@ -110,26 +103,29 @@ def markdown(tables: Sequence[Table]) -> str:
     """The page of one or several tables: counts, a line for each architecture, and the reasons.
 
     Args:
-        tables: of different versions of transformers.
+        tables: of one kind, and of different versions of transformers.
     """
     names = [
         f"transformers {table.versions['transformers']}, torch {table.versions['torch'].partition('+')[0]}"
         for table in tables
     ]
+    kind = KINDS[tables[0].kind]
     lines = [
-        _HEAD.format(tolerance=TOLERANCE),
-        _line(["", "all", *MODES, "one graph"]),
-        _line(["---"] + ["--:"] * (len(MODES) + 2)),
+        kind.head,
+        _line(["", "all", *kind.modes, "one graph"]),
+        _line(["---"] + ["--:"] * (len(kind.modes) + 2)),
     ]
     for name, table in zip(names, tables, strict=True):
         lines.append(_line([name, len(table.rows), *table.counts().values()]))
     short = [table.versions["transformers"].rsplit(".", 1)[0] for table in tables]
     heads = [f"{head} {version}" for version in short for head in ("mode", "graphs")]
-    lines += ["", _line(["architecture", "layers", *heads]), _line(["---"] * (2 + 2 * len(tables)))]
+    second = "layers" if tables[0].kind == "decoder" else "input"
+    lines += ["", _line(["architecture", second, *heads]), _line(["---"] * (2 + 2 * len(tables)))]
     for model_type in sorted({name for table in tables for name in table.rows}):
         rows = [table.rows.get(model_type) for table in tables]
-        kind = next(row.kind for row in rows if row is not None)
-        lines.append(_line([model_type, kind, *(cell for row in rows for cell in _cells(row))]))
+        layers = next(row.kind for row in rows if row is not None)
+        lines.append(_line([model_type, layers, *(cell for row in rows for cell in _cells(row))]))
     for name, table in zip(names, tables, strict=True):
-        lines += ["", f"## Why not paged, or not compiled: {name}", "", *_reasons(table)]
+        goal = "varlen" if table.kind == "encoder" else "paged"
+        lines += ["", f"## Why not {goal}, or not compiled: {name}", "", *_reasons(table)]
     return "\n".join(lines) + "\n"

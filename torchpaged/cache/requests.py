@@ -1,0 +1,153 @@
+"""CacheRequests: the requests of a batch that hold blocks of a `PagedKVCache`, and the metadata of their
+steps, so that nobody builds block tables by hand.
+
+    rows = cache.allocate(2)
+    metadata = rows.append([7, 3])      # a prefill of 7 and 3 tokens
+    metadata = rows.append([1, 1])      # a decode step
+    rows.free()
+
+Host data only, but for the metadata that it makes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from torchpaged.cache.block_pool import BlockPool
+from torchpaged.custom_ops.checks import is_int
+from torchpaged.custom_ops.errors import ArgumentError, BlockPoolExhaustedError
+from torchpaged.metadata import AttentionMetadata, CrossMetadata
+
+
+class CacheRequests:
+    """Requests and their blocks.
+
+    Args:
+        pool: gives the blocks.
+        num_reqs: requests; none holds a token yet.
+        block_size: tokens per block.
+        max_seq_len: tokens of a request at most; None: no limit but the pool's. It is also the width of the
+            block tables: a captured step needs one.
+        device: where metadata goes.
+
+    Attributes:
+        seq_lens: tokens that each request holds.
+        block_tables: blocks of each request.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        num_reqs: int,
+        block_size: int,
+        max_seq_len: int | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        for name, number in (("num_reqs", num_reqs), ("max_seq_len", max_seq_len)):
+            if number is not None and (not is_int(number) or number < 1):
+                raise ArgumentError(name, "an int of at least 1", repr(number))
+        self.pool, self.block_size, self.max_seq_len, self.device = pool, block_size, max_seq_len, device
+        self.seq_lens = [0] * num_reqs
+        self.block_tables: list[list[int]] = [[] for _ in range(num_reqs)]
+
+    def __len__(self) -> int:
+        return len(self.seq_lens)
+
+    @property
+    def max_blocks_per_req(self) -> int | None:
+        """Width of the block tables; None: the longest request's."""
+        return None if self.max_seq_len is None else -(-self.max_seq_len // self.block_size)
+
+    def _lens(self, name: str, lens: Sequence[int]) -> list[int]:
+        """``lens`` as ints, one for each request."""
+        numbers = list(lens)
+        if len(numbers) != len(self) or not all(is_int(n) and n >= 0 for n in numbers):
+            raise ArgumentError(name, f"an int of at least 0 for each of {len(self)} requests", str(numbers))
+        return [int(n) for n in numbers]
+
+    def append(self, query_lens: Sequence[int]) -> AttentionMetadata:
+        """The next step: each request is so many tokens longer.
+
+        Args:
+            query_lens: new tokens of each request; 0: it takes no part in the step.
+
+        Returns:
+            The step's batch: slots, positions and tables of these tokens.
+
+        Raises:
+            ArgumentError: another number of requests, or more tokens than ``max_seq_len``.
+            BlockPoolExhaustedError: the pool has too few blocks; no request is longer then.
+        """
+        lens = self._lens("query_lens", query_lens)
+        totals = [held + new for held, new in zip(self.seq_lens, lens, strict=True)]
+        if self.max_seq_len is not None and max(totals) > self.max_seq_len:
+            raise ArgumentError(
+                "query_lens",
+                f"at most max_seq_len={self.max_seq_len} tokens per request",
+                f"{max(totals)} in request {totals.index(max(totals))}",
+                "allocate with a larger max_seq_len",
+            )
+        wanted = [
+            -(-total // self.block_size) - len(blocks)
+            for total, blocks in zip(totals, self.block_tables, strict=True)
+        ]
+        need = sum(n for n in wanted if n > 0)
+        if need > self.pool.num_free:
+            raise BlockPoolExhaustedError(need, self.pool.num_free, self.pool.num_usable)
+        for blocks, count in zip(self.block_tables, wanted, strict=True):
+            blocks += self.pool.allocate(max(count, 0))
+        self.seq_lens = totals
+        return AttentionMetadata.from_lists(lens, totals, self.block_tables, **self._options)
+
+    def cross(self, query_lens: Sequence[int], written: AttentionMetadata | None = None) -> CrossMetadata:
+        """Queries of a decoder over all tokens that the requests hold, for
+        `torchpaged.layers.CrossAttention`.
+
+        Args:
+            query_lens: queries of each request.
+            written: what `append` gave for the encoder's tokens, in the step that writes them.
+
+        Raises:
+            ArgumentError: another number of requests.
+        """
+        return CrossMetadata.from_lists(
+            self._lens("query_lens", query_lens),
+            self.seq_lens,
+            self.block_tables,
+            written=written,
+            **self._options,
+        )
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        return {
+            "block_size": self.block_size,
+            "num_blocks": self.pool.num_blocks,
+            "max_blocks_per_req": self.max_blocks_per_req,
+            "device": self.device,
+        }
+
+    def truncate(self, seq_lens: Sequence[int]) -> None:
+        """Take tokens back, and with them the blocks that hold no other.
+
+        Args:
+            seq_lens: tokens that each request keeps.
+
+        Raises:
+            ArgumentError: more than a request holds; nothing is taken back then.
+        """
+        lens = self._lens("seq_lens", seq_lens)
+        if any(new > held for new, held in zip(lens, self.seq_lens, strict=True)):
+            raise ArgumentError("seq_lens", f"at most what is held, {self.seq_lens}", str(lens))
+        for blocks, length in zip(self.block_tables, lens, strict=True):
+            kept = -(-length // self.block_size)
+            self.pool.free(blocks[kept:])
+            del blocks[kept:]
+        self.seq_lens = lens
+
+    def free(self) -> None:
+        """Give all blocks back; the requests hold nothing then, and may begin anew."""
+        self.truncate([0] * len(self))

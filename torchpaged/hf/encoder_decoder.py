@@ -1,0 +1,170 @@
+"""PagedEncoderDecoderCache: both caches of an encoder-decoder model, paged.
+
+    call = {**inputs, "max_new_tokens": 64}
+    out = model.generate(**call, past_key_values=PagedEncoderDecoderCache.for_inputs(model, **call))
+
+The decoder's own keys are a `PagedCache`. The encoder's are written once, by the first forward, into pools of
+their own, and read by every step after it; rows whose source is padded on the right keep their lengths.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import EncoderDecoderCache, PreTrainedModel
+
+from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
+from torchpaged.hf.cache import PagedCache
+from torchpaged.hf.call_sizes import sizes_of_encoder_decoder_call
+from torchpaged.hf.known_models import OWN_ATTENTION
+from torchpaged.hf.kv_scales import Scales
+
+
+class CrossPagedCache(PagedCache):
+    """The encoder's keys and values, for cross attention.
+
+    Args:
+        config: the model's config.
+        max_batch_size: rows at most, beams included.
+        max_encoder_len: tokens of the encoder per row at most, padding included; None: as many as come first.
+        block_size, num_blocks, backend, kv_dtype, kv_scales: as for `PagedCache`.
+
+    Raises:
+        ArgumentError, UnsupportedModelError: as `PagedCache`.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        max_batch_size: int,
+        max_encoder_len: int | None = None,
+        *,
+        block_size: int = 16,
+        num_blocks: int | None = None,
+        backend: str = "auto",
+        kv_dtype: str | torch.dtype | None = None,
+        kv_scales: str | Scales = "head",
+    ) -> None:
+        self._sized, self._rows_at_most = max_encoder_len is not None, max_batch_size
+        self._options: dict[str, Any] = {
+            "block_size": block_size,
+            "num_blocks": num_blocks,
+            "backend": backend,
+            "kv_dtype": kv_dtype,
+            "kv_scales": kv_scales,
+        }
+        self._make(config, 1 if max_encoder_len is None else max_encoder_len)
+
+    def _make(self, config: Any, max_encoder_len: int) -> None:
+        PagedCache.__init__(self, config, self._rows_at_most, max_encoder_len, dense=False, **self._options)
+        if self.name in OWN_ATTENTION:
+            raise UnsupportedModelError(
+                f"{self.name} attends to its encoder in modules of its own, which torchpaged does not page; "
+                "pass EncoderDecoderCache(PagedCache(...), DynamicCache(config=model.config))"
+            )
+        self.keys_of_queries = False
+        for layer in self.paged:  # those of the decoder's own keys
+            layer.window = layer.chunk = None
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """`PagedCache.update`; the first one sizes a cache whose size nobody said."""
+        if not self._sized:
+            self._sized = True
+            self._make(self._config, key_states.shape[2])
+        if key_states.shape[2] > self.max_seq_len:
+            raise ArgumentError(
+                "max_encoder_len",
+                f"room for {key_states.shape[2]} tokens of the encoder per row (padding included)",
+                str(self.max_seq_len),
+                "build the cache with a larger max_encoder_len",
+            )
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+
+class PagedEncoderDecoderCache(EncoderDecoderCache):
+    """A paged cache for ``generate()`` and direct forwards of an encoder-decoder model.
+
+    Args:
+        config: the model's config (``model.config``).
+        max_batch_size: rows at most; with beams or several return sequences, all of them.
+        max_seq_len: the decoder's tokens per row at most, prompt and new ones.
+        max_encoder_len: the encoder's, padding included; None: as many as the first batch has.
+        block_size, backend: as for `PagedCache`.
+        dense: as for `PagedCache`; of the decoder's own keys. Cross attention is paged in any case.
+        kv_dtype, kv_scales: as for `PagedCache`; of both caches.
+
+    Attributes:
+        self_attention_cache, cross_attention_cache: a `PagedCache` and a `CrossPagedCache`.
+
+    Raises:
+        ArgumentError, UnsupportedModelError: as `PagedCache`.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        max_batch_size: int,
+        max_seq_len: int,
+        max_encoder_len: int | None = None,
+        *,
+        block_size: int = 16,
+        backend: str = "auto",
+        dense: bool | None = None,
+        kv_dtype: str | torch.dtype | None = None,
+        kv_scales: str | Scales = "head",
+    ) -> None:
+        both: dict[str, Any] = {
+            "block_size": block_size,
+            "backend": backend,
+            "kv_dtype": kv_dtype,
+            "kv_scales": kv_scales,
+        }
+        super().__init__(
+            PagedCache(config, max_batch_size, max_seq_len, dense=dense, **both),
+            CrossPagedCache(config, max_batch_size, max_encoder_len, **both),
+        )
+
+    @classmethod
+    def for_inputs(
+        cls,
+        model: PreTrainedModel,
+        *,
+        block_size: int = 16,
+        backend: str = "auto",
+        dense: bool | None = None,
+        kv_dtype: str | torch.dtype | None = None,
+        kv_scales: str | Scales = "head",
+        **call: Any,
+    ) -> PagedEncoderDecoderCache:
+        """A cache as large as one call of generate() needs; the encoder's part takes what comes.
+
+        Args:
+            model: the model.
+            block_size, backend, dense, kv_dtype, kv_scales: as for the class.
+            call: generate()'s arguments; what they leave out is taken from ``generation_config`` and from the
+                model's.
+
+        Raises:
+            ArgumentError: the encoder's input is missing, or nothing says how many tokens may come.
+            UnsupportedModelError: as `PagedCache`.
+        """
+        rows, tokens = sizes_of_encoder_decoder_call(model, call)
+        return cls(
+            model.config,
+            rows,
+            tokens,
+            block_size=block_size,
+            backend=backend,
+            dense=dense,
+            kv_dtype=kv_dtype,
+            kv_scales=kv_scales,
+        )
+
+    def describe(self) -> str:
+        """The memory arithmetic of both, a line each."""
+        halves = {"decoder": self.self_attention_cache, "encoder": self.cross_attention_cache}
+        return "\n".join(f"{name}: {half.describe()}" for name, half in halves.items())

@@ -1,0 +1,155 @@
+"""Attention without a cache on our kernels: encoders, vision towers, decoders that keep nothing.
+
+Keys and values are read where the model left them, as pools of blocks. Padding takes no part: a row is three
+requests, the padding in front, the tokens and the padding behind, of which only the tokens have keys. Nothing
+has a shape that depends on the lengths, so that one graph serves all of them.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchpaged.compat.dense import packed_pools, rows_as_pools
+from torchpaged.functional import paged_attention
+from torchpaged.hf.known_models import ENCODERS
+from torchpaged.hf.mask_rows import MaskRows, rows_of
+from torchpaged.hf.pinned_batch import pin_batch
+
+
+class Way(Enum):
+    """How a batch becomes requests of the op.
+
+    ``ROWS``: a request for each row, which has no padding. ``TOKENS``: of each row its tokens, and its
+    padding before and behind as requests without keys; for queries that are the rows' own tokens.
+    ``QUERIES``: a request for each query, over all of its row's keys.
+    """
+
+    ROWS = 1
+    TOKENS = 2
+    QUERIES = 3
+
+
+def type_of_encoder(config: Any) -> str:
+    """The model type of a config, if it is no decoder's: those attend to an encoder too, perhaps in modules
+    that don't tell."""
+    flags = ("is_decoder", "add_cross_attention")
+    return "" if any(getattr(config, flag, False) for flag in flags) else getattr(config, "model_type", "")
+
+
+def attends_itself(module: nn.Module, rows: MaskRows) -> bool:
+    """Whether the queries of ``module`` are the rows' own tokens, so that padding queries may be left out.
+
+    Cross attention to as many keys as there are queries looks the same by its shapes: known are only models
+    whose attention modules tell.
+    """
+    if rows.model_type not in ENCODERS:
+        return False
+    return not getattr(module, "is_decoder", ENCODERS[rows.model_type])
+
+
+def way_of(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    dropout: float,
+    needs_kernel: bool = False,
+) -> Way | None:
+    """In which way `attend` gives what SDPA gives for this call; None: in none, or in none that is worth it.
+    Host facts only, but for a padded mask, which is looked at once.
+
+    Args:
+        module: the attention layer.
+        query: ``[batch, num_heads, query_len, head_dim]``.
+        key, value: ``[batch, num_kv_heads, kv_len, head_dim(_v)]``.
+        mask: as transformers' mask function made it, or None.
+        causal: without a mask, whether keys behind a query are hidden.
+        dropout: of the weights.
+        needs_kernel: SDPA can't do it, so that a slow way is worth it.
+    """
+    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+    if needs_grad or (dropout and module.training) or query.dim() != 4 or key.shape[0] != query.shape[0]:
+        return None
+    if not query.is_floating_point() or query.dtype != key.dtype or key.dtype != value.dtype:
+        return None
+    query_len, kv_len = query.shape[2], key.shape[2]
+    if mask is None:
+        fits = query_len == kv_len if causal else query_len <= kv_len
+        return Way.ROWS if fits else Way.QUERIES if needs_kernel and not causal else None
+    rows = rows_of(mask)
+    if rows is None or rows.sizes != (query_len, kv_len) or mask.shape[0] != query.shape[0]:
+        return None
+    is_full = not rows.causal and rows.window == (-1, -1)
+    if not rows.is_padded and (query_len == kv_len or (is_full and query_len < kv_len)):
+        return Way.ROWS
+    if query_len == kv_len and attends_itself(module, rows):
+        return Way.TOKENS if rows.are_spans() else None
+    return Way.QUERIES if needs_kernel and is_full and rows.are_spans() else None
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, way: Way, **options: Any
+) -> Tensor:
+    """Attention of every row over its own keys; `Way.TOKENS` gives zeros where a query is padding.
+
+    Args:
+        query, key, value, mask, causal: as for `way_of`, which gave ``way``.
+        options: ``scale``, ``logits_soft_cap``, ``sinks`` of `torchpaged.paged_attention`.
+
+    Returns:
+        ``[batch, query_len, num_heads, head_dim_v]``.
+    """
+    batch, num_heads, query_len, head_dim = query.shape
+    rows = rows_of(mask)
+    q = query.transpose(1, 2).reshape(batch * query_len, num_heads, head_dim)
+    k, v, table = _pools(key.transpose(1, 2), value.transpose(1, 2), rows)
+    if rows is None:
+        described = pin_batch(*_requests(table, query_len, key.shape[2], rows, way))
+    else:
+        found = rows.batches.get((way, table.shape[1]))
+        described = found or pin_batch(*_requests(table, query_len, key.shape[2], rows, way))
+        rows.batches[way, table.shape[1]] = described
+    causal, window = (causal, (-1, -1)) if rows is None else (rows.causal, rows.window)
+    longest = 1 if way is Way.QUERIES else query_len
+    out = paged_attention(
+        q, k, v, *described, max_query_len=longest, causal=causal, window_size=window, **options
+    )
+    result: Tensor = out.view(batch, query_len, num_heads, value.shape[-1])
+    return result
+
+
+def _pools(k: Tensor, v: Tensor, rows: MaskRows | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys and values ``[batch, kv_len, num_kv_heads, head_dim(_v)]`` as pools, and each row's blocks; of one
+    token each where a row's keys may begin anywhere."""
+    if rows is None or rows.starts is None or rows.all_at_zero:
+        return rows_as_pools(k, v, None, k.shape[0])
+    begin = torch.arange(k.shape[0], dtype=torch.int32, device=k.device) * k.shape[1] + rows.starts
+    return packed_pools(k.flatten(0, 1), v.flatten(0, 1), begin, k.shape[1])
+
+
+def _requests(
+    table: Tensor, query_len: int, kv_len: int, rows: MaskRows | None, way: Way
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Block table, lengths and query starts of the requests that the rows are."""
+    batch, device = table.shape[0], table.device
+    first = torch.arange(batch + 1, dtype=torch.int32, device=device) * query_len
+    lens = None if rows is None else rows.lens
+    if lens is None:
+        lens = torch.full((batch,), kv_len, dtype=torch.int32, device=device)
+    if way is Way.ROWS:
+        return table, lens, first
+    if way is Way.QUERIES:
+        starts = torch.arange(batch * query_len + 1, dtype=torch.int32, device=device)
+        return table.repeat_interleave(query_len, 0), lens.repeat_interleave(query_len), starts
+    assert rows is not None and rows.starts is not None
+    none = torch.zeros_like(lens)
+    begin, end = first[:-1] + rows.starts, first[:-1] + rows.starts + lens
+    ends = torch.stack((begin, end, first[1:]), 1).flatten()
+    lens = torch.stack((none, lens, none), 1).flatten()
+    return table.repeat_interleave(3, 0), lens, torch.cat((first[:1], ends))

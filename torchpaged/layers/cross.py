@@ -1,0 +1,94 @@
+"""Attention of a decoder to its encoder's tokens, over a paged cache that is written once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchpaged.attention import PagedAttention
+from torchpaged.cache import LayerKVCache
+from torchpaged.custom_ops.errors import ArgumentError
+from torchpaged.layers.attention_type import AttentionType
+from torchpaged.metadata import CrossMetadata
+
+
+class CrossAttention(PagedAttention):
+    """Every query sees all tokens of its row's encoder.
+
+    Args:
+        num_heads, head_dim, num_kv_heads, scale: as for `PagedAttention`.
+        options: its ``logits_soft_cap``, ``sinks``, ``head_dim_v``, ``block_size``, ``kv_dtype``,
+            ``backend``, ``limits``, ``session``, ``device``, ``dtype``.
+
+    Raises:
+        ArgumentError: sizes that don't fit together, or an option that depends on how far apart a query
+            and a key are: they stand in different sequences.
+        BackendUnavailableError: the named backend can't run this attention; the message has every reason.
+    """
+
+    attention_type = AttentionType.ENCODER_DECODER
+    _writes_query_tokens = False
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_dim: int,
+        num_kv_heads: int | None = None,
+        scale: float | None = None,
+        **options: Any,
+    ) -> None:
+        for name in ("window_size", "alibi_slopes", "chunk_size", "causal", "tree_mask"):
+            if name in options:
+                raise ArgumentError(
+                    name,
+                    "nothing: queries and keys of cross attention stand in different sequences",
+                    repr(options[name]),
+                )
+        super().__init__(num_heads, head_dim, num_kv_heads, scale, causal=False, **options)
+
+    def forward(  # type: ignore[override]
+        self,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        kv_cache: LayerKVCache | tuple[Tensor, ...],
+        metadata: CrossMetadata,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Write the encoder's keys and values, if they are given, then attend to what the cache holds.
+
+        Args:
+            query: ``[..., num_heads, head_dim]``; the leading dimensions flatten to the packed queries.
+            key: ``[..., num_kv_heads, head_dim]``, packed tokens of the encoder, or None: they were written
+                before.
+            value: ``[..., num_kv_heads, head_dim_v]``, or None together with ``key``.
+            kv_cache: the layer's pools of the encoder's tokens.
+            metadata: of `CacheRequests.cross`; with ``written`` where ``key`` is given.
+            out: as for `PagedAttention`.
+
+        Returns:
+            ``[..., num_heads, head_dim_v]`` in query's dtype.
+
+        Raises:
+            ArgumentError: shapes, dtypes, devices or values don't fit, or keys that nobody said to write;
+                nothing is written then.
+        """
+        if not torch.compiler.is_compiling():
+            if key is not None and metadata.written is None:
+                raise ArgumentError(
+                    "metadata",
+                    "where the encoder's tokens go, since keys are given",
+                    "written=None",
+                    "build it with rows.cross(query_lens, written=rows.append(encoder_lens))",
+                )
+            if key is None and metadata.written is not None:
+                raise ArgumentError(
+                    "key",
+                    "the encoder's keys, since the metadata says that they are written",
+                    "None",
+                    "give keys, or build the metadata without written",
+                )
+        return super().forward(query, key, value, kv_cache, metadata.attention, out=out)

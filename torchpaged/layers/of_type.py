@@ -1,0 +1,38 @@
+"""The layer of an `AttentionType`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torchpaged.attention import PagedAttention
+from torchpaged.custom_ops.errors import ArgumentError
+from torchpaged.layers.attention_type import AttentionType
+from torchpaged.layers.cross import CrossAttention
+from torchpaged.layers.encoder import EncoderAttention, EncoderOnlyAttention
+
+
+def attention_layer(
+    attention_type: AttentionType | str, num_heads: int, head_dim: int, *args: Any, **options: Any
+) -> PagedAttention:
+    """The layer of a type.
+
+    Args:
+        attention_type: an `AttentionType`, or its value.
+        num_heads, head_dim, args, options: of the layer's class.
+
+    Raises:
+        ArgumentError: there is no such type, or the class refuses an argument.
+        BackendUnavailableError: no backend, or not the named one, can run it.
+    """
+    classes: dict[str, type[PagedAttention]] = {
+        AttentionType.DECODER: PagedAttention,
+        AttentionType.ENCODER: EncoderAttention,
+        AttentionType.ENCODER_ONLY: EncoderOnlyAttention,
+        AttentionType.ENCODER_DECODER: CrossAttention,
+    }
+    try:
+        found = classes[AttentionType(attention_type)]
+    except ValueError:
+        known = ", ".join(kind.value for kind in AttentionType)
+        raise ArgumentError("attention_type", f"one of {known}", repr(attention_type)) from None
+    return found(num_heads, head_dim, *args, **options)

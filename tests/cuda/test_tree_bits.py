@@ -93,9 +93,9 @@ def test_bits_and_positions(tmp_path: Path, kernel: str) -> None:
             _, positions, hidden = tree_positions(torch.tensor(words), context + count)
             token = r.choice((0, count // 2, count - 1))
             shown, at = (~hidden[token]).tolist(), positions[token].tolist()
-            for _ in range(12):
+            for edge in (0, 1, 15, 16, 31, 32, 33, 62, 63, 64, 127, -1, -7, -count):
                 keys = r.choice(sizes)
-                first = max(0, r.randint(context - keys - 40, context + count))
+                first = max(0, context - edge)
                 lines.append(f"{words[token] & (2**64 - 1)} {context} {first} {keys}")
                 # what lies behind a row's own key is never seen
                 wanted.append(

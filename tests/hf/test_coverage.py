@@ -134,6 +134,7 @@ def test_the_table_as_a_file(tmp_path: Path) -> None:
     assert Table.load(tmp_path / "x.json") == table
     assert table.counts() == {
         "paged": 1,
+        "latent": 0,
         "dense": 0,
         "no cache": 0,
         "refused": 2,
@@ -151,7 +152,7 @@ def test_the_table_as_a_page() -> None:
     lines = markdown([table]).splitlines()
     assert "| llama | full | paged | 1 |" in lines and "| zaya | linear | refused |  |" in lines
     assert lines[-1] == "- jamba, zaya: `a | b`" and max(map(len, lines)) <= 110
-    assert any(line.endswith("| 3 | 1 | 0 | 0 | 2 | 0 | 0 | 1 |") for line in lines)
+    assert any(line.endswith("| 3 | 1 | 0 | 0 | 0 | 2 | 0 | 0 | 1 |") for line in lines)
 
 
 def test_the_command_goes_on_where_it_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

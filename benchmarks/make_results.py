@@ -166,6 +166,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
         tables.mixed,
         tables.mixed_late,
         tables.routing,
+        tables.plans,
         tables.cascade,
         tables.block_size,
         tables.write_kv,

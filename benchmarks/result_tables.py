@@ -196,15 +196,14 @@ def mixed_late() -> list[str]:
 
 
 def prefill_parts() -> list[str]:
-    """Tiles in parts: before and since, and the same without the second launch, which is not right."""
-    lines = []
-    for row in load("h200_prefill_chosen_ctas")["rows"]:
-        us = row["us"]
-        if "old bound" in us:
-            before = max(us["old bound"], us["4 ahead"])
-            cells = [figure(x) for x in (before, us["new"], us["no merge"], us["fa3"])]
-            lines.append([short(row["case"]), *cells, ratio(us["fa3"] / us["new"])])
-    return table(["case", "before", "now", "without the merge", "FA3", "×"], lines)
+    """Short calls: before and since launches that begin early, in the second run."""
+    document, lines = load("h200_prefill_early"), []
+    for row in document["rows"]:
+        if row["run"] == 2 and row["case"] in document["kept"] and "old" in row["us"]:
+            us, name = row["us"], document["kept"][row["case"]]
+            cells = [figure(x) for x in (us["old"], us[name], us["fa3"])]
+            lines.append([short(row["case"]), *cells, ratio(us["fa3"] / us[name])])
+    return table(["case", "before", "now", "FA3", "×"], lines)
 
 
 def prefill_fp8() -> list[str]:
@@ -262,6 +261,31 @@ def routing() -> list[str]:
         best = min(value for name, value in us.items() if name != chosen)
         lines.append([row["case"], *best_bold([us.get(name) for name in names]), ratio(best / us[chosen])])
     return table(["case", *(f"`{name}`" for name in names), "×"], lines)
+
+
+def plans() -> list[str]:
+    """Host microseconds of one plan, which all layers of a step share; beside it the step of 32 layers."""
+    lines = []
+    for row in load("h200_plans")["rows"]:
+        case = f"{row['requests']} requests, {row['query_tokens']} on {row['keys']:,}"
+        step = "–" if "replay" not in row else f"{row['replay']:,.0f}"
+        lines.append(
+            [
+                f"`{row['backend']}`",
+                case,
+                *(f"{row[name]:,}" for name in ("first", "again", "lengths_read")),
+                step,
+            ]
+        )
+    head = [
+        "backend",
+        "batch",
+        "first",
+        "lengths advanced",
+        "lengths read from the device",
+        "32 calls, device",
+    ]
+    return table(head, lines)
 
 
 def cascade() -> list[str]:

@@ -131,11 +131,28 @@ def overlap(a: Tensor, b: Tensor) -> bool:
     return a_start < b_end and b_start < a_end
 
 
+def check_own_elements(name: str, tensor: Tensor) -> None:
+    """Each element of a tensor that is written has memory of its own, as it has not after ``expand``."""
+    if tensor.is_contiguous():
+        return
+    reach = 0  # of the dimensions of smaller strides
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            raise ArgumentError(
+                name,
+                "memory of its own for each element",
+                f"strides {tensor.stride()}",
+                "allocate it with torch.empty",
+            )
+        reach += (size - 1) * stride
+
+
 def check_apart(written: dict[str, Tensor], read: dict[str, Tensor], fix: str) -> None:
-    """The address range of nothing ``written`` meets that of anything ``read``. Looks at addresses only, not
-    at the device."""
+    """The address range of nothing ``written`` meets that of anything ``read``, and no two elements of
+    something written meet. Looks at addresses only, not at the device."""
     spans = {name: _span(tensor) for name, tensor in read.items()}
     for target, tensor in written.items():
+        check_own_elements(target, tensor)
         start, end = _span(tensor)
         for name, (first, last) in spans.items():
             if start < last and first < end:

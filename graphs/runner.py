@@ -12,7 +12,6 @@ eager capture.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -111,10 +110,8 @@ class DecodeGraphRunner(BucketedGraphs):
         self._in_groups: BucketedGraphs | None = None
         if prefixes is not None:
 
-            def in_groups(input_ids: Tensor, metadata: AttentionMetadata, shared: Any) -> Tensor:
-                return step(input_ids, shared.of(metadata))
-
-            step_in_groups: Any = in_groups  # of one argument more than a runner's step
+            def step_in_groups(input_ids: Tensor, metadata: AttentionMetadata) -> Tensor:
+                return step(input_ids, metadata.prefixes.of(metadata))
 
             self._in_groups = BucketedGraphs(
                 StepsInGroups(self.buffers, prefixes),

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -32,7 +33,7 @@ class Prefixes(Protocol):
 
 
 class StepsInGroups:
-    """`StaticInputs` of decode steps: ``(input_ids, metadata, groups)``.
+    """`StaticInputs` of decode steps: ``(input_ids, metadata)``, with the groups as ``metadata.prefixes``.
 
     Args:
         batch: the step's own inputs.
@@ -54,7 +55,8 @@ class StepsInGroups:
     def view(self, bucket: int) -> tuple[Any, ...]:
         """The step's arguments."""
         self._seen.add(bucket)
-        return (*self._batch.view(bucket), self._prefixes.buffers(bucket, bucket))
+        input_ids, metadata = self._batch.view(bucket)
+        return input_ids, replace(metadata, prefixes=self._prefixes.buffers(bucket, bucket))
 
     @contextmanager
     def padding(self, bucket: int) -> Iterator[None]:

@@ -89,3 +89,13 @@ def test_the_step_behind_a_mixed_one() -> None:
     assert mixed.seq_lens.tolist() == [5, 9, 7, 0] and after.max_query_len == 1
     with pytest.raises(ArgumentError, match="unfinished"):
         mixed.decodes_after(unfinished=[4])
+
+
+def test_trees_go_with_their_tokens() -> None:
+    batch = AttentionMetadata.from_lists(
+        [1, 3], [9, 20], [[1, 2], [3, 4]], block_size=16, tree_parents=[None, [-1, 0, 0]]
+    )
+    decodes, prefills = batch.split_decodes_and_prefills()
+    assert decodes is not None and prefills is not None
+    assert decodes.tree_mask.tolist() == [1] and prefills.tree_mask.tolist() == [1, 0b11, 0b101]
+    assert prefills.positions.tolist() == [17, 18, 18] and batch.to("meta").tree_mask.is_meta

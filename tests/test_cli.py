@@ -457,11 +457,11 @@ def test_backends_asks_for_every_feature(monkeypatch: pytest.MonkeyPatch) -> Non
         "batch_invariant": "--batch-invariant",
     }
     able = get_backend("reference").capabilities
-    assert options.keys() == {
+    assert {*options, "latent"} == {
         field.name for field in dataclasses.fields(able) if getattr(able, field.name) is True
     }
     monkeypatch.setattr(selector_module, "_REGISTERED", {})
-    nothing = dataclasses.replace(able, **dict.fromkeys(options, False))
+    nothing = dataclasses.replace(able, **dict.fromkeys([*options, "latent"], False))
     register_backend(Backend("mine", nothing, BACKEND_OPS["reference"], lambda: None))
 
     def rejected(*given: str) -> list[str]:
@@ -473,6 +473,7 @@ def test_backends_asks_for_every_feature(monkeypatch: pytest.MonkeyPatch) -> Non
     for option in options.values():
         assert len(rejected(option)) == 1, option
     assert len(rejected(*options.values())) == len(options)
+    assert any("latent" in reason for reason in rejected("--latent"))
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,8 @@ def run(case, beat):
             os._exit(41)
         if case["seed"] == ERROR:
             raise RuntimeError("an illegal memory access")
-        REFERENCE.paged_attention(q, k_cache, v_cache, block_table, seq_lens, query_start_loc, out, *rest, **options)
+        pools, batch = (k_cache, v_cache), (block_table, seq_lens, query_start_loc)
+        REFERENCE.paged_attention(q, *pools, *batch, out, *rest, **options)
         if case["seed"] == WRONG:
             out.add_(0.5)
     return run_case(case, beat, {"reference": REFERENCE._replace(paged_attention=attention)})
@@ -64,7 +65,7 @@ def phases(case, beat):
 
 def absent(case, beat):
     os._exit(1)
-"""  # noqa: E501
+"""
 
 
 @pytest.fixture

@@ -59,6 +59,8 @@ def test_function(compiled: bool) -> None:
         ("out", torch.zeros(6, HEADS, DIM)),
         ("out", torch.zeros(6, HEADS, DIM_V, dtype=torch.bfloat16)),
         ("out", torch.zeros(6, DIM_V, HEADS).transpose(1, 2)),
+        ("out", torch.zeros(1, HEADS, DIM_V).expand(6, -1, -1)),
+        ("out", torch.zeros(7 * DIM_V).as_strided((6, HEADS, DIM_V), (DIM_V, 4, 1))),
         ("out", torch.zeros(3, 2, HEADS, DIM_V).transpose(0, 1)),
         ("value", None),
         ("out", "no tensor"),

@@ -233,6 +233,34 @@ def test_xqa_is_captured_and_compiled(xqa: Backend) -> None:
     assert_attention_close(whole(), None, batch)
 
 
+def test_a_route_gives_xqa_the_decodes(xqa: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alone it can be chosen for no layer that gets prompts; in a route each step's decodes are its own."""
+    monkeypatch.setattr(selector, "_REGISTERED", {"xqa": Backend("xqa", *_parts(xqa))})
+    sizes: dict[str, Any] = {"num_heads": 4, "head_dim": 64, "num_kv_heads": 2, "dtype": BF16}
+    with pytest.raises(BackendUnavailableError, match="queries of any length are over 1"):
+        PagedAttention(**sizes, backend="xqa")
+    layer = PagedAttention(**sizes, backend=torchpaged.backends.Route("xqa", "torch_sdpa"), block_size=16)
+    reference = PagedAttention(**sizes, backend="reference")
+    pools, same = (
+        torchpaged.PagedKVCache.uniform(1, 2, 64, block_size=16, num_blocks=16, dtype=BF16) for _ in range(2)
+    )
+    calls = importlib.import_module("flashinfer.decode").XQA_CALLS
+    with torch.inference_mode():
+        for query_lens, seq_lens in (
+            ([5, 20, 1], [5, 20, 1]),
+            ([1, 1, 1], [6, 21, 2]),
+            ([1, 7, 1], [7, 28, 3]),
+        ):
+            metadata = torchpaged.AttentionMetadata.from_lists(
+                query_lens, seq_lens, [[3, 1], [2, 9], [4, 5]], block_size=16
+            )
+            q, k, v = (torch.randn(sum(query_lens), heads, 64).to(BF16) for heads in (4, 2, 2))
+            calls.clear()
+            out, want = layer(q, k, v, pools[0], metadata), reference(q, k, v, same[0], metadata)
+            torch.testing.assert_close(out, want, rtol=0.02, atol=0.02)
+            assert len(calls) == 1
+
+
 def test_what_xqa_is_refused(xqa: Backend) -> None:
     def reasons(**options: Any) -> str:
         shape = {
@@ -617,6 +645,16 @@ def test_what_flashinfer_is_refused(flashinfer: Backend) -> None:
     assert "decode kernel reads memory that is not its own" in reasons(head_dim=96)
     assert "chunked is not supported" in reasons(chunk_size=4)
     assert "a window to the right is not supported" in reasons(causal=False, window_right=3)
+
+
+def test_a_torch_without_what_flex_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch.nn.attention.flex_attention as theirs
+
+    monkeypatch.delattr(theirs, "AuxRequest")
+    with pytest.raises(
+        BackendUnavailableError, match=r"no flex_attention with AuxRequest; pip install 'torch>=2"
+    ):
+        PagedAttention(4, 64, backend="flex", dtype=BF16)
 
 
 def test_torchs_own_varlen_function() -> None:

@@ -122,8 +122,9 @@ attention, kv, cache = pickle.load(open({str(tmp_path / "things")!r}, "rb"))
 torch.manual_seed(3)
 metadata = AttentionMetadata.from_lists([3], [3], [[1]], block_size=4)
 got = attention[0](torch.randn(3, 4, 8), torch.randn(3, 2, 8), torch.randn(3, 2, 8), kv[0], metadata)
-assert torch.equal(got, torch.load({str(tmp_path / "want")!r})) and attention[0].choice.name == "reference" and cache.paged
-"""  # noqa: E501
+assert torch.equal(got, torch.load({str(tmp_path / "want")!r}))
+assert attention[0].choice.name == "reference" and cache.paged
+"""
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300

@@ -15,6 +15,7 @@ from torchpaged.custom_ops.checks import (
     check_dims,
     check_dtype,
     check_last_dim,
+    check_own_elements,
     is_int,
     reads_values,
     shape_of,
@@ -95,6 +96,7 @@ def check_paged_attention(
     if lse is not None:
         check_dims("lse", lse, q.shape[0], q.shape[1])
         check_dtype("lse", lse, torch.float32)
+        check_own_elements("lse", lse)
     for name, per_head in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
         if per_head is not None:
             check_dims(name, per_head, q.shape[1])
@@ -198,6 +200,9 @@ def check_merge_attn_states(
             check_dtype(name, state, torch.float32)
     check_device(out_a.device, lse_a=lse_a, out_b=out_b, lse_b=lse_b, out=out, lse=lse)
     check_last_dim(out_a=out_a, out_b=out_b, out=out)
+    check_own_elements("out", out)
+    if lse is not None:
+        check_own_elements("lse", lse)
 
 
 def check_options(
@@ -210,9 +215,9 @@ def check_options(
         raise ArgumentError(
             "window_size", "a pair (left, right) of ints, numbers of keys or -1 (open)", repr(window_size)
         )
-    if scale is not None and not 0 < scale < INF:
+    if scale is not None and (isinstance(scale, str) or not 0 < scale < INF):
         raise ArgumentError("scale", "a positive finite number", repr(scale))
-    if logits_soft_cap is not None and not 0 <= logits_soft_cap < INF:
+    if logits_soft_cap is not None and (isinstance(logits_soft_cap, str) or not 0 <= logits_soft_cap < INF):
         raise ArgumentError(
             "logits_soft_cap", "None or 0 (off), or a positive finite number", repr(logits_soft_cap)
         )

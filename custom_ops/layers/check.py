@@ -16,6 +16,7 @@ from torchpaged.custom_ops.checks import (
     check_dims,
     check_dtype,
     check_last_dim,
+    check_own_elements,
     overlap,
     reads_values,
 )
@@ -36,6 +37,7 @@ def _check_like(x: Tensor, rows: int, width: int, **tensors: Tensor | None) -> N
 
 
 def _check_apart(name: str, target: Tensor, **sources: Tensor | None) -> None:
+    check_own_elements(name, target)
     for source_name, source in sources.items():
         if source is not None and overlap(target, source):
             raise ArgumentError(

@@ -3,6 +3,8 @@ that serves keys and values, and pools that are columns of one, at any width."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -26,7 +28,7 @@ def mla_attention(
     causal: bool = True,
 ) -> None:
     """Arguments: ``custom_ops/mla/schema.py``."""
-    options = {"max_query_len": max_query_len, "scale": scale, "causal": causal}
+    options: dict[str, Any] = {"max_query_len": max_query_len, "scale": scale, "causal": causal}
     check_mla_attention(q, kv_cache, block_table, seq_lens, query_start_loc, out, lse, **options)
     check_dtype("q", q, *_DTYPES)
     values = kv_cache[..., : out.shape[2]]

@@ -8,6 +8,8 @@ sum of up-projected values is the projection of the weighted sum of latents.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -28,7 +30,7 @@ def mla_attention(
     causal: bool = True,
 ) -> None:
     """Arguments: ``custom_ops/mla/schema.py``."""
-    options = {"max_query_len": max_query_len, "scale": scale, "causal": causal}
+    options: dict[str, Any] = {"max_query_len": max_query_len, "scale": scale, "causal": causal}
     check_mla_attention(q, kv_cache, block_table, seq_lens, query_start_loc, out, lse, **options)
     values = kv_cache[..., : out.shape[2]]
     torch.ops.torchpaged.paged_attention.reference(

@@ -24,7 +24,7 @@ from torchpaged.cascade import (
 )
 from torchpaged.cascade import attention as cascade_module
 from torchpaged.cascade.rule import saved_us
-from torchpaged.graphs import DecodeGraphRunner, TapeCapture
+from torchpaged.graphs import DecodeGraphRunner, EagerCapture, TapeCapture
 
 ROOT = Path(__file__).parents[2]
 LLAMA = LayerShape(32, 8, 128, 128, 2)
@@ -198,6 +198,35 @@ def test_a_runner_takes_the_graph_that_pays(passes: list[int], native: None) -> 
         torch.testing.assert_close(logits, want, rtol=1e-4, atol=1e-4)
     assert set(passes) == {4} and runner.report()[0].hits > 0
     assert sum(report.hits for report in runner._in_groups.report()) == 7  # type: ignore[union-attr]
+
+
+def test_a_compiled_runner(native: None) -> None:
+    """A step of its own is compiled for each of the two graphs, once for all groups."""
+    layer, first = PagedAttention(HEADS, DIM, KV_HEADS), torch.randn(2, 20, BLOCK, KV_HEADS, DIM)
+    words = torch.randn(50, HEADS + 2 * KV_HEADS, DIM)
+    runners = []
+    for given in (automatic(), None):
+        pools = first.clone().unbind()
+
+        def step(ids: Tensor, metadata: AttentionMetadata, pools: Any = pools) -> Tensor:
+            q, k, v = words[ids].split([HEADS, KV_HEADS, KV_HEADS], 1)
+            return layer(q, k, v, pools, metadata).flatten(1)
+
+        runners.append(
+            DecodeGraphRunner(
+                step,
+                max_batch_size=4,
+                max_blocks_per_req=WIDTH,
+                block_size=BLOCK,
+                buckets=[4],
+                capture=EagerCapture(),
+                prefixes=given,
+            )
+        )
+    for lens in ([13, 14, 15], [15, 16], [16, 17, 18]):
+        got, want = (runner.run(lens, lens, ROWS[: len(lens)]).clone() for runner in runners)
+        torch.testing.assert_close(got, want)
+    assert runners[0]._in_groups.report()[0].hits == 3  # type: ignore[union-attr]
 
 
 def test_a_session_that_plans_is_refused(native: None) -> None:

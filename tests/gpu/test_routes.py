@@ -23,7 +23,7 @@ def test_own_kernels(parts: tuple[str, str]) -> None:
     assert report.declared == GraphSupport.ALWAYS and len(report.replays) == 5
 
 
-@pytest.mark.parametrize("route", [Route("cuda", "flash_attn"), Route("flashinfer", "cuda")])
+@pytest.mark.parametrize("route", [Route("cuda", "flash_attn"), Route("flashinfer", "cuda")], ids=str)
 @pytest.mark.parametrize("case", conformance_cases(GraphSupport.ALWAYS), ids=lambda case: case.name)
 def test_libraries(route: Route, case: Any) -> None:
     """A planning backend as one part of a batch: planned for its part, once per step."""

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from families import build
 from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.configuration_utils import CompileConfig
 from transformers.generation.continuous_batching import ContinuousBatchingManager, PagedAttentionCache
@@ -223,6 +224,15 @@ def test_a_model_that_ignores_the_interface() -> None:
     model = transformers.GPTJForCausalLM._from_config(config, attn_implementation="torchpaged").eval()
     with pytest.raises(UnsupportedModelError, match="attention of its own"):
         model.generate_batch(inputs=[[5, 6]])
+
+
+@pytest.mark.parametrize(
+    ("stem", "words"), [("DiffLlama", "regroups its cached values"), ("Bart", "counts positions by itself")]
+)
+def test_models_that_batches_would_get_wrong(stem: str, words: str) -> None:
+    """transformers' own attention gives wrong tokens of these there, too."""
+    with pytest.raises(UnsupportedModelError, match=words):
+        build(stem, implementation="torchpaged").generate_batch(inputs=[[5, 6], [7, 8, 9]])
 
 
 def test_what_is_asked_first() -> None:

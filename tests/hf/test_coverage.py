@@ -123,6 +123,7 @@ def rows() -> list[Row]:
     right = {"generate": "right", "compiled": "right"}
     return [
         Row("llama", "full", "paged", right, 1, "", 1.5),
+        Row("youtu", "full, latent", "latent", right, 1, "", 1.5),
         Row("zaya", "linear", "refused", {}, None, "zaya: a | b", 0.1),
         Row("jamba", "linear", "refused", {}, None, "JambaForCausalLM a | b", 0.1),
     ]
@@ -134,13 +135,13 @@ def test_the_table_as_a_file(tmp_path: Path) -> None:
     assert Table.load(tmp_path / "x.json") == table
     assert table.counts() == {
         "paged": 1,
-        "latent": 0,
+        "latent": 1,
         "dense": 0,
         "no cache": 0,
         "refused": 2,
         "wrong": 0,
         "broken": 0,
-        "one graph": 1,
+        "one graph": 2,
     }
     (tmp_path / "y.json").write_text('{"rows": []}')
     with pytest.raises(ArgumentError, match="output: expected a JSON file that torchpaged coverage wrote"):
@@ -152,7 +153,7 @@ def test_the_table_as_a_page() -> None:
     lines = markdown([table]).splitlines()
     assert "| llama | full | paged | 1 |" in lines and "| zaya | linear | refused |  |" in lines
     assert lines[-1] == "- jamba, zaya: `a | b`" and max(map(len, lines)) <= 110
-    assert any(line.endswith("| 3 | 1 | 0 | 0 | 0 | 2 | 0 | 0 | 1 |") for line in lines)
+    assert any(line.endswith("| 4 | 1 | 1 | 0 | 0 | 2 | 0 | 0 | 2 |") for line in lines)
 
 
 def test_the_command_goes_on_where_it_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

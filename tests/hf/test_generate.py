@@ -196,7 +196,8 @@ def test_overlong_compiled_steps_fail_loudly() -> None:
 
 
 def test_golden_tokens_of_a_real_model(smollm2_path: Any) -> None:
-    """SmolLM2 in float32, five prompts of 24 tokens: eager decode and generate()'s compiled decode."""
+    """SmolLM2 in float32, 24 tokens each: five prompts decoded eagerly, two of them by generate()'s compiled
+    decode."""
     import json
     from pathlib import Path
 
@@ -209,8 +210,8 @@ def test_golden_tokens_of_a_real_model(smollm2_path: Any) -> None:
     COUNT.clear()
     config = CompileConfig(backend=counting, mode=None, fullgraph=True)
     config._compile_all_devices = True
-    for options in ({}, {"compile_config": config}):
-        for prompt in golden:
+    for options, prompts in (({}, golden), ({"compile_config": config}, golden[:2])):
+        for prompt in prompts:
             ids = torch.tensor([prompt["input_ids"]])
             cache = PagedCache(model.config, 1, 64)
             out = model.generate(

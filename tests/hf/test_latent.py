@@ -12,6 +12,7 @@ from torch import nn
 
 from torchpaged import ArgumentError, UnsupportedModelError
 from torchpaged.cache import LatentLayerSpec
+from torchpaged.engine import Generator, SamplingParams
 from torchpaged.hf import PagedCache, attach, detach, paged
 from torchpaged.hf.known_models import CACHES_LATENTS
 from torchpaged.testing.coverage.architectures import model_of, model_types
@@ -151,6 +152,30 @@ def test_what_a_layer_of_latents_does_not_do(youtu: Any) -> None:
         greedy(youtu, cache)
         layer = cache.paged[0]
         layer.update(torch.zeros(2, 1, 1, 3), torch.zeros(2, 1, 1, 8))
+
+
+def test_pools_made_ahead(youtu: Any, want: torch.Tensor) -> None:
+    """From the config's widths: whoever makes them ahead names one width for all layers."""
+    attach(youtu)
+    cache = cache_of(youtu)
+    cache.early_initialization(2, 1, 24, torch.float32, torch.device("cpu"))
+    assert difference(greedy(youtu, cache), want) == "right"
+
+
+def test_the_engine_keeps_latents_too(youtu: Any) -> None:
+    prompt = prompts()["input_ids"][1:]
+    want = youtu.generate(prompt, max_new_tokens=6, do_sample=False, eos_token_id=None)[0, prompt.shape[1] :]
+    sizes: dict[str, Any] = {"max_batch_size": 2, "max_seq_len": 64, "prefill_chunk_size": 8}
+    params = SamplingParams(max_new_tokens=6, ignore_eos=True)
+    with pytest.raises(UnsupportedModelError, match=r"call torchpaged\.hf\.attach\(model\) first"):
+        Generator(youtu, **sizes)
+    attach(youtu)
+    with pytest.raises(UnsupportedModelError, match="keeps latents"):
+        Generator(youtu, **sizes, kv_dtype="fp8_e4m3")
+    generator = Generator(youtu, **sizes)
+    assert all(isinstance(spec, LatentLayerSpec) for spec in generator.model.kv_cache.layers)
+    results = generator.generate([prompt[0].tolist(), prompt[0, :5].tolist()], params)
+    assert results[0].token_ids == want.tolist()
 
 
 def test_beams_and_taking_back(youtu: Any) -> None:

@@ -22,6 +22,7 @@ from torchpaged.backends import (
     Session,
     attention_spec,
     flashinfer,
+    flashinfer_prefix,
     flashinfer_xqa,
     get_backend,
 )
@@ -44,7 +45,7 @@ def stand_in(name: str) -> Iterator[Backend]:
     modules = [key for key in sys.modules if key.split(".")[0] in LIBRARIES[name]]
     kept = {key: sys.modules.pop(key) for key in modules}
     sys.path.insert(0, str(PEERS))
-    sized = (flashinfer, flashinfer_xqa)
+    sized: tuple[Any, ...] = (flashinfer, flashinfer_prefix, flashinfer_xqa)
     room = [module.WORKSPACE_BYTES for module in sized]
     for module in sized:
         module.WORKSPACE_BYTES = 1 << 10

@@ -25,7 +25,7 @@ from torchpaged import (
 from torchpaged.cache import LayerKVCache
 from torchpaged.custom_ops import BACKEND_OPS, native_status
 from torchpaged.custom_ops import pools as validation
-from torchpaged.custom_ops.attention.check import check_paged_attention
+from torchpaged.custom_ops.attention.check import check_merge_attn_states, check_paged_attention
 from torchpaged.custom_ops.cache_write.check import check_write_kv
 from torchpaged.custom_ops.checks import pools_meet
 from torchpaged.testing import make_rope_inputs
@@ -114,6 +114,22 @@ def test_bad_rope_writes(name: str) -> None:
     with pytest.raises(ArgumentError, match=argument):
         torchpaged.rope_write_kv(**arguments)
     assert not bool(arguments["v_cache"].any())
+
+
+def test_what_is_written_has_memory_of_its_own_for_each_element(ops: Any) -> None:
+    """One number in many places, as `expand` makes it, can't hold what is written to each."""
+    arguments = write_arguments()
+    expanded = {name: arguments[name][:1].expand(6, -1, -1, -1) for name in ("k_cache", "v_cache")}
+    with pytest.raises(ArgumentError, match="k_cache: expected memory of its own for each element"):
+        torchpaged.write_kv(**arguments | expanded | {"slot_mapping": torch.tensor([5, 6, 7])}, ops=ops)
+    assert not expanded["k_cache"].any()
+    state, lse = torch.randn(3, 2, 8), torch.zeros(3, 2)
+    for out, merged, name in (
+        (state[:1].clone().expand(3, -1, -1), lse.clone(), "out"),
+        (state.clone(), lse[:1].clone().expand(3, -1), "lse"),
+    ):
+        with pytest.raises(ArgumentError, match=f"{name}: expected memory of its own"):
+            check_merge_attn_states(state, lse, state.clone(), lse.clone(), out, merged)
 
 
 @pytest.mark.parametrize("slots", [[0, 0, 3], [-1, -1, 5], [3, 3, 5]])
@@ -366,6 +382,8 @@ def test_scales_of_fp8_pools(bad: float) -> None:
         ("logits_soft_cap", {"logits_soft_cap": NAN}),
         ("scale", {"scale": NAN}),
         ("scale", {"scale": -1.0}),
+        ("scale", {"scale": "0.5"}),
+        ("logits_soft_cap", {"logits_soft_cap": "50"}),
     ],
     ids=str,
 )

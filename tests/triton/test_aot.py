@@ -29,6 +29,7 @@ INT_POINTERS = {"table_ptr": "i32", "seq_lens_ptr": "i32", "starts_ptr": "i32"}
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "kv_scales": {"KV_SCALES": True},
+    "tree, window, alibi": {"TREE": True, "WINDOW_LEFT": 100, "ALIBI": True},
     "everything": {
         "WINDOW_LEFT": 100,
         "CHUNK": 256,
@@ -151,6 +152,12 @@ def test_decode_compiles(target: str, case: tuple[str, int, int, str]) -> None:
 )
 def test_decode_options_compile(changed: dict[str, Any]) -> None:
     check(compile_decode("sm_90", CASES[0], **changed), "sm_90", True)
+
+
+@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
+def test_decode_of_trees_compiles(target: str) -> None:
+    case = ("bf16", 128, 4, "tree, window, alibi")
+    check(compile_decode(target, case, QUERY_LEN=2, ROWS=8), target, target == "sm_90")
 
 
 def innermost_loop(ptx: str) -> str:

@@ -34,6 +34,7 @@ from torchpaged.custom_ops.cache_write.triton.write_kv import write_kv
 from torchpaged.custom_ops.layers.triton.act_and_mul import act_and_mul
 from torchpaged.custom_ops.layers.triton.embedding import embedding
 from torchpaged.custom_ops.layers.triton.rms_norm import rms_norm
+from torchpaged.custom_ops.mla.triton.mla_attention import mla_attention
 from torchpaged.custom_ops.step_end.triton.accept_tokens import accept_tokens
 from torchpaged.custom_ops.step_end.triton.advance_step import advance_step
 from torchpaged.custom_ops.step_end.triton.finish_step import finish_step
@@ -151,6 +152,47 @@ def attention(query_lens: tuple[int, ...]) -> Case:
     if max(query_lens) <= config.MAX_DECODE_QUERY_LEN:
         return call, [("decode_kernel", decode)]
     return call, [("prefill_kernel", prefill), ("decode_kernel", decode)]
+
+
+def latent() -> Case:
+    """Parts of each context, and their merge."""
+    tokens, heads, rank = 25, 6, 64
+    q, out, lse = (
+        floats(tokens, heads, 80),
+        floats(tokens, heads, rank),
+        spread(torch.zeros(tokens, heads), 7),
+    )
+    pool, table = floats(130, 16, 1, 80), spread(torch.arange(1, 121, dtype=torch.int32).view(3, 40))
+    seq_lens, query_start_loc = ints(600, 19, 22), ints(0, 20, 23, 25)
+    result: Expected = {
+        "part_acc_ptr": lambda x: x.numel() == tokens * heads * 4 * rank,
+        "part_state_ptr": lambda x: x.numel() == tokens * heads * 4 * 2,
+        "starts_ptr": query_start_loc,
+        "out_ptr": out,
+        "lse_ptr": lse,
+        "num_reqs": 3,
+        "parts": 4,
+        **strides(out, "o_token", "o_head"),
+        **strides(lse, "l_token", "l_head"),
+    }
+    attend: Expected = result | {
+        "q_ptr": q,
+        "kv_ptr": pool,
+        "table_ptr": table,
+        "seq_lens_ptr": seq_lens,
+        "scale": 0.11,
+        "num_tokens": tokens,
+        "num_tiles": tokens // 8 + 3,
+        "tiles_per_req": 0,  # fewer tiles by tokens than by requests
+        **strides(q, "q_token", "q_head"),
+        **strides(pool, "kv_block", "kv_slot"),
+        "table_row": table.stride(0),
+    }
+
+    def call() -> None:
+        mla_attention(q, pool, table, seq_lens, query_start_loc, out, lse, max_query_len=20, scale=0.11)
+
+    return call, [("mla_kernel", attend), ("merge_kernel", result)]
 
 
 def states() -> Case:
@@ -438,6 +480,7 @@ def activated() -> Case:
 CASES: dict[str, Callable[[], Case]] = {
     "decode": lambda: attention((2, 1, 1)),
     "mixed": lambda: attention((60, 1, 1)),
+    "mla": latent,
     "merge_attn_states": states,
     "copy_blocks": blocks,
     "write_kv": writes,
@@ -497,4 +540,4 @@ def launched_by_sources() -> set[str]:
 
 def test_every_launch_has_a_case() -> None:
     checked = {name for case in CASES.values() for name, _ in case()[1]}
-    assert launched_by_sources() == checked and len(checked) >= 14
+    assert launched_by_sources() == checked and len(checked) >= 16

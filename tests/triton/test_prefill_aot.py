@@ -47,6 +47,7 @@ CASES: dict[str, tuple[str, int, int, int, int, int, dict[str, Any]]] = {
     "window_128": ("bf16", 128, 4, 16, 4096, 4096, {"WINDOW_LEFT": 100, "SINKS": True}),
     "everything_128": ("bf16", 128, 4, 16, 4096, 4096, EVERYTHING),
     "short_everything_128": ("bf16", 128, 4, 16, 512, 512, EVERYTHING),
+    "tree_128": ("bf16", 128, 4, 16, 64, 4096, {"TREE": True}),
     "long_256": ("bf16", 256, 8, 16, 4096, 4096, {}),
     "long_192": ("bf16", 192, 1, 128, 4096, 4096, {}),
     "fp32_64": ("fp32", 64, 3, 16, 4096, 4096, {}),

@@ -5,8 +5,8 @@ is cut on the device, in whatever order its requests stand: both backends see ev
 those that are the other's without keys, which the contract turns into zeros. Shapes follow from the batch's
 shapes, so that one trace and one graph serve all lengths, and nobody reads a length on the host.
 
-What the cut costs is a copy of one query per request, some small kernels over the requests, and a pass over
-the outputs. Backends that run mixed batches by themselves do so without.
+What the cut costs is some fifteen small kernels over the requests, their queries' and outputs' copies among
+them. Backends that run mixed batches by themselves do so without.
 """
 
 from __future__ import annotations
@@ -87,15 +87,25 @@ def _attention(decode: Callable[..., None], prefill: Callable[..., None]) -> Cal
         of_all = {name: value for name, value in shared.items() if name != "tree_mask"}
         decode(one, *pools, *decodes[:3], one_out, one_lse, max_query_len=1, **of_all, **for_decode)
         prefill(q, *pools, *rest[:3], out, lse, max_query_len=max_query_len, **shared, **for_prefill)
-        tokens = torch.arange(num_tokens, dtype=torch.int32, device=q.device)
-        row = torch.searchsorted(query_start_loc[1:], tokens, right=True)  # num_reqs: padding
+        # An empty request stands at its neighbour's token: what is put there is the token's, whoever puts it.
+        row = torch.searchsorted(query_start_loc[1:], token, right=True)  # num_reqs: padding
         owner = row.clamp(max=num_reqs - 1)
-        is_decode = (row < num_reqs) & (query_start_loc.diff() == 1)[owner]
-        out.copy_(torch.where(is_decode[:, None, None], one_out[owner], out))
+        is_decode = (row < num_reqs) & (query_start_loc.diff() == 1).index_select(0, owner)
+        _put(out, token, is_decode, one_out.index_select(0, owner))
         if lse is not None and one_lse is not None:
-            lse.copy_(torch.where(is_decode[:, None], one_lse[owner], lse))
+            _put(lse, token, is_decode, one_lse.index_select(0, owner))
 
     return paged_attention
+
+
+def _put(whole: Tensor, token: Tensor, chosen: Tensor, rows: Tensor) -> None:
+    """``whole[token] = rows`` where ``chosen``, in place; a pass over the requests, not over all tokens.
+
+    ``token`` ``[B]``; ``chosen`` ``[B]`` bool; ``rows`` ``[B, ...]``. Equal tokens come with equal rows.
+    """
+    kept = whole.index_select(0, token)
+    mask = chosen.view(-1, *[1] * (kept.dim() - 1))
+    whole.index_copy_(0, token.long(), torch.where(mask, rows, kept))
 
 
 def _of_parts(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
@@ -124,8 +134,8 @@ class RouteSession(Session):
             replace(limits, graphs=never),
         )
         self._decode, self._prefill = (
-            backend.open([_without_graphs(spec) for spec in specs], each, self.device)
-            for backend, each in zip(self._backends, both, strict=True)
+            backend.open([of_part(spec) for spec in specs], each, self.device)
+            for backend, of_part, each in zip(self._backends, _OF_PARTS, both, strict=True)
         )
 
     def _parts(self) -> tuple[tuple[str, Session], tuple[str, Session]]:
@@ -134,8 +144,8 @@ class RouteSession(Session):
     def _make_workspace(self, spec: AttentionSpec) -> dict[str, Tensor]:
         return {
             part + name: tensor
-            for part, session in self._parts()
-            for name, tensor in session.workspace(_without_graphs(spec)).items()
+            for (part, session), of_part in zip(self._parts(), _OF_PARTS, strict=True)
+            for name, tensor in session.workspace(of_part(spec)).items()
         }
 
     def workspace_for(self, workspace: dict[str, Tensor], num_reqs: int) -> dict[str, Tensor]:
@@ -190,6 +200,15 @@ class RouteSession(Session):
 
 def _without_graphs(spec: AttentionSpec) -> AttentionSpec:
     return replace(spec, graphs=GraphSupport.NEVER)
+
+
+def _decodes_alone(spec: AttentionSpec) -> AttentionSpec:
+    """For backends that take no longer queries."""
+    return replace(_without_graphs(spec), max_query_len=1)
+
+
+#: What each part's session is asked for, in the order of `RouteSession._parts`.
+_OF_PARTS = (_decodes_alone, _without_graphs)
 
 
 def _cut_host(host: HostLengths) -> tuple[HostLengths, HostLengths]:

@@ -233,6 +233,9 @@ def backends(
     tree: Annotated[
         bool, typer.Option(help="query tokens that see some of their request's, not all")
     ] = False,
+    latent: Annotated[
+        bool, typer.Option(help="mla_attention: latents of head_dim numbers, the first head_dim_v the values")
+    ] = False,
     batch_invariant: Annotated[
         bool, typer.Option(help="a request gets the same bits in any company")
     ] = False,
@@ -278,6 +281,7 @@ def backends(
         causal=not bidirectional,
         lse=lse,
         tree_mask=tree,
+        latent=latent,
         batch_invariant=batch_invariant,
         max_query_len=query_len or None,
         deterministic=deterministic,

@@ -64,6 +64,8 @@ def check_kvcache(
         raise ArgumentError("cache_seqlens", "None, an int of at least 0 or a tensor", repr(cache_seqlens))
     if table is not None and cache_batch_idx is not None:
         raise ArgumentError("cache_batch_idx", "None beside page_table, which has a row per request", "both")
+    if cache_batch_idx is not None:
+        check_tensors(cache_batch_idx=cache_batch_idx)
     if table is None and cache_batch_idx is not None and num_reqs and reads_values(q.device):
         low, high = (int(x) for x in torch.aminmax(cache_batch_idx))
         if low < 0 or high >= k_cache.shape[0]:

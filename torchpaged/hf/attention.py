@@ -117,6 +117,7 @@ def paged_attention_forward(
     scale = head_dim**-0.5 if scaling is None else float(scaling)
     if isinstance(layer, LatentLayer):
         further = {"sliding_window": window, "softcap": softcap, "sinks": sinks, "alibi_slopes": alibi_slopes}
+        further["tree_mask"] = metadata.tree_mask
         return latent_attention(module, layer, query, metadata, causal, scale, further), None
     q = query.transpose(1, 2).reshape(batch * query_len, num_heads, head_dim)
     out = q.new_empty(batch * query_len, num_heads, value.shape[-1])

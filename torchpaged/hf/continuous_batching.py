@@ -18,6 +18,7 @@ CUDA graphs need a GPU: transformers itself turns them off without one.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -31,6 +32,7 @@ from torchpaged.compat.dense import packed_pools
 from torchpaged.custom_ops.checks import reads_values
 from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
 from torchpaged.functional import paged_attention, write_kv
+from torchpaged.hf.known_models import NEEDS_DENSE
 from torchpaged.hf.support import has_own_attention
 
 #: What a user asks for, with transformers 5.17; 5.23 strips the prefix, so that "torchpaged" is left.
@@ -135,7 +137,8 @@ def _layer_of(module: nn.Module, cache: Any) -> _Layer:
             "cache",
             "the cache of continuous batching",
             "None",
-            "call model.generate_batch; for generate and forward use the name 'torchpaged'",
+            "call model.generate_batch, for models that hand their keywords on to their attention; for "
+            "generate and forward use the name 'torchpaged'",
         )
     index: Any = module.layer_idx
     if hasattr(cache, "layer_to_allocator"):  # transformers 5.23
@@ -324,16 +327,33 @@ def register_continuous_batching() -> None:
         )
 
 
+def _require_batchable(model: Any) -> None:
+    """Refuse models to which transformers' continuous batching gives wrong tokens, whatever attends.
+
+    Raises:
+        UnsupportedModelError: with the reason.
+    """
+    name, model_type = type(model).__name__, getattr(model.config, "model_type", "")
+    if has_own_attention(model_type):
+        raise UnsupportedModelError(f"{name} has attention of its own, which knows no paged cache")
+    why = NEEDS_DENSE.get(model_type, "")
+    if why and not why.startswith("expands"):  # latents are expanded before they are stored
+        raise UnsupportedModelError(
+            f"{name} {why}, where continuous batching stores what comes; call generate"
+        )
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        raise UnsupportedModelError(
+            f"{name} counts positions by itself, and would take packed requests for one; call generate"
+        )
+
+
 def _switching(theirs: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(theirs)
     def switch(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         name = model.config._attn_implementation
         if name not in ("torchpaged", PAGED_NAME, BATCH_NAME):
             return theirs(self, model, *args, **kwargs)
-        if has_own_attention(getattr(model.config, "model_type", "")):
-            raise UnsupportedModelError(
-                f"{type(model).__name__} has attention of its own, which knows no paged cache"
-            )
+        _require_batchable(model)
         if name == "torchpaged":
             model.set_attn_implementation(BATCH_NAME)
             self._original_attn_impl = name  # the manager sets it back when it stops

@@ -27,7 +27,7 @@ from torchpaged.backends import AttentionSpec, attention_spec
 from torchpaged.cache import LatentLayerSpec, LayerLatentCache
 from torchpaged.custom_ops.errors import UnsupportedModelError
 from torchpaged.hf.known_models import CACHES_LATENTS
-from torchpaged.hf.layer import PagedLayer, layer_of
+from torchpaged.hf.layer import PagedLayer, PagedOwner, layer_of
 from torchpaged.metadata import AttentionMetadata
 from torchpaged.profiling import is_on as is_profiling
 from torchpaged.profiling import ranged_attention
@@ -43,9 +43,14 @@ class LatentLayer(PagedLayer):
     stored: LatentLayerSpec
     latent = True
 
+    def __init__(self, owner: PagedOwner, index: int, config: Any) -> None:
+        """``config``: the model's, which has the widths: pools made ahead are made from no tokens."""
+        super().__init__(owner, index)
+        self.stored = LatentLayerSpec(config.kv_lora_rank, config.qk_rope_head_dim)
+
     def stored_by(self, key_states: Tensor, value_states: Tensor) -> LatentLayerSpec:
         """See `PagedLayer`; latents and rotated keys come as keys and values of one head."""
-        return LatentLayerSpec(key_states.shape[3], value_states.shape[3])
+        return self.stored
 
     def keys_and_values(self, pools: LayerLatentCache) -> tuple[Tensor, Tensor]:
         """The pool, twice."""
@@ -56,14 +61,14 @@ class LatentLayer(PagedLayer):
         return (1, self.stored.kv_lora_rank), (1, self.stored.qk_rope_head_dim)
 
     def attention_spec(self, config: Any, key_states: Tensor, head_dim_v: int | None) -> AttentionSpec:
-        """See `PagedLayer`; ``head_dim_v`` is the rotated keys'."""
-        rank = key_states.shape[3]
+        """See `PagedLayer`."""
+        rank = self.stored.kv_lora_rank
         return attention_spec(
             device=key_states.device,
             dtype=key_states.dtype,
             num_heads=config.num_attention_heads,
             num_kv_heads=1,
-            head_dim=rank + (head_dim_v or rank),
+            head_dim=rank + self.stored.qk_rope_head_dim,
             head_dim_v=rank,
             block_size=self.owner.block_size,
             latent=True,

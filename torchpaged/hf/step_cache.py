@@ -13,7 +13,8 @@ from transformers.cache_utils import Cache
 from torchpaged.backends import AttentionSpec, Limits
 from torchpaged.custom_ops.errors import UnsupportedModelError
 from torchpaged.hf.chosen_backend import ChosenBackend
-from torchpaged.hf.kv_scales import KVScales
+from torchpaged.hf.kv_scales import KVScales, require_paged
+from torchpaged.hf.latent import keeps_latents
 from torchpaged.hf.layer import PagedLayer, mask_token
 from torchpaged.hf.masks import is_causal
 from torchpaged.hf.template import HybridPagedLayer, paged_layers
@@ -56,8 +57,11 @@ class StepCache(Cache):
         backend: str,
         kv_dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(layers=paged_layers(config, max_seq_len, self))
+        super().__init__(layers=paged_layers(config, max_seq_len, self, keeps_latents(config)))
         self.name = str(config.model_type)
+        if kv_dtype is not None:
+            latent = {f"layer {layer.index} keeps latents" for layer in self.layers if layer.latent}
+            require_paged(self.name, latent)
         self._config = config
         self.num_blocks, self.block_size = limits.need("num_blocks", "block_size")
         self.max_seq_len = max_seq_len

@@ -107,7 +107,7 @@ def paged_layers(config: Any, max_seq_len: int, owner: PagedOwner, keeps_latents
         elif isinstance(layer, LinearAttentionCacheLayerMixin) and isinstance(layer, StaticLayer):
             layers.append(HybridPagedLayer(owner, index, window, chunk, layer.number_of_states))
         elif isinstance(layer, StaticLayer) and keeps_latents:
-            layers.append(LatentLayer(owner, index, window, chunk))
+            layers.append(LatentLayer(owner, index, config))
         elif isinstance(layer, StaticLayer):
             layers.append(PagedLayer(owner, index, window, chunk))
         elif isinstance(layer, CacheLayerMixin):

@@ -60,7 +60,7 @@ def _refusal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) ->
             "torchpaged.hf.attach(model), or run it within `with torchpaged.hf.paged(model)`"
         )
     attach = (
-        "call torchpaged.hf.attach(model) before its PagedCache is made, so that it keeps latents, or "
+        "call torchpaged.hf.attach(model) first, so that its latents are kept, or "
         if watched.model_name in CACHES_LATENTS
         else ""
     )

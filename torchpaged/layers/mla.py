@@ -168,7 +168,11 @@ class MLAAttention(nn.Module):
         out = absorbed.new_empty(absorbed.shape[0], self.num_heads, self.kv_lora_rank)
         batch = (metadata.block_table, metadata.seq_lens, metadata.query_start_loc)
         attend = (absorbed, pool, *batch, out)
-        options = {"max_query_len": metadata.max_query_len, "scale": self.scale, "causal": self.causal}
+        options: dict[str, Any] = {
+            "max_query_len": metadata.max_query_len,
+            "scale": self.scale,
+            "causal": self.causal,
+        }
         write = self._to_write(kv_c, k_pe, pool, metadata)
         if not torch.compiler.is_compiling():  # both calls are checked before the first one writes
             if write is not None:

@@ -55,13 +55,14 @@ void check_values(const Problem& p, int64_t max_query_len, int64_t width, int64_
     STD_TORCH_CHECK(seq_len <= width * p.block_size, "seq_lens: expected at most ", width * p.block_size,
                     " tokens, got ", seq_len, "; give block_table more columns");
     if (p.tree_mask) {
-      STD_TORCH_CHECK(seq_len <= 0 || seq_len >= query_len, "seq_lens: expected at least the query length (",
-                      query_len, ") with a tree_mask, or 0 for a padding row, got ", seq_len, " in row ", r);
+      STD_TORCH_CHECK(seq_len <= 0 || seq_len >= query_len,
+                      "seq_lens: expected at least the query length (", query_len,
+                      ") with a tree_mask, or 0 for a padding row, got ", seq_len, " in row ", r);
       for (int64_t t = 0; t < query_len; ++t) {
         const uint64_t word = p.tree_mask[p.query_start_loc[r] + t];
         STD_TORCH_CHECK(!(word >> t >> 1),
-                        "tree_mask: expected bits of the token itself and of tokens before it in its request, "
-                        "got a bit of a later one in row ",
+                        "tree_mask: expected bits of the token itself and of tokens before it in its "
+                        "request, got a bit of a later one in row ",
                         p.query_start_loc[r] + t, ", its request's query token ", t,
                         "; give parents smaller numbers than their children");
       }

@@ -170,8 +170,8 @@ struct Queries {
   }
 };
 
-// TREE: the KEYS keys from `from` on, of a request whose query tokens' keys begin at `context`. The keys' bits
-// are a row's word, shifted to where its first key lies, and set for those of the context.
+// TREE: the KEYS keys from `from` on, of a request whose query tokens' keys begin at `context`. The keys'
+// bits are a row's word, shifted to where its first key lies, and set for those of the context.
 template <bool WIDE> struct KeyBits { using type = u32; };
 template <> struct KeyBits<true> { using type = u64; };
 struct Branches {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -36,7 +38,7 @@ def mla_attention(
         ArgumentError: also for latents over 512 columns and rotated keys over 128.
     """
     launching.require_launchable(q)
-    options = {"max_query_len": max_query_len, "scale": scale, "causal": causal}
+    options: dict[str, Any] = {"max_query_len": max_query_len, "scale": scale, "causal": causal}
     check_mla_attention(q, kv_cache, block_table, seq_lens, query_start_loc, out, lse, **options)
     (num_tokens, num_heads, width), rank = q.shape, out.shape[2]
     rope, num_reqs, block_size = width - rank, block_table.shape[0], kv_cache.shape[1]

@@ -116,11 +116,15 @@ def test_padding_changes_nothing() -> None:
 
 @pytest.mark.parametrize("name", ["bert", "causal"])
 def test_one_graph_for_all_lengths(name: str) -> None:
+    """Of the rows, and of the longest one too."""
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("eager")
-    step, eager = torch.compile(built(name), fullgraph=True, backend=counter), built(name, "eager")
-    for padding in ("right", "left", "both"):
-        given = batch(padding)
+    step, eager = (
+        torch.compile(built(name), fullgraph=True, backend=counter, dynamic=True),
+        built(name, "eager"),
+    )
+    for padding, length in (("right", 14), ("left", 11), ("both", 13)):
+        given = {key: tensor[:, :length].clone() for key, tensor in batch(padding).items()}
         torch.testing.assert_close(states(step, given), states(eager, given), rtol=1e-4, atol=1e-5)
     ours = [
         str(node)

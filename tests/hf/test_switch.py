@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from families import build
 from models import padded_prompts, tiny
 from transformers import LlavaConfig, LlavaForConditionalGeneration, PreTrainedModel
 
@@ -76,3 +77,12 @@ def test_a_refused_model_is_left_as_it_was() -> None:
     with pytest.raises(UnsupportedModelError, match="CpmAntForCausalLM.*attention interface"):
         attach(model)
     assert everything_of(model) == before
+
+
+def test_stacks_with_a_copy_of_the_config() -> None:
+    """T5's stacks have a copy each, which transformers 5.17 passes by."""
+    model = build("T5", "ForConditionalGeneration")
+    configs = [model.config, model.encoder.config, model.decoder.config]
+    with paged(model):
+        assert [config._attn_implementation for config in configs] == ["torchpaged"] * 3
+    assert [config._attn_implementation for config in configs] == ["eager"] * 3

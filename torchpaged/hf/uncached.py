@@ -19,6 +19,8 @@ from torchpaged.hf.known_models import ENCODERS
 from torchpaged.hf.mask_rows import MaskRows, rows_of
 from torchpaged.hf.pinned_batch import pin_batch
 
+_LEAST_BLOCK_SIZE = 16  # `rows_as_pools` cuts rows into blocks of this size at least
+
 
 class Way(Enum):
     """How a batch becomes requests of the op.
@@ -112,9 +114,9 @@ def attend(
     if rows is None:
         described = pin_batch(*_requests(table, query_len, key.shape[2], rows, way))
     else:
-        found = rows.batches.get((way, table.shape[1]))
+        found = rows.batches.get((way, k.shape[1]))
         described = found or pin_batch(*_requests(table, query_len, key.shape[2], rows, way))
-        rows.batches[way, table.shape[1]] = described
+        rows.batches[way, k.shape[1]] = described
     causal, window = (causal, (-1, -1)) if rows is None else (rows.causal, rows.window)
     longest = 1 if way is Way.QUERIES else query_len
     out = paged_attention(
@@ -125,11 +127,17 @@ def attend(
 
 
 def _pools(k: Tensor, v: Tensor, rows: MaskRows | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys and values ``[batch, kv_len, num_kv_heads, head_dim(_v)]`` as pools, and each row's blocks; of one
-    token each where a row's keys may begin anywhere."""
-    if rows is None or rows.starts is None or rows.all_at_zero:
+    """Keys and values ``[batch, kv_len, num_kv_heads, head_dim(_v)]`` as pools, and each row's blocks.
+
+    Blocks are of one token where a row's keys may begin anywhere, and where no usual size divides the length:
+    kernels are compiled for each size of blocks. In a trace too, which a size would hold to one length.
+    """
+    at_zero = rows is None or rows.starts is None or bool(rows.all_at_zero)
+    if at_zero and not torch.compiler.is_compiling() and k.shape[1] % _LEAST_BLOCK_SIZE == 0:
         return rows_as_pools(k, v, None, k.shape[0])
-    begin = torch.arange(k.shape[0], dtype=torch.int32, device=k.device) * k.shape[1] + rows.starts
+    begin = torch.arange(k.shape[0], dtype=torch.int32, device=k.device) * k.shape[1]
+    if not at_zero and rows is not None and rows.starts is not None:
+        begin = begin + rows.starts
     return packed_pools(k.flatten(0, 1), v.flatten(0, 1), begin, k.shape[1])
 
 

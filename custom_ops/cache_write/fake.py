@@ -10,6 +10,11 @@ from torch import Tensor
 
 from torchpaged.custom_ops.pools import expect_pools
 
+# Inductor of torch 2.11 reads and writes beyond two halves of one tensor that an op mutates: wrong numbers
+# and damaged pools; 2.13 does not, 2.12 was not tried. A view made in inference mode does not name its base,
+# but where it begins.
+_SPLITS_WRONG = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 13)
+
 
 def _write_kv(
     k: Tensor,
@@ -35,6 +40,14 @@ def _write_kv(
                 f"{name}: expected memory apart from the pools', got a view of one; pass a copy"
             ),
         )
+    torch._check(
+        not _SPLITS_WRONG or k_cache.storage_offset() == v_cache.storage_offset(),
+        lambda: (
+            "k_cache, v_cache: expected memory of their own in compiled code, got views that begin at "
+            f"{k_cache.storage_offset()} and {v_cache.storage_offset()} of theirs: torch {torch.__version__} "
+            "compiles halves of one tensor wrong; make two tensors, or use torch 2.13 or newer"
+        ),
+    )
     torch._check(
         slot_mapping.dtype == torch.int64, lambda: f"slot_mapping: expected int64, got {slot_mapping.dtype}"
     )

@@ -206,7 +206,7 @@ def test_a_compiled_runner(native: None) -> None:
     words = torch.randn(50, HEADS + 2 * KV_HEADS, DIM)
     runners = []
     for given in (automatic(), None):
-        pools = first.clone().unbind()
+        pools = tuple(pool.clone() for pool in first)
 
         def step(ids: Tensor, metadata: AttentionMetadata, pools: Any = pools) -> Tensor:
             q, k, v = words[ids].split([HEADS, KV_HEADS, KV_HEADS], 1)

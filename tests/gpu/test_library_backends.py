@@ -45,5 +45,6 @@ def test_it_conforms(name: str, part: str) -> None:
         env=os.environ | {"PYTHONPATH": path},
     )
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    failed = [row for row in rows if row["error"]]
+    # what is not declared may hold or not: the row says which
+    failed = [row for row in rows if row["error"] and not row["check"].endswith("undeclared")]
     assert not done.returncode and rows and not failed, (failed, done.stderr[-2000:])

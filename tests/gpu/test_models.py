@@ -47,6 +47,7 @@ def test_generate_equals_eager(compiled: bool, caplog: pytest.LogCaptureFixture)
     want = model.generate(**inputs, **options)
     model.set_attn_implementation("torchpaged")
     torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()  # which a reset keeps
     with caplog.at_level(logging.WARNING), torch.no_grad():
         for _ in range(2):
             cache = hf.PagedCache(model.config, 3, 64)

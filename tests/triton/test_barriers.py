@@ -224,7 +224,17 @@ def small_ops() -> list[tuple[str, tuple[Any, ...], dict[str, Any]]]:
         "sample_tokens": make_sampling_inputs([row, {}], vocab_size=600),
         "finish_step": make_finish_inputs([row, {}], vocab_size=600),
     }
-    return calls + [(op, (), inputs) for op, inputs in layers.items()]
+    latents = {  # long tables: contexts in parts, which are merged
+        "q": torch.randn(6, 4, 80, dtype=torch.bfloat16),
+        "kv_cache": torch.randn(130, 16, 1, 80, dtype=torch.bfloat16),
+        "block_table": torch.arange(1, 121, dtype=torch.int32).view(3, 40),
+        "seq_lens": torch.tensor([600, 19, 22], dtype=torch.int32),
+        "query_start_loc": torch.tensor([0, 4, 5, 6], dtype=torch.int32),
+        "out": torch.empty(6, 4, 64, dtype=torch.bfloat16),
+        "max_query_len": 4,
+        "scale": 0.11,
+    }
+    return calls + [(op, (), inputs) for op, inputs in ({"mla_attention": latents} | layers).items()]
 
 
 def kernel_sources() -> list[Path]:

@@ -48,6 +48,17 @@ CASES: dict[str, tuple[str, int, int, int, int, int, dict[str, Any]]] = {
     "everything_128": ("bf16", 128, 4, 16, 4096, 4096, EVERYTHING),
     "short_everything_128": ("bf16", 128, 4, 16, 512, 512, EVERYTHING),
     "tree_128": ("bf16", 128, 4, 16, 64, 4096, {"TREE": True}),
+    "tree_window_128": (
+        "bf16",
+        128,
+        4,
+        16,
+        64,
+        4096,
+        {"TREE": True, "WINDOW_LEFT": 9, "ALIBI": True, "SINKS": True},
+    ),
+    "tree_everything_128": ("bf16", 128, 4, 16, 64, 4096, {"TREE": True, **EVERYTHING}),
+    "tree_everything_256": ("bf16", 256, 8, 16, 64, 4096, {"TREE": True, **EVERYTHING}),
     "long_256": ("bf16", 256, 8, 16, 4096, 4096, {}),
     "long_192": ("bf16", 192, 1, 128, 4096, 4096, {}),
     "fp32_64": ("fp32", 64, 3, 16, 4096, 4096, {}),
@@ -115,8 +126,9 @@ def compile_prefill(
             pointers[name] = kind
         else:
             flags[name] = None
+    counts = options.get("TREE", False) and any(name in options for name in ("WINDOW_LEFT", "CHUNK", "ALIBI"))
     tiles = config.prefill_tiles(
-        dim, group, SIZES[dtype], max_query_len, max_seq_len, target in ("sm_90", "sm_100")
+        dim, group, SIZES[dtype], max_query_len, max_seq_len, target in ("sm_90", "sm_100"), counts
     )
     flags |= {
         "TOKENS": tiles.rows // group,

@@ -73,12 +73,19 @@ def decode_tiles(
 
 
 def prefill_tiles(
-    head_dim: int, group: int, itemsize: int, max_query_len: int, max_seq_len: int, large: bool
+    head_dim: int,
+    group: int,
+    itemsize: int,
+    max_query_len: int,
+    max_seq_len: int,
+    large: bool,
+    tree_positions: bool = False,
 ) -> Tiles:
     """Tiles of the prefill kernel.
 
     ``max_seq_len``: tokens that a row of the block table holds; ``large``: the device has Hopper's shared
-    memory (`has_large_tiles`).
+    memory (`has_large_tiles`); ``tree_positions``: a tree's window, chunks or ALiBi, which count the tokens
+    that each query sees and take as much shared memory as another stage and a half.
     """
     rows = launching.next_power_of_2(group)
     # float32 has no exact tensor-core path: plain FMAs, whose accumulators fill the registers
@@ -86,6 +93,8 @@ def prefill_tiles(
         return Tiles(max(16, rows), 16 if head_dim > 128 else 32, 4, 1)
     if not large:
         return Tiles(max(32, rows), 32, 4, 2) if head_dim > 128 else Tiles(max(64, rows), 64, 4, 2)
+    if tree_positions:  # at most 64 query tokens
+        return Tiles(max(64, rows), 32, 8, 2)
     if head_dim > 128:
         return Tiles(max(128, rows), 32, 8, 3)
     # few tiles of keys per program: two small programs per multiprocessor

@@ -169,7 +169,13 @@ def paged_attention(
             skip,
         )
     tiles = config.prefill_tiles(
-        max(dim, dim_v), group, q.element_size(), max_query_len, capacity, config.has_large_tiles(q.device)
+        max(dim, dim_v),
+        group,
+        q.element_size(),
+        max_query_len,
+        capacity,
+        config.has_large_tiles(q.device),
+        flags["TREE"] and (flags["WINDOW_LEFT"] >= 0 or flags["CHUNK"] > 0 or flags["ALIBI"]),
     )
     tokens = tiles.rows // group
     if skip:

@@ -38,7 +38,15 @@ from torchpaged.bench.attention.peers import PEERS, plan_us
 from torchpaged.custom_ops.errors import ArgumentError
 
 #: Backends around other libraries: a peer each, so that they run where they are named alone.
-_AROUND_LIBRARIES = ("flash_attn", "flashinfer", "flex", "torch_sdpa", "torch_varlen")
+_AROUND_LIBRARIES = (
+    "flash_attn",
+    "flash_attn_4",
+    "flashinfer",
+    "flashinfer_xqa",
+    "flex",
+    "torch_sdpa",
+    "torch_varlen",
+)
 
 
 def contenders(

@@ -39,7 +39,15 @@ class CrossAttention(PagedAttention):
         scale: float | None = None,
         **options: Any,
     ) -> None:
-        for name in ("window_size", "alibi_slopes", "chunk_size", "causal", "tree_mask"):
+        for name in (
+            "window_size",
+            "alibi_slopes",
+            "chunk_size",
+            "causal",
+            "tree_mask",
+            "score_mod",
+            "mask_mod",
+        ):
             if name in options:
                 raise ArgumentError(
                     name,

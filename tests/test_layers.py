@@ -227,6 +227,21 @@ def test_options_that_compare_positions(option: str) -> None:
         CrossAttention(HEADS, DIM, **{option: 4})
 
 
+@pytest.mark.parametrize("lens", [[2.7, 1], ["2"], [True]], ids=str)
+def test_lengths_of_encoders_are_not_rounded(lens: list[Any]) -> None:
+    with pytest.raises(ArgumentError, match="lens: expected lengths of at least 0, as ints"):
+        encoder_metadata(lens)
+    with pytest.raises(ArgumentError, match="max_len: expected"):
+        encoder_metadata([3], max_len=3.5)  # type: ignore[arg-type]
+
+
+def test_a_decoders_batch_is_none_of_cross_attention() -> None:
+    cache = make_cache(DIM)
+    batch = cache.allocate(1).append([1])
+    with pytest.raises(ArgumentError, match="metadata: expected CrossMetadata, got AttentionMetadata"):
+        CrossAttention(HEADS, DIM, KV_HEADS)(packed([1], HEADS), None, None, cache[0], batch)
+
+
 def test_rows_of_cross_metadata() -> None:
     with pytest.raises(ArgumentError, match="one number for each of 2 rows"):
         CrossMetadata.from_lists([1], [2, 3], [[1], [2]], block_size=4)

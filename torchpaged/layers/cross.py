@@ -85,6 +85,13 @@ class CrossAttention(PagedAttention):
                 nothing is written then.
         """
         if not torch.compiler.is_compiling():
+            if not isinstance(metadata, CrossMetadata):
+                raise ArgumentError(
+                    "metadata",
+                    "CrossMetadata",
+                    type(metadata).__name__,
+                    "build it with rows.cross(query_lens)",
+                )
             if key is not None and metadata.written is None:
                 raise ArgumentError(
                     "metadata",

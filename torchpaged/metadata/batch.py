@@ -244,6 +244,11 @@ class AttentionMetadata:
         """
         check_batch(query_lens, seq_lens, block_tables, block_size, num_blocks)
         trees = None if tree_parents is None else known_trees(tree_parents, query_lens, seq_lens)
+        longest = max(1, *query_lens, 1)
+        if max_query_len is not None and max_query_len < longest:
+            raise ArgumentError(
+                "max_query_len", f"at least the longest query ({longest})", str(max_query_len)
+            )
         width = max((len(row) for row in block_tables), default=1) or 1
         if max_blocks_per_req is not None:
             if width > max_blocks_per_req:
@@ -278,7 +283,7 @@ class AttentionMetadata:
         return cls(
             host_block_table(block_tables, len(seq_lens), width, pin).to(device, non_blocking=True),
             **fields,
-            max_query_len=max(1, *query_lens, 1) if max_query_len is None else max_query_len,
+            max_query_len=longest if max_query_len is None else max_query_len,
             block_size=block_size,
             query_lens=tuple(int(n) for n in query_lens),
         )

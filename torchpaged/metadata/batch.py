@@ -154,8 +154,15 @@ class AttentionMetadata:
                 padding rows.
 
         Raises:
-            ArgumentError: a row that is not there.
+            ArgumentError: a row that is not there, or a batch of trees, whose drafts are not all kept.
         """
+        if self.tree_mask is not None:
+            raise ArgumentError(
+                "tree_mask",
+                "None: the next step would read the keys of every branch",
+                "a batch of trees",
+                "keep one branch's tokens and build the batch of what is left",
+            )
         bad = [row for row in unfinished if not 0 <= row < self.num_reqs]
         if bad:
             raise ArgumentError("unfinished", f"rows in [0, {self.num_reqs})", str(bad))

@@ -99,3 +99,19 @@ def test_trees_go_with_their_tokens() -> None:
     assert decodes is not None and prefills is not None
     assert decodes.tree_mask.tolist() == [1] and prefills.tree_mask.tolist() == [1, 0b11, 0b101]
     assert prefills.positions.tolist() == [17, 18, 18] and batch.to("meta").tree_mask.is_meta
+
+
+def test_a_bound_below_the_longest_query_is_refused() -> None:
+    """Kernels are chosen by it, and on a GPU nobody looks at the lengths."""
+    with pytest.raises(
+        ArgumentError, match=r"max_query_len: expected at least the longest query \(3\), got 1"
+    ):
+        AttentionMetadata.from_lists([1, 3], [4, 7], [[1], [2, 3]], block_size=4, max_query_len=1)
+
+
+def test_no_decodes_behind_trees() -> None:
+    trees = AttentionMetadata.from_lists([3], [7], [[1, 2]], block_size=4, tree_parents=[[-1, -1, 0]])
+    with pytest.raises(
+        ArgumentError, match="tree_mask: expected None: the next step would read the keys of every"
+    ):
+        trees.decodes_after()

@@ -3,6 +3,8 @@ and captured."""
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -217,10 +219,27 @@ def test_refused_of_cross_attention(change: dict[str, Any], words: str) -> None:
     assert not cache[0].k_cache.any()
 
 
-@pytest.mark.parametrize("option", ["window_size", "alibi_slopes", "chunk_size", "causal"])
+@pytest.mark.parametrize(
+    "option", ["window_size", "alibi_slopes", "chunk_size", "causal", "score_mod", "mask_mod"]
+)
 def test_options_that_compare_positions(option: str) -> None:
     with pytest.raises(ArgumentError, match=f"{option}: expected nothing"):
         CrossAttention(HEADS, DIM, **{option: 4})
+
+
+@pytest.mark.parametrize("lens", [[2.7, 1], ["2"], [True]], ids=str)
+def test_lengths_of_encoders_are_not_rounded(lens: list[Any]) -> None:
+    with pytest.raises(ArgumentError, match="lens: expected lengths of at least 0, as ints"):
+        encoder_metadata(lens)
+    with pytest.raises(ArgumentError, match="max_len: expected"):
+        encoder_metadata([3], max_len=3.5)  # type: ignore[arg-type]
+
+
+def test_a_decoders_batch_is_none_of_cross_attention() -> None:
+    cache = make_cache(DIM)
+    batch = cache.allocate(1).append([1])
+    with pytest.raises(ArgumentError, match="metadata: expected CrossMetadata, got AttentionMetadata"):
+        CrossAttention(HEADS, DIM, KV_HEADS)(packed([1], HEADS), None, None, cache[0], batch)
 
 
 def test_rows_of_cross_metadata() -> None:
@@ -299,6 +318,21 @@ def test_requests_grow_and_shrink() -> None:
     assert cache.pool.num_free == 2 and rows.append([0, 1]).positions.tolist() == [3]
     rows.free()
     assert cache.pool.num_free == 5 and rows.seq_lens == [0, 0]
+
+
+def test_requests_are_copied_with_their_cache_alone() -> None:
+    """A copy with free blocks of its own would write over the other's tokens."""
+    cache = make_cache(num_blocks=6)
+    rows = cache.allocate(1)
+    rows.append([5])
+    for alone in (copy.copy, copy.deepcopy):
+        with pytest.raises(ArgumentError, match="together with their cache"):
+            alone(rows)
+    for both in (copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))):
+        other, twin = both((cache, rows))
+        assert twin.pool is other.pool is not cache.pool
+        twin.append([4])
+        assert (twin.seq_lens, rows.seq_lens) == ([9], [5]) and cache.pool.num_used == 2
 
 
 @pytest.mark.parametrize("lens", [[1], [1, -1], [1, 1.0], [True, 1]])

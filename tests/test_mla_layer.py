@@ -6,6 +6,7 @@ import copy
 import math
 import pickle
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -119,6 +120,29 @@ def test_what_is_refused() -> None:
             module(*given, pools[0], metadata)
     with pytest.raises(ArgumentError, match="^kv_cache: expected shape"):
         module(query, kv_c, k_pe, pools[0].kv_cache[:, :, 0], metadata)
+    assert not pools[0].kv_cache.any()
+
+
+def test_blocks_of_another_size_are_refused() -> None:
+    pools = cache()
+    query, kv_c, k_pe, metadata = step()
+    size = pools.block_size
+    other = replace(metadata, block_size=2 * size)
+    for module, batch in ((layer(), other), (layer(block_size=2 * size), metadata)):
+        with pytest.raises(ArgumentError, match=f"^kv_cache: expected blocks of {2 * size} tokens"):
+            module(query, kv_c, k_pe, pools[0], batch)
+    assert not pools[0].kv_cache.any()
+
+
+def test_half_a_gradient_is_refused() -> None:
+    module, pools = layer(), cache()
+    query, kv_c, k_pe, metadata = step()
+    module.requires_grad_(True)
+    with (
+        torch.enable_grad(),
+        pytest.raises(ArgumentError, match=r"^kv_b_proj.weight: expected .* without grad"),
+    ):
+        module(query, kv_c, k_pe, pools[0], metadata)
     assert not pools[0].kv_cache.any()
 
 

@@ -229,6 +229,19 @@ def test_a_folder_in_the_files_place(cache: Path) -> None:
         assert select_backend(SPEC).name in ("cpu", "reference")
 
 
+def test_a_cache_folder_that_can_not_be_looked_up(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHPAGED_CACHE", str(cache / ("a" * 300)))
+    with pytest.warns(TunedFileWarning, match="can't be read"):
+        assert select_backend(SPEC).name in ("cpu", "reference")
+
+
+def test_a_file_nested_too_deep(cache: Path) -> None:
+    path_for(CPU).parent.mkdir(parents=True, exist_ok=True)
+    path_for(CPU).write_text("[" * 200_000)
+    with pytest.warns(TunedFileWarning, match="no file of this format"):
+        assert select_backend(SPEC).name in ("cpu", "reference")
+
+
 def test_the_functions_follow(cache: Path) -> None:
     """Also those that remember their choice by kind of call."""
     from torchpaged.backends.ops_choice import choose_ops

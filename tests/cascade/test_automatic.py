@@ -138,6 +138,52 @@ def test_a_layer_that_can_not_reads_alone(passes: list[int], options: dict[str, 
     assert not passes
 
 
+def test_a_batch_invariant_layer_reads_alone(passes: list[int]) -> None:
+    """Whether a request is in a group depends on the others."""
+    layer = PagedAttention(HEADS, DIM, KV_HEADS, batch_invariant=True, backend="reference")
+    pools = torch.randn(20, BLOCK, KV_HEADS, DIM), torch.randn(20, BLOCK, KV_HEADS, DIM)
+    metadata = AttentionMetadata.from_lists(QUERIES, LENS, ROWS, block_size=BLOCK, max_blocks_per_req=WIDTH)
+    q = torch.randn(4, HEADS, DIM)
+    with torch.no_grad():
+        want = layer(q, None, None, pools, metadata)
+        assert torch.equal(layer(q, None, None, pools, automatic().attach(metadata, ROWS)), want)
+    assert not passes
+
+
+@pytest.mark.parametrize("compiler", ["inductor", "eager"])
+def test_a_layer_with_functions_reads_alone(
+    passes: list[int], monkeypatch: pytest.MonkeyPatch, compiler: str
+) -> None:
+    """Both passes know nothing of them; of backend flex compiled on a CPU, nor of a log-sum-exp."""
+    monkeypatch.setenv("TORCHPAGED_FLEX_COMPILER", compiler)
+    metadata = AttentionMetadata.from_lists(QUERIES, LENS, ROWS, block_size=BLOCK, max_blocks_per_req=WIDTH)
+    together = automatic().attach(metadata, ROWS)
+    for layer in (
+        PagedAttention(HEADS, DIM, KV_HEADS, score_mod=lambda score, r, h, i, j: score - 0.1 * (i - j)),
+        PagedAttention(HEADS, DIM, KV_HEADS, mask_mod=lambda r, h, i, j: j % 2 == 0),
+    ):
+        assert layer.choice.name == "flex" and not layer._can_read_prefixes_once(together)
+    plain = PagedAttention(HEADS, DIM, KV_HEADS, backend="flex")
+    assert plain._can_read_prefixes_once(together) == (compiler != "inductor")
+
+
+@pytest.mark.parametrize("change", ["lengths", "table", "queries"])
+def test_groups_of_an_earlier_step_are_refused(change: str) -> None:
+    layer = PagedAttention(HEADS, DIM, KV_HEADS)
+    pools = torch.randn(20, BLOCK, KV_HEADS, DIM), torch.randn(20, BLOCK, KV_HEADS, DIM)
+    rows = [ROWS[0], list(range(13, 19)), ROWS[2]]  # the one between shares nothing
+    metadata = AttentionMetadata.from_lists(QUERIES, LENS, rows, block_size=BLOCK, max_blocks_per_req=WIDTH)
+    together = automatic().attach(metadata, rows)
+    if change == "lengths":
+        metadata.seq_lens += 1
+    elif change == "table":
+        metadata.block_table[2, 3] = 19
+    else:
+        metadata.query_start_loc.copy_(torch.tensor([0, 2, 3, 4]))
+    with torch.no_grad(), pytest.raises(ArgumentError, match="prefixes: expected"):
+        layer(torch.randn(4, HEADS, DIM), None, None, pools, together)
+
+
 def test_nothing_pays_and_nothing_is_touched() -> None:
     metadata = AttentionMetadata.from_lists(QUERIES, LENS, ROWS, block_size=BLOCK, max_blocks_per_req=WIDTH)
     assert automatic(costs=HOPPER).attach(metadata, ROWS) is metadata

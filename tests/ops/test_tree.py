@@ -140,12 +140,30 @@ def test_words_and_positions_of_parents() -> None:
         ([-2], None, "parents"),
         ([-1] * 65, None, "at most 64"),
         ([-1, 0, 1], [0, 2, 3], "row 2"),
+        ([-1, 0], [0, 9, 1], "query_start_loc: expected 0 first, not decreasing, at most 2 tokens"),
+        ([-1, 0], [1, 2], "query_start_loc"),
     ],
 )
 def test_parents_that_are_no_tree_are_refused(parents: list[int], starts: Any, match: str) -> None:
     starts = None if starts is None else torch.tensor(starts, dtype=torch.int32)
     with pytest.raises(ArgumentError, match=match):
         torchpaged.tree_mask_from_parents(torch.tensor(parents, dtype=torch.int32), starts)
+
+
+@pytest.mark.parametrize(
+    "parents",
+    [[-1, 0.9], ["-1", "0"], [-1, False], -1, iter([-1, 0])],
+    ids=["float", "str", "bool", "one", "iterator"],
+)
+def test_parents_are_not_rounded(parents: Any) -> None:
+    with pytest.raises(ArgumentError, match="tree_parents: expected a list of ints"):
+        AttentionMetadata.from_lists([2], [5], [[1]], block_size=8, tree_parents=[parents])
+
+
+def test_positions_want_tensors() -> None:
+    seq_lens = torch.tensor([5], dtype=torch.int32)
+    with pytest.raises(ArgumentError, match="query_start_loc: expected a tensor"):
+        torchpaged.tree_token_positions(torch.tensor([1, 3]), seq_lens, [0, 2])
 
 
 def _word(batch: Batch, row: int, word: int) -> dict[str, Any]:

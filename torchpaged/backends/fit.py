@@ -38,22 +38,8 @@ def require_fit(
     """
     if k_cache.dim() != 4:
         return  # the op's own check says what is wrong
-    size = k_cache.shape[1]
-    metadata.check_block_size(size)
-    if block_size is not None and size != block_size:
-        # dynamo can't make an ArgumentError, and its own error quotes this one
-        if torch.compiler.is_compiling():
-            raise ValueError(
-                f"kv_cache: expected blocks of {block_size} tokens, as this module was built for, "
-                f"got blocks of {size}"
-            )
-        raise ArgumentError(
-            "kv_cache",
-            f"blocks of {block_size} tokens, as this module was built for",
-            f"blocks of {size}",
-            "build both with one block_size, or PagedAttention without it",
-        )
-    limits, num_blocks = session.limits, k_cache.shape[0]
+    require_block_size(k_cache, metadata, block_size)
+    limits, num_blocks, size = session.limits, k_cache.shape[0], k_cache.shape[1]
     expected, got = "", ""
     if limits.block_size is not None and size != limits.block_size:
         expected, got = (
@@ -83,6 +69,31 @@ def require_fit(
         raise BackendUnavailableError(
             f"backend {name!r} cannot run this attention: tree_mask is not supported; give "
             "PagedAttention tree_mask=True, so that it chooses with it"
+        )
+
+
+def require_block_size(k_cache: Tensor, metadata: AttentionMetadata, block_size: int | None) -> None:
+    """Refuse blocks of another size than the batch or the module was made for; arguments as in `require_fit`.
+
+    Raises:
+        ArgumentError: another block size; ValueError in a trace.
+    """
+    if k_cache.dim() != 4:
+        return  # the op's own check says what is wrong
+    size = k_cache.shape[1]
+    metadata.check_block_size(size)
+    if block_size is not None and size != block_size:
+        # dynamo can't make an ArgumentError, and its own error quotes this one
+        if torch.compiler.is_compiling():
+            raise ValueError(
+                f"kv_cache: expected blocks of {block_size} tokens, as this module was built for, "
+                f"got blocks of {size}"
+            )
+        raise ArgumentError(
+            "kv_cache",
+            f"blocks of {block_size} tokens, as this module was built for",
+            f"blocks of {size}",
+            "build both with one block_size, or the module without it",
         )
 
 

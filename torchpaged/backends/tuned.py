@@ -115,8 +115,17 @@ def tuned_for(device: torch.device) -> Tuned | None:
         return None
     key = str(_folder()), str(device)
     if key not in _FOUND:
-        _FOUND[key] = _read(device) if _folder().is_dir() else None
+        _FOUND[key] = _read(device) if _is_there(_folder()) else None
     return _FOUND[key]
+
+
+def _is_there(folder: Path) -> bool:
+    """Whether there is such a folder; a name that can't be looked up is said, as a file would be."""
+    try:
+        return folder.is_dir()
+    except OSError as error:
+        _refused(folder, f"it can't be read: {error}")
+        return False
 
 
 def _read(device: torch.device) -> Tuned | None:
@@ -129,7 +138,7 @@ def _read(device: torch.device) -> Tuned | None:
         return _refused(path, f"it can't be read: {error}")
     try:
         tuned = _parsed(json.loads(content))
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         return _refused(path, f"it is no file of this format: {error}")
     here = device_name(device), versions()
     if tuned.device != here[0]:

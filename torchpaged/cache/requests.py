@@ -11,6 +11,7 @@ Host data only, but for the metadata that it makes.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,7 +37,17 @@ class CacheRequests:
     Attributes:
         seq_lens: tokens that each request holds.
         block_tables: blocks of each request.
+
+    Copies and pickles are made together with the cache, ``copy.deepcopy((cache, rows))``: it holds the blocks
+    and says which are free.
     """
+
+    _ALONE = (
+        "requests",
+        "copied together with their cache, which holds the blocks",
+        "a copy of the requests alone",
+        "copy.deepcopy((cache, requests)); for rows of the same cache, cache.allocate",
+    )
 
     def __init__(
         self,
@@ -52,6 +63,18 @@ class CacheRequests:
         self.pool, self.block_size, self.max_seq_len, self.device = pool, block_size, max_seq_len, device
         self.seq_lens = [0] * num_reqs
         self.block_tables: list[list[int]] = [[] for _ in range(num_reqs)]
+
+    def __copy__(self) -> CacheRequests:
+        raise ArgumentError(*self._ALONE)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CacheRequests:
+        """Together with their cache alone: two owners of the same blocks, each with free ones of its own,
+        would write over each other's tokens."""
+        if id(self.pool) not in memo:
+            raise ArgumentError(*self._ALONE)
+        twin = memo[id(self)] = object.__new__(type(self))
+        twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return twin
 
     def __len__(self) -> int:
         return len(self.seq_lens)

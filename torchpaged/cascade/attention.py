@@ -119,7 +119,7 @@ def _two_passes(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Outputs and LSE over the prefixes, in the batch's order, and over the rest."""
     if not torch.compiler.is_compiling():
-        _check(q, *batch, pools[0], prefixes)
+        _check(q, *batch, pools[0], prefixes, suffix)
     shared, shared_lse = paged_attention(
         q[prefixes.order],
         *pools,
@@ -144,6 +144,7 @@ def _check(
     query_start_loc: Tensor,
     k_cache: Tensor,
     prefixes: SharedPrefixes,
+    suffix: tuple[Tensor, Tensor],
 ) -> None:
     check_tensors(q=q, block_table=block_table, seq_lens=seq_lens, query_start_loc=query_start_loc)
     check_dims("q", q, prefixes.order.shape[0], None, None)
@@ -166,3 +167,32 @@ def _check(
             f"shared blocks that row {row} of block_table has not, or not before its queries",
             "call prefixes.set for every batch whose groups change",
         )
+    if not _has_tokens_in_groups(query_start_loc, prefixes):
+        raise ArgumentError(
+            "prefixes",
+            "the groups of this batch",
+            f"those of other query lengths than query_start_loc {query_start_loc.tolist()} says",
+            "call prefixes.set for every batch whose query lengths change",
+        )
+    table, lens = prefixes.suffix(block_table, seq_lens)
+    read = columns * prefixes.block_size < lens[:, None]
+    if bool((suffix[1] != lens).any()) or bool(((suffix[0] != table) & read).any()):
+        raise ArgumentError(
+            "prefixes",
+            "what prefixes.suffix gives for this block_table and these seq_lens",
+            "that of an earlier step",
+            "call SharedPrefixes.of, or suffix, again for each step",
+        )
+
+
+def _has_tokens_in_groups(query_start_loc: Tensor, prefixes: SharedPrefixes) -> bool:
+    """Whether each token stands in its request's group, or in none where that has none."""
+    token, num_groups = (
+        torch.arange(prefixes.order.shape[0], device=prefixes.order.device),
+        len(prefixes.lens),
+    )
+    row = torch.searchsorted(query_start_loc[1:].long(), token, right=True)  # num_reqs: padding
+    of_row = torch.where(prefixes.shift > 0, prefixes.group_of_row, num_groups)
+    wanted = torch.cat([of_row, of_row.new_full((1,), num_groups)])[row]
+    stands_in = torch.searchsorted(prefixes.query_start_loc[1:].long(), prefixes.inverse, right=True)
+    return torch.equal(stands_in, wanted)

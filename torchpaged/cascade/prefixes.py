@@ -135,7 +135,8 @@ class SharedPrefixes:
 
     def of(self, metadata: AttentionMetadata) -> AttentionMetadata:
         """The batch with these groups, for layers of `torchpaged.PagedAttention`; computed on the device, so
-        that a captured step calls it within its graph."""
+        that a captured step calls it within its graph. It is of these lengths: after lengths or tables
+        changed in place, as by `torchpaged.advance_step`, call it anew."""
         own = self.suffix(metadata.block_table, metadata.seq_lens)
         return replace(metadata, prefixes=CascadeBatch(self, *own))
 

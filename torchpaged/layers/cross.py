@@ -39,7 +39,15 @@ class CrossAttention(PagedAttention):
         scale: float | None = None,
         **options: Any,
     ) -> None:
-        for name in ("window_size", "alibi_slopes", "chunk_size", "causal", "tree_mask"):
+        for name in (
+            "window_size",
+            "alibi_slopes",
+            "chunk_size",
+            "causal",
+            "tree_mask",
+            "score_mod",
+            "mask_mod",
+        ):
             if name in options:
                 raise ArgumentError(
                     name,
@@ -77,6 +85,13 @@ class CrossAttention(PagedAttention):
                 nothing is written then.
         """
         if not torch.compiler.is_compiling():
+            if not isinstance(metadata, CrossMetadata):
+                raise ArgumentError(
+                    "metadata",
+                    "CrossMetadata",
+                    type(metadata).__name__,
+                    "build it with rows.cross(query_lens)",
+                )
             if key is not None and metadata.written is None:
                 raise ArgumentError(
                     "metadata",

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from torchpaged.backends import Choice, attention_spec, select_backend
+from torchpaged.backends.fit import require_block_size
 from torchpaged.cache import LayerLatentCache
 from torchpaged.custom_ops import BackendOps
 from torchpaged.custom_ops.checks import check_dims, check_tensors, is_int, refuse_grad
@@ -156,9 +157,11 @@ class MLAAttention(nn.Module):
         if not torch.compiler.is_compiling():
             check_tensors(query=query, kv_cache=pool)
             check_dims("query", query, *[None] * (query.dim() - 2), self.num_heads, width)
-            refuse_grad(query=query, kv_c=kv_c, k_pe=k_pe)
+            # the projection's half for keys would get no gradient
+            refuse_grad(query=query, kv_c=kv_c, k_pe=k_pe, **{"kv_b_proj.weight": weight})
             if (weight.device, weight.dtype) != self._chosen_for:
                 self._choose()  # loaders replace tensors one by one
+        require_block_size(pool, metadata, self.block_size)
         up_keys, up_values = weight.view(self.num_heads, -1, self.kv_lora_rank).split(
             [self.qk_nope_head_dim, self.v_head_dim], dim=1
         )

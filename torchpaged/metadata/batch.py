@@ -154,8 +154,15 @@ class AttentionMetadata:
                 padding rows.
 
         Raises:
-            ArgumentError: a row that is not there.
+            ArgumentError: a row that is not there, or a batch of trees, whose drafts are not all kept.
         """
+        if self.tree_mask is not None:
+            raise ArgumentError(
+                "tree_mask",
+                "None: the next step would read the keys of every branch",
+                "a batch of trees",
+                "keep one branch's tokens and build the batch of what is left",
+            )
         bad = [row for row in unfinished if not 0 <= row < self.num_reqs]
         if bad:
             raise ArgumentError("unfinished", f"rows in [0, {self.num_reqs})", str(bad))
@@ -244,6 +251,11 @@ class AttentionMetadata:
         """
         check_batch(query_lens, seq_lens, block_tables, block_size, num_blocks)
         trees = None if tree_parents is None else known_trees(tree_parents, query_lens, seq_lens)
+        longest = max(1, *query_lens, 1)
+        if max_query_len is not None and max_query_len < longest:
+            raise ArgumentError(
+                "max_query_len", f"at least the longest query ({longest})", str(max_query_len)
+            )
         width = max((len(row) for row in block_tables), default=1) or 1
         if max_blocks_per_req is not None:
             if width > max_blocks_per_req:
@@ -278,7 +290,7 @@ class AttentionMetadata:
         return cls(
             host_block_table(block_tables, len(seq_lens), width, pin).to(device, non_blocking=True),
             **fields,
-            max_query_len=max(1, *query_lens, 1) if max_query_len is None else max_query_len,
+            max_query_len=longest if max_query_len is None else max_query_len,
             block_size=block_size,
             query_lens=tuple(int(n) for n in query_lens),
         )

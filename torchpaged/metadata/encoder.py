@@ -8,16 +8,17 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from torchpaged.custom_ops.checks import is_int
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.metadata.batch import AttentionMetadata
 from torchpaged.metadata.host import to_device
 
 
 def _check_lens(name: str, lens: Sequence[int]) -> list[int]:
-    numbers = [int(n) for n in lens]
-    if min(numbers, default=0) < 0:
-        raise ArgumentError(name, "lengths of at least 0", str(numbers))
-    return numbers
+    numbers = list(lens)
+    if not all(is_int(n) and n >= 0 for n in numbers):
+        raise ArgumentError(name, "lengths of at least 0, as ints", str(numbers))
+    return [int(n) for n in numbers]
 
 
 def encoder_metadata(
@@ -37,7 +38,7 @@ def encoder_metadata(
     numbers = _check_lens("lens", lens)
     longest = max(numbers, default=0)
     width = max(longest, 1) if max_len is None else max_len
-    if longest > width:
+    if not is_int(width) or longest > width:
         raise ArgumentError("max_len", f"at least the longest row ({longest})", str(max_len))
     starts = [0, *itertools.accumulate(numbers)]
     query_start_loc = to_device(starts, torch.int32, device)

@@ -17,7 +17,14 @@ import torch
 from torch import Tensor
 
 from torchpaged.custom_ops.attention.check import MAX_TREE_TOKENS
-from torchpaged.custom_ops.checks import check_device, check_dims, check_dtype, check_tensors, reads_values
+from torchpaged.custom_ops.checks import (
+    check_device,
+    check_dims,
+    check_dtype,
+    check_tensors,
+    is_int,
+    reads_values,
+)
 from torchpaged.custom_ops.errors import ArgumentError
 
 
@@ -68,15 +75,16 @@ def tree_token_positions(
         ``[num_tokens]`` int64; 0 for tokens past the last request, and for those of a request of length 0.
 
     Raises:
-        ArgumentError: shapes, dtypes or devices don't fit.
+        ArgumentError: shapes, dtypes or devices don't fit; where values are checked, also the tokens of
+            ``query_start_loc``.
     """
     check_tensors(tree_mask=tree_mask, seq_lens=seq_lens)
     check_dims("tree_mask", tree_mask, None)
     check_dtype("tree_mask", tree_mask, torch.int64)
+    index, first, inside = _index_in_request(tree_mask, query_start_loc)
     check_dims("seq_lens", seq_lens, 1 if query_start_loc is None else query_start_loc.shape[0] - 1)
     check_dtype("seq_lens", seq_lens, torch.int32)
     check_device(tree_mask.device, seq_lens=seq_lens)
-    index, first, inside = _index_in_request(tree_mask, query_start_loc)
     bits = torch.arange(MAX_TREE_TOKENS, device=tree_mask.device)
     depth = (((tree_mask[:, None] >> bits) & 1) * (bits < index[:, None])).sum(-1)
     # token of the batch -> its request: as many requests end at or before it
@@ -98,10 +106,22 @@ def _index_in_request(per_token: Tensor, query_start_loc: Tensor | None) -> tupl
     check_device(per_token.device, query_start_loc=query_start_loc)
     if query_start_loc.shape[0] < 2:
         raise ArgumentError("query_start_loc", "at least one request", str(query_start_loc.shape[0] - 1))
+    if reads_values(per_token.device):
+        _check_starts(query_start_loc, per_token.shape[0])
     starts = query_start_loc.long()
     owner = torch.searchsorted(starts[1:].contiguous(), token, right=True)
     first = starts[owner.clamp_max(starts.shape[0] - 2)]
     return token - first, first, owner < starts.shape[0] - 1
+
+
+def _check_starts(query_start_loc: Tensor, num_tokens: int) -> None:
+    first, last = int(query_start_loc[0]), int(query_start_loc[-1])
+    if first != 0 or last > num_tokens or bool((query_start_loc.diff() < 0).any()):
+        raise ArgumentError(
+            "query_start_loc",
+            f"0 first, not decreasing, at most {num_tokens} tokens",
+            str(query_start_loc.tolist()),
+        )
 
 
 def _check_parents(parents: Tensor, index: Tensor, inside: Tensor) -> None:
@@ -119,6 +139,16 @@ def _check_parents(parents: Tensor, index: Tensor, inside: Tensor) -> None:
             f"at most {MAX_TREE_TOKENS} query tokens per request, which a word has bits for",
             str(int(torch.where(inside, index, 0).max()) + 1),
         )
+
+
+def _ints_of(parents: Sequence[int], row: int) -> list[int]:
+    """One request's parents, none of them rounded."""
+    given = parents.tolist() if hasattr(parents, "tolist") else parents
+    if not isinstance(given, Sequence) or isinstance(given, str) or not all(map(is_int, given)):
+        raise ArgumentError(
+            "tree_parents", f"a list of ints, or None, for the query tokens of row {row}", repr(parents)
+        )
+    return [int(parent) for parent in given]
 
 
 def words_of(parents: Sequence[int]) -> list[int]:
@@ -158,15 +188,15 @@ def known_trees(
     """Every request's parents: a chain where None was given.
 
     Raises:
-        ArgumentError: not one tree per request, or one of another number of tokens, or a sequence shorter
-            than its query tokens.
+        ArgumentError: not one tree per request, one that is no list of ints or of another number of tokens,
+            or a sequence shorter than its query tokens.
     """
     if len(tree_parents) != len(query_lens):
         raise ArgumentError("tree_parents", f"a tree per request ({len(query_lens)})", str(len(tree_parents)))
     trees = []
     for row, (parents, query_len, seq_len) in enumerate(zip(tree_parents, query_lens, seq_lens, strict=True)):
         chain = range(-1, query_len - 1)
-        trees.append([int(parent) for parent in (chain if parents is None else parents)])
+        trees.append(list(chain) if parents is None else _ints_of(parents, row))
         if len(trees[-1]) != query_len or seq_len < query_len:
             raise ArgumentError(
                 "tree_parents",

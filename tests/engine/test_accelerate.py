@@ -118,6 +118,64 @@ def test_a_streamer_gets_every_token(pair: tuple[Any, Any]) -> None:
         pair[1].generate(**padded([7, 3]), max_new_tokens=6, streamer=Streamer())
 
 
+def test_positional_arguments_are_arguments(pair: tuple[Any, Any]) -> None:
+    """generate() takes loops of its own and a streamer by place, too."""
+
+    class Streamer:
+        def __init__(self) -> None:
+            self.tokens: list[int] = []
+
+        def put(self, value: torch.Tensor) -> None:
+            self.tokens += value.flatten().tolist()
+
+        def end(self) -> None:
+            self.tokens.append(-1)
+
+    plain, fast = pair
+    ids, options = padded([7])["input_ids"], {"do_sample": False, "max_new_tokens": 6, "eos_token_id": None}
+    takes = list(inspect.signature(type(fast).generate).parameters)[2:]  # without the model and its inputs
+
+    def given(name: str, value: Any) -> list[Any]:
+        return [value if name == other else None for other in takes[: takes.index(name) + 1]]
+
+    streamer = Streamer()
+    out = fast.generate(ids, *given("streamer", streamer), **options)
+    assert streamer.tokens == [*out[0].tolist(), -1]
+    with pytest.raises(ArgumentError, match="^assistant_model: expected None"):
+        fast.generate(ids, *given("assistant_model", plain), **options)
+    own = fast.generate(ids, *given("custom_generate", lambda model, input_ids, **_: input_ids + 1))
+    assert own.equal(ids + 1)
+
+
+def test_no_row_is_refused(pair: tuple[Any, Any]) -> None:
+    with pytest.raises(ArgumentError, match="^input_ids: expected one row at least"):
+        pair[1].generate(padded([7])["input_ids"][:0], max_new_tokens=2)
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (lambda model: model.to(torch.bfloat16), "dtype"),
+        (lambda model: model.resize_token_embeddings(101), "vocab_size"),
+        (lambda model: model.set_attn_implementation("eager"), "attn_implementation"),
+    ],
+    ids=["dtype", "vocabulary", "attention"],
+)
+def test_a_model_that_changed_is_refused(
+    make_llama: Callable[..., Any], change: Callable[[Any], Any], name: str
+) -> None:
+    """Its pools and rows were made for what it was."""
+    model = make_llama(vocab_size=99, hidden_size=64, intermediate_size=96, max_position_embeddings=256)
+    hf.accelerate(model, max_batch_size=1, max_seq_len=32)
+    change(model)
+    options = {"do_sample": False, "max_new_tokens": 4, "eos_token_id": None}
+    with pytest.raises(ArgumentError, match=f"^model: expected {name} .*as accelerate\\(\\) found it"):
+        model.generate(padded([7])["input_ids"], **options)
+    hf.unaccelerate(model)
+    hf.accelerate(model, max_batch_size=1, max_seq_len=32)
+    assert model.generate(padded([7])["input_ids"], **options).shape == (1, 11)
+
+
 def test_a_dictionary_is_returned_when_asked(pair: tuple[Any, Any]) -> None:
     want, got = both(pair, padded([4, 6]), return_dict_in_generate=True)
     assert type(got) is type(want) and torch.equal(got.sequences, want.sequences)

@@ -52,6 +52,32 @@ def test_scales_are_found_in_the_first_prompt(model: Any, kv_dtype: str, scales:
     assert generator.model.kv_cache.bytes_per_block * 4 == of_plain
 
 
+def test_a_prompt_of_nans_finds_no_scales(model: Any) -> None:
+    """It fails alone; the next prompt's scales are what they are without it."""
+    options: dict[str, Any] = {"max_seq_len": 64, "block_size": 4, "kv_dtype": "fp8_e4m3"}
+    clean = Generator(model, **options)
+    want = clean.generate(PROMPTS[:1], PARAMS)[0].token_ids
+    weight = model.get_input_embeddings().weight.data
+    kept = weight[1].clone()
+    weight[1] = float("nan")
+    try:
+        generator = Generator(model, **options)
+        bad, good = generator.generate([[1, 2, 3], PROMPTS[0]], PARAMS)
+    finally:
+        weight[1] = kept
+    assert bad.finish_reason == "error" and good.token_ids == want
+    assert not generator.model.needs_scales
+    for ours, theirs in zip(generator.model.kv_scales, clean.model.kv_scales, strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(ours, theirs, strict=True))
+
+
+def test_made_in_inference_mode(model: Any) -> None:
+    options: dict[str, Any] = {"max_seq_len": 64, "block_size": 4, "kv_dtype": "fp8_e4m3"}
+    with torch.inference_mode():
+        generator = Generator(model, **options)
+    assert tokens(generator) == tokens(Generator(model, **options))
+
+
 def test_given_scales_stay(model: Any) -> None:
     scales = [(0.02, torch.tensor([0.01, 0.03])), (0.05, 0.04)]
     generator = Generator(model, max_seq_len=64, block_size=4, kv_dtype="fp8_e4m3", kv_scales=scales)

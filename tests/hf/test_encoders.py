@@ -11,7 +11,18 @@ import torch
 from test_query_tokens import Kernels
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
-from transformers import AutoModel, BertConfig, BertModel, CLIPTextConfig, ModernBertConfig, SplinterConfig
+from transformers import (
+    AutoModel,
+    BertConfig,
+    BertModel,
+    CLIPTextConfig,
+    ModernBertConfig,
+    SiglipTextConfig,
+    SiglipTextModel,
+    SplinterConfig,
+    Wav2Vec2Config,
+    Wav2Vec2Model,
+)
 from transformers.masking_utils import create_bidirectional_mask, create_causal_mask
 
 from torchpaged.hf import pinned_batch
@@ -91,6 +102,45 @@ def test_hidden_states_equal_eager(name: str, padding: str) -> None:
         got = states(built(name), given)
     torch.testing.assert_close(got, states(built(name, "eager"), given), rtol=1e-4, atol=1e-5)
     assert (counts.ours, counts.sdpa) == (2, 0)
+
+
+def test_the_pooled_state_of_a_padded_position() -> None:
+    """SigLIP pools the last position, whatever it is: the states of padding must be transformers' own."""
+    given, pooled = batch("right"), []
+    for implementation in ("torchpaged", "eager"):
+        torch.manual_seed(0)
+        config = SiglipTextConfig(**SIZES, bos_token_id=1, eos_token_id=2)
+        model = SiglipTextModel._from_config(config, attn_implementation=implementation).eval()
+        with torch.no_grad():
+            pooled.append(model(**given).pooler_output)
+    torch.testing.assert_close(pooled[0], pooled[1], rtol=1e-4, atol=1e-5)
+
+
+def test_convolutions_behind_an_encoder() -> None:
+    """wav2vec2's adapter mixes a row's last tokens with the padding behind them."""
+    given = {"input_values": torch.randn(2, 120, generator=torch.Generator().manual_seed(0))}
+    given["attention_mask"] = (torch.arange(120) < torch.tensor([[120], [74]])).long()
+    states = []
+    for implementation in ("torchpaged", "eager"):
+        torch.manual_seed(0)
+        config = Wav2Vec2Config(
+            hidden_size=16,
+            intermediate_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            conv_dim=(8, 8),
+            conv_kernel=(4, 4),
+            conv_stride=(2, 2),
+            num_conv_pos_embeddings=4,
+            num_conv_pos_embedding_groups=2,
+            initializer_range=0.5,
+            add_adapter=True,
+            num_adapter_layers=1,
+        )
+        model = Wav2Vec2Model._from_config(config, attn_implementation=implementation).eval()
+        with torch.no_grad():
+            states.append(model(**given).last_hidden_state)
+    torch.testing.assert_close(states[0], states[1], rtol=1e-4, atol=1e-5)
 
 
 def test_a_hole_goes_to_sdpa() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -128,13 +129,41 @@ def adapted(projection: nn.Linear) -> nn.Module:
     return made
 
 
-def test_projections_that_are_more_than_their_weight(youtu: Any) -> None:
+def _adapt(module: Any) -> None:
+    module.kv_b_proj = adapted(module.kv_b_proj)
+
+
+def _hook(module: Any) -> None:
+    module.kv_b_proj.register_forward_hook(lambda _, args, out: out * 2)
+
+
+def _hook_before(module: Any) -> None:
+    module.kv_b_proj.register_forward_pre_hook(lambda _, args: (args[0] * 2,))
+
+
+def _replace_forward(module: Any) -> None:
+    own = module.kv_b_proj.forward
+    module.kv_b_proj.forward = lambda x: own(x) * 2
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (_adapt, "is a Adapter"),
+        (_hook, "has forward hooks"),
+        (_hook_before, "has forward hooks"),
+        (_replace_forward, "has a forward that another one replaced"),
+    ],
+)
+def test_projections_that_are_more_than_their_weight(
+    youtu: Any, change: Callable[[Any], None], why: str
+) -> None:
     """Halves of the weight would drop an adapter: before attach() it gathers, later it is refused."""
     attach(youtu)
     cache = cache_of(youtu)
     module = next(module for module in youtu.modules() if hasattr(module, "kv_b_proj"))
-    module.kv_b_proj = adapted(module.kv_b_proj)
-    with pytest.raises(UnsupportedModelError, match=r"kv_b_proj.*is a Adapter.*dense=True"):
+    change(module)
+    with pytest.raises(UnsupportedModelError, match=rf"kv_b_proj.*{why}.*dense=True"):
         greedy(youtu, cache)
     detach(youtu)
     by_itself = greedy(youtu)

@@ -29,22 +29,49 @@ class _Generate:
     def __init__(self, model: Any, generator: Generator) -> None:
         self._model, self.generator = model, generator
         self.before = vars(model).get("generate")  # of the instance; normally none
+        self._accelerated_as = _facts(model)
         functools.update_wrapper(self, type(model).generate)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         own = self.before or functools.partial(type(self._model).generate, self._model)
-        if kwargs.get("custom_generate") is not None:  # the caller brings a loop
+        # By name: what is refused, and a streamer, may come as positional arguments.
+        bound = inspect.signature(type(self._model).generate).bind(self._model, *args, **kwargs)
+        call = {**bound.arguments, **kwargs}
+        if call.get("custom_generate") is not None:  # the caller brings a loop
             return own(*args, **kwargs)
-        require_plain_call(kwargs)
+        require_plain_call(call)
+        self._require_unchanged()
         # transformers hands a streamer on to its own loops only.
-        loop = _Loop(self.generator, kwargs.get("streamer"))
-        return own(*args, **kwargs, custom_generate=loop.run)
+        bound.arguments["custom_generate"] = _Loop(self.generator, call.get("streamer")).run
+        return own(*bound.args[1:], **bound.kwargs)
+
+    def _require_unchanged(self) -> None:
+        """Refuse a model that no longer fits the pools and rows made for it."""
+        for name, now in _facts(self._model).items():
+            if now != self._accelerated_as[name]:
+                raise ArgumentError(
+                    "model",
+                    f"{name} {self._accelerated_as[name]!r}, as accelerate() found it",
+                    repr(now),
+                    "call torchpaged.hf.unaccelerate(model) and accelerate it again",
+                )
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise NotCopyableError(
             "an accelerated model can't be copied or pickled: its graphs, rows and pools are places in this "
             "process's memory; call torchpaged.hf.unaccelerate(model) first, or save its state_dict()"
         )
+
+
+def _facts(model: Any) -> dict[str, Any]:
+    """What pools, rows and graphs of a model depend on."""
+    config = model.config.get_text_config(decoder=True)
+    return {
+        "vocab_size": config.vocab_size,
+        "dtype": model.dtype,
+        "device": model.device,
+        "attn_implementation": config._attn_implementation,
+    }
 
 
 class _Loop:
@@ -63,6 +90,8 @@ class _Loop:
         **model_kwargs: Any,
     ) -> Any:
         """What transformers' loops give: prompts, new tokens and padding, ``[rows, length]`` int64."""
+        if len(input_ids) == 0:
+            raise ArgumentError("input_ids", "one row at least", "none")
         if self._streamer is not None and len(input_ids) != 1:
             raise ArgumentError("streamer", "one row", f"{len(input_ids)} rows", "stream them one by one")
         prompts = _without_padding(input_ids, model_kwargs.get("attention_mask"))

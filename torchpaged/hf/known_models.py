@@ -80,7 +80,6 @@ _ENCODER_ONLY = (
     "roberta",
     "roberta-prelayernorm",
     "roc_bert",
-    "siglip_text_model",
     "splinter",
     "t5_gemma_module",
     "xlm-roberta",
@@ -109,6 +108,7 @@ _WITH_DECODER = (
 #: Models with encoders whose attention modules tell by ``is_decoder`` whether they attend to their own tokens
 #: -> whether one without that attribute may attend to others: `torchpaged.hf.uncached` leaves out padding
 #: queries where they attend to their own. Not nllb-moe, where padding takes part in the experts' capacity.
+#: Not siglip_text_model either, whose pooled state is that of the last position, padding or not.
 ENCODERS: dict[str, bool] = {**dict.fromkeys(_ENCODER_ONLY, False), **dict.fromkeys(_WITH_DECODER, True)}
 #: Models that add a bias by positions to their scores.
 ADDS_BIAS = frozenset(model_type for model_type, why in NEEDS_DENSE.items() if why == _BIAS)

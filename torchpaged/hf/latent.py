@@ -177,6 +177,10 @@ def _not_plain(projection: Any) -> str:
     """What a projection has beside a weight; empty if nothing."""
     if type(projection) is not nn.Linear:
         return f"is a {type(projection).__name__}"
+    if projection._forward_hooks or projection._forward_pre_hooks:
+        return "has forward hooks"
+    if "forward" in projection.__dict__:
+        return "has a forward that another one replaced"
     if projection.bias is not None:
         return "has a bias"
     if type(projection.weight) not in (Tensor, nn.Parameter) or not projection.weight.is_floating_point():

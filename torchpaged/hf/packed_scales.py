@@ -67,32 +67,38 @@ class PackedScales:
             empty = torch.empty(1, heads, 0, 1, dtype=torch.float32, device=layer.keys.device)
             if self.missing:
                 count = heads if self._by_head else 1
-                layer.scales = {
-                    name: torch.ones(count, dtype=torch.float32, device=empty.device)
-                    for name in ("k_scale", "v_scale")
-                }
+                with torch.inference_mode(False):  # filled later, perhaps outside of it
+                    layer.scales = {
+                        name: torch.ones(count, dtype=torch.float32, device=empty.device)
+                        for name in ("k_scale", "v_scale")
+                    }
                 for scale in layer.scales.values():
                     torch._dynamo.mark_static_address(scale, guard=False)
             else:
                 layer.scales = self._scales.of(position, empty, empty)
 
     def find(self, filled: Iterable[PagedLayer], num_tokens: int) -> None:
-        """Fill the scales from pools of the keys' dtype.
+        """Fill the scales from pools of the keys' dtype. Keys or values that are not finite say nothing:
+        then the scales stay missing, for the next prompt; a request of such tokens ends by its NaN logits.
 
         Args:
             filled: as many layers, whose tokens stand from slot ``block_size`` on, behind the null block.
             num_tokens: of them.
         """
-        for position, (layer, source) in enumerate(zip(self._layers, filled, strict=True)):
+        found = []
+        for position, source in enumerate(filled):
             assert source.keys is not None and source.values is not None
             first = source.keys.shape[1]
             states = [
                 pool.flatten(0, 1)[first : first + num_tokens].transpose(0, 1)[None]
                 for pool in (source.keys, source.values)
             ]
-            found = self._scales.of(position, *states)
+            if not all(bool(x.isfinite().all()) for x in states):
+                return
+            found.append(self._scales.of(position, *states))
+        for layer, scales in zip(self._layers, found, strict=True):
             for name, scale in layer.scales.items():
-                scale.copy_(found[name])
+                scale.copy_(scales[name])
         self.missing = False
 
     @property

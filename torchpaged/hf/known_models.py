@@ -91,7 +91,6 @@ _WITH_DECODER = (
     "bigbird_pegasus",
     "blenderbot",
     "blenderbot-small",
-    "data2vec-audio",
     "hubert",
     "m2m_100",
     "marian",
@@ -101,14 +100,13 @@ _WITH_DECODER = (
     "plbart",
     "speech_to_text",
     "unispeech",
-    "unispeech-sat",
-    "wav2vec2",
     "whisper",
 )
 #: Models with encoders whose attention modules tell by ``is_decoder`` whether they attend to their own tokens
 #: -> whether one without that attribute may attend to others: `torchpaged.hf.uncached` leaves out padding
 #: queries where they attend to their own. Not nllb-moe, where padding takes part in the experts' capacity.
-#: Not siglip_text_model either, whose pooled state is that of the last position, padding or not.
+#: Not siglip_text_model either, whose pooled state is that of the last position, padding or not, nor
+#: wav2vec2, unispeech-sat and data2vec-audio, whose XVector heads read a few states of padding.
 ENCODERS: dict[str, bool] = {**dict.fromkeys(_ENCODER_ONLY, False), **dict.fromkeys(_WITH_DECODER, True)}
 #: Models that add a bias by positions to their scores.
 ADDS_BIAS = frozenset(model_type for model_type, why in NEEDS_DENSE.items() if why == _BIAS)

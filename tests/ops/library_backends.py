@@ -20,13 +20,13 @@ from torchpaged.backends import (
     Backend,
     HostLengths,
     Session,
-    attention_spec,
     flashinfer,
     flashinfer_prefix,
     flashinfer_xqa,
     get_backend,
 )
 from torchpaged.testing import Batch
+from torchpaged.testing.conformance import spec_of_call
 
 PEERS = Path(__file__).parent / "peers"
 LIBRARIES = {
@@ -79,25 +79,7 @@ def host_of(batch: Batch) -> HostLengths:
 
 def spec_of(batch: Batch, lse: bool = True, **options: Any) -> AttentionSpec:
     """What a layer that attends with these options of the op asks for."""
-    spec = attention_spec(
-        device=batch.q.device,
-        dtype=batch.q.dtype,
-        num_heads=batch.q.shape[1],
-        num_kv_heads=batch.k_cache.shape[2],
-        head_dim=batch.q.shape[2],
-        head_dim_v=batch.v_cache.shape[3],
-        block_size=batch.k_cache.shape[1],
-        kv_dtype=batch.k_cache.dtype,
-        causal=options.get("causal", True),
-        window_size=(options.get("window_left", -1), options.get("window_right", -1)),
-        logits_soft_cap=options.get("logits_soft_cap", 0.0),
-        chunk_size=options.get("chunk_size", 0),
-        alibi_slopes=batch.extras.get("alibi_slopes"),
-        sinks=batch.extras.get("sinks"),
-        lse=lse,
-        scale=batch.scale,
-    )
-    return dataclasses.replace(spec, max_query_len=batch.max_query_len)
+    return spec_of_call(batch, lse, options)
 
 
 def limits_of(batch: Batch) -> Limits:

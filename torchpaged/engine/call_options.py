@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from torchpaged.custom_ops.errors import ArgumentError
+from torchpaged.engine.sampling import SamplingParams
 
 _LEAVE = "call torchpaged.hf.unaccelerate(model) first, or leave it out"
 # Arguments of generate() that go to loops of transformers' own, by which they never reach a caller's loop.
@@ -25,16 +26,10 @@ _OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidde
 
 @dataclass(frozen=True)
 class CallSampling:
-    """Fields of `SamplingParams`, and the token behind a row's end; None without one."""
+    """How each row's tokens are chosen and when it ends; and the token behind its end, None without one."""
 
-    max_new_tokens: int
-    stop_token_ids: tuple[int, ...]
+    sampling: SamplingParams
     padding_token: int | None
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
 
 
 def _refuse(name: str, expected: str, got: Any) -> ArgumentError:
@@ -104,7 +99,9 @@ def call_sampling(
         drawn.setdefault("temperature", 1.0)
     elif extra := [name for name in drawn if name != "repetition_penalty"]:
         raise _refuse(extra[0], "no such logits processor without do_sample", drawn[extra[0]])
-    return CallSampling(new, stops, padding, **drawn)
+    # The call's own ends are all there are.
+    sampling = SamplingParams(max_new_tokens=new, stop_token_ids=stops, ignore_eos=True, **drawn)
+    return CallSampling(sampling, padding)
 
 
 def _require_known_inputs(model_kwargs: Mapping[str, Any], input_ids: Tensor) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -97,24 +98,11 @@ class _Loop:
         prompts = _without_padding(input_ids, model_kwargs.get("attention_mask"))
         call = call_sampling(logits_processor, stopping_criteria, generation_config, model_kwargs, input_ids)
         for ids in prompts:
-            self._require_room(len(ids), call.max_new_tokens)
+            self._require_room(len(ids), call.sampling.max_new_tokens)
         # Seeds from torch's own generator: torch.manual_seed repeats a call.
-        draws = call.temperature > 0
+        draws = call.sampling.temperature > 0
         seeds = torch.randint(2**62, (len(prompts),)).tolist() if draws else [0] * len(prompts)
-        each = [
-            SamplingParams(
-                max_new_tokens=call.max_new_tokens,
-                temperature=call.temperature,
-                top_k=call.top_k,
-                top_p=call.top_p,
-                min_p=call.min_p,
-                repetition_penalty=call.repetition_penalty,
-                seed=seed,
-                stop_token_ids=call.stop_token_ids,
-                ignore_eos=True,  # the call's own ends are in stop_token_ids
-            )
-            for seed in seeds
-        ]
+        each = [replace(call.sampling, seed=seed) for seed in seeds]
         rows = self._stream(prompts[0], each) if self._streamer is not None else self._generate(prompts, each)
         width = max(len(row) for row in rows)
         padding = call.padding_token if call.padding_token is not None else 0  # rows of one length have none

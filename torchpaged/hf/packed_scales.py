@@ -113,7 +113,6 @@ class PackedScales:
 def run_once(
     model: Any,
     config: Any,
-    stored: Sequence[LayerSpec],
     token_ids: Sequence[int],
     block_size: int,
     backend: str,
@@ -123,7 +122,6 @@ def run_once(
     Args:
         model: the model of transformers, attached.
         config: of its text part.
-        stored: what each layer stores.
         token_ids: the prompt.
         block_size: tokens per block.
         backend: as for `PagedModel`.

@@ -87,7 +87,7 @@ class PagedModel:
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         pools = KVScales(kv_dtype, "head", 0).dtype
         specs, probed = _probe(model, config, block_size, pools)
-        self._config, self._asked, self._specs = config, backend, specs
+        self._config, self._asked = config, backend
         self._scales = PackedScales(kv_dtype, kv_scales, specs, str(config.model_type))
         dtype = probed.layers[0].keys.dtype
         self.kv_cache = PagedKVCache(
@@ -143,7 +143,7 @@ class PagedModel:
             ArgumentError: no token.
         """
         if self.needs_scales:
-            arguments = (self._specs, token_ids, self.kv_cache.block_size, self._asked)
+            arguments = (token_ids, self.kv_cache.block_size, self._asked)
             filled, num_tokens = run_once(self.model, self._config, *arguments)
             self._scales.find(filled.layers, num_tokens)
 

@@ -37,8 +37,8 @@ class Way(Enum):
 
 def type_of_encoder(config: Any) -> str:
     """The model type of a config, if it is no decoder's: those attend to an encoder too, perhaps in modules
-    that don't tell. Nor one with convolutions behind its encoder, which mix the last tokens with padding."""
-    flags = ("is_decoder", "add_cross_attention", "add_adapter")
+    that don't tell."""
+    flags = ("is_decoder", "add_cross_attention")
     return "" if any(getattr(config, flag, False) for flag in flags) else getattr(config, "model_type", "")
 
 

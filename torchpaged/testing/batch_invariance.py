@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchpaged.backends import AttentionSpec, Backend, HostLengths, Limits, attention_spec
+from torchpaged.backends import AttentionSpec, Backend, HostLengths, Limits
 from torchpaged.custom_ops.errors import BackendUnavailableError
 from torchpaged.testing.batches import Batch, BatchSpec, make_batch
+from torchpaged.testing.conformance import spec_of_call
 from torchpaged.testing.graph_conformance import PlannedTensors
 from torchpaged.testing.oracle import assert_attention_close
 
@@ -193,26 +194,7 @@ def _batch(
 
 
 def _spec(batch: Batch, backend: Backend, options: dict[str, Any], declared: bool) -> AttentionSpec:
-    spec = attention_spec(
-        device=batch.q.device,
-        dtype=batch.q.dtype,
-        num_heads=batch.q.shape[1],
-        num_kv_heads=batch.k_cache.shape[2],
-        head_dim=batch.q.shape[2],
-        head_dim_v=batch.v_cache.shape[3],
-        block_size=batch.k_cache.shape[1],
-        kv_dtype=batch.k_cache.dtype,
-        causal=options.get("causal", True),
-        window_size=(options.get("window_left", -1), options.get("window_right", -1)),
-        logits_soft_cap=options.get("logits_soft_cap", 0.0),
-        chunk_size=options.get("chunk_size", 0),
-        alibi_slopes=batch.extras.get("alibi_slopes"),
-        sinks=batch.extras.get("sinks"),
-        lse=backend.capabilities.lse,
-        scale=batch.scale,
-        batch_invariant=declared,
-    )
-    return replace(spec, max_query_len=batch.max_query_len)
+    return replace(spec_of_call(batch, backend.capabilities.lse, options), batch_invariant=declared)
 
 
 def _attend(

@@ -55,6 +55,12 @@ def ratios(row: dict[str, Any]) -> tuple[float | None, float | None]:
     return paged, us["sdpa"] / own if "sdpa" in us else None
 
 
+def spread(rows: Iterable[dict[str, Any]], index: int = 0) -> list[str]:
+    """Geometric mean and worst case of one of the `ratios`."""
+    known = [x for row in rows if (x := ratios(row)[index]) is not None]
+    return [ratio(geomean(known)), ratio(min(known))]
+
+
 def mean(rows: Iterable[dict[str, Any]]) -> list[str]:
     """The lines below a table: both geometric means, and what was void."""
     rows = list(rows)
@@ -73,15 +79,28 @@ def mean(rows: Iterable[dict[str, Any]]) -> list[str]:
     return textwrap.wrap(" ".join(parts), 110, break_long_words=False, break_on_hyphens=False)
 
 
-def suite(name: str, keep: Any = lambda row: True) -> list[str]:
+def suite(name: str) -> list[str]:
     """One row per case: microseconds, and both ratios."""
-    rows, lines = [row for row in load(name)["rows"] if keep(row)], []
+    rows, lines = load(name)["rows"], []
     for row in rows:
         us, (paged, dense) = fastest(row), ratios(row)
         cells = best_bold([us.get(column) for column in COLUMNS])
         shown = "void" if void(row) else ratio(paged)
         lines.append([short(row["case"]), figure(row["ideal_us"]), *cells, shown, ratio(dense)])
     header = ["case", "ideal", *COLUMNS.values(), "×", "× SDPA*"]
+    return [*table(header, lines), "", *mean(rows)]
+
+
+def mixed(name: str) -> list[str]:
+    """Batches of decodes and chunks: microseconds, and of our kernels in two calls, one after the other."""
+    rows = [row for row in load(name)["rows"] if " + " in row["case"]]
+    columns, lines = [column for column in COLUMNS if column != "sdpa"], []
+    for row in rows:
+        us, turns = fastest(row), row["contenders"]["cuda-in-parts"].get("us")
+        shown = "void" if void(row) else ratio(ratios(row)[0])
+        cells = best_bold([us.get(column) for column in columns])
+        lines.append([short(row["case"]), *cells, shown, figure(turns)])
+    header = ["batch", *(COLUMNS[column] for column in columns), "×", "`cuda` in two calls"]
     return [*table(header, lines), "", *mean(rows)]
 
 
@@ -94,7 +113,7 @@ def suite_prefill() -> list[str]:
 
 
 def suite_mixed() -> list[str]:
-    return suite("h200_suite_mixed", lambda row: " + " in row["case"])
+    return mixed("h200_suite_mixed")
 
 
 def h100_decode() -> list[str]:
@@ -106,7 +125,7 @@ def h100_prefill() -> list[str]:
 
 
 def h100_mixed() -> list[str]:
-    return suite("h100_suite_mixed", lambda row: " + " in row["case"])
+    return mixed("h100_suite_mixed")
 
 
 def h100_step() -> list[str]:

@@ -62,6 +62,8 @@ def _csr(case: AttentionCase, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
 def _flashinfer_why_not(backend: str, case: AttentionCase, device: torch.device) -> str | None:
     if backend == "fa3" and max(case.query_lens) <= 8:
         return "its fa3 kernels are for prefill; for decode they are 2 to 13 times slower than its fa2 ones"
+    if backend == "fa3" and case.head_dim not in (64, 128, 256):
+        return f"its fa3 kernels have widths of 64, 128 and 256, not {case.head_dim}"
     if backend == "fa3" and case.kv_dtype.itemsize == 1:
         return "its fa3 kernels read fp8 caches with fp8 queries only"
     return _gpu_only(case, device)

@@ -35,15 +35,15 @@ def summary() -> list[str]:
     lines = [
         [f"decode attention, {len(decodes)} cases", peers, *suites.spread(decodes)],
         ["decode attention, fp8 cache, 3 cases", "FlashInfer", *spread(load("h200_attention_fp8")["rows"])],
-        [f"prefill attention, {len(prompts)} cases", peers, *suites.spread(prompts)],
+        [f"prefill attention, CUDA C++ kernel, {len(prompts)} cases", peers, *suites.spread(prompts)],
         [f"mixed batches, {len(batches)} cases", peers, *suites.spread(batches)],
         ["decode and prefill, peer on contiguous keys", "SDPA", *suites.spread([*decodes, *prompts], 1)],
     ]
     rates = [row["tflops"] for row in prefill_rows()]
     triton = [of["triton"] / of["fa3"] for of in rates]
     dense = [of["native"] / of["fa3 one block"] for of in rates]
-    for name, found in (("peer on contiguous keys", dense), ("Triton kernel", triton)):
-        text = f"prefill attention, {len(found)} cases, {name}"
+    for name, found in (("Triton kernel", triton), ("peer on contiguous keys", dense)):
+        text = f"prefill attention, {name}, {len(found)} cases"
         lines.append([text, "FA3", ratio(geomean(found)), ratio(min(found))])
     for shape, file in (("1B", "h200_step_peers_1b"), ("8B", "h200_step_peers_8b")):
         rows, found = step_times(file), []

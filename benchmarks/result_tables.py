@@ -70,28 +70,6 @@ def short(case: str) -> str:
 
 
 # -------------------------------------------------------------------------------------------------- attention
-def attention(files: Sequence[str], contenders: Sequence[str]) -> list[str]:
-    """One row per case: microseconds."""
-    lines = []
-    for row in (row for file in files for row in load(file)["rows"]):
-        us = times(row)
-        lines.append(
-            [
-                row["case"],
-                figure(row["ideal_us"]),
-                *best_bold([us.get(name) for name in contenders]),
-                ratio(row["ratio"]),
-            ]
-        )
-    return table(["case", "ideal", *(NAMES[name] for name in contenders), "×"], lines)
-
-
-def decode_others() -> list[str]:
-    return attention(
-        ["h200_attention_fp8", "h200_attention_speculative"], ["cuda", "triton", "fa3", "flashinfer"]
-    )
-
-
 def decode_since() -> list[str]:
     rows = load("h200_decode_before_after_2")["decode"]
     return table(

@@ -79,9 +79,9 @@ def mean(rows: Iterable[dict[str, Any]]) -> list[str]:
     return textwrap.wrap(" ".join(parts), 110, break_long_words=False, break_on_hyphens=False)
 
 
-def suite(name: str) -> list[str]:
-    """One row per case: microseconds, and both ratios."""
-    rows, lines = load(name)["rows"], []
+def suite(name: str, *suites: str) -> list[str]:
+    """One row per case, of some suites of the run: microseconds, and both ratios."""
+    rows, lines = [row for row in load(name)["rows"] if not suites or row["suite"] in suites], []
     for row in rows:
         us, (paged, dense) = fastest(row), ratios(row)
         cells = best_bold([us.get(column) for column in COLUMNS])
@@ -110,6 +110,15 @@ def suite_decode() -> list[str]:
 
 def suite_prefill() -> list[str]:
     return suite("h200_suite_prefill")
+
+
+def suite_fp8_decode() -> list[str]:
+    """fp8 caches, and 4 query tokens per request."""
+    return suite("h200_suite_fp8", "decode-fp8", "speculative")
+
+
+def suite_fp8_prefill() -> list[str]:
+    return suite("h200_suite_fp8", "prefill-fp8")
 
 
 def suite_mixed() -> list[str]:

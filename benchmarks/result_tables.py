@@ -172,7 +172,7 @@ def routing() -> list[str]:
 def plans() -> list[str]:
     """Host microseconds of one plan, which all layers of a step share; beside it the step of 32 layers."""
     lines = []
-    for row in load("h200_plans")["rows"]:
+    for row in load("h200_plans_prompts")["rows"]:
         case = f"{row['requests']} requests, {row['query_tokens']} on {row['keys']:,}"
         step = "–" if "replay" not in row else f"{row['replay']:,.0f}"
         lines.append(

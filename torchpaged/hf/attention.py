@@ -52,6 +52,7 @@ def paged_attention_forward(
     is_causal: bool | None = None,
     alibi_slopes: Tensor | None = None,
     masks_itself: bool = False,
+    shared_pools: tuple[Tensor, Tensor] | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention function.
@@ -66,6 +67,8 @@ def paged_attention_forward(
         softcap, s_aux, sinks: soft cap and sink logits (``sinks`` is the newer name of ``s_aux``).
         alibi_slopes: ``[num_heads]`` float32; for `torchpaged.hf.own_attention`, on the paged path only.
         masks_itself: the module's window is in none of the masks that its model asks for.
+        shared_pools: the pools behind ``key`` and ``value``, where a trace lost them; for
+            `torchpaged.hf.traceable`.
 
     Returns:
         ``([batch, query_len, num_heads, head_dim_v], None)``.
@@ -74,6 +77,7 @@ def paged_attention_forward(
         UnsupportedModelError: the model needs something that the paged path would get wrong.
         BackendUnavailableError: the cache's backend declares not to run this attention.
     """
+    key, value = shared_pools or (key, value)
     layer = layer_of(key)
     sinks = s_aux if sinks is None else sinks
     if layer is None or layer_of(value) is not layer:

@@ -306,12 +306,27 @@ def _positions(module: nn.Module) -> tuple[str, Callable[..., Any]]:
     return "forward", forward
 
 
+def _sinusoids(module: Any) -> tuple[str, Callable[..., Any]]:
+    """Position embeddings whose table grows with the cache's length, which compiled code can't look at: there
+    a position past the table raises."""
+    plain = module.forward
+
+    def forward(self: Any, position_ids: Tensor, past_key_values_length: Any = 0) -> Tensor:
+        if not (torch.compiler.is_compiling() and isinstance(past_key_values_length, Tensor)):
+            return plain(position_ids, past_key_values_length)
+        rows: Tensor = self.weights.index_select(0, position_ids.flatten() + self.offset)
+        return rows.view(*position_ids.shape, -1).detach()
+
+    return "forward", forward
+
+
 #: Class of a module beside attention -> the same, for models whose attention modules were given theirs.
 HELPERS: dict[str, Callable[[nn.Module], tuple[str, Callable[..., Any]]]] = {
     "BloomForCausalLM": _masks_of_bloom,
     "MvpLearnedPositionalEmbedding": _positions,
     "RoFormerSinusoidalPositionalEmbedding": _positions,
     "TrOCRLearnedPositionalEmbedding": _positions,
+    "XGLMSinusoidalPositionalEmbedding": _sinusoids,
 }
 
 

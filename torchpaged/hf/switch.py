@@ -25,6 +25,7 @@ from torchpaged.hf.known_models import OWN_ATTENTION, require_expressible
 from torchpaged.hf.latent import forget, latent_functions, remember
 from torchpaged.hf.own_attention import put_in, replace_attention, restore_attention
 from torchpaged.hf.support import require_supported, uses_attention_interface
+from torchpaged.hf.traceable import traceable_functions
 
 _BEFORE = "_torchpaged_before"
 
@@ -104,8 +105,8 @@ def attach(model: PreTrainedModel) -> PreTrainedModel:
         model.set_attn_implementation(NAME)
         _reach_copies(model)
         functions = latent_functions(model)
+        put_in({**functions, **traceable_functions(model)})
         if functions:
-            put_in(functions)
             remember(model)
     setattr(model, _BEFORE, before)
     return model

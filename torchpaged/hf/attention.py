@@ -160,8 +160,8 @@ def _transformed(module: nn.Module) -> UnsupportedModelError:
     if torch.compiler.is_compiling() and getattr(module, "is_kv_shared_layer", False):
         return UnsupportedModelError(
             f"{type(module).__name__} shares another layer's pools and takes them through Tensor.to, "
-            "behind which compiled code does not know them (transformers 5.17; not 5.23); run it "
-            "uncompiled, or use PagedCache(..., dense=True)"
+            "behind which compiled code does not know them (transformers 5.17; not 5.23); call "
+            "torchpaged.hf.attach(model), run it uncompiled, or use PagedCache(..., dense=True)"
         )
     return UnsupportedModelError(
         f"{type(module).__name__} changes the cached keys or values before attention, so that they are no "

@@ -1,5 +1,5 @@
-"""Modules that call the attention interface and whose other code breaks a trace: forwards of ours that compute
-the same in one graph.
+"""Modules that call the attention interface and whose other code breaks a trace: forwards of ours that
+compute the same in one graph.
 
 Each takes the place of the module's own forward, on the instance, and calls it wherever nothing is traced.
 `torchpaged.hf.attach` puts them in, `detach` takes them out.
@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
-from transformers.masking_utils import create_causal_mask
-from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPast
 
 from torchpaged.hf.layer import PagedLayer, layer_of
 
@@ -111,7 +111,7 @@ def _longcat_experts(module: Any) -> Function:
     return "forward", forward
 
 
-# -------------------------------------------------------------------------------------------------- shared keys
+# ------------------------------------------------------------------------------------------------ shared keys
 def _shared_keys(module: Any) -> Function | None:
     """Layers that attend over another layer's pools, which transformers 5.17 takes through ``Tensor.to``:
     behind it compiled code no longer knows them, so that they are handed on beside."""
@@ -131,7 +131,13 @@ def _shared_keys(module: Any) -> Function | None:
     return "forward", forward
 
 
-# ------------------------------------------------------------------------------------------------------- models
+# ----------------------------------------------------------------------------------------------------- models
+def _records(config: Any, options: dict[str, Any]) -> bool:
+    """Whether transformers' decorators are to collect what the layers give, which ours does not."""
+    names = ("output_attentions", "output_hidden_states")
+    return any(options.get(name) or getattr(config, name, False) for name in names)
+
+
 def _ctrl(module: Any) -> Function:
     """Multiplies embeddings by numpy's square root, which Dynamo can't follow."""
     plain = module.forward
@@ -147,12 +153,9 @@ def _ctrl(module: Any) -> Function:
         use_cache: bool | None = None,
         **options: Any,
     ) -> Any:
-        recorded = any(
-            options.get(name) or getattr(self.config, name, False)
-            for name in ("output_attentions", "output_hidden_states")
-        )
         traced = torch.compiler.is_compiling() and past_key_values is not None and not self.training
-        if not traced or recorded or input_ids is None or token_type_ids is not None or position_ids is None:
+        known = input_ids is not None and position_ids is not None and token_type_ids is None
+        if not traced or not known or _records(self.config, options):
             return plain(
                 input_ids=input_ids,
                 past_key_values=past_key_values,
@@ -183,25 +186,55 @@ def _ctrl(module: Any) -> Function:
 
 
 class _Lent(Cache):
-    """A cache as transformers 5.17's RecurrentGemma may change it: it binds methods to what it is given."""
+    """A cache as transformers 5.17's RecurrentGemma may change it: it binds methods to what it is given, so
+    that the first attention layer tells the length. Here it does so without."""
 
-    def __init__(self, cache: Any) -> None:
-        self.cache, self.layers = cache, cache.layers
+    def __init__(self, cache: Any, first: int) -> None:
+        self.cache, self.layers, self.first = cache, cache.layers, first
 
     def update(self, *args: Any, **options: Any) -> Any:
         """Of the cache that it stands for."""
         return self.cache.update(*args, **options)
 
+    def get_seq_length(self, layer_idx: int = 0) -> Any:
+        """Of the first attention layer."""
+        return self.layers[self.first].get_seq_length()
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> Any:
+        """Of the first attention layer."""
+        return self.layers[self.first].get_mask_sizes(query_length)
+
 
 def _recurrent_gemma(module: Any) -> Function | None:
-    """Of 5.23 it binds nothing."""
+    """Binds methods to its cache in transformers 5.17, which Dynamo can't follow; in 5.23 it does not."""
     if not hasattr(sys.modules[type(module).__module__], "_get_mask_sizes"):
         return None
-    plain = module.forward
+    plain, first = module.forward, module.config.layers_block_type.index("attention")
 
-    def forward(self: Any, *args: Any, past_key_values: Any = None, **options: Any) -> Any:
-        paged = any(isinstance(layer, PagedLayer) for layer in getattr(past_key_values, "layers", ()))
-        return plain(*args, past_key_values=_Lent(past_key_values) if paged else past_key_values, **options)
+    def forward(self: Any, input_ids: Tensor | None = None, **options: Any) -> Any:
+        cache, positions = options.get("past_key_values"), options.get("position_ids")
+        if not any(isinstance(layer, PagedLayer) for layer in getattr(cache, "layers", ())):
+            return plain(input_ids, **options)
+        options["past_key_values"] = lent = _Lent(cache, first)
+        known = {"past_key_values", "position_ids", "attention_mask", "use_cache"}
+        traced = torch.compiler.is_compiling() and input_ids is not None and positions is not None
+        given = {name for name, value in options.items() if value is not None}
+        if not traced or given - known or _records(self.config, options):
+            return plain(input_ids, **options)
+        use_cache = options.get("use_cache")
+        use_cache = self.config.use_cache if use_cache is None else use_cache
+        states = self.embed_tokens(input_ids)
+        mask = create_sliding_window_causal_mask(
+            config=self.config,
+            inputs_embeds=states,
+            attention_mask=options.get("attention_mask"),
+            past_key_values=lent,
+            position_ids=positions,
+        )
+        states = states * self.normalizer.type(states.dtype)
+        for layer in self.layers:
+            states = layer(states, positions, mask, use_cache, lent)
+        return BaseModelOutput(last_hidden_state=self.final_norm(states))
 
     return "forward", forward
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torchpaged.hf import attach, detach, paged, traceable
 from torchpaged.hf.own_attention import put_in
 from torchpaged.hf.traceable import TRACEABLE
-from torchpaged.testing.coverage import examine
+from torchpaged.testing.coverage import encoder_decoders, examine
 from torchpaged.testing.coverage.architectures import model_of, model_types
 
 OLD = transformers.__version__.startswith("5.17")
@@ -68,6 +68,10 @@ def test_one_graph(name: str) -> None:
     assert row.is_one_graph and row.mode in ("paged", "latent"), row
 
 
+def test_one_graph_of_an_encoder_decoder() -> None:
+    assert encoder_decoders.examine("m2m_100").is_one_graph
+
+
 def test_ctrl_with_what_a_trace_of_ours_does_not_give() -> None:
     """Hidden states are collected by transformers' own forward."""
     model, ids = model_of("ctrl", "eager"), torch.randint(3, 99, (1, 4))
@@ -98,12 +102,14 @@ def test_each_is_needed() -> None:
         "Gemma3nTextAttention": moved,
         "Gemma4TextAttention": moved,
         "Gemma4UnifiedTextAttention": moved,
+        "M2M100SinusoidalPositionalEmbedding": "if max_pos > self.weights.size(0)",
         "RecurrentGemmaModel": "_get_mask_sizes.__get__",
     }
     assert {*reasons, *only_old} == set(TRACEABLE)
     types = ["ctrl", "dbrx", "longcat_flash", "recurrent_gemma", "gemma3n_text", "gemma4_text"]
     types = [name for name in [*types, "gemma4_unified_text"] if name in model_types()]
-    found = {type(module).__name__: type(module) for name in types for module in model_of(name).modules()}
+    models = [*map(model_of, types), encoder_decoders.model_of("m2m_100")]
+    found = {type(module).__name__: type(module) for model in models for module in model.modules()}
     for name, reason in {**reasons, **only_old}.items():
         there = reason in inspect.getsource(found[name].forward)
         assert there == (name in reasons or OLD), name

@@ -253,6 +253,33 @@ def _recurrent_block(module: Any) -> Function:
     return "forward", forward
 
 
+def _places_of_ids(module: Any) -> Function:
+    """Position embeddings whose table grows with the cache's length, at which transformers 5.17 looks; here a
+    position past the table raises."""
+    plain = module.forward
+
+    def forward(
+        self: Any,
+        input_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        past_key_values_length: Any = 0,
+    ) -> Tensor:
+        traced = torch.compiler.is_compiling() and isinstance(past_key_values_length, Tensor)
+        if not traced:
+            return plain(input_ids, inputs_embeds, past_key_values_length)
+        places = (
+            self.create_position_ids_from_inputs_embeds(
+                inputs_embeds, past_key_values_length, self.padding_idx
+            )
+            if input_ids is None
+            else self.create_position_ids_from_input_ids(input_ids, self.padding_idx, past_key_values_length)
+        )
+        rows: Tensor = self.weights.index_select(0, places.flatten())
+        return rows.view(*places.shape, -1).detach()
+
+    return "forward", forward
+
+
 #: Class of a module -> what makes its function, or None where the module needs none.
 TRACEABLE: dict[str, Callable[[nn.Module], Function | None]] = {
     "CTRLModel": _ctrl,
@@ -261,6 +288,7 @@ TRACEABLE: dict[str, Callable[[nn.Module], Function | None]] = {
     "Gemma4TextAttention": _shared_keys,
     "Gemma4UnifiedTextAttention": _shared_keys,
     "LongcatFlashExperts": _longcat_experts,
+    "M2M100SinusoidalPositionalEmbedding": _places_of_ids,
     "RecurrentGemmaModel": _recurrent_gemma,
     "RecurrentGemmaRecurrentBlock": _recurrent_block,
 }

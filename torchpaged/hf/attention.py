@@ -19,6 +19,7 @@ from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_
 from torchpaged.custom_ops.errors import ArgumentError, BackendUnavailableError, UnsupportedModelError
 from torchpaged.hf.class_tables import fill_class_tables
 from torchpaged.hf.cross import cross_batch, require_no_plan
+from torchpaged.hf.indexed import attend_with_sinks, select
 from torchpaged.hf.known_models import TAKES_NO_NONE
 from torchpaged.hf.latent import LatentLayer, latent_attention
 from torchpaged.hf.layer import PagedLayer, cache_of, layer_of
@@ -32,7 +33,7 @@ from torchpaged.profiling import ranged_attention
 #: The name under which the functions are registered.
 NAME = "torchpaged"
 # Arguments of the interface that change which keys are seen, and that no op here knows: refused, never
-# dropped.
+# dropped; gathered keys are selected by a mask from ``indices``.
 _SPARSE = ("indices", "block_indices")
 
 
@@ -237,13 +238,19 @@ def _dense(
 ) -> tuple[Tensor, None]:
     """A call without a paged cache: on our kernels where they give what SDPA gives, else as SDPA does it."""
     name = type(module).__name__
-    if any(kwargs.get(k) is not None for k in _SPARSE):
+    if kwargs.get("block_indices") is not None:
         raise _sparse(name)
     if kwargs.get("cache") is not None:
         raise UnsupportedModelError(
             f"{name} got a cache of continuous batching outside of it; call model.generate_batch, which "
             "runs an attention function of its own"
         )
+    indices = kwargs.pop("indices", None)
+    if indices is not None:
+        mask = select(mask, indices, query.dtype, name)
+        if sinks is not None and softcap is None and bias is None:
+            scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+            return attend_with_sinks(query, key, value, mask, scale, sinks), None
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     causal = bool(causal) and query.shape[2] > 1
     needs_kernel = softcap is not None or sinks is not None

@@ -82,21 +82,33 @@ def select(mask: Tensor | None, indices: Tensor, dtype: torch.dtype, name: str) 
 
 
 def attend_with_sinks(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, sinks: Tensor
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    scale: float,
+    sinks: Tensor,
+    bias: Tensor | None = None,
 ) -> Tensor:
-    """Dense attention with sink logits ``[num_heads]``, which SDPA drops; shapes as of `_dense`.
+    """Attention over gathered keys with sink logits, which SDPA drops.
+
+    Args:
+        query: ``[batch, num_heads, query_len, head_dim]``.
+        key, value: ``[batch, num_kv_heads, kv_len, head_dim(_v)]``.
+        mask: ``[batch, 1, query_len, kv_len]``, bool (true = seen) or additive.
+        scale: of the scores.
+        sinks: ``[num_heads]``, or one of each query, ``[batch, num_heads, query_len, 1]``.
+        bias: added to the scaled scores, ``[batch or 1, num_heads or 1, query_len, kv_len]``.
 
     Returns:
         ``[batch, query_len, num_heads, head_dim_v]``.
     """
     groups = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(groups, 1) if groups > 1 else x for x in (key, value))
-    scores = (query @ key.mT).float() * scale
-    scores = (
-        scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
-        if mask.dtype == torch.bool
-        else scores + mask
-    )
-    more = sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
-    weights = F.softmax(torch.cat((scores, more), -1), dim=-1)[..., :-1]
+    if mask.dtype == torch.bool:
+        mask = torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, torch.finfo(torch.float32).min)
+    scores = (query @ key.mT).float() * scale + (mask if bias is None else mask + bias)
+    sinks = sinks[None, :, None, None] if sinks.dim() == 1 else sinks
+    more = torch.cat((scores, sinks.float().expand(*scores.shape[:3], 1)), -1)
+    weights = F.softmax(more, dim=-1)[..., :-1]
     return (weights.to(value.dtype) @ value).transpose(1, 2)

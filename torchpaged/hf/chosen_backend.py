@@ -25,6 +25,7 @@ from torchpaged.backends import (
     select_backend,
 )
 from torchpaged.backends.capabilities import used_features
+from torchpaged.backends.prefix_groups import reads_in_groups
 from torchpaged.custom_ops import BackendOps
 from torchpaged.custom_ops.errors import BackendUnavailableError
 
@@ -101,13 +102,16 @@ class ChosenBackend:
         self.ops, self.capabilities = self.session.ops, self.session.capabilities
         for layer in self._layers:
             if layer.spec in wanted:
-                layer.workspace = self.session.workspace(layer.spec)
+                self.give_workspace(layer, layer.spec)
             else:
                 layer.spec = layer.asked = None  # what it asked for elsewhere, or in another dtype
 
     def give_workspace(self, layer: Any, spec: AttentionSpec) -> None:
-        """Give ``layer`` what the session keeps for layers of ``spec``."""
+        """Give ``layer`` what the session keeps for layers of ``spec``, and say whether such layers may read
+        shared prefixes once."""
         layer.spec, layer.workspace = spec, self.session.workspace(spec)
+        able = reads_in_groups(spec, self.session.capabilities, layer.workspace)
+        layer.reads_in_groups = able and not self.session.plans
 
     def require(self, spec: AttentionSpec) -> None:
         """Hold the choice to one more spec; eager calls only.

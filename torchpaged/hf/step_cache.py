@@ -104,6 +104,11 @@ class StepCache(Cache):
         assert self.metadata is not None and self.metadata.slot_mapping is not None
         return self.metadata.slot_mapping
 
+    @property
+    def in_groups(self) -> bool:
+        """Whether the step's requests share prefixes that are read once."""
+        return self.metadata is not None and self.metadata.prefixes is not None
+
     def metadata_of(self, batch: int, query_len: int) -> AttentionMetadata:
         """The step's tensors."""
         assert self.metadata is not None

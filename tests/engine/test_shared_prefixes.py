@@ -113,8 +113,8 @@ def test_it_can_be_switched_off(
 def test_wrong_options_are_refused(model: Any) -> None:
     with pytest.raises(ArgumentError, match="cascade: expected True, False or CascadeCosts"):
         Generator(model, cascade="auto")  # type: ignore[arg-type]
-    with pytest.raises(ArgumentError, match="share_prefixes: expected True or False"):
-        Generator(model, share_prefixes=1)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="share_prefixes: expected True, False or 'auto'"):
+        Generator(model, share_prefixes=2)  # type: ignore[arg-type]
 
 
 def test_samples_of_one_prompt(model: Any, passes: list[int]) -> None:

@@ -79,6 +79,9 @@ class PagedCache(Cache):
             (`torchpaged.cascade`): rows share them after beams were reordered or rows repeated. True: by the
             device's own costs; `torchpaged.cascade.CascadeCosts`: by these; False: never. Not in decoders
             with cross attention.
+        batch_invariant: attention gives a row the same bits whoever is in the batch with it: by a backend
+            that declares it, else the cache is refused. Of the model's own linear layers torch promises
+            nothing of the kind.
 
     Attributes:
         dense: whether keys and values are gathered.
@@ -109,6 +112,7 @@ class PagedCache(Cache):
         kv_dtype: str | torch.dtype | None = None,
         kv_scales: str | Scales = "head",
         cascade: bool | CascadeCosts = True,
+        batch_invariant: bool = False,
     ) -> None:
         sizes = {"max_batch_size": max_batch_size, "max_seq_len": max_seq_len, "block_size": block_size}
         for name, size in sizes.items():
@@ -120,12 +124,26 @@ class PagedCache(Cache):
             )
         if dense not in (None, True, False):
             raise ArgumentError("dense", "None, True or False", repr(dense))
+        if not isinstance(batch_invariant, bool):
+            raise ArgumentError("batch_invariant", "True or False", repr(batch_invariant))
+        if batch_invariant and kv_dtype is not None and isinstance(kv_scales, str):
+            raise ArgumentError(
+                "kv_scales",
+                "scales, with batch_invariant=True and fp8 pools: those found are of the first batch",
+                repr(kv_scales),
+                "give those that another cache of this model found: its kv_scales",
+            )
         require_supported_config(config)
         text_config = config.get_text_config(decoder=True)
         self.name = str(text_config.model_type)
         attached = keeps_latents(text_config)
         self.dense_reason = NEEDS_DENSE.get(self.name, "") if dense is None and not attached else ""
         self.dense = bool(self.dense_reason) if dense is None else dense
+        if self.dense and batch_invariant:
+            raise UnsupportedModelError(
+                f"{self.name}: batch_invariant is not held where keys are gathered "
+                f"({self.dense_reason or 'dense=True'}): SDPA promises nothing of the kind"
+            )
         latent = attached and not self.dense
         super().__init__(layers=paged_layers(text_config, max_seq_len, self, latent))
         self.paged = [layer for layer in self.layers if isinstance(layer, PagedLayer)]
@@ -152,7 +170,7 @@ class PagedCache(Cache):
         )
         self.rows = CacheRows(limits, max_seq_len)
         self.masks = CacheMasks(self.name, self.rows, self.paged)
-        self.backend = ChosenBackend(backend, limits, self.paged)
+        self.backend = ChosenBackend(backend, limits, self.paged, batch_invariant)
         self.order = ForwardOrder(self.name, self.paged, crosses)
         self.groups = RowGroups(self.rows, self.paged, cascade if self.keys_of_queries else False)
         self._changes = RowChanges(self.rows, self.layers, self.groups)
@@ -170,6 +188,7 @@ class PagedCache(Cache):
         kv_dtype: str | torch.dtype | None = None,
         kv_scales: str | Scales = "head",
         cascade: bool | CascadeCosts = True,
+        batch_invariant: bool = False,
         **call: Any,
     ) -> PagedCache:
         """A cache as large as one call of generate() needs.
@@ -180,7 +199,8 @@ class PagedCache(Cache):
 
         Args:
             model: the model.
-            block_size, num_blocks, backend, dense, kv_dtype, kv_scales, cascade: as for `PagedCache`.
+            block_size, num_blocks, backend, dense, kv_dtype, kv_scales, cascade, batch_invariant: as for
+                `PagedCache`.
             call: generate()'s arguments; what they leave out is taken from ``generation_config`` and from the
                 model's. Of an encoder-decoder model, the decoder's prompt must be among them.
 
@@ -200,6 +220,7 @@ class PagedCache(Cache):
             kv_dtype=kv_dtype,
             kv_scales=kv_scales,
             cascade=cascade,
+            batch_invariant=batch_invariant,
         )
 
     def _not_of_fp8(self) -> set[str]:

@@ -172,6 +172,28 @@ int main() {
 }
 """  # noqa: E501
 
+#: Every part is in one group, whose counter holds its parts; what groups make lies where nothing else does.
+GROUPS = """
+#include "run.cuh"
+#include <set>
+#define CHECK(x) do { if (!(x)) { printf("%d parts: %s\\n", parts, #x); exit(1); } } while (0)
+int main() {
+  for (int parts = Groups::FROM; parts <= 600; ++parts) {
+    const Groups groups(parts);
+    CHECK(groups.number > 1 && groups.number < 16 && groups.number * groups.bits <= Groups::DONE);
+    int part = 0;
+    std::set<int> keepers;
+    for (int group = 0; group < groups.number; ++group) {
+      CHECK(groups.begin(group) == part && groups.size(group) >= 2 && groups.size(group) < 1 << groups.bits);
+      for (int i = 0; i < groups.size(group); ++i) CHECK(groups.of(part++) == group);
+      const int keeper = groups.keeper(group);
+      CHECK(keeper > 0 && keeper < parts - 1 && groups.of(keeper) == group && keepers.insert(keeper).second);
+    }
+    CHECK(part == parts);
+  }
+}
+"""
+
 #: `copy_rows` of attend.cuh puts chunk `column` of a row at row * line + (column ^ swizzle(row)) * 16.
 SWIZZLE = """
 #include "shapes.cuh"
@@ -319,6 +341,11 @@ def test_every_tile_has_one_owner_and_sharers_know_each_other(
     done = subprocess.run([program], input=text, capture_output=True, text=True, timeout=300)
     assert done.stdout.split()[:1] == [str(count)], done.stdout + done.stderr
     assert (int(done.stdout.split()[1]) > count // 8) == ("NEAR" in constants), "batches whose borders move"
+
+
+def test_groups_of_a_pair_of_many_parts(tmp_path: Path) -> None:
+    done = subprocess.run([build(tmp_path, GROUPS)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and not done.stdout, done.stdout
 
 
 def test_keys_in_shared_memory_meet_different_banks(tmp_path: Path) -> None:

@@ -50,11 +50,10 @@ __device__ __forceinline__ void store_output(const Params &p, const Request &r, 
     p.lse[(r.start + query) * p.l_token + q_head * p.l_head] = sees ? (top + log2_(total)) * LN2 : -INF;
 }
 
-// Combine the parts of a pair, left by its CTAs in teams first ...: slot 1 of the first, slot 0 of the
-// others; always in this order. AHEAD: parts asked for at once; a trip to L2 takes longer than everything
-// else here.
-template <int AHEAD> __device__ __forceinline__ void merge_parts(const Params &p, const Cursor &c, int first,
-                                                                 int parts, int thread) {
+// Combine `parts` parts of a pair, from `slot(0)` on in this order, and hand each row's maximum, sum and
+// columns to `use`. AHEAD: parts asked for at once; a trip to L2 takes longer than everything else here.
+template <int AHEAD, class Slot, class Use>
+__device__ __forceinline__ void merge_parts(const Params &p, Slot slot, int parts, int thread, Use use) {
   for (int e = thread; e < ROWS * V_VECTORS; e += THREADS) {
     const int row = e / V_VECTORS, column = e % V_VECTORS;
     float top = FLOOR, total = 0.f;
@@ -66,10 +65,10 @@ template <int AHEAD> __device__ __forceinline__ void merge_parts(const Params &p
       for (int j = 0; j < AHEAD; ++j) {
         // past the end: the last one again, with no weight; no branch between loads
         const int part = min(begin + j, parts - 1);
-        const i64 slot = (i64)((first + part) * TEAM + blockIdx.x % TEAM) * 2 + (part == 0);
-        part_top[j] = load_l2(p.part_state + slot * 2 * ROWS + row);
-        part_total[j] = load_l2(p.part_state + slot * 2 * ROWS + ROWS + row);
-        x[j] = load_l2((const float4 *)p.part_acc + slot * ROWS * V_VECTORS + e);
+        const i64 at = slot(part);
+        part_top[j] = load_l2(p.part_state + at * 2 * ROWS + row);
+        part_total[j] = load_l2(p.part_state + at * 2 * ROWS + ROWS + row);
+        x[j] = load_l2((const float4 *)p.part_acc + at * ROWS * V_VECTORS + e);
       }
 #pragma unroll
       for (int j = 0; j < AHEAD; ++j)
@@ -91,9 +90,44 @@ template <int AHEAD> __device__ __forceinline__ void merge_parts(const Params &p
         sum.w += x[j].w * weight;
       }
     }
-    store_output(p, c.r, c.pair, row, column, top, total, sum);
+    use(row, column, top, total, sum);
   }
 }
+
+// Where a pair's parts are, and where they go when merged. Its CTAs are in teams first ...: slot 1 of the
+// first one holds its part, slot 0 of the others.
+struct PartSlots {
+  int first, begin;  // team; part
+  __device__ __forceinline__ i64 operator()(int i) const {
+    const int part = begin + i;
+    return (i64)((first + part) * TEAM + blockIdx.x % TEAM) * 2 + (part == 0);
+  }
+};
+struct GroupSlots {
+  int first;
+  const Groups &groups;
+  __device__ __forceinline__ i64 operator()(int group) const {
+    return (i64)((first + groups.keeper(group)) * TEAM + blockIdx.x % TEAM) * 2 + 1;
+  }
+};
+struct StoreOutput {
+  const Params &p;
+  const Cursor &c;
+  __device__ __forceinline__ void operator()(int row, int column, float top, float total, float4 x) const {
+    store_output(p, c.r, c.pair, row, column, top, total, x);
+  }
+};
+struct StorePart {
+  const Params &p;
+  i64 slot;
+  __device__ __forceinline__ void operator()(int row, int column, float top, float total, float4 x) const {
+    ((float4 *)p.part_acc)[slot * ROWS * V_VECTORS + row * V_VECTORS + column] = x;
+    if (column == 0) {
+      p.part_state[slot * 2 * ROWS + row] = top;
+      p.part_state[slot * 2 * ROWS + ROWS + row] = total;
+    }
+  }
+};
 
 // Zeros and -inf for what no run covers: requests whose queries see nothing, and token rows after the last
 // request's.
@@ -255,12 +289,49 @@ __device__ __forceinline__ void hand_over(const Params &p, const Cursor &c, cons
   }
 }
 
+// merge_if_last in two steps (Groups): by a counter of the parts of this CTA's group, and one of
+// groups. Whoever comes last to the second one puts both back to zero.
+__device__ __forceinline__ void merge_groups(const Params &p, const Cursor &c, const Parts &parts, int team,
+                                             int *is_last) {
+  const Groups groups(parts.count);
+  const int group = groups.of(team - parts.first), begin = groups.begin(group), size = groups.size(group);
+  int *semaphore = p.semaphore + c.request * PAIRS + c.pair;
+#pragma unroll 1
+  for (int step = 0; step < 2; ++step) {
+    __syncthreads();  // what all threads stored stands before one thread says so
+    if (threadIdx.x == 0) {
+      const int bit = step == 0 ? group * groups.bits : Groups::DONE;
+      const u32 most = step == 0 ? (1u << groups.bits) - 1 : 15u;
+      u32 old;
+      asm volatile("atom.global.acq_rel.gpu.add.u32 %0, [%1], %2;"
+                   : "=r"(old)
+                   : "l"(semaphore), "r"(1u << bit)
+                   : "memory");
+      *is_last = (int)(old >> bit & most) == (step == 0 ? size : groups.number) - 1;
+      if (step == 1 && *is_last) *semaphore = 0;  // as in merge_if_last
+    }
+    __syncthreads();
+    if (!*is_last) return;
+    if (step == 0)
+      merge_parts<16>(p, PartSlots{parts.first, begin}, size, threadIdx.x,
+                      StorePart{p, GroupSlots{parts.first, groups}(group)});
+    else
+      merge_parts<8>(p, GroupSlots{parts.first, groups}, groups.number, threadIdx.x, StoreOutput{p, c});
+  }
+}
+
 // Say that this CTA's part of a pair is stored; the last one to say so merges them all. Nobody waits here,
 // whether the others run at the same time or have ended. It needs a 0 at the start. A number left by a launch
 // that was cut short, or two launches on two streams that share it, make a merge come early or never, not
 // hang.
-__device__ __forceinline__ void merge_if_last(const Params &p, const Cursor &c, const Parts &parts,
+__device__ __forceinline__ void merge_if_last(const Params &p, const Cursor &c, const Parts &parts, int team,
                                               int *is_last) {
+  if constexpr (GROUPED) {
+    if (parts.count >= Groups::FROM) {
+      merge_groups(p, c, parts, team, is_last);
+      return;
+    }
+  }
   __syncthreads();  // all threads' parts are stored before one thread says so
   if (threadIdx.x == 0) {
     int old;
@@ -273,8 +344,9 @@ __device__ __forceinline__ void merge_if_last(const Params &p, const Cursor &c, 
   }
   __syncthreads();
   if (*is_last) {
-    if (parts.count <= 8) merge_parts<8>(p, c, parts.first, parts.count, threadIdx.x);
-    else merge_parts<16>(p, c, parts.first, parts.count, threadIdx.x);
+    const PartSlots slots = {parts.first, 0};
+    if (parts.count <= 8) merge_parts<8>(p, slots, parts.count, threadIdx.x, StoreOutput{p, c});
+    else merge_parts<16>(p, slots, parts.count, threadIdx.x, StoreOutput{p, c});
   }
 }
 
@@ -350,7 +422,7 @@ __device__ __forceinline__ void attend_run(const Params &p, Cursor c, const Run 
       if (threadIdx.x == 0) red_release_cluster(mapa(shared.arrived_parts, parts.first % CLUSTER));
     }
 #endif
-    if (!parts.whole && !parts.near) merge_if_last(p, c, parts, shared.is_last);
+    if (!parts.whole && !parts.near) merge_if_last(p, c, parts, team, shared.is_last);
     if (unit == unit_end) break;
     __syncthreads();  // the stage is free again
     if constexpr (ASK_EARLY) {

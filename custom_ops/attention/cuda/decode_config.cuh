@@ -45,6 +45,8 @@ inline constexpr int TEAM = 1;                 // CTAs that read neighbouring pa
 inline constexpr int NEAR = 0;
 // a run's next queries are asked for while states of warps meet
 inline constexpr bool ASK_EARLY = false;
+// pairs may have so many parts that they are merged in two steps
+inline constexpr bool GROUPED = false;
 inline constexpr int PREFETCH = 2;             // stages that may be filled while the kernels ahead still run
 inline constexpr int PREFETCH_L2 = 1;          // tiles behind these that are asked for into L2 meanwhile
 #define CLUSTER 2                              // CTAs of a cluster, a power of two; chooses an attribute

@@ -47,6 +47,7 @@ DECODE = Table(
         Constant("TEAM", "int", "CTAs that read neighbouring pairs of a request side by side"),
         Constant("NEAR", "int", "tiles that a border of runs may move to an end of a pair; 0: none moves"),
         Constant("ASK_EARLY", "bool", "a run's next queries are asked for while states of warps meet"),
+        Constant("GROUPED", "bool", "pairs may have so many parts that they are merged in two steps"),
         Constant("PREFETCH", "int", "stages that may be filled while the kernels ahead still run"),
         Constant("PREFETCH_L2", "int", "tiles behind these that are asked for into L2 meanwhile"),
         Constant(

@@ -111,6 +111,25 @@ __device__ __forceinline__ const char *values_of(const Params &p, const Cursor &
   return p.v + (i64)c.pair * PAIR_HEADS * V_HEAD * KV_BYTES;
 }
 
+// A pair of many parts is merged in two steps, so that no CTA reads them all: those of a group, then what the
+// groups made. Its semaphore counts both: `bits` bits for each group's parts, the highest four for groups.
+struct Groups {
+  static constexpr int FROM = 17, DONE = 28;  // parts from which there are groups; bit
+  int count, number, bits;                    // parts, groups, bits of a group's counter
+
+  __device__ __forceinline__ explicit Groups(int parts) : count(parts), number(1), bits(4) {
+    while (((1 << bits) - 1) * (DONE / bits) < parts) ++bits;
+    number = DONE / bits;
+  }
+  // its first part
+  __device__ __forceinline__ int begin(int group) const { return (group * count + number - 1) / number; }
+  __device__ __forceinline__ int size(int group) const { return begin(group + 1) - begin(group); }
+  __device__ __forceinline__ int of(int part) const { return part * number / count; }
+  // The part whose CTA has room for what a group made: neither the pair's first nor its last, so that it
+  // begins no pair.
+  __device__ __forceinline__ int keeper(int group) const { return max(begin(group), 1); }
+};
+
 // The teams that share the pair a cursor has reached; found while its first keys are on their way.
 struct Parts {
   int first, count;

@@ -319,8 +319,8 @@ def batches(seed: int) -> list[tuple[list[int], list[int]]]:
         {"TEAM": 1, "CLUSTER": 2, "WARPS": 8, "MIN_TILES": 1},
         {"NUM_KV_HEADS": 1, "TEAM": 1, "WARPS": 8, "MIN_TILES": 1, "WINDOW_LEFT": 500},
         {"TEAM": 2, "QUERY_LEN": 4, "CHUNK": 256, "GROUP": 2},
-        {"NEAR": 1, "STAGES": 2},
-        {"NEAR": 2, "TEAM": 1, "WARPS": 3, "KEYS": 32},
+        {"NEAR": 1, "STAGES": 2, "ASKED": 4},
+        {"NEAR": 2, "TEAM": 1, "WARPS": 3, "KEYS": 32, "ASKED": 8},
     ],
     ids=str,
 )

@@ -44,6 +44,7 @@ DECODE = Table(
         Constant("STAGES", "int", "tiles on their way or in use, per warp"),
         Constant("CTAS_PER_SM", "int", "that registers must suffice for"),
         Constant("MIN_TILES", "int", "least tiles of a CTA's run"),
+        Constant("ASKED", "int", "requests of a lane whose lengths are read in one trip to memory"),
         Constant("TEAM", "int", "CTAs that read neighbouring pairs of a request side by side"),
         Constant("NEAR", "int", "tiles that a border of runs may move to an end of a pair; 0: none moves"),
         Constant("ASK_EARLY", "bool", "a run's next queries are asked for while states of warps meet"),

@@ -12,7 +12,7 @@
 // while this kernel runs. Lane i counts the i-th share of the requests.
 struct Run {
   int first;               // of a lane: its first request,
-  Request one, two;        // the first two of them, read in one trip to memory,
+  Request asked[ASKED];    // the first of them, read in one trip to memory,
   int lane, share, tiles;  // its number, its requests and their tiles,
   int upto;                // and tiles with those of the lanes before it
   int busy, used;          // requests with tiles; token rows of requests, behind which there is padding
@@ -26,14 +26,20 @@ struct Run {
   __device__ __forceinline__ void plan(const Params &p, int lane, Cursor &c) {
     const int share = (p.num_reqs + 31) / 32;
     first = lane * share;
-    int r = first, busy = 0, tiles = 0;
-    one.load_first(p, min(first, p.num_reqs - 1));
-    two.load_first(p, min(first + 1, p.num_reqs - 1));
+    const int last = min(first + share, p.num_reqs);
+    int busy = 0, tiles = 0;
+    int start = load_l2(p.starts + min(first, p.num_reqs));
+#pragma unroll
+    for (int i = 0; i < ASKED; ++i) start = asked[i].load_first(p, first + i, start);
     const int used = load_and_forget_l1(p.starts + p.num_reqs);
-    one.cut();
-    two.cut();
-    for (; r < min(first + share, p.num_reqs); ++r) {
-      look_at(p, r, c);
+#pragma unroll
+    for (int i = 0; i < ASKED; ++i) {
+      asked[i].cut();
+      if (first + i < last) tiles += asked[i].num_tiles, busy += asked[i].num_tiles > 0;
+    }
+    c.r = asked[0];
+    for (int r = first + ASKED; r < last; ++r) {
+      c.r.load(p, r);
       tiles += c.r.num_tiles;
       busy += c.r.num_tiles > 0;
     }
@@ -110,7 +116,9 @@ struct Run {
   }
 
   __device__ __forceinline__ void look_at(const Params &p, int r, Cursor &c) {
-    if (r < first + 2) c.r = r == first ? one : two;
-    else c.r.load(p, r);
+    if (r >= first + ASKED) c.r.load(p, r);
+#pragma unroll
+    for (int i = 0; i < ASKED; ++i)
+      if (r == first + i) c.r = asked[i];
   }
 };

@@ -189,6 +189,11 @@ def team(pairs: int, ctas: int) -> int:
     )
 
 
+def asked(num_reqs: int) -> int:
+    """Requests of a lane whose lengths are asked for before the first is looked at: all of up to 256."""
+    return max(2, min(8, _power_of_2(-(-num_reqs // 32))))
+
+
 def refuse(
     dtype: torch.dtype,
     kv_dtype: torch.dtype,
@@ -340,6 +345,7 @@ def decode_config(
         "CTAS_PER_SM": shape.ctas_per_sm,
         "MIN_TILES": shape.min_tiles,
         "CLUSTER": shape.cluster,
+        "ASKED": asked(pairs // num_kv_heads),
         "NEAR": shape.near,
         "ASK_EARLY": shape.ask_early,
         "GROUPED": shape.grouped,

@@ -10,15 +10,15 @@ constexpr int BATCH = 32 / IDS;
 static_assert(IDS <= 32, "a lane holds one block id: at most 32 blocks per warp's keys");
 constexpr int IN_BLOCK = BLOCK_SIZE >= KEYS ? KEYS : BLOCK_SIZE;
 
+// Of the cursor's tile and those behind it.
 __device__ __forceinline__ int load_ids(const Params &p, const Cursor &c, int warp, int lane) {
-  const int key =
-      ((c.r.first_tile + c.tile / BATCH * BATCH + lane / IDS) * WARPS + warp) * KEYS + lane % IDS * IN_BLOCK;
+  const int key = c.key(warp) + lane / IDS * TILE + lane % IDS * IN_BLOCK;
   return key < c.r.end && key + IN_BLOCK > c.r.low ? p.table[c.request * p.table_row + key / BLOCK_SIZE] : 0;
 }
 
 // Whether the warp's keys in the cursor's tile, if any, all lie before the query tokens.
 __device__ __forceinline__ bool is_context(const Cursor &c, int warp) {
-  const int key = ((c.r.first_tile + c.tile) * WARPS + warp) * KEYS;
+  const int key = c.key(warp);
   return key >= c.r.end || min(key + KEYS, c.r.end) <= c.r.seq_len - c.r.query_len;
 }
 
@@ -58,18 +58,17 @@ __device__ __forceinline__ void prefetch_rows(const char *from, int ids, int bat
   }
 }
 
-// The warp's keys and values of the next PREFETCH_L2 tiles, as far as their block ids are here. Nothing is
-// read: they may still be written.
-__device__ __forceinline__ void prefetch_tiles(const Params &p, const Cursor &c, int ids, int to_load,
+// The warp's keys and values of the next PREFETCH_L2 tiles of the pair, as far as their block ids are here,
+// from the `batch_tile`-th on. Nothing is read: they may still be written.
+__device__ __forceinline__ void prefetch_tiles(const Params &p, const Cursor &c, int ids, int batch_tile,
                                                int warp, int lane) {
-  const int end = min(min(c.tile + min(PREFETCH_L2, to_load), c.r.num_tiles), (c.tile / BATCH + 1) * BATCH);
+  const int tiles = min(min(PREFETCH_L2, BATCH - batch_tile), (c.r.num_units - c.offset + STEP - 1) / STEP);
 #pragma unroll 1
-  for (int tile = c.tile; tile < end; ++tile) {
-    const int key = ((c.r.first_tile + tile) * WARPS + warp) * KEYS,
-              first_slot = BLOCK_SIZE >= KEYS ? key % BLOCK_SIZE : 0;
+  for (int i = 0; i < tiles; ++i) {
+    const int key = c.key(warp) + i * TILE, first_slot = BLOCK_SIZE >= KEYS ? key % BLOCK_SIZE : 0;
     if (key >= c.r.end || key + KEYS <= c.r.low) continue;
-    prefetch_rows<K_CHUNKS, K_BLOCK, K_SLOT>(keys_of(p, c), ids, tile % BATCH, first_slot, lane);
-    prefetch_rows<V_CHUNKS, V_BLOCK, V_SLOT>(values_of(p, c), ids, tile % BATCH, first_slot, lane);
+    prefetch_rows<K_CHUNKS, K_BLOCK, K_SLOT>(keys_of(p, c), ids, batch_tile + i, first_slot, lane);
+    prefetch_rows<V_CHUNKS, V_BLOCK, V_SLOT>(values_of(p, c), ids, batch_tile + i, first_slot, lane);
   }
 }
 
@@ -161,6 +160,7 @@ struct Queries {
           visible(position[n][i], c.r.seq_len, low[n][i], end[n][i]);
         } else if constexpr (!SAME_MASK) {
           visible(position[n][i], c.r.seq_len, low[n][i], end[n][i]);
+          end[n][i] = min(end[n][i], c.r.end);  // what is behind is another run's
           if (query_of(mine) >= c.r.query_len || mine >= ROWS) end[n][i] = low[n][i];
         }
         if constexpr (ALIBI)

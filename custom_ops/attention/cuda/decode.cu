@@ -1,7 +1,7 @@
 // Decode attention over a paged cache: stream-K on a fixed grid, one launch, merged by the last arriver.
 //
 // A pair is a request and one kv head, or two narrow ones side by side (PAIR_HEADS). The keys of all requests
-// are cut into tiles of WARPS * KEYS keys and lined up; every team of TEAM CTAs takes an equal run of that
+// are cut into units of a warp's KEYS keys and lined up; every team of TEAM CTAs takes an equal run of that
 // line, whatever the lengths are, each CTA for a pair of its own: device memory answers faster when the heads
 // of a block are read at about one time. Inside a CTA each warp owns KEYS keys of a tile: it copies them to
 // shared memory itself (cp.async, STAGES deep, across the borders of pairs), so that no barrier stands in the
@@ -26,7 +26,7 @@ __device__ __forceinline__ void store_output(const Params &p, const Request &r, 
   const int head = kv_head_of(pair, row), q_head = head * GROUP + row % GROUP;
   // `total` does not tell: it is NaN where a score was NaN or +inf, and 0 where all were -inf, which makes 0
   // / 0.
-  bool sees = true;  // SAME_MASK: a request whose query sees nothing has no tiles
+  bool sees = true;  // SAME_MASK: a request whose query sees nothing has no units
   if constexpr (!SAME_MASK) {
     int low, end;
     visible(r.seq_len - r.query_len + query, r.seq_len, low, end);
@@ -139,7 +139,7 @@ __device__ __noinline__ void store_empty(const Params &p) {
     if (request < p.num_reqs) {
       Request r;
       r.load(p, request);
-      if (r.num_tiles || r.is_others()) continue;
+      if (r.num_units || r.is_others()) continue;
       first = r.start;
       last = r.start + r.query_len;
     }
@@ -189,16 +189,30 @@ struct Shared {
 // The producer's side of a warp's pipeline: it runs ahead of the warp over the same tiles.
 struct Producer {
   LoadCursor &at;
-  int to_load, ids;
-  u32 stages;  // the warp's
+  int left;        // units of the run from its tile on
+  u32 stages;      // the warp's
+  int ids;         // block ids of a batch of tiles,
+  int batch_tile;  // of which its own is this one,
+  int ids_from;    // and which begins behind so many units of the pair
+
+  __device__ __forceinline__ Producer(const Params &p, LoadCursor &at, int left, u32 stages, int warp, int lane)
+      : at(at), left(left), stages(stages) {
+    at.r.clip(at.offset + left);
+    next_ids(p, warp, lane);
+  }
+
+  __device__ __forceinline__ void next_ids(const Params &p, int warp, int lane) {
+    ids = load_ids(p, at, warp, lane);
+    batch_tile = 0;
+    ids_from = at.offset;
+  }
 
   // The next tile's keys and values on their way to a stage; an empty group of copies if there is none, which
   // keeps the count.
   __device__ __forceinline__ void load(const Params &p, int stage, int warp, int lane) {
-    if (to_load > 0) {
-      const int key = ((at.r.first_tile + at.tile) * WARPS + warp) * KEYS;
-      const int skip = at.r.low - key, real = at.r.end - key;
-      const int batch_tile = at.tile % BATCH, first_slot = BLOCK_SIZE >= KEYS ? key % BLOCK_SIZE : 0;
+    if (left > 0) {
+      const int key = at.key(warp), skip = at.r.low - key, real = at.r.end - key;
+      const int first_slot = BLOCK_SIZE >= KEYS ? key % BLOCK_SIZE : 0;
       const u32 to = stages + stage * STAGE_BYTES;
       if (real > 0 && skip < KEYS) {
         const char *k = keys_of(p, at), *v = values_of(p, at);
@@ -206,11 +220,19 @@ struct Producer {
         copy_rows<V_CHUNKS, V_PADDED, V_BLOCK, V_SLOT>(to + KEYS * K_ROW_BYTES, v, ids, batch_tile,
                                                        first_slot, skip, real, lane);
       }
-      if (--to_load > 0) {
+      left -= min(STEP, at.r.num_units - at.offset);
+      if (left > 0) {
+        at.offset += STEP;
+        ++batch_tile;
         const int old = at.request;
-        if (++at.tile == at.r.num_tiles) at.next_pair(p);
-        if (at.tile % BATCH == 0 && (at.r.num_tiles > BATCH || at.request != old))
-          ids = load_ids(p, at, warp, lane);
+        if (at.offset >= at.r.num_units) {
+          at.next_pair(p);
+          at.r.clip(left);
+          if (ids_from == 0 && at.request == old) batch_tile = 0;  // the same blocks for another head
+          else next_ids(p, warp, lane);
+        } else if (batch_tile == BATCH) {
+          next_ids(p, warp, lane);
+        }
       }
     }
     cp_async_commit();
@@ -225,7 +247,8 @@ __device__ __forceinline__ void prologue(const Params &p, const Cursor &c, Produ
   if constexpr (PDL && PREFETCH > 0 && LONGEST == 0) {
 #pragma unroll 1
     for (; filled < PREFETCH && is_context(producer.at, warp); ++filled) producer.load(p, filled, warp, lane);
-    if (filled == PREFETCH) prefetch_tiles(p, producer.at, producer.ids, producer.to_load, warp, lane);
+    if (filled == PREFETCH && producer.left > 0)
+      prefetch_tiles(p, producer.at, producer.ids, producer.batch_tile, warp, lane);
   }
   wait_and_launch_next();
   queries.load(p, c, lane);
@@ -356,42 +379,44 @@ __device__ __forceinline__ void attend_run(const Params &p, Cursor c, const Run 
                                            [[maybe_unused]] bool &met, int warp, int lane) {
   int unit = run.unit;
   const int unit_end = run.unit_end, total = run.total, teams = run.teams, team = run.team;
-  const int near = NEAR > 0 && run.moves ? NEAR : 0;
+  const int near = NEAR > 0 && run.moves ? NEAR_UNITS : 0;
   const u32 stages = shared_address(shared.stages) + warp * STAGES * STAGE_BYTES;
   LoadCursor ahead(p, c);
-  Producer producer = {ahead, unit_end - unit, 0, stages};
-  producer.ids = load_ids(p, producer.at, warp, lane);
-  int stage = 0;
+  Producer producer(p, ahead, unit_end - unit, stages, warp, lane);
+  int stage = 0, pair_units = c.r.num_units;
+  c.r.clip(c.offset + unit_end - unit);
   Queries queries;
   prologue(p, c, producer, queries, warp, lane);
   State state;
   state.clear();
-  int pair_begin = c.tile;  // first tile of this run in the pair
+  int pair_begin = c.offset;  // first unit of this run in the pair
   Parts parts;
-  parts.find(c, unit, unit_end, total, teams, near);
+  parts.find(c, pair_units, unit, unit_end, total, teams, near);
 
   while (true) {
     cp_async_wait<STAGES - 2>();
     __syncwarp();
-    const int key = ((c.r.first_tile + c.tile) * WARPS + warp) * KEYS;
+    const int key = c.key(warp);
     producer.load(p, stage == 0 ? STAGES - 1 : stage - 1, warp, lane);  // into what the last round used up
     if (key < c.r.end && key + KEYS > c.r.low)
       attend(state, queries, p, c, stages + stage * STAGE_BYTES, key, lane);
     const int used_stage = stage;
     stage = stage == STAGES - 1 ? 0 : stage + 1;
-    ++c.tile;
-    ++unit;
-    if (c.tile < c.r.num_tiles && unit < unit_end) {
+    c.offset += STEP;
+    if (c.offset < c.r.num_units) {
       __syncwarp();
       continue;
     }
 
     // The end of a pair, or of the run: the warps' states meet in the stage they have just used.
+    unit += c.r.num_units - pair_begin;
     [[maybe_unused]] Cursor next;
     if constexpr (ASK_EARLY) {
       next = c;
       if (unit < unit_end) {  // the next queries come while the states meet
         next.next_pair(p);
+        pair_units = next.r.num_units;
+        next.r.clip(unit_end - unit);
         queries.load(p, next, lane);
       }
     }
@@ -429,10 +454,12 @@ __device__ __forceinline__ void attend_run(const Params &p, Cursor c, const Run 
       c = next;
     } else {
       c.next_pair(p);
+      pair_units = c.r.num_units;
+      c.r.clip(unit_end - unit);
+      queries.load(p, c, lane);
     }
     pair_begin = 0;
-    if constexpr (!ASK_EARLY) queries.load(p, c, lane);
-    parts.find(c, unit, unit_end, total, teams, near);
+    parts.find(c, pair_units, unit, unit_end, total, teams, near);
     state.clear();
   }
 }

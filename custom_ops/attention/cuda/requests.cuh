@@ -1,4 +1,4 @@
-// The line of work: requests as runs of key tiles, a CTA's place in it, the CTAs that share a pair.
+// The line of work: requests as runs of units of keys, a CTA's place in it, the CTAs that share a pair.
 #pragma once
 #include "shapes.cuh"
 
@@ -18,10 +18,10 @@ __device__ __forceinline__ void visible(int position, int seq_len, int &low, int
   end = max(end, low);
 }
 
-// A request as a run of key tiles: what any of its queries sees. LONGEST > 0: requests with more query tokens
+// A request as a run of units: what any of its queries sees. LONGEST > 0: requests with more query tokens
 // have none, they are the prefill launch's.
 struct Request {
-  int start, query_len, seq_len, first_tile, num_tiles, low, end;
+  int start, query_len, seq_len, first_unit, num_units, low, end;
 
   // Before this thread's load_and_forget_l1, of a request that begins at `start`; where it ends. Behind the
   // last request: of no query tokens.
@@ -57,22 +57,33 @@ struct Request {
     visible(seq_len - 1, seq_len, unused, end);
     end = min(end, seq_len);
     if (query_len <= 0 || seq_len <= 0 || end <= low || is_others()) low = end = 0;
-    first_tile = low / TILE;
-    num_tiles = (end + TILE - 1) / TILE - first_tile;
+    first_unit = low / UNIT;
+    num_units = (end + UNIT - 1) / UNIT - first_unit;
+  }
+
+  // Leave out what lies behind the first `units`: it is another run's.
+  __device__ __forceinline__ void clip(int units) {
+    if (units < num_units) {
+      num_units = units;
+      end = min(end, (first_unit + units) * UNIT);
+    }
   }
 };
 
-// Where a CTA stands in its run: request, pair of the request, tile of the pair.
+// Where a CTA stands in its run: request, pair of the request, units of the pair before its tile.
 struct Cursor {
-  int request, pair, tile;
+  int request, pair, offset;
   Request r;
 
+  // The first of a warp's keys in the tile.
+  __device__ __forceinline__ int key(int warp) const { return (r.first_unit + offset) * UNIT + warp * KEYS; }
+
   __device__ __forceinline__ void next_pair(const Params &p) {
-    tile = 0;
+    offset = 0;
     if (LINES == 1 || (pair += TEAM) >= PAIRS) {
       if (LINES > 1) pair -= PAIRS;
       do r.load(p, ++request);  // a run ends before the requests do
-      while (r.num_tiles == 0);
+      while (r.num_units == 0);
     }
   }
 };
@@ -92,7 +103,7 @@ struct LoadCursor : Cursor {
   }
 
   __device__ __forceinline__ void next_pair(const Params &p) {
-    tile = 0;
+    offset = 0;
     if (LINES == 1 || (pair += TEAM) >= PAIRS) {
       if (LINES > 1) pair -= PAIRS;
       ++request;
@@ -100,7 +111,7 @@ struct LoadCursor : Cursor {
       r.query_len = next_end - next_start;
       r.seq_len = next_len;
       r.cut();
-      while (r.num_tiles == 0) r.load(p, ++request);
+      while (r.num_units == 0) r.load(p, ++request);
       ask(p);
     }
   }
@@ -145,12 +156,13 @@ struct Parts {
     return (int)(((u64)(unit + 1) * teams - 1) / total);
   }
 
-  // `near`: how far borders move to ends of pairs. One that comes to `begin` was at begin + near or before
-  // it; one that comes to the end was not before last + 1 - near; a shared pair has one that stays between.
-  __device__ __forceinline__ void find(const Cursor &c, int unit, int unit_end, int total, int teams,
-                                       int near) {
-    const int begin = unit - c.tile, last = begin + c.r.num_tiles - 1;
-    whole = c.tile == 0 && last < unit_end;
+  // `units`: of the pair, in whichever run. `near`: how far borders move to ends of pairs. One that comes to
+  // `begin` was at begin + near or before it; one that comes to the end was not before last + 1 - near; a
+  // shared pair has one that stays between.
+  __device__ __forceinline__ void find(const Cursor &c, int units, int unit, int unit_end, int total,
+                                       int teams, int near) {
+    const int begin = unit - c.offset, last = begin + units - 1;
+    whole = c.offset == 0 && last < unit_end;
     this->near = false;
     if (!whole) {
       first = owner(begin + near, total, teams);

@@ -1,11 +1,11 @@
-// The run of a CTA: which tiles of the line of work are its own. Compiles for the host, too, where a test
+// The run of a CTA: which units of the line of work are its own. Compiles for the host, too, where a test
 // walks them.
 #pragma once
 #include "requests.cuh"
 
-// The line of work is cut into runs of equal length, one for each team. A unit of it is a tile of a line of
-// TEAM pairs: one tile for each CTA of the team. With NEAR, a border that is so near an end of a pair moves
-// there, which leaves fewer pairs to share.
+// The line of work is cut into runs of equal length, one for each team. A unit of it is UNIT keys of a line of
+// TEAM pairs: those of one pair for each CTA of the team. With NEAR, a border that is so near an end of a pair
+// moves there, which leaves fewer pairs to share.
 //
 // Every warp works its CTA's run out for itself. All barriers rely on the warps agreeing, and the counts of
 // parts on the CTAs agreeing: what they read, lengths and query starts, comes from L2, and nobody writes it
@@ -13,9 +13,9 @@
 struct Run {
   int first;               // of a lane: its first request,
   Request asked[ASKED];    // the first of them, read in one trip to memory,
-  int lane, share, tiles;  // its number, its requests and their tiles,
-  int upto;                // and tiles with those of the lanes before it
-  int busy, used;          // requests with tiles; token rows of requests, behind which there is padding
+  int lane, share, units;  // its number, its requests and their units,
+  int upto;                // and units with those of the lanes before it
+  int busy, used;          // requests with units; token rows of requests, behind which there is padding
   int total;               // units in all
   int team, teams;         // this CTA's, and how many have runs
   int member;              // this CTA's place in its team
@@ -27,7 +27,7 @@ struct Run {
     const int share = (p.num_reqs + 31) / 32;
     first = lane * share;
     const int last = min(first + share, p.num_reqs);
-    int busy = 0, tiles = 0;
+    int busy = 0, units = 0;
     int start = load_l2(p.starts + min(first, p.num_reqs));
 #pragma unroll
     for (int i = 0; i < ASKED; ++i) start = asked[i].load_first(p, first + i, start);
@@ -35,16 +35,16 @@ struct Run {
 #pragma unroll
     for (int i = 0; i < ASKED; ++i) {
       asked[i].cut();
-      if (first + i < last) tiles += asked[i].num_tiles, busy += asked[i].num_tiles > 0;
+      if (first + i < last) units += asked[i].num_units, busy += asked[i].num_units > 0;
     }
     c.r = asked[0];
     for (int r = first + ASKED; r < last; ++r) {
       c.r.load(p, r);
-      tiles += c.r.num_tiles;
-      busy += c.r.num_tiles > 0;
+      units += c.r.num_units;
+      busy += c.r.num_units > 0;
     }
     busy = __reduce_add_sync(ALL, busy);
-    int upto = tiles;
+    int upto = units;
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
       const int below = __shfl_up_sync(ALL, upto, step);
@@ -52,7 +52,7 @@ struct Run {
     }
     const int total = __shfl_sync(ALL, upto, 31) * LINES;
     const int lines = max(busy * LINES, 1);
-    const int wanted = max(min((int)gridDim.x / TEAM, total / MIN_TILES), 1);
+    const int wanted = max(min((int)gridDim.x / TEAM, total / MIN_UNITS), 1);
     int teams = wanted;
     // equal lengths: let runs end where pairs end, unless that idles a quarter of the CTAs
     if (lines <= wanted) {
@@ -66,8 +66,8 @@ struct Run {
     const int base = total / teams, extra = total % teams;
     unit = team * base + team * extra / teams;
     unit_end = team < teams ? (team + 1) * base + (team + 1) * extra / teams : unit;
-    moves = NEAR > 0 && base >= 4 * NEAR;
-    this->lane = lane, this->share = share, this->tiles = tiles, this->upto = upto;
+    moves = NEAR > 0 && base >= 4 * NEAR_UNITS;
+    this->lane = lane, this->share = share, this->units = units, this->upto = upto;
     this->busy = busy, this->used = used;
     this->total = total, this->team = team, this->teams = teams;
   }
@@ -75,12 +75,12 @@ struct Run {
   // The request that has `unit`, and the units before it.
   __device__ __forceinline__ int find(const Params &p, int unit, Cursor &c) {
     const int home = __ffs(__ballot_sync(ALL, upto * LINES > unit)) - 1;
-    int before = (upto - tiles) * LINES, request = first;
+    int before = (upto - units) * LINES, request = first;
     if (share > 1 && lane == home) {
       for (;; ++request) {
         look_at(p, request, c);
-        if (before + c.r.num_tiles * LINES > unit) break;
-        before += c.r.num_tiles * LINES;
+        if (before + c.r.num_units * LINES > unit) break;
+        before += c.r.num_units * LINES;
       }
     }
     c.request = __shfl_sync(ALL, request, home);
@@ -89,11 +89,11 @@ struct Run {
     return before;
   }
 
-  // How far a border at `tile` of a pair moves, to an end that is NEAR: what a run saves by such a tile, the
-  // exchange of a shared pair costs. Runs stay longer than 4 * NEAR - 2 * NEAR.
-  static __device__ __forceinline__ int shift(int tile, int num_tiles) {
-    const int left = num_tiles - tile;
-    return tile <= left ? (tile <= NEAR ? -tile : 0) : left <= NEAR ? left : 0;
+  // How far a border at `offset` of a pair moves, to an end that is NEAR: what a run saves by such a tile, the
+  // exchange of a shared pair costs. Runs stay longer than 4 * NEAR - 2 * NEAR tiles.
+  static __device__ __forceinline__ int shift(int offset, int num_units) {
+    const int left = num_units - offset;
+    return offset <= left ? (offset <= NEAR_UNITS ? -offset : 0) : left <= NEAR_UNITS ? left : 0;
   }
 
   // The cursor of the first unit, if there is one; borders come to where they stay.
@@ -101,17 +101,17 @@ struct Run {
     if (NEAR > 0 && moves && unit_end < total) {
       const Request mine = c.r;  // with share == 1 the lane's own
       const int before = find(p, unit_end, c);
-      unit_end += shift((unit_end - before) % c.r.num_tiles, c.r.num_tiles);
+      unit_end += shift((unit_end - before) % c.r.num_units, c.r.num_units);
       c.r = mine;
     }
-    const int before = find(p, unit, c), line = LINES == 1 ? 0 : (unit - before) / c.r.num_tiles;
+    const int before = find(p, unit, c), line = LINES == 1 ? 0 : (unit - before) / c.r.num_units;
     c.pair = line * TEAM + member;
-    c.tile = unit - before - line * c.r.num_tiles;
+    c.offset = unit - before - line * c.r.num_units;
     if (NEAR > 0 && moves) {
-      const int far = shift(c.tile, c.r.num_tiles);
+      const int far = shift(c.offset, c.r.num_units);
       unit += far;
       if (far > 0) c.next_pair(p);
-      else c.tile += far;
+      else c.offset += far;
     }
   }
 

@@ -52,6 +52,7 @@ inline int *meet(int x) {  // what all lanes gave
 inline int __shfl_sync(u32, int x, int lane) { return meet(x)[lane & 31]; }
 inline int __shfl_up_sync(u32, int x, int step) { const int lane = current; int *all = meet(x); return lane >= step ? all[lane - step] : x; }
 inline int __reduce_add_sync(u32, int x) { int *all = meet(x), sum = 0; for (int i = 0; i < 32; ++i) sum += all[i]; return sum; }
+inline void __syncwarp() { meet(0); }
 inline u32 __ballot_sync(u32, bool x) { int *all = meet(x); u32 bits = 0; for (int i = 0; i < 32; ++i) bits |= (u32)all[i] << i; return bits; }
 inline int load_l2(const int *p) { return *p; }
 inline int load_and_forget_l1(const int *p) { return *p; }
@@ -92,11 +93,11 @@ WALK = """
 #include <vector>
 #define CHECK(x) do { if (!(x)) { printf("batch %d, CTA %d: %s\\n", batch, cta, #x); exit(1); } } while (0)
 struct Found : Run { Cursor c; bool works; };
+int numbers[Planner::NUMBERS];
 Found find(const Params &p, int lane) {  // as paged_decode does
-  Found run = {};
-  run.plan(p, lane, run.c);
+  Found run = {Planner(p, lane, numbers).run};
   run.works = run.unit < run.unit_end;
-  if (run.works) run.begin(p, run.c);
+  if (run.works) run.c = run.cursor();
   return run;
 }
 struct Piece { int team, begin, end, first, count; bool whole; };
@@ -144,7 +145,7 @@ int main() {
         Parts parts = {};
         parts.find(c, c.r.num_units, unit, unit_end, run[0].total, run[0].teams, NEAR > 0 && run[0].moves ? NEAR_UNITS : 0);
         const int end = min(c.offset + unit_end - unit, c.r.num_units);
-        pairs[{c.request, c.pair}].push_back({run[0].team, c.offset, end, parts.first, parts.count, parts.whole});
+        pairs[{c.request, c.pair}].push_back({Run::team(), c.offset, end, parts.first, parts.count, parts.whole});
         unit += end - c.offset;
         if (unit == unit_end) break;
         c.next_pair(p);

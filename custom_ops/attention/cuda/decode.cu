@@ -375,10 +375,11 @@ __device__ __forceinline__ void merge_if_last(const Params &p, const Cursor &c, 
 
 // All tiles of a run that is not empty: the loop, and what comes at the end of each pair. `met`: whether this
 // CTA has waited for those of its cluster to have started.
-__device__ __forceinline__ void attend_run(const Params &p, Cursor c, const Run &run, const Shared &shared,
+__device__ __forceinline__ void attend_run(const Params &p, const Run &run, const Shared &shared,
                                            [[maybe_unused]] bool &met, int warp, int lane) {
+  Cursor c = run.cursor();
   int unit = run.unit;
-  const int unit_end = run.unit_end, total = run.total, teams = run.teams, team = run.team;
+  const int unit_end = run.unit_end, total = run.total, teams = run.teams, team = Run::team();
   const int near = NEAR > 0 && run.moves ? NEAR_UNITS : 0;
   const u32 stages = shared_address(shared.stages) + warp * STAGES * STAGE_BYTES;
   LoadCursor ahead(p, c);
@@ -492,12 +493,17 @@ extern "C" __global__ void CLUSTERED BOUNDED paged_decode(const __grid_constant_
   // that could wait stands between the start and this line.
   cluster_arrive();
 #endif
-  Cursor c = {};
-  Run run;
-  run.plan(p, lane, c);
+  // The stages are free until all warps know the run.
+  static_assert(Planner::NUMBERS * 4 <= WARPS * STAGES * STAGE_BYTES);
+  __shared__ Run found;
+  if (warp == 0) {
+    const Run run = Planner(p, lane, (int *)stages).run;
+    if (lane == 0) found = run;
+  }
+  __syncthreads();
+  const Run run = found;
   if (run.unit < run.unit_end) {
-    run.begin(p, c);
-    attend_run(p, c, run, shared, met, warp, lane);
+    attend_run(p, run, shared, met, warp, lane);
   } else {
     wait_and_launch_next();
   }

@@ -23,29 +23,11 @@ __device__ __forceinline__ void visible(int position, int seq_len, int &low, int
 struct Request {
   int start, query_len, seq_len, first_unit, num_units, low, end;
 
-  // Before this thread's load_and_forget_l1, of a request that begins at `start`; where it ends. Behind the
-  // last request: of no query tokens.
-  __device__ __forceinline__ int load_first(const Params &p, int r, int start) {
-    const int end = load_l2(p.starts + min(r + 1, p.num_reqs));
-    this->start = start;
-    query_len = end - start;
-    seq_len = load_l2(p.seq_lens + min(r, p.num_reqs - 1));
-    return end;
-  }
-
-  // Behind it.
+  // Behind its warp's load_and_forget_l1.
   __device__ __forceinline__ void load(const Params &p, int r) {
     start = p.starts[r];
     query_len = p.starts[r + 1] - start;
     seq_len = p.seq_lens[r];
-    cut();
-  }
-
-  // The same request as lane `home` has.
-  __device__ __forceinline__ void take(int home) {
-    start = __shfl_sync(ALL, start, home);
-    query_len = __shfl_sync(ALL, query_len, home);
-    seq_len = __shfl_sync(ALL, seq_len, home);
     cut();
   }
 

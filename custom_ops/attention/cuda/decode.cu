@@ -189,30 +189,23 @@ struct Shared {
 // The producer's side of a warp's pipeline: it runs ahead of the warp over the same tiles.
 struct Producer {
   LoadCursor &at;
-  int left;        // units of the run from its tile on
-  u32 stages;      // the warp's
-  int ids;         // block ids of a batch of tiles,
-  int batch_tile;  // of which its own is this one,
-  int ids_from;    // and which begins behind so many units of the pair
+  int left;    // units of the run from its tile on
+  u32 stages;  // the warp's
+  int ids;     // block ids of its tile's batch
 
   __device__ __forceinline__ Producer(const Params &p, LoadCursor &at, int left, u32 stages, int warp, int lane)
       : at(at), left(left), stages(stages) {
     at.r.clip(at.offset + left);
-    next_ids(p, warp, lane);
-  }
-
-  __device__ __forceinline__ void next_ids(const Params &p, int warp, int lane) {
     ids = load_ids(p, at, warp, lane);
-    batch_tile = 0;
-    ids_from = at.offset;
   }
 
   // The next tile's keys and values on their way to a stage; an empty group of copies if there is none, which
   // keeps the count.
   __device__ __forceinline__ void load(const Params &p, int stage, int warp, int lane) {
     if (left > 0) {
-      const int key = at.key(warp), skip = at.r.low - key, real = at.r.end - key;
+      const int key = at.key(warp), skip = at.r.low - key, real = at.r.stop() - key;
       const int first_slot = BLOCK_SIZE >= KEYS ? key % BLOCK_SIZE : 0;
+      const int batch_tile = tile_in_batch(at);
       const u32 to = stages + stage * STAGE_BYTES;
       if (real > 0 && skip < KEYS) {
         const char *k = keys_of(p, at), *v = values_of(p, at);
@@ -222,16 +215,16 @@ struct Producer {
       }
       left -= min(STEP, at.r.num_units - at.offset);
       if (left > 0) {
-        at.offset += STEP;
-        ++batch_tile;
         const int old = at.request;
+        // the blocks of a pair that begins at its own first unit, all of them: those of the next head, too
+        const bool all = at.offset % STEP == 0 && at.r.num_units <= BATCH * STEP;
+        at.offset += STEP;
         if (at.offset >= at.r.num_units) {
           at.next_pair(p);
           at.r.clip(left);
-          if (ids_from == 0 && at.request == old) batch_tile = 0;  // the same blocks for another head
-          else next_ids(p, warp, lane);
-        } else if (batch_tile == BATCH) {
-          next_ids(p, warp, lane);
+          if (!all || at.request != old) ids = load_ids(p, at, warp, lane);
+        } else if (tile_in_batch(at) == 0) {
+          ids = load_ids(p, at, warp, lane);
         }
       }
     }
@@ -248,7 +241,7 @@ __device__ __forceinline__ void prologue(const Params &p, const Cursor &c, Produ
 #pragma unroll 1
     for (; filled < PREFETCH && is_context(producer.at, warp); ++filled) producer.load(p, filled, warp, lane);
     if (filled == PREFETCH && producer.left > 0)
-      prefetch_tiles(p, producer.at, producer.ids, producer.batch_tile, warp, lane);
+      prefetch_tiles(p, producer.at, producer.ids, warp, lane);
   }
   wait_and_launch_next();
   queries.load(p, c, lane);
@@ -378,28 +371,28 @@ __device__ __forceinline__ void merge_if_last(const Params &p, const Cursor &c, 
 __device__ __forceinline__ void attend_run(const Params &p, const Run &run, const Shared &shared,
                                            [[maybe_unused]] bool &met, int warp, int lane) {
   Cursor c = run.cursor();
-  int unit = run.unit;
-  const int unit_end = run.unit_end, total = run.total, teams = run.teams, team = Run::team();
+  int left = run.unit_end - run.unit;  // units of the run that are not behind the cursor's pair
+  const int team = Run::team();
   const int near = NEAR > 0 && run.moves ? NEAR_UNITS : 0;
   const u32 stages = shared_address(shared.stages) + warp * STAGES * STAGE_BYTES;
   LoadCursor ahead(p, c);
-  Producer producer(p, ahead, unit_end - unit, stages, warp, lane);
+  Producer producer(p, ahead, left, stages, warp, lane);
   int stage = 0, pair_units = c.r.num_units;
-  c.r.clip(c.offset + unit_end - unit);
+  c.r.clip(c.offset + left);
   Queries queries;
   prologue(p, c, producer, queries, warp, lane);
   State state;
   state.clear();
-  int pair_begin = c.offset;  // first unit of this run in the pair
   Parts parts;
-  parts.find(c, pair_units, unit, unit_end, total, teams, near);
+  parts.find(c, pair_units, run.unit_end - left, run.unit_end, run.total, run.teams, near);
+  left -= c.r.num_units - c.offset;
 
   while (true) {
     cp_async_wait<STAGES - 2>();
     __syncwarp();
     const int key = c.key(warp);
     producer.load(p, stage == 0 ? STAGES - 1 : stage - 1, warp, lane);  // into what the last round used up
-    if (key < c.r.end && key + KEYS > c.r.low)
+    if (key < c.r.stop() && key + KEYS > c.r.low)
       attend(state, queries, p, c, stages + stage * STAGE_BYTES, key, lane);
     const int used_stage = stage;
     stage = stage == STAGES - 1 ? 0 : stage + 1;
@@ -410,14 +403,13 @@ __device__ __forceinline__ void attend_run(const Params &p, const Run &run, cons
     }
 
     // The end of a pair, or of the run: the warps' states meet in the stage they have just used.
-    unit += c.r.num_units - pair_begin;
     [[maybe_unused]] Cursor next;
     if constexpr (ASK_EARLY) {
       next = c;
-      if (unit < unit_end) {  // the next queries come while the states meet
+      if (left > 0) {  // the next queries come while the states meet
         next.next_pair(p);
         pair_units = next.r.num_units;
-        next.r.clip(unit_end - unit);
+        next.r.clip(left);
         queries.load(p, next, lane);
       }
     }
@@ -425,9 +417,9 @@ __device__ __forceinline__ void attend_run(const Params &p, const Run &run, cons
     leave_state(state, (float *)(shared.stages + (warp * STAGES + used_stage) * STAGE_BYTES),
                 shared.all_tops[warp], shared.all_totals[warp], lane);
     __syncthreads();
-    const i64 part = (i64)blockIdx.x * 2 + (pair_begin == 0);
     // -1: the pair begins here, the others' parts come to this CTA
-    [[maybe_unused]] const int sender = team - parts.first - 1;
+    const int sender = team - parts.first - 1;
+    const i64 part = (i64)blockIdx.x * 2 + (sender < 0);
 #if CLUSTER > 1
     if (!met) cluster_wait();
     met = true;
@@ -449,18 +441,18 @@ __device__ __forceinline__ void attend_run(const Params &p, const Run &run, cons
     }
 #endif
     if (!parts.whole && !parts.near) merge_if_last(p, c, parts, team, shared.is_last);
-    if (unit == unit_end) break;
+    if (left == 0) break;
     __syncthreads();  // the stage is free again
     if constexpr (ASK_EARLY) {
       c = next;
     } else {
       c.next_pair(p);
       pair_units = c.r.num_units;
-      c.r.clip(unit_end - unit);
+      c.r.clip(left);
       queries.load(p, c, lane);
     }
-    pair_begin = 0;
-    parts.find(c, pair_units, unit, unit_end, total, teams, near);
+    parts.find(c, pair_units, run.unit_end - left, run.unit_end, run.total, run.teams, near);
+    left -= c.r.num_units;
     state.clear();
   }
 }
@@ -501,7 +493,7 @@ extern "C" __global__ void CLUSTERED BOUNDED paged_decode(const __grid_constant_
     if (lane == 0) found = run;
   }
   __syncthreads();
-  const Run run = found;
+  const Run &run = found;
   if (run.unit < run.unit_end) {
     attend_run(p, run, shared, met, warp, lane);
   } else {

@@ -44,11 +44,10 @@ struct Request {
   }
 
   // Leave out what lies behind the first `units`: it is another run's.
-  __device__ __forceinline__ void clip(int units) {
-    if (units < num_units) {
-      num_units = units;
-      end = min(end, (first_unit + units) * UNIT);
-    }
+  __device__ __forceinline__ void clip(int units) { num_units = min(num_units, units); }
+  // Where the keys that are left end.
+  __device__ __forceinline__ int stop() const {
+    return UNIT == TILE ? end : min(end, (first_unit + num_units) * UNIT);
   }
 };
 
@@ -128,7 +127,7 @@ struct Groups {
 
 // The teams that share the pair a cursor has reached; found while its first keys are on their way.
 struct Parts {
-  int first, count;
+  int first = 0, count = 0;
   bool whole;  // this run holds the whole pair
   bool near;   // all of them are in one cluster
 

@@ -12,8 +12,8 @@ constexpr int COLS = (ROWS + 7) / 8;                // n-tiles of 8 rows
 constexpr bool SHARED = PAIR_HEADS > 1 && HEAD_ROWS % 8;  // an n-tile holds rows of both heads
 constexpr int TILE = WARPS * KEYS;                  // keys that a CTA goes through at a time
 // Keys of a unit of work: those of one warp, so that runs are equally long to a warp's keys, not to a tile.
-// What a row sees of a tree's last keys is counted in whole tiles.
-constexpr int UNIT = TREE ? TILE : KEYS;
+// Whole tiles with trees, whose rows see keys by bits, and on Ampere, where registers are short.
+constexpr int UNIT = TREE || !PDL ? TILE : KEYS;
 constexpr int STEP = TILE / UNIT;                   // units of a tile
 constexpr int MIN_UNITS = MIN_TILES * STEP, NEAR_UNITS = NEAR * STEP;
 constexpr int SUBS = KEYS / 16;                     // m-tiles of keys per warp

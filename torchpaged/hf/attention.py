@@ -16,6 +16,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
 
+from torchpaged.cascade import attend_in_groups
 from torchpaged.custom_ops.errors import ArgumentError, BackendUnavailableError, UnsupportedModelError
 from torchpaged.hf.class_tables import fill_class_tables
 from torchpaged.hf.cross import cross_batch, require_no_plan
@@ -132,6 +133,11 @@ def paged_attention_forward(
         raise BackendUnavailableError(
             f"backend {owner.backend.choice.name!r} cannot run this attention: tree_mask is not supported"
         )
+    alike = causal and window is None and alibi_slopes is None and not trees
+    if metadata.prefixes is not None and layer.reads_in_groups and alike:
+        pools, own = (key, value), {"scale": scale, "logits_soft_cap": softcap, **layer.scales}
+        attend_in_groups(q, pools, metadata, out, owner.backend.ops, sinks, **own)
+        return out.view(batch, query_len, num_heads, value.shape[-1]), None
     attend = owner.backend.ops.paged_attention
     if not torch.compiler.is_compiling() and is_profiling():
         attend = ranged_attention(attend, layer.index)

@@ -168,13 +168,13 @@ def test_attention_of_its_own(stem: str) -> None:
 
 
 def test_attention_of_its_own_that_is_known() -> None:
-    """The decoder's own keys paged, behind a padded source, and everything but them as it was."""
+    """The decoder's own keys paged, and the encoder's, behind a padded source; without a cache as it was."""
     given, model = inputs(padded=True), build("Mvp", HEAD)
     want = logits_of(model, given)
     with pytest.raises(ArgumentError, match=r"torchpaged.hf.attach\(model\)"):
         logits_of(model, given, CACHES["paged"](model))
     with attached(model):
-        for cache in (CACHES["paged"](model), None):
+        for cache in (*(CACHES[name](model) for name in ("paged", "paged, cross too", "one")), None):
             got = logits_of(model, given, cache)
             torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4 * float(want.abs().max()))
 
@@ -254,8 +254,8 @@ def test_sizes_of_a_call() -> None:
 
 
 def test_what_is_refused_at_once() -> None:
-    with pytest.raises(UnsupportedModelError, match="mvp attends to its encoder in modules of its own"):
-        PagedEncoderDecoderCache(build("Mvp", HEAD).config, 2, 32)
+    with pytest.raises(UnsupportedModelError, match="xglm attends to its encoder in modules of its own"):
+        PagedEncoderDecoderCache(build("XGLM", "ForCausalLM").config, 2, 32)
 
 
 def test_a_backend_that_plans(monkeypatch: pytest.MonkeyPatch) -> None:

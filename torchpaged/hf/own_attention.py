@@ -275,6 +275,19 @@ _BART = _forward(
         crosses="key_value_states",
     )
 )
+
+
+def _led(module: nn.Module) -> tuple[str, Callable[..., Any]]:
+    """As Bart's, and gives its cache back as a third."""
+    name, attend = _BART(module)
+
+    def forward(self: Any, hidden_states: Tensor, *args: Any, **options: Any) -> Any:
+        out = attend(self, hidden_states, *args, **options)
+        return out if len(out) == 3 else (*out, options.get("past_key_values"))
+
+    return name, forward
+
+
 _NONE: Callable[[Any], None] = lambda module: None  # noqa: E731
 
 #: Class of an attention module -> what makes its function.
@@ -294,6 +307,7 @@ MAKERS: dict[str, Callable[[nn.Module], tuple[str, Callable[..., Any]]]] = {
             crosses="encoder_hidden_states",
         )
     ),
+    "LEDDecoderAttention": _led,
     "MvpAttention": _BART,
     "TrOCRAttention": _BART,
     "XGLMAttention": _BART,
@@ -339,6 +353,19 @@ def _positions(module: nn.Module) -> tuple[str, Callable[..., Any]]:
             length = (ids.shape if isinstance(ids, Tensor) else ids)[1]
             position_ids = past_key_values_length + torch.arange(length, device=past_key_values_length.device)
         return plain(ids, past_key_values_length, position_ids)
+
+    return "forward", forward
+
+
+def _places_from(module: Any) -> tuple[str, Callable[..., Any]]:
+    """The same, of LED, which takes no positions."""
+    plain = module.forward
+
+    def forward(self: Any, input_ids_shape: Any, past_key_values_length: Any = 0) -> Tensor:
+        if not isinstance(past_key_values_length, Tensor):
+            return plain(input_ids_shape, past_key_values_length)
+        places = torch.arange(input_ids_shape[1], device=self.weight.device) + past_key_values_length
+        return nn.functional.embedding(places, self.weight)
 
     return "forward", forward
 
@@ -401,6 +428,7 @@ def _sinusoids(module: Any) -> tuple[str, Callable[..., Any]]:
 HELPERS: dict[str, Callable[[nn.Module], tuple[str, Callable[..., Any]] | None]] = {
     "BigBirdModel": _causal,
     "BloomForCausalLM": _masks_of_bloom,
+    "LEDLearnedPositionalEmbedding": _places_from,
     "MegatronBertModel": _causal,
     "MvpLearnedPositionalEmbedding": _positions,
     "RemBertModel": _causal,

@@ -115,6 +115,9 @@ COMPUTES_WITH_KEYS = OWN_ATTENTION | NEEDS_DENSE.keys()
 #: Models that take a mask for granted where transformers' mask function may return None; theirs is a
 #: placeholder that nothing looks at.
 TAKES_NO_NONE = frozenset({"mpt"})
+#: Models that can't take masks that generate() made ahead for layers of two kinds: with windows their caches
+#: are not compileable, so that they make their masks themselves.
+TAKES_NO_MASKS_BY_KIND = frozenset({"paligemma"})
 
 
 def require_expressible(config: Any) -> None:

@@ -91,7 +91,7 @@ class CacheMasks:
                 )
             if query_length > 1:
                 self.causal = is_causal(mask_function)
-                self._assert_no_spans(mask_function, (batch, query_length, q_offset), device)
+                self._assert_no_spans(mask_function, batch, device)
             return None
         ready, on_device = self._rows.ready, mask is None or mask.device.type != "cpu"
         if ready and self._mask_seen and query_length == 1 and on_device and not self._rows.cut_padding:
@@ -117,13 +117,13 @@ class CacheMasks:
             self._rows.cut_padding &= max(padding) >= mask.shape[1]
         return None if spans is None else spans.placeholder()
 
-    def _assert_no_spans(self, mask_function: Any, sizes: tuple[int, int, Any], device: Any) -> None:
+    def _assert_no_spans(self, mask_function: Any, batch: int, device: Any) -> None:
         """In a trace nobody can look at spans: they are asserted away on the device."""
-        batch, query_length, first = sizes
         if not self._marks or mask_function is causal_mask_function or not self.causal:
             return
+        count = self._rows.max_seq_len - 1
         torch._assert_async(
-            ~sees_next(mask_function, batch, first, query_length - 1, device).any(),
+            ~sees_next(mask_function, batch, 0, count, device).any(),
             "PagedCache: a compiled prompt whose image tokens see each other in both directions; run the "
             "prompt uncompiled, as generate() does",
         )

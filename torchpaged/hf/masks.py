@@ -12,7 +12,7 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 
 from torchpaged.custom_ops.attention.mask import visible_keys
 from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
-from torchpaged.hf.spans import Prompt, Rows, Size, Spans, agreeing, cuts_a_span, find_spans
+from torchpaged.hf.spans import Prompt, Rows, Size, Spans, agreeing, cuts_a_span, find_spans, sees_next
 
 _PROBE = 96  # query and key positions looked at, at most, on each axis
 
@@ -87,6 +87,8 @@ def kinds_of(
     if mask_function is None or mask_function is causal_mask_function:
         return {MaskKind(): Spans()}
     rows: Rows = ()
+    if exact and is_causal(mask_function):
+        _require_first_forward(mask_function, prompt)
     if is_causal(mask_function):
         rows = find_spans(mask_function, prompt)
         if exact and cuts_a_span(mask_function, prompt):
@@ -109,6 +111,20 @@ def kinds_of(
         "the model combines its causal mask with another one (image tokens, a prefix, packed sequences?), "
         f"which paged attention does not express (local_size={local_size}); use PagedCache(..., dense=True)"
     )
+
+
+def _require_first_forward(mask_function: Any, prompt: Prompt) -> None:
+    """Refuse spans in a later forward of a cache, wherever they are: transformers reads the types of tokens by
+    their positions, and generate() gives it those of the new tokens alone."""
+    if prompt.first == 0:
+        return
+    if bool(sees_next(mask_function, prompt.rows, 0, prompt.end - 1, prompt.device).any()):
+        raise UnsupportedModelError(
+            f"tokens that see each other in both directions (images, by their token types), and {prompt.first} "
+            "tokens in the cache before: transformers takes the types of later tokens for those of the first "
+            "ones; call cache.reset() and give the whole conversation to one forward, or, if the new tokens "
+            "are text, leave their types out"
+        )
 
 
 def _everywhere(mask_function: Any, prompt: Prompt, rows: Rows, sizes: list[Size]) -> dict[MaskKind, Spans]:

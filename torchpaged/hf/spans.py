@@ -125,9 +125,10 @@ def agreeing(
     for row, start in enumerate(prompt.starts()):
         keys = torch.arange(start, prompt.end, device=prompt.device)
         ends = keys + 1  # of the keys that each query sees
-        inside = spans[0].rows[row] if spans[0].rows else ()
-        for first, end in inside:
+        inside = torch.zeros_like(keys, dtype=torch.bool)
+        for first, end in spans[0].rows[row] if spans[0].rows else ():
             ends[first - start : end - start] = end
+            inside[first - start : end - start] = True
         for begin in range(max(prompt.first - start, 0), len(keys), _QUERIES):
             part = slice(begin, begin + _QUERIES)
             query, end_of = keys[part, None], ends[part, None]
@@ -135,7 +136,7 @@ def agreeing(
             for j, size in enumerate(sizes):
                 near = _near(query - start, keys[None] - start, size)
                 for i, candidate in enumerate(spans):
-                    seen = near if candidate.windowed else near | (end_of > query + 1)
+                    seen = near if candidate.windowed else near | inside[part, None]
                     good[i, j] &= (got == ((keys[None] < end_of) & seen)).all()
     if spans[0].rows:
         for j, (_, chunk) in enumerate(sizes):

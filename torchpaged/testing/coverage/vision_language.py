@@ -1,263 +1,209 @@
-"""Tiny random vision-language models and batches of pictures and text for them: float32, no downloads.
+"""Vision-language models of transformers, tiny and random, through a `PagedCache` without further arguments,
+against transformers' own eager attention in float32, with pictures.
 
-A config is built of the family's own parts, each of which takes of `architectures.SIZES` what it has fields
-for. How many tokens a picture becomes is asked of the model.
+Six checks, each over logits, and so over greedy tokens; towers run under torchpaged, too:
+
+    generate   rows of one picture, of two and of none, padded on the left, through generate()
+    window     an even batch shorter than the window, decoded until its pictures leave it
+    forward    one forward over ``generate``'s batch, called directly; every position that is a token
+    uncached   the same without a cache
+    turns      ``generate``, then a second call on the same cache with another picture
+    compiled   ``generate`` again, its decode step under ``fullgraph=True``; ``window`` by direct forwards for
+               models that generate() does not compile; counted in graphs
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
-from typing import Any, NamedTuple
+import time
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import CONFIG_MAPPING, PretrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+from torch._dynamo.testing import CompileCounterWithBackend
+from transformers import CompileConfig, PreTrainedModel
 
-from torchpaged.testing.coverage.architectures import OPTIONS, config_of_class, with_random_weights
+from torchpaged.hf import PagedCache, attach
+from torchpaged.testing.coverage.checks import Beat, Row, difference, kind_of, outcome_of, sentence
+from torchpaged.testing.coverage.encoders import Attended
+from torchpaged.testing.coverage.vision_models import (
+    FAMILIES,
+    IMAGE_TOKEN,
+    batch_of,
+    model_of,
+    model_types,
+    picture_features,
+    tokens_per_picture,
+)
 
-#: What stands for a picture in a prompt; texts are of smaller ids.
-IMAGE_TOKEN = 125
-_IDS = {
-    **dict.fromkeys(("image_token_id", "image_token_index", "image_patch_id"), IMAGE_TOKEN),
-    **dict.fromkeys(("video_token_id", "video_token_index", "audio_token_id"), 124),
-    **dict.fromkeys(("vision_start_token_id", "image_start_token_id", "boi_token_id", "boi_token_index"), 123),
-    **dict.fromkeys(("vision_end_token_id", "image_end_token_id", "eoi_token_id", "eoi_token_index"), 122),
-    "pad_token_id": 0,
-}
-_TOWER: dict[str, Any] = {
-    **dict.fromkeys(("hidden_size", "embed_dim", "projection_dim", "out_hidden_size"), 64),
-    **dict.fromkeys(("depth", "num_hidden_layers"), 2),
-    **dict.fromkeys(("num_heads", "num_attention_heads"), 4),
-    "intermediate_size": 96,
-    "image_size": 16,
-    "patch_size": 8,
-}
+__all__ = ["MODES", "examine", "model_types"]
 
+MODES = ("paged", "latent", "dense", "refused", "wrong", "broken")
+NEW_TOKENS = 8
+_ROWS, _EVEN, _AGAIN = ("tit", "titit", "ttt"), ("itt", "itt"), ("it", "t", "tit")
 
-class Family(NamedTuple):
-    """One family.
-
-    Attributes:
-        pictures: their form, of `PICTURES`.
-        text, vision: of those parts' configs, over `architectures.SIZES`.
-        options: of the whole config.
-        types: the argument that tells pictures from text, if there is one.
-        picture_type, text_type: its values.
-        model_type: transformers' name, where the family's is another.
-        text_model: the type of the text part, where it is not the default one.
-    """
-
-    pictures: str = "square"
-    text: Mapping[str, Any] = MappingProxyType({})
-    vision: Mapping[str, Any] = MappingProxyType({})
-    options: Mapping[str, Any] = MappingProxyType({})
-    types: str = ""
-    picture_type: int = 1
-    text_type: int = 0
-    model_type: str = ""
-    text_model: str = ""
+Call = dict[str, Tensor]
 
 
-def _mrope(*sections: int) -> dict[str, Any]:
-    return {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [*sections]}}
+def generate(model: PreTrainedModel, call: Call, cache: Any = None, **options: Any) -> Any:
+    """What generate() gives: ``logits`` of every new token, ``sequences`` and the cache."""
+    given = {} if cache is None else {"past_key_values": cache}
+    return model.generate(
+        **call,
+        max_new_tokens=NEW_TOKENS,
+        do_sample=False,
+        return_dict_in_generate=True,
+        output_logits=True,
+        eos_token_id=None,
+        **{"disable_compile": True, **given, **options},
+    )
 
 
-_PATCHES = {"patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2}
-_LLAVA: dict[str, Any] = {"vision_feature_layer": -1, "image_seq_length": 4}
-_GRID: dict[str, Any] = {**_LLAVA, "image_grid_pinpoints": [[16, 16]]}
-FAMILIES: dict[str, Family] = {
-    "aya_vision": Family(text=OPTIONS["cohere2"], options={"downsample_factor": 1}),
-    "gemma3": Family(
-        text=OPTIONS["gemma3_text"],
-        vision={"image_size": 32},
-        options={"mm_tokens_per_image": 4},
-        types="token_type_ids",
-    ),
-    "glm4v": Family("patches", _mrope(3, 3, 2), _PATCHES, types="mm_token_type_ids"),
-    "idefics2": Family("tiles", {"sliding_window": 16}, {"patch_size": 8}),
-    "idefics3": Family("tiles", options={"scale_factor": 1}),
-    "internvl": Family(vision={"image_size": [16, 16], "patch_size": [4, 4]}),
-    "lfm2_vl": Family("packed", OPTIONS["lfm2"], {"num_patches": 16}, {"downsample_factor": 2}),
-    "llama4": Family(
-        text=OPTIONS["llama4_text"],
-        vision={
-            "patch_size": 4,
-            "vision_output_dim": 64,
-            "projector_input_dim": 64,
-            "projector_output_dim": 64,
-            "intermediate_size": 256,
-        },
-    ),
-    "llava": Family(options=_LLAVA),
-    "llava_next": Family("anyres", options=_GRID),
-    "llava_onevision": Family("anyres", options=_GRID),
-    "mistral3": Family("sized", {"sliding_window": 16}, {"patch_size": 4}, {"spatial_merge_size": 2}),
-    "mllama": Family("cross"),
-    "paligemma": Family(types="token_type_ids", picture_type=0, options={"projection_dim": 64}),
-    "paligemma2": Family(
-        text=OPTIONS["gemma2"],
-        types="token_type_ids",
-        picture_type=0,
-        options={"projection_dim": 64},
-        model_type="paligemma",
-        text_model="gemma2",
-    ),
-    "qwen2_5_vl": Family(
-        "patches",
-        _mrope(2, 3, 3),
-        {**_PATCHES, "window_size": 8, "fullatt_block_indexes": [1]},
-        types="mm_token_type_ids",
-    ),
-    "qwen2_vl": Family("patches", _mrope(2, 3, 3), _PATCHES, types="mm_token_type_ids"),
-    "qwen3_5": Family(
-        "patches",
-        {**OPTIONS["qwen3_5_text"]},
-        {**_PATCHES, "num_position_embeddings": 16},
-        types="mm_token_type_ids",
-    ),
-    "qwen3_vl": Family(
-        "patches",
-        _mrope(4, 2, 2),
-        {**_PATCHES, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
-        types="mm_token_type_ids",
-    ),
-    "smolvlm": Family("tiles", options={"scale_factor": 1}),
-    "vipllava": Family(options={"vision_feature_layers": [-1, -1]}),
-}
+def _logits(out: Any) -> Tensor:
+    return torch.stack(out.logits)
 
 
-def model_types() -> list[str]:
-    """The families that this transformers has, sorted."""
-    return sorted(name for name, family in FAMILIES.items() if (family.model_type or name) in CONFIG_MAPPING)
-
-
-def config_of(name: str) -> PretrainedConfig:
-    """The tiny config of a family."""
-    family = FAMILIES[name]
-    config_class = CONFIG_MAPPING[family.model_type or name]
-    default, given = config_class(), {}
-    for part in getattr(config_class, "sub_configs", {}):
-        own = getattr(default, part, None)
-        if own is None:
-            continue
-        if part == "text_config":
-            kind = CONFIG_MAPPING[family.text_model] if family.text_model else type(own)
-            made = config_of_class(kind, dict(family.text))
-        else:
-            made = config_of_class(type(own), {**_fields(own, _TOWER), **(family.vision if part == "vision_config" else {})})
-        given[part] = made.to_dict()
-    return config_class(**{**_fields(default, _IDS), **given, **family.options})
-
-
-def _fields(config: PretrainedConfig, options: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if hasattr(config, name)}
-
-
-def model_of(name: str, implementation: str | None = "eager") -> PreTrainedModel:
-    """The tiny model of a family, the same weights every time."""
-    config = config_of(name)
-    found: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
-    found = found[0] if isinstance(found, (tuple, list)) else found
-    torch.manual_seed(0)
-    options = {} if implementation is None else {"attn_implementation": implementation}
-    return with_random_weights(found._from_config(config, dtype=torch.float32, **options))
-
-
-# ------------------------------------------------------------------------------------------------- pictures
-def _square(count: int, config: Any) -> dict[str, Tensor]:
-    size = config.vision_config.image_size
-    return {"pixel_values": _noise(count, 3, *((size, size) if isinstance(size, int) else size))}
-
-
-def _patches(count: int, config: Any) -> dict[str, Tensor]:
-    vision = config.vision_config
-    width = 3 * vision.temporal_patch_size * vision.patch_size**2
-    return {
-        "pixel_values": _noise(count * 16, width),
-        "image_grid_thw": torch.tensor([[1, 4, 4]] * count),
-    }
-
-
-def _sized(count: int, config: Any) -> dict[str, Tensor]:
-    return {"pixel_values": _noise(count, 3, 16, 16), "image_sizes": torch.tensor([[16, 16]] * count)}
-
-
-def _anyres(count: int, config: Any) -> dict[str, Tensor]:
-    return {"pixel_values": _noise(count, 2, 3, 16, 16), "image_sizes": torch.tensor([[16, 16]] * count)}
-
-
-def _packed(count: int, config: Any) -> dict[str, Tensor]:
-    return {
-        "pixel_values": _noise(count, 16, 3 * config.vision_config.patch_size**2),
-        "spatial_shapes": torch.tensor([[4, 4]] * count),
-        "pixel_attention_mask": torch.ones(count, 16, dtype=torch.int64),
-    }
-
-
-def _noise(*shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(3))
-
-
-#: form -> the arguments for so many pictures
-PICTURES: dict[str, Any] = {
-    "square": _square,
-    "patches": _patches,
-    "sized": _sized,
-    "anyres": _anyres,
-    "packed": _packed,
-    "tiles": lambda count, config: {"pixel_values": _noise(1, count, 3, 16, 16)},
-}
-
-
-def tokens_per_picture(model: PreTrainedModel, name: str) -> int:
-    """How many tokens stand for one picture."""
+def _forward(model: PreTrainedModel, call: Call, **options: Any) -> Tensor:
+    """Logits of all positions that are tokens, ``[tokens, vocab]``."""
     with torch.no_grad():
-        found = model.get_image_features(**PICTURES[FAMILIES[name].pictures](1, model.config))
-    found = getattr(found, "pooler_output", found)
-    found = torch.cat(list(found)) if isinstance(found, (tuple, list)) else found
-    return found.flatten(0, -2).shape[0]
+        logits: Tensor = model(**call, **options).logits
+    return logits[call["attention_mask"].bool()]
 
 
-def batch_of(
-    model: PreTrainedModel, name: str, rows: Sequence[str], tokens: int, seed: int = 1
-) -> dict[str, Tensor]:
-    """generate()'s arguments for rows of text and pictures, padded on the left.
+def _turns(model: PreTrainedModel, name: str, call: Call, cache: Any = None) -> Tensor:
+    """Logits of a second call that goes on where the first one ended, with pictures of its own."""
+    first = generate(model, call, cache)
+    more = batch_of(model, name, _AGAIN, tokens_per_picture(model, name), seed=2)
+    new, length = more["input_ids"], first.sequences.shape[1]
+    # Rows are filled up with text: a row can't be padded again.
+    new = torch.where(more["attention_mask"].bool(), new, torch.full_like(new, 7))
+    # What was generated may be the token that stands for pictures.
+    said = first.sequences[:, call["input_ids"].shape[1] :]
+    said = torch.where(said == IMAGE_TOKEN, torch.full_like(said, 7), said)
+    joined = {"input_ids": torch.cat([call["input_ids"], said, new], 1)}
+    ones = torch.ones(len(new), joined["input_ids"].shape[1] - call["attention_mask"].shape[1])
+    joined["attention_mask"] = torch.cat([call["attention_mask"], ones.long()], 1)
+    types = FAMILIES[name].types
+    if types:
+        text = torch.full((len(new), length - call[types].shape[1]), FAMILIES[name].text_type)
+        joined[types] = torch.cat([call[types], text, more[types]], 1)
+    told = {"input_ids", "attention_mask", types}
+    pictures = {key: value for key, value in more.items() if key not in told}
+    return _logits(generate(model, {**joined, **pictures}, first.past_key_values))
 
-    Args:
-        rows: of each, "t" for three tokens of text and "i" for a picture.
-        tokens: of a picture.
-    """
-    family, generator = FAMILIES[name], torch.Generator().manual_seed(seed)
-    made = [
-        torch.cat(
-            [
-                torch.full((tokens,), IMAGE_TOKEN)
-                if part == "i"
-                else torch.randint(3, 99, (3,), generator=generator)
-                for part in row
-            ]
-        )
-        for row in rows
+
+def tower_of(model: PreTrainedModel, name: str) -> str:
+    """On what the attention of the vision tower runs, of a model under torchpaged."""
+    counts = Attended()
+    with counts:
+        picture_features(model, name)
+    return "SDPA" if counts.sdpa else "varlen" if counts.ours else "own attention"
+
+
+def _decode(model: PreTrainedModel, step: Callable[..., Any], cache: Any, call: Call, want: Tensor) -> Tensor:
+    """``window`` again with forwards of our own: ``step`` decodes what ``want`` says."""
+    with torch.no_grad():
+        found = [model(**call, past_key_values=cache).logits[:, -1]]
+        for token in want.argmax(-1)[:-1]:
+            found.append(step(input_ids=token[:, None], past_key_values=cache).logits[:, -1])
+    return torch.stack(found)
+
+
+def _compiled(
+    model: PreTrainedModel, make_cache: Callable[[], PagedCache], calls: Any, wants: Any, row: Row
+) -> str:
+    """The decode step of generate() as one graph; called directly where transformers does not compile it."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    # generate() copies an object; a function stays the same.
+    config = CompileConfig(backend=lambda graph, inputs: counter(graph, inputs), mode=None, fullgraph=True)
+    config._compile_all_devices = True  # transformers' own switch for testing the path on a CPU
+    try:
+        options = {"compile_config": config, "disable_compile": False}
+        got, want = _logits(generate(model, calls["generate"], make_cache(), **options)), wants["generate"]
+        if not counter.frame_count:
+            step, want = torch.compile(model, fullgraph=True, backend=counter), wants["window"]
+            call = {name: x for name, x in calls["window"].items() if name != "attention_mask"}
+            got = _decode(model, step, make_cache(), call, want)
+    finally:
+        row.graphs = counter.frame_count
+        torch._dynamo.reset()
+    return difference(got, want) if counter.frame_count else "error: nothing was compiled"
+
+
+def examine(model_type: str, *, compiled: bool = True, beat: Beat | None = None) -> Row:
+    """Run all checks of one family; arguments and result as of `checks.examine`."""
+    say = beat or (lambda phase, **_: None)
+    begin, row = time.monotonic(), Row(model_type)
+    torch.set_num_threads(1)
+    try:
+        say("building")
+        model = model_of(model_type)
+        row.kind = kind_of(model)
+        say("eager")
+        tokens = tokens_per_picture(model, model_type)
+        calls = {"generate": batch_of(model, model_type, _ROWS, tokens)}
+        calls["window"] = batch_of(model, model_type, _EVEN, tokens)
+        wants = {name: _logits(generate(model, call)) for name, call in calls.items()}
+        wants["forward"] = wants["uncached"] = _forward(model, calls["generate"], use_cache=False)
+        others = {**calls["generate"], "pixel_values": -calls["generate"]["pixel_values"]}
+        if difference(_forward(model, others, use_cache=False), wants["forward"]) == "right":
+            raise ValueError("its logits do not depend on the pictures")
+    except Exception as error:
+        row.mode = "broken"
+        row.reason = f"transformers' own eager attention: {type(error).__name__}: {sentence(error)}"
+        return row
+    turns = outcome_of(lambda: wants.update(turns=_turns(model, model_type, calls["generate"])) or "right")
+    made: list[PagedCache] = []
+
+    def make_cache() -> PagedCache:
+        made.append(PagedCache(model.config, 3, 8 * tokens + 64, block_size=4))
+        return made[-1]
+
+    runs: dict[str, Callable[[], Tensor]] = {
+        "generate": lambda: _logits(generate(model, calls["generate"], make_cache())),
+        "window": lambda: _logits(generate(model, calls["window"], make_cache())),
+        "forward": lambda: _forward(model, calls["generate"], past_key_values=make_cache()),
+        "uncached": lambda: _forward(model, calls["generate"], use_cache=False),
+        "turns": lambda: _turns(model, model_type, calls["generate"], make_cache()),
+    }
+    row.checks["attach"] = outcome_of(lambda: "right" if attach(model) is model else "")
+    if row.checks["attach"] == "right":
+        row.kind += f"; {tower_of(model, model_type)}"
+    for name, run in runs.items():
+        if row.checks["attach"] == "right" and name in wants:
+            say(name if name != "turns" else "generate")
+            row.checks[name] = outcome_of(lambda run=run, name=name: difference(run(), wants[name]))  # type: ignore[misc]
+    _judge(row, made)
+    if turns != "right":
+        row.checks["turns"] = f"not examined: transformers' own: {turns}"
+    if compiled and row.mode in MODES[:3]:
+        say("compiling")
+        row.checks["compiled"] = outcome_of(lambda: _compiled(model, make_cache, calls, wants, row))
+        if row.checks["compiled"].startswith("wrong"):
+            row.mode = "wrong"
+        if row.checks["compiled"] != "right":
+            row.reason = "; ".join(filter(None, (row.reason, f"compiled: {row.checks['compiled']}")))
+    row.seconds = round(time.monotonic() - begin, 1)
+    return row
+
+
+def _judge(row: Row, made: list[PagedCache]) -> None:
+    # What a family has no attention for without a cache, or in a later turn, is beside its mode.
+    beside = {name: row.checks.get(name, "") for name in ("uncached", "turns")}
+    refused = [f"{name}: {outcome}" for name, outcome in beside.items() if outcome.startswith("refused")]
+    bad = [
+        outcome
+        for name, outcome in row.checks.items()
+        if outcome != "right" and not (name in beside and outcome.startswith("refused"))
     ]
-    length = max(len(row) for row in made)
-    ids = torch.stack([torch.nn.functional.pad(row, (length - len(row), 0)) for row in made])
-    mask = torch.stack([torch.arange(length) >= length - len(row) for row in made]).long()
-    given = {"input_ids": ids, "attention_mask": mask}
-    if family.types:
-        given[family.types] = torch.where(ids == IMAGE_TOKEN, family.picture_type, family.text_type)
-    count = sum(row.count("i") for row in rows)
-    if count:
-        given |= _of_rows(PICTURES[family.pictures](count, model.config), rows, family)
-    return given
-
-
-def _of_rows(pictures: dict[str, Tensor], rows: Sequence[str], family: Family) -> dict[str, Tensor]:
-    """Pictures that are given by rows, and zeros where a row has fewer."""
-    if family.pictures != "tiles":
-        return pictures
-    most, flat = max(row.count("i") for row in rows), iter(pictures["pixel_values"][0])
-    none = torch.zeros_like(pictures["pixel_values"][0, 0])
-    tiles = [[next(flat) for _ in range(row.count("i"))] for row in rows]
-    return {"pixel_values": torch.stack([torch.stack(own + [none] * (most - len(own))) for own in tiles])}
+    if bad:
+        kinds = {outcome.partition(":")[0] for outcome in bad}
+        row.mode = "wrong" if "wrong" in kinds else "broken" if "error" in kinds else "refused"
+        word = {"broken": "error"}.get(row.mode, row.mode)
+        reason = next(outcome for outcome in bad if outcome.startswith(word))
+        row.reason = reason.partition(": ")[2] if row.mode == "refused" else reason
+        return
+    latent = any(layer.latent for layer in made[-1].paged)
+    row.mode = "dense" if made[-1].dense else "latent" if latent else "paged"
+    row.reason = "; ".join(filter(None, (made[-1].dense_reason if row.mode == "dense" else "", *refused)))

@@ -159,12 +159,11 @@ def paged_attention_forward(
         **options,
         **layer.workspace,
     )
-    if marked is not None:
-        spans = marked.batch_for(MaskKind(True, window, layer.chunk), batch, query_len)
+    kind = MaskKind(True, window, layer.chunk)
+    spans = None if marked is None else marked.batch_for(kind, batch, query_len)
+    if spans is not None:
         window = window if spans.windowed else None
-        workspace = owner.backend.hold_spans(
-            layer, query, key, value, window, softcap, sinks, scaling
-        )
+        workspace = owner.backend.hold_spans(layer, query, key, value, window, softcap, sinks, scaling)
         left = -1 if window is None else window - 1
         attend_spans(attend, spans, q, key, value, out, window_left=left, **options, **workspace)
     return out.view(batch, query_len, num_heads, value.shape[-1]), None

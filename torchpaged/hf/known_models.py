@@ -115,6 +115,10 @@ COMPUTES_WITH_KEYS = OWN_ATTENTION | NEEDS_DENSE.keys()
 #: Models that take a mask for granted where transformers' mask function may return None; theirs is a
 #: placeholder that nothing looks at.
 TAKES_NO_NONE = frozenset({"mpt"})
+#: Text models that write to their cache what is no token of theirs, and what that is.
+CACHES_OTHERS = {
+    "mllama_text_model": "keeps the keys of its images in layers of cross attention, beside those of its text"
+}
 #: Models that can't take masks that generate() made ahead for layers of two kinds: with windows their caches
 #: are not compileable, so that they make their masks themselves.
 TAKES_NO_MASKS_BY_KIND = frozenset({"paligemma"})

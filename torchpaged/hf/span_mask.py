@@ -1,8 +1,8 @@
 """The mask of a forward with spans of tokens that see each other in both directions, and attention over them.
 
-On the paged path a mask is None otherwise. Here it is a placeholder of one element that carries the spans:
-transformers hands a ready mask of four dimensions on as it is, so that each layer gets the one that was made
-for it. A query of a span sees the keys up to the span's end, every other one those up to itself. So a prompt
+On the paged path a mask is None otherwise. Here it is a placeholder that carries the spans: transformers
+hands a ready mask of four dimensions on as it is, so that each layer gets the one that was made for it, or
+the end of it, where a model needs no more than its last queries. A query of a span sees the keys up to the span's end, every other one those up to itself. So a prompt
 takes two calls of the op: all queries, causal, and then those of the spans, as requests that end where their
 span ends, not causal.
 """
@@ -51,22 +51,25 @@ class SpanMask:
 
     def __init__(self, name: str, found: Mapping[MaskKind, Spans], prompt: Prompt, rows: CacheRows) -> None:
         self._name, self._found, self._prompt, self._rows = name, found, prompt, rows
-        self._batches: dict[Spans, SpanBatch] = {}
+        self._batches: dict[tuple[Spans, int], SpanBatch | None] = {}
 
     def placeholder(self) -> Tensor:
-        """A mask ``[1, 1, 1, 1]`` that carries this and says nothing by itself."""
-        mask = torch.zeros((1, 1, 1, 1), dtype=torch.bool, device=self._prompt.device)
-        mask._torchpaged_spans = self  # type: ignore[attr-defined]
+        """A mask ``[1, 1, query_len, 1]`` that carries this and says nothing by itself."""
+        shape = (1, 1, self._prompt.length, 1)
+        mask = torch.zeros(shape, dtype=torch.bool, device=self._prompt.device).as_subclass(_Placeholder)
+        mask._torchpaged_spans = self
         return mask
 
-    def batch_for(self, kind: MaskKind, batch: int, query_len: int) -> SpanBatch:
-        """The spans of the forward that runs, for a layer of a kind; made once.
+    def batch_for(self, kind: MaskKind, batch: int, query_len: int) -> SpanBatch | None:
+        """The spans among the last ``query_len`` queries of the forward that runs, for a layer of a kind;
+        made once. None where there are none.
 
         Raises:
             UnsupportedModelError: the mask was made for another forward, or for layers of other kinds.
         """
-        of, first = self._prompt, self._rows.first_position(query_len)
-        if (batch, query_len) != (of.rows, of.length) or first not in (None, of.first):
+        of = self._prompt
+        first = self._rows.first_position(of.length)
+        if batch != of.rows or query_len > of.length or first not in (None, of.first):
             raise UnsupportedModelError(
                 f"{self._name} runs {batch} rows of {query_len} tokens from position {first} on with a mask "
                 f"that was made for {of.rows} rows of {of.length} from position {of.first} on"
@@ -77,27 +80,66 @@ class SpanMask:
                 f"{self._name}: a layer attends with window {kind.window} and chunk {kind.chunk}, and its "
                 f"mask is {sorted(map(str, self._found))}; use PagedCache(..., dense=True)"
             )
-        if spans not in self._batches:
-            self._batches[spans] = self._make(spans)
-        return self._batches[spans]
+        if (spans, query_len) not in self._batches:
+            self._batches[spans, query_len] = self._make(spans, query_len)
+        return self._batches[spans, query_len]
 
-    def _make(self, spans: Spans) -> SpanBatch:
-        length, first = self._prompt.length, self._prompt.first
+    def _make(self, spans: Spans, query_len: int) -> SpanBatch | None:
+        first = self._prompt.end - query_len
         padding = self._rows.padding or [0] * self._prompt.rows
         tokens: list[int] = []
         of_row, lens, starts = [], [], [0]
         for row, inside in enumerate(spans.rows):
             for begin, end in inside:
-                tokens += range(row * length + begin - first, row * length + end - first)
-                of_row.append(row)
-                lens.append(end - padding[row])
-                starts.append(len(tokens))
+                if end > first:
+                    tokens += range(row * query_len + max(begin - first, 0), row * query_len + end - first)
+                    of_row.append(row)
+                    lens.append(end - padding[row])
+                    starts.append(len(tokens))
+        if not tokens:
+            return None
         device = self._rows.block_table.device
         index, where = (torch.tensor(x, dtype=torch.int64, device=device) for x in (of_row, tokens))
         lengths, begins = (torch.tensor(x, dtype=torch.int32, device=device) for x in (lens, starts))
-        longest = max(end - begin for inside in spans.rows for begin, end in inside)
+        longest = max(after - before for before, after in zip(starts[:-1], starts[1:], strict=True))
         requests = pin_batch(self._rows.block_table[index], lengths, begins)
         return SpanBatch(where, requests, longest, spans.windowed)
+
+
+class _Placeholder(Tensor):
+    """A mask that carries a `SpanMask`, and gives it to its own last queries and to copies; not to anything
+    else that is made of it, which attention then refuses."""
+
+    _torchpaged_spans: SpanMask
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run ``func`` on plain tensors; mark what is still a mask of the same forward."""
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+        if not isinstance(result, Tensor) or result is args[0]:
+            return result
+        kept = func in (Tensor.to, Tensor.contiguous, Tensor.clone, Tensor.detach)
+        if kept or (func is Tensor.__getitem__ and _is_end(args[1])):
+            result = result.as_subclass(_Placeholder)
+            result._torchpaged_spans = args[0]._torchpaged_spans
+            return result
+        return result.as_subclass(Tensor)
+
+
+def _is_end(index: Any) -> bool:
+    """Whether ``index`` takes the last queries of a mask, ``[:, :, -n:, :]``."""
+    if not isinstance(index, tuple) or len(index) != 4 or not all(isinstance(x, slice) for x in index):
+        return False
+    queries = index[2]
+    full = all(x == slice(None) for x in (*index[:2], index[3]))
+    return full and queries.stop is None and queries.step is None and (queries.start or -1) < 0
 
 
 def spans_of(mask: Tensor | None) -> SpanMask | None:

@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from torchpaged.custom_ops.errors import UnsupportedModelError
-from torchpaged.hf.known_models import ADDS_BIAS, OWN_ATTENTION, require_expressible
+from torchpaged.hf.known_models import ADDS_BIAS, CACHES_OTHERS, OWN_ATTENTION, require_expressible
 
 _MAPPINGS: tuple[Any, ...] = (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -118,6 +118,12 @@ def require_supported_config(config: Any) -> None:
     `_supports_default_dynamic_cache` is private too; ``tests/hf/test_typed_refusals.py`` notices if it
     changes.
     """
+    text = str(config.get_text_config(decoder=True).model_type)
+    if text in CACHES_OTHERS:
+        raise UnsupportedModelError(
+            f"{text} cannot run with a PagedCache: it {CACHES_OTHERS[text]}, in rows of other lengths; call "
+            "generate() without past_key_values"
+        )
     model_class = _class_of(type(config))
     if model_class is None:
         return

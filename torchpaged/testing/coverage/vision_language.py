@@ -168,7 +168,7 @@ def examine(model_type: str, *, compiled: bool = True, beat: Beat | None = None)
         "turns": lambda: _turns(model, model_type, calls["generate"], make_cache()),
     }
     row.checks["attach"] = outcome_of(lambda: "right" if attach(model) is model else "")
-    if row.checks["attach"] == "right":
+    if row.checks["attach"] == "right" and not FAMILIES[model_type].tokens:
         row.kind += f"; {tower_of(model, model_type)}"
     for name, run in runs.items():
         if row.checks["attach"] == "right" and name in wants:

@@ -48,6 +48,8 @@ class Family(NamedTuple):
         picture_type, text_type: its values.
         model_type: transformers' name, where the family's is another.
         text_model: the type of the text part, where it is not the default one.
+        vision_model: the type of the tower, where the family's config has none by default.
+        tokens: of a picture, where the model does not tell.
     """
 
     pictures: str = "square"
@@ -59,6 +61,8 @@ class Family(NamedTuple):
     text_type: int = 0
     model_type: str = ""
     text_model: str = ""
+    vision_model: str = ""
+    tokens: int = 0
 
 
 def _mrope(*sections: int) -> dict[str, Any]:
@@ -76,6 +80,14 @@ FAMILIES: dict[str, Family] = {
         options={"mm_tokens_per_image": 4},
         types="token_type_ids",
     ),
+    "gemma4": Family(
+        "positions",
+        {**OPTIONS["gemma4_text"], "use_bidirectional_attention": "vision"},
+        {**_TOWER, "patch_size": 4, "pooling_kernel_size": 2, "head_dim": 16, "num_key_value_heads": 4},
+        types="mm_token_type_ids",
+        vision_model="gemma4_vision",
+    ),
+    "cohere2_vision": Family(text=OPTIONS["cohere2"]),
     "glm4v": Family("patches", _mrope(3, 3, 2), _PATCHES, types="mm_token_type_ids"),
     "idefics2": Family("tiles", {"sliding_window": 16}, {"patch_size": 8}),
     "idefics3": Family("tiles", options={"scale_factor": 1}),
@@ -95,7 +107,19 @@ FAMILIES: dict[str, Family] = {
     "llava_next": Family("anyres", options=_GRID),
     "llava_onevision": Family("anyres", options=_GRID),
     "mistral3": Family("sized", {"sliding_window": 16}, {"patch_size": 4}, {"spatial_merge_size": 2}),
-    "mllama": Family("cross"),
+    "mllama": Family(
+        "cross",
+        tokens=1,
+        text={"cross_attention_layers": [1], "num_hidden_layers": 3},
+        vision={
+            "num_global_layers": 1,
+            "attention_heads": 4,
+            "intermediate_layers_indices": [0],
+            "vision_output_dim": 128,
+            "max_num_tiles": 1,
+            "supported_aspect_ratios": [[1, 1]],
+        },
+    ),
     "paligemma": Family(types="token_type_ids", picture_type=0, options={"projection_dim": 64}),
     "paligemma2": Family(
         text=OPTIONS["gemma2"],
@@ -127,6 +151,12 @@ FAMILIES: dict[str, Family] = {
     "smolvlm": Family("tiles", options={"scale_factor": 1}),
     "vipllava": Family(options={"vision_feature_layers": [-1, -1]}),
 }
+#: Not built here, and why.
+LEFT_OUT: dict[str, str] = {
+    **dict.fromkeys(("gemma3n", "perception_lm", "fast_vlm"), "its tower is timm's"),
+    **dict.fromkeys(("florence2", "pix2struct", "udop", "t5gemma2"), "an encoder-decoder"),
+    "pi0": "its tokens are actions",
+}
 
 
 def model_types() -> list[str]:
@@ -141,6 +171,8 @@ def config_of(name: str) -> PretrainedConfig:
     default, given = config_class(), {}
     for part in getattr(config_class, "sub_configs", {}):
         own = getattr(default, part, None)
+        if own is None and part == "vision_config" and family.vision_model:
+            own = CONFIG_MAPPING[family.vision_model]()
         if own is None:
             continue
         if part == "text_config":
@@ -163,7 +195,12 @@ def model_of(name: str, implementation: str | None = "eager") -> PreTrainedModel
     found = found[0] if isinstance(found, (tuple, list)) else found
     torch.manual_seed(0)
     options = {} if implementation is None else {"attn_implementation": implementation}
-    return with_random_weights(found._from_config(config, dtype=torch.float32, **options))
+    model = with_random_weights(found._from_config(config, dtype=torch.float32, **options))
+    with torch.no_grad():
+        for part, parameter in model.named_parameters():
+            if part.endswith("_gate"):  # of cross attention: shut, where it is not trained
+                parameter.fill_(0.5)
+    return model
 
 
 # ------------------------------------------------------------------------------------------------- pictures
@@ -197,6 +234,22 @@ def _packed(count: int, config: Any) -> dict[str, Tensor]:
     }
 
 
+def _positions(count: int, config: Any) -> dict[str, Tensor]:
+    places = torch.cartesian_prod(torch.arange(4), torch.arange(4)).expand(count, 16, 2)
+    return {
+        "pixel_values": _noise(count, 16, 3 * config.vision_config.patch_size**2),
+        "image_position_ids": places.contiguous(),
+    }
+
+
+def _cross(count: int, config: Any) -> dict[str, Tensor]:
+    return {
+        "pixel_values": _noise(1, count, 1, 3, 16, 16),
+        "aspect_ratio_ids": torch.ones(1, count, dtype=torch.int64),
+        "aspect_ratio_mask": torch.ones(1, count, 1, dtype=torch.int64),
+    }
+
+
 def _noise(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(3))
 
@@ -208,6 +261,8 @@ PICTURES: dict[str, Any] = {
     "sized": _sized,
     "anyres": _anyres,
     "packed": _packed,
+    "positions": _positions,
+    "cross": _cross,
     "tiles": lambda count, config: {"pixel_values": _noise(1, count, 3, 16, 16)},
 }
 
@@ -233,7 +288,7 @@ def _states(output: Any) -> Any:
 
 def tokens_per_picture(model: PreTrainedModel, name: str) -> int:
     """How many tokens stand for one picture."""
-    return picture_features(model, name).shape[0]
+    return FAMILIES[name].tokens or picture_features(model, name).shape[0]
 
 
 def batch_of(
@@ -264,16 +319,19 @@ def batch_of(
     if family.types:
         given[family.types] = torch.where(ids == IMAGE_TOKEN, family.picture_type, family.text_type)
     count = sum(row.count("i") for row in rows)
-    if count:
-        given |= _of_rows(PICTURES[family.pictures](count, model.config), rows, family)
+    pictures = PICTURES[family.pictures](count, model.config)
+    if family.pictures not in ("tiles", "cross"):
+        return given | pictures
+    most = max(row.count("i") for row in rows)
+    given |= {key: _of_rows(value[0], rows, most) for key, value in pictures.items()}
+    if family.pictures == "cross":
+        shown = (ids == IMAGE_TOKEN).cumsum(1) > torch.arange(most)[:, None, None]
+        given["cross_attention_mask"] = shown.permute(1, 2, 0)[..., None].long()
     return given
 
 
-def _of_rows(pictures: dict[str, Tensor], rows: Sequence[str], family: Family) -> dict[str, Tensor]:
-    """Pictures that are given by rows, and zeros where a row has fewer."""
-    if family.pictures != "tiles":
-        return pictures
-    most, flat = max(row.count("i") for row in rows), iter(pictures["pixel_values"][0])
-    none = torch.zeros_like(pictures["pixel_values"][0, 0])
-    tiles = [[next(flat) for _ in range(row.count("i"))] for row in rows]
-    return {"pixel_values": torch.stack([torch.stack(own + [none] * (most - len(own))) for own in tiles])}
+def _of_rows(pictures: Tensor, rows: Sequence[str], most: int) -> Tensor:
+    """``[pictures, ...]`` by rows, ``[rows, most, ...]``, and zeros where a row has fewer."""
+    each, none = iter(pictures), torch.zeros_like(pictures[0])
+    own = [[next(each) for _ in range(row.count("i"))] for row in rows]
+    return torch.stack([torch.stack(some + [none] * (most - len(some))) for some in own])

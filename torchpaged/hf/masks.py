@@ -120,10 +120,9 @@ def _require_first_forward(mask_function: Any, prompt: Prompt) -> None:
         return
     if bool(sees_next(mask_function, prompt.rows, 0, prompt.end - 1, prompt.device).any()):
         raise UnsupportedModelError(
-            f"tokens that see each other in both directions (images, by their token types), and {prompt.first} "
-            "tokens in the cache before: transformers takes the types of later tokens for those of the first "
-            "ones; call cache.reset() and give the whole conversation to one forward, or, if the new tokens "
-            "are text, leave their types out"
+            "tokens that see each other in both directions (images, by their types) behind others in the "
+            "cache: transformers reads the types by position, and may have those of the new tokens alone; "
+            "call cache.reset() and give all to one forward, or new text without types"
         )
 
 

@@ -139,7 +139,7 @@ def examine(model_type: str, *, compiled: bool = True, beat: Beat | None = None)
     try:
         say("building")
         model = model_of(model_type)
-        row.kind = kind_of(model)
+        row.kind = kind_of(model).removesuffix(", own attention")  # which is a tower's
         say("eager")
         tokens = tokens_per_picture(model, model_type)
         calls = {"generate": batch_of(model, model_type, _ROWS, tokens)}
@@ -172,7 +172,7 @@ def examine(model_type: str, *, compiled: bool = True, beat: Beat | None = None)
         row.kind += f"; {tower_of(model, model_type)}"
     for name, run in runs.items():
         if row.checks["attach"] == "right" and name in wants:
-            say(name if name != "turns" else "generate")
+            say("generate" if name == "turns" else name)
             row.checks[name] = outcome_of(lambda run=run, name=name: difference(run(), wants[name]))  # type: ignore[misc]
     _judge(row, made)
     if turns != "right":

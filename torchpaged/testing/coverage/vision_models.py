@@ -74,6 +74,9 @@ _LLAVA: dict[str, Any] = {"vision_feature_layer": -1, "image_seq_length": 4}
 _GRID: dict[str, Any] = {**_LLAVA, "image_grid_pinpoints": [[16, 16]]}
 FAMILIES: dict[str, Family] = {
     "aya_vision": Family(text=OPTIONS["cohere2"], options={"downsample_factor": 1}),
+    "blip-2": Family(options={"num_query_tokens": 4}),
+    "cohere2_vision": Family(text=OPTIONS["cohere2"]),
+    "exaone4_5": Family("patches", OPTIONS["exaone4"], _PATCHES),
     "gemma3": Family(
         text=OPTIONS["gemma3_text"],
         vision={"image_size": 32},
@@ -87,12 +90,13 @@ FAMILIES: dict[str, Family] = {
         types="mm_token_type_ids",
         vision_model="gemma4_vision",
     ),
-    "cohere2_vision": Family(text=OPTIONS["cohere2"]),
     "glm4v": Family("patches", _mrope(3, 3, 2), _PATCHES, types="mm_token_type_ids"),
+    "got_ocr2": Family(),
     "idefics2": Family("tiles", {"sliding_window": 16}, {"patch_size": 8}),
     "idefics3": Family("tiles", options={"scale_factor": 1}),
     "internvl": Family(vision={"image_size": [16, 16], "patch_size": [4, 4]}),
     "lfm2_vl": Family("packed", OPTIONS["lfm2"], {"num_patches": 16}, {"downsample_factor": 2}),
+    "lighton_ocr": Family("sized"),
     "llama4": Family(
         text=OPTIONS["llama4_text"],
         vision={
@@ -129,6 +133,7 @@ FAMILIES: dict[str, Family] = {
         model_type="paligemma",
         text_model="gemma2",
     ),
+    "qianfan_ocr": Family(),
     "qwen2_5_vl": Family(
         "patches",
         _mrope(2, 3, 3),
@@ -148,7 +153,21 @@ FAMILIES: dict[str, Family] = {
         {**_PATCHES, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
         types="mm_token_type_ids",
     ),
+    "qwen3_vl_moe": Family(
+        "patches",
+        _mrope(4, 2, 2),
+        {**_PATCHES, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
+        types="mm_token_type_ids",
+    ),
+    "qwen3_5_moe": Family(
+        "patches",
+        OPTIONS["qwen3_5_moe_text"],
+        {**_PATCHES, "num_position_embeddings": 16},
+        types="mm_token_type_ids",
+    ),
     "smolvlm": Family("tiles", options={"scale_factor": 1}),
+    "step3p7": Family(),
+    "video_llava": Family(),
     "vipllava": Family(options={"vision_feature_layers": [-1, -1]}),
 }
 #: Not built here, and why.

@@ -10,6 +10,7 @@ padding. `PendingPadding` keeps what was read until it is written.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from torchpaged.hf.cache_rows import CacheRows
 from torchpaged.hf.known_models import OWN_ATTENTION
 from torchpaged.hf.layer import PagedLayer
 from torchpaged.hf.masks import MaskKind, is_causal, kinds_of, left_padding
-from torchpaged.hf.pending_padding import PendingPadding
+from torchpaged.hf.pending_padding import PendingPadding, preparing_caller
 from torchpaged.hf.span_mask import SpanMask
 from torchpaged.hf.spans import Prompt, sees_next
 
@@ -55,6 +56,7 @@ class CacheMasks:
         """Before another conversation."""
         self.causal: bool | None = None
         self._kinds: set[MaskKind] = set()  # that the model asked for, as far as they were looked at
+        self._cut: FrameType | None = None  # who prepared a forward that ended inside or behind a span
         self._mask_seen = False  # a mask came, so that decode steps on a device need not look at theirs
         self.pending.forget()
 
@@ -104,10 +106,14 @@ class CacheMasks:
             # A row may have more padding than a mask says that came behind another one.
             known = padding or self._rows.padding or self.pending.padding or ()
             prompt = Prompt(batch, int(q_offset), query_length, known, device)
+            if self._marks:
+                self._require_whole_spans(prompt)
             found = kinds_of(mask_function, local_size, prompt, sizes, self._marks)
             self._learn_kinds(set(found))
             if any(of_kind.rows for of_kind in found.values()):
                 spans = SpanMask(self._name, found, prompt, self._rows)
+                ends = {row[-1][1] for of_kind in found.values() for row in of_kind.rows if row}
+                self._cut = preparing_caller() if prompt.end in ends else None
         if not ready:
             self.pending.learn(padding, batch, query_length, local_size)
         elif mask is not None:
@@ -116,6 +122,15 @@ class CacheMasks:
             # A row of nothing but padding: the next mask may say more.
             self._rows.cut_padding &= max(padding) >= mask.shape[1]
         return None if spans is None else spans.placeholder()
+
+    def _require_whole_spans(self, prompt: Prompt) -> None:
+        """Refuse the next chunk of a prompt behind one that ends with a span: generate() gives a chunk the
+        types of its own tokens, which don't tell whether the span goes on."""
+        if self._cut is not None and prompt.first > 0 and preparing_caller() is self._cut:
+            raise UnsupportedModelError(
+                f"{self._name}: a chunk of the prompt ends inside or right behind an image whose tokens see each "
+                "other in both directions, and may not know of its rest; leave prefill_chunk_size out"
+            )
 
     def _assert_no_spans(self, mask_function: Any, batch: int, device: Any) -> None:
         """In a trace nobody can look at spans: they are asserted away on the device."""

@@ -167,13 +167,13 @@ FAMILIES: dict[str, Family] = {
     ),
     "smolvlm": Family("tiles", options={"scale_factor": 1}),
     "step3p7": Family(),
-    "video_llava": Family(),
     "vipllava": Family(options={"vision_feature_layers": [-1, -1]}),
 }
 #: Not built here, and why.
 LEFT_OUT: dict[str, str] = {
     **dict.fromkeys(("gemma3n", "perception_lm", "fast_vlm"), "its tower is timm's"),
     **dict.fromkeys(("florence2", "pix2struct", "udop", "t5gemma2"), "an encoder-decoder"),
+    "video_llava": "its images are frames of videos",
     "pi0": "its tokens are actions",
 }
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.masking_utils import blockwise_overlay, causal_mask_function, or_masks
@@ -51,7 +52,7 @@ def test_other_caches(name: str, options: dict[str, Any]) -> None:
         same_logits(generate(model, call, cache_of(model, **options)), want)
 
 
-@pytest.mark.parametrize("name", ["gemma3", "qwen2_vl"])
+@pytest.mark.parametrize("name", ["gemma3", "idefics3"])
 def test_beams(name: str) -> None:
     model, call = case(name, ("tit", "t"))
     options = {"max_new_tokens": 5, "num_beams": 2, "do_sample": False, "eos_token_id": None}
@@ -91,18 +92,20 @@ def test_pictures_behind_others_in_the_cache_are_refused() -> None:
             model(**{**call, "attention_mask": None}, past_key_values=cache)
 
 
+@pytest.mark.skipif(
+    transformers.__version__.startswith("5.17."), reason="it leaves the pictures of a prompt in chunks out"
+)
 @pytest.mark.parametrize("size", [4, 5, 6, 7, 20])
 def test_chunks_of_a_prompt(size: int) -> None:
-    """A picture at positions 3 to 6, cut by all sizes but the last two, behind the last of which none comes."""
+    """A picture at positions 3 to 6: behind the last of them no chunk but the first can know that it ended."""
     model, call = case("gemma3", ("titt",))
-    want = generate(model, call)
     with paged(model):
-        if size == 20:
-            same_logits(generate(model, call, cache_of(model), prefill_chunk_size=size), want)
+        if size < 20:
+            with pytest.raises(UnsupportedModelError, match="image"):
+                generate(model, call, cache_of(model), prefill_chunk_size=size)
             return
-        # transformers 5.17 refuses none of them, and gives all pictures to each.
-        with pytest.raises((UnsupportedModelError, ValueError), match="image|tokens|features"):
-            generate(model, call, cache_of(model), prefill_chunk_size=size)
+        got = generate(model, call, cache_of(model), prefill_chunk_size=size)
+    same_logits(got, generate(model, call))
 
 
 def test_a_forward_does_not_end_in_a_picture() -> None:

@@ -86,7 +86,9 @@ def test_a_group_of_single_tokens() -> None:
     """No token sees the one behind it: found by looking everywhere alone, and not on a grid."""
     groups = torch.full((1, 1500), -1)
     groups[0, [701, 707]] = 0
-    assert kinds_of(pictures(groups), None, Prompt(1, 0, 1500), [(None, None)])  # a text model has no pictures
+    assert kinds_of(
+        pictures(groups), None, Prompt(1, 0, 1500), [(None, None)]
+    )  # a text model has no pictures
     with pytest.raises(UnsupportedModelError, match="combines"):
         kinds_of(pictures(groups), None, Prompt(1, 0, 1500), [(None, None)], True)
 

@@ -22,7 +22,9 @@ from torchpaged.testing.coverage.vision_models import batch_of, model_of, tokens
 ROWS = ("tit", "titit", "ttt")
 
 
-def case(name: str, rows: tuple[str, ...] = ROWS, **options: Any) -> tuple[PreTrainedModel, dict[str, Tensor]]:
+def case(
+    name: str, rows: tuple[str, ...] = ROWS, **options: Any
+) -> tuple[PreTrainedModel, dict[str, Tensor]]:
     model = model_of(name)
     return model, batch_of(model, name, rows, tokens_per_picture(model, name), **options)
 

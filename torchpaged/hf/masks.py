@@ -130,9 +130,7 @@ def _everywhere(mask_function: Any, prompt: Prompt, rows: Rows, sizes: list[Size
     sizes = [size for size in sizes if size[0] != 0]
     candidates = [Spans(rows, windowed=False), Spans(rows)] if rows else [Spans()]
     found: dict[MaskKind, Spans] = {}
-    for spans, agrees in zip(
-        candidates, agreeing(mask_function, prompt, candidates, sizes), strict=True
-    ):
+    for spans, agrees in zip(candidates, agreeing(mask_function, prompt, candidates, sizes), strict=True):
         for size, agreed in zip(sizes, agrees, strict=True):
             if agreed:
                 found[MaskKind(True, *size)] = spans

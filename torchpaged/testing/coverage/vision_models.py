@@ -23,7 +23,9 @@ IMAGE_TOKEN = 125
 _IDS = {
     **dict.fromkeys(("image_token_id", "image_token_index", "image_patch_id"), IMAGE_TOKEN),
     **dict.fromkeys(("video_token_id", "video_token_index", "audio_token_id"), 124),
-    **dict.fromkeys(("vision_start_token_id", "image_start_token_id", "boi_token_id", "boi_token_index"), 123),
+    **dict.fromkeys(
+        ("vision_start_token_id", "image_start_token_id", "boi_token_id", "boi_token_index"), 123
+    ),
     **dict.fromkeys(("vision_end_token_id", "image_end_token_id", "eoi_token_id", "eoi_token_index"), 122),
     "pad_token_id": 0,
 }
@@ -198,7 +200,9 @@ def config_of(name: str) -> PretrainedConfig:
             kind = CONFIG_MAPPING[family.text_model] if family.text_model else type(own)
             made = config_of_class(kind, dict(family.text))
         else:
-            made = config_of_class(type(own), {**_fields(own, _TOWER), **(family.vision if part == "vision_config" else {})})
+            made = config_of_class(
+                type(own), {**_fields(own, _TOWER), **(family.vision if part == "vision_config" else {})}
+            )
         given[part] = made.to_dict()
     return config_class(**{**_fields(default, _IDS), **given, **family.options})
 

@@ -99,7 +99,7 @@ def test_pictures_behind_others_in_the_cache_are_refused() -> None:
 )
 @pytest.mark.parametrize("size", [4, 5, 6, 7, 20])
 def test_chunks_of_a_prompt(size: int) -> None:
-    """A picture at positions 3 to 6: behind the last of them no chunk but the first can know that it ended."""
+    """A picture at positions 3 to 6: behind the last one no chunk but the first can know that it ended."""
     model, call = case("gemma3", ("titt",))
     with paged(model):
         if size < 20:

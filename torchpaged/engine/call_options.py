@@ -111,8 +111,8 @@ def _require_known_inputs(model_kwargs: Mapping[str, Any], input_ids: Tensor) ->
             continue
         raise _refuse(
             name,
-            "None on an accelerated model, whose engine takes tokens alone (images go through generate() with "
-            "a PagedCache)",
+            "None on an accelerated model, whose engine takes tokens alone (images go through generate() "
+            "with a PagedCache)",
             type(value).__name__,
         )
     cache = model_kwargs.get("past_key_values")

@@ -128,8 +128,8 @@ class CacheMasks:
         types of its own tokens, which don't tell whether the span goes on."""
         if self._cut is not None and prompt.first > 0 and preparing_caller() is self._cut:
             raise UnsupportedModelError(
-                f"{self._name}: a chunk of the prompt ends inside or right behind an image whose tokens see each "
-                "other in both directions, and may not know of its rest; leave prefill_chunk_size out"
+                f"{self._name}: a chunk of the prompt ends inside or right behind an image whose tokens see "
+                "each other in both directions, and may not know of its rest; leave prefill_chunk_size out"
             )
 
     def _assert_no_spans(self, mask_function: Any, batch: int, device: Any) -> None:

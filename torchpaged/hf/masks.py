@@ -114,8 +114,8 @@ def kinds_of(
 
 
 def _require_first_forward(mask_function: Any, prompt: Prompt) -> None:
-    """Refuse spans in a later forward of a cache, wherever they are: transformers reads the types of tokens by
-    their positions, and generate() gives it those of the new tokens alone."""
+    """Refuse spans in a later forward of a cache, wherever they are: transformers reads the types of tokens
+    by their positions, and generate() gives it those of the new tokens alone."""
     if prompt.first == 0:
         return
     if bool(sees_next(mask_function, prompt.rows, 0, prompt.end - 1, prompt.device).any()):

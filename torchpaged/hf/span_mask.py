@@ -2,14 +2,15 @@
 
 On the paged path a mask is None otherwise. Here it is a placeholder that carries the spans: transformers
 hands a ready mask of four dimensions on as it is, so that each layer gets the one that was made for it, or
-the end of it, where a model needs no more than its last queries. A query of a span sees the keys up to the span's end, every other one those up to itself. So a prompt
-takes two calls of the op: all queries, causal, and then those of the spans, as requests that end where their
-span ends, not causal.
+the end of it, where a model needs no more than its last queries. A query of a span sees the keys up to the
+span's end, every other one those up to itself. So a prompt takes two calls of the op: all queries, causal,
+and then those of the spans, as requests that end where their span ends, not causal.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -101,7 +102,7 @@ class SpanMask:
         device = self._rows.block_table.device
         index, where = (torch.tensor(x, dtype=torch.int64, device=device) for x in (of_row, tokens))
         lengths, begins = (torch.tensor(x, dtype=torch.int32, device=device) for x in (lens, starts))
-        longest = max(after - before for before, after in zip(starts[:-1], starts[1:], strict=True))
+        longest = max(after - before for before, after in pairwise(starts))
         requests = pin_batch(self._rows.block_table[index], lengths, begins)
         return SpanBatch(where, requests, longest, spans.windowed)
 

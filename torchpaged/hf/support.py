@@ -54,7 +54,7 @@ def require_supported(model: PreTrainedModel) -> None:
             f"{type(model).__name__} ignores transformers' attention interface: it runs with a PagedCache "
             "behind torchpaged.hf.attach(model), and not as packed tokens"
         )
-    # Of a model of several parts the decoder is what attends through a cache; others may attend by themselves.
+    # Of a model of several parts the decoder attends through a cache; others may attend by themselves.
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
     part = type(decoder) if isinstance(decoder, PreTrainedModel) else type(model)
     if not (uses_attention_interface(type(model)) or uses_attention_interface(part)):

@@ -211,11 +211,16 @@ def _fields(config: PretrainedConfig, options: Mapping[str, Any]) -> dict[str, A
     return {name: value for name, value in options.items() if hasattr(config, name)}
 
 
+def model_class_of(config: PretrainedConfig) -> Any:
+    """The class of the models of a config."""
+    found: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
+    return found[0] if isinstance(found, (tuple, list)) else found
+
+
 def model_of(name: str, implementation: str | None = "eager") -> PreTrainedModel:
     """The tiny model of a family, the same weights every time."""
     config = config_of(name)
-    found: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
-    found = found[0] if isinstance(found, (tuple, list)) else found
+    found = model_class_of(config)
     torch.manual_seed(0)
     options = {} if implementation is None else {"attn_implementation": implementation}
     model = with_random_weights(found._from_config(config, dtype=torch.float32, **options))

@@ -356,7 +356,7 @@ __device__ __forceinline__ void attend_run(const Params &p, const Run &run, cons
                                            [[maybe_unused]] bool &met, int warp, int lane) {
   Cursor c = run.cursor();
   int unit = run.unit;
-  const int unit_end = run.unit_end, total = run.total, teams = run.teams, team = Run::team();
+  const int unit_end = run.unit_end, team = Run::team();
   const int near = NEAR > 0 && run.moves ? NEAR : 0;
   const u32 stages = shared_address(shared.stages) + warp * STAGES * STAGE_BYTES;
   LoadCursor ahead(p, c);
@@ -369,7 +369,7 @@ __device__ __forceinline__ void attend_run(const Params &p, const Run &run, cons
   state.clear();
   int pair_begin = c.tile;  // first tile of this run in the pair
   Parts parts;
-  parts.find(c, unit, unit_end, total, teams, near);
+  parts.find(c, unit, unit_end, run.cut, near);
 
   while (true) {
     cp_async_wait<STAGES - 2>();
@@ -433,7 +433,7 @@ __device__ __forceinline__ void attend_run(const Params &p, const Run &run, cons
     }
     pair_begin = 0;
     if constexpr (!ASK_EARLY) queries.load(p, c, lane);
-    parts.find(c, unit, unit_end, total, teams, near);
+    parts.find(c, unit, unit_end, run.cut, near);
     state.clear();
   }
 }

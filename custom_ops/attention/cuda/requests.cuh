@@ -115,28 +115,45 @@ struct Groups {
   __device__ __forceinline__ int keeper(int group) const { return max(begin(group), 1); }
 };
 
+// How the line of work is cut: equally for the first `early` teams, and what is behind `border` for the others.
+struct Cut {
+  int total, teams;  // units, and teams that have runs
+  int border, early;
+
+  // The unit at which a team's run begins.
+  __device__ __forceinline__ int begin(int team) const {
+    return team <= early ? part(team, border, early) : border + part(team - early, total - border, teams - early);
+  }
+  // The team whose run holds `unit`.
+  __device__ __forceinline__ int owner(int unit) const {
+    return unit < border ? holder(unit, border, early)
+                         : early + holder(unit - border, total - border, teams - early);
+  }
+
+  static __device__ __forceinline__ int part(int team, int units, int teams) {
+    return team * (units / teams) + team * (units % teams) / teams;
+  }
+  static __device__ __forceinline__ int holder(int unit, int units, int teams) {
+    if (__umulhi(units, teams) == 0) return ((u32)(unit + 1) * teams - 1) / (u32)units;
+    return (int)(((u64)(unit + 1) * teams - 1) / units);
+  }
+};
+
 // The teams that share the pair a cursor has reached; found while its first keys are on their way.
 struct Parts {
   int first, count;
   bool whole;  // this run holds the whole pair
   bool near;   // all of them are in one cluster
 
-  // The team whose run [t * total / teams, (t + 1) * total / teams) holds `unit`.
-  static __device__ __forceinline__ int owner(int unit, int total, int teams) {
-    if (__umulhi(total, teams) == 0) return ((u32)(unit + 1) * teams - 1) / (u32)total;
-    return (int)(((u64)(unit + 1) * teams - 1) / total);
-  }
-
   // `near`: how far borders move to ends of pairs. One that comes to `begin` was at begin + near or before
   // it; one that comes to the end was not before last + 1 - near; a shared pair has one that stays between.
-  __device__ __forceinline__ void find(const Cursor &c, int unit, int unit_end, int total, int teams,
-                                       int near) {
+  __device__ __forceinline__ void find(const Cursor &c, int unit, int unit_end, const Cut &cut, int near) {
     const int begin = unit - c.tile, last = begin + c.r.num_tiles - 1;
     whole = c.tile == 0 && last < unit_end;
     this->near = false;
     if (!whole) {
-      first = owner(begin + near, total, teams);
-      count = owner(last - near, total, teams) - first + 1;
+      first = cut.owner(begin + near);
+      count = cut.owner(last - near) - first + 1;
       this->near = CLUSTER > 1 && first / CLUSTER == (first + count - 1) / CLUSTER;
     }
   }

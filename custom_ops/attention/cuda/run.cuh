@@ -7,7 +7,7 @@
 // TEAM pairs: one tile for each CTA of the team. With NEAR, a border that is so near an end of a pair moves
 // there, which leaves fewer pairs to share.
 struct Run {
-  int total, teams;              // units in all; teams that have runs
+  Cut cut;
   int unit, unit_end;            // this CTA's units; unit == unit_end: none
   int busy, used;                // requests with tiles; token rows of requests, behind which there is padding
   int moves;                     // whether borders move to ends of pairs
@@ -23,6 +23,8 @@ struct Run {
   }
 };
 
+constexpr int LATE_PART = 4, LATE_TILES = 0;
+constexpr bool LATE_ALL = false;
 // Requests whose lengths are read in one trip to memory, and kept in shared memory.
 constexpr int KEPT = 32 * ASKED;
 
@@ -57,12 +59,15 @@ struct Planner {
       if (CLUSTER > 1 && even <= CLUSTER && even * lines * 10 >= wanted * 7) teams = even * lines;
       else if (each * lines * 4 >= wanted * 3) teams = each * lines;
     }
-    const int team = Run::team(), base = total / teams, extra = total % teams;
-    run.total = total;
-    run.teams = teams;
-    run.unit = team * base + team * extra / teams;
-    run.unit_end = team < teams ? (team + 1) * base + (team + 1) * extra / teams : run.unit;
-    run.moves = NEAR > 0 && base >= 4 * NEAR;
+    // The last CTAs of a grid begin last. The last teams get runs that are LATE_TILES shorter, if that is little.
+    const int late = lines > wanted || LATE_ALL ? teams / LATE_PART : 0, early = teams - late;
+    const int shorter = late > 0 ? (total - LATE_TILES * early) / teams : 0;
+    const bool tapers = late > 0 && shorter >= 2 * LATE_TILES;
+    run.cut = {total, teams, tapers ? total - late * shorter : total, tapers ? early : teams};
+    const int team = Run::team();
+    run.unit = run.cut.begin(min(team, teams));
+    run.unit_end = run.cut.begin(min(team + 1, teams));
+    run.moves = NEAR > 0 && (tapers ? shorter : total / teams) >= 4 * NEAR;
     if (run.unit < run.unit_end) begin();
   }
 
@@ -148,7 +153,7 @@ struct Planner {
   // The place of the first unit; borders come to where they stay.
   __device__ __forceinline__ void begin() {
     int request;
-    if (NEAR > 0 && run.moves && run.unit_end < run.total) {
+    if (NEAR > 0 && run.moves && run.unit_end < run.cut.total) {
       const int before = find(run.unit_end, request), tiles = look_at(request).num_tiles;
       run.unit_end += shift((run.unit_end - before) % tiles, tiles);
     }

@@ -110,6 +110,13 @@ struct Groups {
   __device__ __forceinline__ int begin(int group) const { return (group * count + number - 1) / number; }
   __device__ __forceinline__ int size(int group) const { return begin(group + 1) - begin(group); }
   __device__ __forceinline__ int of(int part) const { return part * number / count; }
+  // The number that counts: what a part adds, a group; and what it says.
+  static constexpr u32 part_of_groups = 1u << DONE;
+  __device__ __forceinline__ u32 part(int group) const { return 1u << group * bits; }
+  __device__ __forceinline__ int parts_in(u32 number, int group) const {
+    return number >> group * bits & ((1u << bits) - 1);
+  }
+  static __device__ __forceinline__ int done(u32 number) { return number >> DONE; }
   // The part whose CTA has room for what a group made: neither the pair's first nor its last, so that it
   // begins no pair.
   __device__ __forceinline__ int keeper(int group) const { return max(begin(group), 1); }

@@ -177,6 +177,7 @@ int main() {
 GROUPS = """
 #include "run.cuh"
 #include <set>
+#include <vector>
 #define CHECK(x) do { if (!(x)) { printf("%d parts: %s\\n", parts, #x); exit(1); } } while (0)
 int main() {
   for (int parts = Groups::FROM; parts <= 600; ++parts) {
@@ -191,6 +192,18 @@ int main() {
       CHECK(keeper > 0 && keeper < parts - 1 && groups.of(keeper) == group && keepers.insert(keeper).second);
     }
     CHECK(part == parts);
+    u32 number = 0;  // what counts them: parts in turns of groups, then groups
+    std::vector<int> in(groups.number);
+    for (int i = 0; i < parts; ++i) {
+      const int group = groups.of((i * 7919LL) % parts);
+      if (in[group] < groups.size(group)) ++in[group], number += groups.part(group);
+      for (int g = 0; g < groups.number; ++g) CHECK(groups.parts_in(number, g) == in[g]);
+      CHECK(groups.done(number) == 0);
+    }
+    for (int g = 0; g < groups.number; ++g)
+      for (; in[g] < groups.size(g); ++in[g]) number += groups.part(g);
+    for (int g = 0; g < groups.number; ++g) CHECK(groups.parts_in(number, g) == groups.size(g));
+    for (int g = 1; g <= groups.number; ++g) CHECK(groups.done(number += Groups::part_of_groups) == g);
   }
 }
 """

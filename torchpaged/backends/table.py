@@ -25,6 +25,7 @@ _HEADS = {
     "lse": "LSE",
     "tree_mask": "tree",
     "latent": "MLA",
+    "fp8_queries": "fp8 q",
 }
 
 

@@ -538,7 +538,7 @@ struct Math {
     }
     if (ADJUST) {
       const int to_key[2] = {first - rows.position[0], first - rows.position[1]};
-      x.adjust<MASKED>(SCALES || Q_FP8 ? rows.scale : p.scale, p.soft_cap, rows.slope, to_key, seen, first);
+      x.adjust<MASKED>(SCALES ? rows.scale : p.scale, p.soft_cap, rows.slope, to_key, seen, first);
     }
     if (MASKED) x.mask(rows.low, rows.end, seen, first);
   }
@@ -582,8 +582,6 @@ struct Math {
     Rows rows;
     rows.scale = p.scale;
     if constexpr (SCALES) rows.scale *= p.k_scale[job.head * p.ks_head];
-    if constexpr (Q_FP8)
-      if (p.q_scale) rows.scale *= p.q_scale[job.head * p.qs_head];
     const float scale = ADJUST ? 1.f : rows.scale * LOG2E;
     const int before = job.seq_len - job.query_len;
 #pragma unroll

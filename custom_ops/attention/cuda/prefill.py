@@ -23,8 +23,10 @@ from torchpaged.custom_ops.cuda import gpu, jit
 from torchpaged.custom_ops.cuda.config import Config
 from torchpaged.custom_ops.pools import FP8
 
-PARAMS = struct.Struct("12Q5q2f15i4xQQi28x")  # struct Params of prefill_shapes.cuh behind its three maps
+PARAMS = struct.Struct("12Q5q2f15i4xQ40x")  # struct Params of prefill_shapes.cuh behind its three maps
 MAX_DIM = 256
+#: Widths of keys and values that fp8 queries go with.
+FP8_QUERY_WIDTHS = ((64, 64), (128, 128), (256, 256))
 _SHARED_BYTES = 226 << 10
 _MAX_COORDINATE = 2**31 - 1
 _MOST_RAW_STAGES = 8
@@ -117,18 +119,24 @@ def refuse(
     *,
     scale: float = 1.0,
     sinks_dtype: torch.dtype | None = None,
+    fp8_queries: bool = False,
 ) -> str | None:
-    """Why the kernel can't take these numbers, or None. ``compute``: the device's compute capability."""
+    """Why the kernel can't take these numbers, or None. ``dtype``: of results, and of queries but for
+    ``fp8_queries``; ``compute``: the device's compute capability."""
     if compute != (9, 0):
         return f"compute capability {compute[0]}.{compute[1]}: the kernel is written for 9.0"
     if dtype not in (torch.bfloat16, torch.float16) or kv_dtype not in (dtype, *FP8):
         return f"dtypes {dtype} and {kv_dtype}"
+    if fp8_queries and kv_dtype != torch.float8_e4m3fn:
+        return f"fp8 queries over a cache of {kv_dtype}: both are e4m3"
+    if fp8_queries and (dim, dim_v) not in FP8_QUERY_WIDTHS:
+        return f"fp8 queries of head_dim {dim}/{dim_v}"
     if (
         any(width % 32 or not 32 <= width <= MAX_DIM or (width % 64 and width > 96) for width in (dim, dim_v))
         or dim_v == 160
     ):
         return f"head_dim {dim}/{dim_v}"
-    keys = shape_for(dim, dim_v, kv_dtype, plain=True).keys
+    keys = shape_for(dim, dim_v, kv_dtype, plain=True, fp8_queries=fp8_queries).keys
     if block_size % 8 or keys % block_size:
         return f"block_size {block_size}: not a divisor of {keys} that is a multiple of 8"
     if not 1 <= group <= prefill_shape(dim, dim_v, wide=False).rows:
@@ -150,7 +158,7 @@ def refuse_layout(q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor) -> s
                 f"{name} with strides {tuple(cache.stride())}: slots that begin at multiples of 16 bytes "
                 "are needed"
             )
-        box = pool_box(tuple(cache.shape), cache.stride())
+        box = pool_box(tuple(cache.shape), cache.stride(), 1 if q.dtype in FP8 else 2)
         if box is None:
             return (
                 f"{name} with strides {tuple(cache.stride())}: heads side by side, or one behind the other "
@@ -159,7 +167,8 @@ def refuse_layout(q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor) -> s
         if max(box.sizes) > _MAX_COORDINATE or cache.shape[0] * box.where[2] > _MAX_COORDINATE:
             return f"{name} with {cache.shape[0]} blocks"
     for name, rows in (("q", q), ("out", out)):
-        if rows.data_ptr() % 16 or rows.stride(0) % 8 or rows.stride(1) % 8 or rows.stride(2) != 1:
+        unaligned = any(stride * rows.element_size() % 16 for stride in rows.stride()[:2])
+        if rows.data_ptr() % 16 or unaligned or rows.stride(2) != 1:
             return (
                 f"{name} with strides {tuple(rows.stride())}: heads that begin at multiples of 16 bytes "
                 "are needed"
@@ -174,7 +183,7 @@ def why_not(
     dtypes, strides and addresses only."""
     block_size, num_kv_heads, dim = k_cache.shape[1:]
     return refuse(
-        q.dtype,
+        out.dtype,
         k_cache.dtype,
         dim,
         v_cache.shape[3],
@@ -183,6 +192,7 @@ def why_not(
         gpu.capability(q.device.index or 0),
         scale=scale,
         sinks_dtype=None if sinks is None else sinks.dtype,
+        fp8_queries=q.dtype in FP8,
     ) or refuse_layout(q, k_cache, v_cache, out)
 
 
@@ -290,12 +300,12 @@ def prefill_config(
     split: bool = False,
     paired: bool = False,
     every_lane: bool = False,
-    q_fp8: bool = False,
+    fp8_queries: bool = False,
 ) -> Config:
     """The constants of ``prefill.cu``.
 
-    ``dtype``: of the results, and of queries but for ``q_fp8``, with which queries are e4m3 as the cache is;
-    ``dim_v``: width of values, 0: as keys; ``kv_dtype``: of the cache, None: ``dtype``; ``scales``: of fp8
+    ``dtype``: of the results, and of queries but for ``fp8_queries``, with which these are e4m3 as the cache
+    is; ``dim_v``: width of values, 0: as keys; ``kv_dtype``: of the cache, None: ``dtype``; ``scales``: of fp8
     keys and values; ``short``: requests of up to so many query tokens are left to a decode launch behind this
     one; ``split``: few tiles may be cut into parts, for `paged_prefill_merge` behind this one; ``paired``:
     clusters of two CTAs share the copies of keys and values (`may_pair`); ``clocks``: count cycles;
@@ -306,7 +316,7 @@ def prefill_config(
     """
     half, dim_v, kv_dtype = dtype == torch.float16, dim_v or dim, kv_dtype or dtype
     plain = window_left < 0 and not (chunk or soft_cap or alibi)
-    shape = shape_for(dim, dim_v, kv_dtype, plain=plain, q_fp8=q_fp8)
+    shape = shape_for(dim, dim_v, kv_dtype, plain=plain, fp8_queries=fp8_queries)
     values = {
         "DIM": dim,
         "DIM_V": dim_v,
@@ -317,7 +327,7 @@ def prefill_config(
         "KV_BYTES": kv_dtype.itemsize,
         "E5M2": kv_dtype == torch.float8_e5m2,
         "SCALES": scales,
-        "Q_FP8": q_fp8,
+        "Q_FP8": fp8_queries,
         "GROUPS": shape.groups,
         "KEYS": shape.keys,
         "K_STAGES": shape.k_stages,
@@ -345,10 +355,10 @@ def prefill_config(
 
 
 def shape_for(
-    dim: int, dim_v: int, kv_dtype: torch.dtype, *, plain: bool, q_fp8: bool = False
+    dim: int, dim_v: int, kv_dtype: torch.dtype, *, plain: bool, fp8_queries: bool = False
 ) -> PrefillShape:
     """The cut of a specialisation; not ``plain``: with masks or scores that cost registers."""
-    if q_fp8:
+    if fp8_queries:
         return prefill_shape_fp8_queries(dim, dim_v)
     if kv_dtype in FP8:
         return prefill_shape_fp8(dim, dim_v)
@@ -383,7 +393,6 @@ def prefill(
     soft_cap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
-    q_scale: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     tree_mask: Tensor | None = None,
@@ -417,8 +426,8 @@ def prefill(
     programs = gpu.num_sms(index)
     tree = tree_mask is not None
     plain = window_left < 0 and not (chunk or soft_cap > 0 or alibi_slopes is not None)
-    q_fp8 = q.dtype in FP8
-    cut = shape_for(dim, dim_v, k_cache.dtype, plain=plain, q_fp8=q_fp8)
+    fp8_queries = q.dtype in FP8
+    cut = shape_for(dim, dim_v, k_cache.dtype, plain=plain, fp8_queries=fp8_queries)
     if (k_scale is None) != (v_scale is None):  # one flag serves both
         one = torch.ones(1, dtype=torch.float32, device=q.device)
         k_scale, v_scale = one if k_scale is None else k_scale, one if v_scale is None else v_scale
@@ -459,7 +468,7 @@ def prefill(
         split,
         paired,
         every_lane,
-        q_fp8,
+        fp8_queries,
     )
     decodes, ticket_row = None, 0
     if behind is not None:
@@ -471,7 +480,7 @@ def prefill(
     maps = queries_map(q.data_ptr(), q.dtype, tuple(q.shape), q.stride(0), q.stride(1), group, shape.rows)
     where: tuple[int, ...] = ()
     for cache in (k_cache, v_cache):
-        encoded, at = pool_map(cache.data_ptr(), cache.dtype, tuple(cache.shape), cache.stride(), q_fp8)
+        encoded, at = pool_map(cache.data_ptr(), cache.dtype, tuple(cache.shape), cache.stride(), fp8_queries)
         maps, where = maps + encoded, where + at
     parts = (
         torch.empty(part_numbers(shape, dim_v, programs), dtype=torch.float32, device=q.device)
@@ -501,8 +510,6 @@ def prefill(
             late,
             is_late,
             0 if tree_mask is None else tree_mask.data_ptr(),
-            0 if q_scale is None else q_scale.data_ptr(),
-            head_stride(q_scale),
         )
         for is_late in (0, 1)
     )
@@ -595,7 +602,7 @@ def _config(
     split: bool,
     paired: bool,
     every_lane: bool,
-    q_fp8: bool,
+    fp8_queries: bool,
 ) -> Config:
     return prefill_config(
         dtype,
@@ -622,7 +629,7 @@ def _config(
         split=split,
         paired=paired,
         every_lane=every_lane,
-        q_fp8=q_fp8,
+        fp8_queries=fp8_queries,
     )
 
 
@@ -738,15 +745,19 @@ def queries_map(
 
 @functools.lru_cache(maxsize=4096)
 def pool_map(
-    address: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], q_fp8: bool = False
+    address: int,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    fp8_queries: bool = False,
 ) -> tuple[bytes, tuple[int, int, int]]:
     """The tensor map of one cache of one layer, and ``Box.where``."""
-    box = pool_box(shape, strides, 1 if q_fp8 else 2)
+    box = pool_box(shape, strides, 1 if fp8_queries else 2)
     if box is None:
         raise ValueError(
             f"a pool of shape {shape} with strides {strides} has no box for a block: refuse_layout says so"
         )
-    return _map(address, dtype, box, swizzled=q_fp8 or dtype.itemsize > 1), box.where
+    return _map(address, dtype, box, swizzled=fp8_queries or dtype.itemsize > 1), box.where
 
 
 def _map(address: int, dtype: torch.dtype, box: Box, *, swizzled: bool) -> bytes:

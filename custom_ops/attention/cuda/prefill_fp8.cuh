@@ -1,13 +1,8 @@
 // Prefill with fp8 queries: products of e4m3 numbers, and what has to be done to values for that.
 //
 // These products take their second operand with contiguous k alone: a column's keys side by side. Values come
-// with a token's columns side by side, so that the warps beside the loader's turn every step's, 16 keys x 32
-// columns at a time. Two orders are left as they fall out, since both can be had for nothing where they are
-// used:
-// - of 16 keys of a column, byte 4 * t + i is key 2 * t + i % 2 + i / 2 * 8. That is the order in which a
-//   thread holds its scores of 16 keys, so that weights go from accumulators to operands by conversion alone.
-// - of 16 columns, row 8 * h + j of what is turned is column 2 * j + h. So a quad's accumulators of two
-//   blocks are 16 columns side by side, four of each thread (prefill_store.cuh).
+// with a token's columns side by side, so that the warps beside the loader's turn those of every step
+// (prefill_lines.cuh).
 //
 // Sources: FlashAttention-3 (arXiv:2407.08608, 3.3) for turning values beside the products, in an order that
 // suits the weights; PTX ISA, "asynchronous warpgroup level matrix", register fragments of 8-bit types.
@@ -68,37 +63,24 @@ template <int ADD, int N> __device__ __forceinline__ void scores(float (&d)[N], 
   else scores16<ADD>(d, a, b);
 }
 
-// Where byte `at` of swizzled lines of LINE bytes lies.
-template <int LINE> __device__ __forceinline__ u32 swizzled(u32 at) {
-  return at ^ (at >> 3 & (LINE == 128 ? 0x70 : 0x30));
-}
-
-// Where key `key` of row `row` of a step's turned values lies.
-__device__ __forceinline__ u32 turned_at(int row, int key) {
-  const int in_unit = key % 16, byte = in_unit % 8 / 2 * 4 + in_unit / 8 * 2 + in_unit % 2;
-  const int place = key / 16 * 16 + byte;
-  return swizzled<TURNED_LINE>((place / TURNED_LINE * DIM_V + row) * TURNED_LINE + place % TURNED_LINE);
-}
-
-// A step's values, from the squares in which they come; `warp`: of CONVERTERS.
+// A step's values, from the squares in which they come; `warp`: of CONVERTERS, each with groups of 16 keys of its
+// own. Several matrices are on their way at once.
 __device__ __forceinline__ void turn_values(u32 from, u32 to, int warp, int lane) {
-  constexpr int WIDE = DIM_V / 32, UNITS = KEYS / 16 * WIDE;
-#pragma unroll 4
-  for (int unit = warp; unit < UNITS; unit += CONVERTERS) {
-    const int keys = unit / WIDE, columns = unit % WIDE;
-    // the lane's row of 8 x 16 bytes: of two times 8 keys, for the first 16 columns, then for the others
-    const int group = keys * 2 + lane / 8 % 2, chunk = columns * 2 + lane / 16;
-    const u32 source = (group * V_SQUARES + chunk / (V_LINE / 16)) * V_SQUARE + lane % 8 * V_LINE +
-                       chunk % (V_LINE / 16) * 16;
-    u32 x[4];  // each: two columns of two keys
-    ldmatrix_x4_trans(x, from + swizzled<V_LINE>(source));
-    const u32 y[4] = {__byte_perm(x[0], x[1], 0x6420), __byte_perm(x[0], x[1], 0x7531),
-                      __byte_perm(x[2], x[3], 0x6420), __byte_perm(x[2], x[3], 0x7531)};
-    const int place = keys * 16;
-    const u32 target = (place / TURNED_LINE * DIM_V + columns * 32 + lane) * TURNED_LINE + place % TURNED_LINE;
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
-                     to + swizzled<TURNED_LINE>(target)),
-                 "r"(y[0]), "r"(y[1]), "r"(y[2]), "r"(y[3])
-                 : "memory");
+  constexpr int AHEAD = TURN_WIDE < 4 ? TURN_WIDE : 4;
+#pragma unroll 1
+  for (int group = warp; group < KEYS / 16; group += CONVERTERS) {
+    const u32 source = from + turn_from(group, 0, lane), target = to + turn_to(group, 0, lane);
+#pragma unroll
+    for (int begin = 0; begin < TURN_WIDE; begin += AHEAD) {
+      u32 x[AHEAD][4];  // two columns of two keys, of each matrix
+#pragma unroll
+      for (int i = 0; i < AHEAD; ++i) ldmatrix_x4_trans(x[i], turn_from_next(source, begin + i));
+#pragma unroll
+      for (int i = 0; i < AHEAD; ++i) {
+        const u32 y[4] = {__byte_perm(x[i][0], x[i][1], 0x6420), __byte_perm(x[i][0], x[i][1], 0x7531),
+                          __byte_perm(x[i][2], x[i][3], 0x6420), __byte_perm(x[i][2], x[i][3], 0x7531)};
+        stmatrix_x4(target + (begin + i) * 32 * TURNED_LINE, y);
+      }
+    }
   }
 }

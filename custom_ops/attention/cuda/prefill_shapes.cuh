@@ -1,6 +1,7 @@
 // Sizes that follow from prefill's configuration, the kernel's parameters, and the plan of its shared memory.
 #pragma once
 #include "../../cuda/bulk.cuh"
+#include "prefill_lines.cuh"
 #include "prefill_products.cuh"
 #include "prefill_tiles.cuh"
 
@@ -9,12 +10,6 @@ constexpr int LOADER_REGISTERS = GROUPS == 3 ? 32 : PAIRED ? 56 : 40;
 constexpr int MATH_REGISTERS = GROUPS == 3 ? 160 : PAIRED ? 224 : 232;
 constexpr int MATH_WARPS = GROUPS * 4, MATH_THREADS = GROUPS * 128;
 constexpr int PAGES = KEYS / BLOCK_SIZE;        // blocks of a step
-constexpr int BYTES = Q_FP8 ? 1 : 2;            // of a number that is multiplied
-// bytes of a token's line in a square, which is 8 tokens high
-constexpr int K_LINE = DIM * BYTES % 128 ? 64 : 128, V_LINE = DIM_V * BYTES % 128 ? 64 : 128;
-constexpr int K_WIDTH = K_LINE / BYTES, V_WIDTH = V_LINE / BYTES;        // columns
-constexpr int K_SQUARES = DIM / K_WIDTH, V_SQUARES = DIM_V / V_WIDTH;    // of a token's keys and values
-constexpr int K_SQUARE = K_LINE * 8, V_SQUARE = V_LINE * 8;              // bytes
 // bytes of a step's keys, and of its values
 constexpr int K_STAGE = KEYS * DIM * BYTES, V_STAGE = KEYS * DIM_V * BYTES;
 constexpr int Q_TILE = ROWS * DIM * BYTES;
@@ -22,8 +17,6 @@ constexpr int Q_BYTES = TOKENS * GROUP * DIM * BYTES;  // what the copy engine b
 constexpr bool FP8 = KV_BYTES == 1;
 // fp8: bytes of a step's keys, or of its values, as they come; with fp8 queries keys come as they are read
 constexpr int RAW_STAGE = KEYS * (DIM > DIM_V && !Q_FP8 ? DIM : DIM_V);
-// fp8 queries: values stand on their side, a column's keys in lines of so many bytes
-constexpr int TURNED_LINE = KEYS % 128 ? 64 : 128;
 // fp8: warps that convert them, those beside the loader's
 constexpr int CONVERTERS = 3;
 // lanes of a warp that arrive at a barrier: one, behind what all have read or written; compute-sanitizer's
@@ -74,8 +67,6 @@ struct Params {  // packed by custom_ops/attention/cuda/prefill.py, in this orde
   int ctas, late;
   int is_late;           // whether this is the second one
   const i64 *tree;       // with TREE, a word for each token row
-  const float *q_scale;  // with Q_FP8, one or one per kv head; 0: ones
-  int qs_head;
 };
 static_assert(sizeof(Params) == 3 * sizeof(Map) + 256,
               "as custom_ops/attention/cuda/prefill.py packs it behind the maps");

@@ -83,7 +83,10 @@ def operand_a(weights: Tensor) -> Tensor:
         ]
         words = []
         for i in range(0, len(own), 8):
-            words += [[own[i], own[i + 1], own[i + 4], own[i + 5]], [own[i + 2], own[i + 3], own[i + 6], own[i + 7]]]
+            words += [
+                [own[i], own[i + 1], own[i + 4], own[i + 5]],
+                [own[i + 2], own[i + 3], own[i + 6], own[i + 7]],
+            ]
         for index, word in enumerate(words):
             step, register = index // 4, index % 4
             for byte, x in enumerate(word):
@@ -93,7 +96,9 @@ def operand_a(weights: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(("dim", "keys"), [(128, 128), (128, 192), (64, 128), (256, 64)])
-def test_products_of_turned_values(tmp_path: Path, dim: int, keys: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products_of_turned_values(
+    tmp_path: Path, dim: int, keys: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Values through ldmatrix, byte permutations and stmatrix, weights through registers: their product as
     wgmma forms it, its columns as they are stored, is weights @ values."""
     assert GXX
@@ -119,7 +124,9 @@ def test_products_of_turned_values(tmp_path: Path, dim: int, keys: int, monkeypa
     memory, turned = arrived(values, line, square), torch.full((keys * dim,), -1)
     for unit in range(units):
         x = ldmatrix_trans(memory, ways[unit, :, 0])
-        y = [torch.cat([x[:, m, h::2], x[:, m + 1, h::2]], 1) for m in (0, 2) for h in (0, 1)]  # 0x6420, 0x7531
+        y = [
+            torch.cat([x[:, m, h::2], x[:, m + 1, h::2]], 1) for m in (0, 2) for h in (0, 1)
+        ]  # 0x6420, 0x7531
         stmatrix(turned, ways[unit, :, 1], torch.stack(y, 1))
         for at in ways[unit].T:  # eight lines of 16 bytes at a time, in banks of 4 bytes: each once
             assert all(len({int(b) % 128 // 16 for b in at[8 * m : 8 * m + 8]}) == 8 for m in range(4))

@@ -200,9 +200,21 @@ def paged_attention(
         has_soft_cap = False
         if soft_cap != 0:  # a symbol perhaps, which a branch makes a constant
             has_soft_cap = True
-        given_ones = alibi_slopes is not None, sinks is not None, return_lse, tree_mask is not None, fp8_queries
+        given_ones = (
+            alibi_slopes is not None,
+            sinks is not None,
+            return_lse,
+            tree_mask is not None,
+            fp8_queries,
+        )
         features = (has_soft_cap, *given_ones)
-        attention = (*traced_sizes(q, k_cache, v_cache, out), causal, window, operator.index(chunk), *features)
+        attention = (
+            *traced_sizes(q, k_cache, v_cache, out),
+            causal,
+            window,
+            operator.index(chunk),
+            *features,
+        )
         ops = traced_ops(q.device, attention, ops, workspace is not None)
     ops.paged_attention(
         q,

@@ -1,5 +1,5 @@
-"""Values on their side for fp8 products: the index functions of prefill_lines.cuh, compiled for the host, between
-models of the instructions that they feed."""
+"""Values on their side for fp8 products: the index functions of prefill_lines.cuh, compiled for the host,
+between models of the instructions that they feed."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def arrived(values: Tensor, line: int, square: int) -> Tensor:
 
 
 def operand_b(memory: Tensor, keys: int, dim: int, line: int) -> Tensor:
-    """``[k, n]`` as wgmma reads its second operand, K-major: k in lines of ``line`` bytes, swizzled; the kernel's
-    descriptors step by ``dim * line`` bytes from one line of k to the next."""
+    """``[k, n]`` as wgmma reads its second operand, K-major: k in lines of ``line`` bytes, swizzled; the
+    kernel's descriptors step by ``dim * line`` bytes from one line of k to the next."""
     k, n = torch.meshgrid(torch.arange(keys), torch.arange(dim), indexing="ij")
     at = k // line * dim * line + n * line + k % line
     return memory[at ^ (at >> 3 & (line - 16))]

@@ -32,7 +32,7 @@ def scale_of_products(
     """What the ops take as ``k_scale``: with a scale of fp8 queries the product of both.
 
     Raises:
-        ArgumentError: a scale of queries that are not fp8, or another shape or dtype than ``k_scale`` may have.
+        ArgumentError: a scale of queries that are not fp8, or a shape or dtype that ``k_scale`` can't have.
     """
     if q_scale is None:
         return k_scale

@@ -86,8 +86,8 @@ def paged_attention(
         ops: whose kernels to run; default: those of the backend that every other door would choose.
 
     Returns:
-        A tensor ``[num_tokens, num_heads, head_dim_v]`` in q's or out's dtype; with ``return_lse`` a pair of it and
-        float32 ``[num_tokens, num_heads]``.
+        A tensor ``[num_tokens, num_heads, head_dim_v]`` in q's or out's dtype; with ``return_lse`` a pair of
+        it and float32 ``[num_tokens, num_heads]``.
 
     Raises:
         ArgumentError: shapes, dtypes, devices, strides, block ids, lengths or options don't fit.

@@ -102,7 +102,7 @@ def prefill_shape_fp8(dim: int, dim_v: int) -> PrefillShape:
 def prefill_shape_fp8_queries(dim: int, dim_v: int) -> PrefillShape:
     """The same with fp8 queries: keys are read as they come, values are turned on their way. ``raw_stages``
     are of values alone."""
-    groups, keys = 2, 128
+    groups, keys = 2, 128 if max(dim, dim_v) <= 128 else 64
     left = _SHARED_BYTES - 2 * groups * 64 * dim
     stages = min(left // (keys * (dim + 2 * dim_v)), 4)
     return PrefillShape(groups, keys, stages, stages, 2, stages)
@@ -304,8 +304,8 @@ def prefill_config(
 ) -> Config:
     """The constants of ``prefill.cu``.
 
-    ``dtype``: of the results, and of queries but for ``fp8_queries``, with which these are e4m3 as the cache
-    is; ``dim_v``: width of values, 0: as keys; ``kv_dtype``: of the cache, None: ``dtype``; ``scales``: of fp8
+    ``dtype``: of results, and of queries but for ``fp8_queries``, with which these are e4m3 as the cache is;
+    ``dim_v``: width of values, 0: as keys; ``kv_dtype``: of the cache, None: ``dtype``; ``scales``: of fp8
     keys and values; ``short``: requests of up to so many query tokens are left to a decode launch behind this
     one; ``split``: few tiles may be cut into parts, for `paged_prefill_merge` behind this one; ``paired``:
     clusters of two CTAs share the copies of keys and values (`may_pair`); ``clocks``: count cycles;

@@ -34,7 +34,7 @@ class _Capabilities(Capabilities):
     def reject(self, spec: AttentionSpec) -> list[str]:
         """Beside what is declared: fp8 queries have one kernel, and nothing serves what it does not take."""
         reasons = super().reject(spec)
-        if spec.fp8_queries:
+        if spec.fp8_queries and spec.device.type == "cuda" and torch.cuda.is_available():
             why = _prefill_why_not(spec)
             reasons += [f"fp8 queries: {why}"] if why else []
             reasons += ["fp8 queries: no tree_mask"] if spec.tree_mask else []
@@ -46,8 +46,6 @@ def _prefill_why_not(spec: AttentionSpec) -> str | None:
 
     if not variables.get("TORCHPAGED_CUDA_PREFILL"):
         return "TORCHPAGED_CUDA_PREFILL=0"
-    if spec.device.type != "cuda" or not torch.cuda.is_available():
-        return "no CUDA device"
     return prefill.refuse(
         spec.dtype,
         spec.kv_dtype or spec.dtype,

@@ -127,15 +127,19 @@ struct Loader {
   }
   __device__ __forceinline__ void load_keys(int head, int block) {
     if constexpr (FP8 && !Q_FP8)
-      load<true, KEYS * DIM, RAW_STAGE>(raw, plan.raw, plan.raw_full, plan.raw_empty, &p.k, p.k_at, head, block,
-                                  KEYS_COME);
-    else load<false, K_STAGE, K_STAGE>(k, plan.k, plan.k_full, plan.k_empty, &p.k, p.k_at, head, block, KEYS_COME);
+      load<true, KEYS * DIM, RAW_STAGE>(raw, plan.raw, plan.raw_full, plan.raw_empty, &p.k, p.k_at, head,
+                                        block, KEYS_COME);
+    else
+      load<false, K_STAGE, K_STAGE>(k, plan.k, plan.k_full, plan.k_empty, &p.k, p.k_at, head, block,
+                                    KEYS_COME);
   }
   __device__ __forceinline__ void load_values(int head, int block) {
     if constexpr (FP8)
-      load<true, KEYS * DIM_V, RAW_STAGE>(raw, plan.raw, plan.raw_full, plan.raw_empty, &p.v, p.v_at, head, block,
+      load<true, KEYS * DIM_V, RAW_STAGE>(raw, plan.raw, plan.raw_full, plan.raw_empty, &p.v, p.v_at, head,
+                                          block, VALUES_COME);
+    else
+      load<false, V_STAGE, V_STAGE>(v, plan.v, plan.v_full, plan.v_empty, &p.v, p.v_at, head, block,
                                     VALUES_COME);
-    else load<false, V_STAGE, V_STAGE>(v, plan.v, plan.v_full, plan.v_empty, &p.v, p.v_at, head, block, VALUES_COME);
   }
   __device__ __forceinline__ void end_conversion() {
     // arrive: Converter::convert of every converter, a round ago

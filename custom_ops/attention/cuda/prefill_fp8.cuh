@@ -63,8 +63,8 @@ template <int ADD, int N> __device__ __forceinline__ void scores(float (&d)[N], 
   else scores16<ADD>(d, a, b);
 }
 
-// A step's values, from the squares in which they come; `warp`: of CONVERTERS, each with groups of 16 keys of its
-// own. Several matrices are on their way at once.
+// A step's values, from the squares in which they come; `warp`: of CONVERTERS, each with groups of 16 keys of
+// its own. Several matrices are on their way at once.
 __device__ __forceinline__ void turn_values(u32 from, u32 to, int warp, int lane) {
   constexpr int AHEAD = TURN_WIDE < 4 ? TURN_WIDE : 4;
 #pragma unroll 1

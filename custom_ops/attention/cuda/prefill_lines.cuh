@@ -17,8 +17,8 @@ static_assert(!Q_FP8 || (KEYS % 64 == 0 && DIM_V % 32 == 0), "whole lines, units
 // Where byte `at` of swizzled lines of LINE bytes lies.
 template <int LINE> BOTH int swizzled(int at) { return at ^ (at >> 3 & (LINE == 128 ? 0x70 : 0x30)); }
 
-// Values are turned 16 keys x 32 columns at a time, by a warp: four matrices of 8 keys x 16 bytes come, four of
-// 8 rows (columns, before) x 16 bytes go. Two orders are left as they fall out, since both can be had for
+// Values are turned 16 keys x 32 columns at a time, by a warp: four matrices of 8 keys x 16 bytes come, four
+// of 8 rows (columns, before) x 16 bytes go. Two orders are left as they fall out, since both can be had for
 // nothing where they are used:
 // - of 16 keys of a row, byte 4 * t + i is key 2 * t + i % 2 + i / 2 * 8. That is the order in which a thread
 //   holds its scores of 16 keys, so that weights go from accumulators to operands by conversion alone.
@@ -26,8 +26,8 @@ template <int LINE> BOTH int swizzled(int at) { return at ^ (at >> 3 & (LINE == 
 //   side by side, four of each thread (prefill_store.cuh).
 constexpr int TURN_WIDE = DIM_V / 32;  // units of the same keys
 
-// Where a lane's line of 16 bytes of what comes lies, of the unit of 16 keys `group` and 32 columns `wide`: in
-// matrix lane / 8, key lane % 8.
+// Where a lane's line of 16 bytes of what comes lies, of the unit of 16 keys `group` and 32 columns `wide`:
+// in matrix lane / 8, key lane % 8.
 BOTH int turn_from(int group, int wide, int lane) {
   const int keys = group * 2 + lane / 8 % 2, chunk = wide * 2 + lane / 16;
   return swizzled<V_LINE>((keys * V_SQUARES + chunk / (V_LINE / 16)) * V_SQUARE + lane % 8 * V_LINE +

@@ -82,7 +82,8 @@ __device__ __forceinline__ void store_rows(const Params &p, const Job &job, int 
           w[i] = sees[r] ? pack<HALF>(pair[0] * weight[r], pair[1] * weight[r]) : 0;
         }
         transpose_quad(w, lane);
-        if (token[r] < job.query_len) *(uint4 *)(at[r] + (block + n) * 16) = make_uint4(w[0], w[1], w[2], w[3]);
+        if (token[r] < job.query_len)
+          *(uint4 *)(at[r] + (block + n) * 16) = make_uint4(w[0], w[1], w[2], w[3]);
       }
   }
 }

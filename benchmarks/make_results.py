@@ -148,6 +148,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
         suites.h100_prefill,
         suites.h100_mixed,
         suites.h100_step,
+        suites.choice,
         suites.cascade_peers,
         suites.batched,
         tables.decode_since,

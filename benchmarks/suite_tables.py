@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from result_tables import best_bold, figure, geomean, load, ratio, short, table
+from result_tables import RESULTS, best_bold, figure, geomean, load, ratio, short, table
 
 PAGED = {"fa3": ("fa3",), "flashinfer": ("flashinfer", "flashinfer-no-graph", "flashinfer-fa3")}
 COLUMNS = {
@@ -151,6 +151,23 @@ def _share(row: dict[str, Any]) -> str:
     return f"{row['roofline_ms'] / row['ms']:.0%}"
 
 
+def choice() -> list[str]:
+    """By how much what runs by itself, `cuda`, is slower than the fastest paged contender."""
+    lines = []
+    for name in ("decode", "mixed", "prefill"):
+        rows = [row for row in load(f"h200_suite_{name}")["rows"] if name != "mixed" or " + " in row["case"]]
+        found = []
+        for row in rows:
+            us = fastest(row)
+            best = min((x, who) for who, x in us.items() if who != "sdpa")
+            found.append((us["cuda"] / best[0], short(row["case"]), COLUMNS[best[1]]))
+        loss, case, who = max(found)
+        slower = sum(round(x, 3) > 1 for x, _, _ in found)
+        worst = f"{loss - 1:.1%}: {case}, to {who}" if slower else "–"
+        lines.append([name, str(len(rows)), str(slower), worst])
+    return table(["suite", "cases", "slower in", "most"], lines)
+
+
 def cascade_peers() -> list[str]:
     """Ours beside FlashInfer's cascade, over the same blocks."""
     lines = []
@@ -171,8 +188,11 @@ def cascade_peers() -> list[str]:
 
 
 def batched() -> list[str]:
-    """Steps of generate_batch by attention."""
-    rows = load("h200_generate_batch")["rows"]
+    """Steps of generate_batch by attention, of the newest of the documents."""
+    names = ("h200_generate_batch", "h200_generate_batch_busy")
+    name = next(name for name in names if (RESULTS / f"{name}.json").exists())
+    document = load(name)
+    rows = document["rows"]
     batches = sorted({row["batch"] for row in rows})
     ms = {(row["way"], row["batch"]): row.get("ms") for row in rows}
     peer = "flash_attention_3"
@@ -184,4 +204,6 @@ def batched() -> list[str]:
             yield ratio(theirs / own) if own and theirs and way != peer else "–"
 
     header = ["`paged\\|…`", *(text for n in batches for text in (f"batch {n}, ms", "×"))]
-    return table(header, [[way, *cells(way)] for way in dict.fromkeys(row["way"] for row in rows)])
+    lines = [[way, *cells(way)] for way in dict.fromkeys(row["way"] for row in rows)]
+    source = f"From [the document](../benchmarks/results/{name}.json): {document['note']}."
+    return [*table(header, lines), "", *textwrap.wrap(source, 110, break_long_words=False)]

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import result_tables as tables
 import suite_tables as suites
-from result_tables import RESULTS, geomean, load, prefill_rows, ratio, step_times, table
+from result_tables import RESULTS, geomean, latest, load, prefill_rows, ratio, step_times, table
 
 ROOT = Path(__file__).parents[1]
 PAGES = ("README.md", "docs/results.md", "docs/stream_order.md")
@@ -29,9 +29,9 @@ WIDTH = 110
 def summary() -> list[str]:
     """The README's table: one row per question, wins and losses."""
     peers = "FA3, FlashInfer"
-    decodes, prompts = (load(f"h200_suite_{name}")["rows"] for name in ("decode", "prefill"))
+    decodes, prompts = (latest(f"h200_suite_{name}")["rows"] for name in ("decode", "prefill"))
     fp8 = [row for row in load("h200_suite_fp8")["rows"] if row["suite"] == "decode-fp8"]
-    batches = [row for row in load("h200_suite_mixed")["rows"] if " + " in row["case"]]
+    batches = [row for row in latest("h200_suite_mixed")["rows"] if " + " in row["case"]]
     lines = [
         [f"decode attention, {len(decodes)} cases", peers, *suites.spread(decodes)],
         [f"decode attention, fp8 cache, {len(fp8)} cases", "FlashInfer", *suites.spread(fp8)],

@@ -25,6 +25,12 @@ def load(name: str) -> dict[str, Any]:
     return document
 
 
+def latest(name: str) -> dict[str, Any]:
+    """The document of that name, or of its last repetition: ``name_2``, ``name_3``."""
+    again = sorted(RESULTS.glob(f"{name}_[2-9].json"))
+    return load(again[-1].stem if again else name)
+
+
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     line = lambda cells: f"| {' | '.join(cells)} |"  # noqa: E731
     return [line(header), "|" + "---|" * len(header), *(line(row) for row in rows)]

@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from result_tables import RESULTS, best_bold, figure, geomean, load, ratio, short, table
+from result_tables import RESULTS, best_bold, figure, geomean, latest, load, ratio, short, table
 
 PAGED = {"fa3": ("fa3",), "flashinfer": ("flashinfer", "flashinfer-no-graph", "flashinfer-fa3")}
 COLUMNS = {
@@ -81,7 +81,7 @@ def mean(rows: Iterable[dict[str, Any]]) -> list[str]:
 
 def suite(name: str, *suites: str) -> list[str]:
     """One row per case, of some suites of the run: microseconds, and both ratios."""
-    rows, lines = [row for row in load(name)["rows"] if not suites or row["suite"] in suites], []
+    rows, lines = [row for row in latest(name)["rows"] if not suites or row["suite"] in suites], []
     for row in rows:
         us, (paged, dense) = fastest(row), ratios(row)
         cells = best_bold([us.get(column) for column in COLUMNS])
@@ -93,7 +93,7 @@ def suite(name: str, *suites: str) -> list[str]:
 
 def mixed(name: str) -> list[str]:
     """Batches of decodes and chunks: microseconds, and of our kernels in two calls, one after the other."""
-    rows = [row for row in load(name)["rows"] if " + " in row["case"]]
+    rows = [row for row in latest(name)["rows"] if " + " in row["case"]]
     columns, lines = [column for column in COLUMNS if column != "sdpa"], []
     for row in rows:
         us, turns = fastest(row), row["contenders"]["cuda-in-parts"].get("us")
@@ -155,7 +155,9 @@ def choice() -> list[str]:
     """By how much what runs by itself, `cuda`, is slower than the fastest paged contender."""
     lines = []
     for name in ("decode", "mixed", "prefill"):
-        rows = [row for row in load(f"h200_suite_{name}")["rows"] if name != "mixed" or " + " in row["case"]]
+        rows = [
+            row for row in latest(f"h200_suite_{name}")["rows"] if name != "mixed" or " + " in row["case"]
+        ]
         found = []
         for row in rows:
             us = fastest(row)
@@ -164,14 +166,14 @@ def choice() -> list[str]:
         loss, case, who = max(found)
         slower = sum(round(x, 3) > 1 for x, _, _ in found)
         worst = f"{loss - 1:.1%}: {case}, to {who}" if slower else "–"
-        lines.append([name, str(len(rows)), str(slower), worst])
+        lines.append([name, str(len(found)), str(slower), worst])
     return table(["suite", "cases", "slower in", "most"], lines)
 
 
 def cascade_peers() -> list[str]:
     """Ours beside FlashInfer's cascade, over the same blocks."""
     lines = []
-    for row in load("h200_cascade_flashinfer")["rows"]:
+    for row in latest("h200_cascade_flashinfer")["rows"]:
         us = row["us"]
         names = ("plain", "cascade", "flashinfer", "flashinfer by hand")
         peers = [us[name] for name in names[2:] if name in us]

@@ -154,6 +154,22 @@ def test_who_is_put_back_computes_again(model: Any, alone: list[list[int]]) -> N
     assert generator.stats.preemptions and generator.stats.shared_tokens and free_again(generator)
 
 
+def test_more_requests_fit_a_pool_that_they_share(model: Any, alone: list[list[int]]) -> None:
+    """Each alone would need 9 blocks of the 20 that there are."""
+    prompts, want = [PROMPTS[i] for i in (0, 1, 3, 5)], [alone[i] for i in (0, 1, 3, 5)]
+    generator = Generator(model, block_size=4, max_batch_size=4, num_blocks=21)
+    ids = [generator.submit(prompt, TEN) for prompt in prompts]
+    most = 0
+    tokens: dict[int, list[int]] = {}
+    while generator.has_unfinished:
+        for event in generator.step():
+            if event.token_id is not None:
+                tokens.setdefault(event.request_id, []).append(event.token_id)
+        most = max(most, len(generator.scheduler.running))
+    assert [tokens[i] for i in ids] == want and most == 4 and generator.stats.preemptions == 0
+    assert free_again(generator)
+
+
 def test_a_graph_that_can_not_be_captured(
     model: Any, alone: list[list[int]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -214,6 +230,7 @@ def test_only_full_blocks_before_the_last_token(numbers: Iterator[int]) -> None:
     assert shared.find(sequence(next(numbers), [0, 1, 2, 4, 4])) == []
     waits = sequence(next(numbers), [*range(8), 50])
     assert shared.find(waits) is None, "its second block is being computed"
+    assert shared.count(waits) == 2 and shared.count(first) == 0
     first.num_computed = 12
     shared.computed(first)
     assert shared.find(waits) == [7, 8] and not shared._waiting

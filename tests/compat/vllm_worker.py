@@ -1,5 +1,5 @@
-"""A process of its own for the real vLLM: torchpaged's backend behind vLLM's registry, base classes, metadata and
-``Attention`` layer, on a CPU. No engine and no model: those need vLLM's compiled extension.
+"""A process of its own for the real vLLM: torchpaged's backend behind vLLM's registry, base classes, metadata
+and ``Attention`` layer, on a CPU. No engine and no model: those need vLLM's compiled extension.
 
     python tests/compat/vllm_worker.py      # prints one line of JSON: what was seen, or an error
 """
@@ -163,7 +163,9 @@ def check_layer(
         at = 0
         for row, count in enumerate(query_lens):
             mine = slice(at, at + count)
-            history[row] = [torch.cat([old, new[mine]]) for old, new in zip(history[row], (k, v), strict=True)]
+            history[row] = [
+                torch.cat([old, new[mine]]) for old, new in zip(history[row], (k, v), strict=True)
+            ]
             want = oracle(q[mine], *history[row], window, cap)
             torch.testing.assert_close(got[mine], want, rtol=2e-5, atol=2e-5)
             at += count

@@ -1,5 +1,5 @@
-"""Requests of an engine that begin alike: they share blocks, decode steps read these once where that pays, and
-their tokens are those of each alone."""
+"""Requests of an engine that begin alike: they share blocks, decode steps read these once where that pays,
+and their tokens are those of each alone."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def free_again(generator: Generator) -> bool:
     return generator.pool.num_free == generator.pool.num_usable
 
 
-# ------------------------------------------------------------------------------------------- through the engine
+# ----------------------------------------------------------------------------------------- through the engine
 @pytest.mark.parametrize(
     "options",
     [{}, {"graphs": False}, {"steps_per_launch": 3}, {"max_batch_size": 2}, {"prefill_chunk_size": 5}],
@@ -86,9 +86,7 @@ def test_one_graph_for_all_groups_and_lengths(model: Any, alone: list[list[int]]
     assert report.hits > 5 and plain.hits > 0 and set(passes) == {4} and free_again(generator)
 
 
-def test_what_does_not_pay_is_read_row_by_row(
-    model: Any, alone: list[list[int]], passes: list[int]
-) -> None:
+def test_what_does_not_pay_is_read_row_by_row(model: Any, alone: list[list[int]], passes: list[int]) -> None:
     """By the device's own costs such short prefixes never pay; blocks are shared all the same."""
     generator = Generator(model, block_size=4, max_batch_size=6)
     assert [output.token_ids for output in generator.generate(PROMPTS, TEN)] == alone
@@ -118,7 +116,7 @@ def test_wrong_options_are_refused(model: Any) -> None:
 
 
 def test_samples_of_one_prompt(model: Any, passes: list[int]) -> None:
-    """As with num_return_sequences: the prompt is computed once, and each sample has the seed's own tokens."""
+    """As with num_return_sequences: the prompt is computed once, and each sample has its seed's tokens."""
     each = [SamplingParams(max_new_tokens=8, temperature=1.0, seed=seed) for seed in range(4)]
     plain = Generator(model, block_size=4, max_batch_size=4, share_prefixes=False, cascade=False)
     want = [output.token_ids for output in plain.generate([SYSTEM] * 4, each)]

@@ -15,9 +15,9 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture
 def model(make_llama: Callable[..., Any]) -> Any:
-    return make_llama(
-        vocab_size=99, hidden_size=256, intermediate_size=384, max_position_embeddings=1024
-    ).to("cuda")
+    return make_llama(vocab_size=99, hidden_size=256, intermediate_size=384, max_position_embeddings=1024).to(
+        "cuda"
+    )
 
 
 def free() -> Any:

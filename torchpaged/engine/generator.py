@@ -41,8 +41,8 @@ from torchpaged.engine.options import (
     require_invariant,
     tokens_per_request,
 )
-from torchpaged.engine.prefix_groups import check_cascade, find_prefixes
 from torchpaged.engine.prefill_graphs import PrefillGraphs
+from torchpaged.engine.prefix_groups import check_cascade, find_prefixes
 from torchpaged.engine.prompts import list_prompts, list_sampling, token_ids
 from torchpaged.engine.sampling import SamplingParams
 from torchpaged.engine.scheduler import Scheduler

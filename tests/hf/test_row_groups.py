@@ -122,7 +122,7 @@ def test_what_cascade_takes() -> None:
         PagedCache(tiny("Llama").config, 2, 32, cascade="auto")  # type: ignore[arg-type]
 
 
-# --------------------------------------------------------------------------------- the same bits in any company
+# ---------------------------------------------------------------------- the same bits in any company
 def test_batch_invariant_attention(passes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """What attention gives a row is what it gives that row alone, bit by bit; no row is read in a group."""
     model = tiny("Llama")

@@ -19,6 +19,7 @@ OWN_ATTENTION = frozenset(
         "gpt_neo",
         "gpt_neox_japanese",
         "gptj",
+        "led",
         "megatron-bert",
         "mpt",
         "mvp",
@@ -28,6 +29,8 @@ OWN_ATTENTION = frozenset(
         "xglm",
     }
 )
+#: Of them, those whose cross attention is paged, too.
+PAGES_CROSS_ATTENTION = frozenset({"led", "mvp"})
 #: Of them, those whose modelling file makes no causal mask in transformers 5.17, and gets one from us.
 MAY_LACK_CAUSAL_MASK = frozenset({"big_bird", "megatron-bert", "rembert", "roformer"})
 #: Models of multi-head latent attention, whose layers a `PagedCache` keeps as latents once the model is

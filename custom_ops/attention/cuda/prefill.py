@@ -532,7 +532,7 @@ def prefill(
         kernel.launch(late, shape.threads, late_arguments, early=early)
     if merge is not None:
         tiles = most_tiles(q.shape[0], block_table.shape[0], shape.rows // group) * num_kv_heads
-        merge.launch(min(merge_items(shape, dim_v) * tiles, 2 * programs), 256, arguments, early=early)
+        merge.launch(min(merge_items(shape, dim_v) * tiles, 2 * programs), 128, arguments, early=early)
 
 
 def head_stride(scale: Tensor | None) -> int:

@@ -106,7 +106,7 @@ def test_what_splits_by_the_batch_is_not_called_invariant() -> None:
         check_batch_invariance(get_backend("torch_sdpa"), declared=False, dtypes=(torch.float32,), **FEW)
 
 
-# ------------------------------------------------------------------------------------------- through the doors
+# ----------------------------------------------------------------------------------------- through the doors
 def call(rows: int, **options: Any) -> Any:
     """The output of a request of 37 keys, beside ``rows - 1`` longer ones."""
     generator = torch.Generator().manual_seed(0)
@@ -129,7 +129,11 @@ def test_the_function_asks_for_it() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"ops": BACKEND_OPS["default"]}, BackendUnavailableError, "no backend that declares batch_invariant"),
+        (
+            {"ops": BACKEND_OPS["default"]},
+            BackendUnavailableError,
+            "no backend that declares batch_invariant",
+        ),
         ({"ops": get_backend("torch_sdpa").ops}, BackendUnavailableError, "batch_invariant is not declared"),
         ({"workspace": {}}, ArgumentError, "workspace: expected None with batch_invariant=True"),
     ],

@@ -36,13 +36,14 @@ def find_prefixes(
     if cascade is False:
         return None, "switched off by cascade=False"
     if not share_prefixes:
-        return None, "no requests share blocks: share_prefixes=False, or batch_invariant=True"
+        return (
+            None,
+            "no requests share blocks: share_prefixes=False, batch_invariant=True, or a rotation by length",
+        )
     if session.plans:
         return None, f"backend {session.name!r} plans its batches, which two passes have no plan for"
     able = [
-        spec
-        for spec in session.specs
-        if reads_in_groups(spec, session.capabilities, session.workspace(spec))
+        spec for spec in session.specs if reads_in_groups(spec, session.capabilities, session.workspace(spec))
     ]
     if not able:
         return None, f"no layer's attention on backend {session.name!r} can be read in two passes"

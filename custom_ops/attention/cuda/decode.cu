@@ -1,7 +1,7 @@
 // Decode attention over a paged cache: stream-K on a fixed grid, one launch, merged by the last arriver.
 //
 // A pair is a request and one kv head, or two narrow ones side by side (PAIR_HEADS). The keys of all requests
-// are cut into units of a warp's KEYS keys and lined up; every team of TEAM CTAs takes an equal run of that
+// are cut into tiles of WARPS * KEYS keys and lined up; every team of TEAM CTAs takes an equal run of that
 // line, whatever the lengths are, each CTA for a pair of its own: device memory answers faster when the heads
 // of a block are read at about one time. Inside a CTA each warp owns KEYS keys of a tile: it copies them to
 // shared memory itself (cp.async, STAGES deep, across the borders of pairs), so that no barrier stands in the
@@ -26,7 +26,7 @@ __device__ __forceinline__ void store_output(const Params &p, const Request &r, 
   const int head = kv_head_of(pair, row), q_head = head * GROUP + row % GROUP;
   // `total` does not tell: it is NaN where a score was NaN or +inf, and 0 where all were -inf, which makes 0
   // / 0.
-  bool sees = true;  // SAME_MASK: a request whose query sees nothing has no units
+  bool sees = true;  // SAME_MASK: a request whose query sees nothing has no tiles
   if constexpr (!SAME_MASK) {
     int low, end;
     visible(r.seq_len - r.query_len + query, r.seq_len, low, end);
@@ -139,7 +139,7 @@ __device__ __noinline__ void store_empty(const Params &p) {
     if (request < p.num_reqs) {
       Request r;
       r.load(p, request);
-      if (r.num_units || r.is_others()) continue;
+      if (r.num_tiles || r.is_others()) continue;
       first = r.start;
       last = r.start + r.query_len;
     }
@@ -189,23 +189,16 @@ struct Shared {
 // The producer's side of a warp's pipeline: it runs ahead of the warp over the same tiles.
 struct Producer {
   LoadCursor &at;
-  int left;    // units of the run from its tile on
+  int to_load, ids;
   u32 stages;  // the warp's
-  int ids;     // block ids of its tile's batch
-
-  __device__ __forceinline__ Producer(const Params &p, LoadCursor &at, int left, u32 stages, int warp, int lane)
-      : at(at), left(left), stages(stages) {
-    at.r.clip(at.offset + left);
-    ids = load_ids(p, at, warp, lane);
-  }
 
   // The next tile's keys and values on their way to a stage; an empty group of copies if there is none, which
   // keeps the count.
   __device__ __forceinline__ void load(const Params &p, int stage, int warp, int lane) {
-    if (left > 0) {
-      const int key = at.key(warp), skip = at.r.low - key, real = at.r.stop() - key;
-      const int first_slot = BLOCK_SIZE >= KEYS ? key % BLOCK_SIZE : 0;
-      const int batch_tile = tile_in_batch(at);
+    if (to_load > 0) {
+      const int key = ((at.r.first_tile + at.tile) * WARPS + warp) * KEYS;
+      const int skip = at.r.low - key, real = at.r.end - key;
+      const int batch_tile = at.tile % BATCH, first_slot = BLOCK_SIZE >= KEYS ? key % BLOCK_SIZE : 0;
       const u32 to = stages + stage * STAGE_BYTES;
       if (real > 0 && skip < KEYS) {
         const char *k = keys_of(p, at), *v = values_of(p, at);
@@ -213,19 +206,11 @@ struct Producer {
         copy_rows<V_CHUNKS, V_PADDED, V_BLOCK, V_SLOT>(to + KEYS * K_ROW_BYTES, v, ids, batch_tile,
                                                        first_slot, skip, real, lane);
       }
-      left -= min(STEP, at.r.num_units - at.offset);
-      if (left > 0) {
+      if (--to_load > 0) {
         const int old = at.request;
-        // the blocks of a pair that begins at its own first unit, all of them: those of the next head, too
-        const bool all = at.offset % STEP == 0 && at.r.num_units <= BATCH * STEP;
-        at.offset += STEP;
-        if (at.offset >= at.r.num_units) {
-          at.next_pair(p);
-          at.r.clip(left);
-          if (!all || at.request != old) ids = load_ids(p, at, warp, lane);
-        } else if (tile_in_batch(at) == 0) {
+        if (++at.tile == at.r.num_tiles) at.next_pair(p);
+        if (at.tile % BATCH == 0 && (at.r.num_tiles > BATCH || at.request != old))
           ids = load_ids(p, at, warp, lane);
-        }
       }
     }
     cp_async_commit();
@@ -240,8 +225,7 @@ __device__ __forceinline__ void prologue(const Params &p, const Cursor &c, Produ
   if constexpr (PDL && PREFETCH > 0 && LONGEST == 0) {
 #pragma unroll 1
     for (; filled < PREFETCH && is_context(producer.at, warp); ++filled) producer.load(p, filled, warp, lane);
-    if (filled == PREFETCH && producer.left > 0)
-      prefetch_tiles(p, producer.at, producer.ids, warp, lane);
+    if (filled == PREFETCH) prefetch_tiles(p, producer.at, producer.ids, producer.to_load, warp, lane);
   }
   wait_and_launch_next();
   queries.load(p, c, lane);
@@ -371,33 +355,34 @@ __device__ __forceinline__ void merge_if_last(const Params &p, const Cursor &c, 
 __device__ __forceinline__ void attend_run(const Params &p, const Run &run, const Shared &shared,
                                            [[maybe_unused]] bool &met, int warp, int lane) {
   Cursor c = run.cursor();
-  int left = run.unit_end - run.unit;  // units of the run that are not behind the cursor's pair
-  const int team = Run::team();
-  const int near = NEAR > 0 && run.moves ? NEAR_UNITS : 0;
+  int unit = run.unit;
+  const int unit_end = run.unit_end, team = Run::team();
+  const int near = NEAR > 0 && run.moves ? NEAR : 0;
   const u32 stages = shared_address(shared.stages) + warp * STAGES * STAGE_BYTES;
   LoadCursor ahead(p, c);
-  Producer producer(p, ahead, left, stages, warp, lane);
-  int stage = 0, pair_units = c.r.num_units;
-  c.r.clip(c.offset + left);
+  Producer producer = {ahead, unit_end - unit, 0, stages};
+  producer.ids = load_ids(p, producer.at, warp, lane);
+  int stage = 0;
   Queries queries;
   prologue(p, c, producer, queries, warp, lane);
   State state;
   state.clear();
+  int pair_begin = c.tile;  // first tile of this run in the pair
   Parts parts;
-  parts.find(c, pair_units, run.unit_end - left, run.unit_end, run.total, run.teams, near);
-  left -= c.r.num_units - c.offset;
+  parts.find(c, unit, unit_end, run.cut, near);
 
   while (true) {
     cp_async_wait<STAGES - 2>();
     __syncwarp();
-    const int key = c.key(warp);
+    const int key = ((c.r.first_tile + c.tile) * WARPS + warp) * KEYS;
     producer.load(p, stage == 0 ? STAGES - 1 : stage - 1, warp, lane);  // into what the last round used up
-    if (key < c.r.stop() && key + KEYS > c.r.low)
+    if (key < c.r.end && key + KEYS > c.r.low)
       attend(state, queries, p, c, stages + stage * STAGE_BYTES, key, lane);
     const int used_stage = stage;
     stage = stage == STAGES - 1 ? 0 : stage + 1;
-    c.offset += STEP;
-    if (c.offset < c.r.num_units) {
+    ++c.tile;
+    ++unit;
+    if (c.tile < c.r.num_tiles && unit < unit_end) {
       __syncwarp();
       continue;
     }
@@ -406,10 +391,8 @@ __device__ __forceinline__ void attend_run(const Params &p, const Run &run, cons
     [[maybe_unused]] Cursor next;
     if constexpr (ASK_EARLY) {
       next = c;
-      if (left > 0) {  // the next queries come while the states meet
+      if (unit < unit_end) {  // the next queries come while the states meet
         next.next_pair(p);
-        pair_units = next.r.num_units;
-        next.r.clip(left);
         queries.load(p, next, lane);
       }
     }
@@ -417,9 +400,9 @@ __device__ __forceinline__ void attend_run(const Params &p, const Run &run, cons
     leave_state(state, (float *)(shared.stages + (warp * STAGES + used_stage) * STAGE_BYTES),
                 shared.all_tops[warp], shared.all_totals[warp], lane);
     __syncthreads();
+    const i64 part = (i64)blockIdx.x * 2 + (pair_begin == 0);
     // -1: the pair begins here, the others' parts come to this CTA
-    const int sender = team - parts.first - 1;
-    const i64 part = (i64)blockIdx.x * 2 + (sender < 0);
+    [[maybe_unused]] const int sender = team - parts.first - 1;
 #if CLUSTER > 1
     if (!met) cluster_wait();
     met = true;
@@ -441,18 +424,16 @@ __device__ __forceinline__ void attend_run(const Params &p, const Run &run, cons
     }
 #endif
     if (!parts.whole && !parts.near) merge_if_last(p, c, parts, team, shared.is_last);
-    if (left == 0) break;
+    if (unit == unit_end) break;
     __syncthreads();  // the stage is free again
     if constexpr (ASK_EARLY) {
       c = next;
     } else {
       c.next_pair(p);
-      pair_units = c.r.num_units;
-      c.r.clip(left);
-      queries.load(p, c, lane);
     }
-    parts.find(c, pair_units, run.unit_end - left, run.unit_end, run.total, run.teams, near);
-    left -= c.r.num_units;
+    pair_begin = 0;
+    if constexpr (!ASK_EARLY) queries.load(p, c, lane);
+    parts.find(c, unit, unit_end, run.cut, near);
     state.clear();
   }
 }
@@ -485,15 +466,18 @@ extern "C" __global__ void CLUSTERED BOUNDED paged_decode(const __grid_constant_
   // that could wait stands between the start and this line.
   cluster_arrive();
 #endif
+#if ONE_PLANS
   // The stages are free until all warps know the run.
-  static_assert(Planner::NUMBERS * 4 <= WARPS * STAGES * STAGE_BYTES);
-  __shared__ Run found;
+  static_assert(Requests::NUMBERS * 4 <= WARPS * STAGES * STAGE_BYTES);
+  __shared__ Run run;
   if (warp == 0) {
-    const Run run = Planner(p, lane, (int *)stages).run;
-    if (lane == 0) found = run;
+    const Run found = plan(p, lane, (int *)stages);
+    if (lane == 0) run = found;
   }
   __syncthreads();
-  const Run &run = found;
+#else
+  const Run run = plan(p, lane, nullptr);
+#endif
   if (run.unit < run.unit_end) {
     attend_run(p, run, shared, met, warp, lane);
   } else {

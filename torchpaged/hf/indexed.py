@@ -53,10 +53,9 @@ class IndexedLayer(PagedLayer):
             source, destination = block_mapping.to(self.index_pool.device).unbind(1)
             self.index_pool[destination] = self.index_pool[source]
 
-    @property
-    def num_bytes(self) -> int:
+    def count_bytes(self) -> int:
         """See `PagedLayer`; the indexer's keys too."""
-        return super().num_bytes + (0 if self.index_pool is None else self.index_pool.nbytes)
+        return super().count_bytes() + (0 if self.index_pool is None else self.index_pool.nbytes)
 
 
 def select(mask: Tensor | None, indices: Tensor, dtype: torch.dtype, name: str) -> Tensor:

@@ -216,6 +216,11 @@ class PagedLayer(CacheLayerMixin):
     @property
     def num_bytes(self) -> int:
         """Bytes that the pools take; 0 before there are any."""
+        return self.count_bytes()
+
+    def count_bytes(self) -> int:
+        """Work out `num_bytes`. A method, for layers with further pools: a trace reads no property by way of
+        ``super()`` under torch 2.11."""
         return (
             self.owner.num_blocks * self.stored.bytes_per_block(self.owner.block_size, self.dtype)
             if self.is_initialized

@@ -23,6 +23,7 @@ from torchpaged.hf.known_models import TAKES_NO_NONE
 from torchpaged.hf.latent import LatentLayer, latent_attention
 from torchpaged.hf.layer import PagedLayer, cache_of, layer_of
 from torchpaged.hf.mask_rows import describe
+from torchpaged.hf.rolling_rows import attend_in_steps, require_kept
 from torchpaged.hf.support import needs_eager_mask
 from torchpaged.hf.uncached import attend as attend_uncached
 from torchpaged.hf.uncached import type_of_encoder, way_of
@@ -107,7 +108,7 @@ def paged_attention_forward(
         # T5's cross attention has no bias, and comes with zeros for one. The mask is read below.
         bias, mask = None if getattr(module, "has_relative_attention_bias", bias) is False else bias, None
     _refuse(module, layer, query, mask, dropout, bias, kwargs)
-    metadata = owner.metadata_of(batch, 1 if crosses else query_len)
+    metadata = owner.metadata_of(layer, batch, 1 if crosses else query_len)
     requests = metadata.block_table, metadata.seq_lens, metadata.query_start_loc
     if crosses:
         require_no_plan(owner.backend.session)
@@ -119,8 +120,6 @@ def paged_attention_forward(
         further = {"sliding_window": window, "softcap": softcap, "sinks": sinks, "alibi_slopes": alibi_slopes}
         further["tree_mask"] = metadata.tree_mask
         return latent_attention(module, layer, query, metadata, causal, scale, further), None
-    q = query.transpose(1, 2).reshape(batch * query_len, num_heads, head_dim)
-    out = q.new_empty(batch * query_len, num_heads, value.shape[-1])
     owner.backend.hold(layer, query, key, value, causal, window, softcap, sinks, scaling, alibi_slopes)
     trees = {} if metadata.tree_mask is None else {"tree_mask": metadata.tree_mask}
     if trees and not owner.backend.capabilities.tree_mask:
@@ -130,25 +129,25 @@ def paged_attention_forward(
     attend = owner.backend.ops.paged_attention
     if not torch.compiler.is_compiling() and is_profiling():
         attend = ranged_attention(attend, layer.index)
-    attend(
-        q,
-        key,
-        value,
-        *requests,
-        out,
-        None,
-        max_query_len=metadata.max_query_len,
-        scale=scale,
-        causal=causal,
-        window_left=-1 if window is None else window - 1,
-        alibi_slopes=alibi_slopes,
-        logits_soft_cap=0.0 if softcap is None else float(softcap),
-        sinks=sinks,
-        chunk_size=layer.chunk or 0,
+    options: dict[str, Any] = {
+        "scale": scale,
+        "causal": causal,
+        "window_left": -1 if window is None else window - 1,
+        "alibi_slopes": alibi_slopes,
+        "logits_soft_cap": 0.0 if softcap is None else float(softcap),
+        "sinks": sinks,
+        "chunk_size": layer.chunk or 0,
         **trees,
         **layer.scales,
         **layer.workspace,
-    )
+    }
+    if layer.rolls:
+        require_kept(module, layer, window, causal)
+        if not owner.takes_at_once(layer, query_len):
+            return attend_in_steps(layer, query, attend, options), None
+    q = query.transpose(1, 2).reshape(batch * query_len, num_heads, head_dim)
+    out = q.new_empty(batch * query_len, num_heads, value.shape[-1])
+    attend(q, key, value, *requests, out, None, max_query_len=metadata.max_query_len, **options)
     return out.view(batch, query_len, num_heads, value.shape[-1]), None
 
 

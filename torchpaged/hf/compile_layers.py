@@ -71,7 +71,7 @@ def _decodes(cache: Any, index: int, hidden_states: Tensor) -> PagedLayer | None
     ):
         return None
     batch, query_len = hidden_states.shape[:2]
-    return layer if layer.owner.metadata_of(batch, query_len).max_query_len == 1 else None
+    return layer if layer.owner.metadata_of(layer, batch, query_len).max_query_len == 1 else None
 
 
 def _give_forward(layer: Any, index: int, compiler: _Compiler) -> None:

@@ -104,7 +104,18 @@ class StepCache(Cache):
         assert self.metadata is not None and self.metadata.slot_mapping is not None
         return self.metadata.slot_mapping
 
-    def metadata_of(self, batch: int, query_len: int) -> AttentionMetadata:
+    def num_blocks_of(self, layer: PagedLayer) -> int:
+        """As many for every layer."""
+        return self.num_blocks
+
+    def takes_at_once(self, layer: PagedLayer, query_len: int) -> bool:
+        """True: whoever made the step has blocks for all its tokens."""
+        return True
+
+    def rolling_rows(self) -> Any:
+        """None: no forward is attended in steps."""
+
+    def metadata_of(self, layer: PagedLayer, batch: int, query_len: int) -> AttentionMetadata:
         """The step's tensors."""
         assert self.metadata is not None
         return self.metadata

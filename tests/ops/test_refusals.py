@@ -281,7 +281,7 @@ def test_the_null_block_may_repeat_in_a_table(ops: Any) -> None:
 
 @pytest.mark.parametrize("reach", [{"window_size": (3, -1)}, {"chunk_size": 8}], ids=["window", "chunk"])
 def test_a_block_may_repeat_behind_what_is_seen(ops: Any, reach: dict[str, Any]) -> None:
-    """A ring of blocks: columns behind the first query's window name blocks that newer tokens lie in. Whatever
+    """A ring of blocks: columns behind the first query's window name blocks that newer tokens lie in. What
     stands behind is not read, and a block that is seen twice is refused as ever."""
     arguments = attention_arguments() | reach | {"q": torch.randn(3, 4, DIM), "max_query_len": 2}
     for pool in (arguments["k_cache"], arguments["v_cache"]):

@@ -29,6 +29,7 @@ from torchpaged.engine.calls import Calls, HandOut, Inbox
 from torchpaged.engine.decode_loop import DecodeLoop
 from torchpaged.engine.device import WholeStepRunner
 from torchpaged.engine.model import PagedModelProtocol
+from torchpaged.engine.model_state import ModelState
 from torchpaged.engine.numbers import shown
 from torchpaged.engine.options import (
     check_options,
@@ -106,6 +107,8 @@ class Generator:
     Raises:
         ArgumentError, BackendUnavailableError, UnsupportedModelError: what was asked can't be had; nothing
             stays allocated then.
+        ArgumentError: of `submit` and `generate`, with graphs: the model's modules, weights or adapters are
+            others than those that the graphs were made with.
         CaptureError: a bucket could not be captured ahead; names the bucket and the op.
         NotCopyableError: it is copied or pickled: its graphs and rows are places in this process's memory.
     """
@@ -164,6 +167,7 @@ class Generator:
         self.fusion_report: FusionReport | None = getattr(self.model, "fusion_report", None)
         cache, on_gpu = self.model.kv_cache, self.device.type == "cuda"
         use_graphs, self.graph_reason = decide_graphs(graphs, self.choice, on_gpu)
+        self._state = ModelState(getattr(self.model, "model", self.model)) if use_graphs else None
         use_compile, self.compile_reason = decide_compile(
             compile, on_gpu, use_graphs, self.graph_reason, self.fusion_report
         )
@@ -333,6 +337,8 @@ class Generator:
 
     def _sequence(self, prompt: Any, sampling: SamplingParams | None, inbox: Inbox) -> Sequence:
         """A request that fits, not queued yet."""
+        if self._state is not None:
+            self._state.require_unchanged()
         params = SamplingParams() if sampling is None else sampling
         if not isinstance(params, SamplingParams):
             raise ArgumentError("sampling", "SamplingParams", shown(params))

@@ -135,7 +135,9 @@ def paged_model(
         return model
     from torchpaged.fuse import fuse as fuse_model
     from torchpaged.hf import PagedModel, fusion_of, require_supported  # transformers is optional
+    from torchpaged.hf.wrapped import unwrapped
 
+    model = unwrapped(model)
     require_supported(model)
     if fuse and fusion_of(model) is None:
         fuse_model(model)

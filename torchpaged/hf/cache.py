@@ -292,6 +292,7 @@ class PagedCache(Cache):
         """Choose the backend, give each row its blocks, fill the rows' tensors; once per batch, never
         traced."""
         if self.ready:
+            self.rows.require_device(self.name, key_states.device)
             return
         batch = key_states.shape[0]
         padding = self.masks.pending.take()  # a refusal below forgets it

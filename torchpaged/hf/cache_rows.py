@@ -14,7 +14,11 @@ from torch import Tensor
 
 from torchpaged.backends import Limits
 from torchpaged.cache import BlockPool, RollingBlocks, RowBlocks
-from torchpaged.custom_ops.errors import ArgumentError, BlockPoolExhaustedError
+from torchpaged.custom_ops.errors import (
+    ArgumentError,
+    BlockPoolExhaustedError,
+    UnsupportedModelError,
+)
 from torchpaged.hf.query_starts import fill_query_starts
 from torchpaged.hf.rolling_rows import RollingRows
 from torchpaged.metadata import (
@@ -104,6 +108,19 @@ class CacheRows:
                 self.add_padding(padding)
         self.padding, self._counted = padding, 0
         self.ready = True
+
+    def require_device(self, name: str, device: torch.device) -> None:
+        """Refuse a layer whose keys lie elsewhere than the rows' tables and lengths.
+
+        Raises:
+            UnsupportedModelError: model ``name`` is spread over several devices.
+        """
+        if device != self._device:
+            raise UnsupportedModelError(
+                f"{name}: its layers lie on {self._device} and {device} (device_map), and a PagedCache keeps "
+                "its tables and lengths on one; load the model on one device, or use "
+                "DynamicCache(config=model.config)"
+            )
 
     def _require_blocks(self, batch: int) -> None:
         """Say which number to raise, before the pool says only that it is empty."""

@@ -27,7 +27,8 @@ from torchpaged.hf.attention import NAME
 from torchpaged.hf.kv_scales import KVScales, Scales
 from torchpaged.hf.packed_scales import PackedScales, run_once
 from torchpaged.hf.step_cache import StepCache, padding_step
-from torchpaged.hf.support import fusion_of, require_supported
+from torchpaged.hf.support import fusion_of, require_supported, require_weights
+from torchpaged.hf.wrapped import unwrapped
 from torchpaged.metadata import AttentionMetadata
 
 _MAX_NUM_REQS = 1024  # requests of a batch, where nobody said how many
@@ -37,7 +38,8 @@ class PagedModel:
     """A HuggingFace causal LM over a `PagedKVCache`.
 
     Args:
-        model: the model, in eval mode from now on; its attention implementation becomes "torchpaged".
+        model: the model, in eval mode from now on; its attention implementation becomes "torchpaged". Of a
+            ``PeftModel``, the one in it.
         num_blocks: blocks per layer, the null block included. Give this or ``memory_budget``.
         memory_budget: bytes for all pools together.
         block_size: tokens per block.
@@ -73,7 +75,9 @@ class PagedModel:
         kv_dtype: str | torch.dtype | None = None,
         kv_scales: str | Scales = "head",
     ) -> None:
+        model = unwrapped(model)
         require_supported(model)
+        require_weights(model)
         model.set_attn_implementation(NAME)
         self.model = model.eval()
         config = model.config.get_text_config(decoder=True)
@@ -221,6 +225,7 @@ def _probe(
 
 def kv_layer_specs(model: PreTrainedModel) -> list[LayerSpec]:
     """What each attention layer of ``model`` stores: `KVLayerSpec`, unless another kind took the layer."""
+    model = unwrapped(model)
     require_supported(model)
     before = model.config._attn_implementation
     model.set_attn_implementation(NAME)

@@ -25,6 +25,7 @@ from torchpaged.hf.known_models import OWN_ATTENTION, require_expressible
 from torchpaged.hf.latent import forget, latent_functions, remember
 from torchpaged.hf.own_attention import put_in, replace_attention, restore_attention
 from torchpaged.hf.support import require_supported, uses_attention_interface
+from torchpaged.hf.wrapped import unwrapped
 
 _BEFORE = "_torchpaged_before"
 
@@ -71,7 +72,7 @@ def attach(model: PreTrainedModel) -> PreTrainedModel:
     """Make ``model`` attend through torchpaged, until `detach`.
 
     Args:
-        model: a model of transformers, in any attention implementation.
+        model: a model of transformers, in any attention implementation; or a ``PeftModel`` of one.
 
     Returns:
         The model itself.
@@ -80,6 +81,7 @@ def attach(model: PreTrainedModel) -> PreTrainedModel:
         ArgumentError: it is attached already.
         UnsupportedModelError: its attention can't be paged; nothing was changed.
     """
+    given, model = model, unwrapped(model)
     if hasattr(model, _BEFORE):
         raise ArgumentError(
             "model", "a model that is not attached", "one that is", "call torchpaged.hf.detach(model) first"
@@ -108,7 +110,7 @@ def attach(model: PreTrainedModel) -> PreTrainedModel:
             put_in(functions)
             remember(model)
     setattr(model, _BEFORE, before)
-    return model
+    return given
 
 
 def detach(model: PreTrainedModel) -> None:
@@ -117,6 +119,7 @@ def detach(model: PreTrainedModel) -> None:
     Raises:
         ArgumentError: the model is not attached.
     """
+    model = unwrapped(model)
     if not hasattr(model, _BEFORE):
         raise ArgumentError("model", "a model that attach() was called on", "one that it was not called on")
     for config, implementation in getattr(model, _BEFORE):

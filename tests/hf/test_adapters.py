@@ -119,10 +119,6 @@ def test_adapters_switched_between_calls(make: Any) -> None:
     model = make()
     with torchpaged.hf.paged(model):
         assert equal(runs(model, paged=True), want)
-        torch._dynamo.reset()
-        torchpaged.hf.compile_layers(model, backend="eager")
-        assert equal(runs(model, paged=True), want)
-        torchpaged.hf.uncompile_layers(model)
         report = torchpaged.hf.fuse(model)
         assert "qkv" not in report.replaced and f"{make.__module__ if make is by_hand else 'peft'}." in str(
             report
@@ -133,6 +129,17 @@ def test_adapters_switched_between_calls(make: Any) -> None:
     assert torchpaged.hf.accelerate(model, max_batch_size=2, max_seq_len=64, graphs=False) is model
     assert equal(runs(model), want)
     torchpaged.hf.unaccelerate(model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [by_hand, by_peft], ids=lambda f: f.__name__)
+def test_compiled_layers_follow_the_adapter(make: Any) -> None:
+    want, model = runs(make()), make()
+    with torchpaged.hf.paged(model):
+        torch._dynamo.reset()
+        torchpaged.hf.compile_layers(model, backend="eager")
+        assert equal(runs(model, paged=True), want)
+        torchpaged.hf.uncompile_layers(model)
 
 
 @pytest.mark.parametrize("make", [by_hand, by_peft], ids=lambda f: f.__name__)

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from models import padded_prompts, tiny
+import transformers
+from models import COMMON, padded_prompts, tiny
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -157,16 +158,19 @@ def test_what_rings_cannot_hold_is_refused() -> None:
 
 def test_keys_that_other_layers_read_stay() -> None:
     """Gemma3n's last layers attend with the keys of the last sliding and the last full layer before them."""
-    import transformers
-
+    sliding, full = "sliding_attention", "full_attention"
     config = transformers.Gemma3nTextConfig(
-        vocab_size=99, vocab_size_per_layer_input=99, hidden_size=32, intermediate_size=[48] * 5,
-        num_hidden_layers=5, num_attention_heads=4, num_key_value_heads=2, head_dim=8, sliding_window=8,
-        layer_types=["sliding_attention", "sliding_attention", "full_attention", "sliding_attention",
-                     "full_attention"],
-        num_kv_shared_layers=2, activation_sparsity_pattern=[0.0] * 5, hidden_size_per_layer_input=8,
-        laurel_rank=4, altup_num_inputs=2, max_position_embeddings=128, pad_token_id=0, eos_token_id=None,
-    )  # fmt: skip
+        **{**COMMON, "hidden_size": 32, "intermediate_size": [48] * 5, "num_hidden_layers": 5},
+        vocab_size_per_layer_input=99,
+        head_dim=8,
+        sliding_window=8,
+        layer_types=[sliding, sliding, full, sliding, full],
+        num_kv_shared_layers=2,
+        activation_sparsity_pattern=[0.0] * 5,
+        hidden_size_per_layer_input=8,
+        laurel_rank=4,
+        altup_num_inputs=2,
+    )
     torch.manual_seed(0)
     model = transformers.Gemma3nForCausalLM(config).eval()
     call = {**padded_prompts(length=30), "max_new_tokens": 12, "do_sample": False}

@@ -23,7 +23,7 @@ from torchpaged.hf.known_models import TAKES_NO_NONE
 from torchpaged.hf.latent import LatentLayer, latent_attention
 from torchpaged.hf.layer import PagedLayer, cache_of, layer_of
 from torchpaged.hf.mask_rows import describe
-from torchpaged.hf.rolling_rows import attend_in_steps, require_kept
+from torchpaged.hf.rolling_attention import attend_in_steps, require_kept
 from torchpaged.hf.support import needs_eager_mask
 from torchpaged.hf.uncached import attend as attend_uncached
 from torchpaged.hf.uncached import type_of_encoder, way_of

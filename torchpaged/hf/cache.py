@@ -44,7 +44,7 @@ from torchpaged.hf.known_models import NEEDS_DENSE, OWN_ATTENTION
 from torchpaged.hf.kv_scales import KVScales, Scales, require_paged
 from torchpaged.hf.latent import keeps_latents
 from torchpaged.hf.layer import SET_UP, PagedLayer, mask_token
-from torchpaged.hf.rolling_rows import DEFAULT_STEP, choose_rolling
+from torchpaged.hf.rolling_attention import DEFAULT_STEP, choose_rolling
 from torchpaged.hf.row_changes import RowChanges
 from torchpaged.hf.support import require_made_by_user, require_paged_layers, require_supported_config
 from torchpaged.hf.template import HybridPagedLayer, paged_layers

@@ -150,7 +150,7 @@ class PagedLayer(CacheLayerMixin):
         self.workspace: dict[str, Tensor] = {}
         self.scales: dict[str, Tensor] = {}  # ``k_scale`` and ``v_scale`` of fp8 pools, once they are known
         self.states_dtype: torch.dtype | None = None  # of keys and values as they come
-        self.rolls = False  # whether its blocks are rings, see `torchpaged.hf.rolling_rows`
+        self.rolls = False  # whether its blocks are rings, see `torchpaged.hf.rolling_attention`
         # Keys and values of a forward of more tokens than a ring takes at once, until attention takes them.
         self._waiting: tuple[Tensor, Tensor] | None = None
         self._watched = False  # whether attention was seen to take the pools as they are

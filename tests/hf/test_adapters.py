@@ -131,7 +131,6 @@ def test_adapters_switched_between_calls(make: Any) -> None:
     torchpaged.hf.unaccelerate(model)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("make", [by_hand, by_peft], ids=lambda f: f.__name__)
 def test_compiled_layers_follow_the_adapter(make: Any) -> None:
     want, model = runs(make()), make()

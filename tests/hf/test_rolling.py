@@ -46,7 +46,7 @@ def test_generate_gives_eager_tokens(name: str, options: dict[str, Any]) -> None
     assert rolling(cache) == [window is not None for window in windows] and any(rolling(cache))
 
 
-@pytest.mark.parametrize("name", ["Mistral", pytest.param("Gemma2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["Mistral", "Gemma2"])
 def test_memory_is_flat_over_ten_thousand_tokens(name: str) -> None:
     """The pools of layers with a window, and the blocks in them that hold tokens, stay what they were at the
     start; the newest logits are those of a model that sees all."""

@@ -72,6 +72,9 @@ class Generator:
         kv_dtype, kv_scales: of the pool, as for `torchpaged.hf.PagedCache`: "fp8_e4m3" or "fp8_e5m2" for
             half the memory, with scales given, or found in the first prompt by a forward of its own
             (``generator.model.kv_scales`` has them). Refused, too, with a model that is paged already.
+        rolling: layers with a sliding window or attention chunks keep the blocks of their window and of
+            ``prefill_chunk_size`` tokens beside it, used over and over, however long a request is; where that
+            takes fewer, and not over backends that plan on the host. False: every token.
         prefill_chunk_size: prompt tokens per step.
         fuse: call `torchpaged.hf.fuse` on the model first (docs/fusion.md); for transformers models. One that
             is fused already is taken as it is; the model stays fused afterwards,
@@ -126,6 +129,7 @@ class Generator:
         backend: str = "auto",
         kv_dtype: str | torch.dtype | None = None,
         kv_scales: Any = "head",
+        rolling: bool = True,
         prefill_chunk_size: int = 512,
         fuse: bool = False,
         compile: bool | str = "auto",
@@ -161,6 +165,7 @@ class Generator:
             prefill_chunk_size=prefill_chunk_size,
             kv_dtype=kv_dtype,
             kv_scales=kv_scales,
+            rolling=rolling,
         )
         self.tokenizer = tokenizer
         self.choice, self.device = self.model.choice, torch.device(self.model.device)
@@ -216,6 +221,7 @@ class Generator:
             prefill_chunk_size,
             steps_per_launch if use_graphs else 0,
             lookahead,
+            rings=getattr(self.model, "rings", None),
         )
         self._stepper = Stepper(self.model, self.scheduler, self.loop, self._prefill_graphs)
         self._requests, self._next_id = self._stepper.requests, 0

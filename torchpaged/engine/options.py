@@ -70,6 +70,7 @@ def paged_model(
     prefill_chunk_size: int,
     kv_dtype: str | torch.dtype | None = None,
     kv_scales: Any = "head",
+    rolling: bool = True,
 ) -> PagedModelProtocol:
     """``model`` itself if it is paged, else a `PagedModel` of it, fused first if asked.
 
@@ -87,6 +88,8 @@ def paged_model(
         raise ArgumentError(
             "num_blocks", "None or an integer of at least 2 (block 0 is the null block)", repr(num_blocks)
         )
+    if rolling not in (True, False):
+        raise ArgumentError("rolling", "True or False", repr(rolling))
     if isinstance(model, PagedModelProtocol):
         if fuse:
             raise ArgumentError(
@@ -155,6 +158,7 @@ def paged_model(
         limits=limits,
         kv_dtype=kv_dtype,
         kv_scales=kv_scales,
+        sliding_step=prefill_chunk_size if rolling else None,
     )
 
 

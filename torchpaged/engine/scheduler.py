@@ -14,9 +14,23 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from torchpaged.cache import BlockPool
 from torchpaged.engine.sequence import Sequence
+
+
+class Rings(Protocol):
+    """Rings of blocks that requests have beside their own: `torchpaged.hf.step_rings.StepRings`."""
+
+    def take(self, block: int) -> None:
+        """A request begins, with this as its first block."""
+
+    def give(self, block: int) -> None:
+        """The request that began with this block has ended."""
+
+    def reset(self) -> None:
+        """No request has one."""
 
 
 @dataclass
@@ -43,6 +57,7 @@ class Scheduler:
             slot of the step after them.
         lookahead: further tokens that every decoding request gets blocks for while the pool is mostly free
             and nobody waits, so that block tables change rarely.
+        rings: told of each request's first block; None: no layer keeps rings.
     """
 
     def __init__(
@@ -53,7 +68,9 @@ class Scheduler:
         prefill_chunk_size: int,
         ahead: int = 0,
         lookahead: int = 0,
+        rings: Rings | None = None,
     ) -> None:
+        self._rings = rings
         self.pool, self.block_size = pool, block_size
         self.ahead, self.lookahead = ahead, lookahead
         self.max_batch_size, self.prefill_chunk_size = max_batch_size, prefill_chunk_size
@@ -81,6 +98,8 @@ class Scheduler:
         """Start over with ``sequences``, whatever was half done: all of them wait, and nobody
         holds blocks."""
         self.pool.reset()
+        if self._rings is not None:
+            self._rings.reset()
         self.waiting, self.running = deque(sorted(sequences, key=lambda s: s.request_id)), []
         for sequence in self.waiting:
             sequence.blocks, sequence.num_computed, sequence.blocks_on_device = [], 0, 0
@@ -178,6 +197,10 @@ class Scheduler:
             if youngest is sequence:
                 return False
         if missing > 0:
+            if not sequence.blocks and self._rings is not None:
+                sequence.blocks += self.pool.allocate(1)
+                self._rings.take(sequence.blocks[0])
+                missing -= 1
             sequence.blocks += self.pool.allocate(missing)
             step.blocks_added = True
         return True
@@ -190,6 +213,8 @@ class Scheduler:
         self.preemptions += 1
 
     def _release(self, sequence: Sequence) -> None:
+        if sequence.blocks and self._rings is not None:
+            self._rings.give(sequence.blocks[0])
         self.pool.free(sequence.blocks)
         sequence.blocks = []
 

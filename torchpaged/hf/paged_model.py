@@ -20,13 +20,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from torchpaged.backends import Choice, Limits, Session
-from torchpaged.cache import LayerSpec, PagedKVCache
+from torchpaged.backends import Choice, Limits, Planning, Session, select_backend
+from torchpaged.cache import LayerSpec, PagedKVCache, RollingBlocks
 from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
 from torchpaged.hf.attention import NAME
 from torchpaged.hf.kv_scales import KVScales, Scales
 from torchpaged.hf.packed_scales import PackedScales, run_once
+from torchpaged.hf.rolling_attention import choose_rolling
 from torchpaged.hf.step_cache import StepCache, padding_step
+from torchpaged.hf.step_rings import StepRings
 from torchpaged.hf.support import fusion_of, require_supported, require_weights
 from torchpaged.hf.wrapped import unwrapped
 from torchpaged.metadata import AttentionMetadata
@@ -47,11 +49,14 @@ class PagedModel:
         limits: the largest batches to come, for the backend's session: ``max_num_reqs``, ``max_num_tokens``,
             ``max_blocks_per_req``. None, and where one is None: 1024 requests, any number of tokens, as many
             blocks as there are.
-
         kv_dtype, kv_scales: of the pools, as for `torchpaged.hf.PagedCache`: None, the keys' dtype, or
             "fp8_e4m3" or "fp8_e5m2" with scales given, or found by `find_scales` in the first prompt.
+        sliding_step: for whoever tells `rings` which requests begin and end: tokens of a request in one step
+            at most. Layers with a sliding window or attention chunks then keep rings of blocks, for as many
+            requests as ``limits`` say, where that takes fewer; None: they keep every token.
 
     Attributes:
+        rings: the `StepRings` of the layers that have them; None if no layer has.
         kv_cache: the `PagedKVCache`.
         choice: which backend runs and why.
         session: what it keeps open for the layers, whoever runs them: steps must not overlap on
@@ -74,6 +79,7 @@ class PagedModel:
         limits: Limits | None = None,
         kv_dtype: str | torch.dtype | None = None,
         kv_scales: str | Scales = "head",
+        sliding_step: int | None = None,
     ) -> None:
         model = unwrapped(model)
         require_supported(model)
@@ -94,6 +100,12 @@ class PagedModel:
         self._config, self._asked = config, backend
         self._scales = PackedScales(kv_dtype, kv_scales, specs, str(config.model_type))
         dtype = probed.layers[0].keys.dtype
+        rolling = None
+        if sliding_step is not None and limits is not None:
+            rolling = self._choose_rolling(probed, sliding_step, limits, block_size, num_blocks)
+            if rolling is not None and all(layer.rolls for layer in probed.layers) and num_blocks is None:
+                reqs, columns = limits.need("max_num_reqs", "max_blocks_per_req")
+                num_blocks, memory_budget = reqs * columns + 1, None  # of no layer
         self.kv_cache = PagedKVCache(
             specs,
             block_size=block_size,
@@ -101,6 +113,12 @@ class PagedModel:
             memory_budget=memory_budget,
             dtype=dtype,
             device=self.device,
+            blocks_of={}
+            if rolling is None
+            else {n: rolling.num_blocks for n, layer in enumerate(probed.layers) if layer.rolls},
+        )
+        self.rings = (
+            None if rolling is None else StepRings(rolling, self.kv_cache.num_blocks, self.kv_cache.device)
         )
         said, blocks = Limits() if limits is None else limits, self.kv_cache.num_blocks
         limits = replace(
@@ -113,11 +131,24 @@ class PagedModel:
         self._cache = StepCache(config, limits, self.kv_cache.num_tokens, backend, pools)
         for layer, pools, before in zip(self._cache.layers, self.kv_cache, probed.layers, strict=True):
             layer.adopt(before.stored, pools)
+            layer.rolls = before.rolls
             layer.asked, layer.spec = before.asked, before.spec
             layer.states_dtype = before.states_dtype
         self._scales.give(self._cache.layers)
         self._cache.prepare_for(probed.backend.specs)
         self.choice: Choice = self._cache.backend.choice
+
+    def _choose_rolling(
+        self, probed: StepCache, step: int, limits: Limits, block_size: int, num_blocks: int | None
+    ) -> RollingBlocks | None:
+        """Which layers keep rings: none over a backend that plans on the host, which reads one table."""
+        chosen = select_backend(list(probed.backend.specs), self._asked)
+        if chosen.backend.capabilities.planning > Planning.NEVER or probed.masks.causal is False:
+            return None
+        reqs, columns = limits.need("max_num_reqs", "max_blocks_per_req")
+        layers = [layer for layer in probed.layers if not layer.latent]
+        most = reqs * columns + 1 if num_blocks is None else num_blocks
+        return choose_rolling(self._config, layers, step, block_size, reqs, columns, most)
 
     @property
     def session(self) -> Session:
@@ -187,6 +218,8 @@ class PagedModel:
                 session.plan(metadata)
             session.require(metadata, input_ids.numel())
         self._cache.metadata = metadata
+        if self.rings is not None:
+            self._cache.in_rings = self.rings.of(metadata)
         options: dict[str, Any] = {}
         if logits_indices is not None and self._keeps_logits:
             options["logits_to_keep"] = logits_indices
@@ -197,7 +230,7 @@ class PagedModel:
             use_cache=True,
             **options,
         ).logits[0]
-        self._cache.metadata = None
+        self._cache.metadata = self._cache.in_rings = None
         if logits_indices is not None and not self._keeps_logits:
             logits = logits[logits_indices]
         return logits

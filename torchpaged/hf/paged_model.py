@@ -51,11 +51,14 @@ class PagedModel:
             blocks as there are.
         kv_dtype, kv_scales: of the pools, as for `torchpaged.hf.PagedCache`: None, the keys' dtype, or
             "fp8_e4m3" or "fp8_e5m2" with scales given, or found by `find_scales` in the first prompt.
+        batch_invariant: attention gives a request the same bits whoever is in the batch with it, by a backend
+            that declares it.
         sliding_step: for whoever tells `rings` which requests begin and end: tokens of a request in one step
             at most. Layers with a sliding window or attention chunks then keep rings of blocks, for as many
             requests as ``limits`` say, where that takes fewer; None: they keep every token.
 
     Attributes:
+        batch_invariant: as given.
         rings: the `StepRings` of the layers that have them; None if no layer has.
         kv_cache: the `PagedKVCache`.
         choice: which backend runs and why.
@@ -79,6 +82,7 @@ class PagedModel:
         limits: Limits | None = None,
         kv_dtype: str | torch.dtype | None = None,
         kv_scales: str | Scales = "head",
+        batch_invariant: bool = False,
         sliding_step: int | None = None,
     ) -> None:
         model = unwrapped(model)
@@ -102,7 +106,10 @@ class PagedModel:
         dtype = probed.layers[0].keys.dtype
         rolling = None
         if sliding_step is not None and limits is not None:
-            rolling = self._choose_rolling(probed, sliding_step, limits, block_size, num_blocks)
+            planned = [replace(spec, batch_invariant=batch_invariant) for spec in probed.backend.specs]
+            plans = select_backend(planned, backend).backend.capabilities.planning > Planning.NEVER
+            if not plans and probed.masks.causal is not False:
+                rolling = self._choose_rolling(probed, sliding_step, limits, block_size, num_blocks)
             if rolling is not None and all(layer.rolls for layer in probed.layers) and num_blocks is None:
                 reqs, columns = limits.need("max_num_reqs", "max_blocks_per_req")
                 num_blocks, memory_budget = reqs * columns + 1, None  # of no layer
@@ -128,7 +135,9 @@ class PagedModel:
             max_num_reqs=said.max_num_reqs or _MAX_NUM_REQS,
             max_blocks_per_req=said.max_blocks_per_req or max(blocks - 1, 1),
         )
-        self._cache = StepCache(config, limits, self.kv_cache.num_tokens, backend, pools)
+        self.batch_invariant = batch_invariant
+        asked = (backend, pools, batch_invariant)
+        self._cache = StepCache(config, limits, self.kv_cache.num_tokens, *asked)
         for layer, pools, before in zip(self._cache.layers, self.kv_cache, probed.layers, strict=True):
             layer.adopt(before.stored, pools)
             layer.rolls = before.rolls
@@ -141,10 +150,7 @@ class PagedModel:
     def _choose_rolling(
         self, probed: StepCache, step: int, limits: Limits, block_size: int, num_blocks: int | None
     ) -> RollingBlocks | None:
-        """Which layers keep rings: none over a backend that plans on the host, which reads one table."""
-        chosen = select_backend(list(probed.backend.specs), self._asked)
-        if chosen.backend.capabilities.planning > Planning.NEVER or probed.masks.causal is False:
-            return None
+        """Which layers keep rings."""
         reqs, columns = limits.need("max_num_reqs", "max_blocks_per_req")
         layers = [layer for layer in probed.layers if not layer.latent]
         most = reqs * columns + 1 if num_blocks is None else num_blocks

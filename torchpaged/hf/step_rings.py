@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from torchpaged.cache import NULL_BLOCK, RollingBlocks
-from torchpaged.metadata import AttentionMetadata, slots_at
+from torchpaged.metadata import AttentionMetadata
 
 
 class StepRings:
@@ -60,25 +60,27 @@ class StepRings:
 
     def of(self, metadata: AttentionMetadata) -> AttentionMetadata:
         """The same step with the tables and slots of the rings."""
-        table = self._table(metadata.block_table)
-        return replace(metadata, block_table=table, slot_mapping=self._slots(metadata, table), prefixes=None)
+        table, last = metadata.block_table, self.ring_of_block.shape[0] - 1
+        rings = self.ring_of_block[table[:, 0].long().clamp(0, last)]
+        columns = torch.arange(table.shape[1], dtype=torch.int32, device=table.device)
+        blocks = self._blocks(rings[:, None], columns)
+        return replace(metadata, block_table=blocks, slot_mapping=self._slots(metadata, rings), prefixes=None)
 
-    def _table(self, block_table: Tensor) -> Tensor:
+    def _blocks(self, rings: Tensor, columns: Tensor) -> Tensor:
+        """Which block is in a column of a table; ``rings`` as `ring_of_block` has them."""
         size = self.blocks.blocks_per_ring
-        rings = self.ring_of_block[block_table[:, 0].long().clamp(0, self.ring_of_block.shape[0] - 1)]
-        columns = torch.arange(block_table.shape[1], dtype=torch.int32, device=block_table.device) % size
-        table = (rings[:, None] - 1) * size + 1 + columns
-        return torch.where(rings[:, None] > 0, table, NULL_BLOCK)
+        return torch.where(rings > 0, (rings - 1) * size + 1 + columns % size, NULL_BLOCK)
 
-    def _slots(self, metadata: AttentionMetadata, table: Tensor) -> Tensor:
+    def _slots(self, metadata: AttentionMetadata, rings: Tensor) -> Tensor:
         """Of each token, by its place in its request; -1 of padding."""
         assert metadata.slot_mapping is not None
-        seq_lens, starts = metadata.seq_lens, metadata.query_start_loc
-        tokens = torch.arange(metadata.slot_mapping.shape[0], dtype=torch.int32, device=seq_lens.device)
-        if metadata.max_query_len == 1 and tokens.shape[0] == seq_lens.shape[0]:
-            slots = slots_at(seq_lens.long()[:, None] - 1, table, self.blocks.block_size)[:, 0]
+        seq_lens, starts, size = metadata.seq_lens, metadata.query_start_loc, self.blocks.block_size
+        count = metadata.slot_mapping.shape[0]
+        if metadata.max_query_len == 1 and count == seq_lens.shape[0]:
+            positions = seq_lens.long() - 1
         else:
+            tokens = torch.arange(count, dtype=torch.int32, device=seq_lens.device)
             rows = torch.searchsorted(starts[1:], tokens, right=True).clamp_max(seq_lens.shape[0] - 1)
-            positions = (seq_lens[rows] - starts[rows + 1] + tokens).long()
-            slots = slots_at(positions[:, None], table[rows], self.blocks.block_size)[:, 0]
-        return torch.where(metadata.slot_mapping >= 0, slots, -1)
+            positions, rings = (seq_lens[rows] - starts[rows + 1] + tokens).long(), rings[rows]
+        slots = self._blocks(rings.long(), positions // size) * size + positions % size
+        return torch.where((metadata.slot_mapping >= 0) & (positions >= 0), slots, -1)

@@ -7,8 +7,8 @@ token.
     PYTHONPATH=. python benchmarks/bench_sliding.py --shape tiny --lengths 512 10240 --dtype fp32
 
 Random weights. For each length, through the engine and a `PagedCache`: bytes of the pools for one
-request of so many tokens, blocks of the first layer that hold tokens at its end, milliseconds per token of the
-last 64 decode steps (the host's clock) and of the prompt. The last line is one JSON document.
+request of so many tokens, blocks of the first layer that hold tokens at its end, milliseconds per token of
+the last 64 decode steps (the host's clock) and of the prompt. Fused layers. The last line is the JSON document.
 """
 
 from __future__ import annotations
@@ -88,7 +88,8 @@ def filled(pool: torch.Tensor) -> int:
 
 def engine(model: Any, length: int, rolling: bool) -> dict[str, Any]:
     """One request of ``length`` tokens, the last `NEW` of them decoded."""
-    generator = Generator(model, max_batch_size=1, max_seq_len=length, rolling=rolling, share_prefixes=False)
+    sizes = {"max_batch_size": 1, "max_seq_len": length, "prefill_buckets": None}
+    generator = Generator(model, fuse=True, rolling=rolling, share_prefixes=False, **sizes)
     params = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
     prompt = torch.randint(5, model.config.vocab_size, (length - NEW,)).tolist()
     generator.generate([prompt[:32]], params)
@@ -136,19 +137,18 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     given = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    where = torch.cuda.get_device_name() if device == "cuda" else "cpu"
+    document = {"shape": given.shape, "dtype": given.dtype, "device": where, "torch": torch.__version__}
     model, rows = make(given.shape, DTYPES[given.dtype], device, max(given.lengths)), []
     for length in given.lengths:
         for door in (engine, generate):
             for rolling in (True, False):
                 row = {"door": door.__name__, "length": length, "rolling": rolling}
                 rows.append(row | door(model, length, rolling))
-                print(json.dumps(rows[-1]), flush=True)
-    where = torch.cuda.get_device_name() if device == "cuda" else "cpu"
-    document = {"shape": given.shape, "dtype": given.dtype, "device": where, "torch": torch.__version__}
-    text = json.dumps(document | {"new_tokens": NEW, "rows": rows})
+                text = json.dumps(document | {"new_tokens": NEW, "rows": rows})
+                if given.output:
+                    given.output.write_text(text + "\n")
     print(text)
-    if given.output:
-        given.output.write_text(text + "\n")
 
 
 if __name__ == "__main__":

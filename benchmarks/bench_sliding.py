@@ -8,7 +8,7 @@ token.
 
 Random weights. For each length, through the engine and a `PagedCache`: bytes of the pools for one
 request of so many tokens, blocks of the first layer that hold tokens at its end, milliseconds per token of
-the last 64 decode steps (the host's clock) and of the prompt. Fused layers. The last line is the JSON document.
+the last 64 decode steps (the host's clock) and of the prompt. Fused layers. The last line is the document.
 """
 
 from __future__ import annotations

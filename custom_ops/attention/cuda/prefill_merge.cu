@@ -1,6 +1,6 @@
 // Puts together the tiles that prefill.cu cut into parts: one launch behind it, in which each CTA takes 32
-// columns of 32 rows of a tile. Half of its threads take the first parts, half the others: 16 parts are then
-// one trip to L2 instead of two.
+// columns of a warpgroup's 64 rows of a tile. Where there are more parts than a thread asks for at once, half of
+// the threads take the later ones: 16 parts are then one trip to L2 instead of two.
 //
 // A thread reads what the thread of the same place stored in each part, always in the same order, so that
 // results are the same bits every time. Launched early, it waits for the prefill launch, or for the decode
@@ -13,8 +13,7 @@
 #include "prefill_store.cuh"
 
 constexpr int SLICE = 4, SLICES = DIM_V / 8 / SLICE;  // blocks of 8 columns
-constexpr int HALVES = 2;                             // of a warpgroup's rows
-constexpr int ITEMS = SLICES * HALVES * GROUPS;       // of a tile, one for a CTA; prefill.py counts them
+constexpr int ITEMS = SLICES * GROUPS;                // of a tile, one for a CTA; prefill.py counts them
 // parts asked for at once: a trip to L2 takes longer than all else here
 constexpr int AHEAD = GROUPS == 2 ? 8 : 4;
 
@@ -54,8 +53,8 @@ struct Sum {
   }
 };
 
-extern "C" __global__ void __launch_bounds__(128) paged_prefill_merge(const __grid_constant__ Params p) {
-  __shared__ float4 others[(SLICE + 1) * 64];
+extern "C" __global__ void __launch_bounds__(256) paged_prefill_merge(const __grid_constant__ Params p) {
+  __shared__ float4 others[(SLICE + 1) * 128];
   // Every CTA waits, with work or without, and lets the next kernel go only then: to an attention behind this
   // one the ends of those ahead count.
   asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -66,13 +65,13 @@ extern "C" __global__ void __launch_bounds__(128) paged_prefill_merge(const __gr
   const int items = load_l2(&cut->tiles) * ITEMS, parts = load_l2(&cut->parts);
   if (parts == 1) return;
   for (; item < items; item += gridDim.x) {
-    const int tile = item / ITEMS, half = item / SLICES % (GROUPS * HALVES), block = item % SLICES * SLICE;
+    const int tile = item / ITEMS, group = item / SLICES % GROUPS, block = item % SLICES * SLICE;
     if (item != blockIdx.x) job = load_job(cut->jobs + tile);
-    // No row of these stands for a query. A warpgroup without such rows left no part (Math::is_idle).
-    if (job.tile * TOKENS + half * 32 / GROUP >= job.query_len) continue;
-    const bool late = threadIdx.x >= 64;  // of the later parts
-    const int thread = half * 64 + threadIdx.x % 64, lane = thread % 32;
-    const int middle = (parts + 1) / 2, end = late ? parts : middle;
+    // no row of the warpgroup stands for a query: it left no part (Math::is_idle)
+    if (job.tile * TOKENS + group * 64 / GROUP >= job.query_len) continue;
+    const bool late = threadIdx.x >= 128;  // of the later parts
+    const int thread = group * 128 + threadIdx.x % 128, lane = thread % 32;
+    const int middle = parts > AHEAD ? (parts + 1) / 2 : parts, end = late ? parts : middle;
     const float4 *from = part_of(p, tile * parts) + thread;
     constexpr int STEP = PART_VECTORS * MATH_THREADS;
     Sum sum;
@@ -92,17 +91,21 @@ extern "C" __global__ void __launch_bounds__(128) paged_prefill_merge(const __gr
         sum.add(state[j], x[j]);
       }
     }
-    if (late) {
-      others[threadIdx.x % 64] = sum.state();
+    if (middle < parts) {
+      if (late) {
+        others[threadIdx.x - 128] = sum.state();
 #pragma unroll
-      for (int n = 0; n < SLICE; ++n) others[(n + 1) * 64 + threadIdx.x % 64] = sum.vector(n);
+        for (int n = 0; n < SLICE; ++n) others[(n + 1) * 128 + threadIdx.x - 128] = sum.vector(n);
+      }
+      __syncthreads();
     }
-    __syncthreads();
     if (!late) {
-      float4 x[SLICE];
+      if (middle < parts) {
+        float4 x[SLICE];
 #pragma unroll
-      for (int n = 0; n < SLICE; ++n) x[n] = others[(n + 1) * 64 + threadIdx.x];
-      sum.add(others[threadIdx.x], x);
+        for (int n = 0; n < SLICE; ++n) x[n] = others[(n + 1) * 128 + threadIdx.x];
+        sum.add(others[threadIdx.x], x);
+      }
       store_rows<SLICE>(p, job, thread / 32 * 16 + lane / 4, lane, sum.top, sum.total, sum.acc, block);
     }
     __syncthreads();  // the next item's may come

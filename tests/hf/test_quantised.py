@@ -148,14 +148,20 @@ def test_every_way_gives_eager_tokens(make: Callable[[Path], PreTrainedModel], t
     with torchpaged.hf.paged(model):
         assert torch.equal(_paged(model), want)
         assert torch.equal(_accelerated(model), want)
-        if make is not tensor_subclass:  # a wrapper of a few lines does not trace
-            assert torch.equal(_compiled(model), want)
         report = torchpaged.hf.fuse(model)
         names = str(report)
         for each in ("qkv", "rope", "norm", "gate_up"):
             assert each not in report.replaced and list(report.skipped[each]) == ["layers.0", "layers.1"]
         assert "tensor subclass (quantised" in names or "expected a plain Linear" in names
         assert torch.equal(_paged(model), want) and torch.equal(_accelerated(model), want)
+
+
+@pytest.mark.parametrize("make", [own_class, torchao_int8, bitsandbytes_int8], ids=lambda f: f.__name__)
+def test_compiled_layers(make: Callable[[Path], PreTrainedModel], tmp_path: Path) -> None:
+    model = make(tmp_path)
+    want = model.generate(**CALL)
+    with torchpaged.hf.paged(model):
+        assert torch.equal(_compiled(model), want)
 
 
 def test_quantised_after_fuse_is_noticed() -> None:

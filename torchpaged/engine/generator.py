@@ -296,6 +296,7 @@ class Generator:
         sequence = None
         try:
             with self._calls.entered():
+                self._require_unchanged()
                 sequence = self._sequence(prompt, sampling, self._calls.inbox)
                 self._stepper.add(sequence)
             return sequence.request_id
@@ -352,6 +353,7 @@ class Generator:
         each = list_sampling(sampling, len(texts))
         inbox = Inbox()
         with self._calls.entered():
+            self._require_unchanged()
             sequences = [
                 self._sequence(text, params, inbox) for text, params in zip(texts, each, strict=True)
             ]
@@ -393,10 +395,13 @@ class Generator:
         """Whether a step would do anything."""
         return bool(self._requests or self._calls.inbox.ready)
 
-    def _sequence(self, prompt: Any, sampling: SamplingParams | None, inbox: Inbox) -> Sequence:
-        """A request that fits, not queued yet."""
+    def _require_unchanged(self) -> None:
+        """Refuse to replay graphs over a model that changed."""
         if self._state is not None:
             self._state.require_unchanged()
+
+    def _sequence(self, prompt: Any, sampling: SamplingParams | None, inbox: Inbox) -> Sequence:
+        """A request that fits, not queued yet."""
         params = SamplingParams() if sampling is None else sampling
         if not isinstance(params, SamplingParams):
             raise ArgumentError("sampling", "SamplingParams", shown(params))

@@ -39,8 +39,10 @@ from torchpaged.engine.options import (
     decide_graphs,
     decide_prefill_buckets,
     decide_rolling,
+    decide_sharing,
     paged_model,
     require_invariant,
+    rotation_by_length,
     tokens_per_request,
 )
 from torchpaged.engine.prefill_graphs import PrefillGraphs
@@ -107,7 +109,8 @@ class Generator:
         capture: how steps become graphs, as in `torchpaged.graphs.DecodeGraphRunner`.
         share_prefixes: requests that run at the same time and begin with the same tokens share the full
             blocks of these, which the first of them computes. False: each computes and keeps its own; "auto":
-            they share, unless ``batch_invariant`` or layers roll (``rolling``).
+            they share, unless ``batch_invariant``, layers roll (``rolling``), or keys are rotated by the length
+            of the text.
         cascade: decode steps read blocks that several requests share once, where that pays
             (`torchpaged.cascade`): with graphs by a second graph per bucket, captured when it is first
             needed. True: by the device's own costs; `torchpaged.cascade.CascadeCosts`: by these; False:
@@ -225,6 +228,7 @@ class Generator:
             self.graph_reason,
             self.choice.backend.capabilities.graph_support,
         )
+        rotation = rotation_by_length(self.model)
         if batch_invariant:
             require_invariant(
                 use_graphs=use_graphs,
@@ -236,11 +240,11 @@ class Generator:
                 num_blocks=cache.num_blocks,
                 block_size=cache.block_size,
                 needs_scales=getattr(self.model, "needs_scales", False),
+                rotation=rotation,
             )
             buckets = [max_batch_size]
         rings = getattr(self.model, "rings", None)
-        alone = batch_invariant or rings is not None
-        shares = not alone if share_prefixes == "auto" else bool(share_prefixes)
+        shares = decide_sharing(share_prefixes, batch_invariant or rings is not None, rotation)
         columns = -(-self.max_seq_len // cache.block_size)
         prefixes, self.cascade_reason = find_prefixes(self.model, cascade, shares, columns)
         self.pool = BlockPool(cache.num_blocks)

@@ -109,8 +109,8 @@ class Generator:
         capture: how steps become graphs, as in `torchpaged.graphs.DecodeGraphRunner`.
         share_prefixes: requests that run at the same time and begin with the same tokens share the full
             blocks of these, which the first of them computes. False: each computes and keeps its own; "auto":
-            they share, unless ``batch_invariant``, layers roll (``rolling``), or keys are rotated by the length
-            of the text.
+            they share, unless ``batch_invariant``, layers roll (``rolling``), or keys are rotated by the
+            length of the text.
         cascade: decode steps read blocks that several requests share once, where that pays
             (`torchpaged.cascade`): with graphs by a second graph per bucket, captured when it is first
             needed. True: by the device's own costs; `torchpaged.cascade.CascadeCosts`: by these; False:

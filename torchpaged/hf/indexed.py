@@ -27,7 +27,7 @@ class IndexedLayer(PagedLayer):
 
     @torch.compiler.disable(reason=SET_UP)
     def _make_index_pool(self, states: Tensor) -> None:
-        shape = (self.owner.num_blocks, self.owner.block_size, 1, states.shape[-1])
+        shape = (self.owner.num_blocks_of(self), self.owner.block_size, 1, states.shape[-1])
         with torch.inference_mode(False):
             self.index_pool = torch.zeros(shape, dtype=states.dtype, device=states.device)
         torch._dynamo.mark_static_address(self.index_pool, guard=False)

@@ -584,10 +584,10 @@ struct Math {
     x.rescale(shrink);
   }
 
-  // A step with fp8 queries, products that take half as long: the scores of `key`, behind the products with the
-  // values before, which nobody has waited for; then the weights; then the products with the values are asked
-  // for and left to run. The turn is kept until both products are done, so that they stand beside the other
-  // warpgroup's exponentials and not beside its products.
+  // A step with fp8 queries, whose products take half as long: the scores of `key`, behind the products with
+  // the values before, which nobody has waited for; then the weights; then the products with the values are
+  // asked for and left to run. The turn is kept until both products are done, so that they stand beside the
+  // other warpgroup's exponentials and not beside its products.
   template <bool MASKED>
   __device__ __forceinline__ void short_step(Softmax &x, const Rows &rows, int key, int begin, float scale,
                                              u32 queries, u32 q_empty, const Job &job) {

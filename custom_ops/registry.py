@@ -51,6 +51,8 @@ from torchpaged.custom_ops.attention.schema import SCHEMAS as ATTENTION
 from torchpaged.custom_ops.block_ops.schema import SCHEMAS as BLOCK_OPS
 from torchpaged.custom_ops.cache_write.fake import FAKES as CACHE_WRITE_FAKES
 from torchpaged.custom_ops.cache_write.schema import SCHEMAS as CACHE_WRITE
+from torchpaged.custom_ops.cascade.fake import FAKES as CASCADE_FAKES
+from torchpaged.custom_ops.cascade.schema import SCHEMAS as CASCADE
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.custom_ops.layers.fake import FAKES as LAYERS_FAKES
 from torchpaged.custom_ops.layers.schema import SCHEMAS as LAYERS
@@ -73,10 +75,11 @@ _SCHEMAS = {
     "step_end": STEP_END,
     "layers": LAYERS,
     "mla": MLA,
+    "cascade": CASCADE,
 }
 #: The family that an op belongs to: its folder.
 _FAMILY = {op: family for family, schemas in _SCHEMAS.items() for op in schemas}
-_FAKES = ATTENTION_FAKES | CACHE_WRITE_FAKES | STEP_END_FAKES | LAYERS_FAKES | MLA_FAKES
+_FAKES = ATTENTION_FAKES | CACHE_WRITE_FAKES | STEP_END_FAKES | LAYERS_FAKES | MLA_FAKES | CASCADE_FAKES
 SCHEMAS = {op: text for family in _SCHEMAS.values() for op, text in family.items()}
 
 #: Ops with a native C++ kernel. The others run their reference on a CPU, as the default and as the
@@ -84,7 +87,7 @@ SCHEMAS = {op: text for family in _SCHEMAS.values() for op, text in family.items
 NATIVE_OPS = frozenset({"write_kv", "paged_attention", "merge_attn_states", "copy_blocks", "advance_step"})
 
 #: Ops that a file ``cpu.py`` of their family makes of native ones.
-_ON_NATIVE_OPS = frozenset({"mla_attention", "write_latent"})
+_ON_NATIVE_OPS = frozenset({"mla_attention", "write_latent", "cascade_attention"})
 
 
 class BackendOps(NamedTuple):
@@ -105,6 +108,7 @@ class BackendOps(NamedTuple):
     linear: Any
     mla_attention: Any
     write_latent: Any
+    cascade_attention: Any
 
 
 # -------------------------------------------------------------------------------------------- implementations
@@ -133,7 +137,7 @@ def _lazy(module: str, function: str) -> Any:
     return launch
 
 
-_CUDA_OPS = frozenset({"paged_attention", "linear"})
+_CUDA_OPS = frozenset({"paged_attention", "linear", "cascade_attention"})
 
 
 def _of_this_gpu(op: str) -> Any:

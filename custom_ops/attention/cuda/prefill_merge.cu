@@ -37,6 +37,7 @@ extern "C" __global__ void __launch_bounds__(128) paged_prefill_merge(const __gr
   // one the ends of those ahead count.
   asm volatile("griddepcontrol.wait;" ::: "memory");
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  if constexpr (CASCADE && LSE) copy_lse_of_others(p);
   const Cut *cut = cut_of(p);
   int item = blockIdx.x;
   Job job = load_job(cut->jobs + item / ITEMS);  // of no tile perhaps; asked for together with what says so

@@ -4,6 +4,16 @@
 
 #include "prefill_store.cuh"
 
+// The LSE of token rows in no group, which are behind all groups' rows.
+__device__ __forceinline__ void copy_lse_of_others(const Params &p) {
+  constexpr int HEADS = NUM_KV_HEADS * GROUP;
+  const int begin = load_l2(p.starts + p.num_reqs), count = (p.num_tokens - begin) * HEADS;
+  for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < count; i += gridDim.x * blockDim.x) {
+    const i64 line = load_l2((const int *)(p.order + begin + i / HEADS));
+    p.lse[line * p.l_token + i % HEADS * p.l_head] = load_l2(p.own_lse + line * HEADS + i % HEADS);
+  }
+}
+
 // As store_rows; a row of the groups is token row `order` says. A NaN or +inf lives on in its own weight; a
 // side that saw nothing, or nothing but -inf, is left out (merge_attn_states).
 template <int N>

@@ -1,0 +1,1 @@
+"""``cascade_attention``: contract, checks, fakes, reference and kernels."""

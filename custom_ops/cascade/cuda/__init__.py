@@ -1,0 +1,1 @@
+"""Shared prefixes in CUDA C++, by the kernels of ``paged_attention``."""

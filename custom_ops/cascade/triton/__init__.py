@@ -1,0 +1,1 @@
+"""Shared prefixes in Triton: two calls of its attention, and its merge."""

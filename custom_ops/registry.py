@@ -51,8 +51,6 @@ from torchpaged.custom_ops.attention.schema import SCHEMAS as ATTENTION
 from torchpaged.custom_ops.block_ops.schema import SCHEMAS as BLOCK_OPS
 from torchpaged.custom_ops.cache_write.fake import FAKES as CACHE_WRITE_FAKES
 from torchpaged.custom_ops.cache_write.schema import SCHEMAS as CACHE_WRITE
-from torchpaged.custom_ops.cascade.fake import FAKES as CASCADE_FAKES
-from torchpaged.custom_ops.cascade.schema import SCHEMAS as CASCADE
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.custom_ops.layers.fake import FAKES as LAYERS_FAKES
 from torchpaged.custom_ops.layers.schema import SCHEMAS as LAYERS
@@ -75,11 +73,10 @@ _SCHEMAS = {
     "step_end": STEP_END,
     "layers": LAYERS,
     "mla": MLA,
-    "cascade": CASCADE,
 }
 #: The family that an op belongs to: its folder.
 _FAMILY = {op: family for family, schemas in _SCHEMAS.items() for op in schemas}
-_FAKES = ATTENTION_FAKES | CACHE_WRITE_FAKES | STEP_END_FAKES | LAYERS_FAKES | MLA_FAKES | CASCADE_FAKES
+_FAKES = ATTENTION_FAKES | CACHE_WRITE_FAKES | STEP_END_FAKES | LAYERS_FAKES | MLA_FAKES
 SCHEMAS = {op: text for family in _SCHEMAS.values() for op, text in family.items()}
 
 #: Ops with a native C++ kernel. The others run their reference on a CPU, as the default and as the
@@ -87,7 +84,7 @@ SCHEMAS = {op: text for family in _SCHEMAS.values() for op, text in family.items
 NATIVE_OPS = frozenset({"write_kv", "paged_attention", "merge_attn_states", "copy_blocks", "advance_step"})
 
 #: Ops that a file ``cpu.py`` of their family makes of native ones.
-_ON_NATIVE_OPS = frozenset({"mla_attention", "write_latent", "cascade_attention"})
+_ON_NATIVE_OPS = frozenset({"mla_attention", "write_latent"})
 
 
 class BackendOps(NamedTuple):

@@ -1,5 +1,5 @@
-"""``cascade_attention`` of two calls of ``paged_attention``, the prefixes' without sinks, and
-``merge_attn_states`` (arXiv:2402.05099)."""
+"""cascade_attention of the ``triton`` backend: two calls of its attention, the prefixes' without sinks, and
+its merge (arXiv:2402.05099)."""
 
 from __future__ import annotations
 
@@ -7,6 +7,35 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from torchpaged.custom_ops.attention.check import check_cascade_attention
+
+
+def cascade_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    prefix_block_table: Tensor,
+    prefix_lens: Tensor,
+    prefix_query_start_loc: Tensor,
+    order: Tensor,
+    inverse: Tensor,
+    out: Tensor,
+    lse: Tensor | None = None,
+    **options: Any,
+) -> None:
+    """Launch; arguments as in ``custom_ops/attention/schema.py``."""
+    own, prefixes = (
+        (block_table, seq_lens, query_start_loc),
+        (prefix_block_table, prefix_lens, prefix_query_start_loc),
+    )
+    check_cascade_attention(q, k_cache, v_cache, *own, *prefixes, order, inverse, out, lse, **options)
+    ops = torch.ops.torchpaged
+    handles = ops.paged_attention.triton, ops.merge_attn_states.triton
+    compose(*handles, q, (k_cache, v_cache), own, prefixes, (order, inverse), out, lse, **options)
 
 
 def compose(

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from torchpaged.custom_ops import variables
+from torchpaged.custom_ops.attention.check import check_cascade_attention
 from torchpaged.custom_ops.attention.cuda import paged_attention, prefill
-from torchpaged.custom_ops.cascade.check import check_cascade_attention
-from torchpaged.custom_ops.cascade.compose import compose
+from torchpaged.custom_ops.attention.triton.cascade_attention import compose
 from torchpaged.custom_ops.cuda import gpu
 from torchpaged.custom_ops.errors import BackendUnavailableError
 
@@ -47,8 +47,8 @@ def cascade_attention(
     v_scale: Tensor | None = None,
     semaphore: Tensor | None = None,
 ) -> None:
-    """Launch; arguments as in ``custom_ops/cascade/schema.py``. Every choice here depends on shapes, never on
-    lengths."""
+    """Launch; arguments as in ``custom_ops/attention/schema.py``. Every choice here depends on shapes, never
+    on lengths."""
     if q.device.type != "cuda":
         raise BackendUnavailableError(
             f"backend 'cuda': its kernels run on an NVIDIA GPU, got tensors on {q.device.type}"

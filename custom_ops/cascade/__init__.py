@@ -1,1 +1,0 @@
-"""``cascade_attention``: contract, checks, fakes, reference and kernels."""

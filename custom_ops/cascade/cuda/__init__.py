@@ -1,1 +1,0 @@
-"""Shared prefixes in CUDA C++, by the kernels of ``paged_attention``."""

@@ -1,1 +1,0 @@
-"""Shared prefixes in Triton: two calls of its attention, and its merge."""

@@ -35,7 +35,8 @@ static_assert(K_STAGE % 1024 == 0 && V_STAGE % 1024 == 0 && Q_TILE % 1024 == 0, 
 static_assert(!PAIRED || (PAGES % 2 == 0 && GROUPS == 2 && !LOW && !FP8 && !TREE && !SPLIT && SHORT == 0),
               "each CTA brings half of the blocks; registers; what was thought through");
 static_assert(!PAIRED || !EVERY_LANE, "counts");
-static_assert(!CASCADE || (SPLIT && !CAUSAL && !LOW && WINDOW_RIGHT < 0 && !TREE && !ALIBI && !SINKS && SHORT == 0),
+static_assert(!CASCADE || (SPLIT && !CAUSAL && !LOW && WINDOW_RIGHT < 0 && !TREE && !ALIBI && !SINKS &&
+                           SHORT == 0),
               "all rows of a group see the same keys; sinks count once");
 static_assert(K_STAGES >= 2 && V_STAGES >= 2, "one that is read, one that is filled");
 static_assert(K_STAGES * K_STAGE + V_STAGES * V_STAGE + Q_BUFFERS * Q_TILE + RAW_STAGES * RAW_STAGE <=

@@ -29,10 +29,12 @@ __device__ __forceinline__ void store_with_suffixes(const Params &p, const Job &
     float total = totals[r];
     total += __shfl_xor_sync(ALL, total, 1);
     total += __shfl_xor_sync(ALL, total, 2);
-    const int row = first + r * 8, token = row < TOKENS * GROUP ? job.tile * TOKENS + row / GROUP : job.query_len;
+    const int row = first + r * 8;
+    const int token = row < TOKENS * GROUP ? job.tile * TOKENS + row / GROUP : job.query_len;
     stored[r] = token < job.query_len;
     // token rows are less than 2^31: the low word
-    const i64 line = stored[r] ? load_l2((const int *)(p.order + job.start + token)) : 0, head = job.head * GROUP + row % GROUP;
+    const i64 line = stored[r] ? load_l2((const int *)(p.order + job.start + token)) : 0;
+    const i64 head = job.head * GROUP + row % GROUP;
     const float own = load_l2(p.own_lse + line * HEADS + head) * LOG2E;
     const float lse = job.seq_len - job.query_len + token >= 0 ? tops[r] + log2_(total) : -INF;
     sees[r] = lse != -INF, own_sees[r] = own != -INF;

@@ -11,8 +11,8 @@
 // that all CTAs have work. Every CTA works out the same number of parts. There are no more of these tickets
 // than CTAs. PAIRED: a ticket stands for two tiles, side by side, of the two CTAs of a cluster; here they are
 // one tile. SHORT > 0: requests of up to SHORT query tokens, and the rows behind the last request, are
-// another launch's: they have no tiles here. CASCADE: tiles are dealt out by prefill_shares.cuh, and are whole
-// in the line.
+// another launch's: they have no tiles here. CASCADE: tiles are dealt out by prefill_shares.cuh, and are
+// whole in the line.
 #pragma once
 
 #include "prefill_config.cuh"

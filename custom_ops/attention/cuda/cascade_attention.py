@@ -98,6 +98,8 @@ def refuse(
         return f"prefixes: {reason}"
     num_kv_heads = k_cache.shape[2]
     group = q.shape[1] // num_kv_heads
+    if group * prefill.square_width(q.shape[2]) % 64:
+        return f"prefixes: {group} query heads per kv head of width {q.shape[2]}"
     # as cut with a soft cap: tiles of at most as many rows
     rows = prefill.shape_for(k_cache.shape[3], v_cache.shape[3], k_cache.dtype, plain=False).rows
     tiles = prefill.most_tiles(num_tokens, num_groups, rows // group) * num_kv_heads
@@ -161,7 +163,7 @@ def attend(
         )
 
     prefill.prefill(
-        q.index_select(0, order),
+        q,
         k_cache,
         v_cache,
         prefix_block_table,

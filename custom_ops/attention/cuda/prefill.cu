@@ -175,6 +175,24 @@ struct Loader {
     return s;
   }
 
+  // CASCADE: a tile of queries, which stand anywhere in the batch; rows behind the request are zeros.
+  __device__ __forceinline__ void gather_queries(const Tile &tile, u32 to, u32 filled) const {
+#pragma unroll 1
+    for (int begin = 0; begin < TOKENS; begin += 32) {
+      const int token = tile.index * TOKENS + begin + lane;
+      int row = p.num_tokens;
+      // token rows are less than 2^31: the low word
+      if (token < tile.span.query_len) row = load_l2((const int *)(p.order + tile.span.start + token));
+      const u32 at = to + (begin + lane) * GROUP * K_WIDTH * 2;
+      if (begin + lane < TOKENS) {
+#pragma unroll 1
+        for (int s = 0; s < K_SQUARES; ++s)
+          tma_load_3d(at + s * (Q_TILE / K_SQUARES), &p.q, s * K_WIDTH, tile.head * GROUP, row, filled);
+      }
+      __syncwarp();
+    }
+  }
+
   // CASCADE: the CTA's next share, and its tile; `total` if there is none.
   __device__ __forceinline__ int take(const Shares &shares, int turn, int total, Share &share) const {
     share = total > 0 ? shares.share(blockIdx.x, turn) : Share{-1, 0, 0, 1};
@@ -278,7 +296,7 @@ struct Loader {
         if (steps > 0) {
           mbarrier_arrive_expect_tx(q_full, Q_BYTES);  // the job is written before: a wait for q_full sees it
 #pragma unroll 1
-          for (int s = 0; s < K_SQUARES; ++s)
+          for (int s = 0; !CASCADE && s < K_SQUARES; ++s)
             tma_load_3d(plan.q + buffer * Q_TILE + s * (Q_TILE / K_SQUARES), &p.q, s * K_WIDTH,
                         tile.head * GROUP, tile.span.start + job.tile * TOKENS, q_full);
         } else {
@@ -286,6 +304,8 @@ struct Loader {
         }
       }
       __syncwarp();
+      if constexpr (CASCADE)
+        if (steps > 0) gather_queries(tile, plan.q + buffer * Q_TILE, q_full);
       int block_ahead = 0;
       if (steps > 0) {
         load_keys(tile.head, block);

@@ -37,7 +37,7 @@ class Suffixes(NamedTuple):
     decode launch behind it, which leaves its output where the merged one goes.
 
     Attributes:
-        order: ``[T]`` int64, the token row that each row of the queries here is.
+        order: ``[T]`` int64, the token rows in the order in which ``query_start_loc`` counts them.
         own_lse: ``[T, num_heads]`` float32, contiguous, of that launch.
         ctas: for the prefixes; the other multiprocessors are the decode launch's from the beginning.
     """
@@ -409,8 +409,8 @@ def prefill(
         patience, beside, every_lane: as in `prefill_config`.
         paired: whether CTAs share copies in clusters of two, where `may_pair` says that they can.
         suffixes: then the requests here are groups' prefixes, seen by all their queries (not ``causal``, no
-            masks, ``sinks`` or ``alibi_slopes``), ``q`` is in the groups' order, and ``behind`` the decode
-            launch over the rest; ``out`` and ``lse`` get both together, in the batch's order.
+            masks, ``sinks`` or ``alibi_slopes``), and ``behind`` the decode launch over the rest; ``out`` and
+            ``lse`` get both together.
     """
     index, num_kv_heads, block_size = q.device.index or 0, k_cache.shape[2], k_cache.shape[1]
     group, dim, dim_v = q.shape[1] // num_kv_heads, q.shape[2], v_cache.shape[3]
@@ -472,7 +472,8 @@ def prefill(
     if suffixes is not None:
         ctas = programs = suffixes.ctas
     tiles = most_tiles(q.shape[0], block_table.shape[0], shape.rows // group) * num_kv_heads
-    maps = queries_map(q.data_ptr(), q.dtype, tuple(q.shape), q.stride(0), q.stride(1), group, shape.rows)
+    rows = shape.rows if suffixes is None else group  # of a box: a tile, or a token
+    maps = queries_map(q.data_ptr(), q.dtype, tuple(q.shape), q.stride(0), q.stride(1), group, rows)
     where: tuple[int, ...] = ()
     for cache in (k_cache, v_cache):
         encoded, at = pool_map(cache.data_ptr(), cache.dtype, tuple(cache.shape), cache.stride())

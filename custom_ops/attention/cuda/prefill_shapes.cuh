@@ -38,6 +38,7 @@ static_assert(!PAIRED || !EVERY_LANE, "counts");
 static_assert(!CASCADE || (SPLIT && !CAUSAL && !LOW && WINDOW_RIGHT < 0 && !TREE && !ALIBI && !SINKS &&
                            SHORT == 0),
               "all rows of a group see the same keys; sinks count once");
+static_assert(!CASCADE || GROUP * K_WIDTH * 2 % 128 == 0, "where a token's box may lie in shared memory");
 static_assert(K_STAGES >= 2 && V_STAGES >= 2, "one that is read, one that is filled");
 static_assert(K_STAGES * K_STAGE + V_STAGES * V_STAGE + Q_BUFFERS * Q_TILE + RAW_STAGES * RAW_STAGE <=
                   226 * 1024,

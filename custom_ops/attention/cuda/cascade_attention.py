@@ -100,11 +100,22 @@ def refuse(
     group = q.shape[1] // num_kv_heads
     if group * prefill.square_width(q.shape[2]) % 64:
         return f"prefixes: {group} query heads per kv head of width {q.shape[2]}"
-    # as cut with a soft cap: tiles of at most as many rows
+    # as cut with a soft cap: tiles of at most as many rows; not in pairs
     rows = prefill.shape_for(k_cache.shape[3], v_cache.shape[3], k_cache.dtype, plain=False).rows
     tiles = prefill.most_tiles(num_tokens, num_groups, rows // group) * num_kv_heads
-    most = MOST_TILES_PER_CTA * (gpu.num_sms(q.device.index or 0) - LEFT_FOR_SUFFIXES)
+    most = MOST_TILES_PER_CTA * (gpu.num_sms(q.device.index or 0) - LEFT_FOR_SUFFIXES - 1)
     return None if tiles <= most else f"prefixes: at most {tiles} tiles by shapes, {most} have room"
+
+
+def in_pairs(q: Tensor, k_cache: Tensor, v_cache: Tensor, num_groups: int, soft_cap: float) -> bool:
+    """Whether two CTAs share the copies of keys and values: where groups have so many queries on average, by
+    shapes, that at least half of a pair's rows stand for some. What copies take from L2, decode lacks."""
+    group, dim, dim_v = q.shape[1] // k_cache.shape[2], k_cache.shape[3], v_cache.shape[3]
+    cut = prefill.shape_for(dim, dim_v, k_cache.dtype, plain=not soft_cap > 0)
+    return (
+        prefill.may_pair(cut, k_cache.shape[1], k_cache.dtype)
+        and q.shape[0] >= cut.rows // group * num_groups
+    )
 
 
 def attend(
@@ -129,9 +140,13 @@ def attend(
     v_scale: Tensor | None = None,
     semaphore: Tensor | None = None,
     ctas: int = 0,
+    paired: bool | None = None,
 ) -> None:
     """The three launches, on checked arguments that `refuse` lets pass. ``ctas``: for the prefixes; 0: all
-    but `LEFT_FOR_SUFFIXES`."""
+    but `LEFT_FOR_SUFFIXES`. ``paired``: None: as `in_pairs` says."""
+    if paired is None:
+        paired = in_pairs(q, k_cache, v_cache, prefix_block_table.shape[0], logits_soft_cap)
+    ctas = ctas or gpu.num_sms(q.device.index or 0) - LEFT_FOR_SUFFIXES
     if semaphore is None:
         count = block_table.shape[0] * k_cache.shape[2]
         semaphore = torch.zeros(count, dtype=torch.int32, device=q.device)
@@ -178,7 +193,5 @@ def attend(
         k_scale=k_scale,
         v_scale=v_scale,
         behind=decodes,
-        suffixes=prefill.Suffixes(
-            order, own_lse, ctas or gpu.num_sms(q.device.index or 0) - LEFT_FOR_SUFFIXES
-        ),
+        suffixes=prefill.Suffixes(order, own_lse, ctas // 2 * 2 if paired else ctas, paired),
     )

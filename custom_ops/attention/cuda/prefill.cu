@@ -176,10 +176,10 @@ struct Loader {
   }
 
   // CASCADE: a tile of queries, which stand anywhere in the batch; rows behind the request are zeros.
-  __device__ __forceinline__ void gather_queries(const Tile &tile, u32 to, u32 filled) const {
+  __device__ __forceinline__ void gather_queries(const Tile &tile, int index, u32 to, u32 filled) const {
 #pragma unroll 1
     for (int begin = 0; begin < TOKENS; begin += 32) {
-      const int token = tile.index * TOKENS + begin + lane;
+      const int token = index * TOKENS + begin + lane;
       int row = p.num_tokens;
       // token rows are less than 2^31: the low word
       if (token < tile.span.query_len) row = load_l2((const int *)(p.order + tile.span.start + token));
@@ -195,7 +195,7 @@ struct Loader {
 
   // CASCADE: the CTA's next share, and its tile; `total` if there is none.
   __device__ __forceinline__ int take(const Shares &shares, int turn, int total, Share &share) const {
-    share = total > 0 ? shares.share(blockIdx.x, turn) : Share{-1, 0, 0, 1};
+    share = total > 0 ? shares.share(blockIdx.x / SHARERS, turn) : Share{-1, 0, 0, 1};
     return share.tile < 0 ? total : share.tile;
   }
 
@@ -228,7 +228,7 @@ struct Loader {
   __device__ __forceinline__ void run(Line line, Job *jobs, [[maybe_unused]] const Mail &mail) {
     [[maybe_unused]] Shares shares;
     [[maybe_unused]] Share share = {};
-    if constexpr (CASCADE) shares.plan(line.live_total(), p.ctas, line.shortest, line.top);
+    if constexpr (CASCADE) shares.plan(line.live_total(), p.ctas / SHARERS, line.shortest, line.top);
     const int total = CASCADE ? line.live_total() : line.total();
     // Beside a decode launch: a counter of a request that has tiles here, which that launch does not touch.
     const Tickets tickets = {(u32 *)p.tickets + (SHORT > 0 ? line.owner * p.ticket_row : 0), total,
@@ -253,7 +253,7 @@ struct Loader {
     if constexpr (SPLIT) {
       cut = cut_of(p);
       if (blockIdx.x == 0 && lane == 0 && !p.is_late) {
-        cut->tiles = line.live * NUM_KV_HEADS;
+        cut->tiles = line.live * NUM_KV_HEADS * SHARERS;
         cut->parts = line.parts;
         if constexpr (CASCADE) cut->shares = shares;
       }
@@ -289,7 +289,7 @@ struct Loader {
                          CASCADE ? turn * p.ctas + (int)blockIdx.x : whole ? -1 : ticket};
         jobs[buffer] = job;
         if constexpr (CASCADE) {
-          if (share.to == share.of) cut->jobs[ticket] = job;
+          if (share.to == share.of) cut->jobs[ticket * SHARERS + blockIdx.x % SHARERS] = job;
         } else if constexpr (SPLIT) {
           if (!whole && tile.part == 0) cut->jobs[ticket / line.parts] = job;
         }
@@ -305,7 +305,8 @@ struct Loader {
       }
       __syncwarp();
       if constexpr (CASCADE)
-        if (steps > 0) gather_queries(tile, plan.q + buffer * Q_TILE, q_full);
+        if (steps > 0)
+          gather_queries(tile, tile.index * SHARERS + blockIdx.x % SHARERS, plan.q + buffer * Q_TILE, q_full);
       int block_ahead = 0;
       if (steps > 0) {
         load_keys(tile.head, block);
@@ -316,7 +317,7 @@ struct Loader {
       // The next tile is sought while the stages are full, so that nothing waits for it at the border.
       if constexpr (CASCADE) ticket = take(shares, turn + 1, total, share);
       else ticket = __shfl_sync(ALL, next, 0);
-      if constexpr (PAIRED) ticket = tell(mail, ticket, turn);
+      if constexpr (PAIRED && !CASCADE) ticket = tell(mail, ticket, turn);
       Tile coming = {};
       int coming_block = 0, coming_before = 0;
       if (ticket < total) {

@@ -40,11 +40,13 @@ class Suffixes(NamedTuple):
         order: ``[T]`` int64, the token rows in the order in which ``query_start_loc`` counts them.
         own_lse: ``[T, num_heads]`` float32, contiguous, of that launch.
         ctas: for the prefixes; the other multiprocessors are the decode launch's from the beginning.
+        paired: whether two CTAs share the copies of keys and values, a tile each; then ``ctas`` is even.
     """
 
     order: Tensor
     own_lse: Tensor
     ctas: int
+    paired: bool
 
 
 #: Prepares a decode launch: what launches it, and numbers of its semaphore for each request.
@@ -434,6 +436,8 @@ def prefill(
     )
     late = late_ctas(programs, short, split)
     paired = paired and plain and not (short or split) and may_pair(cut, block_size, k_cache.dtype)
+    if suffixes is not None:
+        paired = suffixes.paired
     specialisation = (
         index,
         q.dtype,
@@ -471,7 +475,10 @@ def prefill(
     ctas = kernel.resident(shape.threads, 2, programs) if paired else programs
     if suffixes is not None:
         ctas = programs = suffixes.ctas
-    tiles = most_tiles(q.shape[0], block_table.shape[0], shape.rows // group) * num_kv_heads
+    sharers = 2 if paired else 1
+    tiles = (
+        most_tiles(q.shape[0], block_table.shape[0], shape.rows // group * sharers) * num_kv_heads * sharers
+    )
     rows = shape.rows if suffixes is None else group  # of a box: a tile, or a token
     maps = queries_map(q.data_ptr(), q.dtype, tuple(q.shape), q.stride(0), q.stride(1), group, rows)
     where: tuple[int, ...] = ()

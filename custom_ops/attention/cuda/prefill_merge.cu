@@ -51,15 +51,16 @@ extern "C" __global__ void __launch_bounds__(128) paged_prefill_merge(const __gr
     // no row of the warpgroup stands for a query: it left no part (Math::is_idle)
     if (job.tile * TOKENS + group * 64 / GROUP >= job.query_len) continue;
     const int thread = group * 128 + threadIdx.x, lane = thread % 32;
-    const int parts = CASCADE ? shares.count(tile) : alike;
+    const int parts = CASCADE ? shares.count(tile / SHARERS) : alike;
     float top[2] = {FLOOR, FLOOR}, total[2] = {}, acc[SLICE * 4] = {};
     for (int begin = 0; begin < parts; begin += AHEAD) {
       float4 state[AHEAD], x[AHEAD][SLICE];
 #pragma unroll
       for (int j = 0; j < AHEAD; ++j) {
         if (begin + j >= parts) break;
-        const float4 *at =
-            part_of(p, CASCADE ? shares.unit(tile, begin + j) : tile * parts + begin + j) + thread;
+        const int unit = CASCADE ? shares.unit(tile / SHARERS, begin + j) * SHARERS + tile % SHARERS
+                                 : tile * parts + begin + j;
+        const float4 *at = part_of(p, unit) + thread;
         state[j] = load_l2(at + DIM_V / 8 * MATH_THREADS);
 #pragma unroll
         for (int n = 0; n < SLICE; ++n) x[j][n] = load_l2(at + (block + n) * MATH_THREADS);

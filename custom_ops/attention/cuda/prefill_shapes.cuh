@@ -32,7 +32,8 @@ static_assert(DIM % 32 == 0 && DIM_V % 32 == 0 && BLOCK_SIZE % 8 == 0 && KEYS % 
                   GROUP <= ROWS && PAGES <= 16,
               "squares, boxes, one a lane");
 static_assert(K_STAGE % 1024 == 0 && V_STAGE % 1024 == 0 && Q_TILE % 1024 == 0, "swizzles repeat");
-static_assert(!PAIRED || (PAGES % 2 == 0 && GROUPS == 2 && !LOW && !FP8 && !TREE && !SPLIT && SHORT == 0),
+static_assert(!PAIRED || (PAGES % 2 == 0 && GROUPS == 2 && !LOW && !FP8 && !TREE && SPLIT == CASCADE &&
+                          SHORT == 0),
               "each CTA brings half of the blocks; registers; what was thought through");
 static_assert(!PAIRED || !EVERY_LANE, "counts");
 static_assert(!CASCADE || (SPLIT && !CAUSAL && !LOW && WINDOW_RIGHT < 0 && !TREE && !ALIBI && !SINKS &&

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import result_tables as tables
+import suite_tables as suites
 from result_tables import RESULTS, geomean, load, prefill_rows, ratio, step_times, table
 
 ROOT = Path(__file__).parents[1]
@@ -28,37 +29,22 @@ WIDTH = 110
 
 def summary() -> list[str]:
     """The README's table: one row per question, wins and losses."""
+    peers = "FA3, FlashInfer"
+    decodes, prompts = (load(f"h200_suite_{name}")["rows"] for name in ("decode", "prefill"))
+    batches = [row for row in load("h200_suite_mixed")["rows"] if " + " in row["case"]]
     lines = [
-        ["decode attention, 18 cases", "FA3, FlashInfer", *spread(load("h200_attention_decode")["rows"])],
+        [f"decode attention, {len(decodes)} cases", peers, *suites.spread(decodes)],
         ["decode attention, fp8 cache, 3 cases", "FlashInfer", *spread(load("h200_attention_fp8")["rows"])],
+        [f"prefill attention, CUDA C++ kernel, {len(prompts)} cases", peers, *suites.spread(prompts)],
+        [f"mixed batches, {len(batches)} cases", peers, *suites.spread(batches)],
+        ["decode and prefill, peer on contiguous keys", "SDPA", *suites.spread([*decodes, *prompts], 1)],
     ]
-    for kernel, own in (("CUDA C++", "native"), ("Triton", "triton")):
-        ratios = [row["tflops"][own] / row["tflops"]["fa3"] for row in prefill_rows()]
-        lines.append(
-            [
-                f"prefill attention, {kernel} kernel, {len(ratios)} cases",
-                "FA3",
-                ratio(geomean(ratios)),
-                ratio(min(ratios)),
-            ]
-        )
     rates = [row["tflops"] for row in prefill_rows()]
-    dense = [of["native"] / max(of["fa3 one block"], of.get("sdpa", 0)) for of in rates]
-    lines.append(
-        [
-            "the same, CUDA C++, peers on contiguous keys",
-            "FA3, SDPA",
-            ratio(geomean(dense)),
-            ratio(min(dense)),
-        ]
-    )
-    late = load("h200_prefill_late_fp8")
-    batches = [
-        row["us"]["fa3"] / row["us"][kept] for row in late["rows"] if (kept := late["kept"].get(row["case"]))
-    ]
-    lines.append(
-        [f"mixed batches, {len(batches)} cases", "FA3", ratio(geomean(batches)), ratio(min(batches))]
-    )
+    triton = [of["triton"] / of["fa3"] for of in rates]
+    dense = [of["native"] / of["fa3 one block"] for of in rates]
+    for name, found in (("Triton kernel", triton), ("peer on contiguous keys", dense)):
+        text = f"prefill attention, {name}, {len(found)} cases"
+        lines.append([text, "FA3", ratio(geomean(found)), ratio(min(found))])
     for shape, file in (("1B", "h200_step_peers_1b"), ("8B", "h200_step_peers_8b")):
         rows, found = step_times(file), []
         for batch in sorted({key[1] for key in rows}):
@@ -156,14 +142,20 @@ def wrapped(text: str) -> list[str]:
 TABLES: dict[str, Callable[[], list[str]]] = {
     function.__name__: function
     for function in (
-        tables.decode,
+        suites.suite_decode,
+        suites.suite_prefill,
+        suites.suite_mixed,
+        suites.h100_decode,
+        suites.h100_prefill,
+        suites.h100_mixed,
+        suites.h100_step,
+        suites.cascade_peers,
+        suites.batched,
         tables.decode_others,
         tables.decode_since,
-        tables.prefill,
         tables.prefill_kernel,
         tables.prefill_parts,
         tables.prefill_fp8,
-        tables.mixed,
         tables.mixed_late,
         tables.routing,
         tables.plans,

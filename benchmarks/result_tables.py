@@ -86,25 +86,6 @@ def attention(files: Sequence[str], contenders: Sequence[str]) -> list[str]:
     return table(["case", "ideal", *(NAMES[name] for name in contenders), "×"], lines)
 
 
-def geomean_line(file: str) -> list[str]:
-    summary = load(file)["summary"]
-    cases = f"{summary['compared']} cases"
-    return [
-        (
-            f"Geometric mean of × over {cases}: **{summary['geomean']:.2f}**. Worst: "
-            f"{summary['worst']:.2f} ({summary['worst_case']})."
-        )
-    ]
-
-
-def decode() -> list[str]:
-    return [
-        *attention(["h200_attention_decode"], ["cuda", "triton", "fa3", "flashinfer"]),
-        "",
-        *geomean_line("h200_attention_decode"),
-    ]
-
-
 def decode_others() -> list[str]:
     return attention(
         ["h200_attention_fp8", "h200_attention_speculative"], ["cuda", "triton", "fa3", "flashinfer"]
@@ -125,25 +106,6 @@ def decode_since() -> list[str]:
             for r in rows
         ),
     )
-
-
-def prefill() -> list[str]:
-    """TFLOP/s over visible keys."""
-    contenders, lines = ["cuda", "triton", "fa3", "flashinfer", "sdpa", "flex"], []
-    for row in load("h200_attention_prefill")["rows"]:
-        rates = times(row, "tflop_per_s")
-        lines.append(
-            [
-                short(row["case"]),
-                *best_bold([rates.get(name) for name in contenders], 0, least=False),
-                ratio(row["ratio"]),
-            ]
-        )
-    return [
-        *table(["case", *(NAMES[name] for name in contenders), "×"], lines),
-        "",
-        *geomean_line("h200_attention_prefill"),
-    ]
 
 
 def prefill_rows() -> list[dict[str, Any]]:
@@ -214,40 +176,6 @@ def prefill_fp8() -> list[str]:
             name = short(row["case"].replace(" b16", ""))
             lines.append([name, *best_bold([us["cuda"], us["triton"]]), ratio(us["triton"] / us["cuda"])])
     return table(["case", "`cuda`", "`triton`", "×"], lines)
-
-
-def mixed() -> list[str]:
-    document, lines = load("h200_attention_mixed"), []
-    summary = document["summary"]
-    for row in document["rows"]:
-        parts, sequence = (
-            summary["mixed_over_parts"].get(row["case"]),
-            summary["mixed_over_sequence"].get(row["case"]),
-        )
-        if parts and sequence:
-            us = times(row)
-            cells = best_bold([us["cuda"], us["triton"], us["fa3"]])
-            after = [f"{sequence['cuda']:.3f}", f"{sequence['triton']:.3f}"]
-            lines.append(
-                [
-                    short(row["case"]),
-                    *cells,
-                    *after,
-                    *(f"{parts[name]:.3f}" for name in ("cuda", "triton", "fa3")),
-                ]
-            )
-    header = [
-        "batch",
-        "`cuda`",
-        "`triton`",
-        "FA3",
-        "of calls in turn: `cuda`",
-        "`triton`",
-        "of parts: `cuda`",
-        "`triton`",
-        "FA3",
-    ]
-    return table(header, lines)
 
 
 def routing() -> list[str]:

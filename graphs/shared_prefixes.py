@@ -4,13 +4,29 @@ the groups."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any, Protocol
 
 from torch import Tensor
 
-from torchpaged.graphs.buffers import DecodeBuffers
+from torchpaged.metadata import AttentionMetadata
+
+
+class StepInputs(Protocol):
+    """A decode step's own static inputs: `torchpaged.graphs.DecodeBuffers`, or rows kept on the device."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All of them by name."""
+
+    def view(self, bucket: int, /) -> tuple[Tensor, AttentionMetadata]:
+        """``(input_ids, metadata)`` of ``bucket`` rows."""
+
+    def padding(self, bucket: int, /) -> AbstractContextManager[None]:
+        """The first ``bucket`` rows are padding inside the block."""
+
+    def reset(self) -> None:
+        """Make host and device agree after what was cut short."""
 
 
 class Prefixes(Protocol):
@@ -40,7 +56,7 @@ class StepsInGroups:
         prefixes: who has the groups.
     """
 
-    def __init__(self, batch: DecodeBuffers, prefixes: Prefixes) -> None:
+    def __init__(self, batch: StepInputs, prefixes: Prefixes) -> None:
         self._batch, self._prefixes = batch, prefixes
         self._seen: set[int] = set()
 

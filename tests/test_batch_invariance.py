@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from torchpaged import BackendUnavailableError, PagedAttention
+import torchpaged
+from torchpaged import ArgumentError, BackendUnavailableError, PagedAttention
 from torchpaged.backends import Backend, attention_spec, get_backend, list_backends, select_backend
 from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.testing import COMPANIES, check_batch_invariance
@@ -103,3 +104,51 @@ def test_what_splits_by_the_batch_is_not_called_invariant() -> None:
         AssertionError, match="torch_sdpa: .* differs by up to .* do not declare batch_invariant"
     ):
         check_batch_invariance(get_backend("torch_sdpa"), declared=False, dtypes=(torch.float32,), **FEW)
+
+
+# ------------------------------------------------------------------------------------------- through the doors
+def call(rows: int, **options: Any) -> Any:
+    """The output of a request of 37 keys, beside ``rows - 1`` longer ones."""
+    generator = torch.Generator().manual_seed(0)
+    pools = [torch.randn(8 * 12, 16, 2, 16, generator=generator) for _ in range(2)]
+    q = torch.randn(8, 4, 16, generator=generator)[:rows]
+    lens = torch.tensor([37, *range(100, 100 + rows - 1)], dtype=torch.int32)
+    table = torch.arange(8 * 12, dtype=torch.int32).view(8, 12)[:rows]
+    starts = torch.arange(rows + 1, dtype=torch.int32)
+    return torchpaged.paged_attention(q, *pools, table, lens, starts, max_query_len=1, **options)[0]
+
+
+def test_the_function_asks_for_it() -> None:
+    alone = call(1, batch_invariant=True)
+    assert torch.equal(call(8, batch_invariant=True), alone)
+    torch.testing.assert_close(call(8), alone)
+    own = {"batch_invariant": True, "ops": BACKEND_OPS["reference"]}
+    assert torch.equal(call(8, **own), alone)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"ops": BACKEND_OPS["default"]}, BackendUnavailableError, "no backend that declares batch_invariant"),
+        ({"ops": get_backend("torch_sdpa").ops}, BackendUnavailableError, "batch_invariant is not declared"),
+        ({"workspace": {}}, ArgumentError, "workspace: expected None with batch_invariant=True"),
+    ],
+    ids=["default", "sdpa", "workspace"],
+)
+def test_the_function_refuses(options: dict[str, Any], error: Any, message: str) -> None:
+    with pytest.raises(error, match=message):
+        call(2, batch_invariant=True, **options)
+
+
+def test_a_trace_is_refused() -> None:
+    torch._dynamo.reset()
+
+    def attend(q: Any, pool: Any, table: Any, lens: Any, starts: Any) -> Any:
+        options: Any = {"max_query_len": 1, "batch_invariant": True}
+        return torchpaged.paged_attention(q, pool, pool, table, lens, starts, **options)
+
+    ints = [torch.zeros(shape, dtype=torch.int32) for shape in ((1, 1), (1,), (2,))]
+    with pytest.raises(Exception, match="batch_invariant: expected False in a traced call"):
+        torch.compile(attend, fullgraph=True, backend="eager")(
+            torch.zeros(1, 1, 16), torch.zeros(1, 16, 1, 16), *ints
+        )

@@ -355,8 +355,9 @@ def test_absent_peers_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     everybody = contenders(CPU, ["reference"])
     row = measure_case(RAGGED, everybody, CPU, CEILINGS, repeats=1)
     entries = row["contenders"]
-    assert list(entries) == ["reference", "sdpa", "flex", "flashinfer", "flashinfer-fa3", "fa3"]
-    assert all(entries[name]["status"] == "absent" for name in ("flashinfer", "flashinfer-fa3", "fa3"))
+    paged = ["flashinfer", "flashinfer-no-graph", "flashinfer-fa3", "fa3"]
+    assert list(entries) == ["reference", "sdpa", "flex", *paged]
+    assert all(entries[name]["status"] == "absent" for name in paged)
     assert (
         "pip install tokenspeed-fa3" in entries["fa3"]["reason"]
         and "lengths differ" in entries["sdpa"]["reason"]
@@ -395,8 +396,12 @@ class _Wrapper:
         use_cuda_graph: bool,
         backend: str,
         use_tensor_cores: bool = False,
-        **_: Tensor,
+        **buffers: Tensor,
     ):
+        wanted = {f"paged_kv_{name}" for name in ("indptr", "indices", "last_page_len")}
+        wanted |= set() if use_tensor_cores else {"qo_indptr"}
+        given = {name.removesuffix("_buffer").removesuffix("_buf") for name in buffers}
+        assert given == (wanted if use_cuda_graph else set())  # a plan for graphs writes into them
         self.layout = layout
 
     def run(self, q: Tensor, pair: tuple[Tensor, Tensor], *, out: Tensor) -> None:
@@ -515,11 +520,11 @@ def test_peers_are_called_rightly(monkeypatch: pytest.MonkeyPatch, queries: Any,
     peers = [
         replace(c, why_not=lambda case, device: None)
         for c in contenders(CPU, ["reference"])
-        if c.name in ("flashinfer", "fa3")
+        if c.name in ("flashinfer", "flashinfer-no-graph", "fa3")
     ]
     case = _case("smoke", (4, 2, 64), "peers", [40, 16, 90], queries, dtype=torch.float32)
     row = measure_case(case, peers, CPU, CEILINGS, repeats=1, heads_first=heads_first)
-    assert [entry["status"] for entry in row["contenders"].values()] == ["timed", "timed"], row["contenders"]
+    assert [entry["status"] for entry in row["contenders"].values()] == ["timed"] * 3, row["contenders"]
     entry = row["contenders"]["flashinfer"]
     assert (
         entry["plan_us"] > 0

@@ -15,7 +15,6 @@ backend keeps between calls is in the layer's session, or in one that several la
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from types import NoneType
 from typing import Any
 
@@ -35,6 +34,7 @@ from torchpaged.backends import (
     select_backend,
 )
 from torchpaged.backends.fit import check_out, require_fit
+from torchpaged.backends.prefix_groups import reads_in_groups
 from torchpaged.backends.spec import MaskMod, ScoreMod, check_mods
 from torchpaged.cache import LayerKVCache
 from torchpaged.cascade import attend_in_groups
@@ -244,7 +244,7 @@ class PagedAttention(nn.Module):
     def _use(self, session: Session) -> None:
         self._workspace = session.workspace(self.spec)
         self.session, self._capabilities, self._ops = session, session.capabilities, session.ops
-        self._groups = self._may_read_in_groups()
+        self._groups = reads_in_groups(self.spec, session.capabilities, self._workspace)
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: op handles can't be pickled, and a session is a place in this process's
@@ -427,20 +427,8 @@ class PagedAttention(nn.Module):
             self._ops.paged_attention(*attend, **options, **workspace)
         return result
 
-    def _may_read_in_groups(self) -> bool:
-        """Whether a prefix looks alike to all queries of its group in this layer, their bits may depend on
-        the batch, and the backend can merge; if not, requests are read alone."""
-        alike = self.causal and self.window_size == (-1, -1) and not self.chunk_size
-        alike = alike and self.alibi_slopes is None and not self.batch_invariant
-        if (
-            not alike or self.spec.mods or "mods" in self._workspace
-        ):  # functions of the user's, or the backend's
-            return False
-        passes = replace(self.spec, lse=True, causal=False, sinks=False), replace(self.spec, lse=True)
-        return not any(self._capabilities.reject(replace(one, tree_mask=False)) for one in passes)
-
     def _can_read_prefixes_once(self, metadata: AttentionMetadata) -> bool:
-        """`_may_read_in_groups`, for this batch."""
+        """`reads_in_groups`, for this batch."""
         return self._groups and metadata.tree_mask is None and not self.session.plans
 
     def extra_repr(self) -> str:

@@ -52,6 +52,7 @@ inline int *meet(int x) {  // what all lanes gave
 inline int __shfl_sync(u32, int x, int lane) { return meet(x)[lane & 31]; }
 inline int __shfl_up_sync(u32, int x, int step) { const int lane = current; int *all = meet(x); return lane >= step ? all[lane - step] : x; }
 inline int __reduce_add_sync(u32, int x) { int *all = meet(x), sum = 0; for (int i = 0; i < 32; ++i) sum += all[i]; return sum; }
+inline void __syncwarp() { meet(0); }
 inline u32 __ballot_sync(u32, bool x) { int *all = meet(x); u32 bits = 0; for (int i = 0; i < 32; ++i) bits |= (u32)all[i] << i; return bits; }
 inline int load_l2(const int *p) { return *p; }
 inline int load_and_forget_l1(const int *p) { return *p; }
@@ -92,11 +93,11 @@ WALK = """
 #include <vector>
 #define CHECK(x) do { if (!(x)) { printf("batch %d, CTA %d: %s\\n", batch, cta, #x); exit(1); } } while (0)
 struct Found : Run { Cursor c; bool works; };
+int numbers[Planner::NUMBERS];
 Found find(const Params &p, int lane) {  // as paged_decode does
-  Found run = {};
-  run.plan(p, lane, run.c);
+  Found run = {Planner(p, lane, numbers).run};
   run.works = run.unit < run.unit_end;
-  if (run.works) run.begin(p, run.c);
+  if (run.works) run.c = run.cursor();
   return run;
 }
 struct Piece { int team, begin, end, first, count; bool whole; };
@@ -111,12 +112,12 @@ int main() {
     std::map<std::pair<int, int>, std::vector<Piece>> pairs;
     bool moves = false;
     int total = 0, busy = 0, cta = -1, shortest_run = 1 << 30, longest_run = 0;
-    std::vector<int> tiles(reqs);
+    std::vector<int> units(reqs);
     for (int r = 0; r < reqs; ++r) {
       Request x;
       x.load(p, r);
-      total += (tiles[r] = x.num_tiles) * LINES;
-      busy += x.num_tiles > 0;
+      total += (units[r] = x.num_units) * LINES;
+      busy += x.num_units > 0;
     }
     for (cta = 0; cta < ctas; ++cta) {
       static Found run[32];
@@ -126,7 +127,7 @@ int main() {
         CHECK(run[i].works == run[0].works && run[i].busy == busy && run[i].total == total && run[i].used == starts[reqs]);
         CHECK(run[i].teams == run[0].teams && run[i].unit == run[0].unit && run[i].unit_end == run[0].unit_end);
         if (!run[0].works) continue;
-        CHECK(run[i].c.request == run[0].c.request && run[i].c.pair == run[0].c.pair && run[i].c.tile == run[0].c.tile);
+        CHECK(run[i].c.request == run[0].c.request && run[i].c.pair == run[0].c.pair && run[i].c.offset == run[0].c.offset);
         CHECK(run[i].moves == run[0].moves && run[i].c.r.start == run[0].c.r.start && run[i].c.r.end == run[0].c.r.end && run[i].c.r.low == run[0].c.r.low);
       }
       if (!run[0].works) continue;
@@ -139,38 +140,60 @@ int main() {
       longest_run = max(longest_run, unit_end - unit);
       shortest_run = min(shortest_run, unit_end - unit);
       while (true) {
-        CHECK(c.request < reqs && c.pair < PAIRS && c.pair % TEAM == cta % TEAM && c.tile < tiles[c.request] && c.r.start == starts[c.request]);
-        CHECK(c.r.query_len == starts[c.request + 1] - c.r.start && c.r.seq_len == lens[c.request] && c.r.num_tiles == tiles[c.request]);
+        CHECK(c.request < reqs && c.pair < PAIRS && c.pair % TEAM == cta % TEAM && c.offset < units[c.request] && c.r.start == starts[c.request]);
+        CHECK(c.r.query_len == starts[c.request + 1] - c.r.start && c.r.seq_len == lens[c.request] && c.r.num_units == units[c.request]);
         Parts parts = {};
-        parts.find(c, unit, unit_end, run[0].total, run[0].teams, NEAR > 0 && run[0].moves ? NEAR : 0);
-        const int end = min(c.tile + unit_end - unit, c.r.num_tiles);
-        pairs[{c.request, c.pair}].push_back({run[0].team, c.tile, end, parts.first, parts.count, parts.whole});
-        unit += end - c.tile;
+        parts.find(c, c.r.num_units, unit, unit_end, run[0].total, run[0].teams, NEAR > 0 && run[0].moves ? NEAR_UNITS : 0);
+        const int end = min(c.offset + unit_end - unit, c.r.num_units);
+        pairs[{c.request, c.pair}].push_back({Run::team(), c.offset, end, parts.first, parts.count, parts.whole});
+        unit += end - c.offset;
         if (unit == unit_end) break;
         c.next_pair(p);
         ahead.next_pair(p);  // the cursor of the copies takes the same way, a request ahead in its reads
-        CHECK(ahead.request == c.request && ahead.pair == c.pair && ahead.tile == c.tile && ahead.r.end == c.r.end && ahead.r.start == c.r.start);
+        CHECK(ahead.request == c.request && ahead.pair == c.pair && ahead.offset == c.offset && ahead.r.end == c.r.end && ahead.r.start == c.r.start);
       }
     }
     for (int r = 0; r < reqs; ++r)
       for (int pair = 0; pair < PAIRS; ++pair) {
         const auto &pieces = pairs[{r, pair}];  // in the order of teams
         int at = 0;
-        if (moves && pieces.size() > 1) CHECK(pieces[0].end > NEAR && tiles[r] - pieces.back().begin > NEAR);
+        if (moves && pieces.size() > 1) CHECK(pieces[0].end > NEAR_UNITS && units[r] - pieces.back().begin > NEAR_UNITS);
         for (size_t i = 0; i < pieces.size(); ++i) {
           const Piece &x = pieces[i];
           CHECK(x.begin == at && x.whole == (pieces.size() == 1));
           CHECK(x.whole || (x.first == pieces[0].team && x.count == (int)pieces.size() && x.team == x.first + (int)i));
           at = x.end;
         }
-        CHECK(at == tiles[r]);
+        CHECK(at == units[r]);
       }
-    if (longest_run) CHECK(longest_run - shortest_run <= 1 + (moves ? 4 * NEAR : 0));
+    if (longest_run) CHECK(longest_run - shortest_run <= 1 + (moves ? 4 * NEAR_UNITS : 0));
     moved += moves;
   }
   printf("%d %d\\n", batch, moved);
 }
 """  # noqa: E501
+
+#: Every part is in one group, whose counter holds its parts; what groups make lies where nothing else does.
+GROUPS = """
+#include "run.cuh"
+#include <set>
+#define CHECK(x) do { if (!(x)) { printf("%d parts: %s\\n", parts, #x); exit(1); } } while (0)
+int main() {
+  for (int parts = Groups::FROM; parts <= 600; ++parts) {
+    const Groups groups(parts);
+    CHECK(groups.number > 1 && groups.number < 16 && groups.number * groups.bits <= Groups::DONE);
+    int part = 0;
+    std::set<int> keepers;
+    for (int group = 0; group < groups.number; ++group) {
+      CHECK(groups.begin(group) == part && groups.size(group) >= 2 && groups.size(group) < 1 << groups.bits);
+      for (int i = 0; i < groups.size(group); ++i) CHECK(groups.of(part++) == group);
+      const int keeper = groups.keeper(group);
+      CHECK(keeper > 0 && keeper < parts - 1 && groups.of(keeper) == group && keepers.insert(keeper).second);
+    }
+    CHECK(part == parts);
+  }
+}
+"""
 
 #: `copy_rows` of attend.cuh puts chunk `column` of a row at row * line + (column ^ swizzle(row)) * 16.
 SWIZZLE = """
@@ -297,8 +320,8 @@ def batches(seed: int) -> list[tuple[list[int], list[int]]]:
         {"TEAM": 1, "CLUSTER": 2, "WARPS": 8, "MIN_TILES": 1},
         {"NUM_KV_HEADS": 1, "TEAM": 1, "WARPS": 8, "MIN_TILES": 1, "WINDOW_LEFT": 500},
         {"TEAM": 2, "QUERY_LEN": 4, "CHUNK": 256, "GROUP": 2},
-        {"NEAR": 1, "STAGES": 2},
-        {"NEAR": 2, "TEAM": 1, "WARPS": 3, "KEYS": 32},
+        {"NEAR": 1, "STAGES": 2, "ASKED": 4},
+        {"NEAR": 2, "TEAM": 1, "WARPS": 3, "KEYS": 32, "ASKED": 8},
     ],
     ids=str,
 )
@@ -319,6 +342,11 @@ def test_every_tile_has_one_owner_and_sharers_know_each_other(
     done = subprocess.run([program], input=text, capture_output=True, text=True, timeout=300)
     assert done.stdout.split()[:1] == [str(count)], done.stdout + done.stderr
     assert (int(done.stdout.split()[1]) > count // 8) == ("NEAR" in constants), "batches whose borders move"
+
+
+def test_groups_of_a_pair_of_many_parts(tmp_path: Path) -> None:
+    done = subprocess.run([build(tmp_path, GROUPS)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and not done.stdout, done.stdout
 
 
 def test_keys_in_shared_memory_meet_different_banks(tmp_path: Path) -> None:

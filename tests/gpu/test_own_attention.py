@@ -49,7 +49,13 @@ def once_compiled(model: Any, make_cache: Any, caplog: pytest.LogCaptureFixture)
     return second
 
 
-@pytest.mark.parametrize("name", ["bloom", "falcon", "gpt_neo", "gptj", "mpt"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("bloom", "falcon", "gpt_neo", "gptj", "mpt"),
+        *("ctrl", "dbrx", "gemma3n_text", "longcat_flash", "recurrent_gemma", "xglm"),
+    ],
+)
 def test_attached(name: str, caplog: pytest.LogCaptureFixture) -> None:
     import torchpaged.hf as hf
     from torchpaged.testing.coverage.architectures import model_of

@@ -42,7 +42,7 @@ REPRESENTATIVE = (
         "gptj",
     ),
     *("mistral", "gemma2", "gemma3_text", "gemma3n_text", "gemma4_text", "gpt_oss", "llama4_text"),
-    *("qwen3_next", "jamba", "deepseek_v3", "diffllama", "mamba", "deepseek_v32"),
+    *("qwen3_next", "jamba", "deepseek_v3", "diffllama", "mamba", "cpmant"),
 )
 
 

@@ -226,6 +226,11 @@ class Session:
         """`plans_every_step`, for steps of one query token per request."""
         return self.planning_of(1) == Planning.EVERY_STEP
 
+    @property
+    def specs(self) -> tuple[AttentionSpec, ...]:
+        """What its layers are known to ask for, each once."""
+        return tuple(self._workspaces)
+
     def workspace(self, spec: AttentionSpec) -> dict[str, Tensor]:
         """What a layer passes to ``ops.paged_attention`` beside the batch: keyword arguments, tensors that
         stay where they are.

@@ -26,7 +26,7 @@ class AutomaticPrefixes:
         costs: when it pays; default: `costs_of` the device.
 
     Attributes:
-        costs: as given.
+        costs, max_blocks_per_req: as given.
 
     Raises:
         ArgumentError: a size below 1.
@@ -53,6 +53,7 @@ class AutomaticPrefixes:
             if size < 1:
                 raise ArgumentError(name, "at least 1", str(size))
         self.costs = costs_of(device) if costs is None else costs
+        self.max_blocks_per_req = max_blocks_per_req
         self._sizes, self.block_size, self._device = sizes, block_size, torch.device(device)
         self._buffers: dict[tuple[int, int], SharedPrefixes] = {}
 
@@ -98,7 +99,7 @@ class AutomaticPrefixes:
         if not groups:
             return None
         shared = self.buffers(num_reqs, num_tokens)
-        shared.set(groups, block_tables, query_lens)
+        shared.set(groups, block_tables, query_lens, seq_lens)
         return shared
 
     def attach(self, metadata: AttentionMetadata, block_tables: Sequence[Sequence[int]]) -> AttentionMetadata:

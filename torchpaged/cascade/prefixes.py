@@ -43,6 +43,7 @@ class SharedPrefixes:
         shift: ``[num_reqs]`` int32, blocks of each request that its group has; 0 = in none.
         group_of_row: ``[num_reqs]`` int64; requests in no group say 0.
         block_size: tokens per block.
+        query_lens: of the requests that the groups were made for; None before `set`.
     """
 
     block_table: Tensor
@@ -53,6 +54,7 @@ class SharedPrefixes:
     shift: Tensor
     group_of_row: Tensor
     block_size: int
+    query_lens: tuple[int, ...] | None = None
 
     @classmethod
     def allocate(
@@ -80,7 +82,11 @@ class SharedPrefixes:
         )
 
     def set(
-        self, groups: Sequence[PrefixGroup], block_tables: Sequence[Sequence[int]], query_lens: Sequence[int]
+        self,
+        groups: Sequence[PrefixGroup],
+        block_tables: Sequence[Sequence[int]],
+        query_lens: Sequence[int],
+        seq_lens: Sequence[int] | None = None,
     ) -> None:
         """Write the groups of a batch into the buffers, in place; copies to a GPU don't wait for it.
 
@@ -88,10 +94,13 @@ class SharedPrefixes:
             groups: as `find_prefix_groups` finds them, or as the caller knows them.
             block_tables: of the batch's requests.
             query_lens: of the batch's requests, at most as many as the buffers were made for.
+            seq_lens: KV tokens of each, the new ones included, or fewer: what the host knows that they have.
+                None: it knows nothing, and whether a prefix lies before the queries of its requests is
+                checked where values on the device are, and not else.
 
         Raises:
             ArgumentError: more groups, requests or tokens than there is room for, a request in two groups, or
-                one whose blocks are not its group's; nothing is written then.
+                one whose blocks are not its group's, or not before its queries; nothing is written then.
         """
         num_groups, width = self.block_table.shape
         num_reqs, num_tokens = self.shift.shape[0], self.order.shape[0]
@@ -109,6 +118,7 @@ class SharedPrefixes:
         shared = [list(block_tables[group.rows[0]][: group.num_blocks]) for group in groups]
         for group, blocks in zip(groups, shared, strict=True):
             _check_group(group, blocks, block_tables, query_lens, self.block_size)
+            _check_lens(group, query_lens, seq_lens, self.block_size)
         starts = [0, *itertools.accumulate(query_lens)]
         tokens = [token for row in members for token in range(starts[row], starts[row + 1])]
         order = tokens + sorted(set(range(num_tokens)) - set(tokens))
@@ -132,11 +142,25 @@ class SharedPrefixes:
             (self.group_of_row, group_of_row),
         ):
             buffer.copy_(to_device(numbers, buffer.dtype, device))
+        self.query_lens = tuple(query_lens)
 
     def of(self, metadata: AttentionMetadata) -> AttentionMetadata:
         """The batch with these groups, for layers of `torchpaged.PagedAttention`; computed on the device, so
         that a captured step calls it within its graph. It is of these lengths: after lengths or tables
-        changed in place, as by `torchpaged.advance_step`, call it anew."""
+        changed in place, as by `torchpaged.advance_step`, call it anew.
+
+        Raises:
+            ArgumentError: the batch has other query lengths than the groups were made for, as far as the
+                host knows both.
+        """
+        known = metadata.query_lens
+        if known is not None and self.query_lens is not None and not _same_lens(known, self.query_lens):
+            raise ArgumentError(
+                "metadata",
+                f"a batch of query lengths {list(self.query_lens)}, as these groups were made for",
+                str(list(known)),
+                "call prefixes.set for every batch whose query lengths change",
+            )
         own = self.suffix(metadata.block_table, metadata.seq_lens)
         return replace(metadata, prefixes=CascadeBatch(self, *own))
 
@@ -179,3 +203,24 @@ def _check_group(
             str(tokens),
             "split the group, as find_prefix_groups does",
         )
+
+
+def _check_lens(
+    group: PrefixGroup, query_lens: Sequence[int], seq_lens: Sequence[int] | None, block_size: int
+) -> None:
+    for row in group.rows if seq_lens is not None else ():
+        context = seq_lens[row] - query_lens[row]
+        if context < group.num_blocks * block_size:
+            raise ArgumentError(
+                "groups",
+                f"prefixes before the queries of their requests: row {row} has {context} tokens there",
+                f"one of {group.num_blocks * block_size}",
+                "find the groups anew after tokens were taken back",
+            )
+
+
+def _same_lens(known: Sequence[int], own: Sequence[int]) -> bool:
+    """Whether the lengths are the same; padding rows behind them count nothing."""
+    return tuple(known[: len(own)]) == tuple(own[: len(known)]) and not any(
+        (*known[len(own) :], *own[len(known) :])
+    )

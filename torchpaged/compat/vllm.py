@@ -34,6 +34,9 @@ from torchpaged.compat.vllm_layer import (
 from torchpaged.compat.vllm_ops import FP8_NAMES
 from torchpaged.custom_ops.errors import BackendUnavailableError
 
+#: What newer vLLM may say of a batch that changes who sees what.
+_UNKNOWN = ("mm_req_doc_ranges", "rswa_prefix_lens", "dcp_local_seq_lens", "encoder_seq_lens")
+
 
 class TorchpagedMetadataBuilder(AttentionMetadataBuilder):
     """Takes vLLM's tensors as they are: the kernels read lengths and tables on the device, nothing is
@@ -53,9 +56,13 @@ class TorchpagedMetadataBuilder(AttentionMetadataBuilder):
         """The batch of a step.
 
         Raises:
-            NotImplementedError: causality that differs between requests.
+            NotImplementedError: causality that differs between requests, or tokens that see more than
+                causality and windows say.
         """
         common = common_attn_metadata
+        for name in _UNKNOWN:
+            if getattr(common, name, None) is not None:
+                raise NotImplementedError(f"torchpaged: a batch with {name} is not supported")
         causal = getattr(common, "causal", True)
         if not isinstance(causal, bool):
             raise NotImplementedError("torchpaged: causality of each request its own is not supported")
@@ -115,9 +122,15 @@ class TorchpagedAttentionBackend(AttentionBackend):
         return (num_blocks, 2, block_size, num_kv_heads, head_size)
 
     @staticmethod
-    def get_supported_kernel_block_sizes() -> list[Any]:
-        """Any size runs; the fast prefill takes multiples of 8, and vLLM's own sizes are multiples of 16."""
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
+        """Any size runs; the fast prefill takes multiples of 8, and vLLM's own sizes are multiples of 16.
+        Newer vLLM asks with the spec of a group of layers."""
         return [MultipleOf(16)]
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        """Newer vLLM asks."""
+        return True
 
     @classmethod
     def supports_sink(cls) -> bool:

@@ -53,8 +53,8 @@ class DecodeLoop:
         max_batch_size: rows.
         max_blocks_per_req: blocks of a row at most.
         steps_per_launch: K, decode steps per launch.
-        options: further arguments of `WholeStepRunner` (``buckets``, ``compile``, ``progress``, ``capture``
-            ...).
+        options: further arguments of `WholeStepRunner` (``buckets``, ``compile``, ``progress``, ``capture``,
+            ``prefixes`` ...).
 
     Attributes:
         runner: the graph runner.
@@ -104,6 +104,7 @@ class DecodeLoop:
         # Till recorded: a launch's number, steps before it, rows.
         self._starting: tuple[int, int, list[tuple[int, Sequence]]] | None = None
         self._moving = False  # rows change places: what the device holds is known again behind it
+        self._regroup = True  # whether rows changed since it was found which of them share blocks
         self._step_count = StepCount()
         self.decoded = 0
 
@@ -111,7 +112,7 @@ class DecodeLoop:
     def place(self, sequence: Sequence) -> None:
         """Give ``sequence`` the lowest idle row; its newest token decodes in the next launch."""
         self._settle()
-        row = self._sequences.index(None)
+        row, self._regroup = self._sequences.index(None), True
         self._sequences[row], sequence.row, sequence.blocks_on_device = sequence, row, len(sequence.blocks)
         sequence.step_count, sequence.steps_read = self._step_count, self._step_count.started
         self._busy_rows = None
@@ -121,6 +122,7 @@ class DecodeLoop:
         """Take ``sequence`` out of its row. What it has in flight is ignored later."""
         row = sequence.row
         if row is not None:
+            self._regroup = True
             self._sequences[row], sequence.row = None, None
             self._busy_rows, self._has_idle_rows = None, True
             self._to_write.pop(row, None)
@@ -147,7 +149,7 @@ class DecodeLoop:
         """
         self.runner.reset()
         self.rows.ring.resync()
-        self._starting, self._moving = None, False  # whatever it was, no row of it is left
+        self._starting, self._moving, self._regroup = None, False, True  # no row of it is left
         for sequence in self._sequences:
             if sequence is not None:
                 sequence.row = None
@@ -177,11 +179,23 @@ class DecodeLoop:
         self._flush()
         busy = self._busy()  # rows may have moved
         num_rows = busy[-1][0] + 1
+        if self._regroup:
+            self._find_groups(num_rows)
         with profile_range("decode", batch=len(busy), tokens=len(busy) * self.steps_per_launch):
             self._starting = (self.rows.ring.launched, self._step_count.started, busy)
             self.runner.launch(num_rows)
         self._settle()
         return True
+
+    def _find_groups(self, num_rows: int) -> None:
+        """Which rows share blocks, for the launches until a row changes. Rows only grow meanwhile: their
+        lengths as the host knows them are what they have at least."""
+        tables: list[list[int]] = [[] for _ in range(num_rows)]
+        lens = [0] * num_rows
+        for row, sequence in self._busy():
+            tables[row], lens[row] = sequence.blocks, len(sequence)
+        self.runner.find_groups(tables, lens)
+        self._regroup = False
 
     def _settle(self) -> None:
         """Record the launch that was begun, if the device has it. Wherever this is interrupted, the next call
@@ -274,7 +288,7 @@ class DecodeLoop:
             return
         idle = [row for row in range(len(busy)) if self._sequences[row] is None]
         pairs = list(zip(busy[-len(idle) :], idle, strict=True))
-        self._moving = True
+        self._moving = self._regroup = True
         for old, new in pairs:
             sequence = self._sequences[old]
             assert sequence is not None

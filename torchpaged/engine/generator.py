@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from torchpaged.cache import BlockPool
+from torchpaged.cascade import CascadeCosts
 from torchpaged.custom_ops.errors import ArgumentError, NotCopyableError
 from torchpaged.engine.calls import Calls, HandOut, Inbox
 from torchpaged.engine.decode_loop import DecodeLoop
@@ -31,13 +32,16 @@ from torchpaged.engine.device import WholeStepRunner
 from torchpaged.engine.model import PagedModelProtocol
 from torchpaged.engine.numbers import shown
 from torchpaged.engine.options import (
+    check_flags,
     check_options,
     decide_compile,
     decide_graphs,
     decide_prefill_buckets,
     paged_model,
+    require_invariant,
     tokens_per_request,
 )
+from torchpaged.engine.prefix_groups import check_cascade, find_prefixes
 from torchpaged.engine.prefill_graphs import PrefillGraphs
 from torchpaged.engine.prompts import list_prompts, list_sampling, token_ids
 from torchpaged.engine.sampling import SamplingParams
@@ -94,12 +98,25 @@ class Generator:
         lookahead: tokens ahead of need that a decoding request gets blocks for while the pool is mostly free;
             default: 128 on a GPU, none on a CPU.
         capture: how steps become graphs, as in `torchpaged.graphs.DecodeGraphRunner`.
+        share_prefixes: requests that run at the same time and begin with the same tokens share the full
+            blocks of these, which the first of them computes. False: each computes and keeps its own; "auto":
+            they share, unless ``batch_invariant``.
+        cascade: decode steps read blocks that several requests share once, where that pays
+            (`torchpaged.cascade`): with graphs by a second graph per bucket, captured when it is first
+            needed. True: by the device's own costs; `torchpaged.cascade.CascadeCosts`: by these; False:
+            never. `cascade_reason` says what was decided.
+        batch_invariant: every step of a request has the same shapes whoever runs beside it, and attention
+            gives it the same bits, by a backend that declares it: decode steps are all of ``max_batch_size``
+            rows, a step prefills one request, none shares blocks or is put back. The other ops are torch's,
+            which gives a row of a matrix product the same bits at any place among as many rows on the
+            devices seen, but promises it nowhere. A step that broke off makes its requests begin again.
         progress: called with ``(done, total, text)`` while buckets are captured.
 
     Attributes:
         choice: which backend runs and why.
         loop: the decode loop over the device's rows; None without graphs.
         graph_reason, compile_reason: why there are graphs or not, and whether decode steps are compiled.
+        cascade_reason: whether shared prefixes may be read once, and why.
         fusion_report: what `torchpaged.hf.fuse` did to the model; None if it is not fused.
         stats: counters.
 
@@ -133,6 +150,9 @@ class Generator:
         capture_ahead: bool | str = "auto",
         lookahead: int | None = None,
         capture: str | CaptureBackend = "auto",
+        share_prefixes: bool | str = "auto",
+        cascade: bool | CascadeCosts = True,
+        batch_invariant: bool = False,
         progress: Callable[[int, int, str], None] | None = None,
     ) -> None:
         check_options(
@@ -143,8 +163,15 @@ class Generator:
                 "steps_per_launch": steps_per_launch,
                 "lookahead": 1 if lookahead is None else lookahead + 1,
             },
-            {"compile": compile, "graphs": graphs, "capture_ahead": capture_ahead},
+            {
+                "compile": compile,
+                "graphs": graphs,
+                "capture_ahead": capture_ahead,
+                "share_prefixes": share_prefixes,
+            },
         )
+        check_cascade(cascade)
+        check_flags(batch_invariant=batch_invariant)
         self.max_seq_len = tokens_per_request(model, max_seq_len)
         self.model: PagedModelProtocol = paged_model(
             model,
@@ -158,6 +185,7 @@ class Generator:
             prefill_chunk_size=prefill_chunk_size,
             kv_dtype=kv_dtype,
             kv_scales=kv_scales,
+            batch_invariant=batch_invariant,
         )
         self.tokenizer = tokenizer
         self.choice, self.device = self.model.choice, torch.device(self.model.device)
@@ -185,6 +213,22 @@ class Generator:
             self.graph_reason,
             self.choice.backend.capabilities.graph_support,
         )
+        if batch_invariant:
+            require_invariant(
+                use_graphs=use_graphs,
+                graph_reason=self.graph_reason,
+                buckets=buckets,
+                share_prefixes=share_prefixes,
+                max_batch_size=max_batch_size,
+                max_seq_len=self.max_seq_len,
+                num_blocks=cache.num_blocks,
+                block_size=cache.block_size,
+                needs_scales=getattr(self.model, "needs_scales", False),
+            )
+            buckets = [max_batch_size]
+        shares = not batch_invariant if share_prefixes == "auto" else bool(share_prefixes)
+        columns = -(-self.max_seq_len // cache.block_size)
+        prefixes, self.cascade_reason = find_prefixes(self.model, cascade, shares, columns)
         self.pool = BlockPool(cache.num_blocks)
         self.loop: DecodeLoop | None = None
         self._prefill_graphs: PrefillGraphs | None = None
@@ -202,6 +246,7 @@ class Generator:
                 capture=capture,
                 ahead=on_gpu if capture_ahead == "auto" else bool(capture_ahead),
                 progress=progress,
+                prefixes=prefixes,
             )
         if lookahead is None:
             lookahead = _LOOKAHEAD if on_gpu and use_graphs else 0
@@ -212,8 +257,10 @@ class Generator:
             prefill_chunk_size,
             steps_per_launch if use_graphs else 0,
             lookahead,
+            share_prefixes=shares,
+            one_prompt_per_step=batch_invariant,
         )
-        self._stepper = Stepper(self.model, self.scheduler, self.loop, self._prefill_graphs)
+        self._stepper = Stepper(self.model, self.scheduler, self.loop, self._prefill_graphs, prefixes)
         self._requests, self._next_id = self._stepper.requests, 0
         self.stats: GeneratorStats = self._stepper.stats
         self._calls = Calls(self._stepper)

@@ -37,6 +37,13 @@ def check_options(sizes: Mapping[str, int], switches: Mapping[str, bool | str]) 
             raise ArgumentError(name, "True, False or 'auto'", repr(value))
 
 
+def check_flags(**flags: bool) -> None:
+    """Refuse flags that are neither True nor False."""
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise ArgumentError(name, "True or False", repr(value))
+
+
 def tokens_per_request(model: Any, max_seq_len: int | None) -> int:
     """``max_seq_len`` if the model allows it; None: the model's, at most 2048."""
     limit = _max_positions(model)
@@ -70,6 +77,7 @@ def paged_model(
     prefill_chunk_size: int,
     kv_dtype: str | torch.dtype | None = None,
     kv_scales: Any = "head",
+    batch_invariant: bool = False,
 ) -> PagedModelProtocol:
     """``model`` itself if it is paged, else a `PagedModel` of it, fused first if asked.
 
@@ -110,6 +118,13 @@ def paged_model(
                     f"nothing with a {type(model).__name__}, whose cache and backend are made",
                     repr(value),
                 )
+        if batch_invariant and not getattr(model, "batch_invariant", False):
+            raise ArgumentError(
+                "batch_invariant",
+                f"False with a {type(model).__name__}, whose backend is chosen",
+                "True",
+                "give it to PagedModel",
+            )
         limits = model.session.limits
         for name, size, limit in (
             ("max_batch_size", max_batch_size, "max_num_reqs"),
@@ -153,7 +168,46 @@ def paged_model(
         limits=limits,
         kv_dtype=kv_dtype,
         kv_scales=kv_scales,
+        batch_invariant=batch_invariant,
     )
+
+
+def require_invariant(
+    *,
+    use_graphs: bool,
+    graph_reason: str,
+    buckets: Sequence[int] | None,
+    share_prefixes: bool | str,
+    max_batch_size: int,
+    max_seq_len: int,
+    num_blocks: int,
+    block_size: int,
+    needs_scales: bool,
+) -> None:
+    """Refuse what would let a request's bits depend on the others of an engine.
+
+    Raises:
+        ArgumentError: no graphs, whose decode steps are of one size; buckets of several; shared prefixes,
+            which others compute; so few blocks that a request may be put back and computed otherwise; or
+            scales of fp8 pools that the first prompt would give all others.
+    """
+    wants = "with batch_invariant=True"
+    if not use_graphs:
+        raise ArgumentError("batch_invariant", "graphs: decode steps of one size", f"none ({graph_reason})")
+    if buckets is not None and list(buckets) != [max_batch_size]:
+        raise ArgumentError("buckets", f"None or [{max_batch_size}] {wants}", str(list(buckets)))
+    if share_prefixes is True:
+        raise ArgumentError("share_prefixes", f"'auto' or False {wants}", "True")
+    need = max_batch_size * -(-max_seq_len // block_size) + 1
+    if num_blocks < need:
+        raise ArgumentError(
+            "num_blocks",
+            f"at least {need} {wants}: {max_batch_size} requests of {max_seq_len} tokens and the null block, "
+            "so that none is put back and computed again in other steps",
+            str(num_blocks),
+        )
+    if needs_scales:
+        raise ArgumentError("kv_scales", f"scales {wants}: those found are of the first prompt", "none")
 
 
 def decide_graphs(graphs: bool | str, choice: Choice, on_gpu: bool) -> tuple[bool, str]:

@@ -17,6 +17,7 @@ from collections.abc import Sequence as Seq
 import torch
 from torch import Tensor
 
+from torchpaged.cascade import AutomaticPrefixes
 from torchpaged.engine.model import PagedModelProtocol
 from torchpaged.engine.prefill_graphs import PrefillGraphs
 from torchpaged.engine.sampling import sample, seen_tokens
@@ -31,18 +32,30 @@ class PackedSteps:
     Args:
         model: the paged model.
         graphs: of its prefills; None: all are launched from Python.
+        prefixes: who finds the groups of `decode`; None: requests are read one by one.
     """
 
-    def __init__(self, model: PagedModelProtocol, graphs: PrefillGraphs | None = None) -> None:
+    def __init__(
+        self,
+        model: PagedModelProtocol,
+        graphs: PrefillGraphs | None = None,
+        prefixes: AutomaticPrefixes | None = None,
+    ) -> None:
         self._model, self._device, self._graphs = model, torch.device(model.device), graphs
+        self._prefixes = prefixes
 
     def decode(self, sequences: list[Sequence]) -> Tensor:
         """One token each: logits ``[len(sequences), vocab_size]``."""
         ids = [s.token_at(len(s) - 1) for s in sequences]
         with profile_range("decode", batch=len(ids), tokens=len(ids)):
-            metadata = self._metadata(
-                [1] * len(ids), [len(s) for s in sequences], [s.blocks for s in sequences]
-            )
+            batch = [1] * len(ids), [len(s) for s in sequences], [s.blocks for s in sequences]
+            query_lens, seq_lens, tables = batch
+            shared, width = None, None
+            if self._prefixes is not None:
+                width = self._prefixes.max_blocks_per_req
+                shared = self._prefixes.update(len(ids), len(ids), tables, query_lens, seq_lens)
+            metadata = self._metadata(*batch, width)
+            metadata = metadata if shared is None else shared.of(metadata)
             return self._model(self._longs(ids), metadata, None)
 
     def reset(self) -> None:
@@ -85,7 +98,11 @@ class PackedSteps:
         return to_device(numbers, torch.int64, self._device)
 
     def _metadata(
-        self, query_lens: list[int], seq_lens: list[int], tables: list[list[int]]
+        self,
+        query_lens: list[int],
+        seq_lens: list[int],
+        tables: list[list[int]],
+        width: int | None = None,
     ) -> AttentionMetadata:
         cache = self._model.kv_cache
         metadata = AttentionMetadata.from_lists(
@@ -94,6 +111,7 @@ class PackedSteps:
             tables,
             block_size=cache.block_size,
             num_blocks=cache.num_blocks,
+            max_blocks_per_req=width,
             device=self._device,
         )
         if self._model.session.plans:

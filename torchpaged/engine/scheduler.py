@@ -4,6 +4,9 @@ Continuous batching (Orca, OSDI 2022) over a block pool (vLLM, arXiv:2309.06180)
 prompts are prefilled in chunks within a token budget, and when the pool runs dry the youngest request is put
 back and recomputed later. The oldest request is never put back, so that there is always progress.
 
+Requests that begin with the same tokens share the full blocks of these: the first one computes them, the
+others wait for that and take them (`SharedBlocks`).
+
 Sequences with a row in the decode loop may be further than the host has read: their blocks are counted from
 the tokens they may have, and before one of them is put back the caller reads what is in
 flight (`short_of_blocks`).
@@ -17,6 +20,7 @@ from dataclasses import dataclass, field
 
 from torchpaged.cache import BlockPool
 from torchpaged.engine.sequence import Sequence
+from torchpaged.engine.shared_blocks import SharedBlocks
 
 
 @dataclass
@@ -43,6 +47,11 @@ class Scheduler:
             slot of the step after them.
         lookahead: further tokens that every decoding request gets blocks for while the pool is mostly free
             and nobody waits, so that block tables change rarely.
+        share_prefixes: let requests share blocks.
+        one_prompt_per_step: a step prefills one request at most, so that its chunks are those it has alone.
+
+    Attributes:
+        shared_tokens: tokens that requests did not compute, since others had.
     """
 
     def __init__(
@@ -53,13 +62,18 @@ class Scheduler:
         prefill_chunk_size: int,
         ahead: int = 0,
         lookahead: int = 0,
+        *,
+        share_prefixes: bool = True,
+        one_prompt_per_step: bool = False,
     ) -> None:
         self.pool, self.block_size = pool, block_size
         self.ahead, self.lookahead = ahead, lookahead
         self.max_batch_size, self.prefill_chunk_size = max_batch_size, prefill_chunk_size
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # oldest first
-        self.preemptions = 0
+        self.preemptions = self.shared_tokens = 0
+        self._shared = SharedBlocks(block_size) if share_prefixes else None
+        self._one_prompt_per_step = one_prompt_per_step
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that ``num_tokens`` tokens take."""
@@ -81,6 +95,8 @@ class Scheduler:
         """Start over with ``sequences``, whatever was half done: all of them wait, and nobody
         holds blocks."""
         self.pool.reset()
+        if self._shared is not None:
+            self._shared.clear()
         self.waiting, self.running = deque(sorted(sequences, key=lambda s: s.request_id)), []
         for sequence in self.waiting:
             sequence.blocks, sequence.num_computed, sequence.blocks_on_device = [], 0, 0
@@ -92,6 +108,8 @@ class Scheduler:
         for sequence in list(self.running):
             if sequence in step.put_back:
                 continue  # meanwhile, to make room for an older one
+            if not self._begin(sequence):
+                continue
             if _decodes(sequence):
                 if self._reserve(sequence, self._tokens_ahead(sequence), step):
                     step.decodes.append(sequence)
@@ -99,7 +117,7 @@ class Scheduler:
             count = min(sequence.remaining, budget)
             if count and self._reserve(sequence, self._tokens_after(sequence, count), step):
                 step.chunks.append((sequence, count))
-                budget -= count
+                budget = 0 if self._one_prompt_per_step else budget - count
         step.decodes = [sequence for sequence in step.decodes if sequence not in step.put_back]
         step.chunks = [(sequence, count) for sequence, count in step.chunks if sequence not in step.put_back]
         self._look_ahead(step)
@@ -165,6 +183,24 @@ class Scheduler:
             self.running.append(sequence)
             self.running.sort(key=lambda s: s.request_id)
 
+    def _begin(self, sequence: Sequence) -> bool:
+        """Give a request that begins the blocks that it shares with others; False: one of them is computing
+        what they share, and that is waited for."""
+        if self._shared is None or sequence in self._shared:
+            return True
+        found = self._shared.find(sequence)
+        if found is None:
+            return False
+        self._shared.promise(sequence)
+        sequence.blocks, sequence.num_computed = self.pool.fork(found), len(found) * self.block_size
+        self.shared_tokens += sequence.num_computed
+        return True
+
+    def computed(self, sequence: Sequence) -> None:
+        """More of its prompt is computed: others may share that."""
+        if self._shared is not None:
+            self._shared.computed(sequence)
+
     def _reserve(self, sequence: Sequence, num_tokens: int, step: Schedule) -> bool:
         """Give ``sequence`` blocks for ``num_tokens`` tokens, putting back younger requests if need be."""
         missing = self._missing(sequence, num_tokens)
@@ -190,6 +226,8 @@ class Scheduler:
         self.preemptions += 1
 
     def _release(self, sequence: Sequence) -> None:
+        if self._shared is not None:
+            self._shared.forget(sequence)
         self.pool.free(sequence.blocks)
         sequence.blocks = []
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 @dataclass
 class GeneratorStats:
     """Counters since construction. Seconds are of prefill and of decode; a mixed step is split by its
-    parts' time."""
+    parts' time. ``shared_tokens``: tokens of prompts that were not prefilled, since another request had
+    them."""
 
     num_blocks: int
     peak_blocks_used: int = 0
@@ -19,6 +20,7 @@ class GeneratorStats:
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     preemptions: int = 0
+    shared_tokens: int = 0
     steps: int = 0
 
     def add_step(self, seconds: float, decode_seconds: float | None, decoded: int, prefilled: int) -> None:

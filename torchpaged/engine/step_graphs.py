@@ -9,6 +9,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import Any
 
+from torchpaged.cascade import AutomaticPrefixes
 from torchpaged.engine.decode_loop import DecodeLoop
 from torchpaged.engine.model import PagedModelProtocol
 from torchpaged.engine.prefill_graphs import PrefillGraphs
@@ -29,6 +30,7 @@ def make_step_graphs(
     capture: str | CaptureBackend,
     ahead: bool,
     progress: Callable[[int, int, str], None] | None,
+    prefixes: AutomaticPrefixes | None = None,
 ) -> tuple[DecodeLoop, PrefillGraphs | None]:
     """The decode loop, and the graphs of prefills.
 
@@ -42,6 +44,7 @@ def make_step_graphs(
         capture: how steps become graphs.
         ahead: capture all of them now.
         progress: called with ``(done, total, text)`` while they are captured.
+        prefixes: of decode steps, as in `WholeStepRunner`; their graphs are captured when they are needed.
 
     Raises:
         CaptureError: a bucket could not be captured ahead.
@@ -53,7 +56,13 @@ def make_step_graphs(
         "watch": model.kv_cache.tensors(),
     }
     loop = DecodeLoop(
-        model, steps_per_launch=steps_per_launch, capture=capture, compile=compile, buckets=buckets, **shared
+        model,
+        steps_per_launch=steps_per_launch,
+        capture=capture,
+        compile=compile,
+        buckets=buckets,
+        prefixes=prefixes,
+        **shared,
     )
     if ahead:
         loop.runner.capture()

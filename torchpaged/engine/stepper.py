@@ -23,6 +23,7 @@ from functools import partial
 
 import torch
 
+from torchpaged.cascade import AutomaticPrefixes
 from torchpaged.custom_ops.errors import ArgumentError, RequestError
 from torchpaged.engine.decode_loop import DecodeLoop
 from torchpaged.engine.model import PagedModelProtocol
@@ -51,6 +52,7 @@ class Stepper:
         scheduler: who runs, and with which blocks.
         loop: the decode loop; None to decode without graphs.
         prefill_graphs: of prefills; None: all are launched from Python.
+        prefixes: who finds the groups of decode steps without a loop; None: nobody.
 
     Attributes:
         requests: by id, those that wait or run.
@@ -63,9 +65,10 @@ class Stepper:
         scheduler: Scheduler,
         loop: DecodeLoop | None,
         prefill_graphs: PrefillGraphs | None = None,
+        prefixes: AutomaticPrefixes | None = None,
     ) -> None:
         self._model, self._scheduler, self._loop = model, scheduler, loop
-        self._packed = PackedSteps(model, prefill_graphs)
+        self._packed = PackedSteps(model, prefill_graphs, prefixes)
         self._work = Work.REST
         self._launches_return_at_once = torch.device(model.device).type == "cuda"
         self.requests: dict[int, Sequence] = {}
@@ -156,6 +159,7 @@ class Stepper:
             decode_seconds = None if self._launches_return_at_once else between - started
             self.stats.add_step(time.perf_counter() - started, decode_seconds, decoded, prefilled)
             self.stats.preemptions = self._scheduler.preemptions
+            self.stats.shared_tokens = self._scheduler.shared_tokens
             self.stats.peak_blocks_used = self._scheduler.pool.peak_used
 
     def _launch(self, loop: DecodeLoop, plan: Schedule) -> float:
@@ -172,6 +176,7 @@ class Stepper:
             self._work = Work.BOOKS
             for sequence, count in plan.chunks:
                 sequence.num_computed += count
+                self._scheduler.computed(sequence)
             self._work = Work.ROWS
             if done:
                 loop.finish_prefill(done, logits)
@@ -208,6 +213,7 @@ class Stepper:
         self._work = Work.BOOKS
         for sequence, count in [*((s, 1) for s in plan.decodes), *plan.chunks]:
             sequence.num_computed += count
+            self._scheduler.computed(sequence)
         for sequence, token in zip(rows, tokens, strict=True):
             self._accept(sequence, token)
         return between

@@ -14,7 +14,7 @@ from torchpaged.backends.ops_choice import choose_ops, traced_ops
 from torchpaged.custom_ops import BACKEND_OPS, BackendOps, check_native_dtype
 from torchpaged.custom_ops.attention.check import check_options, check_paged_attention
 from torchpaged.custom_ops.checks import check_tensors, is_int, refuse_grad
-from torchpaged.custom_ops.errors import ArgumentError
+from torchpaged.custom_ops.errors import ArgumentError, BackendUnavailableError
 from torchpaged.functional.arguments import given, traced_sizes
 from torchpaged.functional.one_call import OneCall, able_backend, planned_once
 
@@ -41,6 +41,7 @@ def paged_attention(
     chunk_size: int | None = None,
     tree_mask: Tensor | None = None,
     workspace: Mapping[str, Tensor] | None = None,
+    batch_invariant: bool = False,
     return_lse: bool = False,
     out: Tensor | None = None,
     ops: BackendOps | None = None,
@@ -73,6 +74,9 @@ def paged_attention(
             ``session.workspace(spec)``; the session has planned the batch if it plans at all. None: nothing
             is kept: a GPU kernel makes its semaphore anew, which costs a memset, and a backend that plans
             plans for this call alone, which compiled code can't.
+        batch_invariant: give each request the same bits whoever is in the batch with it: by a backend that
+            declares it, in a session for this call alone; eager calls only, and without a ``workspace``. A
+            `torchpaged.PagedAttention` of that option keeps its session, and may be compiled.
         return_lse: also return the log-sum-exp.
         out: ``[num_tokens, num_heads, head_dim_v]`` in q's dtype to write into, which is returned; apart from
             q and the pools, any strides with a contiguous last dimension. None: a new one.
@@ -88,6 +92,8 @@ def paged_attention(
             all reasons.
     """
     kept: Mapping[str, Any] = {} if workspace is None else workspace
+    if batch_invariant:
+        _require_own_session(workspace)
     trees = given(tree_mask=tree_mask)  # a backend that does not take one need not know the argument
     if not torch.compiler.is_compiling():
         if not isinstance(kept, Mapping):
@@ -169,14 +175,21 @@ def paged_attention(
             chunk_size=chunk_size,
             lse=return_lse,
             scale=scale,
+            batch_invariant=batch_invariant,
             tree_mask=tree_mask,
         )
         if ops is None:
             ops = choose_ops(q.device, spec)
         check_native_dtype(ops.paged_attention, q=q, k_cache=k_cache)
-        if ops is not _DEFAULT:
+        if ops is not _DEFAULT or batch_invariant:
             backend = able_backend(ops, spec)
-            if backend is not None and workspace is None and backend.capabilities.planning:
+            if batch_invariant and backend is None:
+                raise BackendUnavailableError(
+                    "ops: handles of no backend that declares batch_invariant: a request's bits may depend on "
+                    "the others; leave ops out, or give those of one that does"
+                )
+            needs_session = batch_invariant or (backend is not None and backend.capabilities.planning)
+            if backend is not None and workspace is None and needs_session:
                 batch = OneCall(block_table, seq_lens, query_start_loc, max_query_len)
                 # a variable of this function, since it must live until the op has run
                 session = planned_once(backend, spec, batch, q.shape[0], k_cache)
@@ -214,3 +227,19 @@ def paged_attention(
         **kept,
     )
     return out if lse is None else (out, lse)
+
+
+def _require_own_session(workspace: Mapping[str, Tensor] | None) -> None:
+    """Batch invariance is a matter of what a backend's session keeps: one that was opened for such a spec."""
+    if torch.compiler.is_compiling():
+        raise ValueError(
+            "batch_invariant: expected False in a traced call, which can't open a session, got True; use "
+            "torchpaged.PagedAttention(batch_invariant=True), which keeps one"
+        )
+    if workspace is not None:
+        raise ArgumentError(
+            "workspace",
+            "None with batch_invariant=True: nothing tells whose spec a workspace is of",
+            "a workspace",
+            "leave batch_invariant out: open the session with attention_spec(batch_invariant=True)",
+        )

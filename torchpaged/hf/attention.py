@@ -16,9 +16,11 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
 
+from torchpaged.cascade import attend_in_groups
 from torchpaged.custom_ops.errors import ArgumentError, BackendUnavailableError, UnsupportedModelError
 from torchpaged.hf.class_tables import fill_class_tables
 from torchpaged.hf.cross import cross_batch, require_no_plan
+from torchpaged.hf.indexed import attend_with_sinks, select
 from torchpaged.hf.known_models import TAKES_NO_NONE
 from torchpaged.hf.latent import LatentLayer, latent_attention
 from torchpaged.hf.layer import PagedLayer, cache_of, layer_of
@@ -32,7 +34,7 @@ from torchpaged.profiling import ranged_attention
 #: The name under which the functions are registered.
 NAME = "torchpaged"
 # Arguments of the interface that change which keys are seen, and that no op here knows: refused, never
-# dropped.
+# dropped; gathered keys are selected by a mask from ``indices``.
 _SPARSE = ("indices", "block_indices")
 
 
@@ -52,6 +54,7 @@ def paged_attention_forward(
     is_causal: bool | None = None,
     alibi_slopes: Tensor | None = None,
     masks_itself: bool = False,
+    shared_pools: tuple[Tensor, Tensor] | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention function.
@@ -66,6 +69,8 @@ def paged_attention_forward(
         softcap, s_aux, sinks: soft cap and sink logits (``sinks`` is the newer name of ``s_aux``).
         alibi_slopes: ``[num_heads]`` float32; for `torchpaged.hf.own_attention`, on the paged path only.
         masks_itself: the module's window is in none of the masks that its model asks for.
+        shared_pools: the pools behind ``key`` and ``value``, where a trace lost them; for
+            `torchpaged.hf.traceable`.
 
     Returns:
         ``([batch, query_len, num_heads, head_dim_v], None)``.
@@ -74,6 +79,7 @@ def paged_attention_forward(
         UnsupportedModelError: the model needs something that the paged path would get wrong.
         BackendUnavailableError: the cache's backend declares not to run this attention.
     """
+    key, value = shared_pools or (key, value)
     layer = layer_of(key)
     sinks = s_aux if sinks is None else sinks
     if layer is None or layer_of(value) is not layer:
@@ -127,6 +133,11 @@ def paged_attention_forward(
         raise BackendUnavailableError(
             f"backend {owner.backend.choice.name!r} cannot run this attention: tree_mask is not supported"
         )
+    alike = causal and window is None and alibi_slopes is None and not trees
+    if metadata.prefixes is not None and layer.reads_in_groups and alike:
+        pools, own = (key, value), {"scale": scale, "logits_soft_cap": softcap, **layer.scales}
+        attend_in_groups(q, pools, metadata, out, owner.backend.ops, sinks, **own)
+        return out.view(batch, query_len, num_heads, value.shape[-1]), None
     attend = owner.backend.ops.paged_attention
     if not torch.compiler.is_compiling() and is_profiling():
         attend = ranged_attention(attend, layer.index)
@@ -156,8 +167,8 @@ def _transformed(module: nn.Module) -> UnsupportedModelError:
     if torch.compiler.is_compiling() and getattr(module, "is_kv_shared_layer", False):
         return UnsupportedModelError(
             f"{type(module).__name__} shares another layer's pools and takes them through Tensor.to, "
-            "behind which compiled code does not know them (transformers 5.17; not 5.23); run it "
-            "uncompiled, or use PagedCache(..., dense=True)"
+            "behind which compiled code does not know them (transformers 5.17; not 5.23); call "
+            "torchpaged.hf.attach(model), run it uncompiled, or use PagedCache(..., dense=True)"
         )
     return UnsupportedModelError(
         f"{type(module).__name__} changes the cached keys or values before attention, so that they are no "
@@ -233,13 +244,20 @@ def _dense(
 ) -> tuple[Tensor, None]:
     """A call without a paged cache: on our kernels where they give what SDPA gives, else as SDPA does it."""
     name = type(module).__name__
-    if any(kwargs.get(k) is not None for k in _SPARSE):
+    if kwargs.get("block_indices") is not None:
         raise _sparse(name)
     if kwargs.get("cache") is not None:
         raise UnsupportedModelError(
             f"{name} got a cache of continuous batching outside of it; call model.generate_batch, which "
             "runs an attention function of its own"
         )
+    indices = kwargs.pop("indices", None)
+    if indices is not None:
+        mask = select(mask, indices, query.dtype, name)
+    is_eager = sinks is not None and softcap is None and not (dropout and module.training)
+    if is_eager and mask is not None and mask.dim() == 4 and (indices is not None or bias is not None):
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        return attend_with_sinks(query, key, value, mask, scale, sinks, bias), None
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     causal = bool(causal) and query.shape[2] > 1
     needs_kernel = softcap is not None or sinks is not None

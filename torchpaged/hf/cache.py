@@ -12,8 +12,8 @@ A forward begins with the first layer that writes and is complete with the last 
 between leaves rows of which some layers hold more tokens than others: the cache refuses to go on until
 ``reset()``.
 
-What it is made of: its rows (cache_rows.py, and row_changes.py for what generate() does to them between
-forwards), what the masks told (cache_masks.py), the backend (chosen_backend.py) and the order of the layers
+What it is made of: its rows (cache_rows.py, row_changes.py for what generate() does to them between forwards, and
+row_groups.py for those that share blocks), what the masks told (cache_masks.py), the backend (chosen_backend.py) and the order of the layers
 (forward_order.py).
 """
 
@@ -28,6 +28,7 @@ from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
 
 from torchpaged.backends import Choice, Limits, Planning, Session
 from torchpaged.cache import BlockPool
+from torchpaged.cascade import CascadeCosts
 from torchpaged.custom_ops.checks import is_int
 from torchpaged.custom_ops.errors import (
     ArgumentError,
@@ -45,6 +46,7 @@ from torchpaged.hf.kv_scales import KVScales, Scales, require_paged
 from torchpaged.hf.latent import keeps_latents
 from torchpaged.hf.layer import SET_UP, PagedLayer, mask_token
 from torchpaged.hf.row_changes import RowChanges
+from torchpaged.hf.row_groups import RowGroups
 from torchpaged.hf.support import require_made_by_user, require_paged_layers, require_supported_config
 from torchpaged.hf.template import HybridPagedLayer, paged_layers
 from torchpaged.metadata import AttentionMetadata
@@ -73,11 +75,18 @@ class PagedCache(Cache):
         kv_scales: of fp8 pools: "head" or "tensor", found in the first forward's keys and values, one per kv
             head or one per layer, and kept until the cache is gone; or for each paged layer
             ``(k_scale, v_scale)``, as the attribute of this name holds them.
+        cascade: decode steps read blocks that several rows share once, where that pays
+            (`torchpaged.cascade`): rows share them after beams were reordered or rows repeated. True: by the
+            device's own costs; `torchpaged.cascade.CascadeCosts`: by these; False: never. Not in decoders
+            with cross attention.
+        batch_invariant: attention gives a row the same bits whoever is in the batch with it: by a backend
+            that declares it, else the cache is refused. Of the model's own linear layers torch promises
+            nothing of the kind.
 
     Attributes:
         dense: whether keys and values are gathered.
         dense_reason: why, if nobody asked for it; else empty.
-        rows, masks, backend, order: what it is made of.
+        rows, masks, backend, order, groups: what it is made of.
         paged: the paged ones of its ``layers``.
 
     Raises:
@@ -102,6 +111,8 @@ class PagedCache(Cache):
         dense: bool | None = None,
         kv_dtype: str | torch.dtype | None = None,
         kv_scales: str | Scales = "head",
+        cascade: bool | CascadeCosts = True,
+        batch_invariant: bool = False,
     ) -> None:
         sizes = {"max_batch_size": max_batch_size, "max_seq_len": max_seq_len, "block_size": block_size}
         for name, size in sizes.items():
@@ -113,12 +124,26 @@ class PagedCache(Cache):
             )
         if dense not in (None, True, False):
             raise ArgumentError("dense", "None, True or False", repr(dense))
+        if not isinstance(batch_invariant, bool):
+            raise ArgumentError("batch_invariant", "True or False", repr(batch_invariant))
+        if batch_invariant and kv_dtype is not None and isinstance(kv_scales, str):
+            raise ArgumentError(
+                "kv_scales",
+                "scales, with batch_invariant=True and fp8 pools: those found are of the first batch",
+                repr(kv_scales),
+                "give those that another cache of this model found: its kv_scales",
+            )
         require_supported_config(config)
         text_config = config.get_text_config(decoder=True)
         self.name = str(text_config.model_type)
         attached = keeps_latents(text_config)
         self.dense_reason = NEEDS_DENSE.get(self.name, "") if dense is None and not attached else ""
         self.dense = bool(self.dense_reason) if dense is None else dense
+        if self.dense and batch_invariant:
+            raise UnsupportedModelError(
+                f"{self.name}: batch_invariant is not held where keys are gathered "
+                f"({self.dense_reason or 'dense=True'}): SDPA promises nothing of the kind"
+            )
         latent = attached and not self.dense
         super().__init__(layers=paged_layers(text_config, max_seq_len, self, latent))
         self.paged = [layer for layer in self.layers if isinstance(layer, PagedLayer)]
@@ -145,9 +170,10 @@ class PagedCache(Cache):
         )
         self.rows = CacheRows(limits, max_seq_len)
         self.masks = CacheMasks(self.name, self.rows, self.paged)
-        self.backend = ChosenBackend(backend, limits, self.paged)
+        self.backend = ChosenBackend(backend, limits, self.paged, batch_invariant)
         self.order = ForwardOrder(self.name, self.paged, crosses)
-        self._changes = RowChanges(self.rows, self.layers)
+        self.groups = RowGroups(self.rows, self.paged, cascade if self.keys_of_queries else False)
+        self._changes = RowChanges(self.rows, self.layers, self.groups)
         self._mask_token = mask_token(self)
 
     @classmethod
@@ -161,6 +187,8 @@ class PagedCache(Cache):
         dense: bool | None = None,
         kv_dtype: str | torch.dtype | None = None,
         kv_scales: str | Scales = "head",
+        cascade: bool | CascadeCosts = True,
+        batch_invariant: bool = False,
         **call: Any,
     ) -> PagedCache:
         """A cache as large as one call of generate() needs.
@@ -171,7 +199,8 @@ class PagedCache(Cache):
 
         Args:
             model: the model.
-            block_size, num_blocks, backend, dense, kv_dtype, kv_scales: as for `PagedCache`.
+            block_size, num_blocks, backend, dense, kv_dtype, kv_scales, cascade, batch_invariant: as for
+                `PagedCache`.
             call: generate()'s arguments; what they leave out is taken from ``generation_config`` and from the
                 model's. Of an encoder-decoder model, the decoder's prompt must be among them.
 
@@ -190,6 +219,8 @@ class PagedCache(Cache):
             dense=dense,
             kv_dtype=kv_dtype,
             kv_scales=kv_scales,
+            cascade=cascade,
+            batch_invariant=batch_invariant,
         )
 
     def _not_of_fp8(self) -> set[str]:
@@ -324,6 +355,7 @@ class PagedCache(Cache):
             self.first_use(layer)
         if layer.is_first:
             self.rows.advance(batch, query_len)
+            self.groups.advance(query_len)
             if self.session.planning_of(query_len) > Planning.NEVER:
                 self._plan(batch, query_len)
         self.order.leave(layer, query_len)
@@ -356,7 +388,12 @@ class PagedCache(Cache):
         alone."""
         if not self.keys_of_queries:  # cross attention: what `advance` was told of are the encoder's tokens
             self.rows.fill_query_starts(query_len)
-        return self.rows.metadata(batch, query_len)
+        return self.groups.of(self.rows.metadata(batch, query_len))
+
+    @property
+    def in_groups(self) -> bool:
+        """Whether the forward that runs may read shared prefixes once."""
+        return self.groups.active
 
     def gather(self, pool: Tensor, batch: int) -> Tensor:
         """`CacheRows.gather`."""
@@ -424,6 +461,7 @@ class PagedCache(Cache):
         for layer in self.layers:
             layer.reset()  # a paged one has nothing to do, unless it keeps a recurrent state too
         self.rows.forget()
+        self.groups.forget()
         self.order.reset()
         self.masks.forget()
 

@@ -10,6 +10,7 @@ automatic choice, since all backends write the same cache; a backend that was na
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from torchpaged.backends import (
     select_backend,
 )
 from torchpaged.backends.capabilities import used_features
+from torchpaged.backends.prefix_groups import reads_in_groups
 from torchpaged.custom_ops import BackendOps
 from torchpaged.custom_ops.errors import BackendUnavailableError
 
@@ -64,6 +66,7 @@ class ChosenBackend:
         asked: a name or "auto".
         limits: the largest batches of the session.
         layers: the cache's `PagedLayer`s; each is given its ``workspace``.
+        batch_invariant: ask for backends that give a request the same bits in any company.
 
     Attributes:
         choice: which backend runs and why.
@@ -77,9 +80,16 @@ class ChosenBackend:
     ops: BackendOps
     capabilities: Capabilities
 
-    def __init__(self, asked: str, limits: Limits, layers: Sequence[Any]) -> None:
+    def __init__(
+        self, asked: str, limits: Limits, layers: Sequence[Any], batch_invariant: bool = False
+    ) -> None:
         self._asked, self._limits, self._layers = asked, limits, layers
+        self.batch_invariant = batch_invariant
         self.specs: dict[AttentionSpec, None] = {}
+
+    def _asks(self, spec: AttentionSpec) -> AttentionSpec:
+        """With what every layer of the cache asks."""
+        return replace(spec, batch_invariant=True) if self.batch_invariant else spec
 
     def choose(self, specs: Iterable[AttentionSpec]) -> None:
         """Choose for these specs alone.
@@ -88,7 +98,7 @@ class ChosenBackend:
             BackendUnavailableError: the named backend can't run them all, or none can; the choice before
                 stays.
         """
-        wanted = dict.fromkeys(specs)
+        wanted = dict.fromkeys(map(self._asks, specs))
         choice = select_backend(list(wanted), self._asked)
         before: Session | None = getattr(self, "session", None)
         device = next(iter(wanted)).device
@@ -100,14 +110,18 @@ class ChosenBackend:
         self.choice, self.specs = choice, wanted
         self.ops, self.capabilities = self.session.ops, self.session.capabilities
         for layer in self._layers:
-            if layer.spec in wanted:
-                layer.workspace = self.session.workspace(layer.spec)
+            if layer.spec is not None and self._asks(layer.spec) in wanted:
+                self.give_workspace(layer, layer.spec)
             else:
                 layer.spec = layer.asked = None  # what it asked for elsewhere, or in another dtype
 
     def give_workspace(self, layer: Any, spec: AttentionSpec) -> None:
-        """Give ``layer`` what the session keeps for layers of ``spec``."""
+        """Give ``layer`` what the session keeps for layers of ``spec``, and say whether such layers may read
+        shared prefixes once."""
+        spec = self._asks(spec)
         layer.spec, layer.workspace = spec, self.session.workspace(spec)
+        able = reads_in_groups(spec, self.session.capabilities, layer.workspace)
+        layer.reads_in_groups = able and not self.session.plans
 
     def require(self, spec: AttentionSpec) -> None:
         """Hold the choice to one more spec; eager calls only.
@@ -115,7 +129,7 @@ class ChosenBackend:
         Raises:
             BackendUnavailableError: as `choose`.
         """
-        if spec not in self.specs:
+        if self._asks(spec) not in self.specs:
             self.choose([*self.specs, spec])
 
     def hold(

@@ -26,6 +26,8 @@ OWN_ATTENTION = frozenset(
         "xglm",
     }
 )
+#: Of them, those whose modelling file makes no causal mask in transformers 5.17, and gets one from us.
+MAY_LACK_CAUSAL_MASK = frozenset({"big_bird", "megatron-bert", "rembert", "roformer"})
 #: Models of multi-head latent attention, whose layers a `PagedCache` keeps as latents once the model is
 #: attached: their modules expand cached latents in a method of their own.
 CACHES_LATENTS = frozenset(
@@ -41,6 +43,8 @@ CACHES_LATENTS = frozenset(
         "youtu",
     }
 )
+#: Models that select the keys of each query by an indexer that caches keys of its own.
+SELECTS_KEYS = frozenset({"axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4"})
 _LATENT = (
     "expands its cached latents to keys and values before it attends; torchpaged.hf.attach(model) makes it "
     "attend over the latents"
@@ -50,9 +54,11 @@ _BIAS = "adds a bias by positions to its scores"
 #: gathers for them unless it is told otherwise.
 NEEDS_DENSE: dict[str, str] = {
     **dict.fromkeys(sorted(CACHES_LATENTS), _LATENT),
+    **dict.fromkeys(sorted(SELECTS_KEYS), "selects the keys of each query by an indexer"),
     "diffllama": "regroups its cached values before it attends",
     "doge": "makes a mask of its cached values",
     "jetmoe": "repeats its cached keys and values before it attends",
+    "inkling2_text": _BIAS,
     "inkling_text": _BIAS,
     "longt5": _BIAS,
     "mt5": _BIAS,

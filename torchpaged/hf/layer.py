@@ -65,6 +65,10 @@ class PagedOwner(Protocol):
     ready: bool
     keys_of_queries: bool  # written tokens are the queries of the attention behind; not in cross attention
 
+    @property
+    def in_groups(self) -> bool:
+        """Whether the forward that runs may read shared prefixes once."""
+
     def prepare(self, key_states: Tensor, head_dim_v: int | None = None) -> None:
         """Set up everything that depends on the device and the batch, once; ``head_dim_v`` if it is not
         the keys'."""
@@ -139,6 +143,7 @@ class PagedLayer(CacheLayerMixin):
         self.spec: AttentionSpec | None = None  # of that call, or before it of the config
         # What the backend's session keeps for such calls: arguments of `paged_attention`.
         self.workspace: dict[str, Tensor] = {}
+        self.reads_in_groups = False  # whether that kind of call may read shared prefixes once
         self.scales: dict[str, Tensor] = {}  # ``k_scale`` and ``v_scale`` of fp8 pools, once they are known
         self.states_dtype: torch.dtype | None = None  # of keys and values as they come
         self._watched = False  # whether attention was seen to take the pools as they are
@@ -225,8 +230,10 @@ class PagedLayer(CacheLayerMixin):
     def writes_query_tokens(self) -> bool:
         """``are_query_tokens`` of this layer's writes. The first layer moves the step on right in front of
         its write, by ordinary kernels that the attention must not overtake: its write holds the
-        attention back."""
-        return self.owner.keys_of_queries and not self.is_first
+        attention back. So does the write of a layer that reads in groups, whose attention is several
+        launches."""
+        in_groups = self.reads_in_groups and self.owner.in_groups
+        return self.owner.keys_of_queries and not self.is_first and not in_groups
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import sys
 import types
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -21,10 +22,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.masking_utils import create_masks_for_generate
+from transformers.masking_utils import create_causal_mask, create_masks_for_generate
 
 from torchpaged.custom_ops.errors import UnsupportedModelError
 from torchpaged.hf.attention import paged_attention_forward
+from torchpaged.hf.known_models import MAY_LACK_CAUSAL_MASK
 from torchpaged.hf.layer import PagedLayer, layer_of
 
 _MARK, _SLOPES = "_torchpaged_own_attention", "_torchpaged_slopes"
@@ -306,12 +308,71 @@ def _positions(module: nn.Module) -> tuple[str, Callable[..., Any]]:
     return "forward", forward
 
 
-#: Class of a module beside attention -> the same, for models whose attention modules were given theirs.
-HELPERS: dict[str, Callable[[nn.Module], tuple[str, Callable[..., Any]]]] = {
+def lacks_causal_mask(model: Any) -> bool:
+    """Whether a decoder's modelling file makes no causal mask: of transformers 5.17, its prompts see tokens
+    behind their own, in a prefill and not in the steps after it. Versions before and after make one."""
+    if model.config.model_type not in MAY_LACK_CAUSAL_MASK or not model.config.is_decoder:
+        return False
+    return not hasattr(sys.modules[type(model).__module__], "create_causal_mask")
+
+
+def _causal(module: Any) -> tuple[str, Callable[..., Any]] | None:
+    """The mask that a decoder of such a file needs; with a paged cache, transformers' mask function tells it
+    the padding."""
+    if not lacks_causal_mask(module):
+        return None
+    plain = module.forward
+
+    def forward(
+        self: Any,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        *args: Any,
+        **given: Any,
+    ) -> Any:
+        embeds = given.get("inputs_embeds")
+        shape, device = (
+            (input_ids.shape, input_ids.device) if embeds is None else (embeds.shape[:2], embeds.device)
+        )  # type: ignore[union-attr]
+        mask = create_causal_mask(
+            config=self.config,
+            inputs_embeds=torch.empty(*shape, 0, dtype=self.dtype, device=device),
+            attention_mask=attention_mask,
+            past_key_values=given.get("past_key_values"),
+        )
+        if mask is None:  # nothing looks at it, and the module makes one of its own where none comes
+            mask = torch.zeros(1, 1, 1, 1, dtype=self.dtype, device=device)
+        return plain(input_ids, mask, *args, **given)
+
+    return "forward", forward
+
+
+def _sinusoids(module: Any) -> tuple[str, Callable[..., Any]]:
+    """Position embeddings whose table grows with the cache's length, which compiled code can't look at: there
+    a position past the table raises."""
+    plain = module.forward
+
+    def forward(self: Any, position_ids: Tensor, past_key_values_length: Any = 0) -> Tensor:
+        if not (torch.compiler.is_compiling() and isinstance(past_key_values_length, Tensor)):
+            return plain(position_ids, past_key_values_length)
+        rows: Tensor = self.weights.index_select(0, position_ids.flatten() + self.offset)
+        return rows.view(*position_ids.shape, -1).detach()
+
+    return "forward", forward
+
+
+#: Class of a module beside attention -> the same, for models whose attention modules were given theirs; None
+#: where this transformers needs nothing.
+HELPERS: dict[str, Callable[[nn.Module], tuple[str, Callable[..., Any]] | None]] = {
+    "BigBirdModel": _causal,
     "BloomForCausalLM": _masks_of_bloom,
+    "MegatronBertModel": _causal,
     "MvpLearnedPositionalEmbedding": _positions,
+    "RemBertModel": _causal,
+    "RoFormerModel": _causal,
     "RoFormerSinusoidalPositionalEmbedding": _positions,
     "TrOCRLearnedPositionalEmbedding": _positions,
+    "XGLMSinusoidalPositionalEmbedding": _sinusoids,
 }
 
 
@@ -332,8 +393,9 @@ def replace_attention(model: PreTrainedModel) -> int:
         _replace(module, *MAKERS[type(module).__name__](module))
     for module in model.modules() if modules else ():
         helper = HELPERS.get(type(module).__name__)
-        if helper is not None:
-            _replace(module, *helper(module))
+        function = None if helper is None else helper(module)
+        if function is not None:
+            _replace(module, *function)
     return len(modules)
 
 

@@ -48,8 +48,11 @@ class PagedModel:
 
         kv_dtype, kv_scales: of the pools, as for `torchpaged.hf.PagedCache`: None, the keys' dtype, or
             "fp8_e4m3" or "fp8_e5m2" with scales given, or found by `find_scales` in the first prompt.
+        batch_invariant: attention gives a request the same bits whoever is in the batch with it, by a backend
+            that declares it.
 
     Attributes:
+        batch_invariant: as given.
         kv_cache: the `PagedKVCache`.
         choice: which backend runs and why.
         session: what it keeps open for the layers, whoever runs them: steps must not overlap on
@@ -72,6 +75,7 @@ class PagedModel:
         limits: Limits | None = None,
         kv_dtype: str | torch.dtype | None = None,
         kv_scales: str | Scales = "head",
+        batch_invariant: bool = False,
     ) -> None:
         require_supported(model)
         model.set_attn_implementation(NAME)
@@ -106,7 +110,9 @@ class PagedModel:
             max_num_reqs=said.max_num_reqs or _MAX_NUM_REQS,
             max_blocks_per_req=said.max_blocks_per_req or max(blocks - 1, 1),
         )
-        self._cache = StepCache(config, limits, self.kv_cache.num_tokens, backend, pools)
+        self.batch_invariant = batch_invariant
+        asked = (backend, pools, batch_invariant)
+        self._cache = StepCache(config, limits, self.kv_cache.num_tokens, *asked)
         for layer, pools, before in zip(self._cache.layers, self.kv_cache, probed.layers, strict=True):
             layer.adopt(before.stored, pools)
             layer.asked, layer.spec = before.asked, before.spec

@@ -16,6 +16,7 @@ from torchpaged.custom_ops.checks import is_int
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.hf.cache_rows import CacheRows
 from torchpaged.hf.layer import PagedLayer
+from torchpaged.hf.row_groups import RowGroups
 
 
 class RowChanges:
@@ -24,10 +25,11 @@ class RowChanges:
     Args:
         rows: the cache's rows.
         layers: all of the cache's layers, of which transformers' own may keep states of their own.
+        groups: of the rows.
     """
 
-    def __init__(self, rows: CacheRows, layers: Sequence[Any]) -> None:
-        self._rows, self._layers = rows, layers
+    def __init__(self, rows: CacheRows, layers: Sequence[Any], groups: RowGroups) -> None:
+        self._rows, self._layers, self._groups = rows, layers, groups
 
     def crop(self, tokens_to_remove: int) -> None:
         """`PagedCache.crop`."""
@@ -59,10 +61,12 @@ class RowChanges:
     def _unshare(self, count: int) -> None:
         """Give every row blocks of its own from its last ``count`` tokens on."""
         rows = self._rows
-        copies = rows.blocks.unshare([max(length - count, 0) for length in rows.lengths()])
+        kept = [max(length - count, 0) for length in rows.lengths()]
+        copies = rows.blocks.unshare(kept)
         if copies is not None:
             rows.upload()
             self._copy_blocks(copies)
+            self._groups.find(kept)
 
     def reindex(self, parents: Sequence[int]) -> None:
         """New row ``i`` is a fork of old row ``parents[i]``, see `RowBlocks.reindex`. Nothing to do for rows
@@ -94,9 +98,12 @@ class RowChanges:
             )
         if list(parents) == list(range(len(rows.blocks))):
             return
-        copies = rows.blocks.reindex(parents, rows.lengths())
+        lengths = rows.lengths()
+        self._groups.forget()
+        copies = rows.blocks.reindex(parents, lengths)
         rows.select(parents)
         self._copy_blocks(copies)
+        self._groups.find([lengths[parent] for parent in parents])
 
     def _copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """``(source, destination)`` pairs in every layer's pools."""

@@ -56,6 +56,7 @@ class StepCache(Cache):
         max_seq_len: int,
         backend: str,
         kv_dtype: torch.dtype | None = None,
+        batch_invariant: bool = False,
     ) -> None:
         super().__init__(layers=paged_layers(config, max_seq_len, self, keeps_latents(config)))
         self.name = str(config.model_type)
@@ -65,7 +66,8 @@ class StepCache(Cache):
         self._config = config
         self.num_blocks, self.block_size = limits.need("num_blocks", "block_size")
         self.max_seq_len = max_seq_len
-        self.backend, self.masks = ChosenBackend(backend, limits, self.layers), PackedMasks()
+        self.backend = ChosenBackend(backend, limits, self.layers, batch_invariant)
+        self.masks = PackedMasks()
         # Scales of 1 for pools made here: `torchpaged.hf.packed_scales` gives adopted ones theirs.
         ones = "head" if kv_dtype is None else [(1.0, 1.0)] * len(self.layers)
         self.kv, self.paged = KVScales(kv_dtype, ones, len(self.layers)), self.layers
@@ -103,6 +105,11 @@ class StepCache(Cache):
         whoever made the step."""
         assert self.metadata is not None and self.metadata.slot_mapping is not None
         return self.metadata.slot_mapping
+
+    @property
+    def in_groups(self) -> bool:
+        """Whether the step's requests share prefixes that are read once."""
+        return self.metadata is not None and self.metadata.prefixes is not None
 
     def metadata_of(self, batch: int, query_len: int) -> AttentionMetadata:
         """The step's tensors."""

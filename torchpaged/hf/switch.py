@@ -11,7 +11,7 @@ functions replaced, too.
 
 from __future__ import annotations
 
-import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -23,8 +23,9 @@ from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
 from torchpaged.hf.attention import NAME
 from torchpaged.hf.known_models import OWN_ATTENTION, require_expressible
 from torchpaged.hf.latent import forget, latent_functions, remember
-from torchpaged.hf.own_attention import put_in, replace_attention, restore_attention
+from torchpaged.hf.own_attention import lacks_causal_mask, put_in, replace_attention, restore_attention
 from torchpaged.hf.support import require_supported, uses_attention_interface
+from torchpaged.hf.traceable import traceable_functions
 
 _BEFORE = "_torchpaged_before"
 
@@ -56,14 +57,14 @@ def _reach_copies(model: PreTrainedModel) -> None:
             part.set_attn_implementation(NAME)
 
 
-def _require_causal(model: PreTrainedModel) -> None:
-    """Refuse a model whose modelling file makes no causal mask: big_bird, megatron-bert, rembert and roformer
-    of transformers 5.17, whose prompts see tokens behind their own, in a prefill and not in the steps after
-    it."""
-    if not hasattr(sys.modules[type(model).__module__], "create_causal_mask"):
-        raise UnsupportedModelError(
+def _say_if_made_causal(model: PreTrainedModel) -> None:
+    """What it gives is other than the same transformers gives without us, and must not be so unsaid."""
+    if lacks_causal_mask(model):
+        warnings.warn(
             f"{type(model).__name__} of transformers {transformers.__version__} makes no causal mask: its "
-            "prompts see tokens behind their own; a newer transformers mends it"
+            "prompts see tokens behind their own. Attached, it is masked causally, as other versions of "
+            "transformers do",
+            stacklevel=3,
         )
 
 
@@ -87,7 +88,6 @@ def attach(model: PreTrainedModel) -> PreTrainedModel:
     own = not uses_attention_interface(type(model)) and model.config.model_type in OWN_ATTENTION
     if own:
         require_expressible(model.config)
-        _require_causal(model)
     else:
         require_supported(model)
     before = [(config, config._attn_implementation) for config in _configs(model)]
@@ -100,12 +100,13 @@ def attach(model: PreTrainedModel) -> PreTrainedModel:
         # What set_attn_implementation sets, which leaves these models alone. Not public;
         # tests/hf/test_switch.py notices if it goes.
         model.config._attn_implementation = NAME
+        _say_if_made_causal(model)
     else:
         model.set_attn_implementation(NAME)
         _reach_copies(model)
         functions = latent_functions(model)
+        put_in({**functions, **traceable_functions(model)})
         if functions:
-            put_in(functions)
             remember(model)
     setattr(model, _BEFORE, before)
     return model

@@ -22,6 +22,8 @@ from transformers.cache_utils import (
 
 from torchpaged.cache import layer_kinds
 from torchpaged.custom_ops.errors import UnsupportedModelError
+from torchpaged.hf.indexed import IndexedLayer
+from torchpaged.hf.known_models import SELECTS_KEYS
 from torchpaged.hf.latent import LatentLayer
 from torchpaged.hf.layer import PagedLayer, PagedOwner
 
@@ -86,6 +88,7 @@ def paged_layers(config: Any, max_seq_len: int, owner: PagedOwner, keeps_latents
         UnsupportedModelError: the architecture keeps something in its cache that can be neither.
     """
     layers: list[Any] = []
+    known = config.model_type in SELECTS_KEYS
     try:
         with torch.device("meta"):
             template = StaticCache(config=config, max_cache_len=max_seq_len).layers
@@ -99,10 +102,12 @@ def paged_layers(config: Any, max_seq_len: int, owner: PagedOwner, keeps_latents
         own = _of_registered_kind(owner, index, config, layer)
         if own is not None:
             layers.append(own)
+        elif isinstance(layer, StaticIndexedLayer) and owner.dense and known:
+            layers.append(IndexedLayer(owner, index, window))
         elif isinstance(layer, StaticIndexedLayer):
             raise UnsupportedModelError(
                 f"{config.model_type}: layer {index} caches an indexer (sparse attention), which is not "
-                "supported yet"
+                f"{'paged; use PagedCache(..., dense=True)' if known else 'supported yet'}"
             )
         elif isinstance(layer, LinearAttentionCacheLayerMixin) and isinstance(layer, StaticLayer):
             layers.append(HybridPagedLayer(owner, index, window, chunk, layer.number_of_states))

@@ -112,15 +112,16 @@ def for_cuda_prefill_fp8(c: Configuration, r: random.Random) -> Configuration:
 
 
 def for_cuda_decode(c: Configuration, r: random.Random) -> Configuration:
-    """For decode.cu, with so many requests that a CTA goes through several of them: most heads are 96 numbers
-    wide or more."""
+    """For decode.cu, with so many requests that a CTA goes through several of them, or a third with so few
+    that a pair has many parts; most heads are 96 numbers wide or more."""
     dim, dim_v = r.choice(((128, 128), (128, 128), (128, 128), (96, 96), (192, 128), (256, 256), (64, 64)))
     longest = r.choice((1, 1, 1, 1, 2, 4))
     group = r.choice(
         [n for n in (1, 2, 3, 4, 4, 5, 7, 8) if n * longest <= 16 and -(-n * longest // 8) * dim_v <= 512]
     )
-    kv_heads = r.choice((2, 3, 4, 5, 8))
-    num_reqs = r.choice([n for n in (40, 70, 130, 140, 200, 300) if n * kv_heads > 132])
+    few = r.random() < 0.35
+    kv_heads = r.choice((1, 1, 2, 3) if few else (2, 3, 4, 5, 8))
+    num_reqs = r.choice((1, 1, 2, 3) if few else [n for n in (40, 70, 130, 200, 300) if n * kv_heads > 132])
     dtype = r.choice(("bfloat16", "float16"))
     block_size = r.choice((8, 16, 16, 32, 64))
     heads_first = r.random() < 0.35

@@ -1,7 +1,7 @@
 // Decode attention over a paged cache: stream-K on a fixed grid, one launch, merged by the last arriver.
 //
 // A pair is a request and one kv head, or two narrow ones side by side (PAIR_HEADS). The keys of all requests
-// are cut into tiles of WARPS * KEYS keys and lined up; every team of TEAM CTAs takes an equal run of that
+// are cut into units of a warp's KEYS keys and lined up; every team of TEAM CTAs takes an equal run of that
 // line, whatever the lengths are, each CTA for a pair of its own: device memory answers faster when the heads
 // of a block are read at about one time. Inside a CTA each warp owns KEYS keys of a tile: it copies them to
 // shared memory itself (cp.async, STAGES deep, across the borders of pairs), so that no barrier stands in the
@@ -26,7 +26,7 @@ __device__ __forceinline__ void store_output(const Params &p, const Request &r, 
   const int head = kv_head_of(pair, row), q_head = head * GROUP + row % GROUP;
   // `total` does not tell: it is NaN where a score was NaN or +inf, and 0 where all were -inf, which makes 0
   // / 0.
-  bool sees = true;  // SAME_MASK: a request whose query sees nothing has no tiles
+  bool sees = true;  // SAME_MASK: a request whose query sees nothing has no units
   if constexpr (!SAME_MASK) {
     int low, end;
     visible(r.seq_len - r.query_len + query, r.seq_len, low, end);
@@ -50,11 +50,10 @@ __device__ __forceinline__ void store_output(const Params &p, const Request &r, 
     p.lse[(r.start + query) * p.l_token + q_head * p.l_head] = sees ? (top + log2_(total)) * LN2 : -INF;
 }
 
-// Combine the parts of a pair, left by its CTAs in teams first ...: slot 1 of the first, slot 0 of the
-// others; always in this order. AHEAD: parts asked for at once; a trip to L2 takes longer than everything
-// else here.
-template <int AHEAD> __device__ __forceinline__ void merge_parts(const Params &p, const Cursor &c, int first,
-                                                                 int parts, int thread) {
+// Combine `parts` parts of a pair, from `slot(0)` on in this order, and hand each row's maximum, sum and
+// columns to `use`. AHEAD: parts asked for at once; a trip to L2 takes longer than everything else here.
+template <int AHEAD, class Slot, class Use>
+__device__ __forceinline__ void merge_parts(const Params &p, Slot slot, int parts, int thread, Use use) {
   for (int e = thread; e < ROWS * V_VECTORS; e += THREADS) {
     const int row = e / V_VECTORS, column = e % V_VECTORS;
     float top = FLOOR, total = 0.f;
@@ -66,10 +65,10 @@ template <int AHEAD> __device__ __forceinline__ void merge_parts(const Params &p
       for (int j = 0; j < AHEAD; ++j) {
         // past the end: the last one again, with no weight; no branch between loads
         const int part = min(begin + j, parts - 1);
-        const i64 slot = (i64)((first + part) * TEAM + blockIdx.x % TEAM) * 2 + (part == 0);
-        part_top[j] = load_l2(p.part_state + slot * 2 * ROWS + row);
-        part_total[j] = load_l2(p.part_state + slot * 2 * ROWS + ROWS + row);
-        x[j] = load_l2((const float4 *)p.part_acc + slot * ROWS * V_VECTORS + e);
+        const i64 at = slot(part);
+        part_top[j] = load_l2(p.part_state + at * 2 * ROWS + row);
+        part_total[j] = load_l2(p.part_state + at * 2 * ROWS + ROWS + row);
+        x[j] = load_l2((const float4 *)p.part_acc + at * ROWS * V_VECTORS + e);
       }
 #pragma unroll
       for (int j = 0; j < AHEAD; ++j)
@@ -91,9 +90,44 @@ template <int AHEAD> __device__ __forceinline__ void merge_parts(const Params &p
         sum.w += x[j].w * weight;
       }
     }
-    store_output(p, c.r, c.pair, row, column, top, total, sum);
+    use(row, column, top, total, sum);
   }
 }
+
+// Where a pair's parts are, and where they go when merged. Its CTAs are in teams first ...: slot 1 of the
+// first one holds its part, slot 0 of the others.
+struct PartSlots {
+  int first, begin;  // team; part
+  __device__ __forceinline__ i64 operator()(int i) const {
+    const int part = begin + i;
+    return (i64)((first + part) * TEAM + blockIdx.x % TEAM) * 2 + (part == 0);
+  }
+};
+struct GroupSlots {
+  int first;
+  const Groups &groups;
+  __device__ __forceinline__ i64 operator()(int group) const {
+    return (i64)((first + groups.keeper(group)) * TEAM + blockIdx.x % TEAM) * 2 + 1;
+  }
+};
+struct StoreOutput {
+  const Params &p;
+  const Cursor &c;
+  __device__ __forceinline__ void operator()(int row, int column, float top, float total, float4 x) const {
+    store_output(p, c.r, c.pair, row, column, top, total, x);
+  }
+};
+struct StorePart {
+  const Params &p;
+  i64 slot;
+  __device__ __forceinline__ void operator()(int row, int column, float top, float total, float4 x) const {
+    ((float4 *)p.part_acc)[slot * ROWS * V_VECTORS + row * V_VECTORS + column] = x;
+    if (column == 0) {
+      p.part_state[slot * 2 * ROWS + row] = top;
+      p.part_state[slot * 2 * ROWS + ROWS + row] = total;
+    }
+  }
+};
 
 // Zeros and -inf for what no run covers: requests whose queries see nothing, and token rows after the last
 // request's.
@@ -105,7 +139,7 @@ __device__ __noinline__ void store_empty(const Params &p) {
     if (request < p.num_reqs) {
       Request r;
       r.load(p, request);
-      if (r.num_tiles || r.is_others()) continue;
+      if (r.num_units || r.is_others()) continue;
       first = r.start;
       last = r.start + r.query_len;
     }
@@ -155,16 +189,23 @@ struct Shared {
 // The producer's side of a warp's pipeline: it runs ahead of the warp over the same tiles.
 struct Producer {
   LoadCursor &at;
-  int to_load, ids;
+  int left;    // units of the run from its tile on
   u32 stages;  // the warp's
+  int ids;     // block ids of its tile's batch
+
+  __device__ __forceinline__ Producer(const Params &p, LoadCursor &at, int left, u32 stages, int warp, int lane)
+      : at(at), left(left), stages(stages) {
+    at.r.clip(at.offset + left);
+    ids = load_ids(p, at, warp, lane);
+  }
 
   // The next tile's keys and values on their way to a stage; an empty group of copies if there is none, which
   // keeps the count.
   __device__ __forceinline__ void load(const Params &p, int stage, int warp, int lane) {
-    if (to_load > 0) {
-      const int key = ((at.r.first_tile + at.tile) * WARPS + warp) * KEYS;
-      const int skip = at.r.low - key, real = at.r.end - key;
-      const int batch_tile = at.tile % BATCH, first_slot = BLOCK_SIZE >= KEYS ? key % BLOCK_SIZE : 0;
+    if (left > 0) {
+      const int key = at.key(warp), skip = at.r.low - key, real = at.r.stop() - key;
+      const int first_slot = BLOCK_SIZE >= KEYS ? key % BLOCK_SIZE : 0;
+      const int batch_tile = tile_in_batch(at);
       const u32 to = stages + stage * STAGE_BYTES;
       if (real > 0 && skip < KEYS) {
         const char *k = keys_of(p, at), *v = values_of(p, at);
@@ -172,11 +213,19 @@ struct Producer {
         copy_rows<V_CHUNKS, V_PADDED, V_BLOCK, V_SLOT>(to + KEYS * K_ROW_BYTES, v, ids, batch_tile,
                                                        first_slot, skip, real, lane);
       }
-      if (--to_load > 0) {
+      left -= min(STEP, at.r.num_units - at.offset);
+      if (left > 0) {
         const int old = at.request;
-        if (++at.tile == at.r.num_tiles) at.next_pair(p);
-        if (at.tile % BATCH == 0 && (at.r.num_tiles > BATCH || at.request != old))
+        // the blocks of a pair that begins at its own first unit, all of them: those of the next head, too
+        const bool all = at.offset % STEP == 0 && at.r.num_units <= BATCH * STEP;
+        at.offset += STEP;
+        if (at.offset >= at.r.num_units) {
+          at.next_pair(p);
+          at.r.clip(left);
+          if (!all || at.request != old) ids = load_ids(p, at, warp, lane);
+        } else if (tile_in_batch(at) == 0) {
           ids = load_ids(p, at, warp, lane);
+        }
       }
     }
     cp_async_commit();
@@ -191,7 +240,8 @@ __device__ __forceinline__ void prologue(const Params &p, const Cursor &c, Produ
   if constexpr (PDL && PREFETCH > 0 && LONGEST == 0) {
 #pragma unroll 1
     for (; filled < PREFETCH && is_context(producer.at, warp); ++filled) producer.load(p, filled, warp, lane);
-    if (filled == PREFETCH) prefetch_tiles(p, producer.at, producer.ids, producer.to_load, warp, lane);
+    if (filled == PREFETCH && producer.left > 0)
+      prefetch_tiles(p, producer.at, producer.ids, warp, lane);
   }
   wait_and_launch_next();
   queries.load(p, c, lane);
@@ -255,12 +305,49 @@ __device__ __forceinline__ void hand_over(const Params &p, const Cursor &c, cons
   }
 }
 
+// merge_if_last in two steps (Groups): by a counter of the parts of this CTA's group, and one of
+// groups. Whoever comes last to the second one puts both back to zero.
+__device__ __forceinline__ void merge_groups(const Params &p, const Cursor &c, const Parts &parts, int team,
+                                             int *is_last) {
+  const Groups groups(parts.count);
+  const int group = groups.of(team - parts.first), begin = groups.begin(group), size = groups.size(group);
+  int *semaphore = p.semaphore + c.request * PAIRS + c.pair;
+#pragma unroll 1
+  for (int step = 0; step < 2; ++step) {
+    __syncthreads();  // what all threads stored stands before one thread says so
+    if (threadIdx.x == 0) {
+      const int bit = step == 0 ? group * groups.bits : Groups::DONE;
+      const u32 most = step == 0 ? (1u << groups.bits) - 1 : 15u;
+      u32 old;
+      asm volatile("atom.global.acq_rel.gpu.add.u32 %0, [%1], %2;"
+                   : "=r"(old)
+                   : "l"(semaphore), "r"(1u << bit)
+                   : "memory");
+      *is_last = (int)(old >> bit & most) == (step == 0 ? size : groups.number) - 1;
+      if (step == 1 && *is_last) *semaphore = 0;  // as in merge_if_last
+    }
+    __syncthreads();
+    if (!*is_last) return;
+    if (step == 0)
+      merge_parts<16>(p, PartSlots{parts.first, begin}, size, threadIdx.x,
+                      StorePart{p, GroupSlots{parts.first, groups}(group)});
+    else
+      merge_parts<8>(p, GroupSlots{parts.first, groups}, groups.number, threadIdx.x, StoreOutput{p, c});
+  }
+}
+
 // Say that this CTA's part of a pair is stored; the last one to say so merges them all. Nobody waits here,
 // whether the others run at the same time or have ended. It needs a 0 at the start. A number left by a launch
 // that was cut short, or two launches on two streams that share it, make a merge come early or never, not
 // hang.
-__device__ __forceinline__ void merge_if_last(const Params &p, const Cursor &c, const Parts &parts,
+__device__ __forceinline__ void merge_if_last(const Params &p, const Cursor &c, const Parts &parts, int team,
                                               int *is_last) {
+  if constexpr (GROUPED) {
+    if (parts.count >= Groups::FROM) {
+      merge_groups(p, c, parts, team, is_last);
+      return;
+    }
+  }
   __syncthreads();  // all threads' parts are stored before one thread says so
   if (threadIdx.x == 0) {
     int old;
@@ -273,43 +360,44 @@ __device__ __forceinline__ void merge_if_last(const Params &p, const Cursor &c, 
   }
   __syncthreads();
   if (*is_last) {
-    if (parts.count <= 8) merge_parts<8>(p, c, parts.first, parts.count, threadIdx.x);
-    else merge_parts<16>(p, c, parts.first, parts.count, threadIdx.x);
+    const PartSlots slots = {parts.first, 0};
+    if (parts.count <= 8) merge_parts<8>(p, slots, parts.count, threadIdx.x, StoreOutput{p, c});
+    else merge_parts<16>(p, slots, parts.count, threadIdx.x, StoreOutput{p, c});
   }
 }
 
 // All tiles of a run that is not empty: the loop, and what comes at the end of each pair. `met`: whether this
 // CTA has waited for those of its cluster to have started.
-__device__ __forceinline__ void attend_run(const Params &p, Cursor c, const Run &run, const Shared &shared,
+__device__ __forceinline__ void attend_run(const Params &p, const Run &run, const Shared &shared,
                                            [[maybe_unused]] bool &met, int warp, int lane) {
-  int unit = run.unit;
-  const int unit_end = run.unit_end, total = run.total, teams = run.teams, team = run.team;
-  const int near = NEAR > 0 && run.moves ? NEAR : 0;
+  Cursor c = run.cursor();
+  int left = run.unit_end - run.unit;  // units of the run that are not behind the cursor's pair
+  const int team = Run::team();
+  const int near = NEAR > 0 && run.moves ? NEAR_UNITS : 0;
   const u32 stages = shared_address(shared.stages) + warp * STAGES * STAGE_BYTES;
   LoadCursor ahead(p, c);
-  Producer producer = {ahead, unit_end - unit, 0, stages};
-  producer.ids = load_ids(p, producer.at, warp, lane);
-  int stage = 0;
+  Producer producer(p, ahead, left, stages, warp, lane);
+  int stage = 0, pair_units = c.r.num_units;
+  c.r.clip(c.offset + left);
   Queries queries;
   prologue(p, c, producer, queries, warp, lane);
   State state;
   state.clear();
-  int pair_begin = c.tile;  // first tile of this run in the pair
   Parts parts;
-  parts.find(c, unit, unit_end, total, teams, near);
+  parts.find(c, pair_units, run.unit_end - left, run.unit_end, run.total, run.teams, near);
+  left -= c.r.num_units - c.offset;
 
   while (true) {
     cp_async_wait<STAGES - 2>();
     __syncwarp();
-    const int key = ((c.r.first_tile + c.tile) * WARPS + warp) * KEYS;
+    const int key = c.key(warp);
     producer.load(p, stage == 0 ? STAGES - 1 : stage - 1, warp, lane);  // into what the last round used up
-    if (key < c.r.end && key + KEYS > c.r.low)
+    if (key < c.r.stop() && key + KEYS > c.r.low)
       attend(state, queries, p, c, stages + stage * STAGE_BYTES, key, lane);
     const int used_stage = stage;
     stage = stage == STAGES - 1 ? 0 : stage + 1;
-    ++c.tile;
-    ++unit;
-    if (c.tile < c.r.num_tiles && unit < unit_end) {
+    c.offset += STEP;
+    if (c.offset < c.r.num_units) {
       __syncwarp();
       continue;
     }
@@ -318,8 +406,10 @@ __device__ __forceinline__ void attend_run(const Params &p, Cursor c, const Run 
     [[maybe_unused]] Cursor next;
     if constexpr (ASK_EARLY) {
       next = c;
-      if (unit < unit_end) {  // the next queries come while the states meet
+      if (left > 0) {  // the next queries come while the states meet
         next.next_pair(p);
+        pair_units = next.r.num_units;
+        next.r.clip(left);
         queries.load(p, next, lane);
       }
     }
@@ -327,9 +417,9 @@ __device__ __forceinline__ void attend_run(const Params &p, Cursor c, const Run 
     leave_state(state, (float *)(shared.stages + (warp * STAGES + used_stage) * STAGE_BYTES),
                 shared.all_tops[warp], shared.all_totals[warp], lane);
     __syncthreads();
-    const i64 part = (i64)blockIdx.x * 2 + (pair_begin == 0);
     // -1: the pair begins here, the others' parts come to this CTA
-    [[maybe_unused]] const int sender = team - parts.first - 1;
+    const int sender = team - parts.first - 1;
+    const i64 part = (i64)blockIdx.x * 2 + (sender < 0);
 #if CLUSTER > 1
     if (!met) cluster_wait();
     met = true;
@@ -350,17 +440,19 @@ __device__ __forceinline__ void attend_run(const Params &p, Cursor c, const Run 
       if (threadIdx.x == 0) red_release_cluster(mapa(shared.arrived_parts, parts.first % CLUSTER));
     }
 #endif
-    if (!parts.whole && !parts.near) merge_if_last(p, c, parts, shared.is_last);
-    if (unit == unit_end) break;
+    if (!parts.whole && !parts.near) merge_if_last(p, c, parts, team, shared.is_last);
+    if (left == 0) break;
     __syncthreads();  // the stage is free again
     if constexpr (ASK_EARLY) {
       c = next;
     } else {
       c.next_pair(p);
+      pair_units = c.r.num_units;
+      c.r.clip(left);
+      queries.load(p, c, lane);
     }
-    pair_begin = 0;
-    if constexpr (!ASK_EARLY) queries.load(p, c, lane);
-    parts.find(c, unit, unit_end, total, teams, near);
+    parts.find(c, pair_units, run.unit_end - left, run.unit_end, run.total, run.teams, near);
+    left -= c.r.num_units;
     state.clear();
   }
 }
@@ -393,12 +485,17 @@ extern "C" __global__ void CLUSTERED BOUNDED paged_decode(const __grid_constant_
   // that could wait stands between the start and this line.
   cluster_arrive();
 #endif
-  Cursor c = {};
-  Run run;
-  run.plan(p, lane, c);
+  // The stages are free until all warps know the run.
+  static_assert(Planner::NUMBERS * 4 <= WARPS * STAGES * STAGE_BYTES);
+  __shared__ Run found;
+  if (warp == 0) {
+    const Run run = Planner(p, lane, (int *)stages).run;
+    if (lane == 0) found = run;
+  }
+  __syncthreads();
+  const Run &run = found;
   if (run.unit < run.unit_end) {
-    run.begin(p, c);
-    attend_run(p, c, run, shared, met, warp, lane);
+    attend_run(p, run, shared, met, warp, lane);
   } else {
     wait_and_launch_next();
   }

@@ -40,11 +40,15 @@ inline constexpr int KEYS = 16;                // of one warp in a tile, a multi
 inline constexpr int STAGES = 3;               // tiles on their way or in use, per warp
 inline constexpr int CTAS_PER_SM = 1;          // that registers must suffice for
 inline constexpr int MIN_TILES = 1;            // least tiles of a CTA's run
+// requests of a lane whose lengths are read in one trip to memory
+inline constexpr int ASKED = 2;
 inline constexpr int TEAM = 1;                 // CTAs that read neighbouring pairs of a request side by side
 // tiles that a border of runs may move to an end of a pair; 0: none moves
 inline constexpr int NEAR = 0;
 // a run's next queries are asked for while states of warps meet
 inline constexpr bool ASK_EARLY = false;
+// pairs may have so many parts that they are merged in two steps
+inline constexpr bool GROUPED = false;
 inline constexpr int PREFETCH = 2;             // stages that may be filled while the kernels ahead still run
 inline constexpr int PREFETCH_L2 = 1;          // tiles behind these that are asked for into L2 meanwhile
 #define CLUSTER 2                              // CTAs of a cluster, a power of two; chooses an attribute

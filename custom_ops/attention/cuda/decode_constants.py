@@ -44,9 +44,11 @@ DECODE = Table(
         Constant("STAGES", "int", "tiles on their way or in use, per warp"),
         Constant("CTAS_PER_SM", "int", "that registers must suffice for"),
         Constant("MIN_TILES", "int", "least tiles of a CTA's run"),
+        Constant("ASKED", "int", "requests of a lane whose lengths are read in one trip to memory"),
         Constant("TEAM", "int", "CTAs that read neighbouring pairs of a request side by side"),
         Constant("NEAR", "int", "tiles that a border of runs may move to an end of a pair; 0: none moves"),
         Constant("ASK_EARLY", "bool", "a run's next queries are asked for while states of warps meet"),
+        Constant("GROUPED", "bool", "pairs may have so many parts that they are merged in two steps"),
         Constant("PREFETCH", "int", "stages that may be filled while the kernels ahead still run"),
         Constant("PREFETCH_L2", "int", "tiles behind these that are asked for into L2 meanwhile"),
         Constant(

@@ -576,7 +576,7 @@ def part_numbers(shape: PrefillShape, dim_v: int, programs: int, tiles: int = 0)
 
 def merge_items(shape: PrefillShape, dim_v: int) -> int:
     """CTAs of the merge launch that a tile in parts keeps busy: ITEMS of prefill_merge.cu."""
-    return shape.groups * dim_v // 32
+    return shape.groups * 2 * (dim_v // 32)
 
 
 def late_ctas(programs: int, short: int, split: bool) -> int:

@@ -1,5 +1,6 @@
 // Puts together the tiles that prefill.cu cut into parts: one launch behind it, in which each CTA takes 32
-// columns of a warpgroup's 64 rows of a tile.
+// columns of 32 rows of a tile. Half of its threads take the first parts, half the others: 16 parts are then
+// one trip to L2 instead of two.
 //
 // A thread reads what the thread of the same place stored in each part, always in the same order, so that
 // results are the same bits every time. Launched early, it waits for the prefill launch, or for the decode
@@ -13,7 +14,8 @@
 #include "prefill_suffixes.cuh"
 
 constexpr int SLICE = 4, SLICES = DIM_V / 8 / SLICE;  // blocks of 8 columns
-constexpr int ITEMS = SLICES * GROUPS;                // of a tile, one for a CTA; prefill.py counts them
+constexpr int HALVES = 2;                             // of a warpgroup's rows
+constexpr int ITEMS = SLICES * HALVES * GROUPS;       // of a tile, one for a CTA; prefill.py counts them
 // parts asked for at once: a trip to L2 takes longer than all else here
 constexpr int AHEAD = GROUPS == 2 ? 8 : 4;
 
@@ -32,7 +34,38 @@ __device__ __forceinline__ Shares load_shares(const Shares *from) {
   return x;
 }
 
+// A thread's two rows of SLICE blocks, of the parts so far: maxima, sums, two columns of each row of a block.
+struct Sum {
+  float top[2] = {FLOOR, FLOOR}, total[2] = {}, acc[SLICE * 4] = {};
+
+  __device__ __forceinline__ float4 state() const { return {top[0], top[1], total[0], total[1]}; }
+  __device__ __forceinline__ float4 vector(int n) const {
+    return {acc[n * 4], acc[n * 4 + 1], acc[n * 4 + 2], acc[n * 4 + 3]};
+  }
+
+  __device__ __forceinline__ void add(float4 state, const float4 (&x)[SLICE]) {
+    const float tops[2] = {state.x, state.y}, totals[2] = {state.z, state.w};
+    float keep[2], weight[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float raised = fmaxf(top[r], tops[r]);
+      keep[r] = exp2_(top[r] - raised);
+      weight[r] = exp2_(tops[r] - raised);
+      total[r] = total[r] * keep[r] + totals[r] * weight[r];
+      top[r] = raised;
+    }
+#pragma unroll
+    for (int n = 0; n < SLICE; ++n) {
+      acc[n * 4] = acc[n * 4] * keep[0] + x[n].x * weight[0];
+      acc[n * 4 + 1] = acc[n * 4 + 1] * keep[0] + x[n].y * weight[0];
+      acc[n * 4 + 2] = acc[n * 4 + 2] * keep[1] + x[n].z * weight[1];
+      acc[n * 4 + 3] = acc[n * 4 + 3] * keep[1] + x[n].w * weight[1];
+    }
+  }
+};
+
 extern "C" __global__ void __launch_bounds__(128) paged_prefill_merge(const __grid_constant__ Params p) {
+  __shared__ float4 others[(SLICE + 1) * 64];
   // Every CTA waits, with work or without, and lets the next kernel go only then: to an attention behind this
   // one the ends of those ahead count.
   asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -46,18 +79,20 @@ extern "C" __global__ void __launch_bounds__(128) paged_prefill_merge(const __gr
   if constexpr (CASCADE) shares = load_shares(&cut->shares);
   else if (alike == 1) return;
   for (; item < items; item += gridDim.x) {
-    const int tile = item / ITEMS, group = item / SLICES % GROUPS, block = item % SLICES * SLICE;
+    const int tile = item / ITEMS, half = item / SLICES % (GROUPS * HALVES), block = item % SLICES * SLICE;
     if (item != blockIdx.x) job = load_job(cut->jobs + tile);
-    // no row of the warpgroup stands for a query: it left no part (Math::is_idle)
-    if (job.tile * TOKENS + group * 64 / GROUP >= job.query_len) continue;
-    const int thread = group * 128 + threadIdx.x, lane = thread % 32;
+    // No row of these stands for a query. A warpgroup without such rows left no part (Math::is_idle).
+    if (job.tile * TOKENS + half * 32 / GROUP >= job.query_len) continue;
+    const bool late = threadIdx.x >= 64;  // of the later parts
+    const int thread = half * 64 + threadIdx.x % 64, lane = thread % 32;
     const int parts = CASCADE ? shares.count(tile / SHARERS) : alike;
-    float top[2] = {FLOOR, FLOOR}, total[2] = {}, acc[SLICE * 4] = {};
-    for (int begin = 0; begin < parts; begin += AHEAD) {
+    const int middle = (parts + 1) / 2, end = late ? parts : middle;
+    Sum sum;
+    for (int begin = late ? middle : 0; begin < end; begin += AHEAD) {
       float4 state[AHEAD], x[AHEAD][SLICE];
 #pragma unroll
       for (int j = 0; j < AHEAD; ++j) {
-        if (begin + j >= parts) break;
+        if (begin + j >= end) break;
         const int unit = CASCADE ? shares.unit(tile / SHARERS, begin + j) * SHARERS + tile % SHARERS
                                  : tile * parts + begin + j;
         const float4 *at = part_of(p, unit) + thread;
@@ -67,28 +102,25 @@ extern "C" __global__ void __launch_bounds__(128) paged_prefill_merge(const __gr
       }
 #pragma unroll
       for (int j = 0; j < AHEAD; ++j) {
-        if (begin + j >= parts) break;
-        const float tops[2] = {state[j].x, state[j].y}, totals[2] = {state[j].z, state[j].w};
-        float keep[2], add[2];
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          const float raised = fmaxf(top[r], tops[r]);
-          keep[r] = exp2_(top[r] - raised);
-          add[r] = exp2_(tops[r] - raised);
-          total[r] = total[r] * keep[r] + totals[r] * add[r];
-          top[r] = raised;
-        }
-#pragma unroll
-        for (int n = 0; n < SLICE; ++n) {
-          acc[n * 4] = acc[n * 4] * keep[0] + x[j][n].x * add[0];
-          acc[n * 4 + 1] = acc[n * 4 + 1] * keep[0] + x[j][n].y * add[0];
-          acc[n * 4 + 2] = acc[n * 4 + 2] * keep[1] + x[j][n].z * add[1];
-          acc[n * 4 + 3] = acc[n * 4 + 3] * keep[1] + x[j][n].w * add[1];
-        }
+        if (begin + j >= end) break;
+        sum.add(state[j], x[j]);
       }
     }
-    const int row = thread / 32 * 16 + lane / 4;
-    if constexpr (CASCADE) store_with_suffixes<SLICE>(p, job, row, lane, top, total, acc, block);
-    else store_rows<SLICE>(p, job, row, lane, top, total, acc, block);
+    if (late) {
+      others[threadIdx.x % 64] = sum.state();
+#pragma unroll
+      for (int n = 0; n < SLICE; ++n) others[(n + 1) * 64 + threadIdx.x % 64] = sum.vector(n);
+    }
+    __syncthreads();
+    if (!late) {
+      float4 x[SLICE];
+#pragma unroll
+      for (int n = 0; n < SLICE; ++n) x[n] = others[(n + 1) * 64 + threadIdx.x];
+      sum.add(others[threadIdx.x], x);
+      const int row = thread / 32 * 16 + lane / 4;
+      if constexpr (CASCADE) store_with_suffixes<SLICE>(p, job, row, lane, sum.top, sum.total, sum.acc, block);
+      else store_rows<SLICE>(p, job, row, lane, sum.top, sum.total, sum.acc, block);
+    }
+    __syncthreads();  // the next item's may come
   }
 }

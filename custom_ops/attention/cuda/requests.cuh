@@ -1,4 +1,4 @@
-// The line of work: requests as runs of key tiles, a CTA's place in it, the CTAs that share a pair.
+// The line of work: requests as runs of units of keys, a CTA's place in it, the CTAs that share a pair.
 #pragma once
 #include "shapes.cuh"
 
@@ -18,31 +18,16 @@ __device__ __forceinline__ void visible(int position, int seq_len, int &low, int
   end = max(end, low);
 }
 
-// A request as a run of key tiles: what any of its queries sees. LONGEST > 0: requests with more query tokens
+// A request as a run of units: what any of its queries sees. LONGEST > 0: requests with more query tokens
 // have none, they are the prefill launch's.
 struct Request {
-  int start, query_len, seq_len, first_tile, num_tiles, low, end;
+  int start, query_len, seq_len, first_unit, num_units, low, end;
 
-  // Before this thread's load_and_forget_l1.
-  __device__ __forceinline__ void load_first(const Params &p, int r) {
-    start = load_l2(p.starts + r);
-    query_len = load_l2(p.starts + r + 1) - start;
-    seq_len = load_l2(p.seq_lens + r);
-  }
-
-  // Behind it.
+  // Behind its warp's load_and_forget_l1.
   __device__ __forceinline__ void load(const Params &p, int r) {
     start = p.starts[r];
     query_len = p.starts[r + 1] - start;
     seq_len = p.seq_lens[r];
-    cut();
-  }
-
-  // The same request as lane `home` has.
-  __device__ __forceinline__ void take(int home) {
-    start = __shfl_sync(ALL, start, home);
-    query_len = __shfl_sync(ALL, query_len, home);
-    seq_len = __shfl_sync(ALL, seq_len, home);
     cut();
   }
 
@@ -54,22 +39,32 @@ struct Request {
     visible(seq_len - 1, seq_len, unused, end);
     end = min(end, seq_len);
     if (query_len <= 0 || seq_len <= 0 || end <= low || is_others()) low = end = 0;
-    first_tile = low / TILE;
-    num_tiles = (end + TILE - 1) / TILE - first_tile;
+    first_unit = low / UNIT;
+    num_units = (end + UNIT - 1) / UNIT - first_unit;
+  }
+
+  // Leave out what lies behind the first `units`: it is another run's.
+  __device__ __forceinline__ void clip(int units) { num_units = min(num_units, units); }
+  // Where the keys that are left end.
+  __device__ __forceinline__ int stop() const {
+    return UNIT == TILE ? end : min(end, (first_unit + num_units) * UNIT);
   }
 };
 
-// Where a CTA stands in its run: request, pair of the request, tile of the pair.
+// Where a CTA stands in its run: request, pair of the request, units of the pair before its tile.
 struct Cursor {
-  int request, pair, tile;
+  int request, pair, offset;
   Request r;
 
+  // The first of a warp's keys in the tile.
+  __device__ __forceinline__ int key(int warp) const { return (r.first_unit + offset) * UNIT + warp * KEYS; }
+
   __device__ __forceinline__ void next_pair(const Params &p) {
-    tile = 0;
+    offset = 0;
     if (LINES == 1 || (pair += TEAM) >= PAIRS) {
       if (LINES > 1) pair -= PAIRS;
       do r.load(p, ++request);  // a run ends before the requests do
-      while (r.num_tiles == 0);
+      while (r.num_units == 0);
     }
   }
 };
@@ -89,7 +84,7 @@ struct LoadCursor : Cursor {
   }
 
   __device__ __forceinline__ void next_pair(const Params &p) {
-    tile = 0;
+    offset = 0;
     if (LINES == 1 || (pair += TEAM) >= PAIRS) {
       if (LINES > 1) pair -= PAIRS;
       ++request;
@@ -97,7 +92,7 @@ struct LoadCursor : Cursor {
       r.query_len = next_end - next_start;
       r.seq_len = next_len;
       r.cut();
-      while (r.num_tiles == 0) r.load(p, ++request);
+      while (r.num_units == 0) r.load(p, ++request);
       ask(p);
     }
   }
@@ -111,9 +106,28 @@ __device__ __forceinline__ const char *values_of(const Params &p, const Cursor &
   return p.v + (i64)c.pair * PAIR_HEADS * V_HEAD * KV_BYTES;
 }
 
+// A pair of many parts is merged in two steps, so that no CTA reads them all: those of a group, then what the
+// groups made. Its semaphore counts both: `bits` bits for each group's parts, the highest four for groups.
+struct Groups {
+  static constexpr int FROM = 17, DONE = 28;  // parts from which there are groups; bit
+  int count, number, bits;                    // parts, groups, bits of a group's counter
+
+  __device__ __forceinline__ explicit Groups(int parts) : count(parts), number(1), bits(4) {
+    while (((1 << bits) - 1) * (DONE / bits) < parts) ++bits;
+    number = DONE / bits;
+  }
+  // its first part
+  __device__ __forceinline__ int begin(int group) const { return (group * count + number - 1) / number; }
+  __device__ __forceinline__ int size(int group) const { return begin(group + 1) - begin(group); }
+  __device__ __forceinline__ int of(int part) const { return part * number / count; }
+  // The part whose CTA has room for what a group made: neither the pair's first nor its last, so that it
+  // begins no pair.
+  __device__ __forceinline__ int keeper(int group) const { return max(begin(group), 1); }
+};
+
 // The teams that share the pair a cursor has reached; found while its first keys are on their way.
 struct Parts {
-  int first, count;
+  int first = 0, count = 0;
   bool whole;  // this run holds the whole pair
   bool near;   // all of them are in one cluster
 
@@ -123,12 +137,13 @@ struct Parts {
     return (int)(((u64)(unit + 1) * teams - 1) / total);
   }
 
-  // `near`: how far borders move to ends of pairs. One that comes to `begin` was at begin + near or before
-  // it; one that comes to the end was not before last + 1 - near; a shared pair has one that stays between.
-  __device__ __forceinline__ void find(const Cursor &c, int unit, int unit_end, int total, int teams,
-                                       int near) {
-    const int begin = unit - c.tile, last = begin + c.r.num_tiles - 1;
-    whole = c.tile == 0 && last < unit_end;
+  // `units`: of the pair, in whichever run. `near`: how far borders move to ends of pairs. One that comes to
+  // `begin` was at begin + near or before it; one that comes to the end was not before last + 1 - near; a
+  // shared pair has one that stays between.
+  __device__ __forceinline__ void find(const Cursor &c, int units, int unit, int unit_end, int total,
+                                       int teams, int near) {
+    const int begin = unit - c.offset, last = begin + units - 1;
+    whole = c.offset == 0 && last < unit_end;
     this->near = false;
     if (!whole) {
       first = owner(begin + near, total, teams);

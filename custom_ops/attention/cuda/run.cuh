@@ -1,52 +1,54 @@
-// The run of a CTA: which tiles of the line of work are its own. Compiles for the host, too, where a test
+// The run of a CTA: which units of the line of work are its own. Compiles for the host, too, where a test
 // walks them.
 #pragma once
 #include "requests.cuh"
 
-// The line of work is cut into runs of equal length, one for each team. A unit of it is a tile of a line of
-// TEAM pairs: one tile for each CTA of the team. With NEAR, a border that is so near an end of a pair moves
-// there, which leaves fewer pairs to share.
-//
-// Every warp works its CTA's run out for itself. All barriers rely on the warps agreeing, and the counts of
-// parts on the CTAs agreeing: what they read, lengths and query starts, comes from L2, and nobody writes it
-// while this kernel runs. Lane i counts the i-th share of the requests.
+// The line of work is cut into runs of equal length, one for each team. A unit of it is UNIT keys of a line of
+// TEAM pairs: those of one pair for each CTA of the team. With NEAR, a border that is so near an end of a pair
+// moves there, which leaves fewer pairs to share.
 struct Run {
-  int first;               // of a lane: its first request,
-  Request one, two;        // the first two of them, read in one trip to memory,
-  int lane, share, tiles;  // its number, its requests and their tiles,
-  int upto;                // and tiles with those of the lanes before it
-  int busy, used;          // requests with tiles; token rows of requests, behind which there is padding
-  int total;               // units in all
-  int team, teams;         // this CTA's, and how many have runs
-  int member;              // this CTA's place in its team
-  int unit, unit_end;      // its units; unit == unit_end: none
-  bool moves;              // whether borders move to ends of pairs
+  int total, teams;              // units in all; teams that have runs
+  int unit, unit_end;            // this CTA's units; unit == unit_end: none
+  int busy, used;                // requests with units; token rows of requests, behind which there is padding
+  int moves;                     // whether borders move to ends of pairs
+  int request, pair, offset;     // where the first unit is, if there is one,
+  int start, query_len, seq_len; // and its request
 
-  // Only lengths and query starts are read. `c` is used up.
-  __device__ __forceinline__ void plan(const Params &p, int lane, Cursor &c) {
-    const int share = (p.num_reqs + 31) / 32;
+  static __device__ __forceinline__ int team() { return (int)blockIdx.x / TEAM; }
+
+  __device__ __forceinline__ Cursor cursor() const {
+    Cursor c = {request, pair, offset, {start, query_len, seq_len}};
+    c.r.cut();
+    return c;
+  }
+};
+
+// Requests whose lengths are read in one trip to memory, and kept in shared memory.
+constexpr int KEPT = 32 * ASKED;
+
+// One warp works the run out for its CTA: with all warps of all CTAs asking for the same few lines, L2 took
+// microseconds to answer. Lane i counts the i-th share of the requests. The counts of parts rely on the CTAs
+// agreeing: what they read, lengths and query starts, comes from L2, and nobody writes it while this kernel
+// runs.
+struct Planner {
+  static constexpr int NUMBERS = 3 * KEPT + 1;  // of shared memory
+  const Params &p;
+  int lane, share;       // requests of a lane
+  int first;             // of a lane: its first request,
+  int units, upto;       // its requests' units, and with those of the lanes before it
+  int *starts, *lens;    // [KEPT + 1], [KEPT]
+  int *ends;             // [KEPT]: units of a lane's requests up to this one
+  Run run;
+
+  __device__ __forceinline__ Planner(const Params &p, int lane, int *numbers)
+      : p(p), lane(lane), starts(numbers), lens(numbers + KEPT + 1), ends(numbers + 2 * KEPT + 1) {
+    share = (p.num_reqs + 31) / 32;
     first = lane * share;
-    int r = first, busy = 0, tiles = 0;
-    one.load_first(p, min(first, p.num_reqs - 1));
-    two.load_first(p, min(first + 1, p.num_reqs - 1));
-    const int used = load_and_forget_l1(p.starts + p.num_reqs);
-    one.cut();
-    two.cut();
-    for (; r < min(first + share, p.num_reqs); ++r) {
-      look_at(p, r, c);
-      tiles += c.r.num_tiles;
-      busy += c.r.num_tiles > 0;
-    }
-    busy = __reduce_add_sync(ALL, busy);
-    int upto = tiles;
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-      const int below = __shfl_up_sync(ALL, upto, step);
-      if (lane >= step) upto += below;
-    }
+    read();
+    count();
     const int total = __shfl_sync(ALL, upto, 31) * LINES;
-    const int lines = max(busy * LINES, 1);
-    const int wanted = max(min((int)gridDim.x / TEAM, total / MIN_TILES), 1);
+    const int lines = max(run.busy * LINES, 1);
+    const int wanted = max(min((int)gridDim.x / TEAM, total / MIN_UNITS), 1);
     int teams = wanted;
     // equal lengths: let runs end where pairs end, unless that idles a quarter of the CTAs
     if (lines <= wanted) {
@@ -55,62 +57,113 @@ struct Run {
       if (CLUSTER > 1 && even <= CLUSTER && even * lines * 10 >= wanted * 7) teams = even * lines;
       else if (each * lines * 4 >= wanted * 3) teams = each * lines;
     }
-    const int team = (int)blockIdx.x / TEAM;
-    member = (int)blockIdx.x % TEAM;
-    const int base = total / teams, extra = total % teams;
-    unit = team * base + team * extra / teams;
-    unit_end = team < teams ? (team + 1) * base + (team + 1) * extra / teams : unit;
-    moves = NEAR > 0 && base >= 4 * NEAR;
-    this->lane = lane, this->share = share, this->tiles = tiles, this->upto = upto;
-    this->busy = busy, this->used = used;
-    this->total = total, this->team = team, this->teams = teams;
+    const int team = Run::team(), base = total / teams, extra = total % teams;
+    run.total = total;
+    run.teams = teams;
+    run.unit = team * base + team * extra / teams;
+    run.unit_end = team < teams ? (team + 1) * base + (team + 1) * extra / teams : run.unit;
+    run.moves = NEAR > 0 && base >= 4 * NEAR_UNITS;
+    if (run.unit < run.unit_end) begin();
+  }
+
+  // Only lengths and query starts are read.
+  __device__ __forceinline__ void read() {
+    int start[ASKED], len[ASKED];
+#pragma unroll
+    for (int i = 0; i < ASKED; ++i) {
+      start[i] = load_l2(p.starts + min(i * 32 + lane, p.num_reqs));
+      len[i] = load_l2(p.seq_lens + min(i * 32 + lane, p.num_reqs - 1));
+    }
+    const int end = load_l2(p.starts + min(KEPT, p.num_reqs));
+    run.used = load_and_forget_l1(p.starts + p.num_reqs);
+#pragma unroll
+    for (int i = 0; i < ASKED; ++i) {
+      starts[i * 32 + lane] = start[i];
+      lens[i * 32 + lane] = len[i];
+    }
+    if (lane == 0) starts[KEPT] = end;
+    __syncwarp();
+  }
+
+  __device__ __forceinline__ Request look_at(int r) const {
+    Request request;
+    if (r < KEPT) {
+      request.start = starts[r];
+      request.query_len = starts[r + 1] - starts[r];
+      request.seq_len = lens[r];
+      request.cut();
+    } else {
+      request.load(p, r);
+    }
+    return request;
+  }
+
+  __device__ __forceinline__ void count() {
+    int busy = 0;
+    units = 0;
+    for (int r = first; r < min(first + share, p.num_reqs); ++r) {
+      const int mine = look_at(r).num_units;
+      units += mine;
+      busy += mine > 0;
+      if (r < KEPT) ends[r] = units;
+    }
+    run.busy = __reduce_add_sync(ALL, busy);
+    upto = units;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+      const int below = __shfl_up_sync(ALL, upto, step);
+      if (lane >= step) upto += below;
+    }
+    __syncwarp();
   }
 
   // The request that has `unit`, and the units before it.
-  __device__ __forceinline__ int find(const Params &p, int unit, Cursor &c) {
+  __device__ __forceinline__ int find(int unit, int &request) const {
     const int home = __ffs(__ballot_sync(ALL, upto * LINES > unit)) - 1;
-    int before = (upto - tiles) * LINES, request = first;
-    if (share > 1 && lane == home) {
-      for (;; ++request) {
-        look_at(p, request, c);
-        if (before + c.r.num_tiles * LINES > unit) break;
-        before += c.r.num_tiles * LINES;
+    const int begin = home * share;
+    int before = __shfl_sync(ALL, upto - units, home) * LINES;
+    if (p.num_reqs <= KEPT) {  // a share has at most as many requests as there are lanes
+      const bool behind = lane < share && begin + lane < p.num_reqs && before + ends[begin + lane] * LINES > unit;
+      const int place = __ffs(__ballot_sync(ALL, behind)) - 1;
+      request = begin + place;
+      if (place > 0) before += ends[request - 1] * LINES;
+    } else {
+      for (request = begin;; ++request) {
+        const int mine = look_at(request).num_units * LINES;
+        if (before + mine > unit) break;
+        before += mine;
       }
     }
-    c.request = __shfl_sync(ALL, request, home);
-    before = __shfl_sync(ALL, before, home);
-    c.r.take(home);
     return before;
   }
 
-  // How far a border at `tile` of a pair moves, to an end that is NEAR: what a run saves by such a tile, the
-  // exchange of a shared pair costs. Runs stay longer than 4 * NEAR - 2 * NEAR.
-  static __device__ __forceinline__ int shift(int tile, int num_tiles) {
-    const int left = num_tiles - tile;
-    return tile <= left ? (tile <= NEAR ? -tile : 0) : left <= NEAR ? left : 0;
+  // How far a border at `offset` of a pair moves, to an end that is NEAR: what a run saves by such a tile, the
+  // exchange of a shared pair costs. Runs stay longer than 4 * NEAR - 2 * NEAR tiles.
+  static __device__ __forceinline__ int shift(int offset, int num_units) {
+    const int left = num_units - offset;
+    return offset <= left ? (offset <= NEAR_UNITS ? -offset : 0) : left <= NEAR_UNITS ? left : 0;
   }
 
-  // The cursor of the first unit, if there is one; borders come to where they stay.
-  __device__ __forceinline__ void begin(const Params &p, Cursor &c) {
-    if (NEAR > 0 && moves && unit_end < total) {
-      const Request mine = c.r;  // with share == 1 the lane's own
-      const int before = find(p, unit_end, c);
-      unit_end += shift((unit_end - before) % c.r.num_tiles, c.r.num_tiles);
-      c.r = mine;
+  // The place of the first unit; borders come to where they stay.
+  __device__ __forceinline__ void begin() {
+    int request;
+    if (NEAR > 0 && run.moves && run.unit_end < run.total) {
+      const int before = find(run.unit_end, request), units = look_at(request).num_units;
+      run.unit_end += shift((run.unit_end - before) % units, units);
     }
-    const int before = find(p, unit, c), line = LINES == 1 ? 0 : (unit - before) / c.r.num_tiles;
-    c.pair = line * TEAM + member;
-    c.tile = unit - before - line * c.r.num_tiles;
-    if (NEAR > 0 && moves) {
-      const int far = shift(c.tile, c.r.num_tiles);
-      unit += far;
+    Cursor c;
+    const int before = find(run.unit, c.request);
+    c.r = look_at(c.request);
+    const int line = LINES == 1 ? 0 : (run.unit - before) / c.r.num_units;
+    c.pair = line * TEAM + (int)blockIdx.x % TEAM;
+    c.offset = run.unit - before - line * c.r.num_units;
+    if (NEAR > 0 && run.moves) {
+      const int far = shift(c.offset, c.r.num_units);
+      run.unit += far;
       if (far > 0) c.next_pair(p);
-      else c.tile += far;
+      else c.offset += far;
     }
-  }
-
-  __device__ __forceinline__ void look_at(const Params &p, int r, Cursor &c) {
-    if (r < first + 2) c.r = r == first ? one : two;
-    else c.r.load(p, r);
+    run.request = c.request, run.pair = c.pair, run.offset = c.offset;
+    run.start = c.r.start, run.query_len = c.r.query_len, run.seq_len = c.r.seq_len;
   }
 };

@@ -43,6 +43,7 @@ class DecodeShape:
         pair_heads: kv heads of a pair, 1 or 2.
         max_registers: most registers of a thread; 0: as many as leave room for ``ctas_per_sm``.
         near: tiles that a border of two runs may move to an end of a pair.
+        grouped: pairs may have so many parts that they are merged in two steps.
         ask_early: a run's next queries are asked for while the warps' states of the last pair meet.
     """
 
@@ -58,6 +59,7 @@ class DecodeShape:
     max_registers: int = 0
     near: int = 0
     ask_early: bool = False
+    grouped: bool = False
 
     def stage_bytes(self, dim: int, dim_v: int, kv_bytes: int) -> int:
         """Shared memory of one warp's stage; as ``STAGE_BYTES`` in shapes.cuh."""
@@ -70,6 +72,9 @@ class DecodeShape:
         stages = self.warps * self.stages * self.stage_bytes(dim, dim_v, kv_bytes)
         return stages + (self.cluster - 1) * rows * (dim_v + 2) * 4
 
+
+#: Parts of a pair from which they are merged in two steps; as ``Groups::FROM`` in requests.cuh.
+_GROUPED_FROM = 17
 
 #: What a CTA needs beside its stages (the warps' states), and what the hardware keeps per CTA.
 _OTHER_SHARED = 2304 + 1024
@@ -94,7 +99,14 @@ def _preferred(width: int, kv_bytes: int, rows: int, pairs: int, sms: int, heads
         # heads and more pairs were not measured in whole layers (docs/log/decode.md).
         beside = 168 if width <= 128 and 8 <= pairs <= sms // 8 and rows <= 4 else 0
         return DecodeShape(
-            warps=8, keys=keys, stages=3, ctas_per_sm=1, min_tiles=1, cluster=cluster, max_registers=beside
+            warps=8,
+            keys=keys,
+            stages=3,
+            ctas_per_sm=1,
+            min_tiles=1,
+            cluster=cluster,
+            max_registers=beside,
+            grouped=pairs * _GROUPED_FROM <= sms,
         )
     if width <= 128:
         return DecodeShape(warps=3, keys=32, stages=2, ctas_per_sm=4, min_tiles=1)
@@ -175,6 +187,11 @@ def team(pairs: int, ctas: int) -> int:
     return max(
         size for size in range(1, pairs + 1) if pairs % size == 0 and ctas // size * size * 20 >= ctas * 19
     )
+
+
+def asked(num_reqs: int) -> int:
+    """Requests of a lane whose lengths are asked for before the first is looked at: all of up to 256."""
+    return max(2, min(8, _power_of_2(-(-num_reqs // 32))))
 
 
 def refuse(
@@ -328,8 +345,10 @@ def decode_config(
         "CTAS_PER_SM": shape.ctas_per_sm,
         "MIN_TILES": shape.min_tiles,
         "CLUSTER": shape.cluster,
+        "ASKED": asked(pairs // num_kv_heads),
         "NEAR": shape.near,
         "ASK_EARLY": shape.ask_early,
+        "GROUPED": shape.grouped,
         "PREFETCH": min(shape.prefetch, shape.stages - 1),
         "PREFETCH_L2": shape.prefetch_l2,
         "MAX_REGISTERS": shape.max_registers,

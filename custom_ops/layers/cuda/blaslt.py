@@ -22,6 +22,10 @@ _OP_A, _MOST_WORKSPACE, _REDUCTIONS = 3, 1, 3  # attributes of a product, of a p
 _IN_FLOAT32 = 2  # parts of a sum are added up in float32, by no atomics
 _WORKSPACE = 32 << 20
 _PROPOSALS = 16
+_TILE, _WAVES = 1, 10.0  # attribute of an algorithm; from so many rounds of tiles on, these are preferred
+#: 176 x 128 and 168 x 128. Products that keep the GPU busy for long run at its power limit, and a tile that
+#: multiplies slower in itself is then faster (docs/log/linear.md).
+_LONG_TILES = (201, 197)
 
 
 class _Proposal(ctypes.Structure):
@@ -135,7 +139,24 @@ class _Call:
         library.cublasLtMatmulPreferenceDestroy(preference)
         if not found.value:
             raise RuntimeError("cuBLASLt proposes no algorithm")
-        return proposals[0]
+        if proposals[0].waves < _WAVES:
+            return proposals[0]
+        return next((one for one in proposals[: found.value] if _tile(one) in _LONG_TILES), proposals[0])
+
+
+def _tile(proposal: _Proposal) -> int:
+    tile, size = ctypes.c_uint32(), ctypes.c_size_t()
+    _check(
+        _library().cublasLtMatmulAlgoConfigGetAttribute(
+            ctypes.byref(proposal.algorithm),
+            _TILE,
+            ctypes.byref(tile),
+            ctypes.c_size_t(4),
+            ctypes.byref(size),
+        ),
+        "cublasLtMatmulAlgoConfigGetAttribute",
+    )
+    return tile.value
 
 
 def _layout(kind: int, rows: int, columns: int, line: int) -> ctypes.c_void_p:

@@ -2,7 +2,9 @@
 
 FlashInfer plans on the host; its plan and the conversion of the block table to CSR happen outside every
 timing, and the plan's time is reported apart. Single-token batches go to the decode wrapper with tensor cores
-(its CUDA-core decode is a weak peer), all others to the prefill wrapper. FlashAttention-3 gets scheduler
+(its CUDA-core decode is a weak peer), all others to the prefill wrapper. A plan for CUDA graphs is made for
+any lengths to come and pads its grid; ``flashinfer-no-graph`` is planned for the lengths of the case alone,
+which a captured step can't be, and fa3 is for prompts, which run eagerly. FlashAttention-3 gets scheduler
 metadata computed beforehand. Both take torchpaged's cache layout uncopied.
 """
 
@@ -22,7 +24,7 @@ from torchpaged.bench.attention.cases import AttentionCase
 from torchpaged.bench.attention.contender import Contender, Prepared
 from torchpaged.bench.attention.inputs import FP8_K_SCALE, Inputs
 
-_FLASHINFER_WORKSPACE = 512 << 20  # bytes
+_FLASHINFER_WORKSPACE = 1 << 30  # bytes; its fa2 prompts of 16k tokens fail with half of it
 _PLAN_REPEATS = 5
 
 
@@ -60,12 +62,14 @@ def _csr(case: AttentionCase, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
 def _flashinfer_why_not(backend: str, case: AttentionCase, device: torch.device) -> str | None:
     if backend == "fa3" and max(case.query_lens) <= 8:
         return "its fa3 kernels are for prefill; for decode they are 2 to 13 times slower than its fa2 ones"
+    if backend == "fa3" and case.head_dim not in (64, 128, 256):
+        return f"its fa3 kernels have widths of 64, 128 and 256, not {case.head_dim}"
     if backend == "fa3" and case.kv_dtype.itemsize == 1:
         return "its fa3 kernels read fp8 caches with fp8 queries only"
     return _gpu_only(case, device)
 
 
-def _flashinfer_prepare(backend: str, case: AttentionCase, inputs: Inputs) -> Prepared:
+def _flashinfer_prepare(backend: str, graphs: bool, case: AttentionCase, inputs: Inputs) -> Prepared:
     flashinfer: Any = importlib.import_module("flashinfer")
     indptr, indices, last = _csr(case, inputs)
     device, num_reqs = inputs.q.device, len(case.seq_lens)
@@ -85,32 +89,23 @@ def _flashinfer_prepare(backend: str, case: AttentionCase, inputs: Inputs) -> Pr
     pairs = list(zip(inputs.k_caches, inputs.v_caches, strict=True))
     if inputs.heads_first:
         pairs = [(k.transpose(1, 2), v.transpose(1, 2)) for k, v in pairs]
+    rows: dict[str, Any] = {"indptr": buffer(num_reqs + 1), "indices": buffer(len(indices))}
+    rows |= {"last_page_len": buffer(num_reqs)}
+    of_graphs = {"use_cuda_graph": graphs, "backend": backend}
     if case.is_decode:
+        if graphs:
+            of_graphs |= {f"paged_kv_{name}_buffer": tensor for name, tensor in rows.items()}
         wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-            workspace,
-            layout,
-            use_cuda_graph=True,
-            use_tensor_cores=True,
-            backend=backend,
-            paged_kv_indptr_buffer=buffer(num_reqs + 1),
-            paged_kv_indices_buffer=buffer(len(indices)),
-            paged_kv_last_page_len_buffer=buffer(num_reqs),
+            workspace, layout, use_tensor_cores=True, **of_graphs
         )
         plan = partial(wrapper.plan, indptr, indices, last, *heads, **common)
     else:
-        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
-            workspace,
-            layout,
-            use_cuda_graph=True,
-            backend=backend,
-            qo_indptr_buf=buffer(num_reqs + 1),
-            paged_kv_indptr_buf=buffer(num_reqs + 1),
-            paged_kv_indices_buf=buffer(len(indices)),
-            paged_kv_last_page_len_buf=buffer(num_reqs),
-        )
-        plan = partial(
-            wrapper.plan, inputs.query_start_loc.cpu(), indptr, indices, last, *heads, causal=True, **common
-        )
+        if graphs:
+            of_graphs |= {f"paged_kv_{name}_buf": tensor for name, tensor in rows.items()}
+            of_graphs["qo_indptr_buf"] = buffer(num_reqs + 1)
+        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, layout, **of_graphs)
+        starts = inputs.query_start_loc.cpu()
+        plan = partial(wrapper.plan, starts, indptr, indices, last, *heads, causal=True, **common)
     plan()  # compiles
     of_plan = plan_us(plan, device)
     out = inputs.poisoned_out()
@@ -183,19 +178,20 @@ def _fa3_prepare(case: AttentionCase, inputs: Inputs) -> Prepared:
     return Prepared([partial(call, layer) for layer in range(inputs.num_layers)])
 
 
-def _flashinfer(name: str, backend: str) -> Contender:
+def _flashinfer(name: str, backend: str, graphs: bool) -> Contender:
     return Contender(
         name,
         False,
         partial(_import_failure, "flashinfer", "flashinfer-python"),
         partial(_flashinfer_why_not, backend),
-        partial(_flashinfer_prepare, backend),
+        partial(_flashinfer_prepare, backend, graphs),
     )
 
 
 PEERS = (
-    _flashinfer("flashinfer", "fa2"),
-    _flashinfer("flashinfer-fa3", "fa3"),
+    _flashinfer("flashinfer", "fa2", True),
+    _flashinfer("flashinfer-no-graph", "fa2", False),
+    _flashinfer("flashinfer-fa3", "fa3", False),
     Contender(
         "fa3",
         False,

@@ -102,17 +102,28 @@ def hf_static(model: Any, batch: int, context: int, new_tokens: int) -> dict[str
 def hf_cb(model: Any, batch: int, context: int, new_tokens: int) -> dict[str, Any]:
     """``generate_batch()``, transformers' continuous batching; its cache holds twice what the
     requests need."""
-    from transformers import ContinuousBatchingConfig, GenerationConfig
     from transformers.utils import is_flash_attn_3_available
 
     has_fa3 = model.device.type == "cuda" and is_flash_attn_3_available()
     attention, block_size = ("flash_attention_3", 256) if has_fa3 else ("sdpa", 32)
+    return generate_batch(model, batch, context, new_tokens, attention, block_size)
+
+
+def generate_batch(
+    model: Any, batch: int, context: int, new_tokens: int, attention: str, block_size: int, **config: Any
+) -> dict[str, Any]:
+    """A step of ``generate_batch()`` by the attention of that name; ``config``: more of
+    ``ContinuousBatchingConfig``."""
+    from transformers import ContinuousBatchingConfig, GenerationConfig
+
     model.set_attn_implementation(attention)
-    prompts = torch.randint(1, model.config.vocab_size, (batch, context)).tolist()
-    config = ContinuousBatchingConfig(
+    generator = torch.Generator().manual_seed(0)
+    prompts = torch.randint(1, model.config.vocab_size, (batch, context), generator=generator).tolist()
+    batching = ContinuousBatchingConfig(
         block_size=block_size,
         num_blocks=2 * batch * -(-(context + new_tokens) // block_size),
         max_batch_tokens=min(8192, batch * context),
+        **config,
     )
     generation = GenerationConfig(
         do_sample=False, max_new_tokens=new_tokens, eos_token_id=-1, pad_token_id=0, use_cache=False
@@ -123,7 +134,7 @@ def hf_cb(model: Any, batch: int, context: int, new_tokens: int) -> dict[str, An
         out = model.generate_batch(
             inputs=prompts,
             persistent_manager=True,
-            continuous_batching_config=config,
+            continuous_batching_config=batching,
             generation_config=generation,
             record_timestamps=True,
         )

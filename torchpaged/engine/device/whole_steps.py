@@ -13,71 +13,49 @@ it needs.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from torchpaged.custom_ops.errors import ArgumentError
+from torchpaged.custom_ops.errors import ArgumentError, CaptureError
 from torchpaged.engine.device.request_rows import DecodeRows
-from torchpaged.graphs.bucketed import BucketedGraphs, BucketStep
-from torchpaged.graphs.buckets import check_buckets, default_buckets
+from torchpaged.graphs.bucketed import BucketedGraphs, BucketStep, StaticInputs
+from torchpaged.graphs.buckets import bucket_for, check_buckets, default_buckets
 from torchpaged.graphs.capture import CaptureBackend, Captured, EagerCapture
+from torchpaged.graphs.shared_prefixes import Prefixes, StepsInGroups
 from torchpaged.graphs.step import Step, StepSession, decode_steps
 from torchpaged.metadata import AttentionMetadata
 
+_LOG = logging.getLogger("torchpaged.engine")
 
-class WholeStepRunner(BucketedGraphs):
-    """Captures whole steps over `DecodeRows` per bucket and replays them.
 
-    Args:
-        step: ``step(input_ids [n] int64, metadata) -> logits [n, vocab_size]``; must not read device values
-            on the host.
-        rows: the requests; their sampling and bookkeeping become part of the graph.
-        buckets: batch sizes to capture; default `torchpaged.graphs.default_buckets`.
-        capture: "auto" (CUDA graphs on a GPU, eager elsewhere) or a `CaptureBackend`.
-        compile: run the step through ``torch.compile(fullgraph=True)``, once per bucket.
-        session: the `torchpaged.Session` that the step's layers share, as
-            in `torchpaged.graphs.DecodeGraphRunner`.
-        options: ``warmup_iters``, ``progress``, ``watch``, ``debug`` and ``ranges``, as there.
-
-    Attributes:
-        rows: as given.
-
-    Raises:
-        ArgumentError: several steps per launch with a session that plans every step on the host.
-    """
+class _Launches(BucketedGraphs):
+    """Graphs of launches over the rows, each counted in the ring's books."""
 
     STEP, BUCKET, ADVICE = "decode step", "batch", "; launch_eager() still works"
 
     def __init__(
         self,
-        step: Step,
+        inputs: StaticInputs,
         rows: DecodeRows,
+        step: Step,
+        buckets: Sequence[int],
         *,
-        buckets: Sequence[int] | None = None,
-        capture: str | CaptureBackend = "auto",
-        compile: bool = True,
-        session: StepSession | None = None,
+        capture: str | CaptureBackend,
+        compile: bool,
         **options: Any,
     ) -> None:
-        if session is not None and rows.steps_per_launch > 1 and session.plans_every_decode:
-            raise ArgumentError(
-                "rows",
-                "steps_per_launch=1 with a backend that plans every step on the host",
-                str(rows.steps_per_launch),
-            )
-        self.rows, self._step, most = rows, step, rows.max_batch_size
-        sizes = check_buckets(default_buckets(most) if buckets is None else buckets, most)
-        steps = decode_steps(step, sizes, compile, capture)
+        self.rows, self._step = rows, step
+        steps = decode_steps(step, buckets, compile, capture)
         super().__init__(
-            rows,
+            inputs,
             lambda bucket: self._whole(steps(bucket), bucket),
             eager=lambda bucket: self._whole(step, bucket),
-            buckets=sizes,
+            buckets=buckets,
             device=rows.device,
             capture=capture,
-            session=session,
             **options,
         )
         # Python at each replay, which may be interrupted between steps.
@@ -93,6 +71,116 @@ class WholeStepRunner(BucketedGraphs):
 
         return launch
 
+    def _replay(self, graph: Captured) -> None:
+        ring = self.rows.ring
+        ring.begin()
+        if self._stepwise:
+            with self.rows.whole():
+                graph.replay()
+        else:
+            graph.replay()
+        ring.count()
+
+
+class WholeStepRunner(_Launches):
+    """Captures whole steps over `DecodeRows` per bucket and replays them.
+
+    Args:
+        step: ``step(input_ids [n] int64, metadata) -> logits [n, vocab_size]``; must not read device values
+            on the host.
+        rows: the requests; their sampling and bookkeeping become part of the graph.
+        buckets: batch sizes to capture; default `torchpaged.graphs.default_buckets`.
+        capture: "auto" (CUDA graphs on a GPU, eager elsewhere) or a `CaptureBackend`.
+        compile: run the step through ``torch.compile(fullgraph=True)``, once per bucket.
+        session: the `torchpaged.Session` that the step's layers share, as
+            in `torchpaged.graphs.DecodeGraphRunner`.
+        prefixes: a `torchpaged.cascade.AutomaticPrefixes`: after `find_groups` found some that pay, launches
+            take a second graph of their bucket, over ``metadata.prefixes``. None: one graph per bucket.
+        options: ``warmup_iters``, ``progress``, ``watch``, ``debug`` and ``ranges``, as there.
+
+    Attributes:
+        rows: as given.
+        in_groups: the second graphs, for their `report`; None without ``prefixes``.
+
+    Raises:
+        ArgumentError: several steps per launch with a session that plans every step on the host, or
+            ``prefixes`` with one that plans.
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        rows: DecodeRows,
+        *,
+        buckets: Sequence[int] | None = None,
+        capture: str | CaptureBackend = "auto",
+        compile: bool = True,
+        session: StepSession | None = None,
+        prefixes: Prefixes | None = None,
+        **options: Any,
+    ) -> None:
+        if session is not None and rows.steps_per_launch > 1 and session.plans_every_decode:
+            raise ArgumentError(
+                "rows",
+                "steps_per_launch=1 with a backend that plans every step on the host",
+                str(rows.steps_per_launch),
+            )
+        if prefixes is not None and session is not None and session.plans:
+            raise ArgumentError("prefixes", "None with a session that plans", "prefixes")
+        most = rows.max_batch_size
+        sizes = check_buckets(default_buckets(most) if buckets is None else buckets, most)
+        options |= {"compile": compile, "session": session}
+        super().__init__(rows, rows, step, sizes, capture=capture, **options)
+        self._prefixes = prefixes
+        self.in_groups: BucketedGraphs | None = None
+        self._now: BucketedGraphs = self  # whose graphs launches take
+        if prefixes is not None:
+
+            def step_in_groups(input_ids: Tensor, metadata: AttentionMetadata) -> Tensor:
+                return step(input_ids, metadata.prefixes.of(metadata))
+
+            inputs = StepsInGroups(rows, prefixes)
+            options |= {"capture": self.capture_backend, "pool": self.pool, "progress": None}
+            self.in_groups = _Launches(inputs, rows, step_in_groups, sizes, **options)
+
+    def find_groups(self, block_tables: Sequence[Sequence[int]], seq_lens: Sequence[int]) -> bool:
+        """Find which of the first rows share blocks, for all launches until the next call; needed whenever a
+        row was written, cleared or moved. Host data only, but for the groups themselves.
+
+        Args:
+            block_tables: the blocks of each row, from row 0 on; of idle rows none.
+            seq_lens: tokens that each row has at least, the next step's included; of idle rows 0.
+
+        Returns:
+            Whether launches read shared prefixes once. Never again after a second graph that could not be
+            captured, which is logged.
+        """
+        self._now = self
+        if self._prefixes is None or self.in_groups is None:
+            return False
+        bucket = bucket_for(self.buckets, len(seq_lens))
+        batch = bucket, bucket, block_tables, [1] * len(seq_lens), seq_lens
+        if self._prefixes.update(*batch) is None:
+            return False
+        if not self.in_groups.is_captured(bucket):
+            try:
+                self.in_groups.recover()
+                self.in_groups.capture_for(bucket)  # without groups
+            except CaptureError as error:
+                self._prefixes = None
+                _LOG.warning("shared prefixes are read request by request from now on: %s", error)
+                return False
+            self._prefixes.update(*batch)
+        self._now = self.in_groups
+        return True
+
+    def reset(self) -> None:
+        """As `BucketedGraphs.reset`; launches read row by row until `find_groups` is called."""
+        self._now = self
+        super().reset()
+        if self.in_groups is not None:
+            self.in_groups.reset()
+
     def launch(self, num_rows: int) -> None:
         """Start ``rows.steps_per_launch`` steps of the first ``num_rows`` rows; their bucket is captured
         first if it is not.
@@ -103,9 +191,9 @@ class WholeStepRunner(BucketedGraphs):
             SemaphoreError: the session's semaphore is not zero behind the launch (debug mode): its results
                 are wrong.
         """
-        self.recover()
+        self._now.recover()
         self.rows.ring.check_room()
-        self.start(num_rows, capture=True)
+        self._now.start(num_rows, capture=True)
 
     def replay(self, num_rows: int) -> Tensor:
         """`launch` of a bucket that is captured, and ``rows.tokens_out [steps_per_launch, num_rows]`` int64:
@@ -114,19 +202,9 @@ class WholeStepRunner(BucketedGraphs):
         Raises:
             CaptureError: the bucket is not captured; otherwise as `launch`.
         """
-        self.recover()
+        self._now.recover()
         self.rows.ring.check_room()
-        return self.start(num_rows).output[:, :num_rows]
-
-    def _replay(self, graph: Captured) -> None:
-        ring = self.rows.ring
-        ring.begin()
-        if self._stepwise:
-            with self.rows.whole():
-                graph.replay()
-        else:
-            graph.replay()
-        ring.count()
+        return self._now.start(num_rows).output[:, :num_rows]
 
     def launch_eager(self, num_rows: int) -> Tensor:
         """What `replay` does, without graph, padding or compilation.

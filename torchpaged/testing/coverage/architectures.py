@@ -85,6 +85,9 @@ SIZES: dict[str, Any] = {name: size for names, size in _NAMES_OF_ONE_SIZE.items(
 
 _DECODER: dict[str, Any] = {"is_decoder": True}
 _MLA: dict[str, Any] = {"num_key_value_heads": 4}
+#: So many heads that no two keys score the same: with two, ReLU leaves a quarter of all scores at zero, and
+#: which of those are selected depends on the cache's size.
+_INDEXER: dict[str, Any] = {**_MLA, "index_n_heads": 16}
 _FOUR: dict[str, Any] = {"num_hidden_layers": 4}
 _SLIDING_FULL: dict[str, Any] = {**_FOUR, "layer_types": ["sliding_attention", "full_attention"] * 2}
 _TWO_SLIDING: dict[str, Any] = {
@@ -128,17 +131,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
         (
             "deepseek_v2",
             "deepseek_v3",
-            "deepseek_v32",
-            "glm_moe_dsa",
             "glm4_moe_lite",
             "axk1",
-            "axk2",
             "youtu",
             "minicpm3",
-            "hy_v4",
         ),
         _MLA,
     ),
+    **dict.fromkeys(("axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4"), _INDEXER),
     **dict.fromkeys(("exaone4", "exaone_moe", "cohere2", "cohere2_moe", "olmo3", "gpt_oss"), _SLIDING_FULL),
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"), _FOUR),
     "aria_text": {"moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1, "head_dim": None},
@@ -189,7 +189,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
     "bailing_hybrid": {"layer_group_size": 2, "num_key_value_heads": 4},
     "lfm3": _FOUR,
-    "dots3_note_text": _MLA,
     "gemma3n_text": {**_SHARING, "laurel_rank": 8, "activation_sparsity_pattern": [0.0] * 6},
     "gemma4_text": {**_SHARING, "global_head_dim": 32},
     "gemma4_unified_text": {**_SHARING, "global_head_dim": 32},

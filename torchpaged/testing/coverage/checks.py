@@ -12,10 +12,14 @@ Four checks, each over logits, and so over greedy tokens:
 
 Logits agree if they differ by 1e-4 of their scale at most (the largest magnitude, at least 1), and if they
 name the same tokens.
+
+Decoders of which this transformers makes no causal mask (`torchpaged.hf.own_attention.lacks_causal_mask`) are
+compared with its eager attention under one.
 """
 
 from __future__ import annotations
 
+import inspect
 import re
 import time
 from collections.abc import Callable
@@ -29,6 +33,7 @@ from transformers import CompileConfig, PreTrainedModel
 
 from torchpaged.custom_ops.errors import UnsupportedModelError
 from torchpaged.hf import PagedCache, attach
+from torchpaged.hf.own_attention import lacks_causal_mask
 from torchpaged.testing.coverage.architectures import model_of
 
 TOLERANCE = 1e-4
@@ -102,6 +107,49 @@ def _forward(model: PreTrainedModel, inputs: dict[str, Tensor], **options: Any) 
     with torch.no_grad():
         logits: Tensor = model(**inputs, **options).logits
     return logits[inputs["attention_mask"].bool()]
+
+
+def _masked(model: PreTrainedModel, inputs: dict[str, Tensor], **options: Any) -> Tensor:
+    """Logits ``[batch, length, vocab]`` under a causal mask made here, without a cache."""
+    ids, tokens = inputs["input_ids"], inputs["attention_mask"].bool()
+    seen = tokens[:, None, None] & torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).tril()
+    mask = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
+    with torch.no_grad():
+        logits: Tensor = model(input_ids=ids, attention_mask=mask, use_cache=False, **options).logits
+    return logits
+
+
+def generate_masked(
+    model: PreTrainedModel, inputs: dict[str, Tensor], new_tokens: int = NEW_TOKENS
+) -> Tensor:
+    """Logits of every new token ``[tokens, rows, vocab]`` of a model that makes no causal mask itself, if it
+    had one: transformers' eager attention, without a cache."""
+    ids, tokens = inputs["input_ids"], inputs["attention_mask"]
+    found: list[Tensor] = []
+    for _ in range(new_tokens):
+        places = {"position_ids": (tokens.cumsum(-1) - 1).clamp_min(0)}
+        given = places if "position_ids" in inspect.signature(model.forward).parameters else {}
+        found.append(_masked(model, {"input_ids": ids, "attention_mask": tokens}, **given)[:, -1])
+        ids = torch.cat((ids, found[-1].argmax(-1, keepdim=True)), 1)
+        tokens = torch.cat((tokens, torch.ones_like(tokens[:, :1])), 1)
+    return torch.stack(found)
+
+
+def _wants(
+    model: PreTrainedModel, padded: dict[str, Tensor], even: dict[str, Tensor], eager: Tensor
+) -> Wants:
+    """What the checks compare with; ``eager``: transformers' own generate() over ``padded``."""
+    if lacks_causal_mask(model):
+        return {
+            "generate": generate_masked(model, padded),
+            "window": generate_masked(model, even),
+            "forward": _masked(model, padded)[padded["attention_mask"].bool()],
+        }
+    return {
+        "generate": eager,
+        "window": _generate(model, even)[0],
+        "forward": _forward(model, padded, use_cache=False),
+    }
 
 
 def difference(got: Tensor, want: Tensor, names_tokens: bool = True) -> str:
@@ -230,11 +278,7 @@ def examine(model_type: str, *, compiled: bool = True, beat: Beat | None = None)
         _pass_through(model_type, want, row)
         row.seconds = round(time.monotonic() - begin, 1)
         return row
-    wants = {
-        "generate": want,
-        "window": _generate(model, even)[0],
-        "forward": _forward(model, padded, use_cache=False),
-    }
+    wants = _wants(model, padded, even, want)
     made: list[PagedCache] = []
 
     def make_cache() -> PagedCache:

@@ -1,0 +1,263 @@
+"""Requests of an engine that begin alike: they share blocks, decode steps read these once where that pays, and
+their tokens are those of each alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from torchpaged import ArgumentError, CaptureError
+from torchpaged.cache import BlockPool
+from torchpaged.cascade import CascadeCosts
+from torchpaged.cascade import attention as cascade_module
+from torchpaged.engine import Generator, SamplingParams
+from torchpaged.engine.scheduler import Scheduler
+from torchpaged.engine.sequence import Sequence
+from torchpaged.engine.shared_blocks import SharedBlocks
+from torchpaged.engine.text import TextStream
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+FREE = CascadeCosts(0.0, 0.0, 1.0, 1e9, "whatever is shared pays")
+SYSTEM = [3 + i * 7 % 90 for i in range(21)]
+PROMPTS = [[*SYSTEM, 5, 6, 7], [*SYSTEM, 9], SYSTEM[:9], [*SYSTEM, 5, 6, 7, 8, 9], [40, *SYSTEM], SYSTEM]
+TEN = SamplingParams(max_new_tokens=10)
+
+
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Query tokens of each call that read prefixes once."""
+    seen: list[int] = []
+    two = cascade_module._two_passes
+
+    def counted(q: Tensor, *rest: Any) -> Any:
+        seen.append(q.shape[0])
+        return two(q, *rest)
+
+    monkeypatch.setattr(cascade_module, "_two_passes", counted)
+    return seen
+
+
+@pytest.fixture(scope="module")
+def alone(model: Any) -> list[list[int]]:
+    generator = Generator(model, block_size=4, max_batch_size=1, share_prefixes=False)
+    return [output.token_ids for output in generator.generate(PROMPTS, TEN)]
+
+
+def free_again(generator: Generator) -> bool:
+    books = generator.scheduler._shared
+    assert books is not None and not books._root.children and not books._paths and not books._waiting
+    return generator.pool.num_free == generator.pool.num_usable
+
+
+# ------------------------------------------------------------------------------------------- through the engine
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"graphs": False}, {"steps_per_launch": 3}, {"max_batch_size": 2}, {"prefill_chunk_size": 5}],
+    ids=str,
+)
+def test_tokens_are_those_of_each_alone(
+    model: Any, alone: list[list[int]], passes: list[int], options: dict[str, Any]
+) -> None:
+    options = {"max_batch_size": 6, "block_size": 4, "cascade": FREE, **options}
+    generator = Generator(model, **options)
+    assert [output.token_ids for output in generator.generate(PROMPTS, TEN)] == alone
+    # Of the prompts that begin with all 21 tokens, one computes their 5 full blocks and the others don't;
+    # the short one takes 2.
+    assert generator.stats.shared_tokens >= 20 and generator.stats.preemptions == 0
+    assert generator.stats.prefill_tokens < sum(map(len, PROMPTS))
+    assert passes and free_again(generator)
+    if options.get("graphs", True):
+        graphs = generator.loop.runner.in_groups  # type: ignore[union-attr]
+        assert graphs is not None and sum(report.hits for report in graphs.report()) > 0
+
+
+def test_one_graph_for_all_groups_and_lengths(model: Any, alone: list[list[int]], passes: list[int]) -> None:
+    """Requests join and end in the middle; the second graph of a bucket is captured once."""
+    generator = Generator(model, block_size=4, max_batch_size=4, buckets=[4], cascade=FREE)
+    for order in ([0, 1, 3], [5, 4, 1, 0, 2]):
+        outputs = generator.generate([PROMPTS[i] for i in order], TEN)
+        assert [output.token_ids for output in outputs] == [alone[i] for i in order]
+    (report,) = generator.loop.runner.in_groups.report()  # type: ignore[union-attr]
+    (plain,) = generator.loop.runner.report()  # type: ignore[union-attr]
+    assert report.hits > 5 and plain.hits > 0 and set(passes) == {4} and free_again(generator)
+
+
+def test_what_does_not_pay_is_read_row_by_row(
+    model: Any, alone: list[list[int]], passes: list[int]
+) -> None:
+    """By the device's own costs such short prefixes never pay; blocks are shared all the same."""
+    generator = Generator(model, block_size=4, max_batch_size=6)
+    assert [output.token_ids for output in generator.generate(PROMPTS, TEN)] == alone
+    assert not passes and generator.stats.shared_tokens and "where it pays" in generator.cascade_reason
+    assert not any(generator.loop.runner.in_groups.is_captured(n) for n in range(1, 7))  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [({"cascade": False}, "switched off"), ({"share_prefixes": False, "cascade": FREE}, "no requests share")],
+    ids=str,
+)
+def test_it_can_be_switched_off(
+    model: Any, alone: list[list[int]], passes: list[int], options: dict[str, Any], reason: str
+) -> None:
+    generator = Generator(model, block_size=4, max_batch_size=6, **options)
+    assert [output.token_ids for output in generator.generate(PROMPTS, TEN)] == alone and not passes
+    assert reason in generator.cascade_reason and generator.loop.runner.in_groups is None  # type: ignore[union-attr]
+    assert bool(generator.stats.shared_tokens) == ("cascade" in options and len(options) == 1)
+
+
+def test_wrong_options_are_refused(model: Any) -> None:
+    with pytest.raises(ArgumentError, match="cascade: expected True, False or CascadeCosts"):
+        Generator(model, cascade="auto")  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="share_prefixes: expected True, False or 'auto'"):
+        Generator(model, share_prefixes=2)  # type: ignore[arg-type]
+
+
+def test_samples_of_one_prompt(model: Any, passes: list[int]) -> None:
+    """As with num_return_sequences: the prompt is computed once, and each sample has the seed's own tokens."""
+    each = [SamplingParams(max_new_tokens=8, temperature=1.0, seed=seed) for seed in range(4)]
+    plain = Generator(model, block_size=4, max_batch_size=4, share_prefixes=False, cascade=False)
+    want = [output.token_ids for output in plain.generate([SYSTEM] * 4, each)]
+    generator = Generator(model, block_size=4, max_batch_size=4, cascade=FREE)
+    assert [output.token_ids for output in generator.generate([SYSTEM] * 4, each)] == want
+    assert generator.stats.shared_tokens == 3 * 20 and generator.stats.prefill_tokens == 21
+    assert passes and free_again(generator)
+
+
+def test_compiled_steps(model: Any, alone: list[list[int]]) -> None:
+    """One compile for each of the two graphs."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    generator = Generator(model, block_size=4, max_batch_size=3, buckets=[3], compile=True, cascade=FREE)
+    outputs = generator.generate([PROMPTS[i] for i in (0, 1, 3)], TEN)
+    assert [output.token_ids for output in outputs] == [alone[i] for i in (0, 1, 3)]
+    assert generator.loop.runner.in_groups.report()[0].hits > 0  # type: ignore[union-attr]
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+
+
+def test_a_fused_model(make_llama: Callable[..., Any], passes: list[int]) -> None:
+    model = make_llama(vocab_size=99, hidden_size=64, intermediate_size=96, max_position_embeddings=256)
+    plain = Generator(model, block_size=4, max_batch_size=3, share_prefixes=False, fuse=True)
+    want = [output.token_ids for output in plain.generate(PROMPTS[:2], TEN)]
+    generator = Generator(model, block_size=4, max_batch_size=3, fuse=True, cascade=FREE)
+    assert [output.token_ids for output in generator.generate(PROMPTS[:2], TEN)] == want and passes
+
+
+def test_who_is_put_back_computes_again(model: Any, alone: list[list[int]]) -> None:
+    """A pool too small for all: shared blocks outlive those that leave, and only those."""
+    generator = Generator(model, block_size=4, max_batch_size=6, num_blocks=17, cascade=FREE)
+    assert [output.token_ids for output in generator.generate(PROMPTS, TEN)] == alone
+    assert generator.stats.preemptions and generator.stats.shared_tokens and free_again(generator)
+
+
+def test_a_graph_that_can_not_be_captured(
+    model: Any, alone: list[list[int]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Then steps read row by row, and say so."""
+    generator = Generator(model, block_size=4, max_batch_size=6, cascade=FREE)
+
+    def full(*args: Any) -> None:
+        raise CaptureError("no memory is left")
+
+    monkeypatch.setattr(generator.loop.runner.in_groups, "_capture_one", full)  # type: ignore[union-attr]
+    assert [output.token_ids for output in generator.generate(PROMPTS, TEN)] == alone
+    assert [record.getMessage() for record in caplog.records].count(
+        "shared prefixes are read request by request from now on: no memory is left"
+    ) == 1
+
+
+def test_a_broken_step_forgets_what_was_shared(model: Any, alone: list[list[int]]) -> None:
+    generator = Generator(model, block_size=4, max_batch_size=6, cascade=FREE)
+    find, broken = generator.loop.runner.find_groups, iter([True])  # type: ignore[union-attr]
+
+    def once(*args: Any) -> bool:
+        if next(broken, False):
+            raise KeyboardInterrupt
+        return find(*args)
+
+    generator.loop.runner.find_groups = once  # type: ignore[union-attr, method-assign]
+    ids = [generator.submit(prompt, TEN) for prompt in PROMPTS]
+    with pytest.raises(KeyboardInterrupt):
+        while True:
+            generator.step()
+    tokens: dict[int, list[int]] = {}
+    for event in generator.stream():
+        if event.token_id is not None:
+            tokens.setdefault(event.request_id, []).append(event.token_id)
+    assert {len(tokens[i]) for i in ids} <= {9, 10}
+    assert all(want[-len(tokens[i]) :] == tokens[i] for i, want in zip(ids, alone, strict=True))
+    assert free_again(generator)
+
+
+# -------------------------------------------------------------------------------------------------- the books
+def sequence(number: int, prompt: list[int]) -> Sequence:
+    return Sequence(number, prompt, TEN, 0, TextStream(None, ()), 64)
+
+
+@pytest.fixture
+def numbers() -> Iterator[int]:
+    return iter(range(100))
+
+
+def test_only_full_blocks_before_the_last_token(numbers: Iterator[int]) -> None:
+    shared, first = SharedBlocks(4), sequence(next(numbers), list(range(12)))
+    assert shared.find(first) == []
+    shared.promise(first)
+    first.blocks, first.num_computed = [7, 8, 9], 7
+    shared.computed(first)
+    assert shared.find(sequence(next(numbers), list(range(8)))) == [7]
+    assert shared.find(sequence(next(numbers), [0, 1, 2, 3])) == []
+    assert shared.find(sequence(next(numbers), [0, 1, 2, 4, 4])) == []
+    waits = sequence(next(numbers), [*range(8), 50])
+    assert shared.find(waits) is None, "its second block is being computed"
+    first.num_computed = 12
+    shared.computed(first)
+    assert shared.find(waits) == [7, 8] and not shared._waiting
+
+
+def test_nobody_waits_for_who_has_left(numbers: Iterator[int]) -> None:
+    shared, first = SharedBlocks(4), sequence(next(numbers), list(range(12)))
+    shared.promise(first)
+    first.blocks, first.num_computed = [7, 8, 9], 4
+    shared.computed(first)
+    waits = sequence(next(numbers), list(range(10)))
+    assert shared.find(waits) is None
+    shared.forget(first)
+    assert shared.find(waits) == [] and not shared._root.children
+
+
+def test_a_block_is_known_as_long_as_somebody_holds_it(numbers: Iterator[int]) -> None:
+    shared, first = SharedBlocks(4), sequence(next(numbers), list(range(12)))
+    shared.promise(first)
+    first.blocks, first.num_computed = [7, 8, 9], 12
+    shared.computed(first)
+    second = sequence(next(numbers), [*range(4), 60, 61])
+    assert shared.find(second) == [7]
+    shared.promise(second)
+    shared.forget(first)
+    assert shared.find(sequence(next(numbers), list(range(12)))) == [7]
+    shared.forget(second)
+    assert not shared._root.children
+
+
+def test_a_scheduler_gives_shared_blocks_one_more_holder(numbers: Iterator[int]) -> None:
+    pool = BlockPool(20)
+    scheduler = Scheduler(pool, 4, 4, 64)
+    first, second = sequence(next(numbers), list(range(12))), sequence(next(numbers), list(range(11)))
+    scheduler.add(first)
+    scheduler.add(second)
+    step = scheduler.schedule()
+    assert step.chunks == [(first, 12)] and not second.blocks, "the second waits for the first"
+    first.num_computed = 12
+    scheduler.computed(first)
+    step = scheduler.schedule()
+    assert step.chunks == [(second, 3)] and second.blocks[:2] == first.blocks[:2]
+    assert [pool.ref_count(block) for block in first.blocks] == [2, 2, 1]
+    scheduler.remove(first)
+    assert [pool.ref_count(block) for block in second.blocks] == [1, 1, 1]
+    scheduler.remove(second)
+    assert pool.num_free == pool.num_usable

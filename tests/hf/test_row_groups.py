@@ -1,0 +1,122 @@
+"""Rows of a PagedCache that share blocks: decode steps read these once where that pays, and the tokens are
+transformers' own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from models import padded_prompts, tiny
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from transformers import DynamicCache
+
+from torchpaged import ArgumentError
+from torchpaged.cascade import CascadeCosts
+from torchpaged.cascade import attention as cascade_module
+from torchpaged.hf import PagedCache
+
+FREE = CascadeCosts(0.0, 0.0, 1.0, 1e9, "whatever is shared pays")
+GREEDY: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+
+
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Query tokens of each call that read prefixes once."""
+    seen: list[int] = []
+    two = cascade_module._two_passes
+
+    def counted(q: Tensor, *rest: Any) -> Any:
+        seen.append(q.shape[0])
+        return two(q, *rest)
+
+    monkeypatch.setattr(cascade_module, "_two_passes", counted)
+    return seen
+
+
+@pytest.mark.parametrize(("name", "layers"), [("Llama", 3), ("GptOss", 1), ("Gemma2", 1), ("Mistral", 0)])
+def test_beams(name: str, layers: int, passes: list[int]) -> None:
+    """Of layers with sinks and soft caps those without a window read once, and the others row by row in the
+    same step."""
+    model, inputs = tiny(name), padded_prompts()
+    options = {**GREEDY, "num_beams": 3}
+    want = model.generate(**inputs, **options)
+    model.set_attn_implementation("torchpaged")
+    for cascade in (FREE, False, True):
+        cache = PagedCache(model.config, 6, 32, block_size=4, cascade=cascade)
+        assert torch.equal(model.generate(**inputs, **options, past_key_values=cache), want)
+        if cascade == FREE:
+            # 7 decode steps, the first of which is before the first reordering or just behind it
+            assert len(passes) in (6 * layers, 7 * layers) and set(passes) <= {6}
+        assert len(passes) in (6 * layers, 7 * layers), "it does not pay, or is switched off"
+
+
+def test_a_prompt_that_many_rows_continue(passes: list[int]) -> None:
+    """transformers' way to reuse a prompt: prefilled once, its rows repeated, generate() goes on."""
+    model, prompt = tiny("Llama"), torch.randint(3, 99, (1, 18))
+    ids = torch.cat([prompt.expand(3, -1), torch.randint(3, 99, (3, 4))], 1)
+    with torch.no_grad():
+        theirs = DynamicCache(config=model.config)
+        model(prompt, past_key_values=theirs)
+        theirs.batch_repeat_interleave(3)
+        want = model.generate(ids, **GREEDY, past_key_values=theirs)
+        model.set_attn_implementation("torchpaged")
+        ours = PagedCache(model.config, 3, 32, block_size=4, cascade=FREE)
+        model(prompt, past_key_values=ours)
+        ours.batch_repeat_interleave(3)
+        used = ours.pool.num_used
+        assert torch.equal(model.generate(ids, **GREEDY, past_key_values=ours), want)
+    assert used == 3 * 8 - 2 * 4, "four full blocks are shared"
+    assert passes == [3] * 7 * 3, "every decode step, in every layer"
+    ours.reset()
+    assert not ours.groups.active
+
+
+def test_one_trace_for_all_groups() -> None:
+    """A compiled step: one graph with groups and one without, over growing lengths and other groups."""
+    torch._dynamo.reset()
+    model = tiny("Llama")
+    model.set_attn_implementation("torchpaged")
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    ids = torch.randint(3, 99, (4, 24))
+    cache = PagedCache(model.config, 4, 40, block_size=4, cascade=FREE)
+    orders = {12: [0, 0, 0, 0], 16: [0, 1, 1, 3], 20: [0, 1, 1, 3]}
+    history = ids.clone()
+    with torch.no_grad():
+        model(ids[:, :8], past_key_values=cache)
+        for step in range(8, 24):
+            if step in orders:
+                cache.reorder_cache(torch.tensor(orders[step]))
+                history[:, :step] = history[orders[step], :step]
+            at = {"input_ids": history[:, step : step + 1], "position_ids": torch.full((4, 1), step)}
+            logits = compiled(**at, past_key_values=cache).logits
+            want = model(history[:, : step + 1], use_cache=False).logits[:, -1:]
+            torch.testing.assert_close(logits, want, rtol=1e-4, atol=1e-4)
+            assert cache.groups.active == (step >= 12)
+    assert counter.frame_count == 2
+
+
+def test_tokens_taken_back(passes: list[int]) -> None:
+    """Groups end where the cut is: what lies behind it belongs to each row alone."""
+    model, ids, more = tiny("Llama"), torch.randint(3, 90, (1, 12)), torch.randint(3, 90, (2, 6))
+    cache = PagedCache(model.config, 2, 32, block_size=4, cascade=FREE)
+    with torch.no_grad():
+        want = model(torch.cat([ids[:, :5].expand(2, -1), more], 1)).logits[:, 5:]
+        model.set_attn_implementation("torchpaged")
+        model(ids.expand(2, -1), past_key_values=cache)
+        cache.reorder_cache(torch.tensor([0, 0]))
+        shared = cache.groups._shared
+        assert cache.groups.active and shared is not None and shared.lens.tolist()[0] == 12
+        cache.crop(-7)
+        assert cache.groups.active and shared.lens.tolist()[0] == 4
+        for step in range(6):
+            got = model(more[:, step : step + 1], past_key_values=cache).logits[:, 0]
+            torch.testing.assert_close(got, want[:, step], rtol=1e-4, atol=1e-4)
+    assert len(passes) == 6 * 3
+
+
+def test_what_cascade_takes() -> None:
+    with pytest.raises(ArgumentError, match="cascade: expected True, False or CascadeCosts"):
+        PagedCache(tiny("Llama").config, 2, 32, cascade="auto")  # type: ignore[arg-type]

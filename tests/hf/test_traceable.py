@@ -1,0 +1,124 @@
+"""Modules whose own code breaks a trace: what `attach` gives them computes the same, in one graph, and is
+needed still."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+from torchpaged.hf import attach, detach, paged, traceable
+from torchpaged.hf.own_attention import put_in
+from torchpaged.hf.traceable import TRACEABLE
+from torchpaged.testing.coverage import encoder_decoders, examine
+from torchpaged.testing.coverage.architectures import model_of, model_types
+
+OLD = transformers.__version__.startswith("5.17")
+
+
+def named(model: nn.Module, name: str) -> list[Any]:
+    return [module for module in model.modules() if type(module).__name__ == name]
+
+
+def compiled(call: Any) -> Any:
+    torch._dynamo.reset()
+    return torch.compile(call, fullgraph=True, backend="aot_eager")
+
+
+EXPERTS = {"dbrx": "DbrxExperts", "longcat_flash": "LongcatFlashExperts"}
+
+
+def routed(module: Any, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    """States and each token's experts, with their weights; of longcat some that have no weights, too."""
+    generator = torch.Generator().manual_seed(tokens)
+    count, top_k = getattr(module, "total_experts", None) or module.num_experts, 2
+    states = torch.randn(tokens, module.hidden_size, generator=generator)
+    index = torch.stack([torch.randperm(count, generator=generator)[:top_k] for _ in range(tokens)])
+    return states, index, torch.rand(tokens, top_k, generator=generator)
+
+
+@pytest.mark.parametrize("tokens", [2, 9])
+@pytest.mark.parametrize("name", EXPERTS)
+def test_experts(name: str, tokens: int) -> None:
+    """A few tokens with the weights of their own experts, many through all of them; the module's own loop is
+    no graph."""
+    [module, *_] = named(model_of(name, "eager"), EXPERTS[name])
+    states, *routing = routed(module, tokens)
+    shape = (1, tokens, -1) if name == "dbrx" else (tokens, -1)
+    with torch.no_grad():
+        want = module(states.view(shape), *routing)
+        with pytest.raises(torch._dynamo.exc.TorchDynamoException):
+            compiled(module)(states.view(shape), *routing)
+        put_in({module: TRACEABLE[EXPERTS[name]](module)})  # type: ignore[dict-item]
+        assert torch.equal(module(states.view(shape), *routing), want)  # untraced: its own
+        got = compiled(module)(states.view(shape), *routing)
+    assert got.shape == want.shape
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "name", ["xglm", "ctrl", "dbrx", "longcat_flash", "recurrent_gemma", "gemma3n_text", "rembert"]
+)
+def test_one_graph(name: str) -> None:
+    row = examine(name)
+    assert row.is_one_graph and row.mode in ("paged", "latent"), row
+
+
+def test_one_graph_of_an_encoder_decoder() -> None:
+    assert encoder_decoders.examine("m2m_100").is_one_graph
+
+
+def test_ctrl_with_what_a_trace_of_ours_does_not_give() -> None:
+    """Hidden states are collected by transformers' own forward."""
+    model, ids = model_of("ctrl", "eager"), torch.randint(3, 99, (1, 4))
+    with paged(model), torch.no_grad():
+        out = model(ids, output_hidden_states=True)
+    assert len(out.hidden_states) == model.config.n_layer + 1
+
+
+def test_they_come_and_go() -> None:
+    model = model_of("dbrx", "eager")
+    assert not any("forward" in vars(module) for module in model.modules())
+    attach(model)
+    assert all("forward" in vars(module) for module in named(model, "DbrxExperts"))
+    detach(model)
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_each_is_needed() -> None:
+    """By a name that is there, and by what is named as the reason; else it can go."""
+    reasons = {
+        "CTRLModel": "np.sqrt(",
+        "DbrxExperts": ".nonzero()",
+        "LongcatFlashExperts": ".nonzero(",
+        "RecurrentGemmaRecurrentBlock": "self.conv1d_state = conv_state[:, :, 1:]",
+    }
+    moved = "key_states.to(query_states.device)"
+    only_old = {
+        "Gemma3nTextAttention": moved,
+        "Gemma4TextAttention": moved,
+        "Gemma4UnifiedTextAttention": moved,
+        "M2M100SinusoidalPositionalEmbedding": "if max_pos > self.weights.size(0)",
+        "RecurrentGemmaModel": "_get_mask_sizes.__get__",
+    }
+    assert {*reasons, *only_old} == set(TRACEABLE)
+    types = ["ctrl", "dbrx", "longcat_flash", "recurrent_gemma", "gemma3n_text", "gemma4_text"]
+    types = [name for name in [*types, "gemma4_unified_text"] if name in model_types()]
+    models = [*map(model_of, types), encoder_decoders.model_of("m2m_100")]
+    found = {type(module).__name__: type(module) for model in models for module in model.modules()}
+    for name, reason in {**reasons, **only_old}.items():
+        there = reason in inspect.getsource(found[name].forward)
+        assert there == (name in reasons or OLD), name
+
+
+def test_a_trace_that_lost_its_pools_gets_them_from_beside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unattached, or without what is handed on, compiled code refuses."""
+    if not OLD:
+        pytest.skip("this transformers does not move shared keys")
+    monkeypatch.setitem(traceable.TRACEABLE, "Gemma3nTextAttention", lambda module: None)
+    row = examine("gemma3n_text")
+    assert row.mode == "paged" and "Observed exception" in row.reason

@@ -1,4 +1,4 @@
-"""Products of many tokens by cuBLASLt: right, with the residual left as it was, and the same bits in a graph."""
+"""Products of many tokens by cuBLASLt: right, the residual left as it was, the same bits in a graph."""
 
 from __future__ import annotations
 

@@ -83,8 +83,8 @@ def cascade_attention(
             v_scale=v_scale,
         )
     else:
-        options = {"scale": scale, "logits_soft_cap": logits_soft_cap, "k_scale": k_scale, "v_scale": v_scale}
-        options |= {"return_lse": True, "ops": ops}
+        options: dict[str, Any] = {"scale": scale, "logits_soft_cap": logits_soft_cap}
+        options |= {"k_scale": k_scale, "v_scale": v_scale, "return_lse": True, "ops": ops}
         passes = _two_passes(q, pools, batch, prefixes, suffix, max_query_len, sinks, options)
         out, lse = merge_attn_states(*passes, ops=ops)
     return (out, lse) if return_lse else out
@@ -97,7 +97,6 @@ def attend_in_groups(
     out: Tensor,
     ops: BackendOps,
     sinks: Tensor | None,
-    semaphore: Tensor | None = None,
     **options: Any,
 ) -> None:
     """`cascade_attention` for a layer: over the groups of ``metadata.prefixes``, into ``out``.
@@ -108,8 +107,8 @@ def attend_in_groups(
         metadata: with `CascadeBatch`.
         ops: the layer's.
         sinks: as there.
-        semaphore: of the layer's session.
-        options: ``scale``, ``logits_soft_cap``, ``k_scale``, ``v_scale``.
+        options: ``scale``, ``logits_soft_cap``, ``k_scale``, ``v_scale``; ``semaphore``, of the layer's
+            session.
 
     Raises:
         ArgumentError: as `cascade_attention`.
@@ -121,11 +120,12 @@ def attend_in_groups(
         _check(q, *batch, pools, shared, (suffix[0], suffix[1]))
     own_suffix = suffix[0], suffix[1]
     if has_cascade(ops, q.device):
-        options |= {"max_query_len": longest, "sinks": sinks, "semaphore": semaphore}
+        options |= {"max_query_len": longest, "sinks": sinks}
         options["logits_soft_cap"] = options.get("logits_soft_cap") or 0.0
         _one_call(q, pools, batch, shared, own_suffix, out, None, ops, **options)
         return
-    options = {**options, "return_lse": True, "ops": ops}
+    options.pop("semaphore", None)
+    options |= {"return_lse": True, "ops": ops}
     passes = _two_passes(q, pools, batch, shared, own_suffix, longest, sinks, options)
     ops.merge_attn_states(*passes, out)
 

@@ -76,9 +76,9 @@ def has_cascade(ops: BackendOps, device: torch.device) -> bool:
 
 
 def attend_with_prefixes(
-    ops: BackendOps, tensors: tuple[Tensor, ...], out: Tensor, lse: Tensor | None, **options: Any
+    ops: BackendOps, tensors: Any, out: Tensor, lse: Tensor | None, **options: Any
 ) -> None:
-    """The op on arguments that are checked here; ``tensors`` are those before ``out`` in
+    """The op on arguments that are checked here; ``tensors``: those before ``out`` in
     ``custom_ops/attention/schema.py``."""
     if not torch.compiler.is_compiling():
         refuse_grad(q=tensors[0], sinks=options.get("sinks"))

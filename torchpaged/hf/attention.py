@@ -136,6 +136,7 @@ def paged_attention_forward(
     alike = causal and window is None and alibi_slopes is None and not trees
     if metadata.prefixes is not None and layer.reads_in_groups and alike:
         pools, own = (key, value), {"scale": scale, "logits_soft_cap": softcap, **layer.scales}
+        own["semaphore"] = layer.workspace.get("semaphore")
         attend_in_groups(q, pools, metadata, out, owner.backend.ops, sinks, **own)
         return out.view(batch, query_len, num_heads, value.shape[-1]), None
     attend = owner.backend.ops.paged_attention

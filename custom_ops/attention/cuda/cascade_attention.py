@@ -7,6 +7,7 @@ Triton's merge.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,8 +58,9 @@ def cascade_attention(
         (block_table, seq_lens, query_start_loc),
         (prefix_block_table, prefix_lens, prefix_query_start_loc),
     )
-    options = {"scale": scale, "logits_soft_cap": logits_soft_cap, "k_scale": k_scale, "v_scale": v_scale}
-    further = {"max_query_len": max_query_len, "sinks": sinks, "semaphore": semaphore}
+    options: dict[str, Any] = {"scale": scale, "logits_soft_cap": logits_soft_cap}
+    options |= {"k_scale": k_scale, "v_scale": v_scale}
+    further: dict[str, Any] = {"max_query_len": max_query_len, "sinks": sinks, "semaphore": semaphore}
     check_cascade_attention(
         q, k_cache, v_cache, *own, *prefixes, order, inverse, out, lse, **options, **further
     )

@@ -19,8 +19,6 @@ from torchpaged.custom_ops.attention.triton.cascade_attention import compose
 from torchpaged.custom_ops.cuda import gpu
 from torchpaged.custom_ops.errors import BackendUnavailableError
 
-#: Multiprocessors of the decode launch alone while the prefixes' tiles run.
-LEFT_FOR_SUFFIXES = 14
 #: Tiles for each CTA of the prefixes at most, by shapes: so many shares of one have room.
 MOST_TILES_PER_CTA = prefill.TURNS - 2
 
@@ -105,19 +103,14 @@ def refuse(
     # as cut with a soft cap: tiles of at most as many rows; not in pairs
     rows = prefill.shape_for(k_cache.shape[3], v_cache.shape[3], k_cache.dtype, plain=False).rows
     tiles = prefill.most_tiles(num_tokens, num_groups, rows // group) * num_kv_heads
-    most = MOST_TILES_PER_CTA * (gpu.num_sms(q.device.index or 0) - LEFT_FOR_SUFFIXES - 1)
+    most = MOST_TILES_PER_CTA * prefix_ctas(gpu.num_sms(q.device.index or 0))
     return None if tiles <= most else f"prefixes: at most {tiles} tiles by shapes, {most} have room"
 
 
-def in_pairs(q: Tensor, k_cache: Tensor, v_cache: Tensor, num_groups: int, soft_cap: float) -> bool:
-    """Whether two CTAs share the copies of keys and values: where groups have so many queries on average, by
-    shapes, that at least half of a pair's rows stand for some. What copies take from L2, decode lacks."""
-    group, dim, dim_v = q.shape[1] // k_cache.shape[2], k_cache.shape[3], v_cache.shape[3]
-    cut = prefill.shape_for(dim, dim_v, k_cache.dtype, plain=not soft_cap > 0)
-    return (
-        prefill.may_pair(cut, k_cache.shape[1], k_cache.dtype)
-        and q.shape[0] >= cut.rows // group * num_groups
-    )
+def prefix_ctas(num_sms: int) -> int:
+    """CTAs of the prefixes' launch, a multiprocessor each: 108 of 132. While they run the others are the
+    decode launch's alone. Any number is right (docs/log/shared_prefixes.md)."""
+    return max(num_sms * 9 // 11, 1)
 
 
 def attend(
@@ -142,13 +135,12 @@ def attend(
     v_scale: Tensor | None = None,
     semaphore: Tensor | None = None,
     ctas: int = 0,
-    paired: bool | None = None,
+    paired: bool = False,
 ) -> None:
-    """The three launches, on checked arguments that `refuse` lets pass. ``ctas``: for the prefixes; 0: all
-    but `LEFT_FOR_SUFFIXES`. ``paired``: None: as `in_pairs` says."""
-    if paired is None:
-        paired = in_pairs(q, k_cache, v_cache, prefix_block_table.shape[0], logits_soft_cap)
-    ctas = ctas or gpu.num_sms(q.device.index or 0) - LEFT_FOR_SUFFIXES
+    """The three launches, on checked arguments that `refuse` lets pass. ``ctas``: for the prefixes; 0:
+    `prefix_ctas`. ``paired``: as in `prefill.Suffixes`, where `prefill.may_pair` says that they
+    can; off, since no win was shown (docs/log/shared_prefixes.md)."""
+    ctas = ctas or prefix_ctas(gpu.num_sms(q.device.index or 0))
     if semaphore is None:
         count = block_table.shape[0] * k_cache.shape[2]
         semaphore = torch.zeros(count, dtype=torch.int32, device=q.device)
